@@ -20,10 +20,9 @@ import yaml
 from torch import Tensor
 
 from benchmarks.measured import markdown, page_of, show
-from llama_ssp import Pair, load
+from llama_ssp import Pair, catalogue, load
 from llama_ssp.run.decoders import build_decoder
-from llama_ssp.run.jobs import encode
-from llama_ssp.settings import catalogue
+from llama_ssp.run.requests import encode
 from llama_ssp.settings.drafters import NgramConfig
 from llama_ssp.settings.schema import SamplingConfig, SpeculationConfig, VerificationConfig
 from llama_ssp.speculate.engine.state import Request

@@ -29,11 +29,10 @@ from benchmarks.llama_cpp import IS_INSTALLED, LlamaCpp
 from benchmarks.llama_cpp import write as write_gguf
 from benchmarks.measured import markdown, page_of, show
 from benchmarks.vllm_cpu import PYTHON, Vllm
-from llama_ssp import Pair, load
+from llama_ssp import Pair, catalogue, load
 from llama_ssp.run.calibration.interleave import interleave, median_ratio
-from llama_ssp.run.jobs import encode
+from llama_ssp.run.requests import encode
 from llama_ssp.run.tasks.benchmark import Ours, Peers, cut, load_peer
-from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import ADAPTIVE, SamplingConfig, SpeculationConfig
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights import hub

@@ -19,17 +19,17 @@ import transformers
 from benchmarks.acceptance import kinds_of_text
 from benchmarks.decoding import ours
 from benchmarks.measured import Goal, markdown, page_of, show, table_of_goals
-from llama_ssp import Pair, load
+from llama_ssp import Pair, catalogue, load
+from llama_ssp.catalogue import Dtype
 from llama_ssp.machines.machine import detect_hardware, keep_speeds, known_speeds
 from llama_ssp.planning.timing import Timing
 from llama_ssp.run.calibration.interleave import interleave, median_ratio
 from llama_ssp.run.calibration.operators import cpu_speeds
-from llama_ssp.run.jobs import encode
+from llama_ssp.run.requests import encode
 from llama_ssp.run.tasks.benchmark import Ours, Peers, load_peer
 from llama_ssp.run.tasks.dry_run import plan_of_run
-from llama_ssp.settings import catalogue
 from llama_ssp.settings.drafters import NGRAM_DRAFT, NgramConfig
-from llama_ssp.settings.schema import ADAPTIVE, Dtype, RunConfig, SamplingConfig, SpeculationConfig
+from llama_ssp.settings.schema import ADAPTIVE, RunConfig, SamplingConfig, SpeculationConfig
 from llama_ssp.weights import hub
 
 NUM_NEW_TOKENS, MOST_PROMPTS, PEERS_K, NGRAM_K = 64, 4, 4, 8

@@ -16,6 +16,7 @@ from benchmarks.measured import markdown, page_of, show
 from benchmarks.published import implied_acceptance
 from llama_ssp.architectures.matrices import distinct
 from llama_ssp.architectures.reading import read_config
+from llama_ssp.catalogue import Dtype
 from llama_ssp.machines.hardware import Speed
 from llama_ssp.machines.machine import detect_hardware
 from llama_ssp.models.loading import load_model
@@ -24,7 +25,7 @@ from llama_ssp.planning.spec import PlannedModel
 from llama_ssp.planning.timing import ModelPlacement, forward_time
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.run.calibration.operators import cpu_speeds
-from llama_ssp.settings.schema import Dtype, TargetKind
+from llama_ssp.settings.schema import TargetKind
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.words import counted
 

@@ -19,15 +19,17 @@ from transformers.utils import logging as library_logging
 
 from benchmarks.measured import markdown, page_of, show
 from llama_ssp.architectures.family import kept_whole, record_of
+from llama_ssp.architectures.matrices import WholeParts
+from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import SspError
 from llama_ssp.models.huggingface.described import with_modules
+from llama_ssp.models.huggingface.modules import build_empty, sources_of, table_of
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.loading import build_empty, check_model, find_sources
+from llama_ssp.models.loading import check_model
 from llama_ssp.models.tensor_parallel import shard
 from llama_ssp.planning.memory import model_bytes, shares
 from llama_ssp.planning.spec import PlannedModel
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.schema import Dtype, WholeParts
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
 from tests.helpers.decoders import complete, make_decoder
@@ -110,7 +112,7 @@ def planned_and_loaded(origin: Checkpoint, num_ranks: int) -> str:
     model = PlannedModel(name="tiny", shape=origin.shape, dtype=Dtype.fp32, quantization="none", stored=Dtype.fp32)
     planned = model_bytes(shares(origin.shape, num_ranks=num_ranks)[0], model, device="cuda").total_bytes
     modules = build_empty(origin)
-    sources = find_sources(modules, origin)
+    sources = sources_of(modules, origin, table_of(modules))
     shard(modules, origin.shape, Comm(rank=0, size=num_ranks), whole=kept_whole(origin.shape, WholeParts.none))
     parameters = dict(modules.named_parameters(remove_duplicate=False))
     loaded = sum(size for _, size in {(source, parameters[name].nbytes) for name, source in sources.items()})

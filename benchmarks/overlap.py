@@ -20,21 +20,20 @@ import transformers
 
 from benchmarks.decoding import TEXT, decode_once, run_config
 from benchmarks.measured import Row, group_of_ranks, markdown, store
+from llama_ssp.catalogue import ModelConfig, ModelShape
 from llama_ssp.planning.acceptance import overlapped_tokens, tokens_per_round
 from llama_ssp.planning.timing import OverlappedTime
 from llama_ssp.ranks.world import World, start
 from llama_ssp.run.calibration.interleave import interleave
 from llama_ssp.run.checkpoints import find_sources
 from llama_ssp.run.decoders import Models, build_decoder, load_models
-from llama_ssp.run.jobs import encode
+from llama_ssp.run.requests import encode
 from llama_ssp.run.tasks.benchmark import cut
 from llama_ssp.run.tuning import tune
 from llama_ssp.settings.schema import (
     DeviceKind,
     DraftLayout,
     DraftPlacement,
-    ModelConfig,
-    ModelShape,
     PlacementConfig,
     RunConfig,
     SpeculationConfig,

@@ -18,18 +18,18 @@ import transformers
 from torch import Tensor
 
 from benchmarks.measured import Goal, Row, markdown, store, table_of_goals
-from llama_ssp import load
+from llama_ssp import catalogue, load
 from llama_ssp.architectures.family import inventory
+from llama_ssp.catalogue import Dtype
 from llama_ssp.cpu.tracing import Traced
 from llama_ssp.planning.memory import step_bytes
 from llama_ssp.planning.spec import planned_model
 from llama_ssp.run.calibration.interleave import interleave
 from llama_ssp.run.calibration.operators import copy_bytes_per_s, seconds_per_call
 from llama_ssp.run.decoders import build_decoder
-from llama_ssp.run.jobs import encode
+from llama_ssp.run.requests import encode
 from llama_ssp.run.tasks.benchmark import Ours, Peers, load_peer
-from llama_ssp.settings import catalogue
-from llama_ssp.settings.schema import Dtype, SamplingConfig, SpeculationConfig
+from llama_ssp.settings.schema import SamplingConfig, SpeculationConfig
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import BatchState, Request
 from llama_ssp.weights import hub

@@ -18,7 +18,9 @@ import transformers
 
 from benchmarks.decoding import TEXT, decode_once, run_config, tokens_per_round
 from benchmarks.measured import Row, group_of_ranks, markdown, store
+from llama_ssp import catalogue
 from llama_ssp.architectures.family import inventory
+from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import SspError
 from llama_ssp.planning.memory import model_bytes
 from llama_ssp.planning.spec import planned_model
@@ -26,15 +28,13 @@ from llama_ssp.ranks.world import World, start
 from llama_ssp.run.calibration.interleave import interleave
 from llama_ssp.run.checkpoints import find_sources
 from llama_ssp.run.decoders import build_decoder, load_models
-from llama_ssp.run.jobs import encode
+from llama_ssp.run.requests import encode
 from llama_ssp.run.tasks.benchmark import cut
-from llama_ssp.settings import catalogue, checks
+from llama_ssp.settings import checks
 from llama_ssp.settings.schema import (
     DeviceKind,
     DraftLayout,
     DraftPlacement,
-    Dtype,
-    ModelConfig,
     PlacementConfig,
     RunConfig,
     SpeculationConfig,

@@ -17,6 +17,7 @@ from textwrap import fill
 
 from benchmarks.measured import markdown, page_of, show
 from benchmarks.published_rows import A100, ROWS, Measure, Row, Source
+from llama_ssp import catalogue
 from llama_ssp.architectures.engine import Kernels
 from llama_ssp.architectures.family import inventory
 from llama_ssp.machines import hardware
@@ -24,7 +25,6 @@ from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.acceptance import tokens_per_round
 from llama_ssp.planning.spec import PlanSpec, planned_model
 from llama_ssp.planning.timing import FAR, LIBRARY_SHARE, NEAR, Ends, bandwidth, decoding_error, timing
-from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import DraftLayout, TargetKind
 from llama_ssp.storage.formats import NO_QUANTIZATION, READ_SLOWDOWN, format_of
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from llama_ssp.errors import ConfigError, one_message
-from llama_ssp.run.commands import program
+from llama_ssp.run.commands.options import Options, act_on
 
 SIZE = 64
 MOST_LETTERS = 200
@@ -23,9 +23,9 @@ MOST_LETTERS = 200
 
 def main(arguments: list[str]) -> int:
     """Check the GPUs; returns the exit code."""
-    parser = program.Options("python launch/check_gpus.py [NUMBER]", __doc__)
+    parser = Options("python launch/check_gpus.py [NUMBER]", __doc__)
     parser.add_argument("number", metavar="NUMBER", nargs="?", type=int, default=0, help="GPUs of the driver")
-    return program.act_on(parser, arguments, _check)
+    return act_on(parser, arguments, _check)
 
 
 def _check(given: argparse.Namespace) -> str:

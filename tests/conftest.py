@@ -18,8 +18,8 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+from llama_ssp import catalogue
 from llama_ssp.ranks.process import signals_kept
-from llama_ssp.settings import catalogue
 from tests.helpers import slurm
 from tests.helpers.own_conf import OwnConf, writer
 

@@ -21,21 +21,16 @@ import yaml
 from torch import Tensor
 
 from benchmarks.decoding import run_config
-from llama_ssp import load
+from llama_ssp import catalogue, load
 from llama_ssp.architectures.model_files import AGREEMENT_FILE
-from llama_ssp.models.loading import load_modules
+from llama_ssp.catalogue import Dtype
+from llama_ssp.models.huggingface.modules import load_modules
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.world import start
 from llama_ssp.run.checkpoints import find_sources
 from llama_ssp.run.decoders import build_decoder, load_models
-from llama_ssp.run.jobs import encode
-from llama_ssp.settings import catalogue
-from llama_ssp.settings.schema import (
-    DeviceKind,
-    Dtype,
-    SyntheticConfig,
-    WeightsKind,
-)
+from llama_ssp.run.requests import encode
+from llama_ssp.settings.schema import DeviceKind, SyntheticConfig, WeightsKind
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.head import HeadSource

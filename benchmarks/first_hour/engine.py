@@ -27,13 +27,14 @@ from benchmarks.first_hour.runner import FOLDER
 from benchmarks.first_hour.step import Check, Where, main, say, skip
 from llama_ssp import Pair
 from llama_ssp.architectures.engine import FIRST_CAPABILITY_BY_LENGTH
+from llama_ssp.catalogue import Dtype
 from llama_ssp.kernels.attention_by_length import capability_of
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.drafters import NGRAM_DRAFT, NgramConfig
-from llama_ssp.settings.schema import Dtype, SpeculationConfig, SyntheticConfig
+from llama_ssp.settings.schema import SpeculationConfig, SyntheticConfig
 from llama_ssp.speculate.engine.executors import CudaRecorder, GraphExecutor
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.storage.formats import OWN_DTYPE

@@ -265,16 +265,10 @@ def draws(where: Where) -> Iterator[str]:
             yield f"{name}: frequencies are off by {z:.1f} standard errors"
 
 
-def _norm(weight_E: Tensor) -> RmsNorm:
-    module = torch.nn.RMSNorm(len(weight_E)).to(weight_E)
-    module.weight.data, module.variance_epsilon = weight_E, EPS  # type: ignore[assignment]
-    return RmsNorm(module)
-
-
 def _add_norm(x_ME: Tensor, added_ME: Tensor, weight_E: Tensor) -> Tensor:
     """The norm of a sum, which overwrites x, as the engine computes it on this device."""
     if not x_ME.is_cuda:
-        return _norm(weight_E)(x_ME.add_(added_ME))
+        return RmsNorm(weight_E, EPS)(x_ME.add_(added_ME))
     from llama_ssp.kernels import between_gpu  # noqa: PLC0415 - imports Triton
 
     return between_gpu.add_norm(x_ME, added_ME, weight_E, EPS)

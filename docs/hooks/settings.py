@@ -5,8 +5,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any, get_type_hints
 
 from docs.hooks.repository import ROOT
+from llama_ssp.fields import help_of
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.settings.described import (
+from llama_ssp.run.commands.help import (
     DescribedSetting,
     head_of,
     is_schema,
@@ -15,7 +16,6 @@ from llama_ssp.settings.described import (
     task_settings,
 )
 from llama_ssp.settings.drafters import drafters
-from llama_ssp.settings.fields import help_of
 from llama_ssp.settings.schema import DERIVED, LAUNCHER, DrafterConfig, RunConfig, SlurmConfig
 from llama_ssp.settings.tasks import task_specs
 

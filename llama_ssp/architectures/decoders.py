@@ -5,8 +5,8 @@ from functools import partial
 
 from llama_ssp.architectures.family import Family
 from llama_ssp.architectures.llama import MISTRAL, QKV, QWEN2, QWEN3
-from llama_ssp.architectures.matrices import ATTENTION, PLAIN, Inventory, decoder
-from llama_ssp.settings.schema import ModelShape
+from llama_ssp.architectures.matrices import ATTENTION, GATED, PLAIN, Inventory, decoder
+from llama_ssp.catalogue import ModelShape
 
 _GLM = (*ATTENTION, "gate_up_proj", "down_proj")
 _TP_PLAN = {
@@ -28,9 +28,12 @@ def _with_learned_bends(shape: ModelShape, modules: tuple[str, ...], *, head_nor
     return replace(found, layer_vectors=found.layer_vectors + 4)
 
 
-SEED_OSS = replace(QWEN2, model_type="seed_oss", windows=None)
+SEED_OSS = replace(
+    QWEN2, model_type="seed_oss", windows=None,
+    biased_by={"attention_bias": QKV, "attention_out_bias": ("o_proj",), "mlp_bias": GATED},
+)  # fmt: skip
 MINISTRAL = replace(MISTRAL, model_type="ministral")
-CWM = replace(MISTRAL, model_type="cwm")
+CWM = replace(MISTRAL, model_type="cwm", biased_by={"mlp_bias": GATED})
 PHI3 = replace(
     MISTRAL, model_type="phi3",
     parameters=partial(decoder, modules=("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),

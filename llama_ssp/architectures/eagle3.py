@@ -17,8 +17,8 @@ from typing import Any
 from llama_ssp.architectures.family import Family
 from llama_ssp.architectures.matrices import Inventory, Matrix, decoder
 from llama_ssp.architectures.model_files import refuse_other_heads
+from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import CheckpointError
-from llama_ssp.settings.schema import ModelShape
 
 MODEL_TYPE = "eagle3"
 NUM_TAPS = 3

@@ -5,17 +5,17 @@ start. The tables hold what transformers 5.23 has; a test compares them with it.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any, cast
 
 from llama_ssp import architectures
-from llama_ssp.architectures.matrices import Inventory, decoder
+from llama_ssp.architectures.matrices import Inventory, WholeParts, decoder
+from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import ConfigError, PlacementError
 from llama_ssp.registry import Registry
-from llama_ssp.settings.schema import ModelShape, WholeParts
 
 
 @cache
@@ -42,6 +42,9 @@ class Family:
     model_type: str
     parameters: Callable[[ModelShape], Inventory]  # lists the parameters of a model of given sizes.
     is_llama_kind: bool = False  # the lean decoder runs it.
+    # modules of a Llama kind that have biases, by the field of its config that says so; none, those of `parameters`.
+    biased_by: Mapping[str, Collection[str]] = field(default_factory=dict)
+    norms_heads: bool = False  # query and key heads of a Llama kind are normed.
     is_head: bool = False  # it is no model, but a draft head that reads hidden states of its target.
     # maps a config of the library to the window of each layer in positions, its own included, None for a layer without
     # one; None if no layer has a sliding window.

@@ -8,7 +8,7 @@ from typing import Any
 
 from llama_ssp.architectures.family import Family, unwritten, windows_of_layers
 from llama_ssp.architectures.matrices import ATTENTION, GATED, Inventory, Matrix, decoder
-from llama_ssp.settings.schema import ModelShape
+from llama_ssp.catalogue import ModelShape
 
 GEMMA = Family(model_type="gemma", parameters=decoder, cuts_vocabulary=True, cuts_own_embedding=True)
 GEMMA3 = replace(

@@ -7,7 +7,7 @@ from typing import Any
 
 from llama_ssp.architectures.family import Family
 from llama_ssp.architectures.matrices import Inventory, Matrix, inventory_of
-from llama_ssp.settings.schema import ModelShape
+from llama_ssp.catalogue import ModelShape
 
 _TP_PLAN = {
     "transformer.wte": "embedding_rowwise",

@@ -2,7 +2,7 @@
 
 from llama_ssp.architectures.family import Family
 from llama_ssp.architectures.matrices import Inventory, Matrix, inventory_of
-from llama_ssp.settings.schema import ModelShape
+from llama_ssp.catalogue import ModelShape
 
 
 def _parameters(shape: ModelShape) -> Inventory:

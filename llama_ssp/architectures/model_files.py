@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from llama_ssp.catalogue import ADAPTER_CONFIG_FILE, CONFIG_FILE, GGUF, GGUF_ALONE
 from llama_ssp.errors import CheckpointError, shown
-from llama_ssp.settings.catalogue import ADAPTER_CONFIG_FILE, CONFIG_FILE, GGUF, GGUF_ALONE
 
 ADAPTER_FILE = "adapter_model.safetensors"
 MODELOPT_FILE = "hf_quant_config.json"

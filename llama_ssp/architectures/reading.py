@@ -21,10 +21,9 @@ from llama_ssp.architectures.family import (
     text_part,
 )
 from llama_ssp.architectures.model_files import read_json, read_model_config, refuse_other_kinds, require_folder
+from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelShape
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError, SspError
 from llama_ssp.registry import imported
-from llama_ssp.settings.catalogue import CONFIG_FILE
-from llama_ssp.settings.schema import Dtype, ModelShape
 from llama_ssp.storage.formats import PackedLayout
 from llama_ssp.storage.stored import QUANTIZATION, StoredFormat, layout_of, stored_format
 

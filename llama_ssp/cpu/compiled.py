@@ -24,7 +24,7 @@ import torch
 from llvmlite import binding, ir
 
 from llama_ssp.architectures import engine
-from llama_ssp.settings.catalogue import cache_dir
+from llama_ssp.catalogue import cache_dir
 from llama_ssp.storage import formats
 
 _HASH_BYTES = hashlib.sha256().digest_size

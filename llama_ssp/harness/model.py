@@ -21,8 +21,8 @@ from llama_ssp.harness.arguments import ModelArguments, generation_settings
 from llama_ssp.ranks.gpu import selected
 from llama_ssp.run.chat import in_template
 from llama_ssp.run.decoders import build_decoder
-from llama_ssp.run.jobs import check_vocabulary
 from llama_ssp.run.prompts import Message, Prompt
+from llama_ssp.run.requests import check_vocabulary
 from llama_ssp.settings.checks import check_values
 from llama_ssp.speculate.engine.likelihoods import ScoredText, log_likelihoods
 from llama_ssp.speculate.engine.state import Request, count_equal_before

@@ -15,7 +15,7 @@ heads, N key-value heads, S positions, D head dim, P = D / 2.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,10 +50,8 @@ class RmsNorm:
         least_square: E eps.
     """
 
-    def __init__(self, module: Any) -> None:  # noqa: ANN401 - each family has its own class
-        weight_E: Tensor = module.weight.detach()
-        width = weight_E.shape[0]
-        self.eps: float = module.variance_epsilon
+    def __init__(self, weight_E: Tensor, eps: float) -> None:
+        weight_E, width, self.eps = weight_E.detach(), weight_E.shape[0], eps
         self.by_length = weight_E.device.type == "cpu" and weight_E.dtype == torch.float32
         self.weight_E = weight_E * width**0.5 if self.by_length else weight_E
         self.least_square = width * self.eps

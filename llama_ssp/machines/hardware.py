@@ -1,4 +1,4 @@
-"""Describes machines: the files `hardware/*.yaml` of `settings.catalogue` as typed dataclasses, read with PyYAML alone.
+"""Describes machines: the files `hardware/*.yaml` of `catalogue` as typed dataclasses, read with PyYAML alone.
 
 A file has figures from data sheets with their sources, and optionally the measurements of `task=calibrate`.
 Units: bytes, bytes/s, FLOP/s and seconds.
@@ -11,10 +11,10 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from types import UnionType
 from typing import Any, cast, get_args, get_origin
 
+from llama_ssp import catalogue
+from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import ConfigError, one_message, similar_name, unknown_name
-from llama_ssp.settings import catalogue
-from llama_ssp.settings.fields import made, required, setting
-from llama_ssp.settings.schema import Dtype
+from llama_ssp.fields import made, required, setting
 from llama_ssp.words import said
 
 
@@ -28,7 +28,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """How fast a CPU multiplies a large matrix by one row, which reads weights, and by a few, which computes."""
+    """Speed of a CPU in products of a large matrix: with one row it reads weights, with a few rows it computes."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -142,11 +142,7 @@ def load(name: str) -> HardwareConfig:
     file = catalogue.find("hardware", name) if name in names() else None
     if file is None:
         raise ConfigError(unknown(name))
-    machine, problems = _read_machine(catalogue.read(file))
-    if problems:
-        where = f"{catalogue.shown(file)}: " if catalogue.is_own(file) else ""
-        raise ConfigError(where + one_message(problems))
-    return machine
+    return build(catalogue.read(file), where=f"{catalogue.shown(file)}: " if catalogue.is_own(file) else "")
 
 
 def problems_of(figures: object) -> list[str]:
@@ -154,9 +150,12 @@ def problems_of(figures: object) -> list[str]:
     return _read_machine(figures)[1]
 
 
-def build(figures: Mapping[str, Any]) -> HardwareConfig:
-    """Make the dataclass from a description without problems."""
-    return _read_machine(figures)[0]
+def build(figures: Mapping[str, Any], *, where: str = "") -> HardwareConfig:
+    """Make the dataclass from a description; raises ConfigError with all problems, after `where`."""
+    machine, problems = _read_machine(figures)
+    if problems:
+        raise ConfigError(where + one_message(problems))
+    return machine
 
 
 def _read_machine(figures: Any) -> tuple[HardwareConfig, list[str]]:  # noqa: ANN401 - what a file holds

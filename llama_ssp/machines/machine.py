@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+from llama_ssp import catalogue
 from llama_ssp.errors import ConfigError
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig, Speed
-from llama_ssp.settings import catalogue
 
 THIS_MACHINE = "this_machine"  # Name of the hardware file that `task=calibrate` writes.
 _OTHER_BOARDS = {"PCIE", "NVL", "MIG", "TI", "SUPER", "D", "LAPTOP", "MAX"}

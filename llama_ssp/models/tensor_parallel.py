@@ -12,7 +12,7 @@ Shapes: B sequences, T positions, I inputs, O outputs (of the whole or of the sl
 import re
 from copy import copy
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,27 +25,22 @@ from llama_ssp.architectures.matrices import (
     Cut,
     HeadShard,
     RankShard,
+    WholeParts,
     cut_of,
     split_model,
     stays_whole,
     widths,
 )
+from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.huggingface.experts import OwnExperts
 from llama_ssp.models.huggingface.families import tp_plan_of
+from llama_ssp.models.weights import Slice
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.schema import ModelShape, WholeParts
 from llama_ssp.storage.formats import NO_QUANTIZATION
 
 EXPERTS = "moe_tp_experts"
 """The library's style of a module of experts, each of which is cut."""
-
-
-class Slice(NamedTuple):
-    """This rank's parts of a parameter along one dimension, in order."""
-
-    dim: int
-    parts: tuple[range, ...]
 
 
 class LocalModule(nn.Module):
@@ -133,11 +128,16 @@ class VocabularyEmbedding(LocalModule):
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         """Look token ids up; the result is (B, T, E)."""
-        rows_BT = ids_BT - self._part.start
-        elsewhere_BT = (rows_BT < 0) | (rows_BT >= len(self._part))
-        embedded_BTE = functional.embedding(rows_BT.masked_fill_(elsewhere_BT, 0), self.weight)
-        embedded_BTE = self._comm.all_reduce(embedded_BTE.masked_fill_(elsewhere_BT[..., None], 0))
+        embedded_BTE = embed(ids_BT, self.weight, self._part, self._comm)
         return embedded_BTE if self.embed_scale is None else embedded_BTE * self.embed_scale.to(self.weight.dtype)
+
+
+def embed(ids: Tensor, weight_VE: Tensor, part: range, comm: Comm) -> Tensor:
+    """Look token ids (...) up in the parts of an embedding that ranks have; the result is (..., E)."""
+    rows = ids - part.start
+    elsewhere = (rows < 0) | (rows >= len(part))
+    embedded = functional.embedding(rows.masked_fill_(elsewhere, 0), weight_VE)
+    return comm.all_reduce(embedded.masked_fill_(elsewhere[..., None], 0))
 
 
 def shard(

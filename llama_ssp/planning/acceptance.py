@@ -1,4 +1,4 @@
-"""How many drafted tokens a target accepts: a figure of the user's, a measured one of the pair, or a default.
+"""The share of drafted tokens that a target accepts: a figure of the user's, a measured one of the pair, or a default.
 
 Every folder of options may have `pairs.yaml`, a table of measured pairs with their sources, and `measured_pairs.yaml`,
 which `store` writes. Of a pair in neither, a plan takes the default of the package's table, with its low and its high.
@@ -6,7 +6,7 @@ which `store` writes. Of a pair in neither, a plan takes the default of the pack
 Tokens per round: Leviathan et al. 2023, arXiv:2211.17192, equation 1 and theorem 3.8.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -14,12 +14,10 @@ from typing import Any
 
 import yaml
 
+from llama_ssp import catalogue
+from llama_ssp.catalogue import LOCAL
 from llama_ssp.errors import ConfigError, SspError, one_message
 from llama_ssp.planning.spec import PlanSpec
-from llama_ssp.settings import catalogue
-from llama_ssp.settings.catalogue import LOCAL
-from llama_ssp.settings.drafters import draft_name
-from llama_ssp.settings.schema import RunConfig
 from llama_ssp.settings.trees import TreeShape
 
 PAIRS, MEASURED = "pairs.yaml", "measured_pairs.yaml"
@@ -34,74 +32,49 @@ Gain = Callable[[float, int], float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftedPair:
-    """The names of a target and of its draft, which is that of its kind without a model, and the temperature."""
-
-    target: str
-    draft: str
-    has_model: bool = True
-    temperature: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Acceptance:
     """The probability that a drafted token is accepted.
 
     Attributes:
         source: where it is from.
-        low, high: how far it may be off, where the table says so; None for a single figure.
+        ends: the low and the high figure, where the table has both; None for a single figure.
         is_forecast: nobody has measured the pair.
     """
 
     probability: float
     source: str
-    low: float | None = None
-    high: float | None = None
+    ends: tuple[float, float] | None = None
     is_forecast: bool = False
 
-    @property
-    def ends(self) -> tuple[float, float] | None:
-        """The low and the high figure, if it has both."""
-        return None if self.low is None or self.high is None else (self.low, self.high)
 
-
-_LIKE_NOTHING = Acceptance(
-    probability=0.3, low=0.05, high=0.8, is_forecast=True,
+_UNKNOWN_KIND = Acceptance(
+    probability=0.3, ends=(0.05, 0.8), is_forecast=True,
     source="no figure of this kind of draft: give speculation.acceptance=, or measure it",
 )  # fmt: skip
 
 
-def pair_of_job(job: PlanSpec) -> DraftedPair:
-    """The pair of a job with a draft."""
-    name = job.draft.name if job.draft else str(job.free_draft)
-    return DraftedPair(target=job.target.name, draft=name, has_model=job.draft is not None, temperature=job.temperature)
-
-
-def pair_of_run(config: RunConfig) -> DraftedPair:
-    """The pair of a run with a draft."""
-    return DraftedPair(
-        target=config.model.name, draft=str(draft_name(config.draft)), has_model=config.draft.model is not None,
-        temperature=config.sampling.temperature,
-    )  # fmt: skip
-
-
-def expected_of_job(job: PlanSpec) -> Acceptance:
+def expected_of_spec(spec: PlanSpec) -> Acceptance:
     """The acceptance that the user gave, else what is expected of the pair."""
-    if job.acceptance is not None:
-        return Acceptance(probability=job.acceptance, source="given as speculation.acceptance")
-    return expected(pair_of_job(job))
+    if spec.acceptance is not None:
+        return Acceptance(probability=spec.acceptance, source="given as speculation.acceptance")
+    return expected(
+        spec.target.name, str(spec.draft_name), has_model=spec.draft is not None, temperature=spec.temperature
+    )
 
 
-def expected(pair: DraftedPair) -> Acceptance:
-    """The pair's own figure, else the default; raises ConfigError for a user's file that is wrong."""
-    if found := known(pair):
+def expected(target: str, draft: str, *, has_model: bool = True, temperature: float | None = None) -> Acceptance:
+    """The pair's own figure, else the default; raises ConfigError for a user's file that is wrong.
+
+    `draft` is the name of a model, or the kind of a draft without one.
+    """
+    if found := known(target, draft, temperature=temperature):
         return found
-    if not pair.has_model:
-        return _LIKE_NOTHING
+    if not has_model:
+        return _UNKNOWN_KIND
     return replace(_figure(_files(tuple(catalogue.folders()))[-1]["default"], None), is_forecast=True)
 
 
-def remarks(job: PlanSpec, acceptance: Acceptance | None, best_ks: tuple[int, int] | None) -> Iterator[str]:
+def remarks(spec: PlanSpec, acceptance: Acceptance | None, best_ks: tuple[int, int] | None) -> Iterator[str]:
     """Notes of a plan on an acceptance that nobody has measured; `best_ks` are the best K at its ends."""
     if not (acceptance and acceptance.is_forecast):
         return
@@ -110,26 +83,26 @@ def remarks(job: PlanSpec, acceptance: Acceptance | None, best_ks: tuple[int, in
             f"the best K is {best_ks[0]} to {best_ks[1]}, by the acceptance: no K is recommended before the pair is "
             "measured; speculation.num_draft_tokens=auto finds it while it runs"
         )
-    draft = job.draft.name if job.draft else job.free_draft
-    if LOCAL in (job.target.name, draft):  # a name of any folder, which no pair is stored by
+    draft = spec.draft_name
+    if LOCAL in (spec.target.name, draft):  # a name of any folder, which no pair is stored by
         yield "to know it, measure the pair once with task=latency; speculation.acceptance= takes what it prints"
         return
-    own = " draft.tokenizer=own" if job.own_tokenizer else ""
-    command = f"llama-ssp run task=latency task.store=true model={job.target.name} draft={draft}{own}"
+    own = " draft.tokenizer=own" if spec.own_tokenizer else ""
+    command = f"llama-ssp run task=latency task.store=true model={spec.target.name} draft={draft}{own}"
     yield f"to know it, measure the pair once: {command}"
 
 
-def known(pair: DraftedPair) -> Acceptance | None:
+def known(target: str, draft: str, *, temperature: float | None = None) -> Acceptance | None:
     """The figure of a pair, or of its draft with any target; quantized models have the figure of their base.
 
     Of figures at several temperatures, the nearest is taken, and moved to the pair's. None if no file has one; a file
     without the form of the package's raises ConfigError.
     """
-    names = pair.target.removesuffix("_8bit"), pair.draft.removesuffix("_8bit")
+    names = target.removesuffix("_8bit"), draft.removesuffix("_8bit")
 
     def distance(entry: Mapping[str, Any]) -> float:
         known_at = entry.get("temperature")
-        return abs(known_at - pair.temperature) if known_at is not None and pair.temperature is not None else 0.0
+        return abs(known_at - temperature) if known_at is not None and temperature is not None else 0.0
 
     files = _files(tuple(catalogue.folders()))
     of_pair = (
@@ -137,10 +110,10 @@ def known(pair: DraftedPair) -> Acceptance | None:
             default=None)
         for content in files
     )  # fmt: skip
-    of_draft = (content.get("drafts", {}).get(pair.draft) for content in files)
+    of_draft = (content.get("drafts", {}).get(draft) for content in files)
     of_user = (content.get("default") for content in files[:-1])
     entry = next(filter(None, (*of_pair, *of_draft, *of_user)), None)
-    return entry and _figure(entry, pair.temperature)
+    return entry and _figure(entry, temperature)
 
 
 def _figure(entry: Mapping[str, Any], temperature: float | None) -> Acceptance:
@@ -149,9 +122,9 @@ def _figure(entry: Mapping[str, Any], temperature: float | None) -> Acceptance:
     if known_at is not None and temperature is not None and known_at != temperature:
         moved = PER_TEMPERATURE * (known_at - temperature)
         source = f"{source}; {moved:+.2f} from temperature {known_at:g} to {temperature:g}"
-    ends = {name: entry.get(name) for name in ("acceptance", "low", "high")}
-    shifted = {name: None if end is None else min(max(end + moved, 0.0), 1.0) for name, end in ends.items()}
-    return Acceptance(probability=shifted["acceptance"] or 0.0, source=source, low=shifted["low"], high=shifted["high"])
+    names = ("acceptance", "low", "high") if entry.keys() >= {"low", "high"} else ("acceptance",)
+    probability, *ends = (min(max(entry[name] + moved, 0.0), 1.0) for name in names)
+    return Acceptance(probability=probability, source=source, ends=(ends[0], ends[1]) if ends else None)
 
 
 def store(entry: Mapping[str, Any]) -> Path:
@@ -179,8 +152,7 @@ def store(entry: Mapping[str, Any]) -> Path:
 @cache
 def _files(where: tuple[Path, ...]) -> list[dict[str, Any]]:
     """The contents of the files of several folders, the first to be asked first; the package's table is the last."""
-    named = [folder / name for folder in where for name in (PAIRS, MEASURED)]
-    return [_read(file) for file in named if file.is_file()]
+    return [_read(file) for folder in where for name in (PAIRS, MEASURED) if (file := folder / name).is_file()]
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -266,13 +238,3 @@ def tree_tokens(acceptance: float, tree: TreeShape) -> float:
         level = [reaching * share for reaching in sorted(level, reverse=True)[:width] for share in by_rank]
         reached += level
     return sum(sorted(reached, reverse=True)[: tree.num_nodes + 1])
-
-
-def token_times(rounds_s: Sequence[float], acceptance: float, gain: Gain = tokens_per_round) -> tuple[float, ...]:
-    """Seconds per token for K = 1, 2, ... from those of a round."""
-    return tuple(seconds / gain(acceptance, number) for number, seconds in enumerate(rounds_s, start=1))
-
-
-def fastest(times: Sequence[float]) -> int:
-    """The K that takes the least time per token."""
-    return 1 + min(range(len(times)), key=times.__getitem__)

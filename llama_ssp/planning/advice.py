@@ -17,12 +17,15 @@ from enum import IntEnum
 from functools import cached_property
 from typing import Any
 
+from llama_ssp import catalogue
 from llama_ssp.architectures.family import inventory
+from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware as machines
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.memory import (
     GB,
+    GIB,
     RankMemoryPlan,
     fits,
     fullest_rank,
@@ -33,23 +36,20 @@ from llama_ssp.planning.memory import (
 from llama_ssp.planning.search import (
     MOST_NODES,
     by_length,
-    has_its_own_number,
     length_setting,
     placement_settings,
     without_draft,
 )
 from llama_ssp.planning.spec import PlanSpec, block_sizes, on_block, planned_model, same_kind
 from llama_ssp.planning.timing import Timing, timing
-from llama_ssp.settings import catalogue
-from llama_ssp.settings.schema import DraftLayout, Dtype, TargetKind
+from llama_ssp.settings.schema import DraftLayout, TargetKind
 from llama_ssp.storage.formats import OWN_DTYPE, format_of, formats
 from llama_ssp.words import counted, rounded
 
-GIB = 2**30
 WORTHWHILE_GAIN, CLEAR_GAIN = 1.03, 1.1
 
 
-def notes(job: PlanSpec, hardware: HardwareConfig, heads: tuple[int, ...], fullest: RankMemoryPlan) -> Iterator[str]:
+def notes(spec: PlanSpec, hardware: HardwareConfig, heads: tuple[int, ...], fullest: RankMemoryPlan) -> Iterator[str]:
     """Facts that the figures of a plan do not show, such as what it leaves out if a library places the target."""
     if fullest.is_tight:
         share = 100 * fullest.free_bytes / fullest.capacity_bytes
@@ -59,53 +59,53 @@ def notes(job: PlanSpec, hardware: HardwareConfig, heads: tuple[int, ...], fulle
             f"{hardware.system_bytes / GIB:.3g} of {hardware.memory_bytes / GIB:.3g} GiB are left to the operating "
             "system and other programs (hardware.system_bytes)"
         )
-    if job.target_kind is TargetKind.accelerate:
-        num_devices = len(job.target_devices)
-        where = "on one device" if num_devices == 1 else f"over {num_devices} GPUs of rank {job.target_ranks[0]}"
+    if spec.target_kind is TargetKind.accelerate:
+        num_devices = len(spec.target_devices)
+        where = "on one device" if num_devices == 1 else f"over {num_devices} GPUs of rank {spec.target_ranks[0]}"
         yield f"the target is placed layer-wise {where}; host time in accelerate's hooks is not forecast"
-    if job.target_kind is TargetKind.deepspeed:
-        whole = model_bytes(inventory(job.target.shape), job.target, device=job.device).total_bytes
+    if spec.target_kind is TargetKind.deepspeed:
+        whole = model_bytes(inventory(spec.target.shape), spec.target, device=spec.device).total_bytes
         yield (
             f"while loading, DeepSpeed keeps the whole target in host memory on every rank, {whole / GB:.4g} GB each, "
             "whose capacity is checked on a CPU only; host time in its modules is not forecast"
         )
     if len(set(heads)) > 1:
-        num_heads, shares = job.target.shape.num_attention_heads, " ".join(map(str, heads))
+        num_heads, shares = spec.target.shape.num_attention_heads, " ".join(map(str, heads))
         yield f"{num_heads} heads over {len(heads)} ranks: {shares}; rank {fullest.rank} needs most"
 
 
-def warnings(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
+def warnings(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
     """Choices that cost more than they gain, each with a better one."""
     if hardware.device == "cuda":
-        if job.draft and (advice := format_of(job.draft.quantization).draft_advice):
-            yield advice.format(dtype=job.draft.dtype.name)
-        if advice := format_of(job.target.quantization).target_advice:
-            yield advice.format(dtype=job.target.dtype.name)
-    if job.draft is None or timed.speedup is None or timed.best_num_draft_tokens is None:
+        if spec.draft and (advice := format_of(spec.draft.quantization).draft_advice):
+            yield advice.format(dtype=spec.draft.dtype.name)
+        if advice := format_of(spec.target.quantization).target_advice:
+            yield advice.format(dtype=spec.target.dtype.name)
+    if spec.draft is None or timed.speedup is None or timed.best_num_draft_tokens is None:
         return
     asked, number = timed.speedup, timed.best_num_draft_tokens
     best = timed.plain_s / timed.by_num_draft_tokens[number - 1]
-    better = _better_place(job, hardware, best)
+    better = _better_place(spec, hardware, best)
     if asked <= 1:
-        alone = len(job.draft_ranks) == 1 < len(job.target_ranks)
-        where = f"{'alone ' if alone else ''}on {_place(hardware, len(job.draft_ranks))}"
+        alone = len(spec.draft_ranks) == 1 < len(spec.target_ranks)
+        where = f"{'alone ' if alone else ''}on {_place(hardware, len(spec.draft_ranks))}"
         most = "no K gains" if best <= 1 else f"the best, K={number}, {best:.2f}x"
         yield (
-            f"the draft cannot gain: {job.draft.name} {where} costs {timed.cost_ratio:.2f} of a step of "
-            f"{job.target.name} on {_place(hardware, len(job.target_ranks))}; "
+            f"the draft cannot gain: {spec.draft.name} {where} costs {timed.cost_ratio:.2f} of a step of "
+            f"{spec.target.name} on {_place(hardware, len(spec.target_ranks))}; "
             f"K={timed.num_draft_tokens} gives {asked:.2f}x, {most}{better}"
         )
     elif better:
         yield f"the draft would gain more elsewhere: {asked:.2f}x here{better}"
-    elif best / asked >= WORTHWHILE_GAIN and not job.adapts and timed.knows_best_k:
-        yield f"K={job.num_draft_tokens} gives {asked:.2f}x; speculation.num_draft_tokens={number} gives {best:.2f}x"
+    elif best / asked >= WORTHWHILE_GAIN and not spec.adapts and timed.knows_best_k:
+        yield f"K={spec.num_draft_tokens} gives {asked:.2f}x; speculation.num_draft_tokens={number} gives {best:.2f}x"
 
 
-def slower_overlapped(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
+def slower_overlapped(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
     """A sentence if drafting while the target verifies takes longer than doing one after the other."""
-    if not job.overlaps or timed.speculative_s is None:
+    if not spec.overlaps or timed.speculative_s is None:
         return
-    in_turn_s = timing(replace(job, overlap=False), hardware).speculative_s
+    in_turn_s = timing(replace(spec, overlap=False), hardware).speculative_s
     if in_turn_s and timed.speculative_s > in_turn_s:
         with_overlap, in_turn = (rounded(1e3 * seconds) for seconds in (timed.speculative_s, in_turn_s))
         yield (
@@ -120,12 +120,12 @@ def _place(hardware: HardwareConfig, num_ranks: int) -> str:
     return "one machine" if is_whole else counted(num_ranks, hardware.unit)
 
 
-def _better_place(job: PlanSpec, hardware: HardwareConfig, best: float) -> str:
+def _better_place(spec: PlanSpec, hardware: HardwareConfig, best: float) -> str:
     """A clause about sharding the draft like the target, if that gains clearly more than the best K does here."""
-    if job.draft_kind is DraftLayout.sharded or len(job.target_ranks) == 1:
+    if spec.draft_kind is DraftLayout.sharded or len(spec.target_ranks) == 1:
         return ""
     try:
-        sharded = timing(replace(job, draft_kind=DraftLayout.sharded, draft_ranks=job.target_ranks), hardware)
+        sharded = timing(replace(spec, draft_kind=DraftLayout.sharded, draft_ranks=spec.target_ranks), hardware)
     except PlacementError:
         return ""
     if sharded.speedup is None or sharded.speedup < CLEAR_GAIN * best:
@@ -133,55 +133,55 @@ def _better_place(job: PlanSpec, hardware: HardwareConfig, best: float) -> str:
     return f"; placement.draft.kind=sharded costs {sharded.cost_ratio:.2f} and gives {sharded.speedup:.2f}x"
 
 
-def better_draft(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
+def better_draft(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
     """A sentence about the smaller draft of the catalogue that gains most, if that is clearly more than this one."""
-    if job.draft is None or job.own_tokenizer or job.tree or not timed.by_num_draft_tokens:
+    if spec.draft is None or spec.own_tokenizer or spec.tree or not timed.by_num_draft_tokens:
         return
-    asked, gains = inventory(job.draft.shape).num_parameters, {1.0: ""}
-    for draft in (planned_model(catalogue.load(name), device=job.device) for name in _smaller(job.target.name)):
-        other = replace(job, draft=draft, acceptance=None)
+    asked, gains = inventory(spec.draft.shape).num_parameters, {1.0: ""}
+    for draft in (planned_model(catalogue.load(name), device=spec.device) for name in _smaller(spec.target.name)):
+        other = replace(spec, draft=draft, acceptance=None)
         if inventory(draft.shape).num_parameters < asked and fits(other, hardware):
             found = timing(other, hardware)
             gains[found.plain_s / min(found.by_num_draft_tokens)] = draft.name
     here, most = timed.plain_s / min(timed.by_num_draft_tokens), max(gains)
     if gains[most] and most >= CLEAR_GAIN * here:
         yield (
-            f"draft={gains[most]} is forecast to give {most:.2f}x with its best K, {job.draft.name} {here:.2f}x with "
+            f"draft={gains[most]} is forecast to give {most:.2f}x with its best K, {spec.draft.name} {here:.2f}x with "
             "its own"
         )
 
 
-def faster_on_fewer(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
+def faster_on_fewer(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
     """A sentence if smaller blocks of ranks, all in use, decode the same rows clearly faster."""
-    size, best_job, best = len(job.layout.ranks), job, timed
-    if job.target_kind is not TargetKind.tensor or size == 1:
+    size, best_spec, best = len(spec.layout.ranks), spec, timed
+    if spec.target_kind is not TargetKind.tensor or size == 1:
         return
     for smaller in block_sizes(size)[1:]:
         times = size // smaller
-        rows = replace(job, batch_size=-(-job.batch_size // times), num_replicas=job.num_replicas * times)
+        rows = replace(spec, batch_size=-(-spec.batch_size // times), num_replicas=spec.num_replicas * times)
         found = same_kind(rows, smaller)
         if found is None or not fits(found, hardware):
             break
         faster = timing(found, hardware)
-        if best_job is not job and faster.best_s >= best.best_s:
+        if best_spec is not spec and faster.best_s >= best.best_s:
             break
-        best_job, best = found, faster
-    if best_job is not job and timed.best_s >= CLEAR_GAIN * best.best_s:
-        yield _sentence(job, hardware, timed, best_job, best)
+        best_spec, best = found, faster
+    if best_spec is not spec and timed.best_s >= CLEAR_GAIN * best.best_s:
+        yield _sentence(spec, hardware, timed, best_spec, best)
 
 
-def _sentence(job: PlanSpec, hardware: HardwareConfig, timed: Timing, best_job: PlanSpec, best: Timing) -> str:
-    num_ranks, size = len(job.layout.ranks), len(best_job.layout.ranks)
+def _sentence(spec: PlanSpec, hardware: HardwareConfig, timed: Timing, best_spec: PlanSpec, best: Timing) -> str:
+    num_ranks, size = len(spec.layout.ranks), len(best_spec.layout.ranks)
     num_nodes = {count: -(-count // hardware.num_gpus) for count in (num_ranks, size)}
     is_node = num_nodes[num_ranks] > 1 and size == hardware.num_gpus * num_nodes[size]
     where = counted(num_nodes[size], "node") if is_node else counted(size, hardware.unit)
     verb = "is" if (num_nodes[size] if is_node else size) == 1 else "are"
     of_all = f"all {num_nodes[num_ranks]}" if is_node else f"all {num_ranks}"
-    num_replicas, rows = best_job.num_replicas, best_job.batch_size
+    num_replicas, rows = best_spec.num_replicas, best_spec.batch_size
     total = rows * num_replicas / best.best_s
-    settings = f"placement.num_replicas={num_replicas}" + (f" batch_size={rows}" if rows != job.batch_size else "")
-    if job.batch_size > 1:
-        here = job.batch_size * job.num_replicas / timed.best_s
+    settings = f"placement.num_replicas={num_replicas}" + (f" batch_size={rows}" if rows != spec.batch_size else "")
+    if spec.batch_size > 1:
+        here = spec.num_rows / timed.best_s
         return (
             f"replicas would serve the batch better: {num_replicas}, each on {where} with {counted(rows, 'row')}, "
             f"decode {rounded(total, 4)} tokens/s at {_times(best)}, here {rounded(here, 4)} at {_times(timed)}: "
@@ -216,7 +216,7 @@ class Loss(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Settings to add to the command line, the job and the machine that they lead to, and what its plan says.
+    """Settings to add to the command line, the spec and the machine that they lead to, and what its plan says.
 
     Attributes:
         kind: of each kind one change is named.
@@ -225,32 +225,38 @@ class Change:
     kind: str
     loss: Loss
     settings: tuple[str, ...] = ()
-    job: PlanSpec
+    spec: PlanSpec
     hardware: HardwareConfig
 
-    def then(self, *settings: str, job: PlanSpec) -> "Change":
-        """The change with further settings, which lead to `job`."""
-        return replace(self, settings=(*self.settings, *settings), job=job)
+    def then(self, *settings: str, spec: PlanSpec) -> "Change":
+        """The change with further settings, which lead to `spec`."""
+        return replace(self, settings=(*self.settings, *settings), spec=spec)
 
     @cached_property
     def fullest(self) -> RankMemoryPlan:
         """The fullest rank."""
-        return fullest_rank(self.job, self.hardware)
+        return fullest_rank(self.spec, self.hardware)
 
     @cached_property
     def timed(self) -> Timing:
         """The times of a completion."""
-        return timing(self.job, self.hardware)
+        return timing(self.spec, self.hardware)
+
+    @property
+    def faults(self) -> set[str]:
+        """The warnings of its plan, without figures; another K that gains more is no fault."""
+        found = warnings(self.spec, self.hardware, self.timed)
+        return {sentence.partition(":")[0] for sentence in found if not sentence.startswith("K=")}
 
     @property
     def has_room(self) -> bool:
         """Whether it fits, and with something left: what is bought should not be tight."""
-        return fits(self.job, self.hardware) and not self.fullest.is_tight
+        return fits(self.spec, self.hardware) and not self.fullest.is_tight
 
     @property
     def order(self) -> tuple[int, int, bool, float]:
         """Sort key of changes, the best first."""
-        row_s = self.timed.best_s / (self.job.batch_size * self.job.num_replicas)
+        row_s = self.timed.best_s / self.spec.num_rows
         return self.loss, len(self.settings), self.fullest.is_tight, row_s
 
     def document(self) -> dict[str, Any]:
@@ -265,18 +271,17 @@ class Change:
         }
 
 
-def changes_that_fit(job: PlanSpec, hardware: HardwareConfig) -> list[Change]:
+def changes_that_fit(spec: PlanSpec, hardware: HardwareConfig) -> list[Change]:
     """Return up to three changes that make a plan fit, the best first; empty if nothing that was tried fits."""
-    candidates, known = _fitting(_ways(job, hardware)), _faults(job, hardware, timing(job, hardware))
+    known = Change(kind="", loss=Loss.nothing, spec=spec, hardware=hardware).faults
+    candidates = _fitting(_ways(spec, hardware))
     if not any(one.loss <= Loss.little for one in candidates):
-        candidates += _fitting(_two_at_once(job, hardware))
-    return _chosen(candidates, known) or _chosen(_fitting(_smaller_targets(job, hardware)), known)
-
-
-def _faults(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> set[str]:
-    """The warnings of a plan, without figures; another K that gains more is no fault."""
-    found = warnings(job, hardware, timed)
-    return {said.partition(":")[0] for said in found if not said.startswith("K=")}
+        for step in _formats(spec, hardware):  # fewer bits and more ranks together
+            both = (
+                replace(more, settings=(*step.settings, *more.settings)) for more in _more_ranks(step.spec, hardware)
+            )
+            candidates += _fitting(_first_with_room(both))
+    return _chosen(candidates, known) or _chosen(_fitting(_smaller_targets(spec, hardware)), known)
 
 
 def _chosen(candidates: list[Change], known: set[str]) -> list[Change]:
@@ -292,134 +297,132 @@ def _chosen(candidates: list[Change], known: set[str]) -> list[Change]:
 
 def _fitting(ways: Iterable[Change]) -> list[Change]:
     """The ways that fit."""
-    return [way for way in ways if fits(way.job, way.hardware)]
+    return [way for way in ways if fits(way.spec, way.hardware)]
 
 
 def _accepted(change: Change, known: set[str]) -> Change | None:
     """The change, or the same with the best K, if the plan of one warns of nothing else than what is known."""
-    if _faults(change.job, change.hardware, change.timed) <= known:
+    if change.faults <= known:
         return change
-    if change.timed.best_num_draft_tokens is None or change.job.adapts:
+    if change.timed.best_num_draft_tokens is None or change.spec.adapts:
         return None
-    _, drafting = next(by_length(change.job, change.timed))
-    better = _fitting([change.then(length_setting(drafting), job=drafting)])
-    return next((one for one in better if _faults(one.job, one.hardware, one.timed) <= known), None)
+    _, drafting = next(by_length(change.spec, change.timed))
+    better = _fitting([change.then(length_setting(drafting), spec=drafting)])
+    return next((one for one in better if one.faults <= known), None)
 
 
-def _ways(job: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
-    yield from _drafts(job, hardware)
-    yield from _sizes(job, hardware)
-    for step in _formats(job, hardware):
+def _ways(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
+    yield from _drafts(spec, hardware)
+    yield from _sizes(spec, hardware)
+    for step in _formats(spec, hardware):
         yield from _placed(step)
-    if job.target.cache_dtype == OWN_DTYPE:
-        narrow = replace(job, target=replace(job.target, cache_dtype="int8"))
-        start = Change(kind="cache", loss=Loss.little, job=job, hardware=hardware)
-        yield start.then("model.cache_dtype=int8", job=narrow)
-    yield from _first_with_room(_more_ranks(job, hardware))
-    yield from _first_with_room(_other_machines(job, hardware))
+    if spec.target.cache_dtype == OWN_DTYPE:
+        narrow = replace(spec, target=replace(spec.target, cache_dtype="int8"))
+        start = Change(kind="cache", loss=Loss.little, spec=spec, hardware=hardware)
+        yield start.then("model.cache_dtype=int8", spec=narrow)
+    yield from _first_with_room(_more_ranks(spec, hardware))
+    yield from _first_with_room(_other_machines(spec, hardware))
 
 
 def _placed(step: Change) -> Iterator[Change]:
     """The step alone, with the draft in every other place, and without a draft."""
     yield step
-    job = step.job
-    if job.draft is None:
+    spec = step.spec
+    if spec.draft is None:
         return
-    places = on_block(job, len(job.layout.ranks)) if job.target_kind is TargetKind.tensor else ()
-    others = [other for other in places if other.layout != job.layout]
+    places = on_block(spec, len(spec.layout.ranks)) if spec.target_kind is TargetKind.tensor else ()
+    others = [other for other in places if other.layout != spec.layout]
     for other in others:
-        yield step.then(*placement_settings(replace(other, num_replicas=1)), job=other)
-    yield step.then("draft=none", job=without_draft(job))
+        yield step.then(*placement_settings(replace(other, num_replicas=1)), spec=other)
+    yield step.then("draft=none", spec=without_draft(spec))
 
 
-def _drafts(job: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
+def _drafts(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
     """The draft elsewhere, smaller drafts, and none: nothing is lost but time."""
-    if job.draft is None:
+    if spec.draft is None:
         return
-    start = Change(kind="draft", loss=Loss.nothing, job=job, hardware=hardware)
+    start = Change(kind="draft", loss=Loss.nothing, spec=spec, hardware=hardware)
     for way in _placed(start):
         if way.settings:
-            yield replace(way, kind="placement") if way.job.draft else way
-    for name in _smaller(job.draft.name):
-        other = replace(job, draft=planned_model(catalogue.load(name), device=job.device))
-        yield from (way for way in _placed(start.then(f"draft={name}", job=other)) if way.job.draft)
+            yield replace(way, kind="placement") if way.spec.draft else way
+    for name in _smaller(spec.draft.name):
+        other = replace(spec, draft=planned_model(catalogue.load(name), device=spec.device))
+        yield from (way for way in _placed(start.then(f"draft={name}", spec=other)) if way.spec.draft)
 
 
-def _sizes(job: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
+def _sizes(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
     """Fewer rows, or a shorter prompt, with the draft in every place."""
-    for way in _placed(Change(kind="batch", loss=Loss.little, job=job, hardware=hardware)):
-        if job.batch_size > 1 and replace(way, job=replace(way.job, batch_size=1)).has_room:
-            rows = largest_batch(way.job, hardware, limit=job.batch_size)
-            fewer = replace(way.job, batch_size=rows)
-            if rows < job.batch_size:
-                yield replace(way, settings=(f"batch_size={rows}", *way.settings), job=fewer)
-        if replace(way, job=replace(way.job, prompt_tokens=1)).has_room:
-            prompt = largest_context(way.job, hardware) - job.max_new_tokens
+    for way in _placed(Change(kind="batch", loss=Loss.little, spec=spec, hardware=hardware)):
+        if spec.batch_size > 1 and replace(way, spec=replace(way.spec, batch_size=1)).has_room:
+            rows = largest_batch(way.spec, hardware, limit=spec.batch_size)
+            fewer = replace(way.spec, batch_size=rows)
+            if rows < spec.batch_size:
+                yield replace(way, settings=(f"batch_size={rows}", *way.settings), spec=fewer)
+        if replace(way, spec=replace(way.spec, prompt_tokens=1)).has_room:
+            prompt = largest_context(way.spec, hardware) - spec.max_new_tokens
             settings = (f"prompt_tokens={prompt}", *way.settings)
-            shorter = replace(way.job, prompt_tokens=prompt)
-            if prompt < job.prompt_tokens:
-                yield replace(way, kind="context", loss=Loss.more, settings=settings, job=shorter)
+            shorter = replace(way.spec, prompt_tokens=prompt)
+            if prompt < spec.prompt_tokens:
+                yield replace(way, kind="context", loss=Loss.more, settings=settings, spec=shorter)
 
 
-def _formats(job: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
+def _formats(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
     """The target in other number formats."""
-    target, short = job.target, job.target.stored
-    start = Change(kind="precision", loss=Loss.little, job=job, hardware=hardware)
-    if job.device == "cpu" and target.dtype is Dtype.fp32 and short in {Dtype.bf16, Dtype.fp16}:
+    target, short = spec.target, spec.target.stored
+    start = Change(kind="precision", loss=Loss.little, spec=spec, hardware=hardware)
+    if spec.device == "cpu" and target.dtype is Dtype.fp32 and short in {Dtype.bf16, Dtype.fp16}:
         # Slower, but halves everything that a CPU keeps in fp32 for 16-bit files.
-        yield start.then(f"model.dtype={short.name}", job=replace(job, target=replace(target, dtype=short)))
+        yield start.then(f"model.dtype={short.name}", spec=replace(spec, target=replace(target, dtype=short)))
     now = format_of(target.quantization).change_weight or 0
     for storage in formats().values():
         is_other = storage.name != target.quantization and (storage.change_weight or 0) >= now
         if storage.change_weight is not None and is_other and target.can_be(storage.name):
             loss = Loss.little if storage.change_weight <= EIGHT_BITS else Loss.more
-            other = replace(job, target=target.quantized(storage.name))
-            yield replace(start, loss=loss).then(f"model.quantization={storage.name}", job=other)
+            other = replace(spec, target=target.quantized(storage.name))
+            yield replace(start, loss=loss).then(f"model.quantization={storage.name}", spec=other)
 
 
-def _more_ranks(job: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
-    """The job on more GPUs of its node, and on more nodes."""
-    if job.target_kind is TargetKind.accelerate:  # one rank has the GPUs of one node already
+def _more_ranks(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
+    """The spec on more GPUs of its node, and on more nodes."""
+    if spec.target_kind is TargetKind.accelerate:  # one rank has the GPUs of one node already
         return
-    start = Change(kind="ranks", loss=Loss.more, job=job, hardware=hardware)
-    used, known = len(job.layout.ranks), hardware.num_gpus
-    if hardware.name in machines.names() and hardware.device == "cuda":
-        known = max(known, machines.load(hardware.name).num_gpus)
+    start = Change(kind="ranks", loss=Loss.more, spec=spec, hardware=hardware)
+    used, known = len(spec.layout.ranks), hardware.num_gpus
+    if hardware.device == "cuda":
+        known = max(known, _gpus_of_entry(hardware))
     if hardware.num_nodes == 1:
-        for size in sorted(block_sizes(known // job.num_replicas)):
-            if size > used and (larger := same_kind(job, size)):
-                num_gpus = size * job.num_replicas
+        for size in sorted(block_sizes(known // spec.num_replicas)):
+            if size > used and (larger := same_kind(spec, size)):
+                num_gpus = size * spec.num_replicas
                 setting = "placement.target.tp_size" if num_gpus <= hardware.num_gpus else "hardware.num_gpus"
                 machine = replace(hardware, num_gpus=max(num_gpus, hardware.num_gpus))
-                yield replace(start, hardware=machine).then(f"{setting}={num_gpus}", job=larger)
+                yield replace(start, hardware=machine).then(f"{setting}={num_gpus}", spec=larger)
     for num_nodes in range(hardware.num_nodes + 1, MOST_NODES + 1) if hardware.network else ():
-        if larger := same_kind(job, hardware.num_gpus * num_nodes // job.num_replicas):
+        if larger := same_kind(spec, hardware.num_gpus * num_nodes // spec.num_replicas):
             machine = replace(hardware, num_nodes=num_nodes)
-            yield replace(start, hardware=machine).then(f"hardware.num_nodes={num_nodes}", job=larger)
+            yield replace(start, hardware=machine).then(f"hardware.num_nodes={num_nodes}", spec=larger)
 
 
-def _other_machines(job: PlanSpec, hardware: HardwareConfig) -> list[Change]:
-    """The job on each other machine of the catalogue; those with the least memory come first."""
-    if hardware.device != "cuda" or job.target_kind is not TargetKind.tensor:
+def _other_machines(spec: PlanSpec, hardware: HardwareConfig) -> list[Change]:
+    """The spec on each other machine of the catalogue; those with the least memory come first."""
+    if hardware.device != "cuda" or spec.target_kind is not TargetKind.tensor:
         return []
     found = []
     for machine in map(machines.load, machines.names()):
-        size, rest = divmod(machine.num_gpus, job.num_replicas)
-        if machine.device != "cuda" or machine.gpu == hardware.gpu or rest or not (other := same_kind(job, size)):
+        size, rest = divmod(machine.num_gpus, spec.num_replicas)
+        if machine.device != "cuda" or machine.gpu == hardware.gpu or rest or not (other := same_kind(spec, size)):
             continue
         settings = [f"hardware={machine.name}"]
-        settings += [] if has_its_own_number(hardware) else [f"hardware.num_gpus={machine.num_gpus}"]
+        settings += [f"hardware.num_gpus={machine.num_gpus}"] * (_gpus_of_entry(hardware) != hardware.num_gpus)
         settings += ["hardware.num_nodes=1"] if hardware.num_nodes > 1 else []
-        start = Change(kind="machine", loss=Loss.more, job=job, hardware=machine)
-        found.append(start.then(*settings, job=other))
+        start = Change(kind="machine", loss=Loss.more, spec=spec, hardware=machine)
+        found.append(start.then(*settings, spec=other))
     return sorted(found, key=lambda way: way.hardware.num_gpus * way.hardware.memory_bytes)
 
 
-def _two_at_once(job: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
-    """Fewer bits and more ranks together."""
-    for step in _formats(job, hardware):
-        both = (replace(more, settings=(*step.settings, *more.settings)) for more in _more_ranks(step.job, hardware))
-        yield from _first_with_room(both)
+def _gpus_of_entry(hardware: HardwareConfig) -> int:
+    """GPUs of a node by the entry of a machine's name; 0 without one."""
+    return machines.load(hardware.name).num_gpus if hardware.name in machines.names() else 0
 
 
 def _first_with_room(steps: Iterable[Change]) -> list[Change]:
@@ -428,16 +431,16 @@ def _first_with_room(steps: Iterable[Change]) -> list[Change]:
     return next((ways for ways in placed if any(way.has_room for way in ways)), [])
 
 
-def _smaller_targets(job: PlanSpec, hardware: HardwareConfig) -> list[Change]:
+def _smaller_targets(spec: PlanSpec, hardware: HardwareConfig) -> list[Change]:
     """The largest other target that fits, with a draft that is smaller still or none."""
     steps = []
-    for name in reversed(_smaller(job.target.name)):
-        target = planned_model(catalogue.load(name), device=job.device)
-        other, settings = replace(job, target=replace(target, by_library=job.target.by_library)), [f"model={name}"]
-        if job.draft and job.draft.name not in _smaller(name):
+    for name in reversed(_smaller(spec.target.name)):
+        target = planned_model(catalogue.load(name), device=spec.device)
+        other, settings = replace(spec, target=replace(target, by_library=spec.target.by_library)), [f"model={name}"]
+        if spec.draft and spec.draft.name not in _smaller(name):
             other = without_draft(other)
             settings.append("draft=none")
-        steps.append(Change(kind="target", loss=Loss.model, settings=tuple(settings), job=other, hardware=hardware))
+        steps.append(Change(kind="target", loss=Loss.model, settings=tuple(settings), spec=other, hardware=hardware))
     return _first_with_room(steps)
 
 

@@ -1,4 +1,4 @@
-"""Computes the bytes that each rank needs, item by item, from a job and a machine.
+"""Computes the bytes that each rank needs, item by item, from a spec and a machine.
 
 Weights and caches are exact: the loader places slices and layers by the same arithmetic. Activations, logits and graphs
 follow the peak of what the loop keeps alive. Device context, communication buffers and graph nodes are figures of the
@@ -6,14 +6,14 @@ machine, or the estimates below.
 
 Shapes: B sequences, T positions, W = K + 1 positions of a round, V vocabulary, E hidden size, I MLP units, D head dim.
 
-Layer-wise placement, which the loader does by `split_row` too:
+Layer-wise placement, which the loader does by `split_layers` too:
 
     device 0: embeddings, layers 0-9    device 1: layers 10-19    last device: layers 20-27, norm, head
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain, cycle
 from typing import Any
@@ -21,29 +21,24 @@ from typing import Any
 from llama_ssp.architectures.engine import BUCKET_STEP, PART_SLOTS, PREFILL_CHUNK, most_parts
 from llama_ssp.architectures.family import check_ranks, inventory, kept_whole, record_of
 from llama_ssp.architectures.matrices import (
+    DRAFT_WHOLE,
     FUSED,
     Cut,
     Inventory,
     Matrix,
     RankShard,
+    WholeParts,
     check_deepspeed,
     check_inputs,
     split_blocks,
     split_model,
 )
+from llama_ssp.catalogue import Dtype, ModelShape
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
 from llama_ssp.settings.rules import rule_of
-from llama_ssp.settings.schema import (
-    ADAPTIVE_LENGTHS,
-    DRAFT_WHOLE,
-    DraftLayout,
-    Dtype,
-    ModelShape,
-    TargetKind,
-    WholeParts,
-)
+from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, TargetKind
 from llama_ssp.storage.formats import NO_QUANTIZATION, ORDER_BYTES, PackedLayout, StorageFormat, format_of
 
 HALF_BLOCK = 512
@@ -81,13 +76,13 @@ class WeightBytes:
         sharded_bytes: matrices, biases and scales of which every rank holds a different part.
         repeated_bytes: norms, row-parallel biases and unsharded tables, which every rank holds whole.
         repeated_scale_bytes: row scales of quantized row-parallel matrices, which every rank has for its columns.
-        beside_bytes: temporary bytes of the loader at its peak, beyond all parts that stay.
+        temporary_bytes: temporary bytes of the loader at its peak, beyond all parts that stay.
     """
 
     sharded_bytes: int = 0
     repeated_bytes: int = 0
     repeated_scale_bytes: int = 0
-    beside_bytes: int = 0
+    temporary_bytes: int = 0
 
     @cached_property
     def on_every_rank_bytes(self) -> int:
@@ -114,10 +109,10 @@ def weight_bytes(
     """Count the bytes of a rank's parameters.
 
     `matrix_dtype` is the number format of the linear layers, if different; a tied head is then a copy. `quantization`
-    applies to the matrices of layers, except for the share of layers that keeps a module in `kept_shares`; `layout` is
-    that of files that are kept as they are. If it scatters groups, each product has an order of its inputs; matrices
-    with one input are one product if the model `fuses` them. Embeddings, norms, biases and heads stay in the model's
-    number format.
+    applies to the matrices of layers; `kept_shares` has, by module, the share of layers in which it stays unquantized.
+    `layout` is that of files that are kept as they are. A layout with scattered groups stores an order of the inputs
+    for each product. If the model `fuses`, matrices with the same input form one product. Embeddings, norms, biases and
+    heads stay in the model's number format.
     """
     storage, size = format_of(quantization), DTYPE_BYTES[dtype]
     matrix_size = DTYPE_BYTES[matrix_dtype or dtype]
@@ -157,38 +152,38 @@ def weight_bytes(
     table_bytes = {True: 0, False: 0}
     for matrix, value_bytes, stored in tables:
         table_bytes[matrix.cut is None] += stored + (value_bytes * matrix.num_rows if matrix.has_bias else 0)
-    beside = _beside_bytes([*products.values()], storage, is_half=matrix_size != size)
+    temporary = _temporary_bytes([*products.values()], storage, is_half=matrix_size != size)
     if matrix_size != size:  # the head, which library modules load last, and the lean decoder first
         without = held.num_layers * (sharded + repeated + scales) if fuses else 0
         read = size * held.output.num_elements if held.head else 0
-        beside = max(beside, read + tables[-1][2] - without)
+        temporary = max(temporary, read + tables[-1][2] - without)
     return WeightBytes(
         sharded_bytes=held.num_layers * sharded + table_bytes[False],
         repeated_bytes=held.num_layers * (repeated + size * held.layer_vectors)
         + size * held.final_vectors
         + table_bytes[True],
         repeated_scale_bytes=held.num_layers * scales,
-        beside_bytes=beside,
+        temporary_bytes=temporary,
     )
 
 
-def _beside_bytes(products: Sequence[Sequence[tuple[int, int]]], storage: StorageFormat, *, is_half: bool) -> int:
+def _temporary_bytes(products: Sequence[Sequence[tuple[int, int]]], storage: StorageFormat, *, is_half: bool) -> int:
     """Temporary bytes of the loader, at the largest product of the last layer; each is made before the next is read.
 
-    Products are lists of matrices: the bytes that are read, and those that stay. What is read is joined, and freed
-    matrix by matrix. Copies of what is quantized or halved are made on the way. Two matrices are read ahead for GPUs,
-    where nothing is halved.
+    Products are lists of matrices: the bytes that are read, and those that stay. The loader joins the matrices of a
+    product and frees them one by one. Quantizing and halving make copies. GPUs, where nothing is halved, read two
+    matrices ahead.
     """
-    beside = 0
+    temporary = 0
     for place, product in enumerate(products):
         later = [*chain.from_iterable(products[place + 1 :])]
         read, stored = map(sum, zip(*product, strict=True))
         copies = product[-1][0] if len(product) > 1 else 0
         if storage.is_quantized or is_half:
             copies = max(copies, storage.loading_copies * stored)
-        ahead = 0 if is_half else sum(each for each, _ in later[:2])
-        beside = max(beside, read + copies + ahead - stored - sum(each for _, each in later))
-    return beside
+        ahead = 0 if is_half else sum(size for size, _ in later[:2])
+        temporary = max(temporary, read + copies + ahead - stored - sum(size for _, size in later))
+    return temporary
 
 
 def _in_blocks(matrix: Matrix) -> Matrix:
@@ -210,17 +205,17 @@ def step_bytes(held: Inventory, model: PlannedModel, *, device: str) -> int:
     """Bytes of a rank's weights that one forward reads; an embedding counts only if it is also the head."""
     is_head = held.head is None and model.matrix_dtype(device) is model.dtype
     tables = 0 if is_head else sum(table.num_elements for table in held.embeddings)
-    read = replace(held, layer=tuple(replace(each, copies=each.num_used(1)) for each in held.layer))
+    read = replace(held, layer=tuple(replace(matrix, copies=matrix.num_used(1)) for matrix in held.layer))
     return (
         model_bytes(read if held.experts else held, model, device=device).total_bytes
         - DTYPE_BYTES[model.dtype] * tables
     )
 
 
-GB = 10**9
+GB, GIB = 10**9, 2**30
 
 
-def split_row(num_layers: int, *, num_devices: int) -> tuple[range, ...]:
+def split_layers(num_layers: int, *, num_devices: int) -> tuple[range, ...]:
     """Split the layers of a layer-wise target evenly; devices beyond the layers have none."""
     used = min(num_devices, num_layers)
     return split_blocks(num_layers, used) + (range(num_layers, num_layers),) * (num_devices - used)
@@ -231,19 +226,22 @@ class _Part:
     """One model's part on one rank, or on one device of a layer-wise target; by default none.
 
     Its cache has `slot_bytes` a slot over `of_layers`. `width` is the size of queries, keys and values of a position,
-    `working_bytes` that of the largest unpacked matrix. `beside_bytes` are needed in addition to the weights while
+    `working_bytes` that of the largest unpacked matrix. `temporary_bytes` are needed in addition to the weights while
     loading.
     """
 
     weights: WeightBytes = WeightBytes()
-    cache_bytes: int = 0
     slot_bytes: int = 0
     of_layers: int = 1
     num_heads: int = 0
     width: int = 0
     units: int = 0
     working_bytes: int = 0
-    beside_bytes: int = 0
+    temporary_bytes: int = 0
+
+    def cache_bytes(self, num_slots: int) -> int:
+        """Bytes of its cache with so many slots of all rows."""
+        return num_slots * self.slot_bytes // self.of_layers
 
 
 _NOTHING = _Part()
@@ -294,33 +292,12 @@ def _layer_wise(model: PlannedModel, held: tuple[range, ...]) -> tuple[Inventory
     )
 
 
-def _layer_wise_parts(job: PlanSpec) -> Iterator[_Part]:
-    """The parts of a layer-wise target by device."""
-    model, row = job.target, split_row(job.target.shape.num_hidden_layers, num_devices=len(job.target_devices))
-    (whole,) = _parts(model, job.device, num_ranks=1, kind=TargetKind.tensor, num_slots=job.batch_size * job.num_slots)
-    for layers, held in zip(row, _layer_wise(model, row), strict=True):
-        weights = model_bytes(held, model, device=job.device)
-        yield replace(
-            whole, weights=weights, beside_bytes=weights.beside_bytes,
-            cache_bytes=whole.cache_bytes // model.shape.num_hidden_layers * len(layers),
-        )  # fmt: skip
-
-
-def _parts(
-    model: PlannedModel, device: str, *, num_slots: int, num_ranks: int, kind: TargetKind,
-    whole: WholeParts = WholeParts.none, has_embedding: bool = True,
-) -> tuple[_Part, ...]:  # fmt: skip
-    """The parts by rank, with a cache of `num_slots` of all rows."""
-    empty = _empty_parts(model, device, num_ranks=num_ranks, kind=kind, whole=whole, has_embedding=has_embedding)
-    parts = {part: replace(part, cache_bytes=num_slots * part.slot_bytes // part.of_layers) for part in {*empty}}
-    return tuple(parts[part] for part in empty)
-
-
 @lru_cache(maxsize=1024)  # a search asks for each target with every draft, and a plan with every batch and context
-def _empty_parts(
-    model: PlannedModel, device: str, *, num_ranks: int, kind: TargetKind, whole: WholeParts, has_embedding: bool
-) -> tuple[_Part, ...]:
-    """The parts by rank without their caches."""
+def _parts(
+    model: PlannedModel, device: str, *, num_ranks: int, kind: TargetKind, whole: WholeParts = WholeParts.none,
+    has_embedding: bool = True,
+) -> tuple[_Part, ...]:  # fmt: skip
+    """The parts by rank."""
     shape, size, storage = model.shape, DTYPE_BYTES[model.dtype], format_of(model.quantization)
     sizes = tuple(vars(shape).items())
     shards, _ = _split(sizes, num_ranks=num_ranks, quantization=model.quantization, whole=whole)
@@ -340,35 +317,35 @@ def _empty_parts(
             width=(num_heads + 2 * num_kv_heads) * shape.head_dim,
             units=shard.num_features(Cut.mlp_units, shape.intermediate_size),
             working_bytes=size * int(min(max(held.products), most_unpacked)),
-            beside_bytes=whole_bytes or weights.beside_bytes,
+            temporary_bytes=whole_bytes or weights.temporary_bytes,
         )
         parts.append(part)
     return tuple(parts)
 
 
-def _target_parts(job: PlanSpec) -> dict[int, _Part]:
+def _target_parts(spec: PlanSpec) -> dict[int, _Part]:
     """The target's part on each of its ranks, or devices if layer-wise."""
-    if job.target_kind is TargetKind.accelerate:
-        return dict(zip(job.target_devices, _layer_wise_parts(job), strict=True))
-    parts = _parts(
-        job.target, job.device, num_ranks=len(job.target_ranks), kind=job.target_kind,
-        num_slots=job.batch_size * job.num_slots,
-    )  # fmt: skip
-    return dict(zip(job.target_ranks, parts, strict=True))
+    model = spec.target
+    if spec.target_kind is not TargetKind.accelerate:
+        parts = _parts(model, spec.device, num_ranks=len(spec.target_ranks), kind=spec.target_kind)
+        return dict(zip(spec.target_ranks, parts, strict=True))
+    (whole,) = _parts(model, spec.device, num_ranks=1, kind=TargetKind.tensor)
+    split, found = split_layers(model.shape.num_hidden_layers, num_devices=len(spec.target_devices)), {}
+    for device, layers, held in zip(spec.target_devices, split, _layer_wise(model, split), strict=True):
+        weights, slot_bytes = model_bytes(held, model, device=spec.device), kv_bytes_per_token(model) * len(layers)
+        found[device] = replace(whole, weights=weights, temporary_bytes=weights.temporary_bytes, slot_bytes=slot_bytes)
+    return found
 
 
-def _draft_parts(job: PlanSpec) -> dict[int, _Part]:
+def _draft_parts(spec: PlanSpec) -> dict[int, _Part]:
     """The draft's part on each of its ranks: a slice, or the whole draft if replicated or on one rank."""
-    if job.draft is None:
+    if spec.draft is None:
         return {}
-    num_ranks, num_rows = len(job.draft_ranks), job.batch_size
-    if job.draft_kind is DraftLayout.replicated:
-        num_ranks, num_rows = 1, -(-num_rows // num_ranks)
     parts = _parts(
-        job.draft, job.device, num_ranks=num_ranks, kind=TargetKind.tensor, whole=DRAFT_WHOLE,
-        num_slots=num_rows * job.draft_slots, has_embedding=not job.shares_embedding,
+        spec.draft, spec.device, num_ranks=1 if spec.layout.splits_batch else len(spec.draft_ranks),
+        kind=TargetKind.tensor, whole=DRAFT_WHOLE, has_embedding=not spec.shares_embedding,
     )  # fmt: skip
-    return dict(zip(job.draft_ranks, cycle(parts), strict=False))
+    return dict(zip(spec.draft_ranks, cycle(parts), strict=False))
 
 
 GRAPH_NODE_BYTES = 32 * 1024
@@ -423,67 +400,76 @@ class RankMemoryPlan:
         return self.free_bytes >= 0
 
     @property
+    def room(self) -> str:
+        """The needed and the available bytes in words."""
+        return f"{self.needed_bytes / GIB:.1f} of {self.capacity_bytes / GIB:.1f} GiB"
+
+    @property
     def is_tight(self) -> bool:
         """Whether it fits with little left."""
         return 0 <= self.free_bytes < TIGHT_SHARE * self.capacity_bytes
 
-    def as_items(self) -> dict[str, int | bool]:
-        """All figures, including the derived ones."""
-        names = ("needed_bytes", "free_bytes", "fits", "is_tight")
-        return asdict(self) | {name: getattr(self, name) for name in names}
 
-
-def memory(job: PlanSpec, hardware: HardwareConfig) -> tuple[RankMemoryPlan, ...]:
+def memory(spec: PlanSpec, hardware: HardwareConfig) -> tuple[RankMemoryPlan, ...]:
     """The bytes of every rank, replica after replica; PlacementError if a model cannot be laid out as requested.
 
     GPUs that hold layers but have no rank count as ranks.
     """
-    by_rank = sorted((rank, plan) for plan, ranks in _equal_ranks(job, hardware) for rank in ranks)
-    first = range(0, job.num_replicas * len(by_rank), len(by_rank))
+    by_rank = sorted((rank, plan) for plan, ranks in _equal_ranks(spec, hardware) for rank in ranks)
+    first = range(0, spec.num_replicas * len(by_rank), len(by_rank))
     return tuple(replace(plan, rank=start + rank) for start in first for rank, plan in by_rank)
 
 
-def fullest_rank(job: PlanSpec, hardware: HardwareConfig) -> RankMemoryPlan:
+def fullest_rank(spec: PlanSpec, hardware: HardwareConfig) -> RankMemoryPlan:
     """The rank that has the least memory left, of a replica; raises as `memory`."""
-    return min((plan for plan, _ in _equal_ranks(job, hardware)), key=lambda plan: plan.free_bytes)
+    return min((plan for plan, _ in _equal_ranks(spec, hardware)), key=lambda plan: plan.free_bytes)
 
 
 @lru_cache(maxsize=256)  # a search asks more than once
-def _equal_ranks(job: PlanSpec, hardware: HardwareConfig) -> tuple[tuple[RankMemoryPlan, list[int]], ...]:
+def _equal_ranks(spec: PlanSpec, hardware: HardwareConfig) -> tuple[tuple[RankMemoryPlan, list[int]], ...]:
     """The bytes of ranks of a replica that need the same, as those of the first one, with all of these ranks."""
-    targets, drafts = _target_parts(job), _draft_parts(job)
+    targets, drafts = _target_parts(spec), _draft_parts(spec)
     found: dict[tuple[object, ...], tuple[RankMemoryPlan, list[int]]] = {}
     for rank in sorted({*targets, *drafts}):
         target, draft = targets.get(rank, _NOTHING), drafts.get(rank, _NOTHING)
-        has_more_logits = rank in (job.layout.verify_rank, job.target_devices[-1])
+        has_more_logits = rank in (spec.layout.verify_rank, spec.target_devices[-1])
         key = target, draft, rank if has_more_logits else None
         if key not in found:
-            found[key] = _rank_memory(job, hardware, rank, target, draft), []
+            found[key] = _rank_memory(spec, hardware, rank, target, draft), []
         found[key][1].append(rank)
     return tuple(found.values())
 
 
-def _rank_memory(job: PlanSpec, hardware: HardwareConfig, rank: int, target: _Part, draft: _Part) -> RankMemoryPlan:
+def _rank_memory(spec: PlanSpec, hardware: HardwareConfig, rank: int, target: _Part, draft: _Part) -> RankMemoryPlan:
+    num_slots = spec.batch_size * spec.num_slots
+    taps_bytes = num_slots * spec.tap_bytes  # where a head reads them, or they are sent from
+    uniforms = 3 * spec.num_draft_tokens * spec.drafts + 4
+    # All that the rows can need, in fp64, twice while all rows are admitted at once.
+    uniforms_bytes = 2 * 8 * spec.batch_size * (spec.max_new_tokens + 1) * uniforms
     served = {
         "target_weights_bytes": target.weights.total_bytes,
         "draft_weights_bytes": draft.weights.total_bytes,
-        "target_cache_bytes": target.cache_bytes,
-        "draft_cache_bytes": draft.cache_bytes + _taps_bytes(job, rank),
-        "logits_bytes": _logits_bytes(job, rank) + _numbers_bytes(job),
+        "target_cache_bytes": target.cache_bytes(num_slots),
+        "draft_cache_bytes": draft.cache_bytes(spec.draft_rows * spec.draft_slots)
+        + taps_bytes * (rank in spec.draft_ranks or spec.sends_taps),
+        "logits_bytes": _logits_bytes(spec, rank) + uniforms_bytes,
         "activations_bytes": max(
-            _activation_bytes(job, hardware, model, part) for model, part in ((job.target, target), (job.draft, draft))
+            _activation_bytes(spec, hardware, model, part)
+            for model, part in ((spec.target, target), (spec.draft, draft))
         ),
     }
-    held = [model for model, part in ((job.target, target), (job.draft, draft)) if model and part is not _NOTHING]
+    held = [model for model, part in ((spec.target, target), (spec.draft, draft)) if model and part is not _NOTHING]
     packages = [format_of(model.quantization).package_bytes for model in held if hardware.device == "cpu"]
     context_bytes = hardware.context_bytes + max(packages, default=0)
     fixed = {
-        "graphs_bytes": _graph_bytes(job, hardware, drafts=draft is not _NOTHING) if job.cuda_graphs else 0,
-        "collectives_bytes": hardware.collective_bytes * _num_communicators(job, rank),
+        "graphs_bytes": _graph_bytes(spec, hardware, drafts=draft is not _NOTHING) if spec.cuda_graphs else 0,
+        "collectives_bytes": hardware.collective_bytes * _num_communicators(spec, rank),
         "context_bytes": context_bytes,
         "slack_bytes": int(SLACK_SHARE * sum(served.values())) if hardware.device == "cuda" else 0,
     }
-    loading = target.weights.total_bytes + max(target.beside_bytes, draft.weights.total_bytes + draft.beside_bytes)
+    loading = target.weights.total_bytes + max(
+        target.temporary_bytes, draft.weights.total_bytes + draft.temporary_bytes
+    )
     return RankMemoryPlan(
         rank=rank,
         **served,
@@ -499,98 +485,86 @@ def _rank_memory(job: PlanSpec, hardware: HardwareConfig, rank: int, target: _Pa
     )
 
 
-def _taps_bytes(job: PlanSpec, rank: int) -> int:
-    """The target's taps, of all rows, where a head reads them, or where they are sent from."""
-    return job.batch_size * job.num_slots * job.tap_bytes * (rank in job.draft_ranks or job.sends_taps)
-
-
-def _num_communicators(job: PlanSpec, rank: int) -> int:
+def _num_communicators(spec: PlanSpec, rank: int) -> int:
     """The groups of several ranks that this one belongs to: of all replicas, of its own, of each model.
 
     NCCL keeps buffers for each from the beginning; equal groups are one.
     """
-    groups = {job.layout.ranks, tuple(job.target_ranks), tuple(job.draft_ranks)}
-    of_replicas = job.num_replicas > 1
+    groups = {spec.layout.ranks, tuple(spec.target_ranks), tuple(spec.draft_ranks)}
+    of_replicas = spec.num_replicas > 1
     return of_replicas + sum(len(group) > 1 and rank in group for group in groups)
 
 
-def _logits_bytes(job: PlanSpec, rank: int) -> int:
+def _logits_bytes(spec: PlanSpec, rank: int) -> int:
     """Bytes of vocabulary-sized tensors of a round on this rank.
 
     Ranks of the target have logits (gathered, then in fp32). The rank that runs the rule has the target's and the
     draft's probabilities in fp32, one more copy if the rule keeps all rows, and one fp64 cumulative sum per row to draw
     from. Penalties and races need more. Other ranks of the draft have its probabilities.
     """
-    layout, rows = job.layout, job.round_rows
-    size, vocabulary, num_draft_tokens = DTYPE_BYTES[job.target.dtype], job.target.shape.vocab_size, rows - 1
-    logits = rows * (2 * size * (len(job.target_ranks) > 1) + 4) if rank in job.target_ranks else 0
-    logits += rows * size * (rank == job.target_devices[-1] and rank not in job.target_ranks)
-    drafts, num_own = rank in job.draft_ranks, job.batch_size
-    if layout.splits_batch:
-        num_own = -(-job.batch_size // len(job.draft_ranks)) if drafts else 0
+    layout, positions = spec.layout, spec.round_positions
+    size, vocabulary, num_draft_tokens = DTYPE_BYTES[spec.target.dtype], spec.target.shape.vocab_size, positions - 1
+    logits = positions * (2 * size * (len(spec.target_ranks) > 1) + 4) if rank in spec.target_ranks else 0
+    logits += positions * size * (rank == spec.target_devices[-1] and rank not in spec.target_ranks)
+    drafts = rank in spec.draft_ranks
+    num_own = spec.draft_rows if drafts or not layout.splits_batch else 0
     decides = drafts if layout.splits_batch else rank == layout.verify_rank
-    whole = 4 * rows * rule_of(job.rule).keeps_all_rows
-    rule = 4 * rows + 4 * num_draft_tokens + whole + 8 if decides else 4 * num_draft_tokens * drafts
-    if drafts and job.own_tokenizer:
+    whole = 4 * positions * rule_of(spec.rule).keeps_all_rows
+    rule = 4 * positions + 4 * num_draft_tokens + whole + 8 if decides else 4 * num_draft_tokens * drafts
+    if drafts and spec.own_tokenizer:
         rule += 8  # the draft's logits with one more column, and what is moved to the target's ids
-    if decides and job.overlaps:  # of what is in flight, while those of the next block arrive
-        rule += 4 * rows
+    if decides and spec.overlaps:  # of what is in flight, while those of the next block arrive
+        rule += 4 * positions
     if decides:  # counts, penalized logits and a mask; the bits of a race and what is made of them
-        rule += rows * (9 * job.counts_tokens + 16 * rule_of(job.rule).draws_by_position)
-    return vocabulary * (job.batch_size * logits + num_own * rule)
+        rule += positions * (9 * spec.counts_tokens + 16 * rule_of(spec.rule).draws_by_position)
+    return vocabulary * (spec.batch_size * logits + num_own * rule)
 
 
-def _numbers_bytes(job: PlanSpec) -> int:
-    """All uniforms that the rows can need, in fp64, twice while all rows are admitted at once."""
-    of_a_round = 3 * job.num_draft_tokens * job.drafts + 4
-    return 2 * 8 * job.batch_size * (job.max_new_tokens + 1) * of_a_round
-
-
-def _activation_bytes(job: PlanSpec, hardware: HardwareConfig, model: PlannedModel | None, part: _Part) -> int:
+def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedModel | None, part: _Part) -> int:
     """Peak of a prefill chunk: the residual and its norm, attention or the MLP, and masks where it needs them.
 
-    Where a round's attention splits rows, each part of a row has its own sums in fp32. With masks the lean decoder
-    copies queries and attended values, and has a row of the mask for each query of a group.
-    Modules of the library repeat keys and values for each head of a group. Keys and values of a layer that attention
-    cannot read as they are kept are unpacked, one after the other through fp32.
+    If a round's attention splits a sequence into parts, each part has its own sums in fp32. With masks the lean decoder
+    copies queries and attended values, and needs a line of the mask for each query of a group. The library's modules
+    repeat keys and values for each head of a group. A cache format that attention cannot read is unpacked layer by
+    layer, keys and values in turn, through fp32.
     """
     if model is None or part is _NOTHING:
         return 0
     shape, size = model.shape, DTYPE_BYTES[model.dtype]
-    rows = min(PREFILL_CHUNK, job.prompt_tokens)
-    bucket = bucket_of(job.prompt_tokens, job.num_slots, hardware)
+    positions = min(PREFILL_CHUNK, spec.prompt_tokens)
+    bucket = bucket_of(spec.prompt_tokens, spec.num_slots, hardware)
     record, heads_width = record_of(shape.model_type), part.num_heads * shape.head_dim
     group, attended, masks, repeated = shape.num_attention_heads // shape.num_key_value_heads, 2 * part.width, 0, 0
     parts_bytes = 0
     if model.reads_by_length(hardware):
         num_kv_heads = (part.width - heads_width) // (2 * shape.head_dim)
-        num_parts = min(most_parts(num_kv_heads), -(-job.num_slots // PART_SLOTS))
-        parts_bytes = 4 * job.round_rows * num_parts * part.num_heads * (shape.head_dim + 1)
+        num_parts = min(most_parts(num_kv_heads), -(-spec.num_slots // PART_SLOTS))
+        parts_bytes = 4 * spec.round_positions * num_parts * part.num_heads * (shape.head_dim + 1)
     else:
-        masks = rows * bucket * record.attention_pair_bytes(num_heads=part.num_heads, value_bytes=size)
+        masks = positions * bucket * record.attention_pair_bytes(num_heads=part.num_heads, value_bytes=size)
         if model.is_lean and hardware.device == "cuda":
             masks, attended = masks * group, max(attended, part.width + 3 * heads_width)
         elif not model.is_lean and group > 1 and not record.keeps_scores:
             repeated = 2 * bucket * heads_width * size
-    if model.unpacks_cache(hardware) or (job.tree and model.has_own_cache):
-        read = job.num_slots if model.reads_by_length(hardware) else bucket
+    if model.unpacks_cache(hardware) or (spec.tree and model.has_own_cache):
+        read = spec.num_slots if model.reads_by_length(hardware) else bucket
         repeated += read * (part.width - heads_width) * (size + 2)
-    wide = max(rows * attended * size + repeated, rows * 3 * part.units * size, parts_bytes)
-    return job.batch_size * (rows * 3 * shape.hidden_size * size + wide + masks) + part.working_bytes
+    wide = max(positions * attended * size + repeated, positions * 3 * part.units * size, parts_bytes)
+    return spec.batch_size * (positions * 3 * shape.hidden_size * size + wide + masks) + part.working_bytes
 
 
-def _graph_bytes(job: PlanSpec, hardware: HardwareConfig, *, drafts: bool) -> int:
+def _graph_bytes(spec: PlanSpec, hardware: HardwareConfig, *, drafts: bool) -> int:
     """Captured graphs: the target's plain and round forwards and all K draft steps.
 
     They serve all lengths where every model reads its cache by lengths; with masks there are some for each bucket.
     """
-    by_length = all(model.reads_by_length(hardware) for model in (job.target, job.draft) if model)
-    num_buckets = 1 if by_length else -(-job.num_slots // BUCKET_STEP[hardware.device])
-    lengths = ADAPTIVE_LENGTHS if job.adapts else (job.num_draft_tokens,)
-    layers = (1 + len(lengths) * job.drafts) * job.target.shape.num_hidden_layers
-    if job.draft and drafts:
-        layers += sum(lengths) * job.draft.shape.num_hidden_layers
-    return num_buckets * layers * job.kernels.layer * GRAPH_NODE_BYTES
+    by_length = all(model.reads_by_length(hardware) for model in (spec.target, spec.draft) if model)
+    num_buckets = 1 if by_length else -(-spec.num_slots // BUCKET_STEP[hardware.device])
+    lengths = ADAPTIVE_LENGTHS if spec.adapts else (spec.num_draft_tokens,)
+    layers = (1 + len(lengths) * spec.drafts) * spec.target.shape.num_hidden_layers
+    if spec.draft and drafts:
+        layers += sum(lengths) * spec.draft.shape.num_hidden_layers
+    return num_buckets * layers * spec.kernels.layer * GRAPH_NODE_BYTES
 
 
 def bucket_of(num_tokens: int, num_slots: int, hardware: HardwareConfig) -> int:
@@ -604,37 +578,37 @@ def kv_bytes_per_token(model: PlannedModel) -> int:
     return model.slot_bytes(model.shape.num_key_value_heads)
 
 
-def fits(job: PlanSpec, hardware: HardwareConfig) -> bool:
-    """Whether the job can be laid out, and every rank has enough memory."""
+def fits(spec: PlanSpec, hardware: HardwareConfig) -> bool:
+    """Whether the spec can be laid out, and every rank has enough memory."""
     try:
-        return fullest_rank(job, hardware).fits
+        return fullest_rank(spec, hardware).fits
     except PlacementError:
         return False
 
 
-def largest_batch(job: PlanSpec, hardware: HardwareConfig, *, limit: int = 4096) -> int:
+def largest_batch(spec: PlanSpec, hardware: HardwareConfig, *, limit: int = 4096) -> int:
     """The largest batch that fits at this context; 0 if none does."""
-    return _most_that_fit(lambda rows: replace(job, batch_size=rows), hardware, limit)
+    return _most_that_fit(lambda rows: replace(spec, batch_size=rows), hardware, limit)
 
 
-def largest_context(job: PlanSpec, hardware: HardwareConfig) -> int:
+def largest_context(spec: PlanSpec, hardware: HardwareConfig) -> int:
     """The longest row (prompt and new tokens) that fits at this batch size and in the context."""
-    models = [job.target, *([job.draft] if job.draft and job.overlaps else [])]
-    limit = min(model.shape.max_position_embeddings for model in models) - job.max_new_tokens
-    prompt = _most_that_fit(lambda tokens: replace(job, prompt_tokens=tokens), hardware, limit)
-    return prompt + job.max_new_tokens if prompt else 0
+    models = [spec.target, *([spec.draft] if spec.draft and spec.overlaps else [])]
+    limit = min(model.shape.max_position_embeddings for model in models) - spec.max_new_tokens
+    prompt = _most_that_fit(lambda tokens: replace(spec, prompt_tokens=tokens), hardware, limit)
+    return prompt + spec.max_new_tokens if prompt else 0
 
 
-def _most_that_fit(job_of: Callable[[int], PlanSpec], hardware: HardwareConfig, limit: int) -> int:
-    """The largest number up to `limit` whose job fits; 0 if none.
+def _most_that_fit(spec_of: Callable[[int], PlanSpec], hardware: HardwareConfig, limit: int) -> int:
+    """The largest number up to `limit` whose spec fits; 0 if none.
 
-    Bytes grow nearly in line with it: each step goes where a line through both ends has none left, every third one to
-    the middle.
+    The bytes grow almost linearly with the number. Each step interpolates between both ends to where no byte is free;
+    every third step bisects.
     """
 
     def free_bytes(number: int) -> float:
         try:
-            return fullest_rank(job_of(number), hardware).free_bytes
+            return fullest_rank(spec_of(number), hardware).free_bytes
         except PlacementError:
             return -math.inf
 

@@ -1,9 +1,10 @@
-"""Makes a plan (memory, time and advice for one job on one machine), and the document for JSON, table and figure.
+"""Makes a plan, the memory, time and advice for one spec on one machine, and its JSON document.
 
-docs/reference/plan-document.md describes its fields; `plan_version` changes when a field is renamed or removed.
+`reports.plan_tables` and `plan_figures` show it. `plan_version` changes when a field of the document is renamed or
+removed.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from llama_ssp.planning import advice
 from llama_ssp.planning.acceptance import remarks
 from llama_ssp.planning.advice import Change, changes_that_fit, faster_on_fewer
 from llama_ssp.planning.memory import (
+    GIB,
     RankMemoryPlan,
     kv_bytes_per_token,
     largest_batch,
@@ -22,30 +24,37 @@ from llama_ssp.planning.memory import (
     model_bytes,
 )
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, notes_on_contexts, notes_on_families, notes_on_storage
-from llama_ssp.planning.timing import ForwardTime, Timing, round_messages, timing, unmeasured
+from llama_ssp.planning.timing import ForwardTime, Message, Timing, round_messages, timing, unmeasured
 from llama_ssp.words import rounded, said
 
 PLAN_VERSION = 5
-GIB = 2**30
 _SECONDS_PER_HOUR, _MILLION = 3600, 10**6
 _FINDINGS = "docs/findings/gpus.md"
+_ON_GUESSES = (
+    "K auto: nobody has measured this pair, and its times rest on a forecast of its acceptance; the plan of a row "
+    "has their range, and says how to narrow it"
+)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
-    """Forecast of one job on one machine.
+    """Forecast of one spec on one machine: all that its text, its figure and its document say.
 
     Attributes:
+        basis: where the times are from.
+        messages: those of a round, by kind.
         largest_batch: the largest batch that fits at this context; 0 if none does.
         largest_context: the longest row that fits at this batch size.
         warnings, notes: see `advice`.
         changes: up to three changes that would make it fit, the best first; empty if it fits.
     """
 
-    job: PlanSpec
+    spec: PlanSpec
     hardware: HardwareConfig
     ranks: tuple[RankMemoryPlan, ...]
     timing: Timing
+    basis: str
+    messages: Mapping[str, Message]
     largest_batch: int
     largest_context: int
     warnings: tuple[str, ...]
@@ -65,52 +74,63 @@ class Plan:
     @property
     def usd_per_million_tokens(self) -> float | None:
         """The price of new tokens in the faster mode, with the time of their prompts; None without a price."""
-        usd, timed, job = self.hardware.usd_per_hour, self.timing, self.job
-        run_s = timed.speculative_run_s if (timed.speedup or 0.0) > 1 else timed.plain_run_s
-        if usd is None or run_s is None:
-            return None
-        return usd / _SECONDS_PER_HOUR * _MILLION * run_s / (job.batch_size * job.num_replicas)
+        usd = self.hardware.usd_per_hour
+        run_s, num_rows = self.timing.best_run_s, self.spec.num_rows
+        return None if usd is None else usd / _SECONDS_PER_HOUR * _MILLION * run_s / num_rows
 
     def __repr__(self) -> str:
-        job, machine, full, timed = self.job, self.hardware, self.fullest, self.timing
-        drafted = job.draft.name if job.draft else job.free_draft
-        models = job.target.name if drafted is None else f"{job.target.name}, draft {drafted}"
+        spec, machine, full, timed = self.spec, self.hardware, self.fullest, self.timing
+        models = ", draft ".join(filter(None, (spec.target.name, spec.draft_name)))
         verdict = "fits" if self.fits else "does not fit"
-        memory_used = f"{full.needed_bytes / GIB:.1f} of {full.capacity_bytes / GIB:.1f} GiB on rank {full.rank}"
-        times = [timed.plain_s, *([] if timed.speculative_s is None else [timed.speculative_s])]
+        times = [timed.plain_s, *filter(None, [timed.speculative_s])]
         speed = " plain, ".join(f"{1e3 * seconds:.1f} ms/token" for seconds in times)
-        return f"Plan({models}, on {machine.num_ranks} x {machine.gpu}: {verdict}, {memory_used}; {speed})"
+        where = f"on {machine.num_ranks} x {machine.gpu}"
+        return f"Plan({models}, {where}: {verdict}, {full.room} on rank {full.rank}; {speed})"
 
 
-def make_plan(job: PlanSpec, hardware: HardwareConfig, *, remark: str | None = None) -> Plan:
-    """Make the plan of a job, with `remark` as its first note. Raises as `memory`."""
-    ranks, timed = memory(job, hardware), timing(job, hardware)
+def make_plan(spec: PlanSpec, hardware: HardwareConfig, *, remark: str | None = None) -> Plan:
+    """Make the plan of a spec, with `remark` as its first note. Raises as `memory`."""
+    ranks, timed = memory(spec, hardware), timing(spec, hardware)
     fullest = min(ranks, key=lambda rank: rank.free_bytes)
-    heads = tuple(rank.target_heads for rank in ranks if rank.rank in job.target_devices)  # of the first replica
+    heads = tuple(rank.target_heads for rank in ranks if rank.rank in spec.target_devices)  # of the first replica
     return Plan(
-        job=job,
+        spec=spec,
         hardware=hardware,
         ranks=ranks,
         timing=timed,
-        largest_batch=largest_batch(job, hardware),
-        largest_context=largest_context(job, hardware),
+        basis=basis(hardware),
+        messages=round_messages(spec, spec.num_draft_tokens if spec.drafts else 0),
+        largest_batch=largest_batch(spec, hardware),
+        largest_context=largest_context(spec, hardware),
         warnings=(
-            *advice.warnings(job, hardware, timed),
-            *advice.slower_overlapped(job, hardware, timed),
-            *faster_on_fewer(job, hardware, timed),
+            *advice.warnings(spec, hardware, timed),
+            *advice.slower_overlapped(spec, hardware, timed),
+            *faster_on_fewer(spec, hardware, timed),
         ),
         notes=(
             *([remark] if remark else []),
-            *notes_on_families(*filter(None, (job.target, job.draft))),
-            *notes_on_storage(job),
-            *notes_on_contexts(job),
-            *unmeasured(job, hardware),
-            *advice.notes(job, hardware, heads, fullest),
-            *advice.better_draft(job, hardware, timed),
-            *remarks(job, timed.acceptance, timed.best_num_draft_tokens_range),
+            *notes_on_families(*filter(None, (spec.target, spec.draft))),
+            *notes_on_storage(spec),
+            *notes_on_contexts(spec),
+            *unmeasured(spec, hardware),
+            *advice.notes(spec, hardware, heads, fullest),
+            *advice.better_draft(spec, hardware, timed),
+            *remarks(spec, timed.acceptance, timed.best_num_draft_tokens_range),
         ),
-        changes=() if fullest.fits else tuple(changes_that_fit(job, hardware)),
+        changes=() if fullest.fits else tuple(changes_that_fit(spec, hardware)),
     )
+
+
+def basis(hardware: HardwareConfig) -> str:
+    """Say where the times are from."""
+    machine = "GPU" if hardware.device == "cuda" else "machine"
+    if hardware.is_measured:
+        return f"forecast by what task=calibrate measured on this {machine}"
+    if any(_FINDINGS in source for source in hardware.sources.values()):
+        return f"forecast by data sheet; this engine has run on one {machine} of this kind ({_FINDINGS})"
+    if hardware.products:
+        return "forecast by what the first run on this machine measured, and by a laptop's data sheet"
+    return f"forecast by data sheet; this engine has not been measured on this {machine}"
 
 
 def require_room(plan: Plan, *, words: Mapping[str, str] | None = None) -> None:
@@ -139,12 +159,12 @@ def shortage(plan: Plan, *, words: Mapping[str, str] | None = None) -> str:
     start = f"rank {full.rank} needs {needed:.1f} GiB{loading} ({items}) of {capacity:.1f} GiB"
     if not plan.changes:
         return f"{start}; none of the changes that were tried fits: use a larger machine, hardware=NAME"
-    smallest, *others = (_told(change, words or {}) for change in plan.changes)
+    smallest, *others = (_said(change, words or {}) for change in plan.changes)
     also = f"; other changes that fit: {', or '.join(others)}" if others else ""
     return f"{start}; the smallest change that fits: {smallest}{also}"
 
 
-def _told(change: Change, words: Mapping[str, str]) -> str:
+def _said(change: Change, words: Mapping[str, str]) -> str:
     """The settings of a change, and what its plan says."""
     named = [setting.split("=", 1) for setting in change.settings]
     settings = " ".join((words[name].format(value) if name in words else said(name, value)) for name, value in named)
@@ -152,70 +172,89 @@ def _told(change: Change, words: Mapping[str, str]) -> str:
     return f"{settings} ({change.fullest.needed_bytes / GIB:.1f} GiB{tight}, {ms} ms/token)"
 
 
+_OF_SPEC = (
+    "batch_size", "prompt_tokens", "max_new_tokens", "num_draft_tokens", "adapts", "tree", "overlaps", "free_draft",
+    "num_slots", "cuda_graphs", "num_replicas",
+)  # fmt: skip
+_OF_RANK = ("needed_bytes", "free_bytes", "fits", "is_tight")
+_TIMES_MS = {
+    "plain_ms_per_token": "plain_s", "speculative_ms_per_token": "speculative_s",
+    "plain_first_token_ms": "plain_prefill_s", "first_token_ms": "prefill_s", "prefill_ms": "prefill_s",
+    "plain_run_ms_per_token": "plain_run_s", "speculative_run_ms_per_token": "speculative_run_s",
+    "round_ms": "round_s", "draft_step_ms": "draft_forward_s", "verify_ms": "verify_s",
+    "plain_ms_per_token_range": "plain_s_range", "speculative_ms_per_token_range": "speculative_s_range",
+    "first_token_ms_range": "prefill_s_range",
+}  # fmt: skip
+_RATES = {
+    "plain_tokens_per_s": "plain_s", "speculative_tokens_per_s": "speculative_s",
+    "plain_run_tokens_per_s": "plain_run_s", "speculative_run_tokens_per_s": "speculative_run_s",
+}  # fmt: skip
+_RATIOS = (
+    "speedup", "cost_ratio", "num_draft_tokens", "tokens_per_round", "tokens_per_round_range", "best_num_draft_tokens",
+    "best_num_draft_tokens_range", "overlap", "copy_share", "limit_share",
+)  # fmt: skip
+"""Fields of the document: those of `PlanSpec`, `RankMemoryPlan` and `Timing` by the names that they have there."""
+
+
 def document(plan: Plan) -> dict[str, Any]:
-    """The plan as a JSON document."""
-    job = plan.job
+    """The fields of a plan as a JSON document, which docs/reference/plan-document.md describes."""
+    spec, timed = plan.spec, plan.timing
+    sent = {f"{kind}_bytes": message.received_bytes for kind, message in plan.messages.items()}
+    messages = dict.fromkeys(("taps_bytes", "ids_bytes", "probabilities_bytes", "verdict_bytes"), 0) | sent
+    acceptance = timed.acceptance
     return {
         "plan_version": PLAN_VERSION,
         "fits": plan.fits,
         "is_tight": plan.fits and plan.fullest.is_tight,
         "usd_per_million_tokens": plan.usd_per_million_tokens,
         "hardware": asdict(plan.hardware),
-        "target": _model(job.target, plan, prefix="target") | {
-            "kind": job.target_kind.name,
-            "ranks": list(job.target_ranks),
-            "devices": list(job.target_devices),
-            "heads_per_rank": [rank.target_heads for rank in plan.ranks if rank.rank in job.target_devices],
+        "target": _model(spec.target, plan, prefix="target") | {
+            "kind": spec.target_kind.name,
+            "ranks": [*spec.target_ranks],
+            "devices": [*spec.target_devices],
+            "heads_per_rank": [rank.target_heads for rank in plan.ranks if rank.rank in spec.target_devices],
         },
-        "draft": _model(job.draft, plan, prefix="draft")
-        | {"kind": job.draft_kind.name, "ranks": list(job.draft_ranks)}
-        if job.draft
-        else None,
-        "job": {
-            "batch_size": job.batch_size,
-            "prompt_tokens": job.prompt_tokens,
-            "max_new_tokens": job.max_new_tokens,
-            "num_draft_tokens": job.num_draft_tokens if job.drafts else 0,
-            "adapts": job.adapts,
-            "tree": job.tree and job.tree.text,
-            "overlaps": job.overlaps,
-            "free_draft": job.free_draft,
-            "num_slots": job.num_slots,
-            "cuda_graphs": job.cuda_graphs,
-            "num_replicas": job.num_replicas,
+        "draft": _model(spec.draft, plan, prefix="draft") | {
+            "kind": spec.draft_kind.name, "ranks": [*spec.draft_ranks]
+        } if spec.draft else None,
+        "job": {name: getattr(spec, name) for name in _OF_SPEC} | {
+            "num_draft_tokens": spec.num_draft_tokens * spec.drafts, "tree": spec.tree and spec.tree.text,
         },
-        "memory": [rank.as_items() for rank in plan.ranks],
+        "memory": [asdict(rank) | {name: getattr(rank, name) for name in _OF_RANK} for rank in plan.ranks],
         "largest_rank": plan.fullest.rank,
         "largest_batch": plan.largest_batch,
         "largest_context": plan.largest_context,
-        "time": time_document(plan.timing, num_rows=job.batch_size * job.num_replicas),
-        "basis": basis(plan.hardware),
-        "messages": _messages(job),
-        "warnings": list(plan.warnings),
-        "notes": list(plan.notes),
+        "time": {
+            **{name: _in_ms(getattr(timed, attribute)) for name, attribute in _TIMES_MS.items()},
+            **{name: (seconds := getattr(timed, one)) and spec.num_rows / seconds for name, one in _RATES.items()},
+            **{name: [*value] if isinstance(value := getattr(timed, name), tuple) else value for name in _RATIOS},
+            "target_forward": _parts(timed.target_forward),
+            "verify_forward": _parts(timed.verify_forward),
+            "acceptance": acceptance and acceptance.probability,
+            "acceptance_range": acceptance and acceptance.ends and [*acceptance.ends],
+            "acceptance_source": acceptance and acceptance.source,
+            "acceptance_is_forecast": acceptance and acceptance.is_forecast,
+            "speculative_ms_per_token_by_k": _in_ms(timed.by_num_draft_tokens),
+        },
+        "basis": plan.basis,
+        "messages": messages | {"total_bytes": sum(messages.values())},
+        "warnings": [*plan.warnings],
+        "notes": [*plan.notes],
         "shortage": None if plan.fits else shortage(plan),
         "changes": [change.document() for change in plan.changes],
     }  # fmt: skip
 
 
-def _messages(job: PlanSpec) -> dict[str, int]:
-    """Bytes received in a round over all ranks of a replica, by kind of message."""
-    found = round_messages(job, job.num_draft_tokens if job.drafts else 0)
-    none = dict.fromkeys(("taps_bytes", "ids_bytes", "probabilities_bytes", "verdict_bytes"), 0)
-    arriving = none | {f"{kind}_bytes": message.received_bytes for kind, message in found.items()}
-    return arriving | {"total_bytes": sum(arriving.values())}
-
-
 def _model(model: PlannedModel, plan: Plan, *, prefix: str) -> dict[str, Any]:
     """A model's exact sizes, and the bytes that its ranks repeat."""
     whole = inventory(model.shape)
-    is_partial = prefix == "draft" and plan.job.shares_embedding
-    once = model_bytes(replace(whole, embeddings=()) if is_partial else whole, model, device=plan.job.device)
+    is_partial = prefix == "draft" and plan.spec.shares_embedding
+    once = model_bytes(replace(whole, embeddings=()) if is_partial else whole, model, device=plan.spec.device)
     held = sum(getattr(rank, f"{prefix}_weights_bytes") for rank in plan.ranks)
     return {
         "name": model.name,
         "dtype": model.dtype.name,
-        "matrix_dtype": model.matrix_dtype(plan.job.device).name,
+        "matrix_dtype": model.matrix_dtype(plan.spec.device).name,
         "quantization": model.quantization,
         "stored_format": model.stored_format and model.stored_format.name,
         "num_parameters": whole.num_parameters,
@@ -225,61 +264,29 @@ def _model(model: PlannedModel, plan: Plan, *, prefix: str) -> dict[str, Any]:
     }
 
 
-def basis(hardware: HardwareConfig) -> str:
-    """Say where the times are from."""
-    machine = "GPU" if hardware.device == "cuda" else "machine"
-    if hardware.is_measured:
-        return f"forecast by what task=calibrate measured on this {machine}"
-    if any(_FINDINGS in source for source in hardware.sources.values()):
-        return f"forecast by data sheet; this engine has run on one {machine} of this kind ({_FINDINGS})"
-    if hardware.products:
-        return "forecast by what the first run on this machine measured, and by a laptop's data sheet"
-    return f"forecast by data sheet; this engine has not been measured on this {machine}"
+def _in_ms(seconds: float | tuple[float, ...] | None) -> Any:  # noqa: ANN401 - as many figures as there are seconds
+    return [*map(_in_ms, seconds)] if isinstance(seconds, tuple) else seconds and 1e3 * seconds
 
 
-_TIMES_MS = {
-    "plain_ms_per_token": "plain_s", "speculative_ms_per_token": "speculative_s",
-    "plain_first_token_ms": "plain_prefill_s", "first_token_ms": "prefill_s", "prefill_ms": "prefill_s",
-    "plain_run_ms_per_token": "plain_run_s", "speculative_run_ms_per_token": "speculative_run_s",
-    "round_ms": "round_s", "draft_step_ms": "draft_forward_s", "verify_ms": "verify_s",
-}  # fmt: skip
-_RANGES_MS = {
-    "plain_ms_per_token_range": "plain_s_range", "speculative_ms_per_token_range": "speculative_s_range",
-    "first_token_ms_range": "prefill_s_range",
-}  # fmt: skip
-_RATES = {
-    "plain_tokens_per_s": "plain_s", "speculative_tokens_per_s": "speculative_s",
-    "plain_run_tokens_per_s": "plain_run_s", "speculative_run_tokens_per_s": "speculative_run_s",
-}  # fmt: skip
-_AS_THEY_ARE = (
-    "speedup", "cost_ratio", "num_draft_tokens", "tokens_per_round", "tokens_per_round_range", "best_num_draft_tokens",
-    "best_num_draft_tokens_range", "overlap", "copy_share", "limit_share",
-)  # fmt: skip
-"""Figures of `Timing` by their names in the document."""
+def _parts(forward: ForwardTime | None) -> dict[str, float] | None:
+    parts = vars(forward) | {"total_s": forward.total_s} if forward else {}
+    return {f"{name.removesuffix('_s')}_ms": 1e3 * seconds for name, seconds in parts.items()} or None
 
 
-def time_document(timed: Timing, *, num_rows: int) -> dict[str, Any]:
-    """Times of a completion in milliseconds, tokens/s of all `num_rows` of all replicas, ratios, and assumptions."""
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """The choices that `search.search` has found for a machine."""
 
-    def parts(forward: ForwardTime | None) -> dict[str, float] | None:
-        seconds = asdict(forward) | {"total_s": forward.total_s} if forward else {}
-        return {f"{name.removesuffix('_s')}_ms": 1e3 * value for name, value in seconds.items()} or None
+    machine: HardwareConfig
+    choices: list[dict[str, Any]]
 
-    def figures(names: Mapping[str, str], shown: Callable[[Any], Any]) -> dict[str, Any]:
-        found = {name: getattr(timed, attribute) for name, attribute in names.items()}
-        return {name: None if value is None else shown(value) for name, value in found.items()}
+    @property
+    def notes(self) -> list[str]:
+        """Facts that the figures of its choices do not show."""
+        guesses = any(choice["adapts"] and choice["reason"] is None for choice in self.choices)
+        return [_ON_GUESSES] * guesses
 
-    acceptance = timed.acceptance
-    return {
-        **figures(_TIMES_MS, lambda seconds: 1e3 * seconds),
-        **figures(_RANGES_MS, lambda ends: [1e3 * seconds for seconds in ends]),
-        **figures(_RATES, lambda seconds: num_rows / seconds),
-        **figures({name: name for name in _AS_THEY_ARE}, lambda value: [*value] if isinstance(value, tuple) else value),
-        "target_forward": parts(timed.target_forward),
-        "verify_forward": parts(timed.verify_forward),
-        "acceptance": acceptance and acceptance.probability,
-        "acceptance_range": acceptance.ends and [*acceptance.ends] if acceptance else None,
-        "acceptance_source": acceptance and acceptance.source,
-        "acceptance_is_forecast": acceptance and acceptance.is_forecast,
-        "speculative_ms_per_token_by_k": [1e3 * seconds for seconds in timed.by_num_draft_tokens],
-    }
+    def document(self) -> dict[str, Any]:
+        """A JSON document, which docs/reference/plan-document.md describes."""
+        found = {"basis": basis(self.machine), "notes": self.notes, "search": self.choices}
+        return {"plan_version": PLAN_VERSION} | found

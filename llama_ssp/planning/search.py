@@ -1,4 +1,4 @@
-"""All ways to use ranks for a job: `placement=auto`, `search=true` and advice choose among these layouts.
+"""All ways to use ranks for a spec: `placement=auto`, `search=true` and advice choose among these layouts.
 
 The ranks form one block per replica, and the blocks have equal sizes. Inside a block:
 
@@ -13,33 +13,26 @@ search varies no setting of the command line.
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+from llama_ssp import catalogue
 from llama_ssp.architectures.family import inventory
+from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import PlacementError
-from llama_ssp.machines import hardware as catalogue_of_machines
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.memory import RankMemoryPlan, fits, fullest_rank
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, block_sizes, on_block, planned_model
 from llama_ssp.planning.timing import Timing, timing
-from llama_ssp.settings import catalogue
 from llama_ssp.settings.layout import named
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT
-from llama_ssp.settings.schema import (
-    ADAPTIVE,
-    ADAPTIVE_LENGTHS,
-    DraftLayout,
-    ModelConfig,
-    TargetKind,
-)
+from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, DraftLayout, TargetKind
 from llama_ssp.settings.trees import tree_shape
 from llama_ssp.storage.formats import NO_QUANTIZATION, format_of, formats
 from llama_ssp.words import rounded
 
-GIB = 2**30
 MOST_NODES = 4
 """Nodes that are tried if one has too little room."""
 TREES = tuple(map(tree_shape, ("2x1x1", "2x2x1", "3x2x1x1", "4x2x2x1x1")))
@@ -48,79 +41,64 @@ FEW_ROWS = 4
 _OF_SEARCHES = frozenset({"search", "format", "figure"})
 
 
-def layouts(job: PlanSpec, *, num_ranks: int, divides: bool, thorough: bool) -> Iterator[PlanSpec]:
-    """The job in every layout of `num_ranks`; its own ranks and draft kind are ignored.
+def layouts(spec: PlanSpec, *, num_ranks: int, divides: bool, thorough: bool) -> Iterator[PlanSpec]:
+    """The spec in every layout of `num_ranks`; its own ranks and draft kind are ignored.
 
     It keeps its number of replicas, the most ranks each; `divides` also allows more replicas of fewer ranks. A draft
     has one rank or all; if `thorough` also every number between.
     """
-    most = num_ranks // job.num_replicas
+    most = num_ranks // spec.num_replicas
     for size in block_sizes(most) if divides else [most]:
-        yield from on_block(replace(job, num_replicas=num_ranks // size), size, thorough=thorough)
+        yield from on_block(replace(spec, num_replicas=num_ranks // size), size, thorough=thorough)
 
 
-def placement_settings(job: PlanSpec) -> list[str]:
-    """The settings that place a job like this one, for `llama-ssp plan` and `run` alike."""
-    settings = [] if job.num_replicas == 1 else [f"placement.num_replicas={job.num_replicas}"]
-    if job.draft is None:
+def placement_settings(spec: PlanSpec) -> list[str]:
+    """The settings that place a spec like this one, for `llama-ssp plan` and `run` alike."""
+    settings = [] if spec.num_replicas == 1 else [f"placement.num_replicas={spec.num_replicas}"]
+    if spec.draft is None:
         return settings
-    settings.append(f"placement.draft.kind={job.draft_kind.name}")
-    if job.overlaps:
+    settings.append(f"placement.draft.kind={spec.draft_kind.name}")
+    if spec.overlaps:
         settings.append("speculation.overlap=true")
-    num_default = {DraftLayout.one_rank: 1, DraftLayout.own_gpu: 1}.get(job.draft_kind, len(job.target_ranks))
-    if len(job.draft_ranks) != num_default:
-        settings.append(f"placement.draft.tp_size={len(job.draft_ranks)}")
+    num_default = {DraftLayout.one_rank: 1, DraftLayout.own_gpu: 1}.get(spec.draft_kind, len(spec.target_ranks))
+    if len(spec.draft_ranks) != num_default:
+        settings.append(f"placement.draft.tp_size={len(spec.draft_ranks)}")
     return settings
 
 
-def by_length(job: PlanSpec, timed: Timing) -> Iterator[tuple[float, PlanSpec]]:
-    """Seconds per token of the job with every K, the fastest first; K = auto comes before where no K is recommended.
+def by_length(spec: PlanSpec, timed: Timing) -> Iterator[tuple[float, PlanSpec]]:
+    """Seconds per token of the spec with every K, the fastest first; K = auto comes before where no K is recommended.
 
     Nothing without a draft.
     """
     times = timed.by_num_draft_tokens
-    if times and job.overlaps and not timed.knows_best_k:  # overlap needs one K for all rounds
-        yield times[job.num_draft_tokens - 1], replace(job, adapts=False)
+    if times and spec.overlaps and not timed.knows_best_k:  # overlap needs one K for all rounds
+        yield times[spec.num_draft_tokens - 1], replace(spec, adapts=False)
         return
     if times and not timed.knows_best_k:
         token_s = min(timed.plain_s, *(times[number - 1] for number in ADAPTIVE_LENGTHS))
-        yield token_s, replace(job, num_draft_tokens=max(ADAPTIVE_LENGTHS), adapts=True)
+        yield token_s, replace(spec, num_draft_tokens=max(ADAPTIVE_LENGTHS), adapts=True)
     by_time = sorted((token_s, number) for number, token_s in enumerate(times, start=1))
-    yield from ((token_s, replace(job, num_draft_tokens=number, adapts=False)) for token_s, number in by_time)
+    yield from ((token_s, replace(spec, num_draft_tokens=number, adapts=False)) for token_s, number in by_time)
 
 
-def length_setting(job: PlanSpec) -> str:
-    """The setting of a job's K, or of its trees."""
-    if job.tree:
-        return f"speculation.tree={job.tree.text}"
-    return f"speculation.num_draft_tokens={ADAPTIVE if job.adapts else job.num_draft_tokens}"
-
-
-def notes_on_guesses(adapts: Iterable[bool]) -> list[str]:
-    """The note of a search if K adapts in one of its choices."""
-    said = (
-        "K auto: nobody has measured this pair, and its times rest on a forecast of its acceptance; the plan of a row "
-        "has their range, and says how to narrow it"
-    )
-    return [said] if any(adapts) else []
-
-
-def has_its_own_number(hardware: HardwareConfig) -> bool:
-    """Whether a machine has as many GPUs as its entry of the catalogue says, which no setting needs to repeat."""
-    known = catalogue_of_machines
-    return hardware.name in known.names() and known.load(hardware.name).num_gpus == hardware.num_gpus
+def length_setting(spec: PlanSpec) -> str:
+    """The setting of a spec's K, or of its trees."""
+    if spec.tree:
+        return f"speculation.tree={spec.tree.text}"
+    return f"speculation.num_draft_tokens={ADAPTIVE if spec.adapts else spec.num_draft_tokens}"
 
 
 def choose_placement(
-    job: PlanSpec, hardware: HardwareConfig, *, num_ranks: int, divides: bool = False
+    spec: PlanSpec, hardware: HardwareConfig, *, num_ranks: int, divides: bool = False
 ) -> tuple[PlanSpec, str]:
     """Choose by the forecast time of a completion, prompt included, among the placements that fit.
 
-    The ranks and draft kind of `job` are ignored. Each replica uses an equal block of `num_ranks`, of which `hardware`
+    The ranks and draft kind of `spec` are ignored. Each replica uses an equal block of `num_ranks`, of which `hardware`
     may have more; `divides` allows more replicas on smaller blocks.
 
     Returns:
-        The job with the chosen ranks, and a sentence that gives the reason. If nothing fits, it is the first placement
+        The spec with the chosen ranks, and a sentence that gives the reason. If nothing fits, it is the first placement
         that can be laid out; its plan says what is missing.
 
     Raises:
@@ -129,7 +107,7 @@ def choose_placement(
     possible: list[PlanSpec] = []
     timed: list[tuple[float, PlanSpec]] = []
     error = None
-    for candidate in layouts(job, num_ranks=num_ranks, divides=divides, thorough=True):
+    for candidate in layouts(spec, num_ranks=num_ranks, divides=divides, thorough=True):
         try:
             if fullest_rank(candidate, hardware).fits:
                 forecast = timing(candidate, hardware)
@@ -149,134 +127,124 @@ def choose_placement(
     return chosen, f"placement=auto: {_described(chosen)}, forecast at {rounded(1e3 * run_s)} ms per token{compared}"
 
 
-def _described(job: PlanSpec) -> str:
-    copies = f"{job.num_replicas} replicas, each with " if job.num_replicas > 1 else ""
-    target = f"{copies}the target on {named(job.target_ranks)}"
-    if not job.draft:
+def _described(spec: PlanSpec) -> str:
+    copies = f"{spec.num_replicas} replicas, each with " if spec.num_replicas > 1 else ""
+    target = f"{copies}the target on {named(spec.target_ranks)}"
+    if not spec.draft:
         return target
-    kind = "" if job.draft_kind is DraftLayout.one_rank else f" ({job.draft_kind.name})"
-    return f"{target} and the draft on {named(job.draft_ranks)}{kind}"
+    kind = "" if spec.draft_kind is DraftLayout.one_rank else f" ({spec.draft_kind.name})"
+    return f"{target} and the draft on {named(spec.draft_ranks)}{kind}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """A job with its seconds per token, or with why it is ruled out."""
+def priced(spec: PlanSpec, machine: HardwareConfig, *, given: Collection[str] = ()) -> tuple[PlanSpec, dict[str, Any]]:
+    """Price a spec with the best K that fits, and without CUDA graphs where no K has room for them.
 
-    job: PlanSpec
-    fullest: RankMemoryPlan | None = None
-    timed: Timing | None = None
-    token_s: float = math.inf
-    reason: str | None = None
-
-
-def priced(job: PlanSpec, machine: HardwareConfig, *, given: Collection[str] = ()) -> Choice:
-    """Price a job with the best K that fits, and without CUDA graphs where no K has room for them.
-
-    `given` are keys of settings that stay as they are.
+    `given` are keys of settings that stay as they are. Returns the spec with its figures, or with why it is ruled out.
     """
     try:
-        full = asked = fullest_rank(job, machine)
+        full = asked = fullest_rank(spec, machine)
     except PlacementError as error:
-        return Choice(job=job, reason=str(error))
+        return spec, _figures(spec, machine, reason=str(error))
     keeps_k = "speculation.num_draft_tokens" in given
-    if full.fits or (not keeps_k and job.drafts and fits(replace(job, num_draft_tokens=1, adapts=False), machine)):
-        timed = timing(job, machine)
+    if full.fits or (not keeps_k and spec.drafts and fits(replace(spec, num_draft_tokens=1, adapts=False), machine)):
+        timed = timing(spec, machine)
         asked_s = timed.plain_s if timed.speculative_s is None else timed.speculative_s
-        ways = iter(()) if keeps_k else by_length(job, timed)
-        for token_s, way in chain([next(ways, (asked_s, job))], ways):
+        ways = iter(()) if keeps_k else by_length(spec, timed)
+        for token_s, way in chain([next(ways, (asked_s, spec))], ways):
             if (full := fullest_rank(way, machine)).fits:
-                return Choice(job=way, fullest=full, timed=timed, token_s=token_s)
-    if job.cuda_graphs and "cuda_graphs" not in given and asked.free_bytes + asked.graphs_bytes >= 0:
-        return priced(replace(job, cuda_graphs=False), machine, given=given)
+                times = {
+                    "ms_per_token": 1e3 * token_s,
+                    "tokens_per_s": way.num_rows / token_s,
+                    "first_token_ms": 1e3 * timed.prefill_s,
+                    "speedup": timed.plain_s / token_s,
+                }
+                return way, _figures(way, machine, full) | times
+    if spec.cuda_graphs and "cuda_graphs" not in given and asked.free_bytes + asked.graphs_bytes >= 0:
+        return priced(replace(spec, cuda_graphs=False), machine, given=given)
     full = full if asked.fits else asked
-    reason = f"rank {full.rank} needs {full.needed_bytes / GIB:.1f} of {full.capacity_bytes / GIB:.1f} GiB"
-    return Choice(job=job, fullest=full, reason=reason)
+    return spec, _figures(spec, machine, full, reason=f"rank {full.rank} needs {full.room}")
 
 
-def search(job: PlanSpec, hardware: HardwareConfig, given: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Price all candidates for a job like this one: the asked model first, the fastest first, misfits of each last.
+def _figures(
+    spec: PlanSpec, hardware: HardwareConfig, full: RankMemoryPlan | None = None, *, reason: str | None = None
+) -> dict[str, Any]:
+    """The figures of a choice, still without its times."""
+    return {
+        "target": spec.target.name,
+        "quantization": spec.target.weights_name,
+        "draft": spec.draft_name,
+        "draft_quantization": spec.draft.weights_name if spec.draft else None,
+        "draft_kind": spec.draft_kind.name if spec.draft else None,
+        "num_draft_tokens": spec.num_draft_tokens if spec.drafts else 0,
+        "num_ranks": len(spec.layout.ranks),
+        "num_replicas": spec.num_replicas,
+        "adapts": spec.drafts and spec.adapts,
+        "tree": spec.tree and spec.tree.text,
+        "overlaps": spec.overlaps,
+        **dict.fromkeys(("ms_per_token", "tokens_per_s", "first_token_ms", "speedup")),
+        "needed_bytes": full.needed_bytes if full else None,
+        "capacity_bytes": hardware.rank_bytes,
+        "is_tight": full is not None and full.is_tight,
+        "reason": reason,
+    }
+
+
+def search(spec: PlanSpec, hardware: HardwareConfig, given: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Price all candidates for a spec like this one: the asked model first, the fastest first, misfits of each last.
 
     `given` are the settings of the command line. docs/reference/plan-document.md describes the fields.
     """
     words = {setting.partition("=")[0].lstrip("+"): setting for setting in given}
-    choices = [priced(candidate, hardware, given=words) for candidate in _candidates(job, hardware, words)]
-    asked = _unquantized(job.target.name)
+    choices = [priced(candidate, hardware, given=words) for candidate in _candidates(spec, hardware, words)]
+    asked = _unquantized(spec.target.name)
     fastest: dict[str, float] = {}
-    for one in choices:
-        name = one.job.target.name
-        fastest[name] = min(one.token_s, fastest.get(name, math.inf))
+    for _, one in choices:
+        fastest[one["target"]] = min(one["ms_per_token"] or math.inf, fastest.get(one["target"], math.inf))
 
-    def order(one: Choice) -> tuple[Any, ...]:
-        name = one.job.target.name
-        return name != asked, fastest[name], name, one.token_s, len(one.job.layout.ranks)
+    def order(choice: tuple[PlanSpec, dict[str, Any]]) -> tuple[Any, ...]:
+        name, ms = choice[1]["target"], choice[1]["ms_per_token"]
+        return name != asked, fastest[name], name, ms or math.inf, choice[1]["num_ranks"]
 
     return [
-        {"rank": rank} | _row(one, hardware, settings=_settings(one.job, job, words))
-        for rank, one in enumerate(sorted(choices, key=order), start=1)
+        {"rank": rank} | figures | {"settings": _settings(chosen, spec, words)}
+        for rank, (chosen, figures) in enumerate(sorted(choices, key=order), start=1)
     ]
 
 
-def _row(one: Choice, hardware: HardwareConfig, *, settings: tuple[str, ...]) -> dict[str, Any]:
-    job, full, fitting = one.job, one.fullest, one.reason is None
-    return {
-        "target": job.target.name,
-        "quantization": job.target.weights_name,
-        "draft": job.draft.name if job.draft else job.free_draft,
-        "draft_quantization": job.draft.weights_name if job.draft else None,
-        "draft_kind": job.draft_kind.name if job.draft else None,
-        "num_draft_tokens": job.num_draft_tokens if job.drafts else 0,
-        "num_ranks": len(job.layout.ranks),
-        "num_replicas": job.num_replicas,
-        "adapts": job.drafts and job.adapts,
-        "tree": job.tree and job.tree.text,
-        "overlaps": job.overlaps,
-        "ms_per_token": 1e3 * one.token_s if fitting else None,
-        "tokens_per_s": job.batch_size * job.num_replicas / one.token_s if fitting else None,
-        "first_token_ms": 1e3 * one.timed.prefill_s if one.timed else None,
-        "speedup": one.timed.plain_s / one.token_s if one.timed else None,
-        "needed_bytes": full.needed_bytes if full else None,
-        "capacity_bytes": hardware.rank_bytes,
-        "is_tight": full is not None and full.is_tight,
-        "reason": one.reason,
-        "settings": settings,
-    }
-
-
-def _settings(job: PlanSpec, asked: PlanSpec, words: Mapping[str, str]) -> tuple[str, ...]:
+def _settings(spec: PlanSpec, asked: PlanSpec, words: Mapping[str, str]) -> tuple[str, ...]:
     """The settings of the command line, with those of a choice in place of what it changes."""
-    draft, asked_draft = (one.draft.name if one.draft else one.free_draft for one in (job, asked))
     settings: list[str] = []
     replaced = [*_OF_SEARCHES, "model.quantization", "draft.model.quantization", "speculation.overlap"]
-    if job.target.name != asked.target.name or "model" not in words:
-        replaced, settings = [*replaced, "model"], [*settings, f"model={job.target.name}"]
-    if draft != asked_draft or "draft" not in words:
-        replaced, settings = [*replaced, "draft"], [*settings, f"draft={draft or 'none'}"]
-    if job.target.setting != NO_QUANTIZATION:
-        settings.append(f"model.quantization={job.target.setting}")
-    if job.draft and job.draft.setting != NO_QUANTIZATION:
-        settings.append(f"draft.model.quantization={job.draft.setting}")
-    overlap = ["speculation.overlap=true"] if job.overlaps else []
-    settings += overlap if _has(words, "placement") else placement_settings(job)
-    if job.drafts and not _has(words, "speculation.tree", "speculation.num_draft_tokens"):
-        settings.append(length_setting(job))
-    if not job.drafts:
+    if spec.target.name != asked.target.name or "model" not in words:
+        replaced, settings = [*replaced, "model"], [*settings, f"model={spec.target.name}"]
+    if spec.draft_name != asked.draft_name or "draft" not in words:
+        replaced, settings = [*replaced, "draft"], [*settings, f"draft={spec.draft_name or 'none'}"]
+    if spec.target.setting != NO_QUANTIZATION:
+        settings.append(f"model.quantization={spec.target.setting}")
+    if spec.draft and spec.draft.setting != NO_QUANTIZATION:
+        settings.append(f"draft.model.quantization={spec.draft.setting}")
+    overlap = ["speculation.overlap=true"] if spec.overlaps else []
+    settings += overlap if _has(words, "placement") else placement_settings(spec)
+    if spec.drafts and not _has(words, "speculation.tree", "speculation.num_draft_tokens"):
+        settings.append(length_setting(spec))
+    if not spec.drafts:
         replaced.append("speculation")
-    if job.device == "cuda" and not job.cuda_graphs and "cuda_graphs" not in words:
+    if spec.device == "cuda" and not spec.cuda_graphs and "cuda_graphs" not in words:
         settings.append("cuda_graphs=false")
     return *(setting for key, setting in words.items() if not _has({key: setting}, *replaced)), *settings
 
 
-def _candidates(job: PlanSpec, hardware: HardwareConfig, words: Mapping[str, str]) -> Iterator[PlanSpec]:
+def _candidates(spec: PlanSpec, hardware: HardwareConfig, words: Mapping[str, str]) -> Iterator[PlanSpec]:
     """Every model, precision, draft and layout; a layout that lacks room for the target alone is tried without drafts.
 
     Entries that are quantized by name are left out: they are the same models with a quantization.
     """
     known = catalogue.entries()
-    for model in _series(job.target, known):
-        is_asked = model.name == _unquantized(job.target.name)
-        drafted = [*_drafted(job, model, known, words, is_asked=is_asked)]
-        for target in _targets(job, model, hardware, words, is_asked=is_asked):
-            plain = without_draft(replace(job, target=target))
+    for model in _series(spec.target, known):
+        is_asked = model.name == _unquantized(spec.target.name)
+        drafted = [*_drafted(spec, model, known, words, is_asked=is_asked)]
+        for target in _targets(spec, model, hardware, words, is_asked=is_asked):
+            plain = without_draft(replace(spec, target=target))
             placed = layouts(plain, num_ranks=hardware.num_ranks, divides=True, thorough=False)
             for base in [plain] if _has(words, "placement") else placed:
                 yield base
@@ -285,39 +253,39 @@ def _candidates(job: PlanSpec, hardware: HardwareConfig, words: Mapping[str, str
 
 
 def _targets(
-    job: PlanSpec, model: ModelConfig, hardware: HardwareConfig, words: Mapping[str, str], *, is_asked: bool
+    spec: PlanSpec, model: ModelConfig, hardware: HardwareConfig, words: Mapping[str, str], *, is_asked: bool
 ) -> Iterator[PlannedModel]:
     """A model in every format that it can have, or in the one that was given, with the number formats that were."""
-    for quantization in [job.target.quantization] if "model.quantization" in words else formats():
+    for quantization in [spec.target.quantization] if "model.quantization" in words else formats():
         target = planned_model(replace(model, quantization=quantization), device=hardware.device)
         if is_asked:
-            dtype = job.target.dtype if "model.dtype" in words else target.dtype
-            target = replace(target, dtype=dtype, cache_dtype=job.target.cache_dtype)
+            dtype = spec.target.dtype if "model.dtype" in words else target.dtype
+            target = replace(target, dtype=dtype, cache_dtype=spec.target.cache_dtype)
         if target.can_be(quantization):
             yield target
 
 
 def _drafted(
-    job: PlanSpec, model: ModelConfig, known: list[ModelConfig], words: Mapping[str, str], *, is_asked: bool
+    spec: PlanSpec, model: ModelConfig, known: list[ModelConfig], words: Mapping[str, str], *, is_asked: bool
 ) -> Iterator[PlanSpec]:
-    """The job with each draft to try: the one that was given, or those that the catalogue has for a model."""
-    is_given, own = words.get("draft", "draft=default") != "draft=default", job.draft
-    if job.free_draft:
-        yield job
-    drafts = [] if is_given else [planned_model(entry, device=job.device) for entry in _drafts_of(model, known)]
+    """The spec with each draft to try: the one that was given, or those that the catalogue has for a model."""
+    is_given, own = words.get("draft", "draft=default") != "draft=default", spec.draft
+    if spec.free_draft:
+        yield spec
+    drafts = [] if is_given else [planned_model(entry, device=spec.device) for entry in _drafts_of(model, known)]
     if own and own.name not in {draft.name for draft in drafts}:
-        is_beyond = not {job.target.name, own.name} <= set(catalogue.names("model"))
+        is_beyond = not {spec.target.name, own.name} <= set(catalogue.names("model"))
         is_smaller = model.shape and inventory(own.shape).num_parameters < inventory(model.shape).num_parameters
         drafts += [own] if (is_asked and (is_given or is_beyond)) or (is_given and is_smaller) else []
     for draft in drafts:
         is_own = own is not None and draft.name == own.name
-        tried = [draft] if is_own and "draft.model.quantization" in words else _in_formats(draft, device=job.device)
+        tried = [draft] if is_own and "draft.model.quantization" in words else _in_formats(draft, device=spec.device)
         for one in tried:
-            yield replace(job, draft=one, free_draft=None, own_tokenizer=job.own_tokenizer and is_own)
+            yield replace(spec, draft=one, free_draft=None, own_tokenizer=spec.own_tokenizer and is_own)
 
 
 def _with_draft(base: PlanSpec, way: PlanSpec, words: Mapping[str, str]) -> Iterator[PlanSpec]:
-    """A placed job with the draft of another one, in every place, with trees, and overlapped, where none is given."""
+    """A placed spec with the draft of another one, in every place, with trees, and overlapped, where none is given."""
     drafted = replace(way, target=base.target, num_replicas=base.num_replicas)
     if not _has(words, "placement"):
         placed = [*on_block(drafted, len(base.target_ranks))]
@@ -340,11 +308,11 @@ def _has(words: Mapping[str, str], *names: str) -> bool:
     return any(key == name or key.startswith(f"{name}.") for key in words for name in names)
 
 
-def without_draft(job: PlanSpec) -> PlanSpec:
-    """The job without a draft, whose own ranks the target has then."""
-    ranks = job.layout.ranks if job.target_kind is TargetKind.tensor else job.target_ranks
+def without_draft(spec: PlanSpec) -> PlanSpec:
+    """The spec without a draft, whose own ranks the target has then."""
+    ranks = spec.layout.ranks if spec.target_kind is TargetKind.tensor else spec.target_ranks
     return replace(
-        job, draft=None, free_draft=None, own_tokenizer=False, draft_ranks=(), target_ranks=ranks, tree=None,
+        spec, draft=None, free_draft=None, own_tokenizer=False, draft_ranks=(), target_ranks=ranks, tree=None,
         overlap=False,
     )  # fmt: skip
 
@@ -365,13 +333,13 @@ def _in_formats(plain: PlannedModel, *, device: str) -> Iterator[PlannedModel]:
         yield plain.quantized(fastest)
 
 
-def _with_trees(job: PlanSpec) -> Iterator[PlanSpec]:
-    """The job with a few trees, where a head drafts on ranks of the target."""
-    is_exact = job.rule in {DEFAULT, AT_ZERO} and not job.counts_tokens and not job.own_tokenizer
-    is_placed = job.draft_kind in {DraftLayout.one_rank, DraftLayout.sharded}
-    if job.has_head and is_placed and is_exact and job.batch_size <= FEW_ROWS:
+def _with_trees(spec: PlanSpec) -> Iterator[PlanSpec]:
+    """The spec with a few trees, where a head drafts on ranks of the target."""
+    is_exact = spec.rule in {DEFAULT, AT_ZERO} and not spec.counts_tokens and not spec.own_tokenizer
+    is_placed = spec.draft_kind in {DraftLayout.one_rank, DraftLayout.sharded}
+    if spec.has_head and is_placed and is_exact and spec.batch_size <= FEW_ROWS:
         for tree in TREES:
-            yield replace(job, tree=tree, num_draft_tokens=tree.num_nodes, adapts=False)
+            yield replace(spec, tree=tree, num_draft_tokens=tree.num_nodes, adapts=False)
 
 
 def _series(target: PlannedModel, known: list[ModelConfig]) -> list[ModelConfig]:
@@ -406,7 +374,7 @@ def _prefix(name: str) -> str:
 def _drafts_of(model: ModelConfig, known: list[ModelConfig]) -> list[ModelConfig]:
     """Smaller models of the same vocabulary, and the entry's default draft; of equal sizes one, of the series first.
 
-    A default draft of the hub has no sizes before somebody asks for it, and is left out.
+    A default draft of the hub is left out, since its sizes are unknown until it is downloaded.
     """
     names = {*catalogue.smaller_relatives(model, known=known), *_heads_of(model, known), model.default_draft}
     found: dict[tuple[int, ...], ModelConfig] = {}

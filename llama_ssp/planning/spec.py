@@ -6,7 +6,7 @@ more models than the engine runs.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from llama_ssp.architectures.eagle3 import NUM_TAPS
 from llama_ssp.architectures.engine import (
@@ -20,23 +20,13 @@ from llama_ssp.architectures.engine import (
 )
 from llama_ssp.architectures.family import inventory, record_of
 from llama_ssp.architectures.reading import read_config, read_stored_format
+from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelConfig, ModelShape, read_path
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.settings.catalogue import CONFIG_FILE, read_path
 from llama_ssp.settings.drafters import draft_name, drafts, drafts_greedily, has_own_tokenizer, outgrown
 from llama_ssp.settings.layout import Layout, lay_out_replica, may_capture
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT
-from llama_ssp.settings.schema import (
-    DraftLayout,
-    Dtype,
-    ExpertParts,
-    ModelConfig,
-    ModelShape,
-    PlanConfig,
-    RunConfig,
-    TargetKind,
-    WeightsKind,
-)
+from llama_ssp.settings.schema import DraftLayout, ExpertParts, PlanConfig, RunConfig, TargetKind, WeightsKind
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.settings.trees import TreeShape
 from llama_ssp.storage.formats import CACHES, NO_QUANTIZATION, OWN_DTYPE, PackedLayout, format_of
@@ -50,10 +40,9 @@ DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2}
 class PlannedModel:
     """A model in its final precision; `dtype` is never `auto`, `stored` is `auto` if the files' format is unknown.
 
-    `stored_format` is that of linear layers that its files quantize, and `quantization` then what runs keep them in if
-    they can read it. `quantized_dtype` is its number format if it is
-    quantized; `auto` means `dtype`. With `by_library` it runs in the library's modules even if the lean decoder
-    supports its family.
+    Files that are quantized have a `stored_format`; `quantization` is then the format in which runs keep their linear
+    layers. `quantized_dtype` is the number format of the quantized model, where `auto` means `dtype`. With `by_library`
+    it runs in the library's modules even if the lean decoder supports its family.
     """
 
     name: str
@@ -79,29 +68,24 @@ class PlannedModel:
         """Whether the lean decoder runs the model."""
         return record_of(self.shape.model_type).is_llama_kind and not self.by_library
 
-    @cached_property
-    def row_bytes(self) -> int:
-        """Bytes of a head's key, or value, in the cache."""
-        return self._row_bytes(self.shape.head_dim)
-
-    def _row_bytes(self, width: int) -> int:
-        return CACHES.of(self.cache_dtype).row_bytes(width, value_bytes=DTYPE_BYTES[self.dtype])
-
     def slot_bytes(self, num_kv_heads: int) -> int:
         """Bytes of the keys and values of a token in all layers, on a rank with so many key-value heads.
 
-        Layers that read those of earlier ones have none. Where global layers have other heads, a rank has all.
+        Layers that share the cache of an earlier layer have no bytes of their own. Where global layers have other
+        heads, every rank has all heads.
         """
         shape, kinds = self.shape, self.shape.layer_kinds
+        of_head = partial(CACHES.of(self.cache_dtype).row_bytes, value_bytes=DTYPE_BYTES[self.dtype])
+        head_bytes = of_head(shape.head_dim)
         if values := inventory(shape).cached_values or shape.num_hidden_layers * shape.latent_width:
             is_whole = shape.latent_width or values % shape.num_key_value_heads
             values = values if is_whole else values * num_kv_heads // shape.num_key_value_heads
-            return values * self.row_bytes // shape.head_dim
+            return values * head_bytes // shape.head_dim
         if not kinds:
-            return 2 * shape.num_hidden_layers * num_kv_heads * self.row_bytes
+            return 2 * shape.num_hidden_layers * num_kv_heads * head_bytes
         of_global = num_kv_heads * shape.num_global_key_value_heads // shape.num_key_value_heads
-        rows = kinds.count("s") * num_kv_heads * self.row_bytes
-        return 2 * (rows + kinds.count("g") * of_global * self._row_bytes(shape.global_head_dim))
+        of_local = kinds.count("s") * num_kv_heads * head_bytes
+        return 2 * (of_local + kinds.count("g") * of_global * of_head(shape.global_head_dim))
 
     @cached_property
     def has_own_cache(self) -> bool:
@@ -221,6 +205,21 @@ class PlanSpec:
         return bool(self.draft or self.free_draft)
 
     @property
+    def draft_name(self) -> str | None:
+        """The draft's model, or its kind if it has none; None without a draft."""
+        return self.draft.name if self.draft else self.free_draft
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all replicas."""
+        return self.batch_size * self.num_replicas
+
+    @cached_property
+    def draft_rows(self) -> int:
+        """Rows of a rank that drafts and verifies: the batch, or its share of it with a replicated draft."""
+        return -(-self.batch_size // len(self.draft_ranks)) if self.layout.splits_batch else self.batch_size
+
+    @property
     def draft_depth(self) -> int:
         """The most drafted tokens that a round accepts."""
         return self.tree.depth if self.tree else self.num_draft_tokens
@@ -268,7 +267,7 @@ class PlanSpec:
     def num_slots(self) -> int:
         """Cache slots per row: its tokens and the K + 1, or 2 K, that a round may write beyond them, rounded up."""
         in_flight = self.num_draft_tokens - 1 if self.overlaps else 0
-        return whole_steps(self.prompt_tokens + self.max_new_tokens + self.round_rows + in_flight)
+        return whole_steps(self.prompt_tokens + self.max_new_tokens + self.round_positions + in_flight)
 
     @property
     def draft_slots(self) -> int:
@@ -279,14 +278,14 @@ class PlanSpec:
         return own_slots(self.num_slots, max_position_embeddings=context)
 
     @cached_property
-    def first_draft_rows(self) -> int:
+    def first_draft_positions(self) -> int:
         """Positions per row in the draft's first forward of a round: what its cache may lack."""
         if self.has_head or self.tree:
             return self.draft_depth + 1
         return MOST_PIECES + 1 if self.own_tokenizer else 2
 
     @cached_property
-    def round_rows(self) -> int:
+    def round_positions(self) -> int:
         """Positions per row in the target's forward of a round: K + 1, or 1 without a draft."""
         return self.num_draft_tokens + 1 if self.drafts else 1
 
@@ -302,7 +301,7 @@ def resolve_shapes(config: PlanConfig) -> None:
             model.shape, model.stored_dtype = resolved.shape, resolved.stored
 
 
-def make_job(
+def make_spec(
     config: RunConfig, *, world_size: int, device: str, prompt_tokens: int, num_gpus: int | None = None
 ) -> PlanSpec:
     """Resolve a checked config for the planner; raises as `planned_model`.
@@ -318,22 +317,20 @@ def make_job(
         config, prompt_tokens = largest_cell(config)
     num_gpus = num_gpus or world_size
     placement, speculation, temperature = config.placement, config.speculation, config.sampling.temperature
-    models, acceptance = [config.model, config.draft.model], speculation.acceptance
-    if config.weights is WeightsKind.synthetic:
-        models = [
-            model and replace(model, dtype=number_format(model, device=device), stored_dtype=Dtype.bf16)
-            for model in models
-        ]
-        acceptance = config.agreement if acceptance is None else acceptance
+    acceptance, is_synthetic = speculation.acceptance, config.weights is WeightsKind.synthetic
+    if is_synthetic and acceptance is None:
+        acceptance = config.agreement
     tree = speculation.tree_shape if drafts(config.draft) else None
-    target, draft = (planned_model(model, device=device) if model else None for model in models)
-    assert target, "only a draft may be missing"
+
+    def planned(model: ModelConfig) -> PlannedModel:
+        if not is_synthetic:
+            return planned_model(model, device=device)
+        model = replace(model, dtype=number_format(model, device=device), stored_dtype=Dtype.bf16)
+        return replace(planned_model(model, device=device), stored_format=None, quantization=model.quantization)
+
+    target, draft = planned(config.model), planned(config.draft.model) if config.draft.model else None
     spreads = placement.target.experts is ExpertParts.spread
     target = replace(target, shape=replace(target.shape, spreads_experts=spreads))
-    if config.weights is WeightsKind.synthetic:
-        target = replace(target, stored_format=None, quantization=config.model.quantization)
-        if draft and config.draft.model:
-            draft = replace(draft, stored_format=None, quantization=config.draft.model.quantization)
     layout = lay_out_replica(placement, world_size=world_size, has_draft=draft is not None)
     first = layout.target_ranks[0] // num_gpus * num_gpus
     is_layer_wise = placement.target.kind is TargetKind.accelerate
@@ -365,9 +362,9 @@ def make_job(
     )
 
 
-def job_of_plan(config: PlanConfig, hardware: HardwareConfig) -> PlanSpec:
-    """The job of `llama-ssp plan` on all ranks of a machine; raises as `make_job`."""
-    return make_job(
+def spec_of_plan(config: PlanConfig, hardware: HardwareConfig) -> PlanSpec:
+    """The spec of `llama-ssp plan` on all ranks of a machine; raises as `make_spec`."""
+    return make_spec(
         config, world_size=hardware.num_ranks, num_gpus=hardware.num_gpus, device=hardware.device,
         prompt_tokens=config.prompt_tokens,
     )  # fmt: skip
@@ -434,18 +431,18 @@ def notes_on_families(*models: PlannedModel | ModelConfig) -> Iterator[str]:
             )
 
 
-def notes_on_contexts(job: PlanSpec) -> Iterator[str]:
+def notes_on_contexts(spec: PlanSpec) -> Iterator[str]:
     """Say from where on rows go on without the draft."""
-    if job.draft and not (job.has_head or job.own_tokenizer or job.overlaps):
-        longest = job.prompt_tokens + job.max_new_tokens
-        context = job.draft.shape.max_position_embeddings
-        if note := outgrown(job.draft.name, context, job.draft_depth, longest=longest):
+    if spec.draft and not (spec.has_head or spec.own_tokenizer or spec.overlaps):
+        longest = spec.prompt_tokens + spec.max_new_tokens
+        context = spec.draft.shape.max_position_embeddings
+        if note := outgrown(spec.draft.name, context, spec.draft_depth, longest=longest):
             yield note
 
 
-def notes_on_storage(job: PlanSpec) -> Iterator[str]:
+def notes_on_storage(spec: PlanSpec) -> Iterator[str]:
     """Say how runs deal with models whose files are quantized, so that a plan does not promise what a run refuses."""
-    for model in (job.target, job.draft):
+    for model in (spec.target, spec.draft):
         if model is None or (stored := model.stored_format) is None:
             continue
         try:
@@ -461,26 +458,26 @@ def block_sizes(most: int) -> list[int]:
     return [size for size in range(most, 0, -1) if most % size == 0]
 
 
-def on_block(job: PlanSpec, size: int, *, thorough: bool = False) -> Iterator[PlanSpec]:
-    """The job with all layouts of a replica of `size` ranks."""
+def on_block(spec: PlanSpec, size: int, *, thorough: bool = False) -> Iterator[PlanSpec]:
+    """The spec with all layouts of a replica of `size` ranks."""
     ranks = tuple(range(size))
-    if job.draft is None:
-        yield replace(job, target_ranks=ranks, draft_ranks=())
+    if spec.draft is None:
+        yield replace(spec, target_ranks=ranks, draft_ranks=())
         return
-    yield replace(job, target_ranks=ranks, draft_kind=DraftLayout.one_rank, draft_ranks=ranks[:1])
+    yield replace(spec, target_ranks=ranks, draft_kind=DraftLayout.one_rank, draft_ranks=ranks[:1])
     if size == 1:
         return
     for num_ranks in range(2, size + 1) if thorough else [size]:
-        sharded = replace(job, target_ranks=ranks, draft_kind=DraftLayout.sharded, draft_ranks=ranks[:num_ranks])
+        sharded = replace(spec, target_ranks=ranks, draft_kind=DraftLayout.sharded, draft_ranks=ranks[:num_ranks])
         yield sharded
-    if job.batch_size > 1:
-        yield replace(job, target_ranks=ranks, draft_kind=DraftLayout.replicated, draft_ranks=ranks)
+    if spec.batch_size > 1:
+        yield replace(spec, target_ranks=ranks, draft_kind=DraftLayout.replicated, draft_ranks=ranks)
     for num_ranks in range(1, size) if thorough else [1]:
         apart = ranks[-num_ranks:]
-        yield replace(job, target_ranks=ranks[:-num_ranks], draft_kind=DraftLayout.own_gpu, draft_ranks=apart)
+        yield replace(spec, target_ranks=ranks[:-num_ranks], draft_kind=DraftLayout.own_gpu, draft_ranks=apart)
 
 
-def same_kind(job: PlanSpec, size: int) -> PlanSpec | None:
-    """The job on a block of another size, its draft placed as before; None if such a block has no such place."""
-    kinds = {DraftLayout.one_rank} if size == 1 else {job.draft_kind}
-    return next((found for found in on_block(job, size) if not job.draft or found.draft_kind in kinds), None)
+def same_kind(spec: PlanSpec, size: int) -> PlanSpec | None:
+    """The spec on a block of another size, its draft placed as before; None if such a block has no such place."""
+    kinds = {DraftLayout.one_rank} if size == 1 else {spec.draft_kind}
+    return next((found for found in on_block(spec, size) if not spec.draft or found.draft_kind in kinds), None)

@@ -36,11 +36,11 @@ Shapes: B sequences, T positions, K drafted tokens, V vocabulary.
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 from llama_ssp.architectures.engine import (
@@ -51,53 +51,36 @@ from llama_ssp.architectures.engine import (
     Kernels,
 )
 from llama_ssp.architectures.family import inventory
-from llama_ssp.architectures.matrices import Inventory
+from llama_ssp.architectures.matrices import DRAFT_WHOLE, Inventory, WholeParts
+from llama_ssp.catalogue import Dtype
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.acceptance import (
     Acceptance,
     Gain,
-    expected_of_job,
-    fastest,
+    expected_of_spec,
     overlapped_corrections,
     overlapped_tokens,
-    token_times,
     tokens_per_round,
     tree_tokens,
 )
 from llama_ssp.planning.memory import bucket_of, rank_shares, step_bytes
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
 from llama_ssp.settings.rules import rule_of
-from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DRAFT_WHOLE, DraftLayout, Dtype, TargetKind, WholeParts
+from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, TargetKind
 from llama_ssp.storage.formats import NO_QUANTIZATION, StorageFormat, format_of
 
 Ends: TypeAlias = tuple[float, float]
 """The smaller and the larger end, of seconds or of factors of them."""
 
 NEAR, FAR = (0.93, 1.23), (0.70, 2.24)
-"""Factors of forecasts near what most sources measured, and of all others: prompts, many rows, 8 and 4 bits, short
-steps, in which an engine's host shows, and other GPUs."""
+"""Factors of forecasts: of those near what most published speeds measured, and of all others, which are prompts, many
+rows, 8 and 4 bits, other GPUs, and short steps, whose time an engine's host decides."""
 NEAR_ROWS, NEAR_STEP_S = 16, 0.005
 """The most rows, and the least time of a plain step, that are near."""
 PUBLISHED_GPUS = ("A100", "H100", "H200", "MI250")
 PUBLISHED_FORMATS = (NO_QUANTIZATION, "int8_weight_only", "int4_weight_only")
 MOST_PUBLISHED_ROWS = 1280
 """Rows with unquantized weights; quantized ones were measured with one row."""
-_X = itemgetter(0)
-
-
-def line(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Interpolate linearly between (x, y) points with increasing x.
-
-    Beyond the ends the nearest segment is extrapolated: above, not below the last y; below, not below 0.
-    """
-    if len(points) == 1:
-        return points[0][1]
-    start = max(bisect_right(points, x, hi=len(points) - 1, key=_X) - 1, 0)
-    (x0, y0), (x1, y1) = points[start], points[start + 1]
-    y = y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-    return max(y, points[-1][1]) if x > points[-1][0] else y if x >= points[0][0] else max(y, 0.0)
-
-
 COPY_SHARE = 0.83
 """Default share of the data sheet's bandwidth that a plain copy reaches: 1.7 of 2.039 TB/s on an A100-80GB."""
 OPERATORS_PER_LAYER = 25
@@ -115,7 +98,7 @@ UNPACKING_S = 0.8e-9
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlacement:
-    """A model on its ranks (GPUs if layer-wise), each with the parts `whole` whole: forwards of it are priced once."""
+    """A model on its ranks (GPUs if layer-wise), which all hold the parts in `whole`; a key of cached prices."""
 
     model: PlannedModel
     kind: TargetKind
@@ -137,6 +120,16 @@ class ModelPlacement:
         """Parameters of the ranks, without duplicates if they work at the same time; raises as `rank_shares`."""
         held = rank_shares(self.model, num_ranks=len(self.ranks), kind=self.kind, whole=self.whole)
         return held if self.kind is TargetKind.accelerate else tuple(dict.fromkeys(held))
+
+    @cached_property
+    def most_heads(self) -> tuple[int, int]:
+        """Query and key-value heads of the rank with the most; groups are cut only where ranks outnumber them."""
+        num_ranks, shape = len(self.ranks), self.model.shape
+        num_heads, num_kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+        if self.kind is TargetKind.accelerate or self.whole.keeps_attention:
+            return num_heads, num_kv_heads
+        own = -(-num_kv_heads // num_ranks)
+        return own * (num_heads // num_kv_heads) if num_ranks <= num_kv_heads else -(-num_heads // num_ranks), own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,66 +162,56 @@ def forward_time(
 
     `num_scored` positions per row get logits, and attention reads `bucket` cache slots.
     """
-    rows, scored = batch_size * num_positions, batch_size * num_scored
+    tokens, scored = batch_size * num_positions, batch_size * num_scored
     layer_wise, last = placement.kind is TargetKind.accelerate, placement.shares[-1]
     matrices = [
-        _matrices_s(placement, hardware, held, rows=rows, scored=scored, has_head=not layer_wise or held is last)
+        _matrices_s(placement, hardware, held, tokens=tokens, scored=scored, has_head=not layer_wise or held is last)
         for held in placement.shares
     ]
-    layers = placement.model.shape.num_hidden_layers
+    layers, kernels = placement.model.shape.num_hidden_layers, placement.kernels
+    frame_s = kernels.frame * (hardware.kernel_s if placement.cuda_graphs else hardware.launch_s)
     return ForwardTime(
         matrices_s=sum(matrices) if layer_wise else max(matrices),
         attention_s=_attention_s(
             placement, hardware, batch_size=batch_size, num_positions=num_positions, num_slots=bucket
         ),
-        operators_s=layers * _layer_s(placement, hardware, rows) + _frame_s(placement, hardware),
-        collectives_s=_collectives_s(placement, hardware, rows=rows, scored=scored),
+        operators_s=layers * _layer_s(placement, hardware, tokens) + frame_s,
+        collectives_s=_collectives_s(placement, hardware, tokens=tokens, scored=scored),
     )
 
 
 def _matrices_s(
-    placement: ModelPlacement, hardware: HardwareConfig, held: Inventory, *, rows: int, scored: int, has_head: bool
+    placement: ModelPlacement, hardware: HardwareConfig, held: Inventory, *, tokens: int, scored: int, has_head: bool
 ) -> float:
     """All matrix products of one rank."""
     model = placement.model
     storage, plain = format_of(model.quantization), format_of(NO_QUANTIZATION)
-    layer = _roofline_s(held.matrix_sizes, model, storage, hardware, rows=rows)
+    layer = _roofline_s(held.matrix_sizes, model, storage, hardware, tokens=tokens)
     for matrix in held.layer if model.kept_shares else ():
-        price = partial(_roofline_s, {matrix.num_elements: 1}, model, hardware=hardware, rows=rows)
+        price = partial(_roofline_s, {matrix.num_elements: 1}, model, hardware=hardware, tokens=tokens)
         layer += dict(model.kept_shares).get(matrix.module, 0.0) * (price(storage=plain) - price(storage=storage))
-    layer += sum(
-        used * _roofline_s({size: 1}, model, storage, hardware, rows=own_rows)
-        for size, used, own_rows in _experts_of(held, rows)
-    )
-    head = _roofline_s({held.output.num_elements: 1}, model, plain, hardware, rows=scored) if has_head else 0.0
-    return held.num_layers * layer + head
-
-
-def _experts_of(held: Inventory, rows: int) -> Iterator[tuple[int, float, int]]:
-    """Elements of the matrices of experts, how many copies of them are read, and the rows that a copy multiplies."""
-    for matrix in held.experts:
-        used = matrix.num_used(rows)
-        yield matrix.num_rows * matrix.num_columns, used, max(round(rows * matrix.num_chosen / used), 1)
-
-
-def _slowdown(hardware: HardwareConfig, arithmetic: Dtype) -> float:
-    """Time of a matrix product in a number format, relative to fp32 arithmetic on as many bytes."""
-    is_slow = hardware.device == "cpu" and arithmetic.is_short
-    return hardware.slowdown.get(arithmetic.name, CPU_SLOWDOWN_16_BITS if is_slow else 1.0)
+    experts = 0.0
+    for matrix in held.experts:  # a copy that is read multiplies the tokens that chose it
+        used, size = matrix.num_used(tokens), matrix.num_rows * matrix.num_columns
+        own_tokens = max(round(tokens * matrix.num_chosen / used), 1)
+        experts += used * _roofline_s({size: 1}, model, storage, hardware, tokens=own_tokens)
+    head = _roofline_s({held.output.num_elements: 1}, model, plain, hardware, tokens=scored) if has_head else 0.0
+    return held.num_layers * (layer + experts) + head
 
 
 def _roofline_s(
-    sizes: Mapping[int, int], model: PlannedModel, storage: StorageFormat, hardware: HardwareConfig, *, rows: int
+    sizes: Mapping[int, int], model: PlannedModel, storage: StorageFormat, hardware: HardwareConfig, *, tokens: int
 ) -> float:
-    """Matrix products with `rows` inputs, by `matrix_sizes`: the longer of reading a matrix and multiplying."""
+    """Matrix products with so many inputs, by `matrix_sizes`: the longer of reading a matrix and multiplying."""
     matrix_dtype = model.matrix_dtype(hardware.device)
     value_bytes = DTYPE_BYTES[matrix_dtype]
-    times = 1.0 if storage.is_quantized else _slowdown(hardware, model.dtype)
+    slowdown = CPU_SLOWDOWN_16_BITS if hardware.device == "cpu" and model.dtype.is_short else 1.0
+    times = 1.0 if storage.is_quantized else hardware.slowdown.get(model.dtype.name, slowdown)
     seconds = 0.0
     for size, count in sizes.items():
         packed = storage.matrix_bytes(size, value_bytes, group=model.layout.group if model.layout else 0)
-        read_bytes = storage.read_bytes(rows, packed, value_bytes * size, device=hardware.device)
-        operations = 2 * rows * size
+        read_bytes = storage.read_bytes(tokens, packed, value_bytes * size, device=hardware.device)
+        operations = 2 * tokens * size
         if speed := hardware.products.get(storage.name if storage.is_quantized else matrix_dtype.name):
             seconds += count * times * max(read_bytes / speed.bytes_per_s, operations / speed.flops_per_s)
         elif hardware.device == "cpu" and storage.unpacks_matrix:
@@ -252,40 +235,13 @@ def _attention_s(
 
     A position attends to itself and those before it, which are half of a block of positions.
     """
-    shape, read_bytes = placement.model.shape, batch_size * _slot_bytes(placement)
-    num_heads, num_pairs = _most_heads(placement)[0], num_slots - (num_positions - 1) / 2
+    shape, (num_heads, num_kv_heads) = placement.model.shape, placement.most_heads
+    read_bytes, num_pairs = batch_size * placement.model.slot_bytes(num_kv_heads), num_slots - (num_positions - 1) / 2
     operations = 4 * batch_size * num_positions * num_pairs * num_heads * shape.head_dim * shape.num_hidden_layers
     return _product_s(num_slots * read_bytes, placement.model, hardware, operations=operations)
 
 
-def _most_heads(placement: ModelPlacement) -> tuple[int, int]:
-    """Query and key-value heads of the rank with the most; groups are cut only where ranks outnumber them."""
-    shape, num_ranks = placement.model.shape, len(placement.ranks)
-    num_heads, num_kv_heads = shape.num_attention_heads, shape.num_key_value_heads
-    if placement.kind is TargetKind.accelerate or placement.whole.keeps_attention:
-        return num_heads, num_kv_heads
-    own = -(-num_kv_heads // num_ranks)
-    return own * (num_heads // num_kv_heads) if num_ranks <= num_kv_heads else -(-num_heads // num_ranks), own
-
-
-def _slot_bytes(placement: ModelPlacement) -> int:
-    """Keys and values of a cache slot in all layers, on the rank with the most heads."""
-    _, num_heads = _most_heads(placement)
-    return placement.model.slot_bytes(num_heads)
-
-
-def least_bytes(placement: ModelPlacement, *, batch_size: int, context: int, device: str) -> int:
-    """Bytes that a forward of one token per row must read behind `context` tokens: weights once, keys and values.
-
-    On the slowest rank; layer-wise on all devices, which take turns. At the speed of a copy this is the physical limit.
-    """
-    whole = inventory(placement.model.shape)
-    shares = (whole,) if placement.kind is TargetKind.accelerate else placement.shares
-    weights = max(step_bytes(held, placement.model, device=device) for held in shares)
-    return weights + batch_size * context * _slot_bytes(placement)
-
-
-def _layer_s(placement: ModelPlacement, hardware: HardwareConfig, rows: int) -> float:
+def _layer_s(placement: ModelPlacement, hardware: HardwareConfig, tokens: int) -> float:
     """The operators of a layer and their launches, without matrices, cache and collectives."""
     share = 1.0 if placement.model.is_lean else LIBRARY_SHARE[hardware.device]
     if placement.cuda_graphs:
@@ -293,22 +249,17 @@ def _layer_s(placement: ModelPlacement, hardware: HardwareConfig, rows: int) -> 
     # The compiled layer needs fused multiply-add, which no data sheet here mentions and nearly every CPU has.
     is_compiled = hardware.device == "cpu" and placement.model.is_lean and placement.model.dtype is Dtype.fp32
     if is_compiled and not format_of(placement.model.quantization).unpacks_matrix:
-        is_one = len(placement.ranks) == 1 and rows <= WHOLE_LAYER_TOKENS
+        is_one = len(placement.ranks) == 1 and tokens <= WHOLE_LAYER_TOKENS
         return (1 if is_one else COMPILED_OPERATORS) * hardware.launch_s
     return share * OPERATORS_PER_LAYER * hardware.launch_s
 
 
-def _frame_s(placement: ModelPlacement, hardware: HardwareConfig) -> float:
-    """A forward without its layers and the head."""
-    return placement.kernels.frame * (hardware.kernel_s if placement.cuda_graphs else hardware.launch_s)
-
-
-def _collectives_s(placement: ModelPlacement, hardware: HardwareConfig, *, rows: int, scored: int) -> float:
+def _collectives_s(placement: ModelPlacement, hardware: HardwareConfig, *, tokens: int, scored: int) -> float:
     """All-reduces and the gather of logits; layer-wise, the hops of devices."""
     if len(placement.ranks) == 1:
         return 0.0
     shape, size = placement.model.shape, DTYPE_BYTES[placement.model.dtype]
-    residual_bytes = rows * shape.hidden_size * size
+    residual_bytes = tokens * shape.hidden_size * size
     if placement.kind is TargetKind.accelerate:
         return sum(message_s(hardware, neighbours, residual_bytes) for neighbours in pairwise(placement.ranks))
     reduce_s = all_reduce_s(hardware, placement.ranks, residual_bytes)
@@ -334,11 +285,20 @@ def all_reduce_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: fl
 
 
 def _measured_s(hardware: HardwareConfig, num_ranks: int, num_bytes: float) -> float | None:
-    """A sum inside a node, interpolated by size for the nearest measured number of ranks; None if none was measured."""
+    """A sum inside a node for the nearest measured number of ranks; None if none was measured.
+
+    Interpolated by size; the nearest segment is extrapolated, above not below the last sum, below not below 0.
+    """
     if not hardware.sums or num_ranks == 1:
         return None
-    nearest = min((each.num_ranks for each in hardware.sums), key=lambda number: abs(number - num_ranks))
-    return line([(each.num_bytes, each.s) for each in hardware.sums if each.num_ranks == nearest], num_bytes)
+    nearest = min((found.num_ranks for found in hardware.sums), key=lambda number: abs(number - num_ranks))
+    measured = [found for found in hardware.sums if found.num_ranks == nearest]
+    if len(measured) == 1:
+        return measured[0].s
+    start = max(bisect_right(measured, num_bytes, hi=len(measured) - 1, key=attrgetter("num_bytes")) - 1, 0)
+    low, high, last = measured[start], measured[start + 1], measured[-1]
+    seconds = low.s + (high.s - low.s) * (num_bytes - low.num_bytes) / (high.num_bytes - low.num_bytes)
+    return max(seconds, last.s if num_bytes > last.num_bytes else 0.0)
 
 
 def message_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: float) -> float:
@@ -371,27 +331,26 @@ class Message(NamedTuple):
         return self.payload_bytes * self.num_senders * (len(self.ranks) - 1)
 
 
-def round_messages(job: PlanSpec, num_draft_tokens: int) -> dict[str, Message]:
+def round_messages(spec: PlanSpec, num_draft_tokens: int) -> dict[str, Message]:
     """The messages of a round with K = `num_draft_tokens`, by kind, in order; a plain token has only the verdict."""
-    layout, rows = job.layout, job.batch_size
+    layout = spec.layout
     if len(layout.ranks) == 1:
         return {}
-    drafts = bool(job.draft) and num_draft_tokens > 0
+    drafts = bool(spec.draft) and num_draft_tokens > 0
     num_senders = len(layout.ranks) if drafts and layout.splits_batch else 1
-    if num_senders > 1:
-        rows = -(-rows // len(layout.draft_ranks))
+    rows = spec.draft_rows if drafts else spec.batch_size
     found = {}
-    if drafts and job.sends_taps:
-        found["taps"] = Message(rows * job.first_draft_rows * job.tap_bytes, layout.ranks)
+    if drafts and spec.sends_taps:
+        found["taps"] = Message(rows * spec.first_draft_positions * spec.tap_bytes, layout.ranks)
     if drafts:
-        with_parents = 2 if job.tree and job.tree.is_dynamic else 1
+        with_parents = 2 if spec.tree and spec.tree.is_dynamic else 1
         found["ids"] = Message(with_parents * ID_BYTES * rows * num_draft_tokens, layout.ranks, num_senders)
-    has_probs = rule_of(job.rule).needs_probs and not job.is_certain
+    has_probs = rule_of(spec.rule).needs_probs and not spec.is_certain
     if drafts and layout.is_apart and has_probs:
-        num_probs = 1 + sum(job.tree.read) if job.tree else num_draft_tokens
-        num_bytes = PROBABILITY_BYTES * rows * num_probs * job.target.shape.vocab_size
+        num_probs = 1 + sum(spec.tree.read) if spec.tree else num_draft_tokens
+        num_bytes = PROBABILITY_BYTES * rows * num_probs * spec.target.shape.vocab_size
         found["probabilities"] = Message(num_bytes, (layout.draft_source_rank, layout.verify_rank))
-    verdict_bytes = VERDICT_BYTES + ID_BYTES * (job.tree.depth if job.tree and num_draft_tokens else 0)
+    verdict_bytes = VERDICT_BYTES + ID_BYTES * (spec.tree.depth if spec.tree and num_draft_tokens else 0)
     found["verdict"] = Message(verdict_bytes * rows, layout.ranks, num_senders)
     return found
 
@@ -401,25 +360,25 @@ class OverlappedTime:
     """Seconds of a round's pieces: both models at once, then what either waits for.
 
     Attributes:
-        is_beside: the exchange takes no time of the target, which computes meanwhile.
+        hides_exchange: the exchange takes no time of the target, which computes meanwhile.
     """
 
     draft_s: float
     forward_s: float
     exchange_s: float = 0.0
-    settle_s: float = 0.0
-    is_beside: bool = False
+    verdict_s: float = 0.0
+    hides_exchange: bool = False
 
     @property
     def arrived_s(self) -> float:
         """From the begin of a round until the target has computed, and has what the draft has drafted."""
-        forward_s = self.forward_s + (0.0 if self.is_beside else self.exchange_s)
+        forward_s = self.forward_s + (0.0 if self.hides_exchange else self.exchange_s)
         return max(self.draft_s + self.exchange_s, forward_s)
 
     @property
     def round_s(self) -> float:
         """The whole round."""
-        return self.arrived_s + self.settle_s
+        return self.arrived_s + self.verdict_s
 
     def document(self, acceptance: float, num_draft_tokens: int) -> dict[str, Any]:
         """A plan's figures: K draft steps, shares of the round, and of the drafted tokens."""
@@ -427,7 +386,7 @@ class OverlappedTime:
         return {
             "draft_ms": 1e3 * self.draft_s,
             "target_idle_share": (self.arrived_s - self.forward_s) / self.round_s,
-            "draft_idle_share": (self.arrived_s - self.draft_s + self.settle_s) / self.round_s,
+            "draft_idle_share": (self.arrived_s - self.draft_s + self.verdict_s) / self.round_s,
             "dropped_share": 1 - kept / num_draft_tokens,
         }
 
@@ -441,22 +400,33 @@ _placement = lru_cache(maxsize=1024)(ModelPlacement)
 
 
 class CostModel:
-    """Prices the pieces of one job on one machine."""
+    """Prices the pieces of one spec on one machine."""
 
-    def __init__(self, job: PlanSpec, hardware: HardwareConfig) -> None:
-        self.job = job
+    def __init__(self, spec: PlanSpec, hardware: HardwareConfig) -> None:
+        self.spec = spec
         self.hardware = hardware
-        place = partial(_placement, cuda_graphs=job.cuda_graphs, kernels=job.kernels)
-        self.target = place(model=job.target, kind=job.target_kind, ranks=job.target_devices)
-        ranks = job.draft_ranks[:1] if job.draft_kind is DraftLayout.replicated else job.draft_ranks
+        place = partial(_placement, cuda_graphs=spec.cuda_graphs, kernels=spec.kernels)
+        self.target = place(model=spec.target, kind=spec.target_kind, ranks=spec.target_devices)
+        ranks = spec.draft_ranks[:1] if spec.draft_kind is DraftLayout.replicated else spec.draft_ranks
         place = partial(place, kind=TargetKind.tensor, ranks=ranks, whole=DRAFT_WHOLE)
-        self.draft = place(model=job.draft) if job.draft else None
-        middle = job.prompt_tokens + job.max_new_tokens // 2
-        self.least_bytes = least_bytes(self.target, batch_size=job.batch_size, context=middle, device=job.device)
-        self._bucket = bucket_of(middle + job.round_rows, job.num_slots, hardware)
+        self.draft = place(model=spec.draft) if spec.draft else None
+        self._middle = spec.prompt_tokens + spec.max_new_tokens // 2
+        self._bucket = bucket_of(self._middle + spec.round_positions, spec.num_slots, hardware)
         self._draft_bucket = self._bucket
-        if job.own_tokenizer:  # the host knows only a bound of its texts' lengths
-            self._draft_bucket = min(self._bucket * OWN_SLOTS_PER_SLOT, job.draft_slots)
+        if spec.own_tokenizer:  # the host knows only a bound of its texts' lengths
+            self._draft_bucket = min(self._bucket * OWN_SLOTS_PER_SLOT, spec.draft_slots)
+
+    @cached_property
+    def least_bytes(self) -> int:
+        """Bytes that a plain step must read in the middle of a completion: weights once, keys and values.
+
+        On the slowest rank; layer-wise on all devices, which take turns. At the speed of a copy this is the physical
+        limit.
+        """
+        spec, placement = self.spec, self.target
+        shares = placement.shares if placement.kind is not TargetKind.accelerate else [inventory(spec.target.shape)]
+        weights = max(step_bytes(held, spec.target, device=spec.device) for held in shares)
+        return weights + spec.batch_size * self._middle * spec.target.slot_bytes(placement.most_heads[1])
 
     def forward(self, placement: ModelPlacement, num_positions: int) -> ForwardTime:
         """A forward in the middle of decoding; a draft computes logits only for the last position."""
@@ -467,23 +437,21 @@ class CostModel:
         )  # fmt: skip
 
     def _rows_of(self, placement: ModelPlacement) -> int:
-        """Rows per rank: the batch, or a rank's share of it for a replicated draft."""
-        if placement is self.draft and self.job.layout.splits_batch:
-            return -(-self.job.batch_size // len(self.job.draft_ranks))
-        return self.job.batch_size
+        """Rows per rank."""
+        return self.spec.draft_rows if placement is self.draft else self.spec.batch_size
 
     def prefill_s(self, placement: ModelPlacement) -> float:
         """The prompts of all rows, in chunks, which a GPU computes while Python launches the next operators."""
-        seconds, prompt = 0.0, self.job.prompt_tokens
-        if self.job.mean_prompt_tokens and placement.model.reads_by_length(self.hardware):
-            prompt = math.ceil(self.job.mean_prompt_tokens)
+        seconds, prompt = 0.0, self.spec.prompt_tokens
+        if self.spec.mean_prompt_tokens and placement.model.reads_by_length(self.hardware):
+            prompt = math.ceil(self.spec.mean_prompt_tokens)
         for start in range(0, prompt, PREFILL_CHUNK):
             stop = min(start + PREFILL_CHUNK, prompt)
             of = partial(
                 forward_time, hardware=self.hardware, batch_size=self._rows_of(placement), num_positions=stop - start,
-                num_scored=1, bucket=bucket_of(stop, self.job.num_slots, self.hardware),
+                num_scored=1, bucket=bucket_of(stop, self.spec.num_slots, self.hardware),
             )  # fmt: skip
-            if self.job.device == "cuda":
+            if self.spec.device == "cuda":
                 work, launches = (of(replace(placement, cuda_graphs=graphs)) for graphs in (True, False))
                 seconds += max(work.total_s, launches.operators_s)
             else:
@@ -492,23 +460,23 @@ class CostModel:
 
     def draw_s(self, placement: ModelPlacement) -> float:
         """Drawing a token from the logits of each row."""
-        numbers = self._rows_of(placement) * self.job.target.shape.vocab_size
-        return self._kernels_s(self.job.kernels.draw, RULE_PASSES, numbers)
+        numbers = self._rows_of(placement) * self.spec.target.shape.vocab_size
+        return self._kernels_s(self.spec.kernels.draw, RULE_PASSES, numbers)
 
     def rule_s(self, num_positions: int) -> float:
         """The rule on `num_positions` of each row that a rank verifies."""
-        numbers = self._rows_of(self.draft or self.target) * num_positions * self.job.target.shape.vocab_size
-        rule = rule_of(self.job.rule)
-        return self._kernels_s(self.job.kernels.verify + rule.more_kernels, RULE_PASSES + rule.more_passes, numbers)
+        numbers = self._rows_of(self.draft or self.target) * num_positions * self.spec.target.shape.vocab_size
+        rule = rule_of(self.spec.rule)
+        return self._kernels_s(self.spec.kernels.verify + rule.more_kernels, RULE_PASSES + rule.more_passes, numbers)
 
     def _kernels_s(self, num_kernels: int, num_passes: int, numbers: int) -> float:
         """Kernels that together make `num_passes` over fp32 numbers."""
-        launch_s = self.hardware.kernel_s if self.job.cuda_graphs else self.hardware.launch_s
+        launch_s = self.hardware.kernel_s if self.spec.cuda_graphs else self.hardware.launch_s
         return num_kernels * launch_s + num_passes * 4 * numbers / bandwidth(self.hardware)
 
     def agree_s(self, num_draft_tokens: int, *kinds: str) -> float:
         """Messages of these kinds between the ranks of a replica, one after the other."""
-        found = round_messages(self.job, num_draft_tokens)
+        found = round_messages(self.spec, num_draft_tokens)
         sent = [found[kind] for kind in kinds if kind in found]
         return sum(message_s(self.hardware, one.ranks, one.payload_bytes * one.num_senders) for one in sent)
 
@@ -532,24 +500,24 @@ class CostModel:
         if not (self.draft and num_draft_tokens):
             return 0.0
         first_s, later_s = self._draft_steps_s
-        if tree := self.job.tree:
+        if tree := self.spec.tree:
             forwards_s = sum(self.forward(self.draft, nodes).total_s for nodes in tree.read)
-            num_draws = sum(tree.read) if self.job.is_certain else num_draft_tokens - 1
+            num_draws = sum(tree.read) if self.spec.is_certain else num_draft_tokens - 1
             return first_s + forwards_s + num_draws * self.draw_s(self.draft)
         return first_s + (num_draft_tokens - 1) * later_s
 
     @cached_property
     def _draft_steps_s(self) -> tuple[float, float]:
         """The first draft step of a round, and each later one."""
-        return self.draft_step_s(self.job.first_draft_rows), self.draft_step_s(1)
+        return self.draft_step_s(self.spec.first_draft_positions), self.draft_step_s(1)
 
     def overlapped(self, num_draft_tokens: int) -> OverlappedTime:
         """A round in which drafting overlaps the target's forward of K positions."""
         exchange_s = self.agree_s(num_draft_tokens, "ids", "probabilities")
-        settle_s = self.agree_s(num_draft_tokens, "verdict") + self.rule_s(num_draft_tokens + 3)
+        verdict_s = self.agree_s(num_draft_tokens, "verdict") + self.rule_s(num_draft_tokens + 3)
         return OverlappedTime(
             draft_s=self.drafting_s(num_draft_tokens), forward_s=self.forward(self.target, num_draft_tokens).total_s,
-            exchange_s=exchange_s, settle_s=settle_s, is_beside=self.job.device == "cuda",
+            exchange_s=exchange_s, verdict_s=verdict_s, hides_exchange=self.spec.device == "cuda",
         )  # fmt: skip
 
     def verify_s(self, num_draft_tokens: int) -> float:
@@ -580,9 +548,8 @@ class Timing:
         tokens_per_round_range, best_num_draft_tokens_range: what follows from the low and from the high acceptance, the
             smaller figure first; None for a single figure of it.
         speculative_s_range: what follows from the range of the acceptance, if it has one, and from `error`.
-        error: factors of times while decoding, an 80 % range not below the physical limit; None where `ranges` has
-            none.
-        overlap: of a job whose drafting overlaps verification; see `OverlappedTime.document`.
+        error: factors of times while decoding, an 80 % range not below the physical limit; see `decoding_error`.
+        overlap: of a spec whose drafting overlaps verification; see `OverlappedTime.document`.
         copy_share, limit_share: the physical limit, reading what a plain step must read (`least_bytes`), over
             plain decoding: at the speed of a copy, and at the data sheet's bandwidth.
     """
@@ -633,14 +600,24 @@ class Timing:
         """Seconds per token of the faster mode, while decoding."""
         return self.plain_s if self.speculative_s is None else min(self.plain_s, self.speculative_s)
 
+    @property
+    def gains(self) -> bool:
+        """Whether the draft gains."""
+        return (self.speedup or 0.0) > 1
 
-def timing(job: PlanSpec, hardware: HardwareConfig) -> Timing:
-    """Forecast the times of a job. Raises as `memory`."""
-    costs = CostModel(job, hardware)
+    @property
+    def best_run_s(self) -> float:
+        """Seconds per token of a completion in the mode that is faster while decoding, including the prompt."""
+        return self.speculative_run_s if self.gains and self.speculative_run_s else self.plain_run_s
+
+
+def timing(spec: PlanSpec, hardware: HardwareConfig) -> Timing:
+    """Forecast the times of a spec. Raises as `memory`."""
+    costs = CostModel(spec, hardware)
     plain_s = costs.plain_s()
     prefill_s = costs.prefill_s(costs.target)
-    tokens, limit_share = job.max_new_tokens, costs.least_bytes / hardware.bandwidth_bytes_per_s / plain_s
-    error = decoding_error(job, hardware, plain_s)
+    tokens, limit_share = spec.max_new_tokens, costs.least_bytes / hardware.bandwidth_bytes_per_s / plain_s
+    error = decoding_error(spec, hardware, plain_s)
     plain = Timing(
         target_forward=costs.forward(costs.target, 1),
         prefill_s=prefill_s,
@@ -651,30 +628,34 @@ def timing(job: PlanSpec, hardware: HardwareConfig) -> Timing:
         copy_share=costs.least_bytes / bandwidth(hardware) / plain_s,
         limit_share=limit_share,
     )
-    return _speculative(costs, plain) if job.drafts else plain
+    return _speculative(costs, plain) if spec.drafts else plain
 
 
 def _speculative(costs: CostModel, plain: Timing) -> Timing:
-    job, chosen = costs.job, costs.job.num_draft_tokens
-    acceptance = expected_of_job(job)
+    spec, chosen = costs.spec, costs.spec.num_draft_tokens
+    acceptance = expected_of_spec(spec)
     probability, lengths = acceptance.probability, range(1, max(MOST_DRAFT_TOKENS, chosen) + 1)
-    overlapped = [costs.overlapped(number) for number in lengths if job.overlaps]
+    overlapped = [costs.overlapped(number) for number in lengths if spec.overlaps]
     gain: Gain = overlapped_tokens if overlapped else tokens_per_round
-    if tree := job.tree:
+    if tree := spec.tree:
         lengths, gain = range(chosen, chosen + 1), lambda probability, _number: tree_tokens(probability, tree)
     rounds_s = [one.round_s for one in overlapped] or [
         costs.drafting_s(number) + costs.verify_s(number) for number in lengths
     ]
-    by_number = token_times(rounds_s, probability, gain)
-    if job.adapts:
+
+    def by_k(probability: float) -> tuple[float, ...]:
+        return tuple(seconds / gain(probability, number) for number, seconds in enumerate(rounds_s, start=1))
+
+    by_number = by_k(probability)
+    if spec.adapts:
         chosen = min(ADAPTIVE_LENGTHS, key=lambda number: by_number[number - 1])
     place = chosen - lengths.start
     expected, speculative_s = gain(probability, chosen), by_number[place]
     prefill_s = plain.prefill_s + (costs.prefill_s(costs.draft) if costs.draft else 0.0)
     # Prefill yields the first token; on average the length limit ends the last round halfway.
-    decoding_s = max(job.max_new_tokens - 1 + (expected - 1) / 2, 0) / expected * rounds_s[place]
-    if job.adapts and speculative_s > plain.plain_s:  # it goes on without drafts
-        speculative_s, decoding_s = plain.plain_s, (job.max_new_tokens - 1) * plain.plain_s
+    decoding_s = max(spec.max_new_tokens - 1 + (expected - 1) / 2, 0) / expected * rounds_s[place]
+    if spec.adapts and speculative_s > plain.plain_s:  # it goes on without drafts
+        speculative_s, decoding_s = plain.plain_s, (spec.max_new_tokens - 1) * plain.plain_s
     step_s = costs.draft_step_s(1) if costs.draft else 0.0
     timed = replace(
         plain,
@@ -687,41 +668,41 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
         round_s=rounds_s[place],
         verify_s=costs.verify_s(chosen),
         speculative_s=speculative_s,
-        speculative_run_s=(prefill_s + decoding_s) / job.max_new_tokens,
+        speculative_run_s=(prefill_s + decoding_s) / spec.max_new_tokens,
         speedup=plain.plain_s / speculative_s,
         cost_ratio=step_s / plain.plain_s,
         by_num_draft_tokens=() if tree else by_number,
-        best_num_draft_tokens=None if tree else fastest(by_number),
+        best_num_draft_tokens=None if tree else 1 + by_number.index(min(by_number)),
         overlap=overlapped[place].document(probability, chosen) if overlapped else None,
         speculative_s_range=plain.error and times(speculative_s, plain.error),
     )
     if acceptance.ends is None:
         return timed
     low, high = acceptance.ends
-    slow, fast = (token_times(rounds_s, end, gain) for end in (low, high))
-    most_s = plain.plain_s if job.adapts else math.inf
+    slow, fast = by_k(low), by_k(high)
+    most_s = plain.plain_s if spec.adapts else math.inf
     by_acceptance = min(fast[place], most_s), min(slow[place], most_s)
     return replace(
         timed,
         tokens_per_round_range=(gain(low, chosen), gain(high, chosen)),
         speculative_s_range=spread(speculative_s, *filter(None, (by_acceptance, timed.speculative_s_range))),
-        best_num_draft_tokens_range=None if tree else (fastest(slow), fastest(fast)),
+        best_num_draft_tokens_range=None if tree else (1 + slow.index(min(slow)), 1 + fast.index(min(fast))),
     )
 
 
-def decoding_error(job: PlanSpec, hardware: HardwareConfig, step_s: float) -> Ends | None:
+def decoding_error(spec: PlanSpec, hardware: HardwareConfig, step_s: float) -> Ends | None:
     """Factors of the time of a token whose plain step takes `step_s`; None where no published speed says anything."""
     if hardware.is_measured or hardware.device != "cuda":
         return None
-    is_near = job.target.quantization == NO_QUANTIZATION and job.batch_size <= NEAR_ROWS and step_s >= NEAR_STEP_S
+    is_near = spec.target.quantization == NO_QUANTIZATION and spec.batch_size <= NEAR_ROWS and step_s >= NEAR_STEP_S
     return NEAR if is_near and hardware.gpu.startswith(PUBLISHED_GPUS) else FAR
 
 
-def unmeasured(job: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:
-    """A sentence about what of a job has no published speed that forecasts were compared with, if anything."""
+def unmeasured(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:
+    """A sentence about what of a spec has no published speed that forecasts were compared with, if anything."""
     if hardware.is_measured or hardware.device != "cuda":
         return
-    target, rows = job.target, job.batch_size
+    target, rows = spec.target, spec.batch_size
     most_rows = MOST_PUBLISHED_ROWS if target.quantization == NO_QUANTIZATION else 1
     found = {
         hardware.gpu: not hardware.gpu.startswith(PUBLISHED_GPUS),

@@ -1,30 +1,125 @@
-"""The figure of a report: the time per token of every run, or of every cell of a benchmark, by mode."""
+"""The figure of a report, time per token of every run or of every cell of a benchmark, and the style of all figures.
 
+`plan_figures` draws in the same style. Import this module only to draw: matplotlib takes a second. The same figures
+give the same bytes.
+"""
+
+import io
+import logging
+import re
 import textwrap
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from llama_ssp.errors import ConfigError
 from llama_ssp.reports.measures import Estimate, RunMeasures
-from llama_ssp.reports.plots import COLOURS, GREY, INK, SHAPES, panels
 from llama_ssp.reports.records import PLAIN, SPECULATIVE
 from llama_ssp.reports.runs import Run
 from llama_ssp.words import visible
 
-if TYPE_CHECKING:
+try:
+    import matplotlib.style as mpl_style
     from matplotlib.figure import Figure
+except ImportError as error:
+    raise ConfigError(f"drawing needs matplotlib: pip install matplotlib ({error})") from error
 
-MOST_ROWS = 40
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+INK, SOFT, GRID, GREY = "#1b1f23", "#5f6b76", "#dfe3e6", "#8a939b"
+COLOURS = ("#2563a8", "#c2571a", "#2e7d4f", "#7b4ba0", "#a3303c", "#cf5aa0", "#0f8b8d", "#9a7b0a")
+SHAPES = ("o", "s", "^", "D", "v")
+_PAGE_COLOURS = {INK: "ink", SOFT: "soft", GRID: "line", "#ffffff": "paper"}
+"""Variables of the page, which has a dark mode."""
+STYLE = {
+    "svg.fonttype": "none", "svg.hashsalt": "llama-ssp", "pdf.fonttype": 42, "text.parse_math": False,
+    "savefig.bbox": "tight", "font.size": 11, "axes.titlelocation": "left", "axes.titleweight": "bold",
+    "text.color": INK, "axes.labelcolor": SOFT, "axes.edgecolor": SOFT,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False,
+    "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": GRID,
+    "xtick.color": INK, "ytick.color": INK, "xtick.major.size": 0, "ytick.major.size": 0,
+    "lines.linewidth": 2, "legend.frameon": False, "legend.handlelength": 3,
+}  # fmt: skip
+"""Changes to matplotlib's defaults; the user's own matplotlibrc is ignored."""
+_WIDTH, _HEIGHT = 6.1, 3.5
+"""Size of one panel in inches, without its legend."""
+_DPI = 150
+_LEGEND_INCHES = 0.5
+"""From the axis down to its legend, past the numbers and the label."""
+_HALF_WIDTH_NAME, _LONGEST_NAME = 28, 60
+"""Longest name in a legend of two columns, and in any."""
+_GENERATED_ID = re.compile(r' id="[a-z0-9.]+_\d+"')
+logging.getLogger("matplotlib").setLevel(logging.ERROR)  # its notes on fonts and cache folders do not help our users
+MOST_BARS = 40
 _LOOKS = {
     PLAIN: (GREY, SHAPES[0]), SPECULATIVE: (COLOURS[0], SHAPES[1]), "generate": (COLOURS[1], SHAPES[2]),
     "assisted": (COLOURS[2], SHAPES[3]),
 }  # fmt: skip
 _APART = 0.16
-"""Vertical distance of two modes of a row, of which the next one is 1 below."""
-_ROW_INCHES, _FRAME_INCHES = 0.5, 1.0
+"""Vertical distance of two modes of a bar, of which the next one is 1 below."""
+_BAR_INCHES, _FRAME_INCHES = 0.5, 1.0
 _LONGEST_NAME, _MARGIN = 40, 1.06
 
 
-class Row(NamedTuple):
+@contextmanager
+def styled() -> Iterator[None]:
+    """Apply STYLE, without warnings about characters that matplotlib's font lacks, since viewers have others."""
+    with mpl_style.context(STYLE, after_reset=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")
+        yield
+
+
+def panels(*titles: str) -> "tuple[Figure, list[Axes]]":
+    """Return a new figure, and an empty panel for each title."""
+    figure = Figure(figsize=(_WIDTH * len(titles), _HEIGHT))
+    found = [figure.add_subplot(1, len(titles), number) for number in range(1, len(titles) + 1)]
+    for axes, title in zip(found, titles, strict=True):
+        axes.set_title(visible(title))
+    return figure, found
+
+
+def look(number: int) -> dict[str, Any]:
+    """Return the look of a line; neighbours differ in colour and shape, for paper without colours."""
+    return {"color": COLOURS[number % len(COLOURS)], "marker": SHAPES[number % len(SHAPES)]}
+
+
+def picture(figure: Figure) -> str:
+    """Return a figure as an SVG element of a page, without ids and metadata that differ between runs."""
+    file = io.StringIO()
+    with styled():
+        _add_legends(figure)
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    drawn = file.getvalue()
+    for colour, variable in _PAGE_COLOURS.items():
+        drawn = drawn.replace(colour, f"var(--{variable})")
+    return _GENERATED_ID.sub("", drawn[drawn.index("<svg") :]).rstrip()
+
+
+def save(figure: Figure, file: Path) -> None:
+    """Save a figure; raises OSError or ValueError if the file or its suffix is unusable."""
+    undated = {".pdf": ("CreationDate",), ".svg": ("Date",)}.get(file.suffix, ())
+    with styled():
+        _add_legends(figure)
+        figure.savefig(file, dpi=_DPI, metadata=dict.fromkeys(undated))
+
+
+def _add_legends(figure: Figure) -> None:
+    """Add a legend under each panel, with an entry for each name."""
+    for axes in figure.axes:
+        handles, labels = axes.get_legend_handles_labels()
+        entries = {label: handle for handle, label in zip(handles, labels, strict=True)}
+        if entries:
+            axes.legend(
+                entries.values(), [visible(name)[:_LONGEST_NAME] for name in entries], loc="upper left",
+                bbox_to_anchor=(-0.02, -_LEGEND_INCHES * figure.dpi / axes.bbox.height),
+                ncols=2 if max(map(len, entries)) <= _HALF_WIDTH_NAME else 1,
+            )  # fmt: skip
+
+
+class Bar(NamedTuple):
     """One run or cell: measured ms/token and forecasts, by mode."""
 
     name: str
@@ -32,11 +127,11 @@ class Row(NamedTuple):
     forecast: dict[str, float | None]
 
 
-def rows_of(run: Run, measured: RunMeasures, name: str) -> list[Row]:
-    """The rows of a run: one, or one for each cell of a benchmark."""
+def bars_of(run: Run, measured: RunMeasures, name: str) -> list[Bar]:
+    """The bars of a run: one, or one for each cell of a benchmark."""
     if run.summary.cells:
         return [
-            Row(
+            Bar(
                 cell.name, {mode: Estimate(ms) for mode, ms in cell.ms_per_token.items()},
                 {**cell.forecast_ms_per_token},
             )
@@ -44,33 +139,33 @@ def rows_of(run: Run, measured: RunMeasures, name: str) -> list[Row]:
         ]  # fmt: skip
     expected = run.summary.forecast
     forecasts = {PLAIN: expected.plain_ms_per_token, SPECULATIVE: expected.speculative_ms_per_token}
-    return [Row(name, {mode: found.ms_per_token for mode, found in measured.modes.items()}, forecasts)]
+    return [Bar(name, {mode: found.ms_per_token for mode, found in measured.modes.items()}, forecasts)]
 
 
-def time_per_token(rows: Sequence[Row]) -> "Figure | None":
+def time_per_token(bars: Sequence[Bar]) -> Figure | None:
     """Draw the median of each mode with its interval, and a bar at its forecast; None if nothing was measured."""
-    rows, num_rows = rows[:MOST_ROWS], len(rows)
-    if not any(row.measured for row in rows):
+    bars, num_bars = bars[:MOST_BARS], len(bars)
+    if not any(bar.measured for bar in bars):
         return None
-    title = "Time per token" + (f", the first {MOST_ROWS} of {num_rows}" if num_rows > MOST_ROWS else "")
+    title = "Time per token" + (f", the first {MOST_BARS} of {num_bars}" if num_bars > MOST_BARS else "")
     figure, (axes,) = panels(title)
-    figure.set_figheight(_FRAME_INCHES + _ROW_INCHES * len(rows))
-    modes = [mode for mode in _LOOKS if any(mode in row.measured for row in rows)]
+    figure.set_figheight(_FRAME_INCHES + _BAR_INCHES * len(bars))
+    modes = [mode for mode in _LOOKS if any(mode in bar.measured for bar in bars)]
     for number, mode in enumerate(modes):
         colour, shape = _LOOKS[mode]
         offset = _APART * (number - (len(modes) - 1) / 2)
-        for place, row in enumerate(rows):
-            if found := row.measured.get(mode):
+        for place, bar in enumerate(bars):
+            if found := bar.measured.get(mode):
                 axes.plot(found.value, place + offset, shape, color=colour, label=mode)
                 if found.low is not None and found.high is not None:
                     axes.hlines(place + offset, found.low, found.high, color=colour)
-                if (expected := row.forecast.get(mode)) is not None:
+                if (expected := bar.forecast.get(mode)) is not None:
                     axes.plot(expected, place + offset, "|", color=INK, markersize=10, label="forecast")
-    figures = [figure for row in rows for found in row.measured.values() for figure in found if figure is not None]
-    figures += [ms for row in rows for mode, ms in row.forecast.items() if ms is not None and mode in row.measured]
-    names = [visible(textwrap.shorten(row.name, _LONGEST_NAME, placeholder="…")) for row in rows]
-    axes.set_yticks(range(len(rows)), names if len(rows) > 1 else [""])
-    axes.set(xlabel="ms/token, median over prompts", xlim=(0, _MARGIN * max(figures)), ylim=(len(rows) - 0.5, -0.5))
+    figures = [figure for bar in bars for found in bar.measured.values() for figure in found if figure is not None]
+    figures += [ms for bar in bars for mode, ms in bar.forecast.items() if ms is not None and mode in bar.measured]
+    names = [visible(textwrap.shorten(bar.name, _LONGEST_NAME, placeholder="…")) for bar in bars]
+    axes.set_yticks(range(len(bars)), names if len(bars) > 1 else [""])
+    axes.set(xlabel="ms/token, median over prompts", xlim=(0, _MARGIN * max(figures)), ylim=(len(bars) - 0.5, -0.5))
     axes.grid(visible=True, axis="x")
     axes.grid(visible=False, axis="y")
     return figure

@@ -17,7 +17,7 @@ from typing import BinaryIO, TypeVar
 
 from llama_ssp.errors import FULL_DISK, ConfigError, SspError
 from llama_ssp.reports.reading import read_settings
-from llama_ssp.reports.records import BenchmarkRow, CompletionLine, LineKey, Summary
+from llama_ssp.reports.records import BenchmarkCell, CompletionLine, LineKey, Summary
 from llama_ssp.words import visible
 
 COSTS_FILE, MODELS_FILE = "round_costs.json", "models.json"
@@ -32,7 +32,7 @@ MOST_STATUS_BYTES = 4096
 _MOST_CHANGED, _MOST_SHOWN_CHARS = 10, 200
 """Most changed settings that are named, and most characters shown of each value."""
 
-_Keyed = TypeVar("_Keyed", CompletionLine, BenchmarkRow)
+_Keyed = TypeVar("_Keyed", CompletionLine, BenchmarkCell)
 
 
 class RunFolder(AbstractContextManager["RunFolder"]):
@@ -51,7 +51,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         try:
             self._keep_config(config_yaml)
             self.lines = self._recover("run.jsonl", CompletionLine, made="completion")
-            self.rows = self._recover("benchmark.jsonl", BenchmarkRow, made="cell")
+            self.cells = self._recover("benchmark.jsonl", BenchmarkCell, made="cell")
             self.write_status("running")
             with _explained(path / "run.jsonl"):
                 (path / "run.jsonl").touch()
@@ -69,10 +69,10 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         _append(self.path / "run.jsonl", line.to_json())
         self.lines.append(line)
 
-    def append_row(self, row: BenchmarkRow) -> None:
+    def append_cell(self, cell: BenchmarkCell) -> None:
         """Write a measured cell to disk; raises SspError as `append` does."""
-        _append(self.path / "benchmark.jsonl", row.to_json())
-        self.rows.append(row)
+        _append(self.path / "benchmark.jsonl", cell.to_json())
+        self.cells.append(cell)
 
     def read_kept(self, name: str) -> str | None:
         """The content of such a file as `models.json`, None if there is none; raises SspError if it cannot be read."""

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.reports import plots, tables
-from llama_ssp.reports.figures import Row, rows_of, time_per_token
+from llama_ssp.reports import figures, tables
+from llama_ssp.reports.figures import Bar, bars_of, time_per_token
 from llama_ssp.reports.measures import LEAST_PROMPTS, RunMeasures, measure
-from llama_ssp.reports.runs import Run, find_runs
-from llama_ssp.reports.settings import labels, varying_settings
+from llama_ssp.reports.records import MEASURE_COLUMNS
+from llama_ssp.reports.runs import Run, find_runs, labels, varying_settings
 from llama_ssp.words import count, decimal, share, visible
 
 try:
@@ -21,6 +21,8 @@ try:
     from markupsafe import Markup
 except ImportError as error:
     raise ConfigError(f"a report needs jinja2: pip install jinja2 ({error})") from error
+
+_CELL_COLUMNS = ("cell", "plain", "forecast", "generate", "speculative", "forecast", "assisted", "tokens/round")
 
 
 def write_report(folders: Sequence[Path], output: Path | None) -> str:
@@ -60,7 +62,7 @@ def report(runs: Sequence[Run], measures: Sequence[RunMeasures] | None = None, *
     names = labels(settings) if settings else [run.name for run in runs]
     if len(runs) > 1:
         numbered = [f"{place}: {name}" for place, name in enumerate(names)]
-        rows = [row for found in map(rows_of, runs, measures, numbered) for row in found]
+        rows = [row for found in map(bars_of, runs, measures, numbered) for row in found]
         sweep = {
             "settings": settings, "table": tables.runs_table(runs, measures, settings),
             "percentiles": tables.percentiles_table(measures, settings), "figure": _drawn(rows),
@@ -71,11 +73,11 @@ def report(runs: Sequence[Run], measures: Sequence[RunMeasures] | None = None, *
     )  # fmt: skip
 
 
-@plots.styled()
-def _drawn(rows: Sequence[Row]) -> Markup | None:
+@figures.styled()
+def _drawn(rows: Sequence[Bar]) -> Markup | None:
     """Draw the figure as SVG, whose texts matplotlib escapes."""
     found = time_per_token(rows)
-    return Markup(plots.picture(found)) if found else None
+    return Markup(figures.picture(found)) if found else None
 
 
 def _title(runs: Sequence[Run]) -> str:
@@ -87,9 +89,11 @@ def _title(runs: Sequence[Run]) -> str:
 
 def _section(run: Run, measured: RunMeasures, name: str) -> dict[str, Any]:
     """Collect the parts of the page that are of one run."""
+    verdict, cells = run.summary.evaluation, run.summary.cells
+    figures_of = [[cell.name, *map(tables.number, [*cell.columns, cell.tokens_per_round])] for cell in cells]
     return {
         "name": name, "run": run, "medians": tables.runs_table([run], [measured], []),
         "percentiles": tables.percentiles_table([measured], []), "measured": bool(measured.modes),
-        "cells": tables.cells_table(run.summary.cells), "measures": tables.measures_table(run.summary.evaluation),
-        "figure": _drawn(rows_of(run, measured, name)),
+        "cells": tables.table(_CELL_COLUMNS, figures_of), "figure": _drawn(bars_of(run, measured, name)),
+        "measures": tables.table(MEASURE_COLUMNS, [one.cells for one in verdict.measures] if verdict else []),
     }  # fmt: skip

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.reports.plan_tables import GIB, ITEMS, headline, short_name
-from llama_ssp.reports.plots import COLOURS, GREY, look, panels, save, styled
+from llama_ssp.planning.memory import GIB
+from llama_ssp.planning.plan import Plan, Search
+from llama_ssp.reports.figures import COLOURS, GREY, look, panels, save, styled
+from llama_ssp.reports.plan_tables import ITEMS, headline, short_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,16 +24,10 @@ ITEM_COLOURS = (
 RED, GREEN = COLOURS[4], COLOURS[2]
 
 
-def draw(content: Mapping[str, Any], file: Path, *, machine: str = "", unit: str = "") -> None:
-    """Draw the document of a plan or a search into a file; a search needs `machine` and `unit`.
-
-    Raises ConfigError if the file or its suffix is unusable.
-    """
+def draw(content: Plan | Search, file: Path) -> None:
+    """Draw a plan or a search into a file; raises ConfigError if the file or its suffix is unusable."""
     with styled():
-        if "search" in content:
-            figure = draw_search(content["search"], machine=machine, unit=unit)
-        else:
-            figure = draw_plan(content)
+        figure = draw_plan(content) if isinstance(content, Plan) else draw_search(content)
     try:
         save(figure, file)
     except (OSError, ValueError) as error:
@@ -39,26 +35,24 @@ def draw(content: Mapping[str, Any], file: Path, *, machine: str = "", unit: str
         raise ConfigError(f"figure={file} cannot be written: {reason}") from error
 
 
-def draw_plan(plan: Mapping[str, Any]) -> "Figure":
+def draw_plan(plan: Plan) -> "Figure":
     """Draw the memory items of each rank under its capacity, and ms/token by K with plain decoding."""
     figure, (memory, by_k) = panels("Memory per rank", "Time per token")
     figure.suptitle(headline(plan), y=1.02)
-    ranks, bottoms = plan["memory"], [0.0] * len(plan["memory"])
+    ranks, bottoms = plan.ranks, [0.0] * len(plan.ranks)
     for (label, item), colour in zip(ITEMS.items(), ITEM_COLOURS, strict=True):
-        sizes = [rank[item] / GIB for rank in ranks]
+        sizes = [getattr(rank, item) / GIB for rank in ranks]
         if any(sizes):
-            memory.bar([rank["rank"] for rank in ranks], sizes, bottom=bottoms, color=colour, label=label)
+            memory.bar([rank.rank for rank in ranks], sizes, bottom=bottoms, color=colour, label=label)
             bottoms = [bottom + size for bottom, size in zip(bottoms, sizes, strict=True)]
-    capacity = ranks[0]["capacity_bytes"] / GIB
+    capacity = ranks[0].capacity_bytes / GIB
     memory.axhline(capacity, color=RED, label=f"capacity {capacity:.1f} GiB")
     memory.set(xlabel="rank", ylabel="GiB")
     memory.locator_params(axis="x", integer=True)
 
-    time = plan["time"]
-    plain, speculative = time["plain_ms_per_token"], time["speculative_ms_per_token_by_k"]
+    plain, speculative = 1e3 * plan.timing.plain_s, [1e3 * seconds for seconds in plan.timing.by_num_draft_tokens]
     by_k.axhline(plain, color=GREY, linestyle="--", label=f"plain, {plain:.1f} ms")
-    if speculative:
-        best = time["best_num_draft_tokens"]
+    if best := plan.timing.best_num_draft_tokens:
         by_k.plot(range(1, len(speculative) + 1), speculative, "o-", color=COLOURS[0], label="speculative")
         fastest = speculative[best - 1]
         by_k.plot(best, fastest, "o", color=GREEN, label=f"best: K={best}, {fastest:.1f} ms")
@@ -68,18 +62,18 @@ def draw_plan(plan: Mapping[str, Any]) -> "Figure":
     return figure
 
 
-def draw_search(choices: Rows, *, machine: str, unit: str) -> "Figure":
+def draw_search(found: Search) -> "Figure":
     """Draw the fastest choice of the asked model for every size of a replica: a line by number format and draft."""
-    target = choices[0]["target"]
-    figure, (axes,) = panels(f"{target} on {machine}")
-    asked = [one for one in choices if one["target"] == target and one["ms_per_token"] is not None]
+    target = found.choices[0]["target"]
+    figure, (axes,) = panels(f"{target} on {found.machine.name}")
+    asked = [one for one in found.choices if one["target"] == target and one["ms_per_token"] is not None]
     for style, rows in _by_kind(asked):
         fastest: dict[int, float] = {}
         for one in rows:
             size, ms = one["num_ranks"], one["ms_per_token"]
             fastest[size] = min(ms, fastest.get(size, ms))
         axes.plot(sorted(fastest), [fastest[size] for size in sorted(fastest)], **style)
-    axes.set(xlabel=f"{unit}s of a replica", ylabel="ms/token of a completion")
+    axes.set(xlabel=f"{found.machine.unit}s of a replica", ylabel="ms/token of a completion")
     axes.set_ylim(bottom=0)
     axes.locator_params(axis="x", integer=True)
     return figure

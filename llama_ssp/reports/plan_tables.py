@@ -1,4 +1,4 @@
-"""Prints plans, searches, and plans of several machines with rich, from their documents.
+"""Prints plans, searches, and plans of several machines with rich.
 
 Ranks with equal figures share a column. Bytes are shown in GiB (in MiB if all are small), times in ms. A search has the
 settings that plan or run each of its choices.
@@ -8,19 +8,23 @@ import math
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from llama_ssp.planning.memory import GIB, RankMemoryPlan
+from llama_ssp.planning.plan import Plan, Search, basis
+from llama_ssp.planning.spec import PlannedModel, PlanSpec
 from llama_ssp.settings.schema import ADAPTIVE
-from llama_ssp.storage.formats import formats
+from llama_ssp.storage.formats import NO_QUANTIZATION, formats
 from llama_ssp.words import rounded, visible
 
-GIB, MIB = 2**30, 2**20
+MIB = 2**20
 SMALL_BYTES = 4 * GIB
 """Tables below this are in MiB."""
 ITEMS = {
@@ -71,105 +75,91 @@ def short_name(quantization: str) -> str:
     return (storage and storage.short_name) or quantization
 
 
-def print_document(
-    content: Mapping[str, Any], *, machine: str = "", unit: str = "", console: Console | None = None
-) -> None:
-    """Print the document of a plan, of a search, or of several plans on a console, or on standard output.
-
-    A search also needs the name of its `machine`, and `unit`, what a rank runs on.
-    """
+def show(content: Plan | Search | list[Plan], console: Console | None = None) -> None:
+    """Print a plan, a search, or the plans of several machines on a console, or on standard output."""
     console = console or _Output()
-    if "search" in content:
-        _print_search(content, console, machine=machine, unit=unit)
-    elif "plans" in content:
-        _print_machines(content["plans"], console)
-    else:
+    if isinstance(content, Plan):
         _print_plan(content, console)
+    elif isinstance(content, Search):
+        _print_search(content, console)
+    else:
+        _print_machines(content, console)
 
 
-def _print_plan(plan: Mapping[str, Any], console: Console) -> None:
+def _print_plan(plan: Plan, console: Console) -> None:
     console.print(f"\n[bold]{_literal(verdict(plan))}[/bold]")
     console.print(_literal(headline(plan)))
     for part in (*_memory_table(plan), _room(plan), *_time_table(plan)):
         console.print(part)
     for line in (*_times_of_parts(plan), *_basis(plan)):
         console.print(_literal(line))
-    for warning in plan["warnings"]:
+    for warning in plan.warnings:
         console.print(f"[yellow]warning:[/yellow] {_literal(warning)}")
-    _print_notes(console, plan["notes"])
+    _print_notes(console, plan.notes)
 
 
-def verdict(plan: Mapping[str, Any]) -> str:
+def verdict(plan: Plan) -> str:
     """Say in one line whether it fits, its faster mode, how fast that is, and what tokens cost at a given price."""
-    time = plan["time"]
-    full = min(plan["memory"], key=lambda rank: rank["free_bytes"])
-    usd = plan["usd_per_million_tokens"]
-    if not plan["fits"]:
-        needed, capacity = (f"{full[name] / GIB:.1f}" for name in ("needed_bytes", "capacity_bytes"))
-        return f"does not fit: rank {full['rank']} needs {needed} of {capacity} GiB"
-    mode = _faster_mode(time)
-    ends = time[f"{mode}_ms_per_token_range"]
-    between = f" ({rounded(ends[0])} to {rounded(ends[1])})" if ends else ""
-    ms, rate = (rounded(time[f"{mode}_{name}"]) for name in ("ms_per_token", "run_tokens_per_s"))
-    fits = "fits, tight" if plan["is_tight"] else "fits"
-    return f"{fits}: {mode} {ms} ms/token{between}, {rate} tokens/s with prompts" + (
-        "" if usd is None else f", {usd:.2f} USD per million tokens"
-    )
+    full, timed, usd = plan.fullest, plan.timing, plan.usd_per_million_tokens
+    if not plan.fits:
+        return f"does not fit: rank {full.rank} needs {full.room}"
+    mode, ends = ("speculative", timed.speculative_s_range) if timed.gains else ("plain", timed.plain_s_range)
+    between = f" ({_ms(ends[0])} to {_ms(ends[1])})" if ends else ""
+    fits, rate = "fits, tight" if full.is_tight else "fits", rounded(plan.spec.num_rows / timed.best_run_s)
+    price = "" if usd is None else f", {usd:.2f} USD per million tokens"
+    return f"{fits}: {mode} {_ms(timed.best_s)} ms/token{between}, {rate} tokens/s with prompts{price}"
 
 
-def _faster_mode(time: Mapping[str, Any]) -> str:
-    return "speculative" if (time["speedup"] or 0) > 1 else "plain"
+def _ms(seconds: float) -> str:
+    return rounded(1e3 * seconds)
 
 
-def headline(plan: Mapping[str, Any]) -> str:
+def headline(plan: Plan) -> str:
     """Name models, machine and sizes in one line."""
-    machine, num_ranks = plan["hardware"], len({rank["rank"] for rank in plan["memory"]})
-    return _job(plan, f" on {num_ranks} x {machine['gpu']} ({machine['name']})")
+    return _models(plan.spec, f" on {len(plan.ranks)} x {plan.hardware.gpu} ({plan.hardware.name})")
 
 
-def _job(plan: Mapping[str, Any], where: str = "") -> str:
-    target, draft, job = plan["target"], plan["draft"], plan["job"]
-    drafter = f"{_named(draft)}{f' {_placed(draft)}' if where else ''}" if draft else job["free_draft"]
-    length = f"tree {job['tree']}" if job["tree"] else f"K={'auto' if job['adapts'] else job['num_draft_tokens']}"
+def _models(spec: PlanSpec, where: str = "") -> str:
+    drafter = spec.free_draft
+    if draft := spec.draft:
+        ranks = spec.draft_ranks
+        placed = f"on rank {ranks[0]}" if len(ranks) == 1 else f"{spec.draft_kind.name} over {len(ranks)} ranks"
+        drafter = f"{_named(draft, spec.device)}{where and f' {placed}'}"
+    length = f"tree {spec.tree.text}" if spec.tree else f"K={ADAPTIVE if spec.adapts else spec.num_draft_tokens}"
     drafting = f", draft {drafter}, {length}" if drafter else ""
-    sizes = f"batch {job['batch_size']}, {job['prompt_tokens']} + {job['max_new_tokens']} tokens"
-    return f"{_named(target)}{where}{drafting}; {sizes}"
+    sizes = f"batch {spec.batch_size}, {spec.prompt_tokens} + {spec.max_new_tokens} tokens"
+    return f"{_named(spec.target, spec.device)}{where}{drafting}; {sizes}"
 
 
-def _named(model: Mapping[str, Any]) -> str:
-    if model["quantization"] != "none":
-        return f"{model['name']} {model['quantization']}"
-    if model["stored_format"]:
-        return f"{model['name']} {model['stored_format']}"
-    is_mixed = model["matrix_dtype"] != model["dtype"]
-    return f"{model['name']} {model['dtype']}{' with 16-bit weights' if is_mixed else ''}"
+def _named(model: PlannedModel, device: str) -> str:
+    if model.quantization != NO_QUANTIZATION:
+        return f"{model.name} {model.quantization}"
+    if model.stored_format:
+        return f"{model.name} {model.stored_format.name}"
+    is_mixed = model.matrix_dtype(device) is not model.dtype
+    return f"{model.name} {model.dtype.name}{' with 16-bit weights' if is_mixed else ''}"
 
 
-def _placed(draft: Mapping[str, Any]) -> str:
-    ranks = draft["ranks"]
-    return f"on rank {ranks[0]}" if len(ranks) == 1 else f"{draft['kind']} over {len(ranks)} ranks"
-
-
-def _memory_table(plan: Mapping[str, Any]) -> tuple[str, Table]:
+def _memory_table(plan: Plan) -> tuple[str, Table]:
     """A title, which is a line of its own so that a narrow table does not break it, and the table."""
-    num_replicas = plan["job"]["num_replicas"]
-    groups = _groups(plan["memory"][: len(plan["memory"]) // num_replicas])
+    num_replicas = plan.spec.num_replicas
+    groups = _groups(plan.ranks[: len(plan.ranks) // num_replicas])
     ranks = [rank for _, rank in groups]
-    unit, name = (MIB, "MiB") if max(rank["needed_bytes"] for rank in ranks) < SMALL_BYTES else (GIB, "GiB")
+    unit, name = (MIB, "MiB") if max(rank.needed_bytes for rank in ranks) < SMALL_BYTES else (GIB, "GiB")
     replicas = f", the same in each of {num_replicas} replicas" if num_replicas > 1 else ""
     table = Table()
     table.add_column("", no_wrap=True, min_width=max(map(len, ITEMS)))
     for group, rank in groups:
-        heads = f"\n{rank['target_heads']} heads" if rank["target_heads"] else ""
+        heads = f"\n{rank.target_heads} heads" if rank.target_heads else ""
         table.add_column(f"{group}{heads}", justify="right", no_wrap=True)
     for label, item in ITEMS.items():
-        if any(rank[item] for rank in ranks):
-            table.add_row(label, *(_amount(rank[item], unit) for rank in ranks))
+        if any(sizes := [getattr(rank, item) for rank in ranks]):
+            table.add_row(label, *(_amount(size, unit) for size in sizes))
     table.add_section()
-    table.add_row("total", *(f"[bold]{_amount(rank['total_bytes'], unit)}[/bold]" for rank in ranks))
+    table.add_row("total", *(f"[bold]{_amount(rank.total_bytes, unit)}[/bold]" for rank in ranks))
     for label, item in SUMS.items():
-        table.add_row(label, *(_amount(rank[item], unit) for rank in ranks))
-    table.add_row("verdict", *(_VERDICTS[rank["fits"], rank["is_tight"]] for rank in ranks))
+        table.add_row(label, *(_amount(getattr(rank, item), unit) for rank in ranks))
+    table.add_row("verdict", *(_VERDICTS[rank.fits, rank.is_tight] for rank in ranks))
     return f"Memory per rank, {name}{replicas}", table
 
 
@@ -186,133 +176,106 @@ def _amount(num_bytes: int, unit: int) -> str:
     return "<0.01" if 0 < num_bytes < unit / 200 else f"{num_bytes / unit:.2f}"
 
 
-def _groups(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
+def _groups(ranks: Sequence[RankMemoryPlan]) -> list[tuple[str, RankMemoryPlan]]:
     """Group neighbouring ranks with equal figures, under names such as "rank 0" and "ranks 1-7"."""
     groups = []
-    for _, members in groupby(ranks, key=lambda rank: {**rank, "rank": None}):
-        run = list(members)
-        first, last = run[0]["rank"], run[-1]["rank"]
-        groups.append((f"rank {first}" if first == last else f"ranks {first}-{last}", run[0]))
+    for rank, members in groupby(ranks, key=lambda rank: replace(rank, rank=0)):
+        first, *others = (member.rank for member in members)
+        groups.append((f"ranks {first}-{others[-1]}" if others else f"rank {first}", rank))
     return groups
 
 
-def _room(plan: Mapping[str, Any]) -> str:
-    if not plan["fits"]:
+def _room(plan: Plan) -> str:
+    if not plan.fits:
         return "[red]does not fit[/red]"
-    job = plan["job"]
     return (
-        f"still fits: batch up to {plan['largest_batch']} at {job['prompt_tokens'] + job['max_new_tokens']} tokens, "
-        f"context up to {plan['largest_context']} at batch {job['batch_size']}"
+        f"still fits: batch up to {plan.largest_batch} at {plan.spec.prompt_tokens + plan.spec.max_new_tokens} tokens, "
+        f"context up to {plan.largest_context} at batch {plan.spec.batch_size}"
     )
 
 
-def _time_table(plan: Mapping[str, Any]) -> tuple[str, Table]:
-    time, rows, num_replicas = plan["time"], plan["job"]["batch_size"], plan["job"]["num_replicas"]
+def _time_table(plan: Plan) -> tuple[str, Table]:
+    timed, rows, num_replicas = plan.timing, plan.spec.batch_size, plan.spec.num_replicas
     over = f"{'one row' if rows == 1 else f'{rows} rows'}{f' of each of {num_replicas} replicas' * (num_replicas > 1)}"
     title = f"Time: ms/token of a completion after its first token, tokens/s over {over}, then with their prompts"
     table = Table()
     for name in ("", "ms/token", "first token", "tokens/s", "with prompts", "speed-up"):
         table.add_column(name, justify="right" if name else "left", overflow="fold")
-    for mode, first in (("plain", "plain_first_token_ms"), ("speculative", "first_token_ms")):
-        if (ms := time[f"{mode}_ms_per_token"]) is not None:
-            gain = time["speedup"] if mode == "speculative" else None
-            colour = "green" if gain and gain > 1 else "red"
-            shown = "" if gain is None else f"[{colour}]{gain:.2f}x[/{colour}]"
-            rates = [f"{time[f'{mode}{name}_tokens_per_s']:.1f}" for name in ("", "_run")]
-            table.add_row(mode, f"{ms:.2f}", f"{time[first]:.0f} ms", *rates, shown)
+    colour = "green" if timed.gains else "red"
+    gain = "" if timed.speedup is None else f"[{colour}]{timed.speedup:.2f}x[/{colour}]"
+    plain = "plain", timed.plain_s, timed.plain_prefill_s, timed.plain_run_s, ""
+    speculative = "speculative", timed.speculative_s, timed.prefill_s, timed.speculative_run_s, gain
+    for mode, token_s, first_s, run_s, shown in (plain, speculative):
+        if token_s and run_s:
+            rates = (f"{plan.spec.num_rows / seconds:.1f}" for seconds in (token_s, run_s))
+            table.add_row(mode, f"{1e3 * token_s:.2f}", f"{1e3 * first_s:.0f} ms", *rates, shown)
     return title, table
 
 
-def _times_of_parts(plan: Mapping[str, Any]) -> list[str]:
+def _times_of_parts(plan: Plan) -> Iterator[str]:
     """Parts of a plain step and of a round, in lines: a terminal of 80 columns has no room next to the table."""
-    time, tree = plan["time"], plan["job"]["tree"]
-    forward = time["target_forward"]
-    names = ("matrices", "attention", "operators", "collectives")
-    parts = [f"{name} {forward[f'{name}_ms']:.2f}" for name in names if forward[f"{name}_ms"] >= LEAST_SHOWN_MS]
-    lines = [f"plain step, ms: {', '.join(parts)}"] if parts else []
-    if time["round_ms"] is not None:
-        steps = f"{time['num_draft_tokens']} x {time['draft_step_ms']:.2f} draft"
+    timed, tree = plan.timing, plan.spec.tree
+    ms = {name.removesuffix("_s"): 1e3 * seconds for name, seconds in vars(timed.target_forward).items()}
+    if parts := [f"{name} {one:.2f}" for name, one in ms.items() if one >= LEAST_SHOWN_MS]:
+        yield f"plain step, ms: {', '.join(parts)}"
+    if timed.round_s and timed.verify_s:
+        steps = f"{timed.num_draft_tokens} x {1e3 * (timed.draft_forward_s or 0.0):.2f} draft"
         if tree:
-            steps = f"draft of a tree {tree} {time['round_ms'] - time['verify_ms']:.2f}"
-        lines.append(f"round of {time['round_ms']:.1f} ms: {steps}, verify {time['verify_ms']:.1f}")
-    return lines
+            steps = f"draft of a tree {tree.text} {1e3 * timed.round_s - 1e3 * timed.verify_s:.2f}"
+        yield f"round of {1e3 * timed.round_s:.1f} ms: {steps}, verify {1e3 * timed.verify_s:.1f}"
 
 
-def _basis(plan: Mapping[str, Any]) -> list[str]:
-    time = plan["time"]
-    of_copy, of_sheet = 100 * time["copy_share"], 100 * time["limit_share"]
-    reached = (
-        f"plain decoding uses {of_copy:.0f} % of achievable memory bandwidth, {of_sheet:.0f} % of the data sheet's"
-    )
-    lines = [plan["basis"], *_ranges(time), reached]
-    if time["tokens_per_round"] is not None:
-        shown = {
-            name: f"{time[name]:.2f}{_in_brackets(time[f'{name}_range'])}"
-            for name in ("tokens_per_round", "acceptance")
-        }
-        gains = min(time["speculative_ms_per_token_by_k"], default=0.0) < time["plain_ms_per_token"]
-        best, ends = time["best_num_draft_tokens"] if gains else None, time["best_num_draft_tokens_range"]
-        between = f" ({ends[0]} to {ends[1]})" if ends and ends[0] < ends[1] else ""
-        lines.append(
-            f"{shown['tokens_per_round']} tokens per round at an acceptance of {shown['acceptance']}; "
-            f"c = {time['cost_ratio']:.3f}{f'; best K = {best}{between}' if best else ''}"
-        )
-        if overlap := time["overlap"]:
-            idle = (f"{model} idle {100 * overlap[f'{model}_idle_share']:.0f} %" for model in ("target", "draft"))
-            dropped = f"{100 * overlap['dropped_share']:.0f} % of drafted tokens dropped"
-            lines.append(f"drafting overlaps verification: {', '.join(idle)}, {dropped}")
-        lines.append(f"acceptance: {time['acceptance_source']}")
-    return lines
-
-
-def _ranges(time: Mapping[str, Any]) -> Iterator[str]:
-    """The 80 % ranges of a forecast, if it has any."""
-    named = {"plain": "plain_ms_per_token", "speculative": "speculative_ms_per_token", "first token": "first_token_ms"}
-    found = [
-        f"{name} {rounded(ends[0])} to {rounded(ends[1])}"
-        for name, key in named.items()
-        if (ends := time[f"{key}_range"])
-    ]
-    if found:
+def _basis(plan: Plan) -> Iterator[str]:
+    timed = plan.timing
+    yield plan.basis
+    ranges = {
+        "plain": timed.plain_s_range, "speculative": timed.speculative_s_range, "first token": timed.prefill_s_range,
+    }  # fmt: skip
+    if found := [f"{name} {_ms(ends[0])} to {_ms(ends[1])}" for name, ends in ranges.items() if ends]:
         yield f"80 % ranges, ms: {', '.join(found)}"
+    of_copy, of_sheet = 100 * timed.copy_share, 100 * timed.limit_share
+    yield f"plain decoding uses {of_copy:.0f} % of achievable memory bandwidth, {of_sheet:.0f} % of the data sheet's"
+    acceptance = timed.acceptance
+    if acceptance is None:
+        return
+    tokens, accepted = (
+        f"{value:.2f}{f' ({ends[0]:.2f}-{ends[1]:.2f})' if ends else ''}"
+        for value, ends in (
+            (timed.tokens_per_round, timed.tokens_per_round_range), (acceptance.probability, acceptance.ends)
+        )
+    )  # fmt: skip
+    gains = min(timed.by_num_draft_tokens, default=0.0) < timed.plain_s
+    best, ends = timed.best_num_draft_tokens if gains else None, timed.best_num_draft_tokens_range
+    between = f" ({ends[0]} to {ends[1]})" if ends and ends[0] < ends[1] else ""
+    yield (
+        f"{tokens} tokens per round at an acceptance of {accepted}; "
+        f"c = {timed.cost_ratio:.3f}{f'; best K = {best}{between}' if best else ''}"
+    )
+    if overlap := timed.overlap:
+        idle = (f"{model} idle {100 * overlap[f'{model}_idle_share']:.0f} %" for model in ("target", "draft"))
+        dropped = f"{100 * overlap['dropped_share']:.0f} % of drafted tokens dropped"
+        yield f"drafting overlaps verification: {', '.join(idle)}, {dropped}"
+    yield f"acceptance: {acceptance.source}"
 
 
-def _in_brackets(found: Sequence[float] | None) -> str:
-    return f" ({found[0]:.2f}-{found[1]:.2f})" if found else ""
-
-
-class JobRow(NamedTuple):
-    """A job of a sweep: its name, ms/token in its faster mode, and hours of decoding where they are known."""
-
-    name: str
-    fits: bool
-    ms_per_token: float
-    hours: float | None
-    gpu_hours: float | None
-
-
-def print_jobs(jobs: Sequence[JobRow], console: Console | None = None) -> None:
-    """Print one table of all jobs of a sweep."""
-    title = "All jobs; ms/token of a completion in its faster mode; hours of decoding at most, without loading"
+def print_jobs(jobs: Sequence[tuple[str, Plan, float | None]], console: Console | None = None) -> None:
+    """Print one table of all jobs of a sweep: name, plan, and hours of decoding where they are known."""
+    spent = [
+        (hours, hours * plan.hardware.num_ranks if hours is not None and plan.hardware.device == "cuda" else None)
+        for _, plan, hours in jobs
+    ]
+    sums = (_shown_hours(None if None in column else sum(filter(None, column))) for column in zip(*spent, strict=True))
     table = Table(show_footer=True)
     table.add_column("job", footer=f"{len(jobs)} jobs", overflow="fold")
-    table.add_column("fits", footer=f"{sum(job.fits for job in jobs)} of {len(jobs)}", no_wrap=True)
-    table.add_column("ms/token", justify="right", no_wrap=True)
-    table.add_column("hours", justify="right", footer=_sum_of_hours([job.hours for job in jobs]), no_wrap=True)
-    table.add_column("GPU-hours", justify="right", footer=_sum_of_hours([job.gpu_hours for job in jobs]), no_wrap=True)
-    for job in jobs:
-        verdict = "[green]yes[/green]" if job.fits else "[red]no[/red]"
-        spent = [_shown_hours(job.hours), _shown_hours(job.gpu_hours)]
-        table.add_row(_literal(job.name), verdict, f"{job.ms_per_token:.2f}", *spent)
+    table.add_column("fits", footer=f"{sum(plan.fits for _, plan, _ in jobs)} of {len(jobs)}", no_wrap=True)
+    for name, footer in zip(("ms/token", "hours", "GPU-hours"), ("", *sums), strict=True):
+        table.add_column(name, justify="right", footer=footer, no_wrap=True)
+    for (name, plan, _), hours in zip(jobs, spent, strict=True):
+        fits = "[green]yes[/green]" if plan.fits else "[red]no[/red]"
+        table.add_row(_literal(name), fits, f"{1e3 * plan.timing.best_s:.2f}", *map(_shown_hours, hours))
     console = console or _Output()
-    console.print(title)
+    console.print("All jobs; ms/token of a completion in its faster mode; hours of decoding at most, without loading")
     console.print(table)
-
-
-def _sum_of_hours(hours: Sequence[float | None]) -> str:
-    """The sum, if every job has its hours."""
-    known = [each for each in hours if each is not None]
-    return _shown_hours(sum(known) if len(known) == len(hours) else None)
 
 
 def _shown_hours(hours: float | None) -> str:
@@ -325,13 +288,13 @@ MOST_CHOICES = 5
 """Choices of a search that are printed; JSON has all of them."""
 
 
-def _print_search(content: Mapping[str, Any], console: Console, *, machine: str, unit: str) -> None:
-    """The best choices, with what does not fit struck out."""
-    choices = content["search"]
+def _print_search(found: Search, console: Console) -> None:
+    """Print the best choices, with what does not fit struck out."""
+    choices, unit = found.choices, found.machine.unit
     title = (
-        f"Choices on {_literal(machine)}, the fastest of each precision first: {MOST_CHOICES} of {len(choices)}, which "
-        "format=json has. ms/token of a completion after its first token, tokens/s over all rows and replicas, "
-        f"replicas x {unit}s of each, GiB of the fullest rank"
+        f"Choices on {_literal(found.machine.name)}, the fastest of each precision first: {MOST_CHOICES} of "
+        f"{len(choices)}, which format=json has. ms/token of a completion after its first token, tokens/s over all "
+        f"rows and replicas, replicas x {unit}s of each, GiB of the fullest rank"
     )
     table = Table(padding=0, pad_edge=False, box=box.SIMPLE_HEAD)
     for name in ("#", "target", "draft", "K", f"{unit}s", "ms/token", "tokens/s", "gain", "GiB"):
@@ -342,8 +305,8 @@ def _print_search(content: Mapping[str, Any], console: Console, *, machine: str,
         table.add_row(*_row(choice))
     console.print(title)
     console.print(table)
-    console.print(_literal(content["basis"]))
-    _print_notes(console, content["notes"], soft_wrap=True)
+    console.print(_literal(basis(found.machine)))
+    _print_notes(console, found.notes, soft_wrap=True)
     console.print("\nThese commands plan the choices, and with run in place of plan they run them:")
     for choice in shown:
         if choice["reason"] is None:
@@ -367,65 +330,52 @@ def printed(choices: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [*shown, *sorted([*firsts, *others][: MOST_CHOICES - len(shown)], key=lambda choice: choice["rank"])]
 
 
-def _shown_length(choice: Mapping[str, Any]) -> str:
-    return ADAPTIVE if choice["adapts"] else choice["tree"] or str(choice["num_draft_tokens"] or "")
-
-
-def _drafted(choice: Mapping[str, Any]) -> str:
-    """The draft of a choice, and its storage format if it is quantized."""
-    quantization = choice["draft_quantization"]
-    packed = f" {short_name(quantization)}" if quantization in formats() else ""
-    return _literal(choice["draft"] or "none") + packed
-
-
 def _row(choice: Mapping[str, Any]) -> list[str]:
     target = f"{_literal(choice['target'])} {short_name(choice['quantization'])}"
+    quantization = choice["draft_quantization"]
+    packed = short_name(quantization) if quantization in formats() else None
     kind = f"{choice['draft_kind']}, overlaps" if choice["overlaps"] else choice["draft_kind"]
-    draft = f"{_drafted(choice)} {kind or ''}".strip()
+    draft = " ".join(filter(None, (_literal(choice["draft"] or "none"), packed, kind)))
     ranks = f"{choice['num_replicas']} x {choice['num_ranks']}".removeprefix("1 x ")
+    needed, capacity = choice["needed_bytes"], choice["capacity_bytes"]
     if choice["reason"]:
         struck = [f"[strike]{name}[/strike]" for name in (target, draft)]
-        needed, capacity = choice["needed_bytes"], choice["capacity_bytes"]
         shortage = "cannot be shared" if needed is None else f"{needed / GIB:.1f} of {capacity / GIB:.1f}"
         return ["", *struck, "", ranks, "", "", "", f"[red]{shortage}[/red]"]
-    k, room = _shown_length(choice), _amount(choice["needed_bytes"], GIB)
-    room = f"[yellow]{room} tight[/yellow]" if choice["is_tight"] else room
+    length = ADAPTIVE if choice["adapts"] else choice["tree"] or str(choice["num_draft_tokens"] or "")
+    room = f"[yellow]{_amount(needed, GIB)} tight[/yellow]" if choice["is_tight"] else _amount(needed, GIB)
     times = [f"{choice['ms_per_token']:.2f}", f"{choice['tokens_per_s']:.1f}", f"{choice['speedup']:.2f}x"]
-    return [str(choice["rank"]), target, draft, k, ranks, *times, room]
+    return [str(choice["rank"]), target, draft, length, ranks, *times, room]
 
 
-def _print_machines(plans: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """A row for the plan of each machine, in the order given."""
+def _print_machines(plans: Sequence[Plan], console: Console) -> None:
+    """Print a row for the plan of each machine, in the order given."""
     names = ["machine", "ranks", "GiB of", "capacity", "plain", "speculative", "first token", "tokens/s"]
-    has_price = any(plan["usd_per_million_tokens"] is not None for plan in plans)
+    has_price = any(plan.usd_per_million_tokens is not None for plan in plans)
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0, pad_edge=False)
     for name in [*names, *["USD/M tokens"] * has_price]:
         table.add_column(name, justify="left" if name == "machine" else "right", overflow="fold")
     for plan in plans:
-        table.add_row(*_machine_cells(plan), *[_usd(plan)] * has_price)
-    console.print(
-        f"\n{_literal(_job(plans[0]))}: ms/token of a completion, ms to its first token, tokens/s with prompts\n"
-    )
+        table.add_row(*_machine_cells(plan))
+    meaning = "ms/token of a completion, ms to its first token, tokens/s with prompts"
+    console.print(f"\n{_literal(_models(plans[0].spec))}: {meaning}\n")
     console.print(table)
-    for basis, group in groupby(sorted(plans, key=lambda plan: plan["basis"]), key=lambda plan: plan["basis"]):
-        console.print(_literal(f"{', '.join(plan['hardware']['name'] for plan in group)}: {basis}"))
+    for rests_on, group in groupby(sorted(plans, key=lambda plan: plan.basis), key=lambda plan: plan.basis):
+        console.print(_literal(f"{', '.join(plan.hardware.name for plan in group)}: {rests_on}"))
     console.print("hardware= with one of them prints its plan, with ranges, warnings and notes")
 
 
-def _machine_cells(plan: Mapping[str, Any]) -> list[str]:
-    time, ranks = plan["time"], plan["memory"]
-    full = min(ranks, key=lambda rank: rank["free_bytes"])
-    colour = "red" if not plan["fits"] else "yellow" if plan["is_tight"] else "green"
-    memory = [f"[{colour}]{full['needed_bytes'] / GIB:.1f}[/{colour}]", f"{full['capacity_bytes'] / GIB:.1f}"]
-    name = _literal(plan["hardware"]["name"])
-    if not plan["fits"]:
-        return [name, str(len(ranks)), *memory, "[red]does not fit[/red]", "", "", ""]
-    mode, speculative = _faster_mode(time), time["speculative_ms_per_token"]
-    times = [f"{time['plain_ms_per_token']:.2f}", "" if speculative is None else f"{speculative:.2f}"]
-    first = time["first_token_ms" if mode == "speculative" else "plain_first_token_ms"]
-    return [name, str(len(ranks)), *memory, *times, f"{first:.0f}", f"{time[f'{mode}_run_tokens_per_s']:.0f}"]
-
-
-def _usd(plan: Mapping[str, Any]) -> str:
-    usd = plan["usd_per_million_tokens"]
-    return "" if usd is None or not plan["fits"] else f"{usd:.2f}"
+def _machine_cells(plan: Plan) -> Iterator[str]:
+    timed, full, usd = plan.timing, plan.fullest, plan.usd_per_million_tokens
+    colour = "red" if not plan.fits else "yellow" if full.is_tight else "green"
+    yield from (_literal(plan.hardware.name), str(len(plan.ranks)))
+    yield from (f"[{colour}]{full.needed_bytes / GIB:.1f}[/{colour}]", f"{full.capacity_bytes / GIB:.1f}")
+    if not plan.fits:
+        yield "[red]does not fit[/red]"
+        return
+    yield f"{1e3 * timed.plain_s:.2f}"
+    yield "" if timed.speculative_s is None else f"{1e3 * timed.speculative_s:.2f}"
+    yield f"{1e3 * (timed.prefill_s if timed.gains else timed.plain_prefill_s):.0f}"
+    yield f"{plan.spec.num_rows / timed.best_run_s:.0f}"
+    if usd is not None:
+        yield f"{usd:.2f}"

@@ -168,7 +168,7 @@ class StartUp:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchmarkRow(_Line):
+class BenchmarkCell(_Line):
     """One line of `benchmark.jsonl`: a cell of the table. None means not measured.
 
     Attributes:
@@ -350,7 +350,7 @@ class RunFacts:
 class Summary(RunFacts):
     """All of `summary.json`; `plain`, `speculative` and `speedup` are null for a mode that did not run.
 
-    `cells` holds the rows of task=benchmark, whose prompts and new tokens count one completion of each cell's prompts.
+    `cells` holds those of task=benchmark, whose prompts and new tokens count one completion of each cell's prompts.
     `startup`, `prompt_tokens` and `experts` describe the last part of a resumed run. `evaluation` is the verdict of
     task=evaluate, `excerpts` are a few completions for the report.
     """
@@ -364,7 +364,7 @@ class Summary(RunFacts):
     speculative: SpeculativeSummary | None
     speedup: float | None
     overlap: OverlapSummary | None = None
-    cells: list[BenchmarkRow] = field(default_factory=list)
+    cells: list[BenchmarkCell] = field(default_factory=list)
     evaluation: Evaluation | None = None
     excerpts: list[Excerpt] = field(default_factory=list)
 

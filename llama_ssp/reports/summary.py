@@ -8,7 +8,7 @@ from llama_ssp.reports.provenance import git_commit, versions
 from llama_ssp.reports.records import (
     PLAIN,
     SPECULATIVE,
-    BenchmarkRow,
+    BenchmarkCell,
     CompletionLine,
     Evaluation,
     Excerpt,
@@ -24,7 +24,7 @@ from llama_ssp.reports.records import (
 def summarise(
     facts: RunFacts,
     lines: Sequence[CompletionLine],
-    cells: Sequence[BenchmarkRow] = (),
+    cells: Sequence[BenchmarkCell] = (),
     *,
     num_draft_tokens: int,
     activities: Sequence[RankActivity] = (),

@@ -7,9 +7,8 @@ from itertools import chain
 from typing import NamedTuple
 
 from llama_ssp.reports.measures import PERCENTILES, Estimate, RunMeasures
-from llama_ssp.reports.records import MEASURE_COLUMNS, PLAIN, SPECULATIVE, BenchmarkRow, Evaluation
-from llama_ssp.reports.runs import Run
-from llama_ssp.reports.settings import Setting
+from llama_ssp.reports.records import PLAIN, SPECULATIVE
+from llama_ssp.reports.runs import Run, Setting
 from llama_ssp.words import decimal
 
 _OWN_COLUMNS = ("task", "model", "draft", "ranks", "seed")
@@ -31,24 +30,12 @@ class Table(NamedTuple):
     num_left: int = 1
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[Cell | str]], num_left: int = 1) -> Table:
+def table(columns: Sequence[str], rows: Sequence[Sequence[Cell | str]], num_left: int = 1) -> Table:
     """Make a table of the columns that have a text in any row."""
     cells = [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in rows]
     kept = [place for place in range(len(columns)) if any(row[place].text for row in cells)]
     left = sum(place < num_left for place in kept)
     return Table([columns[place] for place in kept], [[row[place] for place in kept] for row in cells], left)
-
-
-def cells_table(cells: Sequence[BenchmarkRow]) -> Table:
-    """Lay out the cells of a benchmark, a row each."""
-    columns = ["cell", "plain", "forecast", "generate", "speculative", "forecast", "assisted", "tokens/round"]
-    figures = ([*cell.columns, cell.tokens_per_round] for cell in cells)
-    return _table(columns, [[cell.name, *map(_number, of_cell)] for cell, of_cell in zip(cells, figures, strict=True)])
-
-
-def measures_table(evaluation: Evaluation | None) -> Table:
-    """Lay out the figures of an evaluation."""
-    return _table(MEASURE_COLUMNS, [measure.cells for measure in evaluation.measures] if evaluation else [])
 
 
 def runs_table(runs: Sequence[Run], measures: Sequence[RunMeasures], settings: Sequence[Setting]) -> Table:
@@ -63,12 +50,12 @@ def runs_table(runs: Sequence[Run], measures: Sequence[RunMeasures], settings: S
         rows.append([
             str(place), *(setting.texts[place] for setting in settings),
             *(_estimated(measured.ms_per_token(mode)) for mode in (PLAIN, SPECULATIVE)),
-            _estimated(measured.speedup, unit="x"), _number(summary.forecast.speedup if fast else None, "x"),
+            _estimated(measured.speedup, unit="x"), number(summary.forecast.speedup if fast else None, "x"),
             f"{measured.num_faster} of {num_pairs}" if num_pairs else "", _estimated(measured.acceptance, places=3),
-            _number(fast.tokens_per_round if fast else None), str(summary.num_prompts), str(summary.num_new_tokens),
+            number(fast.tokens_per_round if fast else None), str(summary.num_prompts), str(summary.num_new_tokens),
             run.name, run.status,
         ])  # fmt: skip
-    return _table(columns, rows, 1 + len(settings))
+    return table(columns, rows, 1 + len(settings))
 
 
 def percentiles_table(measures: Sequence[RunMeasures], settings: Sequence[Setting]) -> Table:
@@ -77,10 +64,10 @@ def percentiles_table(measures: Sequence[RunMeasures], settings: Sequence[Settin
     for place, measured in enumerate(measures):
         names = [str(place), *(setting.texts[place] for setting in settings)] if heads else []
         for name, mode in measured.modes.items():
-            figures = map(_number, mode.ms_percentiles + mode.first_token_percentiles)
+            figures = map(number, mode.ms_percentiles + mode.first_token_percentiles)
             rows.append([*names, name, str(mode.num_completions), *figures])
     ends = [f"p{percentile}, {kind}" for kind in ("ms/token", "ms to first token") for percentile in PERCENTILES]
-    return _table([*heads, "mode", "completions", *ends], rows, len(heads) + 1)
+    return table([*heads, "mode", "completions", *ends], rows, len(heads) + 1)
 
 
 def runs_to_csv(runs: Sequence[Run], measures: Sequence[RunMeasures], settings: Sequence[Setting]) -> str:
@@ -117,7 +104,8 @@ def _spread(name: str, values: Sequence[float | None] | None) -> dict[str, objec
     return {f"{name}_p{p}": value for p, value in zip(PERCENTILES, values or [None] * len(PERCENTILES), strict=True)}
 
 
-def _number(value: float | None, unit: str = "") -> str:
+def number(value: float | None, unit: str = "") -> str:
+    """A figure of a table; empty if it was not measured."""
     return decimal(value, unit=unit, missing="")
 
 

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from llama_ssp.architectures.matrices import DRAFT_WHOLE
 from llama_ssp.cpu.threads import ThreadChoice
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import NullRunner, Runner
@@ -15,10 +16,10 @@ from llama_ssp.ranks.comms import Comm, Mesh, build_mesh
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World, has_own_threads, on_all_cores
 from llama_ssp.run.checkpoints import Source
-from llama_ssp.run.jobs import JobMaker
+from llama_ssp.run.requests import RequestMaker
 from llama_ssp.settings.drafters import drafts, has_own_tokenizer
 from llama_ssp.settings.layout import lay_out_replica, may_capture
-from llama_ssp.settings.schema import DRAFT_WHOLE, RunConfig, TargetKind
+from llama_ssp.settings.schema import RunConfig, TargetKind
 from llama_ssp.speculate.drafters.limited import LimitedDrafter
 from llama_ssp.speculate.drafters.maker import make_drafters, tree_of
 from llama_ssp.speculate.drafters.shared import AheadDrafter, BatchSplit
@@ -76,9 +77,9 @@ class Models:
         return draft if draft < target else None
 
     @property
-    def job_maker(self) -> JobMaker:
+    def request_maker(self) -> RequestMaker:
         """Encodes prompts for the target."""
-        return JobMaker(tokenizer=self.tokenizer, context=self.context, vocab_size=self.target.vocab_size)
+        return RequestMaker(tokenizer=self.tokenizer, context=self.context, vocab_size=self.target.vocab_size)
 
 
 def context_of(sources: Sequence[Source | None], config: RunConfig) -> tuple[int, str]:

@@ -1,16 +1,15 @@
 """Prompts that leave no room for their new tokens: refused by their lines, left out, or cut. Imports no torch."""
 
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llama_ssp.architectures.model_files import TOKENIZER_FILE
 from llama_ssp.architectures.reading import read_config
+from llama_ssp.catalogue import ModelConfig, read_path
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.run.prompts import Prompt, read_prompts
-from llama_ssp.settings.catalogue import read_path
-from llama_ssp.settings.schema import ModelConfig, RunConfig, TooLong, WeightsKind
+from llama_ssp.settings.schema import RunConfig, TooLong, WeightsKind
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -56,7 +55,7 @@ def named(prompts: Sequence[Prompt]) -> str:
 def check_lengths(config: RunConfig) -> None:
     """Refuse prompts whose own text is too long for the target before a rank starts, where its files are here.
 
-    What templates and answers add is counted in `jobs`. Raises ConfigError, and as `read_prompts`.
+    What templates and answers add is counted in `requests`. Raises ConfigError, and as `read_prompts`.
     """
     # A pipe can be read once only.
     is_known = config.prompt is not None or (config.prompts is not None and Path(config.prompts).is_file())
@@ -88,19 +87,15 @@ def check_lengths(config: RunConfig) -> None:
 
 def _tokenizer(model: ModelConfig) -> "Tokenizer | None":
     """The tokenizer of a model whose files are on this machine."""
-    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - few runs need these
-    from tokenizers import Tokenizer  # noqa: PLC0415
+    from tokenizers import Tokenizer  # noqa: PLC0415 - few runs need these
 
-    file: object = None
-    if model.path is not None:
-        file = read_path(model.path) / TOKENIZER_FILE
-    elif model.shipped:
-        file = Path(str(files("llama_ssp"))) / "shipped" / model.name / TOKENIZER_FILE
-    elif model.hub_id:
-        file = try_to_load_from_cache(model.hub_id, TOKENIZER_FILE, revision=model.revision)
+    from llama_ssp.weights import hub  # noqa: PLC0415
+
     try:
-        tokenizer = Tokenizer.from_file(str(file))
+        folder = hub.folder_here(model)
+        tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE)) if folder else None
     except Exception:  # noqa: BLE001 - of any kind: a faulty file is refused where it is read
         return None
-    tokenizer.no_truncation()
+    if tokenizer:
+        tokenizer.no_truncation()
     return tokenizer

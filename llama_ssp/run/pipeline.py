@@ -26,10 +26,10 @@ from llama_ssp.run.checkpoints import find_sources, with_number_formats
 from llama_ssp.run.decoders import context_of, load_models
 from llama_ssp.run.generation import note_on, with_model_sampling
 from llama_ssp.run.interruption import interruptible, stopping_on_signals
-from llama_ssp.run.jobs import JobMaker, PromptTask
 from llama_ssp.run.lengths import named
 from llama_ssp.run.opening import joined
 from llama_ssp.run.prompts import Prompt, is_interactive, read_prompts
+from llama_ssp.run.requests import PromptRequest, RequestMaker
 from llama_ssp.run.results import finalize, pass_gate
 from llama_ssp.run.resuming import check_lines, check_models, check_texts
 from llama_ssp.run.session import Session
@@ -47,8 +47,8 @@ from llama_ssp.settings.schema import (
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.terminal.terminal import Terminal
 
-Task: TypeAlias = Callable[[Session, list[PromptTask]], None]
-"""A task with loaded models, the same on every rank, for all jobs or for those of one typed prompt.
+Task: TypeAlias = Callable[[Session, list[PromptRequest]], None]
+"""A task with loaded models, the same on every rank, for all requests or for those of one typed prompt.
 
 It raises InterruptedRun on every rank if stopped.
 """
@@ -68,6 +68,8 @@ def run(config: RunConfig, clock: StartClock) -> bool:
     clock.reach("imported_s")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    # DeepSpeed, where it is installed, logs to standard output, which is reserved for texts.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     with joined(config, clock) as (world, terminal, folder, phase):
         task, setting = task_of(config), f"task={config.task.name}"
         if not task.needs_models:
@@ -76,7 +78,7 @@ def run(config: RunConfig, clock: StartClock) -> bool:
                 terminal.say(message)
             return False
         do_task: Task = imported(task.run, setting=setting)
-        session, jobs = _load(config, world, terminal, folder, phase=phase, clock=clock)
+        session, requests = _load(config, world, terminal, folder, phase=phase, clock=clock)
 
         def agree(stops: bool) -> bool:
             return any(world.comm.gather_text("stop" if stops else ""))
@@ -85,10 +87,10 @@ def run(config: RunConfig, clock: StartClock) -> bool:
         try:
             heeding = stopping_on_signals(session.stop_request, tell=world.watch.ask_to_stop, agree=agree)
             with heeding as stop, terminal.while_read(stop):
-                if jobs is None:
+                if requests is None:
                     _converse(session, do_task)
                 else:
-                    do_task(session, jobs)
+                    do_task(session, requests)
         except InterruptedRun as error:
             interruption = error
         finalize(session)
@@ -102,8 +104,8 @@ def run(config: RunConfig, clock: StartClock) -> bool:
 
 def _load(
     config: RunConfig, world: World, terminal: Terminal, folder: RunFolder | None, *, phase: Phase, clock: StartClock
-) -> tuple[Session, list[PromptTask] | None]:
-    """Read the prompts, forecast the run and load its models; jobs are None if prompts are typed one by one."""
+) -> tuple[Session, list[PromptRequest] | None]:
+    """Read the prompts, forecast the run and load its models; requests are None if prompts are typed one by one."""
     if config.placement.auto:
         _choose_placement(config, world, terminal)
     sources = find_sources(config, world)
@@ -121,41 +123,41 @@ def _load(
     finished = frozenset((index, mode, sample) for index, mode, sample in keys)
     target = sources[0]
     context, whose = context_of(sources, config)
-    maker = JobMaker(
+    maker = RequestMaker(
         tokenizer=target.tokenizer, context=context, whose=whose, vocab_size=target.origin.shape.vocab_size
     )
-    jobs = _read_jobs(config, world, terminal, folder, maker)
+    requests = _read_requests(config, world, terminal, folder, maker)
     if note := note_on(config.sampling, generation or {}):
         terminal.say(note)
-    config = dry_run.with_filled_rows(config, num_completions=len(jobs) if jobs else config.num_samples)
-    plan = _make_plan(config, world, terminal, jobs)
+    config = dry_run.with_filled_rows(config, num_completions=len(requests) if requests else config.num_samples)
+    plan = _make_plan(config, world, terminal, requests)
     clock.reach("checked_s")
     memory = MemoryWatch(world.device)
     with terminal.loading() as progress, memory.closely():
         models = load_models(config, world, sources, progress=progress)
     clock.reach("loaded_s")
     if models.draft_context and config.draft.model:
-        requests = [job.request for job in jobs or ()]
-        longest = max([len(each.prompt_ids) + each.max_new_tokens for each in requests], default=models.context)
+        lengths = [len(request.prompt_ids) + request.max_new_tokens for request in requests or ()]
+        longest = max(lengths, default=models.context)
         said = outgrown(config.draft.model.name, models.draft_context, config.speculation.most_steps, longest=longest)
         if said:
             terminal.say(said)
     phase.doing, phase.limit = "decoding", f"timeouts.decode_s={config.timeouts.decode_s:g}"
-    num_prompts = None if jobs is None else len({job.request.index for job in jobs})
+    num_prompts = None if requests is None else len({request.index for request in requests})
     session = Session(
         config, world=world, models=models, terminal=terminal, folder=folder, finished=finished,
         num_prompts=num_prompts, plan=plan, start_clock=clock, memory=memory,
     )  # fmt: skip
-    return session, jobs
+    return session, requests
 
 
 def _choose_placement(config: RunConfig, world: World, terminal: Terminal) -> None:
     """Let rank 0 choose for all ranks: nodes may differ in what they know of the machine."""
 
     def choose() -> list[object]:
-        job, sentence = dry_run.choose_for_run(config, world_size=world.comm.size, on_cpu=world.device.type == "cpu")
+        spec, sentence = dry_run.choose_for_run(config, world_size=world.comm.size, on_cpu=world.device.type == "cpu")
         terminal.say(sentence)
-        return [job.target_ranks, job.draft_ranks, job.draft_kind.name]
+        return [spec.target_ranks, spec.draft_ranks, spec.draft_kind.name]
 
     target_ranks, draft_ranks, kind = from_rank_0(world.comm, choose)
     config.placement = PlacementConfig(
@@ -165,9 +167,9 @@ def _choose_placement(config: RunConfig, world: World, terminal: Terminal) -> No
     )
 
 
-def _read_jobs(
-    config: RunConfig, world: World, terminal: Terminal, folder: RunFolder | None, maker: JobMaker
-) -> list[PromptTask] | None:
+def _read_requests(
+    config: RunConfig, world: World, terminal: Terminal, folder: RunFolder | None, maker: RequestMaker
+) -> list[PromptRequest] | None:
     """Read and encode the prompts, the same on every rank; None if they will be typed one by one."""
 
     def read() -> list[dict[str, object]] | None:
@@ -182,14 +184,14 @@ def _read_jobs(
         return None
     with raise_on_all_ranks(world.comm):
         prompts = [Prompt(**record) for record in records]
-        jobs = maker.jobs(prompts, config)
-        kept = {job.request.index for job in jobs}
+        requests = maker.requests(prompts, config)
+        kept = {request.index for request in requests}
         if left_out := [prompt for index, prompt in enumerate(prompts) if index not in kept]:
             sentence = f"too long for the context, and left out: {named(left_out)}"
-            if not jobs:
+            if not requests:
                 raise ConfigError(sentence)
             terminal.say(sentence)
-    return jobs
+    return requests
 
 
 def _measure_once(world: World) -> None:
@@ -202,7 +204,9 @@ def _measure_once(world: World) -> None:
                 keep_speeds(cpu_speeds())
 
 
-def _make_plan(config: RunConfig, world: World, terminal: Terminal, jobs: list[PromptTask] | None) -> Plan | None:
+def _make_plan(
+    config: RunConfig, world: World, terminal: Terminal, requests: list[PromptRequest] | None
+) -> Plan | None:
     """Plan this run; None for an unknown machine. Raises CapacityError if it cannot fit."""
     if world.device.type == "cpu" and not config.hardware:
         _measure_once(world)
@@ -216,7 +220,7 @@ def _make_plan(config: RunConfig, world: World, terminal: Terminal, jobs: list[P
             return None
         if not config.hardware and machine.device == "cuda":  # nvidia-smi lists the GPUs that this rank sees
             machine = replace(machine, num_gpus=max(machine.num_gpus, world.ranks.local_size))
-        lengths = [len(job.request.prompt_ids) for job in jobs] if jobs else [dry_run.TYPED_TOKENS]
+        lengths = [len(request.prompt_ids) for request in requests] if requests else [dry_run.TYPED_TOKENS]
         plan = dry_run.plan_of_run(config, world_size=world.comm.size, machine=machine, lengths=lengths)
         if world.comm.rank == 0:
             link = machine.link
@@ -224,14 +228,14 @@ def _make_plan(config: RunConfig, world: World, terminal: Terminal, jobs: list[P
             _log.info("forecast for hardware %s: links of %.4g GB/s and %.3g us (%s)", machine.name,
                       link.bandwidth_bytes_per_s / 1e9, 1e6 * link.latency_s, source)  # fmt: skip
         require_room(plan, words=dry_run.settings_of_run(config))
-        for warning in slower_overlapped(plan.job, plan.hardware, plan.timing):
+        for warning in slower_overlapped(plan.spec, plan.hardware, plan.timing):
             terminal.say(f"warning: {warning}")
     return plan
 
 
 def _converse(session: Session, complete: Task) -> None:
     """Ask for a prompt and `complete` it until Ctrl-D or Ctrl-C; a resumed folder continues its numbering."""
-    comm, config, maker = session.world.comm, session.config, session.models.job_maker
+    comm, config, maker = session.world.comm, session.config, session.models.request_maker
     index = 1 + max((index for index, _, _ in session.finished), default=-1)
     by_index = {line.index: line.prompt for line in session.folder.lines} if session.folder else {}
     # All ranks know the prompts of the folder, since equal ones are counted.
@@ -251,10 +255,10 @@ def _converse(session: Session, complete: Task) -> None:
             return
         whole = [*asked, Prompt(text=text)]
         try:
-            jobs = maker.jobs(whole, config, first_index=index - len(asked))
+            requests = maker.requests(whole, config, first_index=index - len(asked))
         except ConfigError as error:
             session.terminal.say(str(error))
             continue
         asked = whole
-        complete(session, [job for job in jobs if job.request.index == index])
+        complete(session, [request for request in requests if request.index == index])
         index += 1

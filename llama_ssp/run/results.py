@@ -80,7 +80,7 @@ def finalize(session: Session) -> None:
     )  # fmt: skip
     gains_of = partial(round_gains, num_draft_tokens=most_drafted) if activities else None
     summary = summarise(
-        facts, folder.lines, folder.rows, evaluation=session.evaluation, activities=activities,
+        facts, folder.lines, folder.cells, evaluation=session.evaluation, activities=activities,
         excerpts=excerpts(folder.lines, session.models.tokenizer, gains_of=gains_of),
         num_draft_tokens=most_drafted if session.models.drafts else 0,
     )  # fmt: skip
@@ -111,7 +111,7 @@ def _activities(session: Session) -> list[RankActivity]:
             rank=comm.rank, rounds_s=decoder.rounds_s, waited_s=decoder.clock.waited_s, num_rounds=decoder.num_rounds,
             draft_cpu_s=decoder.clock.draft_cpu_s,
         )  # fmt: skip
-    return [RankActivity(**json.loads(each)) for each in comm.gather_text(json.dumps(asdict(own)))]
+    return [RankActivity(**json.loads(text)) for text in comm.gather_text(json.dumps(asdict(own)))]
 
 
 def excerpts(

@@ -11,8 +11,8 @@ from llama_ssp.reports import reading
 from llama_ssp.reports.folder import MODELS_FILE, RunFolder
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
 from llama_ssp.run.checkpoints import Source
-from llama_ssp.run.jobs import JobMaker, ids_of
 from llama_ssp.run.prompts import EXCERPT, Message, Prompt
+from llama_ssp.run.requests import RequestMaker, ids_of
 from llama_ssp.settings.drafters import drafts
 from llama_ssp.settings.schema import Resume, RunConfig, WeightsKind
 from llama_ssp.settings.tasks import task_of
@@ -45,7 +45,7 @@ def check_models(folder: RunFolder, sources: tuple[Source, Source | None], confi
     """
     target, draft = sources
     now = _Models(target=_files_of(target, config), draft=_files_of(draft, config) if draft else None)
-    if (folder.lines or folder.rows) and config.resume is not Resume.anyway:
+    if (folder.lines or folder.cells) and config.resume is not Resume.anyway:
         kept = folder.read_kept(MODELS_FILE)
         if kept is None:
             raise ConfigError(
@@ -119,7 +119,7 @@ def check_lines(lines: Sequence[CompletionLine], config: RunConfig, prompts: Seq
 
 
 def check_texts(
-    lines: Sequence[CompletionLine], config: RunConfig, prompts: Sequence[Prompt] | None, maker: JobMaker
+    lines: Sequence[CompletionLine], config: RunConfig, prompts: Sequence[Prompt] | None, maker: RequestMaker
 ) -> None:
     """Raise ConfigError for a completion that has an id the model lacks, or a text that is not that of its ids.
 

@@ -22,8 +22,7 @@ from llama_ssp.ranks.world import World
 from llama_ssp.reports.folder import RunFolder
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine, Evaluation, LineKey
 from llama_ssp.run.decoders import Models, build_decoder
-from llama_ssp.run.jobs import PromptTask, in_turns
-from llama_ssp.run.prompts import Prompt
+from llama_ssp.run.requests import PromptRequest, in_turns
 from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings.schema import RunConfig
@@ -39,7 +38,7 @@ _WARMUP_TOKENS, _SHORT_PROMPT = 8, 16
 class Viewer:
     """Shows completions as they come; this one shows nothing."""
 
-    def begin(self, job: PromptTask, mode: str) -> None:
+    def begin(self, request: PromptRequest, mode: str) -> None:
         """Begin a completion; only called when streaming."""
 
     def show(self, pieces: list[Piece]) -> None:
@@ -112,39 +111,39 @@ class Session:
         return self.decoders[mode]
 
     @torch.inference_mode()
-    def warm_up(self, jobs: Sequence[PromptTask], modes: Sequence[str], *, num_jobs: int = 0) -> None:
-        """Make caches for all jobs and modes, and keep tracing, capture and first uses out of the times that follow.
+    def warm_up(self, requests: Sequence[PromptRequest], modes: Sequence[str], *, num_requests: int = 0) -> None:
+        """Make caches for all requests and modes; keep tracing, capture and first uses out of the times that follow.
 
-        A mode that is not warm yet completes `num_jobs` jobs by a few tokens, or without any the beginning of the first
-        prompt by one; nothing of them is shown or recorded.
+        A mode that is not warm yet completes `num_requests` requests by a few tokens, or without any the beginning of
+        the first prompt by one; nothing of them is shown or recorded.
         """
         # All caches come first: one that grows for a later mode would drop what an earlier one has captured.
-        decoders = {mode: self.ready_decoder(mode, jobs) for mode in modes}
+        decoders = {mode: self.ready_decoder(mode, requests) for mode in modes}
         for decoder in decoders.values():
-            decoder.warm_up([job.request for job in jobs])
-        first = jobs[0].request
+            decoder.warm_up(requests)
+        first = requests[0]
         brief = [
-            replace(job.request, max_new_tokens=min(_WARMUP_TOKENS, job.request.max_new_tokens))
-            for job in jobs[:num_jobs]
+            replace(request, max_new_tokens=min(_WARMUP_TOKENS, request.max_new_tokens))
+            for request in requests[:num_requests]
         ] or [replace(first, prompt_ids=first.prompt_ids[:_SHORT_PROMPT], max_new_tokens=1)]
         for mode, request in product([mode for mode in modes if mode not in self._warm], brief):
             for _ in decoders[mode].run([request], to_length=True):
                 pass
         self._warm |= {*modes}
 
-    def ready_decoder(self, mode: str, jobs: Sequence[PromptTask]) -> Decoder:
-        """The decoder of a mode, with caches for all jobs; see `make_ready`."""
+    def ready_decoder(self, mode: str, requests: Sequence[PromptRequest]) -> Decoder:
+        """The decoder of a mode, with caches for all requests; see `make_ready`."""
         decoder = self.decoder(mode)
-        make_ready(decoder, [job.request for job in jobs], self.config, comm=self.world.comm, folder=self.folder)
+        make_ready(decoder, requests, self.config, comm=self.world.comm, folder=self.folder)
         return decoder
 
     @contextmanager
     def showing_progress(
-        self, jobs: Sequence[PromptTask], modes: Sequence[str], *, shows_texts: bool
+        self, requests: Sequence[PromptRequest], modes: Sequence[str], *, shows_texts: bool
     ) -> Iterator[None]:
-        """Show the progress of jobs during the block, which completes them in each mode; `shows_texts` if it prints."""
-        num_done = {mode: sum(job.key(mode) in self.finished for job in jobs) for mode in modes}
-        paces = {mode: Pace(num_total=len(jobs), num_done=num_done[mode]) for mode in modes}
+        """Show progress during the block, which completes requests in each mode; `shows_texts` if it prints."""
+        num_done = {mode: sum(request.line_key(mode) in self.finished for request in requests) for mode in modes}
+        paces = {mode: Pace(num_total=len(requests), num_done=num_done[mode]) for mode in modes}
         unit = "prompts" if self.config.num_samples == 1 else "completions"
         with self.terminal.decoding(
             paces, max_new_tokens=self.config.max_new_tokens, unit=unit, shows_texts=shows_texts
@@ -152,26 +151,26 @@ class Session:
             yield
 
     @torch.inference_mode()
-    def complete(self, jobs: Sequence[PromptTask], mode: str, viewer: Viewer) -> None:
-        """Decode, show and record the jobs that are not recorded yet; one by one and streamed if the batch size is one.
+    def complete(self, requests: Sequence[PromptRequest], mode: str, viewer: Viewer) -> None:
+        """Decode, show and record the requests without a record; one by one and streamed if the batch size is one.
 
-        A later turn of a conversation follows the answers to earlier ones, of the same mode and sample, which `jobs`
-        have too or an earlier call had.
+        A later turn of a conversation follows the answers to earlier ones, of the same mode and sample, which
+        `requests` have too or an earlier call had.
 
         Raises InterruptedRun on every rank, after the round in which the deciding rank stopped, and SspError on rank 0
         if the records cannot be written.
         """
         mesh, num_replicas = self.models.mesh, self.config.placement.num_replicas
-        todo = [job for job in jobs if job.key(mode) not in self.finished]
+        todo = [request for request in requests if request.line_key(mode) not in self.finished]
         for group in in_turns(todo, keeps_order=self.streams):
             whole = self._with_answers(group, mode)
             if mode not in self._warm:
                 self.warm_up(whole, [mode])
             decoder = self.ready_decoder(mode, whole)
-            recorder = _Recorder(self, viewer, whole, mode)
+            recorder = _Recorder(self, viewer, mode)
             if self.progress:
                 self.progress.restart_clock()
-            share = [job.request for job in whole][mesh.number :: num_replicas]
+            share = whole[mesh.number :: num_replicas]
             self._count_experts(-1)
             for updates in decoder.run(share) if share else ():
                 for update in updates:
@@ -186,28 +185,32 @@ class Session:
         if self.experts_read_3 is not None and counted_3 is not None:
             self.experts_read_3.add_(counted_3, alpha=sign)
 
-    def _with_answers(self, jobs: Sequence[PromptTask], mode: str) -> list[PromptTask]:
+    def _with_answers(self, requests: Sequence[PromptRequest], mode: str) -> list[PromptRequest]:
         """Put the answers to earlier turns, which rank 0 has recorded, into the prompts of later ones."""
-        if not any(job.source.earlier for job in jobs):
-            return [*jobs]
+        if not any(request.source.earlier for request in requests):
+            return [*requests]
 
         def answers() -> list[list[str]]:
             recorded = {line.key: line.text for line in self.folder.lines} if self.folder else {}
-            return [[recorded[index, mode, job.request.sample] for index in job.earlier_indices] for job in jobs]
+            return [
+                [recorded[index, mode, request.sample] for index in request.earlier_indices] for request in requests
+            ]
 
         all_answers = from_rank_0(self.world.comm, answers)
-        maker = self.models.job_maker
-        return [maker.with_answers(job, texts, self.config) for job, texts in zip(jobs, all_answers, strict=True)]
+        maker = self.models.request_maker
+        return [
+            maker.with_answers(request, texts, self.config)
+            for request, texts in zip(requests, all_answers, strict=True)
+        ]
 
 
 class _Recorder:
-    """Shows jobs as they are decoded, and records them: those of this replica, and on rank 0 those of all."""
+    """Shows requests as they are decoded, and records them: those of this replica, and on rank 0 those of all."""
 
-    def __init__(self, session: Session, viewer: Viewer, jobs: Sequence[PromptTask], mode: str) -> None:
+    def __init__(self, session: Session, viewer: Viewer, mode: str) -> None:
         self._session = session
         self._viewer = viewer
         self._mode = mode
-        self._jobs = {(job.request.index, job.request.sample): job for job in jobs}
         self._texts: dict[tuple[int, int], IncrementalText] = {}
         num_replicas = session.config.placement.num_replicas
         self._to_line = partial(
@@ -221,34 +224,34 @@ class _Recorder:
 
     def take(self, update: Update) -> None:
         """Count new tokens of a completion of this replica, show them, and enter the completion at its end."""
-        session, completion = self._session, update.completion
+        session, completion, request = self._session, update.completion, _of_prompt(update.completion)
         if session.num_prompts is not None:
             session.start_clock.reach("first_token_s")
         if session.progress:
             session.progress.advance(self._mode, len(update.new_ids))
-        key = (completion.request.index, completion.request.sample)
+        key = (request.index, request.sample)
         if session.streams and session.folder:
             if key not in self._texts:
-                self._texts[key] = IncrementalText(session.models.tokenizer, completion.request.prompt_ids)
-                self._viewer.begin(self._jobs[key], self._mode)
+                self._texts[key] = IncrementalText(session.models.tokenizer, request.prompt_ids)
+                self._viewer.begin(request, self._mode)
             self._viewer.show(self._texts[key].push(update.new_ids, num_accepted=update.num_drafted))
             if completion.finish_reason:
                 self._viewer.show(self._texts[key].flush())
         if completion.finish_reason:
-            self._enter(self._jobs[key], completion)
+            self._enter(completion)
 
-    def _enter(self, job: PromptTask, completion: RowCompletion) -> None:
+    def _enter(self, completion: RowCompletion) -> None:
         """Record a completion of this replica, or send it to rank 0, and record what others have sent."""
         session, exchange = self._session, self._exchange
         session.memory.sample()
         session.num_reused_tokens += completion.num_reused_tokens
         session.num_read_tokens += len(completion.request.prompt_ids) - completion.num_reused_tokens
         if session.folder:
-            self._keep(self._to_line(job.source, completion))
+            self._keep(self._to_line(completion))
             for text in exchange.fetch() if exchange else ():
                 self._keep_text(text)
         elif exchange:
-            exchange.tell(self._to_line(job.source, completion).to_json().decode())
+            exchange.tell(self._to_line(completion).to_json().decode())
 
     def close(self, *, stopped: bool) -> bool:
         """Wait for all replicas; returns whether this one, or any, was stopped."""
@@ -268,12 +271,17 @@ class _Recorder:
             self._session.progress.end(line.mode, num_tokens=line.num_new_tokens, ms=line.ms)
 
 
+def _of_prompt(completion: RowCompletion) -> PromptRequest:
+    assert isinstance(completion.request, PromptRequest), "a session decodes no other requests"
+    return completion.request
+
+
 def to_line(
-    prompt: Prompt, completion: RowCompletion, *, mode: str, tokenizer: PreTrainedTokenizerBase, num_copies: int,
-    adapts: bool = False,
-) -> CompletionLine:  # fmt: skip
+    completion: RowCompletion, *, mode: str, tokenizer: PreTrainedTokenizerBase, num_copies: int, adapts: bool = False
+) -> CompletionLine:
     """A line of `run.jsonl`; `num_copies` replicas share the wall time; a run that `adapts` has a K for each round."""
-    request, part_s = completion.request, completion.part_s
+    request, part_s = _of_prompt(completion), completion.part_s
+    prompt = request.source
     return CompletionLine(
         index=request.index, sample=request.sample, mode=mode, prompt=prompt.text,
         text=decode_after(tokenizer, request.prompt_ids, completion.token_ids),

@@ -7,17 +7,18 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from statistics import linear_regression
 from typing import Any
 
 from llama_ssp.architectures.engine import CATCH_UP_CHUNK
 from llama_ssp.errors import ConfigError
-from llama_ssp.planning.acceptance import expected, pair_of_run
+from llama_ssp.planning.acceptance import expected
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.failures import from_rank_0
 from llama_ssp.reports.folder import COSTS_FILE, RunFolder
 from llama_ssp.reports.reading import read_json
+from llama_ssp.settings.drafters import draft_name
 from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, RunConfig, WeightsKind
 from llama_ssp.speculate.engine.adaptive import AdaptiveLength, RoundCosts
 from llama_ssp.speculate.engine.loop import Decoder
@@ -77,14 +78,14 @@ def tune(decoder: Decoder, config: RunConfig, *, comm: Comm, num_slots: int, fol
 
 def _expected_acceptance(config: RunConfig) -> list[float]:
     """Return the acceptance of each drafter, before anything is drafted."""
-    pair = pair_of_run(config)
-    first = expected(pair).probability
+    figure = partial(expected, config.model.name, temperature=config.sampling.temperature)
+    first = figure(str(draft_name(config.draft)), has_model=config.draft.model is not None).probability
     if config.weights is WeightsKind.synthetic:
         first = config.agreement
     if config.speculation.acceptance is not None:
         first = config.speculation.acceptance
     fallback = config.draft.fallback
-    behind = [expected(replace(pair, draft=fallback, has_model=False)).probability] if fallback else []
+    behind = [figure(fallback, has_model=False).probability] if fallback else []
     return [first, *behind]
 
 
@@ -106,7 +107,7 @@ def _measure_costs(decoder: Decoder, choices: list[DraftChoice], *, comm: Comm, 
                 fastest[choice] = min(fastest[choice], seconds)
         if repetition > _NUM_WARM:
             is_enough = time.perf_counter() - started > _ENOUGH_S
-            left = [] if is_enough else [place for place, each in enumerate(timed) if _may_gain(each, fastest)]
+            left = [] if is_enough else [place for place, choice in enumerate(timed) if _may_gain(choice, fastest)]
             timed = [timed[place] for place in json.loads(comm.broadcast_text(json.dumps(left), src=0))]
             if not timed:
                 break
@@ -126,7 +127,7 @@ def _may_gain(choice: DraftChoice, fastest: dict[DraftChoice, float]) -> bool:
 
 
 def _on_a_line(seconds: dict[DraftChoice, float], *, fitted: list[DraftChoice]) -> dict[DraftChoice, float]:
-    """Smooth the times of a drafter's rounds: each drafted token costs a draft step and a row of verification."""
+    """Smooth the times of a drafter's rounds: each drafted token costs a draft step and a position of verification."""
     if len(fitted) < 2:  # noqa: PLR2004 - points of a line
         return seconds
     slope, first = linear_regression([choice.num_tokens for choice in fitted], [seconds[choice] for choice in fitted])

@@ -1,7 +1,7 @@
 """From the words of a command line to the dataclasses of `schema`: the only module that knows Hydra.
 
-Hydra composes the options that the words choose, such as `model=7B`, from the files in `conf` and those of the user.
-Every other word sets a value in the result, so that all mistakes are reported at once.
+Hydra composes the options that the words choose, such as `model=7B`, which `catalogue` reads for it. Every other word
+sets a value in the result, so that all mistakes are reported at once.
 """
 
 import io
@@ -34,10 +34,11 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from llama_ssp import catalogue
+from llama_ssp.catalogue import GGUF, GGUF_ALONE, GROUPS, LOCAL, is_folder, is_hub_id
 from llama_ssp.errors import ConfigError, one_message, similar_name, unknown_name
 from llama_ssp.machines import hardware
-from llama_ssp.settings import catalogue, schema
-from llama_ssp.settings.catalogue import GGUF, GGUF_ALONE, GROUPS, LOCAL, is_folder, is_hub_id
+from llama_ssp.settings import schema
 from llama_ssp.settings.drafters import MTP_DRAFTS, NO_MTP, ModelDraftConfig, drafter_of, drafters, problem_of
 from llama_ssp.settings.foreign import FOREIGN
 from llama_ssp.settings.schema import DERIVED, MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig, SlurmConfig
@@ -68,7 +69,7 @@ class Composed:
 
 
 def compose(words: Sequence[str], *, multirun: bool = False, root: str = "config") -> list[Composed]:
-    """Compose the settings of a run, or with `multirun` one for each combination of values.
+    """Compose the settings of a run, with `multirun` for each combination of values, or of a plan for each machine.
 
     A setting of the chosen task needs no `task.`, and takes the task's name instead. The text of `prompt=TEXT` is
     everything after the sign, and so are paths, unless they are quoted, null or hold ${...}. `root` is the file of
@@ -81,19 +82,19 @@ def compose(words: Sequence[str], *, multirun: bool = False, root: str = "config
         problems = _unread([text for text, word in read if word is None])
         values = []
         for word in filter(None, (word for _, word in read)):
-            found = [*_problems(word, groups, multirun=multirun)]
+            sweeps = multirun or (root, word.key) == ("plan", "hardware")
+            found = [*_problems(word, groups, multirun=multirun, sweeps=sweeps)]
             problems += found
             values += [] if found else [_values(word)]
         options: dict[tuple[str, ...], DictConfig] = {}
         composed = []
         for choice in product(*values):
-            each = [part for word in choice for part in _expanded(word)]
-            chosen = tuple(word.text for word in each if word.key in groups or word.is_for_hydra)
+            expanded = [part for word in choice for part in _expanded(word)]
+            chosen = tuple(word.text for word in expanded if word.key in groups or word.is_for_hydra)
             if chosen not in options:
-                of_hydra = any(word.is_for_hydra for word in each)
+                of_hydra = any(word.is_for_hydra for word in expanded)
                 options[chosen] = compose_options(root, [*chosen], return_hydra_config=of_hydra)
-            config = deepcopy(options[chosen]) if multirun else options[chosen]
-            composed.append(_composed(config, each, chosen, problems))
+            composed.append(_composed(deepcopy(options[chosen]), expanded, chosen, problems))
     if problems:
         raise ConfigError(one_message([*dict.fromkeys(problems)]))
     return composed
@@ -135,8 +136,8 @@ def parser() -> OverridesParser:
     return OverridesParser.create(hydra.config_loader() if hydra.is_initialized() else None)
 
 
-def _problems(word: _Word, groups: Mapping[str, Sequence[str]], *, multirun: bool) -> Iterator[str]:
-    """Yield why a word is refused whatever the other words are."""
+def _problems(word: _Word, groups: Mapping[str, Sequence[str]], *, multirun: bool, sweeps: bool) -> Iterator[str]:
+    """Yield why a word is refused whatever the other words are; `sweeps` allows it several values."""
     text, key, override = word.text, word.key, word.override
     if override is None:
         return
@@ -150,11 +151,11 @@ def _problems(word: _Word, groups: Mapping[str, Sequence[str]], *, multirun: boo
             )
     elif override.type is not OverrideType.CHANGE or override.package is not None:
         yield f"{text}: all settings exist already and are changed by name=value, without +, ~ or @"
-    elif override.is_sweep_override() and not (multirun and override.is_discrete_sweep()):
-        ways = "separate values by commas" if multirun else "add -m to run one after the other"
+    elif override.is_sweep_override() and not (sweeps and override.is_discrete_sweep()):
+        ways = "separate values by commas" if sweeps else "add -m to run one after the other"
         yield f"{text} gives several values: {ways}, or write a list as [a,b]"
     elif key in groups:
-        names = [each.text.partition("=")[2].strip(" '\"") for each in _values(word) if each.override]
+        names = [value.text.partition("=")[2].strip(" '\"") for value in _values(word) if value.override]
         yield from (problem for name in names for problem in problems_of_option(key, name, groups[key]))
     elif key == _STOPS and isinstance(items := override.value(), list) and not all(isinstance(i, str) for i in items):
         yield f"""{text}: quote items that are not plain words, as in stop_strings='["2.","true"]'"""
@@ -324,9 +325,9 @@ def register(root: str = "config") -> None:
         ConfigStore.instance().store(group="schema", name=name, node=node)
     OmegaConf.register_new_resolver("run_id", run_id, replace=True)
     plugins = Plugins.instance()
-    if _OptionFolders not in plugins.discover(SearchPathPlugin):
-        plugins.register(_OptionFolders)
-        plugins.register(_ModelOptions)
+    if _SearchPath not in plugins.discover(SearchPathPlugin):
+        plugins.register(_SearchPath)
+        plugins.register(_Options)
 
 
 COMPLETIONS = ["=".join(words) for words in product(("install", "uninstall", "query"), ("bash", "zsh", "fish"))]
@@ -354,42 +355,56 @@ def run_id() -> str:
     return time.strftime("%Y-%m-%d_%H-%M-%S") if elastic == "none" else elastic
 
 
-class _OptionFolders(SearchPathPlugin):
-    """Puts the user's folders before the package's, and `_ModelOptions` behind both."""
+class _SearchPath(SearchPathPlugin):
+    """Replaces the folder of options by `_Options`."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        for folder in catalogue.own_folders():
-            search_path.prepend("user", f"file://{folder}", anchor="main")
-        search_path.append("models", "models://")
+        for element in search_path.get_path():
+            if element.provider == "main":
+                element.path = f"{_Options.scheme()}://"
 
 
-class _ModelOptions(ConfigSource):
-    """Options without a file: models of the catalogue as drafts, and ids of the hub; made when they are asked for."""
+class _Options(ConfigSource):
+    """Options as `catalogue` reads them; models of the catalogue are drafts too, and so are ids of the hub."""
 
     @staticmethod
     def scheme() -> str:
-        return "models"
+        return "catalogue"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        group, _, name = config_path.removesuffix(".yaml").partition("/")
-        of_draft = {"defaults": [f"/schema/draft_{MODEL_DRAFT}@_here_", {"/model@model": name}, "_self_"]}
-        option = of_draft | {"kind": MODEL_DRAFT} if group == "draft" else {"name": name, "hub_id": name}
+        group, name = _parts(config_path)
+        package, option = None, dict[str, Any](name=name, hub_id=name)
+        if file := catalogue.find(group, name):
+            option, package = catalogue.option(group, file)
+        elif group == "draft":
+            defaults = [f"/schema/draft_{MODEL_DRAFT}@_here_", {"/model@model": name}, "_self_"]
+            option = {"defaults": defaults, "kind": MODEL_DRAFT}
         return ConfigResult(
-            provider=self.provider, path=self.full_path(), config=OmegaConf.create(option), header={"package": None}
+            provider=self.provider, path=self.full_path(), config=OmegaConf.create(option), header={"package": package}
         )
 
     def is_group(self, config_path: str) -> bool:
-        return config_path.strip("/") == "draft"
+        return any((folder / config_path).is_dir() for folder in catalogue.folders())
 
     def is_config(self, config_path: str) -> bool:
-        group, _, name = config_path.removesuffix(".yaml").partition("/")
-        return (group == "draft" and name in catalogue.names("model")) or (group in GROUPS and is_hub_id(name))
+        group, name = _parts(config_path)
+        is_draft = group == "draft" and name in catalogue.names("model")
+        return is_draft or catalogue.find(group, name) is not None or (group in GROUPS and is_hub_id(name))
 
     def available(self) -> bool:
         return True
 
-    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:  # noqa: ARG002
-        return catalogue.names("model") if self.is_group(config_path) else []
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        group = config_path.strip("/")
+        drafts = catalogue.names("model") if group == "draft" else []
+        names = [*catalogue.names(group), *drafts] if results_filter is not ObjectType.GROUP else []
+        return names + (catalogue.groups(group) if results_filter is not ObjectType.CONFIG else [])
+
+
+def _parts(config_path: str) -> tuple[str, str]:
+    """The group and the name of an option, such as `draft` and `owner/name`."""
+    group, sign, name = config_path.removesuffix(".yaml").partition("/")
+    return (group, name) if sign else ("", group)
 
 
 def _unknown_key(key: str, keys: frozenset[str]) -> str:
@@ -399,7 +414,7 @@ def _unknown_key(key: str, keys: frozenset[str]) -> str:
         owners = [
             name
             for name, task in sorted(task_specs().items())
-            if names[name] != "name" and any(each.name == names[name] for each in fields(task.config))
+            if names[name] != "name" and any(setting.name == names[name] for setting in fields(task.config))
         ]
         if owners:
             return f"{key} has no effect here: it is a setting of task={' and task='.join(owners)}"

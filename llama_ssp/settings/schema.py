@@ -9,11 +9,10 @@ from typing import Any
 
 import yaml
 
-from llama_ssp.settings.fields import made, required, setting
+from llama_ssp.catalogue import ModelConfig
+from llama_ssp.fields import made, setting
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.trees import TreeShape, tree_shape
-from llama_ssp.storage.formats import NO_QUANTIZATION, OWN_DTYPE
-from llama_ssp.storage.stored import StoredFormat
 
 DEFAULT_DRAFT, NO_DRAFT, MODEL_DRAFT = "default", "none", "model"
 """Kinds of draft: the model entry's default, plain decoding, and a smaller model."""
@@ -28,20 +27,6 @@ FROM_MODEL = frozenset({"temperature", "top_k", "top_p", "min_p", "repetition_pe
 ADAPTIVE = "auto"
 ADAPTIVE_LENGTHS = (1, 2, 3, 4, 6, 8)
 """The value of `num_draft_tokens` that chooses K for each round, and the K that it chooses from, besides 0."""
-
-
-class Dtype(Enum):
-    """Number format of weights, activations and cache; `planning.spec.number_format` resolves `auto`."""
-
-    auto = "auto"
-    fp32 = "float32"
-    bf16 = "bfloat16"
-    fp16 = "float16"
-
-    @property
-    def is_short(self) -> bool:
-        """Whether a value has 16 bits."""
-        return self is Dtype.bf16 or self is Dtype.fp16
 
 
 class WeightsKind(Enum):
@@ -60,133 +45,12 @@ class DraftLayout(Enum):
     own_gpu = "own_gpu"
 
 
-class WholeParts(Enum):
-    """Parts that every rank of a cut model holds whole: a collective less in every forward, or in every layer."""
-
-    none = "none"
-    embedding = "embedding"
-    attention = "attention"
-
-    @property
-    def keeps_embedding(self) -> bool:
-        """Whether the embedding is whole."""
-        return self is not WholeParts.none
-
-    @property
-    def keeps_attention(self) -> bool:
-        """Whether attention is whole."""
-        return self is WholeParts.attention
-
-
-DRAFT_WHOLE = WholeParts.embedding  # Of a sharded draft, whose steps are short.
-
-
 class DeviceKind(Enum):
     """Device of the ranks; `auto` uses GPUs if every rank has one."""
 
     auto = "auto"
     cpu = "cpu"
     cuda = "cuda"
-
-
-@dataclass(kw_only=True)
-class ModelShape:
-    """Sizes of a causal language model, named as in its config.json."""
-
-    model_type: str
-    num_hidden_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    max_position_embeddings: int
-    tie_word_embeddings: bool = False
-    # of layers with experts; other layers and models have one MLP of `intermediate_size` units.
-    num_experts: int = 0
-    num_experts_per_tok: int = 0  # experts that read a token.
-    moe_intermediate_size: int = 0  # units of an expert.
-    shared_intermediate_size: int = 0  # units of the MLP beside the experts that reads every token.
-    num_dense_layers: int = 0  # layers without experts.
-    # of a Gemma 4, a letter for each layer: s for one with a window and g for a global one, upper case for one that
-    # reads the keys and values of an earlier one.
-    layer_kinds: str = ""
-    global_head_dim: int = 0  # width of the heads of global layers.
-    num_global_key_value_heads: int = 0
-    attention_k_eq_v: bool = False  # the keys of global layers are their values too.
-    use_double_wide_mlp: bool = False  # where layers read the keys and values of earlier ones.
-    hidden_size_per_layer_input: int = 0  # of an embedding that each layer has for itself.
-    vocab_size_per_layer_input: int = 0
-    latent_width: int = 0  # numbers that every rank caches of a token in a layer, in place of keys and values.
-    spreads_experts: bool = False  # of several ranks, each holds whole ones: placement.target.experts=spread.
-    # of a draft head: the vocabulary and the width of its target; `vocab_size` counts the tokens that it can draft.
-    target_vocab_size: int | None = None
-    target_hidden_size: int | None = None
-    refusal: str = ""  # why runs refuse the model, if they do.
-    # the modules of a family without a record (`architectures.matrices.Inventory`); no setting.
-    modules: Any = field(default=None, metadata={"omegaconf_ignore": True})
-    shares_embedding: bool = False  # of a draft head without an embedding of its own, which reads its target's.
-
-    @property
-    def is_head(self) -> bool:
-        """Whether it is a draft head, which reads hidden states of its target and is no model of its own."""
-        return self.target_vocab_size is not None
-
-    @property
-    def num_token_ids(self) -> int:
-        """Size of the vocabulary that the model reads."""
-        return self.target_vocab_size or self.vocab_size
-
-
-@dataclass(kw_only=True)
-class ModelConfig:
-    """One entry of the catalogue `conf/model`: a checkpoint, its precision and its shape.
-
-    The weights come from exactly one of `path`, `shipped` and `hub_id`; `path` has precedence.
-    """
-
-    name: str = required("the entry's name, the same as that of its file.")
-    hub_id: str | None = setting(None, "repository on the Hugging Face hub.")
-    revision: str | None = setting(None, "its branch, tag or commit; null takes the newest.")
-    path: str | None = setting(None, "a folder to read instead of the hub.")
-    adapter: str | None = setting(
-        None,
-        "a folder with a LoRA adapter as PEFT writes it, or its id on the hub; it is merged into the weights while "
-        "they are loaded.",
-    )
-    shipped: bool = setting(False, "whether the weights come with the package.")
-    dtype: Dtype = setting(
-        Dtype.auto,
-        "fp32, bf16, fp16 or auto. On a CPU auto is fp32 arithmetic, which is fastest there; weights of 16-bit files "
-        "stay in 16 bits. On a GPU auto is gpu_dtype.",
-    )
-    stored_dtype: Dtype = setting(
-        Dtype.auto, "number format of the files where it is known, so that a plan knows how wide a CPU keeps them."
-    )
-    gpu_dtype: Dtype = setting(Dtype.auto, "meaning of dtype=auto on a GPU; auto takes the format of the files.")
-    quantization: str = setting(
-        NO_QUANTIZATION,
-        "storage of the linear layers in the decoder layers: none, int8, nf4 or fp4 (bitsandbytes), int8_weight_only,"
-        " int4_weight_only and fp8_weight_only. Each rank quantizes its own slice while it reads it. "
-        "none keeps a quantized checkpoint as it is stored (compressed-tensors, GPTQ, AWQ, FP8, MXFP4, NVFP4, "
-        "bitsandbytes).",
-    )
-    cache_dtype: str = setting(
-        OWN_DTYPE,
-        "format of keys and values in the cache: auto, which is dtype; bf16 or fp16; int8 or fp8 (E4M3), with a scale"
-        " for each head and token. Fewer bits than dtype's change the last digits of logits, and with them texts.",
-    )
-    default_draft: str | None = setting(None, "entry that draft=default stands for.")
-    target: str | None = setting(None, "of a draft head: entry with the sizes of the model that it was trained for.")
-    trained_for: str | None = setting(
-        None, "that model on the hub, where it is not the entry's own; searches offer no other."
-    )
-    chat: bool = setting(False, "whether the model has a chat template.")
-    gated: bool = setting(False, "whether the hub asks for a login.")
-    shape: ModelShape | None = setting(None, "sizes in the words of config.json; null reads them from the folder.")
-    # the format of linear layers that its files quantize, once somebody has read their config.json; no setting.
-    stored_format: StoredFormat | None = field(default=None, metadata={"omegaconf_ignore": True})
 
 
 @dataclass(kw_only=True)
@@ -532,5 +396,7 @@ _OF_FILES = ("stored_format", "modules")
 
 def to_yaml(config: RunConfig) -> str:
     """Write all settings of a run as YAML, without what only the files of its models say."""
-    settings = asdict(config, dict_factory=lambda entries: {k: each for k, each in entries if k not in _OF_FILES})
+    settings = asdict(
+        config, dict_factory=lambda entries: {name: value for name, value in entries if name not in _OF_FILES}
+    )
     return yaml.dump(settings, Dumper=_Dumper, sort_keys=False, allow_unicode=True)

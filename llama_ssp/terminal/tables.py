@@ -13,7 +13,7 @@ from llama_ssp.reports.records import (
     MEASURE_COLUMNS,
     PLAIN,
     SPECULATIVE,
-    BenchmarkRow,
+    BenchmarkCell,
     Evaluation,
     SpeculativeSummary,
     Summary,
@@ -78,7 +78,7 @@ def summary_table(summary: Summary) -> RenderableType:
     return Group(*parts)
 
 
-def benchmark_table(rows: Sequence[BenchmarkRow]) -> RenderableType:
+def benchmark_table(cells: Sequence[BenchmarkCell]) -> RenderableType:
     """Lay out the cells of a benchmark, one per line."""
     headings = (
         "K", "prompt", "batch", "plain", "fore-\ncast", "gene-\nrate", "specu-\nlative", "fore-\ncast", "assis-\nted",
@@ -86,11 +86,11 @@ def benchmark_table(rows: Sequence[BenchmarkRow]) -> RenderableType:
     )  # fmt: skip
     found = [
         [
-            "-" if row.num_draft_tokens is None else str(row.num_draft_tokens), str(row.prompt_tokens),
-            str(row.batch_size), *(decimal(time) for time in row.columns), decimal(row.tokens_per_round),
-            share(row.other_share), share(row.copy_share),
+            "-" if cell.num_draft_tokens is None else str(cell.num_draft_tokens), str(cell.prompt_tokens),
+            str(cell.batch_size), *(decimal(time) for time in cell.columns), decimal(cell.tokens_per_round),
+            share(cell.other_share), share(cell.copy_share),
         ]
-        for row in rows
+        for cell in cells
     ]  # fmt: skip
     title = "ms/token of a completion, prompt included; generate and assisted are transformers'"
     return Group(Text(title, style="bold"), Text(), _figures(headings, found, padding=0))

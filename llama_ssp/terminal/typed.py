@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from llama_ssp.settings.catalogue import base_dir
+from llama_ssp.catalogue import base_dir
 
 _GOES_ON = "\\"
 _MOST_ENTRIES = 1000

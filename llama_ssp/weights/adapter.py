@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from llama_ssp.architectures.model_files import ADAPTER_FILE, read_json
+from llama_ssp.catalogue import ADAPTER_CONFIG_FILE
 from llama_ssp.errors import CheckpointError, shown
-from llama_ssp.settings.catalogue import ADAPTER_CONFIG_FILE
 from llama_ssp.storage.patterns import Pattern
 from llama_ssp.weights.checkpoint import Checkpoint, of_text, summary
 from llama_ssp.weights.source import StoredTensor, read_header

@@ -26,9 +26,8 @@ from llama_ssp.architectures.model_files import (
     require_folder,
 )
 from llama_ssp.architectures.reading import shape_from
+from llama_ssp.catalogue import ADAPTER_CONFIG_FILE, CONFIG_FILE, GGUF, GGUF_ALONE, ModelConfig, ModelShape
 from llama_ssp.errors import CheckpointError, shown
-from llama_ssp.settings.catalogue import ADAPTER_CONFIG_FILE, CONFIG_FILE, GGUF, GGUF_ALONE
-from llama_ssp.settings.schema import ModelConfig, ModelShape
 from llama_ssp.storage.formats import PackedLayout
 from llama_ssp.storage.stored import QUANTIZATION, layout_of, unreadable
 from llama_ssp.weights.experts import JoinedTensor, join_experts

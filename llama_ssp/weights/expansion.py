@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llama_ssp.architectures.eagle3 import NUM_TAPS
-from llama_ssp.settings.schema import ModelShape
+from llama_ssp.catalogue import ModelShape
 
 SPARE = -1
 _LOWEST, _LIFT = -(2.0**14), 32.0

@@ -17,8 +17,8 @@ from llama_ssp.architectures.model_files import (
     TOKENIZER_FILES,
     read_json,
 )
+from llama_ssp.catalogue import ADAPTER_CONFIG_FILE, CONFIG_FILE
 from llama_ssp.errors import CheckpointError
-from llama_ssp.settings.catalogue import ADAPTER_CONFIG_FILE, CONFIG_FILE
 from llama_ssp.weights.checkpoint import INDEX_FILE, SINGLE_FILE
 
 _SMALL_FILES = (

@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from llama_ssp.architectures.eagle3 import HeadConfig
+from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import CheckpointError
-from llama_ssp.settings.schema import ModelShape
 from llama_ssp.weights.source import TensorFacts, Wanted, WeightSource
 
 EMBEDDING, TOKEN_MAP = "model.embed_tokens.weight", "d2t"

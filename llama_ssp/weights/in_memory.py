@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import ConfigError
-from llama_ssp.settings.schema import ModelShape
 from llama_ssp.weights.checkpoint import shape_of
 from llama_ssp.weights.source import TensorFacts, Wanted
 

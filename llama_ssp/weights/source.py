@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import CheckpointError
-from llama_ssp.settings.schema import ModelShape
 
 _FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 

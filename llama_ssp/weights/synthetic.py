@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 
+from llama_ssp import catalogue
 from llama_ssp.architectures.model_files import AGREEMENT_FILE, read_json
+from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import ConfigError
-from llama_ssp.settings import catalogue
-from llama_ssp.settings.schema import ModelShape
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
 from llama_ssp.weights.expansion import Implant, obstacle

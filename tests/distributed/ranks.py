@@ -18,6 +18,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from benchmarks import decoding
+from llama_ssp import catalogue
+from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError, SspError
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
@@ -26,17 +28,14 @@ from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World, start
 from llama_ssp.run.checkpoints import find_sources
 from llama_ssp.run.decoders import Models, build_decoder, load_models
-from llama_ssp.run.jobs import encode
+from llama_ssp.run.requests import encode
 from llama_ssp.run.tuning import tune
-from llama_ssp.settings import catalogue
 from llama_ssp.settings.drafters import NGRAM_DRAFT, NgramConfig
 from llama_ssp.settings.schema import (
     ADAPTIVE,
     DeviceKind,
     DraftLayout,
     DraftPlacement,
-    Dtype,
-    ModelConfig,
     PlacementConfig,
     RunConfig,
     SamplingConfig,

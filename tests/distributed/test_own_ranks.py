@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.settings import catalogue
+from llama_ssp import catalogue
 from llama_ssp.weights import hub
 from tests.helpers.commands import Popen
 from tests.helpers.disturbed import lines, pid_of_rank, wait_for

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.settings import catalogue
+from llama_ssp import catalogue
 from llama_ssp.weights import hub
 from tests.helpers.commands import run
 from tests.helpers.disturbed import lines

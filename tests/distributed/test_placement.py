@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from llama_ssp.planning.spec import make_job
+from llama_ssp.planning.spec import make_spec
 from llama_ssp.planning.timing import round_messages
 from llama_ssp.storage.formats import formats
 from llama_ssp.weights import hub
@@ -58,7 +58,7 @@ def test_text_is_that_of_one_rank_wherever_target_and_draft_sit(case: Cell, pair
 def test_as_many_bytes_arrive_in_a_round_as_the_planner_says(case: Cell, pairs: Path, seen: Seen) -> None:
     arriving = [placed.round_bytes for placed in seen(case)]
     assert all(len(sizes) == 1 for sizes in arriving), "every round of a cell has the same messages"
-    job = make_job(case.config(pairs), world_size=case.num_ranks, prompt_tokens=8, device="cpu")
+    job = make_spec(case.config(pairs), world_size=case.num_ranks, prompt_tokens=8, device="cpu")
     messages = round_messages(job, job.num_draft_tokens).values()
     assert sum(size for (size,) in arriving) == sum(message.received_bytes for message in messages)
 

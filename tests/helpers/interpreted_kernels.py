@@ -6,7 +6,6 @@
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from copy import deepcopy
 from functools import cache, partial
 from itertools import accumulate, product
 from pathlib import Path
@@ -33,17 +32,14 @@ from llama_ssp.kernels.linear_gpu import choose, product_of_few_rows, unpack_byt
 from llama_ssp.kernels.rows import KeptRows, rows_of
 from llama_ssp.models.huggingface.experts import OwnExperts
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.loading import load_modules
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.quantization import weight_only
 from llama_ssp.models.quantization.precision import Precision
-from llama_ssp.ranks.comms import Comm
 from llama_ssp.speculate.sampling import processors
 from llama_ssp.weights import byte_rows, fp4_rows, int4_rows
-from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.four_bits import rounded
-from tests.helpers.models import build_checkpoint
+from tests.helpers.models import build_checkpoint, load_lean
 from tests.helpers.varlen_attention import varlen_attention
 from tests.unit.models.llama.test_decoder import KINDS, modules, random_ids
 
@@ -166,7 +162,7 @@ def wrong_kernels_are_not_used() -> None:
     for name, wrong in wrongs.items():
         right = getattr(between_gpu, name)
         setattr(between_gpu, name, wrong)
-        runner = LeanRunner(deepcopy(model), comm=Comm.single())
+        runner = load_lean(model)
         runner._use_own_kernels()
         setattr(between_gpu, name, right)
         assert [each for each, kernel in vars(runner._own).items() if not kernel] == [name]
@@ -200,11 +196,7 @@ def choice_of_attention() -> None:
 
 
 def norm_of(weight: Tensor) -> RmsNorm:
-    class Module:
-        variance_epsilon = 1e-2
-
-    Module.weight = weight  # type: ignore[attr-defined]
-    return RmsNorm(Module())
+    return RmsNorm(weight, 1e-2)
 
 
 def on_gpu(runner: LeanRunner) -> LeanRunner:
@@ -247,9 +239,9 @@ def gate() -> None:
 def whole_model(kind: str) -> None:
     """Forwards of 40 tokens, then of few: by lengths and by masks."""
     model = modules(kind, DTYPE)
-    wanted = rounds(LeanRunner(deepcopy(model), comm=Comm.single()))
+    wanted = rounds(load_lean(model))
     for attend in (varlen_attention, None):
-        runner = on_gpu(LeanRunner(deepcopy(model), comm=Comm.single(), varlen=attend))
+        runner = on_gpu(load_lean(model, varlen=attend))
         for ours, theirs in zip(rounds(runner), wanted, strict=True):
             assert_near(ours, theirs, tolerance=0.02)
 
@@ -257,8 +249,7 @@ def whole_model(kind: str) -> None:
 def quantized_model(precision: Precision, tolerance: float) -> None:
     """The same by lengths, next to torch's operators by masks."""
     by_masks, runner = (
-        LeanRunner(modules("llama", DTYPE), comm=Comm.single(), precision=precision, varlen=attend)
-        for attend in (None, varlen_attention)
+        load_lean(modules("llama", DTYPE), precision=precision, varlen=attend) for attend in (None, varlen_attention)
     )
     for ours, theirs in zip(rounds(on_gpu(runner)), rounds(by_masks), strict=True):
         assert_near(ours, theirs, tolerance=tolerance)
@@ -272,12 +263,8 @@ def several_ranks() -> None:
             model = build_checkpoint(Path(name), family, dtype=DTYPE, **changes)
             model.config._attn_implementation = "sdpa"
             comms = thread_comms(num_ranks)
-            parts = [load_modules(inspect(Path(name)), dtype=None, device=CPU, comm=comm) for comm in comms]
-        wanted = rounds(LeanRunner(model, comm=Comm.single()))
-        runners = [
-            on_gpu(LeanRunner(part, comm=comm, varlen=varlen_attention))
-            for part, comm in zip(parts, comms, strict=True)
-        ]
+            runners = [on_gpu(load_lean(Path(name), comm=comm, varlen=varlen_attention)) for comm in comms]
+        wanted = rounds(load_lean(model))
         for found in on_ranks(comms, lambda comm, runners=runners: rounds(runners[comm.rank])):  # type: ignore[misc]
             for ours, theirs in zip(found, wanted, strict=True):
                 assert_near(ours, theirs, tolerance=0.02)

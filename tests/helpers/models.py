@@ -11,11 +11,17 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from llama_ssp.architectures.family import record_of
+from llama_ssp.architectures.matrices import WholeParts
+from llama_ssp.models.huggingface.modules import load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
-from llama_ssp.models.loading import load_model, load_modules
+from llama_ssp.models.llama.decoder import LeanRunner
+from llama_ssp.models.loading import lean_weights, load_model
+from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.runner import Runner
-from llama_ssp.settings.schema import WholeParts
+from llama_ssp.ranks.comms import Comm
 from llama_ssp.weights.checkpoint import inspect
+from llama_ssp.weights.in_memory import weights_of
+from llama_ssp.weights.source import WeightSource
 from tests.helpers.fake_comm import ThreadComm, on_ranks
 
 VOCAB_SIZE = 200
@@ -184,6 +190,19 @@ def library_logits(model: PreTrainedModel, ids_T: Tensor) -> Tensor:
     head, tail = ids_T[None, :-2], ids_T[None, -2:]
     pieces = [model(piece, past_key_values=cache, use_cache=True).logits for piece in (head, tail)]
     return torch.cat(pieces, dim=1)[0].float()
+
+
+def load_lean(
+    model: PreTrainedModel | WeightSource | Path, *, comm: Comm | None = None, dtype: torch.dtype | None = None,
+    device: torch.device | None = None, precision: Precision = UNQUANTIZED, **options: Any,  # noqa: ANN401
+) -> LeanRunner:  # fmt: skip
+    """The lean decoder of a model in memory, of any weight source, or of a folder, with options of its own."""
+    origin: WeightSource = inspect(model) if isinstance(model, Path) else model  # type: ignore[assignment]
+    if isinstance(model, PreTrainedModel):
+        origin = weights_of(model, what="model")
+    comm, device = comm or Comm.single(), device or torch.device("cpu")
+    weights, shards = lean_weights(origin, device=device, comm=comm, dtype=dtype, precision=precision)
+    return LeanRunner(weights, origin.config, shards=shards, comm=comm, precision=precision, **options)
 
 
 def load_ranks(folder: Path, comms: Sequence[ThreadComm], *, whole: WholeParts = WholeParts.none) -> list[Runner]:

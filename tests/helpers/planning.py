@@ -5,14 +5,15 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from llama_ssp import catalogue
+from llama_ssp.catalogue import Dtype, ModelShape
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, planned_model
 from llama_ssp.planning.timing import timing
-from llama_ssp.settings import catalogue
-from llama_ssp.settings.schema import DraftLayout, Dtype, ModelShape, TargetKind
+from llama_ssp.settings.schema import DraftLayout, TargetKind
 
 
-def make_job(
+def make_spec(
     target: str | PlannedModel,
     draft: str | None = None,
     *,
@@ -24,7 +25,7 @@ def make_job(
     of_draft: Mapping[str, Any] = MappingProxyType({}),
     **fields: Any,  # noqa: ANN401 - of a `PlanSpec`
 ) -> PlanSpec:
-    """A job whose target is on the first `num_ranks` ranks, and its draft on the first or on all of them.
+    """A spec whose target is on the first `num_ranks` ranks, and its draft on the first or on all of them.
 
     A layer-wise target has the first rank, and the GPUs of the others. `of_target` and `of_draft` are fields of the
     models to be changed.
@@ -49,9 +50,9 @@ def make_job(
     )
 
 
-def times_of(job: PlanSpec, machine: HardwareConfig) -> Any:  # noqa: ANN401 - figures that only some jobs have
-    """The forecast of a job's times."""
-    return timing(job, machine)
+def times_of(spec: PlanSpec, machine: HardwareConfig) -> Any:  # noqa: ANN401 - figures that only some jobs have
+    """The forecast of a spec's times."""
+    return timing(spec, machine)
 
 
 def small_model(*, quantization: str = "none", **sizes: int) -> PlannedModel:

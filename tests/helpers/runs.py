@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from llama_ssp.reports.records import (
-    BenchmarkRow,
+    BenchmarkCell,
     CompletionLine,
     Forecast,
     RankMemory,
@@ -25,7 +25,7 @@ FAST = replace(
     PLAIN, mode="speculative", num_rounds=3, num_target_forwards=4, accepted_lengths=[2, 0, 1],
     examined_lengths=[2, 1, 2], ms=40.0, share_s=0.04, draft_s=0.012, verify_s=0.018, other_s=0.003,
 )  # fmt: skip
-CELL = BenchmarkRow(
+CELL = BenchmarkCell(
     model="big", draft="small", dtype="fp32", quantization="none", world_size=1, temperature=0.8, max_new_tokens=64,
     num_draft_tokens=4, prompt_tokens=16, batch_size=1, ms_per_token={"plain": 2.0, "speculative": 2.5},
     forecast_ms_per_token={"plain": 600.5}, tokens_per_round=2.9, other_share=0.04, copy_share=0.99, text_sha256="",

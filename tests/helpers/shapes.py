@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from llama_ssp.settings.schema import ModelShape
+from llama_ssp.catalogue import ModelShape
 
 _WIDE: dict[str, Any] = {
     "model_type": "llama",

@@ -15,19 +15,12 @@ from typing import Any
 import torch
 
 from benchmarks.decoding import load_pair, run_config
-from llama_ssp import Pair
+from llama_ssp import Pair, catalogue
+from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.tuning import tune
-from llama_ssp.settings import catalogue
 from llama_ssp.settings.drafters import NGRAM_DRAFT, DraftTokenizer, ModelDraftConfig, NgramConfig
-from llama_ssp.settings.schema import (
-    MODEL_DRAFT,
-    DeviceKind,
-    Dtype,
-    ModelConfig,
-    SpeculationConfig,
-    VerificationConfig,
-)
+from llama_ssp.settings.schema import MODEL_DRAFT, DeviceKind, SpeculationConfig, VerificationConfig
 from tests.helpers import other_tokenizer
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.tokenizers import save_tokenizer

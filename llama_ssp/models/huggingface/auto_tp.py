@@ -19,12 +19,13 @@ import torch.distributed as dist
 from torch import nn
 
 from llama_ssp.architectures.matrices import check_deepspeed
+from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import ConfigError, PlacementError
+from llama_ssp.models.huggingface.modules import load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
-from llama_ssp.models.loading import Loading, load_modules
 from llama_ssp.models.quantization.precision import UNQUANTIZED
+from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.schema import ModelShape
 from llama_ssp.weights.source import WeightSource
 
 

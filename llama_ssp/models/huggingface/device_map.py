@@ -13,10 +13,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from llama_ssp.errors import PlacementError
+from llama_ssp.models.huggingface.modules import build_empty, fill_modules, sources_of, table_of
 from llama_ssp.models.huggingface.runner import ModuleRunner
-from llama_ssp.models.loading import Loading, Weights, build_empty, fill_modules, find_sources
 from llama_ssp.models.quantization.precision import UNQUANTIZED
-from llama_ssp.planning.memory import split_row
+from llama_ssp.models.weights import Loading
+from llama_ssp.planning.memory import split_layers
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.storage.formats import NO_QUANTIZATION, format_of, formats
 from llama_ssp.weights.source import WeightSource
@@ -48,15 +49,15 @@ def load_device_map(origin: WeightSource, devices: Sequence[torch.device], **loa
     For other arguments and errors see `loading.load_model` and `check_device_map`.
     """
     model = build_empty(origin)
-    sources, names = find_sources(model, origin), _names(model)
-    held = split_row(len(names.layers), num_devices=len(devices))
+    sources, names = sources_of(model, origin, table_of(model)), _names(model)
+    held = split_layers(len(names.layers), num_devices=len(devices))
     _log.info("layers on each device: %s", [len(layers) for layers in held])
     placed = dict.fromkeys(names.before, devices[0])
     for device, layers in zip(devices, held, strict=True):
         placed |= {names.layers[number]: device for number in layers}
     placed |= dict.fromkeys(names.after, devices[-1])
     precision = loading.get("precision", UNQUANTIZED)
-    fill_modules(model, Weights(model, origin, sources, devices[0], places=placed, **loading), precision.kernel)
+    fill_modules(model, origin, sources, {"": devices[0], **placed}, precision.kernel, **loading)
     _dispatch(model, placed, devices[0])
     return ModuleRunner(model, comm=Comm.single(), cache_dtype=precision.cache_dtype)
 

@@ -21,7 +21,6 @@ C sequences of the kernel, E = H * D.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,11 +48,11 @@ that have them, to (M, H * D).
 
 
 class Rotations(Workspace):
-    """The complex rotary factors of all positions."""
+    """The complex rotary factors of all positions, from inverse frequencies (P,) and a factor of them all."""
 
-    def __init__(self, rotary: Any, *, capacity: int, device: torch.device) -> None:  # noqa: ANN401
-        angles_SP = torch.arange(capacity, device=device)[:, None] * rotary.inv_freq.float()
-        self.freqs_cis_S1P = torch.polar(torch.full_like(angles_SP, rotary.attention_scaling), angles_SP)[:, None]
+    def __init__(self, inv_freq_P: Tensor, factor: float, *, capacity: int) -> None:
+        angles_SP = torch.arange(capacity, device=inv_freq_P.device)[:, None] * inv_freq_P.float()
+        self.freqs_cis_S1P = torch.polar(torch.full_like(angles_SP, factor), angles_SP)[:, None]
 
 
 def place_and_attend(

@@ -1,24 +1,23 @@
 """A lean decoder for Llama-like models: the same function as transformers with less than half the operators.
 
-It takes the weights from the modules of transformers, sharded by `tensor_parallel`, layer by layer as they are loaded,
-and leaves the modules empty. Values that depend only on positions are looked up in tables.
+It takes its weights layer by layer as they are loaded. Values that depend only on positions are looked up in tables.
 
 Shapes: B sequences, T positions, M = B * T tokens, R rows that get logits, V vocabulary, E embedding width, G queries
 of each key-value head, Q = T * G, S slots, U slots that are read.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from torch import Tensor
+from torch.nn import functional
 
-from llama_ssp.architectures.family import record_of
+from llama_ssp.architectures.matrices import Cut, RankShard, widths
 from llama_ssp.kernels.attention import ALL, Attention, find_attention
 from llama_ssp.kernels.attention_by_length import VarlenAttention, find_varlen, unpacking, with_ours
-from llama_ssp.kernels.between import OwnKernels, RmsNorm, find_own_kernels, rotate_write
+from llama_ssp.kernels.between import Heads, OwnKernels, RmsNorm, find_own_kernels, rotate_write
 from llama_ssp.kernels.choice_gpu import attempt
 from llama_ssp.kernels.linear import Kernel, make_linear, native_of
 from llama_ssp.models.cache import CachedRunner, Taps
@@ -31,30 +30,26 @@ from llama_ssp.models.llama.attention import (
     attend_by_mask,
     place_and_attend,
 )
-from llama_ssp.models.llama.layer import Layer, NormedProduct, Stream, added, take
+from llama_ssp.models.llama.layer import Layer, NormedProduct, Stream, added
+from llama_ssp.models.llama.table import EMBEDDING, OUTPUT, rotary_of
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.runner import Pieces, TreePlaces, masks_of, nearest
-from llama_ssp.models.tensor_parallel import GatheredLinear
+from llama_ssp.models.tensor_parallel import embed
+from llama_ssp.models.weights import Weights
 from llama_ssp.ranks.comms import Comm
-
-
-def is_llama_kind(config: PretrainedConfig) -> bool:
-    """Whether the lean decoder supports this model."""
-    if not record_of(config.model_type).is_llama_kind or config.hidden_act != "silu":
-        return False
-    rope: dict[str, Any] = config.rope_parameters or {}
-    return bool(rope.get("partial_rotary_factor", 1.0) == 1.0)
 
 
 class LeanRunner(CachedRunner):
     """A Llama-like model, or this rank's slice of it, with its static cache; see `Runner`.
 
     Args:
-        model: of transformers, sharded by `tensor_parallel.shard`; unusable afterwards.
+        weights: of this rank, by the names of `table`; all are taken.
+        config: of the model.
+        shards: of all ranks.
         comm: the ranks that share it.
-        fill: loads the parameters whose names begin with a prefix; None if they are loaded.
         kernel: of all linear layers; None takes the fastest for each shape.
         precision: of the linear layers and the cache; the head keeps its dtype.
+        embedding_VE: of another model on this rank that has the same one; None takes that of the weights.
         varlen: reads the cache by lengths of rows; None for that of this device, or masks if it has none.
     """
 
@@ -62,52 +57,46 @@ class LeanRunner(CachedRunner):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        weights: Weights,
+        config: Any,  # noqa: ANN401 - of transformers
         *,
+        shards: Sequence[RankShard],
         comm: Comm,
-        fill: Callable[[str], None] | None = None,
         kernel: Kernel | None = None,
         precision: Precision = UNQUANTIZED,
+        embedding_VE: Tensor | None = None,
         varlen: VarlenAttention | None = None,
     ) -> None:
-        config: Any = model.config
-        body: Any = model.model
-        head: Any = model.lm_head
-        assert is_llama_kind(config)
-        fill = fill or (lambda _prefix: None)
-        self._own = OwnKernels()
+        own, self._own = shards[comm.rank], OwnKernels()
+        is_cut, vocab_size = weights.is_cut(OUTPUT), config.vocab_size
+        self._head_sizes: tuple[int, ...] = widths(shards, Cut.vocabulary, vocab_size) if is_cut else (vocab_size,)
         # The largest matrix comes first: copies of it are gone before the layers need their room.
-        fill("lm_head.")
-        fill("model.embed_tokens.")
-        super().__init__(config, head.weight, cache_dtype=precision.cache_dtype)
-        is_tied = head.weight is body.embed_tokens.weight
-        linear = make_linear(*take(head), kernel=kernel, keeps_weight=is_tied)
-        parts: dict[str, Any] = {"comm": comm, "kernel": precision.kernel or kernel, "own": self._own, "fill": fill}
-        layers = [self.layer_class(layer, number, **parts) for number, layer in enumerate(body.layers)]
-        fill("")
+        head = weights.take(OUTPUT)
+        super().__init__(config, head, cache_dtype=precision.cache_dtype)
+        self._own_ids: range | None = None
+        if embedding_VE is None and weights.is_cut(EMBEDDING):
+            (self._own_ids,) = own.features(Cut.vocabulary, self.vocab_size)
+        self._embedding_VE: Tensor = weights.take(EMBEDDING) if embedding_VE is None else embedding_VE
+        linear = make_linear(head.detach(), None, kernel=kernel, keeps_weight=self._embedding_VE is head)
+        del head
+        eps: float = config.rms_norm_eps
+        head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self._heads = Heads(len(own.heads.query_heads), len(own.heads.kv_heads), head_dim, head_dim**-0.5)
+        parts: dict[str, Any] = {"comm": comm, "kernel": precision.kernel or kernel, "own": self._own}
+        self._layers = layers = [
+            self.layer_class(weights, number, heads=self._heads, eps=eps, **parts)
+            for number in range(config.num_hidden_layers)
+        ]
         self._width: int = config.hidden_size
         self._comm = comm
-        self._rotary = body.rotary_emb
-        self._embed: nn.Module = body.embed_tokens
-        self._layers = layers
-        self._head_sizes = head.sizes if isinstance(head, GatheredLinear) else (self.vocab_size,)
-        self._norm = RmsNorm(body.norm)
+        inv_freq_P, self._rotary_factor = rotary_of(config)
+        self._inv_freq_P = inv_freq_P.to(self.device)
+        self._norm = RmsNorm(weights.take("model.norm.weight"), eps)
         self._head = NormedProduct(self._norm, linear, self._own)
         self._by_position = precision.rounds_inputs
         # What bitsandbytes calls depends on the inputs.
         self.repeats_operators = not self._by_position or native_of(layers[0].qkv.linear) is not None
-        self._heads, has_windows = layers[0].heads, any(self._windows)
-        self._varlen = varlen = varlen or find_varlen(
-            self.device, self.dtype, self._heads, rounds_inputs=self._by_position, has_windows=has_windows
-        )
-        if varlen and self._kept.dtype is not self.dtype:
-            self._varlen = unpacking(varlen, self._kept)
-        self._compiled = None if varlen else find_attention(self.device, self.dtype, self._heads.dim, self._kept)
-        self._sees_all = ALL  # traces find the tensors that runners hold
-        for layer in layers if self._compiled else ():
-            layer.join(self._kept)
-        self.reads_by_length = self.packs_prompts = varlen is not None
-        self.uses_masks = varlen is None and self._compiled is None
+        self._choose_attention(varlen)
         linears = [linear, *(part for layer in layers for part in layer.linears)]
         # A ring of more than two ranks adds the numbers of a tensor in an order that depends on their places in it.
         adds_alike = comm.size <= 2  # noqa: PLR2004
@@ -115,10 +104,24 @@ class LeanRunner(CachedRunner):
         if self.device.type == "cuda":
             self._use_own_kernels()
 
+    def _choose_attention(self, varlen: VarlenAttention | None) -> None:
+        """Attend by lengths of rows, by the compiled operator, or by masks; see `attention`."""
+        self._varlen = varlen = varlen or find_varlen(
+            self.device, self.dtype, self._heads, rounds_inputs=self._by_position, has_windows=any(self._windows)
+        )
+        if varlen and self._kept.dtype is not self.dtype:
+            self._varlen = unpacking(varlen, self._kept)
+        self._compiled = None if varlen else find_attention(self.device, self.dtype, self._heads.dim, self._kept)
+        self._sees_all = ALL  # traces find the tensors that runners hold
+        for layer in self._layers if self._compiled else ():
+            layer.join(self._kept)
+        self.reads_by_length = self.packs_prompts = varlen is not None
+        self.uses_masks = varlen is None and self._compiled is None
+
     @property
-    def embedding(self) -> nn.Embedding | None:
-        """The embedding, if this rank has all of it."""
-        return self._embed if isinstance(self._embed, nn.Embedding) else None
+    def embedding(self) -> Tensor | None:
+        """The embedding (V, E), if this rank has all of it."""
+        return self._embedding_VE if self._own_ids is None else None
 
     @property
     def is_fused(self) -> bool:
@@ -147,7 +150,7 @@ class LeanRunner(CachedRunner):
         if self.num_allocations > known:
             assert self._cache is not None
             num_slots = self._cache.num_slots
-            self._rotations = Rotations(self._rotary, capacity=num_slots, device=self.device)
+            self._rotations = Rotations(self._inv_freq_P, self._rotary_factor, capacity=num_slots)
             if self._varlen:
                 self._lengths = LengthTables(batch_size=batch_size, num_slots=num_slots, device=self.device)
 
@@ -173,12 +176,18 @@ class LeanRunner(CachedRunner):
             slots_M = taps.slots(positions_BT.view(-1, 1), pieces.rows_M)
         elif taps:
             slots_M = taps.slots(tree.slots_BT if tree else positions_BT, cache_rows_B)
-        stream: Stream = self._embed(ids_BT.flatten()), None
+        stream: Stream = self.embed(ids_BT.flatten()), None
         for layer, window in zip(self._layers, self._windows, strict=True):
             if taps and layer.number in tapped:
                 taps.write(layer.number, added(stream), slots_M)
             stream = layer.forward(stream, attention[window])
         return self._scored(stream, ids_BT.shape[0], score_positions_BR)[1]
+
+    def embed(self, ids_M: Tensor) -> Tensor:
+        """Look token ids (M,) up; the result is (M, E)."""
+        if self._own_ids is None:
+            return functional.embedding(ids_M, self._embedding_VE)
+        return embed(ids_M, self._embedding_VE, self._own_ids, self._comm)
 
     def _scored(self, stream: Stream, batch_size: int, score_positions_BR: Tensor | None) -> tuple[Tensor, Tensor]:
         """The hidden states (B, R, E) of the scored positions, and their logits (B, R, V)."""

@@ -15,15 +15,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from llama_ssp.architectures.engine import WHOLE_LAYER_TOKENS
+from llama_ssp.architectures.matrices import FUSED
 from llama_ssp.kernels.between import Heads, OwnKernels, RmsNorm, gated
 from llama_ssp.kernels.layer import WholeLayer, whole_layer
 from llama_ssp.kernels.linear import Kernel, Linear, make_linear, native_of
 from llama_ssp.kernels.rows import KeptRows
 from llama_ssp.models.llama.attention import CompiledAttention, LayerAttention
-from llama_ssp.models.tensor_parallel import RowLinear
+from llama_ssp.models.weights import Weights
 from llama_ssp.ranks.comms import Comm
 
 Stream = tuple[Tensor, Tensor | None]
@@ -75,12 +76,11 @@ class ResidualProduct:
         linear: of this rank; without the bias if it is shared.
     """
 
-    def __init__(self, module: nn.Module, *, comm: Comm, kernel: Kernel | None) -> None:
-        weight, bias = take(module)
+    def __init__(self, weights: Weights, name: str, *, comm: Comm, kernel: Kernel | None) -> None:
         self._comm = comm
-        self.is_shared = isinstance(module, RowLinear)
-        self.linear: Linear = make_linear(weight, None if self.is_shared else bias, kernel=kernel)
-        self._bias_E = bias
+        self.is_shared = weights.is_cut(f"{name}.weight")
+        weight_OI, self._bias_E = weights.linear(name)
+        self.linear: Linear = make_linear(weight_OI, None if self.is_shared else self._bias_E, kernel=kernel)
 
     def __call__(self, x_MI: Tensor, residual_ME: Tensor) -> Stream:
         """Add the output for x to the residual, which may be overwritten."""
@@ -91,45 +91,54 @@ class ResidualProduct:
 
 
 class Layer:
-    """Attention and MLP of one layer, taken from a module of transformers, which is emptied.
+    """Attention and MLP of one layer.
 
-    `fill` loads the parameters whose names begin with a prefix, those of one product after the other.
+    Args:
+        weights: of which those of the layer are taken, one product after the other.
+        number: of the layer.
+        heads: of this rank.
+        eps: of the norms.
+        comm: the ranks that share the layer.
+        kernel: of its linear layers; None takes the fastest for each shape.
+        own: the kernels of a GPU, found later.
 
     Attributes:
-        number: of the layer.
-        heads: of the layer.
+        number, heads: see above.
         head_norms: of queries and keys, in models that have them.
         qkv, output, gate_up, down: the products, in the order of their use.
     """
 
     def __init__(
-        self, layer: Any, number: int, *, comm: Comm, kernel: Kernel | None, own: OwnKernels,  # noqa: ANN401
-        fill: Callable[[str], None],
+        self, weights: Weights, number: int, *, heads: Heads, eps: float, comm: Comm, kernel: Kernel | None,
+        own: OwnKernels,
     ) -> None:  # fmt: skip
-        attention, mlp = layer.self_attn, layer.mlp
-        self.number = number
-        head_dim: int = attention.head_dim
-        place = f"model.layers.{number}."
-        for part in ("q", "k", "v"):
-            fill(f"{place}self_attn.{part}")
-        queries, keys, values = _query_key_value(attention, head_dim)
-        num_heads, num_kv_heads = (module.weight.shape[0] // head_dim for module in (queries, keys))
-        self.heads = Heads(num_heads, num_kv_heads, head_dim, attention.scaling)
-        head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
-        for module in (queries, keys, *head_norms):
-            _interleave(module, head_dim)
-        self.head_norms = [RmsNorm(norm) for norm in head_norms]
-        qkv = make_linear(*take(queries, keys, values), kernel=kernel)
-        fill(f"{place}self_attn.")
-        self.output = ResidualProduct(attention.o_proj, comm=comm, kernel=kernel)
-        fill(f"{place}mlp.gate")
-        fill(f"{place}mlp.up")
-        fused = getattr(mlp, "gate_up_proj", None)
-        gate_up = make_linear(*take(*([fused] if fused else [mlp.gate_proj, mlp.up_proj])), kernel=kernel)
-        fill(place)
-        self.qkv = self._first_product(layer, qkv, own)
-        self.gate_up = NormedProduct(RmsNorm(layer.post_attention_layernorm), gate_up, own, gates=True)
-        self.down = ResidualProduct(mlp.down_proj, comm=comm, kernel=kernel)
+        self.number, self.heads = number, heads
+        place = f"model.layers.{number}"
+
+        def linear(part: str, *names: str) -> Linear:
+            fused = f"{place}.{part}.{FUSED[names[0]]}_proj"
+            modules = [fused] if f"{fused}.weight" in weights else [f"{place}.{part}.{name}" for name in names]
+            weight_OI, bias_O = weights.linear(*modules)
+            if part == "self_attn":
+                for outputs in (weight_OI, bias_O):
+                    if outputs is not None:
+                        _interleave(outputs[: (heads.num + heads.num_kv) * heads.dim], heads.dim)
+            return make_linear(weight_OI, bias_O, kernel=kernel)
+
+        def norm(name: str) -> RmsNorm:
+            return RmsNorm(weights.take(f"{place}.{name}.weight"), eps)
+
+        qkv = linear("self_attn", "q_proj", "k_proj", "v_proj")
+        self.head_norms = []
+        for name in ("q_norm", "k_norm"):
+            if (stored := f"{place}.self_attn.{name}.weight") in weights:
+                _interleave(weight_D := weights.take(stored).detach(), heads.dim)
+                self.head_norms.append(RmsNorm(weight_D, eps))
+        self.output = ResidualProduct(weights, f"{place}.self_attn.o_proj", comm=comm, kernel=kernel)
+        gate_up = linear("mlp", "gate_proj", "up_proj")
+        self.qkv = self._first_product(norm, qkv, own)
+        self.gate_up = NormedProduct(norm("post_attention_layernorm"), gate_up, own, gates=True)
+        self.down = ResidualProduct(weights, f"{place}.mlp.down_proj", comm=comm, kernel=kernel)
         self._whole: WholeLayer | None = None
 
     def join(self, kept: KeptRows) -> None:
@@ -139,9 +148,9 @@ class Layer:
         ):
             self._whole = whole_layer([native_of(linear) for linear in self.linears], self.heads.dim, kept)
 
-    def _first_product(self, layer: Any, linear: Linear, own: OwnKernels) -> Any:  # noqa: ANN401
-        """Queries, keys and values behind the first norm."""
-        return NormedProduct(RmsNorm(layer.input_layernorm), linear, own)
+    def _first_product(self, norm: Callable[[str], RmsNorm], linear: Linear, own: OwnKernels) -> Any:  # noqa: ANN401
+        """Queries, keys and values behind the first norm; `norm` takes one by name."""
+        return NormedProduct(norm("input_layernorm"), linear, own)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -159,43 +168,8 @@ class Layer:
         return self.down(gated_MI, x_ME)
 
 
-def _query_key_value(attention: Any, head_dim: int) -> tuple[Any, ...]:  # noqa: ANN401 - of transformers
-    """The linear layers of an attention's queries, keys and values; a fused one is split."""
-    if not hasattr(attention, "qkv_proj"):
-        return attention.q_proj, attention.k_proj, attention.v_proj
-    weight_OI, bias_O = take(attention.qkv_proj)
-    num_keys = attention.num_key_value_heads * head_dim
-    sizes = [len(weight_OI) - 2 * num_keys, num_keys, num_keys]
-    parts: list[Any] = [nn.Linear(1, 1, bias=bias_O is not None, device="meta") for _ in sizes]
-    for name, whole in (("weight", weight_OI), ("bias", bias_O)):
-        for part, own in zip(parts, whole.split(sizes), strict=True) if whole is not None else ():
-            setattr(part, name, nn.Parameter(own, requires_grad=False))
-    return (*parts,)
-
-
-def _interleave(module: nn.Module, head_dim: int) -> None:
-    """Reorder each head's outputs, so that the rotary pairs of transformers, i and i + D / 2, become adjacent."""
+def _interleave(outputs: Tensor, head_dim: int) -> None:
+    """Reorder each head's outputs in place, so that the rotary pairs of transformers, i and i + D / 2, are adjacent."""
     order_D = torch.arange(head_dim).view(2, -1).t().flatten()
-    for name, parameter in list(module.named_parameters()):
-        heads_XD = parameter.detach().unflatten(0, (-1, head_dim))
-        setattr(module, name, nn.Parameter(heads_XD[:, order_D].flatten(0, 1), requires_grad=False))
-
-
-def take(*modules: Any) -> tuple[Tensor, Tensor | None]:  # noqa: ANN401 - linear layers, whole or local
-    """Take the concatenated weights and biases out of linear layers, leaving them empty."""
-    weights = [module.weight.detach() for module in modules]
-    biases = [module.bias.detach() for module in modules if module.bias is not None]
-    for module in modules:
-        module.weight = module.bias = None
-    return _joined(weights), _joined(biases) if biases else None
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    """Concatenate parts, and free each once it is copied."""
-    if len(parts) == 1:
-        return parts.pop()
-    sizes = [len(part) for part in parts]
-    whole = parts[0].new_empty(sum(sizes), *parts[0].shape[1:])
-    for place in whole.split(sizes):
-        place.copy_(parts.pop(0))
-    return whole
+    heads = outputs.unflatten(0, (-1, head_dim))
+    heads.copy_(heads[:, order_D])

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llama_ssp import catalogue
 from llama_ssp.kernels.linear import Linear, make_linear, product_of
 from llama_ssp.machines.hardware import MeasuredSum, Speed
 from llama_ssp.models.loading import load_model
@@ -24,7 +25,6 @@ from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.gpu import capture_stream, selected
 from llama_ssp.ranks.world import World, on_all_cores
 from llama_ssp.run.calibration.interleave import undisturbed
-from llama_ssp.settings import catalogue
 from llama_ssp.storage.formats import NO_QUANTIZATION, format_of, formats
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
@@ -40,11 +40,11 @@ _SPEED_SIDE, _FEW_ROWS = 2048, 5
 Call = Callable[[], object]
 
 
-def seconds_per_call(call: Call, *, budget_s: float = BUDGET_S) -> float:
-    """Return the `undisturbed` time of a call, over as many calls as the budget allows."""
+def seconds_per_call(call: Call) -> float:
+    """Return the `undisturbed` time of a call, over as many calls as `BUDGET_S` allows."""
     call()
     bunch, times = 1, list[float]()
-    while len(times) < _FEWEST or (len(times) < _MOST and bunch * sum(times) < budget_s):
+    while len(times) < _FEWEST or (len(times) < _MOST and bunch * sum(times) < BUDGET_S):
         started = time.perf_counter()
         for _ in range(bunch):
             call()
@@ -146,11 +146,11 @@ def kernel_s(device: torch.device) -> float:
     """
     if device.type != "cuda":
         return launch_s(device)
-    row, gate = (torch.zeros(1, width, dtype=torch.float16, device=device) for width in (2048, 8192))
+    hidden, gate = (torch.zeros(1, width, dtype=torch.float16, device=device) for width in (2048, 8192))
 
     def some() -> None:
         for _ in range(_NUM_OPERATORS // 2):
-            functional.rms_norm(row, row.shape[1:])
+            functional.rms_norm(hidden, hidden.shape[1:])
             functional.silu(gate)
 
     with selected(device):

@@ -4,20 +4,36 @@ A topic opens with its name in capitals and a colon, at the margin. `--help` alo
 one topic, `--help SETTING` the topics that explain it, `--help all` everything.
 """
 
+import dataclasses
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
+from itertools import takewhile
 from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from llama_ssp import catalogue
 from llama_ssp.errors import ConfigError, unknown_name
-from llama_ssp.settings import catalogue
-from llama_ssp.settings.described import DescribedSetting, options_of, settings_of, task_settings
+from llama_ssp.fields import help_of
 from llama_ssp.settings.drafters import drafters
-from llama_ssp.settings.schema import DERIVED, LAUNCHER, RunConfig, SlurmConfig
+from llama_ssp.settings.schema import DERIVED, LAUNCHER, PlanConfig, RunConfig, SlurmConfig
+from llama_ssp.settings.tasks import task_specs
 from llama_ssp.words import visible
 
 _ALL, _WIDTH = "all", 118
 _PLACE = re.compile(r"^ *\{(\w+)([^}\n]*)\}$", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DescribedSetting:
+    """A setting; `default` is empty where a value is required."""
+
+    key: str
+    kind: str
+    default: str
+    meaning: str
 
 
 def show(words: Sequence[str]) -> None:
@@ -86,3 +102,74 @@ def _wrapped(text: str, first: str, later: str) -> str:
     return textwrap.fill(
         text, _WIDTH, initial_indent=first, subsequent_indent=later, break_on_hyphens=False, break_long_words=False
     )
+
+
+def settings_of(schema: type[Any], prefix: str = "") -> Iterator[DescribedSetting]:
+    """Describe every setting of a dataclass and of those inside it; a prefix stands before their keys."""
+    hints = get_type_hints(schema)
+    for entry in dataclasses.fields(schema):
+        if entry.metadata.get("omegaconf_ignore"):
+            continue
+        hint, key = hints[entry.name], f"{prefix}{entry.name}"
+        if inner := next(filter(is_schema, (hint, *get_args(hint))), None):
+            yield from settings_of(inner, f"{key}.")
+        else:
+            yield DescribedSetting(key=key, kind=_kind(hint), default=_default(entry), meaning=help_of(entry))
+
+
+def settings_of_plan() -> list[DescribedSetting]:
+    """Describe the settings that a plan has and a run has not."""
+    of_runs = {entry.name for entry in dataclasses.fields(RunConfig)}
+    return [one for one in settings_of(PlanConfig) if one.key.partition(".")[0] not in of_runs]
+
+
+def task_settings(name: str) -> list[DescribedSetting]:
+    """Describe the settings that a task has of its own, with the values of its option."""
+    file = catalogue.find("task", name)
+    shown = {
+        f"task.{key}": "[...]" if isinstance(value, list) and isinstance(value[0], str) else str(value)
+        for key, value in (catalogue.read(file) if file else {}).items()
+    }
+    found = settings_of(task_specs()[name].config, "task.")
+    return [
+        dataclasses.replace(one, default=shown.get(one.key, one.default)) for one in found if one.key not in DERIVED
+    ]
+
+
+def is_schema(kind: object) -> bool:
+    """Whether a type is a dataclass of settings."""
+    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
+
+
+def _kind(hint: object) -> str:
+    """A type as the command line knows it: the members of an enum, or one word."""
+    if get_origin(hint) in {Union, UnionType}:
+        return " or ".join("null" if kind is type(None) else _kind(kind) for kind in get_args(hint))
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return ", ".join(f"`{member.name}`" for member in hint)
+    if get_origin(hint) is list:
+        return f"list of {_kind(get_args(hint)[0])}"
+    names = {str: "text", int: "integer", float: "number", bool: "`true`, `false`"}
+    return names.get(hint, "mapping") if isinstance(hint, type) else "mapping"
+
+
+def _default(entry: dataclasses.Field[Any]) -> str:
+    """Write a default as the command line takes it."""
+    default = entry.default if entry.default_factory is dataclasses.MISSING else entry.default_factory()
+    if default is dataclasses.MISSING:
+        return ""
+    if isinstance(default, Enum):
+        return default.name
+    return {None: "null", True: "true", False: "false"}[default] if isinstance(default, bool | None) else str(default)
+
+
+def options_of(group: str) -> dict[str, str]:
+    """The options of a group that are files, with the comment at the head of each file."""
+    files = {name: catalogue.find(group, name) for name in catalogue.names(group)}
+    return {name: head_of(file) for name, file in files.items() if file}
+
+
+def head_of(file: Path) -> str:
+    """The comment at the head of a file of options, without Hydra's directives."""
+    head = takewhile(lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines())
+    return " ".join(line.lstrip("# ") for line in head if not line.startswith("# @"))

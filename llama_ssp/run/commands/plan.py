@@ -18,47 +18,41 @@ import argparse
 from collections.abc import Sequence
 from typing import cast
 
-from llama_ssp.errors import ConfigError, one_message
+from llama_ssp import catalogue
+from llama_ssp.errors import ConfigError
 from llama_ssp.machines import hardware
-from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.registry import load_plugins
 from llama_ssp.run.commands import help as help_page
-from llama_ssp.run.commands import program
+from llama_ssp.run.commands.options import Options, act_on
 from llama_ssp.run.tasks.dry_run import plan_on, resolve, show_machines, show_plan, show_search
-from llama_ssp.settings import catalogue
-from llama_ssp.settings.compose import compose, parser, problems_of_option, to_run_config
-from llama_ssp.settings.described import settings_of_plan
+from llama_ssp.settings.compose import compose, to_run_config
 from llama_ssp.settings.schema import PlanConfig
 
-_KEY = "hardware"
 
-
-def read_settings(settings: list[str]) -> PlanConfig:
-    """Compose conf/plan.yaml with the settings; raises ConfigError for an invalid one."""
-    if names := compared(settings):  # all are planned with the settings of the first
-        settings = [*(each for each in settings if not each.startswith(f"{_KEY}=")), f"{_KEY}={names[0]}"]
-    (composed,) = compose(settings, root="plan")
-    return cast("PlanConfig", to_run_config(composed.config, explicit=composed.explicit))
+def read_settings(settings: Sequence[str]) -> list[PlanConfig]:
+    """Compose conf/plan.yaml with the settings, once for each machine; raises ConfigError for an invalid one."""
+    found = [to_run_config(one.config, explicit=one.explicit) for one in compose(settings, root="plan")]
+    return cast("list[PlanConfig]", found)
 
 
 def main(arguments: list[str]) -> int:
     """Print the plan; returns the exit code."""
-    own = help_page.entries(settings_of_plan()) if {"-h", "--help"} & {*arguments} else ""
-    parser = program.Options("llama-ssp plan [SETTING=VALUE ...]", f"{__doc__}\n{own}")
+    own = help_page.entries(help_page.settings_of_plan()) if {"-h", "--help"} & {*arguments} else ""
+    parser = Options("llama-ssp plan [SETTING=VALUE ...]", f"{__doc__}\n{own}")
     parser.add_argument("--config-dir", metavar="DIR", help="a folder of your own models, machines and pairs")
     parser.add_argument("settings", metavar="SETTING=VALUE", nargs="*", help="for example model=7B")
-    return program.act_on(parser, arguments, _show)
+    return act_on(parser, arguments, _show)
 
 
 def _show(given: argparse.Namespace) -> None:
     load_plugins()
     catalogue.use(given.config_dir)
-    config = read_settings(given.settings)
-    if names := compared(given.settings):
+    config, *others = configs = read_settings(given.settings)
+    if others:
         if config.search or config.figure:
             asked = "search=true" if config.search else f"figure={config.figure}"
-            raise ConfigError(f"{asked} takes one machine, and hardware= names {len(names)}: give one of them")
-        show_machines(config, machines_of(names, given.settings))
+            raise ConfigError(f"{asked} takes one machine, and hardware= names {len(configs)}: give one of them")
+        show_machines(configs)
         return
     resolve(config)
     machine = hardware.build(config.hardware)
@@ -66,40 +60,3 @@ def _show(given: argparse.Namespace) -> None:
         show_search(config, machine, given.settings)
     else:
         show_plan(plan_on(config, machine), config.format, figure=config.figure)
-
-
-def compared(settings: Sequence[str]) -> list[str] | None:
-    """Name the machines of a list; None if the settings name one. ConfigError for names that do not exist."""
-    named = [setting.partition("=")[2] for setting in settings if setting.startswith(f"{_KEY}=")]
-    chosen = named[-1].strip("[]'\" ") if named else ""
-    names = [*dict.fromkeys(filter(None, map(str.strip, chosen.split(","))))]
-    if "," not in chosen or not names:
-        return None
-    known = hardware.names()
-    if problems := [problem for name in names for problem in problems_of_option(_KEY, name, known)]:
-        raise ConfigError(one_message(problems))
-    return names
-
-
-def machines_of(names: Sequence[str], settings: Sequence[str]) -> list[HardwareConfig]:
-    """Read the machines, with the figures that the settings change in all of them; ConfigError with all problems."""
-    changes = [setting.lstrip("+") for setting in settings if setting.lstrip("+").startswith(f"{_KEY}.")]
-    overrides = parser().parse_overrides(changes)
-    machines, problems = [], []
-    for name in names:
-        file = catalogue.find(_KEY, name)
-        figures = catalogue.read(file) if file else {}
-        for override in overrides:
-            *path, last = override.key_or_group.split(".")[1:]
-            inner = figures
-            for key in path:
-                if not isinstance(inner.get(key), dict):
-                    inner[key] = {}
-                inner = inner[key]
-            inner[last] = override.value()
-        found = [f"{name}: {problem}" for problem in hardware.problems_of(figures)]
-        problems += found
-        machines += [] if found else [hardware.build(figures)]
-    if problems:
-        raise ConfigError(one_message(problems))
-    return machines

@@ -1,20 +1,18 @@
 """The program `llama-ssp`: finds the command, reads its options, and ends the process with its exit code."""
 
-import argparse
 import atexit
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib import import_module
 from types import FrameType
 from typing import NoReturn
 
-from llama_ssp.errors import ConfigError, SspError
+from llama_ssp.errors import ConfigError, InterruptedRun
 from llama_ssp.ranks.process import handle_signals, heeded_signals, ignore_signals, read_ranks
-from llama_ssp.terminal.unread import complain, is_unread, silence
-from llama_ssp.words import visible
+from llama_ssp.run.commands.options import until_unread
+from llama_ssp.terminal.unread import complain
 
 HELP = """\
     llama-ssp run [SETTING=VALUE ...] [ranks=N]   complete prompts; N ranks, by default one for each GPU
@@ -24,7 +22,6 @@ HELP = """\
     llama-ssp --version
 
 `llama-ssp COMMAND --help` explains a command. Several nodes: launch/slurm.sbatch, or torchrun with launch/run.py."""
-INTERRUPTED = 4
 COMMANDS = ("calibrate", "plan", "report", "run")
 
 
@@ -49,7 +46,7 @@ def _end_at_once(_number: int, _frame: FrameType | None) -> None:
     """End while modules are imported or a command runs that leaves nothing half done."""
     if read_ranks(os.environ).rank == 0:
         os.write(2, b"interrupted\n")
-    os._exit(INTERRUPTED)
+    os._exit(InterruptedRun.exit_code)
 
 
 def _exit_code(words: list[str], num_ranks: int | None) -> int:
@@ -107,7 +104,7 @@ def _leave(exit_code: int) -> NoReturn:
     """
     ignore_signals()
     is_one_of_several = read_ranks(os.environ).size > 1
-    if is_one_of_several or exit_code == INTERRUPTED:
+    if is_one_of_several or exit_code == InterruptedRun.exit_code:
         try:
             if not (is_one_of_several and exit_code):
                 atexit._run_exitfuncs()
@@ -116,46 +113,3 @@ def _leave(exit_code: int) -> NoReturn:
             os._exit(exit_code)
     handle_signals(signal.SIG_IGN)  # the interpreter frees functions while it ends
     sys.exit(exit_code)
-
-
-class Options(argparse.ArgumentParser):
-    """A parser called as `usage`, whose help is `text`, and whose errors are one sentence that ends with a hint."""
-
-    def __init__(self, usage: str, text: str | None, *, hint: str | None = None) -> None:
-        super().__init__(
-            usage=usage, description=text, formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False, add_help=hint is None,
-        )  # fmt: skip
-        self._hint = hint or f"; usage: {usage}; --help explains it"
-
-    def error(self, message: str) -> NoReturn:
-        """Raise ConfigError with the message and the hint."""
-        raise ConfigError(message + self._hint)
-
-
-@contextmanager
-def until_unread() -> Iterator[None]:
-    """End the block silently when nobody reads standard output any more: after `| head`, or a terminal that hung up."""
-    try:
-        yield
-        if sys.stdout:  # it may have been closed before
-            sys.stdout.flush()
-    except OSError as error:
-        if not is_unread(sys.stdout, error):
-            raise
-        silence(sys.stdout)
-
-
-def act_on(parser: Options, arguments: Sequence[str], act: Callable[[argparse.Namespace], str | None]) -> int:
-    """Read the arguments, act on them, print the closing message that `act` returns, and return the exit code."""
-    with until_unread():
-        try:
-            message = act(parser.parse_intermixed_args(arguments))
-        except SystemExit:  # help was requested and printed
-            return 0
-        except SspError as error:
-            complain(str(error))
-            return error.exit_code
-        if message:
-            print(visible(message))
-    return 0

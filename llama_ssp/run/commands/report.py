@@ -11,15 +11,15 @@ each completion and cell. Needs neither torch nor a GPU. Exit code: 0, or 2 if a
 import argparse
 from pathlib import Path
 
-from llama_ssp.run.commands import program
+from llama_ssp.run.commands.options import Options, act_on
 
 
 def main(arguments: list[str]) -> int:
     """Write the report; returns the exit code."""
-    parser = program.Options("llama-ssp report FOLDER... [--output=DIR]", __doc__)
+    parser = Options("llama-ssp report FOLDER... [--output=DIR]", __doc__)
     parser.add_argument("folders", metavar="FOLDER", nargs="+", type=Path, help="folder of a run, or of a sweep")
     parser.add_argument("--output", metavar="DIR", type=Path, help="folder of the report (default: the only FOLDER)")
-    return program.act_on(parser, arguments, _report)
+    return act_on(parser, arguments, _report)
 
 
 def _report(given: argparse.Namespace) -> str:

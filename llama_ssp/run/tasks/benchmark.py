@@ -27,12 +27,12 @@ from llama_ssp.planning.memory import rank_shares, step_bytes
 from llama_ssp.planning.timing import timing
 from llama_ssp.ranks.failures import from_rank_0
 from llama_ssp.reports.provenance import git_commit, versions
-from llama_ssp.reports.records import PLAIN, SPECULATIVE, BenchmarkRow, CellKey, Forecast
+from llama_ssp.reports.records import PLAIN, SPECULATIVE, BenchmarkCell, CellKey, Forecast
 from llama_ssp.run.calibration.interleave import interleave, median_ratio
 from llama_ssp.run.calibration.operators import copy_bytes_per_s
 from llama_ssp.run.decoders import build_decoder
-from llama_ssp.run.jobs import PromptTask
 from llama_ssp.run.prompts import reason_of
+from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session
 from llama_ssp.run.tasks.dry_run import forecast
 from llama_ssp.run.tasks.records import BenchmarkConfig
@@ -186,23 +186,23 @@ def load_peer(folder: Path, *, dtype: torch.dtype, device: torch.device) -> PreT
     return model
 
 
-def benchmark(session: Session, jobs: list[PromptTask]) -> None:
+def benchmark(session: Session, requests: list[PromptRequest]) -> None:
     """Measure and record every cell that is not recorded yet.
 
-    The prompts of the jobs, concatenated and repeated, are the text that a cell's prompts are cut from. On every rank,
-    raises ConfigError if the recorded rows were measured with another text, and InterruptedRun; rows so far are kept.
+    All prompts, concatenated and repeated, are the text that a cell's prompts are cut from. On every rank, raises
+    ConfigError if the recorded cells were measured with another text, and InterruptedRun; cells so far are kept.
     """
     task, folder = session.config.task, session.folder
     assert isinstance(task, BenchmarkConfig)
-    text = [token for job in jobs for token in job.request.prompt_ids]
+    text = [token for request in requests for token in request.prompt_ids]
 
     def recorded() -> list[CellKey]:
-        if folder and any(row.text_sha256 != _digest(text) for row in folder.rows):
+        if folder and any(cell.text_sha256 != _digest(text) for cell in folder.cells):
             raise ConfigError(
                 f"run_dir={folder.path} holds cells that were measured with another text: "
                 "give the old prompts to measure the cells that are left, or name another run_dir"
             )
-        return [row.key for row in folder.rows] if folder else []
+        return [cell.key for cell in folder.cells] if folder else []
 
     measured = {tuple(key) for key in from_rank_0(session.world.comm, recorded)}
     all_drafted: list[int | None] = [*task.num_draft_tokens] if session.models.drafts else [None]
@@ -215,9 +215,9 @@ def benchmark(session: Session, jobs: list[PromptTask]) -> None:
     longest = max(task.batch_sizes) * session.config.max_new_tokens
     with session.terminal.decoding(paces, max_new_tokens=longest, unit="runs", shows_texts=False) as progress:
         for cell in cells:
-            row = _measure(session, text, cell, peers=peers, progress=progress)
+            measured_cell = _measure(session, text, cell, peers=peers, progress=progress)
             if folder:
-                folder.append_row(row)
+                folder.append_cell(measured_cell)
 
 
 def _digest(text: Sequence[int]) -> str:
@@ -253,7 +253,7 @@ def _candidates(num_draft_tokens: int | None, *, batch_size: int, peers: Peers |
 
 def _measure(
     session: Session, text: Sequence[int], cell: CellKey, *, peers: Peers | None, progress: RunProgress
-) -> BenchmarkRow:
+) -> BenchmarkCell:
     config, task = session.config, session.config.task
     assert isinstance(task, BenchmarkConfig)
     prompt_tokens, batch_size, num_draft_tokens = cell
@@ -292,10 +292,10 @@ def _measure(
     expected = Forecast()
     if session.plan:
         drafted = num_draft_tokens or 1
-        job = replace(session.plan.job, batch_size=batch_size, prompt_tokens=prompt_tokens, num_draft_tokens=drafted)
-        expected = forecast(timing(job, session.plan.hardware))
+        spec = replace(session.plan.spec, batch_size=batch_size, prompt_tokens=prompt_tokens, num_draft_tokens=drafted)
+        expected = forecast(timing(spec, session.plan.hardware))
     expected_ms = {PLAIN: expected.plain_ms_per_token, SPECULATIVE: expected.speculative_ms_per_token}
-    return BenchmarkRow(
+    return BenchmarkCell(
         model=config.model.name, draft=draft_name(config.draft), dtype=config.model.dtype.name,
         quantization=config.model.quantization, world_size=session.world.comm.size,
         temperature=config.sampling.temperature, max_new_tokens=num_new_tokens,
@@ -313,7 +313,7 @@ def _pass_s(session: Session) -> float:
     """Seconds to read the weights of one target forward on a rank, at the speed of a copy."""
     if session.plan is None:
         return 0.0
-    job = session.plan.job
-    shares = rank_shares(job.target, num_ranks=len(job.target_ranks), kind=job.target_kind)
-    most_bytes = max(step_bytes(held, job.target, device=job.device) for held in shares)
+    spec = session.plan.spec
+    shares = rank_shares(spec.target, num_ranks=len(spec.target_ranks), kind=spec.target_kind)
+    most_bytes = max(step_bytes(held, spec.target, device=spec.device) for held in shares)
     return most_bytes / copy_bytes_per_s(session.world.device)

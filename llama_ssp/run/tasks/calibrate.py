@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import yaml
 
+from llama_ssp import catalogue
+from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import SspError
 from llama_ssp.kernels.attention_by_length import capability_of
 from llama_ssp.machines.hardware import MeasuredSum, problems_of
@@ -26,8 +28,7 @@ from llama_ssp.ranks.memory import anonymous_bytes
 from llama_ssp.ranks.world import World
 from llama_ssp.run.calibration import operators
 from llama_ssp.run.tasks.records import CalibrateConfig
-from llama_ssp.settings import catalogue
-from llama_ssp.settings.schema import Dtype, RunConfig
+from llama_ssp.settings.schema import RunConfig
 from llama_ssp.terminal.terminal import ShowProgress, Terminal
 
 _SUMS = "this machine"

@@ -4,14 +4,14 @@ from itertools import product
 from pathlib import Path
 
 from llama_ssp.reports.records import PLAIN, SPECULATIVE
-from llama_ssp.run.jobs import PromptTask
+from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session
 from llama_ssp.run.tasks.generate import Texts
 from llama_ssp.run.tasks.records import CompareConfig
 
 
-def compare(session: Session, jobs: list[PromptTask]) -> None:
-    """Complete all jobs in both modes, one mode after the other: for each prompt if streaming, else for all jobs."""
+def compare(session: Session, requests: list[PromptRequest]) -> None:
+    """Complete all requests in both modes, one mode after the other: for each prompt if streaming, else for all."""
     terminal = session.terminal
 
     def head(index: int, sample: int, prompt: str, mode: str) -> None:
@@ -19,10 +19,10 @@ def compare(session: Session, jobs: list[PromptTask]) -> None:
         terminal.prompt(prompt)
 
     viewer = Texts(session, head)
-    groups = [[job] for job in jobs] if session.streams else [jobs]
+    groups = [[request] for request in requests] if session.streams else [requests]
     modes = (PLAIN, SPECULATIVE)
-    session.warm_up(jobs, modes, num_jobs=1)
-    with session.showing_progress(jobs, modes, shows_texts=True):
+    session.warm_up(requests, modes, num_requests=1)
+    with session.showing_progress(requests, modes, shows_texts=True):
         for group, mode in product(groups, modes):
             session.complete(group, mode, viewer)
 

@@ -1,33 +1,33 @@
-"""Plans as a task: for a described machine, or for the job that a run is about to start. Never imports torch.
+"""Plans as a task: for a described machine, or for the spec that a run is about to start. Never imports torch.
 
 `planning` computes plans and searches; `reports.plan_tables` and `plan_figures` show them.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from llama_ssp.architectures.reading import check_readable, read_config, read_stored_format
-from llama_ssp.errors import CapacityError, ConfigError, one_message
+from llama_ssp.catalogue import ModelConfig, read_path
+from llama_ssp.errors import CapacityError, ConfigError
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.machines.machine import detect_hardware, machine_of_run
-from llama_ssp.planning.plan import PLAN_VERSION, Plan, basis, document, make_plan, require_room, shortage
-from llama_ssp.planning.search import choose_placement, notes_on_guesses, search
-from llama_ssp.planning.spec import PlanSpec, job_of_plan, make_job, resolve_shapes
+from llama_ssp.planning.plan import PLAN_VERSION, Plan, Search, document, make_plan, require_room, shortage
+from llama_ssp.planning.search import choose_placement, search
+from llama_ssp.planning.spec import PlanSpec, make_spec, resolve_shapes, spec_of_plan
 from llama_ssp.planning.timing import Timing
 from llama_ssp.reports.records import Forecast
 from llama_ssp.run.prompts import STANDARD_INPUT, Prompt, read_prompts
-from llama_ssp.settings.catalogue import read_path
 from llama_ssp.settings.checks import check_plan
 from llama_ssp.settings.layout import lay_out_replica
 from llama_ssp.settings.schema import (
     DeviceKind,
     DraftLayout,
-    ModelConfig,
     PlanConfig,
     PlanFormat,
     RunConfig,
@@ -48,7 +48,7 @@ def show_plan(
     Raises ConfigError if the figure cannot be drawn.
     """
     _check_figure(figure)
-    _show(document(plan), form, figure)
+    _show(plan, partial(document, plan), form, figure)
     require_room(plan, words=words)
 
 
@@ -58,24 +58,20 @@ def show_search(config: PlanConfig, machine: HardwareConfig, settings: Sequence[
     Raises ConfigError as `show_plan`.
     """
     _check_figure(config.figure)
-    choices = search(job_of_plan(config, machine), machine, settings)
-    notes = notes_on_guesses(choice["adapts"] and choice["reason"] is None for choice in choices)
-    content = {"plan_version": PLAN_VERSION, "basis": basis(machine), "notes": notes, "search": choices}
-    _show(content, config.format, config.figure, machine=machine.name, unit=machine.unit)
+    found = Search(machine=machine, choices=search(spec_of_plan(config, machine), machine, settings))
+    _show(found, found.document, config.format, config.figure)
 
 
-def show_machines(config: PlanConfig, machines: Sequence[HardwareConfig]) -> None:
-    """Print the plans of a job on several machines in one table, in the order given.
+def show_machines(configs: Sequence[PlanConfig]) -> None:
+    """Print the plans of a spec on several machines in one table, in the order given.
 
     Raises CapacityError at the end if it fits none.
     """
     plans = []
-    for machine in machines:
-        on_machine = replace(config, hardware=asdict(machine))
-        resolve(on_machine)
-        plans.append(plan_on(on_machine, machine))
-    content = {"plan_version": PLAN_VERSION, "plans": [document(plan) for plan in plans]}
-    _show(content, config.format, None)
+    for config in configs:
+        resolve(config)
+        plans.append(plan_on(config, hardware.build(config.hardware)))
+    _show(plans, lambda: {"plan_version": PLAN_VERSION, "plans": [*map(document, plans)]}, configs[0].format)
     if not any(plan.fits for plan in plans):
         nearest = min(plans, key=lambda plan: plan.fullest.needed_bytes / plan.fullest.capacity_bytes)
         raise CapacityError(
@@ -89,10 +85,13 @@ def _check_figure(figure: str | None) -> None:
         raise ConfigError(f"figure={figure}: create the folder {Path(figure).parent} first, or name another file")
 
 
-def _show(content: Mapping[str, Any], form: PlanFormat, figure: str | None, machine: str = "", unit: str = "") -> None:
-    """Print a document as JSON or as a table, and draw its figure."""
+def _show(
+    content: Plan | Search | list[Plan], as_json: Callable[[], dict[str, Any]], form: PlanFormat,
+    figure: str | None = None,
+) -> None:  # fmt: skip
+    """Print plans as JSON or as text, and draw a figure."""
     if form is PlanFormat.json:
-        print(json.dumps(content, indent=2))  # noqa: T201 - the requested output
+        print(json.dumps(as_json(), indent=2))  # noqa: T201 - the requested output
     needs_rich = "format=table" if form is PlanFormat.table else f"figure={figure}" if figure else None
     if needs_rich is None:
         return
@@ -101,15 +100,15 @@ def _show(content: Mapping[str, Any], form: PlanFormat, figure: str | None, mach
     except ImportError as error:
         raise ConfigError(f"{needs_rich} needs rich: pip install rich, or use format=json alone") from error
     if form is PlanFormat.table:
-        plan_tables.print_document(content, machine=machine, unit=unit)
-    if figure:
+        plan_tables.show(content)
+    if figure and not isinstance(content, list):
         from llama_ssp.reports import plan_figures  # noqa: PLC0415 - only figures need matplotlib
 
-        plan_figures.draw(content, Path(figure), machine=machine, unit=unit)
+        plan_figures.draw(content, Path(figure))
 
 
 def settings_of_run(config: RunConfig) -> dict[str, str]:
-    """How messages express settings that a run does not have; see `shortage`."""
+    """Phrases of messages for settings that a run does not have; see `shortage`."""
     words = {
         "hardware": "a machine like {}", "hardware.num_gpus": "{} GPUs", "hardware.num_nodes": "{} nodes",
         "placement.target.tp_size": "{} ranks", "prompt_tokens": "prompts of at most {} tokens",
@@ -130,14 +129,13 @@ def dry_run(config: RunConfig, *, world_size: int) -> None:
 
 def plan_ahead(config: RunConfig, *, world_size: int, machine: HardwareConfig | None = None) -> Plan:
     """Plan a run before anything is loaded, on its own machine or on this one; raises ConfigError as `dry_run`."""
-    job, own = _job_ahead(config, world_size=world_size, on_cpu=config.device is DeviceKind.cpu)
-    return _plan(job, machine or own, auto_ranks=world_size if config.placement.auto else None)
+    spec, own = _spec_ahead(config, world_size=world_size, on_cpu=config.device is DeviceKind.cpu)
+    return _plan(spec, machine or own, auto_ranks=world_size if config.placement.auto else None)
 
 
 def resolve(config: PlanConfig) -> None:
     """Fill in the sizes of a plan's models, and check the config; raises ConfigError, or as `with_hub_sizes`."""
-    config.model = with_hub_sizes(config.model, is_plan=True)
-    config.draft.model = config.draft.model and with_hub_sizes(config.draft.model, is_plan=True)
+    fill_in_sizes(config, is_plan=True)
     resolve_shapes(config)
     check_plan(config)
 
@@ -145,17 +143,17 @@ def resolve(config: PlanConfig) -> None:
 def plan_on(config: PlanConfig, machine: HardwareConfig) -> Plan:
     """Plan a resolved config on a machine, with `placement=auto` on all its ranks."""
     auto_ranks = machine.num_ranks if config.placement.auto else None
-    return _plan(job_of_plan(config, machine), machine, auto_ranks=auto_ranks, divides=True)
+    return _plan(spec_of_plan(config, machine), machine, auto_ranks=auto_ranks, divides=True)
 
 
-def _plan(job: PlanSpec, machine: HardwareConfig, *, auto_ranks: int | None, divides: bool = False) -> Plan:
-    """Plan a job with its own placement, or with the fastest one over `auto_ranks` ranks, which the plan then notes.
+def _plan(spec: PlanSpec, machine: HardwareConfig, *, auto_ranks: int | None, divides: bool = False) -> Plan:
+    """Plan a spec with its own placement, or with the fastest one over `auto_ranks` ranks, which the plan then notes.
 
     `divides` allows more replicas on fewer ranks each.
     """
     if auto_ranks is None:
-        return make_plan(job, machine)
-    chosen, sentence = choose_placement(job, machine, num_ranks=auto_ranks, divides=divides)
+        return make_plan(spec, machine)
+    chosen, sentence = choose_placement(spec, machine, num_ranks=auto_ranks, divides=divides)
     return make_plan(chosen, machine, remark=sentence)
 
 
@@ -173,46 +171,45 @@ def with_hub_sizes(model: ModelConfig, *, is_plan: bool = False) -> ModelConfig:
     return replace(model, shape=shape, stored_dtype=stored, stored_format=read_stored_format(folder, shape))
 
 
-def settle_synthetic(config: RunConfig) -> None:
-    """Fill in the sizes of models that only the hub knows, if weights are generated; raises as `with_hub_sizes`."""
-    if config.weights is WeightsKind.synthetic:
-        config.model = with_hub_sizes(config.model)
-        config.draft.model = config.draft.model and with_hub_sizes(config.draft.model)
+def fill_in_sizes(config: RunConfig, *, is_plan: bool = False) -> None:
+    """Fill in the sizes of models that only the hub knows; raises as `with_hub_sizes`."""
+    config.model = with_hub_sizes(config.model, is_plan=is_plan)
+    config.draft.model = config.draft.model and with_hub_sizes(config.draft.model, is_plan=is_plan)
 
 
 def choose_for_run(config: RunConfig, *, world_size: int, on_cpu: bool) -> tuple[PlanSpec, str]:
     """Choose the placement of a run with `placement=auto`; raises ConfigError or PlacementError as `dry_run`."""
-    job, machine = _job_ahead(config, world_size=world_size, on_cpu=on_cpu)
-    return choose_placement(job, machine, num_ranks=world_size)
+    spec, machine = _spec_ahead(config, world_size=world_size, on_cpu=on_cpu)
+    return choose_placement(spec, machine, num_ranks=world_size)
 
 
-def _job_ahead(config: RunConfig, *, world_size: int, on_cpu: bool) -> tuple[PlanSpec, HardwareConfig]:
+def _spec_ahead(config: RunConfig, *, world_size: int, on_cpu: bool) -> tuple[PlanSpec, HardwareConfig]:
     """Limit the batch to the rows that the prompts fill, and estimate their tokens at three characters per token.
 
     A later turn of a conversation follows the earlier ones, and answers of as many tokens as they may have. Prompts
     that are unknown yet count TYPED_TOKENS each, and fill all rows. Models of the hub get their sizes.
     """
     machine = machine_of_run(hardware_of(config, on_cpu=on_cpu), world_size)
-    draft = replace(config.draft, model=config.draft.model and with_hub_sizes(config.draft.model))
-    config, lengths = replace(config, model=with_hub_sizes(config.model), draft=draft), [TYPED_TOKENS]
+    config, lengths = replace(config, draft=replace(config.draft)), [TYPED_TOKENS]
+    fill_in_sizes(config)
     if prompts := known_prompts(config):
         lengths = [
             prompt.num_characters // CHARACTERS_PER_TOKEN + 1 + len(prompt.earlier) * config.max_new_tokens
             for prompt in prompts
         ]
         config = with_filled_rows(config, num_completions=len(prompts) * config.num_samples)
-    return _job_on(machine, config, world_size=world_size, lengths=lengths), machine
+    return _spec_on(machine, config, world_size=world_size, lengths=lengths), machine
 
 
-def _job_on(machine: HardwareConfig, config: RunConfig, *, world_size: int, lengths: Sequence[int]) -> PlanSpec:
-    job = make_job(
+def _spec_on(machine: HardwareConfig, config: RunConfig, *, world_size: int, lengths: Sequence[int]) -> PlanSpec:
+    spec = make_spec(
         config, world_size=world_size, prompt_tokens=max(lengths), device=machine.device, num_gpus=machine.num_gpus
     )
-    for planned in (job.target, job.draft):
+    for planned in (spec.target, spec.draft):
         if planned and planned.stored_format:
             planned.stored_format.kept_format(planned.quantization, where=planned.name)
     has_own = task_of(config).largest_cell is not None
-    return job if has_own else replace(job, mean_prompt_tokens=fmean(lengths))
+    return spec if has_own else replace(spec, mean_prompt_tokens=fmean(lengths))
 
 
 def known_prompts(config: RunConfig) -> list[Prompt]:
@@ -249,9 +246,9 @@ def with_filled_rows(config: RunConfig, *, num_completions: int) -> RunConfig:
 
 
 def plan_of_run(config: RunConfig, *, world_size: int, machine: HardwareConfig, lengths: Sequence[int]) -> Plan:
-    """Plan the job that a run is about to start; `lengths` are the tokens of its prompts."""
+    """Plan the spec that a run is about to start; `lengths` are the tokens of its prompts."""
     machine = machine_of_run(machine, world_size)
-    return make_plan(_job_on(machine, config, world_size=world_size, lengths=lengths), machine)
+    return make_plan(_spec_on(machine, config, world_size=world_size, lengths=lengths), machine)
 
 
 def expected_hours(config: RunConfig, plan: Plan) -> float | None:
@@ -261,10 +258,11 @@ def expected_hours(config: RunConfig, plan: Plan) -> float | None:
     if not prompts:
         return None
     num_completions = len(prompts) * config.num_samples
-    num_batches = -(-num_completions // (plan.job.batch_size * plan.job.num_replicas))
-    modes_s = [timed.plain_run_s] if timed.speculative_run_s is None or task.has_both_modes else []
-    modes_s += [] if timed.speculative_run_s is None else [timed.speculative_run_s]
-    return num_batches * config.max_new_tokens * sum(modes_s) / 3600
+    num_batches = -(-num_completions // plan.spec.num_rows)
+    mode_s = timed.speculative_run_s or timed.plain_run_s
+    if timed.speculative_run_s and task.has_both_modes:
+        mode_s += timed.plain_run_s
+    return num_batches * config.max_new_tokens * mode_s / 3600
 
 
 def forecast(timed: Timing) -> Forecast:
@@ -279,8 +277,4 @@ def forecast(timed: Timing) -> Forecast:
 
 def hardware_of(config: RunConfig, *, on_cpu: bool) -> HardwareConfig:
     """Return the machine that the config names, else this one; raises ConfigError without a correct description."""
-    if not config.hardware:
-        return detect_hardware(on_cpu=on_cpu)
-    if problems := hardware.problems_of(config.hardware):
-        raise ConfigError(one_message(problems))
-    return hardware.build(config.hardware)
+    return hardware.build(config.hardware) if config.hardware else detect_hardware(on_cpu=on_cpu)

@@ -1,31 +1,32 @@
 """`task=evaluate`: completes all prompts in both modes, and lets a suite judge the completions."""
 
+from llama_ssp.catalogue import Dtype
 from llama_ssp.evaluation.evidence import Evidence
 from llama_ssp.evaluation.martingales import BLOCK, CERTAIN, Role, Rounds, roles_of
 from llama_ssp.evaluation.task import task_and_suite
 from llama_ssp.ranks.failures import from_rank_0
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine, Evaluation
 from llama_ssp.reports.summary import pairs_of
-from llama_ssp.run.jobs import PromptTask
+from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session, Viewer
 from llama_ssp.run.tasks.probabilities import SampledText, score
 from llama_ssp.settings.drafters import drafter_of, drafts_greedily, has_own_tokenizer
 from llama_ssp.settings.rules import DEFAULT
-from llama_ssp.settings.schema import MODEL_DRAFT, Dtype, RunConfig
+from llama_ssp.settings.schema import MODEL_DRAFT, RunConfig
 from llama_ssp.storage.formats import NO_QUANTIZATION, OWN_DTYPE
 
 
-def evaluate(session: Session, jobs: list[PromptTask]) -> None:
-    """Complete all jobs in both modes and judge them; the verdict, `session.evaluation`, exists on rank 0."""
+def evaluate(session: Session, requests: list[PromptRequest]) -> None:
+    """Complete all requests in both modes and judge them; the verdict, `session.evaluation`, exists on rank 0."""
     (task, suite), config = task_and_suite(session.config), session.config
     session.has_gate = task.gate
     modes = (PLAIN, SPECULATIVE)
     # Plain decoding uses the run's own seed, and samples must not share their draws.
     session.decoder(SPECULATIVE).seed = (config.seed + (1 << 62)) % (1 << 63)
-    session.warm_up(jobs, modes, num_jobs=1)
-    with session.showing_progress(jobs, modes, shows_texts=False):
+    session.warm_up(requests, modes, num_requests=1)
+    with session.showing_progress(requests, modes, shows_texts=False):
         for mode in modes:
-            session.complete(jobs, mode, Viewer())
+            session.complete(requests, mode, Viewer())
     pairs = pairs_of(session.folder.lines) if session.folder else []
 
     def roles(line: CompletionLine) -> list[Role]:
@@ -38,7 +39,7 @@ def evaluate(session: Session, jobs: list[PromptTask]) -> None:
     lines = from_rank_0(
         session.world.comm, lambda: [(line.key, line.token_ids, roles(line)) for line in suite.scored(pairs)]
     )
-    prompts = {(job.request.index, job.request.sample): job.request.prompt_ids for job in jobs}
+    prompts = {(request.index, request.sample): request.prompt_ids for request in requests}
     texts = [
         SampledText(prompt_ids=prompts[index, sample], token_ids=tuple(ids), roles=tuple(roles))
         for (index, _, sample), ids, roles in lines
@@ -57,7 +58,7 @@ def evaluate(session: Session, jobs: list[PromptTask]) -> None:
 
 
 def rounds_of(config: RunConfig) -> Rounds:
-    """How the speculative rounds of a run draft and verify."""
+    """Describe how the speculative rounds of a run draft and verify."""
     draft, rule, tree = config.draft, config.verification.rule, config.speculation.tree_shape
     is_certain = drafts_greedily(draft) or not drafter_of(draft).has_model
     if tree:
@@ -66,7 +67,8 @@ def rounds_of(config: RunConfig) -> Rounds:
     repeats = draft.kind == MODEL_DRAFT and draft.fallback is None and not has_own_tokenizer(draft) and not is_certain
     models = [config.model, *([draft.model] if draft.model else [])]
     is_exact = all(
-        (each.dtype, each.quantization, each.cache_dtype) == (Dtype.fp32, NO_QUANTIZATION, OWN_DTYPE) for each in models
+        (model.dtype, model.quantization, model.cache_dtype) == (Dtype.fp32, NO_QUANTIZATION, OWN_DTYPE)
+        for model in models
     )
     sees_rejections = rule in {DEFAULT, BLOCK} and repeats and is_exact
     return Rounds(rule=rule, sees_rejections=sees_rejections, penalizes=config.sampling.penalizes)

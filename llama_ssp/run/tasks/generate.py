@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 
 from llama_ssp.reports.records import CompletionLine, LineKey
-from llama_ssp.run.jobs import PromptTask
+from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session, Viewer
 from llama_ssp.run.tasks.records import GenerateConfig, OutputFormat
 from llama_ssp.speculate.engine.text import Piece
@@ -23,9 +23,9 @@ class Texts(Viewer):
     def __init__(self, session: Session, head: Callable[[int, int, str, str], None]) -> None:
         self._terminal, self._streams, self._head = session.terminal, session.streams, head
 
-    def begin(self, job: PromptTask, mode: str) -> None:
+    def begin(self, request: PromptRequest, mode: str) -> None:
         """Print its head."""
-        self._head(job.request.index, job.request.sample, job.prompt, mode)
+        self._head(request.index, request.sample, request.prompt, mode)
 
     def show(self, pieces: list[Piece]) -> None:
         """Print new text."""
@@ -52,9 +52,11 @@ class _Lines(Viewer):
 class _InOrder(Viewer):
     """Holds completions back until all before them have ended."""
 
-    def __init__(self, viewer: Viewer, jobs: Sequence[PromptTask], finished: Container[LineKey], mode: str) -> None:
+    def __init__(
+        self, viewer: Viewer, requests: Sequence[PromptRequest], finished: Container[LineKey], mode: str
+    ) -> None:
         self._viewer = viewer
-        self._missing = deque(key for job in jobs if (key := job.key(mode)) not in finished)
+        self._missing = deque(key for request in requests if (key := request.line_key(mode)) not in finished)
         self._waiting: dict[LineKey, CompletionLine] = {}
 
     def end(self, line: CompletionLine) -> None:
@@ -68,11 +70,11 @@ class _InOrder(Viewer):
             self._viewer.end(self._waiting.pop(key))
 
 
-def generate(session: Session, jobs: list[PromptTask]) -> None:
-    """Complete all jobs, speculatively if there is a draft."""
+def generate(session: Session, requests: list[PromptRequest]) -> None:
+    """Complete all requests, speculatively if there is a draft."""
     task, mode, terminal = session.config.task, session.best_mode, session.terminal
     assert isinstance(task, GenerateConfig)
-    has_names = len(jobs) > 1 and terminal.is_screen
+    has_names = len(requests) > 1 and terminal.is_screen
 
     def name(index: int, sample: int, prompt: str, _mode: str) -> None:
         if has_names:
@@ -83,7 +85,7 @@ def generate(session: Session, jobs: list[PromptTask]) -> None:
     viewer: Viewer = Texts(session, name) if shows_texts else _Lines(terminal.line)
     with ExitStack() as stack:
         if task.in_order and not session.streams:
-            viewer = in_order = _InOrder(viewer, jobs, session.finished, mode)
+            viewer = in_order = _InOrder(viewer, requests, session.finished, mode)
             stack.callback(in_order.release)
-        stack.enter_context(session.showing_progress(jobs, [mode], shows_texts=shows_texts))
-        session.complete(jobs, mode, viewer)
+        stack.enter_context(session.showing_progress(requests, [mode], shows_texts=shows_texts))
+        session.complete(requests, mode, viewer)

@@ -7,20 +7,20 @@ from llama_ssp.errors import SspError
 from llama_ssp.planning.acceptance import store
 from llama_ssp.reports.records import SPECULATIVE
 from llama_ssp.reports.summary import counted_rounds
-from llama_ssp.run.jobs import PromptTask
+from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session, Viewer
 from llama_ssp.run.tasks.records import LatencyConfig
 from llama_ssp.settings.drafters import draft_name
 
 
-def latency(session: Session, jobs: list[PromptTask]) -> None:
-    """Complete all jobs, speculatively if there is a draft."""
+def latency(session: Session, requests: list[PromptRequest]) -> None:
+    """Complete all requests, speculatively if there is a draft."""
     task, modes = session.config.task, [session.best_mode]
     assert isinstance(task, LatencyConfig)
     session.decoder(session.best_mode).reuses = False
-    session.warm_up(jobs, modes, num_jobs=task.num_warmup)
-    with session.showing_progress(jobs, modes, shows_texts=False):
-        session.complete(jobs, session.best_mode, Viewer())
+    session.warm_up(requests, modes, num_requests=task.num_warmup)
+    with session.showing_progress(requests, modes, shows_texts=False):
+        session.complete(requests, session.best_mode, Viewer())
 
 
 def store_pair(session: Session) -> None:

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import cast
 
-from llama_ssp.settings.catalogue import LOCAL
+from llama_ssp.catalogue import LOCAL
+from llama_ssp.fields import made, setting
 from llama_ssp.settings.drafters import drafts
-from llama_ssp.settings.fields import made, setting
 from llama_ssp.settings.schema import RunConfig, TaskConfig, WeightsKind
 from llama_ssp.settings.tasks import NoEffect, TaskSpec
 

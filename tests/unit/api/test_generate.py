@@ -8,11 +8,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer, TextStreamer
 
-from llama_ssp import Completion, Pair, load
+from llama_ssp import Completion, Pair, catalogue, load
 from llama_ssp.cpu.tracing import Traced
 from llama_ssp.errors import ConfigError
 from llama_ssp.run import decoders
-from llama_ssp.settings import catalogue
 from llama_ssp.speculate.engine.executors import GraphExecutor
 from llama_ssp.speculate.engine.round import Round
 from llama_ssp.weights import hub

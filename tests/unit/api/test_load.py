@@ -8,12 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from llama_ssp import load
+from llama_ssp import catalogue, load
 from llama_ssp.errors import ConfigError
+from llama_ssp.models.huggingface.modules import load_modules
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.loading import load_modules
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings import catalogue
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.in_memory import weights_of

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from llama_ssp import plan
+from llama_ssp import catalogue, plan
 from llama_ssp.planning.plan import document
-from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import DraftLayout
 from llama_ssp.weights import hub
 from tests.helpers.in_process import planned
@@ -54,7 +53,7 @@ def test_a_plan_is_that_of_the_command(arguments: dict[str, Any], settings: list
 
 def test_the_planner_chooses_the_placement() -> None:
     found = plan("30B", "7B", hardware="p4d_24xlarge", placement="auto")
-    assert found.job.draft_kind in DraftLayout
+    assert found.spec.draft_kind in DraftLayout
     assert found.timing.speculative_s
     others = [plan("30B", "7B", hardware="p4d_24xlarge", placement=name) for name in ("one_rank", "sharded")]
     assert found.timing.speculative_s <= min(each.timing.speculative_s or 0.0 for each in others)
@@ -70,7 +69,7 @@ def test_a_model_of_the_hub_is_planned_from_its_config(monkeypatch: pytest.Monke
     folder = hub.resolve(catalogue.load("tiny"))
     monkeypatch.setattr(hub, "find_config", lambda _model, **_given: folder)
     found = plan("owner/name", hardware="laptop_cpu")
-    assert found.job.target.shape == plan("tiny", hardware="laptop_cpu").job.target.shape
+    assert found.spec.target.shape == plan("tiny", hardware="laptop_cpu").spec.target.shape
 
 
 def test_a_quantized_model_of_the_hub_is_planned_as_it_is_stored(
@@ -92,7 +91,7 @@ def test_a_folder_in_the_home_is_planned_by_arguments_and_settings_alike(
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "m").symlink_to(hub.resolve(catalogue.load("tiny")))
     found = plan("~/m", hardware="laptop_cpu")
-    assert found.job.target.shape == plan("tiny", hardware="laptop_cpu").job.target.shape
+    assert found.spec.target.shape == plan("tiny", hardware="laptop_cpu").spec.target.shape
     settings = ["model=local", "model.path='~/m'", "draft=none", "hardware=laptop_cpu"]
     assert planned(*settings)["target"] == document(found)["target"]
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_ssp.architectures.matrices import BLOCK, Cut, Matrix, cut_of, split_blocks, split_heads, split_model, widths
+from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import PlacementError
-from llama_ssp.settings.schema import ModelShape
 
 
 def shape(**sizes: Any) -> ModelShape:  # noqa: ANN401 - the fields of ModelShape

@@ -12,14 +12,17 @@ import yaml
 from transformers import CONFIG_MAPPING
 
 from llama_ssp.architectures.family import kept_whole, kinds, record_of
+from llama_ssp.architectures.matrices import WholeParts
 from llama_ssp.architectures.reading import check_readable, read_config
+from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import SspError
 from llama_ssp.models import loading
+from llama_ssp.models.huggingface.modules import build_empty
 from llama_ssp.models.tensor_parallel import shard
 from llama_ssp.planning.memory import model_bytes, rank_shares
 from llama_ssp.planning.spec import planned_model
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.schema import Dtype, ModelConfig, TargetKind, WholeParts
+from llama_ssp.settings.schema import TargetKind
 from llama_ssp.weights.checkpoint import Checkpoint, inspect, shape_of
 from tests.helpers import library_kinds
 
@@ -59,7 +62,8 @@ def refusal(check: Callable[[], object]) -> str:
 def test_plan_and_run_have_one_verdict_and_count_the_bytes_of_the_modules(
     given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "find_sources", lambda *_: {})  # the files are not here
+    for name in ("find_sources", "sources_of"):  # the files are not here
+        monkeypatch.setattr(loading, name, lambda *_args, **_options: {})
     content = whole(given["config"])
     content.pop("quantization_config", None)
     (tmp_path / "config.json").write_text(json.dumps(content))
@@ -83,7 +87,7 @@ def check_run(folder: Path, num_ranks: int) -> None:
 
 def held_bytes(origin: Checkpoint, rank: int, num_ranks: int) -> int:
     """Bytes of a rank's parameters in bf16, by transformers' modules on the meta device."""
-    model = loading.build_empty(origin)
+    model = build_empty(origin)
     shard(model, origin.shape, Comm(rank=rank, size=num_ranks), whole=kept_whole(origin.shape, WholeParts.none))
     found, tied = dict(model.named_parameters()), model.all_tied_weights_keys
     own = [each for name, each in found.items() if name not in tied or each.shape != found[tied[name]].shape]

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from llama_ssp import catalogue
 from llama_ssp.architectures.reading import check_readable, read_config, read_stored_format
+from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import CheckpointError
 from llama_ssp.planning.spec import PlannedModel
 from llama_ssp.run.checkpoints import _read_tokenizer
-from llama_ssp.settings import catalogue
-from llama_ssp.settings.schema import Dtype
 from llama_ssp.weights import hub
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 2}

@@ -17,9 +17,9 @@ from benchmarks.first_hour import __main__ as command
 from benchmarks.first_hour import engine, kernels, runner
 from benchmarks.first_hour.runner import FAIL, HANG, PASS, SKIP, SKIPPED, Step
 from benchmarks.first_hour.step import Where
+from llama_ssp.catalogue import Dtype
 from llama_ssp.kernels.attention_by_length import Sequences
 from llama_ssp.kernels.between import RmsNorm
-from llama_ssp.settings.schema import Dtype
 
 pytestmark = pytest.mark.seconds
 

@@ -8,7 +8,7 @@ import torch
 from llama_ssp import Pair, load
 from llama_ssp.cpu.threads import ThreadChoice
 from llama_ssp.run.decoders import build_decoder
-from llama_ssp.run.jobs import encode
+from llama_ssp.run.requests import encode
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.decoders import complete
 

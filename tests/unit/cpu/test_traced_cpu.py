@@ -10,26 +10,23 @@ from llama_ssp.cpu.tracing import Traced
 from llama_ssp.kernels.linear import PlainLinear
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.loading import load_modules
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.speculate.engine.executors import TracedExecutor
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
-from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import grid, heavy
-from tests.helpers.models import build_checkpoint, tiny_model
+from tests.helpers.models import build_checkpoint, load_lean, tiny_model
 from tests.helpers.prefix_runner import PrefixRunner
 
 pytestmark = pytest.mark.seconds
 
-CPU = torch.device("cpu")
 RULES = ["greedy", "speculative", "block"]
 
 
 def lean(num_layers: int) -> LeanRunner:
-    return LeanRunner(tiny_model("llama", num_hidden_layers=num_layers), comm=Comm.single(), kernel=PlainLinear)
+    return load_lean(tiny_model("llama", num_hidden_layers=num_layers), kernel=PlainLinear)
 
 
 def requests(*lengths: int, new_tokens: int = 40) -> list[Request]:
@@ -97,8 +94,7 @@ def test_after_a_warm_up_no_timed_round_is_recorded(num_draft_tokens: int) -> No
 def test_ranks_that_share_a_target_agree_inside_of_recordings(tmp_path: Path, temperature: float) -> None:
     build_checkpoint(tmp_path, "llama")
     comms = thread_comms(2)
-    loaded = [load_modules(inspect(tmp_path), dtype=None, device=CPU, comm=comm) for comm in comms]
-    targets = [LeanRunner(model, comm=comm, kernel=PlainLinear) for model, comm in zip(loaded, comms, strict=True)]
+    targets = [load_lean(tmp_path, comm=comm, kernel=PlainLinear) for comm in comms]
 
     def one_rank(comm: ThreadComm) -> list[list[int]]:
         decoder = make_decoder(targets[comm.rank], lean(1), temperature=temperature, comm=comm)
@@ -106,8 +102,7 @@ def test_ranks_that_share_a_target_agree_inside_of_recordings(tmp_path: Path, te
         assert all(all(each.replays.values()) for each in recordings(decoder))
         return found
 
-    whole = load_modules(inspect(tmp_path), dtype=None, device=CPU, comm=Comm.single())
-    alone = LeanRunner(whole, comm=Comm.single(), kernel=PlainLinear)
+    alone = load_lean(tmp_path, kernel=PlainLinear)
     wanted = texts(make_decoder(alone, lean(1), temperature=temperature, replay=False))
     assert on_ranks(comms, one_rank) == [wanted, wanted]
 

@@ -17,20 +17,16 @@ from torch import Tensor
 from llama_ssp.cpu.tracing import Traced
 from llama_ssp.kernels.linear import HalfLinear, Kernel, PackedLinear, PlainLinear, can_halve, can_pack
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.loading import load_modules
 from llama_ssp.models.quantization.precision import Nf4Linear
 from llama_ssp.models.quantization.weight_only import int4_weight_only_linear, int8_weight_only_linear
-from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.memory import anonymous_bytes
-from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.workspaces import Workspace
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import heavy
-from tests.helpers.models import VOCAB_SIZE, build_checkpoint, tiny_model
+from tests.helpers.models import VOCAB_SIZE, build_checkpoint, load_lean, tiny_model
 
 pytestmark = pytest.mark.seconds
 
-CPU = torch.device("cpu")
 KERNELS: dict[str, tuple[Kernel, Callable[[], bool]]] = {
     "plain": (PlainLinear, lambda: True),
     "packed": (PackedLinear, lambda: can_pack(torch.float32)),
@@ -48,7 +44,7 @@ def runner(
     dtype: Any = torch.float32,  # noqa: ANN401 - torch types `to` in part
     **changes: Any,  # noqa: ANN401
 ) -> LeanRunner:
-    return LeanRunner(tiny_model(family, **changes).to(dtype), comm=Comm.single(), kernel=kernel)
+    return load_lean(tiny_model(family, **changes).to(dtype), kernel=kernel)
 
 
 class Replayed:
@@ -128,10 +124,9 @@ def test_a_recording_gives_the_same_bits_in_every_family_and_format(family: str,
 
 
 def cut(folder: Path, comms: list[ThreadComm]) -> list[LeanRunner]:
-    """A checkpoint over ranks; loading swaps functions of torch, so that threads must not load."""
+    """A checkpoint over ranks."""
     build_checkpoint(folder, "llama")
-    loaded = [load_modules(inspect(folder), dtype=None, device=CPU, comm=comm) for comm in comms]
-    return [LeanRunner(model, comm=comm, kernel=PlainLinear) for model, comm in zip(loaded, comms, strict=True)]
+    return [load_lean(folder, comm=comm, kernel=PlainLinear) for comm in comms]
 
 
 def test_ranks_meet_inside_of_a_recording(tmp_path: Path) -> None:

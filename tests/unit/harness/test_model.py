@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from llama_ssp import catalogue
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.harness.__main__ import main
-from llama_ssp.settings import catalogue
 from llama_ssp.weights import hub
 from tests.helpers.models import build_checkpoint
 from tests.helpers.repository import ROOT

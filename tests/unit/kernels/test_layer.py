@@ -14,10 +14,9 @@ from llama_ssp.kernels.layer import WholeLayer
 from llama_ssp.models.llama import layer as layers
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.quantization.precision import Precision
-from llama_ssp.ranks.comms import Comm
 from llama_ssp.storage.formats import formats
 from tests.helpers.lanes import pairs
-from tests.helpers.models import tiny_model
+from tests.helpers.models import load_lean, tiny_model
 from tests.unit.kernels.test_attention import Case, case
 from tests.unit.kernels.test_linear import COMPILED, native, numbers
 
@@ -35,7 +34,7 @@ def runner(form: str = "none", **sizes: int) -> LeanRunner:
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().float() if form != "fp32" else parameter.data
     kernel = None if form in {"none", "fp32"} else Precision(quantization=form).kernel
-    return LeanRunner(model, comm=Comm.single(), kernel=kernel)
+    return load_lean(model, kernel=kernel)
 
 
 def logits(model: LeanRunner, num_tokens: int, *, batch_size: int = 1) -> Tensor:

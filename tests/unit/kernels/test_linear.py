@@ -208,24 +208,20 @@ def test_a_checkpoint_in_4_bits_is_multiplied_as_it_is_with_all_its_zeros(group:
     assert_close(layer(x), x.double() @ weight.flatten(1).t())
 
 
-class Norm:
-    """A module of transformers."""
-
-    weight = numbers(256)
-    variance_epsilon = 1e-5
+NORM = RmsNorm(numbers(256), 1e-5)
 
 
 def fused(kind: str, *, gates: bool) -> NativeLinear:
     """A layer with the norm before it, and the gate behind it."""
-    norm, found = RmsNorm(Norm()), native(kind, numbers(544, 256))
-    assert found.take_in(norm.weight_E, norm.least_square, gates=gates)
+    found = native(kind, numbers(544, 256))
+    assert found.take_in(NORM.weight_E, NORM.least_square, gates=gates)
     return found
 
 
 @pairs(kind=COMPILED, num_rows=[1, 5], gates=[False, True])
 def test_norm_and_gate_around_a_product_are_torchs(kind: str, num_rows: int, gates: bool) -> None:
     x = numbers(num_rows, 256)
-    y = native(kind, numbers(544, 256))(RmsNorm(Norm())(x))
+    y = native(kind, numbers(544, 256))(NORM(x))
     wanted = functional.silu(y[:, :272]) * y[:, 272:] if gates else y
     within = 5e-3 if kind == "dots" else 1e-5
     assert_close(fused(kind, gates=gates).fused(x), wanted.double(), within=within)

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import yaml
 
+from llama_ssp.catalogue import conf_dir
 from llama_ssp.errors import ConfigError
 from llama_ssp.machines import hardware
-from llama_ssp.settings.catalogue import conf_dir
 
 REQUIRED = {
     "p4d_24xlarge", "8xa100_80gb", "g5_12xlarge", "8xh100", "8xh200", "1xh200", "mi250", "4xl40s", "laptop_cpu",

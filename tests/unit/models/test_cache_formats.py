@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from benchmarks.decoding import decode_once, load_pair, make_decoder, prompt, run_config
+from llama_ssp import catalogue
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.planning.memory import kv_bytes_per_token
 from llama_ssp.planning.spec import planned_model
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import VerificationConfig
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.storage.formats import CACHES
 from tests.helpers.lanes import pairs
-from tests.helpers.models import build_checkpoint, tiny_model
+from tests.helpers.models import build_checkpoint, load_lean, tiny_model
 from tests.unit.models.llama.test_decoder import random_ids
 
 NAMES = list(CACHES.all())
@@ -33,8 +33,8 @@ def runners(name: str) -> list[LeanRunner | ModuleRunner]:
     """By compiled attention, by masks (heads are no whole vectors), and by the library's modules."""
     precision = Precision(cache_dtype=name)
     return [
-        LeanRunner(tiny_model("llama", head_dim=16), comm=Comm.single(), precision=precision),
-        LeanRunner(tiny_model("llama"), comm=Comm.single(), precision=precision),
+        load_lean(tiny_model("llama", head_dim=16), precision=precision),
+        load_lean(tiny_model("llama"), precision=precision),
         ModuleRunner(tiny_model("llama", head_dim=16), comm=Comm.single(), cache_dtype=name),
     ]
 

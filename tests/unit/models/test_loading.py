@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from llama_ssp import catalogue
 from llama_ssp.errors import CheckpointError
-from llama_ssp.models.loading import check_model, load_modules
+from llama_ssp.models.huggingface.modules import load_modules
+from llama_ssp.models.loading import check_model
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings import catalogue
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import SINGLE_FILE, Checkpoint, inspect
 from llama_ssp.weights.head import of_target
@@ -25,7 +26,6 @@ from tests.unit.models.conftest import Saved
 pytestmark = pytest.mark.seconds
 
 CPU = torch.device("cpu")
-REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def load(folder: Path, *, dtype: torch.dtype | None = None, comm: Comm | None = None) -> PreTrainedModel:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from llama_ssp.models.loading import build_empty
+from llama_ssp.models.huggingface.modules import build_empty
 from llama_ssp.storage.formats import formats
 from llama_ssp.weights.checkpoint import INDEX_FILE, Checkpoint, shape_of
 from tests.helpers.models import tiny_config
@@ -34,7 +34,7 @@ import json, os, sys, threading, traceback
 from pathlib import Path
 import torch
 from llama_ssp.kernels.linear import can_halve
-from llama_ssp.settings.schema import Dtype
+from llama_ssp.catalogue import Dtype
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.memory import anonymous_bytes
 from llama_ssp.models.loading import check_model, load_model

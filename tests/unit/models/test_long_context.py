@@ -15,10 +15,9 @@ from llama_ssp.kernels.attention import NEEDS
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.quantization.precision import Precision
-from llama_ssp.ranks.comms import Comm
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.decoders import complete, make_decoder
-from tests.helpers.models import tiny_model
+from tests.helpers.models import load_lean, tiny_model
 from tests.unit.models.llama.test_decoder import random_ids
 from tests.unit.speculate.engine.test_round_cost import bytes_of
 
@@ -38,7 +37,7 @@ def runner(*, head_dim: int = 16, cache_dtype: str = "auto", num_layers: int = 2
         pytest.skip("this processor has no compiled attention")
     sizes = {"num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "rope_parameters": ROPE}
     model = tiny_model("llama", head_dim=head_dim, num_hidden_layers=num_layers, **sizes)
-    return LeanRunner(model, comm=Comm.single(), precision=Precision(cache_dtype=cache_dtype))
+    return load_lean(model, precision=Precision(cache_dtype=cache_dtype))
 
 
 class Largest(TorchDispatchMode):

@@ -10,25 +10,25 @@ import pytest
 import torch
 from torch import Tensor
 
+from llama_ssp import catalogue
 from llama_ssp import load as load_pair
+from llama_ssp.catalogue import Dtype
 from llama_ssp.cpu.kinds import DOTS
 from llama_ssp.errors import ConfigError, PlacementError
 from llama_ssp.kernels.linear import PlainLinear, product_of
+from llama_ssp.models.huggingface.modules import OwnLinear, load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
-from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.loading import OwnLinear, check_model, load_modules
+from llama_ssp.models.loading import check_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.planning.memory import shares, weight_bytes
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings import catalogue
-from llama_ssp.settings.schema import Dtype
 from llama_ssp.storage.formats import formats
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.lanes import pairs
-from tests.helpers.models import VOCAB_SIZE, build_checkpoint
+from tests.helpers.models import VOCAB_SIZE, build_checkpoint, load_lean
 
 pytestmark = pytest.mark.seconds
 
@@ -68,8 +68,7 @@ def load(
     comm = comm or Comm.single()
     if implementation == "lean":
         # The head's kernel is named, since a packed one does not tell its bytes.
-        model = load_modules(inspect(folder), dtype=dtype, device=CPU, comm=comm)
-        return LeanRunner(model, comm=comm, precision=precision, kernel=PlainLinear)
+        return load_lean(folder, dtype=dtype, comm=comm, precision=precision, kernel=PlainLinear)
     return ModuleRunner(
         load_modules(inspect(folder), dtype=dtype, device=CPU, comm=comm, precision=precision), comm=comm
     )
@@ -191,7 +190,7 @@ def assert_planned(saved: Saved, implemented: tuple[str, str], *, num_ranks: int
             folder, implementation, Precision(quantization=form), comm=comm, dtype=getattr(torch, dtype.value)
         )
         parts = (
-            [runner._layers, runner._norm, runner._head, runner._embed]
+            [runner._layers, runner._norm, runner._head, runner._embedding_VE]
             if implementation == "lean"
             else [list(runner._model.parameters()), [m for m in runner._model.modules() if type(m) is OwnLinear]]
         )

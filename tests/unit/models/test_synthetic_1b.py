@@ -7,16 +7,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from llama_ssp import catalogue
 from llama_ssp.kernels.linear import PlainLinear
-from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.loading import load_modules
-from llama_ssp.settings import catalogue
 from llama_ssp.weights.synthetic import Synthetic, synthesize
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
+from tests.helpers.models import load_lean
 from tests.helpers.prompts import PROMPTS
 from tests.helpers.texts import library_greedy
 
-CPU = torch.device("cpu")
 NUM_TOKENS = 48
 
 
@@ -54,8 +52,7 @@ def texts() -> list[Text]:
 def logits(num_ranks: int, dtype: torch.dtype, texts: list[Text]) -> list[Tensor]:
     """The large model's logits of the same texts, as rank 0 has them."""
     comms = thread_comms(num_ranks)
-    models = [load_modules(synthetic_1b(), dtype=dtype, device=CPU, comm=comm) for comm in comms]
-    runners = [LeanRunner(model, comm=comm, kernel=PlainLinear) for model, comm in zip(models, comms, strict=True)]
+    runners = [load_lean(synthetic_1b(), dtype=dtype, comm=comm, kernel=PlainLinear) for comm in comms]
 
     def of_rank(comm: ThreadComm) -> list[Tensor]:
         runner, found = runners[comm.rank], []

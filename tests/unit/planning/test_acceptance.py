@@ -7,12 +7,12 @@ import pytest
 import yaml
 
 from benchmarks.published import implied_acceptance
+from llama_ssp import catalogue
 from llama_ssp.errors import SspError
 from llama_ssp.machines import hardware
 from llama_ssp.planning import acceptance as module
 from llama_ssp.planning.acceptance import (
     Acceptance,
-    DraftedPair,
     expected,
     known,
     store,
@@ -20,16 +20,15 @@ from llama_ssp.planning.acceptance import (
     tree_tokens,
 )
 from llama_ssp.planning.plan import document, make_plan
-from llama_ssp.settings import catalogue
 from llama_ssp.settings.trees import tree_shape
 from tests.helpers.own_conf import OwnConf
-from tests.helpers.planning import make_job, times_of
+from tests.helpers.planning import make_spec, times_of
 
 A100 = hardware.load("8xa100_80gb")
 
 
 def of_pair(target: str, draft: str, temperature: float | None = 0.8) -> Any:  # noqa: ANN401 - it must be known
-    return known(DraftedPair(target=target, draft=draft, temperature=temperature))
+    return known(target, draft, temperature=temperature)
 
 
 def entry(acceptance: float, **others: float) -> dict[str, Any]:
@@ -46,7 +45,7 @@ def test_what_is_stored_is_found_and_measuring_again_replaces_it(own_conf: OwnCo
     own_conf("pairs.yaml", "pairs: []\n")
     file = store(entry(0.7, low=0.66, high=0.74, temperature=0.8))
     assert file == catalogue.user_dir() / "measured_pairs.yaml"
-    assert of_pair("7B", "tinyllama_1B") == Acceptance(probability=0.7, low=0.66, high=0.74, source="measured")
+    assert of_pair("7B", "tinyllama_1B") == Acceptance(probability=0.7, ends=(0.66, 0.74), source="measured")
     store(entry(0.71, temperature=0.8))
     assert of_pair("7B", "tinyllama_1B").probability == 0.71
     assert len(yaml.safe_load(file.read_text())["pairs"]) == 1
@@ -80,7 +79,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(own_conf: OwnConf) -> N
 
 
 def test_a_pair_that_nobody_measured_has_the_default_which_the_table_bears_out(own_conf: OwnConf) -> None:
-    found: Any = expected(DraftedPair(target="13B", draft="mine", temperature=0.8))
+    found: Any = expected("13B", "mine", temperature=0.8)
     assert (found.probability, found.ends, found.is_forecast) == (0.75, (0.5, 0.85), True)
     table = [entry["acceptance"] for entry in catalogue.read(catalogue.conf_dir() / "pairs.yaml")["pairs"]]
     assert found.source.endswith(f"are at {min(table)} to {max(table)}, two thirds of them above 0.75")
@@ -98,8 +97,8 @@ def test_every_measured_pair_has_a_source_and_its_figure_is_that_of_plans(pair: 
 
 
 def test_a_plan_of_a_pair_that_nobody_measured_shows_low_and_high_and_how_to_measure_it() -> None:
-    job = make_job("llama3_70B", "llama3_8B", num_ranks=8, acceptance=None)
-    plan = make_plan(job, A100)
+    spec = make_spec("llama3_70B", "llama3_8B", num_ranks=8, acceptance=None)
+    plan = make_plan(spec, A100)
     time, low_high = document(plan)["time"], (0.5, 0.85)
     assert time["tokens_per_round_range"] == pytest.approx([tokens_per_round(each, 4) for each in low_high])
     for name in ("acceptance", "tokens_per_round", "speculative_ms_per_token", "best_num_draft_tokens"):
@@ -110,29 +109,29 @@ def test_a_plan_of_a_pair_that_nobody_measured_shows_low_and_high_and_how_to_mea
 
 
 def test_a_figure_that_the_user_gave_has_no_range_and_an_adaptive_run_is_never_slower_than_plain() -> None:
-    job = make_job("13B", "7B", acceptance=0.7)
-    assert times_of(job, A100).tokens_per_round_range is None
-    slow = times_of(replace(job, acceptance=None, adapts=True, free_draft="mine", draft=None), A100)
+    spec = make_spec("13B", "7B", acceptance=0.7)
+    assert times_of(spec, A100).tokens_per_round_range is None
+    slow = times_of(replace(spec, acceptance=None, adapts=True, free_draft="mine", draft=None), A100)
     assert slow.speculative_s_range[1] <= slow.plain_s_range[1]
     assert slow.tokens_per_round_range[1] > 2 * slow.tokens_per_round_range[0], "nobody knows this drafter"
 
 
 def test_no_k_is_recommended_on_a_guess() -> None:
-    job = make_job("llama3_70B", "llama3_1B", num_ranks=8, acceptance=None, num_draft_tokens=1)
-    plan = make_plan(job, A100)
+    spec = make_spec("llama3_70B", "llama3_1B", num_ranks=8, acceptance=None, num_draft_tokens=1)
+    plan = make_plan(spec, A100)
     low, high = document(plan)["time"]["best_num_draft_tokens_range"]
     assert low < high
     assert not [warning for warning in plan.warnings if "speculation.num_draft_tokens=" in warning]
     assert any(note.startswith(f"the best K is {low} to {high}") for note in plan.notes)
-    given = make_plan(replace(job, acceptance=0.8), A100)
+    given = make_plan(replace(spec, acceptance=0.8), A100)
     assert any("speculation.num_draft_tokens=" in warning for warning in given.warnings)
 
 
 @pytest.mark.parametrize(("name", "stores"), [("tinyllama_1B", [True]), ("local", [False]), ("7B", [])])
 def test_a_pair_is_stored_by_the_names_of_its_models_and_local_names_any_folder(name: str, stores: list[bool]) -> None:
     """task.store=true refuses the latter; a published pair need not be measured."""
-    job = make_job("65B", "tinyllama_1B", num_ranks=8, acceptance=None, of_draft={"name": name})
-    plan = make_plan(job, A100)
+    spec = make_spec("65B", "tinyllama_1B", num_ranks=8, acceptance=None, of_draft={"name": name})
+    plan = make_plan(spec, A100)
     said = [note for note in plan.notes if "measure the pair" in note]
     assert ["task.store=true" in each for each in said] == stores
 

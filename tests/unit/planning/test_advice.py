@@ -9,46 +9,48 @@ from llama_ssp.planning.plan import make_plan
 from llama_ssp.planning.spec import PlanSpec, same_kind
 from llama_ssp.settings.schema import DraftLayout, TargetKind
 from llama_ssp.words import rounded
-from tests.helpers.planning import make_job, times_of
+from tests.helpers.planning import make_spec, times_of
 
 A100 = hardware.load("8xa100_80gb")
 
 
-def _warnings(job: PlanSpec) -> str:
-    return "\n".join(make_plan(job, A100).warnings)
+def _warnings(spec: PlanSpec) -> str:
+    return "\n".join(make_plan(spec, A100).warnings)
 
 
 def test_a_7b_draft_alone_on_one_gpu_beside_a_target_on_eight_cannot_gain() -> None:
-    said = _warnings(make_job("llama2_70B", "llama2_7B", num_ranks=8))
+    said = _warnings(make_spec("llama2_70B", "llama2_7B", num_ranks=8))
     assert "llama2_7B alone on one GPU" in said
     assert "placement.draft.kind=sharded" in said
-    assert "cannot gain" not in _warnings(make_job("llama2_70B", "llama2_7B", num_ranks=8, draft_kind=SHARDED))
+    assert "cannot gain" not in _warnings(make_spec("llama2_70B", "llama2_7B", num_ranks=8, draft_kind=SHARDED))
 
 
 def test_an_int8_draft_through_bitsandbytes_cannot_gain() -> None:
-    eight_bit = make_job("65B", "7B", num_ranks=8, of_draft={"quantization": "int8"})
+    eight_bit = make_spec("65B", "7B", num_ranks=8, of_draft={"quantization": "int8"})
     assert "an int8 draft through bitsandbytes cannot gain" in _warnings(eight_bit)
-    assert "bitsandbytes" not in _warnings(make_job("65B", "7B", num_ranks=8))
+    assert "bitsandbytes" not in _warnings(make_spec("65B", "7B", num_ranks=8))
 
 
 def test_a_smaller_draft_that_gains_clearly_more_is_named() -> None:
-    smaller, asked = make_job("13B", "tinyllama_1B", acceptance=None), make_job("13B", "7B")
-    gains = [each.plain_s / min(each.by_num_draft_tokens) for each in (times_of(job, A100) for job in (smaller, asked))]
+    smaller, asked = make_spec("13B", "tinyllama_1B", acceptance=None), make_spec("13B", "7B")
+    gains = [
+        each.plain_s / min(each.by_num_draft_tokens) for each in (times_of(spec, A100) for spec in (smaller, asked))
+    ]
     said = f"draft=tinyllama_1B is forecast to give {gains[0]:.2f}x with its best K, 7B {gains[1]:.2f}x with its own"
     assert said in make_plan(asked, A100).notes
     assert not [note for note in make_plan(smaller, A100).notes if note.startswith("draft=")]
 
 
 def test_a_target_that_a_library_places_says_what_its_forecast_leaves_out() -> None:
-    layer_wise = make_job("65B", num_ranks=8, target_kind=TargetKind.accelerate, cuda_graphs=False)
+    layer_wise = make_spec("65B", num_ranks=8, target_kind=TargetKind.accelerate, cuda_graphs=False)
     (note,) = make_plan(layer_wise, A100).notes
     assert note.startswith("the target is placed layer-wise over 8 GPUs of rank 0; host time in accelerate's hooks")
-    (note,) = make_plan(make_job("65B", num_ranks=8, target_kind=TargetKind.deepspeed), A100).notes
+    (note,) = make_plan(make_spec("65B", num_ranks=8, target_kind=TargetKind.deepspeed), A100).notes
     assert "keeps the whole target in host memory on every rank, 130.6 GB each" in note
 
 
 def test_uneven_heads_are_shown_with_the_rank_that_needs_most() -> None:
-    notes = make_plan(make_job("30B", num_ranks=8, cuda_graphs=False), A100).notes
+    notes = make_plan(make_spec("30B", num_ranks=8, cuda_graphs=False), A100).notes
     assert notes == ("52 heads over 8 ranks: 7 7 7 7 6 6 6 6; rank 0 needs most",)
 
 
@@ -58,46 +60,46 @@ SHARDED = DraftLayout.sharded
 
 
 def test_one_node_is_faster_than_two_and_the_plan_says_so() -> None:
-    job = make_job("llama3_70B", "llama3_8B", num_ranks=16, draft_kind=SHARDED)
-    alone: Any = same_kind(job, 8)
-    here, there = times_of(job, TWO_NODES), times_of(alone, H100)
+    spec = make_spec("llama3_70B", "llama3_8B", num_ranks=16, draft_kind=SHARDED)
+    alone: Any = same_kind(spec, 8)
+    here, there = times_of(spec, TWO_NODES), times_of(alone, H100)
     assert there.plain_s < 0.7 * here.plain_s
-    (said,) = faster_on_fewer(job, TWO_NODES, here)
+    (said,) = faster_on_fewer(spec, TWO_NODES, here)
     assert said.startswith(f"one node is faster than all 2: {rounded(1e3 * there.plain_s)} ms/token plain and ")
     assert f"here {rounded(1e3 * here.plain_s)} ms/token plain" in said
     assert "placement.num_replicas=2" in said
-    assert said in make_plan(job, TWO_NODES).warnings
+    assert said in make_plan(spec, TWO_NODES).warnings
 
 
 def test_a_small_model_over_many_gpus_on_pcie_is_faster_on_one() -> None:
     machine = hardware.load("g5_12xlarge")
-    job = make_job("smollm2_135M", num_ranks=4)
-    (said,) = faster_on_fewer(job, machine, times_of(job, machine))
+    spec = make_spec("smollm2_135M", num_ranks=4)
+    (said,) = faster_on_fewer(spec, machine, times_of(spec, machine))
     assert said.startswith("one GPU is faster than all 4: ")
     assert "placement.num_replicas=4" in said
 
 
 def test_gpus_that_help_and_those_without_which_nothing_fits_are_not_warned_of() -> None:
     small = replace(TWO_NODES, memory_bytes=16 * 10**9)
-    helped = make_job("llama2_70B", "llama2_7B", num_ranks=8, draft_kind=SHARDED)
-    for job, machine in (helped, A100), (make_job("llama3_70B", num_ranks=16), small):
-        assert list(faster_on_fewer(job, machine, times_of(job, machine))) == []
+    helped = make_spec("llama2_70B", "llama2_7B", num_ranks=8, draft_kind=SHARDED)
+    for spec, machine in (helped, A100), (make_spec("llama3_70B", num_ranks=16), small):
+        assert list(faster_on_fewer(spec, machine, times_of(spec, machine))) == []
 
 
 def test_replicas_that_would_serve_a_batch_better_are_named_with_both_rates() -> None:
-    job = make_job("llama3_8B", num_ranks=16, batch_size=16)
-    timed = times_of(job, TWO_NODES)
-    (said,) = faster_on_fewer(job, TWO_NODES, timed)
+    spec = make_spec("llama3_8B", num_ranks=16, batch_size=16)
+    timed = times_of(spec, TWO_NODES)
+    (said,) = faster_on_fewer(spec, TWO_NODES, timed)
     assert said.startswith("replicas would serve the batch better: ")
     assert f"here {rounded(16 / timed.plain_s, 4)}" in said
     settings = dict(word.split("=") for word in said.rpartition(": ")[2].split())
     num_replicas, rows = int(settings["placement.num_replicas"]), int(settings["batch_size"])
     assert num_replicas * rows >= 16
-    better: Any = same_kind(replace(job, num_replicas=num_replicas, batch_size=rows), 16 // num_replicas)
+    better: Any = same_kind(replace(spec, num_replicas=num_replicas, batch_size=rows), 16 // num_replicas)
     assert num_replicas * rows / times_of(better, TWO_NODES).plain_s > 1.1 * 16 / timed.plain_s
 
 
 def test_ranks_of_a_cpu_are_not_called_gpus() -> None:
     machine = replace(hardware.load("laptop_cpu"), num_gpus=2)
-    job = make_job("tiny", num_ranks=2, device="cpu", cuda_graphs=False)
-    assert all("GPU" not in said for said in faster_on_fewer(job, machine, times_of(job, machine)))
+    spec = make_spec("tiny", num_ranks=2, device="cpu", cuda_graphs=False)
+    assert all("GPU" not in said for said in faster_on_fewer(spec, machine, times_of(spec, machine)))

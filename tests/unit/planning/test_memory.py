@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from llama_ssp import catalogue
 from llama_ssp.architectures.engine import BUCKET_STEP, ENGINE_KERNELS
+from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
@@ -17,20 +19,20 @@ from llama_ssp.planning.memory import (
     largest_batch,
     largest_context,
     memory,
+    split_layers,
 )
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.spec import planned_model
 from llama_ssp.reports.plan_tables import ITEMS
-from llama_ssp.settings import catalogue
-from llama_ssp.settings.schema import DraftLayout, Dtype, TargetKind
-from tests.helpers.planning import make_job
+from llama_ssp.settings.schema import DraftLayout, TargetKind
+from tests.helpers.planning import make_spec
 
 A100, MI250, CPU = (hardware.load(name) for name in ("p4d_24xlarge", "mi250", "laptop_cpu"))
 
 
 def test_a_captured_round_holds_the_kernels_of_all_k_draft_steps() -> None:
     """13B and 7B have 40 and 32 layers; up to 200 slots are one width of the cache."""
-    graphs = [memory(make_job("13B", "7B", num_draft_tokens=k), A100)[0].graphs_bytes for k in (1, 4, 7)]
+    graphs = [memory(make_spec("13B", "7B", num_draft_tokens=k), A100)[0].graphs_bytes for k in (1, 4, 7)]
     assert graphs == [(2 * 40 + k * 32) * ENGINE_KERNELS.layer * GRAPH_NODE_BYTES for k in (1, 4, 7)]
 
 
@@ -40,23 +42,23 @@ def test_keys_and_values_of_a_token_have_the_published_size(name: str, kib: int)
 
 
 def test_caches_of_all_ranks_hold_every_slot_once() -> None:
-    job = make_job("30B", "7B", num_ranks=8, batch_size=3)
+    spec = make_spec("30B", "7B", num_ranks=8, batch_size=3)
     slots = 3 * 200  # 128 + 64 + 4 + 1, in steps of 8
-    ranks = memory(job, A100)
+    ranks = memory(spec, A100)
     assert sum(rank.target_cache_bytes for rank in ranks) == slots * 1560 * 1024
     assert [rank.draft_cache_bytes for rank in ranks] == [slots * 512 * 1024, *[0] * 7]
 
 
 def test_a_cache_of_fewer_bits_has_its_own_bytes_and_room_to_unpack_a_layer_where_attention_needs_it() -> None:
     """Heads of 128 dimensions: 128 bytes and a scale. On a GPU prompts read a copy in fp16, made through fp32."""
-    job = make_job("7B", prompt_tokens=2000)
-    byte = make_job("7B", prompt_tokens=2000, of_target={"cache_dtype": "int8"})
-    (exact,), (packed,), (shorter,) = (memory(each, A100) for each in (job, byte, replace(byte, prompt_tokens=1488)))
+    spec = make_spec("7B", prompt_tokens=2000)
+    byte = make_spec("7B", prompt_tokens=2000, of_target={"cache_dtype": "int8"})
+    (exact,), (packed,), (shorter,) = (memory(each, A100) for each in (spec, byte, replace(byte, prompt_tokens=1488)))
     assert packed.target_cache_bytes * 256 == exact.target_cache_bytes * 132
     assert packed.activations_bytes > exact.activations_bytes
     assert packed.activations_bytes - shorter.activations_bytes == 512 * 2 * 32 * 128 * (2 + 2)
     on_cpu, narrow = (
-        make_job("7B", prompt_tokens=2000, device="cpu", of_target={"cache_dtype": name}) for name in ("auto", "fp8")
+        make_spec("7B", prompt_tokens=2000, device="cpu", of_target={"cache_dtype": name}) for name in ("auto", "fp8")
     )
     (exact,), (packed,) = memory(on_cpu, CPU), memory(narrow, CPU)
     assert packed.target_cache_bytes * 512 == exact.target_cache_bytes * 132
@@ -64,7 +66,7 @@ def test_a_cache_of_fewer_bits_has_its_own_bytes_and_room_to_unpack_a_layer_wher
 
 
 def test_weights_of_all_ranks_add_up_to_the_model_and_what_is_repeated() -> None:
-    content = document(make_plan(make_job("30B", num_ranks=8), A100))
+    content = document(make_plan(make_spec("30B", num_ranks=8), A100))
     target, ranks = content["target"], content["memory"]
     assert target["weights_bytes"] == 2 * target["num_parameters"] == 2 * 32_528_943_616
     assert sum(rank["target_weights_bytes"] for rank in ranks) == target["weights_bytes"] + target["repeated_bytes"]
@@ -72,7 +74,7 @@ def test_weights_of_all_ranks_add_up_to_the_model_and_what_is_repeated() -> None
 
 
 def test_fifty_two_heads_on_eight_ranks_are_seven_or_six_and_the_first_rank_is_largest() -> None:
-    ranks = memory(make_job("30B", num_ranks=8), A100)
+    ranks = memory(make_spec("30B", num_ranks=8), A100)
     assert [rank.target_heads for rank in ranks] == [7, 7, 7, 7, 6, 6, 6, 6]
     assert max(ranks, key=lambda rank: rank.total_bytes).rank == 0
 
@@ -81,32 +83,32 @@ def test_fifty_two_heads_on_eight_ranks_are_seven_or_six_and_the_first_rank_is_l
     ("kind", "copies"), [(DraftLayout.one_rank, 1), (DraftLayout.sharded, 1), (DraftLayout.replicated, 4)]
 )
 def test_a_draft_is_held_once_unless_it_is_replicated(kind: DraftLayout, copies: int) -> None:
-    ranks = memory(make_job("13B", "7B", num_ranks=4, draft_kind=kind, batch_size=4), A100)
+    ranks = memory(make_spec("13B", "7B", num_ranks=4, draft_kind=kind, batch_size=4), A100)
     held = sum(rank.draft_weights_bytes - rank.draft_repeated_bytes for rank in ranks)
     once = 13_476_831_232 - ranks[0].draft_repeated_bytes
     assert held == copies * once
 
 
 def test_every_rank_of_a_sharded_draft_holds_the_embedding_whole() -> None:
-    job = make_job("13B", "7B", num_ranks=4, draft_kind=DraftLayout.sharded)
-    ranks, width, units, num_layers = memory(job, A100), 4096, 11008, 32
+    spec = make_spec("13B", "7B", num_ranks=4, draft_kind=DraftLayout.sharded)
+    ranks, width, units, num_layers = memory(spec, A100), 4096, 11008, 32
     embedding, attention, mlp = 32000 * width, num_layers * 4 * width**2, num_layers * 3 * width * units
     norms = (2 * num_layers + 1) * width
     assert {rank.draft_repeated_bytes for rank in ranks} == {2 * (norms + embedding)}
     cut = embedding + attention + mlp  # the head is as large as the embedding
     assert sum(rank.draft_weights_bytes - rank.draft_repeated_bytes for rank in ranks) == 2 * cut
-    assert job.draft
+    assert spec.draft
     slots = 200  # 128 + 64 + 5, in steps of 8
-    assert sum(rank.draft_cache_bytes for rank in ranks) == slots * kv_bytes_per_token(job.draft)
+    assert sum(rank.draft_cache_bytes for rank in ranks) == slots * kv_bytes_per_token(spec.draft)
 
 
 def test_deepspeed_refuses_heads_that_do_not_divide_and_says_what_does_not() -> None:
     with pytest.raises(PlacementError, match=r"placement\.target\.kind=tensor"):
-        memory(make_job("30B", num_ranks=8, target_kind=TargetKind.deepspeed), A100)
+        memory(make_spec("30B", num_ranks=8, target_kind=TargetKind.deepspeed), A100)
 
 
 def test_the_total_is_the_sum_of_its_items() -> None:
-    (rank, *_) = memory(make_job("13B", "7B", num_ranks=2), A100)
+    (rank, *_) = memory(make_spec("13B", "7B", num_ranks=2), A100)
     assert rank.total_bytes == sum(getattr(rank, item) for item in ITEMS.values())
     assert rank.free_bytes == rank.capacity_bytes - max(rank.total_bytes, rank.loading_peak_bytes)
 
@@ -116,7 +118,7 @@ def test_quantizing_while_loading_needs_room_for_gate_and_up_and_what_is_read_ah
     form: str, weight_bytes: float, num_copies: int
 ) -> None:
     """In the last layer, before down, which is read ahead in 16 bits like the others; NF4 unpacks while it runs."""
-    whole, packed = (memory(make_job("7B", of_target={"quantization": each}), A100)[0] for each in ("none", form))
+    whole, packed = (memory(make_spec("7B", of_target={"quantization": each}), A100)[0] for each in ("none", form))
     beside = packed.loading_peak_bytes - packed.target_weights_bytes - A100.context_bytes
     assert beside == 11008 * 4096 * (2 * 2 + num_copies * 2 * weight_bytes + 2 - 3 * weight_bytes)
     unpacked_bytes = packed.activations_bytes - whole.activations_bytes
@@ -124,7 +126,7 @@ def test_quantizing_while_loading_needs_room_for_gate_and_up_and_what_is_read_ah
 
 
 def test_a_draft_is_loaded_when_all_copies_of_the_target_are_gone() -> None:
-    (alone,), (pair,) = (memory(make_job("7B", *draft), A100) for draft in ([], ["tinyllama_1B"]))
+    (alone,), (pair,) = (memory(make_spec("7B", *draft), A100) for draft in ([], ["tinyllama_1B"]))
     draft_bytes = pair.draft_weights_bytes
     assert 0 <= pair.loading_peak_bytes - alone.target_weights_bytes - A100.context_bytes - draft_bytes < 2**25
 
@@ -147,8 +149,8 @@ def test_masks_are_planned_with_slots_and_graphs_of_their_own_where_attention_ne
     of_target = {"quantization": quantization, "dtype": dtype}
     size = 4 if dtype is Dtype.fp32 else 2
     for name, units, num_kv_heads in ("7B", 11008, 32), ("llama3_8B", 14336, 8):
-        job = make_job(name, prompt_tokens=300, max_new_tokens=230, of_target=of_target)
-        (rank,), (two_rows,) = (memory(replace(job, batch_size=rows), machine) for rows in (1, 2))
+        spec = make_spec(name, prompt_tokens=300, max_new_tokens=230, of_target=of_target)
+        (rank,), (two_rows,) = (memory(replace(spec, batch_size=rows), machine) for rows in (1, 2))
         assert rank.target_cache_bytes == 536 * 2 * 32 * num_kv_heads * 128 * size
         assert rank.graphs_bytes == (1 if by_length else 3) * 32 * ENGINE_KERNELS.layer * GRAPH_NODE_BYTES
         masks = 0 if by_length else 32 // num_kv_heads * 300 * 512 * (1 + size)
@@ -157,45 +159,45 @@ def test_masks_are_planned_with_slots_and_graphs_of_their_own_where_attention_ne
 
 def test_every_part_of_a_row_has_its_own_sums_in_a_round() -> None:
     """A round of five positions over 256 slots or more, and a prompt of four tokens, which needs less."""
-    job = make_job("7B", "7B", num_draft_tokens=4, prompt_tokens=4, max_new_tokens=250)
-    one, two = (memory(replace(job, batch_size=rows), A100)[0] for rows in (1, 2))
+    spec = make_spec("7B", "7B", num_draft_tokens=4, prompt_tokens=4, max_new_tokens=250)
+    one, two = (memory(replace(spec, batch_size=rows), A100)[0] for rows in (1, 2))
     num_parts = 256 // 32
     assert two.activations_bytes - one.activations_bytes == 4 * 3 * 4096 * 2 + 5 * num_parts * 32 * (128 + 1) * 4
 
 
 def test_the_largest_batch_and_context_fit_and_one_more_does_not() -> None:
-    job = make_job("13B", "7B", num_ranks=2)
-    batch = largest_batch(job, A100)
-    assert fits(replace(job, batch_size=batch), A100)
-    assert not fits(replace(job, batch_size=batch + 1), A100)
-    crowded = replace(job, batch_size=batch)
+    spec = make_spec("13B", "7B", num_ranks=2)
+    batch = largest_batch(spec, A100)
+    assert fits(replace(spec, batch_size=batch), A100)
+    assert not fits(replace(spec, batch_size=batch + 1), A100)
+    crowded = replace(spec, batch_size=batch)
     context = largest_context(crowded, A100)
     assert fits(replace(crowded, prompt_tokens=context - 64), A100)
     assert not fits(replace(crowded, prompt_tokens=context - 63), A100)
-    assert largest_batch(make_job("65B"), A100) == largest_context(make_job("65B"), A100) == 0
-    longer = make_job("qwen2.5_7B", "qwen2.5_0.5B", num_ranks=4)
+    assert largest_batch(make_spec("65B"), A100) == largest_context(make_spec("65B"), A100) == 0
+    longer = make_spec("qwen2.5_7B", "qwen2.5_0.5B", num_ranks=4)
     assert largest_context(longer, A100) == 131072, "rows that outgrow the draft's context go on plainly"
 
 
 def test_logits_lie_where_the_target_is_and_probabilities_where_the_rule_runs_or_the_draft_is() -> None:
-    job = make_job("13B", "7B", batch_size=3, num_ranks=2, draft_ranks=(2,), draft_kind=DraftLayout.own_gpu)
-    numbers = 3 * job.target.shape.vocab_size
+    spec = make_spec("13B", "7B", batch_size=3, num_ranks=2, draft_ranks=(2,), draft_kind=DraftLayout.own_gpu)
+    numbers = 3 * spec.target.shape.vocab_size
     logits = 5 * (2 * 2 + 4)
-    drawn = 2 * 8 * 3 * (job.max_new_tokens + 1) * (3 * 4 + 4)
-    verify_rank, other, draft = (rank.logits_bytes - drawn for rank in memory(job, A100))
+    drawn = 2 * 8 * 3 * (spec.max_new_tokens + 1) * (3 * 4 + 4)
+    verify_rank, other, draft = (rank.logits_bytes - drawn for rank in memory(spec, A100))
     assert (verify_rank, other, draft) == (numbers * (logits + 4 * 5 + 4 * 4 + 8), numbers * logits, numbers * 4 * 4)
-    by_block, *others = (rank.logits_bytes - drawn for rank in memory(replace(job, rule="block"), A100))
+    by_block, *others = (rank.logits_bytes - drawn for rank in memory(replace(spec, rule="block"), A100))
     assert (by_block, *others) == (verify_rank + numbers * 4 * 5, other, draft)
 
 
 def test_ranks_that_talk_to_each_other_have_buffers_for_it_while_loading_and_while_running() -> None:
-    job = make_job("7B")
-    (alone,), (copy, second) = memory(job, A100), memory(replace(job, num_replicas=2), A100)
+    spec = make_spec("7B")
+    (alone,), (copy, second) = memory(spec, A100), memory(replace(spec, num_replicas=2), A100)
     assert second == replace(copy, rank=1)
     assert (alone.collectives_bytes, copy.collectives_bytes) == (0, A100.collective_bytes)
     assert copy.total_bytes - alone.total_bytes == A100.collective_bytes > 0
     assert copy.loading_peak_bytes - alone.loading_peak_bytes == A100.collective_bytes
-    apart = make_job("7B", "7B", num_ranks=2, draft_ranks=(2,), draft_kind=DraftLayout.own_gpu)
+    apart = make_spec("7B", "7B", num_ranks=2, draft_ranks=(2,), draft_kind=DraftLayout.own_gpu)
     assert [rank.collectives_bytes // A100.collective_bytes for rank in memory(apart, A100)] == [2, 2, 1]
 
 
@@ -210,6 +212,21 @@ def test_a_package_that_a_cpu_needs_for_its_kernel_is_counted_once() -> None:
     for device, machine in (("cpu", CPU), ("cuda", A100)):
         for quantization in ("none", "int8_weight_only", "nf4", "fp4"):
             given = {"quantization": quantization}
-            (held,) = memory(make_job("7B", "7B", device=device, of_target=given, of_draft=given), machine)
+            (held,) = memory(make_spec("7B", "7B", device=device, of_target=given, of_draft=given), machine)
             more = 90_000_000 if quantization in ("nf4", "fp4") and device == "cpu" else 0
             assert held.context_bytes == machine.context_bytes + more
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 9])
+def test_every_layer_is_in_one_place_and_devices_hold_as_many(num_devices: int) -> None:
+    split = split_layers(7, num_devices=num_devices)
+    assert [layer for part in split for layer in part] == list(range(7))
+    assert len(split) == num_devices
+    assert max(map(len, split)) - min(len(part) for part in split if part) <= 1
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 4])
+def test_what_devices_hold_is_the_whole_model(num_devices: int) -> None:
+    spec = make_spec("13B", num_ranks=num_devices, target_kind=TargetKind.accelerate, cuda_graphs=False)
+    held = [rank.target_weights_bytes for rank in memory(spec, A100)]
+    assert sum(held) == 26_031_728_640

@@ -10,16 +10,16 @@ from llama_ssp.models.prefill import Buckets
 from llama_ssp.planning.memory import memory
 from llama_ssp.planning.timing import CostModel
 from tests.helpers.own_vocabulary import intersection_drafter
-from tests.helpers.planning import make_job, times_of
+from tests.helpers.planning import make_spec, times_of
 from tests.helpers.prefix_runner import PrefixRunner
 
 A100 = hardware.load("8xa100_80gb")
 
 
 def test_the_draft_has_two_slots_for_each_of_the_targets_as_far_as_its_context_goes() -> None:
-    job = make_job("gpt_neox_20B", "gpt_neo_1.3B", prompt_tokens=500)
-    own = replace(job, own_tokenizer=True)
-    (before,), (after,) = memory(job, A100), memory(own, A100)
+    spec = make_spec("gpt_neox_20B", "gpt_neo_1.3B", prompt_tokens=500)
+    own = replace(spec, own_tokenizer=True)
+    (before,), (after,) = memory(spec, A100), memory(own, A100)
     assert after.draft_cache_bytes == 2 * before.draft_cache_bytes
     assert after.target_cache_bytes == before.target_cache_bytes
     assert after.logits_bytes >= before.logits_bytes
@@ -29,18 +29,18 @@ def test_the_draft_has_two_slots_for_each_of_the_targets_as_far_as_its_context_g
 
 
 def test_the_engine_allocates_what_is_planned() -> None:
-    job = replace(make_job("gpt_neox_20B", "gpt_neo_1.3B", prompt_tokens=100), own_tokenizer=True)
+    spec = replace(make_spec("gpt_neox_20B", "gpt_neo_1.3B", prompt_tokens=100), own_tokenizer=True)
     runner = PrefixRunner(9)
     drafter = intersection_drafter(runner, None)  # type: ignore[arg-type]  # nothing is drawn
-    drafter.allocate(batch_size=1, num_slots=job.num_slots)
-    assert runner.slots.cache.shape[1] == job.draft_slots
-    buckets = Buckets(step=64, num_slots=job.num_slots)
+    drafter.allocate(batch_size=1, num_slots=spec.num_slots)
+    assert runner.slots.cache.shape[1] == spec.draft_slots
+    buckets = Buckets(step=64, num_slots=spec.num_slots)
     assert drafter.own_bucket(buckets.covering(100)) == 256
-    assert drafter.own_bucket(job.num_slots) == job.draft_slots
+    assert drafter.own_bucket(spec.num_slots) == spec.draft_slots
 
 
 def test_the_first_forward_of_a_round_reads_all_pieces_of_a_token() -> None:
-    own = replace(make_job("gpt_neox_20B", "gpt_neo_1.3B"), own_tokenizer=True)
+    own = replace(make_spec("gpt_neox_20B", "gpt_neo_1.3B"), own_tokenizer=True)
     costs = CostModel(own, A100)
     drafting_s = costs.draft_step_s(MOST_PIECES + 1) + 3 * costs.draft_step_s(1)
     assert times_of(own, A100).round_s == pytest.approx(drafting_s + costs.verify_s(4))

@@ -14,7 +14,7 @@ from llama_ssp.planning.search import search
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.timing import OverlappedTime
 from llama_ssp.settings.schema import DraftLayout
-from tests.helpers.planning import make_job, times_of
+from tests.helpers.planning import make_spec, times_of
 
 
 def simulated(acceptance: float, num_drafted: int, *, num_rounds: int = 200_000) -> tuple[float, float]:
@@ -37,7 +37,7 @@ def test_the_renewal_model_is_what_rounds_yield_on_average(acceptance: float, nu
 
 
 def test_shares_of_a_round_add_up() -> None:
-    time = OverlappedTime(draft_s=4.0, forward_s=3.0, exchange_s=0.5, settle_s=0.5)
+    time = OverlappedTime(draft_s=4.0, forward_s=3.0, exchange_s=0.5, verdict_s=0.5)
     assert time.round_s == pytest.approx(5.0)
     forecast = time.document(1.0, 4)
     assert forecast["target_idle_share"] == pytest.approx(1.5 / 5)
@@ -47,9 +47,9 @@ def test_shares_of_a_round_add_up() -> None:
 
 
 def apart(**changes: Any) -> PlanSpec:  # noqa: ANN401 - fields
-    """A job on two ranks of a CPU."""
+    """A spec on two ranks of a CPU."""
     kind, ranks = DraftLayout.own_gpu, (1,)
-    return make_job(
+    return make_spec(
         "tiny", "tiny-draft", draft_kind=kind, draft_ranks=ranks, device="cpu", cuda_graphs=False, **changes
     )
 
@@ -73,7 +73,7 @@ def test_a_plan_warns_where_overlapping_makes_a_token_slower_and_nowhere_else() 
     for number in (1, 2, 4, 8):
         in_turn = apart(num_draft_tokens=number)
         overlapped = replace(in_turn, overlap=True)
-        slow_s, fast_s = (times_of(job, machine).speculative_s for job in (overlapped, in_turn))
+        slow_s, fast_s = (times_of(spec, machine).speculative_s for spec in (overlapped, in_turn))
         sentences = [text for text in make_plan(overlapped, machine).warnings if "speculation.overlap" in text]
         wanted = (
             f"overlapping drafting and verification does not gain: forecast {1e3 * slow_s:.3f} ms/token with "
@@ -88,7 +88,7 @@ def test_a_plan_warns_where_overlapping_makes_a_token_slower_and_nowhere_else() 
 def test_on_gpus_a_plan_counts_what_overlapping_keeps() -> None:
     """The probabilities in flight on the rank that verifies."""
     machine = replace(load("g5_12xlarge"), num_gpus=2)
-    job = make_job("13B_8bit", "7B", draft_kind=DraftLayout.own_gpu, draft_ranks=(1,))
-    before, after = (memory(replace(job, overlap=overlaps), machine) for overlaps in (False, True))
-    probabilities = 4 * job.round_rows * job.target.shape.vocab_size
+    spec = make_spec("13B_8bit", "7B", draft_kind=DraftLayout.own_gpu, draft_ranks=(1,))
+    before, after = (memory(replace(spec, overlap=overlaps), machine) for overlaps in (False, True))
+    probabilities = 4 * spec.round_positions * spec.target.shape.vocab_size
     assert after[0].logits_bytes - before[0].logits_bytes == probabilities

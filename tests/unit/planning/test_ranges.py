@@ -9,7 +9,7 @@ from benchmarks.published_rows import ROWS
 from llama_ssp.machines import hardware
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.timing import FAR, NEAR
-from tests.helpers.planning import make_job, times_of
+from tests.helpers.planning import make_spec, times_of
 
 A100, B200 = hardware.load("8xa100_80gb"), hardware.load("8xb200")
 
@@ -57,8 +57,8 @@ def test_ranges_are_wide_where_little_was_measured_and_the_plan_says_what_nobody
     asked: tuple[str, str, int, str], factors: tuple[float, float], unmeasured: str
 ) -> None:
     target, quantization, batch_size, machine = asked
-    job = make_job(target, batch_size=batch_size, of_target={"quantization": quantization})
-    plan = make_plan(job, hardware.load(machine))
+    spec = make_spec(target, batch_size=batch_size, of_target={"quantization": quantization})
+    plan = make_plan(spec, hardware.load(machine))
     timed: Any = plan.timing
     assert timed.plain_s_range[1] == pytest.approx(factors[1] * timed.plain_s)
     assert timed.plain_s_range[0] == pytest.approx(max(factors[0], timed.limit_share) * timed.plain_s)
@@ -71,14 +71,14 @@ def test_ranges_are_wide_where_little_was_measured_and_the_plan_says_what_nobody
 @pytest.mark.parametrize("quantization", ["none", "int8_weight_only", "int4_weight_only"])
 def test_no_range_begins_below_what_the_data_sheet_allows(machine: str, quantization: str) -> None:
     for target, prompt_tokens in ("llama3_1B", 128), ("llama3_8B", 100000), ("llama3_70B", 4000):
-        job = make_job(target, prompt_tokens=prompt_tokens, of_target={"quantization": quantization})
-        timed = times_of(job, hardware.load(machine))
+        spec = make_spec(target, prompt_tokens=prompt_tokens, of_target={"quantization": quantization})
+        timed = times_of(spec, hardware.load(machine))
         assert timed.plain_s_range[0] >= 0.999 * timed.limit_share * timed.plain_s
 
 
 def test_the_range_of_a_speculative_time_has_that_of_an_unknown_pair() -> None:
-    known = times_of(make_job("65B", "7B", num_ranks=8, acceptance=0.7), A100)
-    unknown = times_of(make_job("65B", "tinyllama_1B", num_ranks=8, acceptance=None), A100)
+    known = times_of(make_spec("65B", "7B", num_ranks=8, acceptance=0.7), A100)
+    unknown = times_of(make_spec("65B", "tinyllama_1B", num_ranks=8, acceptance=None), A100)
     assert known.speculative_s_range == pytest.approx([end * known.speculative_s for end in NEAR])
     low, high = (end / unknown.speculative_s for end in unknown.speculative_s_range)
     fewest, most = unknown.tokens_per_round_range
@@ -89,6 +89,6 @@ def test_the_range_of_a_speculative_time_has_that_of_an_unknown_pair() -> None:
 
 def test_calibrated_machines_and_cpus_have_no_ranges() -> None:
     laptop = hardware.load("laptop_cpu")
-    job = make_job("smollm2_135M", device="cpu")
-    time = document(make_plan(job, laptop))["time"]
+    spec = make_spec("smollm2_135M", device="cpu")
+    time = document(make_plan(spec, laptop))["time"]
     assert [time[f"{name}_range"] for name in ("plain_ms_per_token", "first_token_ms")] == [None, None]

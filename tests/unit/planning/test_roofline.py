@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from llama_ssp.architectures.engine import ENGINE_KERNELS
+from llama_ssp.catalogue import Dtype
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig, Link, MeasuredSum, Speed
 from llama_ssp.planning.spec import PlannedModel
@@ -21,7 +22,7 @@ from llama_ssp.planning.timing import (
     forward_time,
     message_s,
 )
-from llama_ssp.settings.schema import Dtype, TargetKind
+from llama_ssp.settings.schema import TargetKind
 from llama_ssp.storage.formats import format_of
 from tests.helpers.planning import small_model
 
@@ -68,8 +69,8 @@ def test_a_format_whose_products_were_measured_has_its_own_speed() -> None:
     products = {"int8_weight_only": Speed(bytes_per_s=5e5, flops_per_s=1.5e6)}
     measured = replace(MACHINE, device="cpu", products=products)
     price = partial(_roofline_s, {1000: 2}, MODEL, format_of("int8_weight_only"), measured)
-    assert price(rows=1) == pytest.approx(2 * 1000 / 5e5)
-    assert price(rows=5) == pytest.approx(2 * 1000 * 10 / 1.5e6)
+    assert price(tokens=1) == pytest.approx(2 * 1000 / 5e5)
+    assert price(tokens=5) == pytest.approx(2 * 1000 * 10 / 1.5e6)
     others = replace(MACHINE, products=products)
     assert forward(1, others) == forward(1), "other formats are read like a copy"
 
@@ -77,11 +78,11 @@ def test_a_format_whose_products_were_measured_has_its_own_speed() -> None:
 @pytest.mark.parametrize("name", ["nf4", "fp4"])
 def test_on_a_cpu_a_format_of_bitsandbytes_unpacks_the_matrix_for_every_product(name: str) -> None:
     """A weight takes 0.8 ns, and its product as long as an unquantized one of 2 bytes."""
-    price = partial(_roofline_s, {10**9: 1}, MODEL, format_of(name), rows=1)
+    price = partial(_roofline_s, {10**9: 1}, MODEL, format_of(name), tokens=1)
     slow = replace(MACHINE, device="cpu", flops_per_s={"fp16": 1e3})
     assert price(hardware=replace(MACHINE, device="cpu", copy_bytes_per_s=1e9)) == pytest.approx(0.8 + 2.0)
     assert price(hardware=slow) == pytest.approx(0.8 + 2e9 / 1e3)
-    assert _layer_s(seat(1, model=replace(MODEL, dtype=Dtype.fp32, quantization=name)), slow, rows=1) == 100 * 25
+    assert _layer_s(seat(1, model=replace(MODEL, dtype=Dtype.fp32, quantization=name)), slow, tokens=1) == 100 * 25
 
 
 @pytest.mark.parametrize(("num_ranks", "num_heads"), [(1, 8), (2, 4), (3, 4), (8, 1)])
@@ -115,8 +116,8 @@ def test_a_layer_of_few_tokens_is_one_operator_on_one_rank_of_a_cpu(
     batch_size: int, num_ranks: int, dtype: Dtype, operators: int
 ) -> None:
     placement = seat(num_ranks, model=replace(MODEL, dtype=dtype))
-    assert _layer_s(placement, replace(MACHINE, device="cpu"), rows=5 * batch_size) == 100 * operators
-    assert _layer_s(placement, MACHINE, rows=5 * batch_size) == 100 * OPERATORS_PER_LAYER
+    assert _layer_s(placement, replace(MACHINE, device="cpu"), tokens=5 * batch_size) == 100 * operators
+    assert _layer_s(placement, MACHINE, tokens=5 * batch_size) == 100 * OPERATORS_PER_LAYER
 
 
 def test_ranks_add_up_the_embedding_and_two_sums_a_layer_and_gather_the_logits_that_are_scored() -> None:
@@ -150,9 +151,9 @@ def test_a_message_takes_the_slower_way_where_its_ranks_are_on_two_nodes() -> No
     assert message_s(NODES_OF_TWO, (1,), 500) == 0.0
 
 
-def _product_s(quantization: str, *, rows: int) -> float:
+def _product_s(quantization: str, *, tokens: int) -> float:
     model = replace(MODEL, quantization=quantization)
-    return _roofline_s({64 * 128: 1}, model, format_of(quantization), MACHINE, rows=rows)
+    return _roofline_s({64 * 128: 1}, model, format_of(quantization), MACHINE, tokens=tokens)
 
 
 def test_formats_read_and_unpack_their_own_bytes() -> None:
@@ -162,7 +163,7 @@ def test_formats_read_and_unpack_their_own_bytes() -> None:
         "int4_weight_only": {1: 1.6 * (0.5 + 4 / 128)},
         "nf4": {1: 2},
     }
-    for quantization, of_rows in by_format.items():
-        for rows, times in of_rows.items():
-            assert _product_s(quantization, rows=rows) == pytest.approx(64 * 128 / 1e6 * times)
-    assert _product_s("nf4", rows=2) > 4 * 64 * 128 / 1e6, "it unpacks its matrix"
+    for quantization, of_tokens in by_format.items():
+        for tokens, times in of_tokens.items():
+            assert _product_s(quantization, tokens=tokens) == pytest.approx(64 * 128 / 1e6 * times)
+    assert _product_s("nf4", tokens=2) > 4 * 64 * 128 / 1e6, "it unpacks its matrix"

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from llama_ssp import catalogue
+from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware
 from llama_ssp.planning.memory import fits, memory
@@ -19,18 +21,11 @@ from llama_ssp.planning.search import (
     search,
 )
 from llama_ssp.planning.spec import PlanSpec, block_sizes, on_block, same_kind
-from llama_ssp.settings import catalogue
 from llama_ssp.settings.layout import lay_out_replica
-from llama_ssp.settings.schema import (
-    ADAPTIVE_LENGTHS,
-    DraftLayout,
-    DraftPlacement,
-    ModelConfig,
-    PlacementConfig,
-)
+from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, DraftPlacement, PlacementConfig
 from llama_ssp.storage.formats import formats
 from llama_ssp.words import rounded
-from tests.helpers.planning import make_job, small_model, times_of
+from tests.helpers.planning import make_spec, small_model, times_of
 
 A10G, A100 = hardware.load("g5_12xlarge"), hardware.load("8xa100_80gb")
 
@@ -38,7 +33,7 @@ A10G, A100 = hardware.load("g5_12xlarge"), hardware.load("8xa100_80gb")
 @cache
 def choices() -> list[dict[str, Any]]:
     """What the planner suggests for a large model on four small GPUs."""
-    return search(make_job("65B", "7B", num_ranks=4), A10G)
+    return search(make_spec("65B", "7B", num_ranks=4), A10G)
 
 
 def choice(
@@ -54,8 +49,8 @@ def choice(
 
 def test_a_search_finds_a_tree_for_a_head_and_none_for_a_model_or_many_rows() -> None:
     def trees_of(batch_size: int) -> set[tuple[str | None, str | None]]:
-        job = make_job("qwen3_8B", "qwen3_0.6B", batch_size=batch_size)
-        return {(row["draft"], row["tree"]) for row in search(job, hardware.load("1xh100"))}
+        spec = make_spec("qwen3_8B", "qwen3_0.6B", batch_size=batch_size)
+        return {(row["draft"], row["tree"]) for row in search(spec, hardware.load("1xh100"))}
 
     few, many = trees_of(1), trees_of(64)
     assert {("eagle3_qwen3_8B", "2x1x1"), ("eagle3_qwen3_8B", None), ("qwen3_0.6B", None)} <= few
@@ -81,8 +76,8 @@ def test_a_search_tries_the_heads_of_the_model_and_none_of_another_one_as_wide()
 def test_a_head_of_the_instruct_model_is_not_offered_to_the_base(name: str) -> None:
     assert heads_of(catalogue.load(name)) == set()
     assert heads_of(replace(catalogue.load(name), name=str(catalogue.load(name).hub_id))) == set()
-    of_hub = replace(make_job(name).target, name=str(catalogue.load(name).hub_id))
-    found = search(make_job(of_hub, num_ranks=8), hardware.load("8xh200"))
+    of_hub = replace(make_spec(name).target, name=str(catalogue.load(name).hub_id))
+    found = search(make_spec(of_hub, num_ranks=8), hardware.load("8xh200"))
     assert {row["draft"] for row in found if row["tree"]} == set()
 
 
@@ -114,8 +109,8 @@ def test_every_size_precision_placement_and_draft_of_the_vocabulary_is_tried() -
 def test_a_choice_has_the_time_of_its_placement_with_the_best_k(
     kind: DraftLayout, target_ranks: tuple[int, ...], draft_ranks: tuple[int, ...]
 ) -> None:
-    job = make_job("13B", "7B", target_ranks=target_ranks, draft_ranks=draft_ranks, draft_kind=kind)
-    timed, found = times_of(job, A10G), choice(choices(), "13B", "7B", kind.name, num_ranks=4)
+    spec = make_spec("13B", "7B", target_ranks=target_ranks, draft_ranks=draft_ranks, draft_kind=kind)
+    timed, found = times_of(spec, A10G), choice(choices(), "13B", "7B", kind.name, num_ranks=4)
     least_s = min(timed.by_num_draft_tokens)
     assert found["ms_per_token"] == pytest.approx(1e3 * least_s)
     assert found["speedup"] == pytest.approx(timed.plain_s / least_s)
@@ -126,28 +121,28 @@ def test_a_choice_has_the_time_of_its_placement_with_the_best_k(
 @pytest.mark.parametrize("num_copies", [1, 2, 4])
 def test_a_choice_without_a_draft_has_the_time_of_a_replica_and_the_tokens_of_all(num_copies: int) -> None:
     found = choice(choices(), "7B", None, None, num_ranks=4 // num_copies)
-    job = make_job("7B", num_ranks=4 // num_copies, num_replicas=num_copies)
-    assert found["ms_per_token"] == pytest.approx(1e3 * times_of(job, A10G).plain_s)
+    spec = make_spec("7B", num_ranks=4 // num_copies, num_replicas=num_copies)
+    assert found["ms_per_token"] == pytest.approx(1e3 * times_of(spec, A10G).plain_s)
     assert found["tokens_per_s"] == pytest.approx(1e3 * num_copies / found["ms_per_token"])
     assert (found["speedup"], found["num_draft_tokens"], found["num_replicas"]) == (1.0, 0, num_copies)
 
 
 def test_a_choice_has_the_best_k_of_those_that_fit_whatever_k_was_asked_for() -> None:
     """Random numbers, logits and graphs grow with K."""
-    job = make_job("7B", "tinyllama_1B", num_draft_tokens=1000)
-    needed = memory(replace(job, num_draft_tokens=2), A10G)[0].needed_bytes
+    spec = make_spec("7B", "tinyllama_1B", num_draft_tokens=1000)
+    needed = memory(replace(spec, num_draft_tokens=2), A10G)[0].needed_bytes
     machine = replace(A10G, num_gpus=1, memory_bytes=needed)
-    assert not fits(job, machine)
-    found = choice(search(job, machine), "7B", "tinyllama_1B", "one_rank", num_ranks=1)
+    assert not fits(spec, machine)
+    found = choice(search(spec, machine), "7B", "tinyllama_1B", "one_rank", num_ranks=1)
     assert (found["num_draft_tokens"], found["needed_bytes"]) == (2, needed)
     assert found["is_tight"]
 
 
 def test_auto_without_room_gives_way_to_a_fixed_k() -> None:
-    job, most = make_job("13B", "tinyllama_1B", acceptance=None), max(ADAPTIVE_LENGTHS)
-    adaptive = memory(replace(job, num_draft_tokens=most, adapts=True), A100)[0]
+    spec, most = make_spec("13B", "tinyllama_1B", acceptance=None), max(ADAPTIVE_LENGTHS)
+    adaptive = memory(replace(spec, num_draft_tokens=most, adapts=True), A100)[0]
     found = {
-        missing: choice(search(job, replace(A100, num_gpus=1, memory_bytes=adaptive.needed_bytes - missing)),
+        missing: choice(search(spec, replace(A100, num_gpus=1, memory_bytes=adaptive.needed_bytes - missing)),
                         "13B", "tinyllama_1B", "one_rank", num_ranks=1)
         for missing in (0, 1)
     }  # fmt: skip
@@ -157,57 +152,57 @@ def test_auto_without_room_gives_way_to_a_fixed_k() -> None:
 
 
 def test_what_has_no_room_for_cuda_graphs_is_tried_without_them() -> None:
-    job = make_job("13B")
-    needed = memory(job, A100)[0].needed_bytes
+    spec = make_spec("13B")
+    needed = memory(spec, A100)[0].needed_bytes
     with_graphs, without, neither = (
-        choice(search(job, replace(A100, num_gpus=1, memory_bytes=size)), "13B", None, None, num_ranks=1)
-        for size in (needed, needed - 1, needed - memory(job, A100)[0].graphs_bytes - 1)
+        choice(search(spec, replace(A100, num_gpus=1, memory_bytes=size)), "13B", None, None, num_ranks=1)
+        for size in (needed, needed - 1, needed - memory(spec, A100)[0].graphs_bytes - 1)
     )
     assert "cuda_graphs=false" not in with_graphs["settings"]
     assert (without["reason"], without["settings"][-1]) == (None, "cuda_graphs=false")
-    eager_s = times_of(replace(job, cuda_graphs=False), A100).plain_s
+    eager_s = times_of(replace(spec, cuda_graphs=False), A100).plain_s
     assert without["ms_per_token"] == pytest.approx(1e3 * eager_s)
-    assert eager_s > 1.1 * times_of(job, A100).plain_s
+    assert eager_s > 1.1 * times_of(spec, A100).plain_s
     assert neither["reason"]
 
 
 def test_a_draft_is_also_tried_in_the_format_that_is_read_fastest_and_a_head_is_not() -> None:
-    job = make_job("qwen3_8B", "qwen3_0.6B")
-    found = [one for one in search(job, replace(A100, num_gpus=1)) if one["quantization"] == "bf16"]
+    spec = make_spec("qwen3_8B", "qwen3_0.6B")
+    found = [one for one in search(spec, replace(A100, num_gpus=1)) if one["quantization"] == "bf16"]
     of_draft = {(one["draft"], one["draft_quantization"]): one for one in reversed(found) if not one["tree"]}
     assert {form for name, form in of_draft if name == "qwen3_0.6B"} == {"bf16", "int4_weight_only"}
     assert {form for name, form in of_draft if name == "eagle3_qwen3_8B"} == {"bf16"}
     packed = of_draft["qwen3_0.6B", "int4_weight_only"]
-    timed = times_of(make_job("qwen3_8B", "qwen3_0.6B", of_draft={"quantization": "int4_weight_only"}), A100)
+    timed = times_of(make_spec("qwen3_8B", "qwen3_0.6B", of_draft={"quantization": "int4_weight_only"}), A100)
     assert packed["ms_per_token"] == pytest.approx(1e3 * min(timed.by_num_draft_tokens))
     assert packed["ms_per_token"] < of_draft["qwen3_0.6B", "bf16"]["ms_per_token"]
     assert "draft.model.quantization=int4_weight_only" in packed["settings"]
 
 
 def test_a_draft_without_a_model_is_named_with_its_settings() -> None:
-    job = make_job("7B", free_draft="ngram")
-    found = choice(search(job, replace(A10G, num_gpus=1)), "7B", "ngram", None, num_ranks=1)
+    spec = make_spec("7B", free_draft="ngram")
+    found = choice(search(spec, replace(A10G, num_gpus=1)), "7B", "ngram", None, num_ranks=1)
     assert found["settings"] == ("model=7B", "draft=ngram", f"speculation.num_draft_tokens={found['num_draft_tokens']}")
 
 
 def test_a_model_beyond_the_catalogue_is_searched_alone_with_the_draft_of_the_job() -> None:
-    job = make_job(small_model(), "7B")
-    found = search(job, replace(A10G, num_gpus=1))
+    spec = make_spec(small_model(), "7B")
+    found = search(spec, replace(A10G, num_gpus=1))
     assert {choice["target"] for choice in found} == {"small"}
     assert {choice["draft"] for choice in found} == {None, "7B"}
 
 
 def test_a_pair_that_nobody_measured_chooses_k_while_it_runs() -> None:
-    job = make_job("65B", "tinyllama_1B", num_ranks=8, acceptance=None)
-    timed = times_of(job, A100)
-    (token_s, adaptive), *others = by_length(job, timed)
+    spec = make_spec("65B", "tinyllama_1B", num_ranks=8, acceptance=None)
+    timed = times_of(spec, A100)
+    (token_s, adaptive), *others = by_length(spec, timed)
     assert length_setting(adaptive) == "speculation.num_draft_tokens=auto"
     assert {other.num_draft_tokens for _, other in others if not other.adapts} == set(range(1, 17))
     assert token_s == pytest.approx(times_of(adaptive, A100).speculative_s, rel=1e-3)
-    assert not any(by_length(replace(job, draft=None), times_of(replace(job, draft=None), A100)))
+    assert not any(by_length(replace(spec, draft=None), times_of(replace(spec, draft=None), A100)))
 
 
-PAIR, ALONE = make_job("13B", "7B"), make_job("13B")
+PAIR, ALONE = make_spec("13B", "7B"), make_spec("13B")
 
 
 def test_ranks_are_used_by_equal_blocks_in_each_of_which_a_draft_has_every_place() -> None:
@@ -240,33 +235,33 @@ def _resolved(settings: list[str], *, num_ranks: int, has_draft: bool) -> PlanSp
         num_replicas=int(given.get("placement.num_replicas", 1)),
     )
     laid_out = lay_out_replica(placement, world_size=num_ranks, has_draft=has_draft)
-    job = PAIR if has_draft else ALONE
+    spec = PAIR if has_draft else ALONE
     return replace(
-        job, batch_size=2, num_replicas=placement.num_replicas, target_ranks=laid_out.target_ranks,
+        spec, batch_size=2, num_replicas=placement.num_replicas, target_ranks=laid_out.target_ranks,
         draft_ranks=laid_out.draft_ranks, draft_kind=kind,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("job", [PAIR, ALONE])
-def test_the_settings_of_a_layout_lead_back_to_it(job: PlanSpec) -> None:
-    for one in layouts(replace(job, batch_size=2), num_ranks=8, divides=True, thorough=True):
-        assert _resolved(placement_settings(one), num_ranks=8, has_draft=job.draft is not None) == one
+@pytest.mark.parametrize("spec", [PAIR, ALONE])
+def test_the_settings_of_a_layout_lead_back_to_it(spec: PlanSpec) -> None:
+    for one in layouts(replace(spec, batch_size=2), num_ranks=8, divides=True, thorough=True):
+        assert _resolved(placement_settings(one), num_ranks=8, has_draft=spec.draft is not None) == one
 
 
 def test_a_block_of_another_size_keeps_the_kind_of_the_draft() -> None:
-    sharded = make_job("13B", "7B", num_ranks=4, draft_kind=DraftLayout.sharded)
-    assert same_kind(sharded, 2) == make_job("13B", "7B", num_ranks=2, draft_kind=DraftLayout.sharded)
-    assert same_kind(sharded, 1) == make_job("13B", "7B")
+    sharded = make_spec("13B", "7B", num_ranks=4, draft_kind=DraftLayout.sharded)
+    assert same_kind(sharded, 2) == make_spec("13B", "7B", num_ranks=2, draft_kind=DraftLayout.sharded)
+    assert same_kind(sharded, 1) == make_spec("13B", "7B")
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("kind", DraftLayout)
 def test_no_other_placement_is_faster(kind: DraftLayout, batch_size: int) -> None:
-    job = make_job("13B", "7B", num_ranks=8, batch_size=batch_size)
-    chosen, sentence = choose_placement(job, A100, num_ranks=8)
-    targets = job.target_ranks[:-1] if kind is DraftLayout.own_gpu else job.target_ranks
+    spec = make_spec("13B", "7B", num_ranks=8, batch_size=batch_size)
+    chosen, sentence = choose_placement(spec, A100, num_ranks=8)
+    targets = spec.target_ranks[:-1] if kind is DraftLayout.own_gpu else spec.target_ranks
     drafts = {DraftLayout.one_rank: (0,), DraftLayout.own_gpu: (7,)}.get(kind, targets)
-    other = replace(job, draft_kind=kind, target_ranks=targets, draft_ranks=drafts)
+    other = replace(spec, draft_kind=kind, target_ranks=targets, draft_ranks=drafts)
     least, rival = times_of(chosen, A100).speculative_run_s, times_of(other, A100).speculative_run_s
     assert least <= rival
     assert f"{rounded(1e3 * least)} ms per token" in sentence
@@ -274,22 +269,22 @@ def test_no_other_placement_is_faster(kind: DraftLayout, batch_size: int) -> Non
 
 @pytest.mark.parametrize(("model", "is_possible"), [("30B", True), ("65B", False)])
 def test_what_does_not_fit_is_chosen_only_where_nothing_fits_and_that_is_said(model: str, is_possible: bool) -> None:
-    job = make_job(model, "7B", num_ranks=4)
-    assert not fits(job, A10G)
-    chosen, sentence = choose_placement(job, A10G, num_ranks=4)
+    spec = make_spec(model, "7B", num_ranks=4)
+    assert not fits(spec, A10G)
+    chosen, sentence = choose_placement(spec, A10G, num_ranks=4)
     assert (fits(chosen, A10G), "none fits" in sentence) == (is_possible, not is_possible)
 
 
 def test_replicas_on_fewer_ranks_are_chosen_where_they_are_faster_and_where_that_is_allowed() -> None:
     two_nodes = replace(hardware.load("8xh100"), num_nodes=2)
-    job = make_job("llama3_70B", num_ranks=16)
-    chosen, sentence = choose_placement(job, two_nodes, num_ranks=16, divides=True)
+    spec = make_spec("llama3_70B", num_ranks=16)
+    chosen, sentence = choose_placement(spec, two_nodes, num_ranks=16, divides=True)
     assert (chosen.num_replicas, chosen.target_ranks) == (2, tuple(range(8)))
     assert "2 replicas, each with the target on ranks 0 1 2 3 4 5 6 7" in sentence
-    kept = choose_placement(job, two_nodes, num_ranks=16)[0]
+    kept = choose_placement(spec, two_nodes, num_ranks=16)[0]
     assert (kept.num_replicas, kept.target_ranks) == (1, tuple(range(16)))
 
 
 def test_what_cannot_be_laid_out_at_all_is_refused() -> None:
     with pytest.raises(PlacementError, match="attention heads"):
-        choose_placement(make_job(small_model(num_attention_heads=4)), A100, num_ranks=8)
+        choose_placement(make_spec(small_model(num_attention_heads=4)), A100, num_ranks=8)

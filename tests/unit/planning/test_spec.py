@@ -9,21 +9,20 @@ import pytest
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from llama_ssp import catalogue
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.reading import read_config
+from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.memory import model_bytes
-from llama_ssp.planning.spec import PlanSpec, job_of_plan, notes_on_families, planned_model
-from llama_ssp.settings import catalogue
+from llama_ssp.planning.spec import PlanSpec, notes_on_families, planned_model, spec_of_plan
 from llama_ssp.settings.schema import (
     MODEL_DRAFT,
     DrafterConfig,
     DraftLayout,
     DraftPlacement,
-    Dtype,
-    ModelConfig,
     PlacementConfig,
     PlanConfig,
     TargetKind,
@@ -41,7 +40,7 @@ def _job(target: TargetPlacement, draft: DraftPlacement, machine: HardwareConfig
         hardware={},
         placement=PlacementConfig(target=target, draft=draft),
     )
-    return job_of_plan(config, machine)
+    return spec_of_plan(config, machine)
 
 
 @pytest.mark.parametrize(
@@ -131,18 +130,18 @@ def test_a_cpu_keeps_the_linear_layers_of_16_bit_files_in_16_bits() -> None:
 def test_a_layer_wise_target_has_one_rank_and_the_gpus_of_its_node_that_no_rank_has(
     draft: DraftPlacement, devices: range | list[int], draft_ranks: list[int]
 ) -> None:
-    job = _job(TargetPlacement(kind=TargetKind.accelerate), draft)
-    assert job.target_ranks == (0,)
-    assert job.target_devices == tuple(devices)
-    assert job.draft_ranks == tuple(draft_ranks)
+    spec = _job(TargetPlacement(kind=TargetKind.accelerate), draft)
+    assert spec.target_ranks == (0,)
+    assert spec.target_devices == tuple(devices)
+    assert spec.draft_ranks == tuple(draft_ranks)
 
 
 def test_a_target_that_a_library_places_runs_in_its_modules_and_without_graphs() -> None:
     for kind in TargetKind:
-        job = _job(TargetPlacement(kind=kind), DraftPlacement())
-        assert job.target.is_lean == job.cuda_graphs == (kind is TargetKind.tensor)
-        assert job.draft
-        assert job.draft.is_lean
+        spec = _job(TargetPlacement(kind=kind), DraftPlacement())
+        assert spec.target.is_lean == spec.cuda_graphs == (kind is TargetKind.tensor)
+        assert spec.draft
+        assert spec.draft.is_lean
 
 
 SIZES = {

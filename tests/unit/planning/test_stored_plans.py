@@ -10,24 +10,16 @@ import yaml
 
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.reading import check_readable
+from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.machines import hardware
 from llama_ssp.planning.advice import changes_that_fit
 from llama_ssp.planning.memory import fits, model_bytes, rank_shares
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.search import search
-from llama_ssp.planning.spec import PlannedModel, job_of_plan, planned_model, resolve_shapes
+from llama_ssp.planning.spec import PlannedModel, planned_model, resolve_shapes, spec_of_plan
 from llama_ssp.planning.timing import ModelPlacement, bandwidth, forward_time
-from llama_ssp.settings.schema import (
-    NO_DRAFT,
-    DrafterConfig,
-    Dtype,
-    ModelConfig,
-    PlanConfig,
-    SyntheticConfig,
-    TargetKind,
-    WeightsKind,
-)
+from llama_ssp.settings.schema import NO_DRAFT, DrafterConfig, PlanConfig, SyntheticConfig, TargetKind, WeightsKind
 from llama_ssp.storage.formats import READ_SLOWDOWN
 from tests.helpers.packed_checkpoints import WEIGHTS, changed, quantization_config
 
@@ -76,10 +68,10 @@ def test_public_checkpoints_are_planned_within_a_percent_of_the_sizes_that_their
 
 
 def test_a_70b_in_fp8_fits_on_one_h100(tmp_path: Path) -> None:
-    plan = make_plan(job_of_plan(config_of(tmp_path, LLAMA_70B, FP8), H100), H100)
+    plan = make_plan(spec_of_plan(config_of(tmp_path, LLAMA_70B, FP8), H100), H100)
     assert plan.fits
     assert document(plan)["target"]["stored_format"] == "compressed-tensors fp8"
-    plain = make_plan(job_of_plan(config_of(tmp_path, LLAMA_70B, {}), H100), H100)
+    plain = make_plan(spec_of_plan(config_of(tmp_path, LLAMA_70B, {}), H100), H100)
     assert not plain.fits
 
 
@@ -129,7 +121,7 @@ def test_a_forward_reads_the_stored_bytes_and_those_of_layers_that_stay(tmp_path
 
 def notes(folder: Path, described: object, quantization: str = "none") -> list[str]:
     config = config_of(folder, SMALL, described, quantization=quantization)
-    return [note for note in make_plan(job_of_plan(config, H100), H100).notes if "has no speed of" not in note]
+    return [note for note in make_plan(spec_of_plan(config, H100), H100).notes if "has no speed of" not in note]
 
 
 @pytest.mark.parametrize(
@@ -171,9 +163,9 @@ def test_plan_and_run_take_the_stored_format_unless_another_is_given(tmp_path: P
 def test_no_change_quantizes_files_again_or_lets_their_layers_wait(tmp_path: Path) -> None:
     """With 60 GB int4_weight_only would have room, and layers in host memory on any machine."""
     machine = replace(H100, memory_bytes=60 * 10**9)
-    job = job_of_plan(config_of(tmp_path, LLAMA_70B, FP8), machine)
-    assert fits(replace(job, target=job.target.quantized("int4_weight_only")), machine)
-    found = changes_that_fit(job, machine)
+    spec = spec_of_plan(config_of(tmp_path, LLAMA_70B, FP8), machine)
+    assert fits(replace(spec, target=spec.target.quantized("int4_weight_only")), machine)
+    found = changes_that_fit(spec, machine)
     assert found
     settings = " ".join(setting for change in found for setting in change.settings)
     assert "quantization" not in settings
@@ -183,14 +175,14 @@ def test_no_change_quantizes_files_again_or_lets_their_layers_wait(tmp_path: Pat
 def test_searches_name_no_format_that_a_run_would_refuse(tmp_path: Path) -> None:
     for described, name in ((W8A8_ZEROS, "int8_weight_only"), (AWQ, "int4_weight_only")):
         config = config_of(tmp_path, LLAMA_70B, described)
-        rows = search(job_of_plan(config, H100), H100)
+        rows = search(spec_of_plan(config, H100), H100)
         assert {row["quantization"] for row in rows} == {name}
         assert not any(setting.startswith("model.quantization") for row in rows for setting in row["settings"])
 
 
 def test_synthetic_weights_have_only_the_sizes_of_a_checkpoint(tmp_path: Path) -> None:
     config = config_of(tmp_path, SMALL, AWQ, weights=WeightsKind.synthetic, synthetic=SyntheticConfig())
-    target = job_of_plan(config, H100).target
+    target = spec_of_plan(config, H100).target
     assert (target.stored_format, target.quantization) == (None, "none")
 
 

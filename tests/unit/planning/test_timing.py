@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llama_ssp import catalogue
 from llama_ssp.architectures.engine import ENGINE_KERNELS
 from llama_ssp.architectures.family import inventory
+from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
@@ -16,17 +18,16 @@ from llama_ssp.planning.acceptance import tree_tokens
 from llama_ssp.planning.memory import kv_bytes_per_token, model_bytes, step_bytes
 from llama_ssp.planning.spec import planned_model
 from llama_ssp.planning.timing import OPERATORS_PER_LAYER, CostModel, bandwidth, round_messages
-from llama_ssp.settings import catalogue
-from llama_ssp.settings.schema import DraftLayout, Dtype, TargetKind
+from llama_ssp.settings.schema import DraftLayout, TargetKind
 from llama_ssp.settings.trees import tree_shape
-from tests.helpers.planning import make_job, small_model, times_of
+from tests.helpers.planning import make_spec, small_model, times_of
 
 A100 = hardware.load("8xa100_80gb")
 
 
 def test_a_round_is_k_draft_steps_a_verification_and_the_rest() -> None:
-    job = make_job("13B", "7B", num_ranks=2)
-    timed, clock = times_of(job, A100), CostModel(job, A100)
+    spec = make_spec("13B", "7B", num_ranks=2)
+    timed, clock = times_of(spec, A100), CostModel(spec, A100)
     drafting = clock.draft_step_s(2) + 3 * clock.draft_step_s(1)
     assert timed.round_s == pytest.approx(drafting + timed.verify_s)
     assert timed.verify_s == pytest.approx(timed.verify_forward.total_s + clock.verdict_s(4))
@@ -34,16 +35,16 @@ def test_a_round_is_k_draft_steps_a_verification_and_the_rest() -> None:
 
 
 def test_judging_a_draft_as_a_whole_takes_kernels_and_passes_of_its_own() -> None:
-    machine, job = A100, make_job("7B", "tinyllama_1B")
-    by_block = replace(job, rule="block")
-    plain_s, block_s = (CostModel(each, machine).rule_s(5) for each in (job, by_block))
-    passes_s = 8 * 4 * 5 * job.target.shape.vocab_size / bandwidth(machine)
+    machine, spec = A100, make_spec("7B", "tinyllama_1B")
+    by_block = replace(spec, rule="block")
+    plain_s, block_s = (CostModel(each, machine).rule_s(5) for each in (spec, by_block))
+    passes_s = 8 * 4 * 5 * spec.target.shape.vocab_size / bandwidth(machine)
     assert block_s - plain_s == pytest.approx(12 * machine.kernel_s + passes_s)
-    assert times_of(by_block, machine).plain_s == times_of(job, machine).plain_s
+    assert times_of(by_block, machine).plain_s == times_of(spec, machine).plain_s
 
 
 def test_a_prompt_is_read_by_the_target_and_by_the_draft() -> None:
-    pair, target, draft = (times_of(job, A100) for job in (make_job("13B", "7B"), make_job("13B"), make_job("7B")))
+    pair, target, draft = (times_of(spec, A100) for spec in (make_spec("13B", "7B"), make_spec("13B"), make_spec("7B")))
     assert pair.prefill_s == pytest.approx(target.prefill_s + draft.prefill_s, rel=1e-3)
 
 
@@ -53,40 +54,40 @@ def test_a_prompt_is_read_by_the_target_and_by_the_draft() -> None:
 )
 def test_packed_prompts_take_the_time_of_their_mean_length(device: str, quantization: str, is_packed: bool) -> None:
     machine = hardware.load("8xa100_80gb" if device == "cuda" else "laptop_cpu")
-    job = make_job(small_model(quantization=quantization), device=device, prompt_tokens=512 if is_packed else 1536)
-    ragged = replace(job, prompt_tokens=1536, mean_prompt_tokens=512.0)
-    assert times_of(ragged, machine).prefill_s == times_of(job, machine).prefill_s
+    spec = make_spec(small_model(quantization=quantization), device=device, prompt_tokens=512 if is_packed else 1536)
+    ragged = replace(spec, prompt_tokens=1536, mean_prompt_tokens=512.0)
+    assert times_of(ragged, machine).prefill_s == times_of(spec, machine).prefill_s
 
 
 def test_the_length_limit_cuts_last_rounds_so_that_whole_rounds_are_paid() -> None:
     """All drafts accepted, four tokens a round: 61 to 64 tokens behind the prompt's own take 16 rounds each."""
     rounds = []
     for num_tokens in range(62, 66):
-        timed = times_of(make_job("13B", "7B", num_draft_tokens=3, acceptance=1.0, max_new_tokens=num_tokens), A100)
+        timed = times_of(make_spec("13B", "7B", num_draft_tokens=3, acceptance=1.0, max_new_tokens=num_tokens), A100)
         rounds.append((timed.speculative_run_s * num_tokens - timed.prefill_s) / timed.round_s)
     assert sum(rounds) / 4 == pytest.approx(16)
 
 
 def test_decoding_is_priced_in_the_middle_of_a_completion() -> None:
     """128 tokens of the prompt and half of 2048 new ones are within 5 steps of 256 slots."""
-    job = make_job("7B", prompt_tokens=128, max_new_tokens=2048)
-    cache_bytes = 5 * 256 * kv_bytes_per_token(job.target)
-    assert times_of(job, A100).target_forward.attention_s == pytest.approx(cache_bytes / bandwidth(A100))
+    spec = make_spec("7B", prompt_tokens=128, max_new_tokens=2048)
+    cache_bytes = 5 * 256 * kv_bytes_per_token(spec.target)
+    assert times_of(spec, A100).target_forward.attention_s == pytest.approx(cache_bytes / bandwidth(A100))
 
 
 def test_a_cache_of_fewer_bits_is_read_sooner() -> None:
     """Heads of 128 dimensions have 132 bytes in int8, with their scale, of 256 in fp16."""
     target = replace(planned_model(catalogue.load("7B"), device="cpu"), dtype=Dtype.fp16)
-    jobs = [make_job(target, prompt_tokens=1024, of_target={"cache_dtype": name}) for name in ("auto", "fp16", "int8")]
-    exact_s, *others_s = (times_of(job, A100).target_forward.attention_s for job in jobs)
+    jobs = [make_spec(target, prompt_tokens=1024, of_target={"cache_dtype": name}) for name in ("auto", "fp16", "int8")]
+    exact_s, *others_s = (times_of(spec, A100).target_forward.attention_s for spec in jobs)
     assert [seconds / exact_s for seconds in others_s] == pytest.approx([1, 132 / 256])
 
 
 def test_ranks_with_a_draft_each_draft_and_judge_their_share_of_the_rows() -> None:
-    shared = make_job("13B", "7B", num_ranks=4, draft_kind=DraftLayout.replicated, batch_size=8)
-    alone = make_job("13B", "7B", batch_size=2)
+    shared = make_spec("13B", "7B", num_ranks=4, draft_kind=DraftLayout.replicated, batch_size=8)
+    alone = make_spec("13B", "7B", batch_size=2)
     assert times_of(shared, A100).draft_forward_s == pytest.approx(times_of(alone, A100).draft_forward_s)
-    joint, share = (CostModel(job, A100) for job in (shared, alone))
+    joint, share = (CostModel(spec, A100) for spec in (shared, alone))
     assert joint.draft
     assert share.draft
     assert joint.prefill_s(joint.draft) == pytest.approx(share.prefill_s(share.draft))
@@ -94,7 +95,7 @@ def test_ranks_with_a_draft_each_draft_and_judge_their_share_of_the_rows() -> No
 
 
 def test_a_draft_scores_its_last_token_alone() -> None:
-    clock = CostModel(make_job("13B", "7B"), replace(A100, flops_per_s={"fp16": 1e9}, flops_share=1.0))
+    clock = CostModel(make_spec("13B", "7B"), replace(A100, flops_per_s={"fp16": 1e9}, flops_share=1.0))
     assert clock.draft
     one_s, two_s = (clock.forward(clock.draft, num_positions).matrices_s for num_positions in (1, 2))
     assert 2 * one_s - two_s == pytest.approx(2 * 32000 * 4096 / 1e9, rel=1e-6)
@@ -102,9 +103,9 @@ def test_a_draft_scores_its_last_token_alone() -> None:
 
 @pytest.mark.parametrize(("quantization", "bits"), [("int8", 8), ("int8_weight_only", 8), ("int4_weight_only", 4.25)])
 def test_a_cpu_reads_packed_weights_once(quantization: str, bits: float) -> None:
-    job, machine = make_job("7B", of_target={"quantization": quantization}), hardware.load("laptop_cpu")
-    packed_s = times_of(job, machine).plain_s
-    num_weights = 32 * sum(matrix.num_elements for matrix in inventory(job.target.shape).layer)
+    spec, machine = make_spec("7B", of_target={"quantization": quantization}), hardware.load("laptop_cpu")
+    packed_s = times_of(spec, machine).plain_s
+    num_weights = 32 * sum(matrix.num_elements for matrix in inventory(spec.target.shape).layer)
     assert 1 < packed_s / (num_weights * bits / 8 / bandwidth(machine)) < 1.3
 
 
@@ -130,37 +131,37 @@ def test_the_bytes_of_a_round_follow_from_the_placement(
 ) -> None:
     """Ids, probabilities, verdict."""
     ranks: dict[str, Any] = {"target_ranks": tuple(target), "draft_ranks": tuple(draft)}
-    job = make_job("13B", "7B", num_draft_tokens=K, batch_size=ROWS, draft_kind=kind, **ranks)
-    found = round_messages(job, K)
+    spec = make_spec("13B", "7B", num_draft_tokens=K, batch_size=ROWS, draft_kind=kind, **ranks)
+    found = round_messages(spec, K)
     kinds = ("ids", "probabilities", "verdict")
     assert [found[kind].received_bytes if kind in found else 0 for kind in kinds] == arriving
-    assert "probabilities" not in round_messages(replace(job, rule="greedy"), K)
-    assert [*round_messages(job, 0)] == ["verdict"] * (len(target + draft) > 2), "of a plain token"
+    assert "probabilities" not in round_messages(replace(spec, rule="greedy"), K)
+    assert [*round_messages(spec, 0)] == ["verdict"] * (len(target + draft) > 2), "of a plain token"
 
 
 def test_a_tree_by_look_up_costs_its_verification_alone_and_its_verdict_names_a_path() -> None:
-    plain, tree = make_job("13B", num_ranks=2, num_draft_tokens=9), tree_shape("3x1x1")
-    chain, job = (replace(plain, free_draft="ngram", tree=each) for each in (None, tree))
-    timed, clock = times_of(job, A100), CostModel(job, A100)
+    plain, tree = make_spec("13B", num_ranks=2, num_draft_tokens=9), tree_shape("3x1x1")
+    chain, spec = (replace(plain, free_draft="ngram", tree=each) for each in (None, tree))
+    timed, clock = times_of(spec, A100), CostModel(spec, A100)
     assert timed.round_s == pytest.approx(clock.forward(clock.target, 10).total_s + clock.verdict_s(9))
     assert timed.tokens_per_round == tree_tokens(0.8, tree)
-    sizes = [round_messages(each, 9)["verdict"].payload_bytes for each in (chain, job)]
+    sizes = [round_messages(each, 9)["verdict"].payload_bytes for each in (chain, spec)]
     assert sizes[1] - sizes[0] == ID * tree.depth
-    assert round_messages(job, 0) == round_messages(plain, 0)
+    assert round_messages(spec, 0) == round_messages(plain, 0)
 
 
 def test_the_physical_limit_is_a_copy_of_what_a_step_reads_and_its_shares_follow() -> None:
     """13B in fp16: all weights but the embedding's rows, and keys and values of 100 tokens."""
     machine = replace(A100, copy_bytes_per_s=1e12, bandwidth_bytes_per_s=2e12)
-    job = make_job("13B", prompt_tokens=90, max_new_tokens=20)
-    shape = job.target.shape
+    spec = make_spec("13B", prompt_tokens=90, max_new_tokens=20)
+    shape = spec.target.shape
     embedding = 2 * shape.vocab_size * shape.hidden_size
-    read = model_bytes(inventory(shape), job.target, device="cuda").total_bytes - embedding
-    read += 100 * kv_bytes_per_token(job.target)
-    timed = times_of(job, machine)
+    read = model_bytes(inventory(shape), spec.target, device="cuda").total_bytes - embedding
+    read += 100 * kv_bytes_per_token(spec.target)
+    timed = times_of(spec, machine)
     assert timed.copy_share * timed.plain_s == pytest.approx(read / 1e12)
     assert timed.limit_share == pytest.approx(timed.copy_share / 2)
-    row = times_of(replace(job, target_kind=TargetKind.accelerate, spare_devices=(1, 2, 3)), machine)
+    row = times_of(replace(spec, target_kind=TargetKind.accelerate, spare_devices=(1, 2, 3)), machine)
     assert row.limit_share * row.plain_s == pytest.approx(timed.limit_share * timed.plain_s), "devices take turns"
 
 
@@ -178,17 +179,17 @@ def test_no_first_token_comes_before_the_devices_could_compute_or_read_it(
 ) -> None:
     """At the data sheet's rates, over all ranks: every matrix for each position, and each pair of positions twice."""
     num_ranks = min(2**power, machine.num_gpus)
-    job = make_job(
+    spec = make_spec(
         target, num_ranks=num_ranks, prompt_tokens=prompt_tokens, batch_size=batch_size, device=machine.device,
         cuda_graphs=machine.device == "cuda",
     )  # fmt: skip
-    model, held = job.target, inventory(job.target.shape)
+    model, held = spec.target, inventory(spec.target.shape)
     shape, rate = model.shape, machine.flops_per_s.get(model.dtype.name) or max(machine.flops_per_s.values())
     pairs = prompt_tokens * (prompt_tokens + 1) / 2
     attended = 4 * pairs * shape.num_attention_heads * shape.head_dim
     computed = batch_size * shape.num_hidden_layers * (2 * prompt_tokens * sum(held.products) + attended)
     try:
-        first_s = times_of(job, machine).plain_prefill_s
+        first_s = times_of(spec, machine).plain_prefill_s
     except PlacementError:  # heads that so many ranks cannot share
         return
     assert first_s >= computed / (num_ranks * rate)
@@ -199,9 +200,9 @@ def test_no_first_token_comes_before_the_devices_could_compute_or_read_it(
 def test_a_short_prompt_on_a_gpu_takes_as_long_as_its_launches_and_a_long_one_as_its_products() -> None:
     """An H200 gave the first token of 30B after 26 ms."""
     machine = hardware.load("1xh200")
-    short_s, long_s = (times_of(make_job("30B", prompt_tokens=number), machine).prefill_s for number in (4, 512))
+    short_s, long_s = (times_of(make_spec("30B", prompt_tokens=number), machine).prefill_s for number in (4, 512))
     launches_s = (60 * OPERATORS_PER_LAYER + ENGINE_KERNELS.frame) * machine.launch_s
     assert short_s == pytest.approx(launches_s, rel=0.01)
     assert long_s > 2 * launches_s
-    launched = replace(make_job("30B", prompt_tokens=512), cuda_graphs=False)
+    launched = replace(make_spec("30B", prompt_tokens=512), cuda_graphs=False)
     assert times_of(launched, machine).prefill_s == long_s, "prompts are launched from Python in any case"

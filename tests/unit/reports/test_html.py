@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import matplotlib as mpl
 import pytest
 
-from llama_ssp.reports import plots
+from llama_ssp.reports import figures
 from llama_ssp.reports.html import report
 from llama_ssp.reports.records import CompletionLine, Evaluation, Excerpt, Measure, Span, Summary
 from llama_ssp.reports.runs import Run
@@ -59,7 +59,7 @@ def test_the_page_has_a_dark_mode_and_the_figure_its_colours() -> None:
     assert "prefers-color-scheme: dark" in page
     drawn = page.partition("<svg")[2].partition("</svg>")[0]
     assert set(re.findall(r"var\(--(\w+)\)", drawn)) == {"ink", "soft", "line", "paper"}
-    assert plots.INK not in drawn
+    assert figures.INK not in drawn
 
 
 def test_the_report_of_a_sweep_has_a_row_and_a_section_for_every_run() -> None:

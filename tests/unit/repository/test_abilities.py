@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.settings import catalogue
+from llama_ssp import catalogue
 from llama_ssp.weights import hub
 from tests.helpers.adapters import save_adapter
 from tests.helpers.in_process import launch

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from llama_ssp import load
+from llama_ssp import catalogue, load
+from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError
 from llama_ssp.kernels.linear import HalfLinear, can_halve
 from llama_ssp.machines import hardware
@@ -22,8 +23,7 @@ from llama_ssp.run.checkpoints import find_eos_ids, find_sources, with_number_fo
 from llama_ssp.run.decoders import load_models
 from llama_ssp.run.tasks.dry_run import plan_of_run
 from llama_ssp.run.tasks.records import GenerateConfig
-from llama_ssp.settings import catalogue
-from llama_ssp.settings.schema import MODEL_DRAFT, DeviceKind, DrafterConfig, DraftLayout, Dtype, ModelConfig, RunConfig
+from llama_ssp.settings.schema import MODEL_DRAFT, DeviceKind, DrafterConfig, DraftLayout, RunConfig
 from tests.helpers.draft_heads import make_tensors, save_speculator
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.tokenizers import save_tokenizer
@@ -133,7 +133,7 @@ def num_bytes(weight: Tensor | HalfLinear) -> int:
 
 def runner_bytes(*runners: object) -> int:
     """The weights of some models, each once."""
-    names = "_layers", "_norm", "_head", "_embed", "_fc"
+    names = "_layers", "_norm", "_head", "_embedding_VE", "_fc"
     parts = [vars(runner)[name] for runner in runners for name in names if name in vars(runner)]
     return sum(num_bytes(weight) for weight in weights(parts, {}) if isinstance(weight, HalfLinear) or weight.ndim)
 
@@ -147,9 +147,9 @@ def test_a_cpu_computes_in_fp32_on_16_bit_weights_or_as_is_asked_for_and_holds_w
     target, computed = pair.models.target, asked or Dtype.fp32
     assert vars(target)["dtype"] is getattr(torch, computed.value)
     plan = plan_of_run(pair.config, world_size=1, machine=hardware.load("laptop_cpu"), lengths=[8])
-    assert plan.job.target.dtype is computed
+    assert plan.spec.target.dtype is computed
     assert runner_bytes(target) == plan.ranks[0].target_weights_bytes
-    assert ("fp32 with 16-bit weights" in headline(document(plan))) is (asked is None)
+    assert ("fp32 with 16-bit weights" in headline(plan)) is (asked is None)
 
 
 def with_head(draft: ModelConfig) -> RunConfig:
@@ -183,7 +183,7 @@ def test_a_head_without_an_embedding_holds_none_beside_its_target_as_planned(
         sources = find_sources(config, world)
         config, models = with_number_formats(config, sources), load_models(config, world, sources)
     target, head = (vars(runner) for runner in (models.target, models.draft))
-    assert (head["_embed"] is target["_embed"]) is is_shared
+    assert (head["_embedding_VE"] is target["_embedding_VE"]) is is_shared
     plan = plan_of_run(config, world_size=1, machine=hardware.load("laptop_cpu"), lengths=[8])
     target_bytes = runner_bytes(models.target)
     assert plan.ranks[0].target_weights_bytes == target_bytes

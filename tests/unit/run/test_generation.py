@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from llama_ssp import load
+from llama_ssp import catalogue, load
 from llama_ssp.errors import ConfigError
-from llama_ssp.settings import catalogue
 from llama_ssp.weights import hub
 from tests.helpers.in_process import launch
 

@@ -1,4 +1,4 @@
-"""Prompts are read, and become the ids that the model expects and the jobs of a run, or are refused."""
+"""Prompts are read, and become the ids that the model expects and the requests of a run, or are refused."""
 
 import json
 import re
@@ -16,12 +16,13 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import ConfigError
-from llama_ssp.run.jobs import JobMaker, PromptTask, check_vocabulary, encode, ids_of, in_turns
 from llama_ssp.run.lengths import problem_of_length
 from llama_ssp.run.prompts import Prompt, read_prompts
+from llama_ssp.run.requests import PromptRequest, RequestMaker, check_vocabulary, encode, ids_of, in_turns
 from llama_ssp.run.tasks.records import GenerateConfig
-from llama_ssp.settings.schema import DrafterConfig, ModelConfig, RunConfig
+from llama_ssp.settings.schema import DrafterConfig, RunConfig
 from tests.helpers.tokenizers import byte_level
 
 WORDS = ["<s>", "</s>", "<user>", "<assistant>", "a", "b"]
@@ -235,7 +236,7 @@ def test_an_id_that_the_model_lacks_is_refused() -> None:
         check_vocabulary(Prompt(text="a"), [1, 20, 3], vocab_size=20)
 
 
-MAKER = JobMaker(tokenizer=byte_level(), context=60, vocab_size=300)
+MAKER = RequestMaker(tokenizer=byte_level(), context=60, vocab_size=300)
 PROMPTS = (
     Prompt(text="a"),
     Prompt(text="b"),
@@ -249,48 +250,48 @@ PROMPTS = (
 CONFIG = RunConfig(task=GenerateConfig(), model=ModelConfig(name="tiny"), draft=DrafterConfig(), max_new_tokens=4)
 
 
-def jobs_of(*prompts: Prompt, num_samples: int = 1, max_new_tokens: int = 4) -> list[PromptTask]:
-    return MAKER.jobs(prompts, replace(CONFIG, num_samples=num_samples, max_new_tokens=max_new_tokens))
+def requests_of(*prompts: Prompt, num_samples: int = 1, max_new_tokens: int = 4) -> list[PromptRequest]:
+    return MAKER.requests(prompts, replace(CONFIG, num_samples=num_samples, max_new_tokens=max_new_tokens))
 
 
-def texts(jobs: list[PromptTask], *, keeps_order: bool) -> list[str]:
-    return ["".join(job.prompt for job in group) for group in in_turns(jobs, keeps_order=keeps_order)]
+def texts(requests: list[PromptRequest], *, keeps_order: bool) -> list[str]:
+    return ["".join(request.prompt for request in group) for group in in_turns(requests, keeps_order=keeps_order)]
 
 
 def test_groups_are_as_few_as_the_turns_or_keep_the_order_of_the_file() -> None:
-    jobs = jobs_of(*PROMPTS)
-    assert texts(jobs, keeps_order=False) == ["abe", "cf", "d"]
-    assert texts(jobs, keeps_order=True) == ["ab", "c", "de", "f"]
-    assert texts(jobs[3:], keeps_order=True) == ["de", "f"], "what is finished needs no group"
+    requests = requests_of(*PROMPTS)
+    assert texts(requests, keeps_order=False) == ["abe", "cf", "d"]
+    assert texts(requests, keeps_order=True) == ["ab", "c", "de", "f"]
+    assert texts(requests[3:], keeps_order=True) == ["de", "f"], "what is finished needs no group"
     assert texts([], keeps_order=True) == texts([], keeps_order=False) == []
-    assert texts(jobs_of(*PROMPTS, num_samples=2), keeps_order=True) == ["aabb", "cc", "ddee", "ff"]
+    assert texts(requests_of(*PROMPTS, num_samples=2), keeps_order=True) == ["aabb", "cc", "ddee", "ff"]
 
 
 def test_a_later_turn_knows_where_the_answers_are_and_takes_them_in() -> None:
-    job = jobs_of(*PROMPTS)[3]
-    assert [*job.earlier_indices] == [1, 2]
-    whole = MAKER.with_answers(job, ["one", "two"], CONFIG)
-    assert whole.request.prompt_ids == encode("bone\nctwo\nd", MAKER.tokenizer, chat=False)
-    assert replace(whole, request=job.request) == job
+    request = requests_of(*PROMPTS)[3]
+    assert [*request.earlier_indices] == [1, 2]
+    whole = MAKER.with_answers(request, ["one", "two"], CONFIG)
+    assert whole.prompt_ids == encode("bone\nctwo\nd", MAKER.tokenizer, chat=False)
+    assert replace(whole, prompt_ids=request.prompt_ids) == request
 
 
 def test_equal_prompts_are_counted_turn_by_turn() -> None:
     talk = Prompt(text="b"), Prompt(text="c", earlier=["b"])
-    jobs = jobs_of(Prompt(text="b"), *talk, Prompt(text="e"), *talk, num_samples=2)
-    assert [job.request.num_equal_before for job in jobs] == [0, 0, 1, 1, 0, 0, 0, 0, 2, 2, 1, 1]
-    answered = [MAKER.with_answers(job, ["x"], CONFIG).request for job in (jobs[4], jobs[10])]
+    requests = requests_of(Prompt(text="b"), *talk, Prompt(text="e"), *talk, num_samples=2)
+    assert [request.num_equal_before for request in requests] == [0, 0, 1, 1, 0, 0, 0, 0, 2, 2, 1, 1]
+    answered = [MAKER.with_answers(request, ["x"], CONFIG) for request in (requests[4], requests[10])]
     assert answered[0].prompt_ids == answered[1].prompt_ids
     assert len({request.key(7) for request in answered}) == 2
-    alone = MAKER.with_answers(jobs_of(*talk)[1], ["x"], CONFIG)
-    assert answered[0].key(7) == alone.request.key(7)
-    assert answered[0].key(7) != MAKER.with_answers(jobs[4], ["y"], CONFIG).request.key(7)
+    alone = MAKER.with_answers(requests_of(*talk)[1], ["x"], CONFIG)
+    assert answered[0].key(7) == alone.key(7)
+    assert answered[0].key(7) != MAKER.with_answers(requests[4], ["y"], CONFIG).key(7)
 
 
 def test_a_later_turn_counts_as_long_as_it_can_become() -> None:
-    first, last = jobs_of(PROMPTS[1], PROMPTS[2])
-    assert len(first.request.prompt_ids) == 1
-    assert len(last.request.prompt_ids) == len("b\nc") + 4
+    first, last = requests_of(PROMPTS[1], PROMPTS[2])
+    assert len(first.prompt_ids) == 1
+    assert len(last.prompt_ids) == len("b\nc") + 4
     with pytest.raises(ConfigError, match="max_new_tokens=29 for each of 2 answers"):
-        jobs_of(PROMPTS[2], max_new_tokens=29)
+        requests_of(PROMPTS[2], max_new_tokens=29)
     with pytest.raises(ConfigError, match="more than the context of 60"):
         MAKER.with_answers(last, ["x" * 60], CONFIG)

@@ -11,22 +11,20 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from llama_ssp import load
+from llama_ssp import catalogue, load
 from llama_ssp.errors import ConfigError
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.reports import html
 from llama_ssp.reports.records import Span
-from llama_ssp.run.jobs import PromptTask
 from llama_ssp.run.prompts import Prompt
+from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.results import excerpts
 from llama_ssp.run.session import Session, to_line
 from llama_ssp.run.tuning import tune
-from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, SpeculationConfig
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import DraftChoice
-from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights import hub
 from tests.helpers.decoders import make_decoder
 from tests.helpers.in_process import launch
@@ -38,17 +36,16 @@ pytestmark = pytest.mark.seconds
 LETTERS: Any = SimpleNamespace(decode=lambda ids, **_: "".join("abc"[token] for token in ids))
 
 
-def job(max_new_tokens: int = 20) -> PromptTask:
-    request = Request(index=3, sample=1, prompt_ids=(0, 1), max_new_tokens=max_new_tokens)
-    return PromptTask(request=request, source=Prompt(text="ab"))
+def request(max_new_tokens: int = 20) -> PromptRequest:
+    return PromptRequest(index=3, sample=1, prompt_ids=(0, 1), max_new_tokens=max_new_tokens, source=Prompt(text="ab"))
 
 
 def test_a_line_has_milliseconds_of_its_own_and_seconds_of_its_share_of_all_copies() -> None:
     completion = RowCompletion(
-        request=job().request, token_ids=[0, 2], num_target_forwards=2, accepted_lengths=[1], draft_lengths=[3],
+        request=request(), token_ids=[0, 2], num_target_forwards=2, accepted_lengths=[1], draft_lengths=[3],
         finish_reason="length", busy_s=8.0, share_s=6.0, part_s={"draft": 1.0, "verify": 2.0, "other": 3.0},
     )  # fmt: skip
-    line = to_line(job().source, completion, mode="speculative", tokenizer=LETTERS, num_copies=2)
+    line = to_line(completion, mode="speculative", tokenizer=LETTERS, num_copies=2)
     assert (line.index, line.sample, line.prompt, line.text, line.num_new_tokens) == (3, 1, "ab", "ac", 2)
     assert (line.ms, line.share_s, line.draft_s, line.verify_s, line.other_s) == (8000.0, 3.0, 1.0, 2.0, 3.0)
     assert (line.num_rounds, line.num_target_forwards, line.accepted_lengths) == (1, 2, [1])
@@ -64,16 +61,16 @@ def test_the_warm_up_of_one_mode_drops_no_graph_of_another() -> None:
         for mode, draft, number in (("plain", None, 0), ("speculative", models.draft, 9))
     }
 
-    def ready_decoder(mode: str, jobs: Sequence[PromptTask]) -> Decoder:
-        decoders[mode].make_room([each.request for each in jobs])
+    def ready_decoder(mode: str, requests: Sequence[PromptRequest]) -> Decoder:
+        decoders[mode].make_room(requests)
         return decoders[mode]
 
     session: Any = SimpleNamespace(ready_decoder=ready_decoder, _warm=set())
     with torch.inference_mode():
-        Session.warm_up(session, [job(150)], [*decoders], num_jobs=1)
+        Session.warm_up(session, [request(150)], [*decoders], num_requests=1)
         captured = {mode: recorder.num_recorded for mode, recorder in recorders.items()}
         for decoder in decoders.values():
-            assert [*decoder.run([job(150).request])]
+            assert [*decoder.run([request(150)])]
     assert {mode: recorder.num_recorded for mode, recorder in recorders.items()} == captured
     assert all(captured.values())
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from llama_ssp import catalogue
 from llama_ssp.architectures.family import inventory
+from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import ConfigError
-from llama_ssp.settings import catalogue
-from llama_ssp.settings.schema import ModelConfig
 from llama_ssp.storage.formats import format_of
 from tests.helpers.own_conf import OwnConf
 
@@ -99,6 +99,7 @@ def test_relatives_share_family_and_vocabulary_and_come_smallest_first() -> None
         ("hub_id: a/b\n", "must have the line name: mine, the name of the file"),
         ("name: 7B\n", "must have the line name: mine, the name of the file"),
         ("name: [\n", "is not YAML"),
+        ("name: mine\nname: mine\n", "is not YAML .*name is given twice"),
         ("- name\n", "holds no settings"),
         ("name: mine\ndefaults: 7B\n", "defaults must be a list"),
         ("name: mine\ndefaults: [mine, _self_]\n", "defaults must name another entry"),

@@ -4,14 +4,17 @@ import dataclasses
 import re
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra.core.override_parser.types import Quote, QuotedString
+from omegaconf import OmegaConf
 
+from llama_ssp import catalogue
+from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import ConfigError
-from llama_ssp.settings import catalogue
 from llama_ssp.settings.compose import Composed, compose, groups_of, run_id
-from llama_ssp.settings.schema import MODEL_DRAFT, NO_DRAFT, Dtype, ModelConfig, RunConfig
+from llama_ssp.settings.schema import MODEL_DRAFT, NO_DRAFT, RunConfig
 from llama_ssp.settings.tasks import default_of
 from tests.helpers.composed import compose_run
 from tests.helpers.lanes import heavy
@@ -35,6 +38,19 @@ PATHS = [
 
 
 NOT_PLAIN = r"items that are not plain words, as in stop_strings='\[\"2\.\",\"true\"\]'"
+
+
+def test_the_catalogue_alone_reads_the_files_of_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, load = list[str](), OmegaConf.load
+
+    def noted(file: Any) -> Any:  # noqa: ANN401 - as OmegaConf's
+        opened.append(str(getattr(file, "name", file)))
+        return load(file)
+
+    monkeypatch.setattr(OmegaConf, "load", noted)
+    run, _ = compose_run("model=65B_8bit", "draft=7B", "experiment=llama_2023", "hardware=laptop_cpu")
+    assert (run.model.shape, run.model.hub_id) == (catalogue.load("65B").shape, catalogue.load("65B").hub_id)
+    assert [file for file in opened if str(catalogue.conf_dir()) in file] == []
 
 
 def test_blanks_around_the_name_of_an_option_are_no_part_of_it() -> None:

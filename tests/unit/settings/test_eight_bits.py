@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from llama_ssp import catalogue
 from llama_ssp.models.loading import check_model
 from llama_ssp.ranks.world import start
 from llama_ssp.run.checkpoints import find_sources
 from llama_ssp.run.decoders import build_decoder, load_models
 from llama_ssp.run.tasks.records import GenerateConfig
-from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import (
     NO_DRAFT,
     DeviceKind,

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from llama_ssp import catalogue
 from llama_ssp.errors import ConfigError
 from llama_ssp.machines import machine
-from llama_ssp.planning.acceptance import Acceptance, DraftedPair, known
-from llama_ssp.settings import catalogue
+from llama_ssp.planning.acceptance import Acceptance, known
 from tests.helpers.own_conf import MACHINE, PAIRS, OwnConf, writer
 
 
@@ -40,7 +40,7 @@ def test_a_file_that_would_replace_all_settings_is_refused(name: str, own_conf: 
 
 
 def of_pair(target: str, draft: str) -> Acceptance | None:
-    return known(DraftedPair(target=target, draft=draft))
+    return known(target, draft)
 
 
 def test_a_users_pairs_come_first_and_name_their_file(own_conf: OwnConf) -> None:
@@ -87,6 +87,6 @@ def test_what_is_measured_goes_where_it_is_or_into_the_checkout_or_after_an_inst
     assert catalogue.new_file("hardware", "mybox") == catalogue.conf_dir() / "hardware" / "mybox.yaml"
     own = own_conf("hardware/mybox.yaml", MACHINE)
     assert catalogue.new_file("hardware", "mybox") == own
-    installed = Path(catalogue.__file__).resolve().parents[1] / "conf"
+    installed = Path(catalogue.__file__).resolve().parent / "conf"
     monkeypatch.setattr(catalogue, "conf_dir", lambda: installed)
     assert catalogue.new_file("hardware", "other") == tmp_path / "home" / "llama-ssp" / "hardware" / "other.yaml"

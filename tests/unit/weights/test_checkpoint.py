@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from llama_ssp.architectures.model_files import read_json
 from llama_ssp.architectures.reading import check_readable, read_config
+from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import CheckpointError
-from llama_ssp.settings.schema import ModelConfig
 from llama_ssp.weights.checkpoint import INDEX_FILE, SINGLE_FILE, check_shape, inspect, shape_of
 from llama_ssp.weights.source import StoredTensor
 from tests.helpers.models import build_checkpoint, tiny_config

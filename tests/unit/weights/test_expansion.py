@@ -2,8 +2,8 @@
 
 import pytest
 
-from llama_ssp.settings import catalogue
-from llama_ssp.settings.schema import ModelShape
+from llama_ssp import catalogue
+from llama_ssp.catalogue import ModelShape
 from llama_ssp.weights.expansion import obstacle
 from tests.helpers.shapes import llama_shape
 

@@ -18,9 +18,9 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from llama_ssp import catalogue
+from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import CheckpointError
-from llama_ssp.settings import catalogue
-from llama_ssp.settings.schema import ModelConfig
 from llama_ssp.weights import hub
 from tests.helpers.draft_heads import make_tensors, save_original
 from tests.helpers.hub import put

@@ -11,17 +11,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
+from llama_ssp import catalogue
 from llama_ssp.architectures.reading import read_config
+from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import ConfigError
 from llama_ssp.kernels.linear import PlainLinear, half_scale
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.head import HeadRunner
-from llama_ssp.models.loading import load_model, load_modules
+from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings import catalogue
-from llama_ssp.settings.schema import HEAD_AGREEMENT, ModelShape
+from llama_ssp.settings.schema import HEAD_AGREEMENT
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
 from llama_ssp.weights.head import HeadSource, of_target
@@ -29,6 +30,7 @@ from llama_ssp.weights.source import WeightSource
 from llama_ssp.weights.synthetic import SMALL_HEAD, Synthetic, choose_small, llama_config, synthesize
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import heavy
+from tests.helpers.models import load_lean
 from tests.helpers.shapes import SHAPES, llama_shape
 
 pytestmark = pytest.mark.seconds
@@ -81,8 +83,7 @@ def small_logits(small: WeightSource) -> Tensor:
 
 def lean(synthetic: Synthetic, comm: Comm) -> LeanRunner:
     """This rank's slices in the lean decoder, whose kernels are not worth choosing here."""
-    model = load_modules(synthetic, dtype=torch.float32, device=CPU, comm=comm)
-    return LeanRunner(model, comm=comm, kernel=PlainLinear)
+    return load_lean(synthetic, dtype=torch.float32, comm=comm, kernel=PlainLinear)
 
 
 def logits(runner: Runner) -> Tensor:

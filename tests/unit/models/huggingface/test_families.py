@@ -14,19 +14,21 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from benchmarks.families import MORE
 from llama_ssp.architectures.family import check_servable, inventory, record_of
 from llama_ssp.architectures.reading import check_readable, read_config
+from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError, SspError
 from llama_ssp.models import prefill
 from llama_ssp.models.attention import BY_POSITION, SOFTCAPPED
 from llama_ssp.models.cache import Masks
 from llama_ssp.models.huggingface.families import mask_argument, windows_of
+from llama_ssp.models.huggingface.modules import build_empty, load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
-from llama_ssp.models.loading import build_empty, check_model, load_model, load_modules
+from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.planning.memory import rank_shares
 from llama_ssp.planning.spec import PlannedModel, notes_on_families
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.schema import Dtype, ModelConfig, TargetKind
+from llama_ssp.settings.schema import TargetKind
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import complete, make_decoder

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.huggingface.families import adapt
+from llama_ssp.models.huggingface.modules import load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
-from llama_ssp.models.loading import load_modules
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.models import VOCAB_SIZE, library_logits, tiny_model

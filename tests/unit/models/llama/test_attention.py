@@ -3,7 +3,6 @@
 The kernel is stood in for by plain operators, which check what a GPU's kernel would take for granted.
 """
 
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -13,16 +12,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.decoding import config_of, load_pair, make_decoder, prompt
+from llama_ssp.catalogue import Dtype
 from llama_ssp.kernels import attention_by_length as varlen
 from llama_ssp.kernels.attention_by_length import VarlenAttention, fault_of, find_varlen
 from llama_ssp.kernels.between import Heads
 from llama_ssp.models.llama import decoder as lean_decoder
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.schema import Dtype
 from llama_ssp.speculate.drafters.drafter import catch_up
 from llama_ssp.speculate.engine.round import Executor
 from llama_ssp.speculate.engine.state import Request
+from tests.helpers.models import load_lean
 from tests.helpers.varlen_attention import varlen_attention
 from tests.unit.models.llama.test_decoder import assert_close, modules, ragged_rounds, random_ids
 
@@ -33,8 +32,8 @@ GROUPED = ["llama", "llama, one kv head", "llama, no groups", "mistral, window",
 def pair(kind: str, *, batch_size: int, dtype: torch.dtype = torch.float32) -> tuple[LeanRunner, LeanRunner]:
     """Two decoders over the same weights: by lengths and by masks."""
     model = modules(kind, dtype)
-    by_length = LeanRunner(deepcopy(model), comm=Comm.single(), varlen=varlen_attention)
-    by_mask = LeanRunner(model, comm=Comm.single())
+    by_length = load_lean(model, varlen=varlen_attention)
+    by_mask = load_lean(model)
     for runner in (by_length, by_mask):
         runner.allocate(batch_size=batch_size, capacity=40)
     return by_length, by_mask

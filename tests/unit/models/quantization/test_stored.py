@@ -13,16 +13,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from llama_ssp.architectures.family import record_of
+from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.models.huggingface.experts import OwnExperts
+from llama_ssp.models.huggingface.modules import load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
-from llama_ssp.models.loading import check_model, load_model, load_modules
+from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.planning.memory import model_bytes, rank_shares, shares
 from llama_ssp.planning.spec import planned_model
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.schema import ModelConfig, TargetKind
+from llama_ssp.settings.schema import TargetKind
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
 from llama_ssp.weights.source import storage_of
 from tests.helpers.fake_comm import on_ranks, thread_comms
@@ -116,7 +118,7 @@ def test_a_plan_counts_the_bytes_that_are_loaded(made: Made, layout: str) -> Non
 
 
 def loaded_bytes(runner: Any) -> int:  # noqa: ANN401 - a runner, whose insides are looked at
-    parts = [runner._layers, runner._norm, runner._head, runner._embed]
+    parts = [runner._layers, runner._norm, runner._head, runner._embedding_VE]
     return sum(tensor.nbytes for tensor in tensors_of(parts, {}) if tensor.numel() > 16)
 
 

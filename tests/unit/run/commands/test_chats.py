@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from llama_ssp import load
+from llama_ssp import catalogue, load
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.run import chat
 from llama_ssp.run.commands import agent, own_ranks
-from llama_ssp.settings import catalogue
 from llama_ssp.weights import hub
 from tests.helpers.in_process import Ended, launch
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from llama_ssp import catalogue
 from llama_ssp.ranks.memory import anonymous_bytes
-from llama_ssp.settings import catalogue
 from llama_ssp.speculate.engine.text import IncrementalText, Piece
 from llama_ssp.weights import hub
 from tests.helpers import in_process

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
+from llama_ssp import catalogue
 from llama_ssp.run.commands import plan, report
-from llama_ssp.settings import catalogue
 from llama_ssp.settings.compose import compose, groups_of, keys_of
 from tests.helpers.in_process import Ended, call, launch
 

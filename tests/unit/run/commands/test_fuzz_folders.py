@@ -154,13 +154,13 @@ def resume(folder: Path) -> int:
     run_facts = RunFacts(task="compare", model="big", draft="small", placement={}, world_size=1, seed=7, memory=[])
     try:
         with RunFolder(folder, CONFIG) as opened:
-            json.dumps([sorted(opened.finished), [row.key for row in opened.rows]])
+            json.dumps([sorted(opened.finished), [row.key for row in opened.cells]])
             draft, task = NgramConfig(kind="ngram"), CompareConfig()
             named = SimpleNamespace(prompts="p.txt", run_dir="run", num_samples=1, draft=draft, task=task)
             with contextlib.suppress(SspError):  # other prompts are refused; what follows would read the lines too
                 check_lines(opened.lines, cast("RunConfig", named), [Prompt(text=PLAIN.prompt)])
             opened.put_in_order()
-            made = summarise(run_facts, opened.lines, opened.rows, num_draft_tokens=2)
+            made = summarise(run_facts, opened.lines, opened.cells, num_draft_tokens=2)
             opened.write_summary(made)
             terminal.results(made, run_dir=folder)
             opened.write_status("done")

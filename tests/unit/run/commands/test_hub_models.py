@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.settings import catalogue
+from llama_ssp import catalogue
 from llama_ssp.weights import hub
 from tests.helpers.hub import put
 from tests.helpers.in_process import Ended, launch, planned

@@ -19,12 +19,12 @@ from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from llama_ssp import catalogue
 from llama_ssp.architectures.model_files import TOKENIZER_CONFIG_FILE
 from llama_ssp.run import pipeline as task
 from llama_ssp.run.commands import plan, run
 from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tasks.dry_run import dry_run
-from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import INDEX_FILE

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from llama_ssp import catalogue
 from llama_ssp.architectures.model_files import ADAPTER_FILE
-from llama_ssp.settings import catalogue
 from llama_ssp.weights import hub
 from tests.helpers.adapters import round_weights, save_adapter, save_merged
 from tests.helpers.in_process import Ended, launch

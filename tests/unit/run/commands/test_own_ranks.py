@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from llama_ssp import catalogue
 from llama_ssp.errors import ConfigError
 from llama_ssp.run.commands import own_ranks
 from llama_ssp.run.commands.agent import exit_code_of
 from llama_ssp.run.commands.own_ranks import Start, num_gpus, read_start
-from llama_ssp.settings import catalogue
 from llama_ssp.weights import hub
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2"}

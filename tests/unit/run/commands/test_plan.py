@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from llama_ssp import catalogue
 from llama_ssp.run.commands import plan as entry
-from llama_ssp.settings import catalogue
 from tests.helpers import in_process
 from tests.helpers.hub import put
 from tests.helpers.in_process import Ended, planned

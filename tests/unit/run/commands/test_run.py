@@ -14,10 +14,11 @@ import pytest
 from omegaconf.errors import OmegaConfBaseException
 
 import llama_ssp.run
+from llama_ssp import catalogue
 from llama_ssp.errors import CapacityError, CheckpointError, ConfigError, InterruptedRun
 from llama_ssp.run.commands import run
 from llama_ssp.run.startup import StartClock
-from llama_ssp.settings import catalogue, compose
+from llama_ssp.settings import compose
 from llama_ssp.settings.schema import LAUNCHER, RunConfig, SlurmConfig
 from tests.helpers.lanes import heavy
 

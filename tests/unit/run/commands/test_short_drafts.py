@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from llama_ssp import catalogue
 from llama_ssp.run.commands import plan
 from llama_ssp.run.decoders import context_of
 from llama_ssp.run.lengths import problem_of_length
 from llama_ssp.run.prompts import Prompt
-from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import SpeculationConfig
 from llama_ssp.weights import hub
 from tests.helpers.in_process import call, launch

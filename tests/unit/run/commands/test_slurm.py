@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.settings import catalogue, checks
+from llama_ssp import catalogue
+from llama_ssp.settings import checks
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.weights import hub
 from tests.helpers.composed import compose_run

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from llama_ssp import catalogue
 from llama_ssp.errors import SspError
 from llama_ssp.machines import hardware
 from llama_ssp.planning.timing import timing
@@ -14,9 +15,8 @@ from llama_ssp.run.calibration import operators
 from llama_ssp.run.tasks import calibrate as task
 from llama_ssp.run.tasks.calibrate import calibrate
 from llama_ssp.run.tasks.records import CalibrateConfig
-from llama_ssp.settings import catalogue
 from llama_ssp.terminal.terminal import Terminal
-from tests.helpers.planning import make_job
+from tests.helpers.planning import make_spec
 from tests.helpers.worlds import ONE_CORE
 
 pytestmark = pytest.mark.seconds
@@ -42,7 +42,7 @@ def test_the_file_is_a_sound_description_from_which_a_run_can_be_planned(
     assert (machine.device, machine.is_measured, machine.sums, machine.num_gpus) == ("cpu", True, [], 1)
     assert {"fp32", "fp16"} <= machine.products.keys()
     assert machine.flops_share == 0.75, "its rates are those of a product, and not of a data sheet"
-    timed = timing(make_job("tiny", "tiny-draft", cuda_graphs=False), machine)
+    timed = timing(make_spec("tiny", "tiny-draft", cuda_graphs=False), machine)
     assert 1e-5 < timed.plain_s < 10
     assert 1e-5 < (timed.speculative_s or 0) < 10
 

@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+from llama_ssp import catalogue
+from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import CapacityError
 from llama_ssp.machines import hardware
 from llama_ssp.planning.plan import require_room
-from llama_ssp.planning.spec import make_job
+from llama_ssp.planning.spec import make_spec
 from llama_ssp.run.tasks import dry_run as task
 from llama_ssp.run.tasks.records import CompareConfig
-from llama_ssp.settings import catalogue
-from llama_ssp.settings.schema import MODEL_DRAFT, NO_DRAFT, DrafterConfig, Dtype, RunConfig, WeightsKind
+from llama_ssp.settings.schema import MODEL_DRAFT, NO_DRAFT, DrafterConfig, RunConfig, WeightsKind
 
 
 def _run(model: str = "tiny", draft: str | None = "tiny-draft", prompt: str | None = None) -> RunConfig:
@@ -34,7 +35,7 @@ def test_a_run_is_planned_with_its_own_ranks_and_with_graphs_where_it_captures_t
     config.placement.draft.ranks = [1]
     for device, asked, planned in (("cpu", True, False), ("cuda", True, True), ("cuda", False, False)):
         config.cuda_graphs = asked
-        job = make_job(config, world_size=2, prompt_tokens=50, device=device)
+        job = make_spec(config, world_size=2, prompt_tokens=50, device=device)
         assert (job.target_ranks, job.draft_ranks, job.cuda_graphs) == ((0, 1), (1,), planned)
 
 
@@ -43,11 +44,11 @@ def test_synthetic_weights_are_planned_in_16_bits_on_a_cpu_and_in_the_entrys_for
     name: str, on_gpu: Dtype
 ) -> None:
     config = replace(_run(name, name), weights=WeightsKind.synthetic)
-    job = make_job(config, world_size=1, prompt_tokens=50, device="cpu")
+    job = make_spec(config, world_size=1, prompt_tokens=50, device="cpu")
     assert job.draft
     for model in (job.target, job.draft):
         assert (model.dtype, model.matrix_dtype("cpu")) == (Dtype.fp32, Dtype.fp16)
-    assert make_job(config, world_size=1, prompt_tokens=50, device="cuda").target.dtype is on_gpu
+    assert make_spec(config, world_size=1, prompt_tokens=50, device="cuda").target.dtype is on_gpu
 
 
 @pytest.mark.parametrize(

@@ -14,30 +14,32 @@ from typing import Any, cast
 import pytest
 import yaml
 
+from llama_ssp import catalogue
 from llama_ssp.errors import InterruptedRun
-from llama_ssp.planning.acceptance import DraftedPair, known
+from llama_ssp.planning.acceptance import known
 from llama_ssp.reports.records import CompletionLine
-from llama_ssp.run.jobs import PromptTask
 from llama_ssp.run.prompts import Prompt
+from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session, Viewer
 from llama_ssp.run.tasks.generate import generate
 from llama_ssp.run.tasks.records import GenerateConfig
-from llama_ssp.settings import catalogue
 from llama_ssp.terminal.terminal import Output, Terminal
 from llama_ssp.weights import hub
 from tests.helpers.in_process import Ended, launch
 from tests.helpers.own_conf import OwnConf
 from tests.helpers.runs import PLAIN
-from tests.unit.run.test_prompts import jobs_of
+from tests.unit.run.test_prompts import requests_of
 
 pytestmark = pytest.mark.seconds
 
-JOBS = jobs_of(Prompt(text="first of all"), Prompt(text="second"), Prompt(text="third"), num_samples=2)
+REQUESTS = requests_of(Prompt(text="first of all"), Prompt(text="second"), Prompt(text="third"), num_samples=2)
 
 
-def line_of(job: PromptTask) -> CompletionLine:
-    index, sample = job.request.index, job.request.sample
-    return replace(PLAIN, index=index, sample=sample, prompt=job.prompt, text=f"{index}{sample}", fields={"id": index})
+def line_of(request: PromptRequest) -> CompletionLine:
+    index, sample = request.index, request.sample
+    return replace(
+        PLAIN, index=index, sample=sample, prompt=request.prompt, text=f"{index}{sample}", fields={"id": index}
+    )
 
 
 def written(
@@ -46,20 +48,20 @@ def written(
     """What a batch writes whose completions end in an order, given by their numbers."""
     out = Output(file=StringIO(), force_terminal=is_screen, width=200, color_system=None, highlight=False)
 
-    def complete(_jobs: Sequence[PromptTask], _mode: str, viewer: Viewer) -> None:
+    def complete(_requests: Sequence[PromptRequest], _mode: str, viewer: Viewer) -> None:
         for number in ends:
-            viewer.end(line_of(JOBS[number]))
+            viewer.end(line_of(REQUESTS[number]))
         if stops:
             raise InterruptedRun("stopped")
 
     session = SimpleNamespace(
         terminal=Terminal(out=out, err=out), config=SimpleNamespace(task=task, num_samples=2), streams=False,
         best_mode="plain", num_prompts=3, complete=complete, showing_progress=lambda *_, **__: nullcontext(),
-        finished={line_of(job).key for job in JOBS[:finished]},
+        finished={line_of(request).key for request in REQUESTS[:finished]},
     )  # fmt: skip
     session.heading = partial(Session.heading, cast("Session", session))
     with pytest.raises(InterruptedRun) if stops else nullcontext():
-        generate(cast("Session", session), JOBS)
+        generate(cast("Session", session), REQUESTS)
     return cast("StringIO", out.file).getvalue()
 
 
@@ -123,7 +125,7 @@ def test_a_run_stores_the_acceptance_that_its_summary_says_and_plans_take_it(own
     assert entry["acceptance"] == pytest.approx(ended.summary["speculative"]["acceptance_rate"], abs=5e-4)
     assert (entry["target"], entry["draft"], entry["temperature"]) == ("tiny", "tiny-draft", 0.8)
     assert "15 prompts, K=3, temperature 0.8, speculative" in entry["source"]
-    found = known(DraftedPair(target="tiny", draft="tiny-draft", temperature=0.8))
+    found = known("tiny", "tiny-draft", temperature=0.8)
     assert found
     assert (found.probability, found.ends) == (entry["acceptance"], None)
     assert f"stored an acceptance of {found.probability:.2f} in " in ended.err

@@ -4,13 +4,9 @@ import pytest
 import torch
 
 from benchmarks.decoding import run_config
+from llama_ssp.catalogue import ModelConfig
 from llama_ssp.settings.layout import Layout
-from llama_ssp.settings.schema import (
-    DraftLayout,
-    ModelConfig,
-    SamplingConfig,
-    VerificationConfig,
-)
+from llama_ssp.settings.schema import DraftLayout, SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.shared import BatchSplit
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.verifier import NOT_A_NUMBER, Verifier

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from llama_ssp import catalogue
 from llama_ssp.architectures.reading import read_config
 from llama_ssp.errors import CheckpointError
 from llama_ssp.models.cache import Taps
@@ -17,7 +18,6 @@ from llama_ssp.models.llama.head import HeadRunner
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings import catalogue
 from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from llama_ssp.kernels.linear import PlainLinear
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.loading import load_modules
 from llama_ssp.models.prefill import read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
@@ -24,11 +23,10 @@ from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.trees import Tree
-from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import ScriptedLength, complete, make_decoder, outcome
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.kinds import Make, kinds
-from tests.helpers.models import build_checkpoint, tiny_model
+from tests.helpers.models import build_checkpoint, load_lean, tiny_model
 from tests.helpers.prefix_runner import PrefixRunner
 
 Ids = tuple[int, ...]
@@ -261,12 +259,7 @@ def test_too_short_a_beginning_is_read_again(monkeypatch: pytest.MonkeyPatch) ->
 
 def lean(*, comm: Comm | None = None, folder: Path | None = None, **options: Any) -> LeanRunner:  # noqa: ANN401
     """A random Llama of compiled kernels, or a slice of one."""
-    comm = comm or Comm.single()
-    if folder:
-        model = load_modules(inspect(folder), dtype=None, device=torch.device("cpu"), comm=comm)
-    else:
-        model = tiny_model("llama", **SHARED)
-    return LeanRunner(model, comm=comm, **options)
+    return load_lean(folder or tiny_model("llama", **SHARED), comm=comm, **options)
 
 
 class FirstLogits:

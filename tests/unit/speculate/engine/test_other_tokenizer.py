@@ -10,17 +10,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.decoding import run_config
 from llama_ssp import load
+from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import ConfigError
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.settings.drafters import DraftTokenizer, ModelDraftConfig
 from llama_ssp.settings.layout import Layout
-from llama_ssp.settings.schema import (
-    MODEL_DRAFT,
-    DraftLayout,
-    ModelConfig,
-    SamplingConfig,
-    VerificationConfig,
-)
+from llama_ssp.settings.schema import MODEL_DRAFT, DraftLayout, SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.decoders import complete
@@ -30,7 +25,6 @@ from tests.helpers.other_tokenizer import PROMPT, TEXT, save_pair
 from tests.helpers.texts import library_greedy
 from tests.helpers.tokenizers import byte_level, sentencepiece_like
 
-GREEDY, WARM = SamplingConfig(temperature=0.0), SamplingConfig(temperature=1.0)
 NUM_NEW_TOKENS, NUM_DRAFT_TOKENS = 50, 4
 ONE_RANK, SHARDED, REPLICATED, OWN_GPU = DraftLayout
 

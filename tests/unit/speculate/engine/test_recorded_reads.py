@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from llama_ssp import catalogue
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.llama.head import HeadRunner
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import NullRunner, Runner
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings import catalogue
 from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.drafters.shared import BroadcastDrafter, TapsSender
 from llama_ssp.speculate.engine.loop import Decoder

@@ -19,13 +19,12 @@ from torch.utils._pytree import tree_leaves
 from llama_ssp.kernels.linear import PlainLinear
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.prefill import Buckets, Held
-from llama_ssp.ranks.comms import Comm
 from llama_ssp.speculate.engine.held import PromptRow
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import BatchState, Request
 from tests.helpers.decoders import advance, complete, make_decoder
 from tests.helpers.lanes import heavy
-from tests.helpers.models import tiny_model
+from tests.helpers.models import load_lean, tiny_model
 
 pytestmark = pytest.mark.seconds
 
@@ -71,8 +70,7 @@ def bytes_of(values: object) -> int:
 
 def lean(num_layers: int) -> LeanRunner:
     """A random Llama with one form of linear layer."""
-    model = tiny_model("llama", num_hidden_layers=num_layers)
-    return LeanRunner(model, comm=Comm.single(), kernel=PlainLinear)
+    return load_lean(tiny_model("llama", num_hidden_layers=num_layers), kernel=PlainLinear)
 
 
 def decoder(*, num_draft_tokens: int, temperature: float, batch_size: int = 1) -> Decoder:

@@ -9,10 +9,9 @@ import torch
 from scipy import stats
 from transformers import AutoModelForCausalLM
 
-from llama_ssp import Pair, load
+from llama_ssp import Pair, catalogue, load
 from llama_ssp.run.decoders import build_decoder
-from llama_ssp.run.jobs import encode
-from llama_ssp.settings import catalogue
+from llama_ssp.run.requests import encode
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights import hub

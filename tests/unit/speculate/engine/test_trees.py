@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from llama_ssp import catalogue
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings import catalogue
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.executors import Recorder
 from llama_ssp.speculate.engine.state import Request

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from llama_ssp.settings.described import settings_of
-from llama_ssp.settings.fields import made, required, setting
-from llama_ssp.settings.schema import ModelConfig
+from llama_ssp.catalogue import ModelConfig
+from llama_ssp.fields import made, required, setting
+from llama_ssp.run.commands.help import settings_of
 
 
 @dataclass(kw_only=True)

@@ -2,14 +2,16 @@
 
 Options are searched in the folder of `--config-dir`, in the user's own one, and in the package's `conf`. All are laid
 out alike: `model/NAME.yaml`, `hardware/NAME.yaml`, `experiment/NAME.yaml`, `pairs.yaml`. The first folder that has a
-file wins. Hydra searches the same folders (`compose`), and gives a model the same fields because the only Hydra feature
-that its file may use is the defaults list `[BASE, _self_]`, which inherits all fields of another entry.
+file wins. Hydra composes settings from what is read here (`settings.compose`). The defaults list of a model,
+`[BASE, _self_]`, inherits all fields of another entry.
 """
 
 import os
 import re
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import dataclass, field
+from enum import Enum
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -18,8 +20,9 @@ from typing import Any
 import yaml
 
 from llama_ssp.errors import ConfigError, unknown_name
-from llama_ssp.settings.schema import Dtype, ModelConfig, ModelShape
-from llama_ssp.storage.formats import CACHES, format_of, problem_of
+from llama_ssp.fields import required, setting
+from llama_ssp.storage.formats import CACHES, NO_QUANTIZATION, OWN_DTYPE, format_of, problem_of
+from llama_ssp.storage.stored import StoredFormat
 
 CONFIG_FILE, ADAPTER_CONFIG_FILE = "config.json", "adapter_config.json"
 """Files of the folder of a model, and of that of an adapter."""
@@ -30,18 +33,146 @@ _SAFE_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's i
 
 
 class _Loader(_SAFE_LOADER):  # type: ignore[misc]
-    """Reads numbers as Hydra does: YAML 1.1 takes 1e12 for a text."""
+    """Reads values as words of a command line are read: 1e12 is a number, and a date is a text."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Refuse a name that is given twice."""
+        names = set[object]()
+        for key, _ in node.value:
+            if key.value in names:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
+            names.add(key.value)
+        return dict(super().construct_mapping(node, deep=deep))
 
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in _Loader.yaml_implicit_resolvers.items()
+}
+_PACKAGE = re.compile(r"# @package (\S+)")
+
+
+class Dtype(Enum):
+    """Number format of weights, activations and cache; `planning.spec.number_format` resolves `auto`."""
+
+    auto = "auto"
+    fp32 = "float32"
+    bf16 = "bfloat16"
+    fp16 = "float16"
+
+    @property
+    def is_short(self) -> bool:
+        """Whether a value has 16 bits."""
+        return self is Dtype.bf16 or self is Dtype.fp16
+
+
+@dataclass(kw_only=True)
+class ModelShape:
+    """Sizes of a causal language model, named as in its config.json."""
+
+    model_type: str
+    num_hidden_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool = False
+    # of layers with experts; other layers and models have one MLP of `intermediate_size` units.
+    num_experts: int = 0
+    num_experts_per_tok: int = 0  # experts that read a token.
+    moe_intermediate_size: int = 0  # units of an expert.
+    shared_intermediate_size: int = 0  # units of the MLP beside the experts that reads every token.
+    num_dense_layers: int = 0  # layers without experts.
+    # of a Gemma 4, a letter for each layer: s for one with a window and g for a global one, upper case for one that
+    # reads the keys and values of an earlier one.
+    layer_kinds: str = ""
+    global_head_dim: int = 0  # width of the heads of global layers.
+    num_global_key_value_heads: int = 0
+    attention_k_eq_v: bool = False  # the keys of global layers are their values too.
+    use_double_wide_mlp: bool = False  # where layers read the keys and values of earlier ones.
+    hidden_size_per_layer_input: int = 0  # of an embedding that each layer has for itself.
+    vocab_size_per_layer_input: int = 0
+    latent_width: int = 0  # numbers that every rank caches of a token in a layer, in place of keys and values.
+    spreads_experts: bool = False  # of several ranks, each holds whole ones: placement.target.experts=spread.
+    # of a draft head: the vocabulary and the width of its target; `vocab_size` counts the tokens that it can draft.
+    target_vocab_size: int | None = None
+    target_hidden_size: int | None = None
+    refusal: str = ""  # why runs refuse the model, if they do.
+    # the modules of a family without a record (`architectures.matrices.Inventory`); no setting.
+    modules: Any = field(default=None, metadata={"omegaconf_ignore": True})
+    shares_embedding: bool = False  # of a draft head without an embedding of its own, which reads its target's.
+
+    @property
+    def is_head(self) -> bool:
+        """Whether it is a draft head, which reads hidden states of its target and is no model of its own."""
+        return self.target_vocab_size is not None
+
+    @property
+    def num_token_ids(self) -> int:
+        """Size of the vocabulary that the model reads."""
+        return self.target_vocab_size or self.vocab_size
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """One entry of the catalogue `conf/model`: a checkpoint, its precision and its shape.
+
+    The weights come from exactly one of `path`, `shipped` and `hub_id`; `path` has precedence.
+    """
+
+    name: str = required("the entry's name, the same as that of its file.")
+    hub_id: str | None = setting(None, "repository on the Hugging Face hub.")
+    revision: str | None = setting(None, "its branch, tag or commit; null takes the newest.")
+    path: str | None = setting(None, "a folder to read instead of the hub.")
+    adapter: str | None = setting(
+        None,
+        "a folder with a LoRA adapter as PEFT writes it, or its id on the hub; it is merged into the weights while "
+        "they are loaded.",
+    )
+    shipped: bool = setting(False, "whether the weights come with the package.")
+    dtype: Dtype = setting(
+        Dtype.auto,
+        "fp32, bf16, fp16 or auto. On a CPU auto is fp32 arithmetic, which is fastest there; weights of 16-bit files "
+        "stay in 16 bits. On a GPU auto is gpu_dtype.",
+    )
+    stored_dtype: Dtype = setting(
+        Dtype.auto, "number format of the files where it is known, so that a plan knows how wide a CPU keeps them."
+    )
+    gpu_dtype: Dtype = setting(Dtype.auto, "meaning of dtype=auto on a GPU; auto takes the format of the files.")
+    quantization: str = setting(
+        NO_QUANTIZATION,
+        "storage of the linear layers in the decoder layers: none, int8, nf4 or fp4 (bitsandbytes), int8_weight_only,"
+        " int4_weight_only and fp8_weight_only. Each rank quantizes its own slice while it reads it. "
+        "none keeps a quantized checkpoint as it is stored (compressed-tensors, GPTQ, AWQ, FP8, MXFP4, NVFP4, "
+        "bitsandbytes).",
+    )
+    cache_dtype: str = setting(
+        OWN_DTYPE,
+        "format of keys and values in the cache: auto, which is dtype; bf16 or fp16; int8 or fp8 (E4M3), with a scale"
+        " for each head and token. Fewer bits than dtype's change the last digits of logits, and with them texts.",
+    )
+    default_draft: str | None = setting(None, "entry that draft=default stands for.")
+    target: str | None = setting(None, "of a draft head: entry with the sizes of the model that it was trained for.")
+    trained_for: str | None = setting(
+        None, "that model on the hub, where it is not the entry's own; searches offer no other."
+    )
+    chat: bool = setting(False, "whether the model has a chat template.")
+    gated: bool = setting(False, "whether the hub asks for a login.")
+    shape: ModelShape | None = setting(None, "sizes in the words of config.json; null reads them from the folder.")
+    # the format of linear layers that its files quantize, once somebody has read their config.json; no setting.
+    stored_format: StoredFormat | None = field(default=None, metadata={"omegaconf_ignore": True})
 
 
 @cache
 def conf_dir() -> Path:
     """Return the package's folder `conf`: next to the package in a checkout, inside it in an installed wheel."""
-    package = Path(__file__).resolve().parents[1]
+    package = Path(__file__).resolve().parent
     in_checkout = package.parent / "conf"
     return in_checkout if in_checkout.is_dir() else package / "conf"
 
@@ -106,14 +237,31 @@ def names(group: str) -> list[str]:
 
 def find(group: str, name: str) -> Path | None:
     """Return the file of an option; None if no folder has it."""
-    files = (folder / group / f"{name}.yaml" for folder in folders())
-    return next(filter(_is_file, files), None)
+    for folder in (*_given, user_dir(), conf_dir()):
+        if _is_file(file := folder / group / f"{name}.yaml"):
+            return file
+    return None
+
+
+def groups(group: str) -> list[str]:
+    """Return the sorted names of the groups inside a group."""
+    return sorted({inner.name for folder in folders() for inner in (folder / group).glob("*/")})
 
 
 def new_file(group: str, name: str) -> Path:
     """Name the file of an option that the package writes: where it is, else `conf` in a checkout, else `user_dir`."""
-    is_checkout = conf_dir().parent != Path(__file__).resolve().parents[1]
+    is_checkout = conf_dir().parent != Path(__file__).resolve().parent
     return find(group, name) or (conf_dir() if is_checkout else user_dir()) / group / f"{name}.yaml"
+
+
+def option(group: str, file: Path) -> tuple[dict[str, Any], str | None]:
+    """Read an option, a model with all fields that it inherits, and where its first line places it; raises as `read`.
+
+    The place is Hydra's: `# @package _global_` sets settings outside of the group.
+    """
+    fields = _fields(file, names_below=()) if group == "model" else read(file)
+    package = _PACKAGE.match(file.read_text(encoding="utf-8"))
+    return fields, package[1] if package else None
 
 
 def has_own(group: str, name: str) -> bool:
@@ -147,7 +295,7 @@ def read(file: Path) -> dict[str, Any]:
     defaults = content.get("defaults", [])
     is_list = isinstance(defaults, list)
     if not is_list or not all(
-        isinstance(each, str) or (isinstance(each, dict) and len(each) == 1) for each in defaults
+        isinstance(entry, str) or (isinstance(entry, dict) and len(entry) == 1) for entry in defaults
     ):
         raise ConfigError(f"{shown(file)}: defaults must be a list, such as defaults: [7B, _self_]")
     return content

@@ -1,7 +1,7 @@
-"""From prompts to the jobs of a run: token ids as the model expects them, and the order of a conversation's turns."""
+"""Makes the requests of a run from prompts: token ids as the model expects them, turns of conversations in order."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, cycle, groupby
 from typing import Any
 
@@ -16,34 +16,32 @@ from llama_ssp.settings.schema import RunConfig, TooLong
 from llama_ssp.speculate.engine.state import Request, count_equal_before
 
 
-@dataclass(frozen=True, kw_only=True)
-class PromptTask:
-    """A requested completion, and its prompt.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptRequest(Request):
+    """A requested completion, and the prompt that it is for.
 
-    Attributes:
-        request: for a later turn of a conversation it has as many ids as the prompt can have, until `with_answers`.
+    A later turn of a conversation has as many ids as its prompt can have, until `with_answers`.
     """
 
-    request: Request
-    source: Prompt
+    source: Prompt = field(compare=False)
 
     @property
     def prompt(self) -> str:
         """The prompt's text, as the user wrote it."""
         return self.source.text
 
-    def key(self, mode: str) -> LineKey:
+    def line_key(self, mode: str) -> LineKey:
         """The name of its completion in a mode."""
-        return self.request.index, mode, self.request.sample
+        return self.index, mode, self.sample
 
     @property
     def earlier_indices(self) -> range:
         """The indices of the turns before it in its conversation."""
-        return range(self.request.index - len(self.source.earlier), self.request.index)
+        return range(self.index - len(self.source.earlier), self.index)
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobMaker:
+class RequestMaker:
     """Encodes prompts for the target.
 
     Attributes:
@@ -56,8 +54,8 @@ class JobMaker:
     vocab_size: int
     whose: str = ""
 
-    def jobs(self, prompts: Sequence[Prompt], config: RunConfig, *, first_index: int = 0) -> list[PromptTask]:
-        """Encode prompts, a job for each requested sample.
+    def requests(self, prompts: Sequence[Prompt], config: RunConfig, *, first_index: int = 0) -> list[PromptRequest]:
+        """Encode prompts, a request for each requested sample.
 
         With too_long=skip, prompts that do not fit have none. Raises as `encode`, and ConfigError for a prompt that
         the model cannot take.
@@ -75,10 +73,8 @@ class JobMaker:
         left_out = {id(prompt) for prompt, _ in problems} if config.too_long is TooLong.skip else set()
         counted = zip(prompts, encoded, count_equal_before(encoded), strict=True)
         return [
-            PromptTask(
-                request=Request(
-                    index=index, sample=sample, prompt_ids=ids, max_new_tokens=num_new, num_equal_before=number
-                ),
+            PromptRequest(
+                index=index, sample=sample, prompt_ids=ids, max_new_tokens=num_new, num_equal_before=number,
                 source=prompt,
             )
             for index, (prompt, ids, number) in enumerate(counted, start=first_index)
@@ -86,14 +82,14 @@ class JobMaker:
             if id(prompt) not in left_out
         ]  # fmt: skip
 
-    def with_answers(self, job: PromptTask, answers: Sequence[str], config: RunConfig) -> PromptTask:
-        """Put the answers to the earlier turns into a job's prompt; raises ConfigError if they leave no room."""
-        ids = ids_of(job.source, self.tokenizer, config, answers=answers)
+    def with_answers(self, request: PromptRequest, answers: Sequence[str], config: RunConfig) -> PromptRequest:
+        """Put the answers to the earlier turns into a request's prompt; raises ConfigError if they leave no room."""
+        ids = ids_of(request.source, self.tokenizer, config, answers=answers)
         if config.too_long is TooLong.truncate:
             ids = self._cut(ids, config)
-        elif problem := self._problem(job.source, ids, config):
+        elif problem := self._problem(request.source, ids, config):
             raise ConfigError(problem)
-        return replace(job, request=replace(job.request, prompt_ids=ids))
+        return replace(request, prompt_ids=ids)
 
     def _problem(self, prompt: Prompt, ids: Sequence[int], config: RunConfig, num_answers: int = 0) -> str | None:
         check_vocabulary(prompt, ids, vocab_size=self.vocab_size)
@@ -108,27 +104,27 @@ class JobMaker:
         return ids if len(ids) <= most else begin + ids[len(ids) - most + len(begin) :]
 
 
-def in_turns(jobs: Sequence[PromptTask], *, keeps_order: bool) -> Iterator[list[PromptTask]]:
-    """Divide jobs so that earlier turns of a conversation come in earlier groups: as few as possible, or in order.
+def in_turns(requests: Sequence[PromptRequest], *, keeps_order: bool) -> Iterator[list[PromptRequest]]:
+    """Divide requests so that earlier turns of a conversation come in earlier groups: as few as possible, or in order.
 
     Jobs without conversations are one group. `keeps_order` is for texts that somebody reads as they come.
     """
     if not keeps_order:
-        by_turn = sorted(jobs, key=_turn)
+        by_turn = sorted(requests, key=_turn)
         yield from (list(group) for _, group in groupby(by_turn, key=_turn))
         return
-    group: list[PromptTask] = []
-    for job in jobs:
-        if any(other.request.index in job.earlier_indices for other in group):
+    group: list[PromptRequest] = []
+    for request in requests:
+        if any(other.index in request.earlier_indices for other in group):
             yield group
             group = []
-        group.append(job)
+        group.append(request)
     if group:
         yield group
 
 
-def _turn(job: PromptTask) -> int:
-    return len(job.source.earlier)
+def _turn(request: PromptRequest) -> int:
+    return len(request.source.earlier)
 
 
 def ids_of(

@@ -1,0 +1,247 @@
+"""The modules of transformers for families that run on them: built empty, sharded, and filled from a weight source.
+
+Modules `device_map` and `auto_tp` build targets that accelerate or DeepSpeed places from the same modules.
+
+Shapes: B sequences, T positions, I inputs, O outputs.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from llama_ssp.architectures.family import check_servable, kept_whole, record_of
+from llama_ssp.architectures.matrices import WholeParts, cut_of
+from llama_ssp.errors import CheckpointError, ConfigError
+from llama_ssp.kernels.linear import Kernel, Linear
+from llama_ssp.models.attention import BY_POSITION
+from llama_ssp.models.huggingface.experts import OwnExperts, can_be_own, experts_of
+from llama_ssp.models.huggingface.families import adapt, check_files, is_linear
+from llama_ssp.models.quantization.precision import UNQUANTIZED
+from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, RowLinear, cut_dim, shard
+from llama_ssp.models.weights import (
+    EXPERTS,
+    LINEAR,
+    Loading,
+    Parameter,
+    Slice,
+    StoredSlice,
+    Weights,
+    check_packed,
+    described,
+    find_sources,
+    return_freed,
+    returning_memory,
+)
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.weights.source import WeightSource
+from llama_ssp.words import said
+
+
+class _Buffer(nn.Parameter):
+    """A buffer that is stored like the parameters, in its own number format: the bias of a router's choice, a scale."""
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Makes uninitialized tensors on the meta device at once: the experts of a layer may not fit in memory."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], _types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # noqa: ANN401 - of any function
+        return func(*args, **(kwargs or {}) | ({"device": "meta"} if func is torch.empty else {}))
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules that are built meanwhile have parameters on the meta device, and real buffers."""
+
+    def moved(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> Any:  # noqa: ANN401 - torch's types
+        return parameter if parameter is None else nn.Parameter(parameter.to("meta"), requires_grad=False)
+
+    hook = register_module_parameter_registration_hook(moved)
+    try:
+        with _EmptyOnMeta():
+            yield
+    finally:
+        hook.remove()
+
+
+def build_empty(origin: WeightSource) -> PreTrainedModel:
+    """Build the whole model with parameters on the meta device and real buffers.
+
+    CheckpointError if its config.json describes no model, ConfigError if the static cache cannot serve it.
+    """
+    check_servable(lambda name: getattr(origin.config, name, None))
+    check_files(origin)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(origin.config)]
+    config = deepcopy(origin.config)
+    family = record_of(origin.config.model_type)
+    has_sdpa = family.is_written or model_class._supports_sdpa
+    config._attn_implementation = family.attention if has_sdpa else "eager"
+    config.return_dict, config.output_attentions, config.output_hidden_states = True, False, False
+    with described(origin.folder), _parameters_on_meta():
+        model: PreTrainedModel = model_class(config)
+    adapt(model)
+    for name in model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys():
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        setattr(module, leaf, _Buffer(getattr(module, leaf).to("meta"), requires_grad=False))
+    model.eval().requires_grad_(requires_grad=False)
+    return model
+
+
+def table_of(
+    model: PreTrainedModel, *, num_ranks: int = 1, whole: WholeParts = WholeParts.none
+) -> dict[str, Parameter]:
+    """The parameters of a whole model, before `tensor_parallel.shard`; of linear layers also what ranks share."""
+    linears = dict(linear_layers(model))
+    experts = {f"{name}.{part}" for name, module in experts_of(model) if can_be_own(module) for part in _OF_EXPERTS}
+
+    def parameter(name: str, values: nn.Parameter) -> Parameter:
+        if name in experts:
+            return Parameter(tuple(values.shape), EXPERTS)
+        if (layer := name.removesuffix(".weight")) not in linears or layer == name:
+            return Parameter(tuple(values.shape))
+        dim = cut_dim(model, layer, whole=whole) if num_ranks > 1 else None
+        return Parameter(tuple(values.shape), LINEAR, dim, None if dim is None else cut_of(layer))
+
+    return {name: parameter(name, values) for name, values in model.named_parameters(remove_duplicate=False)}
+
+
+def sources_of(model: PreTrainedModel, origin: WeightSource, table: Mapping[str, Parameter]) -> dict[str, str]:
+    """Find the stored name of each parameter of a whole model; raises as `weights.find_sources`."""
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    named: dict[str, str] = {}
+    for name in origin.tensors:
+        new_name, conversion = rename_source_key(name, renamings, converters, model.base_model_prefix, dict(table))
+        if conversion is not None:
+            message = f"{origin.folder} stores {name} in parts to be joined while loading, which is not supported"
+            raise CheckpointError(message)
+        named[new_name] = name
+    return find_sources(table, origin, named=named, ties=model.all_tied_weights_keys)
+
+
+def load_modules(
+    origin: WeightSource, *, device: torch.device, comm: Comm, kernel: Kernel | None = None, **loading: Unpack[Loading]
+) -> PreTrainedModel:
+    """Load this rank's slices of a model into the modules of transformers; see `loading.load_model`.
+
+    Linear layers that are not quantized get this kernel; None leaves them the library's.
+    """
+    precision, whole = loading.get("precision", UNQUANTIZED), loading.get("whole", WholeParts.none)
+    model = build_empty(origin)
+    table = table_of(model)
+    sources = sources_of(model, origin, table)
+    check_packed(table, origin, sources, precision.quantization)
+    shard(model, origin.shape, comm, quantization=precision.quantization, whole=kept_whole(origin.shape, whole))
+    fill_modules(model, origin, sources, {"": device}, precision.kernel or kernel, **loading)
+    return model
+
+
+def fill_modules(
+    model: PreTrainedModel, origin: WeightSource, sources: Mapping[str, str], devices: Mapping[str, torch.device],
+    kernel: Kernel | None,
+    **loading: Unpack[Loading],
+) -> None:  # fmt: skip
+    """Fill the modules of transformers with weights, and move their buffers to the first device.
+
+    Linear layers and experts are filled one by one, which bounds memory where values are converted. The attention
+    becomes the one that the precision needs.
+
+    Args:
+        model: with its sharded modules, parameters on the meta device.
+        origin: of the values.
+        sources: from `sources_of`; parameters that only other ranks hold are left out.
+        devices: of modules by name; the last one whose name fits counts.
+        kernel: of the linear layers of decoder layers, and of experts; None leaves them the library's.
+        loading: see `Loading`.
+    """
+    if loading.get("precision", UNQUANTIZED).rounds_inputs:
+        _attend_by_position(model)
+    dtype = loading["dtype"] or origin.dtype
+    rows = {
+        name: _row(model, name, parameter, source=sources[name], dtype=dtype, devices=devices)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+    weights = Weights(origin, rows, dtype=dtype, progress=loading.get("progress"))
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(next(iter(devices.values()))))
+
+    def fill(prefix: str) -> None:
+        return_freed()
+        for name in weights.names(prefix):
+            path, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(path), leaf, weights.take(name))
+
+    if kernel:
+        with returning_memory():
+            for name, module in list(linear_layers(model)):
+                fill(f"{name}.")
+                model.set_submodule(name, OwnLinear(module, kernel))
+            for name, module in list(experts_of(model)):
+                if can_be_own(module):
+                    fill(f"{name}.")
+                    model.set_submodule(name, OwnExperts(module, kernel))
+    fill("")
+
+
+def _attend_by_position(model: PreTrainedModel) -> None:
+    """Choose the attention that keeps the bits of single steps; ConfigError if there is none."""
+    attention = model.config._attn_implementation
+    if attention not in BY_POSITION:
+        raise ConfigError(
+            f"{model.config.model_type} models have no attention that keeps the steps of rounded inputs: use "
+            f"{said('model.quantization', 'none')} or int8_weight_only"
+        )
+    model.config._attn_implementation = BY_POSITION[attention]
+
+
+def _row(
+    model: PreTrainedModel, name: str, parameter: nn.Parameter, *, source: str, dtype: torch.dtype,
+    devices: Mapping[str, torch.device],
+) -> StoredSlice:  # fmt: skip
+    path, _, leaf = name.rpartition(".")
+    slices: Mapping[str, Slice] = getattr(model.get_submodule(path), "slices", {})
+    device = [place for module, place in devices.items() if not module or name.startswith(f"{module}.")][-1]
+    own_dtype = None if isinstance(parameter, _Buffer) else dtype
+    return StoredSlice(source, slices.get(leaf), parameter.numel(), own_dtype, device)
+
+
+class OwnLinear(nn.Module):
+    """Replaces a linear layer of transformers, or this rank's slice of it, and empties it."""
+
+    def __init__(self, module: nn.Linear | ColumnLinear | RowLinear, kernel: Kernel) -> None:
+        super().__init__()
+        weight_OI, bias_O = module.weight.detach(), module.bias
+        del module.weight
+        self._shared = module if isinstance(module, RowLinear | GatheredLinear) else None
+        self._form: Linear = kernel(weight_OI, None if isinstance(module, RowLinear) else bias_O)
+
+    def forward(self, x_BTI: Tensor) -> Tensor:
+        """Map the input (B, T, I), or this rank's part of it, to (B, T, O)."""
+        y_BTO = self._form(x_BTI.flatten(0, -2)).unflatten(0, x_BTI.shape[:-1])
+        return self._shared.joined(y_BTO) if self._shared else y_BTO
+
+
+_OF_EXPERTS = ("gate_up_proj", "down_proj")
+"""Tensors of a module of experts, all of them in each."""
+
+
+def linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+    """All linear layers except the output head, whole or sharded, by name."""
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        is_sharded = isinstance(module, ColumnLinear | RowLinear)
+        if (is_sharded or is_linear(name, module)) and module is not head and not isinstance(module, GatheredLinear):
+            yield name, module

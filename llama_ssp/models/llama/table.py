@@ -1,0 +1,112 @@
+"""The parameters of a Llama-like model or a draft head, as its files store them; see `models.weights`.
+
+    model.embed_tokens                 (V, E)    vocabulary
+    model.layers.N.input_layernorm     (E,)
+        self_attn.q_proj, k_proj, v_proj, or qkv_proj         outputs: heads
+        self_attn.q_norm, k_norm       (D,)      of some families
+        self_attn.o_proj                                      inputs: heads
+        mlp.gate_proj, up_proj, or gate_up_proj               outputs: MLP units
+        mlp.down_proj                                         inputs: MLP units
+        post_attention_layernorm       (E,)
+    model.norm                         (E,)
+    lm_head                            (V, E)    vocabulary
+
+A head has one layer, whose first products read embedding and hidden state, and `model.fc` with its norms.
+
+Shapes: V vocabulary, E hidden size, D head dim.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from llama_ssp.architectures.eagle3 import NUM_TAPS, HeadConfig
+from llama_ssp.architectures.family import inventory, record_of
+from llama_ssp.architectures.matrices import HEAD_CUTS, Matrix, WholeParts, cut_of
+from llama_ssp.catalogue import ModelShape
+from llama_ssp.models.weights import LINEAR, OTHER, Parameter
+
+EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def is_llama_kind(config: PretrainedConfig) -> bool:
+    """Whether the lean decoder supports this model."""
+    if not record_of(config.model_type).is_llama_kind or config.hidden_act != "silu":
+        return False
+    rope: dict[str, Any] = config.rope_parameters or {}
+    return bool(rope.get("partial_rotary_factor", 1.0) == 1.0)
+
+
+def llama_table(
+    config: Any,  # noqa: ANN401 - of transformers
+    shape: ModelShape,
+    *,
+    whole: WholeParts = WholeParts.none,
+    head: HeadConfig | None = None,
+) -> dict[str, Parameter]:
+    """The parameters of a whole model, for which `is_llama_kind` holds, in the order in which the decoder takes them.
+
+    Args:
+        config: of the model, or of the model whose one layer a head has.
+        shape: of the model or the head.
+        whole: parts that every rank holds.
+        head: None for a model.
+    """
+    family, held = record_of(config.model_type), inventory(shape).keeping(whole)
+    biased = {matrix.module for matrix in held.layer if matrix.has_bias}
+    if family.biased_by:
+        biased = {name for field, names in family.biased_by.items() if getattr(config, field, False) for name in names}
+    (embedding,), norm = held.embeddings, Parameter((shape.hidden_size,))
+    head_norms = dict.fromkeys(_HEAD_NORMS if family.norms_heads else (), Parameter((shape.head_dim,)))
+    norms = dict.fromkeys((*_NORMS, "hidden_norm") if head else _NORMS, norm)
+    table = {OUTPUT: _weight(held.head or embedding, OTHER), EMBEDDING: _weight(embedding, OTHER)}
+    for number in range(shape.num_hidden_layers):
+        place = f"model.layers.{number}"
+        for matrix in held.layer:
+            table |= _linear(place, matrix, has_bias=matrix.module in biased)
+        table |= {f"{place}.{name}.weight": parameter for name, parameter in (head_norms | norms).items()}
+    return {**table, **(_norms_of_taps(head) if head else {}), "model.norm.weight": norm}
+
+
+_NORMS, _HEAD_NORMS = ("input_layernorm", "post_attention_layernorm"), ("self_attn.q_norm", "self_attn.k_norm")
+_FC = "fc"
+"""The product of a head that maps taps to a hidden state."""
+
+
+def _weight(matrix: Matrix, role: str = LINEAR) -> Parameter:
+    units = None if matrix.cut is None else cut_of(matrix.module)
+    return Parameter((matrix.num_rows, matrix.num_columns), role, matrix.cut, units)
+
+
+def _linear(place: str, matrix: Matrix, *, has_bias: bool) -> Iterator[tuple[str, Parameter]]:
+    """Weight and bias of a linear layer at its place."""
+    name, weight = f"model.{_FC}", _weight(matrix)
+    if matrix.module != _FC:
+        name = f"{place}.{'self_attn' if cut_of(matrix.module) in HEAD_CUTS else 'mlp'}.{matrix.module}"
+    yield f"{name}.weight", weight
+    if has_bias:
+        yield f"{name}.bias", Parameter((matrix.num_rows,), dim=0 if matrix.cut == 0 else None, units=weight.units)
+
+
+def _norms_of_taps(head: HeadConfig) -> dict[str, Parameter]:
+    if head.norms_taps == "fc_norm":
+        return {f"model.fc_norm.{tap}.weight": Parameter((head.target_hidden_size,)) for tap in range(NUM_TAPS)}
+    return {"model.input_norm.weight": Parameter((NUM_TAPS * head.target_hidden_size,))} if head.norms_taps else {}
+
+
+def rotary_of(config: Any) -> tuple[Tensor, float]:  # noqa: ANN401 - of transformers
+    """The inverse frequencies (D / 2,) of the rotary embedding, and the factor of its sines and cosines.
+
+    Frequencies are those of the first positions; see `family.num_positions`.
+    """
+    kind = config.rope_parameters["rope_type"]
+    if kind != "default":
+        found: tuple[Tensor, float] = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        return found
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
+    return 1.0 / (config.rope_parameters["rope_theta"] ** exponents), 1.0

@@ -1,0 +1,52 @@
+"""The table of the lean decoder's parameters, next to the modules that transformers has for them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from llama_ssp.architectures.matrices import split_model
+from llama_ssp.models.huggingface.modules import build_empty, table_of
+from llama_ssp.models.llama.table import llama_table, rotary_of
+from llama_ssp.models.tensor_parallel import shard
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.weights.checkpoint import Checkpoint, shape_of
+from tests.helpers.models import tiny_config, tiny_model
+
+BIASED = {"attention_bias": True, "mlp_bias": True, "attention_out_bias": True}
+KINDS = [
+    ("llama", {}), ("llama", BIASED), ("llama", {"tie_word_embeddings": True}), ("mistral", BIASED), ("qwen2", {}),
+    ("qwen3", {}), ("qwen3", BIASED), ("phi3", {}), ("ministral", BIASED), ("cwm", {}), ("cwm", BIASED),
+    ("seed_oss", BIASED), ("seed_oss", dict.fromkeys(BIASED, False)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "changes"), KINDS)
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_names_shapes_roles_and_slices_are_those_of_the_library_s_modules(
+    family: str, changes: dict[str, bool], num_ranks: int
+) -> None:
+    config = tiny_config(family, **changes)
+    shape = shape_of(config)
+    empty = Checkpoint(folder=Path(), config=config, shape=shape, tensors={})
+    table, model = llama_table(config, shape), build_empty(empty)
+    modules = table_of(model)
+    assert {name: found[:2] for name, found in table.items()} == {name: found[:2] for name, found in modules.items()}
+    shard(model, shape, Comm(rank=num_ranks - 1, size=num_ranks))
+    own = split_model(shape, num_ranks=num_ranks)[-1]
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        path, _, leaf = name.rpartition(".")
+        assert table[name].slice_of(own) == getattr(model.get_submodule(path), "slices", {}).get(leaf), name
+
+
+@pytest.mark.parametrize("rope_type", ["default", "linear", "dynamic", "llama3", "yarn"])
+def test_frequencies_are_those_of_the_library(rope_type: str) -> None:
+    scaling = {
+        "rope_type": rope_type, "rope_theta": 5e5, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    config = tiny_config("llama", rope_parameters=scaling)
+    library = tiny_model("llama", rope_parameters=scaling).model.rotary_emb
+    frequencies, factor = rotary_of(config)
+    assert torch.equal(frequencies, library.inv_freq)
+    assert factor == library.attention_scaling

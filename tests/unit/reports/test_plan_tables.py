@@ -1,0 +1,243 @@
+"""The tables and figures of plans and searches."""
+
+import io
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from llama_ssp.catalogue import Dtype
+from llama_ssp.errors import ConfigError
+from llama_ssp.machines import hardware
+from llama_ssp.machines.hardware import HardwareConfig
+from llama_ssp.planning.memory import GIB
+from llama_ssp.planning.plan import Plan, Search, document, make_plan
+from llama_ssp.planning.search import search
+from llama_ssp.reports.plan_figures import draw, draw_plan, draw_search
+from llama_ssp.reports.plan_tables import ITEMS, printed, show
+from llama_ssp.settings.schema import DraftLayout
+from llama_ssp.words import rounded
+from tests.helpers.planning import make_spec
+
+
+def _plan(target: str, draft: str | None, *, num_ranks: int, machine: str = "p4d_24xlarge") -> Plan:
+    return make_plan(make_spec(target, draft, num_ranks=num_ranks), hardware.load(machine))
+
+
+def _printed(plan: Plan, width: int = 110) -> str:
+    console = Console(record=True, width=width, file=io.StringIO())
+    show(plan, console)
+    return console.export_text()
+
+
+def test_the_table_has_every_item_of_memory_a_column_for_equal_ranks_and_all_notes() -> None:
+    text = _printed(_plan("30B", "7B", num_ranks=8))
+    assert re.search("rank 0.*ranks 1-3.*ranks 4-7", text)
+    assert [label for label in ITEMS if label not in text] == []
+    assert text.index("capacity") < text.index("verdict")
+    for sentence in ("batch up to 118", "warning: the draft cannot gain", "note: 52 heads over 8 ranks"):
+        assert sentence in text
+    assert "MiB" in _printed(_plan("tiny", "tiny-draft", num_ranks=1, machine="laptop_cpu")), "of small models"
+
+
+def _verdict(machine: HardwareConfig, target: str = "7B", draft: str | None = None) -> str:
+    spec = make_spec(target, draft, num_ranks=machine.num_gpus)
+    return _printed(make_plan(spec, machine), width=200).lstrip().splitlines()[0]
+
+
+def test_the_first_line_is_the_verdict_with_the_faster_mode() -> None:
+    machine = replace(hardware.load("8xh100"), num_gpus=2)
+    time = document(make_plan(make_spec("13B", "tinyllama_1B", num_ranks=2), machine))["time"]
+    said = _verdict(machine, "13B", "tinyllama_1B")
+    ms, rate = (rounded(time[f"speculative_{name}"]) for name in ("ms_per_token", "run_tokens_per_s"))
+    assert time["speedup"] > 1
+    between = " to ".join(rounded(end) for end in time["speculative_ms_per_token_range"])
+    assert said == f"fits: speculative {ms} ms/token ({between}), {rate} tokens/s with prompts"
+    plain = document(make_plan(make_spec("7B", "7B"), hardware.load("1xh100")))["time"]["plain_ms_per_token"]
+    assert _verdict(hardware.load("1xh100"), "7B", "7B").startswith(f"fits: plain {rounded(plain)} ms/token (")
+
+
+def test_a_best_k_is_named_only_where_it_gains() -> None:
+    good, bad = (" ".join(_printed(_plan(target, "7B", num_ranks=1)).split()) for target in ("13B", "7B"))
+    assert "best K = " in good
+    assert "best K = " not in bad
+    assert "no K gains" in bad
+
+
+def test_the_time_table_says_what_its_figures_mean_and_what_they_rest_on() -> None:
+    spec = replace(make_spec("30B", "7B", num_ranks=4, batch_size=3), num_replicas=2)
+    plan = make_plan(spec, hardware.load("p4d_24xlarge"))
+    text = " ".join(_printed(plan).split())
+    assert "ms/token of a completion after its first token, tokens/s over 3 rows of each of 2 replicas" in text
+    assert "forecast by data sheet; this engine has not been measured on this GPU" in text
+    time = document(plan)["time"]
+    for mode in ("plain", "speculative"):
+        assert time[f"{mode}_tokens_per_s"] == pytest.approx(6e3 / time[f"{mode}_ms_per_token"])
+        assert f"{time[f'{mode}_tokens_per_s']:.1f}" in text
+    assert f"{time['plain_first_token_ms']:.0f} ms" in text
+
+
+@pytest.mark.parametrize("name", ["1xh100", "8xh200", "1xrtx4090", "g5_12xlarge", "4xl40s", "8xb200", "laptop_cpu"])
+def test_a_plan_says_on_which_gpus_this_engine_has_run_and_of_which_it_knows_no_published_speed(name: str) -> None:
+    machine = hardware.load(name)
+    plan = make_plan(make_spec("7B", device=machine.device), machine)
+    has_run = "this engine has run on one GPU of this kind (docs/findings/gpus.md)" in plan.basis
+    assert has_run == machine.gpu.startswith(("H100", "H200"))
+    assert ("this engine has not been measured" in plan.basis) != has_run
+    said = [note for note in plan.notes if note.startswith("docs/benchmarks/published.md has no speed of ")]
+    assert [machine.gpu in note for note in said] == [True] * (not has_run and machine.device == "cuda")
+
+
+def test_the_memory_of_a_pair_is_what_an_h100_took() -> None:
+    spec = make_spec("7B", "tinyllama_1B", of_target={"dtype": Dtype.bf16}, of_draft={"dtype": Dtype.bf16})
+    (rank,) = make_plan(spec, hardware.load("1xh100")).ranks
+    assert 15.55 <= rank.needed_bytes / GIB <= 1.015 * 15.55
+
+
+def test_without_a_terminal_no_line_is_wrapped(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:  # noqa: ANN401
+    monkeypatch.delenv("COLUMNS", raising=False)
+    plan = _plan("30B", "7B", num_ranks=8)
+    show(plan)
+    lines = capsys.readouterr().out.splitlines()
+    for sentence in (*plan.warnings, *plan.notes, document(plan)["time"]["acceptance_source"]):
+        assert any(line.endswith(sentence) for line in lines)
+    assert [line for line in lines if line != line.rstrip()] == []
+
+
+def test_a_tight_fit_is_called_tight() -> None:
+    machine = replace(hardware.load("p4d_24xlarge"), num_gpus=1)
+    (full,) = make_plan(make_spec("7B"), machine).ranks
+    tight = replace(machine, memory_bytes=int(full.needed_bytes / 0.98))
+    roomy = replace(machine, memory_bytes=int(full.needed_bytes / 0.96))
+    plan = make_plan(make_spec("7B"), tight)
+    assert (document(plan)["fits"], document(plan)["is_tight"]) == (True, True)
+    text = " ".join(_printed(plan).split())
+    assert "fits, tight" in text
+    assert "note: a tight fit: 2.0 % of the memory of rank 0 is left" in text
+    assert "tight" not in _printed(make_plan(make_spec("7B"), roomy))
+
+
+def test_a_laptop_leaves_memory_to_its_operating_system_and_has_no_gpus() -> None:
+    machine = hardware.load("laptop_cpu")
+    spec = make_spec("13B_8bit", "7B", device="cpu", cuda_graphs=False)
+    plan = make_plan(spec, machine)
+    assert plan.ranks[0].capacity_bytes == machine.memory_bytes - machine.system_bytes < 14 * GIB
+    assert not plan.fits
+    text = " ".join(_printed(plan).split())
+    assert "3 of 16 GiB are left to the operating system" in text
+    assert "GPU" not in text
+    assert all("GPU" not in sentence for sentence in (*plan.warnings, *plan.notes, plan.basis))
+
+
+@pytest.mark.parametrize("draft", ["7B", None])
+def test_a_figure_is_drawn_with_and_without_a_draft(draft: str | None, tmp_path: Path) -> None:
+    plan, file = _plan("30B", draft, num_ranks=8), tmp_path / "plan.svg"
+    draw(plan, file)
+    assert "<svg" in file.read_text()
+    memory, by_k = draw_plan(plan).axes
+    for place, rank in enumerate(plan.ranks):
+        stacked = [group.patches[place] for group in memory.containers]  # type: ignore[attr-defined]
+        assert sum(patch.get_height() for patch in stacked) * GIB == pytest.approx(rank.needed_bytes)
+    expected = [*document(plan)["time"]["speculative_ms_per_token_by_k"]]
+    times = [np.asarray(line.get_ydata()).tolist() for line in by_k.lines if line.get_label() == "speculative"]
+    assert times == ([expected] if expected else [])
+
+
+def test_a_figure_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    for file in (tmp_path / "missing" / "plan.png", tmp_path / "plan.docx"):
+        with pytest.raises(ConfigError, match="cannot be written"):
+            draw(_plan("7B", None, num_ranks=1), file)
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_narrow_terminal_shortens_no_figure(width: int) -> None:
+    plan = _plan("65B", "7B", num_ranks=8)
+    text = _printed(plan, width)
+    assert "…" not in text
+    time = document(plan)["time"]
+    parts = time["target_forward"]
+    assert f"plain step, ms: matrices {parts['matrices_ms']:.2f}" in " ".join(text.split())
+    assert f"4 x {time['draft_step_ms']:.2f} draft" in " ".join(text.split())
+
+
+def test_a_pair_that_nobody_measured_has_its_low_and_high_figures_in_brackets() -> None:
+    spec = replace(make_spec("llama3_70B", "llama3_8B", num_ranks=8), acceptance=None)
+    text = _printed(make_plan(spec, hardware.load("8xa100_80gb")), width=400)
+    (line,) = (line for line in text.splitlines() if "tokens per round at" in line)
+    assert re.search(r"\(\d\.\d\d-\d\.\d\d\) tokens per round at an acceptance of .* \(.*\); c = ", line)
+    assert re.search(r"speculative [\d.]+ to [\d.]+, first token", text)
+
+
+A10G = hardware.load("g5_12xlarge")
+
+
+@cache
+def choices() -> list[dict[str, Any]]:
+    """What the planner suggests for a large model on four small GPUs."""
+    return search(make_spec("65B", "7B", num_ranks=4, draft_kind=DraftLayout.sharded), A10G)
+
+
+def searched(found: list[dict[str, Any]] | None = None) -> Search:
+    return Search(machine=A10G, choices=choices() if found is None else found)
+
+
+def _console(width: int, found: list[dict[str, Any]] | None = None) -> Console:
+    console = Console(record=True, width=width, file=io.StringIO())
+    show(searched(found), console)
+    return console
+
+
+def test_the_ranking_shows_all_sizes_what_is_missing_and_what_figures_rest_on() -> None:
+    text = " ".join(_console(110).export_text().split())
+    assert "65B int8wo" in text
+    assert f"5 of {len(choices())}, which format=json has" in text
+    assert "ms/token of a completion after its first token, tokens/s over all rows and replicas" in text
+    assert "forecast by data sheet" in text
+
+
+def test_five_rows_are_shown_the_fastest_of_each_precision_of_the_asked_model_before_any_other() -> None:
+    shown = printed(choices())
+    assert {one["target"] for one in shown} == {"65B"}
+    assert len(shown) == 5
+    fitting = [one for one in choices() if one["target"] == "65B" and one["reason"] is None]
+    for quantization in {one["quantization"] for one in fitting}:
+        assert next(one for one in fitting if one["quantization"] == quantization) in shown
+    assert [one["rank"] for one in shown] == sorted(one["rank"] for one in shown)
+
+
+def test_a_model_that_does_not_fit_is_struck_out_above_smaller_ones_that_do() -> None:
+    found = search(make_spec("65B", "7B"), replace(A10G, num_gpus=1))
+    first, *others = printed(found)
+    assert (first["target"], first["ms_per_token"]) == ("65B", None)
+    assert len(others) == 4
+    assert all(one["target"] != "65B" and one["reason"] is None for one in others)
+    assert "line-through" in _console(110, found).export_html()
+
+
+def test_every_row_has_its_command_in_one_line() -> None:
+    lines = [line.split() for line in _console(80).export_text().splitlines()]
+    assert all([str(one["rank"]), "llama-ssp", "plan", *one["settings"]] in lines for one in printed(choices()))
+
+
+def test_the_figure_has_the_fastest_choice_of_the_asked_model_for_every_size() -> None:
+    (axes,) = draw_search(searched()).axes
+    dots = {(x, y) for line in axes.lines for x, y in np.asarray(line.get_xydata()).tolist()}
+    for size in (1, 2, 4):
+        fitting = [
+            one["ms_per_token"]
+            for one in choices()
+            if one["target"] == "65B" and one["num_ranks"] == size and one["ms_per_token"]
+        ]
+        assert (size, min(fitting)) in dots if fitting else all(x != size for x, _ in dots)
+    assert any("with a draft" in str(line.get_label()) for line in axes.lines)
+
+
+def test_a_search_in_which_nothing_fits_is_drawn_empty(tmp_path: Path) -> None:
+    small = replace(A10G, num_gpus=1, memory_bytes=2**30)
+    found = search(make_spec("65B", "7B"), small)
+    draw(Search(machine=small, choices=found), tmp_path / "search.svg")
