@@ -24,7 +24,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One job of a sweep: its number from 0, its settings, their config, and the keys that they set."""
+    """One point of a sweep: its number from 0, its settings, their config, and the keys that they set."""
 
     number: int
     settings: tuple[str, ...]
