@@ -153,8 +153,7 @@ def in_format(entry: ModelConfig, *, dtype: object, **formats: object) -> ModelC
     Raises ConfigError for an unknown one.
     """
     if dtype is not None:
-        name = dtype.value if isinstance(dtype, Dtype) else str(dtype).removeprefix("torch.")
-        found = next((member for member in Dtype if name in {member.name, member.value}), None)
+        found = dtype if isinstance(dtype, Dtype) else Dtype.find(dtype)
         if found is None:
             raise ConfigError(unknown_name("dtype", str(dtype), Dtype.__members__))
         entry.dtype = found
