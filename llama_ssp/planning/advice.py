@@ -181,7 +181,7 @@ def _sentence(spec: PlanSpec, hardware: HardwareConfig, timed: Timing, best_spec
     total = rows * num_replicas / best.best_s
     settings = f"placement.num_replicas={num_replicas}" + (f" batch_size={rows}" if rows != spec.batch_size else "")
     if spec.batch_size > 1:
-        here = spec.batch_size * spec.num_replicas / timed.best_s
+        here = spec.num_rows / timed.best_s
         return (
             f"replicas would serve the batch better: {num_replicas}, each on {where} with {counted(rows, 'row')}, "
             f"decode {rounded(total, 4)} tokens/s at {_times(best)}, here {rounded(here, 4)} at {_times(timed)}: "
@@ -256,7 +256,7 @@ class Change:
     @property
     def order(self) -> tuple[int, int, bool, float]:
         """Sort key of changes, the best first."""
-        row_s = self.timed.best_s / (self.spec.batch_size * self.spec.num_replicas)
+        row_s = self.timed.best_s / self.spec.num_rows
         return self.loss, len(self.settings), self.fullest.is_tight, row_s
 
     def document(self) -> dict[str, Any]:

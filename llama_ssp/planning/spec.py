@@ -205,6 +205,21 @@ class PlanSpec:
         return bool(self.draft or self.free_draft)
 
     @property
+    def draft_name(self) -> str | None:
+        """The draft's model, or its kind if it has none; None without a draft."""
+        return self.draft.name if self.draft else self.free_draft
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all replicas."""
+        return self.batch_size * self.num_replicas
+
+    @cached_property
+    def draft_rows(self) -> int:
+        """Rows of a rank that drafts and verifies: the batch, or its share of it with a replicated draft."""
+        return -(-self.batch_size // len(self.draft_ranks)) if self.layout.splits_batch else self.batch_size
+
+    @property
     def draft_depth(self) -> int:
         """The most drafted tokens that a round accepts."""
         return self.tree.depth if self.tree else self.num_draft_tokens

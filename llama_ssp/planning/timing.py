@@ -333,13 +333,12 @@ class Message(NamedTuple):
 
 def round_messages(spec: PlanSpec, num_draft_tokens: int) -> dict[str, Message]:
     """The messages of a round with K = `num_draft_tokens`, by kind, in order; a plain token has only the verdict."""
-    layout, rows = spec.layout, spec.batch_size
+    layout = spec.layout
     if len(layout.ranks) == 1:
         return {}
     drafts = bool(spec.draft) and num_draft_tokens > 0
     num_senders = len(layout.ranks) if drafts and layout.splits_batch else 1
-    if num_senders > 1:
-        rows = -(-rows // len(layout.draft_ranks))
+    rows = spec.draft_rows if drafts else spec.batch_size
     found = {}
     if drafts and spec.sends_taps:
         found["taps"] = Message(rows * spec.first_draft_positions * spec.tap_bytes, layout.ranks)
@@ -438,10 +437,8 @@ class CostModel:
         )  # fmt: skip
 
     def _rows_of(self, placement: ModelPlacement) -> int:
-        """Rows per rank: the batch, or a rank's share of it for a replicated draft."""
-        if placement is self.draft and self.spec.layout.splits_batch:
-            return -(-self.spec.batch_size // len(self.spec.draft_ranks))
-        return self.spec.batch_size
+        """Rows per rank."""
+        return self.spec.draft_rows if placement is self.draft else self.spec.batch_size
 
     def prefill_s(self, placement: ModelPlacement) -> float:
         """The prompts of all rows, in chunks, which a GPU computes while Python launches the next operators."""
@@ -551,8 +548,7 @@ class Timing:
         tokens_per_round_range, best_num_draft_tokens_range: what follows from the low and from the high acceptance, the
             smaller figure first; None for a single figure of it.
         speculative_s_range: what follows from the range of the acceptance, if it has one, and from `error`.
-        error: factors of times while decoding, an 80 % range not below the physical limit; None where `ranges` has
-            none.
+        error: factors of times while decoding, an 80 % range not below the physical limit; see `decoding_error`.
         overlap: of a spec whose drafting overlaps verification; see `OverlappedTime.document`.
         copy_share, limit_share: the physical limit, reading what a plain step must read (`least_bytes`), over
             plain decoding: at the speed of a copy, and at the data sheet's bandwidth.

@@ -19,6 +19,7 @@ from llama_ssp.planning.memory import (
     largest_batch,
     largest_context,
     memory,
+    split_layers,
 )
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.spec import planned_model
@@ -214,3 +215,18 @@ def test_a_package_that_a_cpu_needs_for_its_kernel_is_counted_once() -> None:
             (held,) = memory(make_spec("7B", "7B", device=device, of_target=given, of_draft=given), machine)
             more = 90_000_000 if quantization in ("nf4", "fp4") and device == "cpu" else 0
             assert held.context_bytes == machine.context_bytes + more
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 9])
+def test_every_layer_is_in_one_place_and_devices_hold_as_many(num_devices: int) -> None:
+    split = split_layers(7, num_devices=num_devices)
+    assert [layer for part in split for layer in part] == list(range(7))
+    assert len(split) == num_devices
+    assert max(map(len, split)) - min(len(part) for part in split if part) <= 1
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 4])
+def test_what_devices_hold_is_the_whole_model(num_devices: int) -> None:
+    spec = make_spec("13B", num_ranks=num_devices, target_kind=TargetKind.accelerate, cuda_graphs=False)
+    held = [rank.target_weights_bytes for rank in memory(spec, A100)]
+    assert sum(held) == 26_031_728_640
