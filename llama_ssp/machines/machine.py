@@ -52,7 +52,8 @@ def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:
             flops_per_s=dict.fromkeys(laptop.flops_per_s, median(speed.flops_per_s for speed in speeds.values())),
             sources=laptop.sources | dict.fromkeys(figures, "measured by the first run on this machine"),
         )  # fmt: skip
-    own_first = sorted(hardware.names(), key=lambda name: not catalogue.has_own("hardware", name))
+    files = {name: catalogue.find("hardware", name) for name in hardware.names()}
+    own_first = sorted(files, key=lambda name: not catalogue.is_own(files[name] or catalogue.conf_dir()))
     for entry in map(hardware.load, own_first):
         if _describes(entry, gpus[0]) and entry.num_gpus >= len(gpus):
             return replace(entry, num_gpus=len(gpus))
