@@ -54,7 +54,7 @@ def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:
         )  # fmt: skip
     own_first = sorted(hardware.names(), key=lambda name: not catalogue.has_own("hardware", name))
     for entry in map(hardware.load, own_first):
-        if _describes(entry, gpus[0]) and entry.num_gpus >= len(gpus):
+        if _describes(entry, gpus[0]) and (entry.num_gpus == 1 or entry.num_gpus >= len(gpus)):
             return replace(entry, num_gpus=len(gpus))
     raise ConfigError(
         f"no entry of conf/hardware describes {len(gpus)} x {gpus[0]}: run task=calibrate once, or give hardware=NAME"

@@ -86,8 +86,7 @@ def machines_of(names: Sequence[str], settings: Sequence[str]) -> list[HardwareC
     overrides = parser().parse_overrides(changes)
     machines, problems = [], []
     for name in names:
-        file = catalogue.find(_KEY, name)
-        figures = catalogue.read(file) if file else {}
+        figures, _ = catalogue.option(_KEY, name) or ({}, None)
         for override in overrides:
             *path, last = override.key_or_group.split(".")[1:]
             inner = figures
