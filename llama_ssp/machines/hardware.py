@@ -78,7 +78,9 @@ class HardwareConfig:
         None, "what you pay for all nodes; a plan then has the price of a million tokens."
     )
     sources: dict[str, str] = made(dict, "where each figure is from.")
-    sums: list[MeasuredSum] = made(list, "what task=calibrate measured, in place of `link`.")
+    sums: list[MeasuredSum] = made(
+        list, "measured all-reduces, in place of `link`; others are those plus their bytes over it."
+    )
 
     def __hash__(self) -> int:
         """Equal descriptions have equal hashes; tables of measurements are left out."""

@@ -245,7 +245,8 @@ def _layer_s(placement: ModelPlacement, hardware: HardwareConfig, tokens: int) -
     """The operators of a layer and their launches, without matrices, cache and collectives."""
     share = 1.0 if placement.model.is_lean else LIBRARY_SHARE[hardware.device]
     if placement.cuda_graphs:
-        return placement.kernels.layer * hardware.kernel_s
+        kernels = placement.kernels
+        return (kernels.layer if placement.model.is_lean else kernels.library_layer) * hardware.kernel_s
     # The compiled layer needs fused multiply-add, which no data sheet here mentions and nearly every CPU has.
     is_compiled = hardware.device == "cpu" and placement.model.is_lean and placement.model.dtype is Dtype.fp32
     if is_compiled and not format_of(placement.model.quantization).unpacks_matrix:
@@ -291,10 +292,11 @@ def _measured_s(hardware: HardwareConfig, num_ranks: int, num_bytes: float) -> f
     """
     if not hardware.sums or num_ranks == 1:
         return None
-    nearest = min((found.num_ranks for found in hardware.sums), key=lambda number: abs(number - num_ranks))
+    nearest = min((found.num_ranks for found in hardware.sums), key=lambda number: (abs(number - num_ranks), -number))
     measured = [found for found in hardware.sums if found.num_ranks == nearest]
-    if len(measured) == 1:
-        return measured[0].s
+    if len(measured) == 1:  # the time of a small sum, and that of further bytes on the links
+        (small,), share = measured, 2 * (num_ranks - 1) / num_ranks
+        return small.s + share * max(num_bytes - small.num_bytes, 0) / hardware.link.bandwidth_bytes_per_s
     start = max(bisect_right(measured, num_bytes, hi=len(measured) - 1, key=attrgetter("num_bytes")) - 1, 0)
     low, high, last = measured[start], measured[start + 1], measured[-1]
     seconds = low.s + (high.s - low.s) * (num_bytes - low.num_bytes) / (high.num_bytes - low.num_bytes)
@@ -699,6 +701,7 @@ def decoding_error(spec: PlanSpec, hardware: HardwareConfig, step_s: float) -> E
     if hardware.is_measured or hardware.device != "cuda":
         return None
     is_near = spec.target.quantization == NO_QUANTIZATION and spec.batch_size <= NEAR_ROWS and step_s >= NEAR_STEP_S
+    is_near &= spec.target.is_lean
     return NEAR if is_near and hardware.gpu.startswith(PUBLISHED_GPUS) else FAR
 
 
