@@ -85,7 +85,7 @@ def test_a_warning_of_the_plan_that_was_asked_for_rules_out_no_change() -> None:
 def test_machines_are_named_as_they_are_the_one_with_the_least_memory_first() -> None:
     named = [_settings(change) for change in changes_that_fit(make_spec("13B"), replace(ONE_A10G, network=None))]
     machines = [(each["hardware"], each.get("hardware.num_gpus")) for each in named if "hardware" in each]
-    assert machines == [("1xa100_80gb", "1")]
+    assert machines == [("rtx5090", "1")]
 
 
 def test_another_format_of_as_many_bits_is_tried() -> None:
