@@ -19,6 +19,7 @@ from transformers.utils import logging as library_logging
 
 from benchmarks.measured import markdown, page_of, show
 from llama_ssp.architectures.family import kept_whole, record_of
+from llama_ssp.architectures.matrices import WholeParts
 from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import SspError
 from llama_ssp.models.huggingface.described import with_modules
@@ -29,7 +30,6 @@ from llama_ssp.models.tensor_parallel import shard
 from llama_ssp.planning.memory import model_bytes, shares
 from llama_ssp.planning.spec import PlannedModel
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.schema import WholeParts
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
 from tests.helpers.decoders import complete, make_decoder

@@ -7,14 +7,16 @@ from functools import wraps
 from inspect import signature
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from types import NoneType
+from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
 from llama_ssp import catalogue
 from llama_ssp.catalogue import LOCAL, Dtype, ModelConfig, is_hub_id, read_path
 from llama_ssp.errors import ConfigError, one_message, similar_name, unknown_name
+from llama_ssp.settings.checks import required_of
 from llama_ssp.settings.drafters import DraftTokenizer, ModelDraftConfig, drafters
 from llama_ssp.settings.foreign import FOREIGN
-from llama_ssp.settings.schema import ADAPTIVE, MODEL_DRAFT, NO_DRAFT, DrafterConfig
+from llama_ssp.settings.schema import MODEL_DRAFT, NO_DRAFT, DrafterConfig
 from llama_ssp.storage.formats import CACHES, FORMATS
 from llama_ssp.words import in_library_words, key_of
 
@@ -23,70 +25,36 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 FROM_MODEL = "model"
 """The argument `sampling` that takes the values of the target's files."""
-
-
-_Reader = Callable[[Any], object]
-"""Reads an argument; raises TypeError for one of another type."""
-
-
-def _of(kind: type, read: _Reader, *, or_none: bool = False) -> _Reader:
-    """Read values of a kind, of which booleans are none but for `bool`."""
-
-    def reader(value: object) -> object:
-        if or_none and value is None:
-            return None
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise TypeError
-        return read(value)
-
-    return reader
-
-
-def _sampling(value: object) -> object:
-    if value not in {None, FROM_MODEL}:
-        raise TypeError
-    return value
-
-
-def _streamer(value: Any) -> Any:  # noqa: ANN401 - anything with these methods
-    if value is not None and not (callable(getattr(value, "put", None)) and callable(getattr(value, "end", None))):
-        raise TypeError
-    return value
-
-
-_whole, _number, _text, _flag = _of(Integral, int), _of(Real, float), _of(str, str), _of(bool, bool)
-_whole_or_none, _number_or_none = _of(Integral, int, or_none=True), _of(Real, float, or_none=True)
-_texts = _of(Sequence, lambda texts: [texts] if isinstance(texts, str) else [_text(text) for text in texts])
-_ENOUGH = "a number, for example"
-_ARGUMENTS: dict[str, tuple[_Reader, str]] = {
-    "max_new_tokens": (_whole, "a whole number of tokens, for example 64"),
-    "num_draft_tokens": (
-        lambda value: value if value == ADAPTIVE else _whole(value), f"a whole number, for example 4, or {ADAPTIVE!r}"
-    ),
-    "tree": (_of(str, str, or_none=True), "the shape of a tree, for example '2x2x1', or None for a chain"),
-    "temperature": (_number, f"{_ENOUGH} 0.8; 0 is greedy"),
-    "top_k": (_whole_or_none, "a whole number, for example 50, or None for the whole vocabulary"),
-    "top_p": (_number_or_none, f"{_ENOUGH} 0.9, or None to switch it off"),
-    "min_p": (_number_or_none, f"{_ENOUGH} 0.05, or None to switch it off"),
-    "repetition_penalty": (_number, f"{_ENOUGH} 1.1; 1 switches it off"),
-    "frequency_penalty": (_number, f"{_ENOUGH} 0.5; 0 switches it off"),
-    "presence_penalty": (_number, f"{_ENOUGH} 0.5; 0 switches it off"),
-    "sampling": (_sampling, f"{FROM_MODEL!r}, which takes the target's generation_config.json, or None"),
-    "seed": (_whole, "a whole number"),
-    "num_samples": (_whole, "a whole number of completions of each prompt"),
-    "batch_size": (_whole, "a whole number of rows, for example 8"),
-    "stop": (_texts, "a text or a list of texts"),
-    "chat": (_flag, "True or False"),
-    "chat_arguments": (_of(Mapping, dict), "arguments of the chat template, for example {'enable_thinking': False}"),
-    "plain": (_flag, "True or False"),
-    "rule": (_text, "the name of a rule"),
-    "streamer": (_streamer, "a streamer of transformers, such as TextStreamer(pair.tokenizer)"),
-    "prompt_tokens": (_whole, "a whole number of tokens, for example 128"),
-    "acceptance": (_number_or_none, f"{_ENOUGH} 0.8, or None for that of the pair"),
-    "num_gpus": (_whole_or_none, "a whole number, or None"),
-    "num_nodes": (_whole_or_none, "a whole number, or None"),
+_KINDS: dict[object, tuple[type, Callable[[Any], object], str]] = {
+    int: (Integral, int, "a whole number"), float: (Real, float, "a number"), str: (str, str, "a text"),
+    bool: (bool, bool, "True or False"), NoneType: (NoneType, lambda _: None, "None"),
 }  # fmt: skip
-"""The reader of each argument, and its description in an error."""
+"""Of an annotation: the type of values, which booleans are not unless it says so, their reader, and words for them."""
+
+
+def _texts(value: object) -> object:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(text, str) for text in value):
+        return [str(value)] if isinstance(value, str) else None
+    return [*value]
+
+
+def _streamer(value: Any) -> object:  # noqa: ANN401 - anything with these methods
+    return value if callable(getattr(value, "put", None)) and callable(getattr(value, "end", None)) else None
+
+
+_READERS: dict[str, tuple[Callable[[Any], object], str]] = {
+    "stop": (_texts, "a text or a list of texts"),
+    "streamer": (_streamer, "a streamer of transformers, such as TextStreamer(pair.tokenizer)"),
+    "sampling": (
+        lambda value: value if value == FROM_MODEL else None,
+        f"{FROM_MODEL!r}, which takes the target's generation_config.json, or None",
+    ),
+    "chat_arguments": (
+        lambda value: {**value} if isinstance(value, Mapping) else None,
+        "arguments of the chat template, for example {'enable_thinking': False}",
+    ),
+}
+"""Readers of other arguments, which return None for values of another type, and words for these values."""
 
 
 def known_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -110,18 +78,28 @@ def known_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Argume
     return checked
 
 
-def check_types(given: Mapping[str, object]) -> dict[str, Any]:
-    """Read arguments by name, numbers as Python's own; those that have no reader stay as they are.
+def check_types(function: Callable[..., object], given: Mapping[str, object]) -> dict[str, Any]:
+    """Read the arguments of a function, numbers as Python's own; those of other types than `_KINDS` stay as they are.
 
     Raises ConfigError for all of a wrong type together.
     """
-    values, problems = {**given}, []
-    for name in [name for name in given if name in _ARGUMENTS]:
-        read, wanted = _ARGUMENTS[name]
-        try:
-            values[name] = read(given[name])
-        except TypeError:
-            problems.append(f"{name}={reprlib.repr(given[name])} must be {wanted}")
+    values, problems, hints = {**given}, [], get_type_hints(function)
+    for name, value in given.items():
+        kinds = get_args(hints.get(name)) or (hints.get(name),)
+        if name in _READERS:
+            read, wanted = _READERS[name]
+            values[name] = None if value is None else read(value)
+            fits = values[name] is not None or (value is None and NoneType in kinds)
+        elif all(kind in _KINDS for kind in kinds):
+            found = [_KINDS[kind] for kind in kinds]
+            fitting = [read for kind, read, _ in found if isinstance(value, kind)]
+            fits = bool(fitting) and (bool in kinds or not isinstance(value, bool))
+            values[name] = fitting[0](value) if fits else value
+            wanted = ": ".join(filter(None, (" or ".join(words for _, _, words in found), required_of(name))))
+        else:
+            continue
+        if not fits:
+            problems.append(f"{name}={reprlib.repr(value)} must be {wanted}")
     if problems:
         raise ConfigError(one_message(problems))
     return values
@@ -176,7 +154,7 @@ def in_format(entry: ModelConfig, *, dtype: object, **formats: object) -> ModelC
     """
     if dtype is not None:
         name = dtype.value if isinstance(dtype, Dtype) else str(dtype).removeprefix("torch.")
-        found = next((each for each in Dtype if name in {each.name, each.value}), None)
+        found = next((member for member in Dtype if name in {member.name, member.value}), None)
         if found is None:
             raise ConfigError(unknown_name("dtype", str(dtype), Dtype.__members__))
         entry.dtype = found

@@ -60,7 +60,7 @@ AnyPrompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int] | Tenso
 
 _OneDtype = Dtype | torch.dtype | str | None
 _OneTokenizer = PreTrainedTokenizerBase
-_SAMPLING = {each.name: each.default for each in fields(SamplingConfig) if each.name != "from_model"}
+_SAMPLING = {entry.name: entry.default for entry in fields(SamplingConfig) if entry.name != "from_model"}
 _WHOLE = "sampling='model'"
 _SHOWN = 40
 """Characters of a text in a `repr`."""
@@ -135,22 +135,22 @@ class Completion:
         return f"Completion({text!r}, {len(self.token_ids)} tokens, {self.finish_reason}{accepted}, {speed})"
 
 
-def _of_row(row: RowCompletion, tokenizer: PreTrainedTokenizerBase) -> Completion:
-    request = row.request
-    examined = [(number, of) for number, of in zip(row.accepted_lengths, row.examined_lengths, strict=True) if of]
+def _of_request(done: RowCompletion, tokenizer: PreTrainedTokenizerBase) -> Completion:
+    request = done.request
+    examined = [(number, of) for number, of in zip(done.accepted_lengths, done.examined_lengths, strict=True) if of]
     num_examined = sum(of for _, of in examined)
     # The prefill gives the first token; a round gives its accepted tokens and one that the target chose.
-    drafted = chain([False], *([True] * number + [False] for number in row.accepted_lengths))
+    drafted = chain([False], *([True] * number + [False] for number in done.accepted_lengths))
     return Completion(
         index=request.index, sample=request.sample, prompt_ids=[*request.prompt_ids],
-        text=decode_after(tokenizer, request.prompt_ids, row.token_ids), token_ids=row.token_ids,
-        finish_reason=cast("FinishReason", row.finish_reason),
-        accepted_lengths=row.accepted_lengths, draft_lengths=row.draft_lengths,
-        is_drafted=[next(drafted, False) for _ in row.token_ids],
+        text=decode_after(tokenizer, request.prompt_ids, done.token_ids), token_ids=done.token_ids,
+        finish_reason=cast("FinishReason", done.finish_reason),
+        accepted_lengths=done.accepted_lengths, draft_lengths=done.draft_lengths,
+        is_drafted=[next(drafted, False) for _ in done.token_ids],
         acceptance=sum(number for number, _ in examined) / num_examined if num_examined else None,
-        num_target_forwards=row.num_target_forwards, num_reused_tokens=row.num_reused_tokens,
+        num_target_forwards=done.num_target_forwards, num_reused_tokens=done.num_reused_tokens,
         times=CompletionTimes(
-            total_s=row.busy_s, first_token_s=row.first_token_s, **{f"{part}_s": s for part, s in row.part_s.items()}
+            total_s=done.busy_s, first_token_s=done.first_token_s, **{f"{part}_s": s for part, s in done.part_s.items()}
         ),
     )  # fmt: skip
 
@@ -247,7 +247,7 @@ class Pair:
         """
         given = {**locals()}
         with in_library_words():
-            read = check_types(given)
+            read = check_types(Pair.generate, given)
             drawn = self._sampling(read)
             same = ("max_new_tokens", "num_samples", "batch_size", "seed", "chat", "chat_arguments")
             config = replace(
@@ -275,7 +275,7 @@ class Pair:
                         adapter.put(update.new_ids)
             if adapter:
                 adapter.end()
-            return [_of_row(row, self.tokenizer) for _, row in sorted(done.items())]
+            return [_of_request(done[key], self.tokenizer) for key in sorted(done)]
 
     def _sampling(self, read: Mapping[str, Any]) -> SamplingConfig:
         """The sampling of a call; warns once of what it does not follow in the target's generation_config.json."""

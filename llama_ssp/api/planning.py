@@ -1,4 +1,4 @@
-"""Plans a job from a notebook before anything is loaded. Imports no torch."""
+"""Plans a run from a notebook before anything is loaded. Imports no torch."""
 
 import reprlib
 from collections.abc import Mapping
@@ -56,7 +56,7 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
     prompt_tokens: int = PlanConfig.prompt_tokens,
     max_new_tokens: int = PlanConfig.max_new_tokens,
 ) -> Plan:
-    """Forecast memory and time of a job; loads nothing, and needs neither a GPU nor torch.
+    """Forecast memory and time of a run; loads nothing, and needs neither a GPU nor torch.
 
     Args:
         target: a name of the catalogue, a folder with a config.json, or the id of a model of the Hugging Face hub.
@@ -84,7 +84,7 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
     given = {**locals()}
     with in_library_words():
         load_plugins()
-        read = check_types(given)
+        read = check_types(plan, given)
         machine = _machine(hardware)
         sizes = {name: read[name] for name in ("num_gpus", "num_nodes") if read[name] is not None}
         machine = replace(machine, **sizes)
@@ -95,7 +95,7 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
 
 
 def _config(read: Mapping[str, Any], machine: HardwareConfig) -> PlanConfig:
-    """The config of a job, by the arguments of `plan`."""
+    """The config of a run, by the arguments of `plan`."""
     formats = formats_of(read)
     drafter = drafter_without_model(read["draft"])
     if drafter is None:

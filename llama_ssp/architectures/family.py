@@ -12,11 +12,10 @@ from importlib.resources import files
 from typing import Any, cast
 
 from llama_ssp import architectures
-from llama_ssp.architectures.matrices import Inventory, decoder
+from llama_ssp.architectures.matrices import Inventory, WholeParts, decoder
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import ConfigError, PlacementError
 from llama_ssp.registry import Registry
-from llama_ssp.settings.schema import WholeParts
 
 
 @cache

@@ -15,13 +15,33 @@ from typing import Any
 
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import PlacementError
-from llama_ssp.settings.schema import WholeParts
 from llama_ssp.storage.formats import NO_QUANTIZATION, format_of
 from llama_ssp.words import said
 
 # Matrix units prefer multiples of 64, and nf4 packs weights in groups of 64.
 BLOCK = 64
 EVEN_BLOCKS = (64, 32, 16)  # where ranks then have equal parts, which the smallest product allows.
+
+
+class WholeParts(Enum):
+    """Parts that every rank of a cut model holds whole: a collective less in every forward, or in every layer."""
+
+    none = "none"
+    embedding = "embedding"
+    attention = "attention"
+
+    @property
+    def keeps_embedding(self) -> bool:
+        """Whether the embedding is whole."""
+        return self is not WholeParts.none
+
+    @property
+    def keeps_attention(self) -> bool:
+        """Whether attention is whole."""
+        return self is WholeParts.attention
+
+
+DRAFT_WHOLE = WholeParts.embedding  # Of a sharded draft, whose steps are short.
 
 
 @lru_cache(maxsize=4096)

@@ -11,11 +11,10 @@ from collections.abc import Iterable, Iterator
 from llama_ssp.catalogue import Dtype
 from llama_ssp.evaluation.evidence import Evidence
 from llama_ssp.evaluation.statistics import wilson
-from llama_ssp.evaluation.task import EvaluateConfig
+from llama_ssp.evaluation.task import EvaluateConfig, Suite
 from llama_ssp.reports.records import CompletionLine, Evaluation, Measure
 from llama_ssp.reports.summary import CompletionPair, counted_rounds
 from llama_ssp.settings.schema import RunConfig
-from llama_ssp.settings.tasks import Suite
 
 NEAR_TIES = {Dtype.fp32: 1e-3, Dtype.fp16: 0.1, Dtype.bf16: 0.5}
 """Largest difference of two log-probabilities that rounding can turn, by number format, in nats."""

@@ -9,10 +9,9 @@ import re
 
 from llama_ssp.evaluation.evidence import Evidence
 from llama_ssp.evaluation.statistics import rate_difference, wilson
-from llama_ssp.evaluation.task import EvaluateConfig
+from llama_ssp.evaluation.task import EvaluateConfig, Suite
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine, Evaluation, Measure
 from llama_ssp.settings.schema import RunConfig
-from llama_ssp.settings.tasks import Suite
 
 NUM_EXAMPLES = 3
 FALSE_PASS_RATE = 0.05

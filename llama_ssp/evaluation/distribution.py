@@ -20,10 +20,10 @@ from llama_ssp.evaluation.statistics import (
     swaps,
     total_variation,
 )
+from llama_ssp.evaluation.task import Suite
 from llama_ssp.reports.records import CompletionLine, Evaluation, Measure
 from llama_ssp.reports.summary import CompletionPair
 from llama_ssp.settings.schema import RunConfig
-from llama_ssp.settings.tasks import Suite
 
 FALSE_ALARM_RATE = 1e-3
 """Highest probability of a failure if both modes have one distribution."""

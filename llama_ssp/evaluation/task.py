@@ -1,12 +1,14 @@
 """`task=evaluate`: its settings, checks and record. Each suite is a module of this package."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
+from typing import Any, cast
 
 from llama_ssp.fields import made, setting
+from llama_ssp.registry import Registry
 from llama_ssp.settings.schema import RunConfig, TaskConfig
-from llama_ssp.settings.tasks import SUITES, NoEffect, Suite, TaskSpec, default_prompts, fill_in
+from llama_ssp.settings.tasks import NoEffect, TaskSpec, default_of, default_prompts
 
 
 @dataclass(kw_only=True)
@@ -32,6 +34,31 @@ class EvaluateConfig(TaskConfig):
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """One suite."""
+
+    name: str  # value of `task.suite`.
+    judge: Callable[[Any], Any]  # returns the `reports.records.Evaluation` of an `evaluation.evidence.Evidence`.
+    # which completions of such pairs the target scores, token by token, before the judge is called.
+    scored: Callable[[Any], Iterable[Any]] = lambda pairs: ()  # noqa: ARG005
+    # the draft scores the speculative ones too, and the judge has their sums (`evaluation.martingales`).
+    needs_sums: bool = False
+    # makes the prompts; None for those of the user, or `task.default_prompts`.
+    prompts: Callable[[RunConfig], Sequence[str]] | None = None
+    # values of the run's settings, by dotted key, where neither the user nor a bundle has set one.
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    settings: tuple[str, ...] = ()  # those of the task that this suite reads, apart from `suite` and `gate`.
+    # why more than one sample of a prompt has no effect, a relative clause; empty if it has one.
+    why_one_sample: str = ""
+    # yields the problems of a config.
+    problems: Callable[[RunConfig], Iterable[str]] = lambda config: ()  # noqa: ARG005
+
+
+SUITES: Registry[Suite] = Registry(setting="suite", modules=("llama_ssp.evaluation",), kind=Suite)
+register_suite = SUITES.register
+
+
 def task_and_suite(config: RunConfig) -> tuple[EvaluateConfig, Suite]:
     """The task's settings and the record of its suite; an unknown one raises ConfigError."""
     task = cast("EvaluateConfig", config.task)
@@ -39,8 +66,13 @@ def task_and_suite(config: RunConfig) -> tuple[EvaluateConfig, Suite]:
 
 
 def _fill_in_for_evaluate(config: RunConfig, explicit: frozenset[str]) -> None:
-    if suite := SUITES.find(cast("EvaluateConfig", config.task).suite):
-        fill_in(config, suite.defaults, explicit)
+    """Set each default of the suite unless its key or group is in `explicit`, or a bundle has set another value."""
+    suite = SUITES.find(cast("EvaluateConfig", config.task).suite)
+    for key, value in suite.defaults.items() if suite else ():
+        group, _, name = key.rpartition(".")
+        part: Any = attrgetter(group)(config) if group else config
+        if not {key, group} & explicit and getattr(part, name) == default_of(part, name):
+            setattr(part, name, value)
 
 
 def _prompts_of_evaluate(config: RunConfig) -> Sequence[str]:

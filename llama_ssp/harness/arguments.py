@@ -11,7 +11,7 @@ from llama_ssp.settings.checks import check_values
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import DrafterConfig, RunConfig, SamplingConfig, SpeculationConfig, VerificationConfig
 
-_SAMPLING = {each.name for each in fields(SamplingConfig)} - {"from_model"}
+_SAMPLING = {entry.name for entry in fields(SamplingConfig)} - {"from_model"}
 _OTHER = {"do_sample", "until", "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"}
 _WITHOUT_EFFECT = {
     "top_k": (0, -1), "top_p": (0, -1), "min_p": (0,),
@@ -51,7 +51,7 @@ class ModelArguments:
     @classmethod
     def read(cls, given: Mapping[str, object]) -> Self:
         """Read arguments whose values the harness has parsed; raises ConfigError for all problems together."""
-        known = {each.name: each for each in fields(cls)}
+        known = {argument.name: argument for argument in fields(cls)}
         values, problems = dict[str, Any](), []
         for name, value in given.items():
             if name not in known:

@@ -28,7 +28,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """How fast a CPU multiplies a large matrix by one row, which reads weights, and by a few, which computes."""
+    """Speed of a CPU in products of a large matrix: with one row it reads weights, with a few rows it computes."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -149,11 +149,7 @@ def load(name: str) -> HardwareConfig:
     figures = catalogue.option("hardware", name)
     if file is None or figures is None:
         raise ConfigError(unknown(name))
-    machine, problems = _read_machine(figures[0])
-    if problems:
-        where = f"{catalogue.shown(file)}: " if catalogue.is_own(file) else ""
-        raise ConfigError(where + one_message(problems))
-    return machine
+    return build(figures[0], where=f"{catalogue.shown(file)}: " if catalogue.is_own(file) else "")
 
 
 def problems_of(figures: object) -> list[str]:
@@ -161,9 +157,12 @@ def problems_of(figures: object) -> list[str]:
     return _read_machine(figures)[1]
 
 
-def build(figures: Mapping[str, Any]) -> HardwareConfig:
-    """Make the dataclass from a description without problems."""
-    return _read_machine(figures)[0]
+def build(figures: Mapping[str, Any], *, where: str = "") -> HardwareConfig:
+    """Make the dataclass from a description; raises ConfigError with all problems, after `where`."""
+    machine, problems = _read_machine(figures)
+    if problems:
+        raise ConfigError(where + one_message(problems))
+    return machine
 
 
 def _read_machine(figures: Any) -> tuple[HardwareConfig, list[str]]:  # noqa: ANN401 - what a file holds

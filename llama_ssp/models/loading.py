@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from llama_ssp.architectures.family import check_ranks, check_servable, kept_whole
-from llama_ssp.architectures.matrices import Cut, RankShard, check_inputs, split_model
+from llama_ssp.architectures.matrices import Cut, RankShard, WholeParts, check_inputs, split_model
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.cpu.kinds import BLOCK
 from llama_ssp.errors import ConfigError
@@ -48,7 +48,6 @@ from llama_ssp.models.weights import (
     unread,
 )
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.schema import WholeParts
 from llama_ssp.storage.formats import NO_QUANTIZATION, format_of
 from llama_ssp.weights.checkpoint import summary
 from llama_ssp.weights.head import HeadSource

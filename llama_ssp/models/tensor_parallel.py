@@ -25,6 +25,7 @@ from llama_ssp.architectures.matrices import (
     Cut,
     HeadShard,
     RankShard,
+    WholeParts,
     cut_of,
     split_model,
     stays_whole,
@@ -36,7 +37,6 @@ from llama_ssp.models.huggingface.experts import OwnExperts
 from llama_ssp.models.huggingface.families import tp_plan_of
 from llama_ssp.models.weights import Slice
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.schema import WholeParts
 from llama_ssp.storage.formats import NO_QUANTIZATION
 
 EXPERTS = "moe_tp_experts"

@@ -23,11 +23,10 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 import torch
 from torch import Tensor, nn
 
-from llama_ssp.architectures.matrices import FUSED, Cut, RankShard
+from llama_ssp.architectures.matrices import FUSED, Cut, RankShard, WholeParts
 from llama_ssp.errors import CheckpointError
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
-from llama_ssp.settings.schema import WholeParts
 from llama_ssp.storage.stored import kept_format
 from llama_ssp.weights.checkpoint import num_mtp_layers, summary
 from llama_ssp.weights.source import WeightSource, storage_of

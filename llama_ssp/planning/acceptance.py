@@ -1,4 +1,4 @@
-"""How many drafted tokens a target accepts: a figure of the user's, a measured one of the pair, or a default.
+"""The share of drafted tokens that a target accepts: a figure of the user's, a measured one of the pair, or a default.
 
 Every folder of options may have `pairs.yaml`, a table of measured pairs with their sources, and `measured_pairs.yaml`,
 which `store` writes. Of a pair in neither, a plan takes the default of the package's table, with its low and its high.
@@ -37,24 +37,18 @@ class Acceptance:
 
     Attributes:
         source: where it is from.
-        low, high: how far it may be off, where the table says so; None for a single figure.
+        ends: the low and the high figure, where the table has both; None for a single figure.
         is_forecast: nobody has measured the pair.
     """
 
     probability: float
     source: str
-    low: float | None = None
-    high: float | None = None
+    ends: tuple[float, float] | None = None
     is_forecast: bool = False
 
-    @property
-    def ends(self) -> tuple[float, float] | None:
-        """The low and the high figure, if it has both."""
-        return None if self.low is None or self.high is None else (self.low, self.high)
 
-
-_LIKE_NOTHING = Acceptance(
-    probability=0.3, low=0.05, high=0.8, is_forecast=True,
+_UNKNOWN_KIND = Acceptance(
+    probability=0.3, ends=(0.05, 0.8), is_forecast=True,
     source="no figure of this kind of draft: give speculation.acceptance=, or measure it",
 )  # fmt: skip
 
@@ -75,7 +69,7 @@ def expected(target: str, draft: str, *, has_model: bool = True, temperature: fl
     if found := known(target, draft, temperature=temperature):
         return found
     if not has_model:
-        return _LIKE_NOTHING
+        return _UNKNOWN_KIND
     return replace(_figure(_files(tuple(catalogue.folders()))[-1]["default"], None), is_forecast=True)
 
 
@@ -127,9 +121,9 @@ def _figure(entry: Mapping[str, Any], temperature: float | None) -> Acceptance:
     if known_at is not None and temperature is not None and known_at != temperature:
         moved = PER_TEMPERATURE * (known_at - temperature)
         source = f"{source}; {moved:+.2f} from temperature {known_at:g} to {temperature:g}"
-    ends = {name: entry.get(name) for name in ("acceptance", "low", "high")}
-    shifted = {name: None if end is None else min(max(end + moved, 0.0), 1.0) for name, end in ends.items()}
-    return Acceptance(probability=shifted["acceptance"] or 0.0, source=source, low=shifted["low"], high=shifted["high"])
+    names = ("acceptance", "low", "high") if entry.keys() >= {"low", "high"} else ("acceptance",)
+    probability, *ends = (min(max(entry[name] + moved, 0.0), 1.0) for name in names)
+    return Acceptance(probability=probability, source=source, ends=(ends[0], ends[1]) if ends else None)
 
 
 def store(entry: Mapping[str, Any]) -> Path:

@@ -12,7 +12,7 @@ Layer-wise placement, which the loader does by `split_layers` too:
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain, cycle
@@ -21,11 +21,13 @@ from typing import Any
 from llama_ssp.architectures.engine import BUCKET_STEP, PART_SLOTS, PREFILL_CHUNK, most_parts
 from llama_ssp.architectures.family import check_ranks, inventory, kept_whole, record_of
 from llama_ssp.architectures.matrices import (
+    DRAFT_WHOLE,
     FUSED,
     Cut,
     Inventory,
     Matrix,
     RankShard,
+    WholeParts,
     check_deepspeed,
     check_inputs,
     split_blocks,
@@ -36,7 +38,7 @@ from llama_ssp.errors import PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
 from llama_ssp.settings.rules import rule_of
-from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DRAFT_WHOLE, DraftLayout, TargetKind, WholeParts
+from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, TargetKind
 from llama_ssp.storage.formats import NO_QUANTIZATION, ORDER_BYTES, PackedLayout, StorageFormat, format_of
 
 HALF_BLOCK = 512
@@ -107,10 +109,10 @@ def weight_bytes(
     """Count the bytes of a rank's parameters.
 
     `matrix_dtype` is the number format of the linear layers, if different; a tied head is then a copy. `quantization`
-    applies to the matrices of layers, except for the share of layers that keeps a module in `kept_shares`; `layout` is
-    that of files that are kept as they are. If it scatters groups, each product has an order of its inputs; matrices
-    with one input are one product if the model `fuses` them. Embeddings, norms, biases and heads stay in the model's
-    number format.
+    applies to the matrices of layers; `kept_shares` has, by module, the share of layers in which it stays unquantized.
+    `layout` is that of files that are kept as they are. A layout with scattered groups stores an order of the inputs
+    for each product. If the model `fuses`, matrices with the same input form one product. Embeddings, norms, biases and
+    heads stay in the model's number format.
     """
     storage, size = format_of(quantization), DTYPE_BYTES[dtype]
     matrix_size = DTYPE_BYTES[matrix_dtype or dtype]
@@ -168,9 +170,9 @@ def weight_bytes(
 def _temporary_bytes(products: Sequence[Sequence[tuple[int, int]]], storage: StorageFormat, *, is_half: bool) -> int:
     """Temporary bytes of the loader, at the largest product of the last layer; each is made before the next is read.
 
-    Products are lists of matrices: the bytes that are read, and those that stay. What is read is joined, and freed
-    matrix by matrix. Copies of what is quantized or halved are made on the way. Two matrices are read ahead for GPUs,
-    where nothing is halved.
+    Products are lists of matrices: the bytes that are read, and those that stay. The loader joins the matrices of a
+    product and frees them one by one. Quantizing and halving make copies. GPUs, where nothing is halved, read two
+    matrices ahead.
     """
     temporary = 0
     for place, product in enumerate(products):
@@ -287,21 +289,6 @@ def _layer_wise(model: PlannedModel, held: tuple[range, ...]) -> tuple[Inventory
     )
 
 
-def _layer_wise_parts(spec: PlanSpec) -> Iterator[_Part]:
-    """The parts of a layer-wise target by device."""
-    model = spec.target
-    split = split_layers(model.shape.num_hidden_layers, num_devices=len(spec.target_devices))
-    (whole,) = _parts(
-        model, spec.device, num_ranks=1, kind=TargetKind.tensor, num_slots=spec.batch_size * spec.num_slots
-    )
-    for layers, held in zip(split, _layer_wise(model, split), strict=True):
-        weights = model_bytes(held, model, device=spec.device)
-        yield replace(
-            whole, weights=weights, temporary_bytes=weights.temporary_bytes,
-            cache_bytes=whole.cache_bytes // model.shape.num_hidden_layers * len(layers),
-        )  # fmt: skip
-
-
 def _parts(
     model: PlannedModel, device: str, *, num_slots: int, num_ranks: int, kind: TargetKind,
     whole: WholeParts = WholeParts.none, has_embedding: bool = True,
@@ -344,13 +331,21 @@ def _empty_parts(
 
 def _target_parts(spec: PlanSpec) -> dict[int, _Part]:
     """The target's part on each of its ranks, or devices if layer-wise."""
-    if spec.target_kind is TargetKind.accelerate:
-        return dict(zip(spec.target_devices, _layer_wise_parts(spec), strict=True))
-    parts = _parts(
-        spec.target, spec.device, num_ranks=len(spec.target_ranks), kind=spec.target_kind,
-        num_slots=spec.batch_size * spec.num_slots,
-    )  # fmt: skip
-    return dict(zip(spec.target_ranks, parts, strict=True))
+    model, num_slots = spec.target, spec.batch_size * spec.num_slots
+    if spec.target_kind is not TargetKind.accelerate:
+        num_ranks = len(spec.target_ranks)
+        parts = _parts(model, spec.device, num_ranks=num_ranks, kind=spec.target_kind, num_slots=num_slots)
+        return dict(zip(spec.target_ranks, parts, strict=True))
+    (whole,) = _parts(model, spec.device, num_ranks=1, kind=TargetKind.tensor, num_slots=num_slots)
+    split = split_layers(model.shape.num_hidden_layers, num_devices=len(spec.target_devices))
+    found = {}
+    for device, layers, held in zip(spec.target_devices, split, _layer_wise(model, split), strict=True):
+        weights = model_bytes(held, model, device=spec.device)
+        found[device] = replace(
+            whole, weights=weights, temporary_bytes=weights.temporary_bytes,
+            cache_bytes=whole.cache_bytes // model.shape.num_hidden_layers * len(layers),
+        )  # fmt: skip
+    return found
 
 
 def _draft_parts(spec: PlanSpec) -> dict[int, _Part]:
@@ -536,10 +531,10 @@ def _logits_bytes(spec: PlanSpec, rank: int) -> int:
 def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedModel | None, part: _Part) -> int:
     """Peak of a prefill chunk: the residual and its norm, attention or the MLP, and masks where it needs them.
 
-    Where a round's attention splits rows, each part of a row has its own sums in fp32. With masks the lean decoder
-    copies queries and attended values, and has a row of the mask for each query of a group.
-    Modules of the library repeat keys and values for each head of a group. Keys and values of a layer that attention
-    cannot read as they are kept are unpacked, one after the other through fp32.
+    If a round's attention splits a sequence into parts, each part has its own sums in fp32. With masks the lean decoder
+    copies queries and attended values, and needs a line of the mask for each query of a group. The library's modules
+    repeat keys and values for each head of a group. A cache format that attention cannot read is unpacked layer by
+    layer, keys and values in turn, through fp32.
     """
     if model is None or part is _NOTHING:
         return 0
@@ -615,8 +610,8 @@ def largest_context(spec: PlanSpec, hardware: HardwareConfig) -> int:
 def _most_that_fit(spec_of: Callable[[int], PlanSpec], hardware: HardwareConfig, limit: int) -> int:
     """The largest number up to `limit` whose spec fits; 0 if none.
 
-    Bytes grow nearly in line with it: each step goes where a line through both ends has none left, every third one to
-    the middle.
+    The bytes grow almost linearly with the number. Each step interpolates between both ends to where no byte is free;
+    every third step bisects.
     """
 
     def free_bytes(number: int) -> float:

@@ -376,7 +376,7 @@ def _prefix(name: str) -> str:
 def _drafts_of(model: ModelConfig, known: list[ModelConfig]) -> list[ModelConfig]:
     """Smaller models of the same vocabulary, and the entry's default draft; of equal sizes one, of the series first.
 
-    A default draft of the hub has no sizes before somebody asks for it, and is left out.
+    A default draft of the hub is left out, since its sizes are unknown until it is downloaded.
     """
     names = {*catalogue.smaller_relatives(model, known=known), *_heads_of(model, known), model.default_draft}
     found: dict[tuple[int, ...], ModelConfig] = {}

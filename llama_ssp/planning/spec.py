@@ -40,10 +40,9 @@ DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2}
 class PlannedModel:
     """A model in its final precision; `dtype` is never `auto`, `stored` is `auto` if the files' format is unknown.
 
-    `stored_format` is that of linear layers that its files quantize, and `quantization` then what runs keep them in if
-    they can read it. `quantized_dtype` is its number format if it is
-    quantized; `auto` means `dtype`. With `by_library` it runs in the library's modules even if the lean decoder
-    supports its family.
+    Files that are quantized have a `stored_format`; `quantization` is then the format in which runs keep their linear
+    layers. `quantized_dtype` is the number format of the quantized model, where `auto` means `dtype`. With `by_library`
+    it runs in the library's modules even if the lean decoder supports its family.
     """
 
     name: str
@@ -72,7 +71,8 @@ class PlannedModel:
     def slot_bytes(self, num_kv_heads: int) -> int:
         """Bytes of the keys and values of a token in all layers, on a rank with so many key-value heads.
 
-        Layers that read those of earlier ones have none. Where global layers have other heads, a rank has all.
+        Layers that share the cache of an earlier layer have no bytes of their own. Where global layers have other
+        heads, every rank has all heads.
         """
         shape, kinds = self.shape, self.shape.layer_kinds
         of_head = partial(CACHES.of(self.cache_dtype).row_bytes, value_bytes=DTYPE_BYTES[self.dtype])
@@ -302,22 +302,20 @@ def make_spec(
         config, prompt_tokens = largest_cell(config)
     num_gpus = num_gpus or world_size
     placement, speculation, temperature = config.placement, config.speculation, config.sampling.temperature
-    models, acceptance = [config.model, config.draft.model], speculation.acceptance
-    if config.weights is WeightsKind.synthetic:
-        models = [
-            model and replace(model, dtype=number_format(model, device=device), stored_dtype=Dtype.bf16)
-            for model in models
-        ]
-        acceptance = config.agreement if acceptance is None else acceptance
+    acceptance, is_synthetic = speculation.acceptance, config.weights is WeightsKind.synthetic
+    if is_synthetic and acceptance is None:
+        acceptance = config.agreement
     tree = speculation.tree_shape if drafts(config.draft) else None
-    target, draft = (planned_model(model, device=device) if model else None for model in models)
-    assert target, "only a draft may be missing"
+
+    def planned(model: ModelConfig) -> PlannedModel:
+        if not is_synthetic:
+            return planned_model(model, device=device)
+        model = replace(model, dtype=number_format(model, device=device), stored_dtype=Dtype.bf16)
+        return replace(planned_model(model, device=device), stored_format=None, quantization=model.quantization)
+
+    target, draft = planned(config.model), planned(config.draft.model) if config.draft.model else None
     spreads = placement.target.experts is ExpertParts.spread
     target = replace(target, shape=replace(target.shape, spreads_experts=spreads))
-    if config.weights is WeightsKind.synthetic:
-        target = replace(target, stored_format=None, quantization=config.model.quantization)
-        if draft and config.draft.model:
-            draft = replace(draft, stored_format=None, quantization=config.draft.model.quantization)
     layout = lay_out_replica(placement, world_size=world_size, has_draft=draft is not None)
     first = layout.target_ranks[0] // num_gpus * num_gpus
     is_layer_wise = placement.target.kind is TargetKind.accelerate

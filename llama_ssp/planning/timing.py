@@ -51,7 +51,7 @@ from llama_ssp.architectures.engine import (
     Kernels,
 )
 from llama_ssp.architectures.family import inventory
-from llama_ssp.architectures.matrices import Inventory
+from llama_ssp.architectures.matrices import DRAFT_WHOLE, Inventory, WholeParts
 from llama_ssp.catalogue import Dtype
 from llama_ssp.machines.hardware import HardwareConfig, MeasuredSum
 from llama_ssp.planning.acceptance import (
@@ -66,15 +66,15 @@ from llama_ssp.planning.acceptance import (
 from llama_ssp.planning.memory import bucket_of, rank_shares, step_bytes
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
 from llama_ssp.settings.rules import rule_of
-from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DRAFT_WHOLE, DraftLayout, TargetKind, WholeParts
+from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, TargetKind
 from llama_ssp.storage.formats import NO_QUANTIZATION, StorageFormat, format_of
 
 Ends: TypeAlias = tuple[float, float]
 """The smaller and the larger end, of seconds or of factors of them."""
 
 NEAR, FAR = (0.93, 1.27), (0.70, 2.24)
-"""Factors of forecasts near what most sources measured, and of all others: prompts, many rows, 8 and 4 bits, short
-steps, in which an engine's host shows, and other GPUs."""
+"""Factors of forecasts: of those near what most published speeds measured, and of all others, which are prompts, many
+rows, 8 and 4 bits, other GPUs, and short steps, whose time an engine's host decides."""
 NEAR_ROWS, NEAR_STEP_S = 16, 0.005
 """The most rows, and the least time of a plain step, that are near."""
 PUBLISHED_GPUS = ("A100", "H100", "H200", "MI250")
@@ -98,7 +98,7 @@ UNPACKING_S = 0.8e-9
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlacement:
-    """A model on its ranks (GPUs if layer-wise), each with the parts `whole` whole: forwards of it are priced once."""
+    """A model on its ranks (GPUs if layer-wise), which all hold the parts in `whole`; a key of cached prices."""
 
     model: PlannedModel
     kind: TargetKind

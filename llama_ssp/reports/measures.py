@@ -39,7 +39,6 @@ class ModeMeasures(NamedTuple):
             lines of earlier versions.
     """
 
-    num_prompts: int
     num_completions: int
     ms_per_token: Estimate
     ms_percentiles: tuple[float | None, ...]
@@ -139,10 +138,9 @@ def _of_mode(lines: Sequence[CompletionLine]) -> ModeMeasures | None:
     lines = [line for line in lines if line.num_new_tokens]
     if not lines:
         return None
-    prompts = [ms for _, ms in _times(lines)]
     first = [line.first_token_ms for line in lines if line.first_token_ms is not None]
     return ModeMeasures(
-        num_prompts=len(prompts), num_completions=len(lines), ms_per_token=median(prompts),
+        num_completions=len(lines), ms_per_token=median([ms for _, ms in _times(lines)]),
         ms_percentiles=_percentiles([line.ms / line.num_new_tokens for line in lines]),
         first_token_percentiles=_percentiles(first if len(first) == len(lines) else []),
     )  # fmt: skip

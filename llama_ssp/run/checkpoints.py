@@ -10,6 +10,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llama_ssp.architectures.family import record_of
+from llama_ssp.architectures.matrices import DRAFT_WHOLE, WholeParts
 from llama_ssp.architectures.model_files import GENERATION_CONFIG_FILE, INNER_CONFIGS, TOKENIZER_FILES, read_json
 from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError, ConfigError
@@ -20,7 +21,7 @@ from llama_ssp.ranks.world import World
 from llama_ssp.run.prompts import reason_of
 from llama_ssp.settings.drafters import NO_MTP, has_own_tokenizer
 from llama_ssp.settings.layout import lay_out_replica
-from llama_ssp.settings.schema import DRAFT_WHOLE, ExpertParts, RunConfig, TargetKind, WeightsKind, WholeParts
+from llama_ssp.settings.schema import ExpertParts, RunConfig, TargetKind, WeightsKind
 from llama_ssp.speculate.drafters.tokenizers import align, num_disagreeing
 from llama_ssp.storage.stored import kept_format
 from llama_ssp.weights import hub
@@ -147,7 +148,7 @@ def _with_head(target: WeightSource, draft: WeightSource | None = None) -> list[
         draft = of_target(draft, draft.head, target)
     if draft and _has_mtp(draft) and draft.folder.resolve() == target.folder.resolve():
         raise ConfigError(f"{draft.folder} is the target and the draft: its {NO_MTP}")
-    return [each for each in (target, draft) if each]
+    return [source for source in (target, draft) if source]
 
 
 def _has_mtp(origin: WeightSource) -> bool:

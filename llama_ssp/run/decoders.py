@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from llama_ssp.architectures.matrices import DRAFT_WHOLE
 from llama_ssp.cpu.threads import ThreadChoice
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import NullRunner, Runner
@@ -18,7 +19,7 @@ from llama_ssp.run.checkpoints import Source
 from llama_ssp.run.requests import RequestMaker
 from llama_ssp.settings.drafters import drafts, has_own_tokenizer
 from llama_ssp.settings.layout import lay_out_replica, may_capture
-from llama_ssp.settings.schema import DRAFT_WHOLE, RunConfig, TargetKind
+from llama_ssp.settings.schema import RunConfig, TargetKind
 from llama_ssp.speculate.drafters.limited import LimitedDrafter
 from llama_ssp.speculate.drafters.maker import make_drafters, tree_of
 from llama_ssp.speculate.drafters.shared import AheadDrafter, BatchSplit

@@ -1,7 +1,6 @@
 """Prompts that leave no room for their new tokens: refused by their lines, left out, or cut. Imports no torch."""
 
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,19 +87,15 @@ def check_lengths(config: RunConfig) -> None:
 
 def _tokenizer(model: ModelConfig) -> "Tokenizer | None":
     """The tokenizer of a model whose files are on this machine."""
-    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - few runs need these
-    from tokenizers import Tokenizer  # noqa: PLC0415
+    from tokenizers import Tokenizer  # noqa: PLC0415 - few runs need these
 
-    file: object = None
-    if model.path is not None:
-        file = read_path(model.path) / TOKENIZER_FILE
-    elif model.shipped:
-        file = Path(str(files("llama_ssp"))) / "shipped" / model.name / TOKENIZER_FILE
-    elif model.hub_id:
-        file = try_to_load_from_cache(model.hub_id, TOKENIZER_FILE, revision=model.revision)
+    from llama_ssp.weights import hub  # noqa: PLC0415
+
     try:
-        tokenizer = Tokenizer.from_file(str(file))
+        folder = hub.folder_here(model)
+        tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE)) if folder else None
     except Exception:  # noqa: BLE001 - of any kind: a faulty file is refused where it is read
         return None
-    tokenizer.no_truncation()
+    if tokenizer:
+        tokenizer.no_truncation()
     return tokenizer

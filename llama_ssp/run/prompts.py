@@ -172,18 +172,18 @@ def _json(text: str, source: str) -> Iterator[_Record]:
 
 def _csv(text: str, source: str, *, delimiter: str = ",") -> Iterator[_Record]:
     csv.field_size_limit(sys.maxsize)  # prompts can be longer than csv's 128 KiB
-    rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    records = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
-        for row in rows:
-            where = f"line {rows.line_num} of prompts={source}"
-            if None in row or None in row.values():
+        for record in records:
+            where = f"line {records.line_num} of prompts={source}"
+            if None in record or None in record.values():
                 raise ConfigError(
                     f"{where} ends a row whose number of cells is not that of the first line, which names the columns "
-                    f"{', '.join(rows.fieldnames or ())}: quote cells that contain commas or line breaks"
+                    f"{', '.join(records.fieldnames or ())}: quote cells that contain commas or line breaks"
                 )
-            yield where, row
+            yield where, record
     except csv.Error as error:
-        raise ConfigError(f"line {rows.reader.line_num} of prompts={source} is not CSV: {error}") from None
+        raise ConfigError(f"line {records.reader.line_num} of prompts={source} is not CSV: {error}") from None
 
 
 def _parquet(_text: str, source: str) -> Iterator[_Record]:
@@ -194,12 +194,12 @@ def _parquet(_text: str, source: str) -> Iterator[_Record]:
             f"prompts={source} needs pyarrow: pip install pyarrow, or save the table as .jsonl or .csv"
         ) from None
     try:
-        rows = parquet.read_table(source).to_pylist()
+        records = parquet.read_table(source).to_pylist()
     except Exception as error:  # noqa: BLE001 - pyarrow's own errors, which cannot be named without it
         raise ConfigError(f"prompts={source} is no Parquet file that can be read: {reason_of(error)}") from None
-    for number, row in enumerate(rows, start=1):
+    for number, record in enumerate(records, start=1):
         # Times and the like become text, and what is not a number becomes null.
-        as_json = json.loads(json.dumps(row, default=str), parse_constant=lambda _: None)
+        as_json = json.loads(json.dumps(record, default=str), parse_constant=lambda _: None)
         yield f"row {number} of prompts={source}", as_json
 
 

@@ -111,7 +111,7 @@ def _activities(session: Session) -> list[RankActivity]:
             rank=comm.rank, rounds_s=decoder.rounds_s, waited_s=decoder.clock.waited_s, num_rounds=decoder.num_rounds,
             draft_cpu_s=decoder.clock.draft_cpu_s,
         )  # fmt: skip
-    return [RankActivity(**json.loads(each)) for each in comm.gather_text(json.dumps(asdict(own)))]
+    return [RankActivity(**json.loads(text)) for text in comm.gather_text(json.dumps(asdict(own)))]
 
 
 def excerpts(

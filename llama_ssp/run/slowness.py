@@ -75,11 +75,11 @@ def unusual_times(summary: Summary, plan: Plan | None, around: Surroundings) -> 
 
 def _late_draft(summary: Summary, timed: Timing, around: Surroundings) -> str | None:
     drafting = (
-        [each for each in summary.overlap.ranks if each.draft_cpu_s and each.num_rounds] if summary.overlap else []
+        [rank for rank in summary.overlap.ranks if rank.draft_cpu_s and rank.num_rounds] if summary.overlap else []
     )
     if not drafting or timed.overlap is None:
         return None
-    slowest = max(drafting, key=lambda each: each.worked_s)
+    slowest = max(drafting, key=lambda rank: rank.worked_s)
     expected_ms, took_ms = timed.overlap["draft_ms"], 1e3 * slowest.worked_s / slowest.num_rounds
     if took_ms <= _MUCH_SLOWER * expected_ms:
         return None

@@ -107,7 +107,7 @@ def _measure_costs(decoder: Decoder, choices: list[DraftChoice], *, comm: Comm, 
                 fastest[choice] = min(fastest[choice], seconds)
         if repetition > _NUM_WARM:
             is_enough = time.perf_counter() - started > _ENOUGH_S
-            left = [] if is_enough else [place for place, each in enumerate(timed) if _may_gain(each, fastest)]
+            left = [] if is_enough else [place for place, choice in enumerate(timed) if _may_gain(choice, fastest)]
             timed = [timed[place] for place in json.loads(comm.broadcast_text(json.dumps(left), src=0))]
             if not timed:
                 break
@@ -127,7 +127,7 @@ def _may_gain(choice: DraftChoice, fastest: dict[DraftChoice, float]) -> bool:
 
 
 def _on_a_line(seconds: dict[DraftChoice, float], *, fitted: list[DraftChoice]) -> dict[DraftChoice, float]:
-    """Smooth the times of a drafter's rounds: each drafted token costs a draft step and a row of verification."""
+    """Smooth the times of a drafter's rounds: each drafted token costs a draft step and a position of verification."""
     if len(fitted) < 2:  # noqa: PLR2004 - points of a line
         return seconds
     slope, first = linear_regression([choice.num_tokens for choice in fitted], [seconds[choice] for choice in fitted])

@@ -1,6 +1,6 @@
 """Validates a run config before any rank starts work. Reports all problems at once and imports nothing slow.
 
-Ranges, and settings without effect, are rows of tables; other checks are functions from the config to error sentences.
+Tables list ranges, and settings without effect; other checks are functions from the config to error sentences.
 The only file access is whether the prompt file exists; checkpoints and tokenizers are checked where they are read.
 """
 
@@ -40,7 +40,7 @@ def check(
     then returned, and has its default again.
     """
     of_task = [*task_of(config).problems(config, explicit)]
-    unread = [each for each in of_task if isinstance(each, NoEffect)] + [*_unread(config, explicit)]
+    unread = [found for found in of_task if isinstance(found, NoEffect)] + [*_unread(config, explicit)]
     problems = [
         *_ranges(config),
         *_files(config),
@@ -48,12 +48,12 @@ def check(
         *_models(config),
         *_synthetic(config),
         *_placement(config, world_size),
-        *(each for each in of_task if isinstance(each, str)),
-        *(str(each) for each in unread if not of_sweep or each.key in _NEVER_IGNORED),
+        *(found for found in of_task if isinstance(found, str)),
+        *(str(found) for found in unread if not of_sweep or found.key in _NEVER_IGNORED),
     ]
     if problems:
         raise ConfigError(one_message(problems))
-    for name in {each.key for each in unread} & {each.name for each in fields(config)}:
+    for name in {found.key for found in unread} & {setting.name for setting in fields(config)}:
         setattr(config, name, default_of(config, name))
     return unread
 
@@ -147,6 +147,12 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 """Conditions on numbers: key, what must hold, and what is required in words; a missing or null value passes."""
 
 
+def required_of(name: str) -> str | None:
+    """Say what a number must be, named by the last part of its key; None for settings without such a condition."""
+    found = (required for key, _, required in _RANGES if key.rpartition(".")[2] == name)
+    return next((required.format(null=value_of(None)) for required in found), None)
+
+
 def _ranges(config: RunConfig) -> Iterator[str]:
     for key, holds, required in _RANGES:
         value: Any = config
@@ -204,7 +210,7 @@ def _pair(config: RunConfig) -> Iterator[str]:
         return
     if drafters.has_own_tokenizer(config.draft):
         shapes = [(shape.model_type, shape.vocab_size) for shape in (target.shape, model.shape)]
-        is_listed = not any(each.path or is_hub_id(each.name) for each in (target, model))
+        is_listed = not any(entry.path or is_hub_id(entry.name) for entry in (target, model))
         if is_listed and shapes[0] == shapes[1] and not is_synthetic(config):
             yield (
                 f"{said('draft.tokenizer', 'own')} has no effect with draft={model.name}, which has the target's "
@@ -360,10 +366,10 @@ def _sizes(config: PlanConfig) -> Iterator[str]:
         if model.shape is None:
             continue
         limits = group == "model" or config.speculation.overlap
-        for each in fields(model.shape):
-            value, least = getattr(model.shape, each.name), int(each.default is MISSING)
+        for size in fields(model.shape):
+            value, least = getattr(model.shape, size.name), int(size.default is MISSING)
             if isinstance(value, int) and value < least and not isinstance(value, bool):
-                yield f"{said(group, model.name)}: shape.{each.name}={value} must be at least {least}"
+                yield f"{said(group, model.name)}: shape.{size.name}={value} must be at least {least}"
         if limits and context > model.shape.max_position_embeddings and not model.shape.is_head:
             yield (
                 f"prompt_tokens={config.prompt_tokens} and max_new_tokens={config.max_new_tokens} make {context}, "
@@ -495,13 +501,13 @@ _WITHOUT_EFFECT_ON_MODELS: tuple[tuple[str, Callable[[RunConfig, ModelConfig], b
 
 def _unread(config: RunConfig, explicit: frozenset[str]) -> Iterator[NoEffect]:
     """Yield the settings of `explicit` that have no effect."""
-    rows = [(keys, reason.format(task=task_of(config))) for keys, holds, reason in _WITHOUT_EFFECT if holds(config)]
+    found = [(keys, reason.format(task=task_of(config))) for keys, holds, reason in _WITHOUT_EFFECT if holds(config)]
     for group, entry, model in _chosen_models(config):
         for names, holds_for, reason in _WITHOUT_EFFECT_ON_MODELS:
             if holds_for(config, model):
                 keys = " ".join(f"{entry}.{name}" for name in names.split())
-                rows.append((keys, reason.format(key=entry, group=group)))
-    for keys, reason in rows:
+                found.append((keys, reason.format(key=entry, group=group)))
+    for keys, reason in found:
         for key in sorted(explicit):
             if any(key == top or key.startswith(f"{top}.") for top in keys.split()):
                 yield NoEffect(key, reason)

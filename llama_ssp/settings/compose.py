@@ -69,7 +69,7 @@ class Composed:
 
 
 def compose(words: Sequence[str], *, multirun: bool = False, root: str = "config") -> list[Composed]:
-    """Compose the settings of a run, or with `multirun` one for each combination of values.
+    """Compose the settings of a run, with `multirun` for each combination of values, or of a plan for each machine.
 
     A setting of the chosen task needs no `task.`, and takes the task's name instead. The text of `prompt=TEXT` is
     everything after the sign, and so are paths, unless they are quoted, null or hold ${...}. `root` is the file of
@@ -82,19 +82,19 @@ def compose(words: Sequence[str], *, multirun: bool = False, root: str = "config
         problems = _unread([text for text, word in read if word is None])
         values = []
         for word in filter(None, (word for _, word in read)):
-            found = [*_problems(word, groups, multirun=multirun)]
+            sweeps = multirun or (root, word.key) == ("plan", "hardware")
+            found = [*_problems(word, groups, multirun=multirun, sweeps=sweeps)]
             problems += found
             values += [] if found else [_values(word)]
         options: dict[tuple[str, ...], DictConfig] = {}
         composed = []
         for choice in product(*values):
-            each = [part for word in choice for part in _expanded(word)]
-            chosen = tuple(word.text for word in each if word.key in groups or word.is_for_hydra)
+            expanded = [part for word in choice for part in _expanded(word)]
+            chosen = tuple(word.text for word in expanded if word.key in groups or word.is_for_hydra)
             if chosen not in options:
-                of_hydra = any(word.is_for_hydra for word in each)
+                of_hydra = any(word.is_for_hydra for word in expanded)
                 options[chosen] = compose_options(root, [*chosen], return_hydra_config=of_hydra)
-            config = deepcopy(options[chosen]) if multirun else options[chosen]
-            composed.append(_composed(config, each, chosen, problems))
+            composed.append(_composed(deepcopy(options[chosen]), expanded, chosen, problems))
     if problems:
         raise ConfigError(one_message([*dict.fromkeys(problems)]))
     return composed
@@ -136,8 +136,8 @@ def parser() -> OverridesParser:
     return OverridesParser.create(hydra.config_loader() if hydra.is_initialized() else None)
 
 
-def _problems(word: _Word, groups: Mapping[str, Sequence[str]], *, multirun: bool) -> Iterator[str]:
-    """Yield why a word is refused whatever the other words are."""
+def _problems(word: _Word, groups: Mapping[str, Sequence[str]], *, multirun: bool, sweeps: bool) -> Iterator[str]:
+    """Yield why a word is refused whatever the other words are; `sweeps` allows it several values."""
     text, key, override = word.text, word.key, word.override
     if override is None:
         return
@@ -151,11 +151,11 @@ def _problems(word: _Word, groups: Mapping[str, Sequence[str]], *, multirun: boo
             )
     elif override.type is not OverrideType.CHANGE or override.package is not None:
         yield f"{text}: all settings exist already and are changed by name=value, without +, ~ or @"
-    elif override.is_sweep_override() and not (multirun and override.is_discrete_sweep()):
-        ways = "separate values by commas" if multirun else "add -m to run one after the other"
+    elif override.is_sweep_override() and not (sweeps and override.is_discrete_sweep()):
+        ways = "separate values by commas" if sweeps else "add -m to run one after the other"
         yield f"{text} gives several values: {ways}, or write a list as [a,b]"
     elif key in groups:
-        names = [each.text.partition("=")[2].strip(" '\"") for each in _values(word) if each.override]
+        names = [value.text.partition("=")[2].strip(" '\"") for value in _values(word) if value.override]
         yield from (problem for name in names for problem in problems_of_option(key, name, groups[key]))
     elif key == _STOPS and isinstance(items := override.value(), list) and not all(isinstance(i, str) for i in items):
         yield f"""{text}: quote items that are not plain words, as in stop_strings='["2.","true"]'"""
@@ -414,7 +414,7 @@ def _unknown_key(key: str, keys: frozenset[str]) -> str:
         owners = [
             name
             for name, task in sorted(task_specs().items())
-            if names[name] != "name" and any(each.name == names[name] for each in fields(task.config))
+            if names[name] != "name" and any(setting.name == names[name] for setting in fields(task.config))
         ]
         if owners:
             return f"{key} has no effect here: it is a setting of task={' and task='.join(owners)}"

@@ -77,7 +77,7 @@ def most_drafted_for(context: int, num_steps: int) -> int:
 
 
 def outgrown(draft: str, context: int, num_steps: int, *, longest: int) -> str | None:
-    """From where on the longest rows of a job go on without a draft of this context; None if it serves them all."""
+    """Say from where on the longest texts go on without a draft of this context; None if it serves them all."""
     most = most_drafted_for(context, num_steps)
     if longest <= most:
         return None

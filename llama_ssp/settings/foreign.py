@@ -40,7 +40,7 @@ _NAMES: dict[str, Counterpart] = {
     ),
     "target target_model model_name model": Counterpart("model", "model=NAME is the target"),
     "draft_model assistant_model speculative_model": Counterpart("draft", "draft=NAME is the draft"),
-    "device_map": Counterpart("device", "placement=accelerate puts the layers in a row over the GPUs"),
+    "device_map": Counterpart("device", "placement=accelerate puts the layers one after another over the GPUs"),
     "do_sample": Counterpart("sampling.temperature", "sampling=greedy draws nothing, and all other sampling draws"),
     "n num_return_sequences": Counterpart("num_samples", "num_samples=4 completes each prompt 4 times"),
     "torch_dtype": Counterpart("model.dtype", "model.dtype=bf16 is the number format of the target"),

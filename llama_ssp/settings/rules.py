@@ -21,9 +21,9 @@ class RuleRecord:
     verify: str | None
     # it needs no probabilities at any temperature: numbers of its position alone draw a token.
     draws_by_position: bool = False
-    keeps_all_rows: bool = False  # it keeps a row of fp32 numbers for every position instead of one.
+    keeps_all_rows: bool = False  # it keeps the vocabulary's fp32 numbers of every position instead of one.
     more_kernels: int = 0  # launched kernels beyond those of `speculative`.
-    more_passes: int = 0  # passes over a row of probabilities beyond those of `speculative`.
+    more_passes: int = 0  # passes over a position's probabilities beyond those of `speculative`.
 
     @property
     def needs_probs(self) -> bool:

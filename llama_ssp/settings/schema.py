@@ -45,27 +45,6 @@ class DraftLayout(Enum):
     own_gpu = "own_gpu"
 
 
-class WholeParts(Enum):
-    """Parts that every rank of a cut model holds whole: a collective less in every forward, or in every layer."""
-
-    none = "none"
-    embedding = "embedding"
-    attention = "attention"
-
-    @property
-    def keeps_embedding(self) -> bool:
-        """Whether the embedding is whole."""
-        return self is not WholeParts.none
-
-    @property
-    def keeps_attention(self) -> bool:
-        """Whether attention is whole."""
-        return self is WholeParts.attention
-
-
-DRAFT_WHOLE = WholeParts.embedding  # Of a sharded draft, whose steps are short.
-
-
 class DeviceKind(Enum):
     """Device of the ranks; `auto` uses GPUs if every rank has one."""
 
@@ -417,5 +396,7 @@ _OF_FILES = ("stored_format", "modules")
 
 def to_yaml(config: RunConfig) -> str:
     """Write all settings of a run as YAML, without what only the files of its models say."""
-    settings = asdict(config, dict_factory=lambda entries: {k: each for k, each in entries if k not in _OF_FILES})
+    settings = asdict(
+        config, dict_factory=lambda entries: {name: value for name, value in entries if name not in _OF_FILES}
+    )
     return yaml.dump(settings, Dumper=_Dumper, sort_keys=False, allow_unicode=True)

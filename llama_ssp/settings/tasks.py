@@ -1,8 +1,7 @@
-"""Kinds of records of tasks and of the suites of `task=evaluate`; the records stand with their code."""
+"""The records of tasks, which stand with their code."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from llama_ssp.registry import Registry
@@ -61,7 +60,7 @@ class TaskSpec:
     @property
     def name(self) -> str:
         """The task's name in `task=`."""
-        name = next(each.default for each in fields(self.config) if each.name == "name")
+        name = next(entry.default for entry in fields(self.config) if entry.name == "name")
         assert isinstance(name, str), f"`name` of {self.config.__name__} needs a default: the task's name in `task=`"
         return name
 
@@ -77,41 +76,7 @@ def task_of(config: RunConfig) -> TaskSpec:
     return TASKS.of(config.task.name)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Suite:
-    """One suite."""
-
-    name: str  # value of `task.suite`.
-    judge: Callable[[Any], Any]  # returns the `reports.records.Evaluation` of an `evaluation.evidence.Evidence`.
-    # which completions of such pairs the target scores, token by token, before the judge is called.
-    scored: Callable[[Any], Iterable[Any]] = lambda pairs: ()  # noqa: ARG005
-    # the draft scores the speculative ones too, and the judge has their sums (`evaluation.martingales`).
-    needs_sums: bool = False
-    # makes the prompts; None for those of the user, or `task.default_prompts`.
-    prompts: Callable[[RunConfig], Sequence[str]] | None = None
-    # values of the run's settings, by dotted key, where neither the user nor a bundle has set one.
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    settings: tuple[str, ...] = ()  # those of the task that this suite reads, apart from `suite` and `gate`.
-    # why more than one sample of a prompt has no effect, a relative clause; empty if it has one.
-    why_one_sample: str = ""
-    # yields the problems of a config.
-    problems: Callable[[RunConfig], Iterable[str]] = lambda config: ()  # noqa: ARG005
-
-
-SUITES: Registry[Suite] = Registry(setting="suite", modules=("llama_ssp.evaluation",), kind=Suite)
-register_suite, suites = SUITES.register, SUITES.all
-
-
-def fill_in(config: RunConfig, defaults: Mapping[str, Any], explicit: frozenset[str]) -> None:
-    """Set each key to its value unless it is in `explicit`, alone or with its group, or has another value already."""
-    for key, value in defaults.items():
-        group, _, name = key.rpartition(".")
-        part: Any = attrgetter(group)(config) if group else config
-        if not {key, group} & explicit and getattr(part, name) == default_of(part, name):
-            setattr(part, name, value)
-
-
 def default_of(part: Any, name: str) -> object:  # noqa: ANN401 - any dataclass of settings
     """The default of a field."""
-    entry = next(each for each in fields(part) if each.name == name)
+    entry = next(entry for entry in fields(part) if entry.name == name)
     return entry.default if entry.default_factory is MISSING else entry.default_factory()

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 
-from huggingface_hub import constants, errors, get_token, model_info, snapshot_download
+from huggingface_hub import constants, errors, get_token, model_info, snapshot_download, try_to_load_from_cache
 
 from llama_ssp import words
 from llama_ssp.architectures.eagle3 import read_head_config
@@ -47,6 +47,14 @@ def resolve(model: ModelConfig) -> Path:
         has_them = any(Path(name).match(WEIGHTS) for name in names)
         raise CheckpointError(_other_kind(model, folder, names) or _without_weights(model, folder, has_them=has_them))
     return folder
+
+
+def folder_here(model: ModelConfig) -> Path | None:
+    """Find the folder of a model, which may lack its weights, on this machine; None for one outside the hub's cache."""
+    if model.path is not None or model.shipped or model.hub_id is None:
+        return resolve(model)
+    found = try_to_load_from_cache(model.hub_id, CONFIG_FILE, revision=model.revision)
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def resolve_adapter(model: ModelConfig) -> Path | None:

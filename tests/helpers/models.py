@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from llama_ssp.architectures.family import record_of
+from llama_ssp.architectures.matrices import WholeParts
 from llama_ssp.models.huggingface.modules import load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner
@@ -18,7 +19,6 @@ from llama_ssp.models.loading import lean_weights, load_model
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.schema import WholeParts
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.in_memory import weights_of
 from llama_ssp.weights.source import WeightSource

@@ -14,14 +14,13 @@ from transformers.cache_utils import Cache
 from transformers.pytorch_utils import Conv1D
 
 from llama_ssp.architectures.family import record_of
-from llama_ssp.architectures.matrices import Inventory, Matrix
+from llama_ssp.architectures.matrices import Inventory, Matrix, WholeParts
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.huggingface.experts import experts_of
 from llama_ssp.models.huggingface.families import is_linear
 from llama_ssp.models.huggingface.modules import build_empty
 from llama_ssp.models.tensor_parallel import cut_dim
-from llama_ssp.settings.schema import WholeParts
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
 
 _LAYER = re.compile(r"\.\d+\.")

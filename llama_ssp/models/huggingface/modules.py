@@ -19,7 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from llama_ssp.architectures.family import check_servable, kept_whole, record_of
-from llama_ssp.architectures.matrices import cut_of
+from llama_ssp.architectures.matrices import WholeParts, cut_of
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.kernels.linear import Kernel, Linear
 from llama_ssp.models.attention import BY_POSITION
@@ -42,7 +42,6 @@ from llama_ssp.models.weights import (
     returning_memory,
 )
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.schema import WholeParts
 from llama_ssp.weights.source import WeightSource
 from llama_ssp.words import said
 

@@ -26,10 +26,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from llama_ssp.architectures.eagle3 import NUM_TAPS, HeadConfig
 from llama_ssp.architectures.family import inventory, record_of
-from llama_ssp.architectures.matrices import HEAD_CUTS, Matrix, cut_of
+from llama_ssp.architectures.matrices import HEAD_CUTS, Matrix, WholeParts, cut_of
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.models.weights import LINEAR, OTHER, Parameter
-from llama_ssp.settings.schema import WholeParts
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 

@@ -146,11 +146,11 @@ def kernel_s(device: torch.device) -> float:
     """
     if device.type != "cuda":
         return launch_s(device)
-    row, gate = (torch.zeros(1, width, dtype=torch.float16, device=device) for width in (2048, 8192))
+    hidden, gate = (torch.zeros(1, width, dtype=torch.float16, device=device) for width in (2048, 8192))
 
     def some() -> None:
         for _ in range(_NUM_OPERATORS // 2):
-            functional.rms_norm(row, row.shape[1:])
+            functional.rms_norm(hidden, hidden.shape[1:])
             functional.silu(gate)
 
     with selected(device):

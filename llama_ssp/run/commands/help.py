@@ -107,20 +107,20 @@ def _wrapped(text: str, first: str, later: str) -> str:
 def settings_of(schema: type[Any], prefix: str = "") -> Iterator[DescribedSetting]:
     """Describe every setting of a dataclass and of those inside it; a prefix stands before their keys."""
     hints = get_type_hints(schema)
-    for each in dataclasses.fields(schema):
-        if each.metadata.get("omegaconf_ignore"):
+    for entry in dataclasses.fields(schema):
+        if entry.metadata.get("omegaconf_ignore"):
             continue
-        hint, key = hints[each.name], f"{prefix}{each.name}"
+        hint, key = hints[entry.name], f"{prefix}{entry.name}"
         if inner := next(filter(is_schema, (hint, *get_args(hint))), None):
             yield from settings_of(inner, f"{key}.")
         else:
-            yield DescribedSetting(key=key, kind=_kind(hint), default=_default(each), meaning=help_of(each))
+            yield DescribedSetting(key=key, kind=_kind(hint), default=_default(entry), meaning=help_of(entry))
 
 
 def settings_of_plan() -> list[DescribedSetting]:
     """Describe the settings that a plan has and a run has not."""
-    of_runs = {each.name for each in dataclasses.fields(RunConfig)}
-    return [each for each in settings_of(PlanConfig) if each.key.partition(".")[0] not in of_runs]
+    of_runs = {entry.name for entry in dataclasses.fields(RunConfig)}
+    return [one for one in settings_of(PlanConfig) if one.key.partition(".")[0] not in of_runs]
 
 
 def task_settings(name: str) -> list[DescribedSetting]:
@@ -132,9 +132,7 @@ def task_settings(name: str) -> list[DescribedSetting]:
     }
     found = settings_of(task_specs()[name].config, "task.")
     return [
-        dataclasses.replace(each, default=shown.get(each.key, each.default))
-        for each in found
-        if each.key not in DERIVED
+        dataclasses.replace(one, default=shown.get(one.key, one.default)) for one in found if one.key not in DERIVED
     ]
 
 
@@ -146,7 +144,7 @@ def is_schema(kind: object) -> bool:
 def _kind(hint: object) -> str:
     """A type as the command line knows it: the members of an enum, or one word."""
     if get_origin(hint) in {Union, UnionType}:
-        return " or ".join("null" if each is type(None) else _kind(each) for each in get_args(hint))
+        return " or ".join("null" if kind is type(None) else _kind(kind) for kind in get_args(hint))
     if isinstance(hint, type) and issubclass(hint, Enum):
         return ", ".join(f"`{member.name}`" for member in hint)
     if get_origin(hint) is list:
@@ -155,9 +153,9 @@ def _kind(hint: object) -> str:
     return names.get(hint, "mapping") if isinstance(hint, type) else "mapping"
 
 
-def _default(each: dataclasses.Field[Any]) -> str:
+def _default(entry: dataclasses.Field[Any]) -> str:
     """Write a default as the command line takes it."""
-    default = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
+    default = entry.default if entry.default_factory is dataclasses.MISSING else entry.default_factory()
     if default is dataclasses.MISSING:
         return ""
     if isinstance(default, Enum):

@@ -100,8 +100,8 @@ def num_gpus(environ: Mapping[str, str]) -> int:
             return 0
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         if name in environ:
-            named = [each.strip() for each in environ[name].split(",")]
-            return named.index("-1") if "-1" in named else len([each for each in named if each])
+            named = [gpu.strip() for gpu in environ[name].split(",")]
+            return named.index("-1") if "-1" in named else len([gpu for gpu in named if gpu])
     nvidia = [file for file in _DEVICES.glob("nvidia[0-9]*") if file.name.removeprefix("nvidia").isdigit()]
     return len(nvidia) or sum(_is_gpu(node / "properties") for node in _AMD_NODES.glob("*"))
 

@@ -19,25 +19,20 @@ from collections.abc import Sequence
 from typing import cast
 
 from llama_ssp import catalogue
-from llama_ssp.errors import ConfigError, one_message
+from llama_ssp.errors import ConfigError
 from llama_ssp.machines import hardware
-from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.registry import load_plugins
 from llama_ssp.run.commands import help as help_page
 from llama_ssp.run.commands.options import Options, act_on
 from llama_ssp.run.tasks.dry_run import plan_on, resolve, show_machines, show_plan, show_search
-from llama_ssp.settings.compose import compose, parser, problems_of_option, to_run_config
+from llama_ssp.settings.compose import compose, to_run_config
 from llama_ssp.settings.schema import PlanConfig
 
-_KEY = "hardware"
 
-
-def read_settings(settings: list[str]) -> PlanConfig:
-    """Compose conf/plan.yaml with the settings; raises ConfigError for an invalid one."""
-    if names := compared(settings):  # all are planned with the settings of the first
-        settings = [*(each for each in settings if not each.startswith(f"{_KEY}=")), f"{_KEY}={names[0]}"]
-    (composed,) = compose(settings, root="plan")
-    return cast("PlanConfig", to_run_config(composed.config, explicit=composed.explicit))
+def read_settings(settings: Sequence[str]) -> list[PlanConfig]:
+    """Compose conf/plan.yaml with the settings, once for each machine; raises ConfigError for an invalid one."""
+    found = [to_run_config(one.config, explicit=one.explicit) for one in compose(settings, root="plan")]
+    return cast("list[PlanConfig]", found)
 
 
 def main(arguments: list[str]) -> int:
@@ -52,12 +47,12 @@ def main(arguments: list[str]) -> int:
 def _show(given: argparse.Namespace) -> None:
     load_plugins()
     catalogue.use(given.config_dir)
-    config = read_settings(given.settings)
-    if names := compared(given.settings):
+    config, *others = configs = read_settings(given.settings)
+    if others:
         if config.search or config.figure:
             asked = "search=true" if config.search else f"figure={config.figure}"
-            raise ConfigError(f"{asked} takes one machine, and hardware= names {len(names)}: give one of them")
-        show_machines(config, machines_of(names, given.settings))
+            raise ConfigError(f"{asked} takes one machine, and hardware= names {len(configs)}: give one of them")
+        show_machines(configs)
         return
     resolve(config)
     machine = hardware.build(config.hardware)
@@ -65,39 +60,3 @@ def _show(given: argparse.Namespace) -> None:
         show_search(config, machine, given.settings)
     else:
         show_plan(plan_on(config, machine), config.format, figure=config.figure)
-
-
-def compared(settings: Sequence[str]) -> list[str] | None:
-    """Name the machines of a list; None if the settings name one. ConfigError for names that do not exist."""
-    named = [setting.partition("=")[2] for setting in settings if setting.startswith(f"{_KEY}=")]
-    chosen = named[-1].strip("[]'\" ") if named else ""
-    names = [*dict.fromkeys(filter(None, map(str.strip, chosen.split(","))))]
-    if "," not in chosen or not names:
-        return None
-    known = hardware.names()
-    if problems := [problem for name in names for problem in problems_of_option(_KEY, name, known)]:
-        raise ConfigError(one_message(problems))
-    return names
-
-
-def machines_of(names: Sequence[str], settings: Sequence[str]) -> list[HardwareConfig]:
-    """Read the machines, with the figures that the settings change in all of them; ConfigError with all problems."""
-    changes = [setting.lstrip("+") for setting in settings if setting.lstrip("+").startswith(f"{_KEY}.")]
-    overrides = parser().parse_overrides(changes)
-    machines, problems = [], []
-    for name in names:
-        figures, _ = catalogue.option(_KEY, name) or ({}, None)
-        for override in overrides:
-            *path, last = override.key_or_group.split(".")[1:]
-            inner = figures
-            for key in path:
-                if not isinstance(inner.get(key), dict):
-                    inner[key] = {}
-                inner = inner[key]
-            inner[last] = override.value()
-        found = [f"{name}: {problem}" for problem in hardware.problems_of(figures)]
-        problems += found
-        machines += [] if found else [hardware.build(figures)]
-    if problems:
-        raise ConfigError(one_message(problems))
-    return machines

@@ -49,11 +49,13 @@ class Point:
 
 def points_of(composed: Sequence[Composed]) -> list[Point]:
     """The points of a sweep; raises as `to_run_config`."""
-    runs = [to_run_config(each.config, explicit=each.explicit) for each in composed]
     return [
-        Point(number=number, settings=each.settings, run=run, explicit=each.explicit)
-        for number, (each, run) in enumerate(zip(composed, runs, strict=True))
-    ]
+        Point(
+            number=number, settings=given.settings, run=to_run_config(given.config, explicit=given.explicit),
+            explicit=given.explicit,
+        )
+        for number, given in enumerate(composed)
+    ]  # fmt: skip
 
 
 def repeated(points: Sequence[Point]) -> Iterator[str]:

@@ -25,7 +25,7 @@ from llama_ssp.run.commands.points import check_here, for_all, points_of, repeat
 from llama_ssp.run.tasks import dry_run
 from llama_ssp.settings import checks
 from llama_ssp.settings.compose import COMPLETIONS, Composed, complete, compose, to_run_config
-from llama_ssp.settings.schema import RunConfig
+from llama_ssp.settings.schema import RunConfig, WeightsKind
 from llama_ssp.terminal.unread import complain
 from llama_ssp.words import visible
 
@@ -122,7 +122,7 @@ def _launch(arguments: list[str], ranks: Ranks, act: Act | None, interrupt: _Int
     if options.multirun and _is_submitted(composed, ranks):
         return
     is_to_stop = False
-    for number, each in enumerate(composed):
+    for number, settings in enumerate(composed):
         if interrupt.has_come:  # and is not handled yet
             raise KeyboardInterrupt
         if is_to_stop:
@@ -130,7 +130,7 @@ def _launch(arguments: list[str], ranks: Ranks, act: Act | None, interrupt: _Int
             raise InterruptedRun(f"{sentence} goes on from here")
         if number:
             gc.collect()  # frees the models of the last point: its objects refer to each other
-        checked = _check(each, ranks, number=number if options.multirun else None, warns=warns)
+        checked = _check(settings, ranks, number=number if options.multirun else None, warns=warns)
         is_to_stop = checked is not None and _act(act or task_code(), *checked, of_sweep=options.multirun)
 
 
@@ -180,7 +180,8 @@ def _check(
     clock = startup.StartClock(age_s=0.0 if number else startup.process_age_s())
     explicit = composed.explicit
     run = to_run_config(composed.config, explicit=explicit)
-    dry_run.settle_synthetic(run)
+    if run.weights is WeightsKind.synthetic:
+        dry_run.fill_in_sizes(run)
     for unread in checks.check(run, explicit, world_size=ranks.size, of_sweep=of_sweep):
         if ranks.rank == 0 and (warns or run.dry_run):
             complain(f"warning: at point {number} of the sweep, {unread}")

@@ -22,8 +22,8 @@ from pathlib import Path
 from hydra.core.override_parser.types import Quote, QuotedString
 
 from llama_ssp import catalogue
-from llama_ssp.catalogue import CONFIG_FILE, ModelConfig, read_path
-from llama_ssp.errors import CapacityError, ConfigError, one_message
+from llama_ssp.catalogue import ModelConfig
+from llama_ssp.errors import CapacityError, ConfigError
 from llama_ssp.machines import hardware
 from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.ranks.process import AGENT
@@ -95,11 +95,9 @@ def _words(point: Point) -> dict[str, str]:
 def _plan(point: Point, settings: SlurmConfig) -> _Job:
     """Plan a point, without the settings that have no effect there, which its job would refuse."""
     run = point.run
-    if problems := hardware.problems_of(run.hardware):
-        raise ConfigError(one_message(problems))
+    machine = hardware.build(run.hardware)
     if run.prompts == STANDARD_INPUT:
         raise ConfigError("prompts=- asks at a terminal, which a batch job does not have: give prompt= or a file")
-    machine = hardware.build(run.hardware)
     ranks_per_node = settings.ranks_per_node or machine.num_gpus
     if machine.device == "cuda" and ranks_per_node > machine.num_gpus:
         raise ConfigError(
@@ -108,9 +106,9 @@ def _plan(point: Point, settings: SlurmConfig) -> _Job:
         )
     world_size = settings.nodes * ranks_per_node
     unread = checks.check(run, point.explicit, world_size=world_size, of_sweep=True)
-    for each in unread:
-        complain(f"warning: {point.name}: {each}")
-    point = point.without({each.key for each in unread})
+    for found in unread:
+        complain(f"warning: {point.name}: {found}")
+    point = point.without({found.key for found in unread})
     if settings.nodes > 1 and machine.network is None:
         raise ConfigError(
             f"{LAUNCHER}.nodes={settings.nodes}: hardware={machine.name} does not say how nodes are connected"
@@ -131,12 +129,12 @@ def _show(jobs: Sequence[_Job], settings: SlurmConfig) -> None:
             command = _command(group, settings, after=None)
             print(visible(f"\n{_named(group)} would be queued by\n  {shlex.join(command)}"))
     common = set.intersection(*(set(job.point.settings) for job in jobs)) if len(jobs) > 1 else set()
-    rows = []
+    planned = []
     for job in jobs:  # each named by the settings that not all have
         name = [str(job.point.number), *(word for word in job.point.settings if word not in common)]
-        rows.append((" ".join(name), job.plan, expected_hours(job.point.run, job.plan)))
+        planned.append((" ".join(name), job.plan, expected_hours(job.point.run, job.plan)))
     print()
-    print_jobs(rows)
+    print_jobs(planned)
 
 
 def _arrays(jobs: Sequence[_Job], settings: SlurmConfig) -> list[list[_Job]]:
@@ -289,21 +287,15 @@ def _copies(run: RunConfig, folder: str | None) -> Iterator[_Copy]:
 
 def _weights_here(model: ModelConfig) -> Path:
     """Return the model's folder, or its snapshot in the hub's cache; never downloads."""
-    if model.path is not None:
-        source = read_path(model.path).resolve()
-        if not source.is_dir():
-            raise ConfigError(
-                f"{model.path} is not a folder: the weights of model {model.name} cannot be copied from it"
-            )
-        return source
-    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - only staged hub models need it
+    from llama_ssp.weights import hub  # noqa: PLC0415 - only staged models need it
 
-    from llama_ssp.weights.hub import WEIGHTS, download_command  # noqa: PLC0415 - as above
-
-    found = try_to_load_from_cache(str(model.hub_id), CONFIG_FILE, revision=model.revision)
-    # Planning may have downloaded this one file.
-    if not isinstance(found, str) or not any(Path(found).parent.glob(WEIGHTS)):
+    folder = hub.folder_here(model)
+    if model.path is not None and folder and not folder.is_dir():
+        raise ConfigError(f"{model.path} is not a folder: the weights of model {model.name} cannot be copied from it")
+    # Planning may have downloaded config.json alone.
+    if model.path is None and not (folder and any(folder.glob(hub.WEIGHTS))):
         raise ConfigError(
-            f"staging copies local weights, and {model.hub_id} is not in the hub's cache: {download_command(model)}"
+            f"staging copies local weights, and {model.hub_id} is not in the hub's cache: {hub.download_command(model)}"
         )
-    return Path(found).parent
+    assert folder
+    return folder.resolve() if model.path is not None else folder

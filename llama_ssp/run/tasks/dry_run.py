@@ -5,7 +5,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -13,7 +13,7 @@ from typing import Any
 
 from llama_ssp.architectures.reading import check_readable, read_config, read_stored_format
 from llama_ssp.catalogue import ModelConfig, read_path
-from llama_ssp.errors import CapacityError, ConfigError, one_message
+from llama_ssp.errors import CapacityError, ConfigError
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.machines.machine import detect_hardware, machine_of_run
@@ -62,17 +62,16 @@ def show_search(config: PlanConfig, machine: HardwareConfig, settings: Sequence[
     _show(found, found.document, config.format, config.figure)
 
 
-def show_machines(config: PlanConfig, machines: Sequence[HardwareConfig]) -> None:
+def show_machines(configs: Sequence[PlanConfig]) -> None:
     """Print the plans of a spec on several machines in one table, in the order given.
 
     Raises CapacityError at the end if it fits none.
     """
     plans = []
-    for machine in machines:
-        on_machine = replace(config, hardware=asdict(machine))
-        resolve(on_machine)
-        plans.append(plan_on(on_machine, machine))
-    _show(plans, lambda: {"plan_version": PLAN_VERSION, "plans": [*map(document, plans)]}, config.format)
+    for config in configs:
+        resolve(config)
+        plans.append(plan_on(config, hardware.build(config.hardware)))
+    _show(plans, lambda: {"plan_version": PLAN_VERSION, "plans": [*map(document, plans)]}, configs[0].format)
     if not any(plan.fits for plan in plans):
         nearest = min(plans, key=lambda plan: plan.fullest.needed_bytes / plan.fullest.capacity_bytes)
         raise CapacityError(
@@ -109,7 +108,7 @@ def _show(
 
 
 def settings_of_run(config: RunConfig) -> dict[str, str]:
-    """How messages express settings that a run does not have; see `shortage`."""
+    """Phrases of messages for settings that a run does not have; see `shortage`."""
     words = {
         "hardware": "a machine like {}", "hardware.num_gpus": "{} GPUs", "hardware.num_nodes": "{} nodes",
         "placement.target.tp_size": "{} ranks", "prompt_tokens": "prompts of at most {} tokens",
@@ -136,8 +135,7 @@ def plan_ahead(config: RunConfig, *, world_size: int, machine: HardwareConfig | 
 
 def resolve(config: PlanConfig) -> None:
     """Fill in the sizes of a plan's models, and check the config; raises ConfigError, or as `with_hub_sizes`."""
-    config.model = with_hub_sizes(config.model, is_plan=True)
-    config.draft.model = config.draft.model and with_hub_sizes(config.draft.model, is_plan=True)
+    fill_in_sizes(config, is_plan=True)
     resolve_shapes(config)
     check_plan(config)
 
@@ -173,11 +171,10 @@ def with_hub_sizes(model: ModelConfig, *, is_plan: bool = False) -> ModelConfig:
     return replace(model, shape=shape, stored_dtype=stored, stored_format=read_stored_format(folder, shape))
 
 
-def settle_synthetic(config: RunConfig) -> None:
-    """Fill in the sizes of models that only the hub knows, if weights are generated; raises as `with_hub_sizes`."""
-    if config.weights is WeightsKind.synthetic:
-        config.model = with_hub_sizes(config.model)
-        config.draft.model = config.draft.model and with_hub_sizes(config.draft.model)
+def fill_in_sizes(config: RunConfig, *, is_plan: bool = False) -> None:
+    """Fill in the sizes of models that only the hub knows; raises as `with_hub_sizes`."""
+    config.model = with_hub_sizes(config.model, is_plan=is_plan)
+    config.draft.model = config.draft.model and with_hub_sizes(config.draft.model, is_plan=is_plan)
 
 
 def choose_for_run(config: RunConfig, *, world_size: int, on_cpu: bool) -> tuple[PlanSpec, str]:
@@ -193,8 +190,8 @@ def _spec_ahead(config: RunConfig, *, world_size: int, on_cpu: bool) -> tuple[Pl
     that are unknown yet count TYPED_TOKENS each, and fill all rows. Models of the hub get their sizes.
     """
     machine = machine_of_run(hardware_of(config, on_cpu=on_cpu), world_size)
-    draft = replace(config.draft, model=config.draft.model and with_hub_sizes(config.draft.model))
-    config, lengths = replace(config, model=with_hub_sizes(config.model), draft=draft), [TYPED_TOKENS]
+    config, lengths = replace(config, draft=replace(config.draft)), [TYPED_TOKENS]
+    fill_in_sizes(config)
     if prompts := known_prompts(config):
         lengths = [
             prompt.num_characters // CHARACTERS_PER_TOKEN + 1 + len(prompt.earlier) * config.max_new_tokens
@@ -262,9 +259,10 @@ def expected_hours(config: RunConfig, plan: Plan) -> float | None:
         return None
     num_completions = len(prompts) * config.num_samples
     num_batches = -(-num_completions // (plan.spec.batch_size * plan.spec.num_replicas))
-    modes_s = [timed.plain_run_s] if timed.speculative_run_s is None or task.has_both_modes else []
-    modes_s += [] if timed.speculative_run_s is None else [timed.speculative_run_s]
-    return num_batches * config.max_new_tokens * sum(modes_s) / 3600
+    mode_s = timed.speculative_run_s or timed.plain_run_s
+    if timed.speculative_run_s and task.has_both_modes:
+        mode_s += timed.plain_run_s
+    return num_batches * config.max_new_tokens * mode_s / 3600
 
 
 def forecast(timed: Timing) -> Forecast:
@@ -279,8 +277,4 @@ def forecast(timed: Timing) -> Forecast:
 
 def hardware_of(config: RunConfig, *, on_cpu: bool) -> HardwareConfig:
     """Return the machine that the config names, else this one; raises ConfigError without a correct description."""
-    if not config.hardware:
-        return detect_hardware(on_cpu=on_cpu)
-    if problems := hardware.problems_of(config.hardware):
-        raise ConfigError(one_message(problems))
-    return hardware.build(config.hardware)
+    return hardware.build(config.hardware) if config.hardware else detect_hardware(on_cpu=on_cpu)

@@ -58,7 +58,7 @@ def evaluate(session: Session, requests: list[PromptRequest]) -> None:
 
 
 def rounds_of(config: RunConfig) -> Rounds:
-    """How the speculative rounds of a run draft and verify."""
+    """Describe how the speculative rounds of a run draft and verify."""
     draft, rule, tree = config.draft, config.verification.rule, config.speculation.tree_shape
     is_certain = drafts_greedily(draft) or not drafter_of(draft).has_model
     if tree:

@@ -33,14 +33,17 @@ def pair() -> Pair:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"temperature": "hot"}, "temperature='hot' must be a number, for example 0.8; 0 is greedy"),
+        ({"temperature": "hot"}, "temperature='hot' must be a number: 0 (greedy) or at least 1e-06, for example 0.8"),
         ({"temperature": -1}, "temperature=-1.0 must be 0 (greedy) or at least 1e-06, for example 0.8"),
-        ({"top_k": 1.5}, "top_k=1.5 must be a whole number, for example 50, or None for the whole vocabulary"),
+        ({"top_k": 1.5}, "top_k=1.5 must be a whole number or None: at least 1, or None for the whole vocabulary"),
         ({"top_k": 0}, "top_k=0 must be at least 1, or None for the whole vocabulary"),
-        ({"max_new_tokens": True}, "max_new_tokens=True must be a whole number of tokens, for example 64"),
-        ({"num_draft_tokens": "many"}, "num_draft_tokens='many' must be a whole number, for example 4, or 'auto'"),
+        ({"max_new_tokens": True}, "max_new_tokens=True must be a whole number: at least 1, for example 64"),
+        (
+            {"num_draft_tokens": "many"},
+            "num_draft_tokens=many must be at least 1 and at most 1024, for example 4, or auto",
+        ),
         ({"num_draft_tokens": 0}, "num_draft_tokens=0 must be at least 1 and at most 1024, for example 4, or auto"),
-        ({"seed": None}, "seed=None must be a whole number"),
+        ({"seed": None}, "seed=None must be a whole number: between 0 and 2^63 - 1"),
         ({"stop": 5}, "stop=5 must be a text or a list of texts"),
         ({"stop": ["a", ""]}, 'stop has an empty string, which matches everywhere: give texts such as stop=["\\n\\n"]'),
         ({"chat": "yes"}, "chat='yes' must be True or False"),
@@ -57,8 +60,9 @@ def pair() -> Pair:
         (
             {"temperature": "hot", "seed": 1.0},
             (
-                "2 problems in the arguments:\n  1. temperature='hot' must be a number, for example 0.8; 0 is greedy\n"
-                "  2. seed=1.0 must be a whole number"
+                "2 problems in the arguments:\n  1. temperature='hot' must be a number: 0 (greedy) or at least 1e-06, "
+                "for example 0.8\n"
+                "  2. seed=1.0 must be a whole number: between 0 and 2^63 - 1"
             ),
         ),
         (
@@ -137,7 +141,7 @@ def test_numbers_of_other_libraries_are_numbers(pair: Pair) -> None:
         (plan, ["30B"], {"hardware": 5}, "hardware=5 must be a name of conf/hardware, or a HardwareConfig"),
         (plan, ["30B"], {"hardware": "8xa100_80gb", "num_gpus": 0}, "^num_gpus=0"),
         (plan, ["30B"], {"placement": "wide"}, "unknown placement 'wide': there are auto, one_rank, own_gpu, repl"),
-        (plan, ["30B"], {"batch_size": "two"}, "batch_size='two' must be a whole number of rows"),
+        (plan, ["30B"], {"batch_size": "two"}, "batch_size='two' must be a whole number: at least 1 sequence"),
         (plan, ["30B", "7B"], {"num_draft_tokens": 0}, "^num_draft_tokens=0 must be at least 1"),
         (plan, ["30B", "7B"], {"acceptance": 2}, "^acceptance=2.0 must be a probability, between 0 and 1"),
         (plan, ["30B", "llama3_8B"], {}, "^the draft must have the target's vocabulary: target=30B has 32000"),

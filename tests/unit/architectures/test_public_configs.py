@@ -12,6 +12,7 @@ import yaml
 from transformers import CONFIG_MAPPING
 
 from llama_ssp.architectures.family import kept_whole, kinds, record_of
+from llama_ssp.architectures.matrices import WholeParts
 from llama_ssp.architectures.reading import check_readable, read_config
 from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import SspError
@@ -21,7 +22,7 @@ from llama_ssp.models.tensor_parallel import shard
 from llama_ssp.planning.memory import model_bytes, rank_shares
 from llama_ssp.planning.spec import planned_model
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.schema import TargetKind, WholeParts
+from llama_ssp.settings.schema import TargetKind
 from llama_ssp.weights.checkpoint import Checkpoint, inspect, shape_of
 from tests.helpers import library_kinds
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from llama_ssp.architectures.matrices import split_model
+from llama_ssp.architectures.matrices import WholeParts, split_model
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.huggingface.modules import load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
@@ -18,7 +18,6 @@ from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.tensor_parallel import shard
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.schema import WholeParts
 from llama_ssp.weights.checkpoint import Checkpoint, inspect, shape_of
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.lanes import heavy

@@ -45,7 +45,7 @@ def test_what_is_stored_is_found_and_measuring_again_replaces_it(own_conf: OwnCo
     own_conf("pairs.yaml", "pairs: []\n")
     file = store(entry(0.7, low=0.66, high=0.74, temperature=0.8))
     assert file == catalogue.user_dir() / "measured_pairs.yaml"
-    assert of_pair("7B", "tinyllama_1B") == Acceptance(probability=0.7, low=0.66, high=0.74, source="measured")
+    assert of_pair("7B", "tinyllama_1B") == Acceptance(probability=0.7, ends=(0.66, 0.74), source="measured")
     store(entry(0.71, temperature=0.8))
     assert of_pair("7B", "tinyllama_1B").probability == 0.71
     assert len(yaml.safe_load(file.read_text())["pairs"]) == 1

@@ -9,11 +9,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llama_ssp import catalogue
 from llama_ssp.architectures.family import inventory
+from llama_ssp.architectures.matrices import WholeParts
 from llama_ssp.catalogue import Dtype
 from llama_ssp.models.tensor_parallel import shard
 from llama_ssp.planning.memory import shares, weight_bytes
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.schema import WholeParts
 from llama_ssp.weights.checkpoint import shape_of
 from tests.helpers.planning import small_model
 

@@ -71,5 +71,5 @@ def test_speedups_are_paired_by_prompt_and_not_by_totals() -> None:
 
 def test_turns_of_a_conversation_and_samples_of_a_prompt_are_one_prompt() -> None:
     turns = [replace(PLAIN, index=index, turn=index, sample=sample) for index in range(2) for sample in range(3)]
-    (mode,) = measure(turns).modes.values()
-    assert (mode.num_prompts, mode.num_completions) == (1, 6)
+    (mode,) = measure([*turns, replace(PLAIN, index=2, ms=200.0)]).modes.values()
+    assert (mode.ms_per_token.value, mode.num_completions) == (15.0, 7), "the median of two prompts"

@@ -109,7 +109,7 @@ def test_every_plan_on_a_page_composes() -> None:
     commands = [match["words"] for line in lines() for command in line if (match := PLAN.fullmatch(command))]
     assert commands != []
     for words in commands:
-        assert plan.read_settings(shlex.split(words)).model.name
+        assert plan.read_settings(shlex.split(words))[0].model.name
 
 
 def test_the_file_of_prompts_is_made_as_the_pages_say(tmp_path: Path) -> None:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from llama_ssp.architectures.family import inventory
+from llama_ssp.architectures.matrices import WholeParts
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.schema import SamplingConfig, VerificationConfig, WholeParts
+from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.drafters.shared import BroadcastDrafter
 from llama_ssp.speculate.sampling.context import Rows
