@@ -63,6 +63,12 @@ class Dtype(Enum):
     bf16 = "bfloat16"
     fp16 = "float16"
 
+    @classmethod
+    def find(cls, name: object) -> "Dtype | None":
+        """The member of a name, ours or torch's."""
+        text = str(name).removeprefix("torch.")
+        return next((member for member in cls if text in {member.name, member.value}), None)
+
     @property
     def is_short(self) -> bool:
         """Whether a value has 16 bits."""
@@ -278,11 +284,6 @@ _INHERITING, _MERGED = ("model", "hardware"), ("shape", "sources")
 """Groups whose files have an entry that they are based on, and their fields that are merged with its."""
 
 
-def has_own(group: str, name: str) -> bool:
-    """Whether the user has a file for an option."""
-    return any(_is_file(folder / group / f"{name}.yaml") for folder in own_folders())
-
-
 def is_own(file: Path) -> bool:
     """Whether a file is the user's."""
     return not file.is_relative_to(conf_dir())
@@ -377,16 +378,8 @@ def load(name: str) -> ModelConfig:
     An unknown name, or a file that describes no model, raises ConfigError.
     """
     file = _file(name)
-    return _entry(name, file) if file else ModelConfig(name=name, hub_id=name)
-
-
-def entries() -> list[ModelConfig]:
-    """Read all entries, in the order of `names`; raises as `load`."""
-    files = {name: find("model", name) for name in names("model")}
-    return [_entry(name, file) for name, file in files.items() if file]
-
-
-def _entry(name: str, file: Path) -> ModelConfig:
+    if file is None:
+        return ModelConfig(name=name, hub_id=name)
     fields = _fields("model", file, names_below=())
     if fields.get("name") != name:
         raise ConfigError(f"{shown(file)} must have the line name: {name}, the name of the file")
@@ -401,6 +394,11 @@ def _entry(name: str, file: Path) -> ModelConfig:
     if problem:
         raise ConfigError(f"{shown(file)} does not describe a model: {problem}")
     return model
+
+
+def entries() -> list[ModelConfig]:
+    """Read all entries, in the order of `names`; raises as `load`."""
+    return [*map(load, names("model"))]
 
 
 def may_share_vocabulary(target: ModelShape, draft: ModelShape) -> bool:
@@ -435,8 +433,9 @@ def _relative_size(model: ModelConfig) -> int:
 
 def _file(name: str) -> Path | None:
     """The file of an entry; None for an id of the hub without one. ConfigError for any other name."""
-    if is_hub_id(name) or name in names("model"):
-        return find("model", name)
+    file = find("model", name) if is_hub_id(name) or "/" not in name else None
+    if file or is_hub_id(name):
+        return file
     raise ConfigError(unknown_name("model", name, names("model")))
 
 

@@ -90,6 +90,12 @@ def one_message(problems: Sequence[str]) -> str:
     return f"{len(problems)} problems in the {'arguments' if to_library() else 'configuration'}:\n" + "\n".join(lines)
 
 
+def refuse(problems: Sequence[str]) -> None:
+    """Raise one ConfigError for all problems; do nothing without any."""
+    if problems:
+        raise ConfigError(one_message(problems))
+
+
 def similar_name(given: str, known: Iterable[str]) -> str | None:
     """The known name that was most likely meant, whatever the case of the letters; None if none is similar.
 

@@ -14,7 +14,8 @@ _ARGUMENTS = {"model": "target", "verification": "rule", "stop_strings": "stop"}
 _GROUPS = {"sampling", "speculation", "verification", "hardware", "draft", "model", "draft.model"}
 """Settings with another name as arguments, and groups whose settings are arguments without the group."""
 _PHRASES: dict[tuple[str, object], str] = {
-    ("sampling", "greedy"): "temperature=0", ("model.path", "DIR"): "the folder of a checkpoint",
+    ("sampling", "greedy"): "temperature=0", ("sampling", "model"): "sampling='model'",
+    ("model.path", "DIR"): "the folder of a checkpoint",
     ("draft.model.path", "DIR"): "the folder of a checkpoint",
 }  # fmt: skip
 

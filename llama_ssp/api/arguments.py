@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
 from llama_ssp import catalogue
 from llama_ssp.catalogue import LOCAL, Dtype, ModelConfig, is_hub_id, read_path
-from llama_ssp.errors import ConfigError, one_message, similar_name, unknown_name
+from llama_ssp.errors import ConfigError, refuse, similar_name, unknown_name
 from llama_ssp.settings.checks import required_of
 from llama_ssp.settings.drafters import DraftTokenizer, ModelDraftConfig, drafters
 from llama_ssp.settings.foreign import FOREIGN
@@ -71,8 +71,7 @@ def known_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Argume
     @wraps(function)
     def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         with in_library_words():
-            if problems := [unknown(name) for name in kwargs if name not in names]:
-                raise ConfigError(one_message(problems))
+            refuse([unknown(name) for name in kwargs if name not in names])
         return function(*args, **kwargs)
 
     return checked
@@ -100,8 +99,7 @@ def check_types(function: Callable[..., object], given: Mapping[str, object]) ->
             continue
         if not fits:
             problems.append(f"{name}={reprlib.repr(value)} must be {wanted}")
-    if problems:
-        raise ConfigError(one_message(problems))
+    refuse(problems)
     return values
 
 
@@ -153,8 +151,7 @@ def in_format(entry: ModelConfig, *, dtype: object, **formats: object) -> ModelC
     Raises ConfigError for an unknown one.
     """
     if dtype is not None:
-        name = dtype.value if isinstance(dtype, Dtype) else str(dtype).removeprefix("torch.")
-        found = next((member for member in Dtype if name in {member.name, member.value}), None)
+        found = dtype if isinstance(dtype, Dtype) else Dtype.find(dtype)
         if found is None:
             raise ConfigError(unknown_name("dtype", str(dtype), Dtype.__members__))
         entry.dtype = found

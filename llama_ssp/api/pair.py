@@ -61,7 +61,6 @@ AnyPrompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int] | Tenso
 _OneDtype = Dtype | torch.dtype | str | None
 _OneTokenizer = PreTrainedTokenizerBase
 _SAMPLING = {entry.name: entry.default for entry in fields(SamplingConfig) if entry.name != "from_model"}
-_WHOLE = "sampling='model'"
 _SHOWN = 40
 """Characters of a text in a `repr`."""
 _MOST_KEPT = 4
@@ -282,8 +281,8 @@ class Pair:
         drawn = SamplingConfig(**{name: read[name] for name in _SAMPLING})
         if read["sampling"] == FROM_MODEL:
             drawn.from_model = [name for name in schema.FROM_MODEL if read[name] == _SAMPLING[name]]
-        drawn = with_model_sampling(drawn, self.generation, whole=_WHOLE)
-        if note := note_on(drawn, self.generation or {}, group="", whole=_WHOLE):
+        drawn = with_model_sampling(drawn, self.generation)
+        if note := note_on(drawn, self.generation or {}):
             warnings.warn(note, stacklevel=4)
         return drawn
 

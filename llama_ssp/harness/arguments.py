@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
+from llama_ssp.api.arguments import check_types
 from llama_ssp.catalogue import ModelConfig
-from llama_ssp.errors import ConfigError, one_message, unknown_name
+from llama_ssp.errors import refuse, unknown_name
 from llama_ssp.run.tasks.records import GenerateConfig
 from llama_ssp.settings.checks import check_values
 from llama_ssp.settings.rules import DEFAULT
@@ -51,24 +52,14 @@ class ModelArguments:
     @classmethod
     def read(cls, given: Mapping[str, object]) -> Self:
         """Read arguments whose values the harness has parsed; raises ConfigError for all problems together."""
-        known = {argument.name: argument for argument in fields(cls)}
-        values, problems = dict[str, Any](), []
-        for name, value in given.items():
-            if name not in known:
-                problems.append(unknown_name("model argument", name, known))
-            elif value is None and known[name].default is None:
-                continue
-            elif known[name].type not in (int, int | None):
-                values[name] = str(value)
-            elif not isinstance(value, bool) and str(value).isdecimal():
-                values[name] = int(str(value))
-            else:
-                problems.append(f"{name}={value} must be a whole number, for example {known[name].default or 1024}")
+        known = [argument.name for argument in fields(cls)]
+        problems = [unknown_name("model argument", name, known) for name in given if name not in known]
         if "target" not in given:
             problems.append("a target is required: give --model_args target=NAME, or the folder of a checkpoint")
-        if problems:
-            raise ConfigError(one_message(problems))
-        return cls(**values)
+        refuse(problems)
+        values = {name: value for name, value in given.items() if value is not None}
+        numbers = {name: int(value) for name, value in values.items() if isinstance(value, str) and value.isdecimal()}
+        return cls(**check_types(cls, values | numbers))
 
     def settings(self) -> dict[str, Any]:
         """The fields of a `RunConfig` that they decide, checked without models; raises ConfigError."""
@@ -95,8 +86,7 @@ def generation_settings(given: Mapping[str, Any], *, max_gen_toks: int) -> dict[
         name: value for name, value in given.items() if value is not None and value not in _WITHOUT_EFFECT.get(name, ())
     }
     known = _SAMPLING | _OTHER
-    if problems := [unknown_name("generation argument", name, known) for name in sorted(kept.keys() - known)]:
-        raise ConfigError(one_message(problems))
+    refuse([unknown_name("generation argument", name, known) for name in sorted(kept.keys() - known)])
     if kept.get("do_sample"):
         kept.setdefault("temperature", 1.0)
     from lm_eval.models.utils import normalize_gen_kwargs  # noqa: PLC0415 - an optional package

@@ -52,8 +52,10 @@ def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:
             flops_per_s=dict.fromkeys(laptop.flops_per_s, median(speed.flops_per_s for speed in speeds.values())),
             sources=laptop.sources | dict.fromkeys(figures, "measured by the first run on this machine"),
         )  # fmt: skip
-    entries = map(hardware.load, hardware.names())
-    for entry in sorted(entries, key=lambda one: (not catalogue.has_own("hardware", one.name), one.num_gpus > 1)):
+    files = {name: catalogue.find("hardware", name) for name in hardware.names()}
+    own = {name for name, file in files.items() if file and catalogue.is_own(file)}
+    entries = map(hardware.load, files)
+    for entry in sorted(entries, key=lambda one: (one.name not in own, one.num_gpus > 1)):
         if _describes(entry, gpus[0]) and (entry.num_gpus == 1 or entry.num_gpus >= len(gpus)):
             name = f"{len(gpus)}x{entry.name}" if entry.num_gpus == 1 < len(gpus) else entry.name
             return replace(entry, name=name, num_gpus=len(gpus))

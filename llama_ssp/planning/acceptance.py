@@ -57,8 +57,9 @@ def expected_of_spec(spec: PlanSpec) -> Acceptance:
     """The acceptance that the user gave, else what is expected of the pair."""
     if spec.acceptance is not None:
         return Acceptance(probability=spec.acceptance, source="given as speculation.acceptance")
-    draft = spec.draft.name if spec.draft else str(spec.free_draft)
-    return expected(spec.target.name, draft, has_model=spec.draft is not None, temperature=spec.temperature)
+    return expected(
+        spec.target.name, str(spec.draft_name), has_model=spec.draft is not None, temperature=spec.temperature
+    )
 
 
 def expected(target: str, draft: str, *, has_model: bool = True, temperature: float | None = None) -> Acceptance:
@@ -82,7 +83,7 @@ def remarks(spec: PlanSpec, acceptance: Acceptance | None, best_ks: tuple[int, i
             f"the best K is {best_ks[0]} to {best_ks[1]}, by the acceptance: no K is recommended before the pair is "
             "measured; speculation.num_draft_tokens=auto finds it while it runs"
         )
-    draft = spec.draft.name if spec.draft else spec.free_draft
+    draft = spec.draft_name
     if LOCAL in (spec.target.name, draft):  # a name of any folder, which no pair is stored by
         yield "to know it, measure the pair once with task=latency; speculation.acceptance= takes what it prints"
         return

@@ -38,7 +38,7 @@ from llama_ssp.errors import PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
 from llama_ssp.settings.rules import rule_of
-from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, TargetKind
+from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, TargetKind
 from llama_ssp.storage.formats import NO_QUANTIZATION, ORDER_BYTES, PackedLayout, StorageFormat, format_of
 
 HALF_BLOCK = 512
@@ -225,13 +225,12 @@ def split_layers(num_layers: int, *, num_devices: int) -> tuple[range, ...]:
 class _Part:
     """One model's part on one rank, or on one device of a layer-wise target; by default none.
 
-    Its cache has `slot_bytes` a slot over `of_layers`. `width` is the size of queries, keys and values of a position,
+    A slot of its cache has `slot_bytes / of_layers`. `width` is the size of queries, keys and values of a position,
     `working_bytes` that of the largest unpacked matrix. `temporary_bytes` are needed in addition to the weights while
     loading.
     """
 
     weights: WeightBytes = WeightBytes()
-    cache_bytes: int = 0
     slot_bytes: int = 0
     of_layers: int = 1
     num_heads: int = 0
@@ -239,6 +238,10 @@ class _Part:
     units: int = 0
     working_bytes: int = 0
     temporary_bytes: int = 0
+
+    def cache_bytes(self, num_slots: int) -> int:
+        """Bytes of its cache with so many slots of all rows."""
+        return num_slots * self.slot_bytes // self.of_layers
 
 
 _NOTHING = _Part()
@@ -289,21 +292,12 @@ def _layer_wise(model: PlannedModel, held: tuple[range, ...]) -> tuple[Inventory
     )
 
 
-def _parts(
-    model: PlannedModel, device: str, *, num_slots: int, num_ranks: int, kind: TargetKind,
-    whole: WholeParts = WholeParts.none, has_embedding: bool = True,
-) -> tuple[_Part, ...]:  # fmt: skip
-    """The parts by rank, with a cache of `num_slots` of all rows."""
-    empty = _empty_parts(model, device, num_ranks=num_ranks, kind=kind, whole=whole, has_embedding=has_embedding)
-    parts = {part: replace(part, cache_bytes=num_slots * part.slot_bytes // part.of_layers) for part in {*empty}}
-    return tuple(parts[part] for part in empty)
-
-
 @lru_cache(maxsize=1024)  # a search asks for each target with every draft, and a plan with every batch and context
-def _empty_parts(
-    model: PlannedModel, device: str, *, num_ranks: int, kind: TargetKind, whole: WholeParts, has_embedding: bool
-) -> tuple[_Part, ...]:
-    """The parts by rank without their caches."""
+def _parts(
+    model: PlannedModel, device: str, *, num_ranks: int, kind: TargetKind, whole: WholeParts = WholeParts.none,
+    has_embedding: bool = True,
+) -> tuple[_Part, ...]:  # fmt: skip
+    """The parts by rank."""
     shape, size, storage = model.shape, DTYPE_BYTES[model.dtype], format_of(model.quantization)
     sizes = tuple(vars(shape).items())
     shards, _ = _split(sizes, num_ranks=num_ranks, quantization=model.quantization, whole=whole)
@@ -331,20 +325,15 @@ def _empty_parts(
 
 def _target_parts(spec: PlanSpec) -> dict[int, _Part]:
     """The target's part on each of its ranks, or devices if layer-wise."""
-    model, num_slots = spec.target, spec.batch_size * spec.num_slots
+    model = spec.target
     if spec.target_kind is not TargetKind.accelerate:
-        num_ranks = len(spec.target_ranks)
-        parts = _parts(model, spec.device, num_ranks=num_ranks, kind=spec.target_kind, num_slots=num_slots)
+        parts = _parts(model, spec.device, num_ranks=len(spec.target_ranks), kind=spec.target_kind)
         return dict(zip(spec.target_ranks, parts, strict=True))
-    (whole,) = _parts(model, spec.device, num_ranks=1, kind=TargetKind.tensor, num_slots=num_slots)
-    split = split_layers(model.shape.num_hidden_layers, num_devices=len(spec.target_devices))
-    found = {}
+    (whole,) = _parts(model, spec.device, num_ranks=1, kind=TargetKind.tensor)
+    split, found = split_layers(model.shape.num_hidden_layers, num_devices=len(spec.target_devices)), {}
     for device, layers, held in zip(spec.target_devices, split, _layer_wise(model, split), strict=True):
-        weights = model_bytes(held, model, device=spec.device)
-        found[device] = replace(
-            whole, weights=weights, temporary_bytes=weights.temporary_bytes,
-            cache_bytes=whole.cache_bytes // model.shape.num_hidden_layers * len(layers),
-        )  # fmt: skip
+        weights, slot_bytes = model_bytes(held, model, device=spec.device), kv_bytes_per_token(model) * len(layers)
+        found[device] = replace(whole, weights=weights, temporary_bytes=weights.temporary_bytes, slot_bytes=slot_bytes)
     return found
 
 
@@ -352,12 +341,9 @@ def _draft_parts(spec: PlanSpec) -> dict[int, _Part]:
     """The draft's part on each of its ranks: a slice, or the whole draft if replicated or on one rank."""
     if spec.draft is None:
         return {}
-    num_ranks, num_rows = len(spec.draft_ranks), spec.batch_size
-    if spec.draft_kind is DraftLayout.replicated:
-        num_ranks, num_rows = 1, -(-num_rows // num_ranks)
     parts = _parts(
-        spec.draft, spec.device, num_ranks=num_ranks, kind=TargetKind.tensor, whole=DRAFT_WHOLE,
-        num_slots=num_rows * spec.draft_slots, has_embedding=not spec.shares_embedding,
+        spec.draft, spec.device, num_ranks=1 if spec.layout.splits_batch else len(spec.draft_ranks),
+        kind=TargetKind.tensor, whole=DRAFT_WHOLE, has_embedding=not spec.shares_embedding,
     )  # fmt: skip
     return dict(zip(spec.draft_ranks, cycle(parts), strict=False))
 
@@ -414,6 +400,11 @@ class RankMemoryPlan:
         return self.free_bytes >= 0
 
     @property
+    def room(self) -> str:
+        """The needed and the available bytes in words."""
+        return f"{self.needed_bytes / GIB:.1f} of {self.capacity_bytes / GIB:.1f} GiB"
+
+    @property
     def is_tight(self) -> bool:
         """Whether it fits with little left."""
         return 0 <= self.free_bytes < TIGHT_SHARE * self.capacity_bytes
@@ -450,15 +441,17 @@ def _equal_ranks(spec: PlanSpec, hardware: HardwareConfig) -> tuple[tuple[RankMe
 
 
 def _rank_memory(spec: PlanSpec, hardware: HardwareConfig, rank: int, target: _Part, draft: _Part) -> RankMemoryPlan:
-    taps_bytes = spec.batch_size * spec.num_slots * spec.tap_bytes  # where a head reads them, or they are sent from
+    num_slots = spec.batch_size * spec.num_slots
+    taps_bytes = num_slots * spec.tap_bytes  # where a head reads them, or they are sent from
     uniforms = 3 * spec.num_draft_tokens * spec.drafts + 4
     # All that the rows can need, in fp64, twice while all rows are admitted at once.
     uniforms_bytes = 2 * 8 * spec.batch_size * (spec.max_new_tokens + 1) * uniforms
     served = {
         "target_weights_bytes": target.weights.total_bytes,
         "draft_weights_bytes": draft.weights.total_bytes,
-        "target_cache_bytes": target.cache_bytes,
-        "draft_cache_bytes": draft.cache_bytes + taps_bytes * (rank in spec.draft_ranks or spec.sends_taps),
+        "target_cache_bytes": target.cache_bytes(num_slots),
+        "draft_cache_bytes": draft.cache_bytes(spec.draft_rows * spec.draft_slots)
+        + taps_bytes * (rank in spec.draft_ranks or spec.sends_taps),
         "logits_bytes": _logits_bytes(spec, rank) + uniforms_bytes,
         "activations_bytes": max(
             _activation_bytes(spec, hardware, model, part)
@@ -513,9 +506,8 @@ def _logits_bytes(spec: PlanSpec, rank: int) -> int:
     size, vocabulary, num_draft_tokens = DTYPE_BYTES[spec.target.dtype], spec.target.shape.vocab_size, positions - 1
     logits = positions * (2 * size * (len(spec.target_ranks) > 1) + 4) if rank in spec.target_ranks else 0
     logits += positions * size * (rank == spec.target_devices[-1] and rank not in spec.target_ranks)
-    drafts, num_own = rank in spec.draft_ranks, spec.batch_size
-    if layout.splits_batch:
-        num_own = -(-spec.batch_size // len(spec.draft_ranks)) if drafts else 0
+    drafts = rank in spec.draft_ranks
+    num_own = spec.draft_rows if drafts or not layout.splits_batch else 0
     decides = drafts if layout.splits_batch else rank == layout.verify_rank
     whole = 4 * positions * rule_of(spec.rule).keeps_all_rows
     rule = 4 * positions + 4 * num_draft_tokens + whole + 8 if decides else 4 * num_draft_tokens * drafts

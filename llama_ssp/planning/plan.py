@@ -72,25 +72,20 @@ class Plan:
         return min(self.ranks, key=lambda rank: rank.free_bytes)
 
     @property
-    def num_rows(self) -> int:
-        """Rows of all replicas."""
-        return self.spec.batch_size * self.spec.num_replicas
-
-    @property
     def usd_per_million_tokens(self) -> float | None:
         """The price of new tokens in the faster mode, with the time of their prompts; None without a price."""
         usd = self.hardware.usd_per_hour
-        return None if usd is None else usd / _SECONDS_PER_HOUR * _MILLION * self.timing.best_run_s / self.num_rows
+        run_s, num_rows = self.timing.best_run_s, self.spec.num_rows
+        return None if usd is None else usd / _SECONDS_PER_HOUR * _MILLION * run_s / num_rows
 
     def __repr__(self) -> str:
         spec, machine, full, timed = self.spec, self.hardware, self.fullest, self.timing
-        drafted = spec.draft.name if spec.draft else spec.free_draft
-        models = spec.target.name if drafted is None else f"{spec.target.name}, draft {drafted}"
+        models = ", draft ".join(filter(None, (spec.target.name, spec.draft_name)))
         verdict = "fits" if self.fits else "does not fit"
-        memory_used = f"{full.needed_bytes / GIB:.1f} of {full.capacity_bytes / GIB:.1f} GiB on rank {full.rank}"
         times = [timed.plain_s, *filter(None, [timed.speculative_s])]
         speed = " plain, ".join(f"{1e3 * seconds:.1f} ms/token" for seconds in times)
-        return f"Plan({models}, on {machine.num_ranks} x {machine.gpu}: {verdict}, {memory_used}; {speed})"
+        where = f"on {machine.num_ranks} x {machine.gpu}"
+        return f"Plan({models}, {where}: {verdict}, {full.room} on rank {full.rank}; {speed})"
 
 
 def make_plan(spec: PlanSpec, hardware: HardwareConfig, *, remark: str | None = None) -> Plan:
@@ -147,7 +142,7 @@ def require_room(plan: Plan, *, words: Mapping[str, str] | None = None) -> None:
 def shortage(plan: Plan, *, words: Mapping[str, str] | None = None) -> str:
     """An error message: the fullest rank, its items, its capacity, and the changes that fit, the smallest first.
 
-    `words` has, by setting of `llama-ssp plan`, what to print instead if the caller has another; {} is the value.
+    `words` maps settings of `llama-ssp plan` to phrases of callers that lack them; {} stands for the value.
     """
     full = plan.fullest
     names = {
@@ -231,7 +226,7 @@ def document(plan: Plan) -> dict[str, Any]:
         "largest_context": plan.largest_context,
         "time": {
             **{name: _in_ms(getattr(timed, attribute)) for name, attribute in _TIMES_MS.items()},
-            **{name: (seconds := getattr(timed, one)) and plan.num_rows / seconds for name, one in _RATES.items()},
+            **{name: (seconds := getattr(timed, one)) and spec.num_rows / seconds for name, one in _RATES.items()},
             **{name: [*value] if isinstance(value := getattr(timed, name), tuple) else value for name in _RATIOS},
             "target_forward": _parts(timed.target_forward),
             "verify_forward": _parts(timed.verify_forward),

@@ -23,7 +23,7 @@ from llama_ssp.architectures.family import inventory
 from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.planning.memory import GIB, RankMemoryPlan, fits, fullest_rank
+from llama_ssp.planning.memory import RankMemoryPlan, fits, fullest_rank
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, block_sizes, on_block, planned_model
 from llama_ssp.planning.timing import Timing, timing
 from llama_ssp.settings.layout import named
@@ -67,9 +67,9 @@ def placement_settings(spec: PlanSpec) -> list[str]:
 
 
 def by_length(spec: PlanSpec, timed: Timing) -> Iterator[tuple[float, PlanSpec]]:
-    """Seconds per token of the spec with every K, the fastest first; K = auto comes before where no K is recommended.
+    """Yield seconds per token and the spec for every K, the fastest first; nothing without a draft.
 
-    Nothing without a draft.
+    Where no K is recommended, K = auto comes first.
     """
     times = timed.by_num_draft_tokens
     if times and spec.overlaps and not timed.knows_best_k:  # overlap needs one K for all rounds
@@ -154,7 +154,7 @@ def priced(spec: PlanSpec, machine: HardwareConfig, *, given: Collection[str] = 
             if (full := fullest_rank(way, machine)).fits:
                 times = {
                     "ms_per_token": 1e3 * token_s,
-                    "tokens_per_s": way.batch_size * way.num_replicas / token_s,
+                    "tokens_per_s": way.num_rows / token_s,
                     "first_token_ms": 1e3 * timed.prefill_s,
                     "speedup": timed.plain_s / token_s,
                 }
@@ -162,8 +162,7 @@ def priced(spec: PlanSpec, machine: HardwareConfig, *, given: Collection[str] = 
     if spec.cuda_graphs and "cuda_graphs" not in given and asked.free_bytes + asked.graphs_bytes >= 0:
         return priced(replace(spec, cuda_graphs=False), machine, given=given)
     full = full if asked.fits else asked
-    reason = f"rank {full.rank} needs {full.needed_bytes / GIB:.1f} of {full.capacity_bytes / GIB:.1f} GiB"
-    return spec, _figures(spec, machine, full, reason=reason)
+    return spec, _figures(spec, machine, full, reason=f"rank {full.rank} needs {full.room}")
 
 
 def _figures(
@@ -173,7 +172,7 @@ def _figures(
     return {
         "target": spec.target.name,
         "quantization": spec.target.weights_name,
-        "draft": spec.draft.name if spec.draft else spec.free_draft,
+        "draft": spec.draft_name,
         "draft_quantization": spec.draft.weights_name if spec.draft else None,
         "draft_kind": spec.draft_kind.name if spec.draft else None,
         "num_draft_tokens": spec.num_draft_tokens if spec.drafts else 0,
@@ -214,13 +213,12 @@ def search(spec: PlanSpec, hardware: HardwareConfig, given: Sequence[str] = ()) 
 
 def _settings(spec: PlanSpec, asked: PlanSpec, words: Mapping[str, str]) -> tuple[str, ...]:
     """The settings of the command line, with those of a choice in place of what it changes."""
-    draft, asked_draft = (one.draft.name if one.draft else one.free_draft for one in (spec, asked))
     settings: list[str] = []
     replaced = [*_OF_SEARCHES, "model.quantization", "draft.model.quantization", "speculation.overlap"]
     if spec.target.name != asked.target.name or "model" not in words:
         replaced, settings = [*replaced, "model"], [*settings, f"model={spec.target.name}"]
-    if draft != asked_draft or "draft" not in words:
-        replaced, settings = [*replaced, "draft"], [*settings, f"draft={draft or 'none'}"]
+    if spec.draft_name != asked.draft_name or "draft" not in words:
+        replaced, settings = [*replaced, "draft"], [*settings, f"draft={spec.draft_name or 'none'}"]
     if spec.target.setting != NO_QUANTIZATION:
         settings.append(f"model.quantization={spec.target.setting}")
     if spec.draft and spec.draft.setting != NO_QUANTIZATION:
@@ -287,7 +285,7 @@ def _drafted(
 
 
 def _with_draft(base: PlanSpec, way: PlanSpec, words: Mapping[str, str]) -> Iterator[PlanSpec]:
-    """A placed spec with the draft of another one, in every place, with trees, and overlapped, where none is given."""
+    """A placed spec with the draft of `way`: in every place, with trees and overlapped, unless the user set these."""
     drafted = replace(way, target=base.target, num_replicas=base.num_replicas)
     if not _has(words, "placement"):
         placed = [*on_block(drafted, len(base.target_ranks))]

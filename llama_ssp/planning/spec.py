@@ -205,6 +205,21 @@ class PlanSpec:
         return bool(self.draft or self.free_draft)
 
     @property
+    def draft_name(self) -> str | None:
+        """The draft's model, or its kind if it has none; None without a draft."""
+        return self.draft.name if self.draft else self.free_draft
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all replicas."""
+        return self.batch_size * self.num_replicas
+
+    @cached_property
+    def draft_rows(self) -> int:
+        """Rows of a rank that drafts and verifies: the batch, or its share of it with a replicated draft."""
+        return -(-self.batch_size // len(self.draft_ranks)) if self.layout.splits_batch else self.batch_size
+
+    @property
     def draft_depth(self) -> int:
         """The most drafted tokens that a round accepts."""
         return self.tree.depth if self.tree else self.num_draft_tokens
@@ -417,7 +432,7 @@ def notes_on_families(*models: PlannedModel | ModelConfig) -> Iterator[str]:
 
 
 def notes_on_contexts(spec: PlanSpec) -> Iterator[str]:
-    """Say from where on rows go on without the draft."""
+    """Say at which length rows outgrow the draft's context and go on without it."""
     if spec.draft and not (spec.has_head or spec.own_tokenizer or spec.overlaps):
         longest = spec.prompt_tokens + spec.max_new_tokens
         context = spec.draft.shape.max_position_embeddings

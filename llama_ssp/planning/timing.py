@@ -341,13 +341,12 @@ class Message(NamedTuple):
 
 def round_messages(spec: PlanSpec, num_draft_tokens: int) -> dict[str, Message]:
     """The messages of a round with K = `num_draft_tokens`, by kind, in order; a plain token has only the verdict."""
-    layout, rows = spec.layout, spec.batch_size
+    layout = spec.layout
     if len(layout.ranks) == 1:
         return {}
     drafts = bool(spec.draft) and num_draft_tokens > 0
     num_senders = len(layout.ranks) if drafts and layout.splits_batch else 1
-    if num_senders > 1:
-        rows = -(-rows // len(layout.draft_ranks))
+    rows = spec.draft_rows if drafts else spec.batch_size
     found = {}
     if drafts and spec.sends_taps:
         found["taps"] = Message(rows * spec.first_draft_positions * spec.tap_bytes, layout.ranks)
@@ -380,7 +379,7 @@ class OverlappedTime:
 
     @property
     def arrived_s(self) -> float:
-        """From the begin of a round until the target has computed, and has what the draft has drafted."""
+        """From the start of a round until the target has ended its forward and received the drafted tokens."""
         forward_s = self.forward_s + (0.0 if self.hides_exchange else self.exchange_s)
         return max(self.draft_s + self.exchange_s, forward_s)
 
@@ -446,10 +445,8 @@ class CostModel:
         )  # fmt: skip
 
     def _rows_of(self, placement: ModelPlacement) -> int:
-        """Rows per rank: the batch, or a rank's share of it for a replicated draft."""
-        if placement is self.draft and self.spec.layout.splits_batch:
-            return -(-self.spec.batch_size // len(self.spec.draft_ranks))
-        return self.spec.batch_size
+        """Rows per rank."""
+        return self.spec.draft_rows if placement is self.draft else self.spec.batch_size
 
     def prefill_s(self, placement: ModelPlacement) -> float:
         """The prompts of all rows, in chunks, which a GPU computes while Python launches the next operators."""
@@ -559,8 +556,7 @@ class Timing:
         tokens_per_round_range, best_num_draft_tokens_range: what follows from the low and from the high acceptance, the
             smaller figure first; None for a single figure of it.
         speculative_s_range: what follows from the range of the acceptance, if it has one, and from `error`.
-        error: factors of times while decoding, an 80 % range not below the physical limit; None where `ranges` has
-            none.
+        error: factors of times while decoding, an 80 % range not below the physical limit; see `decoding_error`.
         overlap: of a spec whose drafting overlaps verification; see `OverlappedTime.document`.
         copy_share, limit_share: the physical limit, reading what a plain step must read (`least_bytes`), over
             plain decoding: at the speed of a copy, and at the data sheet's bandwidth.
@@ -712,7 +708,7 @@ def decoding_error(spec: PlanSpec, hardware: HardwareConfig, step_s: float) -> E
 
 
 def unmeasured(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:
-    """A sentence about what of a spec has no published speed that forecasts were compared with, if anything."""
+    """A sentence that names what of a spec has no published speed to compare forecasts with, if anything."""
     if hardware.is_measured or hardware.device != "cuda":
         return
     target, rows = spec.target, spec.batch_size

@@ -86,7 +86,7 @@ class Comm:
         return replace(self, rank=rank, size=size, members=members, board=None)._with_shared_memory()
 
     def _with_shared_memory(self) -> "Comm":
-        """Add shared memory to a group on CPUs, if possible; it is made once for all jobs of a sweep."""
+        """Add shared memory to a group on CPUs, if possible; it is made once for all points of a sweep."""
         if self.device.type != "cpu":
             return self
         if self.members not in _boards:
@@ -228,7 +228,7 @@ class Comm:
                 nccl._set_default_timeout(timedelta(seconds=seconds + MOST_WORK_S))
 
 
-# By members, made once for all jobs of a sweep.
+# By members, made once for all points of a sweep.
 _groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 _boards: dict[tuple[int, ...], SharedMemoryGroup | None] = {}
 

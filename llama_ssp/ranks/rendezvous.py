@@ -35,7 +35,7 @@ _HEED_EVERY_S = 1.0
 
 
 def open_store(ranks: Ranks, *, timeout_s: float) -> Store:
-    """Return the store of all jobs of a sweep: torchrun's own, or else rank 0's; LostRankError if it is not there."""
+    """Return the store of all points of a sweep: torchrun's own, or else rank 0's; LostRankError if it is not there."""
     if ranks not in _stores:
         _stores[ranks] = _opened(ranks, timeout_s=timeout_s)
     return _stores[ranks]
@@ -165,7 +165,7 @@ def _versions(num_gpus: int) -> tuple[str, ...]:
 
 @cache
 def _first_cores() -> tuple[int, ...]:
-    """The cores available before the first job of a sweep took its share."""
+    """The cores available before the first point of a sweep took its share."""
     return tuple(sorted(os.sched_getaffinity(0)))
 
 

@@ -119,7 +119,7 @@ def start(
     device_wait = waits if chosen.type == "cuda" else None
     phase = Phase(doing="connecting", limit=limit)
     with unify_failure(watch, phase), guard(watch, waits, phase, report=report):
-        is_first = not dist.is_initialized()  # later jobs of a sweep use the first one's group: a new one would hang
+        is_first = not dist.is_initialized()  # later points of a sweep use the first one's group: a new one would hang
         if is_first:
             form_group(ranks, device=chosen, timeout_s=timeout_s)
             atexit.register(_part, watch, is_on_gpu=chosen.type == "cuda")
@@ -142,7 +142,7 @@ def start(
 
 @cache
 def _watch(ranks: Ranks, store: Store) -> ControlChannel:
-    """This rank's control channel, one for all jobs of a sweep."""
+    """This rank's control channel, one for all points of a sweep."""
     return ControlChannel(
         store, rank=ranks.rank, size=ranks.size, is_first_here=ranks.local_rank == 0, agent=find_agent()
     )

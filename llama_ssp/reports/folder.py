@@ -41,7 +41,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     def __init__(self, path: Path, config_yaml: str) -> None:
         """Create the folder, or reopen it to resume its run, and mark it as running.
 
-        Raises ConfigError if another job uses the folder, it belongs to another config, or its files are damaged;
+        Raises ConfigError if another run uses the folder, it belongs to another config, or its files are damaged;
         SspError if it cannot be written.
         """
         self.path = path
@@ -97,7 +97,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self.write_kept("summary.json", json.dumps(asdict(summary), indent=2) + "\n")
 
     def close(self) -> None:
-        """Release the folder for other jobs."""
+        """Release the folder for other runs."""
         self._lock.close()
 
     def __exit__(self, *_error: object) -> None:

@@ -102,11 +102,10 @@ def verdict(plan: Plan) -> str:
     """Say in one line whether it fits, its faster mode, how fast that is, and what tokens cost at a given price."""
     full, timed, usd = plan.fullest, plan.timing, plan.usd_per_million_tokens
     if not plan.fits:
-        needed, capacity = (f"{size / GIB:.1f}" for size in (full.needed_bytes, full.capacity_bytes))
-        return f"does not fit: rank {full.rank} needs {needed} of {capacity} GiB"
+        return f"does not fit: rank {full.rank} needs {full.room}"
     mode, ends = ("speculative", timed.speculative_s_range) if timed.gains else ("plain", timed.plain_s_range)
     between = f" ({_ms(ends[0])} to {_ms(ends[1])})" if ends else ""
-    fits, rate = "fits, tight" if full.is_tight else "fits", rounded(plan.num_rows / timed.best_run_s)
+    fits, rate = "fits, tight" if full.is_tight else "fits", rounded(plan.spec.num_rows / timed.best_run_s)
     price = "" if usd is None else f", {usd:.2f} USD per million tokens"
     return f"{fits}: {mode} {_ms(timed.best_s)} ms/token{between}, {rate} tokens/s with prompts{price}"
 
@@ -208,7 +207,7 @@ def _time_table(plan: Plan) -> tuple[str, Table]:
     speculative = "speculative", timed.speculative_s, timed.prefill_s, timed.speculative_run_s, gain
     for mode, token_s, first_s, run_s, shown in (plain, speculative):
         if token_s and run_s:
-            rates = (f"{plan.num_rows / seconds:.1f}" for seconds in (token_s, run_s))
+            rates = (f"{plan.spec.num_rows / seconds:.1f}" for seconds in (token_s, run_s))
             table.add_row(mode, f"{1e3 * token_s:.2f}", f"{1e3 * first_s:.0f} ms", *rates, shown)
     return title, table
 
@@ -377,6 +376,6 @@ def _machine_cells(plan: Plan) -> Iterator[str]:
     yield f"{1e3 * timed.plain_s:.2f}"
     yield "" if timed.speculative_s is None else f"{1e3 * timed.speculative_s:.2f}"
     yield f"{1e3 * (timed.prefill_s if timed.gains else timed.plain_prefill_s):.0f}"
-    yield f"{plan.num_rows / timed.best_run_s:.0f}"
+    yield f"{plan.spec.num_rows / timed.best_run_s:.0f}"
     if usd is not None:
         yield f"{usd:.2f}"

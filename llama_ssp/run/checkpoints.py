@@ -129,7 +129,7 @@ def with_number_formats(config: RunConfig, sources: tuple[Source, Source | None]
 
 def _member(dtype: torch.dtype) -> Dtype:
     """The config's name of a number format; fp32 for a format it lacks, as planning assumes."""
-    return next((member for member in Dtype if f"torch.{member.value}" == str(dtype)), Dtype.fp32)
+    return Dtype.find(dtype) or Dtype.fp32
 
 
 def _inspect(entry: ModelConfig) -> WeightSource:

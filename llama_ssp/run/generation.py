@@ -6,6 +6,7 @@ from typing import Any
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.settings.schema import SamplingConfig
+from llama_ssp.words import said
 
 _DEFAULTS: dict[str, Any] = {
     "temperature": 1.0, "top_k": 50, "top_p": None, "min_p": None, "repetition_penalty": 1.0,
@@ -20,38 +21,30 @@ _CHANGES_NO_TEXT = (
 """How the names of fields begin that have no part in the choice of tokens."""
 
 
-def with_model_sampling(
-    sampling: SamplingConfig, generation: Mapping[str, Any] | None, *, whole: str = "sampling=model"
-) -> SamplingConfig:
-    """Set the settings that `sampling.from_model` lists to the values that a generation config asks for.
-
-    Raises ConfigError, which names the setting `whole`, if the model has none.
-    """
+def with_model_sampling(sampling: SamplingConfig, generation: Mapping[str, Any] | None) -> SamplingConfig:
+    """Set what `sampling.from_model` lists as a generation config asks for it; raises ConfigError without one."""
     if not sampling.from_model:
         return sampling
     if generation is None:
+        whole = said("sampling", "model")
         raise ConfigError(f"{whole} needs generation_config.json, which the model lacks: leave it out")
     asked = _asked(generation)
     return replace(sampling, from_model=[], **{name: asked[name] for name in sampling.from_model})
 
 
-def note_on(
-    sampling: SamplingConfig, generation: Mapping[str, Any], *, group: str = "sampling.", whole: str = "sampling=model"
-) -> str:
-    """Say what a generation config asks for and `sampling` does not do; empty if nothing.
-
-    `group` stands before the names of settings, and `whole` is the setting that takes all of them.
-    """
+def note_on(sampling: SamplingConfig, generation: Mapping[str, Any]) -> str:
+    """Say what a generation config asks for and `sampling` does not do; empty if nothing."""
     given = {name for name, value in generation.items() if value is not None}
     given |= {"temperature"} if "do_sample" in given else set()
     asked = {name: value for name, value in _asked(generation).items() if name in given}
-    settings = [f"{group}{name}={value}" for name, value in asked.items() if value != getattr(sampling, name)]
+    settings = [said(f"sampling.{name}", value) for name, value in asked.items() if value != getattr(sampling, name)]
     others = [
         name
         for name, value in generation.items()
         if name not in {*_DEFAULTS, "do_sample"} and not name.startswith(_CHANGES_NO_TEXT)
         if value not in (None, False, 0, 1, [], {})
     ]
+    whole = said("sampling", "model")
     clauses = [f"{' '.join(settings)}, which this text does not follow: {whole} takes all of them"] if settings else []
     clauses += [f"{', '.join(others)}, which no setting follows"] if others else []
     return f"the model's generation_config.json asks for {'; and for '.join(clauses)}" if clauses else ""

@@ -13,7 +13,7 @@ from typing import Any
 
 from llama_ssp import catalogue
 from llama_ssp.catalogue import ENDINGS_WITH_FIELDS, ModelConfig, ending_of, is_hub_id
-from llama_ssp.errors import ConfigError, one_message, unknown_name
+from llama_ssp.errors import ConfigError, refuse, unknown_name
 from llama_ssp.machines import hardware
 from llama_ssp.settings import drafters, layout, schema
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT, RULES, at_every_temperature
@@ -51,8 +51,7 @@ def check(
         *(found for found in of_task if isinstance(found, str)),
         *(str(found) for found in unread if not of_sweep or found.key in _NEVER_IGNORED),
     ]
-    if problems:
-        raise ConfigError(one_message(problems))
+    refuse(problems)
     for name in {found.key for found in unread} & {setting.name for setting in fields(config)}:
         setattr(config, name, default_of(config, name))
     return unread
@@ -67,8 +66,7 @@ def check_plan(config: PlanConfig) -> None:
         problems += layout.problems_of(
             config.placement, world_size=num_ranks, has_draft=config.draft.model is not None, searched=config.search
         )
-    if problems:
-        raise ConfigError(one_message(problems))
+    refuse(problems)
 
 
 def is_synthetic(config: RunConfig) -> bool:
@@ -79,8 +77,7 @@ def is_synthetic(config: RunConfig) -> bool:
 def check_values(config: RunConfig) -> None:
     """Raise ConfigError for values that are invalid whatever the models are."""
     rule = _rule(config.verification.rule, config.sampling.temperature)
-    if problems := [*_ranges(config), *rule, *_tree(config)]:
-        raise ConfigError(one_message(problems))
+    refuse([*_ranges(config), *rule, *_tree(config)])
 
 
 def check_slurm(settings: schema.SlurmConfig) -> None:
@@ -98,8 +95,7 @@ def check_slurm(settings: schema.SlurmConfig) -> None:
     if settings.stage_to is not None and not settings.stage_to.startswith("/"):
         fault = f"{LAUNCHER}.stage_to={settings.stage_to} must be an absolute path on the nodes"
         problems.append(f"{fault}, for example /scratch/weights")
-    if problems:
-        raise ConfigError(one_message(problems))
+    refuse(problems)
 
 
 def check_docstrings() -> None:

@@ -36,7 +36,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp import catalogue
 from llama_ssp.catalogue import GGUF, GGUF_ALONE, GROUPS, LOCAL, is_folder, is_hub_id
-from llama_ssp.errors import ConfigError, one_message, similar_name, unknown_name
+from llama_ssp.errors import ConfigError, refuse, similar_name, unknown_name
 from llama_ssp.machines import hardware
 from llama_ssp.settings import schema
 from llama_ssp.settings.drafters import MTP_DRAFTS, NO_MTP, ModelDraftConfig, drafter_of, drafters, problem_of
@@ -95,8 +95,7 @@ def compose(words: Sequence[str], *, multirun: bool = False, root: str = "config
                 of_hydra = any(word.is_for_hydra for word in expanded)
                 options[chosen] = compose_options(root, [*chosen], return_hydra_config=of_hydra)
             composed.append(_composed(deepcopy(options[chosen]), expanded, chosen, problems))
-    if problems:
-        raise ConfigError(one_message([*dict.fromkeys(problems)]))
+    refuse([*dict.fromkeys(problems)])
     return composed
 
 

@@ -129,7 +129,7 @@ class PlacementConfig:
         "copies of target and draft, each on an equal block of ranks, that share the prompts; ranks count from 0 in "
         "each copy.",
     )
-    auto: bool = setting(False, "true takes the fastest placement by the forecast for this job and machine.")
+    auto: bool = setting(False, "true takes the fastest placement by the forecast for these models on this machine.")
 
 
 @dataclass(kw_only=True)

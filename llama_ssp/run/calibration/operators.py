@@ -40,11 +40,11 @@ _SPEED_SIDE, _FEW_ROWS = 2048, 5
 Call = Callable[[], object]
 
 
-def seconds_per_call(call: Call, *, budget_s: float = BUDGET_S) -> float:
-    """Return the `undisturbed` time of a call, over as many calls as the budget allows."""
+def seconds_per_call(call: Call) -> float:
+    """Return the `undisturbed` time of a call, over as many calls as `BUDGET_S` allows."""
     call()
     bunch, times = 1, list[float]()
-    while len(times) < _FEWEST or (len(times) < _MOST and bunch * sum(times) < budget_s):
+    while len(times) < _FEWEST or (len(times) < _MOST and bunch * sum(times) < BUDGET_S):
         started = time.perf_counter()
         for _ in range(bunch):
             call()

@@ -10,9 +10,9 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.ranks.process import Ranks, launcher_of, read_ranks, signals_kept
@@ -31,19 +31,12 @@ _AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 _ON_ONE_RANK = {"placement=accelerate", "placement.target.kind=accelerate", "device=cpu"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """The ranks that a command line asks for.
-
-    Attributes:
-        words: the others.
-        num_ranks: how many to start; None if this process is a rank that torchrun or srun has started.
-        sentence: the first line of the run; None where nothing new needs to be said.
-    """
+class Start(NamedTuple):
+    """The ranks that a command line asks for, with its other words."""
 
     words: list[str]
-    num_ranks: int | None
-    sentence: str | None = None
+    num_ranks: int | None  # to start; None if this process is a rank that torchrun or srun has started.
+    sentence: str | None = None  # the first line of the run; None where nothing new needs to be said.
 
 
 def read_start(words: Sequence[str], environ: Mapping[str, str], *, default: int | None) -> Start:

@@ -1,4 +1,4 @@
-"""Plans a job on a described machine: memory per GPU, time per token, the best K. Needs no torch.
+"""Plans a run on a described machine: memory per GPU, time per token, the best K. Needs no torch.
 
     llama-ssp plan model=30B draft=7B placement=sharded hardware=p4d_24xlarge
     llama-ssp plan model=65B_8bit hardware=g5_12xlarge format=json

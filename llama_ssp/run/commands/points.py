@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from llama_ssp.errors import CapacityError, CheckpointError, ConfigError, SspError, one_message
+from llama_ssp.errors import CapacityError, CheckpointError, ConfigError, SspError, one_message, refuse
 from llama_ssp.planning.plan import require_room
 from llama_ssp.ranks.process import Ranks, launcher_of
 from llama_ssp.run.tasks.dry_run import check_models, hardware_of, known_prompts, plan_ahead, settings_of_run
@@ -24,7 +24,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One job of a sweep: its number from 0, its settings, their config, and the keys that they set."""
+    """One point of a sweep: its number from 0, its settings, their config, and the keys that they set."""
 
     number: int
     settings: tuple[str, ...]
@@ -84,8 +84,7 @@ def for_all(points: Sequence[Point], act: Callable[[Point], _Result]) -> list[_R
             misfits.append(f"{point.name}: {error}")
         except SspError as error:
             problems.append(f"{point.name}: {error}")
-    if problems:
-        raise ConfigError(one_message([*problems, *misfits]))
+    refuse([*problems, *misfits] if problems else [])
     if misfits:
         raise CapacityError(one_message(misfits))
     return results

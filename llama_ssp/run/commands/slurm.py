@@ -261,10 +261,9 @@ def _queue(group: Sequence[_Job], command: Sequence[str], settings: SlurmConfig)
 
 
 def _expected(plan: Plan) -> str:
-    full, timed = plan.fullest, plan.timing
-    room = f"{full.needed_bytes / 2**30:.1f} of {full.capacity_bytes / 2**30:.1f} GiB on the fullest rank"
+    timed = plan.timing
     fast = "" if timed.speculative_s is None else f", {1e3 * timed.speculative_s:.2f} speculative"
-    return f"{room}, {1e3 * timed.plain_s:.2f} ms/token plain{fast}"
+    return f"{plan.fullest.room} on the fullest rank, {1e3 * timed.plain_s:.2f} ms/token plain{fast}"
 
 
 def _copies(run: RunConfig, folder: str | None) -> Iterator[_Copy]:

@@ -258,7 +258,7 @@ def expected_hours(config: RunConfig, plan: Plan) -> float | None:
     if not prompts:
         return None
     num_completions = len(prompts) * config.num_samples
-    num_batches = -(-num_completions // (plan.spec.batch_size * plan.spec.num_replicas))
+    num_batches = -(-num_completions // plan.spec.num_rows)
     mode_s = timed.speculative_run_s or timed.plain_run_s
     if timed.speculative_run_s and task.has_both_modes:
         mode_s += timed.plain_run_s

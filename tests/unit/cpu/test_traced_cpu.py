@@ -22,7 +22,6 @@ from tests.helpers.prefix_runner import PrefixRunner
 
 pytestmark = pytest.mark.seconds
 
-CPU = torch.device("cpu")
 RULES = ["greedy", "speculative", "block"]
 
 

@@ -27,7 +27,6 @@ from tests.helpers.models import VOCAB_SIZE, build_checkpoint, load_lean, tiny_m
 
 pytestmark = pytest.mark.seconds
 
-CPU = torch.device("cpu")
 KERNELS: dict[str, tuple[Kernel, Callable[[], bool]]] = {
     "plain": (PlainLinear, lambda: True),
     "packed": (PackedLinear, lambda: can_pack(torch.float32)),

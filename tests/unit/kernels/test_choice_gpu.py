@@ -1,19 +1,15 @@
 """A kernel of Triton's that does not work is a sentence with the package that is missing, and the run goes on."""
 
 import logging
-import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import CalledProcessError
-from types import ModuleType
 
 import pytest
-import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
 from llama_ssp.kernels import choice_gpu
-from llama_ssp.storage.formats import FEW_ROWS
 
 
 @pytest.fixture(autouse=True)
@@ -92,18 +88,3 @@ def test_a_form_goes_on_without_its_kernel_and_says_so_once(
     assert record.getMessage().startswith("nvfp4 unpacks its weights in every forward")
     assert record.getMessage().endswith("sudo apt-get install gcc installs them")
     assert not list(programs.iterdir())
-
-
-@pytest.mark.parametrize("has_bf16", [True, False])
-def test_a_kernel_is_tried_in_every_variant_that_this_gpu_may_need(
-    has_bf16: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried = []
-    kernels = ModuleType("linear_gpu")
-    kernels.__dict__["product_of_few_rows"] = lambda x_MI, *_: tried.append((x_MI.dtype, len(x_MI)))
-    monkeypatch.setitem(sys.modules, "llama_ssp.kernels.linear_gpu", kernels)
-    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda _is_emulated: has_bf16)
-    assert callable(choice_gpu._tried_few_rows((torch.ones(2, 2), torch.ones(2, dtype=torch.int32))))
-    wanted = [torch.float16, torch.bfloat16][: 1 + has_bf16]
-    assert tried == [(dtype, rows) for dtype in wanted for rows in (1, FEW_ROWS)]

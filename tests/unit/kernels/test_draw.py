@@ -93,14 +93,6 @@ def test_draws_in_fp32_on_cpus_are_this_operator_and_give_torchs_ids() -> None:
     assert torch.equal(draw(rows * DRAW_UNITS, numbers, units=1.0), wanted)
 
 
-def test_draws_in_other_formats_and_on_other_devices_are_torchs_operators() -> None:
-    weights, uniforms = torch.randn(2, 100).softmax(-1), torch.rand(2, 2, dtype=torch.float64)
-    for others in ((weights.double(), uniforms), (weights.to("meta"), uniforms.to("meta"))):
-        found = operators_of(lambda given=others: draw(*given))  # type: ignore[misc]
-        assert "llama_ssp.draw.default" not in found
-        assert found["aten.searchsorted.Tensor"] == 2
-
-
 @pytest.fixture
 def forgotten() -> Iterator[None]:
     """A draw that is looked for again, in the test and after it."""

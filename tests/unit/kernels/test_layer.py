@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.architectures.engine import WHOLE_LAYER_TOKENS
 from llama_ssp.cpu.compiled import has_features
 from llama_ssp.kernels.attention import NEEDS
 from llama_ssp.kernels.layer import WholeLayer
@@ -89,14 +88,6 @@ def test_verifying_gives_the_logits_of_single_steps_whatever_the_cache(
     assert torch.equal(together, torch.cat(singles[201:], 1))
 
 
-def test_many_tokens_take_an_operator_for_each_part(calls: list[int]) -> None:
-    model = runner()
-    calls.clear()
-    logits(model, WHOLE_LAYER_TOKENS)
-    logits(model, WHOLE_LAYER_TOKENS + 1)
-    assert calls == [WHOLE_LAYER_TOKENS] * 2
-
-
 def call_of(operator: str) -> Callable[[], Tensor]:
     if operator == "attention":
         return partial(attended, *case([700, 20], 40))
@@ -128,8 +119,3 @@ def test_another_thread_of_python_gets_the_same() -> None:
     worker.start()
     worker.join()
     assert torch.equal(found[0], wanted)
-
-
-def test_layers_of_several_forms_or_without_blocks_keep_their_parts(calls: list[int]) -> None:
-    logits(runner(intermediate_size=264), 1)
-    assert not calls

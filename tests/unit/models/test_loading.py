@@ -26,7 +26,6 @@ from tests.unit.models.conftest import Saved
 pytestmark = pytest.mark.seconds
 
 CPU = torch.device("cpu")
-REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def load(folder: Path, *, dtype: torch.dtype | None = None, comm: Comm | None = None) -> PreTrainedModel:

@@ -7,13 +7,11 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.prefill import Buckets, Held, Prompts, forwards_per_prompt, read_prompts
+from llama_ssp.models.prefill import Buckets, Held, Prompts, read_prompts
 from llama_ssp.models.runner import NullRunner
 from llama_ssp.run.decoders import agree_on_packing
-from llama_ssp.speculate.drafters.shared import BatchSplit, BatchSplitDrafter
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.decoders import complete, make_decoder
-from tests.helpers.fake_comm import thread_comms
 from tests.unit.models.llama.test_attention import GROUPED, pair
 from tests.unit.models.llama.test_decoder import assert_close, random_ids
 
@@ -82,30 +80,6 @@ def test_what_has_no_kernel_for_lengths_pads() -> None:
     assert read(by_length)[2] == [max(LENGTHS) * len(LENGTHS)]
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS, [9], [1, 1, 1], [24, 24], [1, 40]])
-@pytest.mark.parametrize("way", ["packed", "padded", "by length"])
-def test_each_prompt_counts_the_forwards_that_read_it(
-    lengths: list[int], way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("llama_ssp.models.prefill.PREFILL_CHUNK", 8)
-    runner, _ = pair("llama", batch_size=len(lengths))
-    runner.allocate(batch_size=len(lengths), capacity=64)
-    runner.packs_prompts, runner.is_invariant = way == "packed", way == "by length"
-    runner.forward = Mock(wraps=runner.forward)  # type: ignore[method-assign]
-    wanted = Prompts(random_ids(len(lengths), 64), torch.tensor(lengths), lengths, longest=max(lengths))
-    read_prompts(runner, wanted, rows=range(len(lengths)), buckets=BUCKETS)
-    calls = runner.forward.mock_calls
-    found = forwards_per_prompt(runner, lengths)
-    if way == "padded":
-        assert found == [len(calls)] * len(lengths)
-        return
-    rows = [
-        set((call.kwargs["pieces"].rows_C if way == "packed" else call.kwargs["cache_rows_B"]).tolist())
-        for call in calls
-    ]
-    assert found == [sum(place in each for each in rows) for place in range(len(lengths))]
-
-
 def test_prompts_admitted_while_others_decode_give_the_texts_that_they_give_alone() -> None:
     wanted = [
         Request(index=number, prompt_ids=tuple(range(3, 3 + length)), max_new_tokens=4 + 3 * (number % 3))
@@ -116,18 +90,6 @@ def test_prompts_admitted_while_others_decode_give_the_texts_that_they_give_alon
     texts = [completion.token_ids for completion in complete(make_decoder(by_mask, None), wanted)]
     found = complete(make_decoder(target, draft, batch_size=3, replay=False), wanted)
     assert [completion.token_ids for completion in found] == texts
-
-
-def test_a_rank_that_drafts_some_rows_reads_their_prompts_only() -> None:
-    inner = Mock()
-    [_, comm] = thread_comms(2)
-    drafter = BatchSplitDrafter(inner, split=BatchSplit(comm, [0, 1]), num_draft_tokens=2, device=torch.device("cpu"))
-    drafter.allocate(batch_size=4, num_slots=64)
-    drafter.prefill(prompts(), rows=ROWS, buckets=BUCKETS)
-    given = inner.prefill.call_args.args[0]
-    assert inner.prefill.call_args.kwargs["rows"] == [0, 1]
-    assert (given.lengths, given.lengths_R.tolist(), given.longest) == ([5, 1], [5, 1], max(LENGTHS))
-    assert given.tokens_RS.equal(prompts().tokens_RS[[0, 2]])
 
 
 @pytest.mark.parametrize(("others", "packs"), [(["packed"], True), ([""], False)])
@@ -144,21 +106,3 @@ def test_ranks_of_a_model_pack_only_if_all_can(others: list[str], packs: bool) -
 def test_a_rank_without_the_model_reads_packed_prompts_too() -> None:
     absent = NullRunner(device=torch.device("cpu"), vocab_size=11, max_position_embeddings=64, packs_prompts=True)
     assert read_prompts(absent, prompts(), rows=ROWS, buckets=BUCKETS).shape == (4, 0)
-
-
-@pytest.mark.parametrize(
-    ("held", "num_tokens"),
-    [((), [2 * 5, 20, 24, 13]), ((Held(4, ROWS[0]), Held(30, ROWS[1]), Held(), Held()), [1, 20, 2 * 7])],
-)
-def test_prompts_of_nearly_one_length_share_a_chunk(
-    held: tuple[Held, ...], num_tokens: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("llama_ssp.models.prefill.PREFILL_CHUNK", 24)
-    _, runner = pair("llama", batch_size=4)
-    wanted_RV, wanted_following, _ = read(runner)
-    runner.is_invariant = True
-    runner.forward = Mock(wraps=runner.forward)  # type: ignore[method-assign]
-    assert_close(read_prompts(runner, prompts()._replace(held=held), rows=ROWS, buckets=BUCKETS), wanted_RV)
-    assert [call.args[0].numel() for call in runner.forward.mock_calls] == num_tokens
-    lengths_B1 = torch.tensor(LENGTHS)[torch.tensor(ROWS).argsort()][:, None]
-    assert_close(runner.forward(random_ids(4, 1), lengths_B1, bucket=64), wanted_following)

@@ -15,7 +15,6 @@ from tests.helpers.models import load_lean
 from tests.helpers.prompts import PROMPTS
 from tests.helpers.texts import library_greedy
 
-CPU = torch.device("cpu")
 NUM_TOKENS = 48
 
 

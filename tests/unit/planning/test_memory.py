@@ -19,6 +19,7 @@ from llama_ssp.planning.memory import (
     largest_batch,
     largest_context,
     memory,
+    split_layers,
 )
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.spec import planned_model
@@ -52,7 +53,9 @@ def test_a_cache_of_fewer_bits_has_its_own_bytes_and_room_to_unpack_a_layer_wher
     """Heads of 128 dimensions: 128 bytes and a scale. On a GPU prompts read a copy in fp16, made through fp32."""
     spec = make_spec("7B", prompt_tokens=2000)
     byte = make_spec("7B", prompt_tokens=2000, of_target={"cache_dtype": "int8"})
-    (exact,), (packed,), (shorter,) = (memory(each, A100) for each in (spec, byte, replace(byte, prompt_tokens=1488)))
+    (exact,), (packed,), (shorter,) = (
+        memory(one_spec, A100) for one_spec in (spec, byte, replace(byte, prompt_tokens=1488))
+    )
     assert packed.target_cache_bytes * 256 == exact.target_cache_bytes * 132
     assert packed.activations_bytes > exact.activations_bytes
     assert packed.activations_bytes - shorter.activations_bytes == 512 * 2 * 32 * 128 * (2 + 2)
@@ -117,7 +120,7 @@ def test_quantizing_while_loading_needs_room_for_gate_and_up_and_what_is_read_ah
     form: str, weight_bytes: float, num_copies: int
 ) -> None:
     """In the last layer, before down, which is read ahead in 16 bits like the others; NF4 unpacks while it runs."""
-    whole, packed = (memory(make_spec("7B", of_target={"quantization": each}), A100)[0] for each in ("none", form))
+    whole, packed = (memory(make_spec("7B", of_target={"quantization": name}), A100)[0] for name in ("none", form))
     beside = packed.loading_peak_bytes - packed.target_weights_bytes - A100.context_bytes
     assert beside == 11008 * 4096 * (2 * 2 + num_copies * 2 * weight_bytes + 2 - 3 * weight_bytes)
     unpacked_bytes = packed.activations_bytes - whole.activations_bytes
@@ -214,3 +217,18 @@ def test_a_package_that_a_cpu_needs_for_its_kernel_is_counted_once() -> None:
             (held,) = memory(make_spec("7B", "7B", device=device, of_target=given, of_draft=given), machine)
             more = 90_000_000 if quantization in ("nf4", "fp4") and device == "cpu" else 0
             assert held.context_bytes == machine.context_bytes + more
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 9])
+def test_every_layer_is_in_one_place_and_devices_hold_as_many(num_devices: int) -> None:
+    split = split_layers(7, num_devices=num_devices)
+    assert [layer for part in split for layer in part] == list(range(7))
+    assert len(split) == num_devices
+    assert max(map(len, split)) - min(len(part) for part in split if part) <= 1
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 4])
+def test_what_devices_hold_is_the_whole_model(num_devices: int) -> None:
+    spec = make_spec("13B", num_ranks=num_devices, target_kind=TargetKind.accelerate, cuda_graphs=False)
+    held = [rank.target_weights_bytes for rank in memory(spec, A100)]
+    assert sum(held) == 26_031_728_640

@@ -1,6 +1,5 @@
 """A wait for a GPU ends when it has passed the event, or as a collective on CPUs does: late, or without a rank."""
 
-import time
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import cast
@@ -34,30 +33,6 @@ class CountedEvent:
         pytest.fail("it waits without a limit")
 
 
-@pytest.fixture
-def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The naps of the waits."""
-    taken: list[float] = []
-    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=time.monotonic, sleep=taken.append))
-    return taken
-
-
-@pytest.mark.parametrize(
-    ("num_refusals", "num_queries", "num_naps"), [(0, 1, 0), (1, 2, 0), (31, 32, 0), (40, 41, 8)],
-    ids=["there already", "soon", "just", "later"],
-)  # fmt: skip
-def test_a_result_that_is_there_costs_one_query_and_no_nap(
-    num_refusals: int, num_queries: int, num_naps: int, naps: list[float]
-) -> None:
-    for is_lost in (False, True):  # a rank of another replica, for which the device does not wait
-        del naps[:]
-        event, waits = CountedEvent(num_refusals), DeviceWait(lambda is_lost=is_lost: is_lost)  # type: ignore[misc]
-        waits.passed_s = 0.0
-        waits.until(event)
-        assert (event.num_queries, len(naps)) == (num_queries, num_naps)
-        assert time.monotonic() - waits.passed_s < 60, "a wait that has ended is progress"
-
-
 def test_a_rank_that_has_ended_is_noticed_long_before_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "_GRACE_S", 0.05)
     with pytest.raises(dist.DistBackendError, match="a rank that has ended"):
@@ -81,13 +56,6 @@ def test_a_stuck_gpu_ends_a_run_in_the_sentence_of_a_cpu(
         with unify_failure(cast("ControlChannel", watch), Phase(doing="decoding", limit="timeouts.decode_s=0.2")):
             comm.alone().wait(CountedEvent(NEVER))
     assert str(caught.value) == sentence
-
-
-def test_a_rank_whose_gpu_waits_for_nobody_leaves_the_wait_to_torch() -> None:
-    waited: list[str] = []
-    event = SimpleNamespace(query=lambda: False, synchronize=lambda: waited.append("synchronize"))
-    Comm.single().wait(event)
-    assert waited == ["synchronize"]
 
 
 class Clock:
@@ -126,19 +94,6 @@ def test_a_peer_that_is_not_at_work_any_more_or_for_too_long_is_given_up(
         waits.until(CountedEvent(NEVER))
     assert ended_s <= clock.now_s <= ended_s + 2.5
     assert not waits.is_waiting
-
-
-def test_a_rank_says_that_it_waits_only_while_it_does() -> None:
-    """It is asked from a thread, whatever the main thread is doing."""
-    seen: list[bool] = []
-
-    def is_passed() -> bool:
-        seen.append(waits.is_waiting)
-        return len(seen) > 40
-
-    waits = DeviceWait(lambda: False)
-    waits.until(SimpleNamespace(query=is_passed))
-    assert (seen[0], seen[-1], waits.is_waiting) == (False, True, False)
 
 
 class CodedError(RuntimeError):

@@ -8,9 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import timedelta
 from importlib.metadata import version
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +19,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined] # torch do
 from llama_ssp.errors import LostRankError, PlacementError
 from llama_ssp.ranks import rendezvous
 from llama_ssp.ranks.process import Ranks, listen, signals_kept
-from llama_ssp.ranks.rendezvous import Seen, choose_device, form_group, open_store, seen_by_all, wait_for_all
+from llama_ssp.ranks.rendezvous import Seen, choose_device, open_store, seen_by_all, wait_for_all
 from llama_ssp.settings.schema import DeviceKind
 from tests.helpers.sockets import listeners
 
@@ -39,35 +37,6 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[HashStore]:
     seen_by_all.cache_clear()
 
 
-def sees(monkeypatch: pytest.MonkeyPatch, gpus: list[str], *, starts: bool = True) -> None:
-    """Let this rank see these GPUs."""
-
-    def properties(index: int) -> SimpleNamespace:
-        if not starts:
-            raise RuntimeError("the driver is too old")
-        return SimpleNamespace(uuid=gpus[index])
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "starts", "ids"), [(["a"], True, ("a",)), (["a"], False, ()), (["a", "b"], True, ()), ([], True, ())],
-    ids=["fewer than ranks", "a driver that does not start", "one for each", "none"],
-)  # fmt: skip
-def test_a_rank_tells_its_gpus_and_hears_of_the_others(
-    gpus: list[str], starts: bool, ids: tuple[str, ...], store: HashStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sees(monkeypatch, gpus, starts=starts)
-    versions = (version("llama_ssp"), torch.__version__, "")
-    theirs = Seen("there", 2, (0, 1), 8, versions=versions)
-    store.set("llama_ssp/seen/auto/0", json.dumps(theirs))
-    cores = tuple(sorted(os.sched_getaffinity(0)))
-    assert seen_by_all(SECOND, DeviceKind.auto, timeout_s=0.1) == (
-        theirs, Seen(socket.gethostname(), 2, cores, len(gpus), ids, versions),
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("theirs", "sentence"),
     [
@@ -82,14 +51,6 @@ def test_versions_that_differ_are_named_before_ranks_connect(
     store.set("llama_ssp/seen/cpu/0", json.dumps(Seen("there", 2, (0, 1), versions=theirs)))
     with pytest.raises(PlacementError, match=rf"rank 1 on \S+ {sentence}"):
         seen_by_all(SECOND, DeviceKind.cpu, timeout_s=0.1)
-
-
-def test_a_single_rank_asks_nobody(store: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = Ranks(rank=0, size=1, local_rank=0, local_size=1)
-    sees(monkeypatch, ["1", "2"])
-    for kind, device in ((DeviceKind.auto, GPU), (DeviceKind.cuda, GPU), (DeviceKind.cpu, CPU)):
-        assert choose_device(kind, alone, seen_by_all(alone, kind, timeout_s=0.1)) == (device, None)
-    assert store.num_keys() == 0
 
 
 def test_a_rank_that_says_nothing_is_named(store: HashStore) -> None:
@@ -145,14 +106,6 @@ def test_a_store_that_ends_is_not_called_a_timeout() -> None:
         wait_for_all(store, ["here/0", "here/1"], ranks=SECOND, timeout_s=600.0)
 
 
-def test_rank_0_keeps_the_store_until_the_others_have_read(store: HashStore) -> None:
-    store.set("llama_ssp/seen/cpu/1", json.dumps(Seen("here", 2, (0,), versions=())))
-    with pytest.raises(LostRankError, match="rank 1 did not connect"):
-        seen_by_all(FIRST, DeviceKind.cpu, timeout_s=0.1)
-    store.set("llama_ssp/seen/cpu/1/read", "")
-    assert len(seen_by_all(FIRST, DeviceKind.cpu, timeout_s=0.1)) == 2
-
-
 @pytest.mark.parametrize(
     ("theirs", "mine", "device"),
     [
@@ -194,40 +147,6 @@ def test_gpus_that_are_left_unused_are_a_note_and_those_that_are_missing_an_erro
         choose_device(DeviceKind.cuda, SECOND, one)
     with pytest.raises(PlacementError, match="node there has 0 for 2: use device=cpu"):
         choose_device(DeviceKind.cuda, FIRST, [Seen("here", 2, (), 2), Seen("there", 2, ())])
-
-
-@pytest.fixture
-def formed(monkeypatch: pytest.MonkeyPatch, store: HashStore) -> Iterator[dict[str, Any]]:
-    """What the process group was made with."""
-    found: dict[str, Any] = {"store": store}
-    store.set("llama_ssp/here/0", "")
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **given: found.update(given, backend=backend))
-    set_here = (*rendezvous._OWN_WATCHDOG, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    for name in set_here:
-        monkeypatch.delenv(name, raising=False)
-    yield found
-    for name in set_here:
-        os.environ.pop(name, None)
-
-
-def test_ranks_on_cpus_meet_through_gloo_and_gpus_have_nccl_for_tensors(
-    formed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    form_group(SECOND, device=CPU, timeout_s=5.0)
-    assert (formed["backend"], formed["device_id"], formed["timeout"]) == ("gloo", None, timedelta(seconds=5))
-    assert not rendezvous._OWN_WATCHDOG.keys() & os.environ.keys()
-    monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")
-    form_group(SECOND, device=torch.device("cuda", 1), timeout_s=5.0)
-    assert (formed["backend"], formed["device_id"]) == ("cpu:gloo,cuda:nccl", torch.device("cuda", 1))
-    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
-    assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "1"
-
-
-def test_a_rank_that_has_ended_since_is_named_before_torch_would_wait_deaf_to_signals(formed: dict[str, Any]) -> None:
-    formed["store"].delete_key("llama_ssp/here/0")
-    with pytest.raises(LostRankError, match=r"rank 0 did not connect within timeouts\.load_s=0\.1"):
-        form_group(SECOND, device=CPU, timeout_s=0.1)
-    assert "backend" not in formed
 
 
 def test_the_store_of_rank_0_listens_on_the_loopback_and_a_port_that_is_taken_is_said(

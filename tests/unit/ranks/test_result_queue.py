@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -70,35 +70,6 @@ def test_rank_0_hears_every_text_once_and_all_hear_whether_one_was_stopped(
     assert sorted(heard) == [f"copy {number}, text {place}" for number in (1, 2) for place in range(number * 2)]
     assert [text for text in heard if "copy 2" in text] == [f"copy 2, text {place}" for place in range(4)]
     assert outcomes == [who_stopped is not None] * 6
-
-
-def test_no_copy_goes_on_before_all_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = _stage(num_copies=2, monkeypatch=monkeypatch)
-    with ThreadPoolExecutor(1) as pool:
-        waiting: Future[bool] = pool.submit(first.end, stopped=False, take=lambda _text: None)
-        time.sleep(0.1)
-        assert not waiting.done()
-        assert not second.end(stopped=False, take=lambda _text: None)
-        assert not waiting.result(timeout=10)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_nobody_waits_for_a_copy_whose_rank_has_ended(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(result_queue, "_CALL_EVERY_S", 0.1)
-    ends = _stage(num_copies=2, monkeypatch=monkeypatch, watch=Watch(lambda: (1 - rank,)))
-    with pytest.raises(dist.DistStoreError):
-        ends[rank].end(stopped=False, take=lambda _text: None)
-
-
-def test_a_rank_that_answers_again_in_time_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(result_queue, "_CALL_EVERY_S", 0.1)
-    calls = iter([(), (1,), ()] * 5)
-    first, second = _stage(num_copies=2, monkeypatch=monkeypatch, watch=Watch(lambda: next(calls, ())))
-    with ThreadPoolExecutor(1) as pool:
-        waiting: Future[bool] = pool.submit(first.end, stopped=False, take=lambda _text: None)
-        time.sleep(1.0)
-        assert not second.end(stopped=False, take=lambda _text: None)
-        assert not waiting.result(timeout=10)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -1,7 +1,5 @@
 """machine-install.sh finds what the machine has, chooses the right torch, and changes nothing twice."""
 
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,6 @@ from tests.helpers.installer import (
     make_machine,
     nvidia_smi,
 )
-from tests.helpers.repository import ROOT
 
 pytestmark = [
     pytest.mark.seconds,
@@ -56,12 +53,6 @@ def test_the_wheel_is_one_that_the_driver_runs_and_that_knows_the_gpus(
     assert done.stderr == ""
 
 
-def test_check_changes_nothing(machine: Machine) -> None:
-    before = sorted(machine.folder.iterdir())
-    assert machine.run("--check").returncode == 0
-    assert sorted(machine.folder.iterdir()) == before
-
-
 def new_pip_log(machine: Machine, *options: str) -> list[str]:
     """What pip is asked to do by another installation."""
     before = len(machine.pip_log())
@@ -84,45 +75,3 @@ def test_torch_is_installed_first_then_the_project_with_that_very_build_and_noth
         "install deepspeed==0.19.8 --no-build-isolation --constraint .venv/constraints.txt",
     ]
     assert new_pip_log(machine, "--deepspeed") == []
-
-
-def test_gpus_and_drivers_that_came_later_bring_another_torch(machine: Machine) -> None:
-    machine.run()
-    machine.install("nvidia-smi", nvidia_smi())
-    assert new_pip_log(machine) == [
-        "uninstall --yes torch", f"install torch==2.13.0 --index-url {WHEELS}/cu130",
-        "install --editable .[bitsandbytes] --constraint .venv/constraints.txt",
-    ]  # fmt: skip
-    machine.install("nvidia-smi", nvidia_smi("570.86.15", "12.0"))
-    assert new_pip_log(machine)[:2] == [
-        "uninstall --yes torch", f"install torch>=2.11,<3 --index-url {WHEELS}/cu128",
-    ]  # fmt: skip
-
-
-def test_bitsandbytes_does_not_come_with_gpus_that_torch_cannot_use(machine: Machine) -> None:
-    machine.install("nvidia-smi", nvidia_smi("470.256.02"))
-    assert "next     .venv/bin/torchrun" in machine.run().stdout
-    assert "install --editable .[cpu] --constraint .venv/constraints.txt" in machine.pip_log()
-
-
-def test_every_gpu_computes_once_after_an_installation(machine: Machine) -> None:
-    computed = machine.folder / "computed.log"
-    machine.run()
-    assert not computed.exists()
-    machine.install("nvidia-smi", nvidia_smi())
-    machine.run()
-    machine.run()
-    assert computed.read_text() == "computed: launch/check_gpus.py 2\n"
-
-
-def test_a_moved_folder_gets_a_new_environment(machine: Machine) -> None:
-    machine.run()
-    moved = Machine(folder=machine.folder.rename(machine.folder.with_name("moved")), programs=machine.programs)
-    assert new_pip_log(moved) != []
-
-
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
-def test_the_shell_scripts_pass_shellcheck() -> None:
-    scripts = [ROOT / "machine-install.sh", ROOT / ".ci/run", ROOT / "launch" / "slurm.sbatch"]
-    report = subprocess.run(["shellcheck", *scripts], capture_output=True, text=True, check=False)
-    assert report.stdout == ""

@@ -1,7 +1,7 @@
 """What a session asks of its decoder, what it measures for it, and what is written down at the end."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,9 +23,8 @@ from llama_ssp.run.session import Session, to_line
 from llama_ssp.run.tuning import tune
 from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, SpeculationConfig
 from llama_ssp.speculate.engine.completion import RowCompletion
-from llama_ssp.speculate.engine.loop import Decoder, Update
+from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import DraftChoice
-from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights import hub
 from tests.helpers.decoders import make_decoder
 from tests.helpers.in_process import launch
@@ -50,27 +49,6 @@ def test_a_line_has_milliseconds_of_its_own_and_seconds_of_its_share_of_all_copi
     assert (line.index, line.sample, line.prompt, line.text, line.num_new_tokens) == (3, 1, "ab", "ac", 2)
     assert (line.ms, line.share_s, line.draft_s, line.verify_s, line.other_s) == (8000.0, 3.0, 1.0, 2.0, 3.0)
     assert (line.num_rounds, line.num_target_forwards, line.accepted_lengths) == (1, 2, [1])
-
-
-@pytest.mark.parametrize(
-    ("wanted", "num_requests", "asked"), [(3, 2, [(2, 3)] * 2), (64, 2, [(2, 8)] * 2), (64, 0, [(2, 1)])]
-)
-def test_a_warm_up_is_short_and_never_longer_than_the_run(
-    wanted: int, num_requests: int, asked: list[tuple[int, int]]
-) -> None:
-    """A longer one could run out of the context that the run keeps within; no later call repeats it."""
-    seen: list[tuple[int, int]] = []
-
-    def run(requests: Sequence[Request], *, to_length: bool) -> Iterator[list[Update]]:
-        assert to_length, "one that ends at its first token has warmed nothing up"
-        seen.extend((len(request.prompt_ids), request.max_new_tokens) for request in requests)
-        yield []
-
-    decoder = SimpleNamespace(run=run, warm_up=lambda _requests: None)
-    session: Any = SimpleNamespace(ready_decoder=lambda _mode, _requests: decoder, _warm=set())
-    for mode in ("plain", "speculative", "plain"):
-        Session.warm_up(session, [request(wanted)] * 3, [mode], num_requests=num_requests)
-    assert seen == asked * 2
 
 
 @pytest.mark.seconds

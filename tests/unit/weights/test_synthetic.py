@@ -22,13 +22,12 @@ from llama_ssp.models.llama.head import HeadRunner
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.checks import LEAST_AGREEMENT
 from llama_ssp.settings.schema import HEAD_AGREEMENT
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
 from llama_ssp.weights.head import HeadSource, of_target
 from llama_ssp.weights.source import WeightSource
-from llama_ssp.weights.synthetic import SMALL_HEAD, Synthetic, choose_small, llama_config, noise_for, synthesize
+from llama_ssp.weights.synthetic import SMALL_HEAD, Synthetic, choose_small, llama_config, synthesize
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import heavy
 from tests.helpers.models import load_lean
@@ -260,38 +259,6 @@ def test_a_pair_that_cannot_hold_the_shipped_head_is_refused(
     shape = llama_shape(**changes)
     with pytest.raises(ConfigError, match=reason):
         synthesize([shape, head_shape(shape, num_drafted=num_drafted)], agreement=0.5)
-
-
-def test_less_agreement_takes_more_noise_on_the_heads_output_alone() -> None:
-    shape = llama_shape()
-    (_, better), (_, worse) = (
-        synthesize([shape, head_shape(shape, num_drafted=3000)], agreement=level) for level in (HEAD_AGREEMENT, 0.3)
-    )
-    different = [name for name in better.tensors if not torch.equal(better.read(name), worse.read(name))]
-    assert different == ["lm_head.weight"]
-
-
-def test_noise_is_on_the_drafts_head_alone_and_the_same_each_time() -> None:
-    target, draft = synthesize([llama_shape(), llama_shape()], agreement=0.8)
-    assert isinstance(target, Synthetic)
-    assert isinstance(draft, Synthetic)
-    different = [name for name in target.tensors if not torch.equal(target.read(name), draft.read(name))]
-    assert different == ["lm_head.weight"]
-    assert torch.equal(draft.read("lm_head.weight"), draft.read("lm_head.weight"))
-    assert target.noise == 0 < draft.noise
-
-
-@pytest.mark.parametrize("small", ["tiny", "tiny-draft"])
-def test_more_agreement_takes_less_noise_over_all_that_may_be_asked_for(small: str) -> None:
-    shape = catalogue.load(small).shape
-    assert shape
-    folder = choose_small([shape]).folder
-    levels = [LEAST_AGREEMENT + (1 - LEAST_AGREEMENT) * step / 20 for step in range(21)]
-    noises = [noise_for(folder, level) for level in levels]
-    assert noises == sorted(noises, reverse=True)
-    assert noises[-1] == 0
-    with pytest.raises(ConfigError, match=r"agreement=0.2 must be between 0.3 and 1"):
-        noise_for(folder, 0.2)
 
 
 class LargestTensor(TorchDispatchMode):

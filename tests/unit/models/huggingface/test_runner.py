@@ -125,14 +125,3 @@ def test_a_cache_that_was_filled_in_inference_mode_can_be_used_outside(saved: Sa
         runner.forward(ids_BT[:, :6], torch.arange(6)[None], bucket=16)
     logits = runner.forward(ids_BT[:, 6:], torch.arange(6, 8)[None], bucket=16)
     assert_close(logits[0], library_logits(saved("llama")[1], ids_BT[0])[-2:])
-
-
-def test_a_cache_is_kept_when_it_is_large_enough(saved: SavedModels) -> None:
-    runner = runner_of(saved, "llama", batch_size=2, capacity=40)
-    cache = runner._cache
-    runner.allocate(batch_size=2, capacity=30)
-    assert runner._cache is cache
-    runner.allocate(batch_size=2, capacity=41)
-    assert runner._cache is not cache
-    runner.allocate(batch_size=1, capacity=10)
-    assert runner.forward(random_ids(1, 3), torch.arange(3)[None], bucket=8).shape == (1, 3, VOCAB_SIZE)

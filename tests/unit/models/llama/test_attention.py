@@ -5,7 +5,6 @@ The kernel is stood in for by plain operators, which check what a GPU's kernel w
 
 from functools import partial
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,15 +14,14 @@ from torch.nn import functional
 from benchmarks.decoding import config_of, load_pair, make_decoder, prompt
 from llama_ssp.catalogue import Dtype
 from llama_ssp.kernels import attention_by_length as varlen
-from llama_ssp.kernels.attention_by_length import Sequences, VarlenAttention, fault_of, find_varlen, flash_attention
+from llama_ssp.kernels.attention_by_length import VarlenAttention, fault_of, find_varlen
 from llama_ssp.kernels.between import Heads
 from llama_ssp.models.llama import decoder as lean_decoder
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.speculate.drafters.drafter import catch_up
 from llama_ssp.speculate.engine.round import Executor
 from llama_ssp.speculate.engine.state import Request
-from tests.helpers.decoders import make_decoder as decoder_of
-from tests.helpers.models import load_lean, tiny_model
+from tests.helpers.models import load_lean
 from tests.helpers.varlen_attention import varlen_attention
 from tests.unit.models.llama.test_decoder import assert_close, modules, ragged_rounds, random_ids
 
@@ -80,30 +78,6 @@ def test_positions_that_repeat_are_right_when_they_are_said_to() -> None:
     assert_close(one, other)
 
 
-def test_the_kernel_gets_the_same_numbers_of_slots_and_tables_at_every_length() -> None:
-    """What a CUDA graph holds on to does not depend on the text."""
-    kernel = Mock(wraps=varlen_attention)
-    runner = load_lean(tiny_model("llama"), varlen=kernel)
-    runner.allocate(batch_size=2, capacity=500)
-    for position in (3, 250, 490):
-        runner.forward(random_ids(2, 1), torch.tensor([[position], [1]]), bucket=position + 1)
-    calls = kernel.call_args_list
-    found = {(*map(Tensor.data_ptr, call.args[3][:2]), *call.args[3][3:]) for call in calls}
-    assert len(found) == 1
-
-
-def test_one_width_serves_all_lengths_unless_a_part_reads_buckets() -> None:
-    """A GPU then captures a round once, and not again for every 256 slots."""
-    by_length, by_mask = pair("llama", batch_size=1)
-    found = []
-    for draft in (None, by_length, by_mask):
-        decoder = decoder_of(by_length, draft, replay=False)
-        decoder._is_cuda, decoder.bucket_step = True, 16
-        decoder.make_room([Request(index=0, prompt_ids=(1, 2, 3), max_new_tokens=90)])
-        found.append(len({decoder._buckets.covering(length) for length in range(1, 95)}))
-    assert found == [1, 1, 6]
-
-
 def test_a_kernel_is_held_to_masks_before_it_is_used() -> None:
     def no_window(*arguments: Tensor, **options: object) -> Tensor:
         return varlen_attention(*arguments, **{**options, "window": None})  # type: ignore[arg-type]
@@ -134,26 +108,6 @@ def test_a_kernel_is_held_to_masks_before_it_is_used() -> None:
 HEADS = [Heads(4, 4, 32, 32**-0.5), Heads(8, 2, 16, 0.25), Heads(7, 1, 64, 0.125)]
 
 
-def test_torch_s_operator_is_given_what_it_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It exists for GPUs only; the schema is that of this torch."""
-    schema = torch.ops.aten._flash_attention_forward.default._schema.arguments
-
-    def operator(*given: Any, **named: Any) -> tuple[Tensor, ...]:  # noqa: ANN401 - torch's
-        call = {argument.name: value for argument, value in zip(schema, given, strict=False)} | named
-        assert named.keys() <= {argument.name for argument in schema}
-        assert (call["dropout_p"], call["return_debug_mask"], call["window_size_right"]) == (0.0, False, 0)
-        assert call["is_causal"] == (call["window_size_left"] < 0)
-        sequences = Sequences(*(call[name] for name in ("cum_seq_q", "cum_seq_k", "seqused_k", "max_q", "max_k")))
-        window = None if call["is_causal"] else call["window_size_left"] + 1
-        return (
-            varlen_attention(call["query"], call["key"], call["value"], sequences, scale=call["scale"], window=window),
-        )
-
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", operator)
-    check: Any = partial(fault_of, flash_attention, device=CPU, dtype=torch.float16, has_windows=True)
-    assert [check(heads=heads) for heads in HEADS] == [None] * len(HEADS)
-
-
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_the_layers_of_gpus_give_in_fp16_the_text_of_fp32_by_masks(
     batch_size: int, monkeypatch: pytest.MonkeyPatch
@@ -178,20 +132,6 @@ def test_the_layers_of_gpus_give_in_fp16_the_text_of_fp32_by_masks(
     by_mask = texts(Dtype.fp32)
     monkeypatch.setattr(lean_decoder, "find_varlen", lambda *_arguments, **_options: varlen_attention)
     assert texts(Dtype.fp16) == by_mask
-
-
-@pytest.mark.parametrize("shape", varlen.CHECKED)
-def test_a_kernel_that_is_wrong_in_one_shape_only_is_found(shape: tuple[int, ...]) -> None:
-    """Of one row and of three, of one position and of a round, and of packed prompts."""
-
-    def wrong_there(*arguments: Tensor, **options: object) -> Tensor:
-        found = varlen_attention(*arguments, **options)  # type: ignore[arg-type]
-        return found * 1.1 if arguments[3][0].diff().tolist() == list(shape) else found
-
-    kernel: Any = wrong_there
-    found = fault_of(kernel, device=CPU, dtype=torch.float16, heads=HEADS[1])
-    assert found
-    assert found.endswith(f"where rows have {', '.join(map(str, shape))} queries")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Holds the lean decoder to the library's modules, however rows, ranks and number formats are laid out."""
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,12 @@ from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.table import is_llama_kind
 from llama_ssp.models.loading import load_model
-from llama_ssp.models.prefill import Buckets, Held
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.speculate.engine.held import PromptRow
-from llama_ssp.speculate.engine.state import BatchState, Request
 from llama_ssp.weights.checkpoint import inspect
-from tests.helpers.decoders import advance, make_decoder
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.lanes import pairs
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, load_lean, tiny_config, tiny_model
-from tests.helpers.operator_count import OperatorCount
 
 pytestmark = pytest.mark.seconds
 
@@ -140,55 +134,6 @@ def test_every_rank_gets_the_whole_model_s_logits(tmp_path: Path, kind: str, num
     for found in on_ranks(comms, rounds):
         for one, other in zip(found, wanted, strict=True):
             assert_close(one, other)
-
-
-def on_meta(model: PreTrainedModel) -> PreTrainedModel:
-    torch.nn.Module.to(model, "meta")
-    return model
-
-
-def test_a_whole_round_reads_no_value() -> None:
-    """A meta tensor has no values: whatever reads one raises."""
-    target, draft = (load_lean(modules("llama"), device=torch.device("meta")) for _ in range(2))
-    decoder = make_decoder(target, draft, temperature=0.8, eos_ids=[3])
-    round_ = decoder.round
-    round_.allocate(batch_size=2, num_slots=64)
-    state = BatchState.empty(2, num_slots=64, num_rounds=10, table=round_.uniforms)
-    requests = [Request(index=row, prompt_ids=(5, 6, 7), max_new_tokens=9) for row in range(2)]
-    prompts = BatchState.of(requests, num_slots=64, num_rounds=10, table=round_.uniforms, seed=0)
-    places = [PromptRow(row, Held(), Held()) for row in range(2)]
-    assert round_.prefill(prompts, places, lengths=[3, 3], buckets=Buckets(step=64, num_slots=64)).is_meta
-    assert advance(decoder, state, bucket=64).is_meta
-
-
-def operators(runner: Runner, *, length: int, batch_size: int, num_tokens: int) -> Counter[str]:
-    """What one forward calls behind a text of this length."""
-    runner.allocate(batch_size=batch_size, capacity=128)
-    ids_BT = random_ids(batch_size, num_tokens)
-    positions_BT = torch.arange(length, length + num_tokens).repeat(batch_size, 1)
-    bucket = -(-(length + num_tokens) // 32) * 32
-    for _ in range(3):  # what is made lazily, then the recording
-        runner.forward(ids_BT, positions_BT, bucket=bucket)
-    count = OperatorCount()
-    with count:
-        runner.forward(ids_BT, positions_BT, bucket=bucket)
-    return count.counts
-
-
-@pytest.mark.parametrize("num_tokens", [1, 5])
-def test_the_number_of_operators_does_not_depend_on_batch_or_length(num_tokens: int) -> None:
-    lean = load_lean(modules("llama"), kernel=PlainLinear)
-    found = [
-        operators(lean, length=length, batch_size=batch_size, num_tokens=num_tokens)
-        for length, batch_size in ((3, 1), (90, 1), (3, 4), (90, 4))
-    ]
-    assert found[0] == found[1] == found[2] == found[3]
-
-
-def test_a_forward_takes_far_fewer_operators_than_the_library_s() -> None:
-    lean, library = pair("llama", batch_size=1)
-    mine, theirs = (operators(runner, length=9, batch_size=1, num_tokens=5).total() for runner in (lean, library))
-    assert mine < 0.6 * theirs
 
 
 @pytest.mark.parametrize(

@@ -154,12 +154,6 @@ def test_an_interrupt_that_a_library_replaces_or_loses_ends_the_run_alike(
     assert (ended.code, ended.err, ended.runs) == (4, "interrupted\n", [])
 
 
-def test_a_hangup_that_is_ignored_on_purpose_stays_ignored(launch: Launch) -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    assert launch().code == 0
-    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-
-
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_rank_zero_leaves_the_name_of_its_run_folder_where_a_batch_script_can_read_it(
     rank: str, launch: Launch, tmp_path: Path

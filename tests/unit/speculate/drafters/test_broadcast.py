@@ -55,20 +55,6 @@ def test_ranks_of_the_draft_alone_follow_plain_decoding() -> None:
     assert _texts(apart, temperature=0.9, batch_size=2, speculative=False) == [wanted, wanted]
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 3, 7])
-def test_every_row_belongs_to_one_rank_and_what_they_say_is_put_in_order(batch_size: int) -> None:
-    def one_rank(comm: ThreadComm) -> tuple[range, list[list[int]]]:
-        split = BatchSplit(comm, [0, 2, 3])
-        own = range(batch_size)[split.own_rows(batch_size)]
-        said = torch.tensor([[row, 10 * row] for row in own], dtype=torch.int64).view(-1, 2)
-        return own, split.gather(said, batch_size=batch_size).tolist()
-
-    seen = on_ranks(thread_comms(4), one_rank)
-    assert [row for own, _ in seen for row in own] == list(range(batch_size))
-    assert max(len(own) for own, _ in seen) == -(-batch_size // 3), "shares are even"
-    assert [gathered for _, gathered in seen] == [[[row, 10 * row] for row in range(batch_size)]] * 4
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("kind", [ONE_RANK, REPLICATED])
 def test_all_ranks_learn_of_rows_whose_logits_are_no_numbers(kind: DraftLayout, temperature: float) -> None:
@@ -95,25 +81,3 @@ def test_all_ranks_learn_of_rows_whose_logits_are_no_numbers(kind: DraftLayout, 
     found = on_ranks(thread_comms(2), one_rank)
     expected = [[NOT_A_NUMBER * (row == bad) for row in range(3)] for bad in range(3) for _ in range(2)]
     assert found == [expected, expected]
-
-
-@pytest.mark.parametrize("kind", [ONE_RANK, REPLICATED])
-def test_a_request_stop_reaches_all_ranks_with_the_next_verdict(kind: DraftLayout) -> None:
-    device = torch.device("cpu")
-    table = UniformTable(2, device)
-
-    def one_rank(comm: ThreadComm) -> list[bool]:
-        rule = make_rule(SamplingConfig(temperature=0.0), VerificationConfig())
-        split = BatchSplit(comm, [0, 1]) if kind is REPLICATED else None
-        verifier = Verifier(rule, comm=comm, verify_rank=0, device=device, split=split)
-        stops = []
-        for wisher in (None, 0):
-            if comm.rank == wisher:
-                verifier.request_stop()
-            draft = Draft(torch.zeros(3, 2, dtype=torch.int64), None)
-            draws = table.split(torch.zeros(3, table.num_uniforms, dtype=torch.float64))
-            decision = verifier.verify(draft, verifier.process(torch.zeros(3, 3, 4)), draws=draws)
-            stops.append(bool(decision.flags_B1.any()))
-        return stops
-
-    assert on_ranks(thread_comms(3), one_rank) == [[False, True]] * 3

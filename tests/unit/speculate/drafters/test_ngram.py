@@ -1,6 +1,5 @@
 """Prompt look-up: what is copied, by a plain search in Python and by cases that a reader can follow."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -58,23 +57,6 @@ def test_what_followed_the_last_tokens_is_copied() -> None:
     assert propose([[1, 2, 3, 4, 5, 6, 1, 2, 3]]) == [[4, 5, 6, 1]]
 
 
-def test_a_longer_match_wins_over_a_later_one() -> None:
-    assert propose([[1, 2, 3, 7, 7, 9, 3, 8, 8, 1, 2, 3]], num_draft_tokens=2) == [[7, 7]]
-
-
-def test_of_equal_matches_the_latest_wins() -> None:
-    assert propose([[3, 7, 3, 8, 3]], num_draft_tokens=1) == [[8]]
-
-
-def test_a_text_that_repeats_itself_is_continued_in_its_period() -> None:
-    assert propose([[5, 1, 2, 1, 2]], num_draft_tokens=5) == [[1, 2, 1, 2, 1]]
-
-
-def test_without_a_match_the_last_token_is_drafted() -> None:
-    assert propose([[1, 2, 3]]) == [[3, 3, 3, 3]]
-    assert propose([[1, 2, 9, 2]], shortest=2) == [[2, 2, 2, 2]]
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     texts=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=14), min_size=1, max_size=4),
@@ -89,11 +71,6 @@ def test_every_row_is_drafted_as_by_a_plain_search(
     assert said == [
         expected(text, num_draft_tokens=num_draft_tokens, longest=longest, shortest=shortest) for text in texts
     ]
-
-
-@pytest.mark.parametrize("length", [2, 3])
-def test_short_texts_are_no_exception(length: int) -> None:
-    assert propose([[4] * length], longest=5) == [[4, 4, 4, 4]]
 
 
 def expected_tree(text: list[int], *, widths: list[int], longest: int, shortest: int) -> list[int]:
@@ -123,16 +100,6 @@ def test_a_tree_has_several_continuations_the_longest_match_first_then_the_lates
     text = [1, 2, 7, 2, 8, 5, 2, 9, 2, 8, 1, 2]
     assert propose([text], shape="3") == [[7, 8, 9]]
     assert propose([text], shape="3x1") == [[7, 8, 9, 2, 1, 2]]
-
-
-def test_a_deeper_token_has_other_continuations_too() -> None:
-    """Of 3, which follows 2, what the copy has next comes first; then what followed 3 elsewhere, the latest first."""
-    assert propose([[2, 3, 4, 3, 5, 3, 6, 2]], shape="1x3", shortest=1) == [[3, 4, 6, 5]]
-
-
-def test_too_few_continuations_are_filled_up_with_the_last_token() -> None:
-    assert propose([[3, 7, 3]], shape="3x1") == [[7, 3, 3, 3, 3, 3]]
-    assert propose([[1, 2, 3]], shape="2x2") == [[3] * 6]
 
 
 @settings(max_examples=150, deadline=None)

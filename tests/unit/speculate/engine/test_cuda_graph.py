@@ -9,12 +9,9 @@ import torch
 
 from llama_ssp import load
 from llama_ssp.models.runner import Runner
-from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
-from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.engine.completion import StopRequest
 from llama_ssp.speculate.engine.executors import TracedExecutor
 from llama_ssp.speculate.engine.state import Request
-from llama_ssp.speculate.sampling.rules import make_rule
 from tests.helpers.decoders import complete, make_decoder, outcome, requests
 from tests.helpers.kinds import Make, kinds
 from tests.helpers.recorded import FakeRecorder
@@ -89,15 +86,6 @@ def test_what_is_recorded_ahead_is_not_recorded_while_texts_are_written(shipped:
     assert recorder.num_recorded == 4
 
 
-def test_rows_that_are_idle_in_a_later_run_do_no_harm(shipped: tuple[Runner, Runner]) -> None:
-    """Their prompts were longer than what they had random numbers for."""
-    captured, eager = (make_decoder(*shipped, batch_size=3, replay=replay) for replay in (FakeRecorder(), False))
-    long = [Request(index=index, prompt_ids=tuple(range(5, 35)), max_new_tokens=5) for index in range(3)]
-    short = [Request(index=9, prompt_ids=(8, 9, 10), max_new_tokens=5)]
-    for wanted in (long, short, long):
-        assert outcome(complete(captured, wanted)) == outcome(complete(eager, wanted))
-
-
 @pytest.mark.parametrize("unrecordable", ["aten::argmax", "aten::cumprod"], ids=["in the draft", "in the verification"])
 def test_what_cannot_be_recorded_is_one_warning_and_goes_on_without(
     unrecordable: str, shipped: tuple[Runner, Runner], caplog: pytest.LogCaptureFixture
@@ -132,14 +120,3 @@ def test_a_wish_to_stop_reaches_a_replayed_round(shipped: tuple[Runner, Runner])
         complete(decoder, [Request(index=0, prompt_ids=(5, 6), max_new_tokens=30)])
         seen.append((decoder.stopped, recorder.num_recorded))
     assert seen == [(False, 2), (True, 2)]
-
-
-def test_what_a_draft_reads_stays_where_it_is_while_the_batch_does(shipped: tuple[Runner, Runner]) -> None:
-    rule = make_rule(SamplingConfig(), VerificationConfig())
-    drafter = ModelDrafter(shipped[1], rule=rule, num_draft_tokens=2, vocab_size=shipped[0].vocab_size)
-    drafter.allocate(batch_size=3, num_slots=20)
-    before, num_allocations = drafter._tables, drafter.num_allocations
-    drafter.allocate(batch_size=3, num_slots=20)
-    assert drafter._tables is before
-    drafter.allocate(batch_size=1, num_slots=20)
-    assert drafter.num_allocations > num_allocations

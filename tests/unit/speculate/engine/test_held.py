@@ -14,12 +14,11 @@ from torch import Tensor
 
 from llama_ssp.kernels.linear import PlainLinear
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.prefill import Buckets, Held, Prompts, num_common, read_prompts
+from llama_ssp.models.prefill import read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.run.decoders import agree_on_bits
 from llama_ssp.speculate.engine.completion import RowCompletion
-from llama_ssp.speculate.engine.held import HeldTexts, PromptRow
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
@@ -195,30 +194,6 @@ def test_rounds_that_are_timed_leave_nothing_to_take() -> None:
     assert (done.num_reused_tokens, done.token_ids) == (0, target.greedy((1, 2, 3, 4), 6))
 
 
-def test_nothing_is_taken_from_a_row_that_another_prompt_takes() -> None:
-    """The second prompt would begin like row 0, into which the first one copies what row 2 holds."""
-    held = HeldTexts(3, step=1)
-    held.place([(1, 2, 3), (4, 5, 6, 7), (8, 8, 8)], [0, 1, 2])
-    first, second = held.place([(8, 8, 9), (1, 2, 3, 4)], [0, 1])
-    assert first == PromptRow(0, Held(2, 2), Held(2, 2))
-    assert second == PromptRow(1, Held(), Held())
-
-
-def test_rows_with_little_to_read_end_where_the_longest_does() -> None:
-    """In a cache that has no slot behind it."""
-    target, texts = PrefixRunner(), [(1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3)]
-    target.allocate(batch_size=2, capacity=8)
-    tokens_RS = torch.zeros(2, 8, dtype=torch.int64)
-    for row, ids in enumerate(texts):
-        tokens_RS[row, : len(ids)] = torch.tensor(ids)
-    prompts = Prompts(tokens_RS, torch.tensor([8, 3]), [8, 3], 8)
-    for held in ((), (Held(1, 0), Held(2, 1)), (Held(7, 0), Held(2, 0))):
-        again = prompts._replace(held=held)
-        logits_RV = read_prompts(target, again, rows=[0, 1], buckets=Buckets(step=8, num_slots=8))
-        for logits_V, ids in zip(logits_RV, texts, strict=True):
-            torch.testing.assert_close(logits_V, target.logits(ids))
-
-
 def test_where_bits_depend_on_what_is_read_together_whole_chunks_of_prompts_are_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -375,12 +350,3 @@ def test_ranks_reuse_all_or_only_chunks_together() -> None:
         draft.is_invariant = own
         agree_on_bits([target, draft], Mock(gather_text=lambda text, others=others: [text, others]))
         assert target.is_invariant is draft.is_invariant is agreed
-
-
-@pytest.mark.parametrize(
-    ("ids", "other_ids", "number"),
-    [("", "ab", 0), ("abc", "abx", 2), ("abc", "abc", 3), ("abcde", "ab", 2), ("x", "y", 0)],
-)
-def test_texts_have_in_common_what_they_begin_with(ids: str, other_ids: str, number: int) -> None:
-    one, other = ([*map(ord, each)] for each in (ids, other_ids))
-    assert num_common(one, other) == num_common(other, one) == number

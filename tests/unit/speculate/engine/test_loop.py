@@ -73,14 +73,6 @@ def test_a_round_reads_all_that_is_filled_however_finely_the_width_follows_the_t
         assert completion.token_ids == target.greedy(completion.request.prompt_ids, completion.request.max_new_tokens)
 
 
-def test_plain_decoding_is_the_same_loop_without_a_draft() -> None:
-    target = PrefixRunner()
-    for completion in complete(make_decoder(target, None, batch_size=3), requests()):
-        request = completion.request
-        assert completion.token_ids == target.greedy(request.prompt_ids, request.max_new_tokens)
-        assert completion.num_target_forwards == request.max_new_tokens
-
-
 @kinds
 def test_an_end_of_sequence_token_ends_the_row_at_once_also_inside_a_draft(make: Make) -> None:
     target, ended_inside, drafts = PrefixRunner(), 0, False
@@ -135,17 +127,6 @@ def test_sampled_text_does_not_depend_on_the_batch(make: Make) -> None:
         for batch_size in (1, 3, 7)
     )
     assert one == three == seven
-
-
-def test_samples_of_one_prompt_differ_and_repeat() -> None:
-    wanted = [Request(index=0, sample=s, prompt_ids=(1, 2), max_new_tokens=20) for s in range(3)]
-
-    def texts() -> list[list[int]]:
-        decoder = make_decoder(PrefixRunner(sharpness=1.0), None, temperature=1.0, batch_size=3)
-        return [completion.token_ids for completion in complete(decoder, wanted)]
-
-    assert texts() == texts()
-    assert len({tuple(ids) for ids in texts()}) == len(wanted)
 
 
 def test_a_prompt_may_leave_room_for_one_token_only() -> None:

@@ -25,7 +25,7 @@ from tests.helpers.other_tokenizer import PROMPT, TEXT, save_pair
 from tests.helpers.texts import library_greedy
 from tests.helpers.tokenizers import byte_level, sentencepiece_like
 
-GREEDY, WARM = SamplingConfig(temperature=0.0), SamplingConfig(temperature=1.0)
+WARM = SamplingConfig(temperature=1.0)
 NUM_NEW_TOKENS, NUM_DRAFT_TOKENS = 50, 4
 ONE_RANK, SHARDED, REPLICATED, OWN_GPU = DraftLayout
 
