@@ -13,7 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
-from itertools import product
+from itertools import product, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +268,12 @@ def option(group: str, file: Path) -> tuple[dict[str, Any], str | None]:
     fields = _fields(file, names_below=()) if group == "model" else read(file)
     package = _PACKAGE.match(file.read_text(encoding="utf-8"))
     return fields, package[1] if package else None
+
+
+def head_of(file: Path) -> str:
+    """The comment at the head of a file of options, without Hydra's directives."""
+    head = takewhile(lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines())
+    return " ".join(line.lstrip("# ") for line in head if not line.startswith("# @"))
 
 
 def is_own(file: Path) -> bool:
