@@ -7,8 +7,8 @@ Changes are judged by what the user loses:
     more      linear layers in 4 bits, a shorter prompt, more GPUs or nodes, another machine
     model     a smaller target, if nothing else fits
 
-At most three changes are named: those that lose least, of these those of the fewest settings, then the fastest, one of
-each kind, none that its own plan warns against for more reasons than the plan that was asked for.
+At most three changes are named, one of each kind: first those that lose least, then those with the fewest settings,
+then the fastest. A change is left out if its own plan has a warning that the asked plan does not have.
 """
 
 from collections.abc import Iterable, Iterator
@@ -250,7 +250,7 @@ class Change:
 
     @property
     def has_room(self) -> bool:
-        """Whether it fits, and with something left: what is bought should not be tight."""
+        """Whether it fits with something left, so that a larger machine is not tight again."""
         return fits(self.spec, self.hardware) and not self.fullest.is_tight
 
     @property
@@ -285,7 +285,7 @@ def changes_that_fit(spec: PlanSpec, hardware: HardwareConfig) -> list[Change]:
 
 
 def _chosen(candidates: list[Change], known: set[str]) -> list[Change]:
-    """The best of each kind whose own plan warns of nothing but what is `known` of the plan that was asked for."""
+    """The best change of each kind; its plan may have the warnings of the asked plan, which are `known`, alone."""
     chosen: dict[str, Change] = {}
     for candidate in sorted(candidates, key=lambda one: one.order):
         if len(chosen) == MOST_CHANGES:
@@ -301,7 +301,7 @@ def _fitting(ways: Iterable[Change]) -> list[Change]:
 
 
 def _accepted(change: Change, known: set[str]) -> Change | None:
-    """The change, or the same with the best K, if the plan of one warns of nothing else than what is known."""
+    """The change, or else the change with the best K, if its plan has no other warnings than those that are known."""
     if change.faults <= known:
         return change
     if change.timed.best_num_draft_tokens is None or change.spec.adapts:

@@ -225,7 +225,7 @@ def split_layers(num_layers: int, *, num_devices: int) -> tuple[range, ...]:
 class _Part:
     """One model's part on one rank, or on one device of a layer-wise target; by default none.
 
-    Its cache has `slot_bytes` a slot over `of_layers`. `width` is the size of queries, keys and values of a position,
+    A slot of its cache has `slot_bytes / of_layers`. `width` is the size of queries, keys and values of a position,
     `working_bytes` that of the largest unpacked matrix. `temporary_bytes` are needed in addition to the weights while
     loading.
     """

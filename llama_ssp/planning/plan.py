@@ -142,7 +142,7 @@ def require_room(plan: Plan, *, words: Mapping[str, str] | None = None) -> None:
 def shortage(plan: Plan, *, words: Mapping[str, str] | None = None) -> str:
     """An error message: the fullest rank, its items, its capacity, and the changes that fit, the smallest first.
 
-    `words` has, by setting of `llama-ssp plan`, what to print instead if the caller has another; {} is the value.
+    `words` maps settings of `llama-ssp plan` to phrases of callers that lack them; {} stands for the value.
     """
     full = plan.fullest
     names = {

@@ -67,9 +67,9 @@ def placement_settings(spec: PlanSpec) -> list[str]:
 
 
 def by_length(spec: PlanSpec, timed: Timing) -> Iterator[tuple[float, PlanSpec]]:
-    """Seconds per token of the spec with every K, the fastest first; K = auto comes before where no K is recommended.
+    """Yield seconds per token and the spec for every K, the fastest first; nothing without a draft.
 
-    Nothing without a draft.
+    Where no K is recommended, K = auto comes first.
     """
     times = timed.by_num_draft_tokens
     if times and spec.overlaps and not timed.knows_best_k:  # overlap needs one K for all rounds
@@ -285,7 +285,7 @@ def _drafted(
 
 
 def _with_draft(base: PlanSpec, way: PlanSpec, words: Mapping[str, str]) -> Iterator[PlanSpec]:
-    """A placed spec with the draft of another one, in every place, with trees, and overlapped, where none is given."""
+    """A placed spec with the draft of `way`: in every place, with trees and overlapped, unless the user set these."""
     drafted = replace(way, target=base.target, num_replicas=base.num_replicas)
     if not _has(words, "placement"):
         placed = [*on_block(drafted, len(base.target_ranks))]

@@ -432,7 +432,7 @@ def notes_on_families(*models: PlannedModel | ModelConfig) -> Iterator[str]:
 
 
 def notes_on_contexts(spec: PlanSpec) -> Iterator[str]:
-    """Say from where on rows go on without the draft."""
+    """Say at which length rows outgrow the draft's context and go on without it."""
     if spec.draft and not (spec.has_head or spec.own_tokenizer or spec.overlaps):
         longest = spec.prompt_tokens + spec.max_new_tokens
         context = spec.draft.shape.max_position_embeddings

@@ -371,7 +371,7 @@ class OverlappedTime:
 
     @property
     def arrived_s(self) -> float:
-        """From the begin of a round until the target has computed, and has what the draft has drafted."""
+        """From the start of a round until the target has ended its forward and received the drafted tokens."""
         forward_s = self.forward_s + (0.0 if self.hides_exchange else self.exchange_s)
         return max(self.draft_s + self.exchange_s, forward_s)
 
@@ -699,7 +699,7 @@ def decoding_error(spec: PlanSpec, hardware: HardwareConfig, step_s: float) -> E
 
 
 def unmeasured(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:
-    """A sentence about what of a spec has no published speed that forecasts were compared with, if anything."""
+    """A sentence that names what of a spec has no published speed to compare forecasts with, if anything."""
     if hardware.is_measured or hardware.device != "cuda":
         return
     target, rows = spec.target, spec.batch_size

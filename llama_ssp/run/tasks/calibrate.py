@@ -117,7 +117,7 @@ def _context_bytes(device: torch.device) -> int:
 
 
 def _rounded(figures: Any) -> Any:  # noqa: ANN401 - any tree of figures
-    """Round to four digits, more than a measurement is good for."""
+    """Round to four digits, more than measurements are exact to."""
     if isinstance(figures, dict):
         return {key: _rounded(value) for key, value in figures.items() if value is not None}
     if isinstance(figures, list):

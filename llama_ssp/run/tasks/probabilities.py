@@ -157,8 +157,8 @@ class Scorer:
     ) -> Iterator[tuple[Tensor, Tensor | None]]:
         """The log-probabilities (B, V) after the prompt, whose cache is filled, and after each new token but the last.
 
-        Penalties see one position at a time: of drafted tokens, which decoding penalizes too, they know nothing here.
-        With `begins_BS`, see `_round_starts`, also those that know nothing of the round's earlier tokens.
+        Penalties see one position at a time, and not the drafted tokens, which decoding penalizes too. With `begins_BS`
+        (see `_round_starts`) it also yields log-probabilities whose penalties ignore the round's earlier tokens.
         """
         num_slots = tokens_BS.shape[1]
         bucket = self._buckets.covering(num_slots)
@@ -181,7 +181,7 @@ class Scorer:
     def _draft(
         self, drafter: Drafter, tokens_BS: Tensor, length: int, *, num_given: int, vocab_size: int
     ) -> Tensor:  # fmt: skip
-        """The draft's probabilities (B, V) of the token after `length` tokens; 1 for one that it proposes without."""
+        """The draft's probabilities (B, V) of the token after `length` tokens; a certain proposal has 1."""
         uniforms_BKP = torch.full((self._batch_size, 1, PER_DRAW), 0.5, dtype=torch.float64, device=tokens_BS.device)
         rows = _rows(tokens_BS.clone(), length, num_given=num_given)  # the drafter writes into the tokens
         draft = drafter.propose(
@@ -200,7 +200,7 @@ def _round_starts(roles_BT: Tensor, *, first: int) -> Tensor:
 
 
 def _rows(tokens_BS: Tensor, length: int, *, num_given: int) -> Rows:
-    """Texts of one length behind prompts of one, whose keys do not count."""
+    """Rows of equally long texts after equally long prompts; their keys are not used."""
     lengths_B = torch.full_like(tokens_BS[:, 0], length)
     return Rows(tokens_BS, lengths_B, torch.zeros_like(lengths_B), torch.full_like(lengths_B, num_given))
 

@@ -56,7 +56,7 @@ def test_the_planner_chooses_the_placement() -> None:
     assert found.spec.draft_kind in DraftLayout
     assert found.timing.speculative_s
     others = [plan("30B", "7B", hardware="p4d_24xlarge", placement=name) for name in ("one_rank", "sharded")]
-    assert found.timing.speculative_s <= min(each.timing.speculative_s or 0.0 for each in others)
+    assert found.timing.speculative_s <= min(other.timing.speculative_s or 0.0 for other in others)
 
 
 def test_this_machine_has_one_gpu_as_the_library_uses_it() -> None:

@@ -100,7 +100,7 @@ def test_a_plan_of_a_pair_that_nobody_measured_shows_low_and_high_and_how_to_mea
     spec = make_spec("llama3_70B", "llama3_8B", num_ranks=8, acceptance=None)
     plan = make_plan(spec, A100)
     time, low_high = document(plan)["time"], (0.5, 0.85)
-    assert time["tokens_per_round_range"] == pytest.approx([tokens_per_round(each, 4) for each in low_high])
+    assert time["tokens_per_round_range"] == pytest.approx([tokens_per_round(end, 4) for end in low_high])
     for name in ("acceptance", "tokens_per_round", "speculative_ms_per_token", "best_num_draft_tokens"):
         low, high = time[f"{name}_range"]
         assert low <= time[name] <= high, name
@@ -133,7 +133,7 @@ def test_a_pair_is_stored_by_the_names_of_its_models_and_local_names_any_folder(
     spec = make_spec("65B", "tinyllama_1B", num_ranks=8, acceptance=None, of_draft={"name": name})
     plan = make_plan(spec, A100)
     said = [note for note in plan.notes if "measure the pair" in note]
-    assert ["task.store=true" in each for each in said] == stores
+    assert ["task.store=true" in sentence for sentence in said] == stores
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.8, 0.99])

@@ -34,7 +34,7 @@ def test_an_int8_draft_through_bitsandbytes_cannot_gain() -> None:
 def test_a_smaller_draft_that_gains_clearly_more_is_named() -> None:
     smaller, asked = make_spec("13B", "tinyllama_1B", acceptance=None), make_spec("13B", "7B")
     gains = [
-        each.plain_s / min(each.by_num_draft_tokens) for each in (times_of(spec, A100) for spec in (smaller, asked))
+        timed.plain_s / min(timed.by_num_draft_tokens) for timed in (times_of(spec, A100) for spec in (smaller, asked))
     ]
     said = f"draft=tinyllama_1B is forecast to give {gains[0]:.2f}x with its best K, 7B {gains[1]:.2f}x with its own"
     assert said in make_plan(asked, A100).notes

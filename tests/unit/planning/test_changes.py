@@ -84,7 +84,9 @@ def test_a_warning_of_the_plan_that_was_asked_for_rules_out_no_change() -> None:
 
 def test_machines_are_named_as_they_are_the_one_with_the_least_memory_first() -> None:
     named = [_settings(change) for change in changes_that_fit(make_spec("13B"), replace(ONE_A10G, network=None))]
-    machines = [(each["hardware"], each.get("hardware.num_gpus")) for each in named if "hardware" in each]
+    machines = [
+        (settings["hardware"], settings.get("hardware.num_gpus")) for settings in named if "hardware" in settings
+    ]
     assert machines == [("1xa100_80gb", "1")]
 
 
@@ -103,7 +105,7 @@ def test_no_change_is_named_that_its_own_plan_warns_against(target: str, num_ran
     assert kept
     for one in kept:
         said = make_plan(one.spec, one.hardware).warnings
-        assert all(each.startswith("K=") for each in said), one.settings
+        assert all(warning.startswith("K=") for warning in said), one.settings
 
 
 def test_a_job_without_any_way_out_says_so() -> None:

@@ -53,7 +53,9 @@ def test_a_cache_of_fewer_bits_has_its_own_bytes_and_room_to_unpack_a_layer_wher
     """Heads of 128 dimensions: 128 bytes and a scale. On a GPU prompts read a copy in fp16, made through fp32."""
     spec = make_spec("7B", prompt_tokens=2000)
     byte = make_spec("7B", prompt_tokens=2000, of_target={"cache_dtype": "int8"})
-    (exact,), (packed,), (shorter,) = (memory(each, A100) for each in (spec, byte, replace(byte, prompt_tokens=1488)))
+    (exact,), (packed,), (shorter,) = (
+        memory(one_spec, A100) for one_spec in (spec, byte, replace(byte, prompt_tokens=1488))
+    )
     assert packed.target_cache_bytes * 256 == exact.target_cache_bytes * 132
     assert packed.activations_bytes > exact.activations_bytes
     assert packed.activations_bytes - shorter.activations_bytes == 512 * 2 * 32 * 128 * (2 + 2)
@@ -118,7 +120,7 @@ def test_quantizing_while_loading_needs_room_for_gate_and_up_and_what_is_read_ah
     form: str, weight_bytes: float, num_copies: int
 ) -> None:
     """In the last layer, before down, which is read ahead in 16 bits like the others; NF4 unpacks while it runs."""
-    whole, packed = (memory(make_spec("7B", of_target={"quantization": each}), A100)[0] for each in ("none", form))
+    whole, packed = (memory(make_spec("7B", of_target={"quantization": name}), A100)[0] for name in ("none", form))
     beside = packed.loading_peak_bytes - packed.target_weights_bytes - A100.context_bytes
     assert beside == 11008 * 4096 * (2 * 2 + num_copies * 2 * weight_bytes + 2 - 3 * weight_bytes)
     unpacked_bytes = packed.activations_bytes - whole.activations_bytes

@@ -37,7 +37,7 @@ def test_a_round_is_k_draft_steps_a_verification_and_the_rest() -> None:
 def test_judging_a_draft_as_a_whole_takes_kernels_and_passes_of_its_own() -> None:
     machine, spec = A100, make_spec("7B", "tinyllama_1B")
     by_block = replace(spec, rule="block")
-    plain_s, block_s = (CostModel(each, machine).rule_s(5) for each in (spec, by_block))
+    plain_s, block_s = (CostModel(one, machine).rule_s(5) for one in (spec, by_block))
     passes_s = 8 * 4 * 5 * spec.target.shape.vocab_size / bandwidth(machine)
     assert block_s - plain_s == pytest.approx(12 * machine.kernel_s + passes_s)
     assert times_of(by_block, machine).plain_s == times_of(spec, machine).plain_s
@@ -141,11 +141,11 @@ def test_the_bytes_of_a_round_follow_from_the_placement(
 
 def test_a_tree_by_look_up_costs_its_verification_alone_and_its_verdict_names_a_path() -> None:
     plain, tree = make_spec("13B", num_ranks=2, num_draft_tokens=9), tree_shape("3x1x1")
-    chain, spec = (replace(plain, free_draft="ngram", tree=each) for each in (None, tree))
+    chain, spec = (replace(plain, free_draft="ngram", tree=shape) for shape in (None, tree))
     timed, clock = times_of(spec, A100), CostModel(spec, A100)
     assert timed.round_s == pytest.approx(clock.forward(clock.target, 10).total_s + clock.verdict_s(9))
     assert timed.tokens_per_round == tree_tokens(0.8, tree)
-    sizes = [round_messages(each, 9)["verdict"].payload_bytes for each in (chain, spec)]
+    sizes = [round_messages(drafted, 9)["verdict"].payload_bytes for drafted in (chain, spec)]
     assert sizes[1] - sizes[0] == ID * tree.depth
     assert round_messages(spec, 0) == round_messages(plain, 0)
 

@@ -25,10 +25,10 @@ def test_int8_has_the_published_size_and_row_scales_are_counted_apart(name: str)
     shape = catalogue.load(name).shape
     assert shape
     held = [weight_bytes(share, dtype=Dtype.fp16, quantization="int8") for share in shares(shape, num_ranks=8)]
-    once = sum(each.sharded_bytes for each in held) + held[0].repeated_bytes
+    once = sum(share.sharded_bytes for share in held) + held[0].repeated_bytes
     assert once / 1e9 == pytest.approx(INT8_GB[name], rel=2e-3)
     row_parallel_rows = 2 * shape.hidden_size * shape.num_hidden_layers
-    assert {each.repeated_scale_bytes for each in held} == {4 * row_parallel_rows}
+    assert {share.repeated_scale_bytes for share in held} == {4 * row_parallel_rows}
 
 
 def test_quantized_layouts_take_the_bytes_that_their_definition_says() -> None:

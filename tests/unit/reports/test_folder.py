@@ -24,8 +24,8 @@ def line(index: int = 0, *, text: str = "x", mode: str = "speculative") -> Compl
 
 def write(path: Path, *lines: CompletionLine) -> None:
     with RunFolder(path, CONFIG) as folder:
-        for each in lines:
-            folder.append(each)
+        for line in lines:
+            folder.append(line)
 
 
 def test_a_reopened_folder_knows_its_finished_completions(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_lines_are_put_in_the_order_of_their_prompts_and_more_can_follow(tmp_pat
         folder.put_in_order()
         folder.append(line(1))
     with RunFolder(tmp_path, CONFIG) as folder:
-        found = [(each.index, each.mode) for each in folder.lines]
+        found = [(line.index, line.mode) for line in folder.lines]
     assert found == [(0, "plain"), (0, "speculative"), (2, "plain"), (2, "speculative"), (1, "speculative")]
 
 
@@ -63,7 +63,7 @@ def test_a_torn_last_line_is_dropped_and_the_next_one_starts_afresh(tmp_path: Pa
     with RunFolder(tmp_path, CONFIG) as folder:
         assert folder.lines == [line(0)]
         folder.append(line(2))
-    assert [json.loads(each)["index"] for each in file.read_bytes().splitlines()] == [0, 2]
+    assert [json.loads(line)["index"] for line in file.read_bytes().splitlines()] == [0, 2]
 
 
 @pytest.mark.parametrize("text", ["a\nb\u2028c\x85d\x1b[31m", "emoji 🙂, 你好", "null \x00"])

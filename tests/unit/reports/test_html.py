@@ -22,7 +22,7 @@ pytestmark = pytest.mark.seconds
 def sweep(ks: Sequence[int]) -> list[Run]:
     """A run for each K."""
     runs = [run(PLAIN, FAST, name=f"s/{k}", num_draft_tokens=k) for k in ks]
-    return [replace(each, settings={"speculation.num_draft_tokens": k}) for each, k in zip(runs, ks, strict=True)]
+    return [replace(one, settings={"speculation.num_draft_tokens": k}) for one, k in zip(runs, ks, strict=True)]
 
 
 def page_of(*lines: CompletionLine, **measured: object) -> str:

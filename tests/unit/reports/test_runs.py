@@ -117,13 +117,13 @@ def run_of(settings: dict[str, object], *, model: str = "big", draft: str | None
 
 
 def varying(*settings: dict[str, object]) -> list[Setting]:
-    return varying_settings([run_of(each) for each in settings])
+    return varying_settings([run_of(one) for one in settings])
 
 
 def test_settings_that_differ_are_found_and_the_folder_is_none_and_the_seed_stands_last() -> None:
     base = {"seed": 0} | BASE
     found = varying(base, base | {"sampling.temperature": 0.0, "run_dir": "b"}, base | {"seed": 1})
-    assert [(each.key, each.name, each.texts) for each in found] == [
+    assert [(setting.key, setting.name, setting.texts) for setting in found] == [
         ("sampling.temperature", "temperature", ["0.8", "0", "0.8"]),
         ("seed", "seed", ["0", "0", "1"]),
     ]
@@ -140,7 +140,7 @@ def test_names_that_would_be_equal_are_longer() -> None:
     found = varying(
         {"model.dtype": "fp32", "draft.model.dtype": "fp32"}, {"model.dtype": "x", "draft.model.dtype": "y"}
     )
-    assert [each.name for each in found] == ["model dtype", "draft model dtype"]
+    assert [setting.name for setting in found] == ["model dtype", "draft model dtype"]
 
 
 def test_values_of_one_kind_are_distinguished() -> None:
@@ -162,4 +162,4 @@ def test_what_follows_from_the_name_of_an_entry_is_left_out(key: str, first: str
         config, _ = compose_run(*words.split())
         model, draft = (word.partition("=")[2] for word in words.split()[:2])
         runs.append(run_of(read_settings(to_yaml(config)), model=model, draft=draft))
-    assert [each.key for each in varying_settings(runs)] == [key]
+    assert [setting.key for setting in varying_settings(runs)] == [key]

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.seconds
 def test_runs_csv_has_a_row_for_each_run_with_its_settings_and_intervals() -> None:
     runs = simulated_sweep(random.Random(0))
     rows = list(
-        csv.DictReader(io.StringIO(runs_to_csv(runs, [measure(each.lines) for each in runs], varying_settings(runs))))
+        csv.DictReader(io.StringIO(runs_to_csv(runs, [measure(one.lines) for one in runs], varying_settings(runs))))
     )
     assert [(row["run"], row["sampling.temperature"], row["speculation.num_draft_tokens"]) for row in rows] == [
         ("sweep/0", "0.0", "2"), ("sweep/1", "0.0", "4"), ("sweep/2", "1.0", "2"), ("sweep/3", "1.0", "4"),
@@ -42,7 +42,7 @@ def test_a_run_of_one_mode_has_empty_columns_for_the_other() -> None:
 
 def test_tables_have_a_cell_for_every_column() -> None:
     runs = [*simulated_sweep(random.Random(0)), run(PLAIN)]
-    measures, settings = [measure(each.lines) for each in runs], varying_settings(runs)
+    measures, settings = [measure(one.lines) for one in runs], varying_settings(runs)
     tables = [runs_table(runs, measures, settings), percentiles_table(measures, settings)]
     for table in tables:
         assert {len(row) for row in table.rows} == {len(table.columns)}
@@ -52,7 +52,7 @@ def test_tables_have_a_cell_for_every_column() -> None:
 
 def test_columns_that_no_run_fills_are_left_out() -> None:
     runs = [replace(run(PLAIN), status=""), replace(run(PLAIN, name="s/1"), status="")]
-    table = runs_table(runs, [measure(each.lines) for each in runs], [])
+    table = runs_table(runs, [measure(one.lines) for one in runs], [])
     assert table.columns == ["#", "plain, ms/token", "prompts", "tokens", "run"]
     assert {len(row) for row in table.rows} == {5}
 

@@ -59,8 +59,8 @@ def test_an_interrupted_evaluation_is_resumed_to_the_verdict_of_an_undisturbed_o
     assert launch(*SMALL, "gate=true", f"run_dir={cut}").code == 0
     assert verdict(cut) == verdict(alone)
     found = (
-        {(line["mode"], line["sample"]): line["token_ids"] for line in map(json.loads, lines(each))}
-        for each in (cut, alone)
+        {(line["mode"], line["sample"]): line["token_ids"] for line in map(json.loads, lines(folder))}
+        for folder in (cut, alone)
     )
     assert next(found) == next(found)
 
@@ -133,6 +133,6 @@ def test_every_rule_passes(rule: str, tmp_path: Path) -> None:
 )  # fmt: skip
 def test_scores_follow_how_rounds_draft_and_verify(arguments: tuple[str, ...], rounds: Rounds) -> None:
     given = ["task=evaluate", *arguments]
-    if not any("dtype" in each for each in arguments):
+    if not any("dtype" in argument for argument in arguments):
         given.append("model.dtype=fp32")
     assert evaluate.rounds_of(compose_run(*given)[0]) == rounds

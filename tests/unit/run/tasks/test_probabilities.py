@@ -53,7 +53,7 @@ def test_every_token_has_its_log_probability(batch_size: int, num_positions: int
     scorer = Scorer(runner, log_probs_of(sampling), batch_size=batch_size, longest=10, num_positions=num_positions)
     texts = [SampledText(prompt_ids=PROMPT, token_ids=ids) for ids in TEXTS]
     with torch.inference_mode():
-        found = [each.log_probs for batch in scorer.score(texts) for each in batch]
+        found = [score.log_probs for batch in scorer.score(texts) for score in batch]
     assert [len(row) for row in found] == [len(ids) for ids in TEXTS]
     for row, ids in zip(found, TEXTS, strict=True):
         assert row == pytest.approx(expected(runner, ids, sampling), abs=1e-4)
@@ -123,7 +123,7 @@ def sums_of_samples(
 
 
 def is_found(sums: dict[str, Sum]) -> bool:
-    return min(each.p_value for each in sums.values()) <= LEAST_P
+    return min(sums_of.p_value for sums_of in sums.values()) <= LEAST_P
 
 
 def sampling_for(fault: str) -> SamplingConfig:
@@ -137,8 +137,8 @@ def test_the_sums_of_true_samples_are_as_wide_as_their_variances_say(
     """A false alarm has a probability below 0.001 for each of the 12 cases; the seed is fixed."""
     sums = sums_of_samples(rule_name, ngram=ngram, num_texts=256, sampling=sampling)
     assert not is_found(sums)
-    assert all(abs(each.z) < 4.5 for each in sums.values())
-    assert sum(each.z**2 for each in sums.values()) > 1, "a variance far too large would hide every fault"
+    assert all(abs(sums_of.z) < 4.5 for sums_of in sums.values())
+    assert sum(sums_of.z**2 for sums_of in sums.values()) > 1, "a variance far too large would hide every fault"
 
 
 TREE = "2x2x1"
@@ -211,7 +211,7 @@ def test_the_sums_of_true_trees_are_as_wide_as_their_variances_say() -> None:
     """A false alarm has a probability below 0.001; the seed is fixed."""
     sums = sums_of_samples("speculative", ngram=False, num_texts=256, tree=TREE)
     assert not is_found(sums)
-    assert all(abs(each.z) < 4.5 for each in sums.values())
+    assert all(abs(sums_of.z) < 4.5 for sums_of in sums.values())
 
 
 @pytest.mark.parametrize(
