@@ -241,12 +241,16 @@ def names(group: str) -> list[str]:
     return sorted({file.stem for folder in folders() for file in (folder / group).glob("*.yaml")})
 
 
+_COUNTED = re.compile(r"([1-8])x(.+)", re.DOTALL)
+
+
 def find(group: str, name: str) -> Path | None:
-    """Return the file of an option; None if no folder has it."""
+    """Return the file of an option; None if no folder has it. Machines of several GPUs, as 4xh100, are those of one."""
     for folder in (*_given, user_dir(), conf_dir()):
         if _is_file(file := folder / group / f"{name}.yaml"):
             return file
-    return None
+    counted = _COUNTED.fullmatch(name) if group == "hardware" else None
+    return find(group, counted[2]) if counted else None
 
 
 def groups(group: str) -> list[str]:
@@ -260,14 +264,24 @@ def new_file(group: str, name: str) -> Path:
     return find(group, name) or (conf_dir() if is_checkout else user_dir()) / group / f"{name}.yaml"
 
 
-def option(group: str, file: Path) -> tuple[dict[str, Any], str | None]:
-    """Read an option, a model with all fields that it inherits, and where its first line places it; raises as `read`.
+def option(group: str, name: str) -> tuple[dict[str, Any], str | None] | None:
+    """Read an option, models and machines with all that they inherit, and where its first line places it.
 
-    The place is Hydra's: `# @package _global_` sets settings outside of the group.
+    The place is Hydra's: `# @package _global_` sets settings outside of the group. None if no folder has the option;
+    raises as `read`.
     """
-    fields = _fields(file, names_below=()) if group == "model" else read(file)
+    file = find(group, name)
+    if file is None:
+        return None
+    fields = _fields(group, file, names_below=()) if group in _INHERITING else read(file)
+    if group == "hardware" and file.stem != name:
+        fields |= {"name": name, "num_gpus": int(name[0])}
     package = _PACKAGE.match(file.read_text(encoding="utf-8"))
     return fields, package[1] if package else None
+
+
+_INHERITING, _MERGED = ("model", "hardware"), ("shape", "sources")
+"""Groups whose files have an entry that they are based on, and their fields that are merged with its."""
 
 
 def head_of(file: Path) -> str:
@@ -372,7 +386,7 @@ def load(name: str) -> ModelConfig:
     file = _file(name)
     if file is None:
         return ModelConfig(name=name, hub_id=name)
-    fields = _fields(file, names_below=())
+    fields = _fields("model", file, names_below=())
     if fields.get("name") != name:
         raise ConfigError(f"{shown(file)} must have the line name: {name}, the name of the file")
     shape = fields.pop("shape", None)
@@ -431,16 +445,16 @@ def _file(name: str) -> Path | None:
     raise ConfigError(unknown_name("model", name, names("model")))
 
 
-def _fields(file: Path, *, names_below: tuple[str, ...]) -> dict[str, Any]:
+def _fields(group: str, file: Path, *, names_below: tuple[str, ...]) -> dict[str, Any]:
     """The fields of a file, merged over those of its base; `names_below` are the entries that inherit them."""
     fields = read(file)
     for base in fields.pop("defaults", []):
         if base == "_self_":
             continue
-        base_file = _file(base) if isinstance(base, str) else None
+        base_file = find(group, base) if isinstance(base, str) else None
         if base_file is None or base in (*names_below, file.stem):
             raise ConfigError(f"{shown(file)}: defaults must name another entry, as in defaults: [7B, _self_]")
-        inherited = _fields(base_file, names_below=(*names_below, file.stem))
-        shape = (inherited.get("shape") or {}) | (fields.get("shape") or {})
-        fields = inherited | fields | ({"shape": shape} if shape else {})
+        inherited = _fields(group, base_file, names_below=(*names_below, file.stem))
+        parts = {name: (inherited.get(name) or {}) | (fields.get(name) or {}) for name in _MERGED}
+        fields = inherited | fields | {name: part for name, part in parts.items() if part}
     return fields

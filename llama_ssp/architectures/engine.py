@@ -31,12 +31,13 @@ class Kernels:
     """The number of kernels of an engine without collectives; each takes `HardwareConfig.kernel_s` in a CUDA graph."""
 
     layer: int  # at few rows, products and attention included
+    library_layer: int  # of the library's modules
     frame: int  # a forward without its layers: embedding, rotary angles, last norm, head and its conversion to fp32
     draw: int  # a sampled draw
     verify: int  # a verification with commit
 
 
-ENGINE_KERNELS = Kernels(layer=10, frame=8, draw=8, verify=38)
+ENGINE_KERNELS = Kernels(layer=10, library_layer=50, frame=8, draw=8, verify=38)
 """Launches of this engine: a stub device counted those of a layer and of a draw, torch's dispatcher the others."""
 
 

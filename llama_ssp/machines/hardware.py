@@ -78,7 +78,9 @@ class HardwareConfig:
         None, "what you pay for all nodes; a plan then has the price of a million tokens."
     )
     sources: dict[str, str] = made(dict, "where each figure is from.")
-    sums: list[MeasuredSum] = made(list, "what task=calibrate measured, in place of `link`.")
+    sums: list[MeasuredSum] = made(
+        list, "measured all-reduces, in place of `link`; others are those plus their bytes over it."
+    )
 
     def __hash__(self) -> int:
         """Equal descriptions have equal hashes; tables of measurements are left out."""
@@ -112,8 +114,12 @@ _MAY_BE_ZERO = {
 }  # fmt: skip
 
 
+_NODE_GPUS = 8
+"""The most GPUs of a node that a name counts, as 8xh100."""
+
+
 def names() -> list[str]:
-    """Return the sorted names of all machines, one per file of the group `hardware`."""
+    """Return the sorted names of all machines, one per file of the group `hardware`; 4xh100 is none of its own."""
     return catalogue.names("hardware")
 
 
@@ -128,21 +134,22 @@ def unknown(name: str) -> str:
     sentence = unknown_name("hardware", name, names())
     if not alike or (number is None and similar_name(name, names())):
         return sentence
-    nearest = min(alike, key=lambda one: (one.num_gpus < wanted, abs(one.num_gpus - wanted), words[0] not in one.name))
-    setting = ""
-    if nearest.num_gpus != wanted:
-        num_nodes, rest = divmod(wanted, nearest.num_gpus)
-        setting = f" hardware.num_nodes={num_nodes}" if num_nodes and not rest else f" hardware.num_gpus={wanted}"
-    meant = f"hardware={nearest.name}{setting}" if setting or not similar_name(name, [nearest.name]) else nearest.name
-    return f"{sentence.partition('; did you mean')[0]}; did you mean {meant}?"
+    nearest = min(alike, key=lambda one: (one.num_gpus, words[0] not in one.name))
+    num_nodes, rest = divmod(wanted, _NODE_GPUS)
+    meant = f"{wanted}x{nearest.name}" if wanted > 1 else nearest.name
+    if wanted > _NODE_GPUS:
+        figure = f"num_gpus={wanted}" if rest else f"num_nodes={num_nodes}"
+        meant = f"{_NODE_GPUS}x{nearest.name} hardware.{figure}"
+    return f"{sentence.partition('; did you mean')[0]}; did you mean hardware={meant}?"
 
 
 def load(name: str) -> HardwareConfig:
     """Read one entry; an unknown name raises ConfigError, and so does a file with problems, listing them all."""
-    file = catalogue.find("hardware", name) if name in names() else None
-    if file is None:
+    file = catalogue.find("hardware", name) if "/" not in name else None
+    figures = catalogue.option("hardware", name)
+    if file is None or figures is None:
         raise ConfigError(unknown(name))
-    return build(catalogue.read(file), where=f"{catalogue.shown(file)}: " if catalogue.is_own(file) else "")
+    return build(figures[0], where=f"{catalogue.shown(file)}: " if catalogue.is_own(file) else "")
 
 
 def problems_of(figures: object) -> list[str]:

@@ -18,7 +18,7 @@ from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig, Speed
 
 THIS_MACHINE = "this_machine"  # Name of the hardware file that `task=calibrate` writes.
-_OTHER_BOARDS = {"PCIE", "NVL", "MIG", "TI", "SUPER", "D", "LAPTOP", "MAX"}
+_OTHER_BOARDS = {"PCIE", "NVL", "MIG", "TI", "SUPER", "D", "LAPTOP", "MAX", "144G"}
 """Variants of a GPU with another bandwidth or memory."""
 _LAPTOP_CORES = 8
 """Cores of laptop_cpu, whose rate of a core is that of others."""
@@ -53,10 +53,12 @@ def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:
             sources=laptop.sources | dict.fromkeys(figures, "measured by the first run on this machine"),
         )  # fmt: skip
     files = {name: catalogue.find("hardware", name) for name in hardware.names()}
-    own_first = sorted(files, key=lambda name: not catalogue.is_own(files[name] or catalogue.conf_dir()))
-    for entry in map(hardware.load, own_first):
-        if _describes(entry, gpus[0]) and entry.num_gpus >= len(gpus):
-            return replace(entry, num_gpus=len(gpus))
+    own = {name for name, file in files.items() if file and catalogue.is_own(file)}
+    entries = map(hardware.load, files)
+    for entry in sorted(entries, key=lambda one: (one.name not in own, one.num_gpus > 1)):
+        if _describes(entry, gpus[0]) and (entry.num_gpus == 1 or entry.num_gpus >= len(gpus)):
+            name = f"{len(gpus)}x{entry.name}" if entry.num_gpus == 1 < len(gpus) else entry.name
+            return replace(entry, name=name, num_gpus=len(gpus))
     raise ConfigError(
         f"no entry of conf/hardware describes {len(gpus)} x {gpus[0]}: run task=calibrate once, or give hardware=NAME"
     )

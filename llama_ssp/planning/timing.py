@@ -53,7 +53,7 @@ from llama_ssp.architectures.engine import (
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.matrices import DRAFT_WHOLE, Inventory, WholeParts
 from llama_ssp.catalogue import Dtype
-from llama_ssp.machines.hardware import HardwareConfig
+from llama_ssp.machines.hardware import HardwareConfig, MeasuredSum
 from llama_ssp.planning.acceptance import (
     Acceptance,
     Gain,
@@ -72,7 +72,7 @@ from llama_ssp.storage.formats import NO_QUANTIZATION, StorageFormat, format_of
 Ends: TypeAlias = tuple[float, float]
 """The smaller and the larger end, of seconds or of factors of them."""
 
-NEAR, FAR = (0.93, 1.23), (0.70, 2.24)
+NEAR, FAR = (0.93, 1.27), (0.70, 2.24)
 """Factors of forecasts: of those near what most published speeds measured, and of all others, which are prompts, many
 rows, 8 and 4 bits, other GPUs, and short steps, whose time an engine's host decides."""
 NEAR_ROWS, NEAR_STEP_S = 16, 0.005
@@ -245,7 +245,8 @@ def _layer_s(placement: ModelPlacement, hardware: HardwareConfig, tokens: int) -
     """The operators of a layer and their launches, without matrices, cache and collectives."""
     share = 1.0 if placement.model.is_lean else LIBRARY_SHARE[hardware.device]
     if placement.cuda_graphs:
-        return placement.kernels.layer * hardware.kernel_s
+        kernels = placement.kernels
+        return (kernels.layer if placement.model.is_lean else kernels.library_layer) * hardware.kernel_s
     # The compiled layer needs fused multiply-add, which no data sheet here mentions and nearly every CPU has.
     is_compiled = hardware.device == "cpu" and placement.model.is_lean and placement.model.dtype is Dtype.fp32
     if is_compiled and not format_of(placement.model.quantization).unpacks_matrix:
@@ -291,14 +292,21 @@ def _measured_s(hardware: HardwareConfig, num_ranks: int, num_bytes: float) -> f
     """
     if not hardware.sums or num_ranks == 1:
         return None
-    nearest = min((found.num_ranks for found in hardware.sums), key=lambda number: abs(number - num_ranks))
-    measured = [found for found in hardware.sums if found.num_ranks == nearest]
-    if len(measured) == 1:
-        return measured[0].s
+    measured = _sums_of(hardware, num_ranks)
+    if len(measured) == 1:  # the time of a small sum, and that of further bytes on the links
+        (small,), share = measured, 2 * (num_ranks - 1) / num_ranks
+        return small.s + share * max(num_bytes - small.num_bytes, 0) / hardware.link.bandwidth_bytes_per_s
     start = max(bisect_right(measured, num_bytes, hi=len(measured) - 1, key=attrgetter("num_bytes")) - 1, 0)
     low, high, last = measured[start], measured[start + 1], measured[-1]
     seconds = low.s + (high.s - low.s) * (num_bytes - low.num_bytes) / (high.num_bytes - low.num_bytes)
     return max(seconds, last.s if num_bytes > last.num_bytes else 0.0)
+
+
+@lru_cache(maxsize=256)
+def _sums_of(hardware: HardwareConfig, num_ranks: int) -> list[MeasuredSum]:
+    """Those of the nearest number of ranks, by size."""
+    nearest = min((found.num_ranks for found in hardware.sums), key=lambda number: (abs(number - num_ranks), -number))
+    return [found for found in hardware.sums if found.num_ranks == nearest]
 
 
 def message_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: float) -> float:
@@ -695,6 +703,7 @@ def decoding_error(spec: PlanSpec, hardware: HardwareConfig, step_s: float) -> E
     if hardware.is_measured or hardware.device != "cuda":
         return None
     is_near = spec.target.quantization == NO_QUANTIZATION and spec.batch_size <= NEAR_ROWS and step_s >= NEAR_STEP_S
+    is_near &= spec.target.is_lean
     return NEAR if is_near and hardware.gpu.startswith(PUBLISHED_GPUS) else FAR
 
 

@@ -373,8 +373,8 @@ class _Options(ConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         group, name = _parts(config_path)
         package, option = None, dict[str, Any](name=name, hub_id=name)
-        if file := catalogue.find(group, name):
-            option, package = catalogue.option(group, file)
+        if found := catalogue.option(group, name):
+            option, package = found
         elif group == "draft":
             defaults = [f"/schema/draft_{MODEL_DRAFT}@_here_", {"/model@model": name}, "_self_"]
             option = {"defaults": defaults, "kind": MODEL_DRAFT}
@@ -470,10 +470,10 @@ def problems_of_option(group: str, name: str, known: Collection[str]) -> Iterato
     try:
         if name in MTP_DRAFTS and group == "draft" and name not in known:
             yield f"draft={name}: {NO_MTP}"
-        elif name not in known:
-            yield from _unknown_option(group, name, known)
         elif group == "hardware":
             hardware.load(name)
+        elif name not in known:
+            yield from _unknown_option(group, name, known)
         elif group in GROUPS and name in catalogue.names("model"):
             catalogue.load(name)
         elif file := catalogue.find(group, name):

@@ -200,15 +200,18 @@ BITSANDBYTES = Package("bitsandbytes", ".venv/bin/python -m pip install -e '.[bi
 
 READ_SLOWDOWN = {8: 1.2, 4: 1.6}
 """Time to read packed weights, by their bits, relative to a copy of as many bytes: fitted to published rows."""
+ROW_SHARE = {8: 0.0206, 4: 0.0137}
+"""Time of each further row, relative to a copy of the unquantized weights: 1 and 32 rows on an H200, of 12288 x 4096 in
+int8 17 and 32 us, in int4 12 and 22 (docs/findings/gpus.md)."""
 
 
 def few_rows_bytes(rows: int, packed: int, unquantized: int) -> float:
-    """Our kernel reads the weights in every pass; beyond its rows the matrix is unpacked, written and read again.
+    """Our kernel's time grows with the rows, until a matrix that is unpacked, written and read again takes no longer.
 
-    Those of less than a third of the unquantized bytes have 4 bits.
+    Packed weights of less than a third of the unquantized bytes have 4 bits.
     """
-    slowdown = READ_SLOWDOWN[4 if 3 * packed < unquantized else 8]
-    return slowdown * packed * -(-rows // ROWS_OF_A_PASS) if rows <= FEW_ROWS else packed + 2 * unquantized
+    bits = 4 if 3 * packed < unquantized else 8
+    return min(READ_SLOWDOWN[bits] * packed + ROW_SHARE[bits] * (rows - 1) * unquantized, packed + 2 * unquantized)
 
 
 OWN_DTYPE = "auto"  # Default of `model.cache_dtype`.

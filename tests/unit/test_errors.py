@@ -22,9 +22,8 @@ def test_letters_in_the_wrong_order_lead_to_the_option_that_was_meant(group: str
 
 
 MEANT = {
-    "hardware a100": "1xa100_80gb", "hardware A100": "1xa100_80gb", "hardware 8xa100": "8xa100_80gb",
-    "hardware h100": "1xh100", "hardware mi300": "8xmi300x", "hardware p4d": "p4d_24xlarge",
-    "hardware p5": "p5_48xlarge", "hardware l4": "1xl4", "hardware 8xh10": "8xh100", "hardware rtx4900": "1xrtx4090",
+    "hardware a100": "a100_40gb", "hardware H100": "h100", "hardware mi300": "mi300x", "hardware p4d": "p4d_24xlarge",
+    "hardware p5": "p5_48xlarge", "hardware rtx4900": "rtx4090", "hardware b20": "b200",
     "model 70B": "llama2_70B", "model tinyllama": "tinyllama_1B", "model tiny_draft": "tiny-draft",
     "model 65B_4bit": "65B_8bit", "model tyni": "tiny", "model 30b": "30B", "model 8B": None, "model xyzzy": None,
 }  # fmt: skip

@@ -4,7 +4,7 @@
     llama-ssp plan model=65B_8bit hardware=g5_12xlarge format=json
     llama-ssp plan model=30B hardware=8xa100_80gb search=true
     llama-ssp plan model=./DIR draft=none hardware=laptop_cpu
-    llama-ssp plan model=OWNER/NAME draft=none hardware=1xh200
+    llama-ssp plan model=OWNER/NAME draft=none hardware=h200
     llama-ssp plan model=llama3_70B workload=chat batch_size=8 hardware=8xh100,8xh200
 
 Takes the settings of a run, which `llama-ssp run --help all` lists, and those below. hardware.KEY=VALUE changes a

@@ -16,16 +16,19 @@ from tests.helpers.in_process import launch
 @pytest.mark.parametrize(
     ("driver_name", "num_gpus", "entry"),
     [
-        ("NVIDIA A100-SXM4-40GB", 4, "p4d_24xlarge"), ("NVIDIA A100-SXM4-80GB", 8, "8xa100_80gb"),
-        ("NVIDIA A100-SXM4-80GB", 1, "1xa100_80gb"), ("NVIDIA H100 80GB HBM3", 1, "1xh100"),
-        ("NVIDIA H100 80GB HBM3", 2, "8xh100"), ("NVIDIA H100 80GB HBM3", 8, "8xh100"), ("NVIDIA H200", 1, "1xh200"),
-        ("NVIDIA H200", 8, "8xh200"), ("NVIDIA L40S", 4, "4xl40s"), ("NVIDIA L40S", 8, "g6e_48xlarge"),
-        ("NVIDIA A10G", 1, "g5_12xlarge"), ("NVIDIA L4", 1, "1xl4"), ("NVIDIA B200", 8, "8xb200"),
-        ("NVIDIA GeForce RTX 3090", 1, "1xrtx3090"), ("NVIDIA GeForce RTX 4090", 1, "1xrtx4090"),
+        ("NVIDIA A100-SXM4-40GB", 4, "4xa100_40gb"), ("NVIDIA A100-SXM4-80GB", 8, "8xa100_80gb"),
+        ("NVIDIA A100-SXM4-80GB", 1, "a100_80gb"), ("NVIDIA H100 80GB HBM3", 1, "h100"),
+        ("NVIDIA H100 80GB HBM3", 8, "8xh100"), ("NVIDIA H100 PCIe", 1, "h100_pcie"),
+        ("NVIDIA H100 NVL", 2, "2xh100_nvl"), ("NVIDIA H200", 1, "h200"), ("NVIDIA GH200 480GB", 1, "gh200"),
+        ("NVIDIA L40S", 4, "4xl40s"), ("NVIDIA A10G", 1, "a10g"), ("NVIDIA A10", 1, "a10"), ("NVIDIA L4", 1, "l4"),
+        ("NVIDIA B200", 8, "8xb200"), ("NVIDIA B300 SXM6 AC", 8, "8xb300"), ("NVIDIA GB200", 4, "4xgb200"),
+        ("NVIDIA GeForce RTX 3090", 1, "rtx3090"), ("NVIDIA GeForce RTX 4090", 2, "2xrtx4090"),
+        ("NVIDIA GeForce RTX 5090", 1, "rtx5090"), ("Tesla T4", 1, "t4"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 1, "rtx_pro_6000"),
         *((name, 1, None) for name in (
-            "NVIDIA A100 80GB PCIe", "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA GeForce RTX 3080", "NVIDIA A10",
-            "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 4090 D",
-            "NVIDIA GeForce RTX 4090 Laptop GPU", "Tesla T4",
+            "NVIDIA A100 80GB PCIe", "NVIDIA GeForce RTX 3080", "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
+            "NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU",
+            "NVIDIA GH200 144G HBM3e",
         )),
     ],
 )  # fmt: skip

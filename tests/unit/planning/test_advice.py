@@ -11,7 +11,7 @@ from llama_ssp.settings.schema import DraftLayout, TargetKind
 from llama_ssp.words import rounded
 from tests.helpers.planning import make_spec, times_of
 
-A100 = hardware.load("8xa100_80gb")
+A100 = replace(hardware.load("8xa100_80gb"), sums=[])
 
 
 def _warnings(spec: PlanSpec) -> str:

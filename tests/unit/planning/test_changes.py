@@ -87,7 +87,7 @@ def test_machines_are_named_as_they_are_the_one_with_the_least_memory_first() ->
     machines = [
         (settings["hardware"], settings.get("hardware.num_gpus")) for settings in named if "hardware" in settings
     ]
-    assert machines == [("1xa100_80gb", "1")]
+    assert machines == [("rtx5090", "1")]
 
 
 def test_another_format_of_as_many_bits_is_tried() -> None:

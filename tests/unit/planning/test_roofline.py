@@ -35,6 +35,7 @@ MACHINE = replace(
     launch_s=100.0,
     link=Link(bandwidth_bytes_per_s=1000.0, latency_s=3.0),
     network=Link(bandwidth_bytes_per_s=100.0, latency_s=70.0),
+    sums=[],
 )
 NODES_OF_TWO = replace(MACHINE, num_gpus=2, num_nodes=4)
 MODEL = small_model(intermediate_size=512, vocab_size=512)
@@ -104,7 +105,9 @@ def test_keys_and_values_of_all_rows_are_read_by_the_rank_with_the_most_heads(nu
 def test_operators_are_kernels_in_a_graph_and_launches_without_one_and_the_librarys_are_twice_as_many() -> None:
     assert forward(1).operators_s == 2 * ENGINE_KERNELS.layer + ENGINE_KERNELS.frame
     assert forward(1, cuda_graphs=False).operators_s == 100 * (2 * OPERATORS_PER_LAYER + ENGINE_KERNELS.frame)
-    library = forward(1, model=replace(MODEL, by_library=True), cuda_graphs=False)
+    by_library = replace(MODEL, by_library=True)
+    assert forward(1, model=by_library).operators_s == 2 * ENGINE_KERNELS.library_layer + ENGINE_KERNELS.frame
+    library = forward(1, model=by_library, cuda_graphs=False)
     assert library.operators_s == 100 * (2 * LIBRARY_SHARE["cuda"] * OPERATORS_PER_LAYER + ENGINE_KERNELS.frame)
 
 
@@ -145,6 +148,13 @@ def test_measured_sums_take_the_place_of_links_inside_a_node() -> None:
     assert all_reduce_s(of_two, tuple(range(8)), 2000) == pytest.approx(2 * 2000 + between_s)
 
 
+def test_a_single_measured_sum_takes_further_bytes_over_the_links() -> None:
+    machine = replace(MACHINE, sums=[MeasuredSum(num_ranks=number, num_bytes=1000, s=number) for number in (2, 4)])
+    assert all_reduce_s(machine, (0, 1), 500) == 2, "no less than the small one"
+    assert all_reduce_s(machine, (0, 1, 2, 3), 3000) == pytest.approx(4 + 2 * 3 / 4 * 2000 / 1000)
+    assert all_reduce_s(machine, (0, 1, 2), 1000) == 4, "of two that are as near the one of more ranks"
+
+
 def test_a_message_takes_the_slower_way_where_its_ranks_are_on_two_nodes() -> None:
     assert message_s(NODES_OF_TWO, (0, 1), 500) == pytest.approx(3.0 + 0.5)
     assert message_s(NODES_OF_TWO, (1, 2), 500) == pytest.approx(70.0 + 5.0)
@@ -157,10 +167,10 @@ def _product_s(quantization: str, *, tokens: int) -> float:
 
 
 def test_formats_read_and_unpack_their_own_bytes() -> None:
-    """Of a copy of a matrix in 8 bits: int8 once in every 32 rows, unpacked for more than 128; 4 bits with scales."""
+    """Of a copy of a matrix in 8 bits: more by each row, until unpacking takes no longer; 4 bits with scales."""
     by_format: dict[str, dict[int, float]] = {
-        "int8_weight_only": {1: 1.2, 32: 1.2, 33: 2.4, 128: 4.8, 129: 5},
-        "int4_weight_only": {1: 1.6 * (0.5 + 4 / 128)},
+        "int8_weight_only": {1: 1.2, 32: 1.2 + 31 * 0.0412, 33: 1.2 + 32 * 0.0412, 128: 5, 129: 5},
+        "int4_weight_only": {1: 1.6 * (0.5 + 4 / 128), 32: 1.6 * (0.5 + 4 / 128) + 31 * 0.0274},
         "nf4": {1: 2},
     }
     for quantization, of_tokens in by_format.items():

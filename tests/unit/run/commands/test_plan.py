@@ -159,7 +159,7 @@ def test_a_pair_with_two_tokenizers_is_planned_where_they_may_differ() -> None:
         ("hardware=8xh100 hardware.usd_per_hour=-1", "usd_per_hour=-1 must be above 0"),
         (f"{LIST} hardware.memory_bytes=-1", "memory_bytes=-1 must be above 0"),
         ("hardware=8xh100,4xl40s placement.draft.tp_size=8 placement.draft.kind=sharded", "here 4"),
-        ("hardware=4xa100", "did you mean hardware=8xa100_80gb hardware.num_gpus=4?"),
+        ("hardware=4xa100", "did you mean hardware=4xa100_40gb?"),
         ("model=65B hardware=1xl4,1xh100 format=json", "none of the 2 machines has room; on 1xh100, rank 0 needs"),
     ],
 )
