@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path, PurePosixPath
 
-from llama_ssp.run.commands.help import head_of
+from llama_ssp.catalogue import head_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("llama_ssp", "launch", "conf", "benchmarks", "training", "tests", "docs")
