@@ -71,7 +71,7 @@ def write(
     decoder = build_decoder(pair.models, config, speculative=True)
     requests = [
         Request(index=index, sample=sample, max_new_tokens=NUM_NEW_TOKENS,
-                prompt_ids=encode(prompt, pair.models.tokenizer, chat=False))
+                prompt_ids=encode(prompt, pair.models.tokenizer))
         for index, prompt in enumerate(prompts)
         for sample in range(NUM_SAMPLES if temperature else 1)
     ]  # fmt: skip

@@ -154,7 +154,7 @@ def measure(
     num_prompt_tokens: int, num_rows: int, turns: int,
 ) -> Cell:  # fmt: skip
     """All candidates in turns on one batch; `file` is the target's for llama.cpp."""
-    text = encode("\n".join(kinds_of_text()["code"]), pair.models.tokenizer, chat=False)
+    text = encode("\n".join(kinds_of_text()["code"]), pair.models.tokenizer)
     prompts = cut(text, num_prompts=num_rows, num_tokens=num_prompt_tokens)
     own = candidates_of(pair, prompts)
 

@@ -116,7 +116,7 @@ def ours(
 
 def prompt(pair: Pair, num_tokens: int) -> tuple[int, ...]:
     """A readable prompt of just so many tokens."""
-    ids = encode(TEXT, pair.models.tokenizer, chat=False)
+    ids = encode(TEXT, pair.models.tokenizer)
     return (ids * (num_tokens // len(ids) + 1))[:num_tokens]
 
 

@@ -105,7 +105,7 @@ def measure(
     Where a candidate's tensors happen to lie changes its times by some percent, and an adaptive one measures its costs
     once. No two turns share a seed: how many tokens the rounds of 64 tokens accept differs by a tenth between seeds.
     """
-    prompts = [encode(text, pair.models.tokenizer, chat=False) for text in texts[:MOST_PROMPTS]]
+    prompts = [encode(text, pair.models.tokenizer) for text in texts[:MOST_PROMPTS]]
     chosen = {name: (pair, config) for name, config in settings(pair).items() if name in names}
     if head:
         base = settings(head)[PLAIN]

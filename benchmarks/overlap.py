@@ -127,7 +127,7 @@ def make_candidate(
     """One K in one way."""
     speculation = SpeculationConfig(num_draft_tokens=num_draft_tokens, overlap=overlaps)
     own = replace(config, speculation=speculation)
-    prompts = cut(encode(TEXT, models.tokenizer, chat=False), num_prompts=num_prompts, num_tokens=PROMPT_TOKENS)
+    prompts = cut(encode(TEXT, models.tokenizer), num_prompts=num_prompts, num_tokens=PROMPT_TOKENS)
     found = Candidate(
         world=world, decoder=build_decoder(models, own, speculative=True), prompts=prompts, overlaps=overlaps,
         num_draft_tokens=num_draft_tokens,

@@ -138,7 +138,7 @@ def measure(arguments: argparse.Namespace) -> Row:
     )
     plain = build_decoder(pair.models, config, speculative=False)
     fast = build_decoder(pair.models, config, speculative=True)
-    prompts = [encode(prompt, pair.models.tokenizer, chat=False) for prompt in PROMPTS]
+    prompts = [encode(prompt, pair.models.tokenizer) for prompt in PROMPTS]
     ours, ours_plain = (Ours(decoder=each, prompts=prompts, num_new_tokens=NUM_NEW_TOKENS) for each in (fast, plain))
     folders = [hub.resolve(catalogue.load(name)) for name in (arguments.target, arguments.draft)]
     target, draft = (load_peer(folder, dtype=torch.float32, device=CPU) for folder in folders)

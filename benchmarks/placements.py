@@ -151,7 +151,7 @@ def prepare(place: Place, form: Form, world: World) -> Cell | str:
     try:
         checks.check(config, frozenset(), world_size=world.comm.size)
         models = load_models(config, world, find_sources(config, world))
-        (prompt,) = cut(encode(TEXT, models.tokenizer, chat=False), num_prompts=1, num_tokens=PROMPT_TOKENS)
+        (prompt,) = cut(encode(TEXT, models.tokenizer), num_prompts=1, num_tokens=PROMPT_TOKENS)
         number = models.mesh.number
         requests = [
             Request(index=number, sample=sample, prompt_ids=prompt, max_new_tokens=NEW_TOKENS, num_equal_before=number)

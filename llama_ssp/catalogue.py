@@ -13,7 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
-from itertools import product
+from itertools import product, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +282,12 @@ def option(group: str, name: str) -> tuple[dict[str, Any], str | None] | None:
 
 _INHERITING, _MERGED = ("model", "hardware"), ("shape", "sources")
 """Groups whose files have an entry that they are based on, and their fields that are merged with its."""
+
+
+def head_of(file: Path) -> str:
+    """The comment at the head of a file of options, without Hydra's directives."""
+    head = takewhile(lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines())
+    return " ".join(line.lstrip("# ") for line in head if not line.startswith("# @"))
 
 
 def is_own(file: Path) -> bool:

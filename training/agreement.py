@@ -143,7 +143,7 @@ def acceptance(
             Request(
                 index=index,
                 sample=sample,
-                prompt_ids=encode(prompt, models.tokenizer, chat=False),
+                prompt_ids=encode(prompt, models.tokenizer),
                 max_new_tokens=length,
             )
             for sample, (index, prompt) in product(range(num_texts // len(prompts)), enumerate(prompts))

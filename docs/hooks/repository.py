@@ -8,9 +8,10 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path, PurePosixPath
 
-from llama_ssp.run.commands.help import head_of
+from llama_ssp.catalogue import head_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("llama_ssp", "launch", "conf", "benchmarks", "training", "tests", "docs")
@@ -41,6 +42,7 @@ def first_sentence(text: str) -> str:
     return (match[1] if match else paragraph).rstrip(".:")
 
 
+@cache
 def docstring(file: Path) -> str:
     """Return the docstring of a module; empty where it has none."""
     return ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any, get_type_hints
 
 from docs.hooks.repository import ROOT
+from llama_ssp.catalogue import head_of
 from llama_ssp.fields import help_of
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.run.commands.help import (
     DescribedSetting,
-    head_of,
     is_schema,
     settings_of,
     settings_of_plan,

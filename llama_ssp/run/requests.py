@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, cycle, groupby
+from itertools import groupby
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -130,43 +130,32 @@ def _turn(request: PromptRequest) -> int:
 def ids_of(
     prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: RunConfig, *, answers: Sequence[str] = ()
 ) -> tuple[int, ...]:
-    """Encode a prompt with the answers to its earlier turns, as the settings of chats say; raises as `encode`."""
+    """Encode a prompt with the answers to its earlier turns, as the settings of chats say; raises as `encode_messages`.
+
+    Outside of a chat each turn stands as it was written, with a line break after its answer.
+    """
     if prompt.ids is not None:
         return prompt.ids
-    arguments = config.chat_arguments
-    if prompt.messages is None:
-        earlier = [*zip(prompt.earlier, answers, strict=True)]
-        return encode(prompt.text, tokenizer, chat=config.chat, earlier=earlier, arguments=arguments)
-    whole: list[Message] = []
-    given = iter(answers)
-    for message in (*prompt.messages, {"role": prompt.role, "content": prompt.text}):
+    if prompt.messages is None and not config.chat:
+        earlier = (f"{turn}{answer}\n" for turn, answer in zip(prompt.earlier, answers, strict=True))
+        return encode("".join((*earlier, prompt.text)), tokenizer)
+    before = [{"role": "user", "content": turn} for turn in prompt.earlier]
+    whole, given = list[Message](), iter(answers)
+    for message in (*(prompt.messages or before), {"role": prompt.role, "content": prompt.text}):
         if whole and whole[-1]["role"] == message["role"] == "user":
             whole.append({"role": "assistant", "content": next(given)})
         whole.append(message)
-    return encode_messages(whole, tokenizer, arguments)
+    encoded = _encode_in_template if prompt.messages is None else encode_messages
+    return encoded(whole, tokenizer, config.chat_arguments)
 
 
-def encode(
-    text: str,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    chat: bool,
-    earlier: Sequence[tuple[str, str]] = (),
-    arguments: Mapping[str, Any] = NO_ARGUMENTS,
-) -> tuple[int, ...]:
-    """Encode a text as the model expects it, after earlier turns with their answers.
+def encode(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Encode a text; an empty one becomes the begin-of-sequence token.
 
-    With `chat`, texts are a user's messages for the chat template, which has `arguments`. Otherwise each turn stands as
-    it was written, with a line break after its answer. An empty text becomes the begin-of-sequence token. Raises as
-    `in_template`, and ConfigError for a prompt without a token, or that is not valid Unicode.
+    Raises ConfigError for a prompt without a token, or that is not valid Unicode.
     """
-    if chat:
-        spoken = zip(cycle(("user", "assistant")), (*chain(*earlier), text), strict=False)
-        messages = [{"role": role, "content": content} for role, content in spoken]
-        return _encode_in_template(messages, tokenizer, arguments)
     _check_unicode(text)
-    ids = tokenizer("".join(f"{turn}{answer}\n" for turn, answer in earlier) + text).input_ids
-    return _never_empty(ids, tokenizer)
+    return _never_empty(tokenizer(text).input_ids, tokenizer)
 
 
 def encode_messages(
@@ -174,7 +163,7 @@ def encode_messages(
 ) -> tuple[int, ...]:
     """Encode messages in the chat template, up to where the assistant speaks; its own last message stays open.
 
-    Raises as `encode`.
+    Raises as `encode` and `in_template`.
     """
     if not tokenizer.chat_template:
         raise ConfigError(

@@ -59,18 +59,16 @@ def unusual_times(summary: Summary, plan: Plan | None, around: Surroundings) -> 
         (PLAIN, summary.plain, summary.forecast.plain_ms_per_token),
         (SPECULATIVE, summary.speculative, summary.forecast.speculative_ms_per_token),
     )
-    ms = {
-        mode: (found.ms_per_token, expected)
-        for mode, found, expected in measured
-        if found and found.ms_per_token and expected
-    }
-    ratios = {mode: took_ms / expected_ms for mode, (took_ms, expected_ms) in ms.items()}
-    mode = max(ratios, key=ratios.__getitem__, default=PLAIN)
-    if ratios.get(mode, 0.0) <= _MUCH_SLOWER:
+    slow = [
+        (found.ms_per_token / expected_ms, mode, found.ms_per_token, expected_ms)
+        for mode, found, expected_ms in measured
+        if found and found.ms_per_token and expected_ms
+    ]
+    ratio, mode, took_ms, expected_ms = max(slow, default=(0.0, PLAIN, 0.0, 0.0))
+    if ratio <= _MUCH_SLOWER:
         return None
-    both = "{:.2f} ms/token, forecast {:.2f}".format(*ms[mode])
-    reason = _known_reasons(around) or _unknown_reason(around)
-    return f"{mode} decoding took {ratios[mode]:.1f} times its forecast ({both}): {reason}"
+    both = f"{took_ms:.2f} ms/token, forecast {expected_ms:.2f}"
+    return f"{mode} decoding took {ratio:.1f} times its forecast ({both}): {_reason(around)}"
 
 
 def _late_draft(summary: Summary, timed: Timing, around: Surroundings) -> str | None:
@@ -83,7 +81,7 @@ def _late_draft(summary: Summary, timed: Timing, around: Surroundings) -> str | 
     expected_ms, took_ms = timed.overlap["draft_ms"], 1e3 * slowest.worked_s / slowest.num_rounds
     if took_ms <= _MUCH_SLOWER * expected_ms:
         return None
-    share, reason = slowest.draft_cpu_s / slowest.worked_s, _known_reasons(around) or _unknown_reason(around)
+    share, reason = slowest.draft_cpu_s / slowest.worked_s, _reason(around)
     if around.device == "cpu" and share < _RUNNING_SHARE:  # on a GPU, a process only launches
         reason = f"its process ran for {100 * share:.0f} % of that time (other programs use its core, or stopped it)"
     return (
@@ -92,13 +90,8 @@ def _late_draft(summary: Summary, timed: Timing, around: Surroundings) -> str | 
     )
 
 
-def _unknown_reason(around: Surroundings) -> str:
-    gpu = "" if around.device == "cpu" else "nvidia-smi shows whether the GPU is shared or throttled; "
-    return f"the forecast may describe another machine; {gpu}task=calibrate measures this one, hardware=NAME names one"
-
-
-def _known_reasons(around: Surroundings) -> str:
-    """The causes that this machine shows; empty if none."""
+def _reason(around: Surroundings) -> str:
+    """The causes that this machine shows, or how to find others."""
     is_on_cpu, cores = around.device == "cpu", around.num_cores
     own = around.num_threads if is_on_cpu else around.num_ranks
     others = 0.0 if around.load is None else around.load - own
@@ -117,4 +110,8 @@ def _known_reasons(around: Surroundings) -> str:
         reasons.append(f"{around.num_threads} threads share {cores} cores ({remedy})")
     if others > _BUSY_SHARE * cores:
         reasons.append(f"other programs run about {others:.0f} threads on these {cores} cores (end them)")
+    if not reasons:
+        gpu = "" if is_on_cpu else "nvidia-smi shows whether the GPU is shared or throttled; "
+        measure = "task=calibrate measures this one, hardware=NAME names one"
+        reasons.append(f"the forecast may describe another machine; {gpu}{measure}")
     return ", and ".join(reasons)

@@ -168,7 +168,7 @@ class Cell:
         requests = [
             Request(
                 index=index,
-                prompt_ids=encode(prompt, models.tokenizer, chat=False),
+                prompt_ids=encode(prompt, models.tokenizer),
                 max_new_tokens=NUM_NEW_TOKENS - index % 5,
             )
             for index, prompt in enumerate(self.prompts)

@@ -13,6 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
+from llama_ssp.weights.checkpoint import Checkpoint, inspect
+from llama_ssp.weights.head import HeadSource, of_target
+from tests.helpers import models
+
 SIZES = {
     "hidden_size": 256,
     "num_attention_heads": 4,
@@ -20,6 +24,8 @@ SIZES = {
     "head_dim": 32,
     "intermediate_size": 320,
 }
+SMALL_WIDTH = 64
+"""Of `save_small_pair`."""
 
 
 def make_tensors(*, vocab_size: int = 4096, num_drafted: int = 1024, seed: int = 0, **sizes: int) -> dict[str, Tensor]:
@@ -58,6 +64,22 @@ def save_original(folder: Path, tensors: Mapping[str, Tensor], **changed: Any) -
         "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": tensors["lm_head.weight"].shape[0],
     } | changed  # fmt: skip
     return _save(folder, tensors, config)
+
+
+def save_small_pair(
+    folder: Path, family: str = "llama", changed: dict[str, Any] | None = None, of_head: dict[str, Any] | None = None
+) -> tuple[Checkpoint, HeadSource]:
+    """Save a target of six layers and a head for it, all of whole blocks; fields of their configs may be changed."""
+    of_both = {"hidden_size": SMALL_WIDTH, "head_dim": 16, "vocab_size": 224}
+    models.build_checkpoint(folder / "target", family, **of_both | {"num_hidden_layers": 6} | (changed or {}))
+    sizes = {**of_both, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+    tensors = make_tensors(num_drafted=112, **sizes)
+    head, target = (
+        inspect(path)
+        for path in (save_original(folder / "head", tensors, **sizes | (of_head or {})), folder / "target")
+    )
+    assert head.head
+    return target, of_target(head, head.head, target)
 
 
 def save_speculator(

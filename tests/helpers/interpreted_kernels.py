@@ -463,7 +463,7 @@ PARTS: dict[str, Sequence[Callable[[], None]]] = {
     "several ranks": [several_ranks],
     **{
         kind: [partial(whole_model, kind)]
-        for kind in ("llama", "llama, biases", "llama, no groups", "mistral, window", "qwen2", "qwen3")
+        for kind in ("llama, no groups", "mistral, window", "qwen3")
     },
     "quantized": [
         partial(quantized_model, Precision(quantization="int8_weight_only"), 0.02),

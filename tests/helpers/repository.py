@@ -1,5 +1,6 @@
 """The files of this repository, as the tests that hold its rules see them."""
 
+import ast
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -24,3 +25,9 @@ def files() -> tuple[Path, ...]:
 def modules(*folders: str) -> list[Path]:
     """Every Python file below these top-level folders, relative to ROOT."""
     return [path for path in files() if path.suffix == ".py" and path.parts[0] in folders]
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """What a Python file holds, parsed once for all tests; none of them changes it."""
+    return ast.parse((ROOT / path).read_text())

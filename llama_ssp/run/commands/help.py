@@ -9,7 +9,6 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
-from itertools import takewhile
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -166,10 +165,4 @@ def _default(entry: dataclasses.Field[Any]) -> str:
 def options_of(group: str) -> dict[str, str]:
     """The options of a group that are files, with the comment at the head of each file."""
     files = {name: catalogue.find(group, name) for name in catalogue.names(group)}
-    return {name: head_of(file) for name, file in files.items() if file}
-
-
-def head_of(file: Path) -> str:
-    """The comment at the head of a file of options, without Hydra's directives."""
-    head = takewhile(lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines())
-    return " ".join(line.lstrip("# ") for line in head if not line.startswith("# @"))
+    return {name: catalogue.head_of(file) for name, file in files.items() if file}

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -21,11 +22,11 @@ from llama_ssp.registry import load_plugins
 from llama_ssp.run import startup
 from llama_ssp.run.commands import help as help_page
 from llama_ssp.run.commands.options import Options, until_unread
-from llama_ssp.run.commands.points import check_here, for_all, points_of, repeated
+from llama_ssp.run.commands.points import Point, check_here, for_all, points_of, repeated
 from llama_ssp.run.tasks import dry_run
 from llama_ssp.settings import checks
-from llama_ssp.settings.compose import COMPLETIONS, Composed, complete, compose, to_run_config
-from llama_ssp.settings.schema import RunConfig, WeightsKind
+from llama_ssp.settings.compose import COMPLETIONS, complete, compose
+from llama_ssp.settings.schema import RunConfig, SlurmConfig, WeightsKind
 from llama_ssp.terminal.unread import complain
 from llama_ssp.words import visible
 
@@ -119,18 +120,19 @@ def _launch(arguments: list[str], ranks: Ranks, act: Act | None, interrupt: _Int
             _show(options)
         return
     composed = compose(options.words, multirun=options.multirun)
-    if options.multirun and _is_submitted(composed, ranks):
+    points = points_of(composed)
+    if options.multirun and _is_submitted(points, composed[0].launcher, ranks):
         return
     is_to_stop = False
-    for number, settings in enumerate(composed):
+    for point in points:
         if interrupt.has_come:  # and is not handled yet
             raise KeyboardInterrupt
         if is_to_stop:
-            sentence = f"interrupted before point {number} of the sweep; the same command with the same run_dir"
+            sentence = f"interrupted before point {point.number} of the sweep; the same command with the same run_dir"
             raise InterruptedRun(f"{sentence} goes on from here")
-        if number:
+        if point.number:
             gc.collect()  # frees the models of the last point: its objects refer to each other
-        checked = _check(settings, ranks, number=number if options.multirun else None, warns=warns)
+        checked = _check(point, ranks, of_sweep=options.multirun, warns=warns)
         is_to_stop = checked is not None and _act(act or task_code(), *checked, of_sweep=options.multirun)
 
 
@@ -156,9 +158,8 @@ def _show(options: argparse.Namespace) -> None:
         print(visible(composed.to_yaml(resolve=options.resolve)), end="")
 
 
-def _is_submitted(composed: Sequence[Composed], ranks: Ranks) -> bool:
+def _is_submitted(points: Sequence[Point], launcher: SlurmConfig | None, ranks: Ranks) -> bool:
     """Check all points of a sweep, and submit them if they are jobs."""
-    points, launcher = points_of(composed), composed[0].launcher
     for sentence in repeated(points) if ranks.rank == 0 else ():
         complain(f"warning: {sentence}")
     if launcher is None:
@@ -172,21 +173,15 @@ def _is_submitted(composed: Sequence[Composed], ranks: Ranks) -> bool:
     return True
 
 
-def _check(
-    composed: Composed, ranks: Ranks, *, number: int | None, warns: bool
-) -> tuple[RunConfig, startup.StartClock] | None:
-    """Check one config, with its number in a sweep; returns what its task needs, or None after a dry run."""
-    of_sweep = number is not None
-    clock = startup.StartClock(age_s=0.0 if number else startup.process_age_s())
-    explicit = composed.explicit
-    run = to_run_config(composed.config, explicit=explicit)
+def _check(point: Point, ranks: Ranks, *, of_sweep: bool, warns: bool) -> tuple[RunConfig, startup.StartClock] | None:
+    """Check the config of a run or of a point of a sweep; returns what its task needs, or None after a dry run."""
+    clock = startup.StartClock(age_s=0.0 if point.number else startup.process_age_s())
+    run = replace(point.run, run_dir=str(point.run_dir)) if of_sweep else point.run
     if run.weights is WeightsKind.synthetic:
         dry_run.fill_in_sizes(run)
-    for unread in checks.check(run, explicit, world_size=ranks.size, of_sweep=of_sweep):
+    for unread in checks.check(run, point.explicit, world_size=ranks.size, of_sweep=of_sweep):
         if ranks.rank == 0 and (warns or run.dry_run):
-            complain(f"warning: at point {number} of the sweep, {unread}")
-    if of_sweep:
-        run.run_dir = f"{run.run_dir}/{number}"
+            complain(f"warning: at point {point.number} of the sweep, {unread}")
     if run.dry_run:
         if ranks.rank == 0:
             with until_unread():

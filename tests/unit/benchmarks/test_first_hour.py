@@ -19,7 +19,6 @@ from benchmarks.first_hour.runner import FAIL, HANG, PASS, SKIP, SKIPPED, Step
 from benchmarks.first_hour.step import Where
 from llama_ssp.catalogue import Dtype
 from llama_ssp.kernels.attention_by_length import Sequences
-from llama_ssp.kernels.between import RmsNorm
 
 pytestmark = pytest.mark.seconds
 
@@ -108,14 +107,6 @@ def test_no_step_outlives_the_minutes_and_an_earlier_hour_is_kept(tmp_path: Path
     assert names == ["early", "long", "late"]
 
 
-def test_a_norm_that_is_wrong_at_one_width_is_named_by_its_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    right_norm = RmsNorm.__call__
-    monkeypatch.setattr(RmsNorm, "__call__", lambda self, x: right_norm(self, x) * (1 + (x.shape[-1] == 6656)))
-    faults = [*kernels.CHECKS["norms"](CPU)]
-    assert [fault.partition(":")[0] for fault in faults] == [f"{rows} rows of 6656" for rows in (1, 5, 512)]
-    assert faults[0].startswith("1 rows of 6656: off by 1 of the largest value")
-
-
 def wrong(change: Callable[[Sequences], Sequences]) -> Attend:
     """An attention that reads other rows than it should."""
     return lambda *operands, **options: kernels.in_fp64(None)(*operands[:3], change(operands[3]), **options)
@@ -145,11 +136,6 @@ def test_an_attention_that_is_wrong_is_named_by_its_shapes(attend: Attend) -> No
         assert all("5 positions, 4 over 2 heads" in fault for fault in faults)
 
 
-def test_numbers_that_are_none_are_a_fault() -> None:
-    wanted = torch.ones(2, 2, dtype=torch.float64)
-    assert [*kernels.judge("x", [lambda: torch.full((2, 2), float("nan"))], wanted, CPU)] != []
-
-
 @pytest.mark.parametrize("name", ["rotary", "products", "int8", "int4", "draws"])
 def test_torchs_operators_are_near_fp64(name: str) -> None:
     assert [*kernels.CHECKS[name](CPU)] == []
@@ -175,24 +161,6 @@ def test_another_path_than_expected_is_a_fault() -> None:
         "attention: compiled, expected masks",
         "rounds: no graphs, expected graphs",
     ]
-
-
-@pytest.mark.parametrize(
-    ("amd", "capability", "dtype", "attention"),
-    [
-        (None, (8, 0), torch.float16, "lengths"),
-        (None, (7, 5), torch.float16, "masks"),
-        (None, (9, 0), torch.float32, "masks"),
-        ("7.2", (9, 4), torch.float16, "masks"),
-    ],
-)
-def test_the_path_that_is_expected_is_the_one_that_the_engine_takes_on_such_a_gpu(
-    amd: str | None, capability: tuple[int, int], dtype: torch.dtype, attention: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.version, "hip", amd)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
-    expected = engine.path_expected(Where(torch.device("cuda", 0), is_small=True), dtype, has_graphs=True)
-    assert expected["attention"] == attention
 
 
 @pytest.mark.slow

@@ -109,8 +109,8 @@ class Alternating(ThreadChoice):
 @pytest.mark.parametrize("speculative", [False, True])
 @torch.inference_mode()
 def test_texts_are_the_same_with_any_number_of_threads(pair: Pair, *, speculative: bool) -> None:
-    prompts = [encode(text, pair.models.tokenizer, chat=False) for text in ("def f(x):", "import")]
-    requests = [Request(index=index, prompt_ids=ids, max_new_tokens=48) for index, ids in enumerate(prompts)]
+    prompts = [encode(text, pair.models.tokenizer) for text in ("def f(x):", "import")]
+    requests = [Request(index=index, prompt_ids=ids, max_new_tokens=24) for index, ids in enumerate(prompts)]
     texts = []
     for threads in (ThreadChoice(), ThreadChoice((1,)), Alternating((2, 1))):
         decoder = build_decoder(pair.models, pair.config, speculative=speculative)

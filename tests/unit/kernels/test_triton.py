@@ -110,9 +110,8 @@ def test_the_kernels_of_a_draw_need_no_stack(capability: int, vocab_size: int) -
 
 @pytest.mark.parametrize(
     "part",
-    ["operators", "several ranks", "llama", heavy("llama, biases"), heavy("llama, no groups"), "mistral, window",
-     heavy("qwen2"), "qwen3", "quantized"],
-)  # fmt: skip
+    ["operators", "several ranks", heavy("llama, no groups"), "mistral, window", "qwen3", "quantized"],
+)
 def test_values_are_those_of_torch_s_operators(part: str) -> None:
     """In a process of its own, because Triton reads at its import that it is to interpret."""
     ended = subprocess.run(

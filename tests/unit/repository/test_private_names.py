@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 
 from tests.helpers.private_names import PRIVATE_NAMES
-from tests.helpers.repository import ROOT, modules
+from tests.helpers.repository import modules, tree_of
 
 PACKAGES = ("torch", "transformers", "hydra", "omegaconf", "accelerate", "huggingface_hub", "safetensors")
 _OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields"}
@@ -35,7 +35,7 @@ def find(name: str) -> object:
 @cache
 def used() -> dict[str, str]:
     """Private names of other packages, with a file that uses each; those of objects begin with a full stop."""
-    trees = {path: ast.parse((ROOT / path).read_text()) for path in modules("llama_ssp", "launch", "training")}
+    trees = {path: tree_of(path) for path in modules("llama_ssp", "launch", "training")}
     ours = _OF_NAMED_TUPLES.union(*map(_defined, trees.values()))
     return {name: str(path) for path, tree in trees.items() for name in _foreign(tree, ours)}
 

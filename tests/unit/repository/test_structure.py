@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tests.helpers.repository import PYTHON_FOLDERS, ROOT, files, modules
+from tests.helpers.repository import PYTHON_FOLDERS, ROOT, files, modules, tree_of
 
 MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|home/\w+)/")
 INSTALL_FILES = re.compile(r"pyproject\.toml|constraints.*\.txt|machine-install\.sh|\.ci/run|justfile|\.pre-commit.*")
@@ -24,8 +24,8 @@ KNOW_RECORDING = (
 
 
 def test_every_python_file_opens_with_a_docstring() -> None:
-    sources = {path: (ROOT / path).read_text() for path in modules(*PYTHON_FOLDERS)}
-    assert [path for path, source in sources.items() if source and not ast.get_docstring(ast.parse(source))] == []
+    trees = {path: tree_of(path) for path in modules(*PYTHON_FOLDERS)}
+    assert [path for path, tree in trees.items() if tree.body and not ast.get_docstring(tree)] == []
 
 
 def test_no_file_names_a_path_of_one_machine() -> None:
@@ -44,7 +44,7 @@ def test_packages_come_from_public_hosts_alone() -> None:
 
 
 def test_no_public_class_has_the_name_of_another() -> None:
-    trees = [ast.parse((ROOT / path).read_text()) for path in modules("llama_ssp")]
+    trees = [tree_of(path) for path in modules("llama_ssp")]
     names = Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
     assert [name for name, count in names.items() if count > 1 and not name.startswith("_")] == []
 

@@ -190,24 +190,24 @@ def test_messages_are_put_in_the_template_with_the_answers_between_them_and_the_
 
 def test_a_later_turn_follows_the_answers_to_earlier_ones() -> None:
     """In the template as messages in turn, whose roles alternate; else as the text was written, line by line."""
-    assert encode("a b", tokenizer(chat_template=CHAT), chat=True) == (0, 2, 4, 5, 3)
-    assert encode("a b", tokenizer(chat_template=CHAT), chat=False) == (0, 4, 5)
-    earlier = [("a", "b b"), ("b", "a")]
-    assert encode("a a", tokenizer(chat_template=ROLES), chat=True, earlier=earlier) == (
+    assert ids_of(Prompt(text="a b"), tokenizer(chat_template=CHAT), IN_CHAT) == (0, 2, 4, 5, 3)
+    assert ids_of(Prompt(text="a b"), tokenizer(chat_template=CHAT), CONFIG) == (0, 4, 5)
+    turns = Prompt(text="a a", earlier=["a", "b"])
+    assert ids_of(turns, tokenizer(chat_template=ROLES), IN_CHAT, answers=["b b", "a"]) == (
         0, 2, 4, 3, 5, 5, 2, 5, 3, 4, 2, 4, 4, 3,
     )  # fmt: skip
-    lines = tokenizer().decode([*encode("a a", tokenizer(), chat=False, earlier=[("a ", "b b"), ("b ", "a")])])
-    assert lines == "<s> a b b b a a a"
+    lines = ids_of(Prompt(text="a a", earlier=["a ", "b "]), tokenizer(), CONFIG, answers=["b b", "a"])
+    assert tokenizer().decode([*lines]) == "<s> a b b b a a a"
 
 
 def test_an_empty_prompt_is_the_begin_of_a_sequence_where_there_is_one() -> None:
-    assert encode("", tokenizer(begins=False, bos_token="<s>"), chat=False) == (0,)
+    assert encode("", tokenizer(begins=False, bos_token="<s>")) == (0,)
     with pytest.raises(ConfigError, match="which this tokenizer lacks"):
-        encode("", tokenizer(begins=False), chat=False)
+        encode("", tokenizer(begins=False))
     silent = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    assert encode("", tokenizer(bos_token="<s>", chat_template=silent), chat=True) == (0,)
+    assert ids_of(Prompt(text=""), tokenizer(bos_token="<s>", chat_template=silent), IN_CHAT) == (0,)
     with pytest.raises(ConfigError, match="leave chat out"):
-        encode("a", tokenizer(), chat=True)
+        ids_of(Prompt(text="a"), tokenizer(), IN_CHAT)
 
 
 @pytest.mark.parametrize(
@@ -248,6 +248,7 @@ PROMPTS = (
 
 
 CONFIG = RunConfig(task=GenerateConfig(), model=ModelConfig(name="tiny"), draft=DrafterConfig(), max_new_tokens=4)
+IN_CHAT = replace(CONFIG, chat=True)
 
 
 def requests_of(*prompts: Prompt, num_samples: int = 1, max_new_tokens: int = 4) -> list[PromptRequest]:
@@ -271,7 +272,7 @@ def test_a_later_turn_knows_where_the_answers_are_and_takes_them_in() -> None:
     request = requests_of(*PROMPTS)[3]
     assert [*request.earlier_indices] == [1, 2]
     whole = MAKER.with_answers(request, ["one", "two"], CONFIG)
-    assert whole.prompt_ids == encode("bone\nctwo\nd", MAKER.tokenizer, chat=False)
+    assert whole.prompt_ids == encode("bone\nctwo\nd", MAKER.tokenizer)
     assert replace(whole, prompt_ids=request.prompt_ids) == request
 
 

@@ -127,6 +127,8 @@ KNOWN: list[tuple[Callable[[Path], object], str]] = [
     (with_fields("config.json", num_attention_heads="0"), 'has num_attention_heads "0", and a whole number'),
     (with_fields("config.json", num_key_value_heads="-4"), 'has num_key_value_heads "-4", and a whole number'),
     (with_fields("config.json", num_hidden_layers=10**9), "has num_hidden_layers 1000000000, and a whole number"),
+    (with_fields("config.json", hidden_act="sIlu"), "describes no model that can be built (KeyError"),
+    (with_fields("generation_config.json", eos_token_id="1"), 'has eos_token_id "1"'),
     (with_fields("tokenizer_config.json", model_max_length="x"), 'has model_max_length "x", and a number'),
 ]  # fmt: skip
 

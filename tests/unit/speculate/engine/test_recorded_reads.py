@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from llama_ssp import catalogue
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.llama.head import HeadRunner
 from llama_ssp.models.loading import load_model
@@ -22,11 +21,9 @@ from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.trees import Tree
-from llama_ssp.weights import hub
-from llama_ssp.weights.checkpoint import inspect
-from llama_ssp.weights.head import of_target
+from llama_ssp.weights.head import HeadSource
 from tests.helpers.decoders import ScriptedLength, complete, make_decoder, outcome
-from tests.helpers.draft_heads import make_tensors, save_original
+from tests.helpers.draft_heads import SMALL_WIDTH, save_small_pair
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.kinds import KINDS, near_pair
 from tests.helpers.lanes import heavy
@@ -38,7 +35,7 @@ pytestmark = pytest.mark.seconds
 CPU = torch.device("cpu")
 NUM_DRAFTED = 3
 RUNS = (12, 12, 70, 12)
-"""New tokens of the texts, run by run."""
+"""New tokens of the longest text, run by run."""
 Make = Callable[..., Decoder]
 
 
@@ -59,7 +56,8 @@ def outcomes(decoder: Decoder, between: Decoder | None = None) -> list[list[obje
 def wanted(num_new: int) -> list[Request]:
     prompts: Sequence[tuple[int, ...]] = ((5, 9, 1, 4, 2), (3,), (7, 8, 7, 8, 7))
     return [
-        Request(index=place, prompt_ids=ids, max_new_tokens=num_new - 3 * place) for place, ids in enumerate(prompts)
+        Request(index=place, prompt_ids=ids, max_new_tokens=max(num_new - 40 * place, 5))
+        for place, ids in enumerate(prompts)
     ]
 
 
@@ -117,13 +115,10 @@ def test_rounds_that_overlap_on_ranks(num_target_ranks: int) -> None:
 
 
 def head_decoder(
-    folder: Path, target: Runner, *, comm: Comm, shape: str | None, replay: type[WatchedGraphs] | bool
+    origin: HeadSource, target: Runner, *, comm: Comm, shape: str | None, replay: type[WatchedGraphs] | bool
 ) -> Decoder:
     """A decoder with a head, which is on the last rank of `comm`; its targets' other ranks have the target."""
-    files, tree = inspect(folder), tree_of(shape)
-    assert files.head
-    origin = of_target(files, files.head, inspect(hub.resolve(catalogue.load("tiny"))))
-    taps = Taps(origin.layers, width=256, dtype=torch.float32, device=CPU)
+    tree, taps = tree_of(shape), Taps(origin.layers, width=SMALL_WIDTH, dtype=torch.float32, device=CPU)
     number = tree.num_drafted if tree else NUM_DRAFTED
 
     def make(rule: Any) -> Any:  # noqa: ANN401
@@ -147,19 +142,19 @@ def head_decoder(
                         num_draft_tokens=number)  # fmt: skip
 
 
-def tiny() -> Runner:
-    found = load_model(
-        inspect(hub.resolve(catalogue.load("tiny"))), dtype=torch.float32, device=CPU, comm=Comm.single()
-    )
-    assert not isinstance(found, HeadRunner)
-    return found
+def small_pair(folder: Path) -> tuple[HeadSource, Runner]:
+    """A head, and its target."""
+    files, origin = save_small_pair(folder)
+    target = load_model(files, dtype=torch.float32, device=CPU, comm=Comm.single())
+    assert not isinstance(target, HeadRunner)
+    return origin, target
 
 
 @pytest.mark.parametrize("shape", [None, "2x2x1", heavy("dynamic-7x3x3")])
 def test_a_head(shape: str | None, tmp_path: Path) -> None:
-    folder, target = save_original(tmp_path / "head", make_tensors()), tiny()
+    origin, target = small_pair(tmp_path)
     check_recorded(
-        lambda replay: head_decoder(folder, target, comm=Comm.single(), shape=shape, replay=replay),
+        lambda replay: head_decoder(origin, target, comm=Comm.single(), shape=shape, replay=replay),
         plain=lambda: make_decoder(target, None, batch_size=2),
     )
 
@@ -173,11 +168,11 @@ def test_taps_that_other_rounds_have_moved_are_an_allocation() -> None:
 
 
 def test_a_head_on_a_rank_of_its_own(tmp_path: Path) -> None:
-    folder, target = save_original(tmp_path / "head", make_tensors()), tiny()
-    expected = outcomes(head_decoder(folder, target, comm=Comm.single(), shape=None, replay=False))
+    origin, target = small_pair(tmp_path)
+    expected = outcomes(head_decoder(origin, target, comm=Comm.single(), shape=None, replay=False))
 
     def one_rank(comm: ThreadComm) -> list[list[object]]:
-        decoder = head_decoder(folder, target, comm=comm, shape=None, replay=WatchedGraphs)
+        decoder = head_decoder(origin, target, comm=comm, shape=None, replay=WatchedGraphs)
         return outcomes(decoder, None if comm.rank else make_decoder(target, None, batch_size=2))
 
     assert on_ranks(thread_comms(2), one_rank) == [expected] * 2

@@ -49,7 +49,7 @@ def decode(
 @pytest.mark.parametrize("temperature", [slow(0.0), heavy(0.8)])
 def test_a_batch_of_eight_gives_each_prompt_the_text_that_it_has_alone(pair: Pair, temperature: float) -> None:
     requests = [
-        Request(index=index, prompt_ids=encode(prompt, pair.models.tokenizer, chat=False), max_new_tokens=20)
+        Request(index=index, prompt_ids=encode(prompt, pair.models.tokenizer), max_new_tokens=20)
         for index, prompt in enumerate(PROMPTS)
     ]
     alone = decode(pair, requests, temperature=temperature, batch_size=1)
@@ -78,7 +78,7 @@ def test_two_sampled_tokens_have_the_law_of_the_librarys_logits(pair: Pair) -> N
     chance below 1e-3 (4000 draws over some fifty cells).
     """
     num_samples, temperature = 4000, 0.8
-    ids = encode("import", pair.models.tokenizer, chat=False)
+    ids = encode("import", pair.models.tokenizer)
     requests = [Request(index=0, sample=sample, prompt_ids=ids, max_new_tokens=2) for sample in range(num_samples)]
     drawn = Counter(tuple(text) for text in decode(pair, requests, temperature=temperature, batch_size=250).values())
     expected = law_of_two_tokens(ids, temperature) * num_samples

@@ -16,13 +16,11 @@ from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.trees import Tree
-from llama_ssp.weights.checkpoint import inspect
-from llama_ssp.weights.head import of_target
 from tests.helpers.decoders import complete, make_decoder
-from tests.helpers.draft_heads import make_tensors, save_original
+from tests.helpers.draft_heads import SMALL_WIDTH, save_small_pair
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import heavy
-from tests.helpers.models import SIZES, build_checkpoint, load_ranks
+from tests.helpers.models import build_checkpoint, load_ranks
 
 pytestmark = pytest.mark.seconds
 
@@ -68,21 +66,18 @@ def test_greedy_text_is_plain_text(family: str, num_ranks: int, tmp_path: Path) 
 
 def test_greedy_text_with_a_heads_trees_is_plain_text(tmp_path: Path) -> None:
     """The target's layers have the window, and so has the head's own."""
-    build_checkpoint(tmp_path / "target", "mistral", sliding_window=9, num_hidden_layers=6)
-    width, vocab_size = SIZES["hidden_size"], SIZES["vocab_size"]
-    sizes = {"hidden_size": width, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    tensors = make_tensors(vocab_size=vocab_size, num_drafted=vocab_size // 2, intermediate_size=96, **sizes)
-    layer = {"model_type": "mistral", "sliding_window": 5, "intermediate_size": 96, **sizes}
-    files = inspect(save_original(tmp_path / "head", tensors, **layer))
-    assert files.head
-    origin = of_target(files, files.head, inspect(tmp_path / "target"))
-    target, head = (load_model(each, dtype=None, device=CPU, comm=Comm.single())
-                    for each in (inspect(tmp_path / "target"), origin))  # fmt: skip
+    origins = save_small_pair(
+        tmp_path, "mistral", {"sliding_window": 9}, of_head={"model_type": "mistral", "sliding_window": 5}
+    )
+    target, head = (load_model(each, dtype=None, device=CPU, comm=Comm.single()) for each in origins)
     assert isinstance(head, HeadRunner)
     assert not isinstance(target, HeadRunner)
     plain = texts(make_decoder(target, None, batch_size=2))
     for shape in ("2x2x1", "dynamic-9x4x3"):
-        tree, taps = Tree.of(shape, CPU), Taps(origin.layers, width=width, dtype=torch.float32, device=CPU)
+        tree, taps = (
+            Tree.of(shape, CPU),
+            Taps(origins[1].layers, width=SMALL_WIDTH, dtype=torch.float32, device=CPU),
+        )
         made = make_decoder(
             target, None, batch_size=2, taps=taps, tree=tree,
             make_drafter=lambda rule, tree=tree, taps=taps: HeadDrafter(  # type: ignore[misc]
