@@ -145,9 +145,6 @@ def test_names_from_records_cannot_become_markup(is_one: bool) -> None:
     assert "&lt;script&gt;" in page(evil)
 
 
-pytestmark = pytest.mark.seconds
-
-
 def test_runs_csv_has_a_row_for_each_run_with_its_settings_and_intervals() -> None:
     runs = simulated_sweep(random.Random(0))
     rows = list(
