@@ -13,7 +13,7 @@ from typing import Any
 
 from llama_ssp.architectures.reading import check_readable, read_config, read_stored_format
 from llama_ssp.catalogue import ModelConfig, read_path
-from llama_ssp.errors import CapacityError, ConfigError
+from llama_ssp.errors import CapacityError, ConfigError, refuse
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.machines.machine import detect_hardware, machine_of_run
@@ -65,8 +65,10 @@ def show_search(config: PlanConfig, machine: HardwareConfig, settings: Sequence[
 def show_machines(configs: Sequence[PlanConfig]) -> None:
     """Print the plans of a spec on several machines in one table, in the order given.
 
-    Raises CapacityError at the end if it fits none.
+    Raises ConfigError with the problems of all machines, and CapacityError at the end if it fits none.
     """
+    described = [(config.hardware.get("name"), hardware.problems_of(config.hardware)) for config in configs]
+    refuse([f"{name}: {problem}" for name, problems in described for problem in problems])
     plans = []
     for config in configs:
         resolve(config)
