@@ -12,6 +12,8 @@ import pytest
 
 from tests.helpers.repository import ROOT
 
+pytestmark = pytest.mark.seconds
+
 # srun is what the script starts ranks with: here a run that ends at once, having recorded so many completions.
 SRUN = """#!/usr/bin/env bash
 printf '%s\\0' "$RUN_ID" "$MASTER_PORT" "$@" >started

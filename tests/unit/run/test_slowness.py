@@ -1,16 +1,11 @@
 """A run that took another time than its forecast says the likely reason, and what would help."""
 
-import os
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from llama_ssp.ranks.comms import Comm
-from llama_ssp.ranks.process import Ranks
-from llama_ssp.ranks.world import World
 from llama_ssp.reports.records import Forecast, RankActivity
 from llama_ssp.run.slowness import Surroundings, unusual_times
 
@@ -57,27 +52,6 @@ def test_a_late_run_has_a_reason_and_others_none(run: dict[str, Any], reason: st
     found = said(**run)
     assert reason in found
     assert bool(reason) == bool(found)
-
-
-@pytest.mark.parametrize(
-    ("cores", "num_sharers", "load", "found"),
-    [
-        # As `srun --cpus-per-task 4` binds them; the rest of the machine is somebody else's.
-        (4, 1, 60.0, replace(ALONE, num_threads=4, num_cores=4, load=None)),
-        (8, 4, 9.0, replace(ALONE, num_ranks=4, load=9.0)),
-    ],
-)
-def test_only_ranks_that_share_all_cores_see_the_load(
-    cores: int, num_sharers: int, load: float, found: Surroundings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: found.num_threads // num_sharers)
-    world = World(
-        comm=Comm.single(), ranks=Ranks(rank=0, size=4, local_rank=0, local_size=4), device=torch.device("cpu"),
-        note=None, cores=frozenset(range(cores)), num_sharers=num_sharers,
-    )  # fmt: skip
-    assert Surroundings.of(world, {}) == found
 
 
 @pytest.mark.parametrize(

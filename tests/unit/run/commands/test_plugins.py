@@ -137,6 +137,7 @@ def test_the_task_of_the_page_runs(words: Path) -> None:
     assert (words / "run" / "status").read_text().strip() == "done"
 
 
+@pytest.mark.seconds
 def test_a_task_from_outside_is_planned_and_checked(words: Path) -> None:
     planned = launch(words, "task=words", "dry_run=true", plugins="words")
     assert planned.returncode == 0, planned.stderr

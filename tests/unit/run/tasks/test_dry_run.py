@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-import yaml
 
 from llama_ssp import catalogue
 from llama_ssp.catalogue import Dtype
@@ -17,12 +17,18 @@ from llama_ssp.run.tasks.records import CompareConfig
 from llama_ssp.settings.schema import MODEL_DRAFT, NO_DRAFT, DrafterConfig, RunConfig, WeightsKind
 
 
+def _figures(name: str) -> dict[str, Any]:
+    found = catalogue.option("hardware", name)
+    assert found
+    return dict(found[0])
+
+
 def _run(model: str = "tiny", draft: str | None = "tiny-draft", prompt: str | None = None) -> RunConfig:
     drafter = DrafterConfig(kind=NO_DRAFT)
     if draft:
         drafter = DrafterConfig(kind=MODEL_DRAFT, model=catalogue.load(draft))
     return RunConfig(
-        hardware=yaml.safe_load((catalogue.conf_dir() / "hardware" / "laptop_cpu.yaml").read_text()),
+        hardware=_figures("laptop_cpu"),
         task=CompareConfig(default_prompts=["x" * 30, "y" * 299]),
         model=catalogue.load(model),
         draft=drafter,
@@ -68,7 +74,7 @@ def test_the_longest_prompt_is_estimated_from_its_text(
 @pytest.mark.parametrize("auto", [True, False])
 def test_ranks_that_were_not_started_hold_nothing(auto: bool, capsys: pytest.CaptureFixture[str]) -> None:
     config = _run("30B", "7B")
-    config.hardware = yaml.safe_load((catalogue.conf_dir() / "hardware" / "8xa100_80gb.yaml").read_text())
+    config.hardware = _figures("8xa100_80gb")
     config.placement.auto = auto
     task.dry_run(config, world_size=4)
     shown = capsys.readouterr().out

@@ -30,8 +30,7 @@ def shipped() -> tuple[Runner, Runner]:
 
 
 @kinds
-@pytest.mark.parametrize("batch_size", [1, 3, 8])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(("batch_size", "temperature"), [(1, 0.9), (3, 0.0), (8, 0.9)])
 def test_replayed_rounds_give_the_same_text(make: Make, batch_size: int, temperature: float) -> None:
     recorder = FakeRecorder()
     eager, traced, captured = (

@@ -13,7 +13,6 @@ from llama_ssp.errors import NumericError
 from llama_ssp.reports.summary import acceptance_rate
 from llama_ssp.speculate.drafters.shared import BroadcastDrafter
 from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
-from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.uniforms import Draws, UniformTable
 from tests.helpers.decoders import complete, make_decoder, outcome, requests
@@ -262,28 +261,6 @@ def test_acceptance_counts_leave_out_what_lies_behind_an_end_inside_a_draft() ->
     assert {end.num_drafted for end in drafted} >= {1, 2, 3}
     for end in drafted:
         assert end.completion.examined_lengths[-1] == end.completion.accepted_lengths[-1] == end.num_drafted
-
-
-@pytest.mark.parametrize("num_slots", [40, 120])
-def test_rounds_are_timed_over_rows_as_long_as_they_are_said_to_be(
-    num_slots: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Attention by lengths costs what the rows hold, so vacant rows of two tokens would not do."""
-    target, positions = PrefixRunner(), []
-    decoder = make_decoder(target, PrefixRunner(), replay=False)
-    decoder.make_room([Request(index=0, prompt_ids=(1, 2), max_new_tokens=150)])
-    forward = target.forward
-
-    def watched(ids_BT: torch.Tensor, positions_BT: torch.Tensor, *, bucket: int, taps: None) -> torch.Tensor:
-        positions.append(int(positions_BT.max()))
-        return forward(ids_BT, positions_BT, bucket=bucket, taps=taps)
-
-    monkeypatch.setattr(target, "forward", watched)
-    monkeypatch.setattr(type(decoder._comm), "finish", lambda _comm: None)
-    monkeypatch.setattr(type(decoder.round), "reads_by_length", True)
-    decoder._is_cuda = True
-    decoder.time_rounds([DraftChoice(3)] * 3, num_slots=num_slots)
-    assert positions == [num_slots - 2] * 3
 
 
 def test_rounds_near_the_length_limit_do_not_bias_the_acceptance_rate() -> None:

@@ -5,13 +5,10 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
-from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.engine.executors import GraphExecutor
-from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import BatchState, Request
 from tests.helpers.decoders import complete, make_decoder, outcome, requests
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
@@ -180,16 +177,3 @@ def test_messages_of_one_size_hold_all_that_top_k_leaves_also_of_equal_logits() 
 
     assert on_ranks(comms, one_rank) == [alone] * 2
     assert {shape[-1] for shape in comms[1].delivered} == {2 * 3}
-
-
-@torch.inference_mode()
-def test_rounds_that_are_only_timed_stay_within_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU their rows are as long as those of a run, and have as many tokens in flight."""
-    monkeypatch.setattr(Comm, "finish", lambda _: None)
-    pair = (PrefixRunner(), PrefixRunner())
-    for runner in pair:
-        runner.reads_by_length = True
-    made = overlapped_decoder(*pair, num_draft_tokens=8, replay=False)
-    made.make_room(requests())
-    made._is_cuda = True
-    assert len(made.time_rounds([DraftChoice(8)] * 2, num_slots=made._num_slots)) == 2
