@@ -265,13 +265,14 @@ def _sentence(error: Exception) -> str:
     return message if error.__cause__ is None else f"{message}: {str(error.__cause__).splitlines()[0]}"
 
 
-def to_run_config(config: DictConfig, *, explicit: frozenset[str]) -> RunConfig:
-    """Turn a composed config into a `RunConfig` or `PlanConfig`, resolve the draft, and let the task fill in.
+def to_run_config(composed: Composed) -> RunConfig:
+    """Turn composed settings into a `RunConfig` or `PlanConfig`, resolve the draft, and let the task fill in.
 
     Of the dotted keys that the user gave, those below `draft` apply to the default draft too. The result's
     `draft.kind` is never `default`, and its `draft.model` is null for kinds without a model. An unknown default draft,
     a plain value in place of a group of settings, and a missing value raise ConfigError.
     """
+    config, explicit = composed.config, composed.explicit
     if config.draft.kind == schema.DEFAULT_DRAFT:
         config.draft = _default_draft(config, explicit)
     if not problem_of(config.draft.kind) and not drafter_of(config.draft).has_model:

@@ -31,8 +31,7 @@ from llama_ssp.settings.schema import PlanConfig
 
 def read_settings(settings: Sequence[str]) -> list[PlanConfig]:
     """Compose conf/plan.yaml with the settings, once for each machine; raises ConfigError for an invalid one."""
-    found = [to_run_config(one.config, explicit=one.explicit) for one in compose(settings, root="plan")]
-    return cast("list[PlanConfig]", found)
+    return cast("list[PlanConfig]", [*map(to_run_config, compose(settings, root="plan"))])
 
 
 def main(arguments: list[str]) -> int:

@@ -50,12 +50,9 @@ class Point:
 def points_of(composed: Sequence[Composed]) -> list[Point]:
     """The points of a sweep; raises as `to_run_config`."""
     return [
-        Point(
-            number=number, settings=given.settings, run=to_run_config(given.config, explicit=given.explicit),
-            explicit=given.explicit,
-        )
+        Point(number=number, settings=given.settings, run=to_run_config(given), explicit=given.explicit)
         for number, given in enumerate(composed)
-    ]  # fmt: skip
+    ]
 
 
 def repeated(points: Sequence[Point]) -> Iterator[str]:

@@ -100,8 +100,7 @@ def test_every_run_on_a_page_composes() -> None:
         options = read_options(read_start(shlex.split(words), {}, default=None).words)
         if options.help:
             continue
-        first = compose(options.words, multirun=options.multirun)[0]
-        run = to_run_config(first.config, explicit=first.explicit)
+        run = to_run_config(compose(options.words, multirun=options.multirun)[0])
         assert run.task.name != "generate" or run.prompt or run.prompts, f"no prompt in {words}"
 
 

@@ -21,7 +21,7 @@ REFUSED = {
 
 def check(words: str) -> None:
     (composed,) = compose(words.split(), root="plan")
-    config = to_run_config(composed.config, explicit=composed.explicit)
+    config = to_run_config(composed)
     assert isinstance(config, PlanConfig)
     check_plan(config)
 
