@@ -32,7 +32,6 @@ from llama_ssp.settings.schema import (
     PlanFormat,
     RunConfig,
     TargetKind,
-    WeightsKind,
 )
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.words import lasting
@@ -253,7 +252,7 @@ def check_models(config: RunConfig, *, world_size: int = 1) -> None:
         is_whole = layout.draft_kind is DraftLayout.replicated
         sizes = len(layout.target_ranks), 1 if is_whole else len(layout.draft_ranks)
     for model, num_ranks in zip((config.model, config.draft.model), sizes, strict=True):
-        if model is None or config.weights is WeightsKind.synthetic:
+        if model is None or config.is_synthetic:
             continue
         if model.path is not None:
             check_readable(read_path(model.path), model.quantization, num_ranks=num_ranks)
