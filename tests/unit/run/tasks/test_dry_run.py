@@ -103,7 +103,7 @@ def test_a_dry_run_says_how_long_its_prompts_and_its_loading_take(capsys: pytest
     said = f"the whole run: {lasting(3600 * hours)} of both modes ({4 * hours:.2g} GPU-hours) if every completion"
     assert 0 < shown.index(said) < shown.index("Memory per rank")
     assert "73 s to read 146 GB at 2 GB/s a node" in shown
-    config.task = replace(config.task, default_prompts=[])
+    config.task = CompareConfig(default_prompts=[])
     task.dry_run(config, world_size=4)
     assert "the whole run" not in capsys.readouterr().out, "somebody will type the prompts"
 
