@@ -427,7 +427,7 @@ def modules_of_experts() -> None:
     config: Any = MixtralConfig(hidden_size=64, intermediate_size=160, num_local_experts=3)
     x, ids, weights = some(4, 64), torch.tensor([[0, 2], [2, 3], [3, 0], [2, 0]]), some(4, 2)
     own_kernels: Any = weight_only
-    own_kernels.find_few_rows, own_kernels.fits = (lambda *_, **__: product_of_few_rows), (lambda *_: False)
+    own_kernels.find_few_rows, own_kernels.compiled_for = (lambda *_: product_of_few_rows), (lambda *_: None)
     vars(linear_gpu)["_num_processors"] = lambda _device: 132
     for kind in ("int8_weight_only", "int4_weight_only", "mxfp4"):
         module: Any = MixtralExperts(config).to(DTYPE)
