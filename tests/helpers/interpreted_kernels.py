@@ -25,10 +25,12 @@ from triton.runtime import interpreter
 
 from llama_ssp.kernels import attention_by_length as varlen
 from llama_ssp.kernels import attention_gpu, between_gpu, linear, linear_gpu
-from llama_ssp.kernels.attention_by_length import Sequences, VarlenAttention
-from llama_ssp.kernels.between import Heads, RmsNorm, rotate_write
+from llama_ssp.kernels.attention_by_length import VarlenAttention
+from llama_ssp.kernels.between import rotate_write
 from llama_ssp.kernels.draw_gpu import draw_tokens
+from llama_ssp.kernels.heads import Heads, Sequences
 from llama_ssp.kernels.linear_gpu import choose, product_of_few_rows, unpack_bytes, unpack_codes
+from llama_ssp.kernels.norm import RmsNorm
 from llama_ssp.kernels.rows import KeptRows, rows_of
 from llama_ssp.models.huggingface.experts import OwnExperts
 from llama_ssp.models.llama.decoder import LeanRunner

@@ -12,7 +12,6 @@ from torch.nn import functional
 
 from llama_ssp.cpu import kinds
 from llama_ssp.cpu.compiled import has_features
-from llama_ssp.kernels.between import RmsNorm
 from llama_ssp.kernels.linear import (
     HalfLinear,
     Linear,
@@ -21,13 +20,16 @@ from llama_ssp.kernels.linear import (
     PlainLinear,
     can_halve,
     can_pack,
+    fits,
     half_scale,
     make_linear,
     native_floats,
     native_of,
+    product_of,
 )
+from llama_ssp.kernels.norm import RmsNorm
 from llama_ssp.models.quantization.precision import Precision
-from llama_ssp.storage.formats import INT4_GROUPS, formats
+from llama_ssp.storage.formats import INT4_GROUPS, Product, formats
 from llama_ssp.weights import int4_rows
 from tests.helpers.four_bits import rounded
 from tests.helpers.lanes import pairs
@@ -259,3 +261,12 @@ def test_gates_are_kept_strictly_in_range() -> None:
     found = layer.fused(x)[:, 3]
     assert found[0] == 500.0
     assert found[1].abs() < 1e-30
+
+
+def test_the_record_of_a_format_is_all_that_a_compiled_product_needs() -> None:
+    """Of a kind that no module names: its check has compared it with products of torch."""
+    own = Product("own", kinds.E4M3, needs=("f16c",), group=64)
+    if not has_features(own.needs):
+        pytest.skip("this processor has no such product")
+    assert product_of(own) is not None
+    assert (fits(own, torch.Size((16, 192))), fits(own, torch.Size((16, 96)))) == (True, False)
