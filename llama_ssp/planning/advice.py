@@ -44,7 +44,7 @@ from llama_ssp.planning.spec import PlanSpec, block_sizes, on_block, planned_mod
 from llama_ssp.planning.timing import Timing, timing
 from llama_ssp.settings.schema import DraftLayout, TargetKind
 from llama_ssp.storage.formats import OWN_DTYPE, format_of, formats
-from llama_ssp.words import counted, rounded
+from llama_ssp.words import counted, rounded, said
 
 WORTHWHILE_GAIN, CLEAR_GAIN = 1.03, 1.1
 
@@ -77,6 +77,9 @@ def notes(spec: PlanSpec, hardware: HardwareConfig, heads: tuple[int, ...], full
 def warnings(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
     """Choices that cost more than they gain, each with a better one."""
     if hardware.device == "cuda":
+        for model, setting in ((spec.target, "model.dtype"), (spec.draft, "draft.model.dtype")):
+            if model and model.dtype.name not in hardware.flops_per_s:
+                yield f"a {hardware.gpu} does not multiply in {model.dtype.name}: {said(setting, Dtype.fp16.name)} does"
         if spec.draft and (advice := format_of(spec.draft.quantization).draft_advice):
             yield advice.format(dtype=spec.draft.dtype.name)
         if advice := format_of(spec.target.quantization).target_advice:

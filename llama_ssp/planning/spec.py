@@ -26,7 +26,7 @@ from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.settings.drafters import draft_name, drafts, drafts_greedily, has_own_tokenizer, outgrown
 from llama_ssp.settings.layout import Layout, lay_out_replica, may_capture
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT
-from llama_ssp.settings.schema import DraftLayout, ExpertParts, PlanConfig, RunConfig, TargetKind, WeightsKind
+from llama_ssp.settings.schema import DraftLayout, ExpertParts, PlanConfig, RunConfig, TargetKind
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.settings.trees import TreeShape
 from llama_ssp.storage.formats import CACHES, NO_QUANTIZATION, OWN_DTYPE, PackedLayout, format_of
@@ -317,13 +317,13 @@ def make_spec(
         config, prompt_tokens = largest_cell(config)
     num_gpus = num_gpus or world_size
     placement, speculation, temperature = config.placement, config.speculation, config.sampling.temperature
-    acceptance, is_synthetic = speculation.acceptance, config.weights is WeightsKind.synthetic
-    if is_synthetic and acceptance is None:
+    acceptance = speculation.acceptance
+    if config.is_synthetic and acceptance is None:
         acceptance = config.agreement
     tree = speculation.tree_shape if drafts(config.draft) else None
 
     def planned(model: ModelConfig) -> PlannedModel:
-        if not is_synthetic:
+        if not config.is_synthetic:
             return planned_model(model, device=device)
         model = replace(model, dtype=number_format(model, device=device), stored_dtype=Dtype.bf16)
         return replace(planned_model(model, device=device), stored_format=None, quantization=model.quantization)

@@ -89,6 +89,8 @@ def show(content: Plan | Search | list[Plan], console: Console | None = None) ->
 def _print_plan(plan: Plan, console: Console) -> None:
     console.print(f"\n[bold]{_literal(verdict(plan))}[/bold]")
     console.print(_literal(headline(plan)))
+    if plan.whole_run:
+        console.print(_literal(plan.whole_run))
     for part in (*_memory_table(plan), _room(plan), *_time_table(plan)):
         console.print(part)
     for line in (*_times_of_parts(plan), *_basis(plan)):
@@ -99,15 +101,20 @@ def _print_plan(plan: Plan, console: Console) -> None:
 
 
 def verdict(plan: Plan) -> str:
-    """Say in one line whether it fits, its faster mode, how fast that is, and what tokens cost at a given price."""
+    """Say in one line whether it fits, how fast the asked mode is, and plain decoding if that is faster."""
     full, timed, usd = plan.fullest, plan.timing, plan.usd_per_million_tokens
     if not plan.fits:
         return f"does not fit: rank {full.rank} needs {full.room}"
-    mode, ends = ("speculative", timed.speculative_s_range) if timed.gains else ("plain", timed.plain_s_range)
+    mode, token_s, ends, run_s = "plain", timed.plain_s, timed.plain_s_range, timed.plain_run_s
+    if timed.speculative_s and timed.speculative_run_s:
+        mode, token_s, ends, run_s = (
+            "speculative", timed.speculative_s, timed.speculative_s_range, timed.speculative_run_s
+        )  # fmt: skip
     between = f" ({_ms(ends[0])} to {_ms(ends[1])})" if ends else ""
-    fits, rate = "fits, tight" if full.is_tight else "fits", rounded(plan.spec.num_rows / timed.best_run_s)
+    faster = f"; plain takes {_ms(timed.plain_s)}" if timed.plain_s < token_s else ""
+    fits, rate = "fits, tight" if full.is_tight else "fits", rounded(plan.spec.num_rows / run_s)
     price = "" if usd is None else f", {usd:.2f} USD per million tokens"
-    return f"{fits}: {mode} {_ms(timed.best_s)} ms/token{between}, {rate} tokens/s with prompts{price}"
+    return f"{fits}: {mode} {_ms(token_s)} ms/token{between}, {rate} tokens/s with prompts{faster}{price}"
 
 
 def _ms(seconds: float) -> str:

@@ -82,7 +82,7 @@ def find_sources(
                 hub.resolve(entry)
                 hub.resolve_adapter(entry)
     with raise_on_all_ranks(world.comm):
-        if config.weights is WeightsKind.synthetic:
+        if config.is_synthetic:
             from llama_ssp.weights.synthetic import synthesize  # noqa: PLC0415 - few runs need it
 
             # On a CPU 16 bits hold the numbers, as planned.

@@ -9,7 +9,7 @@ from llama_ssp.architectures.reading import read_config
 from llama_ssp.catalogue import ModelConfig, read_path
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.run.prompts import Prompt, read_prompts
-from llama_ssp.settings.schema import RunConfig, TooLong, WeightsKind
+from llama_ssp.settings.schema import RunConfig, TooLong
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -59,7 +59,7 @@ def check_lengths(config: RunConfig) -> None:
     """
     # A pipe can be read once only.
     is_known = config.prompt is not None or (config.prompts is not None and Path(config.prompts).is_file())
-    if not is_known or config.too_long is not TooLong.refuse or config.weights is WeightsKind.synthetic:
+    if not is_known or config.too_long is not TooLong.refuse or config.is_synthetic:
         return
     prompts = read_prompts(config)
     try:

@@ -19,7 +19,7 @@ from llama_ssp.ranks.failures import from_rank_0
 from llama_ssp.reports.folder import COSTS_FILE, RunFolder
 from llama_ssp.reports.reading import read_json
 from llama_ssp.settings.drafters import draft_name
-from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, RunConfig, WeightsKind
+from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, RunConfig
 from llama_ssp.speculate.engine.adaptive import AdaptiveLength, RoundCosts
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import DraftChoice
@@ -80,7 +80,7 @@ def _expected_acceptance(config: RunConfig) -> list[float]:
     """Return the acceptance of each drafter, before anything is drafted."""
     figure = partial(expected, config.model.name, temperature=config.sampling.temperature)
     first = figure(str(draft_name(config.draft)), has_model=config.draft.model is not None).probability
-    if config.weights is WeightsKind.synthetic:
+    if config.is_synthetic:
         first = config.agreement
     if config.speculation.acceptance is not None:
         first = config.speculation.acceptance

@@ -69,11 +69,6 @@ def check_plan(config: PlanConfig) -> None:
     refuse(problems)
 
 
-def is_synthetic(config: RunConfig) -> bool:
-    """Whether weights are generated instead of read from files."""
-    return config.weights is schema.WeightsKind.synthetic
-
-
 def check_values(config: RunConfig) -> None:
     """Raise ConfigError for values that are invalid whatever the models are."""
     rule = _rule(config.verification.rule, config.sampling.temperature)
@@ -207,14 +202,14 @@ def _pair(config: RunConfig) -> Iterator[str]:
     if drafters.has_own_tokenizer(config.draft):
         shapes = [(shape.model_type, shape.vocab_size) for shape in (target.shape, model.shape)]
         is_listed = not any(entry.path or is_hub_id(entry.name) for entry in (target, model))
-        if is_listed and shapes[0] == shapes[1] and not is_synthetic(config):
+        if is_listed and shapes[0] == shapes[1] and not config.is_synthetic:
             yield (
                 f"{said('draft.tokenizer', 'own')} has no effect with draft={model.name}, which has the target's "
                 "tokenizer: leave it out"
             )
     elif not catalogue.may_share_vocabulary(target.shape, model.shape):
         names = ", ".join(catalogue.smaller_relatives(target)) or "none in the catalogue"
-        otherwise = "" if is_synthetic(config) else f"; {said('draft.tokenizer', 'own')} allows any"
+        otherwise = "" if config.is_synthetic else f"; {said('draft.tokenizer', 'own')} allows any"
         yield (
             f"the draft must have the target's vocabulary: {said('model', target.name)} has {target.shape.vocab_size} "
             f"tokens, draft={model.name} {model.shape.vocab_size}; drafts that fit: {names}{otherwise}"
@@ -306,7 +301,7 @@ def _heads_of_targets(config: RunConfig) -> Iterator[str]:
         )
     elif draft.target and target.shape and (own_shape := catalogue.load(draft.target).shape):
         num_layers, own_layers = target.shape.num_hidden_layers, own_shape.num_hidden_layers
-        if num_layers != own_layers and not is_synthetic(config):
+        if num_layers != own_layers and not config.is_synthetic:
             yield (
                 f"draft={draft.name} is the head of {draft.target}, which has {own_layers} layers, and "
                 f"{said('model', target.name)} has {num_layers}: choose a head of this target"
@@ -325,11 +320,11 @@ def _models(config: RunConfig) -> Iterator[str]:
     yield from _formats(config)
     chosen = _chosen_models(config)
     for group, key, model in chosen:
-        if not (is_synthetic(config) or model.path or model.hub_id or model.shipped):
+        if not (config.is_synthetic or model.path or model.hub_id or model.shipped):
             yield f"{group}={model.name} needs {key}.path=DIR, a folder with config.json, a tokenizer and safetensors"
     shape = config.model.shape
     contexts = [(shape.max_position_embeddings, "model")] if shape and not shape.is_head else []
-    if is_synthetic(config) and (shipped := catalogue.load("tiny").shape):
+    if config.is_synthetic and (shipped := catalogue.load("tiny").shape):
         contexts.append((shipped.max_position_embeddings, "shipped model, which synthetic weights run,"))
     if contexts and config.max_new_tokens >= min(contexts)[0]:
         smallest, group = min(contexts)
@@ -337,7 +332,7 @@ def _models(config: RunConfig) -> Iterator[str]:
             f"max_new_tokens={config.max_new_tokens} leaves no room for a prompt: the context of the {group} is "
             f"{smallest} tokens"
         )
-    if config.chat and is_synthetic(config):
+    if config.chat and config.is_synthetic:
         yield "chat=true needs a chat template, and synthetic weights use the shipped model's tokenizer, which has none"
     elif config.chat and not config.model.chat and config.model.path is None and config.model.shape:
         chat_models = ", ".join(name for name in catalogue.names("model") if catalogue.load(name).chat)
@@ -376,7 +371,7 @@ def _chosen_models(config: RunConfig) -> list[tuple[str, str, ModelConfig]]:
 
 
 def _synthetic(config: RunConfig) -> Iterator[str]:
-    for group, _, model in _chosen_models(config) if is_synthetic(config) else ():
+    for group, _, model in _chosen_models(config) if config.is_synthetic else ():
         if model.shape is None:
             yield f"weights=synthetic needs a shape of the catalogue, and {group}={model.name} has none: use {group}=7B"
         elif model.shape.model_type != "llama" and not model.shape.is_head:
@@ -435,7 +430,7 @@ _WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
     ("placement.draft draft.model", _has_no_draft_model, _NO_DRAFT_MODEL),
     (
         "draft.tokenizer",
-        lambda c: is_synthetic(c) and c.draft.model is not None,
+        lambda c: c.is_synthetic and c.draft.model is not None,
         "with weights=synthetic, which gives both models one tokenizer",
     ),
     ("draft.tokenizer", _has_no_draft_model, _NO_DRAFT_MODEL),
@@ -445,7 +440,7 @@ _WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
         lambda c: c.placement.target.kind is not schema.TargetKind.tensor,
         "without placement.target.kind=tensor, which cuts a target",
     ),
-    ("placement.target.experts", is_synthetic, "with weights=synthetic, whose models have no experts"),
+    ("placement.target.experts", lambda c: c.is_synthetic, "with weights=synthetic, whose models have no experts"),
     (
         "sampling.top_k sampling.top_p sampling.min_p",
         lambda c: c.sampling.temperature == 0,
@@ -471,20 +466,20 @@ _WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
     ),
     ("dry_run", lambda c: c.dry_run and not task_of(c).needs_models, "on task={task.name}, {task.why_no_plan}"),
     ("resume", lambda c: not task_of(c).needs_models, "on task={task.name}, which has no run folder"),
-    ("synthetic", lambda c: not is_synthetic(c), "without weights=synthetic"),
-    ("synthetic", lambda c: is_synthetic(c) and _has_no_draft_model(c), _NO_DRAFT),
+    ("synthetic", lambda c: not c.is_synthetic, "without weights=synthetic"),
+    ("synthetic", lambda c: c.is_synthetic and _has_no_draft_model(c), _NO_DRAFT),
 )
 """Settings, what must hold for them to have no effect, and why; a key includes all keys below it."""
 _WITHOUT_EFFECT_ON_MODELS: tuple[tuple[str, Callable[[RunConfig, ModelConfig], bool], str], ...] = (
     (
         "path hub_id revision adapter",
-        lambda c, m: is_synthetic(c) and m.shape is not None,
+        lambda c, m: c.is_synthetic and m.shape is not None,
         "with weights=synthetic, which reads no files",
     ),
     ("hub_id revision", lambda _, m: m.path is not None, "with {key}.path"),
     (
         "hub_id revision",
-        lambda c, m: m.shipped and m.path is None and not is_synthetic(c),
+        lambda c, m: m.shipped and m.path is None and not c.is_synthetic,
         "on an entry that comes with the package: use {group}=OWNER/NAME",
     ),
 )

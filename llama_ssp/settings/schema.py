@@ -320,6 +320,11 @@ class RunConfig:
     )
 
     @property
+    def is_synthetic(self) -> bool:
+        """Whether weights are generated instead of read from files."""
+        return self.weights is WeightsKind.synthetic
+
+    @property
     def agreement(self) -> float:
         """The probability that a drafted token of synthetic weights is accepted."""
         if self.synthetic.agreement is not None:

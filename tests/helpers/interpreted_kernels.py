@@ -236,11 +236,11 @@ def gate() -> None:
     assert_near(between_gpu.gated(gate_up), wanted, tolerance=2e-3)
 
 
-def whole_model(kind: str) -> None:
-    """Forwards of 40 tokens, then of few: by lengths and by masks."""
+def whole_model(kind: str, *attends: VarlenAttention | None) -> None:
+    """Forwards of 40 tokens, then of few: by lengths, and by masks where that is None."""
     model = modules(kind, DTYPE)
     wanted = rounds(load_lean(model))
-    for attend in (varlen_attention, None):
+    for attend in attends:
         runner = on_gpu(load_lean(model, varlen=attend))
         for ours, theirs in zip(rounds(runner), wanted, strict=True):
             assert_near(ours, theirs, tolerance=0.02)
@@ -460,10 +460,9 @@ PARTS: dict[str, Sequence[Callable[[], None]]] = {
         modules_of_experts,
     ],
     "several ranks": [several_ranks],
-    **{
-        kind: [partial(whole_model, kind)]
-        for kind in ("llama, no groups", "mistral, window", "qwen3")
-    },
+    "llama, no groups": [partial(whole_model, "llama, no groups", varlen_attention)],
+    "mistral, window": [partial(whole_model, "mistral, window", varlen_attention)],
+    "qwen3": [partial(whole_model, "qwen3", varlen_attention, None)],
     "quantized": [
         partial(quantized_model, Precision(quantization="int8_weight_only"), 0.02),
         partial(quantized_model, Precision(cache_dtype="int8"), 0.05),

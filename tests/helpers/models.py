@@ -1,7 +1,7 @@
 """Tiny models with random weights, saved as the library saves them, and the library's own answers to compare with."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig,
 
 from llama_ssp.architectures.family import record_of
 from llama_ssp.architectures.matrices import WholeParts
+from llama_ssp.errors import SspError
 from llama_ssp.models.huggingface.modules import load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner
@@ -218,3 +219,12 @@ def load_ranks(folder: Path, comms: Sequence[ThreadComm], *, whole: WholeParts =
         return runners
     modules = [load_modules(origin, dtype=None, device=device, comm=comm) for comm in comms]
     return on_ranks(comms, lambda comm: ModuleRunner(modules[comm.rank], comm=comm))
+
+
+def refusal(check: Callable[[], object]) -> str:
+    """The sentence with which a check refuses something; empty if it does not."""
+    try:
+        check()
+    except SspError as error:
+        return str(error)
+    return ""

@@ -26,7 +26,7 @@ from llama_ssp.run.commands.points import Point, check_here, for_all, points_of,
 from llama_ssp.run.tasks import dry_run
 from llama_ssp.settings import checks
 from llama_ssp.settings.compose import COMPLETIONS, complete, compose
-from llama_ssp.settings.schema import RunConfig, SlurmConfig, WeightsKind
+from llama_ssp.settings.schema import RunConfig, SlurmConfig
 from llama_ssp.terminal.unread import complain
 from llama_ssp.words import visible
 
@@ -177,7 +177,7 @@ def _check(point: Point, ranks: Ranks, *, of_sweep: bool, warns: bool) -> tuple[
     """Check the config of a run or of a point of a sweep; returns what its task needs, or None after a dry run."""
     clock = startup.StartClock(age_s=0.0 if point.number else startup.process_age_s())
     run = replace(point.run, run_dir=str(point.run_dir)) if of_sweep else point.run
-    if run.weights is WeightsKind.synthetic:
+    if run.is_synthetic:
         dry_run.fill_in_sizes(run)
     for unread in checks.check(run, point.explicit, world_size=ranks.size, of_sweep=of_sweep):
         if ranks.rank == 0 and (warns or run.dry_run):

@@ -32,7 +32,6 @@ from llama_ssp.run.commands.points import Point, for_all
 from llama_ssp.run.prompts import STANDARD_INPUT
 from llama_ssp.run.tasks.dry_run import expected_hours, plan_ahead, settings_of_run, show_plan
 from llama_ssp.settings import checks
-from llama_ssp.settings.checks import is_synthetic
 from llama_ssp.settings.schema import LAUNCHER, PlanFormat, RunConfig, SlurmConfig
 from llama_ssp.terminal.unread import complain
 from llama_ssp.words import visible
@@ -271,7 +270,7 @@ def _copies(run: RunConfig, folder: str | None) -> Iterator[_Copy]:
 
     launch/slurm.sbatch makes them. Raises ConfigError without weights.
     """
-    if folder is None or is_synthetic(run):
+    if folder is None or run.is_synthetic:
         return
     for entry, model in (("model", run.model), ("draft.model", run.draft.model)):
         if model is not None and (model.path is not None or not model.shipped):

@@ -8,7 +8,7 @@ from typing import cast
 from llama_ssp.catalogue import LOCAL
 from llama_ssp.fields import made, setting
 from llama_ssp.settings.drafters import drafts
-from llama_ssp.settings.schema import RunConfig, TaskConfig, WeightsKind
+from llama_ssp.settings.schema import RunConfig, TaskConfig
 from llama_ssp.settings.tasks import NoEffect, TaskSpec
 
 
@@ -74,7 +74,7 @@ def _problems_of_latency(config: RunConfig, _explicit: frozenset[str]) -> Iterat
         return
     if not drafts(config.draft):
         yield NoEffect("task.store", "without a draft: give one with draft=NAME")
-    elif config.weights is WeightsKind.synthetic:
+    elif config.is_synthetic:
         yield NoEffect("task.store", "with weights=synthetic, whose acceptance synthetic.agreement sets")
     elif nameless:
         yield (

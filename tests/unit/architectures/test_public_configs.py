@@ -1,7 +1,6 @@
 """Public checkpoints by their config.json: one verdict of plan and run, and the bytes of transformers' own modules."""
 
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from llama_ssp.architectures.family import kept_whole, kinds, record_of
 from llama_ssp.architectures.matrices import WholeParts
 from llama_ssp.architectures.reading import check_readable, read_config
 from llama_ssp.catalogue import Dtype, ModelConfig
-from llama_ssp.errors import SspError
 from llama_ssp.models import loading
 from llama_ssp.models.huggingface.modules import build_empty
 from llama_ssp.models.tensor_parallel import shard
@@ -25,6 +23,7 @@ from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import TargetKind
 from llama_ssp.weights.checkpoint import Checkpoint, inspect, shape_of
 from tests.helpers import library_kinds
+from tests.helpers.models import refusal
 
 pytestmark = pytest.mark.seconds
 
@@ -45,14 +44,6 @@ def whole(value: Any) -> Any:  # noqa: ANN401 - YAML
         count, each = map(int, value.split(" x "))
         return [each] * count
     return value
-
-
-def refusal(check: Callable[[], object]) -> str:
-    try:
-        check()
-    except SspError as error:
-        return str(error)
-    return ""
 
 
 @pytest.mark.parametrize("given", [

@@ -173,10 +173,3 @@ def test_a_query_that_is_no_number_spoils_its_head_alone(bad: float) -> None:
     assert not found[1, :32].isfinite().any()
     assert torch.equal(found[0], wanted[0])
     assert torch.equal(found[1, 32:], wanted[1, 32:])
-
-
-@pytest.mark.parametrize(("device", "dtype", "head_dim"), [
-    ("meta", torch.float32, 32), ("cpu", torch.bfloat16, 32), ("cpu", torch.float32, 24), ("cpu", torch.float32, 512),
-])  # fmt: skip
-def test_other_devices_formats_and_heads_keep_masks(device: str, dtype: torch.dtype, head_dim: int) -> None:
-    assert find_attention(torch.device(device), dtype, head_dim) is None

@@ -81,18 +81,6 @@ def operators_of(call: Callable[[], object]) -> Counter[str]:
     return count.counts
 
 
-def test_draws_in_fp32_on_cpus_are_this_operator_and_give_torchs_ids() -> None:
-    made()
-    weights, uniforms = torch.randn(2, 100).softmax(-1), torch.rand(2, 2, dtype=torch.float64)
-    assert operators_of(lambda: draw(weights, uniforms)) == ONE
-    units = weights * DRAW_UNITS
-    assert operators_of(lambda: draw(units, uniforms, units=1.0)) == ONE
-    rows, numbers = torch.randn(2, 3, 100).softmax(-1)[:, 1], torch.rand(2, 5, dtype=torch.float64)[:, 1:3]
-    wanted = by_torch(rows, numbers)
-    assert torch.equal(draw(rows, numbers), wanted)
-    assert torch.equal(draw(rows * DRAW_UNITS, numbers, units=1.0), wanted)
-
-
 @pytest.fixture
 def forgotten() -> Iterator[None]:
     """A draw that is looked for again, in the test and after it."""

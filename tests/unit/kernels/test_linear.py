@@ -26,8 +26,7 @@ from llama_ssp.kernels.linear import (
     native_floats,
     native_of,
 )
-from llama_ssp.models.quantization.precision import Precision, int8_linear
-from llama_ssp.models.quantization.weight_only import int8_weight_only_linear
+from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.storage.formats import FP4_SCALED, INT4_GROUPS, formats
 from llama_ssp.weights import int4_rows
 from tests.helpers.four_bits import rounded
@@ -188,15 +187,6 @@ def test_without_the_private_operators_nothing_is_packed(monkeypatch: pytest.Mon
         can_pack.cache_clear()
 
 
-def test_a_weight_that_stays_in_memory_is_not_copied_nor_one_off_the_cpu() -> None:
-    weight = numbers(40, 24)
-    form = make_linear(weight, None, keeps_weight=True)
-    assert isinstance(form, PlainLinear)
-    assert form.weight_OI.data_ptr() == weight.data_ptr()
-    assert type(make_linear(weight, None)) is (PackedLinear if can_pack(torch.float32) else PlainLinear)
-    assert type(make_linear(torch.empty(16, 16, device="meta"), None)) is PlainLinear
-
-
 @pytest.mark.parametrize("group", INT4_GROUPS)
 def test_a_checkpoint_in_4_bits_is_multiplied_as_it_is_with_all_its_zeros(group: int) -> None:
     shape = 48, 256 // group
@@ -265,11 +255,3 @@ def test_gates_are_kept_strictly_in_range() -> None:
     found = layer.fused(x)[:, 3]
     assert found[0] == 500.0
     assert found[1].abs() < 1e-30
-
-
-def test_layers_of_no_whole_blocks_take_another_kernel() -> None:
-    assert native_of(make_linear(numbers(48, 64), None))
-    for sizes in ((40, 64), (48, 40)):
-        assert native_of(make_linear(numbers(*sizes), None)) is None
-        assert native_of(int8_weight_only_linear(numbers(*sizes), None)) is None
-        assert native_of(int8_linear(numbers(*sizes), None)) is None

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from llama_ssp.catalogue import Dtype
 from llama_ssp.machines import hardware
 from llama_ssp.planning.advice import faster_on_fewer
 from llama_ssp.planning.plan import make_plan
@@ -23,6 +24,13 @@ def test_a_7b_draft_alone_on_one_gpu_beside_a_target_on_eight_cannot_gain() -> N
     assert "llama2_7B alone on one GPU" in said
     assert "placement.draft.kind=sharded" in said
     assert "cannot gain" not in _warnings(make_spec("llama2_70B", "llama2_7B", num_ranks=8, draft_kind=SHARDED))
+
+
+def test_a_gpu_without_a_number_format_says_which_one_it_has() -> None:
+    spec = make_spec("llama3_1B", of_target={"dtype": Dtype.bf16})
+    wanted = "a T4 does not multiply in bf16: model.dtype=fp16 does"
+    assert wanted in make_plan(spec, hardware.load("t4")).warnings
+    assert wanted not in make_plan(spec, hardware.load("l4")).warnings
 
 
 def test_an_int8_draft_through_bitsandbytes_cannot_gain() -> None:

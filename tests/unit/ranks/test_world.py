@@ -1,16 +1,16 @@
 """Who a process is, where it computes, and which cores are its own."""
 
 import os
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from llama_ssp.errors import ConfigError, LostRankError
+from llama_ssp.errors import ConfigError
 from llama_ssp.ranks import world
 from llama_ssp.ranks.comms import Comm
+from llama_ssp.ranks.failures import ControlChannel
 from llama_ssp.ranks.process import Ranks, read_ranks, signals_kept
 from llama_ssp.ranks.rendezvous import Seen
 from llama_ssp.ranks.world import on_all_cores, share_cores
@@ -97,12 +97,25 @@ def test_ranks_that_may_use_the_same_cores_share_them(
     ids=["one mask for all", "a mask for each socket, and another host"],
 )
 def test_ranks_of_a_host_with_the_same_mask_share_cores(
-    others: list[tuple[str, tuple[int, ...]]], num_sharers: int, crowded: bool, meeting: "Meeting"
+    others: list[tuple[str, tuple[int, ...]]], num_sharers: int, crowded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meeting.say(("here", (0, 1)), others)
-    with world.start(device=DeviceKind.cpu, timeout_s=5.0) as job:
+    """Of rank 1 of four, which have met without the three others."""
+    seen, found = [Seen(host, 4, cores) for host, cores in (others[0], ("here", (0, 1)), *others[1:])], list[bool]()
+
+    def of_world(*, crowded: bool, **_: object) -> SimpleNamespace:
+        found.append(crowded)
+        return SimpleNamespace(set_timeout=lambda _: None, barrier=lambda: None)
+
+    for key, value in {**TORCHRUN, "RANK": "1", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(world, "_watch", lambda *_: ControlChannel.alone())
+    monkeypatch.setattr(world, "open_store", lambda *_, **__: None)
+    monkeypatch.setattr(world, "seen_by_all", lambda *_, **__: seen)
+    monkeypatch.setattr(Comm, "of_world", of_world)
+    with signals_kept(), world.start(device=DeviceKind.cpu, timeout_s=5.0) as job:
         assert (job.num_sharers, set(job.cores)) == (num_sharers, {0, 1})
-    assert meeting.crowded == [crowded]
+    assert found == [crowded]
 
 
 def test_a_lone_process_keeps_the_threads_that_its_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,63 +134,6 @@ def test_groups_are_made_on_all_cores_and_the_share_comes_back() -> None:
         assert os.sched_getaffinity(0) == share
     finally:
         os.sched_setaffinity(0, cores)
-
-
-class Meeting:
-    """A world of four that has met, without the three others."""
-
-    def __init__(self) -> None:
-        self.fails_at = "never"
-        self.crowded: list[bool] = []
-        self.say(("here", (0, 1)), [("there", (0,))] * 3)
-
-    def say(self, own: tuple[str, tuple[int, ...]], others: list[tuple[str, tuple[int, ...]]]) -> None:
-        """Let all tell their host and cores; this is rank 1."""
-        self.seen = [Seen(host, 4, cores) for host, cores in (others[0], own, *others[1:])]
-
-    def of_world(self, *, crowded: bool, **_: object) -> SimpleNamespace:
-        self.crowded.append(crowded)
-        self._come_to("meeting")
-        return SimpleNamespace(set_timeout=lambda _: None, barrier=lambda: self._come_to("ending"))
-
-    def _come_to(self, place: str) -> None:
-        if place == self.fails_at:
-            raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer")
-
-
-@pytest.fixture
-def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
-    found = Meeting()
-    others = SimpleNamespace(
-        rank=0,
-        size=4,
-        verdict=None,
-        has_failed=False,
-        is_interrupted=False,
-        is_orphan=False,
-        missing=lambda: (2,),
-        agree_on=lambda words, **_: words,
-        is_error_reporter=lambda **_: True,
-        has_busy_rank=lambda: False,
-    )
-    for key, value in {**TORCHRUN, "RANK": "1", "WORLD_SIZE": "4"}.items():
-        monkeypatch.setenv(key, value)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(world, "_watch", lambda *_: others)
-    monkeypatch.setattr(world, "open_store", lambda *_, **__: None)
-    monkeypatch.setattr(world, "seen_by_all", lambda *_, **__: found.seen)
-    monkeypatch.setattr(Comm, "of_world", found.of_world)
-    with signals_kept():
-        yield found
-
-
-@pytest.mark.parametrize("place", ["meeting", "ending"])
-def test_a_rank_lost_while_they_meet_or_part_is_named(place: str, meeting: Meeting) -> None:
-    meeting.fails_at = place
-    doing = {"meeting": "connecting"}.get(place, place)
-    sentence = f"rank 2 is missing while {doing} .connection closed.; "
-    with pytest.raises(LostRankError, match=sentence), world.start(device=DeviceKind.cpu, timeout_s=5.0):
-        assert place == "ending"
 
 
 def test_a_process_that_nccl_does_not_let_end_says_so(

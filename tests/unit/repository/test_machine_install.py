@@ -1,29 +1,41 @@
-"""machine-install.sh finds what the machine has, chooses the right torch, and changes nothing twice."""
+"""machine-install.sh chooses the torch that a driver runs and that knows the GPUs; `.ci/run` installs with it."""
 
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.installer import (
-    CPU_INDEX,
-    WHEELS,
-    Machine,
-    make_machine,
-    nvidia_smi,
-)
+from tests.helpers.repository import ROOT
 
 pytestmark = [
     pytest.mark.seconds,
     pytest.mark.skipif(Path("/dev/kfd").exists(), reason="an AMD driver is loaded, which cannot be hidden"),
 ]
 
-AWAY = {"INDEX_IS_AWAY": "1"}
+SYSTEM_TOOLS = "awk bash cat cksum cp dirname grep mkdir mv sed sh timeout tr wc"
+PROGRAMS = {
+    "python3.11": f"""case "$*" in
+-) exit 1 ;;
+*urllib* | *sysconfig*) exit 0 ;;
+*sys.version_info*"[:2]"*) echo 3.11 ;;
+*) exec "{sys.executable}" "$@" ;;
+esac""",
+    "gcc": "exit 0",
+    "id": "echo 1000",
+    "df": "echo Filesystem; echo disk 1 1 50000000 1 /",
+}
+"""Python 3.11, a C compiler, much free disk."""
+WHEELS = "https://download.pytorch.org/whl"
 
 
-@pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    """Python 3.11, a C compiler, much free disk, no GPU."""
-    return make_machine(tmp_path)
+def nvidia_smi(driver: str, capabilities: list[str]) -> str:
+    """A driver with a GPU of each compute capability."""
+    number = len(capabilities)
+    answers = {"name": ["NVIDIA H200"] * number, "driver_version": [driver] * number, "compute_cap": capabilities}
+    cases = [f"*--query-gpu={field}*) echo '{chr(10).join(answer)}' ;;" for field, answer in answers.items()]
+    return "\n".join(['case "$*" in', *cases, "*topo*) printf 'GPU0  X   NV18\\nGPU1 NV18  X\\n' ;;", "esac"])
 
 
 @pytest.mark.parametrize(
@@ -45,33 +57,23 @@ def machine(tmp_path: Path) -> Machine:
     ],
 )
 def test_the_wheel_is_one_that_the_driver_runs_and_that_knows_the_gpus(
-    machine: Machine, driver: str, capabilities: list[str], wanted: str
+    driver: str, capabilities: list[str], wanted: str, tmp_path: Path
 ) -> None:
-    machine.install("nvidia-smi", nvidia_smi(driver, *capabilities))
-    done = machine.run("--check")
+    """With no other programs on PATH, in a folder with a space in its name."""
+    folder, programs = tmp_path / "llama ssp", tmp_path / "programs"
+    folder.mkdir()
+    programs.mkdir()
+    for name in ["machine-install.sh", "pyproject.toml", "constraints.txt"]:
+        shutil.copy(ROOT / name, folder / name)
+    for name in SYSTEM_TOOLS.split():
+        (programs / name).symlink_to(shutil.which(name) or f"/bin/{name}")
+    for name, body in (PROGRAMS | {"nvidia-smi": nvidia_smi(driver, capabilities)}).items():
+        (programs / name).write_text(f"#!/bin/sh\n{body}\n")
+        (programs / name).chmod(0o755)
+    done = subprocess.run(
+        [folder / "machine-install.sh", "--check"],
+        cwd=programs, env={"PATH": str(programs)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert f"torch    {wanted.format(WHEELS)}\n" in done.stdout
     assert done.stderr == ""
-
-
-def new_pip_log(machine: Machine, *options: str) -> list[str]:
-    """What pip is asked to do by another installation."""
-    before = len(machine.pip_log())
-    assert machine.run(*options).returncode == 0
-    return machine.pip_log()[before:]
-
-
-def test_torch_is_installed_first_then_the_project_with_that_very_build_and_nothing_twice(machine: Machine) -> None:
-    assert new_pip_log(machine) == [
-        f"install torch==2.13.0 --index-url {CPU_INDEX}",
-        "install --editable .[cpu] --constraint .venv/constraints.txt",
-    ]
-    pins = (machine.folder / ".venv/constraints.txt").read_text().splitlines()
-    assert [line for line in pins if line.startswith("torch==")] == ["torch==2.13.0+test"]
-    assert "everything is in place" in machine.run(environment=AWAY).stdout
-    assert new_pip_log(machine, "--dev") == ["install --editable .[dev] --constraint .venv/constraints.txt"]
-    assert "everything is in place" in machine.run().stdout
-    assert new_pip_log(machine, "--deepspeed") == [
-        "install setuptools wheel",
-        "install deepspeed==0.19.8 --no-build-isolation --constraint .venv/constraints.txt",
-    ]
-    assert new_pip_log(machine, "--deepspeed") == []
+    assert {path.name for path in folder.iterdir()} == {"machine-install.sh", "pyproject.toml", "constraints.txt"}

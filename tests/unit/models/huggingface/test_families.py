@@ -15,7 +15,7 @@ from benchmarks.families import MORE
 from llama_ssp.architectures.family import check_servable, inventory, record_of
 from llama_ssp.architectures.reading import check_readable, read_config
 from llama_ssp.catalogue import Dtype, ModelConfig
-from llama_ssp.errors import CheckpointError, ConfigError, PlacementError, SspError
+from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.models import prefill
 from llama_ssp.models.attention import BY_POSITION, SOFTCAPPED
 from llama_ssp.models.cache import Masks
@@ -34,7 +34,15 @@ from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.lanes import heavy, slow
-from tests.helpers.models import FAMILIES, VOCAB_SIZE, build_checkpoint, library_logits, load_ranks, tiny_config
+from tests.helpers.models import (
+    FAMILIES,
+    VOCAB_SIZE,
+    build_checkpoint,
+    library_logits,
+    load_ranks,
+    refusal,
+    tiny_config,
+)
 from tests.helpers.texts import library_greedy, part_at_a_near_tie
 from tests.unit.models.conftest import Saved
 
@@ -146,14 +154,6 @@ def test_a_family_that_does_not_fit_the_cache_is_refused_by_a_short_text(tmp_pat
 def test_a_plan_refuses_what_a_run_refuses_in_the_same_words(tmp_path: Path, kind: str, num_ranks: int) -> None:
     """By config.json alone; of a run on one rank with the comparison of short texts, on two with all checks."""
     build_checkpoint(tmp_path, kind, **MORE.get(kind, {}))
-
-    def refusal(check: Callable[[], object]) -> str:
-        try:
-            check()
-        except SspError as error:
-            return str(error)
-        return ""
-
     found = refusal(lambda: check_model(inspect(tmp_path), num_ranks=num_ranks)) or refusal(lambda: load(tmp_path))
     assert refusal(lambda: check_readable(tmp_path, "none", num_ranks=num_ranks)) == found
     shape = read_config(tmp_path)[0]

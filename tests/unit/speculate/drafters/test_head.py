@@ -27,6 +27,7 @@ from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.head import HeadSource, of_target
 from tests.helpers.decoders import ScriptedLength, make_decoder
 from tests.helpers.draft_heads import make_tensors, reference, save_original, save_speculator
+from tests.helpers.lanes import heavy
 
 TEMPERATURE, NUM_DRAFTED = 0.8, 3
 LAYERS = (2, 5, 7)
@@ -107,8 +108,10 @@ def decode(  # noqa: PLR0913
     return done
 
 
-@pytest.mark.parametrize("shape", [None, "2x2x1"])
-@pytest.mark.parametrize("save", [original, speculator])
+@pytest.mark.parametrize(
+    ("save", "shape"),
+    [(original, "2x2x1"), (speculator, None), heavy(original, None), heavy(speculator, "2x2x1")],
+)
 def test_every_step_of_every_round_has_the_distribution_of_the_reference(
     save: Save, shape: str | None, target: Runner, library: Any, tmp_path: Path  # noqa: ANN401
 ) -> None:  # fmt: skip

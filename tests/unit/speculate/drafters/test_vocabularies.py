@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from llama_ssp.architectures.engine import MOST_PIECES
-from llama_ssp.speculate.drafters.tokenizers import Alignment, align, meanings_of, neutral_id
+from llama_ssp.speculate.drafters.tokenizers import Alignment, TokenizerPair, align, meanings_of, neutral_id
 from tests.helpers.tokenizers import byte_level, save_tokenizer, sentencepiece_like
 
 TEXTS = ["def return (n):", "Hello world", "the other\n  world", "é 日本 \t", "return return"]
@@ -88,3 +88,12 @@ def test_added_tokens_are_texts_whatever_the_alphabet() -> None:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     fast.add_tokens(["  ", "Ġ é"])
     assert meanings_of(fast) == {0: b"a", 1: b" ", 2: b"  ", 3: "Ġ é".encode()}
+
+
+def test_prompts_are_written_in_the_drafts_tokens() -> None:
+    target, draft = sentencepiece_like(), byte_level()
+    pair, size = TokenizerPair(target, draft), len(draft)
+    ids = target("Hello world\n").input_ids
+    assert ids[0] == target.bos_token_id
+    assert draft.decode(pair.into_draft(ids, size=size)) == "Hello world\n"
+    assert pair.into_draft([target.bos_token_id], size=size) == [draft.bos_token_id], "an empty prompt"

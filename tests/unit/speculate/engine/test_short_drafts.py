@@ -101,13 +101,9 @@ def test_greedy_text_of_rounds_that_overlap_is_plain_text(num_ranks: int) -> Non
 
 def test_a_sampled_text_of_rounds_that_overlap_depends_on_no_other_row_rank_or_executor() -> None:
     wanted = [each.token_ids for each in overlapped()]
-    cases: list[tuple[int, dict[str, Any]]] = [
-        (1, {"batch_size": 4}),
-        (2, {"batch_size": 3}),
-        (2, {"batch_size": 4, "replay": True}),
-    ]
-    for num_ranks, options in cases:
-        assert [each.token_ids for each in overlapped(num_ranks, **options)] == wanted
+    for num_ranks, batch_size, replay in ((1, 4, False), (2, 3, False), (2, 4, True)):
+        found = overlapped(num_ranks, batch_size=batch_size, replay=replay)
+        assert [each.token_ids for each in found] == wanted
 
 
 def test_rounds_that_overlap_go_on_plainly_from_the_same_token() -> None:

@@ -129,7 +129,7 @@ def certain_law_error(
     law_C = torch.stack([rows[node][chosen_CT[:, node]] for node in range(len(texts))]).prod(0)
     num_cases = law_C.shape[0]
     wide = Topology(*(each.expand(num_cases, *each.shape[1:]) for each in shape))
-    verdict = verify(wide, Draft(drafted.ids_BK.expand(num_cases, -1), None), chosen_CT, chosen_CT.double())
+    verdict = verify(wide, Draft(drafted.ids_BK.expand(num_cases, -1)), chosen_CT, chosen_CT.double())
     path_ids_CD = drafted.ids_BK.expand(num_cases, -1).gather(1, (path_of(verdict) - 1).clamp_max(tree.num_drafted - 1))
     law = torch.zeros(1, dtype=torch.float64)
     for length in range(tree.depth + 1):
@@ -323,8 +323,8 @@ def test_a_chain_is_drawn_and_verified_as_without_a_tree_to_the_bit(depth: int) 
         assert torch.equal(own, wanted)
     assert torch.equal(path_of(verdict), torch.arange(1, depth + 1).expand(500, -1))
 
-    chain = verify_greedy(Draft(target_BTV.argmax(-1)[:, :-1] + draft.ids_BK % 2, None), target_BTV)
-    verdict = verify_tree_greedy(tree, Draft(target_BTV.argmax(-1)[:, :-1] + draft.ids_BK % 2, None), target_BTV)
+    chain = verify_greedy(Draft(target_BTV.argmax(-1)[:, :-1] + draft.ids_BK % 2), target_BTV)
+    verdict = verify_tree_greedy(tree, Draft(target_BTV.argmax(-1)[:, :-1] + draft.ids_BK % 2), target_BTV)
     for own, wanted in zip(verdict[:3], chain[:3], strict=True):
         assert torch.equal(own, wanted)
 
@@ -349,7 +349,7 @@ def test_a_trace_gives_the_same_verdicts() -> None:
 
     def decide(target_BTV: Tensor, ids_BK: Tensor, probs_BTV: Tensor, *draws: Tensor) -> tuple[Tensor, ...]:
         sampled = verify_tree(tree, Draft(ids_BK, probs_BTV), target_BTV, draws=Draws(*draws))
-        greedy = verify_tree_greedy(tree, Draft(ids_BK, None), target_BTV)
+        greedy = verify_tree_greedy(tree, Draft(ids_BK), target_BTV)
         return *tensors_of(sampled), *tensors_of(greedy), draw_children(probs_BTV[:, 1:4], draws[0][:, 3:9])
 
     traced = Traced(decide, reads=(tree,))
@@ -404,7 +404,7 @@ def test_nan_after_the_accepted_tokens_is_in_the_weight_and_nan_elsewhere_is_not
         is_reached_B = tree.topology.ancestors_BTT[0][node_of(clean), node]
         assert torch.equal(verdict.weights_B1.isnan()[:, 0], is_reached_B)
         assert verdict.next_ids_B1.lt(50).all()
-        greedy = verify_tree_greedy(tree, Draft(draft.ids_BK, None), broken_BTV)
+        greedy = verify_tree_greedy(tree, Draft(draft.ids_BK), broken_BTV)
         assert torch.equal(greedy.weights_B1.isnan()[:, 0], node_of(greedy) == node)
 
 
@@ -427,7 +427,7 @@ def test_greedy_accepts_the_path_of_the_targets_best_tokens(shape: str) -> None:
     )
     is_best_BN = best_places_BT[:, tree.topology.parents_BN[0]] == places_N
     ids_BN = torch.where(is_best_BN, best_BT[:, tree.topology.parents_BN[0]], 50 + places_N)
-    verdict = verify_tree_greedy(tree, Draft(ids_BN, None), logits_BTV)
+    verdict = verify_tree_greedy(tree, Draft(ids_BN), logits_BTV)
     for row, (ids, best) in enumerate(zip(ids_BN.tolist(), best_BT.tolist(), strict=True)):
         node, path = 0, []
         while found := [c for c in tree.children_TW[node].tolist() if c and ids[c - 1] == best[node]]:
