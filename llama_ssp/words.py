@@ -54,6 +54,14 @@ def value_of(value: object) -> str:
     return {"None": "null", "True": "true", "False": "false"}[str(value)] if is_word else str(value)
 
 
+def lasting(seconds: float) -> str:
+    """A duration, as in "12 s", "4 min" and "1 h 30 min"."""
+    if seconds < 90:  # noqa: PLR2004 - from here on minutes are precise enough
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"  # noqa: PLR2004
+
+
 def counted(number: int, noun: str) -> str:
     """A number with its noun, as in "one node" and "8 GPUs"."""
     return f"one {noun}" if number == 1 else f"{number} {noun}s"

@@ -47,6 +47,7 @@ class Plan:
         largest_context: the longest row that fits at this batch size.
         warnings, notes: see `advice`.
         changes: up to three changes that would make it fit, the best first; empty if it fits.
+        whole_run: the time of a run whose prompts are known, in a sentence.
     """
 
     spec: PlanSpec
@@ -60,6 +61,7 @@ class Plan:
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
     changes: tuple[Change, ...]
+    whole_run: str | None = None
 
     @property
     def fits(self) -> bool:

@@ -89,6 +89,8 @@ def show(content: Plan | Search | list[Plan], console: Console | None = None) ->
 def _print_plan(plan: Plan, console: Console) -> None:
     console.print(f"\n[bold]{_literal(verdict(plan))}[/bold]")
     console.print(_literal(headline(plan)))
+    if plan.whole_run:
+        console.print(_literal(plan.whole_run))
     for part in (*_memory_table(plan), _room(plan), *_time_table(plan)):
         console.print(part)
     for line in (*_times_of_parts(plan), *_basis(plan)):

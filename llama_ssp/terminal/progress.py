@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn
 from rich.progress import TimeRemainingColumn as RemainingColumn
 
+from llama_ssp.words import lasting
+
 _LINE_EVERY_S = 60.0
 _FIRST_LINE_OF_LOADING_S = 10.0
 _DRAW_EVERY_S = 0.2
@@ -153,12 +155,5 @@ class RunProgress:
         if num_tokens:
             mean_s = sum(pace.busy_s for pace in paces) / num_tokens
             left_s = sum(pace.left_s(max_new_tokens=self.max_new_tokens, mean_s=mean_s) for pace in paces)
-            left = f", {_duration(left_s)} left"
+            left = f", {lasting(left_s)} left"
         self.write(f"{'; '.join(modes)}; {num_tokens} tokens{left}")
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:  # noqa: PLR2004 - from here on minutes are precise enough
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"  # noqa: PLR2004

@@ -34,6 +34,7 @@ from llama_ssp.settings.schema import (
     TargetKind,
 )
 from llama_ssp.settings.tasks import task_of
+from llama_ssp.words import lasting
 
 CHARACTERS_PER_TOKEN = 3
 TYPED_TOKENS = 128
@@ -125,7 +126,27 @@ def dry_run(config: RunConfig, *, world_size: int) -> None:
     ConfigError if the machine has no description, or a faulty one.
     """
     plan = plan_ahead(config, world_size=world_size)
+    plan = replace(plan, whole_run=_whole_run(config, plan, num_ranks=world_size))
     show_plan(plan, PlanFormat.table, words=settings_of_run(config))
+
+
+_DISK_BYTES_PER_S = 2e9
+"""An NVMe disk, or a file system of a cluster that one node reads from: a stated speed, not a measured one."""
+
+
+def _whole_run(config: RunConfig, plan: Plan, *, num_ranks: int) -> str | None:
+    """The time of all prompts, and of loading; None where the prompts are not known yet."""
+    hours = expected_hours(config, plan)
+    load_bytes = sum(rank.target_weights_bytes + rank.draft_weights_bytes for rank in plan.ranks)
+    if hours is None:
+        return None
+    gpu_hours = f" ({hours * num_ranks:.2g} GPU-hours)" if plan.hardware.device == "cuda" else ""
+    read_s, speed = load_bytes / plan.hardware.num_nodes / _DISK_BYTES_PER_S, f"{_DISK_BYTES_PER_S / 1e9:g} GB/s"
+    modes = "both modes" if task_of(config).has_both_modes and plan.timing.speculative_run_s else "decoding"
+    return (
+        f"the whole run: {lasting(max(3600 * hours, 1))} of {modes}{gpu_hours} if every completion has its full "
+        f"length; {lasting(max(read_s, 1))} to read {load_bytes / 1e9:.3g} GB at {speed} a node"
+    )
 
 
 def plan_ahead(config: RunConfig, *, world_size: int, machine: HardwareConfig | None = None) -> Plan:

@@ -187,9 +187,7 @@ class Scorer:
         draft = drafter.propose(
             rows, num_tokens=1, uniforms_BKP=uniforms_BKP, bucket=self._buckets.covering(length + 1)
         )
-        if draft.probs_BTV is not None:
-            return draft.probs_BTV[:, 0]
-        return torch.zeros(self._batch_size, vocab_size, device=tokens_BS.device).scatter_(1, draft.ids_BK, 1.0)
+        return draft.law(torch.empty(self._batch_size, 2, vocab_size, device=tokens_BS.device))[:, 0]
 
 
 def _round_starts(roles_BT: Tensor, *, first: int) -> Tensor:

@@ -87,14 +87,13 @@ class Drafter(Protocol):
         Args:
             rows: the batch, each with at least 2 tokens; the drafted ids are written after each row's text.
             num_tokens: K.
-            uniforms_BKP: see `processors.draw`.
+            uniforms_BKP: one draw for each token, at least K; see `processors.draw`.
             bucket: number of cache slots to read, at least length + K.
             num_unread: how many tokens at the end of the rows the drafter may not have read yet: 2 after its own round;
                 2 and whole chunks of `sizes.CATCH_UP_CHUNK` after rounds that it did not draft.
 
         Returns:
-            The drafted ids, the same on every rank, and the probabilities they were drawn from, unless the rule needs
-            none or each token is certain.
+            The drafted ids, the same on every rank, and their law, a point mass also where the rule needs none.
         """
 
 
@@ -151,7 +150,7 @@ class StepwiseDrafter:
         """Returns a function that makes the logits (B, M, V) after nodes of a level, or after the root of None."""
         raise NotImplementedError
 
-    def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:  # noqa: ARG002
+    def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
         """Draw and write K tokens, or draw a tree; see `Drafter.propose`."""
         if self._tree:
             logits_of = self._reading_levels(rows, bucket=bucket, num_unread=num_unread)
@@ -163,7 +162,7 @@ class StepwiseDrafter:
         ids_B1: Tensor | None = None
         drafted: list[Tensor] = []
         probs: list[Tensor] = []
-        for step, uniforms_BP in enumerate(uniforms_BKP.unbind(1)):
+        for step, uniforms_BP in zip(range(num_tokens), uniforms_BKP.unbind(1), strict=False):
             logits_BV = logits_of(step, ids_B1)
             context = rows.before(lengths_B1 + (step - 1)) if self._rule.needs_context else None
             ids_B1, probs_BV = self._rule.draw(logits_BV, uniforms_BP, context)
@@ -173,7 +172,7 @@ class StepwiseDrafter:
             if probs_BV is not None:
                 probs.append(probs_BV)
         ids_BK = torch.cat(drafted, dim=1)
-        tokens_BS.scatter_(1, lengths_B1 + self._offsets_K[: len(drafted)], ids_BK)
+        tokens_BS.scatter_(1, lengths_B1 + self._offsets_K[:num_tokens], ids_BK)
         return Draft(ids_BK, torch.stack([*probs, self._tables.nothing_BV], dim=1) if probs else None)
 
 

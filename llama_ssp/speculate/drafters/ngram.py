@@ -67,11 +67,11 @@ class NgramDrafter:
         matches_BS = self._matches(tokens_BS, lengths_B1)
         period_B1 = _period(matches_BS, lengths_B1)
         if self._widths:
-            return Draft(self._draft_tree(tokens_BS, lengths_B1, matches_BS, period_B1), None)
+            return Draft(self._draft_tree(tokens_BS, lengths_B1, matches_BS, period_B1))
         offsets_K = self._offsets_K[:num_tokens]
         ids_BK = tokens_BS.gather(1, lengths_B1 - period_B1 + offsets_K % period_B1)
         tokens_BS.scatter_(1, lengths_B1 + offsets_K, ids_BK)
-        return Draft(ids_BK, None)
+        return Draft(ids_BK)
 
     def _draft_tree(self, tokens_RS: Tensor, lengths_R1: Tensor, matches_RS: Tensor, period_R1: Tensor) -> Tensor:
         """Return the ids (B, N) of trees from the rows and matches of their roots.
@@ -89,7 +89,7 @@ class NgramDrafter:
                 periods.append(_period(matches_RS, lengths_R1))
                 ids.append(tokens_RS.gather(1, lengths_R1 - periods[-1]))
             drafted.append(torch.cat(ids, dim=1).view(num_rows, -1))
-            tokens_RS, lengths_R1 = (each.repeat_interleave(width, dim=0) for each in (tokens_RS, lengths_R1))
+            tokens_RS, lengths_R1 = (part.repeat_interleave(width, dim=0) for part in (tokens_RS, lengths_R1))
             tokens_RS.scatter_(1, lengths_R1, drafted[-1].view(-1, 1))  # a copy: the batch keeps its text
             lengths_R1, period_R1 = lengths_R1 + 1, torch.cat(periods, dim=1).view(-1, 1)
         return torch.cat(drafted, dim=1)

@@ -21,7 +21,7 @@ vocabulary, S tokens that are left, X numbers of a row.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,8 +102,8 @@ class _SharedDrafter:
         if self._inner:
             self._inner.prefill(prompts, rows=rows, buckets=buckets)
 
-    def _write(self, ids_BK: Tensor, rows: Rows) -> None:
-        rows.tokens_BS.scatter_(1, rows.lengths_B[:, None] + self._offsets_K[: ids_BK.shape[1]], ids_BK)
+    def _write(self, ids_BK: Tensor, rows: Rows, *, num_tokens: int) -> None:
+        rows.tokens_BS.scatter_(1, rows.lengths_B[:, None] + self._offsets_K[:num_tokens], ids_BK)
 
 
 class BroadcastDrafter(_SharedDrafter):
@@ -139,28 +139,32 @@ class BroadcastDrafter(_SharedDrafter):
         """Draft on the ranks that hold the draft, and broadcast the ids of one; see `Drafter.propose`."""
         if self._taps:
             self._taps.send_newest(rows, num_unread=num_unread, comm=self._comm)
-        if self._inner:
-            ids_BK, probs_BTV, parents_BK = self._inner.propose(
-                rows, num_tokens=num_tokens, uniforms_BKP=uniforms_BKP, num_unread=num_unread, bucket=bucket
-            )
-        else:
-            ids_BK, probs_BTV = rows.lengths_B.new_empty(rows.lengths_B.shape[0], num_tokens), None
-            parents_BK = ids_BK if self._has_parents else None
-        if parents_BK is None:
-            ids_BK = self._comm.broadcast(ids_BK, src=self._src)
-        else:
-            both_BX = self._comm.broadcast(torch.cat([ids_BK, parents_BK], dim=1), src=self._src)
+        draft = self._own_draft(
+            rows, num_tokens=num_tokens, uniforms_BKP=uniforms_BKP, bucket=bucket, num_unread=num_unread
+        )
+        if self._has_parents:
+            both = [draft.ids_BK, draft.ids_BK if draft.parents_BK is None else draft.parents_BK]
+            both_BX = self._comm.broadcast(torch.cat(both, dim=1), src=self._src)
             ids_BK, parents_BK = both_BX.split(num_tokens, dim=1)
+            draft = Draft(ids_BK, parents_BK=parents_BK)
+        else:
+            draft = draft._replace(ids_BK=self._comm.broadcast(draft.ids_BK, src=self._src))
         if self._comm.rank != self._src:  # which has written them
-            self._write(ids_BK, rows)
-        if self._receiver and probs_BTV is not None and self._comm.rank == self._src:
-            self._comm.send(probs_BTV[:, :-1], dst=self._receiver.rank)
+            self._write(draft.ids_BK, rows, num_tokens=num_tokens)
+        if self._receiver and self._comm.rank == self._src:
+            self._comm.send(draft.drawn_law[:, :-1], dst=self._receiver.rank)
         elif self._receiver and self._comm.rank == self._receiver.rank:
             num_rows = self._receiver.num_rows or num_tokens
-            shape = (ids_BK.shape[0], num_rows, self._receiver.vocab_size)
-            probs_BKV = self._comm.receive(torch.empty(shape, device=ids_BK.device), src=self._src)
-            probs_BTV = pad(probs_BKV, (0, 0, 0, 1))  # a row of zeros follows
-        return Draft(ids_BK, probs_BTV, parents_BK)
+            shape = (draft.ids_BK.shape[0], num_rows, self._receiver.vocab_size)
+            probs_BKV = self._comm.receive(torch.empty(shape, device=draft.ids_BK.device), src=self._src)
+            draft = draft._replace(probs_BTV=pad(probs_BKV, (0, 0, 0, 1)))  # a row of zeros follows
+        return draft
+
+    def _own_draft(self, rows: Rows, *, num_tokens: int, **how: Any) -> Draft:  # noqa: ANN401 - of `propose`
+        """What this rank drafts; on a rank without the draft, room for the ids of another."""
+        if self._inner:
+            return self._inner.propose(rows, num_tokens=num_tokens, **how)
+        return Draft(rows.lengths_B.new_empty(rows.lengths_B.shape[0], num_tokens))
 
 
 class AheadDrafter(BroadcastDrafter):
@@ -173,11 +177,9 @@ class AheadDrafter(BroadcastDrafter):
 
     def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
         """Draft on the ranks that hold the draft; the others have no ids before the exchange."""
-        if self._inner:
-            return self._inner.propose(
-                rows, num_tokens=num_tokens, uniforms_BKP=uniforms_BKP, num_unread=num_unread, bucket=bucket
-            )
-        return Draft(rows.lengths_B.new_zeros(rows.lengths_B.shape[0], num_tokens), None)
+        return self._own_draft(
+            rows, num_tokens=num_tokens, uniforms_BKP=uniforms_BKP, bucket=bucket, num_unread=num_unread
+        )
 
     def exchange(self, draft: Draft, rows: Rows) -> Draft:
         """Give all ranks the drafted ids, behind the rows, and the rank that verifies their probabilities."""
@@ -185,7 +187,7 @@ class AheadDrafter(BroadcastDrafter):
             return draft
         ids_BK, width = self._announced(draft)
         if self._comm.rank != self._src:  # which has written them
-            self._write(ids_BK, rows)
+            self._write(ids_BK, rows, num_tokens=self.num_draft_tokens)
         return Draft(ids_BK, self._delivered(draft, width, self._receiver) if self._receiver else draft.probs_BTV)
 
     def _announced(self, draft: Draft) -> tuple[Tensor, int]:
@@ -195,8 +197,8 @@ class AheadDrafter(BroadcastDrafter):
             width = receiver.num_left if receiver else 0
             return self._comm.broadcast(draft.ids_BK.contiguous(), src=self._src), width
         width = 0
-        if self._comm.rank == self._src and draft.probs_BTV is not None:
-            width = int((draft.probs_BTV > 0).sum(-1).amax())
+        if self._comm.rank == self._src:
+            width = int((draft.drawn_law > 0).sum(-1).amax())
             width *= 2 * width < receiver.vocab_size
         message = torch.cat([draft.ids_BK.flatten(), draft.ids_BK.new_full((1,), width)])
         message = self._comm.broadcast(message, src=self._src)
@@ -210,8 +212,7 @@ class AheadDrafter(BroadcastDrafter):
         is_receiver = self._comm.rank == receiver.rank
         shape, values = (*draft.ids_BK.shape, 2 * width or receiver.vocab_size), None
         if self._comm.rank == self._src:
-            assert draft.probs_BTV is not None, "a rule that reads probabilities"
-            values = draft.probs_BTV[:, :-1].float().contiguous()
+            values = draft.drawn_law[:, :-1].float().contiguous()
             if width:
                 values = torch.cat([part.float() for part in values.topk(width)], dim=-1)
         elif is_receiver:
@@ -241,7 +242,7 @@ class BatchSplit:
         """Gather the rows (B, X) of all ranks on every rank."""
         width = own_RX.shape[1]
         rows = [self._of(rank, batch_size) for rank in range(self._comm.size)]
-        widths = tuple((each.stop - each.start) * width for each in rows)
+        widths = tuple((own.stop - own.start) * width for own in rows)
         return self._comm.all_gather_last(own_RX.flatten(), widths).view(batch_size, width)
 
     def _of(self, rank: int, batch_size: int) -> slice:
@@ -273,18 +274,18 @@ class BatchSplitDrafter(_SharedDrafter):
         if mine:
             own_rows = [rows[place] - self._own.start for place in mine]
             some, first = prompts.some(mine), self._own.start
-            held = [each._replace(row=each.row - first) if each.row in own else Held() for each in some.held]
+            held = [place._replace(row=place.row - first) if place.row in own else Held() for place in some.held]
             super().prefill(some._replace(held=held), rows=own_rows, buckets=buckets)
 
     def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
         """Draft this rank's rows and gather the ids of all; the probabilities are those of its own rows only."""
         batch_size, own = rows.lengths_B.shape[0], self._own
-        ids_RK, probs_RWV = rows.lengths_B.new_empty(0, num_tokens), None
+        draft = Draft(rows.lengths_B.new_empty(0, num_tokens))
         if self._inner and own.start < own.stop:
-            ids_RK, probs_RWV, _ = self._inner.propose(
-                Rows(*(each[own] for each in rows)), num_tokens=num_tokens, uniforms_BKP=uniforms_BKP[own],
+            draft = self._inner.propose(
+                Rows(*(column[own] for column in rows)), num_tokens=num_tokens, uniforms_BKP=uniforms_BKP[own],
                 num_unread=num_unread, bucket=bucket,
             )  # fmt: skip
-        ids_BK = self._split.gather(ids_RK, batch_size=batch_size)
-        self._write(ids_BK, rows)
-        return Draft(ids_BK, probs_RWV)
+        ids_BK = self._split.gather(draft.ids_BK, batch_size=batch_size)
+        self._write(ids_BK, rows, num_tokens=num_tokens)
+        return draft._replace(ids_BK=ids_BK)

@@ -83,7 +83,7 @@ class Verifier:
         """Process the target's logits for `verify`, for the rows that this rank decides."""
         if self._split:
             own = self._split.own_rows(logits_BTV.shape[0])
-            return self.rule.process(logits_BTV[own], context and Context(*(each[own] for each in context)))
+            return self.rule.process(logits_BTV[own], context and Context(*(part[own] for part in context)))
         return self.rule.process(logits_BTV, context) if self._decides else logits_BTV
 
     def verify(

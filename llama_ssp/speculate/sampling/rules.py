@@ -33,15 +33,55 @@ _HINT_OF_TARGET = 2.0**-50
 
 
 class Draft(NamedTuple):
-    """Drafted ids, and the processed probabilities they were drawn from; None if greedy or a point mass.
+    """Drafted tokens, and the law that each was drawn from: probabilities, or a point mass at the token itself.
 
-    The last row of probabilities is zero: nothing was drafted there, so the residual is the target's distribution.
-    `parents_BK` has the parents of the nodes of a dynamic tree (`trees.Topology`); None for other drafts.
+    A point mass is a law that needs no memory; `law` writes it out.
+
+    Attributes:
+        ids_BK: of the tokens.
+        probs_BTV: the processed probabilities they were drawn from; None for point masses, as of greedy drafts. The
+            last row is zero: nothing was drafted there, so the residual is the target's distribution.
+        parents_BK: the parents of the nodes of a dynamic tree (`trees.Topology`); None for a tree of one shape, whose
+            parents its `Tree` has, and for chains.
     """
 
     ids_BK: Tensor
-    probs_BTV: Tensor | None
+    probs_BTV: Tensor | None = None
     parents_BK: Tensor | None = None
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether its law is a point mass at each token."""
+        return self.probs_BTV is None
+
+    @property
+    def drawn_law(self) -> Tensor:
+        """The probabilities (B, T, V) of a draft that is not certain."""
+        assert self.probs_BTV is not None, "a draft of drawn tokens"
+        return self.probs_BTV
+
+    def law(self, like_BTV: Tensor) -> Tensor:
+        """The probabilities (B, T, V) of any draft; of a point mass in the shape and number format of `like_BTV`."""
+        if not self.is_certain:
+            return self.drawn_law
+        law_BTV = torch.zeros_like(like_BTV)
+        law_BTV[:, :-1].scatter_(-1, self.ids_BK[..., None], 1.0)
+        return law_BTV
+
+    def first(self) -> "Draft":
+        """The chain of its first token alone."""
+        if self.is_certain:
+            return Draft(self.ids_BK[:, :1])
+        first_B1V = self.drawn_law[:, :1]
+        return Draft(self.ids_BK[:, :1], torch.cat([first_B1V, torch.zeros_like(first_B1V)], dim=1))
+
+    def followed_by(self, other: "Draft") -> "Draft":
+        """The chain of the tokens of two chains."""
+        ids_BK = torch.cat([self.ids_BK, other.ids_BK], dim=1)
+        if self.is_certain or other.is_certain:
+            return Draft(ids_BK)
+        probs_BKV = self.drawn_law[:, : self.ids_BK.shape[1]]
+        return Draft(ids_BK, torch.cat([probs_BKV, other.drawn_law], dim=1))
 
 
 class Verdict(NamedTuple):
@@ -63,7 +103,7 @@ class Verdict(NamedTuple):
     def where(self, is_other_B1: Tensor, other: "Verdict") -> "Verdict":
         """Take another verdict in some rows."""
         num_accepted_B1, next_ids_B1, weights_B1 = (
-            torch.where(is_other_B1, *each) for each in zip(other[:3], self[:3], strict=True)
+            torch.where(is_other_B1, *parts) for parts in zip(other[:3], self[:3], strict=True)
         )
         return Verdict(num_accepted_B1, next_ids_B1, weights_B1, self.path_BD, self.goes_on_B1)
 
@@ -121,12 +161,9 @@ def verify_block(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Ver
 
 
 def _at_drafted(draft: Draft, target_probs_BTV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The draft's probabilities, which a point mass lacks, and those of each drafted token (B, K, 1): target, draft."""
-    ids_BK1, probs_BTV = draft.ids_BK[..., None], draft.probs_BTV
-    if probs_BTV is None:
-        probs_BTV = torch.zeros_like(target_probs_BTV)
-        probs_BTV[:, :-1].scatter_(-1, ids_BK1, 1.0)
-    return probs_BTV, target_probs_BTV.gather(-1, ids_BK1), probs_BTV.gather(-1, ids_BK1)
+    """The draft's law, and the probabilities of each drafted token (B, K, 1): the target's, the draft's."""
+    law_BTV, ids_BK1 = draft.law(target_probs_BTV), draft.ids_BK[..., None]
+    return law_BTV, target_probs_BTV.gather(-1, ids_BK1), law_BTV.gather(-1, ids_BK1)
 
 
 def draw_next(num_accepted_B1: Tensor, rest_BV: Tensor, target_row_BV: Tensor, uniforms_BP: Tensor) -> Verdict:
@@ -238,24 +275,16 @@ def verify_ahead(
     Returns:
         A verdict whose next token follows `num_accepted_B1` others, also where all examined tokens were accepted.
     """
-    first_B1, first_probs_BTV = following.ids_BK[:, :1], None
-    if following.probs_BTV is not None:
-        probs_B1V = following.probs_BTV[:, :1]
-        first_probs_BTV = torch.cat([probs_B1V, torch.zeros_like(probs_B1V)], dim=1)
+    first = following.first()
     verdict = rule.verify(
-        Draft(first_B1, first_probs_BTV),
-        torch.cat([target_BKV[:, :1]] * 2, dim=1),
-        draws=draws._replace(accept_BK=draws.accept_BK[:, :1]),
+        first, torch.cat([target_BKV[:, :1]] * 2, dim=1), draws=draws._replace(accept_BK=draws.accept_BK[:, :1])
     )
-    if num_ahead := in_flight.ids_BK.shape[1]:
-        # What is in flight and the first of the next block; the bonus token, from any row, is dropped.
-        ids_BK, probs_BTV = torch.cat([in_flight.ids_BK, first_B1], dim=1), None
-        if in_flight.probs_BTV is not None and first_probs_BTV is not None:
-            probs_BTV = torch.cat([in_flight.probs_BTV[:, :num_ahead], first_probs_BTV], dim=1)
+    if in_flight.ids_BK.shape[1]:
+        # The bonus token, from any row, is dropped.
         target_BTV = torch.cat([target_BKV, target_BKV[:, -1:]], dim=1)
-        whole = rule.verify(Draft(ids_BK, probs_BTV), target_BTV, draws=draws)
+        whole = rule.verify(in_flight.followed_by(first), target_BTV, draws=draws)
         verdict = verdict.where(ahead_B[:, None] > 0, whole)
     is_drafted_B1 = verdict.num_accepted_B1 > ahead_B[:, None]
-    next_ids_B1 = torch.where(is_drafted_B1, first_B1, verdict.next_ids_B1)
+    next_ids_B1 = torch.where(is_drafted_B1, first.ids_BK, verdict.next_ids_B1)
     goes_on_B1 = is_drafted_B1.long()
     return Verdict(verdict.num_accepted_B1 - goes_on_B1, next_ids_B1, verdict.weights_B1, goes_on_B1=goes_on_B1)

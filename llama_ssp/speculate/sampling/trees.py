@@ -133,7 +133,7 @@ class Tree:
         if draft.parents_BK is not None:
             return find_topology(draft.parents_BK, depth=self.depth)
         num_rows, _ = draft.ids_BK.shape
-        return Topology(*(each.expand(num_rows, *each.shape[1:]) for each in self.topology))
+        return Topology(*(table.expand(num_rows, *table.shape[1:]) for table in self.topology))
 
     def draft(self, read: ReadLevel, uniforms_BKP: Tensor, *, takes_best: bool) -> Draft:
         """Draft a static tree, level by level: drawn children, or the most probable ones.
@@ -167,7 +167,7 @@ class Tree:
                 depth, nodes.start, ids_BX, parents_1X.expand(num_rows, -1), sees_1XA.expand(num_rows, -1, -1)
             )
             above = nodes
-        nothing = [torch.zeros_like(each[:, :1]) for each in probs[:1]]  # no children are drawn from the last row
+        nothing = [torch.zeros_like(first[:, :1]) for first in probs[:1]]  # no children are drawn from the last row
         return Draft(torch.cat(drafted, dim=1), torch.cat([*probs, *nothing], dim=1) if probs else None)
 
     def _grow(self, read: ReadLevel, *, takes_best: bool) -> Draft:
@@ -200,14 +200,14 @@ class Tree:
                 sees_BMA = torch.cat([above_BMA, self._same_WW.expand(num_rows, -1, -1)], dim=-1)
                 level = Level(depth, 1 + (depth - 1) * width, ids_BX.gather(1, best_BM), parents_BM, sees_BMA)
                 given_BMV = read(level)
-        ids_BC, parents_BC, scores_BC = (torch.cat(each, dim=1) for each in zip(*candidates, strict=True))
+        ids_BC, parents_BC, scores_BC = (torch.cat(levels, dim=1) for levels in zip(*candidates, strict=True))
         order_BC = scores_BC.sort(dim=1, descending=True, stable=True).indices
         chosen_BN = order_BC[:, : self.num_drafted].sort(dim=1).values  # level by level
         # The new number of each candidate, and of the root.
         numbers_BN = torch.ones_like(chosen_BN).cumsum(1)
         numbers_BC = pad(torch.zeros_like(ids_BC), (1, 0)).scatter(1, chosen_BN + 1, numbers_BN)
         parents_BN = numbers_BC.gather(1, parents_BC.gather(1, chosen_BN))
-        return Draft(ids_BC.gather(1, chosen_BN), None, parents_BN)
+        return Draft(ids_BC.gather(1, chosen_BN), parents_BK=parents_BN)
 
 
 def draw_children(probs_BMV: Tensor, uniforms_BXP: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ def verify_path(
     rule: Rule, tree: Tree, shape: Topology, draft: Draft, target_BTV: Tensor, *, draws: Draws
 ) -> Verdict:  # fmt: skip
     """Verify a tree of the topology `shape` against the output of the rule's `process`, as `Rule.verify` a chain."""
-    if draft.probs_BTV is not None:
+    if not draft.is_certain:
         return verify_tree(tree, draft, target_BTV, draws=draws)
     chosen = best_choices(target_BTV) if rule.takes_best else drawn_choices(target_BTV, draws)
     return verify_certain(shape, draft, *chosen)
@@ -271,10 +271,9 @@ def verify_tree(tree: Tree, draft: Draft, target_probs_BTV: Tensor, *, draws: Dr
     Source: Miao et al. 2023, arXiv:2305.09781, Algorithm 2; Chen et al. 2024, arXiv:2402.12374, Algorithm 2.
     """
     # The first children of all nodes are examined at once. The later ones take whole rows, and wait for their turn.
-    assert draft.probs_BTV is not None, "certain children have `verify_certain`"
-    shape = tree.topology_of(draft)
+    shape, draft_probs_BTV = tree.topology_of(draft), draft.drawn_law
     at_BN = draft.ids_BK + shape.parents_BN * target_probs_BTV.shape[-1]
-    ratio_BN = target_probs_BTV.flatten(1).gather(1, at_BN).div_(draft.probs_BTV.flatten(1).gather(1, at_BN))
+    ratio_BN = target_probs_BTV.flatten(1).gather(1, at_BN).div_(draft_probs_BTV.flatten(1).gather(1, at_BN))
     passes_first_BT = pad(draws.accept_BK < ratio_BN, (1, 0))
     # Node 0 stands for a child that is not there: its uniform is above every ratio.
     ids_BT, numbers_BT = pad(draft.ids_BK, (1, 0)), pad(draws.accept_BK, (1, 0), value=float("inf"))
@@ -285,13 +284,13 @@ def verify_tree(tree: Tree, draft: Draft, target_probs_BTV: Tensor, *, draws: Dr
         children_BW = tree.children_TW.index_select(0, node_B1.flatten())[:, :width]
         passes = [passes_first_BT.gather(1, children_BW[:, :1])]
         if width > 1:
-            rows = _rows_of(node_B1, target_probs_BTV, draft.probs_BTV)
+            rows = _rows_of(node_B1, target_probs_BTV, draft_probs_BTV)
             later = ids_BT.gather(1, children_BW), numbers_BT.gather(1, children_BW)
             passes += _later_passes(rows, *later)
         for passes_B1, child_B1 in zip(reversed(passes), reversed(children_BW.split(1, dim=1)), strict=True):
             node_B1 = torch.where(passes_B1, child_B1, node_B1)
 
-    target_row_BV, _ = target_BV, draft_BV = _rows_of(node_B1, target_probs_BTV, draft.probs_BTV)
+    target_row_BV, _ = target_BV, draft_BV = _rows_of(node_B1, target_probs_BTV, draft_probs_BTV)
     children_BW = tree.children_TW.index_select(0, node_B1.flatten())
     ids_BW, is_there_BW = ids_BT.gather(1, children_BW), children_BW > 0
     for rejected in range(max(tree.shape.widths) - 1):

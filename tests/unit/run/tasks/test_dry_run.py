@@ -14,7 +14,8 @@ from llama_ssp.planning.plan import require_room
 from llama_ssp.planning.spec import make_spec
 from llama_ssp.run.tasks import dry_run as task
 from llama_ssp.run.tasks.records import CompareConfig
-from llama_ssp.settings.schema import MODEL_DRAFT, NO_DRAFT, DrafterConfig, RunConfig, WeightsKind
+from llama_ssp.settings.schema import MODEL_DRAFT, NO_DRAFT, DrafterConfig, DraftLayout, RunConfig, WeightsKind
+from llama_ssp.words import lasting
 
 
 def _figures(name: str) -> dict[str, Any]:
@@ -87,6 +88,24 @@ def test_a_dry_run_that_does_not_fit_is_shown_and_raises(capsys: pytest.CaptureF
     with pytest.raises(CapacityError, match="rank 0 needs"):
         task.dry_run(_run("65B", "7B"), world_size=1)
     assert "too full" in capsys.readouterr().out
+
+
+def test_a_dry_run_says_how_long_its_prompts_and_its_loading_take(capsys: pytest.CaptureFixture[str]) -> None:
+    """141 GB of the target, 2.5 of the draft, and 0.5 for each further copy of its embedding."""
+    config = replace(_run("llama3_70B", "llama3_1B"), hardware=_figures("4xh100"), num_samples=5000, batch_size=4)
+    config.placement.draft.kind = DraftLayout.sharded
+    task.dry_run(config, world_size=4)
+    shown = " ".join(capsys.readouterr().out.split())
+    plan = task.plan_ahead(config, world_size=4)
+    assert plan.timing.speculative_run_s
+    hours = 10_000 / 4 * 64 * (plan.timing.plain_run_s + plan.timing.speculative_run_s) / 3600
+    assert hours > 1
+    said = f"the whole run: {lasting(3600 * hours)} of both modes ({4 * hours:.2g} GPU-hours) if every completion"
+    assert 0 < shown.index(said) < shown.index("Memory per rank")
+    assert "73 s to read 146 GB at 2 GB/s a node" in shown
+    config.task = CompareConfig(default_prompts=[])
+    task.dry_run(config, world_size=4)
+    assert "the whole run" not in capsys.readouterr().out, "somebody will type the prompts"
 
 
 def test_a_forecast_counts_whole_completions_as_the_summary_does() -> None:

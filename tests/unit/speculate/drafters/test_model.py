@@ -62,3 +62,13 @@ def test_a_narrower_draft_whose_logits_are_no_numbers_is_survived() -> None:
     assert draft.ids_BK.max() == 10, "the draft has read a token that it lacks"
     assert draft.probs_BTV is not None
     assert draft.probs_BTV[:, :4].isnan().all()
+
+
+def test_a_round_drafts_as_many_tokens_as_it_is_told_whatever_uniforms_it_has() -> None:
+    drafter = model_drafter(vocab_size=11)
+    drafter.allocate(batch_size=1, num_slots=10)
+    rows = Rows(torch.zeros(1, 10).long(), torch.tensor([2]), *[torch.zeros(1).long()] * 2)
+    uniforms_BKP = torch.rand(1, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    draft = drafter.propose(rows, num_tokens=2, uniforms_BKP=uniforms_BKP, bucket=10)
+    assert draft.ids_BK.shape == (1, 2)
+    assert draft.law(torch.zeros(1, 3, 11)).shape == (1, 3, 11)

@@ -44,9 +44,9 @@ class Repeat:
 
         tokens_BS, lengths_B, *_ = rows
         last_B1 = tokens_BS.gather(1, lengths_B[:, None] - self._back)
-        ids_BK = last_B1.expand(-1, self.num_draft_tokens).contiguous()
-        tokens_BS.scatter_(1, lengths_B[:, None] + self._offsets_K, ids_BK)
-        return Draft(ids_BK, None)
+        ids_BK = last_B1.expand(-1, num_tokens).contiguous()
+        tokens_BS.scatter_(1, lengths_B[:, None] + self._offsets_K[:num_tokens], ids_BK)
+        return Draft(ids_BK)
 
 
 def make(parts):

@@ -252,7 +252,7 @@ def test_without_a_residual_the_next_token_comes_from_the_targets_row(verify: Ve
 def test_greedy_stops_at_the_first_token_that_is_not_the_best() -> None:
     best_BT = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 2, 3]])
     ids_BK = torch.tensor([[1, 2], [1, 0], [0, 2]])
-    verdict = verify_greedy(Draft(ids_BK, None), torch.nn.functional.one_hot(best_BT, 4).float())
+    verdict = verify_greedy(Draft(ids_BK), torch.nn.functional.one_hot(best_BT, 4).float())
     assert verdict.num_accepted_B1.tolist() == [[2], [1], [0]]
     assert verdict.next_ids_B1.tolist() == [[3], [2], [1]]
 
@@ -296,3 +296,16 @@ def test_no_value_is_read_between_the_keys_and_the_verdict(
 def test_a_rule_that_would_change_the_law_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"temperature=0\.6 would not keep.*temperature 0.*verification=speculative"):
         make_rule(COLD, VerificationConfig(rule="greedy"))
+
+
+def test_the_law_of_a_certain_draft_is_a_point_mass_at_each_token() -> None:
+    certain = Draft(torch.tensor([[2, 0, 1]]))
+    law_BTV = certain.law(torch.ones(1, 4, 4, dtype=torch.float64))
+    assert law_BTV[0, :3].argmax(-1).tolist() == [2, 0, 1]
+    assert law_BTV.sum(-1).tolist() == [[1, 1, 1, 0]]
+    assert certain.first().followed_by(Draft(torch.tensor([[3]]))).ids_BK.tolist() == [[2, 3]]
+    drawn = Draft(certain.ids_BK, law_BTV)
+    again = drawn.first().followed_by(Draft(certain.ids_BK[:, 1:], law_BTV[:, 1:]))
+    assert drawn.law(law_BTV) is law_BTV
+    assert torch.equal(again.ids_BK, drawn.ids_BK)
+    assert torch.equal(again.drawn_law, law_BTV)

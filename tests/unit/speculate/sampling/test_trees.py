@@ -127,7 +127,7 @@ def certain_law_error(
     law_C = torch.stack([rows[node][chosen_CT[:, node]] for node in range(len(texts))]).prod(0)
     num_cases = law_C.shape[0]
     wide = Topology(*(each.expand(num_cases, *each.shape[1:]) for each in shape))
-    verdict = verify(wide, Draft(drafted.ids_BK.expand(num_cases, -1), None), chosen_CT, chosen_CT.double())
+    verdict = verify(wide, Draft(drafted.ids_BK.expand(num_cases, -1)), chosen_CT, chosen_CT.double())
     path_ids_CD = drafted.ids_BK.expand(num_cases, -1).gather(1, (path_of(verdict) - 1).clamp_max(tree.num_drafted - 1))
     law = torch.zeros(1, dtype=torch.float64)
     for length in range(tree.depth + 1):
@@ -321,8 +321,8 @@ def test_a_chain_is_drawn_and_verified_as_without_a_tree_to_the_bit(depth: int) 
         assert torch.equal(own, wanted)
     assert torch.equal(path_of(verdict), torch.arange(1, depth + 1).expand(500, -1))
 
-    chain = verify_greedy(Draft(target_BTV.argmax(-1)[:, :-1] + draft.ids_BK % 2, None), target_BTV)
-    verdict = verify_tree_greedy(tree, Draft(target_BTV.argmax(-1)[:, :-1] + draft.ids_BK % 2, None), target_BTV)
+    chain = verify_greedy(Draft(target_BTV.argmax(-1)[:, :-1] + draft.ids_BK % 2), target_BTV)
+    verdict = verify_tree_greedy(tree, Draft(target_BTV.argmax(-1)[:, :-1] + draft.ids_BK % 2), target_BTV)
     for own, wanted in zip(verdict[:3], chain[:3], strict=True):
         assert torch.equal(own, wanted)
 
@@ -370,7 +370,7 @@ def test_nan_after_the_accepted_tokens_is_in_the_weight_and_nan_elsewhere_is_not
         is_reached_B = tree.topology.ancestors_BTT[0][node_of(clean), node]
         assert torch.equal(verdict.weights_B1.isnan()[:, 0], is_reached_B)
         assert verdict.next_ids_B1.lt(50).all()
-        greedy = verify_tree_greedy(tree, Draft(draft.ids_BK, None), broken_BTV)
+        greedy = verify_tree_greedy(tree, Draft(draft.ids_BK), broken_BTV)
         assert torch.equal(greedy.weights_B1.isnan()[:, 0], node_of(greedy) == node)
 
 
