@@ -433,7 +433,7 @@ def notes_on_families(*models: PlannedModel | ModelConfig) -> Iterator[str]:
 
 def notes_on_contexts(spec: PlanSpec) -> Iterator[str]:
     """Say at which length rows outgrow the draft's context and go on without it."""
-    if spec.draft and not (spec.has_head or spec.own_tokenizer or spec.overlaps):
+    if spec.draft and not (spec.has_head or spec.own_tokenizer):
         longest = spec.prompt_tokens + spec.max_new_tokens
         context = spec.draft.shape.max_position_embeddings
         if note := outgrown(spec.draft.name, context, spec.draft_depth, longest=longest):

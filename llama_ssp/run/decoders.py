@@ -20,7 +20,7 @@ from llama_ssp.run.requests import RequestMaker
 from llama_ssp.settings.drafters import drafts, has_own_tokenizer
 from llama_ssp.settings.layout import lay_out_replica, may_capture
 from llama_ssp.settings.schema import RunConfig, TargetKind
-from llama_ssp.speculate.drafters.limited import LimitedDrafter
+from llama_ssp.speculate.drafters.limited import DraftLimit
 from llama_ssp.speculate.drafters.maker import make_drafters, tree_of
 from llama_ssp.speculate.drafters.shared import AheadDrafter, BatchSplit
 from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
@@ -80,15 +80,6 @@ class Models:
     def request_maker(self) -> RequestMaker:
         """Encodes prompts for the target."""
         return RequestMaker(tokenizer=self.tokenizer, context=self.context, vocab_size=self.target.vocab_size)
-
-
-def context_of(sources: Sequence[Source | None], config: RunConfig) -> tuple[int, str]:
-    """The tokens that a row can have, and a clause if a draft sets them: one whose context is shorter, in overlap."""
-    shortest = min(filter(None, sources), key=lambda source: source.origin.context)
-    if config.speculation.overlap and shortest is not sources[0]:
-        return shortest.origin.context, f" of draft={shortest.entry.name}, which limits rounds that overlap"
-    assert sources[0]
-    return sources[0].origin.context, ""
 
 
 def load_models(
@@ -155,7 +146,7 @@ def load_models(
     return Models(
         target=target, draft=draft, drafts=drafts(config.draft), mesh=mesh,
         tokenizer=target_source.tokenizer, eos_ids=target_source.eos_ids,
-        context=context_of(sources, config)[0],
+        context=context,
         sources=tuple(source for source in sources if source),
         tokenizers=TokenizerPair(target_source.tokenizer, draft_source.tokenizer)
         if draft_source and has_own_tokenizer(config.draft) else None,
@@ -189,22 +180,21 @@ def build_decoder(
     rule = make_rule(config.sampling, config.verification)
     split = BatchSplit(mesh.replica, mesh.layout.draft_ranks) if speculative and mesh.layout.splits_batch else None
     taps, tree = (models.make_taps(), tree_of(config, device)) if speculative else (None, None)
-    drafters = []
+    drafters, limit = [], None
     if speculative:
+        if models.draft_context:
+            limit = DraftLimit(models.draft_context, depth=tree.depth if tree else None)
         drafters = make_drafters(
             config, rule=rule, mesh=mesh, runner=models.draft, vocab_size=models.target.vocab_size, device=device,
             split=split, tokenizers=models.tokenizers, taps=taps,
         )  # fmt: skip
-        if models.draft_context and not config.speculation.overlap:
-            depth = tree.depth if tree else None
-            drafters[0] = LimitedDrafter(drafters[0], models.draft_context, depth=depth, device=device)
     verifier = Verifier(
         rule, comm=mesh.replica, verify_rank=mesh.layout.verify_rank, device=device, split=split, tree=tree
     )
     if drafters and isinstance(drafters[0], AheadDrafter):
-        round_: Round = OverlappedRound(models.target, drafters[0], verifier=verifier)
+        round_: Round = OverlappedRound(models.target, drafters[0], verifier=verifier, limit=limit)
     else:
-        round_ = Round(models.target, *drafters, verifier=verifier, taps=taps)
+        round_ = Round(models.target, *drafters, verifier=verifier, taps=taps, limit=limit)
     captures = config.cuda_graphs and may_capture(config.placement.target)
     decoder = Decoder(
         round_,

@@ -19,9 +19,9 @@ _SPECIAL_TOKENS = 8
 
 
 def problem_of_length(
-    prompt: Prompt, num_tokens: int, *, max_new_tokens: int, context: int, whose: str = "", num_answers: int = 0
+    prompt: Prompt, num_tokens: int, *, max_new_tokens: int, context: int, num_answers: int = 0
 ) -> str | None:
-    """Why a prompt does not fit into a context, the target's unless `whose` names another; None if it does.
+    """Why a prompt does not fit into the target's context; None if it does.
 
     `num_answers` to earlier turns, each as long as the new tokens, are still to come before it.
     """
@@ -35,7 +35,7 @@ def problem_of_length(
     counted = f" for each of {num_texts} answers" if num_answers else ""
     return (
         f"{prompt.called} has {num_tokens} tokens, and with max_new_tokens={max_new_tokens}{counted} that is more than "
-        f"the context of {context}{whose}; {remedy}"
+        f"the context of {context}; {remedy}"
     )
 
 

@@ -23,7 +23,7 @@ from llama_ssp.ranks.world import World
 from llama_ssp.registry import imported
 from llama_ssp.reports.folder import RunFolder
 from llama_ssp.run.checkpoints import find_sources, with_number_formats
-from llama_ssp.run.decoders import context_of, load_models
+from llama_ssp.run.decoders import load_models
 from llama_ssp.run.generation import note_on, with_model_sampling
 from llama_ssp.run.interruption import interruptible, stopping_on_signals
 from llama_ssp.run.lengths import named
@@ -122,9 +122,8 @@ def _load(
     keys = from_rank_0(world.comm, lambda: sorted(folder.finished) if folder else [])
     finished = frozenset((index, mode, sample) for index, mode, sample in keys)
     target = sources[0]
-    context, whose = context_of(sources, config)
     maker = RequestMaker(
-        tokenizer=target.tokenizer, context=context, whose=whose, vocab_size=target.origin.shape.vocab_size
+        tokenizer=target.tokenizer, context=target.origin.context, vocab_size=target.origin.shape.vocab_size
     )
     requests = _read_requests(config, world, terminal, folder, maker)
     if note := note_on(config.sampling, generation or {}):

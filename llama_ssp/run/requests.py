@@ -46,13 +46,11 @@ class RequestMaker:
 
     Attributes:
         context: the most tokens of prompt and completion together.
-        whose: context it is, as a clause, where it is not the target's.
     """
 
     tokenizer: PreTrainedTokenizerBase
     context: int
     vocab_size: int
-    whose: str = ""
 
     def requests(self, prompts: Sequence[Prompt], config: RunConfig, *, first_index: int = 0) -> list[PromptRequest]:
         """Encode prompts, a request for each requested sample.
@@ -94,9 +92,8 @@ class RequestMaker:
     def _problem(self, prompt: Prompt, ids: Sequence[int], config: RunConfig, num_answers: int = 0) -> str | None:
         check_vocabulary(prompt, ids, vocab_size=self.vocab_size)
         return problem_of_length(
-            prompt, len(ids), max_new_tokens=config.max_new_tokens, context=self.context, whose=self.whose,
-            num_answers=num_answers,
-        )  # fmt: skip
+            prompt, len(ids), max_new_tokens=config.max_new_tokens, context=self.context, num_answers=num_answers
+        )
 
     def _cut(self, ids: tuple[int, ...], config: RunConfig) -> tuple[int, ...]:
         """Cut off the beginning of a prompt, but for its begin-of-sequence token, so that the new tokens have room."""

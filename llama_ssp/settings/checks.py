@@ -322,11 +322,8 @@ def _models(config: RunConfig) -> Iterator[str]:
     for group, key, model in chosen:
         if not (config.is_synthetic or model.path or model.hub_id or model.shipped):
             yield f"{group}={model.name} needs {key}.path=DIR, a folder with config.json, a tokenizer and safetensors"
-    contexts = [
-        (model.shape.max_position_embeddings, group)
-        for group, _, model in (chosen if config.speculation.overlap else chosen[:1])
-        if model.shape and not model.shape.is_head
-    ]
+    shape = config.model.shape
+    contexts = [(shape.max_position_embeddings, "model")] if shape and not shape.is_head else []
     if config.is_synthetic and (shipped := catalogue.load("tiny").shape):
         contexts.append((shipped.max_position_embeddings, "shipped model, which synthetic weights run,"))
     if contexts and config.max_new_tokens >= min(contexts)[0]:
@@ -356,12 +353,11 @@ def _sizes(config: PlanConfig) -> Iterator[str]:
     for group, _, model in _chosen_models(config):
         if model.shape is None:
             continue
-        limits = group == "model" or config.speculation.overlap
         for size in fields(model.shape):
             value, least = getattr(model.shape, size.name), int(size.default is MISSING)
             if isinstance(value, int) and value < least and not isinstance(value, bool):
                 yield f"{said(group, model.name)}: shape.{size.name}={value} must be at least {least}"
-        if limits and context > model.shape.max_position_embeddings and not model.shape.is_head:
+        if group == "model" and context > model.shape.max_position_embeddings and not model.shape.is_head:
             yield (
                 f"prompt_tokens={config.prompt_tokens} and max_new_tokens={config.max_new_tokens} make {context}, "
                 f"and the context of {said(group, model.name)} has {model.shape.max_position_embeddings} tokens"

@@ -10,6 +10,7 @@ from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.drafter import Drafter
+from llama_ssp.speculate.drafters.limited import DraftLimit
 from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.drafters.ngram import NgramDrafter
 from llama_ssp.speculate.drafters.shared import BroadcastDrafter
@@ -42,6 +43,7 @@ def make_decoder(  # noqa: PLR0913
     make_drafter: Callable[[Rule], Drafter] | None = None,
     taps: Taps | None = None,
     tree: Tree | None = None,
+    limit: DraftLimit | None = None,
 ) -> Decoder:
     """A decoder of one rank (or of `comm`) over two runners, or over one and the drafter that is made for its rule.
 
@@ -61,7 +63,7 @@ def make_decoder(  # noqa: PLR0913
     if ngram:
         drafters += [NgramDrafter(num_draft_tokens=num_draft_tokens, longest=3, shortest=1, device=device, tree=tree)]
     verifier = Verifier(rule, comm=comm, verify_rank=0, device=target.device, tree=tree)
-    round_ = Round(target, *drafters, verifier=verifier, taps=taps)
+    round_ = Round(target, *drafters, verifier=verifier, taps=taps, limit=limit)
     return Decoder(
         round_,
         executor=executor_of(round_, replay),

@@ -6,6 +6,7 @@ from typing import Any
 from llama_ssp.models.runner import NullRunner, Runner
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
+from llama_ssp.speculate.drafters.limited import DraftLimit
 from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.drafters.shared import AheadDrafter, ProbsReceiver
 from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
@@ -37,6 +38,7 @@ def overlapped_decoder(  # noqa: PLR0913
     replay: Recorder | type[WatchedGraphs] | bool = True,
     stop_request: StopRequest | None = None,
     num_left: int = 0,
+    limit: DraftLimit | None = None,
 ) -> Decoder:
     """A decoder of one rank, or of a rank of `comm`, whose first ranks have the target and whose others have the draft.
 
@@ -64,7 +66,7 @@ def overlapped_decoder(  # noqa: PLR0913
     if not has_target:
         target = NullRunner(device=target.device, vocab_size=target.vocab_size, max_position_embeddings=512)
     verifier = Verifier(rule, comm=comm, verify_rank=VERIFY_RANK, device=target.device)
-    round_ = OverlappedRound(target, drafter, verifier=verifier)
+    round_ = OverlappedRound(target, drafter, verifier=verifier, limit=limit)
     return Decoder(
         round_,
         executor=executor_of(round_, replay),

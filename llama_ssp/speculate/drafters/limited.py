@@ -6,63 +6,40 @@ next token as in plain decoding, whatever was drafted. Its text depends on no ot
     text, context of the draft 8, K = 3     | 0 1 2 3 4 5 | d d d |      the longest that is drafted for
                                             | 0 1 2 3 4 5 6 | x          goes on plainly
 
+What is in flight in a round that overlaps counts as text, and is dropped from a row that is too long with it.
+
 Shapes: B sequences, S slots, K drafted tokens.
 """
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from llama_ssp.models.prefill import Buckets, Prompts
+from llama_ssp.models.prefill import Prompts
 from llama_ssp.settings.drafters import most_drafted_for
-from llama_ssp.speculate.drafters.drafter import Drafter
 from llama_ssp.speculate.sampling.context import Rows
-from llama_ssp.speculate.sampling.rules import Draft
 
 
-class LimitedDrafter:
-    """Keeps a drafter within its model's context; `depth` is that of its trees, None for chains."""
+class DraftLimit(NamedTuple):
+    """The context of a draft model; `depth` is that of its trees, None for chains."""
 
-    def __init__(self, inner: Drafter, context: int, *, depth: int | None, device: torch.device) -> None:
-        self._inner, self._context, self._depth = inner, context, depth
-        self.num_draft_tokens = inner.num_draft_tokens
-        self.repeats_operators, self.reads_by_length = inner.repeats_operators, inner.reads_by_length
-        self._offsets_K = torch.arange(inner.num_draft_tokens, device=device)
-
-    @property
-    def num_allocations(self) -> int:
-        """See `Drafter`."""
-        return self._inner.num_allocations
+    context: int
+    depth: int | None = None
 
     def longest(self, num_tokens: int) -> int:
         """The longest rows that a round of K tokens drafts for."""
-        return most_drafted_for(self._context, self._depth or num_tokens)
+        return most_drafted_for(self.context, self.depth or num_tokens)
 
-    def allocate(self, *, batch_size: int, num_slots: int) -> None:
-        """See `Drafter`."""
-        self._inner.allocate(batch_size=batch_size, num_slots=num_slots)
-
-    def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
-        """Read the beginnings of new prompts."""
-        most = self._context
-        self._inner.prefill(
-            Prompts(
-                prompts.tokens_RS, prompts.lengths_R.clamp_max(most), [min(length, most) for length in prompts.lengths],
-                min(prompts.longest, most),
-                # A prompt that is cut is no longer equal to another one.
-                [held if length <= most else held._replace(num_tokens=min(held.num_tokens, most - 1))
-                 for held, length in zip(prompts.held, prompts.lengths, strict=False)],
-            ),
-            rows=rows, buckets=buckets,
+    def of_prompts(self, prompts: Prompts) -> Prompts:
+        """The beginnings of prompts, which the draft reads."""
+        most = self.context
+        return Prompts(
+            prompts.tokens_RS, prompts.lengths_R.clamp_max(most), [min(length, most) for length in prompts.lengths],
+            min(prompts.longest, most),
+            # A prompt that is cut is no longer equal to another one.
+            [held if length <= most else held._replace(num_tokens=min(held.num_tokens, most - 1))
+             for held, length in zip(prompts.held, prompts.lengths, strict=False)],
         )  # fmt: skip
 
-    def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
-        """Draft for every row, or for its beginning; see `Drafter.propose`."""
-        lengths_B, tokens_BS = rows.lengths_B.clamp_max(self.longest(num_tokens)), rows.tokens_BS.clone()
-        draft = self._inner.propose(
-            rows._replace(tokens_BS=tokens_BS, lengths_B=lengths_B), num_tokens=num_tokens, uniforms_BKP=uniforms_BKP,
-            bucket=bucket, num_unread=num_unread,
-        )  # fmt: skip
-        rows.tokens_BS.scatter_(1, rows.lengths_B[:, None] + self._offsets_K[:num_tokens], draft.ids_BK)
-        return draft
+    def of_rows(self, rows: Rows, num_tokens: int) -> Rows:
+        """Every row, or its beginning, with room for drafted ids that are not those of the whole row."""
+        lengths_B = rows.lengths_B.clamp_max(self.longest(num_tokens))
+        return rows._replace(tokens_BS=rows.tokens_BS.clone(), lengths_B=lengths_B)

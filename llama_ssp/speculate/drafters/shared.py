@@ -164,7 +164,7 @@ class BroadcastDrafter(_SharedDrafter):
         """What this rank drafts; on a rank without the draft, room for the ids of another."""
         if self._inner:
             return self._inner.propose(rows, num_tokens=num_tokens, **how)
-        return Draft(rows.lengths_B.new_empty(rows.lengths_B.shape[0], num_tokens))
+        return Draft(rows.lengths_B.new_zeros(rows.lengths_B.shape[0], num_tokens))
 
 
 class AheadDrafter(BroadcastDrafter):
@@ -176,7 +176,7 @@ class AheadDrafter(BroadcastDrafter):
         return self._inner is not None
 
     def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
-        """Draft on the ranks that hold the draft; the others have no ids before the exchange."""
+        """Draft on the ranks that hold the draft; the others have token 0 until the exchange."""
         return self._own_draft(
             rows, num_tokens=num_tokens, uniforms_BKP=uniforms_BKP, bucket=bucket, num_unread=num_unread
         )

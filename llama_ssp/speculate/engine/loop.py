@@ -395,14 +395,14 @@ class Decoder:
         # A prompt takes the row that holds most of it, so rows are not in the order of prompts.
         return sorted(updates, key=lambda update: (update.completion.request.index, update.completion.request.sample))
 
-    def _outgrew(self, owner: RowCompletion, choice: DraftChoice) -> bool:
-        """Whether a row, as far as it is known, is longer than a round drafts for."""
+    def _outgrew(self, owner: RowCompletion, choice: DraftChoice, *, num_ahead: int = 0) -> bool:
+        """Whether a row, as far as it is known, and what is in flight are longer than a round drafts for."""
         longest = self.round.longest(choice)
-        return longest is not None and len(owner.request.prompt_ids) + len(owner.token_ids) > longest
+        return longest is not None and len(owner.request.prompt_ids) + len(owner.token_ids) + num_ahead > longest
 
     def _num_examined(self, owner: RowCompletion, choice: DraftChoice, num_drafted: int) -> int:
         """How many drafted tokens of a row a round could accept, before its new tokens are known."""
-        if self._outgrew(owner, choice):
+        if not choice.num_tokens or self._outgrew(owner, choice, num_ahead=owner.num_ahead):
             return 0
         return num_drafted if owner.has_bonus else owner.num_ahead + 1
 

@@ -15,7 +15,7 @@ and only the last two need what other ranks did:
     draft      on the draft's ranks
     score      of the last token and of those in flight, on the target's ranks, at the same time
     exchange   ids to all ranks, probabilities to the rank that verifies
-    verify     the rule, its decision to all ranks, commit
+    decide     the rule, its decision to all ranks, commit
 
 Ids in flight stand in the batch behind the text. Of the probabilities of a block, all but the first row belong to what
 is in flight in the next round. An executor that keeps its state writes results to the same addresses in every round:
@@ -35,22 +35,25 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.runner import Runner
+from llama_ssp.speculate.drafters.limited import DraftLimit
 from llama_ssp.speculate.drafters.shared import AheadDrafter
 from llama_ssp.speculate.engine.clock import HostClock
 from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round, Stage
 from llama_ssp.speculate.engine.state import BatchState
 from llama_ssp.speculate.engine.verifier import GOES_ON, Verifier
 from llama_ssp.speculate.sampling.context import Rows
-from llama_ssp.speculate.sampling.rules import Draft, verify_ahead
+from llama_ssp.speculate.sampling.rules import Draft, Verdict, verify_ahead
 
 
 class OverlappedRound(Round):
-    """A round whose drafter works while the target verifies; it never decodes without a draft."""
+    """A round whose drafter works while the target verifies; one that drafts nothing is that of `Round`."""
 
     has_bonus = False
 
-    def __init__(self, target: Runner, drafter: AheadDrafter, *, verifier: Verifier) -> None:
-        super().__init__(target, drafter, verifier=verifier)
+    def __init__(
+        self, target: Runner, drafter: AheadDrafter, *, verifier: Verifier, limit: DraftLimit | None = None
+    ) -> None:
+        super().__init__(target, drafter, verifier=verifier, limit=limit)
         self._drafter = drafter
         self.num_ahead = drafter.num_draft_tokens - 1
         self._in_flight_A = torch.arange(self.num_ahead, device=target.device)
@@ -70,6 +73,8 @@ class OverlappedRound(Round):
 
         A rank only waits for the other model in the exchange, and on the draft's ranks in the last stage.
         """
+        if not choice.num_tokens:
+            return super().step(executor, state, choice=choice, bucket=bucket, clock=clock)
 
         def stage(name: str, function: Callable[..., Any], *, repeats: bool = False) -> Stage:
             reads = (self.verifier, self._in_flight_A)
@@ -91,8 +96,8 @@ class OverlappedRound(Round):
         uniforms_BN, following = executor.run(stage("exchange", self._exchange), state, *drafted)
         clock.add("draft", waits=True)
         before_BTV = self._before(executor, in_flight_BTV, following)
-        verifying = stage("verify", partial(self._verify_ahead, keeps=keeps), repeats=True)
-        result = executor.run(verifying, state, target_BKV, uniforms_BN, following, before_BTV)
+        deciding = stage("decide", partial(self._verify_ahead, choice=choice, keeps=keeps), repeats=True)
+        result = executor.run(deciding, state, target_BKV, uniforms_BN, following, before_BTV)
         clock.add("verify", waits=self._drafter.drafts_here)
         return result, before_BTV if keeps else following.probs_BTV
 
@@ -110,22 +115,20 @@ class OverlappedRound(Round):
             self._kept_BTV = probs_BTV.new_zeros(shape)
         return self._kept_BTV
 
-    def _draft(self, choice: DraftChoice, bucket: int, state: BatchState) -> tuple[Tensor, Draft]:
-        uniforms_BN = state.uniforms()
-        return uniforms_BN, self._drafter.propose(
-            _behind_flight(state), num_tokens=choice.num_tokens,
-            uniforms_BKP=self.uniforms.split(uniforms_BN).draft_BKP, bucket=bucket,
-        )  # fmt: skip
+    def draft_rows(self, state: BatchState) -> Rows:
+        """The rows as the draft sees them: what is in flight counts as text."""
+        return state.rows._replace(lengths_B=state.lengths_B + state.ahead_B)
 
     def _score(self, choice: DraftChoice, bucket: int, state: BatchState) -> Tensor:
         return self.verifier.process(*self.score(state, num_drafted=choice.num_tokens - 1, bucket=bucket))
 
     def _exchange(self, state: BatchState, uniforms_BN: Tensor, draft: Draft) -> tuple[Tensor, Draft]:
-        return uniforms_BN, self._drafter.exchange(draft, _behind_flight(state))
+        return uniforms_BN, self._drafter.exchange(draft, self.draft_rows(state))
 
     def _verify_ahead(
         self, state: BatchState, target_BKV: Tensor, uniforms_BN: Tensor, following: Draft, before_BTV: Tensor | None,
         *,
+        choice: DraftChoice,
         keeps: bool,
     ) -> Tensor:  # fmt: skip
         """Verify, commit, and say which rows keep the following block; `before_BTV` is of the one in flight, if any.
@@ -135,17 +138,15 @@ class OverlappedRound(Round):
         flying_BA = state.tokens_BS.gather(1, state.lengths_B[:, None] + self._in_flight_A)
         in_flight = Draft(flying_BA, None if before_BTV is None else before_BTV[:, 1:])
         draws, ahead_B = self.uniforms.split(uniforms_BN), state.ahead_B
-        decision = self.verifier.decide(
-            lambda: verify_ahead(self.verifier.rule, in_flight, following, target_BKV, ahead_B=ahead_B, draws=draws),
-            batch_size=flying_BA.shape[0],
-        )
+        is_plain_B1, rule = self.is_plain(choice, state), self.verifier.rule
+
+        def verdict() -> Verdict:
+            found = verify_ahead(rule, in_flight, following, target_BKV, ahead_B=ahead_B, draws=draws)
+            return rule.or_plain(found, is_plain_B1, target_BKV, draws=draws)
+
+        decision = self.verifier.decide(verdict, batch_size=flying_BA.shape[0])
         result = state.commit(decision, drafted_ids_BK=flying_BA)
         state.ahead_B.copy_((decision.flags_B1[:, 0] >= GOES_ON) * self.num_ahead)
         if keeps and before_BTV is not None and following.probs_BTV is not None:
             before_BTV.copy_(following.probs_BTV)
         return result
-
-
-def _behind_flight(state: BatchState) -> Rows:
-    """The rows as the draft sees them: what is in flight counts as text."""
-    return state.rows._replace(lengths_B=state.lengths_B + state.ahead_B)

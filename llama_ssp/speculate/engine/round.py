@@ -37,12 +37,12 @@ from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.upload import to_device
 from llama_ssp.speculate.drafters.drafter import Drafter, TreeTables
-from llama_ssp.speculate.drafters.limited import LimitedDrafter
+from llama_ssp.speculate.drafters.limited import DraftLimit
 from llama_ssp.speculate.engine.clock import HostClock
 from llama_ssp.speculate.engine.held import PromptRow
 from llama_ssp.speculate.engine.state import BatchState
 from llama_ssp.speculate.engine.verifier import Verifier
-from llama_ssp.speculate.sampling.context import Context
+from llama_ssp.speculate.sampling.context import Context, Rows
 from llama_ssp.speculate.sampling.rules import Draft
 from llama_ssp.speculate.sampling.trees import Topology
 from llama_ssp.speculate.sampling.uniforms import UniformTable
@@ -98,6 +98,7 @@ class Round:
 
     Attributes:
         taps: what a draft head reads of the target; None without one.
+        limit: the rows that the first drafter drafts for; None for all.
         num_ahead: the most drafted tokens that wait for verification when a round begins.
         has_bonus: a round that accepts all its drafted tokens adds one of the target's.
         tree: of the drafts; None for chains. It reads a token of its text in a tree, and not as a prompt's is read.
@@ -106,8 +107,11 @@ class Round:
     has_bonus = True
     num_ahead = 0
 
-    def __init__(self, target: Runner, *drafters: Drafter, verifier: Verifier, taps: Taps | None = None) -> None:
-        self.target, self.taps, self.tree = target, taps, verifier.tree
+    def __init__(
+        self, target: Runner, *drafters: Drafter, verifier: Verifier, taps: Taps | None = None,
+        limit: DraftLimit | None = None,
+    ) -> None:  # fmt: skip
+        self.target, self.taps, self.tree, self.limit = target, taps, verifier.tree, limit
         self.drafters = drafters
         self.verifier = verifier
         num_draft_tokens = max([drafter.num_draft_tokens for drafter in drafters], default=0)
@@ -149,9 +153,9 @@ class Round:
         rows, held, draft_held = zip(*places, strict=True)
         to_read = Prompts(prompts.tokens_BS, prompts.lengths_B, lengths, max(lengths), held)
         logits_RV = read_prompts(self.target, to_read, rows=rows, buckets=buckets, taps=self.taps)
-        for source, drafter in enumerate(self.drafters):
+        for source in range(len(self.drafters)):
             if source not in late:
-                drafter.prefill(to_read._replace(held=draft_held), rows=rows, buckets=buckets)
+                self._read_by_drafter(source, to_read._replace(held=draft_held), rows, buckets=buckets)
         context = prompts.rows.before(prompts.lengths_B[:, None] - 1) if self.verifier.needs_context else None
         plain_RP = self.uniforms.split(prompts.uniforms()).plain_BP
         return prompts.commit(self.verifier.draw(logits_RV, plain_RP, context))
@@ -162,7 +166,11 @@ class Round:
         """Let a drafter read the prompts of these rows of the batch, which have these lengths."""
         tokens_RS = state.tokens_BS.index_select(0, to_device(rows, self.target.device))
         prompts = Prompts(tokens_RS, to_device(lengths, self.target.device), lengths, max(lengths))
-        self.drafters[source].prefill(prompts, rows=rows, buckets=buckets)
+        self._read_by_drafter(source, prompts, rows, buckets=buckets)
+
+    def _read_by_drafter(self, source: int, prompts: Prompts, rows: Sequence[int], *, buckets: Buckets) -> None:
+        limit = self._limit_of(source)
+        self.drafters[source].prefill(limit.of_prompts(prompts) if limit else prompts, rows=rows, buckets=buckets)
 
     def read(self, prompts: BatchState, place: PromptRow, *, num_tokens: int, buckets: Buckets) -> None:
         """Read the first tokens of one prompt into its row of the target's cache, those that are not held."""
@@ -200,7 +208,7 @@ class Round:
         drafter = self.drafters[choice.source]
         return Stage(
             "draft", partial(self._draft, choice, bucket), choice, bucket,
-            reads=(self.drafters,), repeats=drafter.repeats_operators,
+            reads=(self.drafters, self.last_and_drafted_W), repeats=drafter.repeats_operators,
         )  # fmt: skip
 
     def verify_stage(self, choice: DraftChoice, *, bucket: int) -> Stage:
@@ -215,19 +223,39 @@ class Round:
         return (self.target, self.verifier, self.last_and_drafted_W, self.taps, *of_trees)
 
     def longest(self, choice: DraftChoice) -> int | None:
-        """The longest rows that a round drafts for, which decodes longer ones plainly; None for all."""
-        drafter = self.drafters[choice.source] if choice.num_tokens else None
-        return drafter.longest(choice.num_tokens) if isinstance(drafter, LimitedDrafter) else None
+        """The longest rows that a round drafts for, which decodes longer ones plainly; None for all.
+
+        What is in flight counts as text.
+        """
+        limit = self._limit_of(choice.source) if choice.num_tokens else None
+        return limit.longest(choice.num_tokens) if limit else None
+
+    def _limit_of(self, source: int) -> DraftLimit | None:
+        return None if source else self.limit
+
+    def is_plain(self, choice: DraftChoice, state: BatchState) -> Tensor | None:
+        """Which rows (B, 1) the draft cannot serve in this round; None if it serves all."""
+        longest = self.longest(choice)
+        return None if longest is None else self.draft_rows(state).lengths_B[:, None] > longest
+
+    def draft_rows(self, state: BatchState) -> Rows:
+        """The rows as the draft sees them."""
+        return state.rows
 
     def _draft(self, choice: DraftChoice, bucket: int, state: BatchState) -> tuple[Tensor, Draft]:
-        uniforms_BN = state.uniforms()
-        return uniforms_BN, self.drafters[choice.source].propose(
-            state.rows,
-            num_tokens=choice.num_tokens,
-            uniforms_BKP=self.uniforms.split(uniforms_BN, choice.num_tokens).draft_BKP,
+        uniforms_BN, rows, number = state.uniforms(), self.draft_rows(state), choice.num_tokens
+        limit = self._limit_of(choice.source)
+        draft = self.drafters[choice.source].propose(
+            limit.of_rows(rows, number) if limit else rows,
+            num_tokens=number,
+            uniforms_BKP=self.uniforms.split(uniforms_BN, number).draft_BKP,
             num_unread=choice.num_unread,
             bucket=bucket,
         )
+        if limit:
+            behind_BK = rows.lengths_B[:, None] + self.last_and_drafted_W[1 : number + 1]
+            rows.tokens_BS.scatter_(1, behind_BK, draft.ids_BK)
+        return uniforms_BN, draft
 
     def _verify(
         self, choice: DraftChoice, bucket: int, state: BatchState, uniforms_BN: Tensor | None = None,
@@ -237,7 +265,7 @@ class Round:
             logits_BWV, context = self.score(state, num_drafted=0, bucket=bucket)
             plain_BP = self.uniforms.split(state.uniforms()).plain_BP
             return state.commit(self.verifier.draw(logits_BWV[:, 0], plain_BP, context))
-        shape, longest = self.tree.topology_of(draft) if self.tree else None, self.longest(choice)
+        shape = self.tree.topology_of(draft) if self.tree else None
         if shape:
             logits_BWV, context = self._score_nodes(state, draft, shape, bucket=bucket), None
         else:
@@ -245,7 +273,7 @@ class Round:
         draws = self.uniforms.split(uniforms_BN, choice.num_tokens)
         decision = self.verifier.verify(
             draft, self.verifier.process(logits_BWV, context), draws=draws, shape=shape,
-            is_plain_B1=None if longest is None else state.lengths_B[:, None] > longest,
+            is_plain_B1=self.is_plain(choice, state),
         )  # fmt: skip
         ids_BK = draft.ids_BK if decision.path_BD is None else self._follow(state, draft, decision.path_BD)
         return state.commit(decision, drafted_ids_BK=ids_BK)

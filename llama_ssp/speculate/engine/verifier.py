@@ -128,10 +128,7 @@ class Verifier:
             verdict = verify_path(self.rule, self.tree, shape, draft, target_BTV, draws=draws)
         else:
             verdict = self.rule.verify(draft, target_BTV, draws=draws)
-        if is_plain_B1 is None:
-            return verdict
-        ids_B1 = self.rule.choose(target_BTV[:, 0], draws.plain_BP)
-        return verdict.where(is_plain_B1, Verdict(torch.zeros_like(ids_B1), ids_B1, target_BTV[:, 0].gather(1, ids_B1)))
+        return self.rule.or_plain(verdict, is_plain_B1, target_BTV, draws=draws)
 
     def _decision(self, verdict: Verdict) -> Decision:
         is_nan_B1 = verdict.weights_B1 != verdict.weights_B1

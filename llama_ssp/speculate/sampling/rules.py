@@ -101,11 +101,12 @@ class Verdict(NamedTuple):
     goes_on_B1: Tensor | None = None
 
     def where(self, is_other_B1: Tensor, other: "Verdict") -> "Verdict":
-        """Take another verdict in some rows."""
+        """Take another verdict in some rows, where no block stays in flight."""
         num_accepted_B1, next_ids_B1, weights_B1 = (
             torch.where(is_other_B1, *parts) for parts in zip(other[:3], self[:3], strict=True)
         )
-        return Verdict(num_accepted_B1, next_ids_B1, weights_B1, self.path_BD, self.goes_on_B1)
+        goes_on_B1 = None if self.goes_on_B1 is None else self.goes_on_B1 * ~is_other_B1
+        return Verdict(num_accepted_B1, next_ids_B1, weights_B1, self.path_BD, goes_on_B1)
 
 
 def verify_speculative(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Verdict:
@@ -240,6 +241,13 @@ class Rule:
     def verify(self, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
         """Verify a draft against the output of `process` for the target's logits at K + 1 positions."""
         return self._verify(draft, target_BTV, draws=draws) if self._verify else verify_greedy(draft, target_BTV)
+
+    def or_plain(self, verdict: Verdict, is_plain_B1: Tensor | None, target_BTV: Tensor, *, draws: Draws) -> Verdict:
+        """Accept nothing in some rows, if any, and draw their next token as plain decoding does."""
+        if is_plain_B1 is None:
+            return verdict
+        ids_B1 = self.choose(target_BTV[:, 0], draws.plain_BP)
+        return verdict.where(is_plain_B1, Verdict(torch.zeros_like(ids_B1), ids_B1, target_BTV[:, 0].gather(1, ids_B1)))
 
 
 def make_rule(sampling: SamplingConfig, verification: VerificationConfig, *, breaks_ties: bool = False) -> Rule:

@@ -3,48 +3,46 @@
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from llama_ssp import catalogue
 from llama_ssp.run.commands import plan
-from llama_ssp.run.decoders import context_of
-from llama_ssp.run.lengths import problem_of_length
-from llama_ssp.run.prompts import Prompt
-from llama_ssp.settings.schema import SpeculationConfig
 from llama_ssp.weights import hub
+from tests.helpers.commands import run
 from tests.helpers.in_process import call, launch
 
 pytestmark = pytest.mark.seconds
 
 NOTE = "rows go on without the draft behind token 61: the context of draft=local has 64 tokens"
 SMALL = ("task=generate", "max_new_tokens=90", "device=cpu", "sampling=greedy", "prompt=def factorial(n):")
+PLANNED = ("prompt_tokens=40", "max_new_tokens=90")
 
 
-def test_a_run_goes_on_without_its_draft(tmp_path: Path) -> None:
+@pytest.fixture
+def short(tmp_path: Path) -> tuple[str, str]:
     folder = shutil.copytree(hub.resolve(catalogue.load("tiny-draft")), tmp_path / "draft")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
-    own = ("draft=local", f"draft.model.path={folder}")
+    return "draft=local", f"draft.model.path={folder}"
+
+
+def test_a_run_goes_on_without_its_draft(tmp_path: Path, short: tuple[str, str]) -> None:
     plain = launch(*SMALL, "draft=none", f"run_dir={tmp_path}/plain")
-    found = launch(*SMALL, *own, f"run_dir={tmp_path}/run")
+    found = launch(*SMALL, *short, f"run_dir={tmp_path}/run")
     assert (found.code, found.lines[0]["token_ids"]) == (0, plain.lines[0]["token_ids"])
     assert NOTE in " ".join(found.err.split())
-    planned = call(plan.main, ["model=tiny", *own, "prompt_tokens=40", "max_new_tokens=90", "hardware=1xh100"])
+    planned = call(plan.main, ["model=tiny", *short, *PLANNED, "hardware=1xh100"])
     assert NOTE in " ".join(planned.out.split())
 
 
-def test_a_draft_that_limits_rounds_which_overlap_is_named() -> None:
-    sources: Any = [
-        SimpleNamespace(origin=SimpleNamespace(context=context), entry=SimpleNamespace(name=name))
-        for name, context in (("tiny", 2048), ("short", 64))
-    ]
-    alone: Any = SimpleNamespace(speculation=SpeculationConfig())
-    assert context_of(sources, alone) == (2048, "")
-    overlapping: Any = SimpleNamespace(speculation=SpeculationConfig(overlap=True))
-    context, whose = context_of(sources, overlapping)
-    found = problem_of_length(Prompt(text="x"), 60, max_new_tokens=9, context=context, whose=whose)
-    assert found
-    assert "the context of 64 of draft=short, which limits rounds that overlap" in found
+def test_a_run_whose_rounds_overlap_goes_on_without_its_draft(tmp_path: Path, short: tuple[str, str]) -> None:
+    overlaps = ("placement=own_gpu", "speculation.overlap=true")
+    plain = launch(*SMALL, "draft=none", f"run_dir={tmp_path}/plain")
+    found = run([*SMALL, *short, *overlaps, f"run_dir={tmp_path}/run"], num_ranks=2)
+    assert NOTE in " ".join(found.stderr.split())
+    [line] = map(json.loads, (tmp_path / "run" / "run.jsonl").read_text().splitlines())
+    assert line["token_ids"] == plain.lines[0]["token_ids"]
+    assert sum(line["accepted_lengths"]) > 10, "the draft serves the beginning"
+    planned = call(plan.main, ["model=tiny", *short, *PLANNED, *overlaps, "hardware=2xh100"])
+    assert NOTE in " ".join(planned.out.split())

@@ -1,19 +1,19 @@
 """Rows that outgrow the context of their draft go on plainly: the same law and seeds, whatever else is in the batch."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 
-from llama_ssp.speculate.drafters.limited import LimitedDrafter
-from llama_ssp.speculate.drafters.model import ModelDrafter
+from llama_ssp.speculate.drafters.limited import DraftLimit
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.state import Request
-from llama_ssp.speculate.sampling.rules import Rule
 from llama_ssp.speculate.sampling.trees import Tree
-from tests.helpers.decoders import complete, make_decoder
+from tests.helpers.decoders import complete, make_decoder, outcome
 from tests.helpers.kinds import near_pair
+from tests.helpers.overlapped import complete_on_ranks
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.recorded import WatchedGraphs
 
@@ -35,24 +35,34 @@ def decoded(
     shape: str | None = None, *, temperature: float = 0.9, batch_size: int = 1, replay: Any = False,  # noqa: ANN401
     sharpness: float = 1.0, drafts: bool = True, num_new: int = 20, lengths: Sequence[int] = LENGTHS,
 ) -> list[RowCompletion]:  # fmt: skip
+    target, draft = short_pair(sharpness)
+    tree = Tree.of(shape, CPU) if shape else None
+    decoder = make_decoder(
+        target, draft if drafts else None, temperature=temperature, batch_size=batch_size, tree=tree, replay=replay,
+        limit=DraftLimit(CONTEXT, tree.depth if tree else None) if drafts else None,
+    )  # fmt: skip
+    return complete(decoder, requests(lengths, num_new))
+
+
+def short_pair(sharpness: float = 1.0) -> tuple[PrefixRunner, Short]:
     target, near = near_pair(sharpness)
     draft = Short(sharpness=sharpness)
     draft.head = near.head
-    tree = Tree.of(shape, CPU) if shape else None
-    number = tree.num_drafted if tree else K
+    return target, draft
 
-    def make(rule: Rule) -> LimitedDrafter:
-        inner = ModelDrafter(draft, rule=rule, num_draft_tokens=number, vocab_size=target.vocab_size, tree=tree)
-        return LimitedDrafter(inner, CONTEXT, depth=tree.depth if tree else None, device=CPU)
 
-    decoder = make_decoder(
-        target, None, temperature=temperature, batch_size=batch_size, num_draft_tokens=number, tree=tree,
-        replay=replay, make_drafter=make if drafts else None,
-    )  # fmt: skip
+def requests(lengths: Sequence[int], num_new: int) -> list[Request]:
     prompts = [tuple((7 * place + number) % 11 for place in range(length)) for number, length in enumerate(lengths)]
-    return complete(decoder, [
-        Request(index=index, prompt_ids=ids, max_new_tokens=num_new) for index, ids in enumerate(prompts)
-    ])  # fmt: skip
+    return [Request(index=index, prompt_ids=ids, max_new_tokens=num_new) for index, ids in enumerate(prompts)]
+
+
+def overlapped(num_ranks: int = 1, lengths: Sequence[int] = LENGTHS, **options: Any) -> list[RowCompletion]:  # noqa: ANN401
+    found = complete_on_ranks(
+        num_ranks, short_pair, requests(lengths, 20),
+        **{"temperature": 0.9, "replay": False, "limit": DraftLimit(CONTEXT)} | options,
+    )  # fmt: skip
+    assert all(outcome(of_rank) == outcome(found[0]) for of_rank in found)
+    return found[0]
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
@@ -79,3 +89,35 @@ def test_beyond_the_draft_tokens_are_those_of_plain_decoding_and_count_in_no_rat
     shorter = decoded(lengths=(CONTEXT - K,), num_new=30)[0]
     assert (shorter.draft_lengths[0], sum(shorter.draft_lengths[1:])) == (K, 0)
     assert shorter.examined_lengths[1:] == [0] * (len(shorter.draft_lengths) - 1)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_greedy_text_of_rounds_that_overlap_is_plain_text(num_ranks: int) -> None:
+    plain = decoded(drafts=False, temperature=0.0)
+    found = overlapped(num_ranks, batch_size=3, temperature=0.0)
+    assert [each.token_ids for each in found] == [each.token_ids for each in plain]
+    assert sum(map(sum, (each.accepted_lengths for each in found))) > 10
+
+
+def test_a_sampled_text_of_rounds_that_overlap_depends_on_no_other_row_rank_or_executor(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    wanted = [each.token_ids for each in overlapped()]
+    for num_ranks, batch_size, replay in ((1, 4, False), (2, 3, False), (2, 4, True)):
+        found = overlapped(num_ranks, batch_size=batch_size, replay=replay)
+        assert [each.token_ids for each in found] == wanted
+    assert not caplog.records, "all stages are traced, also those of plain rounds"
+
+
+def test_rounds_that_overlap_go_on_plainly_from_the_same_token() -> None:
+    beyond = CONTEXT - K + 2
+    (plain,) = decoded(drafts=False, lengths=(beyond,))
+    (found,) = overlapped(lengths=(beyond,))
+    assert found.token_ids == plain.token_ids
+    assert not any(found.draft_lengths)
+    (served,) = overlapped(lengths=(6,))
+    rounds = list(zip(served.accepted_lengths, served.draft_lengths, strict=True))
+    starts = accumulate((each + (each < most or not most) for each, most in rounds), initial=7)
+    drafted_at = [start for start, (_, most) in zip(starts, rounds, strict=False) if most]
+    assert min(drafted_at) == 7
+    assert CONTEXT - 2 * K + 1 <= max(drafted_at) <= CONTEXT - K + 1, "with two tokens in flight at most"

@@ -186,3 +186,12 @@ def test_a_block_that_stays_in_flight_behind_a_rejection_is_found() -> None:
         return verdict._replace(num_accepted_B1=verdict.num_accepted_B1 * 0)
 
     assert error("speculative", "temperature", num_drafted=2, wanted=3, decide=faulty) > 1e-3
+
+
+def test_blocks_that_are_dropped_from_rows_that_go_on_plainly_keep_the_law() -> None:
+    def dropping(rule: Rule, *arguments: Tensor, ahead_B: Tensor, draws: Draws) -> Verdict:
+        verdict = verify_ahead(rule, *arguments, ahead_B=ahead_B, draws=draws)  # type: ignore[arg-type]
+        same = draws._replace(plain_BP=draws.residual_BP)
+        return rule.or_plain(verdict, ahead_B[:, None] > 0, arguments[-1], draws=same)
+
+    assert error("speculative", "temperature", num_drafted=2, wanted=3, decide=dropping) < 1e-12

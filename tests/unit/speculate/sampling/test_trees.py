@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from llama_ssp.cpu.tracing import Traced
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.settings.trees import tree_shape
 from llama_ssp.speculate.engine.executors import tensors_of
@@ -20,7 +19,6 @@ from llama_ssp.speculate.sampling.trees import (
     Level,
     Topology,
     Tree,
-    best_children,
     best_choices,
     draw_children,
     drawn_choices,
@@ -329,38 +327,6 @@ def test_a_chain_is_drawn_and_verified_as_without_a_tree_to_the_bit(depth: int) 
         assert torch.equal(own, wanted)
 
 
-@pytest.mark.parametrize("shape", ["3x2x1", "1x3", "2x1x4"])
-def test_a_row_has_the_same_verdict_alone_and_in_a_batch(shape: str) -> None:
-    tree, draft, target_BTV, draws = drafted(shape)
-    assert draft.probs_BTV is not None
-    joint = verify_tree(tree, draft, target_BTV, draws=draws)
-    assert joint.num_accepted_B1.unique().numel() == tree.depth + 1
-    assert path_of(joint)[:, 0].unique().numel() == tree.shape.widths[0]
-    for row in range(64):
-        one = slice(row, row + 1)
-        own = Draft(draft.ids_BK[one], draft.probs_BTV[one])
-        alone = verify_tree(tree, own, target_BTV[one], draws=Draws(*(each[one] for each in draws)))
-        assert all(map(torch.equal, tensors_of(alone), (each[one] for each in tensors_of(joint))))
-
-
-def test_a_trace_gives_the_same_verdicts() -> None:
-    tree, draft, target_BTV, draws = drafted("3x2x1")
-    assert draft.probs_BTV is not None
-
-    def decide(target_BTV: Tensor, ids_BK: Tensor, probs_BTV: Tensor, *draws: Tensor) -> tuple[Tensor, ...]:
-        sampled = verify_tree(tree, Draft(ids_BK, probs_BTV), target_BTV, draws=Draws(*draws))
-        greedy = verify_tree_greedy(tree, Draft(ids_BK), target_BTV)
-        return *tensors_of(sampled), *tensors_of(greedy), draw_children(probs_BTV[:, 1:4], draws[0][:, 3:9])
-
-    traced = Traced(decide, reads=(tree,))
-    drafted_before = draft.ids_BK, draft.probs_BTV, *draws
-    for turn in (0, 1, 0, 1):
-        given = target_BTV.roll(turn, 0), *drafted_before
-        assert all(map(torch.equal, traced("key", *given), decide(*given)))
-    assert not traced.failed
-    assert traced.replays["key"]
-
-
 def test_no_value_is_read_between_the_draw_and_the_verdict() -> None:
     device = torch.device("meta")
     tree, draft, target_BTV, draws = drafted("3x2x1", device=device)
@@ -411,54 +377,6 @@ def test_nan_after_the_accepted_tokens_is_in_the_weight_and_nan_elsewhere_is_not
 def node_of(verdict: Verdict) -> Tensor:
     """The last accepted node (B,)."""
     return pad(path_of(verdict), (1, 0)).gather(1, verdict.num_accepted_B1)[:, 0]
-
-
-@pytest.mark.parametrize("shape", ["4x2x2", "1x3x1", "2x2"])
-def test_greedy_accepts_the_path_of_the_targets_best_tokens(shape: str) -> None:
-    tree, _, logits_BTV, _ = drafted(shape)
-    best_BT = logits_BTV.argmax(-1)
-    places_N = (
-        (tree.children_TW[tree.topology.parents_BN[0]] == torch.arange(1, tree.num_drafted + 1)[:, None])
-        .long()
-        .argmax(1)
-    )
-    best_places_BT = torch.randint(
-        0, 1 + max(tree.shape.widths), best_BT.shape, generator=torch.Generator().manual_seed(3)
-    )
-    is_best_BN = best_places_BT[:, tree.topology.parents_BN[0]] == places_N
-    ids_BN = torch.where(is_best_BN, best_BT[:, tree.topology.parents_BN[0]], 50 + places_N)
-    verdict = verify_tree_greedy(tree, Draft(ids_BN), logits_BTV)
-    for row, (ids, best) in enumerate(zip(ids_BN.tolist(), best_BT.tolist(), strict=True)):
-        node, path = 0, []
-        while found := [c for c in tree.children_TW[node].tolist() if c and ids[c - 1] == best[node]]:
-            node = found[-1]
-            path.append(ids[node - 1])
-        num = int(verdict.num_accepted_B1[row])
-        assert [ids[c - 1] for c in path_of(verdict)[row, :num].tolist()] == path
-        assert int(verdict.next_ids_B1[row]) == best[node_of(verdict)[row]]
-    assert verdict.num_accepted_B1.unique().numel() == tree.depth + 1
-
-
-def test_the_best_children_are_those_with_the_largest_scores() -> None:
-    scores_BMV = torch.tensor([[[0.0, 3.0, 1.0, 2.0], [5.0, 1.0, 5.0, 0.0]]])
-    assert best_children(scores_BMV, width=1).tolist() == [[1, 0]]
-    assert best_children(scores_BMV[:, :1], width=3).tolist() == [[1, 3, 2]]
-    assert best_children(scores_BMV, width=2)[0, 2:].sort().values.tolist() == [0, 2]
-
-
-def test_a_tree_is_numbered_level_by_level() -> None:
-    tree = Tree.of("2x1x2", CPU)
-    assert (tree.shape.widths, tree.num_drafted, tree.depth, tree.num_parents) == ((2, 1, 2), 8, 3, 5)
-    assert tree.levels == (range(1, 3), range(3, 5), range(5, 9))
-    assert tree.topology.parents_BN[0].tolist() == [0, 0, 1, 2, 3, 3, 4, 4]
-    assert tree.topology.depths_BT[0].tolist() == [0, 1, 1, 2, 2, 3, 3, 3, 3]
-    assert tree.children_TW.tolist() == [[1, 2], [3, 0], [4, 0], [5, 6], [7, 8], *[[0, 0]] * 4]
-    assert tree.topology.paths_BTD[0].tolist() == [
-        [1, 2, 3], [1, 2, 3], [2, 2, 3], [1, 3, 3], [2, 4, 3], [1, 3, 5], [1, 3, 6], [2, 4, 7], [2, 4, 8]
-    ]  # fmt: skip
-    assert [row.nonzero()[:, 0].tolist() for row in tree.topology.ancestors_BTT[0]] == [
-        [0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0, 1, 3, 5], [0, 1, 3, 6], [0, 2, 4, 7], [0, 2, 4, 8]
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", ["dynamic-24x4x4", "dynamic-6x6x1", "dynamic-5x1x5", "dynamic-12x3x6"])
