@@ -99,9 +99,7 @@ def find_few_rows(name: str, operands: Sequence[Tensor]) -> ProductOfFewRows | N
 
 
 @cache
-def few_rows_of(
-    name: str, dtypes: tuple[torch.dtype, ...], groups: tuple[int, ...]
-) -> ProductOfFewRows | None:  # fmt: skip
+def few_rows_of(name: str, dtypes: tuple[torch.dtype, ...], groups: tuple[int, ...]) -> ProductOfFewRows | None:
     """`find_few_rows` for operands of these dtypes; the others than weights by inputs of a group, 0 for all."""
     num_inputs, num_outputs = 256, 16
     weights = torch.ones(num_outputs, num_inputs // _weights_of_a_byte(dtypes[0]))

@@ -56,20 +56,20 @@ class WholeLayer:
 def whole_layer(parts: Sequence[NativeLinear | None], head_dim: int, rows: KeptRows = SINGLES) -> WholeLayer | None:
     """The layer of these parts; None if they are not all of one kind, or if this machine has no operator for it."""
     found = [part for part in parts if part]
-    if len(found) < len(parts) or len({part.kind for part in found}) > 1:
+    if len(found) < len(parts) or len({part.product for part in found}) > 1:
         return None
     _, scales, _, norms = zip(*(part.operands for part in found), strict=True)
-    if not (len(norms[0]) and len(norms[2]) and all(each.dtype is torch.float32 for each in scales)):
+    if not (len(norms[0]) and len(norms[2]) and all(part.dtype is torch.float32 for part in scales)):
         return None
     attention = find_attention(scales[0].device, torch.float32, head_dim, rows)
-    operator = _operator_of(found[0].kind, rows, head_dim, attention) if attention else None
+    operator = _operator_of(found[0].product, rows, head_dim, attention) if attention else None
     return WholeLayer(found, operator) if operator else None
 
 
 @cache
 def _operator_of(product: Product, rows: KeptRows, head_dim: int, attention: Attention) -> Operator | None:
     """The operator, which runs the functions of the product and of attention, compiled at the first call."""
-    tensors = ", ".join(f"Tensor{'(a!)' if each == 'cache' else ''} {each}" for each in TENSORS)
+    tensors = ", ".join(f"Tensor{'(a!)' if name == 'cache' else ''} {name}" for name in TENSORS)
     return find_operator(
         f"layer_{product.kind}_{rows.kind}_{head_dim}({tensors}, float least_qkv, float least_gated, int num_heads, "
         "float scale, int window) -> Tensor",

@@ -142,12 +142,9 @@ def sample(product: Product, weight_OI: Tensor, scale: float) -> tuple[Tensor, T
         return weight_OI.to(torch.int8), torch.full((len(weight_OI),), scale)
     scales_OG = torch.full((len(weight_OI), weight_OI.shape[1] // product.group), scale)
     if product.codes == E2M1:
-        scales_OS = torch.full((len(weight_OI), weight_OI.shape[1] // product.scaled), scale)
-        scales_OS, ones_O = (
-            scales_OS.to(fp4_rows.dtype_of_scales(product)).view(torch.uint8),
-            torch.ones(len(weight_OI)),
-        )
-        return fp4_rows.pack(fp4_rows.codes_of(weight_OI), scales_OS, ones_O), ones_O
+        dtype, ones_O = fp4_rows.dtype_of_scales(product), torch.ones(len(weight_OI))
+        scales_OS = torch.full((len(weight_OI), weight_OI.shape[1] // product.scaled), scale).to(dtype)
+        return fp4_rows.pack(fp4_rows.codes_of(weight_OI), scales_OS.view(torch.uint8), ones_O), ones_O
     if product.codes == E4M3:
         return weight_OI.to(torch.float8_e4m3fn).view(torch.uint8), scales_OG
     zeros_O1 = torch.arange(len(weight_OI))[:, None].remainder(4).add(6)
@@ -207,7 +204,7 @@ class NativeLinear(Linear):
     Rows, sums and results are fp32. In other number formats, rows and results are converted.
 
     Args:
-        kind: the product.
+        product: of which it has the operator.
         values_OI: weights in int8, fp16 or fp32, the bytes of FP8, or codes of 4 bits; of floats of 4 bits `fp4_rows`.
         scales_O: one an output; of fp16 and fp32 one number; of FP8 those, of int4 the words of all groups.
         bias_O: None for none.
@@ -215,11 +212,11 @@ class NativeLinear(Linear):
 
     least_square = 0.0
 
-    def __init__(self, kind: Product, values_OI: Tensor, scales_O: Tensor, bias_O: Tensor | None) -> None:
-        product = product_of(kind)
-        assert product
-        self.kind, self._product = kind, product
-        self._packed, self._scales_O = operands(kind, values_OI, scales_O)
+    def __init__(self, product: Product, values_OI: Tensor, scales_O: Tensor, bias_O: Tensor | None) -> None:
+        operator = product_of(product)
+        assert operator
+        self.product, self._operator = product, operator
+        self._packed, self._scales_O = operands(product, values_OI, scales_O)
         self._none = self._norm = self._scales_O.new_empty(0, dtype=torch.float32)
         self._bias_O = self._none if bias_O is None else bias_O
 
@@ -244,7 +241,7 @@ class NativeLinear(Linear):
         # The kernel reads rows one behind the other.
         x_MI, residual_MO = (part if part.is_contiguous() else part.contiguous() for part in (x_MI, residual_MO))
         scales_O = self._scales_O if self._scales_O.dtype is torch.float32 else self._scales_O.float()
-        return self._product(x_MI, self._packed, scales_O, bias_O, residual_MO, self._none, 0.0, False)
+        return self._operator(x_MI, self._packed, scales_O, bias_O, residual_MO, self._none, 0.0, False)
 
     def take_in(self, norm: Tensor, least_square: float, *, gates: bool) -> bool:
         """From now on `fused` does what stands around the product too: the RMS norm before it, the gate after it.
@@ -269,7 +266,7 @@ class NativeLinear(Linear):
     def fused(self, x_MI: Tensor) -> Tensor:
         """Norm, product and gate of fp32 rows; only after `take_in`."""
         packed, scales_O, bias_O, norm = self.operands
-        return self._product(x_MI, packed, scales_O, bias_O, self._none, norm, self.least_square, self._gates)
+        return self._operator(x_MI, packed, scales_O, bias_O, self._none, norm, self.least_square, self._gates)
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -195,7 +195,7 @@ class _Modules:
 
     def __init__(self, patterns: list[str]) -> None:
         self._parts = {pattern.strip(".") for pattern in patterns if "*" not in pattern}
-        self._globs = [f"*.{each.strip('.')}.*" for each in patterns if "*" in each and not each.startswith("re:")]
+        self._globs = [f"*.{glob.strip('.')}.*" for glob in patterns if "*" in glob and not glob.startswith("re:")]
         self._expressions = [
             Pattern(pattern.removeprefix("re:"), where="the pattern of modules")
             for pattern in patterns if pattern.startswith("re:")

@@ -169,8 +169,8 @@ class IntersectionDrafter(StepwiseDrafter, OwnBuckets):
         own_buckets = Buckets(step=buckets.step, num_slots=self._text.num_slots)
         # Equal prompts have equal tokens here as well; those of others' common beginnings may differ.
         held = [
-            Held(own_length, each.row) if each.num_tokens == length else Held()
-            for each, length, own_length in zip(prompts.held, prompts.lengths, lengths, strict=False)
+            Held(own_length, place.row) if place.num_tokens == length else Held()
+            for place, length, own_length in zip(prompts.held, prompts.lengths, lengths, strict=False)
         ]
         own = Prompts(own_RX, own_lengths_R, lengths, longest=max(lengths), held=held)
         read_prompts(self.runner, own, rows=rows, buckets=own_buckets)

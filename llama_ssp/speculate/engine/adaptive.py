@@ -108,7 +108,7 @@ class AdaptiveLength(FixedLength):
             return self._plans[chunks]
         plain = DraftChoice(0), 1 / self._plain_cost, self._plain_cost
         found = [source.best(number) for source, number in zip(self._sources, chunks, strict=True)]
-        best, gain, cost = max(plain, *found, key=lambda each: each[1])
+        best, gain, cost = max(plain, *found, key=lambda rated: rated[1])
         probes = [
             source.probe(gain, chunks[place])
             for place, source in enumerate(self._sources)
