@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator
 from llvmlite import ir
 
 from llama_ssp.cpu.emit import (
-    E4M3_SHRINK,
     F32,
     F32S,
     HALVES,
@@ -44,6 +43,7 @@ from llama_ssp.cpu.emit import (
     i64,
     wholes,
 )
+from llama_ssp.cpu.kinds import E4M3_DTYPE, E4M3_SHRINK
 from llama_ssp.storage.formats import CACHES
 
 _SERIAL = 2**17
@@ -226,7 +226,7 @@ def _widened(code: Code, kind: str, row: Value, index: Value) -> Value:
 def _scale(code: Code, kind: str, head_dim: int, row: Value) -> Value:
     """The factor of a row's widened numbers."""
     scale = code.read(code.at(row, i64(head_dim)), F32)
-    return code.fmul(scale, f32(E4M3_SHRINK)) if kind == "float8_e4m3fn" else scale
+    return code.fmul(scale, f32(E4M3_SHRINK)) if kind == E4M3_DTYPE else scale
 
 
 def _write(module: ir.Module, kind: str, head_dim: int) -> Value:

@@ -85,13 +85,16 @@ def optimized(module: ir.Module) -> binding.ModuleRef:
     return parsed
 
 
-def add_operator(name: str, emit: Callable[[], ir.Module], entry: str, *, shared: tuple[str, ...] = ()) -> None:
+def add_operator(
+    name: str, emit: Callable[[], ir.Module], entry: str, *, shared: tuple[str, ...] = (), key: str = ""
+) -> None:
     """Compile a module, and make a function of it the CPU kernel of `llama_ssp::name`, which is defined.
 
-    Modules that are compiled later may call its `shared` functions, as `llama_ssp_{name}_{function}`.
+    Modules that are compiled later may call its `shared` functions, as `llama_ssp_{name}_{function}`. `key` holds what
+    else decides the code.
     """
     library = _library_of_torch()
-    code = keep(name, _decides_code(), lambda: bytes(machine().emit_object(optimized(emit()))))
+    code = keep(name, _decides_code() + key, lambda: bytes(machine().emit_object(optimized(emit()))))
     engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine())
     engine.add_object_file(binding.ObjectFileRef.from_data(code))
     engine.finalize_object()

@@ -19,8 +19,6 @@ POINTER = ir.PointerType()
 VOID = ir.VoidType()
 F32S, I32S = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 HALVES, I8S, I16S = (ir.VectorType(kind, LANES) for kind in (ir.HalfType(), I8, I16))
-E4M3_SHRINK = 2.0**8
-"""How much smaller than its number `Code.from_e4m3` makes a code."""
 
 NO_POINTER = ir.Constant(POINTER, None)
 FLOAT32, INT64 = ir.Constant(I32, 6), ir.Constant(I32, 4)
@@ -149,7 +147,7 @@ class Code(ir.IRBuilder):  # type: ignore[misc]  # llvmlite comes without types
         }
 
     def from_e4m3(self, codes: Value) -> Value:
-        """A vector of codes of E4M3 as numbers, divided by `E4M3_SHRINK`; NaN codes become finite.
+        """A vector of codes of E4M3 as numbers, divided by `kinds.E4M3_SHRINK`; NaN codes become finite.
 
         The bits of a code, moved, are those of an fp16 number.
         """

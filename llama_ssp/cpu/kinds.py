@@ -1,18 +1,15 @@
 """Names, sizes and arguments that compiled operators and their callers share; no LLVM, so that any code may read it."""
 
-from llama_ssp.storage.formats import FP4_GROUP, FP4_SCALED, FP8_GROUP, INT4_GROUPS
+from llama_ssp.storage.formats import Product
 
 BLOCK = 16
 """Outputs of a block, and inputs that a product takes at a time: a layer has a multiple of both."""
-DOTS, FP8, NIBBLES = "dots", "fp8", "nibbles"
-FP4 = tuple(FP4_SCALED)
-GROUPS = {FP8: FP8_GROUP, NIBBLES: INT4_GROUPS[-1], **dict.fromkeys(FP4, FP4_GROUP)}
-"""The fewest inputs that share a word, by kind of product."""
-SHRUNK = {FP8: 2.0**8, "nvfp4": 2.0**8}
-"""How much smaller a product reads numbers in E4M3."""
-NEEDS = {"singles": (), "halves": ("f16c",), "bytes": (), DOTS: ("avx512vnni",), FP8: ("f16c",),
-         NIBBLES: ("avx512f",), **dict.fromkeys(FP4, ("avx512f", "f16c"))}  # fmt: skip
-"""Instructions of a CPU that each kind of product needs."""
+SINGLES, HALVES, BYTES, DOTS, E4M3, NIBBLES, E2M1 = "singles", "halves", "bytes", "dots", "e4m3", "nibbles", "e2m1"
+"""How products read weights: fp32, fp16, int8, int8 with rows in int8, and in groups E4M3, 4 bits with zeros, E2M1."""
+IN_FP32, IN_FP16 = Product("singles", SINGLES), Product("halves", HALVES, ("f16c",))
+"""The products of weights that are not quantized; those of storage formats are in `storage`."""
+E4M3_DTYPE, E4M3_SHRINK = "float8_e4m3fn", 2.0**8
+"""Torch's name of E4M3, and how much smaller than its number `Code.from_e4m3` makes a code."""
 
 PRODUCTS = ("qkv", "output", "gated", "down")
 PARTS = ("weights", "scales", "bias", "norm")

@@ -29,6 +29,7 @@ from llama_ssp.cpu import attention as attending
 from llama_ssp.cpu import linear
 from llama_ssp.cpu.emit import F32, I32, I64, LANES, NO_POINTER, POINTER, VOID, Code, Operator, Value, function, i64
 from llama_ssp.cpu.kinds import PARTS, PRODUCTS, TENSORS
+from llama_ssp.storage.formats import Product
 
 STEPS = ("qkv", "place", "attend", "output", "gated", "down")
 _SERIAL = 2**16
@@ -55,19 +56,19 @@ _FUTEX, _WAIT, _WAKE, _ALL = 202, 128, 129, 2**31 - 1
 """The system call of Linux on x86-64, its operations within one process, and how many to wake."""
 
 
-def emit(kind: str, rows: str, head_dim: int) -> ir.Module:
+def emit(product: Product, rows: str, head_dim: int) -> ir.Module:
     """The operator for products and cache rows of a kind each, and heads of D dimensions; its entry is `layer`."""
-    module = ir.Module(name=f"layer of {kind}, {rows} and {head_dim}")
+    module = ir.Module(name=f"layer of {product.kind}, {rows} and {head_dim}")
     shared = [POINTER if argument == "words" else I64 for argument in ("begin", "end", "words")]
     kernels = {
         name: ir.Function(module, ir.FunctionType(VOID, shared), symbol)
         for name, symbol in (
-            ("part", f"llama_ssp_product_{kind}_part"),
+            ("part", f"llama_ssp_product_{product.kind}_part"),
             ("place", f"llama_ssp_attention_{rows}_{head_dim}_place"),
             ("units", f"llama_ssp_attention_{rows}_{head_dim}_units"),
         )
     }
-    _entry(module, head_dim, _steps(module, kind, kernels))
+    _entry(module, head_dim, _steps(module, product, kernels))
     return module
 
 
@@ -134,7 +135,7 @@ def _num_threads(code: Code, given: dict[str, Value], num_rows: Value) -> Value:
     return code.smaller(useful, code.smaller(code.zext(code.load(there, typ=I32), I64), i64(_MOST_THREADS)))
 
 
-def _steps(module: ir.Module, kind: str, kernels: dict[str, Value]) -> Value:
+def _steps(module: ir.Module, product: Product, kernels: dict[str, Value]) -> Value:
     """All steps of a thread: (first thread, last thread, context), where a thread may stand for several."""
     code, (first, last, words) = function(module, "steps", [I64, I64, POINTER])
     given = code.loaded(_CONTEXT, words)
@@ -143,17 +144,17 @@ def _steps(module: ir.Module, kind: str, kernels: dict[str, Value]) -> Value:
     room = code.at(given["rooms"], code.mul(own, given["room_bytes"]))
     counters = {name: code.at(given["counters"], i64(place * COUNTERS), I64) for place, name in enumerate(STEPS)}
 
-    def product(name: str, rows: Value, y: Value, residual: Value) -> None:
-        _product(code, kind, kernels["part"], name, given | {"rows": rows, "into": y, "residual": residual},
+    def multiply(name: str, rows: Value, y: Value, residual: Value) -> None:
+        _product(code, product, kernels["part"], name, given | {"rows": rows, "into": y, "residual": residual},
                  room=room, counters=counters[name])  # fmt: skip
 
-    product("qkv", given["x"], given["qkv"], NO_POINTER)
+    multiply("qkv", given["x"], given["qkv"], NO_POINTER)
     for step, count in (("place", "num_places"), ("attend", "num_units")):
         with units(code, counters[step], given[count], i64(1)) as (begin, end):
             code.call(kernels["place" if step == "place" else "units"], [begin, end, given["attention"]])
-    product("output", given["attended"], given["middle"], given["x"])
-    product("gated", given["middle"], given["gated"], NO_POINTER)
-    product("down", given["gated"], given["y"], given["middle"])
+    multiply("output", given["attended"], given["middle"], given["x"])
+    multiply("gated", given["middle"], given["gated"], NO_POINTER)
+    multiply("down", given["gated"], given["y"], given["middle"])
     # The caller meets the others here: in libgomp it would spin for milliseconds on a core that one of them may need.
     finish(code, threads, code.sub(last, first), given["num_threads"])
     with code.if_then(code.icmp_signed("==", first, i64(0))):
@@ -162,7 +163,7 @@ def _steps(module: ir.Module, kind: str, kernels: dict[str, Value]) -> Value:
 
 
 def _product(
-    code: Code, kind: str, part: Value, name: str, given: dict[str, Value], *, room: Value, counters: Value
+    code: Code, product: Product, part: Value, name: str, given: dict[str, Value], *, room: Value, counters: Value
 ) -> None:
     """One product, of rows that this thread prepares for itself."""
     gates = i64(1 if name == "gated" else 0)
@@ -173,7 +174,7 @@ def _product(
     sizes = given["num_rows"], given[f"{name}_num_inputs"]
     own = {part: given[f"{name}_{part}"] for part in ("weights", "scales", "bias", "num_groups")}
     own |= {"y": given["into"], "residual": given["residual"], "num_outputs": num_outputs, "gates": gates}
-    rows = linear.prepared(code, kind, given["rows"], room=room, norm=norm, sizes=sizes)
+    rows = linear.prepared(code, product, given["rows"], room=room, norm=norm, sizes=sizes)
     words = code.stored(linear.CONTEXT, own | rows)
     of_unit = code.add(gates, i64(1))
     count = code.sdiv(num_outputs, code.mul(of_unit, i64(LANES)))
@@ -240,6 +241,6 @@ def wait(code: Code, counters: Value, count: Value) -> None:
 
 def _futex(code: Code, word: Value, operation: int, number: Value) -> None:
     """Sleep while the lower half of a word is `number`, or wake so many that sleep on it."""
-    kind = ir.FunctionType(I64, [I64], var_arg=True)
-    found = code.module.globals.get("syscall") or ir.Function(code.module, kind, "syscall")
+    form = ir.FunctionType(I64, [I64], var_arg=True)
+    found = code.module.globals.get("syscall") or ir.Function(code.module, form, "syscall")
     code.call(found, [i64(_FUTEX), word, ir.Constant(I32, operation), number, NO_POINTER])

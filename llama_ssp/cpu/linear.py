@@ -60,11 +60,13 @@ from llama_ssp.cpu.emit import (
     i64,
     wholes,
 )
-from llama_ssp.cpu.kinds import FP4, FP8, GROUPS, NIBBLES, SHRUNK
-from llama_ssp.storage.formats import FP4_NUMBERS, INT4_ZERO_BITS, WORD_BYTES
+from llama_ssp.cpu.kinds import BYTES, DOTS, E2M1, E4M3, E4M3_DTYPE, NIBBLES
+from llama_ssp.cpu.kinds import HALVES as FP16
+from llama_ssp.cpu.kinds import SINGLES as FP32
+from llama_ssp.storage.formats import FP4_NUMBERS, INT4_ZERO_BITS, WORD_BYTES, Product
 
-_VALUE_BYTES = {"singles": 4, "halves": 2, "bytes": 1, "dots": 1, "fp8": 1}
-_ONE_SCALE = {"singles", "halves", FP8, NIBBLES}
+_VALUE_BYTES = {FP32: 4, FP16: 2, BYTES: 1, DOTS: 1, E4M3: 1}
+_ONE_SCALE = {FP32, FP16, E4M3, NIBBLES}
 _MOST_ROWS = 6
 """Rows whose sums stay in registers; more are cut."""
 _BLOCKS = {1: 8, 2: 8, 3: 4, 4: 4, 5: 4, 6: 4}
@@ -86,21 +88,21 @@ _INPUTS_OF_WORD = 8
 _CODE_BITS, _MIDDLE = 4, 8
 
 
-def emit(kind: str) -> ir.Module:
-    """The operator of a kind, with everything it calls; its entry is `product`."""
-    module = ir.Module(name=f"product of {kind}")
+def emit(product: Product) -> ir.Module:
+    """The operator of a product, with everything it calls; its entry is `product`."""
+    module = ir.Module(name=f"product of {product.kind}")
     tiles = {
-        (rows, blocks): _tile(module, kind, rows, blocks)
+        (rows, blocks): _tile(module, product, rows, blocks)
         for rows in range(1, _MOST_ROWS + 1)
-        for blocks in _numbers_of_blocks(kind, rows)
+        for blocks in _numbers_of_blocks(product, rows)
     }
-    part = _part(module, kind, tiles, _finish(module, kind))
+    part = _part(module, product, tiles, _finish(module, product))
     part.linkage = "external"  # `cpu.layer` calls it too
-    _entry(module, kind, _preparation(module, kind), part)
+    _entry(module, product, _preparation(module, product), part)
     return module
 
 
-def _entry(module: ir.Module, kind: str, preparation: Value, part: Value) -> None:
+def _entry(module: ir.Module, product: Product, preparation: Value, part: Value) -> None:
     """The operator, as torch calls it: (x, weights, scales, bias, residual, norm, least_square, gates) -> y."""
     operator = Operator(module, "product", num_tensors=6)
     code = operator.code
@@ -117,7 +119,7 @@ def _entry(module: ir.Module, kind: str, preparation: Value, part: Value) -> Non
     }  # fmt: skip
     grain = code.add(code.sdiv(i64(_SERIAL), num_inputs), i64(1))
     operator.share(num_rows, grain, preparation, code.stored(_UNPREPARED, given))
-    rows = _prepared(code, kind, given, i64(0), i64(0))
+    rows = _prepared(code, product, given, i64(0), i64(0))
     words = code.stored(CONTEXT, rows | {
         "weights": operator.pointer(weights), "y": operator.pointer(y), "scales": operator.pointer(scales),
         "bias": operator.pointer_or_none(bias), "residual": operator.pointer_or_none(residual),
@@ -129,25 +131,25 @@ def _entry(module: ir.Module, kind: str, preparation: Value, part: Value) -> Non
     operator.give(y)
 
 
-def _preparation(module: ir.Module, kind: str) -> Value:
+def _preparation(module: ir.Module, product: Product) -> Value:
     """Prepare the rows from `begin` to `end`."""
     code, (begin, end, words) = function(module, "preparation", [I64, I64, POINTER])
-    _prepared(code, kind, code.loaded(_UNPREPARED, words), begin, end)
+    _prepared(code, product, code.loaded(_UNPREPARED, words), begin, end)
     return code.end()
 
 
-def _prepared(code: Code, kind: str, given: dict[str, Value], begin: Value, end: Value) -> dict[str, Value]:
+def _prepared(code: Code, product: Product, given: dict[str, Value], begin: Value, end: Value) -> dict[str, Value]:
     """`prepared` from what `_UNPREPARED` names."""
     least_square = code.fptrunc(code.bitcast(given["least_square"], ir.DoubleType()), F32)
     return prepared(
-        code, kind, given["given"], room=given["room"], norm=(given["norm"], least_square),
+        code, product, given["given"], room=given["room"], norm=(given["norm"], least_square),
         sizes=(given["num_rows"], given["num_inputs"]), only=(begin, end),
     )  # fmt: skip
 
 
 def prepared(
-    code: Code, kind: str, rows: Value, *, room: Value, norm: tuple[Value, Value] | None, sizes: tuple[Value, Value],
-    only: tuple[Value, Value] | None = None,
+    code: Code, product: Product, rows: Value, *, room: Value, norm: tuple[Value, Value] | None,
+    sizes: tuple[Value, Value], only: tuple[Value, Value] | None = None,
 ) -> dict[str, Value]:  # fmt: skip
     """The rows as a product of this kind takes them, by their names in CONTEXT; `only` some are written.
 
@@ -164,7 +166,7 @@ def prepared(
         rows = code.select(has_norm, room, rows)
     given = {"rows": rows, "row_scales": NO_POINTER, "row_sums": NO_POINTER, "num_rows": num_rows,
              "num_inputs": num_inputs}  # fmt: skip
-    if kind == "dots":
+    if product.codes == DOTS:
         number = code.mul(num_rows, num_inputs)
         values = given["rows"] = code.at(room, number, F32)
         scales = given["row_scales"] = code.at(values, number)
@@ -206,91 +208,91 @@ def _round_row(code: Code, x: Value, into: Value, num_inputs: Value) -> tuple[Va
     return code.fdiv(largest, f32(127.0)), code.halves(values[1], code.add)
 
 
-def _numbers_of_blocks(kind: str, num_rows: int) -> list[int]:
+def _numbers_of_blocks(product: Product, num_rows: int) -> list[int]:
     """How many blocks of outputs a tile may have, the most first."""
     # The sums of 6 rows and 4 blocks, with those of a group, do not fit into registers, which halves FP8's speed.
-    most = 2 if kind == FP8 and num_rows == _MOST_ROWS else _BLOCKS[num_rows]
+    most = 2 if product.codes == E4M3 and num_rows == _MOST_ROWS else _BLOCKS[num_rows]
     return sorted({1, 2, most}, reverse=True)
 
 
-def _tile(module: ir.Module, kind: str, num_rows: int, num_blocks: int) -> Value:
+def _tile(module: ir.Module, product: Product, num_rows: int, num_blocks: int) -> Value:
     """Sum over all inputs, for some rows and blocks; the sums leave the registers at the end, rows first."""
     code, (weights, rows, num_inputs, num_groups, sums) = function(
         module, f"tile_{num_rows}_{num_blocks}", [POINTER, POINTER, I64, I64, POINTER]
     )
     code.function.attributes.add("noinline")
-    block_bytes = _block_bytes(code, kind, num_inputs, num_groups)
+    block_bytes = _block_bytes(code, product, num_inputs, num_groups)
     blocks = [code.at(weights, code.mul(block_bytes, i64(number))) for number in range(num_blocks)]
-    starts = [code.at(rows, code.mul(num_inputs, i64(row * _row_bytes(kind)))) for row in range(num_rows)]
-    if kind in GROUPS:
-        found = _sums_of_groups(code, kind, blocks, starts, (num_inputs, num_groups))
+    starts = [code.at(rows, code.mul(num_inputs, i64(row * _row_bytes(product)))) for row in range(num_rows)]
+    if product.group:
+        found = _sums_of_groups(code, product, blocks, starts, (num_inputs, num_groups))
     else:
-        found = _sums(code, kind, blocks, starts, num_inputs)
+        found = _sums(code, product, blocks, starts, num_inputs)
     for number, value in enumerate(found):
         code.write(value, sums, i64(number * LANES))
     return code.end()
 
 
-def _block_bytes(code: Code, kind: str, num_inputs: Value, num_groups: Value) -> Value:
+def _block_bytes(code: Code, product: Product, num_inputs: Value, num_groups: Value) -> Value:
     """Bytes of the weights of 16 outputs."""
-    if kind in GROUPS:
-        return code.add(code.mul(num_groups, i64(_head_bytes(kind))), code.mul(num_inputs, i64(_input_bytes(kind))))
-    return code.mul(num_inputs, i64(LANES * _VALUE_BYTES[kind]))
+    if product.group:
+        return code.add(
+            code.mul(num_groups, i64(_head_bytes(product))), code.mul(num_inputs, i64(_input_bytes(product)))
+        )
+    return code.mul(num_inputs, i64(LANES * _VALUE_BYTES[product.codes]))
 
 
-def _head_bytes(kind: str) -> int:
+def _head_bytes(product: Product) -> int:
     """Bytes of the words of 16 outputs, in a group."""
-    return LANES * (1 if kind in FP4 else WORD_BYTES)
+    return LANES * (1 if product.codes == E2M1 else WORD_BYTES)
 
 
-def _input_bytes(kind: str) -> int:
+def _input_bytes(product: Product) -> int:
     """Bytes of an input of 16 outputs, in a group."""
-    return LANES // (1 if kind == FP8 else 2)
+    return LANES // (1 if product.codes == E4M3 else 2)
 
 
-def _row_bytes(kind: str) -> int:
+def _row_bytes(product: Product) -> int:
     """Bytes of an input."""
-    return 1 if kind == "dots" else 4
+    return 1 if product.codes == DOTS else 4
 
 
-def _sums(code: Code, kind: str, blocks: list[Value], starts: list[Value], num_inputs: Value) -> list[Value]:
+def _sums(code: Code, product: Product, blocks: list[Value], starts: list[Value], num_inputs: Value) -> list[Value]:
     """Sum over all inputs; returns the vectors, rows first."""
     num_rows, num_blocks = len(starts), len(blocks)
-    zero = wholes(0) if kind == "dots" else floats(0.0)
-    taken = 4 if kind == "dots" else 1
+    zero = wholes(0) if product.codes == DOTS else floats(0.0)
+    taken = 4 if product.codes == DOTS else 1
     with code.loop(i64(0), num_inputs, taken * _UNROLLED, [zero] * (num_rows * num_blocks)) as values:
         for step in range(_UNROLLED):
             index = code.add(values[0], i64(step * taken))
-            inputs = [
-                code.splat(code.read(code.at(start, code.mul(index, i64(_row_bytes(kind)))), I32 if taken > 1 else F32))
-                for start in starts
-            ]
-            place = code.mul(index, i64(LANES * _VALUE_BYTES[kind]))
+            offset = code.mul(index, i64(_row_bytes(product)))
+            inputs = [code.splat(code.read(code.at(start, offset), I32 if taken > 1 else F32)) for start in starts]
+            place = code.mul(index, i64(LANES * _VALUE_BYTES[product.codes]))
             for block_number, block in enumerate(blocks):
-                read = _weights(code, kind, code.at(block, place))
+                read = _weights(code, product, code.at(block, place))
                 for row, x in enumerate(inputs):
                     at = 1 + row * num_blocks + block_number
                     values[at] = (
                         code.intrinsic("llvm.x86.avx512.vpdpbusd.512", I32S, values[at], read, x)
-                        if kind == "dots"
+                        if product.codes == DOTS
                         else code.fused(read, x, values[at])
                     )
     return values[1:]
 
 
-def _weights(code: Code, kind: str, place: Value) -> Value:
+def _weights(code: Code, product: Product, place: Value) -> Value:
     """Read a vector of weights, and widen it; those of `dots` are bytes without sign, each 128 too large."""
-    if kind == "dots":
+    if product.codes == DOTS:
         return code.read(place, I32S)
-    if kind == "singles":
+    if product.codes == FP32:
         return code.read(place, F32S)
-    if kind == "halves":
+    if product.codes == FP16:
         return code.fpext(code.read(place, HALVES), F32S)
     codes = code.read(place, I8S)
-    return code.from_e4m3(codes) if kind == FP8 else code.sitofp(code.sext(codes, I32S), F32S)
+    return code.from_e4m3(codes) if product.codes == E4M3 else code.sitofp(code.sext(codes, I32S), F32S)
 
 
-def _finish(module: ir.Module, kind: str) -> Value:
+def _finish(module: ir.Module, product: Product) -> Value:
     """Scale the sums of a tile; then the gate, or bias and residual; and store them."""
     code, (words, sums, row, block, num_rows, num_blocks) = function(
         module, "finish", [POINTER, POINTER, I64, I64, I64, I64]
@@ -303,12 +305,14 @@ def _finish(module: ir.Module, kind: str) -> Value:
         line = code.mul(this_row, width)
 
         def scaled(number: Value) -> Value:
-            value = code.read(sums, I32S if kind == "dots" else F32S, code.add(start, code.mul(number, i64(LANES))))
-            if kind == "dots":
+            value = code.read(
+                sums, I32S if product.codes == DOTS else F32S, code.add(start, code.mul(number, i64(LANES)))
+            )
+            if product.codes == DOTS:
                 too_much = code.mul(code.read(given["row_sums"], I32, this_row), ir.Constant(I32, _SIGN_BIT))
                 value = code.sitofp(code.sub(value, code.splat(too_much)), F32S)
                 value = code.fmul(value, code.splat(code.read(given["row_scales"], F32, this_row)))
-            if kind in _ONE_SCALE:
+            if product.codes in _ONE_SCALE:
                 return code.fmul(value, code.splat(code.read(given["scales"], F32)))
             outputs = code.mul(code.add(block, number), i64(LANES))
             return code.fmul(value, code.read(given["scales"], F32S, outputs))
@@ -339,24 +343,24 @@ def _plus(code: Code, value: Value, added: Value, index: Value) -> Value:
     return total
 
 
-def _part(module: ir.Module, kind: str, tiles: dict[tuple[int, int], Value], finish: Value) -> Value:
+def _part(module: ir.Module, product: Product, tiles: dict[tuple[int, int], Value], finish: Value) -> Value:
     """The part of one thread: all rows of the units from `begin` to `end`; a unit is a block, or gate and up."""
     code, (begin, end, words) = function(module, "part", [I64, I64, POINTER])
     given = code.loaded(CONTEXT, words)
     sums = code.slot(F32, LANES * max(rows * blocks for rows, blocks in tiles))
     unit = code.add(given["gates"], i64(1))
     first, last = code.mul(begin, unit), code.mul(end, unit)
-    block_bytes = _block_bytes(code, kind, given["num_inputs"], given["num_groups"])
+    block_bytes = _block_bytes(code, product, given["num_inputs"], given["num_groups"])
 
     def call(row: Value, num_rows: int, block: Value, num_blocks: int) -> None:
         weights = code.at(given["weights"], code.mul(block, block_bytes))
-        rows = code.at(given["rows"], code.mul(code.mul(row, given["num_inputs"]), i64(_row_bytes(kind))))
+        rows = code.at(given["rows"], code.mul(code.mul(row, given["num_inputs"]), i64(_row_bytes(product))))
         code.call(tiles[num_rows, num_blocks], [weights, rows, given["num_inputs"], given["num_groups"], sums])
         code.call(finish, [words, sums, row, block, i64(num_rows), i64(num_blocks)])
 
     def all_blocks(row: Value, num_rows: int) -> None:
         start = chunk
-        for num_blocks in _numbers_of_blocks(kind, num_rows):
+        for num_blocks in _numbers_of_blocks(product, num_rows):
             rest = code.sub(chunk_end, start)
             stop = code.add(start, code.sub(rest, code.srem(rest, i64(num_blocks))))
             with code.loop(start, stop, num_blocks) as (block,):
@@ -377,22 +381,22 @@ def _part(module: ir.Module, kind: str, tiles: dict[tuple[int, int], Value], fin
 
 
 def _sums_of_groups(
-    code: Code, kind: str, blocks: list[Value], rows: list[Value], sizes: tuple[Value, Value]
+    code: Code, product: Product, blocks: list[Value], rows: list[Value], sizes: tuple[Value, Value]
 ) -> list[Value]:
     """Sum over all inputs, group by group; returns the vectors, rows first. `sizes` are those and the groups."""
     number, (num_inputs, num_groups) = len(rows) * len(blocks), sizes
     group = code.sdiv(num_inputs, num_groups)
-    group_bytes = code.add(code.mul(group, i64(_input_bytes(kind))), i64(_head_bytes(kind)))
+    group_bytes = code.add(code.mul(group, i64(_input_bytes(product))), i64(_head_bytes(product)))
     with code.loop(i64(0), num_groups, 1, [floats(0.0)] * number) as totals:
         heads = [code.at(block, code.mul(totals[0], group_bytes)) for block in blocks]
         inputs = [code.at(row, code.mul(totals[0], group), F32) for row in rows]
-        bodies = [code.at(head, i64(_head_bytes(kind))) for head in heads]
-        if kind == FP8:
-            found = _sums(code, kind, bodies, inputs, group)
+        bodies = [code.at(head, i64(_head_bytes(product))) for head in heads]
+        if product.codes == E4M3:
+            found = _sums(code, product, bodies, inputs, group)
             scales = [code.read(head, F32S) for head in heads]
-        elif kind in FP4:
+        elif product.codes == E2M1:
             found = _sums_of_codes(code, group, bodies, inputs, FP4_NUMBERS)
-            scales = [_scales(code, kind, code.read(head, I8S)) for head in heads]
+            scales = [_scales(code, product, code.read(head, I8S)) for head in heads]
         else:
             found, scales = _sums_of_zeroed_codes(code, group, heads, bodies, inputs)
         for at, value in enumerate(found):
@@ -416,9 +420,9 @@ def _sums_of_zeroed_codes(
     return found, scales
 
 
-def _scales(code: Code, kind: str, bytes_: Value) -> Value:
+def _scales(code: Code, product: Product, bytes_: Value) -> Value:
     """The scales of 16 outputs: the bits of an exponent, moved, or E4M3."""
-    if kind in SHRUNK:
+    if product.scale_dtype == E4M3_DTYPE:
         return code.from_e4m3(bytes_)
     return code.bitcast(code.shl(code.zext(bytes_, I32S), wholes(23)), F32S)
 

@@ -8,6 +8,8 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
+from llama_ssp.storage.formats import Product
+
 Operator = Callable[..., Tensor]
 
 _log = logging.getLogger(__name__)
@@ -15,7 +17,7 @@ _library = torch.library.Library("llama_ssp", "FRAGMENT")
 
 
 def find_operator(
-    signature: str, emitter: str, *kinds: str | int,
+    signature: str, emitter: str, *kinds: str | int | Product,
     entry: str, shared: tuple[str, ...] = (), needs: tuple[str, ...] = (),
     check: Callable[[Operator], None], instead: str,
 ) -> Operator | None:  # fmt: skip
@@ -42,7 +44,7 @@ def find_operator(
         if not hasattr(torch.ops.llama_ssp, name):
             _library.define(signature)
         emit = import_module(f"{__package__}.{emitter}").emit
-        compiled.add_operator(name, partial(emit, *kinds), entry, shared=shared)
+        compiled.add_operator(name, partial(emit, *kinds), entry, shared=shared, key=repr(kinds))
         operator: Operator = getattr(torch.ops.llama_ssp, name).default
         check(operator)
     except ModuleNotFoundError:

@@ -21,13 +21,12 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import accumulate, pairwise, starmap
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from llama_ssp.architectures.engine import reads_by_length
-from llama_ssp.kernels.between import Heads
+from llama_ssp.kernels.heads import Heads, Sequences, left_of
 from llama_ssp.kernels.rows import KeptRows
 from llama_ssp.ranks.gpu import ends_run
 
@@ -40,24 +39,6 @@ CHECKED = ((1,), (5,), (1, 1, 1), (5, 5, 5), (4, 1, 70))
 _SPREAD = 6.0
 """Standard deviation of the scores."""
 _CHECKED_LENGTHS = 1000, 300, 77
-
-
-class Sequences(NamedTuple):
-    """Where the sequences of a forward lie; tensors are int32 on the device.
-
-    Attributes:
-        first_query_C1: the running sum of their queries.
-        first_slot_C1: the slots where their rows begin, and one more number, which has no effect.
-        used_C: their slots up to the last query's own.
-        most_queries: of a sequence.
-        most_slots: of a row.
-    """
-
-    first_query_C1: Tensor
-    first_slot_C1: Tensor
-    used_C: Tensor
-    most_queries: int
-    most_slots: int
 
 
 VarlenAttention = Callable[..., Tensor]
@@ -111,11 +92,6 @@ def flash_attention(
         scale=scale, window_size_left=left_of(window), window_size_right=0, seqused_k=sequences.used_C,
     )[0]  # fmt: skip
     return attended_QHD
-
-
-def left_of(window: int | None) -> int:
-    """The keys to the left of its own that a query sees, -1 for all, if it sees `window` with its own."""
-    return -1 if window is None else window - 1
 
 
 def unpacking(attend: VarlenAttention, kept: KeptRows) -> VarlenAttention:

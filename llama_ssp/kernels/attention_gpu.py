@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llama_ssp.architectures.engine import PART_SLOTS, most_parts
-from llama_ssp.kernels.attention_by_length import Sequences, left_of
+from llama_ssp.kernels.heads import Sequences, left_of
 from llama_ssp.kernels.rows import KeptRows
 
 SLOTS = PART_SLOTS

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llama_ssp.kernels.between import Heads, RmsNorm
+from llama_ssp.kernels.heads import Heads
+from llama_ssp.kernels.norm import RmsNorm
 from llama_ssp.kernels.rows import KeptRows
 
 _HEADS_OF_A_PROGRAM = 8

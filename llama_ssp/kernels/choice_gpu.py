@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.ranks.gpu import ends_run
-from llama_ssp.storage.formats import FEW_ROWS, FP4_SCALED, INT4_GROUPS
-from llama_ssp.weights.fp4_rows import SCALES
+from llama_ssp.storage.formats import FEW_ROWS
 
 ProductOfFewRows = Callable[..., Tensor]
 """`linear_gpu.product_of_few_rows`."""
@@ -81,32 +80,39 @@ def _is_red_hat() -> bool:
     return shutil.which("dnf") is not None
 
 
-@cache
-def find_few_rows(name: str, device: str, *, group: int = INT4_GROUPS[0]) -> ProductOfFewRows | None:
+def find_few_rows(name: str, operands: Sequence[Tensor]) -> ProductOfFewRows | None:
     """The product of a few rows with the weights of a format, tried with small operands; None on a CPU.
 
-    In int4 a word has `group` inputs.
+    `operands` are those of a layer, which the small ones resemble: weights with their outputs first, then scales or
+    words, a row for each group of inputs.
 
     It is tried for one row and for the most, since these have tiles of their own, with inputs in fp16 and in bf16, if
     the GPU computes in that.
     Without it a warning says, once, what the format of this `name` costs.
     """
-    if device != "cuda":
+    weights_OI, *scales = operands
+    if not weights_OI.is_cuda:
         return None
-    samples = {
-        "int8_weight_only": (torch.ones(16, 256, dtype=torch.int8), torch.ones(16)),
-        "fp8_weight_only": (torch.zeros(16, 256, dtype=torch.float8_e4m3fn), torch.ones(2, 16)),
-        "int4_weight_only": (
-            torch.zeros(16, 128, dtype=torch.uint8), torch.zeros(256 // group, 16, dtype=torch.int32)
-        ),
-        **{
-            kind: (
-                torch.zeros(16, 128, dtype=torch.uint8), torch.ones(256 // size, 16).to(SCALES[kind]), torch.ones(16)
-            ) for kind, size in FP4_SCALED.items()
-        },
-    }  # fmt: skip
+    num_inputs = weights_OI.shape[1] * _weights_of_a_byte(weights_OI.dtype)
+    groups = tuple([num_inputs // len(part) if part.ndim > 1 else 0 for part in scales])
+    return few_rows_of(name, tuple([part.dtype for part in operands]), groups)
+
+
+@cache
+def few_rows_of(
+    name: str, dtypes: tuple[torch.dtype, ...], groups: tuple[int, ...]
+) -> ProductOfFewRows | None:  # fmt: skip
+    """`find_few_rows` for operands of these dtypes; the others than weights by inputs of a group, 0 for all."""
+    num_inputs, num_outputs = 256, 16
+    weights = torch.ones(num_outputs, num_inputs // _weights_of_a_byte(dtypes[0]))
+    others = [torch.ones(num_inputs // group, num_outputs) if group else torch.ones(num_outputs) for group in groups]
+    sample = tuple([part.to(dtype) for part, dtype in zip([weights, *others], dtypes, strict=True)])
     instead = f"{name} unpacks its weights in every forward, which is slower than fp16"
-    return attempt(partial(_tried_few_rows, samples[name]), instead=instead)
+    return attempt(partial(_tried_few_rows, sample), instead=instead)
+
+
+def _weights_of_a_byte(dtype: torch.dtype) -> int:
+    return 2 if dtype is torch.uint8 else 1
 
 
 def _tried_few_rows(operands: tuple[Tensor, ...]) -> ProductOfFewRows:

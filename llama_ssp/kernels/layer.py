@@ -14,11 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llama_ssp.cpu.kinds import GROUPS, TENSORS
+from llama_ssp.cpu.kinds import TENSORS
 from llama_ssp.cpu.operators import Operator, find_operator
 from llama_ssp.kernels.attention import ALL, Attention, find_attention
 from llama_ssp.kernels.linear import NativeLinear, sample
 from llama_ssp.kernels.rows import SINGLES, KeptRows
+from llama_ssp.storage.formats import Product
+
+_CHECKED_WIDTH = 128
 
 
 class TokenPlaces(NamedTuple):
@@ -64,24 +67,24 @@ def whole_layer(parts: Sequence[NativeLinear | None], head_dim: int, rows: KeptR
 
 
 @cache
-def _operator_of(kind: str, rows: KeptRows, head_dim: int, attention: Attention) -> Operator | None:
+def _operator_of(product: Product, rows: KeptRows, head_dim: int, attention: Attention) -> Operator | None:
     """The operator, which runs the functions of the product and of attention, compiled at the first call."""
     tensors = ", ".join(f"Tensor{'(a!)' if each == 'cache' else ''} {each}" for each in TENSORS)
     return find_operator(
-        f"layer_{kind}_{rows.kind}_{head_dim}({tensors}, float least_qkv, float least_gated, int num_heads, "
+        f"layer_{product.kind}_{rows.kind}_{head_dim}({tensors}, float least_qkv, float least_gated, int num_heads, "
         "float scale, int window) -> Tensor",
-        "layer", kind, rows.kind, head_dim, entry="layer",
-        check=partial(_check, kind, rows, head_dim, attention), instead="with an operator for each part of a layer",
+        "layer", product, rows.kind, head_dim, entry="layer",
+        check=partial(_check, product, rows, head_dim, attention), instead="with an operator for each part of a layer",
     )  # fmt: skip
 
 
-def _check(kind: str, rows: KeptRows, head_dim: int, attention: Attention, operator: Operator) -> None:
+def _check(product: Product, rows: KeptRows, head_dim: int, attention: Attention, operator: Operator) -> None:
     """RuntimeError if two tokens behind three others get other bits than by an operator for each part."""
-    width, num_slots = max(GROUPS.values()), 5
+    width, num_slots = math.lcm(product.group or 1, _CHECKED_WIDTH), 5
     num_heads = width // math.gcd(width, head_dim)
     attended = num_heads * head_dim
     shapes = (3 * attended, width), (width, attended), (2 * width, width), (width, width)
-    qkv, output, gated, down = parts = [_small(kind, shape) for shape in shapes]
+    qkv, output, gated, down = parts = [_small(product, shape) for shape in shapes]
     qkv.take_in(torch.ones(width), 1.0, gates=False)
     gated.take_in(torch.ones(width), 1.0, gates=True)
     x_ME = torch.arange(2.0 * width).sin_().view(2, width)
@@ -98,7 +101,7 @@ def _check(kind: str, rows: KeptRows, head_dim: int, attention: Attention, opera
         raise RuntimeError("a compiled layer is wrong on this CPU")
 
 
-def _small(kind: str, shape: tuple[int, int]) -> NativeLinear:
+def _small(product: Product, shape: tuple[int, int]) -> NativeLinear:
     """A layer of small whole weights."""
     weight_OI = torch.arange(math.prod(shape)).view(shape).remainder(13).sub(6)
-    return NativeLinear(kind, *sample(kind, weight_OI, 2.0**-6), None)
+    return NativeLinear(product, *sample(product, weight_OI, 2.0**-6), None)

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.cpu.kinds import BLOCK, DOTS, FP4, FP8, GROUPS, NEEDS, SHRUNK
+from llama_ssp.cpu.kinds import BLOCK, DOTS, E2M1, E4M3, E4M3_DTYPE, E4M3_SHRINK, IN_FP16, IN_FP32
 from llama_ssp.cpu.operators import Operator, find_operator
-from llama_ssp.storage.formats import FP4_GROUP, FP4_SCALED
+from llama_ssp.storage.formats import FP4_GROUP, Product, format_of
 from llama_ssp.weights import fp4_rows, int4_rows
 
 SIGN_BIT = 128
-FLOATS = {"singles": torch.float32, "halves": torch.float16}
-"""The kinds with one scale, and the number formats of their weights."""
+FLOATS = {IN_FP32: torch.float32, IN_FP16: torch.float16}
+"""The products with one scale, and the number formats of their weights."""
 
 _FEW_ROWS = 5
 """For which oneDNN packs a weight."""
@@ -113,77 +113,81 @@ class HalfLinear(Linear):
 
 
 @cache
-def product_of(kind: str) -> Operator | None:
-    """The operator of a kind of `cpu.linear`, compiled at the first call; None where this machine cannot have it."""
+def product_of(product: Product) -> Operator | None:
+    """The operator of a product, compiled at the first call; None where this machine cannot have it."""
     return find_operator(
-        f"product_{kind}(Tensor x, Tensor weights, Tensor scales, Tensor bias, Tensor residual, Tensor norm, "
+        f"product_{product.kind}(Tensor x, Tensor weights, Tensor scales, Tensor bias, Tensor residual, Tensor norm, "
         "float least_square, bool gates) -> Tensor",
-        "linear", kind, entry="product", shared=("part",), needs=NEEDS[kind],
-        check=partial(_check, kind), instead="without compiled kernels for quantized weights",
+        "linear", product, entry="product", shared=("part",), needs=product.needs,
+        check=partial(_check, product), instead="without compiled kernels for quantized weights",
     )  # fmt: skip
 
 
-def _check(kind: str, product: Operator) -> None:
+def _check(product: Product, operator: Operator) -> None:
     """RuntimeError if a small product is wrong."""
-    num_inputs, none = GROUPS.get(kind, BLOCK), torch.empty(0)
+    num_inputs, none = product.group or BLOCK, torch.empty(0)
     weight_OI = torch.arange(BLOCK * num_inputs).view(BLOCK, num_inputs).remainder(9).sub(4)
     x_MI = torch.linspace(-127, 113, BLOCK).repeat(2, num_inputs // BLOCK).clamp(max=127)
-    packed, scales = operands(kind, *sample(kind, weight_OI, 0.5))
+    packed, scales = operands(product, *sample(product, weight_OI, 0.5))
     wanted_MO = x_MI @ weight_OI.t().float() * 0.5
-    if not torch.equal(product(x_MI, packed, scales, none, none, none, 0.0, False), wanted_MO):
-        raise RuntimeError(f"the product of {kind} is wrong on this CPU")
+    if not torch.equal(operator(x_MI, packed, scales, none, none, none, 0.0, False), wanted_MO):
+        raise RuntimeError(f"the product of {product.kind} is wrong on this CPU")
 
 
-def sample(kind: str, weight_OI: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def sample(product: Product, weight_OI: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Whole numbers from -4 to 4, times a scale, as `NativeLinear` takes them."""
-    if kind in FLOATS:
-        return weight_OI.to(FLOATS[kind]), torch.tensor(scale)
-    if kind not in GROUPS:
+    if product in FLOATS:
+        return weight_OI.to(FLOATS[product]), torch.tensor(scale)
+    if not product.group:
         return weight_OI.to(torch.int8), torch.full((len(weight_OI),), scale)
-    scales_OG = torch.full((len(weight_OI), weight_OI.shape[1] // GROUPS[kind]), scale)
-    if kind in FP4:
-        scales_OS = torch.full((len(weight_OI), weight_OI.shape[1] // FP4_SCALED[kind]), scale)
-        scales_OS, ones_O = scales_OS.to(fp4_rows.SCALES[kind]).view(torch.uint8), torch.ones(len(weight_OI))
+    scales_OG = torch.full((len(weight_OI), weight_OI.shape[1] // product.group), scale)
+    if product.codes == E2M1:
+        scales_OS = torch.full((len(weight_OI), weight_OI.shape[1] // product.scaled), scale)
+        scales_OS, ones_O = (
+            scales_OS.to(fp4_rows.dtype_of_scales(product)).view(torch.uint8),
+            torch.ones(len(weight_OI)),
+        )
         return fp4_rows.pack(fp4_rows.codes_of(weight_OI), scales_OS, ones_O), ones_O
-    if kind == FP8:
+    if product.codes == E4M3:
         return weight_OI.to(torch.float8_e4m3fn).view(torch.uint8), scales_OG
     zeros_O1 = torch.arange(len(weight_OI))[:, None].remainder(4).add(6)
     return (weight_OI + zeros_O1).to(torch.uint8), int4_rows.words_of(scales_OG, zeros_O1)
 
 
-def operands(kind: str, values_OI: Tensor, scales_O: Tensor) -> tuple[Tensor, Tensor]:
-    """The weights in blocks, and their scales, as the operator of a kind takes what `NativeLinear` is given."""
-    if kind in FP4:
+def operands(product: Product, values_OI: Tensor, scales_O: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights in blocks, and their scales, as the operator of a product takes what `NativeLinear` is given."""
+    if product.codes == E2M1:
         codes, scales_OS, _ = fp4_rows.split(values_OI)
         halves = int4_rows.unpack_codes(codes.unflatten(1, (-1, FP4_GROUP // 2)))
-        return pack_groups(kind, torch.cat(halves, dim=2).flatten(1), scales_OS), scales_O * SHRUNK.get(kind, 1.0)
-    if kind in GROUPS:
-        return pack_groups(kind, values_OI, scales_O), torch.tensor(1.0)
-    return pack(kind, values_OI), scales_O
+        shrink = E4M3_SHRINK if product.scale_dtype == E4M3_DTYPE else 1.0
+        return pack_groups(product, torch.cat(halves, dim=2).flatten(1), scales_OS), scales_O * shrink
+    if product.group:
+        return pack_groups(product, values_OI, scales_O), torch.tensor(1.0)
+    return pack(product, values_OI), scales_O
 
 
-def pack(kind: str, values_OI: Tensor) -> Tensor:
+def pack(product: Product, values_OI: Tensor) -> Tensor:
     """Lay weights in blocks of outputs, as `cpu.linear` draws it."""
     num_outputs, num_inputs = values_OI.shape
-    if kind == DOTS:
+    if product.codes == DOTS:
         words = (values_OI.view(torch.uint8) ^ SIGN_BIT).view(-1, BLOCK, num_inputs // 4, 4)  # 128 more, in one copy
     else:
         words = values_OI.view(-1, BLOCK, num_inputs, 1)
     return words.transpose(1, 2).reshape(num_outputs // BLOCK, 1, -1)
 
 
-def pack_groups(kind: str, codes_OI: Tensor, words_OG: Tensor) -> Tensor:
-    """Lay the bytes of FP8, or codes (0 to 15, in bytes), and the words of their groups in blocks of outputs.
+def pack_groups(product: Product, codes_OI: Tensor, words_OG: Tensor) -> Tensor:
+    """Lay the bytes of E4M3, or codes (0 to 15, in bytes), and the words of their groups in blocks of outputs.
 
-    `cpu.linear` draws them. In words of FP8 are the scales times 2^8, in those of 4-bit floats their bytes.
+    `cpu.linear` draws them. In words of E4M3 are the scales times 2^8, in those of 4-bit floats their bytes.
     """
     num_groups = words_OG.shape[1]
     codes_BOGI = codes_OI.view(-1, BLOCK, num_groups, codes_OI.shape[1] // num_groups)
-    if kind == FP8:
-        return _with_heads(words_OG * SHRUNK[kind], codes_BOGI.permute(0, 2, 3, 1).flatten(2))
+    if product.codes == E4M3:
+        return _with_heads(words_OG * E4M3_SHRINK, codes_BOGI.permute(0, 2, 3, 1).flatten(2))
     low, high = codes_BOGI.unflatten(3, (-1, 4, 2)).unbind(5)
     codes = (low | high << 4).permute(0, 2, 3, 1, 4).flatten(2)
-    if kind in FP4:
+    if product.codes == E2M1:
         return _with_heads(words_OG, codes)
     # The zero's share is subtracted from a sum, so a group of zeros yields none only if its scale is none.
     zeros_OG1 = int4_rows.zeros_of(words_OG)[..., None].to(torch.uint8)  # as int32 they would widen the codes
@@ -203,7 +207,7 @@ class NativeLinear(Linear):
     Rows, sums and results are fp32. In other number formats, rows and results are converted.
 
     Args:
-        kind: of `cpu.linear`.
+        kind: the product.
         values_OI: weights in int8, fp16 or fp32, the bytes of FP8, or codes of 4 bits; of floats of 4 bits `fp4_rows`.
         scales_O: one an output; of fp16 and fp32 one number; of FP8 those, of int4 the words of all groups.
         bias_O: None for none.
@@ -211,7 +215,7 @@ class NativeLinear(Linear):
 
     least_square = 0.0
 
-    def __init__(self, kind: str, values_OI: Tensor, scales_O: Tensor, bias_O: Tensor | None) -> None:
+    def __init__(self, kind: Product, values_OI: Tensor, scales_O: Tensor, bias_O: Tensor | None) -> None:
         product = product_of(kind)
         assert product
         self.kind, self._product = kind, product
@@ -278,28 +282,22 @@ def native_of(linear: Linear) -> NativeLinear | None:
     return linear if isinstance(linear, NativeLinear) else None
 
 
-def fits(kind: str, shape: torch.Size) -> bool:
+def fits(product: Product, shape: torch.Size) -> bool:
     """Whether this CPU has the kernel, and a weight of this shape consists of whole blocks."""
     num_outputs, num_inputs = shape
-    return not (num_outputs % BLOCK or num_inputs % GROUPS.get(kind, BLOCK)) and product_of(kind) is not None
+    return not (num_outputs % BLOCK or num_inputs % (product.group or BLOCK)) and product_of(product) is not None
 
 
-def native_linear(
-    kind: str, quantize: Callable[[], tuple[Tensor, Tensor]], weight_OI: Tensor, bias_O: Tensor | None
-) -> NativeLinear | None:
-    """A layer that `fits`, on a CPU; None for others.
-
-    `quantize` gives the weights (O, I) in int8, and their scales.
-    """
-    if weight_OI.device.type != "cpu" or not fits(kind, weight_OI.shape):
-        return None
-    return NativeLinear(kind, *quantize(), bias_O)
+def compiled_for(storage: str, shape: torch.Size, device: torch.device) -> Product | None:
+    """The product of a storage format for a weight of this shape; None where there is none, and on GPUs."""
+    product = format_of(storage).product
+    return product if device.type == "cpu" and fits(product, shape) else None
 
 
-def native_floats(kind: str, weight_OI: Tensor, bias_O: Tensor | None, *, scale: float = 1.0) -> NativeLinear:
+def native_floats(product: Product, weight_OI: Tensor, bias_O: Tensor | None, *, scale: float = 1.0) -> NativeLinear:
     """A layer of fp32 weights, or of ones that fp16 holds, multiplied by `scale`, a power of two."""
     weight_OI = weight_OI if scale == 1.0 else weight_OI * scale
-    return NativeLinear(kind, weight_OI.to(FLOATS[kind]), torch.tensor(1 / scale), bias_O)
+    return NativeLinear(product, weight_OI.to(FLOATS[product]), torch.tensor(1 / scale), bias_O)
 
 
 Kernel = Callable[[Tensor, Tensor | None], Linear]
@@ -365,10 +363,10 @@ def _choose(weight_OI: Tensor, *, keeps_weight: bool) -> Kernel:
     if weight_OI.device.type != "cpu":
         return PlainLinear
     if weight_OI.dtype == torch.float32 and (scale := half_scale(weight_OI)):
-        if fits("halves", weight_OI.shape):
-            return partial(native_floats, "halves", scale=scale)
+        if fits(IN_FP16, weight_OI.shape):
+            return partial(native_floats, IN_FP16, scale=scale)
         if can_halve():
             return partial(HalfLinear, scale=scale)
-    if weight_OI.dtype == torch.float32 and not keeps_weight and fits("singles", weight_OI.shape):
-        return partial(native_floats, "singles")
+    if weight_OI.dtype == torch.float32 and not keeps_weight and fits(IN_FP32, weight_OI.shape):
+        return partial(native_floats, IN_FP32)
     return PackedLinear if not keeps_weight and can_pack(weight_OI.dtype) else PlainLinear

@@ -593,8 +593,7 @@ def largest_batch(spec: PlanSpec, hardware: HardwareConfig, *, limit: int = 4096
 
 def largest_context(spec: PlanSpec, hardware: HardwareConfig) -> int:
     """The longest row (prompt and new tokens) that fits at this batch size and in the context."""
-    models = [spec.target, *([spec.draft] if spec.draft and spec.overlaps else [])]
-    limit = min(model.shape.max_position_embeddings for model in models) - spec.max_new_tokens
+    limit = spec.target.shape.max_position_embeddings - spec.max_new_tokens
     prompt = _most_that_fit(lambda tokens: replace(spec, prompt_tokens=tokens), hardware, limit)
     return prompt + spec.max_new_tokens if prompt else 0
 

@@ -21,6 +21,26 @@ class Package(NamedTuple):
     install: str
 
 
+class Product(NamedTuple):
+    """What a compiled product of a CPU reads; `cpu.linear` writes one for each.
+
+    Attributes:
+        kind: its name.
+        codes: how weights are stored, one of `cpu.kinds`.
+        needs: instructions of a CPU, by LLVM's names.
+        group: the fewest inputs that share a word; 0 where all of an output do.
+        scaled: inputs that share a scale, where a word consists of scales; else 0.
+        scale_dtype: the number format of these scales, as torch names it.
+    """
+
+    kind: str
+    codes: str
+    needs: tuple[str, ...] = ()
+    group: int = 0
+    scaled: int = 0
+    scale_dtype: str = "float32"
+
+
 Block: TypeAlias = tuple[int | None, int | None]
 """The numbers of outputs and of inputs that share a scale; None for all of them."""
 
@@ -101,7 +121,7 @@ class StorageFormat:
     layout: Callable[[Mapping[str, Any]], Found | None] | None = None
     reader: str | None = None  # `module:name` of a `weights.packed.PackedTensor`.
     stored_kind: str = ""  # files' word for the dtype of its weights, or of the scales of floats of 4 bits.
-    compiled: str | None = None  # kind of the compiled product that a CPU may have.
+    compiled: Product | None = None  # the compiled product that a CPU may have.
     weight_bytes: float | None = None  # of a weight; None for those of the model's number format.
     row_bytes: int = 0  # per output.
     word_bytes: int = 4  # of what a group of inputs shares: by default a scale in fp32.
@@ -138,6 +158,12 @@ class StorageFormat:
     def is_quantized(self) -> bool:
         """Whether weights are not stored in the model's number format."""
         return self.kernel is not None
+
+    @property
+    def product(self) -> Product:
+        """The compiled product of a format that has one."""
+        assert self.compiled, f"{self.name} has no compiled product"
+        return self.compiled
 
     @property
     def least_group(self) -> int:
@@ -194,7 +220,6 @@ FP4_GROUP = 32  # The same.
 INT4_ZERO_BITS = 31  # Those bits of a word that hold the zero.
 FP4_NUMBERS = tuple(sign * number for sign in (1.0, -1.0) for number in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 """Values of the codes of floats of 4 bits, E2M1."""
-FP4_SCALED = {"mxfp4": 32, "nvfp4": 16}  # Inputs that share a scale of floats of 4 bits.
 BITSANDBYTES = Package("bitsandbytes", ".venv/bin/python -m pip install -e '.[bitsandbytes]' -c .venv/constraints.txt")
 
 

@@ -11,20 +11,23 @@ from llama_ssp.errors import shown
 from llama_ssp.storage import tools
 from llama_ssp.storage.formats import (
     FP4_GROUP,
-    FP4_SCALED,
     UNPACKED_WEIGHTS,
     WORD_BYTES,
     Block,
     Found,
     PackedLayout,
+    Product,
     StorageFormat,
     few_rows_bytes,
 )
 
+_SCALED = {"mxfp4": 32, "nvfp4": 16}
+"""Inputs that share a scale."""
+
 
 def _layout(described: Mapping[str, Any]) -> Found | None:
     said = tools.compressed(described)
-    if said and (storage := said.form.removesuffix("-pack-quantized")) in FP4_SCALED:
+    if said and (storage := said.form.removesuffix("-pack-quantized")) in _SCALED:
         return _scaled(
             said.block, said.problems, storage=storage, name=f"compressed-tensors {storage}", weight="weight_packed",
             factor="weight_global_scale" if storage == "nvfp4" else "", divides=True,
@@ -49,7 +52,7 @@ def _scaled(
     storage: str,
     **layout: Any,  # noqa: ANN401 - its fields
 ) -> Found:
-    if block != (1, FP4_SCALED[storage]):
+    if block != (1, _SCALED[storage]):
         problems = [*problems, f"group_size {shown(block and block[1])}"]
     layout = {"scale": "weight_scale", "others": tools.OF_ACTIVATIONS} | layout
     return problems or PackedLayout(storage=storage, block=block or (1, None), group=FP4_GROUP, **layout)
@@ -61,7 +64,7 @@ MXFP4 = StorageFormat(
     layout=_layout,
     reader="llama_ssp.weights.fp4_files:Fp4Tensor",
     kernel="llama_ssp.models.quantization.weight_only:mxfp4_linear",
-    compiled="mxfp4",
+    compiled=Product("mxfp4", "e2m1", ("avx512f", "f16c"), FP4_GROUP, _SCALED["mxfp4"], "float8_e8m0fnu"),
     stored_kind="U8",
     weight_bytes=0.5,
     row_bytes=WORD_BYTES,
@@ -75,5 +78,6 @@ MXFP4 = StorageFormat(
 )
 NVFP4 = replace(
     MXFP4, name="nvfp4", order=8, layout=None, kernel="llama_ssp.models.quantization.weight_only:nvfp4_linear",
-    compiled="nvfp4", stored_kind="F8_E4M3", word_bytes=2,
+    compiled=MXFP4.product._replace(kind="nvfp4", scaled=_SCALED["nvfp4"], scale_dtype="float8_e4m3fn"),
+    stored_kind="F8_E4M3", word_bytes=2,
 )  # fmt: skip

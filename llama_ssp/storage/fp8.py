@@ -11,6 +11,7 @@ from llama_ssp.storage.formats import (
     Block,
     Found,
     PackedLayout,
+    Product,
     StorageFormat,
     few_rows_bytes,
 )
@@ -49,7 +50,7 @@ FP8_WEIGHT_ONLY = StorageFormat(
     layout=_layout,
     reader="llama_ssp.weights.byte_files:ByteTensor",
     kernel="llama_ssp.models.quantization.weight_only:fp8_weight_only_linear",
-    compiled="fp8",
+    compiled=Product("fp8", "e4m3", ("f16c",), FP8_GROUP),
     stored_kind="F8_E4M3",
     weight_bytes=1,
     groups=(FP8_GROUP,),

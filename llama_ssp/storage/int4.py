@@ -5,7 +5,7 @@ from typing import Any
 
 from llama_ssp.errors import shown
 from llama_ssp.storage import tools
-from llama_ssp.storage.formats import INT4_GROUPS, UNPACKED_WEIGHTS, Found, StorageFormat, few_rows_bytes
+from llama_ssp.storage.formats import INT4_GROUPS, UNPACKED_WEIGHTS, Found, Product, StorageFormat, few_rows_bytes
 
 _NAME = "int4_weight_only"
 
@@ -42,7 +42,7 @@ INT4_WEIGHT_ONLY = StorageFormat(
     layout=_layout,
     reader="llama_ssp.weights.int4_files:Int4Tensor",
     kernel="llama_ssp.models.quantization.weight_only:int4_weight_only_linear",
-    compiled="nibbles",
+    compiled=Product("nibbles", "nibbles", ("avx512f",), INT4_GROUPS[-1]),
     weight_bytes=0.5,
     groups=INT4_GROUPS,
     loading_copies=4,  # codes are bytes on the way

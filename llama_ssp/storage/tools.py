@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from llama_ssp.errors import shown
-from llama_ssp.storage.formats import FP4_SCALED, INT4_GROUPS, Block, Found, PackedLayout
+from llama_ssp.storage.formats import INT4_GROUPS, Block, Found, PackedLayout
 
 COMPRESSED, GPTQ, AWQ, AUTO_ROUND, BITSANDBYTES, MODELOPT = (
     "compressed-tensors", "gptq", "awq", "auto-round", "bitsandbytes", "modelopt",
@@ -27,7 +27,7 @@ OF_ACTIVATIONS = (
 _ORDERS_IN_PLACE = (None, False, "weight", "static")
 _FORMS_READ = {
     "pack-quantized": (4, "int"), "packed bytes": (8, "int"), "int-quantized": (8, "int"),
-    "float-quantized": (8, "float"), **{f"{storage}-pack-quantized": (4, "float") for storage in FP4_SCALED},
+    "float-quantized": (8, "float"), "mxfp4-pack-quantized": (4, "float"), "nvfp4-pack-quantized": (4, "float"),
 }  # fmt: skip
 """Bits and kind of the weights, by the `format` of compressed-tensors; packed ones of 8 bits are "packed bytes"."""
 

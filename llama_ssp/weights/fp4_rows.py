@@ -12,11 +12,9 @@ Source: Rouhani et al. 2023, arXiv:2310.10537; OCP Microscaling Formats, version
 import torch
 from torch import Tensor
 
-from llama_ssp.storage.formats import FP4_GROUP
+from llama_ssp.storage.formats import FP4_GROUP, Product
 from llama_ssp.weights import byte_rows, int4_rows
 
-SCALES = {"mxfp4": torch.float8_e8m0fnu, "nvfp4": torch.float8_e4m3fn}
-"""The number formats of scales, by storage format."""
 _CODE_BYTES = FP4_GROUP // 2
 _BORDERS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 """Between the numbers of neighbouring codes."""
@@ -35,6 +33,12 @@ def split(rows_OGW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     bytes_OGB = bytes_OI.unflatten(1, (words_OG.shape[1], -1))
     codes, scales = bytes_OGB[..., :_CODE_BYTES].flatten(1), bytes_OGB[..., _CODE_BYTES:].flatten(1)
     return codes, scales, words_OG[:, 0].contiguous().view(torch.float32)
+
+
+def dtype_of_scales(product: Product) -> torch.dtype:
+    """The number format of the scales that a product reads."""
+    dtype: torch.dtype = getattr(torch, product.scale_dtype)
+    return dtype
 
 
 def codes_of(numbers: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.storage.formats import FP4_NUMBERS
+from llama_ssp.storage.formats import FP4_NUMBERS, format_of, formats
 from llama_ssp.weights import byte_rows, fp4_rows, int4_rows
 from tests.helpers.lanes import grid
 
@@ -30,8 +30,10 @@ def operands(form: str, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Ten
         numbers = numbers_OI.double().unflatten(1, (-1, group)) * scales_OG.double()[..., None]
         return x_MI, (numbers_OI.cuda(), scales_OG.t().contiguous().cuda()), numbers.flatten(1).cuda()
     codes_OI = torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8)
-    if form in fp4_rows.SCALES:
-        scales_OS = torch.rand(shape[0], shape[1] // group, generator=generator).to(fp4_rows.SCALES[form])
+    if form in formats():
+        scales_OS = torch.rand(shape[0], shape[1] // group, generator=generator).to(
+            fp4_rows.dtype_of_scales(format_of(form).product)
+        )
         factors_O = torch.rand(shape[0], generator=generator) / 64
         codes, _, _ = fp4_rows.split(fp4_rows.pack(codes_OI, scales_OS.view(torch.uint8), factors_O))
         numbers = torch.tensor(FP4_NUMBERS).double()[codes_OI.int()].unflatten(1, (-1, group))

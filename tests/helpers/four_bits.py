@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from llama_ssp.storage.formats import FP4_SCALED
-from llama_ssp.weights.fp4_rows import SCALES, codes_of, pack
+from llama_ssp.storage.formats import format_of
+from llama_ssp.weights.fp4_rows import codes_of, dtype_of_scales, pack
 
 _LARGEST = 6
 
@@ -14,14 +14,16 @@ def rounded(storage: str, weight_OI: Tensor) -> Tensor:
 
     A scale is the power of two that leaves the largest weight below 8, or the number that makes it 6.
     """
+    product = format_of(storage).product
+    dtype = dtype_of_scales(product)
     tiny, factors_O = torch.finfo(torch.float32).smallest_normal, torch.ones(len(weight_OI))
-    groups_OSI = weight_OI.float().unflatten(1, (-1, FP4_SCALED[storage]))
+    groups_OSI = weight_OI.float().unflatten(1, (-1, product.scaled))
     largest_OS = groups_OSI.abs().amax(2)
     if storage == "mxfp4":
-        scales_OS = (largest_OS.frexp().exponent + 124).clamp_(0, 254).to(torch.uint8).view(SCALES[storage])
+        scales_OS = (largest_OS.frexp().exponent + 124).clamp_(0, 254).to(torch.uint8).view(dtype)
     else:
-        most = torch.finfo(SCALES[storage]).max
+        most = torch.finfo(dtype).max
         factors_O = (largest_OS.amax(1) / (_LARGEST * most)).clamp_(min=tiny)
-        scales_OS = (largest_OS / (_LARGEST * factors_O[:, None])).clamp_(max=most).to(SCALES[storage])
+        scales_OS = (largest_OS / (_LARGEST * factors_O[:, None])).clamp_(max=most).to(dtype)
     steps_OS = (scales_OS.float() * factors_O[:, None]).clamp_(min=tiny)
     return pack(codes_of((groups_OSI / steps_OS[..., None]).flatten(1)), scales_OS.view(torch.uint8), factors_O)

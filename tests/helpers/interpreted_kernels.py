@@ -25,10 +25,12 @@ from triton.runtime import interpreter
 
 from llama_ssp.kernels import attention_by_length as varlen
 from llama_ssp.kernels import attention_gpu, between_gpu, linear, linear_gpu
-from llama_ssp.kernels.attention_by_length import Sequences, VarlenAttention
-from llama_ssp.kernels.between import Heads, RmsNorm, rotate_write
+from llama_ssp.kernels.attention_by_length import VarlenAttention
+from llama_ssp.kernels.between import rotate_write
 from llama_ssp.kernels.draw_gpu import draw_tokens
+from llama_ssp.kernels.heads import Heads, Sequences
 from llama_ssp.kernels.linear_gpu import choose, product_of_few_rows, unpack_bytes, unpack_codes
+from llama_ssp.kernels.norm import RmsNorm
 from llama_ssp.kernels.rows import KeptRows, rows_of
 from llama_ssp.models.huggingface.experts import OwnExperts
 from llama_ssp.models.llama.decoder import LeanRunner
@@ -427,7 +429,7 @@ def modules_of_experts() -> None:
     config: Any = MixtralConfig(hidden_size=64, intermediate_size=160, num_local_experts=3)
     x, ids, weights = some(4, 64), torch.tensor([[0, 2], [2, 3], [3, 0], [2, 0]]), some(4, 2)
     own_kernels: Any = weight_only
-    own_kernels.find_few_rows, own_kernels.fits = (lambda *_, **__: product_of_few_rows), (lambda *_: False)
+    own_kernels.find_few_rows, own_kernels.compiled_for = (lambda *_: product_of_few_rows), (lambda *_: None)
     vars(linear_gpu)["_num_processors"] = lambda _device: 132
     for kind in ("int8_weight_only", "int4_weight_only", "mxfp4"):
         module: Any = MixtralExperts(config).to(DTYPE)

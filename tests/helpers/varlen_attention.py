@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from llama_ssp.kernels.attention_by_length import Sequences
+from llama_ssp.kernels.heads import Sequences
 
 
 def varlen_attention(

@@ -17,9 +17,11 @@ from torch.nn import functional
 from llama_ssp.architectures.matrices import Cut, RankShard, widths
 from llama_ssp.kernels.attention import ALL, Attention, find_attention
 from llama_ssp.kernels.attention_by_length import VarlenAttention, find_varlen, unpacking, with_ours
-from llama_ssp.kernels.between import Heads, OwnKernels, RmsNorm, find_own_kernels, rotate_write
+from llama_ssp.kernels.between import OwnKernels, find_own_kernels, rotate_write
 from llama_ssp.kernels.choice_gpu import attempt
+from llama_ssp.kernels.heads import Heads
 from llama_ssp.kernels.linear import Kernel, make_linear, native_of
+from llama_ssp.kernels.norm import RmsNorm
 from llama_ssp.models.cache import CachedRunner, Taps
 from llama_ssp.models.llama.attention import (
     Attend,

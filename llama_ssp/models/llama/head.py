@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from llama_ssp.architectures.matrices import RankShard
-from llama_ssp.kernels.between import OwnKernels, RmsNorm
+from llama_ssp.kernels.between import OwnKernels
 from llama_ssp.kernels.linear import Linear, make_linear
+from llama_ssp.kernels.norm import RmsNorm
 from llama_ssp.models.llama.attention import LayerAttention
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.layer import Layer, Stream

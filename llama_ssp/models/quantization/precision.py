@@ -23,8 +23,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from llama_ssp.cpu.kinds import DOTS
-from llama_ssp.kernels.linear import Kernel, Linear, make_linear, native_linear
+from llama_ssp.kernels.linear import Kernel, Linear, NativeLinear, compiled_for, make_linear
 from llama_ssp.models.quantization.weight_only import quantize_by_blocks
 from llama_ssp.storage.formats import NF4_GROUP as GROUP
 from llama_ssp.storage.formats import NO_QUANTIZATION, OWN_DTYPE, format_of
@@ -88,8 +87,9 @@ def int8_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
 
     Source: Dettmers et al. 2022, arXiv:2208.07339.
     """
-    quantize = partial(quantize_by_blocks, weight_OI, _to_steps)
-    return native_linear(DOTS, quantize, weight_OI, bias_O) or _Int8Linear(weight_OI, bias_O)
+    if product := compiled_for("int8", weight_OI.shape, weight_OI.device):
+        return NativeLinear(product, *quantize_by_blocks(weight_OI, _to_steps), bias_O)
+    return _Int8Linear(weight_OI, bias_O)
 
 
 def _to_steps(weight_OI: Tensor) -> tuple[Tensor, Tensor]:

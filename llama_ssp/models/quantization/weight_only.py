@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.cpu.kinds import FP8, NIBBLES
 from llama_ssp.kernels.choice_gpu import ProductOfFewRows, attempt, find_few_rows
-from llama_ssp.kernels.linear import Linear, NativeLinear, fits
+from llama_ssp.kernels.linear import Linear, NativeLinear, compiled_for
 from llama_ssp.storage.formats import FEW_ROWS, FP4_GROUP, FP4_NUMBERS, FP8_GROUP, UNPACKED_WEIGHTS, format_of
 from llama_ssp.weights import byte_rows, fp4_rows, int4_rows
 
@@ -115,9 +114,9 @@ def int8_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         operands = bytes_OI.view(torch.int8), words_O1.view(torch.float32).squeeze(1)
     else:
         operands = quantize_by_blocks(weight_OI, _to_bytes)
-    if weight_OI.device.type == "cpu" and fits("bytes", operands[0].shape):
-        return NativeLinear("bytes", *operands, bias_O)
-    return _Int8WeightOnly(operands, bias_O, find_few_rows("int8_weight_only", weight_OI.device.type))
+    if product := compiled_for("int8_weight_only", operands[0].shape, weight_OI.device):
+        return NativeLinear(product, *operands, bias_O)
+    return _Int8WeightOnly(operands, bias_O, find_few_rows("int8_weight_only", operands))
 
 
 def quantize_by_blocks(weight_OI: Tensor, quantize: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -260,11 +259,11 @@ def int4_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
 def _int4_linear(codes_OI: Tensor, words_OG: Tensor, bias_O: Tensor | None) -> Linear:
     """A layer of the bytes of codes (O, I / 2) and words (O, G)."""
     num_inputs, num_groups = 2 * codes_OI.shape[1], words_OG.shape[1]
-    if codes_OI.device.type == "cpu" and fits(NIBBLES, torch.Size((len(codes_OI), num_inputs))):
+    if product := compiled_for("int4_weight_only", torch.Size((len(codes_OI), num_inputs)), codes_OI.device):
         codes_OGI = torch.cat(int4_rows.unpack_codes(codes_OI.unflatten(1, (num_groups, -1))), dim=2)
-        return NativeLinear(NIBBLES, codes_OGI.flatten(1), words_OG, bias_O)
-    kernel = find_few_rows("int4_weight_only", codes_OI.device.type, group=num_inputs // num_groups)
-    return _Int4WeightOnly((codes_OI, words_OG.t().contiguous()), bias_O, kernel)
+        return NativeLinear(product, codes_OGI.flatten(1), words_OG, bias_O)
+    operands = codes_OI, words_OG.t().contiguous()
+    return _Int4WeightOnly(operands, bias_O, find_few_rows("int4_weight_only", operands))
 
 
 class _ScaledGroups(_WeightOnlyLinear):
@@ -295,10 +294,10 @@ def fp8_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         scales_OG = words_OG.view(torch.float32)
     else:
         bytes_OI, scales_OG = quantize_by_blocks(weight_OI, _to_fp8)
-    if weight_OI.device.type == "cpu" and fits(FP8, bytes_OI.shape):
-        return NativeLinear(FP8, bytes_OI, scales_OG, bias_O)
-    kernel = find_few_rows("fp8_weight_only", weight_OI.device.type)
-    return _ScaledGroups((bytes_OI.view(_E4M3), scales_OG.t().contiguous()), bias_O, kernel)
+    if product := compiled_for("fp8_weight_only", bytes_OI.shape, weight_OI.device):
+        return NativeLinear(product, bytes_OI, scales_OG, bias_O)
+    operands = bytes_OI.view(_E4M3), scales_OG.t().contiguous()
+    return _ScaledGroups(operands, bias_O, find_few_rows("fp8_weight_only", operands))
 
 
 def _to_fp8(weight_CI: Tensor) -> tuple[Tensor, Tensor]:
@@ -320,13 +319,15 @@ class _Fp4WeightOnly(_Int4WeightOnly):
         into_CI.mul_(self._operands[2][outputs, None])
 
 
-def _fp4_linear(kind: str, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+def _fp4_linear(storage: str, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
     """A layer of floats of 4 bits, of `fp4_rows`."""
     codes_OI, scales_OS, factors_O = fp4_rows.split(weight_OI)
-    if weight_OI.device.type == "cpu" and fits(kind, torch.Size((len(codes_OI), 2 * codes_OI.shape[1]))):
-        return NativeLinear(kind, weight_OI, factors_O, bias_O)
-    scales_SO = scales_OS.t().contiguous().view(fp4_rows.SCALES[kind])
-    return _Fp4WeightOnly((codes_OI, scales_SO, factors_O), bias_O, find_few_rows(kind, weight_OI.device.type))
+    shape = torch.Size((len(codes_OI), 2 * codes_OI.shape[1]))
+    if product := compiled_for(storage, shape, weight_OI.device):
+        return NativeLinear(product, weight_OI, factors_O, bias_O)
+    scales_SO = scales_OS.t().contiguous().view(fp4_rows.dtype_of_scales(format_of(storage).product))
+    operands = codes_OI, scales_SO, factors_O
+    return _Fp4WeightOnly(operands, bias_O, find_few_rows(storage, operands))
 
 
 mxfp4_linear, nvfp4_linear = partial(_fp4_linear, "mxfp4"), partial(_fp4_linear, "nvfp4")

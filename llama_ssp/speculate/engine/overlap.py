@@ -15,7 +15,7 @@ and only the last two need what other ranks did:
     draft      on the draft's ranks
     score      of the last token and of those in flight, on the target's ranks, at the same time
     exchange   ids to all ranks, probabilities to the rank that verifies
-    verify     the rule, its decision to all ranks, commit
+    decide     the rule, its decision to all ranks, commit
 
 Ids in flight stand in the batch behind the text. Of the probabilities of a block, all but the first row belong to what
 is in flight in the next round. An executor that keeps its state writes results to the same addresses in every round:
@@ -96,8 +96,8 @@ class OverlappedRound(Round):
         uniforms_BN, following = executor.run(stage("exchange", self._exchange), state, *drafted)
         clock.add("draft", waits=True)
         before_BTV = self._before(executor, in_flight_BTV, following)
-        verifying = stage("verify", partial(self._verify_ahead, choice=choice, keeps=keeps), repeats=True)
-        result = executor.run(verifying, state, target_BKV, uniforms_BN, following, before_BTV)
+        deciding = stage("decide", partial(self._verify_ahead, choice=choice, keeps=keeps), repeats=True)
+        result = executor.run(deciding, state, target_BKV, uniforms_BN, following, before_BTV)
         clock.add("verify", waits=self._drafter.drafts_here)
         return result, before_BTV if keeps else following.probs_BTV
 

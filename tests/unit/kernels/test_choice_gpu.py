@@ -7,6 +7,7 @@ from pathlib import Path
 from subprocess import CalledProcessError
 
 import pytest
+import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
 from llama_ssp.kernels import choice_gpu
@@ -16,9 +17,9 @@ from llama_ssp.kernels import choice_gpu
 def _nothing_was_said() -> Iterator[None]:
     """Warnings come once in a process, and once in a test."""
     choice_gpu._said.clear()
-    choice_gpu.find_few_rows.cache_clear()
+    choice_gpu.few_rows_of.cache_clear()
     yield
-    choice_gpu.find_few_rows.cache_clear()
+    choice_gpu.few_rows_of.cache_clear()
 
 
 @pytest.fixture
@@ -81,9 +82,10 @@ def test_a_form_goes_on_without_its_kernel_and_says_so_once(
         raise RuntimeError("Failed to find C compiler.")
 
     monkeypatch.setattr(choice_gpu, "_tried_few_rows", no_compiler)
+    dtypes = torch.uint8, torch.float8_e4m3fn, torch.float32
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert choice_gpu.find_few_rows("nvfp4", "cuda") is None
+            assert choice_gpu.few_rows_of("nvfp4", dtypes, (16, 0)) is None
     [record] = caplog.records
     assert record.getMessage().startswith("nvfp4 unpacks its weights in every forward")
     assert record.getMessage().endswith("sudo apt-get install gcc installs them")

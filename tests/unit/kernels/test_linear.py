@@ -12,7 +12,6 @@ from torch.nn import functional
 
 from llama_ssp.cpu import kinds
 from llama_ssp.cpu.compiled import has_features
-from llama_ssp.kernels.between import RmsNorm
 from llama_ssp.kernels.linear import (
     HalfLinear,
     Linear,
@@ -21,20 +20,25 @@ from llama_ssp.kernels.linear import (
     PlainLinear,
     can_halve,
     can_pack,
+    fits,
     half_scale,
     make_linear,
     native_floats,
     native_of,
+    product_of,
 )
+from llama_ssp.kernels.norm import RmsNorm
 from llama_ssp.models.quantization.precision import Precision
-from llama_ssp.storage.formats import FP4_SCALED, INT4_GROUPS, formats
+from llama_ssp.storage.formats import INT4_GROUPS, Product, formats
 from llama_ssp.weights import int4_rows
 from tests.helpers.four_bits import rounded
 from tests.helpers.lanes import pairs
 
 OTHERS = {"plain": PlainLinear, "packed": PackedLinear, "half": HalfLinear}
-QUANTIZED = {form.compiled: form.name for form in formats().values() if form.compiled}
-COMPILED = ("singles", "halves", *QUANTIZED)
+QUANTIZED = {form.compiled.kind: form.name for form in formats().values() if form.compiled}
+PRODUCTS = {product.kind: product for product in (kinds.IN_FP32, kinds.IN_FP16)}
+PRODUCTS |= {form.compiled.kind: form.compiled for form in formats().values() if form.compiled}
+COMPILED = (*PRODUCTS,)
 # Of the result's size: two orders of one sum, and `dots` may round a number halfway between two steps to either.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
@@ -53,10 +57,12 @@ def made(version: str, weight: Tensor, bias: Tensor | None = None) -> Linear:
 
 
 def native(kind: str, weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
-    if not has_features(kinds.NEEDS[kind]):
+    if not has_features((product := PRODUCTS[kind]).needs):
         pytest.skip("this processor has no such product")
-    kernel = Precision(quantization=QUANTIZED[kind]).kernel if kind in QUANTIZED else partial(native_floats, kind)
-    found = native_of(make_linear(rounded(kind, weight) if kind in FP4_SCALED else weight, bias, kernel=kernel))
+    kernel = Precision(quantization=QUANTIZED[kind]).kernel if kind in QUANTIZED else partial(native_floats, product)
+    found = native_of(
+        make_linear(rounded(kind, weight) if product.codes == kinds.E2M1 else weight, bias, kernel=kernel)
+    )
     assert found
     return found
 
@@ -65,11 +71,11 @@ def stands_for(version: str, weight: Tensor) -> Tensor:
     """The weights in fp64, from their definition."""
     if version in {"half", "halves"}:
         return weight.half().double()
-    if version == kinds.FP8:
+    if version == "fp8":
         return in_fp8(weight)
     if version == kinds.NIBBLES:
         return in_4_bits(weight, 128)
-    if version in kinds.FP4:
+    if version in PRODUCTS and PRODUCTS[version].codes == kinds.E2M1:
         return in_fp4(weight, version)
     return in_steps(weight) if version in QUANTIZED else weight.double()
 
@@ -255,3 +261,12 @@ def test_gates_are_kept_strictly_in_range() -> None:
     found = layer.fused(x)[:, 3]
     assert found[0] == 500.0
     assert found[1].abs() < 1e-30
+
+
+def test_the_record_of_a_format_is_all_that_a_compiled_product_needs() -> None:
+    """Of a kind that no module names: its check has compared it with products of torch."""
+    own = Product("own", kinds.E4M3, needs=("f16c",), group=64)
+    if not has_features(own.needs):
+        pytest.skip("this processor has no such product")
+    assert product_of(own) is not None
+    assert (fits(own, torch.Size((16, 192))), fits(own, torch.Size((16, 96)))) == (True, False)

@@ -165,7 +165,9 @@ def test_the_largest_batch_and_context_fit_and_one_more_does_not() -> None:
     assert not fits(replace(crowded, prompt_tokens=context - 63), A100)
     assert largest_batch(make_spec("65B"), A100) == largest_context(make_spec("65B"), A100) == 0
     longer = make_spec("qwen2.5_7B", "qwen2.5_0.5B", num_ranks=4)
-    assert largest_context(longer, A100) == 131072, "rows that outgrow the draft's context go on plainly"
+    apart = replace(longer, draft_kind=DraftLayout.own_gpu, draft_ranks=(4,), overlap=True)
+    for each in (longer, apart):
+        assert largest_context(each, A100) == 131072, "rows that outgrow the draft's context go on plainly"
 
 
 def test_logits_lie_where_the_target_is_and_probabilities_where_the_rule_runs_or_the_draft_is() -> None:

@@ -99,11 +99,14 @@ def test_greedy_text_of_rounds_that_overlap_is_plain_text(num_ranks: int) -> Non
     assert sum(map(sum, (each.accepted_lengths for each in found))) > 10
 
 
-def test_a_sampled_text_of_rounds_that_overlap_depends_on_no_other_row_rank_or_executor() -> None:
+def test_a_sampled_text_of_rounds_that_overlap_depends_on_no_other_row_rank_or_executor(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     wanted = [each.token_ids for each in overlapped()]
     for num_ranks, batch_size, replay in ((1, 4, False), (2, 3, False), (2, 4, True)):
         found = overlapped(num_ranks, batch_size=batch_size, replay=replay)
         assert [each.token_ids for each in found] == wanted
+    assert not caplog.records, "all stages are traced, also those of plain rounds"
 
 
 def test_rounds_that_overlap_go_on_plainly_from_the_same_token() -> None:
