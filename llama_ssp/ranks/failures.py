@@ -1,8 +1,8 @@
 """How a run ends when a rank fails: one error, the same on every rank that is still alive, which one rank reports.
 
 torchrun, as `llama-ssp run` uses it too, notices that a process of its node has ended, and ends the others by SIGTERM.
-Its exit code is 1 for every failure; it knows neither ranks that are stopped nor ranks that srun has started. The tests
-that kill and stop ranks in every phase (tests/distributed/test_kill_matrix.py) need more:
+Its exit code is 1 for every failure; it notices no rank that is stopped, and none that srun has started. The rest is
+done here (tests/distributed/test_kill_matrix.py):
 
     raise_on_all_ranks   one rank's error reaches all ranks at the next meeting point, without a timeout; `from_rank_0`
                          sends what rank 0 alone can know with it

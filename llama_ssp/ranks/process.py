@@ -81,8 +81,8 @@ def launcher_of(environ: Mapping[str, str]) -> str | None:
 def _of_node(counts: str, *, node: int) -> int:
     """A node's number of tasks: SLURM writes "4(x2),3" for four on each of two nodes and three on the last one."""
     number = ""
-    for each in counts.split(","):
-        number, _, repeated = each.partition("(x")
+    for of_nodes in counts.split(","):
+        number, _, repeated = of_nodes.partition("(x")
         node -= int(repeated.rstrip(")") or 1)
         if node < 0:
             break

@@ -1,4 +1,4 @@
-"""Where ranks meet: the rendezvous store, what each tells the others, the device of each, and the process group.
+"""Where ranks meet: the rendezvous store, the facts that they exchange, their devices, and the process group.
 
 CPUs    gloo
 GPUs    NCCL for tensors on GPUs, gloo for those on the host, in one group; if there is one for every rank of every node
@@ -145,11 +145,11 @@ def seen_by_all(ranks: Ranks, kind: DeviceKind, *, timeout_s: float) -> tuple[Se
     store.set(have_read[ranks.rank], "")
     if ranks.rank == 0:
         wait_for_all(store, have_read, ranks=ranks, timeout_s=timeout_s)
-    for rank, each in enumerate(seen):
-        for name, first, theirs in zip(_VERSIONED, seen[0].versions, each.versions, strict=False):
+    for rank, other in enumerate(seen):
+        for name, first, theirs in zip(_VERSIONED, seen[0].versions, other.versions, strict=False):
             if first != theirs:
                 raise PlacementError(
-                    f"rank {rank} on {each.host} has {name} {theirs or 'unknown'}, and rank 0 on "
+                    f"rank {rank} on {other.host} has {name} {theirs or 'unknown'}, and rank 0 on "
                     f"{seen[0].host} has {first or 'unknown'}: install the same versions on every node"
                 )
     return seen
@@ -236,10 +236,10 @@ def choose_device(kind: DeviceKind, ranks: Ranks, seen: Sequence[Seen]) -> tuple
     if kind is DeviceKind.cpu:
         return torch.device("cpu"), None
     own = seen[ranks.rank]
-    lacking = [each for each in seen if not _suffice([other for other in seen if other.host == each.host])]
+    lacking = [rank for rank in seen if not _suffice([other for other in seen if other.host == rank.host])]
     if not lacking:
         return torch.device("cuda", ranks.local_rank if own.num_gpus >= ranks.local_size else 0), None
-    fewest = min(lacking, key=lambda each: each.num_gpus)
+    fewest = min(lacking, key=lambda rank: rank.num_gpus)
     if kind is DeviceKind.cuda:
         where = "this node" if fewest.host == own.host else f"node {fewest.host}"
         fewer = f"start at most {fewest.num_gpus} ranks, or " if fewest.num_gpus else ""
@@ -256,10 +256,10 @@ def _suffice(node: Sequence[Seen]) -> bool:
 
     A rank's own GPUs are cuda:0 and so on to each rank, and only their ids tell them apart.
     """
-    if all(each.num_gpus >= each.num_ranks for each in node):
+    if all(rank.num_gpus >= rank.num_ranks for rank in node):
         return True
-    every = list(chain.from_iterable(each.ids for each in node))
-    return all(each.ids for each in node) and len(set(every)) == len(every)
+    every = list(chain.from_iterable(rank.ids for rank in node))
+    return all(rank.ids for rank in node) and len(set(every)) == len(every)
 
 
 def form_group(ranks: Ranks, *, device: torch.device, timeout_s: float) -> None:
@@ -275,7 +275,7 @@ def form_group(ranks: Ranks, *, device: torch.device, timeout_s: float) -> None:
         backend, own_gpu = "cpu:gloo,cuda:nccl", device
     here = [f"llama_ssp/here/{rank}" for rank in range(ranks.size)]
     store.set(here[ranks.rank], "")
-    # A GPU may have ended a rank since: torch would wait for it, deaf to signals.
+    # A GPU may have ended a rank since: torch would wait for it without answering signals.
     wait_for_all(store, here, ranks=ranks, timeout_s=timeout_s)
     dist.init_process_group(
         backend, store=store, rank=ranks.rank, world_size=ranks.size, timeout=timedelta(seconds=timeout_s),

@@ -23,10 +23,13 @@ _BUSY_SHARE = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """Causes of a slow run: ranks that share the cores of this one, and all threads with which these compute.
+    """Possible causes of a slow run.
 
-    `load` is that of all programs over the last minute; None if the machine has other cores too, since these threads
-    may run there. `slowness` is by number of threads, where the run chose it; see `ThreadChoice`.
+    Attributes:
+        num_ranks: ranks that share the cores of this one.
+        num_threads: of all these ranks.
+        load: of all programs over the last minute; None if the machine has further cores, on which they may run.
+        slowness: by number of threads, where the run chose it; see `ThreadChoice`.
     """
 
     device: str
@@ -47,9 +50,9 @@ class Surroundings:
 
 
 def unusual_times(summary: Summary, plan: Plan | None, around: Surroundings) -> str | None:
-    """The first that holds, as a sentence with the likely reason; None for a run in time, or a short one.
+    """Say that a draft kept its target waiting, or else that decoding took much longer than forecast, and why.
 
-    The draft of an overlapped run kept its target waiting, or decoding took more than three times its forecast.
+    None for a run that did neither, or that was short.
     """
     if summary.num_new_tokens < _LEAST_TOKENS or plan is None:
         return None
