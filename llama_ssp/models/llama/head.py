@@ -71,7 +71,8 @@ class HeadRunner(LeanRunner):
         source: of the head.
         shards: see `LeanRunner`.
         comm: the ranks that share it.
-        precision, embedding_VE: see `LeanRunner`.
+        precision: see `LeanRunner`.
+        embedding_VE: see `LeanRunner`.
     """
 
     layer_class = HeadLayer
