@@ -1,9 +1,7 @@
 """Batch jobs on a real SLURM: what they leave, what disturbs them, and that nothing is lost or made twice."""
 
 import json
-import shlex
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,17 +29,6 @@ def submit(cluster: Cluster, folder: Path, *words: str, options: tuple[str, ...]
     """Queue launch/slurm.sbatch as a user does; returns the job's id."""
     script = [str(ROOT / "launch" / "slurm.sbatch"), "--root", str(ROOT), "--python", sys.executable]
     return cluster.run("sbatch", "--parsable", *options, *script, *words, cwd=folder)
-
-
-def type_in_a_step(cluster: Cluster, folder: Path, num_tasks: int, *lines: str) -> str:
-    """Type lines into `srun --pty bash`; returns the words on the terminal."""
-    shell = f"srun --ntasks={num_tasks} --nodes=1 --pty bash --norc"
-    done = subprocess.run(
-        ["script", "-qec", shell, "/dev/null"],
-        input="\n".join([*lines, "exit", ""]), env=cluster.environment, cwd=folder, text=True, capture_output=True,
-        check=False, timeout=240,
-    )  # fmt: skip
-    return " ".join(done.stdout.split())
 
 
 def settled(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -199,26 +186,3 @@ def test_a_cancelled_job_stays_cancelled_and_leaves_nothing_but_its_run(cluster:
     log = (tmp_path / f"slurm-{job}.log").read_text()
     assert "Traceback" not in log
     assert len([line for line in log.splitlines() if not line.startswith("{")]) < 16, log
-
-
-@pytest.mark.slow
-def test_a_run_in_the_shell_of_one_task_says_which_ranks_it_awaits_and_how_to_start_them(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    words = shlex.join([sys.executable, str(ROOT / "launch" / "run.py"), *SHORT])
-    remedy = "srun --overlap --ntasks=4"
-    said = type_in_a_step(
-        cluster, tmp_path, 4, f"{words} timeouts.load_s=13", f"{remedy} {words} run_dir=run </dev/null"
-    )
-    assert (
-        "waiting for ranks 1, 2, 3 until timeouts.load_s=13: each of the 4 tasks of this SLURM step has to run this "
-        f"command; in a shell of one of them, {remedy} before it starts all"
-    ) in said
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 4
-
-
-@pytest.mark.slow
-def test_commands_in_one_shell_of_a_step_have_run_folders_of_their_own(cluster: Cluster, tmp_path: Path) -> None:
-    words = shlex.join([sys.executable, str(ROOT / "launch" / "run.py"), *SHORT])
-    type_in_a_step(cluster, tmp_path, 1, f"{words} </dev/null", f"{words} seed=1 </dev/null")
-    assert [(run / "status").read_text() for run in (tmp_path / "outputs").iterdir()] == ["done\n"] * 2
