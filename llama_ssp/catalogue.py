@@ -241,16 +241,12 @@ def names(group: str) -> list[str]:
     return sorted({file.stem for folder in folders() for file in (folder / group).glob("*.yaml")})
 
 
-_COUNTED = re.compile(r"([1-8])x(.+)", re.DOTALL)
-
-
 def find(group: str, name: str) -> Path | None:
-    """Return the file of an option; None if no folder has it. Machines of several GPUs, as 4xh100, are those of one."""
+    """Return the file of an option; None if no folder has it."""
     for folder in (*_given, user_dir(), conf_dir()):
         if _is_file(file := folder / group / f"{name}.yaml"):
             return file
-    counted = _COUNTED.fullmatch(name) if group == "hardware" else None
-    return find(group, counted[2]) if counted else None
+    return None
 
 
 def groups(group: str) -> list[str]:
@@ -267,21 +263,22 @@ def new_file(group: str, name: str) -> Path:
 def option(group: str, name: str) -> tuple[dict[str, Any], str | None] | None:
     """Read an option, models and machines with all that they inherit, and where its first line places it.
 
-    The place is Hydra's: `# @package _global_` sets settings outside of the group. None if no folder has the option;
+    The place is Hydra's: `# @package _global_` sets settings outside of the group. None if there is no such option;
     raises as `read`.
     """
     file = find(group, name)
-    if file is None:
+    whole = _fields(group, name, names_below=()) if group in _INHERITING else None
+    fields = read(file) if file and group not in _INHERITING else whole
+    if fields is None:
         return None
-    fields = _fields(group, file, names_below=()) if group in _INHERITING else read(file)
-    if group == "hardware" and file.stem != name:
-        fields |= {"name": name, "num_gpus": int(name[0])}
-    package = _PACKAGE.match(file.read_text(encoding="utf-8"))
+    package = file and _PACKAGE.match(file.read_text(encoding="utf-8"))
     return fields, package[1] if package else None
 
 
 _INHERITING, _MERGED = ("model", "hardware"), ("shape", "sources")
 """Groups whose files have an entry that they are based on, and their fields that are merged with its."""
+_COUNTED = re.compile(r"([1-8])x(.+)", re.DOTALL)
+"""A machine with so many GPUs of a file that describes one, as 4xh100."""
 
 
 def head_of(file: Path) -> str:
@@ -384,9 +381,9 @@ def load(name: str) -> ModelConfig:
     An unknown name, or a file that describes no model, raises ConfigError.
     """
     file = _file(name)
-    if file is None:
+    fields = _fields("model", name, names_below=()) if file else None
+    if file is None or fields is None:
         return ModelConfig(name=name, hub_id=name)
-    fields = _fields("model", file, names_below=())
     if fields.get("name") != name:
         raise ConfigError(f"{shown(file)} must have the line name: {name}, the name of the file")
     shape = fields.pop("shape", None)
@@ -445,16 +442,24 @@ def _file(name: str) -> Path | None:
     raise ConfigError(unknown_name("model", name, names("model")))
 
 
-def _fields(group: str, file: Path, *, names_below: tuple[str, ...]) -> dict[str, Any]:
-    """The fields of a file, merged over those of its base; `names_below` are the entries that inherit them."""
+def _fields(group: str, name: str, *, names_below: tuple[str, ...]) -> dict[str, Any] | None:
+    """The fields of an entry, merged over those of its base; `names_below` are the entries that inherit them."""
+    file = find(group, name)
+    if file is None:
+        counted = _COUNTED.fullmatch(name) if group == "hardware" else None
+        one = None
+        if counted and counted[2] not in names_below:
+            one = _fields(group, counted[2], names_below=names_below)
+        is_one = one is not None and (one.get("device"), one.get("num_gpus")) == ("cuda", 1)
+        return one | {"name": name, "num_gpus": int(name[0])} if one and is_one else None
     fields = read(file)
     for base in fields.pop("defaults", []):
         if base == "_self_":
             continue
-        base_file = find(group, base) if isinstance(base, str) else None
-        if base_file is None or base in (*names_below, file.stem):
+        is_other = isinstance(base, str) and base not in (*names_below, name)
+        inherited = _fields(group, base, names_below=(*names_below, name)) if is_other else None
+        if inherited is None:
             raise ConfigError(f"{shown(file)}: defaults must name another entry, as in defaults: [7B, _self_]")
-        inherited = _fields(group, base_file, names_below=(*names_below, file.stem))
-        parts = {name: (inherited.get(name) or {}) | (fields.get(name) or {}) for name in _MERGED}
-        fields = inherited | fields | {name: part for name, part in parts.items() if part}
+        parts = {field: (inherited.get(field) or {}) | (fields.get(field) or {}) for field in _MERGED}
+        fields = inherited | fields | {field: part for field, part in parts.items() if part}
     return fields

@@ -7,7 +7,7 @@ Units: bytes, bytes/s, FLOP/s and seconds.
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from types import UnionType
 from typing import Any, cast, get_args, get_origin
 
@@ -123,6 +123,27 @@ def names() -> list[str]:
     return catalogue.names("hardware")
 
 
+def choices() -> Iterator[HardwareConfig]:
+    """All machines; of one GPU also two, four and eight of it in a node."""
+    for machine in map(load, names()):
+        yield machine
+        for number in (2, 4, _NODE_GPUS) if _is_counted(machine) else ():
+            yield replace(machine, name=f"{number}x{machine.name}", num_gpus=number)
+
+
+def entry_of(name: str) -> tuple[int, int]:
+    """The GPUs of a machine by its name, and the most of them that a node may have; zeros for no machine here."""
+    if "/" in name or catalogue.option("hardware", name) is None:
+        return 0, 0
+    machine = load(name)
+    is_counted = _is_counted(machine) or catalogue.find("hardware", name) is None
+    return machine.num_gpus, _NODE_GPUS if is_counted else machine.num_gpus
+
+
+def _is_counted(machine: HardwareConfig) -> bool:
+    return machine.device == "cuda" and machine.num_gpus == 1
+
+
 def unknown(name: str) -> str:
     """Report an unknown machine, and the entry that has as many of its GPUs, as in 4xa100, with the settings for it."""
     number, chip = re.fullmatch(r"(?:(\d+)x)?(.*)", name.casefold(), re.DOTALL).groups()  # type: ignore[union-attr]
@@ -135,21 +156,21 @@ def unknown(name: str) -> str:
     if not alike or (number is None and similar_name(name, names())):
         return sentence
     nearest = min(alike, key=lambda one: (one.num_gpus, words[0] not in one.name))
-    num_nodes, rest = divmod(wanted, _NODE_GPUS)
-    meant = f"{wanted}x{nearest.name}" if wanted > 1 else nearest.name
-    if wanted > _NODE_GPUS:
-        figure = f"num_gpus={wanted}" if rest else f"num_nodes={num_nodes}"
-        meant = f"{_NODE_GPUS}x{nearest.name} hardware.{figure}"
+    counted, (num_nodes, rest) = min(wanted, _NODE_GPUS), divmod(wanted, _NODE_GPUS)
+    meant = nearest.name if nearest.num_gpus > 1 or wanted == 1 else f"{counted}x{nearest.name}"
+    if nearest.num_gpus > 1 or wanted > _NODE_GPUS:
+        joins_nodes = nearest.num_gpus == 1 and nearest.network and not rest
+        meant += f" hardware.num_nodes={num_nodes}" if joins_nodes else f" hardware.num_gpus={wanted}"
     return f"{sentence.partition('; did you mean')[0]}; did you mean hardware={meant}?"
 
 
 def load(name: str) -> HardwareConfig:
     """Read one entry; an unknown name raises ConfigError, and so does a file with problems, listing them all."""
-    file = catalogue.find("hardware", name) if "/" not in name else None
-    figures = catalogue.option("hardware", name)
-    if file is None or figures is None:
+    found = catalogue.option("hardware", name) if "/" not in name else None
+    if found is None:
         raise ConfigError(unknown(name))
-    return build(figures[0], where=f"{catalogue.shown(file)}: " if catalogue.is_own(file) else "")
+    file = catalogue.find("hardware", name)
+    return build(found[0], where=f"{catalogue.shown(file)}: " if file and catalogue.is_own(file) else "")
 
 
 def problems_of(figures: object) -> list[str]:

@@ -42,7 +42,7 @@ from llama_ssp.models.weights import (
     StoredSlice,
     Weights,
     check_packed,
-    described,
+    config_errors,
     find_sources,
     returning_memory,
     unread,
@@ -112,7 +112,7 @@ def lean_weights(
 def _lean_table(origin: WeightSource, whole: WholeParts) -> tuple[dict[str, Parameter], dict[str, str]]:
     """The parameters of a whole model or head, and their stored names."""
     check_servable(lambda name: getattr(origin.config, name, None))
-    with described(origin.folder):
+    with config_errors(origin.folder):
         rotary_of(origin.config)
     head = origin.head if isinstance(origin, HeadSource) else None
     table = llama_table(origin.config, origin.shape, whole=whole, head=head)

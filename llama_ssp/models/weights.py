@@ -245,7 +245,7 @@ def _call_malloc(function: str, *arguments: int) -> None:
 
 
 @contextmanager
-def described(folder: Path) -> Iterator[None]:
+def config_errors(folder: Path) -> Iterator[None]:
     """CheckpointError for whatever a library raises meanwhile about the values of a config.json."""
     try:
         yield

@@ -392,7 +392,7 @@ def _more_ranks(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
     start = Change(kind="ranks", loss=Loss.more, spec=spec, hardware=hardware)
     used, known = len(spec.layout.ranks), hardware.num_gpus
     if hardware.device == "cuda":
-        known = max(known, _gpus_of_entry(hardware))
+        known = max(known, machines.entry_of(hardware.name)[1])
     if hardware.num_nodes == 1:
         for size in sorted(block_sizes(known // spec.num_replicas)):
             if size > used and (larger := same_kind(spec, size)):
@@ -407,25 +407,20 @@ def _more_ranks(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
 
 
 def _other_machines(spec: PlanSpec, hardware: HardwareConfig) -> list[Change]:
-    """The spec on each other machine of the catalogue; those with the least memory come first."""
+    """The spec on each other machine of the catalogue: first those of fewest GPUs, then of least memory."""
     if hardware.device != "cuda" or spec.target_kind is not TargetKind.tensor:
         return []
-    found = []
-    for machine in map(machines.load, machines.names()):
+    found, is_as_named = [], machines.entry_of(hardware.name)[0] == hardware.num_gpus
+    for machine in machines.choices():
         size, rest = divmod(machine.num_gpus, spec.num_replicas)
         if machine.device != "cuda" or machine.gpu == hardware.gpu or rest or not (other := same_kind(spec, size)):
             continue
         settings = [f"hardware={machine.name}"]
-        settings += [f"hardware.num_gpus={machine.num_gpus}"] * (_gpus_of_entry(hardware) != hardware.num_gpus)
+        settings += [] if is_as_named else [f"hardware.num_gpus={machine.num_gpus}"]
         settings += ["hardware.num_nodes=1"] if hardware.num_nodes > 1 else []
         start = Change(kind="machine", loss=Loss.more, spec=spec, hardware=machine)
         found.append(start.then(*settings, spec=other))
-    return sorted(found, key=lambda way: way.hardware.num_gpus * way.hardware.memory_bytes)
-
-
-def _gpus_of_entry(hardware: HardwareConfig) -> int:
-    """GPUs of a node by the entry of a machine's name; 0 without one."""
-    return machines.load(hardware.name).num_gpus if hardware.name in machines.names() else 0
+    return sorted(found, key=lambda way: (way.hardware.num_gpus, way.hardware.memory_bytes))
 
 
 def _first_with_room(steps: Iterable[Change]) -> list[Change]:

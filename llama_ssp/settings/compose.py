@@ -389,7 +389,8 @@ class _Options(ConfigSource):
     def is_config(self, config_path: str) -> bool:
         group, name = _parts(config_path)
         is_draft = group == "draft" and name in catalogue.names("model")
-        return is_draft or catalogue.find(group, name) is not None or (group in GROUPS and is_hub_id(name))
+        is_file = catalogue.find(group, name) or (group == "hardware" and catalogue.option(group, name))
+        return is_draft or bool(is_file) or (group in GROUPS and is_hub_id(name))
 
     def available(self) -> bool:
         return True

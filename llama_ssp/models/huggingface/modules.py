@@ -36,7 +36,7 @@ from llama_ssp.models.weights import (
     StoredSlice,
     Weights,
     check_packed,
-    described,
+    config_errors,
     find_sources,
     return_freed,
     returning_memory,
@@ -87,7 +87,7 @@ def build_empty(origin: WeightSource) -> PreTrainedModel:
     has_sdpa = family.is_written or model_class._supports_sdpa
     config._attn_implementation = family.attention if has_sdpa else "eager"
     config.return_dict, config.output_attentions, config.output_hidden_states = True, False, False
-    with described(origin.folder), _parameters_on_meta():
+    with config_errors(origin.folder), _parameters_on_meta():
         model: PreTrainedModel = model_class(config)
     adapt(model)
     for name in model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys():

@@ -1,6 +1,7 @@
 """The catalogue of machines, and what is said of a file that is wrong."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +36,24 @@ def test_several_gpus_are_those_of_one_and_an_instance_changes_what_it_says() ->
     assert instance.sources["kernel_s"] == one.sources["kernel_s"]
 
 
+def test_a_machine_of_the_user_may_be_based_on_several_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue, "_given", [tmp_path])
+    (tmp_path / "hardware").mkdir()
+    file = tmp_path / "hardware" / "mine.yaml"
+    file.write_text("defaults: [4xh100, _self_]\nname: mine\ncontext_bytes: 7\n")
+    mine = hardware.load("mine")
+    assert (mine.name, mine.num_gpus, mine.context_bytes) == ("mine", 4, 7)
+    file.write_text("defaults: [4xmine, _self_]\nname: mine\n")
+    with pytest.raises(ConfigError, match="defaults must name another entry"):
+        hardware.load("mine")
+
+
+@pytest.mark.parametrize("name", ["2xmi250", "2xp5_48xlarge", "4xlaptop_cpu", "9xh100", "4x4xh100"])
+def test_only_files_of_one_gpu_are_counted(name: str) -> None:
+    with pytest.raises(ConfigError, match="unknown hardware"):
+        hardware.load(name)
+
+
 def test_hopper_and_blackwell_have_the_order_of_their_bandwidths() -> None:
     found = [hardware.load(name) for name in ("h100", "h200", "b200", "b300")]
     assert len({(machine.kernel_s, machine.launch_s, machine.context_bytes) for machine in found}) == 1
@@ -52,6 +71,7 @@ def test_machines_of_an_architecture_share_what_it_has() -> None:
     [
         ("4xa100", "hardware=4xa100_40gb"), ("4xA10G", "hardware=4xa10g"), ("H100", "h100"), ("h10", "h100"),
         ("16xh100", "hardware=8xh100 hardware.num_nodes=2"), ("12xh100", "hardware=8xh100 hardware.num_gpus=12"),
+        ("16xrtx4090", "hardware=8xrtx4090 hardware.num_gpus=16"), ("4xmi250", "hardware=mi250 hardware.num_gpus=4"),
     ],
 )  # fmt: skip
 def test_an_unknown_machine_is_answered_with_its_own_gpus(name: str, meant: str) -> None:

@@ -90,6 +90,29 @@ def test_machines_are_named_as_they_are_the_one_with_the_least_memory_first() ->
     assert machines == [("rtx5090", "1")]
 
 
+@pytest.mark.parametrize(("name", "num_gpus"), [("h100", 1), ("2xh100", 2), ("8xh100", 2)])
+def test_more_gpus_of_a_node_are_named_whatever_number_its_name_counts(name: str, num_gpus: int) -> None:
+    machine = replace(hardware.load(name), num_gpus=num_gpus)
+    spec = make_spec("llama3_70B", num_ranks=num_gpus, prompt_tokens=4000 * num_gpus, batch_size=32)
+    assert not fits(spec, machine)
+    named = [_settings(change) for change in changes_that_fit(spec, machine)]
+    assert str(2 * num_gpus if num_gpus == 2 else 4) in [settings.get("hardware.num_gpus") for settings in named]
+
+
+def test_other_machines_are_named_by_the_number_of_their_gpus() -> None:
+    named = [_settings(change) for change in changes_that_fit(make_spec("llama3_70B"), hardware.load("rtx4090"))]
+    found = [settings["hardware"] for settings in named if "hardware" in settings]
+    assert found == ["h200"], "one GPU before several, and the least memory of those with room"
+    named = [_settings(change) for change in changes_that_fit(
+        make_spec("llama3_70B", prompt_tokens=8000, batch_size=32), hardware.load("rtx4090")
+    )]  # fmt: skip
+    assert [settings["hardware"] for settings in named if "hardware" in settings] == ["mi325x"]
+    named = [_settings(change) for change in changes_that_fit(
+        make_spec("llama3_70B", prompt_tokens=8000, batch_size=128), hardware.load("rtx4090")
+    )]  # fmt: skip
+    assert next(settings["hardware"] for settings in named if "hardware" in settings).startswith("2x")
+
+
 def test_another_format_of_as_many_bits_is_tried() -> None:
     """NormalFloat has a scale of 4 bytes for 64 weights, our own format of 4 bits for 128."""
     four = make_spec("13B", of_target={"quantization": "nf4"})
