@@ -145,10 +145,10 @@ class LeanRunner(CachedRunner):
             )  # fmt: skip
             self._varlen = attempt(both, instead="continuing with torch's attention in rounds too") or self._varlen
 
-    def allocate(self, *, batch_size: int, capacity: int) -> None:
+    def allocate(self, *, batch_size: int, capacity: int, num_rolled_back: int = 0) -> None:
         """See `Runner.allocate`."""
         known = self.num_allocations
-        super().allocate(batch_size=batch_size, capacity=capacity)
+        super().allocate(batch_size=batch_size, capacity=capacity, num_rolled_back=num_rolled_back)
         if self.num_allocations > known:
             assert self._cache is not None
             num_slots = self._cache.num_slots
@@ -168,6 +168,7 @@ class LeanRunner(CachedRunner):
         pieces: Pieces | None = None,
         taps: Taps | None = None,
         tree: TreePlaces | None = None,
+        taken_B: Tensor | None = None,  # noqa: ARG002 - of states
     ) -> Tensor:
         """See `Runner.forward`."""
         attention = self._attention(

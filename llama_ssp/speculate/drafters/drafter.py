@@ -37,6 +37,7 @@ class DrafterParts:
         comm: the ranks that share the draft model; None if it is not split.
         taps: of the target, for a draft head.
         tree: of the drafted tokens; None for a chain.
+        num_ahead: the most drafted tokens that wait for verification when a round begins.
         first_row: the first of the rows that this rank drafts, by the number of all; 0 where it drafts all.
         tokenizers: both models' tokenizers, if the draft has its own.
     """
@@ -52,6 +53,7 @@ class DrafterParts:
     tokenizers: TokenizerPair | None = None
     taps: Taps | None = None
     tree: Tree | None = None
+    num_ahead: int = 0
     first_row: Callable[[int], int] = lambda _num_rows: 0
 
 
@@ -110,7 +112,8 @@ class _Tables(Workspace):
 class StepwiseDrafter:
     """Base class of drafters that draw tokens one after another, as the rule draws, from a model's logits.
 
-    They draft chains of K tokens, or trees, level by level. `vocab_size` is V of the target.
+    They draft chains of K tokens, or trees, level by level. `vocab_size` is V of the target, `num_ahead` that of
+    `DrafterParts`.
     """
 
     def __init__(
@@ -121,8 +124,9 @@ class StepwiseDrafter:
         num_draft_tokens: int,
         vocab_size: int,
         tree: Tree | None = None,
+        num_ahead: int = 0,
     ) -> None:
-        self._tree = tree
+        self._tree, self._num_rolled_back = tree, num_draft_tokens + num_ahead
         self.runner, self.num_draft_tokens, self.vocab_size = runner, num_draft_tokens, vocab_size
         self.repeats_operators, self.reads_by_length = runner.repeats_operators, runner.reads_by_length
         self._rule = rule
@@ -138,7 +142,9 @@ class StepwiseDrafter:
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Allocate the cache."""
-        self.runner.allocate(batch_size=batch_size, capacity=num_slots)
+        self.runner.allocate(
+            batch_size=batch_size, capacity=num_slots, num_rolled_back=self._num_rolled_back
+        )
         if batch_size != self._batch_size:  # else graphs read those that are there
             self._tables, self._batch_size = _Tables(batch_size, self.vocab_size, self.runner.device), batch_size
 

@@ -32,9 +32,12 @@ class ModelDrafter(StepwiseDrafter):
     runner: Runner
 
     def __init__(
-        self, runner: Runner, *, rule: Rule, num_draft_tokens: int, vocab_size: int, tree: Tree | None = None
-    ) -> None:
-        super().__init__(runner, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=vocab_size, tree=tree)
+        self, runner: Runner, *, rule: Rule, num_draft_tokens: int, vocab_size: int, tree: Tree | None = None,
+        num_ahead: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            runner, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=vocab_size, tree=tree, num_ahead=num_ahead
+        )
         self._last_two = torch.arange(-_NUM_READ, 0, device=runner.device)
         if tree:
             self._depth, self._path_T = tree.depth, torch.arange(tree.depth + 1, device=runner.device)
@@ -42,7 +45,7 @@ class ModelDrafter(StepwiseDrafter):
     def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
         """Read new prompts into the draft's own cache."""
         known = prompts._replace(tokens_RS=self._known(prompts.tokens_RS))
-        read_prompts(self.runner, known, rows=rows, buckets=buckets)
+        read_prompts(self.runner, known, rows=rows, buckets=buckets, num_left=_NUM_READ - 1)
 
     def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> Callable[[int, Tensor | None], Tensor]:
         tokens_BS, lengths_B1 = rows.tokens_BS, rows.lengths_B[:, None]
@@ -112,8 +115,9 @@ def make(parts: DrafterParts) -> Drafter:
     size, num_draft_tokens = runner.vocab_size, parts.num_draft_tokens
     if tokenizers is None:
         return ModelDrafter(
-            runner, rule=parts.rule, num_draft_tokens=num_draft_tokens, vocab_size=parts.vocab_size, tree=parts.tree
-        )
+            runner, rule=parts.rule, num_draft_tokens=num_draft_tokens, vocab_size=parts.vocab_size, tree=parts.tree,
+            num_ahead=parts.num_ahead,
+        )  # fmt: skip
     alignment = tokenizers.align(target_size=parts.vocab_size, draft_size=size)
     return IntersectionDrafter(
         runner,
