@@ -65,6 +65,7 @@ class Family:
     cuts_own_embedding: bool = False  # also if the embedding is a class of the family itself.
     # kinds of layers that keep a state (`models.states`), or nothing, beside those with keys and values.
     recurrent: tuple[str, ...] = ()
+    gates_queries: bool = False  # each query head has a gate of its width beside it, in the same matrix.
     keeps_attention: bool = False  # every rank computes attention: its norms need the outputs of all heads.
     # tensor-parallel plan, style by module, beside the library's.
     tp_plan: Mapping[str, str] = field(default_factory=dict)

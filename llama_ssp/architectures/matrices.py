@@ -116,7 +116,7 @@ class Cut(Enum):
 
 
 HEAD_CUTS = frozenset({Cut.query_heads, Cut.kv_heads, Cut.fused_qkv, Cut.qkv})
-_EMBEDDINGS = ("embed_tokens", "wte")
+_EMBEDDINGS = ("embed_tokens", "wte", "embeddings")
 IN_PARTS = ("qkv_proj", "gate_up_proj")
 _CUTS = {
     **dict.fromkeys(
@@ -125,9 +125,12 @@ _CUTS = {
     **dict.fromkeys(("k_proj", "v_proj"), Cut.kv_heads),
     "query_key_value": Cut.fused_qkv,
     "qkv_proj": Cut.qkv,
-    "gate_up_proj": Cut.gate_up,
+    **dict.fromkeys(("gate_up_proj", "input_linear"), Cut.gate_up),
     **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), Cut.mlp_units),
-    **dict.fromkeys(("dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2", "c_fc", "c_proj"), Cut.mlp_units),
+    **dict.fromkeys(
+        ("dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2", "c_fc", "c_proj", "w1", "w2", "w3", "output_linear"),
+        Cut.mlp_units,
+    ),
     **dict.fromkeys((*_EMBEDDINGS, "lm_head"), Cut.vocabulary),
 }
 

@@ -10,6 +10,7 @@ Shapes: B sequences, T tokens, H heads, N width of a key, P width of a value.
 Source: Yang et al. 2024, arXiv:2412.06464 (gated delta rule); Dao and Gu 2024, arXiv:2405.21060 (Mamba 2).
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -37,7 +38,12 @@ class Steps(NamedTuple):
 
     def part(self, tokens: slice) -> "Steps":
         """The inputs of some of the tokens."""
-        return Steps(*(None if part is None else part[:, :, tokens] for part in self))
+        return self.map(lambda part: part[:, :, tokens])
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Steps":
+        """The inputs with each tensor changed."""
+        queries, keys, values, log_decays = map(change, (self.queries, self.keys, self.values, self.log_decays))
+        return Steps(queries, keys, values, log_decays, None if self.rates is None else change(self.rates))
 
     def masked(self, takes_BT: Tensor) -> "Steps":
         """The same inputs, where tokens that are not to be taken leave the state as it is."""

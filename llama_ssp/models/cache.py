@@ -372,7 +372,7 @@ class CachedRunner:
         self.num_allocations = self.num_uses = 0
         # The last layers may read the keys and values of earlier ones.
         num_layers: int = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
-        self._layers = with_slots(config)[:num_layers]
+        self._slot_layers = with_slots(config)[:num_layers]
         self._windows = record_of(config.model_type).windows_of(config)
         self._cache: StaticCache | None = None
         self._states: StateCache | None = None
@@ -386,7 +386,7 @@ class CachedRunner:
             return
         self.num_allocations += 1
         self._cache = StaticCache(
-            num_layers=len(self._layers), batch_size=batch_size, capacity=capacity, device=self.device,
+            num_layers=len(self._slot_layers), batch_size=batch_size, capacity=capacity, device=self.device,
             kept=self._kept, reads_by_length=self.reads_by_length,
         )  # fmt: skip
         if before and before.num_rows == batch_size:
@@ -399,9 +399,7 @@ class CachedRunner:
             num_kept = max(num_kept, before.num_kept)
         if self.layer_states and not (before and (before.num_rows, before.num_kept) == (batch_size, num_kept)):
             self.num_allocations += 1
-            self._states = StateCache(
-                self.layer_states, batch_size=batch_size, num_kept=num_kept, dtype=self.dtype
-            )
+            self._states = StateCache(self.layer_states, batch_size=batch_size, num_kept=num_kept, dtype=self.dtype)
 
     def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
         """See `Runner.move`."""

@@ -114,7 +114,9 @@ def read_prompts(
     Returns:
         The logits (R, V) after each row's last prompt token.
     """
-    padded = _read_by_length if runner.is_invariant and not runner.keeps_states else partial(_read_padded, num_left=num_left)
+    padded = (
+        _read_by_length if runner.is_invariant and not runner.keeps_states else partial(_read_padded, num_left=num_left)
+    )
     read = partial(_read_packed if runner.packs_prompts else padded, runner, buckets=buckets, taps=taps)
     if not any(prompts.starts):
         return read(prompts, rows=rows)

@@ -96,7 +96,7 @@ class StateView:
 
     def __init__(self, cache: StateCache, positions_BT: Tensor, taken_B: Tensor | None, rows_B: Tensor) -> None:
         self._cache = cache
-        batch_size, num_tokens = positions_BT.shape
+        num_tokens = positions_BT.shape[1]
         device, first_B1, rows_B1 = positions_BT.device, positions_BT[:, :1], rows_B[:, None]
         offsets_T = torch.arange(num_tokens, device=device)
         taken_B1 = torch.full_like(first_B1, num_tokens) if taken_B is None else taken_B[:, None]

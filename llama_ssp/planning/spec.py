@@ -431,6 +431,38 @@ def notes_on_families(*models: PlannedModel | ModelConfig) -> Iterator[str]:
             )
 
 
+def refused_by_states(*models: ModelShape | None, has_tree: bool, own_tokenizer: bool) -> str:
+    """Why a target and a draft, some with recurrent layers, cannot draft in this way; empty if they can."""
+    for place, shape in enumerate(models):
+        kinds = record_of(shape.model_type).recurrent if shape else ()
+        if shape and kinds and has_tree:
+            return (
+                f"speculation.tree scores several tokens at one position, and a layer of kind {kinds[0]}, as this "
+                f"{shape.model_type} model has, keeps one state at each: leave speculation.tree out"
+            )
+        if shape and kinds and place and own_tokenizer:
+            return (
+                f"{said('draft.tokenizer', 'own')} spells a text anew from several tokens back, and a layer of kind "
+                f"{kinds[0]}, as this {shape.model_type} draft has, keeps no state there: give a draft without such "
+                "layers, or with the target's tokenizer"
+            )
+    return ""
+
+
+def check_states(config: RunConfig, *models: ModelShape | None) -> None:
+    """Raise ConfigError if a run cannot draft with its target and its draft; see `refused_by_states`."""
+    has_tree = config.speculation.tree is not None and drafts(config.draft)
+    if reason := refused_by_states(*models, has_tree=has_tree, own_tokenizer=has_own_tokenizer(config.draft)):
+        raise ConfigError(reason)
+
+
+def notes_on_states(spec: PlanSpec) -> Iterator[str]:
+    """Say why runs refuse to draft with models that have recurrent layers."""
+    shapes = [model.shape for model in (spec.target, spec.draft) if model]
+    if reason := refused_by_states(*shapes, has_tree=spec.tree is not None, own_tokenizer=spec.own_tokenizer):
+        yield f"runs refuse this: {reason}"
+
+
 def notes_on_contexts(spec: PlanSpec) -> Iterator[str]:
     """Say at which length rows outgrow the draft's context and go on without it."""
     if spec.draft and not (spec.has_head or spec.own_tokenizer):

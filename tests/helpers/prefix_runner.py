@@ -64,7 +64,7 @@ class PrefixRunner:
         if before.shape[0] == batch_size:
             self.slots.cache[:, : before.shape[1]] = before
 
-    def forward(
+    def forward(  # noqa: PLR0913 - see `Runner`
         self,
         ids_BT: Tensor,
         positions_BT: Tensor,

@@ -1,7 +1,7 @@
 """Recurrent layers of transformers on our states: gated delta rule, Mamba 2 and short convolutions.
 
-A mixer keeps its modules; with our cache, its forward is the one of this module, which takes any number of tokens, reads
-and keeps states by position, and passes over tokens that do not count. Without a cache it is the library's.
+A mixer keeps its modules; with our cache, its forward is the one of this module, which takes any number of tokens,
+reads and keeps states by position, and passes over tokens that do not count. Without a cache it is the library's.
 
 Shapes: B sequences, T tokens, E hidden size, C channels, H heads, N width of a key, P width of a value.
 """
@@ -35,7 +35,8 @@ def mixers_of(model: nn.Module) -> Iterator[Any]:
 
 def state_of(mixer: Any) -> LayerState:  # noqa: ANN401 - of transformers
     """What a layer keeps, as far as this rank has it."""
-    weight_C1W, shape = _convolution_of(mixer).weight, ()
+    weight_C1W = _convolution_of(mixer).weight
+    shape: tuple[int, ...] = ()
     if hasattr(mixer, "head_v_dim"):
         shape = (len(mixer.A_log), mixer.head_k_dim, mixer.head_v_dim)
     elif hasattr(mixer, "ssm_state_size"):
@@ -48,7 +49,7 @@ def _convolution_of(mixer: Any) -> Any:  # noqa: ANN401 - of transformers
 
 
 def _forward(mixer: Any, library: Callable[..., Tensor], hidden_states: Tensor, **options: Any) -> Tensor:  # noqa: ANN401
-    cache = options.pop("cache_params", None) or options.pop("past_key_values", None)
+    cache = options.pop("cache_params" if "cache_params" in options else "past_key_values", None)
     states: StateView | None = getattr(cache, "states", None)
     if states is None:
         return library(hidden_states, **options)
@@ -116,7 +117,7 @@ def _convolved(mixer: Any, x_BTC: Tensor, states: StateView) -> Tensor:  # noqa:
     """Each channel's sum over the newest tokens, and its activation if it has one."""
     conv = _convolution_of(mixer)
     x_BTC = states.with_inputs_before(mixer.layer_idx, x_BTC)
-    y_BCT = functional.conv1d(x_BTC.transpose(1, 2), conv.weight, conv.bias, groups=len(conv.weight))
+    y_BCT: Tensor = functional.conv1d(x_BTC.transpose(1, 2), conv.weight, conv.bias, groups=len(conv.weight))
     activation = getattr(mixer, "activation", None)
     return (ACT2FN[activation](y_BCT) if activation else y_BCT).transpose(1, 2)
 
@@ -131,7 +132,7 @@ def _recurred(mixer: Any, steps: Steps, states: StateView) -> Tensor:  # noqa: A
 
 def _by_heads(x_BTC: Tensor, width: int, num_heads: int) -> Tensor:
     """The parts of all heads (B, H, T, width) in fp32; several heads may have one of them."""
-    x_BGTN = x_BTC.unflatten(-1, (-1, width)).transpose(1, 2).float()
+    x_BGTN: Tensor = x_BTC.unflatten(-1, (-1, width)).transpose(1, 2).float()
     return x_BGTN.repeat_interleave(num_heads // x_BGTN.shape[1], dim=1)
 
 

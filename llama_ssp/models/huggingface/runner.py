@@ -49,7 +49,7 @@ class ModuleRunner(CachedRunner):
         super().__init__(model.config, parameter)
         self.comm = comm
         self._model = model
-        self._library_cache = LibraryCache(self._layers)
+        self._library_cache = LibraryCache(self._slot_layers)
         if record_of(model.config.model_type).recurrent:
             self.layer_states = [*map(state_of, mixers_of(model))]
         self.keeps_states = bool(self.layer_states)
@@ -80,7 +80,9 @@ class ModuleRunner(CachedRunner):
             wanted_TV = self._model(input_ids=ids_1T, use_cache=False).logits[0].float()
             self.allocate(batch_size=1, capacity=_COMPARED_TOKENS, num_rolled_back=_COMPARED_PIECE)
             found = []
-            for ids, positions in zip(*(each.split(_COMPARED_PIECE, 1) for each in (ids_1T, positions_1T)), strict=True):
+            for ids, positions in zip(
+                *(each.split(_COMPARED_PIECE, 1) for each in (ids_1T, positions_1T)), strict=True
+            ):
                 for read in [ids.flip(1), ids] if self.keeps_states else [ids]:
                     logits_1TV = self.forward(read, positions, bucket=_COMPARED_TOKENS)
                 found.append(logits_1TV[0])
@@ -101,7 +103,7 @@ class ModuleRunner(CachedRunner):
                 f"apart on {_COMPARED_TOKENS} tokens): {OTHER}"
             )
 
-    def forward(
+    def forward(  # noqa: PLR0913 - see `Runner`
         self,
         ids_BT: Tensor,
         positions_BT: Tensor,

@@ -156,7 +156,7 @@ class LeanRunner(CachedRunner):
             if self._varlen:
                 self._lengths = LengthTables(batch_size=batch_size, num_slots=num_slots, device=self.device)
 
-    def forward(
+    def forward(  # noqa: PLR0913 - see `Runner`
         self,
         ids_BT: Tensor,
         positions_BT: Tensor,

@@ -100,12 +100,16 @@ class Drafter(Protocol):
 
 
 class _Tables(Workspace):
-    """Constants of a batch size: the index of the second token of a row, and zero probabilities."""
+    """Constants of a batch size: the index of the second token of a row, and zero probabilities.
+
+    Of a draft that keeps states also the first token of each row that they have not taken in.
+    """
 
     rows_B: Tensor  # of a head: its rows among those of the target.
 
     def __init__(self, batch_size: int, vocab_size: int, device: torch.device) -> None:
         self.second_B1 = torch.ones(batch_size, 1, dtype=torch.int64, device=device)
+        self.unread_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.nothing_BV = torch.zeros(batch_size, vocab_size, device=device)
 
 
@@ -142,9 +146,7 @@ class StepwiseDrafter:
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Allocate the cache."""
-        self.runner.allocate(
-            batch_size=batch_size, capacity=num_slots, num_rolled_back=self._num_rolled_back
-        )
+        self.runner.allocate(batch_size=batch_size, capacity=num_slots, num_rolled_back=self._num_rolled_back)
         if batch_size != self._batch_size:  # else graphs read those that are there
             self._tables, self._batch_size = _Tables(batch_size, self.vocab_size, self.runner.device), batch_size
 
@@ -214,3 +216,22 @@ def catch_up(
         positions_BT = (lengths_B1 + offsets_T).clamp_min(0)
         ids_BT, first_B1 = tokens_BS.gather(1, positions_BT), torch.zeros_like(lengths_B1)
         runner.forward(ids_BT, positions_BT, bucket=bucket, score_positions_BR=first_B1, consecutive=False)
+
+
+def take_in(
+    runner: Runner, tokens_BS: Tensor, lengths_B1: Tensor, *, unread_B: Tensor, num_unread: int, bucket: int
+) -> None:
+    """Let states take in each row's tokens from `unread_B` on, but for the last two, in chunks; see `catch_up`.
+
+    There are up to `num_unread`, and those of the last round that drafted. Each token is taken in once, so chunks begin
+    where the states are, and the last ones count in part.
+    """
+    offsets_T, first_B1 = torch.arange(CATCH_UP_CHUNK, device=lengths_B1.device), torch.zeros_like(lengths_B1)
+    for start in range(0, num_unread + CATCH_UP_CHUNK, CATCH_UP_CHUNK):
+        start_B1 = unread_B[:, None] + start
+        positions_BT = (start_B1 + offsets_T).minimum(lengths_B1 - 1)
+        taken_B = (lengths_B1 - 2 - start_B1).clamp(0, CATCH_UP_CHUNK)[:, 0]
+        runner.forward(
+            tokens_BS.gather(1, positions_BT), positions_BT, bucket=bucket, score_positions_BR=first_B1,
+            consecutive=False, taken_B=taken_B,
+        )  # fmt: skip

@@ -11,7 +11,8 @@ from torch.nn.functional import pad
 
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
-from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts, StepwiseDrafter, catch_up
+from llama_ssp.models.upload import to_device
+from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts, StepwiseDrafter, catch_up, take_in
 from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.drafters.intersection import IntersectionDrafter, VocabularyMap
 from llama_ssp.speculate.sampling.context import Rows
@@ -45,13 +46,21 @@ class ModelDrafter(StepwiseDrafter):
     def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
         """Read new prompts into the draft's own cache."""
         known = prompts._replace(tokens_RS=self._known(prompts.tokens_RS))
-        read_prompts(self.runner, known, rows=rows, buckets=buckets, num_left=_NUM_READ - 1)
+        read_prompts(self.runner, known, rows=rows, buckets=buckets, num_left=1)
+        if self.runner.keeps_states:
+            self._tables.unread_B.index_copy_(0, to_device(rows, self.runner.device), prompts.lengths_R - 1)
 
     def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> Callable[[int, Tensor | None], Tensor]:
         tokens_BS, lengths_B1 = rows.tokens_BS, rows.lengths_B[:, None]
+        unread_B, keeps_states = self._tables.unread_B, self.runner.keeps_states
         if num_unread > _NUM_READ:
             known_BS = self._known(tokens_BS)
-            catch_up(self.runner, known_BS, lengths_B1, num_unread=num_unread, num_kept=_NUM_READ, bucket=bucket)
+            if keeps_states:
+                take_in(self.runner, known_BS, lengths_B1, unread_B=unread_B, num_unread=num_unread, bucket=bucket)
+            else:
+                catch_up(self.runner, known_BS, lengths_B1, num_unread=num_unread, num_kept=_NUM_READ, bucket=bucket)
+        if keeps_states:  # the first step takes in the last two
+            unread_B.copy_(rows.lengths_B)
 
         def logits_of(step: int, before_B1: Tensor | None) -> Tensor:
             if before_B1 is None:
