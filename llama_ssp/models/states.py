@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from llama_ssp.architectures.engine import kept_inputs
 from llama_ssp.workspaces import Workspace
 
 
@@ -45,11 +46,6 @@ class LayerState(NamedTuple):
     device: torch.device
 
 
-def num_inputs(num_kept: int, width: int) -> int:
-    """Inputs of a convolution that a row keeps, so that it can be taken back as far as its `num_kept` states."""
-    return num_kept + width - 2
-
-
 class StateCache(Workspace):
     """The states of all recurrent layers, of `batch_size` rows.
 
@@ -60,7 +56,7 @@ class StateCache(Workspace):
     def __init__(self, layers: Sequence[LayerState], *, batch_size: int, num_kept: int, dtype: torch.dtype) -> None:
         self.num_rows, self.num_kept = batch_size, num_kept
         self.width = max(layer.width for layer in layers)
-        self.num_inputs, device = num_inputs(num_kept, self.width), layers[0].device
+        self.num_inputs, device = kept_inputs(num_kept, self.width), layers[0].device
         with torch.inference_mode(mode=False):  # else they could not be written outside of it
             self.inputs = {
                 layer.number: torch.zeros(

@@ -87,6 +87,11 @@ class PlannedModel:
         of_local = kinds.count("s") * num_kv_heads * head_bytes
         return 2 * (of_local + kinds.count("g") * of_global * of_head(shape.global_head_dim))
 
+    def state_bytes(self, num_kept: int) -> int:
+        """Bytes of the states of a row, if those behind its last `num_kept` tokens are kept; 0 without such layers."""
+        value_bytes = DTYPE_BYTES[self.dtype]
+        return sum(kept.row_bytes(num_kept, value_bytes=value_bytes) for kept in inventory(self.shape).states)
+
     @cached_property
     def has_own_cache(self) -> bool:
         """Whether the cache has another format than the model."""
@@ -276,6 +281,12 @@ class PlanSpec:
             return self.num_slots
         context = self.draft.shape.max_position_embeddings
         return own_slots(self.num_slots, max_position_embeddings=context)
+
+    @cached_property
+    def kept_states(self) -> tuple[int, int]:
+        """Of how many tokens at the end of a row the target keeps the states, and the draft: those it may take back."""
+        in_flight = self.num_draft_tokens - 1 if self.overlaps else 0
+        return self.round_positions, self.round_positions + in_flight
 
     @cached_property
     def first_draft_positions(self) -> int:

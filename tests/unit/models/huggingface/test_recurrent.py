@@ -2,14 +2,18 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from llama_ssp.architectures.family import record_of
+from llama_ssp.architectures.family import inventory, record_of
+from llama_ssp.architectures.reading import read_config
+from llama_ssp.catalogue import Dtype
 from llama_ssp.models import prefill
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import Runner
+from llama_ssp.planning.spec import PlannedModel
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.speculate.engine import loop
 from llama_ssp.speculate.engine.completion import RowCompletion
@@ -19,6 +23,7 @@ from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import ScriptedLength, complete, make_decoder
 from tests.helpers.lanes import slow
 from tests.helpers.models import FAMILIES, VOCAB_SIZE
+from tests.helpers.overlapped import overlapped_decoder
 from tests.helpers.texts import library_greedy, part_at_a_near_tie
 from tests.unit.models.conftest import Saved
 
@@ -114,3 +119,32 @@ def test_a_draft_that_skips_rounds_takes_in_what_it_missed(
         pairs = [*zip(done.accepted_lengths, done.draft_lengths, strict=True)][:-1]
         assert all(accepted == examined for accepted, examined in pairs)
     assert {examined for done in found for examined in done.draft_lengths} == {0, 2, 3}
+
+
+@pytest.mark.parametrize("kind", ["granitemoehybrid, dense", *map(slow, HYBRIDS)])
+def test_a_draft_that_runs_ahead_goes_back_behind_all_that_was_in_flight(
+    saved: SavedModels, check: Check, kind: str
+) -> None:
+    """Rounds overlap, so that a rejection takes up to 2 K - 1 tokens back; with more states it drafts no better."""
+    target, draft = load(saved(kind)[0]), nearby(load(saved(kind)[0]))
+    mixed = complete(overlapped_decoder(target, draft, num_draft_tokens=3, batch_size=2), requests())
+    check(kind, mixed)
+    assert {length for done in mixed for length in done.accepted_lengths} >= {0, 3}
+    draft.allocate(batch_size=2, capacity=8, num_rolled_back=40)
+    again = complete(overlapped_decoder(target, draft, num_draft_tokens=3, batch_size=2), requests())
+    assert [done.accepted_lengths for done in again] == [done.accepted_lengths for done in mixed]
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_a_plan_counts_the_slots_and_the_states_that_are_allocated(saved: SavedModels, kind: str) -> None:
+    folder = saved(kind)[0]
+    runner: Any = load(folder)
+    runner.allocate(batch_size=3, capacity=24, num_rolled_back=4)
+    runner.forward(torch.ones(3, 2, dtype=torch.int64), torch.arange(2).repeat(3, 1), bucket=24)
+    states = runner._states
+    held = sum(each.nbytes for each in (*runner._cache._wholes, *states.inputs.values(), *states.states.values()))
+    shape = read_config(folder)[0]
+    model = PlannedModel(name=kind, shape=shape, dtype=Dtype.fp32, quantization="none")
+    assert held == 3 * (24 * model.slot_bytes(shape.num_key_value_heads) + model.state_bytes(5))
+    tensors = {tensor.data_ptr(): tensor.numel() for tensor in saved(kind)[1].state_dict().values()}  # tied ones once
+    assert inventory(shape).num_parameters == pytest.approx(sum(tensors.values()), rel=1e-4)  # layers are in their mean
