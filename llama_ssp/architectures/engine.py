@@ -40,13 +40,13 @@ class Kernels:
 
     layer: int  # at few rows, products and attention included
     library_layer: int  # of the library's modules
-    recurrent_layer: int  # of those, with a recurrent state
     frame: int  # a forward without its layers: embedding, rotary angles, last norm, head and its conversion to fp32
     draw: int  # a sampled draw
     verify: int  # a verification with commit
+    recurrent_layer: int = 120  # of the library's modules, with a recurrent state
 
 
-ENGINE_KERNELS = Kernels(layer=10, library_layer=50, recurrent_layer=120, frame=8, draw=8, verify=38)
+ENGINE_KERNELS = Kernels(layer=10, library_layer=50, frame=8, draw=8, verify=38)
 """Launches of this engine: a stub device counted those of a layer and of a draw, torch's dispatcher the others."""
 
 

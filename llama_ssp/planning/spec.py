@@ -468,8 +468,15 @@ def check_states(config: RunConfig, *models: ModelShape | None) -> None:
 
 
 def notes_on_states(spec: PlanSpec) -> Iterator[str]:
-    """Say why runs refuse to draft with models that have recurrent layers."""
+    """Say what recurrent layers keep, and why runs refuse to draft with them."""
     shapes = [model.shape for model in (spec.target, spec.draft) if model]
+    for model, num_kept in zip((spec.target, spec.draft), spec.kept_states, strict=True):
+        if model and (states := inventory(model.shape).states):
+            yield (
+                f"{sum(kept.num_layers for kept in states)} of {model.shape.num_hidden_layers} layers of {model.name} "
+                f"keep states: those behind the last {num_kept} tokens of a row, to which rejected drafts go back, "
+                f"take {model.state_bytes(num_kept) / 2**20:.2f} MiB at any length"
+            )
     if reason := refused_by_states(*shapes, has_tree=spec.tree is not None, own_tokenizer=spec.own_tokenizer):
         yield f"runs refuse this: {reason}"
 
