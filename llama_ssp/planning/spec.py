@@ -54,6 +54,12 @@ class PlannedModel:
     by_library: bool = False
     stored_format: StoredFormat | None = None
     cache_dtype: str = OWN_DTYPE
+    folder: str = ""  # name of the folder of an entry that stands for any.
+
+    @property
+    def label(self) -> str:
+        """Its name in reports."""
+        return self.folder or self.name
 
     def __hash__(self) -> int:
         """Shapes have no hash; a search asks for this one thousands of times."""
@@ -426,7 +432,7 @@ def planned_model(model: ModelConfig, *, device: str) -> PlannedModel:
     return PlannedModel(
         name=model.name, shape=shape, dtype=Dtype.fp32 if dtype is Dtype.auto else dtype,
         quantization=model.quantization, stored=model.stored_dtype, quantized_dtype=_quantized_number_format(model),
-        stored_format=packed, cache_dtype=model.cache_dtype,
+        stored_format=packed, cache_dtype=model.cache_dtype, folder=model.label,
     )  # fmt: skip
 
 

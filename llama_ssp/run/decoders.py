@@ -113,7 +113,7 @@ def load_models(
     def loaded(part: str, source: Source, load: Callable[..., Runner]) -> Runner:
         report = partial(progress, part) if progress else None
         runner = load(source.origin, dtype=source.dtype, progress=report, precision=source.precision)
-        _log.info("loaded %s %s", part, source.entry.name)
+        _log.info("loaded %s %s", part, source.entry.label)
         return runner
 
     with raise_on_all_ranks(world.comm):
