@@ -105,6 +105,7 @@ class ModelPlacement:
     cuda_graphs: bool
     kernels: Kernels = ENGINE_KERNELS
     whole: WholeParts = WholeParts.none
+    finds_best: bool = False
 
     def __hash__(self) -> int:
         """Computed once, since a search prices thousands of forwards."""
@@ -112,7 +113,13 @@ class ModelPlacement:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.model, self.kind, self.ranks, self.whole))
+        return hash((self.model, self.kind, self.ranks, self.whole, self.finds_best))
+
+    def gathered_bytes(self, num_scored: int) -> int:
+        """What ranks gather of so many positions: all logits, or each rank's best token."""
+        if self.finds_best:
+            return num_scored * BEST_BYTES * len(self.ranks)
+        return num_scored * self.model.shape.vocab_size * DTYPE_BYTES[self.model.dtype]
 
     @cached_property
     def shares(self) -> tuple[Inventory, ...]:
@@ -263,7 +270,7 @@ def _collectives_s(placement: ModelPlacement, hardware: HardwareConfig, *, token
     if placement.kind is TargetKind.accelerate:
         return sum(message_s(hardware, neighbours, residual_bytes) for neighbours in pairwise(placement.ranks))
     reduce_s = all_reduce_s(hardware, placement.ranks, residual_bytes)
-    gather_s = all_reduce_s(hardware, placement.ranks, scored * shape.vocab_size * size / 2)
+    gather_s = all_reduce_s(hardware, placement.ranks, placement.gathered_bytes(scored) / 2)
     return placement.shares[0].num_all_reduces * reduce_s + gather_s
 
 
@@ -319,6 +326,8 @@ def message_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: float
     return link.latency_s + num_bytes / link.bandwidth_bytes_per_s
 
 
+BEST_BYTES = 8
+"""A rank's largest logit of a position, and its token."""
 ID_BYTES = 8
 VERDICT_BYTES = 3 * ID_BYTES
 """Per row: number of accepted tokens, the next token, and the stop request."""
@@ -413,10 +422,11 @@ class CostModel:
         self.spec = spec
         self.hardware = hardware
         place = partial(_placement, cuda_graphs=spec.cuda_graphs, kernels=spec.kernels)
-        self.target = place(model=spec.target, kind=spec.target_kind, ranks=spec.target_devices)
+        finds_best = spec.takes_best and spec.target_kind is TargetKind.tensor
+        self.target = place(model=spec.target, kind=spec.target_kind, ranks=spec.target_devices, finds_best=finds_best)
         ranks = spec.draft_ranks[:1] if spec.draft_kind is DraftLayout.replicated else spec.draft_ranks
         place = partial(place, kind=TargetKind.tensor, ranks=ranks, whole=DRAFT_WHOLE)
-        self.draft = place(model=spec.draft) if spec.draft else None
+        self.draft = place(model=spec.draft, finds_best=spec.draft_finds_best) if spec.draft else None
         self._middle = spec.prompt_tokens + spec.max_new_tokens // 2
         self._bucket = bucket_of(self._middle + spec.round_positions, spec.num_slots, hardware)
         self._draft_bucket = self._bucket
