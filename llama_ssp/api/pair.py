@@ -44,7 +44,7 @@ from llama_ssp.run.tasks.records import GenerateConfig
 from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings import schema
 from llama_ssp.settings.checks import check_docstrings, check_values
-from llama_ssp.settings.drafters import DraftTokenizer, draft_name
+from llama_ssp.settings.drafters import DraftTokenizer, draft_label
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import DeviceKind, RunConfig, SamplingConfig, SpeculationConfig, VerificationConfig
 from llama_ssp.speculate.drafters.tokenizers import num_disagreeing
@@ -182,9 +182,9 @@ class Pair:
         return self.models.target.device
 
     def __repr__(self) -> str:
-        drafted = draft_name(self.config.draft)
+        drafted = draft_label(self.config.draft)
         draft = "" if drafted is None else f", draft {drafted}"
-        return f"Pair({self.config.model.name}{draft}, on {self.device}, context {self.models.context})"
+        return f"Pair({self.config.model.label}{draft}, on {self.device}, context {self.models.context})"
 
     @known_arguments
     def generate(  # noqa: PLR0913 - a notebook shows this signature

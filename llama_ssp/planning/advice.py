@@ -2,13 +2,13 @@
 
 Changes are judged by what the user loses:
 
-    nothing   the draft has another place, is another one, or none: the text has the same distribution
+    nothing   the draft has another place or fewer bits, is another one, or none: the text has the same distribution
     little    linear layers in 8 bits, fewer rows at a time
     more      linear layers in 4 bits, a shorter prompt, more GPUs or nodes, another machine
     model     a smaller target, if nothing else fits
 
-At most three changes are named, one of each kind: first those that lose least, then those with the fewest settings,
-then the fastest. A change is left out if its own plan has a warning that the asked plan does not have.
+At most three changes are named, one of each kind: first those that lose least, then those that keep a draft, those with
+the fewest settings, and the fastest. A change is left out if its plan has a warning that the asked plan does not have.
 """
 
 from collections.abc import Iterable, Iterator
@@ -36,6 +36,7 @@ from llama_ssp.planning.memory import (
 from llama_ssp.planning.search import (
     MOST_NODES,
     by_length,
+    in_formats,
     length_setting,
     placement_settings,
     without_draft,
@@ -257,10 +258,10 @@ class Change:
         return fits(self.spec, self.hardware) and not self.fullest.is_tight
 
     @property
-    def order(self) -> tuple[int, int, bool, float]:
-        """Sort key of changes, the best first."""
+    def order(self) -> tuple[int, bool, int, bool, float]:
+        """Sort key of changes, the best first; without a draft comes last of those that lose as much."""
         row_s = self.timed.best_s / self.spec.num_rows
-        return self.loss, len(self.settings), self.fullest.is_tight, row_s
+        return self.loss, "draft=none" in self.settings, len(self.settings), self.fullest.is_tight, row_s
 
     def document(self) -> dict[str, Any]:
         """For JSON: the times are of a completion in its faster mode, tokens/s of all rows and replicas."""
@@ -341,16 +342,19 @@ def _placed(step: Change) -> Iterator[Change]:
 
 
 def _drafts(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
-    """The draft elsewhere, smaller drafts, and none: nothing is lost but time."""
+    """The draft elsewhere, in fewer bits, smaller drafts, and none: nothing is lost but time."""
     if spec.draft is None:
         return
     start = Change(kind="draft", loss=Loss.nothing, spec=spec, hardware=hardware)
     for way in _placed(start):
         if way.settings:
             yield replace(way, kind="placement") if way.spec.draft else way
-    for name in _smaller(spec.draft.name):
-        other = replace(spec, draft=planned_model(catalogue.load(name), device=spec.device))
-        yield from (way for way in _placed(start.then(f"draft={name}", spec=other)) if way.spec.draft)
+    smaller = (planned_model(catalogue.load(name), device=spec.device) for name in _smaller(spec.draft.name))
+    for draft, settings in ((spec.draft, ()), *((other, (f"draft={other.name}",)) for other in smaller)):
+        for one in in_formats(draft, device=spec.device):
+            packed = [] if one is draft else [f"draft.model.quantization={one.quantization}"]
+            if added := (*settings, *packed):
+                yield from (way for way in _placed(start.then(*added, spec=replace(spec, draft=one))) if way.spec.draft)
 
 
 def _sizes(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:

@@ -82,7 +82,7 @@ class Plan:
 
     def __repr__(self) -> str:
         spec, machine, full, timed = self.spec, self.hardware, self.fullest, self.timing
-        models = ", draft ".join(filter(None, (spec.target.name, spec.draft_name)))
+        models = ", draft ".join(filter(None, (spec.target.label, spec.draft.label if spec.draft else spec.free_draft)))
         verdict = "fits" if self.fits else "does not fit"
         times = [timed.plain_s, *filter(None, [timed.speculative_s])]
         speed = " plain, ".join(f"{1e3 * seconds:.1f} ms/token" for seconds in times)
@@ -236,6 +236,8 @@ def document(plan: Plan) -> dict[str, Any]:
             "acceptance_range": acceptance and acceptance.ends and [*acceptance.ends],
             "acceptance_source": acceptance and acceptance.source,
             "acceptance_is_forecast": acceptance and acceptance.is_forecast,
+            "acceptance_by_position": acceptance and timed.num_draft_tokens
+            and [*acceptance.by_position(acceptance.probability, spec.draft_depth)],
             "speculative_ms_per_token_by_k": _in_ms(timed.by_num_draft_tokens),
         },
         "basis": plan.basis,
@@ -254,7 +256,7 @@ def _model(model: PlannedModel, plan: Plan, *, prefix: str) -> dict[str, Any]:
     once = model_bytes(replace(whole, embeddings=()) if is_partial else whole, model, device=plan.spec.device)
     held = sum(getattr(rank, f"{prefix}_weights_bytes") for rank in plan.ranks)
     return {
-        "name": model.name,
+        "name": model.label,
         "dtype": model.dtype.name,
         "matrix_dtype": model.matrix_dtype(plan.spec.device).name,
         "quantization": model.quantization,

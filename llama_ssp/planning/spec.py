@@ -54,6 +54,12 @@ class PlannedModel:
     by_library: bool = False
     stored_format: StoredFormat | None = None
     cache_dtype: str = OWN_DTYPE
+    folder: str = ""  # name of the folder of an entry that stands for any.
+
+    @property
+    def label(self) -> str:
+        """Its name in reports."""
+        return self.folder or self.name
 
     def __hash__(self) -> int:
         """Shapes have no hash; a search asks for this one thousands of times."""
@@ -208,6 +214,19 @@ class PlanSpec:
     def draft_name(self) -> str | None:
         """The draft's model, or its kind if it has none; None without a draft."""
         return self.draft.name if self.draft else self.free_draft
+
+    @property
+    def takes_best(self) -> bool:
+        """Whether a token is the one with the target's largest logit."""
+        return self.rule == AT_ZERO and not self.counts_tokens
+
+    @property
+    def draft_finds_best(self) -> bool:
+        """Whether ranks of the draft exchange their best tokens instead of logits."""
+        if self.draft is None or self.tree or self.own_tokenizer:
+            return False
+        takes_best = self.takes_best or (self.is_certain and not self.counts_tokens)
+        return takes_best and self.draft.shape.vocab_size <= self.target.shape.vocab_size
 
     @property
     def num_rows(self) -> int:
@@ -413,7 +432,7 @@ def planned_model(model: ModelConfig, *, device: str) -> PlannedModel:
     return PlannedModel(
         name=model.name, shape=shape, dtype=Dtype.fp32 if dtype is Dtype.auto else dtype,
         quantization=model.quantization, stored=model.stored_dtype, quantized_dtype=_quantized_number_format(model),
-        stored_format=packed, cache_dtype=model.cache_dtype,
+        stored_format=packed, cache_dtype=model.cache_dtype, folder=model.label,
     )  # fmt: skip
 
 

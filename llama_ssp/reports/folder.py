@@ -10,7 +10,7 @@ import os
 import platform
 import stat
 from collections.abc import Hashable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -22,7 +22,7 @@ from llama_ssp.words import visible
 
 COSTS_FILE, MODELS_FILE = "round_costs.json", "models.json"
 CHANGEABLE = (
-    "run_dir", "resume", "timeouts", "hardware", "dry_run", "speculation.acceptance",
+    "run_dir", "resume", "quiet", "timeouts", "hardware", "dry_run", "speculation.acceptance",
     "task.picture", "task.store", "task.gate", "task.margin", "task.near_tie", "task.num_prompts",
     "model.path", "draft.model.path",
     "model.adapter", "draft.model.adapter",
@@ -63,6 +63,14 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     def finished(self) -> frozenset[LineKey]:
         """Keys of the completions in the folder, which a resumed run skips."""
         return frozenset(line.key for line in self.lines)
+
+    @property
+    def disturbed(self) -> str | None:
+        """Why an earlier part of this run was disturbed, whose lines are still here."""
+        text = self.read_kept("summary.json") if self.lines or self.cells else None
+        with suppress(ValueError):
+            return Summary.from_json(text).disturbed if text else None
+        return None
 
     def append(self, line: CompletionLine) -> None:
         """Write a finished completion to disk; raises SspError if the disk fails, and the run can be resumed."""

@@ -140,11 +140,11 @@ def _models(spec: PlanSpec, where: str = "") -> str:
 
 def _named(model: PlannedModel, device: str) -> str:
     if model.quantization != NO_QUANTIZATION:
-        return f"{model.name} {model.quantization}"
+        return f"{model.label} {model.quantization}"
     if model.stored_format:
-        return f"{model.name} {model.stored_format.name}"
+        return f"{model.label} {model.stored_format.name}"
     is_mixed = model.matrix_dtype(device) is not model.dtype
-    return f"{model.name} {model.dtype.name}{' with 16-bit weights' if is_mixed else ''}"
+    return f"{model.label} {model.dtype.name}{' with 16-bit weights' if is_mixed else ''}"
 
 
 def _memory_table(plan: Plan) -> tuple[str, Table]:

@@ -118,11 +118,6 @@ class SpeculativeSummary(PlainSummary):
     other_s: float
     drafted_histogram: list[int] | None = None
 
-    @property
-    def drafting(self) -> str:
-        """K as a text: `auto` if each round has its own."""
-        return ADAPTIVE if self.drafted_histogram else str(len(self.accepted_histogram) - 1)
-
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
@@ -330,12 +325,22 @@ class Forecast:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """The part of a summary that does not follow from a run's lines; `weights` is "checkpoint" or "synthetic"."""
+    """The part of a summary that does not follow from a run's lines.
+
+    Attributes:
+        tree: `speculation.tree`; None for chains.
+        point: the run's place in a sweep, with the settings in which its points differ.
+        weights: "checkpoint" or "synthetic".
+        disturbed: why the times are not those of an undisturbed machine; None if nothing was noticed.
+    """
 
     task: str
     model: str
     draft: str | None
+    tree: str | None = None
+    point: str | None = None
     weights: str = "checkpoint"
+    disturbed: str | None = None
     placement: dict[str, Any]
     world_size: int
     seed: int
@@ -367,6 +372,14 @@ class Summary(RunFacts):
     cells: list[BenchmarkCell] = field(default_factory=list)
     evaluation: Evaluation | None = None
     excerpts: list[Excerpt] = field(default_factory=list)
+
+    @property
+    def drafting(self) -> str:
+        """How rounds draft: `K = 4`, `K = auto` if each has its own, or `tree 2x2x1`; empty without a draft."""
+        if not self.speculative:
+            return ""
+        adapts, most = self.speculative.drafted_histogram, len(self.speculative.accepted_histogram) - 1
+        return f"tree {self.tree}" if self.tree else f"K = {ADAPTIVE if adapts else most}"
 
     @classmethod
     def from_json(cls, text: str) -> "Summary":

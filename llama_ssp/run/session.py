@@ -23,6 +23,7 @@ from llama_ssp.reports.folder import RunFolder
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine, Evaluation, LineKey
 from llama_ssp.run.decoders import Models, build_decoder
 from llama_ssp.run.requests import PromptRequest, in_turns
+from llama_ssp.run.slowness import CoreTimes
 from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings.schema import RunConfig
@@ -85,6 +86,7 @@ class Session:
         self.experts_read_3 = None if counted_3 is None else torch.zeros_like(counted_3)
         self._warm: set[str] = set()
         self.progress: RunProgress | None = None
+        self.began = CoreTimes.read(self.world.cores)
 
     @property
     def streams(self) -> bool:

@@ -160,6 +160,11 @@ class SamplingConfig:
         """Whether tokens of prompt and text are penalized."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
+    @property
+    def takes_best(self) -> bool:
+        """Whether a token is the one with the model's largest logit."""
+        return self.temperature == 0 and not self.penalizes
+
 
 @dataclass(kw_only=True)
 class VerificationConfig:
@@ -253,6 +258,25 @@ class TaskConfig:
     name: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class SweepPlace:
+    """Where a run stands in a sweep: its number from 1, and the settings in which points differ."""
+
+    number: int
+    num_points: int
+    settings: str
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+        return f"point {self.number} of {self.num_points}"
+
+    @property
+    def title(self) -> str:
+        """Its name with its settings."""
+        return f"{self.name}: {self.settings}" if self.settings else self.name
+
+
 @dataclass(kw_only=True)
 class RunConfig:
     """All settings of one run."""
@@ -318,6 +342,11 @@ class RunConfig:
     resume: Resume = setting(
         Resume.if_unchanged, "anyway resumes also a folder whose models have other files now, or of an earlier version."
     )
+    quiet: bool = setting(
+        False, "true prints tables alone: prompts and texts are only in the records, notes on standard error."
+    )
+    # of a point of a sweep, which the command line finds; no setting.
+    place: SweepPlace | None = field(default=None, repr=False, metadata={"omegaconf_ignore": True})
 
     @property
     def is_synthetic(self) -> bool:
@@ -396,12 +425,12 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_str(member.name))
 
 
-_OF_FILES = ("stored_format", "modules")
+_NO_SETTINGS = ("stored_format", "modules", "place")
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Write all settings of a run as YAML, without what only the files of its models say."""
+    """Write all settings of a run as YAML, without what its sweep and the files of its models say."""
     settings = asdict(
-        config, dict_factory=lambda entries: {name: value for name, value in entries if name not in _OF_FILES}
+        config, dict_factory=lambda entries: {name: value for name, value in entries if name not in _NO_SETTINGS}
     )
     return yaml.dump(settings, Dumper=_Dumper, sort_keys=False, allow_unicode=True)

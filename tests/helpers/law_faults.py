@@ -50,7 +50,7 @@ def bonus_of_draft(verify: Verify) -> Verify:
         num, probs_BTV = draft.ids_BK.shape[1] - 1, draft.probs_BTV
         if probs_BTV is not None:
             probs_BTV = torch.cat([probs_BTV[:, :num], torch.zeros_like(probs_BTV[:, :1])], dim=1)
-        if draws:
+        if "draws" in draws:
             draws = {"draws": draws["draws"]._replace(accept_BK=draws["draws"].accept_BK[:, :num])}
         verdict = verify(Draft(draft.ids_BK[:, :num], probs_BTV), target_BTV[:, : num + 1].contiguous(), **draws)
         is_bonus_B1 = verdict.num_accepted_B1 == num

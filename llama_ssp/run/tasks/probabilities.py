@@ -34,7 +34,6 @@ from llama_ssp.speculate.drafters.maker import make_drafters
 from llama_ssp.speculate.sampling.context import Context, Rows, penalty
 from llama_ssp.speculate.sampling.law import NUM_NEWEST, LawSums
 from llama_ssp.speculate.sampling.processors import processor
-from llama_ssp.speculate.sampling.rules import make_rule
 from llama_ssp.speculate.sampling.uniforms import PER_DRAW
 from llama_ssp.terminal.progress import Pace
 
@@ -256,8 +255,7 @@ def _drafter(session: Session, taps: Taps | None) -> Drafter:
     models, speculation = session.models, replace(session.config.speculation, overlap=False, tree=None)
     config = replace(session.config, verification=VerificationConfig(rule=DEFAULT), speculation=speculation)
     drafter, *_ = make_drafters(
-        config, rule=make_rule(config.sampling, config.verification), mesh=models.mesh, runner=models.draft,
-        vocab_size=models.target.vocab_size, device=models.target.device, tokenizers=models.tokenizers,
-        taps=taps,
+        config, mesh=models.mesh, runner=models.draft, vocab_size=models.target.vocab_size,
+        device=models.target.device, tokenizers=models.tokenizers, taps=taps,
     )  # fmt: skip
     return drafter

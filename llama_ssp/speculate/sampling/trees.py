@@ -257,7 +257,7 @@ def verify_path(
     """Verify a tree of the topology `shape` against the output of the rule's `process`, as `Rule.verify` a chain."""
     if not draft.is_certain:
         return verify_tree(tree, draft, target_BTV, draws=draws)
-    chosen = best_choices(target_BTV) if rule.takes_best else drawn_choices(target_BTV, draws)
+    chosen = rule.best(target_BTV) if rule.takes_best else drawn_choices(target_BTV, draws)
     return verify_certain(shape, draft, *chosen)
 
 
@@ -369,12 +369,6 @@ def verify_certain(shape: Topology, draft: Draft, chosen_BT: Tensor, weights_BT:
         place_B1 = (places_BN * (fits_BN & (shape.parents_BN == node_B1))).amax(1, keepdim=True)
         node_B1 = torch.where(place_B1 > 0, num_nodes - place_B1, node_B1)
     return _verdict(shape, node_B1, chosen_BT.gather(1, node_B1), weights_BT.gather(1, node_B1))
-
-
-def best_choices(target_logits_BTV: Tensor) -> tuple[Tensor, Tensor]:
-    """The target's best token after each node, and its logit, (B, T) each; NaN counts as the largest."""
-    best_BT = target_logits_BTV.argmax(-1)
-    return best_BT, target_logits_BTV.gather(-1, best_BT[..., None])[..., 0]
 
 
 def drawn_choices(target_probs_BTV: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:

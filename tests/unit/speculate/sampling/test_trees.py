@@ -14,13 +14,12 @@ from llama_ssp.settings.trees import tree_shape
 from llama_ssp.speculate.engine.executors import tensors_of
 from llama_ssp.speculate.sampling import trees
 from llama_ssp.speculate.sampling.processors import draw, processor
-from llama_ssp.speculate.sampling.rules import Draft, Verdict, draw_next, verify_block, verify_greedy
+from llama_ssp.speculate.sampling.rules import Draft, Verdict, best_choices, draw_next, verify_block, verify_greedy
 from llama_ssp.speculate.sampling.trees import (
     Level,
     NodeLaws,
     Topology,
     Tree,
-    best_choices,
     draw_children,
     drawn_choices,
     verify_certain,
