@@ -78,9 +78,7 @@ def test_figures_are_printed_and_recorded_and_a_run_that_was_stopped_goes_on_wit
 
 
 @pytest.mark.distributed(2)
-@pytest.mark.parametrize(
-    "placement", [slow("placement=own_gpu"), heavy("placement=sharded"), slow("placement=replicas")]
-)
+@pytest.mark.parametrize("placement", [slow("own_gpu"), heavy("sharded"), slow("replicas")])
 def test_two_ranks_have_the_figures_of_transformers(placement: str, prompts: str, tmp_path: Path) -> None:
     done = run(
         [prompts, *SETTINGS, "batch_size=2", "logprobs=2", f"placement={placement}", f"run_dir={tmp_path}/run"],
