@@ -346,12 +346,14 @@ class CachedRunner:
 
     Attributes:
         uses_masks: attention takes masks; they are made with the cache.
+        finds_best: see `Runner.allocate`.
     """
 
     is_invariant = False
     reads_by_length = False
     packs_prompts = False
     uses_masks = True
+    finds_best = False
     experts_read_3: Tensor | None = None
 
     def __init__(self, config: PretrainedConfig, parameter: Tensor, *, cache_dtype: str = OWN_DTYPE) -> None:
@@ -366,9 +368,10 @@ class CachedRunner:
         self._windows = record_of(config.model_type).windows_of(config)
         self._cache: StaticCache | None = None
 
-    def allocate(self, *, batch_size: int, capacity: int) -> None:
+    def allocate(self, *, batch_size: int, capacity: int, finds_best: bool = False) -> None:
         """See `Runner.allocate`."""
         self.num_uses += 1
+        self.finds_best = finds_best
         before = self._cache
         if before and before.num_rows == batch_size and before.num_slots >= capacity:
             return

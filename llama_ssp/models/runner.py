@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.cache import Taps
+from llama_ssp.ranks.comms import Comm
 
 
 class Pieces(NamedTuple):
@@ -76,6 +77,26 @@ def nearest(seen_BTX: Tensor, window: int | None) -> Tensor:
     return seen_BTX & (seen_BTX.flip(-1).cumsum(-1).flip(-1) <= window)
 
 
+def best_of(logits: Tensor, *, first: int = 0, comm: Comm | None = None) -> Tensor:
+    """The largest logit of each position and its token, (..., 2) in fp32, which holds any id.
+
+    NaN counts as the largest, and of equal ones the first, as in `Tensor.argmax`.
+
+    Args:
+        logits: of the tokens (..., O) from id `first` on.
+        first: see above.
+        comm: ranks that have the other tokens, in the order of their ids; None if there are none.
+    """
+    largest, ids = logits.max(-1, keepdim=True)
+    best = torch.cat([largest.float(), (ids + first).float()], dim=-1)
+    if comm is None or comm.size == 1:
+        return best
+    of_ranks = comm.all_gather_last(best, (2,) * comm.size).unflatten(-1, (comm.size, 2))
+    rank = of_ranks[..., :1].argmax(-2, keepdim=True)
+    found: Tensor = of_ranks.gather(-2, rank.expand(*rank.shape[:-1], 2))[..., 0, :]
+    return found
+
+
 class Runner(Protocol):
     """A model on this rank, whole or in part, with its cache.
 
@@ -103,10 +124,11 @@ class Runner(Protocol):
     packs_prompts: bool
     experts_read_3: Tensor | None
 
-    def allocate(self, *, batch_size: int, capacity: int) -> None:
+    def allocate(self, *, batch_size: int, capacity: int, finds_best: bool = False) -> None:
         """Allocate a cache for `batch_size` rows of `capacity` tokens, unless the current one suffices.
 
-        A larger one for as many rows holds what the current one does.
+        A larger one for as many rows holds what the current one does. Forwards up to the next call return `best_of`
+        their logits if `finds_best`.
         """
 
     def forward(
@@ -138,7 +160,7 @@ class Runner(Protocol):
             tree: slots of all rows that differ from positions, and what each token sees.
 
         Returns:
-            Logits (B, R, V) in fp32, over the full vocabulary, on every rank of the model.
+            Logits (B, R, V) in fp32, over the full vocabulary, on every rank of the model; see `allocate`.
         """
 
     def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
@@ -164,7 +186,7 @@ class Head(Protocol):
     repeats_operators: bool
     reads_by_length: bool
 
-    def allocate(self, *, batch_size: int, capacity: int) -> None:
+    def allocate(self, *, batch_size: int, capacity: int, finds_best: bool = False) -> None:
         """See `Runner.allocate`."""
 
     def hidden_of(self, taps_BTX: Tensor) -> Tensor:
@@ -196,7 +218,7 @@ class Head(Protocol):
 
         Returns:
             The head's own hidden states (B, R, E) of the scored pairs, and logits (B, R, V) in fp32, minus infinity for
-            tokens that it cannot draft.
+            tokens that it cannot draft; see `Runner.allocate`.
         """
 
 
@@ -215,7 +237,7 @@ class NullRunner:
     packs_prompts: bool = False
     experts_read_3: Tensor | None = None
 
-    def allocate(self, *, batch_size: int, capacity: int) -> None:  # noqa: ARG002
+    def allocate(self, *, batch_size: int, capacity: int, finds_best: bool = False) -> None:  # noqa: ARG002
         """Count the use."""
         self.num_uses += 1
 

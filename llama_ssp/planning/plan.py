@@ -246,6 +246,8 @@ def document(plan: Plan) -> dict[str, Any]:
             "acceptance_range": acceptance and acceptance.ends and [*acceptance.ends],
             "acceptance_source": acceptance and acceptance.source,
             "acceptance_is_forecast": acceptance and acceptance.is_forecast,
+            "acceptance_by_position": acceptance and timed.num_draft_tokens
+            and [*acceptance.by_position(acceptance.probability, spec.draft_depth)],
             "speculative_ms_per_token_by_k": _in_ms(timed.by_num_draft_tokens),
         },
         "basis": plan.basis,

@@ -219,6 +219,19 @@ class PlanSpec:
         return self.draft.name if self.draft else self.free_draft
 
     @property
+    def takes_best(self) -> bool:
+        """Whether a token is the one with the target's largest logit."""
+        return self.rule == AT_ZERO and not self.counts_tokens
+
+    @property
+    def draft_finds_best(self) -> bool:
+        """Whether ranks of the draft exchange their best tokens instead of logits."""
+        if self.draft is None or self.tree or self.own_tokenizer:
+            return False
+        takes_best = self.takes_best or (self.is_certain and not self.counts_tokens)
+        return takes_best and self.draft.shape.vocab_size <= self.target.shape.vocab_size
+
+    @property
     def num_rows(self) -> int:
         """Rows of all replicas."""
         return self.batch_size * self.num_replicas

@@ -36,11 +36,11 @@ Shapes: B sequences, T positions, K drafted tokens, V vocabulary.
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
-from operator import attrgetter
+from operator import attrgetter, truediv
 from typing import Any, NamedTuple, TypeAlias
 
 from llama_ssp.architectures.engine import (
@@ -56,11 +56,10 @@ from llama_ssp.catalogue import Dtype
 from llama_ssp.machines.hardware import HardwareConfig, MeasuredSum
 from llama_ssp.planning.acceptance import (
     Acceptance,
-    Gain,
     expected_of_spec,
     overlapped_corrections,
     overlapped_tokens,
-    tokens_per_round,
+    tokens_by_length,
     tree_tokens,
 )
 from llama_ssp.planning.memory import bucket_of, rank_shares, step_bytes
@@ -106,6 +105,7 @@ class ModelPlacement:
     cuda_graphs: bool
     kernels: Kernels = ENGINE_KERNELS
     whole: WholeParts = WholeParts.none
+    finds_best: bool = False
 
     def __hash__(self) -> int:
         """Computed once, since a search prices thousands of forwards."""
@@ -113,7 +113,13 @@ class ModelPlacement:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.model, self.kind, self.ranks, self.whole))
+        return hash((self.model, self.kind, self.ranks, self.whole, self.finds_best))
+
+    def gathered_bytes(self, num_scored: int) -> int:
+        """What ranks gather of so many positions: all logits, or each rank's best token."""
+        if self.finds_best:
+            return num_scored * BEST_BYTES * len(self.ranks)
+        return num_scored * self.model.shape.vocab_size * DTYPE_BYTES[self.model.dtype]
 
     @cached_property
     def shares(self) -> tuple[Inventory, ...]:
@@ -264,7 +270,7 @@ def _collectives_s(placement: ModelPlacement, hardware: HardwareConfig, *, token
     if placement.kind is TargetKind.accelerate:
         return sum(message_s(hardware, neighbours, residual_bytes) for neighbours in pairwise(placement.ranks))
     reduce_s = all_reduce_s(hardware, placement.ranks, residual_bytes)
-    gather_s = all_reduce_s(hardware, placement.ranks, scored * shape.vocab_size * size / 2)
+    gather_s = all_reduce_s(hardware, placement.ranks, placement.gathered_bytes(scored) / 2)
     return placement.shares[0].num_all_reduces * reduce_s + gather_s
 
 
@@ -320,6 +326,8 @@ def message_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: float
     return link.latency_s + num_bytes / link.bandwidth_bytes_per_s
 
 
+BEST_BYTES = 8
+"""A rank's largest logit of a position, and its token."""
 ID_BYTES = 8
 VERDICT_BYTES = 3 * ID_BYTES
 """Per row: number of accepted tokens, the next token, and the stop request."""
@@ -414,10 +422,11 @@ class CostModel:
         self.spec = spec
         self.hardware = hardware
         place = partial(_placement, cuda_graphs=spec.cuda_graphs, kernels=spec.kernels)
-        self.target = place(model=spec.target, kind=spec.target_kind, ranks=spec.target_devices)
+        finds_best = spec.takes_best and spec.target_kind is TargetKind.tensor
+        self.target = place(model=spec.target, kind=spec.target_kind, ranks=spec.target_devices, finds_best=finds_best)
         ranks = spec.draft_ranks[:1] if spec.draft_kind is DraftLayout.replicated else spec.draft_ranks
         place = partial(place, kind=TargetKind.tensor, ranks=ranks, whole=DRAFT_WHOLE)
-        self.draft = place(model=spec.draft) if spec.draft else None
+        self.draft = place(model=spec.draft, finds_best=spec.draft_finds_best) if spec.draft else None
         self._middle = spec.prompt_tokens + spec.max_new_tokens // 2
         self._bucket = bucket_of(self._middle + spec.round_positions, spec.num_slots, hardware)
         self._draft_bucket = self._bucket
@@ -650,21 +659,29 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
     acceptance = expected_of_spec(spec)
     probability, lengths = acceptance.probability, range(1, max(MOST_DRAFT_TOKENS, chosen) + 1)
     overlapped = [costs.overlapped(number) for number in lengths if spec.overlaps]
-    gain: Gain = overlapped_tokens if overlapped else tokens_per_round
-    if tree := spec.tree:
-        lengths, gain = range(chosen, chosen + 1), lambda probability, _number: tree_tokens(probability, tree)
+    tree = spec.tree
+    if tree:
+        lengths = range(chosen, chosen + 1)
+
+    def gains(probability: float) -> Sequence[float]:
+        if overlapped:  # a block goes on from the one before, so that its positions are all alike
+            return [overlapped_tokens(probability, number) for number in lengths]
+        by_position = acceptance.by_position(probability, tree.depth if tree else lengths.stop - 1)
+        return [tree_tokens(by_position, tree)] if tree else tokens_by_length(by_position)
+
     rounds_s = [one.round_s for one in overlapped] or [
         costs.drafting_s(number) + costs.verify_s(number) for number in lengths
     ]
 
-    def by_k(probability: float) -> tuple[float, ...]:
-        return tuple(seconds / gain(probability, number) for number, seconds in enumerate(rounds_s, start=1))
+    def by_k(tokens: Sequence[float]) -> tuple[float, ...]:
+        return tuple(map(truediv, rounds_s, tokens))
 
-    by_number = by_k(probability)
+    tokens = gains(probability)
+    by_number = by_k(tokens)
     if spec.adapts:
         chosen = min(ADAPTIVE_LENGTHS, key=lambda number: by_number[number - 1])
     place = chosen - lengths.start
-    expected, speculative_s = gain(probability, chosen), by_number[place]
+    expected, speculative_s = tokens[place], by_number[place]
     prefill_s = plain.prefill_s + (costs.prefill_s(costs.draft) if costs.draft else 0.0)
     # Prefill yields the first token; on average the length limit ends the last round halfway.
     decoding_s = max(spec.max_new_tokens - 1 + (expected - 1) / 2, 0) / expected * rounds_s[place]
@@ -692,13 +709,13 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
     )
     if acceptance.ends is None:
         return timed
-    low, high = acceptance.ends
-    slow, fast = by_k(low), by_k(high)
+    fewest, most = map(gains, acceptance.ends)
+    slow, fast = by_k(fewest), by_k(most)
     most_s = plain.plain_s if spec.adapts else math.inf
     by_acceptance = min(fast[place], most_s), min(slow[place], most_s)
     return replace(
         timed,
-        tokens_per_round_range=(gain(low, chosen), gain(high, chosen)),
+        tokens_per_round_range=(fewest[place], most[place]),
         speculative_s_range=spread(speculative_s, *filter(None, (by_acceptance, timed.speculative_s_range))),
         best_num_draft_tokens_range=None if tree else (1 + slow.index(min(slow)), 1 + fast.index(min(fast))),
     )

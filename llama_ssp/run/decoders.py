@@ -177,7 +177,8 @@ def build_decoder(
 ) -> Decoder:
     """Build a decoder from the models and the config; plain decoding uses the target alone."""
     mesh, device = models.mesh, models.target.device
-    rule = make_rule(config.sampling, config.verification)
+    is_cut = len(mesh.layout.target_ranks) > 1 and config.placement.target.kind is TargetKind.tensor
+    rule = make_rule(config.sampling, config.verification, is_cut=is_cut)
     split = BatchSplit(mesh.replica, mesh.layout.draft_ranks) if speculative and mesh.layout.splits_batch else None
     taps, tree = (models.make_taps(), tree_of(config, device)) if speculative else (None, None)
     drafters, limit = [], None
@@ -185,7 +186,7 @@ def build_decoder(
         if models.draft_context:
             limit = DraftLimit(models.draft_context, depth=tree.depth if tree else None)
         drafters = make_drafters(
-            config, rule=rule, mesh=mesh, runner=models.draft, vocab_size=models.target.vocab_size, device=device,
+            config, mesh=mesh, runner=models.draft, vocab_size=models.target.vocab_size, device=device,
             split=split, tokenizers=models.tokenizers, taps=taps,
         )  # fmt: skip
     verifier = Verifier(

@@ -160,6 +160,11 @@ class SamplingConfig:
         """Whether tokens of prompt and text are penalized."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
+    @property
+    def takes_best(self) -> bool:
+        """Whether a token is the one with the model's largest logit."""
+        return self.temperature == 0 and not self.penalizes
+
 
 @dataclass(kw_only=True)
 class VerificationConfig:

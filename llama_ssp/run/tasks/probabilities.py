@@ -34,7 +34,6 @@ from llama_ssp.speculate.drafters.maker import make_drafters
 from llama_ssp.speculate.engine.likelihoods import Law, log_probs_of
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.law import NUM_NEWEST, LawSums
-from llama_ssp.speculate.sampling.rules import make_rule
 from llama_ssp.speculate.sampling.uniforms import PER_DRAW
 from llama_ssp.terminal.progress import Pace
 
@@ -238,8 +237,7 @@ def _drafter(session: Session, taps: Taps | None) -> Drafter:
     models, speculation = session.models, replace(session.config.speculation, overlap=False, tree=None)
     config = replace(session.config, verification=VerificationConfig(rule=DEFAULT), speculation=speculation)
     drafter, *_ = make_drafters(
-        config, rule=make_rule(config.sampling, config.verification), mesh=models.mesh, runner=models.draft,
-        vocab_size=models.target.vocab_size, device=models.target.device, tokenizers=models.tokenizers,
-        taps=taps,
+        config, mesh=models.mesh, runner=models.draft, vocab_size=models.target.vocab_size,
+        device=models.target.device, tokenizers=models.tokenizers, taps=taps,
     )  # fmt: skip
     return drafter

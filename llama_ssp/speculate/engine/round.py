@@ -135,7 +135,8 @@ class Round:
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Make room for `batch_size` rows of `num_slots` tokens in the caches of both models."""
-        self.target.allocate(batch_size=batch_size, capacity=num_slots)
+        finds_best = self.verifier.rule.reads_best
+        self.target.allocate(batch_size=batch_size, capacity=num_slots, finds_best=finds_best)
         if self.taps:
             self.taps.allocate(batch_size=batch_size, num_slots=num_slots)
         for drafter in self.drafters:
