@@ -502,7 +502,7 @@ def _logits_bytes(spec: PlanSpec, rank: int) -> int:
     draft's probabilities in fp32, one more copy if the rule keeps all rows, and one fp64 cumulative sum per row to draw
     from. Penalties and races need more. Other ranks of the draft have its probabilities.
     """
-    layout, positions = spec.layout, spec.round_positions
+    layout, positions = spec.layout, max(spec.round_positions, spec.scored_positions)
     size, vocabulary, num_draft_tokens = DTYPE_BYTES[spec.target.dtype], spec.target.shape.vocab_size, positions - 1
     logits = positions * (2 * size * (len(spec.target_ranks) > 1) + 4) if rank in spec.target_ranks else 0
     logits += positions * size * (rank == spec.target_devices[-1] and rank not in spec.target_ranks)

@@ -541,6 +541,12 @@ class CostModel:
         """Device time of a round after drafting."""
         return self.forward(self.target, num_draft_tokens + 1).total_s + self.verdict_s(num_draft_tokens)
 
+    def scoring_s(self) -> float:
+        """Reading all rows once more, for log-probabilities; 0 without."""
+        tokens = self.spec.prompt_tokens + self.spec.max_new_tokens
+        positions = min(self.spec.scored_positions, tokens)
+        return -(-tokens // positions) * self.forward(self.target, positions).total_s if positions else 0.0
+
 
 MOST_DRAFT_TOKENS = 16
 

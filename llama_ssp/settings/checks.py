@@ -106,6 +106,8 @@ _NUM_DRAFTED = range(1, 1025)  # the planner tries every value up to K
 _NUM_SAMPLES = range(1, 10**6 + 1)  # all prompts are in memory before the first one starts
 _MAX_TIMEOUT_S = 2 * 10**6  # must fit into 32 bits as milliseconds
 _COLDEST = 1e-6  # below this, logits / temperature can overflow fp32
+_NUM_TOP = range(101)
+_TOP = "0 to 100 of the most probable tokens, or {null} to switch it off"
 _DRAFTED = "at least 1 and at most 1024, for example 4, or auto"
 _TEMPERATURE = f"0 (greedy) or at least {_COLDEST}, for example 0.8"
 _SHARE = "above 0 and at most 1, or {null} to switch it off"
@@ -122,6 +124,8 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("sampling.repetition_penalty", lambda p: 0 < p < math.inf, "above 0, for example 1.1; 1 switches it off"),
     ("sampling.frequency_penalty", math.isfinite, _PENALTY),
     ("sampling.presence_penalty", math.isfinite, _PENALTY),
+    ("logprobs", lambda n: n in _NUM_TOP, _TOP),
+    ("prompt_logprobs", lambda n: n in _NUM_TOP, _TOP),
     ("max_new_tokens", lambda n: n >= 1, "at least 1, for example 64"),
     ("batch_size", lambda n: n >= 1, "at least 1 sequence"),
     ("prompt_tokens", lambda n: n >= 1, "at least 1, for example 128"),
