@@ -22,7 +22,7 @@ from llama_ssp.architectures.engine import Kernels
 from llama_ssp.architectures.family import inventory
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.planning.acceptance import tokens_per_round
+from llama_ssp.planning.acceptance import constant, tokens_per_round
 from llama_ssp.planning.spec import PlanSpec, planned_model
 from llama_ssp.planning.timing import FAR, LIBRARY_SHARE, NEAR, Ends, bandwidth, decoding_error, timing
 from llama_ssp.settings.schema import DraftLayout, TargetKind
@@ -286,7 +286,8 @@ def implied_acceptance(num_tokens: float, num_draft_tokens: int) -> float:
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if tokens_per_round(middle, num_draft_tokens) < num_tokens else (low, middle)
+        tokens = tokens_per_round(constant(middle, num_draft_tokens))
+        low, high = (middle, high) if tokens < num_tokens else (low, middle)
     return high
 
 

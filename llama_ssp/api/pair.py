@@ -31,6 +31,7 @@ from llama_ssp.api.arguments import (
 from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.continuation import decode_after
 from llama_ssp.errors import ConfigError
+from llama_ssp.log_probs import CompletionLogProbs
 from llama_ssp.ranks.gpu import selected, selection_kept
 from llama_ssp.ranks.world import start
 from llama_ssp.registry import load_plugins
@@ -38,6 +39,7 @@ from llama_ssp.run.chat import NO_ARGUMENTS
 from llama_ssp.run.checkpoints import Loaded, find_sources
 from llama_ssp.run.decoders import Models, build_decoder, load_models
 from llama_ssp.run.generation import note_on, with_model_sampling
+from llama_ssp.run.log_probs import score_completions
 from llama_ssp.run.prompts import Prompt, read_messages
 from llama_ssp.run.requests import encode_messages
 from llama_ssp.run.tasks.records import GenerateConfig
@@ -101,6 +103,7 @@ class Completion:
         num_target_forwards: forwards of the target, including those that read the whole prompt.
         num_reused_tokens: of the prompt, what the target had read already: for another completion, or in the call
             before, whose texts stay in the cache for prompts that begin alike.
+        log_probs: what `logprobs` and `prompt_logprobs` asked for; None without them.
     """
 
     index: int
@@ -116,6 +119,7 @@ class Completion:
     num_target_forwards: int
     num_reused_tokens: int
     times: CompletionTimes
+    log_probs: CompletionLogProbs | None = None
 
     @property
     def accepted_ids(self) -> list[int]:
@@ -134,7 +138,9 @@ class Completion:
         return f"Completion({text!r}, {len(self.token_ids)} tokens, {self.finish_reason}{accepted}, {speed})"
 
 
-def _of_request(done: RowCompletion, tokenizer: PreTrainedTokenizerBase) -> Completion:
+def _of_request(
+    done: RowCompletion, tokenizer: PreTrainedTokenizerBase, scores: CompletionLogProbs | None
+) -> Completion:
     request = done.request
     examined = [(number, of) for number, of in zip(done.accepted_lengths, done.examined_lengths, strict=True) if of]
     num_examined = sum(of for _, of in examined)
@@ -151,6 +157,7 @@ def _of_request(done: RowCompletion, tokenizer: PreTrainedTokenizerBase) -> Comp
         times=CompletionTimes(
             total_s=done.busy_s, first_token_s=done.first_token_s, **{f"{part}_s": s for part, s in done.part_s.items()}
         ),
+        log_probs=scores,
     )  # fmt: skip
 
 
@@ -211,6 +218,8 @@ class Pair:
         batch_size: int = 32,
         rule: str = DEFAULT,
         plain: bool = False,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
     ) -> list[Completion]:
         """Complete prompts, with the distribution of the target alone; returns the completions in order.
 
@@ -238,6 +247,9 @@ class Pair:
             batch_size: the most rows that are decoded together.
             rule: a verification rule.
             plain: decode with the target alone, for comparison.
+            logprobs: log-probabilities of every new token, and of so many of the most probable ones in its place
+                (`log_probs.CompletionLogProbs`); the target reads every text once more.
+            prompt_logprobs: the same of the prompt's tokens.
 
         Raises:
             ConfigError: an argument has a wrong type or value, or a prompt does not fit into the context.
@@ -248,7 +260,10 @@ class Pair:
         with in_library_words():
             read = check_types(Pair.generate, given)
             drawn = self._sampling(read)
-            same = ("max_new_tokens", "num_samples", "batch_size", "seed", "chat", "chat_arguments")
+            same = (
+                "max_new_tokens", "num_samples", "batch_size", "seed", "chat", "chat_arguments", "logprobs",
+                "prompt_logprobs",
+            )  # fmt: skip
             config = replace(
                 self.config, sampling=drawn, verification=VerificationConfig(rule=read["rule"]),
                 speculation=SpeculationConfig(num_draft_tokens=read["num_draft_tokens"], tree=read["tree"]),
@@ -274,7 +289,13 @@ class Pair:
                         adapter.put(update.new_ids)
             if adapter:
                 adapter.end()
-            return [_of_request(done[key], self.tokenizer) for key in sorted(done)]
+            rows = [done[key] for key in sorted(done)]
+            scores = dict[int, CompletionLogProbs]()
+            if config.scores_texts:
+                texts = [(row.request.prompt_ids, row.token_ids) for row in rows]
+                with selected(self.device):
+                    scores = dict(score_completions(self.models, config, texts))
+            return [_of_request(row, self.tokenizer, scores.get(place)) for place, row in enumerate(rows)]
 
     def _sampling(self, read: Mapping[str, Any]) -> SamplingConfig:
         """The sampling of a call; warns once of what it does not follow in the target's generation_config.json."""

@@ -4,7 +4,7 @@
 removed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from llama_ssp.planning.memory import (
     model_bytes,
 )
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, notes_on_contexts, notes_on_families, notes_on_storage
-from llama_ssp.planning.timing import ForwardTime, Message, Timing, round_messages, timing, unmeasured
+from llama_ssp.planning.timing import CostModel, ForwardTime, Message, Timing, round_messages, timing, unmeasured
 from llama_ssp.words import rounded, said
 
 PLAN_VERSION = 5
@@ -116,11 +116,21 @@ def make_plan(spec: PlanSpec, hardware: HardwareConfig, *, remark: str | None = 
             *notes_on_contexts(spec),
             *unmeasured(spec, hardware),
             *advice.notes(spec, hardware, heads, fullest),
+            *_notes_on_scoring(spec, hardware),
             *advice.better_draft(spec, hardware, timed),
             *remarks(spec, timed.acceptance, timed.best_num_draft_tokens_range),
         ),
         changes=() if fullest.fits else tuple(changes_that_fit(spec, hardware)),
     )
+
+
+def _notes_on_scoring(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:
+    if spec.scores_texts:
+        seconds = CostModel(spec, hardware).scoring_s()
+        yield (
+            f"log-probabilities: the target reads all rows once more, {rounded(1e3 * seconds)} ms at the end, which "
+            "ms/token leaves out"
+        )
 
 
 def basis(hardware: HardwareConfig) -> str:
@@ -236,6 +246,8 @@ def document(plan: Plan) -> dict[str, Any]:
             "acceptance_range": acceptance and acceptance.ends and [*acceptance.ends],
             "acceptance_source": acceptance and acceptance.source,
             "acceptance_is_forecast": acceptance and acceptance.is_forecast,
+            "acceptance_by_position": acceptance and timed.num_draft_tokens
+            and [*acceptance.by_position(acceptance.probability, spec.draft_depth)],
             "speculative_ms_per_token_by_k": _in_ms(timed.by_num_draft_tokens),
         },
         "basis": plan.basis,

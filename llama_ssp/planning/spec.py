@@ -16,6 +16,7 @@ from llama_ssp.architectures.engine import (
     Kernels,
     own_slots,
     reads_by_length,
+    scored_positions,
     whole_steps,
 )
 from llama_ssp.architectures.family import inventory, record_of
@@ -173,6 +174,7 @@ class PlanSpec:
         acceptance: probability that a drafted token is accepted; None takes what is expected of the pair.
         rule: the verification rule; `greedy` at temperature 0, where no probabilities are needed.
         counts_tokens: penalties count the tokens of the vocabulary.
+        scores_texts: the target reads every text once more, for log-probabilities.
         prompt_tokens, max_new_tokens: tokens of the longest row.
         mean_prompt_tokens: of all prompts, where they are known.
         cuda_graphs: whether forwards are captured; otherwise every operator is launched from Python.
@@ -202,6 +204,7 @@ class PlanSpec:
     free_draft: str | None = None
     own_tokenizer: bool = False
     counts_tokens: bool = False
+    scores_texts: bool = False
     spare_devices: tuple[int, ...] = ()
     kernels: Kernels = ENGINE_KERNELS
 
@@ -303,6 +306,11 @@ class PlanSpec:
             return self.draft_depth + 1
         return MOST_PIECES + 1 if self.own_tokenizer else 2
 
+    @property
+    def scored_positions(self) -> int:
+        """Positions per row of a forward that scores texts; 0 without log-probabilities."""
+        return scored_positions(self.batch_size, self.target.shape.vocab_size) if self.scores_texts else 0
+
     @cached_property
     def round_positions(self) -> int:
         """Positions per row in the target's forward of a round: K + 1, or 1 without a draft."""
@@ -373,6 +381,7 @@ def make_spec(
         temperature=temperature,
         rule=config.verification.rule if temperature > 0 else AT_ZERO,
         counts_tokens=config.sampling.penalizes,
+        scores_texts=config.scores_texts,
         batch_size=config.batch_size,
         prompt_tokens=prompt_tokens,
         max_new_tokens=config.max_new_tokens,

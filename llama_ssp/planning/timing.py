@@ -36,11 +36,11 @@ Shapes: B sequences, T positions, K drafted tokens, V vocabulary.
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
-from operator import attrgetter
+from operator import attrgetter, truediv
 from typing import Any, NamedTuple, TypeAlias
 
 from llama_ssp.architectures.engine import (
@@ -56,11 +56,10 @@ from llama_ssp.catalogue import Dtype
 from llama_ssp.machines.hardware import HardwareConfig, MeasuredSum
 from llama_ssp.planning.acceptance import (
     Acceptance,
-    Gain,
     expected_of_spec,
     overlapped_corrections,
     overlapped_tokens,
-    tokens_per_round,
+    tokens_by_length,
     tree_tokens,
 )
 from llama_ssp.planning.memory import bucket_of, rank_shares, step_bytes
@@ -542,6 +541,12 @@ class CostModel:
         """Device time of a round after drafting."""
         return self.forward(self.target, num_draft_tokens + 1).total_s + self.verdict_s(num_draft_tokens)
 
+    def scoring_s(self) -> float:
+        """Reading all rows once more, for log-probabilities; 0 without."""
+        tokens = self.spec.prompt_tokens + self.spec.max_new_tokens
+        positions = min(self.spec.scored_positions, tokens)
+        return -(-tokens // positions) * self.forward(self.target, positions).total_s if positions else 0.0
+
 
 MOST_DRAFT_TOKENS = 16
 
@@ -654,21 +659,29 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
     acceptance = expected_of_spec(spec)
     probability, lengths = acceptance.probability, range(1, max(MOST_DRAFT_TOKENS, chosen) + 1)
     overlapped = [costs.overlapped(number) for number in lengths if spec.overlaps]
-    gain: Gain = overlapped_tokens if overlapped else tokens_per_round
-    if tree := spec.tree:
-        lengths, gain = range(chosen, chosen + 1), lambda probability, _number: tree_tokens(probability, tree)
+    tree = spec.tree
+    if tree:
+        lengths = range(chosen, chosen + 1)
+
+    def gains(probability: float) -> Sequence[float]:
+        if overlapped:  # a block goes on from the one before, so that its positions are all alike
+            return [overlapped_tokens(probability, number) for number in lengths]
+        by_position = acceptance.by_position(probability, tree.depth if tree else lengths.stop - 1)
+        return [tree_tokens(by_position, tree)] if tree else tokens_by_length(by_position)
+
     rounds_s = [one.round_s for one in overlapped] or [
         costs.drafting_s(number) + costs.verify_s(number) for number in lengths
     ]
 
-    def by_k(probability: float) -> tuple[float, ...]:
-        return tuple(seconds / gain(probability, number) for number, seconds in enumerate(rounds_s, start=1))
+    def by_k(tokens: Sequence[float]) -> tuple[float, ...]:
+        return tuple(map(truediv, rounds_s, tokens))
 
-    by_number = by_k(probability)
+    tokens = gains(probability)
+    by_number = by_k(tokens)
     if spec.adapts:
         chosen = min(ADAPTIVE_LENGTHS, key=lambda number: by_number[number - 1])
     place = chosen - lengths.start
-    expected, speculative_s = gain(probability, chosen), by_number[place]
+    expected, speculative_s = tokens[place], by_number[place]
     prefill_s = plain.prefill_s + (costs.prefill_s(costs.draft) if costs.draft else 0.0)
     # Prefill yields the first token; on average the length limit ends the last round halfway.
     decoding_s = max(spec.max_new_tokens - 1 + (expected - 1) / 2, 0) / expected * rounds_s[place]
@@ -696,13 +709,13 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
     )
     if acceptance.ends is None:
         return timed
-    low, high = acceptance.ends
-    slow, fast = by_k(low), by_k(high)
+    fewest, most = map(gains, acceptance.ends)
+    slow, fast = by_k(fewest), by_k(most)
     most_s = plain.plain_s if spec.adapts else math.inf
     by_acceptance = min(fast[place], most_s), min(slow[place], most_s)
     return replace(
         timed,
-        tokens_per_round_range=(gain(low, chosen), gain(high, chosen)),
+        tokens_per_round_range=(fewest[place], most[place]),
         speculative_s_range=spread(speculative_s, *filter(None, (by_acceptance, timed.speculative_s_range))),
         best_num_draft_tokens_range=None if tree else (1 + slow.index(min(slow)), 1 + fast.index(min(fast))),
     )

@@ -6,9 +6,11 @@ of most fields. Names end in `_s` for seconds and contain `ms` for milliseconds.
 
 import json
 import reprlib
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self, TypeAlias
 
+from llama_ssp.log_probs import CompletionLogProbs
 from llama_ssp.reports.reading import read_json, restore
 from llama_ssp.settings.schema import ADAPTIVE
 
@@ -93,6 +95,25 @@ class CompletionLine(_Line):
         if any(max(counts) > MOST_DRAFTED or 0 < counts[1] < counts[0] for counts in rounds):
             raise ValueError("it has an impossible round")
         return read
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogProbLine(CompletionLogProbs, _Line):
+    """One line of `logprobs.jsonl`: the log-probabilities of one completion."""
+
+    index: int
+    mode: str
+    sample: int
+
+    @property
+    def key(self) -> LineKey:
+        """Its key when a run is resumed."""
+        return self.index, self.mode, self.sample
+
+    @classmethod
+    def of(cls, key: Sequence[object], figures: Mapping[str, object]) -> Self:
+        """A line of the figures of a completion, both as JSON has them; raises ValueError as `restore`."""
+        return restore(cls, dict(zip(("index", "mode", "sample"), key, strict=True)) | dict(figures))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ from llama_ssp.run.decoders import load_models
 from llama_ssp.run.generation import note_on, with_model_sampling
 from llama_ssp.run.interruption import interruptible, stopping_on_signals
 from llama_ssp.run.lengths import named
+from llama_ssp.run.log_probs import record_log_probs
 from llama_ssp.run.opening import begin_point, joined
 from llama_ssp.run.prompts import Prompt, is_interactive, read_prompts
 from llama_ssp.run.requests import PromptRequest, RequestMaker
@@ -93,6 +94,8 @@ def run(config: RunConfig, clock: StartClock) -> bool:
                     _converse(session, do_task)
                 else:
                     do_task(session, requests)
+                    if session.config.scores_texts:
+                        record_log_probs(session, requests)
         except InterruptedRun as error:
             interruption = error
         finalize(session)
@@ -174,7 +177,9 @@ def _read_requests(
     """Read and encode the prompts, the same on every rank; None if they will be typed one by one."""
 
     def read() -> list[dict[str, object]] | None:
-        prompts = None if is_interactive(config) else read_prompts(config)
+        if (types := is_interactive(config)) and config.scores_texts:
+            raise ConfigError("logprobs= scores the texts of prompts that are given: use prompt=TEXT or prompts=FILE")
+        prompts = None if types else read_prompts(config)
         if folder:
             check_lines(folder.lines, config, prompts)
             check_texts(folder.lines, config, prompts, maker)

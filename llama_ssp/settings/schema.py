@@ -326,6 +326,13 @@ class RunConfig:
         list,
         r'texts or special tokens that end a completion and stay in it, as in ["\n\n"]; \n is a line break, \t a tab.',
     )
+    logprobs: int | None = setting(
+        None,
+        "log-probabilities of every new token and of the N most probable ones in its place, under the model "
+        "(temperature 1, before all processors), and under the law of the draws if it is another; logprobs.jsonl has "
+        "them. The target reads every text once more.",
+    )
+    prompt_logprobs: int | None = setting(None, "the same of the prompt's tokens, under the model.")
     device: DeviceKind = setting(DeviceKind.auto, "cpu, cuda, or auto, which takes GPUs when every rank has one.")
     cuda_graphs: bool = setting(
         True, "on GPUs, captures rounds as CUDA graphs and replays them; false launches every operator from Python."
@@ -352,6 +359,11 @@ class RunConfig:
     )
     # of a point of a sweep, which the command line finds; no setting.
     place: SweepPlace | None = field(default=None, repr=False, metadata={"omegaconf_ignore": True})
+
+    @property
+    def scores_texts(self) -> bool:
+        """Whether the target reads every text once more, for log-probabilities."""
+        return self.logprobs is not None or self.prompt_logprobs is not None
 
     @property
     def is_synthetic(self) -> bool:

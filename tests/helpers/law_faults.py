@@ -127,17 +127,18 @@ def _by_round(keys_B: Tensor, positions_BT: Tensor, *, vocab_size: int) -> Tenso
     return _exponentials(keys_B, positions_BT[:, :1].expand_as(positions_BT), vocab_size=vocab_size)
 
 
-def _kept(target_BV: Tensor, draft_BV: Tensor, _ids_B1: Tensor, **_: object) -> tuple[Tensor, Tensor]:
+def _kept(laws: trees.NodeLaws, _ids_X1: Tensor | None) -> trees.NodeLaws:
     """The draft's law of the next sibling still has the rejected one."""
-    return trees._normalised((target_BV - draft_BV).clamp_min(0)), draft_BV
+    return _without(laws, None)
 
 
+_without = trees.NodeLaws.without
 _count_tokens, _exponentials, _uniforms = context.count_tokens, uniforms.exponentials, uniforms.UniformTable.uniforms
 _ELSEWHERE: dict[str, tuple[object, str, Callable[..., Any]]] = {
     "forgetful penalty": (context, "count_tokens", _forgetful),
     "key of the run": (uniforms.UniformTable, "uniforms", _of_first_round),
     "key of the round": (rules, "exponentials", _by_round),
-    "kept sibling": (trees, "_rejected", _kept),
+    "kept sibling": (trees.NodeLaws, "without", _kept),
 }
 FAULTS = (*_OF_VERIFICATION, *_ELSEWHERE, "shared race")
 

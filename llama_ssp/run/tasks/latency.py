@@ -37,12 +37,15 @@ def store_pair(session: Session) -> None:
         session.terminal.say("no acceptance is stored: no round of this run examined all K drafted tokens")
         return
     acceptance = sum(accepted for accepted, _ in rounds) / num_examined
+    positions = range(max(examined for _, examined in rounds))
+    counts = [[sum(one[side] > place for one in rounds) for side in (0, 1)] for place in positions]
     num_prompts = len({line.index for line in lines if counted_rounds([line])})
     temperature, rule = config.sampling.temperature, config.verification.rule
     entry = {
         "target": config.model.name,
         "draft": str(draft_name(config.draft)),
         "acceptance": round(acceptance, 3),
+        "by_position": [round(accepted / examined, 3) for accepted, examined in counts],
         "temperature": temperature,
         "source": (
             f"measured by task=latency on {platform.node()}, {date.today()}: {num_examined} drafted tokens of "

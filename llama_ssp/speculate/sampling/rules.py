@@ -88,7 +88,8 @@ class Verdict(NamedTuple):
     """How many drafted tokens are accepted, 0..K, and the token that follows them: resampled or bonus.
 
     Attributes:
-        weights_B1: the weight of the next token: NaN if the logits after the accepted tokens contain NaN.
+        weights_B1: the weight of the next token: NaN if the logits after the accepted tokens contain NaN, or others
+            that the rule has decided by.
         path_BD: in a tree the nodes that are accepted, a row of `trees.Topology.paths_BTD`; None for 1, 2, ... K.
         goes_on_B1: 1 where the next token is drafted too, so that the block behind it stays in flight; None if no block
             is.
@@ -99,6 +100,10 @@ class Verdict(NamedTuple):
     weights_B1: Tensor
     path_BD: Tensor | None = None
     goes_on_B1: Tensor | None = None
+
+    def noting(self, numbers_BX: Tensor) -> "Verdict":
+        """Make the weight NaN if one of the numbers is that a rule has compared: no path passes with NaN."""
+        return self._replace(weights_B1=torch.add(self.weights_B1, numbers_BX.sum(1, keepdim=True), alpha=0.0))
 
     def where(self, is_other_B1: Tensor, other: "Verdict") -> "Verdict":
         """Take another verdict in some rows, where no block stays in flight."""
@@ -158,7 +163,8 @@ def verify_block(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Ver
 
     rows_B = rows_at(num_accepted_B1, num_rows=num_rows, num_positions=num_positions)
     rest_BV, target_row_BV = (all_BTV.flatten(0, 1).index_select(0, rows_B) for all_BTV in (rest_BTV, target_probs_BTV))
-    return draw_next(num_accepted_B1, rest_BV, target_row_BV, draws.residual_BP)
+    verdict = draw_next(num_accepted_B1, rest_BV, target_row_BV, draws.residual_BP)
+    return verdict.noting(rest_BK)
 
 
 def _at_drafted(draft: Draft, target_probs_BTV: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,7 +14,7 @@ from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.planning.acceptance import tree_tokens
+from llama_ssp.planning.acceptance import constant, tree_tokens
 from llama_ssp.planning.memory import kv_bytes_per_token, model_bytes, step_bytes
 from llama_ssp.planning.spec import planned_model
 from llama_ssp.planning.timing import OPERATORS_PER_LAYER, CostModel, bandwidth, round_messages
@@ -144,7 +144,7 @@ def test_a_tree_by_look_up_costs_its_verification_alone_and_its_verdict_names_a_
     chain, spec = (replace(plain, free_draft="ngram", tree=shape) for shape in (None, tree))
     timed, clock = times_of(spec, A100), CostModel(spec, A100)
     assert timed.round_s == pytest.approx(clock.forward(clock.target, 10).total_s + clock.verdict_s(9))
-    assert timed.tokens_per_round == tree_tokens(0.8, tree)
+    assert timed.tokens_per_round == pytest.approx(tree_tokens(constant(0.8, 3), tree), rel=0.01)
     sizes = [round_messages(drafted, 9)["verdict"].payload_bytes for drafted in (chain, spec)]
     assert sizes[1] - sizes[0] == ID * tree.depth
     assert round_messages(spec, 0) == round_messages(plain, 0)

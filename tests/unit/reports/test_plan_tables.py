@@ -169,7 +169,7 @@ def test_a_narrow_terminal_shortens_no_figure(width: int) -> None:
 
 
 def test_a_pair_that_nobody_measured_has_its_low_and_high_figures_in_brackets() -> None:
-    spec = replace(make_spec("llama3_70B", "llama3_8B", num_ranks=8), acceptance=None)
+    spec = replace(make_spec("llama3_70B", "llama3_1B", num_ranks=8), acceptance=None)
     text = _printed(make_plan(spec, hardware.load("8xa100_80gb")), width=400)
     (line,) = (line for line in text.splitlines() if "tokens per round at" in line)
     assert re.search(r"\(\d\.\d\d-\d\.\d\d\) tokens per round at an acceptance of .* \(.*\); c = ", line)

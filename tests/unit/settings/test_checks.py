@@ -44,7 +44,7 @@ BAD = {
     "speculation.tree=2x0": "speculation.tree=2x0: '2x0' is not the shape of a tree: give the number of children",
     "speculation.tree=16x16x2": "has 784 drafted tokens; 256 is the most: give fewer children, or fewer levels",
     "speculation.tree=dynamic draft=ngram": "needs a draft model or head, whose probabilities shape it, and draft=ng",
-    "speculation.tree=2 verification=block": "needs verification=speculative or sampling=greedy, and",
+    "speculation.tree=2 verification=coupled": "needs verification=speculative or verification=block, or sampling=gre",
     "speculation.tree=2 sampling.presence_penalty=1": "speculation.tree=2 needs sampling without penalties",
     "speculation.tree=2 placement=replicated": "needs one draft for all rows: use placement=one_rank",
     "draft.tokenizer=own": "draft.tokenizer=own has no effect with draft=tiny-draft, which has the target's tokeni",
