@@ -51,7 +51,7 @@ WORTHWHILE_GAIN, CLEAR_GAIN = 1.03, 1.1
 
 
 def notes(spec: PlanSpec, hardware: HardwareConfig, heads: tuple[int, ...], fullest: RankMemoryPlan) -> Iterator[str]:
-    """Facts that the figures of a plan do not show, such as what it leaves out if a library places the target."""
+    """Facts that the figures of a plan do not show."""
     if fullest.is_tight:
         share = 100 * fullest.free_bytes / fullest.capacity_bytes
         yield f"a tight fit: {share:.1f} % of the memory of rank {fullest.rank} is left, and some items are estimates"
@@ -63,12 +63,12 @@ def notes(spec: PlanSpec, hardware: HardwareConfig, heads: tuple[int, ...], full
     if spec.target_kind is TargetKind.accelerate:
         num_devices = len(spec.target_devices)
         where = "on one device" if num_devices == 1 else f"over {num_devices} GPUs of rank {spec.target_ranks[0]}"
-        yield f"the target is placed layer-wise {where}; host time in accelerate's hooks is not forecast"
+        yield f"the target is placed layer-wise {where}"
     if spec.target_kind is TargetKind.deepspeed:
         whole = model_bytes(inventory(spec.target.shape), spec.target, device=spec.device).total_bytes
         yield (
             f"while loading, DeepSpeed keeps the whole target in host memory on every rank, {whole / GB:.4g} GB each, "
-            "whose capacity is checked on a CPU only; host time in its modules is not forecast"
+            "whose capacity is checked on a CPU only"
         )
     if len(set(heads)) > 1:
         num_heads, shares = spec.target.shape.num_attention_heads, " ".join(map(str, heads))

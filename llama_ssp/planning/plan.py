@@ -24,7 +24,7 @@ from llama_ssp.planning.memory import (
     model_bytes,
 )
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, notes_on_contexts, notes_on_families, notes_on_storage
-from llama_ssp.planning.timing import CostModel, ForwardTime, Message, Timing, round_messages, timing, unmeasured
+from llama_ssp.planning.timing import CostModel, ForwardTime, Message, Timing, round_messages, timing
 from llama_ssp.words import rounded, said
 
 PLAN_VERSION = 5
@@ -114,7 +114,6 @@ def make_plan(spec: PlanSpec, hardware: HardwareConfig, *, remark: str | None = 
             *notes_on_families(*filter(None, (spec.target, spec.draft))),
             *notes_on_storage(spec),
             *notes_on_contexts(spec),
-            *unmeasured(spec, hardware),
             *advice.notes(spec, hardware, heads, fullest),
             *_notes_on_scoring(spec, hardware),
             *advice.better_draft(spec, hardware, timed),
@@ -202,8 +201,8 @@ _RATES = {
     "plain_run_tokens_per_s": "plain_run_s", "speculative_run_tokens_per_s": "speculative_run_s",
 }  # fmt: skip
 _RATIOS = (
-    "speedup", "cost_ratio", "num_draft_tokens", "tokens_per_round", "tokens_per_round_range", "best_num_draft_tokens",
-    "best_num_draft_tokens_range", "overlap", "copy_share", "limit_share",
+    "speedup", "speedup_range", "cost_ratio", "num_draft_tokens", "tokens_per_round", "tokens_per_round_range",
+    "best_num_draft_tokens", "best_num_draft_tokens_range", "overlap", "copy_share", "limit_share",
 )  # fmt: skip
 """Fields of the document: those of `PlanSpec`, `RankMemoryPlan` and `Timing` by the names that they have there."""
 

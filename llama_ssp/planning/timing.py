@@ -27,16 +27,16 @@ then the exchange and the rule:
 On GPUs the exchange goes on during the forward, so that only the draft's side of a round has it. After a rejection, the
 first token of the new block is verified early.
 
-Only one kind of GPU has run this engine, so 80 % ranges of its times are the errors of forecasts for other engines.
-`python -m benchmarks.published` fits them to published speeds: published time over forecast, every source of equal
-weight, as the range of a source that was not among them. A calibrated machine and a CPU have none.
+Only one kind of GPU has run this engine, so 80 % ranges of its times are the errors of forecasts for other engines, by
+architecture, format and rows: `python -m benchmarks.published` and `python -m benchmarks.served` count how many rows
+they hold. A calibrated machine and a CPU have none.
 
 Shapes: B sequences, T positions, K drafted tokens, V vocabulary.
 """
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
@@ -71,15 +71,14 @@ from llama_ssp.storage.formats import NO_QUANTIZATION, StorageFormat, format_of
 Ends: TypeAlias = tuple[float, float]
 """The smaller and the larger end, of seconds or of factors of them."""
 
-NEAR, FAR = (0.93, 1.27), (0.70, 2.24)
-"""Factors of forecasts: of those near what most published speeds measured, and of all others, which are prompts, many
-rows, 8 and 4 bits, other GPUs, and short steps, whose time an engine's host decides."""
-NEAR_ROWS, NEAR_STEP_S = 16, 0.005
-"""The most rows, and the least time of a plain step, that are near."""
-PUBLISHED_GPUS = ("A100", "H100", "H200", "MI250")
+NEAR, PACKED, MANY, SHORT, OTHER = (0.87, 1.22), (0.90, 1.27), (0.80, 1.75), (0.90, 2.30), (0.76, 1.49)
+"""Published over forecast time of a token: of 16 bits up to 64 rows, of 8 and 4 bits up to 32, of more rows, of steps
+below 2.5 ms, whose time an engine's host decides, and of GPUs without published rows: the squares of the first."""
+FAR, FIRST, GAINS = (0.70, 2.24), (0.85, 1.75), (0.70, 1.05)
+"""Of what has no published row, of first tokens, and of the gains of drafts."""
+MOST_NEAR, MOST_PACKED, LEAST_STEP_S = 64, 32, 0.0025
+PUBLISHED_GPUS = ("A100", "H100", "H200", "B200", "MI250", "RTX 4090")
 PUBLISHED_FORMATS = (NO_QUANTIZATION, "int8_weight_only", "int4_weight_only")
-MOST_PUBLISHED_ROWS = 1280
-"""Rows with unquantized weights; quantized ones were measured with one row."""
 COPY_SHARE = 0.83
 """Default share of the data sheet's bandwidth that a plain copy reaches: 1.7 of 2.039 TB/s on an A100-80GB."""
 OPERATORS_PER_LAYER = 25
@@ -91,6 +90,8 @@ LIBRARY_SHARE = {"cuda": 2.0, "cpu": 4.0}
 calls, 57 to 142 in the families with records, those of experts included."""
 CPU_SLOWDOWN_16_BITS = 3.0
 """Products in bf16 relative to fp32 with 16-bit weights; estimated from whole models on one CPU, 2.5 to 3.7."""
+USUAL_SHARE = 0.75
+"""Of the rate of the best product, what prompts and large batches reach (`flops_share`)."""
 UNPACKING_S = 0.8e-9
 """Time in which bitsandbytes 0.50 unpacks a weight on one core: 0.44 ns in caches, 0.73 in 16 MiB, more beyond."""
 
@@ -216,7 +217,9 @@ def _roofline_s(
     seconds = 0.0
     for size, count in sizes.items():
         packed = storage.matrix_bytes(size, value_bytes, group=model.layout.group if model.layout else 0)
-        read_bytes = storage.read_bytes(tokens, packed, value_bytes * size, device=hardware.device)
+        read_bytes = storage.read_bytes(
+            tokens, packed, value_bytes * size, device=hardware.device, slowdown=hardware.slowdown
+        )
         operations = 2 * tokens * size
         if speed := hardware.products.get(storage.name if storage.is_quantized else matrix_dtype.name):
             seconds += count * times * max(read_bytes / speed.bytes_per_s, operations / speed.flops_per_s)
@@ -229,9 +232,15 @@ def _roofline_s(
 
 
 def _product_s(read_bytes: float, model: PlannedModel, hardware: HardwareConfig, *, operations: float) -> float:
-    """The longer of reading and computing; no engine computes at the data sheet's rate."""
+    """The longer of reading and computing, which no engine does at the data sheet's rate.
+
+    On a GPU they overlap in part where both take long: as the length of a vector of reading and of computing at the
+    rate of the best product, as published gains of drafts in batches fall (docs/findings/forecasts.md).
+    """
     flops = hardware.flops_per_s.get(model.dtype.name) or max(hardware.flops_per_s.values())
-    return max(read_bytes / bandwidth(hardware), operations / (hardware.flops_share * flops))
+    reading, computing = read_bytes / bandwidth(hardware), operations / (hardware.flops_share * flops)
+    both = math.hypot(reading, USUAL_SHARE * computing) if hardware.device == "cuda" else 0.0
+    return max(reading, computing, both)
 
 
 def _attention_s(
@@ -571,6 +580,7 @@ class Timing:
         tokens_per_round_range, best_num_draft_tokens_range: what follows from the low and from the high acceptance, the
             smaller figure first; None for a single figure of it.
         speculative_s_range: what follows from the range of the acceptance, if it has one, and from `error`.
+        speedup_range: the same, and from `GAINS`, smaller first.
         error: factors of times while decoding, an 80 % range not below the physical limit; see `decoding_error`.
         overlap: of a spec whose drafting overlaps verification; see `OverlappedTime.document`.
         copy_share, limit_share: the physical limit, reading what a plain step must read (`least_bytes`), over
@@ -599,6 +609,7 @@ class Timing:
     best_num_draft_tokens: int | None = None
     tokens_per_round_range: tuple[float, float] | None = None
     speculative_s_range: tuple[float, float] | None = None
+    speedup_range: Ends | None = None
     best_num_draft_tokens_range: tuple[int, int] | None = None
     error: Ends | None = None
     overlap: dict[str, Any] | None = None
@@ -610,8 +621,8 @@ class Timing:
 
     @property
     def prefill_s_range(self) -> Ends | None:
-        """The 80 % range of `prefill_s`: few have published prompts."""
-        return self.error and times(self.prefill_s, FAR)
+        """The 80 % range of `prefill_s`."""
+        return self.error and times(self.prefill_s, FIRST)
 
     @property
     def knows_best_k(self) -> bool:
@@ -706,6 +717,7 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
         best_num_draft_tokens=None if tree else 1 + by_number.index(min(by_number)),
         overlap=overlapped[place].document(probability, chosen) if overlapped else None,
         speculative_s_range=plain.error and times(speculative_s, plain.error),
+        speedup_range=plain.error and times(plain.plain_s / speculative_s, GAINS),
     )
     if acceptance.ends is None:
         return timed
@@ -717,6 +729,11 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
         timed,
         tokens_per_round_range=(fewest[place], most[place]),
         speculative_s_range=spread(speculative_s, *filter(None, (by_acceptance, timed.speculative_s_range))),
+        speedup_range=spread(
+            timed.plain_s / speculative_s,
+            (timed.plain_s / by_acceptance[1], timed.plain_s / by_acceptance[0]),
+            *filter(None, [timed.speedup_range]),
+        ),
         best_num_draft_tokens_range=None if tree else (1 + slow.index(min(slow)), 1 + fast.index(min(fast))),
     )
 
@@ -725,25 +742,16 @@ def decoding_error(spec: PlanSpec, hardware: HardwareConfig, step_s: float) -> E
     """Factors of the time of a token whose plain step takes `step_s`; None where no published speed says anything."""
     if hardware.is_measured or hardware.device != "cuda":
         return None
-    is_near = spec.target.quantization == NO_QUANTIZATION and spec.batch_size <= NEAR_ROWS and step_s >= NEAR_STEP_S
-    is_near &= spec.target.is_lean
-    return NEAR if is_near and hardware.gpu.startswith(PUBLISHED_GPUS) else FAR
-
-
-def unmeasured(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:
-    """A sentence that names what of a spec has no published speed to compare forecasts with, if anything."""
-    if hardware.is_measured or hardware.device != "cuda":
-        return
-    target, rows = spec.target, spec.batch_size
-    most_rows = MOST_PUBLISHED_ROWS if target.quantization == NO_QUANTIZATION else 1
-    found = {
-        hardware.gpu: not hardware.gpu.startswith(PUBLISHED_GPUS),
-        target.weights_name: target.quantization not in PUBLISHED_FORMATS,
-        f"{rows} rows of {target.weights_name}": rows > most_rows,
-    }
-    if any(found.values()):
-        named = ", ".join(name for name, is_unmeasured in found.items() if is_unmeasured)
-        yield f"docs/benchmarks/published.md has no speed of {named}: its ranges are the wide ones"
+    is_packed, has_rows = spec.target.quantization != NO_QUANTIZATION, hardware.gpu.startswith(PUBLISHED_GPUS)
+    if not spec.target.is_lean or spec.target.quantization not in PUBLISHED_FORMATS or not (has_rows or not is_packed):
+        return FAR
+    if not has_rows:
+        return OTHER
+    if step_s < LEAST_STEP_S:
+        return SHORT
+    if spec.batch_size > (MOST_PACKED if is_packed else MOST_NEAR):
+        return MANY
+    return PACKED if is_packed else NEAR
 
 
 def spread(value: float, *ranges: Ends) -> Ends:

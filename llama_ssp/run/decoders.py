@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.architectures.matrices import DRAFT_WHOLE
 from llama_ssp.cpu.threads import ThreadChoice
+from llama_ssp.kernels.sums import with_peer_sums
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import NullRunner, Runner
 from llama_ssp.ranks.comms import Comm, Mesh, build_mesh
@@ -18,7 +19,7 @@ from llama_ssp.ranks.world import World, has_own_threads, on_all_cores
 from llama_ssp.run.checkpoints import Source
 from llama_ssp.run.requests import RequestMaker
 from llama_ssp.settings.drafters import drafts, has_own_tokenizer
-from llama_ssp.settings.layout import lay_out_replica, may_capture
+from llama_ssp.settings.layout import Layout, lay_out_replica, may_capture
 from llama_ssp.settings.schema import RunConfig, TargetKind
 from llama_ssp.speculate.drafters.limited import DraftLimit
 from llama_ssp.speculate.drafters.maker import make_drafters, tree_of
@@ -96,8 +97,7 @@ def load_models(
     """
     target_source, draft_source = sources
     layout = lay_out_replica(config.placement, world_size=world.comm.size, has_draft=draft_source is not None)
-    with on_all_cores(world.cores):
-        mesh = build_mesh(layout, world.comm, num_replicas=config.placement.num_replicas)
+    mesh = _make_mesh(config, layout, world)
     if world.comm.rank == 0:
         _log.info("placement: %s; replicas: %d", layout, config.placement.num_replicas)
     parts = [
@@ -151,6 +151,12 @@ def load_models(
         tokenizers=TokenizerPair(target_source.tokenizer, draft_source.tokenizer)
         if draft_source and has_own_tokenizer(config.draft) else None,
     )  # fmt: skip
+
+
+def _make_mesh(config: RunConfig, layout: Layout, world: World) -> Mesh:
+    with on_all_cores(world.cores):
+        mesh = build_mesh(layout, world.comm, num_replicas=config.placement.num_replicas)
+    return with_peer_sums(mesh) if config.own_sums and world.device.type == "cuda" else mesh
 
 
 def agree_on_bits(runners: Sequence[Runner], comm: Comm) -> None:

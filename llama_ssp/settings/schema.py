@@ -350,6 +350,11 @@ class RunConfig:
     cuda_graphs: bool = setting(
         True, "on GPUs, captures rounds as CUDA graphs and replays them; false launches every operator from Python."
     )
+    own_sums: bool = setting(
+        False,
+        "true sums small tensors over the GPUs of a node by a kernel of the program, if it is right at start, and else "
+        "by NCCL; so far not seen on several GPUs.",
+    )
     hardware: dict[str, Any] = made(
         dict,
         "machine of the forecast, an entry of conf/hardware; without one, the measurements of task=calibrate here, "

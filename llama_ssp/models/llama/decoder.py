@@ -181,7 +181,8 @@ class LeanRunner(CachedRunner):
         stream: Stream = self.embed(ids_BT.flatten()), None
         for layer, window in zip(self._layers, self._windows, strict=True):
             if taps and layer.number in tapped:
-                taps.write(layer.number, added(stream), slots_M)
+                stream = added(stream), None
+                taps.write(layer.number, stream[0], slots_M)
             stream = layer.forward(stream, attention[window])
         return self._scored(stream, ids_BT.shape[0], score_positions_BR)[1]
 

@@ -33,7 +33,7 @@ from llama_ssp.weights.head import HeadSource
 
 
 class _JoinedProduct:
-    """The product of queries, keys and values, of the normed embedding beside the normed hidden state."""
+    """The product of queries, keys and values, of the normed embedding and the normed hidden state."""
 
     def __init__(self, norm: Callable[[str], RmsNorm], linear: Linear) -> None:
         self._embedding_norm, self._hidden_norm = norm("input_layernorm"), norm("hidden_norm")

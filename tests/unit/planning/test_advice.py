@@ -52,7 +52,7 @@ def test_a_smaller_draft_that_gains_clearly_more_is_named() -> None:
 def test_a_target_that_a_library_places_says_what_its_forecast_leaves_out() -> None:
     layer_wise = make_spec("65B", num_ranks=8, target_kind=TargetKind.accelerate, cuda_graphs=False)
     (note,) = make_plan(layer_wise, A100).notes
-    assert note.startswith("the target is placed layer-wise over 8 GPUs of rank 0; host time in accelerate's hooks")
+    assert note == "the target is placed layer-wise over 8 GPUs of rank 0"
     (note,) = make_plan(make_spec("65B", num_ranks=8, target_kind=TargetKind.deepspeed), A100).notes
     assert "keeps the whole target in host memory on every rank, 130.6 GB each" in note
 

@@ -72,7 +72,7 @@ def test_decoding_is_priced_in_the_middle_of_a_completion() -> None:
     """128 tokens of the prompt and half of 2048 new ones are within 5 steps of 256 slots."""
     spec = make_spec("7B", prompt_tokens=128, max_new_tokens=2048)
     cache_bytes = 5 * 256 * kv_bytes_per_token(spec.target)
-    assert times_of(spec, A100).target_forward.attention_s == pytest.approx(cache_bytes / bandwidth(A100))
+    assert times_of(spec, A100).target_forward.attention_s == pytest.approx(cache_bytes / bandwidth(A100), rel=1e-3)
 
 
 def test_a_cache_of_fewer_bits_is_read_sooner() -> None:
@@ -80,7 +80,7 @@ def test_a_cache_of_fewer_bits_is_read_sooner() -> None:
     target = replace(planned_model(catalogue.load("7B"), device="cpu"), dtype=Dtype.fp16)
     jobs = [make_spec(target, prompt_tokens=1024, of_target={"cache_dtype": name}) for name in ("auto", "fp16", "int8")]
     exact_s, *others_s = (times_of(spec, A100).target_forward.attention_s for spec in jobs)
-    assert [seconds / exact_s for seconds in others_s] == pytest.approx([1, 132 / 256])
+    assert [seconds / exact_s for seconds in others_s] == pytest.approx([1, 132 / 256], rel=1e-3)
 
 
 def test_ranks_with_a_draft_each_draft_and_judge_their_share_of_the_rows() -> None:
