@@ -24,7 +24,7 @@ from llama_ssp.registry import imported
 from llama_ssp.reports.folder import RunFolder
 from llama_ssp.run.checkpoints import find_sources, with_number_formats
 from llama_ssp.run.decoders import load_models
-from llama_ssp.run.generation import note_on, with_model_sampling
+from llama_ssp.run.generation import note_on, with_ids, with_model_sampling
 from llama_ssp.run.interruption import interruptible, stopping_on_signals
 from llama_ssp.run.lengths import named
 from llama_ssp.run.log_probs import record_log_probs
@@ -116,7 +116,10 @@ def _load(
     sources = find_sources(config, world)
     config, generation = with_number_formats(config, sources), sources[0].generation
     with raise_on_all_ranks(world.comm):
-        config = replace(config, sampling=with_model_sampling(config.sampling, generation))
+        sampling = with_model_sampling(config.sampling, generation)
+        vocab_size = sources[0].origin.shape.vocab_size
+        sampling = with_ids(sampling, sources[0].tokenizer, eos_ids=sources[0].eos_ids, vocab_size=vocab_size)
+        config = replace(config, sampling=sampling)
         check_values(config)
         if folder:
             check_models(folder, sources, config)
