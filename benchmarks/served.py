@@ -42,7 +42,7 @@ FIRST, LAST = 4, 64
 
 
 class Served(NamedTuple):
-    """A row: its machine, GPUs, weights, engine and concurrency; measured over planned time; whether a range holds it."""
+    """A row: machine, GPUs, weights, engine, concurrency; measured over planned time; whether its range holds it."""
 
     names: tuple[str, int, str, str, int]
     ratio: float
