@@ -20,7 +20,7 @@ from llama_ssp.catalogue import Dtype
 from llama_ssp.machines.hardware import Speed
 from llama_ssp.machines.machine import detect_hardware
 from llama_ssp.models.loading import load_model
-from llama_ssp.planning.acceptance import tokens_per_round
+from llama_ssp.planning.acceptance import constant, tokens_per_round
 from llama_ssp.planning.spec import PlannedModel
 from llama_ssp.planning.timing import ModelPlacement, forward_time
 from llama_ssp.ranks.comms import Comm
@@ -69,7 +69,9 @@ def page(folder: Path, num_turns: int, num_threads: int) -> str:
         ms = *(f"{1e3 * each[number]:.1f}" for each in (took, planned)), f"{took[number] / planned[number]:.2f}"
         rows.append([number, *experts, *ms, *(f"{each:.2f}" for each in pays)])
     for rate in (0.6, 0.7, 0.8, 0.9):
-        per_token = [[each[number] / tokens_per_round(rate, number) for number in LENGTHS] for each in (took, planned)]
+        per_token = [
+            [each[number] / tokens_per_round(constant(rate, number)) for number in LENGTHS] for each in (took, planned)
+        ]
         best.append([rate, *(each.index(min(each)) for each in per_token)])
     load = max(os.getloadavg()[0] - num_threads, 0.0)
     return page_of(

@@ -21,7 +21,7 @@ import transformers
 from benchmarks.decoding import TEXT, decode_once, run_config
 from benchmarks.measured import Row, group_of_ranks, markdown, store
 from llama_ssp.catalogue import ModelConfig, ModelShape
-from llama_ssp.planning.acceptance import overlapped_tokens, tokens_per_round
+from llama_ssp.planning.acceptance import constant, overlapped_tokens, tokens_per_round
 from llama_ssp.planning.timing import OverlappedTime
 from llama_ssp.ranks.world import World, start
 from llama_ssp.run.calibration.interleave import interleave
@@ -197,7 +197,7 @@ class Comparison:
         """The same by the renewal model."""
         k, acceptance, before = num_draft_tokens, self.acceptance, self.at(num_draft_tokens, overlaps=False)
         time = OverlappedTime(draft_s=before["draft_s"], forward_s=before["verify_s"])
-        one_by_one_s = (time.draft_s + time.forward_s) / tokens_per_round(acceptance, k)
+        one_by_one_s = (time.draft_s + time.forward_s) / tokens_per_round(constant(acceptance, k))
         return one_by_one_s / (time.round_s / overlapped_tokens(acceptance, k))
 
 

@@ -3,14 +3,12 @@
     python -m benchmarks.published
 
 Constants are fitted here and nowhere else: the time of a kernel and the latency of an all-reduce from gpt-fast's four
-Llama-2-7B bf16 rows on A100, the time to read weights of 8 and of 4 bits from its rows of these formats, the time of an
-operator launched from Python from one plain row of transformers, and the 80 % ranges of plans from all rows that give
-no constant. Everything else is of data sheets.
+Llama-2-7B bf16 rows on A100, the time to read weights of 8 and of 4 bits from its rows of these formats, and that of an
+operator launched from Python from one plain row of transformers. Everything else is of data sheets.
 """
 
 import math
 import statistics
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from textwrap import fill
@@ -22,9 +20,9 @@ from llama_ssp.architectures.engine import Kernels
 from llama_ssp.architectures.family import inventory
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.planning.acceptance import tokens_per_round
+from llama_ssp.planning.acceptance import constant, tokens_per_round
 from llama_ssp.planning.spec import PlanSpec, planned_model
-from llama_ssp.planning.timing import FAR, LIBRARY_SHARE, NEAR, Ends, bandwidth, decoding_error, timing
+from llama_ssp.planning.timing import FIRST, LIBRARY_SHARE, Ends, bandwidth, decoding_error, timing
 from llama_ssp.settings.schema import DraftLayout, TargetKind
 from llama_ssp.storage.formats import NO_QUANTIZATION, READ_SLOWDOWN, format_of
 
@@ -33,8 +31,6 @@ COST_RATIOS = (
 )  # fmt: skip
 OTHER_ENGINES = Kernels(layer=12, library_layer=12, frame=8, draw=17, verify=38)
 TRANSFORMERS_13B_MS = 31.9
-T90 = {1: 3.078, 2: 1.886, 3: 1.638, 4: 1.533, 5: 1.476, 6: 1.440, 7: 1.415}
-"""Student's t at 90 %, by degrees of freedom: the end of an 80 % range."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +122,7 @@ def fitted(machine: HardwareConfig) -> HardwareConfig:
 
 def fitted_slowdown(bits: int, machine: HardwareConfig) -> float:
     """Fit the time to read packed weights, relative to a copy, to the 7B row of these bits."""
-    (row,) = (row for row in ROWS if row.is_fitted and row.quantization == f"int{bits}_weight_only")
+    row = next(row for row in ROWS if row.is_fitted and row.quantization == f"int{bits}_weight_only")
     planned, storage = planned_model(catalogue.load(row.model), device="cuda"), format_of(row.quantization)
     held = inventory(planned.shape)
     copy_s = held.num_layers * sum(storage.matrix_bytes(size, 2) for size in held.products) / bandwidth(machine)
@@ -168,37 +164,12 @@ def times_forecast(row: Row) -> float:
 
 
 @cache
-def is_near(row: Row) -> bool:
-    """Whether a plan gives a row the nearer of its ranges."""
+def range_of(row: Row) -> Ends:
+    """The factors of the range that a plan gives a row."""
     planned, machine = job_of(row), machine_of(row.machine)
     error = decoding_error(planned, machine, timing(planned, machine).plain_s)
-    return row.measure is not Measure.first and error == NEAR
-
-
-def fitted_range(errors: Iterable[tuple[str, float]]) -> Ends:
-    """The 80 % range of published over forecast times, for a source that is not among these, each with its source.
-
-    The logarithm is normal, with the mean and the variance of these errors, every source of equal weight.
-    """
-    by_source: dict[str, list[float]] = {}
-    for source, error in errors:
-        by_source.setdefault(source, []).append(math.log(error))
-    number, mean = len(by_source), statistics.mean(map(statistics.mean, by_source.values()))
-    squares = [statistics.mean([(error - mean) ** 2 for error in of_source]) for of_source in by_source.values()]
-    variance = statistics.mean(squares) * number / (number - 1)
-    reach = T90[number - 1] * math.sqrt(variance * (1 + 1 / number))
-    return math.exp(mean - reach), math.exp(mean + reach)
-
-
-def range_by_others(row: Row) -> Ends:
-    """The range that a plan would give a row if nobody had seen its source."""
-    others = [other for other in judged() if other.source is not row.source]
-    return fitted_range(errors_of(other for other in others if is_near(other) >= is_near(row)))
-
-
-def errors_of(rows: Iterable[Row]) -> list[tuple[str, float]]:
-    """The errors of rows, as `fitted_range` takes them."""
-    return [(row.source.name, times_forecast(row)) for row in rows]
+    assert error, "a plan for a GPU has a range"
+    return FIRST if row.measure is Measure.first else error
 
 
 def judged() -> list[Row]:
@@ -207,8 +178,8 @@ def judged() -> list[Row]:
 
 
 def is_held(row: Row) -> bool:
-    """Whether the range by other sources holds a row."""
-    low, high = range_by_others(row)
+    """Whether its range holds a row."""
+    low, high = range_of(row)
     return low <= times_forecast(row) <= high
 
 
@@ -226,7 +197,7 @@ def row_table(source: Source) -> str:
     for row in ROWS:
         if row.source is not source:
             continue
-        low, high = range_by_others(row) if not row.is_fitted else (1.0, 1.0)
+        low, high = range_of(row)
         held = "" if row.is_fitted else f"{low:.2f} to {high:.2f}{'' if is_held(row) else ': **outside**'}"
         model = f"{row.model} {row.quantization}".removesuffix(" none")
         lines.append((
@@ -240,13 +211,12 @@ def row_table(source: Source) -> str:
 
 def share_table() -> str:
     """How many rows are in their ranges, and the median error, by what they say of the planner."""
-    kinds = {"forecast": ["forecast"], "same source": ["same source"], "both": ["forecast", "same source"]}
     lines = []
-    for name, of_kind in kinds.items():
-        rows = [row for row in judged() if kind_of(row) in of_kind]
-        error = math.exp(statistics.median(abs(math.log(times_forecast(row))) for row in rows)) - 1
-        held = sum(map(is_held, rows))
-        lines.append((name, len(rows), f"{held}, {100 * held / len(rows):.0f} %", f"{100 * error:.0f} %"))
+    for name in ("forecast", "same source"):
+        rows = [row for row in judged() if kind_of(row) == name]
+        error, held = statistics.median(abs(math.log(times_forecast(row))) for row in rows), sum(map(is_held, rows))
+        share = f"{held}, {100 * held / len(rows):.0f} %"
+        lines.append((name, len(rows), share, f"{100 * (math.exp(error) - 1):.0f} %"))
     return markdown(["rows", "number", "inside their range", "median error"], lines)
 
 
@@ -286,7 +256,8 @@ def implied_acceptance(num_tokens: float, num_draft_tokens: int) -> float:
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if tokens_per_round(middle, num_draft_tokens) < num_tokens else (low, middle)
+        tokens = tokens_per_round(constant(middle, num_draft_tokens))
+        low, high = (middle, high) if tokens < num_tokens else (low, middle)
     return high
 
 
@@ -327,11 +298,6 @@ def page() -> str:
          f"{slowdown:.2f}")
         for bits, slowdown in READ_SLOWDOWN.items()
     ]  # fmt: skip
-    near, far = (fitted_range(errors_of(row for row in judged() if is_near(row) >= one)) for one in (True, False))
-    named = ("near", near, NEAR), ("all others", far, FAR)
-    for name, ends, in_plans in named:
-        old, new = (f"{low:.2f} to {high:.2f}" for low, high in (in_plans, ends))
-        constants.append((f"80 % range of a time over its forecast, {name}", new, old))
     return page_of(
         "published",
         constants=markdown(["constant", "fitted", "in the catalogue"], constants),

@@ -174,6 +174,11 @@ class ModelConfig:
     # the format of linear layers that its files quantize, once somebody has read their config.json; no setting.
     stored_format: StoredFormat | None = field(default=None, metadata={"omegaconf_ignore": True})
 
+    @property
+    def label(self) -> str:
+        """Its name in reports: that of a folder for the entry that stands for any."""
+        return Path(self.path).absolute().name if self.name == LOCAL and self.path else self.name
+
 
 @cache
 def conf_dir() -> Path:

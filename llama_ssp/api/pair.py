@@ -5,10 +5,11 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, field, replace
 from itertools import chain
 from numbers import Integral
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -31,20 +32,22 @@ from llama_ssp.api.arguments import (
 from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.continuation import decode_after
 from llama_ssp.errors import ConfigError
+from llama_ssp.log_probs import CompletionLogProbs
 from llama_ssp.ranks.gpu import selected, selection_kept
 from llama_ssp.ranks.world import start
 from llama_ssp.registry import load_plugins
 from llama_ssp.run.chat import NO_ARGUMENTS
 from llama_ssp.run.checkpoints import Loaded, find_sources
 from llama_ssp.run.decoders import Models, build_decoder, load_models
-from llama_ssp.run.generation import note_on, with_model_sampling
+from llama_ssp.run.generation import note_on, with_ids, with_model_sampling
+from llama_ssp.run.log_probs import score_completions
 from llama_ssp.run.prompts import Prompt, read_messages
 from llama_ssp.run.requests import encode_messages
 from llama_ssp.run.tasks.records import GenerateConfig
 from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings import schema
 from llama_ssp.settings.checks import check_docstrings, check_values
-from llama_ssp.settings.drafters import DraftTokenizer, draft_name
+from llama_ssp.settings.drafters import DraftTokenizer, draft_label
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import DeviceKind, RunConfig, SamplingConfig, SpeculationConfig, VerificationConfig
 from llama_ssp.speculate.drafters.tokenizers import num_disagreeing
@@ -60,7 +63,9 @@ AnyPrompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int] | Tenso
 
 _OneDtype = Dtype | torch.dtype | str | None
 _OneTokenizer = PreTrainedTokenizerBase
-_SAMPLING = {entry.name: entry.default for entry in fields(SamplingConfig) if entry.name != "from_model"}
+_NO_BIAS: Mapping[int, float] = MappingProxyType({})
+_NO_ARGUMENTS = {"from_model", "bad_ids", "eos_ids"}
+_SAMPLING = {name: value for name, value in vars(SamplingConfig()).items() if name not in _NO_ARGUMENTS}
 _SHOWN = 40
 """Characters of a text in a `repr`."""
 _MOST_KEPT = 4
@@ -101,6 +106,7 @@ class Completion:
         num_target_forwards: forwards of the target, including those that read the whole prompt.
         num_reused_tokens: of the prompt, what the target had read already: for another completion, or in the call
             before, whose texts stay in the cache for prompts that begin alike.
+        log_probs: what `logprobs` and `prompt_logprobs` asked for; None without them.
     """
 
     index: int
@@ -116,6 +122,7 @@ class Completion:
     num_target_forwards: int
     num_reused_tokens: int
     times: CompletionTimes
+    log_probs: CompletionLogProbs | None = None
 
     @property
     def accepted_ids(self) -> list[int]:
@@ -134,7 +141,9 @@ class Completion:
         return f"Completion({text!r}, {len(self.token_ids)} tokens, {self.finish_reason}{accepted}, {speed})"
 
 
-def _of_request(done: RowCompletion, tokenizer: PreTrainedTokenizerBase) -> Completion:
+def _of_request(
+    done: RowCompletion, tokenizer: PreTrainedTokenizerBase, scores: CompletionLogProbs | None
+) -> Completion:
     request = done.request
     examined = [(number, of) for number, of in zip(done.accepted_lengths, done.examined_lengths, strict=True) if of]
     num_examined = sum(of for _, of in examined)
@@ -151,6 +160,7 @@ def _of_request(done: RowCompletion, tokenizer: PreTrainedTokenizerBase) -> Comp
         times=CompletionTimes(
             total_s=done.busy_s, first_token_s=done.first_token_s, **{f"{part}_s": s for part, s in done.part_s.items()}
         ),
+        log_probs=scores,
     )  # fmt: skip
 
 
@@ -182,9 +192,9 @@ class Pair:
         return self.models.target.device
 
     def __repr__(self) -> str:
-        drafted = draft_name(self.config.draft)
+        drafted = draft_label(self.config.draft)
         draft = "" if drafted is None else f", draft {drafted}"
-        return f"Pair({self.config.model.name}{draft}, on {self.device}, context {self.models.context})"
+        return f"Pair({self.config.model.label}{draft}, on {self.device}, context {self.models.context})"
 
     @known_arguments
     def generate(  # noqa: PLR0913 - a notebook shows this signature
@@ -201,6 +211,9 @@ class Pair:
         repetition_penalty: float = 1.0,
         frequency_penalty: float = 0.0,
         presence_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] = _NO_BIAS,
+        bad_words: str | Sequence[str] = (),
+        min_new_tokens: int | None = None,
         sampling: str | None = None,
         seed: int = 0,
         num_samples: int = 1,
@@ -211,6 +224,8 @@ class Pair:
         batch_size: int = 32,
         rule: str = DEFAULT,
         plain: bool = False,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
     ) -> list[Completion]:
         """Complete prompts, with the distribution of the target alone; returns the completions in order.
 
@@ -226,6 +241,9 @@ class Pair:
             repetition_penalty: divides the logits of tokens that prompt or text has; 1 switches it off.
             frequency_penalty: taken off a token's logit for each time the new text has it.
             presence_penalty: taken off the logits of tokens that the new text has.
+            logit_bias: numbers added to the logits of tokens, by their ids, such as {198: -2.5}.
+            bad_words: texts that are not written: the token that would complete the ids of one has probability 0.
+            min_new_tokens: no end-of-sequence token before so many new tokens.
             sampling: "model" takes the target's generation_config.json, as transformers' `generate` does, for
                 temperature, top_k, top_p, min_p and repetition_penalty where they have their defaults.
             seed: the same seed gives the same text. A prompt's text depends on the seed, its tokens, and how many equal
@@ -238,6 +256,9 @@ class Pair:
             batch_size: the most rows that are decoded together.
             rule: a verification rule.
             plain: decode with the target alone, for comparison.
+            logprobs: log-probabilities of every new token, and of so many of the most probable ones in its place
+                (`log_probs.CompletionLogProbs`); the target reads every text once more.
+            prompt_logprobs: the same of the prompt's tokens.
 
         Raises:
             ConfigError: an argument has a wrong type or value, or a prompt does not fit into the context.
@@ -248,7 +269,10 @@ class Pair:
         with in_library_words():
             read = check_types(Pair.generate, given)
             drawn = self._sampling(read)
-            same = ("max_new_tokens", "num_samples", "batch_size", "seed", "chat", "chat_arguments")
+            same = (
+                "max_new_tokens", "num_samples", "batch_size", "seed", "chat", "chat_arguments", "logprobs",
+                "prompt_logprobs",
+            )  # fmt: skip
             config = replace(
                 self.config, sampling=drawn, verification=VerificationConfig(rule=read["rule"]),
                 speculation=SpeculationConfig(num_draft_tokens=read["num_draft_tokens"], tree=read["tree"]),
@@ -274,7 +298,13 @@ class Pair:
                         adapter.put(update.new_ids)
             if adapter:
                 adapter.end()
-            return [_of_request(done[key], self.tokenizer) for key in sorted(done)]
+            rows = [done[key] for key in sorted(done)]
+            scores = dict[int, CompletionLogProbs]()
+            if config.scores_texts:
+                texts = [(row.request.prompt_ids, row.token_ids) for row in rows]
+                with selected(self.device):
+                    scores = dict(score_completions(self.models, config, texts))
+            return [_of_request(row, self.tokenizer, scores.get(place)) for place, row in enumerate(rows)]
 
     def _sampling(self, read: Mapping[str, Any]) -> SamplingConfig:
         """The sampling of a call; warns once of what it does not follow in the target's generation_config.json."""
@@ -282,6 +312,8 @@ class Pair:
         if read["sampling"] == FROM_MODEL:
             drawn.from_model = [name for name in schema.FROM_MODEL if read[name] == _SAMPLING[name]]
         drawn = with_model_sampling(drawn, self.generation)
+        vocab_size = self.models.target.vocab_size
+        drawn = with_ids(drawn, self.tokenizer, eos_ids=self.models.eos_ids, vocab_size=vocab_size)
         if note := note_on(drawn, self.generation or {}):
             warnings.warn(note, stacklevel=4)
         return drawn

@@ -82,7 +82,9 @@ def read_head_config(content: Mapping[str, Any], file: Path) -> HeadConfig | Non
     given = content.get(_LAYERS)
     if given is None and (outputs := (content.get("eagle_config") or {}).get(_LAYERS)):  # of the layers before
         given = [layer + 1 if type(layer) is int else layer for layer in outputs]
-    if given is not None and not (isinstance(given, list) and all(type(each) is int and each >= 0 for each in given)):
+    if given is not None and not (
+        isinstance(given, list) and all(type(number) is int and number >= 0 for number in given)
+    ):
         raise CheckpointError(f"{file} has {_LAYERS} {given}, and a list of layer numbers is required")
     norms = [name for name, key in (("fc_norm", "fc_norm"), ("input_norm", "norm_before_fc")) if content.get(key)]
     return HeadConfig(
@@ -99,8 +101,8 @@ def read_head_config(content: Mapping[str, Any], file: Path) -> HeadConfig | Non
 def _parameters(shape: ModelShape) -> Inventory:
     width, whole = shape.hidden_size, decoder(shape, norms=3)
     layer = (
-        *(replace(each, num_columns=2 * width) if each.module in {"q_proj", "k_proj", "v_proj"} else each
-          for each in whole.layer),
+        *(replace(matrix, num_columns=2 * width) if matrix.module in {"q_proj", "k_proj", "v_proj"} else matrix
+          for matrix in whole.layer),
         Matrix(module="fc", num_rows=width, num_columns=NUM_TAPS * (shape.target_hidden_size or width)),
     )  # fmt: skip
     embedding = Matrix(module="embed_tokens", num_rows=shape.num_token_ids, num_columns=width)

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 PREFILL_CHUNK = 512  # Tokens of a prompt that go through a model at once, so that memory and masks stay bounded.
+_MOST_SCORED = 2**26  # Logits of a forward that scores whole texts, 256 MiB in fp32.
 SLOT_STEP = 8  # Cache slots are multiples of it: attention kernels copy masks of any other width first.
 BUCKET_STEP = {"cuda": 256, "cpu": 64}
 """By device: the widths at which a cache is read are multiples of it. Wider on GPUs, where each width is a graph."""
@@ -68,6 +69,11 @@ def most_parts(num_kv_heads: int) -> int:
 def whole_steps(num_slots: int) -> int:
     """Round a number of slots up to `SLOT_STEP`."""
     return -(-num_slots // SLOT_STEP) * SLOT_STEP
+
+
+def scored_positions(batch_size: int, vocab_size: int) -> int:
+    """Positions of a forward that scores whole texts, as many as have `_MOST_SCORED` logits."""
+    return max(1, min(PREFILL_CHUNK, _MOST_SCORED // (batch_size * vocab_size)))
 
 
 def own_slots(num_slots: int, *, max_position_embeddings: int) -> int:

@@ -25,7 +25,7 @@ QWEN2_MOE = replace(
         f"model.layers.*.mlp.shared_expert.{name}": "rowwise" if name == "down_proj" else "colwise" for name in GATED
     },
 )  # fmt: skip
-"""With the vector that weighs the MLP beside the experts."""
+"""With the vector that weighs the MLP next to the experts."""
 OLMOE = replace(OLMO2, model_type="olmoe")
 DOTS1 = replace(MIXTRAL, model_type="dots1", parameters=partial(decoder, head_norms=2, routes_by_bias=True))
 GLM4_MOE = replace(GRANITE, model_type="glm4_moe", parameters=partial(decoder, routes_by_bias=True))
@@ -64,7 +64,7 @@ def first_size(field: Callable[[str], Any], *names: str) -> int:
     """The first of some fields of a config that has a size above 0, of the layers the largest; 0 if none has."""
     for name in names:
         values = value if isinstance(value := field(name), list) else [value]
-        if size := max((each for each in values if type(each) is int), default=0):
+        if size := max((value for value in values if type(value) is int), default=0):
             return size
     return 0
 

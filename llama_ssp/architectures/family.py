@@ -131,7 +131,7 @@ def text_part(content: Mapping[str, Any]) -> Mapping[str, Any]:
 def num_positions(field: Callable[[str], Any]) -> Any:  # noqa: ANN401 - a field of a config
     """The positions that a model is read at, from the fields of a config: those with one set of rotary frequencies.
 
-    LongRoPE has a second set for longer texts, which would turn all positions anew (arXiv:2402.13753).
+    LongRoPE has a second set for longer texts, which would turn all positions again (arXiv:2402.13753).
     """
     rope = field("rope_parameters") or field("rope_scaling") or {}
     if isinstance(rope, dict) and LONGROPE in {rope.get("rope_type"), rope.get("type")}:

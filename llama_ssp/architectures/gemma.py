@@ -41,7 +41,7 @@ def _sizes_of_4(field: Callable[[str], Any]) -> dict[str, Any]:
     kinds = field("layer_types") or ["full_attention" if number % 6 == 5 else "" for number in range(num_layers)]  # noqa: PLR2004
     is_global = [kind == "full_attention" for kind in kinds[:-1]] + [True]
     num_own = num_layers - (field("num_kv_shared_layers") or 0)
-    letters = ["sSgG"[2 * each + (number >= num_own)] for number, each in enumerate(is_global)]
+    letters = ["sSgG"[2 * is_whole + (number >= num_own)] for number, is_whole in enumerate(is_global)]
     ours = {int(number): found for number, found in (field("per_layer_config") or {}).items()}.get(num_layers - 1, {})
     is_both = bool(field("attention_k_eq_v"))
     num_heads = ours.get("num_key_value_heads") or (is_both and field("num_global_key_value_heads"))
@@ -73,7 +73,9 @@ def _parameters_of_4(shape: ModelShape) -> Inventory:
             kept = [name for name in kept if name not in {"k_proj", "v_proj"}]
         part = decoder(of_kind, kept, norms=7 if shape.num_experts else 4, head_norms=1 + kind.islower())
         share = count / num_layers
-        layer += [replace(each, copies=share * each.copies, num_chosen=share * each.num_chosen) for each in part.layer]
+        layer += [
+            replace(matrix, copies=share * matrix.copies, num_chosen=share * matrix.num_chosen) for matrix in part.layer
+        ]
         num_vectors += count * part.layer_vectors
     num_vectors += num_layers * (shape.num_experts and shape.hidden_size + shape.num_experts)  # scales of the router
     embeddings, num_final = whole.embeddings, whole.final_vectors
@@ -84,9 +86,9 @@ def _parameters_of_4(shape: ModelShape) -> Inventory:
         rows, columns = shape.vocab_size_per_layer_input, num_layers * width
         embeddings += (Matrix(module="embed_tokens_per_layer", num_rows=rows, num_columns=columns),)
         num_vectors, num_final = num_vectors + num_layers * shape.hidden_size, num_final + width
-    each, rest = divmod(num_vectors, num_layers)
+    per_layer, rest = divmod(num_vectors, num_layers)
     return replace(
-        whole, layer=tuple(layer), layer_vectors=each, final_vectors=num_final + rest, embeddings=embeddings
+        whole, layer=tuple(layer), layer_vectors=per_layer, final_vectors=num_final + rest, embeddings=embeddings
     )  # fmt: skip
 
 

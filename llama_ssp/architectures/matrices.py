@@ -537,19 +537,23 @@ def _with_experts(dense: Inventory, shape: ModelShape, *, routes_by_bias: bool) 
     """The parameters of a model whose MLPs are experts in most layers, with a router and perhaps an MLP beside them."""
     width, share = shape.hidden_size, 1 - shape.num_dense_layers / shape.num_hidden_layers
     chosen = share * shape.num_experts_per_tok
-    mlp = [replace(each, copies=1 - share) for each in dense.layer if _CUTS[each.module] is Cut.mlp_units and share < 1]
+    mlp = [
+        replace(matrix, copies=1 - share)
+        for matrix in dense.layer
+        if _CUTS[matrix.module] is Cut.mlp_units and share < 1
+    ]
 
     def both(name: str, units: int, *, copies: float, num_chosen: float = 0.0) -> list[Matrix]:
         return [
-            Matrix(module=f"{name}.{each}", num_rows=rows, num_columns=columns, cut=cut, copies=copies,
+            Matrix(module=f"{name}.{module}", num_rows=rows, num_columns=columns, cut=cut, copies=copies,
                    num_chosen=num_chosen)
-            for each, rows, columns, cut in (("gate_up_proj", 2 * units, width, 0), ("down_proj", width, units, 1))
+            for module, rows, columns, cut in (("gate_up_proj", 2 * units, width, 0), ("down_proj", width, units, 1))
         ]  # fmt: skip
 
     experts = both("experts", shape.moe_intermediate_size, copies=share * shape.num_experts, num_chosen=chosen)
     units = shape.shared_intermediate_size
     shared = both("shared_experts", units, copies=share) if units else []
-    attention = [each for each in dense.layer if _CUTS[each.module] in HEAD_CUTS]
+    attention = [matrix for matrix in dense.layer if _CUTS[matrix.module] in HEAD_CUTS]
     router = round(share * shape.num_experts * (width + routes_by_bias))  # never quantized
     return replace(dense, layer=(*attention, *mlp, *experts, *shared), layer_vectors=dense.layer_vectors + router)
 

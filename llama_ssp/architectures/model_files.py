@@ -255,7 +255,7 @@ def is_deep(content: object, most: int) -> bool:
     level = [content]
     for _ in range(most):
         outer = [item for item in level if isinstance(item, dict | list)]
-        level = [each for item in outer for each in (item.values() if isinstance(item, dict) else item)]
+        level = [value for item in outer for value in (item.values() if isinstance(item, dict) else item)]
     return any(isinstance(item, dict | list) for item in level)
 
 

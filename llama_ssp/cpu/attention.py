@@ -62,7 +62,7 @@ _LOWEST = -3e38
 """Below all scores."""
 _REGISTERS = 16
 """Vectors of a tile's sums; the remaining registers hold operands."""
-_FORMATS = {each.dtype or "float32": each for each in CACHES.all().values()}
+_FORMATS = {record.dtype or "float32": record for record in CACHES.all().values()}
 """By the kind of rows."""
 _MOST, _FACTOR, _STATE = LANES, LANES + 1, 2 * LANES
 """State of a query between chunks: sums of exponentials, the largest score, the last change of scale."""
@@ -351,7 +351,7 @@ def _tiles(code: Code, count: Value, functions: dict[int, Value]) -> Iterator[tu
 def _range(code: Code, places: Value, positions: Value, count: Value, window: Value) -> tuple[Value, Value]:
     """The first chunk that one of the queries sees, and the slot behind the last that one sees."""
     with code.loop(i64(0), count, 1, [code.read(positions, I64), code.read(places, I64)]) as values:
-        position, place = (code.read(each, I64, values[0]) for each in (positions, places))
+        position, place = (code.read(numbers, I64, values[0]) for numbers in (positions, places))
         values[1:] = [code.smaller(values[1], position), code.larger(values[2], place)]
     _, least, last = values
     behind = code.larger(code.sub(code.add(least, i64(1)), window), i64(0))
@@ -420,8 +420,8 @@ def _soften(module: ir.Module, num_queries: int) -> Value:
         module, f"soften_{num_queries}", [POINTER, I64, POINTER, POINTER, I64, I64, POINTER]
     )
     numbers, has_window = range(num_queries), code.icmp_signed(">", window, i64(0))
-    own, at = ([code.sub(code.read(each, I64, i64(number)), chunk) for number in numbers]
-               for each in (places, positions))  # fmt: skip
+    own, at = ([code.sub(code.read(slots, I64, i64(number)), chunk) for number in numbers]
+               for slots in (places, positions))  # fmt: skip
     firsts = [code.select(has_window, code.sub(position, window), i64(-(2**31))) for position in at]
     firsts, lasts = ([code.splat(code.trunc(slot, I32)) for slot in slots] for slots in (firsts, own))
     states = [code.at(states, i64(number * _STATE), F32) for number in numbers]
@@ -441,10 +441,10 @@ def _soften(module: ir.Module, num_queries: int) -> Value:
             values[1 + number] = code.maximum(values[1 + number], score)
     before = [code.read(state, F32, i64(_MOST)) for state in states]
     largest = [code.halves(vector, code.maximum) for vector in values[1:]]
-    most = [code.maximum(*each) for each in zip(before, largest, strict=True)]
-    factors = [code.exponential(code.splat(code.fsub(*each))) for each in zip(before, most, strict=True)]
+    most = [code.maximum(*pair) for pair in zip(before, largest, strict=True)]
+    factors = [code.exponential(code.splat(code.fsub(*pair))) for pair in zip(before, most, strict=True)]
     sums = [code.fmul(code.read(state, F32S), factor) for state, factor in zip(states, factors, strict=True)]
-    shifts = [code.splat(each) for each in most]
+    shifts = [code.splat(value) for value in most]
     with code.loop(i64(0), length, LANES, sums) as values:
         for number, place in enumerate(lines(values[0])):
             score = code.read(scores, F32S, place)

@@ -1,7 +1,7 @@
 """Compiles kernels for this CPU and gives them to torch as operators, which traces call without Python.
 
 A kind of product takes about 0.6 s, once on a machine: code is kept in the user's cache folder. A kept file is used
-only if it and its folder belong to this user, nobody else may write to either, and its first bytes are the hash of the
+only if it and its folder belong to this user, who alone may write to them, and its first bytes are the hash of the
 rest.
 
 Code calls torch's stable C interface

@@ -78,12 +78,12 @@ class ThreadChoice:
     @property
     def slowness(self) -> dict[int, float]:
         """Average time of a round by number of threads, as a multiple of the fastest round of the same work."""
-        return {each.number: each.slowness for each in self._candidates if each.slowness}
+        return {one.number: one.slowness for one in self._candidates if one.slowness}
 
     @property
     def is_undecided(self) -> bool:
         """Whether a number has not been tried yet."""
-        return not all(each.slowness for each in self._candidates)
+        return not all(one.slowness for one in self._candidates)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -126,18 +126,18 @@ class ThreadChoice:
     def _choose(self) -> _Candidate | None:
         """Use the fastest number from now on; returns one to try."""
         if self.is_undecided:
-            return next(each for each in self._candidates if not each.slowness)
-        current, fastest = self._current, min(self._candidates, key=lambda each: each.slowness)
+            return next(one for one in self._candidates if not one.slowness)
+        current, fastest = self._current, min(self._candidates, key=lambda one: one.slowness)
         if fastest.slowness < _MARGIN * current.slowness:
             if self._now_s - current.began_s > _HELD_S:
                 current.pause_s = _FIRST_PAUSE_S
             current.ended_s, fastest.began_s, self._current = self._now_s, self._now_s, fastest
             return None
-        for each in self._candidates:  # more threads first
-            is_wanted = each.number > current.number or current.slowness > _UNDISTURBED
-            if each is not current and is_wanted and self._now_s - each.ended_s >= each.pause_s:
-                each.pause_s = min(2 * each.pause_s, _LONGEST_PAUSE_S)
-                return each
+        for one in self._candidates:  # more threads first
+            is_wanted = one.number > current.number or current.slowness > _UNDISTURBED
+            if one is not current and is_wanted and self._now_s - one.ended_s >= one.pause_s:
+                one.pause_s = min(2 * one.pause_s, _LONGEST_PAUSE_S)
+                return one
         return None
 
 

@@ -62,13 +62,13 @@ def _token(line: CompletionLine, place: int) -> int:
 def judge(evidence: Evidence) -> Evaluation:
     """Test whether both modes have one distribution, and the speculative samples the target's."""
     groups = _groups_of(evidence)
-    sums = {name: each for name, each in sums_of(evidence.sums).items() if each.varies}
+    sums = {name: of_score for name, of_score in sums_of(evidence.sums).items() if of_score.varies}
     signs = swaps(groups, num_swaps=NUM_SWAPS, seed=_SEED)
     tests = {"next tokens": count_statistic, "log-likelihoods": mean_statistic}
     p_values = {name: p_value(statistic(groups, signs)) for name, statistic in tests.items()}
     of_sum = FALSE_ALARM_RATE / (2 * len(SCORES))
     least = dict.fromkeys(p_values, FALSE_ALARM_RATE / (2 * len(p_values))) | dict.fromkeys(sums, of_sum)
-    p_values |= {name: each.p_value for name, each in sums.items()}
+    p_values |= {name: of_score.p_value for name, of_score in sums.items()}
     worst = min(p_values, key=lambda name: p_values[name] / least[name])
     passed = p_values[worst] > least[worst]
     power = powers(sums.values(), least_p=of_sum)
@@ -87,8 +87,8 @@ def judge(evidence: Evidence) -> Evaluation:
         ),
         measures=[
             *(Measure(name=f"p-value, {name}", value=p_values[name]) for name in tests),
-            *(Measure(name=f"standard errors, {name}", value=each.z) for name, each in sums.items()),
-            *(Measure(name=f"probability of finding {fault}", value=each) for fault, each in power.items()),
+            *(Measure(name=f"standard errors, {name}", value=of_score.z) for name, of_score in sums.items()),
+            *(Measure(name=f"probability of finding {fault}", value=chance) for fault, chance in power.items()),
             Measure.within("log-likelihood in nats, speculative minus plain", sum(difference) / 2, difference),
             Measure.within("total variation of next tokens", apart.value, apart.interval),
             Measure(name="total variation that chance alone gives", value=apart.noise),

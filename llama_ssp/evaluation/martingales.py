@@ -161,7 +161,7 @@ def sums_of(texts: Iterable[TextSums]) -> dict[str, Sum]:
 def powers(sums: Collection[Sum], *, least_p: float) -> dict[str, float]:
     """The probability that each fault that these rounds can have is found by the best of the sums."""
     return {
-        fault: max(each.power(place, least_p=least_p) for each in sums)
+        fault: max(text.power(place, least_p=least_p) for text in sums)
         for place, fault in enumerate(FAULTS)
-        if any(abs(each.shifts[place]) > _LEAST_SHIFT * math.sqrt(each.variance) for each in sums if each.varies)
+        if any(abs(text.shifts[place]) > _LEAST_SHIFT * math.sqrt(text.variance) for text in sums if text.varies)
     }

@@ -93,7 +93,7 @@ def swaps(groups: Sequence[PairedGroup], *, num_swaps: int, seed: int) -> "list[
     bits = [[draw.getrandbits(size) for size in sizes] for _ in range(num_swaps)]
     signs = []
     for size, of_group in zip(sizes, zip([0] * len(sizes), *bits, strict=True), strict=True):
-        packed = b"".join(each.to_bytes(-(-size // 8), "little") for each in of_group)
+        packed = b"".join(bits.to_bytes(-(-size // 8), "little") for bits in of_group)
         swapped = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little").reshape(num_swaps + 1, -1)
         signs.append(1.0 - 2.0 * swapped[:, :size])
     return signs

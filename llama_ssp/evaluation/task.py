@@ -90,7 +90,7 @@ def _problems_of_evaluate(config: RunConfig, explicit: frozenset[str]) -> Iterat
         return
     yield from suite.problems(config)
     read = {"name", "suite", "gate", *suite.settings}
-    for name in [each.name for each in fields(task) if each.name not in read and f"task.{each.name}" in explicit]:
+    for name in [entry.name for entry in fields(task) if entry.name not in read and f"task.{entry.name}" in explicit]:
         yield NoEffect(f"task.{name}", f"on suite={suite.name}")
     if suite.prompts:
         for name in [name for name in ("prompt", "prompts") if getattr(config, name) not in {None, "-"}]:

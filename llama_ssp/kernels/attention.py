@@ -96,7 +96,7 @@ def _check(rows: KeptRows, head_dim: int, attention: Attention) -> None:
     wanted_ME = by_torch(qkv_ME, turns_S1P, positions_BT, positions_BT[0], wanted_2SW, *given, rows)
     found_ME = attention(qkv_ME, turns_S1P, positions_BT, positions_BT[0], cache_2SW, *given)
     found_2SD, wanted_2SD = (rows.unpack(cache, torch.float32) for cache in (cache_2SW, wanted_2SW))
-    # A number beside a step's middle may be a step apart.
+    # A number next to a step's middle may differ by a step.
     atol = 1e-3 if rows == SINGLES else 0.1
     if not (torch.allclose(found_ME, wanted_ME, atol=atol) and torch.allclose(found_2SD, wanted_2SD, atol=atol)):
         raise RuntimeError("compiled attention is wrong on this CPU")

@@ -114,7 +114,7 @@ def with_ours(
     from llama_ssp.kernels import attention_gpu  # noqa: PLC0415 - imports Triton
 
     most_queries = attention_gpu.MOST_ROWS * heads.num_kv // heads.num
-    # Beside steps and rounds, ragged queries up to the largest tile.
+    # Steps, rounds, and ragged queries up to the largest tile.
     checked = [queries for queries in (*CHECKED, (most_queries, 1)) if max(queries) <= most_queries]
     ours = partial(attention_gpu.attend, kept=kept)
     if fault := fault_of(

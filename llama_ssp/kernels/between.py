@@ -123,7 +123,7 @@ def find_own_kernels(norm: RmsNorm, heads: Heads, head_norms: Sequence[RmsNorm],
 
         freqs_cis_M1P = freqs_cis_SP.index_select(0, positions_BT.flatten())[:, None]
         wanted = placed(partial(rotate_write, freqs_cis_M1P=freqs_cis_M1P, slots_M=slots_M))
-        # A number beside a step's middle may be a step apart.
+        # A number next to a step's middle may differ by a step.
         allowed = _TOLERANCE, _STEP if kept.largest else _TOLERANCE
         own = partial(between_gpu.rotate_write, turns_SP2=torch.view_as_real(freqs_cis_SP), positions_BT=positions_BT)
         for slots in (None, slots_M):

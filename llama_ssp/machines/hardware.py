@@ -64,7 +64,9 @@ class HardwareConfig:
     flops_per_s: dict[str, float] = required("dense matrix rate by number format, from the data sheet.")
     flops_share: float = setting(0.6, "share of that rate that prompts and large batches reach.")
     slowdown: dict[str, float] = made(
-        dict, "by number format, the time of a matrix product relative to fp32 arithmetic on as many bytes."
+        dict,
+        "by number format, the time of a matrix product relative to fp32 arithmetic on as many bytes; of int8 and int4 "
+        "that of reading packed weights, relative to a copy.",
     )
     products: dict[str, Speed] = made(
         dict,
@@ -251,6 +253,7 @@ def _problems_of_rates(rates: object, path: str) -> Iterator[str]:
         yield f"{path} must give a figure for at least one number format, for example {{fp16: 3.12e+14}}"
         return
     known = {dtype.name for dtype in Dtype} - {Dtype.auto.name}
+    known |= {"int8", "int4"} if path.endswith(".slowdown") else set()
     yield from (unknown_name(f"number format in {path}", str(name), known) for name in rates if name not in known)
     for name, rate in rates.items():
         yield from _problems_of_number(rate, f"{path}.{name}")

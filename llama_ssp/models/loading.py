@@ -190,7 +190,7 @@ def _check_experts(
         width, units = (
             matrices.shape[2 - module.is_transposed] for matrices in (module.gate_up_proj, module.down_proj)
         )
-        check(name, {width, *(each.num_features(Cut.mlp_units, units) for each in shards)}, is_cut=num_cut > 1)
+        check(name, {width, *(shard.num_features(Cut.mlp_units, units) for shard in shards)}, is_cut=num_cut > 1)
 
 
 def _check_quantizable(

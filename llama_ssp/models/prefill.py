@@ -94,7 +94,7 @@ class Prompts(NamedTuple):
     @property
     def starts(self) -> Sequence[int]:
         """How many tokens of each are not read."""
-        return [each.num_tokens for each in self.held] or [0] * len(self.lengths)
+        return [place.num_tokens for place in self.held] or [0] * len(self.lengths)
 
 
 def read_prompts(
@@ -168,7 +168,7 @@ def forwards_per_prompt(runner: Runner, lengths: Sequence[int]) -> list[int]:
         ends = accumulate(lengths)
         return [(end - 1) // chunk - (end - length) // chunk + 1 for end, length in zip(ends, lengths, strict=True)]
     groups = _by_length(lengths) if runner.is_invariant else [range(len(lengths))]
-    found = {place: -(-max(lengths[each] for each in group) // PREFILL_CHUNK) for group in groups for place in group}
+    found = {place: -(-max(lengths[other] for other in group) // PREFILL_CHUNK) for group in groups for place in group}
     return [found[place] for place in range(len(lengths))]
 
 

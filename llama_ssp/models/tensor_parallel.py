@@ -79,12 +79,17 @@ class ColumnLinear(LocalModule):
 
 
 class GatheredLinear(ColumnLinear):
-    """A column-parallel layer whose outputs, `sizes` by rank, are gathered on all ranks, such as the logits."""
+    """A column-parallel layer whose outputs, `sizes` by rank, are gathered on all ranks, such as the logits.
+
+    Attributes:
+        first: the number of this rank's first output.
+        gathers: outputs are gathered, else this rank keeps its own.
+    """
 
     def __init__(self, whole: nn.Linear, parts: tuple[range, ...], *, comm: Comm, sizes: tuple[int, ...]) -> None:
         super().__init__(whole, parts)
         self._comm = comm
-        self.sizes = sizes
+        self.sizes, self.first, self.gathers = sizes, sum(sizes[: comm.rank]), True
 
     def forward(self, x_BTI: Tensor) -> Tensor:
         """Map the whole input (B, T, I) to the outputs of all ranks (B, T, O)."""
@@ -92,7 +97,7 @@ class GatheredLinear(ColumnLinear):
 
     def joined(self, y_BTO: Tensor) -> Tensor:
         """The outputs of all ranks."""
-        return self._comm.all_gather_last(y_BTO, self.sizes)
+        return self._comm.all_gather_last(y_BTO, self.sizes) if self.gathers else y_BTO
 
 
 class RowLinear(LocalModule):

@@ -3,12 +3,18 @@
 Every folder of options may have `pairs.yaml`, a table of measured pairs with their sources, and `measured_pairs.yaml`,
 which `store` writes. Of a pair in neither, a plan takes the default of the package's table, with its low and its high.
 
+A drafted token is accepted less often the further it is from the round's first: a figure without positions declines as
+published ones do, and has the tokens per round of a constant at the K at which it was measured.
+
 Tokens per round: Leviathan et al. 2023, arXiv:2211.17192, equation 1 and theorem 3.8.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from itertools import accumulate, repeat
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +29,14 @@ from llama_ssp.settings.trees import TreeShape
 PAIRS, MEASURED = "pairs.yaml", "measured_pairs.yaml"
 PER_TEMPERATURE = 0.15
 """Acceptance that a unit of temperature costs: 0.12 to 0.19 from 0.4 to 1, by docs/benchmarks/acceptance.md."""
+DECLINE, HEAD_DECLINE = 0.99, 0.97
+"""Acceptance at a position over that at the one before, of models and of heads: medians of 7 settings of the shipped
+pair and of 14 published curves (docs/findings/acceptance.md)."""
+USUAL_K = 4
+"""K of a figure that names none."""
 _HEAD = (
     "# Acceptance of pairs as measured here: written by task=latency with task.store=true. pairs.yaml comes first.\n"
 )
-
-Gain = Callable[[float, int], float]
-"""Expected tokens of a round by the acceptance and K."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +47,27 @@ class Acceptance:
         source: where it is from.
         ends: the low and the high figure, where the table has both; None for a single figure.
         is_forecast: nobody has measured the pair.
+        num_draft_tokens: K at which it was measured.
+        known: by position, of a token whose predecessors were accepted; empty where nobody knows.
+        decline: by each further position.
     """
 
     probability: float
     source: str
     ends: tuple[float, float] | None = None
     is_forecast: bool = False
+    num_draft_tokens: int = USUAL_K
+    known: tuple[float, ...] = ()
+    decline: float = DECLINE
+
+    def by_position(self, probability: float, number: int) -> tuple[float, ...]:
+        """The acceptance at the first `number` positions where the figure is `probability`, or one of `ends`."""
+        scale = probability / self.probability if self.probability else 1.0
+        known = [min(scale * one, 1.0) for one in self.known]
+        first, decline = _declining(probability, self.num_draft_tokens, self.decline)
+        known = known or [first]
+        further = (known[-1] * decline**times for times in range(1, number))
+        return (*known, *further)[:number]
 
 
 _UNKNOWN_KIND = Acceptance(
@@ -55,11 +78,12 @@ _UNKNOWN_KIND = Acceptance(
 
 def expected_of_spec(spec: PlanSpec) -> Acceptance:
     """The acceptance that the user gave, else what is expected of the pair."""
+    decline = HEAD_DECLINE if spec.has_head else DECLINE
     if spec.acceptance is not None:
-        return Acceptance(probability=spec.acceptance, source="given as speculation.acceptance")
-    return expected(
-        spec.target.name, str(spec.draft_name), has_model=spec.draft is not None, temperature=spec.temperature
-    )
+        return Acceptance(probability=spec.acceptance, source="given as speculation.acceptance", decline=decline)
+    has_model, temperature = spec.draft is not None, spec.temperature
+    found = expected(spec.target.name, str(spec.draft_name), has_model=has_model, temperature=temperature)
+    return replace(found, decline=decline)
 
 
 def expected(target: str, draft: str, *, has_model: bool = True, temperature: float | None = None) -> Acceptance:
@@ -75,21 +99,18 @@ def expected(target: str, draft: str, *, has_model: bool = True, temperature: fl
 
 
 def remarks(spec: PlanSpec, acceptance: Acceptance | None, best_ks: tuple[int, int] | None) -> Iterator[str]:
-    """Notes of a plan on an acceptance that nobody has measured; `best_ks` are the best K at its ends."""
+    """A note of a plan on an acceptance that nobody has measured; `best_ks` are the best K at its ends."""
     if not (acceptance and acceptance.is_forecast):
         return
+    draft, best = spec.draft_name, ""
     if best_ks and best_ks[0] < best_ks[1]:
-        yield (
-            f"the best K is {best_ks[0]} to {best_ks[1]}, by the acceptance: no K is recommended before the pair is "
-            "measured; speculation.num_draft_tokens=auto finds it while it runs"
-        )
-    draft = spec.draft_name
+        best = f"the best K is {best_ks[0]} to {best_ks[1]}, which speculation.num_draft_tokens=auto finds; "
     if LOCAL in (spec.target.name, draft):  # a name of any folder, which no pair is stored by
-        yield "to know it, measure the pair once with task=latency; speculation.acceptance= takes what it prints"
+        yield f"{best}measure the pair once with task=latency: speculation.acceptance= takes what it prints"
         return
     own = " draft.tokenizer=own" if spec.own_tokenizer else ""
     command = f"llama-ssp run task=latency task.store=true model={spec.target.name} draft={draft}{own}"
-    yield f"to know it, measure the pair once: {command}"
+    yield f"{best}measure the pair once: {command}"
 
 
 def known(target: str, draft: str, *, temperature: float | None = None) -> Acceptance | None:
@@ -124,7 +145,11 @@ def _figure(entry: Mapping[str, Any], temperature: float | None) -> Acceptance:
         source = f"{source}; {moved:+.2f} from temperature {known_at:g} to {temperature:g}"
     names = ("acceptance", "low", "high") if entry.keys() >= {"low", "high"} else ("acceptance",)
     probability, *ends = (min(max(entry[name] + moved, 0.0), 1.0) for name in names)
-    return Acceptance(probability=probability, source=source, ends=(ends[0], ends[1]) if ends else None)
+    known = tuple(min(max(one + moved, 0.0), 1.0) for one in entry.get("by_position", ()))
+    return Acceptance(
+        probability=probability, source=source, ends=(ends[0], ends[1]) if ends else None, known=known,
+        num_draft_tokens=entry.get("num_draft_tokens", USUAL_K),
+    )  # fmt: skip
 
 
 def store(entry: Mapping[str, Any]) -> Path:
@@ -177,23 +202,61 @@ def _read(file: Path) -> dict[str, Any]:
 def _problem(name: str, entry: object) -> str | None:
     """The first fault of an entry."""
     found = [entry[key] for key in ("low", "acceptance", "high") if key in entry] if isinstance(entry, dict) else []
-    if not (isinstance(entry, dict) and "acceptance" in entry) or not all(
-        isinstance(figure, int | float) and 0 <= figure <= 1 for figure in found
-    ):
+    if not (isinstance(entry, dict) and "acceptance" in entry and all(map(_is_share, found))):
         return "needs an acceptance between 0 and 1, such as acceptance: 0.8"
-    if found != sorted(found):
-        return "needs low <= acceptance <= high, the ends of its range"
-    if name.startswith("pair ") and not all(isinstance(entry.get(key), str) for key in ("target", "draft")):
-        return "needs target and draft, two names of models"
-    if not isinstance(entry.get("temperature", 0.0), int | float):
-        return f"has temperature: {entry['temperature']}, which must be a number, such as 0.8"
-    return None
+    positions, number = entry.get("by_position", [0.0]), entry.get("num_draft_tokens", USUAL_K)
+    faults = {
+        "needs low <= acceptance <= high, the ends of its range": found != sorted(found),
+        "needs target and draft, two names of models": name.startswith("pair ")
+        and not all(isinstance(entry.get(key), str) for key in ("target", "draft")),
+        f"has temperature: {entry.get('temperature')}, which must be a number, such as 0.8": not isinstance(
+            entry.get("temperature", 0.0), int | float
+        ),
+        "has by_position, which must be a list of the acceptance at each position, such as [0.8, 0.75]":
+            not (isinstance(positions, list) and positions and all(map(_is_share, positions))),
+        f"has num_draft_tokens: {number}, which must be the K of its figure, such as 4":
+            not (isinstance(number, int) and number >= 1),
+    }  # fmt: skip
+    return next((fault for fault, is_found in faults.items() if is_found), None)
+
+
+def _is_share(figure: object) -> bool:
+    return isinstance(figure, int | float) and 0 <= figure <= 1
+
+
+def tokens_per_round(by_position: Sequence[float]) -> float:
+    """Expected tokens per round, 1 to K + 1: the accepted prefix and one token of the target."""
+    return tokens_by_length(by_position)[-1]
+
+
+def tokens_by_length(by_position: Sequence[float]) -> list[float]:
+    """Expected tokens per round of K = 1, 2, ..."""
+    return [*accumulate(accumulate(by_position, mul), initial=1.0)][1:]
+
+
+def constant(acceptance: float, num_draft_tokens: int) -> tuple[float, ...]:
+    """The same acceptance at every position."""
+    return (acceptance,) * num_draft_tokens
 
 
 @lru_cache(maxsize=4096)  # a search asks for the same few pairs
-def tokens_per_round(acceptance: float, num_draft_tokens: int) -> float:
-    """Expected tokens per round, 1 to K + 1: the accepted prefix and one token of the target."""
-    return sum([acceptance**power for power in range(num_draft_tokens + 1)])
+def _declining(acceptance: float, num_draft_tokens: int, decline: float) -> tuple[float, float]:
+    """The first position's acceptance and its decline, with the tokens per round of a constant one.
+
+    What is always accepted does not decline.
+    """
+    factors = [decline ** (number * (number - 1) / 2) for number in range(1, num_draft_tokens + 1)]
+
+    def tokens(first: float) -> float:
+        return math.fsum((1.0, *map(mul, factors, accumulate(repeat(first, num_draft_tokens), mul))))
+
+    wanted, low, high = tokens_per_round(constant(acceptance, num_draft_tokens)), acceptance, 1.0
+    if tokens(high) < wanted:
+        return acceptance, 1.0
+    for _ in range(27):
+        middle = (low + high) / 2
+        low, high = (middle, high) if tokens(middle) < wanted else (low, middle)
+    return high, decline
 
 
 @lru_cache(maxsize=4096)
@@ -214,27 +277,24 @@ def overlapped_corrections(acceptance: float, num_draft_tokens: int) -> float:
     return (1 - whole) / (1 + acceptance - whole)
 
 
-@lru_cache(maxsize=4096)
-def tree_tokens(acceptance: float, tree: TreeShape) -> float:
+def tree_tokens(by_depth: Sequence[float], tree: TreeShape) -> float:
     """Expected tokens of a round that drafts a tree.
 
-    `acceptance` is that of a node's first child. One that is examined after r others were rejected is taken to be
-    accepted 2 r times less often, as measured on the shipped models (docs/findings/acceptance.md). Of a dynamic tree
+    `by_depth` is the acceptance of a node's first child. One that is examined after r others were rejected is taken to
+    be accepted 2 r times less often, as measured on the shipped models (docs/findings/acceptance.md). Of a dynamic tree
     the nodes that are most often accepted count.
     """
-    by_rank, rest = [acceptance], 1 - acceptance
-    for num_rejected in range(1, max(tree.widths)):
-        share = acceptance / (2 * num_rejected)
-        by_rank.append(rest * share)
-        rest *= 1 - share
-    if not tree.is_dynamic:
-        tokens = reaching = 1.0
-        for width in tree.widths:
-            reaching *= sum(by_rank[:width])
-            tokens += reaching
-        return tokens
-    level, reached = [1.0], [1.0]
-    for width in tree.widths:
-        level = [reaching * share for reaching in sorted(level, reverse=True)[:width] for share in by_rank]
-        reached += level
-    return sum(sorted(reached, reverse=True)[: tree.num_nodes + 1])
+    tokens, level, reached = 1.0, [1.0], [1.0]
+    for width, acceptance in zip(tree.widths, by_depth, strict=True):
+        by_rank, rest = [acceptance], 1 - acceptance
+        for num_rejected in range(1, max(tree.widths)):
+            share = acceptance / (2 * num_rejected)
+            by_rank.append(rest * share)
+            rest *= 1 - share
+        if tree.is_dynamic:
+            level = [reaching * share for reaching in sorted(level, reverse=True)[:width] for share in by_rank]
+            reached += level
+        else:
+            level = [level[0] * sum(by_rank[:width])]
+            tokens += level[0]
+    return sum(sorted(reached, reverse=True)[: tree.num_nodes + 1]) if tree.is_dynamic else tokens

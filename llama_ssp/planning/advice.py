@@ -2,13 +2,13 @@
 
 Changes are judged by what the user loses:
 
-    nothing   the draft has another place, is another one, or none: the text has the same distribution
+    nothing   the draft has another place or fewer bits, is another one, or none: the text has the same distribution
     little    linear layers in 8 bits, fewer rows at a time
     more      linear layers in 4 bits, a shorter prompt, more GPUs or nodes, another machine
     model     a smaller target, if nothing else fits
 
-At most three changes are named, one of each kind: first those that lose least, then those with the fewest settings,
-then the fastest. A change is left out if its own plan has a warning that the asked plan does not have.
+At most three changes are named, one of each kind: first those that lose least, then those that keep a draft, those with
+the fewest settings, and the fastest. A change is left out if its plan has a warning that the asked plan does not have.
 """
 
 from collections.abc import Iterable, Iterator
@@ -36,6 +36,7 @@ from llama_ssp.planning.memory import (
 from llama_ssp.planning.search import (
     MOST_NODES,
     by_length,
+    in_formats,
     length_setting,
     placement_settings,
     without_draft,
@@ -50,7 +51,7 @@ WORTHWHILE_GAIN, CLEAR_GAIN = 1.03, 1.1
 
 
 def notes(spec: PlanSpec, hardware: HardwareConfig, heads: tuple[int, ...], fullest: RankMemoryPlan) -> Iterator[str]:
-    """Facts that the figures of a plan do not show, such as what it leaves out if a library places the target."""
+    """Facts that the figures of a plan do not show."""
     if fullest.is_tight:
         share = 100 * fullest.free_bytes / fullest.capacity_bytes
         yield f"a tight fit: {share:.1f} % of the memory of rank {fullest.rank} is left, and some items are estimates"
@@ -62,12 +63,12 @@ def notes(spec: PlanSpec, hardware: HardwareConfig, heads: tuple[int, ...], full
     if spec.target_kind is TargetKind.accelerate:
         num_devices = len(spec.target_devices)
         where = "on one device" if num_devices == 1 else f"over {num_devices} GPUs of rank {spec.target_ranks[0]}"
-        yield f"the target is placed layer-wise {where}; host time in accelerate's hooks is not forecast"
+        yield f"the target is placed layer-wise {where}"
     if spec.target_kind is TargetKind.deepspeed:
         whole = model_bytes(inventory(spec.target.shape), spec.target, device=spec.device).total_bytes
         yield (
             f"while loading, DeepSpeed keeps the whole target in host memory on every rank, {whole / GB:.4g} GB each, "
-            "whose capacity is checked on a CPU only; host time in its modules is not forecast"
+            "whose capacity is checked on a CPU only"
         )
     if len(set(heads)) > 1:
         num_heads, shares = spec.target.shape.num_attention_heads, " ".join(map(str, heads))
@@ -138,11 +139,12 @@ def _better_place(spec: PlanSpec, hardware: HardwareConfig, best: float) -> str:
 
 def better_draft(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
     """A sentence about the smaller draft of the catalogue that gains most, if that is clearly more than this one."""
-    if spec.draft is None or spec.own_tokenizer or spec.tree or not timed.by_num_draft_tokens:
+    is_given = spec.acceptance is not None  # a figure of this pair alone
+    if spec.draft is None or is_given or spec.own_tokenizer or spec.tree or not timed.by_num_draft_tokens:
         return
     asked, gains = inventory(spec.draft.shape).num_parameters, {1.0: ""}
     for draft in (planned_model(catalogue.load(name), device=spec.device) for name in _smaller(spec.target.name)):
-        other = replace(spec, draft=draft, acceptance=None)
+        other = replace(spec, draft=draft)
         if inventory(draft.shape).num_parameters < asked and fits(other, hardware):
             found = timing(other, hardware)
             gains[found.plain_s / min(found.by_num_draft_tokens)] = draft.name
@@ -257,10 +259,10 @@ class Change:
         return fits(self.spec, self.hardware) and not self.fullest.is_tight
 
     @property
-    def order(self) -> tuple[int, int, bool, float]:
-        """Sort key of changes, the best first."""
+    def order(self) -> tuple[int, bool, int, bool, float]:
+        """Sort key of changes, the best first; without a draft comes last of those that lose as much."""
         row_s = self.timed.best_s / self.spec.num_rows
-        return self.loss, len(self.settings), self.fullest.is_tight, row_s
+        return self.loss, "draft=none" in self.settings, len(self.settings), self.fullest.is_tight, row_s
 
     def document(self) -> dict[str, Any]:
         """For JSON: the times are of a completion in its faster mode, tokens/s of all rows and replicas."""
@@ -341,16 +343,19 @@ def _placed(step: Change) -> Iterator[Change]:
 
 
 def _drafts(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
-    """The draft elsewhere, smaller drafts, and none: nothing is lost but time."""
+    """The draft elsewhere, in fewer bits, smaller drafts, and none: nothing is lost but time."""
     if spec.draft is None:
         return
     start = Change(kind="draft", loss=Loss.nothing, spec=spec, hardware=hardware)
     for way in _placed(start):
         if way.settings:
             yield replace(way, kind="placement") if way.spec.draft else way
-    for name in _smaller(spec.draft.name):
-        other = replace(spec, draft=planned_model(catalogue.load(name), device=spec.device))
-        yield from (way for way in _placed(start.then(f"draft={name}", spec=other)) if way.spec.draft)
+    smaller = (planned_model(catalogue.load(name), device=spec.device) for name in _smaller(spec.draft.name))
+    for draft, settings in ((spec.draft, ()), *((other, (f"draft={other.name}",)) for other in smaller)):
+        for one in in_formats(draft, device=spec.device):
+            packed = [] if one is draft else [f"draft.model.quantization={one.quantization}"]
+            if added := (*settings, *packed):
+                yield from (way for way in _placed(start.then(*added, spec=replace(spec, draft=one))) if way.spec.draft)
 
 
 def _sizes(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:

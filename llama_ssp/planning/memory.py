@@ -510,7 +510,7 @@ def _logits_bytes(spec: PlanSpec, rank: int) -> int:
     draft's probabilities in fp32, one more copy if the rule keeps all rows, and one fp64 cumulative sum per row to draw
     from. Penalties and races need more. Other ranks of the draft have its probabilities.
     """
-    layout, positions = spec.layout, spec.round_positions
+    layout, positions = spec.layout, max(spec.round_positions, spec.scored_positions)
     size, vocabulary, num_draft_tokens = DTYPE_BYTES[spec.target.dtype], spec.target.shape.vocab_size, positions - 1
     logits = positions * (2 * size * (len(spec.target_ranks) > 1) + 4) if rank in spec.target_ranks else 0
     logits += positions * size * (rank == spec.target_devices[-1] and rank not in spec.target_ranks)
@@ -521,6 +521,8 @@ def _logits_bytes(spec: PlanSpec, rank: int) -> int:
     rule = 4 * positions + 4 * num_draft_tokens + whole + 8 if decides else 4 * num_draft_tokens * drafts
     if drafts and spec.own_tokenizer:
         rule += 8  # the draft's logits with one more column, and what is moved to the target's ids
+    if decides and spec.tree and not spec.is_certain:  # what is left of both models' rows at the nodes of a level
+        rule += 4 * 3 * max(1, *spec.tree.read)
     if decides and spec.overlaps:  # of what is in flight, while those of the next block arrive
         rule += 4 * positions
     if decides:  # counts, penalized logits and a mask; the bits of a race and what is made of them

@@ -4,7 +4,7 @@
 removed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from llama_ssp.planning.spec import (
     notes_on_states,
     notes_on_storage,
 )
-from llama_ssp.planning.timing import ForwardTime, Message, Timing, round_messages, timing, unmeasured
+from llama_ssp.planning.timing import CostModel, ForwardTime, Message, Timing, round_messages, timing
 from llama_ssp.words import rounded, said
 
 PLAN_VERSION = 5
@@ -89,7 +89,7 @@ class Plan:
 
     def __repr__(self) -> str:
         spec, machine, full, timed = self.spec, self.hardware, self.fullest, self.timing
-        models = ", draft ".join(filter(None, (spec.target.name, spec.draft_name)))
+        models = ", draft ".join(filter(None, (spec.target.label, spec.draft.label if spec.draft else spec.free_draft)))
         verdict = "fits" if self.fits else "does not fit"
         times = [timed.plain_s, *filter(None, [timed.speculative_s])]
         speed = " plain, ".join(f"{1e3 * seconds:.1f} ms/token" for seconds in times)
@@ -122,13 +122,22 @@ def make_plan(spec: PlanSpec, hardware: HardwareConfig, *, remark: str | None = 
             *notes_on_storage(spec),
             *notes_on_states(spec),
             *notes_on_contexts(spec),
-            *unmeasured(spec, hardware),
             *advice.notes(spec, hardware, heads, fullest),
+            *_notes_on_scoring(spec, hardware),
             *advice.better_draft(spec, hardware, timed),
             *remarks(spec, timed.acceptance, timed.best_num_draft_tokens_range),
         ),
         changes=() if fullest.fits else tuple(changes_that_fit(spec, hardware)),
     )
+
+
+def _notes_on_scoring(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:
+    if spec.scores_texts:
+        seconds = CostModel(spec, hardware).scoring_s()
+        yield (
+            f"log-probabilities: the target reads all rows once more, {rounded(1e3 * seconds)} ms at the end, which "
+            "ms/token leaves out"
+        )
 
 
 def basis(hardware: HardwareConfig) -> str:
@@ -200,8 +209,8 @@ _RATES = {
     "plain_run_tokens_per_s": "plain_run_s", "speculative_run_tokens_per_s": "speculative_run_s",
 }  # fmt: skip
 _RATIOS = (
-    "speedup", "cost_ratio", "num_draft_tokens", "tokens_per_round", "tokens_per_round_range", "best_num_draft_tokens",
-    "best_num_draft_tokens_range", "overlap", "copy_share", "limit_share",
+    "speedup", "speedup_range", "cost_ratio", "num_draft_tokens", "tokens_per_round", "tokens_per_round_range",
+    "best_num_draft_tokens", "best_num_draft_tokens_range", "overlap", "copy_share", "limit_share",
 )  # fmt: skip
 """Fields of the document: those of `PlanSpec`, `RankMemoryPlan` and `Timing` by the names that they have there."""
 
@@ -244,6 +253,8 @@ def document(plan: Plan) -> dict[str, Any]:
             "acceptance_range": acceptance and acceptance.ends and [*acceptance.ends],
             "acceptance_source": acceptance and acceptance.source,
             "acceptance_is_forecast": acceptance and acceptance.is_forecast,
+            "acceptance_by_position": acceptance and timed.num_draft_tokens
+            and [*acceptance.by_position(acceptance.probability, spec.draft_depth)],
             "speculative_ms_per_token_by_k": _in_ms(timed.by_num_draft_tokens),
         },
         "basis": plan.basis,
@@ -262,7 +273,7 @@ def _model(model: PlannedModel, plan: Plan, *, prefix: str) -> dict[str, Any]:
     once = model_bytes(replace(whole, embeddings=()) if is_partial else whole, model, device=plan.spec.device)
     held = sum(getattr(rank, f"{prefix}_weights_bytes") for rank in plan.ranks)
     return {
-        "name": model.name,
+        "name": model.label,
         "dtype": model.dtype.name,
         "matrix_dtype": model.matrix_dtype(plan.spec.device).name,
         "quantization": model.quantization,

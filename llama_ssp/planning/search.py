@@ -279,7 +279,7 @@ def _drafted(
         drafts += [own] if (is_asked and (is_given or is_beyond)) or (is_given and is_smaller) else []
     for draft in drafts:
         is_own = own is not None and draft.name == own.name
-        tried = [draft] if is_own and "draft.model.quantization" in words else _in_formats(draft, device=spec.device)
+        tried = [draft] if is_own and "draft.model.quantization" in words else in_formats(draft, device=spec.device)
         for one in tried:
             yield replace(spec, draft=one, free_draft=None, own_tokenizer=spec.own_tokenizer and is_own)
 
@@ -317,7 +317,7 @@ def without_draft(spec: PlanSpec) -> PlanSpec:
     )  # fmt: skip
 
 
-def _in_formats(plain: PlannedModel, *, device: str) -> Iterator[PlannedModel]:
+def in_formats(plain: PlannedModel, *, device: str) -> Iterator[PlannedModel]:
     """A draft, and the same in the storage format that a single row reads fastest; heads stay as they are."""
     yield plain
     if plain.shape.is_head or format_of(plain.quantization).is_quantized:

@@ -16,6 +16,7 @@ from llama_ssp.architectures.engine import (
     Kernels,
     own_slots,
     reads_by_length,
+    scored_positions,
     whole_steps,
 )
 from llama_ssp.architectures.family import inventory, record_of
@@ -54,6 +55,12 @@ class PlannedModel:
     by_library: bool = False
     stored_format: StoredFormat | None = None
     cache_dtype: str = OWN_DTYPE
+    folder: str = ""  # name of the folder of an entry that stands for any.
+
+    @property
+    def label(self) -> str:
+        """Its name in reports."""
+        return self.folder or self.name
 
     def __hash__(self) -> int:
         """Shapes have no hash; a search asks for this one thousands of times."""
@@ -172,6 +179,7 @@ class PlanSpec:
         acceptance: probability that a drafted token is accepted; None takes what is expected of the pair.
         rule: the verification rule; `greedy` at temperature 0, where no probabilities are needed.
         counts_tokens: penalties count the tokens of the vocabulary.
+        scores_texts: the target reads every text once more, for log-probabilities.
         prompt_tokens, max_new_tokens: tokens of the longest row.
         mean_prompt_tokens: of all prompts, where they are known.
         cuda_graphs: whether forwards are captured; otherwise every operator is launched from Python.
@@ -201,6 +209,7 @@ class PlanSpec:
     free_draft: str | None = None
     own_tokenizer: bool = False
     counts_tokens: bool = False
+    scores_texts: bool = False
     spare_devices: tuple[int, ...] = ()
     kernels: Kernels = ENGINE_KERNELS
 
@@ -213,6 +222,19 @@ class PlanSpec:
     def draft_name(self) -> str | None:
         """The draft's model, or its kind if it has none; None without a draft."""
         return self.draft.name if self.draft else self.free_draft
+
+    @property
+    def takes_best(self) -> bool:
+        """Whether a token is the one with the target's largest logit."""
+        return self.rule == AT_ZERO and not self.counts_tokens
+
+    @property
+    def draft_finds_best(self) -> bool:
+        """Whether ranks of the draft exchange their best tokens instead of logits."""
+        if self.draft is None or self.tree or self.own_tokenizer:
+            return False
+        takes_best = self.takes_best or (self.is_certain and not self.counts_tokens)
+        return takes_best and self.draft.shape.vocab_size <= self.target.shape.vocab_size
 
     @property
     def num_rows(self) -> int:
@@ -295,6 +317,11 @@ class PlanSpec:
             return self.draft_depth + 1
         return MOST_PIECES + 1 if self.own_tokenizer else 2
 
+    @property
+    def scored_positions(self) -> int:
+        """Positions per row of a forward that scores texts; 0 without log-probabilities."""
+        return scored_positions(self.batch_size, self.target.shape.vocab_size) if self.scores_texts else 0
+
     @cached_property
     def round_positions(self) -> int:
         """Positions per row in the target's forward of a round: K + 1, or 1 without a draft."""
@@ -365,6 +392,7 @@ def make_spec(
         temperature=temperature,
         rule=config.verification.rule if temperature > 0 else AT_ZERO,
         counts_tokens=config.sampling.penalizes,
+        scores_texts=config.scores_texts,
         batch_size=config.batch_size,
         prompt_tokens=prompt_tokens,
         max_new_tokens=config.max_new_tokens,
@@ -424,7 +452,7 @@ def planned_model(model: ModelConfig, *, device: str) -> PlannedModel:
     return PlannedModel(
         name=model.name, shape=shape, dtype=Dtype.fp32 if dtype is Dtype.auto else dtype,
         quantization=model.quantization, stored=model.stored_dtype, quantized_dtype=_quantized_number_format(model),
-        stored_format=packed, cache_dtype=model.cache_dtype,
+        stored_format=packed, cache_dtype=model.cache_dtype, folder=model.label,
     )  # fmt: skip
 
 

@@ -27,20 +27,20 @@ then the exchange and the rule:
 On GPUs the exchange goes on during the forward, so that only the draft's side of a round has it. After a rejection, the
 first token of the new block is verified early.
 
-Only one kind of GPU has run this engine, so 80 % ranges of its times are the errors of forecasts for other engines.
-`python -m benchmarks.published` fits them to published speeds: published time over forecast, every source of equal
-weight, as the range of a source that was not among them. A calibrated machine and a CPU have none.
+Only one kind of GPU has run this engine, so 80 % ranges of its times are the errors of forecasts for other engines, by
+architecture, format and rows: `python -m benchmarks.published` and `python -m benchmarks.served` count how many rows
+they hold. A calibrated machine and a CPU have none.
 
 Shapes: B sequences, T positions, K drafted tokens, V vocabulary.
 """
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
-from operator import attrgetter
+from operator import attrgetter, truediv
 from typing import Any, NamedTuple, TypeAlias
 
 from llama_ssp.architectures.engine import (
@@ -56,11 +56,10 @@ from llama_ssp.catalogue import Dtype
 from llama_ssp.machines.hardware import HardwareConfig, MeasuredSum
 from llama_ssp.planning.acceptance import (
     Acceptance,
-    Gain,
     expected_of_spec,
     overlapped_corrections,
     overlapped_tokens,
-    tokens_per_round,
+    tokens_by_length,
     tree_tokens,
 )
 from llama_ssp.planning.memory import bucket_of, rank_shares, step_bytes
@@ -72,15 +71,14 @@ from llama_ssp.storage.formats import NO_QUANTIZATION, StorageFormat, format_of
 Ends: TypeAlias = tuple[float, float]
 """The smaller and the larger end, of seconds or of factors of them."""
 
-NEAR, FAR = (0.93, 1.27), (0.70, 2.24)
-"""Factors of forecasts: of those near what most published speeds measured, and of all others, which are prompts, many
-rows, 8 and 4 bits, other GPUs, and short steps, whose time an engine's host decides."""
-NEAR_ROWS, NEAR_STEP_S = 16, 0.005
-"""The most rows, and the least time of a plain step, that are near."""
-PUBLISHED_GPUS = ("A100", "H100", "H200", "MI250")
+NEAR, PACKED, MANY, SHORT, OTHER = (0.87, 1.25), (0.90, 1.27), (0.80, 1.75), (0.90, 2.30), (0.76, 1.56)
+"""Published over forecast time of a token: of 16 bits up to 64 rows, of 8 and 4 bits up to 32, of more rows, of steps
+below 2.5 ms, whose time an engine's host decides, and of GPUs without published rows: the squares of the first."""
+FAR, FIRST, GAINS = (0.70, 2.24), (0.85, 1.75), (0.70, 1.05)
+"""Of what has no published row, of first tokens, and of the gains of drafts."""
+MOST_NEAR, MOST_PACKED, LEAST_STEP_S = 64, 32, 0.0025
+PUBLISHED_GPUS = ("A100", "H100", "H200", "B200", "MI250", "RTX 4090")
 PUBLISHED_FORMATS = (NO_QUANTIZATION, "int8_weight_only", "int4_weight_only")
-MOST_PUBLISHED_ROWS = 1280
-"""Rows with unquantized weights; quantized ones were measured with one row."""
 COPY_SHARE = 0.83
 """Default share of the data sheet's bandwidth that a plain copy reaches: 1.7 of 2.039 TB/s on an A100-80GB."""
 OPERATORS_PER_LAYER = 25
@@ -92,6 +90,8 @@ LIBRARY_SHARE = {"cuda": 2.0, "cpu": 4.0}
 calls, 57 to 142 in the families with records, those of experts included."""
 CPU_SLOWDOWN_16_BITS = 3.0
 """Products in bf16 relative to fp32 with 16-bit weights; estimated from whole models on one CPU, 2.5 to 3.7."""
+USUAL_SHARE = 0.75
+"""Of the rate of the best product, what prompts and large batches reach (`flops_share`)."""
 UNPACKING_S = 0.8e-9
 """Time in which bitsandbytes 0.50 unpacks a weight on one core: 0.44 ns in caches, 0.73 in 16 MiB, more beyond."""
 
@@ -106,6 +106,7 @@ class ModelPlacement:
     cuda_graphs: bool
     kernels: Kernels = ENGINE_KERNELS
     whole: WholeParts = WholeParts.none
+    finds_best: bool = False
 
     def __hash__(self) -> int:
         """Computed once, since a search prices thousands of forwards."""
@@ -113,7 +114,13 @@ class ModelPlacement:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.model, self.kind, self.ranks, self.whole))
+        return hash((self.model, self.kind, self.ranks, self.whole, self.finds_best))
+
+    def gathered_bytes(self, num_scored: int) -> int:
+        """What ranks gather of so many positions: all logits, or each rank's best token."""
+        if self.finds_best:
+            return num_scored * BEST_BYTES * len(self.ranks)
+        return num_scored * self.model.shape.vocab_size * DTYPE_BYTES[self.model.dtype]
 
     @cached_property
     def shares(self) -> tuple[Inventory, ...]:
@@ -212,7 +219,9 @@ def _roofline_s(
     seconds = 0.0
     for size, count in sizes.items():
         packed = storage.matrix_bytes(size, value_bytes, group=model.layout.group if model.layout else 0)
-        read_bytes = storage.read_bytes(tokens, packed, value_bytes * size, device=hardware.device)
+        read_bytes = storage.read_bytes(
+            tokens, packed, value_bytes * size, device=hardware.device, slowdown=hardware.slowdown
+        )
         operations = 2 * tokens * size
         if speed := hardware.products.get(storage.name if storage.is_quantized else matrix_dtype.name):
             seconds += count * times * max(read_bytes / speed.bytes_per_s, operations / speed.flops_per_s)
@@ -225,9 +234,15 @@ def _roofline_s(
 
 
 def _product_s(read_bytes: float, model: PlannedModel, hardware: HardwareConfig, *, operations: float) -> float:
-    """The longer of reading and computing; no engine computes at the data sheet's rate."""
+    """The longer of reading and computing, which no engine does at the data sheet's rate.
+
+    On a GPU they overlap in part where both take long: as the length of a vector of reading and of computing at the
+    rate of the best product, as published gains of drafts in batches fall (docs/findings/forecasts.md).
+    """
     flops = hardware.flops_per_s.get(model.dtype.name) or max(hardware.flops_per_s.values())
-    return max(read_bytes / bandwidth(hardware), operations / (hardware.flops_share * flops))
+    reading, computing = read_bytes / bandwidth(hardware), operations / (hardware.flops_share * flops)
+    both = math.hypot(reading, USUAL_SHARE * computing) if hardware.device == "cuda" else 0.0
+    return max(reading, computing, both)
 
 
 def _attention_s(
@@ -278,7 +293,7 @@ def _collectives_s(placement: ModelPlacement, hardware: HardwareConfig, *, token
     if placement.kind is TargetKind.accelerate:
         return sum(message_s(hardware, neighbours, residual_bytes) for neighbours in pairwise(placement.ranks))
     reduce_s = all_reduce_s(hardware, placement.ranks, residual_bytes)
-    gather_s = all_reduce_s(hardware, placement.ranks, scored * shape.vocab_size * size / 2)
+    gather_s = all_reduce_s(hardware, placement.ranks, placement.gathered_bytes(scored) / 2)
     return placement.shares[0].num_all_reduces * reduce_s + gather_s
 
 
@@ -334,6 +349,8 @@ def message_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: float
     return link.latency_s + num_bytes / link.bandwidth_bytes_per_s
 
 
+BEST_BYTES = 8
+"""A rank's largest logit of a position, and its token."""
 ID_BYTES = 8
 VERDICT_BYTES = 3 * ID_BYTES
 """Per row: number of accepted tokens, the next token, and the stop request."""
@@ -428,10 +445,11 @@ class CostModel:
         self.spec = spec
         self.hardware = hardware
         place = partial(_placement, cuda_graphs=spec.cuda_graphs, kernels=spec.kernels)
-        self.target = place(model=spec.target, kind=spec.target_kind, ranks=spec.target_devices)
+        finds_best = spec.takes_best and spec.target_kind is TargetKind.tensor
+        self.target = place(model=spec.target, kind=spec.target_kind, ranks=spec.target_devices, finds_best=finds_best)
         ranks = spec.draft_ranks[:1] if spec.draft_kind is DraftLayout.replicated else spec.draft_ranks
         place = partial(place, kind=TargetKind.tensor, ranks=ranks, whole=DRAFT_WHOLE)
-        self.draft = place(model=spec.draft) if spec.draft else None
+        self.draft = place(model=spec.draft, finds_best=spec.draft_finds_best) if spec.draft else None
         self._middle = spec.prompt_tokens + spec.max_new_tokens // 2
         self._bucket = bucket_of(self._middle + spec.round_positions, spec.num_slots, hardware)
         self._draft_bucket = self._bucket
@@ -546,6 +564,12 @@ class CostModel:
         """Device time of a round after drafting."""
         return self.forward(self.target, num_draft_tokens + 1).total_s + self.verdict_s(num_draft_tokens)
 
+    def scoring_s(self) -> float:
+        """Reading all rows once more, for log-probabilities; 0 without."""
+        tokens = self.spec.prompt_tokens + self.spec.max_new_tokens
+        positions = min(self.spec.scored_positions, tokens)
+        return -(-tokens // positions) * self.forward(self.target, positions).total_s if positions else 0.0
+
 
 MOST_DRAFT_TOKENS = 16
 
@@ -570,6 +594,7 @@ class Timing:
         tokens_per_round_range, best_num_draft_tokens_range: what follows from the low and from the high acceptance, the
             smaller figure first; None for a single figure of it.
         speculative_s_range: what follows from the range of the acceptance, if it has one, and from `error`.
+        speedup_range: the same, and from `GAINS`, smaller first.
         error: factors of times while decoding, an 80 % range not below the physical limit; see `decoding_error`.
         overlap: of a spec whose drafting overlaps verification; see `OverlappedTime.document`.
         copy_share, limit_share: the physical limit, reading what a plain step must read (`least_bytes`), over
@@ -598,6 +623,7 @@ class Timing:
     best_num_draft_tokens: int | None = None
     tokens_per_round_range: tuple[float, float] | None = None
     speculative_s_range: tuple[float, float] | None = None
+    speedup_range: Ends | None = None
     best_num_draft_tokens_range: tuple[int, int] | None = None
     error: Ends | None = None
     overlap: dict[str, Any] | None = None
@@ -609,8 +635,8 @@ class Timing:
 
     @property
     def prefill_s_range(self) -> Ends | None:
-        """The 80 % range of `prefill_s`: few have published prompts."""
-        return self.error and times(self.prefill_s, FAR)
+        """The 80 % range of `prefill_s`."""
+        return self.error and times(self.prefill_s, FIRST)
 
     @property
     def knows_best_k(self) -> bool:
@@ -658,21 +684,29 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
     acceptance = expected_of_spec(spec)
     probability, lengths = acceptance.probability, range(1, max(MOST_DRAFT_TOKENS, chosen) + 1)
     overlapped = [costs.overlapped(number) for number in lengths if spec.overlaps]
-    gain: Gain = overlapped_tokens if overlapped else tokens_per_round
-    if tree := spec.tree:
-        lengths, gain = range(chosen, chosen + 1), lambda probability, _number: tree_tokens(probability, tree)
+    tree = spec.tree
+    if tree:
+        lengths = range(chosen, chosen + 1)
+
+    def gains(probability: float) -> Sequence[float]:
+        if overlapped:  # a block goes on from the one before, so that its positions are all alike
+            return [overlapped_tokens(probability, number) for number in lengths]
+        by_position = acceptance.by_position(probability, tree.depth if tree else lengths.stop - 1)
+        return [tree_tokens(by_position, tree)] if tree else tokens_by_length(by_position)
+
     rounds_s = [one.round_s for one in overlapped] or [
         costs.drafting_s(number) + costs.verify_s(number) for number in lengths
     ]
 
-    def by_k(probability: float) -> tuple[float, ...]:
-        return tuple(seconds / gain(probability, number) for number, seconds in enumerate(rounds_s, start=1))
+    def by_k(tokens: Sequence[float]) -> tuple[float, ...]:
+        return tuple(map(truediv, rounds_s, tokens))
 
-    by_number = by_k(probability)
+    tokens = gains(probability)
+    by_number = by_k(tokens)
     if spec.adapts:
         chosen = min(ADAPTIVE_LENGTHS, key=lambda number: by_number[number - 1])
     place = chosen - lengths.start
-    expected, speculative_s = gain(probability, chosen), by_number[place]
+    expected, speculative_s = tokens[place], by_number[place]
     prefill_s = plain.prefill_s + (costs.prefill_s(costs.draft) if costs.draft else 0.0)
     # Prefill yields the first token; on average the length limit ends the last round halfway.
     decoding_s = max(spec.max_new_tokens - 1 + (expected - 1) / 2, 0) / expected * rounds_s[place]
@@ -697,17 +731,23 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
         best_num_draft_tokens=None if tree else 1 + by_number.index(min(by_number)),
         overlap=overlapped[place].document(probability, chosen) if overlapped else None,
         speculative_s_range=plain.error and times(speculative_s, plain.error),
+        speedup_range=plain.error and times(plain.plain_s / speculative_s, GAINS),
     )
     if acceptance.ends is None:
         return timed
-    low, high = acceptance.ends
-    slow, fast = by_k(low), by_k(high)
+    fewest, most = map(gains, acceptance.ends)
+    slow, fast = by_k(fewest), by_k(most)
     most_s = plain.plain_s if spec.adapts else math.inf
     by_acceptance = min(fast[place], most_s), min(slow[place], most_s)
     return replace(
         timed,
-        tokens_per_round_range=(gain(low, chosen), gain(high, chosen)),
+        tokens_per_round_range=(fewest[place], most[place]),
         speculative_s_range=spread(speculative_s, *filter(None, (by_acceptance, timed.speculative_s_range))),
+        speedup_range=spread(
+            timed.plain_s / speculative_s,
+            (timed.plain_s / by_acceptance[1], timed.plain_s / by_acceptance[0]),
+            *filter(None, [timed.speedup_range]),
+        ),
         best_num_draft_tokens_range=None if tree else (1 + slow.index(min(slow)), 1 + fast.index(min(fast))),
     )
 
@@ -716,25 +756,16 @@ def decoding_error(spec: PlanSpec, hardware: HardwareConfig, step_s: float) -> E
     """Factors of the time of a token whose plain step takes `step_s`; None where no published speed says anything."""
     if hardware.is_measured or hardware.device != "cuda":
         return None
-    is_near = spec.target.quantization == NO_QUANTIZATION and spec.batch_size <= NEAR_ROWS and step_s >= NEAR_STEP_S
-    is_near &= spec.target.is_lean
-    return NEAR if is_near and hardware.gpu.startswith(PUBLISHED_GPUS) else FAR
-
-
-def unmeasured(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:
-    """A sentence that names what of a spec has no published speed to compare forecasts with, if anything."""
-    if hardware.is_measured or hardware.device != "cuda":
-        return
-    target, rows = spec.target, spec.batch_size
-    most_rows = MOST_PUBLISHED_ROWS if target.quantization == NO_QUANTIZATION else 1
-    found = {
-        hardware.gpu: not hardware.gpu.startswith(PUBLISHED_GPUS),
-        target.weights_name: target.quantization not in PUBLISHED_FORMATS,
-        f"{rows} rows of {target.weights_name}": rows > most_rows,
-    }
-    if any(found.values()):
-        named = ", ".join(name for name, is_unmeasured in found.items() if is_unmeasured)
-        yield f"docs/benchmarks/published.md has no speed of {named}: its ranges are the wide ones"
+    is_packed, has_rows = spec.target.quantization != NO_QUANTIZATION, hardware.gpu.startswith(PUBLISHED_GPUS)
+    if not spec.target.is_lean or spec.target.quantization not in PUBLISHED_FORMATS or not (has_rows or not is_packed):
+        return FAR
+    if not has_rows:
+        return OTHER
+    if step_s < LEAST_STEP_S:
+        return SHORT
+    if spec.batch_size > (MOST_PACKED if is_packed else MOST_NEAR):
+        return MANY
+    return PACKED if is_packed else NEAR
 
 
 def spread(value: float, *ranges: Ends) -> Ends:

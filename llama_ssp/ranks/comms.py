@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,22 @@ from llama_ssp.settings.layout import Layout
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # older torch
 
 
+class OwnSums(Protocol):
+    """Sums over the GPUs of a node without NCCL; see `kernels.sums`."""
+
+    def takes(self, values: Tensor) -> bool:
+        """Whether it sums these values."""
+
+    def takes_rows(self, part_ME: Tensor) -> bool:
+        """Whether it adds the sum of such rows to a residual, and normalizes that."""
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        """Sum values in place; the same bits on all ranks."""
+
+    def add_norm(self, part_ME: Tensor, x_ME: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        """Add the sum of the ranks' parts to x in place, and return its RMS norm."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Comm:
     """One group of ranks, as seen by this rank.
@@ -34,6 +50,7 @@ class Comm:
         device: of tensors to be sent.
         crowded: more ranks than cores share this rank's cores.
         board: memory shared by a group on CPUs, for small messages.
+        peers: sums small tensors on GPUs; None leaves all to NCCL.
         device_wait: waits for this rank's GPU, if others may make it wait.
     """
 
@@ -43,6 +60,7 @@ class Comm:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     crowded: bool = False
     board: SharedMemoryGroup | None = None
+    peers: OwnSums | None = None
     device_wait: DeviceWait | None = None
 
     @classmethod
@@ -83,7 +101,8 @@ class Comm:
         if len(members) == 1:
             return self.alone()
         rank, size = members.index(self.rank), len(members)
-        return replace(self, rank=rank, size=size, members=members, board=None)._with_shared_memory()
+        alike = replace(self, rank=rank, size=size, members=members, board=None, peers=None)
+        return alike._with_shared_memory()
 
     def _with_shared_memory(self) -> "Comm":
         """Add shared memory to a group on CPUs, if possible; it is made once for all points of a sweep."""
@@ -123,6 +142,8 @@ class Comm:
 
     def do_all_reduce(self, values: Tensor) -> Tensor:
         """See `all_reduce`."""
+        if self.peers and self.peers.takes(values):
+            return self.peers.all_reduce(values)
         if self.board and values.nbytes <= SLOT_BYTES:
             self.board.all_reduce(values)
         else:

@@ -102,7 +102,7 @@ def start(
     seen = seen_by_all(ranks, device, timeout_s=timeout_s)
     chosen, note = choose_device(device, ranks, seen)
     own, cores = seen[ranks.rank], frozenset(seen[ranks.rank].cores)
-    sharers = tuple(rank for rank, each in enumerate(seen) if (each.host, each.cores) == (own.host, own.cores))
+    sharers = tuple(rank for rank, other in enumerate(seen) if (other.host, other.cores) == (own.host, own.cores))
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
         # cuDNN attention makes a plan for every new shape, that is, for every prompt length.

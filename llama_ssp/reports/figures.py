@@ -18,6 +18,7 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.reports.measures import Estimate, RunMeasures
 from llama_ssp.reports.records import PLAIN, SPECULATIVE
 from llama_ssp.reports.runs import Run
+from llama_ssp.reports.tables import DISTURBED
 from llama_ssp.words import visible
 
 try:
@@ -129,10 +130,11 @@ class Bar(NamedTuple):
 
 def bars_of(run: Run, measured: RunMeasures, name: str) -> list[Bar]:
     """The bars of a run: one, or one for each cell of a benchmark."""
+    mark = f" {DISTURBED}" if run.summary.disturbed else ""
     if run.summary.cells:
         return [
             Bar(
-                cell.name, {mode: Estimate(ms) for mode, ms in cell.ms_per_token.items()},
+                f"{cell.name}{mark}", {mode: Estimate(ms) for mode, ms in cell.ms_per_token.items()},
                 {**cell.forecast_ms_per_token},
             )
             for cell in run.summary.cells
@@ -164,7 +166,7 @@ def time_per_token(bars: Sequence[Bar]) -> Figure | None:
     figures = [figure for bar in bars for found in bar.measured.values() for figure in found if figure is not None]
     figures += [ms for bar in bars for mode, ms in bar.forecast.items() if ms is not None and mode in bar.measured]
     names = [visible(textwrap.shorten(bar.name, _LONGEST_NAME, placeholder="…")) for bar in bars]
-    axes.set_yticks(range(len(bars)), names if len(bars) > 1 else [""])
+    axes.set_yticks(range(len(bars)), names if len(bars) > 1 or DISTURBED in names[0] else [""])
     axes.set(xlabel="ms/token, median over prompts", xlim=(0, _MARGIN * max(figures)), ylim=(len(bars) - 0.5, -0.5))
     axes.grid(visible=True, axis="x")
     axes.grid(visible=False, axis="y")

@@ -9,20 +9,21 @@ import json
 import os
 import platform
 import stat
-from collections.abc import Hashable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from llama_ssp.errors import FULL_DISK, ConfigError, SspError
 from llama_ssp.reports.reading import read_settings
-from llama_ssp.reports.records import BenchmarkCell, CompletionLine, LineKey, Summary
+from llama_ssp.reports.records import BenchmarkCell, CompletionLine, LineKey, LogProbLine, Summary
 from llama_ssp.words import visible
 
-COSTS_FILE, MODELS_FILE = "round_costs.json", "models.json"
+COSTS_FILE, MODELS_FILE, LOG_PROBS_FILE = "round_costs.json", "models.json", "logprobs.jsonl"
 CHANGEABLE = (
-    "run_dir", "resume", "timeouts", "hardware", "dry_run", "speculation.acceptance",
+    "run_dir", "resume", "quiet", "logprobs", "prompt_logprobs", "timeouts", "hardware", "dry_run",
+    "speculation.acceptance",
     "task.picture", "task.store", "task.gate", "task.margin", "task.near_tie", "task.num_prompts",
     "model.path", "draft.model.path",
     "model.adapter", "draft.model.adapter",
@@ -32,7 +33,7 @@ MOST_STATUS_BYTES = 4096
 _MOST_CHANGED, _MOST_SHOWN_CHARS = 10, 200
 """Most changed settings that are named, and most characters shown of each value."""
 
-_Keyed = TypeVar("_Keyed", CompletionLine, BenchmarkCell)
+_Keyed = TypeVar("_Keyed", CompletionLine, BenchmarkCell, LogProbLine)
 
 
 class RunFolder(AbstractContextManager["RunFolder"]):
@@ -52,6 +53,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             self._keep_config(config_yaml)
             self.lines = self._recover("run.jsonl", CompletionLine, made="completion")
             self.cells = self._recover("benchmark.jsonl", BenchmarkCell, made="cell")
+            self.scored = {line.key for line in self._recover(LOG_PROBS_FILE, LogProbLine, made="figures")}
             self.write_status("running")
             with _explained(path / "run.jsonl"):
                 (path / "run.jsonl").touch()
@@ -64,10 +66,23 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         """Keys of the completions in the folder, which a resumed run skips."""
         return frozenset(line.key for line in self.lines)
 
+    @property
+    def disturbed(self) -> str | None:
+        """Why an earlier part of this run was disturbed, whose lines are still here."""
+        text = self.read_kept("summary.json") if self.lines or self.cells else None
+        with suppress(ValueError):
+            return Summary.from_json(text).disturbed if text else None
+        return None
+
     def append(self, line: CompletionLine) -> None:
         """Write a finished completion to disk; raises SspError if the disk fails, and the run can be resumed."""
         _append(self.path / "run.jsonl", line.to_json())
         self.lines.append(line)
+
+    def append_log_probs(self, lines: Sequence[LogProbLine]) -> None:
+        """Write the log-probabilities of completions to disk; raises SspError as `append` does."""
+        _append(self.path / LOG_PROBS_FILE, b"".join(line.to_json() for line in lines))
+        self.scored |= {line.key for line in lines}
 
     def append_cell(self, cell: BenchmarkCell) -> None:
         """Write a measured cell to disk; raises SspError as `append` does."""

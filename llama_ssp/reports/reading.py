@@ -24,8 +24,8 @@ _MOST, _LEAST = 2.0**63, 1e-30
 """Bounds of numbers in a record, larger than any seed, size or time; 0 is allowed."""
 _MOST_DEPTH = 32
 """Deepest nesting of a config, and where a record does not specify types."""
-_SIGNED = {"other_s", "other_share", "value", "low", "high"}
-"""Differences: of a whole and its parts, slightly negative if the parts were rounded up, and those of an evaluation."""
+_SIGNED = {"other_s", "other_share", "value", "low", "high", "log_probs", "top_log_probs"}
+"""Logarithms, differences of a whole and its parts, below 0 if these were rounded up, and those of an evaluation."""
 
 _Record = TypeVar("_Record")
 
@@ -71,7 +71,7 @@ def _restored(expected: Any, value: object, *, where: str) -> object:  # noqa: A
         return {name: _restored(parts[1], item, where=f"{where}.{name[:40]}") for name, item in value.items()}
     if isinstance(expected, type) and is_dataclass(expected):
         return restore(expected, value, where=f"{where}.")
-    if not _fits(expected, value, signed=where.rpartition(".")[2] in _SIGNED):
+    if not _fits(expected, value, signed=where.rpartition(".")[2].partition("[")[0] in _SIGNED):
         raise ValueError(f"{where} holds {reprlib.repr(value)}")
     return value
 

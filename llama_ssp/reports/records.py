@@ -6,9 +6,11 @@ of most fields. Names end in `_s` for seconds and contain `ms` for milliseconds.
 
 import json
 import reprlib
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self, TypeAlias
 
+from llama_ssp.log_probs import CompletionLogProbs
 from llama_ssp.reports.reading import read_json, restore
 from llama_ssp.settings.schema import ADAPTIVE
 
@@ -96,6 +98,25 @@ class CompletionLine(_Line):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LogProbLine(CompletionLogProbs, _Line):
+    """One line of `logprobs.jsonl`: the log-probabilities of one completion."""
+
+    index: int
+    mode: str
+    sample: int
+
+    @property
+    def key(self) -> LineKey:
+        """Its key when a run is resumed."""
+        return self.index, self.mode, self.sample
+
+    @classmethod
+    def of(cls, key: Sequence[object], figures: Mapping[str, object]) -> Self:
+        """A line of the figures of a completion, both as JSON has them; raises ValueError as `restore`."""
+        return restore(cls, dict(zip(("index", "mode", "sample"), key, strict=True)) | dict(figures))
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlainSummary:
     """Results of plain decoding."""
 
@@ -117,11 +138,6 @@ class SpeculativeSummary(PlainSummary):
     verify_s: float
     other_s: float
     drafted_histogram: list[int] | None = None
-
-    @property
-    def drafting(self) -> str:
-        """K as a text: `auto` if each round has its own."""
-        return ADAPTIVE if self.drafted_histogram else str(len(self.accepted_histogram) - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,12 +346,22 @@ class Forecast:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """The part of a summary that does not follow from a run's lines; `weights` is "checkpoint" or "synthetic"."""
+    """The part of a summary that does not follow from a run's lines.
+
+    Attributes:
+        tree: `speculation.tree`; None for chains.
+        point: the run's place in a sweep, with the settings in which its points differ.
+        weights: "checkpoint" or "synthetic".
+        disturbed: why the times are not those of an undisturbed machine; None if nothing was noticed.
+    """
 
     task: str
     model: str
     draft: str | None
+    tree: str | None = None
+    point: str | None = None
     weights: str = "checkpoint"
+    disturbed: str | None = None
     placement: dict[str, Any]
     world_size: int
     seed: int
@@ -367,6 +393,14 @@ class Summary(RunFacts):
     cells: list[BenchmarkCell] = field(default_factory=list)
     evaluation: Evaluation | None = None
     excerpts: list[Excerpt] = field(default_factory=list)
+
+    @property
+    def drafting(self) -> str:
+        """How rounds draft: `K = 4`, `K = auto` if each has its own, or `tree 2x2x1`; empty without a draft."""
+        if not self.speculative:
+            return ""
+        adapts, most = self.speculative.drafted_histogram, len(self.speculative.accepted_histogram) - 1
+        return f"tree {self.tree}" if self.tree else f"K = {ADAPTIVE if adapts else most}"
 
     @classmethod
     def from_json(cls, text: str) -> "Summary":

@@ -63,11 +63,6 @@ class Run:
         return len(self.summary.speculative.accepted_histogram) - 1 if self.summary.speculative else 0
 
     @property
-    def drafting(self) -> str:
-        """K as a text: a number, `auto` if each round has its own, or nothing without a draft."""
-        return self.summary.speculative.drafting if self.summary.speculative else ""
-
-    @property
     def pair(self) -> str:
         """Its models."""
         return f"{self.summary.model} + {self.summary.draft}" if self.summary.draft else self.summary.model

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.architectures.matrices import DRAFT_WHOLE
 from llama_ssp.cpu.threads import ThreadChoice
+from llama_ssp.kernels.sums import with_peer_sums
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import NullRunner, Runner
 from llama_ssp.ranks.comms import Comm, Mesh, build_mesh
@@ -18,7 +19,7 @@ from llama_ssp.ranks.world import World, has_own_threads, on_all_cores
 from llama_ssp.run.checkpoints import Source
 from llama_ssp.run.requests import RequestMaker
 from llama_ssp.settings.drafters import drafts, has_own_tokenizer
-from llama_ssp.settings.layout import lay_out_replica, may_capture
+from llama_ssp.settings.layout import Layout, lay_out_replica, may_capture
 from llama_ssp.settings.schema import RunConfig, TargetKind
 from llama_ssp.speculate.drafters.limited import DraftLimit
 from llama_ssp.speculate.drafters.maker import make_drafters, tree_of
@@ -96,8 +97,7 @@ def load_models(
     """
     target_source, draft_source = sources
     layout = lay_out_replica(config.placement, world_size=world.comm.size, has_draft=draft_source is not None)
-    with on_all_cores(world.cores):
-        mesh = build_mesh(layout, world.comm, num_replicas=config.placement.num_replicas)
+    mesh = _make_mesh(config, layout, world)
     if world.comm.rank == 0:
         _log.info("placement: %s; replicas: %d", layout, config.placement.num_replicas)
     parts = [
@@ -113,7 +113,7 @@ def load_models(
     def loaded(part: str, source: Source, load: Callable[..., Runner]) -> Runner:
         report = partial(progress, part) if progress else None
         runner = load(source.origin, dtype=source.dtype, progress=report, precision=source.precision)
-        _log.info("loaded %s %s", part, source.entry.name)
+        _log.info("loaded %s %s", part, source.entry.label)
         return runner
 
     with raise_on_all_ranks(world.comm):
@@ -153,6 +153,12 @@ def load_models(
     )  # fmt: skip
 
 
+def _make_mesh(config: RunConfig, layout: Layout, world: World) -> Mesh:
+    with on_all_cores(world.cores):
+        mesh = build_mesh(layout, world.comm, num_replicas=config.placement.num_replicas)
+    return with_peer_sums(mesh) if config.own_sums and world.device.type == "cuda" else mesh
+
+
 def agree_on_bits(runners: Sequence[Runner], comm: Comm) -> None:
     """Call models invariant only if all parts of all of them are, on every rank: ranks must reuse the same prompts.
 
@@ -178,7 +184,8 @@ def build_decoder(
 ) -> Decoder:
     """Build a decoder from the models and the config; plain decoding uses the target alone."""
     mesh, device = models.mesh, models.target.device
-    rule = make_rule(config.sampling, config.verification)
+    is_cut = len(mesh.layout.target_ranks) > 1 and config.placement.target.kind is TargetKind.tensor
+    rule = make_rule(config.sampling, config.verification, is_cut=is_cut)
     split = BatchSplit(mesh.replica, mesh.layout.draft_ranks) if speculative and mesh.layout.splits_batch else None
     taps, tree = (models.make_taps(), tree_of(config, device)) if speculative else (None, None)
     drafters, limit = [], None
@@ -186,7 +193,7 @@ def build_decoder(
         if models.draft_context:
             limit = DraftLimit(models.draft_context, depth=tree.depth if tree else None)
         drafters = make_drafters(
-            config, rule=rule, mesh=mesh, runner=models.draft, vocab_size=models.target.vocab_size, device=device,
+            config, mesh=mesh, runner=models.draft, vocab_size=models.target.vocab_size, device=device,
             split=split, tokenizers=models.tokenizers, taps=taps,
         )  # fmt: skip
     verifier = Verifier(

@@ -21,7 +21,7 @@ from llama_ssp.ranks.world import World, start
 from llama_ssp.reports.folder import RunFolder, read_status, write_failure
 from llama_ssp.reports.provenance import git_commit, gpu_links, processor, versions
 from llama_ssp.run.startup import StartClock
-from llama_ssp.settings.schema import RunConfig, to_yaml
+from llama_ssp.settings.schema import RunConfig, SweepPlace, to_yaml
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.terminal.terminal import Terminal
 from llama_ssp.terminal.unread import complain
@@ -56,7 +56,7 @@ def joined(config: RunConfig, clock: StartClock) -> Iterator[tuple[World, Termin
             record(error)
             raise
         clock.reach("joined_s")
-        terminal = Terminal.of_rank(world.comm.rank)
+        terminal = Terminal.of_rank(world.comm.rank, quiet=config.quiet)
         if world.note:
             terminal.say(world.note)
         phase = Phase(doing="loading", limit=f"timeouts.load_s={config.timeouts.load_s:g}")
@@ -92,6 +92,12 @@ def _open_folder(config: RunConfig, world: World, stack: ExitStack) -> RunFolder
     stack.callback(_close_logs)
     _open_logs(Path(config.run_dir), rank=world.comm.rank)
     return folder
+
+
+def begin_point(place: SweepPlace, terminal: Terminal) -> None:
+    """Say on the terminal and in the log which point of a sweep begins."""
+    _log.info("%s", place.title)
+    terminal.point(place.title, is_first=place.number == 1)
 
 
 def _log_ranks(world: World, folder: RunFolder | None) -> None:

@@ -24,10 +24,11 @@ from llama_ssp.registry import imported
 from llama_ssp.reports.folder import RunFolder
 from llama_ssp.run.checkpoints import find_sources, with_number_formats
 from llama_ssp.run.decoders import load_models
-from llama_ssp.run.generation import note_on, with_model_sampling
+from llama_ssp.run.generation import note_on, with_ids, with_model_sampling
 from llama_ssp.run.interruption import interruptible, stopping_on_signals
 from llama_ssp.run.lengths import named
-from llama_ssp.run.opening import joined
+from llama_ssp.run.log_probs import record_log_probs
+from llama_ssp.run.opening import begin_point, joined
 from llama_ssp.run.prompts import Prompt, is_interactive, read_prompts
 from llama_ssp.run.requests import PromptRequest, RequestMaker
 from llama_ssp.run.results import finalize, pass_gate
@@ -71,6 +72,8 @@ def run(config: RunConfig, clock: StartClock) -> bool:
     # DeepSpeed, where it is installed, logs to standard output, which is reserved for texts.
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     with joined(config, clock) as (world, terminal, folder, phase):
+        if config.place:
+            begin_point(config.place, terminal)
         task, setting = task_of(config), f"task={config.task.name}"
         if not task.needs_models:
             do_alone: MachineTask = imported(task.run, setting=setting)
@@ -91,6 +94,8 @@ def run(config: RunConfig, clock: StartClock) -> bool:
                     _converse(session, do_task)
                 else:
                     do_task(session, requests)
+                    if session.config.scores_texts:
+                        record_log_probs(session, requests)
         except InterruptedRun as error:
             interruption = error
         finalize(session)
@@ -111,7 +116,10 @@ def _load(
     sources = find_sources(config, world)
     config, generation = with_number_formats(config, sources), sources[0].generation
     with raise_on_all_ranks(world.comm):
-        config = replace(config, sampling=with_model_sampling(config.sampling, generation))
+        sampling = with_model_sampling(config.sampling, generation)
+        vocab_size = sources[0].origin.shape.vocab_size
+        sampling = with_ids(sampling, sources[0].tokenizer, eos_ids=sources[0].eos_ids, vocab_size=vocab_size)
+        config = replace(config, sampling=sampling)
         check_values(config)
         if folder:
             check_models(folder, sources, config)
@@ -172,7 +180,9 @@ def _read_requests(
     """Read and encode the prompts, the same on every rank; None if they will be typed one by one."""
 
     def read() -> list[dict[str, object]] | None:
-        prompts = None if is_interactive(config) else read_prompts(config)
+        if (types := is_interactive(config)) and config.scores_texts:
+            raise ConfigError("logprobs= scores the texts of prompts that are given: use prompt=TEXT or prompts=FILE")
+        prompts = None if types else read_prompts(config)
         if folder:
             check_lines(folder.lines, config, prompts)
             check_texts(folder.lines, config, prompts, maker)

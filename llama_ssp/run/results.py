@@ -1,8 +1,9 @@
 """The end of a run, even an interrupted one: records and shows its measurements with the forecasts."""
 
 import json
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -22,16 +23,18 @@ from llama_ssp.reports.records import (
     RankMemory,
     RunFacts,
     Span,
+    Summary,
 )
 from llama_ssp.reports.runs import Run
 from llama_ssp.reports.summary import round_gains, summarise
 from llama_ssp.run.session import Session
-from llama_ssp.run.slowness import Surroundings, unusual_times
+from llama_ssp.run.slowness import CoreTimes, Surroundings, disturbance, unusual_times, used_by_others
 from llama_ssp.run.tasks.dry_run import forecast
-from llama_ssp.settings.drafters import draft_name
+from llama_ssp.settings.drafters import draft_label
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.speculate.engine.text import IncrementalText
 
+_log = logging.getLogger(__name__)
 _NUM_EXCERPTS, _MOST_PROMPT_CHARS, _MOST_TOKENS = 3, 400, 512
 
 
@@ -42,12 +45,12 @@ def finalize(session: Session) -> None:
     """
     comm, folder, config = session.world.comm, session.folder, session.config
     session.memory.sample()
-    experts_read_3 = session.experts_read_3
+    experts_read_3, now = session.experts_read_3, CoreTimes.read(session.world.cores)
     own = (
         session.memory.peak_bytes, session.num_read_tokens, session.num_reused_tokens,
-        [0.0] * 3 if experts_read_3 is None else experts_read_3.tolist(),
+        [0.0] * 3 if experts_read_3 is None else experts_read_3.tolist(), now.own_s - session.began.own_s,
     )  # fmt: skip
-    peaks, num_read, num_reused, experts = zip(*map(json.loads, comm.gather_text(json.dumps(own))), strict=True)
+    peaks, num_read, num_reused, experts, used_s = zip(*map(json.loads, comm.gather_text(json.dumps(own))), strict=True)
     activities = _activities(session) if config.speculation.overlap else []
     if folder is None:
         return
@@ -64,7 +67,8 @@ def finalize(session: Session) -> None:
     if num_replicas > 1:
         folder.put_in_order()
     facts = RunFacts(
-        task=task.name, model=config.model.name, draft=draft_name(config.draft), weights=config.weights.name,
+        task=task.name, model=config.model.label, draft=draft_label(config.draft), tree=config.speculation.tree,
+        point=config.place.title if config.place else None, weights=config.weights.name,
         placement=placement | {"num_replicas": num_replicas}, world_size=comm.size, seed=config.seed,
         memory=[
             RankMemory(rank=rank, planned_bytes=expected, measured_peak_bytes=peak)
@@ -84,13 +88,13 @@ def finalize(session: Session) -> None:
         excerpts=excerpts(folder.lines, session.models.tokenizer, gains_of=gains_of),
         num_draft_tokens=most_drafted if session.models.drafts else 0,
     )  # fmt: skip
+    slow, disturbed = _disturbance(session, summary, now, ranks_s=sum(used_s[: session.world.ranks.local_size]))
+    summary = replace(summary, disturbed=disturbed or folder.disturbed)
     folder.write_summary(summary)
     terminal = session.terminal
     terminal.results(summary, run_dir=folder.path, shows_table=bool(folder.lines) and task.shows_table)
-    decoder = session.decoders.get(session.best_mode)
-    around = Surroundings.of(session.world, decoder.threads.slowness if decoder else {})
-    if sentence := unusual_times(summary, plan, around):
-        terminal.say(sentence)
+    if slow:
+        terminal.say(slow)
     if task.finalize:
         imported(task.finalize, setting=f"task={task.name}")(session)
     try:
@@ -100,6 +104,19 @@ def finalize(session: Session) -> None:
         folder.write_kept("report.html", report([run]))
     except ConfigError as error:  # the run is complete without its figures
         terminal.say(f"{error}; llama-ssp report writes report.html later")
+
+
+def _disturbance(
+    session: Session, summary: Summary, now: CoreTimes, *, ranks_s: float
+) -> tuple[str | None, str | None]:
+    """The sentences for the user of a slow run, and for the records of any disturbed one; also into the log."""
+    decoder = session.decoders.get(session.best_mode)
+    others = used_by_others(session.began, now, ranks_s=ranks_s)
+    around = Surroundings.of(session.world, decoder.threads.slowness if decoder else {}, others)
+    slow = unusual_times(summary, session.plan, around)
+    if disturbed := slow or disturbance(summary, around):
+        _log.info("disturbed: %s", disturbed)
+    return slow, disturbed
 
 
 def _activities(session: Session) -> list[RankActivity]:

@@ -23,6 +23,7 @@ from llama_ssp.reports.folder import RunFolder
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine, Evaluation, LineKey
 from llama_ssp.run.decoders import Models, build_decoder
 from llama_ssp.run.requests import PromptRequest, in_turns
+from llama_ssp.run.slowness import CoreTimes
 from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings.schema import RunConfig
@@ -85,6 +86,7 @@ class Session:
         self.experts_read_3 = None if counted_3 is None else torch.zeros_like(counted_3)
         self._warm: set[str] = set()
         self.progress: RunProgress | None = None
+        self.began = CoreTimes.read(self.world.cores)
 
     @property
     def streams(self) -> bool:
@@ -163,7 +165,7 @@ class Session:
         mesh, num_replicas = self.models.mesh, self.config.placement.num_replicas
         todo = [request for request in requests if request.line_key(mode) not in self.finished]
         for group in in_turns(todo, keeps_order=self.streams):
-            whole = self._with_answers(group, mode)
+            whole = self.with_answers(group, mode)
             if mode not in self._warm:
                 self.warm_up(whole, [mode])
             decoder = self.ready_decoder(mode, whole)
@@ -185,7 +187,7 @@ class Session:
         if self.experts_read_3 is not None and counted_3 is not None:
             self.experts_read_3.add_(counted_3, alpha=sign)
 
-    def _with_answers(self, requests: Sequence[PromptRequest], mode: str) -> list[PromptRequest]:
+    def with_answers(self, requests: Sequence[PromptRequest], mode: str) -> list[PromptRequest]:
         """Put the answers to earlier turns, which rank 0 has recorded, into the prompts of later ones."""
         if not any(request.source.earlier for request in requests):
             return [*requests]

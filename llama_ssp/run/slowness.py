@@ -1,8 +1,11 @@
 """Says why a run took another time than its forecast, as far as this machine shows it."""
 
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +22,39 @@ _RUNNING_SHARE = 0.6
 """Share of its time that a rank that drafts runs, where nobody disturbs it."""
 _BUSY_SHARE = 0.25
 """Share of the cores that other programs must use to be named."""
+_LEAST_S = 0.3
+"""The kernel counts the time of cores in steps of 10 ms."""
+_CORES = Path("/proc/stat")
+
+
+class CoreTimes(NamedTuple):
+    """Seconds so far: of a clock, of this process and its ended children, and of all programs on some cores.
+
+    The last one is None where the system does not count it.
+    """
+
+    clock_s: float
+    own_s: float
+    all_s: float | None
+
+    @classmethod
+    def read(cls, cores: Container[int]) -> "CoreTimes":
+        """Read the times of now."""
+        own, busy = os.times(), None
+        if _CORES.exists():
+            lines = [line.split() for line in _CORES.read_text(encoding="ascii").splitlines() if line.startswith("cpu")]
+            ticks = [map(int, line[1:8]) for line in lines if line[0][3:].isdecimal() and int(line[0][3:]) in cores]
+            busy = sum(user + nice + system + irq + soft for user, nice, system, _, _, irq, soft in ticks)
+        all_s = busy / os.sysconf("SC_CLK_TCK") if busy is not None else None
+        return cls(time.monotonic(), sum(own[:4]), all_s)
+
+
+def used_by_others(began: CoreTimes, ended: CoreTimes, *, ranks_s: float) -> float | None:
+    """The mean number of cores that other programs used; None if unknown or too short. The ranks used `ranks_s`."""
+    took_s = ended.clock_s - began.clock_s
+    if began.all_s is None or ended.all_s is None or took_s < _LEAST_S:
+        return None
+    return max(0.0, ended.all_s - began.all_s - ranks_s) / took_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +64,7 @@ class Surroundings:
     Attributes:
         num_ranks: ranks that share the cores of this one.
         num_threads: of all these ranks.
-        load: of all programs over the last minute; None if the machine has further cores, on which they may run.
+        others: cores that other programs used; None if unknown.
         slowness: by number of threads, where the run chose it; see `ThreadChoice`.
     """
 
@@ -36,17 +72,29 @@ class Surroundings:
     num_ranks: int
     num_threads: int
     num_cores: int
-    load: float | None
+    others: float | None
     slowness: Mapping[int, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, world: World, slowness: Mapping[int, float]) -> "Surroundings":
+    def of(cls, world: World, slowness: Mapping[int, float], others: float | None) -> "Surroundings":
         """Those of this process and the ranks that share its cores."""
         num_ranks, num_cores = world.num_sharers, len(world.cores)
         return cls(
             device=world.device.type, num_ranks=num_ranks, num_threads=torch.get_num_threads() * num_ranks,
-            num_cores=num_cores, load=os.getloadavg()[0] if num_cores == os.cpu_count() else None, slowness=slowness,
+            num_cores=num_cores, others=others, slowness=slowness,
         )  # fmt: skip
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether other programs used much of the cores."""
+        return (self.others or 0.0) > _BUSY_SHARE * self.num_cores
+
+
+def disturbance(summary: Summary, around: Surroundings) -> str | None:
+    """Say that other programs used the cores of a run that computes on them; None of others, and of a short run."""
+    if around.device != "cpu" or not around.is_disturbed or summary.num_new_tokens < _LEAST_TOKENS:
+        return None
+    return f"other programs used {around.others:.1f} of {around.num_cores} cores"
 
 
 def unusual_times(summary: Summary, plan: Plan | None, around: Surroundings) -> str | None:
@@ -96,8 +144,6 @@ def _late_draft(summary: Summary, timed: Timing, around: Surroundings) -> str | 
 def _reason(around: Surroundings) -> str:
     """The causes that this machine shows, or how to find others."""
     is_on_cpu, cores = around.device == "cpu", around.num_cores
-    own = around.num_threads if is_on_cpu else around.num_ranks
-    others = 0.0 if around.load is None else around.load - own
     reasons = []
     if is_on_cpu and around.num_ranks == 1 and around.num_threads < cores:
         reasons.append(
@@ -111,8 +157,8 @@ def _reason(around: Surroundings) -> str:
     if is_on_cpu and around.num_threads > cores:
         remedy = "start fewer ranks" if around.num_ranks > 1 else f"set OMP_NUM_THREADS to {cores}"
         reasons.append(f"{around.num_threads} threads share {cores} cores ({remedy})")
-    if others > _BUSY_SHARE * cores:
-        reasons.append(f"other programs run about {others:.0f} threads on these {cores} cores (end them)")
+    if around.is_disturbed:
+        reasons.append(f"other programs used {around.others:.1f} of these {cores} cores (end them)")
     if not reasons:
         gpu = "" if is_on_cpu else "nvidia-smi shows whether the GPU is shared or throttled; "
         measure = "task=calibrate measures this one, hardware=NAME names one"

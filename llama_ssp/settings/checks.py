@@ -16,7 +16,7 @@ from llama_ssp.catalogue import ENDINGS_WITH_FIELDS, ModelConfig, ending_of, is_
 from llama_ssp.errors import ConfigError, refuse, unknown_name
 from llama_ssp.machines import hardware
 from llama_ssp.settings import drafters, layout, schema
-from llama_ssp.settings.rules import AT_ZERO, DEFAULT, RULES, at_every_temperature
+from llama_ssp.settings.rules import AT_ZERO, RULES, at_every_temperature, rules
 from llama_ssp.settings.schema import LAUNCHER, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import NoEffect, default_of, task_of
 from llama_ssp.settings.trees import tree_shape
@@ -106,6 +106,8 @@ _NUM_DRAFTED = range(1, 1025)  # the planner tries every value up to K
 _NUM_SAMPLES = range(1, 10**6 + 1)  # all prompts are in memory before the first one starts
 _MAX_TIMEOUT_S = 2 * 10**6  # must fit into 32 bits as milliseconds
 _COLDEST = 1e-6  # below this, logits / temperature can overflow fp32
+_NUM_TOP = range(101)
+_TOP = "0 to 100 of the most probable tokens, or {null} to switch it off"
 _DRAFTED = "at least 1 and at most 1024, for example 4, or auto"
 _TEMPERATURE = f"0 (greedy) or at least {_COLDEST}, for example 0.8"
 _SHARE = "above 0 and at most 1, or {null} to switch it off"
@@ -122,6 +124,10 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("sampling.repetition_penalty", lambda p: 0 < p < math.inf, "above 0, for example 1.1; 1 switches it off"),
     ("sampling.frequency_penalty", math.isfinite, _PENALTY),
     ("sampling.presence_penalty", math.isfinite, _PENALTY),
+    ("sampling.min_new_tokens", lambda n: n >= 1, "at least 1, or {null} to switch it off"),
+    ("sampling.logit_bias", lambda b: all(map(math.isfinite, b.values())), "finite numbers, such as {{198: -100}}"),
+    ("logprobs", lambda n: n in _NUM_TOP, _TOP),
+    ("prompt_logprobs", lambda n: n in _NUM_TOP, _TOP),
     ("max_new_tokens", lambda n: n >= 1, "at least 1, for example 64"),
     ("batch_size", lambda n: n >= 1, "at least 1 sequence"),
     ("prompt_tokens", lambda n: n >= 1, "at least 1, for example 128"),
@@ -153,6 +159,13 @@ def _ranges(config: RunConfig) -> Iterator[str]:
             yield f"{said(key, value)} must be {required.format(null=value_of(None))}"
     for name in {*config.sampling.from_model} - schema.FROM_MODEL:
         yield unknown_name("name in sampling.from_model", name, schema.FROM_MODEL)
+    if not all(map(str.strip, config.sampling.bad_words)):
+        yield f"{key_of('sampling.bad_words')} has an empty text: leave it out"
+    if (least := config.sampling.min_new_tokens or 0) > config.max_new_tokens:
+        yield (
+            f"{said('sampling.min_new_tokens', least)} is more than {said('max_new_tokens', config.max_new_tokens)}: "
+            "give fewer"
+        )
     if "" in config.stop_strings:
         texts = said("stop_strings", r'["\n\n"]')
         yield f"{key_of('stop_strings')} has an empty string, which matches everywhere: give texts such as {texts}"
@@ -228,7 +241,8 @@ def _tree(config: RunConfig) -> Iterator[str]:
         return
     rule, kind = config.verification.rule, placement.target.kind
     own, auto = said("draft.tokenizer", "own"), said("speculation.num_draft_tokens", schema.ADAPTIVE)
-    exact = f"{said('verification', DEFAULT)} or {said('sampling', 'greedy')}"
+    of_trees = [name for name, record in rules().items() if record.needs_probs]
+    exact = f"{' or '.join(said('verification', name) for name in of_trees)}, or {said('sampling', 'greedy')}"
     needed = {
         f"a draft with trees, and draft={draft.kind} has none: give a draft model or head with draft=NAME, or "
         f"draft={drafters.NGRAM_DRAFT}": not drafters.drafter_of(draft).has_trees,
@@ -237,8 +251,9 @@ def _tree(config: RunConfig) -> Iterator[str]:
             shape.is_dynamic and draft.model is None,
         f"a draft with the target's tokenizer: leave {own} out": drafters.has_own_tokenizer(draft),
         f"{exact}, and {said('verification', rule)} has no exact rule for trees":
-            rule not in {DEFAULT, AT_ZERO} and config.sampling.temperature > 0,
-        "sampling without penalties, which see another text on every path: leave them out": config.sampling.penalizes,
+            rule not in {*of_trees, AT_ZERO} and config.sampling.temperature > 0,
+        "sampling without penalties, biases and bans, which see another text on every path: leave them out":
+            config.sampling.penalizes,
         f"equal rounds: leave {auto} out": speculation.num_draft_tokens == schema.ADAPTIVE,
         "rounds one after the other: leave speculation.overlap=true out": speculation.overlap,
         "one draft for all rows: use placement=one_rank, sharded or own_gpu":
@@ -446,6 +461,7 @@ _WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
         lambda c: c.sampling.temperature == 0,
         "at temperature 0, which always takes the most probable token",
     ),
+    ("sampling.min_new_tokens", lambda c: c.ignore_eos, "with ignore_eos=true, where no token ends a text"),
     (
         "num_samples",
         lambda c: c.sampling.temperature == 0 and c.num_samples > 1,

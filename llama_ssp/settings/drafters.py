@@ -44,10 +44,15 @@ def drafts(draft: DrafterConfig) -> bool:
 
 
 def draft_name(draft: DrafterConfig) -> str | None:
-    """The draft's name in reports: its model, else its kind; None for plain decoding."""
+    """The draft's name: its model's entry, else its kind; None for plain decoding."""
     if not drafts(draft):
         return None
     return draft.model.name if draft.model else draft.kind
+
+
+def draft_label(draft: DrafterConfig) -> str | None:
+    """The draft's name in reports, as `draft_name`, with that of a model's folder."""
+    return draft.model.label if draft.model else draft_name(draft)
 
 
 class DraftTokenizer(Enum):

@@ -145,6 +145,18 @@ class SamplingConfig:
     )
     frequency_penalty: float = setting(0.0, "taken off the logit of a token for each time that the new text has it.")
     presence_penalty: float = setting(0.0, "taken off the logit of every token that the new text has.")
+    logit_bias: dict[int, float] = made(dict, "numbers added to the logits of tokens, by their ids, as in {198: -2.5}.")
+    bad_words: list[str] = made(
+        list,
+        "texts that are not written, also with a space before them: the token that would complete the ids of one has "
+        "probability 0; other ids may still spell it.",
+    )
+    min_new_tokens: int | None = setting(
+        None, "no end-of-sequence token before so many new tokens; stop_strings still end a completion."
+    )
+    # of the model's files, once they are read (`run.generation.with_ids`); no settings.
+    bad_ids: tuple[tuple[int, ...], ...] = field(default=(), metadata={"omegaconf_ignore": True})
+    eos_ids: tuple[int, ...] = field(default=(), metadata={"omegaconf_ignore": True})
     from_model: list[str] = made(
         list,
         "of these settings, those that take the values of the model's generation_config.json, unless you give them.",
@@ -157,8 +169,14 @@ class SamplingConfig:
 
     @property
     def penalizes(self) -> bool:
-        """Whether tokens of prompt and text are penalized."""
-        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+        """Whether logits are changed before the temperature, by token or by the text before them."""
+        counts = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+        return counts or bool(self.logit_bias or self.bad_words or self.min_new_tokens)
+
+    @property
+    def takes_best(self) -> bool:
+        """Whether a token is the one with the model's largest logit."""
+        return self.temperature == 0 and not self.penalizes
 
 
 @dataclass(kw_only=True)
@@ -253,6 +271,25 @@ class TaskConfig:
     name: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class SweepPlace:
+    """Where a run stands in a sweep: its number from 1, and the settings in which points differ."""
+
+    number: int
+    num_points: int
+    settings: str
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+        return f"point {self.number} of {self.num_points}"
+
+    @property
+    def title(self) -> str:
+        """Its name with its settings."""
+        return f"{self.name}: {self.settings}" if self.settings else self.name
+
+
 @dataclass(kw_only=True)
 class RunConfig:
     """All settings of one run."""
@@ -302,9 +339,21 @@ class RunConfig:
         list,
         r'texts or special tokens that end a completion and stay in it, as in ["\n\n"]; \n is a line break, \t a tab.',
     )
+    logprobs: int | None = setting(
+        None,
+        "log-probabilities of every new token and of the N most probable ones in its place, under the model "
+        "(temperature 1, before all processors), and under the law of the draws if it is another; logprobs.jsonl has "
+        "them. The target reads every text once more.",
+    )
+    prompt_logprobs: int | None = setting(None, "the same of the prompt's tokens, under the model.")
     device: DeviceKind = setting(DeviceKind.auto, "cpu, cuda, or auto, which takes GPUs when every rank has one.")
     cuda_graphs: bool = setting(
         True, "on GPUs, captures rounds as CUDA graphs and replays them; false launches every operator from Python."
+    )
+    own_sums: bool = setting(
+        False,
+        "true sums small tensors over the GPUs of a node by a kernel of the program, if it is right at start, and else "
+        "by NCCL; so far not seen on several GPUs.",
     )
     hardware: dict[str, Any] = made(
         dict,
@@ -318,6 +367,16 @@ class RunConfig:
     resume: Resume = setting(
         Resume.if_unchanged, "anyway resumes also a folder whose models have other files now, or of an earlier version."
     )
+    quiet: bool = setting(
+        False, "true prints tables alone: prompts and texts are only in the records, notes on standard error."
+    )
+    # of a point of a sweep, which the command line finds; no setting.
+    place: SweepPlace | None = field(default=None, repr=False, metadata={"omegaconf_ignore": True})
+
+    @property
+    def scores_texts(self) -> bool:
+        """Whether the target reads every text once more, for log-probabilities."""
+        return self.logprobs is not None or self.prompt_logprobs is not None
 
     @property
     def is_synthetic(self) -> bool:
@@ -396,12 +455,12 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_str(member.name))
 
 
-_OF_FILES = ("stored_format", "modules")
+_NO_SETTINGS = ("stored_format", "modules", "place", "bad_ids", "eos_ids")
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Write all settings of a run as YAML, without what only the files of its models say."""
+    """Write all settings of a run as YAML, without what its sweep and the files of its models say."""
     settings = asdict(
-        config, dict_factory=lambda entries: {name: value for name, value in entries if name not in _OF_FILES}
+        config, dict_factory=lambda entries: {name: value for name, value in entries if name not in _NO_SETTINGS}
     )
     return yaml.dump(settings, Dumper=_Dumper, sort_keys=False, allow_unicode=True)

@@ -7,11 +7,13 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 from llama_ssp.registry import Registry, imported
 
 NO_QUANTIZATION = "none"  # Default of `model.quantization`.
+NO_SLOWDOWN: Mapping[str, float] = MappingProxyType({})
 
 
 class Package(NamedTuple):
@@ -149,10 +151,18 @@ class StorageFormat:
     draft_advice: str | None = None
     target_advice: str | None = None  # the same about a target.
 
-    def read_bytes(self, rows: int, packed: int, unquantized: int, *, device: str) -> float:
-        """Cost of a product as bytes read; our kernels on CPUs read the packed matrix once, whatever the rows."""
-        on_cpu = device == "cpu" and self.fp32_on_cpus
-        return packed if on_cpu else self.gpu_read_bytes(rows, packed, unquantized)
+    def read_bytes(
+        self, rows: int, packed: int, unquantized: int, *, device: str, slowdown: Mapping[str, float] = NO_SLOWDOWN
+    ) -> float:
+        """Cost of a product as bytes read; our kernels on CPUs read the packed matrix once, whatever the rows.
+
+        `slowdown` has int8 and int4 where a machine reads packed weights otherwise than `READ_SLOWDOWN`.
+        """
+        if device == "cpu" and self.fp32_on_cpus:
+            return packed
+        if self.gpu_read_bytes is few_rows_bytes:
+            return few_rows_bytes(rows, packed, unquantized, slowdown)
+        return self.gpu_read_bytes(rows, packed, unquantized)
 
     @cached_property
     def is_quantized(self) -> bool:
@@ -230,13 +240,15 @@ ROW_SHARE = {8: 0.0206, 4: 0.0137}
 int8 17 and 32 us, in int4 12 and 22 (docs/findings/gpus.md)."""
 
 
-def few_rows_bytes(rows: int, packed: int, unquantized: int) -> float:
+def few_rows_bytes(rows: int, packed: int, unquantized: int, slowdown: Mapping[str, float] = NO_SLOWDOWN) -> float:
     """Our kernel's time grows with the rows, until a matrix that is unpacked, written and read again takes no longer.
 
     Packed weights of less than a third of the unquantized bytes have 4 bits.
     """
     bits = 4 if 3 * packed < unquantized else 8
-    return min(READ_SLOWDOWN[bits] * packed + ROW_SHARE[bits] * (rows - 1) * unquantized, packed + 2 * unquantized)
+    times = slowdown.get(f"int{bits}", READ_SLOWDOWN[bits]) / READ_SLOWDOWN[bits]
+    few = READ_SLOWDOWN[bits] * packed + ROW_SHARE[bits] * (rows - 1) * unquantized
+    return min(times * few, packed + 2 * unquantized)
 
 
 OWN_DTYPE = "auto"  # Default of `model.cache_dtype`.

@@ -9,6 +9,7 @@ from rich.padding import PaddingDimensions
 from rich.table import Table
 from rich.text import Text
 
+from llama_ssp.reports import tables as reports
 from llama_ssp.reports.records import (
     MEASURE_COLUMNS,
     PLAIN,
@@ -96,6 +97,22 @@ def benchmark_table(cells: Sequence[BenchmarkCell]) -> RenderableType:
     return Group(Text(title, style="bold"), Text(), _figures(headings, found, padding=0))
 
 
+def runs_table(shown: reports.Table) -> RenderableType:
+    """Lay out the table of a sweep: a line for each run, and its intervals below."""
+
+    def text(cell: reports.Cell) -> str:
+        return f"{cell.text}\n{cell.interval.replace(' to ', '..')}" if cell.interval else cell.text
+
+    headings = [visible(name.replace(", ", "\n").replace("s/r", "s\n/r")) for name in shown.columns]
+    table = _figures(headings, [[*map(text, row)] for row in shown.rows], padding=(0, 0, 0, 1))
+    for column in table.columns[: shown.num_left]:
+        column.justify = "left"
+    marked = any(row[0].text.endswith(reports.DISTURBED) for row in shown.rows)
+    meaning = "medians over prompts, with 95 % intervals from 6 prompts on; speed-up: plain over speculative"
+    note = Text(f"\n{reports.DISTURBED} disturbed: summary.json of the run says by what" if marked else "")
+    return Group(Text(), Text("All points", style="bold"), Text(meaning, style="bright_black"), Text(), table, note)
+
+
 def verdict_table(evaluation: Evaluation) -> RenderableType:
     """Lay out the verdict of an evaluation: its figures, one per line, and the sentence."""
     rows = [[*map(visible, measure.cells)] for measure in evaluation.measures]
@@ -125,7 +142,7 @@ def closing_line(summary: Summary) -> Text:
 def _title(summary: Summary) -> Text:
     models = summary.model
     if summary.speculative:
-        models += f" with {summary.draft}, K = {summary.speculative.drafting}"
+        models += f" with {summary.draft}, {summary.drafting}"
     if summary.weights != "checkpoint":
         models += f", {summary.weights} weights"
     counts = ((summary.num_prompts, "prompt"), (summary.num_new_tokens, "token"), (summary.world_size, "rank"))

@@ -21,12 +21,14 @@ from rich.text import Text
 
 from llama_ssp.errors import SspError
 from llama_ssp.reports.records import Summary
+from llama_ssp.reports.tables import DISTURBED, Table
 from llama_ssp.terminal.progress import Pace, ProgressView, RunProgress
 from llama_ssp.terminal.tables import (
     ACCEPTED_STYLE,
     OWN_STYLE,
     benchmark_table,
     closing_line,
+    runs_table,
     summary_table,
     verdict_table,
 )
@@ -90,21 +92,23 @@ class Output(Console):
 class Terminal:
     """The terminal of rank 0, as consoles of standard output and standard error; on other ranks it is silent."""
 
-    def __init__(self, *, out: Output, err: Output) -> None:
+    def __init__(self, *, out: Output, err: Output, quiet: bool = False) -> None:
         self._out = out
+        self._is_quiet = quiet
         self._err = err
         self._shown: list[RenderableType] = []
         self._text = Text()
         self._view: ProgressView | None = None
 
     @classmethod
-    def of_rank(cls, world_rank: int) -> "Terminal":
-        """Use this process's own streams on rank 0, and none on any other rank."""
+    def of_rank(cls, world_rank: int, *, quiet: bool = False) -> "Terminal":
+        """Use this process's own streams on rank 0, and none on any other rank; `quiet` shows tables alone."""
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, TextIOWrapper):
                 stream.reconfigure(errors="replace")
         silent = world_rank != 0
-        return cls(out=Output(quiet=silent, highlight=False), err=Output(quiet=silent, highlight=False, stderr=True))
+        out, err = (Output(quiet=silent, highlight=False, stderr=is_error) for is_error in (False, True))
+        return cls(out=out, err=err, quiet=quiet)
 
     @contextmanager
     def while_read(self, stop: Callable[[], None]) -> Iterator[None]:
@@ -120,6 +124,12 @@ class Terminal:
         """Whether somebody sees standard output on a terminal."""
         return self._out.is_terminal and not self._out.quiet
 
+    def point(self, title: str, *, is_first: bool) -> None:
+        """Begin a point of a sweep with a double line across the screen."""
+        if not is_first:
+            self._show(Text())
+        self._show(Rule(Text(visible(title), style="bold"), characters="═", align="left", style="bright_black"))
+
     def heading(
         self, name: str, *, prompt: int, num_prompts: int | None, sample: int = 0, num_samples: int = 1
     ) -> None:
@@ -127,6 +137,8 @@ class Terminal:
 
         `name` is that of a mode or an excerpt of the prompt; `num_prompts` is None if unknown.
         """
+        if self._is_quiet:
+            return
         if self._shown:
             self._show(Text())
         elif self._out.color_system:
@@ -159,7 +171,8 @@ class Terminal:
         """Write a record such as ASCII JSON to standard output, for programs to read: unchanged, with a line feed."""
         if self._view:
             self._view.hide()
-        self._out.write_raw(text + "\n")
+        if not self._is_quiet:
+            self._out.write_raw(text + "\n")
 
     def results(self, summary: Summary, *, run_dir: Path, shows_table: bool = True) -> None:
         """Show the tables of a run that has ended, and on standard error how fast it was and where its records are."""
@@ -168,9 +181,15 @@ class Terminal:
             self._show(benchmark_table(summary.cells))
         if shows_table:
             self._show(summary_table(summary))
+        if summary.disturbed and (shows_table or summary.cells):
+            self._show(Text(f"{DISTURBED} disturbed: {visible(summary.disturbed)}"))
         if summary.evaluation:
             self._show(verdict_table(summary.evaluation))
         self.say(f"{closing_line(summary)}; records in {run_dir}")
+
+    def sweep(self, table: Table) -> None:
+        """Show the table over the points of a sweep."""
+        self._show(runs_table(table))
 
     def say(self, sentence: str) -> None:
         """Write a sentence to standard error: on a terminal wrapped between words, elsewhere as one line."""
@@ -198,7 +217,8 @@ class Terminal:
 
         With `shows_texts`, texts go to standard output meanwhile; they cannot share a screen with a bar.
         """
-        has_bar = self._err.is_terminal and not (shows_texts and self._out.is_terminal)
+        shares = shows_texts and self._out.is_terminal and not self._is_quiet
+        has_bar = self._err.is_terminal and not shares
         bars = ProgressView(self._err, MofNCompleteColumn()) if has_bar else None
         write = None if self._err.is_terminal else self.say
         with self._showing(bars):
@@ -244,6 +264,8 @@ class Terminal:
         self._shown.append(renderable)
 
     def _write(self, text: str, style: str) -> None:
+        if self._is_quiet:
+            return
         shown = visible(text)
         self._text.append(shown, style)
         if self._out.is_terminal:

@@ -97,7 +97,9 @@ def with_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
             f"{folder} does not fit {checkpoint.folder}, as in {summary(unfit)}: lora_A and lora_B of rank "
             f"{config['r']}, or that of rank_pattern, and of the sizes of a weight in 16 or 32 bits are required"
         )
-    return replace(checkpoint, tensors={**checkpoint.tensors, **{name: each for name, each in merged.items() if each}})
+    return replace(
+        checkpoint, tensors={**checkpoint.tensors, **{name: tensor for name, tensor in merged.items() if tensor}}
+    )
 
 
 def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:

@@ -96,7 +96,7 @@ def inspect(folder: Path, *, config_alone: bool = False) -> Checkpoint:
         shape = shape_of(config) if head is None else head.shape_over(shape_of(config))
     except (AttributeError, KeyError, TypeError, ZeroDivisionError) as error:
         raise CheckpointError(f"{folder}/config.json describes no decoder with attention: {error}") from error
-    sizes = {each.name: getattr(shape, each.name) for each in fields(shape) if each.default is MISSING}
+    sizes = {entry.name: getattr(shape, entry.name) for entry in fields(shape) if entry.default is MISSING}
     small = [f"{name} {size}" for name, size in sizes.items() if type(size) is int and size < 1]
     if small:
         message = f"{folder}/config.json gives {', '.join(small)}, but at least 1 is required: copy it again"
@@ -105,7 +105,7 @@ def inspect(folder: Path, *, config_alone: bool = False) -> Checkpoint:
         config.vocab_size = shape.vocab_size
     tensors = {} if config_alone else _list_tensors(folder, is_head=head is not None)
     if text is not content:
-        tensors = {of_text(name): each for name, each in tensors.items()}
+        tensors = {of_text(name): tensor for name, tensor in tensors.items()}
     packed = combine(tensors, layout, folder) if layout and tensors else tensors
     return Checkpoint(folder=folder, config=config, shape=shape, tensors=join_experts(packed, folder), head=head)
 

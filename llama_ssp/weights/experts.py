@@ -92,8 +92,8 @@ def _joined(name: str, experts: Mapping[int, Mapping[int, StoredTensor | PackedT
     first = next(iter(experts[min(experts)].values()))
     facts = first.shape, first.dtype, first.storage
     alike = tuple(
-        tuple(each for place in range(num_matrices) if (each := experts[number].get(place))
-              and (each.shape, each.dtype, each.storage) == facts)
+        tuple(matrix for place in range(num_matrices) if (matrix := experts[number].get(place))
+              and (matrix.shape, matrix.dtype, matrix.storage) == facts)
         for number in sorted(experts)
     )  # fmt: skip
     if sorted(experts) != [*range(len(experts))] or any(len(matrices) < num_matrices for matrices in alike):

@@ -71,7 +71,7 @@ class HeadSource:
 
     def read(self, name: str, **wanted: Unpack[Wanted]) -> Tensor:
         """See `WeightSource.read`."""
-        stored = next((each for each in self.files.tensors if _named(each) == name), None)
+        stored = next((tensor for tensor in self.files.tensors if _named(tensor) == name), None)
         return self.target.read(name, **wanted) if stored is None else self.files.read(stored, **wanted)
 
     @property

@@ -26,7 +26,7 @@ class Int4Tensor(BlockTensor):
         assert inputs.start % group == 0 == inputs.stop % group, "a slice has whole groups"
         self._check_order(inputs)
         columns, columns_G = self._blocks(inputs[::group], 1)
-        scales_OG, zeros_OG = (each[:, columns_G] for each in self._steps(outputs, columns))
+        scales_OG, zeros_OG = (values[:, columns_G] for values in self._steps(outputs, columns))
         return int4_rows.pack(self._codes(outputs, inputs), scales_OG, zeros_OG)
 
     def _steps(self, outputs: range, groups: range) -> tuple[Tensor, Tensor]:
@@ -59,7 +59,9 @@ class Int4Tensor(BlockTensor):
             with_gaps_I = torch.full((int(sizes_G.sum()),), int4_rows.GAP)
             order_I = with_gaps_I.scatter_(0, places_I, order_I)
         codes_OI = codes_OI[:, order_I.where(order_I < int4_rows.GAP, 0)]
-        scales_OG, zeros_OG = (each.repeat_interleave(sizes_G // group, dim=1) for each in self._steps(outputs, groups))
+        scales_OG, zeros_OG = (
+            values.repeat_interleave(sizes_G // group, dim=1) for values in self._steps(outputs, groups)
+        )
         return int4_rows.pack(codes_OI, scales_OG, zeros_OG, order_I)
 
     def _codes(self, outputs: range, inputs: range) -> Tensor:

@@ -99,6 +99,13 @@ _BOTH_TEMPERATURES = [
 CELLS = [
     *_SAMPLED, *_BOTH_TEMPERATURES, *map(greedy, _BOTH_TEMPERATURES),
     *(greedy(Cell(target, (0,), pair=SYNTHETIC)) for target in (BOTH, ALL_3, ALL_4)),
+    greedy(Cell(BOTH, BOTH, SHARDED)),
+    greedy(heavy(BOTH, BOTH, SHARDED, pair="head", batch_size=3)),
+    greedy(heavy(BOTH, BOTH, SHARDED, pair="gpt_neox", batch_size=3)),
+    greedy(heavy(BOTH, BOTH, REPLICATED, adapts=True)),
+    greedy(heavy(ALL_3, ALL_3, SHARDED, pair="llama", batch_size=3)),
+    greedy(heavy(BOTH, (2,), OWN_GPU, batch_size=5, overlaps=True)),
+    greedy(heavy(BOTH, BOTH, SHARDED, tree="3x2x1", batch_size=5)),
     greedy(heavy((0,), (1,), OWN_GPU, batch_size=5, overlaps=True)),
     greedy(slow((0,), (1, 2), OWN_GPU, batch_size=5, overlaps=True)),
 ]  # fmt: skip

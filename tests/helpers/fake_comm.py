@@ -58,6 +58,10 @@ class ThreadComm(Comm):
         elif self.rank == dst and values is not None:
             self.receive(values, src=src)
 
+    def gather_text(self, text: str) -> list[str]:
+        """Texts of all threads."""
+        return [bytes(part.tolist()).decode() for part in self._swap(torch.tensor([*text.encode()], dtype=torch.uint8))]
+
     def barrier(self) -> None:
         """Wait for all threads."""
         self.meeting.wait(timeout=60)

@@ -50,7 +50,7 @@ def bonus_of_draft(verify: Verify) -> Verify:
         num, probs_BTV = draft.ids_BK.shape[1] - 1, draft.probs_BTV
         if probs_BTV is not None:
             probs_BTV = torch.cat([probs_BTV[:, :num], torch.zeros_like(probs_BTV[:, :1])], dim=1)
-        if draws:
+        if "draws" in draws:
             draws = {"draws": draws["draws"]._replace(accept_BK=draws["draws"].accept_BK[:, :num])}
         verdict = verify(Draft(draft.ids_BK[:, :num], probs_BTV), target_BTV[:, : num + 1].contiguous(), **draws)
         is_bonus_B1 = verdict.num_accepted_B1 == num
@@ -127,17 +127,18 @@ def _by_round(keys_B: Tensor, positions_BT: Tensor, *, vocab_size: int) -> Tenso
     return _exponentials(keys_B, positions_BT[:, :1].expand_as(positions_BT), vocab_size=vocab_size)
 
 
-def _kept(target_BV: Tensor, draft_BV: Tensor, _ids_B1: Tensor, **_: object) -> tuple[Tensor, Tensor]:
+def _kept(laws: trees.NodeLaws, _ids_X1: Tensor | None) -> trees.NodeLaws:
     """The draft's law of the next sibling still has the rejected one."""
-    return trees._normalised((target_BV - draft_BV).clamp_min(0)), draft_BV
+    return _without(laws, None)
 
 
+_without = trees.NodeLaws.without
 _count_tokens, _exponentials, _uniforms = context.count_tokens, uniforms.exponentials, uniforms.UniformTable.uniforms
 _ELSEWHERE: dict[str, tuple[object, str, Callable[..., Any]]] = {
     "forgetful penalty": (context, "count_tokens", _forgetful),
     "key of the run": (uniforms.UniformTable, "uniforms", _of_first_round),
     "key of the round": (rules, "exponentials", _by_round),
-    "kept sibling": (trees, "_rejected", _kept),
+    "kept sibling": (trees.NodeLaws, "without", _kept),
 }
 FAULTS = (*_OF_VERIFICATION, *_ELSEWHERE, "shared race")
 

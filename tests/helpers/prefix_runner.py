@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.cache import Taps
-from llama_ssp.models.runner import Pieces, TreePlaces
+from llama_ssp.models.runner import Pieces, TreePlaces, best_of
 from llama_ssp.workspaces import PerBucket, Workspace
 
 NUM_CLOCK_PHASES = 5
@@ -53,9 +53,17 @@ class PrefixRunner:
         self.head = (torch.randn(8, vocab_size, generator=generator, dtype=torch.float64) * sharpness).to(self.device)
         self.num_forwards = 0
 
-    def allocate(self, *, batch_size: int, capacity: int, num_rolled_back: int = 0) -> None:  # noqa: ARG002
+    def allocate(
+        self,
+        *,
+        batch_size: int,
+        capacity: int,
+        finds_best: bool = False,
+        num_rolled_back: int = 0,  # noqa: ARG002
+    ) -> None:
         """Make a larger cache, in which rubbish follows what is held, as in a reused one."""
         self.num_uses += 1
+        self.finds_best = finds_best
         before = self.slots.cache
         if before.shape[0] == batch_size and before.shape[1] >= capacity:
             return
@@ -92,7 +100,8 @@ class PrefixRunner:
         hidden_BTD = torch.sin(torch.where(seen_BTS1, shown_BSD[:, None], 0.0).sum(2))
         if score_positions_BR is not None:
             hidden_BTD = hidden_BTD.gather(1, score_positions_BR[..., None].expand(-1, -1, 8))
-        return (hidden_BTD @ self.head).float()
+        logits_BRV = (hidden_BTD @ self.head).float()
+        return best_of(logits_BRV) if self.finds_best else logits_BRV
 
     def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
         """See `models.runner.Runner.move`."""

@@ -80,13 +80,13 @@ def modules_of(model: PreTrainedModel, shape: ModelShape) -> Inventory:
             else:
                 vectors[bool(is_inner)] += parameter.numel()
     chosen = shape.num_experts_per_tok / max(shape.num_experts, 1)
-    each, rest = divmod(vectors[True], num_layers)
+    of_layer, rest = divmod(vectors[True], num_layers)
     return Inventory(
         layer=tuple(
             replace(matrix, copies=count / num_layers, num_chosen=matrix.num_chosen * chosen * count / num_layers)
             for matrix, count in layer.items()
         ),
-        layer_vectors=each, embeddings=tuple(embeddings), head=output, final_vectors=vectors[False] + rest,
+        layer_vectors=of_layer, embeddings=tuple(embeddings), head=output, final_vectors=vectors[False] + rest,
         num_layers=num_layers, cached_values=_cached_values(model), states=_states(model),
     )  # fmt: skip
 

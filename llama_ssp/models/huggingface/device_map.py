@@ -36,7 +36,7 @@ class _Names(NamedTuple):
 def check_device_map(devices: Sequence[torch.device], quantization: str) -> None:
     """PlacementError if a format works on one GPU per rank only; `loading.check_model` checks the rest."""
     if format_of(quantization).one_gpu_per_rank and devices[0].type == "cuda" and len(devices) > 1:
-        others = [each.name for each in formats().values() if each.change_weight and not each.one_gpu_per_rank]
+        others = [record.name for record in formats().values() if record.change_weight and not record.one_gpu_per_rank]
         raise PlacementError(
             f"quantization={quantization} supports one GPU per rank, and a layer-wise placement has "
             f"{len(devices)}: use {', '.join(others)} or {NO_QUANTIZATION}, or placement.target.kind=tensor"

@@ -19,7 +19,8 @@ from llama_ssp.models.cache import CachedRunner, LibraryCache, Taps
 from llama_ssp.models.huggingface.experts import ExpertCounter
 from llama_ssp.models.huggingface.families import mask_argument, windows_of
 from llama_ssp.models.huggingface.recurrent import mixers_of, state_of
-from llama_ssp.models.runner import Pieces, TreePlaces, masks_of
+from llama_ssp.models.runner import Pieces, TreePlaces, best_of, masks_of
+from llama_ssp.models.tensor_parallel import GatheredLinear
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.storage.formats import OWN_DTYPE
 
@@ -135,6 +136,9 @@ class ModuleRunner(CachedRunner):
             masks = self._masks.rows(positions_BT, bucket=bucket)
         mask = mask_argument(self._model.config, masks)
         self._counter.chosen.clear()
+        head: Any = self._model.get_output_embeddings()
+        if is_cut := isinstance(head, GatheredLinear):
+            head.gathers = not self.finds_best
         with self._tapped(taps, slots_BT, cache_rows_B):
             logits_BRV: Tensor = self._model(
                 input_ids=ids_BT, attention_mask=mask, position_ids=positions_BT, past_key_values=cache, use_cache=True
@@ -142,6 +146,8 @@ class ModuleRunner(CachedRunner):
         # A verification scores all of several tokens in all rows; a prompt's forward does not.
         if score_positions_BR is None and cache_rows_B is None and ids_BT.shape[1] > 1:
             self._counter.count()
+        if self.finds_best:  # what a family does to logits, it does to each of them alone
+            return best_of(logits_BRV, first=head.first, comm=self.comm) if is_cut else best_of(logits_BRV)
         return logits_BRV.float()
 
     @contextmanager

@@ -125,7 +125,7 @@ def attend_by_mask(
 ) -> Tensor:  # fmt: skip
     """`Attend` by a mask, whose rows are those of the queries of a group; `by_position`, one position after another."""
     group = heads.num // heads.num_kv
-    keys_BNSD, values_BNSD = (kept.unpack(each, queries_MHD.dtype) for each in (keys_BNSW, values_BNSW))
+    keys_BNSD, values_BNSD = (kept.unpack(rows, queries_MHD.dtype) for rows in (keys_BNSW, values_BNSW))
     grouped_BTNGD = queries_MHD.view(batch_size, -1, heads.num_kv, group, heads.dim)
     queries_BNQD = grouped_BTNGD.transpose(1, 2).flatten(2, 3)
 

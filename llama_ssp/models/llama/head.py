@@ -33,7 +33,7 @@ from llama_ssp.weights.head import HeadSource
 
 
 class _JoinedProduct:
-    """The product of queries, keys and values, of the normed embedding beside the normed hidden state."""
+    """The product of queries, keys and values, of the normed embedding and the normed hidden state."""
 
     def __init__(self, norm: Callable[[str], RmsNorm], linear: Linear) -> None:
         self._embedding_norm, self._hidden_norm = norm("input_layernorm"), norm("hidden_norm")
@@ -132,5 +132,8 @@ class HeadRunner(LeanRunner):
             hidden_BRE = self._norm(hidden_BRE)
         if self._token_ids_D is None:
             return hidden_BRE, logits_BRD
+        if self.finds_best:
+            largest_BR1, ids_BR1 = logits_BRD.split(1, dim=-1)
+            return hidden_BRE, torch.cat([largest_BR1, self._token_ids_D[ids_BR1.long()].float()], dim=-1)
         nowhere_BRV = logits_BRD.new_full((*logits_BRD.shape[:2], self.num_token_ids), float("-inf"))
         return hidden_BRE, nowhere_BRV.index_copy_(2, self._token_ids_D, logits_BRD)

@@ -12,7 +12,7 @@ Shapes: M tokens, X heads, I inputs, O outputs, E embedding width, D head dim, a
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,14 +29,24 @@ from llama_ssp.models.llama.attention import CompiledAttention, LayerAttention
 from llama_ssp.models.weights import Weights
 from llama_ssp.ranks.comms import Comm
 
-Stream = tuple[Tensor, Tensor | None]
+
+class Unsummed(NamedTuple):
+    """This rank's part (M, E) of an update, which the next norm sums over the ranks of `comm`."""
+
+    part_ME: Tensor
+    comm: Comm
+
+
+Stream = tuple[Tensor, Tensor | Unsummed | None]
 """The residual stream (M, E), and the pending update to it."""
 
 
 def added(stream: Stream) -> Tensor:
-    """The stream with everything added."""
-    x_ME, pending_ME = stream
-    return x_ME if pending_ME is None else x_ME + pending_ME
+    """The stream with everything added; call it once."""
+    x_ME, pending = stream
+    if isinstance(pending, Unsummed):
+        pending = pending.comm.all_reduce(pending.part_ME)
+    return x_ME if pending is None else x_ME + pending
 
 
 class NormedProduct:
@@ -57,12 +67,14 @@ class NormedProduct:
 
     def __call__(self, stream: Stream) -> tuple[Tensor, Tensor]:
         """Return the whole stream (M, E), which may overwrite the given one, and the product (M, O)."""
-        x_ME, pending_ME = stream
+        x_ME, pending = stream
         if self._native:
             x_ME = added(stream)
             return x_ME, self._native.fused(x_ME)
-        if self._own.add_norm:
-            normed_ME = self._own.add_norm(x_ME, pending_ME, self._norm.weight_E, self._norm.eps)
+        if isinstance(pending, Unsummed) and self._own.add_norm and pending.comm.peers:
+            normed_ME = pending.comm.peers.add_norm(pending.part_ME, x_ME, self._norm.weight_E, self._norm.eps)
+        elif self._own.add_norm and not isinstance(pending, Unsummed):
+            normed_ME = self._own.add_norm(x_ME, pending, self._norm.weight_E, self._norm.eps)
         else:
             x_ME = added(stream)
             normed_ME = self._norm(x_ME)
@@ -87,7 +99,10 @@ class ResidualProduct:
     def __call__(self, x_MI: Tensor, residual_ME: Tensor) -> Stream:
         """Add the output for x to the residual, which may be overwritten."""
         if self.is_shared:
-            sum_ME = self._comm.all_reduce(self.linear(x_MI))
+            part_ME, peers = self.linear(x_MI), self._comm.peers
+            if peers and self._bias_E is None and peers.takes_rows(part_ME):
+                return residual_ME, Unsummed(part_ME, self._comm)
+            sum_ME = self._comm.all_reduce(part_ME)
             return residual_ME, sum_ME if self._bias_E is None else sum_ME.add_(self._bias_E)
         return self.linear.add(x_MI, residual_ME), None
 

@@ -182,7 +182,7 @@ def join_experts(linears: Sequence[Linear]) -> GroupedProduct | None:
     Returns `linear_gpu.product_of_few_rows` of inputs, and of pairs of tokens and experts; None where a layer has no
     such kernel.
     """
-    experts = [each for each in linears if isinstance(each, _WeightOnlyLinear)]
+    experts = [linear for linear in linears if isinstance(linear, _WeightOnlyLinear)]
     if len(experts) < len(linears) or not (few_rows := experts[0]._few_rows):
         return None
     columns = zip(*(expert._operands for expert in experts), strict=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import shorten
 from typing import TypeVar
 
 from llama_ssp.errors import CapacityError, CheckpointError, ConfigError, SspError, one_message, refuse
@@ -16,17 +17,19 @@ from llama_ssp.ranks.process import Ranks, launcher_of
 from llama_ssp.run.tasks.dry_run import check_models, hardware_of, known_prompts, plan_ahead, settings_of_run
 from llama_ssp.settings import checks
 from llama_ssp.settings.compose import Composed, to_run_config
-from llama_ssp.settings.schema import DeviceKind, RunConfig
+from llama_ssp.settings.schema import DeviceKind, RunConfig, SweepPlace
 from llama_ssp.settings.tasks import task_of
 
 _Result = TypeVar("_Result")
+_LONGEST_TITLE = 200
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One point of a sweep: its number from 0, its settings, their config, and the keys that they set."""
+    """One point of a sweep: its number from 0, its place, its settings, their config, and the keys that they set."""
 
     number: int
+    place: SweepPlace
     settings: tuple[str, ...]
     run: RunConfig
     explicit: frozenset[str]
@@ -43,23 +46,26 @@ class Point:
 
     @property
     def name(self) -> str:
-        """Its name in messages."""
+        """Its name in messages about jobs."""
         return f"job {self.number} ({' '.join(self.settings)})"
 
 
 def points_of(composed: Sequence[Composed]) -> list[Point]:
     """The points of a sweep; raises as `to_run_config`."""
-    return [
-        Point(number=number, settings=given.settings, run=to_run_config(given), explicit=given.explicit)
-        for number, given in enumerate(composed)
-    ]
+    points, common = [], set.intersection(*(set(given.settings) for given in composed))
+    for number, given in enumerate(composed):
+        varying = shorten(" ".join(word for word in given.settings if word not in common), _LONGEST_TITLE)
+        place = SweepPlace(number=number + 1, num_points=len(composed), settings=varying)
+        run = to_run_config(given)
+        points.append(Point(number=number, place=place, settings=given.settings, run=run, explicit=given.explicit))
+    return points
 
 
 def repeated(points: Sequence[Point]) -> Iterator[str]:
     """Yield a sentence for the points that are one run, whose settings may be written in several ways."""
     alike: dict[str, list[str]] = {}
     for point in points:
-        alike.setdefault(repr(point.run), []).append(str(point.number))
+        alike.setdefault(repr(point.run), []).append(str(point.number + 1))
     for numbers in alike.values():
         if len(numbers) > 1:
             named = f"{', '.join(numbers[:-1])} and {numbers[-1]}"

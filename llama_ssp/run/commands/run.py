@@ -128,12 +128,17 @@ def _launch(arguments: list[str], ranks: Ranks, act: Act | None, interrupt: _Int
         if interrupt.has_come:  # and is not handled yet
             raise KeyboardInterrupt
         if is_to_stop:
-            sentence = f"interrupted before point {point.number} of the sweep; the same command with the same run_dir"
+            sentence = f"interrupted before {point.place.name}; the same command with the same run_dir"
             raise InterruptedRun(f"{sentence} goes on from here")
         if point.number:
             gc.collect()  # frees the models of the last point: its objects refer to each other
         checked = _check(point, ranks, of_sweep=options.multirun, warns=warns)
         is_to_stop = checked is not None and _act(act or task_code(), *checked, of_sweep=options.multirun)
+    if options.multirun and ranks.rank == 0 and warns:
+        from llama_ssp.run.sweep import show_table  # noqa: PLC0415 - slow to import, needed here only
+
+        with until_unread():
+            show_table([point.run_dir for point in points])
 
 
 def _act(act: Act, run: RunConfig, clock: startup.StartClock, *, of_sweep: bool) -> bool:
@@ -176,15 +181,17 @@ def _is_submitted(points: Sequence[Point], launcher: SlurmConfig | None, ranks: 
 def _check(point: Point, ranks: Ranks, *, of_sweep: bool, warns: bool) -> tuple[RunConfig, startup.StartClock] | None:
     """Check the config of a run or of a point of a sweep; returns what its task needs, or None after a dry run."""
     clock = startup.StartClock(age_s=0.0 if point.number else startup.process_age_s())
-    run = replace(point.run, run_dir=str(point.run_dir)) if of_sweep else point.run
+    run = replace(point.run, run_dir=str(point.run_dir), place=point.place) if of_sweep else point.run
     if run.is_synthetic:
         dry_run.fill_in_sizes(run)
     for unread in checks.check(run, point.explicit, world_size=ranks.size, of_sweep=of_sweep):
         if ranks.rank == 0 and (warns or run.dry_run):
-            complain(f"warning: at point {point.number} of the sweep, {unread}")
+            complain(f"warning: at {point.place.name}, {unread}")
     if run.dry_run:
         if ranks.rank == 0:
             with until_unread():
+                if run.place:
+                    print(visible(f"{run.place.title}\n"))
                 dry_run.dry_run(run, world_size=ranks.size)
         return None
     checks.check_docstrings()

@@ -127,11 +127,10 @@ def _show(jobs: Sequence[_Job], settings: SlurmConfig) -> None:
         for group in _arrays(jobs, settings):
             command = _command(group, settings, after=None)
             print(visible(f"\n{_named(group)} would be queued by\n  {shlex.join(command)}"))
-    common = set.intersection(*(set(job.point.settings) for job in jobs)) if len(jobs) > 1 else set()
-    planned = []
-    for job in jobs:  # each named by the settings that not all have
-        name = [str(job.point.number), *(word for word in job.point.settings if word not in common)]
-        planned.append((" ".join(name), job.plan, expected_hours(job.point.run, job.plan)))
+    planned = [
+        (f"{job.point.number} {job.point.place.settings}".strip(), job.plan, expected_hours(job.point.run, job.plan))
+        for job in jobs
+    ]
     print()
     print_jobs(planned)
 

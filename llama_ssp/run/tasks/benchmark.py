@@ -36,7 +36,7 @@ from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session
 from llama_ssp.run.tasks.dry_run import forecast
 from llama_ssp.run.tasks.records import BenchmarkConfig
-from llama_ssp.settings.drafters import NgramConfig, draft_name, has_own_tokenizer
+from llama_ssp.settings.drafters import NgramConfig, draft_label, has_own_tokenizer
 from llama_ssp.settings.schema import RunConfig, SamplingConfig, WeightsKind
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.loop import Decoder
@@ -158,7 +158,7 @@ def _has_peers(config: RunConfig, *, world_size: int) -> bool:
     entries = [config.model, *([config.draft.model] if config.draft.model else [])]
     is_whole = not any(format_of(entry.quantization).is_quantized or entry.adapter for entry in entries)
     is_requested = isinstance(config.task, BenchmarkConfig) and config.task.peers
-    is_known = config.sampling.frequency_penalty == config.sampling.presence_penalty == 0
+    is_known = not replace(config.sampling, repetition_penalty=1.0).penalizes
     return is_requested and world_size == 1 and config.weights is WeightsKind.checkpoint and is_whole and is_known
 
 
@@ -296,7 +296,7 @@ def _measure(
         expected = forecast(timing(spec, session.plan.hardware))
     expected_ms = {PLAIN: expected.plain_ms_per_token, SPECULATIVE: expected.speculative_ms_per_token}
     return BenchmarkCell(
-        model=config.model.name, draft=draft_name(config.draft), dtype=config.model.dtype.name,
+        model=config.model.label, draft=draft_label(config.draft), dtype=config.model.dtype.name,
         quantization=config.model.quantization, world_size=session.world.comm.size,
         temperature=config.sampling.temperature, max_new_tokens=num_new_tokens,
         num_draft_tokens=num_draft_tokens, prompt_tokens=prompt_tokens, batch_size=batch_size,

@@ -20,7 +20,7 @@ from llama_ssp.machines.machine import detect_hardware, machine_of_run
 from llama_ssp.planning.plan import PLAN_VERSION, Plan, Search, document, make_plan, require_room, shortage
 from llama_ssp.planning.search import choose_placement, search
 from llama_ssp.planning.spec import PlanSpec, check_states, make_spec, resolve_shapes, spec_of_plan
-from llama_ssp.planning.timing import Timing
+from llama_ssp.planning.timing import CostModel, Timing
 from llama_ssp.reports.records import Forecast
 from llama_ssp.run.prompts import STANDARD_INPUT, Prompt, read_prompts
 from llama_ssp.settings.checks import check_plan
@@ -289,7 +289,8 @@ def expected_hours(config: RunConfig, plan: Plan) -> float | None:
     mode_s = timed.speculative_run_s or timed.plain_run_s
     if timed.speculative_run_s and task.has_both_modes:
         mode_s += timed.plain_run_s
-    return num_batches * config.max_new_tokens * mode_s / 3600
+    scoring_s = CostModel(plan.spec, plan.hardware).scoring_s() * (2 if task.has_both_modes else 1)
+    return num_batches * (config.max_new_tokens * mode_s + scoring_s) / 3600
 
 
 def forecast(timed: Timing) -> Forecast:

@@ -46,6 +46,7 @@ class _Lines(Viewer):
         self._write = write
 
     def end(self, line: CompletionLine) -> None:
+        """Print it."""
         self._write(json.dumps(line.fields | asdict(line)))
 
 
@@ -83,6 +84,8 @@ def generate(session: Session, requests: list[PromptRequest]) -> None:
 
     shows_texts = task.format is OutputFormat.text
     viewer: Viewer = Texts(session, name) if shows_texts else _Lines(terminal.line)
+    if not shows_texts and session.config.scores_texts:
+        viewer = Viewer()  # their lines follow with the log-probabilities
     with ExitStack() as stack:
         if task.in_order and not session.streams:
             viewer = in_order = _InOrder(viewer, requests, session.finished, mode)

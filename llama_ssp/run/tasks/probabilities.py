@@ -11,7 +11,7 @@ Shapes: B sequences, S slots, T positions of a forward, V vocabulary.
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, repeat
 from typing import Any, NamedTuple
@@ -28,19 +28,16 @@ from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.run.session import Session
 from llama_ssp.settings.rules import DEFAULT
-from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
+from llama_ssp.settings.schema import VerificationConfig
 from llama_ssp.speculate.drafters.drafter import Drafter
 from llama_ssp.speculate.drafters.maker import make_drafters
-from llama_ssp.speculate.sampling.context import Context, Rows, penalty
+from llama_ssp.speculate.engine.likelihoods import Law, log_probs_of
+from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.law import NUM_NEWEST, LawSums
-from llama_ssp.speculate.sampling.processors import processor
-from llama_ssp.speculate.sampling.rules import make_rule
 from llama_ssp.speculate.sampling.uniforms import PER_DRAW
 from llama_ssp.terminal.progress import Pace
 
 _SCORED = "scored by the target"
-_LogProbs = Callable[[Tensor, Context], Tensor]
-"""Maps logits (B, T, V) and their context to log-probabilities."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,22 +60,6 @@ class TextScore(NamedTuple):
     sums: TextSums | None = None
 
 
-def log_probs_of(sampling: SamplingConfig) -> _LogProbs:
-    """Compose the log-probabilities that tokens are drawn with; those of temperature 1 for greedy text."""
-    penalize = penalty(sampling)
-    process = processor(sampling) if sampling.temperature > 0 else None
-
-    def log_probs(logits_BTV: Tensor, context: Context) -> Tensor:
-        if penalize:
-            logits_BTV = penalize(logits_BTV, context)
-        if process is None:
-            return logits_BTV.log_softmax(-1)
-        # Rounding can move a token out of the most probable ones that sampling keeps: 1e-30 stands for 0.
-        return process(logits_BTV).clamp_min(1e-30).log()
-
-    return log_probs
-
-
 class Scorer:
     """Scores texts of one prompt after the other, `batch_size` rows at a time.
 
@@ -93,7 +74,7 @@ class Scorer:
     """
 
     def __init__(
-        self, target: Runner, log_probs: _LogProbs, *, batch_size: int, longest: int, num_positions: int,
+        self, target: Runner, log_probs: Law, *, batch_size: int, longest: int, num_positions: int,
         drafter: Drafter | None = None, reports: bool = True, taps: Taps | None = None,
         rounds: Rounds = ANY_ROUNDS,
     ) -> None:  # fmt: skip
@@ -258,8 +239,7 @@ def _drafter(session: Session, taps: Taps | None) -> Drafter:
     models, speculation = session.models, replace(session.config.speculation, overlap=False, tree=None)
     config = replace(session.config, verification=VerificationConfig(rule=DEFAULT), speculation=speculation)
     drafter, *_ = make_drafters(
-        config, rule=make_rule(config.sampling, config.verification), mesh=models.mesh, runner=models.draft,
-        vocab_size=models.target.vocab_size, device=models.target.device, tokenizers=models.tokenizers,
-        taps=taps,
+        config, mesh=models.mesh, runner=models.draft, vocab_size=models.target.vocab_size,
+        device=models.target.device, tokenizers=models.tokenizers, taps=taps,
     )  # fmt: skip
     return drafter

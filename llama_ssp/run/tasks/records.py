@@ -129,7 +129,8 @@ def _problems_of_benchmark(config: RunConfig, explicit: frozenset[str]) -> Itera
             f"task.prompt_tokens={task.prompt_tokens} with max_new_tokens={config.max_new_tokens} is more than the "
             f"context of {min(contexts)} tokens: {min(contexts) - config.max_new_tokens} at most would fit"
         )
-    unread = dict.fromkeys(("num_samples", "ignore_eos", "stop_strings", "chat"), "on task=benchmark")
+    names = ("num_samples", "ignore_eos", "stop_strings", "chat", "logprobs", "prompt_logprobs")
+    unread = dict.fromkeys(names, "on task=benchmark")
     unread["batch_size"] = "on task=benchmark: give task.batch_sizes=[...]"
     unread["speculation.num_draft_tokens"] = "on task=benchmark: give task.num_draft_tokens=[...]"
     if not drafts(config.draft):

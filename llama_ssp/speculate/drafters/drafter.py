@@ -146,7 +146,10 @@ class StepwiseDrafter:
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Allocate the cache."""
-        self.runner.allocate(batch_size=batch_size, capacity=num_slots, num_rolled_back=self._num_rolled_back)
+        self.runner.allocate(
+            batch_size=batch_size, capacity=num_slots, finds_best=self._rule.reads_best,
+            num_rolled_back=self._num_rolled_back,
+        )  # fmt: skip
         if batch_size != self._batch_size:  # else graphs read those that are there
             self._tables, self._batch_size = _Tables(batch_size, self.vocab_size, self.runner.device), batch_size
 

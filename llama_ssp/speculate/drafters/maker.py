@@ -22,14 +22,13 @@ from llama_ssp.speculate.drafters.shared import (
     TapsSender,
 )
 from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
-from llama_ssp.speculate.sampling.rules import Rule, make_rule
+from llama_ssp.speculate.sampling.rules import make_rule
 from llama_ssp.speculate.sampling.trees import Tree
 
 
 def make_drafters(
     config: RunConfig,
     *,
-    rule: Rule,
     mesh: Mesh,
     runner: Runner | Head | None,
     vocab_size: int,
@@ -47,14 +46,17 @@ def make_drafters(
     """
     layout, num_draft_tokens = mesh.layout, config.speculation.most_draft_tokens
     has_model = drafter_of(config.draft).has_model
-    if drafts_greedily(config.draft):
-        rule = make_rule(replace(config.sampling, temperature=0.0), config.verification)
     tree = tree_of(config, device)
     receiver = _receiver(config, mesh, vocab_size=vocab_size, device=device) if has_model else None
     if receiver and tree:
         receiver = receiver._replace(num_rows=tree.num_parents)
-    if receiver and receiver.num_left:
-        rule = make_rule(config.sampling, config.verification, breaks_ties=True)
+    sampling = replace(config.sampling, temperature=0.0) if drafts_greedily(config.draft) else config.sampling
+    # A tree takes more than the best token; another vocabulary is mapped or cut to the target's before one is taken.
+    takes_all = not mesh.draft or not runner or tree or tokenizers or runner.vocab_size > vocab_size
+    rule = make_rule(
+        sampling, config.verification, breaks_ties=bool(receiver and receiver.num_left),
+        is_cut=not takes_all and mesh.draft is not None and mesh.draft.size > 1,
+    )  # fmt: skip
 
     def make(draft: DrafterConfig, runner: Runner | Head | None) -> Drafter:
         record = drafter_of(draft)

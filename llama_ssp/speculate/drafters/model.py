@@ -99,7 +99,8 @@ class ModelDrafter(StepwiseDrafter):
 
     def _widened(self, logits: Tensor) -> Tensor:
         missing = self.vocab_size - logits.shape[-1]
-        return pad(logits, (0, missing), value=float("-inf")) if missing else logits
+        is_whole = self._rule.reads_best or not missing
+        return logits if is_whole else pad(logits, (0, missing), value=float("-inf"))
 
     def _known(self, ids: Tensor) -> Tensor:
         """Replace ids that only the target's larger vocabulary has by the draft's last id; any draft is valid."""

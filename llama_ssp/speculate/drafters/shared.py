@@ -109,8 +109,8 @@ class _SharedDrafter:
 class BroadcastDrafter(_SharedDrafter):
     """Broadcasts the ids of `src`, a rank of `comm`, as soon as they are drafted.
 
-    There is no `receiver` if the rule runs on a rank with the draft, or needs no probabilities. Parents of the nodes of
-    dynamic trees travel beside the ids.
+    There is no `receiver` if the rule runs on a rank with the draft, or needs no probabilities. Messages of dynamic
+    trees hold the ids, then the parents of the nodes.
     """
 
     def __init__(

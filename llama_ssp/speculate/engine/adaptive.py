@@ -120,7 +120,7 @@ class AdaptiveLength(FixedLength):
 
 
 class _Plan(NamedTuple):
-    """The choice that gains most and its cost, and the round that tells most of another drafter and what it loses."""
+    """The choice that gains most and its cost, and the most informative round of another drafter with its loss."""
 
     best: DraftChoice
     cost: float

@@ -1,4 +1,4 @@
-"""Scores given texts under the target: the log-probability of each token, and whether greedy decoding would choose it.
+"""Scores given texts under the target: log-probabilities of each token, and the most probable ones in its place.
 
 Several texts go through the target at once, sorted by length, in chunks. Nothing is sampled here.
 
@@ -6,48 +6,90 @@ Several texts go through the target at once, sorted by length, in chunks. Nothin
     inputs   0                                    T       all tokens but the last one
     logits                        ^ of the input before the first scored token, up to the last input
 
-Shapes: B sequences, T inputs of a chunk, V vocabulary.
+Shapes: B sequences, T inputs of a chunk, N most probable tokens, C = 1 + 2 N figures of a token, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from llama_ssp.architectures.engine import BUCKET_STEP, PREFILL_CHUNK, whole_steps
+from llama_ssp.architectures.engine import BUCKET_STEP, scored_positions, whole_steps
 from llama_ssp.errors import LOGITS_ARE_NAN, NumericError
+from llama_ssp.log_probs import LogProbs
 from llama_ssp.models.prefill import Buckets
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
+from llama_ssp.settings.schema import SamplingConfig
+from llama_ssp.speculate.sampling.context import Context, Rows, penalty
+from llama_ssp.speculate.sampling.processors import processor
 
-_MOST_LOGITS = 2**26
-"""Logits of a chunk, 256 MiB in fp32; a large vocabulary shortens the chunks."""
+Law = Callable[[Tensor, Context], Tensor]
+"""Maps logits (B, T, V), left unchanged, and their context to the log-probabilities that tokens are drawn with."""
+_LEAST = 1e-30
+"""Stands for the probability 0: rounding can move a token out of the most probable ones that sampling keeps."""
+_NEVER = math.log(_LEAST) + 1
+"""Tokens with a smaller log-probability are never drawn."""
+_OF_LAW = 4
+"""How many times fewer positions a chunk has for a law, whose processors make further tensors of a vocabulary."""
+
+
+def log_probs_of(sampling: SamplingConfig) -> Law:
+    """Compose the log-probabilities that tokens are drawn with; those of temperature 1 for greedy text."""
+    penalize = penalty(sampling)
+    process = processor(sampling) if sampling.temperature > 0 else None
+
+    def log_probs(logits_BTV: Tensor, context: Context) -> Tensor:
+        if penalize:
+            logits_BTV = penalize(logits_BTV, context)
+        return logits_BTV.log_softmax(-1) if process is None else process(logits_BTV).clamp_min(_LEAST).log()
+
+    return log_probs
+
+
+def law_of(sampling: SamplingConfig) -> Law | None:
+    """The law of a run's draws; None if it is the model's own, and for greedy text, whose draws are certain."""
+    is_own = sampling.temperature == 1.0 and not (sampling.truncates or sampling.penalizes)
+    return None if is_own or sampling.temperature == 0 else log_probs_of(sampling)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredText:
-    """A text to score, of at least two tokens, of which the first `num_given`, at least one, are not scored."""
+    """A text to score, of at least two tokens, of which the first `num_given`, at least one, are not scored.
+
+    Its first `num_prompt` tokens are the prompt, as penalties see it; None for those that are given.
+    """
 
     ids: Sequence[int]
     num_given: int = 1
+    num_prompt: int | None = None
 
 
 class TokenScores(NamedTuple):
-    """Log-probability at temperature 1 of each token that is not given, in nats, and whether it is the best one.
+    """Scores of each token that is not given, at temperature 1; greedy decoding would choose the best one.
 
-    Greedy decoding would choose the best one: no other has a larger logit.
+    `drawn` holds those of the law, if one was given, without tokens that it never draws.
     """
 
-    log_probs: list[float]
+    model: LogProbs
     are_best: list[bool]
+    drawn: LogProbs | None = None
+
+    @property
+    def log_probs(self) -> list[float]:
+        """Under the model."""
+        return self.model.log_probs
 
 
 def log_likelihoods(
-    target: Runner, texts: Sequence[ScoredText], *, batch_size: int, comm: Comm, src: int
-) -> Iterator[tuple[int, TokenScores]]:
+    target: Runner, texts: Sequence[ScoredText], *, batch_size: int, comm: Comm, src: int, num_top: int = 0,
+    law: Law | None = None,
+) -> Iterator[tuple[int, TokenScores]]:  # fmt: skip
     """Score texts with the target, the longest first.
 
     Every rank of `comm` must exhaust it together, with the same arguments, and gets the same scores. It replaces the
@@ -59,6 +101,8 @@ def log_likelihoods(
         batch_size: the most texts of a forward.
         comm: the ranks that want the scores.
         src: the rank in `comm` whose logits count; it holds a slice of the target.
+        num_top: N, how many of the most probable tokens are wanted; less than 2^24 of a vocabulary.
+        law: of the draws, which is scored too.
 
     Yields:
         The place of a text in `texts`, and its scores.
@@ -74,22 +118,47 @@ def log_likelihoods(
     buckets = Buckets(step=BUCKET_STEP["cuda" if target.device.type == "cuda" else "cpu"], num_slots=capacity)
     for begin in range(0, len(order), batch_size):
         places = order[begin : begin + batch_size]
-        scores_2BT = _score(target, [texts[place] for place in places], buckets, comm=comm, src=src)
-        if bool(scores_2BT.isnan().any()):
+        scores_BTX = _score(
+            target, [texts[place] for place in places], buckets, comm=comm, src=src, num_top=num_top, law=law
+        )
+        if bool(scores_BTX.isnan().any()):
             raise NumericError(f"scoring a text: {LOGITS_ARE_NAN}")
-        for place, log_probs, are_best in zip(places, *scores_2BT.tolist(), strict=True):
-            scored = slice(texts[place].num_given - 1, len(texts[place].ids) - 1)
-            yield place, TokenScores(log_probs[scored], [bool(is_best) for is_best in are_best[scored]])
+        for place, scores_TX in zip(places, scores_BTX, strict=True):
+            best_T1, *laws = scores_TX[texts[place].num_given - 1 : len(texts[place].ids) - 1].split(
+                [1, *[1 + 2 * num_top] * (1 + (law is not None))], dim=1
+            )
+            model, *drawn = [_read(scores_TC, num_top) for scores_TC in laws]
+            yield place, TokenScores(model, [is_best > 0 for is_best in best_T1[:, 0].tolist()], *drawn)
+
+
+def _read(scores_TC: Tensor, num_top: int) -> LogProbs:
+    """Read the figures of a text; tokens of probability 0, or beyond the vocabulary, are left out of the best."""
+    log_probs, found = scores_TC[:, 0].tolist(), scores_TC[:, 1:].tolist()
+    pairs = [zip(map(int, row[:num_top]), row[num_top:], strict=True) for row in found]
+    tops = [[pair for pair in row if pair[1] > _NEVER] for row in pairs]
+    return LogProbs(
+        log_probs=log_probs, top_ids=[[token for token, _ in top] for top in tops],
+        top_log_probs=[[log_prob for _, log_prob in top] for top in tops],
+    )  # fmt: skip
 
 
 @torch.inference_mode()
-def _score(target: Runner, texts: Sequence[ScoredText], buckets: Buckets, *, comm: Comm, src: int) -> Tensor:
-    """The log-probability of the token after each input, and 1 if it is the best (2, B, T); 0 where none is wanted."""
+def _score(
+    target: Runner, texts: Sequence[ScoredText], buckets: Buckets, *, comm: Comm, src: int, num_top: int,
+    law: Law | None,
+) -> Tensor:  # fmt: skip
+    """For the token after each input, 1 if it is the best, and its C figures under the model, and under the law.
+
+    (B, T, 1 + C) or (B, T, 1 + 2 C); 0 where none is wanted.
+    """
     ids_BS = pad_sequence([torch.tensor(text.ids) for text in texts], batch_first=True).to(target.device)
     rows_B = torch.arange(len(texts), device=target.device)
     num_inputs, first_wanted = ids_BS.shape[1] - 1, min(text.num_given for text in texts) - 1
-    chunk = max(1, min(PREFILL_CHUNK, _MOST_LOGITS // (len(texts) * target.vocab_size)))
-    scores_2BT = torch.zeros(2, len(texts), num_inputs, device=target.device)
+    chunk = scored_positions(len(texts), target.vocab_size * (_OF_LAW if law else 1))
+    prompts_B = torch.tensor([text.num_prompt or text.num_given for text in texts], device=target.device)
+    rows = Rows(ids_BS, prompts_B, torch.zeros_like(prompts_B), prompts_B)
+    num_figures = 1 + (1 + 2 * num_top) * (2 if law else 1)
+    scores_BTX = torch.zeros(len(texts), num_inputs, num_figures, device=target.device)
     for start in range(0, num_inputs, chunk):
         stop = min(start + chunk, num_inputs)
         # Of a chunk before every scored token only the cache is wanted.
@@ -100,7 +169,22 @@ def _score(target: Runner, texts: Sequence[ScoredText], buckets: Buckets, *, com
             score_positions_BR=positions_BT[:, first - start :] - start, cache_rows_B=rows_B,
         )  # fmt: skip
         if logits_BTV.shape[-1]:  # a stand-in has none
-            chosen_BT = logits_BTV.gather(-1, ids_BS[:, first + 1 : stop + 1, None])[..., 0]
-            scores_2BT[0, :, first:stop] = chosen_BT - logits_BTV.logsumexp(-1)
-            scores_2BT[1, :, first:stop] = chosen_BT >= logits_BTV.amax(-1)
-    return comm.read(comm.broadcast(scores_2BT, src=src))
+            next_BT1 = ids_BS[:, first + 1 : stop + 1, None]
+            is_best_BT1 = logits_BTV.gather(-1, next_BT1) >= logits_BTV.amax(-1, keepdim=True)
+            figures = [is_best_BT1.float(), _figures(logits_BTV, next_BT1, num_top)]
+            if law:
+                drawn_BTV = law(logits_BTV, rows.before(positions_BT[:, first - start :]))
+                figures.append(_figures(drawn_BTV, next_BT1, num_top))
+            scores_BTX[:, first:stop] = torch.cat(figures, dim=-1)
+    return comm.read(comm.broadcast(scores_BTX, src=src))
+
+
+def _figures(logits_BTV: Tensor, next_BT1: Tensor, num_top: int) -> Tensor:
+    """The log-probability of the next token, the N most probable tokens, and their log-probabilities: (B, T, C)."""
+    total_BT1 = logits_BTV.logsumexp(-1, keepdim=True)
+    parts = [logits_BTV.gather(-1, next_BT1) - total_BT1]
+    if num_top:
+        top = logits_BTV.topk(min(num_top, logits_BTV.shape[-1]))
+        missing = (0, num_top - top.values.shape[-1])
+        parts += [pad(top.indices.float(), missing), pad(top.values - total_BT1, missing, value=math.log(_LEAST))]
+    return torch.cat(parts, dim=-1)

@@ -135,8 +135,10 @@ class Round:
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Make room for `batch_size` rows of `num_slots` tokens in the caches of both models."""
-        num_rolled_back = self.max_tokens_per_round - 1
-        self.target.allocate(batch_size=batch_size, capacity=num_slots, num_rolled_back=num_rolled_back)
+        self.target.allocate(
+            batch_size=batch_size, capacity=num_slots, finds_best=self.verifier.rule.reads_best,
+            num_rolled_back=self.max_tokens_per_round - 1,
+        )  # fmt: skip
         if self.taps:
             self.taps.allocate(batch_size=batch_size, num_slots=num_slots)
         for drafter in self.drafters:

@@ -74,7 +74,7 @@ class Verifier:
 
         def drawn() -> Verdict:
             ids_B1, probs_BV = self.rule.draw(logits_BV, uniforms_BP, context)
-            weights_B1 = (logits_BV if probs_BV is None else probs_BV).gather(1, ids_B1)
+            weights_B1 = self.rule.weights(logits_BV if probs_BV is None else probs_BV, ids_B1)
             return Verdict(torch.zeros_like(ids_B1), ids_B1, weights_B1)
 
         return self.decide(drawn, batch_size=uniforms_BP.shape[0])

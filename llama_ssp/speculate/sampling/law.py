@@ -9,7 +9,7 @@ With q the draft's probabilities and w the weight of the block before it (1 unle
 drafted and accepted with probability min(w p, q) / w, and otherwise drawn from the residual, (w p - q)+ normalised:
 together p. Most faults change one of the two.
 
-Scores do not tell improbable tokens apart: the most probable ones, by target and draft together, are symbols of their
+Scores do not distinguish improbable tokens: the most probable ones, by target and draft together, are symbols of their
 own, in the order of their ids, and all others are the last symbol.
 
 Shapes: B sequences, V vocabulary, A symbols, F scores of texts, E of residuals, G faults, N tokens looked back at,
@@ -218,7 +218,7 @@ def _with_drafts_race(laws: _Laws) -> Tensor:
 
     The draft's race ends after a time T, of exponential law, whoever wins. A token of draft q and residual r starts a
     race of speed r late by T q / r. With G(v) the integral of the speeds of those that have started, and T integrated
-    out, nobody has won by v with probability 1 / (1 + G(v)).
+    out, the race is open at v with probability 1 / (1 + G(v)).
     """
     starts_BA, order_BA = (laws.draft_BA / laws.rest_BA.clamp_min(_TINY)).clamp_max(_NEVER).sort(dim=1)
     speeds_BA = laws.rest_BA.gather(1, order_BA)

@@ -88,7 +88,8 @@ class Verdict(NamedTuple):
     """How many drafted tokens are accepted, 0..K, and the token that follows them: resampled or bonus.
 
     Attributes:
-        weights_B1: the weight of the next token: NaN if the logits after the accepted tokens contain NaN.
+        weights_B1: the weight of the next token: NaN if the logits after the accepted tokens contain NaN, or others
+            that the rule has decided by.
         path_BD: in a tree the nodes that are accepted, a row of `trees.Topology.paths_BTD`; None for 1, 2, ... K.
         goes_on_B1: 1 where the next token is drafted too, so that the block behind it stays in flight; None if no block
             is.
@@ -99,6 +100,10 @@ class Verdict(NamedTuple):
     weights_B1: Tensor
     path_BD: Tensor | None = None
     goes_on_B1: Tensor | None = None
+
+    def noting(self, numbers_BX: Tensor) -> "Verdict":
+        """Make the weight NaN if one of the numbers is that a rule has compared: no path passes with NaN."""
+        return self._replace(weights_B1=torch.add(self.weights_B1, numbers_BX.sum(1, keepdim=True), alpha=0.0))
 
     def where(self, is_other_B1: Tensor, other: "Verdict") -> "Verdict":
         """Take another verdict in some rows, where no block stays in flight."""
@@ -158,7 +163,8 @@ def verify_block(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Ver
 
     rows_B = rows_at(num_accepted_B1, num_rows=num_rows, num_positions=num_positions)
     rest_BV, target_row_BV = (all_BTV.flatten(0, 1).index_select(0, rows_B) for all_BTV in (rest_BTV, target_probs_BTV))
-    return draw_next(num_accepted_B1, rest_BV, target_row_BV, draws.residual_BP)
+    verdict = draw_next(num_accepted_B1, rest_BV, target_row_BV, draws.residual_BP)
+    return verdict.noting(rest_BK)
 
 
 def _at_drafted(draft: Draft, target_probs_BTV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,10 +181,17 @@ def draw_next(num_accepted_B1: Tensor, rest_BV: Tensor, target_row_BV: Tensor, u
     return Verdict(num_accepted_B1, next_ids_B1, rest_BV.gather(1, next_ids_B1))
 
 
-def verify_greedy(draft: Draft, target_logits_BTV: Tensor) -> Verdict:
+def best_choices(target_logits_BTV: Tensor) -> tuple[Tensor, Tensor]:
+    """The target's best token after each position, and its logit, (B, T) each; NaN counts as the largest."""
+    best_BT = target_logits_BTV.argmax(-1)
+    return best_BT, target_logits_BTV.gather(-1, best_BT[..., None])[..., 0]
+
+
+def verify_greedy(
+    draft: Draft, target_BTV: Tensor, best: Callable[[Tensor], tuple[Tensor, Tensor]] = best_choices
+) -> Verdict:
     """Accept the longest prefix of drafted tokens that have the target's largest logit; the next token has it too."""
-    best_BT = target_logits_BTV.argmax(-1)  # NaN counts as the largest
-    largest_BT = target_logits_BTV.gather(-1, best_BT[..., None])[..., 0]
+    best_BT, largest_BT = best(target_BTV)
     num_accepted_B1 = (best_BT[:, :-1] == draft.ids_BK).cumprod(1).sum(1, keepdim=True)
     return Verdict(num_accepted_B1, best_BT.gather(-1, num_accepted_B1), largest_BT.gather(-1, num_accepted_B1))
 
@@ -193,6 +206,8 @@ class Rule:
             winner is drawn from the probabilities (the exponential race, or Gumbel-max). A drafted token is accepted
             if it wins the target's race too, so the text is the same for every draft, and without one.
             Source: Daliri et al. 2024, arXiv:2408.07978.
+        reads_best: a rule that takes the largest logit reads `models.runner.best_of` them instead, for which ranks that
+            share a model exchange two numbers.
 
     Attributes:
         needs_context: `draw` and `process` need the context of their positions.
@@ -206,8 +221,10 @@ class Rule:
         *,
         penalize: Penalty | None = None,
         races: bool = False,
+        reads_best: bool = False,
     ) -> None:
         self._process, self._verify, self._penalize, self._races = process, verify, penalize, races
+        self.reads_best = reads_best
         self.needs_context = races or penalize is not None
         self.takes_best = verify is None
 
@@ -225,7 +242,17 @@ class Rule:
 
     def choose(self, scores_BV: Tensor, uniforms_BP: Tensor) -> Tensor:
         """Draw one token per row (B, 1) from the output of `process` at one position."""
+        if self.reads_best:
+            return scores_BV[:, 1:].long()
         return scores_BV.argmax(-1, keepdim=True) if self.takes_best else draw(scores_BV, uniforms_BP)
+
+    def weights(self, scores_BV: Tensor, ids_B1: Tensor) -> Tensor:
+        """What the output of `process` at one position says of the token that `choose` has drawn from it (B, 1)."""
+        return scores_BV[:, :1] if self.reads_best else scores_BV.gather(1, ids_B1)
+
+    def best(self, scores_BTV: Tensor) -> tuple[Tensor, Tensor]:
+        """`best_choices` of the output of `process`."""
+        return (scores_BTV[..., 1].long(), scores_BTV[..., 0]) if self.reads_best else best_choices(scores_BTV)
 
     def process(self, logits_BTV: Tensor, context: Context | None = None) -> Tensor:
         """Process the target's logits for `verify`."""
@@ -240,24 +267,29 @@ class Rule:
 
     def verify(self, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
         """Verify a draft against the output of `process` for the target's logits at K + 1 positions."""
-        return self._verify(draft, target_BTV, draws=draws) if self._verify else verify_greedy(draft, target_BTV)
+        if self._verify:
+            return self._verify(draft, target_BTV, draws=draws)
+        return verify_greedy(draft, target_BTV, best=self.best)
 
     def or_plain(self, verdict: Verdict, is_plain_B1: Tensor | None, target_BTV: Tensor, *, draws: Draws) -> Verdict:
         """Accept nothing in some rows, if any, and draw their next token as plain decoding does."""
         if is_plain_B1 is None:
             return verdict
         ids_B1 = self.choose(target_BTV[:, 0], draws.plain_BP)
-        return verdict.where(is_plain_B1, Verdict(torch.zeros_like(ids_B1), ids_B1, target_BTV[:, 0].gather(1, ids_B1)))
+        plain = Verdict(torch.zeros_like(ids_B1), ids_B1, self.weights(target_BTV[:, 0], ids_B1))
+        return verdict.where(is_plain_B1, plain)
 
 
-def make_rule(sampling: SamplingConfig, verification: VerificationConfig, *, breaks_ties: bool = False) -> Rule:
+def make_rule(
+    sampling: SamplingConfig, verification: VerificationConfig, *, breaks_ties: bool = False, is_cut: bool = False
+) -> Rule:
     """Make the rule of a run; at temperature 0 all coincide. Raises ConfigError for `greedy` at any other.
 
-    For `breaks_ties` see `processor`.
+    For `breaks_ties` see `processor`. `is_cut` says that several ranks share the model whose logits it reads.
     """
     record, penalize = rule_of(verification.rule), penalty(sampling)
     if sampling.temperature == 0:
-        return Rule(None, None, penalize=penalize)
+        return Rule(None, None, penalize=penalize, reads_best=is_cut and sampling.takes_best)
     if record.draws_by_position:
         return Rule(processor(sampling), None, penalize=penalize, races=True)
     if record.needs_probs:

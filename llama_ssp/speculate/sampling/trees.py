@@ -19,7 +19,6 @@ candidates, V vocabulary, P = 2 uniforms per draw.
 """
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -103,6 +102,7 @@ class Tree:
         levels: of a static tree, for each depth from 1 on, the range of its nodes.
         topology: of a static tree, for one row.
         children_TW: of a static tree, the children of each node, W = the largest width; 0 where there is none.
+        by_place_T, places_T: of a static tree, the nodes with children before their parent, and each one's place there.
     """
 
     def __init__(self, shape: TreeShape, device: torch.device) -> None:
@@ -122,6 +122,9 @@ class Tree:
                 children[parent].append(node)
             padded = [[*row, *[0] * (max(shape.widths) - len(row))] for row in children]
             self.children_TW = torch.tensor(padded, device=device)
+            order = _children_first(children)
+            self.by_place_T = torch.tensor(order, device=device)
+            self.places_T = torch.tensor([order.index(node) for node in range(len(order))], device=device)
 
     @classmethod
     def of(cls, text: str, device: torch.device) -> "Tree":
@@ -210,6 +213,11 @@ class Tree:
         return Draft(ids_BC.gather(1, chosen_BN), parents_BK=parents_BN)
 
 
+def _children_first(children: list[list[int]], node: int = 0) -> list[int]:
+    """The nodes of a tree with children before their parent, earlier children first."""
+    return [*(below for child in children[node] for below in _children_first(children, child)), node]
+
+
 def draw_children(probs_BMV: Tensor, uniforms_BXP: Tensor) -> Tensor:
     """Draw the children of each node of a level by the uniforms of these children.
 
@@ -249,17 +257,21 @@ def verify_path(
     """Verify a tree of the topology `shape` against the output of the rule's `process`, as `Rule.verify` a chain."""
     if not draft.is_certain:
         return verify_tree(tree, draft, target_BTV, draws=draws)
-    chosen = best_choices(target_BTV) if rule.takes_best else drawn_choices(target_BTV, draws)
+    chosen = rule.best(target_BTV) if rule.takes_best else drawn_choices(target_BTV, draws)
     return verify_certain(shape, draft, *chosen)
 
 
 def verify_tree(tree: Tree, draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Verdict:
-    """Accept a path of the tree that keeps the target's distribution: recursive rejection.
+    """Accept a path of the tree that passes as a whole and keeps the target's distribution: traversal verification.
 
-    At a node with the target's probabilities p and the draft's q its children are examined in order. A child c is
-    accepted with probability min(1, p(c) / q(c)), and its own children are next. Otherwise p becomes the positive part
-    of p - q, and q loses c; both are normalised. If no child is accepted,
-    the next token is drawn from p. In a chain everything is as by `verify_speculative`, to the bit.
+    The root is reached with probability a = 1. At a node that is reached with a, with the target's probabilities p and
+    the draft's q, its children are examined in order. A child c is reached with min(1, a p(c) / q(c)). If c and all
+    nodes below it are rejected, p becomes r / S, where r is the positive part of a p - q and S its sum, a becomes
+    S / (S + 1 - a), and q loses c and is normalised. After its children a node itself passes with the a that is left,
+    and the first that passes ends the path: children come before their parent. The next token is drawn from the p
+    that is left there. A tree with one child each is verified as by `verify_block`.
+
+    Which a and p are left does not depend on what is accepted, so all nodes of a level are examined at once.
 
     Args:
         tree: the shape of the draft.
@@ -268,38 +280,72 @@ def verify_tree(tree: Tree, draft: Draft, target_probs_BTV: Tensor, *, draws: Dr
         target_probs_BTV: the target's probabilities after each node, after the same processors as the draft's.
         draws: the uniforms of a round of N drafted tokens, each node's at its own place.
 
-    Source: Miao et al. 2023, arXiv:2305.09781, Algorithm 2; Chen et al. 2024, arXiv:2402.12374, Algorithm 2.
+    Source: Weng et al. 2025, arXiv:2505.12398, Algorithm 2.
     """
-    # The first children of all nodes are examined at once. The later ones take whole rows, and wait for their turn.
-    shape, draft_probs_BTV = tree.topology_of(draft), draft.drawn_law
-    at_BN = draft.ids_BK + shape.parents_BN * target_probs_BTV.shape[-1]
-    ratio_BN = target_probs_BTV.flatten(1).gather(1, at_BN).div_(draft_probs_BTV.flatten(1).gather(1, at_BN))
-    passes_first_BT = pad(draws.accept_BK < ratio_BN, (1, 0))
-    # Node 0 stands for a child that is not there: its uniform is above every ratio.
-    ids_BT, numbers_BT = pad(draft.ids_BK, (1, 0)), pad(draws.accept_BK, (1, 0), value=float("inf"))
+    draft_probs_BTV = draft.drawn_law
+    reach_BM1 = torch.ones_like(target_probs_BTV[:, :1, :1])
+    reached, left, above = [], [], range(1)
+    for nodes, width in zip(tree.levels, tree.shape.widths, strict=True):
+        target_BMV, draft_BMV = (probs[:, above.start : above.stop] for probs in (target_probs_BTV, draft_probs_BTV))
+        laws = NodeLaws(reach_BM1, reach_BM1, target_BMV, draft_BMV)
+        ids_BMW = draft.ids_BK[:, nodes.start - 1 : nodes.stop - 1].unflatten(1, (-1, width))
+        children = []
+        for place, ids_BM1 in enumerate(ids_BMW.split(1, dim=2)):
+            children.append(laws.reach_of(ids_BM1, is_first=place == 0))
+            laws = laws.without(ids_BM1 if place < width - 1 else None)
+        reached.append(reach_BM1)
+        left.append(laws.reach_X1)
+        reach_BM1, above = torch.cat(children, dim=2).flatten(1)[..., None], nodes
+    reach_BT, left_BT = (torch.cat([*levels, reach_BM1], dim=1)[..., 0] for levels in (reached, left))
+    # The root passes in any case; its place is the last.
+    passes_BT = pad(draws.accept_BK, (1, 0), value=-1.0) < left_BT
+    node_B1 = tree.by_place_T[torch.where(passes_BT, tree.places_T, tree.num_drafted).amin(1, keepdim=True)]
 
-    node_B1 = torch.zeros_like(draft.ids_BK[:, :1])
-    for width in tree.shape.widths:
-        # A row that has stopped on an earlier level examines the same children again, and rejects them again.
-        children_BW = tree.children_TW.index_select(0, node_B1.flatten())[:, :width]
-        passes = [passes_first_BT.gather(1, children_BW[:, :1])]
-        if width > 1:
-            rows = _rows_of(node_B1, target_probs_BTV, draft_probs_BTV)
-            later = ids_BT.gather(1, children_BW), numbers_BT.gather(1, children_BW)
-            passes += _later_passes(rows, *later)
-        for passes_B1, child_B1 in zip(reversed(passes), reversed(children_BW.split(1, dim=1)), strict=True):
-            node_B1 = torch.where(passes_B1, child_B1, node_B1)
-
-    target_row_BV, _ = target_BV, draft_BV = _rows_of(node_B1, target_probs_BTV, draft_probs_BTV)
+    reach_B1, (target_BV, draft_BV) = reach_BT.gather(1, node_B1), _rows_of(node_B1, target_probs_BTV, draft_probs_BTV)
+    laws = NodeLaws(reach_B1, reach_B1, target_BV, draft_BV)
     children_BW = tree.children_TW.index_select(0, node_B1.flatten())
-    ids_BW, is_there_BW = ids_BT.gather(1, children_BW), children_BW > 0
-    for rejected in range(max(tree.shape.widths) - 1):
-        ids_B1 = ids_BW[:, rejected : rejected + 1]
-        target_BV, draft_BV = _rejected(target_BV, draft_BV, ids_B1)
-        draft_BV = draft_BV * is_there_BW[:, rejected + 1 : rejected + 2]
-    rest_BV = (target_BV - draft_BV).clamp_min_(0)
-    chosen = draw_next(node_B1, rest_BV, target_row_BV, draws.residual_BP)
-    return _verdict(shape, node_B1, chosen.next_ids_B1, chosen.weights_B1)
+    ids_BW, is_there_BW = pad(draft.ids_BK, (1, 0)).gather(1, children_BW), children_BW > 0
+    for place in range(max(tree.shape.widths) - 1):
+        laws = laws.without(ids_BW[:, place : place + 1])
+        laws = laws._replace(draft_XV=laws.draft_XV * is_there_BW[:, place + 1 : place + 2])
+    chosen = draw_next(node_B1, laws.rest(), target_BV, draws.residual_BP)
+    chosen = chosen.noting(left_BT)
+    return _verdict(tree.topology_of(draft), node_B1, chosen.next_ids_B1, chosen.weights_B1)
+
+
+class NodeLaws(NamedTuple):
+    """The distributions of the children of some nodes, as rejected children leave them.
+
+    Attributes:
+        reach_X1: the probability that the node is reached, a in `verify_tree`.
+        factor_X1: `target_XV` times this is a p.
+        target_XV: the target's distribution, not normalised.
+        draft_XV: the draft's; zero where no child is left.
+    """
+
+    reach_X1: Tensor
+    factor_X1: Tensor
+    target_XV: Tensor
+    draft_XV: Tensor
+
+    def reach_of(self, ids_X1: Tensor, *, is_first: bool) -> Tensor:
+        """The probability of reaching the next child; 0 where the draft had no token for it."""
+        draft_X1 = self.draft_XV.gather(-1, ids_X1)
+        reach_X1 = self.target_XV.gather(-1, ids_X1).mul_(self.factor_X1).div_(draft_X1).clamp_max_(1.0)
+        return reach_X1 if is_first else reach_X1.masked_fill_(draft_X1 == 0, 0.0)
+
+    def rest(self) -> Tensor:
+        """The positive part of a p - q."""
+        return (self.target_XV * self.factor_X1).sub_(self.draft_XV).clamp_min_(0)
+
+    def without(self, ids_X1: Tensor | None) -> "NodeLaws":
+        """What a rejected child leaves, with all below it; None is the last child."""
+        rest_XV = self.rest()
+        sums_X1 = rest_XV.sum(-1, keepdim=True)
+        # Where both agree nothing is left, and no child is rejected.
+        factor_X1 = (1 - self.reach_X1).add_(sums_X1).clamp_min_(_LEAST_MASS).reciprocal_()
+        draft_XV = self.draft_XV if ids_X1 is None else _others(self.draft_XV, ids_X1)
+        return NodeLaws(sums_X1 * factor_X1, factor_X1, rest_XV, draft_XV)
 
 
 def verify_certain(shape: Topology, draft: Draft, chosen_BT: Tensor, weights_BT: Tensor) -> Verdict:
@@ -323,12 +369,6 @@ def verify_certain(shape: Topology, draft: Draft, chosen_BT: Tensor, weights_BT:
         place_B1 = (places_BN * (fits_BN & (shape.parents_BN == node_B1))).amax(1, keepdim=True)
         node_B1 = torch.where(place_B1 > 0, num_nodes - place_B1, node_B1)
     return _verdict(shape, node_B1, chosen_BT.gather(1, node_B1), weights_BT.gather(1, node_B1))
-
-
-def best_choices(target_logits_BTV: Tensor) -> tuple[Tensor, Tensor]:
-    """The target's best token after each node, and its logit, (B, T) each; NaN counts as the largest."""
-    best_BT = target_logits_BTV.argmax(-1)
-    return best_BT, target_logits_BTV.gather(-1, best_BT[..., None])[..., 0]
 
 
 def drawn_choices(target_probs_BTV: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
@@ -357,26 +397,9 @@ def _rows_of(node_B1: Tensor, target_probs_BTV: Tensor, draft_probs_BTV: Tensor)
     return row(target_probs_BTV), row(draft_probs_BTV)
 
 
-def _later_passes(rows: tuple[Tensor, Tensor], ids_BW: Tensor, numbers_BW: Tensor) -> list[Tensor]:
-    """Whether each child of a node but the first passes, (B, 1), after those before it were rejected."""
-    passes = []
-    ids, numbers = ids_BW.split(1, dim=1), numbers_BW.split(1, dim=1)
-    for (rejected_B1, ids_B1), numbers_B1 in zip(pairwise(ids), numbers[1:], strict=True):
-        rows = _rejected(*rows, rejected_B1)
-        target_at_B1, draft_at_B1 = (row_BV.gather(1, ids_B1) for row_BV in rows)
-        # Where the draft had too few tokens, its probabilities are 0 by now.
-        passes.append((numbers_B1 < target_at_B1 / draft_at_B1) & (draft_at_B1 > 0))
-    return passes
-
-
-def _rejected(target_BV: Tensor, draft_BV: Tensor, ids_B1: Tensor) -> tuple[Tensor, Tensor]:
-    """Both distributions of a node after a child with these ids was rejected."""
-    return _normalised((target_BV - draft_BV).clamp_min_(0)), _others(draft_BV, ids_B1)
-
-
 def _others(probs_XV: Tensor, ids_X1: Tensor) -> Tensor:
     """The distribution without one token of each row; zero if no other token is possible."""
-    return _normalised(probs_XV.scatter(1, ids_X1, 0.0))
+    return _normalised(probs_XV.scatter(-1, ids_X1, 0.0))
 
 
 def _normalised(weights_XV: Tensor) -> Tensor:

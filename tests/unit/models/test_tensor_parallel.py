@@ -1,7 +1,9 @@
 """Holds the ranks of a group together to the whole model's logits, and each of them to its own slice."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from llama_ssp.models.huggingface.modules import load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.models.runner import best_of
 from llama_ssp.models.tensor_parallel import shard
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.weights.checkpoint import Checkpoint, inspect, shape_of
@@ -176,3 +179,25 @@ def test_a_matrix_of_another_size_than_the_config_says_is_refused_by_name() -> N
     model.model.layers[1].self_attn.q_proj = nn.Linear(64, 96)
     with pytest.raises(PlacementError, match=r"layers.1.self_attn.q_proj has 96 features where the config says 64"):
         shard(model, shape_of(model.config), Comm(rank=0, size=2))
+
+
+@pytest.mark.parametrize("sizes", [(7,), (3, 4), (1, 5, 1), (2, 2, 2, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_ranks_find_the_token_that_the_whole_logits_have_as_their_best(
+    sizes: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Every row of seven logits of three values, with all its ties, and a NaN or infinities in each place."""
+    ties = torch.tensor([*product((-1.0, 0.0, 2.0), repeat=7)])
+    odd = torch.cat([torch.zeros(7, 7).fill_diagonal_(value) for value in (math.nan, math.inf, -math.inf)])
+    logits_NV = torch.cat([ties, odd, odd + ties[: len(odd)], torch.full((1, 7), -math.inf)]).to(dtype)
+    firsts = [sum(sizes[:rank]) for rank in range(len(sizes))]
+
+    def best(comm: Comm) -> torch.Tensor:
+        first = firsts[comm.rank]
+        return best_of(logits_NV[:, first : first + sizes[comm.rank]], first=first, comm=comm)
+
+    wanted_N = logits_NV.argmax(-1)
+    for found_N2 in on_ranks(thread_comms(len(sizes)), best):
+        assert found_N2[:, 1].long().tolist() == wanted_N.tolist()
+        largest_N = logits_NV.gather(1, wanted_N[:, None])[:, 0].float()
+        assert torch.equal(found_N2[:, 0].nan_to_num(9.0), largest_N.nan_to_num(9.0))

@@ -73,7 +73,17 @@ def test_a_smaller_batch_is_tried_before_another_model() -> None:
 def test_a_change_that_needs_one_setting_comes_first_even_if_another_k_would_gain_more() -> None:
     first, *others = changes_that_fit(make_spec("30B_8bit", "7B", num_ranks=4, prompt_tokens=1984), A10G)
     assert first.settings == ("placement.draft.kind=sharded",)
-    assert others[0].settings == ("draft=none",)
+    assert others[0].settings[0] == "draft=tinyllama_1B"
+
+
+def test_a_smaller_or_a_quantized_draft_is_named_before_none() -> None:
+    """70B leaves 8 GB of an H200: the draft of 8B has room in 4 bits, that of 1B in 16."""
+    named = changes_that_fit(make_spec("llama3_70B", "llama3_8B", prompt_tokens=512), hardware.load("h200"))
+    of_draft = next(change for change in named if change.settings[0].startswith("draft"))
+    assert of_draft.spec.draft
+    without = make_plan(without_draft(of_draft.spec), of_draft.hardware)
+    assert of_draft.timed.best_s < 0.6 * without.timing.plain_s
+    assert all("draft=none" not in change.settings for change in named if change.loss is Loss.nothing)
 
 
 def test_a_warning_of_the_plan_that_was_asked_for_rules_out_no_change() -> None:

@@ -9,6 +9,8 @@ from llama_ssp.machines import hardware
 from llama_ssp.models.prefill import Buckets
 from llama_ssp.planning.memory import memory
 from llama_ssp.planning.timing import CostModel
+from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
+from llama_ssp.speculate.sampling.rules import make_rule
 from tests.helpers.own_vocabulary import intersection_drafter
 from tests.helpers.planning import make_spec, times_of
 from tests.helpers.prefix_runner import PrefixRunner
@@ -31,7 +33,7 @@ def test_the_draft_has_two_slots_for_each_of_the_targets_as_far_as_its_context_g
 def test_the_engine_allocates_what_is_planned() -> None:
     spec = replace(make_spec("gpt_neox_20B", "gpt_neo_1.3B", prompt_tokens=100), own_tokenizer=True)
     runner = PrefixRunner(9)
-    drafter = intersection_drafter(runner, None)  # type: ignore[arg-type]  # nothing is drawn
+    drafter = intersection_drafter(runner, make_rule(SamplingConfig(), VerificationConfig()))
     drafter.allocate(batch_size=1, num_slots=spec.num_slots)
     assert runner.slots.cache.shape[1] == spec.draft_slots
     buckets = Buckets(step=64, num_slots=spec.num_slots)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from llama_ssp.machines.hardware import load
-from llama_ssp.planning.acceptance import overlapped_corrections, overlapped_tokens, tokens_per_round
+from llama_ssp.planning.acceptance import constant, overlapped_corrections, overlapped_tokens, tokens_per_round
 from llama_ssp.planning.memory import memory
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.search import search
@@ -63,7 +63,7 @@ def test_a_plan_of_rounds_that_overlap_has_their_time_and_shares() -> None:
     assert one_by_one.overlap is None
     assert at_once.round_s < one_by_one.round_s
     assert at_once.tokens_per_round == pytest.approx(overlapped_tokens(0.8, 4))
-    assert one_by_one.tokens_per_round == pytest.approx(tokens_per_round(0.8, 4))
+    assert one_by_one.tokens_per_round == pytest.approx(tokens_per_round(constant(0.8, 4)))
     assert document(make_plan(apart(overlap=True), machine))["time"]["overlap"]["dropped_share"] < 1
 
 

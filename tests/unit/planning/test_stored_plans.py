@@ -115,15 +115,15 @@ def test_a_forward_reads_the_stored_bytes_and_those_of_layers_that_stay(tmp_path
         return forward.matrices_s
 
     head, layers = 2 * 128256 * 4096, 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336)
-    assert matrices_s(model, 1) == pytest.approx((READ_SLOWDOWN[8] * layers + head) / bandwidth(H100))
+    assert matrices_s(model, 1) == pytest.approx((READ_SLOWDOWN[8] * layers + head) / bandwidth(H100), rel=1e-3)
     kept = planned(tmp_path, LLAMA_8B, W8A8 | {"ignore": ["lm_head", "model.layers.0"]})
     of_layer = layers / 32 * (2 - READ_SLOWDOWN[8]) / bandwidth(H100)
-    assert matrices_s(kept, 1) == pytest.approx(matrices_s(model, 1) + of_layer)
+    assert matrices_s(kept, 1) == pytest.approx(matrices_s(model, 1) + of_layer, rel=1e-3)
 
 
 def notes(folder: Path, described: object, quantization: str = "none") -> list[str]:
     config = config_of(folder, SMALL, described, quantization=quantization)
-    return [note for note in make_plan(spec_of_plan(config, H100), H100).notes if "has no speed of" not in note]
+    return [*make_plan(spec_of_plan(config, H100), H100).notes]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.planning.acceptance import tree_tokens
+from llama_ssp.planning.acceptance import constant, tree_tokens
 from llama_ssp.planning.memory import kv_bytes_per_token, model_bytes, step_bytes
 from llama_ssp.planning.spec import planned_model
 from llama_ssp.planning.timing import OPERATORS_PER_LAYER, CostModel, bandwidth, round_messages
@@ -72,7 +72,7 @@ def test_decoding_is_priced_in_the_middle_of_a_completion() -> None:
     """128 tokens of the prompt and half of 2048 new ones are within 5 steps of 256 slots."""
     spec = make_spec("7B", prompt_tokens=128, max_new_tokens=2048)
     cache_bytes = 5 * 256 * kv_bytes_per_token(spec.target)
-    assert times_of(spec, A100).target_forward.attention_s == pytest.approx(cache_bytes / bandwidth(A100))
+    assert times_of(spec, A100).target_forward.attention_s == pytest.approx(cache_bytes / bandwidth(A100), rel=1e-3)
 
 
 def test_a_cache_of_fewer_bits_is_read_sooner() -> None:
@@ -80,7 +80,7 @@ def test_a_cache_of_fewer_bits_is_read_sooner() -> None:
     target = replace(planned_model(catalogue.load("7B"), device="cpu"), dtype=Dtype.fp16)
     jobs = [make_spec(target, prompt_tokens=1024, of_target={"cache_dtype": name}) for name in ("auto", "fp16", "int8")]
     exact_s, *others_s = (times_of(spec, A100).target_forward.attention_s for spec in jobs)
-    assert [seconds / exact_s for seconds in others_s] == pytest.approx([1, 132 / 256])
+    assert [seconds / exact_s for seconds in others_s] == pytest.approx([1, 132 / 256], rel=1e-3)
 
 
 def test_ranks_with_a_draft_each_draft_and_judge_their_share_of_the_rows() -> None:
@@ -144,7 +144,7 @@ def test_a_tree_by_look_up_costs_its_verification_alone_and_its_verdict_names_a_
     chain, spec = (replace(plain, free_draft="ngram", tree=shape) for shape in (None, tree))
     timed, clock = times_of(spec, A100), CostModel(spec, A100)
     assert timed.round_s == pytest.approx(clock.forward(clock.target, 10).total_s + clock.verdict_s(9))
-    assert timed.tokens_per_round == tree_tokens(0.8, tree)
+    assert timed.tokens_per_round == pytest.approx(tree_tokens(constant(0.8, 3), tree), rel=0.01)
     sizes = [round_messages(drafted, 9)["verdict"].payload_bytes for drafted in (chain, spec)]
     assert sizes[1] - sizes[0] == ID * tree.depth
     assert round_messages(spec, 0) == round_messages(plain, 0)

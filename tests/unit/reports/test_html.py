@@ -13,10 +13,11 @@ import matplotlib as mpl
 import pytest
 
 from llama_ssp.reports import figures
-from llama_ssp.reports.html import percentiles_table, report, runs_table, runs_to_csv
+from llama_ssp.reports.html import report
 from llama_ssp.reports.measures import measure
 from llama_ssp.reports.records import CompletionLine, Evaluation, Excerpt, Measure, Span, Summary
 from llama_ssp.reports.runs import Run, varying_settings
+from llama_ssp.reports.tables import percentiles_table, runs_table, runs_to_csv
 from tests.helpers.lanes import heavy
 from tests.helpers.runs import CELL, FAST, PLAIN, run
 from tests.helpers.sweeps import PLAIN_MS, simulated_sweep
@@ -77,8 +78,23 @@ def test_the_report_of_a_sweep_has_a_row_and_a_section_for_every_run() -> None:
     assert page.count('<th class="left">K</th>') == 2
     assert "<summary>s/3: K=3</summary>" in page
     assert page.count("<figure>") == 3
-    assert ">1: K=3</text>" in before_sections
+    assert ">2: K=3</text>" in before_sections
     assert "The settings of all runs are the same." in report([run(PLAIN, FAST), run(PLAIN, FAST, name="s/1")])
+
+
+def test_a_disturbed_run_is_marked_in_every_table_and_figure() -> None:
+    runs = sweep((2, 3))
+    runs[1] = replace(runs[1], summary=replace(runs[1].summary, disturbed="others <ran>", point="point 2 of 2: K=3"))
+    page, measures, settings = report(runs), [measure(one.lines) for one in runs], varying_settings(runs)
+    for table in runs_table(runs, measures, settings), percentiles_table(runs, measures, settings):
+        assert [row[0].text for row in table.rows if row[1].text == "3"] == ["2 †"] * (len(table.rows) // 2)
+        assert "†" not in table.rows[0][0].text
+    assert ">2 †: K=3</text>" in page
+    assert "† disturbed</b>: others &lt;ran&gt;" in page
+    assert "<p>point 2 of 2: K=3</p>" in page
+    assert ">† disturbed</text>" in report(runs[1:]), "the figure of the run alone"
+    rows = list(csv.DictReader(io.StringIO(runs_to_csv(runs, measures, settings))))
+    assert [row["disturbed"] for row in rows] == ["", "others <ran>"]
 
 
 def test_medians_have_intervals_and_percentiles_stand_in_their_order() -> None:
@@ -172,7 +188,7 @@ def test_a_run_of_one_mode_has_empty_columns_for_the_other() -> None:
 def test_tables_have_a_cell_for_every_column() -> None:
     runs = [*simulated_sweep(random.Random(0)), run(PLAIN)]
     measures, settings = [measure(one.lines) for one in runs], varying_settings(runs)
-    tables = [runs_table(runs, measures, settings), percentiles_table(measures, settings)]
+    tables = [runs_table(runs, measures, settings), percentiles_table(runs, measures, settings)]
     for table in tables:
         assert {len(row) for row in table.rows} == {len(table.columns)}
     assert len(tables[0].rows) == 5

@@ -1,5 +1,9 @@
 """A run that took another time than its forecast says the likely reason, and what would help."""
 
+import os
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -7,9 +11,9 @@ from typing import Any
 import pytest
 
 from llama_ssp.reports.records import Forecast, RankActivity
-from llama_ssp.run.slowness import Surroundings, unusual_times
+from llama_ssp.run.slowness import CoreTimes, Surroundings, disturbance, unusual_times, used_by_others
 
-ALONE = Surroundings(device="cpu", num_ranks=1, num_threads=8, num_cores=8, load=8.0)
+ALONE = Surroundings(device="cpu", num_ranks=1, num_threads=8, num_cores=8, others=0.0)
 FORECAST = Forecast(plain_ms_per_token=10.0, speculative_ms_per_token=5.0)
 
 
@@ -32,17 +36,17 @@ LATE = {"plain_ms": 40.0}
 @pytest.mark.parametrize(
     ("run", "reason"),
     [
-        (LATE | {"around": {"num_threads": 1, "load": 1.0}},
+        (LATE | {"around": {"num_threads": 1}},
          "plain decoding took 4.0 times its forecast (40.00 ms/token, forecast 10.00): 1 of 8 cores compute (unset"),
-        (LATE | {"speculative_ms": 50.0, "around": {"load": 14.0}},
-         "took 10.0 times its forecast (50.00 ms/token, forecast 5.00): other programs run about 6 threads on"),
-        (LATE | {"around": {"num_ranks": 16, "num_threads": 16, "load": 16.0}},
+        (LATE | {"speculative_ms": 50.0, "around": {"others": 6.0}},
+         "took 10.0 times its forecast (50.00 ms/token, forecast 5.00): other programs used 6.0 of these 8 cores"),
+        (LATE | {"around": {"num_ranks": 16, "num_threads": 16}},
          "16 threads share 8 cores (start fewer ranks)"),
-        (LATE | {"around": {"num_threads": 1, "load": 4.0}},
-         "keeps the fastest), and other programs run about 3 threads on these 8 cores (end them)"),
-        (LATE | {"around": {"load": 15.0, "slowness": {8: 6.0, 7: 2.0, 1: 4.0}}},
-         "7 of 8 cores computed, since rounds on 8 took 3.0 times as long, and other programs run about 7 threads"),
-        (LATE | {"around": {"device": "cuda", "load": 1.0}}, "nvidia-smi shows whether the GPU is shared"),
+        (LATE | {"around": {"num_threads": 1, "others": 3.0}},
+         "keeps the fastest), and other programs used 3.0 of these 8 cores (end them)"),
+        (LATE | {"around": {"others": 7.0, "slowness": {8: 6.0, 7: 2.0, 1: 4.0}}},
+         "7 of 8 cores computed, since rounds on 8 took 3.0 times as long, and other programs used 7.0"),
+        (LATE | {"around": {"device": "cuda"}}, "nvidia-smi shows whether the GPU is shared"),
         ({"speculative_ms": 16.0}, "the forecast may describe another machine; task=calibrate measures this one"),
         ({"plain_ms": 29.0, "speculative_ms": 14.0}, ""), (LATE | {"num_tokens": 8}, ""), ({"plain_ms": 7.0}, ""),
         ({}, ""), (LATE | {"forecast": Forecast()}, ""),
@@ -62,7 +66,7 @@ def test_a_late_run_has_a_reason_and_others_none(run: dict[str, Any], reason: st
             0.4, 1.0, "cpu", "the draft on rank 1 was late: 4 tokens took 4.00 ms, 4.0 times the forecast (1.00): the",
         ),
         (0.4, 0.3, "cpu", ": its process ran for 30 % of that time (other programs use its core, or stopped it)"),
-        (0.4, 0.3, "cuda", "(1.00): other programs run about 6 threads"),
+        (0.4, 0.3, "cuda", "(1.00): other programs used 6.0 of"),
     ],
 )  # fmt: skip
 def test_a_draft_that_is_late_by_three_times_its_forecast_is_named_with_the_cause(
@@ -74,8 +78,41 @@ def test_a_draft_that_is_late_by_three_times_its_forecast_is_named_with_the_caus
             rank=1, rounds_s=worked_s + 1, waited_s=1.0, num_rounds=100, draft_cpu_s=cpu_share * worked_s
         ),
     )  # fmt: skip
-    around = {"num_ranks": 2, "device": device}
+    around = {"num_ranks": 2, "device": device, "others": 6.0 if device == "cuda" else 0.0}
     found = said(activities=activities, around=around)
     assert sentence in found
     assert bool(sentence) == bool(found)
     assert not said(activities=activities, around=around, num_tokens=8)
+
+
+def test_the_time_of_other_programs_is_counted_and_that_of_the_run_is_not() -> None:
+    cores = os.sched_getaffinity(0)
+    busy = [sys.executable, "-c", "import time\nwhile time.process_time() < 0.4: 0"]
+    began = CoreTimes.read(cores)
+    with subprocess.Popen(busy) as other:
+        while other.poll() is None:
+            time.sleep(0.01)
+        ended = CoreTimes.read(cores)  # an ended child is one of this process's own
+    assert 0.35 <= ended.own_s - began.own_s < 1.0
+    took_s = ended.clock_s - began.clock_s
+    without = used_by_others(began, ended, ranks_s=0.0)
+    assert without is not None
+    assert without >= 0.3 / took_s
+    used = used_by_others(began, ended, ranks_s=ended.own_s - began.own_s)
+    assert used == pytest.approx(without - (ended.own_s - began.own_s) / took_s, abs=0.05)
+    assert used_by_others(began, began, ranks_s=0.0) is None, "too short"
+    assert used_by_others(began._replace(all_s=None), ended, ranks_s=0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("around", "num_tokens", "sentence"),
+    [
+        ({"others": 2.5}, 64, "other programs used 2.5 of 8 cores"), ({"others": 1.9}, 64, None),
+        ({"others": None}, 64, None), ({"others": 8.0}, 8, None), ({"others": 8.0, "device": "cuda"}, 64, None),
+    ],
+)  # fmt: skip
+def test_a_run_on_cores_that_others_used_is_disturbed_even_if_it_was_in_time(
+    around: dict[str, Any], num_tokens: int, sentence: str | None
+) -> None:
+    summary: Any = SimpleNamespace(num_new_tokens=num_tokens)
+    assert disturbance(summary, replace(ALONE, **around)) == sentence

@@ -50,6 +50,12 @@ def test_the_table_is_aligned_within_80_columns() -> None:
     ]
 
 
+def test_a_tree_is_named_by_its_shape_and_not_by_a_number_of_tokens() -> None:
+    text = shown(summary_table(replace(BOTH, tree="3x2x1")))
+    assert "llama2_70B with tinyllama_1B, tree 3x2x1: 1 prompt" in text
+    assert "K =" not in text
+
+
 def test_a_mode_or_a_forecast_that_does_not_exist_has_no_line_or_a_dash() -> None:
     text = shown(summary_table(ALONE))
     assert re.search(r"plain +240\.20 +- +4\.2 ", text)

@@ -1,11 +1,13 @@
 """Holds the lean decoder to the library's modules, however rows, ranks and number formats are laid out."""
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from llama_ssp.kernels.linear import Kernel, PackedLinear, PlainLinear, can_pack
@@ -16,7 +18,7 @@ from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.weights.checkpoint import inspect
-from tests.helpers.fake_comm import on_ranks, thread_comms
+from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import pairs
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, load_lean, tiny_config, tiny_model
 
@@ -134,6 +136,59 @@ def test_every_rank_gets_the_whole_model_s_logits(tmp_path: Path, kind: str, num
     for found in on_ranks(comms, rounds):
         for one, other in zip(found, wanted, strict=True):
             assert_close(one, other)
+
+
+@dataclass
+class Summed:
+    """Sums as a kernel over the ranks' memories does, of threads."""
+
+    comm: ThreadComm
+    num_norms: int = 0
+
+    def takes(self, values: Tensor) -> bool:
+        """All of them."""
+        return values.nbytes > 0
+
+    def takes_rows(self, part_ME: Tensor) -> bool:
+        """Few rows."""
+        return len(part_ME) <= 9
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        """Add up."""
+        return self.comm.do_all_reduce(values)
+
+    def add_norm(self, part_ME: Tensor, x_ME: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        """Add up, then add and normalize."""
+        self.num_norms += 1
+        return add_norm(x_ME, self.all_reduce(part_ME), weight_E, eps)
+
+
+def add_norm(x_ME: Tensor, added_ME: Tensor | None, weight_E: Tensor, eps: float) -> Tensor:
+    """The kernel of a GPU, by torch's operators."""
+    if added_ME is not None:
+        x_ME.add_(added_ME)
+    return functional.rms_norm(x_ME, weight_E.shape, weight_E / weight_E.shape[0] ** 0.5, eps)
+
+
+@pytest.mark.parametrize(("kind", "num_norms"), [("llama", 4 + 3 + 4), ("llama, biases", 0)])
+def test_a_kernel_that_sums_takes_the_next_norm_with_it(tmp_path: Path, kind: str, num_norms: int) -> None:
+    """In each of three forwards of few tokens but at the end of the second, which scores some; biases come between."""
+    family, changes = KINDS[kind]
+    build_checkpoint(tmp_path, family, **changes)
+    comms = thread_comms(2)
+    sums = [Summed(comm) for comm in comms]
+    groups = [(comm, replace(comm, peers=own)) for comm, own in zip(comms, sums, strict=True)]
+    runners = [[load_lean(tmp_path, comm=comm, kernel=PlainLinear) for comm in group] for group in groups]
+
+    def rounds(comm: ThreadComm) -> list[list[Tensor]]:
+        for runner in runners[comm.rank]:
+            runner._own.add_norm = add_norm
+            runner.allocate(batch_size=3, capacity=40)
+        return [*map(ragged_rounds, runners[comm.rank])]
+
+    for alone, fused in on_ranks(comms, rounds):
+        assert all(map(torch.equal, alone, fused))
+    assert [own.num_norms for own in sums] == [num_norms] * 2
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A sweep on this machine: all points are checked before the first one starts."""
 
 import gc
+import re
 import sys
 import weakref
 from collections.abc import Callable
@@ -9,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from llama_ssp.errors import InterruptedRun
+from llama_ssp.reports.runs import read_run
 from llama_ssp.run.commands import own_ranks
 from llama_ssp.settings.schema import RunConfig
 from tests.helpers.in_process import launch
 from tests.helpers.lanes import heavy
+from tests.helpers.repository import ROOT
 
 pytestmark = pytest.mark.seconds
 
@@ -84,9 +87,37 @@ def test_identical_points_of_a_sweep_are_named(act: Act, tmp_path: Path) -> None
     ended = launch("-m", "seed=1,2,1", "draft=default,tiny-draft", f"run_dir={tmp_path}/sweep")
     assert (ended.code, started) == (0, [1, 1, 2, 2, 1, 1])
     assert ended.err.splitlines() == [
-        "warning: points 0, 1, 4 and 5 of the sweep are one run, which is made 4 times",
-        "warning: points 2 and 3 of the sweep are one run, which is made 2 times",
+        "warning: points 1, 2, 5 and 6 of the sweep are one run, which is made 4 times",
+        "warning: points 3 and 4 of the sweep are one run, which is made 2 times",
     ]
+
+
+def test_a_sweep_says_where_it_is_and_ends_with_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of folders by their names; what disturbed a run is still said when it is resumed."""
+    for name, model in (("mine", "tiny"), ("theirs", "tiny-draft")):
+        (tmp_path / name).symlink_to(ROOT / "llama_ssp" / "shipped" / model)
+    monkeypatch.setattr("llama_ssp.reports.html.report", lambda _: "")  # figures take seconds
+    seen = iter(["others ran"])
+    monkeypatch.setattr("llama_ssp.run.results.disturbance", lambda *_: next(seen, None))
+    words = [f"model={tmp_path}/mine", f"draft={tmp_path}/theirs", "prompt=import secret", "max_new_tokens=3"]
+    words += ["quiet=true", f"run_dir={tmp_path}/sweep"]
+    ended = launch("-m", "speculation.tree=2x1,3x1", *words)
+    assert ended.code == 0, ended.err
+    heads = [line.rstrip("═ ") for line in ended.out.splitlines() if line.startswith("point ")]
+    assert heads == ["point 1 of 2: speculation.tree=2x1", "point 2 of 2: speculation.tree=3x1"]
+    assert "mine with theirs, tree 3x1: 1 prompt" in ended.out
+    assert "secret" not in ended.out
+    assert re.search(r"All points(.|\n)*\n1 † +2x1 .*\n2 +3x1 .*\n\n† disturbed", ended.out)
+    found = [read_run(tmp_path / "sweep" / name, name=name).summary for name in "01"]
+    assert [one.disturbed for one in found] == ["others ran", None]
+    assert found[1].point == "point 2 of 2: speculation.tree=3x1"
+    log = (tmp_path / "sweep" / "1" / "run.log").read_text()
+    assert "point 2 of 2: speculation.tree=3x1" in log
+    assert "loaded draft theirs" in log
+    assert "disturbed: others ran" in (tmp_path / "sweep" / "0" / "run.log").read_text()
+    assert launch("-m", "speculation.tree=2x1", *words).code == 0
+    resumed = read_run(tmp_path / "sweep" / "0", name="0").summary
+    assert (resumed.disturbed, resumed.point) == ("others ran", "point 1 of 1")
 
 
 class Model:

@@ -205,10 +205,10 @@ def _folder(place: Path, name: str) -> str:
 @pytest.mark.parametrize(
     ("given", "drafts"),
     [
-        (("model={target}", "draft={draft}", "model.cache_dtype=int8"), {"local", None}),
+        (("model={target}", "draft={draft}", "model.cache_dtype=int8"), {"d", None}),
         (
             ("model=local", 'model.path="{target}"', "draft=local", 'draft.model.path="{draft}"', "batch_size=2"),
-            {"local", None},
+            {"d", None},
         ),
         heavy(("model=llama3_8B", "draft=none", "speculation.acceptance=0.7"), {None}),
         (("model=llama3_8B", "draft=ngram"), {None}),

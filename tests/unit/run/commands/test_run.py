@@ -167,7 +167,7 @@ def test_rank_zero_leaves_the_name_of_its_run_folder_where_a_batch_script_can_re
 def test_what_only_some_points_of_a_sweep_read_is_a_warning_at_the_others(launch: Launch) -> None:
     ended = launch("-m", "task=evaluate", "suite=agreement,arithmetic", "num_prompts=5")
     assert (ended.code, len(ended.runs)) == (0, 2), ended.err
-    assert ended.err == "warning: at point 0 of the sweep, task.num_prompts has no effect on suite=agreement\n"
+    assert ended.err == "warning: at point 1 of 2, task.num_prompts has no effect on suite=agreement\n"
     assert launch("task=evaluate", "suite=agreement", "num_prompts=5").code == 2
 
 
@@ -175,7 +175,7 @@ def test_what_only_some_points_of_a_sweep_read_is_a_warning_at_the_others(launch
 def test_a_sweep_ends_before_its_next_point_when_somebody_wished_to_stop_in_a_last_round(launch: Launch) -> None:
     ended = launch("-m", "seed=1,2,3", stops=True)
     assert (ended.code, [config.seed for config in ended.runs]) == (4, [1])
-    assert ended.err.startswith("interrupted before point 1 of the sweep; the same command")
+    assert ended.err.startswith("interrupted before point 2 of 2; the same command")
     assert launch("-m", "seed=1", stops=True).code == 0
 
 

@@ -128,6 +128,13 @@ def test_a_run_stores_the_acceptance_that_its_summary_says_and_plans_take_it(own
     found = known("tiny", "tiny-draft", temperature=0.8)
     assert found
     assert (found.probability, found.ends) == (entry["acceptance"], None)
+    assert found.known == tuple(entry["by_position"])
+    rounds = [
+        one for line in ended.lines for one in zip(line["accepted_lengths"], line["examined_lengths"], strict=True)
+    ]
+    first = [accepted > 0 for accepted, examined in rounds if examined]
+    assert len(found.known) == 3
+    assert found.known[0] == pytest.approx(sum(first) / len(first), abs=5e-4)
     assert f"stored an acceptance of {found.probability:.2f} in " in ended.err
 
 

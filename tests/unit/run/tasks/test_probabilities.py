@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from llama_ssp.evaluation.martingales import FAULTS, SCORES, Rounds, Sum, roles_of, sums_of
-from llama_ssp.run.tasks.probabilities import SampledText, Scorer, log_probs_of
+from llama_ssp.run.tasks.probabilities import SampledText, Scorer
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.drafters.ngram import NgramDrafter
+from llama_ssp.speculate.engine.likelihoods import log_probs_of
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.rules import make_rule
 from llama_ssp.speculate.sampling.trees import Tree

@@ -10,11 +10,14 @@ from torch import Tensor
 
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.matrices import WholeParts
+from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import Runner
+from llama_ssp.planning.spec import planned_model
+from llama_ssp.planning.timing import ModelPlacement
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
+from llama_ssp.settings.schema import SamplingConfig, TargetKind, VerificationConfig
 from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.drafters.shared import BroadcastDrafter
 from llama_ssp.speculate.sampling.context import Rows
@@ -35,6 +38,8 @@ class CountingComm(ThreadComm):
     """Counts the collectives by kind."""
 
     sent: Counter[str] = field(default_factory=Counter)
+    gathered: list[int] = field(default_factory=list)
+    """Bytes of each gather, of all ranks together."""
 
     @classmethod
     def of(cls, comm: ThreadComm) -> "CountingComm":
@@ -49,7 +54,9 @@ class CountingComm(ThreadComm):
     def all_gather_last(self, values: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """Count, and join."""
         self.sent["all_gather"] += 1
-        return super().all_gather_last(values, sizes)
+        joined = super().all_gather_last(values, sizes)
+        self.gathered.append(joined.nbytes)
+        return joined
 
     def broadcast(self, values: Tensor, *, src: int) -> Tensor:
         """Count, and take the values of one rank."""
@@ -57,9 +64,9 @@ class CountingComm(ThreadComm):
         return super().broadcast(values, src=src)
 
 
-def drafted(runner: Runner, comm: Comm) -> tuple[Tensor, Tensor]:
+def drafted(runner: Runner, comm: Comm, *, temperature: float = 0.9) -> tuple[Tensor, Tensor]:
     """What a rank drafts for three rows after the same prompts, and the text of its rows then."""
-    rule = make_rule(SamplingConfig(temperature=0.9), VerificationConfig())
+    rule = make_rule(SamplingConfig(temperature=temperature), VerificationConfig(), is_cut=comm.size > 1)
     inner = ModelDrafter(runner, rule=rule, num_draft_tokens=K, vocab_size=runner.vocab_size)
     drafter = BroadcastDrafter(inner, comm=comm, src=0, num_draft_tokens=K, device=CPU)
     drafter.allocate(batch_size=3, num_slots=NUM_SLOTS)
@@ -71,26 +78,35 @@ def drafted(runner: Runner, comm: Comm) -> tuple[Tensor, Tensor]:
     drafter.prefill(Prompts(tokens_BS, lengths_B, lengths, longest=9), rows=range(3), buckets=buckets)
     if isinstance(comm, CountingComm):
         comm.sent.clear()
+        comm.gathered.clear()
     uniforms_BKP = torch.rand(3, K, 2, dtype=torch.float64, generator=generator)
     rows = Rows(tokens_BS, lengths_B, *[torch.zeros(3, dtype=torch.int64)] * 2)
     return drafter.propose(rows, num_tokens=K, uniforms_BKP=uniforms_BKP, bucket=NUM_SLOTS).ids_BK, tokens_BS
 
 
 @pytest.mark.seconds
-@grid(family=["llama", "qwen3"], whole=[NONE, EMBEDDING, ATTENTION], num_ranks=[2, 3])
+@grid(family=["llama", "qwen3", "gpt_neox"], whole=[NONE, EMBEDDING, ATTENTION], num_ranks=[2, 3], temperature=[0, 0.9])
 def test_ranks_draft_as_one_does_with_the_collectives_that_are_planned(
-    tmp_path: Path, family: str, whole: WholeParts, num_ranks: int
+    tmp_path: Path, family: str, whole: WholeParts, num_ranks: int, temperature: float
 ) -> None:
-    """The head of qwen3 is its embedding."""
+    """The head of qwen3 is its embedding; a greedy draft gathers no logits."""
+    if family == "gpt_neox" and whole is not NONE:
+        return
     build_checkpoint(tmp_path, family, num_hidden_layers=NUM_LAYERS)
     alone = load_model(inspect(tmp_path), dtype=None, device=CPU, comm=Comm.single())
-    wanted, _ = drafted(alone, Comm.single())
+    wanted, _ = drafted(alone, Comm.single(), temperature=temperature)
     comms = [CountingComm.of(comm) for comm in thread_comms(num_ranks)]
     runners = load_ranks(tmp_path, comms, whole=whole)
-    for ids_BK, _ in on_ranks(comms, lambda comm: drafted(runners[comm.rank], comm)):
+    for ids_BK, _ in on_ranks(comms, lambda comm: drafted(runners[comm.rank], comm, temperature=temperature)):
         assert ids_BK.tolist() == wanted.tolist()
+    model = planned_model(ModelConfig(name="one", path=str(tmp_path), dtype=Dtype.fp32), device="cpu")
+    placement = ModelPlacement(
+        model=model, kind=TargetKind.tensor, ranks=(*range(num_ranks),), cuda_graphs=False, finds_best=temperature == 0
+    )
+    assert all(comm.gathered == [placement.gathered_bytes(3)] * K for comm in comms)
     planned = inventory(inspect(tmp_path).shape).keeping(whole).num_all_reduces
-    assert planned == {NONE: 2 * NUM_LAYERS + 1, EMBEDDING: 2 * NUM_LAYERS, ATTENTION: NUM_LAYERS}[whole]
+    cuts_embedding = whole is NONE and family != "gpt_neox"
+    assert planned == (1 if whole is ATTENTION else 2) * NUM_LAYERS + cuts_embedding
     for comm in comms:
         assert comm.sent == {"all_reduce": K * planned, "all_gather": K, "broadcast": 1}
 

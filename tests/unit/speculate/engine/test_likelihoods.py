@@ -6,21 +6,24 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from llama_ssp.architectures import engine
 from llama_ssp.errors import NumericError
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import NullRunner, Runner
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.speculate.engine import likelihoods
 from llama_ssp.speculate.engine.likelihoods import ScoredText, TokenScores, log_likelihoods
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import on_ranks, thread_comms
+from tests.helpers.lanes import heavy
+from tests.helpers.log_probs import check as compare
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.prefix_runner import PrefixRunner
 
 pytestmark = pytest.mark.seconds
 
 CPU = torch.device("cpu")
-LENGTHS = (7, 2, 30, 30, 12)
+LENGTHS, NUM_TOP = (7, 2, 30, 30, 12), 3
+KINDS = ["gemma2", "qwen3_moe", "gpt_neox", "gpt_oss", heavy("phi"), heavy("deepseek_v3")]
 TEXTS = [
     ScoredText(
         ids=torch.randint(2, VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(length)).tolist(),
@@ -44,15 +47,16 @@ def load(folder: Path, comm: Comm) -> Runner:
 def scores_of(
     target: Runner, texts: list[ScoredText], *, batch_size: int, comm: Comm, src: int = 0
 ) -> list[TokenScores]:
-    found = dict(log_likelihoods(target, texts, batch_size=batch_size, comm=comm, src=src))
+    found = dict(log_likelihoods(target, texts, batch_size=batch_size, comm=comm, src=src, num_top=NUM_TOP))
     return [found[place] for place in range(len(texts))]
 
 
 @torch.inference_mode()
-def wanted_of(model: PreTrainedModel, text: ScoredText) -> tuple[list[float], list[bool]]:
-    """What the library's forward of one whole text says."""
+def wanted_of(model: PreTrainedModel, text: ScoredText, found: TokenScores) -> tuple[list[float], list[bool]]:
+    """What the library's forward of one whole text says; the best tokens are compared here."""
     ids_T = torch.tensor(text.ids)
     log_probs_TV = model(ids_T[None]).logits[0, :-1].log_softmax(-1)
+    compare(found.model, log_probs_TV[text.num_given - 1 :], text.ids[text.num_given :], num_top=NUM_TOP)
     log_probs_T = log_probs_TV.gather(-1, ids_T[1:, None])[:, 0]
     are_best_T = log_probs_TV.argmax(-1) == ids_T[1:]
     return log_probs_T[text.num_given - 1 :].tolist(), are_best_T[text.num_given - 1 :].tolist()
@@ -60,7 +64,7 @@ def wanted_of(model: PreTrainedModel, text: ScoredText) -> tuple[list[float], li
 
 def check(model: PreTrainedModel, texts: list[ScoredText], scores: list[TokenScores]) -> None:
     for text, found in zip(texts, scores, strict=True):
-        log_probs, are_best = wanted_of(model, text)
+        log_probs, are_best = wanted_of(model, text, found)
         assert found.log_probs == pytest.approx(log_probs, abs=1e-4)
         assert found.are_best == are_best
         assert len(found.log_probs) == len(text.ids) - text.num_given
@@ -72,6 +76,12 @@ def test_a_token_has_the_log_probability_of_the_librarys_logits(
 ) -> None:
     folder, model = saved
     check(model, TEXTS, scores_of(load(folder, Comm.single()), TEXTS, batch_size=batch_size, comm=Comm.single()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_has_the_figures_of_the_library(kind: str, tmp_path: Path) -> None:
+    model = build_checkpoint(tmp_path, kind)
+    check(model, TEXTS, scores_of(load(tmp_path, Comm.single()), TEXTS, batch_size=3, comm=Comm.single()))
 
 
 def test_the_greedy_continuation_is_the_best_and_no_other(saved: tuple[Path, PreTrainedModel]) -> None:
@@ -94,7 +104,7 @@ def test_chunks_of_any_length_give_the_same_scores(monkeypatch: pytest.MonkeyPat
         for length, num_given in ((30, 20), (14, 2), (29, 28))
     ]
     alone = [scores_of(PrefixRunner(), [text], batch_size=1, comm=Comm.single())[0] for text in texts]
-    monkeypatch.setattr(likelihoods, "_MOST_LOGITS", num_logits)
+    monkeypatch.setattr(engine, "_MOST_SCORED", num_logits)
     together = scores_of(PrefixRunner(), texts, batch_size=3, comm=Comm.single())
     for one, other in zip(alone, together, strict=True):
         assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)

@@ -104,10 +104,12 @@ def test_sampled_text_by_look_up_depends_neither_on_the_batch_nor_on_the_executo
     assert any(sum(accepted) for _, accepted in texts[1])
 
 
-def test_a_chain_written_as_a_tree_has_the_text_of_the_chain() -> None:
+def test_a_chain_written_as_a_tree_has_the_text_of_a_chain_that_is_verified_as_a_block() -> None:
     target, draft = PrefixRunner(sharpness=1.0), PrefixRunner(seed=1, sharpness=1.0)
-    as_tree, as_chain = (decoded(target, draft, shape, temperature=0.9) for shape in ("1x1x1", None))
-    assert [each.token_ids for each in as_tree] == [each.token_ids for each in as_chain]
+    requests = [Request(index=index, prompt_ids=ids, max_new_tokens=NUM_NEW) for index, ids in enumerate(PROMPTS)]
+    as_chain = complete(make_decoder(target, draft, temperature=0.9, rule_name="block"), requests)
+    as_tree = decoded(target, draft, "1x1x1", temperature=0.9)
+    assert [found.token_ids for found in as_tree] == [found.token_ids for found in as_chain]
 
 
 def test_a_dynamic_tree_accepts_more_than_a_static_one_of_as_many_nodes() -> None:

@@ -249,6 +249,20 @@ def test_without_a_residual_the_next_token_comes_from_the_targets_row(verify: Ve
     assert verdict.next_ids_B1.tolist() == [[1], [2]]
 
 
+@verifiers
+def test_nan_that_decides_is_in_the_weight(verify: Verify) -> None:
+    """A block is accepted by all rows: with NaN in one of them no prefix passes."""
+    draft, target_probs = one_draft()
+    draws = numbers(accept_B=torch.full((4,), 0.5).double(), residual_BP=torch.full((4, 2), 0.5).double())
+    accepted_B1 = verify(draft, target_probs, draws=draws).num_accepted_B1
+    for position in range(2):
+        broken_BTV = target_probs.clone()
+        broken_BTV[:, position] = torch.nan
+        is_nan_B1 = verify(draft, broken_BTV, draws=draws).weights_B1.isnan()
+        decides_B1 = (accepted_B1 == position) | (position == 0) | (verify is verify_block)
+        assert torch.equal(is_nan_B1, decides_B1)
+
+
 def test_greedy_stops_at_the_first_token_that_is_not_the_best() -> None:
     best_BT = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 2, 3]])
     ids_BK = torch.tensor([[1, 2], [1, 0], [0, 2]])

@@ -14,12 +14,12 @@ from llama_ssp.settings.trees import tree_shape
 from llama_ssp.speculate.engine.executors import tensors_of
 from llama_ssp.speculate.sampling import trees
 from llama_ssp.speculate.sampling.processors import draw, processor
-from llama_ssp.speculate.sampling.rules import Draft, Verdict, draw_next, verify_greedy, verify_speculative
+from llama_ssp.speculate.sampling.rules import Draft, Verdict, best_choices, draw_next, verify_block, verify_greedy
 from llama_ssp.speculate.sampling.trees import (
     Level,
+    NodeLaws,
     Topology,
     Tree,
-    best_choices,
     draw_children,
     drawn_choices,
     verify_certain,
@@ -33,7 +33,6 @@ from tests.helpers.table_models import joint_law, random_table
 from tests.helpers.tree_law import DrawChildren, VerifyTree, path_of, tree_law
 
 CPU = torch.device("cpu")
-Rows = tuple[Tensor, Tensor]
 Drafted = tuple[Tree, Draft, Tensor, Draws]
 SAMPLINGS = {
     "temperature": SamplingConfig(temperature=0.7),
@@ -184,25 +183,39 @@ def test_the_law_holds_where_the_first_residual_has_one_token(shape: str, name: 
     assert law_error(shape, SAMPLINGS[name], seed=10) < 1e-12
 
 
-def draft_stays(target_BV: Tensor, draft_BV: Tensor, ids_B1: Tensor) -> Rows:
+def draft_stays(laws: NodeLaws, _ids_X1: Tensor | None) -> NodeLaws:
     """The ratio of a later child has the probability that the draft had from the start.
 
     It makes no difference whether the rejected child stays, since the target's residual lacks it.
     """
-    return REJECTED(target_BV, draft_BV, ids_B1)[0], draft_BV.clone()
+    return WITHOUT(laws, None)
 
 
-def residual_not_normalised(target_BV: Tensor, draft_BV: Tensor, ids_B1: Tensor) -> Rows:
-    return (target_BV - draft_BV).clamp_min(0), REJECTED(target_BV, draft_BV, ids_B1)[1]
+def residual_not_normalised(laws: NodeLaws, ids_X1: Tensor | None) -> NodeLaws:
+    left = WITHOUT(laws, ids_X1)
+    return left._replace(factor_X1=left.reach_X1)
 
 
-def residual_not_clamped(target_BV: Tensor, draft_BV: Tensor, ids_B1: Tensor) -> Rows:
-    rest_BV = (target_BV - draft_BV).abs()
-    return rest_BV / rest_BV.sum(-1, keepdim=True), REJECTED(target_BV, draft_BV, ids_B1)[1]
+def reach_stays(laws: NodeLaws, ids_X1: Tensor | None) -> NodeLaws:
+    """A node passes as if none of its children had been rejected."""
+    left = WITHOUT(laws, ids_X1)
+    ratio_X1 = laws.reach_X1 / left.reach_X1
+    return left._replace(reach_X1=laws.reach_X1, factor_X1=left.factor_X1 * ratio_X1)
 
 
-def target_stays(target_BV: Tensor, draft_BV: Tensor, ids_B1: Tensor) -> Rows:
-    return target_BV, REJECTED(target_BV, draft_BV, ids_B1)[1]
+def target_stays(laws: NodeLaws, ids_X1: Tensor | None) -> NodeLaws:
+    left = WITHOUT(laws, ids_X1)
+    return left._replace(target_XV=laws.target_XV, factor_X1=left.reach_X1)
+
+
+def residual_not_clamped(laws: NodeLaws) -> Tensor:
+    return (laws.target_XV * laws.factor_X1 - laws.draft_XV).abs()
+
+
+def not_clipped(laws: NodeLaws, ids_X1: Tensor, *, is_first: bool) -> Tensor:
+    """A child can be reached with more than probability 1."""
+    del is_first
+    return laws.target_XV.gather(-1, ids_X1) * laws.factor_X1 / laws.draft_XV.gather(-1, ids_X1)
 
 
 def without_any_residual(
@@ -230,9 +243,11 @@ def the_first_childs_numbers_again(probs_BMV: Tensor, uniforms_BXP: Tensor) -> T
     return draw_children(probs_BMV, torch.cat([uniforms_BXP[:, :1], uniforms_BXP[:, :-1]], dim=1))
 
 
-REJECTED, DRAW_NEXT = trees._rejected, draw_next
+WITHOUT, DRAW_NEXT = NodeLaws.without, draw_next
 FAULTS: dict[str, list[Callable[..., object]]] = {
-    "_rejected": [draft_stays, residual_not_normalised, residual_not_clamped, target_stays],
+    "without": [draft_stays, residual_not_normalised, target_stays],
+    "rest": [residual_not_clamped],
+    "reach_of": [not_clipped],
     "draw_next": [without_any_residual],
     "verify": [a_childs_number_again, the_last_childs_number_again],
     "draw": [the_first_childs_numbers_again],
@@ -253,9 +268,14 @@ def test_the_harness_catches_a_planted_fault(
     elif place == "draw":
         error = law_error(shape, SAMPLINGS["temperature"], vocab_size=4, draw=cast("DrawChildren", fault))
     else:
-        monkeypatch.setattr(trees, place, fault)
+        monkeypatch.setattr(NodeLaws if hasattr(NodeLaws, place) else trees, place, fault)
         error = law_error(shape, SAMPLINGS["temperature"], vocab_size=4)
     assert error > 1e-3
+
+
+def test_the_harness_catches_a_node_that_passes_as_if_no_child_were_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NodeLaws, "without", reach_stays)
+    assert law_error("2x1", SAMPLINGS["temperature"], vocab_size=4) > 1e-3
 
 
 @pytest.mark.parametrize("shape", ["2x1", "1x2", "3"])
@@ -280,6 +300,17 @@ def test_a_later_child_is_accepted_by_the_ratio_of_what_the_rejected_one_leaves(
         assert path_of(verdict).tolist() == [[wanted[0]]] if wanted else [[1]]
         # (0, 0, 0, 1) is left after both.
         assert wanted or verdict.next_ids_B1.item() == 3
+
+
+def test_a_path_can_pass_whose_first_token_would_be_rejected_alone() -> None:
+    """Reached with 1/2, then with min(1, 1/2 x 9/3): a rule that goes token by token accepts one half of these."""
+    probs_V = torch.tensor([[[1.0, 3.0], [3.0, 1.0], [1.0, 1.0]]], dtype=torch.float64)
+    target_BTV = torch.stack([probs_V[0, 0] / 4, torch.tensor([9.0, 1.0]).double() / 10, probs_V[0, 2] / 2])[None]
+    draft_BTV = torch.stack([probs_V[0, 2] / 2, torch.tensor([3.0, 7.0]).double() / 10, torch.zeros(2).double()])[None]
+    draft = Draft(torch.tensor([[0, 0]]), draft_BTV)
+    verdict = verify_tree(Tree.of("1x1", CPU), draft, target_BTV, draws=numbers(2, accept=[[0.9, 0.9]]))
+    assert path_of(verdict).tolist() == [[1, 2]]
+    assert verdict.num_accepted_B1.item() == 2
 
 
 def numbers(num_drafted: int, *, accept: list[list[float]]) -> Draws:
@@ -308,17 +339,18 @@ def drafted(shape: str, *, num_rows: int = 64, vocab_size: int = 50, device: tor
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
-def test_a_chain_is_drawn_and_verified_as_without_a_tree_to_the_bit(depth: int) -> None:
+def test_a_chain_is_drawn_as_without_a_tree_and_verified_as_a_block(depth: int) -> None:
     tree, draft, target_BTV, draws = drafted("x".join("1" * depth), num_rows=500)
     assert draft.probs_BTV is not None
     for place in range(depth):
         ids_B1 = draw(draft.probs_BTV[:, place].contiguous(), draws.draft_BKP[:, place])
         assert torch.equal(ids_B1, draft.ids_BK[:, place : place + 1])
-    chain = verify_speculative(draft, target_BTV, draws=draws)
+    chain = verify_block(draft, target_BTV, draws=draws)
     verdict = verify_tree(tree, draft, target_BTV, draws=draws)
     assert chain.num_accepted_B1.unique().numel() == depth + 1
-    for own, wanted in zip(verdict[:3], chain[:3], strict=True):
-        assert torch.equal(own, wanted)
+    assert torch.equal(verdict.num_accepted_B1, chain.num_accepted_B1)
+    assert torch.equal(verdict.next_ids_B1, chain.next_ids_B1)
+    torch.testing.assert_close(verdict.weights_B1, chain.weights_B1)
     assert torch.equal(path_of(verdict), torch.arange(1, depth + 1).expand(500, -1))
 
     chain = verify_greedy(Draft(target_BTV.argmax(-1)[:, :-1] + draft.ids_BK % 2), target_BTV)
@@ -359,7 +391,8 @@ def test_a_child_that_cannot_be_is_never_accepted() -> None:
 
 
 @pytest.mark.parametrize("shape", ["3x2x1", "2", "1x3"])
-def test_nan_after_the_accepted_tokens_is_in_the_weight_and_nan_elsewhere_is_not(shape: str) -> None:
+def test_nan_that_decides_is_in_the_weight_and_nan_elsewhere_is_not(shape: str) -> None:
+    """All nodes that have children decide, as no path passes with NaN; a leaf if it is accepted."""
     tree, draft, target_BTV, draws = drafted(shape)
     clean = verify_tree(tree, draft, target_BTV, draws=draws)
     assert not clean.weights_B1.isnan().any()
@@ -367,8 +400,8 @@ def test_nan_after_the_accepted_tokens_is_in_the_weight_and_nan_elsewhere_is_not
         broken_BTV = target_BTV.clone()
         broken_BTV[:, node] = float("nan")
         verdict = verify_tree(tree, draft, broken_BTV, draws=draws)
-        is_reached_B = tree.topology.ancestors_BTT[0][node_of(clean), node]
-        assert torch.equal(verdict.weights_B1.isnan()[:, 0], is_reached_B)
+        decides_B = (node_of(clean) == node) | (node < tree.num_parents)
+        assert torch.equal(verdict.weights_B1.isnan()[:, 0], decides_B)
         assert verdict.next_ids_B1.lt(50).all()
         greedy = verify_tree_greedy(tree, Draft(draft.ids_BK), broken_BTV)
         assert torch.equal(greedy.weights_B1.isnan()[:, 0], node_of(greedy) == node)

@@ -1,0 +1,141 @@
+"""The planner against rows of serving engines: prints a page, or writes docs/benchmarks/served.md.
+
+    .venv/bin/python -m benchmarks.served FILE [--write]
+
+FILE is a table of aiconfigurator's public rows (NVIDIA, Apache-2.0), one a row of an engine at a steady concurrency C.
+Rows have the sums of their engine, where this engine calls NCCL; prompts of others are read between two tokens, C - 1
+of them for each completion; matrices in FP8 are multiplied in FP8, with half the bytes at twice the rate.
+"""
+
+import argparse
+import csv
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from textwrap import fill
+from typing import NamedTuple
+
+from benchmarks.measured import markdown, page_of, show
+from benchmarks.published import job
+from llama_ssp.machines import hardware
+from llama_ssp.machines.hardware import HardwareConfig, MeasuredSum
+from llama_ssp.planning.timing import OPERATORS_PER_LAYER, decoding_error, timing
+
+MODELS = {
+    "meta-llama/Llama-3.1-8B-Instruct": "llama3_8B", "meta-llama/Llama-3.1-70B": "llama3_70B",
+    "Qwen/Qwen3-32B": "qwen3_32B",
+}  # fmt: skip
+SUMS_US = {
+    ("h100", "vllm"): (4.4, 4.9, 5.6), ("h100", "trtllm"): (2.9, 3.4, 3.8), ("h100", "sglang"): (2.8, 3.1, 4.1),
+    ("b200", "vllm"): (7.0, 7.4, 8.2), ("b200", "trtllm"): (5.2, 5.4, 6.1),
+}  # fmt: skip
+"""Of 16 KiB over 2, 4 and 8 GPUs in graphs, from aiconfigurator's tables."""
+WAITS_US = {"h100": 6.0, "b200": 0.0}
+"""What a sum takes more inside a step: fitted to TensorRT-LLM's rows in bf16, whose median it makes 1 at 2 GPUs."""
+FP8_KERNELS = 4
+"""Kernels of a layer that round the inputs of its products."""
+FIRST, LAST = 4, 64
+"""Concurrency."""
+
+
+class Served(NamedTuple):
+    """A row: machine, GPUs, weights, engine, concurrency; measured over planned time; whether its range holds it."""
+
+    names: tuple[str, int, str, str, int]
+    ratio: float
+    is_inside: bool
+
+
+def machine_of(name: str, engine: str) -> HardwareConfig:
+    """Eight GPUs with the sums of an engine."""
+    sums = [
+        MeasuredSum(num_ranks=number, num_bytes=2**14, s=1e-6 * (us + WAITS_US[name]))
+        for number, us in zip((2, 4, 8), SUMS_US[name, engine], strict=True)
+    ]
+    machine = hardware.load(f"8x{name}")
+    return replace(machine, sums=sums, launch_s=machine.kernel_s)
+
+
+def why_left_out(row: dict[str, str]) -> str | None:
+    """A reason; None for a row that is planned."""
+    if row["model"] not in MODELS:
+        return f"{row['model']} (experts in formats that no plan multiplies in)"
+    if row["weights"] not in ("", "fp8"):
+        return f"{row['weights']} (no plan multiplies in it)"
+    return None if FIRST <= int(row["concurrency"]) <= LAST else f"concurrency below {FIRST}"
+
+
+def served(row: dict[str, str]) -> Served:
+    """Plan a row."""
+    name, engine, is_short = row["system"].removesuffix("_sxm"), row["engine"], row["weights"] == "fp8"
+    machine, rows, tokens = machine_of(name, engine), int(row["concurrency"]), int(row["output_tokens"])
+    spec = replace(
+        job(MODELS[row["model"]], int(row["tp"])), batch_size=rows, prompt_tokens=int(row["input_tokens"]),
+        max_new_tokens=tokens,
+    )  # fmt: skip
+    timed, layers = timing(spec, machine), spec.target.shape.num_hidden_layers
+    step, halved = timed.target_forward, 0.0
+    if is_short:  # keys and values are in FP8 on a B200 alone, as the growth with the rows says
+        halved = step.matrices_s + (step.attention_s if name == "b200" else 0.0)
+        halved -= 2 * FP8_KERNELS * layers * machine.kernel_s
+    # A prompt is read with the rows of a step, whose weights it shares, and launched from Python.
+    prompt_s = timing(replace(spec, batch_size=1), machine).prefill_s - step.matrices_s
+    launches_s = layers * OPERATORS_PER_LAYER * hardware.load(name).launch_s
+    others_s = (rows - 1) / tokens * max(prompt_s / (1 + is_short), launches_s)
+    low, high = decoding_error(spec, machine, timed.plain_s) or (math.inf, 0.0)
+    ratio = float(row["tpot_ms"]) / 1e3 / (timed.plain_s - halved / 2 + others_s)
+    names = name, int(row["tp"]), row["weights"] or "bf16", engine, rows
+    return Served(names, ratio, is_inside=low <= ratio <= high)
+
+
+def table(rows: Iterable[Served], *, of: int) -> str:
+    """Groups by their first `of` fields."""
+    groups = defaultdict(list)
+    for row in rows:
+        groups[row.names[:of]].append(row)
+    lines = []
+    for names, found in sorted(groups.items()):
+        ratios = [row.ratio for row in found]
+        tenths = statistics.quantiles(ratios, n=10, method="inclusive") if len(ratios) > 1 else ratios * 9
+        inside = sum(row.is_inside for row in found)
+        lines.append((
+            *names, len(found), *(f"{number:.2f}" for number in (statistics.median(ratios), tenths[0], tenths[-1])),
+            f"{inside}, {100 * inside / len(found):.0f} %",
+        ))  # fmt: skip
+    return markdown(
+        [
+            *["machine", "GPUs", "weights", "engine", "rows at a time"][:of],
+            "rows",
+            "median",
+            "10th",
+            "90th percentile",
+            "inside their range",
+        ],
+        lines,
+    )
+
+
+def page(file: Path) -> str:
+    """The whole document."""
+    with file.open(newline="", encoding="utf-8") as stream:
+        listed = [*csv.DictReader(stream)]
+    reasons = Counter(filter(None, map(why_left_out, listed)))
+    rows = [served(row) for row in listed if why_left_out(row) is None]
+    left_out = fill("Left out: " + "; ".join(f"{number} of {reason}" for reason, number in reasons.most_common()), 120)
+    inside = sum(row.is_inside for row in rows) / len(rows)
+    return page_of(
+        "served", number=len(rows), of=len(listed), left_out=left_out, inside=f"{100 * inside:.0f}",
+        median=f"{100 * (math.exp(statistics.median(abs(math.log(row.ratio)) for row in rows)) - 1):.0f} %",
+        groups=table(rows, of=2), engines=table(rows, of=4), cells=table(rows, of=5),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--write", action="store_true")
+    given = parser.parse_args()
+    show(page(given.file), page="served.md", is_written=given.write)

@@ -1,0 +1,226 @@
+"""Chooses who sums small tensors over the GPUs of a node: the kernel of `sums_gpu`, after a check, or NCCL.
+
+All ranks of a group take the kernel, or none. It needs GPUs of one node that map each other's memory by CUDA's
+inter-process handles, and Triton; AMD's GPUs keep their library's sums.
+
+Shapes: M rows, E width, R ranks.
+"""
+
+import ctypes
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from llama_ssp.kernels.choice_gpu import reason
+from llama_ssp.ranks.comms import Comm, Mesh
+from llama_ssp.ranks.gpu import ends_run
+
+_PATIENCE = 2**22  # looks at a flag, some seconds
+_HANDLE_BYTES = 64
+_MAPS_PEERS = 1  # cudaIpcMemLazyEnablePeerAccess, the only flag there is
+_Result = TypeVar("_Result")
+_log = logging.getLogger(__name__)
+
+
+class DeviceMemory(Protocol):
+    """Memory of the current GPU that other processes map."""
+
+    def make(self, num_bytes: int) -> tuple[int, bytes]:
+        """Zeroed memory: its address and a handle for other processes. RuntimeError if there is none."""
+
+    def open(self, handle: bytes) -> int:
+        """The address of another process's memory here. RuntimeError if this GPU does not reach it."""
+
+
+class CudaMemory:
+    """Memory by CUDA's own runtime: torch's would map another GPU's as that of a device of this process."""
+
+    def __init__(self) -> None:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+        found = [line.split()[-1] for line in lines if "libcudart.so" in line]
+        if not found:
+            raise RuntimeError("torch has no library libcudart.so here")
+        self._library = ctypes.CDLL(found[0])
+
+    def _call(self, name: str, *arguments: Any) -> None:  # noqa: ANN401 - as ctypes takes them
+        if code := getattr(self._library, name)(*arguments):
+            raise RuntimeError(f"{name} failed with code {code}")
+
+    def make(self, num_bytes: int) -> tuple[int, bytes]:
+        """See `DeviceMemory`."""
+        address, handle = ctypes.c_void_p(), (ctypes.c_char * _HANDLE_BYTES)()
+        self._call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+        self._call("cudaMemset", address, 0, ctypes.c_size_t(num_bytes))
+        self._call("cudaDeviceSynchronize")
+        self._call("cudaIpcGetMemHandle", ctypes.byref(handle), address)
+        return address.value or 0, bytes(handle)
+
+    def open(self, handle: bytes) -> int:
+        """See `DeviceMemory`."""
+        address, given = ctypes.c_void_p(), _Handle.from_buffer_copy(handle)
+        self._call("cudaIpcOpenMemHandle", ctypes.byref(address), given, ctypes.c_uint(_MAPS_PEERS))
+        return address.value or 0
+
+
+class _Handle(ctypes.Structure):
+    """A cudaIpcMemHandle_t, which is passed by value."""
+
+    _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerSums:
+    """The kernel over the memories of a group; one for all its sums, which run one after another.
+
+    Attributes:
+        memories_R: the addresses of all ranks' memories, as this rank has mapped them.
+        counts: see `sums_gpu.sum_of_ranks`.
+        patience: see `sums_gpu.sum_kernel`; 0 does not end.
+    """
+
+    rank: int
+    memories_R: Tensor
+    counts: Tensor
+    kernels: Any
+    patience: int = 0
+
+    def takes(self, values: Tensor) -> bool:
+        """Whether the kernel sums these values."""
+        return bool(self.kernels.can_sum(values))
+
+    def takes_rows(self, part_ME: Tensor) -> bool:
+        """Whether it adds the sum of such rows to a residual, and normalizes that."""
+        return bool(self.kernels.can_norm(part_ME))
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        """Sum values over the ranks, in place: in the order of the ranks, so that all get the same bits."""
+        summed: Tensor = self.kernels.sum_of_ranks(values, *self._shared, rank=self.rank, **self._limit)
+        return summed
+
+    def add_norm(self, part_ME: Tensor, x_ME: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        """Add the sum of the ranks' parts to x in place, and return its RMS norm, to the bits of `add_norm`."""
+        normed_ME: Tensor = self.kernels.sum_add_norm(
+            part_ME, x_ME, weight_E, eps, *self._shared, rank=self.rank, **self._limit
+        )
+        return normed_ME
+
+    @property
+    def _shared(self) -> tuple[Tensor, Tensor]:
+        return self.memories_R, self.counts
+
+    @property
+    def _limit(self) -> dict[str, int]:
+        return {"patience": self.patience} if self.patience else {}
+
+
+# By members, made once for all points of a sweep.
+_found: dict[tuple[int, ...], PeerSums | None] = {}
+
+
+def with_peer_sums(mesh: Mesh) -> Mesh:
+    """Let the groups of both models sum by the kernel, where it is right; all ranks must call this together."""
+
+    def summing(comm: Comm | None) -> Comm | None:
+        if comm is None or comm.size == 1:
+            return comm
+        if comm.members not in _found:
+            _found[comm.members] = find_peer_sums(comm, CudaMemory)
+        return replace(comm, peers=_found[comm.members])
+
+    return replace(mesh, target=summing(mesh.target), draft=summing(mesh.draft))
+
+
+def find_peer_sums(
+    comm: Comm, open_device: Callable[[], DeviceMemory], check: "Callable[[PeerSums, Comm], None] | None" = None
+) -> PeerSums | None:
+    """The kernel over memory that all ranks of a group have mapped, if it is right on all of them.
+
+    All ranks of the group must call this together. Otherwise the first rank warns, with the reason of one of them.
+    """
+    try:
+        sums = _mapped(comm, open_device)
+        _on_all(comm, partial(check or check_sums, replace(sums, patience=_PATIENCE), comm))
+    except RuntimeError as error:
+        if comm.rank == 0:
+            _log.warning("continuing with NCCL's sums: %s", error)
+        return None
+    return sums
+
+
+def _mapped(comm: Comm, open_device: Callable[[], DeviceMemory]) -> PeerSums:
+    """Map the memories of all ranks; RuntimeError on every rank if one cannot."""
+
+    def make() -> tuple[Any, DeviceMemory, int, str]:
+        kernels, device = import_module("llama_ssp.kernels.sums_gpu"), open_device()  # CPU builds come without Triton
+        if comm.size > kernels.MOST_RANKS:
+            raise RuntimeError(f"it sums over {kernels.MOST_RANKS} ranks at most")
+        address, handle = device.make(kernels.MEMORY_BYTES)
+        return kernels, device, address, handle.hex()
+
+    kernels, device, own, handle = _on_all(comm, make)
+    said = [text.split() for text in comm.gather_text(f"{_node()} {handle}")]
+
+    def open_all() -> list[int]:
+        if len({node for node, _ in said}) > 1:
+            raise RuntimeError("the ranks are on several nodes")
+        return [own if rank == comm.rank else device.open(bytes.fromhex(text)) for rank, (_, text) in enumerate(said)]
+
+    memories_R = torch.tensor(_on_all(comm, open_all), device=comm.device)
+    counts = torch.zeros(kernels.NUM_SLOTS, dtype=torch.int32, device=comm.device)
+    return PeerSums(rank=comm.rank, memories_R=memories_R, counts=counts, kernels=kernels)
+
+
+def _on_all(comm: Comm, step: Callable[[], _Result]) -> _Result:
+    """Take a step on all ranks; RuntimeError on every rank, with a reason, if it fails on one."""
+    found, fault = [], ""
+    try:
+        found.append(step())
+    except Exception as error:  # of compilers and drivers
+        if ends_run(error):
+            raise
+        fault = f"rank {comm.rank}: {reason(error)}"
+    faults = [text for text in comm.gather_text(fault) if text]
+    if faults:
+        raise RuntimeError(faults[0])
+    return found[0]
+
+
+def _node() -> str:
+    """A name of this machine, the same in all its containers."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    return "unknown"
+
+
+@torch.inference_mode()
+def check_sums(sums: PeerSums, comm: Comm, shapes: Sequence[tuple[int, int]] = ((1, 4096), (5, 1000), (3, 7))) -> None:
+    """RuntimeError unless sums of all shapes and formats, alone and with norm, are those of a known order."""
+    from llama_ssp.kernels.between_gpu import add_norm  # noqa: PLC0415 - see above
+
+    generator = torch.Generator().manual_seed(0)  # the same parts on all ranks
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for num_rows, width in shapes:
+            parts_RME, x_1ME = (
+                torch.randn(number, num_rows, width, generator=generator).to(comm.device, dtype)
+                for number in (comm.size, 1)
+            )
+            total_ME = torch.zeros_like(x_1ME[0], dtype=torch.float32)
+            for part_ME in parts_RME:
+                total_ME += part_ME.float()
+            wanted_ME, own_ME, x_ME, weight_E = total_ME.to(dtype), parts_RME[comm.rank], x_1ME[0], x_1ME[0, 0].clone()
+            alone_ME = sums.all_reduce(own_ME.clone())
+            added_ME = x_ME.clone()
+            normed_ME = sums.add_norm(own_ME.clone(), added_ME, weight_E, 1e-2)
+            wanted_normed_ME = add_norm(x_ME, wanted_ME, weight_E, 1e-2)
+            pairs = ((alone_ME, wanted_ME), (added_ME, x_ME), (normed_ME, wanted_normed_ME))
+            comm.finish()
+            if not all(torch.equal(found, wanted) for found, wanted in pairs):
+                raise RuntimeError(f"the kernel gives wrong sums of {num_rows} x {width} values in {dtype}")

@@ -1,0 +1,129 @@
+"""Sums over ranks in one launch, in Triton, over memory that the GPUs of a node have mapped of each other.
+
+Each program takes a row or a chunk: it copies its own part to a slot of this rank's memory, says so in the flags of all
+ranks, waits for theirs, and adds the parts in the order of the ranks, so that all of them have the same bits.
+
+    memory of a rank    | slots of even sums | slots of odd sums | flags: a count for each slot and rank |
+
+A rank overwrites a slot after it has seen all flags of the sum between, which each rank raised once it had read the
+slot. A slot has one place whatever the shape, since flags of other slots say nothing about it. Counts wrap around.
+
+Shapes: M rows, E width, R ranks.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+NUM_SLOTS, SLOT_BYTES = 128, 2**15
+FLAGS_AT = 2 * NUM_SLOTS * SLOT_BYTES
+MOST_RANKS = 8
+MEMORY_BYTES = FLAGS_AT + 4 * NUM_SLOTS * MOST_RANKS
+MOST_BYTES = 2**18
+"""Of a sum: beyond, a ring sends fewer bytes."""
+PATIENCE = 2**62
+_CHUNK = 1024
+
+
+@triton.jit(do_not_specialize=["patience"])  # type: ignore[untyped-decorator]
+def sum_kernel(  # type: ignore[no-untyped-def]
+    values, residual, weight, normed, memories, counts, num_values, span, eps, patience,
+    RANK: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr, PLACES: tl.constexpr,
+    NUM_SLOTS: tl.constexpr, SLOT_BYTES: tl.constexpr,
+):  # fmt: skip
+    """Sum `span` values over the ranks, in place; or add the sum to the residual, in place, and normalize that.
+
+    A rank that waits for more than `patience` looks at flags gives NaN.
+    """
+    slot = tl.program_id(0)
+    places = tl.arange(0, PLACES)
+    at = slot.to(tl.int64) * span + places
+    is_place = (places < span) if residual is not None else (at < num_values)
+    ranks = tl.arange(0, RANKS)
+    is_rank = ranks < SIZE
+    dtype = values.dtype.element_ty
+    count = tl.load(counts + slot) + 1
+    FLAGS_AT: tl.constexpr = 2 * NUM_SLOTS * SLOT_BYTES
+    first_byte = ((count & 1) * NUM_SLOTS + slot) * SLOT_BYTES
+    own = (tl.load(memories + RANK) + first_byte).to(tl.pointer_type(dtype))
+    tl.store(tl.multiple_of(own, 16) + places, tl.load(values + at, mask=is_place, other=0.0), mask=is_place)
+    tl.debug_barrier()  # all threads have written, which the releases below cover
+    first_flag = FLAGS_AT + 4 * SIZE * slot
+    of_ranks = (tl.load(memories + ranks, mask=is_rank, other=0) + first_flag).to(tl.pointer_type(tl.int32))
+    zeros_R = tl.zeros([RANKS], dtype=tl.int32)
+    tl.atomic_xchg(of_ranks + RANK, zeros_R + count, mask=is_rank, sem="release", scope="sys")
+    own_flags = (tl.load(memories + RANK) + first_flag).to(tl.pointer_type(tl.int32)) + ranks
+    looks, behind = patience, -1
+    while (behind < 0) & (looks > 0):
+        seen_R = tl.atomic_add(own_flags, zeros_R, mask=is_rank, sem="acquire", scope="sys")
+        behind = tl.min(tl.where(is_rank, seen_R - count, 0), 0)
+        looks -= 1
+    tl.debug_barrier()  # the flags that some threads have acquired are those of all
+    total = tl.zeros([PLACES], dtype=tl.float32)
+    for other in tl.static_range(SIZE):
+        theirs = (tl.load(memories + other) + first_byte).to(tl.pointer_type(dtype))
+        part = tl.load(tl.multiple_of(theirs, 16) + places, mask=is_place, other=0.0, cache_modifier=".cg")
+        total += part.to(tl.float32)
+    total = tl.where(behind < 0, float("nan"), total).to(dtype)
+    if residual is not None:
+        before = tl.load(residual + at, mask=is_place, other=0.0)
+        total = (before.to(tl.float32) + total.to(tl.float32)).to(dtype)
+        tl.store(residual + at, total, mask=is_place)
+        exact = total.to(tl.float32)
+        factor = tl.rsqrt(tl.sum(exact * exact, 0) / span + eps)
+        factors = tl.load(weight + places, mask=is_place, other=0.0).to(tl.float32)
+        tl.store(normed + at, (exact * factor * factors).to(dtype), mask=is_place)
+    else:
+        tl.store(values + at, total, mask=is_place)
+    tl.store(counts + slot, count)
+
+
+def sum_of_ranks(
+    values: Tensor, memories_R: Tensor, counts: Tensor, *, rank: int, patience: int = PATIENCE
+) -> Tensor:  # fmt: skip
+    """Sum contiguous values, at most `MOST_BYTES` of them, over the ranks, in place.
+
+    `memories_R` are the addresses of the ranks' memories as this rank has mapped them, `counts` (NUM_SLOTS,) the sums
+    of each slot so far, int32, this rank's own.
+    """
+    number = values.numel()
+    sum_kernel[(triton.cdiv(number, _CHUNK),)](
+        values, None, None, None, memories_R, counts, number, _CHUNK, 0.0, patience,
+        PLACES=_CHUNK, num_warps=4, **_group(rank, memories_R),
+    )  # fmt: skip
+    return values
+
+
+def sum_add_norm(
+    part_ME: Tensor, x_ME: Tensor, weight_E: Tensor, eps: float, memories_R: Tensor, counts: Tensor,
+    *, rank: int, patience: int = PATIENCE,
+) -> Tensor:  # fmt: skip
+    """Add the sum of the ranks' parts to x in place, and return its RMS norm; see `sum_of_ranks`."""
+    num_rows, width = part_ME.shape
+    normed_ME = torch.empty_like(part_ME)
+    sum_kernel[(num_rows,)](
+        part_ME, x_ME, weight_E, normed_ME, memories_R, counts, part_ME.numel(), width, eps, patience,
+        PLACES=triton.next_power_of_2(width), num_warps=8, **_group(rank, memories_R),
+    )  # fmt: skip
+    return normed_ME
+
+
+def _group(rank: int, memories_R: Tensor) -> dict[str, int]:
+    size = len(memories_R)
+    ranks = triton.next_power_of_2(size)
+    return {"RANK": rank, "SIZE": size, "RANKS": ranks, "NUM_SLOTS": NUM_SLOTS, "SLOT_BYTES": SLOT_BYTES}
+
+
+def can_sum(values: Tensor) -> bool:
+    """Whether the kernel sums these values."""
+    is_known = values.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    return (
+        is_known and values.is_contiguous() and 0 < values.numel() <= NUM_SLOTS * _CHUNK and values.nbytes <= MOST_BYTES
+    )
+
+
+def can_norm(part_ME: Tensor) -> bool:
+    """Whether it also adds and normalizes rows like these, each in a slot of its own."""
+    num_rows, width = part_ME.shape
+    return can_sum(part_ME) and num_rows <= NUM_SLOTS and width * part_ME.itemsize <= SLOT_BYTES

@@ -1,0 +1,22 @@
+"""The end of a sweep on this machine: one table over its points. Slow to import."""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from llama_ssp.reports.measures import measure
+from llama_ssp.reports.runs import find_runs, varying_settings
+from llama_ssp.reports.tables import runs_table
+from llama_ssp.terminal.terminal import Terminal
+
+
+def show_table(folders: Sequence[Path]) -> None:
+    """Print one table over the points that have a summary, and say how to make their report."""
+    complete = [folder for folder in folders if (folder / "summary.json").is_file()]
+    runs, _ = find_runs(complete) if complete else ([], [])
+    measures = [measure(run.lines) for run in runs]
+    if not any(measured.modes for measured in measures):
+        return
+    terminal = Terminal.of_rank(0)
+    terminal.sweep(runs_table(runs, measures, varying_settings(runs), brief=True))
+    terminal.say(f"llama-ssp report {shlex.quote(str(folders[0].parent))} makes one report of all points")

@@ -1,0 +1,89 @@
+"""Log-probabilities are those of transformers' forward of the text, whatever drafted it and how it was verified."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from llama_ssp import Pair, catalogue, load
+from llama_ssp.errors import ConfigError
+from llama_ssp.models.quantization.weight_only import _to_bytes
+from llama_ssp.settings.schema import SamplingConfig
+from llama_ssp.weights import hub
+from tests.helpers.lanes import heavy
+from tests.helpers.log_probs import EXACT, check_completion
+
+pytestmark = pytest.mark.seconds
+
+PROMPTS = ["import os\n", "def main(argument):\n    ", "class"]
+PENALIZED = SamplingConfig(temperature=0.7, top_k=9, repetition_penalty=1.2, frequency_penalty=0.3)
+
+
+def library() -> PreTrainedModel:
+    folder = hub.resolve(catalogue.load("tiny"))
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return library()
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return load("tiny", "tiny-draft")
+
+
+def scored(pair: Pair, model: PreTrainedModel, sampling: SamplingConfig, **settings: Any) -> list[list[int]]:  # noqa: ANN401
+    """Complete the prompts, and compare their figures; returns the texts."""
+    drawn = {name: value for name, value in vars(sampling).items() if name != "from_model"}
+    completions = pair.generate(
+        PROMPTS, max_new_tokens=10, batch_size=2, logprobs=4, prompt_logprobs=2, **drawn, **settings
+    )
+    for done in completions:
+        check_completion(
+            done.log_probs, model, done.prompt_ids, done.token_ids, sampling, num_top=4, num_of_prompt=2
+        )  # fmt: skip
+    return [done.token_ids for done in completions]
+
+
+@pytest.mark.parametrize("sampling", [EXACT, PENALIZED], ids=["model's law", "another law"])
+@pytest.mark.parametrize("settings", [{}, {"plain": True}, heavy({"rule": "block"}), {"rule": "coupled"}], ids=str)
+def test_a_chain_changes_no_figure(
+    pair: Pair, model: PreTrainedModel, sampling: SamplingConfig, settings: dict[str, Any]
+) -> None:
+    texts = scored(pair, model, sampling, **settings)
+    assert scored(pair, model, sampling, **settings) == texts, "the cache that scoring overwrites is read anew"
+
+
+@pytest.mark.parametrize("draft", ["tiny-eagle", heavy("ngram")])
+def test_heads_trees_and_copies_change_no_figure(model: PreTrainedModel, draft: str) -> None:
+    pair = load("tiny", draft)
+    for settings in ({}, {"tree": "3x2x1"}):
+        scored(pair, model, EXACT, **settings)
+
+
+@pytest.mark.heavy
+def test_quantized_weights_have_the_figures_of_what_they_hold() -> None:
+    reference = library()
+    for module in reference.model.layers.modules():
+        if isinstance(module, torch.nn.Linear):
+            codes_OI, scales_O = _to_bytes(module.weight.data)
+            module.weight.data = codes_OI.float() * scales_O[:, None]
+    scored(load("tiny", "tiny-draft", quantization="int8_weight_only"), reference, EXACT)
+
+
+def test_greedy_text_has_no_law_of_draws_and_what_is_not_asked_for_is_none(pair: Pair) -> None:
+    (done,) = pair.generate("import", temperature=0, max_new_tokens=3, logprobs=0)
+    assert done.log_probs is not None
+    assert (done.log_probs.drawn_logprobs, done.log_probs.prompt_logprobs) == (None, None)
+    assert done.log_probs.logprobs is not None
+    assert done.log_probs.logprobs.top_ids == [[], [], []]
+    (alone,) = pair.generate("import", max_new_tokens=3, prompt_logprobs=1)
+    assert alone.log_probs is not None
+    assert alone.log_probs.logprobs is None
+    assert pair.generate("import", max_new_tokens=3)[0].log_probs is None
+    with pytest.raises(ConfigError, match=r"logprobs=101 must be 0 to 100 of the most probable tokens"):
+        pair.generate("import", logprobs=101)
