@@ -41,27 +41,12 @@ FIRST, LAST = 4, 64
 """Concurrency."""
 
 
-class Group(NamedTuple):
-    """Rows that share a line; `weights` is bf16 or fp8."""
-
-    machine: str
-    num_gpus: int
-    weights: str
-    engine: str
-    concurrency: int
-
-
 class Served(NamedTuple):
-    """A row: measured over planned time of a token, and the range of it that a plan gives."""
+    """A row: machine, GPUs, weights, engine, concurrency; measured over planned time; whether its range holds it."""
 
-    group: Group
+    names: tuple[str, int, str, str, int]
     ratio: float
-    ends: tuple[float, float]
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether the range holds it."""
-        return self.ends[0] <= self.ratio <= self.ends[1]
+    is_inside: bool
 
 
 def machine_of(name: str, engine: str) -> HardwareConfig:
@@ -100,18 +85,17 @@ def served(row: dict[str, str]) -> Served:
     prompt_s = timing(replace(spec, batch_size=1), machine).prefill_s - step.matrices_s
     launches_s = layers * OPERATORS_PER_LAYER * hardware.load(name).launch_s
     others_s = (rows - 1) / tokens * max(prompt_s / (1 + is_short), launches_s)
-    ends = decoding_error(spec, machine, timed.plain_s)
-    assert ends, "a plan for a GPU has a range"
-    token_s = timed.plain_s - halved / 2 + others_s
-    group = Group(name, int(row["tp"]), row["weights"] or "bf16", engine, rows)
-    return Served(group, float(row["tpot_ms"]) / 1e3 / token_s, ends)
+    low, high = decoding_error(spec, machine, timed.plain_s) or (math.inf, 0.0)
+    ratio = float(row["tpot_ms"]) / 1e3 / (timed.plain_s - halved / 2 + others_s)
+    names = name, int(row["tp"]), row["weights"] or "bf16", engine, rows
+    return Served(names, ratio, is_inside=low <= ratio <= high)
 
 
 def table(rows: Iterable[Served], *, of: int) -> str:
     """Groups by their first `of` fields."""
     groups = defaultdict(list)
     for row in rows:
-        groups[row.group[:of]].append(row)
+        groups[row.names[:of]].append(row)
     lines = []
     for names, found in sorted(groups.items()):
         ratios = [row.ratio for row in found]

@@ -139,11 +139,12 @@ def _better_place(spec: PlanSpec, hardware: HardwareConfig, best: float) -> str:
 
 def better_draft(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
     """A sentence about the smaller draft of the catalogue that gains most, if that is clearly more than this one."""
-    if spec.draft is None or spec.own_tokenizer or spec.tree or not timed.by_num_draft_tokens:
+    is_given = spec.acceptance is not None  # a figure of this pair alone
+    if spec.draft is None or is_given or spec.own_tokenizer or spec.tree or not timed.by_num_draft_tokens:
         return
     asked, gains = inventory(spec.draft.shape).num_parameters, {1.0: ""}
     for draft in (planned_model(catalogue.load(name), device=spec.device) for name in _smaller(spec.target.name)):
-        other = replace(spec, draft=draft, acceptance=None)
+        other = replace(spec, draft=draft)
         if inventory(draft.shape).num_parameters < asked and fits(other, hardware):
             found = timing(other, hardware)
             gains[found.plain_s / min(found.by_num_draft_tokens)] = draft.name
