@@ -273,11 +273,18 @@ class TaskConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPlace:
-    """Where a run stands in a sweep: its number from 1, and the settings in which points differ."""
+    """Where a run stands in a sweep: its number from 1, and the settings in which points differ.
+
+    Attributes:
+        baseline: the folder of the point whose plain completions this one takes over, since they would be the same.
+        repeats: this is the last point with these plain completions, and makes them again, to show how times drift.
+    """
 
     number: int
     num_points: int
     settings: str
+    baseline: str | None = None
+    repeats: bool = False
 
     @property
     def name(self) -> str:
