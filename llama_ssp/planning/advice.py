@@ -70,6 +70,13 @@ def notes(spec: PlanSpec, hardware: HardwareConfig, heads: tuple[int, ...], full
             f"while loading, DeepSpeed keeps the whole target in host memory on every rank, {whole / GB:.4g} GB each, "
             "whose capacity is checked on a CPU only"
         )
+    has_experts = bool(inventory(spec.target.shape).experts) and not format_of(spec.target.quantization).is_quantized
+    if has_experts and spec.cuda_graphs:
+        launched_s = timing(without_draft(replace(spec, cuda_graphs=False)), hardware).plain_s
+        yield (
+            f"rounds with unquantized experts may not be captured as CUDA graphs: launched from Python, a token takes "
+            f"{rounded(1e3 * launched_s)} ms"
+        )
     if len(set(heads)) > 1:
         num_heads, shares = spec.target.shape.num_attention_heads, " ".join(map(str, heads))
         yield f"{num_heads} heads over {len(heads)} ranks: {shares}; rank {fullest.rank} needs most"
@@ -139,11 +146,12 @@ def _better_place(spec: PlanSpec, hardware: HardwareConfig, best: float) -> str:
 
 def better_draft(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
     """A sentence about the smaller draft of the catalogue that gains most, if that is clearly more than this one."""
-    if spec.draft is None or spec.own_tokenizer or spec.tree or not timed.by_num_draft_tokens:
+    is_given = spec.acceptance is not None  # a figure of this pair alone
+    if spec.draft is None or is_given or spec.own_tokenizer or spec.tree or not timed.by_num_draft_tokens:
         return
     asked, gains = inventory(spec.draft.shape).num_parameters, {1.0: ""}
     for draft in (planned_model(catalogue.load(name), device=spec.device) for name in _smaller(spec.target.name)):
-        other = replace(spec, draft=draft, acceptance=None)
+        other = replace(spec, draft=draft)
         if inventory(draft.shape).num_parameters < asked and fits(other, hardware):
             found = timing(other, hardware)
             gains[found.plain_s / min(found.by_num_draft_tokens)] = draft.name

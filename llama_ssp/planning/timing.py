@@ -71,7 +71,7 @@ from llama_ssp.storage.formats import NO_QUANTIZATION, StorageFormat, format_of
 Ends: TypeAlias = tuple[float, float]
 """The smaller and the larger end, of seconds or of factors of them."""
 
-NEAR, PACKED, MANY, SHORT, OTHER = (0.87, 1.22), (0.90, 1.27), (0.80, 1.75), (0.90, 2.30), (0.76, 1.49)
+NEAR, PACKED, MANY, SHORT, OTHER = (0.87, 1.25), (0.90, 1.27), (0.80, 1.75), (0.90, 2.30), (0.76, 1.56)
 """Published over forecast time of a token: of 16 bits up to 64 rows, of 8 and 4 bits up to 32, of more rows, of steps
 below 2.5 ms, whose time an engine's host decides, and of GPUs without published rows: the squares of the first."""
 FAR, FIRST, GAINS = (0.70, 2.24), (0.85, 1.75), (0.70, 1.05)

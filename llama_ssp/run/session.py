@@ -3,11 +3,12 @@
 Every rank decodes; only rank 0 has a run folder and a terminal that prints.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -85,6 +86,7 @@ class Session:
         counted_3 = self.models.target.experts_read_3
         self.experts_read_3 = None if counted_3 is None else torch.zeros_like(counted_3)
         self._warm: set[str] = set()
+        self.again_ms_per_token: float | None = None
         self.progress: RunProgress | None = None
         self.began = CoreTimes.read(self.world.cores)
 
@@ -195,6 +197,23 @@ class Session:
             return rest[start : start + number]
 
         return first[self.models.mesh.number :: num_replicas], more if rest else None
+
+    @torch.inference_mode()
+    def measure_again(self, requests: Sequence[PromptRequest]) -> None:
+        """Complete all requests plainly once more, without records, and keep the time; raises as `complete`."""
+        mesh, times = self.models.mesh, [0.0, 0.0]
+        for group in in_turns(requests, keeps_order=self.streams):
+            whole = self.with_answers(group, PLAIN)
+            self.warm_up(whole, [PLAIN], num_requests=1)
+            decoder = self.ready_decoder(PLAIN, whole)
+            for update in chain.from_iterable(decoder.run(whole[mesh.number :: self.config.placement.num_replicas])):
+                if update.completion.finish_reason:
+                    times[0] += 1e3 * update.completion.busy_s
+                    times[1] += len(update.completion.token_ids)
+            if decoder.stopped:
+                raise InterruptedRun.in_folder(self.config.run_dir)
+        found = [json.loads(text) for text in self.world.comm.gather_text(json.dumps(times))]
+        self.again_ms_per_token = sum(ms for ms, _ in found) / sum(number for _, number in found)
 
     def _count_experts(self, sign: int) -> None:
         """Add what the target has counted so far, or subtract it, so that warm-ups are left out."""
