@@ -26,7 +26,7 @@ from llama_ssp.models.upload import to_device
 from llama_ssp.speculate.engine.adaptive import FixedLength, num_chunks
 from llama_ssp.speculate.engine.clock import EventClock, HostClock
 from llama_ssp.speculate.engine.completion import FinishReason, RowCompletion, StopRequest
-from llama_ssp.speculate.engine.held import HeldTexts, PromptRow
+from llama_ssp.speculate.engine.held import NEVER, HeldTexts, PromptRow
 from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round
 from llama_ssp.speculate.engine.state import BatchState, Request
 from llama_ssp.speculate.engine.text import StopStrings
@@ -167,7 +167,8 @@ class Decoder:
         self.round.allocate(batch_size=self.batch_size, num_slots=self._num_slots)
         self._num_uses = target.num_uses
         if others_came or not self.reuses:
-            self._held = HeldTexts(self.batch_size, step=1 if target.is_invariant else PREFILL_CHUNK)
+            step = 1 if target.is_invariant else PREFILL_CHUNK
+            self._held = HeldTexts(self.batch_size, step=NEVER if target.keeps_states else step)
 
     def time_rounds(self, choices: Sequence[DraftChoice], *, num_slots: int) -> list[float]:
         """Run one round of each choice over vacant rows, reading `num_slots` slots, after `make_room`.
@@ -402,7 +403,8 @@ class Decoder:
                     for unread in self._unread:
                         unread.pop(row, None)
                     self._state.vacate(row)
-                    if self.reuses and not self.round.tree and self.round.target.is_invariant:
+                    target = self.round.target
+                    if self.reuses and not self.round.tree and target.is_invariant and not target.keeps_states:
                         self._held.extend(row, owner.token_ids[:-1])  # the cache lacks the last one
                 updates.append(Update(owner, new_ids, num_drafted))
         self.length.observe(pending.choice, observed)
