@@ -211,13 +211,12 @@ def row_table(source: Source) -> str:
 
 def share_table() -> str:
     """How many rows are in their ranges, and the median error, by what they say of the planner."""
-    kinds = {"forecast": ["forecast"], "same source": ["same source"], "both": ["forecast", "same source"]}
     lines = []
-    for name, of_kind in kinds.items():
-        rows = [row for row in judged() if kind_of(row) in of_kind]
-        error = math.exp(statistics.median(abs(math.log(times_forecast(row))) for row in rows)) - 1
-        held = sum(map(is_held, rows))
-        lines.append((name, len(rows), f"{held}, {100 * held / len(rows):.0f} %", f"{100 * error:.0f} %"))
+    for name in ("forecast", "same source"):
+        rows = [row for row in judged() if kind_of(row) == name]
+        error, held = statistics.median(abs(math.log(times_forecast(row))) for row in rows), sum(map(is_held, rows))
+        share = f"{held}, {100 * held / len(rows):.0f} %"
+        lines.append((name, len(rows), share, f"{100 * (math.exp(error) - 1):.0f} %"))
     return markdown(["rows", "number", "inside their range", "median error"], lines)
 
 

@@ -1,7 +1,8 @@
 """Whole runs of `launch/run.py` on one GPU and several: `python -m benchmarks.first_hour.runs NAME`.
 
 speed-...    synthetic models of true sizes on one GPU, plain and speculative; what does not fit says so
-text-of-N    in fp32 N GPUs give the text of one: sharded, from Python, on an own GPU, overlapped
+text-of-N    in fp32 N GPUs give the text of one in every placement
+sampled      in fp16 two GPUs sample the same text twice
 NAME of PLACED, on all GPUs: a large pair in a placement
 exit-codes   those that docs/reference/runs.md promises
 rank-...     one of two ranks is killed or stopped: the other one ends in time, with a sentence
@@ -21,7 +22,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.first_hour.runner import ROOT
+from benchmarks.first_hour.runner import ROOT, SHARES
+from benchmarks.first_hour.shared_gpu import program
 from benchmarks.first_hour.step import Check, Where, main, say, skip
 from llama_ssp.errors import CapacityError, ConfigError
 from tests.helpers.gpu_faults import AT_MOST_S, CELLS, FULL, KILLED, Cell, arguments, check_sentence, steps
@@ -31,7 +33,9 @@ OVERLAPPED = [*APART, "speculation.overlap=true"]
 PLACED = {"sharded": ["placement=sharded"], "own-gpu": APART, "overlapped": OVERLAPPED}
 TEXTS = {
     "sharded": PLACED["sharded"], "from Python": [*PLACED["sharded"], "cuda_graphs=false"], "own GPU": APART,
-    "overlapped": OVERLAPPED,
+    "overlapped": OVERLAPPED, "own sums": [*PLACED["sharded"], "own_sums=true"],
+    "replicated": ["placement=replicated"], "tree": [*PLACED["sharded"], "speculation.tree=2x2x1"],
+    "head": [*PLACED["sharded"], "draft=tiny-eagle"],
 }  # fmt: skip
 SIZES = {
     "7B": "tinyllama_1B", "7B_8bit": "tinyllama_1B", "13B": "7B", "30B_8bit": "7B", "30B": "tinyllama_1B",
@@ -47,7 +51,8 @@ def ended(where: Where, settings: Sequence[str], *, num_ranks: int = 1) -> tuple
     folder = Path(tempfile.mkdtemp())
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     common = [f"device={where.device.type}", "prompt=import os", f"run_dir={folder / 'run'}"]
-    command = [sys.executable, *(torchrun if num_ranks > 1 else []), "launch/run.py", *common, *settings]
+    several = [*torchrun, *program()] if num_ranks > 1 else []
+    command = [sys.executable, *several, "launch/run.py", *common, *settings]
     say(doing=" ".join([*settings, f"on {num_ranks}"]))
     found = subprocess.run(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S, check=False
@@ -75,12 +80,23 @@ def texts(where: Where, *, num_ranks: int) -> Iterator[str]:
             yield f"{name}: " + (f"exit code {code}" if code else "another text than that of one GPU")
 
 
+def sampled(where: Where) -> Iterator[str]:
+    """Sample in 16 bits with the draft on a GPU of its own, so that probabilities travel between ranks."""
+    dtypes = ["model.dtype=fp16", "draft.model.dtype=fp16"] if where.is_gpu else []
+    runs = [ended(where, ["task=generate", "max_new_tokens=32", *APART, *dtypes], num_ranks=2)[1] for _ in (1, 2)]
+    found = [[json.loads(line)["token_ids"] for line in (run / "run.jsonl").read_text().splitlines()] for run in runs]
+    if found[0] != found[1]:
+        yield "two runs sampled different texts"
+
+
 def compared(where: Where, *, settings: Sequence[str], target: str, draft: str, num_ranks: int = 1) -> Iterator[str]:
     """Compare plain and speculative sampling; their times, forecasts, and memory against the plan."""
     pair = ["model=tiny", "draft=tiny-draft"] if where.is_small else [f"model={target}", f"draft={draft}"]
     dtypes = ["model.dtype=fp16", "draft.model.dtype=fp16"] if where.is_gpu else []
     if num_ranks > 1 and where.is_gpu:
-        num_ranks = torch.cuda.device_count()
+        num_ranks = torch.cuda.device_count() * int(os.environ.get(SHARES, "1"))
+        if program():  # the memory of one GPU is that of all
+            pair = ["model=7B", "draft=tinyllama_1B"]
     sizes = ["task=compare", "weights=synthetic", "ignore_eos=true", "max_new_tokens=128"]
     code, run = ended(where, [*sizes, *pair, *dtypes, *settings], num_ranks=num_ranks)
     status = (run / "status").read_text() if (run / "status").exists() else ""
@@ -116,7 +132,7 @@ def lost(where: Where, *, cell: Cell) -> Iterator[str]:  # noqa: ARG001 - two GP
     outputs = [folder / f"{rank}.txt" for rank in (0, 1)]
     for output, step in zip(outputs, steps(), strict=True):
         with output.open("w") as sink:
-            command = [sys.executable, *arguments(cell, folder)]
+            command = [sys.executable, *program(), *arguments(cell, folder)]
             ranks.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | step, stdout=sink, stderr=sink))
     recorded = folder / "run" / "run.jsonl"
     while not (recorded.exists() and recorded.read_text().count("\n") > 1):
@@ -138,7 +154,8 @@ CHECKS: dict[str, tuple[int, Check]] = {
     for target, draft in SIZES.items()
 }
 CHECKS |= {"exit-codes": (0, exit_codes)}
-CHECKS |= {f"text-of-{number}": (number, partial(texts, num_ranks=number)) for number in (2, 4)}
+CHECKS |= {f"text-of-{number}": (number, partial(texts, num_ranks=number)) for number in (2, 3, 4)}
+CHECKS |= {"sampled": (2, sampled)}
 CHECKS |= {
     name: (2, partial(compared, settings=settings, target="30B", draft="7B", num_ranks=2))
     for name, settings in PLACED.items()

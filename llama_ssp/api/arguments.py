@@ -38,12 +38,21 @@ def _texts(value: object) -> object:
     return [*value]
 
 
+def _biases(value: object) -> object:
+    is_read = isinstance(value, Mapping) and all(
+        isinstance(token, Integral) and isinstance(bias, Real) for token, bias in value.items()
+    )
+    return {int(token): float(bias) for token, bias in value.items()} if is_read else None  # type: ignore[attr-defined]
+
+
 def _streamer(value: Any) -> object:  # noqa: ANN401 - anything with these methods
     return value if callable(getattr(value, "put", None)) and callable(getattr(value, "end", None)) else None
 
 
 _READERS: dict[str, tuple[Callable[[Any], object], str]] = {
     "stop": (_texts, "a text or a list of texts"),
+    "bad_words": (_texts, "a text or a list of texts"),
+    "logit_bias": (_biases, "numbers by the ids of tokens, for example {198: -2.5}"),
     "streamer": (_streamer, "a streamer of transformers, such as TextStreamer(pair.tokenizer)"),
     "sampling": (
         lambda value: value if value == FROM_MODEL else None,

@@ -5,10 +5,11 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, field, replace
 from itertools import chain
 from numbers import Integral
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -38,7 +39,7 @@ from llama_ssp.registry import load_plugins
 from llama_ssp.run.chat import NO_ARGUMENTS
 from llama_ssp.run.checkpoints import Loaded, find_sources
 from llama_ssp.run.decoders import Models, build_decoder, load_models
-from llama_ssp.run.generation import note_on, with_model_sampling
+from llama_ssp.run.generation import note_on, with_ids, with_model_sampling
 from llama_ssp.run.log_probs import score_completions
 from llama_ssp.run.prompts import Prompt, read_messages
 from llama_ssp.run.requests import encode_messages
@@ -62,7 +63,9 @@ AnyPrompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int] | Tenso
 
 _OneDtype = Dtype | torch.dtype | str | None
 _OneTokenizer = PreTrainedTokenizerBase
-_SAMPLING = {entry.name: entry.default for entry in fields(SamplingConfig) if entry.name != "from_model"}
+_NO_BIAS: Mapping[int, float] = MappingProxyType({})
+_NO_ARGUMENTS = {"from_model", "bad_ids", "eos_ids"}
+_SAMPLING = {name: value for name, value in vars(SamplingConfig()).items() if name not in _NO_ARGUMENTS}
 _SHOWN = 40
 """Characters of a text in a `repr`."""
 _MOST_KEPT = 4
@@ -208,6 +211,9 @@ class Pair:
         repetition_penalty: float = 1.0,
         frequency_penalty: float = 0.0,
         presence_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] = _NO_BIAS,
+        bad_words: str | Sequence[str] = (),
+        min_new_tokens: int | None = None,
         sampling: str | None = None,
         seed: int = 0,
         num_samples: int = 1,
@@ -235,6 +241,9 @@ class Pair:
             repetition_penalty: divides the logits of tokens that prompt or text has; 1 switches it off.
             frequency_penalty: taken off a token's logit for each time the new text has it.
             presence_penalty: taken off the logits of tokens that the new text has.
+            logit_bias: numbers added to the logits of tokens, by their ids, such as {198: -2.5}.
+            bad_words: texts that are not written: the token that would complete the ids of one has probability 0.
+            min_new_tokens: no end-of-sequence token before so many new tokens.
             sampling: "model" takes the target's generation_config.json, as transformers' `generate` does, for
                 temperature, top_k, top_p, min_p and repetition_penalty where they have their defaults.
             seed: the same seed gives the same text. A prompt's text depends on the seed, its tokens, and how many equal
@@ -303,6 +312,8 @@ class Pair:
         if read["sampling"] == FROM_MODEL:
             drawn.from_model = [name for name in schema.FROM_MODEL if read[name] == _SAMPLING[name]]
         drawn = with_model_sampling(drawn, self.generation)
+        vocab_size = self.models.target.vocab_size
+        drawn = with_ids(drawn, self.tokenizer, eos_ids=self.models.eos_ids, vocab_size=vocab_size)
         if note := note_on(drawn, self.generation or {}):
             warnings.warn(note, stacklevel=4)
         return drawn

@@ -99,21 +99,18 @@ def expected(target: str, draft: str, *, has_model: bool = True, temperature: fl
 
 
 def remarks(spec: PlanSpec, acceptance: Acceptance | None, best_ks: tuple[int, int] | None) -> Iterator[str]:
-    """Notes of a plan on an acceptance that nobody has measured; `best_ks` are the best K at its ends."""
+    """A note of a plan on an acceptance that nobody has measured; `best_ks` are the best K at its ends."""
     if not (acceptance and acceptance.is_forecast):
         return
+    draft, best = spec.draft_name, ""
     if best_ks and best_ks[0] < best_ks[1]:
-        yield (
-            f"the best K is {best_ks[0]} to {best_ks[1]}, by the acceptance: no K is recommended before the pair is "
-            "measured; speculation.num_draft_tokens=auto finds it while it runs"
-        )
-    draft = spec.draft_name
+        best = f"the best K is {best_ks[0]} to {best_ks[1]}, which speculation.num_draft_tokens=auto finds; "
     if LOCAL in (spec.target.name, draft):  # a name of any folder, which no pair is stored by
-        yield "to know it, measure the pair once with task=latency; speculation.acceptance= takes what it prints"
+        yield f"{best}measure the pair once with task=latency: speculation.acceptance= takes what it prints"
         return
     own = " draft.tokenizer=own" if spec.own_tokenizer else ""
     command = f"llama-ssp run task=latency task.store=true model={spec.target.name} draft={draft}{own}"
-    yield f"to know it, measure the pair once: {command}"
+    yield f"{best}measure the pair once: {command}"
 
 
 def known(target: str, draft: str, *, temperature: float | None = None) -> Acceptance | None:

@@ -51,7 +51,7 @@ WORTHWHILE_GAIN, CLEAR_GAIN = 1.03, 1.1
 
 
 def notes(spec: PlanSpec, hardware: HardwareConfig, heads: tuple[int, ...], fullest: RankMemoryPlan) -> Iterator[str]:
-    """Facts that the figures of a plan do not show, such as what it leaves out if a library places the target."""
+    """Facts that the figures of a plan do not show."""
     if fullest.is_tight:
         share = 100 * fullest.free_bytes / fullest.capacity_bytes
         yield f"a tight fit: {share:.1f} % of the memory of rank {fullest.rank} is left, and some items are estimates"
@@ -63,12 +63,19 @@ def notes(spec: PlanSpec, hardware: HardwareConfig, heads: tuple[int, ...], full
     if spec.target_kind is TargetKind.accelerate:
         num_devices = len(spec.target_devices)
         where = "on one device" if num_devices == 1 else f"over {num_devices} GPUs of rank {spec.target_ranks[0]}"
-        yield f"the target is placed layer-wise {where}; host time in accelerate's hooks is not forecast"
+        yield f"the target is placed layer-wise {where}"
     if spec.target_kind is TargetKind.deepspeed:
         whole = model_bytes(inventory(spec.target.shape), spec.target, device=spec.device).total_bytes
         yield (
             f"while loading, DeepSpeed keeps the whole target in host memory on every rank, {whole / GB:.4g} GB each, "
-            "whose capacity is checked on a CPU only; host time in its modules is not forecast"
+            "whose capacity is checked on a CPU only"
+        )
+    has_experts = bool(inventory(spec.target.shape).experts) and not format_of(spec.target.quantization).is_quantized
+    if has_experts and spec.cuda_graphs:
+        launched_s = timing(without_draft(replace(spec, cuda_graphs=False)), hardware).plain_s
+        yield (
+            f"rounds with unquantized experts may not be captured as CUDA graphs: launched from Python, a token takes "
+            f"{rounded(1e3 * launched_s)} ms"
         )
     if len(set(heads)) > 1:
         num_heads, shares = spec.target.shape.num_attention_heads, " ".join(map(str, heads))
@@ -139,11 +146,12 @@ def _better_place(spec: PlanSpec, hardware: HardwareConfig, best: float) -> str:
 
 def better_draft(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
     """A sentence about the smaller draft of the catalogue that gains most, if that is clearly more than this one."""
-    if spec.draft is None or spec.own_tokenizer or spec.tree or not timed.by_num_draft_tokens:
+    is_given = spec.acceptance is not None  # a figure of this pair alone
+    if spec.draft is None or is_given or spec.own_tokenizer or spec.tree or not timed.by_num_draft_tokens:
         return
     asked, gains = inventory(spec.draft.shape).num_parameters, {1.0: ""}
     for draft in (planned_model(catalogue.load(name), device=spec.device) for name in _smaller(spec.target.name)):
-        other = replace(spec, draft=draft, acceptance=None)
+        other = replace(spec, draft=draft)
         if inventory(draft.shape).num_parameters < asked and fits(other, hardware):
             found = timing(other, hardware)
             gains[found.plain_s / min(found.by_num_draft_tokens)] = draft.name

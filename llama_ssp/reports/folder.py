@@ -17,7 +17,7 @@ from typing import BinaryIO, TypeVar
 
 from llama_ssp.errors import FULL_DISK, ConfigError, SspError
 from llama_ssp.reports.reading import read_settings
-from llama_ssp.reports.records import BenchmarkCell, CompletionLine, LineKey, LogProbLine, Summary
+from llama_ssp.reports.records import PLAIN, BenchmarkCell, CompletionLine, LineKey, LogProbLine, Summary
 from llama_ssp.words import visible
 
 COSTS_FILE, MODELS_FILE, LOG_PROBS_FILE = "round_costs.json", "models.json", "logprobs.jsonl"
@@ -66,12 +66,14 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         """Keys of the completions in the folder, which a resumed run skips."""
         return frozenset(line.key for line in self.lines)
 
-    @property
-    def disturbed(self) -> str | None:
-        """Why an earlier part of this run was disturbed, whose lines are still here."""
-        text = self.read_kept("summary.json") if self.lines or self.cells else None
-        with suppress(ValueError):
-            return Summary.from_json(text).disturbed if text else None
+    def disturbed_before(self, baseline: str | None) -> str | None:
+        """Why an earlier part of this run was disturbed, or the run of its baseline, whose lines are here."""
+        own = [self.path] if self.lines or self.cells else []
+        for folder in (*own, *map(Path, [baseline] if baseline else [])):
+            file = folder / "summary.json"
+            with suppress(ValueError):
+                if file.exists() and (found := Summary.from_json(_read(file).decode()).disturbed):
+                    return found
         return None
 
     def append(self, line: CompletionLine) -> None:
@@ -83,6 +85,17 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         """Write the log-probabilities of completions to disk; raises SspError as `append` does."""
         _append(self.path / LOG_PROBS_FILE, b"".join(line.to_json() for line in lines))
         self.scored |= {line.key for line in lines}
+
+    def take_over(self, folder: Path) -> None:
+        """Copy the plain completions of another run that this one lacks; raises ConfigError if they are damaged."""
+        file = folder / "run.jsonl"
+        whole = _read(file).rpartition(b"\n")[0] if file.exists() else b""
+        try:
+            others = read_lines(whole, CompletionLine)
+        except ValueError as error:
+            raise ConfigError(f"{file} cannot be shared: {error}") from None
+        for line in [line for line in others if line.mode == PLAIN and line.key not in self.finished]:
+            self.append(line)
 
     def append_cell(self, cell: BenchmarkCell) -> None:
         """Write a measured cell to disk; raises SspError as `append` does."""

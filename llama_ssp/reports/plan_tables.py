@@ -91,7 +91,7 @@ def _print_plan(plan: Plan, console: Console) -> None:
     console.print(_literal(headline(plan)))
     if plan.whole_run:
         console.print(_literal(plan.whole_run))
-    for part in (*_memory_table(plan), _room(plan), *_time_table(plan)):
+    for part in (*_memory_table(plan), *_time_table(plan)):
         console.print(part)
     for line in (*_times_of_parts(plan), *_basis(plan)):
         console.print(_literal(line))
@@ -192,19 +192,10 @@ def _groups(ranks: Sequence[RankMemoryPlan]) -> list[tuple[str, RankMemoryPlan]]
     return groups
 
 
-def _room(plan: Plan) -> str:
-    if not plan.fits:
-        return "[red]does not fit[/red]"
-    return (
-        f"still fits: batch up to {plan.largest_batch} at {plan.spec.prompt_tokens + plan.spec.max_new_tokens} tokens, "
-        f"context up to {plan.largest_context} at batch {plan.spec.batch_size}"
-    )
-
-
 def _time_table(plan: Plan) -> tuple[str, Table]:
     timed, rows, num_replicas = plan.timing, plan.spec.batch_size, plan.spec.num_replicas
     over = f"{'one row' if rows == 1 else f'{rows} rows'}{f' of each of {num_replicas} replicas' * (num_replicas > 1)}"
-    title = f"Time: ms/token of a completion after its first token, tokens/s over {over}, then with their prompts"
+    title = f"Time after the first token; tokens/s over {over}, then with prompts"
     table = Table()
     for name in ("", "ms/token", "first token", "tokens/s", "with prompts", "speed-up"):
         table.add_column(name, justify="right" if name else "left", overflow="fold")
@@ -229,40 +220,32 @@ def _times_of_parts(plan: Plan) -> Iterator[str]:
         steps = f"{timed.num_draft_tokens} x {1e3 * (timed.draft_forward_s or 0.0):.2f} draft"
         if tree:
             steps = f"draft of a tree {tree.text} {1e3 * timed.round_s - 1e3 * timed.verify_s:.2f}"
-        yield f"round of {1e3 * timed.round_s:.1f} ms: {steps}, verify {1e3 * timed.verify_s:.1f}"
+        share = f" (c = {timed.cost_ratio:.3f})" if timed.cost_ratio else ""
+        yield f"round of {1e3 * timed.round_s:.1f} ms: {steps}{share}, verify {1e3 * timed.verify_s:.1f}"
 
 
 def _basis(plan: Plan) -> Iterator[str]:
-    timed = plan.timing
+    timed, acceptance = plan.timing, plan.timing.acceptance
     yield plan.basis
     ranges = {
         "plain": timed.plain_s_range, "speculative": timed.speculative_s_range, "first token": timed.prefill_s_range,
     }  # fmt: skip
     if found := [f"{name} {_ms(ends[0])} to {_ms(ends[1])}" for name, ends in ranges.items() if ends]:
-        yield f"80 % ranges, ms: {', '.join(found)}"
-    of_copy, of_sheet = 100 * timed.copy_share, 100 * timed.limit_share
-    yield f"plain decoding uses {of_copy:.0f} % of achievable memory bandwidth, {of_sheet:.0f} % of the data sheet's"
-    acceptance = timed.acceptance
-    if acceptance is None:
+        gain = timed.speedup_range
+        of_gain = f", gain {gain[0]:.2f}x to {gain[1]:.2f}x" if gain else ""
+        yield f"80 % ranges, ms: {', '.join(found)}{of_gain}"
+    if acceptance is None or timed.tokens_per_round is None:
         return
-    tokens, accepted = (
-        f"{value:.2f}{f' ({ends[0]:.2f}-{ends[1]:.2f})' if ends else ''}"
-        for value, ends in (
-            (timed.tokens_per_round, timed.tokens_per_round_range), (acceptance.probability, acceptance.ends)
-        )
-    )  # fmt: skip
+    between = f" ({acceptance.ends[0]:.2f}-{acceptance.ends[1]:.2f})" if acceptance.ends else ""
+    tokens, ends = f"{timed.tokens_per_round:.2f}", timed.tokens_per_round_range
+    tokens += f" ({ends[0]:.2f}-{ends[1]:.2f})" if ends else ""
     gains = min(timed.by_num_draft_tokens, default=0.0) < timed.plain_s
-    best, ends = timed.best_num_draft_tokens if gains else None, timed.best_num_draft_tokens_range
-    between = f" ({ends[0]} to {ends[1]})" if ends and ends[0] < ends[1] else ""
-    yield (
-        f"{tokens} tokens per round at an acceptance of {accepted}; "
-        f"c = {timed.cost_ratio:.3f}{f'; best K = {best}{between}' if best else ''}"
-    )
+    best = f"; best K = {timed.best_num_draft_tokens}" if gains and timed.knows_best_k and not plan.spec.tree else ""
+    yield f"{tokens} tokens per round{best}; acceptance {acceptance.probability:.2f}{between}: {acceptance.source}"
     if overlap := timed.overlap:
         idle = (f"{model} idle {100 * overlap[f'{model}_idle_share']:.0f} %" for model in ("target", "draft"))
         dropped = f"{100 * overlap['dropped_share']:.0f} % of drafted tokens dropped"
         yield f"drafting overlaps verification: {', '.join(idle)}, {dropped}"
-    yield f"acceptance: {acceptance.source}"
 
 
 def print_jobs(jobs: Sequence[tuple[str, Plan, float | None]], console: Console | None = None) -> None:

@@ -345,6 +345,19 @@ class Forecast:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """Plain completions of another point of a sweep.
+
+    Attributes:
+        folder: that of the point that made them.
+        ms_per_token: of the same completions, made again by the last point that has them; else None.
+    """
+
+    folder: str
+    ms_per_token: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunFacts:
     """The part of a summary that does not follow from a run's lines.
 
@@ -352,6 +365,7 @@ class RunFacts:
         tree: `speculation.tree`; None for chains.
         point: the run's place in a sweep, with the settings in which its points differ.
         weights: "checkpoint" or "synthetic".
+        baseline: where plain completions are from, if not from this run.
         disturbed: why the times are not those of an undisturbed machine; None if nothing was noticed.
     """
 
@@ -361,6 +375,7 @@ class RunFacts:
     tree: str | None = None
     point: str | None = None
     weights: str = "checkpoint"
+    baseline: Baseline | None = None
     disturbed: str | None = None
     placement: dict[str, Any]
     world_size: int

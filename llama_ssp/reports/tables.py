@@ -93,6 +93,7 @@ def runs_to_csv(runs: Sequence[Run], measures: Sequence[RunMeasures], settings: 
         row |= {"world_size": summary.world_size, "seed": summary.seed}
         row |= {setting.key: setting.values[place] for setting in settings if setting.key not in _OWN_COLUMNS}
         row |= {"status": run.status, "disturbed": summary.disturbed}
+        row |= {"baseline": summary.baseline and summary.baseline.folder}
         row |= {"num_prompts": summary.num_prompts, "num_new_tokens": summary.num_new_tokens}
         for name in (PLAIN, SPECULATIVE):
             mode = measured.modes.get(name)

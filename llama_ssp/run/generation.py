@@ -1,12 +1,14 @@
 """The sampling that a model's generation_config.json asks for, read as transformers' `generate` reads it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from llama_ssp.errors import ConfigError
 from llama_ssp.settings.schema import SamplingConfig
-from llama_ssp.words import said
+from llama_ssp.words import key_of, said
 
 _DEFAULTS: dict[str, Any] = {
     "temperature": 1.0, "top_k": 50, "top_p": None, "min_p": None, "repetition_penalty": 1.0,
@@ -30,6 +32,22 @@ def with_model_sampling(sampling: SamplingConfig, generation: Mapping[str, Any] 
         raise ConfigError(f"{whole} needs generation_config.json, which the model lacks: leave it out")
     asked = _asked(generation)
     return replace(sampling, from_model=[], **{name: asked[name] for name in sampling.from_model})
+
+
+def with_ids(
+    sampling: SamplingConfig, tokenizer: PreTrainedTokenizerBase, *, eos_ids: Sequence[int], vocab_size: int
+) -> SamplingConfig:
+    """Fill in the ids that `bad_words` and `min_new_tokens` stand for.
+
+    Raises ConfigError for ids of `logit_bias` that the model lacks.
+    """
+    if beyond := [token for token in sampling.logit_bias if not 0 <= token < vocab_size]:
+        raise ConfigError(
+            f"{key_of('sampling.logit_bias')} names token {beyond[0]}, and the model knows {vocab_size} ids, from 0 on"
+        )
+    spelled = [text for word in sampling.bad_words for text in (word, f" {word.lstrip()}")]
+    words = {tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in spelled}
+    return replace(sampling, bad_ids=tuple(sorted(words - {()})), eos_ids=tuple(eos_ids))
 
 
 def note_on(sampling: SamplingConfig, generation: Mapping[str, Any]) -> str:

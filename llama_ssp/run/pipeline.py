@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TypeAlias
 
 import transformers
@@ -22,9 +23,9 @@ from llama_ssp.ranks.memory import MemoryWatch
 from llama_ssp.ranks.world import World
 from llama_ssp.registry import imported
 from llama_ssp.reports.folder import RunFolder
-from llama_ssp.run.checkpoints import find_sources, with_number_formats
+from llama_ssp.run.checkpoints import Source, find_sources, with_number_formats
 from llama_ssp.run.decoders import load_models
-from llama_ssp.run.generation import note_on, with_model_sampling
+from llama_ssp.run.generation import note_on, with_ids, with_model_sampling
 from llama_ssp.run.interruption import interruptible, stopping_on_signals
 from llama_ssp.run.lengths import named
 from llama_ssp.run.log_probs import record_log_probs
@@ -116,10 +117,7 @@ def _load(
     sources = find_sources(config, world)
     config, generation = with_number_formats(config, sources), sources[0].generation
     with raise_on_all_ranks(world.comm):
-        config = replace(config, sampling=with_model_sampling(config.sampling, generation))
-        check_values(config)
-        if folder:
-            check_models(folder, sources, config)
+        config = _checked(config, sources, folder)
     task, folders = task_of(config), [source.origin.folder for source in sources if source]
     if task.check_files:
         check_files = imported(task.check_files, setting=f"task={task.name}")
@@ -153,6 +151,21 @@ def _load(
         num_prompts=num_prompts, plan=plan, start_clock=clock, memory=memory,
     )  # fmt: skip
     return session, requests
+
+
+def _checked(config: RunConfig, sources: tuple[Source, Source | None], folder: RunFolder | None) -> RunConfig:
+    """Fill in and check what the models' files decide, and compare them with the folder's; raises ConfigError."""
+    target = sources[0]
+    sampling = with_model_sampling(config.sampling, target.generation)
+    vocab_size = target.origin.shape.vocab_size
+    sampling = with_ids(sampling, target.tokenizer, eos_ids=target.eos_ids, vocab_size=vocab_size)
+    config = replace(config, sampling=sampling)
+    check_values(config)
+    if folder:
+        check_models(folder, sources, config)
+        if config.place and config.place.baseline:
+            folder.take_over(Path(config.place.baseline))
+    return config
 
 
 def _choose_placement(config: RunConfig, world: World, terminal: Terminal) -> None:

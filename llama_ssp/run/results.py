@@ -14,6 +14,7 @@ from llama_ssp.errors import ConfigError, FailedEvaluation
 from llama_ssp.registry import imported
 from llama_ssp.reports.records import (
     SPECULATIVE,
+    Baseline,
     CompletionLine,
     Excerpt,
     ExpertsRead,
@@ -68,7 +69,7 @@ def finalize(session: Session) -> None:
         folder.put_in_order()
     facts = RunFacts(
         task=task.name, model=config.model.label, draft=draft_label(config.draft), tree=config.speculation.tree,
-        point=config.place.title if config.place else None, weights=config.weights.name,
+        point=config.place.title if config.place else None, baseline=_baseline(session), weights=config.weights.name,
         placement=placement | {"num_replicas": num_replicas}, world_size=comm.size, seed=config.seed,
         memory=[
             RankMemory(rank=rank, planned_bytes=expected, measured_peak_bytes=peak)
@@ -89,7 +90,8 @@ def finalize(session: Session) -> None:
         num_draft_tokens=most_drafted if session.models.drafts else 0,
     )  # fmt: skip
     slow, disturbed = _disturbance(session, summary, now, ranks_s=sum(used_s[: session.world.ranks.local_size]))
-    summary = replace(summary, disturbed=disturbed or folder.disturbed)
+    before = folder.disturbed_before(config.place.baseline if config.place else None)
+    summary = replace(summary, disturbed=disturbed or before)
     folder.write_summary(summary)
     terminal = session.terminal
     terminal.results(summary, run_dir=folder.path, shows_table=bool(folder.lines) and task.shows_table)
@@ -104,6 +106,13 @@ def finalize(session: Session) -> None:
         folder.write_kept("report.html", report([run]))
     except ConfigError as error:  # the run is complete without its figures
         terminal.say(f"{error}; llama-ssp report writes report.html later")
+
+
+def _baseline(session: Session) -> Baseline | None:
+    place = session.config.place
+    if place is None or place.baseline is None:
+        return None
+    return Baseline(folder=place.baseline, ms_per_token=session.again_ms_per_token)
 
 
 def _disturbance(

@@ -3,11 +3,12 @@
 Every rank decodes; only rank 0 has a run folder and a terminal that prints.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -28,7 +29,7 @@ from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
-from llama_ssp.speculate.engine.loop import Decoder, Update
+from llama_ssp.speculate.engine.loop import Decoder, More, Update
 from llama_ssp.speculate.engine.text import IncrementalText, Piece
 from llama_ssp.terminal.progress import Pace, RunProgress
 from llama_ssp.terminal.terminal import Terminal
@@ -85,6 +86,7 @@ class Session:
         counted_3 = self.models.target.experts_read_3
         self.experts_read_3 = None if counted_3 is None else torch.zeros_like(counted_3)
         self._warm: set[str] = set()
+        self.again_ms_per_token: float | None = None
         self.progress: RunProgress | None = None
         self.began = CoreTimes.read(self.world.cores)
 
@@ -162,7 +164,6 @@ class Session:
         Raises InterruptedRun on every rank, after the round in which the deciding rank stopped, and SspError on rank 0
         if the records cannot be written.
         """
-        mesh, num_replicas = self.models.mesh, self.config.placement.num_replicas
         todo = [request for request in requests if request.line_key(mode) not in self.finished]
         for group in in_turns(todo, keeps_order=self.streams):
             whole = self.with_answers(group, mode)
@@ -172,14 +173,47 @@ class Session:
             recorder = _Recorder(self, viewer, mode)
             if self.progress:
                 self.progress.restart_clock()
-            share = whole[mesh.number :: num_replicas]
+            share, more = self._shared_out(whole, recorder)
             self._count_experts(-1)
-            for updates in decoder.run(share) if share else ():
+            for updates in decoder.run(share, more=more) if share else ():
                 for update in updates:
                     recorder.take(update)
             self._count_experts(1)
             if recorder.close(stopped=decoder.stopped):
                 raise InterruptedRun.in_folder(self.config.run_dir)
+
+    def _shared_out(
+        self, requests: list[PromptRequest], recorder: "_Recorder"
+    ) -> tuple[list[PromptRequest], More | None]:
+        """The requests that fill this replica's rows at first, and what gives it others as its rows become free."""
+        num_replicas, exchange = self.config.placement.num_replicas, recorder.exchange
+        if exchange is None:
+            return requests, None
+        num_first = num_replicas * self.config.batch_size
+        first, rest = requests[:num_first], requests[num_first:]
+
+        def more(number: int) -> list[PromptRequest]:
+            start = exchange.claim(number)
+            return rest[start : start + number]
+
+        return first[self.models.mesh.number :: num_replicas], more if rest else None
+
+    @torch.inference_mode()
+    def measure_again(self, requests: Sequence[PromptRequest]) -> None:
+        """Complete all requests plainly once more, without records, and keep the time; raises as `complete`."""
+        mesh, times = self.models.mesh, [0.0, 0.0]
+        for group in in_turns(requests, keeps_order=self.streams):
+            whole = self.with_answers(group, PLAIN)
+            self.warm_up(whole, [PLAIN], num_requests=1)
+            decoder = self.ready_decoder(PLAIN, whole)
+            for update in chain.from_iterable(decoder.run(whole[mesh.number :: self.config.placement.num_replicas])):
+                if update.completion.finish_reason:
+                    times[0] += 1e3 * update.completion.busy_s
+                    times[1] += len(update.completion.token_ids)
+            if decoder.stopped:
+                raise InterruptedRun.in_folder(self.config.run_dir)
+        found = [json.loads(text) for text in self.world.comm.gather_text(json.dumps(times))]
+        self.again_ms_per_token = sum(ms for ms, _ in found) / sum(number for _, number in found)
 
     def _count_experts(self, sign: int) -> None:
         """Add what the target has counted so far, or subtract it, so that warm-ups are left out."""
@@ -219,10 +253,10 @@ class _Recorder:
             to_line, mode=mode, tokenizer=session.models.tokenizer, num_copies=num_replicas,
             adapts=session.config.speculation.adapts and mode == SPECULATIVE,
         )  # fmt: skip
-        self._exchange = None
+        self.exchange: ResultQueue | None = None
         if num_replicas > 1:
             watch, patience_s = session.world.watch, session.config.timeouts.decode_s
-            self._exchange = ResultQueue(session.models.mesh, watch=watch, patience_s=patience_s)
+            self.exchange = ResultQueue(session.models.mesh, watch=watch, patience_s=patience_s)
 
     def take(self, update: Update) -> None:
         """Count new tokens of a completion of this replica, show them, and enter the completion at its end."""
@@ -244,7 +278,7 @@ class _Recorder:
 
     def _enter(self, completion: RowCompletion) -> None:
         """Record a completion of this replica, or send it to rank 0, and record what others have sent."""
-        session, exchange = self._session, self._exchange
+        session, exchange = self._session, self.exchange
         session.memory.sample()
         session.num_reused_tokens += completion.num_reused_tokens
         session.num_read_tokens += len(completion.request.prompt_ids) - completion.num_reused_tokens
@@ -257,7 +291,7 @@ class _Recorder:
 
     def close(self, *, stopped: bool) -> bool:
         """Wait for all replicas; returns whether this one, or any, was stopped."""
-        return self._exchange.end(stopped=stopped, take=self._keep_text) if self._exchange else stopped
+        return self.exchange.end(stopped=stopped, take=self._keep_text) if self.exchange else stopped
 
     def _keep_text(self, text: str) -> None:
         line = CompletionLine.from_json(text.encode())

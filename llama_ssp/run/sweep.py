@@ -8,6 +8,7 @@ from llama_ssp.reports.measures import measure
 from llama_ssp.reports.runs import find_runs, varying_settings
 from llama_ssp.reports.tables import runs_table
 from llama_ssp.terminal.terminal import Terminal
+from llama_ssp.words import decimal
 
 
 def show_table(folders: Sequence[Path]) -> None:
@@ -19,4 +20,12 @@ def show_table(folders: Sequence[Path]) -> None:
         return
     terminal = Terminal.of_rank(0)
     terminal.sweep(runs_table(runs, measures, varying_settings(runs), brief=True))
+    for run in runs:
+        found, plain = run.summary.baseline, run.summary.plain
+        if found and found.ms_per_token and plain and plain.ms_per_token:
+            drift = found.ms_per_token / plain.ms_per_token - 1
+            terminal.say(
+                f"plain decoding was measured once, in {found.folder}, and again at the end: "
+                f"{decimal(plain.ms_per_token)} and {decimal(found.ms_per_token)} ms/token ({100 * drift:+.0f} %)"
+            )
     terminal.say(f"llama-ssp report {shlex.quote(str(folders[0].parent))} makes one report of all points")

@@ -124,6 +124,8 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("sampling.repetition_penalty", lambda p: 0 < p < math.inf, "above 0, for example 1.1; 1 switches it off"),
     ("sampling.frequency_penalty", math.isfinite, _PENALTY),
     ("sampling.presence_penalty", math.isfinite, _PENALTY),
+    ("sampling.min_new_tokens", lambda n: n >= 1, "at least 1, or {null} to switch it off"),
+    ("sampling.logit_bias", lambda b: all(map(math.isfinite, b.values())), "finite numbers, such as {{198: -100}}"),
     ("logprobs", lambda n: n in _NUM_TOP, _TOP),
     ("prompt_logprobs", lambda n: n in _NUM_TOP, _TOP),
     ("max_new_tokens", lambda n: n >= 1, "at least 1, for example 64"),
@@ -157,6 +159,13 @@ def _ranges(config: RunConfig) -> Iterator[str]:
             yield f"{said(key, value)} must be {required.format(null=value_of(None))}"
     for name in {*config.sampling.from_model} - schema.FROM_MODEL:
         yield unknown_name("name in sampling.from_model", name, schema.FROM_MODEL)
+    if not all(map(str.strip, config.sampling.bad_words)):
+        yield f"{key_of('sampling.bad_words')} has an empty text: leave it out"
+    if (least := config.sampling.min_new_tokens or 0) > config.max_new_tokens:
+        yield (
+            f"{said('sampling.min_new_tokens', least)} is more than {said('max_new_tokens', config.max_new_tokens)}: "
+            "give fewer"
+        )
     if "" in config.stop_strings:
         texts = said("stop_strings", r'["\n\n"]')
         yield f"{key_of('stop_strings')} has an empty string, which matches everywhere: give texts such as {texts}"
@@ -243,7 +252,8 @@ def _tree(config: RunConfig) -> Iterator[str]:
         f"a draft with the target's tokenizer: leave {own} out": drafters.has_own_tokenizer(draft),
         f"{exact}, and {said('verification', rule)} has no exact rule for trees":
             rule not in {*of_trees, AT_ZERO} and config.sampling.temperature > 0,
-        "sampling without penalties, which see another text on every path: leave them out": config.sampling.penalizes,
+        "sampling without penalties, biases and bans, which see another text on every path: leave them out":
+            config.sampling.penalizes,
         f"equal rounds: leave {auto} out": speculation.num_draft_tokens == schema.ADAPTIVE,
         "rounds one after the other: leave speculation.overlap=true out": speculation.overlap,
         "one draft for all rows: use placement=one_rank, sharded or own_gpu":
@@ -451,6 +461,7 @@ _WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
         lambda c: c.sampling.temperature == 0,
         "at temperature 0, which always takes the most probable token",
     ),
+    ("sampling.min_new_tokens", lambda c: c.ignore_eos, "with ignore_eos=true, where no token ends a text"),
     (
         "num_samples",
         lambda c: c.sampling.temperature == 0 and c.num_samples > 1,

@@ -49,6 +49,7 @@ _PATHS = {
     "run_dir", "prompts", "figure", "model.path", "model.adapter", "draft.model.path",
     "draft.model.adapter",
 }  # fmt: skip
+_OPEN = {"chat_arguments", "sampling.logit_bias"}  # keys of their own
 _QUOTES = "'\""
 _ESCAPES, _ESCAPED = re.compile(r"\\([nt\\])"), {"n": "\n", "t": "\t", "\\": "\\"}
 
@@ -223,7 +224,7 @@ def _set(config: DictConfig, key: str, word: _Word, keys: frozenset[str]) -> Ite
     if key == _STOPS and isinstance(value, list):
         value = [*map(_escaped, value)]
     try:
-        OmegaConf.update(config, key, value, merge=True, force_add=is_figure or key == "chat_arguments")
+        OmegaConf.update(config, key, value, merge=True, force_add=is_figure or key in _OPEN)
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         cause = str(error).splitlines()[0]
         yield f"{key}{text}: {'a list is written [a,b]' if 'ListConfig' in cause else cause}"

@@ -145,6 +145,18 @@ class SamplingConfig:
     )
     frequency_penalty: float = setting(0.0, "taken off the logit of a token for each time that the new text has it.")
     presence_penalty: float = setting(0.0, "taken off the logit of every token that the new text has.")
+    logit_bias: dict[int, float] = made(dict, "numbers added to the logits of tokens, by their ids, as in {198: -2.5}.")
+    bad_words: list[str] = made(
+        list,
+        "texts that are not written, also with a space before them: the token that would complete the ids of one has "
+        "probability 0; other ids may still spell it.",
+    )
+    min_new_tokens: int | None = setting(
+        None, "no end-of-sequence token before so many new tokens; stop_strings still end a completion."
+    )
+    # of the model's files, once they are read (`run.generation.with_ids`); no settings.
+    bad_ids: tuple[tuple[int, ...], ...] = field(default=(), metadata={"omegaconf_ignore": True})
+    eos_ids: tuple[int, ...] = field(default=(), metadata={"omegaconf_ignore": True})
     from_model: list[str] = made(
         list,
         "of these settings, those that take the values of the model's generation_config.json, unless you give them.",
@@ -157,8 +169,9 @@ class SamplingConfig:
 
     @property
     def penalizes(self) -> bool:
-        """Whether tokens of prompt and text are penalized."""
-        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+        """Whether logits are changed before the temperature, by token or by the text before them."""
+        counts = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+        return counts or bool(self.logit_bias or self.bad_words or self.min_new_tokens)
 
     @property
     def takes_best(self) -> bool:
@@ -260,11 +273,18 @@ class TaskConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPlace:
-    """Where a run stands in a sweep: its number from 1, and the settings in which points differ."""
+    """Where a run stands in a sweep: its number from 1, and the settings in which points differ.
+
+    Attributes:
+        baseline: the folder of the point whose plain completions this one takes over, since they would be the same.
+        repeats: this is the last point with these plain completions, and makes them again, to show how times drift.
+    """
 
     number: int
     num_points: int
     settings: str
+    baseline: str | None = None
+    repeats: bool = False
 
     @property
     def name(self) -> str:
@@ -442,7 +462,7 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_str(member.name))
 
 
-_NO_SETTINGS = ("stored_format", "modules", "place")
+_NO_SETTINGS = ("stored_format", "modules", "place", "bad_ids", "eos_ids")
 
 
 def to_yaml(config: RunConfig) -> str:

@@ -38,6 +38,7 @@ class TaskSpec:
     why_no_plan: str = "which reads no model"  # without models, why `dry_run` has no effect; a relative clause.
     needs_draft: bool = False  # a run without a draft is refused.
     has_both_modes: bool = False  # with a draft, it completes every prompt plainly and speculatively.
+    shares_baseline: bool = False  # points of a sweep take over plain completions of earlier ones.
     takes_turns: bool = True  # its prompts may be conversations, whose later turns follow the answers to earlier ones.
     paths: tuple[str, ...] = ()  # settings that are paths, which the command line does not parse.
     # fills in settings of the run, apart from the keys that the user gave.

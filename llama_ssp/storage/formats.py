@@ -246,8 +246,9 @@ def few_rows_bytes(rows: int, packed: int, unquantized: int, slowdown: Mapping[s
     Packed weights of less than a third of the unquantized bytes have 4 bits.
     """
     bits = 4 if 3 * packed < unquantized else 8
-    times = slowdown.get(f"int{bits}", READ_SLOWDOWN[bits])
-    return min(times * packed + ROW_SHARE[bits] * (rows - 1) * unquantized, packed + 2 * unquantized)
+    times = slowdown.get(f"int{bits}", READ_SLOWDOWN[bits]) / READ_SLOWDOWN[bits]
+    few = READ_SLOWDOWN[bits] * packed + ROW_SHARE[bits] * (rows - 1) * unquantized
+    return min(times * few, packed + 2 * unquantized)
 
 
 OWN_DTYPE = "auto"  # Default of `model.cache_dtype`.

@@ -189,7 +189,9 @@ class Terminal:
 
     def sweep(self, table: Table) -> None:
         """Show the table over the points of a sweep."""
-        self._show(runs_table(table))
+        shown = runs_table(table)
+        needed = 0 if self._out.is_terminal else self._out.measure(shown).maximum  # a file has room for all columns
+        self._out.print(shown, width=max(self._out.width, needed), crop=False)
 
     def say(self, sentence: str) -> None:
         """Write a sentence to standard error: on a terminal wrapped between words, elsewhere as one line."""

@@ -17,7 +17,15 @@ from llama_ssp.ranks.process import Ranks, launcher_of
 from llama_ssp.run.tasks.dry_run import check_models, hardware_of, known_prompts, plan_ahead, settings_of_run
 from llama_ssp.settings import checks
 from llama_ssp.settings.compose import Composed, to_run_config
-from llama_ssp.settings.schema import DeviceKind, RunConfig, SweepPlace
+from llama_ssp.settings.rules import RULES
+from llama_ssp.settings.schema import (
+    DeviceKind,
+    DrafterConfig,
+    RunConfig,
+    SpeculationConfig,
+    SweepPlace,
+    VerificationConfig,
+)
 from llama_ssp.settings.tasks import task_of
 
 _Result = TypeVar("_Result")
@@ -58,7 +66,32 @@ def points_of(composed: Sequence[Composed]) -> list[Point]:
         place = SweepPlace(number=number + 1, num_points=len(composed), settings=varying)
         run = to_run_config(given)
         points.append(Point(number=number, place=place, settings=given.settings, run=run, explicit=given.explicit))
-    return points
+    return _with_baselines(points)
+
+
+def _with_baselines(points: Sequence[Point]) -> list[Point]:
+    """Let points take over the plain completions of the first one that makes the same."""
+    alike: dict[str | int, list[Point]] = {}
+    for point in points:
+        alike.setdefault(_plain_part(point.run) or point.number, []).append(point)
+    found = []
+    for first, *others in alike.values():
+        places = [replace(point.place, baseline=str(first.run_dir), repeats=point is others[-1]) for point in others]
+        found += [first, *(replace(point, place=place) for point, place in zip(others, places, strict=True))]
+    return sorted(found, key=lambda point: point.number)
+
+
+def _plain_part(run: RunConfig) -> str | None:
+    """All that plain completions and their times depend on, as text; None if they are not shared."""
+    if not task_of(run).shares_baseline or run.placement.auto:
+        return None
+    rule = RULES.find(run.verification.rule)
+    verification = run.verification if rule and rule.draws_by_position else VerificationConfig()
+    parts = replace(
+        run, draft=DrafterConfig(), speculation=SpeculationConfig(), verification=verification, logprobs=None,
+        prompt_logprobs=None, run_dir=None,
+    )  # fmt: skip
+    return f"{parts} in {Path(str(run.run_dir))}"
 
 
 def repeated(points: Sequence[Point]) -> Iterator[str]:

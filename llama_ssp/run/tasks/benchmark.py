@@ -158,7 +158,7 @@ def _has_peers(config: RunConfig, *, world_size: int) -> bool:
     entries = [config.model, *([config.draft.model] if config.draft.model else [])]
     is_whole = not any(format_of(entry.quantization).is_quantized or entry.adapter for entry in entries)
     is_requested = isinstance(config.task, BenchmarkConfig) and config.task.peers
-    is_known = config.sampling.frequency_penalty == config.sampling.presence_penalty == 0
+    is_known = not replace(config.sampling, repetition_penalty=1.0).penalizes
     return is_requested and world_size == 1 and config.weights is WeightsKind.checkpoint and is_whole and is_known
 
 

@@ -20,11 +20,14 @@ def compare(session: Session, requests: list[PromptRequest]) -> None:
 
     viewer = Texts(session, head)
     groups = [[request] for request in requests] if session.streams else [requests]
-    modes = (PLAIN, SPECULATIVE)
+    place, done = session.config.place, session.finished
+    modes = [mode for mode in (PLAIN, SPECULATIVE) if any(request.line_key(mode) not in done for request in requests)]
     session.warm_up(requests, modes, num_requests=1)
     with session.showing_progress(requests, modes, shows_texts=True):
         for group, mode in product(groups, modes):
             session.complete(group, mode, viewer)
+    if place and place.repeats:
+        session.measure_again(requests)
 
 
 def draw(session: Session) -> None:

@@ -12,6 +12,9 @@ from llama_ssp.run.session import Session, Viewer
 from llama_ssp.run.tasks.records import LatencyConfig
 from llama_ssp.settings.drafters import draft_name
 
+_LEAST_EXAMINED = 10
+"""Drafted tokens of a position whose acceptance is stored."""
+
 
 def latency(session: Session, requests: list[PromptRequest]) -> None:
     """Complete all requests, speculatively if there is a draft."""
@@ -37,8 +40,8 @@ def store_pair(session: Session) -> None:
         session.terminal.say("no acceptance is stored: no round of this run examined all K drafted tokens")
         return
     acceptance = sum(accepted for accepted, _ in rounds) / num_examined
-    positions = range(max(examined for _, examined in rounds))
-    counts = [[sum(one[side] > place for one in rounds) for side in (0, 1)] for place in positions]
+    counts = [[sum(one[side] > place for one in rounds) for side in (0, 1)] for place in range(max(rounds)[1])]
+    counts = [one for one in counts if one[1] >= _LEAST_EXAMINED] or counts[:1]
     num_prompts = len({line.index for line in lines if counted_rounds([line])})
     temperature, rule = config.sampling.temperature, config.verification.rule
     entry = {

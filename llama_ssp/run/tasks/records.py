@@ -26,6 +26,7 @@ COMPARE = TaskSpec(
     run="llama_ssp.run.tasks.compare:compare",
     needs_draft=True,
     has_both_modes=True,
+    shares_baseline=True,
     paths=("picture",),
     finalize="llama_ssp.run.tasks.compare:draw",
 )

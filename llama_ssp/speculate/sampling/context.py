@@ -1,12 +1,13 @@
-"""Rows of a batch as rules see them, and penalties for tokens that the prompt, the text or the draft already has.
+"""Rows of a batch as rules see them, and changes of logits: biases, bans, and penalties for tokens that are there.
 
-Penalties come before temperature and the other processors, as in transformers, and are the same for draft and target,
+They come before temperature and the other processors, as in transformers, and are the same for draft and target,
 so the text keeps the distribution of the penalised target.
 
 Shapes: B sequences, S slots, T scored positions, V vocabulary.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -45,13 +46,69 @@ Penalty = Callable[[Tensor, Context], Tensor]
 
 
 def penalty(sampling: SamplingConfig) -> Penalty | None:
-    """Compose the penalties of a sampling config; None without any.
+    """Compose the changes of a sampling config, biases first and bans last, as transformers; None without any."""
+    if not sampling.penalizes:
+        return None
+    steps = [step for step in (_bias(sampling), _counted(sampling), _bans(sampling)) if step]
+
+    def apply(logits_BTV: Tensor, context: Context) -> Tensor:
+        for step in steps:
+            logits_BTV = step(logits_BTV, context)
+        return logits_BTV
+
+    return apply
+
+
+def _bias(sampling: SamplingConfig) -> Penalty | None:
+    biases = sampling.logit_bias
+    if not biases:
+        return None
+
+    @cache  # a capture must find it made
+    def table(vocab_size: int, device: torch.device) -> Tensor:
+        known = {token: bias for token, bias in biases.items() if token < vocab_size}  # a draft may know fewer
+        bias_V = torch.zeros(vocab_size)
+        bias_V[[*known]] = torch.tensor([*known.values()])
+        return bias_V.to(device)
+
+    return lambda logits_BTV, _: logits_BTV + table(logits_BTV.shape[-1], logits_BTV.device)
+
+
+def _bans(sampling: SamplingConfig) -> Penalty | None:
+    """Bad words are never completed, and no end-of-sequence token is among the first new tokens."""
+    words, eos_ids, num_first = sampling.bad_ids, sampling.eos_ids, sampling.min_new_tokens or 0
+    if not words and not (eos_ids and num_first):
+        return None
+
+    def apply(logits_BTV: Tensor, context: Context) -> Tensor:
+        logits_BTV, last_BT = logits_BTV.clone(), context.last_BT
+
+        def ban(token: int, where_BT: Tensor) -> None:
+            if token < logits_BTV.shape[-1]:  # a draft may know fewer
+                logits_BTV[..., token].masked_fill_(where_BT, float("-inf"))
+
+        for *others, last in words:
+            completes_BT = last_BT + 1 >= len(others)
+            for distance, token in enumerate(reversed(others)):
+                before_BT = context.tokens_BS.gather(1, (last_BT - distance).clamp_min(0))
+                completes_BT = completes_BT & (before_BT == token)
+            ban(last, completes_BT)
+        is_first_BT = last_BT + 1 - context.prompt_lengths_B[:, None] < num_first
+        for token in eos_ids if num_first else ():
+            ban(token, is_first_BT)
+        return logits_BTV
+
+    return apply
+
+
+def _counted(sampling: SamplingConfig) -> Penalty | None:
+    """The penalties that count tokens.
 
     Source: Keskar et al. 2019, arXiv:1909.05858 (repetition, over prompt and text as in transformers); the frequency
         and presence penalties are those of OpenAI's API and of vLLM, counted over the text without its prompt.
     """
     repetition, frequency, presence = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
-    if not sampling.penalizes:
+    if (repetition, frequency, presence) == (1.0, 0.0, 0.0):
         return None
 
     def apply(logits_BTV: Tensor, context: Context) -> Tensor:

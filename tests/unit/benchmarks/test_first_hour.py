@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.decoding import make_decoder
 from benchmarks.first_hour import __main__ as command
-from benchmarks.first_hour import engine, kernels, runner
+from benchmarks.first_hour import engine, kernels, runner, shared_gpu
 from benchmarks.first_hour.runner import FAIL, HANG, PASS, SKIP, SKIPPED, Step
 from benchmarks.first_hour.step import Where
 from llama_ssp.catalogue import Dtype
@@ -172,3 +173,28 @@ def test_on_a_cpu_a_step_passes_or_says_why_it_cannot_run(step: Step, tmp_path: 
         (SKIP, "rounds in 16 bits are for GPUs"), (SKIP, "it needs 2 GPUs, and none can be used"),
         (SKIP, "it needs 4 GPUs, and none can be used"),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ranks_share_a_gpu_only_if_they_are_told_to(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host of its own for each rank, or what newer libraries have for it."""
+    monkeypatch.setenv(runner.SHARES, str(num_ranks))
+    [sums] = [step for step in command.all_steps(is_small=True, num_gpus=num_ranks) if step.name == "all-reduce"]
+    launcher = ["-m", "benchmarks.first_hour.shared_gpu"] if num_ranks > 1 else ["-m"]
+    assert sums.command[-len(launcher) - 1 :] == [*launcher, "benchmarks.first_hour.messages"]
+    assert runner.SHARES in runner.allowed(os.environ)
+    hosts = [shared_gpu.variables(rank, (2, 28, 9))["NCCL_HOSTID"] for rank in "01"]
+    assert len({*hosts}) == len(hosts)
+    assert "NCCL_HOSTID" not in shared_gpu.variables("0", (2, 30, 7))
+
+
+@pytest.mark.slow
+def test_two_ranks_under_the_launcher_print_what_one_rank_prints(tmp_path: Path) -> None:
+    texts = []
+    for ranks in (["-m"], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]):
+        run_dir = tmp_path / str(len(ranks))
+        settings = ["task=generate", "device=cpu", "prompt=import os", "max_new_tokens=4", f"run_dir={run_dir}"]
+        launched = ["benchmarks.first_hour.shared_gpu", "launch/run.py", *settings, "quiet=true", "sampling=greedy"]
+        subprocess.run([sys.executable, *ranks, *launched], cwd=runner.ROOT, check=True, capture_output=True)
+        texts.append(json.loads((run_dir / "run.jsonl").read_text())["token_ids"])
+    assert texts[0] == texts[1]

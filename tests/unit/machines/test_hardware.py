@@ -9,6 +9,7 @@ import pytest
 from llama_ssp import catalogue
 from llama_ssp.errors import ConfigError
 from llama_ssp.machines import hardware
+from tests.helpers.planning import make_spec, times_of
 
 WITHOUT_SOURCE = {"name", "device", "gpu", "num_gpus", "num_nodes", "sources", "link", "network", "capability"}
 
@@ -58,6 +59,22 @@ def test_hopper_and_blackwell_have_the_order_of_their_bandwidths() -> None:
     found = [hardware.load(name) for name in ("h100", "h200", "b200", "b300")]
     assert len({(machine.kernel_s, machine.launch_s, machine.context_bytes) for machine in found}) == 1
     assert sorted(found, key=lambda machine: machine.bandwidth_bytes_per_s) == found
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["llama3_1B", "llama3_3B", "llama3_8B", "llama3_70B", "llama2_13B", "qwen3_8B", "qwen3_14B", "qwen3_32B"],
+)
+def test_plans_on_h100_h200_and_b200_are_apart_by_bandwidth_where_weights_take_the_time(target: str) -> None:
+    machines = [replace(hardware.load(name), memory_bytes=10**12) for name in ("h100", "h200", "b200")]
+    timed = [times_of(make_spec(target, prompt_tokens=8), machine) for machine in machines]
+    steps = [one.plain_s for one in timed]
+    assert steps == sorted(steps, reverse=True)
+    for place in (1, 2):
+        wanted = machines[place].bandwidth_bytes_per_s / machines[0].bandwidth_bytes_per_s
+        weights = timed[0].target_forward.matrices_s / timed[place].target_forward.matrices_s
+        assert weights == pytest.approx(wanted, rel=0.03)
+        assert 1 < steps[0] / steps[place] <= wanted
 
 
 def test_machines_of_an_architecture_share_what_it_has() -> None:

@@ -39,20 +39,31 @@ def test_an_int8_draft_through_bitsandbytes_cannot_gain() -> None:
     assert "bitsandbytes" not in _warnings(make_spec("65B", "7B", num_ranks=8))
 
 
+def test_a_plan_says_how_long_a_token_takes_if_its_experts_are_not_captured() -> None:
+    """48 layers of 50 launches, 18 us each on an H100, are 43 ms; quantized experts are captured."""
+    h100, spec = hardware.load("h100"), make_spec("qwen3_30B_A3B")
+    (note,) = (note for note in make_plan(spec, h100).notes if "experts" in note)
+    assert 43 <= float(note.split()[-2]) <= 48
+    packed = make_spec("qwen3_30B_A3B", of_target={"quantization": "int8_weight_only"})
+    for other in (packed, replace(spec, cuda_graphs=False), make_spec("llama3_8B")):
+        assert not [note for note in make_plan(other, h100).notes if "experts" in note]
+
+
 def test_a_smaller_draft_that_gains_clearly_more_is_named() -> None:
-    smaller, asked = make_spec("13B", "tinyllama_1B", acceptance=None), make_spec("13B", "7B")
+    smaller, asked = (make_spec("13B", draft, acceptance=None) for draft in ("tinyllama_1B", "7B"))
     gains = [
         timed.plain_s / min(timed.by_num_draft_tokens) for timed in (times_of(spec, A100) for spec in (smaller, asked))
     ]
     said = f"draft=tinyllama_1B is forecast to give {gains[0]:.2f}x with its best K, 7B {gains[1]:.2f}x with its own"
     assert said in make_plan(asked, A100).notes
-    assert not [note for note in make_plan(smaller, A100).notes if note.startswith("draft=")]
+    for others in (smaller, replace(asked, acceptance=0.6)):  # nobody knows how often the other one is accepted
+        assert not [note for note in make_plan(others, A100).notes if note.startswith("draft=")]
 
 
-def test_a_target_that_a_library_places_says_what_its_forecast_leaves_out() -> None:
+def test_a_target_that_a_library_places_says_where_and_what_it_needs() -> None:
     layer_wise = make_spec("65B", num_ranks=8, target_kind=TargetKind.accelerate, cuda_graphs=False)
     (note,) = make_plan(layer_wise, A100).notes
-    assert note.startswith("the target is placed layer-wise over 8 GPUs of rank 0; host time in accelerate's hooks")
+    assert note == "the target is placed layer-wise over 8 GPUs of rank 0"
     (note,) = make_plan(make_spec("65B", num_ranks=8, target_kind=TargetKind.deepspeed), A100).notes
     assert "keeps the whole target in host memory on every rank, 130.6 GB each" in note
 

@@ -1,12 +1,14 @@
 """80 % ranges of forecasts: they hold most published rows, are wide where little was measured, and heed physics."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 
 from benchmarks import published
 from benchmarks.published_rows import ROWS
+from llama_ssp.architectures.family import inventory
 from llama_ssp.machines import hardware
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.timing import FAR, FIRST, GAINS, MANY, NEAR, OTHER, PACKED, SHORT
@@ -70,6 +72,30 @@ def test_gains_have_a_range_and_fall_in_batches_as_published_ones_do() -> None:
     known = times_of(replace(spec, acceptance=None, temperature=1.0), hardware.load("h100"))
     low, high = (end / known.speedup for end in known.speedup_range)
     assert low < GAINS[0] < GAINS[1] < high
+
+
+FORMATS = ("none", "int8_weight_only", "int4_weight_only", "fp8_weight_only", "nf4")
+
+
+@pytest.mark.parametrize("target", ["llama3_8B", "llama3_70B", "qwen3_30B_A3B", "mixtral_8x7B"])
+def test_no_step_is_faster_than_the_memory_or_the_arithmetic_of_its_device_and_none_falls_off_a_cliff(
+    target: str,
+) -> None:
+    """Of data sheets, whatever the format, the rows and the experts; 31, 32 and 33 rows are within 4 %."""
+    held = inventory(make_spec(target).target.shape)
+    of_layer = sum(size * count for size, count in held.matrix_sizes.items())
+    chosen = sum(matrix.num_rows * matrix.num_columns * matrix.num_chosen for matrix in held.experts)
+    active = held.num_layers * (of_layer + chosen)
+    for name, quantization in product(("l4", "a100_80gb", "h100", "b200", "mi300x"), FORMATS):
+        machine, steps = hardware.load(name), []
+        for rows in (1, 8, 31, 32, 33, 256, 2048):
+            spec = make_spec(target, batch_size=rows, of_target={"quantization": quantization})
+            timed = times_of(spec, machine)
+            assert timed.limit_share <= 1
+            assert timed.plain_s >= 2 * rows * active / max(machine.flops_per_s.values())
+            steps.append(timed.plain_s)
+        assert steps == sorted(steps)
+        assert max(steps[2:5]) <= 1.04 * min(steps[2:5]), (name, quantization)
 
 
 @pytest.mark.parametrize("machine", ["1xl4", "1xh100", "8xa100_80gb", "8xb200", "8xmi300x", "mi250"])

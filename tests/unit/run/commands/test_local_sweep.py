@@ -12,6 +12,10 @@ import pytest
 from llama_ssp.errors import InterruptedRun
 from llama_ssp.reports.runs import read_run
 from llama_ssp.run.commands import own_ranks
+from llama_ssp.run.commands.points import points_of
+from llama_ssp.run.requests import PromptRequest
+from llama_ssp.run.session import Session, Viewer
+from llama_ssp.settings.compose import compose
 from llama_ssp.settings.schema import RunConfig
 from tests.helpers.in_process import launch
 from tests.helpers.lanes import heavy
@@ -107,9 +111,9 @@ def test_a_sweep_says_where_it_is_and_ends_with_one_table(tmp_path: Path, monkey
     assert heads == ["point 1 of 2: speculation.tree=2x1", "point 2 of 2: speculation.tree=3x1"]
     assert "mine with theirs, tree 3x1: 1 prompt" in ended.out
     assert "secret" not in ended.out
-    assert re.search(r"All points(.|\n)*\n1 † +2x1 .*\n2 +3x1 .*\n\n† disturbed", ended.out)
+    assert re.search(r"All points(.|\n)*\n1 † +2x1 .*\n2 † +3x1 .*\n\n† disturbed", ended.out)
     found = [read_run(tmp_path / "sweep" / name, name=name).summary for name in "01"]
-    assert [one.disturbed for one in found] == ["others ran", None]
+    assert [one.disturbed for one in found] == ["others ran"] * 2, "the second has plain completions of the first"
     assert found[1].point == "point 2 of 2: speculation.tree=3x1"
     log = (tmp_path / "sweep" / "1" / "run.log").read_text()
     assert "point 2 of 2: speculation.tree=3x1" in log
@@ -118,6 +122,49 @@ def test_a_sweep_says_where_it_is_and_ends_with_one_table(tmp_path: Path, monkey
     assert launch("-m", "speculation.tree=2x1", *words).code == 0
     resumed = read_run(tmp_path / "sweep" / "0", name="0").summary
     assert (resumed.disturbed, resumed.point) == ("others ran", "point 1 of 1")
+
+
+def test_points_share_one_baseline_which_the_last_one_makes_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Coupled draws make another plain text, and so does another seed: they have a baseline of their own."""
+    monkeypatch.setattr("llama_ssp.reports.html.report", lambda _: "")
+    disturbed = iter(["others ran"])
+    monkeypatch.setattr("llama_ssp.run.results.disturbance", lambda *_: next(disturbed, None))
+    made: list[str] = []
+    complete = Session.complete
+
+    def counted(self: Session, requests: list[PromptRequest], mode: str, viewer: Viewer) -> None:
+        made.extend(mode for one in requests if one.line_key(mode) not in self.finished)
+        complete(self, requests, mode, viewer)
+
+    monkeypatch.setattr(Session, "complete", counted)
+    words = ["-m", "prompt=import os", "max_new_tokens=3", "quiet=true", f"run_dir={tmp_path}/sweep"]
+    ended = launch(*words, "speculation.num_draft_tokens=2,3", "verification=speculative,block,coupled")
+    assert ended.code == 0, ended.err
+    assert made.count("speculative") == 6
+    assert made.count("plain") == 2
+    runs = [read_run(tmp_path / "sweep" / str(number), name=str(number)) for number in range(6)]
+    folders = [run.summary.baseline and Path(run.summary.baseline.folder).name for run in runs]
+    assert folders == [None, "0", None, "0", "0", "2"]
+    again = [bool(run.summary.baseline and run.summary.baseline.ms_per_token) for run in runs]
+    assert again == [False, False, False, False, True, True]
+    assert len({run.lines[0].to_json() for run in runs if run.lines[0].mode == "plain"}) == 2
+    assert [run.summary.disturbed for run in runs] == [
+        "others ran",
+        "others ran",
+        None,
+        "others ran",
+        "others ran",
+        None,
+    ]
+    assert ended.err.count("plain decoding was measured once, in ") == 2
+    assert points_of_seeds() == [None, None]
+
+
+def points_of_seeds() -> list[str | None]:
+    composed = compose(["seed=0,1", "prompt=x"], multirun=True)
+    return [point.place.baseline for point in points_of(composed)]
 
 
 class Model:

@@ -1,11 +1,17 @@
-"""Penalties are transformers' and OpenAI's, count drafted tokens, and keep the exact law of the penalized target."""
+"""Penalties, biases and bans are those of transformers and OpenAI, see drafted tokens, and keep the law exact."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import RepetitionPenaltyLogitsProcessor
+from transformers import (
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
 
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.sampling.context import Context, Rows, count_tokens, penalty
@@ -23,12 +29,26 @@ PENALIZED = {
     "all": SamplingConfig(
         temperature=1.3, repetition_penalty=0.7, frequency_penalty=0.4, presence_penalty=0.3, top_p=0.9, min_p=0.1
     ),
+    "biases": SamplingConfig(temperature=0.7, logit_bias={0: 1.5, 3: -0.6}, repetition_penalty=1.3),
+    # 3, 1 and 1 precede the text, so that words are completed across its beginning, inside it and by drafted tokens.
+    "words": SamplingConfig(temperature=0.9, bad_words=["?"], bad_ids=((1, 2), (1, 1, 3), (0, 0), (2, 3, 1, 1, 1))),
+    "a single token": SamplingConfig(temperature=0.9, bad_words=["?"], bad_ids=((2,),), top_k=2),
+    "first tokens": SamplingConfig(temperature=0.8, min_new_tokens=2, eos_ids=(0, 3)),
 }
 
 
 def by_hand(logits_V: Tensor, new: tuple[int, ...], sampling: SamplingConfig) -> Tensor:
-    """One row, with transformers' own processor over prompt and text, and plain counts of the text alone."""
-    ids = torch.tensor([PROMPT + new], dtype=torch.long)
+    """One row, with transformers' own processors over prompt and text, and plain counts of the text alone."""
+    ids, num_prompt = torch.tensor([PROMPT + new], dtype=torch.long), len(PROMPT)
+    biases: list[list[list[int] | float]] = [[[token], bias] for token, bias in sampling.logit_bias.items()]
+    for change in (
+        biases and SequenceBiasLogitsProcessor(biases),
+        sampling.bad_ids and NoBadWordsLogitsProcessor([[*word] for word in sampling.bad_ids]),
+        sampling.min_new_tokens
+        and MinNewTokensLengthLogitsProcessor(num_prompt, sampling.min_new_tokens, [*sampling.eos_ids]),
+    ):
+        if change:
+            logits_V = change(ids, logits_V[None].clone())[0]
     if sampling.repetition_penalty != 1:
         logits_V = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(ids, logits_V[None].clone())[0]
     counts_V = torch.bincount(ids[0, len(PROMPT) :], minlength=len(logits_V)).to(logits_V.dtype)
@@ -77,10 +97,24 @@ class WithoutDraftedTokens(Rule):
         return torch.cat([process(logits_B1V, first) for logits_B1V in logits_BTV.split(1, dim=1)], dim=1)
 
 
-def test_a_penalty_that_leaves_out_the_drafted_tokens_is_caught() -> None:
-    sampling = PENALIZED["repetition"]
+@pytest.mark.parametrize("name", ["repetition", "words", "first tokens"])
+def test_a_change_that_leaves_out_the_drafted_tokens_is_caught(name: str) -> None:
+    sampling = PENALIZED[name]
     rule = WithoutDraftedTokens(processor(sampling), verify_speculative, penalize=penalty(sampling))
     assert law_error(rule, sampling, num_draft_tokens=2) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("biases", {"logit_bias": {0: 1.5}}), ("words", {"bad_ids": ((1, 2), (1, 1, 3), (2, 3, 1, 1, 1))}),
+        ("words", {"bad_ids": ((1, 2), (1, 3), (0, 0), (2, 3, 1, 1, 1))}), ("first tokens", {"min_new_tokens": 1}),
+        ("first tokens", {"eos_ids": (0,)}),
+    ],
+)  # fmt: skip
+def test_a_fault_of_biases_and_bans_is_caught(name: str, fault: dict[str, object]) -> None:
+    rule = make_rule(replace(PENALIZED[name], **fault), VerificationConfig())  # type: ignore[arg-type]
+    assert law_error(rule, PENALIZED[name], num_draft_tokens=2) > 1e-3
 
 
 def test_tokens_are_counted_up_to_each_position_and_no_further() -> None:
