@@ -217,13 +217,14 @@ def split_layers(num_layers: int, *, num_devices: int) -> tuple[range, ...]:
 class _Part:
     """One model's part on one rank, or on one device of a layer-wise target; by default none.
 
-    A slot of its cache has `slot_bytes / of_layers`. `width` is the size of queries, keys and values of a position,
-    `working_bytes` that of the largest unpacked matrix. `temporary_bytes` are needed in addition to the weights while
-    loading.
+    A slot of its cache has `slot_bytes / of_layers`, and a row `row_bytes / of_layers` more. `width` is the size of
+    queries, keys and values of a position, `working_bytes` that of the largest unpacked matrix. `temporary_bytes` are
+    needed in addition to the weights while loading.
     """
 
     weights: WeightBytes = WeightBytes()
     slot_bytes: int = 0
+    row_bytes: int = 0
     of_layers: int = 1
     num_heads: int = 0
     width: int = 0
@@ -231,9 +232,9 @@ class _Part:
     working_bytes: int = 0
     temporary_bytes: int = 0
 
-    def cache_bytes(self, num_slots: int) -> int:
+    def cache_bytes(self, num_slots: int, num_rows: int) -> int:
         """Bytes of its cache with so many slots of all rows."""
-        return num_slots * self.slot_bytes // self.of_layers
+        return (num_slots * self.slot_bytes + num_rows * self.row_bytes) // self.of_layers
 
 
 _NOTHING = _Part()
@@ -287,9 +288,9 @@ def _layer_wise(model: PlannedModel, held: tuple[range, ...]) -> tuple[Inventory
 @lru_cache(maxsize=1024)  # a search asks for each target with every draft, and a plan with every batch and context
 def _parts(
     model: PlannedModel, device: str, *, num_ranks: int, kind: TargetKind, whole: WholeParts = WholeParts.none,
-    has_embedding: bool = True,
+    has_embedding: bool = True, num_kept: int = 0,
 ) -> tuple[_Part, ...]:  # fmt: skip
-    """The parts by rank."""
+    """The parts by rank; for `num_kept` see `PlanSpec.kept_states`."""
     shape, size, storage = model.shape, DTYPE_BYTES[model.dtype], format_of(model.quantization)
     sizes = tuple(vars(shape).items())
     shards, _ = _split(sizes, num_ranks=num_ranks, quantization=model.quantization, whole=whole)
@@ -304,6 +305,7 @@ def _parts(
         part = _Part(
             weights=weights,
             slot_bytes=model.slot_bytes(num_kv_heads) * held.num_layers,
+            row_bytes=model.state_bytes(num_kept) * held.num_layers,
             of_layers=shape.num_hidden_layers,
             num_heads=num_heads,
             width=(num_heads + 2 * num_kv_heads) * shape.head_dim,
@@ -319,13 +321,18 @@ def _target_parts(spec: PlanSpec) -> dict[int, _Part]:
     """The target's part on each of its ranks, or devices if layer-wise."""
     model = spec.target
     if spec.target_kind is not TargetKind.accelerate:
-        parts = _parts(model, spec.device, num_ranks=len(spec.target_ranks), kind=spec.target_kind)
+        parts = _parts(
+            model, spec.device, num_ranks=len(spec.target_ranks), kind=spec.target_kind, num_kept=spec.kept_states[0]
+        )
         return dict(zip(spec.target_ranks, parts, strict=True))
     (whole,) = _parts(model, spec.device, num_ranks=1, kind=TargetKind.tensor)
     split, found = split_layers(model.shape.num_hidden_layers, num_devices=len(spec.target_devices)), {}
     for device, layers, held in zip(spec.target_devices, split, _layer_wise(model, split), strict=True):
         weights, slot_bytes = model_bytes(held, model, device=spec.device), kv_bytes_per_token(model) * len(layers)
-        found[device] = replace(whole, weights=weights, temporary_bytes=weights.temporary_bytes, slot_bytes=slot_bytes)
+        row_bytes = model.state_bytes(spec.kept_states[0]) * len(layers)
+        found[device] = replace(
+            whole, weights=weights, temporary_bytes=weights.temporary_bytes, slot_bytes=slot_bytes, row_bytes=row_bytes
+        )
     return found
 
 
@@ -336,6 +343,7 @@ def _draft_parts(spec: PlanSpec) -> dict[int, _Part]:
     parts = _parts(
         spec.draft, spec.device, num_ranks=1 if spec.layout.splits_batch else len(spec.draft_ranks),
         kind=TargetKind.tensor, whole=DRAFT_WHOLE, has_embedding=not spec.shares_embedding,
+        num_kept=spec.kept_states[1],
     )  # fmt: skip
     return dict(zip(spec.draft_ranks, cycle(parts), strict=False))
 
@@ -439,8 +447,8 @@ def _rank_memory(spec: PlanSpec, hardware: HardwareConfig, rank: int, target: _P
     served = {
         "target_weights_bytes": target.weights.total_bytes,
         "draft_weights_bytes": draft.weights.total_bytes,
-        "target_cache_bytes": target.cache_bytes(num_slots),
-        "draft_cache_bytes": draft.cache_bytes(spec.draft_rows * spec.draft_slots)
+        "target_cache_bytes": target.cache_bytes(num_slots, spec.batch_size),
+        "draft_cache_bytes": draft.cache_bytes(spec.draft_rows * spec.draft_slots, spec.draft_rows)
         + taps_bytes * (rank in spec.draft_ranks or spec.sends_taps),
         "logits_bytes": _logits_bytes(spec, rank) + uniforms_bytes,
         "activations_bytes": max(

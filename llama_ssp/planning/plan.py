@@ -23,7 +23,14 @@ from llama_ssp.planning.memory import (
     memory,
     model_bytes,
 )
-from llama_ssp.planning.spec import PlannedModel, PlanSpec, notes_on_contexts, notes_on_families, notes_on_storage
+from llama_ssp.planning.spec import (
+    PlannedModel,
+    PlanSpec,
+    notes_on_contexts,
+    notes_on_families,
+    notes_on_states,
+    notes_on_storage,
+)
 from llama_ssp.planning.timing import CostModel, ForwardTime, Message, Timing, round_messages, timing
 from llama_ssp.words import rounded, said
 
@@ -109,6 +116,7 @@ def make_plan(spec: PlanSpec, hardware: HardwareConfig, *, remark: str | None = 
             *([remark] if remark else []),
             *notes_on_families(*filter(None, (spec.target, spec.draft))),
             *notes_on_storage(spec),
+            *notes_on_states(spec),
             *notes_on_contexts(spec),
             *advice.notes(spec, hardware, heads, fullest),
             *_notes_on_scoring(spec, hardware),
