@@ -74,25 +74,18 @@ class WeightBytes:
 
     Attributes:
         sharded_bytes: matrices, biases and scales of which every rank holds a different part.
-        repeated_bytes: norms, row-parallel biases and unsharded tables, which every rank holds whole.
-        repeated_scale_bytes: row scales of quantized row-parallel matrices, which every rank has for its columns.
+        repeated_bytes: norms, unsharded tables, and the biases and row scales of row-parallel matrices, on every rank.
         temporary_bytes: temporary bytes of the loader at its peak, beyond all parts that stay.
     """
 
     sharded_bytes: int = 0
     repeated_bytes: int = 0
-    repeated_scale_bytes: int = 0
     temporary_bytes: int = 0
-
-    @cached_property
-    def on_every_rank_bytes(self) -> int:
-        """Bytes that every rank repeats."""
-        return self.repeated_bytes + self.repeated_scale_bytes
 
     @cached_property
     def total_bytes(self) -> int:
         """Sum of the parts that stay."""
-        return self.sharded_bytes + self.on_every_rank_bytes
+        return self.sharded_bytes + self.repeated_bytes
 
 
 @lru_cache(maxsize=2048)
@@ -118,7 +111,7 @@ def weight_bytes(
     matrix_size = DTYPE_BYTES[matrix_dtype or dtype]
     kept = _in_blocks if matrix_size != size else lambda matrix: matrix
     layer_kept = (lambda matrix: matrix) if storage.is_quantized else kept
-    sharded = repeated = scales = 0
+    sharded = repeated = 0
     products = dict[str, list[tuple[int, int]]]()
     for matrix in held.layer:
         product = FUSED.get(matrix.module, matrix.module) if fuses else matrix.module
@@ -143,7 +136,7 @@ def weight_bytes(
         elif matrix.cut == 0:
             sharded += stored + row_scales + bias
         else:
-            sharded, scales, repeated = sharded + stored, scales + row_scales, repeated + bias
+            sharded, repeated = sharded + stored, repeated + row_scales + bias
         products.setdefault(product, []).append((stored if layout else size * matrix.num_elements, stored + row_scales))
     tables = [(matrix, size, size * matrix.num_elements) for matrix in held.embeddings]
     if held.head or matrix_size != size:
@@ -154,7 +147,7 @@ def weight_bytes(
         table_bytes[matrix.cut is None] += stored + (value_bytes * matrix.num_rows if matrix.has_bias else 0)
     temporary = _temporary_bytes([*products.values()], storage, is_half=matrix_size != size)
     if matrix_size != size:  # the head, which library modules load last, and the lean decoder first
-        without = held.num_layers * (sharded + repeated + scales) if fuses else 0
+        without = held.num_layers * (sharded + repeated) if fuses else 0
         read = size * held.output.num_elements if held.head else 0
         temporary = max(temporary, read + tables[-1][2] - without)
     return WeightBytes(
@@ -162,7 +155,6 @@ def weight_bytes(
         repeated_bytes=held.num_layers * (repeated + size * held.layer_vectors)
         + size * held.final_vectors
         + table_bytes[True],
-        repeated_scale_bytes=held.num_layers * scales,
         temporary_bytes=temporary,
     )
 
@@ -369,7 +361,7 @@ class RankMemoryPlan:
     """Bytes needed on one rank at the same time, and its capacity.
 
     The `repeated_bytes` are the part of the weights that every rank of the model holds whole: norms, row scales,
-    unsharded tables. The `row_scale_bytes` are the part of those that quantized row-parallel matrices need.
+    unsharded tables.
     """
 
     rank: int
@@ -388,8 +380,6 @@ class RankMemoryPlan:
     capacity_bytes: int
     target_repeated_bytes: int
     draft_repeated_bytes: int
-    target_row_scale_bytes: int
-    draft_row_scale_bytes: int
     target_heads: int
 
     @property
@@ -485,10 +475,8 @@ def _rank_memory(spec: PlanSpec, hardware: HardwareConfig, rank: int, target: _P
         total_bytes=sum(served.values()) + sum(fixed.values()),
         loading_peak_bytes=loading + context_bytes + fixed["collectives_bytes"],
         capacity_bytes=hardware.rank_bytes,
-        target_repeated_bytes=target.weights.on_every_rank_bytes,
-        draft_repeated_bytes=draft.weights.on_every_rank_bytes,
-        target_row_scale_bytes=target.weights.repeated_scale_bytes,
-        draft_row_scale_bytes=draft.weights.repeated_scale_bytes,
+        target_repeated_bytes=target.weights.repeated_bytes,
+        draft_repeated_bytes=draft.weights.repeated_bytes,
         target_heads=target.num_heads,
     )
 

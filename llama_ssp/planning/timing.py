@@ -597,8 +597,8 @@ class Timing:
         speedup_range: the same, and from `GAINS`, smaller first.
         error: factors of times while decoding, an 80 % range not below the physical limit; see `decoding_error`.
         overlap: of a spec whose drafting overlaps verification; see `OverlappedTime.document`.
-        copy_share, limit_share: the physical limit, reading what a plain step must read (`least_bytes`), over
-            plain decoding: at the speed of a copy, and at the data sheet's bandwidth.
+        limit_share: the physical limit, reading what a plain step must read (`least_bytes`) at the data sheet's
+            bandwidth, over plain decoding.
     """
 
     target_forward: ForwardTime
@@ -608,7 +608,6 @@ class Timing:
     plain_prefill_s: float
     plain_s: float
     plain_run_s: float
-    copy_share: float
     limit_share: float
     acceptance: Acceptance | None = None
     num_draft_tokens: int | None = None
@@ -673,7 +672,6 @@ def timing(spec: PlanSpec, hardware: HardwareConfig) -> Timing:
         plain_s=plain_s,
         plain_run_s=(prefill_s + (tokens - 1) * plain_s) / tokens,
         error=error and (max(error[0], limit_share), error[1]),
-        copy_share=costs.least_bytes / bandwidth(hardware) / plain_s,
         limit_share=limit_share,
     )
     return _speculative(costs, plain) if spec.drafts else plain
