@@ -48,13 +48,12 @@ MORE: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64,
     },
     "hyperclovax": _GROUPED, "internlm3": _GROUPED, "iquestcoder": _GROUPED, "jais2": _GROUPED,
-    "lfm2": {"num_key_value_heads": 4, "layer_types": ["conv", "full_attention"]}, "llama4_text": {
+    "llama4_text": {
         "num_key_value_heads": 4, "num_local_experts": 4, "intermediate_size_mlp": 160,
     },
     "mamba": {}, "mpt": {}, "opt": {"ffn_dim": 160}, "openai-gpt": {}, "persimmon": {},
     "phimoe": {"num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2}, "biogpt": {},
-    "qwen3_next": {"num_key_value_heads": 4, **_EXPERTS}, "vaultgemma": _GROUPED,
-    "qwen3_5_text": _GROUPED, "qwen3_5_moe_text": _GROUPED | _EXPERTS, "granite_swa": _GROUPED,
+    "vaultgemma": _GROUPED, "granite_swa": _GROUPED,
     "afmoe": _GROUPED | _EXPERTS, "exaone_moe": _GROUPED | _EXPERTS, "minimax_m2": _GROUPED | {
         "num_local_experts": 4, "num_experts_per_tok": 2,
     },

@@ -25,16 +25,20 @@ from llama_ssp.machines.hardware import HardwareConfig, MeasuredSum
 from llama_ssp.planning.timing import OPERATORS_PER_LAYER, decoding_error, timing
 
 MODELS = {
-    "meta-llama/Llama-3.1-8B-Instruct": "llama3_8B", "meta-llama/Llama-3.1-70B": "llama3_70B",
-    "Qwen/Qwen3-32B": "qwen3_32B",
+    "meta-llama/Llama-3.1-8B-Instruct": "llama3_8B", "meta-llama/Llama-3.1-8B": "llama3_8B",
+    "meta-llama/Llama-3.1-70B": "llama3_70B", "meta-llama/Llama-3.3-70B-Instruct": "llama3_70B",
+    "Qwen/Qwen3-8B": "qwen3_8B", "Qwen/Qwen3-14B": "qwen3_14B", "Qwen/Qwen3-32B": "qwen3_32B",
 }  # fmt: skip
+SYSTEMS = {"a100_sxm": "a100_80gb", "h100_sxm": "h100", "h200_sxm": "h200", "b200_sxm": "b200"}
 SUMS_US = {
-    ("h100", "vllm"): (4.4, 4.9, 5.6), ("h100", "trtllm"): (2.9, 3.4, 3.8), ("h100", "sglang"): (2.8, 3.1, 4.1),
-    ("b200", "vllm"): (7.0, 7.4, 8.2), ("b200", "trtllm"): (5.2, 5.4, 6.1),
-}  # fmt: skip
+    "a100_80gb": {"vllm": (5.2, 6.0, 6.9), "trtllm": (4.9, 6.0, 8.4)},
+    "h100": {"vllm": (4.4, 4.9, 5.6), "trtllm": (2.9, 3.4, 3.8), "sglang": (2.8, 3.1, 4.1)},
+    "h200": {"vllm": (4.6, 4.9, 5.7), "trtllm": (2.8, 3.3, 3.9), "sglang": (2.6, 3.1, 4.2)},
+    "b200": {"vllm": (7.0, 7.4, 8.2), "trtllm": (5.2, 5.4, 6.1), "sglang": (4.3, 5.0, 5.6)},
+}
 """Of 16 KiB over 2, 4 and 8 GPUs in graphs, from aiconfigurator's tables."""
-WAITS_US = {"h100": 6.0, "b200": 0.0}
-"""What a sum takes more inside a step: fitted to TensorRT-LLM's rows in bf16, whose median it makes 1 at 2 GPUs."""
+WAITS_US = {"h100": 6.0, "h200": 6.0}
+"""What a sum takes more inside a step: fitted to TensorRT-LLM's bf16 rows on H100, whose median it makes 1 at two."""
 FP8_KERNELS = 4
 """Kernels of a layer that round the inputs of its products."""
 FIRST, LAST = 4, 64
@@ -52,8 +56,8 @@ class Served(NamedTuple):
 def machine_of(name: str, engine: str) -> HardwareConfig:
     """Eight GPUs with the sums of an engine."""
     sums = [
-        MeasuredSum(num_ranks=number, num_bytes=2**14, s=1e-6 * (us + WAITS_US[name]))
-        for number, us in zip((2, 4, 8), SUMS_US[name, engine], strict=True)
+        MeasuredSum(num_ranks=number, num_bytes=2**14, s=1e-6 * (us + WAITS_US.get(name, 0.0)))
+        for number, us in zip((2, 4, 8), SUMS_US[name][engine], strict=True)
     ]
     machine = hardware.load(f"8x{name}")
     return replace(machine, sums=sums, launch_s=machine.kernel_s)
@@ -62,7 +66,9 @@ def machine_of(name: str, engine: str) -> HardwareConfig:
 def why_left_out(row: dict[str, str]) -> str | None:
     """A reason; None for a row that is planned."""
     if row["model"] not in MODELS:
-        return f"{row['model']} (experts in formats that no plan multiplies in)"
+        return f"{row['model']} (no dense model of the catalogue)"
+    if row["engine"] not in SUMS_US.get(SYSTEMS.get(row["system"], ""), {}):
+        return f"{row['system']} with {row['engine']} (no sums are known)"
     if row["weights"] not in ("", "fp8"):
         return f"{row['weights']} (no plan multiplies in it)"
     return None if FIRST <= int(row["concurrency"]) <= LAST else f"concurrency below {FIRST}"
@@ -70,7 +76,7 @@ def why_left_out(row: dict[str, str]) -> str | None:
 
 def served(row: dict[str, str]) -> Served:
     """Plan a row."""
-    name, engine, is_short = row["system"].removesuffix("_sxm"), row["engine"], row["weights"] == "fp8"
+    name, engine, is_short = SYSTEMS[row["system"]], row["engine"], row["weights"] == "fp8"
     machine, rows, tokens = machine_of(name, engine), int(row["concurrency"]), int(row["output_tokens"])
     spec = replace(
         job(MODELS[row["model"]], int(row["tp"])), batch_size=rows, prompt_tokens=int(row["input_tokens"]),

@@ -24,6 +24,14 @@ MOST_PIECES = 4  # The most tokens of a draft with its own tokenizer that spell 
 OWN_SLOTS_PER_SLOT = 2
 """Cache slots of such a draft per slot of the target; its text has at most so many tokens per token of the target."""
 
+STATE_VALUE_BYTES = 4  # Recurrent states are in fp32, whatever the model is in.
+
+
+def kept_inputs(num_kept: int, width: int) -> int:
+    """Inputs of a convolution over `width` tokens that a row keeps, to go back as far as its `num_kept` states."""
+    return num_kept + width - 2
+
+
 CATCH_UP_CHUNK = 64  # Tokens that a draft model reads at once after rounds in which it did not draft.
 
 
@@ -36,6 +44,7 @@ class Kernels:
     frame: int  # a forward without its layers: embedding, rotary angles, last norm, head and its conversion to fp32
     draw: int  # a sampled draw
     verify: int  # a verification with commit
+    recurrent_layer: int = 120  # of the library's modules, with a recurrent state
 
 
 ENGINE_KERNELS = Kernels(layer=10, library_layer=50, frame=8, draw=8, verify=38)

@@ -35,6 +35,13 @@ def windows_of_layers(config: Any) -> tuple[int | None, ...]:  # noqa: ANN401 - 
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+def with_slots(config: Any) -> list[int]:  # noqa: ANN401 - the library's config
+    """The layers that have keys and values; those of a kind `hybrid` have a state as well."""
+    kinds = getattr(config, "layer_types", None) or [""] * int(config.num_hidden_layers)
+    without = {*record_of(config.model_type).recurrent} - {"hybrid"}
+    return [number for number, kind in enumerate(kinds) if kind not in without]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """The models of one `model_type`."""
@@ -56,6 +63,9 @@ class Family:
     keeps_scores: bool = False  # no fused kernel computes its attention, so a forward keeps the scores of all heads.
     cuts_vocabulary: bool = False  # the embedding is sharded, whether or not the library's plan says so.
     cuts_own_embedding: bool = False  # also if the embedding is a class of the family itself.
+    # kinds of layers that keep a state (`models.states`), or nothing, beside those with keys and values.
+    recurrent: tuple[str, ...] = ()
+    gates_queries: bool = False  # each query head has a gate of its width beside it, in the same matrix.
     keeps_attention: bool = False  # every rank computes attention: its norms need the outputs of all heads.
     # tensor-parallel plan, style by module, beside the library's.
     tp_plan: Mapping[str, str] = field(default_factory=dict)
@@ -166,6 +176,8 @@ _OTHER_LAYERS = {
     "heavily_compressed_attention": ("deepseek_v4",),
 }  # fmt: skip
 """Families with layers that the static cache has no place for, whose files need not list their layers."""
+_SAME_LAYERS = {"mamba": "linear_attention", "attention": "full_attention"}
+"""Kinds of layers by their names in older files."""
 _FAILURES = {
     "bloom": "ValueError: too many values to unpack",
     "openai-gpt": "RuntimeError: The size of tensor a must match the size of tensor b",
@@ -182,15 +194,16 @@ def check_servable(field: Callable[[str], Any]) -> None:
     model_type, context, window = field("model_type"), field("max_position_embeddings"), field("sliding_window")
     model = f"{model_type} model"
     unsaid = [kind for kind, names in _OTHER_LAYERS.items() if model_type in names] or ["sliding_attention"]
-    kinds = set(field("layer_types") or unsaid)
-    has_windows = record_of(model_type).windows is not None
+    record = record_of(model_type)
+    kinds = {_SAME_LAYERS.get(kind, kind) for kind in field("layer_types") or unsaid}
+    has_windows = record.windows is not None
     if not has_windows and "sliding_attention" in kinds and window and context and window < context:
         windowed = [name for name, family in families().items() if family.windows]
         raise ConfigError(
             f"this {model} has sliding windows of {window} tokens in a context of {context}, which are supported for "
             f"{', '.join(sorted(windowed))} (max_position_embeddings={window} in its config.json would do)"
         )
-    other = sorted(kinds - {"sliding_attention", "full_attention"})
+    other = sorted(kinds - {"sliding_attention", "full_attention", *record.recurrent})
     if other:
         raise ConfigError(
             f"this {model} has layers of kind {', '.join(other)}: sliding_attention or full_attention is required by "

@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
+from llama_ssp.architectures.engine import STATE_VALUE_BYTES, kept_inputs
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import PlacementError
 from llama_ssp.storage.formats import NO_QUANTIZATION, format_of
@@ -116,7 +117,7 @@ class Cut(Enum):
 
 
 HEAD_CUTS = frozenset({Cut.query_heads, Cut.kv_heads, Cut.fused_qkv, Cut.qkv})
-_EMBEDDINGS = ("embed_tokens", "wte")
+_EMBEDDINGS = ("embed_tokens", "wte", "embeddings")
 IN_PARTS = ("qkv_proj", "gate_up_proj")
 _CUTS = {
     **dict.fromkeys(
@@ -125,9 +126,12 @@ _CUTS = {
     **dict.fromkeys(("k_proj", "v_proj"), Cut.kv_heads),
     "query_key_value": Cut.fused_qkv,
     "qkv_proj": Cut.qkv,
-    "gate_up_proj": Cut.gate_up,
+    **dict.fromkeys(("gate_up_proj", "input_linear"), Cut.gate_up),
     **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), Cut.mlp_units),
-    **dict.fromkeys(("dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2", "c_fc", "c_proj"), Cut.mlp_units),
+    **dict.fromkeys(
+        ("dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2", "c_fc", "c_proj", "w1", "w2", "w3", "output_linear"),
+        Cut.mlp_units,
+    ),
     **dict.fromkeys((*_EMBEDDINGS, "lm_head"), Cut.vocabulary),
 }
 
@@ -349,6 +353,24 @@ def most_of(num_ranks: int, number: int, chance: float) -> float:
     return sum(1 - share**num_ranks for share in at_most)
 
 
+@dataclass(frozen=True, kw_only=True)
+class KeptStates:
+    """What some recurrent layers keep of a row, each: inputs of a convolution over `width` tokens, and a state.
+
+    Of a layer without a state `num_values` is 0.
+    """
+
+    num_layers: int
+    num_channels: int
+    width: int
+    num_values: int
+
+    def row_bytes(self, num_kept: int, *, value_bytes: int) -> int:
+        """Bytes of all layers for a row that keeps the states behind its last `num_kept` tokens."""
+        state_bytes = STATE_VALUE_BYTES * num_kept * self.num_values
+        return self.num_layers * (state_bytes + value_bytes * kept_inputs(num_kept, self.width) * self.num_channels)
+
+
 FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv") | dict.fromkeys(("gate_proj", "up_proj"), "gate_up")
 """Modules with one input, which one product computes."""
 
@@ -364,6 +386,7 @@ class Inventory:
     final_vectors: int  # elements of the last norm.
     num_layers: int
     cached_values: int = 0  # of a token in all layers, where a cache keeps others than the heads of the shape say.
+    states: tuple[KeptStates, ...] = ()  # of recurrent layers, whole on every rank.
 
     def __hash__(self) -> int:
         """Equal inventories have equal hashes."""

@@ -71,6 +71,7 @@ def shape_from(field: Field, *, ties: bool, derives_units: bool = True) -> Model
         KeyError: with the names of the sizes that it lacks.
     """
     sizes: dict[str, Any] = {key: first_size(field, *names) for key, names in _NAMES.items()}
+    sizes["num_hidden_layers"] = sizes["num_hidden_layers"] or len(field("layers_block_type") or ())
     if missing := [key for key, size in sizes.items() if not (size or (derives_units and key == "intermediate_size"))]:
         raise KeyError(", ".join(missing))
     num_heads, width = sizes["num_attention_heads"], sizes["hidden_size"]
@@ -158,11 +159,11 @@ def read_stored_format(folder: Path, shape: ModelShape) -> StoredFormat | None:
     )  # fmt: skip
 
 
-def check_readable(folder: Path, quantization: str, *, num_ranks: int = 1) -> None:
+def check_readable(folder: Path, quantization: str, *, num_ranks: int = 1) -> ModelShape | None:
     """Check by config.json alone that runs read a checkpoint, with this quantization, and on so many ranks.
 
-    Raises what `read_config` does, CheckpointError for weights that cannot be read, and ConfigError for another
-    quantization than the stored one. A file without a family is left to the run.
+    Returns the sizes of a model. Raises what `read_config` does, CheckpointError for weights that cannot be read, and
+    ConfigError for another quantization than the stored one. A file without a family is left to the run.
     """
     require_folder(folder)
     content = read_json(folder / CONFIG_FILE)
@@ -173,6 +174,8 @@ def check_readable(folder: Path, quantization: str, *, num_ranks: int = 1) -> No
         check_ranks(shape.model_type, num_ranks)
         if stored := read_stored_format(folder, shape):
             stored.kept_format(quantization, where=folder)
+        return shape
+    return None
 
 
 def _of_text(model_type: str, content: Mapping[str, Any], whole: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -24,8 +24,9 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache
 
-from llama_ssp.architectures.family import num_positions, record_of
+from llama_ssp.architectures.family import num_positions, record_of, with_slots
 from llama_ssp.kernels.rows import KeptRows, rows_of
+from llama_ssp.models.states import LayerState, StateCache, StateView
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.storage.formats import OWN_DTYPE
 from llama_ssp.workspaces import PerBucket, Workspace
@@ -190,17 +191,22 @@ class CacheView(NamedTuple):
 
 
 class LibraryCache(Cache):
-    """The cache interface of transformers over a `StaticCache`; `view` is that of the current forward."""
+    """The cache interface of transformers over a `StaticCache`, whose slots some `layers` have.
+
+    Attributes:
+        view, states: those of the current forward; None without recurrent layers.
+    """
 
     view: CacheView
+    states: StateView | None = None
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, layers: Sequence[int]) -> None:
         super().__init__(layers=[])
-        self._num_layers = num_layers
+        self._places = {layer: place for place, layer in enumerate(layers)}
 
     def __len__(self) -> int:
         """Number of layers."""
-        return self._num_layers
+        return len(self._places)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: object, **_kwargs: object
@@ -213,7 +219,7 @@ class LibraryCache(Cache):
         if is_joint := widths[0] != widths[1]:
             key_states, value_states = torch.cat([key_states, value_states], -1).chunk(2, -1)
         written_M2ND = torch.cat([key_states, value_states], dim=1).transpose(1, 2).flatten(0, 1)
-        keys, values = self.view.update(written_M2ND, layer_idx)
+        keys, values = self.view.update(written_M2ND, self._places[layer_idx])
         if is_joint:
             keys, values = torch.cat([keys, values], -1).split(widths, -1)
         return keys, values
@@ -346,10 +352,13 @@ class CachedRunner:
 
     Attributes:
         uses_masks: attention takes masks; they are made with the cache.
+        layer_states: what recurrent layers keep.
         finds_best: see `Runner.allocate`.
     """
 
     is_invariant = False
+    keeps_states = False
+    layer_states: Sequence[LayerState] = ()
     reads_by_length = False
     packs_prompts = False
     uses_masks = True
@@ -364,26 +373,36 @@ class CachedRunner:
         self.max_position_embeddings: int = num_positions(lambda name: getattr(config, name, None))
         self.num_allocations = self.num_uses = 0
         # The last layers may read the keys and values of earlier ones.
-        self._num_layers: int = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+        num_layers: int = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+        self._slot_layers = with_slots(config)[:num_layers]
         self._windows = record_of(config.model_type).windows_of(config)
         self._cache: StaticCache | None = None
+        self._states: StateCache | None = None
 
-    def allocate(self, *, batch_size: int, capacity: int, finds_best: bool = False) -> None:
+    def allocate(self, *, batch_size: int, capacity: int, finds_best: bool = False, num_rolled_back: int = 0) -> None:
         """See `Runner.allocate`."""
         self.num_uses += 1
         self.finds_best = finds_best
+        self._allocate_states(batch_size=batch_size, num_kept=num_rolled_back + 1)
         before = self._cache
         if before and before.num_rows == batch_size and before.num_slots >= capacity:
             return
         self.num_allocations += 1
         self._cache = StaticCache(
-            num_layers=self._num_layers, batch_size=batch_size, capacity=capacity, device=self.device,
+            num_layers=len(self._slot_layers), batch_size=batch_size, capacity=capacity, device=self.device,
             kept=self._kept, reads_by_length=self.reads_by_length,
         )  # fmt: skip
         if before and before.num_rows == batch_size:
             self._cache.take(before)
         if self.uses_masks:
             self._masks = Masks(self._windows, capacity=capacity, dtype=self.dtype, device=self.device)
+
+    def _allocate_states(self, *, batch_size: int, num_kept: int) -> None:
+        if before := self._states:
+            num_kept = max(num_kept, before.num_kept)
+        if self.layer_states and not (before and (before.num_rows, before.num_kept) == (batch_size, num_kept)):
+            self.num_allocations += 1
+            self._states = StateCache(self.layer_states, batch_size=batch_size, num_kept=num_kept, dtype=self.dtype)
 
     def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
         """See `Runner.move`."""
@@ -394,3 +413,5 @@ class CachedRunner:
         """See `Runner.copy`."""
         assert self._cache is not None, "allocate comes first"
         self._cache.copy(from_row, to_rows, num_tokens)
+        if self._states:
+            self._states.copy(from_row, to_rows)

@@ -98,8 +98,9 @@ class Prompts(NamedTuple):
 
 
 def read_prompts(
-    runner: Runner, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets, taps: Taps | None = None
-) -> Tensor:
+    runner: Runner, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets, taps: Taps | None = None,
+    num_left: int = 0,
+) -> Tensor:  # fmt: skip
     """Fill the cache with each row's prompt, first of those of which it holds nothing, then of the others.
 
     Args:
@@ -108,11 +109,14 @@ def read_prompts(
         rows: which rows of the cache they become.
         buckets: of the cache.
         taps: see `Runner.forward`.
+        num_left: tokens at the end of each prompt that states do not take in yet: the caller reads them again.
 
     Returns:
         The logits (R, V) after each row's last prompt token.
     """
-    padded = _read_by_length if runner.is_invariant else _read_padded
+    padded = (
+        _read_by_length if runner.is_invariant and not runner.keeps_states else partial(_read_padded, num_left=num_left)
+    )
     read = partial(_read_packed if runner.packs_prompts else padded, runner, buckets=buckets, taps=taps)
     if not any(prompts.starts):
         return read(prompts, rows=rows)
@@ -193,7 +197,7 @@ def _read_by_length(
 
 
 def _read_padded(
-    runner: Runner, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets, taps: Taps | None
+    runner: Runner, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets, taps: Taps | None, num_left: int = 0
 ) -> Tensor:
     tokens_RS, lengths_R, lengths, longest, _ = prompts
     device, width = tokens_RS.device, longest
@@ -208,9 +212,10 @@ def _read_padded(
         stop = min(start + PREFILL_CHUNK, width)
         positions_RT = first_R1 + torch.arange(start, stop, device=device)
         score_R1 = (last_R1 - start).clamp(0, stop - start - 1)
+        taken_R = (last_R1[:, 0] + 1 - num_left - start).clamp(0, stop - start) if runner.keeps_states else None
         chunk_R1V = runner.forward(
             tokens_RS.gather(1, positions_RT), positions_RT, bucket=buckets.covering(max(first) + stop),
-            score_positions_BR=score_R1, cache_rows_B=rows_R, taps=taps,
+            score_positions_BR=score_R1, cache_rows_B=rows_R, taps=taps, taken_B=taken_R,
         )  # fmt: skip
         ends_here_R1 = (last_R1 >= start) & (last_R1 < stop)
         logits_RV = chunk_R1V[:, 0] if logits_RV is None else torch.where(ends_here_R1, chunk_R1V[:, 0], logits_RV)

@@ -106,6 +106,8 @@ class Runner(Protocol):
             other tokens it reads at once.
         reads_by_length: a forward reads each row up to its own length and ignores `bucket`.
         packs_prompts: a forward takes `pieces`, on every rank of the model.
+        keeps_states: layers keep states (`models.states`), so that tokens that do not count must leave no trace, and a
+            row is taken back no further than was allocated for.
         experts_read_3: sums over all layers of verifications: distinct experts that were read, those expected of tokens
             that choose evenly, and layers; None without experts.
         num_allocations: how often `allocate` has replaced the cache, which changes its addresses.
@@ -122,16 +124,18 @@ class Runner(Protocol):
     is_invariant: bool
     reads_by_length: bool
     packs_prompts: bool
+    keeps_states: bool
     experts_read_3: Tensor | None
 
-    def allocate(self, *, batch_size: int, capacity: int, finds_best: bool = False) -> None:
+    def allocate(self, *, batch_size: int, capacity: int, finds_best: bool = False, num_rolled_back: int = 0) -> None:
         """Allocate a cache for `batch_size` rows of `capacity` tokens, unless the current one suffices.
 
-        A larger one for as many rows holds what the current one does. Forwards up to the next call return `best_of`
-        their logits if `finds_best`.
+        A larger one for as many rows holds what the current one does, but for states. Forwards up to the next call
+        return `best_of` their logits if `finds_best`; the next one of a row may begin up to `num_rolled_back` tokens
+        before the end of those that it holds.
         """
 
-    def forward(
+    def forward(  # noqa: PLR0913 - all that a forward may need
         self,
         ids_BT: Tensor,
         positions_BT: Tensor,
@@ -143,6 +147,7 @@ class Runner(Protocol):
         pieces: Pieces | None = None,
         taps: Taps | None = None,
         tree: TreePlaces | None = None,
+        taken_B: Tensor | None = None,
     ) -> Tensor:
         """Read tokens at given positions into the cache, and return the logits after them.
 
@@ -158,6 +163,8 @@ class Runner(Protocol):
             pieces: the tokens are one packed row (B = 1), and these say which rows of the cache they belong to.
             taps: where the inputs of its layers are kept; None keeps none.
             tree: slots of all rows that differ from positions, and what each token sees.
+            taken_B: how many of the T tokens of each row its states take in, from the first on; None for all. Only for
+                runners that keep states, and consecutive positions.
 
         Returns:
             Logits (B, R, V) in fp32, over the full vocabulary, on every rank of the model; see `allocate`.
@@ -185,8 +192,9 @@ class Head(Protocol):
     num_allocations: int
     repeats_operators: bool
     reads_by_length: bool
+    keeps_states: bool
 
-    def allocate(self, *, batch_size: int, capacity: int, finds_best: bool = False) -> None:
+    def allocate(self, *, batch_size: int, capacity: int, finds_best: bool = False, num_rolled_back: int = 0) -> None:
         """See `Runner.allocate`."""
 
     def hidden_of(self, taps_BTX: Tensor) -> Tensor:
@@ -235,9 +243,10 @@ class NullRunner:
     is_invariant: bool = True
     reads_by_length: bool = True
     packs_prompts: bool = False
+    keeps_states: bool = False
     experts_read_3: Tensor | None = None
 
-    def allocate(self, *, batch_size: int, capacity: int, finds_best: bool = False) -> None:  # noqa: ARG002
+    def allocate(self, *, batch_size: int, capacity: int, finds_best: bool = False, num_rolled_back: int = 0) -> None:  # noqa: ARG002
         """Count the use."""
         self.num_uses += 1
 

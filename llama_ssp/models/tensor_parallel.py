@@ -174,7 +174,10 @@ def shard(
             continue
         parent, cut = model.get_submodule(name.rpartition(".")[0]), cut_of(name)
         if cut in HEAD_CUTS and not hasattr(parent, "kv_b_proj"):  # heads of latents have any width
-            _check_heads(name, _size_of(module, style), cut, shape, getattr(parent, "head_dim", shape.head_dim))
+            size = _size_of(module, style)
+            if record_of(shape.model_type).gates_queries and name.endswith("q_proj"):
+                size //= 2
+            _check_heads(name, size, cut, shape, getattr(parent, "head_dim", shape.head_dim))
         model.set_submodule(name, _local(name, module, style, shards=shards, comm=comm))
         if cut in HEAD_CUTS:
             _set_local_heads(parent, shards[comm.rank].heads)
@@ -247,11 +250,16 @@ def _cut_experts(experts: Any, shard: RankShard, comm: Comm) -> None:  # noqa: A
         return
     outputs, inputs = (2, 1) if getattr(experts, "is_transposed", False) else (1, 2)
     (units,) = shard.features(Cut.mlp_units, experts.down_proj.shape[inputs])
-    if getattr(experts, "is_concatenated", True):
+    has_gate = hasattr(experts, "gate_up_proj")
+    if not has_gate:
+        gate_up: tuple[range, ...] = (units,)
+    elif getattr(experts, "is_concatenated", True):
         gate_up = shard.features(Cut.gate_up, experts.gate_up_proj.shape[outputs])
     else:  # columns of gate and up take turns
         gate_up = (range(2 * units.start, 2 * units.stop),)
-    slices = {"gate_up_proj": Slice(outputs, gate_up), "down_proj": Slice(inputs, (units,))}
+    slices = {
+        "gate_up_proj" if has_gate else "up_proj": Slice(outputs, gate_up), "down_proj": Slice(inputs, (units,)),
+    }  # fmt: skip
     if getattr(experts, "has_bias", False):
         slices["gate_up_proj_bias"] = Slice(1, gate_up)
         if comm.rank:

@@ -205,10 +205,10 @@ def _problem(name: str, entry: object) -> str | None:
     if not (isinstance(entry, dict) and "acceptance" in entry and all(map(_is_share, found))):
         return "needs an acceptance between 0 and 1, such as acceptance: 0.8"
     positions, number = entry.get("by_position", [0.0]), entry.get("num_draft_tokens", USUAL_K)
-    faults = {
+    names = [entry.get(key) for key in ("target", "draft") if name.startswith("pair ")]
+    wrong = {
         "needs low <= acceptance <= high, the ends of its range": found != sorted(found),
-        "needs target and draft, two names of models": name.startswith("pair ")
-        and not all(isinstance(entry.get(key), str) for key in ("target", "draft")),
+        "needs target and draft, two names of models": not all(isinstance(one, str) for one in names),
         f"has temperature: {entry.get('temperature')}, which must be a number, such as 0.8": not isinstance(
             entry.get("temperature", 0.0), int | float
         ),
@@ -217,7 +217,7 @@ def _problem(name: str, entry: object) -> str | None:
         f"has num_draft_tokens: {number}, which must be the K of its figure, such as 4":
             not (isinstance(number, int) and number >= 1),
     }  # fmt: skip
-    return next((fault for fault, is_found in faults.items() if is_found), None)
+    return next((fault for fault, is_wrong in wrong.items() if is_wrong), None)
 
 
 def _is_share(figure: object) -> bool:

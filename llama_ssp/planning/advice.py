@@ -70,6 +70,13 @@ def notes(spec: PlanSpec, hardware: HardwareConfig, heads: tuple[int, ...], full
             f"while loading, DeepSpeed keeps the whole target in host memory on every rank, {whole / GB:.4g} GB each, "
             "whose capacity is checked on a CPU only"
         )
+    has_experts = bool(inventory(spec.target.shape).experts) and not format_of(spec.target.quantization).is_quantized
+    if has_experts and spec.cuda_graphs:
+        launched_s = timing(without_draft(replace(spec, cuda_graphs=False)), hardware).plain_s
+        yield (
+            f"rounds with unquantized experts may not be captured as CUDA graphs: launched from Python, a token takes "
+            f"{rounded(1e3 * launched_s)} ms"
+        )
     if len(set(heads)) > 1:
         num_heads, shares = spec.target.shape.num_attention_heads, " ".join(map(str, heads))
         yield f"{num_heads} heads over {len(heads)} ranks: {shares}; rank {fullest.rank} needs most"

@@ -74,25 +74,18 @@ class WeightBytes:
 
     Attributes:
         sharded_bytes: matrices, biases and scales of which every rank holds a different part.
-        repeated_bytes: norms, row-parallel biases and unsharded tables, which every rank holds whole.
-        repeated_scale_bytes: row scales of quantized row-parallel matrices, which every rank has for its columns.
+        repeated_bytes: norms, unsharded tables, and the biases and row scales of row-parallel matrices, on every rank.
         temporary_bytes: temporary bytes of the loader at its peak, beyond all parts that stay.
     """
 
     sharded_bytes: int = 0
     repeated_bytes: int = 0
-    repeated_scale_bytes: int = 0
     temporary_bytes: int = 0
-
-    @cached_property
-    def on_every_rank_bytes(self) -> int:
-        """Bytes that every rank repeats."""
-        return self.repeated_bytes + self.repeated_scale_bytes
 
     @cached_property
     def total_bytes(self) -> int:
         """Sum of the parts that stay."""
-        return self.sharded_bytes + self.on_every_rank_bytes
+        return self.sharded_bytes + self.repeated_bytes
 
 
 @lru_cache(maxsize=2048)
@@ -118,7 +111,7 @@ def weight_bytes(
     matrix_size = DTYPE_BYTES[matrix_dtype or dtype]
     kept = _in_blocks if matrix_size != size else lambda matrix: matrix
     layer_kept = (lambda matrix: matrix) if storage.is_quantized else kept
-    sharded = repeated = scales = 0
+    sharded = repeated = 0
     products = dict[str, list[tuple[int, int]]]()
     for matrix in held.layer:
         product = FUSED.get(matrix.module, matrix.module) if fuses else matrix.module
@@ -143,7 +136,7 @@ def weight_bytes(
         elif matrix.cut == 0:
             sharded += stored + row_scales + bias
         else:
-            sharded, scales, repeated = sharded + stored, scales + row_scales, repeated + bias
+            sharded, repeated = sharded + stored, repeated + row_scales + bias
         products.setdefault(product, []).append((stored if layout else size * matrix.num_elements, stored + row_scales))
     tables = [(matrix, size, size * matrix.num_elements) for matrix in held.embeddings]
     if held.head or matrix_size != size:
@@ -154,7 +147,7 @@ def weight_bytes(
         table_bytes[matrix.cut is None] += stored + (value_bytes * matrix.num_rows if matrix.has_bias else 0)
     temporary = _temporary_bytes([*products.values()], storage, is_half=matrix_size != size)
     if matrix_size != size:  # the head, which library modules load last, and the lean decoder first
-        without = held.num_layers * (sharded + repeated + scales) if fuses else 0
+        without = held.num_layers * (sharded + repeated) if fuses else 0
         read = size * held.output.num_elements if held.head else 0
         temporary = max(temporary, read + tables[-1][2] - without)
     return WeightBytes(
@@ -162,7 +155,6 @@ def weight_bytes(
         repeated_bytes=held.num_layers * (repeated + size * held.layer_vectors)
         + size * held.final_vectors
         + table_bytes[True],
-        repeated_scale_bytes=held.num_layers * scales,
         temporary_bytes=temporary,
     )
 
@@ -225,13 +217,14 @@ def split_layers(num_layers: int, *, num_devices: int) -> tuple[range, ...]:
 class _Part:
     """One model's part on one rank, or on one device of a layer-wise target; by default none.
 
-    A slot of its cache has `slot_bytes / of_layers`. `width` is the size of queries, keys and values of a position,
-    `working_bytes` that of the largest unpacked matrix. `temporary_bytes` are needed in addition to the weights while
-    loading.
+    A slot of its cache has `slot_bytes / of_layers`, and a row `row_bytes / of_layers` more. `width` is the size of
+    queries, keys and values of a position, `working_bytes` that of the largest unpacked matrix. `temporary_bytes` are
+    needed in addition to the weights while loading.
     """
 
     weights: WeightBytes = WeightBytes()
     slot_bytes: int = 0
+    row_bytes: int = 0
     of_layers: int = 1
     num_heads: int = 0
     width: int = 0
@@ -239,9 +232,9 @@ class _Part:
     working_bytes: int = 0
     temporary_bytes: int = 0
 
-    def cache_bytes(self, num_slots: int) -> int:
+    def cache_bytes(self, num_slots: int, num_rows: int) -> int:
         """Bytes of its cache with so many slots of all rows."""
-        return num_slots * self.slot_bytes // self.of_layers
+        return (num_slots * self.slot_bytes + num_rows * self.row_bytes) // self.of_layers
 
 
 _NOTHING = _Part()
@@ -295,9 +288,9 @@ def _layer_wise(model: PlannedModel, held: tuple[range, ...]) -> tuple[Inventory
 @lru_cache(maxsize=1024)  # a search asks for each target with every draft, and a plan with every batch and context
 def _parts(
     model: PlannedModel, device: str, *, num_ranks: int, kind: TargetKind, whole: WholeParts = WholeParts.none,
-    has_embedding: bool = True,
+    has_embedding: bool = True, num_kept: int = 0,
 ) -> tuple[_Part, ...]:  # fmt: skip
-    """The parts by rank."""
+    """The parts by rank; for `num_kept` see `PlanSpec.kept_states`."""
     shape, size, storage = model.shape, DTYPE_BYTES[model.dtype], format_of(model.quantization)
     sizes = tuple(vars(shape).items())
     shards, _ = _split(sizes, num_ranks=num_ranks, quantization=model.quantization, whole=whole)
@@ -312,6 +305,7 @@ def _parts(
         part = _Part(
             weights=weights,
             slot_bytes=model.slot_bytes(num_kv_heads) * held.num_layers,
+            row_bytes=model.state_bytes(num_kept) * held.num_layers,
             of_layers=shape.num_hidden_layers,
             num_heads=num_heads,
             width=(num_heads + 2 * num_kv_heads) * shape.head_dim,
@@ -327,13 +321,18 @@ def _target_parts(spec: PlanSpec) -> dict[int, _Part]:
     """The target's part on each of its ranks, or devices if layer-wise."""
     model = spec.target
     if spec.target_kind is not TargetKind.accelerate:
-        parts = _parts(model, spec.device, num_ranks=len(spec.target_ranks), kind=spec.target_kind)
+        parts = _parts(
+            model, spec.device, num_ranks=len(spec.target_ranks), kind=spec.target_kind, num_kept=spec.kept_states[0]
+        )
         return dict(zip(spec.target_ranks, parts, strict=True))
     (whole,) = _parts(model, spec.device, num_ranks=1, kind=TargetKind.tensor)
     split, found = split_layers(model.shape.num_hidden_layers, num_devices=len(spec.target_devices)), {}
     for device, layers, held in zip(spec.target_devices, split, _layer_wise(model, split), strict=True):
         weights, slot_bytes = model_bytes(held, model, device=spec.device), kv_bytes_per_token(model) * len(layers)
-        found[device] = replace(whole, weights=weights, temporary_bytes=weights.temporary_bytes, slot_bytes=slot_bytes)
+        row_bytes = model.state_bytes(spec.kept_states[0]) * len(layers)
+        found[device] = replace(
+            whole, weights=weights, temporary_bytes=weights.temporary_bytes, slot_bytes=slot_bytes, row_bytes=row_bytes
+        )
     return found
 
 
@@ -344,6 +343,7 @@ def _draft_parts(spec: PlanSpec) -> dict[int, _Part]:
     parts = _parts(
         spec.draft, spec.device, num_ranks=1 if spec.layout.splits_batch else len(spec.draft_ranks),
         kind=TargetKind.tensor, whole=DRAFT_WHOLE, has_embedding=not spec.shares_embedding,
+        num_kept=spec.kept_states[1],
     )  # fmt: skip
     return dict(zip(spec.draft_ranks, cycle(parts), strict=False))
 
@@ -361,7 +361,7 @@ class RankMemoryPlan:
     """Bytes needed on one rank at the same time, and its capacity.
 
     The `repeated_bytes` are the part of the weights that every rank of the model holds whole: norms, row scales,
-    unsharded tables. The `row_scale_bytes` are the part of those that quantized row-parallel matrices need.
+    unsharded tables.
     """
 
     rank: int
@@ -380,8 +380,6 @@ class RankMemoryPlan:
     capacity_bytes: int
     target_repeated_bytes: int
     draft_repeated_bytes: int
-    target_row_scale_bytes: int
-    draft_row_scale_bytes: int
     target_heads: int
 
     @property
@@ -449,8 +447,8 @@ def _rank_memory(spec: PlanSpec, hardware: HardwareConfig, rank: int, target: _P
     served = {
         "target_weights_bytes": target.weights.total_bytes,
         "draft_weights_bytes": draft.weights.total_bytes,
-        "target_cache_bytes": target.cache_bytes(num_slots),
-        "draft_cache_bytes": draft.cache_bytes(spec.draft_rows * spec.draft_slots)
+        "target_cache_bytes": target.cache_bytes(num_slots, spec.batch_size),
+        "draft_cache_bytes": draft.cache_bytes(spec.draft_rows * spec.draft_slots, spec.draft_rows)
         + taps_bytes * (rank in spec.draft_ranks or spec.sends_taps),
         "logits_bytes": _logits_bytes(spec, rank) + uniforms_bytes,
         "activations_bytes": max(
@@ -477,10 +475,8 @@ def _rank_memory(spec: PlanSpec, hardware: HardwareConfig, rank: int, target: _P
         total_bytes=sum(served.values()) + sum(fixed.values()),
         loading_peak_bytes=loading + context_bytes + fixed["collectives_bytes"],
         capacity_bytes=hardware.rank_bytes,
-        target_repeated_bytes=target.weights.on_every_rank_bytes,
-        draft_repeated_bytes=draft.weights.on_every_rank_bytes,
-        target_row_scale_bytes=target.weights.repeated_scale_bytes,
-        draft_row_scale_bytes=draft.weights.repeated_scale_bytes,
+        target_repeated_bytes=target.weights.repeated_bytes,
+        draft_repeated_bytes=draft.weights.repeated_bytes,
         target_heads=target.num_heads,
     )
 

@@ -23,17 +23,20 @@ from llama_ssp.planning.memory import (
     memory,
     model_bytes,
 )
-from llama_ssp.planning.spec import PlannedModel, PlanSpec, notes_on_contexts, notes_on_families, notes_on_storage
+from llama_ssp.planning.spec import (
+    PlannedModel,
+    PlanSpec,
+    notes_on_contexts,
+    notes_on_families,
+    notes_on_states,
+    notes_on_storage,
+)
 from llama_ssp.planning.timing import CostModel, ForwardTime, Message, Timing, round_messages, timing
 from llama_ssp.words import rounded, said
 
 PLAN_VERSION = 5
 _SECONDS_PER_HOUR, _MILLION = 3600, 10**6
 _FINDINGS = "docs/findings/gpus.md"
-_ON_GUESSES = (
-    "K auto: nobody has measured this pair, and its times rest on a forecast of its acceptance; the plan of a row "
-    "has their range, and says how to narrow it"
-)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -113,6 +116,7 @@ def make_plan(spec: PlanSpec, hardware: HardwareConfig, *, remark: str | None = 
             *([remark] if remark else []),
             *notes_on_families(*filter(None, (spec.target, spec.draft))),
             *notes_on_storage(spec),
+            *notes_on_states(spec),
             *notes_on_contexts(spec),
             *advice.notes(spec, hardware, heads, fullest),
             *_notes_on_scoring(spec, hardware),
@@ -202,7 +206,7 @@ _RATES = {
 }  # fmt: skip
 _RATIOS = (
     "speedup", "speedup_range", "cost_ratio", "num_draft_tokens", "tokens_per_round", "tokens_per_round_range",
-    "best_num_draft_tokens", "best_num_draft_tokens_range", "overlap", "copy_share", "limit_share",
+    "best_num_draft_tokens", "best_num_draft_tokens_range", "overlap", "limit_share",
 )  # fmt: skip
 """Fields of the document: those of `PlanSpec`, `RankMemoryPlan` and `Timing` by the names that they have there."""
 
@@ -293,13 +297,6 @@ class Search:
     machine: HardwareConfig
     choices: list[dict[str, Any]]
 
-    @property
-    def notes(self) -> list[str]:
-        """Facts that the figures of its choices do not show."""
-        guesses = any(choice["adapts"] and choice["reason"] is None for choice in self.choices)
-        return [_ON_GUESSES] * guesses
-
     def document(self) -> dict[str, Any]:
         """A JSON document, which docs/reference/plan-document.md describes."""
-        found = {"basis": basis(self.machine), "notes": self.notes, "search": self.choices}
-        return {"plan_version": PLAN_VERSION} | found
+        return {"plan_version": PLAN_VERSION, "basis": basis(self.machine), "search": self.choices}

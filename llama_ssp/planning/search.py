@@ -95,7 +95,8 @@ def choose_placement(
     """Choose by the forecast time of a completion, prompt included, among the placements that fit.
 
     The ranks and draft kind of `spec` are ignored. Each replica uses an equal block of `num_ranks`, of which `hardware`
-    may have more; `divides` allows more replicas on smaller blocks.
+    may have more; `divides` allows more replicas on smaller blocks. A target that fits into a node stays in it: what
+    sums over slower links take is a guess.
 
     Returns:
         The spec with the chosen ranks, and a sentence that gives the reason. If nothing fits, it is the first placement
@@ -119,12 +120,22 @@ def choose_placement(
         raise error
     if not timed:
         return possible[0], f"placement=auto: none fits, this plan has {_described(possible[0])}"
-    (run_s, chosen), *others = sorted(timed, key=lambda pair: pair[0])
+    near = [pair for pair in timed if not _crosses_slow_links(pair[1], hardware)]
+    (run_s, chosen), *others = sorted(near or timed, key=lambda pair: pair[0])
     compared = ", the only one that fits"
     if others:
         second_s, second = others[0]
         compared = f"; the second of {len(timed)} that fit is {_described(second)} at {rounded(1e3 * second_s)}"
     return chosen, f"placement=auto: {_described(chosen)}, forecast at {rounded(1e3 * run_s)} ms per token{compared}"
+
+
+def _crosses_slow_links(spec: PlanSpec, hardware: HardwareConfig) -> bool:
+    """Whether ranks of one target are on several nodes, whose links are slower than a node's own."""
+    network, size, ranks = hardware.network, len(spec.layout.ranks), spec.target_ranks
+    if network is None or network.latency_s <= hardware.link.latency_s or len(ranks) == 1:
+        return False
+    starts = range(0, size * spec.num_replicas, size)
+    return any((start + ranks[0]) // hardware.num_gpus != (start + ranks[-1]) // hardware.num_gpus for start in starts)
 
 
 def _described(spec: PlanSpec) -> str:

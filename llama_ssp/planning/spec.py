@@ -94,6 +94,11 @@ class PlannedModel:
         of_local = kinds.count("s") * num_kv_heads * head_bytes
         return 2 * (of_local + kinds.count("g") * of_global * of_head(shape.global_head_dim))
 
+    def state_bytes(self, num_kept: int) -> int:
+        """Bytes of the states of a row, if those behind its last `num_kept` tokens are kept; 0 without such layers."""
+        value_bytes = DTYPE_BYTES[self.dtype]
+        return sum(kept.row_bytes(num_kept, value_bytes=value_bytes) for kept in inventory(self.shape).states)
+
     @cached_property
     def has_own_cache(self) -> bool:
         """Whether the cache has another format than the model."""
@@ -300,6 +305,12 @@ class PlanSpec:
         return own_slots(self.num_slots, max_position_embeddings=context)
 
     @cached_property
+    def kept_states(self) -> tuple[int, int]:
+        """Of how many tokens at the end of a row the target keeps the states, and the draft: those it may take back."""
+        in_flight = self.num_draft_tokens - 1 if self.overlaps else 0
+        return self.round_positions, self.round_positions + in_flight
+
+    @cached_property
     def first_draft_positions(self) -> int:
         """Positions per row in the draft's first forward of a round: what its cache may lack."""
         if self.has_head or self.tree:
@@ -457,6 +468,45 @@ def notes_on_families(*models: PlannedModel | ModelConfig) -> Iterator[str]:
                 f"{model.name} is planned as a Llama of its sizes, so bytes and times are estimates: others were 0.8 "
                 "to 1.4 times the bytes of the model"
             )
+
+
+def refused_by_states(*models: ModelShape | None, has_tree: bool, own_tokenizer: bool) -> str:
+    """Why a target and a draft, some with recurrent layers, cannot draft in this way; empty if they can."""
+    for place, shape in enumerate(models):
+        kinds = record_of(shape.model_type).recurrent if shape else ()
+        if shape and kinds and has_tree:
+            return (
+                f"speculation.tree scores several tokens at one position, and a layer of kind {kinds[0]}, as this "
+                f"{shape.model_type} model has, keeps one state at each: leave speculation.tree out"
+            )
+        if shape and kinds and place and own_tokenizer:
+            return (
+                f"{said('draft.tokenizer', 'own')} spells a text anew from several tokens back, and a layer of kind "
+                f"{kinds[0]}, as this {shape.model_type} draft has, keeps no state there: give a draft without such "
+                "layers, or with the target's tokenizer"
+            )
+    return ""
+
+
+def check_states(config: RunConfig, *models: ModelShape | None) -> None:
+    """Raise ConfigError if a run cannot draft with its target and its draft; see `refused_by_states`."""
+    has_tree = config.speculation.tree is not None and drafts(config.draft)
+    if reason := refused_by_states(*models, has_tree=has_tree, own_tokenizer=has_own_tokenizer(config.draft)):
+        raise ConfigError(reason)
+
+
+def notes_on_states(spec: PlanSpec) -> Iterator[str]:
+    """Say what recurrent layers keep, and why runs refuse to draft with them."""
+    shapes = [model.shape for model in (spec.target, spec.draft) if model]
+    for model, num_kept in zip((spec.target, spec.draft), spec.kept_states, strict=True):
+        if model and (states := inventory(model.shape).states):
+            yield (
+                f"{sum(kept.num_layers for kept in states)} of {model.shape.num_hidden_layers} layers of {model.name} "
+                f"keep states: those behind the last {num_kept} tokens of a row, to which rejected drafts go back, "
+                f"take {model.state_bytes(num_kept) / 2**20:.2f} MiB at any length"
+            )
+    if reason := refused_by_states(*shapes, has_tree=spec.tree is not None, own_tokenizer=spec.own_tokenizer):
+        yield f"runs refuse this: {reason}"
 
 
 def notes_on_contexts(spec: PlanSpec) -> Iterator[str]:

@@ -141,7 +141,7 @@ class ModelPlacement:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardTime:
-    """Seconds of one forward on the slowest rank, by cause."""
+    """Seconds of one forward on the slowest rank, by cause; attention's include those of recurrent states."""
 
     matrices_s: float
     attention_s: float
@@ -176,13 +176,15 @@ def forward_time(
         for held in placement.shares
     ]
     layers, kernels = placement.model.shape.num_hidden_layers, placement.kernels
+    states_s = batch_size * _state_bytes(placement, num_positions) / bandwidth(hardware)
     frame_s = kernels.frame * (hardware.kernel_s if placement.cuda_graphs else hardware.launch_s)
     return ForwardTime(
         matrices_s=sum(matrices) if layer_wise else max(matrices),
         attention_s=_attention_s(
             placement, hardware, batch_size=batch_size, num_positions=num_positions, num_slots=bucket
-        ),
-        operators_s=layers * _layer_s(placement, hardware, tokens) + frame_s,
+        )
+        + states_s,
+        operators_s=(layers + _more_layers(placement)) * _layer_s(placement, hardware, tokens) + frame_s,
         collectives_s=_collectives_s(placement, hardware, tokens=tokens, scored=scored),
     )
 
@@ -254,6 +256,18 @@ def _attention_s(
     read_bytes, num_pairs = batch_size * placement.model.slot_bytes(num_kv_heads), num_slots - (num_positions - 1) / 2
     operations = 4 * batch_size * num_positions * num_pairs * num_heads * shape.head_dim * shape.num_hidden_layers
     return _product_s(num_slots * read_bytes, placement.model, hardware, operations=operations)
+
+
+def _state_bytes(placement: ModelPlacement, num_positions: int) -> int:
+    """Bytes of states that a forward reads and writes for a row: the first, and those behind tokens but a prompt's."""
+    num_moved = 1 + (num_positions if num_positions <= MOST_DRAFT_TOKENS + 1 else 1)
+    return placement.model.state_bytes(num_moved)
+
+
+def _more_layers(placement: ModelPlacement) -> float:
+    """How many layers of the library's modules have as many operators as recurrent layers have more than one."""
+    num_recurrent = sum(kept.num_layers for kept in inventory(placement.model.shape).states if kept.num_values)
+    return num_recurrent * (placement.kernels.recurrent_layer / placement.kernels.library_layer - 1)
 
 
 def _layer_s(placement: ModelPlacement, hardware: HardwareConfig, tokens: int) -> float:
@@ -583,8 +597,8 @@ class Timing:
         speedup_range: the same, and from `GAINS`, smaller first.
         error: factors of times while decoding, an 80 % range not below the physical limit; see `decoding_error`.
         overlap: of a spec whose drafting overlaps verification; see `OverlappedTime.document`.
-        copy_share, limit_share: the physical limit, reading what a plain step must read (`least_bytes`), over
-            plain decoding: at the speed of a copy, and at the data sheet's bandwidth.
+        limit_share: the physical limit, reading what a plain step must read (`least_bytes`) at the data sheet's
+            bandwidth, over plain decoding.
     """
 
     target_forward: ForwardTime
@@ -594,7 +608,6 @@ class Timing:
     plain_prefill_s: float
     plain_s: float
     plain_run_s: float
-    copy_share: float
     limit_share: float
     acceptance: Acceptance | None = None
     num_draft_tokens: int | None = None
@@ -659,7 +672,6 @@ def timing(spec: PlanSpec, hardware: HardwareConfig) -> Timing:
         plain_s=plain_s,
         plain_run_s=(prefill_s + (tokens - 1) * plain_s) / tokens,
         error=error and (max(error[0], limit_share), error[1]),
-        copy_share=costs.least_bytes / bandwidth(hardware) / plain_s,
         limit_share=limit_share,
     )
     return _speculative(costs, plain) if spec.drafts else plain

@@ -8,12 +8,12 @@ import json
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from itertools import chain
+from itertools import chain, combinations
 from typing import NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from llama_ssp.terminal.unread import complain
 _OWN_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 _QUIET_S = 10.0  # how long ranks wait for others without a word
 _HEED_EVERY_S = 1.0
+_MOST_NAMED = 4
 """How long torch may keep the main thread, which must answer signals meanwhile."""
 
 
@@ -249,6 +250,18 @@ def choose_device(kind: DeviceKind, ranks: Ranks, seen: Sequence[Seen]) -> tuple
         )
     note = f"{fewest.num_ranks} ranks on a node with {fewest.num_gpus} GPUs: all ranks run on the CPU"
     return torch.device("cpu"), note if own.num_gpus else None
+
+
+def note_on_peers(num_gpus: int, can_access: Callable[[int, int], bool]) -> str | None:
+    """A sentence if some of a node's GPUs, each of a rank, do not reach each other's memory; None if all do."""
+    apart = [pair for pair in combinations(range(num_gpus), 2) if not can_access(*pair)]
+    if not apart:
+        return None
+    pairs = ", ".join(f"{one} and {other}" for one, other in apart[:_MOST_NAMED]) + ", ..." * (len(apart) > _MOST_NAMED)
+    return (
+        f"GPUs {pairs} do not reach each other's memory: what they exchange goes through the host's, which is slower "
+        "than plans say; nvidia-smi topo -p2p r shows why"
+    )
 
 
 def _suffice(node: Sequence[Seen]) -> bool:

@@ -21,7 +21,7 @@ _stages = count()
 
 
 class ResultQueue:
-    """One stage of a run in which each replica does its share; all ranks make one, in the same order.
+    """One stage of a run in which each replica does a part; all ranks make one, in the same order.
 
     A rank may leave calls of the control channel unanswered for `patience_s` before it counts as lost.
     """
@@ -31,6 +31,7 @@ class ResultQueue:
         self._store = distributed_c10d._get_default_store()  # has no public name
         self._watch, self._patience_s = watch, patience_s
         self._is_first, self._speaks = mesh.world.rank == 0, mesh.replica.rank == 0
+        self._replica = mesh.replica
         self._prefix = f"llama_ssp/stage/{next(_stages)}"
         self._own = f"{self._prefix}/{mesh.number}"
         self._num_sent = 0
@@ -44,6 +45,11 @@ class ResultQueue:
         if self._speaks:
             self._store.set(f"{self._own}/{self._num_sent}", text)
             self._num_sent += 1
+
+    def claim(self, number: int) -> int:
+        """Take so many places of a list for this replica, whose ranks ask together; returns the first of them."""
+        first = self._store.add(f"{self._prefix}/claimed", number) - number if self._speaks else 0
+        return int(self._replica.broadcast_text(str(first), src=0))
 
     def fetch(self) -> list[str]:
         """On rank 0: return the new texts of the other replicas, in order for each replica."""

@@ -20,7 +20,7 @@ from llama_ssp.ranks.comms import Comm, leave_groups
 from llama_ssp.ranks.failures import ControlChannel, Phase, guard, unify_failure
 from llama_ssp.ranks.gpu import DeviceWait
 from llama_ssp.ranks.process import Ranks, find_agent, read_ranks
-from llama_ssp.ranks.rendezvous import choose_device, form_group, open_store, seen_by_all
+from llama_ssp.ranks.rendezvous import choose_device, form_group, note_on_peers, open_store, seen_by_all
 from llama_ssp.settings.schema import DeviceKind
 
 _END_S = 10.0  # how long NCCL may take to end
@@ -34,7 +34,7 @@ class World:
     Attributes:
         comm: the group of all ranks.
         ranks: position in the world and on this node.
-        note: a sentence for the user about the choice of device, or None.
+        note: a sentence for the user about the choice of device or its links, or None.
         cores: available to this process, before they were divided among the ranks that share them.
         num_sharers: the ranks that share them, including this one.
     """
@@ -107,6 +107,8 @@ def start(
         torch.cuda.set_device(chosen)
         # cuDNN attention makes a plan for every new shape, that is, for every prompt length.
         torch.backends.cuda.enable_cudnn_sdp(enabled=False)
+        num_asked = ranks.local_size if own.num_gpus >= ranks.local_size else 0
+        note = note or note_on_peers(num_asked, torch.cuda.can_device_access_peer)
     if ranks.size == 1:
         if chosen.type == "cpu":
             share_cores(ranks, cores=cores, sharers=sharers)

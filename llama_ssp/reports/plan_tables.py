@@ -59,11 +59,6 @@ class _Output(Console):
         raise BrokenPipeError
 
 
-def _print_notes(console: Console, notes: Sequence[str], **how: Any) -> None:  # noqa: ANN401 - as `Console.print` has
-    for note in notes:
-        console.print(f"[cyan]note:[/cyan] {_literal(note)}", **how)
-
-
 def _literal(text: str) -> str:
     """Escape text of settings and of catalogue entries: it must be neither markup nor control characters."""
     return escape(visible(text))
@@ -97,7 +92,8 @@ def _print_plan(plan: Plan, console: Console) -> None:
         console.print(_literal(line))
     for warning in plan.warnings:
         console.print(f"[yellow]warning:[/yellow] {_literal(warning)}")
-    _print_notes(console, plan.notes)
+    for note in plan.notes:
+        console.print(f"[cyan]note:[/cyan] {_literal(note)}")
 
 
 def verdict(plan: Plan) -> str:
@@ -296,7 +292,6 @@ def _print_search(found: Search, console: Console) -> None:
     console.print(title)
     console.print(table)
     console.print(_literal(basis(found.machine)))
-    _print_notes(console, found.notes, soft_wrap=True)
     console.print("\nThese commands plan the choices, and with run in place of plan they run them:")
     for choice in shown:
         if choice["reason"] is None:

@@ -15,7 +15,7 @@ from llama_ssp.architectures.model_files import GENERATION_CONFIG_FILE, INNER_CO
 from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models.quantization.precision import Precision
-from llama_ssp.planning.spec import number_format
+from llama_ssp.planning.spec import check_states, number_format
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World
 from llama_ssp.run.prompts import reason_of
@@ -110,6 +110,7 @@ def find_sources(
             from llama_ssp.models.huggingface.device_map import check_device_map  # noqa: PLC0415 - slow import
 
             check_device_map(world.free_devices, target.entry.quantization)
+        check_states(config, target.origin.shape, draft.origin.shape if draft else None)
         if draft and not isinstance(draft.origin, HeadSource):
             _check_vocabularies(target, draft, own_tokenizer=has_own_tokenizer(config.draft))
     return target, draft

@@ -162,11 +162,12 @@ def _make_mesh(config: RunConfig, layout: Layout, world: World) -> Mesh:
 def agree_on_bits(runners: Sequence[Runner], comm: Comm) -> None:
     """Call models invariant only if all parts of all of them are, on every rank: ranks must reuse the same prompts.
 
-    All ranks of `comm` must call this together, also those without a part of a model.
+    So they do if none keeps states. All ranks of `comm` must call this together, also those without a part of a model.
     """
     are_invariant = all(comm.gather_text("invariant" if all(runner.is_invariant for runner in runners) else ""))
+    keep_states = any(comm.gather_text("states" if any(runner.keeps_states for runner in runners) else ""))
     for runner in runners:
-        runner.is_invariant = are_invariant
+        runner.is_invariant, runner.keeps_states = are_invariant, keep_states
 
 
 def agree_on_packing(runner: Runner, comm: Comm) -> None:

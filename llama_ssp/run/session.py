@@ -29,7 +29,7 @@ from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
-from llama_ssp.speculate.engine.loop import Decoder, Update
+from llama_ssp.speculate.engine.loop import Decoder, More, Update
 from llama_ssp.speculate.engine.text import IncrementalText, Piece
 from llama_ssp.terminal.progress import Pace, RunProgress
 from llama_ssp.terminal.terminal import Terminal
@@ -164,7 +164,6 @@ class Session:
         Raises InterruptedRun on every rank, after the round in which the deciding rank stopped, and SspError on rank 0
         if the records cannot be written.
         """
-        mesh, num_replicas = self.models.mesh, self.config.placement.num_replicas
         todo = [request for request in requests if request.line_key(mode) not in self.finished]
         for group in in_turns(todo, keeps_order=self.streams):
             whole = self.with_answers(group, mode)
@@ -174,14 +173,30 @@ class Session:
             recorder = _Recorder(self, viewer, mode)
             if self.progress:
                 self.progress.restart_clock()
-            share = whole[mesh.number :: num_replicas]
+            share, more = self._shared_out(whole, recorder)
             self._count_experts(-1)
-            for updates in decoder.run(share) if share else ():
+            for updates in decoder.run(share, more=more) if share else ():
                 for update in updates:
                     recorder.take(update)
             self._count_experts(1)
             if recorder.close(stopped=decoder.stopped):
                 raise InterruptedRun.in_folder(self.config.run_dir)
+
+    def _shared_out(
+        self, requests: list[PromptRequest], recorder: "_Recorder"
+    ) -> tuple[list[PromptRequest], More | None]:
+        """The requests that fill this replica's rows at first, and what gives it others as its rows become free."""
+        num_replicas, exchange = self.config.placement.num_replicas, recorder.exchange
+        if exchange is None:
+            return requests, None
+        num_first = num_replicas * self.config.batch_size
+        first, rest = requests[:num_first], requests[num_first:]
+
+        def more(number: int) -> list[PromptRequest]:
+            start = exchange.claim(number)
+            return rest[start : start + number]
+
+        return first[self.models.mesh.number :: num_replicas], more if rest else None
 
     @torch.inference_mode()
     def measure_again(self, requests: Sequence[PromptRequest]) -> None:
@@ -238,10 +253,10 @@ class _Recorder:
             to_line, mode=mode, tokenizer=session.models.tokenizer, num_copies=num_replicas,
             adapts=session.config.speculation.adapts and mode == SPECULATIVE,
         )  # fmt: skip
-        self._exchange = None
+        self.exchange: ResultQueue | None = None
         if num_replicas > 1:
             watch, patience_s = session.world.watch, session.config.timeouts.decode_s
-            self._exchange = ResultQueue(session.models.mesh, watch=watch, patience_s=patience_s)
+            self.exchange = ResultQueue(session.models.mesh, watch=watch, patience_s=patience_s)
 
     def take(self, update: Update) -> None:
         """Count new tokens of a completion of this replica, show them, and enter the completion at its end."""
@@ -263,7 +278,7 @@ class _Recorder:
 
     def _enter(self, completion: RowCompletion) -> None:
         """Record a completion of this replica, or send it to rank 0, and record what others have sent."""
-        session, exchange = self._session, self._exchange
+        session, exchange = self._session, self.exchange
         session.memory.sample()
         session.num_reused_tokens += completion.num_reused_tokens
         session.num_read_tokens += len(completion.request.prompt_ids) - completion.num_reused_tokens
@@ -276,7 +291,7 @@ class _Recorder:
 
     def close(self, *, stopped: bool) -> bool:
         """Wait for all replicas; returns whether this one, or any, was stopped."""
-        return self._exchange.end(stopped=stopped, take=self._keep_text) if self._exchange else stopped
+        return self.exchange.end(stopped=stopped, take=self._keep_text) if self.exchange else stopped
 
     def _keep_text(self, text: str) -> None:
         line = CompletionLine.from_json(text.encode())

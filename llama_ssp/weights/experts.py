@@ -80,6 +80,10 @@ def join_experts(
             found[f"{match['experts']}.{joined}"][int(match["number"])][place] = tensor
         else:
             others[name] = tensor
+    without_gates = {name for name, experts in found.items() if not any(0 in matrices for matrices in experts.values())}
+    for name in without_gates:
+        ups = {number: {0: matrices[1]} for number, matrices in found.pop(name).items()}
+        found[name.replace("gate_up_proj", "up_proj")] = defaultdict(dict, ups)
     return others | {name: _joined(name, experts, folder) for name, experts in found.items()}
 
 

@@ -71,7 +71,7 @@ def round_law(
     For the arguments see `exact_law`; `keeps_N` says which of the V^K drafts count, all by default.
     """
     vocab_size, laws = target.vocab_size, []
-    paths_NK, path_law_GN, verdict_law_GNTV = _round(
+    paths_NK, path_law_GN, verdict_law_GNTV = round_verdicts(
         rule, target, draft, num_draft_tokens, is_point_mass=is_point_mass, prompt=prompt
     )
     if keeps_N is not None:
@@ -87,12 +87,12 @@ def round_law(
 
 def mean_accepted(rule: Rule, *, target: TableModel, draft: TableModel, num_draft_tokens: int) -> Tensor:
     """Measure how many drafted tokens a round accepts on average, fp64 (G,); see `exact_law`."""
-    _, path_law_GN, verdict_law_GNTV = _round(rule, target, draft, num_draft_tokens)
+    _, path_law_GN, verdict_law_GNTV = round_verdicts(rule, target, draft, num_draft_tokens)
     mean_GN = verdict_law_GNTV.sum(-1) @ torch.arange(num_draft_tokens + 1, dtype=torch.float64)
     return (path_law_GN * mean_GN).sum(-1)
 
 
-def _round(
+def round_verdicts(
     rule: Rule,
     target: TableModel,
     draft: TableModel,

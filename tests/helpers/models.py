@@ -51,6 +51,18 @@ _LATENT = {
     "num_key_value_heads": 8, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
     "v_head_dim": 16, "head_dim": 8,
 }  # fmt: skip
+_DELTA = {
+    "num_key_value_heads": 4, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+_MAMBA = {
+    "num_key_value_heads": 4, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 12,
+    "mamba_chunk_size": 8,
+}  # fmt: skip
+_NEMOTRON = {
+    "num_key_value_heads": 4, "head_dim": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2,
+    "ssm_state_size": 12, "chunk_size": 8, "num_hidden_layers": 3,
+}  # fmt: skip
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _GEMMA = {"num_key_value_heads": 4, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": WINDOW}
 _GEMMA4 = {
@@ -133,6 +145,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": _ROUTED | _LATENT,
     "nanochat": {"num_key_value_heads": 4},
     "xglm": {},
+    # hybrids
+    "qwen3_next": _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 48},
+    "qwen3_next, dense": _DELTA | {"num_experts": 0, "decoder_sparse_step": 1},
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 48},
+    "lfm2": _GROUPED | {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": _GROUPED | _EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "bamba": _MAMBA | {"attn_layer_indices": [1]},
+    "granitemoehybrid": _MAMBA | {
+        "layer_types": ["mamba", "attention"], "num_local_experts": 4, "num_experts_per_tok": 2,
+        "shared_intermediate_size": 64, "position_embedding_type": "rope",
+    },
+    "granitemoehybrid, dense": _MAMBA | {
+        "layer_types": ["mamba", "attention"], "num_local_experts": 0, "shared_intermediate_size": 64,
+    },
+    "falcon_h1": _MAMBA | {"head_dim": 8, "mamba_d_ssm": 128, "mamba_rms_norm": True, "ssm_in_multiplier": 1.5},
+    "falcon_h1, plain": _MAMBA | {"head_dim": 8, "mamba_d_ssm": 128},
+    "nemotron_h": _NEMOTRON | {"layer_types": ["mamba", "attention", "mlp", "mamba"]},
+    "nemotron_h, experts": _NEMOTRON | {"layer_types": ["mamba", "attention", "moe"], "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 48,
+    },
 }  # fmt: skip
 
 

@@ -52,7 +52,10 @@ def overlapped_decoder(  # noqa: PLR0913
     has_target, has_draft = comm.rank < num_target_ranks or not is_apart, comm.rank >= num_target_ranks or not is_apart
     inner = None
     if has_draft:
-        inner = ModelDrafter(draft, rule=drafts_by, num_draft_tokens=num_draft_tokens, vocab_size=target.vocab_size)
+        inner = ModelDrafter(
+            draft, rule=drafts_by, num_draft_tokens=num_draft_tokens, vocab_size=target.vocab_size,
+            num_ahead=num_draft_tokens - 1,
+        )  # fmt: skip
     samples = sampling.temperature > 0 and rule_name != "coupled"
     receiver = ProbsReceiver(VERIFY_RANK, target.vocab_size, truncates=sampling.truncates, num_left=num_left)
     drafter = AheadDrafter(

@@ -38,6 +38,7 @@ class PrefixRunner:
     is_invariant = True
     reads_by_length = False
     packs_prompts = False
+    keeps_states = False
     experts_read_3: Tensor | None = None
 
     def __init__(self, vocab_size: int = 11, *, seed: int = 0, sharpness: float = 3.0, device: str = "cpu") -> None:
@@ -52,7 +53,14 @@ class PrefixRunner:
         self.head = (torch.randn(8, vocab_size, generator=generator, dtype=torch.float64) * sharpness).to(self.device)
         self.num_forwards = 0
 
-    def allocate(self, *, batch_size: int, capacity: int, finds_best: bool = False) -> None:
+    def allocate(
+        self,
+        *,
+        batch_size: int,
+        capacity: int,
+        finds_best: bool = False,
+        num_rolled_back: int = 0,  # noqa: ARG002
+    ) -> None:
         """Make a larger cache, in which rubbish follows what is held, as in a reused one."""
         self.num_uses += 1
         self.finds_best = finds_best
@@ -64,7 +72,7 @@ class PrefixRunner:
         if before.shape[0] == batch_size:
             self.slots.cache[:, : before.shape[1]] = before
 
-    def forward(
+    def forward(  # noqa: PLR0913 - see `Runner`
         self,
         ids_BT: Tensor,
         positions_BT: Tensor,
@@ -76,6 +84,7 @@ class PrefixRunner:
         pieces: Pieces | None = None,  # noqa: ARG002
         taps: Taps | None = None,  # noqa: ARG002
         tree: TreePlaces | None = None,
+        taken_B: Tensor | None = None,  # noqa: ARG002
     ) -> Tensor:
         """See `models.runner.Runner.forward`."""
         self.num_forwards += 1

@@ -1,5 +1,6 @@
 """The modules of a model by transformers, on the meta device: what a plan counts of a family without a record."""
 
+import math
 import re
 from collections import Counter
 from contextlib import suppress
@@ -14,12 +15,13 @@ from transformers.cache_utils import Cache
 from transformers.pytorch_utils import Conv1D
 
 from llama_ssp.architectures.family import record_of
-from llama_ssp.architectures.matrices import Inventory, Matrix, WholeParts
+from llama_ssp.architectures.matrices import Inventory, KeptStates, Matrix, WholeParts
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.huggingface.experts import experts_of
 from llama_ssp.models.huggingface.families import is_linear
 from llama_ssp.models.huggingface.modules import build_empty
+from llama_ssp.models.huggingface.recurrent import mixers_of, state_of
 from llama_ssp.models.tensor_parallel import cut_dim
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
 
@@ -85,8 +87,19 @@ def modules_of(model: PreTrainedModel, shape: ModelShape) -> Inventory:
             for matrix, count in layer.items()
         ),
         layer_vectors=of_layer, embeddings=tuple(embeddings), head=output, final_vectors=vectors[False] + rest,
-        num_layers=num_layers, cached_values=_cached_values(model),
+        num_layers=num_layers, cached_values=_cached_values(model), states=_states(model),
     )  # fmt: skip
+
+
+def _states(model: PreTrainedModel) -> tuple[KeptStates, ...]:
+    """What recurrent layers keep, those alike together; nothing of a family whose layers run as they are."""
+    if not record_of(model.config.model_type).recurrent:
+        return ()
+    alike = Counter(state_of(mixer)[1:4] for mixer in mixers_of(model))
+    return tuple(
+        KeptStates(num_layers=number, num_channels=channels, width=width, num_values=math.prod(shape) if shape else 0)
+        for (channels, width, shape), number in alike.items()
+    )
 
 
 def _cut_of(model: PreTrainedModel, name: str, module: nn.Module) -> int | None:

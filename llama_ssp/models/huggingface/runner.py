@@ -18,6 +18,7 @@ from llama_ssp.kernels.rows import rows_of
 from llama_ssp.models.cache import CachedRunner, LibraryCache, Taps
 from llama_ssp.models.huggingface.experts import ExpertCounter
 from llama_ssp.models.huggingface.families import mask_argument, windows_of
+from llama_ssp.models.huggingface.recurrent import mixers_of, state_of
 from llama_ssp.models.runner import Pieces, TreePlaces, best_of, masks_of
 from llama_ssp.models.tensor_parallel import GatheredLinear
 from llama_ssp.ranks.comms import Comm
@@ -49,7 +50,10 @@ class ModuleRunner(CachedRunner):
         super().__init__(model.config, parameter)
         self.comm = comm
         self._model = model
-        self._library_cache = LibraryCache(self._num_layers)
+        self._library_cache = LibraryCache(self._slot_layers)
+        if record_of(model.config.model_type).recurrent:
+            self.layer_states = [*map(state_of, mixers_of(model))]
+        self.keeps_states = bool(self.layer_states)
         self._rows_BR: Tensor | None = None
         model.get_output_embeddings().register_forward_pre_hook(self._keep_wanted_rows)
         self._counter = ExpertCounter(model, self.device)
@@ -57,13 +61,14 @@ class ModuleRunner(CachedRunner):
             self.experts_read_3 = self._counter.sums_3
         if not record_of(model.config.model_type).is_written:
             self._compare()
-        self._cache, self._kept = None, rows_of(cache_dtype, self.dtype)
+        self._cache, self._states, self._kept = None, None, rows_of(cache_dtype, self.dtype)
 
     @torch.inference_mode()
     def _compare(self) -> None:
         """Raise ConfigError unless a short text has the logits that it has without this cache and these masks.
 
-        A window is shortened meanwhile, so that the text is longer.
+        A window is shortened meanwhile, so that the text is longer. Each piece is read once before, with other tokens:
+        states must forget them.
         """
         config: Any = self._model.config
         windows, window = self._windows, getattr(config, "sliding_window", None)
@@ -74,9 +79,15 @@ class ModuleRunner(CachedRunner):
                 config.sliding_window = _COMPARED_WINDOW
                 self._windows = windows_of(config)
             wanted_TV = self._model(input_ids=ids_1T, use_cache=False).logits[0].float()
-            self.allocate(batch_size=1, capacity=_COMPARED_TOKENS)
-            pieces = zip(ids_1T.split(_COMPARED_PIECE, 1), positions_1T.split(_COMPARED_PIECE, 1), strict=True)
-            found_TV = torch.cat([self.forward(*piece, bucket=_COMPARED_TOKENS)[0] for piece in pieces])
+            self.allocate(batch_size=1, capacity=_COMPARED_TOKENS, num_rolled_back=_COMPARED_PIECE)
+            found = []
+            for ids, positions in zip(
+                *(each.split(_COMPARED_PIECE, 1) for each in (ids_1T, positions_1T)), strict=True
+            ):
+                for read in [ids.flip(1), ids] if self.keeps_states else [ids]:
+                    logits_1TV = self.forward(read, positions, bucket=_COMPARED_TOKENS)
+                found.append(logits_1TV[0])
+            found_TV = torch.cat(found)
             apart = float((found_TV - wanted_TV).norm() / wanted_TV.norm())
         except Exception as error:  # of any family's code
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MOST_LETTERS]
@@ -93,7 +104,7 @@ class ModuleRunner(CachedRunner):
                 f"apart on {_COMPARED_TOKENS} tokens): {OTHER}"
             )
 
-    def forward(
+    def forward(  # noqa: PLR0913 - see `Runner`
         self,
         ids_BT: Tensor,
         positions_BT: Tensor,
@@ -105,6 +116,7 @@ class ModuleRunner(CachedRunner):
         pieces: Pieces | None = None,  # noqa: ARG002 - only for runners that pack prompts
         taps: Taps | None = None,
         tree: TreePlaces | None = None,
+        taken_B: Tensor | None = None,
     ) -> Tensor:
         """See `Runner.forward`."""
         assert self._cache is not None, "allocate comes first"
@@ -112,6 +124,8 @@ class ModuleRunner(CachedRunner):
         cache = self._library_cache
         slots_BT = tree.slots_BT if tree else positions_BT
         cache.view = self._cache.view(slots_BT, bucket=bucket, cache_rows_B=cache_rows_B)
+        if self._states:
+            cache.states = self._states.view(positions_BT, taken_B=taken_B, cache_rows_B=cache_rows_B)
         # Every layer would convert a boolean mask to this form again.
         if tree:
             masks = {

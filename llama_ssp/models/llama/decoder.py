@@ -145,10 +145,12 @@ class LeanRunner(CachedRunner):
             )  # fmt: skip
             self._varlen = attempt(both, instead="continuing with torch's attention in rounds too") or self._varlen
 
-    def allocate(self, *, batch_size: int, capacity: int, finds_best: bool = False) -> None:
+    def allocate(self, *, batch_size: int, capacity: int, finds_best: bool = False, num_rolled_back: int = 0) -> None:
         """See `Runner.allocate`."""
         known = self.num_allocations
-        super().allocate(batch_size=batch_size, capacity=capacity, finds_best=finds_best)
+        super().allocate(
+            batch_size=batch_size, capacity=capacity, finds_best=finds_best, num_rolled_back=num_rolled_back
+        )
         if self.num_allocations > known:
             assert self._cache is not None
             num_slots = self._cache.num_slots
@@ -156,7 +158,7 @@ class LeanRunner(CachedRunner):
             if self._varlen:
                 self._lengths = LengthTables(batch_size=batch_size, num_slots=num_slots, device=self.device)
 
-    def forward(
+    def forward(  # noqa: PLR0913 - see `Runner`
         self,
         ids_BT: Tensor,
         positions_BT: Tensor,
@@ -168,6 +170,7 @@ class LeanRunner(CachedRunner):
         pieces: Pieces | None = None,
         taps: Taps | None = None,
         tree: TreePlaces | None = None,
+        taken_B: Tensor | None = None,  # noqa: ARG002 - of states
     ) -> Tensor:
         """See `Runner.forward`."""
         attention = self._attention(

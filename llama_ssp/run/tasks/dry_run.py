@@ -19,7 +19,7 @@ from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.machines.machine import detect_hardware, machine_of_run
 from llama_ssp.planning.plan import PLAN_VERSION, Plan, Search, document, make_plan, require_room, shortage
 from llama_ssp.planning.search import choose_placement, search
-from llama_ssp.planning.spec import PlanSpec, make_spec, resolve_shapes, spec_of_plan
+from llama_ssp.planning.spec import PlanSpec, check_states, make_spec, resolve_shapes, spec_of_plan
 from llama_ssp.planning.timing import CostModel, Timing
 from llama_ssp.reports.records import Forecast
 from llama_ssp.run.prompts import STANDARD_INPUT, Prompt, read_prompts
@@ -251,15 +251,20 @@ def check_models(config: RunConfig, *, world_size: int = 1) -> None:
         layout = lay_out_replica(placement, world_size=world_size, has_draft=config.draft.model is not None)
         is_whole = layout.draft_kind is DraftLayout.replicated
         sizes = len(layout.target_ranks), 1 if is_whole else len(layout.draft_ranks)
+    shapes = []
     for model, num_ranks in zip((config.model, config.draft.model), sizes, strict=True):
         if model is None or config.is_synthetic:
             continue
-        if model.path is not None:
-            check_readable(read_path(model.path), model.quantization, num_ranks=num_ranks)
-        elif model.shape is None and model.hub_id is not None:
+        folder = None if model.path is None else read_path(model.path)
+        if folder is None and model.shape is None and model.hub_id is not None:
             from llama_ssp.weights import hub  # noqa: PLC0415 - other checks need no client of the hub
 
-            check_readable(hub.find_config(model), model.quantization, num_ranks=num_ranks)
+            folder = hub.find_config(model)
+        shape = model.shape
+        if folder:
+            shape = check_readable(folder, model.quantization, num_ranks=num_ranks)
+        shapes.append(shape)
+    check_states(config, *shapes)
 
 
 def with_filled_rows(config: RunConfig, *, num_completions: int) -> RunConfig:

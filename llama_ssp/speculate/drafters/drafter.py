@@ -37,6 +37,7 @@ class DrafterParts:
         comm: the ranks that share the draft model; None if it is not split.
         taps: of the target, for a draft head.
         tree: of the drafted tokens; None for a chain.
+        num_ahead: the most drafted tokens that wait for verification when a round begins.
         first_row: the first of the rows that this rank drafts, by the number of all; 0 where it drafts all.
         tokenizers: both models' tokenizers, if the draft has its own.
     """
@@ -52,6 +53,7 @@ class DrafterParts:
     tokenizers: TokenizerPair | None = None
     taps: Taps | None = None
     tree: Tree | None = None
+    num_ahead: int = 0
     first_row: Callable[[int], int] = lambda _num_rows: 0
 
 
@@ -98,19 +100,24 @@ class Drafter(Protocol):
 
 
 class _Tables(Workspace):
-    """Constants of a batch size: the index of the second token of a row, and zero probabilities."""
+    """Constants of a batch size: the index of the second token of a row, and zero probabilities.
+
+    Of a draft that keeps states also the first token of each row that they have not taken in.
+    """
 
     rows_B: Tensor  # of a head: its rows among those of the target.
 
     def __init__(self, batch_size: int, vocab_size: int, device: torch.device) -> None:
         self.second_B1 = torch.ones(batch_size, 1, dtype=torch.int64, device=device)
+        self.unread_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.nothing_BV = torch.zeros(batch_size, vocab_size, device=device)
 
 
 class StepwiseDrafter:
     """Base class of drafters that draw tokens one after another, as the rule draws, from a model's logits.
 
-    They draft chains of K tokens, or trees, level by level. `vocab_size` is V of the target.
+    They draft chains of K tokens, or trees, level by level. `vocab_size` is V of the target, `num_ahead` that of
+    `DrafterParts`.
     """
 
     def __init__(
@@ -121,8 +128,9 @@ class StepwiseDrafter:
         num_draft_tokens: int,
         vocab_size: int,
         tree: Tree | None = None,
+        num_ahead: int = 0,
     ) -> None:
-        self._tree = tree
+        self._tree, self._num_rolled_back = tree, num_draft_tokens + num_ahead
         self.runner, self.num_draft_tokens, self.vocab_size = runner, num_draft_tokens, vocab_size
         self.repeats_operators, self.reads_by_length = runner.repeats_operators, runner.reads_by_length
         self._rule = rule
@@ -138,7 +146,10 @@ class StepwiseDrafter:
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Allocate the cache."""
-        self.runner.allocate(batch_size=batch_size, capacity=num_slots, finds_best=self._rule.reads_best)
+        self.runner.allocate(
+            batch_size=batch_size, capacity=num_slots, finds_best=self._rule.reads_best,
+            num_rolled_back=self._num_rolled_back,
+        )  # fmt: skip
         if batch_size != self._batch_size:  # else graphs read those that are there
             self._tables, self._batch_size = _Tables(batch_size, self.vocab_size, self.runner.device), batch_size
 
@@ -208,3 +219,22 @@ def catch_up(
         positions_BT = (lengths_B1 + offsets_T).clamp_min(0)
         ids_BT, first_B1 = tokens_BS.gather(1, positions_BT), torch.zeros_like(lengths_B1)
         runner.forward(ids_BT, positions_BT, bucket=bucket, score_positions_BR=first_B1, consecutive=False)
+
+
+def take_in(
+    runner: Runner, tokens_BS: Tensor, lengths_B1: Tensor, *, unread_B: Tensor, num_unread: int, bucket: int
+) -> None:
+    """Let states take in each row's tokens from `unread_B` on, but for the last two, in chunks; see `catch_up`.
+
+    There are up to `num_unread`, and those of the last round that drafted. Each token is taken in once, so chunks begin
+    where the states are, and the last ones count in part.
+    """
+    offsets_T, first_B1 = torch.arange(CATCH_UP_CHUNK, device=lengths_B1.device), torch.zeros_like(lengths_B1)
+    for start in range(0, num_unread + CATCH_UP_CHUNK, CATCH_UP_CHUNK):
+        start_B1 = unread_B[:, None] + start
+        positions_BT = (start_B1 + offsets_T).minimum(lengths_B1 - 1)
+        taken_B = (lengths_B1 - 2 - start_B1).clamp(0, CATCH_UP_CHUNK)[:, 0]
+        runner.forward(
+            tokens_BS.gather(1, positions_BT), positions_BT, bucket=bucket, score_positions_BR=first_B1,
+            consecutive=False, taken_B=taken_B,
+        )  # fmt: skip

@@ -65,6 +65,7 @@ def make_drafters(
             config=draft, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=vocab_size, device=device,
             runner=None if taps else cast("Runner | None", runner), head=cast("Head", runner) if taps else None,
             comm=mesh.draft, tokenizers=tokenizers, taps=taps, tree=tree,
+            num_ahead=(num_draft_tokens - 1) * config.speculation.overlap,
             first_row=(lambda num_rows: split.own_rows(num_rows).start) if split else (lambda _num_rows: 0),
         )  # fmt: skip
         drafter: Drafter = imported(record.make, setting=f"draft.kind={record.name}")(parts)

@@ -11,7 +11,8 @@ from torch.nn.functional import pad
 
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
-from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts, StepwiseDrafter, catch_up
+from llama_ssp.models.upload import to_device
+from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts, StepwiseDrafter, catch_up, take_in
 from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.drafters.intersection import IntersectionDrafter, VocabularyMap
 from llama_ssp.speculate.sampling.context import Rows
@@ -32,9 +33,12 @@ class ModelDrafter(StepwiseDrafter):
     runner: Runner
 
     def __init__(
-        self, runner: Runner, *, rule: Rule, num_draft_tokens: int, vocab_size: int, tree: Tree | None = None
-    ) -> None:
-        super().__init__(runner, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=vocab_size, tree=tree)
+        self, runner: Runner, *, rule: Rule, num_draft_tokens: int, vocab_size: int, tree: Tree | None = None,
+        num_ahead: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            runner, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=vocab_size, tree=tree, num_ahead=num_ahead
+        )
         self._last_two = torch.arange(-_NUM_READ, 0, device=runner.device)
         if tree:
             self._depth, self._path_T = tree.depth, torch.arange(tree.depth + 1, device=runner.device)
@@ -42,13 +46,21 @@ class ModelDrafter(StepwiseDrafter):
     def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
         """Read new prompts into the draft's own cache."""
         known = prompts._replace(tokens_RS=self._known(prompts.tokens_RS))
-        read_prompts(self.runner, known, rows=rows, buckets=buckets)
+        read_prompts(self.runner, known, rows=rows, buckets=buckets, num_left=1)
+        if self.runner.keeps_states:
+            self._tables.unread_B.index_copy_(0, to_device(rows, self.runner.device), prompts.lengths_R - 1)
 
     def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> Callable[[int, Tensor | None], Tensor]:
         tokens_BS, lengths_B1 = rows.tokens_BS, rows.lengths_B[:, None]
+        unread_B, keeps_states = self._tables.unread_B, self.runner.keeps_states
         if num_unread > _NUM_READ:
             known_BS = self._known(tokens_BS)
-            catch_up(self.runner, known_BS, lengths_B1, num_unread=num_unread, num_kept=_NUM_READ, bucket=bucket)
+            if keeps_states:
+                take_in(self.runner, known_BS, lengths_B1, unread_B=unread_B, num_unread=num_unread, bucket=bucket)
+            else:
+                catch_up(self.runner, known_BS, lengths_B1, num_unread=num_unread, num_kept=_NUM_READ, bucket=bucket)
+        if keeps_states:  # the first step takes in the last two
+            unread_B.copy_(rows.lengths_B)
 
         def logits_of(step: int, before_B1: Tensor | None) -> Tensor:
             if before_B1 is None:
@@ -113,8 +125,9 @@ def make(parts: DrafterParts) -> Drafter:
     size, num_draft_tokens = runner.vocab_size, parts.num_draft_tokens
     if tokenizers is None:
         return ModelDrafter(
-            runner, rule=parts.rule, num_draft_tokens=num_draft_tokens, vocab_size=parts.vocab_size, tree=parts.tree
-        )
+            runner, rule=parts.rule, num_draft_tokens=num_draft_tokens, vocab_size=parts.vocab_size, tree=parts.tree,
+            num_ahead=parts.num_ahead,
+        )  # fmt: skip
     alignment = tokenizers.align(target_size=parts.vocab_size, draft_size=size)
     return IntersectionDrafter(
         runner,

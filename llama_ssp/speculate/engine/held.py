@@ -16,6 +16,11 @@ from typing import NamedTuple
 
 from llama_ssp.models.prefill import Held, num_common
 
+NEVER = 2**62
+"""The step of models whose layers keep states (`models.states`): those behind a common beginning are gone.
+
+Only an equal prompt that is read at the same time is copied, with its states.
+"""
 LEAST_TOKENS = 32
 """A shorter beginning is read again: that is as fast."""
 

@@ -11,7 +11,7 @@ While rows decode, they wait for one chunk of new prompts at a time: as many pro
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -26,11 +26,14 @@ from llama_ssp.models.upload import to_device
 from llama_ssp.speculate.engine.adaptive import FixedLength, num_chunks
 from llama_ssp.speculate.engine.clock import EventClock, HostClock
 from llama_ssp.speculate.engine.completion import FinishReason, RowCompletion, StopRequest
-from llama_ssp.speculate.engine.held import HeldTexts, PromptRow
+from llama_ssp.speculate.engine.held import NEVER, HeldTexts, PromptRow
 from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round
 from llama_ssp.speculate.engine.state import BatchState, Request
 from llama_ssp.speculate.engine.text import StopStrings
 from llama_ssp.speculate.engine.verifier import GOES_ON, NOT_A_NUMBER, STOP_REQUESTED
+
+More = Callable[[int], Sequence[Request]]
+"""Gives up to so many further requests to decode."""
 
 
 class Update(NamedTuple):
@@ -105,18 +108,21 @@ class Decoder:
         self._kept: BatchState | None = None
         self._reading: _Reading | None = None
 
-    def run(self, requests: Sequence[Request], *, to_length: bool = False) -> Iterator[list[Update]]:
+    def run(
+        self, requests: Sequence[Request], *, to_length: bool = False, more: More | None = None
+    ) -> Iterator[list[Update]]:
         """Decode all requests, in list order as rows become free.
 
         Call it under `torch.inference_mode()`: entering that mode in each round would cost as much as a draw. Prompt
         and new tokens must be within the models' contexts; `to_length` ignores end-of-sequence tokens and stop strings.
+        `more` gives up to so many further requests when rows are free, on all ranks alike; fewer end it.
         Yields the new tokens of each completion, one round at a time. Raises NumericError on every rank if a model's
         logits are NaN.
         """
         assert torch.is_inference_mode_enabled()
         self.make_room(requests)
         self._to_length = to_length
-        waiting = deque(requests)
+        waiting, self._more = deque(requests), more
         self._rows: list[RowCompletion | None] = [None] * self.batch_size
         self._pending: deque[_PendingRound] = deque()
         self._num_skipped = [0 for _ in self.round.drafters]
@@ -125,7 +131,7 @@ class Decoder:
         self._reading = None
         in_flight_BTV, was_round = None, True
         with self.threads.in_use():
-            while (waiting or self._running()) and not self.stopped:
+            while (self._refill(waiting) or self._running()) and not self.stopped:
                 started = time.perf_counter()
                 if self.stop_request.requested:
                     self.round.verifier.request_stop()
@@ -161,7 +167,8 @@ class Decoder:
         self.round.allocate(batch_size=self.batch_size, num_slots=self._num_slots)
         self._num_uses = target.num_uses
         if others_came or not self.reuses:
-            self._held = HeldTexts(self.batch_size, step=1 if target.is_invariant else PREFILL_CHUNK)
+            step = 1 if target.is_invariant else PREFILL_CHUNK
+            self._held = HeldTexts(self.batch_size, step=NEVER if target.keeps_states else step)
 
     def time_rounds(self, choices: Sequence[DraftChoice], *, num_slots: int) -> list[float]:
         """Run one round of each choice over vacant rows, reading `num_slots` slots, after `make_room`.
@@ -243,6 +250,14 @@ class Decoder:
     def _free_rows(self) -> list[int]:
         being_read = self._reading.place.row if self._reading else None
         return [row for row, owner in enumerate(self._rows) if owner is None and row != being_read]
+
+    def _refill(self, waiting: deque[Request]) -> bool:
+        """Ask for further requests if more rows are free than requests wait; returns whether any wait."""
+        if self._more and (num_lacking := len(self._free_rows()) - len(waiting)) > 0:
+            found = self._more(num_lacking)
+            waiting.extend(found)
+            self._more = self._more if len(found) == num_lacking else None
+        return bool(waiting)
 
     def _read(self, waiting: deque[Request]) -> bool:
         """Read a chunk of new prompts, or all that rows are free for if none decodes; returns whether there is any."""
@@ -388,7 +403,8 @@ class Decoder:
                     for unread in self._unread:
                         unread.pop(row, None)
                     self._state.vacate(row)
-                    if self.reuses and not self.round.tree and self.round.target.is_invariant:
+                    target = self.round.target
+                    if self.reuses and not self.round.tree and target.is_invariant and not target.keeps_states:
                         self._held.extend(row, owner.token_ids[:-1])  # the cache lacks the last one
                 updates.append(Update(owner, new_ids, num_drafted))
         self.length.observe(pending.choice, observed)

@@ -135,8 +135,10 @@ class Round:
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Make room for `batch_size` rows of `num_slots` tokens in the caches of both models."""
-        finds_best = self.verifier.rule.reads_best
-        self.target.allocate(batch_size=batch_size, capacity=num_slots, finds_best=finds_best)
+        self.target.allocate(
+            batch_size=batch_size, capacity=num_slots, finds_best=self.verifier.rule.reads_best,
+            num_rolled_back=self.max_tokens_per_round - 1,
+        )  # fmt: skip
         if self.taps:
             self.taps.allocate(batch_size=batch_size, num_slots=num_slots)
         for drafter in self.drafters:
@@ -283,7 +285,10 @@ class Round:
         """The target's logits after the last token and each drafted one, and the rule's context if it needs one."""
         positions_BW = state.lengths_B[:, None] + self.last_and_drafted_W[: num_drafted + 1]
         ids_BW = state.tokens_BS.gather(1, positions_BW)
-        logits_BWV = self.target.forward(ids_BW, positions_BW, bucket=bucket, taps=self.taps)
+        taken_B = None
+        if self.target.keeps_states:  # none in rows that ended, or whose prompt is being read
+            taken_B = (state.lengths_B < state.limits_B) * (num_drafted + 1)
+        logits_BWV = self.target.forward(ids_BW, positions_BW, bucket=bucket, taps=self.taps, taken_B=taken_B)
         return logits_BWV, state.rows.before(positions_BW) if self.verifier.needs_context else None
 
     def _score_nodes(self, state: BatchState, draft: Draft, shape: Topology, *, bucket: int) -> Tensor:

@@ -10,6 +10,7 @@ from llama_ssp import catalogue
 from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware
+from llama_ssp.machines.hardware import Link
 from llama_ssp.planning.memory import fits, memory
 from llama_ssp.planning.search import (
     _drafts_of,
@@ -283,6 +284,17 @@ def test_replicas_on_fewer_ranks_are_chosen_where_they_are_faster_and_where_that
     assert "2 replicas, each with the target on ranks 0 1 2 3 4 5 6 7" in sentence
     kept = choose_placement(spec, two_nodes, num_ranks=16)[0]
     assert (kept.num_replicas, kept.target_ranks) == (1, tuple(range(16)))
+
+
+@pytest.mark.parametrize(("latency_s", "num_replicas"), [(4e-6, 2), (2e-6, 1)])
+def test_a_target_stays_in_a_node_that_holds_it_unless_nodes_are_linked_as_well(
+    latency_s: float, num_replicas: int
+) -> None:
+    """By its forecast alone one target over both nodes would be faster."""
+    node = replace(hardware.load("8xh100"), sums=[], link=Link(bandwidth_bytes_per_s=4.5e11, latency_s=2e-6))
+    two_nodes = replace(node, num_nodes=2, network=Link(bandwidth_bytes_per_s=4.5e11, latency_s=latency_s))
+    chosen, _ = choose_placement(make_spec("llama3_70B", num_ranks=16), two_nodes, num_ranks=16, divides=True)
+    assert chosen.num_replicas == num_replicas
 
 
 def test_what_cannot_be_laid_out_at_all_is_refused() -> None:

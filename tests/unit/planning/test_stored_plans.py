@@ -56,7 +56,9 @@ def total(model: PlannedModel) -> int:
     return model_bytes(inventory(model.shape), model, device="cuda").total_bytes
 
 
-@pytest.mark.parametrize("one", CHECKPOINTS, ids=lambda one: str(one["name"]))
+@pytest.mark.parametrize("one", [
+    pytest.param(one, id=one["name"], marks=pytest.mark.heavy if one.get("heavy") else ()) for one in CHECKPOINTS
+])  # fmt: skip
 def test_public_checkpoints_are_planned_within_a_percent_of_the_sizes_that_their_pages_state(
     one: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -21,14 +21,15 @@ INT8_GB = {"7B": 7.006, "13B": 13.352, "30B": 32.972, "65B": 65.838}
 
 
 @pytest.mark.parametrize("name", INT8_GB)
-def test_int8_has_the_published_size_and_row_scales_are_counted_apart(name: str) -> None:
+def test_int8_has_the_published_size_and_every_rank_has_the_row_scales(name: str) -> None:
     shape = catalogue.load(name).shape
     assert shape
     held = [weight_bytes(share, dtype=Dtype.fp16, quantization="int8") for share in shares(shape, num_ranks=8)]
     once = sum(share.sharded_bytes for share in held) + held[0].repeated_bytes
     assert once / 1e9 == pytest.approx(INT8_GB[name], rel=2e-3)
     row_parallel_rows = 2 * shape.hidden_size * shape.num_hidden_layers
-    assert {share.repeated_scale_bytes for share in held} == {4 * row_parallel_rows}
+    whole = weight_bytes(shares(shape, num_ranks=8)[0], dtype=Dtype.fp16, quantization="none")
+    assert {share.repeated_bytes - whole.repeated_bytes for share in held} == {4 * row_parallel_rows}
 
 
 def _config(model_type: str, **sizes: Any) -> PretrainedConfig:  # noqa: ANN401 - the sizes of a config.json

@@ -19,7 +19,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined] # torch do
 from llama_ssp.errors import LostRankError, PlacementError
 from llama_ssp.ranks import rendezvous
 from llama_ssp.ranks.process import Ranks, listen, signals_kept
-from llama_ssp.ranks.rendezvous import Seen, choose_device, open_store, seen_by_all, wait_for_all
+from llama_ssp.ranks.rendezvous import Seen, choose_device, note_on_peers, open_store, seen_by_all, wait_for_all
 from llama_ssp.settings.schema import DeviceKind
 from tests.helpers.sockets import listeners
 
@@ -147,6 +147,17 @@ def test_gpus_that_are_left_unused_are_a_note_and_those_that_are_missing_an_erro
         choose_device(DeviceKind.cuda, SECOND, one)
     with pytest.raises(PlacementError, match="node there has 0 for 2: use device=cpu"):
         choose_device(DeviceKind.cuda, FIRST, [Seen("here", 2, (), 2), Seen("there", 2, ())])
+
+
+def test_gpus_that_do_not_reach_each_other_are_named_in_a_sentence() -> None:
+    assert note_on_peers(0, lambda _one, _other: False) is None
+    assert note_on_peers(4, lambda _one, _other: True) is None
+    note = note_on_peers(4, lambda one, other: one // 2 == other // 2)
+    assert note
+    assert note.startswith(
+        "GPUs 0 and 2, 0 and 3, 1 and 2, 1 and 3 do not reach each other's memory: what they exchange"
+    )
+    assert "0 and 4, ... do" in str(note_on_peers(8, lambda _one, _other: False))
 
 
 def test_the_store_of_rank_0_listens_on_the_loopback_and_a_port_that_is_taken_is_said(

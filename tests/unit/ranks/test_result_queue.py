@@ -72,6 +72,18 @@ def test_rank_0_hears_every_text_once_and_all_hear_whether_one_was_stopped(
     assert outcomes == [who_stopped is not None] * 6
 
 
+def test_copies_claim_every_place_of_a_list_once_and_ranks_of_a_copy_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = _stage(ranks_per_copy=1, num_copies=3, monkeypatch=monkeypatch)
+
+    def claim(rank: int) -> list[int]:
+        firsts = [(ends[rank].claim(number), number) for number in (1, 2, 3) * 5]
+        return [place for first, number in firsts for place in range(first, first + number)]
+
+    with ThreadPoolExecutor(3) as pool:
+        claimed = sorted(place for places in pool.map(claim, range(3)) for place in places)
+    assert claimed == [*range(3 * 30)]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_wait_at_once_and_what_its_copy_had_told_is_kept(
     rank: int, monkeypatch: pytest.MonkeyPatch

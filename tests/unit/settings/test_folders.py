@@ -67,6 +67,9 @@ def test_a_users_pairs_come_first_and_name_their_file(own_conf: OwnConf) -> None
         ("pairs: [{target: a, draft: b, acceptance: 0.6, low: 0.7}]", "pair 1 needs low <= acceptance <= high"),
         ("pairs: [{target: a, draft: b, acceptance: 0.6, high: 2}]", "pair 1 needs an acceptance between 0 and 1"),
         ("pairs: [{target: a, draft: b, acceptance: 1, temperature: hot}]", "pair 1 has temperature: hot, which must"),
+        ("pairs: [{target: a, draft: b, acceptance: 1, by_position: 0.8}]", "pair 1 has by_position, which must be a"),
+        ("pairs: [{target: a, draft: b, acceptance: 1, by_position: [2]}]", "pair 1 has by_position, which must be a"),
+        ("pairs: [{target: a, draft: b, acceptance: 1, num_draft_tokens: 0}]", "pair 1 has num_draft_tokens: 0, which"),
     ],
 )
 def test_pairs_that_are_wrong_are_named_with_their_file(text: str, reason: str, own_conf: OwnConf) -> None:

@@ -74,7 +74,7 @@ def requests(lengths: tuple[int, ...], *, num_tokens: int = NUM_NEW_TOKENS) -> l
 NO_RECORD = [kind for kind in FAMILIES if not record_of(kind.partition(",")[0]).is_written]
 NO_PLAN = ("xglm",)
 REFUSED = (
-    "bloom", "openai-gpt", "lfm2", "llama4_text", "mamba", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
+    "bloom", "openai-gpt", "llama4_text", "mamba",
 )  # fmt: skip
 ON_ONE = (
     "xglm", "codegen", "diffllama", "falcon", "gpt2", "gpt_bigcode", "gptj", "mpt", "opt", "persimmon", "biogpt",
@@ -286,7 +286,7 @@ def test_masks_take_the_bytes_that_are_planned(kind: str) -> None:
             {"rope_parameters": {"rope_type": ["default"], "rope_theta": 1e4}},
             r"has rope_type \['default'\]: the name of one is required, such as default or yarn",
         ),
-        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layers of kind conv"),
+        ("llama", {"layer_types": ["chunked_attention", "full_attention"]}, "layers of kind chunked_attention"),
     ],
 )
 def test_models_that_the_static_cache_cannot_serve_are_refused(
