@@ -197,11 +197,17 @@ def _verifying(
     draft_probs_BTV = None if draft_probs_GNTV is None else draft_probs_GNTV.flatten(0, 1)
     target_logits_BTV = target_logits_GNTV.flatten(0, 1)
     context = _context(prompt, ids_BK, num_scored=num_positions)
+    is_plain = draft_probs_BTV is None and not rule.takes_best
+    sizes = [PER_DRAW * num_positions] if is_plain else [num_draft_tokens, PER_DRAW]
 
     def choose(rows_B: Tensor, uniforms_BC: Tensor) -> Tensor:
-        accept_BK, residual_BP = uniforms_BC.split([num_draft_tokens, PER_DRAW], dim=1)
-        unused_BP = torch.full_like(residual_BP, 0.5)
-        draws = Draws(unused_BP[:, None].expand(-1, num_draft_tokens, -1), accept_BK, residual_BP, unused_BP)
+        unused_BTP = uniforms_BC.new_full((uniforms_BC.shape[0], num_positions, PER_DRAW), 0.5)
+        draws = Draws(unused_BTP[:, 1:], unused_BTP[:, 1:, 0], unused_BTP[:, 0], unused_BTP)
+        if is_plain:
+            draws = draws._replace(plain_BTP=uniforms_BC.unflatten(1, (num_positions, PER_DRAW)))
+        else:
+            accept_BK, residual_BP = uniforms_BC.split(sizes, dim=1)
+            draws = draws._replace(accept_BK=accept_BK, residual_BP=residual_BP)
         draft = Draft(ids_BK[rows_B], None if draft_probs_BTV is None else draft_probs_BTV[rows_B])
         verdict = rule.verify(draft, rule.process(target_logits_BTV[rows_B], _rows_of(context, rows_B)), draws=draws)
         return (verdict.num_accepted_B1 * vocab_size + verdict.next_ids_B1)[:, 0]
@@ -209,7 +215,7 @@ def _verifying(
     law_BA = choice_law(
         choose,
         num_rows=num_tables * num_paths,
-        num_coordinates=num_draft_tokens + PER_DRAW,
+        num_coordinates=sum(sizes),
         num_answers=num_positions * vocab_size,
     )
     return law_BA.view(num_tables, num_paths, num_positions, vocab_size)

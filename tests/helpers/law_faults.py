@@ -46,13 +46,14 @@ def with_draws(change: Callable[[uniforms.Draws], uniforms.Draws]) -> Callable[[
 def bonus_of_draft(verify: Verify) -> Verify:
     """The last drafted token is the bonus token of a draft without it, and is not verified."""
 
-    def faulty(draft: Draft, target_BTV: Tensor, **draws: Any) -> Verdict:  # noqa: ANN401
+    def faulty(draft: Draft, *of_target: Tensor, **draws: Any) -> Verdict:  # noqa: ANN401
         num, probs_BTV = draft.ids_BK.shape[1] - 1, draft.probs_BTV
         if probs_BTV is not None:
             probs_BTV = torch.cat([probs_BTV[:, :num], torch.zeros_like(probs_BTV[:, :1])], dim=1)
         if "draws" in draws:
             draws = {"draws": draws["draws"]._replace(accept_BK=draws["draws"].accept_BK[:, :num])}
-        verdict = verify(Draft(draft.ids_BK[:, :num], probs_BTV), target_BTV[:, : num + 1].contiguous(), **draws)
+        shorter = [part[:, : num + 1].contiguous() for part in of_target]
+        verdict = verify(Draft(draft.ids_BK[:, :num], probs_BTV), *shorter, **draws)
         is_bonus_B1 = verdict.num_accepted_B1 == num
         return verdict._replace(next_ids_B1=torch.where(is_bonus_B1, draft.ids_BK[:, num:], verdict.next_ids_B1))
 
@@ -151,6 +152,6 @@ def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault in _ELSEWHERE:
         monkeypatch.setattr(*_ELSEWHERE[fault])
         return
-    names = ("verify_speculative", "verify_block", *(["verify_greedy"] if fault == "bonus of the draft" else []))
+    names = ("verify_speculative", "verify_block", *(["verify_certain"] if fault == "bonus of the draft" else []))
     for name in names:
         monkeypatch.setattr(rules, name, _OF_VERIFICATION[fault](getattr(rules, name)))

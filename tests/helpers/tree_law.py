@@ -132,7 +132,7 @@ class _Round:
         unused_BP = accept_BN.new_full((accept_BN.shape[0], PER_DRAW), 0.5)
         draws = Draws(
             unused_BP[:, None].expand(-1, accept_BN.shape[1], -1), accept_BN,
-            unused_BP if residual_BP is None else residual_BP, unused_BP,
+            unused_BP if residual_BP is None else residual_BP, unused_BP[:, None],
         )  # fmt: skip
         draft = Draft(self._ids_CN[trees_B], self._draft_CIV[trees_B])
         return self._verify(self._tree, draft, self._target_CTV[trees_B], draws=draws)

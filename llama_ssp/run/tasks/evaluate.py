@@ -71,4 +71,6 @@ def rounds_of(config: RunConfig) -> Rounds:
         for model in models
     )
     sees_rejections = rule in {DEFAULT, BLOCK} and repeats and is_exact
+    if is_certain and rule in {DEFAULT, BLOCK}:
+        rule = CERTAIN
     return Rounds(rule=rule, sees_rejections=sees_rejections, penalizes=config.sampling.penalizes)

@@ -138,6 +138,8 @@ class OverlappedRound(Round):
         flying_BA = state.tokens_BS.gather(1, state.lengths_B[:, None] + self._in_flight_A)
         in_flight = Draft(flying_BA, None if before_BTV is None else before_BTV[:, 1:])
         draws, ahead_B = self.uniforms.split(uniforms_BN), state.ahead_B
+        if following.is_certain and not self.verifier.rule.takes_best:
+            draws = draws._replace(plain_BTP=state.plain_uniforms(choice.num_tokens + 1))
         is_plain_B1, rule = self.is_plain(choice, state), self.verifier.rule
 
         def verdict() -> Verdict:

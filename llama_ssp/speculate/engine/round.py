@@ -160,8 +160,8 @@ class Round:
             if source not in late:
                 self._read_by_drafter(source, to_read._replace(held=draft_held), rows, buckets=buckets)
         context = prompts.rows.before(prompts.lengths_B[:, None] - 1) if self.verifier.needs_context else None
-        plain_RP = self.uniforms.split(prompts.uniforms()).plain_BP
-        return prompts.commit(self.verifier.draw(logits_RV, plain_RP, context))
+        plain_RTP = self.uniforms.split(prompts.uniforms()).plain_BTP
+        return prompts.commit(self.verifier.draw(logits_RV, plain_RTP[:, 0], context))
 
     def read_late(
         self, source: int, state: BatchState, rows: Sequence[int], *, lengths: Sequence[int], buckets: Buckets
@@ -266,14 +266,17 @@ class Round:
     ) -> Tensor:  # fmt: skip
         if draft is None or uniforms_BN is None:
             logits_BWV, context = self.score(state, num_drafted=0, bucket=bucket)
-            plain_BP = self.uniforms.split(state.uniforms()).plain_BP
-            return state.commit(self.verifier.draw(logits_BWV[:, 0], plain_BP, context))
+            plain_BTP = self.uniforms.split(state.uniforms()).plain_BTP
+            return state.commit(self.verifier.draw(logits_BWV[:, 0], plain_BTP[:, 0], context))
         shape = self.tree.topology_of(draft) if self.tree else None
         if shape:
             logits_BWV, context = self._score_nodes(state, draft, shape, bucket=bucket), None
         else:
             logits_BWV, context = self.score(state, num_drafted=choice.num_tokens, bucket=bucket)
         draws = self.uniforms.split(uniforms_BN, choice.num_tokens)
+        if draft.is_certain and not self.verifier.rule.takes_best:
+            depth = self.tree.depth if self.tree else choice.num_tokens
+            draws = draws._replace(plain_BTP=state.plain_uniforms(depth + 1))
         decision = self.verifier.verify(
             draft, self.verifier.process(logits_BWV, context), draws=draws, shape=shape,
             is_plain_B1=self.is_plain(choice, state),

@@ -22,7 +22,7 @@ from torch import Tensor
 from llama_ssp.models.upload import to_device
 from llama_ssp.speculate.engine.verifier import Decision
 from llama_ssp.speculate.sampling.context import Rows
-from llama_ssp.speculate.sampling.uniforms import UniformTable, prompt_key, row_key
+from llama_ssp.speculate.sampling.uniforms import PER_DRAW, UniformTable, prompt_key, row_key
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 """The fractions of its multiples are spread evenly, also over a few of them in sequence."""
@@ -129,6 +129,14 @@ class BatchState(NamedTuple):
     def uniforms(self) -> Tensor:
         """The uniforms (B, N) of the round that begins now."""
         return self.uniforms_BMN.flatten(0, 1).index_select(0, self.first_round_B + self.lengths_B)
+
+    def plain_uniforms(self, num_tokens: int) -> Tensor:
+        """The uniforms (B, T, P) by which plain decoding draws the next T tokens; those behind a row's end are any."""
+        from_now_T = torch.arange(num_tokens, device=self.lengths_B.device)
+        rounds_BT = (self.first_round_B + self.lengths_B)[:, None] + from_now_T
+        uniforms_XN = self.uniforms_BMN.flatten(0, 1)
+        found_XN = uniforms_XN.index_select(0, rounds_BT.flatten().clamp_max_(uniforms_XN.shape[0] - 1))
+        return found_XN[:, -PER_DRAW:].view(*rounds_BT.shape, PER_DRAW)
 
     def commit(self, decision: Decision, *, drafted_ids_BK: Tensor | None = None) -> Tensor:
         """Append the decided tokens to the text, up to each row's limit; drafted ones are in `tokens_BS` already.

@@ -169,7 +169,7 @@ def verify_block(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Ver
 
 def _at_drafted(draft: Draft, target_probs_BTV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The draft's law, and the probabilities of each drafted token (B, K, 1): the target's, the draft's."""
-    law_BTV, ids_BK1 = draft.law(target_probs_BTV), draft.ids_BK[..., None]
+    law_BTV, ids_BK1 = draft.drawn_law, draft.ids_BK[..., None]
     return law_BTV, target_probs_BTV.gather(-1, ids_BK1), law_BTV.gather(-1, ids_BK1)
 
 
@@ -187,13 +187,22 @@ def best_choices(target_logits_BTV: Tensor) -> tuple[Tensor, Tensor]:
     return best_BT, target_logits_BTV.gather(-1, best_BT[..., None])[..., 0]
 
 
-def verify_greedy(
-    draft: Draft, target_BTV: Tensor, best: Callable[[Tensor], tuple[Tensor, Tensor]] = best_choices
-) -> Verdict:
-    """Accept the longest prefix of drafted tokens that have the target's largest logit; the next token has it too."""
-    best_BT, largest_BT = best(target_BTV)
-    num_accepted_B1 = (best_BT[:, :-1] == draft.ids_BK).cumprod(1).sum(1, keepdim=True)
-    return Verdict(num_accepted_B1, best_BT.gather(-1, num_accepted_B1), largest_BT.gather(-1, num_accepted_B1))
+def plain_choices(target_probs_BTV: Tensor, uniforms_BTP: Tensor) -> tuple[Tensor, Tensor]:
+    """The token that plain decoding draws after each position, and its probability, (B, T) each."""
+    num_rows, num_positions, _ = target_probs_BTV.shape
+    chosen_B1 = draw(target_probs_BTV.flatten(0, 1), uniforms_BTP[:, :num_positions].flatten(0, 1))
+    chosen_BT = chosen_B1.view(num_rows, num_positions)
+    return chosen_BT, target_probs_BTV.gather(-1, chosen_BT[..., None])[..., 0]
+
+
+def verify_certain(draft: Draft, chosen_BT: Tensor, weights_BT: Tensor) -> Verdict:
+    """Accept the longest prefix of drafted tokens that the target chooses; the next token is its choice too.
+
+    The target chooses by numbers of each place alone, or its best tokens, so the text is that of plain decoding,
+    whatever is drafted.
+    """
+    num_accepted_B1 = (chosen_BT[:, :-1] == draft.ids_BK).cumprod(1).sum(1, keepdim=True)
+    return Verdict(num_accepted_B1, chosen_BT.gather(-1, num_accepted_B1), weights_BT.gather(-1, num_accepted_B1))
 
 
 class Rule:
@@ -267,15 +276,18 @@ class Rule:
 
     def verify(self, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
         """Verify a draft against the output of `process` for the target's logits at K + 1 positions."""
-        if self._verify:
-            return self._verify(draft, target_BTV, draws=draws)
-        return verify_greedy(draft, target_BTV, best=self.best)
+        if self.takes_best:
+            return verify_certain(draft, *self.best(target_BTV))
+        if draft.is_certain:
+            return verify_certain(draft, *plain_choices(target_BTV, draws.plain_BTP))
+        assert self._verify
+        return self._verify(draft, target_BTV, draws=draws)
 
     def or_plain(self, verdict: Verdict, is_plain_B1: Tensor | None, target_BTV: Tensor, *, draws: Draws) -> Verdict:
         """Accept nothing in some rows, if any, and draw their next token as plain decoding does."""
         if is_plain_B1 is None:
             return verdict
-        ids_B1 = self.choose(target_BTV[:, 0], draws.plain_BP)
+        ids_B1 = self.choose(target_BTV[:, 0], draws.plain_BTP[:, 0])
         plain = Verdict(torch.zeros_like(ids_B1), ids_B1, self.weights(target_BTV[:, 0], ids_B1))
         return verdict.where(is_plain_B1, plain)
 

@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 
 from llama_ssp.settings.trees import TreeShape, tree_shape
 from llama_ssp.speculate.sampling.processors import draw, rows_at
-from llama_ssp.speculate.sampling.rules import Draft, Rule, Verdict, draw_next
+from llama_ssp.speculate.sampling.rules import Draft, Rule, Verdict, draw_next, plain_choices
 from llama_ssp.speculate.sampling.uniforms import Draws
 
 _LEAST_MASS = 2.0**-100
@@ -257,8 +257,8 @@ def verify_path(
     """Verify a tree of the topology `shape` against the output of the rule's `process`, as `Rule.verify` a chain."""
     if not draft.is_certain:
         return verify_tree(tree, draft, target_BTV, draws=draws)
-    chosen = rule.best(target_BTV) if rule.takes_best else drawn_choices(target_BTV, draws)
-    return verify_certain(shape, draft, *chosen)
+    chosen = rule.best(target_BTV) if rule.takes_best else drawn_choices(target_BTV, shape, draws)
+    return verify_certain_tree(shape, draft, *chosen)
 
 
 def verify_tree(tree: Tree, draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Verdict:
@@ -348,7 +348,7 @@ class NodeLaws(NamedTuple):
         return NodeLaws(sums_X1 * factor_X1, factor_X1, rest_XV, draft_XV)
 
 
-def verify_certain(shape: Topology, draft: Draft, chosen_BT: Tensor, weights_BT: Tensor) -> Verdict:
+def verify_certain_tree(shape: Topology, draft: Draft, chosen_BT: Tensor, weights_BT: Tensor) -> Verdict:
     """Accept the path of the tokens that the target chooses, as far as they were drafted.
 
     The children of each node are certain, so which ones there are says nothing about the target's choices: the text has
@@ -371,12 +371,10 @@ def verify_certain(shape: Topology, draft: Draft, chosen_BT: Tensor, weights_BT:
     return _verdict(shape, node_B1, chosen_BT.gather(1, node_B1), weights_BT.gather(1, node_B1))
 
 
-def drawn_choices(target_probs_BTV: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-    """A token drawn after each node by numbers of its own, which its children are not drawn by: ids and weights."""
-    uniforms_BTP = torch.cat([draws.residual_BP[:, None], draws.draft_BKP], dim=1)
-    num_rows, num_nodes, _ = target_probs_BTV.shape
-    drawn_BT = draw(target_probs_BTV.flatten(0, 1), uniforms_BTP.flatten(0, 1)).view(num_rows, num_nodes)
-    return drawn_BT, target_probs_BTV.gather(-1, drawn_BT[..., None])[..., 0]
+def drawn_choices(target_probs_BTV: Tensor, shape: Topology, draws: Draws) -> tuple[Tensor, Tensor]:
+    """The token that plain decoding draws after each node, at the place of its children: ids and weights."""
+    index_BTP = shape.depths_BT[..., None].expand(-1, -1, draws.plain_BTP.shape[2])
+    return plain_choices(target_probs_BTV, draws.plain_BTP.gather(1, index_BTP))
 
 
 def _verdict(shape: Topology, node_B1: Tensor, next_ids_B1: Tensor, weights_B1: Tensor) -> Verdict:

@@ -43,13 +43,15 @@ PER_DRAW = 2
 class Draws(NamedTuple):
     """The uniforms of one round, fp64 in [0, 1), multiples of 2^-53.
 
-    `residual_BP` draws the token after the accepted ones, resampled or bonus; `plain_BP` is for rounds without a draft.
+    `residual_BP` draws the token after the accepted ones, resampled or bonus. `plain_BTP` are those of rounds without a
+    draft that begin now and at each of the next T - 1 tokens: they draw the tokens at these places where drafts are
+    certain, so that the text is that of plain decoding. T is 1 in other rounds.
     """
 
     draft_BKP: Tensor
     accept_BK: Tensor
     residual_BP: Tensor
-    plain_BP: Tensor
+    plain_BTP: Tensor
 
 
 def _mix_(bits: Tensor) -> Tensor:
@@ -131,8 +133,8 @@ class UniformTable:
     def split(self, uniforms_BN: Tensor, num_draft_tokens: int | None = None) -> Draws:
         """Split the uniforms of one round by purpose, as views; of a round that drafts fewer tokens, the first ones."""
         num = self._num_draft_tokens
-        draft_BX, accept_BK, *others = uniforms_BN.split_with_sizes(self._sizes, dim=1)
+        draft_BX, accept_BK, residual_BP, plain_BP = uniforms_BN.split_with_sizes(self._sizes, dim=1)
         draft_BKP = draft_BX.unflatten(1, (num, PER_DRAW))
         if num_draft_tokens not in {None, num}:
             draft_BKP, accept_BK = draft_BKP[:, :num_draft_tokens], accept_BK[:, :num_draft_tokens]
-        return Draws(draft_BKP, accept_BK, *others)
+        return Draws(draft_BKP, accept_BK, residual_BP, plain_BP[:, None])

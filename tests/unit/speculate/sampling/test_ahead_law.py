@@ -99,7 +99,7 @@ def decided(rule: Rule, target: TableModel, draft: TableModel, rounds: Rounds, d
         unused_BP = torch.full_like(residual_BP, 0.5)
         verdict = decide(
             rule, some(in_flight, rows_B), some(following, rows_B), target_BKV[rows_B], ahead_B=ahead_B[rows_B],
-            draws=Draws(unused_BP[:, None].expand(-1, num_drafted, -1), accept_BK, residual_BP, unused_BP),
+            draws=Draws(unused_BP[:, None].expand(-1, num_drafted, -1), accept_BK, residual_BP, unused_BP[:, None]),
         )  # fmt: skip
         return ((verdict.num_accepted_B1 * vocab_size + verdict.next_ids_B1) * 2 + goes_on_of(verdict))[:, 0]
 
@@ -191,7 +191,7 @@ def test_a_block_that_stays_in_flight_behind_a_rejection_is_found() -> None:
 def test_blocks_that_are_dropped_from_rows_that_go_on_plainly_keep_the_law() -> None:
     def dropping(rule: Rule, *arguments: Tensor, ahead_B: Tensor, draws: Draws) -> Verdict:
         verdict = verify_ahead(rule, *arguments, ahead_B=ahead_B, draws=draws)  # type: ignore[arg-type]
-        same = draws._replace(plain_BP=draws.residual_BP)
+        same = draws._replace(plain_BTP=draws.residual_BP[:, None])
         return rule.or_plain(verdict, ahead_B[:, None] > 0, arguments[-1], draws=same)
 
     assert error("speculative", "temperature", num_drafted=2, wanted=3, decide=dropping) < 1e-12

@@ -18,9 +18,10 @@ from llama_ssp.speculate.sampling.rules import (
     Draft,
     Rule,
     Verdict,
+    best_choices,
     make_rule,
     verify_block,
-    verify_greedy,
+    verify_certain,
     verify_speculative,
 )
 from llama_ssp.speculate.sampling.uniforms import Draws, UniformTable
@@ -135,20 +136,6 @@ def test_the_harness_catches_a_planted_fault(rule: Rule, num_draft_tokens: int) 
     assert law_error(rule, COLD, num_draft_tokens=num_draft_tokens) > 1e-3
 
 
-@verifiers
-def test_a_copied_token_that_is_taken_for_a_drawn_one_is_found(verify: Verify) -> None:
-    """Its probability is taken to be 0.7."""
-
-    def less_than_certain(draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
-        probs_BTV = torch.zeros_like(target_BTV)
-        probs_BTV[:, :-1] = 0.1
-        probs_BTV[:, :-1].scatter_(-1, draft.ids_BK[..., None], 0.7)
-        return verify(Draft(draft.ids_BK, probs_BTV), target_BTV, draws=draws)
-
-    rule = Rule(processor(COLD), less_than_certain)
-    assert law_error(rule, COLD, num_draft_tokens=1, is_point_mass=True) > 1e-3
-
-
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, 3])
 def test_block_accepts_more_than_speculative_and_as_much_from_one_token(num_draft_tokens: int) -> None:
     def accepted(verification: VerificationConfig) -> Tensor:
@@ -186,7 +173,7 @@ def one_draft() -> tuple[Draft, Tensor]:
 
 def numbers(*, accept_B: Tensor, residual_BP: Tensor) -> Draws:
     """Draws of a round with K = 1."""
-    return Draws(residual_BP[:, None], accept_B[:, None], residual_BP, residual_BP)
+    return Draws(residual_BP[:, None], accept_B[:, None], residual_BP, residual_BP[:, None])
 
 
 @verifiers
@@ -266,7 +253,7 @@ def test_nan_that_decides_is_in_the_weight(verify: Verify) -> None:
 def test_greedy_stops_at_the_first_token_that_is_not_the_best() -> None:
     best_BT = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 2, 3]])
     ids_BK = torch.tensor([[1, 2], [1, 0], [0, 2]])
-    verdict = verify_greedy(Draft(ids_BK), torch.nn.functional.one_hot(best_BT, 4).float())
+    verdict = verify_certain(Draft(ids_BK), *best_choices(torch.nn.functional.one_hot(best_BT, 4).float()))
     assert verdict.num_accepted_B1.tolist() == [[2], [1], [0]]
     assert verdict.next_ids_B1.tolist() == [[3], [2], [1]]
 

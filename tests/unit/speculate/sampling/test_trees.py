@@ -14,7 +14,7 @@ from llama_ssp.settings.trees import tree_shape
 from llama_ssp.speculate.engine.executors import tensors_of
 from llama_ssp.speculate.sampling import trees
 from llama_ssp.speculate.sampling.processors import draw, processor
-from llama_ssp.speculate.sampling.rules import Draft, Verdict, best_choices, draw_next, verify_block, verify_greedy
+from llama_ssp.speculate.sampling.rules import Draft, Verdict, best_choices, draw_next, verify_block, verify_certain
 from llama_ssp.speculate.sampling.trees import (
     Level,
     NodeLaws,
@@ -22,7 +22,7 @@ from llama_ssp.speculate.sampling.trees import (
     Tree,
     draw_children,
     drawn_choices,
-    verify_certain,
+    verify_certain_tree,
     verify_tree,
 )
 from llama_ssp.speculate.sampling.uniforms import Draws, UniformTable
@@ -43,7 +43,7 @@ SAMPLINGS = {
 
 def verify_tree_greedy(tree: Tree, draft: Draft, target_logits_BTV: Tensor) -> Verdict:
     """At temperature 0 the target chooses its best tokens."""
-    return verify_certain(tree.topology_of(draft), draft, *best_choices(target_logits_BTV))
+    return verify_certain_tree(tree.topology_of(draft), draft, *best_choices(target_logits_BTV))
 
 
 def law_error(
@@ -85,7 +85,7 @@ CERTAIN = ("1", "2", "3", "2x1", "1x2", "2x2", "1x1x1", "2x1x1", "dynamic-3x2x2"
 
 def certain_law_error(
     text: str, *, vocab_size: int = 3, ids: Callable[[Tensor], Tensor] = lambda ids_BN: ids_BN,
-    verify: Callable[..., Verdict] = verify_certain,
+    verify: Callable[..., Verdict] = verify_certain_tree,
 ) -> float:  # fmt: skip
     """The largest difference between the law of D + 1 tokens and the target's, over all choices at all nodes.
 
@@ -165,14 +165,13 @@ def deepest_child(shape: Topology, draft: Draft, chosen_BT: Tensor, weights_BT: 
     )
 
 
-def test_each_node_has_a_draw_of_its_own() -> None:
-    """The token chosen after a node depends on its row and its numbers alone."""
-    _, _, target_BTV, draws = drafted("3x2x1")
-    chosen_BT, weights_BT = drawn_choices(target_BTV, draws)
-    uniforms_BTP = torch.cat([draws.residual_BP[:, None], draws.draft_BKP], dim=1)
-    assert uniforms_BTP.flatten().unique().numel() == uniforms_BTP.numel()
-    for node in range(target_BTV.shape[1]):
-        alone_B1 = draw(target_BTV[:, node].contiguous(), uniforms_BTP[:, node])
+def test_the_target_chooses_after_each_node_as_plain_decoding_does_at_that_place() -> None:
+    tree, draft, target_BTV, draws = drafted("3x2x1")
+    shape, generator = tree.topology_of(draft), torch.Generator().manual_seed(3)
+    plain_BTP = torch.rand(64, tree.depth + 1, 2, generator=generator, dtype=torch.float64)
+    chosen_BT, weights_BT = drawn_choices(target_BTV, shape, draws._replace(plain_BTP=plain_BTP))
+    for node, depth in enumerate(shape.depths_BT[0].tolist()):
+        alone_B1 = draw(target_BTV[:, node].contiguous(), plain_BTP[:, depth])
         assert torch.equal(chosen_BT[:, node : node + 1], alone_B1)
         assert torch.equal(weights_BT[:, node : node + 1], target_BTV[:, node].gather(1, alone_B1))
 
@@ -317,7 +316,7 @@ def numbers(num_drafted: int, *, accept: list[list[float]]) -> Draws:
     """Draws of a round in which every other number is one half."""
     half_BP = torch.full((len(accept), 2), 0.5, dtype=torch.float64)
     draft_BKP = half_BP[:, None].expand(-1, num_drafted, -1)
-    return Draws(draft_BKP, torch.tensor(accept, dtype=torch.float64), half_BP, half_BP)
+    return Draws(draft_BKP, torch.tensor(accept, dtype=torch.float64), half_BP, half_BP[:, None])
 
 
 def drafted(shape: str, *, num_rows: int = 64, vocab_size: int = 50, device: torch.device = CPU) -> Drafted:
@@ -353,8 +352,9 @@ def test_a_chain_is_drawn_as_without_a_tree_and_verified_as_a_block(depth: int) 
     torch.testing.assert_close(verdict.weights_B1, chain.weights_B1)
     assert torch.equal(path_of(verdict), torch.arange(1, depth + 1).expand(500, -1))
 
-    chain = verify_greedy(Draft(target_BTV.argmax(-1)[:, :-1] + draft.ids_BK % 2), target_BTV)
-    verdict = verify_tree_greedy(tree, Draft(target_BTV.argmax(-1)[:, :-1] + draft.ids_BK % 2), target_BTV)
+    copied = Draft(target_BTV.argmax(-1)[:, :-1] + draft.ids_BK % 2)
+    chain = verify_certain(copied, *best_choices(target_BTV))
+    verdict = verify_tree_greedy(tree, copied, target_BTV)
     for own, wanted in zip(verdict[:3], chain[:3], strict=True):
         assert torch.equal(own, wanted)
 

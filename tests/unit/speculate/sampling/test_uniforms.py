@@ -117,7 +117,7 @@ def test_a_rows_numbers_do_not_depend_on_its_batch_nor_on_how_many_tokens_are_dr
     assert torch.equal(alone.draft_BKP, joint.draft_BKP[5:6, :2])
     assert torch.equal(alone.accept_BK, joint.accept_BK[5:6, :2])
     assert torch.equal(alone.residual_BP, joint.residual_BP[5:6])
-    assert torch.equal(alone.plain_BP, joint.plain_BP[5:6])
+    assert torch.equal(alone.plain_BTP, joint.plain_BTP[5:6])
 
 
 def test_the_numbers_of_a_key_are_those_of_every_earlier_version() -> None:
