@@ -138,6 +138,7 @@ class SpeculativeSummary(PlainSummary):
     verify_s: float
     other_s: float
     drafted_histogram: list[int] | None = None
+    accepted_by_position: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,6 +374,7 @@ class RunFacts:
         point: the run's place in a sweep, with the settings in which its points differ.
         weights: "checkpoint" or "synthetic".
         baseline: where plain completions are from, if not from this run.
+        machine: processors or GPUs of the ranks.
         disturbed: why the times are not those of an undisturbed machine; None if nothing was noticed.
     """
 
@@ -384,6 +386,7 @@ class RunFacts:
     weights: str = "checkpoint"
     baseline: Baseline | None = None
     disturbed: str | None = None
+    machine: str | None = None
     placement: dict[str, Any]
     world_size: int
     seed: int
