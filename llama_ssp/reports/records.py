@@ -278,17 +278,24 @@ MEASURE_COLUMNS = ["", "value", "95 % interval"]
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The verdict of a suite of `task=evaluate`; `reason` is a clause that says why it passed or failed."""
+    """The verdict of a suite of `task=evaluate`.
+
+    Attributes:
+        reason: a clause that says why it passed or failed.
+        unseen: faults that so few tokens would hardly show, with their chances.
+    """
 
     suite: str
     passed: bool
     reason: str
     measures: list[Measure]
+    unseen: list[str] = field(default_factory=list)
 
     @property
     def outcome(self) -> str:
-        """The verdict in two words."""
-        return f"suite={self.suite} {'passed' if self.passed else 'failed'}"
+        """The verdict in a few words; one that had too few tokens says what it could not have found."""
+        but = f", but could not have found {', '.join(self.unseen)}" if self.passed and self.unseen else ""
+        return f"suite={self.suite} {'passed' if self.passed else 'failed'}{but}"
 
     @property
     def sentence(self) -> str:
