@@ -22,7 +22,7 @@ from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.acceptance import constant, tokens_per_round
 from llama_ssp.planning.spec import PlanSpec, planned_model
-from llama_ssp.planning.timing import FIRST, LIBRARY_SHARE, Ends, bandwidth, decoding_error, timing
+from llama_ssp.planning.timing import FIRST, LIBRARY_SHARE, Ends, decoding_error, timing
 from llama_ssp.settings.schema import DraftLayout, TargetKind
 from llama_ssp.storage.formats import NO_QUANTIZATION, READ_SLOWDOWN, format_of
 
@@ -119,7 +119,7 @@ def fitted_slowdown(bits: int, machine: HardwareConfig) -> float:
     row = next(row for row in ROWS if row.is_fitted and row.quantization == f"int{bits}_weight_only")
     planned, storage = planned_model(catalogue.load(row.model), device="cuda"), format_of(row.quantization)
     held = inventory(planned.shape)
-    copy_s = held.num_layers * sum(storage.matrix_bytes(size, 2) for size in held.products) / bandwidth(machine)
+    copy_s = held.num_layers * sum(storage.matrix_bytes(size, 2) for size in held.products) / machine.read_bytes_per_s
     return READ_SLOWDOWN[bits] + (1 / row.value - 1 / forecast_of(row)) / copy_s
 
 
