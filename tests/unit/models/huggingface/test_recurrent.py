@@ -13,16 +13,19 @@ from llama_ssp.catalogue import Dtype
 from llama_ssp.models import prefill
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import Runner
+from llama_ssp.planning.memory import rank_shares
 from llama_ssp.planning.spec import PlannedModel
 from llama_ssp.ranks.comms import Comm
+from llama_ssp.settings.schema import TargetKind
 from llama_ssp.speculate.engine import loop
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import ScriptedLength, complete, make_decoder
+from tests.helpers.fake_comm import thread_comms
 from tests.helpers.lanes import slow
-from tests.helpers.models import FAMILIES, VOCAB_SIZE
+from tests.helpers.models import FAMILIES, VOCAB_SIZE, load_ranks
 from tests.helpers.overlapped import overlapped_decoder
 from tests.helpers.texts import library_greedy, part_at_a_near_tie
 from tests.unit.models.conftest import Saved
@@ -148,3 +151,19 @@ def test_a_plan_counts_the_slots_and_the_states_that_are_allocated(saved: SavedM
     assert held == 3 * (24 * model.slot_bytes(shape.num_key_value_heads) + model.state_bytes(5))
     tensors = {tensor.data_ptr(): tensor.numel() for tensor in saved(kind)[1].state_dict().values()}  # tied ones once
     assert inventory(shape).num_parameters == pytest.approx(sum(tensors.values()), rel=1e-4)  # layers are in their mean
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_keep_the_states_of_their_heads_as_planned(saved: SavedModels, num_ranks: int) -> None:
+    """Four key heads on three ranks: two, one and one."""
+    folder, comms = saved("qwen3_next")[0], thread_comms(num_ranks)
+    runners: list[Any] = load_ranks(folder, comms)
+    for runner in runners:
+        runner.allocate(batch_size=3, capacity=24, num_rolled_back=4)
+    kept = [[*runner._states.inputs.values(), *runner._states.states.values()] for runner in runners]
+    held = [sum(each.nbytes for each in of_rank) for of_rank in kept]
+    shape = read_config(folder)[0]
+    model = PlannedModel(name="mine", shape=shape, dtype=Dtype.fp32, quantization="none")
+    parts = rank_shares(model, num_ranks=num_ranks, kind=TargetKind.tensor)
+    assert held == [3 * model.state_bytes(5, part) for part in parts]
+    assert sum(held) == 3 * model.state_bytes(5)
