@@ -52,7 +52,9 @@ def scored(pair: Pair, model: PreTrainedModel, sampling: SamplingConfig, **setti
 
 @pytest.mark.parametrize("sampling", [EXACT, PENALIZED], ids=["model's law", "another law"])
 @pytest.mark.parametrize(
-    "settings", [{}, {"plain": True}, heavy({"verification": "block"}), {"verification": "coupled"}], ids=str
+    "settings",
+    [{}, heavy({"plain": True}), heavy({"verification": "block"}), heavy({"verification": "coupled"})],
+    ids=str,
 )
 def test_a_chain_changes_no_figure(
     pair: Pair, model: PreTrainedModel, sampling: SamplingConfig, settings: dict[str, Any]
