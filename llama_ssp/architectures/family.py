@@ -63,9 +63,9 @@ class Family:
     keeps_scores: bool = False  # no fused kernel computes its attention, so a forward keeps the scores of all heads.
     cuts_vocabulary: bool = False  # the embedding is sharded, whether or not the library's plan says so.
     cuts_own_embedding: bool = False  # also if the embedding is a class of the family itself.
-    # kinds of layers that keep a state (`models.states`), or nothing, beside those with keys and values.
+    # kinds of layers without keys and values: they keep a state (`models.states`), or nothing; `hybrid` ones keep both.
     recurrent: tuple[str, ...] = ()
-    gates_queries: bool = False  # each query head has a gate of its width beside it, in the same matrix.
+    gates_queries: bool = False  # the matrix of queries also makes a gate of each head, behind it.
     keeps_attention: bool = False  # every rank computes attention: its norms need the outputs of all heads.
     # tensor-parallel plan, style by module, beside the library's.
     tp_plan: Mapping[str, str] = field(default_factory=dict)

@@ -364,7 +364,7 @@ def most_of(num_ranks: int, number: int, chance: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class KeptStates:
-    """What some recurrent layers keep of a row, each: inputs of a convolution over `width` tokens, and a state.
+    """The states of some layers: each keeps, of a row, inputs of a convolution over `width` tokens, and a state.
 
     Of a layer without a state `num_values` is 0. Ranks share `num_units` heads of it; 0 leaves it whole on each.
     """
@@ -376,7 +376,7 @@ class KeptStates:
     num_values: int
 
     def of_rank(self, shard: RankShard) -> "KeptStates":
-        """What a rank holds."""
+        """The part of a rank."""
         if not self.num_units:
             return self
         own = shard.num_of(self.num_units)

@@ -485,7 +485,7 @@ def refused_by_states(*models: ModelShape | None, has_tree: bool, own_tokenizer:
             )
         if shape and kinds and place and own_tokenizer:
             return (
-                f"{said('draft.tokenizer', 'own')} spells a text anew from several tokens back, and a layer of kind "
+                f"{said('draft.tokenizer', 'own')} respells a text from several tokens back, and a layer of kind "
                 f"{kinds[0]}, as this {shape.model_type} draft has, keeps no state there: give a draft without such "
                 "layers, or with the target's tokenizer"
             )

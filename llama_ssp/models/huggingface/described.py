@@ -96,7 +96,7 @@ def modules_of(model: PreTrainedModel, shape: ModelShape) -> Inventory:
 
 
 def _states(model: PreTrainedModel) -> tuple[KeptStates, ...]:
-    """What recurrent layers keep, those alike together; nothing of a family whose layers run as they are."""
+    """The states of recurrent layers, those alike together; none of a family whose layers run as they are."""
     if not record_of(model.config.model_type).recurrent:
         return ()
     alike = Counter((*state_of(mixer)[1:4], getattr(mixer, "num_k_heads", 0)) for mixer in mixers_of(model))
