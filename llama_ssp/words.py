@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 _TO_LIBRARY: ContextVar[bool] = ContextVar("to_library", default=False)
-_ARGUMENTS = {"model": "target", "verification": "rule", "stop_strings": "stop"}
+_ARGUMENTS = {"verification.rule": "verification"}
 _GROUPS = {"sampling", "speculation", "verification", "hardware", "draft", "model", "draft.model"}
 """Settings with another name as arguments, and groups whose settings are arguments without the group."""
 _PHRASES: dict[tuple[str, object], str] = {

@@ -50,7 +50,7 @@ def _streamer(value: Any) -> object:  # noqa: ANN401 - anything with these metho
 
 
 _READERS: dict[str, tuple[Callable[[Any], object], str]] = {
-    "stop": (_texts, "a text or a list of texts"),
+    "stop_strings": (_texts, "a text or a list of texts"),
     "bad_words": (_texts, "a text or a list of texts"),
     "logit_bias": (_biases, "numbers by the ids of tokens, for example {198: -2.5}"),
     "streamer": (_streamer, "a streamer of transformers, such as TextStreamer(pair.tokenizer)"),
@@ -74,7 +74,8 @@ def known_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Argume
         counterpart = FOREIGN.get(name.casefold())
         other = counterpart and key_of(counterpart.key)
         meant = other if other in names else similar_name(name, names)
-        hint = f"did you mean {meant}?" if meant else f"it takes {', '.join(names)}"
+        here = counterpart.sentence if counterpart and not counterpart.key else f"it takes {', '.join(names)}"
+        hint = f"did you mean {meant}?" if meant else here
         return f"unknown argument {name!r} of {function.__name__}: {hint}"
 
     @wraps(function)
@@ -133,7 +134,7 @@ def formats_of(given: Mapping[str, Any]) -> tuple[dict[str, object], dict[str, o
 
 
 def entry_of(what: str, given: object, **formats: object) -> ModelConfig:
-    """Make the entry of a model: a name of the catalogue, a folder, or an id of the hub; `what` is target or draft.
+    """Make the entry of a model: a name of the catalogue, a folder, or an id of the hub; `what` is model or draft.
 
     `formats` are those of `in_format`. Raises ConfigError for anything else, and as `in_format`.
     """

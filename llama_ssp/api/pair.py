@@ -217,12 +217,12 @@ class Pair:
         sampling: str | None = None,
         seed: int = 0,
         num_samples: int = 1,
-        stop: str | Sequence[str] = (),
+        stop_strings: str | Sequence[str] = (),
         chat: bool = False,
         chat_arguments: Mapping[str, Any] = NO_ARGUMENTS,
         streamer: BaseStreamer | None = None,
         batch_size: int = 32,
-        rule: str = DEFAULT,
+        verification: str = DEFAULT,
         plain: bool = False,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
@@ -249,12 +249,12 @@ class Pair:
             seed: the same seed gives the same text. A prompt's text depends on the seed, its tokens, and how many equal
                 prompts came before it in the list, as in `llama-ssp run`.
             num_samples: completions of each prompt; those of one prompt follow one another in the result.
-            stop: texts that end a completion, which keeps them.
+            stop_strings: texts that end a completion, which keeps them.
             chat: prompts that are texts are a user's messages, for the tokenizer's chat template.
             chat_arguments: arguments of the chat template, such as {"enable_thinking": False}.
             streamer: of transformers, such as TextStreamer; for one completion only.
             batch_size: the most rows that are decoded together.
-            rule: a verification rule.
+            verification: name of a rule.
             plain: decode with the target alone, for comparison.
             logprobs: log-probabilities of every new token, and of so many of the most probable ones in its place
                 (`log_probs.CompletionLogProbs`); the target reads every text once more.
@@ -274,9 +274,9 @@ class Pair:
                 "prompt_logprobs",
             )  # fmt: skip
             config = replace(
-                self.config, sampling=drawn, verification=VerificationConfig(rule=read["rule"]),
+                self.config, sampling=drawn, verification=VerificationConfig(rule=read["verification"]),
                 speculation=SpeculationConfig(num_draft_tokens=read["num_draft_tokens"], tree=read["tree"]),
-                stop_strings=read["stop"],
+                stop_strings=read["stop_strings"],
                 **{name: read[name] for name in same},
             )  # fmt: skip
             check_values(config)
@@ -391,7 +391,7 @@ def _as_prompt(number: int, prompt: object, tokenizer: PreTrainedTokenizerBase, 
 
 @known_arguments
 def load(
-    target: str | Path | PreTrainedModel,
+    model: str | Path | PreTrainedModel,
     draft: str | Path | PreTrainedModel | None = None,
     *,
     dtype: _OneDtype | tuple[_OneDtype, _OneDtype] = None,
@@ -403,8 +403,8 @@ def load(
     """Load a pair of models into this process.
 
     Args:
-        target: a name of the catalogue, a folder with a checkpoint, the id of a model of the Hugging Face hub, or a
-            loaded causal language model of transformers, whose weights are copied.
+        model: the target: a name of the catalogue, a folder with a checkpoint, the id of a model of the Hugging Face
+            hub, or a loaded causal language model of transformers, whose weights are copied.
         draft: the same for the draft, or "ngram"; None decodes with the target alone.
         dtype: number format of both, or a tuple with the target's and the draft's; None for the device's default
             (`planning.spec.number_format`).
@@ -427,7 +427,7 @@ def load(
         kind, gpu = _read_device(device)
         choice, tokenizers = _read_tokenizers(tokenizer)
         formats = formats_of({"dtype": dtype, "quantization": quantization, "cache_dtype": cache_dtype})
-        target_entry, loaded_target = _read_model("target", target, tokenizers[0], **formats[0])
+        target_entry, loaded_target = _read_model("model", model, tokenizers[0], **formats[0])
         drafter, loaded_draft = drafter_without_model(draft), Loaded()
         if drafter is None:
             draft_entry, loaded_draft = _read_model("draft", draft, tokenizers[1], **formats[1])

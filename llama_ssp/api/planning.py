@@ -38,7 +38,7 @@ _AUTO = "auto"
 
 @known_arguments
 def plan(  # noqa: PLR0913 - a notebook shows this signature
-    target: str | Path,
+    model: str | Path,
     draft: str | Path | None = None,
     *,
     hardware: str | HardwareConfig | None = None,
@@ -59,7 +59,7 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
     """Forecast memory and time of a run; loads nothing, and needs neither a GPU nor torch.
 
     Args:
-        target: a name of the catalogue, a folder with a config.json, or the id of a model of the Hugging Face hub.
+        model: the target: a name of the catalogue, a folder with a config.json, or the id of a model of the hub.
         draft: the same for the draft, or "ngram"; None plans plain decoding.
         hardware: a name of conf/hardware, or a description; None for this machine with one GPU, as `load` uses it.
         num_gpus: GPUs of a node, if not all.
@@ -102,7 +102,7 @@ def _config(read: Mapping[str, Any], machine: HardwareConfig) -> PlanConfig:
         entry = entry_of("draft", read["draft"], **formats[1])
         drafter = model_drafter(entry, tokenizer=read["tokenizer"])
     return PlanConfig(
-        model=entry_of("target", read["target"], **formats[0]), draft=drafter,
+        model=entry_of("model", read["model"], **formats[0]), draft=drafter,
         hardware=asdict(machine), sampling=SamplingConfig(temperature=read["temperature"]),
         speculation=SpeculationConfig(
             num_draft_tokens=read["num_draft_tokens"], acceptance=read["acceptance"]

@@ -63,9 +63,9 @@ class Family:
     keeps_scores: bool = False  # no fused kernel computes its attention, so a forward keeps the scores of all heads.
     cuts_vocabulary: bool = False  # the embedding is sharded, whether or not the library's plan says so.
     cuts_own_embedding: bool = False  # also if the embedding is a class of the family itself.
-    # kinds of layers that keep a state (`models.states`), or nothing, beside those with keys and values.
+    # kinds of layers without keys and values: they keep a state (`models.states`), or nothing; `hybrid` ones keep both.
     recurrent: tuple[str, ...] = ()
-    gates_queries: bool = False  # each query head has a gate of its width beside it, in the same matrix.
+    gates_queries: bool = False  # the matrix of queries also makes a gate of each head, behind it.
     keeps_attention: bool = False  # every rank computes attention: its norms need the outputs of all heads.
     # tensor-parallel plan, style by module, beside the library's.
     tp_plan: Mapping[str, str] = field(default_factory=dict)
@@ -164,18 +164,27 @@ def _inventory(parameters: Callable[[ModelShape], Inventory], sizes: tuple[tuple
 
 _OTHER_LAYERS = {
     "linear_attention": (
-        "bailing_hybrid", "bamba", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "mamba", "mamba2",
-        "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text",
-        "recurrent_gemma", "zamba", "zamba2",
+        "bailing_hybrid", "falcon_mamba", "jamba", "kimi_linear", "mamba", "mamba2", "minimax", "olmo_hybrid",
+        "qwen4_exp_text", "recurrent_gemma", "zamba", "zamba2",
     ),
     "indexed_attention": ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
-    "hybrid": ("falcon_h1", "inkling2_text", "inkling_text", "zaya"),
-    "conv": ("lfm2", "lfm2_moe", "lfm3"),
+    "hybrid": ("inkling2_text", "inkling_text", "zaya"),
+    "conv": ("lfm3",),
     "chunked_attention": ("llama4_text",),
     "compressed_sparse_attention": ("deepseek_v4",),
     "heavily_compressed_attention": ("deepseek_v4",),
+    "wkv": ("rwkv",),
+    "mlstm": ("xlstm",),
 }  # fmt: skip
 """Families with layers that the static cache has no place for, whose files need not list their layers."""
+_REASONS = {
+    **dict.fromkeys(("linear_attention", "hybrid", "conv", "wkv", "mlstm"), "whose states do not roll back here"),
+    "indexed_attention": "whose tokens read slots that an index of the layer's own chooses",
+    "chunked_attention": "whose tokens see no position before their own chunk",
+    "compressed_sparse_attention": "whose tokens read blocks of slots in compressed form",
+    "heavily_compressed_attention": "whose tokens read blocks of slots in compressed form",
+}
+"""Why such layers do not run, in families whose record does not name them."""
 _SAME_LAYERS = {"mamba": "linear_attention", "attention": "full_attention"}
 """Kinds of layers by their names in older files."""
 _FAILURES = {
@@ -205,9 +214,10 @@ def check_servable(field: Callable[[str], Any]) -> None:
         )
     other = sorted(kinds - {"sliding_attention", "full_attention", *record.recurrent})
     if other:
+        reason = _REASONS.get(other[0], "which the cache has no place for")
         raise ConfigError(
-            f"this {model} has layers of kind {', '.join(other)}: sliding_attention or full_attention is required by "
-            "the static cache"
+            f"this {model} has layers of kind {', '.join(other)}, {reason}: sliding_attention, full_attention or a "
+            "recurrent family of docs/guides/models.md is required"
         )
     # Of "vision", only images are read in both directions.
     if field("use_bidirectional_attention") not in {None, False, "vision"} or field("is_causal") is False:

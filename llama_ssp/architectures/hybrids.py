@@ -9,7 +9,10 @@ _LINEAR = ("linear_attention",)
 
 
 def _plan(*, attention: str = "self_attn", mlp: str = "feed_forward") -> dict[str, str]:
-    """The tensor-parallel plan of attention and MLPs; every rank has the recurrent layers whole."""
+    """The tensor-parallel plan of attention and MLPs; every rank has Mamba 2 and convolutions whole.
+
+    The norm behind Mamba 2 goes over all heads of a group, and most models have one group.
+    """
     columns = {attention: ("q_proj", "k_proj", "v_proj"), mlp: ("gate_proj", "up_proj", "w1", "w3", "input_linear")}
     rows = {attention: ("o_proj", "out_proj"), mlp: ("down_proj", "w2", "output_linear")}
     return {
@@ -20,11 +23,11 @@ def _plan(*, attention: str = "self_attn", mlp: str = "feed_forward") -> dict[st
     } | {"lm_head": "colwise_gather_output"}
 
 
-_DELTA_WHOLE = {
-    f"model.layers.*.linear_attn.{name}": "replicated"
+_DELTA = {"model.layers.*.linear_attn": "recurrent"} | {
+    f"model.layers.*.linear_attn.{name}": "replicated"  # cut together, with their convolution
     for name in ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 }
-_delta = partial(unwritten, adapt=_MIXERS, recurrent=_LINEAR, tp_plan=_DELTA_WHOLE, gates_queries=True)
+_delta = partial(unwritten, adapt=_MIXERS, recurrent=_LINEAR, tp_plan=_DELTA, gates_queries=True)
 QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE = _delta("qwen3_next"), _delta("qwen3_5_text"), _delta("qwen3_5_moe_text")
 
 _convolved = partial(unwritten, adapt=_MIXERS, recurrent=("conv",), tp_plan=_plan())

@@ -193,6 +193,10 @@ class RankShard:
                 block = next(even, least) if cut is Cut.mlp_units else least
                 return (split_blocks(size, self.num_ranks, block=block)[self.rank],)
 
+    def num_of(self, num_units: int) -> int:
+        """How many of some units this rank holds that are cut one by one."""
+        return len(split_blocks(num_units, self.num_ranks)[self.rank])
+
     def num_features(self, cut: Cut, size: int) -> int:
         """The number of them."""
         return sum(map(len, self.features(cut, size)))
@@ -306,6 +310,7 @@ class Matrix:
     num_chosen: float = 0.0
     whole_columns: int = 0
     num_sharers: int = 1
+    num_units: int = 0  # heads of a recurrence, which ranks share; 0 where the module's name says how it is cut.
 
     @cached_property
     def num_elements(self) -> int:
@@ -331,7 +336,11 @@ class Matrix:
             )
         if self.cut is None:
             return self
-        width = shard.num_features(cut_of(self.module), self.num_columns if self.cut else self.num_rows)
+        size = self.num_columns if self.cut else self.num_rows
+        if self.num_units:
+            width = size // self.num_units * shard.num_of(self.num_units)
+        else:
+            width = shard.num_features(cut_of(self.module), size)
         rows, columns = (width, self.num_columns) if self.cut == 0 else (self.num_rows, width)
         return replace(self, num_rows=rows, num_columns=columns, whole_columns=self.num_columns)
 
@@ -355,15 +364,24 @@ def most_of(num_ranks: int, number: int, chance: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class KeptStates:
-    """What some recurrent layers keep of a row, each: inputs of a convolution over `width` tokens, and a state.
+    """The states of some layers: each keeps, of a row, inputs of a convolution over `width` tokens, and a state.
 
-    Of a layer without a state `num_values` is 0.
+    Of a layer without a state `num_values` is 0. Ranks share `num_units` heads of it; 0 leaves it whole on each.
     """
 
+    num_units: int = 0
     num_layers: int
     num_channels: int
     width: int
     num_values: int
+
+    def of_rank(self, shard: RankShard) -> "KeptStates":
+        """The part of a rank."""
+        if not self.num_units:
+            return self
+        own = shard.num_of(self.num_units)
+        channels, values = (size * own // self.num_units for size in (self.num_channels, self.num_values))
+        return replace(self, num_channels=channels, num_values=values)
 
     def row_bytes(self, num_kept: int, *, value_bytes: int) -> int:
         """Bytes of all layers for a row that keeps the states behind its last `num_kept` tokens."""
@@ -386,7 +404,7 @@ class Inventory:
     final_vectors: int  # elements of the last norm.
     num_layers: int
     cached_values: int = 0  # of a token in all layers, where a cache keeps others than the heads of the shape say.
-    states: tuple[KeptStates, ...] = ()  # of recurrent layers, whole on every rank.
+    states: tuple[KeptStates, ...] = ()  # of recurrent layers.
 
     def __hash__(self) -> int:
         """Equal inventories have equal hashes."""
@@ -430,7 +448,7 @@ class Inventory:
         """The parameters with some of them not to be cut; each rank then has its slice of a tied head as a copy."""
 
         def kept(matrix: Matrix) -> Matrix:
-            is_cut = matrix.cut is not None and not stays_whole(matrix.module, whole)
+            is_cut = matrix.cut is not None and bool(matrix.num_units or not stays_whole(matrix.module, whole))
             return matrix if is_cut else replace(matrix, cut=None)
 
         embeddings, head = tuple(map(kept, self.embeddings)), self.head
@@ -454,6 +472,7 @@ class Inventory:
             layer=tuple(matrix.of_rank(shard) for matrix in self.layer),
             embeddings=tuple(matrix.of_rank(shard) for matrix in self.embeddings),
             head=self.head and self.head.of_rank(shard),
+            states=tuple(kept.of_rank(shard) for kept in self.states),
         )
 
     def of_layers(self, num_layers: int, *, first: bool, last: bool) -> "Inventory":

@@ -106,7 +106,7 @@ def read_config(folder: Path, *, describes: bool = True) -> tuple[ModelShape, Dt
     model_type = content.get("model_type")
     if not isinstance(model_type, str):
         raise _incomplete(file, "model_type")
-    family, shape, refusal = record_of(model_type), None, ""
+    family, shape, refusal, layers = record_of(model_type), None, "", ""
     if model_type not in kinds():
         content = _of_text(model_type, content, whole)
     field = fields_of(content)
@@ -115,13 +115,15 @@ def read_config(folder: Path, *, describes: bool = True) -> tuple[ModelShape, Dt
     try:
         check_servable(field)
     except ConfigError as error:
-        refusal = str(error)
+        refusal = layers = str(error)
     try:
         is_known = model_type in kinds()
         shape = shape or shape_from(field, ties=bool(field("tie_word_embeddings")), derives_units=is_known)
     except KeyError as error:
         if family.is_written:
             raise _incomplete(file, error.args[0]) from None
+        if layers:
+            raise PlacementError(layers) from None
         message = f"no plan for {model_type} models: {file} does not give {error.args[0]}, as a Llama's would"
         raise PlacementError(message) from None
     shape = replace(shape, refusal=refusal)

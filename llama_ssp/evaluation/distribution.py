@@ -76,14 +76,14 @@ def judge(evidence: Evidence) -> Evaluation:
         "plain and speculative samples come from different distributions"
     )  # fmt: skip
     missed = [f"{fault} ({chance:.2f})" for fault, chance in power.items() if chance < LEAST_POWER]
-    unseen = f"; too few tokens to find, with their chances: {', '.join(missed)}" if passed and missed else ""
     apart, difference = total_variation(groups, seed=_SEED), mean_interval([group.differences for group in groups])
     return Evaluation(
         suite=SUITE.name,
         passed=passed,
+        unseen=missed,
         reason=(
             f"{verdict}: of {len(p_values)} p-values the worst is {p_values[worst]:.2g} for {worst}, "
-            f"{'above' if passed else 'not above'} {least[worst]:.2g} ({len(evidence.pairs)} pairs){unseen}"
+            f"{'above' if passed else 'not above'} {least[worst]:.2g} ({len(evidence.pairs)} pairs)"
         ),
         measures=[
             *(Measure(name=f"p-value, {name}", value=p_values[name]) for name in tests),

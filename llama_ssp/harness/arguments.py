@@ -12,7 +12,8 @@ from llama_ssp.settings.checks import check_values
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import DrafterConfig, RunConfig, SamplingConfig, SpeculationConfig, VerificationConfig
 
-_SAMPLING = {entry.name for entry in fields(SamplingConfig)} - {"from_model"}
+_NEEDS_IDS = {"bad_ids", "eos_ids", "bad_words", "logit_bias", "min_new_tokens"}
+_SAMPLING = {entry.name for entry in fields(SamplingConfig)} - {"from_model"} - _NEEDS_IDS
 _OTHER = {"do_sample", "until", "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"}
 _WITHOUT_EFFECT = {
     "top_k": (0, -1), "top_p": (0, -1), "min_p": (0,),
@@ -26,7 +27,7 @@ class ModelArguments:
     """Arguments that `--model_args` may set.
 
     Attributes:
-        target: a name of the catalogue, or a folder with a checkpoint.
+        model: the target, a name of the catalogue, or a folder with a checkpoint.
         draft: the same for the draft; None decodes with the target alone.
         dtype: number format of both, such as bf16; None for the device's default.
         device: auto, cpu, cuda, or one GPU such as cuda:1.
@@ -38,7 +39,7 @@ class ModelArguments:
         seed: the same seed gives the same answers to the same tasks.
     """
 
-    target: str
+    model: str
     draft: str | None = None
     dtype: str | None = None
     device: str = "auto"
@@ -54,8 +55,8 @@ class ModelArguments:
         """Read arguments whose values the harness has parsed; raises ConfigError for all problems together."""
         known = [argument.name for argument in fields(cls)]
         problems = [unknown_name("model argument", name, known) for name in given if name not in known]
-        if "target" not in given:
-            problems.append("a target is required: give --model_args target=NAME, or the folder of a checkpoint")
+        if "model" not in given:
+            problems.append("a model is required: give --model_args model=NAME, or the folder of a checkpoint")
         refuse(problems)
         values = {name: value for name, value in given.items() if value is not None}
         numbers = {name: int(value) for name, value in values.items() if isinstance(value, str) and value.isdecimal()}
@@ -71,7 +72,7 @@ class ModelArguments:
             "seed": self.seed,
         }
         check_values(
-            RunConfig(task=GenerateConfig(), model=ModelConfig(name=self.target), draft=DrafterConfig(), **decided)
+            RunConfig(task=GenerateConfig(), model=ModelConfig(name=self.model), draft=DrafterConfig(), **decided)
         )
         return decided
 

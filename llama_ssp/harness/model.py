@@ -44,7 +44,7 @@ class SpeculativeLM(TemplateLM):  # type: ignore[misc] # the package has no type
         super().__init__()
         self._arguments = ModelArguments.read(arguments)
         given, settings = self._arguments, self._arguments.settings()
-        pair = load(given.target, given.draft, dtype=given.dtype, device=given.device)
+        pair = load(given.model, given.draft, dtype=given.dtype, device=given.device)
         self._config = replace(pair.config, **settings)
         self._models = pair.models
         self.tokenizer = self._models.tokenizer
@@ -54,7 +54,7 @@ class SpeculativeLM(TemplateLM):  # type: ignore[misc] # the package has no type
         self.max_length = given.max_length or context
         if self.max_length > context:
             raise ConfigError(
-                f"max_length={self.max_length} is more than the context of target={given.target}, {context}"
+                f"max_length={self.max_length} is more than the context of model={given.model}, {context}"
             )
 
     @classmethod

@@ -88,7 +88,7 @@ def best_of(logits: Tensor, *, first: int = 0, comm: Comm | None = None) -> Tens
         comm: ranks that have the other tokens, in the order of their ids; None if there are none.
     """
     largest, ids = logits.max(-1, keepdim=True)
-    best = torch.cat([largest.float(), (ids + first).float()], dim=-1)
+    best = torch.cat([largest.float(), ids + first], dim=-1)  # which makes floats of the ids
     if comm is None or comm.size == 1:
         return best
     of_ranks = comm.all_gather_last(best, (2,) * comm.size).unflatten(-1, (comm.size, 2))

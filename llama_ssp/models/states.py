@@ -29,7 +29,7 @@ from llama_ssp.workspaces import Workspace
 
 
 class LayerState(NamedTuple):
-    """What a recurrent layer keeps of a row, on this rank.
+    """Sizes of the state that a recurrent layer keeps of a row, on this rank.
 
     Attributes:
         number: of the layer in its model.

@@ -27,6 +27,7 @@ from llama_ssp.architectures.matrices import (
     RankShard,
     WholeParts,
     cut_of,
+    split_blocks,
     split_model,
     stays_whole,
     widths,
@@ -41,6 +42,8 @@ from llama_ssp.storage.formats import NO_QUANTIZATION
 
 EXPERTS = "moe_tp_experts"
 """The library's style of a module of experts, each of which is cut."""
+RECURRENT = "recurrent"
+"""Our style of a gated delta rule, whose key heads ranks share, with the value heads of each."""
 
 
 class LocalModule(nn.Module):
@@ -167,8 +170,8 @@ def shard(
         is_own_embedding = isinstance(module, nn.Embedding) and type(module) is not nn.Embedding
         if style.startswith("replicated") or (is_own_embedding and not record_of(shape.model_type).cuts_own_embedding):
             continue
-        if style == EXPERTS:
-            _cut_experts(module, shards[comm.rank], comm)
+        if style in {EXPERTS, RECURRENT}:
+            (_cut_experts if style == EXPERTS else _cut_recurrent)(module, shards[comm.rank], comm)
             continue
         if stays_whole(name, whole):
             continue
@@ -267,6 +270,29 @@ def _cut_experts(experts: Any, shard: RankShard, comm: Comm) -> None:  # noqa: A
             del experts.down_proj_bias
             experts.register_buffer("down_proj_bias", zeros, persistent=False)
     _cut_parameters(experts, slices)
+
+
+def _cut_recurrent(mixer: Any, shard: RankShard, comm: Comm) -> None:  # noqa: ANN401 - of transformers
+    """Keep this rank's key heads of a recurrence, with their value heads, and add up what the ranks compute."""
+    num_heads, heads = mixer.num_k_heads, split_blocks(mixer.num_k_heads, shard.num_ranks)[shard.rank]
+
+    def own(size: int, *, behind: int = 0) -> range:
+        """The features of the own heads among those of all, which stand behind others."""
+        return range(behind + heads.start * size // num_heads, behind + heads.stop * size // num_heads)
+
+    key_dim, value_dim, num_values = mixer.key_dim, mixer.value_dim, mixer.num_v_heads
+    mixed = own(key_dim), own(key_dim, behind=key_dim), own(value_dim, behind=2 * key_dim)
+    for name, module in mixer.named_children():
+        if name in {"conv1d", "in_proj_qkv"}:
+            _cut_parameters(module, {"weight": Slice(0, mixed)})
+        elif name == "out_proj":
+            _cut_parameters(module, {"weight": Slice(1, (own(value_dim),))})
+        elif name.startswith("in_proj"):  # its features are those of one key head after the other
+            _cut_parameters(module, {"weight": Slice(0, (own(len(module.weight)),))})
+    _cut_parameters(mixer, {name: Slice(0, (own(num_values),)) for name in ("A_log", "dt_bias")})
+    mixer.num_k_heads, mixer.num_v_heads = len(heads), len(own(num_values))
+    mixer.key_dim, mixer.value_dim = len(own(key_dim)), len(own(value_dim))
+    mixer.register_forward_hook(lambda _module, _inputs, y_BTE: comm.all_reduce(y_BTE))
 
 
 def _keep_own(shard: RankShard, experts: Any, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401

@@ -66,8 +66,8 @@ class Acceptance:
         known = [min(scale * one, 1.0) for one in self.known]
         first, decline = _declining(probability, self.num_draft_tokens, self.decline)
         known = known or [first]
-        further = (known[-1] * decline**times for times in range(1, number))
-        return (*known, *further)[:number]
+        further = accumulate(repeat(decline, number), mul, initial=known[-1])
+        return (*known[:-1], *further)[:number]
 
 
 _UNKNOWN_KIND = Acceptance(

@@ -305,7 +305,7 @@ def _parts(
         part = _Part(
             weights=weights,
             slot_bytes=model.slot_bytes(num_kv_heads) * held.num_layers,
-            row_bytes=model.state_bytes(num_kept) * held.num_layers,
+            row_bytes=model.state_bytes(num_kept, held) * held.num_layers,
             of_layers=shape.num_hidden_layers,
             num_heads=num_heads,
             width=(num_heads + 2 * num_kv_heads) * shape.head_dim,

@@ -20,6 +20,7 @@ from llama_ssp.architectures.engine import (
     whole_steps,
 )
 from llama_ssp.architectures.family import inventory, record_of
+from llama_ssp.architectures.matrices import Inventory
 from llama_ssp.architectures.reading import read_config, read_stored_format
 from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelConfig, ModelShape, read_path
 from llama_ssp.errors import CheckpointError, ConfigError
@@ -94,10 +95,13 @@ class PlannedModel:
         of_local = kinds.count("s") * num_kv_heads * head_bytes
         return 2 * (of_local + kinds.count("g") * of_global * of_head(shape.global_head_dim))
 
-    def state_bytes(self, num_kept: int) -> int:
-        """Bytes of the states of a row, if those behind its last `num_kept` tokens are kept; 0 without such layers."""
-        value_bytes = DTYPE_BYTES[self.dtype]
-        return sum(kept.row_bytes(num_kept, value_bytes=value_bytes) for kept in inventory(self.shape).states)
+    def state_bytes(self, num_kept: int, held: Inventory | None = None) -> int:
+        """Bytes of the states of a row, if those behind its last `num_kept` tokens are kept; 0 without such layers.
+
+        They are those of a rank that holds `held`, by default of all.
+        """
+        value_bytes, states = DTYPE_BYTES[self.dtype], (held or inventory(self.shape)).states
+        return sum(kept.row_bytes(num_kept, value_bytes=value_bytes) for kept in states)
 
     @cached_property
     def has_own_cache(self) -> bool:
@@ -481,7 +485,7 @@ def refused_by_states(*models: ModelShape | None, has_tree: bool, own_tokenizer:
             )
         if shape and kinds and place and own_tokenizer:
             return (
-                f"{said('draft.tokenizer', 'own')} spells a text anew from several tokens back, and a layer of kind "
+                f"{said('draft.tokenizer', 'own')} respells a text from several tokens back, and a layer of kind "
                 f"{kinds[0]}, as this {shape.model_type} draft has, keeps no state there: give a draft without such "
                 "layers, or with the target's tokenizer"
             )

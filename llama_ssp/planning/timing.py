@@ -79,8 +79,6 @@ FAR, FIRST, GAINS = (0.70, 2.24), (0.85, 1.75), (0.70, 1.05)
 MOST_NEAR, MOST_PACKED, LEAST_STEP_S = 64, 32, 0.0025
 PUBLISHED_GPUS = ("A100", "H100", "H200", "B200", "MI250", "RTX 4090")
 PUBLISHED_FORMATS = (NO_QUANTIZATION, "int8_weight_only", "int4_weight_only")
-COPY_SHARE = 0.83
-"""Default share of the data sheet's bandwidth that a plain copy reaches: 1.7 of 2.039 TB/s on an A100-80GB."""
 OPERATORS_PER_LAYER = 25
 """Operators that the lean decoder launches per layer, including views."""
 COMPILED_OPERATORS = 7
@@ -154,11 +152,6 @@ class ForwardTime:
         return self.matrices_s + self.attention_s + self.operators_s + self.collectives_s
 
 
-def bandwidth(hardware: HardwareConfig) -> float:
-    """Achievable bytes/s of a long read."""
-    return hardware.copy_bytes_per_s or COPY_SHARE * hardware.bandwidth_bytes_per_s
-
-
 @lru_cache(maxsize=8192)  # a search asks for the same forwards many times
 def forward_time(
     placement: ModelPlacement, hardware: HardwareConfig,
@@ -176,7 +169,7 @@ def forward_time(
         for held in placement.shares
     ]
     layers, kernels = placement.model.shape.num_hidden_layers, placement.kernels
-    states_s = batch_size * _state_bytes(placement, num_positions) / bandwidth(hardware)
+    states_s = batch_size * _state_bytes(placement, num_positions) / hardware.read_bytes_per_s
     frame_s = kernels.frame * (hardware.kernel_s if placement.cuda_graphs else hardware.launch_s)
     return ForwardTime(
         matrices_s=sum(matrices) if layer_wise else max(matrices),
@@ -219,9 +212,11 @@ def _roofline_s(
     seconds = 0.0
     for size, count in sizes.items():
         packed = storage.matrix_bytes(size, value_bytes, group=model.layout.group if model.layout else 0)
-        read_bytes = storage.read_bytes(
-            tokens, packed, value_bytes * size, device=hardware.device, slowdown=hardware.slowdown
-        )
+        read_bytes: float = packed
+        if storage.is_quantized:
+            read_bytes = storage.read_bytes(
+                tokens, packed, value_bytes * size, device=hardware.device, slowdown=hardware.slowdown
+            )
         operations = 2 * tokens * size
         if speed := hardware.products.get(storage.name if storage.is_quantized else matrix_dtype.name):
             seconds += count * times * max(read_bytes / speed.bytes_per_s, operations / speed.flops_per_s)
@@ -240,7 +235,7 @@ def _product_s(read_bytes: float, model: PlannedModel, hardware: HardwareConfig,
     rate of the best product, as published gains of drafts in batches fall (docs/findings/forecasts.md).
     """
     flops = hardware.flops_per_s.get(model.dtype.name) or max(hardware.flops_per_s.values())
-    reading, computing = read_bytes / bandwidth(hardware), operations / (hardware.flops_share * flops)
+    reading, computing = read_bytes / hardware.read_bytes_per_s, operations / (hardware.flops_share * flops)
     both = math.hypot(reading, USUAL_SHARE * computing) if hardware.device == "cuda" else 0.0
     return max(reading, computing, both)
 
@@ -261,7 +256,7 @@ def _attention_s(
 def _state_bytes(placement: ModelPlacement, num_positions: int) -> int:
     """Bytes of states that a forward reads and writes for a row: the first, and those behind tokens but a prompt's."""
     num_moved = 1 + (num_positions if num_positions <= MOST_DRAFT_TOKENS + 1 else 1)
-    return placement.model.state_bytes(num_moved)
+    return max(placement.model.state_bytes(num_moved, held) for held in placement.shares)
 
 
 def _more_layers(placement: ModelPlacement) -> float:
@@ -512,7 +507,7 @@ class CostModel:
     def _kernels_s(self, num_kernels: int, num_passes: int, numbers: int) -> float:
         """Kernels that together make `num_passes` over fp32 numbers."""
         launch_s = self.hardware.kernel_s if self.spec.cuda_graphs else self.hardware.launch_s
-        return num_kernels * launch_s + num_passes * 4 * numbers / bandwidth(self.hardware)
+        return num_kernels * launch_s + num_passes * 4 * numbers / self.hardware.read_bytes_per_s
 
     def agree_s(self, num_draft_tokens: int, *kinds: str) -> float:
         """Messages of these kinds between the ranks of a replica, one after the other."""

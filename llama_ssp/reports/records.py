@@ -138,6 +138,7 @@ class SpeculativeSummary(PlainSummary):
     verify_s: float
     other_s: float
     drafted_histogram: list[int] | None = None
+    accepted_by_position: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,17 +279,24 @@ MEASURE_COLUMNS = ["", "value", "95 % interval"]
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The verdict of a suite of `task=evaluate`; `reason` is a clause that says why it passed or failed."""
+    """The verdict of a suite of `task=evaluate`.
+
+    Attributes:
+        reason: a clause that says why it passed or failed.
+        unseen: faults that so few tokens would hardly show, with their chances.
+    """
 
     suite: str
     passed: bool
     reason: str
     measures: list[Measure]
+    unseen: list[str] = field(default_factory=list)
 
     @property
     def outcome(self) -> str:
-        """The verdict in two words."""
-        return f"suite={self.suite} {'passed' if self.passed else 'failed'}"
+        """The verdict in a few words; one that had too few tokens says what it could not have found."""
+        but = f", but could not have found {', '.join(self.unseen)}" if self.passed and self.unseen else ""
+        return f"suite={self.suite} {'passed' if self.passed else 'failed'}{but}"
 
     @property
     def sentence(self) -> str:
@@ -366,6 +374,7 @@ class RunFacts:
         point: the run's place in a sweep, with the settings in which its points differ.
         weights: "checkpoint" or "synthetic".
         baseline: where plain completions are from, if not from this run.
+        machine: processors or GPUs of the ranks.
         disturbed: why the times are not those of an undisturbed machine; None if nothing was noticed.
     """
 
@@ -377,6 +386,7 @@ class RunFacts:
     weights: str = "checkpoint"
     baseline: Baseline | None = None
     disturbed: str | None = None
+    machine: str | None = None
     placement: dict[str, Any]
     world_size: int
     seed: int

@@ -92,6 +92,13 @@ def counted_rounds(lines: Sequence[CompletionLine]) -> list[tuple[int, int]]:
     ]
 
 
+def accepted_by_position(lines: Sequence[CompletionLine]) -> list[float]:
+    """Of the rounds that count, the share that accepted the token at each position, from the first on."""
+    accepted = [number for number, _ in counted_rounds(lines)]
+    most = max((examined for _, examined in counted_rounds(lines)), default=0)
+    return [sum(number >= place for number in accepted) / len(accepted) for place in range(1, most + 1)]
+
+
 def round_gains(accepted_lengths: Sequence[int], num_draft_tokens: int) -> list[int]:
     """New tokens of each overlapped round of a row: one of the target's follows a rejection alone.
 
@@ -126,6 +133,7 @@ def _speculative(lines: Sequence[CompletionLine], num_draft_tokens: int) -> Spec
         **vars(_plain(lines)), num_rounds=num_rounds, acceptance_rate=acceptance_rate(lines),
         # A row's first token comes from its prefill.
         tokens_per_round=_ratio(_num_new_tokens(lines) - len(lines), num_rounds),
+        accepted_by_position=accepted_by_position(lines),
         accepted_histogram=histogram(accepted for accepted, _ in counted_rounds(lines)),
         drafted_histogram=histogram(k for line in lines for k in line.draft_lengths or ()) if adapts else None,
         draft_s=sum(line.draft_s for line in lines), verify_s=sum(line.verify_s for line in lines),

@@ -59,9 +59,9 @@ def runs_table(
         summary, fast, num_pairs = run.summary, run.summary.speculative, len(measured.pairs)
         rows.append([
             name_of(place, run), *(setting.texts[place] for setting in settings),
-            *(_estimated(measured.ms_per_token(mode)) for mode in (PLAIN, SPECULATIVE)),
-            _estimated(measured.speedup, unit="x"), number(summary.forecast.speedup if fast else None, "x"),
-            f"{measured.num_faster} of {num_pairs}" if num_pairs else "", _estimated(measured.acceptance, places=3),
+            *(estimated(measured.ms_per_token(mode)) for mode in (PLAIN, SPECULATIVE)),
+            estimated(measured.speedup, unit="x"), number(summary.forecast.speedup if fast else None, "x"),
+            f"{measured.num_faster} of {num_pairs}" if num_pairs else "", estimated(measured.acceptance, places=3),
             number(fast.tokens_per_round if fast else None), str(summary.num_prompts), str(summary.num_new_tokens),
             run.name, run.status,
         ])  # fmt: skip
@@ -120,12 +120,13 @@ def _spread(name: str, values: Sequence[float | None] | None) -> dict[str, objec
     return {f"{name}_p{p}": value for p, value in zip(PERCENTILES, values or [None] * len(PERCENTILES), strict=True)}
 
 
-def number(value: float | None, unit: str = "") -> str:
+def number(value: float | None, unit: str = "", *, places: int = 2) -> str:
     """A figure of a table, empty if it was not measured."""
-    return decimal(value, unit=unit, missing="")
+    return decimal(value, places, unit=unit, missing="")
 
 
-def _estimated(found: Estimate | None, *, unit: str = "", places: int = 2) -> Cell:
+def estimated(found: Estimate | None, *, unit: str = "", places: int = 2) -> Cell:
+    """A figure with its interval."""
     if found is None:
         return Cell("")
     low, high = (decimal(end, places, missing="") for end in (found.low, found.high))

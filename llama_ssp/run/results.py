@@ -8,10 +8,12 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.errors import ConfigError, FailedEvaluation
 from llama_ssp.registry import imported
+from llama_ssp.reports.provenance import processor
 from llama_ssp.reports.records import (
     SPECULATIVE,
     Baseline,
@@ -34,6 +36,7 @@ from llama_ssp.run.tasks.dry_run import forecast
 from llama_ssp.settings.drafters import draft_label
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.speculate.engine.text import IncrementalText
+from llama_ssp.words import count
 
 _log = logging.getLogger(__name__)
 _NUM_EXCERPTS, _MOST_PROMPT_CHARS, _MOST_TOKENS = 3, 400, 512
@@ -69,7 +72,8 @@ def finalize(session: Session) -> None:
         folder.put_in_order()
     facts = RunFacts(
         task=task.name, model=config.model.label, draft=draft_label(config.draft), tree=config.speculation.tree,
-        point=config.place.title if config.place else None, baseline=_baseline(session), weights=config.weights.name,
+        point=config.place.title if config.place else None, baseline=_baseline(session), machine=_machine(session),
+        weights=config.weights.name,
         placement=placement | {"num_replicas": num_replicas}, world_size=comm.size, seed=config.seed,
         memory=[
             RankMemory(rank=rank, planned_bytes=expected, measured_peak_bytes=peak)
@@ -106,6 +110,14 @@ def finalize(session: Session) -> None:
         folder.write_kept("report.html", report([run]))
     except ConfigError as error:  # the run is complete without its figures
         terminal.say(f"{error}; llama-ssp report writes report.html later")
+
+
+def _machine(session: Session) -> str:
+    """The ranks' processors or GPUs, as rank 0 sees its own."""
+    world, size = session.world, count(session.world.comm.size, "rank")
+    if world.device.type == "cuda":
+        return f"{size}, each on a {torch.cuda.get_device_properties(world.device).name}"
+    return f"{size} with {count(torch.get_num_threads(), 'thread')} on {processor()}"
 
 
 def _baseline(session: Session) -> Baseline | None:

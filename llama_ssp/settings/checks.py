@@ -481,7 +481,7 @@ _WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
     ),
     ("chat_arguments", lambda c: not c.chat and c.prompts is None, "without chat=true or messages as prompts"),
     ("task.default_prompts", lambda c: (c.prompt, c.prompts) != (None, None), "with prompt= or prompts="),
-    ("cuda_graphs", lambda c: c.device is schema.DeviceKind.cpu, "with device=cpu"),
+    ("cuda_graphs own_sums", lambda c: c.device is schema.DeviceKind.cpu, "with device=cpu"),
     (
         "cuda_graphs",
         lambda c: not layout.may_capture(c.placement.target),

@@ -18,8 +18,38 @@ _NAMES: dict[str, Counterpart] = {
         "it forbids every n-gram that the whole text has at each drafted position, which is not supported; "
         "sampling.repetition_penalty=1.1 or sampling.frequency_penalty=0.5 also make repetition rarer",
     ),
-    "stop stop_strings stop_sequences stop_token until eos": Counterpart(
+    "stop stop_sequences stop_token until eos": Counterpart(
         "stop_strings", """stop_strings='["END"]' ends a completion at a text"""
+    ),
+    "rule verification_rule acceptance_method": Counterpart(
+        "verification", "verification=NAME is the rule that accepts drafted tokens: --help verification lists them"
+    ),
+    "top_logprobs num_logprobs return_logprobs output_scores echo": Counterpart(
+        "logprobs", "logprobs=5 gives log-probabilities of the new tokens, and prompt_logprobs=5 of the prompt's"
+    ),
+    "min_tokens min_length": Counterpart("min_new_tokens", "sampling.min_new_tokens=8 is the least length"),
+    "bad_words_ids suppress_tokens": Counterpart("bad_words", """sampling.bad_words='["no"]' forbids texts"""),
+    "sequence_bias": Counterpart("logit_bias", "sampling.logit_bias={198: -2.5} adds to the logits of tokens"),
+    "max_model_len max_seq_len ctx_size n_ctx context_length": Counterpart(
+        "",
+        "a run allocates what its longest prompt and max_new_tokens need, up to the model's context; too_long says "
+        "what becomes of longer prompts",
+    ),
+    "gpu_memory_utilization mem_fraction_static max_num_seqs max_batch_size": Counterpart(
+        "batch_size",
+        "batch_size=8 decodes so many rows together; dry_run=true says whether they fit, and the most that would",
+    ),
+    "lora lora_path enable_lora lora_modules": Counterpart(
+        "", "model.adapter=DIR merges a LoRA adapter into the weights; several at once are not here"
+    ),
+    "guided_json guided_regex guided_grammar guided_choice response_format json_schema grammar": Counterpart(
+        "", "text in a given format is not here; stop_strings and sampling.bad_words are"
+    ),
+    "wandb report_to mlflow tensorboard": Counterpart(
+        "", "trackers are not here: a run folder has run.jsonl and summary.json, and llama-ssp report writes runs.csv"
+    ),
+    "tools tool_choice beam_size num_beams use_beam_search best_of": Counterpart(
+        "", "it is not here: completions are drawn one by one, and num_samples=4 draws four of each prompt"
     ),
     "max_tokens max_length n_predict num_tokens length": Counterpart(
         "max_new_tokens", "max_new_tokens=64 limits the new tokens of a completion"

@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from llama_ssp.architectures.eagle3 import HeadConfig, read_head_config
-from llama_ssp.architectures.family import text_part
+from llama_ssp.architectures.family import check_servable, text_part
 from llama_ssp.architectures.model_files import (
     MISTRAL_ALONE,
     adapter_alone,
@@ -85,7 +85,8 @@ class Checkpoint:
 def inspect(folder: Path, *, config_alone: bool = False) -> Checkpoint:
     """Check a folder written by `save_pretrained`, without loading weights; every fault is a CheckpointError.
 
-    With `config_alone` there are no tensors, and only config.json is read.
+    ConfigError for layers that do not run and have no heads. With `config_alone` there are no tensors, and only
+    config.json is read.
     """
     require_folder(folder)
     content = read_model_config(folder)
@@ -95,6 +96,7 @@ def inspect(folder: Path, *, config_alone: bool = False) -> Checkpoint:
     try:
         shape = shape_of(config) if head is None else head.shape_over(shape_of(config))
     except (AttributeError, KeyError, TypeError, ZeroDivisionError) as error:
+        check_servable(lambda name: getattr(config, name, None))
         raise CheckpointError(f"{folder}/config.json describes no decoder with attention: {error}") from error
     sizes = {entry.name: getattr(shape, entry.name) for entry in fields(shape) if entry.default is MISSING}
     small = [f"{name} {size}" for name, size in sizes.items() if type(size) is int and size < 1]

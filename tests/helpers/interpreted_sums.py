@@ -85,7 +85,16 @@ def check(size: int, shapes: Sequence[tuple[int, int]]) -> None:
     assert not any(codes), codes
 
 
+def check_patience() -> None:
+    """A rank that waits in vain gives NaN in the end."""
+    memories = [torch.zeros(sums_gpu.MEMORY_BYTES, dtype=torch.uint8) for _ in range(2)]
+    memories_R = torch.tensor([memory.data_ptr() for memory in memories])
+    counts = torch.zeros(sums_gpu.NUM_SLOTS, dtype=torch.int32)
+    assert sums_gpu.sum_of_ranks(torch.ones(5), memories_R, counts, rank=1, patience=3).isnan().all()
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    check_patience()
     for number in map(int, sys.argv[2:]):
         check(number, {"few": FEW, "many": MANY}[sys.argv[1]])

@@ -52,7 +52,7 @@ _LATENT = {
     "v_head_dim": 16, "head_dim": 8,
 }  # fmt: skip
 _DELTA = {
-    "num_key_value_heads": 4, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
     "linear_key_head_dim": 8, "linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
 _MAMBA = {

@@ -22,7 +22,7 @@ from llama_ssp.models.huggingface.experts import experts_of
 from llama_ssp.models.huggingface.families import is_linear
 from llama_ssp.models.huggingface.modules import build_empty
 from llama_ssp.models.huggingface.recurrent import mixers_of, state_of
-from llama_ssp.models.tensor_parallel import cut_dim
+from llama_ssp.models.tensor_parallel import RECURRENT, cut_dim
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
 
 _LAYER = re.compile(r"\.\d+\.")
@@ -50,6 +50,7 @@ def modules_of(model: PreTrainedModel, shape: ModelShape) -> Inventory:
     layer, embeddings, vectors = Counter[Matrix](), list[Matrix](), Counter[bool]()
     cuts = dict[str, int | None]()
     output, experts = None, dict(experts_of(model))
+    shared_heads = _shared_heads(model)
     for name, module in model.named_modules():
         is_inner = _IN_LAYER.search(f"{name}.")
         for leaf, parameter in module.named_parameters(recurse=False):
@@ -66,9 +67,12 @@ def modules_of(model: PreTrainedModel, shape: ModelShape) -> Inventory:
             elif leaf == "weight" and (is_linear(name, module) or isinstance(module, Conv1D | nn.Embedding)):
                 rows, columns = parameter.shape[::-1] if isinstance(module, Conv1D) else parameter.shape
                 short = _IN_LAYER.split(f"{name}.weight")[-1].removesuffix(".weight")
+                if num_units := shared_heads.get(name, 0):
+                    cut = int(name.endswith("out_proj"))
                 found = Matrix(
-                    module=short if is_inner else short.rpartition(".")[2], num_rows=rows, num_columns=columns, cut=cut
-                )
+                    module=short if is_inner else short.rpartition(".")[2], num_rows=rows, num_columns=columns, cut=cut,
+                    num_units=num_units,
+                )  # fmt: skip
                 if is_inner:
                     layer[found] += 1
                 elif isinstance(module, nn.Embedding):
@@ -92,14 +96,27 @@ def modules_of(model: PreTrainedModel, shape: ModelShape) -> Inventory:
 
 
 def _states(model: PreTrainedModel) -> tuple[KeptStates, ...]:
-    """What recurrent layers keep, those alike together; nothing of a family whose layers run as they are."""
+    """The states of recurrent layers, those alike together; none of a family whose layers run as they are."""
     if not record_of(model.config.model_type).recurrent:
         return ()
-    alike = Counter(state_of(mixer)[1:4] for mixer in mixers_of(model))
+    alike = Counter((*state_of(mixer)[1:4], getattr(mixer, "num_k_heads", 0)) for mixer in mixers_of(model))
     return tuple(
-        KeptStates(num_layers=number, num_channels=channels, width=width, num_values=math.prod(shape) if shape else 0)
-        for (channels, width, shape), number in alike.items()
+        KeptStates(
+            num_layers=number,
+            num_channels=channels,
+            width=width,
+            num_values=math.prod(shape) if shape else 0,
+            num_units=num_units,
+        )
+        for (channels, width, shape, num_units), number in alike.items()
     )
+
+
+def _shared_heads(model: PreTrainedModel) -> dict[str, int]:
+    """The key heads of recurrent layers that `tensor_parallel.shard` cuts, by the names of their modules."""
+    is_cut = RECURRENT in record_of(model.config.model_type).tp_plan.values()
+    mixers = [(name, module) for name, module in model.named_modules() if is_cut and hasattr(module, "num_k_heads")]
+    return {f"{name}.{part}": mixer.num_k_heads for name, mixer in mixers for part, _ in mixer.named_children()}
 
 
 def _cut_of(model: PreTrainedModel, name: str, module: nn.Module) -> int | None:

@@ -34,7 +34,7 @@ def mixers_of(model: nn.Module) -> Iterator[Any]:
 
 
 def state_of(mixer: Any) -> LayerState:  # noqa: ANN401 - of transformers
-    """What a layer keeps, as far as this rank has it."""
+    """The sizes of a layer's state on this rank."""
     weight_C1W = _convolution_of(mixer).weight
     shape: tuple[int, ...] = ()
     if hasattr(mixer, "head_v_dim"):

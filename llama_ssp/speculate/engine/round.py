@@ -308,6 +308,7 @@ class Round:
         self.target.move(from_BD, to_BD)
         if self.taps:
             self.taps.move(from_BD, to_BD)
-        path_ids_BD = draft.ids_BK.gather(1, path_BD - 1)
+        # A rank that does not decide records this with zeros, as a trace.
+        path_ids_BD = draft.ids_BK.gather(1, (path_BD - 1).clamp_min(0))
         state.tokens_BS.scatter_(1, to_BD, path_ids_BD)
         return path_ids_BD

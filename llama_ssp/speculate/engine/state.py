@@ -133,9 +133,10 @@ class BatchState(NamedTuple):
     def plain_uniforms(self, num_tokens: int) -> Tensor:
         """The uniforms (B, T, P) by which plain decoding draws the next T tokens; those behind a row's end are any."""
         from_now_T = torch.arange(num_tokens, device=self.lengths_B.device)
-        rounds_BT = (self.first_round_B + self.lengths_B)[:, None] + from_now_T
-        uniforms_XN = self.uniforms_BMN.flatten(0, 1)
-        found_XN = uniforms_XN.index_select(0, rounds_BT.flatten().clamp_max_(uniforms_XN.shape[0] - 1))
+        # Limits, not the size of the table, which a trace would keep.
+        starts_BT = (self.lengths_B[:, None] + from_now_T).minimum(self.limits_B[:, None])
+        rounds_BT = self.first_round_B[:, None] + starts_BT
+        found_XN = self.uniforms_BMN.flatten(0, 1).index_select(0, rounds_BT.flatten())
         return found_XN[:, -PER_DRAW:].view(*rounds_BT.shape, PER_DRAW)
 
     def commit(self, decision: Decision, *, drafted_ids_BK: Tensor | None = None) -> Tensor:

@@ -18,9 +18,7 @@ from tests.helpers.lanes import heavy
 
 pytestmark = pytest.mark.seconds
 
-OF_COMMANDS = re.compile(
-    r"\b(sampling|speculation|verification|draft|model)\.[a-z]|\bnull\b|=(true|false)\b|\bmodel=|\blaunch/"
-)
+OF_COMMANDS = re.compile(r"\b(sampling|speculation|verification|draft|model)\.[a-z]|\bnull\b|=(true|false)\b|\blaunch/")
 """Settings of a command line, which a notebook does not have."""
 PAIR = ["tiny", "tiny-draft"]
 
@@ -44,16 +42,19 @@ def pair() -> Pair:
         ),
         ({"num_draft_tokens": 0}, "num_draft_tokens=0 must be at least 1 and at most 1024, for example 4, or auto"),
         ({"seed": None}, "seed=None must be a whole number: between 0 and 2^63 - 1"),
-        ({"stop": 5}, "stop=5 must be a text or a list of texts"),
-        ({"stop": ["a", ""]}, 'stop has an empty string, which matches everywhere: give texts such as stop=["\\n\\n"]'),
+        ({"stop_strings": 5}, "stop_strings=5 must be a text or a list of texts"),
+        (
+            {"stop_strings": ["a", ""]},
+            'stop_strings has an empty string, which matches everywhere: give texts such as stop_strings=["\\n\\n"]',
+        ),
         ({"chat": "yes"}, "chat='yes' must be True or False"),
         ({"chat": True}, "chat=True needs a tokenizer with a chat template; leave chat out, or use a chat model"),
-        ({"rule": "fast"}, "unknown rule 'fast': there are block, coupled, greedy, speculative"),
+        ({"verification": "fast"}, "unknown verification 'fast': there are block, coupled, greedy, speculative"),
         (
-            {"rule": "greedy"},
+            {"verification": "greedy"},
             (
-                "rule=greedy keeps the target's distribution at temperature 0 only, and temperature is 0.8: use "
-                "temperature=0, rule=speculative, rule=block or rule=coupled"
+                "verification=greedy keeps the target's distribution at temperature 0 only, and temperature is 0.8: "
+                "use temperature=0, verification=speculative, verification=block or verification=coupled"
             ),
         ),
         ({"streamer": 1}, "streamer=1 must be a streamer of transformers, such as TextStreamer(pair.tokenizer)"),
@@ -120,11 +121,11 @@ def test_numbers_of_other_libraries_are_numbers(pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("function", "models", "given", "message"),
     [
-        (load, ["tini"], {}, "unknown target 'tini': .* did you mean tiny"),
+        (load, ["tini"], {}, "unknown model 'tini': .* did you mean tiny"),
         (load, ["tiny", "tini"], {}, "unknown draft 'tini': .* did you mean tiny"),
-        (load, [""], {}, "unknown target ''"),
-        (load, ["local"], {}, "unknown target 'local'"),
-        (load, [5], {}, "target=5 must be a name of the catalogue, a folder with a checkpoint, owner/name of the hub"),
+        (load, [""], {}, "unknown model ''"),
+        (load, ["local"], {}, "unknown model 'local'"),
+        (load, [5], {}, "model=5 must be a name of the catalogue, a folder with a checkpoint, owner/name of the hub"),
         (load, ["tiny"], {"dtype": "int3"}, "unknown dtype 'int3': there are auto, bf16, fp16, fp32"),
         (load, ["tiny"], {"dtype": torch.int64}, "unknown dtype 'torch.int64'"),
         (load, ["tiny"], {"quantization": "int5"}, "unknown quantization 'int5': there are"),
@@ -136,7 +137,7 @@ def test_numbers_of_other_libraries_are_numbers(pair: Pair) -> None:
         (load, PAIR, {"tokenizer": "mine"}, "unknown tokenizer 'mine': there are own, same"),
         (load, PAIR, {"tokenizer": 5}, "tokenizer=5 must be same, own, a loaded tokenizer"),
         (load, PAIR, {"tokenizer": "own"}, "^tokenizer=own has no effect with draft=tiny-draft"),
-        (load, [torch.nn.Linear(2, 2)], {}, "target is a loaded Linear, and a causal language model of transformers"),
+        (load, [torch.nn.Linear(2, 2)], {}, "model is a loaded Linear, and a causal language model of transformers"),
         (plan, ["30B"], {"hardware": "p5"}, "unknown hardware 'p5': there are"),
         (plan, ["30B"], {"hardware": 5}, "hardware=5 must be a name of conf/hardware, or a HardwareConfig"),
         (plan, ["30B"], {"hardware": "8xa100_80gb", "num_gpus": 0}, "^num_gpus=0"),
@@ -144,8 +145,8 @@ def test_numbers_of_other_libraries_are_numbers(pair: Pair) -> None:
         (plan, ["30B"], {"batch_size": "two"}, "batch_size='two' must be a whole number: at least 1 sequence"),
         (plan, ["30B", "7B"], {"num_draft_tokens": 0}, "^num_draft_tokens=0 must be at least 1"),
         (plan, ["30B", "7B"], {"acceptance": 2}, "^acceptance=2.0 must be a probability, between 0 and 1"),
-        (plan, ["30B", "llama3_8B"], {}, "^the draft must have the target's vocabulary: target=30B has 32000"),
-        (plan, ["30B"], {"prompt_tokens": 4000}, "the context of target=30B has 2048 tokens"),
+        (plan, ["30B", "llama3_8B"], {}, "^the draft must have the target's vocabulary: model=30B has 32000"),
+        (plan, ["30B"], {"prompt_tokens": 4000}, "the context of model=30B has 2048 tokens"),
     ],
 )
 def test_load_and_plan_refuse_in_words_of_the_library(
@@ -163,14 +164,19 @@ def test_load_and_plan_refuse_in_words_of_the_library(
             (function, {given: 2}, f"unknown argument {given!r} of {function.__name__}: did you mean {meant}")
             for function, given, meant in (
                 (Pair.generate, "max_tokens", "max_new_tokens?"), (Pair.generate, "max_length", "max_new_tokens?"),
-                (Pair.generate, "temprature", "temperature?"), (Pair.generate, "stop_strings", "stop?"),
+                (Pair.generate, "temprature", "temperature?"), (Pair.generate, "stop", "stop_strings?"),
                 (Pair.generate, "num_assistant_tokens", "num_draft_tokens?"), (Pair.generate, "n", "num_samples?"),
                 (Pair.generate, "gamma", "num_draft_tokens?"), (Pair.generate, "do_sample", "temperature?"),
-                (load, "torch_dtype", "dtype?"), (load, "assistant_model", "draft?"), (load, "model", "target?"),
+                (load, "torch_dtype", "dtype?"), (load, "assistant_model", "draft?"), (load, "target", "model?"),
+                (Pair.generate, "rule", "verification?"), (Pair.generate, "top_logprobs", "logprobs?"),
                 (plan, "gpus", "num_gpus?"),
             )
         ),
-        (load, {"xyzzy": 1}, "unknown argument 'xyzzy' of load: it takes target, draft, dtype, quantization, cache_"),
+        (
+            Pair.generate, {"guided_json": 1},
+            "unknown argument 'guided_json' of generate: text in a given format is not here",
+        ),
+        (load, {"xyzzy": 1}, "unknown argument 'xyzzy' of load: it takes model, draft, dtype, quantization, cache_"),
         (
             plan, {"n_predict": 2, "batch": 4},
             (
@@ -190,7 +196,7 @@ def test_an_unknown_argument_is_a_sentence_with_the_one_that_was_meant(
 def test_a_folder_of_another_shape_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = hub.resolve(catalogue.load("tiny"))
     monkeypatch.setattr(hub, "resolve", lambda _entry: folder)
-    with pytest.raises(SspError, match=rf"is not 7B: .*; target={folder} accepts it"):
+    with pytest.raises(SspError, match=rf"is not 7B: .*; model={folder} accepts it"):
         load("7B")
 
 
@@ -199,7 +205,7 @@ def test_a_sentence_names_settings_to_the_command_and_arguments_to_the_library()
     assert [said(*one) for one in settings] == [f"{name}={value}" for name, value in settings]
     assert (said("chat", True), said("model.path", "DIR")) == ("chat=true", "model.path=DIR")
     with in_library_words():
-        assert [said(*one) for one in settings] == ["top_k=0", "target=7B", "dtype=bf16", "rule=greedy"]
+        assert [said(*one) for one in settings] == ["top_k=0", "model=7B", "dtype=bf16", "verification=greedy"]
         assert (said("chat", True), said("model.path", "DIR")) == ("chat=True", "the folder of a checkpoint")
         assert [key_of(name) for name in ("model.revision", "placement.draft.ranks")] == [
             "revision",

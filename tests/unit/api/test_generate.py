@@ -50,7 +50,7 @@ def test_ten_calls_are_traced_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Traced, "_trace", counted)
     fresh = Pair(models=pair.models, config=pair.config)
     for seed in range(10):
-        fresh.generate(PROMPTS[seed % 3], max_new_tokens=8, seed=seed, stop="never found" if seed % 2 else ())
+        fresh.generate(PROMPTS[seed % 3], max_new_tokens=8, seed=seed, stop_strings="never found" if seed % 2 else ())
     assert len(traced) == 2, "the draft and the verification, each once"
 
 

@@ -95,7 +95,7 @@ def test_two_loaded_tokenizers_are_the_targets_and_the_drafts_own(tmp_path: Path
 
 def test_a_model_without_a_tokenizer_asks_for_one(models: tuple[PreTrainedModel, PreTrainedModel]) -> None:
     model = tiny_model("llama")
-    with pytest.raises(ConfigError, match=r"target is a loaded LlamaForCausalLM without a folder.* give tokenizer="):
+    with pytest.raises(ConfigError, match=r"model is a loaded LlamaForCausalLM without a folder.* give tokenizer="):
         load(model)
     with pytest.raises(ConfigError, match="draft is a loaded LlamaForCausalLM without a folder"):
         load(models[0], model)

@@ -17,6 +17,7 @@ from tests.helpers.log_probs import EXACT, check_completion
 pytestmark = pytest.mark.seconds
 
 PROMPTS = ["import os\n", "def main(argument):\n    ", "class"]
+SAMPLING = ("temperature", "top_k", "repetition_penalty", "frequency_penalty")
 PENALIZED = SamplingConfig(temperature=0.7, top_k=9, repetition_penalty=1.2, frequency_penalty=0.3)
 
 
@@ -38,7 +39,7 @@ def pair() -> Pair:
 
 def scored(pair: Pair, model: PreTrainedModel, sampling: SamplingConfig, **settings: Any) -> list[list[int]]:  # noqa: ANN401
     """Complete the prompts, and compare their figures; returns the texts."""
-    drawn = {name: value for name, value in vars(sampling).items() if name != "from_model"}
+    drawn = {name: getattr(sampling, name) for name in SAMPLING}
     completions = pair.generate(
         PROMPTS, max_new_tokens=10, batch_size=2, logprobs=4, prompt_logprobs=2, **drawn, **settings
     )
@@ -50,7 +51,11 @@ def scored(pair: Pair, model: PreTrainedModel, sampling: SamplingConfig, **setti
 
 
 @pytest.mark.parametrize("sampling", [EXACT, PENALIZED], ids=["model's law", "another law"])
-@pytest.mark.parametrize("settings", [{}, {"plain": True}, heavy({"rule": "block"}), {"rule": "coupled"}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, heavy({"plain": True}), heavy({"verification": "block"}), heavy({"verification": "coupled"})],
+    ids=str,
+)
 def test_a_chain_changes_no_figure(
     pair: Pair, model: PreTrainedModel, sampling: SamplingConfig, settings: dict[str, Any]
 ) -> None:

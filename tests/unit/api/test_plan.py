@@ -17,16 +17,16 @@ from tests.helpers.in_process import planned
     ("arguments", "settings"),
     [
         (
-            {"target": "30B", "draft": "7B", "hardware": "8xa100_80gb"},
+            {"model": "30B", "draft": "7B", "hardware": "8xa100_80gb"},
             ["model=30B", "draft=7B", "hardware=8xa100_80gb"],
         ),
         (
-            {"target": "13B", "hardware": "8xa100_80gb", "num_gpus": 2, "num_nodes": 1, "batch_size": 4},
+            {"model": "13B", "hardware": "8xa100_80gb", "num_gpus": 2, "num_nodes": 1, "batch_size": 4},
             ["model=13B", "draft=none", "hardware=8xa100_80gb", "hardware.num_gpus=2", "batch_size=4"],
         ),
         (
             {
-                "target": "30B", "draft": "7B", "hardware": "p4d_24xlarge", "placement": "sharded", "dtype": "fp16",
+                "model": "30B", "draft": "7B", "hardware": "p4d_24xlarge", "placement": "sharded", "dtype": "fp16",
                 "quantization": ("int8", None), "cache_dtype": ("fp8", None), "num_draft_tokens": "auto",
                 "acceptance": 0.6, "prompt_tokens": 100, "max_new_tokens": 200,
             },
@@ -38,11 +38,11 @@ from tests.helpers.in_process import planned
             ],
         ),
         (
-            {"target": "65B", "draft": "tinyllama_1B", "hardware": "8xh100"},
+            {"model": "65B", "draft": "tinyllama_1B", "hardware": "8xh100"},
             ["model=65B", "draft=tinyllama_1B", "hardware=8xh100"],
         ),
         (
-            {"target": "llama3_1B", "draft": "ngram", "hardware": "laptop_cpu"},
+            {"model": "llama3_1B", "draft": "ngram", "hardware": "laptop_cpu"},
             ["model=llama3_1B", "draft=ngram", "hardware=laptop_cpu"],
         ),
     ],

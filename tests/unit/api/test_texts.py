@@ -36,7 +36,7 @@ def test_a_stop_string_that_begins_with_a_space_is_in_the_text_that_it_ends(pair
     whole, num_stopped, num_at_once = pair.generate("if x is", **samples), 0, 0
     stops = {text[:2] for each in whole if (text := each.text).startswith(" ") and len(text) > 1 and text[1].isalpha()}
     for stop in sorted(stops)[:2]:
-        for before, after in zip(whole, pair.generate("if x is", stop=stop, **samples), strict=True):
+        for before, after in zip(whole, pair.generate("if x is", stop_strings=stop, **samples), strict=True):
             assert (after.finish_reason == "stop") == (stop in before.text) == (stop in after.text)
             assert before.text.startswith(after.text.partition(stop)[0])
             num_stopped += after.finish_reason == "stop"

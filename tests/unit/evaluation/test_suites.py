@@ -200,7 +200,9 @@ def test_a_verdict_names_the_faults_that_it_could_not_have_found() -> None:
     of_some = [[0.5 if fault == 0 else 1e-2 if fault == 1 else 0.0] * len(SCORES) for fault in range(len(FAULTS))]
     found = distribution.judge(replace(known, sums=[replace(text_sums(0.0), shifts=of_some)] * 300))
     first, second, *others = FAULTS
-    assert found.reason.endswith(f"(300 pairs); too few tokens to find, with their chances: {second} (0.00)")
+    assert found.outcome == f"suite=distribution passed, but could not have found {second} (0.00)"
+    assert replace(found, passed=False).outcome == "suite=distribution failed"
+    assert found.reason.endswith("(300 pairs)")
     names = [measure.name for measure in found.measures]
     assert f"probability of finding {first}" in names
     assert not any(other in name for other in others for name in names if name.startswith("probability"))

@@ -14,20 +14,20 @@ needs_harness = pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs l
 
 
 def test_numbers_may_be_texts_and_what_is_none_keeps_its_default() -> None:
-    given = {"target": "tiny", "draft": None, "dtype": None, "batch_size": "8", "seed": 3, "max_length": None}
-    assert ModelArguments.read(given) == ModelArguments(target="tiny", batch_size=8, seed=3)
+    given = {"model": "tiny", "draft": None, "dtype": None, "batch_size": "8", "seed": 3, "max_length": None}
+    assert ModelArguments.read(given) == ModelArguments(model="tiny", batch_size=8, seed=3)
 
 
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({}, "a target is required"),
-        ({"target": "tiny", "batch_size": "auto"}, "batch_size='auto' must be a whole number: at least 1 sequence"),
-        ({"target": "tiny", "max_length": 0.5}, "max_length=0.5 must be a whole number or None"),
-        ({"target": "tiny", "seed": True}, "seed=True must be a whole number"),
-        ({"pretrained": "tiny", "target": "x"}, "unknown model argument 'pretrained': there are batch_size, device"),
-        ({"target": "tiny", "drafts": "x"}, "did you mean draft?"),
-        ({"target": "tiny", "trust_remote_code": True}, "unknown model argument 'trust_remote_code'"),
+        ({}, "a model is required"),
+        ({"model": "tiny", "batch_size": "auto"}, "batch_size='auto' must be a whole number: at least 1 sequence"),
+        ({"model": "tiny", "max_length": 0.5}, "max_length=0.5 must be a whole number or None"),
+        ({"model": "tiny", "seed": True}, "seed=True must be a whole number"),
+        ({"pretrained": "tiny", "model": "x"}, "unknown model argument 'pretrained': there are batch_size, device"),
+        ({"model": "tiny", "drafts": "x"}, "did you mean draft?"),
+        ({"model": "tiny", "trust_remote_code": True}, "unknown model argument 'trust_remote_code'"),
         ({"drafts": "x"}, "2 problems"),
     ],
 )
@@ -47,7 +47,7 @@ def test_a_wrong_argument_is_a_sentence(given: dict[str, object], sentence: str)
 )
 def test_a_value_out_of_range_is_a_sentence_before_anything_is_loaded(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        ModelArguments(target="no such model", **given).settings()
+        ModelArguments(model="no such model", **given).settings()
     assert sentence in str(caught.value)
 
 

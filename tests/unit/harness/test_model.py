@@ -47,7 +47,7 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def make(**arguments: object) -> "SpeculativeLM":
     from llama_ssp.harness.model import SpeculativeLM
 
-    return SpeculativeLM(target="tiny", device="cpu", **arguments)
+    return SpeculativeLM(model="tiny", device="cpu", **arguments)
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ def test_a_prompt_without_room_loses_its_beginning_and_one_without_any_is_refuse
     assert long == short
     with pytest.raises(ConfigError, match="max_gen_toks=24 leaves no room for a prompt in 24 tokens"):
         model.generate_until([request("a", {"max_gen_toks": 24})], disable_tqdm=True)
-    with pytest.raises(ConfigError, match="max_length=4096 is more than the context of target=tiny, 2048"):
+    with pytest.raises(ConfigError, match="max_length=4096 is more than the context of model=tiny, 2048"):
         make(max_length=4096)
 
 
@@ -186,7 +186,7 @@ def test_an_answer_continues_its_context_and_is_cut_before_a_stop_with_a_space(t
     tokenizer = layout("llama")
     build_checkpoint(tmp_path, "llama", vocab_size=len(tokenizer), eos_token_id=None)
     tokenizer.save_pretrained(tmp_path)
-    model = SpeculativeLM(target=str(tmp_path), draft=str(tmp_path), device="cpu", batch_size=32)
+    model = SpeculativeLM(model=str(tmp_path), draft=str(tmp_path), device="cpu", batch_size=32)
     sampled = {"do_sample": True, "temperature": 1.5, "max_gen_toks": 3}
     answers = model.generate_until([request("if x is", sampled)] * 200, disable_tqdm=True)
     stop = next(answer[:2] for answer in answers if answer.startswith(" ") and answer[1:2].isalpha())
@@ -220,7 +220,7 @@ def test_the_command_line_of_the_harness_knows_the_model_and_prints_a_table_with
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = (
-        "--model", "llama_ssp", "--model_args", "target=tiny,draft=tiny-draft", "--batch_size", "4",
+        "--model", "llama_ssp", "--model_args", "model=tiny,draft=tiny-draft", "--batch_size", "4",
         "--include_path", str(TASKS), "--tasks", "code_completion", "--limit", "4", "--output_path", str(tmp_path),
     )  # fmt: skip
     monkeypatch.setattr("sys.argv", ["lm-eval", *words])
@@ -246,7 +246,7 @@ def test_a_wrong_model_argument_is_one_sentence_and_exit_code_2(
     from llama_ssp.harness.model import SpeculativeLM
 
     monkeypatch.setattr(
-        "lm_eval.__main__.cli_evaluate", lambda: SpeculativeLM.create_from_arg_string("target=tiny,drafts=x")
+        "lm_eval.__main__.cli_evaluate", lambda: SpeculativeLM.create_from_arg_string("model=tiny,drafts=x")
     )
     assert main() == 2
     assert capsys.readouterr().err.startswith("unknown model argument 'drafts'")
@@ -256,7 +256,7 @@ def test_model_args_win_over_the_options_of_the_command_line() -> None:
     from llama_ssp.harness.model import SpeculativeLM
 
     options = {"batch_size": "1", "max_batch_size": None, "device": "cpu"}
-    from_text = SpeculativeLM.create_from_arg_string("target=tiny,batch_size=3,max_length=9", options)
+    from_text = SpeculativeLM.create_from_arg_string("model=tiny,batch_size=3,max_length=9", options)
     from_values = SpeculativeLM.create_from_arg_obj({"target": "tiny", "batch_size": 3, "max_length": 9}, options)
     for model in (from_text, from_values):
         assert (model._arguments.batch_size, model._arguments.device, model.max_length) == (3, "cpu", 9)

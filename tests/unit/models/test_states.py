@@ -22,7 +22,7 @@ H, N, P, C, WIDTH = 2, 3, 4, 5, 4
 
 
 class Inputs(NamedTuple):
-    """What tokens bring into a layer, by token of each row."""
+    """Inputs of a layer, by token of each row."""
 
     steps: Steps
     x_BTC: Tensor
@@ -67,7 +67,7 @@ def test_tokens_that_are_taken_in_together_leave_the_states_of_single_ones(with_
 
 
 def chosen(part: Tensor, *, places_BT: Tensor, dim: int) -> Tensor:
-    """What stands at some places of each row along a dimension."""
+    """The numbers at some places of each row along a dimension."""
     shape = [1] * part.dim()
     shape[0], shape[dim] = places_BT.shape
     sizes = [*part.shape]
@@ -152,7 +152,7 @@ def text_of(course: Course) -> tuple[int, ...]:
 
 
 def replayed(model: CountingModel, courses: Sequence[Course]) -> TableModel:
-    """What a round behind each course reads, for every draft: rows go through the rounds together, and then rest."""
+    """The logits of a round behind each course, for every draft: rows go through the rounds together, and then rest."""
     rows = [(course, path) for course in courses for path in PATHS]
     cache = StateCache([LayerState(0, 1, 2, (1, 1, 1), CPU)], batch_size=len(rows), num_kept=K + 1, dtype=torch.float32)
     logits_BTV = torch.zeros(len(rows), K + 1, V, dtype=torch.float64)

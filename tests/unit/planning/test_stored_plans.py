@@ -18,7 +18,7 @@ from llama_ssp.planning.memory import fits, model_bytes, rank_shares
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.search import search
 from llama_ssp.planning.spec import PlannedModel, planned_model, resolve_shapes, spec_of_plan
-from llama_ssp.planning.timing import ModelPlacement, bandwidth, forward_time
+from llama_ssp.planning.timing import ModelPlacement, forward_time
 from llama_ssp.settings.schema import NO_DRAFT, DrafterConfig, PlanConfig, SyntheticConfig, TargetKind, WeightsKind
 from llama_ssp.storage.formats import READ_SLOWDOWN
 from tests.helpers.packed_checkpoints import WEIGHTS, changed, quantization_config
@@ -115,9 +115,9 @@ def test_a_forward_reads_the_stored_bytes_and_those_of_layers_that_stay(tmp_path
         return forward.matrices_s
 
     head, layers = 2 * 128256 * 4096, 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336)
-    assert matrices_s(model, 1) == pytest.approx((READ_SLOWDOWN[8] * layers + head) / bandwidth(H100), rel=1e-3)
+    assert matrices_s(model, 1) == pytest.approx((READ_SLOWDOWN[8] * layers + head) / H100.read_bytes_per_s, rel=1e-3)
     kept = planned(tmp_path, LLAMA_8B, W8A8 | {"ignore": ["lm_head", "model.layers.0"]})
-    of_layer = layers / 32 * (2 - READ_SLOWDOWN[8]) / bandwidth(H100)
+    of_layer = layers / 32 * (2 - READ_SLOWDOWN[8]) / H100.read_bytes_per_s
     assert matrices_s(kept, 1) == pytest.approx(matrices_s(model, 1) + of_layer, rel=1e-3)
 
 

@@ -17,7 +17,7 @@ from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.acceptance import constant, tree_tokens
 from llama_ssp.planning.memory import kv_bytes_per_token, model_bytes, step_bytes
 from llama_ssp.planning.spec import planned_model
-from llama_ssp.planning.timing import OPERATORS_PER_LAYER, CostModel, bandwidth, round_messages
+from llama_ssp.planning.timing import OPERATORS_PER_LAYER, CostModel, round_messages
 from llama_ssp.settings.schema import DraftLayout, TargetKind
 from llama_ssp.settings.trees import tree_shape
 from tests.helpers.planning import make_spec, small_model, times_of
@@ -38,7 +38,7 @@ def test_judging_a_draft_as_a_whole_takes_kernels_and_passes_of_its_own() -> Non
     machine, spec = A100, make_spec("7B", "tinyllama_1B")
     by_block = replace(spec, rule="block")
     plain_s, block_s = (CostModel(one, machine).rule_s(5) for one in (spec, by_block))
-    passes_s = 8 * 4 * 5 * spec.target.shape.vocab_size / bandwidth(machine)
+    passes_s = 8 * 4 * 5 * spec.target.shape.vocab_size / machine.read_bytes_per_s
     assert block_s - plain_s == pytest.approx(12 * machine.kernel_s + passes_s)
     assert times_of(by_block, machine).plain_s == times_of(spec, machine).plain_s
 
@@ -72,7 +72,9 @@ def test_decoding_is_priced_in_the_middle_of_a_completion() -> None:
     """128 tokens of the prompt and half of 2048 new ones are within 5 steps of 256 slots."""
     spec = make_spec("7B", prompt_tokens=128, max_new_tokens=2048)
     cache_bytes = 5 * 256 * kv_bytes_per_token(spec.target)
-    assert times_of(spec, A100).target_forward.attention_s == pytest.approx(cache_bytes / bandwidth(A100), rel=1e-3)
+    assert times_of(spec, A100).target_forward.attention_s == pytest.approx(
+        cache_bytes / A100.read_bytes_per_s, rel=1e-3
+    )
 
 
 def test_a_cache_of_fewer_bits_is_read_sooner() -> None:
@@ -106,7 +108,7 @@ def test_a_cpu_reads_packed_weights_once(quantization: str, bits: float) -> None
     spec, machine = make_spec("7B", of_target={"quantization": quantization}), hardware.load("laptop_cpu")
     packed_s = times_of(spec, machine).plain_s
     num_weights = 32 * sum(matrix.num_elements for matrix in inventory(spec.target.shape).layer)
-    assert 1 < packed_s / (num_weights * bits / 8 / bandwidth(machine)) < 1.3
+    assert 1 < packed_s / (num_weights * bits / 8 / machine.read_bytes_per_s) < 1.3
 
 
 VOCABULARY, ROWS, K = 32000, 3, 4

@@ -88,13 +88,13 @@ def test_the_file_has_the_fields_that_readers_rely_on(tmp_path: Path) -> None:
         "schema_version", "task", "model", "draft", "weights", "placement", "world_size", "num_prompts",
         "num_new_tokens", "seed", "versions", "git_commit", "plain", "speculative", "speedup", "forecast", "memory",
         "startup", "overlap", "cells", "evaluation", "excerpts", "prompt_tokens", "experts",
-        "tree", "point", "disturbed", "baseline",
+        "tree", "point", "disturbed", "baseline", "machine",
     }  # fmt: skip
     assert written["schema_version"] == 1
     assert set(written["plain"]) == {"ms_per_token", "tokens_per_s", "num_target_forwards", "first_token_ms"}
     assert set(written["speculative"]) == {
         "ms_per_token", "tokens_per_s", "num_rounds", "num_target_forwards", "tokens_per_round", "acceptance_rate",
-        "accepted_histogram", "draft_s", "verify_s", "other_s", "drafted_histogram",
+        "accepted_histogram", "accepted_by_position", "draft_s", "verify_s", "other_s", "drafted_histogram",
         "first_token_ms",
     }  # fmt: skip
     assert set(written["forecast"]) == {"plain_ms_per_token", "speculative_ms_per_token", "speedup"}

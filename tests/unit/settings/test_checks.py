@@ -61,6 +61,7 @@ BAD = {
     "model=local draft=tiny": "model=local needs model.path=DIR",
     "draft=local": "draft=local needs draft.model.path=DIR",
     "device=cpu cuda_graphs=true": "cuda_graphs has no effect with device=cpu",
+    "device=cpu own_sums=true": "own_sums has no effect with device=cpu",
     "verification.rule=blocks": "verification.rule 'blocks': there are block, coupled, greedy, speculative; did you",
     "model.quantization=int9": "quantization 'int9': there are fp4, fp8_weight_only, int4_weight_only, ",
     "draft.model.quantization=nf5": "unknown draft.model.quantization 'nf5': ",

@@ -77,7 +77,7 @@ def only_pickles(folder: Path) -> None:
         (edit_config(model_type=None), "config.json has no model_type"),
         (edit_config(model_type="lama"), 'model_type "lama", unknown to transformers'),
         (edit_config(model_type="vit"), 'model_type "vit", which is no causal language model'),
-        (write_config(model_type="mamba"), "describes no decoder with attention"),
+        (write_config(model_type="blt"), "describes no decoder with attention"),
         (edit_config(model_type=["llama"]), r'has model_type \["llama"\], and a text is required'),
         (edit_config(text_config={"model_type": ["llama"]}), r'has model_type \["llama"\], and a text is required'),
         (edit_config(rope_scaling={"rope_type": ["yarn"]}), "has rope_scaling .* rope_type as a text"),

@@ -1,6 +1,7 @@
 """Families whose layers see windows, or that need something put in their place: texts, number formats, refusals."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from benchmarks.families import MORE
@@ -286,7 +288,9 @@ def test_masks_take_the_bytes_that_are_planned(kind: str) -> None:
             {"rope_parameters": {"rope_type": ["default"], "rope_theta": 1e4}},
             r"has rope_type \['default'\]: the name of one is required, such as default or yarn",
         ),
-        ("llama", {"layer_types": ["chunked_attention", "full_attention"]}, "layers of kind chunked_attention"),
+        ("llama", {"layer_types": ["chunked_attention", "full_attention"]}, "chunked_attention, whose tokens see no"),
+        ("qwen3", {"layer_types": ["indexed_attention"]}, "indexed_attention, whose tokens read slots that an index"),
+        ("llama", {"layer_types": ["linear_attention"]}, "linear_attention, whose states do not roll back here"),
     ],
 )
 def test_models_that_the_static_cache_cannot_serve_are_refused(
@@ -294,6 +298,15 @@ def test_models_that_the_static_cache_cannot_serve_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
         check_servable(tiny_config(family, **changes).to_dict().get)
+
+
+@pytest.mark.parametrize(("kind", "layers"), [("rwkv", "wkv"), ("xlstm", "mlstm"), ("mamba", "linear_attention")])
+def test_a_recurrence_without_a_rule_is_refused_for_its_layers(tmp_path: Path, kind: str, layers: str) -> None:
+    """By the plan and by the run, though such a config.json has no heads."""
+    CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
+    for check in (partial(check_readable, tmp_path, "none"), partial(inspect, tmp_path, config_alone=True)):
+        found = refusal(check) or refusal(lambda: check_model(inspect(tmp_path, config_alone=True), num_ranks=1))
+        assert f"has layers of kind {layers}, whose states do not roll back here" in found
 
 
 @pytest.mark.parametrize(

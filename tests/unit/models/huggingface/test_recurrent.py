@@ -6,23 +6,30 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
+from llama_ssp import catalogue
 from llama_ssp.architectures.family import inventory, record_of
 from llama_ssp.architectures.reading import read_config
 from llama_ssp.catalogue import Dtype
 from llama_ssp.models import prefill
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import Runner
-from llama_ssp.planning.spec import PlannedModel
+from llama_ssp.planning.memory import rank_shares
+from llama_ssp.planning.spec import PlannedModel, refused_by_states
 from llama_ssp.ranks.comms import Comm
+from llama_ssp.run.tasks.probabilities import SampledText, Scorer
+from llama_ssp.settings.schema import SamplingConfig, TargetKind
 from llama_ssp.speculate.engine import loop
 from llama_ssp.speculate.engine.completion import RowCompletion
+from llama_ssp.speculate.engine.likelihoods import log_probs_of
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import ScriptedLength, complete, make_decoder
+from tests.helpers.fake_comm import thread_comms
 from tests.helpers.lanes import slow
-from tests.helpers.models import FAMILIES, VOCAB_SIZE
+from tests.helpers.models import FAMILIES, VOCAB_SIZE, library_logits, load_ranks, tiny_config
 from tests.helpers.overlapped import overlapped_decoder
 from tests.helpers.texts import library_greedy, part_at_a_near_tie
 from tests.unit.models.conftest import Saved
@@ -148,3 +155,70 @@ def test_a_plan_counts_the_slots_and_the_states_that_are_allocated(saved: SavedM
     assert held == 3 * (24 * model.slot_bytes(shape.num_key_value_heads) + model.state_bytes(5))
     tensors = {tensor.data_ptr(): tensor.numel() for tensor in saved(kind)[1].state_dict().values()}  # tied ones once
     assert inventory(shape).num_parameters == pytest.approx(sum(tensors.values()), rel=1e-4)  # layers are in their mean
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_keep_the_states_of_their_heads_as_planned(saved: SavedModels, num_ranks: int) -> None:
+    """Four key heads on three ranks: two, one and one."""
+    folder, comms = saved("qwen3_next")[0], thread_comms(num_ranks)
+    runners: list[Any] = load_ranks(folder, comms)
+    for runner in runners:
+        runner.allocate(batch_size=3, capacity=24, num_rolled_back=4)
+    kept = [[*runner._states.inputs.values(), *runner._states.states.values()] for runner in runners]
+    held = [sum(each.nbytes for each in of_rank) for of_rank in kept]
+    shape = read_config(folder)[0]
+    model = PlannedModel(name="mine", shape=shape, dtype=Dtype.fp32, quantization="none")
+    parts = rank_shares(model, num_ranks=num_ranks, kind=TargetKind.tensor)
+    assert held == [3 * model.state_bytes(5, part) for part in parts]
+    assert sum(held) == 3 * model.state_bytes(5)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", *map(slow, ("qwen3_5_moe",))])
+def test_the_text_model_of_a_multimodal_checkpoint_runs_alone(tmp_path: Path, kind: str) -> None:
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16}
+    text = tiny_config(f"{kind}_text").to_dict()
+    parts: dict[str, Any] = {"text_config": text, "vision_config": vision | {"intermediate_size": 32}}
+    config = CONFIG_MAPPING[kind](**parts)
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    runner, ids_1T = load(tmp_path), torch.arange(24)[None] * 7 % VOCAB_SIZE
+    runner.allocate(batch_size=1, capacity=24)
+    with torch.inference_mode():
+        wanted, found = model(input_ids=ids_1T).logits, runner.forward(ids_1T, torch.arange(24)[None], bucket=24)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4 * float(wanted.std()))
+
+
+@pytest.mark.parametrize("kind", ["lfm2", *map(slow, HYBRIDS)])
+def test_several_texts_of_a_prompt_are_scored_from_the_state_behind_it(saved: SavedModels, kind: str) -> None:
+    folder, model = saved(kind)
+    prompt, *new = requests()[4].prompt_ids, *[tuple(range(start, start + 9)) for start in (3, 50, 90)]
+    scorer = Scorer(
+        load(folder),
+        log_probs_of(SamplingConfig(temperature=1.0)),
+        batch_size=1,
+        longest=len(prompt) + 9,
+        num_positions=4,
+    )
+    with torch.inference_mode():
+        found = [
+            score.log_probs
+            for scores in scorer.score([SampledText(prompt_ids=prompt, token_ids=ids) for ids in new])
+            for score in scores
+        ]
+        for ids, log_probs in zip(new, found, strict=True):
+            logits_TV = library_logits(model, torch.tensor([*prompt, *ids]))[len(prompt) - 1 : -1]
+            wanted = logits_TV.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(log_probs), wanted.double(), rtol=0, atol=1e-4, check_dtype=False)
+
+
+def test_trees_and_drafts_with_tokenizers_of_their_own_are_refused_by_the_kind_of_layer(saved: SavedModels) -> None:
+    hybrid, llama = read_config(saved("lfm2")[0])[0], catalogue.load("tiny").shape
+    tree = "speculation.tree scores several tokens at one position, and a layer of kind conv, as this lfm2 model has"
+    own = (
+        "draft.tokenizer=own respells a text from several tokens back, and a layer of kind conv, as this lfm2 draft has"
+    )
+    for models in ((hybrid,), (hybrid, llama), (llama, hybrid)):
+        assert refused_by_states(*models, has_tree=True, own_tokenizer=False).startswith(tree)
+        assert not refused_by_states(*models, has_tree=False, own_tokenizer=False)
+    assert refused_by_states(llama, hybrid, has_tree=False, own_tokenizer=True).startswith(own)
+    assert not refused_by_states(hybrid, llama, has_tree=False, own_tokenizer=True)

@@ -1,31 +1,35 @@
 """Ranks that share a draft send each other what the planner counts, and one rank's ids count."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from llama_ssp.architectures.family import inventory
-from llama_ssp.architectures.matrices import WholeParts
+from llama_ssp.architectures.matrices import DRAFT_WHOLE, WholeParts
 from llama_ssp.catalogue import Dtype, ModelConfig
+from llama_ssp.machines import hardware
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.planning.spec import planned_model
-from llama_ssp.planning.timing import ModelPlacement
+from llama_ssp.planning.timing import CostModel, ModelPlacement, round_messages
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.schema import SamplingConfig, TargetKind, VerificationConfig
+from llama_ssp.settings.schema import DraftLayout, SamplingConfig, TargetKind, VerificationConfig
 from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.drafters.shared import BroadcastDrafter
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.rules import make_rule
 from llama_ssp.weights.checkpoint import inspect
+from tests.helpers.decoders import complete, make_decoder, requests
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import grid
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, load_ranks
+from tests.helpers.planning import make_spec, small_model
 from tests.helpers.prefix_runner import PrefixRunner
 
 CPU = torch.device("cpu")
@@ -109,6 +113,39 @@ def test_ranks_draft_as_one_does_with_the_collectives_that_are_planned(
     assert planned == (1 if whole is ATTENTION else 2) * NUM_LAYERS + cuts_embedding
     for comm in comms:
         assert comm.sent == {"all_reduce": K * planned, "all_gather": K, "broadcast": 1}
+
+
+@pytest.mark.seconds
+def test_a_round_has_as_many_collectives_as_it_is_priced_with(tmp_path: Path) -> None:
+    """Those inside both models, which are sums and a gather, and the messages between ranks."""
+    spec = make_spec(small_model(num_hidden_layers=NUM_LAYERS), num_ranks=2, num_draft_tokens=K)
+    spec = replace(spec, draft=small_model(), draft_kind=DraftLayout.sharded, draft_ranks=(0, 1))
+    priced = CostModel(spec, hardware.load("8xh100"))
+    assert priced.draft
+    num_inside = [placement.shares[0].num_all_reduces + 1 for placement in (priced.target, priced.draft)]
+    comms, models = [CountingComm.of(comm) for comm in thread_comms(2)], []
+    for name, num_layers, whole in (("target", NUM_LAYERS, NONE), ("draft", 2, DRAFT_WHOLE)):
+        build_checkpoint(tmp_path / name, "llama", num_hidden_layers=num_layers)
+        models.append(load_ranks(tmp_path / name, comms, whole=whole))
+
+    def one_rank(comm: ThreadComm) -> set[int]:
+        assert isinstance(comm, CountingComm)
+        target, draft = (ranks[comm.rank] for ranks in models)
+        decoder = make_decoder(target, draft, comm=comm, num_draft_tokens=K, batch_size=2, replay=False)
+        step, counted = decoder.round.step, set[int]()
+
+        def counting(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - those of `Round.step`
+            before = comm.sent.total()
+            found = step(*arguments, **named)
+            counted.add(comm.sent.total() - before)
+            return found
+
+        decoder.round.step = counting  # type: ignore[method-assign]
+        complete(decoder, requests(30))
+        return counted
+
+    wanted = num_inside[0] + K * num_inside[1] + len(round_messages(spec, K))
+    assert on_ranks(comms, one_rank) == [{wanted}] * 2
 
 
 def test_ranks_that_drew_otherwise_continue_from_the_ids_that_count() -> None:

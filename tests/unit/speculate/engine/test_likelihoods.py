@@ -23,7 +23,7 @@ pytestmark = pytest.mark.seconds
 
 CPU = torch.device("cpu")
 LENGTHS, NUM_TOP = (7, 2, 30, 30, 12), 3
-KINDS = ["gemma2", "qwen3_moe", "gpt_neox", "gpt_oss", heavy("phi"), heavy("deepseek_v3")]
+KINDS = ["gemma2", "qwen3_moe", *map(heavy, ("gpt_neox", "gpt_oss", "phi", "deepseek_v3"))]
 TEXTS = [
     ScoredText(
         ids=torch.randint(2, VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(length)).tolist(),

@@ -146,7 +146,7 @@ def test_the_shipped_pair_stops_where_the_library_does() -> None:
     for prompt in ("import os", "class Stack:", "def main():", "for x in"):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         out = model.generate(ids, max_new_tokens=40, do_sample=False, stop_strings=stops, tokenizer=tokenizer)
-        (found,) = pair.generate(prompt, max_new_tokens=40, temperature=0, stop=stops)
+        (found,) = pair.generate(prompt, max_new_tokens=40, temperature=0, stop_strings=stops)
         assert found.token_ids == out[0, ids.shape[1] :].tolist()
         assert (found.finish_reason == "stop") == any(stop in found.text for stop in stops)
         reasons.add(found.finish_reason)
@@ -154,6 +154,6 @@ def test_the_shipped_pair_stops_where_the_library_does() -> None:
 
 
 def test_one_stop_needs_no_list() -> None:
-    (found,) = load("tiny", "tiny-draft").generate("import os", stop="import")
+    (found,) = load("tiny", "tiny-draft").generate("import os", stop_strings="import")
     assert found.finish_reason == "stop"
     assert found.text.count("import") == 1

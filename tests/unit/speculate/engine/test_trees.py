@@ -17,6 +17,7 @@ from llama_ssp.speculate.sampling.trees import Tree
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import complete, make_decoder
+from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.prefix_runner import PrefixRunner
 
 CPU = torch.device("cpu")
@@ -102,6 +103,23 @@ def test_sampled_text_by_look_up_depends_neither_on_the_batch_nor_on_the_executo
             texts.append([(each.token_ids, each.accepted_lengths) for each in done])
     assert texts[:2] == texts[2:4] == texts[4:]
     assert any(sum(accepted) for _, accepted in texts[1])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_rounds_of_trees_are_traced_on_several_ranks(temperature: float, caplog: pytest.LogCaptureFixture) -> None:
+    """A rank that does not decide records them with a path that is not there."""
+    requests = [Request(index=index, prompt_ids=ids, max_new_tokens=NUM_NEW) for index, ids in enumerate(PROMPTS)]
+
+    def one_rank(comm: ThreadComm) -> list[list[int]]:
+        decoder = make_decoder(
+            PrefixRunner(), PrefixRunner(seed=1), comm=comm, temperature=temperature, batch_size=2,
+            tree=Tree.of("2x2x1", CPU),
+        )  # fmt: skip
+        return [done.token_ids for done in complete(decoder, requests)]
+
+    wanted = one_rank(thread_comms(1)[0])
+    assert on_ranks(thread_comms(2), one_rank) == [wanted] * 2
+    assert not caplog.records
 
 
 def test_a_chain_written_as_a_tree_has_the_text_of_a_chain_that_is_verified_as_a_block() -> None:

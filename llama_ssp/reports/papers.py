@@ -1,0 +1,111 @@
+"""Tables of finished runs for a paper, in Markdown or LaTeX: times, and acceptance by position and kind of prompt."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from llama_ssp.errors import ConfigError
+from llama_ssp.reports.measures import measure, ratio
+from llama_ssp.reports.records import SPECULATIVE
+from llama_ssp.reports.runs import Run, Setting, find_runs, varying_settings
+from llama_ssp.reports.summary import accepted_by_position, counted_rounds
+from llama_ssp.reports.tables import DISTURBED, Cell, Table, estimated, name_of, number, runs_table, table
+from llama_ssp.words import visible
+
+MARKDOWN, LATEX = "markdown", "latex"
+_SPECIAL = re.compile(r"[&%$#_{}~^\\]|" + DISTURBED)
+_ESCAPED = {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}", DISTURBED: r"$\dagger$"}
+
+
+def paper_tables(folders: Sequence[Path], form: str) -> str:
+    """Lay out the tables of all runs in the folders as `form`; raises ConfigError if none can be read."""
+    runs, missing = find_runs(folders)
+    if not runs:
+        raise ConfigError("; ".join(missing))
+    measures, settings = [measure(run.lines) for run in runs], varying_settings(runs)
+    found = {
+        "Medians over prompts": runs_table(runs, measures, settings, brief=True),
+        "Share of rounds that accepted the token at each position": _by_position(runs, settings),
+        "Kinds of prompts": _by_kind(runs, settings),
+    }
+    lay_out = {MARKDOWN: _markdown, LATEX: _latex}[form]
+    texts = [lay_out(title, shown) for title, shown in found.items() if shown.rows]
+    return "\n\n".join([*texts, _notes(runs, form)])
+
+
+def _by_position(runs: Sequence[Run], settings: Sequence[Setting]) -> Table:
+    shares = [accepted_by_position([line for line in run.lines if line.mode == SPECULATIVE]) for run in runs]
+    most = max(map(len, shares), default=0)
+    rows = [
+        [*_names(place, run, settings), *(number(share, places=3) for share in found), *[""] * (most - len(found))]
+        for place, (run, found) in enumerate(zip(runs, shares, strict=True))
+        if found
+    ]
+    heads = ["#", *(setting.name for setting in settings), *map(str, range(1, most + 1))]
+    return table(heads, rows, 1 + len(settings))
+
+
+def _by_kind(runs: Sequence[Run], settings: Sequence[Setting]) -> Table:
+    rows: list[list[Cell | str]] = []
+    for place, run in enumerate(runs):
+        for kind in sorted({line.category for line in run.lines if line.category}):
+            lines = [line for line in run.lines if line.category == kind]
+            found, fast = measure(lines), [line for line in lines if line.mode == SPECULATIVE]
+            rounds = [(float(len(line.token_ids) - 1), float(line.num_rounds)) for line in fast if line.num_rounds]
+            rows.append([
+                *_names(place, run, settings), visible(kind), estimated(found.speedup, unit="x"),
+                estimated(found.acceptance, places=3), estimated(ratio(rounds) if rounds else None),
+                str(len({line.index - line.turn for line in lines})),
+            ])  # fmt: skip
+    heads = ["#", *(setting.name for setting in settings), "kind", "speed-up", "accepted", "tokens/round", "prompts"]
+    return table(heads, rows, 2 + len(settings))
+
+
+def _names(place: int, run: Run, settings: Sequence[Setting]) -> list[str]:
+    return [name_of(place, run), *(setting.texts[place] for setting in settings)]
+
+
+def _notes(runs: Sequence[Run], form: str) -> str:
+    """What a reader needs to repeat the runs."""
+    summaries = [run.summary for run in runs]
+    models = "; ".join(dict.fromkeys(run.pair for run in runs))
+    versions = dict.fromkeys(
+        ", ".join(f"{name} {number}" for name, number in summary.versions.items() if number) for summary in summaries
+    )
+    commits = dict.fromkeys(summary.git_commit[:12] for summary in summaries if summary.git_commit)
+    machines = dict.fromkeys(summary.machine for summary in summaries if summary.machine)
+    prompts = " or ".join(map(str, sorted({summary.num_prompts for summary in summaries})))
+    num_rounds = sum(len(counted_rounds(run.lines)) for run in runs)
+    sentences = [
+        f"{models}. {prompts} prompts, {num_rounds} rounds.",
+        "In brackets stand 95 % intervals over prompts, by the bootstrap; speed-ups are plain over speculative.",
+        "; ".join([*versions, *(f"commit {commit}" for commit in commits), *machines]) + ".",
+        *([f"{DISTURBED} The machine was disturbed."] if any(one.disturbed for one in summaries) else []),
+    ]
+    text = visible(" ".join(sentences))
+    return _tex(text) if form == LATEX else text
+
+
+def _markdown(title: str, shown: Table) -> str:
+    def text(cell: Cell) -> str:
+        value = cell.text.replace("|", r"\|")
+        return f"{value} ({cell.interval})" if cell.interval else value
+
+    marks = ["---" if place < shown.num_left else "---:" for place in range(len(shown.columns))]
+    rows = [shown.columns, marks, *([*map(text, row)] for row in shown.rows)]
+    return f"{title}\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _latex(title: str, shown: Table) -> str:
+    def text(cell: Cell) -> str:
+        interval = f" [{_tex(cell.interval.replace(' to ', ', '))}]" if cell.interval else ""
+        return _tex(cell.text) + interval
+
+    places = "l" * shown.num_left + "r" * (len(shown.columns) - shown.num_left)
+    rows = [" & ".join(map(text, row)) for row in shown.rows]
+    lines = [f"% {title}", rf"\begin{{tabular}}{{{places}}}", r"\hline", " & ".join(map(_tex, shown.columns)) + r" \\"]
+    return "\n".join([*lines, r"\hline", *(rf"{row} \\" for row in rows), r"\hline", r"\end{tabular}"])
+
+
+def _tex(text: str) -> str:
+    return _SPECIAL.sub(lambda found: _ESCAPED.get(found[0], f"\\{found[0]}"), text)
