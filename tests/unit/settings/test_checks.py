@@ -51,7 +51,7 @@ BAD = {
     "speculation.tree=2 verification=coupled": "needs verification=speculative or verification=block, or sampling=gre",
     "speculation.tree=2 sampling.presence_penalty=1": "speculation.tree=2 needs sampling without penalties",
     "speculation.tree=2 placement=replicated": "needs one draft for all rows: use placement=one_rank",
-    "draft=ngram draft.longest=0": "draft.longest=0 must be 1 to 64 tokens",
+    "draft=ngram draft.longest=65": "draft.longest=65 must be 1 to 64 tokens",
     "draft=ngram draft.shortest=5": "draft.shortest=5 is more than draft.longest=4: give fewer",
     "draft=ngram draft.history=-1": "draft.history=-1 must be at least 0, which looks at no other text",
     "draft.tokenizer=own": "draft.tokenizer=own has no effect with draft=tiny-draft, which has the target's tokeni",
