@@ -18,7 +18,7 @@ from functools import cached_property, lru_cache
 from itertools import chain, cycle
 from typing import Any
 
-from llama_ssp.architectures.engine import BUCKET_STEP, PART_SLOTS, PREFILL_CHUNK, most_parts
+from llama_ssp.architectures.engine import BUCKET_STEP, PART_SLOTS, PREFILL_CHUNK, STATE_VALUE_BYTES, most_parts
 from llama_ssp.architectures.family import check_ranks, inventory, kept_whole, record_of
 from llama_ssp.architectures.matrices import (
     DRAFT_WHOLE,
@@ -524,7 +524,8 @@ def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedMo
     If a round's attention splits a sequence into parts, each part has its own sums in fp32. With masks the lean decoder
     copies queries and attended values, and needs a line of the mask for each query of a group. The library's modules
     repeat keys and values for each head of a group. A cache format that attention cannot read is unpacked layer by
-    layer, keys and values in turn, through fp32.
+    layer, keys and values in turn, through fp32. Of the states behind the tokens of a round, three copies of a layer's
+    are made at once.
     """
     if model is None or part is _NOTHING:
         return 0
@@ -547,7 +548,9 @@ def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedMo
     if model.unpacks_cache(hardware) or (spec.tree and model.has_own_cache):
         read = spec.num_slots if model.reads_by_length(hardware) else bucket
         repeated += read * (part.width - heads_width) * (size + 2)
-    wide = max(positions * attended * size + repeated, positions * 3 * part.units * size, parts_bytes)
+    largest = max((kept.num_values for kept in inventory(shape).states), default=0)
+    states_bytes = 3 * STATE_VALUE_BYTES * spec.round_positions * largest
+    wide = max(positions * attended * size + repeated, positions * 3 * part.units * size, parts_bytes, states_bytes)
     return spec.batch_size * (positions * 3 * shape.hidden_size * size + wide + masks) + part.working_bytes
 
 

@@ -36,7 +36,7 @@ from llama_ssp.terminal.typed import typed_prompts
 from llama_ssp.terminal.unread import has_hung_up, silence
 from llama_ssp.words import visible
 
-_PICTURE_COLUMNS = 80
+_PICTURE_COLUMNS, _WIDEST = 80, 400
 # A viewer would have to download the fonts; a picture must be complete offline.
 _FONTS = re.compile(r"@font-face \{.*?\}\s*", flags=re.DOTALL)
 # Red, green, yellow, blue, magenta, cyan.
@@ -188,10 +188,10 @@ class Terminal:
         self.say(f"{closing_line(summary)}; records in {run_dir}")
 
     def sweep(self, table: Table) -> None:
-        """Show the table over the points of a sweep."""
-        shown = runs_table(table)
-        needed = 0 if self._out.is_terminal else self._out.measure(shown).maximum  # a file has room for all columns
-        self._out.print(shown, width=max(self._out.width, needed), crop=False)
+        """Show the table over the points of a sweep, the last thing that is shown."""
+        if not self._out.is_terminal:  # a file has room for all columns
+            self._out.width = _WIDEST
+        self._out.print(runs_table(table))
 
     def say(self, sentence: str) -> None:
         """Write a sentence to standard error: on a terminal wrapped between words, elsewhere as one line."""

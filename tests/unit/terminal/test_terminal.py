@@ -12,6 +12,7 @@ import pytest
 
 from llama_ssp.errors import SspError
 from llama_ssp.reports.records import Evaluation
+from llama_ssp.reports.tables import Cell, Table
 from llama_ssp.terminal.progress import Pace, RunProgress
 from llama_ssp.terminal.terminal import Output, Terminal
 from tests.helpers.runs import CELL, FAST, PLAIN, summary
@@ -49,6 +50,13 @@ def test_accepted_and_own_tokens_have_two_colours_on_a_terminal() -> None:
     terminal.stream([("ab", True), ("cd", False)])
     terminal.end_of_text()
     assert written(out) == f"{GREEN}ab\x1b[0m{MAGENTA}cd\x1b[0m\n"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_table_of_a_sweep_is_folded_on_a_terminal_alone(terminal: bool) -> None:
+    out, names = console(terminal=terminal), [f"a long name {number}" for number in range(8)]
+    Terminal(out=out, err=console(terminal=terminal)).sweep(Table(names, [[Cell("x", "1 to 2")] * 8]))
+    assert ("  ".join(names) in written(out)) is not terminal
 
 
 @pytest.mark.parametrize("terminal", [True, False])
