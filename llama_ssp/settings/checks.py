@@ -163,8 +163,8 @@ def _ranges(config: RunConfig) -> Iterator[str]:
             yield f"{said(key, value)} must be {required.format(null=value_of(None))}"
     draft = config.draft
     if isinstance(draft, drafters.NgramConfig) and draft.shortest > draft.longest:
-        least, most = said("draft.shortest", draft.shortest), said("draft.longest", draft.longest)
-        yield f"{least} is more than {most}: give fewer"
+        fewest, most = said("draft.shortest", draft.shortest), said("draft.longest", draft.longest)
+        yield f"{fewest} is more than {most}: give fewer"
     for name in {*config.sampling.from_model} - schema.FROM_MODEL:
         yield unknown_name("name in sampling.from_model", name, schema.FROM_MODEL)
     if not all(map(str.strip, config.sampling.bad_words)):
