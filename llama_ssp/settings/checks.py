@@ -113,10 +113,14 @@ _TEMPERATURE = f"0 (greedy) or at least {_COLDEST}, for example 0.8"
 _SHARE = "above 0 and at most 1, or {null} to switch it off"
 _PENALTY = "a number, for example 0.5; 0 switches it off"
 _TIMEOUT = f"a positive number of seconds, at most {_MAX_TIMEOUT_S}"
+_MOST_COMPARED = 64
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("speculation.num_draft_tokens", lambda k: k == schema.ADAPTIVE or k in _NUM_DRAFTED, _DRAFTED),
     ("speculation.acceptance", lambda a: 0 <= a <= 1, "a probability, between 0 and 1"),
     ("synthetic.agreement", lambda a: LEAST_AGREEMENT <= a <= 1, f"between {LEAST_AGREEMENT} and 1"),
+    ("draft.longest", lambda n: 1 <= n <= _MOST_COMPARED, f"1 to {_MOST_COMPARED} tokens"),
+    ("draft.shortest", lambda n: n >= 1, "at least 1"),
+    ("draft.history", lambda n: n >= 0, "at least 0, which looks at no other text"),
     ("sampling.temperature", lambda t: t == 0 or _COLDEST <= t < math.inf, _TEMPERATURE),
     ("sampling.top_k", lambda k: k >= 1, "at least 1, or {null} for the whole vocabulary"),
     ("sampling.top_p", lambda p: 0 < p <= 1, _SHARE),
@@ -157,6 +161,10 @@ def _ranges(config: RunConfig) -> Iterator[str]:
             value = getattr(value, name, None)
         if value is not None and not holds(value):
             yield f"{said(key, value)} must be {required.format(null=value_of(None))}"
+    draft = config.draft
+    if isinstance(draft, drafters.NgramConfig) and draft.shortest > draft.longest:
+        fewest, most = said("draft.shortest", draft.shortest), said("draft.longest", draft.longest)
+        yield f"{fewest} is more than {most}: give fewer"
     for name in {*config.sampling.from_model} - schema.FROM_MODEL:
         yield unknown_name("name in sampling.from_model", name, schema.FROM_MODEL)
     if not all(map(str.strip, config.sampling.bad_words)):

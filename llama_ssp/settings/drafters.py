@@ -107,6 +107,10 @@ class NgramConfig(DrafterConfig):
         4, "the most of the last tokens that are compared; a longer match is preferred to a shorter one."
     )
     shortest: int = setting(1, "the fewest of them that make a match.")
+    history: int = setting(
+        64,
+        "newest other texts of the run that longer matches are copied from, such as samples of one prompt; 0 for none.",
+    )
 
 
 register(DrafterRecord(name=schema.NO_DRAFT, make=None))

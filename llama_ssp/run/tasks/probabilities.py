@@ -27,6 +27,7 @@ from llama_ssp.models.cache import Taps
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.run.session import Session
+from llama_ssp.settings.drafters import NgramConfig
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import VerificationConfig
 from llama_ssp.speculate.drafters.drafter import Drafter
@@ -237,7 +238,12 @@ def score(session: Session, texts: Sequence[SampledText], *, rounds: Rounds) -> 
 def _drafter(session: Session, taps: Taps | None) -> Drafter:
     """The run's first drafter, with its probabilities, which all ranks of a replica ask together."""
     models, speculation = session.models, replace(session.config.speculation, overlap=False, tree=None)
-    config = replace(session.config, verification=VerificationConfig(rule=DEFAULT), speculation=speculation)
+    draft = session.config.draft
+    if isinstance(draft, NgramConfig):  # a score depends on its own text alone
+        draft = replace(draft, history=0)
+    config = replace(
+        session.config, draft=draft, verification=VerificationConfig(rule=DEFAULT), speculation=speculation
+    )  # fmt: skip
     drafter, *_ = make_drafters(
         config, mesh=models.mesh, runner=models.draft, vocab_size=models.target.vocab_size,
         device=models.target.device, tokenizers=models.tokenizers, taps=taps,

@@ -8,11 +8,16 @@ The longest match wins, of several the latest. Where the copy would run into the
 it has copied: a text that repeats itself is continued in its period. A row without a match drafts its last token. The
 ids are integers computed from ids that all ranks agree on, so every rank drafts by itself and no message is needed.
 
-A tree copies from several matches: the children of a node are what followed the best ones, as far as that differs. The
-first child goes on with the copy that its node belongs to, so a tree of one child each is the chain.
+Other texts of the run are looked through too, the newest ones: other samples of the prompt, and completions before.
+One of them is copied if it has a longer match than the text itself. A table says where each short sequence stood last,
+so a round costs the same however much there is. Which copies there are changes no text: a copy is certain, and the
+target draws every token by the numbers of its place.
+
+A tree copies from several matches of its own text: the children of a node are what followed the best ones, as far as
+that differs. The first child goes on with the copy that its node belongs to.
 
 Shapes: B sequences, S slots, K drafted tokens, N those of a tree, R = B * M rows of the M nodes of a level, G tokens
-compared.
+compared, H texts kept, X places of the table, W tokens added.
 """
 
 from collections.abc import Sequence
@@ -22,13 +27,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from llama_ssp.models.prefill import Buckets, Prompts
+from llama_ssp.models.upload import to_device
 from llama_ssp.settings.drafters import NgramConfig
 from llama_ssp.speculate.drafters.drafter import DrafterParts
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.rules import Draft
 from llama_ssp.speculate.sampling.trees import Tree
+from llama_ssp.workspaces import Workspace
 
 _NO_TOKEN, _MOST_SLOTS = -1, 2**32
+_TABLE_BITS = 16
+_FACTOR = 0x5851F42D4C957F2D  # of a multiplicative hash modulo 2^64, below 2^63
 
 
 class NgramDrafter:
@@ -38,17 +47,21 @@ class NgramDrafter:
         longest: the most tokens that are compared, G.
         shortest: the fewest tokens that make a match.
         tree: static, of the drafted tokens; None for a chain.
+        num_texts: other texts that a chain is copied from.
 
-    Source: Saxena 2023, "Prompt Lookup Decoding".
+    Source: Saxena 2023, "Prompt Lookup Decoding"; from other samples: arXiv:2511.13841.
     """
 
     repeats_operators = True
     reads_by_length = True
-    num_allocations = 0
 
     def __init__(
-        self, *, num_draft_tokens: int, longest: int, shortest: int, device: torch.device, tree: Tree | None = None
-    ) -> None:
+        self, *, num_draft_tokens: int, longest: int, shortest: int, device: torch.device, tree: Tree | None = None,
+        num_texts: int = 0,
+    ) -> None:  # fmt: skip
+        self.num_allocations = 0
+        self._num_texts = 0 if tree else num_texts
+        self._history: History | None = None
         self.num_draft_tokens = num_draft_tokens
         self._widths = tree.shape.widths if tree else ()
         self._longest, self._shortest = longest, shortest
@@ -56,10 +69,17 @@ class NgramDrafter:
         self._last_G = torch.arange(longest, device=device)
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
-        """Do nothing: there is no cache."""
+        """Make room for other texts; those that are kept stay if the sizes do."""
+        sizes = self._num_texts + batch_size, batch_size, num_slots
+        if self._num_texts and (self._history is None or self._history.sizes != sizes):
+            device = self._last_G.device
+            self._history = History(sizes, longest=self._longest, shortest=self._shortest, device=device)
+            self.num_allocations += 1
 
-    def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
-        """Do nothing: prompts are read from the batch itself."""
+    def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:  # noqa: ARG002
+        """Keep the prompts for other rows; each row's own is read from the batch itself."""
+        if self._history:
+            self._history.begin(prompts, rows)
 
     def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:  # noqa: ARG002
         """Copy K tokens, or a tree; see `Drafter.propose`. It reads all slots, so one trace serves every bucket."""
@@ -70,6 +90,11 @@ class NgramDrafter:
             return Draft(self._draft_tree(tokens_BS, lengths_B1, matches_BS, period_B1))
         offsets_K = self._offsets_K[:num_tokens]
         ids_BK = tokens_BS.gather(1, lengths_B1 - period_B1 + offsets_K % period_B1)
+        if self._history:
+            self._history.add(tokens_BS, lengths_B1, num_tokens=self.num_draft_tokens + num_unread)
+            matched_B1, copied_BK = self._history.find(tokens_BS, lengths_B1, offsets_K)
+            is_longer_B1 = matched_B1 > matches_BS.amax(1, keepdim=True) // _MOST_SLOTS
+            ids_BK = torch.where(is_longer_B1, copied_BK, ids_BK)
         tokens_BS.scatter_(1, lengths_B1 + offsets_K, ids_BK)
         return Draft(ids_BK)
 
@@ -106,6 +131,82 @@ class NgramDrafter:
         return is_match_RS * (matched_RS * _MOST_SLOTS + slots_RS)
 
 
+class History(Workspace):
+    """The newest texts of a run, and a table of where each sequence of tokens stood last in them.
+
+    Texts have serial numbers; text n stands in row n % H. A place of the table holds n * S + slot for the token that
+    followed a sequence, 0 if none did; sequences that share a place are told apart by their tokens.
+
+    Args:
+        sizes: H, B and S.
+        longest, shortest: of the sequences.
+    """
+
+    def __init__(self, sizes: tuple[int, int, int], *, longest: int, shortest: int, device: torch.device) -> None:
+        self.sizes = sizes
+        num_texts, batch_size, num_slots = sizes
+        self._longest, self._num_serials = longest, 0
+        self._tokens_HS = torch.zeros(num_texts, num_slots, dtype=torch.int64, device=device)
+        self._lengths_G = torch.arange(shortest, longest + 1, device=device)
+        self._latest_X = self._tokens_HS.new_zeros(len(self._lengths_G) << _TABLE_BITS)
+        self._firsts_G = torch.arange(len(self._lengths_G), device=device) << _TABLE_BITS
+        self._serials_B1, self._newest_11 = self._tokens_HS.new_zeros(batch_size, 1), self._tokens_HS.new_zeros(1, 1)
+        factors = [pow(_FACTOR, 2 * power + 1, 2**62) for power in range(longest)]
+        self._factors_G = torch.tensor(factors, device=device)
+        self._before_G = torch.arange(-longest, 0, device=device)
+
+    def begin(self, prompts: Prompts, rows: Sequence[int]) -> None:
+        """Let new texts begin in these rows of the batch, with their prompts."""
+        numbers = range(self._num_serials + 1, self._num_serials + 1 + len(rows))
+        self._num_serials += len(rows)
+        device = self._tokens_HS.device
+        serials_R1 = to_device(numbers, device)[:, None]
+        self._serials_B1.index_copy_(0, to_device(rows, device), serials_R1)
+        self._newest_11.fill_(self._num_serials)
+        slots_1W = torch.arange(prompts.longest, device=device)[None]
+        self._add(prompts.tokens_RS, torch.minimum(slots_1W, prompts.lengths_R[:, None] - 1), serials_R1)
+
+    def add(self, tokens_BS: Tensor, lengths_B1: Tensor, *, num_tokens: int) -> None:
+        """Add the newest tokens of each row of the batch."""
+        steps_W = torch.arange(-num_tokens, 0, device=lengths_B1.device)
+        self._add(tokens_BS, (lengths_B1 + steps_W).clamp_min(0), self._serials_B1)
+
+    def _add(self, tokens_RS: Tensor, slots_RW: Tensor, serials_R1: Tensor) -> None:
+        num_texts, _, num_slots = self.sizes
+        at_RW = serials_R1 % num_texts * num_slots + slots_RW
+        self._tokens_HS.view(-1).scatter_(0, at_RW.flatten(), tokens_RS.gather(1, slots_RW).flatten())
+        keys_RWG = self._keys(self._before(tokens_RS, slots_RW))
+        values_RWG = (serials_R1 * num_slots + slots_RW)[..., None] * (slots_RW[..., None] >= self._lengths_G)
+        self._latest_X.scatter_reduce_(0, keys_RWG.flatten(), values_RWG.flatten(), "amax")
+
+    def find(self, tokens_BS: Tensor, lengths_B1: Tensor, offsets_K: Tensor) -> tuple[Tensor, Tensor]:
+        """Find the longest match of each row's end: its length (B, 1), 0 without one, and K tokens behind it."""
+        num_texts, _, num_slots = self.sizes
+        last_B1G = self._before(tokens_BS, lengths_B1)
+        values_BG = self._latest_X[self._keys(last_B1G)[:, 0]]
+        serials_BG, slots_BG = values_BG // num_slots, values_BG % num_slots
+        firsts_BG = serials_BG % num_texts * num_slots
+        slots_BGG = slots_BG[..., None] + self._before_G
+        found_BGG = self._tokens_HS.view(-1)[firsts_BG[..., None] + slots_BGG.clamp_min(0)]
+        equal_BGG = (found_BGG == last_B1G) & (slots_BGG >= 0)
+        matched_BG = equal_BGG.flip(-1).cumprod(-1).sum(-1)
+        is_kept_BG = (serials_BG > self._newest_11 - num_texts) & (matched_BG >= self._lengths_G) & (values_BG > 0)
+        matched_B1, best_B1 = (is_kept_BG * self._lengths_G).max(1, keepdim=True)
+        slots_BK = (slots_BG.gather(1, best_B1) + offsets_K).clamp_max(num_slots - 1)
+        return matched_B1, self._tokens_HS.view(-1)[firsts_BG.gather(1, best_B1) + slots_BK]
+
+    def _before(self, tokens_RS: Tensor, slots_RW: Tensor) -> Tensor:
+        """The G tokens before some slots of each row (R, W, G)."""
+        slots_RWG = slots_RW[..., None] + self._before_G
+        found_RX = tokens_RS.gather(1, slots_RWG.clamp_min(0).flatten(1))
+        return found_RX.view_as(slots_RWG).masked_fill(slots_RWG < 0, _NO_TOKEN)
+
+    def _keys(self, tokens_RWG: Tensor) -> Tensor:
+        """The places (R, W, G) in the table of the sequences that end with the last of these tokens, shortest first."""
+        sums_RWG = ((tokens_RWG + 1).flip(-1) * self._factors_G).cumsum(-1)[..., -len(self._lengths_G) :]
+        return ((sums_RWG >> 20) ^ sums_RWG).bitwise_and_((1 << _TABLE_BITS) - 1) + self._firsts_G
+
+
 def _period(matches_RS: Tensor, lengths_R1: Tensor) -> Tensor:
     """Return how far before the end of each row its best match ends (R, 1); 1 without a match."""
     best_R1, _ = matches_RS.max(1, keepdim=True)
@@ -117,5 +218,5 @@ def make(parts: DrafterParts) -> NgramDrafter:
     assert isinstance(parts.config, NgramConfig)
     return NgramDrafter(
         num_draft_tokens=parts.num_draft_tokens, longest=parts.config.longest, shortest=parts.config.shortest,
-        device=parts.device, tree=parts.tree,
+        device=parts.device, tree=parts.tree, num_texts=parts.config.history,
     )  # fmt: skip

@@ -1,10 +1,14 @@
 """Prompt look-up: what is copied, by a plain search in Python and by cases that a reader can follow."""
 
+import random
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama_ssp.speculate.drafters.ngram import NgramDrafter
+from llama_ssp.models.prefill import Prompts
+from llama_ssp.speculate.drafters.ngram import History, NgramDrafter
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.trees import Tree
 
@@ -134,3 +138,52 @@ def test_no_value_is_read_on_the_host() -> None:
     rows = Rows(*(torch.zeros(shape, dtype=torch.int64, device=meta) for shape in ((2, 40), (2,), (2,), (2,))))
     draft = drafter.propose(rows, num_tokens=15, uniforms_BKP=torch.empty(2, 15, 2, device=meta), bucket=32)
     assert draft.ids_BK.shape == (2, 15)
+
+
+def longest_in(texts: list[list[int]], last: list[int], *, longest: int) -> tuple[int, int, int] | None:
+    """Length, text and slot of the longest match before a known token, of several the latest of the newest text."""
+    for length in range(min(longest, len(last)), 0, -1):
+        for number in reversed(range(len(texts))):
+            text = texts[number]
+            for slot in range(len(text) - 1, length - 1, -1):
+                if text[slot - length : slot] == last[-length:]:
+                    return length, number, slot
+    return None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_longest_match_in_the_newest_texts_is_found(seed: int) -> None:
+    """Rows grow by 1 to 4 tokens a round, and some begin another text; a prompt may be shorter than a sequence."""
+    generator, num_texts, num_slots = random.Random(seed), 5, 60
+    history = History((num_texts, 2, num_slots), longest=3, shortest=1, device=CPU)
+    every: list[list[int]] = []
+    rows: list[list[int]] = [[], []]
+
+    def some(number: int) -> list[int]:
+        return [generator.randrange(4) for _ in range(number)]
+
+    def begin(row: int) -> None:
+        rows[row] = some(generator.randint(1, 9))
+        every.append(rows[row])
+        tokens_RS, length = torch.tensor([rows[row]]), len(rows[row])
+        history.begin(Prompts(tokens_RS, torch.tensor([length]), [length], length), [row])
+
+    begin(0)
+    begin(1)
+    for _ in range(30):
+        for row, text in enumerate(rows):
+            if generator.random() < 0.1 or len(text) > num_slots - 6:
+                begin(row)
+        for text in rows:
+            text.extend(some(generator.randint(1, 4)))
+        tokens_BS = torch.tensor([text + [0] * (num_slots - len(text)) for text in rows])
+        lengths_B1 = torch.tensor([[len(text)] for text in rows])
+        history.add(tokens_BS, lengths_B1, num_tokens=6)
+        matched_B1, copied_BK = history.find(tokens_BS, lengths_B1, torch.arange(2))
+        for row, text in enumerate(rows):
+            wanted = longest_in(every[-num_texts:], text, longest=3)
+            assert (wanted[0] if wanted else 0) == matched_B1[row]
+            if wanted:
+                _, number, slot = wanted
+                known = every[-num_texts:][number][slot : slot + 2]
+                assert copied_BK[row, : len(known)].tolist() == known

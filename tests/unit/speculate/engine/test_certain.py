@@ -12,6 +12,7 @@ import torch
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.drafter import Drafter
 from llama_ssp.speculate.drafters.model import ModelDrafter
+from llama_ssp.speculate.drafters.ngram import NgramDrafter
 from llama_ssp.speculate.sampling.processors import processor
 from llama_ssp.speculate.sampling.rules import Draft, Rule, make_rule, verify_ahead, verify_speculative
 from llama_ssp.speculate.sampling.trees import Tree
@@ -19,6 +20,7 @@ from llama_ssp.speculate.sampling.uniforms import Draws
 from tests.helpers.decoders import complete, make_decoder, requests
 from tests.helpers.lanes import heavy
 from tests.helpers.prefix_runner import PrefixRunner
+from tests.helpers.recorded import WatchedGraphs
 
 CPU = torch.device("cpu")
 PENALIZED = SamplingConfig(temperature=0.9, repetition_penalty=1.2)
@@ -30,6 +32,10 @@ def best_of_draft(_rule: Rule) -> Drafter:
     return ModelDrafter(draft, rule=greedy, num_draft_tokens=3, vocab_size=draft.vocab_size)
 
 
+def copies_of_other_texts(_rule: Rule) -> Drafter:
+    return NgramDrafter(num_draft_tokens=3, longest=3, shortest=1, device=CPU, num_texts=3)
+
+
 @pytest.mark.parametrize("batch_size", [1, 5])
 @pytest.mark.parametrize("rule_name", ["speculative", heavy("block")])
 @pytest.mark.parametrize(
@@ -37,9 +43,13 @@ def best_of_draft(_rule: Rule) -> Drafter:
     [
         {"ngram": True}, {"ngram": True, "sampling": PENALIZED}, {"ngram": True, "tree": Tree.of("3x2x1", CPU)},
         {"draft": PrefixRunner(seed=1, sharpness=1.0), "tree": Tree.of("dynamic-7x3x3", CPU)},
-        {"make_drafter": best_of_draft},
+        {"make_drafter": best_of_draft}, {"make_drafter": copies_of_other_texts},
+        {"make_drafter": copies_of_other_texts, "replay": WatchedGraphs},
     ],
-    ids=["copies", "copies under a penalty", "a tree of copies", "a dynamic tree", "best tokens"],
+    ids=[
+        "copies", "copies under a penalty", "a tree of copies", "a dynamic tree", "best tokens", "other texts",
+        "other texts in graphs",
+    ],
 )  # fmt: skip
 def test_sampled_text_is_that_of_plain_decoding(drafted: dict[str, Any], rule_name: str, batch_size: int) -> None:
     target = PrefixRunner(sharpness=1.0)
