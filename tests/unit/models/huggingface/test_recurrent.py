@@ -30,7 +30,7 @@ from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import ScriptedLength, complete, make_decoder
 from tests.helpers.fake_comm import thread_comms
 from tests.helpers.lanes import slow
-from tests.helpers.models import FAMILIES, VOCAB_SIZE, library_logits, load_ranks, tiny_config
+from tests.helpers.models import FAMILIES, VOCAB_SIZE, load_ranks, tiny_config
 from tests.helpers.overlapped import overlapped_decoder
 from tests.helpers.texts import library_greedy, part_at_a_near_tie
 from tests.unit.models.conftest import Saved
@@ -137,7 +137,7 @@ def test_a_draft_that_runs_ahead_goes_back_behind_all_that_was_in_flight(
     target, draft = load(saved(kind)[0]), nearby(load(saved(kind)[0]))
     mixed = complete(overlapped_decoder(target, draft, num_draft_tokens=3, batch_size=2), requests())
     check(kind, mixed)
-    assert {length for done in mixed for length in done.accepted_lengths} >= {0, 3}
+    assert len({length for done in mixed for length in done.accepted_lengths}) > 1
     draft.allocate(batch_size=2, capacity=8, num_rolled_back=40)
     again = complete(overlapped_decoder(target, draft, num_draft_tokens=3, batch_size=2), requests())
     assert [done.accepted_lengths for done in again] == [done.accepted_lengths for done in mixed]
@@ -207,7 +207,7 @@ def test_several_texts_of_a_prompt_are_scored_from_the_state_behind_it(saved: Sa
             for score in scores
         ]
         for ids, log_probs in zip(new, found, strict=True):
-            logits_TV = library_logits(model, torch.tensor([*prompt, *ids]))[len(prompt) - 1 : -1]
+            logits_TV = model(torch.tensor([[*prompt, *ids]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
             wanted = logits_TV.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
             torch.testing.assert_close(torch.tensor(log_probs), wanted.double(), rtol=0, atol=1e-4, check_dtype=False)
 
