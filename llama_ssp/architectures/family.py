@@ -239,6 +239,15 @@ def check_ranks(model_type: str, num_ranks: int) -> None:
         raise PlacementError(no_plan(model_type, num_ranks))
 
 
+def check_deepspeed_layers(model_type: str, num_ranks: int) -> None:
+    """Raise PlacementError for recurrent layers, of which DeepSpeed would cut matrices and leave the states whole."""
+    if num_ranks > 1 and record_of(model_type).recurrent:
+        raise PlacementError(
+            f"placement.target.kind=deepspeed cannot split the recurrent layers of {model_type} models: use "
+            "placement.target.kind=tensor"
+        )
+
+
 def no_plan(model_type: str, num_ranks: int) -> str:
     """The sentence for a family without a tensor-parallel plan."""
     return f"{model_type} has no tensor-parallel plan: run it on one rank, not on {num_ranks}"

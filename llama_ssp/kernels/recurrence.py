@@ -77,12 +77,10 @@ def recur(state_BHNP: Tensor, steps: Steps, *, keeps_all: bool) -> tuple[Tensor,
 
 def _chunk(state_BHNP: Tensor, steps: Steps, *, keeps_all: bool) -> tuple[Tensor, Tensor]:
     queries, keys, added, log_decays, rates = steps
-    num_tokens = keys.shape[2]
     since_start_BHT = log_decays.cumsum(-1)
     decay_BHT1 = since_start_BHT.exp()[..., None]
-    between_BHTT = since_start_BHT[..., None] - since_start_BHT[..., None, :]
-    later_TT = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=keys.device).triu(1)
-    between_BHTT = between_BHTT.masked_fill(later_TT, float("-inf")).exp()  # from the second token to the first
+    # From the second token to the first.
+    between_BHTT = (since_start_BHT[..., None] - since_start_BHT[..., None, :]).exp().tril()
     if rates is not None:
         held = decay_BHT1 * (keys @ state_BHNP)
         overlaps_BHTT = rates[..., None] * (keys @ keys.transpose(-1, -2)) * between_BHTT

@@ -73,7 +73,8 @@ class StateCache(Workspace):
 
     def view(self, positions_BT: Tensor, *, taken_B: Tensor | None, cache_rows_B: Tensor | None) -> "StateView":
         """Make the view of one forward; for the arguments see `Runner.forward`."""
-        return StateView(self, positions_BT, taken_B, self._rows_B if cache_rows_B is None else cache_rows_B)
+        rows_B = self._rows_B if cache_rows_B is None else cache_rows_B
+        return StateView(self, positions_BT, taken_B, rows_B.to(positions_BT.device))
 
     def copy(self, from_row: int, to_rows: Sequence[int]) -> None:
         """Copy all that is kept of a row to others."""

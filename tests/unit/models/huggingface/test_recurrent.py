@@ -12,6 +12,7 @@ from llama_ssp import catalogue
 from llama_ssp.architectures.family import inventory, record_of
 from llama_ssp.architectures.reading import read_config
 from llama_ssp.catalogue import Dtype
+from llama_ssp.errors import PlacementError
 from llama_ssp.models import prefill
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import Runner
@@ -222,3 +223,13 @@ def test_trees_and_drafts_with_tokenizers_of_their_own_are_refused_by_the_kind_o
         assert not refused_by_states(*models, has_tree=False, own_tokenizer=False)
     assert refused_by_states(llama, hybrid, has_tree=False, own_tokenizer=True).startswith(own)
     assert not refused_by_states(hybrid, llama, has_tree=False, own_tokenizer=True)
+
+
+def test_deepspeed_is_refused_for_recurrent_layers(saved: SavedModels) -> None:
+    """It would cut their matrices alone."""
+    shape = read_config(saved("qwen3_next")[0])[0]
+    model = PlannedModel(name="mine", shape=shape, dtype=Dtype.fp32, quantization="none")
+    with pytest.raises(
+        PlacementError, match="deepspeed cannot split the recurrent layers of qwen3_next models: use pl"
+    ):
+        rank_shares(model, num_ranks=2, kind=TargetKind.deepspeed)
