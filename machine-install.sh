@@ -339,7 +339,7 @@ with PYTHON=/path/to/python"
         say project "deepspeed"
         install_deepspeed
     fi
-    say next "$([ "$extra" = "[dev]" ] && echo ".venv/bin/pytest" || echo ".venv/bin/torchrun --nproc-per-node 2 launch/run.py")"
+    say next "$([ "$extra" = "[dev]" ] && echo ".venv/bin/pytest" || echo ".venv/bin/llama-ssp run ranks=2")"
 }
 
 main "$@"

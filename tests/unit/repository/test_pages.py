@@ -47,7 +47,7 @@ LAUNCH = re.compile(
 )
 PLAN = re.compile(r"(\.venv/bin/)?(python launch/plan\.py|llama-ssp plan)(?P<words>.*)")
 TWO_COMMANDS = [
-    ["./machine-install.sh", ".venv/bin/torchrun --nproc-per-node 2 launch/run.py"],
+    ["./machine-install.sh", ".venv/bin/llama-ssp run ranks=2"],
     ["./machine-install.sh --dev", ".venv/bin/pytest"],
 ]
 
