@@ -139,7 +139,8 @@ class History(Workspace):
 
     Args:
         sizes: H, B and S.
-        longest, shortest: of the sequences.
+        longest: tokens of the longest sequences.
+        shortest: of the shortest ones.
     """
 
     def __init__(self, sizes: tuple[int, int, int], *, longest: int, shortest: int, device: torch.device) -> None:
