@@ -162,9 +162,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "falcon_h1": _MAMBA | {"head_dim": 8, "mamba_d_ssm": 128, "mamba_rms_norm": True, "ssm_in_multiplier": 1.5},
     "falcon_h1, plain": _MAMBA | {"head_dim": 8, "mamba_d_ssm": 128},
-    "nemotron_h": _NEMOTRON | {"layer_types": ["mamba", "attention", "mlp", "mamba"]},
-    "nemotron_h, experts": _NEMOTRON | {"layer_types": ["mamba", "attention", "moe"], "n_routed_experts": 4,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 48,
+    "nemotron_h": _NEMOTRON | {"layer_types": ["linear_attention", "full_attention", "mlp", "linear_attention"]},
+    "nemotron_h, experts": _NEMOTRON | {
+        "layer_types": ["linear_attention", "full_attention", "moe"], "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 48,
     },
 }  # fmt: skip
 

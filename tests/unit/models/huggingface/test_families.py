@@ -297,7 +297,7 @@ def test_models_that_the_static_cache_cannot_serve_are_refused(
     family: str, changes: dict[str, object], reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
-        check_servable(tiny_config(family, **changes).to_dict().get)
+        check_servable((tiny_config(family).to_dict() | changes).get)
 
 
 @pytest.mark.parametrize(("kind", "layers"), [("rwkv", "wkv"), ("xlstm", "mlstm"), ("mamba", "linear_attention")])
