@@ -257,7 +257,7 @@ def test_model_args_win_over_the_options_of_the_command_line() -> None:
 
     options = {"batch_size": "1", "max_batch_size": None, "device": "cpu"}
     from_text = SpeculativeLM.create_from_arg_string("model=tiny,batch_size=3,max_length=9", options)
-    from_values = SpeculativeLM.create_from_arg_obj({"target": "tiny", "batch_size": 3, "max_length": 9}, options)
+    from_values = SpeculativeLM.create_from_arg_obj({"model": "tiny", "batch_size": 3, "max_length": 9}, options)
     for model in (from_text, from_values):
         assert (model._arguments.batch_size, model._arguments.device, model.max_length) == (3, "cpu", 9)
 
