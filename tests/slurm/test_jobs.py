@@ -138,7 +138,7 @@ def test_a_job_over_two_nodes_is_one_run_with_weights_on_their_own_disks(cluster
     job = submit(cluster, tmp_path, *words, *SHORT, "run_dir=run", options=("--nodes=2", "--gpus-per-node=2"))
     assert cluster.wait(job)["JobState"] == "COMPLETED", (tmp_path / f"slurm-{job}.log").read_text()
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["world_size"], summary["model"]) == (4, "local")
+    assert (summary["world_size"], summary["model"]) == (4, "tiny")
     assert {file.name for file in copy.iterdir()} == {file.name for file in (SHIPPED / "tiny").iterdir()}
     assert [file.name for file in copy.parent.iterdir()] == ["tiny"]
 

@@ -175,7 +175,7 @@ def test_what_only_some_points_of_a_sweep_read_is_a_warning_at_the_others(launch
 def test_a_sweep_ends_before_its_next_point_when_somebody_wished_to_stop_in_a_last_round(launch: Launch) -> None:
     ended = launch("-m", "seed=1,2,3", stops=True)
     assert (ended.code, [config.seed for config in ended.runs]) == (4, [1])
-    assert ended.err.startswith("interrupted before point 2 of 2; the same command")
+    assert ended.err.startswith("interrupted before point 2 of 3; the same command")
     assert launch("-m", "seed=1", stops=True).code == 0
 
 
