@@ -219,19 +219,23 @@ def _row(
 
 
 class OwnLinear(nn.Module):
-    """Replaces a linear layer of transformers, or this rank's slice of it, and empties it."""
+    """Replaces a linear layer of transformers, or this rank's slice of it, and empties it.
+
+    Attributes:
+        shared: the slice, if its outputs are joined over ranks; else None.
+    """
 
     def __init__(self, module: nn.Linear | ColumnLinear | RowLinear, kernel: Kernel) -> None:
         super().__init__()
         weight_OI, bias_O = module.weight.detach(), module.bias
         del module.weight
-        self._shared = module if isinstance(module, RowLinear | GatheredLinear) else None
+        self.shared = module if isinstance(module, RowLinear | GatheredLinear) else None
         self._form: Linear = kernel(weight_OI, None if isinstance(module, RowLinear) else bias_O)
 
     def forward(self, x_BTI: Tensor) -> Tensor:
         """Map the input (B, T, I), or this rank's part of it, to (B, T, O)."""
         y_BTO = self._form(x_BTI.flatten(0, -2)).unflatten(0, x_BTI.shape[:-1])
-        return self._shared.joined(y_BTO) if self._shared else y_BTO
+        return self.shared.joined(y_BTO) if self.shared else y_BTO
 
 
 _OF_EXPERTS = ("gate_up_proj", "down_proj")

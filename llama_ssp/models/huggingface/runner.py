@@ -137,6 +137,7 @@ class ModuleRunner(CachedRunner):
         mask = mask_argument(self._model.config, masks)
         self._counter.chosen.clear()
         head: Any = self._model.get_output_embeddings()
+        head = getattr(head, "shared", None) or head
         if is_cut := isinstance(head, GatheredLinear):
             head.gathers = not self.finds_best
         with self._tapped(taps, slots_BT, cache_rows_B):
