@@ -20,6 +20,8 @@ from llama_ssp.kernels.recurrence import Steps, recur
 from llama_ssp.models.states import LayerState, StateView
 
 _Mix = Callable[[Any, Tensor, StateView], Tensor]
+_SAME_PARTS = ("norm", "o_norm"), ("out_proj", "o_proj")
+"""Names of the norm and of the last product, in families of either kind."""
 
 
 def adapt(model: PreTrainedModel) -> None:
@@ -37,11 +39,30 @@ def state_of(mixer: Any) -> LayerState:  # noqa: ANN401 - of transformers
     """The sizes of a layer's state on this rank."""
     weight_C1W = _convolution_of(mixer).weight
     shape: tuple[int, ...] = ()
-    if hasattr(mixer, "head_v_dim"):
-        shape = (len(mixer.A_log), mixer.head_k_dim, mixer.head_v_dim)
+    if _is_delta(mixer):
+        shape = (_num_heads(mixer), *_widths(mixer))
     elif hasattr(mixer, "ssm_state_size"):
         shape = (len(mixer.A_log), mixer.ssm_state_size, mixer.head_dim)
     return LayerState(mixer.layer_idx, len(weight_C1W), weight_C1W.shape[-1], shape, weight_C1W.device)
+
+
+def shared_heads(mixer: Any) -> int:  # noqa: ANN401 - of transformers
+    """Key heads of a delta rule, which ranks share; 0 for other layers."""
+    return (getattr(mixer, "num_k_heads", 0) or mixer.num_heads) if _is_delta(mixer) else 0
+
+
+def _is_delta(mixer: Any) -> bool:  # noqa: ANN401 - of transformers
+    return hasattr(mixer, "head_v_dim") or hasattr(mixer, "forget_gate")
+
+
+def _num_heads(mixer: Any) -> int:  # noqa: ANN401 - of transformers
+    """Value heads of a delta rule on this rank."""
+    return getattr(mixer, "num_v_heads", 0) or mixer.num_heads
+
+
+def _widths(mixer: Any) -> tuple[int, int]:  # noqa: ANN401 - of transformers
+    """The widths of a key and of a value of a delta rule."""
+    return (mixer.head_k_dim, mixer.head_v_dim) if hasattr(mixer, "head_v_dim") else (mixer.head_dim,) * 2
 
 
 def _convolution_of(mixer: Any) -> Any:  # noqa: ANN401 - of transformers
@@ -54,7 +75,7 @@ def _forward(mixer: Any, library: Callable[..., Tensor], hidden_states: Tensor, 
     if states is None:
         return library(hidden_states, **options)
     mix: _Mix = _short_convolution
-    if hasattr(mixer, "head_v_dim"):
+    if _is_delta(mixer):
         mix = _gated_delta
     elif hasattr(mixer, "ssm_state_size"):
         mix = _mamba2
@@ -62,27 +83,40 @@ def _forward(mixer: Any, library: Callable[..., Tensor], hidden_states: Tensor, 
 
 
 def _gated_delta(mixer: Any, x_BTE: Tensor, states: StateView) -> Tensor:  # noqa: ANN401
+    mixed_BTC, gates, rates, decays = _projected(mixer, x_BTE)
+    mixed_BTC = _convolved(mixer, mixed_BTC, states)
+    num_heads, (key_dim, value_dim) = _num_heads(mixer), _widths(mixer)
+    key_width = (mixed_BTC.shape[-1] - num_heads * value_dim) // 2
+    queries, keys, values = mixed_BTC.split([key_width, key_width, num_heads * value_dim], -1)
+    queries, keys = (_normed(_by_heads(part, key_dim, num_heads)) for part in (queries, keys))
+    if hasattr(mixer, "forget_gate"):
+        log_decays_BTHD = mixer.forget_gate(x_BTE)
+    else:
+        log_decays_BTHD = -mixer.A_log.float().exp() * functional.softplus(decays.float() + mixer.dt_bias)
+        log_decays_BTHD = log_decays_BTHD[..., None]
+    rates = rates.sigmoid() * (2 if getattr(mixer, "allow_neg_eigval", False) else 1)
+    steps = Steps(
+        queries * key_dim**-0.5, keys, _by_heads(values, value_dim, num_heads),
+        log_decays_BTHD.transpose(1, 2), rates.float().transpose(1, 2),
+    )  # fmt: skip
+    read_BTHP = _recurred(mixer, steps, states).to(x_BTE.dtype)
+    norm, project = (getattr(mixer, new, None) or getattr(mixer, old) for new, old in _SAME_PARTS)
+    mixed_BTE: Tensor = project(norm(read_BTHP.flatten(0, 2), gates.reshape(-1, value_dim)).view_as(read_BTHP).flatten(2))
+    return mixed_BTE
+
+
+def _projected(mixer: Any, x_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # noqa: ANN401
+    """Inputs of the convolution, gates, and, before their functions, rates and decays, if no module makes these."""
     if hasattr(mixer, "in_proj_qkvz"):
         projected = mixer.in_proj_qkvz(x_BTE), mixer.in_proj_ba(x_BTE)
         *mixed, gates, rates, decays = mixer.fix_query_key_value_ordering(*projected)
-        mixed_BTC = torch.cat([part.flatten(2) for part in mixed], -1)
-    else:
-        mixed_BTC, gates = mixer.in_proj_qkv(x_BTE), mixer.in_proj_z(x_BTE)
-        rates, decays = mixer.in_proj_b(x_BTE), mixer.in_proj_a(x_BTE)
-    mixed_BTC = _convolved(mixer, mixed_BTC, states)
-    num_heads, value_width = len(mixer.A_log), len(mixer.A_log) * mixer.head_v_dim
-    key_width = (mixed_BTC.shape[-1] - value_width) // 2
-    queries, keys, values = mixed_BTC.split([key_width, key_width, value_width], -1)
-    queries, keys = (_normed(_by_heads(part, mixer.head_k_dim, num_heads)) for part in (queries, keys))
-    log_decays = -mixer.A_log.float().exp() * functional.softplus(decays.float() + mixer.dt_bias)
-    steps = Steps(
-        queries * mixer.head_k_dim**-0.5, keys, _by_heads(values, mixer.head_v_dim, num_heads),
-        log_decays.transpose(1, 2), rates.sigmoid().float().transpose(1, 2),
-    )  # fmt: skip
-    read_BTHP = _recurred(mixer, steps, states).to(x_BTE.dtype)
-    normed_MP = mixer.norm(read_BTHP.flatten(0, 2), gates.reshape(-1, mixer.head_v_dim))
-    mixed_BTE: Tensor = mixer.out_proj(normed_MP.view(read_BTHP.shape).flatten(2))
-    return mixed_BTE
+        return torch.cat([part.flatten(2) for part in mixed], -1), gates, rates, decays
+    if hasattr(mixer, "in_proj_qkv"):
+        return mixer.in_proj_qkv(x_BTE), mixer.in_proj_z(x_BTE), mixer.in_proj_b(x_BTE), mixer.in_proj_a(x_BTE)
+    mixed_BTC = torch.cat([mixer.q_proj(x_BTE), mixer.k_proj(x_BTE), mixer.v_proj(x_BTE)], -1)
+    if hasattr(mixer, "forget_gate"):
+        return mixed_BTC, mixer.g_b_proj(mixer.g_a_proj(x_BTE)), mixer.b_proj(x_BTE), None
+    return mixed_BTC, mixer.g_proj(x_BTE), mixer.b_proj(x_BTE), mixer.a_proj(x_BTE)
 
 
 def _mamba2(mixer: Any, x_BTE: Tensor, states: StateView) -> Tensor:  # noqa: ANN401
@@ -98,8 +132,8 @@ def _mamba2(mixer: Any, x_BTE: Tensor, states: StateView) -> Tensor:  # noqa: AN
     times_BTH = functional.softplus(times_BTH.float() + mixer.dt_bias.float()).clamp(*mixer.time_step_limit)
     queries, keys = (_by_heads(part, mixer.ssm_state_size, num_heads) for part in (queries, keys))
     values, times_BHT = _by_heads(values, mixer.head_dim, num_heads), times_BTH.transpose(1, 2)
-    log_decays = -mixer.A_log.float().exp()[:, None] * times_BHT
-    read_BTHP = _recurred(mixer, Steps(queries, keys, values * times_BHT[..., None], log_decays), states)
+    log_decays_BHT1 = (-mixer.A_log.float().exp()[:, None] * times_BHT)[..., None]
+    read_BTHP = _recurred(mixer, Steps(queries, keys, values * times_BHT[..., None], log_decays_BHT1), states)
     read_BTC = (read_BTHP + values.transpose(1, 2) * mixer.D[:, None]).flatten(2)
     is_normed = not isinstance(mixer.norm, nn.Identity)
     read_BTC = mixer.norm(read_BTC, gates) if is_normed else read_BTC * functional.silu(gates)

@@ -28,7 +28,7 @@ class Inputs(NamedTuple):
     x_BTC: Tensor
 
 
-def random_inputs(num_rows: int, num_tokens: int, *, with_rates: bool) -> Inputs:
+def random_inputs(num_rows: int, num_tokens: int, *, with_rates: bool, num_decays: int = 1) -> Inputs:
     generator = torch.Generator().manual_seed(0)
 
     def some(*shape: int) -> Tensor:
@@ -36,7 +36,7 @@ def random_inputs(num_rows: int, num_tokens: int, *, with_rates: bool) -> Inputs
 
     keys = torch.nn.functional.normalize(some(H, num_tokens, N), dim=-1)
     rates = some(H, num_tokens).sigmoid() if with_rates else None
-    steps = Steps(some(H, num_tokens, N), keys, some(H, num_tokens, P), -some(H, num_tokens).exp(), rates)
+    steps = Steps(some(H, num_tokens, N), keys, some(H, num_tokens, P), -some(H, num_tokens, num_decays).exp(), rates)
     return Inputs(steps, some(num_tokens, C))
 
 
@@ -45,7 +45,7 @@ def one_by_one(steps: Steps) -> tuple[Tensor, Tensor]:
     state, outputs, states = torch.zeros(*steps.keys.shape[:2], N, P), [], []
     for place in range(steps.keys.shape[2]):
         key, value = steps.keys[:, :, place], steps.values[:, :, place]
-        state = state * steps.log_decays[:, :, place, None, None].exp()
+        state = state * steps.log_decays[:, :, place, :, None].exp()
         if steps.rates is not None:
             value = steps.rates[:, :, place, None] * (value - (state * key[..., None]).sum(-2))
         state = state + key[..., None] * value[..., None, :]
@@ -54,9 +54,9 @@ def one_by_one(steps: Steps) -> tuple[Tensor, Tensor]:
     return torch.stack(outputs, 2), torch.stack(states, 1)
 
 
-@pytest.mark.parametrize("with_rates", [True, False])
-def test_tokens_that_are_taken_in_together_leave_the_states_of_single_ones(with_rates: bool) -> None:
-    steps, _ = random_inputs(3, 150, with_rates=with_rates)
+@pytest.mark.parametrize(("with_rates", "num_decays"), [(True, 1), (False, 1), (True, N)])
+def test_tokens_that_are_taken_in_together_leave_the_states_of_single_ones(with_rates: bool, num_decays: int) -> None:
+    steps, _ = random_inputs(3, 150, with_rates=with_rates, num_decays=num_decays)
     outputs, states = one_by_one(steps)
     found, last = recur(torch.zeros(3, H, N, P), steps, keeps_all=False)
     torch.testing.assert_close(found, outputs, rtol=0, atol=1e-4)
@@ -132,7 +132,7 @@ class CountingModel:
         digits_BT = torch.where(positions_BT > 0, ids_BT, 0).float()
         x_BTC = view.with_inputs_before(0, torch.where(positions_BT > 0, digits_BT + 1, 0)[..., None]).long()
         ones_B1T1 = torch.ones(*ids_BT.shape, 1)[:, None]
-        steps = Steps(ones_B1T1, ones_B1T1, digits_BT[:, None, :, None], torch.full(ones_B1T1.shape[:3], log(V)))
+        steps = Steps(ones_B1T1, ones_B1T1, digits_BT[:, None, :, None], torch.full_like(ones_B1T1, log(V)))
         codes_B1T1, kept = recur(view.state(0), steps.masked(view.takes_BT), keeps_all=view.keeps_all)
         view.keep(0, kept)
         codes_BT = codes_B1T1[:, 0, :, 0].round().long()
