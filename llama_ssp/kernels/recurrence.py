@@ -5,8 +5,10 @@
 
 Tokens of a chunk are computed together; a token with d = 1 and w = 0 leaves the state as it is. All is in fp32.
 
+`Places` and `Layout` are for a kernel of GPUs, `recurrence_gpu`, which takes in a layer's tokens whole.
+
 Shapes: B sequences, T tokens, H heads, N width of a key, P width of a value, D decays of a head: 1, or N for one of
-each row of the state.
+each row of the state; C channels, R kept states, I kept inputs.
 
 Source: Yang et al. 2024, arXiv:2412.06464 (gated delta rule); Kimi Team 2025, arXiv:2510.26692 (a decay of each row);
 Dao and Gu 2024, arXiv:2405.21060 (Mamba 2).
@@ -54,6 +56,43 @@ class Steps(NamedTuple):
             values = self.values * takes_B1T[..., None]
             return self._replace(values=values, log_decays=self.log_decays * takes_B1T[..., None])
         return self._replace(rates=self.rates * takes_B1T, log_decays=self.log_decays * takes_B1T[..., None])
+
+
+class Places(NamedTuple):
+    """A layer's rings, and where the rows of a forward stand in them.
+
+    Attributes:
+        inputs: (rows * I, C).
+        states: (rows * R, H, N, P); None without them.
+        num_inputs, num_kept: I and R.
+        first_B1: the position of each row's first token.
+        taken_B: how many of its tokens count; None for all.
+        rows_B: its row in the cache.
+    """
+
+    inputs: Tensor
+    states: Tensor | None
+    num_inputs: int
+    num_kept: int
+    first_B1: Tensor
+    taken_B: Tensor | None
+    rows_B: Tensor
+
+
+class Layout(NamedTuple):
+    """Where queries, keys and values of the first key head stand.
+
+    Attributes:
+        firsts: among the numbers of a projected token.
+        steps: from one key head to the next, of queries and keys, and of values.
+        channels: among the channels of the convolution, where heads follow each other.
+        num_key_heads: of all heads; each has as many heads of values.
+    """
+
+    firsts: tuple[int, int, int]
+    steps: tuple[int, int]
+    channels: tuple[int, int, int]
+    num_key_heads: int
 
 
 def recur(state_BHNP: Tensor, steps: Steps, *, keeps_all: bool) -> tuple[Tensor, Tensor]:

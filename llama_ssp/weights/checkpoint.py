@@ -31,7 +31,7 @@ from llama_ssp.errors import CheckpointError, shown
 from llama_ssp.storage.formats import PackedLayout
 from llama_ssp.storage.stored import QUANTIZATION, layout_of, unreadable
 from llama_ssp.weights.experts import Listed, join_convolutions, join_experts
-from llama_ssp.weights.packed import PackedTensor, combine
+from llama_ssp.weights.packed import combine
 from llama_ssp.weights.source import StoredTensor, Wanted, read_header
 from llama_ssp.words import said
 

@@ -24,7 +24,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from triton.runtime import interpreter
 
 from llama_ssp.kernels import attention_by_length as varlen
-from llama_ssp.kernels import attention_gpu, between_gpu, linear, linear_gpu
+from llama_ssp.kernels import attention_gpu, between_gpu, linear, linear_gpu, recurrence_gpu
 from llama_ssp.kernels.attention_by_length import VarlenAttention
 from llama_ssp.kernels.between import rotate_write
 from llama_ssp.kernels.draw_gpu import draw_tokens
@@ -32,16 +32,22 @@ from llama_ssp.kernels.heads import Heads, Sequences
 from llama_ssp.kernels.linear_gpu import choose, product_of_few_rows, unpack_bytes, unpack_codes
 from llama_ssp.kernels.norm import RmsNorm
 from llama_ssp.kernels.rows import KeptRows, rows_of
+from llama_ssp.models.huggingface import recurrent
 from llama_ssp.models.huggingface.experts import OwnExperts
+from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.quantization import weight_only
 from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.models.states import StateCache
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling import processors
 from llama_ssp.weights import byte_rows, fp4_rows, int4_rows
+from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.four_bits import rounded
-from tests.helpers.models import build_checkpoint, load_lean
+from tests.helpers.models import build_checkpoint, load_lean, tiny_model
 from tests.helpers.varlen_attention import varlen_attention
 from tests.unit.models.llama.test_decoder import KINDS, modules, random_ids
 
@@ -445,6 +451,57 @@ def modules_of_experts() -> None:
         assert_near(found, own(x, ids, weights), tolerance=2e-3)
 
 
+def of_each_row(x: Tensor, weight: Tensor, _bias: Tensor | None = None) -> Tensor:
+    """A linear layer whose bits do not depend on the number of rows."""
+    return (x[..., None, :] * weight).sum(-1)
+
+
+def recurrent_layers(*kinds: str) -> None:
+    """Each kind of recurrence and of layout, with states, inputs and the bits of a row and of a token alone."""
+    for kind in kinds:
+        model = tiny_model(kind, num_attention_heads=4, num_key_value_heads=4)
+        recurrent.adapt(model)
+        mixer: Any = next(recurrent.mixers_of(model))
+        right = recurrent._tried(mixer, model.config.hidden_size)
+        layer, x_BTE = recurrent.state_of(mixer), torch.randn(3, 3, model.config.hidden_size, generator=GENERATOR)
+        found: dict[str, list[Tensor]] = {}
+        for name, batch_size, width in (("all", 3, 3), ("a row", 1, 3), ("a token", 3, 1), ("operators", 3, 3)):
+            mixer.own_kernels = None if name == "operators" else right
+            cache = StateCache([layer], batch_size=batch_size, num_kept=3, dtype=torch.float32)
+            outputs = []
+            for x, positions in zip(x_BTE.split(width, 1), torch.arange(3).split(width), strict=True):
+                view = cache.view(positions.expand(batch_size, -1), taken_B=None, cache_rows_B=None)
+                with patch.object(
+                    functional, "linear", lambda x, weight, _bias=None: (x[..., None, :] * weight).sum(-1)
+                ):
+                    outputs.append(recurrent._mix_of(mixer)(mixer, x[:batch_size], view))
+            rings = [ring.unflatten(0, (batch_size, -1)) for ring in (*cache.inputs.values(), *cache.states.values())]
+            found[name] = [torch.cat(outputs, 1), *rings]
+        for *own, wanted in zip(*(found[name] for name in ("all", "a row", "a token", "operators")), strict=True):
+            assert torch.equal(own[0][:1], own[1]), kind
+            assert torch.equal(own[0], own[2]), kind
+            assert ((own[0] - wanted).abs() <= 1e-5 * wanted.abs().max()).all(), kind
+
+
+def recurrent_texts() -> None:
+    """A runner takes the kernel, whose rounds go back; a wrong one is not used."""
+    model = tiny_model("qwen3_next, dense")
+    model.config._attn_implementation = "sdpa"
+    recurrent.adapt(model)
+    texts, requests = [], [Request(index=index, prompt_ids=(3, index + 5), max_new_tokens=7) for index in range(2)]
+    for use in (lambda _: None, recurrent.use_own_kernels):
+        use(model)
+        decoder = make_decoder(ModuleRunner(model, comm=Comm.single()), None, ngram=True, batch_size=2, replay=False)
+        texts.append([done.token_ids for done in complete(decoder, requests)])
+    assert next(recurrent.mixers_of(model)).own_kernels is recurrence_gpu
+    assert texts[0] == texts[1]
+    right, wrong = recurrence_gpu.recur, lambda *places, **options: -right(*places, **options)
+    vars(recurrence_gpu)["recur"] = wrong
+    recurrent.use_own_kernels(model)
+    vars(recurrence_gpu)["recur"] = right
+    assert next(recurrent.mixers_of(model)).own_kernels is None
+
+
 def check(part: str) -> None:
     """Check one of `PARTS`."""
     linear.can_pack = cache(lambda _: False)  # plain weights, as on a GPU: some CPUs pack 16 bits
@@ -460,6 +517,9 @@ PARTS: dict[str, Sequence[Callable[[], None]]] = {
         rotary_and_cache, residual_and_norm, gate, split_rows, choice_of_attention,
         wrong_kernels_are_not_used, draws, few_rows, experts,
         modules_of_experts,
+    ],
+    "recurrent layers": [
+        partial(recurrent_layers, "qwen3_next, dense", "kimi_linear, dense", "falcon_h1", "lfm2"), recurrent_texts,
     ],
     "several ranks": [several_ranks],
     "llama, no groups": [partial(whole_model, "llama, no groups", varlen_attention)],

@@ -19,8 +19,8 @@ from tests.helpers.lanes import grid, heavy
 from tests.helpers.ptx import run_ptx
 
 pytestmark = [pytest.mark.triton, pytest.mark.seconds]
-NAMES = ("between", "linear", "attention", "draw")
-between_gpu, linear_gpu, attention_gpu, draw_gpu = (
+NAMES = ("between", "linear", "attention", "draw", "recurrence")
+between_gpu, linear_gpu, attention_gpu, draw_gpu, recurrence_gpu = (
     pytest.importorskip(f"llama_ssp.kernels.{name}_gpu") for name in NAMES
 )
 
@@ -53,6 +53,30 @@ def test_the_kernel_of_the_rotary_embedding_needs_no_stack(
     }  # fmt: skip
     constants |= dict.fromkeys(("slots",) if has_norms else ("slots", "query_norm", "key_norm"))
     found = compile_kernel(between_gpu.rotate_write_kernel, types, constants, capability=capability, num_warps=4)
+    assert found.stack_bytes == 0
+
+
+RECURRENCES: dict[str, dict[str, object]] = {
+    "Qwen3-Next": {"HEADS": 32, "HEADS_OF_KEY": 2, "KEY": 128, "VALUE": 128, "skips": None},
+    "Kimi Linear": {"HEADS": 32, "HEADS_OF_KEY": 1, "KEY": 128, "VALUE": 128, "skips": None, "IS_BY_ROW": True},
+    "Granite 4": {"HEADS": 128, "HEADS_OF_KEY": 128, "KEY": 128, "VALUE": 64, "rates": None},
+    "Falcon-H1": {"HEADS": 24, "HEADS_OF_KEY": 24, "KEY": 256, "VALUE": 128, "rates": None},
+}
+
+
+@grid(capability=CAPABILITIES, kind=[*RECURRENCES])
+def test_the_kernel_of_recurrent_layers_needs_no_stack(capability: int, kind: str) -> None:
+    kernel, sizes = recurrence_gpu.recur_kernel, RECURRENCES[kind]
+    numbers = ("x", "decays", "rates", "weight", "bias", "log_rates", "times", "skips", "out", "inputs")
+    types = integers(*kernel.arg_names) | dict.fromkeys(numbers, "*bf16") | {"states": "*fp32"}
+    types |= dict.fromkeys(("firsts", "takens", "rows"), "*i64") | dict.fromkeys(
+        ("least", "most", "rate_factor"), "fp32"
+    )
+    keys, values = recurrence_gpu.tiles_of(sizes["KEY"], sizes["VALUE"])
+    constants = {"IS_BY_ROW": False, "WIDTH": 4, "KEYS": keys, "VALUES": values} | sizes
+    found = compile_kernel(
+        kernel, types, constants, capability=capability, num_warps=4, uneven=["num_tokens", "num_inputs", "num_kept"]
+    )
     assert found.stack_bytes == 0
 
 
@@ -110,7 +134,15 @@ def test_the_kernels_of_a_draw_need_no_stack(capability: int, vocab_size: int) -
 
 @pytest.mark.parametrize(
     "part",
-    ["operators", "several ranks", heavy("llama, no groups"), "mistral, window", "qwen3", "quantized"],
+    [
+        "operators",
+        "several ranks",
+        "recurrent layers",
+        heavy("llama, no groups"),
+        "mistral, window",
+        "qwen3",
+        "quantized",
+    ],
 )
 def test_values_are_those_of_torch_s_operators(part: str) -> None:
     """In a process of its own, because Triton reads at its import that it is to interpret."""
