@@ -20,7 +20,7 @@ from torch import Tensor
 
 from llama_ssp.kernels.recurrence import Layout, Places
 
-_NUMBERS_OF_A_PROGRAM, _CHANNELS_OF_A_PROGRAM = 4096, 256
+_NUMBERS_OF_A_PROGRAM, _WARPS, _CHANNELS_OF_A_PROGRAM = 4096, 4, 256
 
 
 @triton.jit
@@ -171,7 +171,7 @@ def recur(
         *layout.firsts, *layout.steps, *layout.channels, places.num_inputs, places.num_kept, len(weight),
         float(least), float(most), rate_factor,
         HEADS=num_heads, HEADS_OF_KEY=num_heads // layout.num_key_heads, KEY=key_width, VALUE=value_width, KEYS=keys,
-        VALUES=values, WIDTH=weight.shape[-1], IS_BY_ROW=decay is not mixer, num_warps=4,
+        VALUES=values, WIDTH=weight.shape[-1], IS_BY_ROW=decay is not mixer, num_warps=_WARPS,
     )  # fmt: skip
     return out_BTHP
 
@@ -212,7 +212,7 @@ def convolve(x_BTX: Tensor, conv: Any, places: Places) -> Tensor:  # noqa: ANN40
     out_BTC = x_BTX.new_empty(batch_size, num_tokens, num_channels)
     convolve_kernel[(triton.cdiv(num_channels, _CHANNELS_OF_A_PROGRAM), batch_size)](
         x_BTX.contiguous(), conv.weight, conv.bias, out_BTC, places.inputs,
-        places.first_B1, places.taken_B, places.rows_B, num_tokens, places.first_B1.stride(0), places.num_inputs, num_channels,
-        CHANNELS=_CHANNELS_OF_A_PROGRAM, WIDTH=width, num_warps=4,
+        places.first_B1, places.taken_B, places.rows_B, num_tokens, places.first_B1.stride(0), places.num_inputs,
+        num_channels, CHANNELS=_CHANNELS_OF_A_PROGRAM, WIDTH=width, num_warps=4,
     )  # fmt: skip
     return out_BTC

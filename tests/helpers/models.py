@@ -186,8 +186,10 @@ def tiny_config(family: str, **changes: object) -> PretrainedConfig:
         sizes.setdefault("attention_types", [[kind, 1] for kind in kinds])
     if "num_kv_shared_layers" in sizes:
         sizes["num_kv_shared_layers"] = min(sizes["num_kv_shared_layers"], sizes["num_hidden_layers"] // 2)
-    if "layer_types" in sizes:
-        sizes["layer_types"] = [*islice(cycle(sizes["layer_types"]), sizes["num_hidden_layers"])]
+    if model_type == "olmo_hybrid":  # which has layers of both kinds
+        sizes["num_hidden_layers"] = max(sizes["num_hidden_layers"], 2)
+    for name in {"layer_types", "mlp_layer_types"} & sizes.keys():
+        sizes[name] = [*islice(cycle(sizes[name]), sizes["num_hidden_layers"])]
     config: PretrainedConfig = CONFIG_MAPPING[model_type](**sizes)
     return config
 
