@@ -456,16 +456,24 @@ def of_each_row(x: Tensor, weight: Tensor, _bias: Tensor | None = None) -> Tenso
     return (x[..., None, :] * weight).sum(-1)
 
 
-def recurrent_layers(*kinds: str) -> None:
+RECURRENT: dict[str, dict[str, int]] = {
+    "qwen3_next, dense": {"linear_num_key_heads": 1, "linear_num_value_heads": 2},
+    "kimi_linear, dense": {"linear_num_heads": 2},
+    "falcon_h1": {"mamba_n_heads": 2, "mamba_d_head": 64, "mamba_n_groups": 1},
+    "lfm2": {},
+}
+
+
+def recurrent_layers() -> None:
     """Each kind of recurrence and of layout, with states, inputs and the bits of a row and of a token alone."""
-    for kind in kinds:
-        model = tiny_model(kind, num_attention_heads=4, num_key_value_heads=4)
+    for kind, heads in RECURRENT.items():
+        model = tiny_model(kind, **heads)
         recurrent.adapt(model)
         mixer: Any = next(recurrent.mixers_of(model))
         right = recurrent._tried(mixer, model.config.hidden_size)
-        layer, x_BTE = recurrent.state_of(mixer), torch.randn(3, 3, model.config.hidden_size, generator=GENERATOR)
+        layer, x_BTE = recurrent.state_of(mixer), torch.randn(2, 3, model.config.hidden_size, generator=GENERATOR)
         found: dict[str, list[Tensor]] = {}
-        for name, batch_size, width in (("all", 3, 3), ("a row", 1, 3), ("a token", 3, 1), ("operators", 3, 3)):
+        for name, batch_size, width in (("all", 2, 3), ("a row", 1, 3), ("a token", 2, 1), ("operators", 2, 3)):
             mixer.own_kernels = None if name == "operators" else right
             cache = StateCache([layer], batch_size=batch_size, num_kept=3, dtype=torch.float32)
             outputs = []
@@ -485,10 +493,10 @@ def recurrent_layers(*kinds: str) -> None:
 
 def recurrent_texts() -> None:
     """A runner takes the kernel, whose rounds go back; a wrong one is not used."""
-    model = tiny_model("qwen3_next, dense")
+    model = tiny_model("qwen3_next, dense", **RECURRENT["qwen3_next, dense"])
     model.config._attn_implementation = "sdpa"
     recurrent.adapt(model)
-    texts, requests = [], [Request(index=index, prompt_ids=(3, index + 5), max_new_tokens=7) for index in range(2)]
+    texts, requests = [], [Request(index=index, prompt_ids=(3, index + 5), max_new_tokens=5) for index in range(2)]
     for use in (lambda _: None, recurrent.use_own_kernels):
         use(model)
         decoder = make_decoder(ModuleRunner(model, comm=Comm.single()), None, ngram=True, batch_size=2, replay=False)
@@ -518,9 +526,7 @@ PARTS: dict[str, Sequence[Callable[[], None]]] = {
         wrong_kernels_are_not_used, draws, few_rows, experts,
         modules_of_experts,
     ],
-    "recurrent layers": [
-        partial(recurrent_layers, "qwen3_next, dense", "kimi_linear, dense", "falcon_h1", "lfm2"), recurrent_texts,
-    ],
+    "recurrent layers": [recurrent_layers, recurrent_texts],
     "several ranks": [several_ranks],
     "llama, no groups": [partial(whole_model, "llama, no groups", varlen_attention)],
     "mistral, window": [partial(whole_model, "mistral, window", varlen_attention)],
