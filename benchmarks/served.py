@@ -37,8 +37,8 @@ SUMS_US = {
     "b200": {"vllm": (7.0, 7.4, 8.2), "trtllm": (5.2, 5.4, 6.1), "sglang": (4.3, 5.0, 5.6)},
 }
 """Of 16 KiB over 2, 4 and 8 GPUs in graphs, from aiconfigurator's tables."""
-WAITS_US = {"h100": 6.0, "h200": 6.0}
-"""What a sum takes more inside a step: fitted to TensorRT-LLM's bf16 rows on H100, whose median it makes 1 at two."""
+WAITS_US = {"h100": 3.5, "h200": 3.5, "b200": 1.75}
+"""What a sum takes more inside a step for each doubling of its ranks: fitted, so that medians have no trend by GPUs."""
 FP8_KERNELS = 4
 """Kernels of a layer that round the inputs of its products."""
 FIRST, LAST = 4, 64
@@ -56,7 +56,7 @@ class Served(NamedTuple):
 def machine_of(name: str, engine: str) -> HardwareConfig:
     """Eight GPUs with the sums of an engine."""
     sums = [
-        MeasuredSum(num_ranks=number, num_bytes=2**14, s=1e-6 * (us + WAITS_US.get(name, 0.0)))
+        MeasuredSum(num_ranks=number, num_bytes=2**14, s=1e-6 * (us + WAITS_US.get(name, 0.0) * math.log2(number)))
         for number, us in zip((2, 4, 8), SUMS_US[name][engine], strict=True)
     ]
     machine = hardware.load(f"8x{name}")
