@@ -129,13 +129,15 @@ def page(file: Path) -> str:
     with file.open(newline="", encoding="utf-8") as stream:
         listed = [*csv.DictReader(stream)]
     reasons = Counter(filter(None, map(why_left_out, listed)))
-    rows = [served(row) for row in listed if why_left_out(row) is None]
+    planned = [row for row in listed if why_left_out(row) is None]
+    rows = [*map(served, planned)]
+    large = [one for one, row in zip(rows, planned, strict=True) if MODELS[row["model"]] == "llama3_70B"]
     left_out = fill("Left out: " + "; ".join(f"{number} of {reason}" for reason, number in reasons.most_common()), 120)
     inside = sum(row.is_inside for row in rows) / len(rows)
     return page_of(
         "served", number=len(rows), of=len(listed), left_out=left_out, inside=f"{100 * inside:.0f}",
         median=f"{100 * (math.exp(statistics.median(abs(math.log(row.ratio)) for row in rows)) - 1):.0f} %",
-        groups=table(rows, of=2), engines=table(rows, of=4), cells=table(rows, of=5),
+        groups=table(rows, of=2), large=table(large, of=3), engines=table(rows, of=4), cells=table(rows, of=5),
     )  # fmt: skip
 
 

@@ -290,7 +290,7 @@ class PlanSpec:
     def takes_own_sums(self, hardware: HardwareConfig, ranks: tuple[int, ...]) -> bool:
         """Whether ranks sum by the program's kernel: of a node whose GPUs reach each other's memory."""
         in_node = ranks[0] // hardware.num_gpus == ranks[-1] // hardware.num_gpus
-        return self.own_sums and bool(hardware.own_sums) and in_node and len(ranks) <= OWN_SUM_RANKS
+        return self.own_sums and bool(hardware.own_sums) and in_node and 1 < len(ranks) <= OWN_SUM_RANKS
 
     @cached_property
     def target_devices(self) -> tuple[int, ...]:

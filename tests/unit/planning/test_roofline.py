@@ -166,6 +166,8 @@ def test_the_programs_kernel_reads_all_other_parts_and_leaves_large_sums_to_nccl
     gather_s = all_reduce_s(machine, ranks, 3 * 512 * 2 / 2)
     assert found.collectives_s == pytest.approx(5 * all_reduce_s(machine, ranks, 15 * 64 * 2, is_own=True) + gather_s)
     assert found.operators_s == 2 * (ENGINE_KERNELS.layer - 2) + ENGINE_KERNELS.frame, "norms are in the sums"
+    alone = make_spec("7B")
+    assert times_of(replace(alone, own_sums=True), machine) == times_of(alone, machine), "one rank has no sums"
 
 
 def test_a_message_takes_the_slower_way_where_its_ranks_are_on_two_nodes() -> None:
