@@ -133,6 +133,7 @@ class Session:
         for mode, request in product([mode for mode in modes if mode not in self._warm], brief):
             for _ in decoders[mode].run([request], to_length=True):
                 pass
+            decoders[mode].round.forget_texts()
         self._warm |= {*modes}
 
     def ready_decoder(self, mode: str, requests: Sequence[PromptRequest]) -> Decoder:
