@@ -199,7 +199,9 @@ def in_history(*, num_rows: int, num_texts: int) -> tuple[History, Callable[[int
 
 
 def rows_of(*texts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.tensor([text + [0] * (20 - len(text)) for text in texts]), torch.tensor([[len(text)] for text in texts])
+    return torch.tensor([text + [0] * (20 - len(text)) for text in texts]), torch.tensor(
+        [[len(text)] for text in texts]
+    )
 
 
 def test_a_text_that_is_no_longer_kept_writes_into_no_other() -> None:
