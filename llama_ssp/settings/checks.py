@@ -456,7 +456,7 @@ _WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
     (
         "draft.history",
         lambda c: c.speculation.tree is not None,
-        "with speculation.tree, which copies from its own text",
+        "with speculation.tree, which copies its own text",
     ),
     ("placement.draft draft.model", _has_no_draft_model, _NO_DRAFT_MODEL),
     (

@@ -74,9 +74,8 @@ class _Bias:
     def __call__(self, logits_BTV: Tensor, _context: Context) -> Tensor:
         key = vocab_size, device = logits_BTV.shape[-1], logits_BTV.device
         if key not in self._tables:
-            known = {
-                token: bias for token, bias in self._biases.items() if token < vocab_size
-            }  # a draft may know fewer
+            # A draft may know fewer tokens.
+            known = {token: bias for token, bias in self._biases.items() if token < vocab_size}
             bias_V = torch.zeros(vocab_size)
             bias_V[[*known]] = torch.tensor([*known.values()])
             self._tables[key] = bias_V.to(device)

@@ -62,7 +62,7 @@ BAD = {
     "draft=ngram draft.history=3 speculation.tree=2x2": "draft.history has no effect with speculation.tree",
     "draft.greedy=true sampling=greedy": "draft.greedy has no effect at temperature 0",
     "placement=deepspeed own_sums=true": "own_sums has no effect without placement.target.kind=tensor",
-    "task=generate quiet=true task.format=jsonl": "task.format has no effect with quiet=true, which prints tables alone",
+    "task=generate quiet=true task.format=jsonl": "task.format has no effect with quiet=true, which prints tables",
     "draft.tokenizer=own": "draft.tokenizer=own has no effect with draft=tiny-draft, which has the target's tokeni",
     "model=30B draft=7B draft.tokenizer=own": "has no effect with draft=7B, which has the target's tokenizer",
     "task=generate model=llama3_1B draft.tokenizer=own": "draft.tokenizer has no effect without a draft model",
