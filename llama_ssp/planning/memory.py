@@ -18,7 +18,14 @@ from functools import cached_property, lru_cache
 from itertools import chain, cycle
 from typing import Any
 
-from llama_ssp.architectures.engine import BUCKET_STEP, PART_SLOTS, PREFILL_CHUNK, STATE_VALUE_BYTES, most_parts
+from llama_ssp.architectures.engine import (
+    BUCKET_STEP,
+    PART_SLOTS,
+    PREFILL_CHUNK,
+    SHORT_PROMPTS,
+    STATE_VALUE_BYTES,
+    most_parts,
+)
 from llama_ssp.architectures.family import check_deepspeed_layers, check_ranks, inventory, kept_whole, record_of
 from llama_ssp.architectures.matrices import (
     DRAFT_WHOLE,
@@ -556,7 +563,7 @@ def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedMo
 
 
 def _graph_bytes(spec: PlanSpec, hardware: HardwareConfig, *, drafts: bool) -> int:
-    """Captured graphs: the target's plain and round forwards and all K draft steps.
+    """Captured graphs: the target's plain and round forwards, all K draft steps, and forwards of short prompts.
 
     They serve all lengths where every model reads its cache by lengths; with masks there are some for each bucket.
     """
@@ -564,8 +571,10 @@ def _graph_bytes(spec: PlanSpec, hardware: HardwareConfig, *, drafts: bool) -> i
     num_buckets = 1 if by_length else -(-spec.num_slots // BUCKET_STEP[hardware.device])
     lengths = ADAPTIVE_LENGTHS if spec.adapts else (spec.num_draft_tokens,)
     layers = (1 + len(lengths) * spec.drafts) * spec.target.shape.num_hidden_layers
+    num_short = len(SHORT_PROMPTS) * (by_length and spec.prompt_tokens <= SHORT_PROMPTS[-1])
+    layers += num_short * spec.target.shape.num_hidden_layers
     if spec.draft and drafts:
-        layers += sum(lengths) * spec.draft.shape.num_hidden_layers
+        layers += (sum(lengths) + num_short * (not spec.has_head)) * spec.draft.shape.num_hidden_layers
     return num_buckets * layers * spec.kernels.layer * GRAPH_NODE_BYTES
 
 
