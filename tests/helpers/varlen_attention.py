@@ -34,7 +34,9 @@ def varlen_attention(
 
 @torch.library.custom_op("tests::varlen", mutates_args=())
 def _varlen(parts: list[Tensor], numbers: list[Tensor], most: list[int], scale: float, window: int) -> Tensor:
-    return varlen_attention(*parts, Sequences(*numbers, *most), scale=scale, window=window or None)
+    queries, keys, values = parts
+    sequences = Sequences(numbers[0], numbers[1], numbers[2], most[0], most[1])
+    return varlen_attention(queries, keys, values, sequences, scale=scale, window=window or None)
 
 
 def varlen_operator(
