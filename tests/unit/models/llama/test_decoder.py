@@ -193,10 +193,10 @@ def test_a_kernel_that_sums_takes_the_next_norm_with_it(
             runner.allocate(batch_size=3, capacity=40)
         return [*map(ragged_rounds, runners[comm.rank])]
 
-    for rank, (alone, fused) in enumerate(on_ranks(comms, rounds)):
+    for alone, fused in on_ranks(comms, rounds):
         for one, other in zip(alone, fused, strict=True):
             assert_close(one, other)
-            assert rank == lacking or torch.equal(one, other)
+            assert lacking < 2 or torch.equal(one, other)
     assert [own.num_norms for own in sums] == [num_norms] * 2
 
 
