@@ -5,7 +5,7 @@ of the library as an argument.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -43,7 +43,7 @@ def key_of(name: str) -> str:
 
 def said(name: str, value: object) -> str:
     """A setting with its value."""
-    if to_library() and (name, value) in _PHRASES:
+    if to_library() and isinstance(value, Hashable) and (name, value) in _PHRASES:
         return _PHRASES[name, value]
     return f"{key_of(name)}={value_of(value)}"
 
