@@ -128,6 +128,8 @@ def faults(world: Comm) -> Iterator[str]:
 if __name__ == "__main__":
     with start(device=DeviceKind.auto, timeout_s=60) as world, torch.inference_mode():
         found = [*faults(world.comm)]
+        ended = time.perf_counter()
+    say(left_s=time.perf_counter() - ended)
     for fault in found:
         say(fault=fault)
     sys.exit(bool(found))

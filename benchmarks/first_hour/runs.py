@@ -40,7 +40,7 @@ TEXTS = {
     "own-sums": [*SHARDED, "own_sums=true"], "replicated": ["placement=replicated"],
     "tree": [*SHARDED, "speculation.tree=2x2x1"], "head": [*SHARDED, "draft=tiny-eagle"],
     "ngram": [*SHARDED, "draft=ngram"], "int8": [*SHARDED, "model.quantization=int8_weight_only"],
-    "experts": [*SHARDED, "draft=ngram", "model=local"],
+    "experts": [*SHARDED, "draft=ngram", "model=local", "cuda_graphs=false"],  # torch's product of groups in fp32 waits
 }  # fmt: skip
 SIZES = {
     "7B": "tinyllama_1B", "7B_8bit": "tinyllama_1B", "13B": "7B", "30B_8bit": "7B", "30B": "tinyllama_1B",
@@ -78,7 +78,7 @@ def texts(where: Where, *, name: str, num_ranks: int) -> Iterator[str]:
         vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
         build_checkpoint(folder, "mixtral", vocab_size=vocab_size, num_key_value_heads=4)
         common += [f"model.path={folder}"]
-    own = [setting for setting in settings if setting.startswith("model")]
+    own = [setting for setting in settings if setting.startswith(("model", "cuda_graphs"))]
     drafted = [] if "draft=ngram" in settings else ["draft.model.dtype=fp32"]
     found = []
     for number, more in ((1, [*own, "draft=none"]), (num_ranks, [*settings, *drafted])):
