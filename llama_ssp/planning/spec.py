@@ -272,7 +272,10 @@ class PlanSpec:
     @cached_property
     def tap_bytes(self) -> int:
         """Bytes of the taps of a token; 0 without a head."""
-        return self.has_head * NUM_TAPS * self.target.shape.hidden_size * DTYPE_BYTES[self.target.dtype]
+        if self.draft is None or not self.has_head:
+            return 0
+        num_taps = NUM_TAPS if record_of(self.draft.shape.model_type).is_head else 1
+        return num_taps * self.target.shape.hidden_size * DTYPE_BYTES[self.target.dtype]
 
     @property
     def sends_taps(self) -> bool:
@@ -445,7 +448,7 @@ def planned_model(model: ModelConfig, *, device: str) -> PlannedModel:
             raise ConfigError(
                 f"{said('model', model.name)} needs {said('model.path', 'DIR')}, a folder with config.json"
             )
-        shape, stored = read_config(read_path(model.path))
+        shape, stored = read_config(read_path(model.path), is_mtp=model.is_mtp)
         model = replace(model, stored_dtype=stored)
     packed = model.stored_format
     if model.path is not None and (read_path(model.path) / CONFIG_FILE).is_file():

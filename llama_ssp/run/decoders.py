@@ -34,6 +34,7 @@ from llama_ssp.speculate.engine.text import StopStrings
 from llama_ssp.speculate.engine.verifier import Verifier
 from llama_ssp.speculate.sampling.rules import make_rule
 from llama_ssp.weights.head import HeadSource
+from llama_ssp.weights.mtp import MtpSource
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class Models:
     def make_taps(self) -> Taps | None:
         """The taps of the target that a draft head will read, on the ranks that keep them; None elsewhere."""
         head = self.sources[-1].origin if self.sources else None
-        if not isinstance(head, HeadSource) or not (self.draft or self.mesh.layout.is_apart):
+        if not isinstance(head, HeadSource | MtpSource) or not (self.draft or self.mesh.layout.is_apart):
             return None
         dtype, width = self.sources[0].dtype or head.target.dtype, head.target.shape.hidden_size
         return Taps(head.layers, width=width, dtype=dtype, device=self.target.device)

@@ -8,6 +8,7 @@ Shapes: B sequences, T positions, I inputs, O outputs.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -89,6 +90,10 @@ def build_empty(origin: WeightSource) -> PreTrainedModel:
     config.return_dict, config.output_attentions, config.output_hidden_states = True, False, False
     with config_errors(origin.folder), _parameters_on_meta():
         model: PreTrainedModel = model_class(config)
+        if origin.shape.is_head:  # see `architectures.mtp`
+            layer, width = model.get_decoder().layers[0], config.hidden_size
+            norm = partial(type(layer.input_layernorm), width, eps=config.rms_norm_eps)
+            layer.enorm, layer.hnorm, layer.eh_proj = norm(), norm(), nn.Linear(2 * width, width, bias=False)
     adapt(model)
     for name in model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys():
         path, _, leaf = name.rpartition(".")
