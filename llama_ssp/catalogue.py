@@ -358,6 +358,10 @@ ENDINGS_WITH_FIELDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 """Endings of files of prompts whose entries have fields."""
 LOCAL, MTP = "local", "mtp"
 """The entry that stands for any folder, and the name of a model from one; that of a draft in the target's own files."""
+MTP_KINDS = (
+    "deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen2", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
+)  # fmt: skip
+"""Families whose MTP layers are read; those of `qwen2` are MiMo's."""
 GROUPS = ("model", "draft")  # Groups whose options may be ids of the hub, and folders.
 _PART = r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
 _ID = re.compile(rf"{_PART}/{_PART}", flags=re.ASCII)

@@ -134,7 +134,7 @@ def formats_of(given: Mapping[str, Any]) -> tuple[dict[str, object], dict[str, o
     return {name: of[0] for name, of in both.items()}, {name: of[1] for name, of in both.items()}
 
 
-def entry_of(what: str, given: object, *, target: ModelConfig | None = None, **formats: object) -> ModelConfig:
+def entry_of(what: str, given: object, *, target: object = None, **formats: object) -> ModelConfig:
     """Make the entry of a model: a name of the catalogue, a folder, or an id of the hub; `what` is model or draft.
 
     A draft may also be the MTP layers of its `target`.
@@ -146,7 +146,7 @@ def entry_of(what: str, given: object, *, target: ModelConfig | None = None, **f
             "the hub, or a causal language model of transformers"
         )
     name = str(given)
-    if target and given == MTP:
+    if isinstance(target, ModelConfig) and given == MTP:
         return in_format(replace(target, name=MTP, shape=None, default_draft=None), **formats)
     is_named = isinstance(given, str) and name in catalogue.names("model") and name != LOCAL
     if name and not is_named and (folder := read_path(name)).is_dir():

@@ -445,7 +445,11 @@ def load(
 
 
 def _read_model(
-    what: str, given: object, tokenizer: PreTrainedTokenizerBase | None, *, target: ModelConfig | None = None,
+    what: str,
+    given: object,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    target: object = None,
     **formats: object,
 ) -> tuple[ModelConfig, Loaded]:
     if not isinstance(given, torch.nn.Module):

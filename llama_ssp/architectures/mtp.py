@@ -24,13 +24,9 @@ from typing import Any
 
 from llama_ssp.architectures.family import inventory, record_of
 from llama_ssp.architectures.matrices import Matrix
-from llama_ssp.catalogue import ModelShape
+from llama_ssp.catalogue import MTP_KINDS, ModelShape
 from llama_ssp.errors import ConfigError
 
-MTP_KINDS = (
-    "deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen2", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
-)  # fmt: skip
-"""Families whose MTP layers are read; those of `qwen2` are MiMo's."""
 _UNSAID = {"qwen3_next": 1}
 """MTP layers of a family whose config.json does not say it."""
 _COUNTS = "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"
@@ -64,8 +60,8 @@ def check_mtp(field: Callable[[str], Any], where: object) -> None:
         )
     if model_type not in MTP_KINDS:
         raise ConfigError(
-            f"draft=mtp reads the MTP layers of {', '.join(MTP_KINDS)} models, and {where} is a {model_type} model: give "
-            "an EAGLE-3 head of the target, or a smaller model, as draft=NAME"
+            f"draft=mtp reads the MTP layers of {', '.join(MTP_KINDS)} models, and {where} is a {model_type} model: "
+            "give an EAGLE-3 head of the target, or a smaller model, as draft=NAME"
         )
 
 

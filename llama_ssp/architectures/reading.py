@@ -166,13 +166,12 @@ def read_stored_format(folder: Path, shape: ModelShape) -> StoredFormat | None:
     )  # fmt: skip
 
 
-def check_readable(
-    folder: Path, quantization: str, *, num_ranks: int = 1, is_mtp: bool = False
-) -> ModelShape | None:
+def check_readable(folder: Path, quantization: str, *, num_ranks: int = 1, is_mtp: bool = False) -> ModelShape | None:
     """Check by config.json alone that runs read a checkpoint, with this quantization, and on so many ranks.
 
-    Returns the sizes of a model; with `is_mtp` its MTP layers are checked alone. Raises what `read_config` does, CheckpointError for weights that cannot be read, and
-    ConfigError for another quantization than the stored one. A file without a family is left to the run.
+    Returns the sizes of a model; with `is_mtp` its MTP layers alone are checked. Raises what `read_config` does,
+    CheckpointError for weights that cannot be read, and ConfigError for another quantization than the stored one. A
+    file without a family is left to the run.
     """
     require_folder(folder)
     content = read_json(folder / CONFIG_FILE)

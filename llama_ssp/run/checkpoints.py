@@ -80,9 +80,10 @@ def find_sources(
     entries = [config.model] + ([config.draft.model] if config.draft.model else [])
     with raise_on_all_ranks(world.comm):
         if config.weights is WeightsKind.checkpoint and world.ranks.local_rank == 0:
-            for entry in [entry for entry, own in zip(entries, loaded, strict=False) if not (own.weights or entry.is_mtp)]:
-                hub.resolve(entry)
-                hub.resolve_adapter(entry)
+            for entry, own in zip(entries, loaded, strict=False):
+                if not (own.weights or entry.is_mtp):
+                    hub.resolve(entry)
+                    hub.resolve_adapter(entry)
     with raise_on_all_ranks(world.comm):
         if config.is_synthetic:
             from llama_ssp.weights.synthetic import synthesize  # noqa: PLC0415 - few runs need it
@@ -92,9 +93,7 @@ def find_sources(
             origins: list[WeightSource] = [*synthesize(shapes, agreement=agreement, in_16_bits=device == "cpu")]
         else:
             origins = [
-                own.weights or _inspect(entry)
-                for entry, own in zip(entries, loaded, strict=False)
-                if not entry.is_mtp
+                own.weights or _inspect(entry) for entry, own in zip(entries, loaded, strict=False) if not entry.is_mtp
             ]
             origins = _with_head(*origins, is_mtp=len(origins) < len(entries))
         entries = [
@@ -180,7 +179,7 @@ def _check(
 
     compiles = device == "cpu"
     check_model(origin, num_ranks=num_ranks, quantization=entry.quantization, whole=whole, compiles=compiles)
-    if isinstance(origin, Checkpoint | MtpSource) and not record_of(origin.shape.model_type).is_written:
+    if not record_of(origin.shape.model_type).is_written and isinstance(origin, Checkpoint | MtpSource):
         from llama_ssp.models.huggingface.described import with_modules  # noqa: PLC0415 - slow import
 
         origin = with_modules(origin)

@@ -134,7 +134,7 @@ def load_models(
         draft = None
         if draft_source and mesh.draft:
             load = partial(own, comm=mesh.draft, whole=DRAFT_WHOLE)
-            if layout.draft_ranks == layout.target_ranks:
+            if layout.draft_ranks == layout.target_ranks and config.placement.target.kind is TargetKind.tensor:
                 load = partial(load, target=target)
             draft = loaded("draft", draft_source, load)
     agree_on_bits([target, *([draft] if draft else [])], mesh.replica)

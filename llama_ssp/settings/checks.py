@@ -12,8 +12,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from llama_ssp import catalogue
-from llama_ssp.architectures.mtp import MTP_KINDS
-from llama_ssp.catalogue import ENDINGS_WITH_FIELDS, ModelConfig, ending_of, is_hub_id
+from llama_ssp.catalogue import ENDINGS_WITH_FIELDS, MTP_KINDS, ModelConfig, ending_of, is_hub_id
 from llama_ssp.errors import ConfigError, refuse, unknown_name
 from llama_ssp.machines import hardware
 from llama_ssp.settings import drafters, layout, schema

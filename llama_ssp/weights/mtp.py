@@ -85,9 +85,9 @@ def mtp_of(target: WeightSource) -> MtpSource:
     config = target.config
     check_mtp(lambda name: getattr(config, name, None), target.folder)
     one = type(config).from_dict(of_one_layer(config.to_dict()))
-    sizes = {"target_vocab_size": target.shape.vocab_size, "target_hidden_size": target.shape.hidden_size}
-    shape = with_join(replace(shape_of(one), shares_embedding=True, **sizes))
-    source = MtpSource(target=target, config=one, shape=shape)
+    vocab_size, width = target.shape.vocab_size, target.shape.hidden_size
+    shape = replace(shape_of(one), shares_embedding=True, target_vocab_size=vocab_size, target_hidden_size=width)
+    source = MtpSource(target=target, config=one, shape=with_join(shape))
     if target.tensors and _JOIN not in source.tensors:
         raise CheckpointError(
             f"{target.folder} lacks the MTP layer that its config.json calls for: copy or download it again, or give "

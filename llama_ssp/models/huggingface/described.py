@@ -26,7 +26,7 @@ from llama_ssp.models.tensor_parallel import RECURRENT, cut_dim
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
 from llama_ssp.weights.mtp import MtpSource, mtp_of
 
-_Origin = TypeVar("_Origin", Checkpoint, MtpSource)
+_Origin = TypeVar("_Origin", bound=Checkpoint | MtpSource)
 
 _LAYER = re.compile(r"\.\d+\.")
 _IN_LAYER = re.compile(r"\.\d+\.(?:\w+\.(?=.*\.))?")

@@ -63,6 +63,11 @@ class ModuleRunner(CachedRunner):
             self._compare()
         self._cache, self._states, self._kept = None, None, rows_of(cache_dtype, self.dtype)
 
+    @property
+    def tables(self) -> tuple[nn.Module, nn.Module]:
+        """The embedding and the output."""
+        return self._model.get_input_embeddings(), self._model.get_output_embeddings()
+
     @torch.inference_mode()
     def _compare(self) -> None:
         """Raise ConfigError unless a short text has the logits that it has without this cache and these masks.

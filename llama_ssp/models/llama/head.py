@@ -21,7 +21,7 @@ from torch import Tensor
 from llama_ssp.architectures.matrices import RankShard
 from llama_ssp.architectures.mtp import JOIN, JOINED_NORMS
 from llama_ssp.kernels.between import OwnKernels
-from llama_ssp.kernels.linear import Linear, make_linear
+from llama_ssp.kernels.linear import Kernel, Linear, make_linear
 from llama_ssp.kernels.norm import RmsNorm
 from llama_ssp.models.llama.attention import LayerAttention
 from llama_ssp.models.llama.decoder import LeanRunner
@@ -65,8 +65,23 @@ class HeadLayer(Layer):
         return self.down(gated_MI, x_ME)
 
 
+class MtpLayer(Layer):
+    """An MTP layer; see `architectures.mtp`."""
+
+    def __init__(self, weights: Weights, number: int, *, eps: float, kernel: Kernel | None, **parts: Any) -> None:  # noqa: ANN401
+        super().__init__(weights, number, eps=eps, kernel=kernel, **parts)
+        place = f"model.layers.{number}"
+        self._norms = [RmsNorm(weights.take(f"{place}.{name}.weight"), eps) for name in JOINED_NORMS]
+        self._join = make_linear(*weights.linear(f"{place}.{JOIN}"), kernel=kernel)
+
+    def extend(self, embedded_ME: Tensor, hidden_ME: Tensor, attend: LayerAttention) -> Stream:
+        """Like `forward`."""
+        both = [norm(x_ME) for norm, x_ME in zip(self._norms, (embedded_ME, hidden_ME), strict=True)]
+        return self.forward((self._join(torch.cat(both, dim=-1)), None), attend)
+
+
 class PairRunner(LeanRunner):
-    """A draft head, or this rank's slice of it, with its cache, which holds pair i in slot i.
+    """A draft head, or this rank's slice of it, with its cache, which holds pair i in slot i; by itself an MTP layer.
 
     Args:
         weights: see `LeanRunner`.
@@ -77,17 +92,23 @@ class PairRunner(LeanRunner):
         embedding_VE: see `LeanRunner`.
     """
 
-    num_token_ids: int
+    layer_class: type[Layer] = MtpLayer
     _feeds_norm = True
     _token_ids_D: Tensor | None = None
 
+    def __init__(
+        self, weights: Weights, source: HeadSource | MtpSource, *, shards: Sequence[RankShard], comm: Comm,
+        precision: Precision = UNQUANTIZED, embedding_VE: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            weights, source.config, shards=shards, comm=comm, precision=precision, embedding_VE=embedding_VE
+        )
+        self.tapped_layers = source.layers
+        self.num_token_ids = source.shape.num_token_ids
+
     def hidden_of(self, taps_BTX: Tensor) -> Tensor:
         """See `Head.hidden_of`."""
-        raise NotImplementedError
-
-    def _extend(self, embedded_ME: Tensor, hidden_ME: Tensor, attend: LayerAttention) -> Stream:
-        """What the layer makes of pairs; may overwrite the hidden state."""
-        raise NotImplementedError
+        return taps_BTX.to(self.dtype)
 
     def extend(
         self,
@@ -105,7 +126,9 @@ class PairRunner(LeanRunner):
         batch_size, _ = ids_BT.shape
         attention = self._attention(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive,
                                     tree=tree)  # fmt: skip
-        stream = self._extend(self.embed(ids_BT.flatten()), hidden_BTE.flatten(0, 1), attention[self._windows[0]])
+        (layer,), (window,) = self._layers, self._windows
+        assert isinstance(layer, HeadLayer | MtpLayer)
+        stream = layer.extend(self.embed(ids_BT.flatten()), hidden_BTE.flatten(0, 1), attention[window])
         hidden_BRE, logits_BRD = self._scored(stream, batch_size, score_positions_B1)
         if self._feeds_norm:
             hidden_BRE = self._norm(hidden_BRE)
@@ -124,15 +147,11 @@ class HeadRunner(PairRunner):
     layer_class = HeadLayer
 
     def __init__(
-        self, weights: Weights, source: HeadSource, *, shards: Sequence[RankShard], comm: Comm,
-        precision: Precision = UNQUANTIZED, embedding_VE: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            weights, source.config, shards=shards, comm=comm, precision=precision, embedding_VE=embedding_VE
-        )
+        self, weights: Weights, source: HeadSource, *, precision: Precision = UNQUANTIZED, **parts: Any
+    ) -> None:  # noqa: ANN401
+        super().__init__(weights, source, precision=precision, **parts)
         head, eps = source.head, source.config.rms_norm_eps
         self._layers[0].qkv.norm_before_residual = head.norm_before_residual
-        self.num_token_ids = source.shape.num_token_ids
         self._fc = make_linear(*weights.linear("model.fc"), kernel=precision.kernel)
         self._tap_norms, self._input_norm = (
             [RmsNorm(weights.take(name), eps) for name in weights.names(f"model.{norms}.")]
@@ -152,32 +171,3 @@ class HeadRunner(PairRunner):
             taps_MX = norm(taps_MX)
         hidden_ME = self._fc(taps_MX)
         return hidden_ME.view(*taps_BTX.shape[:2], -1)
-
-    def _extend(self, embedded_ME: Tensor, hidden_ME: Tensor, attend: LayerAttention) -> Stream:
-        """See `PairRunner`."""
-        (layer,) = self._layers
-        assert isinstance(layer, HeadLayer)
-        return layer.extend(embedded_ME, hidden_ME, attend)
-
-
-class LeanMtpRunner(PairRunner):
-    """An MTP layer; see `architectures.mtp`."""
-
-    def __init__(self, weights: Weights, source: MtpSource, *, precision: Precision = UNQUANTIZED, **parts: Any) -> None:  # noqa: ANN401
-        super().__init__(weights, source.config, precision=precision, **parts)
-        self.num_token_ids = self.vocab_size
-        place, eps = "model.layers.0", source.config.rms_norm_eps
-        self._token_norm, self._hidden_norm = (
-            RmsNorm(weights.take(f"{place}.{name}.weight"), eps) for name in JOINED_NORMS
-        )
-        self._join = make_linear(*weights.linear(f"{place}.{JOIN}"), kernel=precision.kernel)
-
-    def hidden_of(self, taps_BTX: Tensor) -> Tensor:
-        """See `Head.hidden_of`."""
-        return taps_BTX.to(self.dtype)
-
-    def _extend(self, embedded_ME: Tensor, hidden_ME: Tensor, attend: LayerAttention) -> Stream:
-        """See `PairRunner`."""
-        (layer,) = self._layers
-        joined = torch.cat([self._token_norm(embedded_ME), self._hidden_norm(hidden_ME)], dim=-1)
-        return layer.forward((self._join(joined), None), attend)
