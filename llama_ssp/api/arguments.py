@@ -4,7 +4,7 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
-from functools import wraps
+from functools import cache, wraps
 from inspect import signature
 from numbers import Integral, Real
 from pathlib import Path
@@ -88,12 +88,15 @@ def known_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Argume
     return checked
 
 
+_hints_of = cache(get_type_hints)
+
+
 def check_types(function: Callable[..., object], given: Mapping[str, object]) -> dict[str, Any]:
     """Read the arguments of a function, numbers as Python's own; those of other types than `_KINDS` stay as they are.
 
     Raises ConfigError for all of a wrong type together.
     """
-    values, problems, hints = {**given}, [], get_type_hints(function)
+    values, problems, hints = {**given}, [], _hints_of(function)
     for name, value in given.items():
         kinds = get_args(hints.get(name)) or (hints.get(name),)
         if name in _READERS:
@@ -105,7 +108,7 @@ def check_types(function: Callable[..., object], given: Mapping[str, object]) ->
             fitting = [read for kind, read, _ in found if isinstance(value, kind)]
             fits = bool(fitting) and (bool in kinds or not isinstance(value, bool))
             values[name] = fitting[0](value) if fits else value
-            wanted = ": ".join(filter(None, (" or ".join(words for _, _, words in found), required_of(name))))
+            wanted = "" if fits else ": ".join(filter(None, (" or ".join([of[2] for of in found]), required_of(name))))
         else:
             continue
         if not fits:

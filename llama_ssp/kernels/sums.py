@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from llama_ssp.architectures.engine import OWN_SUM_RANKS
 from llama_ssp.kernels.choice_gpu import reason
 from llama_ssp.ranks.comms import Comm, Mesh
 from llama_ssp.ranks.gpu import ends_run
@@ -127,15 +128,17 @@ _found: dict[tuple[int, ...], PeerSums | None] = {}
 
 def with_peer_sums(mesh: Mesh) -> Mesh:
     """Let the groups of both models sum by the kernel, where it is right; all ranks must call this together."""
+    target, draft = (comm and with_peers(comm) for comm in (mesh.target, mesh.draft))
+    return replace(mesh, target=target, draft=draft)
 
-    def summing(comm: Comm | None) -> Comm | None:
-        if comm is None or comm.size == 1:
-            return comm
-        if comm.members not in _found:
-            _found[comm.members] = find_peer_sums(comm, CudaMemory)
-        return replace(comm, peers=_found[comm.members])
 
-    return replace(mesh, target=summing(mesh.target), draft=summing(mesh.draft))
+def with_peers(comm: Comm) -> Comm:
+    """The same group, which sums by the kernel where it is right; all its ranks must call this together."""
+    if comm.size == 1:
+        return comm
+    if comm.members not in _found:
+        _found[comm.members] = find_peer_sums(comm, CudaMemory)
+    return replace(comm, peers=_found[comm.members])
 
 
 def find_peer_sums(
@@ -160,8 +163,8 @@ def _mapped(comm: Comm, open_device: Callable[[], DeviceMemory]) -> PeerSums:
 
     def make() -> tuple[Any, DeviceMemory, int, str]:
         kernels, device = import_module("llama_ssp.kernels.sums_gpu"), open_device()  # CPU builds come without Triton
-        if comm.size > kernels.MOST_RANKS:
-            raise RuntimeError(f"it sums over {kernels.MOST_RANKS} ranks at most")
+        if comm.size > OWN_SUM_RANKS:
+            raise RuntimeError(f"it sums over {OWN_SUM_RANKS} ranks at most")
         address, handle = device.make(kernels.MEMORY_BYTES)
         return kernels, device, address, handle.hex()
 

@@ -16,12 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llama_ssp.architectures.engine import OWN_SUM_BYTES, OWN_SUM_RANKS
+
 NUM_SLOTS, SLOT_BYTES = 128, 2**15
 FLAGS_AT = 2 * NUM_SLOTS * SLOT_BYTES
-MOST_RANKS = 8
-MEMORY_BYTES = FLAGS_AT + 4 * NUM_SLOTS * MOST_RANKS
-MOST_BYTES = 2**18
-"""Of a sum: beyond, a ring sends fewer bytes."""
+MEMORY_BYTES = FLAGS_AT + 4 * NUM_SLOTS * OWN_SUM_RANKS
 PATIENCE = 2**62
 _CHUNK = 1024
 
@@ -82,7 +81,7 @@ def sum_kernel(  # type: ignore[no-untyped-def]
 def sum_of_ranks(
     values: Tensor, memories_R: Tensor, counts: Tensor, *, rank: int, patience: int = PATIENCE
 ) -> Tensor:  # fmt: skip
-    """Sum contiguous values, at most `MOST_BYTES` of them, over the ranks, in place.
+    """Sum contiguous values, at most `OWN_SUM_BYTES` of them, over the ranks, in place.
 
     `memories_R` are the addresses of the ranks' memories as this rank has mapped them, `counts` (NUM_SLOTS,) the sums
     of each slot so far, int32, this rank's own.
@@ -118,9 +117,7 @@ def _group(rank: int, memories_R: Tensor) -> dict[str, int]:
 def can_sum(values: Tensor) -> bool:
     """Whether the kernel sums these values."""
     is_known = values.dtype in (torch.float32, torch.float16, torch.bfloat16)
-    return (
-        is_known and values.is_contiguous() and 0 < values.numel() <= NUM_SLOTS * _CHUNK and values.nbytes <= MOST_BYTES
-    )
+    return is_known and values.is_contiguous() and 0 < values.nbytes <= OWN_SUM_BYTES
 
 
 def can_norm(part_ME: Tensor) -> bool:

@@ -350,6 +350,8 @@ def _draft_parts(spec: PlanSpec) -> dict[int, _Part]:
 
 GRAPH_NODE_BYTES = 32 * 1024
 """Memory of one kernel in a captured graph, estimated from logs of serving engines (0.3-1 GiB for 67 graphs)."""
+NCCL_NODES = 4
+"""Nodes of a layer's two sums by NCCL: each is a kernel, and an event that NCCL records, as an H100 has shown."""
 TIGHT_SHARE = 0.03
 """A rank with a smaller share of its memory left is called tight."""
 SLACK_SHARE = 0.01
@@ -562,10 +564,16 @@ def _graph_bytes(spec: PlanSpec, hardware: HardwareConfig, *, drafts: bool) -> i
     by_length = all(model.reads_by_length(hardware) for model in (spec.target, spec.draft) if model)
     num_buckets = 1 if by_length else -(-spec.num_slots // BUCKET_STEP[hardware.device])
     lengths = ADAPTIVE_LENGTHS if spec.adapts else (spec.num_draft_tokens,)
-    layers = (1 + len(lengths) * spec.drafts) * spec.target.shape.num_hidden_layers
+
+    def num_nodes(model: PlannedModel, ranks: tuple[int, ...]) -> int:
+        has_nccl = len(ranks) > 1 and not spec.takes_own_sums(hardware, ranks)
+        return model.shape.num_hidden_layers * (spec.kernels.layer + has_nccl * NCCL_NODES)
+
+    nodes = (1 + len(lengths) * spec.drafts) * num_nodes(spec.target, spec.target_ranks)
     if spec.draft and drafts:
-        layers += sum(lengths) * spec.draft.shape.num_hidden_layers
-    return num_buckets * layers * spec.kernels.layer * GRAPH_NODE_BYTES
+        ranks = spec.draft_ranks[:1] if spec.layout.splits_batch else spec.draft_ranks
+        nodes += sum(lengths) * num_nodes(spec.draft, ranks)
+    return num_buckets * nodes * GRAPH_NODE_BYTES
 
 
 def bucket_of(num_tokens: int, num_slots: int, hardware: HardwareConfig) -> int:

@@ -13,6 +13,7 @@ from llama_ssp.architectures.engine import (
     ENGINE_KERNELS,
     LANES,
     MOST_PIECES,
+    OWN_SUM_RANKS,
     Kernels,
     own_slots,
     reads_by_length,
@@ -187,6 +188,7 @@ class PlanSpec:
         prompt_tokens, max_new_tokens: tokens of the longest row.
         mean_prompt_tokens: of all prompts, where they are known.
         cuda_graphs: whether forwards are captured; otherwise every operator is launched from Python.
+        own_sums: ranks in a node sum by the program's kernel, if the machine's GPUs can.
     """
 
     target: PlannedModel
@@ -215,6 +217,7 @@ class PlanSpec:
     counts_tokens: bool = False
     scores_texts: bool = False
     spare_devices: tuple[int, ...] = ()
+    own_sums: bool = False
     kernels: Kernels = ENGINE_KERNELS
 
     @cached_property
@@ -297,6 +300,11 @@ class PlanSpec:
     def overlaps(self) -> bool:
         """Whether drafting overlaps verification."""
         return self.overlap and self.draft is not None and self.draft_kind is DraftLayout.own_gpu
+
+    def takes_own_sums(self, hardware: HardwareConfig, ranks: tuple[int, ...]) -> bool:
+        """Whether ranks sum by the program's kernel: of a node whose GPUs reach each other's memory."""
+        in_node = ranks[0] // hardware.num_gpus == ranks[-1] // hardware.num_gpus
+        return self.own_sums and bool(hardware.own_sums) and in_node and 1 < len(ranks) <= OWN_SUM_RANKS
 
     @cached_property
     def target_devices(self) -> tuple[int, ...]:
@@ -415,6 +423,7 @@ def make_spec(
         prompt_tokens=prompt_tokens,
         max_new_tokens=config.max_new_tokens,
         cuda_graphs=config.cuda_graphs and device == "cuda" and may_capture(placement.target),
+        own_sums=config.own_sums and device == "cuda",
         device=device,
     )
 

@@ -80,10 +80,12 @@ def find_sources(
     entries = [config.model] + ([config.draft.model] if config.draft.model else [])
     with raise_on_all_ranks(world.comm):
         if config.weights is WeightsKind.checkpoint and world.ranks.local_rank == 0:
-            for entry, own in zip(entries, loaded, strict=False):
-                if not (own.weights or entry.is_mtp):
-                    hub.resolve(entry)
-                    hub.resolve_adapter(entry)
+            files = [
+                entry for entry, own in zip(entries, loaded, strict=False) if own.weights is None and not entry.is_mtp
+            ]
+            for entry in files:
+                hub.resolve(entry)
+                hub.resolve_adapter(entry)
     with raise_on_all_ranks(world.comm):
         if config.is_synthetic:
             from llama_ssp.weights.synthetic import synthesize  # noqa: PLC0415 - few runs need it
@@ -116,6 +118,7 @@ def find_sources(
 
             check_device_map(world.free_devices, target.entry.quantization)
         check_states(config, target.origin.shape, draft.origin.shape if draft else None)
+        _note_mtp(target.origin, draft and draft.origin)
         if draft and not draft.origin.shape.is_head:
             _check_vocabularies(target, draft, own_tokenizer=has_own_tokenizer(config.draft))
     return target, draft
@@ -156,9 +159,13 @@ def _with_head(target: WeightSource, draft: WeightSource | None = None, *, is_mt
         draft = mtp_of(target)
     elif draft and _has_mtp(draft) and draft.folder.resolve() == target.folder.resolve():
         raise ConfigError(f"{draft.folder} is the target and the draft: draft=mtp drafts with its MTP layers")
-    elif _has_mtp(target):
-        _log.warning("continuing without the MTP layers of %s, which draft=mtp reads", target.folder)
     return [source for source in (target, draft) if source]
+
+
+def _note_mtp(target: WeightSource, draft: WeightSource | None) -> None:
+    """Warn of MTP layers that the run does not draft with."""
+    if _has_mtp(target) and not isinstance(draft, MtpSource):
+        _log.warning("continuing without the MTP layers of %s, which draft=mtp reads", target.folder)
 
 
 def _has_mtp(origin: WeightSource) -> bool:

@@ -114,6 +114,8 @@ _SHARE = "above 0 and at most 1, or {null} to switch it off"
 _PENALTY = "a number, for example 0.5; 0 switches it off"
 _TIMEOUT = f"a positive number of seconds, at most {_MAX_TIMEOUT_S}"
 _MOST_COMPARED = 64
+_MOST_BIAS = 10**4  # logits stay finite
+_BIASES = f"numbers from -{_MOST_BIAS} to {_MOST_BIAS}, such as {{{{198: -100}}}}"
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("speculation.num_draft_tokens", lambda k: k == schema.ADAPTIVE or k in _NUM_DRAFTED, _DRAFTED),
     ("speculation.acceptance", lambda a: 0 <= a <= 1, "a probability, between 0 and 1"),
@@ -129,7 +131,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("sampling.frequency_penalty", math.isfinite, _PENALTY),
     ("sampling.presence_penalty", math.isfinite, _PENALTY),
     ("sampling.min_new_tokens", lambda n: n >= 1, "at least 1, or {null} to switch it off"),
-    ("sampling.logit_bias", lambda b: all(map(math.isfinite, b.values())), "finite numbers, such as {{198: -100}}"),
+    ("sampling.logit_bias", lambda b: all(abs(n) <= _MOST_BIAS for n in b.values()), _BIASES),
     ("logprobs", lambda n: n in _NUM_TOP, _TOP),
     ("prompt_logprobs", lambda n: n in _NUM_TOP, _TOP),
     ("max_new_tokens", lambda n: n >= 1, "at least 1, for example 64"),
@@ -466,6 +468,12 @@ _WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
     ("speculation", _never_drafts, _NO_DRAFT),
     ("verification", lambda c: _never_drafts(c) and not _draws_by_position(c), _NO_DRAFT),
     ("draft.fallback", lambda c: not c.speculation.adapts, "without speculation.num_draft_tokens=auto"),
+    ("draft.greedy", lambda c: c.sampling.temperature == 0, "at temperature 0, where every draft is greedy"),
+    (
+        "draft.history",
+        lambda c: c.speculation.tree is not None,
+        "with speculation.tree, which copies its own text",
+    ),
     ("placement.draft draft.model", _has_no_draft_model, _NO_DRAFT_MODEL),
     (
         "draft.tokenizer",
@@ -504,6 +512,12 @@ _WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
         lambda c: not layout.may_capture(c.placement.target),
         "with a target that accelerate or deepspeed places: its operators are launched from Python",
     ),
+    (
+        "own_sums",
+        lambda c: c.placement.target.kind is not schema.TargetKind.tensor,
+        "without placement.target.kind=tensor, which cuts a target",
+    ),
+    ("task.format", lambda c: c.quiet, "with quiet=true, which prints tables alone; run.jsonl has the completions"),
     ("dry_run", lambda c: c.dry_run and not task_of(c).needs_models, "on task={task.name}, {task.why_no_plan}"),
     ("resume", lambda c: not task_of(c).needs_models, "on task={task.name}, which has no run folder"),
     ("synthetic", lambda c: not c.is_synthetic, "without weights=synthetic"),

@@ -49,7 +49,7 @@ _PATHS = {
     "run_dir", "prompts", "figure", "model.path", "model.adapter", "draft.model.path",
     "draft.model.adapter",
 }  # fmt: skip
-_OPEN = {"chat_arguments", "sampling.logit_bias"}  # keys of their own
+_OPEN = {"chat_arguments": "{enable_thinking: false}", "sampling.logit_bias": "{198: -2.5}"}  # have keys of their own
 _QUOTES = "'\""
 _ESCAPES, _ESCAPED = re.compile(r"\\([nt\\])"), {"n": "\n", "t": "\t", "\\": "\\"}
 
@@ -227,7 +227,8 @@ def _set(config: DictConfig, key: str, word: _Word, keys: frozenset[str]) -> Ite
         OmegaConf.update(config, key, value, merge=True, force_add=is_figure or key in _OPEN)
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         cause = str(error).splitlines()[0]
-        yield f"{key}{text}: {'a list is written [a,b]' if 'ListConfig' in cause else cause}"
+        written = f"write it in quotes, as in '{key}={_OPEN[key]}'" if key in _OPEN else "a list is written [a,b]"
+        yield f"{key}{text}: {written if key in _OPEN or 'ListConfig' in cause else cause}"
 
 
 def _escaped(text: str) -> str:

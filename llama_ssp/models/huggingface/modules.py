@@ -234,7 +234,8 @@ def _row(
 def output_name(model: PreTrainedModel) -> str:
     """The name of the module that makes logits."""
     output: object = model.get_output_embeddings()
-    return next(name for name, module in model.named_modules() if module is output)
+    found: str = next(name for name, module in model.named_modules() if module is output)
+    return found
 
 
 class SharedOutput(nn.Module):

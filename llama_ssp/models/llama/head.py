@@ -147,8 +147,9 @@ class HeadRunner(PairRunner):
     layer_class = HeadLayer
 
     def __init__(
-        self, weights: Weights, source: HeadSource, *, precision: Precision = UNQUANTIZED, **parts: Any
-    ) -> None:  # noqa: ANN401
+        self, weights: Weights, source: HeadSource, *,
+        precision: Precision = UNQUANTIZED, **parts: Any,  # noqa: ANN401 - see `PairRunner`
+    ) -> None:  # fmt: skip
         super().__init__(weights, source, precision=precision, **parts)
         head, eps = source.head, source.config.rms_norm_eps
         self._layers[0].qkv.norm_before_residual = head.norm_before_residual

@@ -38,6 +38,7 @@ from llama_ssp.models.runner import Runner
 from llama_ssp.models.upload import to_device
 from llama_ssp.speculate.drafters.drafter import Drafter, TreeTables
 from llama_ssp.speculate.drafters.limited import DraftLimit
+from llama_ssp.speculate.drafters.ngram import NgramDrafter
 from llama_ssp.speculate.engine.clock import HostClock
 from llama_ssp.speculate.engine.held import PromptRow
 from llama_ssp.speculate.engine.state import BatchState
@@ -143,6 +144,12 @@ class Round:
             self.taps.allocate(batch_size=batch_size, num_slots=num_slots)
         for drafter in self.drafters:
             drafter.allocate(batch_size=batch_size, num_slots=num_slots)
+
+    def forget_texts(self) -> None:
+        """Let no drafter copy from texts of earlier runs, where the same ones follow."""
+        for drafter in self.drafters:
+            if isinstance(drafter, NgramDrafter):
+                drafter.forget()
 
     def prefill(
         self, prompts: BatchState, places: Sequence[PromptRow], *, lengths: Sequence[int], buckets: Buckets,
