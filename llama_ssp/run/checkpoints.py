@@ -80,10 +80,10 @@ def find_sources(
     entries = [config.model] + ([config.draft.model] if config.draft.model else [])
     with raise_on_all_ranks(world.comm):
         if config.weights is WeightsKind.checkpoint and world.ranks.local_rank == 0:
-            files = [
+            on_hub = [
                 entry for entry, own in zip(entries, loaded, strict=False) if own.weights is None and not entry.is_mtp
             ]
-            for entry in files:
+            for entry in on_hub:
                 hub.resolve(entry)
                 hub.resolve_adapter(entry)
     with raise_on_all_ranks(world.comm):
@@ -118,7 +118,7 @@ def find_sources(
 
             check_device_map(world.free_devices, target.entry.quantization)
         check_states(config, target.origin.shape, draft.origin.shape if draft else None)
-        _note_mtp(target.origin, draft and draft.origin)
+        _note_mtp(target.origin, draft.origin if draft else None)
         if draft and not draft.origin.shape.is_head:
             _check_vocabularies(target, draft, own_tokenizer=has_own_tokenizer(config.draft))
     return target, draft
