@@ -41,7 +41,8 @@ def _texts(value: object) -> object:
 
 def _biases(value: object) -> object:
     is_read = isinstance(value, Mapping) and all(
-        isinstance(token, Integral) and isinstance(bias, Real) for token, bias in value.items()
+        isinstance(token, Integral) and isinstance(bias, Real) and not isinstance(token, bool)
+        for token, bias in value.items()
     )
     return {int(token): float(bias) for token, bias in value.items()} if is_read else None  # type: ignore[attr-defined]
 

@@ -4,6 +4,10 @@ import math
 from dataclasses import dataclass
 
 PREFILL_CHUNK = 512  # Tokens of a prompt that go through a model at once, so that memory and masks stay bounded.
+SHORT_PROMPTS = (8, 16, 32, 64)
+"""Tokens of prompts that a forward of one shape reads, where attention goes by lengths: a CUDA graph each."""
+SHORT_SLOTS = 2**14
+"""The most cache slots that the tokens of such a forward see together: each token reads its row for itself."""
 _MOST_SCORED = 2**26  # Logits of a forward that scores whole texts, 256 MiB in fp32.
 SLOT_STEP = 8  # Cache slots are multiples of it: attention kernels copy masks of any other width first.
 BUCKET_STEP = {"cuda": 256, "cpu": 64}

@@ -24,7 +24,7 @@ from llama_ssp.kernels.choice_gpu import reason
 from llama_ssp.ranks.comms import Comm, Mesh
 from llama_ssp.ranks.gpu import ends_run
 
-_PATIENCE = 2**22  # looks at a flag, some seconds
+_PATIENCE = 2**25  # looks at a flag, about half a minute: the other ranks may still compile
 _HANDLE_BYTES = 64
 _MAPS_PEERS = 1  # cudaIpcMemLazyEnablePeerAccess, the only flag there is
 _Result = TypeVar("_Result")

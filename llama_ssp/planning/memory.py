@@ -18,7 +18,14 @@ from functools import cached_property, lru_cache
 from itertools import chain, cycle
 from typing import Any
 
-from llama_ssp.architectures.engine import BUCKET_STEP, PART_SLOTS, PREFILL_CHUNK, STATE_VALUE_BYTES, most_parts
+from llama_ssp.architectures.engine import (
+    BUCKET_STEP,
+    PART_SLOTS,
+    PREFILL_CHUNK,
+    SHORT_PROMPTS,
+    STATE_VALUE_BYTES,
+    most_parts,
+)
 from llama_ssp.architectures.family import check_deepspeed_layers, check_ranks, inventory, kept_whole, record_of
 from llama_ssp.architectures.matrices import (
     FUSED,
@@ -557,22 +564,23 @@ def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedMo
 
 
 def _graph_bytes(spec: PlanSpec, hardware: HardwareConfig, *, drafts: bool) -> int:
-    """Captured graphs: the target's plain and round forwards and all K draft steps.
+    """Captured graphs: the target's plain and round forwards, all K draft steps, and forwards of short prompts.
 
     They serve all lengths where every model reads its cache by lengths; with masks there are some for each bucket.
     """
     by_length = all(model.reads_by_length(hardware) for model in (spec.target, spec.draft) if model)
     num_buckets = 1 if by_length else -(-spec.num_slots // BUCKET_STEP[hardware.device])
     lengths = ADAPTIVE_LENGTHS if spec.adapts else (spec.num_draft_tokens,)
+    num_short = len(SHORT_PROMPTS) * (by_length and spec.prompt_tokens <= SHORT_PROMPTS[-1])
 
     def num_nodes(model: PlannedModel, ranks: tuple[int, ...]) -> int:
         has_nccl = len(ranks) > 1 and not spec.takes_own_sums(hardware, ranks)
         return model.shape.num_hidden_layers * (spec.kernels.layer + has_nccl * NCCL_NODES)
 
-    nodes = (1 + len(lengths) * spec.drafts) * num_nodes(spec.target, spec.target_ranks)
+    nodes = (1 + len(lengths) * spec.drafts + num_short) * num_nodes(spec.target, spec.target_ranks)
     if spec.draft and drafts:
         ranks = spec.draft_ranks[:1] if spec.layout.splits_batch else spec.draft_ranks
-        nodes += sum(lengths) * num_nodes(spec.draft, ranks)
+        nodes += (sum(lengths) + num_short * (not spec.has_head)) * num_nodes(spec.draft, ranks)
     return num_buckets * nodes * GRAPH_NODE_BYTES
 
 

@@ -49,6 +49,7 @@ from llama_ssp.architectures.engine import (
     OWN_SLOTS_PER_SLOT,
     OWN_SUM_BYTES,
     PREFILL_CHUNK,
+    SHORT_PROMPTS,
     WHOLE_LAYER_TOKENS,
     Kernels,
 )
@@ -514,14 +515,24 @@ class CostModel:
         return self.spec.draft_rows if placement is self.draft else self.spec.batch_size
 
     def prefill_s(self, placement: ModelPlacement) -> float:
-        """The prompts of all rows, in chunks, which a GPU computes while Python launches the next operators."""
-        seconds, prompt = 0.0, self.spec.prompt_tokens
-        if self.spec.mean_prompt_tokens and placement.model.reads_by_length(self.hardware):
-            prompt = math.ceil(self.spec.mean_prompt_tokens)
+        """The prompts of all rows: a few tokens as one graph, more in chunks.
+
+        A GPU computes a chunk while Python launches the next operators.
+        """
+        seconds, prompt, num_rows = 0.0, self.spec.prompt_tokens, self._rows_of(placement)
+        if by_length := placement.model.reads_by_length(self.hardware):
+            prompt = math.ceil(self.spec.mean_prompt_tokens or prompt)
+        has_graph = by_length and placement.cuda_graphs and not (placement is self.draft and self.spec.has_head)
+        for size in SHORT_PROMPTS if has_graph else ():
+            if num_rows * prompt <= size:
+                return forward_time(
+                    placement, self.hardware, batch_size=1, num_positions=size, num_scored=min(size, num_rows),
+                    bucket=bucket_of(prompt, self.spec.num_slots, self.hardware),
+                ).total_s  # fmt: skip
         for start in range(0, prompt, PREFILL_CHUNK):
             stop = min(start + PREFILL_CHUNK, prompt)
             of = partial(
-                forward_time, hardware=self.hardware, batch_size=self._rows_of(placement), num_positions=stop - start,
+                forward_time, hardware=self.hardware, batch_size=num_rows, num_positions=stop - start,
                 num_scored=1, bucket=bucket_of(stop, self.spec.num_slots, self.hardware),
             )  # fmt: skip
             if self.spec.device == "cuda":

@@ -13,6 +13,7 @@ from itertools import product
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from llama_ssp.architectures.engine import SHORT_PROMPTS
 from llama_ssp.continuation import decode_after
 from llama_ssp.errors import InterruptedRun
 from llama_ssp.planning.plan import Plan
@@ -119,18 +120,20 @@ class Session:
         """Make caches for all requests and modes; keep tracing, capture and first uses out of the times that follow.
 
         A mode that is not warm yet completes `num_requests` requests by a few tokens, or without any the beginning of
-        the first prompt by one; nothing of them is shown or recorded.
+        the first prompt by one; nothing of them is shown or recorded. Where a graph can read that prompt, the second
+        time captures it.
         """
         # All caches come first: one that grows for a later mode would drop what an earlier one has captured.
         decoders = {mode: self.ready_decoder(mode, requests) for mode in modes}
         for decoder in decoders.values():
             decoder.warm_up(requests)
-        first = requests[0]
+        has_graphs = any(one.executor.keeps_state and one.round.target.packs_prompts for one in decoders.values())
+        first, most = requests[0], SHORT_PROMPTS[-1] if has_graphs else _SHORT_PROMPT
         brief = [
             replace(request, max_new_tokens=min(_WARMUP_TOKENS, request.max_new_tokens))
             for request in requests[:num_requests]
-        ] or [replace(first, prompt_ids=first.prompt_ids[:_SHORT_PROMPT], max_new_tokens=1)]
-        for mode, request in product([mode for mode in modes if mode not in self._warm], brief):
+        ] or [replace(first, prompt_ids=first.prompt_ids[:most], max_new_tokens=1)]
+        for mode, request in product([mode for mode in modes if mode not in self._warm], brief * (1 + has_graphs)):
             for _ in decoders[mode].run([request], to_length=True):
                 pass
             decoders[mode].round.forget_texts()

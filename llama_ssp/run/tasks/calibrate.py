@@ -22,6 +22,7 @@ from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import SspError
 from llama_ssp.kernels.attention_by_length import capability_of
 from llama_ssp.machines.hardware import MEASURED, Link, MeasuredSum, problems_of
+from llama_ssp.machines.links import gpu_links
 from llama_ssp.machines.machine import THIS_MACHINE, host_memory_bytes, system_bytes
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.gpu import capture_stream
@@ -103,7 +104,9 @@ def _figures(world: World, sums: list[MeasuredSum], network: Link | None) -> dic
         "sums": [asdict(found) for found in sums],
         "sources": {
             "all": f"measured by task=calibrate on {platform.node()}, {date.today()}, torch {torch.__version__}",
-            "link": MEASURED if sums else "assumed: one rank measures no links, start task=calibrate with several",
+            "link": f"measured: {gpu_links() if is_gpu else 'shared memory'}"
+            if sums
+            else "assumed: one rank measures no links, start task=calibrate with several",
             "network": MEASURED if network else "not measured: start task=calibrate on two nodes",
         },
     }
