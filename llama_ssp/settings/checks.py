@@ -12,7 +12,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from llama_ssp import catalogue
-from llama_ssp.catalogue import ENDINGS_WITH_FIELDS, ModelConfig, ending_of, is_hub_id
+from llama_ssp.catalogue import ENDINGS_WITH_FIELDS, MTP_KINDS, ModelConfig, ending_of, is_hub_id
 from llama_ssp.errors import ConfigError, refuse, unknown_name
 from llama_ssp.machines import hardware
 from llama_ssp.settings import drafters, layout, schema
@@ -337,10 +337,12 @@ def _heads_of_targets(config: RunConfig) -> Iterator[str]:
     target, draft = config.model, config.draft.model
     if target.shape and target.shape.is_head:
         yield f"{said('model', target.name)} is a draft head: give its target as the model, and draft={target.name}"
-    if draft is None or not (draft.shape and draft.shape.is_head):
+    if draft and draft.is_mtp:
+        yield from _mtp(config)
+    if draft is None or not (draft.is_mtp or (draft.shape and draft.shape.is_head)):
         return
-    own = (draft.shape.target_hidden_size, draft.shape.target_vocab_size)
-    if target.shape and (target.shape.hidden_size, target.shape.vocab_size) != own:
+    own = draft.shape and (draft.shape.target_hidden_size, draft.shape.target_vocab_size)
+    if own and target.shape and (target.shape.hidden_size, target.shape.vocab_size) != own:
         yield (
             f"draft={draft.name} is the head of a target of width {own[0]} with {own[1]} tokens, and "
             f"{said('model', target.name)} has width {target.shape.hidden_size} and {target.shape.vocab_size} tokens: "
@@ -360,6 +362,20 @@ def _heads_of_targets(config: RunConfig) -> Iterator[str]:
         yield (
             f"draft={draft.name} is a draft head, which drafts from what the target has verified: "
             "leave speculation.overlap=true out"
+        )
+
+
+def _mtp(config: RunConfig) -> Iterator[str]:
+    """Why a target has no MTP layers to draft with; its config.json says the rest."""
+    target = config.model
+    if config.is_synthetic:
+        yield "draft=mtp reads the files of the target, and weights=synthetic has none: give another draft"
+    elif target.adapter:
+        yield f"draft=mtp reads the files of the target without {said('model.adapter', target.adapter)}: leave one out"
+    elif target.shape and target.shape.model_type not in MTP_KINDS:
+        yield (
+            f"draft=mtp drafts with the MTP layers of the target, and {said('model', target.name)} has none: give an "
+            "EAGLE-3 head of the target, or a smaller model, as draft=NAME"
         )
 
 
