@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llama_ssp.kernels.chain_gpu import chain, chained
 from llama_ssp.storage.formats import FP4_GROUP, INT4_ZERO_BITS
 
 _BYTES_TO_FP16 = tl.constexpr("""
@@ -193,12 +194,13 @@ def _store(  # type: ignore[no-untyped-def]
 def _product(  # type: ignore[no-untyped-def]
     x, weight, words, scales, bias, residual, y, blocks, num_rows, num_outputs, num_inputs, words_stride, split_inputs,
     num_chosen, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, WARPS: tl.constexpr,
-    GROUP: tl.constexpr, IS_SPLIT: tl.constexpr, PTX: tl.constexpr,
+    GROUP: tl.constexpr, IS_SPLIT: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute one block: loop over steps, and add the warps' sums; the sums of a split are stored as they are.
 
     With `blocks` of pairs, each reads the row of its token, a number of pairs that `num_chosen` divides.
     """
+    chain(PDL)
     if blocks is None:
         rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         is_row, x_rows, before = rows < num_rows, rows, 0
@@ -270,12 +272,13 @@ def _product(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["num_elements"])  # type: ignore[untyped-decorator]
 def _sum_of_splits(  # type: ignore[no-untyped-def]
     parts, scales, bias, residual, y, experts, num_splits, num_elements, num_outputs, num_experts,
-    ELEMENTS: tl.constexpr,
+    ELEMENTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Add the splits (S, M, O) in order; with `experts` of the rows, those of the experts that are here."""
     places = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
     is_element = places < num_elements
     outputs = places % num_outputs
+    chain(PDL)
     if experts is not None:
         expert = tl.load(experts + places // num_outputs, mask=is_element, other=num_experts).to(tl.int32)
         is_element &= expert < num_experts
@@ -529,19 +532,19 @@ def product_of_few_rows(
         value_bytes=x_MI.element_size(), group=max(group, FP4_GROUP) if weight_OI.dtype is torch.uint8 else None,
     )  # fmt: skip
     y_MO = (x_MI.new_zeros if chosen else x_MI.new_empty)(num_rows, num_outputs)
-    num_splits, length = tiles.grid[2], y_MO.numel()
+    num_splits, length, options = tiles.grid[2], y_MO.numel(), chained(x_MI.device)
     is_split = num_splits > 1
     parts = x_MI.new_empty(num_splits, num_rows, num_outputs, dtype=torch.float32) if is_split else y_MO
     _product[tiles.grid if blocks_NR is None else (len(blocks_NR), *tiles.grid[1:])](
         x_MI, weight_OI, words, scales_O, bias_O, residual_MO, parts, blocks_NR, num_rows, num_outputs, num_inputs,
         0 if words is None else words.stride(0), tiles.split_inputs, ratio, ROWS=tiles.rows, OUTPUTS=tiles.outputs,
         INPUTS=tiles.warp_inputs, WARPS=tiles.num_warps, GROUP=group, IS_SPLIT=is_split, PTX=_HAS_PTX,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **options,
     )  # fmt: skip
     if is_split:
         _sum_of_splits[(triton.cdiv(length, _SUMMED),)](
             parts, scales_O, bias_O, residual_MO, y_MO, experts_P, num_splits, length, num_outputs, num_experts,
-            ELEMENTS=_SUMMED,
+            ELEMENTS=_SUMMED, **options,
         )  # fmt: skip
     return y_MO
 

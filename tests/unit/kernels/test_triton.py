@@ -14,7 +14,7 @@ from llama_ssp.architectures.engine import most_parts
 from llama_ssp.kernels.rows import rows_of
 from llama_ssp.speculate.sampling import processors
 from llama_ssp.storage.formats import CACHES
-from tests.helpers.ahead_of_time import CAPABILITIES, Compiled, compile_kernel
+from tests.helpers.ahead_of_time import CAPABILITIES, CHAINED, Compiled, compile_kernel
 from tests.helpers.lanes import grid, heavy
 from tests.helpers.ptx import run_ptx
 
@@ -54,6 +54,7 @@ def test_the_kernel_of_the_rotary_embedding_needs_no_stack(
     constants |= dict.fromkeys(("slots",) if has_norms else ("slots", "query_norm", "key_norm"))
     found = compile_kernel(between_gpu.rotate_write_kernel, types, constants, capability=capability, num_warps=4)
     assert found.stack_bytes == 0
+    assert found.is_chained == (capability >= CHAINED)
 
 
 ATTENTION = {
@@ -90,7 +91,9 @@ def test_split_attention_needs_no_stack_and_multiplies_every_key_by_one_warp(
     assert found.shared_bytes <= MOST_SHARED
     if rows < 64:  # four warps share so few slots out otherwise, and on an H100 multiply together
         assert found.count(r"\bHMMA\.16816\.F32") == 2 * (slots // 8) * (dims // 16)
-    assert compiled(attention_gpu.attend_whole, constants={**shared, "WIDTH": 32}, num_warps=4).stack_bytes == 0
+    whole = compiled(attention_gpu.attend_whole, constants={**shared, "WIDTH": 32}, num_warps=4)
+    assert whole.stack_bytes == 0
+    assert found.is_chained == whole.is_chained == (capability >= CHAINED)
 
 
 @grid(capability=CAPABILITIES, vocab_size=[128_256])
@@ -106,6 +109,25 @@ def test_the_kernels_of_a_draw_need_no_stack(capability: int, vocab_size: int) -
         uneven = ["uniforms", "num_blocks"]
         found = compile_kernel(kernel, types, constants, capability=capability, num_warps=num_warps, uneven=uneven)
         assert found.stack_bytes == 0
+        assert found.is_chained == (capability >= CHAINED)
+
+
+@grid(capability=CAPABILITIES, dtype=["fp16", "bf16"], adds=[False, True])
+def test_norms_and_gates_need_no_stack_and_read_weights_alone_before_they_wait(
+    capability: int, dtype: str, *, adds: bool
+) -> None:
+    types = dict.fromkeys(("x", "added", "weight", "normed", "gate_up", "gated"), f"*{dtype}")
+    types |= {"eps": "fp32"} | integers("width", "num_units")
+    compiled = partial(compile_kernel, types=types, capability=capability)
+    constants: dict[str, object] = {"WIDTH": 4096} if adds else {"WIDTH": 4096, "added": None}
+    norm = compiled(between_gpu.add_norm_kernel, constants=constants, num_warps=8)
+    gate = compiled(between_gpu.gated_kernel, constants={"UNITS": 1024}, num_warps=4)
+    assert norm.stack_bytes == gate.stack_bytes == 0
+    assert gate.is_chained == (capability >= CHAINED)
+    if capability >= CHAINED:
+        of_one = norm.steps.count("l") // (3 if adds else 2)
+        assert norm.steps.startswith(of_one * "l" + "RWl")
+        assert len(norm.steps.strip("ls")) == 2
 
 
 @pytest.mark.parametrize(
@@ -184,6 +206,7 @@ def test_no_register_is_spilled_and_every_weight_is_multiplied_once_and_never_co
     """A warp that did what another one does would double its products; 16 rows are of experts."""
     found = compiled(form, capability, dtype, num_rows, of_experts=num_rows == 16)
     assert found.stack_bytes == 0
+    assert found.is_chained == (capability >= CHAINED)
     assert found.shared_bytes <= MOST_SHARED_OF_FEW_ROWS
     assert not found.count(r"\bI2F")
     num_tiles = num_weights(found, dtype, num_outputs=8192) // (16 * 16)
