@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llama_ssp.architectures.engine import PART_SLOTS, most_parts
-from llama_ssp.kernels.chain_gpu import chain, chained
+from llama_ssp.kernels.chain_gpu import chained, release, wait
 from llama_ssp.kernels.heads import Sequences, left_of
 from llama_ssp.kernels.rows import KeptRows
 
@@ -86,7 +86,8 @@ def attend_part(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Attend from one row's queries of a group to a part of its slots; `scale` is for powers of 2."""
     part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    chain(PDL)
+    release(PDL)
+    wait(PDL)
     first, num_queries, length, begin, size = _measures(first_queries, used, row, left, HAS_WINDOW, PARTS, SLOTS)
     start = begin + part * size
     stop = tl.minimum(start + size, length)
@@ -135,7 +136,8 @@ def attend_whole(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Add the parts of one query up, in some dimensions of a head."""
     head, row = tl.program_id(1), tl.program_id(2)
-    chain(PDL)
+    release(PDL)
+    wait(PDL)
     first, num_queries, length, begin, size = _measures(first_queries, used, row, left, HAS_WINDOW, PARTS, SLOTS)
     pieces: tl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
     place = tl.program_id(0) // pieces

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llama_ssp.kernels.chain_gpu import chain, chained
+from llama_ssp.kernels.chain_gpu import chained, release, wait
 from llama_ssp.kernels.heads import Heads
 from llama_ssp.kernels.norm import RmsNorm
 from llama_ssp.kernels.rows import KeptRows
@@ -33,7 +33,8 @@ def add_norm_kernel(  # type: ignore[no-untyped-def]
     is_place = places < width
     row = tl.program_id(0).to(tl.int64) * width + places
     factors = tl.load(weight + places, mask=is_place, other=0.0).to(tl.float32)
-    chain(PDL)
+    release(PDL)
+    wait(PDL)
     total = tl.load(x + row, mask=is_place, other=0.0)
     if added is not None:
         total += tl.load(added + row, mask=is_place, other=0.0)
@@ -60,7 +61,8 @@ def gated_kernel(gate_up, gated, num_units, UNITS: tl.constexpr, PDL: tl.constex
     units = tl.program_id(1) * UNITS + tl.arange(0, UNITS)
     is_unit = units < num_units
     row = tl.program_id(0).to(tl.int64) * num_units
-    chain(PDL)
+    release(PDL)
+    wait(PDL)
     gate = tl.load(gate_up + 2 * row + units, mask=is_unit, other=0.0)
     up = tl.load(gate_up + 2 * row + num_units + units, mask=is_unit, other=0.0)
     exact = gate.to(tl.float32)
@@ -115,7 +117,8 @@ def rotate_write_kernel(  # type: ignore[no-untyped-def]
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     pairs = tl.arange(0, PAIRS)
     num_all = NUM_HEADS + 2 * NUM_KV_HEADS
-    chain(PDL)
+    release(PDL)
+    wait(PDL)
     position = tl.load(positions + token)
     is_here = (heads < num_all)[:, None] & (pairs < HEAD_DIM // 2)[None, :]
     source = qkv + (token * num_all + heads[:, None]) * HEAD_DIM + 2 * pairs[None, :]

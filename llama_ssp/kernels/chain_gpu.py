@@ -1,11 +1,11 @@
 """Programmatic dependent launch in Triton: a kernel starts while the one before it ends.
 
-    kernel      | release | loads of weights | wait | all else |
-    the next              | release | loads of weights         | wait | all else |
+    between products    | weights | release, wait | all else                      |
+    product                                | first weights | wait | sums | release | results |
 
-A kernel that is launched with the options of `chained` calls `chain` in each program, before it reads what another
-kernel writes: the next kernel may start when all programs have, and the wait ends when those before are done. Weights
-may be read before. Launched alone, the two instructions do nothing.
+A kernel that is launched with the options of `chained` calls `wait` in each program, before it reads what another
+kernel writes, and returns from it when all kernels before have ended. The next one may start when all programs have
+called `release`. Launched alone, both do nothing. Nothing writes weights meanwhile, so they may be read before.
 
 Source: CUDA's programming guide, programmatic dependent launch and synchronization.
 """
@@ -20,11 +20,17 @@ FIRST_CAPABILITY = 9
 
 
 @triton.jit
-def chain(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Let the next kernel start, and wait for those before."""
+def wait(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait until what other kernels have written can be read."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def release(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Let the next kernel start."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
 
 
 @cache

@@ -20,6 +20,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from llama_ssp.kernels import measured
 from llama_ssp.ranks.gpu import ends_run
 from llama_ssp.storage.formats import FEW_ROWS
 
@@ -29,6 +30,9 @@ ProductOfFewRows = Callable[..., Tensor]
 _Kernel = TypeVar("_Kernel")
 _log = logging.getLogger(__name__)
 _MOST_LETTERS = 200
+_HALVES = (torch.float16, torch.bfloat16)
+_TOLERANCE = 0.02
+"""Share of the largest value."""
 _said: set[str] = set()
 
 
@@ -107,6 +111,32 @@ def few_rows_of(name: str, dtypes: tuple[torch.dtype, ...], groups: tuple[int, .
     sample = tuple([part.to(dtype) for part, dtype in zip([weights, *others], dtypes, strict=True)])
     instead = f"{name} unpacks its weights in every forward, which is slower than fp16"
     return attempt(partial(_tried_few_rows, sample), instead=instead)
+
+
+def find_halves(weight_OI: Tensor) -> tuple[ProductOfFewRows, int] | None:
+    """Our product for a matrix in fp16 or bf16, and the most rows for which cuBLAS's is slower; None if it never is."""
+    if not weight_OI.is_cuda or weight_OI.dtype not in _HALVES or torch.version.hip:
+        return None
+    most_rows = measured.most_rows(torch.cuda.get_device_name(weight_OI.device), *weight_OI.shape)
+    product = _halves_of(weight_OI.dtype) if most_rows else None
+    return (product, most_rows) if product else None
+
+
+@cache
+def _halves_of(dtype: torch.dtype) -> ProductOfFewRows | None:
+    return attempt(partial(_tried_halves, dtype), instead="continuing with cuBLAS for few rows")
+
+
+def _tried_halves(dtype: torch.dtype) -> ProductOfFewRows:
+    from llama_ssp.kernels.halves_gpu import product_of_halves  # noqa: PLC0415 - CPU builds come without Triton
+
+    weight_OI = torch.linspace(-1, 1, 33 * 1104).view(33, 1104).sin().to(dtype).cuda()
+    for num_rows in (1, 2, 8, 16):
+        x_MI = torch.linspace(0, 9, num_rows * 1104).view(num_rows, 1104).cos().to(dtype).cuda()
+        found_MO, wanted_MO = product_of_halves(x_MI, weight_OI), x_MI @ weight_OI.t()
+        if bool((~((found_MO - wanted_MO).abs() <= _TOLERANCE * wanted_MO.abs().max())).any()):
+            raise RuntimeError("our product of a few rows is wrong on this device")
+    return product_of_halves
 
 
 def _weights_of_a_byte(dtype: torch.dtype) -> int:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llama_ssp.kernels.chain_gpu import chain, chained
+from llama_ssp.kernels.chain_gpu import chained, release, wait
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -23,7 +23,8 @@ def sum_blocks(  # type: ignore[no-untyped-def]
     """Sum the integer units of one block of one row."""
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     tokens = block * TOKENS + tl.arange(0, TOKENS)
-    chain(PDL)
+    release(PDL)
+    wait(PDL)
     found = tl.load(weights + row * vocab_size + tokens, mask=tokens < vocab_size, other=0.0)
     tl.store(sums + row * num_blocks + block, tl.sum((found * units).to(tl.int64), 0))
 
@@ -45,7 +46,8 @@ def pick_token(  # type: ignore[no-untyped-def]
     """Pick a block of one row by its first uniform, and a token of it by the second."""
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.arange(0, BLOCKS)
-    chain(PDL)
+    release(PDL)
+    wait(PDL)
     sums_C = tl.load(sums + row * num_blocks + blocks, mask=blocks < num_blocks, other=0)
     block = _place(sums_C, tl.load(uniforms + row * uniforms_stride), num_blocks)
     tokens = block * TOKENS + tl.arange(0, TOKENS)
