@@ -19,14 +19,14 @@ import triton.language as tl
 FIRST_CAPABILITY = 9
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def wait(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
     """Wait until what other kernels have written can be read."""
     if PDL:
         tl.extra.cuda.gdc_wait()
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def release(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
     """Let the next kernel start."""
     if PDL:

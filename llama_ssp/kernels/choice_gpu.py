@@ -20,7 +20,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from llama_ssp.kernels import measured
 from llama_ssp.ranks.gpu import ends_run
 from llama_ssp.storage.formats import FEW_ROWS
 
@@ -30,6 +29,11 @@ ProductOfFewRows = Callable[..., Tensor]
 _Kernel = TypeVar("_Kernel")
 _log = logging.getLogger(__name__)
 _MOST_LETTERS = 200
+_MOST_ROWS_OF_HALVES = {"H200": 8}
+"""The most rows for which products of all matrices were faster than cuBLAS's, by a part of the GPU's name.
+
+`docs/findings/gpus.md` has the times; nothing is timed when a run starts.
+"""
 _HALVES = (torch.float16, torch.bfloat16)
 _TOLERANCE = 0.02
 """Share of the largest value."""
@@ -117,7 +121,8 @@ def find_halves(weight_OI: Tensor) -> tuple[ProductOfFewRows, int] | None:
     """Our product for a matrix in fp16 or bf16, and the most rows for which cuBLAS's is slower; None if it never is."""
     if not weight_OI.is_cuda or weight_OI.dtype not in _HALVES or torch.version.hip:
         return None
-    most_rows = measured.most_rows(torch.cuda.get_device_name(weight_OI.device), *weight_OI.shape)
+    name = torch.cuda.get_device_name(weight_OI.device)
+    most_rows = next((most for part, most in _MOST_ROWS_OF_HALVES.items() if part in name), 0)
     product = _halves_of(weight_OI.dtype) if most_rows else None
     return (product, most_rows) if product else None
 

@@ -1,11 +1,11 @@
 """Triton kernels for products of a few rows with weights in fp16 or bf16, where cuBLAS is below the memory's speed.
 
-    rows       kernel                                         the weights of a block
-    1 and 2    `row_kernel`, by fused multiply-add                  8 outputs x 1024 inputs in registers, the next on their way
-    3 to 16    `linear_gpu`, as for 8 and 4 bits, by warps    16 outputs x 512 inputs in shared memory, two steps ahead
+    rows       kernel                                       the weights of a block, and how they arrive
+    1 and 2    `row_kernel`, by fused multiply-add          8 outputs x 1024 inputs in registers, one step ahead
+    3 to 16    `linear_gpu`, as those of 8 and 4 bits       16 outputs x 512 inputs in shared memory, two steps ahead
 
-`row_kernel` reads its first weights while the kernel before it ends. A row's sum has one order for 1 and 2 rows, and one for
-3 to 16, whatever the other rows hold. `linear.HalvesLinear` says for which matrices.
+`row_kernel` reads its first weights while the kernel before it ends. A row's sum has one order for 1 and 2 rows, and
+one for 3 to 16, whatever the other rows hold. `choice_gpu.find_halves` says where they are used.
 
 Shapes: M rows, I inputs, O outputs.
 """
@@ -21,9 +21,9 @@ _OUTPUTS, _INPUTS, _NUM_WARPS = 8, 1024, 4
 _MOST_BY_ROW = 2
 
 
-@triton.jit
-def _sums_of_threads(weight_tile, x, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, is_input):  # type: ignore[no-untyped-def]
-    """Multiply a tile of weights with one row, and add 8 neighbours, which a thread has."""
+@triton.jit  # type: ignore[untyped-decorator]
+def _sums_of_threads(weight_tile, x, is_input, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Multiply a tile of weights with one row, and add 8 neighbours, which one thread holds."""
     x_tile = tl.load(x + tl.arange(0, INPUTS), mask=is_input, other=0.0).to(tl.float32)
     return tl.sum(tl.reshape(weight_tile * x_tile[None, :], (OUTPUTS, INPUTS // 8, 8)), 2)
 
@@ -46,9 +46,9 @@ def row_kernel(  # type: ignore[no-untyped-def]
         weight_tile, is_input = coming.to(tl.float32), inputs < num_inputs - start
         is_coming = (inputs < num_inputs - start - INPUTS)[None, :]
         coming = tl.load(places + start + INPUTS, mask=is_coming, other=0.0, eviction_policy="evict_first")
-        first += _sums_of_threads(weight_tile, x + start, OUTPUTS, INPUTS, is_input)
+        first += _sums_of_threads(weight_tile, x + start, is_input, OUTPUTS, INPUTS)
         if ROWS > 1:
-            second += _sums_of_threads(weight_tile, x + num_inputs + start, OUTPUTS, INPUTS, is_input)
+            second += _sums_of_threads(weight_tile, x + num_inputs + start, is_input, OUTPUTS, INPUTS)
     release(PDL)
     is_output = outputs < num_outputs
     store(tl.sum(first, 1), None, bias, residual, y, outputs, outputs, is_output)
@@ -59,7 +59,7 @@ def row_kernel(  # type: ignore[no-untyped-def]
 def product_of_halves(
     x_MI: Tensor, weight_OI: Tensor, *, bias_O: Tensor | None = None, residual_MO: Tensor | None = None
 ) -> Tensor:
-    """Compute x W^T + bias + residual, rounded once, for 1 to 16 rows; all have one dtype, and the weight is contiguous."""
+    """Compute x W^T + bias + residual, rounded once, for 1 to 16 rows of a contiguous weight, all in one dtype."""
     if len(x_MI) > _MOST_BY_ROW:
         return product_of_few_rows(x_MI, weight_OI, bias_O=bias_O, residual_MO=residual_MO)
     (num_rows, num_inputs), num_outputs = x_MI.shape, len(weight_OI)

@@ -74,9 +74,7 @@ class PlainLinear(Linear):
 class HalvesLinear(PlainLinear):
     """torch's product, and for up to `most_rows` rows, for which it was faster on this kind of GPU, our own."""
 
-    def __init__(
-        self, weight_OI: Tensor, bias_O: Tensor | None, *, few_rows: ProductOfFewRows, most_rows: int
-    ) -> None:
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, *, few_rows: ProductOfFewRows, most_rows: int) -> None:
         super().__init__(weight_OI, bias_O)
         self._few_rows, self._most_rows = few_rows, most_rows
 

@@ -1,4 +1,4 @@
-"""A Triton kernel for products of a few rows with weights in 8 or 4 bits; torch's are far below memory bandwidth.
+"""A Triton kernel for products of a few rows with weights in 16, 8 or 4 bits; torch's are below memory bandwidth.
 
 Each block computes some outputs of a few rows, and its warps share out the inputs: every weight is read, converted and
 multiplied by one warp alone. A matrix that would leave most multiprocessors idle is split over its inputs, too, and a
@@ -514,8 +514,8 @@ def product_of_few_rows(
     Args:
         x_MI: inputs in fp32, bf16 or fp16; with `chosen` of the tokens, or of the pairs (P, I).
         weight_OI: int8, E4M3 or the dtype of x (O, I), or the bytes of codes (O, I / 2) in uint8; contiguous.
-        scales: None in the dtype of x; of the outputs (O,), in fp32; of E4M3 those of the groups (G, O), of int4 their words, of floats of 4
-            bits those of the groups in E8M0 or E4M3; rows are contiguous.
+        scales: of the outputs (O,), in fp32; of E4M3 those of the groups (G, O), of int4 their words, of floats of 4
+            bits those of the groups in E8M0 or E4M3; rows are contiguous. None for weights in the dtype of x.
         scales_O: of the outputs of floats of 4 bits, in fp32.
         bias_O: in the dtype of x, as the residual; None for no bias.
         residual_MO: None for no residual.
@@ -532,8 +532,8 @@ def product_of_few_rows(
         rows, ratio, num_rows = blocks_NR.shape[1] - 2, len(experts_P) // num_rows, len(experts_P)
         # The experts of one token share the multiprocessors, however many tokens there are.
         num_outputs, num_processors = num_outputs // num_experts, max(num_processors // num_chosen, 1)
-    has_words = scales is not None and scales.ndim == 2  # noqa: PLR2004 - a matrix
-    words, scales_O = (_as_bytes(scales), scales_O) if has_words else (None, scales)
+    words = None if scales is None or scales.ndim == 1 else _as_bytes(scales)
+    scales_O = scales if words is None else scales_O
     group = 0 if words is None else num_inputs // len(words)
     weight_OI = _as_bytes(weight_OI)
     tiles = tiles_of(

@@ -160,9 +160,7 @@ H200 = 132
 """Multiprocessors."""
 
 
-def tiles(
-    num_rows: int, num_outputs: int, num_inputs: int = 4096, *, form: str = "int8", value_bytes: int = 2
-) -> Any:  # noqa: ANN401 - a module without Triton has no type for it
+def tiles(num_rows: int, num_outputs: int, num_inputs: int = 4096, *, form: str = "int8", value_bytes: int = 2) -> Any:  # noqa: ANN401 - a module without Triton has no type for it
     return linear_gpu.tiles_of(
         num_rows=num_rows, num_outputs=num_outputs, num_inputs=num_inputs, num_processors=H200,
         value_bytes=value_bytes, weight_bits=4 if "4" in form else 16 if form == "halves" else 8, group=GROUPS[form],
