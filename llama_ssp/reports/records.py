@@ -5,6 +5,7 @@ of most fields. Names end in `_s` for seconds and contain `ms` for milliseconds.
 """
 
 import json
+import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -109,6 +110,15 @@ class LogProbLine(CompletionLogProbs, _Line):
     def key(self) -> LineKey:
         """Its key when a run is resumed."""
         return self.index, self.mode, self.sample
+
+    @property
+    def num_top(self) -> tuple[float | None, float | None]:
+        """How many of the most probable tokens new tokens and the prompt's have; None without figures."""
+        new, given = (
+            max(map(len, found.top_ids), default=math.inf) if found else None
+            for found in (self.logprobs, self.prompt_logprobs)
+        )
+        return new, given
 
     @classmethod
     def of(cls, key: Sequence[object], figures: Mapping[str, object]) -> Self:

@@ -34,6 +34,7 @@ from llama_ssp.speculate.engine.text import StopStrings
 from llama_ssp.speculate.engine.verifier import Verifier
 from llama_ssp.speculate.sampling.rules import make_rule
 from llama_ssp.weights.head import HeadSource
+from llama_ssp.weights.mtp import MtpSource
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class Models:
     def make_taps(self) -> Taps | None:
         """The taps of the target that a draft head will read, on the ranks that keep them; None elsewhere."""
         head = self.sources[-1].origin if self.sources else None
-        if not isinstance(head, HeadSource) or not (self.draft or self.mesh.layout.is_apart):
+        if not isinstance(head, HeadSource | MtpSource) or not (self.draft or self.mesh.layout.is_apart):
             return None
         dtype, width = self.sources[0].dtype or head.target.dtype, head.target.shape.hidden_size
         return Taps(head.layers, width=width, dtype=dtype, device=self.target.device)
@@ -133,7 +134,7 @@ def load_models(
         draft = None
         if draft_source and mesh.draft:
             load = partial(own, comm=mesh.draft, whole=DRAFT_WHOLE)
-            if layout.draft_ranks == layout.target_ranks:
+            if layout.draft_ranks == layout.target_ranks and config.placement.target.kind is TargetKind.tensor:
                 load = partial(load, target=target)
             draft = loaded("draft", draft_source, load)
     agree_on_bits([target, *([draft] if draft else [])], mesh.replica)
