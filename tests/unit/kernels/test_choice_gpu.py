@@ -94,7 +94,7 @@ def test_a_form_goes_on_without_its_kernel_and_says_so_once(
 
 def test_our_product_of_halves_is_for_the_gpus_on_which_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     class OnGpu(torch.Tensor):
-        is_cuda = True  # type: ignore[assignment]
+        is_cuda = True
 
     def product(*_arguments: object) -> torch.Tensor:
         raise NotImplementedError
