@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llama_ssp.kernels.recurrence import Layout, Places
+from llama_ssp.kernels.recurrence import HeadLayout, Places
 
 _NUMBERS_OF_A_PROGRAM, _WARPS, _CHANNELS_OF_A_PROGRAM = 4096, 4, 256
 
@@ -136,7 +136,7 @@ def recur_kernel(  # type: ignore[no-untyped-def]
 
 
 def recur(
-    x_BTX: Tensor, decays: Tensor, rates: Tensor | None, layout: Layout, places: Places, *, mixer: Any,  # noqa: ANN401
+    x_BTX: Tensor, decays: Tensor, rates: Tensor | None, layout: HeadLayout, places: Places, *, mixer: Any,  # noqa: ANN401
     dtype: torch.dtype, rate_factor: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """Take in tokens, and keep the states behind each.
@@ -145,7 +145,7 @@ def recur(
         x_BTX: the projected tokens.
         decays: before their functions, (B, T, key heads, heads of each), or (B, T, H * N).
         rates: of the delta rule likewise; None without one.
-        layout: see `Layout`.
+        layout: see `HeadLayout`.
         places: see `Places`; T is at most R.
         mixer: has `conv1d`, `A_log`, `dt_bias`, and may have `D` and `time_step_limit`.
         dtype: of the outputs.

@@ -18,7 +18,7 @@ from transformers.activations import ACT2FN
 
 from llama_ssp.kernels.between import check
 from llama_ssp.kernels.choice_gpu import attempt
-from llama_ssp.kernels.recurrence import Layout, Steps, recur
+from llama_ssp.kernels.recurrence import HeadLayout, Steps, recur
 from llama_ssp.models.states import LayerState, StateCache, StateView
 
 _Mix = Callable[[Any, Tensor, StateView], Tensor]
@@ -147,7 +147,7 @@ def _projected(mixer: Any, x_BTE: Tensor, *, is_whole: bool) -> tuple[Tensor, Te
     return x_BTX, gates, rates.unflatten(-1, (num_keys, -1)), decays.unflatten(-1, (num_keys, -1))
 
 
-def _layout_of(mixer: Any) -> Layout:  # noqa: ANN401
+def _layout_of(mixer: Any) -> HeadLayout:  # noqa: ANN401
     """Where a layer's queries, keys and values stand."""
     num_heads, key_dim, value_dim = state_of(mixer).shape
     if _is_delta(mixer):
@@ -156,13 +156,13 @@ def _layout_of(mixer: Any) -> Layout:  # noqa: ANN401
         channels = 0, key_width, 2 * key_width
         if hasattr(mixer, "in_proj_qkvz"):
             step = 2 * (key_dim + of_values)
-            return Layout((0, key_dim, 2 * key_dim), (step, step), channels, num_keys)
-        return Layout(channels, (key_dim, of_values), channels, num_keys)
+            return HeadLayout((0, key_dim, 2 * key_dim), (step, step), channels, num_keys)
+        return HeadLayout(channels, (key_dim, of_values), channels, num_keys)
     value_width = num_heads * value_dim
     num_keys = (len(mixer.conv1d.weight) - value_width) // (2 * key_dim)
     channels = value_width + num_keys * key_dim, value_width, 0  # behind the gates
     first, second, third = (value_width + channel for channel in channels)
-    return Layout((first, second, third), (key_dim, value_width // num_keys), channels, num_keys)
+    return HeadLayout((first, second, third), (key_dim, value_width // num_keys), channels, num_keys)
 
 
 def _mamba2(mixer: Any, x_BTE: Tensor, states: StateView) -> Tensor:  # noqa: ANN401
