@@ -28,7 +28,6 @@ from llama_ssp.architectures.engine import (
 )
 from llama_ssp.architectures.family import check_deepspeed_layers, check_ranks, inventory, kept_whole, record_of
 from llama_ssp.architectures.matrices import (
-    DRAFT_WHOLE,
     FUSED,
     Cut,
     Inventory,
@@ -146,14 +145,14 @@ def weight_bytes(
             sharded, repeated = sharded + stored, repeated + row_scales + bias
         products.setdefault(product, []).append((stored if layout else size * matrix.num_elements, stored + row_scales))
     tables = [(matrix, size, size * matrix.num_elements) for matrix in held.embeddings]
-    if held.head or matrix_size != size:
+    if held.head or (held.embeddings and matrix_size != size):
         output = kept(held.output)
         tables.append((output, matrix_size, matrix_size * output.num_elements))
     table_bytes = {True: 0, False: 0}
     for matrix, value_bytes, stored in tables:
         table_bytes[matrix.cut is None] += stored + (value_bytes * matrix.num_rows if matrix.has_bias else 0)
     temporary = _temporary_bytes([*products.values()], storage, is_half=matrix_size != size)
-    if matrix_size != size:  # the head, which library modules load last, and the lean decoder first
+    if matrix_size != size and tables:  # the head, which library modules load last, and the lean decoder first
         without = held.num_layers * (sharded + repeated) if fuses else 0
         read = size * held.output.num_elements if held.head else 0
         temporary = max(temporary, read + tables[-1][2] - without)
@@ -296,9 +295,9 @@ def _layer_wise(model: PlannedModel, held: tuple[range, ...]) -> tuple[Inventory
 @lru_cache(maxsize=1024)  # a search asks for each target with every draft, and a plan with every batch and context
 def _parts(
     model: PlannedModel, device: str, *, num_ranks: int, kind: TargetKind, whole: WholeParts = WholeParts.none,
-    has_embedding: bool = True, num_kept: int = 0,
+    num_shared: int = 0, num_kept: int = 0,
 ) -> tuple[_Part, ...]:  # fmt: skip
-    """The parts by rank; for `num_kept` see `PlanSpec.kept_states`."""
+    """The parts by rank, without tables that are shared; for `num_kept` see `PlanSpec.kept_states`."""
     shape, size, storage = model.shape, DTYPE_BYTES[model.dtype], format_of(model.quantization)
     sizes = tuple(vars(shape).items())
     shards, _ = _split(sizes, num_ranks=num_ranks, quantization=model.quantization, whole=whole)
@@ -309,7 +308,7 @@ def _parts(
     parts = []
     for held, shard in zip(rank_shares(model, num_ranks=num_ranks, kind=kind, whole=whole), shards, strict=True):
         num_heads, num_kv_heads = len(shard.heads.query_heads), len(shard.heads.kv_heads)
-        weights = model_bytes(held if has_embedding else replace(held, embeddings=()), model, device=device)
+        weights = model_bytes(held.without_tables(num_shared), model, device=device)
         part = _Part(
             weights=weights,
             slot_bytes=model.slot_bytes(num_kv_heads) * held.num_layers,
@@ -350,7 +349,7 @@ def _draft_parts(spec: PlanSpec) -> dict[int, _Part]:
         return {}
     parts = _parts(
         spec.draft, spec.device, num_ranks=1 if spec.layout.splits_batch else len(spec.draft_ranks),
-        kind=TargetKind.tensor, whole=DRAFT_WHOLE, has_embedding=not spec.shares_embedding,
+        kind=TargetKind.tensor, whole=spec.draft_whole, num_shared=spec.num_shared_tables,
         num_kept=spec.kept_states[1],
     )  # fmt: skip
     return dict(zip(spec.draft_ranks, cycle(parts), strict=False))

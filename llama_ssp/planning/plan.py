@@ -5,7 +5,7 @@ removed.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from llama_ssp.architectures.engine import OWN_SUM_BYTES
@@ -306,8 +306,8 @@ def document(plan: Plan) -> dict[str, Any]:
 def _model(model: PlannedModel, plan: Plan, *, prefix: str) -> dict[str, Any]:
     """A model's exact sizes, and the bytes that its ranks repeat."""
     whole = inventory(model.shape)
-    is_partial = prefix == "draft" and plan.spec.shares_embedding
-    once = model_bytes(replace(whole, embeddings=()) if is_partial else whole, model, device=plan.spec.device)
+    num_shared = plan.spec.num_shared_tables if prefix == "draft" else 0
+    once = model_bytes(whole.without_tables(num_shared), model, device=plan.spec.device)
     held = sum(getattr(rank, f"{prefix}_weights_bytes") for rank in plan.ranks)
     return {
         "name": model.label,

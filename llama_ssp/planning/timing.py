@@ -54,7 +54,7 @@ from llama_ssp.architectures.engine import (
     Kernels,
 )
 from llama_ssp.architectures.family import inventory
-from llama_ssp.architectures.matrices import DRAFT_WHOLE, Inventory, WholeParts
+from llama_ssp.architectures.matrices import Inventory, WholeParts
 from llama_ssp.catalogue import Dtype
 from llama_ssp.machines.hardware import HardwareConfig, MeasuredSum
 from llama_ssp.planning.acceptance import (
@@ -468,7 +468,7 @@ class CostModel:
         finds_best = spec.takes_best and spec.target_kind is TargetKind.tensor
         self.target = place(model=spec.target, kind=spec.target_kind, ranks=spec.target_devices, finds_best=finds_best)
         ranks = spec.draft_ranks[:1] if spec.draft_kind is DraftLayout.replicated else spec.draft_ranks
-        of_draft = partial(place, kind=TargetKind.tensor, ranks=ranks, whole=DRAFT_WHOLE)
+        of_draft = partial(place, kind=TargetKind.tensor, ranks=ranks, whole=spec.draft_whole)
         self.draft = of_draft(model=spec.draft, finds_best=spec.draft_finds_best) if spec.draft else None
         self._middle = spec.prompt_tokens + spec.max_new_tokens // 2
         self._bucket = bucket_of(self._middle + spec.round_positions, spec.num_slots, hardware)

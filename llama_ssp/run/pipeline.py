@@ -165,6 +165,7 @@ def _checked(config: RunConfig, sources: tuple[Source, Source | None], folder: R
     check_values(config)
     if folder:
         check_models(folder, sources, config)
+        folder.check_log_probs(config.logprobs, config.prompt_logprobs)
         if config.place and config.place.baseline:
             folder.take_over(Path(config.place.baseline))
     return config

@@ -39,7 +39,7 @@ from llama_ssp.catalogue import GGUF, GGUF_ALONE, GROUPS, LOCAL, is_folder, is_h
 from llama_ssp.errors import ConfigError, refuse, similar_name, unknown_name
 from llama_ssp.machines import hardware
 from llama_ssp.settings import schema
-from llama_ssp.settings.drafters import MTP_DRAFTS, NO_MTP, ModelDraftConfig, drafter_of, drafters, problem_of
+from llama_ssp.settings.drafters import MTP_DRAFTS, ModelDraftConfig, drafter_of, drafters, problem_of
 from llama_ssp.settings.foreign import FOREIGN
 from llama_ssp.settings.schema import DERIVED, MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig, SlurmConfig
 from llama_ssp.settings.tasks import task_of, task_specs
@@ -473,7 +473,7 @@ def problems_of_option(group: str, name: str, known: Collection[str]) -> Iterato
     """Yield what is wrong with an option of a group, its name or a user's file; `known` lacks ids of the hub."""
     try:
         if name in MTP_DRAFTS and group == "draft" and name not in known:
-            yield f"draft={name}: {NO_MTP}"
+            yield f"draft={name} is draft={catalogue.MTP} here: give that"
         elif group == "hardware":
             hardware.load(name)
         elif name not in known:

@@ -28,6 +28,7 @@ from llama_ssp.kernels import attention_gpu, between_gpu, linear, linear_gpu
 from llama_ssp.kernels.attention_by_length import VarlenAttention
 from llama_ssp.kernels.between import rotate_write
 from llama_ssp.kernels.draw_gpu import draw_tokens, softmax
+from llama_ssp.kernels.halves_gpu import product_of_halves
 from llama_ssp.kernels.heads import Heads, Sequences
 from llama_ssp.kernels.linear_gpu import choose, product_of_few_rows, unpack_bytes, unpack_codes
 from llama_ssp.kernels.norm import RmsNorm
@@ -372,7 +373,6 @@ of_nvfp4: Make = partial(of_4_bit_floats, kind="nvfp4")
 
 def few_rows() -> None:
     """Borders of all kinds, tiles of all sizes, splits. Sums are exact, so that the order of the sums does not show."""
-    dot_of_bf16()
     cases: Sequence[tuple[Make, int, int]] = (
         (of_bytes, 33, 80), (of_bytes, 20, 2100), (of_halves, 33, 128), (of_halves, 20, 2176), (of_64, 20, 2112),
         (of_32, 20, 2080), (of_floats, 33, 128), (of_floats, 20, 2176), (of_mxfp4, 33, 96), (of_mxfp4, 20, 2080),
@@ -412,6 +412,23 @@ def few_rows() -> None:
     found = torch.empty(18, 5000, dtype=torch.float16)
     unpack_bytes(weights[2:], scales_O[2:], found)
     assert torch.equal(found, numbers[2:].half())
+
+
+def halves() -> None:
+    """Exact sums for borders of all kinds, and a row's own bits whatever other rows are there, in both kernels."""
+    for dtype, num_outputs, num_inputs in ((torch.float16, 18, 1104), (torch.bfloat16, 9, 80)):
+        weight, x = ((torch.randint(-8, 9, (size, num_inputs)) / 8).to(dtype) for size in (num_outputs, 16))
+        bias, residual = (torch.randint(-8, 9, shape).to(dtype) for shape in ((num_outputs,), (16, num_outputs)))
+        wanted = x.double() @ weight.double().t() + bias.double() + residual.double()
+        for num_rows in (1, 2, 16):
+            y = product_of_halves(x[:num_rows], weight, bias_O=bias, residual_MO=residual[:num_rows])
+            # The interpreter cuts bf16 off rather than rounds.
+            allowed = wanted[:num_rows].abs() * (2.0**-7 if dtype is torch.bfloat16 else 2.0**-11)
+            assert ((y - wanted[:num_rows]).abs() <= allowed).all(), (dtype, num_outputs, num_inputs, num_rows)
+    weight, x = some(16, 592), some(16, 592)
+    for fewest, most in ((1, 2), (3, 16)):
+        alone, together = product_of_halves(x[:fewest], weight), product_of_halves(x[:most], weight)
+        assert torch.equal(alone, together[:fewest])
 
 
 def experts() -> None:
@@ -457,6 +474,8 @@ def modules_of_experts() -> None:
 
 def check(part: str) -> None:
     """Check one of `PARTS`."""
+    dot_of_bf16()
+    linear_gpu._num_processors = cache(lambda _: 132)
     linear.can_pack = cache(lambda _: False)  # plain weights, as on a GPU: some CPUs pack 16 bits
     for name in ("rotate_write", "add_norm", "gated"):
         setattr(between_gpu, name, one_at_a_time(getattr(between_gpu, name)))
@@ -468,7 +487,7 @@ def check(part: str) -> None:
 PARTS: dict[str, Sequence[Callable[[], None]]] = {
     "operators": [
         rotary_and_cache, residual_and_norm, gate, split_rows, choice_of_attention,
-        wrong_kernels_are_not_used, draws, few_rows, experts,
+        wrong_kernels_are_not_used, draws, few_rows, halves, experts,
         modules_of_experts,
     ],
     "several ranks": [several_ranks],

@@ -315,9 +315,11 @@ class Round:
         if draft.is_certain and not self.verifier.rule.takes_best:
             depth = self.tree.depth if self.tree else choice.num_tokens
             draws = draws._replace(plain_BTP=state.plain_uniforms(depth + 1))
+        forced = self.verifier.forced
+        forced_B1 = forced.lengths(state.lengths_B - state.prompt_lengths_B) if forced else None
         decision = self.verifier.verify(
             draft, self.verifier.process(logits_BWV, context), draws=draws, shape=shape,
-            is_plain_B1=self.is_plain(choice, state),
+            is_plain_B1=self.is_plain(choice, state), forced_B1=forced_B1,
         )  # fmt: skip
         ids_BK = draft.ids_BK if decision.path_BD is None else self._follow(state, draft, decision.path_BD)
         return state.commit(decision, drafted_ids_BK=ids_BK)
