@@ -27,7 +27,7 @@ from llama_ssp.kernels import attention_by_length as varlen
 from llama_ssp.kernels import attention_gpu, between_gpu, linear, linear_gpu, recurrence_gpu
 from llama_ssp.kernels.attention_by_length import VarlenAttention
 from llama_ssp.kernels.between import rotate_write
-from llama_ssp.kernels.draw_gpu import draw_tokens
+from llama_ssp.kernels.draw_gpu import draw_tokens, softmax
 from llama_ssp.kernels.halves_gpu import product_of_halves
 from llama_ssp.kernels.heads import Heads, Sequences
 from llama_ssp.kernels.linear_gpu import choose, product_of_few_rows, unpack_bytes, unpack_codes
@@ -301,6 +301,16 @@ def draws() -> None:
         assert torch.equal(draw_tokens(weights, uniforms, units=processors.DRAW_UNITS, tokens_of_a_block=size), wanted)
         units = weights * processors.DRAW_UNITS
         assert torch.equal(draw_tokens(units, uniforms, units=1.0, tokens_of_a_block=size), wanted)
+        logits = torch.randn(8, vocab_size, generator=GENERATOR).mul_(9).to(torch.float16)
+        logits[2, : vocab_size // 2] = float("-inf")
+        logits[3] = float("-inf")
+        logits[3, -1] = 5.0
+        found = softmax(logits, scale=1 / 0.7, tokens_of_a_block=size)
+        torch.testing.assert_close(found, (logits.float() * (1 / 0.7)).softmax(-1), rtol=3e-6, atol=0)
+    for number in ("nan", "inf"):
+        logits = torch.zeros(2, 100)
+        logits[0, 3] = float(number)
+        assert softmax(logits, scale=2.0, tokens_of_a_block=8).isnan().all(1).tolist() == [True, False]
     nothing = torch.full((2, 100), float("nan"))
     ids = draw_tokens(nothing, uniforms[:2], units=processors.DRAW_UNITS, tokens_of_a_block=8)
     assert ((ids >= 0) & (ids < 100)).all()
