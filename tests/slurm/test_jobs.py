@@ -167,7 +167,8 @@ def test_copies_on_two_nodes_share_the_prompts_of_one_run_and_leave_them_in_orde
 def test_a_mistake_ends_the_job_with_its_own_exit_code_and_is_not_tried_again(cluster: Cluster, tmp_path: Path) -> None:
     job = submit(cluster, tmp_path, *SHORT, "sampling.top_p=2")
     state = cluster.wait(job)
-    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "2:0", "0")
+    said = (cluster.folder / "slurmctld.log").read_text()[-2000:]
+    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "2:0", "0"), said
     assert "sampling.top_p=2.0 must be above 0" in (tmp_path / f"slurm-{job}.log").read_text()
 
 
