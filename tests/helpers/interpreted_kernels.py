@@ -25,7 +25,7 @@ from triton.runtime import interpreter
 
 from llama_ssp.kernels import attention_by_length as varlen
 from llama_ssp.kernels import attention_gpu, between_gpu, linear, linear_gpu
-from llama_ssp.kernels.attention_by_length import VarlenAttention
+from llama_ssp.kernels.attention_by_length import CHECKED, VarlenAttention
 from llama_ssp.kernels.between import rotate_write
 from llama_ssp.kernels.draw_gpu import draw_tokens
 from llama_ssp.kernels.heads import Heads, Sequences
@@ -213,9 +213,9 @@ def rounds(runner: LeanRunner) -> list[Tensor]:
     runner.allocate(batch_size=2, capacity=40)
     ids = random_ids(2, 30)
     starts = torch.tensor([[4], [11]])
-    prompts = Prompts(ids, torch.tensor([20, 14]), [20, 14], longest=20)
+    prompts = Prompts(ids, torch.tensor([12, 9]), [12, 9], longest=12)
     return [
-        runner.forward(ids[:, :20], torch.arange(20).expand(2, -1), bucket=40, cache_rows_B=torch.tensor([1, 0])),
+        runner.forward(ids[:, :12], torch.arange(12).expand(2, -1), bucket=40, cache_rows_B=torch.tensor([1, 0])),
         runner.forward(ids.gather(1, starts + torch.arange(3)), starts + torch.arange(3), bucket=40),
         runner.forward(ids[:, :2], starts + torch.arange(2), bucket=40, score_positions_BR=torch.tensor([[1], [0]])),
         runner.forward(ids[:, 12:13], starts + 1, bucket=40),
@@ -372,7 +372,8 @@ def few_rows() -> None:
         operands, numbers = make(num_outputs, num_inputs, dtype)
         x = (torch.randint(-8, 9, (40, num_inputs)) / 8).to(dtype)
         wanted = x.double() @ numbers.t()
-        for num_rows, num_processors in ((1, 1), (9, 1), (40, 1), (5, 132)):
+        cut = ((1, 1), (9, 1), (40, 1), (5, 132))
+        for num_rows, num_processors in cut if dtype is torch.float16 else cut[1::2]:
             y = product_of_few_rows(x[:num_rows], *operands, num_processors=num_processors)
             if dtype is torch.bfloat16:  # which the interpreter cuts off rather than rounds
                 assert ((y - wanted[:num_rows]).abs() <= wanted[:num_rows].abs() / 128).all()
@@ -451,6 +452,9 @@ def check(part: str) -> None:
     for name in ("rotate_write", "add_norm", "gated"):
         setattr(between_gpu, name, one_at_a_time(getattr(between_gpu, name)))
     attention_gpu.attend = one_at_a_time(attention_gpu.attend)
+    if part != "operators":  # which compares rows of 1000 slots; models here have rows of a few
+        vars(varlen)["_CHECKED_LENGTHS"] = 70, 20, 7
+        vars(varlen)["CHECKED"] = CHECKED[:-1]
     for each in PARTS[part]:
         each()
 
