@@ -4,7 +4,7 @@
     .venv/bin/python -m benchmarks.batches --write  writes docs/benchmarks/batches.md
 
 All candidates in turns. llama.cpp takes part where its packages are installed (`benchmarks.llama_cpp`), and vLLM where
-`benchmarks.vllm_cpu` finds its interpreter.
+`benchmarks.vllm_peer` finds its interpreter.
 """
 
 import argparse
@@ -23,12 +23,13 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks import vllm_peer
 from benchmarks.acceptance import kinds_of_text
 from benchmarks.decoding import ours
 from benchmarks.llama_cpp import IS_INSTALLED, LlamaCpp
 from benchmarks.llama_cpp import write as write_gguf
 from benchmarks.measured import markdown, page_of, show
-from benchmarks.vllm_cpu import PYTHON, Vllm
+from benchmarks.peer_process import PeerProcess
 from llama_ssp import Pair, catalogue, load
 from llama_ssp.run.calibration.interleave import interleave, median_ratio
 from llama_ssp.run.requests import encode
@@ -150,7 +151,7 @@ def llama_cpp(file: Path, prompts: Sequence[tuple[int, ...]]) -> Iterator[Callab
 
 
 def measure(
-    pair: Pair, peers: Peers | None, file: Path | None, vllm: Vllm | None, *,
+    pair: Pair, peers: Peers | None, file: Path | None, vllm: PeerProcess | None, *,
     num_prompt_tokens: int, num_rows: int, turns: int,
 ) -> Cell:  # fmt: skip
     """All candidates in turns on one batch; `file` is the target's for llama.cpp."""
@@ -170,7 +171,9 @@ def measure(
         if num_rows == 1:
             candidates[ASSISTED] = lambda _: 1e3 / run(num_draft_tokens=K)
     if vllm:
-        complete = partial(vllm.tokens_per_s, prompts, num_new_tokens=NUM_NEW_TOKENS, temperature=TEMPERATURE)
+        complete = partial(
+            vllm_peer.tokens_per_s, vllm, prompts, num_new_tokens=NUM_NEW_TOKENS, temperature=TEMPERATURE
+        )
         candidates[VLLM] = lambda _: complete()
         complete()
     with ExitStack() as stack:
@@ -239,12 +242,11 @@ def main() -> None:
             if IS_INSTALLED:
                 write_gguf(case.folders[0], file := Path(kept) / f"{case.form}.gguf", case.form)
             vllm = None
-            if PYTHON and case.quantization is None:
+            if vllm_peer.PYTHON and case.quantization is None:
                 slots = max(arguments.prompts) + NUM_NEW_TOKENS
-                vllm = Vllm(
-                    case.folders[0], num_rows=max(arguments.rows), num_slots=slots, num_threads=torch.get_num_threads()
-                )
-                vllm_version = vllm.version
+                command = vllm_peer.command(str(case.folders[0]), num_rows=max(arguments.rows), num_slots=slots)
+                vllm = PeerProcess(command, VLLM_CPU_OMP_THREADS_BIND=f"0-{torch.get_num_threads() - 1}")
+                vllm_version = vllm.answer()["version"]
             for length, rows in product(arguments.prompts, arguments.rows):
                 print(f"timing {case.name}, prompts of {length} tokens, {rows} rows", flush=True)
                 cell = measure(

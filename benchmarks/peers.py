@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks.measured import Goal, Row, markdown, store, table_of_goals
 from llama_ssp import catalogue, load
 from llama_ssp.architectures.family import inventory
-from llama_ssp.catalogue import Dtype
+from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.cpu.tracing import Traced
 from llama_ssp.planning.memory import step_bytes
 from llama_ssp.planning.spec import planned_model
@@ -113,12 +113,10 @@ def ms_at_context(decoder: Decoder, num_prompt_tokens: int, repetition: int) -> 
     return 1e3 * sum(completion.part_s.values()) / (len(completion.token_ids) - 1)
 
 
-def weights_bytes(arguments: argparse.Namespace) -> tuple[int, int]:
-    """Bytes that a forward of the target and one of the draft read, as ours hold them."""
-    entries = [replace(catalogue.load(name), dtype=Dtype.fp32) for name in (arguments.target, arguments.draft)]
-    models = [planned_model(entry, device="cpu") for entry in entries]
-    target, draft = (step_bytes(inventory(model.shape), model, device="cpu") for model in models)
-    return target, draft
+def weights_bytes(entry: ModelConfig, *, device: str) -> int:
+    """Bytes that a forward of a model reads, as ours hold it."""
+    model = planned_model(entry, device=device)
+    return step_bytes(inventory(model.shape), model, device=device)
 
 
 def ratio_of_medians(numerators: Sequence[float], denominators: Sequence[float]) -> float:
@@ -151,7 +149,8 @@ def measure(arguments: argparse.Namespace) -> Row:
 
     alone: list[tuple[float, float]] = []
     buffer = torch.ones(PASS_BYTES // 4)
-    target_bytes, draft_bytes = weights_bytes(arguments)
+    entries = [replace(catalogue.load(name), dtype=Dtype.fp32) for name in (arguments.target, arguments.draft)]
+    target_bytes, draft_bytes = (weights_bytes(entry, device="cpu") for entry in entries)
     contexts = [len(prompts[0]) + num_new for num_new in range(1, NUM_NEW_TOKENS)]
 
     def forwards_ms(_repetition: int) -> float:

@@ -2,9 +2,10 @@
 
     python -m benchmarks.published
 
-Constants are fitted here and nowhere else: the time of a kernel and the latency of an all-reduce from gpt-fast's four
-Llama-2-7B bf16 rows on A100, the time to read weights of 8 and of 4 bits from its rows of these formats, and that of an
-operator launched from Python from one plain row of transformers. Everything else is of data sheets.
+Constants are fitted here and nowhere else: the time of a kernel, and what a sum takes more inside a step, from
+gpt-fast's four Llama-2-7B bf16 rows on A100, the time to read weights of 8 and of 4 bits from its rows of these
+formats, and that of an operator launched from Python from one plain row of transformers. Everything else is of data
+sheets.
 """
 
 import math
@@ -16,13 +17,13 @@ from textwrap import fill
 from benchmarks.measured import markdown, page_of, show
 from benchmarks.published_rows import A100, ROWS, Measure, Row, Source
 from llama_ssp import catalogue
-from llama_ssp.architectures.engine import Kernels
+from llama_ssp.architectures.engine import ENGINE_KERNELS, Kernels
 from llama_ssp.architectures.family import inventory
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.acceptance import constant, tokens_per_round
 from llama_ssp.planning.spec import PlanSpec, planned_model
-from llama_ssp.planning.timing import FIRST, LIBRARY_SHARE, Ends, decoding_error, timing
+from llama_ssp.planning.timing import FIRST, LIBRARY_SHARE, CostModel, Ends, all_reduce_s, decoding_error, timing
 from llama_ssp.settings.schema import DraftLayout, TargetKind
 from llama_ssp.storage.formats import NO_QUANTIZATION, READ_SLOWDOWN, format_of
 
@@ -86,14 +87,24 @@ def job(
     )
 
 
-def machine_of(name: str) -> HardwareConfig:
-    """A machine whose ranks add as those of gpt-fast do, by a kernel of their own: NCCL's sums are left out."""
-    return replace(hardware.load(name), sums=[])
+def machine_of(name: str, *, by_nccl: bool = False) -> HardwareConfig:
+    """A machine whose ranks sum as those of other engines do, by a kernel of their own unless by NCCL."""
+    machine = hardware.load(name)
+    return machine if by_nccl else replace(machine, sums=machine.own_sums)
 
 
-def fitted(machine: HardwareConfig) -> HardwareConfig:
-    """Fit kernel_s and link.latency_s to the 7B rows: least squares of the relative errors, linear in both."""
-    without = replace(machine, kernel_s=0.0, link=replace(machine.link, latency_s=0.0))
+def later(machine: HardwareConfig, wait_s: float) -> HardwareConfig:
+    """The machine with sums that take longer for each doubling of their ranks."""
+    sums = [replace(one, s=one.s + wait_s * math.log2(one.num_ranks)) for one in machine.sums]
+    return replace(machine, sums=sums)
+
+
+def fitted(machine: HardwareConfig) -> tuple[float, float, float]:
+    """Fit the times of a kernel, of a doubling of ranks, and of a launch.
+
+    The first two to the 7B rows: least squares of the relative errors, linear in both.
+    """
+    without = replace(machine, kernel_s=0.0)
     rows = []
     for row in ROWS:
         if not row.is_fitted or row.quantization != NO_QUANTIZATION or row.measure is not Measure.decoding:
@@ -101,17 +112,17 @@ def fitted(machine: HardwareConfig) -> HardwareConfig:
         planned, tokens_per_s = job(row.model, row.num_gpus), row.value
         base = timing(planned, without).plain_s
         kernel = timing(planned, replace(without, kernel_s=1.0)).plain_s - base
-        latency = timing(planned, replace(without, link=replace(without.link, latency_s=1.0))).plain_s - base
-        rows.append((kernel * tokens_per_s, latency * tokens_per_s, 1 - base * tokens_per_s))
+        wait = timing(planned, later(without, 1.0)).plain_s - base
+        rows.append((kernel * tokens_per_s, wait * tokens_per_s, 1 - base * tokens_per_s))
     aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     ac, bc = (sum(row[i] * row[2] for row in rows) for i in (0, 1))
     determinant = aa * bb - ab * ab
-    kernel_s, latency_s = (ac * bb - bc * ab) / determinant, (bc * aa - ac * ab) / determinant
+    kernel_s, wait_s = (ac * bb - bc * ab) / determinant, (bc * aa - ac * ab) / determinant
     plain = job("llama2_13B", 1, eager=True)
     base = timing(plain, replace(machine, launch_s=0.0)).plain_s
     for_one = timing(plain, as_library(replace(machine, launch_s=1.0))).plain_s - base
     launch_s = (TRANSFORMERS_13B_MS / 1e3 - base) / for_one
-    return replace(machine, kernel_s=kernel_s, launch_s=launch_s, link=replace(machine.link, latency_s=latency_s))
+    return kernel_s, wait_s, launch_s
 
 
 def fitted_slowdown(bits: int, machine: HardwareConfig) -> float:
@@ -145,7 +156,7 @@ def job_of(row: Row) -> PlanSpec:
 @cache
 def forecast_of(row: Row) -> float:
     """The forecast of a row, in its measure."""
-    timed = timing(job_of(row), machine_of(row.machine))
+    timed = timing(job_of(row), machine_of(row.machine, by_nccl=row.by_nccl))
     if row.measure is Measure.first:
         return 1e3 * timed.plain_prefill_s
     return row.batch_size / (timed.plain_s if row.measure is Measure.decoding else timed.plain_run_s)
@@ -160,7 +171,7 @@ def times_forecast(row: Row) -> float:
 @cache
 def range_of(row: Row) -> Ends:
     """The factors of the range that a plan gives a row."""
-    planned, machine = job_of(row), machine_of(row.machine)
+    planned, machine = job_of(row), machine_of(row.machine, by_nccl=row.by_nccl)
     error = decoding_error(planned, machine, timing(planned, machine).plain_s)
     assert error, "a plan for a GPU has a range"
     return FIRST if row.measure is Measure.first else error
@@ -264,15 +275,85 @@ def pair_table() -> str:
     return markdown(["pair", "K", "ms/token", "c", "implied tokens per round", "implied acceptance"], lines)
 
 
+LAYOUTS = (
+    ("llama2_7B", None, "", "1xh100"), ("llama2_70B", None, "", "2xa100_80gb"), ("llama2_70B", None, "", "8xa100_80gb"),
+    ("llama3_70B", None, "", "8xh100"), ("llama3_70B", None, "", "8xb200"),
+    ("llama3_70B", "llama3_1B", "sharded", "8xh100"), ("llama3_70B", "llama3_8B", "sharded", "8xh100"),
+    ("llama3_70B", "llama3_8B", "one_rank", "8xh100"), ("llama3_70B", "llama3_8B", "sharded", "2xh200"),
+    ("30B", "7B", "sharded", "4xh100"), ("30B", "7B", "one_rank", "4xh100"), ("30B", "7B", "sharded", "4xl4"),
+)  # fmt: skip
+"""Target, draft, its place, and machine, all of whose GPUs have the target."""
+LARGE = [(f"{number}x{name}", number) for name in ("a100_80gb", "h100", "h200") for number in (2, 4, 8)]
+
+
+def ours(target: str, num_gpus: int, **of_job: str | None) -> PlanSpec:
+    """A job of this engine."""
+    return replace(job(target, num_gpus, **of_job), kernels=ENGINE_KERNELS)  # type: ignore[arg-type]
+
+
+def by_sums(spec: PlanSpec, machine: HardwareConfig) -> dict[str, CostModel]:
+    """The prices of a job with one time for all sums, as before there were tables, by NCCL, and by our kernel."""
+    before = replace(machine, sums=[], own_sums=[])
+    own = replace(spec, own_sums=True)
+    return {"one": CostModel(spec, before), "NCCL": CostModel(spec, machine), "own": CostModel(own, machine)}
+
+
+def layout_table() -> str:
+    """Times of layouts by their sums, and what of each change the sums of a token or a round are."""
+    lines = []
+    for target, draft, kind, name in LAYOUTS:
+        machine = hardware.load(name)
+        spec = ours(target, machine.num_gpus, **({"draft": draft, "kind": kind} if draft else {}))
+        costs, number = by_sums(spec, machine), 4 if draft else 0
+        ranks, positions = spec.target_ranks, number + 1
+        sums, rounds, shares = [], [], []
+        for cost in costs.values():
+            size = cost.target.sum_bytes(positions)
+            seconds = all_reduce_s(cost.hardware, ranks, size, is_own=cost.target.own_sums) if len(ranks) > 1 else 0.0
+            sums.append(seconds)
+            rounds.append(cost.drafting_s(number) + cost.verify_s(number) if draft else cost.plain_s())
+            inside = cost.forward(cost.target, positions).collectives_s + cost.agree_s(number, "ids", "verdict")
+            if cost.draft:
+                of_draft = (cost.forward(cost.draft, width) for width in (spec.first_draft_positions, 1, 1, 1))
+                inside += sum(one.collectives_s for one in of_draft)
+            shares.append(inside)
+        changes = [f"{1e3 * (one - shares[0]):+.2f} of {1e3 * (whole - rounds[0]):+.2f}"
+                   for one, whole in zip(shares[1:], rounds[1:], strict=True)]  # fmt: skip
+        lines.append((
+            f"{target}, {draft} {kind}" if draft else target, f"{machine.num_gpus} x {machine.gpu}",
+            costs["NCCL"].collectives(number)[0], " / ".join(f"{1e6 * one:.1f}" for one in sums),
+            " / ".join(f"{1e3 * one:.2f}" for one in rounds), *changes,
+        ))  # fmt: skip
+    return markdown(
+        ["models", "GPUs", "collectives", "a sum, us", "step or round, ms", "by NCCL: sums, ms", "by our kernel"], lines
+    )
+
+
+def large_table() -> str:
+    """70B in 16 and 8 bits by number of GPUs, and gpt-fast's rows."""
+    rows = {(row.machine, row.num_gpus, row.quantization): row for row in ROWS
+            if row.source.name == "gpt-fast" and row.model == "llama2_70B"}  # fmt: skip
+    lines = []
+    for name, number in LARGE:
+        machine, cells = hardware.load(name), list[str]()
+        for quantization in (NO_QUANTIZATION, "int8_weight_only"):
+            spec = ours("llama2_70B", number)
+            spec = replace(spec, target=replace(spec.target, quantization=quantization))
+            cells += (f"{1e3 * cost.plain_s():.1f}" for cost in [*by_sums(spec, machine).values()][1:])
+            row = rows.get((A100, number, quantization)) if machine.gpu.startswith("A100") else None
+            cells.append(f"{1e3 / row.value:.1f}, {times_forecast(row):.2f}" if row else "")
+        lines.append((f"{number} x {machine.gpu}", *cells))
+    heads = [f"{bits} bits, {of}" for bits in (16, 8) for of in ("NCCL", "our kernel", "gpt-fast")]
+    return markdown(["GPUs", *heads], lines)
+
+
 def page() -> str:
     """The whole document."""
     machine = machine_of(A100)
-    fit = fitted(machine)
-    stored = (machine.kernel_s, machine.link.latency_s, machine.launch_s)
-    found = (fit.kernel_s, fit.link.latency_s, fit.launch_s)
+    stored, found = (machine.kernel_s, 0.0, machine.launch_s), fitted(machine)
     names = (
         "time of a kernel in addition to its bytes",
-        "latency of an all-reduce over NVLink",
+        "what a sum takes more inside a step, for each doubling of its ranks",
         "time of an operator launched from Python",
     )
     constants = [
@@ -289,6 +370,8 @@ def page() -> str:
         constants=markdown(["constant", "fitted", "in the catalogue"], constants),
         shares=share_table(),
         rows=source_sections(),
+        layouts=layout_table(),
+        large=large_table(),
         costs=cost_table(machine),
         pairs=pair_table(),
     )

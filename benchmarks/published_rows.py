@@ -29,7 +29,10 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A published speed; `engine` is set where a source has several, `by_library` in transformers, layers in a row."""
+    """A published speed; `engine` is set where a source has several, `by_library` in transformers, layers in a row.
+
+    Ranks sum by a kernel of their engine, or `by_nccl`.
+    """
 
     source: Source
     value: float
@@ -43,6 +46,7 @@ class Row:
     measure: Measure = Measure.decoding
     engine: str = ""
     by_library: bool = False
+    by_nccl: bool = False
     is_fitted: bool = False
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import overlap, placements
+from benchmarks.gpu_peers import table
 from benchmarks.measured import ROOT, Row, stored
 
 _SETTING = (
@@ -80,6 +81,7 @@ TEXTS: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
     "round": ("peers", lambda rows: round_text(rows[-1])),
     "placements": ("placements", lambda rows: placements.precision(rows[-1])),
     "overlap": ("overlap", overlap.text),
+    "gpu_peers": ("gpu_peers", lambda rows: table.text(rows[-1])),
 }
 """The text of each region, and the rows that it is made of."""
 

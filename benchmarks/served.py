@@ -37,8 +37,8 @@ SUMS_US = {
     "b200": {"vllm": (7.0, 7.4, 8.2), "trtllm": (5.2, 5.4, 6.1), "sglang": (4.3, 5.0, 5.6)},
 }
 """Of 16 KiB over 2, 4 and 8 GPUs in graphs, from aiconfigurator's tables."""
-WAITS_US = {"h100": 6.0, "h200": 6.0}
-"""What a sum takes more inside a step: fitted to TensorRT-LLM's bf16 rows on H100, whose median it makes 1 at two."""
+WAITS_US = {"h100": 3.5, "h200": 3.5, "b200": 1.75}
+"""What a sum takes more inside a step for each doubling of its ranks: fitted, so that medians have no trend by GPUs."""
 FP8_KERNELS = 4
 """Kernels of a layer that round the inputs of its products."""
 FIRST, LAST = 4, 64
@@ -56,7 +56,7 @@ class Served(NamedTuple):
 def machine_of(name: str, engine: str) -> HardwareConfig:
     """Eight GPUs with the sums of an engine."""
     sums = [
-        MeasuredSum(num_ranks=number, num_bytes=2**14, s=1e-6 * (us + WAITS_US.get(name, 0.0)))
+        MeasuredSum(num_ranks=number, num_bytes=2**14, s=1e-6 * (us + WAITS_US.get(name, 0.0) * math.log2(number)))
         for number, us in zip((2, 4, 8), SUMS_US[name][engine], strict=True)
     ]
     machine = hardware.load(f"8x{name}")
@@ -129,13 +129,15 @@ def page(file: Path) -> str:
     with file.open(newline="", encoding="utf-8") as stream:
         listed = [*csv.DictReader(stream)]
     reasons = Counter(filter(None, map(why_left_out, listed)))
-    rows = [served(row) for row in listed if why_left_out(row) is None]
+    planned = [row for row in listed if why_left_out(row) is None]
+    rows = [*map(served, planned)]
+    large = [one for one, row in zip(rows, planned, strict=True) if MODELS[row["model"]] == "llama3_70B"]
     left_out = fill("Left out: " + "; ".join(f"{number} of {reason}" for reason, number in reasons.most_common()), 120)
     inside = sum(row.is_inside for row in rows) / len(rows)
     return page_of(
         "served", number=len(rows), of=len(listed), left_out=left_out, inside=f"{100 * inside:.0f}",
         median=f"{100 * (math.exp(statistics.median(abs(math.log(row.ratio)) for row in rows)) - 1):.0f} %",
-        groups=table(rows, of=2), engines=table(rows, of=4), cells=table(rows, of=5),
+        groups=table(rows, of=2), large=table(large, of=3), engines=table(rows, of=4), cells=table(rows, of=5),
     )  # fmt: skip
 
 

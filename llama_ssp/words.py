@@ -13,7 +13,7 @@ _TO_LIBRARY: ContextVar[bool] = ContextVar("to_library", default=False)
 _ARGUMENTS = {"verification.rule": "verification"}
 _GROUPS = {"sampling", "speculation", "verification", "hardware", "draft", "model", "draft.model"}
 """Settings with another name as arguments, and groups whose settings are arguments without the group."""
-_PHRASES: dict[tuple[str, object], str] = {
+_PHRASES: dict[tuple[str, str], str] = {
     ("sampling", "greedy"): "temperature=0", ("sampling", "model"): "sampling='model'",
     ("model.path", "DIR"): "the folder of a checkpoint",
     ("draft.model.path", "DIR"): "the folder of a checkpoint",
@@ -43,8 +43,8 @@ def key_of(name: str) -> str:
 
 def said(name: str, value: object) -> str:
     """A setting with its value."""
-    if to_library() and (name, value) in _PHRASES:
-        return _PHRASES[name, value]
+    if to_library() and (name, str(value)) in _PHRASES:
+        return _PHRASES[name, str(value)]
     return f"{key_of(name)}={value_of(value)}"
 
 

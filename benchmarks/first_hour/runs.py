@@ -1,7 +1,7 @@
 """Whole runs of `launch/run.py` on one GPU and several: `python -m benchmarks.first_hour.runs NAME`.
 
 speed-...    synthetic models of true sizes on one GPU, plain and speculative; what does not fit says so
-text-of-N    in fp32 N GPUs give the text of one in every placement
+text-...-of-N   in fp32 N GPUs give the text of one: in a placement, with a kind of draft, with other weights
 sampled      in fp16 two GPUs sample the same text twice
 NAME of PLACED, on all GPUs: a large pair in a placement
 exit-codes   those that docs/reference/runs.md promises
@@ -10,6 +10,7 @@ rank-...     one of two ranks is killed or stopped: the other one ends in time, 
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,15 +28,19 @@ from benchmarks.first_hour.shared_gpu import program
 from benchmarks.first_hour.step import Check, Where, main, say, skip
 from llama_ssp.errors import CapacityError, ConfigError
 from tests.helpers.gpu_faults import AT_MOST_S, CELLS, FULL, KILLED, Cell, arguments, check_sentence, steps
+from tests.helpers.models import build_checkpoint
 
 APART = ["placement=own_gpu"]
 OVERLAPPED = [*APART, "speculation.overlap=true"]
 PLACED = {"sharded": ["placement=sharded"], "own-gpu": APART, "overlapped": OVERLAPPED}
+SHIPPED = ROOT / "llama_ssp" / "shipped"
+SHARDED = PLACED["sharded"]
 TEXTS = {
-    "sharded": PLACED["sharded"], "from Python": [*PLACED["sharded"], "cuda_graphs=false"], "own GPU": APART,
-    "overlapped": OVERLAPPED, "own sums": [*PLACED["sharded"], "own_sums=true"],
-    "replicated": ["placement=replicated"], "tree": [*PLACED["sharded"], "speculation.tree=2x2x1"],
-    "head": [*PLACED["sharded"], "draft=tiny-eagle"],
+    "sharded": SHARDED, "python": [*SHARDED, "cuda_graphs=false"], "own-gpu": APART, "overlapped": OVERLAPPED,
+    "own-sums": [*SHARDED, "own_sums=true"], "replicated": ["placement=replicated"],
+    "tree": [*SHARDED, "speculation.tree=2x2x1"], "head": [*SHARDED, "draft=tiny-eagle"],
+    "ngram": [*SHARDED, "draft=ngram"], "int8": [*SHARDED, "model.quantization=int8_weight_only"],
+    "experts": [*SHARDED, "draft=ngram", "model=local", "cuda_graphs=false"],  # torch's product of groups in fp32 waits
 }  # fmt: skip
 SIZES = {
     "7B": "tinyllama_1B", "7B_8bit": "tinyllama_1B", "13B": "7B", "30B_8bit": "7B", "30B": "tinyllama_1B",
@@ -64,20 +69,26 @@ def ended(where: Where, settings: Sequence[str], *, num_ranks: int = 1) -> tuple
     return found.returncode, folder / "run"
 
 
-def texts(where: Where, *, num_ranks: int) -> Iterator[str]:
-    """Hold the text of each placement to that of one GPU, greedily and in fp32."""
-    common = [
-        "task=generate", "max_new_tokens=64", "ignore_eos=true", "sampling.temperature=0", "model.dtype=fp32",
-    ]  # fmt: skip
-    wanted: list[list[int]] = []
-    for name, settings in {"one GPU": ["draft=none"], **TEXTS}.items():
-        drafted = [] if name == "one GPU" else ["draft.model.dtype=fp32"]
-        code, run = ended(where, [*common, *settings, *drafted], num_ranks=num_ranks if drafted else 1)
-        lines = (run / "run.jsonl").read_text().splitlines() if code == 0 else []
-        found = [json.loads(line)["token_ids"] for line in lines]
-        wanted = wanted or found
-        if code or found != wanted:
-            yield f"{name}: " + (f"exit code {code}" if code else "another text than that of one GPU")
+def texts(where: Where, *, name: str, num_ranks: int) -> Iterator[str]:
+    """Hold the text of one of TEXTS to that of one GPU without a draft, greedily and in fp32."""
+    common = ["task=generate", "max_new_tokens=32", "ignore_eos=true", "sampling.temperature=0", "model.dtype=fp32"]
+    settings, folder = TEXTS[name], Path(tempfile.mkdtemp())
+    if "model=local" in settings:
+        shutil.copytree(SHIPPED / "tiny", folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+        vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+        build_checkpoint(folder, "mixtral", vocab_size=vocab_size, num_key_value_heads=4)
+        common += [f"model.path={folder}"]
+    own = [setting for setting in settings if setting.startswith(("model", "cuda_graphs"))]
+    drafted = [] if "draft=ngram" in settings else ["draft.model.dtype=fp32"]
+    found = []
+    for number, more in ((1, [*own, "draft=none"]), (num_ranks, [*settings, *drafted])):
+        code, run = ended(where, [*common, *more], num_ranks=number)
+        if code:
+            yield f"exit code {code} on {number}"
+            return
+        found.append([json.loads(line)["token_ids"] for line in (run / "run.jsonl").read_text().splitlines()])
+    if found[0] != found[1]:
+        yield "another text than that of one GPU"
 
 
 def sampled(where: Where) -> Iterator[str]:
@@ -154,7 +165,11 @@ CHECKS: dict[str, tuple[int, Check]] = {
     for target, draft in SIZES.items()
 }
 CHECKS |= {"exit-codes": (0, exit_codes)}
-CHECKS |= {f"text-of-{number}": (number, partial(texts, num_ranks=number)) for number in (2, 3, 4)}
+CHECKS |= {
+    f"text-{name}-of-{number}": (number, partial(texts, name=name, num_ranks=number))
+    for number in (2, 3, 4)
+    for name in TEXTS
+}
 CHECKS |= {"sampled": (2, sampled)}
 CHECKS |= {
     name: (2, partial(compared, settings=settings, target="30B", draft="7B", num_ranks=2))

@@ -2,8 +2,9 @@
 
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
-from functools import wraps
+from functools import cache, wraps
 from inspect import signature
 from numbers import Integral, Real
 from pathlib import Path
@@ -11,7 +12,7 @@ from types import NoneType
 from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
 from llama_ssp import catalogue
-from llama_ssp.catalogue import LOCAL, Dtype, ModelConfig, is_hub_id, read_path
+from llama_ssp.catalogue import LOCAL, MTP, Dtype, ModelConfig, is_hub_id, read_path
 from llama_ssp.errors import ConfigError, refuse, similar_name, unknown_name
 from llama_ssp.settings.checks import required_of
 from llama_ssp.settings.drafters import DraftTokenizer, ModelDraftConfig, drafters
@@ -40,7 +41,8 @@ def _texts(value: object) -> object:
 
 def _biases(value: object) -> object:
     is_read = isinstance(value, Mapping) and all(
-        isinstance(token, Integral) and isinstance(bias, Real) for token, bias in value.items()
+        isinstance(token, Integral) and isinstance(bias, Real) and not isinstance(token, bool)
+        for token, bias in value.items()
     )
     return {int(token): float(bias) for token, bias in value.items()} if is_read else None  # type: ignore[attr-defined]
 
@@ -87,12 +89,15 @@ def known_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Argume
     return checked
 
 
+_hints_of = cache(get_type_hints)
+
+
 def check_types(function: Callable[..., object], given: Mapping[str, object]) -> dict[str, Any]:
     """Read the arguments of a function, numbers as Python's own; those of other types than `_KINDS` stay as they are.
 
     Raises ConfigError for all of a wrong type together.
     """
-    values, problems, hints = {**given}, [], get_type_hints(function)
+    values, problems, hints = {**given}, [], _hints_of(function)
     for name, value in given.items():
         kinds = get_args(hints.get(name)) or (hints.get(name),)
         if name in _READERS:
@@ -104,7 +109,7 @@ def check_types(function: Callable[..., object], given: Mapping[str, object]) ->
             fitting = [read for kind, read, _ in found if isinstance(value, kind)]
             fits = bool(fitting) and (bool in kinds or not isinstance(value, bool))
             values[name] = fitting[0](value) if fits else value
-            wanted = ": ".join(filter(None, (" or ".join(words for _, _, words in found), required_of(name))))
+            wanted = "" if fits else ": ".join(filter(None, (" or ".join([of[2] for of in found]), required_of(name))))
         else:
             continue
         if not fits:
@@ -133,9 +138,10 @@ def formats_of(given: Mapping[str, Any]) -> tuple[dict[str, object], dict[str, o
     return {name: of[0] for name, of in both.items()}, {name: of[1] for name, of in both.items()}
 
 
-def entry_of(what: str, given: object, **formats: object) -> ModelConfig:
+def entry_of(what: str, given: object, *, target: object = None, **formats: object) -> ModelConfig:
     """Make the entry of a model: a name of the catalogue, a folder, or an id of the hub; `what` is model or draft.
 
+    A draft may also be the MTP layers of its `target`.
     `formats` are those of `in_format`. Raises ConfigError for anything else, and as `in_format`.
     """
     if not isinstance(given, str | Path):
@@ -144,6 +150,8 @@ def entry_of(what: str, given: object, **formats: object) -> ModelConfig:
             "the hub, or a causal language model of transformers"
         )
     name = str(given)
+    if isinstance(target, ModelConfig) and given == MTP:
+        return in_format(replace(target, name=MTP, shape=None, default_draft=None), **formats)
     is_named = isinstance(given, str) and name in catalogue.names("model") and name != LOCAL
     if name and not is_named and (folder := read_path(name)).is_dir():
         entry = ModelConfig(name=LOCAL, path=str(folder))

@@ -405,7 +405,7 @@ def load(
     Args:
         model: the target: a name of the catalogue, a folder with a checkpoint, the id of a model of the Hugging Face
             hub, or a loaded causal language model of transformers, whose weights are copied.
-        draft: the same for the draft, or "ngram"; None decodes with the target alone.
+        draft: the same for the draft, "mtp" or "ngram"; None decodes with the target alone.
         dtype: number format of both, or a tuple with the target's and the draft's; None for the device's default
             (`planning.spec.number_format`).
         quantization: storage format of the linear layers, of both or as a tuple; None for that of the catalogue.
@@ -430,7 +430,7 @@ def load(
         target_entry, loaded_target = _read_model("model", model, tokenizers[0], **formats[0])
         drafter, loaded_draft = drafter_without_model(draft), Loaded()
         if drafter is None:
-            draft_entry, loaded_draft = _read_model("draft", draft, tokenizers[1], **formats[1])
+            draft_entry, loaded_draft = _read_model("draft", draft, tokenizers[1], target=target_entry, **formats[1])
             drafter = model_drafter(draft_entry, tokenizer=choice)
         config = RunConfig(task=GenerateConfig(), model=target_entry, draft=drafter, device=kind)
         with selection_kept(), start(device=kind, timeout_s=config.timeouts.load_s) as started:
@@ -445,10 +445,15 @@ def load(
 
 
 def _read_model(
-    what: str, given: object, tokenizer: PreTrainedTokenizerBase | None, **formats: object
+    what: str,
+    given: object,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    target: object = None,
+    **formats: object,
 ) -> tuple[ModelConfig, Loaded]:
     if not isinstance(given, torch.nn.Module):
-        return entry_of(what, given, **formats), Loaded(tokenizer=tokenizer)
+        return entry_of(what, given, target=target, **formats), Loaded(tokenizer=tokenizer)
     weights = weights_of(given, what=what)
     if tokenizer is None and not weights.folder.is_dir():
         raise ConfigError(

@@ -60,7 +60,7 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
 
     Args:
         model: the target: a name of the catalogue, a folder with a config.json, or the id of a model of the hub.
-        draft: the same for the draft, or "ngram"; None plans plain decoding.
+        draft: the same for the draft, "mtp" or "ngram"; None plans plain decoding.
         hardware: a name of conf/hardware, or a description; None for this machine with one GPU, as `load` uses it.
         num_gpus: GPUs of a node, if not all.
         num_nodes: nodes of the machine.
@@ -97,12 +97,13 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
 def _config(read: Mapping[str, Any], machine: HardwareConfig) -> PlanConfig:
     """The config of a run, by the arguments of `plan`."""
     formats = formats_of(read)
+    target = entry_of("model", read["model"], **formats[0])
     drafter = drafter_without_model(read["draft"])
     if drafter is None:
-        entry = entry_of("draft", read["draft"], **formats[1])
+        entry = entry_of("draft", read["draft"], target=target, **formats[1])
         drafter = model_drafter(entry, tokenizer=read["tokenizer"])
     return PlanConfig(
-        model=entry_of("model", read["model"], **formats[0]), draft=drafter,
+        model=target, draft=drafter,
         hardware=asdict(machine), sampling=SamplingConfig(temperature=read["temperature"]),
         speculation=SpeculationConfig(
             num_draft_tokens=read["num_draft_tokens"], acceptance=read["acceptance"]

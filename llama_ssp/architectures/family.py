@@ -110,8 +110,11 @@ def unwritten(model_type: str, **known: Any) -> Family:  # noqa: ANN401 - fields
 
 
 _SAME_TEXT = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
-_LIKE_TEXT = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2"}
-"""Text models of families with images, and such families whose files have the fields of the text model on top."""
+_LIKE_TEXT = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "mimo": "qwen2"}
+"""Text models of families with images, and families whose files have the fields of the text model on top.
+
+MiMo is a Qwen 2 with MTP layers.
+"""
 _OF_BOTH = (
     "tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id",
     "pad_token_id", "auto_map", "trust_remote_code",

@@ -456,6 +456,10 @@ class Inventory:
             head = replace(self.embeddings[0], module="lm_head")
         return replace(self, layer=tuple(map(kept, self.layer)), embeddings=embeddings, head=head)
 
+    def without_tables(self, number: int) -> "Inventory":
+        """The parameters without the embeddings, and of two tables without the output, which another model has."""
+        return replace(self, embeddings=(), head=self.output if number == 1 else None) if number else self
+
     @property
     def num_parameters(self) -> int:
         """Number of parameters, biases and norms included."""

@@ -21,6 +21,7 @@ from llama_ssp.architectures.family import (
     text_part,
 )
 from llama_ssp.architectures.model_files import read_json, read_model_config, refuse_other_kinds, require_folder
+from llama_ssp.architectures.mtp import check_mtp
 from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelShape
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError, SspError
 from llama_ssp.registry import imported
@@ -43,6 +44,7 @@ FIELDS = (
     "tie_word_embeddings", "sliding_window",
 )  # fmt: skip
 """Fields that are read of any family."""
+_DESCRIBE = "llama_ssp.models.huggingface.described:describe"
 _DECODERS = ("CausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Endings of the library's classes that continue a text."""
 
@@ -91,12 +93,13 @@ def shape_from(field: Field, *, ties: bool, derives_units: bool = True) -> Model
     )
 
 
-def read_config(folder: Path, *, describes: bool = True) -> tuple[ModelShape, Dtype]:
+def read_config(folder: Path, *, describes: bool = True, is_mtp: bool = False) -> tuple[ModelShape, Dtype]:
     """Read the sizes and the number format of a checkpoint from its config.json.
 
     A file that is missing, not JSON, or without a size raises CheckpointError, a family that is not read
     PlacementError. The sentence of a run that refuses the model is in `refusal`. If a plan `describes` it, a family
-    without a record has the modules of the library, where that is installed.
+    without a record has the modules of the library, where that is installed. With `is_mtp` the sizes are those of its
+    MTP head, which need the library.
     """
     file = folder / CONFIG_FILE
     refuse_other_kinds(folder)
@@ -131,6 +134,8 @@ def read_config(folder: Path, *, describes: bool = True) -> tuple[ModelShape, Dt
         wanted = f"at least the {shape.num_attention_heads} of num_attention_heads is required"
         raise CheckpointError(f"{file} has hidden_size {shape.hidden_size}, and {wanted}: copy or download it again")
     shape = shape if head is None else head.shape_over(shape)
+    if is_mtp:
+        shape = imported(_DESCRIBE, setting="draft=mtp")(folder, is_mtp=True)
     layout = layout_of(content.get(QUANTIZATION))
     unsaid_dtype = Dtype.bf16 if isinstance(layout, PackedLayout) else Dtype.fp32
     stored = str(content.get("dtype") or content.get("torch_dtype") or unsaid_dtype.value)
@@ -140,7 +145,7 @@ def read_config(folder: Path, *, describes: bool = True) -> tuple[ModelShape, Dt
 def _by_modules(folder: Path) -> tuple[ModelShape | None, str]:
     """The sizes and modules of a checkpoint by the library, or why it has none; nothing without the library."""
     try:
-        describe = imported("llama_ssp.models.huggingface.described:describe", setting="a plan")
+        describe = imported(_DESCRIBE, setting="a plan")
     except ConfigError:
         return None, ""
     try:
@@ -161,15 +166,18 @@ def read_stored_format(folder: Path, shape: ModelShape) -> StoredFormat | None:
     )  # fmt: skip
 
 
-def check_readable(folder: Path, quantization: str, *, num_ranks: int = 1) -> ModelShape | None:
+def check_readable(folder: Path, quantization: str, *, num_ranks: int = 1, is_mtp: bool = False) -> ModelShape | None:
     """Check by config.json alone that runs read a checkpoint, with this quantization, and on so many ranks.
 
-    Returns the sizes of a model. Raises what `read_config` does, CheckpointError for weights that cannot be read, and
-    ConfigError for another quantization than the stored one. A file without a family is left to the run.
+    Returns the sizes of a model; with `is_mtp` its MTP layers alone are checked. Raises what `read_config` does,
+    CheckpointError for weights that cannot be read, and ConfigError for another quantization than the stored one. A
+    file without a family is left to the run.
     """
     require_folder(folder)
     content = read_json(folder / CONFIG_FILE)
-    if isinstance(content.get("model_type"), str) and not read_head_config(content, folder / CONFIG_FILE):
+    if is_mtp:
+        check_mtp(fields_of(text_part(content)), folder)
+    elif isinstance(content.get("model_type"), str) and not read_head_config(content, folder / CONFIG_FILE):
         shape, _ = read_config(folder, describes=False)
         if shape.refusal:
             raise ConfigError(shape.refusal)

@@ -19,11 +19,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from llama_ssp.architectures.engine import OWN_SUM_RANKS
 from llama_ssp.kernels.choice_gpu import reason
 from llama_ssp.ranks.comms import Comm, Mesh
 from llama_ssp.ranks.gpu import ends_run
 
-_PATIENCE = 2**22  # looks at a flag, some seconds
+_PATIENCE = 2**25  # looks at a flag, about half a minute: the other ranks may still compile
 _HANDLE_BYTES = 64
 _MAPS_PEERS = 1  # cudaIpcMemLazyEnablePeerAccess, the only flag there is
 _Result = TypeVar("_Result")
@@ -121,21 +122,27 @@ class PeerSums:
         return {"patience": self.patience} if self.patience else {}
 
 
+class _UnusableError(Exception):
+    """Why a rank cannot use the kernel, as all ranks know; a lost rank is another error."""
+
+
 # By members, made once for all points of a sweep.
 _found: dict[tuple[int, ...], PeerSums | None] = {}
 
 
 def with_peer_sums(mesh: Mesh) -> Mesh:
     """Let the groups of both models sum by the kernel, where it is right; all ranks must call this together."""
+    target, draft = (comm and with_peers(comm) for comm in (mesh.target, mesh.draft))
+    return replace(mesh, target=target, draft=draft)
 
-    def summing(comm: Comm | None) -> Comm | None:
-        if comm is None or comm.size == 1:
-            return comm
-        if comm.members not in _found:
-            _found[comm.members] = find_peer_sums(comm, CudaMemory)
-        return replace(comm, peers=_found[comm.members])
 
-    return replace(mesh, target=summing(mesh.target), draft=summing(mesh.draft))
+def with_peers(comm: Comm) -> Comm:
+    """The same group, which sums by the kernel where it is right; all its ranks must call this together."""
+    if comm.size == 1:
+        return comm
+    if comm.members not in _found:
+        _found[comm.members] = find_peer_sums(comm, CudaMemory)
+    return replace(comm, peers=_found[comm.members])
 
 
 def find_peer_sums(
@@ -148,7 +155,7 @@ def find_peer_sums(
     try:
         sums = _mapped(comm, open_device)
         _on_all(comm, partial(check or check_sums, replace(sums, patience=_PATIENCE), comm))
-    except RuntimeError as error:
+    except _UnusableError as error:
         if comm.rank == 0:
             _log.warning("continuing with NCCL's sums: %s", error)
         return None
@@ -156,12 +163,12 @@ def find_peer_sums(
 
 
 def _mapped(comm: Comm, open_device: Callable[[], DeviceMemory]) -> PeerSums:
-    """Map the memories of all ranks; RuntimeError on every rank if one cannot."""
+    """Map the memories of all ranks; _UnusableError on every rank if one cannot."""
 
     def make() -> tuple[Any, DeviceMemory, int, str]:
         kernels, device = import_module("llama_ssp.kernels.sums_gpu"), open_device()  # CPU builds come without Triton
-        if comm.size > kernels.MOST_RANKS:
-            raise RuntimeError(f"it sums over {kernels.MOST_RANKS} ranks at most")
+        if comm.size > OWN_SUM_RANKS:
+            raise RuntimeError(f"it sums over {OWN_SUM_RANKS} ranks at most")
         address, handle = device.make(kernels.MEMORY_BYTES)
         return kernels, device, address, handle.hex()
 
@@ -179,7 +186,7 @@ def _mapped(comm: Comm, open_device: Callable[[], DeviceMemory]) -> PeerSums:
 
 
 def _on_all(comm: Comm, step: Callable[[], _Result]) -> _Result:
-    """Take a step on all ranks; RuntimeError on every rank, with a reason, if it fails on one."""
+    """Take a step on all ranks; _UnusableError on every rank, with a reason, if it fails on one."""
     found, fault = [], ""
     try:
         found.append(step())
@@ -189,7 +196,7 @@ def _on_all(comm: Comm, step: Callable[[], _Result]) -> _Result:
         fault = f"rank {comm.rank}: {reason(error)}"
     faults = [text for text in comm.gather_text(fault) if text]
     if faults:
-        raise RuntimeError(faults[0])
+        raise _UnusableError(faults[0])
     return found[0]
 
 

@@ -16,12 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llama_ssp.architectures.engine import OWN_SUM_BYTES, OWN_SUM_RANKS
+
 NUM_SLOTS, SLOT_BYTES = 128, 2**15
 FLAGS_AT = 2 * NUM_SLOTS * SLOT_BYTES
-MOST_RANKS = 8
-MEMORY_BYTES = FLAGS_AT + 4 * NUM_SLOTS * MOST_RANKS
-MOST_BYTES = 2**18
-"""Of a sum: beyond, a ring sends fewer bytes."""
+MEMORY_BYTES = FLAGS_AT + 4 * NUM_SLOTS * OWN_SUM_RANKS
 PATIENCE = 2**62
 _CHUNK = 1024
 
@@ -82,12 +81,12 @@ def sum_kernel(  # type: ignore[no-untyped-def]
 def sum_of_ranks(
     values: Tensor, memories_R: Tensor, counts: Tensor, *, rank: int, patience: int = PATIENCE
 ) -> Tensor:  # fmt: skip
-    """Sum contiguous values, at most `MOST_BYTES` of them, over the ranks, in place.
+    """Sum values, at most `OWN_SUM_BYTES` of them, over the ranks, in place if they are contiguous.
 
     `memories_R` are the addresses of the ranks' memories as this rank has mapped them, `counts` (NUM_SLOTS,) the sums
     of each slot so far, int32, this rank's own.
     """
-    number = values.numel()
+    values, number = values.contiguous(), values.numel()
     sum_kernel[(triton.cdiv(number, _CHUNK),)](
         values, None, None, None, memories_R, counts, number, _CHUNK, 0.0, patience,
         PLACES=_CHUNK, num_warps=4, **_group(rank, memories_R),
@@ -100,7 +99,7 @@ def sum_add_norm(
     *, rank: int, patience: int = PATIENCE,
 ) -> Tensor:  # fmt: skip
     """Add the sum of the ranks' parts to x in place, and return its RMS norm; see `sum_of_ranks`."""
-    num_rows, width = part_ME.shape
+    (num_rows, width), part_ME = part_ME.shape, part_ME.contiguous()
     normed_ME = torch.empty_like(part_ME)
     sum_kernel[(num_rows,)](
         part_ME, x_ME, weight_E, normed_ME, memories_R, counts, part_ME.numel(), width, eps, patience,
@@ -116,11 +115,9 @@ def _group(rank: int, memories_R: Tensor) -> dict[str, int]:
 
 
 def can_sum(values: Tensor) -> bool:
-    """Whether the kernel sums these values."""
+    """Whether the kernel sums these values; by format and size alone, which ranks share."""
     is_known = values.dtype in (torch.float32, torch.float16, torch.bfloat16)
-    return (
-        is_known and values.is_contiguous() and 0 < values.numel() <= NUM_SLOTS * _CHUNK and values.nbytes <= MOST_BYTES
-    )
+    return is_known and 0 < values.nbytes <= OWN_SUM_BYTES
 
 
 def can_norm(part_ME: Tensor) -> bool:

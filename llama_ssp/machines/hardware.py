@@ -21,6 +21,8 @@ from llama_ssp.words import said
 COPY_SHARE = 0.83
 """Default share of the data sheet's bandwidth that a plain copy reaches: 1.7 of 2.039 TB/s on an A100-80GB."""
 
+MEASURED = "measured"  # Source of what calibration has measured, where it may lack that.
+
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
@@ -40,7 +42,7 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredSum:
-    """Measured time of an all-reduce of a size over some ranks of a node, captured as rounds run it."""
+    """Time of an all-reduce of a size over some ranks of a node inside a step."""
 
     num_ranks: int
     num_bytes: int
@@ -85,8 +87,9 @@ class HardwareConfig:
     )
     sources: dict[str, str] = made(dict, "where each figure is from.")
     sums: list[MeasuredSum] = made(
-        list, "measured all-reduces, in place of `link`; others are those plus their bytes over it."
+        list, "all-reduces by NCCL, in place of `link`; others are those plus their bytes over it."
     )
+    own_sums: list[MeasuredSum] = made(list, "the same by the program's kernel (`own_sums=true`).")
 
     def __hash__(self) -> int:
         """Equal descriptions have equal hashes; tables of measurements are left out."""

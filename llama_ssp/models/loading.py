@@ -25,12 +25,14 @@ from llama_ssp.models.huggingface.modules import (
     OwnLinear,
     build_empty,
     load_modules,
+    output_name,
     sources_of,
     table_of,
 )
+from llama_ssp.models.huggingface.mtp import MtpRunner
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.llama.head import HeadRunner
+from llama_ssp.models.llama.head import HeadRunner, PairRunner
 from llama_ssp.models.llama.table import EMBEDDING, OUTPUT, is_llama_kind, llama_table, rotary_of
 from llama_ssp.models.quantization.precision import UNQUANTIZED
 from llama_ssp.models.runner import Runner
@@ -51,6 +53,7 @@ from llama_ssp.ranks.comms import Comm
 from llama_ssp.storage.formats import NO_QUANTIZATION, format_of
 from llama_ssp.weights.checkpoint import summary
 from llama_ssp.weights.head import HeadSource
+from llama_ssp.weights.mtp import MtpSource
 from llama_ssp.weights.source import WeightSource, packed_of
 from llama_ssp.words import said
 
@@ -59,7 +62,7 @@ _log = logging.getLogger(__name__)
 
 def load_model(
     origin: WeightSource, *, device: torch.device, comm: Comm, **loading: Unpack[Loading]
-) -> Runner | HeadRunner:
+) -> Runner | PairRunner:
     """Load this rank's slices of a model, in the lean decoder if that supports the family.
 
     Weights and cache are on `device`, and the ranks of `comm` share the model.
@@ -77,15 +80,18 @@ def load_model(
         with returning_memory():
             if isinstance(origin, HeadSource):
                 return HeadRunner(weights, origin, **parts)
+            if isinstance(origin, MtpSource):
+                return PairRunner(weights, origin, **parts)
             return LeanRunner(weights, origin.config, **parts)
     on_cpu = device.type == "cpu"
-    model = load_modules(origin, device=device, comm=comm, kernel=make_linear if on_cpu else None, **loading)
-    if on_cpu:
+    kernel, tables = make_linear if on_cpu else None, _shared_tables(origin, loading, device, comm)
+    model = load_modules(origin, device=device, comm=comm, kernel=kernel, tables=tables, **loading)
+    if on_cpu and not tables:
         head: Any = model.get_output_embeddings()
         is_tied = head.weight is getattr(model.get_input_embeddings(), "weight", None)
-        name = next(name for name, module in model.named_modules() if module is head)
-        model.set_submodule(name, OwnLinear(head, partial(make_linear, keeps_weight=is_tied)))
-    return ModuleRunner(model, comm=comm, cache_dtype=precision.cache_dtype)
+        model.set_submodule(output_name(model), OwnLinear(head, partial(make_linear, keeps_weight=is_tied)))
+    kind = MtpRunner if origin.shape.is_head else ModuleRunner
+    return kind(model, comm=comm, cache_dtype=precision.cache_dtype)
 
 
 def lean_weights(
@@ -128,6 +134,17 @@ def _shared_embedding(origin: WeightSource, loading: Loading, device: torch.devi
         return None
     is_alike = (target.device, target.dtype) == (device, loading["dtype"] or origin.dtype)
     return target.embedding if is_alike else None
+
+
+def _shared_tables(
+    origin: WeightSource, loading: Loading, device: torch.device, comm: Comm
+) -> tuple[nn.Module, nn.Module] | None:
+    """Embedding and output of the target, if this is its MTP head on the same ranks, in its dtype."""
+    target = loading.get("target")
+    if not (origin.shape.is_head and isinstance(target, ModuleRunner) and target.comm.size == comm.size):
+        return None
+    is_alike = (target.device, target.dtype) == (device, loading["dtype"] or origin.dtype)
+    return target.tables if is_alike else None
 
 
 def _whole_parts(origin: WeightSource, whole: WholeParts) -> WholeParts:

@@ -17,11 +17,16 @@ What a row of the cache holds already is not read again (`Held`): a prompt copie
     read second   | copied from 0 ..... | prompt 1 .. |         and all others of which a part is held
     never read    | copied from 0 ..................... |       prompt 2 is equal to prompt 0, and so are its logits
 
+A few tokens are read in a forward of one of few shapes, so that a graph replays it (`ShortForwards`). It repeats the
+last token to its full size, and every token is a sequence of its own to attention: any prompts fit into the shape.
+
+    8 tokens    | prompt 0 .. | prompt 1 ..... | its last token again |
+
 Shapes: R rows being prefilled, S slots, T positions of a chunk, V vocabulary; M packed tokens, C pieces of them.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain
@@ -30,9 +35,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llama_ssp.architectures.engine import PREFILL_CHUNK
+from llama_ssp.architectures.engine import PREFILL_CHUNK, SHORT_PROMPTS, SHORT_SLOTS
 from llama_ssp.models.cache import Taps
-from llama_ssp.models.runner import Pieces, Runner
+from llama_ssp.models.runner import NullRunner, Pieces, Runner
 from llama_ssp.models.upload import to_device
 
 
@@ -67,6 +72,20 @@ class Held(NamedTuple):
     row: int = 0
 
 
+class ShortForwards(NamedTuple):
+    """Runs forwards of few tokens, whose inputs are always in one place.
+
+    Attributes:
+        inputs_4M: ids, positions and rows of the tokens, and the numbers of those that are scored; for the most tokens.
+        most_scored: prompts of a forward.
+        run: calls a function of the inputs of so many tokens, or replays what it did; a replay overwrites the result.
+    """
+
+    inputs_4M: Tensor
+    most_scored: int
+    run: Callable[[int, Callable[[Tensor], Tensor], Tensor], Tensor]
+
+
 class Prompts(NamedTuple):
     """Prompts to read.
 
@@ -76,6 +95,7 @@ class Prompts(NamedTuple):
         lengths: the same, known to the host.
         longest: the length that padded prompts are read to; that of the longest, here or on other ranks.
         held: of each prompt; empty if nothing is held of any.
+        short: reads a few tokens; None reads them like many.
     """
 
     tokens_RS: Tensor
@@ -83,13 +103,16 @@ class Prompts(NamedTuple):
     lengths: Sequence[int]
     longest: int
     held: Sequence[Held] = ()
+    short: ShortForwards | None = None
 
     def some(self, places: Sequence[int]) -> "Prompts":
         """The prompts at these places, read to the same length."""
         indices = to_device(places, self.tokens_RS.device)
         lengths = [self.lengths[place] for place in places]
         held = [self.held[place] for place in places] if self.held else ()
-        return Prompts(self.tokens_RS[indices], self.lengths_R[indices], lengths, self.longest, held)
+        return self._replace(
+            tokens_RS=self.tokens_RS[indices], lengths_R=self.lengths_R[indices], lengths=lengths, held=held
+        )
 
     @property
     def starts(self) -> Sequence[int]:
@@ -199,7 +222,7 @@ def _read_by_length(
 def _read_padded(
     runner: Runner, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets, taps: Taps | None, num_left: int = 0
 ) -> Tensor:
-    tokens_RS, lengths_R, lengths, longest, _ = prompts
+    tokens_RS, lengths_R, lengths, longest, *_ = prompts
     device, width = tokens_RS.device, longest
     if any(prompts.starts):
         width = max(length - start for length, start in zip(lengths, prompts.starts, strict=True))
@@ -226,6 +249,8 @@ def _read_padded(
 def _read_packed(
     runner: Runner, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets, taps: Taps | None
 ) -> Tensor:
+    if prompts.short and not isinstance(runner, NullRunner) and _is_short(prompts):
+        return _read_short(runner, prompts, prompts.short, rows=rows, buckets=buckets, taps=taps)
     device, num_slots = prompts.tokens_RS.device, prompts.tokens_RS.shape[1]
     lengths_R, rows_R = torch.tensor(prompts.lengths), torch.tensor(rows)
     all_places = torch.arange(len(rows)).repeat_interleave(lengths_R - torch.tensor(prompts.starts))
@@ -255,3 +280,35 @@ def _read_packed(
         num_ended = int((used_C == lengths_R[places_C]).sum())  # only the last prompt may go on
         found.append(logits_1CV[0, :num_ended])
     return torch.cat(found)
+
+
+def _is_short(prompts: Prompts) -> bool:
+    counts = [length - start for start, length in zip(prompts.starts, prompts.lengths, strict=True)]
+    num_slots = sum(count * length for count, length in zip(counts, prompts.lengths, strict=True))
+    return sum(counts) <= SHORT_PROMPTS[-1] and num_slots <= SHORT_SLOTS
+
+
+def _read_short(
+    runner: Runner, prompts: Prompts, short: ShortForwards, *, rows: Sequence[int], buckets: Buckets, taps: Taps | None
+) -> Tensor:
+    pieces = [range(start, length) for start, length in zip(prompts.starts, prompts.lengths, strict=True)]
+    tokens = [(place, position) for place, piece in enumerate(pieces) for position in piece]
+    last = [end - 1 for end in accumulate(map(len, pieces))]
+    size = next(size for size in SHORT_PROMPTS if size >= len(tokens))
+    places, positions = zip(*tokens, *tokens[-1:] * (size - len(tokens)), strict=True)
+    slots = [place * prompts.tokens_RS.shape[1] + position for place, position in zip(places, positions, strict=True)]
+    numbers = [slots, positions, [rows[place] for place in places], last + last[-1:] * (size - len(last))]
+    numbers_4M, inputs_4M = to_device(numbers, prompts.tokens_RS.device), short.inputs_4M[:, :size]
+    inputs_4M[0].copy_(prompts.tokens_RS.flatten().index_select(0, numbers_4M[0]))
+    inputs_4M[1:].copy_(numbers_4M[1:])
+
+    def read(inputs_4M: Tensor) -> Tensor:
+        ids_1M, positions_1M, (rows_M,), scored_1M = inputs_4M[:, None].unbind()
+        first_M1 = torch.arange(size + 1, dtype=torch.int32, device=rows_M.device)
+        logits_1RV = runner.forward(
+            ids_1M, positions_1M, bucket=buckets.num_slots, score_positions_BR=scored_1M[:, : short.most_scored],
+            taps=taps, pieces=Pieces(rows_M, rows_M, (positions_1M[0] + 1).int(), first_M1, 1),
+        )  # fmt: skip
+        return logits_1RV[0]
+
+    return short.run(size, read, inputs_4M)[: len(rows)].clone()

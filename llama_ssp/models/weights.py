@@ -24,11 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from llama_ssp.architectures.matrices import FUSED, Cut, RankShard, WholeParts
+from llama_ssp.architectures.mtp import num_mtp_layers
 from llama_ssp.errors import CheckpointError
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.storage.stored import kept_format
-from llama_ssp.weights.checkpoint import num_mtp_layers, summary
+from llama_ssp.weights.checkpoint import summary
 from llama_ssp.weights.source import WeightSource, storage_of
 from llama_ssp.words import said
 
@@ -330,7 +331,7 @@ def unread(origin: WeightSource, sources: Iterable[str], *, ignored: Iterable[st
 def _mtp_layers(origin: WeightSource) -> range:
     """The numbers of the layers that predict further tokens, which are stored with a model, and are not read."""
     first = origin.shape.num_hidden_layers
-    return range(first, first + num_mtp_layers(origin.config))
+    return range(first, first + num_mtp_layers(lambda name: getattr(origin.config, name, None)))
 
 
 def check_packed(

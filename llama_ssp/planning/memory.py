@@ -18,10 +18,16 @@ from functools import cached_property, lru_cache
 from itertools import chain, cycle
 from typing import Any
 
-from llama_ssp.architectures.engine import BUCKET_STEP, PART_SLOTS, PREFILL_CHUNK, STATE_VALUE_BYTES, most_parts
+from llama_ssp.architectures.engine import (
+    BUCKET_STEP,
+    PART_SLOTS,
+    PREFILL_CHUNK,
+    SHORT_PROMPTS,
+    STATE_VALUE_BYTES,
+    most_parts,
+)
 from llama_ssp.architectures.family import check_deepspeed_layers, check_ranks, inventory, kept_whole, record_of
 from llama_ssp.architectures.matrices import (
-    DRAFT_WHOLE,
     FUSED,
     Cut,
     Inventory,
@@ -139,14 +145,14 @@ def weight_bytes(
             sharded, repeated = sharded + stored, repeated + row_scales + bias
         products.setdefault(product, []).append((stored if layout else size * matrix.num_elements, stored + row_scales))
     tables = [(matrix, size, size * matrix.num_elements) for matrix in held.embeddings]
-    if held.head or matrix_size != size:
+    if held.head or (held.embeddings and matrix_size != size):
         output = kept(held.output)
         tables.append((output, matrix_size, matrix_size * output.num_elements))
     table_bytes = {True: 0, False: 0}
     for matrix, value_bytes, stored in tables:
         table_bytes[matrix.cut is None] += stored + (value_bytes * matrix.num_rows if matrix.has_bias else 0)
     temporary = _temporary_bytes([*products.values()], storage, is_half=matrix_size != size)
-    if matrix_size != size:  # the head, which library modules load last, and the lean decoder first
+    if matrix_size != size and tables:  # the head, which library modules load last, and the lean decoder first
         without = held.num_layers * (sharded + repeated) if fuses else 0
         read = size * held.output.num_elements if held.head else 0
         temporary = max(temporary, read + tables[-1][2] - without)
@@ -289,9 +295,9 @@ def _layer_wise(model: PlannedModel, held: tuple[range, ...]) -> tuple[Inventory
 @lru_cache(maxsize=1024)  # a search asks for each target with every draft, and a plan with every batch and context
 def _parts(
     model: PlannedModel, device: str, *, num_ranks: int, kind: TargetKind, whole: WholeParts = WholeParts.none,
-    has_embedding: bool = True, num_kept: int = 0,
+    num_shared: int = 0, num_kept: int = 0,
 ) -> tuple[_Part, ...]:  # fmt: skip
-    """The parts by rank; for `num_kept` see `PlanSpec.kept_states`."""
+    """The parts by rank, without tables that are shared; for `num_kept` see `PlanSpec.kept_states`."""
     shape, size, storage = model.shape, DTYPE_BYTES[model.dtype], format_of(model.quantization)
     sizes = tuple(vars(shape).items())
     shards, _ = _split(sizes, num_ranks=num_ranks, quantization=model.quantization, whole=whole)
@@ -302,7 +308,7 @@ def _parts(
     parts = []
     for held, shard in zip(rank_shares(model, num_ranks=num_ranks, kind=kind, whole=whole), shards, strict=True):
         num_heads, num_kv_heads = len(shard.heads.query_heads), len(shard.heads.kv_heads)
-        weights = model_bytes(held if has_embedding else replace(held, embeddings=()), model, device=device)
+        weights = model_bytes(held.without_tables(num_shared), model, device=device)
         part = _Part(
             weights=weights,
             slot_bytes=model.slot_bytes(num_kv_heads) * held.num_layers,
@@ -343,7 +349,7 @@ def _draft_parts(spec: PlanSpec) -> dict[int, _Part]:
         return {}
     parts = _parts(
         spec.draft, spec.device, num_ranks=1 if spec.layout.splits_batch else len(spec.draft_ranks),
-        kind=TargetKind.tensor, whole=DRAFT_WHOLE, has_embedding=not spec.shares_embedding,
+        kind=TargetKind.tensor, whole=spec.draft_whole, num_shared=spec.num_shared_tables,
         num_kept=spec.kept_states[1],
     )  # fmt: skip
     return dict(zip(spec.draft_ranks, cycle(parts), strict=False))
@@ -351,6 +357,8 @@ def _draft_parts(spec: PlanSpec) -> dict[int, _Part]:
 
 GRAPH_NODE_BYTES = 32 * 1024
 """Memory of one kernel in a captured graph, estimated from logs of serving engines (0.3-1 GiB for 67 graphs)."""
+NCCL_NODES = 4
+"""Nodes of a layer's two sums by NCCL: each is a kernel, and an event that NCCL records, as an H100 has shown."""
 TIGHT_SHARE = 0.03
 """A rank with a smaller share of its memory left is called tight."""
 SLACK_SHARE = 0.01
@@ -556,17 +564,24 @@ def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedMo
 
 
 def _graph_bytes(spec: PlanSpec, hardware: HardwareConfig, *, drafts: bool) -> int:
-    """Captured graphs: the target's plain and round forwards and all K draft steps.
+    """Captured graphs: the target's plain and round forwards, all K draft steps, and forwards of short prompts.
 
     They serve all lengths where every model reads its cache by lengths; with masks there are some for each bucket.
     """
     by_length = all(model.reads_by_length(hardware) for model in (spec.target, spec.draft) if model)
     num_buckets = 1 if by_length else -(-spec.num_slots // BUCKET_STEP[hardware.device])
     lengths = ADAPTIVE_LENGTHS if spec.adapts else (spec.num_draft_tokens,)
-    layers = (1 + len(lengths) * spec.drafts) * spec.target.shape.num_hidden_layers
+    num_short = len(SHORT_PROMPTS) * (by_length and spec.prompt_tokens <= SHORT_PROMPTS[-1])
+
+    def num_nodes(model: PlannedModel, ranks: tuple[int, ...]) -> int:
+        has_nccl = len(ranks) > 1 and not spec.takes_own_sums(hardware, ranks)
+        return model.shape.num_hidden_layers * (spec.kernels.layer + has_nccl * NCCL_NODES)
+
+    nodes = (1 + len(lengths) * spec.drafts + num_short) * num_nodes(spec.target, spec.target_ranks)
     if spec.draft and drafts:
-        layers += sum(lengths) * spec.draft.shape.num_hidden_layers
-    return num_buckets * layers * spec.kernels.layer * GRAPH_NODE_BYTES
+        ranks = spec.draft_ranks[:1] if spec.layout.splits_batch else spec.draft_ranks
+        nodes += (sum(lengths) + num_short * (not spec.has_head)) * num_nodes(spec.draft, ranks)
+    return num_buckets * nodes * GRAPH_NODE_BYTES
 
 
 def bucket_of(num_tokens: int, num_slots: int, hardware: HardwareConfig) -> int:

@@ -5,12 +5,13 @@ removed.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from llama_ssp.architectures.engine import OWN_SUM_BYTES
 from llama_ssp.architectures.family import inventory
 from llama_ssp.errors import CapacityError
-from llama_ssp.machines.hardware import HardwareConfig
+from llama_ssp.machines.hardware import MEASURED, HardwareConfig
 from llama_ssp.planning import advice
 from llama_ssp.planning.acceptance import remarks
 from llama_ssp.planning.advice import Change, changes_that_fit, faster_on_fewer
@@ -31,8 +32,17 @@ from llama_ssp.planning.spec import (
     notes_on_states,
     notes_on_storage,
 )
-from llama_ssp.planning.timing import CostModel, ForwardTime, Message, Timing, round_messages, timing
-from llama_ssp.words import rounded, said
+from llama_ssp.planning.timing import (
+    CostModel,
+    ForwardTime,
+    Message,
+    Timing,
+    all_reduce_s,
+    round_messages,
+    timing,
+)
+from llama_ssp.settings.schema import TargetKind
+from llama_ssp.words import counted, rounded, said
 
 PLAN_VERSION = 5
 _SECONDS_PER_HOUR, _MILLION = 3600, 10**6
@@ -120,6 +130,7 @@ def make_plan(spec: PlanSpec, hardware: HardwareConfig, *, remark: str | None = 
             *notes_on_contexts(spec),
             *advice.notes(spec, hardware, heads, fullest),
             *_notes_on_scoring(spec, hardware),
+            *_notes_on_sums(spec, hardware),
             *advice.better_draft(spec, hardware, timed),
             *remarks(spec, timed.acceptance, timed.best_num_draft_tokens_range),
         ),
@@ -134,6 +145,33 @@ def _notes_on_scoring(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[str]
             f"log-probabilities: the target reads all rows once more, {rounded(1e3 * seconds)} ms at the end, which "
             "ms/token leaves out"
         )
+
+
+def _notes_on_sums(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:
+    """Say how many collectives a round has, by which kind of sums they are priced, and from where the figures are."""
+    costs, num_draft_tokens = CostModel(spec, hardware), spec.num_draft_tokens * spec.drafts
+    number, num_bytes = costs.collectives(num_draft_tokens)
+    summing = costs.target if len(costs.target.ranks) > 1 else costs.draft
+    if hardware.device != "cuda" or not number or summing is None or summing.kind is TargetKind.accelerate:
+        return
+    rows = spec.batch_size * (num_draft_tokens + 1 if summing is costs.target else 1)
+    sum_bytes, num_ranks = summing.sum_bytes(rows), len(summing.ranks)
+    seconds = all_reduce_s(hardware, summing.ranks, sum_bytes, is_own=summing.own_sums)
+    by = "the program's kernel sums" if summing.own_sums and sum_bytes <= OWN_SUM_BYTES else "NCCL sums"
+    origin = f"by {'figures of other programs' if hardware.sums else 'guess'} (task=calibrate measures it)"
+    if hardware.network and summing.ranks[0] // hardware.num_gpus != summing.ranks[-1] // hardware.num_gpus:
+        known = (
+            "as measured" if hardware.sources.get("network") == MEASURED else "by guess (task=calibrate measures it)"
+        )
+        origin = f"{1e6 * hardware.network.latency_s:.3g} of it between nodes, {known}"
+    elif hardware.is_measured:
+        origin = "as measured"
+    yield (
+        f"{counted(number, 'collective')} in a round, of {num_bytes / 1e6:.3g} MB on each rank; {by} "
+        f"{sum_bytes / 1024:.4g} KiB over {num_ranks} GPUs in {1e6 * seconds:.3g} us, {origin}"
+    )
+    if spec.own_sums and not summing.own_sums:
+        yield "own_sums=true is planned with NCCL's sums: it needs GPUs of one node that reach each other's memory"
 
 
 def basis(hardware: HardwareConfig) -> str:
@@ -189,7 +227,7 @@ def _said(change: Change, words: Mapping[str, str]) -> str:
 
 _OF_SPEC = (
     "batch_size", "prompt_tokens", "max_new_tokens", "num_draft_tokens", "adapts", "tree", "overlaps", "free_draft",
-    "num_slots", "cuda_graphs", "num_replicas",
+    "num_slots", "cuda_graphs", "own_sums", "num_replicas",
 )  # fmt: skip
 _OF_RANK = ("needed_bytes", "free_bytes", "fits", "is_tight")
 _TIMES_MS = {
@@ -214,6 +252,7 @@ _RATIOS = (
 def document(plan: Plan) -> dict[str, Any]:
     """The fields of a plan as a JSON document, which docs/reference/plan-document.md describes."""
     spec, timed = plan.spec, plan.timing
+    number, num_bytes = CostModel(spec, plan.hardware).collectives(spec.num_draft_tokens * spec.drafts)
     sent = {f"{kind}_bytes": message.received_bytes for kind, message in plan.messages.items()}
     messages = dict.fromkeys(("taps_bytes", "ids_bytes", "probabilities_bytes", "verdict_bytes"), 0) | sent
     acceptance = timed.acceptance
@@ -254,7 +293,9 @@ def document(plan: Plan) -> dict[str, Any]:
             "speculative_ms_per_token_by_k": _in_ms(timed.by_num_draft_tokens),
         },
         "basis": plan.basis,
-        "messages": messages | {"total_bytes": sum(messages.values())},
+        "messages": messages | {
+            "total_bytes": sum(messages.values()), "collectives": number, "collectives_bytes": num_bytes
+        },
         "warnings": [*plan.warnings],
         "notes": [*plan.notes],
         "shortage": None if plan.fits else shortage(plan),
@@ -265,8 +306,8 @@ def document(plan: Plan) -> dict[str, Any]:
 def _model(model: PlannedModel, plan: Plan, *, prefix: str) -> dict[str, Any]:
     """A model's exact sizes, and the bytes that its ranks repeat."""
     whole = inventory(model.shape)
-    is_partial = prefix == "draft" and plan.spec.shares_embedding
-    once = model_bytes(replace(whole, embeddings=()) if is_partial else whole, model, device=plan.spec.device)
+    num_shared = plan.spec.num_shared_tables if prefix == "draft" else 0
+    once = model_bytes(whole.without_tables(num_shared), model, device=plan.spec.device)
     held = sum(getattr(rank, f"{prefix}_weights_bytes") for rank in plan.ranks)
     return {
         "name": model.label,

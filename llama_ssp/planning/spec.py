@@ -7,12 +7,14 @@ more models than the engine runs.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from statistics import mean
 
 from llama_ssp.architectures.eagle3 import NUM_TAPS
 from llama_ssp.architectures.engine import (
     ENGINE_KERNELS,
     LANES,
     MOST_PIECES,
+    OWN_SUM_RANKS,
     Kernels,
     own_slots,
     reads_by_length,
@@ -20,7 +22,7 @@ from llama_ssp.architectures.engine import (
     whole_steps,
 )
 from llama_ssp.architectures.family import inventory, record_of
-from llama_ssp.architectures.matrices import Inventory
+from llama_ssp.architectures.matrices import DRAFT_WHOLE, Inventory, WholeParts
 from llama_ssp.architectures.reading import read_config, read_stored_format
 from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelConfig, ModelShape, read_path
 from llama_ssp.errors import CheckpointError, ConfigError
@@ -181,12 +183,14 @@ class PlanSpec:
         adapts: K is chosen for each round, up to `num_draft_tokens`, and may be 0.
         overlap: drafting overlaps verification, if the draft has ranks of its own (`overlaps`).
         acceptance: probability that a drafted token is accepted; None takes what is expected of the pair.
+        num_forced: drafted tokens that a round accepts on average, by force; None leaves it to the rule.
         rule: the verification rule; `greedy` at temperature 0, where no probabilities are needed.
         counts_tokens: penalties count the tokens of the vocabulary.
         scores_texts: the target reads every text once more, for log-probabilities.
         prompt_tokens, max_new_tokens: tokens of the longest row.
         mean_prompt_tokens: of all prompts, where they are known.
         cuda_graphs: whether forwards are captured; otherwise every operator is launched from Python.
+        own_sums: ranks in a node sum by the program's kernel, if the machine's GPUs can.
     """
 
     target: PlannedModel
@@ -207,6 +211,7 @@ class PlanSpec:
     num_replicas: int = 1
     mean_prompt_tokens: float | None = None
     adapts: bool = False
+    num_forced: float | None = None
     overlap: bool = False
     temperature: float | None = None
     rule: str = DEFAULT
@@ -215,6 +220,7 @@ class PlanSpec:
     counts_tokens: bool = False
     scores_texts: bool = False
     spare_devices: tuple[int, ...] = ()
+    own_sums: bool = False
     kernels: Kernels = ENGINE_KERNELS
 
     @cached_property
@@ -261,18 +267,32 @@ class PlanSpec:
         return self.draft is not None and self.draft.shape.is_head
 
     @cached_property
-    def shares_embedding(self) -> bool:
-        """Whether the draft is a head that looks tokens up in the target's embedding, on its one rank."""
+    def num_shared_tables(self) -> int:
+        """Tables of the target that a head reads on the same ranks.
+
+        The lean decoder on one rank has its embedding for it, library modules also their output for their MTP layer.
+        """
         target, draft = self.target, self.draft
         if draft is None or not draft.shape.shares_embedding or self.target_ranks != self.draft_ranks:
-            return False
-        is_whole = target.is_lean and self.target_kind is TargetKind.tensor and len(self.target_ranks) == 1
-        return is_whole and target.dtype is draft.dtype
+            return 0
+        if self.target_kind is not TargetKind.tensor or target.dtype is not draft.dtype:
+            return 0
+        if target.is_lean:
+            return int(len(self.target_ranks) == 1)
+        return 0 if draft.is_lean or self.layout.splits_batch else 2
+
+    @property
+    def draft_whole(self) -> WholeParts:
+        """Which parts of a draft every rank holds whole."""
+        return WholeParts.none if self.num_shared_tables > 1 else DRAFT_WHOLE
 
     @cached_property
     def tap_bytes(self) -> int:
         """Bytes of the taps of a token; 0 without a head."""
-        return self.has_head * NUM_TAPS * self.target.shape.hidden_size * DTYPE_BYTES[self.target.dtype]
+        if self.draft is None or not self.has_head:
+            return 0
+        num_taps = NUM_TAPS if record_of(self.draft.shape.model_type).is_head else 1
+        return num_taps * self.target.shape.hidden_size * DTYPE_BYTES[self.target.dtype]
 
     @property
     def sends_taps(self) -> bool:
@@ -283,6 +303,11 @@ class PlanSpec:
     def overlaps(self) -> bool:
         """Whether drafting overlaps verification."""
         return self.overlap and self.draft is not None and self.draft_kind is DraftLayout.own_gpu
+
+    def takes_own_sums(self, hardware: HardwareConfig, ranks: tuple[int, ...]) -> bool:
+        """Whether ranks sum by the program's kernel: of a node whose GPUs reach each other's memory."""
+        in_node = ranks[0] // hardware.num_gpus == ranks[-1] // hardware.num_gpus
+        return self.own_sums and bool(hardware.own_sums) and in_node and 1 < len(ranks) <= OWN_SUM_RANKS
 
     @cached_property
     def target_devices(self) -> tuple[int, ...]:
@@ -393,6 +418,7 @@ def make_spec(
         tree=tree,
         overlap=speculation.overlap,
         acceptance=acceptance,
+        num_forced=mean(speculation.forced_lengths) if speculation.forced_lengths else None,
         temperature=temperature,
         rule=config.verification.rule if temperature > 0 else AT_ZERO,
         counts_tokens=config.sampling.penalizes,
@@ -401,6 +427,7 @@ def make_spec(
         prompt_tokens=prompt_tokens,
         max_new_tokens=config.max_new_tokens,
         cuda_graphs=config.cuda_graphs and device == "cuda" and may_capture(placement.target),
+        own_sums=config.own_sums and device == "cuda",
         device=device,
     )
 
@@ -445,7 +472,7 @@ def planned_model(model: ModelConfig, *, device: str) -> PlannedModel:
             raise ConfigError(
                 f"{said('model', model.name)} needs {said('model.path', 'DIR')}, a folder with config.json"
             )
-        shape, stored = read_config(read_path(model.path))
+        shape, stored = read_config(read_path(model.path), is_mtp=model.is_mtp)
         model = replace(model, stored_dtype=stored)
     packed = model.stored_format
     if model.path is not None and (read_path(model.path) / CONFIG_FILE).is_file():

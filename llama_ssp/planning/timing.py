@@ -45,13 +45,16 @@ from typing import Any, NamedTuple, TypeAlias
 
 from llama_ssp.architectures.engine import (
     ENGINE_KERNELS,
+    FUSED_SUMS,
     OWN_SLOTS_PER_SLOT,
+    OWN_SUM_BYTES,
     PREFILL_CHUNK,
+    SHORT_PROMPTS,
     WHOLE_LAYER_TOKENS,
     Kernels,
 )
 from llama_ssp.architectures.family import inventory
-from llama_ssp.architectures.matrices import DRAFT_WHOLE, Inventory, WholeParts
+from llama_ssp.architectures.matrices import Inventory, WholeParts
 from llama_ssp.catalogue import Dtype
 from llama_ssp.machines.hardware import HardwareConfig, MeasuredSum
 from llama_ssp.planning.acceptance import (
@@ -96,7 +99,10 @@ UNPACKING_S = 0.8e-9
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlacement:
-    """A model on its ranks (GPUs if layer-wise), which all hold the parts in `whole`; a key of cached prices."""
+    """A model on its ranks (GPUs if layer-wise), which all hold the parts in `whole`; a key of cached prices.
+
+    With `own_sums` the ranks sum what the program's kernel takes by it.
+    """
 
     model: PlannedModel
     kind: TargetKind
@@ -105,6 +111,7 @@ class ModelPlacement:
     kernels: Kernels = ENGINE_KERNELS
     whole: WholeParts = WholeParts.none
     finds_best: bool = False
+    own_sums: bool = False
 
     def __hash__(self) -> int:
         """Computed once, since a search prices thousands of forwards."""
@@ -112,7 +119,18 @@ class ModelPlacement:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.model, self.kind, self.ranks, self.whole, self.finds_best))
+        return hash((self.model, self.kind, self.ranks, self.whole, self.finds_best, self.own_sums))
+
+    def sum_bytes(self, tokens: int) -> int:
+        """Bytes of a sum of the ranks, or of a residual that goes on to the next device."""
+        return tokens * self.model.shape.hidden_size * DTYPE_BYTES[self.model.dtype]
+
+    def collectives(self, tokens: int, num_scored: int) -> tuple[int, int]:
+        """How many sums and gathers a forward has, and their bytes on each rank."""
+        if len(self.ranks) == 1 or self.kind is TargetKind.accelerate:
+            return 0, 0
+        sums = self.shares[0].num_all_reduces
+        return sums + 1, sums * self.sum_bytes(tokens) + self.gathered_bytes(num_scored)
 
     def gathered_bytes(self, num_scored: int) -> int:
         """What ranks gather of so many positions: all logits, or each rank's best token."""
@@ -270,7 +288,8 @@ def _layer_s(placement: ModelPlacement, hardware: HardwareConfig, tokens: int) -
     share = 1.0 if placement.model.is_lean else LIBRARY_SHARE[hardware.device]
     if placement.cuda_graphs:
         kernels = placement.kernels
-        return (kernels.layer if placement.model.is_lean else kernels.library_layer) * hardware.kernel_s
+        fused = FUSED_SUMS if placement.own_sums and placement.sum_bytes(tokens) <= OWN_SUM_BYTES else 0
+        return (kernels.layer - fused if placement.model.is_lean else kernels.library_layer) * hardware.kernel_s
     # The compiled layer needs fused multiply-add, which no data sheet here mentions and nearly every CPU has.
     is_compiled = hardware.device == "cpu" and placement.model.is_lean and placement.model.dtype is Dtype.fp32
     if is_compiled and not format_of(placement.model.quantization).unpacks_matrix:
@@ -283,24 +302,23 @@ def _collectives_s(placement: ModelPlacement, hardware: HardwareConfig, *, token
     """All-reduces and the gather of logits; layer-wise, the hops of devices."""
     if len(placement.ranks) == 1:
         return 0.0
-    shape, size = placement.model.shape, DTYPE_BYTES[placement.model.dtype]
-    residual_bytes = tokens * shape.hidden_size * size
+    sum_bytes = placement.sum_bytes(tokens)
     if placement.kind is TargetKind.accelerate:
-        return sum(message_s(hardware, neighbours, residual_bytes) for neighbours in pairwise(placement.ranks))
-    reduce_s = all_reduce_s(hardware, placement.ranks, residual_bytes)
+        return sum(message_s(hardware, neighbours, sum_bytes) for neighbours in pairwise(placement.ranks))
+    reduce_s = all_reduce_s(hardware, placement.ranks, sum_bytes, is_own=placement.own_sums)
     gather_s = all_reduce_s(hardware, placement.ranks, placement.gathered_bytes(scored) / 2)
     return placement.shares[0].num_all_reduces * reduce_s + gather_s
 
 
-def all_reduce_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: float) -> float:
+def all_reduce_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: float, *, is_own: bool = False) -> float:
     """One all-reduce: within each node, then between nodes. An all-gather moves half of the bytes.
 
     A ring of n ranks sends 2 (n - 1) / n times the bytes over every link; a measured sum takes the place of those in a
-    node.
+    node, and with `is_own` one by the program's kernel, if it takes so many bytes.
     """
     num_nodes = len({rank // hardware.num_gpus for rank in ranks})
     inside = -(-len(ranks) // num_nodes)
-    seconds = _measured_s(hardware, inside, num_bytes) or 0.0
+    seconds = _measured_s(hardware, inside, num_bytes, is_own=is_own and num_bytes <= OWN_SUM_BYTES) or 0.0
     own = None if seconds else hardware.link
     for link, size, sent in (own, inside, num_bytes), (hardware.network, num_nodes, num_bytes / inside):
         if link and size > 1:
@@ -309,16 +327,16 @@ def all_reduce_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: fl
     return seconds
 
 
-def _measured_s(hardware: HardwareConfig, num_ranks: int, num_bytes: float) -> float | None:
+def _measured_s(hardware: HardwareConfig, num_ranks: int, num_bytes: float, *, is_own: bool = False) -> float | None:
     """A sum inside a node for the nearest measured number of ranks; None if none was measured.
 
     Interpolated by size; the nearest segment is extrapolated, above not below the last sum, below not below 0.
     """
-    if not hardware.sums or num_ranks == 1:
+    if num_ranks == 1 or not (measured := _sums_of(hardware, num_ranks, is_own=is_own)):
         return None
-    measured = _sums_of(hardware, num_ranks)
     if len(measured) == 1:  # the time of a small sum, and that of further bytes on the links
-        (small,), share = measured, 2 * (num_ranks - 1) / num_ranks
+        # A rank of the program's kernel reads the parts of all others.
+        (small,), share = measured, num_ranks - 1 if is_own else 2 * (num_ranks - 1) / num_ranks
         return small.s + share * max(num_bytes - small.num_bytes, 0) / hardware.link.bandwidth_bytes_per_s
     start = max(bisect_right(measured, num_bytes, hi=len(measured) - 1, key=attrgetter("num_bytes")) - 1, 0)
     low, high, last = measured[start], measured[start + 1], measured[-1]
@@ -327,10 +345,11 @@ def _measured_s(hardware: HardwareConfig, num_ranks: int, num_bytes: float) -> f
 
 
 @lru_cache(maxsize=256)
-def _sums_of(hardware: HardwareConfig, num_ranks: int) -> list[MeasuredSum]:
-    """Those of the nearest number of ranks, by size."""
-    nearest = min((found.num_ranks for found in hardware.sums), key=lambda number: (abs(number - num_ranks), -number))
-    return [found for found in hardware.sums if found.num_ranks == nearest]
+def _sums_of(hardware: HardwareConfig, num_ranks: int, *, is_own: bool) -> list[MeasuredSum]:
+    """Those of the nearest number of ranks, by size; none of a machine without any."""
+    sums = hardware.own_sums if is_own else hardware.sums
+    numbers = sorted({found.num_ranks for found in sums}, key=lambda number: (abs(number - num_ranks), -number))
+    return [found for found in sums if found.num_ranks == numbers[0]]
 
 
 def message_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: float) -> float:
@@ -439,12 +458,18 @@ class CostModel:
     def __init__(self, spec: PlanSpec, hardware: HardwareConfig) -> None:
         self.spec = spec
         self.hardware = hardware
-        place = partial(_placement, cuda_graphs=spec.cuda_graphs, kernels=spec.kernels)
+
+        def place(*, kind: TargetKind, ranks: tuple[int, ...], **of_model: Any) -> ModelPlacement:  # noqa: ANN401 - fields
+            is_own = kind is TargetKind.tensor and spec.takes_own_sums(hardware, ranks)
+            return _placement(
+                kind=kind, ranks=ranks, own_sums=is_own, cuda_graphs=spec.cuda_graphs, kernels=spec.kernels, **of_model
+            )
+
         finds_best = spec.takes_best and spec.target_kind is TargetKind.tensor
         self.target = place(model=spec.target, kind=spec.target_kind, ranks=spec.target_devices, finds_best=finds_best)
         ranks = spec.draft_ranks[:1] if spec.draft_kind is DraftLayout.replicated else spec.draft_ranks
-        place = partial(place, kind=TargetKind.tensor, ranks=ranks, whole=DRAFT_WHOLE)
-        self.draft = place(model=spec.draft, finds_best=spec.draft_finds_best) if spec.draft else None
+        of_draft = partial(place, kind=TargetKind.tensor, ranks=ranks, whole=spec.draft_whole)
+        self.draft = of_draft(model=spec.draft, finds_best=spec.draft_finds_best) if spec.draft else None
         self._middle = spec.prompt_tokens + spec.max_new_tokens // 2
         self._bucket = bucket_of(self._middle + spec.round_positions, spec.num_slots, hardware)
         self._draft_bucket = self._bucket
@@ -471,19 +496,43 @@ class CostModel:
             bucket=self._draft_bucket if placement is self.draft else self._bucket,
         )  # fmt: skip
 
+    def collectives(self, num_draft_tokens: int) -> tuple[int, int]:
+        """How many collectives a round has, those between the models included, and their bytes on each rank."""
+        drafting = self.spec.tree.read if self.spec.tree else [1] * (num_draft_tokens - 1)
+        forwards = [(self.target, num_draft_tokens + (not self.spec.overlaps))]
+        if self.draft and num_draft_tokens:
+            forwards += [(self.draft, number) for number in (self.spec.first_draft_positions, *drafting)]
+        sent = [
+            (1, one.payload_bytes * one.num_senders) for one in round_messages(self.spec, num_draft_tokens).values()
+        ]
+        for placement, number in forwards:
+            rows = self._rows_of(placement)
+            sent.append(placement.collectives(rows * number, rows * (number if placement is self.target else 1)))
+        return sum(number for number, _ in sent), sum(num_bytes for _, num_bytes in sent)
+
     def _rows_of(self, placement: ModelPlacement) -> int:
         """Rows per rank."""
         return self.spec.draft_rows if placement is self.draft else self.spec.batch_size
 
     def prefill_s(self, placement: ModelPlacement) -> float:
-        """The prompts of all rows, in chunks, which a GPU computes while Python launches the next operators."""
-        seconds, prompt = 0.0, self.spec.prompt_tokens
-        if self.spec.mean_prompt_tokens and placement.model.reads_by_length(self.hardware):
-            prompt = math.ceil(self.spec.mean_prompt_tokens)
+        """The prompts of all rows: a few tokens as one graph, more in chunks.
+
+        A GPU computes a chunk while Python launches the next operators.
+        """
+        seconds, prompt, num_rows = 0.0, self.spec.prompt_tokens, self._rows_of(placement)
+        if by_length := placement.model.reads_by_length(self.hardware):
+            prompt = math.ceil(self.spec.mean_prompt_tokens or prompt)
+        has_graph = by_length and placement.cuda_graphs and not (placement is self.draft and self.spec.has_head)
+        for size in SHORT_PROMPTS if has_graph else ():
+            if num_rows * prompt <= size:
+                return forward_time(
+                    placement, self.hardware, batch_size=1, num_positions=size, num_scored=min(size, num_rows),
+                    bucket=bucket_of(prompt, self.spec.num_slots, self.hardware),
+                ).total_s  # fmt: skip
         for start in range(0, prompt, PREFILL_CHUNK):
             stop = min(start + PREFILL_CHUNK, prompt)
             of = partial(
-                forward_time, hardware=self.hardware, batch_size=self._rows_of(placement), num_positions=stop - start,
+                forward_time, hardware=self.hardware, batch_size=num_rows, num_positions=stop - start,
                 num_scored=1, bucket=bucket_of(stop, self.spec.num_slots, self.hardware),
             )  # fmt: skip
             if self.spec.device == "cuda":

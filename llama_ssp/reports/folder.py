@@ -53,7 +53,8 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             self._keep_config(config_yaml)
             self.lines = self._recover("run.jsonl", CompletionLine, made="completion")
             self.cells = self._recover("benchmark.jsonl", BenchmarkCell, made="cell")
-            self.scored = {line.key for line in self._recover(LOG_PROBS_FILE, LogProbLine, made="figures")}
+            figures = self._recover(LOG_PROBS_FILE, LogProbLine, made="figures")
+            self.scored = {line.key: line.num_top for line in figures}
             self.write_status("running")
             with _explained(path / "run.jsonl"):
                 (path / "run.jsonl").touch()
@@ -84,7 +85,16 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     def append_log_probs(self, lines: Sequence[LogProbLine]) -> None:
         """Write the log-probabilities of completions to disk; raises SspError as `append` does."""
         _append(self.path / LOG_PROBS_FILE, b"".join(line.to_json() for line in lines))
-        self.scored |= {line.key for line in lines}
+        self.scored |= {line.key: line.num_top for line in lines}
+
+    def check_log_probs(self, *asked: int | None) -> None:
+        """Raise ConfigError if earlier figures are fewer than `logprobs` and `prompt_logprobs` ask for now."""
+        for known in self.scored.values():
+            if any(new is not None and (old is None or old < new) for old, new in zip(known, asked, strict=True)):
+                raise ConfigError(
+                    f"{self.path / LOG_PROBS_FILE} holds fewer log-probabilities than logprobs= and prompt_logprobs= "
+                    "ask for now: give the earlier values, or remove the file to have all made again"
+                )
 
     def take_over(self, folder: Path) -> None:
         """Copy the plain completions of another run that this one lacks; raises ConfigError if they are damaged."""

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from llama_ssp.architectures.family import record_of
 from llama_ssp.architectures.matrices import DRAFT_WHOLE, WholeParts
 from llama_ssp.architectures.model_files import GENERATION_CONFIG_FILE, INNER_CONFIGS, TOKENIZER_FILES, read_json
+from llama_ssp.architectures.mtp import num_mtp_layers
 from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models.quantization.precision import Precision
@@ -19,16 +20,17 @@ from llama_ssp.planning.spec import check_states, number_format
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World
 from llama_ssp.run.prompts import reason_of
-from llama_ssp.settings.drafters import NO_MTP, has_own_tokenizer
+from llama_ssp.settings.drafters import has_own_tokenizer
 from llama_ssp.settings.layout import lay_out_replica
 from llama_ssp.settings.schema import ExpertParts, RunConfig, TargetKind, WeightsKind
 from llama_ssp.speculate.drafters.tokenizers import align, num_disagreeing
 from llama_ssp.storage.stored import kept_format
 from llama_ssp.weights import hub
 from llama_ssp.weights.adapter import with_adapter
-from llama_ssp.weights.checkpoint import Checkpoint, check_shape, inspect, num_mtp_layers
+from llama_ssp.weights.checkpoint import Checkpoint, check_shape, inspect
 from llama_ssp.weights.head import HeadSource, of_target
 from llama_ssp.weights.in_memory import WeightsInMemory, as_eos_ids
+from llama_ssp.weights.mtp import MtpSource, mtp_of
 from llama_ssp.weights.source import WeightSource, storage_of
 from llama_ssp.words import said
 
@@ -78,7 +80,10 @@ def find_sources(
     entries = [config.model] + ([config.draft.model] if config.draft.model else [])
     with raise_on_all_ranks(world.comm):
         if config.weights is WeightsKind.checkpoint and world.ranks.local_rank == 0:
-            for entry in [entry for entry, own in zip(entries, loaded, strict=False) if not own.weights]:
+            on_hub = [
+                entry for entry, own in zip(entries, loaded, strict=False) if own.weights is None and not entry.is_mtp
+            ]
+            for entry in on_hub:
                 hub.resolve(entry)
                 hub.resolve_adapter(entry)
     with raise_on_all_ranks(world.comm):
@@ -89,8 +94,10 @@ def find_sources(
             shapes, agreement = [entry.shape for entry in entries if entry.shape], config.agreement
             origins: list[WeightSource] = [*synthesize(shapes, agreement=agreement, in_16_bits=device == "cpu")]
         else:
-            origins = [own.weights or _inspect(entry) for entry, own in zip(entries, loaded, strict=False)]
-            origins = _with_head(*origins)
+            origins = [
+                own.weights or _inspect(entry) for entry, own in zip(entries, loaded, strict=False) if not entry.is_mtp
+            ]
+            origins = _with_head(*origins, is_mtp=len(origins) < len(entries))
         entries = [
             replace(entry, quantization=kept_format(entry.quantization, storage_of(origin), where=origin.folder))
             for entry, origin in zip(entries, origins, strict=True)
@@ -111,7 +118,8 @@ def find_sources(
 
             check_device_map(world.free_devices, target.entry.quantization)
         check_states(config, target.origin.shape, draft.origin.shape if draft else None)
-        if draft and not isinstance(draft.origin, HeadSource):
+        _note_mtp(target.origin, draft.origin if draft else None)
+        if draft and not draft.origin.shape.is_head:
             _check_vocabularies(target, draft, own_tokenizer=has_own_tokenizer(config.draft))
     return target, draft
 
@@ -141,20 +149,28 @@ def _inspect(entry: ModelConfig) -> WeightSource:
     return with_adapter(checkpoint, adapter) if adapter else checkpoint
 
 
-def _with_head(target: WeightSource, draft: WeightSource | None = None) -> list[WeightSource]:
+def _with_head(target: WeightSource, draft: WeightSource | None = None, *, is_mtp: bool = False) -> list[WeightSource]:
     """The sources of a run, where a draft that is a head is joined with its target; ConfigError for a head alone."""
     if isinstance(target, Checkpoint) and target.head:
         raise ConfigError(f"{target.folder} is a draft head: give it as the draft of its target")
     if isinstance(draft, Checkpoint) and draft.head:
         draft = of_target(draft, draft.head, target)
-    if draft and _has_mtp(draft) and draft.folder.resolve() == target.folder.resolve():
-        raise ConfigError(f"{draft.folder} is the target and the draft: its {NO_MTP}")
+    if is_mtp:
+        draft = mtp_of(target)
+    elif draft and _has_mtp(draft) and draft.folder.resolve() == target.folder.resolve():
+        raise ConfigError(f"{draft.folder} is the target and the draft: draft=mtp drafts with its MTP layers")
     return [source for source in (target, draft) if source]
+
+
+def _note_mtp(target: WeightSource, draft: WeightSource | None) -> None:
+    """Warn of MTP layers that the run does not draft with."""
+    if _has_mtp(target) and not isinstance(draft, MtpSource):
+        _log.warning("continuing without the MTP layers of %s, which draft=mtp reads", target.folder)
 
 
 def _has_mtp(origin: WeightSource) -> bool:
     """Whether files hold layers that predict further tokens."""
-    return isinstance(origin, Checkpoint) and num_mtp_layers(origin.config) > 0
+    return isinstance(origin, Checkpoint) and num_mtp_layers(lambda name: getattr(origin.config, name, None)) > 0
 
 
 def _check(
@@ -170,12 +186,10 @@ def _check(
 
     compiles = device == "cpu"
     check_model(origin, num_ranks=num_ranks, quantization=entry.quantization, whole=whole, compiles=compiles)
-    if isinstance(origin, Checkpoint) and not record_of(origin.shape.model_type).is_written:
+    if not record_of(origin.shape.model_type).is_written and isinstance(origin, Checkpoint | MtpSource):
         from llama_ssp.models.huggingface.described import with_modules  # noqa: PLC0415 - slow import
 
         origin = with_modules(origin)
-    if _has_mtp(origin):
-        _log.warning("continuing without the MTP layers of %s, which are not read", origin.folder)
     dtype = number_format(entry, device=device)
     folder = origin.target.folder if isinstance(origin, HeadSource) else origin.folder
     generation = loaded.weights.generation if loaded.weights else read_generation(folder)

@@ -32,8 +32,9 @@ from llama_ssp.speculate.engine.overlap import OverlappedRound
 from llama_ssp.speculate.engine.round import Round
 from llama_ssp.speculate.engine.text import StopStrings
 from llama_ssp.speculate.engine.verifier import Verifier
-from llama_ssp.speculate.sampling.rules import make_rule
+from llama_ssp.speculate.sampling.rules import ForcedLengths, make_rule
 from llama_ssp.weights.head import HeadSource
+from llama_ssp.weights.mtp import MtpSource
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class Models:
     def make_taps(self) -> Taps | None:
         """The taps of the target that a draft head will read, on the ranks that keep them; None elsewhere."""
         head = self.sources[-1].origin if self.sources else None
-        if not isinstance(head, HeadSource) or not (self.draft or self.mesh.layout.is_apart):
+        if not isinstance(head, HeadSource | MtpSource) or not (self.draft or self.mesh.layout.is_apart):
             return None
         dtype, width = self.sources[0].dtype or head.target.dtype, head.target.shape.hidden_size
         return Taps(head.layers, width=width, dtype=dtype, device=self.target.device)
@@ -133,7 +134,7 @@ def load_models(
         draft = None
         if draft_source and mesh.draft:
             load = partial(own, comm=mesh.draft, whole=DRAFT_WHOLE)
-            if layout.draft_ranks == layout.target_ranks:
+            if layout.draft_ranks == layout.target_ranks and config.placement.target.kind is TargetKind.tensor:
                 load = partial(load, target=target)
             draft = loaded("draft", draft_source, load)
     agree_on_bits([target, *([draft] if draft else [])], mesh.replica)
@@ -196,9 +197,12 @@ def build_decoder(
             config, mesh=mesh, runner=models.draft, vocab_size=models.target.vocab_size, device=device,
             split=split, tokenizers=models.tokenizers, taps=taps,
         )  # fmt: skip
+    if lengths := config.speculation.forced_lengths if speculative else []:
+        _log.info("not lossless: speculation.forced_lengths=%s says what rounds accept", lengths)
     verifier = Verifier(
-        rule, comm=mesh.replica, verify_rank=mesh.layout.verify_rank, device=device, split=split, tree=tree
-    )
+        rule, comm=mesh.replica, verify_rank=mesh.layout.verify_rank, device=device, split=split, tree=tree,
+        forced=ForcedLengths(lengths, device) if lengths else None,
+    )  # fmt: skip
     if drafters and isinstance(drafters[0], AheadDrafter):
         round_: Round = OverlappedRound(models.target, drafters[0], verifier=verifier, limit=limit)
     else:

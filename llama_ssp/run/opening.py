@@ -15,11 +15,12 @@ from typing import TextIO
 import torch
 
 from llama_ssp.errors import InterruptedRun, LostRankError, SspError
+from llama_ssp.machines.links import gpu_links
 from llama_ssp.ranks.failures import Phase, guard, raise_on_all_ranks, unify_failure
 from llama_ssp.ranks.process import read_ranks
 from llama_ssp.ranks.world import World, start
 from llama_ssp.reports.folder import RunFolder, read_status, write_failure
-from llama_ssp.reports.provenance import git_commit, gpu_links, processor, versions
+from llama_ssp.reports.provenance import git_commit, processor, versions
 from llama_ssp.run.startup import StartClock
 from llama_ssp.settings.schema import RunConfig, SweepPlace, to_yaml
 from llama_ssp.settings.tasks import task_of

@@ -6,6 +6,7 @@ Ranks agree after each step that can fail, so that no rank waits for one that ha
 """
 
 import logging
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -15,6 +16,7 @@ from typing import TypeAlias
 import transformers
 
 from llama_ssp.errors import ConfigError, InterruptedRun
+from llama_ssp.machines.links import note_on_links
 from llama_ssp.machines.machine import detect_hardware, keep_speeds
 from llama_ssp.planning.advice import slower_overlapped
 from llama_ssp.planning.plan import Plan, require_room
@@ -163,6 +165,7 @@ def _checked(config: RunConfig, sources: tuple[Source, Source | None], folder: R
     check_values(config)
     if folder:
         check_models(folder, sources, config)
+        folder.check_log_probs(config.logprobs, config.prompt_logprobs)
         if config.place and config.place.baseline:
             folder.take_over(Path(config.place.baseline))
     return config
@@ -249,6 +252,10 @@ def _make_plan(
         require_room(plan, words=dry_run.settings_of_run(config))
         for warning in slower_overlapped(plan.spec, plan.hardware, plan.timing):
             terminal.say(f"warning: {warning}")
+        if machine.device == "cuda" and world.comm.rank == 0:
+            sizes = {len(plan.spec.target_ranks), len(plan.spec.draft_ranks)}
+            if note := note_on_links(sizes, world.ranks.local_size, os.environ.get("CUDA_VISIBLE_DEVICES")):
+                terminal.say(note)
     return plan
 
 

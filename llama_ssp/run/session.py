@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from itertools import chain, product
+from itertools import product
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from llama_ssp.architectures.engine import SHORT_PROMPTS
 from llama_ssp.continuation import decode_after
 from llama_ssp.errors import InterruptedRun
 from llama_ssp.planning.plan import Plan
@@ -119,20 +120,23 @@ class Session:
         """Make caches for all requests and modes; keep tracing, capture and first uses out of the times that follow.
 
         A mode that is not warm yet completes `num_requests` requests by a few tokens, or without any the beginning of
-        the first prompt by one; nothing of them is shown or recorded.
+        the first prompt by one; nothing of them is shown or recorded. Where a graph can read that prompt, the second
+        time captures it.
         """
         # All caches come first: one that grows for a later mode would drop what an earlier one has captured.
         decoders = {mode: self.ready_decoder(mode, requests) for mode in modes}
         for decoder in decoders.values():
             decoder.warm_up(requests)
-        first = requests[0]
+        has_graphs = any(one.executor.keeps_state and one.round.target.packs_prompts for one in decoders.values())
+        first, most = requests[0], SHORT_PROMPTS[-1] if has_graphs else _SHORT_PROMPT
         brief = [
             replace(request, max_new_tokens=min(_WARMUP_TOKENS, request.max_new_tokens))
             for request in requests[:num_requests]
-        ] or [replace(first, prompt_ids=first.prompt_ids[:_SHORT_PROMPT], max_new_tokens=1)]
-        for mode, request in product([mode for mode in modes if mode not in self._warm], brief):
+        ] or [replace(first, prompt_ids=first.prompt_ids[:most], max_new_tokens=1)]
+        for mode, request in product([mode for mode in modes if mode not in self._warm], brief * (1 + has_graphs)):
             for _ in decoders[mode].run([request], to_length=True):
                 pass
+            decoders[mode].round.forget_texts()
         self._warm |= {*modes}
 
     def ready_decoder(self, mode: str, requests: Sequence[PromptRequest]) -> Decoder:
@@ -169,18 +173,22 @@ class Session:
             whole = self.with_answers(group, mode)
             if mode not in self._warm:
                 self.warm_up(whole, [mode])
-            decoder = self.ready_decoder(mode, whole)
-            recorder = _Recorder(self, viewer, mode)
+            self.ready_decoder(mode, whole)
             if self.progress:
                 self.progress.restart_clock()
-            share, more = self._shared_out(whole, recorder)
-            self._count_experts(-1)
-            for updates in decoder.run(share, more=more) if share else ():
-                for update in updates:
-                    recorder.take(update)
-            self._count_experts(1)
-            if recorder.close(stopped=decoder.stopped):
-                raise InterruptedRun.in_folder(self.config.run_dir)
+            self._decode(whole, _Recorder(self, viewer, mode))
+
+    def _decode(self, requests: list[PromptRequest], recorder: "_Recorder") -> None:
+        """Decode requests, of which each replica does a part; raises as `complete`."""
+        decoder = self.decoder(recorder.mode)
+        share, more = self._shared_out(requests, recorder)
+        self._count_experts(-1)
+        for updates in decoder.run(share, more=more) if share else ():
+            for update in updates:
+                recorder.take(update)
+        self._count_experts(1)
+        if recorder.close(stopped=decoder.stopped):
+            raise InterruptedRun.in_folder(self.config.run_dir)
 
     def _shared_out(
         self, requests: list[PromptRequest], recorder: "_Recorder"
@@ -201,19 +209,14 @@ class Session:
     @torch.inference_mode()
     def measure_again(self, requests: Sequence[PromptRequest]) -> None:
         """Complete all requests plainly once more, without records, and keep the time; raises as `complete`."""
-        mesh, times = self.models.mesh, [0.0, 0.0]
+        sums = [0.0, 0.0]
         for group in in_turns(requests, keeps_order=self.streams):
             whole = self.with_answers(group, PLAIN)
             self.warm_up(whole, [PLAIN], num_requests=1)
-            decoder = self.ready_decoder(PLAIN, whole)
-            for update in chain.from_iterable(decoder.run(whole[mesh.number :: self.config.placement.num_replicas])):
-                if update.completion.finish_reason:
-                    times[0] += 1e3 * update.completion.busy_s
-                    times[1] += len(update.completion.token_ids)
-            if decoder.stopped:
-                raise InterruptedRun.in_folder(self.config.run_dir)
-        found = [json.loads(text) for text in self.world.comm.gather_text(json.dumps(times))]
-        self.again_ms_per_token = sum(ms for ms, _ in found) / sum(number for _, number in found)
+            self.ready_decoder(PLAIN, whole)
+            self._decode(whole, _Timer(self, sums))
+        ms, num_tokens = sums
+        self.again_ms_per_token = ms / num_tokens if num_tokens else None  # on rank 0
 
     def _count_experts(self, sign: int) -> None:
         """Add what the target has counted so far, or subtract it, so that warm-ups are left out."""
@@ -246,12 +249,13 @@ class _Recorder:
     def __init__(self, session: Session, viewer: Viewer, mode: str) -> None:
         self._session = session
         self._viewer = viewer
-        self._mode = mode
+        self.mode = mode
         self._texts: dict[tuple[int, int], IncrementalText] = {}
         num_replicas = session.config.placement.num_replicas
         self._to_line = partial(
             to_line, mode=mode, tokenizer=session.models.tokenizer, num_copies=num_replicas,
             adapts=session.config.speculation.adapts and mode == SPECULATIVE,
+            is_lossless=mode == PLAIN or not session.config.speculation.forced_lengths,
         )  # fmt: skip
         self.exchange: ResultQueue | None = None
         if num_replicas > 1:
@@ -264,12 +268,12 @@ class _Recorder:
         if session.num_prompts is not None:
             session.start_clock.reach("first_token_s")
         if session.progress:
-            session.progress.advance(self._mode, len(update.new_ids))
+            session.progress.advance(self.mode, len(update.new_ids))
         key = (request.index, request.sample)
         if session.streams and session.folder:
             if key not in self._texts:
                 self._texts[key] = IncrementalText(session.models.tokenizer, request.prompt_ids)
-                self._viewer.begin(request, self._mode)
+                self._viewer.begin(request, self.mode)
             self._viewer.show(self._texts[key].push(update.new_ids, num_accepted=update.num_drafted))
             if completion.finish_reason:
                 self._viewer.show(self._texts[key].flush())
@@ -307,14 +311,35 @@ class _Recorder:
             self._session.progress.end(line.mode, num_tokens=line.num_new_tokens, ms=line.ms)
 
 
+class _Timer(_Recorder):
+    """Adds up milliseconds and new tokens of completions, on rank 0 those of all replicas, and records nothing."""
+
+    def __init__(self, session: Session, sums: list[float]) -> None:
+        super().__init__(session, Viewer(), PLAIN)
+        self._sums = sums
+
+    def take(self, update: Update) -> None:
+        """Add the time of a completion of this replica at its end, or send it to rank 0."""
+        if update.completion.finish_reason:
+            figures = json.dumps([1e3 * update.completion.busy_s, len(update.completion.token_ids)])
+            if self._session.folder:
+                self._keep_text(figures)
+            elif self.exchange:
+                self.exchange.tell(figures)
+
+    def _keep_text(self, text: str) -> None:
+        self._sums[:] = map(sum, zip(self._sums, json.loads(text), strict=True))
+
+
 def _of_prompt(completion: RowCompletion) -> PromptRequest:
     assert isinstance(completion.request, PromptRequest), "a session decodes no other requests"
     return completion.request
 
 
 def to_line(
-    completion: RowCompletion, *, mode: str, tokenizer: PreTrainedTokenizerBase, num_copies: int, adapts: bool = False
-) -> CompletionLine:
+    completion: RowCompletion, *, mode: str, tokenizer: PreTrainedTokenizerBase, num_copies: int, adapts: bool = False,
+    is_lossless: bool = True,
+) -> CompletionLine:  # fmt: skip
     """A line of `run.jsonl`; `num_copies` replicas share the wall time; a run that `adapts` has a K for each round."""
     request, part_s = _of_prompt(completion), completion.part_s
     prompt = request.source
@@ -330,5 +355,5 @@ def to_line(
         draft_lengths=completion.draft_lengths if adapts else None,
         turn=len(prompt.earlier), question_id=prompt.question_id, category=prompt.category,
         messages=prompt.messages, fields=dict(prompt.fields),
-        first_token_ms=completion.first_token_s * 1e3,
+        first_token_ms=completion.first_token_s * 1e3, is_lossless=is_lossless,
     )  # fmt: skip

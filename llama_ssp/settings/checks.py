@@ -12,7 +12,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from llama_ssp import catalogue
-from llama_ssp.catalogue import ENDINGS_WITH_FIELDS, ModelConfig, ending_of, is_hub_id
+from llama_ssp.catalogue import ENDINGS_WITH_FIELDS, MTP_KINDS, ModelConfig, ending_of, is_hub_id
 from llama_ssp.errors import ConfigError, refuse, unknown_name
 from llama_ssp.machines import hardware
 from llama_ssp.settings import drafters, layout, schema
@@ -114,6 +114,9 @@ _SHARE = "above 0 and at most 1, or {null} to switch it off"
 _PENALTY = "a number, for example 0.5; 0 switches it off"
 _TIMEOUT = f"a positive number of seconds, at most {_MAX_TIMEOUT_S}"
 _MOST_COMPARED = 64
+_TIMES = ("compare", "latency", "benchmark")
+_MOST_BIAS = 10**4  # logits stay finite
+_BIASES = f"numbers from -{_MOST_BIAS} to {_MOST_BIAS}, such as {{{{198: -100}}}}"
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("speculation.num_draft_tokens", lambda k: k == schema.ADAPTIVE or k in _NUM_DRAFTED, _DRAFTED),
     ("speculation.acceptance", lambda a: 0 <= a <= 1, "a probability, between 0 and 1"),
@@ -129,7 +132,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("sampling.frequency_penalty", math.isfinite, _PENALTY),
     ("sampling.presence_penalty", math.isfinite, _PENALTY),
     ("sampling.min_new_tokens", lambda n: n >= 1, "at least 1, or {null} to switch it off"),
-    ("sampling.logit_bias", lambda b: all(map(math.isfinite, b.values())), "finite numbers, such as {{198: -100}}"),
+    ("sampling.logit_bias", lambda b: all(abs(n) <= _MOST_BIAS for n in b.values()), _BIASES),
     ("logprobs", lambda n: n in _NUM_TOP, _TOP),
     ("prompt_logprobs", lambda n: n in _NUM_TOP, _TOP),
     ("max_new_tokens", lambda n: n >= 1, "at least 1, for example 64"),
@@ -212,6 +215,7 @@ def _draft(config: RunConfig) -> Iterator[str]:
     yield from _pair(config)
     yield from _heads_of_targets(config)
     yield from _tree(config)
+    yield from _forced(config)
     yield from _overlap(config)
 
 
@@ -273,6 +277,26 @@ def _tree(config: RunConfig) -> Iterator[str]:
     )
 
 
+def _forced(config: RunConfig) -> Iterator[str]:
+    speculation, task = config.speculation, task_of(config)
+    if not (lengths := speculation.forced_lengths):
+        return
+    drafted = getattr(config.task, "num_draft_tokens", None) or [speculation.num_draft_tokens]
+    most = min([int(number) for number in drafted if number in _NUM_DRAFTED], default=max(lengths))
+    needed = {
+        f"numbers from 0 to K, here {most}": min(lengths) < 0 or max(lengths) > most,
+        "chains: leave speculation.tree out": speculation.tree is not None,
+        f"equal rounds: leave {said('speculation.num_draft_tokens', schema.ADAPTIVE)} out": speculation.adapts,
+        "rounds one after the other: leave speculation.overlap=true out": speculation.overlap,
+        f"a task that shows times, and the texts of task={task.name} must be the target's: use "
+        f"{' or '.join(f'task={name}' for name in _TIMES)}": task.name not in _TIMES
+        and not isinstance(config, PlanConfig),
+        "an acceptance that is not measured: leave task.store=true out": getattr(config.task, "store", False),
+    }
+    given = said("speculation.forced_lengths", lengths)
+    yield from (f"{given} needs {sentence}" for sentence, lacks in needed.items() if lacks)
+
+
 def _overlap(config: RunConfig) -> Iterator[str]:
     speculation, draft, placement = config.speculation, config.draft, config.placement
     if not speculation.overlap or not drafters.drafts(draft):
@@ -313,10 +337,12 @@ def _heads_of_targets(config: RunConfig) -> Iterator[str]:
     target, draft = config.model, config.draft.model
     if target.shape and target.shape.is_head:
         yield f"{said('model', target.name)} is a draft head: give its target as the model, and draft={target.name}"
-    if draft is None or not (draft.shape and draft.shape.is_head):
+    if draft and draft.is_mtp:
+        yield from _mtp(config)
+    if draft is None or not (draft.is_mtp or (draft.shape and draft.shape.is_head)):
         return
-    own = (draft.shape.target_hidden_size, draft.shape.target_vocab_size)
-    if target.shape and (target.shape.hidden_size, target.shape.vocab_size) != own:
+    own = draft.shape and (draft.shape.target_hidden_size, draft.shape.target_vocab_size)
+    if own and target.shape and (target.shape.hidden_size, target.shape.vocab_size) != own:
         yield (
             f"draft={draft.name} is the head of a target of width {own[0]} with {own[1]} tokens, and "
             f"{said('model', target.name)} has width {target.shape.hidden_size} and {target.shape.vocab_size} tokens: "
@@ -336,6 +362,20 @@ def _heads_of_targets(config: RunConfig) -> Iterator[str]:
         yield (
             f"draft={draft.name} is a draft head, which drafts from what the target has verified: "
             "leave speculation.overlap=true out"
+        )
+
+
+def _mtp(config: RunConfig) -> Iterator[str]:
+    """Why a target has no MTP layers to draft with; its config.json says the rest."""
+    target = config.model
+    if config.is_synthetic:
+        yield "draft=mtp reads the files of the target, and weights=synthetic has none: give another draft"
+    elif target.adapter:
+        yield f"draft=mtp reads the files of the target without {said('model.adapter', target.adapter)}: leave one out"
+    elif target.shape and target.shape.model_type not in MTP_KINDS:
+        yield (
+            f"draft=mtp drafts with the MTP layers of the target, and {said('model', target.name)} has none: give an "
+            "EAGLE-3 head of the target, or a smaller model, as draft=NAME"
         )
 
 
@@ -449,7 +489,18 @@ _NO_DRAFT_MODEL = "without a draft model: give one with draft=NAME"
 _WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
     ("speculation", _never_drafts, _NO_DRAFT),
     ("verification", lambda c: _never_drafts(c) and not _draws_by_position(c), _NO_DRAFT),
+    (
+        "speculation.acceptance",
+        lambda c: bool(c.speculation.forced_lengths),
+        "with speculation.forced_lengths, which says what is accepted",
+    ),
     ("draft.fallback", lambda c: not c.speculation.adapts, "without speculation.num_draft_tokens=auto"),
+    ("draft.greedy", lambda c: c.sampling.temperature == 0, "at temperature 0, where every draft is greedy"),
+    (
+        "draft.history",
+        lambda c: c.speculation.tree is not None,
+        "with speculation.tree, which copies its own text",
+    ),
     ("placement.draft draft.model", _has_no_draft_model, _NO_DRAFT_MODEL),
     (
         "draft.tokenizer",
@@ -488,6 +539,12 @@ _WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
         lambda c: not layout.may_capture(c.placement.target),
         "with a target that accelerate or deepspeed places: its operators are launched from Python",
     ),
+    (
+        "own_sums",
+        lambda c: c.placement.target.kind is not schema.TargetKind.tensor,
+        "without placement.target.kind=tensor, which cuts a target",
+    ),
+    ("task.format", lambda c: c.quiet, "with quiet=true, which prints tables alone; run.jsonl has the completions"),
     ("dry_run", lambda c: c.dry_run and not task_of(c).needs_models, "on task={task.name}, {task.why_no_plan}"),
     ("resume", lambda c: not task_of(c).needs_models, "on task={task.name}, which has no run folder"),
     ("synthetic", lambda c: not c.is_synthetic, "without weights=synthetic"),

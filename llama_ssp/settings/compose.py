@@ -39,7 +39,7 @@ from llama_ssp.catalogue import GGUF, GGUF_ALONE, GROUPS, LOCAL, is_folder, is_h
 from llama_ssp.errors import ConfigError, refuse, similar_name, unknown_name
 from llama_ssp.machines import hardware
 from llama_ssp.settings import schema
-from llama_ssp.settings.drafters import MTP_DRAFTS, NO_MTP, ModelDraftConfig, drafter_of, drafters, problem_of
+from llama_ssp.settings.drafters import MTP_DRAFTS, ModelDraftConfig, drafter_of, drafters, problem_of
 from llama_ssp.settings.foreign import FOREIGN
 from llama_ssp.settings.schema import DERIVED, MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig, SlurmConfig
 from llama_ssp.settings.tasks import task_of, task_specs
@@ -49,7 +49,7 @@ _PATHS = {
     "run_dir", "prompts", "figure", "model.path", "model.adapter", "draft.model.path",
     "draft.model.adapter",
 }  # fmt: skip
-_OPEN = {"chat_arguments", "sampling.logit_bias"}  # keys of their own
+_OPEN = {"chat_arguments": "{enable_thinking: false}", "sampling.logit_bias": "{198: -2.5}"}  # have keys of their own
 _QUOTES = "'\""
 _ESCAPES, _ESCAPED = re.compile(r"\\([nt\\])"), {"n": "\n", "t": "\t", "\\": "\\"}
 
@@ -227,7 +227,8 @@ def _set(config: DictConfig, key: str, word: _Word, keys: frozenset[str]) -> Ite
         OmegaConf.update(config, key, value, merge=True, force_add=is_figure or key in _OPEN)
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         cause = str(error).splitlines()[0]
-        yield f"{key}{text}: {'a list is written [a,b]' if 'ListConfig' in cause else cause}"
+        written = f"write it in quotes, as in '{key}={_OPEN[key]}'" if key in _OPEN else "a list is written [a,b]"
+        yield f"{key}{text}: {written if key in _OPEN or 'ListConfig' in cause else cause}"
 
 
 def _escaped(text: str) -> str:
@@ -472,7 +473,7 @@ def problems_of_option(group: str, name: str, known: Collection[str]) -> Iterato
     """Yield what is wrong with an option of a group, its name or a user's file; `known` lacks ids of the hub."""
     try:
         if name in MTP_DRAFTS and group == "draft" and name not in known:
-            yield f"draft={name}: {NO_MTP}"
+            yield f"draft={name} is draft={catalogue.MTP} here: give that"
         elif group == "hardware":
             hardware.load(name)
         elif name not in known:

@@ -9,9 +9,8 @@ from llama_ssp.settings import schema
 from llama_ssp.settings.schema import DrafterConfig
 
 NGRAM_DRAFT = "ngram"
-MTP_DRAFTS = {"mtp", "MTP", "nextn", "NEXTN"}
+MTP_DRAFTS = {"MTP", "nextn", "NEXTN"}
 """Names that other engines give the layers that predict further tokens."""
-NO_MTP = "MTP layers are not read as drafts: give an EAGLE-3 head of the target, or a smaller model, as draft=NAME"
 
 
 @dataclass(frozen=True, kw_only=True)

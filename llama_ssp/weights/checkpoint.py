@@ -131,15 +131,6 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
     return shape_from(field, ties=config.tie_word_embeddings)
 
 
-_MTP = "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"
-
-
-def num_mtp_layers(config: PretrainedConfig) -> int:
-    """The layers that predict further tokens, which are stored with a model, and are not read."""
-    found = [size for name in _MTP if type(size := getattr(config, name, 0)) is int]
-    return max(0, *found)
-
-
 def check_shape(entry: ModelConfig, checkpoint: Checkpoint) -> None:
     """Compare a catalogue entry with its checkpoint; CheckpointError if it has another shape.
 

@@ -32,6 +32,15 @@ def test_two_copies_leave_the_texts_of_one_in_prompt_order(tmp_path: Path) -> No
     assert (tmp_path / "copies" / "status").read_text() == "done\n"
 
 
+@pytest.mark.slow
+@pytest.mark.distributed(2)
+def test_the_last_point_of_a_sweep_makes_its_baseline_again_also_on_a_copy_without_prompts(tmp_path: Path) -> None:
+    words = ["placement.num_replicas=2", "prompt=import os", "max_new_tokens=8", f"run_dir={tmp_path}/sweep"]
+    ended = run(["-m", *words, "speculation.num_draft_tokens=2,4"], num_ranks=2)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads((tmp_path / "sweep" / "1" / "summary.json").read_text())["baseline"]["ms_per_token"] > 0
+
+
 @pytest.mark.distributed(2)
 @pytest.mark.parametrize("placement", [slow("placement=replicas"), slow("placement=sharded")])
 def test_a_later_turn_follows_the_answer_of_whichever_copy_gave_it(placement: str, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def test_a_step_passes(step: Step, tmp_path: Path) -> None:
     assert (row["result"], row["reason"]) == (PASS, None)
 
 
-@pytest.mark.parametrize("pattern", ["all-reduce", "runs-text-of-2", "runs-sampled", "runs-rank-killed-generate"])
+@pytest.mark.parametrize("pattern", ["messages", "runs-text-sharded-of-2", "runs-sampled", "runs-rank-killed-generate"])
 def test_a_step_passes_with_two_ranks_on_one_gpu(pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SHARES, "2")
     steps = [step for step in all_steps(is_small=True, num_gpus=2) if step.name == pattern]

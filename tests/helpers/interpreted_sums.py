@@ -53,7 +53,8 @@ def check_rank(rank: int, memories_R: Tensor, shapes: Sequence[tuple[int, int]])
     for dtype in (torch.float32, torch.float16, BF16):
         for parts_RME, x_ME, weight_E in cases(len(memories_R), shapes, dtype):
             sum_ME, part_ME = in_order(parts_RME), parts_RME[rank].clone()
-            summed_ME = sums_gpu.sum_of_ranks(part_ME.clone(), memories_R, counts, rank=rank)
+            strided_ME = part_ME.clone() if rank else torch.stack([part_ME, part_ME], -1)[..., 0]
+            summed_ME = sums_gpu.sum_of_ranks(strided_ME, memories_R, counts, rank=rank)
             assert torch.equal(summed_ME, sum_ME), (rank, dtype, x_ME.shape)
             added_ME = rounded(x_ME.float() + sum_ME.float(), dtype)
             normed_ME = sums_gpu.sum_add_norm(part_ME, x_ME, weight_E, EPS, memories_R, counts, rank=rank)

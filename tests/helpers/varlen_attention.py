@@ -30,3 +30,18 @@ def varlen_attention(
         weights = scores.masked_fill(~is_seen, float("-inf")).softmax(-1).nan_to_num(0)
         found_QHD[first:last] = torch.einsum("hqk,khd->qhd", weights, values).to(queries_QHD.dtype)
     return found_QHD
+
+
+@torch.library.custom_op("tests::varlen", mutates_args=())
+def _varlen(parts: list[Tensor], numbers: list[Tensor], most: list[int], scale: float, window: int) -> Tensor:
+    queries, keys, values = parts
+    sequences = Sequences(numbers[0], numbers[1], numbers[2], most[0], most[1])
+    return varlen_attention(queries, keys, values, sequences, scale=scale, window=window or None)
+
+
+def varlen_operator(
+    queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, *, scale: float, window: int | None
+) -> Tensor:
+    """The same as one operator, which a recorder can run again."""
+    found: Tensor = _varlen([queries, keys, values], [*sequences[:3]], [*sequences[3:]], scale, window or 0)
+    return found

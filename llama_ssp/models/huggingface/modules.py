@@ -89,6 +89,12 @@ def build_empty(origin: WeightSource) -> PreTrainedModel:
     config.return_dict, config.output_attentions, config.output_hidden_states = True, False, False
     with config_errors(origin.folder), _parameters_on_meta():
         model: PreTrainedModel = model_class(config)
+        if origin.shape.is_head:  # see `architectures.mtp`
+            width: int = config.hidden_size
+            layer: Any = model.get_decoder().layers[0]
+            norm: Any = type(layer.input_layernorm)
+            layer.enorm, layer.hnorm = (norm(width, eps=config.rms_norm_eps) for _ in range(2))
+            layer.eh_proj = nn.Linear(2 * width, width, bias=False)
     adapt(model)
     for name in model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys():
         path, _, leaf = name.rpartition(".")
@@ -132,11 +138,14 @@ def sources_of(model: PreTrainedModel, origin: WeightSource, table: Mapping[str,
 
 
 def load_modules(
-    origin: WeightSource, *, device: torch.device, comm: Comm, kernel: Kernel | None = None, **loading: Unpack[Loading]
-) -> PreTrainedModel:
+    origin: WeightSource, *,
+    device: torch.device, comm: Comm, kernel: Kernel | None = None, tables: tuple[nn.Module, nn.Module] | None = None,
+    **loading: Unpack[Loading],
+) -> PreTrainedModel:  # fmt: skip
     """Load this rank's slices of a model into the modules of transformers; see `loading.load_model`.
 
-    Linear layers that are not quantized get this kernel; None leaves them the library's.
+    Linear layers that are not quantized get this kernel; None leaves them the library's. `tables` are the embedding and
+    the output of another model, which this one shares.
     """
     precision, whole = loading.get("precision", UNQUANTIZED), loading.get("whole", WholeParts.none)
     model = build_empty(origin)
@@ -144,6 +153,9 @@ def load_modules(
     sources = sources_of(model, origin, table)
     check_packed(table, origin, sources, precision.quantization)
     shard(model, origin.shape, comm, quantization=precision.quantization, whole=kept_whole(origin.shape, whole))
+    if tables:
+        model.set_input_embeddings(tables[0])
+        model.set_submodule(output_name(model), SharedOutput(tables[1]))
     fill_modules(model, origin, sources, {"": device}, precision.kernel or kernel, **loading)
     return model
 
@@ -172,6 +184,7 @@ def fill_modules(
     rows = {
         name: _row(model, name, parameter, source=sources[name], dtype=dtype, devices=devices)
         for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.is_meta  # tables of another model are filled
     }
     weights = Weights(origin, rows, dtype=dtype, progress=loading.get("progress"))
     for module in model.modules():
@@ -216,6 +229,32 @@ def _row(
     device = [place for module, place in devices.items() if not module or name.startswith(f"{module}.")][-1]
     own_dtype = None if isinstance(parameter, _Buffer) else dtype
     return StoredSlice(source, slices.get(leaf), parameter.numel(), own_dtype, device)
+
+
+def output_name(model: PreTrainedModel) -> str:
+    """The name of the module that makes logits."""
+    output: object = model.get_output_embeddings()
+    found: str = next(name for name, module in model.named_modules() if module is output)
+    return found
+
+
+class SharedOutput(nn.Module):
+    """The output of another model, without what that model's forwards hook to it."""
+
+    def __init__(self, module: Any) -> None:  # noqa: ANN401 - of transformers, or ours
+        super().__init__()
+        # A tuple, since a module would become a part of this one.
+        self._held = module.forward, getattr(module, "shared", None) or module
+
+    @property
+    def shared(self) -> Any:  # noqa: ANN401
+        """See `OwnLinear`."""
+        return self._held[1]
+
+    def forward(self, x_BTE: Tensor) -> Tensor:
+        """Map hidden states (B, T, E) to logits."""
+        logits: Tensor = self._held[0](x_BTE)
+        return logits
 
 
 class OwnLinear(nn.Module):

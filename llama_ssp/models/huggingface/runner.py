@@ -63,6 +63,11 @@ class ModuleRunner(CachedRunner):
             self._compare()
         self._cache, self._states, self._kept = None, None, rows_of(cache_dtype, self.dtype)
 
+    @property
+    def tables(self) -> tuple[nn.Module, nn.Module]:
+        """The embedding and the output."""
+        return self._model.get_input_embeddings(), self._model.get_output_embeddings()
+
     @torch.inference_mode()
     def _compare(self) -> None:
         """Raise ConfigError unless a short text has the logits that it has without this cache and these masks.
@@ -119,6 +124,24 @@ class ModuleRunner(CachedRunner):
         taken_B: Tensor | None = None,
     ) -> Tensor:
         """See `Runner.forward`."""
+        return self._forward(
+            {"input_ids": ids_BT}, positions_BT, bucket=bucket, score_positions_BR=score_positions_BR,
+            cache_rows_B=cache_rows_B, taps=taps, tree=tree, taken_B=taken_B,
+        )  # fmt: skip
+
+    def _forward(
+        self,
+        inputs: dict[str, Tensor],
+        positions_BT: Tensor,
+        *,
+        bucket: int,
+        score_positions_BR: Tensor | None,
+        cache_rows_B: Tensor | None,
+        taps: Taps | None = None,
+        tree: TreePlaces | None = None,
+        taken_B: Tensor | None = None,
+    ) -> Tensor:
+        """The logits of tokens, or of what stands in place of their embeddings."""
         assert self._cache is not None, "allocate comes first"
         self._rows_BR = score_positions_BR
         cache = self._library_cache
@@ -142,10 +165,10 @@ class ModuleRunner(CachedRunner):
             head.gathers = not self.finds_best
         with self._tapped(taps, slots_BT, cache_rows_B):
             logits_BRV: Tensor = self._model(
-                input_ids=ids_BT, attention_mask=mask, position_ids=positions_BT, past_key_values=cache, use_cache=True
+                **inputs, attention_mask=mask, position_ids=positions_BT, past_key_values=cache, use_cache=True
             ).logits
         # A verification scores all of several tokens in all rows; a prompt's forward does not.
-        if score_positions_BR is None and cache_rows_B is None and ids_BT.shape[1] > 1:
+        if score_positions_BR is None and cache_rows_B is None and positions_BT.shape[1] > 1:
             self._counter.count()
         if self.finds_best:  # what a family does to logits, it does to each of them alone
             return best_of(logits_BRV, first=head.first, comm=self.comm) if is_cut else best_of(logits_BRV)
@@ -153,16 +176,17 @@ class ModuleRunner(CachedRunner):
 
     @contextmanager
     def _tapped(self, taps: Taps | None, slots_BT: Tensor, cache_rows_B: Tensor | None) -> Iterator[None]:
-        """Keep the inputs of the tapped layers in a forward."""
+        """Keep the inputs of the tapped layers, or of the output behind them, in a forward."""
         if taps is None:
             yield
             return
-        slots_M, layers = taps.slots(slots_BT, cache_rows_B), self._model.get_decoder().layers
+        slots_M = taps.slots(slots_BT, cache_rows_B)
+        layers = [*self._model.get_decoder().layers, self._model.get_output_embeddings()]
 
         def keep(layer: int, _module: nn.Module, args: tuple[Any, ...]) -> None:
             taps.write(layer, args[0].flatten(0, 1), slots_M)
 
-        hooks = [layers[layer].register_forward_pre_hook(partial(keep, layer)) for layer in taps.layers]
+        hooks = [layers[layer].register_forward_pre_hook(partial(keep, layer), prepend=True) for layer in taps.layers]
         try:
             yield
         finally:

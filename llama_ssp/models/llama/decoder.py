@@ -187,6 +187,9 @@ class LeanRunner(CachedRunner):
                 stream = added(stream), None
                 taps.write(layer.number, stream[0], slots_M)
             stream = layer.forward(stream, attention[window])
+        if taps and len(self._layers) in tapped:
+            stream = added(stream), None
+            taps.write(len(self._layers), self._norm(stream[0]), slots_M)
         return self._scored(stream, ids_BT.shape[0], score_positions_BR)[1]
 
     def embed(self, ids_M: Tensor) -> Tensor:

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from llama_ssp.architectures.matrices import RankShard
+from llama_ssp.architectures.mtp import JOIN, JOINED_NORMS
 from llama_ssp.kernels.between import OwnKernels
-from llama_ssp.kernels.linear import Linear, make_linear
+from llama_ssp.kernels.linear import Kernel, Linear, make_linear
 from llama_ssp.kernels.norm import RmsNorm
 from llama_ssp.models.llama.attention import LayerAttention
 from llama_ssp.models.llama.decoder import LeanRunner
@@ -30,6 +31,7 @@ from llama_ssp.models.runner import TreePlaces
 from llama_ssp.models.weights import Weights
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.weights.head import HeadSource
+from llama_ssp.weights.mtp import MtpSource
 
 
 class _JoinedProduct:
@@ -63,8 +65,23 @@ class HeadLayer(Layer):
         return self.down(gated_MI, x_ME)
 
 
-class HeadRunner(LeanRunner):
-    """A draft head, or this rank's slice of it, with its cache, which holds pair i in slot i.
+class MtpLayer(Layer):
+    """An MTP layer; see `architectures.mtp`."""
+
+    def __init__(self, weights: Weights, number: int, *, eps: float, kernel: Kernel | None, **parts: Any) -> None:  # noqa: ANN401
+        super().__init__(weights, number, eps=eps, kernel=kernel, **parts)
+        place = f"model.layers.{number}"
+        self._norms = [RmsNorm(weights.take(f"{place}.{name}.weight"), eps) for name in JOINED_NORMS]
+        self._join = make_linear(*weights.linear(f"{place}.{JOIN}"), kernel=kernel)
+
+    def extend(self, embedded_ME: Tensor, hidden_ME: Tensor, attend: LayerAttention) -> Stream:
+        """Like `forward`."""
+        both = [norm(x_ME) for norm, x_ME in zip(self._norms, (embedded_ME, hidden_ME), strict=True)]
+        return self.forward((self._join(torch.cat(both, dim=-1)), None), attend)
+
+
+class PairRunner(LeanRunner):
+    """A draft head, or this rank's slice of it, with its cache, which holds pair i in slot i; by itself an MTP layer.
 
     Args:
         weights: see `LeanRunner`.
@@ -75,19 +92,67 @@ class HeadRunner(LeanRunner):
         embedding_VE: see `LeanRunner`.
     """
 
-    layer_class = HeadLayer
+    layer_class: type[Layer] = MtpLayer
+    _feeds_norm = True
+    _token_ids_D: Tensor | None = None
 
     def __init__(
-        self, weights: Weights, source: HeadSource, *, shards: Sequence[RankShard], comm: Comm,
+        self, weights: Weights, source: HeadSource | MtpSource, *, shards: Sequence[RankShard], comm: Comm,
         precision: Precision = UNQUANTIZED, embedding_VE: Tensor | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             weights, source.config, shards=shards, comm=comm, precision=precision, embedding_VE=embedding_VE
         )
-        head, eps = source.head, source.config.rms_norm_eps
-        self._layers[0].qkv.norm_before_residual = head.norm_before_residual
         self.tapped_layers = source.layers
         self.num_token_ids = source.shape.num_token_ids
+
+    def hidden_of(self, taps_BTX: Tensor) -> Tensor:
+        """See `Head.hidden_of`."""
+        return taps_BTX.to(self.dtype)
+
+    def extend(
+        self,
+        ids_BT: Tensor,
+        hidden_BTE: Tensor,
+        positions_BT: Tensor,
+        *,
+        bucket: int,
+        score_positions_B1: Tensor | None = None,
+        cache_rows_B: Tensor | None = None,
+        consecutive: bool = True,
+        tree: TreePlaces | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `Head.extend`."""
+        batch_size, _ = ids_BT.shape
+        attention = self._attention(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive,
+                                    tree=tree)  # fmt: skip
+        (layer,), (window,) = self._layers, self._windows
+        assert isinstance(layer, HeadLayer | MtpLayer)
+        stream = layer.extend(self.embed(ids_BT.flatten()), hidden_BTE.flatten(0, 1), attention[window])
+        hidden_BRE, logits_BRD = self._scored(stream, batch_size, score_positions_B1)
+        if self._feeds_norm:
+            hidden_BRE = self._norm(hidden_BRE)
+        if self._token_ids_D is None:
+            return hidden_BRE, logits_BRD
+        if self.finds_best:
+            largest_BR1, ids_BR1 = logits_BRD.split(1, dim=-1)
+            return hidden_BRE, torch.cat([largest_BR1, self._token_ids_D[ids_BR1.long()].float()], dim=-1)
+        nowhere_BRV = logits_BRD.new_full((*logits_BRD.shape[:2], self.num_token_ids), float("-inf"))
+        return hidden_BRE, nowhere_BRV.index_copy_(2, self._token_ids_D, logits_BRD)
+
+
+class HeadRunner(PairRunner):
+    """A head of EAGLE-3."""
+
+    layer_class = HeadLayer
+
+    def __init__(
+        self, weights: Weights, source: HeadSource, *,
+        precision: Precision = UNQUANTIZED, **parts: Any,  # noqa: ANN401 - see `PairRunner`
+    ) -> None:  # fmt: skip
+        super().__init__(weights, source, precision=precision, **parts)
+        head, eps = source.head, source.config.rms_norm_eps
+        self._layers[0].qkv.norm_before_residual = head.norm_before_residual
         self._fc = make_linear(*weights.linear("model.fc"), kernel=precision.kernel)
         self._tap_norms, self._input_norm = (
             [RmsNorm(weights.take(name), eps) for name in weights.names(f"model.{norms}.")]
@@ -107,33 +172,3 @@ class HeadRunner(LeanRunner):
             taps_MX = norm(taps_MX)
         hidden_ME = self._fc(taps_MX)
         return hidden_ME.view(*taps_BTX.shape[:2], -1)
-
-    def extend(
-        self,
-        ids_BT: Tensor,
-        hidden_BTE: Tensor,
-        positions_BT: Tensor,
-        *,
-        bucket: int,
-        score_positions_B1: Tensor | None = None,
-        cache_rows_B: Tensor | None = None,
-        consecutive: bool = True,
-        tree: TreePlaces | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """See `Head.extend`."""
-        batch_size, _ = ids_BT.shape
-        attention = self._attention(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive,
-                                    tree=tree)  # fmt: skip
-        (layer,), (window,) = self._layers, self._windows
-        assert isinstance(layer, HeadLayer)
-        stream = layer.extend(self.embed(ids_BT.flatten()), hidden_BTE.flatten(0, 1), attention[window])
-        hidden_BRE, logits_BRD = self._scored(stream, batch_size, score_positions_B1)
-        if self._feeds_norm:
-            hidden_BRE = self._norm(hidden_BRE)
-        if self._token_ids_D is None:
-            return hidden_BRE, logits_BRD
-        if self.finds_best:
-            largest_BR1, ids_BR1 = logits_BRD.split(1, dim=-1)
-            return hidden_BRE, torch.cat([largest_BR1, self._token_ids_D[ids_BR1.long()].float()], dim=-1)
-        nowhere_BRV = logits_BRD.new_full((*logits_BRD.shape[:2], self.num_token_ids), float("-inf"))
-        return hidden_BRE, nowhere_BRV.index_copy_(2, self._token_ids_D, logits_BRD)

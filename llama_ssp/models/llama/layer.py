@@ -71,7 +71,7 @@ class NormedProduct:
         if self._native:
             x_ME = added(stream)
             return x_ME, self._native.fused(x_ME)
-        if isinstance(pending, Unsummed) and self._own.add_norm and pending.comm.peers:
+        if isinstance(pending, Unsummed) and pending.comm.peers:  # on all ranks, whatever else works on them
             normed_ME = pending.comm.peers.add_norm(pending.part_ME, x_ME, self._norm.weight_E, self._norm.eps)
         elif self._own.add_norm and not isinstance(pending, Unsummed):
             normed_ME = self._own.add_norm(x_ME, pending, self._norm.weight_E, self._norm.eps)

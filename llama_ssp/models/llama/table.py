@@ -11,7 +11,8 @@
     model.norm                         (E,)
     lm_head                            (V, E)    vocabulary
 
-A head has one layer, whose first products read embedding and hidden state, and `model.fc` with its norms.
+A head has one layer, whose first products read embedding and hidden state, and `model.fc` with its norms. For MTP
+layers see `architectures.mtp`.
 
 Shapes: V vocabulary, E hidden size, D head dim.
 """
@@ -27,6 +28,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from llama_ssp.architectures.eagle3 import NUM_TAPS, HeadConfig
 from llama_ssp.architectures.family import inventory, record_of
 from llama_ssp.architectures.matrices import HEAD_CUTS, Matrix, WholeParts, cut_of
+from llama_ssp.architectures.mtp import JOIN, JOINED_NORMS
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.models.weights import LINEAR, OTHER, Parameter
 
@@ -54,7 +56,7 @@ def llama_table(
         config: of the model, or of the model whose one layer a head has.
         shape: of the model or the head.
         whole: parts that every rank holds.
-        head: None for a model.
+        head: None for a model, and for MTP layers.
     """
     family, held = record_of(config.model_type), inventory(shape).keeping(whole)
     biased = {matrix.module for matrix in held.layer if matrix.has_bias}
@@ -62,7 +64,8 @@ def llama_table(
         biased = {name for field, names in family.biased_by.items() if getattr(config, field, False) for name in names}
     (embedding,), norm = held.embeddings, Parameter((shape.hidden_size,))
     head_norms = dict.fromkeys(_HEAD_NORMS if family.norms_heads else (), Parameter((shape.head_dim,)))
-    norms = dict.fromkeys((*_NORMS, "hidden_norm") if head else _NORMS, norm)
+    of_pairs = ("hidden_norm",) if head else JOINED_NORMS if shape.is_head else ()
+    norms = dict.fromkeys((*_NORMS, *of_pairs), norm)
     table = {OUTPUT: _weight(held.head or embedding, OTHER), EMBEDDING: _weight(embedding, OTHER)}
     for number in range(shape.num_hidden_layers):
         place = f"model.layers.{number}"
@@ -85,7 +88,9 @@ def _weight(matrix: Matrix, role: str = LINEAR) -> Parameter:
 def _linear(place: str, matrix: Matrix, *, has_bias: bool) -> Iterator[tuple[str, Parameter]]:
     """Weight and bias of a linear layer at its place."""
     name, weight = f"model.{_FC}", _weight(matrix)
-    if matrix.module != _FC:
+    if matrix.module == JOIN:
+        name = f"{place}.{JOIN}"
+    elif matrix.module != _FC:
         name = f"{place}.{'self_attn' if cut_of(matrix.module) in HEAD_CUTS else 'mlp'}.{matrix.module}"
     yield f"{name}.weight", weight
     if has_bias:

@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from llama_ssp import catalogue
+from llama_ssp.architectures.engine import OWN_SUM_BYTES
 from llama_ssp.kernels.linear import Linear, make_linear, product_of
-from llama_ssp.machines.hardware import MeasuredSum, Speed
+from llama_ssp.kernels.sums import with_peers
+from llama_ssp.machines.hardware import Link, MeasuredSum, Speed
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.planning.timing import OPERATORS_PER_LAYER
@@ -161,39 +163,71 @@ def kernel_s(device: torch.device) -> float:
         return seconds_per_call(_waiting(graph.replay, device)) / _NUM_OPERATORS
 
 
-def sums(comm: Comm, device: torch.device) -> list[MeasuredSum]:
-    """Time all-reduces of 2, 4, ... and of all ranks by size, as rounds run them; all ranks call this together.
+def sums(comm: Comm, device: torch.device, *, num_local: int, is_own: bool = False) -> list[MeasuredSum]:
+    """Time all-reduces of 2, 4, ... and of all ranks of a node by size, as rounds run them; all ranks call this.
 
-    On a GPU they are captured. On a CPU they follow matrices that exceed the caches, as those of a layer do: a message
-    takes longer there than in a tight loop.
+    They follow matrices, as those of a layer do: a message takes longer then than in a tight loop. On a GPU both are
+    captured, and with `is_own` the program's kernel sums, where it can.
     """
     found = []
-    for number in sorted({size for size in (2, 4, 8) if size < comm.size} | ({comm.size} - {1})):
+    for number in sorted({size for size in (2, 4, 8) if size < num_local} | ({num_local} - {1})):
         group = comm.subgroup(tuple(range(number)))
-        timed = _captured_s if device.type == "cuda" else _summed_s
-        for num_bytes in MESSAGE_BYTES if group else ():
-            assert group
-            values = torch.zeros(max(num_bytes // 4, 1), device=device)
-            found.append(MeasuredSum(num_ranks=number, num_bytes=num_bytes, s=max(timed(group, values), 1e-6)))
+        if group and is_own:
+            group = with_peers(group)
+        for num_bytes in MESSAGE_BYTES if group and bool(group.peers) is is_own else ():
+            if num_bytes <= OWN_SUM_BYTES or not is_own:
+                assert group
+                seconds = _sum_s(group, num_bytes, device)
+                found.append(MeasuredSum(num_ranks=number, num_bytes=num_bytes, s=seconds))
         comm.barrier()
     return found
 
 
+def network(comm: Comm, device: torch.device, *, num_local: int) -> Link | None:
+    """Time sums of the first ranks of two nodes, a few bytes and many; None on one node. All ranks call this."""
+    if comm.size == num_local:
+        return None
+    found, group = None, comm.subgroup((0, num_local))
+    if group:
+        few_s, many_s = (_sum_s(group, size, device) for size in (MESSAGE_BYTES[0], MESSAGE_BYTES[-1]))
+        found = Link(bandwidth_bytes_per_s=MESSAGE_BYTES[-1] / max(many_s - few_s, 1e-9), latency_s=few_s)
+    comm.barrier()
+    return found
+
+
+def _sum_s(comm: Comm, num_bytes: int, device: torch.device) -> float:
+    values = torch.zeros(max(num_bytes // 4, 1), device=device)
+    return max((_captured_s if device.type == "cuda" else _summed_s)(comm, values), 1e-6)
+
+
+@torch.inference_mode()
 def _captured_s(comm: Comm, values: Tensor) -> float:
-    """Time of an all-reduce in a CUDA graph."""
-    with selected(values.device):
+    """Time of an all-reduce after a product in a CUDA graph, without that."""
+    x, weight = (torch.zeros(rows, 4096, dtype=torch.float16, device=values.device) for rows in (1, 4096))
+
+    def product() -> None:
+        functional.linear(x, weight)
+
+    def both() -> None:
+        product()
         comm.all_reduce(values)
+
+    def replayed_s(call: Call) -> float:
+        call()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=capture_stream(), capture_error_mode="thread_local"):
             for _ in range(_NUM_SUMS):
-                comm.all_reduce(values)
+                call()
         took_s = []
         for _ in range(_NUM_BUNCHES):
             started = time.perf_counter()
             graph.replay()
             comm.finish()
             took_s.append((time.perf_counter() - started) / _NUM_SUMS)
-    return undisturbed(took_s)
+        return undisturbed(took_s)
+
+    with selected(values.device):
+        return replayed_s(both) - replayed_s(product)
 
 
 def _summed_s(comm: Comm, values: Tensor) -> float:

@@ -73,6 +73,7 @@ class Ours:
         if repetition < 0:
             self.decoder.make_room(requests)
             self.decoder.warm_up(requests)
+        self.decoder.round.forget_texts()  # greedy text is the same in every repetition
         started = time.perf_counter()
         last = [update.completion for updates in self.decoder.run(requests) for update in updates]
         seconds = time.perf_counter() - started

@@ -2,7 +2,7 @@
 
 `calibration.operators` holds the measurements. All ranks measure at the same time, so that the figures of a CPU are
 those of a rank with its share of cores and memory; rank 0 writes its own. Several ranks on one node measure the sums
-between them.
+between them, by NCCL and by the program's kernel, and those of several nodes one between nodes.
 """
 
 import os
@@ -10,6 +10,7 @@ import platform
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from llama_ssp import catalogue
 from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import SspError
 from llama_ssp.kernels.attention_by_length import capability_of
-from llama_ssp.machines.hardware import MeasuredSum, problems_of
+from llama_ssp.machines.hardware import MEASURED, Link, MeasuredSum, problems_of
+from llama_ssp.machines.links import gpu_links
 from llama_ssp.machines.machine import THIS_MACHINE, host_memory_bytes, system_bytes
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.gpu import capture_stream
@@ -58,9 +60,13 @@ def calibrate(world: World, file: Path, show: ShowProgress) -> str | None:
             _check_writable(file)
     context_bytes, is_gpu = _context_bytes(world.device), world.device.type == "cuda"
     show(_SUMS, 0, 2)
-    sums = operators.sums(world.comm, world.device)
+    num_local = world.ranks.local_size
+    measured = partial(operators.sums, world.comm, world.device, num_local=num_local)
+    sums, own_sums = measured(), measured(is_own=True) if is_gpu else []
+    network = operators.network(world.comm, world.device, num_local=num_local)
     show(_SUMS, 1, 2)
-    figures = _figures(world, sums) | {"context_bytes": context_bytes}
+    figures = _figures(world, sums, network) | {"context_bytes": context_bytes}
+    figures["own_sums"] = [asdict(found) for found in own_sums]
     figures["collective_bytes"] = max(_context_bytes(world.device) - context_bytes, 0) if is_gpu else 0
     show(_SUMS, 2, 2)
     world.comm.barrier()
@@ -70,13 +76,13 @@ def calibrate(world: World, file: Path, show: ShowProgress) -> str | None:
     return f"wrote {file}"
 
 
-def _figures(world: World, sums: list[MeasuredSum]) -> dict[str, Any]:
+def _figures(world: World, sums: list[MeasuredSum], network: Link | None) -> dict[str, Any]:
     device, is_gpu = world.device, world.device.type == "cuda"
     copy_bytes_per_s = operators.copy_bytes_per_s(device)
     dtypes = (Dtype.fp32, Dtype.bf16, Dtype.fp16) if is_gpu else (Dtype.fp32, Dtype.bf16)
     latency_s, bandwidth = 1e-4, 1e9
     if sums:
-        smallest, *_, largest = (found for found in sums if found.num_ranks == world.comm.size)
+        smallest, *_, largest = (found for found in sums if found.num_ranks == world.ranks.local_size)
         latency_s, bandwidth = smallest.s, largest.num_bytes / max(largest.s - smallest.s, 1e-9)
     return {
         "name": THIS_MACHINE,
@@ -94,10 +100,14 @@ def _figures(world: World, sums: list[MeasuredSum]) -> dict[str, Any]:
         "kernel_s": operators.kernel_s(device),
         "launch_s": operators.launch_s(device),
         "link": {"bandwidth_bytes_per_s": bandwidth, "latency_s": latency_s},
+        "network": network and asdict(network),
         "sums": [asdict(found) for found in sums],
         "sources": {
             "all": f"measured by task=calibrate on {platform.node()}, {date.today()}, torch {torch.__version__}",
-            "link": "measured" if sums else "assumed: one rank measures no links, start task=calibrate with several",
+            "link": f"measured: {gpu_links() if is_gpu else 'shared memory'}"
+            if sums
+            else "assumed: one rank measures no links, start task=calibrate with several",
+            "network": MEASURED if network else "not measured: start task=calibrate on two nodes",
         },
     }
 

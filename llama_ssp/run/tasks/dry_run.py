@@ -189,7 +189,7 @@ def with_hub_sizes(model: ModelConfig, *, is_plan: bool = False) -> ModelConfig:
     from llama_ssp.weights import hub  # noqa: PLC0415 - other plans need no client of the hub
 
     folder = hub.find_config(model, is_enough=is_plan)
-    shape, stored = read_config(folder)
+    shape, stored = read_config(folder, is_mtp=model.is_mtp)
     return replace(model, shape=shape, stored_dtype=stored, stored_format=read_stored_format(folder, shape))
 
 
@@ -262,7 +262,7 @@ def check_models(config: RunConfig, *, world_size: int = 1) -> None:
             folder = hub.find_config(model)
         shape = model.shape
         if folder:
-            shape = check_readable(folder, model.quantization, num_ranks=num_ranks)
+            shape = check_readable(folder, model.quantization, num_ranks=num_ranks, is_mtp=model.is_mtp)
         shapes.append(shape)
     check_states(config, *shapes)
 

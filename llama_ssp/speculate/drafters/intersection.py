@@ -172,7 +172,7 @@ class IntersectionDrafter(StepwiseDrafter, OwnBuckets):
             Held(own_length, place.row) if place.num_tokens == length else Held()
             for place, length, own_length in zip(prompts.held, prompts.lengths, lengths, strict=False)
         ]
-        own = Prompts(own_RX, own_lengths_R, lengths, longest=max(lengths), held=held)
+        own = Prompts(own_RX, own_lengths_R, lengths, longest=max(lengths), held=held, short=prompts.short)
         read_prompts(self.runner, own, rows=rows, buckets=own_buckets)
 
     def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> Callable[[int, Tensor | None], Tensor]:

@@ -31,12 +31,12 @@ class DraftLimit(NamedTuple):
     def of_prompts(self, prompts: Prompts) -> Prompts:
         """The beginnings of prompts, which the draft reads."""
         most = self.context
-        return Prompts(
-            prompts.tokens_RS, prompts.lengths_R.clamp_max(most), [min(length, most) for length in prompts.lengths],
-            min(prompts.longest, most),
+        return prompts._replace(
+            lengths_R=prompts.lengths_R.clamp_max(most), lengths=[min(length, most) for length in prompts.lengths],
+            longest=min(prompts.longest, most),
             # A prompt that is cut is no longer equal to another one.
-            [held if length <= most else held._replace(num_tokens=min(held.num_tokens, most - 1))
-             for held, length in zip(prompts.held, prompts.lengths, strict=False)],
+            held=[held if length <= most else held._replace(num_tokens=min(held.num_tokens, most - 1))
+                  for held, length in zip(prompts.held, prompts.lengths, strict=False)],
         )  # fmt: skip
 
     def of_rows(self, rows: Rows, num_tokens: int) -> Rows:

@@ -76,6 +76,11 @@ class NgramDrafter:
             self._history = History(sizes, longest=self._longest, shortest=self._shortest, device=device)
             self.num_allocations += 1
 
+    def forget(self) -> None:
+        """Copy from no text that has begun so far but a row's own."""
+        if self._history:
+            self._history.forget()
+
     def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:  # noqa: ARG002
         """Keep the prompts for other rows; each row's own is read from the batch itself."""
         if self._history:
@@ -134,8 +139,9 @@ class NgramDrafter:
 class History(Workspace):
     """The newest texts of a run, and a table of where each sequence of tokens stood last in them.
 
-    Texts have serial numbers; text n stands in row n % H. A place of the table holds n * S + slot for the token that
-    followed a sequence, 0 if none did; sequences that share a place are told apart by their tokens.
+    Texts have serial numbers from 1; text n stands in row n % H, and texts that are no longer kept share one more row.
+    A place of the table holds n * S + slot for the token that followed a sequence, 0 if none did; sequences that share
+    a place are distinguished by their tokens.
 
     Args:
         sizes: H, B and S.
@@ -147,7 +153,7 @@ class History(Workspace):
         self.sizes = sizes
         num_texts, batch_size, num_slots = sizes
         self._longest, self._num_serials = longest, 0
-        self._tokens_HS = torch.zeros(num_texts, num_slots, dtype=torch.int64, device=device)
+        self._tokens_HS = torch.zeros(num_texts + 1, num_slots, dtype=torch.int64, device=device)
         self._lengths_G = torch.arange(shortest, longest + 1, device=device)
         self._latest_X = self._tokens_HS.new_zeros(len(self._lengths_G) << _TABLE_BITS)
         self._firsts_G = torch.arange(len(self._lengths_G), device=device) << _TABLE_BITS
@@ -155,6 +161,12 @@ class History(Workspace):
         factors = [pow(_FACTOR, 2 * power + 1, 2**62) for power in range(longest)]
         self._factors_G = torch.tensor(factors, device=device)
         self._before_G = torch.arange(-longest, 0, device=device)
+
+    def forget(self) -> None:
+        """Keep none of the texts so far."""
+        self._num_serials = 0
+        for numbers in (self._latest_X, self._serials_B1, self._newest_11):
+            numbers.zero_()
 
     def begin(self, prompts: Prompts, rows: Sequence[int]) -> None:
         """Let new texts begin in these rows of the batch, with their prompts."""
@@ -174,10 +186,13 @@ class History(Workspace):
 
     def _add(self, tokens_RS: Tensor, slots_RW: Tensor, serials_R1: Tensor) -> None:
         num_texts, _, num_slots = self.sizes
-        at_RW = serials_R1 % num_texts * num_slots + slots_RW
+        is_kept_R1 = self._are_kept(serials_R1)
+        # Two rows must not write one cell: GPUs keep either value, and ranks would draft different tokens.
+        at_RW = torch.where(is_kept_R1, serials_R1 % num_texts, num_texts) * num_slots + slots_RW
         self._tokens_HS.view(-1).scatter_(0, at_RW.flatten(), tokens_RS.gather(1, slots_RW).flatten())
         keys_RWG = self._keys(self._before(tokens_RS, slots_RW))
-        values_RWG = (serials_R1 * num_slots + slots_RW)[..., None] * (slots_RW[..., None] >= self._lengths_G)
+        follows_RWG = is_kept_R1[..., None] & (slots_RW[..., None] >= self._lengths_G)
+        values_RWG = (serials_R1 * num_slots + slots_RW)[..., None] * follows_RWG
         self._latest_X.scatter_reduce_(0, keys_RWG.flatten(), values_RWG.flatten(), "amax")
 
     def find(self, tokens_BS: Tensor, lengths_B1: Tensor, offsets_K: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,10 +206,14 @@ class History(Workspace):
         found_BGG = self._tokens_HS.view(-1)[firsts_BG[..., None] + slots_BGG.clamp_min(0)]
         equal_BGG = (found_BGG == last_B1G) & (slots_BGG >= 0)
         matched_BG = equal_BGG.flip(-1).cumprod(-1).sum(-1)
-        is_kept_BG = (serials_BG > self._newest_11 - num_texts) & (matched_BG >= self._lengths_G) & (values_BG > 0)
-        matched_B1, best_B1 = (is_kept_BG * self._lengths_G).max(1, keepdim=True)
+        is_match_BG = self._are_kept(serials_BG) & (matched_BG >= self._lengths_G)
+        matched_B1, best_B1 = (is_match_BG * self._lengths_G).max(1, keepdim=True)
         slots_BK = (slots_BG.gather(1, best_B1) + offsets_K).clamp_max(num_slots - 1)
         return matched_B1, self._tokens_HS.view(-1)[firsts_BG.gather(1, best_B1) + slots_BK]
+
+    def _are_kept(self, serials_RX: Tensor) -> Tensor:
+        num_texts, _, _ = self.sizes
+        return serials_RX > (self._newest_11 - num_texts).clamp_min(0)
 
     def _before(self, tokens_RS: Tensor, slots_RW: Tensor) -> Tensor:
         """The G tokens before some slots of each row (R, W, G)."""

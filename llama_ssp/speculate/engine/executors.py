@@ -4,7 +4,7 @@
              has its own. A stage whose model may change its operators runs from Python, as do messages of overlapped
              rounds.
     a GPU    a stage is a graph, so that events between graphs can time the stages. Each bucket of the cache and each
-             choice of a draft has its own. Prefill is not captured.
+             choice of a draft has its own, and so has each size of `SHORT_PROMPTS`. Longer prompts are not captured.
 
     rounds at a bucket   1st: run from Python   2nd: recorded, then replayed   3rd, 4th, ...: replayed
 
@@ -43,6 +43,8 @@ def make_executor(round_: Round, *, cuda_graphs: bool) -> Executor:
 
 class TracedExecutor(Executor):
     """Runs the stages of a round in torch's interpreter; `traced` has them by name."""
+
+    repeats_prompts = False
 
     def __init__(self, round_: Round) -> None:
         self._round = round_

@@ -127,15 +127,18 @@ def log_likelihoods(
             best_T1, *laws = scores_TX[texts[place].num_given - 1 : len(texts[place].ids) - 1].split(
                 [1, *[1 + 2 * num_top] * (1 + (law is not None))], dim=1
             )
-            model, *drawn = [_read(scores_TC, num_top) for scores_TC in laws]
+            model, *drawn = [
+                _read(scores_TC, num_top, above=above)
+                for scores_TC, above in zip(laws, (-math.inf, _NEVER), strict=False)
+            ]
             yield place, TokenScores(model, [is_best > 0 for is_best in best_T1[:, 0].tolist()], *drawn)
 
 
-def _read(scores_TC: Tensor, num_top: int) -> LogProbs:
-    """Read the figures of a text; tokens of probability 0, or beyond the vocabulary, are left out of the best."""
+def _read(scores_TC: Tensor, num_top: int, *, above: float) -> LogProbs:
+    """Read the figures of a text; the best tokens are those with log-probabilities `above` a number."""
     log_probs, found = scores_TC[:, 0].tolist(), scores_TC[:, 1:].tolist()
     pairs = [zip(map(int, row[:num_top]), row[num_top:], strict=True) for row in found]
-    tops = [[pair for pair in row if pair[1] > _NEVER] for row in pairs]
+    tops = [[pair for pair in row if pair[1] > above] for row in pairs]
     return LogProbs(
         log_probs=log_probs, top_ids=[[token for token, _ in top] for top in tops],
         top_log_probs=[[log_prob for _, log_prob in top] for top in tops],
@@ -186,5 +189,5 @@ def _figures(logits_BTV: Tensor, next_BT1: Tensor, num_top: int) -> Tensor:
     if num_top:
         top = logits_BTV.topk(min(num_top, logits_BTV.shape[-1]))
         missing = (0, num_top - top.values.shape[-1])
-        parts += [pad(top.indices.float(), missing), pad(top.values - total_BT1, missing, value=math.log(_LEAST))]
+        parts += [pad(top.indices.float(), missing), pad(top.values - total_BT1, missing, value=-math.inf)]
     return torch.cat(parts, dim=-1)

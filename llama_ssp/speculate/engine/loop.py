@@ -223,8 +223,9 @@ class Decoder:
         if choice.num_tokens:
             if unread := self._unread[choice.source]:
                 self.round.read_late(
-                    choice.source, self._state, [*unread], lengths=[*unread.values()], buckets=self._buckets
-                )
+                    self.executor, choice.source, self._state, [*unread],
+                    lengths=[*unread.values()], buckets=self._buckets,
+                )  # fmt: skip
                 unread.clear()
             num_unread = 2 + CATCH_UP_CHUNK * num_chunks(self._num_skipped[choice.source])
             choice = choice._replace(num_unread=num_unread)
@@ -338,16 +339,18 @@ class Decoder:
             self._num_skipped = [0 for _ in self.round.drafters]  # so all drafters will have read them whole
         lengths, rows = [len(request.prompt_ids) for request in requests], [place.row for place in places]
         late = [source for source in range(len(self.round.drafters)) if not self.length.reads_at_once(source)]
-        result = self.round.prefill(prompts, places, lengths=lengths, buckets=self._buckets, late=late)
+        if rows == [*range(self.batch_size)] and not self.executor.keeps_state:
+            self._state = prompts
+        elif is_first:
+            self._state = self._empty_state()
+        result = self.round.prefill(
+            self.executor, self._state, prompts, places, lengths=lengths, buckets=self._buckets, late=late
+        )
         if late and self.reuses:
             self._held.forget_drafts(rows)
         for source in late:
             self._unread[source].update(zip(rows, lengths, strict=True))
-        if rows == [*range(self.batch_size)] and not self.executor.keeps_state:
-            self._state = prompts
-        else:
-            if is_first:
-                self._state = self._empty_state()
+        if self._state is not prompts:
             self._state.put(to_device(rows, self._device), prompts)
         for row, owner in zip(rows, owners, strict=True):
             self._rows[row] = owner

@@ -17,9 +17,9 @@ which rows, and which bucket of the cache. Every draft is a tree; a chain has on
 Node j stands j slots behind the newest token, at the position of its depth. An accepted path moves in the cache of the
 target, and in the taps of a head; the draft reads it again.
 
-A round has two stages, `draft` and `verify`; one that overlaps has more (`overlap`). An executor runs each stage: from
-Python, as a trace or as a CUDA graph (`executors`). A round without a drafter is plain decoding: `verify` then draws
-one token.
+A round has two stages, `draft` and `verify`; one that overlaps has more (`overlap`). An executor runs each stage, and
+forwards of a few tokens of prompts: from Python, as a trace or as a CUDA graph (`executors`). A round without a drafter
+is plain decoding: `verify` then draws one token.
 
 Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, W = K + 1 (nodes with the root, of trees), D
 depth, V vocabulary, N uniforms of a round; L is a row's length.
@@ -32,12 +32,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from llama_ssp.architectures.engine import SHORT_PROMPTS
 from llama_ssp.models.cache import Taps
-from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
+from llama_ssp.models.prefill import Buckets, Prompts, ShortForwards, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.upload import to_device
 from llama_ssp.speculate.drafters.drafter import Drafter, TreeTables
 from llama_ssp.speculate.drafters.limited import DraftLimit
+from llama_ssp.speculate.drafters.ngram import NgramDrafter
 from llama_ssp.speculate.engine.clock import HostClock
 from llama_ssp.speculate.engine.held import PromptRow
 from llama_ssp.speculate.engine.state import BatchState
@@ -84,9 +86,11 @@ class Executor:
 
     Attributes:
         keeps_state: it depends on the addresses of the tensors, so that runs should share one batch.
+        repeats_prompts: forwards of a few tokens of prompts have few shapes; see `ShortForwards`.
     """
 
     keeps_state = False
+    repeats_prompts = True
 
     def run(self, stage: Stage, state: BatchState, *values: Any) -> Any:  # noqa: ANN401 - see `Stage`
         """Call the function of a stage, or do what it does; returns what it returns."""
@@ -118,6 +122,7 @@ class Round:
         self.max_tokens_per_round = num_draft_tokens + 1
         self.last_and_drafted_W = torch.arange(-1, num_draft_tokens, device=target.device)
         self.uniforms = UniformTable(num_draft_tokens, target.device)
+        self._inputs_4M = torch.zeros(4, SHORT_PROMPTS[-1], dtype=torch.int64, device=target.device)
         if self.tree:
             self._nodes = TreeTables(num_draft_tokens, target.device)
             self._steps_D = torch.arange(self.tree.depth, device=target.device)
@@ -135,6 +140,7 @@ class Round:
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Make room for `batch_size` rows of `num_slots` tokens in the caches of both models."""
+        self._batch_size = batch_size
         self.target.allocate(
             batch_size=batch_size, capacity=num_slots, finds_best=self.verifier.rule.reads_best,
             num_rolled_back=self.max_tokens_per_round - 1,
@@ -144,36 +150,61 @@ class Round:
         for drafter in self.drafters:
             drafter.allocate(batch_size=batch_size, num_slots=num_slots)
 
+    def forget_texts(self) -> None:
+        """Let no drafter copy from texts of earlier runs, where the same ones follow."""
+        for drafter in self.drafters:
+            if isinstance(drafter, NgramDrafter):
+                drafter.forget()
+
     def prefill(
-        self, prompts: BatchState, places: Sequence[PromptRow], *, lengths: Sequence[int], buckets: Buckets,
-        late: Collection[int] = (),
+        self, executor: Executor, state: BatchState, prompts: BatchState, places: Sequence[PromptRow], *,
+        lengths: Sequence[int], buckets: Buckets, late: Collection[int] = (),
     ) -> Tensor:  # fmt: skip
         """Read R prompts into their rows of the caches and sample each one's first token; see `read_prompts`.
 
-        `lengths` are those of the prompts, which the device knows as well. The drafters at the places `late` read them
-        later (`read_late`). Returns the result of these rows; see `BatchState.commit`.
+        They become rows of the batch `state`. `lengths` are those of the prompts, which the device knows as well. The
+        drafters at the places `late` read them later (`read_late`). Returns the result of these rows; see
+        `BatchState.commit`.
         """
         rows, held, draft_held = zip(*places, strict=True)
-        to_read = Prompts(prompts.tokens_BS, prompts.lengths_B, lengths, max(lengths), held)
+        short = self._short(executor, state, "the target's prompts")
+        to_read = Prompts(prompts.tokens_BS, prompts.lengths_B, lengths, max(lengths), held, short)
         logits_RV = read_prompts(self.target, to_read, rows=rows, buckets=buckets, taps=self.taps)
         for source in range(len(self.drafters)):
             if source not in late:
-                self._read_by_drafter(source, to_read._replace(held=draft_held), rows, buckets=buckets)
+                to_draft = to_read._replace(held=draft_held)
+                self._read_by_drafter(executor, source, state, to_draft, rows, buckets=buckets)
         context = prompts.rows.before(prompts.lengths_B[:, None] - 1) if self.verifier.needs_context else None
         plain_RTP = self.uniforms.split(prompts.uniforms()).plain_BTP
         return prompts.commit(self.verifier.draw(logits_RV, plain_RTP[:, 0], context))
 
     def read_late(
-        self, source: int, state: BatchState, rows: Sequence[int], *, lengths: Sequence[int], buckets: Buckets
-    ) -> None:
+        self, executor: Executor, source: int, state: BatchState, rows: Sequence[int], *, lengths: Sequence[int],
+        buckets: Buckets,
+    ) -> None:  # fmt: skip
         """Let a drafter read the prompts of these rows of the batch, which have these lengths."""
         tokens_RS = state.tokens_BS.index_select(0, to_device(rows, self.target.device))
         prompts = Prompts(tokens_RS, to_device(lengths, self.target.device), lengths, max(lengths))
-        self._read_by_drafter(source, prompts, rows, buckets=buckets)
+        self._read_by_drafter(executor, source, state, prompts, rows, buckets=buckets)
 
-    def _read_by_drafter(self, source: int, prompts: Prompts, rows: Sequence[int], *, buckets: Buckets) -> None:
+    def _read_by_drafter(
+        self, executor: Executor, source: int, state: BatchState, prompts: Prompts, rows: Sequence[int], *,
+        buckets: Buckets,
+    ) -> None:  # fmt: skip
         limit = self._limit_of(source)
+        prompts = prompts._replace(short=self._short(executor, state, f"prompts of draft {source}"))
         self.drafters[source].prefill(limit.of_prompts(prompts) if limit else prompts, rows=rows, buckets=buckets)
+
+    def _short(self, executor: Executor, state: BatchState, name: str) -> ShortForwards | None:
+        """Forwards of few tokens of prompts of a model, by the executor; None if it reads them like many."""
+        if not executor.repeats_prompts:
+            return None
+
+        def run(size: int, read: Callable[[Tensor], Tensor], inputs_4M: Tensor) -> Any:  # noqa: ANN401 - see `Stage`
+            stage = Stage(name, lambda _, inputs_4M: read(inputs_4M), DraftChoice(0), size)
+            return executor.run(stage, state, inputs_4M)
+
+        return ShortForwards(self._inputs_4M, self._batch_size, run)
 
     def read(self, prompts: BatchState, place: PromptRow, *, num_tokens: int, buckets: Buckets) -> None:
         """Read the first tokens of one prompt into its row of the target's cache, those that are not held."""
@@ -277,9 +308,11 @@ class Round:
         if draft.is_certain and not self.verifier.rule.takes_best:
             depth = self.tree.depth if self.tree else choice.num_tokens
             draws = draws._replace(plain_BTP=state.plain_uniforms(depth + 1))
+        forced = self.verifier.forced
+        forced_B1 = forced.lengths(state.lengths_B - state.prompt_lengths_B) if forced else None
         decision = self.verifier.verify(
             draft, self.verifier.process(logits_BWV, context), draws=draws, shape=shape,
-            is_plain_B1=self.is_plain(choice, state),
+            is_plain_B1=self.is_plain(choice, state), forced_B1=forced_B1,
         )  # fmt: skip
         ids_BK = draft.ids_BK if decision.path_BD is None else self._follow(state, draft, decision.path_BD)
         return state.commit(decision, drafted_ids_BK=ids_BK)

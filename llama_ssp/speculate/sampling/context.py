@@ -6,8 +6,7 @@ so the text keeps the distribution of the penalised target.
 Shapes: B sequences, S slots, T scored positions, V vocabulary.
 """
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -49,29 +48,38 @@ def penalty(sampling: SamplingConfig) -> Penalty | None:
     """Compose the changes of a sampling config, biases first and bans last, as transformers; None without any."""
     if not sampling.penalizes:
         return None
-    steps = [step for step in (_bias(sampling), _counted(sampling), _bans(sampling)) if step]
+    bias = _Bias(sampling.logit_bias) if sampling.logit_bias else None
+    steps = [step for step in (bias, _counted(sampling), _bans(sampling)) if step]
 
-    def apply(logits_BTV: Tensor, context: Context) -> Tensor:
-        for step in steps:
+    return _Changes(steps)
+
+
+class _Changes:
+    """Changes in their order, as an object: executors find the tensors that they keep (`workspaces.find_tensors`)."""
+
+    def __init__(self, steps: Sequence[Penalty]) -> None:
+        self._steps = steps
+
+    def __call__(self, logits_BTV: Tensor, context: Context) -> Tensor:
+        for step in self._steps:
             logits_BTV = step(logits_BTV, context)
         return logits_BTV
 
-    return apply
 
+class _Bias:
+    def __init__(self, biases: Mapping[int, float]) -> None:
+        self._biases = biases
+        self._tables = dict[tuple[int, torch.device], Tensor]()  # made once, so that a capture finds it
 
-def _bias(sampling: SamplingConfig) -> Penalty | None:
-    biases = sampling.logit_bias
-    if not biases:
-        return None
-
-    @cache  # a capture must find it made
-    def table(vocab_size: int, device: torch.device) -> Tensor:
-        known = {token: bias for token, bias in biases.items() if token < vocab_size}  # a draft may know fewer
-        bias_V = torch.zeros(vocab_size)
-        bias_V[[*known]] = torch.tensor([*known.values()])
-        return bias_V.to(device)
-
-    return lambda logits_BTV, _: logits_BTV + table(logits_BTV.shape[-1], logits_BTV.device)
+    def __call__(self, logits_BTV: Tensor, _context: Context) -> Tensor:
+        key = vocab_size, device = logits_BTV.shape[-1], logits_BTV.device
+        if key not in self._tables:
+            # A draft may know fewer tokens.
+            known = {token: bias for token, bias in self._biases.items() if token < vocab_size}
+            bias_V = torch.zeros(vocab_size)
+            bias_V[[*known]] = torch.tensor([*known.values()])
+            self._tables[key] = bias_V.to(device)
+        return logits_BTV + self._tables[key]
 
 
 def _bans(sampling: SamplingConfig) -> Penalty | None:

@@ -47,5 +47,10 @@ def test_what_a_run_cannot_do_is_said(tmp_path: Any) -> None:  # noqa: ANN401
     words = ["task=generate", "prompt=x", "sampling.logit_bias={99999: 1}", f"run_dir={tmp_path}/run"]
     ended = launch(*words)
     assert (ended.code, "sampling.logit_bias names token 99999, and the model knows" in ended.err) == (2, True)
-    with pytest.raises(ConfigError, match=r"logit_bias=.* must be numbers by the ids of tokens"):
-        load("tiny").generate("x", logit_bias={"a": 1})  # type: ignore[dict-item]
+    pair = load("tiny")
+    for wrong in ({"a": 1}, {5: "x"}, {True: 1}, [5, 1], None):
+        with pytest.raises(ConfigError, match=r"logit_bias=.* must be numbers by the ids of tokens"):
+            pair.generate("x", logit_bias=wrong)  # type: ignore[arg-type]
+    for beyond in (float("nan"), -1e40):
+        with pytest.raises(ConfigError, match=r"logit_bias=\{5: .*\} must be numbers from -10000 to 10000"):
+            pair.generate("x", logit_bias={5: beyond})

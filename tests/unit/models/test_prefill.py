@@ -1,19 +1,26 @@
 """Packed prompts give what padded ones give, with no token more than they have."""
 
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from llama_ssp.kernels.linear import PlainLinear
+from llama_ssp.models.cache import Taps
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.prefill import Buckets, Held, Prompts, read_prompts
+from llama_ssp.models.prefill import Buckets, Held, Prompts, ShortForwards, read_prompts
 from llama_ssp.models.runner import NullRunner
 from llama_ssp.run.decoders import agree_on_packing
+from llama_ssp.speculate.engine.executors import GraphExecutor
 from llama_ssp.speculate.engine.state import Request
-from tests.helpers.decoders import complete, make_decoder
+from tests.helpers.decoders import complete, make_decoder, outcome
+from tests.helpers.models import load_lean
+from tests.helpers.recorded import WatchedGraphs
+from tests.helpers.varlen_attention import varlen_operator
 from tests.unit.models.llama.test_attention import GROUPED, pair
-from tests.unit.models.llama.test_decoder import assert_close, random_ids
+from tests.unit.models.llama.test_decoder import assert_close, modules, random_ids
 
 LENGTHS, ROWS = [5, 37, 1, 20], [2, 0, 3, 1]
 BUCKETS = Buckets(step=64, num_slots=64)
@@ -106,3 +113,56 @@ def test_ranks_of_a_model_pack_only_if_all_can(others: list[str], packs: bool) -
 def test_a_rank_without_the_model_reads_packed_prompts_too() -> None:
     absent = NullRunner(device=torch.device("cpu"), vocab_size=11, max_position_embeddings=64, packs_prompts=True)
     assert read_prompts(absent, prompts(), rows=ROWS, buckets=BUCKETS).shape == (4, 0)
+
+
+def short_forwards() -> ShortForwards:
+    inputs_4M = torch.full((4, 64), -1)
+    return ShortForwards(inputs_4M, 4, lambda size, read, given_4M: read(given_4M) * (given_4M.shape[1] == size))
+
+
+@pytest.mark.parametrize("kind", GROUPED)
+def test_a_few_tokens_are_read_in_one_of_few_shapes_as_many_are(kind: str) -> None:
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    by_length, by_mask = pair(kind, batch_size=4)
+    some = {by_length: prompts()._replace(short=short_forwards()), by_mask: prompts()}
+    for runner, given in some.items():
+        runner.allocate(batch_size=4, capacity=64)
+        taps = Taps((0, 1), width=runner._width, dtype=torch.float32, device=torch.device("cpu"))
+        taps.allocate(batch_size=4, num_slots=64)
+        runner.forward = Mock(wraps=runner.forward)  # type: ignore[method-assign]
+        logits_RV = read_prompts(runner, given, rows=ROWS, buckets=BUCKETS, taps=taps)
+        if given.short:
+            assert [call.args[0].shape for call in runner.forward.mock_calls] == [(1, 64)]
+        places = zip(ROWS, LENGTHS, strict=True)
+        kept = [taps.read(torch.arange(length)[None], torch.tensor([row])) for row, length in places]
+        lengths_B1 = torch.tensor(LENGTHS)[torch.tensor(ROWS).argsort()][:, None]
+        behind_B1V = runner.forward(random_ids(4, 1), lengths_B1, bucket=64)
+        found.append((logits_RV, behind_B1V, torch.cat(kept, 1)))
+    for one, other in zip(*found, strict=True):
+        assert_close(one, other)
+
+
+@pytest.mark.parametrize(("batch_size", "temperature"), [(1, 0.9), (3, 0.9)])
+def test_graphs_read_prompts_and_the_texts_stay_those_of_launches_from_python(
+    batch_size: int, temperature: float
+) -> None:
+    """One of the prompts is too long for a graph, and two are equal."""
+    target, draft = (
+        load_lean(modules(kind), varlen=varlen_operator, kernel=PlainLinear) for kind in ("llama", "llama, no groups")
+    )
+    wanted = [
+        Request(index=number, prompt_ids=(*range(3, 6), *[7] * rest), max_new_tokens=2 + number % 2)
+        for number, rest in enumerate((5, 9, 1, 1, 62, 3, 20, 2, 4))
+    ]
+    eager, watched = (
+        make_decoder(target, draft, batch_size=batch_size, temperature=temperature, replay=replay, num_draft_tokens=1)
+        for replay in (False, WatchedGraphs)
+    )
+    expected = outcome(complete(eager, wanted))
+    assert [outcome(complete(watched, wanted)) for _ in range(2)] == [expected] * 2
+    assert isinstance(watched.executor, GraphExecutor)
+    keys: list[Any] = [*watched.executor._graphs]
+    read = {(name, size) for name, _, size in keys if "prompts" in name}
+    assert {name for name, _ in read} == {"the target's prompts", "prompts of draft 0"}
+    assert {size for _, size in read} <= {8, 16, 32, 64}
+    assert len(read) == 2 * {1: 3, 3: 3, 8: 1}[batch_size]

@@ -3,10 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from llama_ssp.catalogue import Dtype
 from llama_ssp.machines import hardware
+from llama_ssp.machines.hardware import MEASURED
 from llama_ssp.planning.advice import faster_on_fewer
-from llama_ssp.planning.plan import make_plan
+from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.spec import PlanSpec, same_kind
 from llama_ssp.settings.schema import DraftLayout, TargetKind
 from llama_ssp.words import rounded
@@ -64,13 +67,41 @@ def test_a_target_that_a_library_places_says_where_and_what_it_needs() -> None:
     layer_wise = make_spec("65B", num_ranks=8, target_kind=TargetKind.accelerate, cuda_graphs=False)
     (note,) = make_plan(layer_wise, A100).notes
     assert note == "the target is placed layer-wise over 8 GPUs of rank 0"
-    (note,) = make_plan(make_spec("65B", num_ranks=8, target_kind=TargetKind.deepspeed), A100).notes
+    note, _ = make_plan(make_spec("65B", num_ranks=8, target_kind=TargetKind.deepspeed), A100).notes
     assert "keeps the whole target in host memory on every rank, 130.6 GB each" in note
 
 
 def test_uneven_heads_are_shown_with_the_rank_that_needs_most() -> None:
     notes = make_plan(make_spec("30B", num_ranks=8, cuda_graphs=False), A100).notes
-    assert notes == ("52 heads over 8 ranks: 7 7 7 7 6 6 6 6; rank 0 needs most",)
+    assert notes[0] == "52 heads over 8 ranks: 7 7 7 7 6 6 6 6; rank 0 needs most"
+
+
+@pytest.mark.parametrize(
+    ("machine", "own_sums", "said"),
+    [
+        ("4xh100", False, ["NCCL sums 65 KiB over 4 GPUs in 20.3 us, by figures of other programs"]),
+        ("4xh100", True, ["the program's kernel sums 65 KiB over 4 GPUs in 12.2 us, by figures of other programs"]),
+        ("4xl4", True, ["NCCL sums 65 KiB over 4 GPUs in 38.3 us, by guess", "own_sums=true is planned with NCCL's"]),
+        ("2xh100", False, ["NCCL sums 65 KiB over 4 GPUs in 71.9 us, 60 of it between nodes, by guess"]),
+        ("measured", False, ["NCCL sums 65 KiB over 4 GPUs in 71.9 us, 60 of it between nodes, as measured"]),
+    ],
+)
+def test_a_plan_of_several_gpus_says_its_collectives_and_whose_sums_it_counts(
+    machine: str, own_sums: bool, said: list[str]
+) -> None:
+    """121 sums of five rows of 6656 values, a gather of five rows of logits, the drafted ids, and the verdict."""
+    asked = hardware.load("2xh100" if machine == "measured" else machine)
+    sources = {"all": "measured by task=calibrate", "network": MEASURED} if machine == "measured" else asked.sources
+    spec = make_spec("30B", "7B", num_ranks=4, own_sums=own_sums)
+    plan = make_plan(spec, replace(asked, num_nodes=4 // asked.num_gpus, sources=sources))
+    first, *more = said
+    (note,) = (note for note in plan.notes if "collectives in a round" in note)
+    assert note.startswith(f"124 collectives in a round, of 8.37 MB on each rank; {first}")
+    assert [note.startswith(sentence) for note, sentence in zip(plan.notes[1:], more, strict=False)] == [True] * len(
+        more
+    )
+    sent = document(plan)["messages"]
+    assert (sent["collectives"], sent["collectives_bytes"]) == (124, 121 * 66560 + 5 * 32000 * 2 + 4 * 8 + 24)
 
 
 H100 = hardware.load("8xh100")

@@ -34,6 +34,10 @@ def test_a_captured_round_holds_the_kernels_of_all_k_draft_steps() -> None:
     graphs = [memory(make_spec("13B", "7B", num_draft_tokens=k), A100)[0].graphs_bytes for k in (1, 4, 7)]
     assert graphs == [(2 * 40 + k * 32) * ENGINE_KERNELS.layer * GRAPH_NODE_BYTES for k in (1, 4, 7)]
 
+    for own_sums, nodes in (False, ENGINE_KERNELS.layer + 4), (True, ENGINE_KERNELS.layer):
+        rank, *_ = memory(make_spec("13B", num_ranks=2, own_sums=own_sums), A100)
+        assert rank.graphs_bytes == 40 * nodes * GRAPH_NODE_BYTES, "two kernels of NCCL, and their events"
+
 
 @pytest.mark.parametrize(("name", "kib"), [("7B", 512), ("13B", 800), ("30B", 1560), ("65B", 2560)])
 def test_keys_and_values_of_a_token_have_the_published_size(name: str, kib: int) -> None:

@@ -155,6 +155,21 @@ def test_a_single_measured_sum_takes_further_bytes_over_the_links() -> None:
     assert all_reduce_s(machine, (0, 1, 2), 1000) == 4, "of two that are as near the one of more ranks"
 
 
+def test_the_programs_kernel_reads_all_other_parts_and_leaves_large_sums_to_nccl() -> None:
+    sums, own_sums = ([MeasuredSum(num_ranks=4, num_bytes=1000, s=s)] for s in (4.0, 1.0))
+    machine, ranks = replace(MACHINE, sums=sums, own_sums=own_sums), (0, 1, 2, 3)
+    assert all_reduce_s(machine, ranks, 3000, is_own=True) == pytest.approx(1 + 3 * 2000 / 1000)
+    assert all_reduce_s(machine, ranks, 2**18, is_own=True) != all_reduce_s(machine, ranks, 2**18)
+    assert all_reduce_s(machine, ranks, 2**18 + 1, is_own=True) == all_reduce_s(machine, ranks, 2**18 + 1)
+    seated = replace(seat(4, cuda_graphs=True), own_sums=True)
+    found = forward_time(seated, machine, batch_size=3, num_positions=5, num_scored=1, bucket=100)
+    gather_s = all_reduce_s(machine, ranks, 3 * 512 * 2 / 2)
+    assert found.collectives_s == pytest.approx(5 * all_reduce_s(machine, ranks, 15 * 64 * 2, is_own=True) + gather_s)
+    assert found.operators_s == 2 * (ENGINE_KERNELS.layer - 2) + ENGINE_KERNELS.frame, "norms are in the sums"
+    alone = make_spec("7B")
+    assert times_of(replace(alone, own_sums=True), machine) == times_of(alone, machine), "one rank has no sums"
+
+
 def test_a_message_takes_the_slower_way_where_its_ranks_are_on_two_nodes() -> None:
     assert message_s(NODES_OF_TWO, (0, 1), 500) == pytest.approx(3.0 + 0.5)
     assert message_s(NODES_OF_TWO, (1, 2), 500) == pytest.approx(70.0 + 5.0)

@@ -12,6 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llama_ssp import catalogue
+from llama_ssp.errors import ConfigError
+from llama_ssp.log_probs import LogProbs
 from llama_ssp.reports.folder import RunFolder
 from llama_ssp.reports.records import LogProbLine
 from llama_ssp.settings.schema import SamplingConfig
@@ -75,6 +77,21 @@ def test_figures_are_printed_and_recorded_and_a_run_that_was_stopped_goes_on_wit
     assert sorted(line["id"] for line in printed) == [0, 1, 2]
     for line in printed:
         assert line["logprobs"] == asdict(lines_of(tmp_path / "run")[line["index"], "speculative", 0])["logprobs"]
+
+
+def test_a_folder_with_fewer_figures_than_are_asked_now_is_refused(tmp_path: Path) -> None:
+    figures = LogProbs(log_probs=[-1.0], top_ids=[[5, 7]], top_log_probs=[[-1.0, -2.0]])
+    line = LogProbLine(
+        index=0, mode="plain", sample=0, logprobs=figures, drawn_logprobs=None, prompt_logprobs=None
+    )  # fmt: skip
+    with RunFolder(tmp_path / "run", "seed: 0\n") as folder:
+        folder.append_log_probs([line])
+    with RunFolder(tmp_path / "run", "seed: 0\n") as folder:
+        folder.check_log_probs(2, None)
+        folder.check_log_probs(None, None)
+        for asked in ((3, None), (2, 0)):
+            with pytest.raises(ConfigError, match=r"logprobs\.jsonl holds fewer log-probabilities than .* remove the"):
+                folder.check_log_probs(*asked)
 
 
 @pytest.mark.distributed(2)

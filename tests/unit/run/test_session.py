@@ -22,12 +22,16 @@ from llama_ssp.run.results import excerpts
 from llama_ssp.run.session import Session, to_line
 from llama_ssp.run.tuning import tune
 from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, SpeculationConfig
+from llama_ssp.speculate.drafters.drafter import Drafter
+from llama_ssp.speculate.drafters.ngram import NgramDrafter
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import DraftChoice
+from llama_ssp.speculate.sampling.rules import Rule
 from llama_ssp.weights import hub
 from tests.helpers.decoders import make_decoder
 from tests.helpers.in_process import launch
+from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.recorded import FakeRecorder
 from tests.helpers.runs import FAST, PLAIN
 
@@ -73,6 +77,27 @@ def test_the_warm_up_of_one_mode_drops_no_graph_of_another() -> None:
             assert [*decoder.run([request(150)])]
     assert {mode: recorder.num_recorded for mode, recorder in recorders.items()} == captured
     assert all(captured.values())
+
+
+def test_nothing_is_copied_from_the_text_of_a_warm_up() -> None:
+    """It is the begin of the first completion, whose acceptance would be that of no other."""
+    target = PrefixRunner(sharpness=1.0)
+
+    def copies(_rule: Rule) -> Drafter:
+        return NgramDrafter(num_draft_tokens=3, longest=3, shortest=1, device=target.device, num_texts=3)
+
+    def accepted(num_warm: int) -> list[int]:
+        decoder = make_decoder(target, None, make_drafter=copies)
+        session: Any = SimpleNamespace(ready_decoder=lambda *_: decoder, _warm=set())
+        one = replace(request(20), prompt_ids=(2, 3, 4, 5, 6))
+        with torch.inference_mode():
+            decoder.make_room([one])
+            if num_warm:
+                Session.warm_up(session, [one], ["speculative"], num_requests=num_warm)
+            *_, (last,) = decoder.run([one])
+        return last.completion.accepted_lengths
+
+    assert accepted(1) == accepted(0)
 
 
 def test_the_first_line_of_progress_counts_no_warm_up_as_decoding(tmp_path: Path) -> None:

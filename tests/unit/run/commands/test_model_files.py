@@ -259,17 +259,17 @@ def test_the_model_runs_names_what_is_not_read_and_is_not_its_own_draft(tmp_path
     ended = run_in(tmp_path, *local, "draft=tiny-eagle")
     assert ended.code == 0, ended.err
     log = (tmp_path / "run" / "ranks" / "000.log").read_text()
-    assert f"continuing without the MTP layers of {target}, which are not read" in log
+    assert f"continuing without the MTP layers of {target}, which draft=mtp reads" in log
     refused = run_in(tmp_path / "own", *local, "draft=local", f"draft.model.path={target}")
     assert refused.code == 2
-    assert f"{target} is the target and the draft: its MTP layers are not read as drafts: give an EAGLE" in refused.err
+    assert f"{target} is the target and the draft: draft=mtp drafts with its MTP layers" in refused.err
 
 
 @pytest.mark.parametrize(
     ("words", "config", "sentence"),
     [
         ("model=local model.path=", {"model_type": "olmo_hybrid"}, "this olmo_hybrid model has layers of kind linear_"),
-        ("draft=local draft.model.path=", {"model_type": "mimo", "auto_map": {"AutoConfig": "a.b"}},
+        ("draft=local draft.model.path=", {"model_type": "baichuan", "auto_map": {"AutoConfig": "a.b"}},
          ", and asks for Python code from its folder"),
         ("draft=local draft.model.path=", {"speculators_model_type": "mtp"},
          "describes a speculator of type mtp: of those, eagle3 is read"),

@@ -5,17 +5,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from llama_ssp import catalogue
 from llama_ssp.errors import SspError
 from llama_ssp.machines import hardware
+from llama_ssp.machines.hardware import Link, MeasuredSum
 from llama_ssp.planning.timing import timing
 from llama_ssp.run.calibration import operators
 from llama_ssp.run.tasks import calibrate as task
 from llama_ssp.run.tasks.calibrate import calibrate
 from llama_ssp.run.tasks.records import CalibrateConfig
 from llama_ssp.terminal.terminal import Terminal
+from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.planning import make_spec
 from tests.helpers.worlds import ONE_CORE
 
@@ -45,6 +48,24 @@ def test_the_file_is_a_sound_description_from_which_a_run_can_be_planned(
     timed = timing(make_spec("tiny", "tiny-draft", cuda_graphs=False), machine)
     assert 1e-5 < timed.plain_s < 10
     assert 1e-5 < (timed.speculative_s or 0) < 10
+
+
+@pytest.mark.parametrize("num_local", [1, 2])
+def test_ranks_measure_the_sums_in_their_node_or_one_between_two(
+    num_local: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operators, "_NUM_BUNCHES", 2)
+
+    def one_rank(comm: ThreadComm) -> tuple[list[MeasuredSum], Link | None]:
+        cpu = torch.device("cpu")
+        return operators.sums(comm, cpu, num_local=num_local), operators.network(comm, cpu, num_local=num_local)
+
+    for sums, network in on_ranks(thread_comms(2), one_rank):
+        assert [(found.num_ranks, found.num_bytes) for found in sums] == [
+            (2, size) for size in (operators.MESSAGE_BYTES if num_local == 2 else ())
+        ]
+        assert (network is None) == (num_local == 2)
+        assert network is None or min(network.latency_s, network.bandwidth_bytes_per_s) > 0
 
 
 def test_a_calibration_makes_the_folder_of_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from tests.helpers.decoders import complete, make_decoder, requests
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import grid
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, load_ranks
-from tests.helpers.planning import make_spec, small_model
+from tests.helpers.planning import make_spec
 from tests.helpers.prefix_runner import PrefixRunner
 
 CPU = torch.device("cpu")
@@ -44,6 +44,8 @@ class CountingComm(ThreadComm):
     sent: Counter[str] = field(default_factory=Counter)
     gathered: list[int] = field(default_factory=list)
     """Bytes of each gather, of all ranks together."""
+    others: list[int] = field(default_factory=list)
+    """Bytes of each sum and each message."""
 
     @classmethod
     def of(cls, comm: ThreadComm) -> "CountingComm":
@@ -53,6 +55,7 @@ class CountingComm(ThreadComm):
     def all_reduce(self, values: Tensor) -> Tensor:
         """Count, and add up."""
         self.sent["all_reduce"] += 1
+        self.others.append(values.nbytes)
         return super().all_reduce(values)
 
     def all_gather_last(self, values: Tensor, sizes: tuple[int, ...]) -> Tensor:
@@ -65,6 +68,7 @@ class CountingComm(ThreadComm):
     def broadcast(self, values: Tensor, *, src: int) -> Tensor:
         """Count, and take the values of one rank."""
         self.sent["broadcast"] += 1
+        self.others.append(values.nbytes)
         return super().broadcast(values, src=src)
 
 
@@ -116,35 +120,35 @@ def test_ranks_draft_as_one_does_with_the_collectives_that_are_planned(
 
 
 @pytest.mark.seconds
-def test_a_round_has_as_many_collectives_as_it_is_priced_with(tmp_path: Path) -> None:
+def test_a_round_has_as_many_collectives_and_bytes_as_it_is_priced_with(tmp_path: Path) -> None:
     """Those inside both models, which are sums and a gather, and the messages between ranks."""
-    spec = make_spec(small_model(num_hidden_layers=NUM_LAYERS), num_ranks=2, num_draft_tokens=K)
-    spec = replace(spec, draft=small_model(), draft_kind=DraftLayout.sharded, draft_ranks=(0, 1))
-    priced = CostModel(spec, hardware.load("8xh100"))
-    assert priced.draft
-    num_inside = [placement.shares[0].num_all_reduces + 1 for placement in (priced.target, priced.draft)]
-    comms, models = [CountingComm.of(comm) for comm in thread_comms(2)], []
+    comms, models, planned = [CountingComm.of(comm) for comm in thread_comms(2)], [], []
     for name, num_layers, whole in (("target", NUM_LAYERS, NONE), ("draft", 2, DRAFT_WHOLE)):
         build_checkpoint(tmp_path / name, "llama", num_hidden_layers=num_layers)
         models.append(load_ranks(tmp_path / name, comms, whole=whole))
+        entry = ModelConfig(name=name, path=str(tmp_path / name), dtype=Dtype.fp32)
+        planned.append(planned_model(entry, device="cpu"))
+    spec = make_spec(planned[0], num_ranks=2, num_draft_tokens=K, batch_size=2)
+    spec = replace(spec, draft=planned[1], draft_kind=DraftLayout.sharded, draft_ranks=(0, 1))
 
-    def one_rank(comm: ThreadComm) -> set[int]:
+    def one_rank(comm: ThreadComm) -> set[tuple[int, int]]:
         assert isinstance(comm, CountingComm)
         target, draft = (ranks[comm.rank] for ranks in models)
         decoder = make_decoder(target, draft, comm=comm, num_draft_tokens=K, batch_size=2, replay=False)
-        step, counted = decoder.round.step, set[int]()
+        step, counted = decoder.round.step, set[tuple[int, int]]()
 
         def counting(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - those of `Round.step`
-            before = comm.sent.total()
+            before, before_bytes = comm.sent.total(), sum(comm.gathered) + sum(comm.others)
             found = step(*arguments, **named)
-            counted.add(comm.sent.total() - before)
+            counted.add((comm.sent.total() - before, sum(comm.gathered) + sum(comm.others) - before_bytes))
             return found
 
         decoder.round.step = counting  # type: ignore[method-assign]
         complete(decoder, requests(30))
         return counted
 
-    wanted = num_inside[0] + K * num_inside[1] + len(round_messages(spec, K))
+    wanted = CostModel(spec, hardware.load("8xh100")).collectives(K)
+    assert wanted[0] == (2 * NUM_LAYERS + 2) + K * (2 * 2 + 1) + len(round_messages(spec, K))
     assert on_ranks(comms, one_rank) == [{wanted}] * 2
 
 

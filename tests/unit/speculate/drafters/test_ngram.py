@@ -1,6 +1,7 @@
 """Prompt look-up: what is copied, by a plain search in Python and by cases that a reader can follow."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -187,3 +188,51 @@ def test_the_longest_match_in_the_newest_texts_is_found(seed: int) -> None:
                 _, number, slot = wanted
                 known = every[-num_texts:][number][slot : slot + 2]
                 assert copied_BK[row, : len(known)].tolist() == known
+
+
+def in_history(*, num_rows: int, num_texts: int) -> tuple[History, Callable[[int, list[int]], None]]:
+    """A history of texts of up to 20 tokens, and what begins a text in a row."""
+    history = History((num_texts, num_rows, 20), longest=3, shortest=1, device=CPU)
+    return history, lambda row, text: history.begin(
+        Prompts(torch.tensor([text]), torch.tensor([len(text)]), [len(text)], len(text)), [row]
+    )
+
+
+def rows_of(*texts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.tensor([text + [0] * (20 - len(text)) for text in texts]), torch.tensor(
+        [[len(text)] for text in texts]
+    )
+
+
+def test_a_text_that_is_no_longer_kept_writes_into_no_other() -> None:
+    """Two rows would write one cell, and GPUs keep either value: ranks could draft different tokens."""
+    history, begin = in_history(num_rows=2, num_texts=3)
+    old, new = [1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12]
+    begin(0, old)
+    for text in ([13], [14], new):
+        begin(1, text)
+    for rows in ((old, new), (new, old)):  # whichever row is written last
+        history._serials_B1.copy_(torch.tensor([[1], [4]] if rows[0] is old else [[4], [1]]))
+        history.add(*rows_of(*rows), num_tokens=6)
+        matched_B1, copied_BK = history.find(*rows_of([20, 7, 8], [20, 1, 2]), torch.arange(4))
+        assert matched_B1.tolist() == [[2], [0]]
+        assert copied_BK[0].tolist() == new[2:]
+
+
+def test_texts_that_are_forgotten_are_not_copied() -> None:
+    history, begin = in_history(num_rows=1, num_texts=3)
+    begin(0, [1, 2, 3, 4])
+    history.forget()
+    matched_B1, _ = history.find(*rows_of([9, 1, 2]), torch.arange(2))
+    assert matched_B1.tolist() == [[0]]
+    begin(0, [1, 2, 5, 6])
+    matched_B1, copied_BK = history.find(*rows_of([9, 1, 2]), torch.arange(2))
+    assert (matched_B1.tolist(), copied_BK.tolist()) == ([[2]], [[5, 6]])
+
+
+def test_rows_that_hold_no_text_are_not_copied_from() -> None:
+    """Rounds are timed over vacant rows before the first text begins."""
+    history, _ = in_history(num_rows=1, num_texts=3)
+    history.add(*rows_of([0, 0]), num_tokens=2)
+    matched_B1, _ = history.find(*rows_of([0, 0]), torch.arange(2))
+    assert matched_B1.tolist() == [[0]]

@@ -51,6 +51,14 @@ def scores_of(
     return [found[place] for place in range(len(texts))]
 
 
+def test_a_certain_model_has_as_many_tokens_as_are_asked_for() -> None:
+    """Their log-probabilities are far below any that sampling draws."""
+    text = ScoredText(ids=[1, 2, 3, 4])
+    (found,) = scores_of(PrefixRunner(sharpness=1e4), [text], batch_size=1, comm=Comm.single())
+    assert [len(ids) for ids in found.model.top_ids] == [NUM_TOP] * 3
+    assert min(found.model.top_log_probs[0]) < -100
+
+
 @torch.inference_mode()
 def wanted_of(model: PreTrainedModel, text: ScoredText, found: TokenScores) -> tuple[list[float], list[bool]]:
     """What the library's forward of one whole text says; the best tokens are compared here."""

@@ -21,6 +21,7 @@ from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.prefill import Buckets, Held
 from llama_ssp.speculate.engine.held import PromptRow
 from llama_ssp.speculate.engine.loop import Decoder
+from llama_ssp.speculate.engine.round import Executor
 from llama_ssp.speculate.engine.state import BatchState, Request
 from tests.helpers.decoders import advance, complete, make_decoder
 from tests.helpers.lanes import heavy
@@ -104,7 +105,7 @@ def counted_round(
     buckets = Buckets(step=SHORT, num_slots=num_slots)
     lengths = [len(request.prompt_ids) for request in requests]
     places = [PromptRow(row, Held(), Held()) for row in range(batch_size)]
-    round_.prefill(prompts, places, lengths=lengths, buckets=buckets)
+    round_.prefill(Executor(), state, prompts, places, lengths=lengths, buckets=buckets)
     state.put(torch.arange(batch_size), prompts)
     for _ in range(3):
         advance(made, state, bucket=bucket)

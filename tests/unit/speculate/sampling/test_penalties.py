@@ -17,8 +17,10 @@ from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.sampling.context import Context, Rows, count_tokens, penalty
 from llama_ssp.speculate.sampling.processors import processor
 from llama_ssp.speculate.sampling.rules import Rule, make_rule, verify_speculative
+from tests.helpers.decoders import complete, make_decoder, outcome, requests
 from tests.helpers.exact_law import exact_law
 from tests.helpers.lanes import heavy
+from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.table_models import TableModel, joint_law, random_table
 
 PROMPT = (3, 1, 1)
@@ -128,6 +130,14 @@ def test_tokens_are_counted_up_to_each_position_and_no_further() -> None:
     assert counts_BTV[1].tolist() == [[0, 1, 0, 0, 0, 1, 0, 0], [0, 2, 0, 0, 0, 1, 0, 0]]
     assert new_BTV[0].tolist() == [[0, 0, 1, 0, 0, 1, 0, 0], [0, 0, 1, 0, 0, 1, 0, 1]]
     assert new_BTV[1].tolist() == [[0] * 8, [0, 1, 0, 0, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("name", ["biases", heavy("words"), heavy("first tokens"), heavy("all")])
+def test_rounds_with_penalties_are_traced(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    target, draft = PrefixRunner(sharpness=1.0), PrefixRunner(seed=1, sharpness=1.0)
+    made, by_python = (make_decoder(target, draft, sampling=PENALIZED[name], replay=traced) for traced in (True, False))
+    assert outcome(complete(made, requests(30))) == outcome(complete(by_python, requests(30)))
+    assert caplog.messages == []
 
 
 def test_without_penalties_there_is_nothing_to_compute() -> None:

@@ -1,0 +1,1 @@
+"""Ours next to its peers on one GPU."""

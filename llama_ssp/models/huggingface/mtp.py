@@ -1,0 +1,56 @@
+"""An MTP layer as a draft head: a model of transformers with one layer; see `architectures.mtp`.
+
+Shapes: B sequences, T positions, R scored ones, E width.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llama_ssp.models.huggingface.runner import ModuleRunner
+from llama_ssp.models.runner import TreePlaces
+
+
+class MtpRunner(ModuleRunner):
+    """A `Head`, or this rank's slice of it, with its cache, which holds pair i in slot i."""
+
+    _hidden_BRE: Tensor
+
+    @property
+    def num_token_ids(self) -> int:
+        """See `Head`."""
+        return self.vocab_size
+
+    def hidden_of(self, taps_BTX: Tensor) -> Tensor:
+        """See `Head.hidden_of`."""
+        return taps_BTX.to(self.dtype)
+
+    def extend(
+        self,
+        ids_BT: Tensor,
+        hidden_BTE: Tensor,
+        positions_BT: Tensor,
+        *,
+        bucket: int,
+        score_positions_B1: Tensor | None = None,
+        cache_rows_B: Tensor | None = None,
+        consecutive: bool = True,  # noqa: ARG002 - masks show any positions
+        tree: TreePlaces | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `Head.extend`."""
+        embedding: Any = self._model.get_input_embeddings()
+        layer = self._model.get_decoder().layers[0]
+        joined = torch.cat([layer.enorm(embedding(ids_BT)), layer.hnorm(hidden_BTE)], dim=-1)
+        inputs = {"inputs_embeds": layer.eh_proj(joined)}
+        logits_BRV = self._forward(
+            inputs, positions_BT, bucket=bucket, score_positions_BR=score_positions_B1,
+            cache_rows_B=cache_rows_B, tree=tree,
+        )  # fmt: skip
+        return self._hidden_BRE, logits_BRV
+
+    def _keep_wanted_rows(self, head: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: ANN401 - of torch
+        """Keep those hidden states, which the next step reads."""
+        args = super()._keep_wanted_rows(head, args) or args
+        (self._hidden_BRE,) = args
+        return args
