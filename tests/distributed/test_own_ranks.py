@@ -56,6 +56,8 @@ def test_its_ranks_share_the_work_and_leave_what_one_leaves_and_listen_on_the_lo
     found, wanted = (
         LogProbLine.from_json((tmp_path / name / "logprobs.jsonl").read_bytes()) for name in ("run", "alone")
     )
+    assert found.drawn_logprobs
+    assert wanted.drawn_logprobs
     assert found.drawn_logprobs.log_probs == pytest.approx(wanted.drawn_logprobs.log_probs, abs=1e-4)
 
 

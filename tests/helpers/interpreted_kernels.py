@@ -469,10 +469,8 @@ PARTS: dict[str, Sequence[Callable[[], None]]] = {
     "llama, no groups": [partial(whole_model, "llama, no groups", varlen_attention)],
     "mistral, window": [partial(whole_model, "mistral, window", varlen_attention)],
     "qwen3": [partial(whole_model, "qwen3", varlen_attention, None)],
-    "quantized": [
-        partial(quantized_model, Precision(quantization="int8_weight_only"), 0.02),
-        partial(quantized_model, Precision(cache_dtype="int8"), 0.05),
-    ],
+    "quantized weights": [partial(quantized_model, Precision(quantization="int8_weight_only"), 0.02)],
+    "quantized cache": [partial(quantized_model, Precision(cache_dtype="int8"), 0.05)],
 }  # fmt: skip
 
 

@@ -110,7 +110,13 @@ def test_the_kernels_of_a_draw_need_no_stack(capability: int, vocab_size: int) -
 
 @pytest.mark.parametrize(
     "part",
-    ["operators", "several ranks", heavy("llama, no groups"), heavy("mistral, window"), "qwen3", "quantized"],
+    [
+        "operators",
+        "several ranks",
+        "qwen3",
+        "quantized cache",
+        *map(heavy, ("llama, no groups", "mistral, window", "quantized weights")),
+    ],
 )
 def test_values_are_those_of_torch_s_operators(part: str) -> None:
     """In a process of its own, because Triton reads at its import that it is to interpret."""
