@@ -5,7 +5,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from numbers import Integral
 from pathlib import Path
@@ -328,7 +328,7 @@ class Pair:
         """
         models, kept, speculative = self.models, self._decoders, self.models.drafts and not plain
         key = (
-            speculative, config.batch_size, astuple(config.speculation), config.verification.rule,
+            speculative, config.batch_size, str(config.speculation), config.verification.rule,
             torch.get_num_threads(), str(config.sampling),
         )  # fmt: skip
         decoder = kept.get(key) or build_decoder(models, config, speculative=speculative)

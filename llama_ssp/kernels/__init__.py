@@ -12,7 +12,7 @@ its reference computes on a small case; otherwise the run goes on with the refer
 On a GPU, kernels in Triton replace torch's operators. `choice_gpu.attempt` tries each before its first use:
 
     between              `between`                        `between_gpu`: norms, rotary embedding and cache, gate
-    linear               weights that are unpacked        `linear_gpu`: a few rows by int8 or int4
+    linear               torch's; weights are unpacked    `halves_gpu`, `linear_gpu`: a few rows by 16, 8 or 4 bits
     attention by length  torch's                          `attention_gpu`: the queries of a round
     draw                 `sampling.processors`            `draw_gpu`: the draw of a token
 

@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llama_ssp.architectures.engine import PART_SLOTS, most_parts
+from llama_ssp.kernels.chain_gpu import chained, release, wait
 from llama_ssp.kernels.heads import Sequences, left_of
 from llama_ssp.kernels.rows import KeptRows
 
@@ -81,9 +82,12 @@ def attend_part(  # type: ignore[no-untyped-def]
     scale, left, num_parts, query_stride, query_head_stride, slot_stride, head_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     PARTS: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend from one row's queries of a group to a part of its slots; `scale` is for powers of 2."""
     part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    release(PDL)
+    wait(PDL)
     first, num_queries, length, begin, size = _measures(first_queries, used, row, left, HAS_WINDOW, PARTS, SLOTS)
     start = begin + part * size
     stop = tl.minimum(start + size, length)
@@ -128,9 +132,12 @@ def attend_part(  # type: ignore[no-untyped-def]
 def attend_whole(  # type: ignore[no-untyped-def]
     parts, sums, first_queries, used, attended, left, num_parts,
     HEAD_DIM: tl.constexpr, HAS_WINDOW: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Add the parts of one query up, in some dimensions of a head."""
     head, row = tl.program_id(1), tl.program_id(2)
+    release(PDL)
+    wait(PDL)
     first, num_queries, length, begin, size = _measures(first_queries, used, row, left, HAS_WINDOW, PARTS, SLOTS)
     pieces: tl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
     place = tl.program_id(0) // pieces
@@ -169,7 +176,8 @@ def attend(
     parts_QHCD = queries_QHD.new_empty(num_queries, num_heads, num_parts, head_dim, dtype=torch.float32)
     sums_QHC = queries_QHD.new_empty(num_queries, num_heads, num_parts, dtype=torch.float32)
     attended_QHD = queries_QHD.new_empty(queries_QHD.shape)
-    shared = {"HEAD_DIM": head_dim, "HAS_WINDOW": left >= 0, "PARTS": parts, "SLOTS": SLOTS}
+    shared: dict[str, int] = {"HEAD_DIM": head_dim, "HAS_WINDOW": left >= 0, "PARTS": parts, "SLOTS": SLOTS}
+    shared |= chained(queries_QHD.device)
     attend_part[num_parts, num_kv_heads, num_sequences](
         queries_QHD, keys_SNW, values_SNW, sequences.first_query_C1, sequences.first_slot_C1, sequences.used_C,
         parts_QHCD, sums_QHC, scale * _LOG2_E, left, num_parts,

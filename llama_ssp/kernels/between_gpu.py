@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llama_ssp.kernels.chain_gpu import chained, release, wait
 from llama_ssp.kernels.heads import Heads
 from llama_ssp.kernels.norm import RmsNorm
 from llama_ssp.kernels.rows import KeptRows
@@ -24,18 +25,22 @@ _UNITS_OF_A_PROGRAM = 1024
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def add_norm_kernel(x, added, weight, normed, width, eps, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def add_norm_kernel(  # type: ignore[no-untyped-def]
+    x, added, weight, normed, width, eps, WIDTH: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """Add to one row of x, in place, if there is something to add, and normalize it."""
     places = tl.arange(0, WIDTH)
     is_place = places < width
     row = tl.program_id(0).to(tl.int64) * width + places
+    factors = tl.load(weight + places, mask=is_place, other=0.0).to(tl.float32)
+    release(PDL)
+    wait(PDL)
     total = tl.load(x + row, mask=is_place, other=0.0)
     if added is not None:
         total += tl.load(added + row, mask=is_place, other=0.0)
         tl.store(x + row, total, mask=is_place)
     exact = total.to(tl.float32)
     factor = tl.rsqrt(tl.sum(exact * exact, 0) / width + eps)
-    factors = tl.load(weight + places, mask=is_place, other=0.0).to(tl.float32)
     tl.store(normed + row, (exact * factor * factors).to(total.dtype), mask=is_place)
 
 
@@ -44,17 +49,20 @@ def add_norm(x_ME: Tensor, added_ME: Tensor | None, weight_E: Tensor, eps: float
     num_rows, width = x_ME.shape
     normed_ME = torch.empty_like(x_ME)
     add_norm_kernel[(num_rows,)](
-        x_ME, added_ME, weight_E, normed_ME, width, eps, WIDTH=triton.next_power_of_2(width), num_warps=8
-    )
+        x_ME, added_ME, weight_E, normed_ME, width, eps, WIDTH=triton.next_power_of_2(width), num_warps=8,
+        **chained(x_ME.device),
+    )  # fmt: skip
     return normed_ME
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def gated_kernel(gate_up, gated, num_units, UNITS: tl.constexpr):  # type: ignore[no-untyped-def]
+def gated_kernel(gate_up, gated, num_units, UNITS: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
     """Multiply some units of one row by the silu of their gates, rounded as torch's two operators do."""
     units = tl.program_id(1) * UNITS + tl.arange(0, UNITS)
     is_unit = units < num_units
     row = tl.program_id(0).to(tl.int64) * num_units
+    release(PDL)
+    wait(PDL)
     gate = tl.load(gate_up + 2 * row + units, mask=is_unit, other=0.0)
     up = tl.load(gate_up + 2 * row + num_units + units, mask=is_unit, other=0.0)
     exact = gate.to(tl.float32)
@@ -67,7 +75,7 @@ def gated(gate_up_M2U: Tensor) -> Tensor:
     num_rows, num_units = gate_up_M2U.shape[0], gate_up_M2U.shape[1] // 2
     gated_MU = gate_up_M2U.new_empty(num_rows, num_units)
     gated_kernel[(num_rows, triton.cdiv(num_units, _UNITS_OF_A_PROGRAM))](
-        gate_up_M2U, gated_MU, num_units, UNITS=_UNITS_OF_A_PROGRAM, num_warps=4
+        gate_up_M2U, gated_MU, num_units, UNITS=_UNITS_OF_A_PROGRAM, num_warps=4, **chained(gate_up_M2U.device)
     )
     return gated_MU
 
@@ -99,6 +107,7 @@ def rotate_write_kernel(  # type: ignore[no-untyped-def]
     num_slots, all_slots, num_positions, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     HEADS: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr, IS_FLOAT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Turn some heads of one token: queries in place, keys into the cache, where values go unturned.
 
@@ -108,6 +117,8 @@ def rotate_write_kernel(  # type: ignore[no-untyped-def]
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     pairs = tl.arange(0, PAIRS)
     num_all = NUM_HEADS + 2 * NUM_KV_HEADS
+    release(PDL)
+    wait(PDL)
     position = tl.load(positions + token)
     is_here = (heads < num_all)[:, None] & (pairs < HEAD_DIM // 2)[None, :]
     source = qkv + (token * num_all + heads[:, None]) * HEAD_DIM + 2 * pairs[None, :]
@@ -182,5 +193,5 @@ def rotate_write(
         parts.shape[1] // batch_size, parts.shape[1], num_positions, norms[0].eps if norms else 0.0,
         NUM_HEADS=heads.num, NUM_KV_HEADS=heads.num_kv, HEAD_DIM=head_dim, HEADS=_HEADS_OF_A_PROGRAM,
         PAIRS=triton.next_power_of_2(head_dim // 2), WIDTH=parts.shape[2], LARGEST=kept.largest if kept else None,
-        IS_FLOAT=kept is not None and kept.dtype.is_floating_point, num_warps=4,
+        IS_FLOAT=kept is not None and kept.dtype.is_floating_point, num_warps=4, **chained(qkv_MXD.device),
     )  # fmt: skip

@@ -29,6 +29,14 @@ ProductOfFewRows = Callable[..., Tensor]
 _Kernel = TypeVar("_Kernel")
 _log = logging.getLogger(__name__)
 _MOST_LETTERS = 200
+_MOST_ROWS_OF_HALVES = {"H200": 8}
+"""The most rows for which products of all matrices were faster than cuBLAS's, by a part of the GPU's name.
+
+`docs/findings/gpus.md` has the times; nothing is timed when a run starts.
+"""
+_HALVES = (torch.float16, torch.bfloat16)
+_TOLERANCE = 0.02
+"""Share of the largest value."""
 _said: set[str] = set()
 
 
@@ -107,6 +115,33 @@ def few_rows_of(name: str, dtypes: tuple[torch.dtype, ...], groups: tuple[int, .
     sample = tuple([part.to(dtype) for part, dtype in zip([weights, *others], dtypes, strict=True)])
     instead = f"{name} unpacks its weights in every forward, which is slower than fp16"
     return attempt(partial(_tried_few_rows, sample), instead=instead)
+
+
+def find_halves(weight_OI: Tensor) -> tuple[ProductOfFewRows, int] | None:
+    """Our product for a matrix in fp16 or bf16, and the most rows for which cuBLAS's is slower; None if it never is."""
+    if not weight_OI.is_cuda or weight_OI.dtype not in _HALVES or torch.version.hip:
+        return None
+    name = torch.cuda.get_device_name(weight_OI.device)
+    most_rows = next((most for part, most in _MOST_ROWS_OF_HALVES.items() if part in name), 0)
+    product = _halves_of(weight_OI.dtype) if most_rows else None
+    return (product, most_rows) if product else None
+
+
+@cache
+def _halves_of(dtype: torch.dtype) -> ProductOfFewRows | None:
+    return attempt(partial(_tried_halves, dtype), instead="continuing with cuBLAS for few rows")
+
+
+def _tried_halves(dtype: torch.dtype) -> ProductOfFewRows:
+    from llama_ssp.kernels.halves_gpu import product_of_halves  # noqa: PLC0415 - CPU builds come without Triton
+
+    weight_OI = torch.linspace(-1, 1, 33 * 1104).view(33, 1104).sin().to(dtype).cuda()
+    for num_rows in (1, 2, 8, 16):
+        x_MI = torch.linspace(0, 9, num_rows * 1104).view(num_rows, 1104).cos().to(dtype).cuda()
+        found_MO, wanted_MO = product_of_halves(x_MI, weight_OI), x_MI @ weight_OI.t()
+        if bool((~((found_MO - wanted_MO).abs() <= _TOLERANCE * wanted_MO.abs().max())).any()):
+            raise RuntimeError("our product of a few rows is wrong on this device")
+    return product_of_halves
 
 
 def _weights_of_a_byte(dtype: torch.dtype) -> int:

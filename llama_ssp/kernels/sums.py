@@ -122,6 +122,10 @@ class PeerSums:
         return {"patience": self.patience} if self.patience else {}
 
 
+class _UnusableError(Exception):
+    """Why a rank cannot use the kernel, as all ranks know; a lost rank is another error."""
+
+
 # By members, made once for all points of a sweep.
 _found: dict[tuple[int, ...], PeerSums | None] = {}
 
@@ -151,7 +155,7 @@ def find_peer_sums(
     try:
         sums = _mapped(comm, open_device)
         _on_all(comm, partial(check or check_sums, replace(sums, patience=_PATIENCE), comm))
-    except RuntimeError as error:
+    except _UnusableError as error:
         if comm.rank == 0:
             _log.warning("continuing with NCCL's sums: %s", error)
         return None
@@ -159,7 +163,7 @@ def find_peer_sums(
 
 
 def _mapped(comm: Comm, open_device: Callable[[], DeviceMemory]) -> PeerSums:
-    """Map the memories of all ranks; RuntimeError on every rank if one cannot."""
+    """Map the memories of all ranks; _UnusableError on every rank if one cannot."""
 
     def make() -> tuple[Any, DeviceMemory, int, str]:
         kernels, device = import_module("llama_ssp.kernels.sums_gpu"), open_device()  # CPU builds come without Triton
@@ -182,7 +186,7 @@ def _mapped(comm: Comm, open_device: Callable[[], DeviceMemory]) -> PeerSums:
 
 
 def _on_all(comm: Comm, step: Callable[[], _Result]) -> _Result:
-    """Take a step on all ranks; RuntimeError on every rank, with a reason, if it fails on one."""
+    """Take a step on all ranks; _UnusableError on every rank, with a reason, if it fails on one."""
     found, fault = [], ""
     try:
         found.append(step())
@@ -192,7 +196,7 @@ def _on_all(comm: Comm, step: Callable[[], _Result]) -> _Result:
         fault = f"rank {comm.rank}: {reason(error)}"
     faults = [text for text in comm.gather_text(fault) if text]
     if faults:
-        raise RuntimeError(faults[0])
+        raise _UnusableError(faults[0])
     return found[0]
 
 

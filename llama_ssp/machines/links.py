@@ -56,13 +56,13 @@ def note_on_links(sizes: Collection[int], num_ranks: int, visible: str | None) -
             found = [links[one][other] for one, other in combinations(block, 2)]
             return max(([link.startswith(name) for name in _NAMES].index(True), link) for link in found)
 
-        for size in sizes:
+        for size in (size for size in sizes if size > 1 and num_ranks % size == 0):
             order = list[int]()
-            while size > 1 and num_ranks % size == 0 and len(order) < num_ranks:
+            while len(order) < num_ranks:
                 left = (gpu for gpu in ranks if gpu not in order)
                 order += min(combinations(left, size), key=lambda block: weakest(block)[0])
             blocks = [[one[at : at + size] for at in range(0, len(order), size)] for one in (ranks, order)]
-            now, best = (max(map(weakest, some), default=(0, "")) for some in blocks)
+            now, best = (max(map(weakest, some)) for some in blocks)
             if best[0] < now[0]:
                 return (
                     f"{size} ranks that share a model have {now[1]} between their GPUs, and in another order "

@@ -79,11 +79,28 @@ _UNKNOWN_KIND = Acceptance(
 def expected_of_spec(spec: PlanSpec) -> Acceptance:
     """The acceptance that the user gave, else what is expected of the pair."""
     decline = HEAD_DECLINE if spec.has_head else DECLINE
+    if spec.num_forced is not None:
+        source = "that of speculation.forced_lengths, whose texts are not lossless"
+        return Acceptance(
+            probability=acceptance_of(spec.num_forced, spec.num_draft_tokens), source=source, decline=1.0
+        )  # fmt: skip
     if spec.acceptance is not None:
         return Acceptance(probability=spec.acceptance, source="given as speculation.acceptance", decline=decline)
     has_model, temperature = spec.draft is not None, spec.temperature
     found = expected(spec.target.name, str(spec.draft_name), has_model=has_model, temperature=temperature)
     return replace(found, decline=decline)
+
+
+def acceptance_of(num_accepted: float, num_draft_tokens: int) -> float:
+    """The acceptance, the same at every position, of which a round accepts so many of K tokens on average."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        if sum(middle**number for number in range(1, num_draft_tokens + 1)) < num_accepted:
+            low = middle
+        else:
+            high = middle
+    return high
 
 
 def expected(target: str, draft: str, *, has_model: bool = True, temperature: float | None = None) -> Acceptance:

@@ -7,6 +7,7 @@ more models than the engine runs.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from statistics import mean
 
 from llama_ssp.architectures.eagle3 import NUM_TAPS
 from llama_ssp.architectures.engine import (
@@ -182,6 +183,7 @@ class PlanSpec:
         adapts: K is chosen for each round, up to `num_draft_tokens`, and may be 0.
         overlap: drafting overlaps verification, if the draft has ranks of its own (`overlaps`).
         acceptance: probability that a drafted token is accepted; None takes what is expected of the pair.
+        num_forced: drafted tokens that a round accepts on average, by force; None leaves it to the rule.
         rule: the verification rule; `greedy` at temperature 0, where no probabilities are needed.
         counts_tokens: penalties count the tokens of the vocabulary.
         scores_texts: the target reads every text once more, for log-probabilities.
@@ -209,6 +211,7 @@ class PlanSpec:
     num_replicas: int = 1
     mean_prompt_tokens: float | None = None
     adapts: bool = False
+    num_forced: float | None = None
     overlap: bool = False
     temperature: float | None = None
     rule: str = DEFAULT
@@ -415,6 +418,7 @@ def make_spec(
         tree=tree,
         overlap=speculation.overlap,
         acceptance=acceptance,
+        num_forced=mean(speculation.forced_lengths) if speculation.forced_lengths else None,
         temperature=temperature,
         rule=config.verification.rule if temperature > 0 else AT_ZERO,
         counts_tokens=config.sampling.penalizes,

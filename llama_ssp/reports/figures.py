@@ -18,7 +18,7 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.reports.measures import Estimate, RunMeasures
 from llama_ssp.reports.records import PLAIN, SPECULATIVE
 from llama_ssp.reports.runs import Run
-from llama_ssp.reports.tables import DISTURBED
+from llama_ssp.reports.tables import DISTURBED, NOT_LOSSLESS, marks_of
 from llama_ssp.words import visible
 
 try:
@@ -130,7 +130,7 @@ class Bar(NamedTuple):
 
 def bars_of(run: Run, measured: RunMeasures, name: str) -> list[Bar]:
     """The bars of a run: one, or one for each cell of a benchmark."""
-    mark = f" {DISTURBED}" if run.summary.disturbed else ""
+    mark = marks_of(run.summary)
     if run.summary.cells:
         return [
             Bar(
@@ -166,7 +166,7 @@ def time_per_token(bars: Sequence[Bar]) -> Figure | None:
     figures = [figure for bar in bars for found in bar.measured.values() for figure in found if figure is not None]
     figures += [ms for bar in bars for mode, ms in bar.forecast.items() if ms is not None and mode in bar.measured]
     names = [visible(textwrap.shorten(bar.name, _LONGEST_NAME, placeholder="…")) for bar in bars]
-    axes.set_yticks(range(len(bars)), names if len(bars) > 1 or DISTURBED in names[0] else [""])
+    axes.set_yticks(range(len(bars)), names if len(bars) > 1 or {DISTURBED, NOT_LOSSLESS} & {*names[0]} else [""])
     axes.set(xlabel="ms/token, median over prompts", xlim=(0, _MARGIN * max(figures)), ylim=(len(bars) - 0.5, -0.5))
     axes.grid(visible=True, axis="x")
     axes.grid(visible=False, axis="y")

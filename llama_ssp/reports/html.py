@@ -14,7 +14,17 @@ from llama_ssp.reports.figures import Bar, bars_of, time_per_token
 from llama_ssp.reports.measures import LEAST_PROMPTS, RunMeasures, measure
 from llama_ssp.reports.records import MEASURE_COLUMNS
 from llama_ssp.reports.runs import Run, find_runs, labels, varying_settings
-from llama_ssp.reports.tables import DISTURBED, name_of, number, percentiles_table, runs_table, runs_to_csv, table
+from llama_ssp.reports.tables import (
+    DISTURBED,
+    NOT_LOSSLESS,
+    marks_of,
+    name_of,
+    number,
+    percentiles_table,
+    runs_table,
+    runs_to_csv,
+    table,
+)
 from llama_ssp.words import count, decimal, share, visible
 
 try:
@@ -70,7 +80,7 @@ def report(runs: Sequence[Run], measures: Sequence[RunMeasures] | None = None, *
         }  # fmt: skip
     return templates.get_template("report.html").render(
         title=_title(runs), runs=list(map(_section, runs, measures, names)), sweep=sweep,
-        least_prompts=LEAST_PROMPTS, missing=missing, mark=DISTURBED,
+        least_prompts=LEAST_PROMPTS, missing=missing, mark=DISTURBED, not_lossless=NOT_LOSSLESS,
     )  # fmt: skip
 
 
@@ -91,7 +101,8 @@ def _title(runs: Sequence[Run]) -> str:
 def _section(run: Run, measured: RunMeasures, name: str) -> dict[str, Any]:
     """Collect the parts of the page that are of one run."""
     verdict, cells = run.summary.evaluation, run.summary.cells
-    mark = f"{DISTURBED} disturbed" if run.summary.disturbed else ""
+    words = {DISTURBED: "disturbed", NOT_LOSSLESS: "not lossless"}
+    mark = ", ".join(f"{mark} {words[mark]}" for mark in marks_of(run.summary).split())
     figures_of = [[cell.name, *map(number, [*cell.columns, cell.tokens_per_round])] for cell in cells]
     return {
         "name": name, "run": run, "medians": runs_table([run], [measured], []),

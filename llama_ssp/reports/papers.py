@@ -9,12 +9,15 @@ from llama_ssp.reports.measures import measure, ratio
 from llama_ssp.reports.records import SPECULATIVE
 from llama_ssp.reports.runs import Run, Setting, find_runs, varying_settings
 from llama_ssp.reports.summary import accepted_by_position, counted_rounds
-from llama_ssp.reports.tables import DISTURBED, Cell, Table, estimated, name_of, number, runs_table, table
+from llama_ssp.reports.tables import DISTURBED, NOT_LOSSLESS, Cell, Table, estimated, name_of, number, runs_table, table
 from llama_ssp.words import visible
 
 MARKDOWN, LATEX = "markdown", "latex"
-_SPECIAL = re.compile(r"[&%$#_{}~^\\]|" + DISTURBED)
-_ESCAPED = {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}", DISTURBED: r"$\dagger$"}
+_ESCAPED = {
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}", DISTURBED: r"$\dagger$",
+    NOT_LOSSLESS: r"$\ddagger$",
+}  # fmt: skip
+_SPECIAL = re.compile(rf"[&%$#_{{}}~^\\{DISTURBED}{NOT_LOSSLESS}]")
 
 
 def paper_tables(folders: Sequence[Path], form: str) -> str:
@@ -81,6 +84,7 @@ def _notes(runs: Sequence[Run], form: str) -> str:
         "In brackets stand 95 % intervals over prompts, by the bootstrap; speed-ups are plain over speculative.",
         "; ".join([*versions, *(f"commit {commit}" for commit in commits), *machines]) + ".",
         *([f"{DISTURBED} The machine was disturbed."] if any(one.disturbed for one in summaries) else []),
+        *dict.fromkeys(f"{NOT_LOSSLESS} {one.caveat[:1].upper()}{one.caveat[1:]}." for one in summaries if one.caveat),
     ]
     text = visible(" ".join(sentences))
     return _tex(text) if form == LATEX else text

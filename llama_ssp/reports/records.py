@@ -45,6 +45,7 @@ class CompletionLine(_Line):
 
     Attributes:
         examined_lengths: for each round, `completion.num_examined`.
+        is_lossless: the text is the target's; false with `speculation.forced_lengths`.
         share_s: wall time over the rows of the batch and the replicas; `ms / 1000` for one row without replicas.
     """
 
@@ -72,6 +73,7 @@ class CompletionLine(_Line):
     messages: list[dict[str, str]] | None = None
     fields: dict[str, Any] = field(default_factory=dict)
     first_token_ms: float | None = None
+    is_lossless: bool = True
 
     @property
     def key(self) -> LineKey:
@@ -381,6 +383,7 @@ class RunFacts:
 
     Attributes:
         tree: `speculation.tree`; None for chains.
+        forced_lengths: `speculation.forced_lengths`; its texts are not lossless.
         point: the run's place in a sweep, with the settings in which its points differ.
         weights: "checkpoint" or "synthetic".
         baseline: where plain completions are from, if not from this run.
@@ -392,6 +395,7 @@ class RunFacts:
     model: str
     draft: str | None
     tree: str | None = None
+    forced_lengths: list[int] = field(default_factory=list)
     point: str | None = None
     weights: str = "checkpoint"
     baseline: Baseline | None = None
@@ -436,6 +440,12 @@ class Summary(RunFacts):
             return ""
         adapts, most = self.speculative.drafted_histogram, len(self.speculative.accepted_histogram) - 1
         return f"tree {self.tree}" if self.tree else f"K = {ADAPTIVE if adapts else most}"
+
+    @property
+    def caveat(self) -> str:
+        """A clause for texts that are not the target's; empty for others."""
+        lengths = self.forced_lengths
+        return f"not lossless: speculation.forced_lengths={lengths} says what rounds accept" if lengths else ""
 
     @classmethod
     def from_json(cls, text: str) -> "Summary":

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from llama_ssp.reports.measures import PERCENTILES, Estimate, RunMeasures
-from llama_ssp.reports.records import PLAIN, SPECULATIVE
+from llama_ssp.reports.records import PLAIN, SPECULATIVE, Summary
 from llama_ssp.reports.runs import Run, Setting
 from llama_ssp.words import decimal
 
@@ -16,6 +16,8 @@ _OWN_COLUMNS = ("task", "model", "draft", "ranks", "seed")
 _ONLY_IN_REPORTS = ("forecast speed-up", "prompts faster", "prompts", "tokens", "run", "status")
 DISTURBED = "†"
 """Marks a run whose times are not those of an undisturbed machine."""
+NOT_LOSSLESS = "‡"
+"""Marks a run whose texts are not the target's: `speculation.forced_lengths`."""
 
 
 class Cell(NamedTuple):
@@ -33,9 +35,15 @@ class Table(NamedTuple):
     num_left: int = 1
 
 
+def marks_of(summary: Summary) -> str:
+    """The marks of a run, each after a space."""
+    marks = {DISTURBED: summary.disturbed, NOT_LOSSLESS: summary.forced_lengths}
+    return "".join(f" {mark}" for mark, is_marked in marks.items() if is_marked)
+
+
 def name_of(place: int, run: Run) -> str:
-    """Name the run in a place of a report by its number from 1, with the mark of a disturbed one."""
-    return f"{place + 1}{f' {DISTURBED}' if run.summary.disturbed else ''}"
+    """Name the run in a place of a report by its number from 1, with its marks."""
+    return f"{place + 1}{marks_of(run.summary)}"
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Cell | str]], num_left: int = 1) -> Table:
@@ -92,7 +100,7 @@ def runs_to_csv(runs: Sequence[Run], measures: Sequence[RunMeasures], settings: 
         row |= {"num_draft_tokens": run.num_draft_tokens, "tree": summary.tree}
         row |= {"world_size": summary.world_size, "seed": summary.seed}
         row |= {setting.key: setting.values[place] for setting in settings if setting.key not in _OWN_COLUMNS}
-        row |= {"status": run.status, "disturbed": summary.disturbed}
+        row |= {"status": run.status, "disturbed": summary.disturbed, "not_lossless": summary.caveat or None}
         row |= {"baseline": summary.baseline and summary.baseline.folder}
         row |= {"num_prompts": summary.num_prompts, "num_new_tokens": summary.num_new_tokens}
         for name in (PLAIN, SPECULATIVE):

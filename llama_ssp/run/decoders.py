@@ -32,7 +32,7 @@ from llama_ssp.speculate.engine.overlap import OverlappedRound
 from llama_ssp.speculate.engine.round import Round
 from llama_ssp.speculate.engine.text import StopStrings
 from llama_ssp.speculate.engine.verifier import Verifier
-from llama_ssp.speculate.sampling.rules import make_rule
+from llama_ssp.speculate.sampling.rules import ForcedLengths, make_rule
 from llama_ssp.weights.head import HeadSource
 from llama_ssp.weights.mtp import MtpSource
 
@@ -197,9 +197,12 @@ def build_decoder(
             config, mesh=mesh, runner=models.draft, vocab_size=models.target.vocab_size, device=device,
             split=split, tokenizers=models.tokenizers, taps=taps,
         )  # fmt: skip
+    if lengths := config.speculation.forced_lengths if speculative else []:
+        _log.info("not lossless: speculation.forced_lengths=%s says what rounds accept", lengths)
     verifier = Verifier(
-        rule, comm=mesh.replica, verify_rank=mesh.layout.verify_rank, device=device, split=split, tree=tree
-    )
+        rule, comm=mesh.replica, verify_rank=mesh.layout.verify_rank, device=device, split=split, tree=tree,
+        forced=ForcedLengths(lengths, device) if lengths else None,
+    )  # fmt: skip
     if drafters and isinstance(drafters[0], AheadDrafter):
         round_: Round = OverlappedRound(models.target, drafters[0], verifier=verifier, limit=limit)
     else:

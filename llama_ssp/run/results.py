@@ -72,6 +72,7 @@ def finalize(session: Session) -> None:
         folder.put_in_order()
     facts = RunFacts(
         task=task.name, model=config.model.label, draft=draft_label(config.draft), tree=config.speculation.tree,
+        forced_lengths=config.speculation.forced_lengths,
         point=config.place.title if config.place else None, baseline=_baseline(session), machine=_machine(session),
         weights=config.weights.name,
         placement=placement | {"num_replicas": num_replicas}, world_size=comm.size, seed=config.seed,

@@ -255,6 +255,7 @@ class _Recorder:
         self._to_line = partial(
             to_line, mode=mode, tokenizer=session.models.tokenizer, num_copies=num_replicas,
             adapts=session.config.speculation.adapts and mode == SPECULATIVE,
+            is_lossless=mode == PLAIN or not session.config.speculation.forced_lengths,
         )  # fmt: skip
         self.exchange: ResultQueue | None = None
         if num_replicas > 1:
@@ -336,8 +337,9 @@ def _of_prompt(completion: RowCompletion) -> PromptRequest:
 
 
 def to_line(
-    completion: RowCompletion, *, mode: str, tokenizer: PreTrainedTokenizerBase, num_copies: int, adapts: bool = False
-) -> CompletionLine:
+    completion: RowCompletion, *, mode: str, tokenizer: PreTrainedTokenizerBase, num_copies: int, adapts: bool = False,
+    is_lossless: bool = True,
+) -> CompletionLine:  # fmt: skip
     """A line of `run.jsonl`; `num_copies` replicas share the wall time; a run that `adapts` has a K for each round."""
     request, part_s = _of_prompt(completion), completion.part_s
     prompt = request.source
@@ -353,5 +355,5 @@ def to_line(
         draft_lengths=completion.draft_lengths if adapts else None,
         turn=len(prompt.earlier), question_id=prompt.question_id, category=prompt.category,
         messages=prompt.messages, fields=dict(prompt.fields),
-        first_token_ms=completion.first_token_s * 1e3,
+        first_token_ms=completion.first_token_s * 1e3, is_lossless=is_lossless,
     )  # fmt: skip

@@ -114,6 +114,7 @@ _SHARE = "above 0 and at most 1, or {null} to switch it off"
 _PENALTY = "a number, for example 0.5; 0 switches it off"
 _TIMEOUT = f"a positive number of seconds, at most {_MAX_TIMEOUT_S}"
 _MOST_COMPARED = 64
+_TIMES = ("compare", "latency", "benchmark")
 _MOST_BIAS = 10**4  # logits stay finite
 _BIASES = f"numbers from -{_MOST_BIAS} to {_MOST_BIAS}, such as {{{{198: -100}}}}"
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
@@ -214,6 +215,7 @@ def _draft(config: RunConfig) -> Iterator[str]:
     yield from _pair(config)
     yield from _heads_of_targets(config)
     yield from _tree(config)
+    yield from _forced(config)
     yield from _overlap(config)
 
 
@@ -273,6 +275,26 @@ def _tree(config: RunConfig) -> Iterator[str]:
     yield from (
         f"{said('speculation.tree', speculation.tree)} needs {sentence}" for sentence, lacks in needed.items() if lacks
     )
+
+
+def _forced(config: RunConfig) -> Iterator[str]:
+    speculation, task = config.speculation, task_of(config)
+    if not (lengths := speculation.forced_lengths):
+        return
+    drafted = getattr(config.task, "num_draft_tokens", None) or [speculation.num_draft_tokens]
+    most = min([int(number) for number in drafted if number in _NUM_DRAFTED], default=max(lengths))
+    needed = {
+        f"numbers from 0 to K, here {most}": min(lengths) < 0 or max(lengths) > most,
+        "chains: leave speculation.tree out": speculation.tree is not None,
+        f"equal rounds: leave {said('speculation.num_draft_tokens', schema.ADAPTIVE)} out": speculation.adapts,
+        "rounds one after the other: leave speculation.overlap=true out": speculation.overlap,
+        f"a task that shows times, and the texts of task={task.name} must be the target's: use "
+        f"{' or '.join(f'task={name}' for name in _TIMES)}": task.name not in _TIMES
+        and not isinstance(config, PlanConfig),
+        "an acceptance that is not measured: leave task.store=true out": getattr(config.task, "store", False),
+    }
+    given = said("speculation.forced_lengths", lengths)
+    yield from (f"{given} needs {sentence}" for sentence, lacks in needed.items() if lacks)
 
 
 def _overlap(config: RunConfig) -> Iterator[str]:
@@ -464,6 +486,11 @@ _NO_DRAFT_MODEL = "without a draft model: give one with draft=NAME"
 _WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
     ("speculation", _never_drafts, _NO_DRAFT),
     ("verification", lambda c: _never_drafts(c) and not _draws_by_position(c), _NO_DRAFT),
+    (
+        "speculation.acceptance",
+        lambda c: bool(c.speculation.forced_lengths),
+        "with speculation.forced_lengths, which says what is accepted",
+    ),
     ("draft.fallback", lambda c: not c.speculation.adapts, "without speculation.num_draft_tokens=auto"),
     ("draft.greedy", lambda c: c.sampling.temperature == 0, "at temperature 0, where every draft is greedy"),
     (

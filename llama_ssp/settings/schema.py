@@ -205,6 +205,11 @@ class SpeculationConfig:
         "it has 2, 4 and 4 nodes; dynamic lets the draft's probabilities decide. Needs verification=speculative or "
         "temperature 0.",
     )
+    forced_lengths: list[int] = made(
+        list,
+        "drafted tokens that the rounds of a row accept, one number after the other and then from the first again, "
+        "whatever the target says: times at a given acceptance. The text is not the target's: every output says so.",
+    )
     overlap: bool = setting(False, "true drafts while the target verifies; needs placement=own_gpu, so far on CPUs.")
 
     @property

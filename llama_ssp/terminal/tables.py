@@ -107,10 +107,14 @@ def runs_table(shown: reports.Table) -> RenderableType:
     table = _figures(headings, [[*map(text, row)] for row in shown.rows], padding=(0, 0, 0, 1))
     for column in table.columns[: shown.num_left]:
         column.justify = "left"
-    marked = any(row[0].text.endswith(reports.DISTURBED) for row in shown.rows)
+    notes = {
+        reports.DISTURBED: "disturbed: summary.json of the run says by what",
+        reports.NOT_LOSSLESS: "not lossless: speculation.forced_lengths says what rounds accept",
+    }
+    found = [f"\n{mark} {note}" for mark, note in notes.items() if any(mark in row[0].text for row in shown.rows)]
     meaning = "medians over prompts, with 95 % intervals from 6 prompts on; speed-up: plain over speculative"
-    note = Text(f"\n{reports.DISTURBED} disturbed: summary.json of the run says by what" if marked else "")
-    return Group(Text(), Text("All points", style="bold"), Text(meaning, style="bright_black"), Text(), table, note)
+    title = Text("All points", style="bold")
+    return Group(Text(), title, Text(meaning, style="bright_black"), Text(), table, Text("".join(found)))
 
 
 def verdict_table(evaluation: Evaluation) -> RenderableType:
@@ -125,7 +129,7 @@ def verdict_table(evaluation: Evaluation) -> RenderableType:
 def closing_line(summary: Summary) -> Text:
     """Sum up in one line what was generated and how fast; of two modes the speculative one."""
     if summary.cells:
-        return Text(f"{count(len(summary.cells), 'cell')} measured")
+        return Text("; ".join(filter(None, [f"{count(len(summary.cells), 'cell')} measured", summary.caveat])))
     mode = summary.speculative or summary.plain
     if mode is None:
         return Text("nothing was completed")
@@ -136,6 +140,7 @@ def closing_line(summary: Summary) -> Text:
     )
     if summary.speculative:
         text += f", {decimal(summary.speculative.tokens_per_round)} tokens/round"
+    text += f"; {summary.caveat}" if summary.caveat else ""
     return Text(f"{summary.evaluation.outcome}; {text}" if summary.evaluation else text)
 
 

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from llama_ssp.errors import SspError
 from llama_ssp.reports.records import Summary
-from llama_ssp.reports.tables import DISTURBED, Table
+from llama_ssp.reports.tables import DISTURBED, NOT_LOSSLESS, Table
 from llama_ssp.terminal.progress import Pace, ProgressView, RunProgress
 from llama_ssp.terminal.tables import (
     ACCEPTED_STYLE,
@@ -183,6 +183,8 @@ class Terminal:
             self._show(summary_table(summary))
         if summary.disturbed and (shows_table or summary.cells):
             self._show(Text(f"{DISTURBED} disturbed: {visible(summary.disturbed)}"))
+        if summary.caveat:
+            self._show(Text(f"{NOT_LOSSLESS} {summary.caveat}"))
         if summary.evaluation:
             self._show(verdict_table(summary.evaluation))
         self.say(f"{closing_line(summary)}; records in {run_dir}")

@@ -15,6 +15,8 @@ from typing import Any
 
 CAPABILITIES = (80, 90)
 """A100 and H100."""
+CHAINED = 90
+"""The first capability with programmatic dependent launch."""
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?);")
 _BACKWARD = re.compile(r"\bBRA\b.*?(0x[0-9a-f]+)")
 
@@ -27,13 +29,26 @@ class Compiled:
         stack_bytes: of a thread; registers that did not fit are spilled there.
         shared_bytes: of a block.
         ttgir: Triton's own last form, which names the layouts.
+        ptx: the instructions before ptxas.
         sass: the instructions, with their addresses.
     """
 
     stack_bytes: int
     shared_bytes: int
     ttgir: str
+    ptx: str
     sass: str
+
+    @property
+    def steps(self) -> str:
+        """Its accesses of global memory, l or s or a, where it releases the next kernel, R, and where it waits, W."""
+        found = re.findall(r"\bgriddepcontrol\.(l|w)|\b(ld|st|cp\.async|atom)\b\S*global", self.ptx)
+        return "".join({"l": "R", "w": "W"}.get(control, access[:1].replace("c", "l")) for control, access in found)
+
+    @property
+    def is_chained(self) -> bool:
+        """Whether it releases the next kernel and waits for those before, once each, before it touches memory."""
+        return re.fullmatch("RW[^RW]+", self.steps) is not None
 
     @property
     def num_warps(self) -> int:
@@ -83,6 +98,8 @@ def compile_kernel(
     from triton.compiler import ASTSource
     from triton.compiler import compile as triton_compile
 
+    if "PDL" in kernel.arg_names:
+        constants = {"PDL": capability >= CHAINED, **constants}
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     even = [
         (place,)
@@ -97,14 +114,14 @@ def compile_kernel(
         built = triton_compile(
             source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps, "num_stages": num_stages}
         )
-        assembly = {name: built.asm[name] for name in ("ttgir", "cubin")}
+        assembly = {name: built.asm[name] for name in ("ttgir", "ptx", "cubin")}
         binary = Path(folder) / "kernel.cubin"
         binary.write_bytes(assembly["cubin"])
         usage, sass = (_disassembled(binary, option) for option in ("-res-usage", "-sass"))
     (stack,) = re.findall(r" STACK:(\d+)", usage)
     return Compiled(
         stack_bytes=int(stack), shared_bytes=built.metadata.shared,
-        ttgir=assembly["ttgir"], sass=sass,
+        ttgir=assembly["ttgir"], ptx=assembly["ptx"], sass=sass,
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from llama_ssp.kernels.rows import rows_of
 from llama_ssp.models.cache import CachedRunner, LibraryCache, Taps
 from llama_ssp.models.huggingface.experts import ExpertCounter
 from llama_ssp.models.huggingface.families import mask_argument, windows_of
-from llama_ssp.models.huggingface.recurrent import mixers_of, state_of
+from llama_ssp.models.huggingface.recurrent import mixers_of, state_of, use_own_kernels
 from llama_ssp.models.runner import Pieces, TreePlaces, best_of, masks_of
 from llama_ssp.models.tensor_parallel import GatheredLinear
 from llama_ssp.ranks.comms import Comm
@@ -54,6 +54,8 @@ class ModuleRunner(CachedRunner):
         if record_of(model.config.model_type).recurrent:
             self.layer_states = [*map(state_of, mixers_of(model))]
         self.keeps_states = bool(self.layer_states)
+        if self.keeps_states and self.device.type == "cuda":
+            use_own_kernels(model)
         self._rows_BR: Tensor | None = None
         model.get_output_embeddings().register_forward_pre_hook(self._keep_wanted_rows)
         self._counter = ExpertCounter(model, self.device)

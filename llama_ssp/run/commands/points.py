@@ -14,6 +14,7 @@ from typing import TypeVar
 from llama_ssp.errors import CapacityError, CheckpointError, ConfigError, SspError, one_message, refuse
 from llama_ssp.planning.plan import require_room
 from llama_ssp.ranks.process import Ranks, launcher_of
+from llama_ssp.run.prompts import STANDARD_INPUT
 from llama_ssp.run.tasks.dry_run import check_models, hardware_of, known_prompts, plan_ahead, settings_of_run
 from llama_ssp.settings import checks
 from llama_ssp.settings.compose import Composed, to_run_config
@@ -83,7 +84,7 @@ def _with_baselines(points: Sequence[Point]) -> list[Point]:
 
 def _plain_part(run: RunConfig) -> str | None:
     """All that plain completions and their times depend on, as text; None if they are not shared."""
-    if not task_of(run).shares_baseline or run.placement.auto:
+    if not task_of(run).shares_baseline or run.placement.auto or run.prompts == STANDARD_INPUT:
         return None
     rule = RULES.find(run.verification.rule)
     verification = run.verification if rule and rule.draws_by_position else VerificationConfig()

@@ -15,7 +15,8 @@ def compare(session: Session, requests: list[PromptRequest]) -> None:
     terminal = session.terminal
 
     def head(index: int, sample: int, prompt: str, mode: str) -> None:
-        session.heading(mode, prompt=index, sample=sample)
+        is_forced = mode == SPECULATIVE and session.config.speculation.forced_lengths
+        session.heading(f"{mode}, not lossless" if is_forced else mode, prompt=index, sample=sample)
         terminal.prompt(prompt)
 
     viewer = Texts(session, head)

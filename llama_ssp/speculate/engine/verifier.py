@@ -16,7 +16,7 @@ from torch import Tensor
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.speculate.drafters.shared import BatchSplit
 from llama_ssp.speculate.sampling.context import Context
-from llama_ssp.speculate.sampling.rules import Draft, Rule, Verdict
+from llama_ssp.speculate.sampling.rules import Draft, ForcedLengths, Rule, Verdict
 from llama_ssp.speculate.sampling.trees import Topology, Tree, verify_path
 from llama_ssp.speculate.sampling.uniforms import Draws
 
@@ -49,6 +49,7 @@ class Verifier:
         verify_rank: the rank in `comm` that decides; with a split, only for tokens without a draft.
         split: divides the rows among ranks that each hold the draft; None lets `verify_rank` decide all.
         tree: of the drafts; None for chains.
+        forced: decides what is accepted, once the rule has; None leaves it to the rule.
 
     Attributes:
         rule: of all decisions.
@@ -56,8 +57,9 @@ class Verifier:
 
     def __init__(
         self, rule: Rule, *, comm: Comm, verify_rank: int, device: torch.device, split: BatchSplit | None = None,
-        tree: Tree | None = None,
+        tree: Tree | None = None, forced: ForcedLengths | None = None,
     ) -> None:  # fmt: skip
+        self.forced = forced
         self.rule, self.needs_context = rule, rule.needs_context
         self.comm, self.tree = comm, tree
         self._verify_rank = verify_rank
@@ -88,26 +90,29 @@ class Verifier:
 
     def verify(
         self, draft: Draft, target_BTV: Tensor, *, draws: Draws, shape: Topology | None = None,
-        is_plain_B1: Tensor | None = None,
+        is_plain_B1: Tensor | None = None, forced_B1: Tensor | None = None,
     ) -> Decision:  # fmt: skip
         """Accept a path of the draft and choose the token that follows it; with a split, any rank can ask to stop.
 
         `shape` is the topology of a tree. Where `is_plain_B1` nothing is accepted, and the next token is that of plain
-        decoding.
+        decoding; elsewhere `forced_B1` tokens are, if it is given.
         """
         batch_size = draft.ids_BK.shape[0]
         if not self._split:
             return self.decide(
-                lambda: self._verdict(draft, target_BTV, draws, shape, is_plain_B1), batch_size=batch_size,
-                depth=self.tree.depth if self.tree else 0,
+                lambda: self._verdict(
+                    draft, target_BTV, draws, shape, is_plain_B1=is_plain_B1, forced_B1=forced_B1
+                ),
+                batch_size=batch_size, depth=self.tree.depth if self.tree else 0,
             )  # fmt: skip
         own = self._split.own_rows(batch_size)
         packed_R3 = self._stop_11.new_empty(0, 3)
         if own.start < own.stop:
             own_draws = Draws(*(uniforms[own] for uniforms in draws))
-            is_plain_R1 = None if is_plain_B1 is None else is_plain_B1[own]
+            is_plain_R1, forced_R1 = (None if part is None else part[own] for part in (is_plain_B1, forced_B1))
             of_rows = Draft(draft.ids_BK[own], draft.probs_BTV)
-            packed_R3 = _packed(self._decision(self._verdict(of_rows, target_BTV, own_draws, None, is_plain_R1)))
+            verdict = self._verdict(of_rows, target_BTV, own_draws, None, is_plain_B1=is_plain_R1, forced_B1=forced_R1)
+            packed_R3 = _packed(self._decision(verdict))
         return _unpacked(self._split.gather(packed_R3, batch_size=batch_size))
 
     def decide(self, find: Callable[[], Verdict], *, batch_size: int, depth: int = 0) -> Decision:
@@ -122,12 +127,15 @@ class Verifier:
         return _unpacked(self.comm.broadcast(packed_BX, src=self._verify_rank), depth=depth)
 
     def _verdict(
-        self, draft: Draft, target_BTV: Tensor, draws: Draws, shape: Topology | None, is_plain_B1: Tensor | None
-    ) -> Verdict:
+        self, draft: Draft, target_BTV: Tensor, draws: Draws, shape: Topology | None, *,
+        is_plain_B1: Tensor | None, forced_B1: Tensor | None,
+    ) -> Verdict:  # fmt: skip
         if self.tree and shape:
             verdict = verify_path(self.rule, self.tree, shape, draft, target_BTV, draws=draws)
         else:
             verdict = self.rule.verify(draft, target_BTV, draws=draws)
+        if forced_B1 is not None:
+            verdict = self.rule.accepting(forced_B1, target_BTV, draws=draws)
         return self.rule.or_plain(verdict, is_plain_B1, target_BTV, draws=draws)
 
     def _decision(self, verdict: Verdict) -> Decision:

@@ -14,7 +14,8 @@ No bonus token follows an accepted draft there: the rest of the next block is in
 Shapes: B sequences, K drafted tokens, T = K + 1 target positions, V vocabulary, P = 2 uniforms per draw.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -283,6 +284,13 @@ class Rule:
         assert self._verify
         return self._verify(draft, target_BTV, draws=draws)
 
+    def accepting(self, lengths_B1: Tensor, target_BTV: Tensor, *, draws: Draws) -> Verdict:
+        """Accept so many drafted tokens, whatever the target says, and draw the next one as plain decoding does."""
+        index_B1V = lengths_B1[..., None].expand(-1, -1, target_BTV.shape[-1])
+        scores_BV = target_BTV.gather(1, index_B1V)[:, 0]
+        ids_B1 = self.choose(scores_BV, draws.plain_BTP[:, 0])
+        return Verdict(lengths_B1, ids_B1, self.weights(scores_BV, ids_B1))
+
     def or_plain(self, verdict: Verdict, is_plain_B1: Tensor | None, target_BTV: Tensor, *, draws: Draws) -> Verdict:
         """Accept nothing in some rows, if any, and draw their next token as plain decoding does."""
         if is_plain_B1 is None:
@@ -290,6 +298,24 @@ class Rule:
         ids_B1 = self.choose(target_BTV[:, 0], draws.plain_BTP[:, 0])
         plain = Verdict(torch.zeros_like(ids_B1), ids_B1, self.weights(target_BTV[:, 0], ids_B1))
         return verdict.where(is_plain_B1, plain)
+
+
+class ForcedLengths:
+    """How many drafted tokens each round of a row accepts, for times at a given acceptance; the text is not lossless.
+
+    A row's place in the list follows from its new tokens, so that no round needs a number.
+
+    Args:
+        lengths: of one round after the other, and then from the first again.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        by_place = chain.from_iterable([length, *[0] * length] for length in lengths)
+        self._by_place_S = torch.tensor([*by_place], device=device)
+
+    def lengths(self, num_new_B: Tensor) -> Tensor:
+        """The lengths (B, 1) of rounds that begin after so many new tokens, of which the prompt's forward has one."""
+        return self._by_place_S[(num_new_B - 1) % len(self._by_place_S)][:, None]
 
 
 def make_rule(

@@ -90,3 +90,20 @@ def test_a_form_goes_on_without_its_kernel_and_says_so_once(
     assert record.getMessage().startswith("nvfp4 unpacks its weights in every forward")
     assert record.getMessage().endswith("sudo apt-get install gcc installs them")
     assert not list(programs.iterdir())
+
+
+def test_our_product_of_halves_is_for_the_gpus_on_which_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    def product(*_arguments: object) -> torch.Tensor:
+        raise NotImplementedError
+
+    monkeypatch.setattr(choice_gpu, "_halves_of", lambda _dtype: product)
+    weight = torch.ones(4, 4, dtype=torch.bfloat16)
+    on_gpu = weight.as_subclass(OnGpu)
+    for name, wanted in {"NVIDIA H200": (product, 8), "NVIDIA A100-SXM4-80GB": None}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device, name=name: name)
+        assert choice_gpu.find_halves(on_gpu) == wanted
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA H200")
+    assert choice_gpu.find_halves(on_gpu.float()) is choice_gpu.find_halves(weight) is None

@@ -4,6 +4,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import which
 
@@ -111,6 +112,28 @@ def test_all_ranks_take_the_kernel_or_none_with_the_reason_of_one(
         assert own.memories_R.tolist() == memories
         assert own.rank == rank
         assert not own.patience
+
+
+@dataclass(frozen=True, kw_only=True)
+class LostComm(ThreadComm):
+    """Its other rank is lost as soon as the memories are mapped."""
+
+    left: list[str] = field(default_factory=lambda: ["makes", "opens", "maps"])
+
+    def gather_text(self, text: str) -> list[str]:
+        """Gather, and then raise what gloo raises."""
+        if not self.left:
+            raise RuntimeError("Connection closed by peer")
+        self.left.pop()
+        return [text, text]
+
+
+def test_a_lost_rank_ends_the_run_and_is_no_reason_for_nccls_sums(caplog: pytest.LogCaptureFixture) -> None:
+    comm, *_ = thread_comms(2)
+    lost = LostComm(rank=0, size=2, meeting=comm.meeting, table=comm.table, mail=comm.mail)
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        find_peer_sums(lost, lambda: OneProcess("", 0), lambda _sums, _comm: None)
+    assert not caplog.records
 
 
 RUNTIME = """

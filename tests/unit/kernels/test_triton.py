@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import subprocess
 import sys
 from functools import cache, partial
@@ -14,13 +15,13 @@ from llama_ssp.architectures.engine import most_parts
 from llama_ssp.kernels.rows import rows_of
 from llama_ssp.speculate.sampling import processors
 from llama_ssp.storage.formats import CACHES
-from tests.helpers.ahead_of_time import CAPABILITIES, Compiled, compile_kernel
+from tests.helpers.ahead_of_time import CAPABILITIES, CHAINED, Compiled, compile_kernel
 from tests.helpers.lanes import grid, heavy
 from tests.helpers.ptx import run_ptx
 
 pytestmark = [pytest.mark.triton, pytest.mark.seconds]
-NAMES = ("between", "linear", "attention", "draw")
-between_gpu, linear_gpu, attention_gpu, draw_gpu = (
+NAMES = ("between", "linear", "halves", "attention", "draw", "recurrence")
+between_gpu, linear_gpu, halves_gpu, attention_gpu, draw_gpu, recurrence_gpu = (
     pytest.importorskip(f"llama_ssp.kernels.{name}_gpu") for name in NAMES
 )
 
@@ -53,6 +54,30 @@ def test_the_kernel_of_the_rotary_embedding_needs_no_stack(
     }  # fmt: skip
     constants |= dict.fromkeys(("slots",) if has_norms else ("slots", "query_norm", "key_norm"))
     found = compile_kernel(between_gpu.rotate_write_kernel, types, constants, capability=capability, num_warps=4)
+    assert found.stack_bytes == 0
+    assert found.is_chained == (capability >= CHAINED)
+
+
+RECURRENCES: dict[str, dict[str, object]] = {
+    "Qwen3-Next": {"HEADS": 32, "HEADS_OF_KEY": 2, "KEY": 128, "VALUE": 128, "skips": None},
+    "Kimi Linear": {"HEADS": 32, "HEADS_OF_KEY": 1, "KEY": 128, "VALUE": 128, "skips": None, "IS_BY_ROW": True},
+    "Granite 4": {"HEADS": 128, "HEADS_OF_KEY": 128, "KEY": 128, "VALUE": 64, "rates": None},
+    "Falcon-H1": {"HEADS": 24, "HEADS_OF_KEY": 24, "KEY": 256, "VALUE": 128, "rates": None},
+}
+
+
+@grid(capability=CAPABILITIES, kind=[*RECURRENCES])
+def test_the_kernel_of_recurrent_layers_needs_no_stack(capability: int, kind: str) -> None:
+    kernel, sizes = recurrence_gpu.recur_kernel, RECURRENCES[kind]
+    numbers = ("x", "decays", "rates", "weight", "bias", "log_rates", "times", "skips", "out", "inputs")
+    types = integers(*kernel.arg_names) | dict.fromkeys(numbers, "*bf16") | {"states": "*fp32"}
+    types |= dict.fromkeys(("firsts", "takens", "rows"), "*i64")
+    types |= dict.fromkeys(("least", "most", "rate_factor"), "fp32")
+    keys, values = recurrence_gpu.tiles_of(sizes["KEY"], sizes["VALUE"])
+    constants = {"IS_BY_ROW": False, "WIDTH": 4, "KEYS": keys, "VALUES": values} | sizes
+    found = compile_kernel(
+        kernel, types, constants, capability=capability, num_warps=4, uneven=["num_tokens", "num_inputs", "num_kept"]
+    )
     assert found.stack_bytes == 0
 
 
@@ -90,27 +115,58 @@ def test_split_attention_needs_no_stack_and_multiplies_every_key_by_one_warp(
     assert found.shared_bytes <= MOST_SHARED
     if rows < 64:  # four warps share so few slots out otherwise, and on an H100 multiply together
         assert found.count(r"\bHMMA\.16816\.F32") == 2 * (slots // 8) * (dims // 16)
-    assert compiled(attention_gpu.attend_whole, constants={**shared, "WIDTH": 32}, num_warps=4).stack_bytes == 0
+    whole = compiled(attention_gpu.attend_whole, constants={**shared, "WIDTH": 32}, num_warps=4)
+    assert whole.stack_bytes == 0
+    assert found.is_chained == whole.is_chained == (capability >= CHAINED)
 
 
 @grid(capability=CAPABILITIES, vocab_size=[128_256])
 def test_the_kernels_of_a_draw_need_no_stack(capability: int, vocab_size: int) -> None:
     tokens = processors.tokens_of_a_block(vocab_size)
-    types = {"weights": "*fp32", "sums": "*i64", "uniforms": "*fp64", "ids": "*i64", "units": "fp32"}
+    types = {"weights": "*fp32", "sums": "*i64", "uniforms": "*fp64", "ids": "*i64", "units": "fp32", "scale": "fp32"}
+    types |= dict.fromkeys(("logits", "peaks", "totals", "probs"), "*fp32")
     types |= integers("vocab_size", "num_blocks", "uniforms_stride")
     blocks = 1 << (-(-vocab_size // tokens) - 1).bit_length()
     for kernel, num_warps, constants in (
+        (draw_gpu.block_peaks, 1, {"TOKENS": tokens}),
+        (draw_gpu.block_probs, 1, {"TOKENS": tokens, "BLOCKS": blocks}),
         (draw_gpu.sum_blocks, 1, {"TOKENS": tokens}),
         (draw_gpu.pick_token, 4, {"TOKENS": tokens, "BLOCKS": blocks}),
     ):
         uneven = ["uniforms", "num_blocks"]
         found = compile_kernel(kernel, types, constants, capability=capability, num_warps=num_warps, uneven=uneven)
         assert found.stack_bytes == 0
+        assert found.is_chained == (capability >= CHAINED)
+
+
+@grid(capability=CAPABILITIES, dtype=["fp16", "bf16"], adds=[False, True])
+def test_norms_and_gates_need_no_stack_and_read_weights_alone_before_they_wait(
+    capability: int, dtype: str, *, adds: bool
+) -> None:
+    types = dict.fromkeys(("x", "added", "weight", "normed", "gate_up", "gated"), f"*{dtype}")
+    types |= {"eps": "fp32"} | integers("width", "num_units")
+    compiled = partial(compile_kernel, types=types, capability=capability)
+    constants: dict[str, object] = {"WIDTH": 4096} if adds else {"WIDTH": 4096, "added": None}
+    norm = compiled(between_gpu.add_norm_kernel, constants=constants, num_warps=8)
+    gate = compiled(between_gpu.gated_kernel, constants={"UNITS": 1024}, num_warps=4)
+    assert norm.stack_bytes == gate.stack_bytes == 0
+    assert gate.is_chained == (capability >= CHAINED)
+    if capability >= CHAINED:
+        of_one = norm.steps.count("l") // (3 if adds else 2)
+        assert norm.steps.startswith(of_one * "l" + "RWl")
+        assert len(norm.steps.strip("ls")) == 2
 
 
 @pytest.mark.parametrize(
     "part",
-    ["operators", "several ranks", heavy("llama, no groups"), "mistral, window", "qwen3", "quantized"],
+    [
+        "operators",
+        "several ranks",
+        "recurrent layers",
+        "qwen3",
+        "quantized cache",
+        *map(heavy, ("llama, no groups", "mistral, window", "quantized weights")),
+    ],
 )
 def test_values_are_those_of_torch_s_operators(part: str) -> None:
     """In a process of its own, because Triton reads at its import that it is to interpret."""
@@ -123,8 +179,8 @@ def test_values_are_those_of_torch_s_operators(part: str) -> None:
 
 # Products of a few rows with weights of 8 or 4 bits.
 
-GROUPS = {"int8": 0, "fp8": 128, "int4": 128, "int4_64": 64, "int4_32": 32, "mxfp4": 32, "nvfp4": 16}
-"""The inputs that share a word; none in int8."""
+GROUPS = {"halves": 0, "int8": 0, "fp8": 128, "int4": 128, "int4_64": 64, "int4_32": 32, "mxfp4": 32, "nvfp4": 16}
+"""The inputs that share a word; none in fp16 and bf16 (halves), and in int8."""
 MOST_INSTRUCTIONS = {("int8", 2): 6, ("int8", 4): 6, ("int4", 2): 4, ("int4", 4): 5}
 """Of a thread, for each weight of a form and inputs of so many bytes.
 
@@ -137,12 +193,10 @@ H200 = 132
 """Multiprocessors."""
 
 
-def tiles(
-    num_rows: int, num_outputs: int, num_inputs: int = 4096, *, group: int | None = None, value_bytes: int = 2
-) -> Any:  # noqa: ANN401 - a module without Triton has no type for it
+def tiles(num_rows: int, num_outputs: int, num_inputs: int = 4096, *, form: str = "int8", value_bytes: int = 2) -> Any:  # noqa: ANN401 - a module without Triton has no type for it
     return linear_gpu.tiles_of(
         num_rows=num_rows, num_outputs=num_outputs, num_inputs=num_inputs, num_processors=H200,
-        value_bytes=value_bytes, group=group,
+        value_bytes=value_bytes, weight_bits=4 if "4" in form else 16 if form == "halves" else 8, group=GROUPS[form],
     )  # fmt: skip
 
 
@@ -152,8 +206,7 @@ def compiled(
 ) -> Compiled:
     """The kernel as it is called for a matrix with 4096 inputs on an H200, or for those of experts."""
     group = GROUPS[form]
-    packed = max(group, 32) if "4" in form else None
-    cut = tiles(num_rows, num_outputs, group=packed, value_bytes=VALUE_BYTES[dtype])
+    cut = tiles(num_rows, num_outputs, form=form, value_bytes=VALUE_BYTES[dtype])
     is_split = cut.grid[2] > 1
     constants = {
         "ROWS": cut.rows, "OUTPUTS": cut.outputs, "INPUTS": cut.warp_inputs, "WARPS": cut.num_warps,
@@ -162,33 +215,61 @@ def compiled(
     types = {"x": f"*{dtype}", "residual": f"*{dtype}", "y": "*fp32" if is_split else f"*{dtype}"}
     types |= integers("num_rows", "num_outputs", "num_inputs", "words_stride", "split_inputs", "num_chosen")
     types, constants = (types | {"blocks": "*i32"}, constants) if of_experts else (types, constants | {"blocks": None})
-    constants |= {"words": None} if form == "int8" else {} if "fp4" in form else {"scales": None}
+    unused = {"halves": ["words", "scales"], "int8": ["words"], "mxfp4": [], "nvfp4": []}
+    constants |= dict.fromkeys(unused.get(form, ["scales"]))
     word = {"fp8": "*fp32", "mxfp4": "*u8", "nvfp4": "*i8"}.get(form, "*i32")
-    types |= {"weight": "*u8" if packed else "*i8", "words": word, "scales": "*fp32"}
+    weight = "*u8" if "4" in form else f"*{dtype}" if form == "halves" else "*i8"
+    types |= {"weight": weight, "words": word, "scales": "*fp32"}
     return compile_kernel(
         linear_gpu._product, types, constants, capability=capability, num_warps=cut.num_warps,
         num_stages=cut.num_stages, uneven=["num_rows"],
     )  # fmt: skip
 
 
-def num_weights(found: Compiled, dtype: str, *, num_outputs: int) -> int:
+def num_weights(found: Compiled, form: str, dtype: str, *, num_outputs: int) -> int:
     """Weights of a warp in a step, if no other warp has them too."""
-    outputs: int = tiles(1, num_outputs, value_bytes=VALUE_BYTES[dtype]).outputs
+    outputs: int = tiles(1, num_outputs, form=form, value_bytes=VALUE_BYTES[dtype]).outputs
     return outputs * int(linear_gpu.STEP) // found.num_warps
 
 
-@grid(form=list(GROUPS), capability=CAPABILITIES, dtype=list(VALUE_BYTES), num_rows=[5, 16, 20])
+@grid(form=[*GROUPS][1:], capability=CAPABILITIES, dtype=list(VALUE_BYTES), num_rows=[5, 16, 20])
 def test_no_register_is_spilled_and_every_weight_is_multiplied_once_and_never_converted_as_an_integer(
     form: str, capability: int, dtype: str, num_rows: int
 ) -> None:
     """A warp that did what another one does would double its products; 16 rows are of experts."""
     found = compiled(form, capability, dtype, num_rows, of_experts=num_rows == 16)
     assert found.stack_bytes == 0
+    if capability >= CHAINED:
+        assert re.match("Wl+Rl*s+$", found.steps)
     assert found.shared_bytes <= MOST_SHARED_OF_FEW_ROWS
     assert not found.count(r"\bI2F")
-    num_tiles = num_weights(found, dtype, num_outputs=8192) // (16 * 16)
+    num_tiles = num_weights(found, form, dtype, num_outputs=8192) // (16 * 16)
     tiles_of_rows = {5: 1, 16: 2, 20: 4 if dtype != "fp32" else 2}[num_rows]
     assert found.count(r"\bHMMA\.16816\.F32") == num_tiles * tiles_of_rows * (3 if dtype == "fp32" else 1)
+
+
+@grid(capability=CAPABILITIES, dtype=["fp16", "bf16"], num_rows=[1, 2])
+def test_the_kernel_of_one_row_and_two_reads_16_bytes_at_once_and_its_first_weights_before_it_waits(
+    capability: int, dtype: str, num_rows: int
+) -> None:
+    types = dict.fromkeys(("x", "weight", "residual", "y"), f"*{dtype}") | integers("num_outputs", "num_inputs")
+    constants = {"ROWS": num_rows, "OUTPUTS": 8, "INPUTS": 1024, "bias": None}
+    found = compile_kernel(halves_gpu.row_kernel, types, constants, capability=capability, num_warps=4)
+    assert found.stack_bytes == 0
+    num_loads = 8 * 1024 // (8 * 128)
+    if capability >= CHAINED:
+        assert re.match(f"l{{{num_loads}}}Wl+R[ls]+$", found.steps)
+    assert found.count(r"\bLDG\.E\S*\.128") == num_loads + num_rows == found.count(r"\bLDG")
+    assert not found.count(r"\bSTL|\bLDL|\bBAR")
+
+
+@grid(capability=CAPABILITIES, dtype=["fp16", "bf16"], num_rows=[5, 16])
+def test_every_weight_of_16_bits_is_multiplied_once(capability: int, dtype: str, num_rows: int) -> None:
+    found = compiled("halves", capability, dtype, num_rows)
+    assert found.stack_bytes == 0
+    assert found.shared_bytes <= MOST_SHARED_OF_FEW_ROWS
+    num_tiles = num_weights(found, "halves", dtype, num_outputs=8192) // (16 * 16)
+    assert found.count(r"\bHMMA\.16816\.F32") == num_tiles * (2 if num_rows > 8 else 1)
 
 
 @grid(num_experts=[127, 512], capability=CAPABILITIES)
@@ -207,7 +288,7 @@ def test_a_weight_takes_few_instructions(form: str, capability: int, dtype: str,
     found = compiled(form, capability, dtype, 5, num_outputs=num_outputs)
     waits = form == "int4" and dtype != "fp32" and num_outputs == 8192
     most = 3 if waits else MOST_INSTRUCTIONS[form, VALUE_BYTES[dtype]]
-    assert 32 * len(found.body) <= most * num_weights(found, dtype, num_outputs=num_outputs)
+    assert 32 * len(found.body) <= most * num_weights(found, form, dtype, num_outputs=num_outputs)
 
 
 FOURS = torch.stack([torch.arange(256).to(torch.uint8).roll(place) for place in range(4)], dim=1).contiguous()

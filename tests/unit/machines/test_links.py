@@ -68,7 +68,7 @@ def test_links_between_gpus_are_those_of_nvidia_smi(
     ("asked", "order"),
     [
         ((APART, [2], None), "0,2,1,3"),
-        ((APART, [4, 2], "0,1,2,3"), "0,2,1,3"),
+        ((APART, [0, 1, 4, 2], "0,1,2,3"), "0,2,1,3"),
         ((APART, [2], "3,2,1,0"), "3,1,2,0"),
         ((APART, [2], "0,2,1,3"), None),
         ((APART, [4, 1, 3, 0], None), None),

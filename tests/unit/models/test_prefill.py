@@ -166,3 +166,13 @@ def test_graphs_read_prompts_and_the_texts_stay_those_of_launches_from_python(
     assert {name for name, _ in read} == {"the target's prompts", "prompts of draft 0"}
     assert {size for _, size in read} <= {8, 16, 32, 64}
     assert len(read) == 2 * {1: 3, 3: 3, 8: 1}[batch_size]
+
+
+def test_one_rank_gives_the_first_token_away_before_its_draft_reads_the_prompt() -> None:
+    target, draft = (pair(kind, batch_size=1)[0] for kind in ("llama", "llama, no groups"))
+    decoder, calls = make_decoder(target, draft, replay=False), Mock()
+    target.forward = calls.target = Mock(wraps=target.forward)  # type: ignore[method-assign]
+    draft.forward = calls.draft = Mock(wraps=draft.forward)  # type: ignore[method-assign]
+    decoder._launch = calls.launch = Mock(wraps=decoder._launch)  # type: ignore[method-assign]
+    complete(decoder, [Request(index=0, prompt_ids=(3, 4, 5), max_new_tokens=1)])
+    assert [name for name, *_ in calls.mock_calls] == ["target", "launch", "draft"]

@@ -88,7 +88,7 @@ def test_the_file_has_the_fields_that_readers_rely_on(tmp_path: Path) -> None:
         "schema_version", "task", "model", "draft", "weights", "placement", "world_size", "num_prompts",
         "num_new_tokens", "seed", "versions", "git_commit", "plain", "speculative", "speedup", "forecast", "memory",
         "startup", "overlap", "cells", "evaluation", "excerpts", "prompt_tokens", "experts",
-        "tree", "point", "disturbed", "baseline", "machine",
+        "tree", "forced_lengths", "point", "disturbed", "baseline", "machine",
     }  # fmt: skip
     assert written["schema_version"] == 1
     assert set(written["plain"]) == {"ms_per_token", "tokens_per_s", "num_target_forwards", "first_token_ms"}

@@ -151,11 +151,12 @@ def test_points_share_one_baseline_which_the_last_one_makes_again(
     assert plain[0] == plain[1] != plain[2]
     assert [bool(run.summary.disturbed) for run in runs] == [True, True, False]
     assert ended.err.count("plain decoding was measured once, in ") == 1
-    assert points_of_seeds() == [None, None]
+    assert baselines("seed=0,1", "prompt=x") == [None, None]
+    assert baselines("speculation.num_draft_tokens=2,4", "prompts=-") == [None, None], "every point reads other prompts"
 
 
-def points_of_seeds() -> list[str | None]:
-    composed = compose(["seed=0,1", "prompt=x"], multirun=True)
+def baselines(*words: str) -> list[str | None]:
+    composed = compose([*words], multirun=True)
     return [point.place.baseline for point in points_of(composed)]
 
 
