@@ -35,8 +35,11 @@ STATE_VALUE_BYTES = 4  # Recurrent states are in fp32, whatever the model is in.
 
 
 def kept_inputs(num_kept: int, width: int) -> int:
-    """Inputs of a convolution over `width` tokens that a row keeps, to go back as far as its `num_kept` states."""
-    return num_kept + width - 2
+    """Inputs of a convolution over `width` tokens that a row keeps, to go back as far as its `num_kept` states.
+
+    A forward of so many tokens writes none of those before it, which other programs of a kernel may still read.
+    """
+    return num_kept + width - 1
 
 
 CATCH_UP_CHUNK = 64  # Tokens that a draft model reads at once after rounds in which it did not draft.
