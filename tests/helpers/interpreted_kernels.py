@@ -24,8 +24,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from triton.runtime import interpreter
 
 from llama_ssp.kernels import attention_by_length as varlen
-from llama_ssp.kernels import attention_gpu, between_gpu, linear, linear_gpu, recurrence_gpu
-from llama_ssp.kernels.attention_by_length import VarlenAttention
+from llama_ssp.kernels import attention_gpu, between_gpu, draw_gpu, linear, linear_gpu, recurrence_gpu
+from llama_ssp.kernels.attention_by_length import CHECKED, VarlenAttention
 from llama_ssp.kernels.between import rotate_write
 from llama_ssp.kernels.draw_gpu import draw_tokens, softmax
 from llama_ssp.kernels.halves_gpu import product_of_halves
@@ -218,9 +218,9 @@ def rounds(runner: LeanRunner) -> list[Tensor]:
     runner.allocate(batch_size=2, capacity=40)
     ids = random_ids(2, 30)
     starts = torch.tensor([[4], [11]])
-    prompts = Prompts(ids, torch.tensor([20, 14]), [20, 14], longest=20)
+    prompts = Prompts(ids, torch.tensor([12, 9]), [12, 9], longest=12)
     return [
-        runner.forward(ids[:, :20], torch.arange(20).expand(2, -1), bucket=40, cache_rows_B=torch.tensor([1, 0])),
+        runner.forward(ids[:, :12], torch.arange(12).expand(2, -1), bucket=40, cache_rows_B=torch.tensor([1, 0])),
         runner.forward(ids.gather(1, starts + torch.arange(3)), starts + torch.arange(3), bucket=40),
         runner.forward(ids[:, :2], starts + torch.arange(2), bucket=40, score_positions_BR=torch.tensor([[1], [0]])),
         runner.forward(ids[:, 12:13], starts + 1, bucket=40),
@@ -303,12 +303,13 @@ def draws() -> None:
         logits[2, : vocab_size // 2] = float("-inf")
         logits[3] = float("-inf")
         logits[3, -1] = 5.0
-        found = softmax(logits, scale=1 / 0.7, tokens_of_a_block=size)
+        with patch.object(draw_gpu, "SOFTMAX_TOKENS", size):
+            found = softmax(logits, scale=1 / 0.7)
         torch.testing.assert_close(found, (logits.float() * (1 / 0.7)).softmax(-1), rtol=3e-6, atol=0)
     for number in ("nan", "inf"):
         logits = torch.zeros(2, 100)
         logits[0, 3] = float(number)
-        assert softmax(logits, scale=2.0, tokens_of_a_block=8).isnan().all(1).tolist() == [True, False]
+        assert softmax(logits, scale=2.0).isnan().all(1).tolist() == [True, False]
     nothing = torch.full((2, 100), float("nan"))
     ids = draw_tokens(nothing, uniforms[:2], units=processors.DRAW_UNITS, tokens_of_a_block=8)
     assert ((ids >= 0) & (ids < 100)).all()
@@ -386,7 +387,8 @@ def few_rows() -> None:
         operands, numbers = make(num_outputs, num_inputs, dtype)
         x = (torch.randint(-8, 9, (40, num_inputs)) / 8).to(dtype)
         wanted = x.double() @ numbers.t()
-        for num_rows, num_processors in ((1, 1), (9, 1), (40, 1), (5, 132)):
+        cut = ((1, 1), (9, 1), (40, 1), (5, 132))
+        for num_rows, num_processors in cut if dtype is torch.float16 else cut[1::2]:
             y = product_of_few_rows(x[:num_rows], *operands, num_processors=num_processors)
             if dtype is torch.bfloat16:  # which the interpreter cuts off rather than rounds
                 assert ((y - wanted[:num_rows]).abs() <= wanted[:num_rows].abs() / 128).all()
@@ -539,6 +541,9 @@ def check(part: str) -> None:
     for name in ("rotate_write", "add_norm", "gated"):
         setattr(between_gpu, name, one_at_a_time(getattr(between_gpu, name)))
     attention_gpu.attend = one_at_a_time(attention_gpu.attend)
+    if part != "operators":  # which compares rows of 1000 slots; models here have rows of a few
+        vars(varlen)["_CHECKED_LENGTHS"] = 70, 20, 7
+        vars(varlen)["CHECKED"] = CHECKED[:-1]
     for each in PARTS[part]:
         each()
 
@@ -554,10 +559,8 @@ PARTS: dict[str, Sequence[Callable[[], None]]] = {
     "llama, no groups": [partial(whole_model, "llama, no groups", varlen_attention)],
     "mistral, window": [partial(whole_model, "mistral, window", varlen_attention)],
     "qwen3": [partial(whole_model, "qwen3", varlen_attention, None)],
-    "quantized": [
-        partial(quantized_model, Precision(quantization="int8_weight_only"), 0.02),
-        partial(quantized_model, Precision(cache_dtype="int8"), 0.05),
-    ],
+    "quantized weights": [partial(quantized_model, Precision(quantization="int8_weight_only"), 0.02)],
+    "quantized cache": [partial(quantized_model, Precision(cache_dtype="int8"), 0.05)],
 }  # fmt: skip
 
 
