@@ -362,6 +362,14 @@ MTP_KINDS = (
     "deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen2", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
 )  # fmt: skip
 """Families whose MTP layers are read; those of `qwen2` are MiMo's."""
+OTHER_DRAFTS = "give an EAGLE-3 head of the target, or a smaller model, as draft=NAME"
+
+
+def no_mtp(where: object) -> str:
+    """The sentence for a target without MTP layers."""
+    return f"draft=mtp drafts with the MTP layers of the target, and {where} has none: {OTHER_DRAFTS}"
+
+
 GROUPS = ("model", "draft")  # Groups whose options may be ids of the hub, and folders.
 _PART = r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
 _ID = re.compile(rf"{_PART}/{_PART}", flags=re.ASCII)

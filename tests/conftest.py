@@ -97,13 +97,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """Share folders out over the cores; run files that were named one by one in this process."""
+    """Share folders out over the cores, and one more; run files that were named one by one in this process.
+
+    The worker of JOBS, and whichever starts processes, waits for much of its time.
+    """
     if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         return None
     named = [Path(argument.partition("::")[0]) for argument in config.option.file_or_dir]
     if named and all(path.is_file() for path in named):
         return 0
-    return min(len(os.sched_getaffinity(0)), MOST_WORKERS)
+    return min(len(os.sched_getaffinity(0)) + 1, MOST_WORKERS)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> JobsOnOneWorker:

@@ -19,7 +19,7 @@ from llama_ssp.settings.drafters import DraftTokenizer, ModelDraftConfig, drafte
 from llama_ssp.settings.foreign import FOREIGN
 from llama_ssp.settings.schema import MODEL_DRAFT, NO_DRAFT, DrafterConfig
 from llama_ssp.storage.formats import CACHES, FORMATS
-from llama_ssp.words import in_library_words, key_of
+from llama_ssp.words import in_library_words, key_of, said
 
 _Kind = TypeVar("_Kind", bound=Enum)
 _Arguments = ParamSpec("_Arguments")
@@ -151,6 +151,8 @@ def entry_of(what: str, given: object, *, target: object = None, **formats: obje
         )
     name = str(given)
     if isinstance(target, ModelConfig) and given == MTP:
+        if target.shape and target.shape.model_type not in catalogue.MTP_KINDS:
+            raise ConfigError(catalogue.no_mtp(said("model", target.name)))
         return in_format(replace(target, name=MTP, shape=None, default_draft=None), **formats)
     is_named = isinstance(given, str) and name in catalogue.names("model") and name != LOCAL
     if name and not is_named and (folder := read_path(name)).is_dir():

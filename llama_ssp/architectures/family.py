@@ -167,8 +167,8 @@ def _inventory(parameters: Callable[[ModelShape], Inventory], sizes: tuple[tuple
 
 _OTHER_LAYERS = {
     "linear_attention": (
-        "bailing_hybrid", "falcon_mamba", "jamba", "kimi_linear", "mamba", "mamba2", "minimax", "olmo_hybrid",
-        "qwen4_exp_text", "recurrent_gemma", "zamba", "zamba2",
+        "bailing_hybrid", "falcon_mamba", "jamba", "mamba", "mamba2", "minimax", "qwen4_exp_text", "recurrent_gemma",
+        "zamba", "zamba2",
     ),
     "indexed_attention": ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
     "hybrid": ("inkling2_text", "inkling_text", "zaya"),

@@ -23,12 +23,15 @@ def _plan(*, attention: str = "self_attn", mlp: str = "feed_forward") -> dict[st
     } | {"lm_head": "colwise_gather_output"}
 
 
-_DELTA = {"model.layers.*.linear_attn": "recurrent"} | {
-    f"model.layers.*.linear_attn.{name}": "replicated"  # cut together, with their convolution
-    for name in ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
-}
-_delta = partial(unwritten, adapt=_MIXERS, recurrent=_LINEAR, tp_plan=_DELTA, gates_queries=True)
-QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE = _delta("qwen3_next"), _delta("qwen3_5_text"), _delta("qwen3_5_moe_text")
+_DELTA = {"model.layers.*.linear_attn": "recurrent"}  # cut as one, with its convolution
+_delta = partial(unwritten, adapt=_MIXERS, recurrent=_LINEAR)
+_qwen = partial(_delta, tp_plan=_DELTA, gates_queries=True)
+QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE = _qwen("qwen3_next"), _qwen("qwen3_5_text"), _qwen("qwen3_5_moe_text")
+KIMI_LINEAR = _delta("kimi_linear", tp_plan={"model.layers.*.self_attn": "recurrent"} | {
+    f"model.layers.*.self_attn.{name}": style
+    for name, style in (("q_proj", "colwise"), ("q_b_proj", "colwise"), ("kv_b_proj", "colwise"), ("o_proj", "rowwise"))
+})  # fmt: skip
+OLMO_HYBRID = _delta("olmo_hybrid", tp_plan=_DELTA, keeps_attention=True)
 
 _convolved = partial(unwritten, adapt=_MIXERS, recurrent=("conv",), tp_plan=_plan())
 LFM2, LFM2_MOE = _convolved("lfm2"), _convolved("lfm2_moe")

@@ -24,7 +24,7 @@ from typing import Any
 
 from llama_ssp.architectures.family import inventory, record_of
 from llama_ssp.architectures.matrices import Matrix
-from llama_ssp.catalogue import MTP_KINDS, ModelShape
+from llama_ssp.catalogue import MTP_KINDS, OTHER_DRAFTS, ModelShape, no_mtp
 from llama_ssp.errors import ConfigError
 
 _UNSAID = {"qwen3_next": 1}
@@ -54,14 +54,11 @@ def check_mtp(field: Callable[[str], Any], where: object) -> None:
     """Raise ConfigError unless config.json, whose fields `field` gives, describes MTP layers that are read."""
     model_type = str(field("model_type"))
     if not (num_mtp_layers(field) or _UNSAID.get(model_type)):
-        raise ConfigError(
-            f"draft=mtp drafts with the MTP layers of the target, and {where} has none: give an EAGLE-3 head of the "
-            "target, or a smaller model, as draft=NAME"
-        )
+        raise ConfigError(no_mtp(where))
     if model_type not in MTP_KINDS:
         raise ConfigError(
             f"draft=mtp reads the MTP layers of {', '.join(MTP_KINDS)} models, and {where} is a {model_type} model: "
-            "give an EAGLE-3 head of the target, or a smaller model, as draft=NAME"
+            f"{OTHER_DRAFTS}"
         )
 
 

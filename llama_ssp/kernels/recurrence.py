@@ -5,9 +5,13 @@
 
 Tokens of a chunk are computed together; a token with d = 1 and w = 0 leaves the state as it is. All is in fp32.
 
-Shapes: B sequences, T tokens, H heads, N width of a key, P width of a value.
+`Places` and `HeadLayout` are for a kernel of GPUs, `recurrence_gpu`, which takes in a layer's tokens whole.
 
-Source: Yang et al. 2024, arXiv:2412.06464 (gated delta rule); Dao and Gu 2024, arXiv:2405.21060 (Mamba 2).
+Shapes: B sequences, T tokens, H heads, N width of a key, P width of a value, D decays of a head: 1, or N for one of
+each row of the state; C channels, R kept states, I kept inputs.
+
+Source: Yang et al. 2024, arXiv:2412.06464 (gated delta rule); Kimi Team 2025, arXiv:2510.26692 (a decay of each row);
+Dao and Gu 2024, arXiv:2405.21060 (Mamba 2).
 """
 
 from collections.abc import Callable
@@ -16,8 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_CHUNK = 64
-"""Tokens that are computed together."""
+_CHUNK, _CHUNK_OF_ROWS = 64, 16
+"""Tokens that are computed together, with one decay and with one of each row."""
 
 
 class Steps(NamedTuple):
@@ -26,7 +30,7 @@ class Steps(NamedTuple):
     Attributes:
         queries, keys: (B, H, T, N).
         values: (B, H, T, P).
-        log_decays: the logarithms of d, at most 0, (B, H, T).
+        log_decays: the logarithms of d, at most 0, (B, H, T, D).
         rates: b of the delta rule, (B, H, T); None without one.
     """
 
@@ -50,8 +54,45 @@ class Steps(NamedTuple):
         takes_B1T = takes_BT[:, None]
         if self.rates is None:
             values = self.values * takes_B1T[..., None]
-            return self._replace(values=values, log_decays=self.log_decays * takes_B1T)
-        return self._replace(rates=self.rates * takes_B1T, log_decays=self.log_decays * takes_B1T)
+            return self._replace(values=values, log_decays=self.log_decays * takes_B1T[..., None])
+        return self._replace(rates=self.rates * takes_B1T, log_decays=self.log_decays * takes_B1T[..., None])
+
+
+class Places(NamedTuple):
+    """A layer's rings, and where the rows of a forward stand in them.
+
+    Attributes:
+        inputs: (rows * I, C).
+        states: (rows * R, H, N, P); None without them.
+        num_inputs, num_kept: I and R.
+        first_B1: the position of each row's first token.
+        taken_B: how many of its tokens count; None for all.
+        rows_B: its row in the cache.
+    """
+
+    inputs: Tensor
+    states: Tensor | None
+    num_inputs: int
+    num_kept: int
+    first_B1: Tensor
+    taken_B: Tensor | None
+    rows_B: Tensor
+
+
+class HeadLayout(NamedTuple):
+    """Where queries, keys and values of the first key head stand.
+
+    Attributes:
+        firsts: among the numbers of a projected token.
+        steps: from one key head to the next, of queries and keys, and of values.
+        channels: among the channels of the convolution, where heads follow each other.
+        num_key_heads: of all heads; each has as many heads of values.
+    """
+
+    firsts: tuple[int, int, int]
+    steps: tuple[int, int]
+    channels: tuple[int, int, int]
+    num_key_heads: int
 
 
 def recur(state_BHNP: Tensor, steps: Steps, *, keeps_all: bool) -> tuple[Tensor, Tensor]:
@@ -68,8 +109,9 @@ def recur(state_BHNP: Tensor, steps: Steps, *, keeps_all: bool) -> tuple[Tensor,
     if keeps_all:
         return _chunk(state_BHNP, steps, keeps_all=True)
     outputs, num_tokens, states_B1HNP = [], steps.keys.shape[2], state_BHNP[:, None]
-    for start in range(0, num_tokens, _CHUNK):
-        part = steps.part(slice(start, start + _CHUNK))
+    chunk = _CHUNK if steps.log_decays.shape[-1] == 1 else _CHUNK_OF_ROWS
+    for start in range(0, num_tokens, chunk):
+        part = steps.part(slice(start, start + chunk))
         output, states_B1HNP = _chunk(states_B1HNP[:, 0], part, keeps_all=False)
         outputs.append(output)
     return torch.cat(outputs, 2), states_B1HNP
@@ -77,21 +119,30 @@ def recur(state_BHNP: Tensor, steps: Steps, *, keeps_all: bool) -> tuple[Tensor,
 
 def _chunk(state_BHNP: Tensor, steps: Steps, *, keeps_all: bool) -> tuple[Tensor, Tensor]:
     queries, keys, added, log_decays, rates = steps
-    since_start_BHT = log_decays.cumsum(-1)
-    decay_BHT1 = since_start_BHT.exp()[..., None]
+    since_start_BHDT = log_decays.cumsum(2).transpose(-1, -2)
+    decays_BHTD = since_start_BHDT.exp().transpose(-1, -2)
     # From the second token to the first.
-    between_BHTT = (since_start_BHT[..., None] - since_start_BHT[..., None, :]).exp().tril()
+    between_BHDTT = (since_start_BHDT[..., None] - since_start_BHDT[..., None, :]).exp().tril()
+    between_BHTTD, is_one = between_BHDTT.movedim(2, -1), log_decays.shape[-1] == 1
+
+    def of_state(x_BHTN: Tensor) -> Tensor:
+        return decays_BHTD * (x_BHTN @ state_BHNP) if is_one else (decays_BHTD * x_BHTN) @ state_BHNP
+
+    def of_keys(x_BHTN: Tensor) -> Tensor:
+        if is_one:
+            return (x_BHTN @ keys.transpose(-1, -2)) * between_BHDTT[:, :, 0]
+        return (x_BHTN[:, :, :, None] * keys[:, :, None] * between_BHTTD).sum(-1)
+
     if rates is not None:
-        held = decay_BHT1 * (keys @ state_BHNP)
-        overlaps_BHTT = rates[..., None] * (keys @ keys.transpose(-1, -2)) * between_BHTT
+        overlaps_BHTT = rates[..., None] * of_keys(keys)
         added = torch.linalg.solve_triangular(
-            overlaps_BHTT, rates[..., None] * (added - held), upper=False, unitriangular=True
+            overlaps_BHTT, rates[..., None] * (added - of_state(keys)), upper=False, unitriangular=True
         )
-    outputs = decay_BHT1 * (queries @ state_BHNP) + ((queries @ keys.transpose(-1, -2)) * between_BHTT) @ added
+    outputs = of_state(queries) + of_keys(queries) @ added
     if not keeps_all:
-        decayed_keys = keys * between_BHTT[:, :, -1, :, None]
-        last = decay_BHT1[:, :, -1:] * state_BHNP + decayed_keys.transpose(-1, -2) @ added
+        decayed_keys = keys * between_BHTTD[:, :, -1]
+        last = decays_BHTD[:, :, -1, :, None] * state_BHNP + decayed_keys.transpose(-1, -2) @ added
         return outputs, last[:, None]
-    decayed_keys = keys[:, :, None] * between_BHTT[..., None]  # behind each token
-    states = decay_BHT1[..., None] * state_BHNP[:, :, None] + decayed_keys.transpose(-1, -2) @ added[:, :, None]
+    decayed_keys = keys[:, :, None] * between_BHTTD  # behind each token
+    states = decays_BHTD[..., None] * state_BHNP[:, :, None] + decayed_keys.transpose(-1, -2) @ added[:, :, None]
     return outputs, states.transpose(1, 2)

@@ -19,12 +19,14 @@ Shapes: B sequences, T tokens, N kept states, W width of a convolution, C channe
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from llama_ssp.architectures.engine import kept_inputs
+from llama_ssp.kernels.recurrence import Places
 from llama_ssp.workspaces import Workspace
 
 
@@ -88,48 +90,76 @@ class StateView:
     """The part of a `StateCache` that one forward reads and writes.
 
     Attributes:
-        takes_BT: the tokens that count.
+        keeps_all: states behind each of the tokens are kept.
     """
 
     def __init__(self, cache: StateCache, positions_BT: Tensor, taken_B: Tensor | None, rows_B: Tensor) -> None:
-        self._cache = cache
-        num_tokens = positions_BT.shape[1]
-        device, first_B1, rows_B1 = positions_BT.device, positions_BT[:, :1], rows_B[:, None]
-        offsets_T = torch.arange(num_tokens, device=device)
-        taken_B1 = torch.full_like(first_B1, num_tokens) if taken_B is None else taken_B[:, None]
-        self.takes_BT = offsets_T < taken_B1
-        self.keeps_all = num_tokens <= cache.num_kept
+        self._cache, self._taken_B, self._rows_B = cache, taken_B, rows_B
+        self._first_B1, self._num_tokens = positions_BT[:, :1], positions_BT.shape[1]
+        self.keeps_all = self._num_tokens <= cache.num_kept
+
+    @cached_property
+    def _offsets(self) -> Tensor:
+        return torch.arange(self._num_tokens, device=self._first_B1.device)
+
+    @cached_property
+    def _taken_rows(self) -> Tensor:
+        taken_B = self._taken_B
+        return torch.full_like(self._first_B1, self._num_tokens) if taken_B is None else taken_B[:, None]
+
+    @cached_property
+    def takes(self) -> Tensor:
+        """The tokens that count."""
+        return self._offsets < self._taken_rows
+
+    @cached_property
+    def _state_rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Which sequences begin, the state that each reads, and those that are written."""
+        num_kept, first_B1, offsets_T = self._cache.num_kept, self._first_B1, self._offsets
         counts_N = offsets_T + 1 if self.keeps_all else offsets_T[-1:] + 1
-        behind_BN = first_B1 - 1 + counts_N.minimum(taken_B1)
-        state_rows_B1, input_rows_B1 = rows_B1 * cache.num_kept, rows_B1 * cache.num_inputs
-        self._is_new_B = positions_BT[:, 0] == 0
-        self._read_B = (state_rows_B1 + (first_B1 - 1).remainder(cache.num_kept)).flatten()
-        self._written_M = (state_rows_B1 + behind_BN.remainder(cache.num_kept)).flatten()
-        num_before, num_last = cache.width - 1, min(num_tokens, cache.num_inputs)
-        before_BW = first_B1 + torch.arange(-num_before, 0, device=device)
-        self._is_before_BW1 = (before_BW < 0)[..., None]
-        self._inputs_read_M = (input_rows_B1 + before_BW.remainder(cache.num_inputs)).flatten()
-        # The last inputs that count, perhaps some of those before: they are written again.
-        last_BI = (taken_B1 - num_last + offsets_T[:num_last]).clamp_min(-num_before)
-        self._last_BI1 = (last_BI + num_before)[..., None]
-        self._inputs_written_M = (input_rows_B1 + (first_B1 + last_BI).remainder(cache.num_inputs)).flatten()
+        behind_BN = first_B1 - 1 + counts_N.minimum(self._taken_rows)
+        rows_B1 = self._rows_B[:, None] * num_kept
+        read_B = (rows_B1 + (first_B1 - 1).remainder(num_kept)).flatten()
+        return first_B1[:, 0] == 0, read_B, (rows_B1 + behind_BN.remainder(num_kept)).flatten()
+
+    @cached_property
+    def _input_rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Which inputs stand before the text, those that are read, the last ones that count, and where those go."""
+        num_inputs, first_B1 = self._cache.num_inputs, self._first_B1
+        num_before, num_last = self._cache.width - 1, min(self._num_tokens, num_inputs)
+        rows_B1 = self._rows_B[:, None] * num_inputs
+        before_BW = first_B1 + torch.arange(-num_before, 0, device=first_B1.device)
+        read_M = (rows_B1 + before_BW.remainder(num_inputs)).flatten()
+        # Perhaps some of those before: they are written again.
+        last_BI = (self._taken_rows - num_last + self._offsets[:num_last]).clamp_min(-num_before)
+        written_M = (rows_B1 + (first_B1 + last_BI).remainder(num_inputs)).flatten()
+        return (before_BW < 0)[..., None], read_M, (last_BI + num_before)[..., None], written_M
 
     def with_inputs_before(self, number: int, x_BTC: Tensor) -> Tensor:
         """The inputs (B, W - 1 + T, C) of a layer's convolution, with those before the first token; keeps the last."""
         inputs, device = self._cache.inputs[number], x_BTC.device
-        before_BWC = inputs.index_select(0, self._inputs_read_M.to(device)).unflatten(0, (len(x_BTC), -1))
-        x_BTC = torch.cat([before_BWC.masked_fill(self._is_before_BW1.to(device), 0), x_BTC], 1)
-        last_BIC = x_BTC.gather(1, self._last_BI1.to(device).expand(-1, -1, x_BTC.shape[-1]))
-        inputs.index_copy_(0, self._inputs_written_M.to(device), last_BIC.flatten(0, 1))
+        is_before_BW1, read_M, last_BI1, written_M = (part.to(device) for part in self._input_rows)
+        before_BWC = inputs.index_select(0, read_M).unflatten(0, (len(x_BTC), -1))
+        x_BTC = torch.cat([before_BWC.masked_fill(is_before_BW1, 0), x_BTC], 1)
+        last_BIC = x_BTC.gather(1, last_BI1.expand(-1, -1, x_BTC.shape[-1]))
+        inputs.index_copy_(0, written_M, last_BIC.flatten(0, 1))
         return x_BTC
 
     def state(self, number: int) -> Tensor:
         """The state (B, ...) of a layer behind the token before the first."""
         states = self._cache.states[number]
-        is_new_B = self._is_new_B.to(states.device).view(-1, *[1] * (states.dim() - 1))
-        return states.index_select(0, self._read_B.to(states.device)).masked_fill(is_new_B, 0)
+        is_new_B, read_B, _ = (part.to(states.device) for part in self._state_rows)
+        is_new_B = is_new_B.view(-1, *[1] * (states.dim() - 1))
+        return states.index_select(0, read_B).masked_fill(is_new_B, 0)
 
     def keep(self, number: int, states_BN: Tensor) -> None:
         """Keep the states (B, N, ...) of a layer behind each token if `keeps_all`, else behind the last that counts."""
         states = self._cache.states[number]
-        states.index_copy_(0, self._written_M.to(states.device), states_BN.flatten(0, 1))
+        states.index_copy_(0, self._state_rows[2].to(states.device), states_BN.flatten(0, 1))
+
+    def places(self, number: int) -> Places:
+        """The rings of a layer, for a kernel that reads and writes them itself."""
+        cache, inputs = self._cache, self._cache.inputs[number]
+        first_B1, rows_B = self._first_B1.to(inputs.device), self._rows_B.to(inputs.device)
+        taken_B = None if self._taken_B is None else self._taken_B.to(inputs.device)
+        return Places(inputs, cache.states.get(number), cache.num_inputs, cache.num_kept, first_B1, taken_B, rows_B)

@@ -36,6 +36,7 @@ from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.huggingface.experts import OwnExperts
 from llama_ssp.models.huggingface.families import tp_plan_of
+from llama_ssp.models.huggingface.recurrent import shared_heads
 from llama_ssp.models.weights import Slice
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.storage.formats import NO_QUANTIZATION
@@ -44,6 +45,7 @@ EXPERTS = "moe_tp_experts"
 """The library's style of a module of experts, each of which is cut."""
 RECURRENT = "recurrent"
 """Our style of a gated delta rule, whose key heads ranks share, with the value heads of each."""
+_LAYER = re.compile(r"\.\d+(?=\.|$)")
 
 
 class LocalModule(nn.Module):
@@ -165,13 +167,13 @@ def shard(
         raise PlacementError(no_plan(shape.model_type, comm.size))
     shards = split_model(shape, num_ranks=comm.size, quantization=quantization, whole=whole)
     for name, module in list(model.named_modules()):
-        style = _style(plan, name)
+        style = _style(model, plan, name)
         # A family's own embedding class does more than look up; it stays whole unless the family's record allows it.
         is_own_embedding = isinstance(module, nn.Embedding) and type(module) is not nn.Embedding
         if style.startswith("replicated") or (is_own_embedding and not record_of(shape.model_type).cuts_own_embedding):
             continue
-        if style in {EXPERTS, RECURRENT}:
-            (_cut_experts if style == EXPERTS else _cut_recurrent)(module, shards[comm.rank], comm)
+        if style in _CUT_AS_ONE:
+            _CUT_AS_ONE[style](module, shards[comm.rank], comm)
             continue
         if stays_whole(name, whole):
             continue
@@ -198,7 +200,7 @@ def _check_heads(name: str, size: int, cut: Cut, shape: ModelShape, head_dim: in
 
 def cut_dim(model: PreTrainedModel, name: str, *, whole: WholeParts) -> int | None:
     """The dimension of a linear layer's weight that `shard` cuts, and 0 of experts; None for what stays whole."""
-    style = _style(tp_plan_of(model), name)
+    style = _style(model, tp_plan_of(model), name)
     if style == EXPERTS:
         return 0
     if style.startswith("replicated") or stays_whole(name, whole):
@@ -206,8 +208,12 @@ def cut_dim(model: PreTrainedModel, name: str, *, whole: WholeParts) -> int | No
     return int(style == "rowwise")
 
 
-def _style(plan: dict[str, str], name: str) -> str:
-    return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), "replicated")
+def _style(model: PreTrainedModel, plan: dict[str, str], name: str) -> str:
+    """The style of a module; a recurrent layer is cut as one, and attention can have the name of one."""
+    parent, style = name.rpartition(".")[0], plan.get(_LAYER.sub(".*", name), "replicated")
+    if plan.get(_LAYER.sub(".*", parent)) == RECURRENT and shared_heads(model.get_submodule(parent)):
+        return "replicated"
+    return "replicated" if style == RECURRENT and not shared_heads(model.get_submodule(name)) else style
 
 
 def _local(name: str, module: nn.Module, style: str, *, shards: tuple[RankShard, ...], comm: Comm) -> LocalModule:
@@ -274,25 +280,34 @@ def _cut_experts(experts: Any, shard: RankShard, comm: Comm) -> None:  # noqa: A
 
 def _cut_recurrent(mixer: Any, shard: RankShard, comm: Comm) -> None:  # noqa: ANN401 - of transformers
     """Keep this rank's key heads of a recurrence, with their value heads, and add up what the ranks compute."""
-    num_heads, heads = mixer.num_k_heads, split_blocks(mixer.num_k_heads, shard.num_ranks)[shard.rank]
+    num_heads = shared_heads(mixer)
+    heads = split_blocks(num_heads, shard.num_ranks)[shard.rank]
 
     def own(size: int, *, behind: int = 0) -> range:
         """The features of the own heads among those of all, which stand behind others."""
         return range(behind + heads.start * size // num_heads, behind + heads.stop * size // num_heads)
 
-    key_dim, value_dim, num_values = mixer.key_dim, mixer.value_dim, mixer.num_v_heads
-    mixed = own(key_dim), own(key_dim, behind=key_dim), own(value_dim, behind=2 * key_dim)
-    for name, module in mixer.named_children():
+    num_channels = len(mixer.conv1d.weight)
+    key_dim = getattr(mixer, "key_dim", num_channels // 3)
+    mixed = own(key_dim), own(key_dim, behind=key_dim), own(num_channels - 2 * key_dim, behind=2 * key_dim)
+    for name, module in mixer.named_modules():
         if name in {"conv1d", "in_proj_qkv"}:
             _cut_parameters(module, {"weight": Slice(0, mixed)})
-        elif name == "out_proj":
-            _cut_parameters(module, {"weight": Slice(1, (own(value_dim),))})
-        elif name.startswith("in_proj"):  # its features are those of one key head after the other
-            _cut_parameters(module, {"weight": Slice(0, (own(len(module.weight)),))})
-    _cut_parameters(mixer, {name: Slice(0, (own(num_values),)) for name in ("A_log", "dt_bias")})
-    mixer.num_k_heads, mixer.num_v_heads = len(heads), len(own(num_values))
-    mixer.key_dim, mixer.value_dim = len(own(key_dim)), len(own(value_dim))
+        elif name in {"out_proj", "o_proj"}:
+            _cut_parameters(module, {"weight": Slice(1, (own(module.in_features),))})
+        elif isinstance(module, nn.Linear) and not name.endswith("_a_proj"):  # features of one key head after the other
+            _cut_parameters(module, {"weight": Slice(0, (own(module.out_features),))})
+    decays = getattr(mixer, "forget_gate", mixer)
+    slices = {"A_log": Slice(decays.A_log.shape.index(decays.A_log.numel()), (own(decays.A_log.numel()),))}
+    _cut_parameters(decays, slices | {"dt_bias": Slice(0, (own(len(decays.dt_bias)),))})
+    for name in ("num_k_heads", "num_v_heads", "num_heads", "key_dim", "value_dim", "qkv_dim"):
+        if hasattr(mixer, name):
+            setattr(mixer, name, len(own(getattr(mixer, name))))
     mixer.register_forward_hook(lambda _module, _inputs, y_BTE: comm.all_reduce(y_BTE))
+
+
+_CUT_AS_ONE = {EXPERTS: _cut_experts, RECURRENT: _cut_recurrent}
+"""By style: what cuts a module with all that is in it."""
 
 
 def _keep_own(shard: RankShard, experts: Any, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401

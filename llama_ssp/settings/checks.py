@@ -12,7 +12,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from llama_ssp import catalogue
-from llama_ssp.catalogue import ENDINGS_WITH_FIELDS, MTP_KINDS, ModelConfig, ending_of, is_hub_id
+from llama_ssp.catalogue import ENDINGS_WITH_FIELDS, ModelConfig, ending_of, is_hub_id
 from llama_ssp.errors import ConfigError, refuse, unknown_name
 from llama_ssp.machines import hardware
 from llama_ssp.settings import drafters, layout, schema
@@ -371,11 +371,8 @@ def _mtp(config: RunConfig) -> Iterator[str]:
         yield "draft=mtp reads the files of the target, and weights=synthetic has none: give another draft"
     elif target.adapter:
         yield f"draft=mtp reads the files of the target without {said('model.adapter', target.adapter)}: leave one out"
-    elif target.shape and target.shape.model_type not in MTP_KINDS:
-        yield (
-            f"draft=mtp drafts with the MTP layers of the target, and {said('model', target.name)} has none: give an "
-            "EAGLE-3 head of the target, or a smaller model, as draft=NAME"
-        )
+    elif target.shape and target.shape.model_type not in catalogue.MTP_KINDS:
+        yield catalogue.no_mtp(said("model", target.name))
 
 
 def _models(config: RunConfig) -> Iterator[str]:

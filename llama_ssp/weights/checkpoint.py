@@ -30,8 +30,8 @@ from llama_ssp.catalogue import ADAPTER_CONFIG_FILE, CONFIG_FILE, GGUF, GGUF_ALO
 from llama_ssp.errors import CheckpointError, shown
 from llama_ssp.storage.formats import PackedLayout
 from llama_ssp.storage.stored import QUANTIZATION, layout_of, unreadable
-from llama_ssp.weights.experts import JoinedTensor, join_experts
-from llama_ssp.weights.packed import PackedTensor, combine
+from llama_ssp.weights.experts import Listed, join_convolutions, join_experts
+from llama_ssp.weights.packed import combine
 from llama_ssp.weights.source import StoredTensor, Wanted, read_header
 from llama_ssp.words import said
 
@@ -48,7 +48,7 @@ class Checkpoint:
     folder: Path
     config: PretrainedConfig
     shape: ModelShape
-    tensors: Mapping[str, StoredTensor | PackedTensor | JoinedTensor]
+    tensors: Mapping[str, Listed]
     head: HeadConfig | None = None  # of a draft head, which `weights.head` joins with its target.
 
     @property
@@ -109,7 +109,8 @@ def inspect(folder: Path, *, config_alone: bool = False) -> Checkpoint:
     if text is not content:
         tensors = {of_text(name): tensor for name, tensor in tensors.items()}
     packed = combine(tensors, layout, folder) if layout and tensors else tensors
-    return Checkpoint(folder=folder, config=config, shape=shape, tensors=join_experts(packed, folder), head=head)
+    joined = join_convolutions(join_experts(packed, folder))
+    return Checkpoint(folder=folder, config=config, shape=shape, tensors=joined, head=head)
 
 
 _OF_TEXT = re.compile(r"(?:model\.language_model|language_model\.model)\.")

@@ -1,10 +1,12 @@
-"""Experts that are stored one by one: the matrices of a layer's experts become two tensors, as modules hold them.
+"""Tensors that are stored in parts: the matrices of a layer's experts become two tensors, as modules hold them.
 
     stored      experts.N.gate_proj.weight (I, E), experts.N.up_proj.weight (I, E), experts.N.down_proj.weight (E, I)
                 or w1, w3 and w2 in the same order
     joined      experts.gate_up_proj (X, 2 I, E), experts.down_proj (X, E, I)
+    stored      q_conv1d.weight (C, 1, W), k_conv1d.weight, v_conv1d.weight
+    joined      conv1d.weight (3 C, 1, W)
 
-Shapes: X experts, I inputs of an expert's last matrix, E the model's width.
+Shapes: X experts, I inputs of an expert's last matrix, E the model's width, C channels, W width of a convolution.
 """
 
 import re
@@ -55,6 +57,38 @@ class JoinedTensor(TensorFacts):
             joined = torch.cat(rows)
             experts.append(joined if self.storage else joined.to(dtype))
         return torch.stack(experts).to(wanted.get("device"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinedConvolution(TensorFacts):
+    """The weights of a convolution whose channels are `stored` in parts."""
+
+    stored: tuple["Listed", ...]
+
+    def read(self, **wanted: Unpack[Wanted]) -> Tensor:
+        """See `WeightSource.read`; parts are of the channels."""
+        whole_C1W = torch.cat([part.read() for part in self.stored])
+        if wanted.get("dim") is not None:
+            whole_C1W = torch.cat([whole_C1W[part.start : part.stop] for part in wanted["parts"]])
+        return whole_C1W.to(wanted.get("device"), wanted.get("dtype") or self.dtype)
+
+
+Listed = StoredTensor | PackedTensor | JoinedTensor | JoinedConvolution
+"""A tensor of a checkpoint."""
+
+
+def join_convolutions(tensors: Mapping[str, Listed]) -> dict[str, Listed]:
+    """Replace convolutions of queries, keys and values that are stored one by one."""
+    found = dict(tensors)
+    for name in [name for name in tensors if name.endswith(".q_conv1d.weight")]:
+        names = [name.replace(".q_conv1d.", f".{part}_conv1d.") for part in "qkv"]
+        if all(part in found for part in names):
+            parts = tuple(found.pop(part) for part in names)
+            sizes = sum(part.shape[0] for part in parts), *parts[0].shape[1:]
+            found[name.replace(".q_conv1d.", ".conv1d.")] = JoinedConvolution(
+                dtype=parts[0].dtype, shape=sizes, stored=parts
+            )
+    return found
 
 
 def _read(matrix: StoredTensor | PackedTensor, outputs: range, inputs: Sequence[range]) -> Tensor:

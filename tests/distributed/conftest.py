@@ -10,6 +10,7 @@ from llama_ssp.settings.schema import TargetKind
 from tests.distributed.ranks import SYNTHETIC, Case, Cell, Quantized, Seen, Together, see_all
 from tests.helpers.draft_heads import make_tensors, save_original
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
+from tests.helpers.mtp_layers import save_with_mtp
 from tests.helpers.tokenizers import save_tokenizer
 
 
@@ -32,6 +33,10 @@ def pairs(asked: list[Case], tmp_path_factory: pytest.TempPathFactory) -> Path:
         build_checkpoint(path, family, **shape)
         save_tokenizer(path, VOCAB_SIZE)
 
+    for name in [name for name in families if name.startswith("mtp ")]:
+        save_with_mtp(folder / name, name.removeprefix("mtp "))
+        save_tokenizer(folder / name, VOCAB_SIZE)
+        families.discard(name)
     for family in families:
         save(folder / family / "target", family, num_hidden_layers=2)
         save(folder / family / "draft", family, num_hidden_layers=1)

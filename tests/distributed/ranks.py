@@ -200,6 +200,10 @@ def pair_of(name: str, folder: Path) -> tuple[ModelConfig, ModelConfig]:
         return catalogue.load("tiny"), catalogue.load("tiny-draft")
     if name == "head":
         return catalogue.load("tiny"), ModelConfig(name=name, path=str(folder / name), dtype=Dtype.fp32)
+    if name.startswith("mtp "):
+        path = str(folder / name)
+        target, draft = (ModelConfig(name=of, path=path, dtype=Dtype.fp32) for of in ("local", "mtp"))
+        return target, draft
     pair = [ModelConfig(name=part, path=str(folder / name / part), dtype=Dtype.fp32) for part in ("target", "draft")]
     return pair[0], pair[1]
 

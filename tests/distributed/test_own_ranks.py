@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 
 from llama_ssp import catalogue
+from llama_ssp.reports.records import LogProbLine
 from llama_ssp.weights import hub
 from tests.helpers.commands import Popen
 from tests.helpers.disturbed import lines, pid_of_rank, wait_for
+from tests.helpers.in_process import launch
 from tests.helpers.repository import ROOT
-from tests.helpers.starters import PROGRAM, environment, run_program
+from tests.helpers.sockets import is_loopback
+from tests.helpers.starters import PROGRAM, environment, observe, run_program
 
 pytestmark = pytest.mark.distributed(2)
 
@@ -38,17 +41,24 @@ def running(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Pa
 
 
 @pytest.mark.heavy
-def test_its_ranks_share_the_work_and_leave_what_torchruns_leave(tmp_path: Path) -> None:
-    settings = ["task=generate", "format=jsonl", "max_new_tokens=8", f"prompt={PRICE}", f"run_dir={tmp_path}/run"]
-    ended = run_program("run", *settings, "ranks=2")
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stderr.splitlines()[0] == "starting 2 ranks…"
-    [line] = [json.loads(text) for text in ended.stdout.splitlines()]
+def test_its_ranks_share_the_work_and_leave_what_one_leaves_and_listen_on_the_loopback(tmp_path: Path) -> None:
+    settings = ["task=generate", "format=jsonl", "max_new_tokens=8", "logprobs=2", f"prompt={PRICE}"]
+    ended = observe([*PROGRAM, "run", *settings, f"run_dir={tmp_path}/run", "ranks=2"])
+    assert ended.err.splitlines()[0] == "starting 2 ranks…"
+    assert ended.addresses
+    assert all(map(is_loopback, ended.addresses)), ended.addresses
+    [line] = [json.loads(text) for text in ended.out.splitlines()]
     assert line["prompt"] == PRICE, "the agent's own ${...} must not reach a prompt"
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["world_size"], len(summary["memory"])) == (2, 2)
-    alone = run_program("run", *settings[:-1], f"run_dir={tmp_path}/alone", "ranks=1")
-    assert [json.loads(text)["token_ids"] for text in alone.stdout.splitlines()] == [line["token_ids"]]
+    alone = launch(*settings, f"run_dir={tmp_path}/alone")
+    assert [one["token_ids"] for one in alone.lines] == [line["token_ids"]]
+    found, wanted = (
+        LogProbLine.from_json((tmp_path / name / "logprobs.jsonl").read_bytes()) for name in ("run", "alone")
+    )
+    assert found.drawn_logprobs
+    assert wanted.drawn_logprobs
+    assert found.drawn_logprobs.log_probs == pytest.approx(wanted.drawn_logprobs.log_probs, abs=1e-4)
 
 
 @pytest.mark.slow

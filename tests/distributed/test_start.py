@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.lanes import heavy
+from tests.helpers.lanes import heavy, slow
 from tests.helpers.repository import ROOT
 
 pytestmark = pytest.mark.distributed(2)
@@ -35,7 +35,7 @@ def step(job: int, *commands: list[str]) -> list["subprocess.Popen[str]"]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("faulty", [heavy(0), heavy(1)])
+@pytest.mark.parametrize("faulty", [slow(0), heavy(1)])
 def test_a_start_of_nccl_that_fails_ends_all_ranks_with_the_reason_and_the_remedy(faulty: int, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "tests.distributed.faulty_start", str(faulty)]
     words += ["task=generate", "device=cpu", "prompt=x", f"run_dir={tmp_path}/run"]

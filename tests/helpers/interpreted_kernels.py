@@ -24,25 +24,31 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from triton.runtime import interpreter
 
 from llama_ssp.kernels import attention_by_length as varlen
-from llama_ssp.kernels import attention_gpu, between_gpu, linear, linear_gpu
-from llama_ssp.kernels.attention_by_length import VarlenAttention
+from llama_ssp.kernels import attention_gpu, between_gpu, draw_gpu, linear, linear_gpu, recurrence_gpu
+from llama_ssp.kernels.attention_by_length import CHECKED, VarlenAttention
 from llama_ssp.kernels.between import rotate_write
-from llama_ssp.kernels.draw_gpu import draw_tokens
+from llama_ssp.kernels.draw_gpu import draw_tokens, softmax
 from llama_ssp.kernels.halves_gpu import product_of_halves
 from llama_ssp.kernels.heads import Heads, Sequences
 from llama_ssp.kernels.linear_gpu import choose, product_of_few_rows, unpack_bytes, unpack_codes
 from llama_ssp.kernels.norm import RmsNorm
 from llama_ssp.kernels.rows import KeptRows, rows_of
+from llama_ssp.models.huggingface import recurrent
 from llama_ssp.models.huggingface.experts import OwnExperts
+from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.quantization import weight_only
 from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.models.states import StateCache
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling import processors
 from llama_ssp.weights import byte_rows, fp4_rows, int4_rows
+from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.four_bits import rounded
-from tests.helpers.models import build_checkpoint, load_lean
+from tests.helpers.models import build_checkpoint, load_lean, tiny_model
 from tests.helpers.varlen_attention import varlen_attention
 from tests.unit.models.llama.test_decoder import KINDS, modules, random_ids
 
@@ -214,9 +220,9 @@ def rounds(runner: LeanRunner) -> list[Tensor]:
     runner.allocate(batch_size=2, capacity=40)
     ids = random_ids(2, 30)
     starts = torch.tensor([[4], [11]])
-    prompts = Prompts(ids, torch.tensor([20, 14]), [20, 14], longest=20)
+    prompts = Prompts(ids, torch.tensor([12, 9]), [12, 9], longest=12)
     return [
-        runner.forward(ids[:, :20], torch.arange(20).expand(2, -1), bucket=40, cache_rows_B=torch.tensor([1, 0])),
+        runner.forward(ids[:, :12], torch.arange(12).expand(2, -1), bucket=40, cache_rows_B=torch.tensor([1, 0])),
         runner.forward(ids.gather(1, starts + torch.arange(3)), starts + torch.arange(3), bucket=40),
         runner.forward(ids[:, :2], starts + torch.arange(2), bucket=40, score_positions_BR=torch.tensor([[1], [0]])),
         runner.forward(ids[:, 12:13], starts + 1, bucket=40),
@@ -295,6 +301,17 @@ def draws() -> None:
         assert torch.equal(draw_tokens(weights, uniforms, units=processors.DRAW_UNITS, tokens_of_a_block=size), wanted)
         units = weights * processors.DRAW_UNITS
         assert torch.equal(draw_tokens(units, uniforms, units=1.0, tokens_of_a_block=size), wanted)
+        logits = torch.randn(8, vocab_size, generator=GENERATOR).mul_(9).to(torch.float16)
+        logits[2, : vocab_size // 2] = float("-inf")
+        logits[3] = float("-inf")
+        logits[3, -1] = 5.0
+        with patch.object(draw_gpu, "SOFTMAX_TOKENS", size):
+            found = softmax(logits, scale=1 / 0.7)
+        torch.testing.assert_close(found, (logits.float() * (1 / 0.7)).softmax(-1), rtol=3e-6, atol=0)
+    for number in ("nan", "inf"):
+        logits = torch.zeros(2, 100)
+        logits[0, 3] = float(number)
+        assert softmax(logits, scale=2.0).isnan().all(1).tolist() == [True, False]
     nothing = torch.full((2, 100), float("nan"))
     ids = draw_tokens(nothing, uniforms[:2], units=processors.DRAW_UNITS, tokens_of_a_block=8)
     assert ((ids >= 0) & (ids < 100)).all()
@@ -372,7 +389,8 @@ def few_rows() -> None:
         operands, numbers = make(num_outputs, num_inputs, dtype)
         x = (torch.randint(-8, 9, (40, num_inputs)) / 8).to(dtype)
         wanted = x.double() @ numbers.t()
-        for num_rows, num_processors in ((1, 1), (9, 1), (40, 1), (5, 132)):
+        cut = ((1, 1), (9, 1), (40, 1), (5, 132))
+        for num_rows, num_processors in cut if dtype is torch.float16 else cut[1::2]:
             y = product_of_few_rows(x[:num_rows], *operands, num_processors=num_processors)
             if dtype is torch.bfloat16:  # which the interpreter cuts off rather than rounds
                 assert ((y - wanted[:num_rows]).abs() <= wanted[:num_rows].abs() / 128).all()
@@ -462,6 +480,65 @@ def modules_of_experts() -> None:
         assert_near(found, own(x, ids, weights), tolerance=2e-3)
 
 
+def of_each_row(x: Tensor, weight: Tensor, _bias: Tensor | None = None) -> Tensor:
+    """A linear layer whose bits do not depend on the number of rows."""
+    return (x[..., None, :] * weight).sum(-1)
+
+
+RECURRENT: dict[str, dict[str, int]] = {
+    "qwen3_next, dense": {"linear_num_key_heads": 1, "linear_num_value_heads": 2},
+    "kimi_linear, dense": {"linear_num_heads": 2},
+    "falcon_h1": {"mamba_n_heads": 2, "mamba_d_head": 64, "mamba_n_groups": 1},
+    "lfm2": {},
+}
+
+
+def recurrent_layers() -> None:
+    """Each kind of recurrence and of layout, with states, inputs and the bits of a row and of a token alone."""
+    for kind, heads in RECURRENT.items():
+        model = tiny_model(kind, **heads)
+        recurrent.adapt(model)
+        mixer: Any = next(recurrent.mixers_of(model))
+        right = recurrent._tried(mixer, model.config.hidden_size)
+        layer, x_BTE = recurrent.state_of(mixer), torch.randn(2, 3, model.config.hidden_size, generator=GENERATOR)
+        found: dict[str, list[Tensor]] = {}
+        for name, batch_size, width in (("all", 2, 3), ("a row", 1, 3), ("a token", 2, 1), ("operators", 2, 3)):
+            mixer.own_kernels = None if name == "operators" else right
+            cache = StateCache([layer], batch_size=batch_size, num_kept=3, dtype=torch.float32)
+            outputs = []
+            for x, positions in zip(x_BTE.split(width, 1), torch.arange(3).split(width), strict=True):
+                view = cache.view(positions.expand(batch_size, -1), taken_B=None, cache_rows_B=None)
+                with patch.object(
+                    functional, "linear", lambda x, weight, _bias=None: (x[..., None, :] * weight).sum(-1)
+                ):
+                    outputs.append(recurrent._mix_of(mixer)(mixer, x[:batch_size], view))
+            rings = [ring.unflatten(0, (batch_size, -1)) for ring in (*cache.inputs.values(), *cache.states.values())]
+            found[name] = [torch.cat(outputs, 1), *rings]
+        for *own, wanted in zip(*(found[name] for name in ("all", "a row", "a token", "operators")), strict=True):
+            assert torch.equal(own[0][:1], own[1]), kind
+            assert torch.equal(own[0], own[2]), kind
+            assert ((own[0] - wanted).abs() <= 1e-5 * wanted.abs().max()).all(), kind
+
+
+def recurrent_texts() -> None:
+    """A runner takes the kernel, whose rounds go back; a wrong one is not used."""
+    model = tiny_model("qwen3_next, dense", **RECURRENT["qwen3_next, dense"])
+    model.config._attn_implementation = "sdpa"
+    recurrent.adapt(model)
+    texts, requests = [], [Request(index=index, prompt_ids=(3, index + 5), max_new_tokens=5) for index in range(2)]
+    for use in (lambda _: None, recurrent.use_own_kernels):
+        use(model)
+        decoder = make_decoder(ModuleRunner(model, comm=Comm.single()), None, ngram=True, batch_size=2, replay=False)
+        texts.append([done.token_ids for done in complete(decoder, requests)])
+    assert next(recurrent.mixers_of(model)).own_kernels is recurrence_gpu
+    assert texts[0] == texts[1]
+    right, wrong = recurrence_gpu.recur, lambda *places, **options: -right(*places, **options)
+    vars(recurrence_gpu)["recur"] = wrong
+    recurrent.use_own_kernels(model)
+    vars(recurrence_gpu)["recur"] = right
+    assert next(recurrent.mixers_of(model)).own_kernels is None
+
+
 def check(part: str) -> None:
     """Check one of `PARTS`."""
     dot_of_bf16()
@@ -470,6 +547,9 @@ def check(part: str) -> None:
     for name in ("rotate_write", "add_norm", "gated"):
         setattr(between_gpu, name, one_at_a_time(getattr(between_gpu, name)))
     attention_gpu.attend = one_at_a_time(attention_gpu.attend)
+    if part != "operators":  # which compares rows of 1000 slots; models here have rows of a few
+        vars(varlen)["_CHECKED_LENGTHS"] = 70, 20, 7
+        vars(varlen)["CHECKED"] = CHECKED[:-1]
     for each in PARTS[part]:
         each()
 
@@ -480,14 +560,13 @@ PARTS: dict[str, Sequence[Callable[[], None]]] = {
         wrong_kernels_are_not_used, draws, few_rows, halves, experts,
         modules_of_experts,
     ],
+    "recurrent layers": [recurrent_layers, recurrent_texts],
     "several ranks": [several_ranks],
     "llama, no groups": [partial(whole_model, "llama, no groups", varlen_attention)],
     "mistral, window": [partial(whole_model, "mistral, window", varlen_attention)],
     "qwen3": [partial(whole_model, "qwen3", varlen_attention, None)],
-    "quantized": [
-        partial(quantized_model, Precision(quantization="int8_weight_only"), 0.02),
-        partial(quantized_model, Precision(cache_dtype="int8"), 0.05),
-    ],
+    "quantized weights": [partial(quantized_model, Precision(quantization="int8_weight_only"), 0.02)],
+    "quantized cache": [partial(quantized_model, Precision(cache_dtype="int8"), 0.05)],
 }  # fmt: skip
 
 

@@ -55,6 +55,10 @@ _DELTA = {
     "num_key_value_heads": 4, "head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
     "linear_key_head_dim": 8, "linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
+_KIMI = _LATENT | {
+    "q_lora_rank": None, "linear_num_heads": 4, "linear_head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
 _MAMBA = {
     "num_key_value_heads": 4, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 12,
     "mamba_chunk_size": 8,
@@ -150,6 +154,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next, dense": _DELTA | {"num_experts": 0, "decoder_sparse_step": 1},
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 48},
+    "kimi_linear": _KIMI | {"mlp_layer_types": ["dense", "sparse"]},
+    "kimi_linear, dense": _KIMI | {"mlp_layer_types": ["dense", "dense"]},
+    "olmo_hybrid": {key: value for key, value in _DELTA.items() if key != "head_dim"},
     "lfm2": _GROUPED | {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": _GROUPED | _EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "bamba": _MAMBA | {"attn_layer_indices": [1]},
@@ -179,8 +186,10 @@ def tiny_config(family: str, **changes: object) -> PretrainedConfig:
         sizes.setdefault("attention_types", [[kind, 1] for kind in kinds])
     if "num_kv_shared_layers" in sizes:
         sizes["num_kv_shared_layers"] = min(sizes["num_kv_shared_layers"], sizes["num_hidden_layers"] // 2)
-    if "layer_types" in sizes:
-        sizes["layer_types"] = [*islice(cycle(sizes["layer_types"]), sizes["num_hidden_layers"])]
+    if model_type == "olmo_hybrid":  # which has layers of both kinds
+        sizes["num_hidden_layers"] = max(sizes["num_hidden_layers"], 2)
+    for name in {"layer_types", "mlp_layer_types"} & sizes.keys():
+        sizes[name] = [*islice(cycle(sizes[name]), sizes["num_hidden_layers"])]
     config: PretrainedConfig = CONFIG_MAPPING[model_type](**sizes)
     return config
 

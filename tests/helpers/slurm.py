@@ -22,7 +22,8 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "unshare", "mount")
 ENDED = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL"}
 
 # Short waits for what a test does on purpose: a requeued job would otherwise start after two minutes (cred_expire), and
-# a process that will not end would be killed after half a minute (KillWait).
+# a process that will not end would be killed after half a minute (KillWait). A long one for busy machines: within 10 s
+# (MessageTimeout) a node must confirm the launch of a job, or the controller requeues it by itself.
 CONFIG = """\
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
@@ -50,6 +51,7 @@ SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=10
+MessageTimeout=60
 MinJobAge=300
 FirstJobId={first_id}
 JobRequeue=1

@@ -3,11 +3,15 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.helpers.commands import command
 from tests.helpers.repository import ROOT
+from tests.helpers.sockets import family_of, listeners
 
 PROGRAM = [sys.executable, "-m", "llama_ssp"]
 STARTERS = ("ranks=1", "ranks=2", "torchrun", "launch/run.py")
@@ -36,3 +40,29 @@ def run_program(
         [*PROGRAM, *words], cwd=cwd, env=environment(more), input=stdin,
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
+
+
+class Observed(NamedTuple):
+    """What a command printed, and the addresses that it or one of its processes ever listened on."""
+
+    out: str
+    err: str
+    addresses: set[IPv4Address | IPv6Address]
+
+
+def observe(words: Sequence[str], *, without_starter: bool = False) -> Observed:
+    """Run a command that ends well; perhaps without the addresses of the command itself."""
+    addresses = set()
+    with subprocess.Popen(
+        words, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    ) as process:  # fmt: skip
+        deadline = time.monotonic() + 240
+        while process.poll() is None and time.monotonic() < deadline:
+            for pid in family_of(process.pid)[1:] if without_starter else [process.pid]:
+                addresses |= {address for address, _ in listeners(pid)}
+            time.sleep(0.05)
+        process.kill()
+        out, err = process.communicate()
+    assert process.returncode == 0, err
+    return Observed(out, err, addresses)

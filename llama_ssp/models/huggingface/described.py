@@ -21,7 +21,7 @@ from llama_ssp.errors import PlacementError
 from llama_ssp.models.huggingface.experts import experts_of
 from llama_ssp.models.huggingface.families import is_linear
 from llama_ssp.models.huggingface.modules import build_empty
-from llama_ssp.models.huggingface.recurrent import mixers_of, state_of
+from llama_ssp.models.huggingface.recurrent import mixers_of, shared_heads, state_of
 from llama_ssp.models.tensor_parallel import RECURRENT, cut_dim
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
 from llama_ssp.weights.mtp import MtpSource, mtp_of
@@ -59,7 +59,7 @@ def modules_of(model: PreTrainedModel, shape: ModelShape) -> Inventory:
     layer, embeddings, vectors = Counter[Matrix](), list[Matrix](), Counter[bool]()
     cuts = dict[str, int | None]()
     output, experts = None, dict(experts_of(model))
-    shared_heads = _shared_heads(model)
+    shared_heads = _heads_of_modules(model)
     for name, module in model.named_modules():
         is_inner = _IN_LAYER.search(f"{name}.")
         for leaf, parameter in module.named_parameters(recurse=False):
@@ -77,7 +77,7 @@ def modules_of(model: PreTrainedModel, shape: ModelShape) -> Inventory:
                 rows, columns = parameter.shape[::-1] if isinstance(module, Conv1D) else parameter.shape
                 short = _IN_LAYER.split(f"{name}.weight")[-1].removesuffix(".weight")
                 if num_units := shared_heads.get(name, 0):
-                    cut = int(name.endswith("out_proj"))
+                    cut = int(name.endswith(("out_proj", ".o_proj")))
                 found = Matrix(
                     module=short if is_inner else short.rpartition(".")[2], num_rows=rows, num_columns=columns, cut=cut,
                     num_units=num_units,
@@ -108,7 +108,7 @@ def _states(model: PreTrainedModel) -> tuple[KeptStates, ...]:
     """The states of recurrent layers, those alike together; none of a family whose layers run as they are."""
     if not record_of(model.config.model_type).recurrent:
         return ()
-    alike = Counter((*state_of(mixer)[1:4], getattr(mixer, "num_k_heads", 0)) for mixer in mixers_of(model))
+    alike = Counter((*state_of(mixer)[1:4], shared_heads(mixer)) for mixer in mixers_of(model))
     return tuple(
         KeptStates(
             num_layers=number,
@@ -121,11 +121,16 @@ def _states(model: PreTrainedModel) -> tuple[KeptStates, ...]:
     )
 
 
-def _shared_heads(model: PreTrainedModel) -> dict[str, int]:
+def _heads_of_modules(model: PreTrainedModel) -> dict[str, int]:
     """The key heads of recurrent layers that `tensor_parallel.shard` cuts, by the names of their modules."""
     is_cut = RECURRENT in record_of(model.config.model_type).tp_plan.values()
-    mixers = [(name, module) for name, module in model.named_modules() if is_cut and hasattr(module, "num_k_heads")]
-    return {f"{name}.{part}": mixer.num_k_heads for name, mixer in mixers for part, _ in mixer.named_children()}
+    mixers = [(name, module) for name, module in model.named_modules() if is_cut and shared_heads(module)]
+    return {
+        f"{name}.{part}": shared_heads(mixer)
+        for name, mixer in mixers
+        for part, _ in mixer.named_modules()
+        if part and not part.endswith("_a_proj")
+    }
 
 
 def _cut_of(model: PreTrainedModel, name: str, module: nn.Module) -> int | None:

@@ -42,9 +42,8 @@ class MtpRunner(ModuleRunner):
         embedding: Any = self._model.get_input_embeddings()
         layer = self._model.get_decoder().layers[0]
         joined = torch.cat([layer.enorm(embedding(ids_BT)), layer.hnorm(hidden_BTE)], dim=-1)
-        inputs = {"inputs_embeds": layer.eh_proj(joined)}
-        logits_BRV = self._forward(
-            inputs, positions_BT, bucket=bucket, score_positions_BR=score_positions_B1,
+        logits_BRV = self.forward(
+            layer.eh_proj(joined), positions_BT, bucket=bucket, score_positions_BR=score_positions_B1,
             cache_rows_B=cache_rows_B, tree=tree,
         )  # fmt: skip
         return self._hidden_BRE, logits_BRV

@@ -16,10 +16,14 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from llama_ssp.kernels.recurrence import Steps, recur
-from llama_ssp.models.states import LayerState, StateView
+from llama_ssp.kernels.between import check
+from llama_ssp.kernels.choice_gpu import attempt
+from llama_ssp.kernels.recurrence import HeadLayout, Steps, recur
+from llama_ssp.models.states import LayerState, StateCache, StateView
 
 _Mix = Callable[[Any, Tensor, StateView], Tensor]
+_SAME_PARTS = ("norm", "o_norm"), ("out_proj", "o_proj")
+"""Names of the norm and of the last product, in families of either kind."""
 
 
 def adapt(model: PreTrainedModel) -> None:
@@ -37,11 +41,30 @@ def state_of(mixer: Any) -> LayerState:  # noqa: ANN401 - of transformers
     """The sizes of a layer's state on this rank."""
     weight_C1W = _convolution_of(mixer).weight
     shape: tuple[int, ...] = ()
-    if hasattr(mixer, "head_v_dim"):
-        shape = (len(mixer.A_log), mixer.head_k_dim, mixer.head_v_dim)
+    if _is_delta(mixer):
+        shape = (_num_heads(mixer), *_widths(mixer))
     elif hasattr(mixer, "ssm_state_size"):
         shape = (len(mixer.A_log), mixer.ssm_state_size, mixer.head_dim)
     return LayerState(mixer.layer_idx, len(weight_C1W), weight_C1W.shape[-1], shape, weight_C1W.device)
+
+
+def shared_heads(mixer: Any) -> int:  # noqa: ANN401 - of transformers
+    """Key heads of a delta rule, which ranks share; 0 for other layers."""
+    return (getattr(mixer, "num_k_heads", 0) or mixer.num_heads) if _is_delta(mixer) else 0
+
+
+def _is_delta(mixer: Any) -> bool:  # noqa: ANN401 - of transformers
+    return hasattr(mixer, "head_v_dim") or hasattr(mixer, "forget_gate")
+
+
+def _num_heads(mixer: Any) -> int:  # noqa: ANN401 - of transformers
+    """Value heads of a delta rule on this rank."""
+    return getattr(mixer, "num_v_heads", 0) or mixer.num_heads
+
+
+def _widths(mixer: Any) -> tuple[int, int]:  # noqa: ANN401 - of transformers
+    """The widths of a key and of a value of a delta rule."""
+    return (mixer.head_k_dim, mixer.head_v_dim) if hasattr(mixer, "head_v_dim") else (mixer.head_dim,) * 2
 
 
 def _convolution_of(mixer: Any) -> Any:  # noqa: ANN401 - of transformers
@@ -53,36 +76,93 @@ def _forward(mixer: Any, library: Callable[..., Tensor], hidden_states: Tensor, 
     states: StateView | None = getattr(cache, "states", None)
     if states is None:
         return library(hidden_states, **options)
-    mix: _Mix = _short_convolution
-    if hasattr(mixer, "head_v_dim"):
-        mix = _gated_delta
-    elif hasattr(mixer, "ssm_state_size"):
-        mix = _mamba2
-    return mix(mixer, hidden_states, states)
+    return _mix_of(mixer)(mixer, hidden_states, states)
+
+
+def _mix_of(mixer: Any) -> _Mix:  # noqa: ANN401 - of transformers
+    if _is_delta(mixer):
+        return _gated_delta
+    return _mamba2 if hasattr(mixer, "ssm_state_size") else _short_convolution
 
 
 def _gated_delta(mixer: Any, x_BTE: Tensor, states: StateView) -> Tensor:  # noqa: ANN401
-    if hasattr(mixer, "in_proj_qkvz"):
-        projected = mixer.in_proj_qkvz(x_BTE), mixer.in_proj_ba(x_BTE)
-        *mixed, gates, rates, decays = mixer.fix_query_key_value_ordering(*projected)
-        mixed_BTC = torch.cat([part.flatten(2) for part in mixed], -1)
+    own = _own_kernels(mixer, states)
+    mixed_BTX, gates, rates, decays = _projected(mixer, x_BTE, is_whole=not own)
+    factor = 2.0 if getattr(mixer, "allow_neg_eigval", False) else 1.0
+    if own:
+        read_BTHP = own.recur(
+            mixed_BTX, decays, rates, _layout_of(mixer), states.places(mixer.layer_idx), mixer=mixer,
+            dtype=x_BTE.dtype, rate_factor=factor,
+        )  # fmt: skip
     else:
-        mixed_BTC, gates = mixer.in_proj_qkv(x_BTE), mixer.in_proj_z(x_BTE)
-        rates, decays = mixer.in_proj_b(x_BTE), mixer.in_proj_a(x_BTE)
-    mixed_BTC = _convolved(mixer, mixed_BTC, states)
-    num_heads, value_width = len(mixer.A_log), len(mixer.A_log) * mixer.head_v_dim
+        steps = _steps_of_delta(
+            mixer, _convolved(mixer, mixed_BTX, states), rates.flatten(2).sigmoid() * factor, decays
+        )
+        read_BTHP = _recurred(mixer, steps, states).to(x_BTE.dtype)
+    norm, project = (getattr(mixer, new, None) or getattr(mixer, old) for new, old in _SAME_PARTS)
+    normed_MP = norm(read_BTHP.flatten(0, 2), gates.reshape(-1, read_BTHP.shape[-1]))
+    mixed_BTE: Tensor = project(normed_MP.view_as(read_BTHP).flatten(2))
+    return mixed_BTE
+
+
+def _steps_of_delta(mixer: Any, mixed_BTC: Tensor, rates_BTH: Tensor, decays: Tensor) -> Steps:  # noqa: ANN401
+    num_heads, (key_dim, value_dim) = _num_heads(mixer), _widths(mixer)
+    value_width = num_heads * value_dim
     key_width = (mixed_BTC.shape[-1] - value_width) // 2
     queries, keys, values = mixed_BTC.split([key_width, key_width, value_width], -1)
-    queries, keys = (_normed(_by_heads(part, mixer.head_k_dim, num_heads)) for part in (queries, keys))
-    log_decays = -mixer.A_log.float().exp() * functional.softplus(decays.float() + mixer.dt_bias)
-    steps = Steps(
-        queries * mixer.head_k_dim**-0.5, keys, _by_heads(values, mixer.head_v_dim, num_heads),
-        log_decays.transpose(1, 2), rates.sigmoid().float().transpose(1, 2),
+    queries, keys = (_normed(_by_heads(part, key_dim, num_heads)) for part in (queries, keys))
+    decay = getattr(mixer, "forget_gate", mixer)
+    times_BTHD = functional.softplus(decays.flatten(2).float() + decay.dt_bias).unflatten(-1, (num_heads, -1))
+    log_decays_BTHD = -decay.A_log.float().exp().view(-1, 1) * times_BTHD
+    return Steps(
+        queries * key_dim**-0.5, keys, _by_heads(values, value_dim, num_heads),
+        log_decays_BTHD.transpose(1, 2), rates_BTH.float().transpose(1, 2),
     )  # fmt: skip
-    read_BTHP = _recurred(mixer, steps, states).to(x_BTE.dtype)
-    normed_MP = mixer.norm(read_BTHP.flatten(0, 2), gates.reshape(-1, mixer.head_v_dim))
-    mixed_BTE: Tensor = mixer.out_proj(normed_MP.view(read_BTHP.shape).flatten(2))
-    return mixed_BTE
+
+
+def _projected(mixer: Any, x_BTE: Tensor, *, is_whole: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # noqa: ANN401
+    """Inputs of the convolution, gates, and rates and decays before their functions, these two by key heads.
+
+    Unless the inputs must be `is_whole`, they can stand between others; see `_layout_of`.
+    """
+    num_keys = shared_heads(mixer)
+    if hasattr(mixer, "in_proj_qkvz"):
+        x_BTX, rates_decays = mixer.in_proj_qkvz(x_BTE), mixer.in_proj_ba(x_BTE).unflatten(-1, (num_keys, -1))
+        of_key, of_value = mixer.head_k_dim, mixer.value_dim // num_keys
+        *mixed, gates = x_BTX.unflatten(-1, (num_keys, -1)).split([of_key, of_key, of_value, of_value], -1)
+        if is_whole:
+            x_BTX = torch.cat([part.flatten(2) for part in mixed], -1)
+        return x_BTX, gates, *rates_decays.chunk(2, -1)
+    if hasattr(mixer, "in_proj_qkv"):
+        x_BTX, gates = mixer.in_proj_qkv(x_BTE), mixer.in_proj_z(x_BTE)
+        rates, decays = mixer.in_proj_b(x_BTE), mixer.in_proj_a(x_BTE)
+    else:
+        x_BTX = torch.cat([mixer.q_proj(x_BTE), mixer.k_proj(x_BTE), mixer.v_proj(x_BTE)], -1)
+        rates = mixer.b_proj(x_BTE)
+        if hasattr(mixer, "forget_gate"):
+            gates, forget = mixer.g_b_proj(mixer.g_a_proj(x_BTE)), mixer.forget_gate
+            decays = forget.f_b_proj(forget.f_a_proj(x_BTE))
+        else:
+            gates, decays = mixer.g_proj(x_BTE), mixer.a_proj(x_BTE)
+    return x_BTX, gates, rates.unflatten(-1, (num_keys, -1)), decays.unflatten(-1, (num_keys, -1))
+
+
+def _layout_of(mixer: Any) -> HeadLayout:  # noqa: ANN401
+    """Where a layer's queries, keys and values stand."""
+    num_heads, key_dim, value_dim = state_of(mixer).shape
+    if _is_delta(mixer):
+        num_keys = shared_heads(mixer)
+        of_values, key_width = num_heads // num_keys * value_dim, num_keys * key_dim
+        channels = 0, key_width, 2 * key_width
+        if hasattr(mixer, "in_proj_qkvz"):
+            step = 2 * (key_dim + of_values)
+            return HeadLayout((0, key_dim, 2 * key_dim), (step, step), channels, num_keys)
+        return HeadLayout(channels, (key_dim, of_values), channels, num_keys)
+    value_width = num_heads * value_dim
+    num_keys = (len(mixer.conv1d.weight) - value_width) // (2 * key_dim)
+    channels = value_width + num_keys * key_dim, value_width, 0  # behind the gates
+    first, second, third = (value_width + channel for channel in channels)
+    return HeadLayout((first, second, third), (key_dim, value_width // num_keys), channels, num_keys)
 
 
 def _mamba2(mixer: Any, x_BTE: Tensor, states: StateView) -> Tensor:  # noqa: ANN401
@@ -92,25 +172,76 @@ def _mamba2(mixer: Any, x_BTE: Tensor, states: StateView) -> Tensor:  # noqa: AN
     num_heads, num_channels = len(mixer.A_log), len(mixer.conv1d.weight)
     value_width = num_heads * mixer.head_dim
     gates, mixed_BTC, times_BTH = projected.split([value_width, num_channels, num_heads], -1)
-    mixed_BTC = _convolved(mixer, mixed_BTC, states)
-    key_width = (num_channels - value_width) // 2
-    values, keys, queries = mixed_BTC.split([value_width, key_width, key_width], -1)
-    times_BTH = functional.softplus(times_BTH.float() + mixer.dt_bias.float()).clamp(*mixer.time_step_limit)
-    queries, keys = (_by_heads(part, mixer.ssm_state_size, num_heads) for part in (queries, keys))
-    values, times_BHT = _by_heads(values, mixer.head_dim, num_heads), times_BTH.transpose(1, 2)
-    log_decays = -mixer.A_log.float().exp()[:, None] * times_BHT
-    read_BTHP = _recurred(mixer, Steps(queries, keys, values * times_BHT[..., None], log_decays), states)
-    read_BTC = (read_BTHP + values.transpose(1, 2) * mixer.D[:, None]).flatten(2)
+    if own := _own_kernels(mixer, states):
+        layout, places = _layout_of(mixer), states.places(mixer.layer_idx)
+        times = times_BTH.unflatten(-1, (layout.num_key_heads, -1))
+        read_BTC = own.recur(projected, times, None, layout, places, mixer=mixer, dtype=torch.float32).flatten(2)
+    else:
+        read_BTC = _recurred_by_mamba2(mixer, _convolved(mixer, mixed_BTC, states), times_BTH, states)
     is_normed = not isinstance(mixer.norm, nn.Identity)
     read_BTC = mixer.norm(read_BTC, gates) if is_normed else read_BTC * functional.silu(gates)
     mixed_BTE: Tensor = mixer.out_proj(read_BTC.to(x_BTE.dtype))
     return mixed_BTE
 
 
+def _recurred_by_mamba2(mixer: Any, mixed_BTC: Tensor, times_BTH: Tensor, states: StateView) -> Tensor:  # noqa: ANN401
+    num_heads = len(mixer.A_log)
+    value_width = num_heads * mixer.head_dim
+    key_width = (mixed_BTC.shape[-1] - value_width) // 2
+    values, keys, queries = mixed_BTC.split([value_width, key_width, key_width], -1)
+    times_BTH = functional.softplus(times_BTH.float() + mixer.dt_bias.float()).clamp(*mixer.time_step_limit)
+    queries, keys = (_by_heads(part, mixer.ssm_state_size, num_heads) for part in (queries, keys))
+    values, times_BHT = _by_heads(values, mixer.head_dim, num_heads), times_BTH.transpose(1, 2)
+    log_decays_BHT1 = (-mixer.A_log.float().exp()[:, None] * times_BHT)[..., None]
+    read_BTHP = _recurred(mixer, Steps(queries, keys, values * times_BHT[..., None], log_decays_BHT1), states)
+    skipped_BTHP: Tensor = values.transpose(1, 2) * mixer.D[:, None]
+    return (read_BTHP + skipped_BTHP).flatten(2)
+
+
 def _short_convolution(mixer: Any, x_BTE: Tensor, states: StateView) -> Tensor:  # noqa: ANN401
-    inner, outer, values = mixer.in_proj(x_BTE).chunk(3, -1)
-    mixed_BTE: Tensor = mixer.out_proj(outer * _convolved(mixer, inner * values, states))
+    projected = mixer.in_proj(x_BTE)
+    if own := _own_kernels(mixer, states):
+        read_BTC = own.convolve(projected, mixer.conv, states.places(mixer.layer_idx))
+    else:
+        inner, outer, values = projected.chunk(3, -1)
+        read_BTC = outer * _convolved(mixer, inner * values, states)
+    mixed_BTE: Tensor = mixer.out_proj(read_BTC)
     return mixed_BTE
+
+
+def _own_kernels(mixer: Any, states: StateView) -> Any:  # noqa: ANN401
+    """`kernels.recurrence_gpu`, if a layer has it and a forward keeps the states behind all of its tokens."""
+    return getattr(mixer, "own_kernels", None) if states.keeps_all else None
+
+
+@torch.inference_mode()
+def use_own_kernels(model: PreTrainedModel) -> None:
+    """Let recurrent layers compute few tokens by our kernels, if those are right here; else a warning says why not."""
+    mixers = [mixer for mixer in mixers_of(model) if getattr(mixer, "activation", "silu") == "silu"]
+    if mixers:
+        instead = "continuing with torch's operators instead of the kernel of recurrent layers"
+        found = attempt(partial(_tried, mixers[0], model.config.hidden_size), instead=instead)
+        for mixer in mixers:
+            mixer.own_kernels = found
+
+
+def _tried(mixer: Any, width: int) -> Any:  # noqa: ANN401
+    """Our kernels, once a layer has the outputs and the states of torch's operators, and goes back in one row."""
+    from llama_ssp.kernels import recurrence_gpu  # noqa: PLC0415 - CPU builds of torch come without Triton
+
+    like, layer = _convolution_of(mixer).weight, state_of(mixer)
+    numbers = torch.randn(2, 2, 3, width, generator=torch.Generator().manual_seed(0)).to(like)
+    positions_BT = torch.arange(3, device=like.device).repeat(2, 1)
+    taken_B = torch.tensor([3, 2], device=like.device)
+    found: list[list[Tensor]] = []
+    for mixer.own_kernels in (None, recurrence_gpu):
+        cache = StateCache([layer], batch_size=2, num_kept=3, dtype=like.dtype)
+        _mix_of(mixer)(mixer, numbers[0], cache.view(positions_BT, taken_B=taken_B, cache_rows_B=None))
+        behind = cache.view(positions_BT + 2, taken_B=None, cache_rows_B=None)
+        found.append([_mix_of(mixer)(mixer, numbers[1], behind), *cache.inputs.values(), *cache.states.values()])
+    for wanted, own in zip(*found, strict=True):
+        check("recurrence", own, wanted)
+    return recurrence_gpu
 
 
 def _convolved(mixer: Any, x_BTC: Tensor, states: StateView) -> Tensor:  # noqa: ANN401
@@ -124,7 +255,7 @@ def _convolved(mixer: Any, x_BTC: Tensor, states: StateView) -> Tensor:  # noqa:
 
 def _recurred(mixer: Any, steps: Steps, states: StateView) -> Tensor:  # noqa: ANN401
     """Outputs (B, T, H, P) of the recurrence, whose states are kept."""
-    number, takes_BT = mixer.layer_idx, states.takes_BT.to(steps.keys.device)
+    number, takes_BT = mixer.layer_idx, states.takes.to(steps.keys.device)
     read_BHTP, kept = recur(states.state(number), steps.masked(takes_BT), keeps_all=states.keeps_all)
     states.keep(number, kept)
     return read_BHTP.transpose(1, 2)

@@ -18,7 +18,7 @@ from llama_ssp.kernels.rows import rows_of
 from llama_ssp.models.cache import CachedRunner, LibraryCache, Taps
 from llama_ssp.models.huggingface.experts import ExpertCounter
 from llama_ssp.models.huggingface.families import mask_argument, windows_of
-from llama_ssp.models.huggingface.recurrent import mixers_of, state_of
+from llama_ssp.models.huggingface.recurrent import mixers_of, state_of, use_own_kernels
 from llama_ssp.models.runner import Pieces, TreePlaces, best_of, masks_of
 from llama_ssp.models.tensor_parallel import GatheredLinear
 from llama_ssp.ranks.comms import Comm
@@ -54,6 +54,8 @@ class ModuleRunner(CachedRunner):
         if record_of(model.config.model_type).recurrent:
             self.layer_states = [*map(state_of, mixers_of(model))]
         self.keeps_states = bool(self.layer_states)
+        if self.keeps_states and self.device.type == "cuda":
+            use_own_kernels(model)
         self._rows_BR: Tensor | None = None
         model.get_output_embeddings().register_forward_pre_hook(self._keep_wanted_rows)
         self._counter = ExpertCounter(model, self.device)
@@ -123,25 +125,7 @@ class ModuleRunner(CachedRunner):
         tree: TreePlaces | None = None,
         taken_B: Tensor | None = None,
     ) -> Tensor:
-        """See `Runner.forward`."""
-        return self._forward(
-            {"input_ids": ids_BT}, positions_BT, bucket=bucket, score_positions_BR=score_positions_BR,
-            cache_rows_B=cache_rows_B, taps=taps, tree=tree, taken_B=taken_B,
-        )  # fmt: skip
-
-    def _forward(
-        self,
-        inputs: dict[str, Tensor],
-        positions_BT: Tensor,
-        *,
-        bucket: int,
-        score_positions_BR: Tensor | None,
-        cache_rows_B: Tensor | None,
-        taps: Taps | None = None,
-        tree: TreePlaces | None = None,
-        taken_B: Tensor | None = None,
-    ) -> Tensor:
-        """The logits of tokens, or of what stands in place of their embeddings."""
+        """See `Runner.forward`; what stands in place of embeddings (B, T, E) may stand in place of ids."""
         assert self._cache is not None, "allocate comes first"
         self._rows_BR = score_positions_BR
         cache = self._library_cache
@@ -165,8 +149,9 @@ class ModuleRunner(CachedRunner):
             head.gathers = not self.finds_best
         with self._tapped(taps, slots_BT, cache_rows_B):
             logits_BRV: Tensor = self._model(
-                **inputs, attention_mask=mask, position_ids=positions_BT, past_key_values=cache, use_cache=True
-            ).logits
+                **{"inputs_embeds" if ids_BT.is_floating_point() else "input_ids": ids_BT},
+                attention_mask=mask, position_ids=positions_BT, past_key_values=cache, use_cache=True,
+            ).logits  # fmt: skip
         # A verification scores all of several tokens in all rows; a prompt's forward does not.
         if score_positions_BR is None and cache_rows_B is None and positions_BT.shape[1] > 1:
             self._counter.count()

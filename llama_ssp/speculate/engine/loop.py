@@ -12,6 +12,7 @@ While rows decode, they wait for one chunk of new prompts at a time: as many pro
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -343,9 +344,10 @@ class Decoder:
             self._state = prompts
         elif is_first:
             self._state = self._empty_state()
-        result = self.round.prefill(
-            self.executor, self._state, prompts, places, lengths=lengths, buckets=self._buckets, late=late
-        )
+        self.round.prefill(
+            self.executor, self._state, prompts, places, lengths=lengths, buckets=self._buckets, late=late,
+            deliver=partial(self._launch, owners=[*owners], choice=DraftChoice(0), is_prefill=True),
+        )  # fmt: skip
         if late and self.reuses:
             self._held.forget_drafts(rows)
         for source in late:
@@ -354,7 +356,6 @@ class Decoder:
             self._state.put(to_device(rows, self._device), prompts)
         for row, owner in zip(rows, owners, strict=True):
             self._rows[row] = owner
-        self._launch(result, [*owners], DraftChoice(0), is_prefill=True)
 
     def _bucket(self, choice: DraftChoice) -> int:
         """Cache slots that the next round reads if it drafts by `choice`."""

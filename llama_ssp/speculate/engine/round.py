@@ -158,25 +158,32 @@ class Round:
 
     def prefill(
         self, executor: Executor, state: BatchState, prompts: BatchState, places: Sequence[PromptRow], *,
-        lengths: Sequence[int], buckets: Buckets, late: Collection[int] = (),
-    ) -> Tensor:  # fmt: skip
+        lengths: Sequence[int], buckets: Buckets, deliver: Callable[[Tensor], None], late: Collection[int] = (),
+    ) -> None:  # fmt: skip
         """Read R prompts into their rows of the caches and sample each one's first token; see `read_prompts`.
 
         They become rows of the batch `state`. `lengths` are those of the prompts, which the device knows as well. The
-        drafters at the places `late` read them later (`read_late`). Returns the result of these rows; see
-        `BatchState.commit`.
+        drafters at the places `late` read them later (`read_late`). `deliver` gets the result of these rows; see
+        `BatchState.commit`. One rank gives it away before its drafters read; several would wait for each other there.
         """
         rows, held, draft_held = zip(*places, strict=True)
         short = self._short(executor, state, "the target's prompts")
         to_read = Prompts(prompts.tokens_BS, prompts.lengths_B, lengths, max(lengths), held, short)
         logits_RV = read_prompts(self.target, to_read, rows=rows, buckets=buckets, taps=self.taps)
-        for source in range(len(self.drafters)):
-            if source not in late:
-                to_draft = to_read._replace(held=draft_held)
-                self._read_by_drafter(executor, source, state, to_draft, rows, buckets=buckets)
+        to_draft = to_read._replace(held=draft_held, lengths_R=prompts.prompt_lengths_B)
+
+        def read_by_drafters() -> None:
+            for source in range(len(self.drafters)):
+                if source not in late:
+                    self._read_by_drafter(executor, source, state, to_draft, rows, buckets=buckets)
+
+        if is_shared := self.verifier.comm.size > 1:
+            read_by_drafters()
         context = prompts.rows.before(prompts.lengths_B[:, None] - 1) if self.verifier.needs_context else None
         plain_RTP = self.uniforms.split(prompts.uniforms()).plain_BTP
-        return prompts.commit(self.verifier.draw(logits_RV, plain_RTP[:, 0], context))
+        deliver(prompts.commit(self.verifier.draw(logits_RV, plain_RTP[:, 0], context)))
+        if not is_shared:
+            read_by_drafters()
 
     def read_late(
         self, executor: Executor, source: int, state: BatchState, rows: Sequence[int], *, lengths: Sequence[int],

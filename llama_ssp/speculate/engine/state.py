@@ -24,6 +24,8 @@ from llama_ssp.speculate.engine.verifier import Decision
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.uniforms import PER_DRAW, UniformTable, prompt_key, row_key
 
+_MOST_UNIFORMS = 2**20
+"""Made at a time."""
 _GOLDEN = (math.sqrt(5) - 1) / 2
 """The fractions of its multiples are spread evenly, also over a few of them in sequence."""
 
@@ -109,8 +111,11 @@ class BatchState(NamedTuple):
             numbers.append((length, length + request.max_new_tokens, row * num_rounds - length, request.key(seed), 0))
         lengths_B, limits_B, first_round_B, keys_B, ahead_B = to_device([*zip(*numbers, strict=True)], device).unbind()
         uniforms_BMN = torch.empty(width, dtype=torch.float64, device=device)
-        for row, (length, *_) in enumerate(numbers):  # one at a time, to save memory
-            uniforms_BMN[row] = table.uniforms(keys_B[row], torch.arange(length, length + num_rounds, device=device))
+        starts_BM = lengths_B[:, None] + torch.arange(num_rounds, device=device)
+        few = max(_MOST_UNIFORMS // uniforms_BMN[0].numel(), 1)
+        for first in range(0, len(requests), few):  # not all at a time, to save memory
+            some = slice(first, first + few)
+            uniforms_BMN[some] = table.uniforms(keys_B[some, None], starts_BM[some])
         rows = lengths_B, limits_B, first_round_B, keys_B, lengths_B.clone(), ahead_B
         return cls(to_device(tokens_BS, device), *rows, uniforms_BMN)
 

@@ -11,6 +11,7 @@ Shapes: B sequences, V vocabulary, P = 2 uniforms per draw, C blocks of M tokens
 import math
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from llama_ssp.settings.schema import SamplingConfig
 
 # Weights become multiples of 2^-62; their sums are below 2, so they fit into int64 and are exact in any order.
 DRAW_UNITS = 2.0**62
+_TOLERANCE = 1e-4
+"""Of probabilities that a kernel makes, whose exponentials differ from torch's in the last bits."""
 
 
 def processor(sampling: SamplingConfig, *, breaks_ties: bool = False) -> Callable[[Tensor], Tensor]:
@@ -39,10 +42,13 @@ def processor(sampling: SamplingConfig, *, breaks_ties: bool = False) -> Callabl
     assert temperature > 0
 
     def process(logits: Tensor) -> Tensor:
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        logits = logits.to(dtype) * (1 / temperature)
-        probs = torch.softmax(logits, dim=-1)
         vocab_size = logits.shape[-1]
+        if top_k is top_p is None and (own := _own_kernels(logits)):
+            probs: Tensor = own.softmax(logits.reshape(-1, vocab_size), scale=1 / temperature).view(logits.shape)
+        else:
+            dtype = torch.promote_types(logits.dtype, torch.float32)
+            logits = logits.to(dtype) * (1 / temperature)
+            probs = torch.softmax(logits, dim=-1)
         if top_k is not None or top_p is not None:
             largest_S, ids_S = logits.topk(min(top_k, vocab_size)) if top_k else logits.sort(descending=True)
         if top_k is not None:
@@ -95,8 +101,9 @@ def draw(weights_BV: Tensor, uniforms_BP: Tensor, *, units: float = DRAW_UNITS) 
         block_size = tokens_of_a_block(vocab_size)
         if weights_BV.is_cpu and (compiled := _compiled_draw()):
             return compiled(weights_BV.contiguous(), uniforms_BP.contiguous(), units, block_size)
-        if weights_BV.is_cuda and (fused := _fused_draw()):
-            return fused(weights_BV, uniforms_BP, units=units, tokens_of_a_block=block_size)
+        if own := _own_kernels(weights_BV):
+            ids_B1: Tensor = own.draw_tokens(weights_BV, uniforms_BP, units=units, tokens_of_a_block=block_size)
+            return ids_B1
     units_BV = weights_BV if units == 1.0 else weights_BV * units
     return _draw_units(units_BV, uniforms_BP, vocab_size=vocab_size)
 
@@ -115,19 +122,27 @@ def _compiled_draw() -> Draw | None:
     return find_draw(check)
 
 
+def _own_kernels(numbers: Tensor) -> Any:  # noqa: ANN401 - a module, which CPU builds of torch cannot import
+    """`kernels.draw_gpu`, for numbers of up to 32 bits on a GPU where Triton works; else None."""
+    is_short = numbers.dtype.itemsize <= torch.float32.itemsize
+    return _tried_kernels() if numbers.is_cuda and is_short else None
+
+
 @cache
-def _fused_draw() -> Callable[..., Tensor] | None:
-    """The draw in two kernels, on a GPU where Triton works, compared with torch's operators."""
+def _tried_kernels() -> Any:  # noqa: ANN401 - see `own_kernels`
+    """They are compared with torch's operators."""
 
-    def tried() -> Callable[..., Tensor]:
-        from llama_ssp.kernels.draw_gpu import draw_tokens  # noqa: PLC0415 - CPU builds of torch lack Triton
+    def tried() -> Any:  # noqa: ANN401 - see `own_kernels`
+        from llama_ssp.kernels import draw_gpu  # noqa: PLC0415 - CPU builds of torch lack Triton
 
-        weights_BV, uniforms_BP = (drawn.cuda() for drawn in _some_draws(64))
-        found_B1 = draw_tokens(weights_BV, uniforms_BP, units=DRAW_UNITS, tokens_of_a_block=tokens_of_a_block(1000))
+        (weights_BV, uniforms_BP), size = (drawn.cuda() for drawn in _some_draws(64)), tokens_of_a_block(1000)
+        found_B1 = draw_gpu.draw_tokens(weights_BV, uniforms_BP, units=DRAW_UNITS, tokens_of_a_block=size)
         wanted_B1 = _draw_units(weights_BV * DRAW_UNITS, uniforms_BP, vocab_size=1000)
-        if bool((found_B1 != wanted_B1).any()):
-            raise RuntimeError("its ids are wrong")
-        return draw_tokens
+        probs_BV = draw_gpu.softmax(weights_BV.log(), scale=1.0)
+        is_near_BV = (probs_BV - weights_BV).abs() <= _TOLERANCE * weights_BV
+        if bool((found_B1 != wanted_B1).any() or not is_near_BV.all()):
+            raise RuntimeError("ids or probabilities are wrong")
+        return draw_gpu
 
     return attempt(tried, instead="continuing with draws of twenty kernels instead of two")
 

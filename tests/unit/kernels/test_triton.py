@@ -20,8 +20,8 @@ from tests.helpers.lanes import grid, heavy
 from tests.helpers.ptx import run_ptx
 
 pytestmark = [pytest.mark.triton, pytest.mark.seconds]
-NAMES = ("between", "linear", "halves", "attention", "draw")
-between_gpu, linear_gpu, halves_gpu, attention_gpu, draw_gpu = (
+NAMES = ("between", "linear", "halves", "attention", "draw", "recurrence")
+between_gpu, linear_gpu, halves_gpu, attention_gpu, draw_gpu, recurrence_gpu = (
     pytest.importorskip(f"llama_ssp.kernels.{name}_gpu") for name in NAMES
 )
 
@@ -56,6 +56,29 @@ def test_the_kernel_of_the_rotary_embedding_needs_no_stack(
     found = compile_kernel(between_gpu.rotate_write_kernel, types, constants, capability=capability, num_warps=4)
     assert found.stack_bytes == 0
     assert found.is_chained == (capability >= CHAINED)
+
+
+RECURRENCES: dict[str, dict[str, object]] = {
+    "Qwen3-Next": {"HEADS": 32, "HEADS_OF_KEY": 2, "KEY": 128, "VALUE": 128, "skips": None},
+    "Kimi Linear": {"HEADS": 32, "HEADS_OF_KEY": 1, "KEY": 128, "VALUE": 128, "skips": None, "IS_BY_ROW": True},
+    "Granite 4": {"HEADS": 128, "HEADS_OF_KEY": 128, "KEY": 128, "VALUE": 64, "rates": None},
+    "Falcon-H1": {"HEADS": 24, "HEADS_OF_KEY": 24, "KEY": 256, "VALUE": 128, "rates": None},
+}
+
+
+@grid(capability=CAPABILITIES, kind=[*RECURRENCES])
+def test_the_kernel_of_recurrent_layers_needs_no_stack(capability: int, kind: str) -> None:
+    kernel, sizes = recurrence_gpu.recur_kernel, RECURRENCES[kind]
+    numbers = ("x", "decays", "rates", "weight", "bias", "log_rates", "times", "skips", "out", "inputs")
+    types = integers(*kernel.arg_names) | dict.fromkeys(numbers, "*bf16") | {"states": "*fp32"}
+    types |= dict.fromkeys(("firsts", "takens", "rows"), "*i64")
+    types |= dict.fromkeys(("least", "most", "rate_factor"), "fp32")
+    keys, values = recurrence_gpu.tiles_of(sizes["KEY"], sizes["VALUE"])
+    constants = {"IS_BY_ROW": False, "WIDTH": 4, "KEYS": keys, "VALUES": values} | sizes
+    found = compile_kernel(
+        kernel, types, constants, capability=capability, num_warps=4, uneven=["num_tokens", "num_inputs", "num_kept"]
+    )
+    assert found.stack_bytes == 0
 
 
 ATTENTION = {
@@ -100,10 +123,13 @@ def test_split_attention_needs_no_stack_and_multiplies_every_key_by_one_warp(
 @grid(capability=CAPABILITIES, vocab_size=[128_256])
 def test_the_kernels_of_a_draw_need_no_stack(capability: int, vocab_size: int) -> None:
     tokens = processors.tokens_of_a_block(vocab_size)
-    types = {"weights": "*fp32", "sums": "*i64", "uniforms": "*fp64", "ids": "*i64", "units": "fp32"}
+    types = {"weights": "*fp32", "sums": "*i64", "uniforms": "*fp64", "ids": "*i64", "units": "fp32", "scale": "fp32"}
+    types |= dict.fromkeys(("logits", "peaks", "totals", "probs"), "*fp32")
     types |= integers("vocab_size", "num_blocks", "uniforms_stride")
     blocks = 1 << (-(-vocab_size // tokens) - 1).bit_length()
     for kernel, num_warps, constants in (
+        (draw_gpu.block_peaks, 4, {"TOKENS": 1024}),
+        (draw_gpu.block_probs, 4, {"TOKENS": 1024, "BLOCKS": 128}),
         (draw_gpu.sum_blocks, 1, {"TOKENS": tokens}),
         (draw_gpu.pick_token, 4, {"TOKENS": tokens, "BLOCKS": blocks}),
     ):
@@ -133,7 +159,14 @@ def test_norms_and_gates_need_no_stack_and_read_weights_alone_before_they_wait(
 
 @pytest.mark.parametrize(
     "part",
-    ["operators", "several ranks", heavy("llama, no groups"), "mistral, window", "qwen3", "quantized"],
+    [
+        "operators",
+        "several ranks",
+        "recurrent layers",
+        "qwen3",
+        "quantized cache",
+        *map(heavy, ("llama, no groups", "mistral, window", "quantized weights")),
+    ],
 )
 def test_values_are_those_of_torch_s_operators(part: str) -> None:
     """In a process of its own, because Triton reads at its import that it is to interpret."""

@@ -152,7 +152,7 @@ def test_graphs_read_prompts_and_the_texts_stay_those_of_launches_from_python(
     )
     wanted = [
         Request(index=number, prompt_ids=(*range(3, 6), *[7] * rest), max_new_tokens=2 + number % 2)
-        for number, rest in enumerate((5, 9, 1, 1, 62, 3, 20, 2, 4))
+        for number, rest in enumerate((5, 9, 1, 1, 126, 3, 20, 2, 4))
     ]
     eager, watched = (
         make_decoder(target, draft, batch_size=batch_size, temperature=temperature, replay=replay, num_draft_tokens=1)
@@ -164,5 +164,15 @@ def test_graphs_read_prompts_and_the_texts_stay_those_of_launches_from_python(
     keys: list[Any] = [*watched.executor._graphs]
     read = {(name, size) for name, _, size in keys if "prompts" in name}
     assert {name for name, _ in read} == {"the target's prompts", "prompts of draft 0"}
-    assert {size for _, size in read} <= {8, 16, 32, 64}
+    assert {size for _, size in read} <= {8, 16, 32, 64, 128}
     assert len(read) == 2 * {1: 3, 3: 3, 8: 1}[batch_size]
+
+
+def test_one_rank_gives_the_first_token_away_before_its_draft_reads_the_prompt() -> None:
+    target, draft = (pair(kind, batch_size=1)[0] for kind in ("llama", "llama, no groups"))
+    decoder, calls = make_decoder(target, draft, replay=False), Mock()
+    target.forward = calls.target = Mock(wraps=target.forward)  # type: ignore[method-assign]
+    draft.forward = calls.draft = Mock(wraps=draft.forward)  # type: ignore[method-assign]
+    decoder._launch = calls.launch = Mock(wraps=decoder._launch)  # type: ignore[method-assign]
+    complete(decoder, [Request(index=0, prompt_ids=(3, 4, 5), max_new_tokens=1)])
+    assert [name for name, *_ in calls.mock_calls] == ["target", "launch", "draft"]

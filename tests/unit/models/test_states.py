@@ -28,7 +28,7 @@ class Inputs(NamedTuple):
     x_BTC: Tensor
 
 
-def random_inputs(num_rows: int, num_tokens: int, *, with_rates: bool) -> Inputs:
+def random_inputs(num_rows: int, num_tokens: int, *, with_rates: bool, num_decays: int = 1) -> Inputs:
     generator = torch.Generator().manual_seed(0)
 
     def some(*shape: int) -> Tensor:
@@ -36,7 +36,7 @@ def random_inputs(num_rows: int, num_tokens: int, *, with_rates: bool) -> Inputs
 
     keys = torch.nn.functional.normalize(some(H, num_tokens, N), dim=-1)
     rates = some(H, num_tokens).sigmoid() if with_rates else None
-    steps = Steps(some(H, num_tokens, N), keys, some(H, num_tokens, P), -some(H, num_tokens).exp(), rates)
+    steps = Steps(some(H, num_tokens, N), keys, some(H, num_tokens, P), -some(H, num_tokens, num_decays).exp(), rates)
     return Inputs(steps, some(num_tokens, C))
 
 
@@ -45,7 +45,7 @@ def one_by_one(steps: Steps) -> tuple[Tensor, Tensor]:
     state, outputs, states = torch.zeros(*steps.keys.shape[:2], N, P), [], []
     for place in range(steps.keys.shape[2]):
         key, value = steps.keys[:, :, place], steps.values[:, :, place]
-        state = state * steps.log_decays[:, :, place, None, None].exp()
+        state = state * steps.log_decays[:, :, place, :, None].exp()
         if steps.rates is not None:
             value = steps.rates[:, :, place, None] * (value - (state * key[..., None]).sum(-2))
         state = state + key[..., None] * value[..., None, :]
@@ -54,9 +54,9 @@ def one_by_one(steps: Steps) -> tuple[Tensor, Tensor]:
     return torch.stack(outputs, 2), torch.stack(states, 1)
 
 
-@pytest.mark.parametrize("with_rates", [True, False])
-def test_tokens_that_are_taken_in_together_leave_the_states_of_single_ones(with_rates: bool) -> None:
-    steps, _ = random_inputs(3, 150, with_rates=with_rates)
+@pytest.mark.parametrize(("with_rates", "num_decays"), [(True, 1), (False, 1), (True, N)])
+def test_tokens_that_are_taken_in_together_leave_the_states_of_single_ones(with_rates: bool, num_decays: int) -> None:
+    steps, _ = random_inputs(3, 150, with_rates=with_rates, num_decays=num_decays)
     outputs, states = one_by_one(steps)
     found, last = recur(torch.zeros(3, H, N, P), steps, keeps_all=False)
     torch.testing.assert_close(found, outputs, rtol=0, atol=1e-4)
@@ -100,7 +100,7 @@ def test_rows_read_the_state_and_the_window_of_their_position_wherever_a_forward
             torch.testing.assert_close(before[row], wanted, rtol=0, atol=1e-5)
             window = torch.cat([torch.zeros(WIDTH, C), inputs.x_BTC[row, :length]])[length + 1 :][: WIDTH - 1]
             torch.testing.assert_close(x_BTC[row, : WIDTH - 1], window, rtol=0, atol=0)
-        _, kept = recur(before, steps.masked(view.takes_BT), keeps_all=view.keeps_all)
+        _, kept = recur(before, steps.masked(view.takes), keeps_all=view.keeps_all)
         view.keep(3, kept)
         # Up to all but the oldest kept state may go; a long forward keeps its last one alone.
         most = (taken_B - 1).clamp(0, num_kept - 1) if view.keeps_all else torch.zeros_like(taken_B)
@@ -132,8 +132,8 @@ class CountingModel:
         digits_BT = torch.where(positions_BT > 0, ids_BT, 0).float()
         x_BTC = view.with_inputs_before(0, torch.where(positions_BT > 0, digits_BT + 1, 0)[..., None]).long()
         ones_B1T1 = torch.ones(*ids_BT.shape, 1)[:, None]
-        steps = Steps(ones_B1T1, ones_B1T1, digits_BT[:, None, :, None], torch.full(ones_B1T1.shape[:3], log(V)))
-        codes_B1T1, kept = recur(view.state(0), steps.masked(view.takes_BT), keeps_all=view.keeps_all)
+        steps = Steps(ones_B1T1, ones_B1T1, digits_BT[:, None, :, None], torch.full_like(ones_B1T1, log(V)))
+        codes_B1T1, kept = recur(view.state(0), steps.masked(view.takes), keeps_all=view.keeps_all)
         view.keep(0, kept)
         codes_BT = codes_B1T1[:, 0, :, 0].round().long()
         found = [
@@ -212,13 +212,16 @@ def test_a_lost_rollback_or_window_changes_the_law(monkeypatch: pytest.MonkeyPat
     def planted(view: StateView, cache: StateCache, positions_BT: Tensor, *rest: Any) -> None:  # noqa: ANN401
         init(view, cache, positions_BT, *rest)
         first_B = torch.arange(len(positions_BT)) * cache.num_kept
+        is_before_BW1, *others = view._input_rows
+        is_new_B, read_B, written_M = view._state_rows
         if fault == "window forgotten":
-            view._is_before_BW1 = torch.ones_like(view._is_before_BW1)
+            is_before_BW1 = torch.ones_like(is_before_BW1)
         elif fault == "one too few":
-            view._read_B = first_B + positions_BT[:, 0].remainder(cache.num_kept)
+            read_B = first_B + positions_BT[:, 0].remainder(cache.num_kept)
         else:  # each row goes on from the last state that it has written
-            newest_B = vars(cache).get("newest_B", view._read_B)
-            vars(cache)["newest_B"], view._read_B = view._written_M.view(len(first_B), -1)[:, -1], newest_B
+            newest_B = vars(cache).get("newest_B", read_B)
+            vars(cache)["newest_B"], read_B = written_M.view(len(first_B), -1)[:, -1], newest_B
+        vars(view).update(_input_rows=(is_before_BW1, *others), _state_rows=(is_new_B, read_B, written_M))
 
     monkeypatch.setattr(StateView, "__init__", planted)
     assert (text_law() - wanted_law()).abs().max() > 1e-3

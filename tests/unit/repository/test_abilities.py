@@ -4,20 +4,21 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from llama_ssp import catalogue
+from llama_ssp.ranks.process import signals_kept
+from llama_ssp.run.commands import program
 from llama_ssp.weights import hub
 from tests.helpers.adapters import save_adapter
-from tests.helpers.in_process import launch
+from tests.helpers.in_process import Ended, call, launch
 from tests.helpers.other_tokenizer import save_pair
 from tests.helpers.repository import ROOT
 from tests.helpers.runs import FAST, PLAIN, write_run
+from tests.helpers.starters import run_program
 
 pytestmark = pytest.mark.heavy
 
@@ -55,23 +56,31 @@ def test_an_ability_runs(ability: dict[str, str | int], places: dict[str, Path],
     for name, path in places.items():
         command = command.replace(f"{{{name}}}", str(path))
     if command.startswith(">>>"):
-        code, said = _started("-c", command.removeprefix(">>>").strip())
-    elif not command.startswith("run "):
-        code, said = _started("-m", "llama_ssp", *shlex.split(command))
+        ended = call(_python, [command.removeprefix(">>>").strip()])
     else:
-        words = shlex.split(command)[1:]
-        if "=" in command and words[0] not in {"--help", "-sc"}:
+        words = shlex.split(command)
+        if words[0] == "run" and "=" in command and words[1] not in {"--help", "-sc"}:
             words.append(f"run_dir={tmp_path}/run")
             words += [] if "max_new_tokens" in command else ["max_new_tokens=4"]
-        if "ranks=2" in words:
-            code, said = _started("-m", "llama_ssp", "run", *words)
-        else:
-            ended = launch(*words)
-            code, said = ended.code, ended.err if ended.code else ended.out
-    assert code == ability.get("code", 0), said
+        ended = _of_several(words) if "ranks=2" in words else _of_one(words)
+    said = ended.err if ended.code else ended.out
+    assert ended.code == ability.get("code", 0), said
     assert re.search(str(ability["prints"]), said), said
 
 
-def _started(*words: str) -> tuple[int | None, str]:
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    return done.returncode, done.stderr if done.returncode else done.stdout
+def _python(lines: list[str]) -> int:
+    exec(lines[0], {})
+    return 0
+
+
+def _of_one(words: list[str]) -> Ended:
+    if words[0] == "run":
+        return launch(*words[1:])
+    with signals_kept():
+        return call(program.main, words)
+
+
+def _of_several(words: list[str]) -> Ended:
+    """In a process of its own, from which ranks are started."""
+    done = run_program(*words)
+    return Ended(code=done.returncode, err=done.stderr, out=done.stdout)

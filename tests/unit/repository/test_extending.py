@@ -215,6 +215,7 @@ def test_one_more_touches_the_files_that_the_page_names(added: Addition, tmp_pat
     ended = _run(copy, *words)
     assert ended.returncode == 0, ended.stderr
     assert re.search(added.found, ended.stdout)
-    planned = _run(copy, "dry_run=true", *words)
-    assert planned.returncode == 0, planned.stderr
-    assert added.missing is None or added.missing not in planned.stdout
+    if added.missing:
+        planned = _run(copy, "dry_run=true", *words)
+        assert planned.returncode == 0, planned.stderr
+        assert added.missing not in planned.stdout

@@ -21,7 +21,7 @@ from llama_ssp.weights import hub
 from tests.helpers.commands import run
 from tests.helpers.disturbed import lines
 from tests.helpers.in_process import launch, planned
-from tests.helpers.lanes import heavy, slow
+from tests.helpers.lanes import slow
 from tests.helpers.log_probs import check_completion
 
 pytestmark = pytest.mark.seconds
@@ -95,7 +95,7 @@ def test_a_folder_with_fewer_figures_than_are_asked_now_is_refused(tmp_path: Pat
 
 
 @pytest.mark.distributed(2)
-@pytest.mark.parametrize("placement", [slow("own_gpu"), heavy("sharded"), slow("replicas")])
+@pytest.mark.parametrize("placement", [slow("own_gpu"), slow("sharded"), slow("replicas")])
 def test_two_ranks_have_the_figures_of_transformers(placement: str, prompts: str, tmp_path: Path) -> None:
     done = run(
         [prompts, *SETTINGS, "batch_size=2", "logprobs=2", f"placement={placement}", f"run_dir={tmp_path}/run"],

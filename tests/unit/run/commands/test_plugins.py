@@ -80,26 +80,18 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.heavy
 @pytest.mark.seconds
-def test_a_rule_from_outside_judges_and_a_format_from_outside_stores(folder: Path) -> None:
-    words = ("prompt=import os", "max_new_tokens=8", "task=generate", "model.quantization=toy16")
-    ended = launch(folder, "verification=never", *words, plugins="toy_rule,toy_format")
-    assert ended.returncode == 0, ended.stderr
-    (line,) = lines(folder / "run")
-    assert line["accepted_lengths"] == [0] * 7
-    assert "quantization: toy16" in (folder / "run" / "config.yaml").read_text()
-
-
-@pytest.mark.heavy
-@pytest.mark.seconds
-def test_a_family_from_outside_is_loaded_planned_and_decoded(folder: Path) -> None:
+def test_a_rule_a_format_and_a_family_from_outside_judge_store_and_decode(folder: Path) -> None:
     model = folder / "model"
     build_checkpoint(model, "internlm3", num_key_value_heads=4, head_dim=16)
     save_tokenizer(model, VOCAB_SIZE)
-    words = ("model=seed", f"model.path={model}", "draft=none", "task=generate", "prompt=t5", "max_new_tokens=8")
-    ended = launch(folder, *words, plugins="toy_family")
+    pair = ("model=seed", f"model.path={model}", "draft=local", f"draft.model.path={model}")
+    words = (*pair, "task=generate", "prompt=t5", "max_new_tokens=8")
+    new = ("verification=never", "model.quantization=toy16")
+    ended = launch(folder, *words, *new, plugins="toy_rule,toy_format,toy_family")
     assert ended.returncode == 0, ended.stderr
     (line,) = lines(folder / "run")
-    assert line["num_new_tokens"] == 8
+    assert (line["num_new_tokens"], line["accepted_lengths"]) == (8, [0] * 7)
+    assert "quantization: toy16" in (folder / "run" / "config.yaml").read_text()
     for plugins, is_estimate in (("toy_family", False), ("", True)):
         planned = launch(folder, *words, "dry_run=true", f"run_dir={folder / 'other'}", plugins=plugins)
         assert ("a run compares internlm3 models" in " ".join(planned.stdout.split())) is is_estimate

@@ -162,9 +162,7 @@ APPLIES = [
 ]  # fmt: skip
 FAST = [
     ("speculative", True, "key of the run"), ("block", False, "weightless residual"),
-    ("speculative", False, "kept sibling"), ("block", False, "forgetful penalty"),
-    ("speculative", False, "shared uniforms"), ("block", False, "acceptance by the draft's key"),
-    ("speculative", False, "wrong residual"), ("coupled", False, "key of the round"),
+    ("speculative", False, "kept sibling"), ("coupled", False, "key of the round"),
 ]  # fmt: skip
 
 

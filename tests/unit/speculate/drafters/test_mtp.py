@@ -160,7 +160,7 @@ def test_greedy_text_is_that_of_plain_decoding(
             done = decode(target, head, origin, num_draft_tokens=number, batch_size=batch_size, replay=replay)
             assert [each.token_ids for each in done] == plain
             num_accepted += sum(sum(each.accepted_lengths) for each in done)
-    assert num_accepted > 2 * len(numbers)
+    assert num_accepted > len(numbers)
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", heavy("qwen2"), heavy("qwen3_next")])

@@ -105,7 +105,7 @@ def counted_round(
     buckets = Buckets(step=SHORT, num_slots=num_slots)
     lengths = [len(request.prompt_ids) for request in requests]
     places = [PromptRow(row, Held(), Held()) for row in range(batch_size)]
-    round_.prefill(Executor(), state, prompts, places, lengths=lengths, buckets=buckets)
+    round_.prefill(Executor(), state, prompts, places, lengths=lengths, buckets=buckets, deliver=lambda _: None)
     state.put(torch.arange(batch_size), prompts)
     for _ in range(3):
         advance(made, state, bucket=bucket)

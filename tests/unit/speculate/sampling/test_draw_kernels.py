@@ -15,11 +15,11 @@ def test_where_the_kernels_do_not_work_torch_s_operators_draw_and_one_sentence_s
         raise RuntimeError("no compiler\nTraceback")
 
     monkeypatch.setattr(torch.Tensor, "cuda", no_device)
-    processors._fused_draw.cache_clear()
+    processors._tried_kernels.cache_clear()
     with caplog.at_level(logging.WARNING):
-        assert processors._fused_draw() is None
-        assert processors._fused_draw() is None
-    processors._fused_draw.cache_clear()
+        assert processors._tried_kernels() is None
+        assert processors._tried_kernels() is None
+    processors._tried_kernels.cache_clear()
     (record,) = caplog.records
     assert record.getMessage().startswith("continuing with draws of twenty kernels instead of two")
     assert "\n" not in record.getMessage()
@@ -29,5 +29,5 @@ def test_nothing_is_tried_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def tried() -> None:
         raise AssertionError
 
-    monkeypatch.setattr(processors, "_fused_draw", tried)
+    monkeypatch.setattr(processors, "_tried_kernels", tried)
     assert processors.draw(torch.tensor([[0.0, 1.0, 0.0]]), torch.zeros(1, 2, dtype=torch.float64)).item() == 1
