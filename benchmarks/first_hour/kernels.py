@@ -203,7 +203,7 @@ def products(
 
 
 def _own_products(where: Where) -> Iterable[str]:
-    """Ours of 16-bit weights for up to 16 rows, also on GPUs for which `choice_gpu.find_halves` leaves them to cuBLAS."""
+    """Ours of 16-bit weights for up to 16 rows, also where `choice_gpu.find_halves` leaves them to cuBLAS."""
     if not where.is_gpu:
         skip("our products of 16-bit weights are for GPUs")
     from llama_ssp.kernels.halves_gpu import product_of_halves  # noqa: PLC0415 - imports Triton
