@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 PREFILL_CHUNK = 512  # Tokens of a prompt that go through a model at once, so that memory and masks stay bounded.
-SHORT_PROMPTS = (8, 16, 32, 64)
+SHORT_PROMPTS = (8, 16, 32, 64, 128)
 """Tokens of prompts that a forward of one shape reads, where attention goes by lengths: a CUDA graph each."""
 SHORT_SLOTS = 2**14
 """The most cache slots that the tokens of such a forward see together: each token reads its row for itself."""
@@ -74,6 +74,11 @@ def reads_by_length(*, capability: float, value_bytes: int, head_dim: int, round
 def most_parts(num_kv_heads: int) -> int:
     """The most parts of a row whose slots the lean decoder's attention splits over programs, a power of 2."""
     return 1 << math.ceil(math.log2(max(ROW_PROGRAMS / num_kv_heads, 1)))
+
+
+def short_size(num_tokens: int) -> int:
+    """The size of `SHORT_PROMPTS` that reads so many tokens; 0 if none does."""
+    return next((size for size in SHORT_PROMPTS if size >= num_tokens), 0)
 
 
 def whole_steps(num_slots: int) -> int:

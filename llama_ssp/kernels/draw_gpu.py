@@ -2,7 +2,7 @@
 
     block_peaks    one program for each block of each row: the largest logit, and the sum of exponentials below it
     block_probs    the same: the block's probabilities
-    sum_blocks     the same: the block's units
+    sum_blocks     one program for each block of a draw: the block's units
     pick_token     one program for each row: the block where the first uniform falls, the token where the second does
 
 torch's softmax has one program for a row: 32000 logits took 15 us on an H200.
@@ -18,6 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from llama_ssp.kernels.chain_gpu import chained, release, wait
+
+SOFTMAX_TOKENS, SOFTMAX_WARPS = 1024, 4
+"""Of a program of the softmax: few programs a row, since each reads the sums of all of them."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -100,21 +103,21 @@ def pick_token(  # type: ignore[no-untyped-def]
     tl.store(ids + row, tl.minimum(block * TOKENS + place, vocab_size - 1).to(tl.int64))
 
 
-def softmax(logits_NV: Tensor, *, scale: float, tokens_of_a_block: int) -> Tensor:
+def softmax(logits_NV: Tensor, *, scale: float) -> Tensor:
     """The probabilities (N, V) in fp32 of logits times `scale`."""
     logits_NV = logits_NV.contiguous()
     num_rows, vocab_size = logits_NV.shape
-    num_blocks = triton.cdiv(vocab_size, tokens_of_a_block)
+    num_blocks = triton.cdiv(vocab_size, SOFTMAX_TOKENS)
     peaks_NC, totals_NC = logits_NV.new_empty(2, num_rows, num_blocks, dtype=torch.float32)
     probs_NV = torch.empty_like(logits_NV, dtype=torch.float32)
     options = chained(logits_NV.device)
     block_peaks[num_blocks, num_rows](
         logits_NV, peaks_NC, totals_NC, scale, vocab_size, num_blocks,
-        TOKENS=tokens_of_a_block, num_warps=1, **options,
+        TOKENS=SOFTMAX_TOKENS, num_warps=SOFTMAX_WARPS, **options,
     )  # fmt: skip
     block_probs[num_blocks, num_rows](
         logits_NV, peaks_NC, totals_NC, probs_NV, scale, vocab_size, num_blocks,
-        TOKENS=tokens_of_a_block, BLOCKS=triton.next_power_of_2(num_blocks), num_warps=1, **options,
+        TOKENS=SOFTMAX_TOKENS, BLOCKS=triton.next_power_of_2(num_blocks), num_warps=SOFTMAX_WARPS, **options,
     )  # fmt: skip
     return probs_NV
 

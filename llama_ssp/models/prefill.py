@@ -35,7 +35,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llama_ssp.architectures.engine import PREFILL_CHUNK, SHORT_PROMPTS, SHORT_SLOTS
+from llama_ssp.architectures.engine import PREFILL_CHUNK, SHORT_SLOTS, short_size
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import NullRunner, Pieces, Runner
 from llama_ssp.models.upload import to_device
@@ -285,7 +285,7 @@ def _read_packed(
 def _is_short(prompts: Prompts) -> bool:
     counts = [length - start for start, length in zip(prompts.starts, prompts.lengths, strict=True)]
     num_slots = sum(count * length for count, length in zip(counts, prompts.lengths, strict=True))
-    return sum(counts) <= SHORT_PROMPTS[-1] and num_slots <= SHORT_SLOTS
+    return short_size(sum(counts)) > 0 and num_slots <= SHORT_SLOTS
 
 
 def _read_short(
@@ -294,7 +294,7 @@ def _read_short(
     pieces = [range(start, length) for start, length in zip(prompts.starts, prompts.lengths, strict=True)]
     tokens = [(place, position) for place, piece in enumerate(pieces) for position in piece]
     last = [end - 1 for end in accumulate(map(len, pieces))]
-    size = next(size for size in SHORT_PROMPTS if size >= len(tokens))
+    size = short_size(len(tokens))
     places, positions = zip(*tokens, *tokens[-1:] * (size - len(tokens)), strict=True)
     slots = [place * prompts.tokens_RS.shape[1] + position for place, position in zip(places, positions, strict=True)]
     numbers = [slots, positions, [rows[place] for place in places], last + last[-1:] * (size - len(last))]

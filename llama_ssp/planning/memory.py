@@ -25,6 +25,7 @@ from llama_ssp.architectures.engine import (
     SHORT_PROMPTS,
     STATE_VALUE_BYTES,
     most_parts,
+    short_size,
 )
 from llama_ssp.architectures.family import check_deepspeed_layers, check_ranks, inventory, kept_whole, record_of
 from llama_ssp.architectures.matrices import (
@@ -530,11 +531,11 @@ def _logits_bytes(spec: PlanSpec, rank: int) -> int:
 def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedModel | None, part: _Part) -> int:
     """Peak of a prefill chunk: the residual and its norm, attention or the MLP, and masks where it needs them.
 
-    If a round's attention splits a sequence into parts, each part has its own sums in fp32. With masks the lean decoder
-    copies queries and attended values, and needs a line of the mask for each query of a group. The library's modules
-    repeat keys and values for each head of a group. A cache format that attention cannot read is unpacked layer by
-    layer, keys and values in turn, through fp32. Of the states behind the tokens of a round, three copies of a layer's
-    are made at once.
+    If the attention of a round or of short prompts splits a sequence into parts, each part has its own sums in fp32.
+    With masks the lean decoder copies queries and attended values, and needs a line of the mask for each query of a
+    group. The library's modules repeat keys and values for each head of a group. A cache format that attention cannot
+    read is unpacked layer by layer, keys and values in turn, through fp32. Of the states behind the tokens of a round,
+    three copies of a layer's are made at once.
     """
     if model is None or part is _NOTHING:
         return 0
@@ -545,9 +546,11 @@ def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedMo
     group, attended, masks, repeated = shape.num_attention_heads // shape.num_key_value_heads, 2 * part.width, 0, 0
     parts_bytes = 0
     if model.reads_by_length(hardware):
+        padded = -(-short_size(spec.batch_size * spec.prompt_tokens) // spec.batch_size)
+        positions = max(positions, padded)
         num_kv_heads = (part.width - heads_width) // (2 * shape.head_dim)
         num_parts = min(most_parts(num_kv_heads), -(-spec.num_slots // PART_SLOTS))
-        parts_bytes = 4 * spec.round_positions * num_parts * part.num_heads * (shape.head_dim + 1)
+        parts_bytes = 4 * max(spec.round_positions, padded) * num_parts * part.num_heads * (shape.head_dim + 1)
     else:
         masks = positions * bucket * record.attention_pair_bytes(num_heads=part.num_heads, value_bytes=size)
         if model.is_lean and hardware.device == "cuda":

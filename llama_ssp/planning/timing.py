@@ -49,9 +49,9 @@ from llama_ssp.architectures.engine import (
     OWN_SLOTS_PER_SLOT,
     OWN_SUM_BYTES,
     PREFILL_CHUNK,
-    SHORT_PROMPTS,
     WHOLE_LAYER_TOKENS,
     Kernels,
+    short_size,
 )
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.matrices import Inventory, WholeParts
@@ -523,12 +523,11 @@ class CostModel:
         if by_length := placement.model.reads_by_length(self.hardware):
             prompt = math.ceil(self.spec.mean_prompt_tokens or prompt)
         has_graph = by_length and placement.cuda_graphs and not (placement is self.draft and self.spec.has_head)
-        for size in SHORT_PROMPTS if has_graph else ():
-            if num_rows * prompt <= size:
-                return forward_time(
-                    placement, self.hardware, batch_size=1, num_positions=size, num_scored=min(size, num_rows),
-                    bucket=bucket_of(prompt, self.spec.num_slots, self.hardware),
-                ).total_s  # fmt: skip
+        if size := has_graph * short_size(num_rows * prompt):
+            return forward_time(
+                placement, self.hardware, batch_size=1, num_positions=size, num_scored=min(size, num_rows),
+                bucket=bucket_of(prompt, self.spec.num_slots, self.hardware),
+            ).total_s  # fmt: skip
         for start in range(0, prompt, PREFILL_CHUNK):
             stop = min(start + PREFILL_CHUNK, prompt)
             of = partial(

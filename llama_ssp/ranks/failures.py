@@ -481,7 +481,7 @@ def guard(
         assert isinstance(ending, SspError), "errors of a collective are foreseen"
         if is_over.is_set():  # the main thread has come back meanwhile, and reports the same
             return
-        _log.error("the main thread does not come back: %s", ending)
+        _log.info("the main thread does not come back: %s", ending)
         try:
             report(ending)
         finally:

@@ -24,7 +24,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from triton.runtime import interpreter
 
 from llama_ssp.kernels import attention_by_length as varlen
-from llama_ssp.kernels import attention_gpu, between_gpu, linear, linear_gpu, recurrence_gpu
+from llama_ssp.kernels import attention_gpu, between_gpu, draw_gpu, linear, linear_gpu, recurrence_gpu
 from llama_ssp.kernels.attention_by_length import CHECKED, VarlenAttention
 from llama_ssp.kernels.between import rotate_write
 from llama_ssp.kernels.draw_gpu import draw_tokens, softmax
@@ -305,12 +305,13 @@ def draws() -> None:
         logits[2, : vocab_size // 2] = float("-inf")
         logits[3] = float("-inf")
         logits[3, -1] = 5.0
-        found = softmax(logits, scale=1 / 0.7, tokens_of_a_block=size)
+        with patch.object(draw_gpu, "SOFTMAX_TOKENS", size):
+            found = softmax(logits, scale=1 / 0.7)
         torch.testing.assert_close(found, (logits.float() * (1 / 0.7)).softmax(-1), rtol=3e-6, atol=0)
     for number in ("nan", "inf"):
         logits = torch.zeros(2, 100)
         logits[0, 3] = float(number)
-        assert softmax(logits, scale=2.0, tokens_of_a_block=8).isnan().all(1).tolist() == [True, False]
+        assert softmax(logits, scale=2.0).isnan().all(1).tolist() == [True, False]
     nothing = torch.full((2, 100), float("nan"))
     ids = draw_tokens(nothing, uniforms[:2], units=processors.DRAW_UNITS, tokens_of_a_block=8)
     assert ((ids >= 0) & (ids < 100)).all()

@@ -44,8 +44,7 @@ def processor(sampling: SamplingConfig, *, breaks_ties: bool = False) -> Callabl
     def process(logits: Tensor) -> Tensor:
         vocab_size = logits.shape[-1]
         if top_k is top_p is None and (own := _own_kernels(logits)):
-            rows_NV, size = logits.reshape(-1, vocab_size), tokens_of_a_block(vocab_size)
-            probs: Tensor = own.softmax(rows_NV, scale=1 / temperature, tokens_of_a_block=size).view(logits.shape)
+            probs: Tensor = own.softmax(logits.reshape(-1, vocab_size), scale=1 / temperature).view(logits.shape)
         else:
             dtype = torch.promote_types(logits.dtype, torch.float32)
             logits = logits.to(dtype) * (1 / temperature)
@@ -139,7 +138,7 @@ def _tried_kernels() -> Any:  # noqa: ANN401 - see `own_kernels`
         (weights_BV, uniforms_BP), size = (drawn.cuda() for drawn in _some_draws(64)), tokens_of_a_block(1000)
         found_B1 = draw_gpu.draw_tokens(weights_BV, uniforms_BP, units=DRAW_UNITS, tokens_of_a_block=size)
         wanted_B1 = _draw_units(weights_BV * DRAW_UNITS, uniforms_BP, vocab_size=1000)
-        probs_BV = draw_gpu.softmax(weights_BV.log(), scale=1.0, tokens_of_a_block=size)
+        probs_BV = draw_gpu.softmax(weights_BV.log(), scale=1.0)
         is_near_BV = (probs_BV - weights_BV).abs() <= _TOLERANCE * weights_BV
         if bool((found_B1 != wanted_B1).any() or not is_near_BV.all()):
             raise RuntimeError("ids or probabilities are wrong")

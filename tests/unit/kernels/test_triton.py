@@ -128,8 +128,8 @@ def test_the_kernels_of_a_draw_need_no_stack(capability: int, vocab_size: int) -
     types |= integers("vocab_size", "num_blocks", "uniforms_stride")
     blocks = 1 << (-(-vocab_size // tokens) - 1).bit_length()
     for kernel, num_warps, constants in (
-        (draw_gpu.block_peaks, 1, {"TOKENS": tokens}),
-        (draw_gpu.block_probs, 1, {"TOKENS": tokens, "BLOCKS": blocks}),
+        (draw_gpu.block_peaks, 4, {"TOKENS": 1024}),
+        (draw_gpu.block_probs, 4, {"TOKENS": 1024, "BLOCKS": 128}),
         (draw_gpu.sum_blocks, 1, {"TOKENS": tokens}),
         (draw_gpu.pick_token, 4, {"TOKENS": tokens, "BLOCKS": blocks}),
     ):

@@ -31,11 +31,14 @@ A100, MI250, CPU = (hardware.load(name) for name in ("p4d_24xlarge", "mi250", "l
 
 def test_a_captured_round_holds_the_kernels_of_all_k_draft_steps() -> None:
     """13B and 7B have 40 and 32 layers; up to 200 slots are one width of the cache."""
-    graphs = [memory(make_spec("13B", "7B", num_draft_tokens=k), A100)[0].graphs_bytes for k in (1, 4, 7)]
-    assert graphs == [(2 * 40 + k * 32) * ENGINE_KERNELS.layer * GRAPH_NODE_BYTES for k in (1, 4, 7)]
+    for prompt_tokens, num_short in (129, 0), (128, 5):
+        spec = make_spec("13B", "7B", prompt_tokens=prompt_tokens)
+        graphs = [memory(replace(spec, num_draft_tokens=k), A100)[0].graphs_bytes for k in (1, 4, 7)]
+        layers = [(2 + num_short) * 40 + (k + num_short) * 32 for k in (1, 4, 7)]
+        assert graphs == [number * ENGINE_KERNELS.layer * GRAPH_NODE_BYTES for number in layers]
 
     for own_sums, nodes in (False, ENGINE_KERNELS.layer + 4), (True, ENGINE_KERNELS.layer):
-        rank, *_ = memory(make_spec("13B", num_ranks=2, own_sums=own_sums), A100)
+        rank, *_ = memory(make_spec("13B", num_ranks=2, own_sums=own_sums, prompt_tokens=129), A100)
         assert rank.graphs_bytes == 40 * nodes * GRAPH_NODE_BYTES, "two kernels of NCCL, and their events"
 
 
@@ -151,11 +154,12 @@ def test_masks_are_planned_with_slots_and_graphs_of_their_own_where_attention_ne
 
 
 def test_every_part_of_a_row_has_its_own_sums_in_a_round() -> None:
-    """A round of five positions over 256 slots or more, and a prompt of four tokens, which needs less."""
+    """A round of five positions over 256 slots or more, and prompts of four tokens, which need less."""
     spec = make_spec("7B", "7B", num_draft_tokens=4, prompt_tokens=4, max_new_tokens=250)
-    one, two = (memory(replace(spec, batch_size=rows), A100)[0] for rows in (1, 2))
+    one, two, four = (memory(replace(spec, batch_size=rows), A100)[0].activations_bytes for rows in (1, 2, 4))
     num_parts = 256 // 32
-    assert two.activations_bytes - one.activations_bytes == 4 * 3 * 4096 * 2 + 5 * num_parts * 32 * (128 + 1) * 4
+    assert four - two == 2 * (4 * 3 * 4096 * 2 + 5 * num_parts * 32 * (128 + 1) * 4)
+    assert one == 8 * (3 * 4096 * 2 + num_parts * 32 * (128 + 1) * 4), "the prompt is read as one of 8 tokens"
 
 
 def test_the_largest_batch_and_context_fit_and_one_more_does_not() -> None:

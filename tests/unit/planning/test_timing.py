@@ -208,6 +208,6 @@ def test_a_short_prompt_on_a_gpu_is_a_graph_or_takes_as_long_as_its_launches_and
     assert from_python.prefill_s == pytest.approx(launches_s, rel=0.01)
     assert long_one.prefill_s > 2 * launches_s
     assert times_of(replace(long, cuda_graphs=False), machine).prefill_s == long_one.prefill_s
-    batches = [times_of(replace(spec, batch_size=rows), machine).prefill_s for rows in (10, 11)]
+    batches = [times_of(replace(spec, batch_size=rows), machine).prefill_s for rows in (10, 22)]
     assert batches[0] < 1.2 * short.prefill_s, "60 tokens are read as 64"
     assert batches[1] == pytest.approx(launches_s, rel=0.01)

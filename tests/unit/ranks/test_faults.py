@@ -1,8 +1,10 @@
 """Every way in which a run can break is one sentence, and the same one on all ranks that are left."""
 
 import errno
+import logging
 import signal
 from dataclasses import dataclass, field
+from threading import Event
 from typing import Any
 
 import pytest
@@ -10,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from llama_ssp.errors import CapacityError, ConfigError, InterruptedRun, LostRankError, SspError
-from llama_ssp.ranks.failures import ControlChannel, Phase, _from_message, unify_failure
+from llama_ssp.ranks import failures
+from llama_ssp.ranks.failures import ControlChannel, Phase, _from_message, guard, unify_failure
 from llama_ssp.ranks.memory import exhaustion
 from llama_ssp.ranks.process import STOP_SIGNALS
 
@@ -154,3 +157,25 @@ def test_the_last_line_and_the_remedy_of_its_kind_are_the_sentence(said: str, re
 def test_a_rank_that_nccl_has_lost_is_named_instead() -> None:
     error = dist.DistBackendError(f"{FIRST}ncclRemoteError: A call failed possibly due to a network error")
     assert str(ended(error, Others(gone=(2,)))).startswith("rank 2 is missing while decoding (connection closed)")
+
+
+def test_a_rank_that_a_library_keeps_ends_in_one_sentence_on_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A launch into a full queue, for instance, while the GPU waits for a rank that was stopped."""
+    codes, said, has_ended, watch = list[int](), list[SspError](), Event(), Others(gone=(2,))
+
+    def end(code: int) -> None:
+        codes.append(code)
+        has_ended.set()
+
+    monkeypatch.setattr(failures, "_first_loss", lambda *_: dist.DistBackendError("timed out"))
+    monkeypatch.setattr("os._exit", end)
+    with caplog.at_level(logging.INFO), guard(watch, None, PHASE, report=said.append):  # type: ignore[arg-type]
+        assert has_ended.wait(60)
+    (sentence,) = map(str, said)
+    assert sentence.startswith("rank 2 is missing while decoding")
+    assert codes == [1]
+    (record,) = caplog.records
+    assert sentence in record.getMessage()
+    assert record.levelno < logging.WARNING, "the log alone has it, since warnings are shown"
