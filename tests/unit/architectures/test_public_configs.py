@@ -67,9 +67,8 @@ def test_plan_and_run_have_one_verdict_and_count_the_bytes_of_the_modules(
         if not said:
             model = planned_model(ModelConfig(name="mine", path=str(tmp_path), dtype=Dtype.bf16), device="cuda")
             shares, origin = rank_shares(model, num_ranks=num_ranks, kind=TENSOR), inspect(tmp_path, config_alone=True)
-            for rank in {0, num_ranks - 1}:
-                planned = model_bytes(shares[rank], model, device="cuda").total_bytes
-                assert planned == pytest.approx(held_bytes(origin, rank, num_ranks), rel=0.01)
+            planned = model_bytes(shares[-1], model, device="cuda").total_bytes
+            assert planned == pytest.approx(held_bytes(origin, num_ranks - 1, num_ranks), rel=0.01)
 
 
 def check_run(folder: Path, num_ranks: int) -> None:

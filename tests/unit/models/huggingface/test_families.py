@@ -56,7 +56,7 @@ KINDS = ("mistral", "qwen2, windows", "qwen3, windows", "gemma", "gemma2", "gemm
 # Largest difference of narrow formats, in units of the logits' scale.
 TOLERANCES = {torch.bfloat16: 0.15, torch.float16: 0.02}
 LENGTHS = (3, 14, 21)
-NUM_NEW_TOKENS = 20
+NUM_NEW_TOKENS = 12
 
 
 def load(folder: Path, comm: Comm | None = None) -> Runner:

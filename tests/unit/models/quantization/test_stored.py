@@ -28,7 +28,7 @@ from llama_ssp.settings.schema import TargetKind
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
 from llama_ssp.weights.source import storage_of
 from tests.helpers.fake_comm import on_ranks, thread_comms
-from tests.helpers.lanes import heavy
+from tests.helpers.lanes import heavy, slow
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.packed_checkpoints import LAYOUTS, MXFP4, edit_config, pack_checkpoint
 from tests.unit.models.test_quantized_models import tensors_of
@@ -37,7 +37,7 @@ from tests.unit.weights.test_packed import edited
 pytestmark = pytest.mark.seconds
 
 CPU = torch.device("cpu")
-NUM_NEW_TOKENS = 24
+NUM_NEW_TOKENS = 10
 GPT_OSS: dict[str, Any] = {"intermediate_size": 96, "head_dim": 64}
 Made = Callable[..., tuple[Path, Path]]
 
@@ -100,7 +100,7 @@ def assert_same_text(packed: Path, plain: Path, *, num_ranks: int, spreads: bool
         assert (found - logits).abs().max() < 1e-4 * logits.abs().max()
 
 
-@pytest.mark.parametrize("num_ranks", [heavy(1), heavy(2), 3])
+@pytest.mark.parametrize("num_ranks", [heavy(1), slow(2), 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_greedy_text_is_that_of_the_numbers_that_the_checkpoint_stands_for(
     made: Made, layout: str, num_ranks: int
@@ -142,7 +142,7 @@ def test_layers_with_one_input_may_have_orders_of_their_own(made: Made, tmp_path
     assert_same_text(edited(packed, tmp_path, turn), plain, num_ranks=2)
 
 
-@pytest.mark.parametrize(("num_ranks", "spreads"), [heavy(1, False), heavy(2, False), (2, True)])
+@pytest.mark.parametrize(("num_ranks", "spreads"), [slow(1, False), heavy(2, False), (2, True)])
 @pytest.mark.parametrize("layout", ["compressed-tensors", "awq", "gptq, sorted", "int8", "fp8", MXFP4])
 def test_experts_are_read_as_they_are_stored(made: Made, layout: str, num_ranks: int, *, spreads: bool) -> None:
     family, sizes = ("gpt_oss", GPT_OSS) if layout == MXFP4 else ("qwen3_moe", {"moe_intermediate_size": 256})
