@@ -35,13 +35,11 @@ from llama_ssp.kernels.norm import RmsNorm
 from llama_ssp.kernels.rows import KeptRows, rows_of
 from llama_ssp.models.huggingface import recurrent
 from llama_ssp.models.huggingface.experts import OwnExperts
-from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.quantization import weight_only
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.states import StateCache
-from llama_ssp.ranks.comms import Comm
 from llama_ssp.speculate.sampling import processors
 from llama_ssp.weights import byte_rows, fp4_rows, int4_rows
 from tests.helpers.fake_comm import on_ranks, thread_comms
@@ -518,19 +516,15 @@ def recurrent_layers() -> None:
             assert ((own[0] - wanted).abs() <= 1e-5 * wanted.abs().max()).all(), kind
 
 
-def runner_of_recurrent_layers() -> None:
-    """A runner, which compares a text whose pieces are read twice, accepts the kernel; a wrong one is not used."""
+def wrong_recurrence_is_not_used() -> None:
+    """It is held to torch's operators at load."""
     model = tiny_model("qwen3_next, dense", **RECURRENT["qwen3_next, dense"])
-    model.config._attn_implementation = "sdpa"
-    recurrent.adapt(model)
-    recurrent.use_own_kernels(model)
-    assert next(recurrent.mixers_of(model)).own_kernels is recurrence_gpu
-    ModuleRunner(model, comm=Comm.single())
     right, wrong = recurrence_gpu.recur, lambda *places, **options: -right(*places, **options)
-    vars(recurrence_gpu)["recur"] = wrong
-    recurrent.use_own_kernels(model)
+    for kernel in (right, wrong):
+        vars(recurrence_gpu)["recur"] = kernel
+        recurrent.use_own_kernels(model)
+        assert bool(next(recurrent.mixers_of(model)).own_kernels) is (kernel is right)
     vars(recurrence_gpu)["recur"] = right
-    assert next(recurrent.mixers_of(model)).own_kernels is None
 
 
 def check(part: str) -> None:
@@ -554,7 +548,7 @@ PARTS: dict[str, Sequence[Callable[[], None]]] = {
         wrong_kernels_are_not_used, draws, few_rows, halves, experts,
         modules_of_experts,
     ],
-    "recurrent layers": [recurrent_layers, runner_of_recurrent_layers],
+    "recurrent layers": [recurrent_layers, wrong_recurrence_is_not_used],
     "several ranks": [several_ranks],
     "llama, no groups": [partial(whole_model, "llama, no groups", varlen_attention)],
     "mistral, window": [partial(whole_model, "mistral, window", varlen_attention)],
