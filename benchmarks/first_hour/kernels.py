@@ -22,7 +22,7 @@ from llama_ssp.architectures.engine import FIRST_CAPABILITY_BY_LENGTH
 from llama_ssp.kernels.attention_by_length import VarlenAttention, capability_of, flash_attention
 from llama_ssp.kernels.between import rotate_write
 from llama_ssp.kernels.heads import Heads, Sequences
-from llama_ssp.kernels.linear import Linear, PlainLinear
+from llama_ssp.kernels.linear import HalvesLinear, Linear, PlainLinear
 from llama_ssp.kernels.norm import RmsNorm
 from llama_ssp.models.quantization.weight_only import int4_weight_only_linear, int8_weight_only_linear
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
@@ -181,7 +181,13 @@ def _torch_s(where: Where) -> Iterable[str]:
     return attention(flash_attention if where.is_gpu else in_fp64(None), where)
 
 
-def products(where: Where, *, kind: Callable[[Tensor, None], Linear], bits: int) -> Iterator[str]:
+def products(
+    where: Where,
+    *,
+    kind: Callable[[Tensor, None], Linear],
+    bits: int,
+    all_rows: Sequence[int] = (1, 5, 32, 64, 128, 512),
+) -> Iterator[str]:
     """Products of weights that 4 or 8 bits hold exactly, for the rows of rounds and prompts."""
     dtype = torch.float16 if where.is_gpu else torch.float32
     for name, (outputs, inputs) in (SMALL_MATRICES if where.is_small else MATRICES).items():
@@ -190,10 +196,20 @@ def products(where: Where, *, kind: Callable[[Tensor, None], Linear], bits: int)
         weight[:, ::128], weight[:, 1::128] = least, most
         weight = (weight / 1024).to(dtype)
         layers = [kind(weight.clone(), None) for _ in range(copies(num_bytes, where))]
-        for rows in (1, 5, 32, 64, 128, 512):
+        for rows in all_rows:
             x = _some(rows, inputs, like=(where, dtype))
             pieces, wanted = [partial(layer, x) for layer in layers], x.double() @ weight.double().t()
             yield from judge(f"{name}, {rows} rows", pieces, wanted, where, num_bytes=num_bytes)
+
+
+def _own_products(where: Where) -> Iterable[str]:
+    """Ours of 16-bit weights for up to 16 rows, also where `choice_gpu.find_halves` leaves them to cuBLAS."""
+    if not where.is_gpu:
+        skip("our products of 16-bit weights are for GPUs")
+    from llama_ssp.kernels.halves_gpu import product_of_halves  # noqa: PLC0415 - imports Triton
+
+    ours = partial(HalvesLinear, few_rows=product_of_halves, most_rows=16)
+    return products(where, kind=ours, bits=16, all_rows=(1, 2, 5, 8, 16))
 
 
 def rotary(where: Where) -> Iterator[str]:
@@ -286,6 +302,7 @@ CHECKS: dict[str, Check] = {
     "rotary": rotary,
     "norms": norms,
     "products": partial(products, kind=PlainLinear, bits=16),
+    "products-ours": _own_products,
     "int8": partial(products, kind=int8_weight_only_linear, bits=8),
     "int4": partial(products, kind=int4_weight_only_linear, bits=4),
     "draws": draws,

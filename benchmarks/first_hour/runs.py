@@ -119,7 +119,7 @@ def compared(where: Where, *, settings: Sequence[str], target: str, draft: str, 
     summary: dict[str, Any] = json.loads((run / "summary.json").read_text())
     wanted = ("plain", "speculative", "speedup", "forecast", "memory", "overlap", "placement", "world_size")
     say(**{key: summary.get(key) for key in wanted})
-    for rank in summary["memory"] if where.is_gpu else ():
+    for rank in summary["memory"] if where.is_gpu and not program() else ():  # ranks that share a GPU see all of it
         if rank["measured_peak_bytes"] > rank["planned_bytes"]:
             yield f"rank {rank['rank']} used {rank['measured_peak_bytes']} bytes, {rank['planned_bytes']} planned"
 

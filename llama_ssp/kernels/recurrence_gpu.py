@@ -1,6 +1,7 @@
 """A few tokens of a recurrent layer in Triton, convolution and states included; `recurrence` has the references.
 
     recur      the gated delta rule and Mamba 2: convolution, norms of heads, decays, states behind each token
+    gate_norm  the norm of outputs with their gates
     convolve   a short convolution between two gates
 
 Each program has some values of one head, or some channels, of one row, so that no row depends on others. It reads the
@@ -180,6 +181,53 @@ def tiles_of(key_width: int, value_width: int) -> tuple[int, int]:
     """Rows and columns of the part of a state that a program has, in registers."""
     keys: int = triton.next_power_of_2(key_width)
     return keys, min(max(_NUMBERS_OF_A_PROGRAM // keys, 8), triton.next_power_of_2(value_width))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def gate_norm_kernel(  # type: ignore[no-untyped-def]
+    x, gates, weight, out, gates_step, gates_of_key_head, weight_step, eps,
+    PARTS: tl.constexpr, PARTS_OF_KEY: tl.constexpr, WIDTH: tl.constexpr, PLACES: tl.constexpr,
+    GATES_FIRST: tl.constexpr, IS_SIGMOID: tl.constexpr,
+):  # fmt: skip
+    """Norm one part of a token's outputs, and multiply it by its gates, before or afterwards."""
+    token, part, places = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, PLACES)
+    is_place, own = places < WIDTH, (token * PARTS + part) * WIDTH + places
+    numbers = tl.load(x + own, mask=is_place, other=0.0).to(tl.float32)
+    at = token * gates_step + part // PARTS_OF_KEY * gates_of_key_head + part % PARTS_OF_KEY * WIDTH + places
+    gate = tl.load(gates + at, mask=is_place, other=0.0).to(tl.float32)
+    gate = (1.0 if IS_SIGMOID else gate) / (1.0 + tl.exp(-gate))
+    if GATES_FIRST:
+        numbers *= gate
+    numbers *= tl.rsqrt(tl.sum(numbers * numbers, 0) / WIDTH + eps)
+    numbers *= tl.load(weight + part * weight_step + places, mask=is_place, other=0.0).to(tl.float32)
+    if not GATES_FIRST:
+        numbers *= gate
+    tl.store(out + own, numbers, mask=is_place)
+
+
+def gate_norm(x: Tensor, gates: Tensor, norm: Any, *, dtype: torch.dtype) -> Tensor:  # noqa: ANN401
+    """The outputs of a layer's norm with gates.
+
+    Args:
+        x: outputs of `recur`, (B, T, H, P).
+        gates: (B, T, key heads, those of each), or (B, T, H * P).
+        norm: of the library; its weight is that of a head, or of all, which are normed in groups.
+        dtype: of the result, (B, T, H * P).
+    """
+    size, size_of_weight = x.shape[2] * x.shape[3], norm.weight.numel()
+    is_shared = size_of_weight < size
+    width = size_of_weight if is_shared else getattr(norm, "group_size", size // getattr(norm, "n_groups", 1))
+    gates_MGY = gates.flatten(0, 1).unflatten(-1, (1, -1)) if gates.dim() == 3 else gates.flatten(0, 1)  # noqa: PLR2004
+    out_BTY = x.new_empty(*x.shape[:2], size, dtype=dtype)
+    gate_norm_kernel[(len(gates_MGY), size // width)](
+        x, gates_MGY, norm.weight, out_BTY, gates_MGY.stride(0), gates_MGY.stride(1), 0 if is_shared else width,
+        norm.variance_epsilon,
+        PARTS=size // width, PARTS_OF_KEY=gates_MGY.shape[2] // width, WIDTH=width,
+        PLACES=triton.next_power_of_2(width),
+        GATES_FIRST=not (is_shared or getattr(norm, "norm_before_gate", False)),
+        IS_SIGMOID=getattr(norm, "activation", "") == "sigmoid", num_warps=min(max(width // 256, 1), 8),
+    )  # fmt: skip
+    return out_BTY
 
 
 @triton.jit(do_not_specialize=["num_tokens"])  # type: ignore[untyped-decorator]

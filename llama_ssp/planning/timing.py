@@ -195,7 +195,8 @@ def forward_time(
             placement, hardware, batch_size=batch_size, num_positions=num_positions, num_slots=bucket
         )
         + states_s,
-        operators_s=(layers + _more_layers(placement)) * _layer_s(placement, hardware, tokens) + frame_s,
+        operators_s=(layers + _more_layers(placement, hardware, num_positions)) * _layer_s(placement, hardware, tokens)
+        + frame_s,
         collectives_s=_collectives_s(placement, hardware, tokens=tokens, scored=scored),
     )
 
@@ -277,8 +278,13 @@ def _state_bytes(placement: ModelPlacement, num_positions: int) -> int:
     return max(placement.model.state_bytes(num_moved, held) for held in placement.shares)
 
 
-def _more_layers(placement: ModelPlacement) -> float:
-    """How many layers of the library's modules have as many operators as recurrent layers have more than one."""
+def _more_layers(placement: ModelPlacement, hardware: HardwareConfig, num_positions: int) -> float:
+    """How many layers of the library's modules have as many operators as recurrent layers have more than one.
+
+    On a GPU a kernel takes in the tokens of a round (`kernels.recurrence_gpu`); those of a prompt have the operators.
+    """
+    if hardware.device == "cuda" and num_positions <= MOST_DRAFT_TOKENS + 1:
+        return 0.0
     num_recurrent = sum(kept.num_layers for kept in inventory(placement.model.shape).states if kept.num_values)
     return num_recurrent * (placement.kernels.recurrent_layer / placement.kernels.library_layer - 1)
 

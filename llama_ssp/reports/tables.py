@@ -74,7 +74,7 @@ def runs_table(
             run.name, run.status,
         ])  # fmt: skip
     if brief:
-        kept = [place for place, name in enumerate(columns) if name not in _ONLY_IN_REPORTS]
+        kept = [place for place, name in enumerate(columns) if place <= len(settings) or name not in _ONLY_IN_REPORTS]
         columns, rows = [columns[place] for place in kept], [[row[place] for place in kept] for row in rows]
     return table(columns, rows, 1 + len(settings))
 

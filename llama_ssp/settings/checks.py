@@ -288,9 +288,8 @@ def _forced(config: RunConfig) -> Iterator[str]:
         "chains: leave speculation.tree out": speculation.tree is not None,
         f"equal rounds: leave {said('speculation.num_draft_tokens', schema.ADAPTIVE)} out": speculation.adapts,
         "rounds one after the other: leave speculation.overlap=true out": speculation.overlap,
-        f"a task that shows times, and the texts of task={task.name} must be the target's: use "
-        f"{' or '.join(f'task={name}' for name in _TIMES)}": task.name not in _TIMES
-        and not isinstance(config, PlanConfig),
+        f"a task that shows times, and the texts of task={task.name} must be the target's: use task=compare, "
+        "task=latency or task=benchmark": task.name not in _TIMES and not isinstance(config, PlanConfig),
         "an acceptance that is not measured: leave task.store=true out": getattr(config.task, "store", False),
     }
     given = said("speculation.forced_lengths", lengths)

@@ -57,13 +57,14 @@ def modules_of(model: PreTrainedModel, shape: ModelShape) -> Inventory:
     head, num_layers = model.get_output_embeddings(), shape.num_hidden_layers
     is_tied = bool(model.config.tie_word_embeddings)
     layer, embeddings, vectors = Counter[Matrix](), list[Matrix](), Counter[bool]()
-    cuts = dict[str, int | None]()
+    cuts = dict[tuple[str, bool], int | None]()
     output, experts = None, dict(experts_of(model))
     shared_heads = _heads_of_modules(model)
     for name, module in model.named_modules():
         is_inner = _IN_LAYER.search(f"{name}.")
         for leaf, parameter in module.named_parameters(recurse=False):
-            if (kind := _LAYER.sub(".*.", f"{name}.", count=1)) not in cuts:
+            kind = _LAYER.sub(".*.", f"{name}.", count=1), name in shared_heads
+            if kind not in cuts:
                 cuts[kind] = _cut_of(model, name, module)
             cut = cuts[kind]
             if is_inner and name in experts and parameter.dim() == 3:  # noqa: PLR2004 - experts, outputs, inputs

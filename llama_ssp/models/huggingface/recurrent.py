@@ -100,8 +100,11 @@ def _gated_delta(mixer: Any, x_BTE: Tensor, states: StateView) -> Tensor:  # noq
         )
         read_BTHP = _recurred(mixer, steps, states).to(x_BTE.dtype)
     norm, project = (getattr(mixer, new, None) or getattr(mixer, old) for new, old in _SAME_PARTS)
-    normed_MP = norm(read_BTHP.flatten(0, 2), gates.reshape(-1, read_BTHP.shape[-1]))
-    mixed_BTE: Tensor = project(normed_MP.view_as(read_BTHP).flatten(2))
+    if own and hasattr(norm, "variance_epsilon"):
+        normed_BTY = own.gate_norm(read_BTHP, gates, norm, dtype=x_BTE.dtype)
+    else:
+        normed_BTY = norm(read_BTHP.flatten(0, 2), gates.reshape(-1, read_BTHP.shape[-1])).view(*x_BTE.shape[:2], -1)
+    mixed_BTE: Tensor = project(normed_BTY)
     return mixed_BTE
 
 
@@ -166,7 +169,7 @@ def _layout_of(mixer: Any) -> HeadLayout:  # noqa: ANN401
 
 
 def _mamba2(mixer: Any, x_BTE: Tensor, states: StateView) -> Tensor:  # noqa: ANN401
-    projected = mixer.in_proj(x_BTE * getattr(mixer, "ssm_in_multiplier", 1.0))
+    projected = mixer.in_proj(x_BTE * mixer.ssm_in_multiplier if hasattr(mixer, "ssm_in_multiplier") else x_BTE)
     if hasattr(mixer, "mup_vector"):
         projected = projected * mixer.mup_vector
     num_heads, num_channels = len(mixer.A_log), len(mixer.conv1d.weight)
@@ -175,12 +178,16 @@ def _mamba2(mixer: Any, x_BTE: Tensor, states: StateView) -> Tensor:  # noqa: AN
     if own := _own_kernels(mixer, states):
         layout, places = _layout_of(mixer), states.places(mixer.layer_idx)
         times = times_BTH.unflatten(-1, (layout.num_key_heads, -1))
-        read_BTC = own.recur(projected, times, None, layout, places, mixer=mixer, dtype=torch.float32).flatten(2)
+        read_BTHP = own.recur(projected, times, None, layout, places, mixer=mixer, dtype=torch.float32)
     else:
-        read_BTC = _recurred_by_mamba2(mixer, _convolved(mixer, mixed_BTC, states), times_BTH, states)
-    is_normed = not isinstance(mixer.norm, nn.Identity)
-    read_BTC = mixer.norm(read_BTC, gates) if is_normed else read_BTC * functional.silu(gates)
-    mixed_BTE: Tensor = mixer.out_proj(read_BTC.to(x_BTE.dtype))
+        read_BTHP = _recurred_by_mamba2(mixer, _convolved(mixer, mixed_BTC, states), times_BTH, states)
+    if isinstance(mixer.norm, nn.Identity):
+        normed_BTC = read_BTHP.flatten(2) * functional.silu(gates)
+    elif own:
+        normed_BTC = own.gate_norm(read_BTHP, gates, mixer.norm, dtype=x_BTE.dtype)
+    else:
+        normed_BTC = mixer.norm(read_BTHP.flatten(2), gates)
+    mixed_BTE: Tensor = mixer.out_proj(normed_BTC.to(x_BTE.dtype))
     return mixed_BTE
 
 
@@ -195,7 +202,7 @@ def _recurred_by_mamba2(mixer: Any, mixed_BTC: Tensor, times_BTH: Tensor, states
     log_decays_BHT1 = (-mixer.A_log.float().exp()[:, None] * times_BHT)[..., None]
     read_BTHP = _recurred(mixer, Steps(queries, keys, values * times_BHT[..., None], log_decays_BHT1), states)
     skipped_BTHP: Tensor = values.transpose(1, 2) * mixer.D[:, None]
-    return (read_BTHP + skipped_BTHP).flatten(2)
+    return read_BTHP + skipped_BTHP
 
 
 def _short_convolution(mixer: Any, x_BTE: Tensor, states: StateView) -> Tensor:  # noqa: ANN401

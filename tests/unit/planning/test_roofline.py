@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from llama_ssp.architectures.engine import ENGINE_KERNELS
+from llama_ssp.architectures.family import inventory
+from llama_ssp.architectures.matrices import KeptStates
 from llama_ssp.catalogue import Dtype
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig, Link, MeasuredSum, Speed
@@ -51,6 +53,20 @@ def forward(num_ranks: int, machine: HardwareConfig = MACHINE, *, num_slots: int
     """Three rows of five positions, one of which is scored."""
     placement = seat(num_ranks, **{"cuda_graphs": True} | of_seat)
     return forward_time(placement, machine, batch_size=3, num_positions=5, num_scored=1, bucket=num_slots)
+
+
+def test_a_kernel_takes_in_a_round_of_a_recurrent_layer_on_a_gpu_but_no_prompt() -> None:
+    """Two layers of the library's modules, of which one is recurrent."""
+    kept = KeptStates(num_layers=1, num_channels=8, width=4, num_values=16)
+    modules = replace(inventory(MODEL.shape), num_layers=2, states=(kept,))
+    model = replace(MODEL, shape=replace(MODEL.shape, num_hidden_layers=2, modules=modules), by_library=True)
+    seated = seat(1, model=model, cuda_graphs=True)
+    times = [
+        forward_time(seated, MACHINE, batch_size=1, num_positions=number, num_scored=1, bucket=256).operators_s
+        for number in (5, 100)
+    ]
+    layer = ENGINE_KERNELS.library_layer
+    assert times == [ENGINE_KERNELS.frame + number for number in (2 * layer, layer + ENGINE_KERNELS.recurrent_layer)]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])

@@ -44,6 +44,16 @@ def test_a_round_counts_at_every_position_that_it_reached() -> None:
     assert accepted_by_position([PLAIN]) == []
 
 
+def test_points_that_differ_in_their_prompts_say_which_they_had(sweep: Path) -> None:
+    """Its name is that of a figure that these tables leave out."""
+    for number in range(2):
+        (sweep / str(number) / "config.yaml").write_text(f"prompts: file{number}.txt\n")
+    times, _, _ = paper_tables([sweep], "markdown").partition("\n\nShare")
+    assert "| # | prompts | plain, ms/token |" in times
+    assert "\n| --- | --- | ---: |" in times
+    assert "\n| 1 | file0.txt | " in times
+
+
 def test_markdown_has_figures_with_intervals_kinds_and_what_repeats_them(
     sweep: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

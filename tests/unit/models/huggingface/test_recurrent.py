@@ -9,14 +9,18 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from llama_ssp import catalogue
-from llama_ssp.architectures.family import inventory, record_of
+from llama_ssp.architectures.family import inventory, kept_whole, record_of
+from llama_ssp.architectures.matrices import WholeParts
 from llama_ssp.architectures.reading import read_config
 from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import PlacementError
 from llama_ssp.models import prefill
+from llama_ssp.models.huggingface.described import with_modules
+from llama_ssp.models.huggingface.modules import build_empty
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import Runner
-from llama_ssp.planning.memory import rank_shares
+from llama_ssp.models.tensor_parallel import shard
+from llama_ssp.planning.memory import model_bytes, rank_shares, shares
 from llama_ssp.planning.spec import PlannedModel, refused_by_states
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.run.tasks.probabilities import SampledText, Scorer
@@ -172,6 +176,18 @@ def test_ranks_keep_the_states_of_their_heads_as_planned(saved: SavedModels, num
     parts = rank_shares(model, num_ranks=num_ranks, kind=TargetKind.tensor)
     assert held == [3 * model.state_bytes(5, part) for part in parts]
     assert sum(held) == 3 * model.state_bytes(5)
+
+
+@pytest.mark.parametrize("kind", ["kimi_linear", *map(slow, ("qwen3_next", "olmo_hybrid"))])
+def test_a_plan_counts_the_weights_of_a_rank_where_attention_and_recurrence_share_a_name(
+    saved: SavedModels, kind: str
+) -> None:
+    origin = with_modules(inspect(saved(kind)[0]))
+    model = PlannedModel(name="mine", shape=origin.shape, dtype=Dtype.fp32, quantization="none")
+    planned = model_bytes(shares(origin.shape, num_ranks=2)[0], model, device="cuda").total_bytes
+    modules = build_empty(origin)
+    shard(modules, origin.shape, Comm(rank=0, size=2), whole=kept_whole(origin.shape, WholeParts.none))
+    assert planned == pytest.approx(sum(parameter.nbytes for parameter in modules.parameters()), rel=0.01)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", *map(slow, ("qwen3_5_moe",))])

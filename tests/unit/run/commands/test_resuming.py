@@ -4,15 +4,19 @@ import io
 import json
 import re
 import resource
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
+from llama_ssp import catalogue
 from llama_ssp.run.commands import report
+from llama_ssp.weights import hub
 from tests.helpers.disturbed import lines
 from tests.helpers.in_process import Ended, launch
 from tests.helpers.lanes import heavy, slow
+from tests.helpers.models import build_checkpoint
 
 pytestmark = pytest.mark.seconds
 
@@ -84,6 +88,30 @@ def test_a_run_that_chooses_k_measures_once_and_is_resumed_with_the_same_costs(t
     assert len(again["draft_lengths"]) == again["num_rounds"]
     fast = ended.summary["speculative"]
     assert sum(fast["drafted_histogram"]) == fast["num_rounds"]
+
+
+@pytest.mark.parametrize("kind", [slow("granitemoehybrid, dense"), heavy("kimi_linear"), heavy("qwen3_next")])
+def test_a_hybrid_goes_on_with_the_texts_of_an_undisturbed_run(kind: str, tmp_path: Path) -> None:
+    """Samples of a prompt share its states, rows are refilled, and what is missing is made in other batches."""
+    build_checkpoint(tmp_path / "hybrid", kind, vocab_size=4096)
+    for file in hub.resolve(catalogue.load("tiny")).glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "hybrid")
+    (tmp_path / "p.txt").write_text("import\ndef f(x):\nclass A\n")
+    words = (
+        "task=generate", "model=local", f"model.path={tmp_path}/hybrid", "draft=local",
+        f"draft.model.path={tmp_path}/hybrid", "draft.model.dtype=bf16", f"prompts={tmp_path}/p.txt", "num_samples=3",
+        "batch_size=2", "max_new_tokens=9", f"run_dir={tmp_path}/run",
+    )  # fmt: skip
+    ended = launch(*words)
+    assert ended.code == 0, ended.err
+    whole, file = (
+        {(line["index"], line["sample"]): line["text"] for line in ended.lines},
+        tmp_path / "run" / "run.jsonl",
+    )
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:4]))
+    assert launch(*words).code == 0
+    assert {(line["index"], line["sample"]): line["text"] for line in lines(tmp_path / "run")} == whole
+    assert len({*whole.values()}) == len(whole) == 9
 
 
 @pytest.mark.parametrize(

@@ -249,7 +249,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another speculator": (
         lambda folder: save_speculator(folder, make_tensors(), speculators_model_type="mlp"),
-        "describes a speculator of type mlp: of those, eagle3 is read",
+        "describes an MLP speculator, and of draft heads those of EAGLE-3 are read",
     ),
     "two layers": (
         lambda folder: save_original(folder, make_tensors(), num_hidden_layers=2),
