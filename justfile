@@ -18,7 +18,7 @@ compare *overrides:
 test *arguments:
     "{{bin}}/pytest" {{arguments}}
 
-# run the tests that take less than a minute together: no models and kernels, no whole runs, no groups of ranks
+# run the tests that take about a minute together on two cores: no models and kernels, no whole runs, no groups of ranks
 quick *arguments:
     "{{bin}}/pytest" -m "not (seconds or heavy or slow or distributed or slurm)" {{arguments}}
 

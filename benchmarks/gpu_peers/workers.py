@@ -55,7 +55,7 @@ def ours(settings: Settings) -> tuple[str, Complete]:
         [done] = pair.generate(prompts, plain=is_plain, num_draft_tokens=num_draft_tokens, **more)
         return None if is_plain else len(done.accepted_lengths)
 
-    return str(versions()["llama_ssp"]), complete
+    return versions()["llama_ssp"] or "that is not installed", complete
 
 
 def of_transformers(settings: Settings) -> tuple[str, Complete]:

@@ -29,11 +29,15 @@ ProductOfFewRows = Callable[..., Tensor]
 _Kernel = TypeVar("_Kernel")
 _log = logging.getLogger(__name__)
 _MOST_LETTERS = 200
-_MOST_ROWS_OF_HALVES = {"H200": 8}
-"""The most rows for which products of all matrices were faster than cuBLAS's, by a part of the GPU's name.
+_MEASURED = ("H200",)
+"""The GPUs whose products in 16 bits were compared with cuBLAS's, by parts of their names.
 
 `docs/findings/gpus.md` has the times; nothing is timed when a run starts.
 """
+_SLOWER = {(10240, 5120), (49152, 576)}
+"""Outputs and inputs of the only ones of 105 matrices for which cuBLAS was faster by more than 2 % at up to 5 rows."""
+_NARROW, _MOST_ROWS = 4096, (8, 16)
+"""Up to how many rows ours were faster, in general and with so many outputs at most."""
 _HALVES = (torch.float16, torch.bfloat16)
 _TOLERANCE = 0.02
 """Share of the largest value."""
@@ -121,10 +125,11 @@ def find_halves(weight_OI: Tensor) -> tuple[ProductOfFewRows, int] | None:
     """Our product for a matrix in fp16 or bf16, and the most rows for which cuBLAS's is slower; None if it never is."""
     if not weight_OI.is_cuda or weight_OI.dtype not in _HALVES or torch.version.hip:
         return None
-    name = torch.cuda.get_device_name(weight_OI.device)
-    most_rows = next((most for part, most in _MOST_ROWS_OF_HALVES.items() if part in name), 0)
-    product = _halves_of(weight_OI.dtype) if most_rows else None
-    return (product, most_rows) if product else None
+    name, shape = torch.cuda.get_device_name(weight_OI.device), tuple(weight_OI.shape)
+    if shape in _SLOWER or not any(part in name for part in _MEASURED):
+        return None
+    product = _halves_of(weight_OI.dtype)
+    return (product, _MOST_ROWS[shape[0] <= _NARROW]) if product else None
 
 
 @cache
@@ -136,7 +141,7 @@ def _tried_halves(dtype: torch.dtype) -> ProductOfFewRows:
     from llama_ssp.kernels.halves_gpu import product_of_halves  # noqa: PLC0415 - CPU builds come without Triton
 
     weight_OI = torch.linspace(-1, 1, 33 * 1104).view(33, 1104).sin().to(dtype).cuda()
-    for num_rows in (1, 2, 8, 16):
+    for num_rows in (1, 8, 16):
         x_MI = torch.linspace(0, 9, num_rows * 1104).view(num_rows, 1104).cos().to(dtype).cuda()
         found_MO, wanted_MO = product_of_halves(x_MI, weight_OI), x_MI @ weight_OI.t()
         if bool((~((found_MO - wanted_MO).abs() <= _TOLERANCE * wanted_MO.abs().max())).any()):

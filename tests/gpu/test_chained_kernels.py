@@ -13,14 +13,12 @@ SHAPES = [(4096, 4096), (2048, 5632), (576, 1536), (1000, 1104), (128, 8192)]
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_row_has_the_product_and_its_own_bits_for_1_and_2_rows_and_for_3_to_16(
-    shape: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_a_row_has_the_product_and_from_2_rows_on_the_same_bits(shape: tuple[int, int], dtype: torch.dtype) -> None:
     from llama_ssp.kernels.halves_gpu import product_of_halves
 
     generator = torch.Generator().manual_seed(0)
     weight_OI, x_MI = (torch.randn(size, shape[1], generator=generator).to("cuda", dtype) for size in (shape[0], 16))
-    for fewest, most in ((1, 2), (3, 16)):
+    for fewest, most in ((1, 1), (2, 16)):
         found_MO = product_of_halves(x_MI[:most], weight_OI)
         wanted_MO = x_MI[:most].double() @ weight_OI.double().t()
         assert (found_MO - wanted_MO).abs().max() < torch.finfo(dtype).eps * wanted_MO.abs().max()

@@ -430,9 +430,8 @@ def halves() -> None:
             allowed = wanted[:num_rows].abs() * (2.0**-7 if dtype is torch.bfloat16 else 2.0**-11)
             assert ((y - wanted[:num_rows]).abs() <= allowed).all(), (dtype, num_outputs, num_inputs, num_rows)
     weight, x = some(16, 592), some(16, 592)
-    for fewest, most in ((1, 2), (3, 16)):
-        alone, together = product_of_halves(x[:fewest], weight), product_of_halves(x[:most], weight)
-        assert torch.equal(alone, together[:fewest])
+    alone, together = product_of_halves(x[:2], weight), product_of_halves(x, weight)
+    assert torch.equal(alone, together[:2])
 
 
 def experts() -> None:

@@ -100,10 +100,13 @@ def test_our_product_of_halves_is_for_the_gpus_on_which_it_was_measured(monkeypa
         raise NotImplementedError
 
     monkeypatch.setattr(choice_gpu, "_halves_of", lambda _dtype: product)
-    weight = torch.ones(4, 4, dtype=torch.bfloat16)
-    on_gpu = weight.as_subclass(OnGpu)
-    for name, wanted in {"NVIDIA H200": (product, 8), "NVIDIA A100-SXM4-80GB": None}.items():
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device, name=name: name)
-        assert choice_gpu.find_halves(on_gpu) == wanted
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA H200")
-    assert choice_gpu.find_halves(on_gpu.float()) is choice_gpu.find_halves(weight) is None
+
+    def found(name: str, *shape: int) -> object:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: name)
+        return choice_gpu.find_halves(torch.empty(shape, dtype=torch.bfloat16, device="meta").as_subclass(OnGpu))
+
+    assert found("NVIDIA H200", 4096, 4096) == (product, 16)
+    assert found("NVIDIA H200", 12288, 4096) == (product, 8)
+    assert found("NVIDIA H200", 10240, 5120) is found("NVIDIA A100-SXM4-80GB", 4096, 4096) is None
+    assert choice_gpu.find_halves(torch.ones(4, 4).as_subclass(OnGpu)) is None
+    assert choice_gpu.find_halves(torch.ones(4, 4, dtype=torch.bfloat16)) is None

@@ -268,7 +268,8 @@ def test_the_model_runs_names_what_is_not_read_and_is_not_its_own_draft(tmp_path
 @pytest.mark.parametrize(
     ("words", "config", "sentence"),
     [
-        ("model=local model.path=", {"model_type": "jamba"}, "this jamba model has layers of kind linear_"),
+        ("model=local model.path=", {"model_type": "jamba", "num_key_value_heads": 4},
+         "this jamba model has layers of kind linear_"),
         ("draft=local draft.model.path=", {"model_type": "baichuan", "auto_map": {"AutoConfig": "a.b"}},
          ", and asks for Python code from its folder"),
         ("draft=local draft.model.path=", {"speculators_model_type": "mtp"},
