@@ -147,12 +147,15 @@ class Decoder:
                         self.executor, self._state, in_flight_BTV, choice=choice, bucket=bucket, clock=self.clock
                     )
                     self._launch(result, list(self._rows), choice, is_prefill=False)
-                running = self._running()
+                running, launched = self._running(), time.perf_counter()
+                reads_prompts = bool(self._pending) and self._pending[0].is_prefill
                 updates = self._collect() if len(self._pending) > self._lag else []
-                seconds = time.perf_counter() - started
-                if was_round:
-                    self.threads.after_round((choice, bucket), seconds)
-                self._record_time(running, seconds, is_round=was_round)
+                ended = time.perf_counter()
+                # A GPU still reads prompts when the round behind them has been launched.
+                round_s = (launched if reads_prompts else ended) - started if was_round else None
+                if round_s is not None:
+                    self.threads.after_round((choice, bucket), round_s)
+                self._record_time(running, ended - started, round_s=round_s)
                 if updates:
                     yield updates
 
@@ -438,19 +441,19 @@ class Decoder:
             ids, reason = ids[:num_until_stop], "stop"
         return ids, reason
 
-    def _record_time(self, running: list[RowCompletion], seconds: float, *, is_round: bool) -> None:
-        """Add the time of one pass of the loop to all rows that ran in it; only rounds have parts, prefills do not."""
+    def _record_time(self, running: list[RowCompletion], seconds: float, *, round_s: float | None) -> None:
+        """Add the time of one pass of the loop to all rows that ran in it; that of its round, if any, by parts."""
         share = 1 / len(running)
         for completion in running:
             completion.busy_s += seconds
             completion.share_s += seconds * share
             if completion.token_ids and not completion.first_token_s:
                 completion.first_token_s = completion.busy_s
-        if is_round:
-            self.rounds_s += seconds
+        if round_s is not None:
+            self.rounds_s += round_s
             self.num_rounds += 1
             draft_s, verify_s = self.clock.take()
-            other_s = seconds - draft_s - verify_s
+            other_s = round_s - draft_s - verify_s
             for completion in running:
                 part_s = completion.part_s
                 part_s["draft"] += draft_s * share

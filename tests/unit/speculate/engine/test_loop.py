@@ -1,5 +1,6 @@
 """The loop writes the target's own text, whatever the draft, the batch, the lengths and the ends of its rows."""
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from llama_ssp.errors import NumericError
 from llama_ssp.reports.summary import acceptance_rate
 from llama_ssp.speculate.drafters.shared import BroadcastDrafter
 from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
+from llama_ssp.speculate.engine.loop import Update
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.uniforms import Draws, UniformTable
 from tests.helpers.decoders import complete, make_decoder, outcome, requests
@@ -87,6 +89,28 @@ def test_reading_results_a_round_late_changes_nothing(make: Make) -> None:
     prompt, late = (make(1.0, batch_size=3, eos_ids=[4], temperature=0.9) for _ in range(2))
     late._lag = 1
     assert outcome(complete(late, requests())) == outcome(complete(prompt, requests()))
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_rounds_do_not_count_the_wait_for_prompts(lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU still reads them when the next round has been launched."""
+    decoder, slow_s = make_decoder(PrefixRunner(), PrefixRunner(), batch_size=8), 5.0
+    decoder._lag, collect = lag, decoder._collect
+
+    def collect_slowly() -> list[Update]:
+        if decoder._pending[0].is_prefill:
+            late_s.append(slow_s)
+        return collect()
+
+    late_s: list[float] = []
+    clock = time.perf_counter
+    monkeypatch.setattr(decoder, "_collect", collect_slowly)
+    monkeypatch.setattr("time.perf_counter", lambda: clock() + sum(late_s))
+    done = complete(decoder, requests())
+    assert late_s
+    assert decoder.rounds_s < slow_s
+    assert sum(part_s for one in done for part_s in one.part_s.values()) < slow_s
+    assert all(one.first_token_s > slow_s for one in done)
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -232,7 +256,7 @@ def test_the_numbers_of_a_round_are_keyed_by_the_length_at_which_it_begins(
 
 def test_the_time_of_a_pass_is_shared_by_the_rows_that_ran_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each pass takes a second; three requests in two rows make a prefill and three rounds, twice."""
-    seconds = count()
+    seconds = count(step=0.5)  # asked at its beginning, after the launch and at its end
     monkeypatch.setattr(
         "llama_ssp.speculate.engine.loop.time", SimpleNamespace(perf_counter=lambda: float(next(seconds)))
     )
