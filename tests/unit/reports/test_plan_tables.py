@@ -97,7 +97,7 @@ def test_a_plan_says_on_which_gpus_this_engine_has_run(name: str) -> None:
 def test_the_memory_of_a_pair_is_what_an_h100_took() -> None:
     spec = make_spec("7B", "tinyllama_1B", of_target={"dtype": Dtype.bf16}, of_draft={"dtype": Dtype.bf16})
     (rank,) = make_plan(spec, hardware.load("1xh100")).ranks
-    assert 15.55 <= rank.needed_bytes / GIB <= 1.015 * 15.55
+    assert 15.55 <= rank.needed_bytes / GIB <= 1.02 * 15.55  # measured before short prompts were graphs
 
 
 def test_without_a_terminal_no_line_is_wrapped(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:  # noqa: ANN401
