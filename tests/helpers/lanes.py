@@ -24,10 +24,10 @@ def slow(*values: object) -> object:
 def grid(**axes: Sequence[object]) -> pytest.MarkDecorator:
     """All combinations of some arguments.
 
-    A few of them, in which every two values of different arguments meet, run always. The others run with --heavy.
+    A few of them, in which every two values of different arguments meet, run always. The others run with --slow.
     """
     always = set(_pairwise(axes))
-    return _cases(axes, {case: () if case in always else pytest.mark.heavy for case in _product(axes)})
+    return _cases(axes, {case: () if case in always else pytest.mark.slow for case in _product(axes)})
 
 
 def pairs(**axes: Sequence[object]) -> pytest.MarkDecorator:

@@ -23,7 +23,7 @@ from llama_ssp.models.tensor_parallel import shard
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.weights.checkpoint import Checkpoint, inspect, shape_of
 from tests.helpers.fake_comm import on_ranks, thread_comms
-from tests.helpers.lanes import heavy
+from tests.helpers.lanes import slow
 from tests.helpers.models import VOCAB_SIZE, library_logits, tiny_config
 from tests.unit.models.conftest import Saved
 
@@ -53,12 +53,12 @@ def load_ranks(folder: Path, comms: list[Comm], whole: WholeParts = NONE) -> lis
 @pytest.mark.parametrize(
     ("family", "num_ranks", "whole"),
     [
-        (family, num_ranks, NONE) if num_ranks == (3, 8)[place % 2] else heavy(family, num_ranks, NONE)
+        (family, num_ranks, NONE) if num_ranks == (3, 8)[place % 2] else slow(family, num_ranks, NONE)
         for place, family in enumerate(FAMILIES)
         for num_ranks in (1, 2, 3, 4, 8)
     ]
     + [
-        (family, 3, whole) if (family, whole) in _WHOLE else heavy(family, 3, whole)
+        (family, 3, whole) if (family, whole) in _WHOLE else slow(family, 3, whole)
         for family in FAMILIES
         for whole in (EMBEDDING, ATTENTION)
     ],

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.helpers.lanes import heavy, slow
 from tests.helpers.models import build_checkpoint
 from tests.helpers.repository import ROOT
 
@@ -194,8 +195,9 @@ def _run(copy: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize("added", [DRAFTER, TASK, FORMAT, FAMILY], ids=lambda added: added.section)
+@pytest.mark.parametrize(
+    "added", [heavy(DRAFTER), slow(TASK), slow(FORMAT), heavy(FAMILY)], ids=lambda added: added.section
+)
 def test_one_more_touches_the_files_that_the_page_names(added: Addition, tmp_path: Path) -> None:
     copy = _copy(tmp_path / "copy")
     page = (ROOT / "docs" / "extending.md").read_text()

@@ -10,7 +10,7 @@ def test_in_a_grid_every_two_values_meet_in_a_case_that_runs_always_and_no_case_
     cases = grid(**axes).args[1]
     assert [case.values for case in cases] == list(product(*axes.values()))
     always = [case.values for case in cases if not case.marks]
-    assert all(mark.name == "heavy" for case in cases for mark in case.marks)
+    assert all(mark.name == "slow" for case in cases for mark in case.marks)
     assert len(always) < 13
     for one, other in combinations(range(4), 2):
         wanted = set(product(list(axes.values())[one], list(axes.values())[other]))

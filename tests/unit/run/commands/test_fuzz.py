@@ -27,7 +27,7 @@ UNHURRIED = settings(
     derandomize=True, deadline=None, database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
-NUM_PLANS, NUM_RUNS = (10, 40, 500), (1, 6, 100)
+NUM_PLANS, NUM_RUNS = (10, 20, 500), (1, 6, 100)
 """Examples of each lane: plans take up to a tenth of a second each, runs up to a second."""
 
 

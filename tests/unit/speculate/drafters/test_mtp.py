@@ -28,7 +28,7 @@ from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.mtp import MtpSource, mtp_of
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.fake_comm import on_ranks, thread_comms
-from tests.helpers.lanes import heavy
+from tests.helpers.lanes import heavy, slow
 from tests.helpers.models import build_checkpoint, refusal
 from tests.helpers.mtp_layers import MTP_LAYOUTS, edit_config, save_with_mtp
 from tests.helpers.recorded import WatchedGraphs
@@ -140,8 +140,8 @@ IN_BLOCKS = {"linear_num_value_heads": 32, "linear_value_head_dim": 4}
     ("family", "recorder", "numbers"),
     [
         ("qwen2", WatchedGraphs, (1, 2, 3, 4)), ("qwen3_5_text", WatchedGraphs, (3,)),
-        heavy("qwen3_5_text", WatchedGraphs, (1, 2, 4)), heavy("glm4_moe", False, (1, 2, 3, 4)),
-        heavy("deepseek_v3", False, (1, 2, 3, 4)),
+        heavy("qwen3_5_text", WatchedGraphs, (1, 2, 4)), slow("glm4_moe", False, (1, 2, 3, 4)),
+        slow("deepseek_v3", False, (1, 2, 3, 4)),
     ],
 )  # fmt: skip
 def test_greedy_text_is_that_of_plain_decoding(

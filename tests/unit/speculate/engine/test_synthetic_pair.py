@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.lanes import heavy, slow
+from tests.helpers.lanes import slow
 from training.agreement import acceptance
 
 pytestmark = pytest.mark.seconds
@@ -12,10 +12,9 @@ pytestmark = pytest.mark.seconds
     ("model", "draft", "agreement"),
     [
         ("tiny-draft", "tiny-draft", 0.8),
-        heavy("tiny", "tiny-eagle", 0.6),
         *(slow("tiny-draft", "tiny-draft", level) for level in (0.6, 0.7, 0.9)),
         *(slow("tiny", "tiny", level) for level in (0.6, 0.7, 0.8, 0.9)),
-        *(slow("tiny", "tiny-eagle", level) for level in (0.5, 0.7)),
+        *(slow("tiny", "tiny-eagle", level) for level in (0.5, 0.6, 0.7)),
     ],
 )
 def test_the_acceptance_is_what_the_dial_says(model: str, draft: str, agreement: float) -> None:
