@@ -36,7 +36,7 @@ gpu-stub *arguments:
 
 # GPU kernels in every variant, compiled ahead of time with the Triton that .ci/run installs
 triton *arguments:
-    PYTHONPATH="{{justfile_directory()}}/.venv/triton" "{{bin}}/python" -m pytest --heavy -m triton tests/unit/kernels {{arguments}}
+    PYTHONPATH="{{justfile_directory()}}/.venv/triton" "{{bin}}/python" -m pytest --slow -m triton tests/unit/kernels {{arguments}}
 
 # everything that a commit must pass, the tests apart
 check:
