@@ -34,11 +34,11 @@ from llama_ssp.continuation import decode_after
 from llama_ssp.errors import ConfigError
 from llama_ssp.log_probs import CompletionLogProbs
 from llama_ssp.ranks.gpu import selected, selection_kept
-from llama_ssp.ranks.world import start
+from llama_ssp.ranks.world import World, start
 from llama_ssp.registry import load_plugins
 from llama_ssp.run.chat import NO_ARGUMENTS
-from llama_ssp.run.checkpoints import Loaded, find_sources
-from llama_ssp.run.decoders import Models, build_decoder, load_models
+from llama_ssp.run.checkpoints import Loaded, find_sources, find_update
+from llama_ssp.run.decoders import Models, build_decoder, load_models, update_models
 from llama_ssp.run.generation import note_on, with_ids, with_model_sampling
 from llama_ssp.run.log_probs import score_completions
 from llama_ssp.run.prompts import Prompt, read_messages
@@ -55,11 +55,16 @@ from llama_ssp.speculate.engine.completion import FinishReason, RowCompletion
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.text import StopStrings, StreamerAdapter
-from llama_ssp.weights.in_memory import weights_of
+from llama_ssp.weights.in_memory import WeightsInMemory, weights_like, weights_of
+from llama_ssp.weights.mtp import MtpSource
+from llama_ssp.weights.source import WeightSource
 from llama_ssp.words import in_library_words
 
 AnyPrompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int] | Tensor
 """A text, a chat, or token ids in a list, a tensor or an array."""
+
+NewWeights: TypeAlias = str | Path | PreTrainedModel | Mapping[str, Tensor]
+"""A folder, a name, a loaded model, or tensors by name."""
 
 _OneDtype = Dtype | torch.dtype | str | None
 _OneTokenizer = PreTrainedTokenizerBase
@@ -164,7 +169,7 @@ def _of_request(
     )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Pair:
     """A target and its draft in memory, made by `load`.
 
@@ -173,11 +178,13 @@ class Pair:
     Attributes:
         models: with their caches.
         config: every other setting, at its default.
+        world: the ranks.
         generation: the fields of the target's generation_config.json, if it has that file.
     """
 
     models: Models
     config: RunConfig
+    world: World
     generation: Mapping[str, Any] | None = None
     _decoders: OrderedDict[Hashable, Decoder] = field(default_factory=OrderedDict, init=False)
 
@@ -306,6 +313,38 @@ class Pair:
                     scores = dict(score_completions(self.models, config, texts))
             return [_of_request(row, self.tokenizer, scores.get(place)) for place, row in enumerate(rows)]
 
+    @known_arguments
+    def update(self, model: NewWeights | None = None, draft: NewWeights | None = None) -> None:
+        """Replace the weights of the target, of the draft or of both in memory, for example after a step of training.
+
+        What rounds have captured or traced reads the new weights, and what was read of prompts is forgotten. Sampling
+        and tokenizers stay. MTP layers come with the target's weights, and stay if these lack them.
+
+        Args:
+            model: a folder, a name of the catalogue, an id of the hub, a loaded model of transformers, or tensors by
+                name as in `state_dict()`, which are copied.
+            draft: the same for the draft model or the draft head.
+
+        Raises:
+            ConfigError: there is no such model, or the new one has other sizes, settings or formats; nothing changes.
+            CheckpointError: a tensor is missing or has another shape, so that nothing changes. If a file changes while
+                it is read, the models hold weights of both, and another update must follow.
+        """
+        with in_library_words():
+            sources, given = self.models.sources, {"model": model, "draft": draft}
+            if draft is not None and (len(sources) == 1 or isinstance(sources[1].origin, MtpSource)):
+                drafted = draft_label(self.config.draft)
+                raise ConfigError(f"draft={drafted} has no weights of its own: leave draft out of the update")
+            found = [
+                None if new is None else _read_weights(what, new, source.origin)
+                for (what, new), source in zip(given.items(), sources, strict=False)
+            ]
+            with selected(self.device):
+                others = find_update(self.config, self.world, sources, (*found, None)[:2])
+                self.models, all_keep = update_models(self.models, self.config, self.world, others)
+            if not all_keep:
+                self._decoders.clear()
+
     def _sampling(self, read: Mapping[str, Any]) -> SamplingConfig:
         """The sampling of a call; warns once of what it does not follow in the target's generation_config.json."""
         drawn = SamplingConfig(**{name: read[name] for name in _SAMPLING})
@@ -354,6 +393,14 @@ def _room(requests: Sequence[Request], *, context: int) -> Request:
     longest = min(-(-longest // _ROOM_STEP) * _ROOM_STEP, context)
     num_new = min(-(-num_new // _NEW_STEP) * _NEW_STEP, longest - 1)
     return Request(index=0, prompt_ids=(0,) * (longest - num_new), max_new_tokens=num_new)
+
+
+def _read_weights(what: str, given: NewWeights, running: WeightSource) -> ModelConfig | WeightsInMemory:
+    if isinstance(given, Mapping):
+        return weights_like(getattr(running, "files", running), given, what=what)
+    if isinstance(given, torch.nn.Module):
+        return weights_of(given, what=what)
+    return entry_of(what, given, **formats_of({})[0])
 
 
 def _as_list(prompts: object) -> list[object]:
@@ -441,7 +488,8 @@ def load(
                 torch.cuda.set_device(gpu)
             world = replace(started, device=gpu or started.device)
             sources = find_sources(config, world, loaded=(loaded_target, loaded_draft))
-            return Pair(models=load_models(config, world, sources), config=config, generation=sources[0].generation)
+            models = load_models(config, world, sources)
+            return Pair(models=models, config=config, world=world, generation=sources[0].generation)
 
 
 def _read_model(
