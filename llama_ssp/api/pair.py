@@ -39,7 +39,6 @@ from llama_ssp.errors import ConfigError, SspError
 from llama_ssp.log_probs import CompletionLogProbs
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.failures import (
-    ControlChannel,
     Phase,
     from_message,
     guard,
@@ -189,7 +188,7 @@ def _of_request(
     )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Pair:
     """A target and its draft in memory, made by `load`.
 
@@ -200,14 +199,14 @@ class Pair:
     Attributes:
         models: with their caches.
         config: every other setting, at its default.
+        world: the ranks.
         generation: the fields of the target's generation_config.json, if it has that file.
-        watch: the control channel of this rank.
     """
 
     models: Models
     config: RunConfig
+    world: World
     generation: Mapping[str, Any] | None = None
-    watch: ControlChannel = field(default_factory=ControlChannel.alone)
     _decoders: OrderedDict[Hashable, Decoder] = field(default_factory=OrderedDict, init=False)
 
     @property
@@ -223,10 +222,10 @@ class Pair:
     @property
     def rank(self) -> int:
         """This process among the ranks, from 0; such as for `if pair.rank == 0: print(...)`."""
-        return self.models.mesh.world.rank
+        return self.world.comm.rank
 
     def __repr__(self) -> str:
-        drafted, size = draft_label(self.config.draft), self.models.mesh.world.size
+        drafted, size = draft_label(self.config.draft), self.world.comm.size
         draft = "" if drafted is None else f", draft {drafted}"
         ranks = "" if size == 1 else f", {size} ranks"
         return f"Pair({self.config.model.label}{draft}, on {self.device}{ranks}, context {self.models.context})"
@@ -306,12 +305,12 @@ class Pair:
 
     def _complete(self, read: Mapping[str, Any], stop: StopRequest) -> list[Completion]:
         """Make a call whose arguments have been read, on every rank alike."""
-        comm, streamer, rows = self.models.mesh.world, read["streamer"], list[RowCompletion]()
-        if self.watch.has_failed and (words := self.watch.verdict):
+        comm, streamer, rows = self.world.comm, read["streamer"], list[RowCompletion]()
+        if self.world.watch.has_failed and (words := self.world.watch.verdict):
             raise from_message(words)
         self.models.mesh.set_timeout(self.config.timeouts.decode_s)
         scores = dict[int, CompletionLogProbs]()
-        with _on_all_ranks(comm, self.watch, "decoding", self.config), _stopping(comm, self.watch, stop):
+        with _on_all_ranks(self.world, "decoding", self.config), _stopping(self.world, stop):
             with raise_on_all_ranks(comm):
                 config, requests = self._read(read)
             _check_alike(comm, config, requests, read["plain"])
@@ -410,7 +409,7 @@ class Pair:
 
 
 @contextmanager
-def _on_all_ranks(comm: Comm, watch: ControlChannel, doing: str, config: RunConfig) -> Iterator[None]:
+def _on_all_ranks(world: World, doing: str, config: RunConfig) -> Iterator[None]:
     """Let an error of one rank, or its loss, end the block on all; an SspError in it is one of all ranks alike."""
     name = "load_s" if doing == "loading" else "decode_s"
     limit = f"timeouts.{name}={getattr(config.timeouts, name):g}"
@@ -420,7 +419,7 @@ def _on_all_ranks(comm: Comm, watch: ControlChannel, doing: str, config: RunConf
         if error.speaks:
             complain(str(error))
 
-    with unify_failure(watch, phase), guard(watch, comm.device_wait, phase, report=report):
+    with unify_failure(world.watch, phase), guard(world.watch, world.comm.device_wait, phase, report=report):
         try:
             yield
         except SspError as error:
@@ -430,16 +429,16 @@ def _on_all_ranks(comm: Comm, watch: ControlChannel, doing: str, config: RunConf
 
 
 @contextmanager
-def _stopping(comm: Comm, watch: ControlChannel, stop: StopRequest) -> Iterator[None]:
+def _stopping(world: World, stop: StopRequest) -> Iterator[None]:
     """Let signals to any of several ranks set `stop`, which afterwards says on all whether one came."""
 
     def agree(stops: bool) -> bool:
-        return any(comm.gather_text("stop" if stops else ""))
+        return any(world.comm.gather_text("stop" if stops else ""))
 
-    if comm.size == 1 or threading.current_thread() is not threading.main_thread():
+    if world.comm.size == 1 or threading.current_thread() is not threading.main_thread():
         yield
         return
-    with signals_kept(), stopping_on_signals(stop, tell=watch.ask_to_stop, agree=agree):
+    with signals_kept(), stopping_on_signals(stop, tell=world.watch.ask_to_stop, agree=agree):
         yield
 
 
@@ -548,7 +547,7 @@ def load(
             if gpu:
                 torch.cuda.set_device(gpu)
             world = replace(started, device=gpu or started.device)
-            with _on_all_ranks(world.comm, world.watch, "loading", config):
+            with _on_all_ranks(world, "loading", config):
                 return _loaded(config, world, (loaded_target, loaded_draft))
 
 
@@ -565,7 +564,7 @@ def _loaded(config: RunConfig, world: World, loaded: tuple[Loaded, Loaded]) -> P
         choose_placement(config, world, _log.info)
     sources = find_sources(config, world, loaded=loaded)
     models = load_models(config, world, sources)
-    return Pair(models=models, config=config, generation=sources[0].generation, watch=world.watch)
+    return Pair(models=models, config=config, world=world, generation=sources[0].generation)
 
 
 def _read_model(
