@@ -38,7 +38,7 @@ TESTED = {
     r"\.venv/bin/python -m pip install -e '\.\[[a-z-]+\]' -c \.venv/constraints\.txt": "what the messages say",
     r"\.venv/bin/python -m llama_ssp\.harness .*": "tests/unit/harness",
     r"\.venv/bin/python -m benchmarks\.\w+( --(store|write))?": "tests/unit/benchmarks",
-    r"(\.venv/bin/llama-ssp run ranks=2 --script|torchrun --nproc-per-node 2|srun --ntasks 2 python) study\.py( ARGUMENT)?": (
+    r"(\.venv/bin/llama-ssp run ranks=2 --script|torchrun --nproc-per-node 2|srun --ntasks 2 python) study\.py": (
         "tests/distributed/test_python.py"
     ),
     r"\.venv/bin/pre-commit install": "CI runs the same checks",
