@@ -15,10 +15,10 @@ ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cu130
 RUN PIP_NO_CACHE_DIR=1 TORCH_INDEX_URL=$TORCH_INDEX_URL ./machine-install.sh \
     && .venv/bin/python -m compileall -q llama_ssp launch
 
-# Run folders and the cache of the hub are written to /data, which is the place for a volume.
-RUN useradd --create-home --uid 1000 user && mkdir /data && chown user /data
+# Any user may run it: run folders and caches are written to /data, which is the place for a volume.
+RUN mkdir --mode 1777 /data
 USER 1000
 WORKDIR /data
-ENV PATH=/opt/llama-ssp/.venv/bin:$PATH HF_HOME=/data/huggingface
+ENV PATH=/opt/llama-ssp/.venv/bin:$PATH HOME=/data LOGNAME=llama-ssp
 ENTRYPOINT ["llama-ssp"]
 CMD ["--help"]
