@@ -91,7 +91,7 @@ def test_what_is_measured_goes_where_it_is_or_into_the_checkout_or_after_an_inst
     own = own_conf("hardware/mybox.yaml", MACHINE)
     assert catalogue.new_file("hardware", "mybox") == own
     with monkeypatch.context() as read_only:
-        read_only.setattr(catalogue.os, "access", lambda *_: False)
+        read_only.setattr("os.access", lambda *_: False)
         assert catalogue.new_file("hardware", "other").parent.parent == tmp_path / "home" / "llama-ssp"
     installed = Path(catalogue.__file__).resolve().parent / "conf"
     monkeypatch.setattr(catalogue, "conf_dir", lambda: installed)
