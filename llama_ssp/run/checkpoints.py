@@ -1,7 +1,7 @@
 """Finds and checks a run's checkpoints on every rank before any weight is loaded."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -123,16 +123,17 @@ def find_sources(
 
 
 def find_update(
-    config: RunConfig,
-    world: World,
-    sources: tuple[Source, ...],
-    given: tuple[ModelConfig | WeightsInMemory | None, ...],
+    config: RunConfig, world: World, sources: Sequence[Source], given: Sequence[ModelConfig | WeightsInMemory | None]
 ) -> tuple[Source | None, Source | None]:
     """Find and check other weights for the models of a run, with the same outcome on every rank; None keeps those.
 
     An MTP draft takes those of its target. Raises as `find_sources`, and ConfigError for a model with other sizes or
     settings.
     """
+    if (kind := config.placement.target.kind) is not TargetKind.tensor:
+        raise ConfigError(
+            f"no weights can be replaced with {said('placement.target.kind', kind.name)}: load another pair"
+        )
     _, *num_ranks = _num_ranks(config, world)
     found: list[Source | None] = [None, None]
     with raise_on_all_ranks(world.comm):

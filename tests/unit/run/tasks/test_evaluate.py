@@ -16,6 +16,7 @@ from llama_ssp.reports.summary import CompletionPair, pairs_of
 from llama_ssp.run.commands import report
 from llama_ssp.run.tasks import evaluate
 from llama_ssp.speculate.sampling import rules
+from llama_ssp.speculate.sampling.draft import Draft, Verdict
 from llama_ssp.speculate.sampling.uniforms import Draws
 from tests.helpers.composed import compose_run
 from tests.helpers.in_process import launch
@@ -85,11 +86,10 @@ def double_the_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verify with the probabilities that the draft would have at twice its temperature: their roots, normalised."""
     verify = rules.verify_speculative
 
-    def faulty(draft: rules.Draft, target_probs_BTV: Any, *, draws: Draws) -> rules.Verdict:  # noqa: ANN401
-        assert draft.probs_BTV is not None
-        roots_BTV = draft.probs_BTV.sqrt()
+    def faulty(draft: Draft, target_probs_BTV: Any, *, draws: Draws) -> Verdict:  # noqa: ANN401
+        roots_BTV = draft.drawn_law.sqrt()
         flat_BTV = roots_BTV / roots_BTV.sum(-1, keepdim=True).clamp_min(1e-30)
-        return verify(rules.Draft(draft.ids_BK, flat_BTV), target_probs_BTV, draws=draws)
+        return verify(Draft(draft.ids_BK, flat_BTV), target_probs_BTV, draws=draws)
 
     monkeypatch.setattr(rules, "verify_speculative", faulty)
 
