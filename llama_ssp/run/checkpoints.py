@@ -152,7 +152,8 @@ def find_update(
         for number, (source, origin) in enumerate(zip(sources, origins, strict=False)):
             if origin is None:
                 continue
-            weights = origin if isinstance(origin, WeightsInMemory) else None
+            whole: object = getattr(origin, "target", origin)  # that of a head
+            weights = whole if isinstance(whole, WeightsInMemory) else None
             quantization = kept_format(source.entry.quantization, storage_of(origin), where=origin.folder)
             _check_alike(("model", "draft")[number], origin, source.origin)
             found[number] = other = _check(

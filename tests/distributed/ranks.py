@@ -218,10 +218,12 @@ def pair_of(name: str, folder: Path) -> tuple[ModelConfig, ModelConfig]:
 
 def _negative(models: Models) -> tuple[WeightsInMemory, ...]:
     """The weights of models, each times -1."""
-    origins = [getattr(source.origin, "files", source.origin) for source in models.sources]
-    return tuple(
-        weights_like(origin, {name: -origin.read(name) for name in origin.tensors}, what="model") for origin in origins
-    )
+    found = []
+    for origin in [getattr(source.origin, "files", source.origin) for source in models.sources]:
+        tensors = {name: origin.read(name) for name in origin.tensors}
+        negative = {name: -values if values.is_floating_point() else values for name, values in tensors.items()}
+        found.append(weights_like(origin, negative, what="model"))
+    return tuple(found)
 
 
 _last: list[tuple[object, Models]] = []
@@ -308,6 +310,8 @@ class FromPython:
                 pair.generate(**mistake)
             except ConfigError as error:
                 sentences.append(str(error))
+        pair.update(_negative(pair.models)[0].parameters)
+        pair.update("tiny")
         found += pair.generate("class A", max_new_tokens=12, temperature=0)
         assert found[0].log_probs
         assert found[0].log_probs.logprobs
