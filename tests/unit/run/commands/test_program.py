@@ -183,13 +183,6 @@ def test_a_word_after_help_finds_its_topics_in_the_order_of_the_help() -> None:
     assert ended.err.endswith("did you mean sampling?; the name of a setting finds its topic too\n")
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_gets_a_script_and_takes_it_back(shell: str) -> None:
-    for command in ("install", "uninstall"):
-        ended = launch("--shell-completion", f"{command}={shell}")
-        assert (ended.code, ended.err, "hydra" in ended.out) == (0, "", True)
-
-
 @pytest.mark.parametrize(
     ("line", "candidates"),
     [
@@ -205,9 +198,3 @@ def test_a_shell_asks_for_candidates(line: str, candidates: str, monkeypatch: py
     monkeypatch.setenv("COMP_LINE", line)
     ended = call("-sc", "query=bash") if "llama-ssp" in line else launch("-sc", "query=bash")
     assert (ended.code, ended.err, ended.out.strip()) == (0, "", candidates)
-
-
-def test_what_completion_cannot_do_is_one_sentence() -> None:
-    ended = launch("-sc", "install=tcsh")
-    assert (ended.code, ended.err.count("\n"), ended.out) == (2, 1, "")
-    assert "invalid choice: 'install=tcsh' (choose from " in ended.err
