@@ -20,8 +20,6 @@ from benchmarks.first_hour.step import Where
 from llama_ssp.catalogue import Dtype
 from llama_ssp.kernels.heads import Sequences
 
-pytestmark = pytest.mark.seconds
-
 CPU = Where(torch.device("cpu"), is_small=True)
 Attend = Callable[..., Tensor]
 

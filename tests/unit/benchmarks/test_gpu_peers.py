@@ -12,8 +12,6 @@ from benchmarks.gpu_peers import __main__ as command
 from benchmarks.gpu_peers.__main__ import Peer, measure, start, turns_of, warm
 from benchmarks.measured import Row
 
-pytestmark = pytest.mark.seconds
-
 PROGRAM = """
 import os, sys, time
 from benchmarks.peer_process import serve

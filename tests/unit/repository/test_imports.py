@@ -7,11 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.helpers.repository import ROOT, modules
-
-pytestmark = pytest.mark.seconds
 
 LINTER = Path(sys.executable).parent / "lint-imports"
 

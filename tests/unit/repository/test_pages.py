@@ -25,8 +25,6 @@ from llama_ssp.settings.compose import compose, to_run_config
 from llama_ssp.storage.formats import BITSANDBYTES
 from tests.helpers.repository import ROOT, files
 
-pytestmark = pytest.mark.seconds
-
 TESTED = {
     r"git clone \S+": "a newcomer",
     r"cd llama-ssp": "a newcomer",

@@ -12,8 +12,6 @@ import pytest
 from tests.helpers.private_names import PRIVATE_NAMES
 from tests.helpers.repository import modules, tree_of
 
-pytestmark = pytest.mark.seconds
-
 PACKAGES = ("torch", "transformers", "hydra", "omegaconf", "accelerate", "huggingface_hub", "safetensors")
 _OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields"}
 

@@ -8,8 +8,6 @@ import pytest
 from docs.hooks import repository, settings
 from tests.helpers.repository import ROOT, files, modules
 
-pytestmark = pytest.mark.seconds
-
 SECTIONS = ["Question", "Method", "Result", "Decision"]
 
 

@@ -6,11 +6,8 @@ from collections import Counter
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import pytest
-
 from tests.helpers.repository import PYTHON_FOLDERS, ROOT, files, modules, tree_of
 
-pytestmark = pytest.mark.seconds
 MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|home/\w+)/")
 INSTALL_FILES = re.compile(r"pyproject\.toml|constraints.*\.txt|machine-install\.sh|\.ci/run|justfile|\.pre-commit.*")
 PUBLIC_HOSTS = {"download.pytorch.org"}

@@ -28,8 +28,6 @@ from tests.helpers.draft_heads import make_tensors, save_speculator
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.tokenizers import save_tokenizer
 
-pytestmark = pytest.mark.seconds
-
 
 def as_tuple(given: Any) -> tuple[int, ...]:  # noqa: ANN401 - of a config
     return tuple(given) if isinstance(given, list) else () if given is None else (given,)

@@ -12,7 +12,6 @@ from tests.helpers.decoders import complete, make_decoder, requests
 from tests.helpers.in_process import launch, planned
 from tests.helpers.prefix_runner import PrefixRunner
 
-pytestmark = pytest.mark.seconds
 LENGTHS = [3, 0, 2]
 
 

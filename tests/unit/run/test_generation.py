@@ -12,8 +12,6 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.weights import hub
 from tests.helpers.in_process import launch
 
-pytestmark = pytest.mark.seconds
-
 ASKED: dict[str, Any] = {
     "eos_token_id": 1, "pad_token_id": 2, "do_sample": False, "repetition_penalty": 1.3, "max_new_tokens": 9,
     "suppress_tokens": [5],

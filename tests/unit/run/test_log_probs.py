@@ -24,7 +24,6 @@ from tests.helpers.in_process import launch, planned
 from tests.helpers.lanes import slow
 from tests.helpers.log_probs import check_completion
 
-pytestmark = pytest.mark.seconds
 SETTINGS = ("max_new_tokens=5", "seed=3", "sampling.temperature=0.6")
 
 

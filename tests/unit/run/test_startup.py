@@ -14,8 +14,6 @@ from llama_ssp.run import opening
 from llama_ssp.run.startup import StartClock
 from tests.helpers.repository import ROOT
 
-pytestmark = pytest.mark.seconds
-
 # What a run does not need before it looks at checkpoints; the first seven take seconds.
 BEFORE_CHECKPOINTS = (
     "transformers.modeling_utils", "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "scipy",

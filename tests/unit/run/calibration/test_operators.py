@@ -11,8 +11,6 @@ from llama_ssp.ranks.comms import Comm
 from llama_ssp.run.calibration import operators
 from llama_ssp.storage.formats import formats
 
-pytestmark = pytest.mark.seconds
-
 
 def test_rates_are_bytes_operations_and_calls_over_the_time_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators, "seconds_per_call", lambda _call, **_options: 0.5)

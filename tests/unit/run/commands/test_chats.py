@@ -14,8 +14,6 @@ from llama_ssp.run.commands import agent, own_ranks
 from llama_ssp.weights import hub
 from tests.helpers.in_process import Ended, launch
 
-pytestmark = pytest.mark.seconds
-
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     "{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"

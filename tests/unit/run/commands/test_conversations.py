@@ -9,8 +9,6 @@ import pytest
 from tests.helpers.in_process import Ended, launch
 from tests.helpers.lanes import heavy, slow
 
-pytestmark = pytest.mark.seconds
-
 QUESTIONS: list[dict[str, Any]] = [
     {"question_id": 81, "category": "code", "turns": ["import os", "def f(x):", "class A"]},
     {"question_id": 82, "category": "math", "turns": ["3 * 5 ="]},

@@ -22,9 +22,6 @@ from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.texts import library_greedy
 from tests.helpers.tokenizers import save_tokenizer
 
-pytestmark = pytest.mark.seconds
-
-
 Launch = Callable[..., Ended]
 
 

@@ -21,8 +21,6 @@ from llama_ssp.run.commands import plan, report
 from llama_ssp.settings.compose import compose, groups_of, keys_of
 from tests.helpers.in_process import Ended, call, launch
 
-pytestmark = pytest.mark.seconds
-
 UNHURRIED = settings(
     derandomize=True, deadline=None, database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

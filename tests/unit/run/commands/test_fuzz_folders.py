@@ -33,8 +33,6 @@ from tests.helpers.in_process import call
 from tests.helpers.runs import CELL, FAST, PLAIN, summary, write_run
 from tests.unit.run.commands.test_fuzz import UNHURRIED
 
-pytestmark = pytest.mark.seconds
-
 if TYPE_CHECKING:
     from llama_ssp.settings.schema import RunConfig
 

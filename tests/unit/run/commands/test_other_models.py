@@ -17,8 +17,6 @@ from tests.helpers.adapters import round_weights, save_adapter, save_merged
 from tests.helpers.in_process import Ended, launch
 from tests.helpers.lanes import heavy
 
-pytestmark = pytest.mark.seconds
-
 MODELS = ("tiny", "tiny-draft")
 WEIGHTS, GENERATION, RECORD = "model.safetensors", "generation_config.json", "run/models.json"
 Change = Callable[[Path], object]

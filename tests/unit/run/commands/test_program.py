@@ -20,8 +20,6 @@ from tests.helpers.in_process import Ended, launch
 from tests.helpers.lanes import heavy
 from tests.helpers.repository import ROOT
 
-pytestmark = pytest.mark.seconds
-
 
 def call(*words: str) -> Ended:
     """Call the program in this process."""

@@ -77,13 +77,11 @@ def ended_without(packages: Sequence[str], folder: Path) -> subprocess.Completed
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=folder)
 
 
-@pytest.mark.seconds
 def test_it_needs_what_reads_and_draws_and_nothing_that_computes(tmp_path: Path) -> None:
     ended = ended_without(BLOCKED, write_run(tmp_path / "run", PLAIN, FAST))
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.seconds
 @pytest.mark.parametrize("package", [heavy("matplotlib"), "jinja2"])
 def test_a_missing_package_is_named_with_what_installs_it(package: str, tmp_path: Path) -> None:
     ended = ended_without([package], write_run(tmp_path / "run", PLAIN, FAST))

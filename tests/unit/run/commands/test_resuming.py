@@ -18,8 +18,6 @@ from tests.helpers.in_process import Ended, launch
 from tests.helpers.lanes import heavy, slow
 from tests.helpers.models import build_checkpoint
 
-pytestmark = pytest.mark.seconds
-
 SMALL = ("task=generate", "model=tiny-draft", "draft=none", "max_new_tokens=2", "batch_size=4")
 
 

@@ -11,8 +11,6 @@ from llama_ssp.run.commands import plan
 from llama_ssp.weights import hub
 from tests.helpers.in_process import call, launch
 
-pytestmark = pytest.mark.seconds
-
 NOTE = "rows go on without the draft behind token {}: the context of draft=local has 64 tokens"
 SMALL = ("task=generate", "max_new_tokens=90", "device=cpu", "sampling=greedy", "prompt=def factorial(n):")
 PLANNED = ("prompt_tokens=40", "max_new_tokens=90")

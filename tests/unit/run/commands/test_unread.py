@@ -13,8 +13,6 @@ from tests.helpers.lanes import heavy
 from tests.helpers.repository import ROOT
 from tests.helpers.terminals import OnTerminal
 
-pytestmark = pytest.mark.seconds
-
 
 def ended_unread(program: str, *arguments: str, stderr: int) -> tuple[int, bytes | None]:
     """Exit code and standard error (None where it has gone the same way) of a program of which nobody reads a word."""

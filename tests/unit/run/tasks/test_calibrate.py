@@ -22,8 +22,6 @@ from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.planning import make_spec
 from tests.helpers.worlds import ONE_CORE
 
-pytestmark = pytest.mark.seconds
-
 
 class Shown(dict[str, tuple[int, int]]):
     """A progress display that remembers the last step of each label."""

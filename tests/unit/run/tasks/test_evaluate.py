@@ -20,8 +20,6 @@ from llama_ssp.speculate.sampling.uniforms import Draws
 from tests.helpers.composed import compose_run
 from tests.helpers.in_process import launch
 
-pytestmark = pytest.mark.seconds
-
 SMALL = ("task=evaluate", "prompt=for i in range(", "num_samples=20", "max_new_tokens=3")
 
 

@@ -30,8 +30,6 @@ from tests.helpers.own_conf import OwnConf
 from tests.helpers.runs import PLAIN
 from tests.unit.run.test_prompts import requests_of
 
-pytestmark = pytest.mark.seconds
-
 REQUESTS = requests_of(Prompt(text="first of all"), Prompt(text="second"), Prompt(text="third"), num_samples=2)
 
 
@@ -79,7 +77,6 @@ def test_completions_have_names_on_a_screen_alone() -> None:
     assert "prompt 2 of 3, sample 2 of 2, second" in shown
 
 
-@pytest.mark.seconds
 def test_fields_and_order_reach_standard_output_and_the_records(tmp_path: Path) -> None:
     records = [{"id": f"q{number}", "prompt": "import os" * (3 - number)} for number in range(3)]
     (tmp_path / "p.json").write_text(json.dumps(records))
@@ -93,7 +90,6 @@ def test_fields_and_order_reach_standard_output_and_the_records(tmp_path: Path) 
 
 
 @pytest.mark.heavy
-@pytest.mark.seconds
 def test_messages_are_completed_recorded_and_compared_when_a_run_is_resumed(tmp_path: Path) -> None:
     folder = shutil.copytree(hub.resolve(catalogue.load("tiny-draft")), tmp_path / "model")
     template = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "

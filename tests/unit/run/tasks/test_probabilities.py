@@ -20,8 +20,6 @@ from tests.helpers.lanes import grid, heavy
 from tests.helpers.law_faults import plant
 from tests.helpers.prefix_runner import PrefixRunner
 
-pytestmark = pytest.mark.seconds
-
 PROMPT = (3, 1, 4)
 TEXTS = [(5,), (1, 5, 9), (2, 6, 5, 3, 5, 8, 9), (7, 9), (3, 2, 3, 8, 4)]
 SAMPLINGS = {
