@@ -19,7 +19,7 @@ from tests.helpers.terminals import OnTerminal
 pytestmark = pytest.mark.distributed(2)
 
 OWN = {"ranks=1": "starting 1 rank…", "ranks=2": "starting 2 ranks…"}
-# Each way to start once; test_commands.py has torchrun.
+# Each way to start once; test_copies.py has torchrun.
 HEAVY = {("ranks=1", TELLING[-1]), ("ranks=2", TYPOS[1]), ("launch/run.py", TELLING[-1])}
 LONG = ["task=generate", "format=jsonl", "max_new_tokens=64", "num_samples=400", "prompt=def f(x):"]
 PRINTED = ["task=generate", "max_new_tokens=40", "num_samples=3", "prompt=def f(x):"]
