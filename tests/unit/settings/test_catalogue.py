@@ -213,6 +213,9 @@ def test_what_is_measured_goes_where_it_is_or_into_the_checkout_or_after_an_inst
     assert catalogue.new_file("hardware", "mybox") == catalogue.conf_dir() / "hardware" / "mybox.yaml"
     own = own_conf("hardware/mybox.yaml", MACHINE)
     assert catalogue.new_file("hardware", "mybox") == own
+    with monkeypatch.context() as read_only:
+        read_only.setattr("os.access", lambda *_: False)
+        assert catalogue.new_file("hardware", "other").parent.parent == tmp_path / "home" / "llama-ssp"
     installed = Path(catalogue.__file__).resolve().parent / "conf"
     monkeypatch.setattr(catalogue, "conf_dir", lambda: installed)
     assert catalogue.new_file("hardware", "other") == tmp_path / "home" / "llama-ssp" / "hardware" / "other.yaml"

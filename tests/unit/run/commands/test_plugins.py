@@ -24,7 +24,7 @@ register(RuleRecord(name="never", verify="toy_rule:verify"))
 def verify(draft, target_probs_BTV, *, draws):
     import torch
     from llama_ssp.speculate.sampling.processors import draw
-    from llama_ssp.speculate.sampling.rules import Verdict
+    from llama_ssp.speculate.sampling.draft import Verdict
 
     first_BV = target_probs_BTV[:, 0]
     ids_B1 = draw(first_BV, draws.residual_BP)

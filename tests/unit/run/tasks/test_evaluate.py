@@ -27,7 +27,7 @@ from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling import rules
 from llama_ssp.speculate.sampling.rules import make_rule
 from llama_ssp.speculate.sampling.trees import Tree
-from llama_ssp.speculate.sampling.uniforms import Draws
+from tests.distributed.faulty_run import faulty
 from tests.helpers.composed import compose_run
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.in_process import launch
@@ -94,27 +94,14 @@ def test_a_closed_gate_ends_with_1_after_all_is_recorded(tmp_path: Path) -> None
     assert (tmp_path / "run" / "report.html").exists()
 
 
-def double_the_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verify with the probabilities that the draft would have at twice its temperature: their roots, normalised."""
-    verify = rules.verify_speculative
-
-    def faulty(draft: rules.Draft, target_probs_BTV: Any, *, draws: Draws) -> rules.Verdict:  # noqa: ANN401
-        assert draft.probs_BTV is not None
-        roots_BTV = draft.probs_BTV.sqrt()
-        flat_BTV = roots_BTV / roots_BTV.sum(-1, keepdim=True).clamp_min(1e-30)
-        return verify(rules.Draft(draft.ids_BK, flat_BTV), target_probs_BTV, draws=draws)
-
-    monkeypatch.setattr(rules, "verify_speculative", faulty)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("is_faulty", [True, False])
 def test_a_draft_verified_at_twice_its_temperature_fails(
     is_faulty: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Already a third of the samples shows it. docs/guides/evaluate.md has the power of all of them."""
+    """Drafts are verified as if drawn at twice their temperature: already a third of the samples shows it. docs/guides/evaluate.md has the power of all of them."""
     if is_faulty:
-        double_the_temperature(monkeypatch)
+        monkeypatch.setattr(rules, "verify_speculative", faulty)
     ended = launch("task=evaluate", "gate=true", "num_samples=80", f"run_dir={tmp_path}/run")
     assert ended.code == int(is_faulty), ended.err
     assert ("samples come from different distributions" in ended.err) is is_faulty
