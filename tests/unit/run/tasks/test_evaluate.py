@@ -99,7 +99,7 @@ def test_a_closed_gate_ends_with_1_after_all_is_recorded(tmp_path: Path) -> None
 def test_a_draft_verified_at_twice_its_temperature_fails(
     is_faulty: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Drafts are verified as if drawn at twice their temperature: already a third of the samples shows it. docs/guides/evaluate.md has the power of all of them."""
+    """Drafts are verified as if drawn at twice their temperature: a third of the samples shows it."""
     if is_faulty:
         monkeypatch.setattr(rules, "verify_speculative", faulty)
     ended = launch("task=evaluate", "gate=true", "num_samples=80", f"run_dir={tmp_path}/run")
