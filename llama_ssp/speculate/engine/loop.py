@@ -32,6 +32,7 @@ from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round
 from llama_ssp.speculate.engine.state import BatchState, Request
 from llama_ssp.speculate.engine.text import StopStrings
 from llama_ssp.speculate.engine.verifier import GOES_ON, NOT_A_NUMBER, STOP_REQUESTED
+from llama_ssp.speculate.sampling.draft import POINT_MASS, Law
 
 More = Callable[[int], Sequence[Request]]
 """Gives up to so many further requests to decode."""
@@ -130,7 +131,8 @@ class Decoder:
         # Of each drafter, the rows whose prompts it has not read, and their lengths.
         self._unread: list[dict[int, int]] = [{} for _ in self.round.drafters]
         self._reading = None
-        in_flight_BTV, was_round = None, True
+        in_flight: Law = POINT_MASS
+        was_round = True
         with self.threads.in_use():
             while (self._refill(waiting) or self._running()) and not self.stopped:
                 started = time.perf_counter()
@@ -143,8 +145,8 @@ class Decoder:
                         self._held.forget(self._free_rows())
                     choice = self._choose()
                     bucket = self._bucket(choice)
-                    result, in_flight_BTV = self.round.step(
-                        self.executor, self._state, in_flight_BTV, choice=choice, bucket=bucket, clock=self.clock
+                    result, in_flight = self.round.step(
+                        self.executor, self._state, in_flight, choice=choice, bucket=bucket, clock=self.clock
                     )
                     self._launch(result, list(self._rows), choice, is_prefill=False)
                 running, launched = self._running(), time.perf_counter()
