@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.architectures.eagle3 import read_head_config
 from llama_ssp.architectures.experts import expert_sizes, first_size
 from llama_ssp.architectures.family import (
     check_ranks,
@@ -20,6 +19,7 @@ from llama_ssp.architectures.family import (
     record_of,
     text_part,
 )
+from llama_ssp.architectures.heads import read_head_config
 from llama_ssp.architectures.model_files import read_json, read_model_config, refuse_other_kinds, require_folder
 from llama_ssp.architectures.mtp import check_mtp
 from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelShape

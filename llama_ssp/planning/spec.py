@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from statistics import mean
 
-from llama_ssp.architectures.eagle3 import NUM_TAPS
 from llama_ssp.architectures.engine import (
     ENGINE_KERNELS,
     LANES,
@@ -291,8 +290,7 @@ class PlanSpec:
         """Bytes of the taps of a token; 0 without a head."""
         if self.draft is None or not self.has_head:
             return 0
-        num_taps = NUM_TAPS if record_of(self.draft.shape.model_type).is_head else 1
-        return num_taps * self.target.shape.hidden_size * DTYPE_BYTES[self.target.dtype]
+        return self.draft.shape.num_taps * self.target.shape.hidden_size * DTYPE_BYTES[self.target.dtype]
 
     @property
     def sends_taps(self) -> bool:
