@@ -214,10 +214,10 @@ def _with_taps(held: Inventory, shape: ModelShape) -> Inventory:
     columns = shape.num_taps * (shape.target_hidden_size or width)
     fc = Matrix(module="fc", num_rows=width, num_columns=columns, copies=1 / shape.num_hidden_layers)
     embedding = Matrix(module="embed_tokens", num_rows=shape.num_token_ids, num_columns=width)
-    vectors = held.final_vectors + width + shape.markov_size + columns * (shape.model_type == PEAGLE)
+    vectors = held.final_vectors + width + shape.markov_size + width * (shape.model_type == PEAGLE)
     return replace(held, layer=(*held.layer, fc), embeddings=(embedding,), final_vectors=vectors)
 
 
 HEAD = Family(model_type=EAGLE3, parameters=_of_pairs, is_llama_kind=True, is_head=True)
-PARALLEL_HEAD = replace(HEAD, model_type=PEAGLE)
-BLOCK_HEAD = replace(HEAD, model_type=DFLASH, parameters=_of_blocks)
+PARALLEL_HEAD = replace(HEAD, model_type=PEAGLE, in_one_pass=True)
+BLOCK_HEAD = replace(PARALLEL_HEAD, model_type=DFLASH, parameters=_of_blocks)

@@ -169,15 +169,17 @@ def read_stored_format(folder: Path, shape: ModelShape) -> StoredFormat | None:
 def check_readable(folder: Path, quantization: str, *, num_ranks: int = 1, is_mtp: bool = False) -> ModelShape | None:
     """Check by config.json alone that runs read a checkpoint, with this quantization, and on so many ranks.
 
-    Returns the sizes of a model; with `is_mtp` its MTP layers alone are checked. Raises what `read_config` does,
-    CheckpointError for weights that cannot be read, and ConfigError for another quantization than the stored one. A
-    file without a family is left to the run.
+    Returns the sizes of a model or a head; with `is_mtp` its MTP layers alone are checked. Raises what `read_config`
+    does, CheckpointError for weights that cannot be read, and ConfigError for another quantization than the stored
+    one. A file without a family is left to the run.
     """
     require_folder(folder)
     content = read_json(folder / CONFIG_FILE)
     if is_mtp:
         check_mtp(fields_of(text_part(content)), folder)
-    elif isinstance(content.get("model_type"), str) and not read_head_config(content, folder / CONFIG_FILE):
+    elif read_head_config(content, folder / CONFIG_FILE):
+        return read_config(folder)[0]
+    elif isinstance(content.get("model_type"), str):
         shape, _ = read_config(folder, describes=False)
         if shape.refusal:
             raise ConfigError(shape.refusal)

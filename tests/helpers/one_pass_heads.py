@@ -1,6 +1,7 @@
 """Small heads of one pass in all public layouts, and a reference of what they compute, written from their definitions.
 
-Shapes: L tokens of a text, C = L - 1 of them with taps, K drafted tokens, E width, X taps, D drafted tokens, V vocabulary.
+Shapes: L tokens of a text, C = L - 1 of them with taps, T = C and those of the block, N of them that are kept, E width,
+X taps, D drafted tokens, V vocabulary, S width of the Markov head.
 """
 
 import json
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
@@ -17,7 +18,7 @@ from llama_ssp.weights.checkpoint import Checkpoint, inspect
 from llama_ssp.weights.head import HeadSource, of_target
 from tests.helpers import models
 
-WIDTH, HEADS, KEYS, DIM, UNITS, VOCABULARY, DRAFTED, MASK, RANK = 64, 4, 2, 16, 96, 224, 112, 220, 8
+WIDTH, HEADS, KEYS, DIM, UNITS, VOCABULARY, DRAFTED, MASK, RANK = 64, 4, 2, 16, 96, 224, 112, 220, 16
 LAYERS, FOUR_LAYERS = (1, 2, 4), (1, 2, 3, 4)
 _LAYER = {
     "hidden_size": WIDTH, "num_attention_heads": HEADS, "num_key_value_heads": KEYS, "head_dim": DIM,
@@ -51,50 +52,46 @@ SHARING = "dflash of its authors"
 
 def make_tensors(layout: str, *, seed: int = 0) -> dict[str, Tensor]:
     """Random tensors of a head."""
-    generator, config, found = torch.Generator().manual_seed(seed), CONFIGS[layout], {}
-    is_block, has_few = "peagle" not in layout, "draft_vocab_size" in config
-    num_taps, num_drafted = len(taps_of(layout)), DRAFTED if has_few else VOCABULARY
-
-    def some(name: str, *shape: int, scale: float = 1.0, around: float = 0.0) -> None:
-        found[name] = around + scale * torch.randn(shape, generator=generator) / shape[-1] ** 0.5
-
-    some("fc.weight", WIDTH, num_taps * WIDTH)
-    for number in range(2):
-        place, columns = f"layers.{number}", WIDTH * (1 if is_block or number else 2)
-        for name, rows in (("q", HEADS), ("k", KEYS), ("v", KEYS)):
-            some(f"{place}.self_attn.{name}_proj.weight", rows * DIM, columns)
-        some(f"{place}.self_attn.o_proj.weight", WIDTH, HEADS * DIM)
-        for name in ("gate", "up"):
-            some(f"{place}.mlp.{name}_proj.weight", UNITS, WIDTH)
-        some(f"{place}.mlp.down_proj.weight", WIDTH, UNITS)
-        norms = ["input_layernorm", "post_attention_layernorm", *(["hidden_norm"] if columns > WIDTH else [])]
-        for name in norms:
-            some(f"{place}.{name}.weight", WIDTH, around=1.0)
-        for name in ("q_norm", "k_norm") if is_block else ():
-            some(f"{place}.self_attn.{name}.weight", DIM, around=1.0)
-    some("norm.weight", WIDTH, around=1.0)
-    if is_block:
-        some("hidden_norm.weight", WIDTH, around=1.0)
-    else:
-        some("mask_hidden", 1, 1, num_taps * WIDTH, scale=8.0)
-        for tap in range(num_taps) if "fc_norm" in config else ():
-            some(f"fc_norm.{tap}.weight", WIDTH, around=1.0)
-    if layout != SHARING:
-        some("embed_tokens.weight", VOCABULARY, WIDTH)
-        some("lm_head.weight", num_drafted, WIDTH, scale=3.0)
-    if has_few:
+    generator, found = torch.Generator().manual_seed(seed), dict[str, Tensor]()
+    for name, shape in _shapes(layout).items():
+        scale = {"mask_hidden": 8.0, "lm_head.weight": 3.0, "markov_head.markov_w2.weight": 3.0}.get(name, 1.0)
+        found[name] = scale * torch.randn(shape, generator=generator) / shape[-1] ** 0.5 + ("norm" in name)
+    if "draft_vocab_size" in CONFIGS[layout]:
         drafted_D = torch.arange(DRAFTED) * 2
         found["d2t"] = drafted_D - torch.arange(DRAFTED)
         found["t2d"] = torch.zeros(VOCABULARY, dtype=torch.bool).index_fill_(0, drafted_D, value=True)
+    return found
+
+
+def _shapes(layout: str) -> dict[str, tuple[int, ...]]:
+    """The shapes of a head's tensors."""
+    config, num_taps, is_block = CONFIGS[layout], len(taps_of(layout)), "peagle" not in layout
+    found: dict[str, tuple[int, ...]] = {"fc.weight": (WIDTH, num_taps * WIDTH), "norm.weight": (WIDTH,)}
+    for number in range(2):
+        columns = WIDTH * (1 if is_block or number else 2)
+        norms = ["input_layernorm", "post_attention_layernorm", *(["hidden_norm"] if columns > WIDTH else [])]
+        found |= {f"layers.{number}.{name}.weight": shape for name, shape in {
+            "self_attn.q_proj": (HEADS * DIM, columns), "self_attn.k_proj": (KEYS * DIM, columns),
+            "self_attn.v_proj": (KEYS * DIM, columns), "self_attn.o_proj": (WIDTH, HEADS * DIM),
+            "mlp.gate_proj": (UNITS, WIDTH), "mlp.up_proj": (UNITS, WIDTH), "mlp.down_proj": (WIDTH, UNITS),
+            **dict.fromkeys(norms, (WIDTH,)),
+            **dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm") if is_block else (), (DIM,)),
+        }.items()}  # fmt: skip
+    found |= {"hidden_norm.weight": (WIDTH,)} if is_block else {"mask_hidden": (1, 1, num_taps * WIDTH)}
+    if config.get("fc_norm"):
+        found |= {f"fc_norm.{tap}.weight": (WIDTH,) for tap in range(num_taps)}
+    num_drafted = config.get("draft_vocab_size", VOCABULARY)
+    if layout != SHARING:
+        found |= {"embed_tokens.weight": (VOCABULARY, WIDTH), "lm_head.weight": (num_drafted, WIDTH)}
     if config.get("markov_rank"):
-        some("markov_head.markov_w1.weight", VOCABULARY, RANK, scale=2.0)
-        some("markov_head.markov_w2.weight", num_drafted, RANK, scale=3.0)
-        some("confidence_head.proj.weight", 1, WIDTH + RANK)
+        place = "markov_head.{}".format
+        found |= {place("markov_w1.weight"): (VOCABULARY, RANK), place("markov_w2.weight"): (num_drafted, RANK)}
+        found["confidence_head.proj.weight"] = (1, WIDTH + RANK)
         inner = {"gated": ("gate", 1, 1), "rnn": ("joint", 3, 2)}.get(config.get("markov_head_type", ""))
         if inner:
             name, rows, columns = inner
-            some(f"markov_head.{name}_proj.weight", rows * RANK, columns * RANK + WIDTH)
-            some(f"markov_head.{name}_proj.bias", rows * RANK)
+            found[place(f"{name}_proj.weight")] = rows * RANK, columns * RANK + WIDTH
+            found[place(f"{name}_proj.bias")] = (rows * RANK,)
     return found
 
 
@@ -112,11 +109,19 @@ def save_head(folder: Path, layout: str, tensors: Mapping[str, Tensor] | None = 
     return folder
 
 
-def save_pair(folder: Path, layout: str, family: str = "llama", **changed: Any) -> tuple[Checkpoint, HeadSource]:  # noqa: ANN401
-    """Save a target of six layers, and a head for it."""
-    models.build_checkpoint(folder / "target", family, hidden_size=WIDTH, head_dim=DIM, vocab_size=VOCABULARY,
+def save_pair(
+    folder: Path, layout: str, *, likely: int = VOCABULARY, **changed: Any  # noqa: ANN401
+) -> tuple[Checkpoint, HeadSource]:  # fmt: skip
+    """Save a target of six layers, and a head for it; both mostly choose the first `likely` tokens."""
+    models.build_checkpoint(folder / "target", "llama", hidden_size=WIDTH, head_dim=DIM, vocab_size=VOCABULARY,
                             num_hidden_layers=6)  # fmt: skip
-    target, head = inspect(folder / "target"), inspect(save_head(folder / "head", layout, **changed))
+    files = save_head(folder / "head", layout, **changed), folder / "target"
+    for file in [path / "model.safetensors" for path in files] if likely < VOCABULARY else ():
+        tensors = load_file(file)
+        for name in {"lm_head.weight", "markov_head.markov_w2.weight"} & tensors.keys():
+            tensors[name][likely * len(tensors[name]) // VOCABULARY :] *= 0.01
+        save_file(tensors, file, metadata={"format": "pt"})
+    head, target = map(inspect, files)
     assert head.head
     return target, of_target(head, head.head, target)
 
@@ -174,32 +179,31 @@ def _pairs(found: Mapping[str, Tensor], config: Mapping[str, Any], embedded_TE: 
         x_TX = torch.cat([_norm(part, found[f"fc_norm.{tap}.weight"]) for tap, part in enumerate(parts)], dim=-1)
     x_TE = x_TX @ found["fc.weight"].T
     sees_TT = torch.ones(len(x_TE), len(x_TE), dtype=torch.bool).tril()
-    positions_T = torch.arange(len(x_TE))
     for number in range(2):
         place = f"layers.{number}"
         inputs_TE = _norm(x_TE, found[f"{place}.{'input_layernorm' if number else 'hidden_norm'}.weight"])
         x_TE = inputs_TE if config.get("norm_before_residual") and not number else x_TE
         if not number:
             inputs_TE = torch.cat([_norm(embedded_TE, found[f"{place}.input_layernorm.weight"]), inputs_TE], dim=-1)
-        x_TE = _layer(found, place, x_TE, inputs_TE, inputs_TE, positions_T, sees_TT)
+        x_TE = _layer(found, place, x_TE, inputs_TE, inputs_TE, sees_NT=sees_TT)
     return x_TE
 
 
 def _block(found: Mapping[str, Tensor], x_NE: Tensor, context_CE: Tensor) -> Tensor:
-    positions_T = torch.arange(len(context_CE) + len(x_NE))
-    sees_NT = torch.ones(len(x_NE), len(positions_T), dtype=torch.bool)
+    sees_NT = torch.ones(len(x_NE), len(context_CE) + len(x_NE), dtype=torch.bool)
     for number in range(2):
         inputs_NE = _norm(x_NE, found[f"layers.{number}.input_layernorm.weight"])
         both_TE = torch.cat([context_CE, inputs_NE])
-        x_NE = _layer(found, f"layers.{number}", x_NE, inputs_NE, both_TE, positions_T, sees_NT)
+        x_NE = _layer(found, f"layers.{number}", x_NE, inputs_NE, both_TE, sees_NT=sees_NT)
     return x_NE
 
 
 def _layer(
-    found: Mapping[str, Tensor], place: str, x_NE: Tensor, inputs_NE: Tensor, read_TE: Tensor, positions_T: Tensor,
+    found: Mapping[str, Tensor], place: str, x_NE: Tensor, inputs_NE: Tensor, read_TE: Tensor, *,
     sees_NT: Tensor,
 ) -> Tensor:  # fmt: skip
     """Add attention of the last N of T positions, and the MLP."""
+    positions_T = torch.arange(len(read_TE))
     weights = {name.removeprefix(f"{place}."): tensor for name, tensor in found.items()}
 
     def heads(name: str, inputs_TE: Tensor, number: int) -> Tensor:
