@@ -155,14 +155,14 @@ def _kind_of(content: Mapping[str, Any], file: Path) -> tuple[str, Mapping[str, 
     speculator, classes, blocks = content.get(_SPECULATOR), _classes(content), content.get("dflash_config")
     problem, kind = None, _KINDS.get(str(speculator))
     if speculator is not None:
-        problem = None if kind else f"describes a speculator of type {speculator}: {HEADS_READ}"
+        problem = None if kind else f"describes a speculator of type {speculator}, and {HEADS_READ}"
     elif isinstance(blocks, dict):
         kind, found = DFLASH, [name for name in _UNREAD if blocks.get(name) is not None]
         problem = f"has {', '.join(found)} in dflash_config, which engines read differently" if found else None
     elif _DEEPSPEC in classes:
         kind = DFLASH
     elif any(map(_ONE_PASS.search, classes)) and _MASKS[1] not in content:
-        problem = f"describes {' '.join(classes)}, a head of one pass in a layout that is not read: {HEADS_READ}"
+        problem = f"describes {' '.join(classes)}, a head of one pass in a layout that is not read, and {HEADS_READ}"
     elif "draft_vocab_size" in content or any("eagle3" in name.lower() for name in classes):
         kind = PEAGLE if any(content.get(name) is not None for name in _MASKS) else EAGLE3
     sizes = content.get("transformer_layer_config") or content

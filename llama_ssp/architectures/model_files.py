@@ -190,7 +190,7 @@ def refuse_other_heads(content: Mapping[str, Any], file: Path) -> None:
     for name in [*marks, *filter(None, named)]:
         for pattern, what in _OTHER_HEADS.items():
             if re.fullmatch(pattern, str(name).lower()):
-                raise CheckpointError(f"{file} describes {what}: {HEADS_READ}")
+                raise CheckpointError(f"{file} describes {what}, and {HEADS_READ}")
 
 
 def adapter_alone(where: str, config: Path) -> str:

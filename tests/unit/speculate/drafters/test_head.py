@@ -249,7 +249,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another speculator": (
         lambda folder: save_speculator(folder, make_tensors(), speculators_model_type="mlp"),
-        "describes an MLP speculator: of draft heads those of EAGLE-3, P-EAGLE, DFlash and DSpark are read",
+        "describes an MLP speculator, and of draft heads those of EAGLE-3, P-EAGLE, DFlash and DSpark are read",
     ),
     "a layer too few": (
         lambda folder: save_original(folder, make_tensors(), num_hidden_layers=2),

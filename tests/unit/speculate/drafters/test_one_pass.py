@@ -202,7 +202,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "another target": ("dflash of DeepSpec", {"vocab_size": 300},
                        "of a target of width 64 with 300 tokens, and this target has width 64 and 224"),
     "other taps": ("dflash of DeepSpec", {"target_layer_ids": [0, 1]}, r"fc.weight is \[64, 256\], not \[64, 128\]"),
-    "EAGLE-1": ("peagle", {"speculators_model_type": "eagle"}, "describes a head of EAGLE-1 or 2: of draft heads"),
+    "EAGLE-1": ("peagle", {"speculators_model_type": "eagle"}, "describes a head of EAGLE-1 or 2, and of draft heads"),
 }  # fmt: skip
 
 
