@@ -33,6 +33,7 @@ from llama_ssp.speculate.engine.round import Round
 from llama_ssp.speculate.engine.text import StopStrings
 from llama_ssp.speculate.engine.verifier import Verifier
 from llama_ssp.speculate.sampling.rules import ForcedLengths, make_rule
+from llama_ssp.speculate.sampling.trees import verify_tree
 from llama_ssp.weights.head import HeadSource
 from llama_ssp.weights.mtp import MtpSource
 
@@ -186,9 +187,10 @@ def build_decoder(
     """Build a decoder from the models and the config; plain decoding uses the target alone."""
     mesh, device = models.mesh, models.target.device
     is_cut = len(mesh.layout.target_ranks) > 1 and config.placement.target.kind is TargetKind.tensor
-    rule = make_rule(config.sampling, config.verification, is_cut=is_cut)
     split = BatchSplit(mesh.replica, mesh.layout.draft_ranks) if speculative and mesh.layout.splits_batch else None
     taps, tree = (models.make_taps(), tree_of(config, device)) if speculative else (None, None)
+    of_trees = partial(verify_tree, tree) if tree else None
+    rule = make_rule(config.sampling, config.verification, is_cut=is_cut, of_trees=of_trees)
     drafters, limit = [], None
     if speculative:
         if models.draft_context:
@@ -200,13 +202,13 @@ def build_decoder(
     if lengths := config.speculation.forced_lengths if speculative else []:
         _log.info("not lossless: speculation.forced_lengths=%s says what rounds accept", lengths)
     verifier = Verifier(
-        rule, comm=mesh.replica, verify_rank=mesh.layout.verify_rank, device=device, split=split, tree=tree,
+        rule, comm=mesh.replica, verify_rank=mesh.layout.verify_rank, device=device, split=split,
         forced=ForcedLengths(lengths, device) if lengths else None,
     )  # fmt: skip
     if drafters and isinstance(drafters[0], AheadDrafter):
         round_: Round = OverlappedRound(models.target, drafters[0], verifier=verifier, limit=limit)
     else:
-        round_ = Round(models.target, *drafters, verifier=verifier, taps=taps, limit=limit)
+        round_ = Round(models.target, *drafters, verifier=verifier, taps=taps, tree=tree, limit=limit)
     captures = config.cuda_graphs and may_capture(config.placement.target)
     decoder = Decoder(
         round_,

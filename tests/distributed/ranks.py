@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from benchmarks import decoding
-from llama_ssp import catalogue
+from llama_ssp import catalogue, load
 from llama_ssp.catalogue import Dtype, ModelConfig
-from llama_ssp.errors import CheckpointError, SspError
+from llama_ssp.errors import CheckpointError, ConfigError, SspError
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.ranks.comms import Comm
@@ -275,6 +275,30 @@ class Together:
         except SspError as error:
             heard = f"{type(error).__name__}: {error}"
         return comm.gather_text("é" * comm.rank), comm.broadcast_text(f"from {comm.rank}", src=last), heard
+
+
+@dataclass(frozen=True)
+class FromPython:
+    """A script that calls the library on every rank."""
+
+    placement: str
+    num_ranks: int = 2
+
+    def see(self, world: World, folder: Path) -> tuple[list[list[int]], list[float], list[str]]:  # noqa: ARG002 - shipped
+        """The ids of three texts, log-probabilities of the first, and the sentences of two mistakes in between."""
+        pair = load("tiny", "tiny-draft", device="cpu", placement=self.placement)
+        found = pair.generate(["import os\n", "def f(x):"], max_new_tokens=12, seed=1, logprobs=2)
+        sentences: list[str] = []
+        mistakes: list[dict[str, Any]] = [{"prompts": f"of rank {pair.rank}"}, {"prompts": "x", "temperature": -1.0}]
+        for mistake in mistakes[1 - bool(world.comm.size > 1) :]:
+            try:
+                pair.generate(**mistake)
+            except ConfigError as error:
+                sentences.append(str(error))
+        found += pair.generate("class A", max_new_tokens=12, temperature=0)
+        assert found[0].log_probs
+        assert found[0].log_probs.logprobs
+        return [one.token_ids for one in found], found[0].log_probs.logprobs.log_probs, sentences
 
 
 Seen = Callable[[Case], list[Any]]

@@ -32,7 +32,7 @@ from llama_ssp.models.llama.attention import (
     attend_by_mask,
     place_and_attend,
 )
-from llama_ssp.models.llama.layer import Layer, NormedProduct, Stream, added
+from llama_ssp.models.llama.layer import Layer, NormedProduct, Stream, Unread, added
 from llama_ssp.models.llama.table import EMBEDDING, OUTPUT, rotary_of
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.runner import Pieces, TreePlaces, best_of, masks_of, nearest
@@ -181,7 +181,12 @@ class LeanRunner(CachedRunner):
             slots_M = taps.slots(positions_BT.view(-1, 1), pieces.rows_M)
         elif taps:
             slots_M = taps.slots(tree.slots_BT if tree else positions_BT, cache_rows_B)
-        stream: Stream = self.embed(ids_BT.flatten()), None
+        ids_M = ids_BT.flatten()
+        if self._own.add_norm and self._own_ids is None:
+            x_ME = self._embedding_VE.new_empty(len(ids_M), self._width)
+            stream: Stream = x_ME, Unread(self._embedding_VE, ids_M.contiguous())
+        else:
+            stream = self.embed(ids_M), None
         for layer, window in zip(self._layers, self._windows, strict=True):
             if taps and layer.number in tapped:
                 stream = added(stream), None

@@ -86,14 +86,20 @@ class ParallelRunner(HeadRunner):
         return self._read(ids_BT, torch.cat([context_BCE, masks_BNE], dim=1), attention)
 
     def _following(self, stream: Stream, ids_BT: Tensor, num_drafted: int) -> Following:
-        x_BNE = added(stream).view(len(ids_BT), -1, self._width)[:, -num_drafted:]
-        _, logits_MO = self._head((x_BNE.flatten(0, 1), None))
-        logits_BKV = self._of_target(self._joined(logits_MO.view(len(ids_BT), num_drafted, -1)))
+        _, logits_BKO = self._of_block(stream, len(ids_BT), num_drafted)
+        logits_BKV = self._of_target(self._joined(logits_BKO))
 
         def following(depth: int, ids_BM: Tensor, _parents_BM: Tensor | None) -> Tensor:
             return logits_BKV.narrow(1, depth, 1).expand(-1, ids_BM.shape[1], -1)
 
         return following
+
+
+    def _of_block(self, stream: Stream, batch_size: int, num_drafted: int) -> tuple[Tensor, Tensor]:
+        """The hidden states (B, K, E) of the last positions, and this rank's logits (B, K, O)."""
+        x_BKE = added(stream).view(batch_size, -1, self._width)[:, -num_drafted:]
+        x_ME, logits_MO = self._head((x_BKE.flatten(0, 1), None))
+        return x_ME.view_as(x_BKE), logits_MO.view(batch_size, num_drafted, -1)
 
 
 class _ApartProduct:
@@ -180,9 +186,8 @@ class BlockRunner(ParallelRunner):
     def _following(self, stream: Stream, ids_BT: Tensor, num_drafted: int) -> Following:
         if self._markov is None:
             return super()._following(stream, ids_BT, num_drafted)
-        x_BKE = added(stream).view(len(ids_BT), -1, self._width)[:, -num_drafted:]
-        _, logits_MO = self._head((x_BKE.flatten(0, 1), None))
-        hidden_BKE, logits_BKO, markov = self._norm(x_BKE), logits_MO.view(*x_BKE.shape[:2], -1), self._markov
+        x_BKE, logits_BKO = self._of_block(stream, len(ids_BT), num_drafted)
+        hidden_BKE, markov = self._norm(x_BKE), self._markov
         state_BMS = hidden_BKE.new_zeros(len(ids_BT), 1, self._markov_rank)
 
         def following(depth: int, ids_BM: Tensor, parents_BM: Tensor | None) -> Tensor:

@@ -16,7 +16,6 @@ Shapes: B sequences, K drafted tokens, T = K + 1 target positions, V vocabulary,
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,93 +25,12 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.settings.rules import at_every_temperature, rule_of
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.sampling.context import Context, Penalty, penalty
+from llama_ssp.speculate.sampling.draft import Draft, Verdict
 from llama_ssp.speculate.sampling.processors import DRAW_UNITS, draw, processor, rows_at
 from llama_ssp.speculate.sampling.uniforms import Draws, exponentials
 from llama_ssp.words import said
 
 _HINT_OF_TARGET = 2.0**-50
-
-
-class Draft(NamedTuple):
-    """Drafted tokens, and the law that each was drawn from: probabilities, or a point mass at the token itself.
-
-    A point mass is a law that needs no memory; `law` writes it out.
-
-    Attributes:
-        ids_BK: of the tokens.
-        probs_BTV: the processed probabilities they were drawn from; None for point masses, as of greedy drafts. The
-            last row is zero: nothing was drafted there, so the residual is the target's distribution.
-        parents_BK: the parents of the nodes of a dynamic tree (`trees.Topology`); None for a tree of one shape, whose
-            parents its `Tree` has, and for chains.
-    """
-
-    ids_BK: Tensor
-    probs_BTV: Tensor | None = None
-    parents_BK: Tensor | None = None
-
-    @property
-    def is_certain(self) -> bool:
-        """Whether its law is a point mass at each token."""
-        return self.probs_BTV is None
-
-    @property
-    def drawn_law(self) -> Tensor:
-        """The probabilities (B, T, V) of a draft that is not certain."""
-        assert self.probs_BTV is not None, "a draft of drawn tokens"
-        return self.probs_BTV
-
-    def law(self, like_BTV: Tensor) -> Tensor:
-        """The probabilities (B, T, V) of any draft; of a point mass in the shape and number format of `like_BTV`."""
-        if not self.is_certain:
-            return self.drawn_law
-        law_BTV = torch.zeros_like(like_BTV)
-        law_BTV[:, :-1].scatter_(-1, self.ids_BK[..., None], 1.0)
-        return law_BTV
-
-    def first(self) -> "Draft":
-        """The chain of its first token alone."""
-        if self.is_certain:
-            return Draft(self.ids_BK[:, :1])
-        first_B1V = self.drawn_law[:, :1]
-        return Draft(self.ids_BK[:, :1], torch.cat([first_B1V, torch.zeros_like(first_B1V)], dim=1))
-
-    def followed_by(self, other: "Draft") -> "Draft":
-        """The chain of the tokens of two chains."""
-        ids_BK = torch.cat([self.ids_BK, other.ids_BK], dim=1)
-        if self.is_certain or other.is_certain:
-            return Draft(ids_BK)
-        probs_BKV = self.drawn_law[:, : self.ids_BK.shape[1]]
-        return Draft(ids_BK, torch.cat([probs_BKV, other.drawn_law], dim=1))
-
-
-class Verdict(NamedTuple):
-    """How many drafted tokens are accepted, 0..K, and the token that follows them: resampled or bonus.
-
-    Attributes:
-        weights_B1: the weight of the next token: NaN if the logits after the accepted tokens contain NaN, or others
-            that the rule has decided by.
-        path_BD: in a tree the nodes that are accepted, a row of `trees.Topology.paths_BTD`; None for 1, 2, ... K.
-        goes_on_B1: 1 where the next token is drafted too, so that the block behind it stays in flight; None if no block
-            is.
-    """
-
-    num_accepted_B1: Tensor
-    next_ids_B1: Tensor
-    weights_B1: Tensor
-    path_BD: Tensor | None = None
-    goes_on_B1: Tensor | None = None
-
-    def noting(self, numbers_BX: Tensor) -> "Verdict":
-        """Make the weight NaN if one of the numbers is that a rule has compared: no path passes with NaN."""
-        return self._replace(weights_B1=torch.add(self.weights_B1, numbers_BX.sum(1, keepdim=True), alpha=0.0))
-
-    def where(self, is_other_B1: Tensor, other: "Verdict") -> "Verdict":
-        """Take another verdict in some rows, where no block stays in flight."""
-        num_accepted_B1, next_ids_B1, weights_B1 = (
-            torch.where(is_other_B1, *parts) for parts in zip(other[:3], self[:3], strict=True)
-        )
-        goes_on_B1 = None if self.goes_on_B1 is None else self.goes_on_B1 * ~is_other_B1
-        return Verdict(num_accepted_B1, next_ids_B1, weights_B1, self.path_BD, goes_on_B1)
 
 
 def verify_speculative(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Verdict:
@@ -174,12 +92,12 @@ def _at_drafted(draft: Draft, target_probs_BTV: Tensor) -> tuple[Tensor, Tensor,
     return law_BTV, target_probs_BTV.gather(-1, ids_BK1), law_BTV.gather(-1, ids_BK1)
 
 
-def draw_next(num_accepted_B1: Tensor, rest_BV: Tensor, target_row_BV: Tensor, uniforms_BP: Tensor) -> Verdict:
+def draw_next(node_B1: Tensor, rest_BV: Tensor, target_row_BV: Tensor, uniforms_BP: Tensor) -> Verdict:
     """Draw from the residual, or from the target if rounding leaves no residual; overwrites `target_row_BV`."""
     # A tiny fraction of the target decides if the residual is zero, and is lost in rounding otherwise.
     units_BV = target_row_BV.mul_(_HINT_OF_TARGET * DRAW_UNITS).add_(rest_BV, alpha=DRAW_UNITS)
     next_ids_B1 = draw(units_BV, uniforms_BP, units=1.0)
-    return Verdict(num_accepted_B1, next_ids_B1, rest_BV.gather(1, next_ids_B1))
+    return Verdict(node_B1, next_ids_B1, rest_BV.gather(1, next_ids_B1))
 
 
 def best_choices(target_logits_BTV: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,16 +112,6 @@ def plain_choices(target_probs_BTV: Tensor, uniforms_BTP: Tensor) -> tuple[Tenso
     chosen_B1 = draw(target_probs_BTV.flatten(0, 1), uniforms_BTP[:, :num_positions].flatten(0, 1))
     chosen_BT = chosen_B1.view(num_rows, num_positions)
     return chosen_BT, target_probs_BTV.gather(-1, chosen_BT[..., None])[..., 0]
-
-
-def verify_certain(draft: Draft, chosen_BT: Tensor, weights_BT: Tensor) -> Verdict:
-    """Accept the longest prefix of drafted tokens that the target chooses; the next token is its choice too.
-
-    The target chooses by numbers of each place alone, or its best tokens, so the text is that of plain decoding,
-    whatever is drafted.
-    """
-    num_accepted_B1 = (chosen_BT[:, :-1] == draft.ids_BK).cumprod(1).sum(1, keepdim=True)
-    return Verdict(num_accepted_B1, chosen_BT.gather(-1, num_accepted_B1), weights_BT.gather(-1, num_accepted_B1))
 
 
 class Rule:
@@ -277,12 +185,13 @@ class Rule:
 
     def verify(self, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
         """Verify a draft against the output of `process` for the target's logits at K + 1 positions."""
+        if self._verify and not draft.is_certain:
+            return self._verify(draft, target_BTV, draws=draws)
         if self.takes_best:
-            return verify_certain(draft, *self.best(target_BTV))
-        if draft.is_certain:
-            return verify_certain(draft, *plain_choices(target_BTV, draws.plain_BTP))
-        assert self._verify
-        return self._verify(draft, target_BTV, draws=draws)
+            chosen_BT, weights_BT = self.best(target_BTV)
+        else:
+            chosen_BT, weights_BT = plain_choices(target_BTV, draft.nodes.at_nodes(draws.plain_BTP))
+        return draft.nodes.accept(draft.ids_BK, chosen_BT, weights_BT)
 
     def accepting(self, lengths_B1: Tensor, target_BTV: Tensor, *, draws: Draws) -> Verdict:
         """Accept so many drafted tokens, whatever the target says, and draw the next one as plain decoding does."""
@@ -319,11 +228,13 @@ class ForcedLengths:
 
 
 def make_rule(
-    sampling: SamplingConfig, verification: VerificationConfig, *, breaks_ties: bool = False, is_cut: bool = False
-) -> Rule:
+    sampling: SamplingConfig, verification: VerificationConfig, *, breaks_ties: bool = False, is_cut: bool = False,
+    of_trees: Callable[..., Verdict] | None = None,
+) -> Rule:  # fmt: skip
     """Make the rule of a run; at temperature 0 all coincide. Raises ConfigError for `greedy` at any other.
 
     For `breaks_ties` see `processor`. `is_cut` says that several ranks share the model whose logits it reads.
+    `of_trees` verifies drawn trees, if drafts are trees.
     """
     record, penalize = rule_of(verification.rule), penalty(sampling)
     if sampling.temperature == 0:
@@ -331,7 +242,7 @@ def make_rule(
     if record.draws_by_position:
         return Rule(processor(sampling), None, penalize=penalize, races=True)
     if record.needs_probs:
-        return Rule(processor(sampling, breaks_ties=breaks_ties), record.load_verify(), penalize=penalize)
+        return Rule(processor(sampling, breaks_ties=breaks_ties), of_trees or record.load_verify(), penalize=penalize)
     *others, last = at_every_temperature()
     raise ConfigError(
         f"{said('verification', record.name)} with {said('sampling.temperature', f'{sampling.temperature:g}')} would "
@@ -342,18 +253,17 @@ def make_rule(
 
 
 def verify_ahead(
-    rule: Rule, in_flight: Draft, following: Draft, target_BKV: Tensor, *, ahead_B: Tensor, draws: Draws
+    rule: Rule, in_flight: Draft, first: Draft, target_BKV: Tensor, *, ahead_B: Tensor, draws: Draws
 ) -> Verdict:
     """Examine the tokens in flight and the first of the block that follows.
 
     The rule, whose `process` has made `target_BKV`, decides as in any other round, once for K tokens and once for one.
     K - 1 tokens are in flight in rows where `ahead_B` is K - 1, none where it is 0; of their probabilities the first
-    K - 1 rows count. K tokens follow.
+    K - 1 rows count.
 
     Returns:
-        A verdict whose next token follows `num_accepted_B1` others, also where all examined tokens were accepted.
+        A verdict on the chain of these tokens. Where all of them are accepted, the next token is the last one again.
     """
-    first = following.first()
     verdict = rule.verify(
         first, torch.cat([target_BKV[:, :1]] * 2, dim=1), draws=draws._replace(accept_BK=draws.accept_BK[:, :1])
     )
@@ -362,7 +272,5 @@ def verify_ahead(
         target_BTV = torch.cat([target_BKV, target_BKV[:, -1:]], dim=1)
         whole = rule.verify(in_flight.followed_by(first), target_BTV, draws=draws)
         verdict = verdict.where(ahead_B[:, None] > 0, whole)
-    is_drafted_B1 = verdict.num_accepted_B1 > ahead_B[:, None]
-    next_ids_B1 = torch.where(is_drafted_B1, first.ids_BK, verdict.next_ids_B1)
-    goes_on_B1 = is_drafted_B1.long()
-    return Verdict(verdict.num_accepted_B1 - goes_on_B1, next_ids_B1, verdict.weights_B1, goes_on_B1=goes_on_B1)
+    next_ids_B1 = torch.where(verdict.node_B1 > ahead_B[:, None], first.ids_BK, verdict.next_ids_B1)
+    return verdict._replace(next_ids_B1=next_ids_B1)

@@ -120,7 +120,7 @@ def test_every_step_of_every_round_has_the_distribution_of_the_reference(
     seen: list[tuple[list[int], Tensor, Tensor]] = []
 
     def watch(texts: list[list[int]], draft: Any) -> None:  # noqa: ANN401
-        seen.extend(zip(texts, draft.ids_BK.clone(), draft.probs_BTV.clone(), strict=True))
+        seen.extend(zip(texts, draft.ids_BK.clone(), draft.drawn_law.clone(), strict=True))
 
     done = decode(target, source(folder), batch_size=2, watch=watch, replay=False, tree=tree)
     assert all(len(each.token_ids) == 12 for each in done.values())
@@ -137,7 +137,7 @@ def test_a_head_reads_what_it_has_missed_in_rounds_that_did_not_draft(
     seen: list[tuple[list[int], Tensor, Tensor]] = []
 
     def watch(texts: list[list[int]], draft: Any) -> None:  # noqa: ANN401
-        seen.extend(zip(texts, draft.ids_BK.clone(), draft.probs_BTV.clone(), strict=True))
+        seen.extend(zip(texts, draft.ids_BK.clone(), draft.drawn_law.clone(), strict=True))
 
     choices = [*[DraftChoice(0)] * 33, DraftChoice(3), DraftChoice(2)]
     origin = source(original(tmp_path / "head", tensors))
@@ -193,7 +193,7 @@ def test_a_head_drafts_the_same_behind_a_beginning_that_the_target_has_not_read_
         found: dict[tuple[int, ...], Tensor] = {}
 
         def watch(texts: list[list[int]], draft: Any) -> None:  # noqa: ANN401
-            found.update((tuple(text), probs) for text, probs in zip(texts, draft.probs_BTV.clone(), strict=True))
+            found.update((tuple(text), probs) for text, probs in zip(texts, draft.drawn_law.clone(), strict=True))
 
         done = decode(
             target, origin, batch_size=2, watch=watch, replay=False, tree=tree, prompts=prompts, reuses=reuses
