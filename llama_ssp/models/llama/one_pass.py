@@ -94,7 +94,6 @@ class ParallelRunner(HeadRunner):
 
         return following
 
-
     def _of_block(self, stream: Stream, batch_size: int, num_drafted: int) -> tuple[Tensor, Tensor]:
         """The hidden states (B, K, E) of the last positions, and this rank's logits (B, K, O)."""
         x_BKE = added(stream).view(batch_size, -1, self._width)[:, -num_drafted:]

@@ -96,8 +96,14 @@ def only_pickles(folder: Path) -> None:
         (write_config(medusa_num_heads=5), "describes Medusa heads, and of draft heads those of EAGLE-3, P-EAGLE, D"),
         (write_config(speculators_model_type="eagle"), "describes a head of EAGLE-1 or 2, and of draft heads those"),
         (write_config(model_type="mlp_speculator"), "describes an MLP speculator, and of draft heads those of EAGLE-3"),
-        (write_config(speculators_model_type="peagle"), "config.json lacks vocab_size, hidden_size, num_attention_heads, mask_token_id"),
-        (write_config(architectures=["DFlashDraftModel"]), "describes DFlashDraftModel, a head of one pass in a layout that is not read"),
+        (
+            write_config(speculators_model_type="peagle"),
+            "json lacks vocab_size, hidden_size, num_attention_heads, mask",
+        ),
+        (
+            write_config(architectures=["DFlashDraftModel"]),
+            "DFlashDraftModel, a head of one pass in a layout that is",
+        ),
         (edit_config(quantization_config={"bits": 4}), "describes quantized weights"),
         (edit_config(hidden_size="wide"), 'has hidden_size "wide", and a whole number'),
         (edit_config(hidden_size=65), "config.json is no valid configuration of llama"),

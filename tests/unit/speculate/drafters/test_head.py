@@ -253,7 +253,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a layer too few": (
         lambda folder: save_original(folder, make_tensors(), num_hidden_layers=2),
-        "lacks 9 of the 25 tensors",
+        "lacks 9 of the 23 tensors",
     ),
     "pickle": (
         lambda folder: (save_original(folder, make_tensors()) / "model.safetensors").rename(folder / "model.bin"),

@@ -94,7 +94,7 @@ def check(folder: Path, layout: str, **how: Any) -> int:  # noqa: ANN401
     seen: list[tuple[list[int], Tensor, Tensor]] = []
 
     def watch(texts: list[list[int]], draft: Any) -> None:  # noqa: ANN401
-        seen.extend(zip(texts, draft.ids_BK.clone(), draft.probs_BTV.clone(), strict=True))
+        seen.extend(zip(texts, draft.ids_BK.clone(), draft.drawn_law.clone(), strict=True))
 
     decode(load(target), origin, watch=watch, batch_size=2, **how)
     table, output = (part.weight.detach() for part in (library.get_input_embeddings(), library.get_output_embeddings()))

@@ -16,8 +16,9 @@ from llama_ssp.models.runner import Following
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.one_pass import OnePassDrafter
 from llama_ssp.speculate.sampling.context import Rows
+from llama_ssp.speculate.sampling.draft import Draft
 from llama_ssp.speculate.sampling.processors import processor
-from llama_ssp.speculate.sampling.rules import Draft, make_rule
+from llama_ssp.speculate.sampling.rules import make_rule
 from tests.helpers.exact_law import choice_law, codes_of, exact_law
 from tests.helpers.table_models import TableModel, joint_law, random_table
 
@@ -80,7 +81,7 @@ def with_next_law(drafter: OnePassDrafter, rows: Rows, num_tokens: int, uniforms
     head.shift = 1
     other = propose(drafter, rows, num_tokens, uniforms_BKP)
     head.shift = 0
-    return draft._replace(probs_BTV=other.probs_BTV)
+    return draft._replace(law=other.law)
 
 
 def errors(sampling: SamplingConfig, rule_name: str, *, joins: bool, num_drafted: int, propose: Propose) -> list[float]:
@@ -114,7 +115,7 @@ def errors(sampling: SamplingConfig, rule_name: str, *, joins: bool, num_drafted
         draft = drafted(torch.arange(NUM_TABLES), torch.tensor(corner).double().repeat_interleave(2).repeat(2, 1))
         code_B = torch.zeros(NUM_TABLES, dtype=torch.long)
         for step, law_GCV in enumerate(processed.logits):
-            probs_BV = draft.probs_BTV[:, step]  # type: ignore[index]
+            probs_BV = draft.drawn_law[:, step]
             said.append(float((probs_BV - law_GCV[torch.arange(NUM_TABLES), code_B]).abs().max()))
             code_B = code_B * NUM_TOKENS + draft.ids_BK[:, step]
     text = exact_law(rule, target=target, draft=wanted, num_draft_tokens=num_drafted)
