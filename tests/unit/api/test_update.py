@@ -19,7 +19,9 @@ from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.run import decoders
 from llama_ssp.speculate.engine.executors import GraphExecutor
 from llama_ssp.workspaces import find_tensors
+from tests.helpers import one_pass_heads
 from tests.helpers.draft_heads import save_small_pair
+from tests.helpers.lanes import slow
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.mtp_layers import save_with_mtp
 from tests.helpers.recorded import FakeRecorder
@@ -35,6 +37,9 @@ def save_pair(folder: Path, kind: str) -> tuple[Path, Path | str]:
     target, draft, vocab_size = folder / "target", folder / "draft", VOCAB_SIZE
     if kind == "head":
         save_small_pair(folder)
+        draft, vocab_size = folder / "head", 224
+    elif kind in one_pass_heads.CONFIGS:
+        one_pass_heads.save_pair(folder, kind)
         draft, vocab_size = folder / "head", 224
     elif kind.startswith("mtp "):
         save_with_mtp(target, kind.removeprefix("mtp "))
@@ -68,15 +73,19 @@ def texts(pair: Pair) -> list[tuple[list[int], list[int], int]]:
 
 
 @pytest.mark.parametrize("kind", [
-    "llama", "gpt_neox", "head", "mtp qwen2",
-    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3 in 16 bits", "glm4_moe", "mtp glm4_moe")),
+    "llama", "gpt_neox", "head", "mtp qwen2", "peagle", one_pass_heads.SHARING,
+    *map(slow, ("qwen3 in 16 bits", "glm4_moe", "mtp glm4_moe", "recurrent dspark")),
 ])  # fmt: skip
 def test_an_update_gives_the_texts_of_a_fresh_load(tmp_path: Path, kind: str) -> None:
     target, draft = save_pair(tmp_path, kind)
     pair = load(target, draft, dtype="fp32")
     before, models = texts(pair), pair.models
     new_target, new_draft = trained(target), trained(draft) if isinstance(draft, Path) else draft
-    pair.update(new_target, new_draft if isinstance(draft, Path) else None)
+    if kind == one_pass_heads.SHARING:
+        new_draft = draft
+        pair.update(new_target)  # whose output the head has
+    else:
+        pair.update(new_target, new_draft if isinstance(draft, Path) else None)
     assert pair.models.target is models.target
     assert pair.models.draft is models.draft
     after = texts(pair)
