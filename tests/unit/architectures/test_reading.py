@@ -12,7 +12,7 @@ from llama_ssp.architectures.reading import check_readable, read_config, read_st
 from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import CheckpointError
 from llama_ssp.planning.spec import PlannedModel
-from llama_ssp.run.checkpoints import _read_tokenizer
+from llama_ssp.run.checkpoints import read_tokenizer
 from llama_ssp.weights import hub
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 2}
@@ -46,8 +46,8 @@ def test_code_that_a_tokenizer_names_is_passed_over(tmp_path: Path) -> None:
         shutil.copy(file, tmp_path)
     file = tmp_path / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": CODE}))
-    wanted = _read_tokenizer(hub.resolve(catalogue.load("tiny")))
-    assert _read_tokenizer(tmp_path)("def f").input_ids == wanted("def f").input_ids
+    wanted = read_tokenizer(hub.resolve(catalogue.load("tiny")))
+    assert read_tokenizer(tmp_path)("def f").input_ids == wanted("def f").input_ids
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe_lite"])
