@@ -550,7 +550,7 @@ def load(
             return PairOnRanks(given, num_ranks=ranks)
         load_plugins()
         kind, gpu = _read_device(device)
-        choice, tokenizers = _read_tokenizers(tokenizer)
+        choice, tokenizers = read_tokenizers(tokenizer)
         formats = formats_of({"dtype": dtype, "quantization": quantization, "cache_dtype": cache_dtype})
         target_entry, loaded_target = _read_model("model", model, tokenizers[0], **formats[0])
         drafter, loaded_draft = drafter_without_model(draft), Loaded()
@@ -621,7 +621,7 @@ def _read_device(given: object) -> tuple[DeviceKind, torch.device | None]:
     return kind, torch.device("cuda", int(number))
 
 
-def _read_tokenizers(given: object) -> tuple[object, tuple[_OneTokenizer | None, _OneTokenizer | None]]:
+def read_tokenizers(given: object) -> tuple[object, tuple[_OneTokenizer | None, _OneTokenizer | None]]:
     """Whether the draft may have its own tokenizer, and the tokenizers that are loaded already."""
     if isinstance(given, str | DraftTokenizer):
         return member(DraftTokenizer, "tokenizer", given), (None, None)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.everyday import EVERYDAY, TELLING, TYPOS, Typed
+from tests.helpers.lanes import heavy, slow
 from tests.helpers.repository import ROOT
 from tests.helpers.starters import STARTERS, command_of, environment
 from tests.helpers.terminals import OnTerminal
@@ -18,17 +19,10 @@ from tests.helpers.terminals import OnTerminal
 pytestmark = pytest.mark.distributed(2)
 
 OWN = {"ranks=1": "starting 1 rank…", "ranks=2": "starting 2 ranks…"}
-# Each way to start once; test_commands.py has torchrun.
+# Each way to start once; test_copies.py has torchrun.
 HEAVY = {("ranks=1", TELLING[-1]), ("ranks=2", TYPOS[1]), ("launch/run.py", TELLING[-1])}
 LONG = ["task=generate", "format=jsonl", "max_new_tokens=64", "num_samples=400", "prompt=def f(x):"]
 PRINTED = ["task=generate", "max_new_tokens=40", "num_samples=3", "prompt=def f(x):"]
-
-
-def lanes(pairs: Sequence[tuple[str, object]], heavy: object) -> list[object]:
-    return [
-        pytest.param(*pair, marks=pytest.mark.heavy if pair in heavy else pytest.mark.slow)  # type: ignore[operator]
-        for pair in pairs
-    ]
 
 
 def typed(starter: str, words: Sequence[str], *, stdin: str = "import os\n", **more: str) -> tuple[int, str, str]:
@@ -40,7 +34,9 @@ def typed(starter: str, words: Sequence[str], *, stdin: str = "import os\n", **m
     return ended.returncode, ended.stdout, ended.stderr
 
 
-@pytest.mark.parametrize(("starter", "row"), lanes([*product(STARTERS, EVERYDAY)], HEAVY), ids=str)
+@pytest.mark.parametrize(
+    ("starter", "row"), [(heavy if pair in HEAVY else slow)(*pair) for pair in product(STARTERS, EVERYDAY)], ids=str
+)
 def test_the_first_line_and_the_exit_code_are_as_expected(starter: str, row: Typed, tmp_path: Path) -> None:
     words = [word.format(run=tmp_path / "run") if "{run}" in word or "{{" in word else word for word in row.words]
     code, out, err = typed(starter, words)
@@ -56,7 +52,7 @@ def test_the_first_line_and_the_exit_code_are_as_expected(starter: str, row: Typ
         assert len(said) == 1 or starter == "torchrun", err
 
 
-@pytest.mark.parametrize("starter", [pytest.param(each, marks=pytest.mark.slow) for each in STARTERS])
+@pytest.mark.parametrize("starter", [heavy(STARTERS[0]), *map(slow, STARTERS[1:])])
 def test_the_output_may_end_after_its_first_line(starter: str, tmp_path: Path) -> None:
     """As behind `| head -n 1`."""
     words = [*PRINTED, "format=jsonl", "num_samples=400", f"run_dir={tmp_path}/run"]
@@ -75,7 +71,7 @@ def test_the_output_may_end_after_its_first_line(starter: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("no_color", [False, True])
-@pytest.mark.parametrize("starter", [pytest.param(each, marks=pytest.mark.slow) for each in STARTERS])
+@pytest.mark.parametrize("starter", [*map(slow, STARTERS)])
 def test_a_narrow_terminal_shows_whole_lines_in_colours_if_wanted(starter: str, no_color: bool, tmp_path: Path) -> None:
     more = environment({"NO_COLOR": "1"} if no_color else {"TERM": "xterm-256color"})
     more.pop("COLUMNS", None)  # of the terminal that the tests run on
@@ -92,7 +88,7 @@ def test_a_narrow_terminal_shows_whole_lines_in_colours_if_wanted(starter: str, 
     assert "speed-up" in plain
 
 
-@pytest.mark.parametrize("starter", [pytest.param(each, marks=pytest.mark.slow) for each in STARTERS])
+@pytest.mark.parametrize("starter", [*map(slow, STARTERS)])
 def test_a_folder_that_cannot_be_written_is_one_sentence(starter: str, tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     if os.access(tmp_path, os.W_OK):
@@ -103,7 +99,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(starter: str, tmp_path:
 
 
 @pytest.mark.parametrize("delay_s", [0.1, 0.5, 2.0, 5.0])
-@pytest.mark.parametrize("starter", [pytest.param(each, marks=pytest.mark.slow) for each in STARTERS])
+@pytest.mark.parametrize("starter", [*map(slow, STARTERS)])
 def test_ctrl_c_once_ends_it_whenever_it_is_pressed(starter: str, delay_s: float, tmp_path: Path) -> None:
     """After 0.1 s Python itself may still be starting, and answers as it likes."""
     with OnTerminal(command_of(starter, [*LONG, f"run_dir={tmp_path}/run"]), more=environment()) as terminal:

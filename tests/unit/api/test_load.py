@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -138,7 +139,8 @@ def test_a_quantized_checkpoint_is_loaded_as_it_is_stored(tmp_path: Path) -> Non
 def test_what_ranks_of_their_own_cannot_have_is_refused_before_they_start(
     models: tuple[PreTrainedModel, PreTrainedModel], tokenizer: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for given in ({"model": models[0]}, {"draft": models[1]}, {"tokenizer": tokenizer}):
+    refused: list[dict[str, Any]] = [{"model": models[0]}, {"draft": models[1]}, {"tokenizer": tokenizer}]
+    for given in refused:
         [name] = given
         with pytest.raises(ConfigError, match=f"^{name} is a .*, which the processes of ranks= do not have: give its"):
             load(**{"model": "tiny", **given}, ranks=2)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.repository import ROOT
 
-pytestmark = [pytest.mark.seconds, pytest.mark.heavy]
+pytestmark = pytest.mark.heavy
 
 
 @pytest.fixture(scope="module")

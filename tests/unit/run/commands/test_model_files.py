@@ -35,8 +35,6 @@ from tests.helpers.mutations import Mutation, mutations, to_text
 from tests.helpers.tokenizers import save_tokenizer
 from tests.unit.run.commands.test_fuzz import UNHURRIED
 
-pytestmark = pytest.mark.seconds
-
 FAMILIES = ("llama", "gpt_neo", "gemma2", "gpt_neox")
 UNSHRUNK = settings(UNHURRIED, phases=[Phase.generate])  # to shrink a case would take minutes
 FEW, MANY = settings(UNSHRUNK, max_examples=20), settings(UNSHRUNK, max_examples=50)
