@@ -13,7 +13,7 @@ from itertools import chain
 from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeAlias, cast
+from typing import Any, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -233,6 +233,15 @@ class Pair:
         draft = "" if drafted is None else f", draft {drafted}"
         ranks = "" if size == 1 else f", {size} ranks"
         return f"Pair({self.config.model.label}{draft}, on {self.device}{ranks}, context {self.models.context})"
+
+    def close(self) -> None:
+        """End the ranks that `load` has started; a pair of this process has none."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @known_arguments
     def generate(  # noqa: PLR0913 - a notebook shows this signature
@@ -552,6 +561,7 @@ def load(
     device: DeviceKind | torch.device | str = DeviceKind.auto,
     tokenizer: DraftTokenizer | str | _OneTokenizer | tuple[_OneTokenizer, _OneTokenizer] = DraftTokenizer.same,
     placement: str | PlacementConfig | None = None,
+    ranks: int | None = None,
 ) -> Pair:
     """Load a pair of models into this process, or over all ranks of torchrun, srun or `llama-ssp run --script`.
 
@@ -568,6 +578,8 @@ def load(
             a tuple of two the target's and the draft's, which is its own if the vocabularies differ; needed with
             loaded models without a folder.
         placement: auto, one_rank, sharded, replicated, own_gpu, or a `PlacementConfig`; None for one_rank.
+        ranks: so many processes of this machine are started for the pair, whose calls go to them; None for this
+            process, or those of its launcher.
 
     Raises:
         ConfigError: an argument has a wrong type or value, a plugin cannot be imported, the vocabularies differ, or
@@ -576,11 +588,16 @@ def load(
         PlacementError: the device is not there, or the family of a model is not supported.
         LostRankError: a rank did not come, or was lost.
     """
+    given = {**locals()}
     with in_library_words():
         check_docstrings()
+        if given.pop("ranks") not in {None, 1}:
+            from llama_ssp.api.started import PairOnRanks  # noqa: PLC0415 - it is a pair
+
+            return PairOnRanks(given, num_ranks=ranks)
         load_plugins()
         kind, gpu = _read_device(device)
-        choice, tokenizers = _read_tokenizers(tokenizer)
+        choice, tokenizers = read_tokenizers(tokenizer)
         formats = formats_of({"dtype": dtype, "quantization": quantization, "cache_dtype": cache_dtype})
         target_entry, loaded_target = _read_model("model", model, tokenizers[0], **formats[0])
         drafter, loaded_draft = drafter_without_model(draft), Loaded()
@@ -591,6 +608,8 @@ def load(
             task=GenerateConfig(), model=target_entry, draft=drafter, device=kind, placement=placement_of(placement)
         )
         with selection_kept(), start(device=kind, timeout_s=config.timeouts.load_s) as started:
+            if gpu and started.comm.size > 1:
+                raise ConfigError(f"device={device} is one GPU: device=cuda gives each of the ranks its own")
             if gpu:
                 torch.cuda.set_device(gpu)
             world = replace(started, device=gpu or started.device)
@@ -649,7 +668,7 @@ def _read_device(given: object) -> tuple[DeviceKind, torch.device | None]:
     return kind, torch.device("cuda", int(number))
 
 
-def _read_tokenizers(given: object) -> tuple[object, tuple[_OneTokenizer | None, _OneTokenizer | None]]:
+def read_tokenizers(given: object) -> tuple[object, tuple[_OneTokenizer | None, _OneTokenizer | None]]:
     """Whether the draft may have its own tokenizer, and the tokenizers that are loaded already."""
     if isinstance(given, str | DraftTokenizer):
         return member(DraftTokenizer, "tokenizer", given), (None, None)

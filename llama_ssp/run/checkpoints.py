@@ -264,7 +264,7 @@ def _check(
     generation = loaded.weights.generation if loaded.weights else read_generation(folder)
     return Source(
         entry=entry, origin=origin,
-        tokenizer=_read_tokenizer(folder) if loaded.tokenizer is None else loaded.tokenizer,
+        tokenizer=read_tokenizer(folder) if loaded.tokenizer is None else loaded.tokenizer,
         eos_ids=find_eos_ids(folder, generation), generation=generation,
         dtype=None if dtype is Dtype.auto else getattr(torch, dtype.value),
         precision=Precision(
@@ -273,7 +273,7 @@ def _check(
     )  # fmt: skip
 
 
-def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Read a tokenizer, and try it as a run will use it."""
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
