@@ -50,8 +50,8 @@ from llama_ssp.ranks.process import signals_kept
 from llama_ssp.ranks.world import World, start
 from llama_ssp.registry import load_plugins
 from llama_ssp.run.chat import NO_ARGUMENTS
-from llama_ssp.run.checkpoints import Loaded, find_sources
-from llama_ssp.run.decoders import Models, build_decoder, load_models
+from llama_ssp.run.checkpoints import Loaded, find_sources, find_update
+from llama_ssp.run.decoders import Models, build_decoder, load_models, update_models
 from llama_ssp.run.generation import note_on, with_ids, with_model_sampling
 from llama_ssp.run.interruption import stopping_on_signals
 from llama_ssp.run.log_probs import score_completions
@@ -78,11 +78,15 @@ from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.text import StopStrings, StreamerAdapter
 from llama_ssp.terminal.unread import complain
-from llama_ssp.weights.in_memory import weights_of
+from llama_ssp.weights.in_memory import WeightsInMemory, weights_like, weights_of
+from llama_ssp.weights.mtp import MtpSource
 from llama_ssp.words import in_library_words
 
 AnyPrompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int] | Tensor
 """A text, a chat, or token ids in a list, a tensor or an array."""
+
+NewWeights: TypeAlias = str | Path | PreTrainedModel | Mapping[str, Tensor]
+"""A folder, a name, a loaded model, or tensors by name."""
 
 _OneDtype = Dtype | torch.dtype | str | None
 _OneTokenizer = PreTrainedTokenizerBase
@@ -373,6 +377,49 @@ class Pair:
         if adapter:
             adapter.end()
         return [done[key] for key in sorted(done)]
+
+    @known_arguments
+    def update(self, model: NewWeights | None = None, draft: NewWeights | None = None) -> None:
+        """Replace the weights of the target, of the draft or of both in memory, for example after a step of training.
+
+        What rounds have captured or traced reads the new weights, and what was read of prompts is forgotten. Sampling
+        and tokenizers stay. MTP layers come with the target's weights, and stay if these lack them.
+
+        Args:
+            model: a folder, a name of the catalogue, an id of the hub, a loaded model of transformers, or tensors by
+                name as in `state_dict()`, which are copied.
+            draft: the same for the draft model or the draft head.
+
+        Raises:
+            ConfigError: there is no such model, or the new one has other sizes, settings or formats; nothing changes.
+            CheckpointError: a tensor is missing or has another shape, so that nothing changes. If a file changes while
+                it is read, the models hold weights of both, and another update must follow.
+        """
+        with in_library_words():
+            if self.world.watch.has_failed and (words := self.world.watch.verdict):
+                raise from_message(words)
+            with _on_all_ranks(self.world, "loading", self.config), selected(self.device):
+                with raise_on_all_ranks(self.world.comm):
+                    found = self._read_weights({"model": model, "draft": draft})
+                others = find_update(self.config, self.world, self.models.sources, found)
+                self.models, all_keep = update_models(self.models, self.config, self.world, others)
+            if not all_keep:
+                self._decoders.clear()
+
+    def _read_weights(self, given: Mapping[str, NewWeights | None]) -> list[ModelConfig | WeightsInMemory | None]:
+        """Read the arguments of `update`; raises ConfigError."""
+        sources, found = self.models.sources, list[ModelConfig | WeightsInMemory | None]()
+        if given["draft"] is not None and (len(sources) == 1 or isinstance(sources[1].origin, MtpSource)):
+            drafted = draft_label(self.config.draft)
+            raise ConfigError(f"draft={drafted} has no weights of its own: leave draft out of the update")
+        for (what, new), source in zip(given.items(), sources, strict=False):
+            if isinstance(new, Mapping):
+                found.append(weights_like(getattr(source.origin, "files", source.origin), new, what=what))
+            elif isinstance(new, torch.nn.Module):
+                found.append(weights_of(new, what=what))
+            else:
+                found.append(None if new is None else entry_of(what, new, **formats_of({})[0]))
+        return found
 
     def _sampling(self, read: Mapping[str, Any]) -> SamplingConfig:
         """The sampling of a call; warns once of what it does not follow in the target's generation_config.json."""
