@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from llama_ssp.architectures.family import check_ranks, check_servable, kept_whole
+from llama_ssp.architectures.heads import DFLASH, EAGLE3, PEAGLE
 from llama_ssp.architectures.matrices import Cut, RankShard, WholeParts, check_inputs, split_model
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.cpu.kinds import BLOCK
@@ -33,6 +34,7 @@ from llama_ssp.models.huggingface.mtp import MtpRunner
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.head import HeadRunner, PairRunner
+from llama_ssp.models.llama.one_pass import BlockRunner, ParallelRunner
 from llama_ssp.models.llama.table import EMBEDDING, OUTPUT, is_llama_kind, llama_table, rotary_of
 from llama_ssp.models.quantization.precision import UNQUANTIZED
 from llama_ssp.models.runner import Runner
@@ -79,7 +81,7 @@ def load_model(
         parts: dict[str, Any] = {"shards": shards, "comm": comm, "precision": precision, "embedding_VE": embedding_VE}
         with returning_memory():
             if isinstance(origin, HeadSource):
-                return HeadRunner(weights, origin, **parts)
+                return _HEADS[origin.head.kind](weights, origin, **parts)
             if isinstance(origin, MtpSource):
                 return PairRunner(weights, origin, **parts)
             return LeanRunner(weights, origin.config, **parts)
@@ -92,6 +94,9 @@ def load_model(
         model.set_submodule(output_name(model), OwnLinear(head, partial(make_linear, keeps_weight=is_tied)))
     kind = MtpRunner if origin.shape.is_head else ModuleRunner
     return kind(model, comm=comm, cache_dtype=precision.cache_dtype)
+
+
+_HEADS = {EAGLE3: HeadRunner, PEAGLE: ParallelRunner, DFLASH: BlockRunner}
 
 
 def lean_weights(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from benchmarks import decoding
 from llama_ssp import catalogue, load
@@ -45,12 +46,44 @@ from llama_ssp.settings.schema import (
 )
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights.checkpoint import inspect
-from tests.helpers.counting_comm import CountingComm
 from tests.helpers.prompts import PROMPTS
 from tests.helpers.shapes import SHAPES
 
+
+@dataclass(frozen=True, kw_only=True)
+class CountingComm(Comm):
+    """A group's end that counts the bytes which arrive here."""
+
+    arrived: list[int] = field(default_factory=lambda: [0])
+
+    @classmethod
+    def of(cls, comm: Comm) -> "CountingComm":
+        """The same end, counting."""
+        return cls(rank=comm.rank, size=comm.size, members=comm.members, device=comm.device, board=comm.board)
+
+    def do_broadcast(self, values: Tensor, src: int) -> Tensor:
+        """Counts on all ranks but the sender."""
+        self._count(values.nbytes * (self.size > 1 and self.rank != src))
+        return super().do_broadcast(values, src)
+
+    def do_receive(self, values: Tensor, src: int) -> Tensor:
+        """Counts what it fills."""
+        self._count(values.nbytes)
+        return super().do_receive(values, src)
+
+    def do_all_gather_last(self, values: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """Counts the other ranks' slices, which travel at the width of the widest."""
+        self._count(max(sizes) * values.itemsize * (self.size - 1))
+        return super().do_all_gather_last(values, sizes)
+
+    def _count(self, num_bytes: int) -> None:
+        self.arrived[0] += num_bytes
+
+
 SYNTHETIC = "synthetic"
 """Larger shapes that compute the shipped target."""
+ONE_PASS = "one pass "
+"""With a layout of `one_pass_heads`: such a head and its target."""
 NUM_NEW_TOKENS = 14
 _TIMEOUT_S = 120
 
@@ -204,7 +237,8 @@ def pair_of(name: str, folder: Path) -> tuple[ModelConfig, ModelConfig]:
         path = str(folder / name)
         target, draft = (ModelConfig(name=of, path=path, dtype=Dtype.fp32) for of in ("local", "mtp"))
         return target, draft
-    pair = [ModelConfig(name=part, path=str(folder / name / part), dtype=Dtype.fp32) for part in ("target", "draft")]
+    parts = ("target", "head" if name.startswith(ONE_PASS) else "draft")
+    pair = [ModelConfig(name=part, path=str(folder / name / part), dtype=Dtype.fp32) for part in parts]
     return pair[0], pair[1]
 
 

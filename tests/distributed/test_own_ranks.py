@@ -64,6 +64,15 @@ def test_its_ranks_share_the_work_and_leave_what_one_leaves_and_listen_on_the_lo
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("starter", ["torchrun", "ranks=4"])
+def test_copies_listen_on_the_loopback_alone(starter: str, tmp_path: Path) -> None:
+    words = [*LONG[:-1], "placement=replicas", "placement.num_replicas=2", f"run_dir={tmp_path}/run"]
+    found = observe(command_of(starter, words), without_starter=starter == "torchrun").addresses
+    assert found
+    assert all(map(is_loopback, found)), found
+
+
+@pytest.mark.slow
 def test_an_error_that_only_the_ranks_can_find_has_its_code_and_its_sentence(tmp_path: Path) -> None:
     shutil.copytree(hub.resolve(catalogue.load("tiny")), tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()

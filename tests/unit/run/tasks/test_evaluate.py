@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from llama_ssp.evaluation.martingales import CERTAIN, FAULTS, SCORES, Rounds, Sum, roles_of, sums_of
 from llama_ssp.reports.records import CompletionLine
@@ -25,9 +26,10 @@ from llama_ssp.speculate.drafters.ngram import NgramDrafter
 from llama_ssp.speculate.engine.likelihoods import log_probs_of
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling import rules
+from llama_ssp.speculate.sampling.draft import Draft, Verdict
 from llama_ssp.speculate.sampling.rules import make_rule
 from llama_ssp.speculate.sampling.trees import Tree
-from tests.distributed.faulty_run import faulty
+from llama_ssp.speculate.sampling.uniforms import Draws
 from tests.helpers.composed import compose_run
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.in_process import launch
@@ -92,6 +94,16 @@ def test_a_closed_gate_ends_with_1_after_all_is_recorded(tmp_path: Path) -> None
     assert status.removeprefix("1: ").strip() in closed.err
     assert len(lines(tmp_path / "run")) == 8
     assert (tmp_path / "run" / "report.html").exists()
+
+
+VERIFY = rules.verify_speculative
+
+
+def faulty(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Verdict:
+    """The probabilities at twice the temperature are roots, normalised."""
+    roots_BTV = draft.drawn_law.sqrt()
+    flat_BTV = roots_BTV / roots_BTV.sum(-1, keepdim=True).clamp_min(1e-30)
+    return VERIFY(Draft(draft.ids_BK, flat_BTV), target_probs_BTV, draws=draws)
 
 
 @pytest.mark.slow
