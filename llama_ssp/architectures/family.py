@@ -172,7 +172,7 @@ _OTHER_LAYERS = {
         "zamba", "zamba2",
     ),
     "indexed_attention": ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
-    "hybrid": ("inkling2_text", "inkling_text", "zaya"),
+    "hybrid": ("inkling2_text", "inkling_text", "zamba", "zamba2", "zaya"),
     "conv": ("lfm3",),
     "chunked_attention": ("llama4_text",),
     "compressed_sparse_attention": ("deepseek_v4",),

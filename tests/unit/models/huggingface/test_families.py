@@ -310,7 +310,7 @@ def test_models_that_the_static_cache_cannot_serve_are_refused(
         ("mamba", "linear_attention"),
         ("jamba", "linear_attention (Mamba 1)"),
         ("minimax", "linear_attention (lightning attention)"),
-        ("zamba2", "linear_attention (Mamba 2 with shared attention blocks)"),
+        ("zamba2", "hybrid, linear_attention (Mamba 2 with shared attention blocks)"),
     ],
 )
 def test_a_recurrence_without_a_rule_is_refused_for_its_layers(tmp_path: Path, kind: str, layers: str) -> None:
