@@ -32,15 +32,17 @@ from llama_ssp.models.weights import Weights
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.weights.head import HeadSource
 from llama_ssp.weights.mtp import MtpSource
+from llama_ssp.workspaces import NOWHERE, InPlace
 
 
 class _JoinedProduct:
     """The product of queries, keys and values, of the normed embedding and the normed hidden state."""
 
+    norm_before_residual = False
+
     def __init__(self, norm: Callable[[str], RmsNorm], linear: Linear) -> None:
         self._embedding_norm, self._hidden_norm = norm("input_layernorm"), norm("hidden_norm")
         self.linear = linear
-        self.norm_before_residual = False
 
     def __call__(self, embedded_ME: Tensor, hidden_ME: Tensor) -> tuple[Tensor, Tensor]:
         """Return what the layer adds to (M, E), and the product (M, O)."""
@@ -90,6 +92,7 @@ class PairRunner(LeanRunner):
         comm: the ranks that share it.
         precision: see `LeanRunner`.
         embedding_VE: see `LeanRunner`.
+        into: see `LeanRunner`.
     """
 
     layer_class: type[Layer] = MtpLayer
@@ -98,10 +101,10 @@ class PairRunner(LeanRunner):
 
     def __init__(
         self, weights: Weights, source: HeadSource | MtpSource, *, shards: Sequence[RankShard], comm: Comm,
-        precision: Precision = UNQUANTIZED, embedding_VE: Tensor | None = None,
+        precision: Precision = UNQUANTIZED, embedding_VE: Tensor | None = None, into: InPlace = NOWHERE,
     ) -> None:  # fmt: skip
         super().__init__(
-            weights, source.config, shards=shards, comm=comm, precision=precision, embedding_VE=embedding_VE
+            weights, source.config, shards=shards, comm=comm, precision=precision, embedding_VE=embedding_VE, into=into
         )
         self.tapped_layers = source.layers
         self.num_token_ids = source.shape.num_token_ids
@@ -158,20 +161,20 @@ class HeadRunner(PairRunner):
 
     def __init__(
         self, weights: Weights, source: HeadSource, *,
-        precision: Precision = UNQUANTIZED, **parts: Any,  # noqa: ANN401 - see `PairRunner`
+        precision: Precision = UNQUANTIZED, into: InPlace = NOWHERE, **parts: Any,  # noqa: ANN401 - see `PairRunner`
     ) -> None:  # fmt: skip
-        super().__init__(weights, source, precision=precision, **parts)
+        super().__init__(weights, source, precision=precision, into=into, **parts)
         head, eps = source.head, source.config.rms_norm_eps
         if isinstance(joined := self._layers[0].qkv, _JoinedProduct):
             joined.norm_before_residual = head.norm_before_residual
-        self._fc = make_linear(*weights.linear("model.fc"), kernel=precision.kernel)
+        self._fc = into.keep(make_linear(*weights.linear("model.fc"), kernel=precision.kernel), "_fc")
         self._tap_norms, self._input_norm = (
-            [RmsNorm(weights.take(name), eps) for name in weights.names(f"model.{norms}.")]
-            for norms in ("fc_norm", "input_norm")
+            into.keep([RmsNorm(weights.take(name), eps) for name in weights.names(f"model.{stored}.")], kept)
+            for stored, kept in (("fc_norm", "_tap_norms"), ("input_norm", "_input_norm"))
         )
         self._feeds_norm = head.norm_output
         drafts_all = self.vocab_size == self.num_token_ids
-        self._token_ids_D = None if drafts_all else source.token_ids().to(self.device)
+        self._token_ids_D = None if drafts_all else into.keep(source.token_ids().to(self.device), "_token_ids_D")
 
     def hidden_of(self, taps_BTX: Tensor) -> Tensor:
         """See `Head.hidden_of`."""

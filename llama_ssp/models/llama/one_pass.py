@@ -29,6 +29,7 @@ from llama_ssp.models.llama.table import MARKOV
 from llama_ssp.models.runner import Following, TreePlaces
 from llama_ssp.models.weights import Weights
 from llama_ssp.weights.head import HeadSource
+from llama_ssp.workspaces import NOWHERE, InPlace
 
 
 class _Markov:
@@ -66,7 +67,8 @@ class ParallelRunner(HeadRunner):
         super().__init__(weights, source, **parts)
         assert source.head.mask_token_id is not None
         self.mask_token_id = source.head.mask_token_id
-        self._mask_11E = None if mask_X is None else self.hidden_of(mask_X[None, None])
+        into: InPlace = parts.get("into", NOWHERE)
+        self._mask_11E = None if mask_X is None else into.keep(self.hidden_of(mask_X[None, None]), "_mask_11E")
 
     def block_size(self, num_drafted: int) -> int:
         """See `OnePassHead.block_size`."""
@@ -136,10 +138,13 @@ class BlockRunner(ParallelRunner):
 
     def __init__(self, weights: Weights, source: HeadSource, **parts: Any) -> None:  # noqa: ANN401 - see `HeadRunner`
         super().__init__(weights, source, **parts)
-        self._context_norm = RmsNorm(weights.take("model.hidden_norm.weight"), source.config.rms_norm_eps)
+        into: InPlace = parts.get("into", NOWHERE)
+        norm = RmsNorm(weights.take("model.hidden_norm.weight"), source.config.rms_norm_eps)
+        self._context_norm = into.keep(norm, "_context_norm")
         self._drafts_at_anchor = source.head.drafts_at_anchor
         outputs = slice(self._first_output, self._first_output + self._head_sizes[self._comm.rank])
-        self._markov = _Markov(weights, outputs, kernel=None) if source.head.markov_rank else None
+        markov = _Markov(weights, outputs, kernel=None) if source.head.markov_rank else None
+        self._markov = into.keep(markov, "_markov")
         self._markov_rank = source.head.markov_rank
 
     def block_size(self, num_drafted: int) -> int:
