@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -13,6 +14,7 @@ from llama_ssp.cpu.threads import ThreadChoice
 from llama_ssp.kernels.sums import with_peer_sums
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import NullRunner, Runner
+from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.comms import Comm, Mesh, build_mesh
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World, has_own_threads, on_all_cores
@@ -110,11 +112,10 @@ def load_models(
     _log.info("this rank holds %s, in replica %d", " and ".join(parts) or "nothing", mesh.number)
     from llama_ssp.models.loading import load_model  # noqa: PLC0415 - transformers' models take seconds to import
 
-    own: Callable[..., Runner] = partial(load_model, device=world.device)
-
-    def loaded(part: str, source: Source, load: Callable[..., Runner]) -> Runner:
+    def loaded(part: str, source: Source, load: Callable[[Loading], Runner], **how: Any) -> Runner:  # noqa: ANN401
         report = partial(progress, part) if progress else None
-        runner = load(source.origin, dtype=source.dtype, progress=report, precision=source.precision)
+        how |= {"device": world.device, "dtype": source.dtype, "precision": source.precision, "progress": report}
+        runner = load(Loading(source.origin, **how))
         _log.info("loaded %s %s", part, source.entry.label)
         return runner
 
@@ -122,7 +123,7 @@ def load_models(
         vocab_size, context = target_source.origin.shape.vocab_size, target_source.origin.context
         target: Runner = NullRunner(device=world.device, vocab_size=vocab_size, max_position_embeddings=context)
         if mesh.target:
-            load: Callable[..., Runner] = partial(own, comm=mesh.target)
+            load: Callable[[Loading], Runner] = load_model
             if config.placement.target.kind is TargetKind.accelerate:
                 from llama_ssp.models.huggingface.device_map import load_device_map  # noqa: PLC0415 - see above
 
@@ -130,14 +131,14 @@ def load_models(
             elif config.placement.target.kind is TargetKind.deepspeed:
                 from llama_ssp.models.huggingface.auto_tp import load_auto_tp  # noqa: PLC0415 - see above
 
-                load = partial(load_auto_tp, device=world.device, comm=mesh.target)
-            target = loaded("target", target_source, load)
+                load = load_auto_tp
+            target = loaded("target", target_source, load, comm=mesh.target)
         draft = None
         if draft_source and mesh.draft:
-            load = partial(own, comm=mesh.draft, whole=DRAFT_WHOLE)
-            if layout.draft_ranks == layout.target_ranks and config.placement.target.kind is TargetKind.tensor:
-                load = partial(load, target=target)
-            draft = loaded("draft", draft_source, load)
+            shares = layout.draft_ranks == layout.target_ranks and config.placement.target.kind is TargetKind.tensor
+            draft = loaded(
+                "draft", draft_source, load_model, comm=mesh.draft, whole=DRAFT_WHOLE, target=target if shares else None
+            )
     agree_on_bits([target, *([draft] if draft else [])], mesh.replica)
     if world.device.type == "cuda":
         agree_on_packing(target, mesh.replica)

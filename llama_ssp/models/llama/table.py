@@ -26,11 +26,13 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from llama_ssp.architectures.eagle3 import NUM_TAPS, HeadConfig
-from llama_ssp.architectures.family import inventory, record_of
-from llama_ssp.architectures.matrices import HEAD_CUTS, Matrix, WholeParts, cut_of
+from llama_ssp.architectures.family import check_servable, inventory, kept_whole, record_of
+from llama_ssp.architectures.matrices import HEAD_CUTS, Matrix, RankShard, WholeParts, cut_of, split_model
 from llama_ssp.architectures.mtp import JOIN, JOINED_NORMS
 from llama_ssp.catalogue import ModelShape
-from llama_ssp.models.weights import LINEAR, OTHER, Parameter
+from llama_ssp.models.weights import LINEAR, OTHER, Loading, Matched, Parameter, Weights, config_errors
+from llama_ssp.weights.head import HeadSource
+from llama_ssp.weights.source import WeightSource
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -101,6 +103,34 @@ def _norms_of_taps(head: HeadConfig) -> dict[str, Parameter]:
     if head.norms_taps == "fc_norm":
         return {f"model.fc_norm.{tap}.weight": Parameter((head.target_hidden_size,)) for tap in range(NUM_TAPS)}
     return {"model.input_norm.weight": Parameter((NUM_TAPS * head.target_hidden_size,))} if head.norms_taps else {}
+
+
+def whole_parts(origin: WeightSource, whole: WholeParts) -> WholeParts:
+    """Parts that each rank holds whole: of a head at least the embedding, whose tokens are more than it drafts."""
+    whole = kept_whole(origin.shape, whole)
+    return WholeParts.embedding if isinstance(origin, HeadSource) and whole is WholeParts.none else whole
+
+
+def match_lean(origin: WeightSource, whole: WholeParts) -> Matched:
+    """Match the parameters of a whole model or head with its files."""
+    check_servable(lambda name: getattr(origin.config, name, None))
+    with config_errors(origin.folder):
+        rotary_of(origin.config)
+    head = origin.head if isinstance(origin, HeadSource) else None
+    table = llama_table(origin.config, origin.shape, whole=whole, head=head)
+    named = {name if name in table else f"model.{name}": name for name in origin.tensors}
+    ties = {OUTPUT: EMBEDDING} if origin.config.tie_word_embeddings and not head else {}
+    return Matched(origin, table, named=named, ties=ties)
+
+
+def lean_weights(loading: Loading, *, has_embedding: bool = True) -> tuple[Weights, tuple[RankShard, ...]]:
+    """The weights of this rank, and what all ranks have; raises as `loading.load_model`."""
+    origin, quantization = loading.origin, loading.precision.quantization
+    whole = whole_parts(origin, loading.whole)
+    matched = match_lean(origin, whole)
+    matched.check_packed(quantization)
+    shards = split_model(origin.shape, num_ranks=loading.comm.size, quantization=quantization, whole=whole)
+    return matched.on_rank(loading, shards[loading.comm.rank], without=() if has_embedding else (EMBEDDING,)), shards
 
 
 def rotary_of(config: Any) -> tuple[Tensor, float]:  # noqa: ANN401 - of transformers
