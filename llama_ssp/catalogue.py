@@ -265,8 +265,11 @@ def groups(group: str) -> list[str]:
 
 
 def new_file(group: str, name: str) -> Path:
-    """Name the file of an option that the package writes: where it is, else `conf` in a checkout, else `user_dir`."""
-    is_checkout = conf_dir().parent != Path(__file__).resolve().parent
+    """Name the file of an option that the package writes: where it is, else `conf` in a checkout, else `user_dir`.
+
+    A checkout that this user cannot write, such as that of an image, is used as an installed package is.
+    """
+    is_checkout = conf_dir().parent != Path(__file__).resolve().parent and os.access(conf_dir(), os.W_OK)
     return find(group, name) or (conf_dir() if is_checkout else user_dir()) / group / f"{name}.yaml"
 
 

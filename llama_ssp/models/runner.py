@@ -173,8 +173,14 @@ class Runner(Protocol):
     def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
         """Copy what the cache holds in some slots of each row to others."""
 
-    def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int) -> None:
-        """Copy what the cache holds in the first slots of a row to those of others."""
+    def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int, *, from_saved: bool = False) -> None:
+        """Copy what the cache holds in the first slots of a row to those of others, which can include this row.
+
+        The states are those behind all that the row holds, or what `save` kept if `from_saved`.
+        """
+
+    def save(self, row: int, num_tokens: int) -> None:
+        """Keep the state of a row behind its first tokens, the last that it has read, until the next call or copy."""
 
 
 class Head(Protocol):
@@ -260,5 +266,8 @@ class NullRunner:
     def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
         """Do nothing."""
 
-    def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int) -> None:
+    def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int, *, from_saved: bool = False) -> None:
+        """Do nothing."""
+
+    def save(self, row: int, num_tokens: int) -> None:
         """Do nothing."""

@@ -18,6 +18,7 @@ from llama_ssp.architectures.engine import (
     Kernels,
     own_slots,
     reads_by_length,
+    saves_states,
     scored_positions,
     whole_steps,
 )
@@ -97,13 +98,13 @@ class PlannedModel:
         of_local = kinds.count("s") * num_kv_heads * head_bytes
         return 2 * (of_local + kinds.count("g") * of_global * of_head(shape.global_head_dim))
 
-    def state_bytes(self, num_kept: int, held: Inventory | None = None) -> int:
-        """Bytes of the states of a row, if those behind its last `num_kept` tokens are kept; 0 without such layers.
+    def state_bytes(self, *num_kept: int, held: Inventory | None = None) -> int:
+        """Bytes of the states of a row, if those behind its last `num_kept` tokens are kept, in each of several places.
 
-        They are those of a rank that holds `held`, by default of all.
+        They are those of a rank that holds `held`, by default of all; 0 without such layers.
         """
         value_bytes, states = DTYPE_BYTES[self.dtype], (held or inventory(self.shape)).states
-        return sum(kept.row_bytes(num_kept, value_bytes=value_bytes) for kept in states)
+        return sum(kept.row_bytes(number, value_bytes=value_bytes) for kept in states for number in num_kept)
 
     @cached_property
     def has_own_cache(self) -> bool:
@@ -334,10 +335,13 @@ class PlanSpec:
         return own_slots(self.num_slots, max_position_embeddings=context)
 
     @cached_property
-    def kept_states(self) -> tuple[int, int]:
-        """Of how many tokens at the end of a row the target keeps the states, and the draft: those it may take back."""
-        in_flight = self.num_draft_tokens - 1 if self.overlaps else 0
-        return self.round_positions, self.round_positions + in_flight
+    def kept_states(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The states of a row that the target keeps, and the draft.
+
+        They are those behind the last tokens, which it may take back, and where prompts may have whole chunks one more.
+        """
+        in_flight, saved = self.num_draft_tokens - 1 if self.overlaps else 0, (1,) * saves_states(self.num_slots)
+        return (self.round_positions, *saved), (self.round_positions + in_flight, *saved)
 
     @cached_property
     def first_draft_positions(self) -> int:
@@ -533,8 +537,9 @@ def notes_on_states(spec: PlanSpec) -> Iterator[str]:
         if model and (states := inventory(model.shape).states):
             yield (
                 f"{sum(kept.num_layers for kept in states)} of {model.shape.num_hidden_layers} layers of {model.name} "
-                f"keep states: those behind the last {num_kept} tokens of a row, to which rejected drafts go back, "
-                f"take {model.state_bytes(num_kept) / 2**20:.2f} MiB at any length"
+                f"keep states: those behind the last {num_kept[0]} tokens of a row, to which rejected drafts go back,"
+                f"{' and one that later prompts go on from,' * len(num_kept[1:])} take "
+                f"{model.state_bytes(*num_kept) / 2**20:.2f} MiB at any length"
             )
     if reason := refused_by_states(*shapes, has_tree=spec.tree is not None, own_tokenizer=spec.own_tokenizer):
         yield f"runs refuse this: {reason}"

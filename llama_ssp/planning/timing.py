@@ -275,7 +275,7 @@ def _attention_s(
 def _state_bytes(placement: ModelPlacement, num_positions: int) -> int:
     """Bytes of states that a forward reads and writes for a row: the first, and those behind tokens but a prompt's."""
     num_moved = 1 + (num_positions if num_positions <= MOST_DRAFT_TOKENS + 1 else 1)
-    return max(placement.model.state_bytes(num_moved, held) for held in placement.shares)
+    return max(placement.model.state_bytes(num_moved, held=held) for held in placement.shares)
 
 
 def _more_layers(placement: ModelPlacement, hardware: HardwareConfig, num_positions: int) -> float:

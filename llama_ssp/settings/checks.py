@@ -75,6 +75,11 @@ def check_values(config: RunConfig) -> None:
     refuse([*_ranges(config), *rule, *_tree(config)])
 
 
+def check_placement(config: RunConfig, *, world_size: int) -> None:
+    """Raise ConfigError for a placement that so many ranks cannot have."""
+    refuse([*_placement(config, world_size)])
+
+
 def check_slurm(settings: schema.SlurmConfig) -> None:
     """Raise ConfigError for settings that are invalid on any cluster; sbatch checks the limits of this one."""
     problems = [

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from llama_ssp.settings.schema import TargetKind
-from tests.distributed.ranks import SYNTHETIC, Case, Cell, Quantized, Seen, Together, see_all
+from tests.distributed.ranks import SYNTHETIC, Case, Cell, FromPython, Quantized, Seen, Together, see_all
 from tests.helpers.draft_heads import make_tensors, save_original
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.mtp_layers import save_with_mtp
@@ -18,7 +18,7 @@ from tests.helpers.tokenizers import save_tokenizer
 def asked(request: pytest.FixtureRequest) -> list[Case]:
     """All cases of the tests of this session, cells that share models one after the other."""
     params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    cases = {each["case"] for each in params if isinstance(each.get("case"), Cell | Quantized | Together)}
+    cases = {each["case"] for each in params if isinstance(each.get("case"), Cell | FromPython | Quantized | Together)}
     return sorted(cases | {case.alone for case in cases if isinstance(case, Cell)}, key=str)
 
 

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from benchmarks import decoding
-from llama_ssp import catalogue
+from llama_ssp import catalogue, load
 from llama_ssp.catalogue import Dtype, ModelConfig
-from llama_ssp.errors import CheckpointError, SspError
+from llama_ssp.errors import CheckpointError, ConfigError, SspError
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.weights import Loading
@@ -45,9 +46,39 @@ from llama_ssp.settings.schema import (
 )
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights.checkpoint import inspect
-from tests.helpers.counting_comm import CountingComm
 from tests.helpers.prompts import PROMPTS
 from tests.helpers.shapes import SHAPES
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountingComm(Comm):
+    """A group's end that counts the bytes which arrive here."""
+
+    arrived: list[int] = field(default_factory=lambda: [0])
+
+    @classmethod
+    def of(cls, comm: Comm) -> "CountingComm":
+        """The same end, counting."""
+        return cls(rank=comm.rank, size=comm.size, members=comm.members, device=comm.device, board=comm.board)
+
+    def do_broadcast(self, values: Tensor, src: int) -> Tensor:
+        """Counts on all ranks but the sender."""
+        self._count(values.nbytes * (self.size > 1 and self.rank != src))
+        return super().do_broadcast(values, src)
+
+    def do_receive(self, values: Tensor, src: int) -> Tensor:
+        """Counts what it fills."""
+        self._count(values.nbytes)
+        return super().do_receive(values, src)
+
+    def do_all_gather_last(self, values: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """Counts the other ranks' slices, which travel at the width of the widest."""
+        self._count(max(sizes) * values.itemsize * (self.size - 1))
+        return super().do_all_gather_last(values, sizes)
+
+    def _count(self, num_bytes: int) -> None:
+        self.arrived[0] += num_bytes
+
 
 SYNTHETIC = "synthetic"
 """Larger shapes that compute the shipped target."""
@@ -270,6 +301,30 @@ class Together:
         except SspError as error:
             heard = f"{type(error).__name__}: {error}"
         return comm.gather_text("é" * comm.rank), comm.broadcast_text(f"from {comm.rank}", src=last), heard
+
+
+@dataclass(frozen=True)
+class FromPython:
+    """A script that calls the library on every rank."""
+
+    placement: str
+    num_ranks: int = 2
+
+    def see(self, world: World, folder: Path) -> tuple[list[list[int]], list[float], list[str]]:  # noqa: ARG002 - shipped
+        """The ids of three texts, log-probabilities of the first, and the sentences of two mistakes in between."""
+        pair = load("tiny", "tiny-draft", device="cpu", placement=self.placement)
+        found = pair.generate(["import os\n", "def f(x):"], max_new_tokens=12, seed=1, logprobs=2)
+        sentences: list[str] = []
+        mistakes: list[dict[str, Any]] = [{"prompts": f"of rank {pair.rank}"}, {"prompts": "x", "temperature": -1.0}]
+        for mistake in mistakes[1 - bool(world.comm.size > 1) :]:
+            try:
+                pair.generate(**mistake)
+            except ConfigError as error:
+                sentences.append(str(error))
+        found += pair.generate("class A", max_new_tokens=12, temperature=0)
+        assert found[0].log_probs
+        assert found[0].log_probs.logprobs
+        return [one.token_ids for one in found], found[0].log_probs.logprobs.log_probs, sentences
 
 
 Seen = Callable[[Case], list[Any]]

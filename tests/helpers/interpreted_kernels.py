@@ -1,13 +1,13 @@
 """Computes our Triton kernels in Triton's interpreter, on the CPU, and holds them to torch's operators.
 
-`TRITON_INTERPRET=1 python -m tests.helpers.interpreted_kernels PART` fails unless the part is right.
+`TRITON_INTERPRET=1 python -m tests.helpers.interpreted_kernels PART...` fails unless the parts are right.
 """
 
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
-from itertools import accumulate, product
+from itertools import accumulate, chain, product
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
@@ -530,18 +530,18 @@ def wrong_recurrence_is_not_used() -> None:
     vars(recurrence_gpu)["recur"] = right
 
 
-def check(part: str) -> None:
-    """Check one of `PARTS`."""
+def check(*parts: str) -> None:
+    """Check some of `PARTS`."""
     dot_of_bf16()
     linear_gpu._num_processors = cache(lambda _: 132)
     linear.can_pack = cache(lambda _: False)  # plain weights, as on a GPU: some CPUs pack 16 bits
     for name in ("rotate_write", "add_norm", "gated"):
         setattr(between_gpu, name, one_at_a_time(getattr(between_gpu, name)))
     attention_gpu.attend = one_at_a_time(attention_gpu.attend)
-    if part != "operators":  # which compares rows of 1000 slots; models here have rows of a few
+    if "operators" not in parts:  # which compares rows of 1000 slots; models here have rows of a few
         vars(varlen)["_CHECKED_LENGTHS"] = 70, 20, 7
         vars(varlen)["CHECKED"] = CHECKED[:-1]
-    for each in PARTS[part]:
+    for each in chain.from_iterable(PARTS[part] for part in parts):
         each()
 
 
@@ -562,4 +562,4 @@ PARTS: dict[str, Sequence[Callable[[], None]]] = {
 
 
 if __name__ == "__main__":
-    check(sys.argv[1])
+    check(*sys.argv[1:])

@@ -134,11 +134,10 @@ _ELSEWHERE: dict[str, tuple[object, str, Callable[..., Any]]] = {
     "kept sibling": (trees.NodeLaws, "without", _kept),
     "bonus of the draft": (rules.Rule, "verify", bonus_of_draft),
 }
-FAULTS = (*_OF_VERIFICATION, *_ELSEWHERE, "shared race")
 
 
 def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plant one of `FAULTS`, before a decoder is made."""
+    """Plant one of these faults, before a decoder is made."""
     if fault == "shared race":
         monkeypatch.setattr(rules, "draw", race)
         fault = "shared uniforms"

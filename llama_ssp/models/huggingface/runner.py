@@ -63,7 +63,8 @@ class ModuleRunner(CachedRunner):
             self.experts_read_3 = self._counter.sums_3
         if not record_of(model.config.model_type).is_written:
             self._compare()
-        self._cache, self._states, self._kept = None, None, rows_of(cache_dtype, self.dtype)
+        self._cache, self._states, self._saved = None, None, None
+        self._kept = rows_of(cache_dtype, self.dtype)
 
     @property
     def tables(self) -> tuple[nn.Module, nn.Module]:

@@ -165,9 +165,9 @@ class Round:
         drafters at the places `late` read them later (`read_late`). `deliver` gets the result of these rows; see
         `BatchState.commit`. One rank gives it away before its drafters read; several would wait for each other there.
         """
-        rows, held, draft_held = zip(*places, strict=True)
+        rows, held, draft_held, saved = zip(*places, strict=True)
         short = self._short(executor, state, "the target's prompts")
-        to_read = Prompts(prompts.tokens_BS, prompts.lengths_B, lengths, max(lengths), held, short)
+        to_read = Prompts(prompts.tokens_BS, prompts.lengths_B, lengths, max(lengths), held, saved, short)
         logits_RV = read_prompts(self.target, to_read, rows=rows, buckets=buckets, taps=self.taps)
         to_draft = to_read._replace(held=draft_held, lengths_R=prompts.prompt_lengths_B)
 
@@ -216,7 +216,13 @@ class Round:
         """Read the first tokens of one prompt into its row of the target's cache, those that are not held."""
         part = Prompts(prompts.tokens_BS, prompts.lengths_B.new_full((1,), num_tokens), [num_tokens], num_tokens)
         held = [place.target] if place.target.num_tokens else ()
-        read_prompts(self.target, part._replace(held=held), rows=[place.row], buckets=buckets, taps=self.taps)
+        read_prompts(
+            self.target,
+            part._replace(held=held, saved=[place.saved]),
+            rows=[place.row],
+            buckets=buckets,
+            taps=self.taps,
+        )
 
     def step(
         self,

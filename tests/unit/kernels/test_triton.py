@@ -161,20 +161,18 @@ def test_norms_and_gates_need_no_stack_and_read_weights_alone_before_they_wait(
 
 
 @pytest.mark.parametrize(
-    "part",
+    "parts",
     [
-        "operators",
-        "several ranks",
-        "recurrent layers",
-        "qwen3",
-        "quantized cache",
-        *map(heavy, ("llama, no groups", "mistral, window", "quantized weights")),
+        ["operators"],
+        ["qwen3", "quantized cache", "several ranks", "recurrent layers"],
+        heavy(["llama, no groups", "mistral, window", "quantized weights"]),
     ],
+    ids=", ".join,
 )
-def test_values_are_those_of_torch_s_operators(part: str) -> None:
+def test_values_are_those_of_torch_s_operators(parts: list[str]) -> None:
     """In a process of its own, because Triton reads at its import that it is to interpret."""
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.interpreted_kernels", part],
+        [sys.executable, "-m", "tests.helpers.interpreted_kernels", *parts],
         env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
