@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from llama_ssp.architectures.family import check_ranks
+from llama_ssp.architectures.heads import DFLASH, EAGLE3, PEAGLE
 from llama_ssp.architectures.matrices import Cut, RankShard, WholeParts, check_inputs, split_model
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.cpu.kinds import BLOCK
@@ -30,6 +31,7 @@ from llama_ssp.models.huggingface.mtp import MtpRunner
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.head import HeadRunner, PairRunner
+from llama_ssp.models.llama.one_pass import BlockRunner, ParallelRunner
 from llama_ssp.models.llama.table import is_llama_kind, match_lean, whole_parts
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.tensor_parallel import shard
@@ -64,9 +66,12 @@ def load_model(loading: Loading) -> Runner | PairRunner:
 
 def load_lean(loading: Loading) -> LeanRunner:
     """See `load_model`; `is_llama_kind` holds."""
-    kinds: dict[type, type[LeanRunner]] = {HeadSource: HeadRunner, MtpSource: PairRunner}
+    kind: type[LeanRunner] = PairRunner if isinstance(origin := loading.origin, MtpSource) else LeanRunner
     with returning_memory():
-        return kinds.get(type(loading.origin), LeanRunner)(loading)
+        return (_HEADS[origin.head.kind] if isinstance(origin, HeadSource) else kind)(loading)
+
+
+_HEADS: dict[str, type[HeadRunner]] = {EAGLE3: HeadRunner, PEAGLE: ParallelRunner, DFLASH: BlockRunner}
 
 
 def load_library(loading: Loading) -> ModuleRunner:

@@ -3,7 +3,7 @@
 Shapes: B sequences, T positions of a forward, R positions to score, V vocabulary; M packed tokens, C pieces of them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -233,6 +233,34 @@ class Head(Protocol):
         Returns:
             The head's own hidden states (B, R, E) of the scored pairs, and logits (B, R, V) in fp32, minus infinity for
             tokens that it cannot draft; see `Runner.allocate`.
+        """
+
+
+Following = Callable[[int, Tensor, Tensor | None], Tensor]
+"""Maps a depth, tokens (B, M) that were drafted before it, and their parents' places among those of the call before, or
+None in chains, to the logits (B, M, V) of the tokens behind them. Depth 0 comes first, with the newest token."""
+
+
+class OnePassHead(Head, Protocol):
+    """A draft head that drafts a block of tokens in one forward; see `models.llama.one_pass`.
+
+    Attributes:
+        mask_token_id: stands for tokens to come.
+        tokens_ahead: how far behind a position the token stands that is read there.
+    """
+
+    mask_token_id: int
+    tokens_ahead: int
+
+    def block_size(self, num_drafted: int) -> int:
+        """The positions behind the context that drafting so many tokens reads."""
+
+    def draft(
+        self, ids_BT: Tensor, context_BCE: Tensor, positions_BT: Tensor, *, num_drafted: int, bucket: int
+    ) -> Following:
+        """Read the newest positions of the context, with what `hidden_of` makes of their taps, and those of the block.
+
+        Several positions of the context may be the same one.
         """
 
 

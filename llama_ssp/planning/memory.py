@@ -583,7 +583,8 @@ def _graph_bytes(spec: PlanSpec, hardware: HardwareConfig, *, drafts: bool) -> i
     nodes = (1 + len(lengths) * spec.drafts + num_short) * num_nodes(spec.target, spec.target_ranks)
     if spec.draft and drafts:
         ranks = spec.draft_ranks[:1] if spec.layout.splits_batch else spec.draft_ranks
-        nodes += (sum(lengths) + num_short * (not spec.has_head)) * num_nodes(spec.draft, ranks)
+        num_forwards = len(lengths) if spec.drafts_in_one_pass else sum(lengths)
+        nodes += (num_forwards + num_short * (not spec.has_head)) * num_nodes(spec.draft, ranks)
     return num_buckets * nodes * GRAPH_NODE_BYTES
 
 

@@ -16,7 +16,7 @@ from llama_ssp.architectures.mtp import num_mtp_layers
 from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models.quantization.precision import Precision
-from llama_ssp.planning.spec import check_states, number_format
+from llama_ssp.planning.spec import check_drafting, number_format
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World
 from llama_ssp.run.prompts import reason_of
@@ -117,7 +117,7 @@ def find_sources(
             from llama_ssp.models.huggingface.device_map import check_device_map  # noqa: PLC0415 - slow import
 
             check_device_map(world.free_devices, target.entry.quantization)
-        check_states(config, target.origin.shape, draft.origin.shape if draft else None)
+        check_drafting(config, target.origin.shape, draft.origin.shape if draft else None)
         _note_mtp(target.origin, draft.origin if draft else None)
         if draft and not draft.origin.shape.is_head:
             _check_vocabularies(target, draft, own_tokenizer=has_own_tokenizer(config.draft))

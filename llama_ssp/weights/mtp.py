@@ -86,7 +86,9 @@ def mtp_of(target: WeightSource) -> MtpSource:
     check_mtp(lambda name: getattr(config, name, None), target.folder)
     one = type(config).from_dict(of_one_layer(config.to_dict()))
     vocab_size, width = target.shape.vocab_size, target.shape.hidden_size
-    shape = replace(shape_of(one), shares_embedding=True, target_vocab_size=vocab_size, target_hidden_size=width)
+    shape = replace(
+        shape_of(one), shares_embedding=True, target_vocab_size=vocab_size, target_hidden_size=width, num_taps=1
+    )
     source = MtpSource(target=target, config=one, shape=with_join(shape))
     if target.tensors and _JOIN not in source.tensors:
         raise CheckpointError(

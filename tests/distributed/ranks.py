@@ -83,6 +83,8 @@ class CountingComm(Comm):
 
 SYNTHETIC = "synthetic"
 """Larger shapes that compute the shipped target."""
+ONE_PASS = "one pass "
+"""With a layout of `one_pass_heads`: such a head and its target."""
 NUM_NEW_TOKENS = 14
 _TIMEOUT_S = 120
 
@@ -236,7 +238,8 @@ def pair_of(name: str, folder: Path) -> tuple[ModelConfig, ModelConfig]:
         path = str(folder / name)
         target, draft = (ModelConfig(name=of, path=path, dtype=Dtype.fp32) for of in ("local", "mtp"))
         return target, draft
-    pair = [ModelConfig(name=part, path=str(folder / name / part), dtype=Dtype.fp32) for part in ("target", "draft")]
+    parts = ("target", "head" if name.startswith(ONE_PASS) else "draft")
+    pair = [ModelConfig(name=part, path=str(folder / name / part), dtype=Dtype.fp32) for part in parts]
     return pair[0], pair[1]
 
 

@@ -202,11 +202,19 @@ class LeanRunner(CachedRunner):
             x_BRE = x_BTE.gather(1, score_positions_BR[..., None].expand(-1, -1, self._width))
             stream = x_BRE.flatten(0, 1), None
         x_ME, logits_MV = self._head(stream)
-        if self.finds_best:
-            found = best_of(logits_MV, first=sum(self._head_sizes[: self._comm.rank]), comm=self._comm)
-        else:
-            found = self._comm.all_gather_last(logits_MV, self._head_sizes).float()
+        found = self._joined(logits_MV)
         return x_ME.view(batch_size, -1, self._width), found.view(batch_size, -1, found.shape[-1])
+
+    @property
+    def _first_output(self) -> int:
+        """The first token whose logits this rank computes."""
+        return sum(self._head_sizes[: self._comm.rank])
+
+    def _joined(self, logits: Tensor) -> Tensor:
+        """All logits (..., V) in fp32, or `best_of` them, from those of this rank."""
+        if self.finds_best:
+            return best_of(logits, first=self._first_output, comm=self._comm)
+        return self._comm.all_gather_last(logits, self._head_sizes).float()
 
     def _attention(
         self,
@@ -217,14 +225,21 @@ class LeanRunner(CachedRunner):
         consecutive: bool = True,
         pieces: Pieces | None = None,
         tree: TreePlaces | None = None,
+        seen_BT: Tensor | None = None,
     ) -> dict[int | None, LayerAttention]:
-        """How one forward attends, by window."""
+        """How one forward attends, by window.
+
+        `seen_BT` are the last positions that tokens see, None for their own, which that of a row's first token is.
+        """
         if self._compiled:
             assert pieces is None
-            return self._by_operator(self._compiled, positions_BT, tree, bucket=bucket, cache_rows_B=cache_rows_B)
+            return self._by_operator(
+                self._compiled, positions_BT, tree, bucket=bucket, cache_rows_B=cache_rows_B, seen_BT=seen_BT
+            )
         return self._in_parts(
-            positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive, pieces=pieces, tree=tree
-        )
+            positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive, pieces=pieces, tree=tree,
+            seen_BT=positions_BT if seen_BT is None else seen_BT,
+        )  # fmt: skip
 
     def _in_parts(
         self,
@@ -235,6 +250,7 @@ class LeanRunner(CachedRunner):
         consecutive: bool,
         pieces: Pieces | None,
         tree: TreePlaces | None,
+        seen_BT: Tensor,
     ) -> dict[int | None, LayerAttention]:
         """How one forward writes to the cache, then attends, by window; nodes of trees by masks in any case."""
         assert self._cache is not None, "allocate comes first"
@@ -256,25 +272,25 @@ class LeanRunner(CachedRunner):
             buffer, slots_M, rows_B, _ = self._cache.view(placed_BT, bucket=bucket, cache_rows_B=rows_B)
         if self._varlen and not tree:
             attends = self._lengths.attends(
-                self._varlen, self._windows, positions_BT,
+                self._varlen, self._windows, seen_BT,
                 cache_rows_B=cache_rows_B, consecutive=consecutive, pieces=pieces,
             )  # fmt: skip
         else:
-            attends = self._masked(positions_BT, tree, bucket=bucket)
+            attends = self._masked(seen_BT, tree, bucket=bucket)
         place = partial(place, slots_M=slots_M)
         way = partial(place_and_attend, rotate_write=place, buffer=buffer, cache_rows_B=rows_B)
         return {window: partial(way, attend=attend) for window, attend in attends.items()}
 
     def _by_operator(
         self, operator: Attention, positions_BT: Tensor, tree: TreePlaces | None, *, bucket: int,
-        cache_rows_B: Tensor | None,
+        cache_rows_B: Tensor | None, seen_BT: Tensor | None,
     ) -> dict[int | None, LayerAttention]:  # fmt: skip
         """How one forward attends by the compiled operator, by window."""
         assert self._cache is not None, "allocate comes first"
         positions_BT = positions_BT.contiguous()
         slots_BT = tree.slots_BT.contiguous() if tree else positions_BT
         view = self._cache.view(slots_BT, bucket=bucket, cache_rows_B=cache_rows_B)
-        where = self._rotations.freqs_cis_S1P, positions_BT, slots_BT
+        where = self._rotations.freqs_cis_S1P, positions_BT, slots_BT if seen_BT is None else seen_BT
         sees = {window: nearest(tree.sees_BTA, window).contiguous() if tree else self._sees_all
                 for window in dict.fromkeys(self._windows)}  # fmt: skip
         return {

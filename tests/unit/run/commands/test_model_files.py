@@ -374,7 +374,7 @@ def test_the_model_runs_names_what_is_not_read_and_is_not_its_own_draft(tmp_path
         ("draft=local draft.model.path=", {"model_type": "baichuan", "auto_map": {"AutoConfig": "a.b"}},
          ", and asks for Python code from its folder"),
         ("draft=local draft.model.path=", {"speculators_model_type": "mtp"},
-         "describes a speculator of type mtp: of those, eagle3 is read"),
+         "describes a speculator of type mtp, and of draft heads those"),
     ],
     ids=["linear attention", "code", "speculator"],
 )  # fmt: skip

@@ -15,7 +15,7 @@ from llama_ssp.architectures.reading import read_config
 from llama_ssp.errors import CheckpointError
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.llama.head import HeadRunner
-from llama_ssp.models.loading import load_model
+from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.weights import Loading
 from llama_ssp.speculate.drafters.head import HeadDrafter
@@ -249,11 +249,11 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another speculator": (
         lambda folder: save_speculator(folder, make_tensors(), speculators_model_type="mlp"),
-        "describes an MLP speculator, and of draft heads those of EAGLE-3 are read",
+        "describes an MLP speculator, and of draft heads those of EAGLE-3, P-EAGLE, DFlash and DSpark are read",
     ),
-    "two layers": (
+    "a layer too few": (
         lambda folder: save_original(folder, make_tensors(), num_hidden_layers=2),
-        "describes a head of 2 layers, and one is required",
+        "lacks 9 of the 23 tensors",
     ),
     "pickle": (
         lambda folder: (save_original(folder, make_tensors()) / "model.safetensors").rename(folder / "model.bin"),
@@ -267,7 +267,7 @@ def test_a_faulty_head_is_refused_with_what_is_wrong(name: str, tmp_path: Path) 
     make, message = FAULTS[name]
     make(tmp_path / "head")
     with pytest.raises(CheckpointError, match=message):
-        source(tmp_path / "head")
+        check_model(source(tmp_path / "head"), num_ranks=1)
 
 
 def test_the_layers_of_an_eagle_config_are_those_before_the_tapped_inputs(tmp_path: Path) -> None:
