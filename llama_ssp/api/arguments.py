@@ -142,7 +142,7 @@ def for_each_model(given: object) -> tuple[object, object]:
 
 def formats_of(given: Mapping[str, Any]) -> tuple[dict[str, object], dict[str, object]]:
     """The arguments of `in_format` for the target and for the draft."""
-    both = {name: for_each_model(given[name]) for name in ("dtype", "quantization", "cache_dtype")}
+    both = {name: for_each_model(given.get(name)) for name in ("dtype", "quantization", "cache_dtype")}
     return {name: of[0] for name, of in both.items()}, {name: of[1] for name, of in both.items()}
 
 

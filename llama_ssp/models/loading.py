@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -55,6 +55,8 @@ _log = logging.getLogger(__name__)
 def load_model(loading: Loading) -> Runner | PairRunner:
     """Load this rank's slices of a model, in the lean decoder if that supports the family.
 
+    Weights that go into a model that runs give another one if some layer needs another kernel for them.
+
     Raises:
         CheckpointError: tensors are missing or have another shape, or a file has changed.
         ConfigError: the static cache cannot serve this model.
@@ -68,7 +70,8 @@ def load_lean(loading: Loading) -> LeanRunner:
     """See `load_model`; `is_llama_kind` holds."""
     kind: type[LeanRunner] = PairRunner if isinstance(origin := loading.origin, MtpSource) else LeanRunner
     with returning_memory():
-        return (_HEADS[origin.head.kind] if isinstance(origin, HeadSource) else kind)(loading)
+        lean = (_HEADS[origin.head.kind] if isinstance(origin, HeadSource) else kind)(loading)
+    return cast("LeanRunner", loading.into.model) if loading.into.fits else lean
 
 
 _HEADS: dict[str, type[HeadRunner]] = {EAGLE3: HeadRunner, PEAGLE: ParallelRunner, DFLASH: BlockRunner}
@@ -76,14 +79,18 @@ _HEADS: dict[str, type[HeadRunner]] = {EAGLE3: HeadRunner, PEAGLE: ParallelRunne
 
 def load_library(loading: Loading) -> ModuleRunner:
     """See `load_model`: the modules of transformers."""
-    origin, target, on_cpu = loading.origin, loading.alike(ModuleRunner), loading.device.type == "cpu"
+    origin, into, on_cpu = loading.origin, loading.into, loading.device.type == "cpu"
+    target = loading.alike(ModuleRunner)
     # Embedding and output of the target, if this is its MTP head on the same ranks.
     tables = target.tables if target and origin.shape.is_head and target.comm.size == loading.comm.size else None
     model = load_modules(loading, kernel=make_linear if on_cpu else None, tables=tables)
     if on_cpu and not tables:
         head: Any = model.get_output_embeddings()
         is_tied = head.weight is getattr(model.get_input_embeddings(), "weight", None)
-        model.set_submodule(output_name(model), OwnLinear(head, partial(make_linear, keeps_weight=is_tied)))
+        own_head = OwnLinear(head, partial(make_linear, keeps_weight=is_tied))
+        model.set_submodule(name := output_name(model), into.keep(own_head, "_model", *name.split(".")))
+    if into.fits and (before := cast("ModuleRunner", into.model)).has_parameters_of(model):
+        return before
     kind = MtpRunner if origin.shape.is_head else ModuleRunner
     return kind(model, comm=loading.comm, cache_dtype=loading.precision.cache_dtype)
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from llama_ssp.storage.stored import kept_format
 from llama_ssp.weights.checkpoint import summary
 from llama_ssp.weights.source import WeightSource, storage_of
 from llama_ssp.words import said
+from llama_ssp.workspaces import NOWHERE, InPlace
 
 Progress = Callable[[int, int], None]
 """Takes the bytes read so far and the total bytes, after each parameter."""
@@ -66,6 +67,7 @@ class Loading:
         precision: of the linear layers; they are quantized as they are read.
         whole: what each of several ranks holds whole; by default nothing.
         target: of a head: the model on this rank whose embedding it shares, if it has none, and both are alike.
+        into: the model on this rank that gets these weights in place of those that it has.
     """
 
     origin: WeightSource
@@ -77,6 +79,7 @@ class Loading:
     precision: Precision = UNQUANTIZED
     whole: WholeParts = WholeParts.none
     target: Runner | None = None
+    into: InPlace = NOWHERE
 
     @property
     def weights_dtype(self) -> torch.dtype:
@@ -173,9 +176,12 @@ class Weights:
     Args:
         loading: the origin of the values. Its progress counts packed weights by the bytes that they had unpacked.
         rows: by parameter, in the order in which they will be taken; equal rows are read once.
+        places: parameters that get the values, by name.
     """
 
-    def __init__(self, loading: Loading, rows: Mapping[str, StoredSlice]) -> None:
+    def __init__(
+        self, loading: Loading, rows: Mapping[str, StoredSlice], *, places: Mapping[str, nn.Parameter] | None = None
+    ) -> None:
         self._origin, self._rows, self._progress = loading.origin, dict(rows), loading.progress
         self._uses = Counter(rows.values())
         self._sizes = {row: row.num_elements * loading.weights_dtype.itemsize for row in self._uses}
@@ -183,6 +189,7 @@ class Weights:
         num_ahead = _READ_AHEAD if any(row.device.type != "cpu" for row in self._uses) else 0
         self._stored = ReadAhead(self._read, list(self._sizes), num_ahead=num_ahead)
         self._tied: dict[StoredSlice, nn.Parameter] = {}
+        self._places = {rows[name]: place for name, place in (places or {}).items() if name in rows}
         self._done_bytes = 0
 
     def __contains__(self, name: str) -> bool:
@@ -202,7 +209,11 @@ class Weights:
         row = self._rows.pop(name)
         parameter = self._tied.get(row)
         if parameter is None:
-            parameter = nn.Parameter(self._stored.take(row), requires_grad=False)
+            values = self._stored.take(row)
+            if (place := self._places.get(row)) is not None and place.shape == values.shape:
+                parameter = cast("nn.Parameter", place.copy_(values))
+            else:
+                parameter = nn.Parameter(values, requires_grad=False)
             self._done_bytes += self._sizes[row]
             if self._uses[row] > 1:
                 self._tied[row] = parameter
@@ -297,16 +308,18 @@ class Matched:
         self._mtp_layers = range(first, first + num_mtp_layers(lambda name: getattr(origin.config, name, None)))
         self._check_layers(named)
         partners = {**ties, **{source: target for target, source in ties.items()}}
-        self.sources = self._found({name: named.get(name) or named.get(partners.get(name, "")) for name in table})
+        sources = {name: named.get(name) or named.get(partners.get(name, "")) for name in table}
+        self.sources = self._found(sources, others=[source for name, source in named.items() if name not in table])
 
-    def _found(self, sources: Mapping[str, str | None]) -> dict[str, str]:
+    def _found(self, sources: Mapping[str, str | None], *, others: Sequence[str]) -> dict[str, str]:
         """The sources, if all are there and fit."""
         table, origin = self.table, self.origin
         found = {name: source for name, source in sources.items() if source}
         if missing := [name for name in table if name not in found]:
             raise CheckpointError(
                 f"{origin.folder} lacks {len(missing)} of the {len(table)} tensors that its config.json calls for "
-                f"({summary(missing)}): copy or download it again"
+                f"({summary(missing)}){f' and has others ({summary(others)})' if others else ''}: copy or download it "
+                "again"
             )
         unfit = [
             f"{source} is {list(tensor.shape)}, not {list(table[name].shape)}"
@@ -338,8 +351,10 @@ class Matched:
                 "weights again"
             )
 
-    def on_rank(self, loading: Loading, shard: RankShard, *, without: Collection[str] = ()) -> Weights:
-        """The weights of one rank, but for some parameters, in the order of the table."""
+    def on_rank(
+        self, loading: Loading, shard: RankShard, *, without: Collection[str], places: Mapping[str, nn.Parameter]
+    ) -> Weights:
+        """The weights of one rank, but for some parameters, in the order of the table; for `places` see `Weights`."""
         rows = {}
         for name, parameter in self.table.items():
             cut = parameter.slice_of(shard)
@@ -348,7 +363,7 @@ class Matched:
                 sizes[cut.dim] = sum(map(len, cut.parts))
             size, dtype = math.prod(sizes), loading.weights_dtype
             rows[name] = StoredSlice(self.sources[name], cut, size, dtype, loading.device)
-        return Weights(loading, {name: row for name, row in rows.items() if name not in without})
+        return Weights(loading, {name: row for name, row in rows.items() if name not in without}, places=places)
 
     def unread(self, ignored: Iterable[str] = ()) -> list[str]:
         """The stored tensors that no parameter takes, except those of images, of further tokens, and of constants.

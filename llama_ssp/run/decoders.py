@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,7 @@ from llama_ssp.speculate.sampling.rules import ForcedLengths, make_rule
 from llama_ssp.speculate.sampling.trees import verify_tree
 from llama_ssp.weights.head import HeadSource
 from llama_ssp.weights.mtp import MtpSource
+from llama_ssp.workspaces import InPlace
 
 _log = logging.getLogger(__name__)
 
@@ -154,6 +155,40 @@ def load_models(
         tokenizers=TokenizerPair(target_source.tokenizer, draft_source.tokenizer)
         if draft_source and has_own_tokenizer(config.draft) else None,
     )  # fmt: skip
+
+
+def update_models(
+    models: Models, config: RunConfig, world: World, sources: tuple[Source | None, Source | None]
+) -> tuple[Models, bool]:
+    """Copy other weights of the same shapes into this rank's share of the models; None leaves one as it is.
+
+    Caches then count as empty. Returns the models, and whether all ranks keep what they captured and traced: a model
+    some of whose weights need another kernel is another object. Raises SspError on every rank if reading fails on one;
+    the models then hold weights of both.
+    """
+    mesh, target, draft = models.mesh, models.target, models.draft
+    target_source, draft_source = sources
+    target.num_uses += 1
+    mesh.set_timeout(config.timeouts.load_s)
+    with raise_on_all_ranks(world.comm):
+        if target_source and mesh.target:
+            target = _updated(target, target_source, comm=mesh.target, device=world.device)
+        if draft_source and draft and mesh.draft:
+            shared = target if mesh.layout.draft_ranks == mesh.layout.target_ranks else None
+            how = {"comm": mesh.draft, "device": world.device, "whole": DRAFT_WHOLE, "target": shared}
+            draft = _updated(draft, draft_source, **how)
+    agree_on_bits([target, *([draft] if draft else [])], mesh.replica)
+    is_kept = target is models.target and draft is models.draft
+    all_keep = all(world.comm.gather_text("kept" if is_kept else ""))
+    mesh.set_timeout(config.timeouts.decode_s)
+    return replace(models, target=target, draft=draft), all_keep
+
+
+def _updated(runner: Any, source: Source, **how: Any) -> Runner:  # noqa: ANN401 - with a dtype; fields of `Loading`
+    from llama_ssp.models.loading import load_model  # noqa: PLC0415 - transformers' models take seconds to import
+
+    how |= {"dtype": runner.dtype, "precision": source.precision, "into": InPlace(runner)}
+    return load_model(Loading(source.origin, **how))
 
 
 def _make_mesh(config: RunConfig, layout: Layout, world: World) -> Mesh:

@@ -181,7 +181,8 @@ def fill_modules(
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if parameter.is_meta  # tables of another model are filled
     }
-    weights = Weights(loading, rows)
+    into = loading.into
+    weights = Weights(loading, rows, places=into.model.parameters if into.model else {})
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(next(iter(devices.values()))))
@@ -196,11 +197,11 @@ def fill_modules(
         with returning_memory():
             for name, module in list(linear_layers(model)):
                 fill(f"{name}.")
-                model.set_submodule(name, OwnLinear(module, kernel))
+                model.set_submodule(name, into.keep(OwnLinear(module, kernel), "_model", *name.split(".")))
             for name, module in list(experts_of(model)):
                 if can_be_own(module):
                     fill(f"{name}.")
-                    model.set_submodule(name, OwnExperts(module, kernel))
+                    model.set_submodule(name, into.keep(OwnExperts(module, kernel), "_model", *name.split(".")))
     fill("")
 
 

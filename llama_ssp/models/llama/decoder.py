@@ -53,11 +53,12 @@ class LeanRunner(CachedRunner):
         self, loading: Loading, *, kernel: Kernel | None = None, varlen: VarlenAttention | None = None
     ) -> None:
         config: Any = loading.origin.config
-        comm, precision = loading.comm, loading.precision
+        comm, precision, into = loading.comm, loading.precision, loading.into
         target = loading.alike(LeanRunner) if loading.origin.shape.shares_embedding else None
         embedding_VE = target.embedding if target else None
-        weights, shards = lean_weights(loading, has_embedding=embedding_VE is None)
-        own, self._own = shards[comm.rank], OwnKernels()
+        places = {EMBEDDING: into.model._embedding_VE} if into.model else {}
+        weights, shards = lean_weights(loading, places=places, has_embedding=embedding_VE is None)
+        own, self._own = shards[comm.rank], into.model._own if into.model else OwnKernels()
         is_cut, vocab_size = weights.is_cut(OUTPUT), config.vocab_size
         self._head_sizes: tuple[int, ...] = widths(shards, Cut.vocabulary, vocab_size) if is_cut else (vocab_size,)
         # The largest matrix comes first: copies of it are gone before the layers need their room.
@@ -73,16 +74,17 @@ class LeanRunner(CachedRunner):
         head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._heads = Heads(len(own.heads.query_heads), len(own.heads.kv_heads), head_dim, head_dim**-0.5)
         parts: dict[str, Any] = {"comm": comm, "kernel": precision.kernel or kernel, "own": self._own}
-        self._layers = layers = [
-            self.layer_class(weights, number, heads=self._heads, eps=eps, **parts)
-            for number in range(config.num_hidden_layers)
-        ]
+        self._layers: list[Layer] = []
+        layers = self._layers
+        for number in range(config.num_hidden_layers):
+            layer = self.layer_class(weights, number, heads=self._heads, eps=eps, **parts)
+            layers.append(into.keep(layer, "_layers", number))
         self._width: int = config.hidden_size
         self._comm = comm
         inv_freq_P, self._rotary_factor = rotary_of(config)
         self._inv_freq_P = inv_freq_P.to(self.device)
-        self._norm = RmsNorm(weights.take("model.norm.weight"), eps)
-        self._head = NormedProduct(self._norm, linear, self._own)
+        self._norm = into.keep(RmsNorm(weights.take("model.norm.weight"), eps), "_norm")
+        self._head = into.keep(NormedProduct(self._norm, linear, self._own), "_head")
         self._by_position = precision.rounds_inputs
         # What bitsandbytes calls depends on the inputs.
         self.repeats_operators = not self._by_position or native_of(layers[0].qkv.linear) is not None

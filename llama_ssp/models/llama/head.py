@@ -34,10 +34,11 @@ from llama_ssp.weights.mtp import MtpSource
 class _JoinedProduct:
     """The product of queries, keys and values, of the normed embedding and the normed hidden state."""
 
+    norm_before_residual = False
+
     def __init__(self, norm: Callable[[str], RmsNorm], linear: Linear) -> None:
         self._embedding_norm, self._hidden_norm = norm("input_layernorm"), norm("hidden_norm")
         self.linear = linear
-        self.norm_before_residual = False
 
     def __call__(self, embedded_ME: Tensor, hidden_ME: Tensor) -> tuple[Tensor, Tensor]:
         """Return what the layer adds to (M, E), and the product (M, O)."""
@@ -146,17 +147,17 @@ class HeadRunner(PairRunner):
 
     def _take_others(self, weights: Weights, loading: Loading) -> None:
         """Take the product of the taps, and their norms."""
-        source = loading.origin
+        source, into = loading.origin, loading.into
         assert isinstance(source, HeadSource)
         if isinstance(joined := self._layers[0].qkv, _JoinedProduct):
             joined.norm_before_residual = source.head.norm_before_residual
         self._feeds_norm, eps = source.head.norm_output, source.config.rms_norm_eps
         drafts_all = self.vocab_size == source.shape.num_token_ids
-        self._token_ids_D = None if drafts_all else source.token_ids().to(self.device)
-        self._fc = make_linear(*weights.linear("model.fc"), kernel=loading.precision.kernel)
+        self._token_ids_D = None if drafts_all else into.keep(source.token_ids().to(self.device), "_token_ids_D")
+        self._fc = into.keep(make_linear(*weights.linear("model.fc"), kernel=loading.precision.kernel), "_fc")
         self._tap_norms, self._input_norm = (
-            [RmsNorm(weights.take(name), eps) for name in weights.names(f"model.{norms}.")]
-            for norms in ("fc_norm", "input_norm")
+            into.keep([RmsNorm(weights.take(name), eps) for name in weights.names(f"model.{stored}.")], kept)
+            for stored, kept in (("fc_norm", "_tap_norms"), ("input_norm", "_input_norm"))
         )
 
     def hidden_of(self, taps_BTX: Tensor) -> Tensor:

@@ -68,7 +68,8 @@ class ParallelRunner(HeadRunner):
         assert source.head.mask_token_id is not None
         self.mask_token_id = source.head.mask_token_id
         mask_X = weights.take(f"model.{MASK}") if f"model.{MASK}" in weights else None
-        self._mask_11E = None if mask_X is None else self.hidden_of(mask_X[None, None])
+        keep = loading.into.keep
+        self._mask_11E = None if mask_X is None else keep(self.hidden_of(mask_X[None, None]), "_mask_11E")
 
     def block_size(self, num_drafted: int) -> int:
         """See `OnePassHead.block_size`."""
@@ -138,12 +139,13 @@ class BlockRunner(ParallelRunner):
 
     def _take_others(self, weights: Weights, loading: Loading) -> None:
         super()._take_others(weights, loading)
-        source = loading.origin
+        source, into = loading.origin, loading.into
         assert isinstance(source, HeadSource)
-        self._context_norm = RmsNorm(weights.take("model.hidden_norm.weight"), source.config.rms_norm_eps)
+        norm = RmsNorm(weights.take("model.hidden_norm.weight"), source.config.rms_norm_eps)
+        self._context_norm = into.keep(norm, "_context_norm")
         self._drafts_at_anchor, self._markov_rank = source.head.drafts_at_anchor, source.head.markov_rank
         outputs = slice(self._first_output, self._first_output + self._head_sizes[self._comm.rank])
-        self._markov = _Markov(weights, outputs, kernel=None) if self._markov_rank else None
+        self._markov = into.keep(_Markov(weights, outputs, kernel=None) if self._markov_rank else None, "_markov")
 
     def block_size(self, num_drafted: int) -> int:
         """See `OnePassHead.block_size`."""

@@ -17,11 +17,11 @@ taps. For heads of one pass see `llama.one_pass`, for MTP layers `architectures.
 Shapes: V vocabulary, E hidden size, D head dim.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -154,14 +154,17 @@ def match_lean(origin: WeightSource, whole: WholeParts) -> Matched:
     return Matched(origin, table, named=named, ties=ties)
 
 
-def lean_weights(loading: Loading, *, has_embedding: bool = True) -> tuple[Weights, tuple[RankShard, ...]]:
-    """The weights of this rank, and what all ranks have; raises as `loading.load_model`."""
+def lean_weights(
+    loading: Loading, *, has_embedding: bool, places: Mapping[str, nn.Parameter]
+) -> tuple[Weights, tuple[RankShard, ...]]:
+    """The weights of this rank, and what all ranks have; raises as `loading.load_model`, for `places` see `Weights`."""
     origin, quantization = loading.origin, loading.precision.quantization
     whole = whole_parts(origin, loading.whole)
     matched = match_lean(origin, whole)
     matched.check_packed(quantization)
     shards = split_model(origin.shape, num_ranks=loading.comm.size, quantization=quantization, whole=whole)
-    return matched.on_rank(loading, shards[loading.comm.rank], without=() if has_embedding else (EMBEDDING,)), shards
+    own, without = shards[loading.comm.rank], () if has_embedding else (EMBEDDING,)
+    return matched.on_rank(loading, own, without=without, places=places), shards
 
 
 def rotary_of(config: Any) -> tuple[Tensor, float]:  # noqa: ANN401 - of transformers
