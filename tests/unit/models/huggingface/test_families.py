@@ -303,7 +303,17 @@ def test_models_that_the_static_cache_cannot_serve_are_refused(
         check_servable((tiny_config(family).to_dict() | changes).get)
 
 
-@pytest.mark.parametrize(("kind", "layers"), [("rwkv", "wkv"), ("xlstm", "mlstm"), ("mamba", "linear_attention")])
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [
+        ("rwkv", "wkv"),
+        ("xlstm", "mlstm"),
+        ("mamba", "linear_attention"),
+        ("jamba", "linear_attention (Mamba 1)"),
+        ("minimax", "linear_attention (lightning attention)"),
+        ("zamba2", "hybrid, linear_attention (Mamba 2 with shared attention blocks)"),
+    ],
+)
 def test_a_recurrence_without_a_rule_is_refused_for_its_layers(tmp_path: Path, kind: str, layers: str) -> None:
     """By the plan and by the run, though such a config.json has no heads."""
     CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
