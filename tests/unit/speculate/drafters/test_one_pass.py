@@ -69,7 +69,7 @@ def check(folder: Path, layout: str, **how: Any) -> int:  # noqa: ANN401
         reference, layout, load_file(folder / "head" / "model.safetensors"), table_VE=table_VE, output_VE=output_VE,
         num_drafted=tree.depth if tree else NUM_DRAFTED,
     )  # fmt: skip
-    return head_drafts.check(seen, library, origin.layers, tree, wanted)
+    return head_drafts.check(seen, library, taps_of(layout), tree, wanted)
 
 
 ALWAYS = {"peagle": None, "dflash of its authors": None, "dspark": "2x2x1"}
