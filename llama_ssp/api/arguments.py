@@ -84,7 +84,11 @@ def known_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Argume
         counterpart = FOREIGN.get(name.casefold())
         other = counterpart and key_of(counterpart.key)
         meant = other if other in names else similar_name(name, names)
-        here = counterpart.sentence if counterpart and not counterpart.key else f"it takes {', '.join(names)}"
+        here = (
+            counterpart.sentence.replace("sampling.", "")
+            if counterpart and not counterpart.key
+            else f"it takes {', '.join(names)}"
+        )
         hint = f"did you mean {meant}?" if meant else here
         return f"unknown argument {name!r} of {function.__name__}: {hint}"
 
@@ -142,7 +146,7 @@ def for_each_model(given: object) -> tuple[object, object]:
 
 def formats_of(given: Mapping[str, Any]) -> tuple[dict[str, object], dict[str, object]]:
     """The arguments of `in_format` for the target and for the draft."""
-    both = {name: for_each_model(given[name]) for name in ("dtype", "quantization", "cache_dtype")}
+    both = {name: for_each_model(given.get(name)) for name in ("dtype", "quantization", "cache_dtype")}
     return {name: of[0] for name, of in both.items()}, {name: of[1] for name, of in both.items()}
 
 

@@ -13,7 +13,7 @@ from itertools import chain
 from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeAlias, cast
+from typing import Any, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -50,8 +50,8 @@ from llama_ssp.ranks.process import signals_kept
 from llama_ssp.ranks.world import World, start
 from llama_ssp.registry import load_plugins
 from llama_ssp.run.chat import NO_ARGUMENTS
-from llama_ssp.run.checkpoints import Loaded, find_sources
-from llama_ssp.run.decoders import Models, build_decoder, load_models
+from llama_ssp.run.checkpoints import Loaded, find_sources, find_update
+from llama_ssp.run.decoders import Models, build_decoder, load_models, update_models
 from llama_ssp.run.generation import note_on, with_ids, with_model_sampling
 from llama_ssp.run.interruption import stopping_on_signals
 from llama_ssp.run.log_probs import score_completions
@@ -78,11 +78,15 @@ from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.text import StopStrings, StreamerAdapter
 from llama_ssp.terminal.unread import complain
-from llama_ssp.weights.in_memory import weights_of
+from llama_ssp.weights.in_memory import WeightsInMemory, weights_like, weights_of
+from llama_ssp.weights.mtp import MtpSource
 from llama_ssp.words import in_library_words
 
 AnyPrompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int] | Tensor
 """A text, a chat, or token ids in a list, a tensor or an array."""
+
+NewWeights: TypeAlias = str | Path | PreTrainedModel | Mapping[str, Tensor]
+"""A folder, a name, a loaded model, or tensors by name."""
 
 _OneDtype = Dtype | torch.dtype | str | None
 _OneTokenizer = PreTrainedTokenizerBase
@@ -230,6 +234,15 @@ class Pair:
         ranks = "" if size == 1 else f", {size} ranks"
         return f"Pair({self.config.model.label}{draft}, on {self.device}{ranks}, context {self.models.context})"
 
+    def close(self) -> None:
+        """End the ranks that `load` has started; a pair of this process has none."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     @known_arguments
     def generate(  # noqa: PLR0913 - a notebook shows this signature
         self,
@@ -364,6 +377,49 @@ class Pair:
         if adapter:
             adapter.end()
         return [done[key] for key in sorted(done)]
+
+    @known_arguments
+    def update(self, model: NewWeights | None = None, draft: NewWeights | None = None) -> None:
+        """Replace the weights of the target, of the draft or of both in memory, for example after a step of training.
+
+        What rounds have captured or traced reads the new weights, and what was read of prompts is forgotten. Sampling
+        and tokenizers stay. MTP layers come with the target's weights, and stay if these lack them.
+
+        Args:
+            model: a folder, a name of the catalogue, an id of the hub, a loaded model of transformers, or tensors by
+                name as in `state_dict()`, which are copied.
+            draft: the same for the draft model or the draft head.
+
+        Raises:
+            ConfigError: there is no such model, or the new one has other sizes, settings or formats; nothing changes.
+            CheckpointError: a tensor is missing or has another shape, so that nothing changes. If a file changes while
+                it is read, the models hold weights of both, and another update must follow.
+        """
+        with in_library_words():
+            if self.world.watch.has_failed and (words := self.world.watch.verdict):
+                raise from_message(words)
+            with _on_all_ranks(self.world, "loading", self.config), selected(self.device):
+                with raise_on_all_ranks(self.world.comm):
+                    found = self._read_weights({"model": model, "draft": draft})
+                others = find_update(self.config, self.world, self.models.sources, found)
+                self.models, all_keep = update_models(self.models, self.config, self.world, others)
+            if not all_keep:
+                self._decoders.clear()
+
+    def _read_weights(self, given: Mapping[str, NewWeights | None]) -> list[ModelConfig | WeightsInMemory | None]:
+        """Read the arguments of `update`; raises ConfigError."""
+        sources, found = self.models.sources, list[ModelConfig | WeightsInMemory | None]()
+        if given["draft"] is not None and (len(sources) == 1 or isinstance(sources[1].origin, MtpSource)):
+            drafted = draft_label(self.config.draft)
+            raise ConfigError(f"draft={drafted} has no weights of its own: leave draft out of the update")
+        for (what, new), source in zip(given.items(), sources, strict=False):
+            if isinstance(new, Mapping):
+                found.append(weights_like(getattr(source.origin, "files", source.origin), new, what=what))
+            elif isinstance(new, torch.nn.Module):
+                found.append(weights_of(new, what=what))
+            else:
+                found.append(None if new is None else entry_of(what, new, **formats_of({})[0]))
+        return found
 
     def _sampling(self, read: Mapping[str, Any]) -> SamplingConfig:
         """The sampling of a call; warns once of what it does not follow in the target's generation_config.json."""
@@ -505,6 +561,7 @@ def load(
     device: DeviceKind | torch.device | str = DeviceKind.auto,
     tokenizer: DraftTokenizer | str | _OneTokenizer | tuple[_OneTokenizer, _OneTokenizer] = DraftTokenizer.same,
     placement: str | PlacementConfig | None = None,
+    ranks: int | None = None,
 ) -> Pair:
     """Load a pair of models into this process, or over all ranks of torchrun, srun or `llama-ssp run --script`.
 
@@ -521,6 +578,8 @@ def load(
             a tuple of two the target's and the draft's, which is its own if the vocabularies differ; needed with
             loaded models without a folder.
         placement: auto, one_rank, sharded, replicated, own_gpu, or a `PlacementConfig`; None for one_rank.
+        ranks: so many processes of this machine are started for the pair, whose calls go to them; None for this
+            process, or those of its launcher.
 
     Raises:
         ConfigError: an argument has a wrong type or value, a plugin cannot be imported, the vocabularies differ, or
@@ -529,11 +588,16 @@ def load(
         PlacementError: the device is not there, or the family of a model is not supported.
         LostRankError: a rank did not come, or was lost.
     """
+    given = {**locals()}
     with in_library_words():
         check_docstrings()
+        if given.pop("ranks") not in {None, 1}:
+            from llama_ssp.api.started import PairOnRanks  # noqa: PLC0415 - it is a pair
+
+            return PairOnRanks(given, num_ranks=ranks)
         load_plugins()
         kind, gpu = _read_device(device)
-        choice, tokenizers = _read_tokenizers(tokenizer)
+        choice, tokenizers = read_tokenizers(tokenizer)
         formats = formats_of({"dtype": dtype, "quantization": quantization, "cache_dtype": cache_dtype})
         target_entry, loaded_target = _read_model("model", model, tokenizers[0], **formats[0])
         drafter, loaded_draft = drafter_without_model(draft), Loaded()
@@ -544,6 +608,8 @@ def load(
             task=GenerateConfig(), model=target_entry, draft=drafter, device=kind, placement=placement_of(placement)
         )
         with selection_kept(), start(device=kind, timeout_s=config.timeouts.load_s) as started:
+            if gpu and started.comm.size > 1:
+                raise ConfigError(f"device={device} is one GPU: device=cuda gives each of the ranks its own")
             if gpu:
                 torch.cuda.set_device(gpu)
             world = replace(started, device=gpu or started.device)
@@ -602,7 +668,7 @@ def _read_device(given: object) -> tuple[DeviceKind, torch.device | None]:
     return kind, torch.device("cuda", int(number))
 
 
-def _read_tokenizers(given: object) -> tuple[object, tuple[_OneTokenizer | None, _OneTokenizer | None]]:
+def read_tokenizers(given: object) -> tuple[object, tuple[_OneTokenizer | None, _OneTokenizer | None]]:
     """Whether the draft may have its own tokenizer, and the tokenizers that are loaded already."""
     if isinstance(given, str | DraftTokenizer):
         return member(DraftTokenizer, "tokenizer", given), (None, None)

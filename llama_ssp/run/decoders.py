@@ -2,8 +2,9 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -13,6 +14,7 @@ from llama_ssp.cpu.threads import ThreadChoice
 from llama_ssp.kernels.sums import with_peer_sums
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import NullRunner, Runner
+from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.comms import Comm, Mesh, build_mesh
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World, has_own_threads, on_all_cores
@@ -36,6 +38,7 @@ from llama_ssp.speculate.sampling.rules import ForcedLengths, make_rule
 from llama_ssp.speculate.sampling.trees import verify_tree
 from llama_ssp.weights.head import HeadSource
 from llama_ssp.weights.mtp import MtpSource
+from llama_ssp.workspaces import InPlace
 
 _log = logging.getLogger(__name__)
 
@@ -110,11 +113,10 @@ def load_models(
     _log.info("this rank holds %s, in replica %d", " and ".join(parts) or "nothing", mesh.number)
     from llama_ssp.models.loading import load_model  # noqa: PLC0415 - transformers' models take seconds to import
 
-    own: Callable[..., Runner] = partial(load_model, device=world.device)
-
-    def loaded(part: str, source: Source, load: Callable[..., Runner]) -> Runner:
+    def loaded(part: str, source: Source, load: Callable[[Loading], Runner], **how: Any) -> Runner:  # noqa: ANN401
         report = partial(progress, part) if progress else None
-        runner = load(source.origin, dtype=source.dtype, progress=report, precision=source.precision)
+        how |= {"device": world.device, "dtype": source.dtype, "precision": source.precision, "progress": report}
+        runner = load(Loading(source.origin, **how))
         _log.info("loaded %s %s", part, source.entry.label)
         return runner
 
@@ -122,7 +124,7 @@ def load_models(
         vocab_size, context = target_source.origin.shape.vocab_size, target_source.origin.context
         target: Runner = NullRunner(device=world.device, vocab_size=vocab_size, max_position_embeddings=context)
         if mesh.target:
-            load: Callable[..., Runner] = partial(own, comm=mesh.target)
+            load: Callable[[Loading], Runner] = load_model
             if config.placement.target.kind is TargetKind.accelerate:
                 from llama_ssp.models.huggingface.device_map import load_device_map  # noqa: PLC0415 - see above
 
@@ -130,14 +132,14 @@ def load_models(
             elif config.placement.target.kind is TargetKind.deepspeed:
                 from llama_ssp.models.huggingface.auto_tp import load_auto_tp  # noqa: PLC0415 - see above
 
-                load = partial(load_auto_tp, device=world.device, comm=mesh.target)
-            target = loaded("target", target_source, load)
+                load = load_auto_tp
+            target = loaded("target", target_source, load, comm=mesh.target)
         draft = None
         if draft_source and mesh.draft:
-            load = partial(own, comm=mesh.draft, whole=DRAFT_WHOLE)
-            if layout.draft_ranks == layout.target_ranks and config.placement.target.kind is TargetKind.tensor:
-                load = partial(load, target=target)
-            draft = loaded("draft", draft_source, load)
+            shares = layout.draft_ranks == layout.target_ranks and config.placement.target.kind is TargetKind.tensor
+            draft = loaded(
+                "draft", draft_source, load_model, comm=mesh.draft, whole=DRAFT_WHOLE, target=target if shares else None
+            )
     agree_on_bits([target, *([draft] if draft else [])], mesh.replica)
     if world.device.type == "cuda":
         agree_on_packing(target, mesh.replica)
@@ -153,6 +155,40 @@ def load_models(
         tokenizers=TokenizerPair(target_source.tokenizer, draft_source.tokenizer)
         if draft_source and has_own_tokenizer(config.draft) else None,
     )  # fmt: skip
+
+
+def update_models(
+    models: Models, config: RunConfig, world: World, sources: tuple[Source | None, Source | None]
+) -> tuple[Models, bool]:
+    """Copy other weights of the same shapes into this rank's share of the models; None leaves one as it is.
+
+    Caches then count as empty. Returns the models, and whether all ranks keep what they captured and traced: a model
+    some of whose weights need another kernel is another object. Raises SspError on every rank if reading fails on one;
+    the models then hold weights of both.
+    """
+    mesh, target, draft = models.mesh, models.target, models.draft
+    target_source, draft_source = sources
+    target.num_uses += 1
+    mesh.set_timeout(config.timeouts.load_s)
+    with raise_on_all_ranks(world.comm):
+        if target_source and mesh.target:
+            target = _updated(target, target_source, comm=mesh.target, device=world.device)
+        if draft_source and draft and mesh.draft:
+            shared = target if mesh.layout.draft_ranks == mesh.layout.target_ranks else None
+            how = {"comm": mesh.draft, "device": world.device, "whole": DRAFT_WHOLE, "target": shared}
+            draft = _updated(draft, draft_source, **how)
+    agree_on_bits([target, *([draft] if draft else [])], mesh.replica)
+    is_kept = target is models.target and draft is models.draft
+    all_keep = all(world.comm.gather_text("kept" if is_kept else ""))
+    mesh.set_timeout(config.timeouts.decode_s)
+    return replace(models, target=target, draft=draft), all_keep
+
+
+def _updated(runner: Any, source: Source, **how: Any) -> Runner:  # noqa: ANN401 - with a dtype; fields of `Loading`
+    from llama_ssp.models.loading import load_model  # noqa: PLC0415 - transformers' models take seconds to import
+
+    how |= {"dtype": runner.dtype, "precision": source.precision, "into": InPlace(runner)}
+    return load_model(Loading(source.origin, **how))
 
 
 def _make_mesh(config: RunConfig, layout: Layout, world: World) -> Mesh:

@@ -40,7 +40,8 @@ def check(
     then returned, and has its default again.
     """
     of_task = [*task_of(config).problems(config, explicit)]
-    unread = [found for found in of_task if isinstance(found, NoEffect)] + [*_unread(config, explicit)]
+    of_both = [*(found for found in of_task if isinstance(found, NoEffect)), *_unread(config, explicit)]
+    unread = [*{found.key: found for found in reversed(of_both)}.values()][::-1]  # the task's reason is the first
     problems = [
         *_ranges(config),
         *_files(config),

@@ -86,6 +86,11 @@ class HeadSource:
         return name if name in self.target.tensors else EMBEDDING  # of an output that is tied to it
 
     @property
+    def shares_output(self) -> bool:
+        """Whether its files have no output of their own, so that it has that of its target."""
+        return OUTPUT not in self.files.tensors
+
+    @property
     def layers(self) -> tuple[int, ...]:
         """The layers of the target whose inputs the head reads."""
         return self.head.layers_of(self.target.shape.num_hidden_layers)

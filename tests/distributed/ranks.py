@@ -24,11 +24,12 @@ from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError, ConfigError, SspError
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World, start
-from llama_ssp.run.checkpoints import find_sources
-from llama_ssp.run.decoders import Models, build_decoder, load_models
+from llama_ssp.run.checkpoints import find_sources, find_update
+from llama_ssp.run.decoders import Models, build_decoder, load_models, update_models
 from llama_ssp.run.requests import encode
 from llama_ssp.run.tuning import tune
 from llama_ssp.settings.drafters import NGRAM_DRAFT, NgramConfig
@@ -46,6 +47,7 @@ from llama_ssp.settings.schema import (
 )
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights.checkpoint import inspect
+from llama_ssp.weights.in_memory import WeightsInMemory, weights_like
 from tests.helpers.prompts import PROMPTS
 from tests.helpers.shapes import SHAPES
 
@@ -116,6 +118,7 @@ class Cell:
         adapts: K is chosen for each round, and prompt look-up is the fallback.
         overlaps: drafting overlaps verification.
         is_long: all prompts, instead of a few.
+        updates: the models run with other weights first.
         lane: of its tests; those of three ranks are heavy at least, and those of more are slow.
     """
 
@@ -131,6 +134,7 @@ class Cell:
     overlaps: bool = False
     is_long: bool = False
     temperature: float = 0.8
+    updates: bool = False
     lane: str = field(default="default", compare=False)
 
     @property
@@ -156,7 +160,7 @@ class Cell:
             return replace(self, target=(0,), draft=(1,), batch_size=5)
         return replace(
             self, target=(0,), draft=self.draft and (0,), kind=DraftLayout.one_rank, target_kind=TargetKind.tensor,
-            batch_size=4, adapts=False, overlaps=False,
+            batch_size=4, adapts=False, overlaps=False, updates=False,
         )  # fmt: skip
 
     def config(self, folder: Path) -> RunConfig:
@@ -185,6 +189,11 @@ class Cell:
         """What a run generates on these ranks."""
         config = self.config(folder)
         mesh = (models := _loaded(world, config)).mesh
+        if self.updates:
+            for given in (_negative(models), (config.model, config.draft.model)):
+                sources = find_update(config, world, models.sources, given)
+                models, keeps = update_models(models, config, world, sources)
+                assert keeps
         counting = CountingComm.of(mesh.replica)
         draft = mesh.draft and replace(CountingComm.of(mesh.draft), arrived=counting.arrived)
         models = replace(models, mesh=replace(mesh, replica=counting, draft=draft))
@@ -242,6 +251,16 @@ def pair_of(name: str, folder: Path) -> tuple[ModelConfig, ModelConfig]:
     return pair[0], pair[1]
 
 
+def _negative(models: Models) -> tuple[WeightsInMemory, ...]:
+    """The weights of models, each times -1."""
+    found = []
+    for origin in [getattr(source.origin, "files", source.origin) for source in models.sources]:
+        tensors = {name: origin.read(name) for name in origin.tensors}
+        negative = {name: -values if values.is_floating_point() else values for name, values in tensors.items()}
+        found.append(weights_like(origin, negative, what="model"))
+    return tuple(found)
+
+
 _last: list[tuple[object, Models]] = []
 
 
@@ -278,10 +297,8 @@ class Quantized:
 
     def on_one_rank(self, folder: Path, form: str) -> torch.Tensor:
         """Logits of the same model in this process, in one forward."""
-        runner = load_model(
-            inspect(folder / "wide" / self.family), dtype=torch.float32, device=torch.device("cpu"), comm=Comm.single(),
-            precision=Precision(quantization=form),
-        )  # fmt: skip
+        precision = Precision(quantization=form)
+        runner = load_model(Loading(inspect(folder / "wide" / self.family), dtype=torch.float32, precision=precision))
         runner.allocate(batch_size=1, capacity=16)
         return runner.forward(torch.arange(20, 32)[None], torch.arange(12)[None], bucket=16)[0]
 
@@ -326,6 +343,8 @@ class FromPython:
                 pair.generate(**mistake)
             except ConfigError as error:
                 sentences.append(str(error))
+        pair.update(_negative(pair.models)[0].parameters)
+        pair.update("tiny")
         found += pair.generate("class A", max_new_tokens=12, temperature=0)
         assert found[0].log_probs
         assert found[0].log_probs.logprobs

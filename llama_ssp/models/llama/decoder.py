@@ -6,7 +6,6 @@ Shapes: B sequences, T positions, M = B * T tokens, R rows that get logits, V vo
 of each key-value head, Q = T * G, S slots, U slots that are read.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.architectures.matrices import Cut, RankShard, widths
+from llama_ssp.architectures.matrices import Cut, widths
 from llama_ssp.kernels.attention import ALL, Attention, find_attention
 from llama_ssp.kernels.attention_by_length import VarlenAttention, find_varlen, unpacking, with_ours
 from llama_ssp.kernels.between import OwnKernels, find_own_kernels, rotate_write
@@ -33,43 +32,33 @@ from llama_ssp.models.llama.attention import (
     place_and_attend,
 )
 from llama_ssp.models.llama.layer import Layer, NormedProduct, Stream, Unread, added
-from llama_ssp.models.llama.table import EMBEDDING, OUTPUT, rotary_of
-from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
+from llama_ssp.models.llama.table import EMBEDDING, OUTPUT, lean_weights, rotary_of
 from llama_ssp.models.runner import Pieces, TreePlaces, best_of, masks_of, nearest
 from llama_ssp.models.tensor_parallel import embed
-from llama_ssp.models.weights import Weights
-from llama_ssp.ranks.comms import Comm
+from llama_ssp.models.weights import Loading, Weights
 
 
 class LeanRunner(CachedRunner):
     """A Llama-like model, or this rank's slice of it, with its static cache; see `Runner`.
 
     Args:
-        weights: of this rank, by the names of `table`; all are taken.
-        config: of the model.
-        shards: of all ranks.
-        comm: the ranks that share it.
+        loading: its weights, all of which are taken, and how; the output keeps its dtype.
         kernel: of all linear layers; None takes the fastest for each shape.
-        precision: of the linear layers and the cache; the head keeps its dtype.
-        embedding_VE: of another model on this rank that has the same one; None takes that of the weights.
         varlen: reads the cache by lengths of rows; None for that of this device, or masks if it has none.
     """
 
     layer_class = Layer
 
     def __init__(
-        self,
-        weights: Weights,
-        config: Any,  # noqa: ANN401 - of transformers
-        *,
-        shards: Sequence[RankShard],
-        comm: Comm,
-        kernel: Kernel | None = None,
-        precision: Precision = UNQUANTIZED,
-        embedding_VE: Tensor | None = None,
-        varlen: VarlenAttention | None = None,
+        self, loading: Loading, *, kernel: Kernel | None = None, varlen: VarlenAttention | None = None
     ) -> None:
-        own, self._own = shards[comm.rank], OwnKernels()
+        config: Any = loading.origin.config
+        comm, precision, into = loading.comm, loading.precision, loading.into
+        target = loading.alike(LeanRunner) if loading.origin.shape.shares_embedding else None
+        embedding_VE = target.embedding if target else None
+        places = {EMBEDDING: into.model._embedding_VE} if into.model else {}
+        weights, shards = lean_weights(loading, places=places, has_embedding=embedding_VE is None)
+        own, self._own = shards[comm.rank], into.model._own if into.model else OwnKernels()
         is_cut, vocab_size = weights.is_cut(OUTPUT), config.vocab_size
         self._head_sizes: tuple[int, ...] = widths(shards, Cut.vocabulary, vocab_size) if is_cut else (vocab_size,)
         # The largest matrix comes first: copies of it are gone before the layers need their room.
@@ -85,16 +74,17 @@ class LeanRunner(CachedRunner):
         head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._heads = Heads(len(own.heads.query_heads), len(own.heads.kv_heads), head_dim, head_dim**-0.5)
         parts: dict[str, Any] = {"comm": comm, "kernel": precision.kernel or kernel, "own": self._own}
-        self._layers = layers = [
-            self.layer_class(weights, number, heads=self._heads, eps=eps, **parts)
-            for number in range(config.num_hidden_layers)
-        ]
+        self._layers: list[Layer] = []
+        layers = self._layers
+        for number in range(config.num_hidden_layers):
+            layer = self.layer_class(weights, number, heads=self._heads, eps=eps, **parts)
+            layers.append(into.keep(layer, "_layers", number))
         self._width: int = config.hidden_size
         self._comm = comm
         inv_freq_P, self._rotary_factor = rotary_of(config)
         self._inv_freq_P = inv_freq_P.to(self.device)
-        self._norm = RmsNorm(weights.take("model.norm.weight"), eps)
-        self._head = NormedProduct(self._norm, linear, self._own)
+        self._norm = into.keep(RmsNorm(weights.take("model.norm.weight"), eps), "_norm")
+        self._head = into.keep(NormedProduct(self._norm, linear, self._own), "_head")
         self._by_position = precision.rounds_inputs
         # What bitsandbytes calls depends on the inputs.
         self.repeats_operators = not self._by_position or native_of(layers[0].qkv.linear) is not None
@@ -105,6 +95,10 @@ class LeanRunner(CachedRunner):
         self.is_invariant = adds_alike and self._compiled is not None and all(map(native_of, linears))
         if self.device.type == "cuda":
             self._use_own_kernels()
+        self._take_others(weights, loading)
+
+    def _take_others(self, weights: Weights, loading: Loading) -> None:
+        """Take what a head has beside its layer."""
 
     def _choose_attention(self, varlen: VarlenAttention | None) -> None:
         """Attend by lengths of rows, by the compiled operator, or by masks; see `attention`."""

@@ -27,7 +27,7 @@ from llama_ssp.models.llama.head import Attention, HeadRunner
 from llama_ssp.models.llama.layer import Layer, Stream, added
 from llama_ssp.models.llama.table import MARKOV
 from llama_ssp.models.runner import Following
-from llama_ssp.models.weights import Weights
+from llama_ssp.models.weights import Loading, Weights
 from llama_ssp.weights.head import HeadSource
 
 
@@ -62,12 +62,14 @@ class ParallelRunner(HeadRunner):
     tokens_ahead = 1
     _mask_11E: Tensor
 
-    def __init__(self, weights: Weights, source: HeadSource, **parts: Any) -> None:  # noqa: ANN401 - see `HeadRunner`
-        masks = [weights.take(name) for name in weights.names(f"model.{MASK}")]
-        super().__init__(weights, source, **parts)
+    def _take_others(self, weights: Weights, loading: Loading) -> None:
+        super()._take_others(weights, loading)
+        source = loading.origin
+        assert isinstance(source, HeadSource)
         self.mask_token_id = source.head.mask_token_id
-        for mask_X in masks:
-            self._mask_11E = self.hidden_of(mask_X[None, None])
+        for name in weights.names(f"model.{MASK}"):
+            mask_11E = self.hidden_of(weights.take(name)[None, None])
+            self._mask_11E = loading.into.keep(mask_11E, "_mask_11E")
 
     def block_size(self, num_drafted: int) -> int:
         """See `OnePassHead.block_size`."""
@@ -132,13 +134,15 @@ class BlockRunner(ParallelRunner):
     layer_class = BlockLayer
     tokens_ahead = 0
 
-    def __init__(self, weights: Weights, source: HeadSource, **parts: Any) -> None:  # noqa: ANN401 - see `HeadRunner`
-        super().__init__(weights, source, **parts)
-        self._context_norm = RmsNorm(weights.take("model.hidden_norm.weight"), source.config.rms_norm_eps)
-        self._drafts_at_anchor = source.head.drafts_at_anchor
+    def _take_others(self, weights: Weights, loading: Loading) -> None:
+        super()._take_others(weights, loading)
+        source, into = loading.origin, loading.into
+        assert isinstance(source, HeadSource)
+        norm = RmsNorm(weights.take("model.hidden_norm.weight"), source.config.rms_norm_eps)
+        self._context_norm = into.keep(norm, "_context_norm")
+        self._drafts_at_anchor, self._markov_rank = source.head.drafts_at_anchor, source.head.markov_rank
         outputs = slice(self._first_output, self._first_output + self._head_sizes[self._comm.rank])
-        self._markov = _Markov(weights, outputs, kernel=None) if source.head.markov_rank else None
-        self._markov_rank = source.head.markov_rank
+        self._markov = into.keep(_Markov(weights, outputs, kernel=None) if self._markov_rank else None, "_markov")
 
     def block_size(self, num_drafted: int) -> int:
         """See `OnePassHead.block_size`."""

@@ -20,10 +20,11 @@ from llama_ssp.errors import CheckpointError
 from llama_ssp.models import loading
 from llama_ssp.models.huggingface.modules import build_empty
 from llama_ssp.models.tensor_parallel import shard
+from llama_ssp.models.weights import Matched
 from llama_ssp.planning.memory import model_bytes, rank_shares
 from llama_ssp.planning.spec import PlannedModel, planned_model
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.run.checkpoints import _read_tokenizer
+from llama_ssp.run.checkpoints import read_tokenizer
 from llama_ssp.settings.schema import TargetKind
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import Checkpoint, inspect, shape_of
@@ -58,8 +59,7 @@ def whole(value: Any) -> Any:  # noqa: ANN401 - YAML
 def test_plan_and_run_have_one_verdict_and_count_the_bytes_of_the_modules(
     given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("find_sources", "sources_of"):  # the files are not here
-        monkeypatch.setattr(loading, name, lambda *_args, **_options: {})
+    monkeypatch.setattr(Matched, "_found", lambda *_args, **_options: {})  # the files are not here
     content = whole(given["config"])
     content.pop("quantization_config", None)
     (tmp_path / "config.json").write_text(json.dumps(content))
@@ -132,8 +132,8 @@ def test_code_that_a_tokenizer_names_is_passed_over(tmp_path: Path) -> None:
         shutil.copy(file, tmp_path)
     file = tmp_path / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": CODE}))
-    wanted = _read_tokenizer(hub.resolve(catalogue.load("tiny")))
-    assert _read_tokenizer(tmp_path)("def f").input_ids == wanted("def f").input_ids
+    wanted = read_tokenizer(hub.resolve(catalogue.load("tiny")))
+    assert read_tokenizer(tmp_path)("def f").input_ids == wanted("def f").input_ids
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe_lite"])

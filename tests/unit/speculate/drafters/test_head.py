@@ -18,7 +18,7 @@ from llama_ssp.models.cache import Taps
 from llama_ssp.models.llama.head import HeadRunner
 from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.models.runner import Runner
-from llama_ssp.ranks.comms import Comm
+from llama_ssp.models.weights import Loading
 from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.sampling.trees import Tree
@@ -49,7 +49,7 @@ def speculator(folder: Path, tensors: dict[str, Tensor]) -> Path:
 
 @pytest.fixture(scope="module")
 def target() -> Runner:
-    found = load_model(tiny(), dtype=torch.float32, device=torch.device("cpu"), comm=Comm.single())
+    found = load_model(Loading(tiny(), dtype=torch.float32))
     assert not isinstance(found, HeadRunner)
     return found
 
@@ -72,7 +72,7 @@ def source(folder: Path) -> HeadSource:
 
 def decode(target: Runner, origin: HeadSource, **how: Any) -> list[Any]:  # noqa: ANN401
     """Texts with a head; see `head_drafts.decode`."""
-    head = load_model(origin, dtype=torch.float32, device=torch.device("cpu"), comm=Comm.single())
+    head = load_model(Loading(origin, dtype=torch.float32))
     assert isinstance(head, HeadRunner)
     return head_drafts.decode(
         target, partial(HeadDrafter, head), origin.layers, width=256, **{"prompts": PROMPTS} | how

@@ -16,9 +16,9 @@ from llama_ssp.errors import CheckpointError
 from llama_ssp.machines import hardware
 from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.models.runner import Runner
+from llama_ssp.models.weights import Loading
 from llama_ssp.planning.plan import Plan
 from llama_ssp.planning.timing import CostModel
-from llama_ssp.ranks.comms import Comm
 from llama_ssp.run.tasks.dry_run import plan_of_run
 from llama_ssp.run.tasks.records import GenerateConfig
 from llama_ssp.settings.schema import MODEL_DRAFT, DrafterConfig, RunConfig
@@ -49,7 +49,7 @@ PROMPTS = ((5, 100, 17, 4, 56), (31,), tuple(range(40, 70)))
 
 
 def load(origin: Any, target: Runner | None = None) -> Any:  # noqa: ANN401 - a model or a head
-    return load_model(origin, dtype=torch.float32, device=CPU, comm=Comm.single(), target=target)
+    return load_model(Loading(origin, dtype=torch.float32, target=target))
 
 
 def decode(target: Runner, origin: HeadSource, **how: Any) -> list[Any]:  # noqa: ANN401
