@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.architectures.matrices import DRAFT_WHOLE
@@ -19,8 +20,8 @@ from llama_ssp.ranks.comms import Comm, Mesh, build_mesh
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World, has_own_threads, on_all_cores
 from llama_ssp.run.checkpoints import Source
-from llama_ssp.run.requests import RequestMaker
-from llama_ssp.settings.drafters import drafts, has_own_tokenizer
+from llama_ssp.run.requests import RequestMaker, read_corpus
+from llama_ssp.settings.drafters import NgramConfig, drafts, has_own_tokenizer
 from llama_ssp.settings.layout import Layout, lay_out_replica, may_capture
 from llama_ssp.settings.schema import RunConfig, TargetKind
 from llama_ssp.speculate.drafters.limited import DraftLimit
@@ -54,6 +55,7 @@ class Models:
         context: most tokens of prompt and completion together.
         sources: the target's, and the draft's if there is one.
         tokenizers: both, if the draft has its own.
+        corpus_C: the tokens of `draft.corpus`, if there is one.
     """
 
     target: Runner
@@ -65,6 +67,7 @@ class Models:
     context: int
     sources: tuple[Source, ...] = ()
     tokenizers: TokenizerPair | None = None
+    corpus_C: Tensor | None = None
 
     def make_taps(self) -> Taps | None:
         """The taps of the target that a draft head will read, on the ranks that keep them; None elsewhere."""
@@ -121,6 +124,7 @@ def load_models(
         return runner
 
     with raise_on_all_ranks(world.comm):
+        corpus_C = read_corpus(config.draft, target_source.tokenizer) if isinstance(config.draft, NgramConfig) else None
         vocab_size, context = target_source.origin.shape.vocab_size, target_source.origin.context
         target: Runner = NullRunner(device=world.device, vocab_size=vocab_size, max_position_embeddings=context)
         if mesh.target:
@@ -150,7 +154,7 @@ def load_models(
     return Models(
         target=target, draft=draft, drafts=drafts(config.draft), mesh=mesh,
         tokenizer=target_source.tokenizer, eos_ids=target_source.eos_ids,
-        context=context,
+        context=context, corpus_C=corpus_C,
         sources=tuple(source for source in sources if source),
         tokenizers=TokenizerPair(target_source.tokenizer, draft_source.tokenizer)
         if draft_source and has_own_tokenizer(config.draft) else None,
@@ -233,7 +237,7 @@ def build_decoder(
             limit = DraftLimit(models.draft_context, depth=tree.depth if tree else None)
         drafters = make_drafters(
             config, mesh=mesh, runner=models.draft, vocab_size=models.target.vocab_size, device=device,
-            split=split, tokenizers=models.tokenizers, taps=taps,
+            split=split, tokenizers=models.tokenizers, taps=taps, corpus_C=models.corpus_C,
         )  # fmt: skip
     if lengths := config.speculation.forced_lengths if speculative else []:
         _log.info("not lossless: speculation.forced_lengths=%s says what rounds accept", lengths)
