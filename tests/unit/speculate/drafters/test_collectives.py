@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -93,7 +92,6 @@ def drafted(runner: Runner, comm: Comm, *, temperature: float = 0.9) -> tuple[Te
     return drafter.propose(rows, num_tokens=K, uniforms_BKP=uniforms_BKP, bucket=NUM_SLOTS).ids_BK, tokens_BS
 
 
-@pytest.mark.seconds
 @grid(family=["llama", "qwen3", "gpt_neox"], whole=[NONE, EMBEDDING, ATTENTION], num_ranks=[2, 3], temperature=[0, 0.9])
 def test_ranks_draft_as_one_does_with_the_collectives_that_are_planned(
     tmp_path: Path, family: str, whole: WholeParts, num_ranks: int, temperature: float
@@ -120,7 +118,6 @@ def test_ranks_draft_as_one_does_with_the_collectives_that_are_planned(
         assert comm.sent == {"all_reduce": K * planned, "all_gather": K, "broadcast": 1}
 
 
-@pytest.mark.seconds
 def test_a_round_has_as_many_collectives_and_bytes_as_it_is_priced_with(tmp_path: Path) -> None:
     """Those inside both models, which are sums and a gather, and the messages between ranks."""
     comms, models, planned = [CountingComm.of(comm) for comm in thread_comms(2)], [], []
