@@ -353,7 +353,7 @@ class CachedRunner:
     Attributes:
         uses_masks: attention takes masks; they are made with the cache.
         layer_states: what recurrent layers keep.
-        finds_best: see `Runner.allocate`.
+        finds_best, keeps_own: see `Runner.allocate`.
     """
 
     is_invariant = False
@@ -362,7 +362,7 @@ class CachedRunner:
     reads_by_length = False
     packs_prompts = False
     uses_masks = True
-    finds_best = False
+    finds_best = keeps_own = False
     experts_read_3: Tensor | None = None
 
     def __init__(self, config: PretrainedConfig, parameter: Tensor, *, cache_dtype: str = OWN_DTYPE) -> None:
@@ -379,10 +379,13 @@ class CachedRunner:
         self._cache: StaticCache | None = None
         self._states: StateCache | None = None
 
-    def allocate(self, *, batch_size: int, capacity: int, finds_best: bool = False, num_rolled_back: int = 0) -> None:
+    def allocate(
+        self, *, batch_size: int, capacity: int, finds_best: bool = False, keeps_own: bool = False,
+        num_rolled_back: int = 0,
+    ) -> None:  # fmt: skip
         """See `Runner.allocate`."""
         self.num_uses += 1
-        self.finds_best = finds_best
+        self.finds_best, self.keeps_own = finds_best, keeps_own
         self._allocate_states(batch_size=batch_size, num_kept=num_rolled_back + 1)
         before = self._cache
         if before and before.num_rows == batch_size and before.num_slots >= capacity:

@@ -13,6 +13,7 @@ from llama_ssp.architectures.eagle3 import NUM_TAPS
 from llama_ssp.architectures.engine import (
     ENGINE_KERNELS,
     LANES,
+    LEAST_SHARED_BYTES,
     MOST_PIECES,
     OWN_SUM_RANKS,
     Kernels,
@@ -22,14 +23,14 @@ from llama_ssp.architectures.engine import (
     whole_steps,
 )
 from llama_ssp.architectures.family import inventory, record_of
-from llama_ssp.architectures.matrices import DRAFT_WHOLE, Inventory, WholeParts
+from llama_ssp.architectures.matrices import DRAFT_WHOLE, Inventory, WholeParts, tokens_of_a_block, vocabulary_parts
 from llama_ssp.architectures.reading import read_config, read_stored_format
 from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelConfig, ModelShape, read_path
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.settings.drafters import draft_name, drafts, drafts_greedily, has_own_tokenizer, outgrown
 from llama_ssp.settings.layout import Layout, lay_out_replica, may_capture
-from llama_ssp.settings.rules import AT_ZERO, DEFAULT
+from llama_ssp.settings.rules import AT_ZERO, DEFAULT, rule_of
 from llama_ssp.settings.schema import DraftLayout, ExpertParts, PlanConfig, RunConfig, TargetKind
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.settings.trees import TreeShape
@@ -186,6 +187,7 @@ class PlanSpec:
         num_forced: drafted tokens that a round accepts on average, by force; None leaves it to the rule.
         rule: the verification rule; `greedy` at temperature 0, where no probabilities are needed.
         counts_tokens: penalties count the tokens of the vocabulary.
+        truncates: top-k, top-p or min-p leave few tokens.
         scores_texts: the target reads every text once more, for log-probabilities.
         prompt_tokens, max_new_tokens: tokens of the longest row.
         mean_prompt_tokens: of all prompts, where they are known.
@@ -218,6 +220,7 @@ class PlanSpec:
     free_draft: str | None = None
     own_tokenizer: bool = False
     counts_tokens: bool = False
+    truncates: bool = False
     scores_texts: bool = False
     spare_devices: tuple[int, ...] = ()
     own_sums: bool = False
@@ -245,6 +248,19 @@ class PlanSpec:
             return False
         takes_best = self.takes_best or (self.is_certain and not self.counts_tokens)
         return takes_best and self.draft.shape.vocab_size <= self.target.shape.vocab_size
+
+    @cached_property
+    def draws_over_shards(self) -> tuple[bool, bool]:
+        """See the function."""
+        gathers = self.target_kind is not TargetKind.tensor or self.overlap or self.takes_best
+        if gathers or self.truncates or self.tree:
+            return False, False
+        has_own = self.draft is None or self.has_head or self.own_tokenizer
+        return draws_over_shards(
+            self.layout, rule=self.rule, is_certain=self.is_certain, num_scored=self.batch_size * self.round_positions,
+            vocab_size=self.target.shape.vocab_size,
+            draft_vocab_size=None if has_own or self.draft is None else self.draft.shape.vocab_size,
+        )  # fmt: skip
 
     @property
     def num_rows(self) -> int:
@@ -422,6 +438,7 @@ def make_spec(
         temperature=temperature,
         rule=config.verification.rule if temperature > 0 else AT_ZERO,
         counts_tokens=config.sampling.penalizes,
+        truncates=config.sampling.truncates and temperature > 0,
         scores_texts=config.scores_texts,
         batch_size=config.batch_size,
         prompt_tokens=prompt_tokens,
@@ -430,6 +447,41 @@ def make_spec(
         own_sums=config.own_sums and device == "cuda",
         device=device,
     )
+
+
+def draws_over_shards(
+    layout: Layout, *, rule: str, is_certain: bool, num_scored: int, vocab_size: int, draft_vocab_size: int | None
+) -> tuple[bool, bool]:
+    """Whether the ranks of the target, and those of the draft, draw over shards of the vocabulary (`sampling.shards`).
+
+    Else they gather logits. The rule reads the draft's probabilities where they are: so both do, on the same ranks, or
+    neither. Only for chains without top-k, top-p and min-p, of a target that is cut by tensors.
+
+    Args:
+        layout: of a replica.
+        rule: its name.
+        is_certain: the rule reads no probabilities of the draft.
+        num_scored: positions that a round scores, of all rows.
+        vocab_size: of the target.
+        draft_vocab_size: of the draft's model; None for one that drafts among other tokens, or by no model.
+    """
+    record = rule_of(rule)
+    if layout.splits_batch or 4 * num_scored * vocab_size < LEAST_SHARED_BYTES:
+        return False, False
+    block = tokens_of_a_block(vocab_size)
+
+    def is_cut(ranks: tuple[int, ...]) -> bool:
+        return len(ranks) > 1 and all(
+            part.start % block == 0 and part for part in vocabulary_parts(vocab_size, len(ranks))
+        )
+
+    reads_probs = record.needs_probs and bool(layout.draft_ranks) and not is_certain
+    are_together = layout.draft_ranks == layout.target_ranks
+    draft = is_cut(layout.draft_ranks) and draft_vocab_size == vocab_size and not is_certain
+    target = is_cut(layout.target_ranks) and (record.over_shards or not record.needs_probs)
+    if reads_probs:
+        draft = target = draft and target and are_together
+    return target, draft
 
 
 def spec_of_plan(config: PlanConfig, hardware: HardwareConfig) -> PlanSpec:

@@ -49,12 +49,13 @@ from llama_ssp.architectures.engine import (
     OWN_SLOTS_PER_SLOT,
     OWN_SUM_BYTES,
     PREFILL_CHUNK,
+    SOFTMAX_TOKENS,
     WHOLE_LAYER_TOKENS,
     Kernels,
     short_size,
 )
 from llama_ssp.architectures.family import inventory
-from llama_ssp.architectures.matrices import Inventory, WholeParts
+from llama_ssp.architectures.matrices import Inventory, WholeParts, tokens_of_a_block, vocabulary_parts
 from llama_ssp.catalogue import Dtype
 from llama_ssp.machines.hardware import HardwareConfig, MeasuredSum
 from llama_ssp.planning.acceptance import (
@@ -101,7 +102,8 @@ UNPACKING_S = 0.8e-9
 class ModelPlacement:
     """A model on its ranks (GPUs if layer-wise), which all hold the parts in `whole`; a key of cached prices.
 
-    With `own_sums` the ranks sum what the program's kernel takes by it.
+    With `own_sums` the ranks sum what the program's kernel takes by it. They draw over `shards`, exchange the best
+    token of each if it `finds_best`, or gather logits.
     """
 
     model: PlannedModel
@@ -112,6 +114,7 @@ class ModelPlacement:
     whole: WholeParts = WholeParts.none
     finds_best: bool = False
     own_sums: bool = False
+    shards: "ShardDraws | None" = None
 
     def __hash__(self) -> int:
         """Computed once, since a search prices thousands of forwards."""
@@ -119,24 +122,28 @@ class ModelPlacement:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.model, self.kind, self.ranks, self.whole, self.finds_best, self.own_sums))
+        return hash((self.model, self.kind, self.ranks, self.whole, self.finds_best, self.own_sums, self.shards))
 
     def sum_bytes(self, tokens: int) -> int:
         """Bytes of a sum of the ranks, or of a residual that goes on to the next device."""
         return tokens * self.model.shape.hidden_size * DTYPE_BYTES[self.model.dtype]
 
-    def collectives(self, tokens: int, num_scored: int) -> tuple[int, int]:
-        """How many sums and gathers a forward has, and their bytes on each rank."""
+    def collectives(self, num_rows: int, num_positions: int, num_scored: int) -> tuple[int, int]:
+        """How many sums and gathers a forward and its draws have, and their bytes on each rank."""
         if len(self.ranks) == 1 or self.kind is TargetKind.accelerate:
             return 0, 0
-        sums = self.shares[0].num_all_reduces
-        return sums + 1, sums * self.sum_bytes(tokens) + self.gathered_bytes(num_scored)
+        sums, of_draws = self.shares[0].num_all_reduces, self.draw_messages(num_rows, num_scored)
+        sum_bytes = self.sum_bytes(num_rows * num_positions)
+        return sums + len(of_draws), sums * sum_bytes + sum(of_draws)
 
-    def gathered_bytes(self, num_scored: int) -> int:
-        """What ranks gather of so many positions: all logits, or each rank's best token."""
+    def draw_messages(self, num_rows: int, num_scored: int) -> list[int]:
+        """The bytes of what ranks exchange of so many positions of each row: all logits, each rank's best, or sums."""
+        total, vocab_size, num_ranks = num_rows * num_scored, self.model.shape.vocab_size, len(self.ranks)
         if self.finds_best:
-            return num_scored * BEST_BYTES * len(self.ranks)
-        return num_scored * self.model.shape.vocab_size * DTYPE_BYTES[self.model.dtype]
+            return [total * BEST_BYTES * num_ranks]
+        if not self.shards:
+            return [total * vocab_size * DTYPE_BYTES[self.model.dtype]]
+        return self.shards.messages(num_rows, num_scored, parts=vocabulary_parts(vocab_size, num_ranks))
 
     @cached_property
     def shares(self) -> tuple[Inventory, ...]:
@@ -153,6 +160,35 @@ class ModelPlacement:
             return num_heads, num_kv_heads
         own = -(-num_kv_heads // num_ranks)
         return own * (num_heads // num_kv_heads) if num_ranks <= num_kv_heads else -(-num_heads // num_ranks), own
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardDraws:
+    """Draws over shards by a rule; see `sampling.shards`. `by_kernel` is whether Triton's softmax runs."""
+
+    rule: str
+    is_certain: bool
+    by_kernel: bool
+
+    def messages(self, num_rows: int, num_scored: int, *, parts: Sequence[range]) -> list[int]:
+        """Bytes of each message of the draws at so many positions of each row, those of a draft if there are several.
+
+        Ranks join peaks and sums of exponentials, then the sums of blocks and a token of each; a rule that compares
+        probabilities sums those of drafted tokens, and by blocks of them residuals.
+        """
+        total, record, vocab_size = num_rows * num_scored, rule_of(self.rule), parts[-1].stop
+        num_peaks = sum(-(-len(part) // SOFTMAX_TOKENS) for part in parts) if self.by_kernel else len(parts)
+        num_blocks = -(-vocab_size // tokens_of_a_block(vocab_size))
+        softmax, best, draw = total * BEST_BYTES * num_peaks, total * BEST_BYTES * len(parts), 2 * ID_BYTES * num_blocks
+        if record.draws_by_position:
+            return [softmax, best]
+        if not record.needs_probs:  # at temperature 0
+            return [best]
+        if num_scored == 1 or self.is_certain:
+            return [softmax, total * draw]
+        drafted = num_rows * (num_scored - 1)
+        of_residuals = [drafted * ID_BYTES] * record.keeps_all_rows
+        return [softmax, drafted * 2 * PROBABILITY_BYTES, *of_residuals, num_rows * draw]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +233,7 @@ def forward_time(
         + states_s,
         operators_s=(layers + _more_layers(placement, hardware, num_positions)) * _layer_s(placement, hardware, tokens)
         + frame_s,
-        collectives_s=_collectives_s(placement, hardware, tokens=tokens, scored=scored),
+        collectives_s=_collectives_s(placement, hardware, tokens=tokens, num_rows=batch_size, num_scored=num_scored),
     )
 
 
@@ -304,15 +340,18 @@ def _layer_s(placement: ModelPlacement, hardware: HardwareConfig, tokens: int) -
     return share * OPERATORS_PER_LAYER * hardware.launch_s
 
 
-def _collectives_s(placement: ModelPlacement, hardware: HardwareConfig, *, tokens: int, scored: int) -> float:
-    """All-reduces and the gather of logits; layer-wise, the hops of devices."""
+def _collectives_s(
+    placement: ModelPlacement, hardware: HardwareConfig, *, tokens: int, num_rows: int, num_scored: int
+) -> float:
+    """All-reduces, and the gather of logits or the messages of draws; layer-wise, the hops of devices."""
     if len(placement.ranks) == 1:
         return 0.0
     sum_bytes = placement.sum_bytes(tokens)
     if placement.kind is TargetKind.accelerate:
         return sum(message_s(hardware, neighbours, sum_bytes) for neighbours in pairwise(placement.ranks))
     reduce_s = all_reduce_s(hardware, placement.ranks, sum_bytes, is_own=placement.own_sums)
-    gather_s = all_reduce_s(hardware, placement.ranks, placement.gathered_bytes(scored) / 2)
+    of_draws = placement.draw_messages(num_rows, num_scored)
+    gather_s = sum(all_reduce_s(hardware, placement.ranks, num_bytes / 2) for num_bytes in of_draws)
     return placement.shares[0].num_all_reduces * reduce_s + gather_s
 
 
@@ -458,6 +497,11 @@ _placement = lru_cache(maxsize=1024)(ModelPlacement)
 """A search places the same target with every draft, and prices the forwards of one placement once."""
 
 
+def _num_parts(placement: ModelPlacement) -> int:
+    """Among how many ranks the numbers of a draw are shared out."""
+    return len(placement.ranks) if placement.shards else 1
+
+
 class CostModel:
     """Prices the pieces of one spec on one machine."""
 
@@ -471,11 +515,19 @@ class CostModel:
                 kind=kind, ranks=ranks, own_sums=is_own, cuda_graphs=spec.cuda_graphs, kernels=spec.kernels, **of_model
             )
 
+        of_shards = ShardDraws(
+            rule=spec.rule, is_certain=spec.is_certain or not spec.draft, by_kernel=spec.device == "cuda"
+        )
+        of_target, of_own_draft = (of_shards if is_cut else None for is_cut in spec.draws_over_shards)
         finds_best = spec.takes_best and spec.target_kind is TargetKind.tensor
-        self.target = place(model=spec.target, kind=spec.target_kind, ranks=spec.target_devices, finds_best=finds_best)
+        self.target = place(
+            model=spec.target, kind=spec.target_kind, ranks=spec.target_devices, finds_best=finds_best, shards=of_target
+        )
         ranks = spec.draft_ranks[:1] if spec.draft_kind is DraftLayout.replicated else spec.draft_ranks
         of_draft = partial(place, kind=TargetKind.tensor, ranks=ranks, whole=spec.draft_whole)
-        self.draft = of_draft(model=spec.draft, finds_best=spec.draft_finds_best) if spec.draft else None
+        self.draft = None
+        if spec.draft:
+            self.draft = of_draft(model=spec.draft, finds_best=spec.draft_finds_best, shards=of_own_draft)
         self._middle = spec.prompt_tokens + spec.max_new_tokens // 2
         self._bucket = bucket_of(self._middle + spec.round_positions, spec.num_slots, hardware)
         self._draft_bucket = self._bucket
@@ -513,7 +565,7 @@ class CostModel:
         ]
         for placement, number in forwards:
             rows = self._rows_of(placement)
-            sent.append(placement.collectives(rows * number, rows * (number if placement is self.target else 1)))
+            sent.append(placement.collectives(rows, number, number if placement is self.target else 1))
         return sum(number for number, _ in sent), sum(num_bytes for _, num_bytes in sent)
 
     def _rows_of(self, placement: ModelPlacement) -> int:
@@ -550,15 +602,16 @@ class CostModel:
     def draw_s(self, placement: ModelPlacement) -> float:
         """Drawing a token from the logits of each row."""
         numbers = self._rows_of(placement) * self.spec.target.shape.vocab_size
-        return self._kernels_s(self.spec.kernels.draw, RULE_PASSES, numbers)
+        return self._kernels_s(self.spec.kernels.draw, RULE_PASSES, numbers / _num_parts(placement))
 
     def rule_s(self, num_positions: int) -> float:
         """The rule on `num_positions` of each row that a rank verifies."""
         numbers = self._rows_of(self.draft or self.target) * num_positions * self.spec.target.shape.vocab_size
         rule = rule_of(self.spec.rule)
-        return self._kernels_s(self.spec.kernels.verify + rule.more_kernels, RULE_PASSES + rule.more_passes, numbers)
+        num_kernels, num_passes = self.spec.kernels.verify + rule.more_kernels, RULE_PASSES + rule.more_passes
+        return self._kernels_s(num_kernels, num_passes, numbers / _num_parts(self.target))
 
-    def _kernels_s(self, num_kernels: int, num_passes: int, numbers: int) -> float:
+    def _kernels_s(self, num_kernels: int, num_passes: int, numbers: float) -> float:
         """Kernels that together make `num_passes` over fp32 numbers."""
         launch_s = self.hardware.kernel_s if self.spec.cuda_graphs else self.hardware.launch_s
         return num_kernels * launch_s + num_passes * 4 * numbers / self.hardware.read_bytes_per_s

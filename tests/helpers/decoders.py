@@ -22,6 +22,7 @@ from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round
 from llama_ssp.speculate.engine.state import BatchState, Request
 from llama_ssp.speculate.engine.verifier import Verifier
 from llama_ssp.speculate.sampling.rules import Rule, make_rule
+from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.trees import Tree
 from tests.helpers.recorded import WatchedGraphs
 
@@ -44,6 +45,7 @@ def make_decoder(  # noqa: PLR0913
     taps: Taps | None = None,
     tree: Tree | None = None,
     limit: DraftLimit | None = None,
+    shard: Shard = WHOLE,
 ) -> Decoder:
     """A decoder of one rank (or of `comm`) over two runners, or over one and the drafter that is made for its rule.
 
@@ -51,7 +53,8 @@ def make_decoder(  # noqa: PLR0913
     `replay`.
     """
     comm = comm or Comm.single()
-    rule = make_rule(sampling or SamplingConfig(temperature=temperature), VerificationConfig(rule=rule_name))
+    verification = VerificationConfig(rule=rule_name)
+    rule = make_rule(sampling or SamplingConfig(temperature=temperature), verification, shard=shard)
     device = torch.device(target.device)
     drafters: list[Drafter] = [make_drafter(rule)] if make_drafter else []
     num_draft_tokens = tree.num_drafted if tree else num_draft_tokens

@@ -35,10 +35,10 @@ from llama_ssp.models.llama.attention import (
 from llama_ssp.models.llama.layer import Layer, NormedProduct, Stream, added
 from llama_ssp.models.llama.table import EMBEDDING, OUTPUT, rotary_of
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
-from llama_ssp.models.runner import Pieces, TreePlaces, best_of, masks_of, nearest
-from llama_ssp.models.tensor_parallel import embed
+from llama_ssp.models.runner import Pieces, TreePlaces, masks_of, nearest
+from llama_ssp.models.tensor_parallel import embed, own_part
 from llama_ssp.models.weights import Weights
-from llama_ssp.ranks.comms import Comm
+from llama_ssp.ranks.comms import Comm, best_of
 
 
 class LeanRunner(CachedRunner):
@@ -145,12 +145,10 @@ class LeanRunner(CachedRunner):
             )  # fmt: skip
             self._varlen = attempt(both, instead="continuing with torch's attention in rounds too") or self._varlen
 
-    def allocate(self, *, batch_size: int, capacity: int, finds_best: bool = False, num_rolled_back: int = 0) -> None:
+    def allocate(self, *, batch_size: int, capacity: int, **how: Any) -> None:  # noqa: ANN401 - of `Runner`
         """See `Runner.allocate`."""
         known = self.num_allocations
-        super().allocate(
-            batch_size=batch_size, capacity=capacity, finds_best=finds_best, num_rolled_back=num_rolled_back
-        )
+        super().allocate(batch_size=batch_size, capacity=capacity, **how)
         if self.num_allocations > known:
             assert self._cache is not None
             num_slots = self._cache.num_slots
@@ -199,7 +197,7 @@ class LeanRunner(CachedRunner):
         return embed(ids_M, self._embedding_VE, self._own_ids, self._comm)
 
     def _scored(self, stream: Stream, batch_size: int, score_positions_BR: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The hidden states (B, R, E) of the scored positions, and their logits (B, R, V) or `best_of` them."""
+        """The hidden states (B, R, E) of the scored positions, and their logits (B, R, V); see `Runner.allocate`."""
         if score_positions_BR is not None:
             x_BTE = added(stream).view(batch_size, -1, self._width)
             x_BRE = x_BTE.gather(1, score_positions_BR[..., None].expand(-1, -1, self._width))
@@ -207,6 +205,8 @@ class LeanRunner(CachedRunner):
         x_ME, logits_MV = self._head(stream)
         if self.finds_best:
             found = best_of(logits_MV, first=sum(self._head_sizes[: self._comm.rank]), comm=self._comm)
+        elif self.keeps_own:
+            found = own_part(logits_MV, self.vocab_size, self._comm).float()
         else:
             found = self._comm.all_gather_last(logits_MV, self._head_sizes).float()
         return x_ME.view(batch_size, -1, self._width), found.view(batch_size, -1, found.shape[-1])

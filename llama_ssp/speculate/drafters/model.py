@@ -99,7 +99,7 @@ class ModelDrafter(StepwiseDrafter):
 
     def _widened(self, logits: Tensor) -> Tensor:
         missing = self.vocab_size - logits.shape[-1]
-        is_whole = self._rule.reads_best or not missing
+        is_whole = self._rule.reads_best or not self._rule.shard.is_whole or not missing
         return logits if is_whole else pad(logits, (0, missing), value=float("-inf"))
 
     def _known(self, ids: Tensor) -> Tensor:
