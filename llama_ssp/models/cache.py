@@ -27,7 +27,7 @@ from transformers.cache_utils import Cache
 from llama_ssp.architectures.family import num_positions, record_of, with_slots
 from llama_ssp.kernels.rows import KeptRows, rows_of
 from llama_ssp.models.states import LayerState, StateCache, StateView
-from llama_ssp.ranks.comms import Comm
+from llama_ssp.ranks.comms import Comm, Reads
 from llama_ssp.storage.formats import OWN_DTYPE
 from llama_ssp.workspaces import PerBucket, Workspace
 
@@ -353,7 +353,7 @@ class CachedRunner:
     Attributes:
         uses_masks: attention takes masks; they are made with the cache.
         layer_states: what recurrent layers keep.
-        finds_best, keeps_own: see `Runner.allocate`.
+        reads: see `Runner.allocate`.
     """
 
     is_invariant = False
@@ -362,7 +362,7 @@ class CachedRunner:
     reads_by_length = False
     packs_prompts = False
     uses_masks = True
-    finds_best = keeps_own = False
+    reads = Reads.all
     experts_read_3: Tensor | None = None
 
     def __init__(self, config: PretrainedConfig, parameter: Tensor, *, cache_dtype: str = OWN_DTYPE) -> None:
@@ -379,13 +379,10 @@ class CachedRunner:
         self._cache: StaticCache | None = None
         self._states: StateCache | None = None
 
-    def allocate(
-        self, *, batch_size: int, capacity: int, finds_best: bool = False, keeps_own: bool = False,
-        num_rolled_back: int = 0,
-    ) -> None:  # fmt: skip
+    def allocate(self, *, batch_size: int, capacity: int, reads: Reads = Reads.all, num_rolled_back: int = 0) -> None:
         """See `Runner.allocate`."""
         self.num_uses += 1
-        self.finds_best, self.keeps_own = finds_best, keeps_own
+        self.reads = reads
         self._allocate_states(batch_size=batch_size, num_kept=num_rolled_back + 1)
         before = self._cache
         if before and before.num_rows == batch_size and before.num_slots >= capacity:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.cache import Taps
+from llama_ssp.ranks.comms import Reads
 
 
 class Pieces(NamedTuple):
@@ -106,15 +107,12 @@ class Runner(Protocol):
     keeps_states: bool
     experts_read_3: Tensor | None
 
-    def allocate(
-        self, *, batch_size: int, capacity: int, finds_best: bool = False, keeps_own: bool = False,
-        num_rolled_back: int = 0,
-    ) -> None:  # fmt: skip
+    def allocate(self, *, batch_size: int, capacity: int, reads: Reads = Reads.all, num_rolled_back: int = 0) -> None:
         """Allocate a cache for `batch_size` rows of `capacity` tokens, unless the current one suffices.
 
         A larger one for as many rows holds what the current one does, but for states. Forwards up to the next call
-        return `best_of` their logits if `finds_best`, and those of this rank's `vocabulary_parts` if `keeps_own`; the
-        next one of a row may begin up to `num_rolled_back` tokens before the end of those that it holds.
+        return what the caller `reads` of their logits; the next one of a row may begin up to `num_rolled_back` tokens
+        before the end of those that it holds.
         """
 
     def forward(  # noqa: PLR0913 - all that a forward may need
@@ -176,10 +174,7 @@ class Head(Protocol):
     reads_by_length: bool
     keeps_states: bool
 
-    def allocate(
-        self, *, batch_size: int, capacity: int, finds_best: bool = False, keeps_own: bool = False,
-        num_rolled_back: int = 0,
-    ) -> None:  # fmt: skip
+    def allocate(self, *, batch_size: int, capacity: int, reads: Reads = Reads.all, num_rolled_back: int = 0) -> None:
         """See `Runner.allocate`."""
 
     def hidden_of(self, taps_BTX: Tensor) -> Tensor:

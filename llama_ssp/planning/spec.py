@@ -252,14 +252,13 @@ class PlanSpec:
     @cached_property
     def draws_over_shards(self) -> tuple[bool, bool]:
         """See the function."""
-        gathers = self.target_kind is not TargetKind.tensor or self.overlap or self.takes_best
-        if gathers or self.truncates or self.tree:
+        gathers = self.target_kind is not TargetKind.tensor or self.truncates or self.takes_best
+        if gathers or self.tree or self.overlap:
             return False, False
-        has_own = self.draft is None or self.has_head or self.own_tokenizer
+        draft = None if self.has_head or self.own_tokenizer else self.draft
         return draws_over_shards(
             self.layout, rule=self.rule, is_certain=self.is_certain, num_scored=self.batch_size * self.round_positions,
-            vocab_size=self.target.shape.vocab_size,
-            draft_vocab_size=None if has_own or self.draft is None else self.draft.shape.vocab_size,
+            vocab_size=self.target.shape.vocab_size, draft_vocab_size=draft.shape.vocab_size if draft else None,
         )  # fmt: skip
 
     @property
@@ -438,7 +437,7 @@ def make_spec(
         temperature=temperature,
         rule=config.verification.rule if temperature > 0 else AT_ZERO,
         counts_tokens=config.sampling.penalizes,
-        truncates=config.sampling.truncates and temperature > 0,
+        truncates=config.sampling.truncates,
         scores_texts=config.scores_texts,
         batch_size=config.batch_size,
         prompt_tokens=prompt_tokens,
@@ -454,33 +453,28 @@ def draws_over_shards(
 ) -> tuple[bool, bool]:
     """Whether the ranks of the target, and those of the draft, draw over shards of the vocabulary (`sampling.shards`).
 
-    Else they gather logits. The rule reads the draft's probabilities where they are: so both do, on the same ranks, or
-    neither. Only for chains without top-k, top-p and min-p, of a target that is cut by tensors.
+    Else they gather logits. A rule that reads the draft's probabilities reads them where they are, so that both draw
+    over shards, on the same ranks, or neither. Only for chains without top-k, top-p and min-p.
 
     Args:
-        layout: of a replica.
+        layout: of a replica whose target is cut by tensors.
         rule: its name.
-        is_certain: the rule reads no probabilities of the draft.
+        is_certain: no rule reads probabilities of the draft.
         num_scored: positions that a round scores, of all rows.
         vocab_size: of the target.
-        draft_vocab_size: of the draft's model; None for one that drafts among other tokens, or by no model.
+        draft_vocab_size: of the draft's model; None for one that draws among other tokens, or no model.
     """
-    record = rule_of(rule)
+    record, block = rule_of(rule), tokens_of_a_block(vocab_size)
     if layout.splits_batch or 4 * num_scored * vocab_size < LEAST_SHARED_BYTES:
         return False, False
-    block = tokens_of_a_block(vocab_size)
-
-    def is_cut(ranks: tuple[int, ...]) -> bool:
-        return len(ranks) > 1 and all(
-            part.start % block == 0 and part for part in vocabulary_parts(vocab_size, len(ranks))
-        )
-
-    reads_probs = record.needs_probs and bool(layout.draft_ranks) and not is_certain
-    are_together = layout.draft_ranks == layout.target_ranks
-    draft = is_cut(layout.draft_ranks) and draft_vocab_size == vocab_size and not is_certain
-    target = is_cut(layout.target_ranks) and (record.over_shards or not record.needs_probs)
-    if reads_probs:
-        draft = target = draft and target and are_together
+    target, draft = (
+        len(ranks) > 1 and not any(part.start % block for part in vocabulary_parts(vocab_size, len(ranks)))
+        for ranks in (layout.target_ranks, layout.draft_ranks)
+    )
+    target = target and (record.over_shards or not record.needs_probs)
+    draft = draft and draft_vocab_size == vocab_size and not is_certain
+    if record.needs_probs and layout.draft_ranks and not is_certain:
+        target = draft = target and draft and layout.draft_ranks == layout.target_ranks
     return target, draft
 
 

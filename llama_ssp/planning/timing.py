@@ -68,7 +68,7 @@ from llama_ssp.planning.acceptance import (
 )
 from llama_ssp.planning.memory import bucket_of, rank_shares, step_bytes
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
-from llama_ssp.settings.rules import rule_of
+from llama_ssp.settings.rules import AT_ZERO, rule_of
 from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, TargetKind
 from llama_ssp.storage.formats import NO_QUANTIZATION, StorageFormat, format_of
 
@@ -98,12 +98,20 @@ UNPACKING_S = 0.8e-9
 """Time in which bitsandbytes 0.50 unpacks a weight on one core: 0.44 ns in caches, 0.73 in 16 MiB, more beyond."""
 
 
+class Draws(NamedTuple):
+    """How ranks that share a model draw by a rule without gathering logits: over shards, or the best token of each."""
+
+    rule: str
+    is_certain: bool = False
+    by_kernel: bool = False  # Triton's softmax has several peaks a rank.
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelPlacement:
     """A model on its ranks (GPUs if layer-wise), which all hold the parts in `whole`; a key of cached prices.
 
-    With `own_sums` the ranks sum what the program's kernel takes by it. They draw over `shards`, exchange the best
-    token of each if it `finds_best`, or gather logits.
+    With `own_sums` the ranks sum what the program's kernel takes by it. Without `draws`
+    they gather logits.
     """
 
     model: PlannedModel
@@ -112,9 +120,8 @@ class ModelPlacement:
     cuda_graphs: bool
     kernels: Kernels = ENGINE_KERNELS
     whole: WholeParts = WholeParts.none
-    finds_best: bool = False
     own_sums: bool = False
-    shards: "ShardDraws | None" = None
+    draws: Draws | None = None
 
     def __hash__(self) -> int:
         """Computed once, since a search prices thousands of forwards."""
@@ -122,7 +129,7 @@ class ModelPlacement:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.model, self.kind, self.ranks, self.whole, self.finds_best, self.own_sums, self.shards))
+        return hash((self.model, self.kind, self.ranks, self.whole, self.own_sums, self.draws))
 
     def sum_bytes(self, tokens: int) -> int:
         """Bytes of a sum of the ranks, or of a residual that goes on to the next device."""
@@ -137,13 +144,32 @@ class ModelPlacement:
         return sums + len(of_draws), sums * sum_bytes + sum(of_draws)
 
     def draw_messages(self, num_rows: int, num_scored: int) -> list[int]:
-        """The bytes of what ranks exchange of so many positions of each row: all logits, each rank's best, or sums."""
-        total, vocab_size, num_ranks = num_rows * num_scored, self.model.shape.vocab_size, len(self.ranks)
-        if self.finds_best:
-            return [total * BEST_BYTES * num_ranks]
-        if not self.shards:
+        """Bytes of each message of the draws at so many positions of each row, of which the first ones are drafted.
+
+        All logits; or peaks and sums of exponentials, the probabilities of drafted tokens and the residuals of a rule
+        that compares them, and the sums of blocks with a token of each; or each rank's best token.
+        """
+        total, vocab_size, draws = num_rows * num_scored, self.model.shape.vocab_size, self.draws
+        if draws is None:
             return [total * vocab_size * DTYPE_BYTES[self.model.dtype]]
-        return self.shards.messages(num_rows, num_scored, parts=vocabulary_parts(vocab_size, num_ranks))
+        record, best = rule_of(draws.rule), total * BEST_BYTES * len(self.ranks)
+        if draws.rule == AT_ZERO:
+            return [best]
+        parts = vocabulary_parts(vocab_size, len(self.ranks))
+        num_peaks = sum(-(-len(part) // SOFTMAX_TOKENS) if draws.by_kernel else 1 for part in parts)
+        softmax, of_row = total * BEST_BYTES * num_peaks, 2 * ID_BYTES * -(-vocab_size // tokens_of_a_block(vocab_size))
+        if record.draws_by_position:
+            return [softmax, best]
+        if num_scored == 1 or draws.is_certain:
+            return [softmax, total * of_row]
+        num_drafted = num_rows * (num_scored - 1)
+        residuals = [num_drafted * ID_BYTES] * record.keeps_all_rows
+        return [softmax, num_drafted * 2 * PROBABILITY_BYTES, *residuals, num_rows * of_row]
+
+    @property
+    def num_drawn_parts(self) -> int:
+        """Among how many ranks the numbers of a draw are shared out."""
+        return len(self.ranks) if self.draws and self.draws.rule != AT_ZERO else 1
 
     @cached_property
     def shares(self) -> tuple[Inventory, ...]:
@@ -160,35 +186,6 @@ class ModelPlacement:
             return num_heads, num_kv_heads
         own = -(-num_kv_heads // num_ranks)
         return own * (num_heads // num_kv_heads) if num_ranks <= num_kv_heads else -(-num_heads // num_ranks), own
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardDraws:
-    """Draws over shards by a rule; see `sampling.shards`. `by_kernel` is whether Triton's softmax runs."""
-
-    rule: str
-    is_certain: bool
-    by_kernel: bool
-
-    def messages(self, num_rows: int, num_scored: int, *, parts: Sequence[range]) -> list[int]:
-        """Bytes of each message of the draws at so many positions of each row, those of a draft if there are several.
-
-        Ranks join peaks and sums of exponentials, then the sums of blocks and a token of each; a rule that compares
-        probabilities sums those of drafted tokens, and by blocks of them residuals.
-        """
-        total, record, vocab_size = num_rows * num_scored, rule_of(self.rule), parts[-1].stop
-        num_peaks = sum(-(-len(part) // SOFTMAX_TOKENS) for part in parts) if self.by_kernel else len(parts)
-        num_blocks = -(-vocab_size // tokens_of_a_block(vocab_size))
-        softmax, best, draw = total * BEST_BYTES * num_peaks, total * BEST_BYTES * len(parts), 2 * ID_BYTES * num_blocks
-        if record.draws_by_position:
-            return [softmax, best]
-        if not record.needs_probs:  # at temperature 0
-            return [best]
-        if num_scored == 1 or self.is_certain:
-            return [softmax, total * draw]
-        drafted = num_rows * (num_scored - 1)
-        of_residuals = [drafted * ID_BYTES] * record.keeps_all_rows
-        return [softmax, drafted * 2 * PROBABILITY_BYTES, *of_residuals, num_rows * draw]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -497,11 +494,6 @@ _placement = lru_cache(maxsize=1024)(ModelPlacement)
 """A search places the same target with every draft, and prices the forwards of one placement once."""
 
 
-def _num_parts(placement: ModelPlacement) -> int:
-    """Among how many ranks the numbers of a draw are shared out."""
-    return len(placement.ranks) if placement.shards else 1
-
-
 class CostModel:
     """Prices the pieces of one spec on one machine."""
 
@@ -515,19 +507,15 @@ class CostModel:
                 kind=kind, ranks=ranks, own_sums=is_own, cuda_graphs=spec.cuda_graphs, kernels=spec.kernels, **of_model
             )
 
-        of_shards = ShardDraws(
-            rule=spec.rule, is_certain=spec.is_certain or not spec.draft, by_kernel=spec.device == "cuda"
-        )
-        of_target, of_own_draft = (of_shards if is_cut else None for is_cut in spec.draws_over_shards)
-        finds_best = spec.takes_best and spec.target_kind is TargetKind.tensor
-        self.target = place(
-            model=spec.target, kind=spec.target_kind, ranks=spec.target_devices, finds_best=finds_best, shards=of_target
-        )
+        best, over_target, over_draft = Draws(AT_ZERO), *spec.draws_over_shards
+        over = Draws(spec.rule, spec.is_certain or not spec.draft, spec.device == "cuda")
+        takes_best = spec.takes_best and spec.target_kind is TargetKind.tensor
+        of_target = best if takes_best else over if over_target else None
+        self.target = place(model=spec.target, kind=spec.target_kind, ranks=spec.target_devices, draws=of_target)
         ranks = spec.draft_ranks[:1] if spec.draft_kind is DraftLayout.replicated else spec.draft_ranks
         of_draft = partial(place, kind=TargetKind.tensor, ranks=ranks, whole=spec.draft_whole)
-        self.draft = None
-        if spec.draft:
-            self.draft = of_draft(model=spec.draft, finds_best=spec.draft_finds_best, shards=of_own_draft)
+        draws = best if spec.draft_finds_best else over if over_draft else None
+        self.draft = of_draft(model=spec.draft, draws=draws) if spec.draft else None
         self._middle = spec.prompt_tokens + spec.max_new_tokens // 2
         self._bucket = bucket_of(self._middle + spec.round_positions, spec.num_slots, hardware)
         self._draft_bucket = self._bucket
@@ -602,14 +590,14 @@ class CostModel:
     def draw_s(self, placement: ModelPlacement) -> float:
         """Drawing a token from the logits of each row."""
         numbers = self._rows_of(placement) * self.spec.target.shape.vocab_size
-        return self._kernels_s(self.spec.kernels.draw, RULE_PASSES, numbers / _num_parts(placement))
+        return self._kernels_s(self.spec.kernels.draw, RULE_PASSES, numbers / placement.num_drawn_parts)
 
     def rule_s(self, num_positions: int) -> float:
         """The rule on `num_positions` of each row that a rank verifies."""
         numbers = self._rows_of(self.draft or self.target) * num_positions * self.spec.target.shape.vocab_size
         rule = rule_of(self.spec.rule)
         num_kernels, num_passes = self.spec.kernels.verify + rule.more_kernels, RULE_PASSES + rule.more_passes
-        return self._kernels_s(num_kernels, num_passes, numbers / _num_parts(self.target))
+        return self._kernels_s(num_kernels, num_passes, numbers / self.target.num_drawn_parts)
 
     def _kernels_s(self, num_kernels: int, num_passes: int, numbers: float) -> float:
         """Kernels that together make `num_passes` over fp32 numbers."""

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from enum import Enum
 from typing import Protocol, Self
 
 import torch
@@ -247,6 +248,14 @@ class Comm:
             if self.device.type == "cuda":  # waits for the device end earlier, unless another host is at work
                 nccl = self.group._get_backend(self.device)
                 nccl._set_default_timeout(timedelta(seconds=seconds + MOST_WORK_S))
+
+
+class Reads(Enum):
+    """What is read of a model's logits on each of its ranks."""
+
+    all = "all, gathered"
+    best = "`best_of` them"
+    own = "those of this rank's `vocabulary_parts`"
 
 
 def best_of(logits: Tensor, *, first: int = 0, comm: Comm | None = None) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import Pieces, TreePlaces
 from llama_ssp.models.tensor_parallel import own_part
-from llama_ssp.ranks.comms import Comm, best_of
+from llama_ssp.ranks.comms import Comm, Reads, best_of
 from llama_ssp.workspaces import PerBucket, Workspace
 
 NUM_CLOCK_PHASES = 5
@@ -64,13 +64,12 @@ class PrefixRunner:
         *,
         batch_size: int,
         capacity: int,
-        finds_best: bool = False,
-        keeps_own: bool = False,
+        reads: Reads = Reads.all,
         num_rolled_back: int = 0,  # noqa: ARG002
     ) -> None:
         """Make a larger cache, in which rubbish follows what is held, as in a reused one."""
         self.num_uses += 1
-        self.finds_best, self.keeps_own = finds_best, keeps_own
+        self.reads = reads
         before = self.slots.cache
         if before.shape[0] == batch_size and before.shape[1] >= capacity:
             return
@@ -108,9 +107,9 @@ class PrefixRunner:
         if score_positions_BR is not None:
             hidden_BTD = hidden_BTD.gather(1, score_positions_BR[..., None].expand(-1, -1, 8))
         logits_BRV = (hidden_BTD @ self.head).float()
-        if self.keeps_own:
+        if self.reads is Reads.own:
             return own_part(logits_BRV, self.vocab_size, self.comm)
-        return best_of(logits_BRV) if self.finds_best else logits_BRV
+        return best_of(logits_BRV) if self.reads is Reads.best else logits_BRV
 
     def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
         """See `models.runner.Runner.move`."""

@@ -38,7 +38,7 @@ from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.runner import Pieces, TreePlaces, masks_of, nearest
 from llama_ssp.models.tensor_parallel import embed, own_part
 from llama_ssp.models.weights import Weights
-from llama_ssp.ranks.comms import Comm, best_of
+from llama_ssp.ranks.comms import Comm, Reads, best_of
 
 
 class LeanRunner(CachedRunner):
@@ -203,9 +203,9 @@ class LeanRunner(CachedRunner):
             x_BRE = x_BTE.gather(1, score_positions_BR[..., None].expand(-1, -1, self._width))
             stream = x_BRE.flatten(0, 1), None
         x_ME, logits_MV = self._head(stream)
-        if self.finds_best:
+        if self.reads is Reads.best:
             found = best_of(logits_MV, first=sum(self._head_sizes[: self._comm.rank]), comm=self._comm)
-        elif self.keeps_own:
+        elif self.reads is Reads.own:
             found = own_part(logits_MV, self.vocab_size, self._comm).float()
         else:
             found = self._comm.all_gather_last(logits_MV, self._head_sizes).float()

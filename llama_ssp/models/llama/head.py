@@ -29,7 +29,7 @@ from llama_ssp.models.llama.layer import Layer, Stream
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.runner import TreePlaces
 from llama_ssp.models.weights import Weights
-from llama_ssp.ranks.comms import Comm
+from llama_ssp.ranks.comms import Comm, Reads
 from llama_ssp.weights.head import HeadSource
 from llama_ssp.weights.mtp import MtpSource
 
@@ -134,7 +134,7 @@ class PairRunner(LeanRunner):
             hidden_BRE = self._norm(hidden_BRE)
         if self._token_ids_D is None:
             return hidden_BRE, logits_BRD
-        if self.finds_best:
+        if self.reads is Reads.best:
             largest_BR1, ids_BR1 = logits_BRD.split(1, dim=-1)
             return hidden_BRE, torch.cat([largest_BR1, self._token_ids_D[ids_BR1.long()].float()], dim=-1)
         nowhere_BRV = logits_BRD.new_full((*logits_BRD.shape[:2], self.num_token_ids), float("-inf"))

@@ -143,7 +143,7 @@ class Round:
         self._batch_size = batch_size
         self.target.allocate(
             batch_size=batch_size, capacity=num_slots, num_rolled_back=self.max_tokens_per_round - 1,
-            **self.verifier.rule.reads,
+            reads=self.verifier.rule.reads,
         )  # fmt: skip
         if self.taps:
             self.taps.allocate(batch_size=batch_size, num_slots=num_slots)

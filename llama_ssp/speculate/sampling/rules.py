@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from llama_ssp.errors import ConfigError
+from llama_ssp.ranks.comms import Reads
 from llama_ssp.settings.rules import at_every_temperature, rule_of
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.sampling.context import Context, Penalty, penalty
@@ -219,11 +220,11 @@ class Rule:
             winner is drawn from the probabilities (the exponential race, or Gumbel-max). A drafted token is accepted
             if it wins the target's race too, so the text is the same for every draft, and without one.
             Source: Daliri et al. 2024, arXiv:2408.07978.
-        reads_best: a rule that takes the largest logit reads `ranks.comms.best_of` them instead, for which ranks that
-            share a model exchange two numbers.
+        reads_best: a rule that takes the largest logit reads `Reads.best` alone, if `shard` is whole.
         shard: of the logits, probabilities and scores of this rank.
 
     Attributes:
+        reads: what it reads of a model's logits.
         needs_context: `draw` and `process` need the context of their positions.
         takes_best: a token is the one with the largest score.
     """
@@ -239,15 +240,10 @@ class Rule:
         shard: Shard = WHOLE,
     ) -> None:
         self._process, self._verify, self._penalize, self._races = process, verify, penalize, races
-        self.reads_best, self.shard = reads_best, shard
-        self._has_best = reads_best or (verify is None and not shard.is_whole)
+        self.shard, self._has_best = shard, reads_best or (verify is None and not shard.is_whole)
+        self.reads = Reads.own if not shard.is_whole else Reads.best if reads_best else Reads.all
         self.needs_context = races or penalize is not None
         self.takes_best = verify is None
-
-    @property
-    def reads(self) -> dict[str, bool]:
-        """What it reads of a model instead of logits; arguments of `Runner.allocate`."""
-        return {"finds_best": self.reads_best, "keeps_own": not self.shard.is_whole}
 
     def draw(
         self, logits_BV: Tensor, uniforms_BP: Tensor, context: Context | None = None

@@ -131,7 +131,6 @@ def test_the_kernels_of_a_draw_need_no_stack(capability: int, vocab_size: int) -
         "sums": "*i64",
         "uniforms": "*fp64",
         "ids": "*i64",
-        "found": "*i64",
         "units": "fp32",
         "scale": "fp32",
     }
@@ -141,8 +140,7 @@ def test_the_kernels_of_a_draw_need_no_stack(capability: int, vocab_size: int) -
     for kernel, num_warps, constants in (
         (draw_gpu.block_peaks, 4, {"TOKENS": 1024}),
         (draw_gpu.block_probs, 4, {"TOKENS": 1024, "BLOCKS": 128}),
-        (draw_gpu.sum_blocks, 1, {"TOKENS": tokens}),
-        (draw_gpu.draw_blocks, 1, {"TOKENS": tokens}),
+        *[(draw_gpu.sum_blocks, 1, {"TOKENS": tokens, "DRAWS": draws}) for draws in (False, True)],
         (draw_gpu.pick_token, 4, {"TOKENS": tokens, "BLOCKS": blocks}),
     ):
         uneven = ["uniforms", "num_blocks"]

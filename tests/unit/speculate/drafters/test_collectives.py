@@ -18,7 +18,7 @@ from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.planning import spec as planning
 from llama_ssp.planning.spec import planned_model
-from llama_ssp.planning.timing import CostModel, ModelPlacement, ShardDraws, round_messages
+from llama_ssp.planning.timing import CostModel, Draws, ModelPlacement, round_messages
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import DraftLayout, SamplingConfig, TargetKind, VerificationConfig
 from llama_ssp.speculate.drafters.model import ModelDrafter
@@ -121,8 +121,8 @@ def test_ranks_draft_as_one_does_with_the_collectives_that_are_planned(
         assert ids_BK.tolist() == wanted.tolist()
     model = planned_model(ModelConfig(name="one", path=str(tmp_path), dtype=Dtype.fp32), device="cpu")
     placement = ModelPlacement(
-        model=model, kind=TargetKind.tensor, ranks=(*range(num_ranks),), cuda_graphs=False, finds_best=temperature == 0,
-        shards=ShardDraws(rule="speculative", is_certain=False, by_kernel=False) if is_cut else None,
+        model=model, kind=TargetKind.tensor, ranks=(*range(num_ranks),), cuda_graphs=False,
+        draws={"greedy": Draws("greedy"), "over shards": Draws("speculative")}.get(draws),
     )  # fmt: skip
     assert all(comm.gathered == placement.draw_messages(3, 1) * K for comm in comms)
     planned = inventory(inspect(tmp_path).shape).keeping(whole).num_all_reduces
@@ -135,7 +135,10 @@ def test_ranks_draft_as_one_does_with_the_collectives_that_are_planned(
 @pytest.mark.seconds
 @pytest.mark.parametrize(
     ("rule", "of_target", "of_draft"),
-    [("gathered", 1, 1), ("speculative", 3, 2), ("block", 4, 2), ("coupled", 2, 2), ("greedy", 1, 1), ("certain", 2, 0)],
+    [
+        ("gathered", 1, 1), ("speculative", 3, 2), ("block", 4, 2), ("coupled", 2, 2), ("greedy", 1, 1),
+        ("certain", 2, 0),
+    ],
 )  # fmt: skip
 def test_a_round_has_as_many_collectives_and_bytes_as_it_is_priced_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str, of_target: int, of_draft: int
@@ -164,7 +167,8 @@ def test_a_round_has_as_many_collectives_and_bytes_as_it_is_priced_with(
         target, draft = (ranks[comm.rank] for ranks in models)
         decoder = make_decoder(
             target, None if is_certain else draft, comm=comm, num_draft_tokens=K, batch_size=2, replay=False,
-            sampling=sampling, rule_name=rule_name, ngram=is_certain, shard=Shard(comm, VOCAB_SIZE) if is_cut else WHOLE,
+            sampling=sampling, rule_name=rule_name, ngram=is_certain,
+            shard=Shard(comm, VOCAB_SIZE) if is_cut else WHOLE,
         )  # fmt: skip
         step, counted = decoder.round.step, set[tuple[int, int]]()
 
