@@ -85,7 +85,7 @@ def config_of(
 def load_pair(config: RunConfig) -> Pair:
     """Make the models of a run in this process."""
     with start(device=config.device, timeout_s=60) as world:
-        return Pair(models=load_models(config, world, find_sources(config, world)), config=config)
+        return Pair(models=load_models(config, world, find_sources(config, world)), config=config, world=world)
 
 
 def make_decoder(

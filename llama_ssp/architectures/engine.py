@@ -38,6 +38,11 @@ OWN_SLOTS_PER_SLOT = 2
 STATE_VALUE_BYTES = 4  # Recurrent states are in fp32, whatever the model is in.
 
 
+def saves_states(num_slots: int) -> bool:
+    """Whether rows of so many slots have room for the state behind whole chunks of a prompt; see `engine.held`."""
+    return num_slots > PREFILL_CHUNK
+
+
 def kept_inputs(num_kept: int, width: int) -> int:
     """Inputs of a convolution over `width` tokens that a row keeps, to go back as far as its `num_kept` states.
 

@@ -53,6 +53,7 @@ class Family:
     biased_by: Mapping[str, Collection[str]] = field(default_factory=dict)
     norms_heads: bool = False  # query and key heads of a Llama kind are normed.
     is_head: bool = False  # it is no model, but a draft head that reads hidden states of its target.
+    in_one_pass: bool = False  # such a head drafts all tokens of a round in one forward.
     # maps a config of the library to the window of each layer in positions, its own included, None for a layer without
     # one; None if no layer has a sliding window.
     windows: Callable[[Any], tuple[int | None, ...]] | None = None

@@ -76,7 +76,7 @@ class OwnKernels:
     """Those of `between_gpu` that work on this device; None where the reference runs instead."""
 
     rotate_write: Callable[..., None] | None = None
-    add_norm: Callable[[Tensor, Tensor | None, Tensor, float], Tensor] | None = None
+    add_norm: Callable[..., Tensor] | None = None
     gated: Callable[[Tensor], Tensor] | None = None
 
 
@@ -101,6 +101,10 @@ def find_own_kernels(norm: RmsNorm, heads: Heads, head_norms: Sequence[RmsNorm],
         check("residual", x_ME, wanted_ME)
         check("norm", found_ME, norm(wanted_ME))
         check("norm", between_gpu.add_norm(x_ME, None, like, norm.eps), norm(wanted_ME))
+        ids_M = torch.tensor([4, 0, 3], device=like.device)
+        check(
+            "norm", between_gpu.add_norm(x_ME[:3].clone(), added_ME, like, norm.eps, ids_M=ids_M), norm(added_ME[ids_M])
+        )
         return between_gpu.add_norm
 
     def gate() -> Callable[..., Tensor]:

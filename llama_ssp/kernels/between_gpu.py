@@ -1,7 +1,7 @@
 """The parts between the products of a layer in Triton; `between` has the references, and chooses.
 
     rotate_write   the norms of heads, the rotary embedding, and the write to the cache, in its format
-    add_norm       the residual and the norm
+    add_norm       the residual, or the embedding of the first layer, and the norm
     gated          silu(gate) * up
 
 Shapes: B rows, T positions, M = B * T tokens, E embedding width, U MLP units, X heads, S positions, D head dim,
@@ -26,30 +26,39 @@ _UNITS_OF_A_PROGRAM = 1024
 
 @triton.jit  # type: ignore[untyped-decorator]
 def add_norm_kernel(  # type: ignore[no-untyped-def]
-    x, added, weight, normed, width, eps, WIDTH: tl.constexpr, PDL: tl.constexpr
+    x, added, ids, weight, normed, width, eps, WIDTH: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Add to one row of x, in place, if there is something to add, and normalize it."""
+    """Add to one row of x, in place, if there is something to add, and normalize it; with ids x is rows of `added`."""
     places = tl.arange(0, WIDTH)
     is_place = places < width
     row = tl.program_id(0).to(tl.int64) * width + places
     factors = tl.load(weight + places, mask=is_place, other=0.0).to(tl.float32)
     release(PDL)
     wait(PDL)
-    total = tl.load(x + row, mask=is_place, other=0.0)
+    if ids is not None:
+        total = tl.load(added + tl.load(ids + tl.program_id(0)) * width + places, mask=is_place, other=0.0)
+    else:
+        total = tl.load(x + row, mask=is_place, other=0.0)
+        if added is not None:
+            total += tl.load(added + row, mask=is_place, other=0.0)
     if added is not None:
-        total += tl.load(added + row, mask=is_place, other=0.0)
         tl.store(x + row, total, mask=is_place)
     exact = total.to(tl.float32)
     factor = tl.rsqrt(tl.sum(exact * exact, 0) / width + eps)
     tl.store(normed + row, (exact * factor * factors).to(total.dtype), mask=is_place)
 
 
-def add_norm(x_ME: Tensor, added_ME: Tensor | None, weight_E: Tensor, eps: float) -> Tensor:
-    """Add to x in place, if there is something to add, and return its RMS norm."""
+def add_norm(
+    x_ME: Tensor, added_ME: Tensor | None, weight_E: Tensor, eps: float, *, ids_M: Tensor | None = None
+) -> Tensor:
+    """Add to x in place, if there is something to add, and return its RMS norm.
+
+    With ids, x becomes those rows of `added_ME`, which is an embedding (V, E) then, contiguous.
+    """
     num_rows, width = x_ME.shape
     normed_ME = torch.empty_like(x_ME)
     add_norm_kernel[(num_rows,)](
-        x_ME, added_ME, weight_E, normed_ME, width, eps, WIDTH=triton.next_power_of_2(width), num_warps=8,
+        x_ME, added_ME, ids_M, weight_E, normed_ME, width, eps, WIDTH=triton.next_power_of_2(width), num_warps=8,
         **chained(x_ME.device),
     )  # fmt: skip
     return normed_ME

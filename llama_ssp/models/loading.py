@@ -9,12 +9,13 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
 
 from llama_ssp.architectures.family import check_ranks, check_servable, kept_whole
+from llama_ssp.architectures.heads import DFLASH, EAGLE3, PEAGLE
 from llama_ssp.architectures.matrices import Cut, RankShard, WholeParts, check_inputs, split_model
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.cpu.kinds import BLOCK
@@ -33,6 +34,7 @@ from llama_ssp.models.huggingface.mtp import MtpRunner
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.head import HeadRunner, PairRunner
+from llama_ssp.models.llama.one_pass import BlockRunner, ParallelRunner
 from llama_ssp.models.llama.table import EMBEDDING, OUTPUT, is_llama_kind, llama_table, rotary_of
 from llama_ssp.models.quantization.precision import UNQUANTIZED
 from llama_ssp.models.runner import Runner
@@ -56,6 +58,7 @@ from llama_ssp.weights.head import HeadSource
 from llama_ssp.weights.mtp import MtpSource
 from llama_ssp.weights.source import WeightSource, packed_of
 from llama_ssp.words import said
+from llama_ssp.workspaces import NOWHERE
 
 _log = logging.getLogger(__name__)
 
@@ -65,33 +68,44 @@ def load_model(
 ) -> Runner | PairRunner:
     """Load this rank's slices of a model, in the lean decoder if that supports the family.
 
-    Weights and cache are on `device`, and the ranks of `comm` share the model.
+    Weights and cache are on `device`, and the ranks of `comm` share the model. Weights that go into a model that runs
+    give another one if some layer needs another kernel for them.
 
     Raises:
         CheckpointError: tensors are missing or have another shape, or a file has changed.
         ConfigError: the static cache cannot serve this model.
         PlacementError: the model cannot be split over these ranks.
     """
-    precision = loading.get("precision", UNQUANTIZED)
+    precision, into = loading.get("precision", UNQUANTIZED), loading.get("into", NOWHERE)
     if is_llama_kind(origin.config):
         embedding_VE = _shared_embedding(origin, loading, device)
         weights, shards = lean_weights(origin, device=device, comm=comm, **loading)
-        parts: dict[str, Any] = {"shards": shards, "comm": comm, "precision": precision, "embedding_VE": embedding_VE}
+        parts: dict[str, Any] = {
+            "shards": shards, "comm": comm, "precision": precision, "embedding_VE": embedding_VE, "into": into
+        }  # fmt: skip
         with returning_memory():
             if isinstance(origin, HeadSource):
-                return HeadRunner(weights, origin, **parts)
-            if isinstance(origin, MtpSource):
-                return PairRunner(weights, origin, **parts)
-            return LeanRunner(weights, origin.config, **parts)
+                lean: LeanRunner = _HEADS[origin.head.kind](weights, origin, **parts)
+            elif isinstance(origin, MtpSource):
+                lean = PairRunner(weights, origin, **parts)
+            else:
+                lean = LeanRunner(weights, origin.config, **parts)
+        return cast("LeanRunner", into.model) if into.fits else lean
     on_cpu = device.type == "cpu"
     kernel, tables = make_linear if on_cpu else None, _shared_tables(origin, loading, device, comm)
     model = load_modules(origin, device=device, comm=comm, kernel=kernel, tables=tables, **loading)
     if on_cpu and not tables:
         head: Any = model.get_output_embeddings()
         is_tied = head.weight is getattr(model.get_input_embeddings(), "weight", None)
-        model.set_submodule(output_name(model), OwnLinear(head, partial(make_linear, keeps_weight=is_tied)))
+        own_head = OwnLinear(head, partial(make_linear, keeps_weight=is_tied))
+        model.set_submodule(name := output_name(model), into.keep(own_head, "_model", *name.split(".")))
+    if into.fits and (before := cast("ModuleRunner", into.model)).has_parameters_of(model):
+        return before
     kind = MtpRunner if origin.shape.is_head else ModuleRunner
     return kind(model, comm=comm, cache_dtype=precision.cache_dtype)
+
+
+_HEADS = {EAGLE3: HeadRunner, PEAGLE: ParallelRunner, DFLASH: BlockRunner}
 
 
 def lean_weights(
@@ -112,7 +126,9 @@ def lean_weights(
         rows[name] = StoredSlice(sources[name], cut, math.prod(sizes), dtype, device)
     if _shared_embedding(origin, loading, device) is not None:
         del rows[EMBEDDING]
-    return Weights(origin, rows, dtype=dtype, progress=loading.get("progress")), shards
+    into = loading.get("into", NOWHERE).model
+    places = {EMBEDDING: into._embedding_VE} if into else {}
+    return Weights(origin, rows, dtype=dtype, progress=loading.get("progress"), places=places), shards
 
 
 def _lean_table(origin: WeightSource, whole: WholeParts) -> tuple[dict[str, Parameter], dict[str, str]]:

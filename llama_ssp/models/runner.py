@@ -3,7 +3,7 @@
 Shapes: B sequences, T positions of a forward, R positions to score, V vocabulary; M packed tokens, C pieces of them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -153,8 +153,14 @@ class Runner(Protocol):
     def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
         """Copy what the cache holds in some slots of each row to others."""
 
-    def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int) -> None:
-        """Copy what the cache holds in the first slots of a row to those of others."""
+    def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int, *, from_saved: bool = False) -> None:
+        """Copy what the cache holds in the first slots of a row to those of others, which can include this row.
+
+        The states are those behind all that the row holds, or what `save` kept if `from_saved`.
+        """
+
+    def save(self, row: int, num_tokens: int) -> None:
+        """Keep the state of a row behind its first tokens, the last that it has read, until the next call or copy."""
 
 
 class Head(Protocol):
@@ -210,6 +216,34 @@ class Head(Protocol):
         """
 
 
+Following = Callable[[int, Tensor, Tensor | None], Tensor]
+"""Maps a depth, tokens (B, M) that were drafted before it, and their parents' places among those of the call before, or
+None in chains, to the logits (B, M, V) of the tokens behind them. Depth 0 comes first, with the newest token."""
+
+
+class OnePassHead(Head, Protocol):
+    """A draft head that drafts a block of tokens in one forward; see `models.llama.one_pass`.
+
+    Attributes:
+        mask_token_id: stands for tokens to come.
+        tokens_ahead: how far behind a position the token stands that is read there.
+    """
+
+    mask_token_id: int
+    tokens_ahead: int
+
+    def block_size(self, num_drafted: int) -> int:
+        """The positions behind the context that drafting so many tokens reads."""
+
+    def draft(
+        self, ids_BT: Tensor, context_BCE: Tensor, positions_BT: Tensor, *, num_drafted: int, bucket: int
+    ) -> Following:
+        """Read the newest positions of the context, with what `hidden_of` makes of their taps, and those of the block.
+
+        Several positions of the context may be the same one.
+        """
+
+
 @dataclass(kw_only=True, eq=False)
 class NullRunner:
     """A `Runner` on ranks that hold nothing of the model, and run the same loop: no cache, no computation."""
@@ -240,5 +274,8 @@ class NullRunner:
     def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
         """Do nothing."""
 
-    def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int) -> None:
+    def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int, *, from_saved: bool = False) -> None:
+        """Do nothing."""
+
+    def save(self, row: int, num_tokens: int) -> None:
         """Do nothing."""

@@ -18,7 +18,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from types import MappingProxyType
+from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,15 +33,17 @@ from llama_ssp.storage.stored import kept_format
 from llama_ssp.weights.checkpoint import summary
 from llama_ssp.weights.source import WeightSource, storage_of
 from llama_ssp.words import said
+from llama_ssp.workspaces import InPlace
 
 Progress = Callable[[int, int], None]
 """Takes the bytes read so far and the total bytes, after each parameter."""
 
+_NO_PLACES: Mapping[str, nn.Parameter] = MappingProxyType({})
 _READ_AHEAD = 2
 """Tensors that are read ahead, each by a thread."""
 _LAYER = re.compile(r"\.([0-9]{1,9})\.")
 _PASSED_OVER = re.compile(
-    r"(?:^|\.)(?:mtp|vision|visual|audio|image|multi_modal|mm_|embed_vision|embed_audio)|^(?:d2t|t2d)$|^verifier_"
+    r"(?:^|\.)(?:mtp|vision|visual|audio|image|multi_modal|mm_|embed_vision|embed_audio)|^(?:d2t|t2d)$|^verifier_|^model\.confidence_head\."
     r"|\.rotary_emb\.inv_freq$|\.(?:attn|attention)\.(?:masked_)?bias$"
 )
 """Stored tensors of parts that are known not to run, and those that follow from the config."""
@@ -57,6 +60,7 @@ class Loading(TypedDict):
         precision: of the linear layers; they are quantized as they are read.
         whole: what each of several ranks holds whole; by default nothing.
         target: of a head: the model on this rank whose embedding it shares, if it has none, and both are alike.
+        into: the model on this rank that gets these weights in place of those that it has.
     """
 
     dtype: torch.dtype | None
@@ -64,6 +68,7 @@ class Loading(TypedDict):
     precision: NotRequired[Precision]
     whole: NotRequired[WholeParts]
     target: NotRequired[Runner | None]
+    into: NotRequired[InPlace]
 
 
 LINEAR, EXPERTS, OTHER = "linear", "experts", "other"
@@ -151,6 +156,7 @@ class Weights:
         rows: by parameter, in the order in which they will be taken; equal rows are read once.
         dtype: of the model, for the progress: packed weights count the bytes that they had unpacked.
         progress: called after each parameter.
+        places: parameters that get the values, by name.
     """
 
     def __init__(
@@ -160,6 +166,7 @@ class Weights:
         *,
         dtype: torch.dtype,
         progress: Progress | None = None,
+        places: Mapping[str, nn.Parameter] = _NO_PLACES,
     ) -> None:
         self._origin, self._rows, self._progress = origin, dict(rows), progress
         self._uses = Counter(rows.values())
@@ -168,6 +175,7 @@ class Weights:
         num_ahead = _READ_AHEAD if any(row.device.type != "cpu" for row in self._uses) else 0
         self._stored = ReadAhead(self._read, list(self._sizes), num_ahead=num_ahead)
         self._tied: dict[StoredSlice, nn.Parameter] = {}
+        self._places = {row: places[name] for name, row in rows.items() if name in places}
         self._done_bytes = 0
 
     def __contains__(self, name: str) -> bool:
@@ -187,7 +195,11 @@ class Weights:
         row = self._rows.pop(name)
         parameter = self._tied.get(row)
         if parameter is None:
-            parameter = nn.Parameter(self._stored.take(row), requires_grad=False)
+            values = self._stored.take(row)
+            if (place := self._places.get(row)) is not None and place.shape == values.shape:
+                parameter = cast("nn.Parameter", place.copy_(values))
+            else:
+                parameter = nn.Parameter(values, requires_grad=False)
             self._done_bytes += self._sizes[row]
             if self._uses[row] > 1:
                 self._tied[row] = parameter
@@ -275,9 +287,10 @@ def find_sources(
     partners = {**ties, **{source: target for target, source in ties.items()}}
     found = {name: source for name in table if (source := named.get(name) or named.get(partners.get(name, "")))}
     if missing := [name for name in table if name not in found]:
+        others = [source for name, source in named.items() if name not in table]
         raise CheckpointError(
             f"{origin.folder} lacks {len(missing)} of the {len(table)} tensors that its config.json calls for "
-            f"({summary(missing)}): copy or download it again"
+            f"({summary(missing)}){f' and has others ({summary(others)})' if others else ''}: copy or download it again"
         )
     unfit = [
         f"{source} is {list(tensor.shape)}, not {list(table[name].shape)}"

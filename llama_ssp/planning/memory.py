@@ -297,7 +297,7 @@ def _layer_wise(model: PlannedModel, held: tuple[range, ...]) -> tuple[Inventory
 @lru_cache(maxsize=1024)  # a search asks for each target with every draft, and a plan with every batch and context
 def _parts(
     model: PlannedModel, device: str, *, num_ranks: int, kind: TargetKind, whole: WholeParts = WholeParts.none,
-    num_shared: int = 0, num_kept: int = 0,
+    num_shared: int = 0, num_kept: tuple[int, ...] = (),
 ) -> tuple[_Part, ...]:  # fmt: skip
     """The parts by rank, without tables that are shared; for `num_kept` see `PlanSpec.kept_states`."""
     shape, size, storage = model.shape, DTYPE_BYTES[model.dtype], format_of(model.quantization)
@@ -314,7 +314,7 @@ def _parts(
         part = _Part(
             weights=weights,
             slot_bytes=model.slot_bytes(num_kv_heads) * held.num_layers,
-            row_bytes=model.state_bytes(num_kept, held) * held.num_layers,
+            row_bytes=model.state_bytes(*num_kept, held=held) * held.num_layers,
             of_layers=shape.num_hidden_layers,
             num_heads=num_heads,
             width=(num_heads + 2 * num_kv_heads) * shape.head_dim,
@@ -338,7 +338,7 @@ def _target_parts(spec: PlanSpec) -> dict[int, _Part]:
     split, found = split_layers(model.shape.num_hidden_layers, num_devices=len(spec.target_devices)), {}
     for device, layers, held in zip(spec.target_devices, split, _layer_wise(model, split), strict=True):
         weights, slot_bytes = model_bytes(held, model, device=spec.device), kv_bytes_per_token(model) * len(layers)
-        row_bytes = model.state_bytes(spec.kept_states[0]) * len(layers)
+        row_bytes = model.state_bytes(*spec.kept_states[0]) * len(layers)
         found[device] = replace(
             whole, weights=weights, temporary_bytes=weights.temporary_bytes, slot_bytes=slot_bytes, row_bytes=row_bytes
         )
@@ -591,7 +591,8 @@ def _graph_bytes(spec: PlanSpec, hardware: HardwareConfig, *, drafts: bool) -> i
     nodes = (1 + len(lengths) * spec.drafts + num_short) * num_nodes(spec.target, spec.target_ranks)
     if spec.draft and drafts:
         ranks = spec.draft_ranks[:1] if spec.layout.splits_batch else spec.draft_ranks
-        nodes += (sum(lengths) + num_short * (not spec.has_head)) * num_nodes(spec.draft, ranks)
+        num_forwards = len(lengths) if spec.drafts_in_one_pass else sum(lengths)
+        nodes += (num_forwards + num_short * (not spec.has_head)) * num_nodes(spec.draft, ranks)
     return num_buckets * nodes * GRAPH_NODE_BYTES
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from statistics import mean
 
-from llama_ssp.architectures.eagle3 import NUM_TAPS
 from llama_ssp.architectures.engine import (
     ENGINE_KERNELS,
     LANES,
@@ -19,6 +18,7 @@ from llama_ssp.architectures.engine import (
     Kernels,
     own_slots,
     reads_by_length,
+    saves_states,
     scored_positions,
     whole_steps,
 )
@@ -98,13 +98,13 @@ class PlannedModel:
         of_local = kinds.count("s") * num_kv_heads * head_bytes
         return 2 * (of_local + kinds.count("g") * of_global * of_head(shape.global_head_dim))
 
-    def state_bytes(self, num_kept: int, held: Inventory | None = None) -> int:
-        """Bytes of the states of a row, if those behind its last `num_kept` tokens are kept; 0 without such layers.
+    def state_bytes(self, *num_kept: int, held: Inventory | None = None) -> int:
+        """Bytes of the states of a row, if those behind its last `num_kept` tokens are kept, in each of several places.
 
-        They are those of a rank that holds `held`, by default of all.
+        They are those of a rank that holds `held`, by default of all; 0 without such layers.
         """
         value_bytes, states = DTYPE_BYTES[self.dtype], (held or inventory(self.shape)).states
-        return sum(kept.row_bytes(num_kept, value_bytes=value_bytes) for kept in states)
+        return sum(kept.row_bytes(number, value_bytes=value_bytes) for kept in states for number in num_kept)
 
     @cached_property
     def has_own_cache(self) -> bool:
@@ -282,6 +282,17 @@ class PlanSpec:
         return self.draft is not None and self.draft.shape.is_head
 
     @cached_property
+    def drafts_in_one_pass(self) -> bool:
+        """Whether the draft is a head that drafts all tokens of a round in one forward."""
+        return self.draft is not None and record_of(self.draft.shape.model_type).in_one_pass
+
+    def later_draft_forwards(self, num_draft_tokens: int) -> tuple[int, ...]:
+        """Positions per row in each of the draft's forwards of a round but the first."""
+        if self.drafts_in_one_pass:
+            return ()
+        return self.tree.read if self.tree else (1,) * (num_draft_tokens - 1)
+
+    @cached_property
     def num_shared_tables(self) -> int:
         """Tables of the target that a head reads on the same ranks.
 
@@ -306,8 +317,7 @@ class PlanSpec:
         """Bytes of the taps of a token; 0 without a head."""
         if self.draft is None or not self.has_head:
             return 0
-        num_taps = NUM_TAPS if record_of(self.draft.shape.model_type).is_head else 1
-        return num_taps * self.target.shape.hidden_size * DTYPE_BYTES[self.target.dtype]
+        return self.draft.shape.num_taps * self.target.shape.hidden_size * DTYPE_BYTES[self.target.dtype]
 
     @property
     def sends_taps(self) -> bool:
@@ -349,16 +359,19 @@ class PlanSpec:
         return own_slots(self.num_slots, max_position_embeddings=context)
 
     @cached_property
-    def kept_states(self) -> tuple[int, int]:
-        """Of how many tokens at the end of a row the target keeps the states, and the draft: those it may take back."""
-        in_flight = self.num_draft_tokens - 1 if self.overlaps else 0
-        return self.round_positions, self.round_positions + in_flight
+    def kept_states(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The states of a row that the target keeps, and the draft.
+
+        They are those behind the last tokens, which it may take back, and where prompts may have whole chunks one more.
+        """
+        in_flight, saved = self.num_draft_tokens - 1 if self.overlaps else 0, (1,) * saves_states(self.num_slots)
+        return (self.round_positions, *saved), (self.round_positions + in_flight, *saved)
 
     @cached_property
     def first_draft_positions(self) -> int:
         """Positions per row in the draft's first forward of a round: what its cache may lack."""
         if self.has_head or self.tree:
-            return self.draft_depth + 1
+            return self.draft_depth * (1 + self.drafts_in_one_pass) + 1
         return MOST_PIECES + 1 if self.own_tokenizer else 2
 
     @property
@@ -547,6 +560,16 @@ def notes_on_families(*models: PlannedModel | ModelConfig) -> Iterator[str]:
             )
 
 
+def refused_by_block(shape: ModelShape | None, num_steps: int) -> str:
+    """Why a draft head cannot draft so many tokens in sequence; empty if it can."""
+    if shape is None or not shape.most_drafted or num_steps <= shape.most_drafted:
+        return ""
+    return (
+        f"the draft head drafts blocks of {shape.most_drafted} tokens, and {num_steps} are asked for: use "
+        f"{said('speculation.num_draft_tokens', shape.most_drafted)} or fewer, or a tree that is no deeper"
+    )
+
+
 def refused_by_states(*models: ModelShape | None, has_tree: bool, own_tokenizer: bool) -> str:
     """Why a target and a draft, some with recurrent layers, cannot draft in this way; empty if they can."""
     for place, shape in enumerate(models):
@@ -565,10 +588,11 @@ def refused_by_states(*models: ModelShape | None, has_tree: bool, own_tokenizer:
     return ""
 
 
-def check_states(config: RunConfig, *models: ModelShape | None) -> None:
-    """Raise ConfigError if a run cannot draft with its target and its draft; see `refused_by_states`."""
+def check_drafting(config: RunConfig, *models: ModelShape | None) -> None:
+    """Raise ConfigError if a run cannot draft with its target and its draft; see the reasons above."""
     has_tree = config.speculation.tree is not None and drafts(config.draft)
-    if reason := refused_by_states(*models, has_tree=has_tree, own_tokenizer=has_own_tokenizer(config.draft)):
+    reason = refused_by_states(*models, has_tree=has_tree, own_tokenizer=has_own_tokenizer(config.draft))
+    if reason := reason or refused_by_block(models[-1], config.speculation.most_steps):
         raise ConfigError(reason)
 
 
@@ -579,10 +603,12 @@ def notes_on_states(spec: PlanSpec) -> Iterator[str]:
         if model and (states := inventory(model.shape).states):
             yield (
                 f"{sum(kept.num_layers for kept in states)} of {model.shape.num_hidden_layers} layers of {model.name} "
-                f"keep states: those behind the last {num_kept} tokens of a row, to which rejected drafts go back, "
-                f"take {model.state_bytes(num_kept) / 2**20:.2f} MiB at any length"
+                f"keep states: those behind the last {num_kept[0]} tokens of a row, to which rejected drafts go back,"
+                f"{' and one that later prompts go on from,' * len(num_kept[1:])} take "
+                f"{model.state_bytes(*num_kept) / 2**20:.2f} MiB at any length"
             )
-    if reason := refused_by_states(*shapes, has_tree=spec.tree is not None, own_tokenizer=spec.own_tokenizer):
+    reason = refused_by_states(*shapes, has_tree=spec.tree is not None, own_tokenizer=spec.own_tokenizer)
+    if reason := reason or refused_by_block(shapes[-1], spec.draft_depth):
         yield f"runs refuse this: {reason}"
 
 

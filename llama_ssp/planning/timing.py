@@ -308,7 +308,7 @@ def _attention_s(
 def _state_bytes(placement: ModelPlacement, num_positions: int) -> int:
     """Bytes of states that a forward reads and writes for a row: the first, and those behind tokens but a prompt's."""
     num_moved = 1 + (num_positions if num_positions <= MOST_DRAFT_TOKENS + 1 else 1)
-    return max(placement.model.state_bytes(num_moved, held) for held in placement.shares)
+    return max(placement.model.state_bytes(num_moved, held=held) for held in placement.shares)
 
 
 def _more_layers(placement: ModelPlacement, hardware: HardwareConfig, num_positions: int) -> float:
@@ -436,7 +436,7 @@ def round_messages(spec: PlanSpec, num_draft_tokens: int) -> dict[str, Message]:
     rows = spec.draft_rows if drafts else spec.batch_size
     found = {}
     if drafts and spec.sends_taps:
-        found["taps"] = Message(rows * spec.first_draft_positions * spec.tap_bytes, layout.ranks)
+        found["taps"] = Message(rows * (spec.draft_depth + 1) * spec.tap_bytes, layout.ranks)
     if drafts:
         with_parents = 2 if spec.tree and spec.tree.is_dynamic else 1
         found["ids"] = Message(with_parents * ID_BYTES * rows * num_draft_tokens, layout.ranks, num_senders)
@@ -544,10 +544,10 @@ class CostModel:
 
     def collectives(self, num_draft_tokens: int) -> tuple[int, int]:
         """How many collectives a round has, those between the models included, and their bytes on each rank."""
-        drafting = self.spec.tree.read if self.spec.tree else [1] * (num_draft_tokens - 1)
         forwards = [(self.target, num_draft_tokens + (not self.spec.overlaps))]
         if self.draft and num_draft_tokens:
-            forwards += [(self.draft, number) for number in (self.spec.first_draft_positions, *drafting)]
+            drafting = self.spec.first_draft_positions, *self.spec.later_draft_forwards(num_draft_tokens)
+            forwards += [(self.draft, number) for number in drafting]
         sent = [
             (1, one.payload_bytes * one.num_senders) for one in round_messages(self.spec, num_draft_tokens).values()
         ]
@@ -631,7 +631,8 @@ class CostModel:
             return 0.0
         first_s, later_s = self._draft_steps_s
         if tree := self.spec.tree:
-            forwards_s = sum(self.forward(self.draft, nodes).total_s for nodes in tree.read)
+            later = self.spec.later_draft_forwards(num_draft_tokens)
+            forwards_s = sum(self.forward(self.draft, nodes).total_s for nodes in later)
             num_draws = sum(tree.read) if self.spec.is_certain else num_draft_tokens - 1
             return first_s + forwards_s + num_draws * self.draw_s(self.draft)
         return first_s + (num_draft_tokens - 1) * later_s
@@ -639,7 +640,14 @@ class CostModel:
     @cached_property
     def _draft_steps_s(self) -> tuple[float, float]:
         """The first draft step of a round, and each later one."""
-        return self.draft_step_s(self.spec.first_draft_positions), self.draft_step_s(1)
+        assert self.draft, "priced only where there is a draft"
+        first_s = self.draft_step_s(self.spec.first_draft_positions)
+        if not self.spec.drafts_in_one_pass:
+            return first_s, self.draft_step_s(1)
+        assert self.spec.draft
+        read = self.spec.draft.shape.markov_size // 2  # its other half is an embedding
+        joined_s = read * DTYPE_BYTES[self.spec.draft.dtype] / self.hardware.read_bytes_per_s
+        return first_s, joined_s + self.draw_s(self.draft)
 
     def overlapped(self, num_draft_tokens: int) -> OverlappedTime:
         """A round in which drafting overlaps the target's forward of K positions."""

@@ -2,8 +2,9 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -36,8 +37,10 @@ from llama_ssp.speculate.engine.text import StopStrings
 from llama_ssp.speculate.engine.verifier import Verifier
 from llama_ssp.speculate.sampling.rules import ForcedLengths, make_rule
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
+from llama_ssp.speculate.sampling.trees import verify_tree
 from llama_ssp.weights.head import HeadSource
 from llama_ssp.weights.mtp import MtpSource
+from llama_ssp.workspaces import InPlace
 
 _log = logging.getLogger(__name__)
 
@@ -157,6 +160,40 @@ def load_models(
     )  # fmt: skip
 
 
+def update_models(
+    models: Models, config: RunConfig, world: World, sources: tuple[Source | None, Source | None]
+) -> tuple[Models, bool]:
+    """Copy other weights of the same shapes into this rank's share of the models; None leaves one as it is.
+
+    Caches then count as empty. Returns the models, and whether all ranks keep what they captured and traced: a model
+    some of whose weights need another kernel is another object. Raises SspError on every rank if reading fails on one;
+    the models then hold weights of both.
+    """
+    from llama_ssp.models.loading import load_model  # noqa: PLC0415 - transformers' models take seconds to import
+
+    mesh, target, draft = models.mesh, models.target, models.draft
+    target_source, draft_source = sources
+    target.num_uses += 1
+    mesh.set_timeout(config.timeouts.load_s)
+    with raise_on_all_ranks(world.comm):
+        if target_source and mesh.target:
+            target = _updated(partial(load_model, comm=mesh.target, device=world.device), target, target_source)
+        if draft_source and draft and mesh.draft:
+            load = partial(load_model, comm=mesh.draft, device=world.device, whole=DRAFT_WHOLE)
+            if mesh.layout.draft_ranks == mesh.layout.target_ranks:
+                load = partial(load, target=target)
+            draft = _updated(load, draft, draft_source)
+    agree_on_bits([target, *([draft] if draft else [])], mesh.replica)
+    is_kept = target is models.target and draft is models.draft
+    all_keep = all(world.comm.gather_text("kept" if is_kept else ""))
+    mesh.set_timeout(config.timeouts.decode_s)
+    return replace(models, target=target, draft=draft), all_keep
+
+
+def _updated(load: Callable[..., Runner], runner: Any, source: Source) -> Runner:  # noqa: ANN401 - with a dtype
+    return load(source.origin, dtype=runner.dtype, precision=source.precision, into=InPlace(runner))
+
+
 def _make_mesh(config: RunConfig, layout: Layout, world: World) -> Mesh:
     with on_all_cores(world.cores):
         mesh = build_mesh(layout, world.comm, num_replicas=config.placement.num_replicas)
@@ -209,10 +246,11 @@ def build_decoder(
     """Build a decoder from the models and the config; plain decoding uses the target alone."""
     mesh, device = models.mesh, models.target.device
     is_cut = len(mesh.layout.target_ranks) > 1 and config.placement.target.kind is TargetKind.tensor
-    of_target, of_draft = _shards(models, config) if is_cut else (WHOLE, WHOLE)
-    rule = make_rule(config.sampling, config.verification, is_cut=is_cut, shard=of_target)
     split = BatchSplit(mesh.replica, mesh.layout.draft_ranks) if speculative and mesh.layout.splits_batch else None
     taps, tree = (models.make_taps(), tree_of(config, device)) if speculative else (None, None)
+    of_trees = partial(verify_tree, tree) if tree else None
+    of_target, of_draft = _shards(models, config) if is_cut else (WHOLE, WHOLE)
+    rule = make_rule(config.sampling, config.verification, is_cut=is_cut, of_trees=of_trees, shard=of_target)
     drafters, limit = [], None
     if speculative:
         if models.draft_context:
@@ -224,13 +262,13 @@ def build_decoder(
     if lengths := config.speculation.forced_lengths if speculative else []:
         _log.info("not lossless: speculation.forced_lengths=%s says what rounds accept", lengths)
     verifier = Verifier(
-        rule, comm=mesh.replica, verify_rank=mesh.layout.verify_rank, device=device, split=split, tree=tree,
+        rule, comm=mesh.replica, verify_rank=mesh.layout.verify_rank, device=device, split=split,
         forced=ForcedLengths(lengths, device) if lengths else None,
     )  # fmt: skip
     if drafters and isinstance(drafters[0], AheadDrafter):
         round_: Round = OverlappedRound(models.target, drafters[0], verifier=verifier, limit=limit)
     else:
-        round_ = Round(models.target, *drafters, verifier=verifier, taps=taps, limit=limit)
+        round_ = Round(models.target, *drafters, verifier=verifier, taps=taps, tree=tree, limit=limit)
     captures = config.cuda_graphs and may_capture(config.placement.target)
     decoder = Decoder(
         round_,

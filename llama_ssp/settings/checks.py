@@ -75,6 +75,11 @@ def check_values(config: RunConfig) -> None:
     refuse([*_ranges(config), *rule, *_tree(config)])
 
 
+def check_placement(config: RunConfig, *, world_size: int) -> None:
+    """Raise ConfigError for a placement that so many ranks cannot have."""
+    refuse([*_placement(config, world_size)])
+
+
 def check_slurm(settings: schema.SlurmConfig) -> None:
     """Raise ConfigError for settings that are invalid on any cluster; sbatch checks the limits of this one."""
     problems = [
@@ -429,11 +434,14 @@ def _chosen_models(config: RunConfig) -> list[tuple[str, str, ModelConfig]]:
     return [("model", "model", config.model), *([("draft", "draft.model", draft)] if draft else [])]
 
 
+_SYNTHETIC = "llama", "eagle3"
+
+
 def _synthetic(config: RunConfig) -> Iterator[str]:
     for group, _, model in _chosen_models(config) if config.is_synthetic else ():
         if model.shape is None:
             yield f"weights=synthetic needs a shape of the catalogue, and {group}={model.name} has none: use {group}=7B"
-        elif model.shape.model_type != "llama" and not model.shape.is_head:
+        elif model.shape.model_type not in _SYNTHETIC:
             yield (
                 f"weights=synthetic supports models of the Llama kind only, and {group}={model.name} is a "
                 f"{model.shape.model_type} model: use {group}=7B, or leave weights=synthetic out"

@@ -117,9 +117,13 @@ class PrefixRunner:
         moved_BDX = cache.gather(1, from_BD[..., None].expand(width))
         cache.scatter_(1, to_BD[..., None].expand(width), moved_BDX)
 
-    def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int) -> None:
+    def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int, *, from_saved: bool = False) -> None:
         """See `models.runner.Runner.copy`."""
+        assert not from_saved, "it keeps no states"
         self.slots.cache[[*to_rows], :num_tokens] = self.slots.cache[from_row, :num_tokens].clone()
+
+    def save(self, row: int, num_tokens: int) -> None:
+        """See `models.runner.Runner.save`."""
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         """The logits (V) after a text, straight from the definition."""

@@ -44,6 +44,7 @@ from llama_ssp.models.weights import (
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.weights.source import WeightSource
 from llama_ssp.words import said
+from llama_ssp.workspaces import NOWHERE
 
 
 class _Buffer(nn.Parameter):
@@ -186,7 +187,9 @@ def fill_modules(
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if parameter.is_meta  # tables of another model are filled
     }
-    weights = Weights(origin, rows, dtype=dtype, progress=loading.get("progress"))
+    into = loading.get("into", NOWHERE)
+    places = into.model.parameters if into.model else {}
+    weights = Weights(origin, rows, dtype=dtype, progress=loading.get("progress"), places=places)
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(next(iter(devices.values()))))
@@ -201,11 +204,11 @@ def fill_modules(
         with returning_memory():
             for name, module in list(linear_layers(model)):
                 fill(f"{name}.")
-                model.set_submodule(name, OwnLinear(module, kernel))
+                model.set_submodule(name, into.keep(OwnLinear(module, kernel), "_model", *name.split(".")))
             for name, module in list(experts_of(model)):
                 if can_be_own(module):
                     fill(f"{name}.")
-                    model.set_submodule(name, OwnExperts(module, kernel))
+                    model.set_submodule(name, into.keep(OwnExperts(module, kernel), "_model", *name.split(".")))
     fill("")
 
 

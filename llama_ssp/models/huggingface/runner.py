@@ -63,12 +63,23 @@ class ModuleRunner(CachedRunner):
             self.experts_read_3 = self._counter.sums_3
         if not record_of(model.config.model_type).is_written:
             self._compare()
-        self._cache, self._states, self._kept = None, None, rows_of(cache_dtype, self.dtype)
+        self._cache, self._states, self._saved = None, None, None
+        self._kept = rows_of(cache_dtype, self.dtype)
 
     @property
     def tables(self) -> tuple[nn.Module, nn.Module]:
         """The embedding and the output."""
         return self._model.get_input_embeddings(), self._model.get_output_embeddings()
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """All parameters that are not in linear layers of ours, by name."""
+        return dict(self._model.named_parameters(remove_duplicate=False))
+
+    def has_parameters_of(self, model: nn.Module) -> bool:
+        """Whether the parameters of a model of this kind are those of this one."""
+        own = self.parameters
+        return all(own.get(name) is values for name, values in model.named_parameters(remove_duplicate=False))
 
     @torch.inference_mode()
     def _compare(self) -> None:

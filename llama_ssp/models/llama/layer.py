@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from llama_ssp.architectures.engine import WHOLE_LAYER_TOKENS
 from llama_ssp.architectures.matrices import FUSED
@@ -37,13 +38,22 @@ class Unsummed(NamedTuple):
     comm: Comm
 
 
-Stream = tuple[Tensor, Tensor | Unsummed | None]
+class Unread(NamedTuple):
+    """The embedding (V, E), and the tokens whose rows the stream consists of: the first norm looks them up."""
+
+    embedding_VE: Tensor
+    ids_M: Tensor
+
+
+Stream = tuple[Tensor, Tensor | Unsummed | Unread | None]
 """The residual stream (M, E), and the pending update to it."""
 
 
 def added(stream: Stream) -> Tensor:
     """The stream with everything added; call it once."""
     x_ME, pending = stream
+    if isinstance(pending, Unread):
+        return functional.embedding(pending.ids_M, pending.embedding_VE)
     if isinstance(pending, Unsummed):
         pending = pending.comm.all_reduce(pending.part_ME)
     return x_ME if pending is None else x_ME + pending
@@ -74,7 +84,8 @@ class NormedProduct:
         if isinstance(pending, Unsummed) and pending.comm.peers:  # on all ranks, whatever else works on them
             normed_ME = pending.comm.peers.add_norm(pending.part_ME, x_ME, self._norm.weight_E, self._norm.eps)
         elif self._own.add_norm and not isinstance(pending, Unsummed):
-            normed_ME = self._own.add_norm(x_ME, pending, self._norm.weight_E, self._norm.eps)
+            found, ids_M = pending if isinstance(pending, Unread) else (pending, None)
+            normed_ME = self._own.add_norm(x_ME, found, self._norm.weight_E, self._norm.eps, ids_M=ids_M)
         else:
             x_ME = added(stream)
             normed_ME = self._norm(x_ME)

@@ -171,7 +171,7 @@ class Scorer:
         draft = drafter.propose(
             rows, num_tokens=1, uniforms_BKP=uniforms_BKP, bucket=self._buckets.covering(length + 1)
         )
-        return draft.law(torch.empty(self._batch_size, 2, vocab_size, device=tokens_BS.device))[:, 0]
+        return draft.probs_like(torch.empty(self._batch_size, 2, vocab_size, device=tokens_BS.device))[:, 0]
 
 
 def _round_starts(roles_BT: Tensor, *, first: int) -> Tensor:

@@ -21,7 +21,8 @@ from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import DrafterConfig
 from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
 from llama_ssp.speculate.sampling.context import Rows
-from llama_ssp.speculate.sampling.rules import Draft, Rule
+from llama_ssp.speculate.sampling.draft import POINT_MASS, Draft
+from llama_ssp.speculate.sampling.rules import Rule
 from llama_ssp.speculate.sampling.trees import Tree
 from llama_ssp.workspaces import PerBucket, Workspace
 
@@ -95,7 +96,8 @@ class Drafter(Protocol):
                 2 and whole chunks of `sizes.CATCH_UP_CHUNK` after rounds that it did not draft.
 
         Returns:
-            The drafted ids, the same on every rank, and their law, a point mass also where the rule needs none.
+            The drafted ids, the same on every rank, their tree, and their law, a point mass also where the rule needs
+            none.
         """
 
 
@@ -187,7 +189,7 @@ class StepwiseDrafter:
                 probs.append(probs_BV)
         ids_BK = torch.cat(drafted, dim=1)
         tokens_BS.scatter_(1, lengths_B1 + self._offsets_K[:num_tokens], ids_BK)
-        return Draft(ids_BK, torch.stack([*probs, self._tables.nothing_BV], dim=1) if probs else None)
+        return Draft(ids_BK, torch.stack([*probs, self._tables.nothing_BV], dim=1) if probs else POINT_MASS)
 
 
 class TreeTables(Workspace):

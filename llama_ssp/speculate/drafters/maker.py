@@ -84,7 +84,7 @@ def make_drafters(
         else:
             own = (AheadDrafter if config.speculation.overlap else BroadcastDrafter)(
                 own, comm=mesh.replica, src=layout.draft_source_rank, num_draft_tokens=num_draft_tokens, device=device,
-                receiver=receiver, taps=sender, has_parents=tree is not None and tree.shape.is_dynamic,
+                receiver=receiver, taps=sender, tree=tree,
             )  # fmt: skip
     assert own
     fallback = config.draft.fallback if config.speculation.adapts else None

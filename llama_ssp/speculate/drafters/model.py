@@ -4,6 +4,7 @@ Shapes: B sequences, S slots, K drafted tokens, P = 2 uniforms per draw, V vocab
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from llama_ssp.ranks.comms import Reads
 from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts, StepwiseDrafter, catch_up, take_in
 from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.drafters.intersection import IntersectionDrafter, VocabularyMap
+from llama_ssp.speculate.drafters.one_pass import OnePassDrafter
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.rules import Rule
 from llama_ssp.speculate.sampling.trees import Level, Tree
@@ -117,7 +119,8 @@ def make(parts: DrafterParts) -> Drafter:
     runner, tokenizers = parts.runner, parts.tokenizers
     if parts.taps:  # which only a head reads
         assert parts.head
-        return HeadDrafter(
+        kind: Any = OnePassDrafter if hasattr(parts.head, "draft") else HeadDrafter
+        drafter: HeadDrafter = kind(
             parts.head,
             parts.taps,
             rule=parts.rule,
@@ -125,6 +128,7 @@ def make(parts: DrafterParts) -> Drafter:
             first_row=parts.first_row,
             tree=parts.tree,
         )
+        return drafter
     assert runner
     size, num_draft_tokens = runner.vocab_size, parts.num_draft_tokens
     if tokenizers is None:

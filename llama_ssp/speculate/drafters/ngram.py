@@ -31,7 +31,7 @@ from llama_ssp.models.upload import to_device
 from llama_ssp.settings.drafters import NgramConfig
 from llama_ssp.speculate.drafters.drafter import DrafterParts
 from llama_ssp.speculate.sampling.context import Rows
-from llama_ssp.speculate.sampling.rules import Draft
+from llama_ssp.speculate.sampling.draft import Draft
 from llama_ssp.speculate.sampling.trees import Tree
 from llama_ssp.workspaces import Workspace
 
@@ -63,7 +63,7 @@ class NgramDrafter:
         self._num_texts = 0 if tree else num_texts
         self._history: History | None = None
         self.num_draft_tokens = num_draft_tokens
-        self._widths = tree.shape.widths if tree else ()
+        self._tree = tree
         self._longest, self._shortest = longest, shortest
         self._offsets_K = torch.arange(num_draft_tokens, device=device)
         self._last_G = torch.arange(longest, device=device)
@@ -91,8 +91,9 @@ class NgramDrafter:
         tokens_BS, lengths_B1 = rows.tokens_BS, rows.lengths_B[:, None]
         matches_BS = self._matches(tokens_BS, lengths_B1)
         period_B1 = _period(matches_BS, lengths_B1)
-        if self._widths:
-            return Draft(self._draft_tree(tokens_BS, lengths_B1, matches_BS, period_B1))
+        if self._tree:
+            ids_BN = self._draft_tree(self._tree, tokens_BS, lengths_B1, matches_BS, period_B1)
+            return Draft(ids_BN, nodes=self._tree.nodes(ids_BN.shape[0]))
         offsets_K = self._offsets_K[:num_tokens]
         ids_BK = tokens_BS.gather(1, lengths_B1 - period_B1 + offsets_K % period_B1)
         if self._history:
@@ -103,14 +104,16 @@ class NgramDrafter:
         tokens_BS.scatter_(1, lengths_B1 + offsets_K, ids_BK)
         return Draft(ids_BK)
 
-    def _draft_tree(self, tokens_RS: Tensor, lengths_R1: Tensor, matches_RS: Tensor, period_R1: Tensor) -> Tensor:
+    def _draft_tree(
+        self, tree: Tree, tokens_RS: Tensor, lengths_R1: Tensor, matches_RS: Tensor, period_R1: Tensor
+    ) -> Tensor:
         """Return the ids (B, N) of trees from the rows and matches of their roots.
 
         Each node has a row of its own: its text and its path. `period_R1` is how far before the end its copy goes on.
         """
         num_rows = lengths_R1.shape[0]
         drafted: list[Tensor] = []
-        for width in self._widths:
+        for width in tree.shape.widths:
             if drafted and width > 1:
                 matches_RS = self._matches(tokens_RS, lengths_R1)
             ids, periods = [tokens_RS.gather(1, lengths_R1 - period_R1)], [period_R1]

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -133,6 +134,20 @@ def test_a_quantized_checkpoint_is_loaded_as_it_is_stored(tmp_path: Path) -> Non
     assert texts[0] == texts[1]
     with pytest.raises(ConfigError, match="holds fp8_weight_only weights, which are read as they are"):
         load(tmp_path / "packed", quantization=("nf4", None))
+
+
+def test_what_ranks_of_their_own_cannot_have_is_refused_before_they_start(
+    models: tuple[PreTrainedModel, PreTrainedModel], tokenizer: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[dict[str, Any]] = [{"model": models[0]}, {"draft": models[1]}, {"tokenizer": tokenizer}]
+    for given in refused:
+        [name] = given
+        with pytest.raises(ConfigError, match=f"^{name} is a .*, which the processes of ranks= do not have: give its"):
+            load(**{"model": "tiny", **given}, ranks=2)
+    for variable, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match="ranks=2: torchrun has started 1 already, so leave ranks= out"):
+        load("tiny", ranks=2)
 
 
 def test_a_plan_needs_no_torch() -> None:

@@ -149,39 +149,37 @@ def test_the_kernels_of_a_draw_need_no_stack(capability: int, vocab_size: int) -
         assert found.is_chained == (capability >= CHAINED)
 
 
-@grid(capability=CAPABILITIES, dtype=["fp16", "bf16"], adds=[False, True])
+@grid(capability=CAPABILITIES, dtype=["fp16", "bf16"], unused=[("added", "ids"), ("ids",), ()])
 def test_norms_and_gates_need_no_stack_and_read_weights_alone_before_they_wait(
-    capability: int, dtype: str, *, adds: bool
+    capability: int, dtype: str, unused: tuple[str, ...]
 ) -> None:
     types = dict.fromkeys(("x", "added", "weight", "normed", "gate_up", "gated"), f"*{dtype}")
-    types |= {"eps": "fp32"} | integers("width", "num_units")
+    types |= {"eps": "fp32", "ids": "*i64"} | integers("width", "num_units")
     compiled = partial(compile_kernel, types=types, capability=capability)
-    constants: dict[str, object] = {"WIDTH": 4096} if adds else {"WIDTH": 4096, "added": None}
+    constants: dict[str, object] = {"WIDTH": 4096} | dict.fromkeys(unused)
     norm = compiled(between_gpu.add_norm_kernel, constants=constants, num_warps=8)
     gate = compiled(between_gpu.gated_kernel, constants={"UNITS": 1024}, num_warps=4)
     assert norm.stack_bytes == gate.stack_bytes == 0
     assert gate.is_chained == (capability >= CHAINED)
     if capability >= CHAINED:
-        of_one = norm.steps.count("l") // (3 if adds else 2)
+        of_one = norm.steps.count("l") // (3 if unused == ("ids",) else 2)
         assert norm.steps.startswith(of_one * "l" + "RWl")
         assert len(norm.steps.strip("ls")) == 2
 
 
 @pytest.mark.parametrize(
-    "part",
+    "parts",
     [
-        "operators",
-        "several ranks",
-        "recurrent layers",
-        "qwen3",
-        "quantized cache",
-        *map(heavy, ("llama, no groups", "mistral, window", "quantized weights")),
+        ["operators"],
+        ["qwen3", "quantized cache", "several ranks", "recurrent layers"],
+        heavy(["llama, no groups", "mistral, window", "quantized weights"]),
     ],
+    ids=", ".join,
 )
-def test_values_are_those_of_torch_s_operators(part: str) -> None:
+def test_values_are_those_of_torch_s_operators(parts: list[str]) -> None:
     """In a process of its own, because Triton reads at its import that it is to interpret."""
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.interpreted_kernels", part],
+        [sys.executable, "-m", "tests.helpers.interpreted_kernels", *parts],
         env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr

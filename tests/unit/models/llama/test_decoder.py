@@ -163,9 +163,14 @@ class Summed:
         return add_norm(x_ME, self.all_reduce(part_ME), weight_E, eps)
 
 
-def add_norm(x_ME: Tensor, added_ME: Tensor | None, weight_E: Tensor, eps: float) -> Tensor:
+def add_norm(
+    x_ME: Tensor, added_ME: Tensor | None, weight_E: Tensor, eps: float, *, ids_M: Tensor | None = None
+) -> Tensor:
     """The kernel of a GPU, by torch's operators."""
-    if added_ME is not None:
+    if ids_M is not None:
+        assert added_ME is not None
+        x_ME.copy_(added_ME[ids_M])
+    elif added_ME is not None:
         x_ME.add_(added_ME)
     return functional.rms_norm(x_ME, weight_E.shape, weight_E / weight_E.shape[0] ** 0.5, eps)
 

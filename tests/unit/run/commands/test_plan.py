@@ -19,8 +19,6 @@ from tests.helpers.lanes import heavy
 from tests.helpers.own_conf import MACHINE, OwnConf
 from tests.helpers.repository import ROOT
 
-pytestmark = pytest.mark.seconds
-
 SCRIPT = ROOT / "launch" / "plan.py"
 # Packages that an engineer without a GPU need not have; None makes their import fail.
 BLOCKED = ("torch", "transformers", "numpy", "rich", "matplotlib", "accelerate", "safetensors", "scipy", "psutil")

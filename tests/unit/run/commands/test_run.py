@@ -22,7 +22,7 @@ from llama_ssp.settings import compose
 from llama_ssp.settings.schema import LAUNCHER, RunConfig, SlurmConfig
 from tests.helpers.lanes import heavy
 
-pytestmark = [pytest.mark.seconds, pytest.mark.usefixtures("_signal_handlers")]
+pytestmark = pytest.mark.usefixtures("_signal_handlers")
 
 
 @dataclass

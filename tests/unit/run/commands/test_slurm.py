@@ -21,8 +21,6 @@ from tests.helpers.hub import COMMIT, put
 from tests.helpers.in_process import Ended, launch
 from tests.helpers.lanes import heavy, slow
 
-pytestmark = pytest.mark.seconds
-
 CPU = "hardware=laptop_cpu"
 STAGED = (CPU, "hydra.launcher.stage_to=/scratch/of me")
 SBATCH = """#!{python}

@@ -15,7 +15,7 @@ from llama_ssp.architectures.reading import read_config
 from llama_ssp.errors import CheckpointError
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.llama.head import HeadRunner
-from llama_ssp.models.loading import load_model
+from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.speculate.drafters.head import HeadDrafter
@@ -120,7 +120,7 @@ def test_every_step_of_every_round_has_the_distribution_of_the_reference(
     seen: list[tuple[list[int], Tensor, Tensor]] = []
 
     def watch(texts: list[list[int]], draft: Any) -> None:  # noqa: ANN401
-        seen.extend(zip(texts, draft.ids_BK.clone(), draft.probs_BTV.clone(), strict=True))
+        seen.extend(zip(texts, draft.ids_BK.clone(), draft.drawn_law.clone(), strict=True))
 
     done = decode(target, source(folder), batch_size=2, watch=watch, replay=False, tree=tree)
     assert all(len(each.token_ids) == 12 for each in done.values())
@@ -137,7 +137,7 @@ def test_a_head_reads_what_it_has_missed_in_rounds_that_did_not_draft(
     seen: list[tuple[list[int], Tensor, Tensor]] = []
 
     def watch(texts: list[list[int]], draft: Any) -> None:  # noqa: ANN401
-        seen.extend(zip(texts, draft.ids_BK.clone(), draft.probs_BTV.clone(), strict=True))
+        seen.extend(zip(texts, draft.ids_BK.clone(), draft.drawn_law.clone(), strict=True))
 
     choices = [*[DraftChoice(0)] * 33, DraftChoice(3), DraftChoice(2)]
     origin = source(original(tmp_path / "head", tensors))
@@ -193,7 +193,7 @@ def test_a_head_drafts_the_same_behind_a_beginning_that_the_target_has_not_read_
         found: dict[tuple[int, ...], Tensor] = {}
 
         def watch(texts: list[list[int]], draft: Any) -> None:  # noqa: ANN401
-            found.update((tuple(text), probs) for text, probs in zip(texts, draft.probs_BTV.clone(), strict=True))
+            found.update((tuple(text), probs) for text, probs in zip(texts, draft.drawn_law.clone(), strict=True))
 
         done = decode(
             target, origin, batch_size=2, watch=watch, replay=False, tree=tree, prompts=prompts, reuses=reuses
@@ -249,11 +249,11 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another speculator": (
         lambda folder: save_speculator(folder, make_tensors(), speculators_model_type="mlp"),
-        "describes an MLP speculator, and of draft heads those of EAGLE-3 are read",
+        "describes an MLP speculator, and of draft heads those of EAGLE-3, P-EAGLE, DFlash and DSpark are read",
     ),
-    "two layers": (
+    "a layer too few": (
         lambda folder: save_original(folder, make_tensors(), num_hidden_layers=2),
-        "describes a head of 2 layers, and one is required",
+        "lacks 9 of the 23 tensors",
     ),
     "pickle": (
         lambda folder: (save_original(folder, make_tensors()) / "model.safetensors").rename(folder / "model.bin"),
@@ -267,7 +267,7 @@ def test_a_faulty_head_is_refused_with_what_is_wrong(name: str, tmp_path: Path) 
     make, message = FAULTS[name]
     make(tmp_path / "head")
     with pytest.raises(CheckpointError, match=message):
-        source(tmp_path / "head")
+        check_model(source(tmp_path / "head"), num_ranks=1)
 
 
 def test_the_layers_of_an_eagle_config_are_those_before_the_tapped_inputs(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_every_step_of_every_round_has_the_distribution_of_the_reference(
     tree, seen = Tree.of(shape, CPU) if shape else None, list[tuple[list[int], Tensor, Tensor]]()
 
     def watch(texts: list[list[int]], draft: Any) -> None:  # noqa: ANN401
-        seen.extend(zip(texts, draft.ids_BK.clone(), draft.probs_BTV.clone(), strict=True))
+        seen.extend(zip(texts, draft.ids_BK.clone(), draft.drawn_law.clone(), strict=True))
 
     decode(*loaded(tmp_path), watch=watch, temperature=TEMPERATURE, batch_size=2, tree=tree, replay=False)
     found = [each for each in seen if each[0] != [0, 0]]  # no vacant rows

@@ -42,7 +42,7 @@ def propose(
     for row, text in enumerate(texts if tree is None else ()):
         written = tokens_BS[row, len(text) : len(text) + num_draft_tokens]
         assert torch.equal(written, draft.ids_BK[row])
-    assert draft.probs_BTV is None
+    assert draft.is_certain
     return draft.ids_BK.tolist()
 
 

@@ -40,7 +40,7 @@ class Repeat:
         pass
 
     def propose(self, rows, *, num_tokens, uniforms_BKP, bucket, num_unread=2):
-        from llama_ssp.speculate.sampling.rules import Draft
+        from llama_ssp.speculate.sampling.draft import Draft
 
         tokens_BS, lengths_B, *_ = rows
         last_B1 = tokens_BS.gather(1, lengths_B[:, None] - self._back)

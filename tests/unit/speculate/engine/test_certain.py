@@ -14,8 +14,9 @@ from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.drafter import Drafter
 from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.drafters.ngram import NgramDrafter
+from llama_ssp.speculate.sampling.draft import Draft
 from llama_ssp.speculate.sampling.processors import processor
-from llama_ssp.speculate.sampling.rules import Draft, Rule, make_rule, verify_ahead, verify_speculative
+from llama_ssp.speculate.sampling.rules import Rule, make_rule, verify_ahead, verify_speculative
 from llama_ssp.speculate.sampling.trees import Tree
 from llama_ssp.speculate.sampling.uniforms import Draws
 from tests.helpers.decoders import complete, make_decoder, requests
@@ -84,7 +85,7 @@ def test_of_what_is_in_flight_what_plain_decoding_draws_is_kept() -> None:
     draws = Draws(plain_BTP[:, 1:], plain_BTP[:, 1:, 0], plain_BTP[:, 0], plain_BTP)
     rule, ahead_B = Rule(processor(SamplingConfig()), verify_speculative), random_ids(size=(num_rows,)) % 2 * 2
     in_flight, following = (Draft(random_ids(size=(num_rows, number))) for number in (2, 3))
-    verdict = verify_ahead(rule, in_flight, following, target_BKV, ahead_B=ahead_B, draws=draws)
+    verdict = verify_ahead(rule, in_flight, following.first(), target_BKV, ahead_B=ahead_B, draws=draws)
     plain_BK = torch.cat([rule.choose(target_BKV[:, place].contiguous(), plain_BTP[:, place]) for place in range(3)], 1)
     for row in range(num_rows):
         num_ahead = int(ahead_B[row])
@@ -93,7 +94,5 @@ def test_of_what_is_in_flight_what_plain_decoding_draws_is_kept() -> None:
         while num_right < len(drafted) and drafted[num_right] == wanted[num_right]:
             num_right += 1
         goes_on = num_right == len(drafted)
-        assert verdict.goes_on_B1 is not None
-        assert int(verdict.goes_on_B1[row]) == goes_on
-        assert int(verdict.num_accepted_B1[row]) == num_right - goes_on
+        assert int(verdict.node_B1[row]) == num_right
         assert int(verdict.next_ids_B1[row]) == wanted[num_right - goes_on]

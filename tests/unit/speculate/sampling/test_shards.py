@@ -14,8 +14,9 @@ from llama_ssp.architectures.matrices import tokens_of_a_block, vocabulary_parts
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.sampling import shards
 from llama_ssp.speculate.sampling.context import Context
+from llama_ssp.speculate.sampling.draft import POINT_MASS, Draft, Law, Verdict
 from llama_ssp.speculate.sampling.processors import DRAW_UNITS, draw, processor
-from llama_ssp.speculate.sampling.rules import Draft, Rule, Verdict, make_rule, verify_block, verify_speculative
+from llama_ssp.speculate.sampling.rules import Rule, make_rule, verify_block, verify_speculative
 from llama_ssp.speculate.sampling.shards import Shard
 from llama_ssp.speculate.sampling.uniforms import Draws
 from tests.helpers.decoders import complete, make_decoder, requests
@@ -110,8 +111,8 @@ class Together(Rule):
     def verify(self, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
         law = [] if draft.is_certain else [draft.drawn_law]
 
-        def verified(rule: Rule, target_BTV: Tensor, *law: Tensor) -> Verdict:
-            return rule.verify(Draft(draft.ids_BK, *law), target_BTV, draws=draws)
+        def verified(rule: Rule, target_BTV: Tensor, law: Law = POINT_MASS) -> Verdict:
+            return rule.verify(Draft(draft.ids_BK, law), target_BTV, draws=draws)
 
         verdict: Verdict = self._each(verified, target_BTV, *law)[-1]
         return verdict

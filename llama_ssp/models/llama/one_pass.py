@@ -1,0 +1,205 @@
+"""Draft heads of one pass on this rank: P-EAGLE, DFlash and DSpark; see `architectures.heads`.
+
+    P-EAGLE    pairs of taps and tokens, then pairs of one learned tap and the mask token; each sees those before it
+    DFlash     taps, whose keys and values each layer computes, then newest token and mask tokens, which see everything
+    DSpark     the same, and for each position the logits of what follows the token drafted before it
+
+A forward writes the positions that the target has verified, and those of the block behind them, which the next one
+overwrites. Source: see there.
+
+Shapes: B sequences, C positions of the context, N of the block, T = C + N, K drafted tokens, M nodes of a tree, E
+width, X taps, O drafted tokens of this rank, S width of the Markov head.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llama_ssp.architectures.heads import MASK
+from llama_ssp.kernels.between import OwnKernels
+from llama_ssp.kernels.linear import Kernel, Linear, make_linear
+from llama_ssp.kernels.norm import RmsNorm
+from llama_ssp.models.llama.attention import LayerAttention
+from llama_ssp.models.llama.head import HeadRunner
+from llama_ssp.models.llama.layer import Layer, Stream, added
+from llama_ssp.models.llama.table import MARKOV
+from llama_ssp.models.runner import Following, TreePlaces
+from llama_ssp.models.weights import Weights
+from llama_ssp.weights.head import HeadSource
+from llama_ssp.workspaces import NOWHERE, InPlace
+
+
+class _Markov:
+    """The logits (B, M, O) of what follows a token, by its embedding, in some by hidden states and a state as well."""
+
+    def __init__(self, weights: Weights, outputs: slice, *, kernel: Kernel | None) -> None:
+        names = [name for name in weights.names(f"model.{MARKOV}.") if name.endswith("_proj.weight")]
+        place = f"model.{MARKOV}.markov_w"
+        self._embedding_VS = weights.take(f"{place}1.weight")
+        self._output = make_linear(weights.take(f"{place}2.weight")[outputs].contiguous(), None, kernel=kernel)
+        self.is_recurrent = any("joint" in name for name in names)
+        self._inner = [make_linear(*weights.linear(name.removesuffix(".weight")), kernel=kernel) for name in names]
+
+    def __call__(self, ids_BM: Tensor, hidden_BME: Tensor, state_BMS: Tensor) -> tuple[Tensor, Tensor]:
+        """Return them, and the next state."""
+        inner_MS = functional.embedding(ids_BM.flatten(), self._embedding_VS)
+        state_MS, hidden_ME = state_BMS.flatten(0, 1), hidden_BME.flatten(0, 1)
+        if self.is_recurrent:
+            joined = self._inner[0](torch.cat([state_MS, inner_MS, hidden_ME], dim=-1))
+            gate_MS, candidate_MS, inner_MS = joined.chunk(3, dim=-1)
+            state_MS = torch.lerp(candidate_MS.tanh(), state_MS, gate_MS.sigmoid())
+            inner_MS = inner_MS.tanh()
+        elif self._inner:
+            inner_MS = inner_MS * self._inner[0](torch.cat([hidden_ME, inner_MS], dim=-1)).sigmoid()
+        return self._output(inner_MS).view(*ids_BM.shape, -1), state_MS.view_as(state_BMS)
+
+
+class ParallelRunner(HeadRunner):
+    """A head of P-EAGLE; see `OnePassHead`."""
+
+    tokens_ahead = 1
+
+    def __init__(self, weights: Weights, source: HeadSource, **parts: Any) -> None:  # noqa: ANN401 - see `HeadRunner`
+        mask_X = weights.take(f"model.{MASK}") if f"model.{MASK}" in weights else None
+        super().__init__(weights, source, **parts)
+        assert source.head.mask_token_id is not None
+        self.mask_token_id = source.head.mask_token_id
+        into: InPlace = parts.get("into", NOWHERE)
+        self._mask_11E = None if mask_X is None else into.keep(self.hidden_of(mask_X[None, None]), "_mask_11E")
+
+    def block_size(self, num_drafted: int) -> int:
+        """See `OnePassHead.block_size`."""
+        return num_drafted - 1
+
+    def draft(
+        self, ids_BT: Tensor, context_BCE: Tensor, positions_BT: Tensor, *, num_drafted: int, bucket: int
+    ) -> Following:
+        """See `OnePassHead.draft`."""
+        return self._following(self._read_block(ids_BT, context_BCE, positions_BT, bucket=bucket), ids_BT, num_drafted)
+
+    def _read_block(self, ids_BT: Tensor, context_BCE: Tensor, positions_BT: Tensor, *, bucket: int) -> Stream:
+        attention = self._attention(positions_BT, bucket=bucket, cache_rows_B=None, consecutive=False)
+        assert self._mask_11E is not None
+        num_masks = ids_BT.shape[1] - context_BCE.shape[1]
+        masks_BNE = self._mask_11E.expand(len(ids_BT), num_masks, -1)
+        return self._read(ids_BT, torch.cat([context_BCE, masks_BNE], dim=1), attention)
+
+    def _following(self, stream: Stream, ids_BT: Tensor, num_drafted: int) -> Following:
+        _, logits_BKO = self._of_block(stream, len(ids_BT), num_drafted)
+        logits_BKV = self._of_target(self._joined(logits_BKO))
+
+        def following(depth: int, ids_BM: Tensor, _parents_BM: Tensor | None) -> Tensor:
+            return logits_BKV.narrow(1, depth, 1).expand(-1, ids_BM.shape[1], -1)
+
+        return following
+
+    def _of_block(self, stream: Stream, batch_size: int, num_drafted: int) -> tuple[Tensor, Tensor]:
+        """The hidden states (B, K, E) of the last positions, and this rank's logits (B, K, O)."""
+        x_BKE = added(stream).view(batch_size, -1, self._width)[:, -num_drafted:]
+        x_ME, logits_MO = self._head((x_BKE.flatten(0, 1), None))
+        return x_ME.view_as(x_BKE), logits_MO.view(batch_size, num_drafted, -1)
+
+
+class _ApartProduct:
+    """The product of queries, keys and values, and the norm that only the block's positions pass."""
+
+    def __init__(self, norm: RmsNorm, linear: Linear) -> None:
+        self.norm, self.linear = norm, linear
+
+
+class BlockLayer(Layer):
+    """A layer of DFlash."""
+
+    qkv: Any
+
+    def _first_product(self, norm: Callable[[str], RmsNorm], linear: Linear, own: OwnKernels) -> Any:  # noqa: ANN401, ARG002
+        return _ApartProduct(norm("input_layernorm"), linear)
+
+    def read(self, x_ME: Tensor, context_BCE: Tensor, attend: LayerAttention) -> Tensor:
+        """The stream (M, E) of the block, M = B * N, behind the layer, which writes the context as well."""
+        num_rows, num_context, width = context_BCE.shape
+        both_BTE = torch.cat([context_BCE, self.qkv.norm(x_ME).view(num_rows, -1, width)], dim=1)
+        attended_TE = attend(self.qkv.linear(both_BTE.flatten(0, 1)), self.number, self.heads, self.head_norms)
+        if not len(x_ME):
+            return x_ME
+        attended_BNE = attended_TE.view(num_rows, -1, attended_TE.shape[-1])[:, num_context:]
+        x_ME, gated_MI = self.gate_up(self.output(attended_BNE.flatten(0, 1), x_ME))
+        return added(self.down(gated_MI, x_ME))
+
+
+class BlockRunner(ParallelRunner):
+    """A head of DFlash or DSpark; see `OnePassHead`."""
+
+    layer_class = BlockLayer
+    tokens_ahead = 0
+
+    def __init__(self, weights: Weights, source: HeadSource, **parts: Any) -> None:  # noqa: ANN401 - see `HeadRunner`
+        super().__init__(weights, source, **parts)
+        into: InPlace = parts.get("into", NOWHERE)
+        norm = RmsNorm(weights.take("model.hidden_norm.weight"), source.config.rms_norm_eps)
+        self._context_norm = into.keep(norm, "_context_norm")
+        self._drafts_at_anchor = source.head.drafts_at_anchor
+        outputs = slice(self._first_output, self._first_output + self._head_sizes[self._comm.rank])
+        markov = _Markov(weights, outputs, kernel=None) if source.head.markov_rank else None
+        self._markov = into.keep(markov, "_markov")
+        self._markov_rank = source.head.markov_rank
+
+    def block_size(self, num_drafted: int) -> int:
+        """See `OnePassHead.block_size`."""
+        return num_drafted + (not self._drafts_at_anchor)
+
+    def hidden_of(self, taps_BTX: Tensor) -> Tensor:
+        """See `Head.hidden_of`."""
+        return self._context_norm(super().hidden_of(taps_BTX))
+
+    def extend(
+        self,
+        ids_BT: Tensor,
+        hidden_BTE: Tensor,
+        positions_BT: Tensor,
+        *,
+        bucket: int,
+        score_positions_B1: Tensor | None = None,  # noqa: ARG002 - the context has no logits
+        cache_rows_B: Tensor | None = None,
+        consecutive: bool = True,
+        tree: TreePlaces | None = None,  # noqa: ARG002 - of drafted tokens
+    ) -> tuple[Tensor, Tensor]:
+        """Read positions of the context into the cache; the results are empty."""
+        attention = self._attention(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive)
+        nothing_ME = self._through(ids_BT[:, :0], hidden_BTE, attention[None])
+        return nothing_ME, nothing_ME
+
+    def _through(self, ids_BN: Tensor, context_BCE: Tensor, attend: LayerAttention) -> Tensor:
+        x_ME = self.embed(ids_BN.flatten())
+        for layer in self._layers:
+            assert isinstance(layer, BlockLayer)
+            x_ME = layer.read(x_ME, context_BCE, attend)
+        return x_ME
+
+    def _read_block(self, ids_BT: Tensor, context_BCE: Tensor, positions_BT: Tensor, *, bucket: int) -> Stream:
+        num_context = context_BCE.shape[1]
+        first_B1, last_B1 = positions_BT[:, :1], positions_BT[:, -1:]
+        seen_BC = functional.pad(first_B1, (0, num_context - 1))  # nobody looks at what the context sees
+        seen_BT = torch.cat([seen_BC, last_B1.expand(-1, ids_BT.shape[1] - num_context)], dim=1)
+        attention = self._attention(positions_BT, bucket=bucket, cache_rows_B=None, consecutive=False, seen_BT=seen_BT)
+        return self._through(ids_BT[:, num_context:], context_BCE, attention[None]), None
+
+    def _following(self, stream: Stream, ids_BT: Tensor, num_drafted: int) -> Following:
+        if self._markov is None:
+            return super()._following(stream, ids_BT, num_drafted)
+        x_BKE, logits_BKO = self._of_block(stream, len(ids_BT), num_drafted)
+        hidden_BKE, markov = self._norm(x_BKE), self._markov
+        state_BMS = hidden_BKE.new_zeros(len(ids_BT), 1, self._markov_rank)
+
+        def following(depth: int, ids_BM: Tensor, parents_BM: Tensor | None) -> Tensor:
+            nonlocal state_BMS
+            if parents_BM is not None:
+                state_BMS = state_BMS.gather(1, parents_BM[..., None].expand(-1, -1, self._markov_rank))
+            hidden_BME = hidden_BKE.narrow(1, depth, 1).expand(-1, ids_BM.shape[1], -1)
+            added_BMO, state_BMS = markov(ids_BM, hidden_BME, state_BMS)
+            return self._of_target(self._joined(logits_BKO.narrow(1, depth, 1) + added_BMO))
+
+        return following
