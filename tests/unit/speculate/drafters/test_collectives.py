@@ -29,7 +29,7 @@ from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import complete, make_decoder, requests
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
-from tests.helpers.lanes import grid
+from tests.helpers.lanes import grid, heavy
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, load_ranks
 from tests.helpers.planning import make_spec
 from tests.helpers.prefix_runner import PrefixRunner
@@ -136,7 +136,7 @@ def test_ranks_draft_as_one_does_with_the_collectives_that_are_planned(
 @pytest.mark.parametrize(
     ("rule", "of_target", "of_draft"),
     [
-        ("gathered", 1, 1), ("speculative", 3, 2), ("block", 4, 2), ("coupled", 2, 2), ("greedy", 1, 1),
+        ("gathered", 1, 1), ("speculative", 3, 2), heavy("block", 4, 2), heavy("coupled", 2, 2), heavy("greedy", 1, 1),
         ("certain", 2, 0),
     ],
 )  # fmt: skip

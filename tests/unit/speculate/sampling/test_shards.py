@@ -22,7 +22,7 @@ from llama_ssp.speculate.sampling.uniforms import Draws
 from tests.helpers.decoders import complete, make_decoder, requests
 from tests.helpers.exact_law import exact_law
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
-from tests.helpers.lanes import pairs
+from tests.helpers.lanes import heavy, pairs
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.table_models import TableModel, joint_law, random_table
 
@@ -137,7 +137,14 @@ def law_error(make: Callable[[Shard], Rule], *, num_ranks: int, vocab_size: int,
     return float((measured - joint_law(tuple(map(processor(WARM), target.logits)))).abs().max())
 
 
-@pairs(rule=["speculative", "block"], ranks_of=[(2, 3), (2, 4), (3, 5)], is_certain=[False, True])
+@pytest.mark.parametrize(
+    ("rule", "ranks_of", "is_certain"),
+    [
+        ("speculative", (2, 3), False), ("block", (3, 5), False), ("block", (2, 3), True),
+        heavy("speculative", (3, 5), False), heavy("speculative", (2, 4), False), heavy("block", (2, 4), False),
+        heavy("speculative", (3, 5), True),
+    ],
+)  # fmt: skip
 def test_the_text_has_exactly_the_targets_law_over_shards(
     rule: str, ranks_of: tuple[int, int], is_certain: bool
 ) -> None:
