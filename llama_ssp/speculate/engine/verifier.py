@@ -74,9 +74,9 @@ class Verifier:
         """Sample one token for every row from the target's logits."""
 
         def drawn() -> Verdict:
-            ids_B1, probs_BV = self.rule.draw(logits_BV, uniforms_BP, context)
-            weights_B1 = self.rule.weights(logits_BV if probs_BV is None else probs_BV, ids_B1)
-            return Verdict(torch.zeros_like(ids_B1), ids_B1, weights_B1)
+            scores_BV = self.rule.scores(logits_BV, context)
+            ids_B1 = self.rule.choose(scores_BV, uniforms_BP)
+            return Verdict(torch.zeros_like(ids_B1), ids_B1, self.rule.weights(scores_BV, ids_B1))
 
         return self.decide(drawn, batch_size=uniforms_BP.shape[0])
 

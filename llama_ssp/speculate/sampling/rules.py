@@ -157,10 +157,12 @@ class Rule:
 
         Returns ids (B, 1), and the probabilities (B, V) they were drawn from, if verification needs them.
         """
-        given = logits_BV[:, None] if self.needs_context else logits_BV
-        scores = self.process(given, context)
-        scores_BV = scores[:, 0] if self.needs_context else scores
+        scores_BV = self.scores(logits_BV, context)
         return self.choose(scores_BV, uniforms_BP), None if self.takes_best else scores_BV
+
+    def scores(self, logits_BV: Tensor, context: Context | None = None) -> Tensor:
+        """The output of `process` for logits at one position."""
+        return self.process(logits_BV[:, None], context)[:, 0] if self.needs_context else self.process(logits_BV)
 
     def choose(self, scores_BV: Tensor, uniforms_BP: Tensor) -> Tensor:
         """Draw one token per row (B, 1) from the output of `process` at one position."""

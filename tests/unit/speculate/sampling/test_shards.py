@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from llama_ssp.architectures.matrices import tokens_of_a_block, vocabulary_parts
+from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
+from llama_ssp.speculate.engine.verifier import NOT_A_NUMBER, Verifier
 from llama_ssp.speculate.sampling import shards
 from llama_ssp.speculate.sampling.context import Context
 from llama_ssp.speculate.sampling.draft import POINT_MASS, Draft, Law, Verdict
@@ -218,6 +220,32 @@ def test_texts_are_those_of_one_rank(
     how: dict[str, Any] = {"sampling": sampling, "rule": rule, "ngram": ngram, "replay": replay}
     wanted = texts(None, **how)
     assert on_ranks(thread_comms(num_ranks), lambda comm: texts(comm, **how)) == [wanted] * num_ranks
+
+
+@pytest.mark.parametrize("rule", ["speculative", "block", "coupled", "greedy"])
+def test_a_number_that_is_none_on_any_rank_is_flagged_on_all(rule: str) -> None:
+    """In the first draw of a text, and in a round whose draft is certain."""
+    logits_BTV = torch.randn(3, 2, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    logits_BTV[0, 0, 3] = logits_BTV[1, 0, VOCAB_SIZE - 1] = float("nan")
+    sampling = SamplingConfig(temperature=0.0, bad_ids=((5,),), presence_penalty=0.4) if rule == "greedy" else WARM
+    uniforms_BTP = torch.full((3, 2, 2), 0.5, dtype=torch.float64)
+    draws = Draws(uniforms_BTP[:, 1:], uniforms_BTP[:, 1:, 0], uniforms_BTP[:, 0], uniforms_BTP)
+    context = Context(
+        *[torch.zeros(3, 4, dtype=torch.long)], *[torch.zeros(3, dtype=torch.long)] * 2, torch.tensor([[0, 1]] * 3)
+    )
+
+    def flags(shard: Shard, own: slice) -> list[list[int]]:
+        made = make_rule(sampling, VerificationConfig(rule=rule), shard=shard)
+        verifier = Verifier(made, comm=Comm.single(), verify_rank=0, device=torch.device("cpu"))
+        first = verifier.draw(
+            logits_BTV[:, 0, own], uniforms_BTP[:, 0], context._replace(last_BT=context.last_BT[:, :1])
+        )
+        found = verifier.verify(
+            Draft(torch.full((3, 1), 40)), verifier.process(logits_BTV[..., own], context), draws=draws
+        )
+        return [decision.flags_B1[:, 0].tolist() for decision in (first, found)]
+
+    assert over_shards(2, VOCAB_SIZE, flags) == [[[NOT_A_NUMBER, NOT_A_NUMBER, 0]] * 2] * 2
 
 
 def test_a_block_that_no_rank_draws_from_is_not_drawn() -> None:
