@@ -173,4 +173,4 @@ class StateView:
         cache, inputs = self._cache, self._cache.inputs[number]
         first_B1, rows_B = self._first_B1.to(inputs.device), self._rows_B.to(inputs.device)
         taken_B = None if self._taken_B is None else self._taken_B.to(inputs.device)
-        return Places(inputs, cache.states.get(number), cache.num_inputs, cache.num_kept, first_B1, taken_B, rows_B)
+        return Places(inputs, cache.states[number], cache.num_inputs, cache.num_kept, first_B1, taken_B, rows_B)

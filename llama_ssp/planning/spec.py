@@ -28,7 +28,15 @@ from llama_ssp.architectures.reading import read_config, read_stored_format
 from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelConfig, ModelShape, read_path
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.settings.drafters import draft_name, drafts, drafts_greedily, has_own_tokenizer, outgrown
+from llama_ssp.settings.drafters import (
+    CopiedTexts,
+    copied_texts,
+    draft_name,
+    drafts,
+    drafts_greedily,
+    has_own_tokenizer,
+    outgrown,
+)
 from llama_ssp.settings.layout import Layout, lay_out_replica, may_capture
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT, rule_of
 from llama_ssp.settings.schema import DraftLayout, ExpertParts, PlanConfig, RunConfig, TargetKind
@@ -178,6 +186,7 @@ class PlanSpec:
         target_ranks, draft_ranks: ranks of each replica, increasing.
         spare_devices: GPUs without a rank that hold layers of a layer-wise target.
         free_draft: the kind of a draft without a model, whose cost is not counted; None without one.
+        copies: the other texts that copies are drafted from.
         own_tokenizer: the draft has a tokenizer of its own.
         is_certain: drafted tokens are the most probable ones, without probabilities.
         tree: of a round, with `num_draft_tokens` nodes; None drafts chains.
@@ -218,6 +227,7 @@ class PlanSpec:
     temperature: float | None = None
     rule: str = DEFAULT
     free_draft: str | None = None
+    copies: CopiedTexts | None = None
     own_tokenizer: bool = False
     counts_tokens: bool = False
     truncates: bool = False
@@ -436,6 +446,7 @@ def make_spec(
         spare_devices=tuple(gpu for gpu in range(first, first + num_gpus) if is_layer_wise and gpu not in layout.ranks),
         draft=draft,
         free_draft=None if draft else draft_name(config.draft),
+        copies=copied_texts(config.draft, has_tree=tree is not None, falls_back=speculation.adapts),
         own_tokenizer=has_own_tokenizer(config.draft),
         draft_kind=layout.draft_kind,
         draft_ranks=layout.draft_ranks,

@@ -445,8 +445,7 @@ def round_messages(spec: PlanSpec, num_draft_tokens: int) -> dict[str, Message]:
         num_probs = 1 + sum(spec.tree.read) if spec.tree else num_draft_tokens
         num_bytes = PROBABILITY_BYTES * rows * num_probs * spec.target.shape.vocab_size
         found["probabilities"] = Message(num_bytes, (layout.draft_source_rank, layout.verify_rank))
-    verdict_bytes = VERDICT_BYTES + ID_BYTES * (spec.tree.depth if spec.tree and num_draft_tokens else 0)
-    found["verdict"] = Message(verdict_bytes * rows, layout.ranks, num_senders)
+    found["verdict"] = Message(VERDICT_BYTES * rows, layout.ranks, num_senders)
     return found
 
 

@@ -26,6 +26,7 @@ from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError, ConfigError, SspError
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.models.weights import Loading
 from llama_ssp.planning import spec as planning
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.failures import raise_on_all_ranks
@@ -300,10 +301,8 @@ class Quantized:
 
     def on_one_rank(self, folder: Path, form: str) -> torch.Tensor:
         """Logits of the same model in this process, in one forward."""
-        runner = load_model(
-            inspect(folder / "wide" / self.family), dtype=torch.float32, device=torch.device("cpu"), comm=Comm.single(),
-            precision=Precision(quantization=form),
-        )  # fmt: skip
+        precision = Precision(quantization=form)
+        runner = load_model(Loading(inspect(folder / "wide" / self.family), dtype=torch.float32, precision=precision))
         runner.allocate(batch_size=1, capacity=16)
         return runner.forward(torch.arange(20, 32)[None], torch.arange(12)[None], bucket=16)[0]
 

@@ -508,7 +508,6 @@ RECURRENT: dict[str, dict[str, int]] = {
     "qwen3_next, dense": {"linear_num_key_heads": 1, "linear_num_value_heads": 2},
     "kimi_linear, dense": {"linear_num_heads": 2},
     "falcon_h1": {"mamba_n_heads": 2, "mamba_d_head": 64, "mamba_n_groups": 1},
-    "lfm2": {},
 }
 
 

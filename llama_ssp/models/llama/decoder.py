@@ -6,7 +6,6 @@ Shapes: B sequences, T positions, M = B * T tokens, R rows that get logits, V vo
 of each key-value head, Q = T * G, S slots, U slots that are read.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.architectures.matrices import Cut, RankShard, widths
+from llama_ssp.architectures.matrices import Cut, widths
 from llama_ssp.kernels.attention import ALL, Attention, find_attention
 from llama_ssp.kernels.attention_by_length import VarlenAttention, find_varlen, unpacking, with_ours
 from llama_ssp.kernels.between import OwnKernels, find_own_kernels, rotate_write
@@ -33,45 +32,33 @@ from llama_ssp.models.llama.attention import (
     place_and_attend,
 )
 from llama_ssp.models.llama.layer import Layer, NormedProduct, Stream, Unread, added
-from llama_ssp.models.llama.table import EMBEDDING, OUTPUT, rotary_of
-from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
+from llama_ssp.models.llama.table import EMBEDDING, OUTPUT, lean_weights, rotary_of
 from llama_ssp.models.runner import Pieces, TreePlaces, masks_of, nearest
 from llama_ssp.models.tensor_parallel import embed, own_part
-from llama_ssp.models.weights import Weights
-from llama_ssp.ranks.comms import Comm, Reads, best_of
-from llama_ssp.workspaces import NOWHERE, InPlace
+from llama_ssp.models.weights import Loading, Weights
+from llama_ssp.ranks.comms import Reads, best_of
 
 
 class LeanRunner(CachedRunner):
     """A Llama-like model, or this rank's slice of it, with its static cache; see `Runner`.
 
     Args:
-        weights: of this rank, by the names of `table`; all are taken.
-        config: of the model.
-        shards: of all ranks.
-        comm: the ranks that share it.
+        loading: its weights, all of which are taken, and how; the output keeps its dtype.
         kernel: of all linear layers; None takes the fastest for each shape.
-        precision: of the linear layers and the cache; the head keeps its dtype.
-        embedding_VE: of another model on this rank that has the same one; None takes that of the weights.
         varlen: reads the cache by lengths of rows; None for that of this device, or masks if it has none.
-        into: with a model like this one, whose parts get the weights, and which this one then shares.
     """
 
     layer_class = Layer
 
     def __init__(
-        self,
-        weights: Weights,
-        config: Any,  # noqa: ANN401 - of transformers
-        *,
-        shards: Sequence[RankShard],
-        comm: Comm,
-        kernel: Kernel | None = None,
-        precision: Precision = UNQUANTIZED,
-        embedding_VE: Tensor | None = None,
-        varlen: VarlenAttention | None = None,
-        into: InPlace = NOWHERE,
+        self, loading: Loading, *, kernel: Kernel | None = None, varlen: VarlenAttention | None = None
     ) -> None:
+        config: Any = loading.origin.config
+        comm, precision, into = loading.comm, loading.precision, loading.into
+        target = loading.alike(LeanRunner) if loading.origin.shape.shares_embedding else None
+        embedding_VE = target.embedding if target else None
+        places = {EMBEDDING: into.model._embedding_VE} if into.model else {}
+        weights, shards = lean_weights(loading, places=places, has_embedding=embedding_VE is None)
         own, self._own = shards[comm.rank], into.model._own if into.model else OwnKernels()
         is_cut, vocab_size = weights.is_cut(OUTPUT), config.vocab_size
         self._head_sizes: tuple[int, ...] = widths(shards, Cut.vocabulary, vocab_size) if is_cut else (vocab_size,)
@@ -109,6 +96,10 @@ class LeanRunner(CachedRunner):
         self.is_invariant = adds_alike and self._compiled is not None and all(map(native_of, linears))
         if self.device.type == "cuda":
             self._use_own_kernels()
+        self._take_others(weights, loading)
+
+    def _take_others(self, weights: Weights, loading: Loading) -> None:
+        """Take what a head has beside its layer."""
 
     def _choose_attention(self, varlen: VarlenAttention | None) -> None:
         """Attend by lengths of rows, by the compiled operator, or by masks; see `attention`."""

@@ -27,9 +27,8 @@ from llama_ssp.models.llama.head import HeadRunner
 from llama_ssp.models.llama.layer import Layer, Stream, added
 from llama_ssp.models.llama.table import MARKOV
 from llama_ssp.models.runner import Following, TreePlaces
-from llama_ssp.models.weights import Weights
+from llama_ssp.models.weights import Loading, Weights
 from llama_ssp.weights.head import HeadSource
-from llama_ssp.workspaces import NOWHERE, InPlace
 
 
 class _Markov:
@@ -62,13 +61,15 @@ class ParallelRunner(HeadRunner):
 
     tokens_ahead = 1
 
-    def __init__(self, weights: Weights, source: HeadSource, **parts: Any) -> None:  # noqa: ANN401 - see `HeadRunner`
-        mask_X = weights.take(f"model.{MASK}") if f"model.{MASK}" in weights else None
-        super().__init__(weights, source, **parts)
+    def _take_others(self, weights: Weights, loading: Loading) -> None:
+        super()._take_others(weights, loading)
+        source = loading.origin
+        assert isinstance(source, HeadSource)
         assert source.head.mask_token_id is not None
         self.mask_token_id = source.head.mask_token_id
-        into: InPlace = parts.get("into", NOWHERE)
-        self._mask_11E = None if mask_X is None else into.keep(self.hidden_of(mask_X[None, None]), "_mask_11E")
+        mask_X = weights.take(f"model.{MASK}") if f"model.{MASK}" in weights else None
+        keep = loading.into.keep
+        self._mask_11E = None if mask_X is None else keep(self.hidden_of(mask_X[None, None]), "_mask_11E")
 
     def block_size(self, num_drafted: int) -> int:
         """See `OnePassHead.block_size`."""
@@ -136,16 +137,15 @@ class BlockRunner(ParallelRunner):
     layer_class = BlockLayer
     tokens_ahead = 0
 
-    def __init__(self, weights: Weights, source: HeadSource, **parts: Any) -> None:  # noqa: ANN401 - see `HeadRunner`
-        super().__init__(weights, source, **parts)
-        into: InPlace = parts.get("into", NOWHERE)
+    def _take_others(self, weights: Weights, loading: Loading) -> None:
+        super()._take_others(weights, loading)
+        source, into = loading.origin, loading.into
+        assert isinstance(source, HeadSource)
         norm = RmsNorm(weights.take("model.hidden_norm.weight"), source.config.rms_norm_eps)
         self._context_norm = into.keep(norm, "_context_norm")
-        self._drafts_at_anchor = source.head.drafts_at_anchor
+        self._drafts_at_anchor, self._markov_rank = source.head.drafts_at_anchor, source.head.markov_rank
         outputs = slice(self._first_output, self._first_output + self._head_sizes[self._comm.rank])
-        markov = _Markov(weights, outputs, kernel=None) if source.head.markov_rank else None
-        self._markov = into.keep(markov, "_markov")
-        self._markov_rank = source.head.markov_rank
+        self._markov = into.keep(_Markov(weights, outputs, kernel=None) if self._markov_rank else None, "_markov")
 
     def block_size(self, num_drafted: int) -> int:
         """See `OnePassHead.block_size`."""

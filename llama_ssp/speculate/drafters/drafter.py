@@ -41,6 +41,7 @@ class DrafterParts:
         num_ahead: the most drafted tokens that wait for verification when a round begins.
         first_row: the first of the rows that this rank drafts, by the number of all; 0 where it drafts all.
         tokenizers: both models' tokenizers, if the draft has its own.
+        corpus_C: the tokens of `draft.corpus`, on the CPU.
     """
 
     config: DrafterConfig
@@ -56,6 +57,7 @@ class DrafterParts:
     tree: Tree | None = None
     num_ahead: int = 0
     first_row: Callable[[int], int] = lambda _num_rows: 0
+    corpus_C: Tensor | None = None
 
 
 class Drafter(Protocol):

@@ -174,7 +174,10 @@ def test_load_and_plan_refuse_in_words_of_the_library(
         ),
         (
             Pair.generate, {"guided_json": 1},
-            "unknown argument 'guided_json' of generate: text in a given format is not here",
+            (
+                "unknown argument 'guided_json' of generate: text in a given format is not here; stop_strings and "
+                "bad_words are"
+            ),
         ),
         (load, {"xyzzy": 1}, "unknown argument 'xyzzy' of load: it takes model, draft, dtype, quantization, cache_"),
         (

@@ -21,6 +21,7 @@ from llama_ssp.models.huggingface.modules import build_empty
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.tensor_parallel import shard
+from llama_ssp.models.weights import Loading
 from llama_ssp.planning.memory import model_bytes, rank_shares, shares
 from llama_ssp.planning.spec import PlannedModel, refused_by_states
 from llama_ssp.ranks.comms import Comm
@@ -57,7 +58,7 @@ def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(folder: Path) -> Runner:
-    return load_model(inspect(folder), dtype=None, device=torch.device("cpu"), comm=Comm.single())
+    return load_model(Loading(inspect(folder)))
 
 
 def nearby(runner: Runner) -> Runner:

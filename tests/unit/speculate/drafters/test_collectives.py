@@ -16,6 +16,7 @@ from llama_ssp.machines import hardware
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import Runner
+from llama_ssp.models.weights import Loading
 from llama_ssp.planning import spec as planning
 from llama_ssp.planning.spec import planned_model
 from llama_ssp.planning.timing import CostModel, Draws, ModelPlacement, round_messages
@@ -107,7 +108,7 @@ def test_ranks_draft_as_one_does_with_the_collectives_that_are_planned(
     if family == "gpt_neox" and whole is not NONE:
         return
     build_checkpoint(tmp_path, family, num_hidden_layers=NUM_LAYERS)
-    alone = load_model(inspect(tmp_path), dtype=None, device=CPU, comm=Comm.single())
+    alone = load_model(Loading(inspect(tmp_path)))
     temperature, is_cut = 0 if draws == "greedy" else 0.9, draws == "over shards"
     wanted, _ = drafted(alone, Comm.single(), temperature=temperature)
     comms = [CountingComm.of(comm) for comm in thread_comms(num_ranks)]

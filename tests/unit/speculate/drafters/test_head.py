@@ -17,7 +17,7 @@ from llama_ssp.models.cache import Taps
 from llama_ssp.models.llama.head import HeadRunner
 from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.models.runner import Runner
-from llama_ssp.ranks.comms import Comm
+from llama_ssp.models.weights import Loading
 from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
@@ -49,7 +49,7 @@ def speculator(folder: Path, tensors: dict[str, Tensor]) -> Path:
 
 @pytest.fixture(scope="module")
 def target() -> Runner:
-    found = load_model(tiny(), dtype=torch.float32, device=torch.device("cpu"), comm=Comm.single())
+    found = load_model(Loading(tiny(), dtype=torch.float32))
     assert not isinstance(found, HeadRunner)
     return found
 
@@ -76,7 +76,7 @@ def decode(  # noqa: PLR0913
     prompts: Sequence[tuple[int, ...]] = PROMPTS, reuses: bool = True,
 ) -> dict[int, Any]:  # fmt: skip
     """Texts with a head, whose drafts are watched."""
-    head = load_model(origin, dtype=torch.float32, device=torch.device("cpu"), comm=Comm.single())
+    head = load_model(Loading(origin, dtype=torch.float32))
     assert isinstance(head, HeadRunner)
     taps = Taps(origin.layers, width=256, dtype=torch.float32, device=torch.device("cpu"))
 

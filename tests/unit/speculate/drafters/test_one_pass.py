@@ -18,6 +18,7 @@ from llama_ssp.machines import hardware
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.models.runner import Runner
+from llama_ssp.models.weights import Loading
 from llama_ssp.planning.plan import Plan
 from llama_ssp.planning.timing import CostModel
 from llama_ssp.ranks.comms import Comm
@@ -51,7 +52,7 @@ PROMPTS = ((5, 100, 17, 4, 56), (31,), tuple(range(40, 70)))
 
 
 def load(origin: Any, target: Runner | None = None) -> Any:  # noqa: ANN401 - a model or a head
-    return load_model(origin, dtype=torch.float32, device=CPU, comm=Comm.single(), target=target)
+    return load_model(Loading(origin, dtype=torch.float32, target=target))
 
 
 def decode(target: Runner, origin: HeadSource, **how: Any) -> list[Any]:  # noqa: ANN401
@@ -157,7 +158,7 @@ def test_two_ranks_compute_what_one_does(layout: str, tmp_path: Path) -> None:
     comms, text_BT = thread_comms(2), torch.tensor([[5, 9, 17, 4, 100, 33, 2, 8, 50]])
 
     def drafted(comm: Comm) -> list[Tensor]:
-        head: Any = load_model(origin, dtype=torch.float32, device=CPU, comm=comm)
+        head: Any = load_model(Loading(origin, dtype=torch.float32, comm=comm))
         head.allocate(batch_size=1, capacity=64)
         number = head.block_size(NUM_DRAFTED)
         with torch.inference_mode():

@@ -19,6 +19,7 @@ from llama_ssp.models.loading import load_model
 from llama_ssp.models.prefill import Held, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.states import StateCache
+from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.run.decoders import agree_on_bits
 from llama_ssp.speculate.engine.completion import RowCompletion
@@ -371,7 +372,7 @@ def test_states_are_saved_where_prompts_were_seen_to_part_else_at_their_end(
 
 
 def load(folder: Path) -> Runner:
-    return load_model(inspect(folder), dtype=None, device=torch.device("cpu"), comm=Comm.single())
+    return load_model(Loading(inspect(folder)))
 
 
 def pair_of(target: Runner, draft: Runner | None) -> tuple[Runner, Runner | None]:

@@ -230,9 +230,8 @@ def test_a_number_that_is_none_on_any_rank_is_flagged_on_all(rule: str) -> None:
     sampling = SamplingConfig(temperature=0.0, bad_ids=((5,),), presence_penalty=0.4) if rule == "greedy" else WARM
     uniforms_BTP = torch.full((3, 2, 2), 0.5, dtype=torch.float64)
     draws = Draws(uniforms_BTP[:, 1:], uniforms_BTP[:, 1:, 0], uniforms_BTP[:, 0], uniforms_BTP)
-    context = Context(
-        *[torch.zeros(3, 4, dtype=torch.long)], *[torch.zeros(3, dtype=torch.long)] * 2, torch.tensor([[0, 1]] * 3)
-    )
+    zeros_B, last_BT = torch.zeros(3, dtype=torch.long), torch.tensor([[0, 1]] * 3)
+    context = Context(torch.zeros(3, 4, dtype=torch.long), zeros_B, zeros_B, last_BT)
 
     def flags(shard: Shard, own: slice) -> list[list[int]]:
         made = make_rule(sampling, VerificationConfig(rule=rule), shard=shard)
