@@ -31,6 +31,9 @@ from llama_ssp.ranks.comms import Reads
 from llama_ssp.weights.head import HeadSource
 from llama_ssp.weights.mtp import MtpSource
 
+Attention = Mapping[int | None, LayerAttention]
+"""That of a forward, by window."""
+
 
 class _JoinedProduct:
     """The product of queries, keys and values, of the normed embedding and the normed hidden state."""
@@ -121,7 +124,7 @@ class PairRunner(LeanRunner):
             hidden_BRE = self._norm(hidden_BRE)
         return hidden_BRE, self._of_target(logits_BRD)
 
-    def _read(self, ids_BT: Tensor, hidden_BTE: Tensor, attention: Mapping[int | None, LayerAttention]) -> Stream:
+    def _read(self, ids_BT: Tensor, hidden_BTE: Tensor, attention: Attention) -> Stream:
         """Read pairs through all layers."""
         (first, *others), (window, *windows) = self._layers, self._windows
         assert isinstance(first, HeadLayer | MtpLayer)
