@@ -98,7 +98,7 @@ UNPACKING_S = 0.8e-9
 """Time in which bitsandbytes 0.50 unpacks a weight on one core: 0.44 ns in caches, 0.73 in 16 MiB, more beyond."""
 
 
-class Draws(NamedTuple):
+class ShardDraws(NamedTuple):
     """How ranks that share a model draw by a rule without gathering logits: over shards, or the best token of each."""
 
     rule: str
@@ -121,7 +121,7 @@ class ModelPlacement:
     kernels: Kernels = ENGINE_KERNELS
     whole: WholeParts = WholeParts.none
     own_sums: bool = False
-    draws: Draws | None = None
+    draws: ShardDraws | None = None
 
     def __hash__(self) -> int:
         """Computed once, since a search prices thousands of forwards."""
@@ -506,8 +506,8 @@ class CostModel:
                 kind=kind, ranks=ranks, own_sums=is_own, cuda_graphs=spec.cuda_graphs, kernels=spec.kernels, **of_model
             )
 
-        best, over_target, over_draft = Draws(AT_ZERO), *spec.draws_over_shards
-        over = Draws(spec.rule, spec.is_certain or not spec.draft, spec.device == "cuda")
+        best, over_target, over_draft = ShardDraws(AT_ZERO), *spec.draws_over_shards
+        over = ShardDraws(spec.rule, spec.is_certain or not spec.draft, spec.device == "cuda")
         takes_best = spec.takes_best and spec.target_kind is TargetKind.tensor
         of_target = best if takes_best else over if over_target else None
         self.target = place(model=spec.target, kind=spec.target_kind, ranks=spec.target_devices, draws=of_target)

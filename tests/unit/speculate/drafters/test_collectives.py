@@ -19,7 +19,7 @@ from llama_ssp.models.runner import Runner
 from llama_ssp.models.weights import Loading
 from llama_ssp.planning import spec as planning
 from llama_ssp.planning.spec import planned_model
-from llama_ssp.planning.timing import CostModel, Draws, ModelPlacement, round_messages
+from llama_ssp.planning.timing import CostModel, ModelPlacement, ShardDraws, round_messages
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import DraftLayout, SamplingConfig, TargetKind, VerificationConfig
 from llama_ssp.speculate.drafters.model import ModelDrafter
@@ -123,7 +123,7 @@ def test_ranks_draft_as_one_does_with_the_collectives_that_are_planned(
     model = planned_model(ModelConfig(name="one", path=str(tmp_path), dtype=Dtype.fp32), device="cpu")
     placement = ModelPlacement(
         model=model, kind=TargetKind.tensor, ranks=(*range(num_ranks),), cuda_graphs=False,
-        draws={"greedy": Draws("greedy"), "over shards": Draws("speculative")}.get(draws),
+        draws={"greedy": ShardDraws("greedy"), "over shards": ShardDraws("speculative")}.get(draws),
     )  # fmt: skip
     assert all(comm.gathered == placement.draw_messages(3, 1) * K for comm in comms)
     planned = inventory(inspect(tmp_path).shape).keeping(whole).num_all_reduces
