@@ -212,11 +212,7 @@ class Cell:
 
         decoder.round.step = counted  # type: ignore[method-assign, assignment]
         requests = [
-            Request(
-                index=index,
-                prompt_ids=encode(prompt, models.tokenizer),
-                max_new_tokens=NUM_NEW_TOKENS - index % 5,
-            )
+            Request(index=index, prompt_ids=encode(prompt, models.tokenizer), max_new_tokens=NUM_NEW_TOKENS - index % 5)
             for index, prompt in enumerate(self.prompts)
         ]
         done: dict[int, list[int]] = {}

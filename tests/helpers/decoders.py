@@ -74,13 +74,9 @@ def make_decoder(  # noqa: PLR0913
     verifier = Verifier(rule, comm=comm, verify_rank=0, device=target.device)
     round_ = Round(target, *drafters, verifier=verifier, taps=taps, tree=tree, limit=limit)
     return Decoder(
-        round_,
-        executor=executor_of(round_, replay),
-        batch_size=batch_size,
-        eos_ids=eos_ids,
-        seed=7,
+        round_, executor=executor_of(round_, replay), batch_size=batch_size, eos_ids=eos_ids, seed=7,
         stop_request=stop_request,
-    )
+    )  # fmt: skip
 
 
 def executor_of(round_: Round, replay: Recorder | type[WatchedGraphs] | bool) -> Executor:

@@ -98,11 +98,7 @@ def split_rows() -> None:
 
     With few parts, those of longer rows have several steps.
     """
-    for parts, (num, num_kv, dim), window in (
-        (128, (1, 1, 16), None),
-        (2, (6, 2, 24), 3),
-        (4, (8, 1, 16), 40),
-    ):
+    for parts, (num, num_kv, dim), window in ((128, (1, 1, 16), None), (2, (6, 2, 24), 3), (4, (8, 1, 16), 40)):
         heads = Heads(num, num_kv, dim, dim**-0.5)
         with patch.object(attention_gpu, "most_parts", return_value=parts):
             for queries, lengths in (((1, 1, 1), (1, 17, 70)), ((5, 2, 5), (5, 16, 65))):

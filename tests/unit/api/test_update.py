@@ -27,8 +27,6 @@ from tests.helpers.mtp_layers import save_with_mtp
 from tests.helpers.recorded import FakeRecorder
 from tests.helpers.tokenizers import save_tokenizer
 
-pytestmark = pytest.mark.seconds
-
 PROMPTS = ["t5 t9 t3 " * 12, "t7 t8"]
 
 

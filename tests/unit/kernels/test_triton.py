@@ -19,7 +19,7 @@ from tests.helpers.ahead_of_time import CAPABILITIES, CHAINED, Compiled, compile
 from tests.helpers.lanes import grid, heavy
 from tests.helpers.ptx import run_ptx
 
-pytestmark = [pytest.mark.triton, pytest.mark.seconds]
+pytestmark = pytest.mark.triton
 NAMES = ("between", "linear", "halves", "attention", "draw", "recurrence")
 between_gpu, linear_gpu, halves_gpu, attention_gpu, draw_gpu, recurrence_gpu = (
     pytest.importorskip(f"llama_ssp.kernels.{name}_gpu") for name in NAMES

@@ -27,8 +27,6 @@ from tests.helpers.lanes import slow
 from tests.helpers.models import VOCAB_SIZE, library_logits, tiny_config
 from tests.unit.models.conftest import Saved
 
-pytestmark = pytest.mark.seconds
-
 SavedModels = Callable[[str], Saved]
 CPU = torch.device("cpu")
 FAMILIES = (

@@ -16,8 +16,6 @@ from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, library_logits
 from tests.unit.models.conftest import Saved
 
-pytestmark = pytest.mark.seconds
-
 CPU = torch.device("cpu")
 GPUS = tuple(torch.device("cuda", index) for index in range(3))
 FAMILIES = ("llama", "gpt_neox", "qwen3")

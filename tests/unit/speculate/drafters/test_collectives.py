@@ -96,7 +96,6 @@ def drafted(runner: Runner, comm: Comm, *, temperature: float = 0.9, shard: Shar
     return drafter.propose(rows, num_tokens=K, uniforms_BKP=uniforms_BKP, bucket=NUM_SLOTS).ids_BK, tokens_BS
 
 
-@pytest.mark.seconds
 @grid(
     family=["llama", "qwen3", "gpt_neox"], whole=[NONE, EMBEDDING, ATTENTION], num_ranks=[2, 3],
     draws=["greedy", "gathered", "over shards"],
@@ -133,7 +132,6 @@ def test_ranks_draft_as_one_does_with_the_collectives_that_are_planned(
         assert comm.sent == {"all_reduce": K * planned, "all_gather": K * (1 + is_cut), "broadcast": 1}
 
 
-@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("rule", "of_target", "of_draft"),
     [
