@@ -45,6 +45,7 @@ check:
     "{{bin}}/mypy"
     "{{bin}}/lint-imports"
     "{{bin}}/codespell"
+    "{{bin}}/hadolint" Dockerfile
 
 # build the documentation into site/; warnings are errors
 docs:
@@ -53,6 +54,10 @@ docs:
 # show the documentation while you write it
 docs-serve:
     NO_MKDOCS_2_WARNING=1 "{{bin}}/python" -m mkdocs serve
+
+# build the image that Dockerfile describes, with docker or podman; `just image --build-arg NAME=VALUE` passes options on
+image *options:
+    "$(command -v docker || command -v podman)" build --tag llama-ssp {{options}} "{{justfile_directory()}}"
 
 # mend what can be mended without thought
 fix:

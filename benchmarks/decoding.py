@@ -85,7 +85,7 @@ def config_of(
 def load_pair(config: RunConfig) -> Pair:
     """Make the models of a run in this process."""
     with start(device=config.device, timeout_s=60) as world:
-        return Pair(models=load_models(config, world, find_sources(config, world)), config=config)
+        return Pair(models=load_models(config, world, find_sources(config, world)), config=config, world=world)
 
 
 def make_decoder(
@@ -94,12 +94,9 @@ def make_decoder(
 ) -> Decoder:  # fmt: skip
     """A decoder over a pair that is in memory."""
     config = replace(
-        pair.config,
-        sampling=SamplingConfig(temperature=temperature),
-        speculation=speculation or SpeculationConfig(),
-        batch_size=batch_size,
-        cuda_graphs=cuda_graphs,
-    )
+        pair.config, sampling=SamplingConfig(temperature=temperature), speculation=speculation or SpeculationConfig(),
+        batch_size=batch_size, cuda_graphs=cuda_graphs,
+    )  # fmt: skip
     return build_decoder(pair.models, config, speculative=speculative)
 
 

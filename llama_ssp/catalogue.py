@@ -75,6 +75,10 @@ class Dtype(Enum):
         return self is Dtype.bf16 or self is Dtype.fp16
 
 
+NUM_TAPS = 3
+"""Layers that a draft head taps unless its files say otherwise."""
+
+
 @dataclass(kw_only=True)
 class ModelShape:
     """Sizes of a causal language model, named as in its config.json."""
@@ -109,6 +113,9 @@ class ModelShape:
     # of a draft head: the vocabulary and the width of its target; `vocab_size` counts the tokens that it can draft.
     target_vocab_size: int | None = None
     target_hidden_size: int | None = None
+    num_taps: int = NUM_TAPS  # layers of the target whose inputs it reads.
+    most_drafted: int = 0  # tokens that it drafts in one pass; 0 for any number.
+    markov_size: int = 0  # parameters of the part that joins the drafted tokens of a pass.
     refusal: str = ""  # why runs refuse the model, if they do.
     # the modules of a family without a record (`architectures.matrices.Inventory`); no setting.
     modules: Any = field(default=None, metadata={"omegaconf_ignore": True})
@@ -265,8 +272,11 @@ def groups(group: str) -> list[str]:
 
 
 def new_file(group: str, name: str) -> Path:
-    """Name the file of an option that the package writes: where it is, else `conf` in a checkout, else `user_dir`."""
-    is_checkout = conf_dir().parent != Path(__file__).resolve().parent
+    """Name the file of an option that the package writes: where it is, else `conf` in a checkout, else `user_dir`.
+
+    A checkout that this user cannot write, such as that of an image, is used as an installed package is.
+    """
+    is_checkout = conf_dir().parent != Path(__file__).resolve().parent and os.access(conf_dir(), os.W_OK)
     return find(group, name) or (conf_dir() if is_checkout else user_dir()) / group / f"{name}.yaml"
 
 

@@ -1,13 +1,13 @@
 """Tensors that a stage of a round reads: weights, which stay in place, and workspaces, which `allocate` makes.
 
 Executors need both lists: a trace takes the tensors of workspaces as arguments, and a CUDA graph is dropped when one of
-them has been replaced.
+them has been replaced. Other weights are copied into the tensors of those before, so that traces and graphs read them.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import FunctionType, MethodType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 Leaf = Tensor | torch.ScriptObject  # weights in a packed format of torch
 _T = TypeVar("_T")
 _NOT_WALKED = ("builtins", "torch", "transformers", "llama_ssp.settings", "llama_ssp.ranks")
+_OF_ANY_MODULE = vars(nn.Module()).keys() - {"_parameters", "_buffers", "_modules"}
 
 
 class Workspace:
@@ -64,22 +65,73 @@ def find_tensors(roots: Sequence[object], *, bucket: int) -> tuple[list[Leaf], l
         elif isinstance(value, Leaf):
             weights.append(value)
         else:
-            for part in [value[bucket]] if isinstance(value, PerBucket) else _parts(value):
+            for part in [value[bucket]] if isinstance(value, PerBucket) else [*_parts(value).values()]:
                 visit(part, moves=moves or isinstance(value, Workspace), bucket=bucket)
 
     visit(roots, moves=False, bucket=bucket)
     return weights, moving
 
 
-def _parts(value: object) -> Iterable[object]:
-    """The members of an object that may be or hold tensors."""
+class InPlace:
+    """Copies other weights into the tensors of a model that runs, part by part, as they are loaded.
+
+    Attributes:
+        model: that runs; None if there is none, and new parts are kept.
+        fits: no part so far had another structure than the one before it: kernels of CPUs depend on values.
+    """
+
+    def __init__(self, model: object) -> None:
+        self.model: Any = model
+        self.fits = model is not None
+
+    def keep(self, new: _T, *path: str | int) -> _T:
+        """Copy the tensors of a part into those of the part of `model` at this path, and return that one.
+
+        Returns the new part if their structures differ.
+        """
+        if self.model is None:
+            return new
+        old, pairs = self.model, list[tuple[Tensor, Tensor]]()
+        for step in path:
+            old = old[step] if isinstance(step, int) else getattr(old, step)
+        if not _are_alike(new, old, pairs):
+            self.fits = False
+            return new
+        for values, place in pairs:
+            place.copy_(values)
+        kept: _T = old
+        return kept
+
+
+NOWHERE = InPlace(None)
+
+
+def _are_alike(new: Any, old: Any, pairs: list[tuple[Tensor, Tensor]]) -> bool:  # noqa: ANN401 - any objects
+    """Whether objects differ only in the values of their tensors, which are added to `pairs`.
+
+    Parts of the new one that are None have yet to be made; functions are the same for one device and format.
+    """
+    if new is None or new is old:
+        return True
+    if type(new) is not type(old) or isinstance(new, torch.ScriptObject):
+        return False
+    if isinstance(new, Tensor):
+        pairs.append((new, old))
+        return (new.shape, new.dtype, new.device, new.layout) == (old.shape, old.dtype, old.device, old.layout)
+    if isinstance(new, int | float | str | torch.dtype):
+        return bool(new == old)
+    found, before = _parts(new), _parts(old)
+    return found.keys() <= before.keys() and all(_are_alike(part, before[name], pairs) for name, part in found.items())
+
+
+def _parts(value: Any) -> dict[Any, object]:  # noqa: ANN401 - any object
+    """The members of an object that may be or hold tensors, by name or number."""
     if isinstance(value, nn.Module):
-        return (*value.parameters(), *value.buffers())
-    if isinstance(value, dict):
-        return tuple(value.values())
-    if isinstance(value, list | tuple):
-        return value
+        return {name: part for name, part in vars(value).items() if name not in _OF_ANY_MODULE}
+    if isinstance(value, dict | list | tuple):
+        return dict(value.items() if isinstance(value, dict) else enumerate(value))
     is_code = isinstance(value, type | FunctionType | MethodType)
     if is_code or not hasattr(value, "__dict__") or type(value).__module__.startswith(_NOT_WALKED):
-        return ()
-    return tuple(vars(value).values())
+        return {}
+    found: dict[Any, object] = vars(value)
+    return found

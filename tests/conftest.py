@@ -42,10 +42,13 @@ JOBS = ("tests/distributed/", "tests/slurm/")
 UNTIMED = tuple(f"tests/distributed/test_{name}.py" for name in ("placement", "deepspeed"))
 """Those that share groups of ranks and have no time limits: another worker may run them at the same time."""
 
-MODELS = tuple(
-    f"tests/unit/{folder}/" for folder in ("cpu", "kernels", "models", "speculate/drafters", "speculate/engine")
-)
-"""Tests that build models or compile kernels: `just quick` leaves them out, unless it is given what to run."""
+SECONDS = tuple(
+    f"tests/unit/{folder}/"
+    for folder in (
+        "api", "benchmarks", "cpu", "kernels", "models", "repository", "run", "speculate/drafters", "speculate/engine"
+    )
+)  # fmt: skip
+"""Tests of whole runs, models and kernels: `just quick` leaves them out, unless it is given what to run."""
 
 STUBS = "tests/stub_gpu/"
 """Tests of one file share what their processes found."""
@@ -118,7 +121,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out lanes that were not asked for, and skip what this machine lacks."""
     if not config.option.file_or_dir:
         for item in items:
-            if item.nodeid.startswith(MODELS):
+            if item.nodeid.startswith(SECONDS):
                 item.add_marker("seconds")
     others = _lanes_left_out(config)
     left_out = {item for item in items if any(map(item.get_closest_marker, others))}

@@ -17,13 +17,21 @@ from llama_ssp.errors import ConfigError, refuse, similar_name, unknown_name
 from llama_ssp.settings.checks import required_of
 from llama_ssp.settings.drafters import DraftTokenizer, ModelDraftConfig, drafters
 from llama_ssp.settings.foreign import FOREIGN
-from llama_ssp.settings.schema import MODEL_DRAFT, NO_DRAFT, DrafterConfig
+from llama_ssp.settings.schema import (
+    MODEL_DRAFT,
+    NO_DRAFT,
+    DrafterConfig,
+    DraftLayout,
+    DraftPlacement,
+    PlacementConfig,
+)
 from llama_ssp.storage.formats import CACHES, FORMATS
 from llama_ssp.words import in_library_words, key_of, said
 
 _Kind = TypeVar("_Kind", bound=Enum)
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
+_AUTO = "auto"
 FROM_MODEL = "model"
 """The argument `sampling` that takes the values of the target's files."""
 _KINDS: dict[object, tuple[type, Callable[[Any], object], str]] = {
@@ -76,7 +84,11 @@ def known_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Argume
         counterpart = FOREIGN.get(name.casefold())
         other = counterpart and key_of(counterpart.key)
         meant = other if other in names else similar_name(name, names)
-        here = counterpart.sentence if counterpart and not counterpart.key else f"it takes {', '.join(names)}"
+        here = (
+            counterpart.sentence.replace("sampling.", "")
+            if counterpart and not counterpart.key
+            else f"it takes {', '.join(names)}"
+        )
         hint = f"did you mean {meant}?" if meant else here
         return f"unknown argument {name!r} of {function.__name__}: {hint}"
 
@@ -134,7 +146,7 @@ def for_each_model(given: object) -> tuple[object, object]:
 
 def formats_of(given: Mapping[str, Any]) -> tuple[dict[str, object], dict[str, object]]:
     """The arguments of `in_format` for the target and for the draft."""
-    both = {name: for_each_model(given[name]) for name in ("dtype", "quantization", "cache_dtype")}
+    both = {name: for_each_model(given.get(name)) for name in ("dtype", "quantization", "cache_dtype")}
     return {name: of[0] for name, of in both.items()}, {name: of[1] for name, of in both.items()}
 
 
@@ -194,3 +206,14 @@ def model_drafter(model: ModelConfig, *, tokenizer: object) -> ModelDraftConfig:
     """A draft model, with the target's tokenizer or its own; raises ConfigError for an unknown choice."""
     choice = member(DraftTokenizer, "tokenizer", tokenizer)
     return ModelDraftConfig(kind=MODEL_DRAFT, model=model, tokenizer=choice)
+
+
+def placement_of(given: object) -> PlacementConfig:
+    """The placement that an argument names or is."""
+    if given is None or isinstance(given, PlacementConfig):
+        return given or PlacementConfig()
+    if given == _AUTO:
+        return PlacementConfig(auto=True)
+    if not isinstance(given, str) or given not in DraftLayout.__members__:
+        raise ConfigError(unknown_name("placement", str(given), [_AUTO, *DraftLayout.__members__]))
+    return PlacementConfig(draft=DraftPlacement(kind=DraftLayout[given]))

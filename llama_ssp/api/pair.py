@@ -1,6 +1,9 @@
-"""A target and its draft in memory, which complete prompts in one process, as a run decodes them."""
+"""A target and its draft in memory, which complete prompts as a run decodes them: in one process, or on all ranks."""
 
+import hashlib
+import logging
 import reprlib
+import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -10,7 +13,7 @@ from itertools import chain
 from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeAlias, cast
+from typing import Any, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -28,41 +31,66 @@ from llama_ssp.api.arguments import (
     known_arguments,
     member,
     model_drafter,
+    placement_of,
 )
 from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.continuation import decode_after
-from llama_ssp.errors import ConfigError
+from llama_ssp.errors import ConfigError, SspError
 from llama_ssp.log_probs import CompletionLogProbs
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.ranks.failures import (
+    Phase,
+    from_message,
+    guard,
+    raise_on_all_ranks,
+    unify_failure,
+)
 from llama_ssp.ranks.gpu import selected, selection_kept
-from llama_ssp.ranks.world import start
+from llama_ssp.ranks.process import signals_kept
+from llama_ssp.ranks.world import World, start
 from llama_ssp.registry import load_plugins
 from llama_ssp.run.chat import NO_ARGUMENTS
-from llama_ssp.run.checkpoints import Loaded, find_sources
-from llama_ssp.run.decoders import Models, build_decoder, load_models
+from llama_ssp.run.checkpoints import Loaded, find_sources, find_update
+from llama_ssp.run.decoders import Models, build_decoder, load_models, update_models
 from llama_ssp.run.generation import note_on, with_ids, with_model_sampling
+from llama_ssp.run.interruption import stopping_on_signals
 from llama_ssp.run.log_probs import score_completions
+from llama_ssp.run.pipeline import choose_placement
 from llama_ssp.run.prompts import Prompt, read_messages
-from llama_ssp.run.requests import encode_messages
+from llama_ssp.run.requests import PromptRequest, encode_messages
 from llama_ssp.run.tasks.records import GenerateConfig
 from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings import schema
-from llama_ssp.settings.checks import check_docstrings, check_values
+from llama_ssp.settings.checks import check_docstrings, check_placement, check_values
 from llama_ssp.settings.drafters import DraftTokenizer, draft_label
 from llama_ssp.settings.rules import DEFAULT
-from llama_ssp.settings.schema import DeviceKind, RunConfig, SamplingConfig, SpeculationConfig, VerificationConfig
+from llama_ssp.settings.schema import (
+    DeviceKind,
+    PlacementConfig,
+    RunConfig,
+    SamplingConfig,
+    SpeculationConfig,
+    VerificationConfig,
+)
 from llama_ssp.speculate.drafters.tokenizers import num_disagreeing
-from llama_ssp.speculate.engine.completion import FinishReason, RowCompletion
+from llama_ssp.speculate.engine.completion import FinishReason, RowCompletion, StopRequest
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.text import StopStrings, StreamerAdapter
-from llama_ssp.weights.in_memory import weights_of
+from llama_ssp.terminal.unread import complain
+from llama_ssp.weights.in_memory import WeightsInMemory, weights_like, weights_of
+from llama_ssp.weights.mtp import MtpSource
 from llama_ssp.words import in_library_words
 
 AnyPrompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int] | Tensor
 """A text, a chat, or token ids in a list, a tensor or an array."""
 
+NewWeights: TypeAlias = str | Path | PreTrainedModel | Mapping[str, Tensor]
+"""A folder, a name, a loaded model, or tensors by name."""
+
 _OneDtype = Dtype | torch.dtype | str | None
 _OneTokenizer = PreTrainedTokenizerBase
+_log = logging.getLogger(__name__)
 _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 _NO_ARGUMENTS = {"from_model", "bad_ids", "eos_ids"}
 _SAMPLING = {name: value for name, value in vars(SamplingConfig()).items() if name not in _NO_ARGUMENTS}
@@ -164,20 +192,24 @@ def _of_request(
     )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Pair:
     """A target and its draft in memory, made by `load`.
 
-    Its decoders are kept: a call with the settings of an earlier one replays what that one traced or captured.
+    Its decoders are kept: a call with the settings of an earlier one replays what that one traced or captured. Where
+    this process is one of several ranks, all of them make every call, with the same arguments. Ctrl-C then ends a call
+    after its round, and the loss of a rank raises LostRankError on the others.
 
     Attributes:
         models: with their caches.
         config: every other setting, at its default.
+        world: the ranks.
         generation: the fields of the target's generation_config.json, if it has that file.
     """
 
     models: Models
     config: RunConfig
+    world: World
     generation: Mapping[str, Any] | None = None
     _decoders: OrderedDict[Hashable, Decoder] = field(default_factory=OrderedDict, init=False)
 
@@ -191,10 +223,25 @@ class Pair:
         """The device of both models."""
         return self.models.target.device
 
+    @property
+    def rank(self) -> int:
+        """This process among the ranks, from 0; such as for `if pair.rank == 0: print(...)`."""
+        return self.world.comm.rank
+
     def __repr__(self) -> str:
-        drafted = draft_label(self.config.draft)
+        drafted, size = draft_label(self.config.draft), self.world.comm.size
         draft = "" if drafted is None else f", draft {drafted}"
-        return f"Pair({self.config.model.label}{draft}, on {self.device}, context {self.models.context})"
+        ranks = "" if size == 1 else f", {size} ranks"
+        return f"Pair({self.config.model.label}{draft}, on {self.device}{ranks}, context {self.models.context})"
+
+    def close(self) -> None:
+        """End the ranks that `load` has started; a pair of this process has none."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @known_arguments
     def generate(  # noqa: PLR0913 - a notebook shows this signature
@@ -267,44 +314,112 @@ class Pair:
         """
         given = {**locals()}
         with in_library_words():
-            read = check_types(Pair.generate, given)
-            drawn = self._sampling(read)
-            same = (
-                "max_new_tokens", "num_samples", "batch_size", "seed", "chat", "chat_arguments", "logprobs",
-                "prompt_logprobs",
-            )  # fmt: skip
-            config = replace(
-                self.config, sampling=drawn, verification=VerificationConfig(rule=read["verification"]),
-                speculation=SpeculationConfig(num_draft_tokens=read["num_draft_tokens"], tree=read["tree"]),
-                stop_strings=read["stop_strings"],
-                **{name: read[name] for name in same},
-            )  # fmt: skip
-            check_values(config)
-            read_prompts = [
-                _as_prompt(number, prompt, self.tokenizer, config.chat_arguments)
-                for number, prompt in enumerate(_as_list(prompts), start=1)
-            ]
-            requests = self.models.request_maker.requests(read_prompts, config)
-            if streamer and len(requests) != 1:
-                raise ConfigError(
-                    f"a streamer shows one completion, and {len(requests)} were asked for: leave the streamer out"
-                )
-            config.batch_size = min(config.batch_size, len(requests))
-            adapter, done = StreamerAdapter(streamer, requests[0].prompt_ids) if streamer else None, {}
-            with torch.inference_mode(), selected(self.device), self._decoder(config, requests, plain=plain) as decoder:
-                for update in chain.from_iterable(decoder.run(requests)):
-                    done[update.completion.request.index, update.completion.request.sample] = update.completion
-                    if adapter:
-                        adapter.put(update.new_ids)
-            if adapter:
-                adapter.end()
-            rows = [done[key] for key in sorted(done)]
-            scores = dict[int, CompletionLogProbs]()
-            if config.scores_texts:
+            return self._complete(check_types(Pair.generate, given), StopRequest())
+
+    def _complete(self, read: Mapping[str, Any], stop: StopRequest) -> list[Completion]:
+        """Make a call whose arguments have been read, on every rank alike."""
+        comm, streamer, rows = self.world.comm, read["streamer"], list[RowCompletion]()
+        if self.world.watch.has_failed and (words := self.world.watch.verdict):
+            raise from_message(words)
+        self.models.mesh.set_timeout(self.config.timeouts.decode_s)
+        scores = dict[int, CompletionLogProbs]()
+        with _on_all_ranks(self.world, "decoding", self.config), _stopping(self.world, stop):
+            with raise_on_all_ranks(comm):
+                config, requests = self._read(read)
+            _check_alike(comm, config, requests, read["plain"])
+            adapter = StreamerAdapter(streamer, requests[0].prompt_ids) if streamer else None
+            rows = self._decode(config, requests, adapter, stop, plain=read["plain"])
+            if config.scores_texts and len(rows) == len(requests):
                 texts = [(row.request.prompt_ids, row.token_ids) for row in rows]
                 with selected(self.device):
                     scores = dict(score_completions(self.models, config, texts))
-            return [_of_request(row, self.tokenizer, scores.get(place)) for place, row in enumerate(rows)]
+        if stop.requested:
+            raise KeyboardInterrupt
+        return [_of_request(row, self.tokenizer, scores.get(place)) for place, row in enumerate(rows)]
+
+    def _read(self, read: Mapping[str, Any]) -> tuple[RunConfig, list[PromptRequest]]:
+        """The config and the requests of a call; raises ConfigError as `generate`."""
+        same = (
+            "max_new_tokens", "num_samples", "batch_size", "seed", "chat", "chat_arguments", "logprobs",
+            "prompt_logprobs", "stop_strings",
+        )  # fmt: skip
+        config = replace(
+            self.config, sampling=self._sampling(read), verification=VerificationConfig(rule=read["verification"]),
+            speculation=SpeculationConfig(num_draft_tokens=read["num_draft_tokens"], tree=read["tree"]),
+            **{name: read[name] for name in same},
+        )  # fmt: skip
+        check_values(config)
+        prompts = [
+            _as_prompt(number, prompt, self.tokenizer, config.chat_arguments)
+            for number, prompt in enumerate(as_list(read["prompts"]), start=1)
+        ]
+        requests = self.models.request_maker.requests(prompts, config)
+        if read["streamer"] and len(requests) != 1:
+            raise ConfigError(
+                f"a streamer shows one completion, and {len(requests)} were asked for: leave the streamer out"
+            )
+        config.batch_size = min(config.batch_size, len(requests))
+        return config, requests
+
+    def _decode(
+        self, config: RunConfig, requests: Sequence[PromptRequest], adapter: StreamerAdapter | None, stop: StopRequest,
+        *, plain: bool,
+    ) -> list[RowCompletion]:  # fmt: skip
+        """The completions of requests in order, fewer after a stop."""
+        done = {}
+        with torch.inference_mode(), selected(self.device), self._decoder(config, requests, plain=plain) as decoder:
+            decoder.stop_request = stop
+            for update in chain.from_iterable(decoder.run(requests)):
+                if update.completion.finish_reason:
+                    done[update.completion.request.index, update.completion.request.sample] = update.completion
+                if adapter:
+                    adapter.put(update.new_ids)
+        if adapter:
+            adapter.end()
+        return [done[key] for key in sorted(done)]
+
+    @known_arguments
+    def update(self, model: NewWeights | None = None, draft: NewWeights | None = None) -> None:
+        """Replace the weights of the target, of the draft or of both in memory, for example after a step of training.
+
+        What rounds have captured or traced reads the new weights, and what was read of prompts is forgotten. Sampling
+        and tokenizers stay. MTP layers come with the target's weights, and stay if these lack them.
+
+        Args:
+            model: a folder, a name of the catalogue, an id of the hub, a loaded model of transformers, or tensors by
+                name as in `state_dict()`, which are copied.
+            draft: the same for the draft model or the draft head.
+
+        Raises:
+            ConfigError: there is no such model, or the new one has other sizes, settings or formats; nothing changes.
+            CheckpointError: a tensor is missing or has another shape, so that nothing changes. If a file changes while
+                it is read, the models hold weights of both, and another update must follow.
+        """
+        with in_library_words():
+            if self.world.watch.has_failed and (words := self.world.watch.verdict):
+                raise from_message(words)
+            with _on_all_ranks(self.world, "loading", self.config), selected(self.device):
+                with raise_on_all_ranks(self.world.comm):
+                    found = self._read_weights({"model": model, "draft": draft})
+                others = find_update(self.config, self.world, self.models.sources, found)
+                self.models, all_keep = update_models(self.models, self.config, self.world, others)
+            if not all_keep:
+                self._decoders.clear()
+
+    def _read_weights(self, given: Mapping[str, NewWeights | None]) -> list[ModelConfig | WeightsInMemory | None]:
+        """Read the arguments of `update`; raises ConfigError."""
+        sources, found = self.models.sources, list[ModelConfig | WeightsInMemory | None]()
+        if given["draft"] is not None and (len(sources) == 1 or isinstance(sources[1].origin, MtpSource)):
+            drafted = draft_label(self.config.draft)
+            raise ConfigError(f"draft={drafted} has no weights of its own: leave draft out of the update")
+        for (what, new), source in zip(given.items(), sources, strict=False):
+            if isinstance(new, Mapping):
+                found.append(weights_like(getattr(source.origin, "files", source.origin), new, what=what))
+            elif isinstance(new, torch.nn.Module):
+                found.append(weights_of(new, what=what))
+            else:
+                found.append(None if new is None else entry_of(what, new, **formats_of({})[0]))
+        return found
 
     def _sampling(self, read: Mapping[str, Any]) -> SamplingConfig:
         """The sampling of a call; warns once of what it does not follow in the target's generation_config.json."""
@@ -314,8 +429,8 @@ class Pair:
         drawn = with_model_sampling(drawn, self.generation)
         vocab_size = self.models.target.vocab_size
         drawn = with_ids(drawn, self.tokenizer, eos_ids=self.models.eos_ids, vocab_size=vocab_size)
-        if note := note_on(drawn, self.generation or {}):
-            warnings.warn(note, stacklevel=4)
+        if (note := note_on(drawn, self.generation or {})) and self.rank == 0:
+            warnings.warn(note, stacklevel=6)
         return drawn
 
     @contextmanager
@@ -345,6 +460,52 @@ class Pair:
         except BaseException:
             kept.pop(key, None)
             raise
+        if decoder.stopped:
+            del kept[key]
+
+
+@contextmanager
+def _on_all_ranks(world: World, doing: str, config: RunConfig) -> Iterator[None]:
+    """Let an error of one rank, or its loss, end the block on all; an SspError in it is one of all ranks alike."""
+    name = "load_s" if doing == "loading" else "decode_s"
+    limit = f"timeouts.{name}={getattr(config.timeouts, name):g}"
+    phase, alike = Phase(doing=doing, limit=limit, remedy="load the pair again"), None
+
+    def report(error: SspError) -> None:
+        if error.speaks:
+            complain(str(error))
+
+    with unify_failure(world.watch, phase), guard(world.watch, world.comm.device_wait, phase, report=report):
+        try:
+            yield
+        except SspError as error:
+            alike = error
+    if alike:
+        raise alike
+
+
+@contextmanager
+def _stopping(world: World, stop: StopRequest) -> Iterator[None]:
+    """Let signals to any of several ranks set `stop`, which afterwards says on all whether one came."""
+
+    def agree(stops: bool) -> bool:
+        return any(world.comm.gather_text("stop" if stops else ""))
+
+    if world.comm.size == 1 or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    with signals_kept(), stopping_on_signals(stop, tell=world.watch.ask_to_stop, agree=agree):
+        yield
+
+
+def _check_alike(comm: Comm, *given: object) -> None:
+    """Raise ConfigError on all ranks if they were given different things."""
+    digest = hashlib.sha256(repr(given).encode(errors="surrogatepass")).hexdigest()
+    if len({*comm.gather_text(digest)}) > 1:
+        raise ConfigError(
+            "the ranks were given different arguments, and a call is the same on all of them: read and order the "
+            "prompts alike everywhere (the order of a set is another in each process)"
+        )
 
 
 def _room(requests: Sequence[Request], *, context: int) -> Request:
@@ -356,7 +517,7 @@ def _room(requests: Sequence[Request], *, context: int) -> Request:
     return Request(index=0, prompt_ids=(0,) * (longest - num_new), max_new_tokens=num_new)
 
 
-def _as_list(prompts: object) -> list[object]:
+def as_list(prompts: object) -> list[object]:
     """The prompts of a call, which has one or several; lists for tensors and arrays. ConfigError if it has none."""
     if isinstance(prompts := _plain(prompts), str):
         return [prompts]
@@ -399,8 +560,10 @@ def load(
     cache_dtype: str | tuple[str | None, str | None] | None = None,
     device: DeviceKind | torch.device | str = DeviceKind.auto,
     tokenizer: DraftTokenizer | str | _OneTokenizer | tuple[_OneTokenizer, _OneTokenizer] = DraftTokenizer.same,
+    placement: str | PlacementConfig | None = None,
+    ranks: int | None = None,
 ) -> Pair:
-    """Load a pair of models into this process.
+    """Load a pair of models into this process, or over all ranks of torchrun, srun or `llama-ssp run --script`.
 
     Args:
         model: the target: a name of the catalogue, a folder with a checkpoint, the id of a model of the Hugging Face
@@ -414,34 +577,60 @@ def load(
         tokenizer: `own` allows a draft whose tokenizer is not the target's. A loaded tokenizer is that of both models,
             a tuple of two the target's and the draft's, which is its own if the vocabularies differ; needed with
             loaded models without a folder.
+        placement: auto, one_rank, sharded, replicated, own_gpu, or a `PlacementConfig`; None for one_rank.
+        ranks: so many processes of this machine are started for the pair, whose calls go to them; None for this
+            process, or those of its launcher.
 
     Raises:
         ConfigError: an argument has a wrong type or value, a plugin cannot be imported, the vocabularies differ, or
             Python has removed docstrings.
         CheckpointError: a checkpoint is missing or faulty.
         PlacementError: the device is not there, or the family of a model is not supported.
+        LostRankError: a rank did not come, or was lost.
     """
+    given = {**locals()}
     with in_library_words():
         check_docstrings()
+        if given.pop("ranks") not in {None, 1}:
+            from llama_ssp.api.started import PairOnRanks  # noqa: PLC0415 - it is a pair
+
+            return PairOnRanks(given, num_ranks=ranks)
         load_plugins()
         kind, gpu = _read_device(device)
-        choice, tokenizers = _read_tokenizers(tokenizer)
+        choice, tokenizers = read_tokenizers(tokenizer)
         formats = formats_of({"dtype": dtype, "quantization": quantization, "cache_dtype": cache_dtype})
         target_entry, loaded_target = _read_model("model", model, tokenizers[0], **formats[0])
         drafter, loaded_draft = drafter_without_model(draft), Loaded()
         if drafter is None:
             draft_entry, loaded_draft = _read_model("draft", draft, tokenizers[1], target=target_entry, **formats[1])
             drafter = model_drafter(draft_entry, tokenizer=choice)
-        config = RunConfig(task=GenerateConfig(), model=target_entry, draft=drafter, device=kind)
+        config = RunConfig(
+            task=GenerateConfig(), model=target_entry, draft=drafter, device=kind, placement=placement_of(placement)
+        )
         with selection_kept(), start(device=kind, timeout_s=config.timeouts.load_s) as started:
-            if started.comm.size > 1:
-                message = "the library works in one process: use llama-ssp run with ranks=N for several"
-                raise ConfigError(message)
+            if gpu and started.comm.size > 1:
+                raise ConfigError(f"device={device} is one GPU: device=cuda gives each of the ranks its own")
             if gpu:
                 torch.cuda.set_device(gpu)
             world = replace(started, device=gpu or started.device)
-            sources = find_sources(config, world, loaded=(loaded_target, loaded_draft))
-            return Pair(models=load_models(config, world, sources), config=config, generation=sources[0].generation)
+            with _on_all_ranks(world, "loading", config):
+                return _loaded(config, world, (loaded_target, loaded_draft))
+
+
+def _loaded(config: RunConfig, world: World, loaded: tuple[Loaded, Loaded]) -> Pair:
+    """The pair on this rank; raises as `load`."""
+    comm = world.comm
+    _check_alike(comm, config)
+    check_placement(config, world_size=comm.size)
+    if config.placement.num_replicas > 1:
+        raise ConfigError("placement.num_replicas shares the prompts of a run: load a pair for each replica")
+    if world.note and comm.rank == 0:
+        warnings.warn(world.note, stacklevel=4)
+    if config.placement.auto:
+        choose_placement(config, world, _log.info)
+    sources = find_sources(config, world, loaded=loaded)
+    models = load_models(config, world, sources)
+    return Pair(models=models, config=config, world=world, generation=sources[0].generation)
 
 
 def _read_model(
@@ -479,7 +668,7 @@ def _read_device(given: object) -> tuple[DeviceKind, torch.device | None]:
     return kind, torch.device("cuda", int(number))
 
 
-def _read_tokenizers(given: object) -> tuple[object, tuple[_OneTokenizer | None, _OneTokenizer | None]]:
+def read_tokenizers(given: object) -> tuple[object, tuple[_OneTokenizer | None, _OneTokenizer | None]]:
     """Whether the draft may have its own tokenizer, and the tokenizers that are loaded already."""
     if isinstance(given, str | DraftTokenizer):
         return member(DraftTokenizer, "tokenizer", given), (None, None)

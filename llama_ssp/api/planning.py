@@ -13,9 +13,10 @@ from llama_ssp.api.arguments import (
     formats_of,
     known_arguments,
     model_drafter,
+    placement_of,
 )
 from llama_ssp.catalogue import Dtype
-from llama_ssp.errors import ConfigError, unknown_name
+from llama_ssp.errors import ConfigError
 from llama_ssp.machines import hardware as machines
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.machines.machine import detect_hardware
@@ -24,16 +25,12 @@ from llama_ssp.registry import load_plugins
 from llama_ssp.run.tasks.dry_run import plan_on, resolve
 from llama_ssp.settings.drafters import DraftTokenizer
 from llama_ssp.settings.schema import (
-    DraftLayout,
-    DraftPlacement,
     PlacementConfig,
     PlanConfig,
     SamplingConfig,
     SpeculationConfig,
 )
 from llama_ssp.words import in_library_words
-
-_AUTO = "auto"
 
 
 @known_arguments
@@ -89,7 +86,7 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
         sizes = {name: read[name] for name in ("num_gpus", "num_nodes") if read[name] is not None}
         machine = replace(machine, **sizes)
         config = _config(read, machine)
-        config.placement = _placement(placement)
+        config.placement = placement_of(placement)
         resolve(config)
         return plan_on(config, machine)
 
@@ -121,14 +118,3 @@ def _machine(given: object) -> HardwareConfig:
     if isinstance(given, str):
         return machines.load(given)
     raise ConfigError(f"hardware={reprlib.repr(given)} must be a name of conf/hardware, or a HardwareConfig")
-
-
-def _placement(given: object) -> PlacementConfig:
-    """The placement that an argument names or is."""
-    if given is None or isinstance(given, PlacementConfig):
-        return given or PlacementConfig()
-    if given == _AUTO:
-        return PlacementConfig(auto=True)
-    if not isinstance(given, str) or given not in DraftLayout.__members__:
-        raise ConfigError(unknown_name("placement", str(given), [_AUTO, *DraftLayout.__members__]))
-    return PlacementConfig(draft=DraftPlacement(kind=DraftLayout[given]))

@@ -53,6 +53,7 @@ class Family:
     biased_by: Mapping[str, Collection[str]] = field(default_factory=dict)
     norms_heads: bool = False  # query and key heads of a Llama kind are normed.
     is_head: bool = False  # it is no model, but a draft head that reads hidden states of its target.
+    in_one_pass: bool = False  # such a head drafts all tokens of a round in one forward.
     # maps a config of the library to the window of each layer in positions, its own included, None for a layer without
     # one; None if no layer has a sliding window.
     windows: Callable[[Any], tuple[int | None, ...]] | None = None
@@ -171,7 +172,7 @@ _OTHER_LAYERS = {
         "zamba", "zamba2",
     ),
     "indexed_attention": ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
-    "hybrid": ("inkling2_text", "inkling_text", "zaya"),
+    "hybrid": ("inkling2_text", "inkling_text", "zamba", "zamba2", "zaya"),
     "conv": ("lfm3",),
     "chunked_attention": ("llama4_text",),
     "compressed_sparse_attention": ("deepseek_v4",),
@@ -188,6 +189,11 @@ _REASONS = {
     "heavily_compressed_attention": "whose tokens read blocks of slots in compressed form",
 }
 """Why such layers do not run, in families whose record does not name them."""
+_STATES_OF = {
+    **dict.fromkeys(("falcon_mamba", "jamba", "zamba"), "Mamba 1"), "zamba2": "Mamba 2 with shared attention blocks",
+    "minimax": "lightning attention", "recurrent_gemma": "RG-LRU",
+}  # fmt: skip
+"""Recurrences that are not known here, in families whose files call them otherwise."""
 _SAME_LAYERS = {"mamba": "linear_attention", "attention": "full_attention"}
 """Kinds of layers by their names in older files."""
 _FAILURES = {
@@ -218,6 +224,8 @@ def check_servable(field: Callable[[str], Any]) -> None:
     other = sorted(kinds - {"sliding_attention", "full_attention", *record.recurrent})
     if other:
         reason = _REASONS.get(other[0], "which the cache has no place for")
+        if model_type in _STATES_OF:
+            other[-1] += f" ({_STATES_OF[model_type]})"
         raise ConfigError(
             f"this {model} has layers of kind {', '.join(other)}, {reason}: sliding_attention, full_attention or a "
             "recurrent family of docs/guides/models.md is required"

@@ -178,19 +178,19 @@ def refuse_other_kinds(folder: Path) -> None:
 
 _OTHER_HEADS = {
     r".*medusa.*": "Medusa heads", r"mlp|.*mlp_?speculator.*": "an MLP speculator", r"eagle": "a head of EAGLE-1 or 2",
-    r".*(?:peagle|dflash|dspark).*": "a head that drafts a block of tokens in one pass",
 }  # fmt: skip
 """Heads that are not read, by what their files call them."""
+HEADS_READ = "of draft heads those of EAGLE-3, P-EAGLE, DFlash and DSpark are read"
 
 
 def refuse_other_heads(content: Mapping[str, Any], file: Path) -> None:
     """Raise CheckpointError for the config.json of a draft head of a kind that is not read."""
-    marks = [name for name in ("medusa_num_heads", "dflash_config") if name in content]
+    marks = [name for name in ("medusa_num_heads",) if name in content]
     named = [content.get("speculators_model_type"), content.get("model_type"), *(content.get("architectures") or [])]
     for name in [*marks, *filter(None, named)]:
         for pattern, what in _OTHER_HEADS.items():
             if re.fullmatch(pattern, str(name).lower()):
-                raise CheckpointError(f"{file} describes {what}, and of draft heads those of EAGLE-3 are read")
+                raise CheckpointError(f"{file} describes {what}, and {HEADS_READ}")
 
 
 def adapter_alone(where: str, config: Path) -> str:

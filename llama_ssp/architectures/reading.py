@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.architectures.eagle3 import read_head_config
 from llama_ssp.architectures.experts import expert_sizes, first_size
 from llama_ssp.architectures.family import (
     check_ranks,
@@ -20,6 +19,7 @@ from llama_ssp.architectures.family import (
     record_of,
     text_part,
 )
+from llama_ssp.architectures.heads import read_head_config
 from llama_ssp.architectures.model_files import read_json, read_model_config, refuse_other_kinds, require_folder
 from llama_ssp.architectures.mtp import check_mtp
 from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelShape
@@ -169,15 +169,17 @@ def read_stored_format(folder: Path, shape: ModelShape) -> StoredFormat | None:
 def check_readable(folder: Path, quantization: str, *, num_ranks: int = 1, is_mtp: bool = False) -> ModelShape | None:
     """Check by config.json alone that runs read a checkpoint, with this quantization, and on so many ranks.
 
-    Returns the sizes of a model; with `is_mtp` its MTP layers alone are checked. Raises what `read_config` does,
-    CheckpointError for weights that cannot be read, and ConfigError for another quantization than the stored one. A
-    file without a family is left to the run.
+    Returns the sizes of a model or a head; with `is_mtp` its MTP layers alone are checked. Raises what `read_config`
+    does, CheckpointError for weights that cannot be read, and ConfigError for another quantization than the stored
+    one. A file without a family is left to the run.
     """
     require_folder(folder)
     content = read_json(folder / CONFIG_FILE)
     if is_mtp:
         check_mtp(fields_of(text_part(content)), folder)
-    elif isinstance(content.get("model_type"), str) and not read_head_config(content, folder / CONFIG_FILE):
+    elif read_head_config(content, folder / CONFIG_FILE):
+        return read_config(folder)[0]
+    elif isinstance(content.get("model_type"), str):
         shape, _ = read_config(folder, describes=False)
         if shape.refusal:
             raise ConfigError(shape.refusal)

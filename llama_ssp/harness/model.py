@@ -45,6 +45,8 @@ class SpeculativeLM(TemplateLM):  # type: ignore[misc] # the package has no type
         self._arguments = ModelArguments.read(arguments)
         given, settings = self._arguments, self._arguments.settings()
         pair = load(given.model, given.draft, dtype=given.dtype, device=given.device)
+        if pair.world.comm.size > 1:
+            raise ConfigError("the harness works in one process: start it without torchrun or srun")
         self._config = replace(pair.config, **settings)
         self._models = pair.models
         self.tokenizer = self._models.tokenizer

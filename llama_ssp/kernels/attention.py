@@ -28,10 +28,10 @@ Attention = Callable[..., Tensor]
 """Turns queries and keys, writes keys and values, and attends to the slots of a token's row up to its own position.
 
 Takes fp32 and int64, contiguous: queries, keys and values (M, X * D), the complex rotary factors of all positions
-(S, 1, P), positions (B, T), slots_M among those of all rows, and the cache (2 N, S, W). Then the slots (B, T) in their
-row, and `sees` (B, T, A), which of the A slots up to a row's last one each token sees, or `ALL`. Then H, what scores
-are multiplied by, and how many positions a token sees, 0 for all: of the A slots `sees` knows that already. Returns
-(M, H * D).
+(S, 1, P), positions (B, T), slots_M among those of all rows, and the cache (2 N, S, W). Then the last slot (B, T) of
+its row that each token sees, which for a row's first token is its own; and `sees` (B, T, A), which of the A slots up to
+the last token's each token sees, or `ALL`. Then H, what scores are multiplied by, and how many positions a token sees,
+0 for all: of the A slots `sees` knows that already. Returns (M, H * D).
 """
 ALL = torch.empty(0, 0, 0, dtype=torch.bool)
 """A token sees all slots up to its own: no trees."""
@@ -51,6 +51,8 @@ def by_torch(  # noqa: PLR0913, PLR0917 - the arguments of an operator
     found = []
     last_B1, num_behind = own_slots_BT[:, -1:], sees_BTA.shape[2]
     behind_M = (own_slots_BT - last_B1 + num_behind).flatten()  # a token and how many of the A slots come before
+    starts_B = slots_M.view_as(own_slots_BT)[:, 0] - own_slots_BT[:, 0]
+    slots_M = (starts_B[:, None] + own_slots_BT).flatten()
     for token, (slot, own) in enumerate(zip(slots_M.tolist(), own_slots_BT.flatten().tolist(), strict=True)):
         position = int(positions_BT.flatten()[token])
         num_seen = own - max(position - window, -1) if window else own + 1

@@ -59,19 +59,13 @@ class Steps(NamedTuple):
 
 
 class Places(NamedTuple):
-    """A layer's rings, and where the rows of a forward stand in them.
+    """A layer's rings of inputs (rows * I, C) and states (rows * R, H, N, P), and where a forward's rows stand in them.
 
-    Attributes:
-        inputs: (rows * I, C).
-        states: (rows * R, H, N, P); None without them.
-        num_inputs, num_kept: I and R.
-        first_B1: the position of each row's first token.
-        taken_B: how many of its tokens count; None for all.
-        rows_B: its row in the cache.
+    Of each row: the position of its first token, how many tokens count (None for all), and its number in the cache.
     """
 
     inputs: Tensor
-    states: Tensor | None
+    states: Tensor
     num_inputs: int
     num_kept: int
     first_B1: Tensor
@@ -80,13 +74,9 @@ class Places(NamedTuple):
 
 
 class HeadLayout(NamedTuple):
-    """Where queries, keys and values of the first key head stand.
+    """Where queries, keys and values of the first key head stand among the numbers of a token, and among channels.
 
-    Attributes:
-        firsts: among the numbers of a projected token.
-        steps: from one key head to the next, of queries and keys, and of values.
-        channels: among the channels of the convolution, where heads follow each other.
-        num_key_heads: of all heads; each has as many heads of values.
+    `steps` lead to the next key head's queries and keys, and values; among channels heads follow each other.
     """
 
     firsts: tuple[int, int, int]

@@ -1,12 +1,9 @@
 """A few tokens of a recurrent layer in Triton, convolution and states included; `recurrence` has the references.
 
-    recur      the gated delta rule and Mamba 2: convolution, norms of heads, decays, states behind each token
-    gate_norm  the norm of outputs with their gates
-    convolve   a short convolution between two gates
-
-Each program has some values of one head, or some channels, of one row, so that no row depends on others. It reads the
-state and the inputs before its first token from the ring of `models.states`, and writes those behind each token there.
-Tokens that do not count are not written; their outputs are finite, and nobody reads them.
+The gated delta rule and Mamba 2: convolution, norms of heads, decays. Each program has some values of one head of one
+row, so that no row depends on others. It reads the state and the inputs before its first token from the rings of
+`models.states`, and writes those behind each token there. Tokens that do not count are not written; their outputs are
+finite, and nobody reads them.
 
 Shapes: B sequences, T tokens, X numbers of a projected token, C channels, W width of the convolution, H heads, N width
 of a key, P width of a value, D decays of a head (1 or N), R kept states, I kept inputs.
@@ -21,7 +18,7 @@ from torch import Tensor
 
 from llama_ssp.kernels.recurrence import HeadLayout, Places
 
-_NUMBERS_OF_A_PROGRAM, _WARPS, _CHANNELS_OF_A_PROGRAM = 4096, 4, 256
+_NUMBERS_OF_A_PROGRAM, _WARPS = 4096, 4
 
 
 @triton.jit
@@ -32,11 +29,9 @@ def _softplus(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _input(x, gates, inputs, ring, at, channels, is_channel, first, token, place, x_step, num_inputs, num_channels):  # type: ignore[no-untyped-def]  # fmt: skip
+def _input(x, inputs, ring, at, channels, is_channel, first, token, place, x_step, num_inputs, num_channels):  # type: ignore[no-untyped-def]  # fmt: skip
     """The inputs of some channels at a place of this forward, or before it: from the ring, zeros before the text."""
     own = tl.load(x + (token + place) * x_step + at, mask=is_channel & (place >= 0), other=0.0)
-    if gates is not None:
-        own *= tl.load(gates + (token + place) * x_step + at, mask=is_channel & (place >= 0), other=0.0)
     slot = ring + (first + place + num_inputs) % num_inputs
     is_kept = is_channel & (place < 0) & (first + place >= 0)
     return own + tl.load(inputs + slot * num_channels + channels, mask=is_kept, other=0.0)
@@ -44,14 +39,14 @@ def _input(x, gates, inputs, ring, at, channels, is_channel, first, token, place
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _convolved(  # type: ignore[no-untyped-def]
-    x, gates, inputs, weight, bias, ring, at, channels, is_channel, first, token, place, taken, is_writer,
+    x, inputs, weight, bias, ring, at, channels, is_channel, first, token, place, taken, is_writer,
     x_step, num_inputs, num_channels, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The convolution of some channels at one place, rounded; keeps its newest input if the token counts."""
     total = tl.zeros(at.shape, tl.float32)
     for tap in tl.static_range(WIDTH):
         number = _input(
-            x, gates, inputs, ring, at, channels, is_channel, first, token, place - (WIDTH - 1) + tap,
+            x, inputs, ring, at, channels, is_channel, first, token, place - (WIDTH - 1) + tap,
             x_step, num_inputs, num_channels,
         )  # fmt: skip
         factor = tl.load(weight + channels * WIDTH + tap, mask=is_channel, other=0.0)
@@ -100,13 +95,13 @@ def recur_kernel(  # type: ignore[no-untyped-def]
     log_rate = -tl.exp(tl.load(log_rates + head).to(tl.float32))
     for place in range(num_tokens):
         query = _silu(_convolved(
-            x, None, inputs, weight, bias, ring, query_at, query_channels, is_key, first, token, place, taken,
+            x, inputs, weight, bias, ring, query_at, query_channels, is_key, first, token, place, taken,
             is_writer, x_step, num_inputs, num_channels, WIDTH), inputs)  # fmt: skip
         key = _silu(_convolved(
-            x, None, inputs, weight, bias, ring, key_at, key_channels, is_key, first, token, place, taken,
+            x, inputs, weight, bias, ring, key_at, key_channels, is_key, first, token, place, taken,
             is_writer, x_step, num_inputs, num_channels, WIDTH), inputs)  # fmt: skip
         value = _silu(_convolved(
-            x, None, inputs, weight, bias, ring, value_at, value_channels, is_value, first, token, place, taken,
+            x, inputs, weight, bias, ring, value_at, value_channels, is_value, first, token, place, taken,
             True, x_step, num_inputs, num_channels, WIDTH), inputs)  # fmt: skip
         if IS_BY_ROW:
             at = decays + (token + place) * decays_step + head * KEY + keys
@@ -155,7 +150,6 @@ def recur(
     Returns:
         The outputs (B, T, H, P).
     """
-    assert places.states is not None
     batch_size, num_tokens = x_BTX.shape[:2]
     _, num_heads, key_width, value_width = places.states.shape
     keys, values = tiles_of(key_width, value_width)
@@ -181,86 +175,3 @@ def tiles_of(key_width: int, value_width: int) -> tuple[int, int]:
     """Rows and columns of the part of a state that a program has, in registers."""
     keys: int = triton.next_power_of_2(key_width)
     return keys, min(max(_NUMBERS_OF_A_PROGRAM // keys, 8), triton.next_power_of_2(value_width))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def gate_norm_kernel(  # type: ignore[no-untyped-def]
-    x, gates, weight, out, gates_step, gates_of_key_head, weight_step, eps,
-    PARTS: tl.constexpr, PARTS_OF_KEY: tl.constexpr, WIDTH: tl.constexpr, PLACES: tl.constexpr,
-    GATES_FIRST: tl.constexpr, IS_SIGMOID: tl.constexpr,
-):  # fmt: skip
-    """Norm one part of a token's outputs, and multiply it by its gates, before or afterwards."""
-    token, part, places = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, PLACES)
-    is_place, own = places < WIDTH, (token * PARTS + part) * WIDTH + places
-    numbers = tl.load(x + own, mask=is_place, other=0.0).to(tl.float32)
-    at = token * gates_step + part // PARTS_OF_KEY * gates_of_key_head + part % PARTS_OF_KEY * WIDTH + places
-    gate = tl.load(gates + at, mask=is_place, other=0.0).to(tl.float32)
-    gate = (1.0 if IS_SIGMOID else gate) / (1.0 + tl.exp(-gate))
-    if GATES_FIRST:
-        numbers *= gate
-    numbers *= tl.rsqrt(tl.sum(numbers * numbers, 0) / WIDTH + eps)
-    numbers *= tl.load(weight + part * weight_step + places, mask=is_place, other=0.0).to(tl.float32)
-    if not GATES_FIRST:
-        numbers *= gate
-    tl.store(out + own, numbers, mask=is_place)
-
-
-def gate_norm(x: Tensor, gates: Tensor, norm: Any, *, dtype: torch.dtype) -> Tensor:  # noqa: ANN401
-    """The outputs of a layer's norm with gates.
-
-    Args:
-        x: outputs of `recur`, (B, T, H, P).
-        gates: (B, T, key heads, those of each), or (B, T, H * P).
-        norm: of the library; its weight is that of a head, or of all, which are normed in groups.
-        dtype: of the result, (B, T, H * P).
-    """
-    size, size_of_weight = x.shape[2] * x.shape[3], norm.weight.numel()
-    is_shared = size_of_weight < size
-    width = size_of_weight if is_shared else getattr(norm, "group_size", size // getattr(norm, "n_groups", 1))
-    gates_MGY = gates.flatten(0, 1).unflatten(-1, (1, -1)) if gates.dim() == 3 else gates.flatten(0, 1)  # noqa: PLR2004
-    out_BTY = x.new_empty(*x.shape[:2], size, dtype=dtype)
-    gate_norm_kernel[(len(gates_MGY), size // width)](
-        x, gates_MGY, norm.weight, out_BTY, gates_MGY.stride(0), gates_MGY.stride(1), 0 if is_shared else width,
-        norm.variance_epsilon,
-        PARTS=size // width, PARTS_OF_KEY=gates_MGY.shape[2] // width, WIDTH=width,
-        PLACES=triton.next_power_of_2(width),
-        GATES_FIRST=not (is_shared or getattr(norm, "norm_before_gate", False)),
-        IS_SIGMOID=getattr(norm, "activation", "") == "sigmoid", num_warps=min(max(width // 256, 1), 8),
-    )  # fmt: skip
-    return out_BTY
-
-
-@triton.jit(do_not_specialize=["num_tokens"])  # type: ignore[untyped-decorator]
-def convolve_kernel(  # type: ignore[no-untyped-def]
-    x, weight, bias, out, inputs, firsts, takens, rows, num_tokens, firsts_step, num_inputs, num_channels,
-    CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Some channels of one row, token by token: the product of the first and the last third, between gates."""
-    sequence = tl.program_id(1)
-    channels = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    is_channel = channels < num_channels
-    row, first = tl.load(rows + sequence).to(tl.int64), tl.load(firsts + sequence * firsts_step)
-    taken = num_tokens
-    if takens is not None:
-        taken = tl.load(takens + sequence).to(tl.int32)
-    token = sequence.to(tl.int64) * num_tokens
-    for place in range(num_tokens):
-        found = _convolved(
-            x, x + 2 * num_channels, inputs, weight, bias, row * num_inputs, channels, channels, is_channel, first,
-            token, place, taken, True, 3 * num_channels, num_inputs, num_channels, WIDTH,
-        )  # fmt: skip
-        gate = tl.load(x + (token + place) * 3 * num_channels + num_channels + channels, mask=is_channel, other=0.0)
-        tl.store(out + (token + place) * num_channels + channels, gate * found.to(gate.dtype), mask=is_channel)
-
-
-def convolve(x_BTX: Tensor, conv: Any, places: Places) -> Tensor:  # noqa: ANN401 - torch.nn.Conv1d
-    """Take in tokens: the middle third of X times the convolution of the product of the others, (B, T, C)."""
-    batch_size, num_tokens, _ = x_BTX.shape
-    num_channels, _, width = conv.weight.shape
-    out_BTC = x_BTX.new_empty(batch_size, num_tokens, num_channels)
-    convolve_kernel[(triton.cdiv(num_channels, _CHANNELS_OF_A_PROGRAM), batch_size)](
-        x_BTX.contiguous(), conv.weight, conv.bias, out_BTC, places.inputs,
-        places.first_B1, places.taken_B, places.rows_B, num_tokens, places.first_B1.stride(0), places.num_inputs,
-        num_channels, CHANNELS=_CHANNELS_OF_A_PROGRAM, WIDTH=width, num_warps=4,
-    )  # fmt: skip
-    return out_BTC

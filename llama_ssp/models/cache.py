@@ -24,10 +24,11 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache
 
+from llama_ssp.architectures.engine import saves_states
 from llama_ssp.architectures.family import num_positions, record_of, with_slots
 from llama_ssp.kernels.rows import KeptRows, rows_of
 from llama_ssp.models.states import LayerState, StateCache, StateView
-from llama_ssp.ranks.comms import Comm
+from llama_ssp.ranks.comms import Comm, Reads
 from llama_ssp.storage.formats import OWN_DTYPE
 from llama_ssp.workspaces import PerBucket, Workspace
 
@@ -353,7 +354,7 @@ class CachedRunner:
     Attributes:
         uses_masks: attention takes masks; they are made with the cache.
         layer_states: what recurrent layers keep.
-        finds_best: see `Runner.allocate`.
+        reads: see `Runner.allocate`.
     """
 
     is_invariant = False
@@ -362,7 +363,7 @@ class CachedRunner:
     reads_by_length = False
     packs_prompts = False
     uses_masks = True
-    finds_best = False
+    reads = Reads.all
     experts_read_3: Tensor | None = None
 
     def __init__(self, config: PretrainedConfig, parameter: Tensor, *, cache_dtype: str = OWN_DTYPE) -> None:
@@ -378,12 +379,14 @@ class CachedRunner:
         self._windows = record_of(config.model_type).windows_of(config)
         self._cache: StaticCache | None = None
         self._states: StateCache | None = None
+        self._saved: StateCache | None = None
 
-    def allocate(self, *, batch_size: int, capacity: int, finds_best: bool = False, num_rolled_back: int = 0) -> None:
+    def allocate(self, *, batch_size: int, capacity: int, reads: Reads = Reads.all, num_rolled_back: int = 0) -> None:
         """See `Runner.allocate`."""
         self.num_uses += 1
-        self.finds_best = finds_best
-        self._allocate_states(batch_size=batch_size, num_kept=num_rolled_back + 1)
+        self.reads = reads
+        if self.layer_states:
+            self._allocate_states(batch_size=batch_size, num_kept=num_rolled_back + 1, saves=saves_states(capacity))
         before = self._cache
         if before and before.num_rows == batch_size and before.num_slots >= capacity:
             return
@@ -397,21 +400,34 @@ class CachedRunner:
         if self.uses_masks:
             self._masks = Masks(self._windows, capacity=capacity, dtype=self.dtype, device=self.device)
 
-    def _allocate_states(self, *, batch_size: int, num_kept: int) -> None:
+    def _allocate_states(self, *, batch_size: int, num_kept: int, saves: bool) -> None:
+        make = partial(StateCache, self.layer_states, batch_size=batch_size, dtype=self.dtype)
         if before := self._states:
             num_kept = max(num_kept, before.num_kept)
-        if self.layer_states and not (before and (before.num_rows, before.num_kept) == (batch_size, num_kept)):
+        if not (before and (before.num_rows, before.num_kept) == (batch_size, num_kept)):
             self.num_allocations += 1
-            self._states = StateCache(self.layer_states, batch_size=batch_size, num_kept=num_kept, dtype=self.dtype)
+            self._states, self._saved = make(num_kept=num_kept), None
+        if saves and not self._saved:
+            self._saved = make(num_kept=1)
 
     def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
         """See `Runner.move`."""
         assert self._cache is not None, "allocate comes first"
         self._cache.move(from_BD, to_BD)
 
-    def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int) -> None:
+    def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int, *, from_saved: bool = False) -> None:
         """See `Runner.copy`."""
         assert self._cache is not None, "allocate comes first"
-        self._cache.copy(from_row, to_rows, num_tokens)
-        if self._states:
+        self._cache.copy(from_row, [row for row in to_rows if row != from_row], num_tokens)
+        if self._saved:
+            self._saved.copy(from_row, to_rows)
+        if self._states and from_saved:
+            assert self._saved, "it was saved"
+            self._states.take(self._saved, from_row, to_rows, num_tokens)
+        elif self._states:
             self._states.copy(from_row, to_rows)
+
+    def save(self, row: int, num_tokens: int) -> None:
+        """See `Runner.save`."""
+        if self._states and self._saved:
+            self._saved.take(self._states, row, [row], num_tokens)

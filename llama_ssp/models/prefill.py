@@ -66,10 +66,12 @@ class Held(NamedTuple):
         num_tokens: how many tokens; all of a prompt that is equal to another one of the same `Prompts`.
         row: of the cache: the prompt's own, which needs no copy; one that is not being read into; or that of one of the
             same `Prompts` of which nothing is held, or of the equal one.
+        from_saved: the states behind it are those that `Runner.save` kept.
     """
 
     num_tokens: int = 0
     row: int = 0
+    from_saved: bool = False
 
 
 class ShortForwards(NamedTuple):
@@ -95,6 +97,8 @@ class Prompts(NamedTuple):
         lengths: the same, known to the host.
         longest: the length that padded prompts are read to; that of the longest, here or on other ranks.
         held: of each prompt; empty if nothing is held of any.
+        saved: of each prompt, behind how many tokens the state is kept, whole chunks, also if those are held; 0 for
+            none. Empty if layers keep no states.
         short: reads a few tokens; None reads them like many.
     """
 
@@ -103,6 +107,7 @@ class Prompts(NamedTuple):
     lengths: Sequence[int]
     longest: int
     held: Sequence[Held] = ()
+    saved: Sequence[int] = ()
     short: ShortForwards | None = None
 
     def some(self, places: Sequence[int]) -> "Prompts":
@@ -110,8 +115,13 @@ class Prompts(NamedTuple):
         indices = to_device(places, self.tokens_RS.device)
         lengths = [self.lengths[place] for place in places]
         held = [self.held[place] for place in places] if self.held else ()
+        saved = [self.saved[place] for place in places] if self.saved else ()
         return self._replace(
-            tokens_RS=self.tokens_RS[indices], lengths_R=self.lengths_R[indices], lengths=lengths, held=held
+            tokens_RS=self.tokens_RS[indices],
+            lengths_R=self.lengths_R[indices],
+            lengths=lengths,
+            held=held,
+            saved=saved,
         )
 
     @property
@@ -151,10 +161,10 @@ def read_prompts(
     def copy(places: Sequence[int]) -> None:
         copies = defaultdict[Held, list[int]](list)
         for place in places:
-            if prompts.held[place].row != rows[place]:
+            if prompts.held[place].row != rows[place] or prompts.held[place].from_saved:
                 copies[prompts.held[place]].append(rows[place])
-        for (num_tokens, from_row), to_rows in copies.items():
-            runner.copy(from_row, to_rows, num_tokens)
+        for (num_tokens, from_row, from_saved), to_rows in copies.items():
+            runner.copy(from_row, to_rows, num_tokens, from_saved=from_saved)
             if taps:
                 taps.copy(from_row, to_rows, num_tokens)
 
@@ -163,11 +173,13 @@ def read_prompts(
         return read(some._replace(longest=max(some.lengths)), rows=[rows[place] for place in places])
 
     found = [read_some(fresh)] if fresh else []
-    if begun:
-        copy(begun)
-        found.append(read_some(begun))
+    copy(begun)
+    # A state can only be read behind the token that it follows, so that rows begin at one position.
+    starts = {prompts.starts[place] if runner.keeps_states else 0 for place in begun}
+    groups = [[place for place in begun if start in {0, prompts.starts[place]}] for start in sorted(starts)]
+    found += map(read_some, groups)
     copy(equal)
-    numbers_read = {rows[place]: number for number, place in enumerate(fresh + begun)}
+    numbers_read = {rows[place]: number for number, place in enumerate(chain(fresh, *groups))}
     own_rows = [prompts.held[place].row if place in equal else row for place, row in enumerate(rows)]
     return torch.cat(found).index_select(0, to_device([numbers_read[row] for row in own_rows], found[0].device))
 
@@ -225,26 +237,30 @@ def _read_padded(
     runner: Runner, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets, taps: Taps | None, num_left: int = 0
 ) -> Tensor:
     tokens_RS, lengths_R, lengths, longest, *_ = prompts
-    device, width, latest, last_R1 = tokens_RS.device, longest, 0, lengths_R[:, None] - 1
+    first, saved = [0] * len(rows), prompts.saved or [0] * len(rows)
+    device, width, last_R1 = tokens_RS.device, longest, lengths_R[:, None] - 1
     if any(prompts.starts):
         width = max(length - start for length, start in zip(lengths, prompts.starts, strict=True))
         # A row with less to read than others begins earlier, so that none goes on behind the longest prompt.
         first = [min(start, longest - width) for start in prompts.starts]
-        latest, first_R1 = max(first), to_device(first, device)[:, None]
+        first_R1 = to_device(first, device)[:, None]
         last_R1 = last_R1 - first_R1
     rows_R = to_device(rows, device)
     logits_RV: Tensor | None = None
     for start in range(0, width, PREFILL_CHUNK):
         stop = min(start + PREFILL_CHUNK, width)
         positions_RT = torch.arange(start, stop, device=device).expand(len(rows), -1)
-        positions_RT = first_R1 + positions_RT if latest else positions_RT.contiguous()
+        positions_RT = first_R1 + positions_RT if any(first) else positions_RT.contiguous()
         # On a CPU an operator behind another model's forward takes up to 70 us: few where one chunk is all.
         score_R1 = last_R1 if stop - start == width else (last_R1 - start).clamp(0, stop - start - 1)
         taken_R = (last_R1[:, 0] + 1 - num_left - start).clamp(0, stop - start) if runner.keeps_states else None
         chunk_R1V = runner.forward(
-            tokens_RS.gather(1, positions_RT), positions_RT, bucket=buckets.covering(latest + stop),
+            tokens_RS.gather(1, positions_RT), positions_RT, bucket=buckets.covering(max(first) + stop),
             score_positions_BR=score_R1, cache_rows_B=rows_R, taps=taps, taken_B=taken_R,
         )  # fmt: skip
+        for row, first_of_row, num_tokens in zip(rows, first, saved, strict=True):
+            if first_of_row + stop == num_tokens:
+                runner.save(row, num_tokens)
         if logits_RV is None:
             logits_RV = chunk_R1V[:, 0]
         else:

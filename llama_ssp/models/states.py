@@ -85,6 +85,17 @@ class StateCache(Workspace):
             for row in to_rows:
                 in_rows[row].copy_(in_rows[from_row])
 
+    def take(self, other: "StateCache", from_row: int, to_rows: Sequence[int], num_tokens: int) -> None:
+        """Copy what a row of a cache of as many rows keeps behind its first tokens to rows of this one."""
+        places_W = torch.arange(num_tokens - self.width + 1, num_tokens, device=self._rows_B.device)
+        for own, others, places in ((self.inputs, other.inputs, places_W), (self.states, other.states, places_W[-1:])):
+            for number, whole in own.items():
+                rings, from_rings = (each.unflatten(0, (self.num_rows, -1)) for each in (whole, others[number]))
+                on_device = places.to(whole.device)
+                kept = from_rings[from_row].index_select(0, on_device % from_rings.shape[1])
+                for row in to_rows:
+                    rings[row].index_copy_(0, on_device % rings.shape[1], kept)
+
 
 class StateView:
     """The part of a `StateCache` that one forward reads and writes.
@@ -162,4 +173,4 @@ class StateView:
         cache, inputs = self._cache, self._cache.inputs[number]
         first_B1, rows_B = self._first_B1.to(inputs.device), self._rows_B.to(inputs.device)
         taken_B = None if self._taken_B is None else self._taken_B.to(inputs.device)
-        return Places(inputs, cache.states.get(number), cache.num_inputs, cache.num_kept, first_B1, taken_B, rows_B)
+        return Places(inputs, cache.states[number], cache.num_inputs, cache.num_kept, first_B1, taken_B, rows_B)

@@ -39,6 +39,7 @@ from llama_ssp.architectures.matrices import (
     check_inputs,
     split_blocks,
     split_model,
+    vocabulary_parts,
 )
 from llama_ssp.catalogue import Dtype, ModelShape
 from llama_ssp.errors import PlacementError
@@ -296,7 +297,7 @@ def _layer_wise(model: PlannedModel, held: tuple[range, ...]) -> tuple[Inventory
 @lru_cache(maxsize=1024)  # a search asks for each target with every draft, and a plan with every batch and context
 def _parts(
     model: PlannedModel, device: str, *, num_ranks: int, kind: TargetKind, whole: WholeParts = WholeParts.none,
-    num_shared: int = 0, num_kept: int = 0,
+    num_shared: int = 0, num_kept: tuple[int, ...] = (),
 ) -> tuple[_Part, ...]:  # fmt: skip
     """The parts by rank, without tables that are shared; for `num_kept` see `PlanSpec.kept_states`."""
     shape, size, storage = model.shape, DTYPE_BYTES[model.dtype], format_of(model.quantization)
@@ -313,7 +314,7 @@ def _parts(
         part = _Part(
             weights=weights,
             slot_bytes=model.slot_bytes(num_kv_heads) * held.num_layers,
-            row_bytes=model.state_bytes(num_kept, held) * held.num_layers,
+            row_bytes=model.state_bytes(*num_kept, held=held) * held.num_layers,
             of_layers=shape.num_hidden_layers,
             num_heads=num_heads,
             width=(num_heads + 2 * num_kv_heads) * shape.head_dim,
@@ -337,7 +338,7 @@ def _target_parts(spec: PlanSpec) -> dict[int, _Part]:
     split, found = split_layers(model.shape.num_hidden_layers, num_devices=len(spec.target_devices)), {}
     for device, layers, held in zip(spec.target_devices, split, _layer_wise(model, split), strict=True):
         weights, slot_bytes = model_bytes(held, model, device=spec.device), kv_bytes_per_token(model) * len(layers)
-        row_bytes = model.state_bytes(spec.kept_states[0]) * len(layers)
+        row_bytes = model.state_bytes(*spec.kept_states[0]) * len(layers)
         found[device] = replace(
             whole, weights=weights, temporary_bytes=weights.temporary_bytes, slot_bytes=slot_bytes, row_bytes=row_bytes
         )
@@ -459,7 +460,8 @@ def _rank_memory(spec: PlanSpec, hardware: HardwareConfig, rank: int, target: _P
         "draft_weights_bytes": draft.weights.total_bytes,
         "target_cache_bytes": target.cache_bytes(num_slots, spec.batch_size),
         "draft_cache_bytes": draft.cache_bytes(spec.draft_rows * spec.draft_slots, spec.draft_rows)
-        + taps_bytes * (rank in spec.draft_ranks or spec.sends_taps),
+        + taps_bytes * (rank in spec.draft_ranks or spec.sends_taps)
+        + (spec.copies.num_bytes(batch_size=spec.batch_size, num_slots=spec.num_slots) if spec.copies else 0),
         "logits_bytes": _logits_bytes(spec, rank) + uniforms_bytes,
         "activations_bytes": max(
             _activation_bytes(spec, hardware, model, part)
@@ -504,17 +506,23 @@ def _num_communicators(spec: PlanSpec, rank: int) -> int:
 def _logits_bytes(spec: PlanSpec, rank: int) -> int:
     """Bytes of vocabulary-sized tensors of a round on this rank.
 
-    Ranks of the target have logits (gathered, then in fp32). The rank that runs the rule has the target's and the
-    draft's probabilities in fp32, one more copy if the rule keeps all rows, and one fp64 cumulative sum per row to draw
-    from. Penalties and races need more. Other ranks of the draft have its probabilities.
+    Ranks of the target have logits (gathered, then in fp32), or parts of them, and run the rule on these. A rank that
+    runs the rule has the target's and the draft's probabilities in fp32, one more copy if the rule keeps all rows, and
+    one fp64 cumulative sum per row to draw from. Penalties and races need more; the former count all tokens. Other
+    ranks of the draft have its probabilities.
     """
     layout, positions = spec.layout, max(spec.round_positions, spec.scored_positions)
     size, vocabulary, num_draft_tokens = DTYPE_BYTES[spec.target.dtype], spec.target.shape.vocab_size, positions - 1
-    logits = positions * (2 * size * (len(spec.target_ranks) > 1) + 4) if rank in spec.target_ranks else 0
+    num_copies, num_elsewhere = 2 * (len(spec.target_ranks) > 1), 0
+    if is_over_shards := spec.draws_over_shards[0] and not spec.scores_texts:
+        num_copies, own = 1, len(vocabulary_parts(vocabulary, len(spec.target_ranks))[0])
+        vocabulary, num_elsewhere = own, vocabulary - own
+    logits = positions * (num_copies * size + 4) if rank in spec.target_ranks else 0
     logits += positions * size * (rank == spec.target_devices[-1] and rank not in spec.target_ranks)
     drafts = rank in spec.draft_ranks
     num_own = spec.draft_rows if drafts or not layout.splits_batch else 0
     decides = drafts if layout.splits_batch else rank == layout.verify_rank
+    decides = decides or (is_over_shards and rank in spec.target_ranks)
     whole = 4 * positions * rule_of(spec.rule).keeps_all_rows
     rule = 4 * positions + 4 * num_draft_tokens + whole + 8 if decides else 4 * num_draft_tokens * drafts
     if drafts and spec.own_tokenizer:
@@ -525,7 +533,8 @@ def _logits_bytes(spec: PlanSpec, rank: int) -> int:
         rule += 4 * positions
     if decides:  # counts, penalized logits and a mask; the bits of a race and what is made of them
         rule += positions * (9 * spec.counts_tokens + 16 * rule_of(spec.rule).draws_by_position)
-    return vocabulary * (spec.batch_size * logits + num_own * rule)
+    counted = 4 * spec.batch_size * positions * num_elsewhere * spec.counts_tokens
+    return vocabulary * (spec.batch_size * logits + num_own * rule) + counted
 
 
 def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedModel | None, part: _Part) -> int:
@@ -583,7 +592,8 @@ def _graph_bytes(spec: PlanSpec, hardware: HardwareConfig, *, drafts: bool) -> i
     nodes = (1 + len(lengths) * spec.drafts + num_short) * num_nodes(spec.target, spec.target_ranks)
     if spec.draft and drafts:
         ranks = spec.draft_ranks[:1] if spec.layout.splits_batch else spec.draft_ranks
-        nodes += (sum(lengths) + num_short * (not spec.has_head)) * num_nodes(spec.draft, ranks)
+        num_forwards = len(lengths) if spec.drafts_in_one_pass else sum(lengths)
+        nodes += (num_forwards + num_short * (not spec.has_head)) * num_nodes(spec.draft, ranks)
     return num_buckets * nodes * GRAPH_NODE_BYTES
 
 

@@ -9,27 +9,36 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from statistics import mean
 
-from llama_ssp.architectures.eagle3 import NUM_TAPS
 from llama_ssp.architectures.engine import (
     ENGINE_KERNELS,
     LANES,
+    LEAST_SHARED_BYTES,
     MOST_PIECES,
     OWN_SUM_RANKS,
     Kernels,
     own_slots,
     reads_by_length,
+    saves_states,
     scored_positions,
     whole_steps,
 )
 from llama_ssp.architectures.family import inventory, record_of
-from llama_ssp.architectures.matrices import DRAFT_WHOLE, Inventory, WholeParts
+from llama_ssp.architectures.matrices import DRAFT_WHOLE, Inventory, WholeParts, tokens_of_a_block, vocabulary_parts
 from llama_ssp.architectures.reading import read_config, read_stored_format
 from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelConfig, ModelShape, read_path
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.settings.drafters import draft_name, drafts, drafts_greedily, has_own_tokenizer, outgrown
+from llama_ssp.settings.drafters import (
+    CopiedTexts,
+    copied_texts,
+    draft_name,
+    drafts,
+    drafts_greedily,
+    has_own_tokenizer,
+    outgrown,
+)
 from llama_ssp.settings.layout import Layout, lay_out_replica, may_capture
-from llama_ssp.settings.rules import AT_ZERO, DEFAULT
+from llama_ssp.settings.rules import AT_ZERO, DEFAULT, rule_of
 from llama_ssp.settings.schema import DraftLayout, ExpertParts, PlanConfig, RunConfig, TargetKind
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.settings.trees import TreeShape
@@ -97,13 +106,13 @@ class PlannedModel:
         of_local = kinds.count("s") * num_kv_heads * head_bytes
         return 2 * (of_local + kinds.count("g") * of_global * of_head(shape.global_head_dim))
 
-    def state_bytes(self, num_kept: int, held: Inventory | None = None) -> int:
-        """Bytes of the states of a row, if those behind its last `num_kept` tokens are kept; 0 without such layers.
+    def state_bytes(self, *num_kept: int, held: Inventory | None = None) -> int:
+        """Bytes of the states of a row, if those behind its last `num_kept` tokens are kept, in each of several places.
 
-        They are those of a rank that holds `held`, by default of all.
+        They are those of a rank that holds `held`, by default of all; 0 without such layers.
         """
         value_bytes, states = DTYPE_BYTES[self.dtype], (held or inventory(self.shape)).states
-        return sum(kept.row_bytes(num_kept, value_bytes=value_bytes) for kept in states)
+        return sum(kept.row_bytes(number, value_bytes=value_bytes) for kept in states for number in num_kept)
 
     @cached_property
     def has_own_cache(self) -> bool:
@@ -177,6 +186,7 @@ class PlanSpec:
         target_ranks, draft_ranks: ranks of each replica, increasing.
         spare_devices: GPUs without a rank that hold layers of a layer-wise target.
         free_draft: the kind of a draft without a model, whose cost is not counted; None without one.
+        copies: the other texts that copies are drafted from.
         own_tokenizer: the draft has a tokenizer of its own.
         is_certain: drafted tokens are the most probable ones, without probabilities.
         tree: of a round, with `num_draft_tokens` nodes; None drafts chains.
@@ -186,6 +196,7 @@ class PlanSpec:
         num_forced: drafted tokens that a round accepts on average, by force; None leaves it to the rule.
         rule: the verification rule; `greedy` at temperature 0, where no probabilities are needed.
         counts_tokens: penalties count the tokens of the vocabulary.
+        truncates: top-k, top-p or min-p leave few tokens.
         scores_texts: the target reads every text once more, for log-probabilities.
         prompt_tokens, max_new_tokens: tokens of the longest row.
         mean_prompt_tokens: of all prompts, where they are known.
@@ -216,8 +227,10 @@ class PlanSpec:
     temperature: float | None = None
     rule: str = DEFAULT
     free_draft: str | None = None
+    copies: CopiedTexts | None = None
     own_tokenizer: bool = False
     counts_tokens: bool = False
+    truncates: bool = False
     scores_texts: bool = False
     spare_devices: tuple[int, ...] = ()
     own_sums: bool = False
@@ -246,6 +259,18 @@ class PlanSpec:
         takes_best = self.takes_best or (self.is_certain and not self.counts_tokens)
         return takes_best and self.draft.shape.vocab_size <= self.target.shape.vocab_size
 
+    @cached_property
+    def draws_over_shards(self) -> tuple[bool, bool]:
+        """See the function."""
+        gathers = self.target_kind is not TargetKind.tensor or self.truncates or self.takes_best
+        if gathers or self.tree or self.overlap:
+            return False, False
+        draft = None if self.has_head or self.own_tokenizer else self.draft
+        return draws_over_shards(
+            self.layout, rule=self.rule, is_certain=self.is_certain, num_scored=self.batch_size * self.round_positions,
+            vocab_size=self.target.shape.vocab_size, draft_vocab_size=draft.shape.vocab_size if draft else None,
+        )  # fmt: skip
+
     @property
     def num_rows(self) -> int:
         """Rows of all replicas."""
@@ -265,6 +290,17 @@ class PlanSpec:
     def has_head(self) -> bool:
         """Whether the draft is a head, which reads taps of the target."""
         return self.draft is not None and self.draft.shape.is_head
+
+    @cached_property
+    def drafts_in_one_pass(self) -> bool:
+        """Whether the draft is a head that drafts all tokens of a round in one forward."""
+        return self.draft is not None and record_of(self.draft.shape.model_type).in_one_pass
+
+    def later_draft_forwards(self, num_draft_tokens: int) -> tuple[int, ...]:
+        """Positions per row in each of the draft's forwards of a round but the first."""
+        if self.drafts_in_one_pass:
+            return ()
+        return self.tree.read if self.tree else (1,) * (num_draft_tokens - 1)
 
     @cached_property
     def num_shared_tables(self) -> int:
@@ -291,8 +327,7 @@ class PlanSpec:
         """Bytes of the taps of a token; 0 without a head."""
         if self.draft is None or not self.has_head:
             return 0
-        num_taps = NUM_TAPS if record_of(self.draft.shape.model_type).is_head else 1
-        return num_taps * self.target.shape.hidden_size * DTYPE_BYTES[self.target.dtype]
+        return self.draft.shape.num_taps * self.target.shape.hidden_size * DTYPE_BYTES[self.target.dtype]
 
     @property
     def sends_taps(self) -> bool:
@@ -334,16 +369,19 @@ class PlanSpec:
         return own_slots(self.num_slots, max_position_embeddings=context)
 
     @cached_property
-    def kept_states(self) -> tuple[int, int]:
-        """Of how many tokens at the end of a row the target keeps the states, and the draft: those it may take back."""
-        in_flight = self.num_draft_tokens - 1 if self.overlaps else 0
-        return self.round_positions, self.round_positions + in_flight
+    def kept_states(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The states of a row that the target keeps, and the draft.
+
+        They are those behind the last tokens, which it may take back, and where prompts may have whole chunks one more.
+        """
+        in_flight, saved = self.num_draft_tokens - 1 if self.overlaps else 0, (1,) * saves_states(self.num_slots)
+        return (self.round_positions, *saved), (self.round_positions + in_flight, *saved)
 
     @cached_property
     def first_draft_positions(self) -> int:
         """Positions per row in the draft's first forward of a round: what its cache may lack."""
         if self.has_head or self.tree:
-            return self.draft_depth + 1
+            return self.draft_depth * (1 + self.drafts_in_one_pass) + 1
         return MOST_PIECES + 1 if self.own_tokenizer else 2
 
     @property
@@ -408,6 +446,7 @@ def make_spec(
         spare_devices=tuple(gpu for gpu in range(first, first + num_gpus) if is_layer_wise and gpu not in layout.ranks),
         draft=draft,
         free_draft=None if draft else draft_name(config.draft),
+        copies=copied_texts(config.draft, has_tree=tree is not None, falls_back=speculation.adapts),
         own_tokenizer=has_own_tokenizer(config.draft),
         draft_kind=layout.draft_kind,
         draft_ranks=layout.draft_ranks,
@@ -422,6 +461,7 @@ def make_spec(
         temperature=temperature,
         rule=config.verification.rule if temperature > 0 else AT_ZERO,
         counts_tokens=config.sampling.penalizes,
+        truncates=config.sampling.truncates,
         scores_texts=config.scores_texts,
         batch_size=config.batch_size,
         prompt_tokens=prompt_tokens,
@@ -430,6 +470,36 @@ def make_spec(
         own_sums=config.own_sums and device == "cuda",
         device=device,
     )
+
+
+def draws_over_shards(
+    layout: Layout, *, rule: str, is_certain: bool, num_scored: int, vocab_size: int, draft_vocab_size: int | None
+) -> tuple[bool, bool]:
+    """Whether the ranks of the target, and those of the draft, draw over shards of the vocabulary (`sampling.shards`).
+
+    Else they gather logits. A rule that reads the draft's probabilities reads them where they are, so that both draw
+    over shards, on the same ranks, or neither. Only for chains without top-k, top-p and min-p.
+
+    Args:
+        layout: of a replica whose target is cut by tensors.
+        rule: its name.
+        is_certain: no rule reads probabilities of the draft.
+        num_scored: positions that a round scores, of all rows.
+        vocab_size: of the target.
+        draft_vocab_size: of the draft's model; None for one that draws among other tokens, or no model.
+    """
+    record, block = rule_of(rule), tokens_of_a_block(vocab_size)
+    if layout.splits_batch or 4 * num_scored * vocab_size < LEAST_SHARED_BYTES:
+        return False, False
+    target, draft = (
+        len(ranks) > 1 and not any(part.start % block for part in vocabulary_parts(vocab_size, len(ranks)))
+        for ranks in (layout.target_ranks, layout.draft_ranks)
+    )
+    target = target and (record.over_shards or not record.needs_probs)
+    draft = draft and draft_vocab_size == vocab_size and not is_certain
+    if record.needs_probs and layout.draft_ranks and not is_certain:
+        target = draft = target and draft and layout.draft_ranks == layout.target_ranks
+    return target, draft
 
 
 def spec_of_plan(config: PlanConfig, hardware: HardwareConfig) -> PlanSpec:
@@ -501,6 +571,16 @@ def notes_on_families(*models: PlannedModel | ModelConfig) -> Iterator[str]:
             )
 
 
+def refused_by_block(shape: ModelShape | None, num_steps: int) -> str:
+    """Why a draft head cannot draft so many tokens in sequence; empty if it can."""
+    if shape is None or not shape.most_drafted or num_steps <= shape.most_drafted:
+        return ""
+    return (
+        f"the draft head drafts blocks of {shape.most_drafted} tokens, and {num_steps} are asked for: use "
+        f"{said('speculation.num_draft_tokens', shape.most_drafted)} or fewer, or a tree that is no deeper"
+    )
+
+
 def refused_by_states(*models: ModelShape | None, has_tree: bool, own_tokenizer: bool) -> str:
     """Why a target and a draft, some with recurrent layers, cannot draft in this way; empty if they can."""
     for place, shape in enumerate(models):
@@ -519,10 +599,11 @@ def refused_by_states(*models: ModelShape | None, has_tree: bool, own_tokenizer:
     return ""
 
 
-def check_states(config: RunConfig, *models: ModelShape | None) -> None:
-    """Raise ConfigError if a run cannot draft with its target and its draft; see `refused_by_states`."""
+def check_drafting(config: RunConfig, *models: ModelShape | None) -> None:
+    """Raise ConfigError if a run cannot draft with its target and its draft; see the reasons above."""
     has_tree = config.speculation.tree is not None and drafts(config.draft)
-    if reason := refused_by_states(*models, has_tree=has_tree, own_tokenizer=has_own_tokenizer(config.draft)):
+    reason = refused_by_states(*models, has_tree=has_tree, own_tokenizer=has_own_tokenizer(config.draft))
+    if reason := reason or refused_by_block(models[-1], config.speculation.most_steps):
         raise ConfigError(reason)
 
 
@@ -533,10 +614,12 @@ def notes_on_states(spec: PlanSpec) -> Iterator[str]:
         if model and (states := inventory(model.shape).states):
             yield (
                 f"{sum(kept.num_layers for kept in states)} of {model.shape.num_hidden_layers} layers of {model.name} "
-                f"keep states: those behind the last {num_kept} tokens of a row, to which rejected drafts go back, "
-                f"take {model.state_bytes(num_kept) / 2**20:.2f} MiB at any length"
+                f"keep states: those behind the last {num_kept[0]} tokens of a row, to which rejected drafts go back,"
+                f"{' and one that later prompts go on from,' * len(num_kept[1:])} take "
+                f"{model.state_bytes(*num_kept) / 2**20:.2f} MiB at any length"
             )
-    if reason := refused_by_states(*shapes, has_tree=spec.tree is not None, own_tokenizer=spec.own_tokenizer):
+    reason = refused_by_states(*shapes, has_tree=spec.tree is not None, own_tokenizer=spec.own_tokenizer)
+    if reason := reason or refused_by_block(shapes[-1], spec.draft_depth):
         yield f"runs refuse this: {reason}"
 
 

@@ -68,13 +68,13 @@ def raise_on_all_ranks(comm: Comm) -> Iterator[None]:
         yield
     except (SspError, MemoryError, OSError, RuntimeError) as error:
         mine = error if isinstance(error, SspError) else exhaustion(error)
-        if mine is None:
+        if mine is None or (mine is error and comm.size == 1):
             raise
-    messages = comm.gather_text(_to_message(mine) if mine else "")
+    messages = comm.gather_text(to_message(mine) if mine else "")
     failed = [rank for rank, message in enumerate(messages) if message]
     if failed:
         where = "" if len(failed) == comm.size else f" (rank {failed[0]})"
-        raise _from_message(messages[failed[0]] + where) from mine
+        raise from_message(messages[failed[0]] + where) from mine
 
 
 def from_rank_0(comm: Comm, make: Callable[[], object]) -> Any:  # noqa: ANN401 - whatever JSON can hold
@@ -86,11 +86,13 @@ def from_rank_0(comm: Comm, make: Callable[[], object]) -> Any:  # noqa: ANN401 
     return json.loads(comm.broadcast_text(text, src=0))
 
 
-def _to_message(error: SspError) -> str:
+def to_message(error: SspError) -> str:
+    """An error as a text for another process."""
     return f"{type(error).__name__}\n{error}"
 
 
-def _from_message(text: str) -> SspError:
+def from_message(text: str) -> SspError:
+    """The error of a text by `to_message`."""
     kind, _, message = text.partition("\n")
     return _ERRORS[kind](message)
 
@@ -246,7 +248,7 @@ class ControlChannel:
     @property
     def is_interrupted(self) -> bool:
         """Whether this rank knows that somebody has stopped the run; does not use the store."""
-        return self._verdict is not None and isinstance(_from_message(self._verdict), InterruptedRun)
+        return self._verdict is not None and isinstance(from_message(self._verdict), InterruptedRun)
 
     @property
     def is_orphan(self) -> bool:
@@ -378,15 +380,15 @@ def _connected(store: Store) -> Store:
 
 _E = TypeVar("_E", bound=BaseException)
 _TIMEOUT_WORDS = ("timed out", "timeout")
-_REMEDY = "run the same command with the same run_dir to resume"
 
 
 @dataclass(kw_only=True)
 class Phase:
-    """The phase of a run, for messages: a verb such as "loading", and the setting of its timeout with the value."""
+    """The phase of a run, for messages: a verb such as "loading", the setting of its timeout, and what helps a loss."""
 
     doing: str
     limit: str
+    remedy: str = "run the same command with the same run_dir to resume"
 
 
 @contextmanager
@@ -424,9 +426,9 @@ def _ending_of(error: _E, watch: ControlChannel, phase: Phase) -> SspError | _E:
             is_unforeseen = True
             reason = str(error).strip().partition("\n")[0]
             mine = LostRankError(f"rank {watch.rank} failed while {phase.doing}: {type(error).__name__}: {reason}")
-        words = watch.agree_on(_to_message(mine), without=missing)
-        is_unforeseen &= words == _to_message(mine)
-    ending = _from_message(words)
+        words = watch.agree_on(to_message(mine), without=missing)
+        is_unforeseen &= words == to_message(mine)
+    ending = from_message(words)
     ending.speaks = watch.is_error_reporter(without=missing)
     return error if is_unforeseen else ending
 
@@ -440,14 +442,15 @@ def _loss(error: BaseException, missing: tuple[int, ...], phase: Phase, watch: C
         if is_signal and not watch.has_failed:
             cause = "no answer"
         names = f"rank {missing[0]} is" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} are"
-        return LostRankError(f"{names} missing while {phase.doing} ({cause}); {_REMEDY}")
+        return LostRankError(f"{names} missing while {phase.doing} ({cause}); {phase.remedy}")
     if nccl.is_of_nccl(error):
         return LostRankError(f"rank {watch.rank} failed while {phase.doing}: {nccl.explained(error)}")
     is_of_group = isinstance(error, dist.DistError) or "gloo" in reason
     if is_signal or (is_of_group and watch.is_orphan):  # all ranks are orphans, and others noticed it first
         return InterruptedRun("interrupted")
     if is_of_group:
-        return LostRankError(f"ranks lost each other while {phase.doing} ({cause}), though all are alive; {_REMEDY}")
+        lost = f"ranks lost each other while {phase.doing} ({cause})"
+        return LostRankError(f"{lost}, though all are alive; {phase.remedy}")
     return None
 
 

@@ -1,10 +1,10 @@
 """Finds and checks a run's checkpoints on every rank before any weight is loaded."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -16,18 +16,18 @@ from llama_ssp.architectures.mtp import num_mtp_layers
 from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models.quantization.precision import Precision
-from llama_ssp.planning.spec import check_states, number_format
+from llama_ssp.planning.spec import check_drafting, number_format
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World
 from llama_ssp.run.prompts import reason_of
 from llama_ssp.settings.drafters import has_own_tokenizer
-from llama_ssp.settings.layout import lay_out_replica
+from llama_ssp.settings.layout import Layout, lay_out_replica
 from llama_ssp.settings.schema import ExpertParts, RunConfig, TargetKind, WeightsKind
 from llama_ssp.speculate.drafters.tokenizers import align, num_disagreeing
 from llama_ssp.storage.stored import kept_format
 from llama_ssp.weights import hub
 from llama_ssp.weights.adapter import with_adapter
-from llama_ssp.weights.checkpoint import Checkpoint, check_shape, inspect
+from llama_ssp.weights.checkpoint import Checkpoint, check_shape, inspect, summary
 from llama_ssp.weights.head import HeadSource, of_target
 from llama_ssp.weights.in_memory import WeightsInMemory, as_eos_ids
 from llama_ssp.weights.mtp import MtpSource, mtp_of
@@ -73,10 +73,8 @@ def find_sources(
     missing or faulty checkpoint, ConfigError if the tokenizers differ or a model cannot be quantized, and
     PlacementError if one cannot be split over these ranks, or not in its precision.
     """
-    layout = lay_out_replica(config.placement, world_size=world.comm.size, has_draft=config.draft.model is not None)
+    layout, num_target_ranks, num_draft_ranks = _num_ranks(config, world)
     kind, device = config.placement.target.kind, world.device.type
-    num_target_ranks = len(layout.target_ranks) if kind is TargetKind.tensor else 1
-    num_draft_ranks = 1 if layout.splits_batch else len(layout.draft_ranks)
     entries = [config.model] + ([config.draft.model] if config.draft.model else [])
     with raise_on_all_ranks(world.comm):
         if config.weights is WeightsKind.checkpoint and world.ranks.local_rank == 0:
@@ -117,11 +115,82 @@ def find_sources(
             from llama_ssp.models.huggingface.device_map import check_device_map  # noqa: PLC0415 - slow import
 
             check_device_map(world.free_devices, target.entry.quantization)
-        check_states(config, target.origin.shape, draft.origin.shape if draft else None)
+        check_drafting(config, target.origin.shape, draft.origin.shape if draft else None)
         _note_mtp(target.origin, draft.origin if draft else None)
         if draft and not draft.origin.shape.is_head:
             _check_vocabularies(target, draft, own_tokenizer=has_own_tokenizer(config.draft))
     return target, draft
+
+
+def find_update(
+    config: RunConfig, world: World, sources: Sequence[Source], given: Sequence[ModelConfig | WeightsInMemory | None]
+) -> tuple[Source | None, Source | None]:
+    """Find and check other weights for the models of a run, with the same outcome on every rank; None keeps those.
+
+    An MTP draft takes those of its target. Raises as `find_sources`, and ConfigError for a model with other sizes or
+    settings.
+    """
+    if (kind := config.placement.target.kind) is not TargetKind.tensor:
+        raise ConfigError(
+            f"no weights can be replaced with {said('placement.target.kind', kind.name)}: load another pair"
+        )
+    _, *num_ranks = _num_ranks(config, world)
+    found: list[Source | None] = [None, None]
+    with raise_on_all_ranks(world.comm):
+        for entry in given if world.ranks.local_rank == 0 else ():
+            if isinstance(entry, ModelConfig):
+                hub.resolve(entry)
+    with raise_on_all_ranks(world.comm):
+        origins: list[WeightSource | None] = [
+            _inspect(entry) if isinstance(entry, ModelConfig) else entry for entry in given
+        ]
+        if len(sources) > 1 and isinstance(head := sources[1].origin, MtpSource) and origins[0]:
+            own = replace(head, target=cast("Checkpoint", origins[0]))
+            origins[1] = own if own.has_layer else None
+        elif len(sources) > 1 and isinstance(head, HeadSource) and (origins[1] or (origins[0] and head.shares_output)):
+            files, target = origins[1] or head.files, origins[0] or head.target
+            origins[1] = of_target(files, getattr(files, "head", None) or head.head, target)
+        for number, (source, origin) in enumerate(zip(sources, origins, strict=False)):
+            if origin is None:
+                continue
+            whole: object = getattr(origin, "target", origin)  # that of a head
+            weights = whole if isinstance(whole, WeightsInMemory) else None
+            quantization = kept_format(source.entry.quantization, storage_of(origin), where=origin.folder)
+            _check_alike(("model", "draft")[number], origin, source.origin)
+            found[number] = other = _check(
+                replace(source.entry, quantization=quantization), origin,
+                Loaded(weights=weights, tokenizer=source.tokenizer), num_ranks[number],
+                DRAFT_WHOLE if number else WholeParts.none, device=world.device.type,
+            )  # fmt: skip
+            if other.precision != source.precision:
+                raise ConfigError(f"{origin.folder} stores its weights in another format than the model that runs")
+    return found[0], found[1]
+
+
+_ANY_VALUE = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache", "quantization_config"}
+"""Fields of a config.json that change no forward, or that are compared otherwise."""
+
+
+def _check_alike(what: str, new: WeightSource, running: WeightSource) -> None:
+    """ConfigError unless two models have the same sizes and settings."""
+    fields, before = (origin.config.to_dict() for origin in (new, running))
+    odd = [
+        f"{name} is {fields.get(name)}, not {before.get(name)}"
+        for name in sorted({*fields, *before} - _ANY_VALUE)
+        if fields.get(name) != before.get(name)
+    ]
+    if odd:
+        raise ConfigError(
+            f"{what}={new.folder} must have the sizes and settings of the model that runs: {summary(odd)}; load it as "
+            "another pair"
+        )
+
+
+def _num_ranks(config: RunConfig, world: World) -> tuple[Layout, int, int]:
+    """The layout of a replica, and the ranks that share the target and the draft."""
+    layout = lay_out_replica(config.placement, world_size=world.comm.size, has_draft=config.draft.model is not None)
+    num_target_ranks = len(layout.target_ranks) if config.placement.target.kind is TargetKind.tensor else 1
+    return layout, num_target_ranks, 1 if layout.splits_batch else len(layout.draft_ranks)
 
 
 def with_number_formats(config: RunConfig, sources: tuple[Source, Source | None]) -> RunConfig:
@@ -195,7 +264,7 @@ def _check(
     generation = loaded.weights.generation if loaded.weights else read_generation(folder)
     return Source(
         entry=entry, origin=origin,
-        tokenizer=_read_tokenizer(folder) if loaded.tokenizer is None else loaded.tokenizer,
+        tokenizer=read_tokenizer(folder) if loaded.tokenizer is None else loaded.tokenizer,
         eos_ids=find_eos_ids(folder, generation), generation=generation,
         dtype=None if dtype is Dtype.auto else getattr(torch, dtype.value),
         precision=Precision(
@@ -204,7 +273,7 @@ def _check(
     )  # fmt: skip
 
 
-def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Read a tokenizer, and try it as a run will use it."""
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():

@@ -115,7 +115,7 @@ def _load(
 ) -> tuple[Session, list[PromptRequest] | None]:
     """Read the prompts, forecast the run and load its models; requests are None if prompts are typed one by one."""
     if config.placement.auto:
-        _choose_placement(config, world, terminal)
+        choose_placement(config, world, terminal.say)
     sources = find_sources(config, world)
     config, generation = with_number_formats(config, sources), sources[0].generation
     with raise_on_all_ranks(world.comm):
@@ -171,12 +171,12 @@ def _checked(config: RunConfig, sources: tuple[Source, Source | None], folder: R
     return config
 
 
-def _choose_placement(config: RunConfig, world: World, terminal: Terminal) -> None:
+def choose_placement(config: RunConfig, world: World, say: Callable[[str], None]) -> None:
     """Let rank 0 choose for all ranks: nodes may differ in what they know of the machine."""
 
     def choose() -> list[object]:
         spec, sentence = dry_run.choose_for_run(config, world_size=world.comm.size, on_cpu=world.device.type == "cpu")
-        terminal.say(sentence)
+        say(sentence)
         return [spec.target_ranks, spec.draft_ranks, spec.draft_kind.name]
 
     target_ranks, draft_ranks, kind = from_rank_0(world.comm, choose)

@@ -40,7 +40,8 @@ def check(
     then returned, and has its default again.
     """
     of_task = [*task_of(config).problems(config, explicit)]
-    unread = [found for found in of_task if isinstance(found, NoEffect)] + [*_unread(config, explicit)]
+    of_both = [*(found for found in of_task if isinstance(found, NoEffect)), *_unread(config, explicit)]
+    unread = [*{found.key: found for found in reversed(of_both)}.values()][::-1]  # the task's reason is the first
     problems = [
         *_ranges(config),
         *_files(config),
@@ -73,6 +74,11 @@ def check_values(config: RunConfig) -> None:
     """Raise ConfigError for values that are invalid whatever the models are."""
     rule = _rule(config.verification.rule, config.sampling.temperature)
     refuse([*_ranges(config), *rule, *_tree(config)])
+
+
+def check_placement(config: RunConfig, *, world_size: int) -> None:
+    """Raise ConfigError for a placement that so many ranks cannot have."""
+    refuse([*_placement(config, world_size)])
 
 
 def check_slurm(settings: schema.SlurmConfig) -> None:
@@ -429,11 +435,14 @@ def _chosen_models(config: RunConfig) -> list[tuple[str, str, ModelConfig]]:
     return [("model", "model", config.model), *([("draft", "draft.model", draft)] if draft else [])]
 
 
+_SYNTHETIC = "llama", "eagle3"
+
+
 def _synthetic(config: RunConfig) -> Iterator[str]:
     for group, _, model in _chosen_models(config) if config.is_synthetic else ():
         if model.shape is None:
             yield f"weights=synthetic needs a shape of the catalogue, and {group}={model.name} has none: use {group}=7B"
-        elif model.shape.model_type != "llama" and not model.shape.is_head:
+        elif model.shape.model_type not in _SYNTHETIC:
             yield (
                 f"weights=synthetic supports models of the Llama kind only, and {group}={model.name} is a "
                 f"{model.shape.model_type} model: use {group}=7B, or leave weights=synthetic out"
@@ -493,7 +502,7 @@ _WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
     ("draft.fallback", lambda c: not c.speculation.adapts, "without speculation.num_draft_tokens=auto"),
     ("draft.greedy", lambda c: c.sampling.temperature == 0, "at temperature 0, where every draft is greedy"),
     (
-        "draft.history",
+        "draft.history draft.corpus",
         lambda c: c.speculation.tree is not None,
         "with speculation.tree, which copies its own text",
     ),

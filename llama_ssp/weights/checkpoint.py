@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PretrainedConfig, __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from llama_ssp.architectures.eagle3 import HeadConfig, read_head_config
 from llama_ssp.architectures.family import check_servable, text_part
+from llama_ssp.architectures.heads import HeadConfig, read_head_config
 from llama_ssp.architectures.model_files import (
     MISTRAL_ALONE,
     adapter_alone,

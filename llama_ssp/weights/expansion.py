@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.architectures.eagle3 import NUM_TAPS
-from llama_ssp.catalogue import ModelShape
+from llama_ssp.catalogue import NUM_TAPS, ModelShape
 
 SPARE = -1
 _LOWEST, _LIFT = -(2.0**14), 32.0

@@ -1,7 +1,7 @@
-"""Draft heads of EAGLE-3 as a `WeightSource`: the files of a head, and its target's embedding where they have none.
+"""Draft heads as a `WeightSource`: the files of a head, and its target's embedding and output where they have none.
 
-Both public layouts (`architectures.eagle3`) are read as they are: their tensors get the names of the modules that
-`models.llama.head` builds. `d2t` and `t2d` map the vocabulary of the head to that of the target:
+All public layouts (`architectures.heads`) are read as they are: their tensors get the names of the modules that
+`models.llama` builds. `d2t` and `t2d` map the vocabulary of the head to that of the target:
 
     d2t    (D,)  the target's id of token i is i + d2t[i]
     t2d    (V,)  whether the head can draft a token of the target
@@ -9,6 +9,7 @@ Both public layouts (`architectures.eagle3`) are read as they are: their tensors
 Shapes: D tokens that the head drafts, V vocabulary of the target.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,13 +21,14 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from llama_ssp.architectures.eagle3 import HeadConfig
+from llama_ssp.architectures.heads import DFLASH, MASK, HeadConfig
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import CheckpointError
 from llama_ssp.weights.source import TensorFacts, Wanted, WeightSource
 
-EMBEDDING, TOKEN_MAP = "model.embed_tokens.weight", "d2t"
-_OF_LAYER = re.compile(r"(?:midlayer|layers\.0)\.")
+EMBEDDING, OUTPUT, TOKEN_MAP = "model.embed_tokens.weight", "lm_head.weight", "d2t"
+_OF_LAYER = re.compile(r"midlayer\.")
+_NORM_OF_TAPS = "fc_norm"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +69,26 @@ class HeadSource:
     def tensors(self) -> Mapping[str, TensorFacts]:
         """All tensors by the names of our modules."""
         own = {_named(name): facts for name, facts in self.files.tensors.items()}
-        return own | {EMBEDDING: self.target.tensors[EMBEDDING]} if self.shape.shares_embedding else own
+        if mask := own.get(MASK):
+            own[MASK] = TensorFacts(dtype=mask.dtype, shape=(math.prod(mask.shape),))
+        shared = (name for name in (EMBEDDING, OUTPUT) if self.files.tensors and name not in own)
+        return own | {name: self.target.tensors[self._of_target(name)] for name in shared}
 
     def read(self, name: str, **wanted: Unpack[Wanted]) -> Tensor:
         """See `WeightSource.read`."""
         stored = next((tensor for tensor in self.files.tensors if _named(tensor) == name), None)
-        return self.target.read(name, **wanted) if stored is None else self.files.read(stored, **wanted)
+        if stored is None:
+            return self.target.read(self._of_target(name), **wanted)
+        found = self.files.read(stored, **wanted)
+        return found.flatten() if name == MASK else found
+
+    def _of_target(self, name: str) -> str:
+        return name if name in self.target.tensors else EMBEDDING  # of an output that is tied to it
+
+    @property
+    def shares_output(self) -> bool:
+        """Whether its files have no output of their own, so that it has that of its target."""
+        return OUTPUT not in self.files.tensors
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -128,6 +144,8 @@ def of_target(files: WeightSource, head: HeadConfig, target: WeightSource) -> He
             f"{files.folder} is {files.shape.hidden_size} wide and its target {own[0]}: a head of the target's width "
             "is required"
         )
+    if head.kind != DFLASH and f"{_NORM_OF_TAPS}.0.weight" in map(_bare, files.tensors):
+        head = replace(head, norms_taps=_NORM_OF_TAPS)  # which some config.json leave out
     source = HeadSource(files=files, head=head, target=target)
     num_layers = target.shape.num_hidden_layers
     if not all(0 <= layer < num_layers for layer in source.layers):
@@ -139,7 +157,11 @@ def of_target(files: WeightSource, head: HeadConfig, target: WeightSource) -> He
     return source
 
 
+def _bare(name: str) -> str:
+    return _OF_LAYER.sub("layers.0.", name.removeprefix("model."), count=1)
+
+
 def _named(name: str) -> str:
     """The name of a stored tensor among our modules."""
-    name = _OF_LAYER.sub("layers.0.", name.removeprefix("model."), count=1)
+    name = _bare(name)
     return name if name.startswith(("lm_head.", "verifier_")) or "." not in name else f"model.{name}"

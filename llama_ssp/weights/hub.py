@@ -12,7 +12,7 @@ from pathlib import Path
 from huggingface_hub import constants, errors, get_token, model_info, snapshot_download, try_to_load_from_cache
 
 from llama_ssp import words
-from llama_ssp.architectures.eagle3 import read_head_config
+from llama_ssp.architectures.heads import read_head_config
 from llama_ssp.architectures.model_files import (
     ADAPTER_FILE,
     MISTRAL_ALONE,

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import ConfigError
 from llama_ssp.weights.checkpoint import shape_of
-from llama_ssp.weights.source import TensorFacts, Wanted
+from llama_ssp.weights.source import TensorFacts, Wanted, WeightSource
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,6 +82,21 @@ def weights_of(model: nn.Module, *, what: str) -> WeightsInMemory:
     return WeightsInMemory(
         name=Path(path).name or kind, folder=Path(path or kind), config=model.config, shape=shape_of(model.config),
         parameters=parameters, generation=model.generation_config.to_dict(),
+    )  # fmt: skip
+
+
+def check_tensors(parameters: Mapping[str, Any], *, what: str) -> None:
+    """Raise ConfigError for anything but tensors by name."""
+    if odd := [name for name, values in parameters.items() if not isinstance(values, Tensor)]:
+        raise ConfigError(f"{what} must be tensors by name, as of state_dict(), and {odd[0]!r:.60} has none")
+
+
+def weights_like(running: WeightSource, parameters: Mapping[str, Any], *, what: str) -> WeightsInMemory:
+    """Tensors by name as other weights of a model; ConfigError for anything else. `what` is model or draft."""
+    check_tensors(parameters, what=what)
+    return WeightsInMemory(
+        name=what, folder=Path(f"{what}={{...}}"), config=running.config, shape=running.shape, parameters=parameters,
+        generation={},
     )  # fmt: skip
 
 

@@ -68,6 +68,11 @@ class MtpSource:
         return found.roll(found.shape[1] // 2, 1) if swaps else found
 
     @property
+    def has_layer(self) -> bool:
+        """Whether the target's files have it."""
+        return _JOIN in self.tensors
+
+    @property
     def layers(self) -> tuple[int, ...]:
         """The layer whose input the head reads: the output behind the last one."""
         return (self.target.shape.num_hidden_layers,)
@@ -86,9 +91,11 @@ def mtp_of(target: WeightSource) -> MtpSource:
     check_mtp(lambda name: getattr(config, name, None), target.folder)
     one = type(config).from_dict(of_one_layer(config.to_dict()))
     vocab_size, width = target.shape.vocab_size, target.shape.hidden_size
-    shape = replace(shape_of(one), shares_embedding=True, target_vocab_size=vocab_size, target_hidden_size=width)
+    shape = replace(
+        shape_of(one), shares_embedding=True, target_vocab_size=vocab_size, target_hidden_size=width, num_taps=1
+    )
     source = MtpSource(target=target, config=one, shape=with_join(shape))
-    if target.tensors and _JOIN not in source.tensors:
+    if target.tensors and not source.has_layer:
         raise CheckpointError(
             f"{target.folder} lacks the MTP layer that its config.json calls for: copy or download it again, or give "
             "another draft"

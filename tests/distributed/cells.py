@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from llama_ssp.settings.schema import DraftLayout, TargetKind
-from tests.distributed.ranks import SYNTHETIC, Cell
+from tests.distributed.ranks import ONE_PASS, SYNTHETIC, Cell
 
 ACCELERATE, DEEPSPEED = TargetKind.accelerate, TargetKind.deepspeed
 ONE_RANK, SHARDED, REPLICATED, OWN_GPU = DraftLayout
@@ -33,15 +33,19 @@ _SAMPLED = [
     Cell(BOTH, BOTH, SHARDED),
     heavy(BOTH, (0,), pair="head", batch_size=3),
     Cell(BOTH, BOTH, SHARDED, pair="head", batch_size=3),
-    heavy(BOTH, BOTH, REPLICATED, pair="head", batch_size=3),
-    Cell(BOTH, BOTH, SHARDED, pair="mtp glm4_moe", batch_size=3),
+    heavy(BOTH, BOTH, REPLICATED, pair="head", batch_size=3, updates=True),
+    Cell(BOTH, BOTH, SHARDED, pair="mtp glm4_moe", batch_size=3, updates=True),
     heavy(BOTH, BOTH, SHARDED, pair="mtp qwen2", batch_size=3),
     heavy((0,), (1,), OWN_GPU, pair="mtp qwen2", batch_size=3, tree="2x2x1"),
     heavy(BOTH, BOTH, REPLICATED, pair="mtp qwen3_next", batch_size=3),
+    Cell(BOTH, BOTH, SHARDED, pair=f"{ONE_PASS}dspark of DeepSpec", batch_size=3),
+    heavy(BOTH, (0,), pair=f"{ONE_PASS}peagle", batch_size=3),
+    heavy((0,), (1,), OWN_GPU, pair=f"{ONE_PASS}dflash of its authors", batch_size=3, tree="2x2x1"),
+    heavy(BOTH, BOTH, REPLICATED, pair=f"{ONE_PASS}recurrent dspark", batch_size=3),
     slow((1,), BOTH, SHARDED),
     heavy((0,), BOTH, SHARDED, target_kind=ACCELERATE),
     heavy(BOTH, BOTH, SHARDED, pair="llama", batch_size=1),
-    heavy(BOTH, BOTH, SHARDED, pair="gpt_neox", batch_size=3),
+    heavy(BOTH, BOTH, SHARDED, pair="gpt_neox", batch_size=3, updates=True),
     slow(BOTH, BOTH, REPLICATED, pair="llama", batch_size=1),
     slow(BOTH, BOTH, REPLICATED, pair="gpt_neox"),
     slow(BOTH, BOTH, SHARDED, pair="gpt_neo", batch_size=1),
@@ -55,7 +59,9 @@ _SAMPLED = [
     heavy((0,), (1,), OWN_GPU, pair="head", tree="2x2x1", batch_size=3),
     # Other rules, and a K that is chosen.
     heavy(BOTH, BOTH, REPLICATED, rule="block"),
-    heavy(BOTH, BOTH, REPLICATED, rule="coupled", adapts=True),
+    heavy(BOTH, BOTH, SHARDED, rule="block"),
+    heavy(BOTH, (), SHARDED, rule="coupled", adapts=True),
+    slow(BOTH, BOTH, REPLICATED, rule="coupled", adapts=True),
     slow(BOTH, BOTH, REPLICATED, rule="coupled"),
     slow(BOTH, (0,), SHARDED, rule="coupled", adapts=True),
     slow((0,), (1,), OWN_GPU, rule="block"),
@@ -102,9 +108,11 @@ _BOTH_TEMPERATURES = [
 ]
 CELLS = [
     *_SAMPLED, *_BOTH_TEMPERATURES, *map(greedy, _BOTH_TEMPERATURES),
-    *(greedy(Cell(target, (0,), pair=SYNTHETIC)) for target in (BOTH, ALL_3, ALL_4)),
+    greedy(Cell(BOTH, (0,), pair=SYNTHETIC)),
+    *(greedy(slow(target, (0,), pair=SYNTHETIC)) for target in (ALL_3, ALL_4)),
     greedy(Cell(BOTH, BOTH, SHARDED)),
     greedy(heavy(BOTH, BOTH, SHARDED, pair="head", batch_size=3)),
+    greedy(heavy(BOTH, BOTH, SHARDED, pair=f"{ONE_PASS}dflash", batch_size=3)),
     greedy(heavy(BOTH, BOTH, SHARDED, pair="gpt_neox", batch_size=3)),
     greedy(heavy(BOTH, BOTH, REPLICATED, adapts=True)),
     greedy(heavy(ALL_3, ALL_3, SHARDED, pair="llama", batch_size=3)),

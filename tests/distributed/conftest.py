@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from llama_ssp.settings.schema import TargetKind
-from tests.distributed.ranks import SYNTHETIC, Case, Cell, Quantized, Seen, Together, see_all
+from tests.distributed.ranks import ONE_PASS, SYNTHETIC, Case, Cell, FromPython, Quantized, Seen, Together, see_all
 from tests.helpers.draft_heads import make_tensors, save_original
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.mtp_layers import save_with_mtp
+from tests.helpers.one_pass_heads import VOCABULARY, save_pair
 from tests.helpers.tokenizers import save_tokenizer
 
 
@@ -18,7 +19,7 @@ from tests.helpers.tokenizers import save_tokenizer
 def asked(request: pytest.FixtureRequest) -> list[Case]:
     """All cases of the tests of this session, cells that share models one after the other."""
     params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    cases = {each["case"] for each in params if isinstance(each.get("case"), Cell | Quantized | Together)}
+    cases = {each["case"] for each in params if isinstance(each.get("case"), Cell | FromPython | Quantized | Together)}
     return sorted(cases | {case.alone for case in cases if isinstance(case, Cell)}, key=str)
 
 
@@ -36,6 +37,10 @@ def pairs(asked: list[Case], tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in [name for name in families if name.startswith("mtp ")]:
         save_with_mtp(folder / name, name.removeprefix("mtp "))
         save_tokenizer(folder / name, VOCAB_SIZE)
+        families.discard(name)
+    for name in [name for name in families if name.startswith(ONE_PASS)]:
+        save_pair(folder / name, name.removeprefix(ONE_PASS), likely=8)
+        save_tokenizer(folder / name / "target", VOCABULARY)
         families.discard(name)
     for family in families:
         save(folder / family / "target", family, num_hidden_layers=2)

@@ -14,20 +14,25 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 from benchmarks import decoding
-from llama_ssp import catalogue
+from llama_ssp import catalogue, load
+from llama_ssp.architectures.engine import LEAST_SHARED_BYTES
 from llama_ssp.catalogue import Dtype, ModelConfig
-from llama_ssp.errors import CheckpointError, SspError
+from llama_ssp.errors import CheckpointError, ConfigError, SspError
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.models.weights import Loading
+from llama_ssp.planning import spec as planning
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World, start
-from llama_ssp.run.checkpoints import find_sources
-from llama_ssp.run.decoders import Models, build_decoder, load_models
+from llama_ssp.run.checkpoints import find_sources, find_update
+from llama_ssp.run.decoders import Models, build_decoder, load_models, update_models
 from llama_ssp.run.requests import encode
 from llama_ssp.run.tuning import tune
 from llama_ssp.settings.drafters import NGRAM_DRAFT, NgramConfig
@@ -45,12 +50,45 @@ from llama_ssp.settings.schema import (
 )
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights.checkpoint import inspect
-from tests.helpers.counting_comm import CountingComm
+from llama_ssp.weights.in_memory import WeightsInMemory, weights_like
 from tests.helpers.prompts import PROMPTS
 from tests.helpers.shapes import SHAPES
 
+
+@dataclass(frozen=True, kw_only=True)
+class CountingComm(Comm):
+    """A group's end that counts the bytes which arrive here."""
+
+    arrived: list[int] = field(default_factory=lambda: [0])
+
+    @classmethod
+    def of(cls, comm: Comm) -> "CountingComm":
+        """The same end, counting."""
+        return cls(rank=comm.rank, size=comm.size, members=comm.members, device=comm.device, board=comm.board)
+
+    def do_broadcast(self, values: Tensor, src: int) -> Tensor:
+        """Counts on all ranks but the sender."""
+        self._count(values.nbytes * (self.size > 1 and self.rank != src))
+        return super().do_broadcast(values, src)
+
+    def do_receive(self, values: Tensor, src: int) -> Tensor:
+        """Counts what it fills."""
+        self._count(values.nbytes)
+        return super().do_receive(values, src)
+
+    def do_all_gather_last(self, values: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """Counts the other ranks' slices, which travel at the width of the widest."""
+        self._count(max(sizes) * values.itemsize * (self.size - 1))
+        return super().do_all_gather_last(values, sizes)
+
+    def _count(self, num_bytes: int) -> None:
+        self.arrived[0] += num_bytes
+
+
 SYNTHETIC = "synthetic"
 """Larger shapes that compute the shipped target."""
+ONE_PASS = "one pass "
+"""With a layout of `one_pass_heads`: such a head and its target."""
 NUM_NEW_TOKENS = 14
 _TIMEOUT_S = 120
 
@@ -83,6 +121,7 @@ class Cell:
         adapts: K is chosen for each round, and prompt look-up is the fallback.
         overlaps: drafting overlaps verification.
         is_long: all prompts, instead of a few.
+        updates: the models run with other weights first.
         lane: of its tests; those of three ranks are heavy at least, and those of more are slow.
     """
 
@@ -98,6 +137,7 @@ class Cell:
     overlaps: bool = False
     is_long: bool = False
     temperature: float = 0.8
+    updates: bool = False
     lane: str = field(default="default", compare=False)
 
     @property
@@ -123,7 +163,7 @@ class Cell:
             return replace(self, target=(0,), draft=(1,), batch_size=5)
         return replace(
             self, target=(0,), draft=self.draft and (0,), kind=DraftLayout.one_rank, target_kind=TargetKind.tensor,
-            batch_size=4, adapts=False, overlaps=False,
+            batch_size=4, adapts=False, overlaps=False, updates=False,
         )  # fmt: skip
 
     def config(self, folder: Path) -> RunConfig:
@@ -152,10 +192,16 @@ class Cell:
         """What a run generates on these ranks."""
         config = self.config(folder)
         mesh = (models := _loaded(world, config)).mesh
+        if self.updates:
+            for given in (_negative(models), (config.model, config.draft.model)):
+                sources = find_update(config, world, models.sources, given)
+                models, keeps = update_models(models, config, world, sources)
+                assert keeps
         counting = CountingComm.of(mesh.replica)
-        draft = mesh.draft and replace(CountingComm.of(mesh.draft), arrived=counting.arrived)
-        models = replace(models, mesh=replace(mesh, replica=counting, draft=draft))
-        decoder = build_decoder(models, config, speculative=True)
+        models = replace(models, mesh=replace(mesh, replica=counting))
+        least_bytes = 0 if self.batch_size > 1 else LEAST_SHARED_BYTES
+        with patch.object(planning, "LEAST_SHARED_BYTES", least_bytes):  # the shipped vocabulary is small
+            decoder = build_decoder(models, config, speculative=True)
         round_bytes, step = set[int](), decoder.round.step
 
         def counted(*arguments: Any, **named: Any) -> object:  # noqa: ANN401 - those of `Round.step`
@@ -166,11 +212,7 @@ class Cell:
 
         decoder.round.step = counted  # type: ignore[method-assign, assignment]
         requests = [
-            Request(
-                index=index,
-                prompt_ids=encode(prompt, models.tokenizer),
-                max_new_tokens=NUM_NEW_TOKENS - index % 5,
-            )
+            Request(index=index, prompt_ids=encode(prompt, models.tokenizer), max_new_tokens=NUM_NEW_TOKENS - index % 5)
             for index, prompt in enumerate(self.prompts)
         ]
         done: dict[int, list[int]] = {}
@@ -204,8 +246,19 @@ def pair_of(name: str, folder: Path) -> tuple[ModelConfig, ModelConfig]:
         path = str(folder / name)
         target, draft = (ModelConfig(name=of, path=path, dtype=Dtype.fp32) for of in ("local", "mtp"))
         return target, draft
-    pair = [ModelConfig(name=part, path=str(folder / name / part), dtype=Dtype.fp32) for part in ("target", "draft")]
+    parts = ("target", "head" if name.startswith(ONE_PASS) else "draft")
+    pair = [ModelConfig(name=part, path=str(folder / name / part), dtype=Dtype.fp32) for part in parts]
     return pair[0], pair[1]
+
+
+def _negative(models: Models) -> tuple[WeightsInMemory, ...]:
+    """The weights of models, each times -1."""
+    found = []
+    for origin in [getattr(source.origin, "files", source.origin) for source in models.sources]:
+        tensors = {name: origin.read(name) for name in origin.tensors}
+        negative = {name: -values if values.is_floating_point() else values for name, values in tensors.items()}
+        found.append(weights_like(origin, negative, what="model"))
+    return tuple(found)
 
 
 _last: list[tuple[object, Models]] = []
@@ -244,10 +297,8 @@ class Quantized:
 
     def on_one_rank(self, folder: Path, form: str) -> torch.Tensor:
         """Logits of the same model in this process, in one forward."""
-        runner = load_model(
-            inspect(folder / "wide" / self.family), dtype=torch.float32, device=torch.device("cpu"), comm=Comm.single(),
-            precision=Precision(quantization=form),
-        )  # fmt: skip
+        precision = Precision(quantization=form)
+        runner = load_model(Loading(inspect(folder / "wide" / self.family), dtype=torch.float32, precision=precision))
         runner.allocate(batch_size=1, capacity=16)
         return runner.forward(torch.arange(20, 32)[None], torch.arange(12)[None], bucket=16)[0]
 
@@ -272,6 +323,32 @@ class Together:
         except SspError as error:
             heard = f"{type(error).__name__}: {error}"
         return comm.gather_text("é" * comm.rank), comm.broadcast_text(f"from {comm.rank}", src=last), heard
+
+
+@dataclass(frozen=True)
+class FromPython:
+    """A script that calls the library on every rank."""
+
+    placement: str
+    num_ranks: int = 2
+
+    def see(self, world: World, folder: Path) -> tuple[list[list[int]], list[float], list[str]]:  # noqa: ARG002 - shipped
+        """The ids of three texts, log-probabilities of the first, and the sentences of two mistakes in between."""
+        pair = load("tiny", "tiny-draft", device="cpu", placement=self.placement)
+        found = pair.generate(["import os\n", "def f(x):"], max_new_tokens=12, seed=1, logprobs=2)
+        sentences: list[str] = []
+        mistakes: list[dict[str, Any]] = [{"prompts": f"of rank {pair.rank}"}, {"prompts": "x", "temperature": -1.0}]
+        for mistake in mistakes[1 - bool(world.comm.size > 1) :]:
+            try:
+                pair.generate(**mistake)
+            except ConfigError as error:
+                sentences.append(str(error))
+        pair.update(_negative(pair.models)[0].parameters)
+        pair.update("tiny")
+        found += pair.generate("class A", max_new_tokens=12, temperature=0)
+        assert found[0].log_probs
+        assert found[0].log_probs.logprobs
+        return [one.token_ids for one in found], found[0].log_probs.logprobs.log_probs, sentences
 
 
 Seen = Callable[[Case], list[Any]]

@@ -40,13 +40,3 @@ def test_two_ranks_come_to_the_verdict_of_one(placement: str, alone: dict[str, A
     assert found["passed"]
     for measure, wanted in zip(found["measures"], alone["measures"], strict=True):
         assert measure["value"] == pytest.approx(wanted["value"], abs=1e-3), measure["name"]
-
-
-def test_a_closed_gate_ends_all_ranks_with_1_and_one_sentence(tmp_path: Path) -> None:
-    settings = ["task=evaluate", "suite=arithmetic", "num_prompts=3", "gate=true", f"run_dir={tmp_path}/run"]
-    done = run(settings, num_ranks=2)
-    assert done.returncode == 1
-    status = (tmp_path / "run" / "status").read_text().strip()
-    assert status.startswith("1: suite=arithmetic failed: ")
-    assert done.stderr.count(status.removeprefix("1: ")) == 1
-    assert evaluation(tmp_path / "run")["passed"] is False

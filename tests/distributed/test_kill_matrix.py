@@ -5,6 +5,7 @@ on a real SLURM are in tests/slurm. Jobs that lose their terminal or their torch
 """
 
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -205,3 +206,30 @@ def test_a_disk_that_is_full_for_rank_0_ends_all_ranks_in_its_sentence(tmp_path:
     assert all(f"of {NUM_SAMPLES} completions" in line for line in progress), errors
     assert errors[1] == ""
     check_resumption(cell, tmp_path / "run", lines(tmp_path / "run")[:1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["loading", "prefill"])
+def test_a_rank_out_of_memory_ends_the_job_with_rank_and_cause_in_a_sentence(
+    phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+    cell, run_dir = Cell(signal.SIGTERM, 1, phase), tmp_path / "run"
+    running = started("srun", cell, run_dir, more=("timeouts.load_s=600", "timeouts.decode_s=600"))
+    try:
+        wait_for(lambda: has_begun(cell, run_dir) or any(one.poll() is not None for one in running), at_most_s=120)
+        ranks = [pid_of_rank(run_dir, rank) for rank in (0, 1)]
+        resource.prlimit(ranks[1], resource.RLIMIT_AS, (1 << 20, resource.RLIM_INFINITY))
+        errors = [process.communicate(timeout=AT_MOST_S["srun"])[1] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+    assert [process.returncode for process in running] == [3, 3], errors
+    assert not any(is_alive(pid) for pid in ranks)
+    said = [line for text in errors for line in text.splitlines() if "out of memory" in line]
+    assert len(said) == 1, errors
+    assert said[0].endswith("(rank 1)") or said[0].startswith("rank 1 failed while "), errors
+    assert (run_dir / "status").read_text() == f"3: {said[0]}\n"
+    assert "Traceback" not in "".join(errors)
+    check_resumption(cell, run_dir, lines(run_dir))

@@ -1,10 +1,11 @@
-"""`llama-ssp run ranks=2`: it starts its ranks, one Ctrl-C ends them, and its exit code is that of the run."""
+"""`llama-ssp run ranks=2` starts its ranks, one Ctrl-C ends them, and none outlives a starter that is killed."""
 
 import json
 import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,11 +15,12 @@ from llama_ssp import catalogue
 from llama_ssp.reports.records import LogProbLine
 from llama_ssp.weights import hub
 from tests.helpers.commands import Popen
-from tests.helpers.disturbed import lines, pid_of_rank, wait_for
+from tests.helpers.disturbed import is_alive, lines, pid_of_rank, wait_for
 from tests.helpers.in_process import launch
+from tests.helpers.lanes import heavy, slow
 from tests.helpers.repository import ROOT
-from tests.helpers.sockets import is_loopback
-from tests.helpers.starters import PROGRAM, environment, observe, run_program
+from tests.helpers.sockets import family_of, is_loopback
+from tests.helpers.starters import PROGRAM, command_of, environment, observe, run_program
 
 pytestmark = pytest.mark.distributed(2)
 
@@ -59,6 +61,15 @@ def test_its_ranks_share_the_work_and_leave_what_one_leaves_and_listen_on_the_lo
     assert found.drawn_logprobs
     assert wanted.drawn_logprobs
     assert found.drawn_logprobs.log_probs == pytest.approx(wanted.drawn_logprobs.log_probs, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("starter", ["torchrun", "ranks=4"])
+def test_copies_listen_on_the_loopback_alone(starter: str, tmp_path: Path) -> None:
+    words = [*LONG[:-1], "placement=replicas", "placement.num_replicas=2", f"run_dir={tmp_path}/run"]
+    found = observe(command_of(starter, words), without_starter=starter == "torchrun").addresses
+    assert found
+    assert all(map(is_loopback, found)), found
 
 
 @pytest.mark.slow
@@ -135,3 +146,37 @@ def test_a_run_that_ignores_hangups_goes_on(running: tuple[Path, Popen]) -> None
     process.send_signal(signal.SIGTERM)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 4, stderr
+
+
+LONG_KILLED_STARTERS = ["task=generate", "device=cpu", "max_new_tokens=32", "num_samples=500", "prompt=def f(x):"]
+AT_MOST_S = 15
+
+
+@pytest.mark.parametrize(
+    ("starter", "delay_s"),
+    [
+        heavy("torchrun", 0.0), heavy("ranks=2", 0.1), slow("torchrun", 0.1), slow("torchrun", 0.2),
+        slow("torchrun", 1.0), slow("torchrun", 3.0), slow("ranks=2", 0.0), slow("ranks=2", 1.0), slow("ranks=2", 3.0),
+    ],
+)  # fmt: skip
+def test_no_rank_outlives_a_starter_that_is_killed_so_long_after_their_start(
+    starter: str, delay_s: float, tmp_path: Path
+) -> None:
+    process = subprocess.Popen(
+        command_of(starter, [*LONG_KILLED_STARTERS, f"run_dir={tmp_path}/run"]), cwd=ROOT, env=environment(),
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    ranks: list[int] = []
+    try:
+        wait_for(lambda: len(family_of(process.pid)) == 1 + 2, at_most_s=120)
+        time.sleep(delay_s)
+        ranks = family_of(process.pid)[1:]
+        assert len(ranks) == 2
+        process.kill()
+        process.wait()
+        wait_for(lambda: not any(map(is_alive, ranks)), at_most_s=AT_MOST_S)
+    finally:
+        process.kill()
+        process.wait()
+        for pid in filter(is_alive, ranks):
+            os.kill(pid, signal.SIGKILL)

@@ -12,10 +12,11 @@ from llama_ssp.planning.timing import round_messages
 from llama_ssp.storage.formats import formats
 from llama_ssp.weights import hub
 from tests.distributed.cells import ALONE, CELLS, each_of
-from tests.distributed.ranks import SYNTHETIC, Cell, Quantized, Seen, Together, pair_of
+from tests.distributed.ranks import SYNTHETIC, Cell, FromPython, Quantized, Seen, Together, pair_of
 from tests.helpers.lanes import heavy
 from tests.helpers.models import library_attention
 from tests.helpers.texts import few_part, library_greedy, part_at_a_near_tie
+from tests.helpers.worlds import ONE_CORE
 
 
 @cache
@@ -70,6 +71,18 @@ def test_texts_of_different_lengths_and_the_error_of_one_rank_reach_all(case: To
     gathered = ["é" * rank for rank in range(case.num_ranks)]
     heard = f"CheckpointError: the last shard is missing (rank {last})"
     assert seen(case) == [(gathered, f"from {last}", heard)] * case.num_ranks
+
+
+@pytest.mark.distributed(2)
+@pytest.mark.parametrize("case", [FromPython("sharded"), heavy(FromPython("own_gpu"))], ids=str)
+def test_a_script_gets_the_texts_of_one_rank_on_all_and_refuses_what_differs(case: FromPython, seen: Seen) -> None:
+    texts, log_probs, (refused,) = FromPython("one_rank", num_ranks=1).see(ONE_CORE, Path())
+    for found, found_log_probs, sentences in seen(case):
+        assert found == texts
+        assert found_log_probs == pytest.approx(log_probs, abs=1e-4)
+        assert [sentence.partition(":")[0] for sentence in sentences] == [
+            "the ranks were given different arguments, and a call is the same on all of them", refused,
+        ]  # fmt: skip
 
 
 # One family for the lean decoder, in all forms, and one for the library's modules.

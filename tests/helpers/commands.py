@@ -9,13 +9,14 @@ from tests.helpers.repository import ROOT
 
 Popen: TypeAlias = "subprocess.Popen[str]"
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
 
 def command(overrides: Sequence[str], *, num_ranks: int = 1) -> list[str]:
     """The command line of a run: plain python for one rank, torchrun for several."""
     if num_ranks == 1:
         return [sys.executable, "launch/run.py", *overrides]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    return [*torchrun, "launch/run.py", *overrides]
+    return [*TORCHRUN, str(num_ranks), "launch/run.py", *overrides]
 
 
 def run(overrides: Sequence[str], *, num_ranks: int = 1, stdin: str = "") -> subprocess.CompletedProcess[str]:

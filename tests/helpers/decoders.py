@@ -1,6 +1,7 @@
 """Decoders over small models, as the tasks build them."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import cycle
 
 import torch
@@ -21,8 +22,10 @@ from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round
 from llama_ssp.speculate.engine.state import BatchState, Request
 from llama_ssp.speculate.engine.verifier import Verifier
+from llama_ssp.speculate.sampling.draft import POINT_MASS
 from llama_ssp.speculate.sampling.rules import Rule, make_rule
-from llama_ssp.speculate.sampling.trees import Tree
+from llama_ssp.speculate.sampling.shards import WHOLE, Shard
+from llama_ssp.speculate.sampling.trees import Tree, verify_tree
 from tests.helpers.recorded import WatchedGraphs
 
 
@@ -44,6 +47,7 @@ def make_decoder(  # noqa: PLR0913
     taps: Taps | None = None,
     tree: Tree | None = None,
     limit: DraftLimit | None = None,
+    shard: Shard = WHOLE,
 ) -> Decoder:
     """A decoder of one rank (or of `comm`) over two runners, or over one and the drafter that is made for its rule.
 
@@ -51,7 +55,12 @@ def make_decoder(  # noqa: PLR0913
     `replay`.
     """
     comm = comm or Comm.single()
-    rule = make_rule(sampling or SamplingConfig(temperature=temperature), VerificationConfig(rule=rule_name))
+    rule = make_rule(
+        sampling or SamplingConfig(temperature=temperature),
+        VerificationConfig(rule=rule_name),
+        shard=shard,
+        of_trees=partial(verify_tree, tree) if tree else None,
+    )
     device = torch.device(target.device)
     drafters: list[Drafter] = [make_drafter(rule)] if make_drafter else []
     num_draft_tokens = tree.num_drafted if tree else num_draft_tokens
@@ -62,16 +71,12 @@ def make_decoder(  # noqa: PLR0913
         drafters += [BroadcastDrafter(inner, comm=comm, src=0, num_draft_tokens=num_draft_tokens, device=device)]
     if ngram:
         drafters += [NgramDrafter(num_draft_tokens=num_draft_tokens, longest=3, shortest=1, device=device, tree=tree)]
-    verifier = Verifier(rule, comm=comm, verify_rank=0, device=target.device, tree=tree)
-    round_ = Round(target, *drafters, verifier=verifier, taps=taps, limit=limit)
+    verifier = Verifier(rule, comm=comm, verify_rank=0, device=target.device)
+    round_ = Round(target, *drafters, verifier=verifier, taps=taps, tree=tree, limit=limit)
     return Decoder(
-        round_,
-        executor=executor_of(round_, replay),
-        batch_size=batch_size,
-        eos_ids=eos_ids,
-        seed=7,
+        round_, executor=executor_of(round_, replay), batch_size=batch_size, eos_ids=eos_ids, seed=7,
         stop_request=stop_request,
-    )
+    )  # fmt: skip
 
 
 def executor_of(round_: Round, replay: Recorder | type[WatchedGraphs] | bool) -> Executor:
@@ -103,7 +108,7 @@ def advance(decoder: Decoder, state: BatchState, *, bucket: int) -> torch.Tensor
     """One round of a decoder on a batch; the round's result."""
     [choice] = decoder.length.choices
     result, ahead = decoder.round.step(decoder.executor, state, choice=choice, bucket=bucket, clock=decoder.clock)
-    assert ahead is None
+    assert ahead is POINT_MASS
     return result
 
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from llama_ssp.speculate.sampling.context import Context
-from llama_ssp.speculate.sampling.rules import Draft, Rule
+from llama_ssp.speculate.sampling.draft import POINT_MASS, Draft
+from llama_ssp.speculate.sampling.rules import Rule
 from llama_ssp.speculate.sampling.uniforms import PER_DRAW, Draws
 from tests.helpers.table_models import TableModel
 
@@ -208,15 +209,12 @@ def _verifying(
         else:
             accept_BK, residual_BP = uniforms_BC.split(sizes, dim=1)
             draws = draws._replace(accept_BK=accept_BK, residual_BP=residual_BP)
-        draft = Draft(ids_BK[rows_B], None if draft_probs_BTV is None else draft_probs_BTV[rows_B])
+        draft = Draft(ids_BK[rows_B], POINT_MASS if draft_probs_BTV is None else draft_probs_BTV[rows_B])
         verdict = rule.verify(draft, rule.process(target_logits_BTV[rows_B], _rows_of(context, rows_B)), draws=draws)
-        return (verdict.num_accepted_B1 * vocab_size + verdict.next_ids_B1)[:, 0]
+        return (verdict.node_B1 * vocab_size + verdict.next_ids_B1)[:, 0]
 
     law_BA = choice_law(
-        choose,
-        num_rows=num_tables * num_paths,
-        num_coordinates=sum(sizes),
-        num_answers=num_positions * vocab_size,
+        choose, num_rows=num_tables * num_paths, num_coordinates=sum(sizes), num_answers=num_positions * vocab_size
     )
     return law_BA.view(num_tables, num_paths, num_positions, vocab_size)
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.speculate.sampling import context, rules, trees, uniforms
+from llama_ssp.speculate.sampling import context, rules, shards, trees, uniforms
 from llama_ssp.speculate.sampling.context import Context
+from llama_ssp.speculate.sampling.draft import Draft, Verdict
 from llama_ssp.speculate.sampling.processors import draw
-from llama_ssp.speculate.sampling.rules import Draft, Verdict
 
 Verify = Callable[..., Verdict]
 
@@ -20,10 +20,10 @@ def wrong_residual(verify: Verify) -> Verify:
 
     def faulty(draft: Draft, target_BTV: Tensor, **draws: Any) -> Verdict:  # noqa: ANN401
         verdict = verify(draft, target_BTV.clone(), **draws)
-        at_B11 = verdict.num_accepted_B1[..., None]
+        at_B11 = verdict.node_B1[..., None]
         target_BV = target_BTV.gather(1, at_B11.expand(-1, 1, target_BTV.shape[2]))[:, 0]
         wrong_B1 = draw(target_BV, draws["draws"].residual_BP)
-        is_bonus_B1 = verdict.num_accepted_B1 == draft.ids_BK.shape[1]
+        is_bonus_B1 = verdict.node_B1 == draft.ids_BK.shape[1]
         return verdict._replace(next_ids_B1=torch.where(is_bonus_B1, verdict.next_ids_B1, wrong_B1))
 
     return faulty
@@ -43,21 +43,15 @@ def with_draws(change: Callable[[uniforms.Draws], uniforms.Draws]) -> Callable[[
     return plant
 
 
-def bonus_of_draft(verify: Verify) -> Verify:
+def bonus_of_draft(rule: rules.Rule, draft: Draft, target_BTV: Tensor, *, draws: uniforms.Draws) -> Verdict:
     """The last drafted token is the bonus token of a draft without it, and is not verified."""
-
-    def faulty(draft: Draft, *of_target: Tensor, **draws: Any) -> Verdict:  # noqa: ANN401
-        num, probs_BTV = draft.ids_BK.shape[1] - 1, draft.probs_BTV
-        if probs_BTV is not None:
-            probs_BTV = torch.cat([probs_BTV[:, :num], torch.zeros_like(probs_BTV[:, :1])], dim=1)
-        if "draws" in draws:
-            draws = {"draws": draws["draws"]._replace(accept_BK=draws["draws"].accept_BK[:, :num])}
-        shorter = [part[:, : num + 1].contiguous() for part in of_target]
-        verdict = verify(Draft(draft.ids_BK[:, :num], probs_BTV), *shorter, **draws)
-        is_bonus_B1 = verdict.num_accepted_B1 == num
-        return verdict._replace(next_ids_B1=torch.where(is_bonus_B1, draft.ids_BK[:, num:], verdict.next_ids_B1))
-
-    return faulty
+    num, law = draft.ids_BK.shape[1] - 1, draft.law
+    if not draft.is_certain:
+        law = torch.cat([draft.drawn_law[:, :num], torch.zeros_like(draft.drawn_law[:, :1])], dim=1)
+    shorter, shorter_BTV = Draft(draft.ids_BK[:, :num], law), target_BTV[:, : num + 1].contiguous()
+    verdict = _verify(rule, shorter, shorter_BTV, draws=draws._replace(accept_BK=draws.accept_BK[:, :num]))
+    is_bonus_B1 = verdict.node_B1 == num
+    return verdict._replace(next_ids_B1=torch.where(is_bonus_B1, draft.ids_BK[:, num:], verdict.next_ids_B1))
 
 
 def weightless_residual(verify: Verify) -> Verify:
@@ -65,14 +59,13 @@ def weightless_residual(verify: Verify) -> Verify:
 
     def faulty(draft: Draft, target_BTV: Tensor, *, draws: uniforms.Draws) -> Verdict:
         verdict = verify(draft, target_BTV.clone(), draws=draws)
-        assert draft.probs_BTV is not None
-        at_B11 = verdict.num_accepted_B1[..., None]
+        at_B11 = verdict.node_B1[..., None]
         target_BV, draft_BV = (
             probs_BTV.gather(1, at_B11.expand(-1, 1, probs_BTV.shape[2]))[:, 0]
-            for probs_BTV in (target_BTV, draft.probs_BTV)
+            for probs_BTV in (target_BTV, draft.drawn_law)
         )
         rest_BV = (target_BV - draft_BV).clamp_min(0)
-        return rules.draw_next(verdict.num_accepted_B1, rest_BV, target_BV, draws.residual_BP)
+        return rules.draw_next(verdict.node_B1, rest_BV, target_BV, draws.residual_BP)
 
     return faulty
 
@@ -81,7 +74,7 @@ def shared_uniforms(verify: Verify) -> Verify:
     """The token in the place of a rejected one is drawn by the numbers that have drawn the rejected one."""
 
     def faulty(draft: Draft, target_BTV: Tensor, *, draws: uniforms.Draws) -> Verdict:
-        at_B11 = verify(draft, target_BTV.clone(), draws=draws).num_accepted_B1[..., None]
+        at_B11 = verify(draft, target_BTV.clone(), draws=draws).node_B1[..., None]
         uniforms_BTP = torch.cat([draws.draft_BKP, draws.residual_BP[:, None]], dim=1)
         shared_BP = uniforms_BTP.gather(1, at_B11.expand(-1, 1, uniforms_BTP.shape[2]))[:, 0]
         return verify(draft, target_BTV, draws=draws._replace(residual_BP=shared_BP))
@@ -100,7 +93,6 @@ _OF_VERIFICATION = {
     "wrong residual": wrong_residual,
     "u x 0.95": biased(0.95),
     "u x 1.05": biased(1.05),
-    "bonus of the draft": bonus_of_draft,
     "weightless residual": weightless_residual,
     "shared uniforms": shared_uniforms,
     # The key of the residual's draw is that of the acceptance: both read the same numbers.
@@ -123,9 +115,9 @@ def _of_first_round(table: uniforms.UniformTable, keys: Tensor, starts: Tensor) 
     return _uniforms(table, keys, torch.zeros_like(starts))
 
 
-def _by_round(keys_B: Tensor, positions_BT: Tensor, *, vocab_size: int) -> Tensor:
+def _by_round(keys_B: Tensor, positions_BT: Tensor, **tokens: int) -> Tensor:
     """All positions of a round run the race of the first."""
-    return _exponentials(keys_B, positions_BT[:, :1].expand_as(positions_BT), vocab_size=vocab_size)
+    return _exponentials(keys_B, positions_BT[:, :1].expand_as(positions_BT), **tokens)
 
 
 def _kept(laws: trees.NodeLaws, _ids_X1: Tensor | None) -> trees.NodeLaws:
@@ -133,25 +125,24 @@ def _kept(laws: trees.NodeLaws, _ids_X1: Tensor | None) -> trees.NodeLaws:
     return _without(laws, None)
 
 
-_without = trees.NodeLaws.without
+_without, _verify = trees.NodeLaws.without, rules.Rule.verify
 _count_tokens, _exponentials, _uniforms = context.count_tokens, uniforms.exponentials, uniforms.UniformTable.uniforms
 _ELSEWHERE: dict[str, tuple[object, str, Callable[..., Any]]] = {
     "forgetful penalty": (context, "count_tokens", _forgetful),
     "key of the run": (uniforms.UniformTable, "uniforms", _of_first_round),
     "key of the round": (rules, "exponentials", _by_round),
     "kept sibling": (trees.NodeLaws, "without", _kept),
+    "bonus of the draft": (rules.Rule, "verify", bonus_of_draft),
 }
-FAULTS = (*_OF_VERIFICATION, *_ELSEWHERE, "shared race")
 
 
 def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plant one of `FAULTS`, before a decoder is made."""
+    """Plant one of these faults, before a decoder is made."""
     if fault == "shared race":
-        monkeypatch.setattr(rules, "draw", race)
+        monkeypatch.setattr(shards, "draw", race)
         fault = "shared uniforms"
     if fault in _ELSEWHERE:
         monkeypatch.setattr(*_ELSEWHERE[fault])
         return
-    names = ("verify_speculative", "verify_block", *(["verify_certain"] if fault == "bonus of the draft" else []))
-    for name in names:
+    for name in ("verify_speculative", "verify_block"):
         monkeypatch.setattr(rules, name, _OF_VERIFICATION[fault](getattr(rules, name)))

@@ -1,6 +1,6 @@
 """The private names of torch and transformers that the package uses, with the reason or the fallback of each.
 
-A private name may change in any release. Where one is gone, tests/unit/repository/test_private_names.py says so.
+A private name may change in any release. Where one is gone, tests/unit/repository/test_structure.py says so.
 """
 
 _TRACING = "traces without torch.jit.trace, which never frees them; without it rounds run from Python, with a warning"

@@ -16,19 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from llama_ssp.speculate.sampling.rules import Draft, Verdict
+from llama_ssp.speculate.sampling.draft import Draft, Verdict
 from llama_ssp.speculate.sampling.trees import Tree, draw_children, verify_tree
 from llama_ssp.speculate.sampling.uniforms import PER_DRAW, Draws
 from tests.helpers.exact_law import LARGEST_UNIFORM, choice_law, codes_of
 from tests.helpers.table_models import TableModel
 
 Process = Callable[[Tensor], Tensor]
-
-
-def path_of(verdict: Verdict) -> Tensor:
-    """The nodes of a verdict over trees."""
-    assert verdict.path_BD is not None
-    return verdict.path_BD
 
 
 VerifyTree = Callable[..., Verdict]
@@ -85,7 +79,7 @@ class _Round:
         trees_X, weights_X = torch.cat(trees), torch.cat(weights)
         accept_XN = torch.cat(accepts).clamp_max_(LARGEST_UNIFORM)
         verdict = self._decide(trees_X, accept_XN)
-        node_X1 = pad(path_of(verdict), (1, 0)).gather(1, verdict.num_accepted_B1)
+        node_X1 = verdict.node_B1
         stops, stop_X = (trees_X * (self._tree.num_drafted + 1) + node_X1[:, 0]).unique(return_inverse=True)
         reach_S = weights_X.new_zeros(stops.shape[0]).index_add_(0, stop_X, weights_X)
         some_S = torch.zeros_like(stops).scatter_(0, stop_X, torch.arange(stop_X.shape[0]))
@@ -97,11 +91,12 @@ class _Round:
         next_law_SV = choice_law(
             choose, num_rows=stops.shape[0], num_coordinates=PER_DRAW, num_answers=self._vocab_size
         )
-        path_ids_SD = self._ids_CN[trees_S].gather(1, path_of(verdict)[some_S] - 1)
+        num_accepted_S1, path_SD = self._tree.nodes(len(some_S)).path_to(node_X1[some_S])
+        path_ids_SD = self._ids_CN[trees_S].gather(1, path_SD - 1)
         return [
             self._text_law(path_ids_SD[is_here_S, :num], (reach_S[:, None] * next_law_SV)[is_here_S])
             for num in range(self._tree.depth + 1)
-            for is_here_S in [verdict.num_accepted_B1[some_S, 0] == num]
+            for is_here_S in [num_accepted_S1[:, 0] == num]
         ]
 
     def _text_law(self, accepted_SD: Tensor, law_SV: Tensor) -> Tensor:
@@ -147,8 +142,8 @@ class _Round:
 
         def is_accepted(at_X: Tensor) -> Tensor:
             verdict = self._decide(trees_X, accept_XN.scatter(1, node_X[:, None] - 1, at_X[:, None]))
-            is_deep_X1 = verdict.num_accepted_B1 > level_X1
-            return (is_deep_X1 & (path_of(verdict).gather(1, level_X1) == node_X[:, None]))[:, 0]
+            num_accepted_X1, path_XD = tree.nodes(len(node_X)).path_to(verdict.node_B1)
+            return ((num_accepted_X1 > level_X1) & (path_XD.gather(1, level_X1) == node_X[:, None]))[:, 0]
 
         low_X = torch.zeros(trees_X.shape[0], dtype=torch.float64)
         high_X = torch.full_like(low_X, LARGEST_UNIFORM)

@@ -1,17 +1,35 @@
-"""Batch jobs on a real SLURM: what they leave, what disturbs them, and that nothing is lost or made twice."""
+"""Batch jobs on a real SLURM: what they leave, what disturbs them, and a cluster that leaves nothing."""
 
 import json
+import os
+import shlex
+import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.disturbed import lines
+from tests.helpers.commands import command
+from tests.helpers.disturbed import (
+    CELLS,
+    Cell,
+    check_end,
+    check_resumption,
+    has_begun,
+    is_alive,
+    lines,
+    pid_of_rank,
+    settings,
+    wait_for,
+)
 from tests.helpers.in_process import launch
 from tests.helpers.repository import ROOT
 from tests.helpers.slurm import Cluster
+from tests.helpers.starters import PROGRAM, environment
+from tests.helpers.terminals import OnTerminal
 
 pytestmark = pytest.mark.slurm
 
@@ -109,9 +127,9 @@ def test_a_run_that_is_warned_and_stopped_ends_like_an_undisturbed_one(cluster: 
         "scancel --signal=USR1": (run_dir / "config.yaml").exists,
         "scancel --signal=TERM": lambda: len(lines(run_dir)) > 2,
     }
-    for restarts, (command, has_begun) in enumerate(begun.items(), start=1):
-        cluster.until(has_begun, "loading or decoding", at_most_s=120)
-        cluster.run(*command.split(), job)
+    for restarts, (cancel, is_there) in enumerate(begun.items(), start=1):
+        cluster.until(is_there, "loading or decoding", at_most_s=120)
+        cluster.run(*cancel.split(), job)
         cluster.until(lambda: cluster.job(job)["Restarts"] == str(restarts), "the next start", at_most_s=60)  # noqa: B023
         assert (run_dir / "status").read_text() == "interrupted\n"
         sizes.append(len(lines(run_dir)))
@@ -183,3 +201,85 @@ def test_a_cancelled_job_stays_cancelled_and_leaves_nothing_but_its_run(cluster:
     log = (tmp_path / f"slurm-{job}.log").read_text()
     assert "Traceback" not in log
     assert len([line for line in log.splitlines() if not line.startswith("{")]) < 16, log
+
+
+TESTS = """
+import sys, time
+from pathlib import Path
+from tests.helpers.slurm import Cluster
+with Cluster(Path(sys.argv[1])) as cluster:
+    cluster.run("sbatch", "--wrap", "sleep 100", cwd=cluster.folder)
+    print(*(daemon.pid for daemon in cluster._daemons), cluster._run, flush=True)
+    time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.heavy)])
+def test_no_daemon_outlives_tests_that_a_signal_ends(number: signal.Signals, tmp_path: Path) -> None:
+    words = [sys.executable, "-c", TESTS, str(tmp_path / "cluster")]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as tests:
+        assert tests.stdout
+        *pids, folder = tests.stdout.readline().split()
+        tests.send_signal(number)
+        wait_for(lambda: not any(is_alive(int(pid)) for pid in pids), at_most_s=30)
+        wait_for(lambda: not Path(folder).exists(), at_most_s=15)
+    assert len(pids) == 4
+
+
+AT_MOST_S = 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_a_disturbed_rank_ends_its_step_and_nothing_is_lost(cluster: Cluster, cell: Cell, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    step = subprocess.Popen(
+        ["srun", "--ntasks=2", "--nodes=1", "--kill-on-bad-exit=1", *command(settings(cell, run_dir))],
+        cwd=ROOT, env=cluster.environment, text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        wait_for(lambda: has_begun(cell, run_dir) or step.poll() is not None, at_most_s=120)
+        ranks = [pid_of_rank(run_dir, rank) for rank in (0, 1)]
+        os.kill(ranks[cell.rank], cell.number)
+        errors = step.communicate(timeout=AT_MOST_S)[1]
+    finally:
+        step.kill()
+        step.communicate()
+    assert step.returncode
+    wait_for(lambda: not any(is_alive(pid) for pid in ranks), at_most_s=2)
+    check_end(cell, run_dir, [errors])
+    assert "Traceback" not in errors
+    check_resumption(cell, run_dir, lines(run_dir))
+
+
+RUN = shlex.join([*PROGRAM, "run", "task=generate", "max_new_tokens=4", "device=cpu", "prompt=import os"])
+
+
+def shell(cluster: Cluster, *, num_tasks: int) -> OnTerminal:
+    words = ["srun", f"--ntasks={num_tasks}", "--pty", "bash", "--norc"]
+    return OnTerminal(words, more=environment({**cluster.environment, "TERM": "dumb"}))
+
+
+@pytest.mark.slow
+def test_each_command_is_a_run_with_a_folder_of_its_own(cluster: Cluster, tmp_path: Path) -> None:
+    with shell(cluster, num_tasks=1) as made:
+        made.enter(f"cd {tmp_path}; {RUN}; echo ended-$?; {RUN} seed=1; echo ended-$?\n")
+        made.wait_for(lambda: made.shown.count("ended-0") == 2, at_most_s=150)
+    assert len([*(tmp_path / "outputs").iterdir()]) == 2
+
+
+@pytest.mark.slow
+def test_a_shell_of_several_tasks_is_told_what_starts_the_other_ranks(cluster: Cluster, tmp_path: Path) -> None:
+    starts_all = "srun --overlap --ntasks=2"
+    with shell(cluster, num_tasks=2) as made:
+        made.enter(f"cd {tmp_path}; {RUN}\n")
+        awaited = (
+            "waiting for rank 1 until timeouts.load_s=1800: each of the 2 tasks of this SLURM step has to run this"
+        )
+        made.wait_for(lambda: awaited in " ".join(made.shown.split()), at_most_s=90)
+        made.wait_for(lambda: f"{starts_all} before it starts all" in " ".join(made.shown.split()), at_most_s=5)
+        made.enter("\x03")
+        made.wait_for(lambda: "interrupted" in made.shown, at_most_s=30)
+        made.enter(f"{starts_all} {RUN}; echo ended-$?\n")
+        made.wait_for(lambda: "ended-0" in made.shown, at_most_s=150)

@@ -100,10 +100,7 @@ def _gated_delta(mixer: Any, x_BTE: Tensor, states: StateView) -> Tensor:  # noq
         )
         read_BTHP = _recurred(mixer, steps, states).to(x_BTE.dtype)
     norm, project = (getattr(mixer, new, None) or getattr(mixer, old) for new, old in _SAME_PARTS)
-    if own and hasattr(norm, "variance_epsilon"):
-        normed_BTY = own.gate_norm(read_BTHP, gates, norm, dtype=x_BTE.dtype)
-    else:
-        normed_BTY = norm(read_BTHP.flatten(0, 2), gates.reshape(-1, read_BTHP.shape[-1])).view(*x_BTE.shape[:2], -1)
+    normed_BTY = norm(read_BTHP.flatten(0, 2), gates.reshape(-1, read_BTHP.shape[-1])).view(*x_BTE.shape[:2], -1)
     mixed_BTE: Tensor = project(normed_BTY)
     return mixed_BTE
 
@@ -181,12 +178,8 @@ def _mamba2(mixer: Any, x_BTE: Tensor, states: StateView) -> Tensor:  # noqa: AN
         read_BTHP = own.recur(projected, times, None, layout, places, mixer=mixer, dtype=torch.float32)
     else:
         read_BTHP = _recurred_by_mamba2(mixer, _convolved(mixer, mixed_BTC, states), times_BTH, states)
-    if isinstance(mixer.norm, nn.Identity):
-        normed_BTC = read_BTHP.flatten(2) * functional.silu(gates)
-    elif own:
-        normed_BTC = own.gate_norm(read_BTHP, gates, mixer.norm, dtype=x_BTE.dtype)
-    else:
-        normed_BTC = mixer.norm(read_BTHP.flatten(2), gates)
+    has_norm = not isinstance(mixer.norm, nn.Identity)
+    normed_BTC = mixer.norm(read_BTHP.flatten(2), gates) if has_norm else read_BTHP.flatten(2) * functional.silu(gates)
     mixed_BTE: Tensor = mixer.out_proj(normed_BTC.to(x_BTE.dtype))
     return mixed_BTE
 
@@ -206,13 +199,8 @@ def _recurred_by_mamba2(mixer: Any, mixed_BTC: Tensor, times_BTH: Tensor, states
 
 
 def _short_convolution(mixer: Any, x_BTE: Tensor, states: StateView) -> Tensor:  # noqa: ANN401
-    projected = mixer.in_proj(x_BTE)
-    if own := _own_kernels(mixer, states):
-        read_BTC = own.convolve(projected, mixer.conv, states.places(mixer.layer_idx))
-    else:
-        inner, outer, values = projected.chunk(3, -1)
-        read_BTC = outer * _convolved(mixer, inner * values, states)
-    mixed_BTE: Tensor = mixer.out_proj(read_BTC)
+    inner, outer, values = mixer.in_proj(x_BTE).chunk(3, -1)
+    mixed_BTE: Tensor = mixer.out_proj(outer * _convolved(mixer, inner * values, states))
     return mixed_BTE
 
 
@@ -224,7 +212,7 @@ def _own_kernels(mixer: Any, states: StateView) -> Any:  # noqa: ANN401
 @torch.inference_mode()
 def use_own_kernels(model: PreTrainedModel) -> None:
     """Let recurrent layers compute few tokens by our kernels, if those are right here; else a warning says why not."""
-    mixers = [mixer for mixer in mixers_of(model) if getattr(mixer, "activation", "silu") == "silu"]
+    mixers = [mixer for mixer in mixers_of(model) if getattr(mixer, "activation", "") == "silu"]
     if mixers:
         instead = "continuing with torch's operators instead of the kernel of recurrent layers"
         found = attempt(partial(_tried, mixers[0], model.config.hidden_size), instead=instead)

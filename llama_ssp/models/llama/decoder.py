@@ -6,7 +6,6 @@ Shapes: B sequences, T positions, M = B * T tokens, R rows that get logits, V vo
 of each key-value head, Q = T * G, S slots, U slots that are read.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.architectures.matrices import Cut, RankShard, widths
+from llama_ssp.architectures.matrices import Cut, widths
 from llama_ssp.kernels.attention import ALL, Attention, find_attention
 from llama_ssp.kernels.attention_by_length import VarlenAttention, find_varlen, unpacking, with_ours
 from llama_ssp.kernels.between import OwnKernels, find_own_kernels, rotate_write
@@ -33,43 +32,34 @@ from llama_ssp.models.llama.attention import (
     place_and_attend,
 )
 from llama_ssp.models.llama.layer import Layer, NormedProduct, Stream, Unread, added
-from llama_ssp.models.llama.table import EMBEDDING, OUTPUT, rotary_of
-from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
-from llama_ssp.models.runner import Pieces, TreePlaces, best_of, masks_of, nearest
-from llama_ssp.models.tensor_parallel import embed
-from llama_ssp.models.weights import Weights
-from llama_ssp.ranks.comms import Comm
+from llama_ssp.models.llama.table import EMBEDDING, OUTPUT, lean_weights, rotary_of
+from llama_ssp.models.runner import Pieces, TreePlaces, masks_of, nearest
+from llama_ssp.models.tensor_parallel import embed, own_part
+from llama_ssp.models.weights import Loading, Weights
+from llama_ssp.ranks.comms import Reads, best_of
 
 
 class LeanRunner(CachedRunner):
     """A Llama-like model, or this rank's slice of it, with its static cache; see `Runner`.
 
     Args:
-        weights: of this rank, by the names of `table`; all are taken.
-        config: of the model.
-        shards: of all ranks.
-        comm: the ranks that share it.
+        loading: its weights, all of which are taken, and how; the output keeps its dtype.
         kernel: of all linear layers; None takes the fastest for each shape.
-        precision: of the linear layers and the cache; the head keeps its dtype.
-        embedding_VE: of another model on this rank that has the same one; None takes that of the weights.
         varlen: reads the cache by lengths of rows; None for that of this device, or masks if it has none.
     """
 
     layer_class = Layer
 
     def __init__(
-        self,
-        weights: Weights,
-        config: Any,  # noqa: ANN401 - of transformers
-        *,
-        shards: Sequence[RankShard],
-        comm: Comm,
-        kernel: Kernel | None = None,
-        precision: Precision = UNQUANTIZED,
-        embedding_VE: Tensor | None = None,
-        varlen: VarlenAttention | None = None,
+        self, loading: Loading, *, kernel: Kernel | None = None, varlen: VarlenAttention | None = None
     ) -> None:
-        own, self._own = shards[comm.rank], OwnKernels()
+        config: Any = loading.origin.config
+        comm, precision, into = loading.comm, loading.precision, loading.into
+        target = loading.alike(LeanRunner) if loading.origin.shape.shares_embedding else None
+        embedding_VE = target.embedding if target else None
+        places = {EMBEDDING: into.model._embedding_VE} if into.model else {}
+        weights, shards = lean_weights(loading, places=places, has_embedding=embedding_VE is None)
+        own, self._own = shards[comm.rank], into.model._own if into.model else OwnKernels()
         is_cut, vocab_size = weights.is_cut(OUTPUT), config.vocab_size
         self._head_sizes: tuple[int, ...] = widths(shards, Cut.vocabulary, vocab_size) if is_cut else (vocab_size,)
         # The largest matrix comes first: copies of it are gone before the layers need their room.
@@ -85,16 +75,17 @@ class LeanRunner(CachedRunner):
         head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._heads = Heads(len(own.heads.query_heads), len(own.heads.kv_heads), head_dim, head_dim**-0.5)
         parts: dict[str, Any] = {"comm": comm, "kernel": precision.kernel or kernel, "own": self._own}
-        self._layers = layers = [
-            self.layer_class(weights, number, heads=self._heads, eps=eps, **parts)
-            for number in range(config.num_hidden_layers)
-        ]
+        self._layers: list[Layer] = []
+        layers = self._layers
+        for number in range(config.num_hidden_layers):
+            layer = self.layer_class(weights, number, heads=self._heads, eps=eps, **parts)
+            layers.append(into.keep(layer, "_layers", number))
         self._width: int = config.hidden_size
         self._comm = comm
         inv_freq_P, self._rotary_factor = rotary_of(config)
         self._inv_freq_P = inv_freq_P.to(self.device)
-        self._norm = RmsNorm(weights.take("model.norm.weight"), eps)
-        self._head = NormedProduct(self._norm, linear, self._own)
+        self._norm = into.keep(RmsNorm(weights.take("model.norm.weight"), eps), "_norm")
+        self._head = into.keep(NormedProduct(self._norm, linear, self._own), "_head")
         self._by_position = precision.rounds_inputs
         # What bitsandbytes calls depends on the inputs.
         self.repeats_operators = not self._by_position or native_of(layers[0].qkv.linear) is not None
@@ -105,6 +96,10 @@ class LeanRunner(CachedRunner):
         self.is_invariant = adds_alike and self._compiled is not None and all(map(native_of, linears))
         if self.device.type == "cuda":
             self._use_own_kernels()
+        self._take_others(weights, loading)
+
+    def _take_others(self, weights: Weights, loading: Loading) -> None:
+        """Take what a head has beside its layer."""
 
     def _choose_attention(self, varlen: VarlenAttention | None) -> None:
         """Attend by lengths of rows, by the compiled operator, or by masks; see `attention`."""
@@ -145,12 +140,10 @@ class LeanRunner(CachedRunner):
             )  # fmt: skip
             self._varlen = attempt(both, instead="continuing with torch's attention in rounds too") or self._varlen
 
-    def allocate(self, *, batch_size: int, capacity: int, finds_best: bool = False, num_rolled_back: int = 0) -> None:
+    def allocate(self, *, batch_size: int, capacity: int, **how: Any) -> None:  # noqa: ANN401 - of `Runner`
         """See `Runner.allocate`."""
         known = self.num_allocations
-        super().allocate(
-            batch_size=batch_size, capacity=capacity, finds_best=finds_best, num_rolled_back=num_rolled_back
-        )
+        super().allocate(batch_size=batch_size, capacity=capacity, **how)
         if self.num_allocations > known:
             assert self._cache is not None
             num_slots = self._cache.num_slots
@@ -204,17 +197,27 @@ class LeanRunner(CachedRunner):
         return embed(ids_M, self._embedding_VE, self._own_ids, self._comm)
 
     def _scored(self, stream: Stream, batch_size: int, score_positions_BR: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The hidden states (B, R, E) of the scored positions, and their logits (B, R, V) or `best_of` them."""
+        """The hidden states (B, R, E) of the scored positions, and their logits (B, R, V); see `Runner.allocate`."""
         if score_positions_BR is not None:
             x_BTE = added(stream).view(batch_size, -1, self._width)
             x_BRE = x_BTE.gather(1, score_positions_BR[..., None].expand(-1, -1, self._width))
             stream = x_BRE.flatten(0, 1), None
         x_ME, logits_MV = self._head(stream)
-        if self.finds_best:
-            found = best_of(logits_MV, first=sum(self._head_sizes[: self._comm.rank]), comm=self._comm)
-        else:
-            found = self._comm.all_gather_last(logits_MV, self._head_sizes).float()
+        found = self._joined(logits_MV)
         return x_ME.view(batch_size, -1, self._width), found.view(batch_size, -1, found.shape[-1])
+
+    @property
+    def _first_output(self) -> int:
+        """The first token whose logits this rank computes."""
+        return sum(self._head_sizes[: self._comm.rank])
+
+    def _joined(self, logits: Tensor) -> Tensor:
+        """All logits (..., V) in fp32, or what is read of them, from those of this rank."""
+        if self.reads is Reads.best:
+            return best_of(logits, first=self._first_output, comm=self._comm)
+        if self.reads is Reads.own:
+            return own_part(logits, self.vocab_size, self._comm).float()
+        return self._comm.all_gather_last(logits, self._head_sizes).float()
 
     def _attention(
         self,
@@ -225,14 +228,21 @@ class LeanRunner(CachedRunner):
         consecutive: bool = True,
         pieces: Pieces | None = None,
         tree: TreePlaces | None = None,
+        seen_BT: Tensor | None = None,
     ) -> dict[int | None, LayerAttention]:
-        """How one forward attends, by window."""
+        """How one forward attends, by window.
+
+        `seen_BT` are the last positions that tokens see, None for their own, which that of a row's first token is.
+        """
         if self._compiled:
             assert pieces is None
-            return self._by_operator(self._compiled, positions_BT, tree, bucket=bucket, cache_rows_B=cache_rows_B)
+            return self._by_operator(
+                self._compiled, positions_BT, tree, bucket=bucket, cache_rows_B=cache_rows_B, seen_BT=seen_BT
+            )
         return self._in_parts(
-            positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive, pieces=pieces, tree=tree
-        )
+            positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive, pieces=pieces, tree=tree,
+            seen_BT=positions_BT if seen_BT is None else seen_BT,
+        )  # fmt: skip
 
     def _in_parts(
         self,
@@ -243,6 +253,7 @@ class LeanRunner(CachedRunner):
         consecutive: bool,
         pieces: Pieces | None,
         tree: TreePlaces | None,
+        seen_BT: Tensor,
     ) -> dict[int | None, LayerAttention]:
         """How one forward writes to the cache, then attends, by window; nodes of trees by masks in any case."""
         assert self._cache is not None, "allocate comes first"
@@ -264,25 +275,25 @@ class LeanRunner(CachedRunner):
             buffer, slots_M, rows_B, _ = self._cache.view(placed_BT, bucket=bucket, cache_rows_B=rows_B)
         if self._varlen and not tree:
             attends = self._lengths.attends(
-                self._varlen, self._windows, positions_BT,
+                self._varlen, self._windows, seen_BT,
                 cache_rows_B=cache_rows_B, consecutive=consecutive, pieces=pieces,
             )  # fmt: skip
         else:
-            attends = self._masked(positions_BT, tree, bucket=bucket)
+            attends = self._masked(seen_BT, tree, bucket=bucket)
         place = partial(place, slots_M=slots_M)
         way = partial(place_and_attend, rotate_write=place, buffer=buffer, cache_rows_B=rows_B)
         return {window: partial(way, attend=attend) for window, attend in attends.items()}
 
     def _by_operator(
         self, operator: Attention, positions_BT: Tensor, tree: TreePlaces | None, *, bucket: int,
-        cache_rows_B: Tensor | None,
+        cache_rows_B: Tensor | None, seen_BT: Tensor | None,
     ) -> dict[int | None, LayerAttention]:  # fmt: skip
         """How one forward attends by the compiled operator, by window."""
         assert self._cache is not None, "allocate comes first"
         positions_BT = positions_BT.contiguous()
         slots_BT = tree.slots_BT.contiguous() if tree else positions_BT
         view = self._cache.view(slots_BT, bucket=bucket, cache_rows_B=cache_rows_B)
-        where = self._rotations.freqs_cis_S1P, positions_BT, slots_BT
+        where = self._rotations.freqs_cis_S1P, positions_BT, slots_BT if seen_BT is None else seen_BT
         sees = {window: nearest(tree.sees_BTA, window).contiguous() if tree else self._sees_all
                 for window in dict.fromkeys(self._windows)}  # fmt: skip
         return {

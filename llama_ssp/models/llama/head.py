@@ -1,24 +1,23 @@
-"""A draft head of EAGLE-3 on this rank: one layer over embeddings and hidden states of the target.
+"""A draft head of EAGLE-3 on this rank: layers over embeddings and hidden states of the target.
 
     pair of position i    the target's taps of token i, or the head's own output there, and token i + 1
     its logits            of token i + 2, over the tokens that the head drafts
 
     taps | norms | fc \
                        hidden | norm \
-    token | embedding | norm -------- query-key-value | attention, output + hidden | MLP + | norm | logits
+    token | embedding | norm -------- query-key-value | attention, output + hidden | MLP + | ... norm | logits
 
 Source: arXiv:2503.01840; `weights.head` reads the public layouts.
 
 Shapes: B sequences, T positions, R scored ones, M = B * T tokens, E width, X taps, D drafted tokens, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from llama_ssp.architectures.matrices import RankShard
 from llama_ssp.architectures.mtp import JOIN, JOINED_NORMS
 from llama_ssp.kernels.between import OwnKernels
 from llama_ssp.kernels.linear import Kernel, Linear, make_linear
@@ -26,21 +25,24 @@ from llama_ssp.kernels.norm import RmsNorm
 from llama_ssp.models.llama.attention import LayerAttention
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.layer import Layer, Stream
-from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.runner import TreePlaces
-from llama_ssp.models.weights import Weights
-from llama_ssp.ranks.comms import Comm
+from llama_ssp.models.weights import Loading, Weights
+from llama_ssp.ranks.comms import Reads
 from llama_ssp.weights.head import HeadSource
 from llama_ssp.weights.mtp import MtpSource
+
+Attention = Mapping[int | None, LayerAttention]
+"""That of a forward, by window."""
 
 
 class _JoinedProduct:
     """The product of queries, keys and values, of the normed embedding and the normed hidden state."""
 
+    norm_before_residual = False
+
     def __init__(self, norm: Callable[[str], RmsNorm], linear: Linear) -> None:
         self._embedding_norm, self._hidden_norm = norm("input_layernorm"), norm("hidden_norm")
         self.linear = linear
-        self.norm_before_residual = False
 
     def __call__(self, embedded_ME: Tensor, hidden_ME: Tensor) -> tuple[Tensor, Tensor]:
         """Return what the layer adds to (M, E), and the product (M, O)."""
@@ -50,12 +52,12 @@ class _JoinedProduct:
 
 
 class HeadLayer(Layer):
-    """The layer of a head."""
+    """A layer of a head, of which the first one reads pairs."""
 
     qkv: Any
 
-    def _first_product(self, norm: Callable[[str], RmsNorm], linear: Linear, own: OwnKernels) -> Any:  # noqa: ANN401, ARG002
-        return _JoinedProduct(norm, linear)
+    def _first_product(self, norm: Callable[[str], RmsNorm], linear: Linear, own: OwnKernels) -> Any:  # noqa: ANN401
+        return super()._first_product(norm, linear, own) if self.number else _JoinedProduct(norm, linear)
 
     def extend(self, embedded_ME: Tensor, hidden_ME: Tensor, attend: LayerAttention) -> Stream:
         """Like `forward`; may overwrite the hidden state."""
@@ -83,26 +85,17 @@ class MtpLayer(Layer):
 class PairRunner(LeanRunner):
     """A draft head, or this rank's slice of it, with its cache, which holds pair i in slot i; by itself an MTP layer.
 
-    Args:
-        weights: see `LeanRunner`.
-        source: of the head.
-        shards: see `LeanRunner`.
-        comm: the ranks that share it.
-        precision: see `LeanRunner`.
-        embedding_VE: see `LeanRunner`.
+    Its origin is an `MtpSource`.
     """
 
     layer_class: type[Layer] = MtpLayer
     _feeds_norm = True
     _token_ids_D: Tensor | None = None
 
-    def __init__(
-        self, weights: Weights, source: HeadSource | MtpSource, *, shards: Sequence[RankShard], comm: Comm,
-        precision: Precision = UNQUANTIZED, embedding_VE: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            weights, source.config, shards=shards, comm=comm, precision=precision, embedding_VE=embedding_VE
-        )
+    def __init__(self, loading: Loading) -> None:
+        super().__init__(loading)
+        source = loading.origin
+        assert isinstance(source, HeadSource | MtpSource)
         self.tapped_layers = source.layers
         self.num_token_ids = source.shape.num_token_ids
 
@@ -123,44 +116,53 @@ class PairRunner(LeanRunner):
         tree: TreePlaces | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `Head.extend`."""
-        batch_size, _ = ids_BT.shape
         attention = self._attention(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive,
                                     tree=tree)  # fmt: skip
-        (layer,), (window,) = self._layers, self._windows
-        assert isinstance(layer, HeadLayer | MtpLayer)
-        stream = layer.extend(self.embed(ids_BT.flatten()), hidden_BTE.flatten(0, 1), attention[window])
-        hidden_BRE, logits_BRD = self._scored(stream, batch_size, score_positions_B1)
+        stream = self._read(ids_BT, hidden_BTE, attention)
+        hidden_BRE, logits_BRD = self._scored(stream, len(ids_BT), score_positions_B1)
         if self._feeds_norm:
             hidden_BRE = self._norm(hidden_BRE)
+        return hidden_BRE, self._of_target(logits_BRD)
+
+    def _read(self, ids_BT: Tensor, hidden_BTE: Tensor, attention: Attention) -> Stream:
+        """Read pairs through all layers."""
+        (first, *others), (window, *windows) = self._layers, self._windows
+        assert isinstance(first, HeadLayer | MtpLayer)
+        stream = first.extend(self.embed(ids_BT.flatten()), hidden_BTE.flatten(0, 1), attention[window])
+        for layer, window in zip(others, windows, strict=True):
+            stream = layer.forward(stream, attention[window])
+        return stream
+
+    def _of_target(self, logits_BRD: Tensor) -> Tensor:
+        """Logits over the target's tokens, or the best one, from those over the head's own."""
         if self._token_ids_D is None:
-            return hidden_BRE, logits_BRD
-        if self.finds_best:
+            return logits_BRD
+        if self.reads is Reads.best:
             largest_BR1, ids_BR1 = logits_BRD.split(1, dim=-1)
-            return hidden_BRE, torch.cat([largest_BR1, self._token_ids_D[ids_BR1.long()].float()], dim=-1)
+            return torch.cat([largest_BR1, self._token_ids_D[ids_BR1.long()].float()], dim=-1)
         nowhere_BRV = logits_BRD.new_full((*logits_BRD.shape[:2], self.num_token_ids), float("-inf"))
-        return hidden_BRE, nowhere_BRV.index_copy_(2, self._token_ids_D, logits_BRD)
+        return nowhere_BRV.index_copy_(2, self._token_ids_D, logits_BRD)
 
 
 class HeadRunner(PairRunner):
-    """A head of EAGLE-3."""
+    """A head of EAGLE-3, and what others share with it; its origin is a `HeadSource`."""
 
-    layer_class = HeadLayer
+    layer_class: type[Layer] = HeadLayer
 
-    def __init__(
-        self, weights: Weights, source: HeadSource, *,
-        precision: Precision = UNQUANTIZED, **parts: Any,  # noqa: ANN401 - see `PairRunner`
-    ) -> None:  # fmt: skip
-        super().__init__(weights, source, precision=precision, **parts)
-        head, eps = source.head, source.config.rms_norm_eps
-        self._layers[0].qkv.norm_before_residual = head.norm_before_residual
-        self._fc = make_linear(*weights.linear("model.fc"), kernel=precision.kernel)
+    def _take_others(self, weights: Weights, loading: Loading) -> None:
+        """Take the product of the taps, and their norms."""
+        source, into = loading.origin, loading.into
+        assert isinstance(source, HeadSource)
+        if isinstance(joined := self._layers[0].qkv, _JoinedProduct):
+            joined.norm_before_residual = source.head.norm_before_residual
+        self._feeds_norm, eps = source.head.norm_output, source.config.rms_norm_eps
+        drafts_all = self.vocab_size == source.shape.num_token_ids
+        self._token_ids_D = None if drafts_all else into.keep(source.token_ids().to(self.device), "_token_ids_D")
+        self._fc = into.keep(make_linear(*weights.linear("model.fc"), kernel=loading.precision.kernel), "_fc")
         self._tap_norms, self._input_norm = (
-            [RmsNorm(weights.take(name), eps) for name in weights.names(f"model.{norms}.")]
-            for norms in ("fc_norm", "input_norm")
+            into.keep([RmsNorm(weights.take(name), eps) for name in weights.names(f"model.{stored}.")], kept)
+            for stored, kept in (("fc_norm", "_tap_norms"), ("input_norm", "_input_norm"))
         )
-        self._feeds_norm = head.norm_output
-        drafts_all = self.vocab_size == self.num_token_ids
-        self._token_ids_D = None if drafts_all else source.token_ids().to(self.device)
 
     def hidden_of(self, taps_BTX: Tensor) -> Tensor:
         """See `Head.hidden_of`."""

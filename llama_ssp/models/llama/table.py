@@ -11,26 +11,28 @@
     model.norm                         (E,)
     lm_head                            (V, E)    vocabulary
 
-A head has one layer, whose first products read embedding and hidden state, and `model.fc` with its norms. For MTP
-layers see `architectures.mtp`.
+The first layer of a head that reads pairs has products of embedding and hidden state; `model.fc` with its norms reads
+taps. For heads of one pass see `llama.one_pass`, for MTP layers `architectures.mtp`.
 
 Shapes: V vocabulary, E hidden size, D head dim.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from llama_ssp.architectures.eagle3 import NUM_TAPS, HeadConfig
-from llama_ssp.architectures.family import inventory, record_of
-from llama_ssp.architectures.matrices import HEAD_CUTS, Matrix, WholeParts, cut_of
+from llama_ssp.architectures.family import check_servable, inventory, kept_whole, record_of
+from llama_ssp.architectures.heads import DFLASH, MASK, PEAGLE, HeadConfig
+from llama_ssp.architectures.matrices import HEAD_CUTS, Inventory, Matrix, RankShard, WholeParts, cut_of, split_model
 from llama_ssp.architectures.mtp import JOIN, JOINED_NORMS
 from llama_ssp.catalogue import ModelShape
-from llama_ssp.models.weights import LINEAR, OTHER, Parameter
+from llama_ssp.models.weights import LINEAR, OTHER, Loading, Matched, Parameter, Weights, config_errors
+from llama_ssp.weights.head import HeadSource
+from llama_ssp.weights.source import WeightSource
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -53,7 +55,7 @@ def llama_table(
     """The parameters of a whole model, for which `is_llama_kind` holds, in the order in which the decoder takes them.
 
     Args:
-        config: of the model, or of the model whose one layer a head has.
+        config: of the model, or of the model whose layers a head has.
         shape: of the model or the head.
         whole: parts that every rank holds.
         head: None for a model, and for MTP layers.
@@ -64,19 +66,28 @@ def llama_table(
         biased = {name for field, names in family.biased_by.items() if getattr(config, field, False) for name in names}
     (embedding,), norm = held.embeddings, Parameter((shape.hidden_size,))
     head_norms = dict.fromkeys(_HEAD_NORMS if family.norms_heads else (), Parameter((shape.head_dim,)))
-    of_pairs = ("hidden_norm",) if head else JOINED_NORMS if shape.is_head else ()
-    norms = dict.fromkeys((*_NORMS, *of_pairs), norm)
+    of_pairs = ("hidden_norm",) if head and head.kind != DFLASH else JOINED_NORMS if shape.is_head and not head else ()
     table = {OUTPUT: _weight(held.head or embedding, OTHER), EMBEDDING: _weight(embedding, OTHER)}
     for number in range(shape.num_hidden_layers):
         place = f"model.layers.{number}"
-        for matrix in held.layer:
+        for matrix in _of_layer(held, number):
             table |= _linear(place, matrix, has_bias=matrix.module in biased)
+        norms = dict.fromkeys((*_NORMS, *(of_pairs if number == 0 else ())), norm)
         table |= {f"{place}.{name}.weight": parameter for name, parameter in (head_norms | norms).items()}
-    return {**table, **(_norms_of_taps(head) if head else {}), "model.norm.weight": norm}
+    return {**table, **(_of_head(head, shape) if head else {}), "model.norm.weight": norm}
+
+
+def _of_layer(held: Inventory, number: int) -> list[Matrix]:
+    """The matrices of a layer; of two of one name, the first is the first layer's."""
+    found: dict[str, Matrix] = {}
+    for matrix in held.layer:
+        if matrix.module not in found or number:
+            found[matrix.module] = matrix
+    return [matrix for matrix in found.values() if matrix.module != FC or number == 0]
 
 
 _NORMS, _HEAD_NORMS = ("input_layernorm", "post_attention_layernorm"), ("self_attn.q_norm", "self_attn.k_norm")
-_FC = "fc"
+FC = "fc"
 """The product of a head that maps taps to a hidden state."""
 
 
@@ -87,20 +98,73 @@ def _weight(matrix: Matrix, role: str = LINEAR) -> Parameter:
 
 def _linear(place: str, matrix: Matrix, *, has_bias: bool) -> Iterator[tuple[str, Parameter]]:
     """Weight and bias of a linear layer at its place."""
-    name, weight = f"model.{_FC}", _weight(matrix)
+    name, weight = f"model.{FC}", _weight(matrix)
     if matrix.module == JOIN:
         name = f"{place}.{JOIN}"
-    elif matrix.module != _FC:
+    elif matrix.module != FC:
         name = f"{place}.{'self_attn' if cut_of(matrix.module) in HEAD_CUTS else 'mlp'}.{matrix.module}"
     yield f"{name}.weight", weight
     if has_bias:
         yield f"{name}.bias", Parameter((matrix.num_rows,), dim=0 if matrix.cut == 0 else None, units=weight.units)
 
 
-def _norms_of_taps(head: HeadConfig) -> dict[str, Parameter]:
+def _of_head(head: HeadConfig, shape: ModelShape) -> dict[str, Parameter]:
+    """What a head has besides layers: norms of taps, the tap of a mask token, and a Markov head."""
+    tap, width, rank = head.target_hidden_size, shape.hidden_size, head.markov_rank
+    sizes: dict[str, tuple[int, ...]] = {}
     if head.norms_taps == "fc_norm":
-        return {f"model.fc_norm.{tap}.weight": Parameter((head.target_hidden_size,)) for tap in range(NUM_TAPS)}
-    return {"model.input_norm.weight": Parameter((NUM_TAPS * head.target_hidden_size,))} if head.norms_taps else {}
+        sizes |= {f"fc_norm.{number}.weight": (tap,) for number in range(shape.num_taps)}
+    elif head.norms_taps:
+        sizes["input_norm.weight"] = (shape.num_taps * tap,)
+    if head.kind == DFLASH:
+        sizes["hidden_norm.weight"] = (width,)
+    if head.kind == PEAGLE:
+        sizes[MASK] = (shape.num_taps * tap,)
+    if rank:
+        markov: dict[str, tuple[int, ...]] = {
+            "markov_w1.weight": (shape.num_token_ids, rank),
+            "markov_w2.weight": (shape.vocab_size, rank),
+        }
+        if head.markov_head == "gated":
+            markov |= {"gate_proj.weight": (rank, width + rank), "gate_proj.bias": (rank,)}
+        if head.markov_head == "rnn":
+            markov |= {"joint_proj.weight": (3 * rank, 2 * rank + width), "joint_proj.bias": (3 * rank,)}
+        sizes |= {f"{MARKOV}.{name}": size for name, size in markov.items()}
+    return {f"model.{name}": Parameter(size) for name, size in sizes.items()}
+
+
+MARKOV = "markov_head"
+
+
+def whole_parts(origin: WeightSource, whole: WholeParts) -> WholeParts:
+    """Parts that each rank holds whole: of a head at least the embedding, whose tokens are more than it drafts."""
+    whole = kept_whole(origin.shape, whole)
+    return WholeParts.embedding if isinstance(origin, HeadSource) and whole is WholeParts.none else whole
+
+
+def match_lean(origin: WeightSource, whole: WholeParts) -> Matched:
+    """Match the parameters of a whole model or head with its files."""
+    check_servable(lambda name: getattr(origin.config, name, None))
+    with config_errors(origin.folder):
+        rotary_of(origin.config)
+    head = origin.head if isinstance(origin, HeadSource) else None
+    table = llama_table(origin.config, origin.shape, whole=whole, head=head)
+    named = {name if name in table else f"model.{name}": name for name in origin.tensors}
+    ties = {OUTPUT: EMBEDDING} if origin.config.tie_word_embeddings and not head else {}
+    return Matched(origin, table, named=named, ties=ties)
+
+
+def lean_weights(
+    loading: Loading, *, has_embedding: bool, places: Mapping[str, nn.Parameter]
+) -> tuple[Weights, tuple[RankShard, ...]]:
+    """The weights of this rank, and what all ranks have; raises as `loading.load_model`, for `places` see `Weights`."""
+    origin, quantization = loading.origin, loading.precision.quantization
+    whole = whole_parts(origin, loading.whole)
+    matched = match_lean(origin, whole)
+    matched.check_packed(quantization)
+    shards = split_model(origin.shape, num_ranks=loading.comm.size, quantization=quantization, whole=whole)
+    own, without = shards[loading.comm.rank], () if has_embedding else (EMBEDDING,)
+    return matched.on_rank(loading, own, without=without, places=places), shards
 
 
 def rotary_of(config: Any) -> tuple[Tensor, float]:  # noqa: ANN401 - of transformers

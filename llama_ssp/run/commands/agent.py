@@ -1,7 +1,7 @@
 """Starts ranks on this machine by torchrun's API, on the loopback, and finds the exit code of their run.
 
 torchrun itself listens on all interfaces, reports every failure as 1 with a traceback, and dies by SIGUSR1. Tests hold
-what differs here (tests/distributed/test_own_ranks.py, test_everyday.py, test_listening.py):
+what differs here (tests/distributed/test_own_ranks.py, test_everyday.py):
 
     rendezvous   a store on the loopback, without the pickled state of torchrun's
     signals      the first one goes to every rank, later ones do nothing; ranks answer it once they can

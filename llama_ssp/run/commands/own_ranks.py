@@ -7,6 +7,7 @@ true exit code, without torch.
 
 import os
 import re
+import runpy
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -108,10 +109,15 @@ def _is_gpu(properties: Path) -> bool:
 
 def main(words: Sequence[str], *, num_ranks: int | None) -> int:
     """Run the command line, on so many ranks without `ranks=`, None as in `read_start`; returns the exit code."""
+    words, script = _without_script(words)
     try:
         start = read_start(words, os.environ, default=num_ranks)
+        if script is not None:
+            _check_script(script, start.words)
     except ConfigError as error:
         return run.fail(error, read_ranks(os.environ))
+    if script is not None:
+        return _run_script(script, start)
     if start.num_ranks is None:
         return run.main(start.words)
     size, points = start.num_ranks, list[RunConfig]()
@@ -134,8 +140,49 @@ def main(words: Sequence[str], *, num_ranks: int | None) -> int:
         exit_code = run.main(start.words, ranks=as_rank_0, act=act, warns=False)
     if exit_code or not points:
         return exit_code
+    return _start_ranks(start)
+
+
+def _start_ranks(start: Start) -> int:
+    """Run the command line of this process on ranks of their own; returns the exit code."""
+    assert start.num_ranks, "somebody starts them"
     if start.sentence:
         complain(start.sentence)
     from llama_ssp.run.commands import agent  # noqa: PLC0415 - torch takes seconds to import
 
-    return agent.run_ranks([sys.executable, *sys.orig_argv[1:]], num_ranks=size)
+    return agent.run_ranks([sys.executable, *sys.orig_argv[1:]], num_ranks=start.num_ranks)
+
+
+def _without_script(words: Sequence[str]) -> tuple[Sequence[str], list[str] | None]:
+    """Divide the words into those before `--script`, and the file with its arguments; None without it."""
+    place = [*words, "--script"].index("--script")
+    return words[:place], None if place == len(words) else [*words[place + 1 :]]
+
+
+def _check_script(script: Sequence[str], others: Sequence[str]) -> None:
+    if not script:
+        raise ConfigError("--script needs a file: llama-ssp run ranks=2 --script study.py ARGUMENT ...")
+    if others:
+        raise ConfigError(f"{others[0]} has no effect on a script, which gives its settings to load() and generate()")
+    if not Path(script[0]).is_file():
+        raise ConfigError(f"--script {script[0]}: there is no such file")
+
+
+def _run_script(script: list[str], start: Start) -> int:
+    """Run a Python script as `python FILE ARGUMENT ...` does, on every rank; returns the exit code."""
+    if (start.num_ranks or 1) > 1:
+        return _start_ranks(start)
+    ended = SystemExit()
+
+    def do(_: object) -> None:
+        sys.argv[:], sys.path[0] = script, str(Path(script[0]).resolve().parent)
+        try:
+            runpy.run_path(script[0], run_name="__main__")
+        except SystemExit as error:
+            ended.code = error.code
+
+    exit_code = run.as_rank(read_ranks(os.environ), do)
+    if ended.code is None or isinstance(ended.code, int):
+        return exit_code or ended.code or 0
+    complain(str(ended.code))
+    return 1

@@ -16,6 +16,7 @@ from llama_ssp.terminal.unread import complain
 
 HELP = """\
     llama-ssp run [SETTING=VALUE ...] [ranks=N]   complete prompts; N ranks, by default one for each GPU
+    llama-ssp run [ranks=N] --script FILE [ARG ...]  run a Python script, whose load() takes all ranks
     llama-ssp plan [SETTING=VALUE ...]            memory and time of a run, on a machine that is only described
     llama-ssp report FOLDER... [--output=DIR]     a page of figures and tables of finished runs
     llama-ssp calibrate [ranks=N]                 measure this machine, for forecasts

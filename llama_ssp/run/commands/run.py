@@ -59,7 +59,13 @@ def main(
         act: what to do with each checked point; by default its task.
         warns: whether rank 0 warns of settings without effect, also where nothing is printed of a point.
     """
-    ranks = ranks or read_ranks(os.environ)
+    known = ranks or read_ranks(os.environ)
+    arguments = list(sys.argv[1:] if words is None else words)
+    return as_rank(known, lambda interrupt: _launch(arguments, known, act, interrupt, warns=warns))
+
+
+def as_rank(ranks: Ranks, do: Callable[["_Interrupt"], None]) -> int:
+    """Do something as a rank, which signals and the end of its agent interrupt; returns the exit code of this rank."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a lost rank is reported in a sentence, not in C++ stacks
     exit_code, interrupt = 0, _Interrupt()
     with until_unread():
@@ -67,7 +73,7 @@ def main(
             handle_signals(interrupt)
             if agent := find_agent():
                 agent.heed_end()
-            _launch(list(sys.argv[1:] if words is None else words), ranks, act, interrupt, warns=warns)
+            do(interrupt)
         except (Exception, KeyboardInterrupt) as error:
             known = interrupt.hidden_by(error)
             if not isinstance(known, SspError):

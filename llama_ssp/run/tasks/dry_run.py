@@ -19,7 +19,7 @@ from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.machines.machine import detect_hardware, machine_of_run
 from llama_ssp.planning.plan import PLAN_VERSION, Plan, Search, document, make_plan, require_room, shortage
 from llama_ssp.planning.search import choose_placement, search
-from llama_ssp.planning.spec import PlanSpec, check_states, make_spec, resolve_shapes, spec_of_plan
+from llama_ssp.planning.spec import PlanSpec, check_drafting, make_spec, resolve_shapes, spec_of_plan
 from llama_ssp.planning.timing import CostModel, Timing
 from llama_ssp.reports.records import Forecast
 from llama_ssp.run.prompts import STANDARD_INPUT, Prompt, read_prompts
@@ -264,7 +264,7 @@ def check_models(config: RunConfig, *, world_size: int = 1) -> None:
         if folder:
             shape = check_readable(folder, model.quantization, num_ranks=num_ranks, is_mtp=model.is_mtp)
         shapes.append(shape)
-    check_states(config, *shapes)
+    check_drafting(config, *shapes)
 
 
 def with_filled_rows(config: RunConfig, *, num_completions: int) -> RunConfig:

@@ -171,7 +171,7 @@ class Scorer:
         draft = drafter.propose(
             rows, num_tokens=1, uniforms_BKP=uniforms_BKP, bucket=self._buckets.covering(length + 1)
         )
-        return draft.law(torch.empty(self._batch_size, 2, vocab_size, device=tokens_BS.device))[:, 0]
+        return draft.probs_like(torch.empty(self._batch_size, 2, vocab_size, device=tokens_BS.device))[:, 0]
 
 
 def _round_starts(roles_BT: Tensor, *, first: int) -> Tensor:
@@ -245,7 +245,6 @@ def _drafter(session: Session, taps: Taps | None) -> Drafter:
         session.config, draft=draft, verification=VerificationConfig(rule=DEFAULT), speculation=speculation
     )  # fmt: skip
     drafter, *_ = make_drafters(
-        config, mesh=models.mesh, runner=models.draft, vocab_size=models.target.vocab_size,
-        device=models.target.device, tokenizers=models.tokenizers, taps=taps,
+        config, mesh=models.mesh, target=models.target, runner=models.draft, tokenizers=models.tokenizers, taps=taps
     )  # fmt: skip
     return drafter

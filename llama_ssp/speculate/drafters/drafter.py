@@ -21,7 +21,8 @@ from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import DrafterConfig
 from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
 from llama_ssp.speculate.sampling.context import Rows
-from llama_ssp.speculate.sampling.rules import Draft, Rule
+from llama_ssp.speculate.sampling.draft import POINT_MASS, Draft
+from llama_ssp.speculate.sampling.rules import Rule
 from llama_ssp.speculate.sampling.trees import Tree
 from llama_ssp.workspaces import PerBucket, Workspace
 
@@ -40,6 +41,7 @@ class DrafterParts:
         num_ahead: the most drafted tokens that wait for verification when a round begins.
         first_row: the first of the rows that this rank drafts, by the number of all; 0 where it drafts all.
         tokenizers: both models' tokenizers, if the draft has its own.
+        corpus_C: the tokens of `draft.corpus`, on the CPU.
     """
 
     config: DrafterConfig
@@ -55,6 +57,7 @@ class DrafterParts:
     tree: Tree | None = None
     num_ahead: int = 0
     first_row: Callable[[int], int] = lambda _num_rows: 0
+    corpus_C: Tensor | None = None
 
 
 class Drafter(Protocol):
@@ -95,7 +98,8 @@ class Drafter(Protocol):
                 2 and whole chunks of `sizes.CATCH_UP_CHUNK` after rounds that it did not draft.
 
         Returns:
-            The drafted ids, the same on every rank, and their law, a point mass also where the rule needs none.
+            The drafted ids, the same on every rank, their tree, and their law, a point mass also where the rule needs
+            none.
         """
 
 
@@ -107,10 +111,10 @@ class _Tables(Workspace):
 
     rows_B: Tensor  # of a head: its rows among those of the target.
 
-    def __init__(self, batch_size: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, batch_size: int, num_tokens: int, device: torch.device) -> None:
         self.second_B1 = torch.ones(batch_size, 1, dtype=torch.int64, device=device)
         self.unread_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        self.nothing_BV = torch.zeros(batch_size, vocab_size, device=device)
+        self.nothing_BV = torch.zeros(batch_size, num_tokens, device=device)
 
 
 class StepwiseDrafter:
@@ -147,11 +151,14 @@ class StepwiseDrafter:
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Allocate the cache."""
         self.runner.allocate(
-            batch_size=batch_size, capacity=num_slots, finds_best=self._rule.reads_best,
+            batch_size=batch_size,
+            capacity=num_slots,
             num_rolled_back=self._num_rolled_back,
-        )  # fmt: skip
+            reads=self._rule.reads,
+        )
         if batch_size != self._batch_size:  # else graphs read those that are there
-            self._tables, self._batch_size = _Tables(batch_size, self.vocab_size, self.runner.device), batch_size
+            num_tokens = len(self._rule.shard.ids(self.vocab_size))
+            self._tables, self._batch_size = _Tables(batch_size, num_tokens, self.runner.device), batch_size
 
     def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> Callable[[int, Tensor | None], Tensor]:
         """Returns a function that makes the logits (B, V) of a step from its number and the token drawn before."""
@@ -184,7 +191,7 @@ class StepwiseDrafter:
                 probs.append(probs_BV)
         ids_BK = torch.cat(drafted, dim=1)
         tokens_BS.scatter_(1, lengths_B1 + self._offsets_K[:num_tokens], ids_BK)
-        return Draft(ids_BK, torch.stack([*probs, self._tables.nothing_BV], dim=1) if probs else None)
+        return Draft(ids_BK, torch.stack([*probs, self._tables.nothing_BV], dim=1) if probs else POINT_MASS)
 
 
 class TreeTables(Workspace):

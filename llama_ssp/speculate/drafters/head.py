@@ -76,18 +76,26 @@ class HeadDrafter(StepwiseDrafter):
         """Read the pairs that may be new; returns hidden states (B, 1, E) and logits (B, 1, V) of the newest one."""
         tokens_BS, lengths_B1 = rows.tokens_BS, rows.lengths_B[:, None]
 
-        def read(positions_BT: Tensor, score_B1: Tensor, *, consecutive: bool) -> tuple[Tensor, Tensor]:
-            return self._head.extend(
-                tokens_BS.gather(1, positions_BT + 1), self._hidden(positions_BT, self._tables.rows_B), positions_BT,
-                bucket=bucket, score_positions_B1=score_B1, consecutive=consecutive,
-            )  # fmt: skip
-
-        for distance in range(self._width + num_unread - 2, self._width, -CATCH_UP_CHUNK):
-            # A shorter row reads its first pair several times.
-            positions_BT = (lengths_B1 - 1 - distance + self._pairs_T[:CATCH_UP_CHUNK]).clamp_min(0)
-            read(positions_BT, torch.zeros_like(lengths_B1), consecutive=False)
+        self._catch_up(rows, bucket=bucket, num_unread=num_unread)
         start_B1 = (lengths_B1 - 1 - self._width).clamp_min(0)
-        return read(start_B1 + self._pairs_T[: self._width], lengths_B1 - 2 - start_B1, consecutive=True)
+        positions_BT = start_B1 + self._pairs_T[: self._width]
+        return self._extend(tokens_BS, positions_BT, lengths_B1 - 2 - start_B1, bucket=bucket)
+
+    def _extend(
+        self, tokens_BS: Tensor, positions_BT: Tensor, score_B1: Tensor, *, bucket: int, consecutive: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        return self._head.extend(
+            tokens_BS.gather(1, positions_BT + 1), self._hidden(positions_BT, self._tables.rows_B), positions_BT,
+            bucket=bucket, score_positions_B1=score_B1, consecutive=consecutive,
+        )  # fmt: skip
+
+    def _catch_up(self, rows: Rows, *, bucket: int, num_unread: int) -> None:
+        """Read pairs that are new since rounds that did not draft; a shorter row reads its first one several times."""
+        lengths_B1 = rows.lengths_B[:, None]
+        for distance in range(self._width + num_unread - 2, self._width, -CATCH_UP_CHUNK):
+            positions_BT = (lengths_B1 - 1 - distance + self._pairs_T[:CATCH_UP_CHUNK]).clamp_min(0)
+            first_B1 = torch.zeros_like(lengths_B1)
+            self._extend(rows.tokens_BS, positions_BT, first_B1, bucket=bucket, consecutive=False)
 
     def _reading_levels(self, rows: Rows, *, bucket: int, num_unread: int) -> Callable[..., Tensor]:
         """A node's pair has the output of its parent, and stands as far behind the newest pair as the node does."""

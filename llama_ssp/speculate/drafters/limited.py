@@ -34,8 +34,9 @@ class DraftLimit(NamedTuple):
         return prompts._replace(
             lengths_R=prompts.lengths_R.clamp_max(most), lengths=[min(length, most) for length in prompts.lengths],
             longest=min(prompts.longest, most),
-            # A prompt that is cut is no longer equal to another one.
-            held=[held if length <= most else held._replace(num_tokens=min(held.num_tokens, most - 1))
+            # A prompt that is cut is no longer equal to another one, and no state was saved behind what is left.
+            held=[held if length <= most else
+                  held._replace(num_tokens=0 if held.from_saved else min(held.num_tokens, most - 1))
                   for held, length in zip(prompts.held, prompts.lengths, strict=False)],
         )  # fmt: skip
 

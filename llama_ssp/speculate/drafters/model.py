@@ -4,6 +4,7 @@ Shapes: B sequences, S slots, K drafted tokens, P = 2 uniforms per draw, V vocab
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +13,11 @@ from torch.nn.functional import pad
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.upload import to_device
+from llama_ssp.ranks.comms import Reads
 from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts, StepwiseDrafter, catch_up, take_in
 from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.drafters.intersection import IntersectionDrafter, VocabularyMap
+from llama_ssp.speculate.drafters.one_pass import OnePassDrafter
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.rules import Rule
 from llama_ssp.speculate.sampling.trees import Level, Tree
@@ -99,8 +102,11 @@ class ModelDrafter(StepwiseDrafter):
 
     def _widened(self, logits: Tensor) -> Tensor:
         missing = self.vocab_size - logits.shape[-1]
-        is_whole = self._rule.reads_best or not missing
-        return logits if is_whole else pad(logits, (0, missing), value=float("-inf"))
+        return (
+            logits
+            if self._rule.reads is not Reads.all or not missing
+            else pad(logits, (0, missing), value=float("-inf"))
+        )
 
     def _known(self, ids: Tensor) -> Tensor:
         """Replace ids that only the target's larger vocabulary has by the draft's last id; any draft is valid."""
@@ -113,7 +119,8 @@ def make(parts: DrafterParts) -> Drafter:
     runner, tokenizers = parts.runner, parts.tokenizers
     if parts.taps:  # which only a head reads
         assert parts.head
-        return HeadDrafter(
+        kind: Any = OnePassDrafter if hasattr(parts.head, "draft") else HeadDrafter
+        drafter: HeadDrafter = kind(
             parts.head,
             parts.taps,
             rule=parts.rule,
@@ -121,6 +128,7 @@ def make(parts: DrafterParts) -> Drafter:
             first_row=parts.first_row,
             tree=parts.tree,
         )
+        return drafter
     assert runner
     size, num_draft_tokens = runner.vocab_size, parts.num_draft_tokens
     if tokenizers is None:

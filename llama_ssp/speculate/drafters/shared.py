@@ -34,7 +34,8 @@ from llama_ssp.models.upload import to_device
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.speculate.drafters.drafter import Drafter
 from llama_ssp.speculate.sampling.context import Rows
-from llama_ssp.speculate.sampling.rules import Draft
+from llama_ssp.speculate.sampling.draft import POINT_MASS, Chain, Draft, Law, Topology, find_topology
+from llama_ssp.speculate.sampling.trees import Tree
 
 
 class ProbsReceiver(NamedTuple):
@@ -109,8 +110,8 @@ class _SharedDrafter:
 class BroadcastDrafter(_SharedDrafter):
     """Broadcasts the ids of `src`, a rank of `comm`, as soon as they are drafted.
 
-    There is no `receiver` if the rule runs on a rank with the draft, or needs no probabilities. Messages of dynamic
-    trees hold the ids, then the parents of the nodes.
+    There is no `receiver` if the rule runs on a rank with the draft, or needs no probabilities. On ranks that
+    do not verify, a law may be a point mass. Messages of dynamic trees hold the ids, then the parents of the nodes.
     """
 
     def __init__(
@@ -123,11 +124,11 @@ class BroadcastDrafter(_SharedDrafter):
         device: torch.device,
         receiver: ProbsReceiver | None = None,
         taps: TapsSender | None = None,
-        has_parents: bool = False,
+        tree: Tree | None = None,
     ) -> None:
         super().__init__(inner, num_draft_tokens=num_draft_tokens, device=device)
         self._comm, self._src, self._receiver, self._taps = comm, src, receiver, taps
-        self._has_parents = has_parents
+        self._tree = tree
 
     def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
         """Read new prompts on the ranks that draft, with the target's taps of them."""
@@ -142,11 +143,11 @@ class BroadcastDrafter(_SharedDrafter):
         draft = self._own_draft(
             rows, num_tokens=num_tokens, uniforms_BKP=uniforms_BKP, bucket=bucket, num_unread=num_unread
         )
-        if self._has_parents:
-            both = [draft.ids_BK, draft.ids_BK if draft.parents_BK is None else draft.parents_BK]
-            both_BX = self._comm.broadcast(torch.cat(both, dim=1), src=self._src)
-            ids_BK, parents_BK = both_BX.split(num_tokens, dim=1)
-            draft = Draft(ids_BK, parents_BK=parents_BK)
+        if self._tree and self._tree.shape.is_dynamic:
+            parents_BN = draft.nodes.parents_BN if isinstance(draft.nodes, Topology) else draft.ids_BK
+            both_BX = self._comm.broadcast(torch.cat([draft.ids_BK, parents_BN], dim=1), src=self._src)
+            ids_BK, parents_BN = both_BX.split(num_tokens, dim=1)
+            draft = Draft(ids_BK, nodes=find_topology(parents_BN, depth=self._tree.depth))
         else:
             draft = draft._replace(ids_BK=self._comm.broadcast(draft.ids_BK, src=self._src))
         if self._comm.rank != self._src:  # which has written them
@@ -157,14 +158,16 @@ class BroadcastDrafter(_SharedDrafter):
             num_rows = self._receiver.num_rows or num_tokens
             shape = (draft.ids_BK.shape[0], num_rows, self._receiver.vocab_size)
             probs_BKV = self._comm.receive(torch.empty(shape, device=draft.ids_BK.device), src=self._src)
-            draft = draft._replace(probs_BTV=pad(probs_BKV, (0, 0, 0, 1)))  # a row of zeros follows
+            draft = draft._replace(law=pad(probs_BKV, (0, 0, 0, 1)))  # a row of zeros follows
         return draft
 
     def _own_draft(self, rows: Rows, *, num_tokens: int, **how: Any) -> Draft:  # noqa: ANN401 - of `propose`
         """What this rank drafts; on a rank without the draft, room for the ids of another."""
         if self._inner:
             return self._inner.propose(rows, num_tokens=num_tokens, **how)
-        return Draft(rows.lengths_B.new_zeros(rows.lengths_B.shape[0], num_tokens))
+        num_rows, tree = rows.lengths_B.shape[0], self._tree
+        nodes = tree.nodes(num_rows) if tree and not tree.shape.is_dynamic else Chain()
+        return Draft(rows.lengths_B.new_zeros(num_rows, num_tokens), nodes=nodes)
 
 
 class AheadDrafter(BroadcastDrafter):
@@ -188,7 +191,7 @@ class AheadDrafter(BroadcastDrafter):
         ids_BK, width = self._announced(draft)
         if self._comm.rank != self._src:  # which has written them
             self._write(ids_BK, rows, num_tokens=self.num_draft_tokens)
-        return Draft(ids_BK, self._delivered(draft, width, self._receiver) if self._receiver else draft.probs_BTV)
+        return Draft(ids_BK, self._delivered(draft, width, self._receiver) if self._receiver else draft.law)
 
     def _announced(self, draft: Draft) -> tuple[Tensor, int]:
         """The ids on all ranks, and how many tokens of a position may have been drawn; 0 for the whole vocabulary."""
@@ -204,8 +207,8 @@ class AheadDrafter(BroadcastDrafter):
         message = self._comm.broadcast(message, src=self._src)
         return message[:-1].view_as(draft.ids_BK), int(message[-1])
 
-    def _delivered(self, draft: Draft, width: int, receiver: ProbsReceiver) -> Tensor | None:
-        """The probabilities (B, T, V) on the rank that verifies; their last row is zero.
+    def _delivered(self, draft: Draft, width: int, receiver: ProbsReceiver) -> Law:
+        """The law on the rank that verifies, elsewhere a point mass.
 
         Only those above zero are sent, with their ids, if there are few; a float of 24 bits holds any id.
         """
@@ -219,7 +222,7 @@ class AheadDrafter(BroadcastDrafter):
             values = torch.empty(shape, device=draft.ids_BK.device)
         self._comm.deliver(values, shape=shape, src=self._src, dst=receiver.rank)
         if values is None or not is_receiver:
-            return None
+            return POINT_MASS
         if width:
             probs_BKS, ids_BKS = values.split(width, dim=-1)
             whole_BKV = values.new_zeros(*draft.ids_BK.shape, receiver.vocab_size)

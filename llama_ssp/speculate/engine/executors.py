@@ -76,13 +76,13 @@ def tensors_of(value: Any) -> tuple[Tensor, ...]:  # noqa: ANN401 - see `Stage`
     """The tensors of a value of a stage, in order."""
     if isinstance(value, Tensor):
         return (value,)
-    return () if value is None else tuple([tensor for part in value for tensor in tensors_of(part)])
+    return tuple([tensor for part in value for tensor in tensors_of(part)])
 
 
 def filled(form: Any, tensors: Iterator[Any]) -> Any:  # noqa: ANN401 - see `Stage`
     """A value like `form`, with others in place of its tensors."""
     if not isinstance(form, tuple):
-        return None if form is None else next(tensors)
+        return next(tensors)
     parts = [filled(part, tensors) for part in form]
     return type(form)(*parts) if hasattr(form, "_fields") else tuple(parts)
 

@@ -9,6 +9,12 @@
 Texts stay in the static cache until their row is used, so no memory is added. All ranks know the tokens of all rows, so
 they decide alike without a message. Bits stay the same: where those of a token depend on what else is read with it,
 only whole chunks of prompts are taken.
+
+Where layers keep states (`models.states`), a row also saves one, behind whole chunks of its prompt, and only these
+tokens are taken from it: those that another prompt shares, or all whole chunks if none does or it is a later turn.
+
+    row 0    | header .... S question 0 | answer       another prompt has the header as well
+    row 1    | first turn ....... S     | answer       the next turn goes on from S; the rest of the chunk is read again
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,35 +22,38 @@ from typing import NamedTuple
 
 from llama_ssp.models.prefill import Held, num_common
 
-NEVER = 2**62
-"""The step of models whose layers keep states (`models.states`): those behind a common beginning are gone.
-
-Only an equal prompt that is read at the same time is copied, with its states.
-"""
 LEAST_TOKENS = 32
 """A shorter beginning is read again: that is as fast."""
 
 
 class _Text(NamedTuple):
-    """Tokens that a row of the target's cache holds; the draft's cache has the first `num_prompt`."""
+    """Tokens that a row of the target's cache holds; the draft's cache has the first `num_prompt`.
+
+    A state is saved behind the first `saved` of them; 0 for none.
+    """
 
     ids: tuple[int, ...] = ()
     num_prompt: int = 0
+    saved: int = 0
 
 
 class PromptRow(NamedTuple):
-    """Where a prompt goes: its row, and what the caches of the target and of the draft hold of it."""
+    """Where a prompt goes: its row, what the caches of the target and of the draft hold of it, and `Prompts.saved`."""
 
     row: int
     target: Held
     draft: Held
+    saved: int = 0
 
 
 class HeldTexts:
-    """The texts that rows hold, whose beginnings can be taken in multiples of `step` tokens."""
+    """The texts that rows hold, whose beginnings can be taken in multiples of `step` tokens.
 
-    def __init__(self, num_rows: int, *, step: int) -> None:
-        self._texts, self._step = [_Text()] * num_rows, step
+    With `keeps_states`, they can be taken where a state was saved.
+    """
+
+    def __init__(self, num_rows: int, *, step: int, keeps_states: bool = False) -> None:
+        self._texts, self._step, self._keeps_states = [_Text()] * num_rows, step, keeps_states
 
     def forget(self, rows: Iterable[int]) -> None:
         """Mark these rows as empty."""
@@ -63,7 +72,7 @@ class HeldTexts:
 
     def num_held(self, ids: tuple[int, ...]) -> int:
         """How many tokens of a prompt a row holds that it can take."""
-        source, most = _longest(ids, dict(enumerate(self._texts)))
+        source, most = self._longest(ids, dict(enumerate(self._texts)))
         return 0 if source is None else self._usable(ids, most)
 
     def place(self, prompts: Sequence[tuple[int, ...]], free: Sequence[int]) -> list[PromptRow]:
@@ -74,41 +83,63 @@ class HeldTexts:
             left.remove(rows[-1])
         # What stays while these prompts are read: other rows, and prompts that are read from their first token on.
         sources = {row: text for row, text in enumerate(self._texts) if text.ids and row not in rows}
+        held = {text.ids for text in self._texts}
         seen: dict[tuple[int, ...], int] = {}
-        places = []
+        places: list[PromptRow] = []
         for row, ids in zip(rows, prompts, strict=True):
             if ids in seen:
-                places.append(PromptRow(row, *[Held(len(ids), seen[ids])] * 2))
+                equal = places[seen[ids]]
+                whole = Held(len(ids), equal.row)
+                places.append(PromptRow(row, whole, whole, equal.saved))
                 continue
-            seen[ids] = row
-            places.append(self._begun(row, ids, {row: self._texts[row]} | sources))
-            if not places[-1].target.num_tokens:
-                sources[row] = _Text(ids, len(ids))
-        for row, ids in zip(rows, prompts, strict=True):
-            self._texts[row] = _Text(ids, len(ids))
+            seen[ids] = len(places)
+            begun = self._begun(row, ids, {row: self._texts[row]} | sources)
+            places.append(begun._replace(saved=self._to_save(ids, held | ({*prompts} - {ids}))))
+            if not begun.target.num_tokens:
+                sources[row] = _Text(ids, len(ids), places[-1].saved)
+        for place, ids in zip(places, prompts, strict=True):
+            self.enter(place, ids)
         return places
 
+    def enter(self, place: PromptRow, ids: tuple[int, ...]) -> None:
+        """Enter that a row holds a prompt."""
+        self._texts[place.row] = _Text(ids, len(ids), place.saved)
+
+    def _to_save(self, ids: tuple[int, ...], others: Iterable[tuple[int, ...]]) -> int:
+        """Behind how many tokens of a prompt the state is saved."""
+        whole = self._whole_steps(ids, len(ids))
+        if not self._keeps_states or not whole:
+            return 0
+        shared, goes_on = max((num_common(other, ids), ids[: len(other)] == other) for other in (*others, ()))
+        return whole if goes_on else self._whole_steps(ids, shared) or whole
+
     def _row_for(self, ids: tuple[int, ...], free: Sequence[int]) -> int:
-        row, _ = _longest(ids, {row: self._texts[row] for row in free})
+        row, _ = self._longest(ids, {row: self._texts[row] for row in free})
         return min(free, key=lambda row: len(self._texts[row].ids)) if row is None else row
 
     def _begun(self, row: int, ids: tuple[int, ...], texts: dict[int, _Text]) -> PromptRow:
-        source, most = _longest(ids, texts)
+        source, most = self._longest(ids, texts)
         num_tokens = self._usable(ids, most)
         if source is None or not num_tokens:
             return PromptRow(row, Held(), Held())
         num_of_prompt = min(num_tokens, texts[source].num_prompt)
-        return PromptRow(row, Held(num_tokens, source), Held(num_of_prompt, source))
+        target, draft = (Held(number, source, self._keeps_states) for number in (num_tokens, num_of_prompt))
+        return PromptRow(row, target, draft)
+
+    def _whole_steps(self, ids: tuple[int, ...], most: int) -> int:
+        return min(most, len(ids) - 1) // self._step * self._step  # the last one is read, for its logits
 
     def _usable(self, ids: tuple[int, ...], most: int) -> int:
-        num_tokens = min(most, len(ids) - 1) // self._step * self._step  # the last one is read, for its logits
+        num_tokens = self._whole_steps(ids, most)
         return num_tokens if num_tokens >= LEAST_TOKENS else 0
 
-
-def _longest(ids: tuple[int, ...], texts: dict[int, _Text]) -> tuple[int | None, int]:
-    """The first row of those that hold most of a prompt, and how much; None if all hold too little."""
-    found, most = None, LEAST_TOKENS - 1
-    for row, text in texts.items():
-        if len(text.ids) > most and text.ids[: most + 1] == ids[: most + 1]:
-            found, most = row, num_common(text.ids, ids)
-    return found, most
+    def _longest(self, ids: tuple[int, ...], texts: dict[int, _Text]) -> tuple[int | None, int]:
+        """The first row of those that hold most of a prompt, and how much; None if all hold too little."""
+        found, most = None, LEAST_TOKENS - 1
+        for row, text in texts.items():
+            given = text.ids[: text.saved] if self._keeps_states else text.ids
+            if len(given) > most and given[: most + 1] == ids[: most + 1]:
+                common = num_common(given, ids)
+                if common == len(given) < len(ids) or not self._keeps_states:
+                    found, most = row, common
+        return found, most

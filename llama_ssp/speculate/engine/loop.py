@@ -27,11 +27,12 @@ from llama_ssp.models.upload import to_device
 from llama_ssp.speculate.engine.adaptive import FixedLength, num_chunks
 from llama_ssp.speculate.engine.clock import EventClock, HostClock
 from llama_ssp.speculate.engine.completion import FinishReason, RowCompletion, StopRequest
-from llama_ssp.speculate.engine.held import NEVER, HeldTexts, PromptRow
+from llama_ssp.speculate.engine.held import HeldTexts, PromptRow
 from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round
 from llama_ssp.speculate.engine.state import BatchState, Request
 from llama_ssp.speculate.engine.text import StopStrings
 from llama_ssp.speculate.engine.verifier import GOES_ON, NOT_A_NUMBER, STOP_REQUESTED
+from llama_ssp.speculate.sampling.draft import POINT_MASS, Law
 
 More = Callable[[int], Sequence[Request]]
 """Gives up to so many further requests to decode."""
@@ -130,7 +131,8 @@ class Decoder:
         # Of each drafter, the rows whose prompts it has not read, and their lengths.
         self._unread: list[dict[int, int]] = [{} for _ in self.round.drafters]
         self._reading = None
-        in_flight_BTV, was_round = None, True
+        in_flight: Law = POINT_MASS
+        was_round = True
         with self.threads.in_use():
             while (self._refill(waiting) or self._running()) and not self.stopped:
                 started = time.perf_counter()
@@ -143,8 +145,8 @@ class Decoder:
                         self._held.forget(self._free_rows())
                     choice = self._choose()
                     bucket = self._bucket(choice)
-                    result, in_flight_BTV = self.round.step(
-                        self.executor, self._state, in_flight_BTV, choice=choice, bucket=bucket, clock=self.clock
+                    result, in_flight = self.round.step(
+                        self.executor, self._state, in_flight, choice=choice, bucket=bucket, clock=self.clock
                     )
                     self._launch(result, list(self._rows), choice, is_prefill=False)
                 running, launched = self._running(), time.perf_counter()
@@ -171,8 +173,8 @@ class Decoder:
         self.round.allocate(batch_size=self.batch_size, num_slots=self._num_slots)
         self._num_uses = target.num_uses
         if others_came or not self.reuses:
-            step = 1 if target.is_invariant else PREFILL_CHUNK
-            self._held = HeldTexts(self.batch_size, step=NEVER if target.keeps_states else step)
+            step = 1 if target.is_invariant and not target.keeps_states else PREFILL_CHUNK
+            self._held = HeldTexts(self.batch_size, step=step, keeps_states=target.keeps_states)
 
     def time_rounds(self, choices: Sequence[DraftChoice], *, num_slots: int) -> list[float]:
         """Run one round of each choice over vacant rows, reading `num_slots` slots, after `make_room`.
@@ -294,11 +296,11 @@ class Decoder:
     def _begin(self, request: Request, free: list[int]) -> None:
         """Take a row for a prompt that is read chunk by chunk."""
         places = self._place([request], free)
-        [(row, held, _)], [owner] = places, self._owners([request], places)
-        self._held.forget([row])
+        [place], [owner] = places, self._owners([request], places)
+        self._held.forget([place.row])
         # Rounds write behind the prompt there. What the draft could copy from another row may be gone by its turn.
-        self._state.vacate(row, length=len(request.prompt_ids))
-        self._reading = _Reading(request, self._state_of([request]), PromptRow(row, held, Held()), owner)
+        self._state.vacate(place.row, length=len(request.prompt_ids))
+        self._reading = _Reading(request, self._state_of([request]), place._replace(draft=Held()), owner)
 
     def _read_more(self) -> None:
         """Read the next chunk of the prompt that is being read; the last one admits it."""
@@ -310,7 +312,7 @@ class Decoder:
             self._reading = self._reading._replace(place=place._replace(target=Held(num_tokens, place.row)))
             return
         self._reading = None
-        self._place([request], [place.row])  # from now on the row holds the whole prompt
+        self._held.enter(place, request.prompt_ids)  # from now on
         self._admit([request], prompts, [place], [owner])
 
     def _state_of(self, requests: Sequence[Request]) -> BatchState:

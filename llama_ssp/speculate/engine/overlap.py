@@ -42,7 +42,8 @@ from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round, Stage
 from llama_ssp.speculate.engine.state import BatchState
 from llama_ssp.speculate.engine.verifier import GOES_ON, Verifier
 from llama_ssp.speculate.sampling.context import Rows
-from llama_ssp.speculate.sampling.rules import Draft, Verdict, verify_ahead
+from llama_ssp.speculate.sampling.draft import POINT_MASS, Draft, Law, PointMass, Verdict
+from llama_ssp.speculate.sampling.rules import verify_ahead
 
 
 class OverlappedRound(Round):
@@ -63,12 +64,12 @@ class OverlappedRound(Round):
         self,
         executor: Executor,
         state: BatchState,
-        in_flight_BTV: Tensor | None = None,
+        in_flight: Law = POINT_MASS,
         *,
         choice: DraftChoice,
         bucket: int,
         clock: HostClock,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Law]:
         """Run one overlapped round; see `Round.step`.
 
         A rank only waits for the other model in the exchange, and on the draft's ranks in the last stage.
@@ -87,32 +88,29 @@ class OverlappedRound(Round):
         clock.add("draft")
         if self._drafter.drafts_here:
             clock.draft_cpu_s += time.thread_time() - ran_s
-        scoring = Stage(
-            "score", partial(self._score, choice, bucket), choice, bucket, reads=self._read_by_target(),
-            repeats=self.target.repeats_operators,
-        )  # fmt: skip
-        target_BKV = executor.run(scoring, state)
+        target_BKV = executor.run(self._of_target("score", partial(self._score, choice, bucket), choice, bucket), state)
         clock.add("verify")
         uniforms_BN, following = executor.run(stage("exchange", self._exchange), state, *drafted)
         clock.add("draft", waits=True)
-        before_BTV = self._before(executor, in_flight_BTV, following)
+        before = self._before(executor, in_flight, following.law)
         deciding = stage("decide", partial(self._verify_ahead, choice=choice, keeps=keeps), repeats=True)
-        result = executor.run(deciding, state, target_BKV, uniforms_BN, following, before_BTV)
+        result = executor.run(deciding, state, target_BKV, uniforms_BN, following, before)
         clock.add("verify", waits=self._drafter.drafts_here)
-        return result, before_BTV if keeps else following.probs_BTV
+        return result, before if keeps else following.law
 
-    def _before(self, executor: Executor, in_flight_BTV: Tensor | None, following: Draft) -> Tensor | None:
-        """The probabilities of what is in flight, if any; at first a place for them, for an executor that needs one.
+    def _before(self, executor: Executor, in_flight: Law, following: Law) -> Law:
+        """The law of what is in flight; at first a place for it, for an executor that needs one.
 
-        Before the first round nothing is in flight in any row, so that their values do not count.
+        Before the first round nothing is in flight in any row, so that its values do not count.
         """
-        probs_BTV = following.probs_BTV
-        if in_flight_BTV is not None or not executor.keeps_state or probs_BTV is None:
-            return probs_BTV if in_flight_BTV is None else in_flight_BTV
-        batch_size, _, vocab_size = probs_BTV.shape
+        if isinstance(following, PointMass) or isinstance(in_flight, Tensor):
+            return in_flight
+        if not executor.keeps_state:
+            return following
+        batch_size, _, vocab_size = following.shape
         shape = batch_size, self.num_ahead + 2, vocab_size
         if self._kept_BTV is None or self._kept_BTV.shape != shape:
-            self._kept_BTV = probs_BTV.new_zeros(shape)
+            self._kept_BTV = following.new_zeros(shape)
         return self._kept_BTV
 
     def draft_rows(self, state: BatchState) -> Rows:
@@ -126,29 +124,30 @@ class OverlappedRound(Round):
         return uniforms_BN, self._drafter.exchange(draft, self.draft_rows(state))
 
     def _verify_ahead(
-        self, state: BatchState, target_BKV: Tensor, uniforms_BN: Tensor, following: Draft, before_BTV: Tensor | None,
+        self, state: BatchState, target_BKV: Tensor, uniforms_BN: Tensor, following: Draft, before: Law,
         *,
         choice: DraftChoice,
         keeps: bool,
     ) -> Tensor:  # fmt: skip
-        """Verify, commit, and say which rows keep the following block; `before_BTV` is of the one in flight, if any.
+        """Verify, commit, and say which rows keep the following block; `before` is the law of the one in flight.
 
         Returns the result (B, K + 2): the tokens in flight, then the decision.
         """
         flying_BA = state.tokens_BS.gather(1, state.lengths_B[:, None] + self._in_flight_A)
-        in_flight = Draft(flying_BA, None if before_BTV is None else before_BTV[:, 1:])
-        draws, ahead_B = self.uniforms.split(uniforms_BN), state.ahead_B
-        if following.is_certain and not self.verifier.rule.takes_best:
-            draws = draws._replace(plain_BTP=state.plain_uniforms(choice.num_tokens + 1))
-        is_plain_B1, rule = self.is_plain(choice, state), self.verifier.rule
+        in_flight = Draft(flying_BA, before if isinstance(before, PointMass) else before[:, 1:])
+        first = following.first()
+        draws, rule = self._draws(state, uniforms_BN, following, choice.num_tokens), self.verifier.rule
+        is_plain_B1 = self.is_plain(choice, state)
 
         def verdict() -> Verdict:
-            found = verify_ahead(rule, in_flight, following, target_BKV, ahead_B=ahead_B, draws=draws)
+            found = verify_ahead(rule, in_flight, first, target_BKV, ahead_B=state.ahead_B, draws=draws)
             return rule.or_plain(found, is_plain_B1, target_BKV, draws=draws)
 
         decision = self.verifier.decide(verdict, batch_size=flying_BA.shape[0])
-        result = state.commit(decision, drafted_ids_BK=flying_BA)
-        state.ahead_B.copy_((decision.flags_B1[:, 0] >= GOES_ON) * self.num_ahead)
-        if keeps and before_BTV is not None and following.probs_BTV is not None:
-            before_BTV.copy_(following.probs_BTV)
+        goes_on_B1 = decision.node_B1 > state.ahead_B[:, None]  # the next token is the first of the block that follows
+        node_B1, flags_B1 = decision.node_B1 - goes_on_B1.long(), decision.flags_B1.add(goes_on_B1, alpha=GOES_ON)
+        result = state.commit(decision._replace(node_B1=node_B1, flags_B1=flags_B1), flying_BA)
+        state.ahead_B.copy_(goes_on_B1[:, 0] * self.num_ahead)
+        if keeps and isinstance(before, Tensor):
+            before.copy_(following.drawn_law)
         return result

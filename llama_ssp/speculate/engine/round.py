@@ -43,11 +43,11 @@ from llama_ssp.speculate.drafters.ngram import NgramDrafter
 from llama_ssp.speculate.engine.clock import HostClock
 from llama_ssp.speculate.engine.held import PromptRow
 from llama_ssp.speculate.engine.state import BatchState
-from llama_ssp.speculate.engine.verifier import Verifier
+from llama_ssp.speculate.engine.verifier import Decision, Verifier
 from llama_ssp.speculate.sampling.context import Context, Rows
-from llama_ssp.speculate.sampling.rules import Draft
-from llama_ssp.speculate.sampling.trees import Topology
-from llama_ssp.speculate.sampling.uniforms import UniformTable
+from llama_ssp.speculate.sampling.draft import POINT_MASS, Draft, Law, Topology
+from llama_ssp.speculate.sampling.trees import Tree
+from llama_ssp.speculate.sampling.uniforms import Draws, UniformTable
 
 
 class DraftChoice(NamedTuple):
@@ -66,8 +66,7 @@ class Stage(NamedTuple):
 
     Attributes:
         name: in a round, each stage has its own.
-        function: maps the batch and further values to values: tensors, and tuples of values, in which None may stand.
-            It may write to the batch.
+        function: maps the batch and further values to values: tensors, and tuples of values. It may write to the batch.
         choice: how the round drafts; with the shapes of the values it decides which operators the function calls.
         reads: objects whose tensors it reads in addition to its arguments.
         repeats: it calls the same operators every time, on tensors of its arguments and of `reads`, and can be traced.
@@ -113,9 +112,9 @@ class Round:
 
     def __init__(
         self, target: Runner, *drafters: Drafter, verifier: Verifier, taps: Taps | None = None,
-        limit: DraftLimit | None = None,
+        tree: Tree | None = None, limit: DraftLimit | None = None,
     ) -> None:  # fmt: skip
-        self.target, self.taps, self.tree, self.limit = target, taps, verifier.tree, limit
+        self.target, self.taps, self.tree, self.limit = target, taps, tree, limit
         self.drafters = drafters
         self.verifier = verifier
         num_draft_tokens = max([drafter.num_draft_tokens for drafter in drafters], default=0)
@@ -142,8 +141,8 @@ class Round:
         """Make room for `batch_size` rows of `num_slots` tokens in the caches of both models."""
         self._batch_size = batch_size
         self.target.allocate(
-            batch_size=batch_size, capacity=num_slots, finds_best=self.verifier.rule.reads_best,
-            num_rolled_back=self.max_tokens_per_round - 1,
+            batch_size=batch_size, capacity=num_slots, num_rolled_back=self.max_tokens_per_round - 1,
+            reads=self.verifier.rule.reads,
         )  # fmt: skip
         if self.taps:
             self.taps.allocate(batch_size=batch_size, num_slots=num_slots)
@@ -166,9 +165,9 @@ class Round:
         drafters at the places `late` read them later (`read_late`). `deliver` gets the result of these rows; see
         `BatchState.commit`. One rank gives it away before its drafters read; several would wait for each other there.
         """
-        rows, held, draft_held = zip(*places, strict=True)
+        rows, held, draft_held, saved = zip(*places, strict=True)
         short = self._short(executor, state, "the target's prompts")
-        to_read = Prompts(prompts.tokens_BS, prompts.lengths_B, lengths, max(lengths), held, short)
+        to_read = Prompts(prompts.tokens_BS, prompts.lengths_B, lengths, max(lengths), held, saved, short)
         logits_RV = read_prompts(self.target, to_read, rows=rows, buckets=buckets, taps=self.taps)
         to_draft = to_read._replace(held=draft_held, lengths_R=prompts.prompt_lengths_B)
 
@@ -217,23 +216,29 @@ class Round:
         """Read the first tokens of one prompt into its row of the target's cache, those that are not held."""
         part = Prompts(prompts.tokens_BS, prompts.lengths_B.new_full((1,), num_tokens), [num_tokens], num_tokens)
         held = [place.target] if place.target.num_tokens else ()
-        read_prompts(self.target, part._replace(held=held), rows=[place.row], buckets=buckets, taps=self.taps)
+        read_prompts(
+            self.target,
+            part._replace(held=held, saved=[place.saved]),
+            rows=[place.row],
+            buckets=buckets,
+            taps=self.taps,
+        )
 
     def step(
         self,
         executor: Executor,
         state: BatchState,
-        in_flight_BTV: Tensor | None = None,  # noqa: ARG002 - of rounds that overlap
+        in_flight: Law = POINT_MASS,  # noqa: ARG002 - of rounds that overlap
         *,
         choice: DraftChoice,
         bucket: int,
         clock: HostClock,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Law]:
         """Run one round on a batch whose rows have at least two tokens.
 
-        It reads `bucket` cache slots, at least the longest row's length + K. In rounds that overlap, `in_flight_BTV` is
-        what the round before has returned. Returns the result (see `BatchState.commit`), and the probabilities of
-        drafted tokens that the next round verifies, if any.
+        It reads `bucket` cache slots, at least the longest row's length + K. In rounds that overlap, `in_flight` is
+        what the round before has returned. Returns the result (see `BatchState.commit`), and the law of drafted tokens
+        that the next round verifies, if any.
         """
         clock.start()
         drafted = ()
@@ -242,7 +247,7 @@ class Round:
             clock.add("draft")
         result = executor.run(self.verify_stage(choice, bucket=bucket), state, *drafted)
         clock.add("verify")
-        return result, None
+        return result, POINT_MASS
 
     def draft_stage(self, choice: DraftChoice, *, bucket: int) -> Stage:
         """Extend every row by `choice.num_tokens` drafted tokens; returns the round's uniforms and the draft."""
@@ -254,14 +259,13 @@ class Round:
 
     def verify_stage(self, choice: DraftChoice, *, bucket: int) -> Stage:
         """Score the drafted tokens with the target, verify and commit; without any, decode one token."""
-        return Stage(
-            "verify", partial(self._verify, choice, bucket), choice, bucket, reads=self._read_by_target(),
-            repeats=self.target.repeats_operators,
-        )  # fmt: skip
+        verify = partial(self._verify, choice, bucket) if choice.num_tokens else partial(self._decode, bucket)
+        return self._of_target("verify", verify, choice, bucket)
 
-    def _read_by_target(self) -> Sequence[object]:
+    def _of_target(self, name: str, function: Callable[..., Any], choice: DraftChoice, bucket: int) -> Stage:
         of_trees = (self.tree, self._nodes, self._steps_D) if self.tree else ()
-        return (self.target, self.verifier, self.last_and_drafted_W, self.taps, *of_trees)
+        reads = (self.target, self.verifier, self.last_and_drafted_W, self.taps, *of_trees)
+        return Stage(name, function, choice, bucket, reads, repeats=self.target.repeats_operators)
 
     def longest(self, choice: DraftChoice) -> int | None:
         """The longest rows that a round drafts for, which decodes longer ones plainly; None for all.
@@ -298,31 +302,33 @@ class Round:
             rows.tokens_BS.scatter_(1, behind_BK, draft.ids_BK)
         return uniforms_BN, draft
 
-    def _verify(
-        self, choice: DraftChoice, bucket: int, state: BatchState, uniforms_BN: Tensor | None = None,
-        draft: Draft | None = None,
-    ) -> Tensor:  # fmt: skip
-        if draft is None or uniforms_BN is None:
-            logits_BWV, context = self.score(state, num_drafted=0, bucket=bucket)
-            plain_BTP = self.uniforms.split(state.uniforms()).plain_BTP
-            return state.commit(self.verifier.draw(logits_BWV[:, 0], plain_BTP[:, 0], context))
-        shape = self.tree.topology_of(draft) if self.tree else None
-        if shape:
-            logits_BWV, context = self._score_nodes(state, draft, shape, bucket=bucket), None
+    def _decode(self, bucket: int, state: BatchState) -> Tensor:
+        """Plain decoding: score the last token, draw one, commit it."""
+        logits_B1V, context = self.score(state, num_drafted=0, bucket=bucket)
+        plain_BTP = self.uniforms.split(state.uniforms()).plain_BTP
+        return state.commit(self.verifier.draw(logits_B1V[:, 0], plain_BTP[:, 0], context))
+
+    def _verify(self, choice: DraftChoice, bucket: int, state: BatchState, uniforms_BN: Tensor, draft: Draft) -> Tensor:
+        """Score the draft, let the rule accept a path of it, and commit that."""
+        if isinstance(draft.nodes, Topology):
+            logits_BWV, context = self._score_tree(state, draft.ids_BK, draft.nodes, bucket=bucket), None
         else:
             logits_BWV, context = self.score(state, num_drafted=choice.num_tokens, bucket=bucket)
-        draws = self.uniforms.split(uniforms_BN, choice.num_tokens)
-        if draft.is_certain and not self.verifier.rule.takes_best:
-            depth = self.tree.depth if self.tree else choice.num_tokens
-            draws = draws._replace(plain_BTP=state.plain_uniforms(depth + 1))
         forced = self.verifier.forced
-        forced_B1 = forced.lengths(state.lengths_B - state.prompt_lengths_B) if forced else None
         decision = self.verifier.verify(
-            draft, self.verifier.process(logits_BWV, context), draws=draws, shape=shape,
-            is_plain_B1=self.is_plain(choice, state), forced_B1=forced_B1,
+            draft, self.verifier.process(logits_BWV, context),
+            draws=self._draws(state, uniforms_BN, draft, choice.num_tokens), is_plain_B1=self.is_plain(choice, state),
+            forced_B1=forced.lengths(state.lengths_B - state.prompt_lengths_B) if forced else None,
         )  # fmt: skip
-        ids_BK = draft.ids_BK if decision.path_BD is None else self._follow(state, draft, decision.path_BD)
-        return state.commit(decision, drafted_ids_BK=ids_BK)
+        return state.commit(*self._follow(state, draft, decision))
+
+    def _draws(self, state: BatchState, uniforms_BN: Tensor, draft: Draft, num_tokens: int) -> Draws:
+        """The draws of a round; certain tokens are verified by those of plain decoding, at every depth."""
+        draws = self.uniforms.split(uniforms_BN, num_tokens)
+        if draft.is_certain and not self.verifier.rule.takes_best:
+            depth = self.tree.depth if self.tree else num_tokens
+            draws = draws._replace(plain_BTP=state.plain_uniforms(depth + 1))
+        return draws
 
     def score(self, state: BatchState, *, num_drafted: int, bucket: int) -> tuple[Tensor, Context | None]:
         """The target's logits after the last token and each drafted one, and the rule's context if it needs one."""
@@ -334,21 +340,23 @@ class Round:
         logits_BWV = self.target.forward(ids_BW, positions_BW, bucket=bucket, taps=self.taps, taken_B=taken_B)
         return logits_BWV, state.rows.before(positions_BW) if self.verifier.needs_context else None
 
-    def _score_nodes(self, state: BatchState, draft: Draft, shape: Topology, *, bucket: int) -> Tensor:
-        """The target's logits after the last token and each node of a tree."""
+    def _score_tree(self, state: BatchState, ids_BN: Tensor, nodes: Topology, *, bucket: int) -> Tensor:
+        """The target's logits after the last token and each node."""
         root_B1 = state.lengths_B[:, None] - 1
-        positions_BW, places = self._nodes.places(root_B1, 0, shape.depths_BT, shape.ancestors_BTT, bucket=bucket)
-        ids_BW = torch.cat([state.tokens_BS.gather(1, root_B1), draft.ids_BK], dim=1)
+        positions_BW, places = self._nodes.places(root_B1, 0, nodes.depths_BT, nodes.ancestors_BTT, bucket=bucket)
+        ids_BW = torch.cat([state.tokens_BS.gather(1, root_B1), ids_BN], dim=1)
         return self.target.forward(ids_BW, positions_BW, bucket=bucket, taps=self.taps, tree=places)
 
-    def _follow(self, state: BatchState, draft: Draft, path_BD: Tensor) -> Tensor:
-        """Move what is kept of a path's nodes behind the text; returns their tokens (B, D)."""
+    def _follow(self, state: BatchState, draft: Draft, decision: Decision) -> tuple[Decision, Tensor]:
+        """Move what is kept of a tree's path behind the text; returns the decision on this chain, and its tokens."""
+        if not isinstance(draft.nodes, Topology):
+            return decision, draft.ids_BK
         lengths_B1 = state.lengths_B[:, None]
+        num_accepted_B1, path_BD = draft.nodes.path_to(decision.node_B1)
         from_BD, to_BD = lengths_B1 - 1 + path_BD, lengths_B1 + self._steps_D
         self.target.move(from_BD, to_BD)
         if self.taps:
             self.taps.move(from_BD, to_BD)
-        # A rank that does not decide records this with zeros, as a trace.
-        path_ids_BD = draft.ids_BK.gather(1, (path_BD - 1).clamp_min(0))
+        path_ids_BD = draft.ids_BK.gather(1, path_BD - 1)
         state.tokens_BS.scatter_(1, to_BD, path_ids_BD)
-        return path_ids_BD
+        return decision._replace(node_B1=num_accepted_B1), path_ids_BD

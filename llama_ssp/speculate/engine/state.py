@@ -144,16 +144,17 @@ class BatchState(NamedTuple):
         found_XN = self.uniforms_BMN.flatten(0, 1).index_select(0, rounds_BT.flatten())
         return found_XN[:, -PER_DRAW:].view(*rounds_BT.shape, PER_DRAW)
 
-    def commit(self, decision: Decision, *, drafted_ids_BK: Tensor | None = None) -> Tensor:
-        """Append the decided tokens to the text, up to each row's limit; drafted ones are in `tokens_BS` already.
+    def commit(self, decision: Decision, *drafted_ids_BK: Tensor) -> Tensor:
+        """Append what was decided on a chain to the text, up to each row's limit.
 
-        Returns the round's result (B, K + 3), int64: the drafted tokens, then the decision, not cut at the limits.
+        The drafted tokens, if any, are in `tokens_BS` already. Returns the round's result (B, K + 3), int64: these,
+        then the decision, not cut at the limits.
         """
         lengths_B1 = self.lengths_B.unsqueeze(1)
-        lengths_B1.add_(decision.num_accepted_B1)
+        lengths_B1.add_(decision.node_B1)
         self.tokens_BS.scatter_(1, lengths_B1, decision.next_ids_B1)
         self.lengths_B.add_(1).clamp_max_(self.limits_B)
-        return torch.cat([*([] if drafted_ids_BK is None else [drafted_ids_BK]), *decision[:3]], dim=1)
+        return torch.cat([*drafted_ids_BK, *decision], dim=1)
 
     def vacate(self, rows: int | slice, *, length: int = 2) -> None:
         """Reset rows in place to those of an empty batch: later rounds may read fewer slots than they have filled.

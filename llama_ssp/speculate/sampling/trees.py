@@ -26,47 +26,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from llama_ssp.settings.trees import TreeShape, tree_shape
+from llama_ssp.speculate.sampling.draft import POINT_MASS, Draft, Topology, Verdict, find_topology
 from llama_ssp.speculate.sampling.processors import draw, rows_at
-from llama_ssp.speculate.sampling.rules import Draft, Rule, Verdict, draw_next, plain_choices
+from llama_ssp.speculate.sampling.rules import draw_next
 from llama_ssp.speculate.sampling.uniforms import Draws
 
 _LEAST_MASS = 2.0**-100
 """Probabilities with a smaller sum count as none: their reciprocal, and shares of them, would not be exact."""
-
-
-class Topology(NamedTuple):
-    """Which node is whose child, in the trees of some rows.
-
-    Attributes:
-        parents_BN: the parent of each drafted node, int64.
-        depths_BT: the depth of each node, 0 for the root.
-        ancestors_BTT: whether row node sees column node: itself and its ancestors.
-        paths_BTD: the nodes from the root's child to each node. Beyond its depth the numbers count on as in a chain, so
-            that moving slot `path[k]` to slot k + 1, in order, moves no slot after the path.
-    """
-
-    parents_BN: Tensor
-    depths_BT: Tensor
-    ancestors_BTT: Tensor
-    paths_BTD: Tensor
-
-
-def find_topology(parents_BN: Tensor, *, depth: int) -> Topology:
-    """The topology of trees up to D = `depth` deep by the parents of their nodes, which have smaller numbers."""
-    up_BT = pad(parents_BN, (1, 0))  # the root is its own parent
-    nodes_BT = torch.ones_like(up_BT).cumsum(1) - 1
-    found = [nodes_BT]
-    for _ in range(depth):
-        found.append(up_BT.gather(1, found[-1]))
-    upwards_BTA = torch.stack(found, dim=-1)  # a node, its parent, ..., the root again and again
-    depths_BT = (upwards_BTA > 0).sum(-1)
-    num_rows, num_nodes = up_BT.shape
-    ancestors_BTT = torch.zeros(num_rows, num_nodes, num_nodes, dtype=torch.bool, device=up_BT.device)
-    ancestors_BTT.scatter_(2, upwards_BTA, torch.ones_like(upwards_BTA, dtype=torch.bool))
-    steps_D = nodes_BT[0, :1] + torch.ones(depth, dtype=torch.int64, device=up_BT.device).cumsum(0) - 1
-    above_BTD = depths_BT[..., None] - 1 - steps_D
-    paths_BTD = torch.where(above_BTD >= 0, upwards_BTA.gather(2, above_BTD.clamp_min(0)), steps_D + 1)
-    return Topology(parents_BN, depths_BT, ancestors_BTT, paths_BTD)
 
 
 class Level(NamedTuple):
@@ -131,11 +97,8 @@ class Tree:
         """The tree of a shape such as `2x2x1`; raises ValueError as `tree_shape` does."""
         return cls(tree_shape(text), device)
 
-    def topology_of(self, draft: Draft) -> Topology:
-        """The topology of each row's tree."""
-        if draft.parents_BK is not None:
-            return find_topology(draft.parents_BK, depth=self.depth)
-        num_rows, _ = draft.ids_BK.shape
+    def nodes(self, num_rows: int) -> Topology:
+        """The topology of a static tree, for each of some rows."""
         return Topology(*(table.expand(num_rows, *table.shape[1:]) for table in self.topology))
 
     def draft(self, read: ReadLevel, uniforms_BKP: Tensor, *, takes_best: bool) -> Draft:
@@ -171,7 +134,8 @@ class Tree:
             )
             above = nodes
         nothing = [torch.zeros_like(first[:, :1]) for first in probs[:1]]  # no children are drawn from the last row
-        return Draft(torch.cat(drafted, dim=1), torch.cat([*probs, *nothing], dim=1) if probs else None)
+        law = torch.cat([*probs, *nothing], dim=1) if probs else POINT_MASS
+        return Draft(torch.cat(drafted, dim=1), law, self.nodes(num_rows))
 
     def _grow(self, read: ReadLevel, *, takes_best: bool) -> Draft:
         """Draft a dynamic tree: the N most probable of the candidates, by the draft's probability of their paths.
@@ -210,7 +174,7 @@ class Tree:
         numbers_BN = torch.ones_like(chosen_BN).cumsum(1)
         numbers_BC = pad(torch.zeros_like(ids_BC), (1, 0)).scatter(1, chosen_BN + 1, numbers_BN)
         parents_BN = numbers_BC.gather(1, parents_BC.gather(1, chosen_BN))
-        return Draft(ids_BC.gather(1, chosen_BN), parents_BK=parents_BN)
+        return Draft(ids_BC.gather(1, chosen_BN), nodes=find_topology(parents_BN, depth=self.depth))
 
 
 def _children_first(children: list[list[int]], node: int = 0) -> list[int]:
@@ -249,16 +213,6 @@ def best_children(scores_BMV: Tensor, *, width: int) -> Tensor:
     if width == 1:
         return scores_BMV.argmax(-1)  # of equal scores the one that a chain takes
     return scores_BMV.topk(width).indices.flatten(1)
-
-
-def verify_path(
-    rule: Rule, tree: Tree, shape: Topology, draft: Draft, target_BTV: Tensor, *, draws: Draws
-) -> Verdict:  # fmt: skip
-    """Verify a tree of the topology `shape` against the output of the rule's `process`, as `Rule.verify` a chain."""
-    if not draft.is_certain:
-        return verify_tree(tree, draft, target_BTV, draws=draws)
-    chosen = rule.best(target_BTV) if rule.takes_best else drawn_choices(target_BTV, shape, draws)
-    return verify_certain_tree(shape, draft, *chosen)
 
 
 def verify_tree(tree: Tree, draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Verdict:
@@ -308,9 +262,7 @@ def verify_tree(tree: Tree, draft: Draft, target_probs_BTV: Tensor, *, draws: Dr
     for place in range(max(tree.shape.widths) - 1):
         laws = laws.without(ids_BW[:, place : place + 1])
         laws = laws._replace(draft_XV=laws.draft_XV * is_there_BW[:, place + 1 : place + 2])
-    chosen = draw_next(node_B1, laws.rest(), target_BV, draws.residual_BP)
-    chosen = chosen.noting(left_BT)
-    return _verdict(tree.topology_of(draft), node_B1, chosen.next_ids_B1, chosen.weights_B1)
+    return draw_next(node_B1, laws.rest(), target_BV, draws.residual_BP).noting(left_BT)
 
 
 class NodeLaws(NamedTuple):
@@ -346,42 +298,6 @@ class NodeLaws(NamedTuple):
         factor_X1 = (1 - self.reach_X1).add_(sums_X1).clamp_min_(_LEAST_MASS).reciprocal_()
         draft_XV = self.draft_XV if ids_X1 is None else _others(self.draft_XV, ids_X1)
         return NodeLaws(sums_X1 * factor_X1, factor_X1, rest_XV, draft_XV)
-
-
-def verify_certain_tree(shape: Topology, draft: Draft, chosen_BT: Tensor, weights_BT: Tensor) -> Verdict:
-    """Accept the path of the tokens that the target chooses, as far as they were drafted.
-
-    The children of each node are certain, so which ones there are says nothing about the target's choices: the text has
-    the law of these. Each node of a path holds the token that was chosen at its parent. Of equal children the first
-    counts: to take the one whose path goes on would prefer drafted tokens.
-
-    Args:
-        shape: of each row's tree.
-        draft: ids (B, N) without probabilities.
-        chosen_BT: the token that the target draws after each node, or its best one.
-        weights_BT: the weights of these.
-    """
-    _, num_nodes, depth = shape.paths_BTD.shape
-    fits_BN = chosen_BT.gather(1, shape.parents_BN) == draft.ids_BK
-    places_BN = num_nodes - torch.ones_like(draft.ids_BK).cumsum(1)  # the largest is the first
-    node_B1 = torch.zeros_like(draft.ids_BK[:, :1])
-    for _ in range(depth):
-        place_B1 = (places_BN * (fits_BN & (shape.parents_BN == node_B1))).amax(1, keepdim=True)
-        node_B1 = torch.where(place_B1 > 0, num_nodes - place_B1, node_B1)
-    return _verdict(shape, node_B1, chosen_BT.gather(1, node_B1), weights_BT.gather(1, node_B1))
-
-
-def drawn_choices(target_probs_BTV: Tensor, shape: Topology, draws: Draws) -> tuple[Tensor, Tensor]:
-    """The token that plain decoding draws after each node, at the place of its children: ids and weights."""
-    index_BTP = shape.depths_BT[..., None].expand(-1, -1, draws.plain_BTP.shape[2])
-    return plain_choices(target_probs_BTV, draws.plain_BTP.gather(1, index_BTP))
-
-
-def _verdict(shape: Topology, node_B1: Tensor, next_ids_B1: Tensor, weights_B1: Tensor) -> Verdict:
-    """The verdict that accepts the path to a node."""
-    depth = shape.paths_BTD.shape[2]
-    path_BD = shape.paths_BTD.gather(1, node_B1[..., None].expand(-1, -1, depth))[:, 0]
-    return Verdict(shape.depths_BT.gather(1, node_B1), next_ids_B1, weights_B1, path_BD)
 
 
 def _rows_of(node_B1: Tensor, target_probs_BTV: Tensor, draft_probs_BTV: Tensor) -> tuple[Tensor, Tensor]:

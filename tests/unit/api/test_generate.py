@@ -1,6 +1,7 @@
 """What `Pair.generate` takes, gives and keeps."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,6 @@ from llama_ssp.weights import hub
 from tests.helpers.in_process import launch
 from tests.helpers.lanes import heavy
 from tests.helpers.recorded import FakeRecorder
-
-pytestmark = pytest.mark.seconds
 
 TEMPLATE = (
     "{{ bos_token }}{% for each in messages %}{{ each.role }}: {{ each.content }}\n{% endfor %}"
@@ -48,7 +47,7 @@ def test_ten_calls_are_traced_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
         return trace(self, *arguments)
 
     monkeypatch.setattr(Traced, "_trace", counted)
-    fresh = Pair(models=pair.models, config=pair.config)
+    fresh = replace(pair)
     for seed in range(10):
         fresh.generate(PROMPTS[seed % 3], max_new_tokens=8, seed=seed, stop_strings="never found" if seed % 2 else ())
     assert len(traced) == 2, "the draft and the verification, each once"
@@ -63,7 +62,7 @@ def test_ten_calls_of_growing_prompts_are_captured_once(pair: Pair, monkeypatch:
         return GraphExecutor(round_, recorder=recorder)
 
     monkeypatch.setattr(decoders, "make_executor", make_executor)
-    fresh = Pair(models=pair.models, config=pair.config)
+    fresh = replace(pair)
     for number in range(10):
         fresh.generate("import os\n" * (1 + number // 4), max_new_tokens=6 + number // 2)
     assert recorder.num_recorded == 2, "the draft and the verification, each once"
@@ -101,7 +100,7 @@ def test_the_texts_are_those_of_a_run(pair: Pair, tmp_path: Path) -> None:
 
 def test_a_conversation_goes_on_from_what_the_cache_holds(pair: Pair) -> None:
     """Also where the cache has grown, and with the texts of calls that read everything."""
-    talking, prompt, found = Pair(models=pair.models, config=pair.config), list(range(300, 330)), list[Completion]()
+    talking, prompt, found = replace(pair), list(range(300, 330)), list[Completion]()
     for turn in range(5):
         found += talking.generate(prompt, max_new_tokens=60, seed=turn)
         # All but the last token of the answer, and what is new.
@@ -109,7 +108,7 @@ def test_a_conversation_goes_on_from_what_the_cache_holds(pair: Pair) -> None:
         prompt = [*prompt, *found[-1].token_ids, 7, 8, 9]
     assert len(prompt) > 256
     for turn, each in enumerate(found):
-        fresh = Pair(models=pair.models, config=pair.config)
+        fresh = replace(pair)
         (alone,) = fresh.generate(each.prompt_ids, max_new_tokens=60, seed=turn)
         assert (alone.token_ids, alone.num_reused_tokens) == (each.token_ids, 0)
     (plain,) = fresh.generate(found[-1].prompt_ids, max_new_tokens=1, plain=True)

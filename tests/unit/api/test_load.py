@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from llama_ssp import catalogue, load
 from llama_ssp.errors import ConfigError
 from llama_ssp.models.huggingface.modules import load_modules
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.ranks.comms import Comm
+from llama_ssp.models.weights import Loading
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.in_memory import weights_of
@@ -20,8 +21,6 @@ from tests.helpers.models import build_checkpoint, tiny_model
 from tests.helpers.other_tokenizer import PROMPT, save_pair
 from tests.helpers.packed_checkpoints import pack_checkpoint
 from tests.helpers.repository import ROOT
-
-pytestmark = pytest.mark.seconds
 
 TINY, DRAFT = (hub.resolve(catalogue.load(name)) for name in ("tiny", "tiny-draft"))
 
@@ -67,7 +66,7 @@ def test_weights_in_memory_are_those_of_the_saved_files(tmp_path: Path, family: 
 def test_families_whose_files_have_other_names_load_from_memory(family: str) -> None:
     model = tiny_model(family)
     held = weights_of(model, what="target")
-    loaded = load_modules(held, dtype=None, device=torch.device("cpu"), comm=Comm.single())
+    loaded = load_modules(Loading(held))
     for name, values in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], values), name
 
@@ -133,6 +132,20 @@ def test_a_quantized_checkpoint_is_loaded_as_it_is_stored(tmp_path: Path) -> Non
     assert texts[0] == texts[1]
     with pytest.raises(ConfigError, match="holds fp8_weight_only weights, which are read as they are"):
         load(tmp_path / "packed", quantization=("nf4", None))
+
+
+def test_what_ranks_of_their_own_cannot_have_is_refused_before_they_start(
+    models: tuple[PreTrainedModel, PreTrainedModel], tokenizer: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[dict[str, Any]] = [{"model": models[0]}, {"draft": models[1]}, {"tokenizer": tokenizer}]
+    for given in refused:
+        [name] = given
+        with pytest.raises(ConfigError, match=f"^{name} is a .*, which the processes of ranks= do not have: give its"):
+            load(**{"model": "tiny", **given}, ranks=2)
+    for variable, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match="ranks=2: torchrun has started 1 already, so leave ranks= out"):
+        load("tiny", ranks=2)
 
 
 def test_a_plan_needs_no_torch() -> None:

@@ -1,6 +1,7 @@
 """Public checkpoints by their config.json: one verdict of plan and run, and the bytes of transformers' own modules."""
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,22 @@ import transformers
 import yaml
 from transformers import CONFIG_MAPPING
 
+from llama_ssp import catalogue
 from llama_ssp.architectures.family import kept_whole, kinds, record_of
 from llama_ssp.architectures.matrices import WholeParts
-from llama_ssp.architectures.reading import check_readable, read_config
+from llama_ssp.architectures.reading import check_readable, read_config, read_stored_format
 from llama_ssp.catalogue import Dtype, ModelConfig
+from llama_ssp.errors import CheckpointError
 from llama_ssp.models import loading
 from llama_ssp.models.huggingface.modules import build_empty
 from llama_ssp.models.tensor_parallel import shard
+from llama_ssp.models.weights import Matched
 from llama_ssp.planning.memory import model_bytes, rank_shares
-from llama_ssp.planning.spec import planned_model
+from llama_ssp.planning.spec import PlannedModel, planned_model
 from llama_ssp.ranks.comms import Comm
+from llama_ssp.run.checkpoints import read_tokenizer
 from llama_ssp.settings.schema import TargetKind
+from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import Checkpoint, inspect, shape_of
 from tests.helpers import library_kinds
 from tests.helpers.models import refusal
@@ -53,8 +59,7 @@ def whole(value: Any) -> Any:  # noqa: ANN401 - YAML
 def test_plan_and_run_have_one_verdict_and_count_the_bytes_of_the_modules(
     given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("find_sources", "sources_of"):  # the files are not here
-        monkeypatch.setattr(loading, name, lambda *_args, **_options: {})
+    monkeypatch.setattr(Matched, "_found", lambda *_args, **_options: {})  # the files are not here
     content = whole(given["config"])
     content.pop("quantization_config", None)
     (tmp_path / "config.json").write_text(json.dumps(content))
@@ -94,3 +99,46 @@ def test_names_and_defaults_are_those_of_the_library() -> None:
 def test_a_config_that_leaves_all_to_its_family_has_the_sizes_of_the_library(kind: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     assert read_config(tmp_path)[0] == shape_of(CONFIG_MAPPING[kind]())
+
+
+LLAMA = {"model_type": "llama", "num_hidden_layers": 2}
+CODE = {"AutoTokenizer": ["tokenization_other.OtherTokenizer", None]}
+
+
+@pytest.mark.parametrize(
+    ("file", "quantization", "counted"),
+    [
+        ("hf_quant_config.json", {"quant_algo": "FP8"}, "fp8_weight_only"),
+        ("hf_quant_config.json", {"quant_algo": "NVFP4", "group_size": 16}, "nvfp4"),
+        ("config.json", {"group_size": 64, "bits": 4}, "int4_weight_only"),
+    ],
+    ids=["ModelOpt fp8", "ModelOpt nvfp4", "MLX"],
+)
+def test_a_quantization_that_another_file_or_field_names_is_planned(
+    file: str, quantization: dict[str, Any], counted: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / file).write_text(json.dumps(LLAMA | {"quantization": quantization}))
+    found = read_stored_format(tmp_path, read_config(tmp_path)[0])
+    assert found
+    assert found.planned == counted
+    if "bits" in quantization:
+        with pytest.raises(CheckpointError, match='quant_method "mlx"'):
+            check_readable(tmp_path, "none")
+
+
+def test_code_that_a_tokenizer_names_is_passed_over(tmp_path: Path) -> None:
+    for file in hub.resolve(catalogue.load("tiny")).glob("*.json"):
+        shutil.copy(file, tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": CODE}))
+    wanted = read_tokenizer(hub.resolve(catalogue.load("tiny")))
+    assert read_tokenizer(tmp_path)("def f").input_ids == wanted("def f").input_ids
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe_lite"])
+def test_every_rank_caches_the_latent_of_a_token(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "num_hidden_layers": 61}))
+    shape, _ = read_config(tmp_path, describes=False)
+    model = PlannedModel(name="mine", shape=shape, dtype=Dtype.bf16, quantization="none")
+    assert model.slot_bytes(shape.num_key_value_heads) == model.slot_bytes(1) == 61 * (512 + 64) * 2

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
@@ -20,8 +19,6 @@ from benchmarks.first_hour.runner import FAIL, HANG, PASS, SKIP, SKIPPED, Step
 from benchmarks.first_hour.step import Where
 from llama_ssp.catalogue import Dtype
 from llama_ssp.kernels.heads import Sequences
-
-pytestmark = pytest.mark.seconds
 
 CPU = Where(torch.device("cpu"), is_small=True)
 Attend = Callable[..., Tensor]
@@ -186,15 +183,3 @@ def test_ranks_share_a_gpu_only_if_they_are_told_to(num_ranks: int, monkeypatch:
     hosts = [shared_gpu.variables(rank, (2, 28, 9))["NCCL_HOSTID"] for rank in "01"]
     assert len({*hosts}) == len(hosts)
     assert "NCCL_HOSTID" not in shared_gpu.variables("0", (2, 30, 7))
-
-
-@pytest.mark.slow
-def test_two_ranks_under_the_launcher_print_what_one_rank_prints(tmp_path: Path) -> None:
-    texts = []
-    for ranks in (["-m"], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]):
-        run_dir = tmp_path / str(len(ranks))
-        settings = ["task=generate", "device=cpu", "prompt=import os", "max_new_tokens=4", f"run_dir={run_dir}"]
-        launched = ["benchmarks.first_hour.shared_gpu", "launch/run.py", *settings, "quiet=true", "sampling=greedy"]
-        subprocess.run([sys.executable, *ranks, *launched], cwd=runner.ROOT, check=True, capture_output=True)
-        texts.append(json.loads((run_dir / "run.jsonl").read_text())["token_ids"])
-    assert texts[0] == texts[1]

@@ -10,10 +10,7 @@ import pytest
 
 from benchmarks.gpu_peers import __main__ as command
 from benchmarks.gpu_peers.__main__ import Peer, measure, start, turns_of, warm
-from benchmarks.gpu_peers.table import text
 from benchmarks.measured import Row
-
-pytestmark = pytest.mark.seconds
 
 PROGRAM = """
 import os, sys, time
@@ -89,23 +86,3 @@ def test_no_prompt_is_read_twice_in_a_turn_or_in_the_next_one() -> None:
     turns = turns_of(Namespace(temperatures=[0.0, 0.8], max_new_tokens=9, turns=3), range(50), num_tokens=4)
     firsts = [request["prompts"][0][0] for turn in turns for request in turn]
     assert len({*firsts}) == len(firsts) == 20
-
-
-def test_a_table_has_medians_and_says_how_acceptance_was_set() -> None:
-    cell = {"prompt_tokens": 6, "temperature": 0.8, "first_s": [0.01, 0.02, 0.01]}
-    row: Row = {
-        "target": "7B", "draft": "small", "agreement": 0.8, "num_draft_tokens": 4, "max_new_tokens": 11, "turns": 3,
-        "device": "GPU", "copy_bytes_per_s": 2e12, "peers": {"torch": "2.11", "ours": "1"}, "target_bytes": 8e9,
-        "draft_bytes": 1e9, "lost": {"vLLM, plain": "not here: no interpreter"},
-        "cells": [
-            cell | {"line": "ours, plain", "drafts": False, "s": [0.06, 0.09, 0.05], "rounds": [10, 10, 10]},
-            cell | {"line": "ours, speculative", "drafts": True, "s": [0.05, 0.07, 0.03], "rounds": [5, 5, 2]},
-        ],
-    }  # fmt: skip
-    how, table, line = text(row).split("\n\n")
-    assert "agreement set to 0.8" in how
-    assert "a copy moves 2 TB/s" in how
-    assert table.splitlines()[2:] == [
-        "| ours, plain | 5.45 | 5.00 |  | 80% | 10.0 |", "| ours, speculative | 4.55 | 10.00 | 2.00 | 60% | 10.0 |",
-    ]  # fmt: skip
-    assert line == "vLLM, plain: not here: no interpreter."

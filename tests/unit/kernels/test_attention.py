@@ -15,7 +15,7 @@ from llama_ssp.cpu.compiled import has_features
 from llama_ssp.kernels.attention import ALL, NEEDS, Attention, by_torch, find_attention
 from llama_ssp.kernels.rows import SINGLES, KeptRows, rows_of
 from llama_ssp.models.runner import nearest
-from llama_ssp.speculate.sampling.trees import find_topology
+from llama_ssp.speculate.sampling.draft import find_topology
 from llama_ssp.storage.formats import CACHES
 from tests.helpers.lanes import pairs
 

@@ -1,5 +1,6 @@
-"""Times: against published tables, and what each piece of the sum must do."""
+"""Times: what each piece of a round must cost, also of rounds that overlap and of drafts with their own tokenizer."""
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -8,19 +9,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_ssp import catalogue
-from llama_ssp.architectures.engine import ENGINE_KERNELS
+from llama_ssp.architectures.engine import ENGINE_KERNELS, MOST_PIECES
 from llama_ssp.architectures.family import inventory
 from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware
-from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.planning.acceptance import constant, tree_tokens
-from llama_ssp.planning.memory import kv_bytes_per_token, model_bytes, step_bytes
-from llama_ssp.planning.spec import planned_model
-from llama_ssp.planning.timing import OPERATORS_PER_LAYER, CostModel, round_messages
-from llama_ssp.settings.schema import DraftLayout, TargetKind
+from llama_ssp.machines.hardware import HardwareConfig, load
+from llama_ssp.models.prefill import Buckets
+from llama_ssp.planning.acceptance import (
+    constant,
+    overlapped_corrections,
+    overlapped_tokens,
+    tokens_per_round,
+    tree_tokens,
+)
+from llama_ssp.planning.memory import kv_bytes_per_token, memory, model_bytes, step_bytes
+from llama_ssp.planning.plan import document, make_plan
+from llama_ssp.planning.search import search
+from llama_ssp.planning.spec import PlanSpec, planned_model
+from llama_ssp.planning.timing import OPERATORS_PER_LAYER, CostModel, OverlappedTime, round_messages
+from llama_ssp.settings.schema import DraftLayout, SamplingConfig, TargetKind, VerificationConfig
 from llama_ssp.settings.trees import tree_shape
+from llama_ssp.speculate.sampling.rules import make_rule
+from tests.helpers.own_vocabulary import intersection_drafter
 from tests.helpers.planning import make_spec, small_model, times_of
+from tests.helpers.prefix_runner import PrefixRunner
 
 A100 = hardware.load("8xa100_80gb")
 
@@ -141,14 +154,12 @@ def test_the_bytes_of_a_round_follow_from_the_placement(
     assert [*round_messages(spec, 0)] == ["verdict"] * (len(target + draft) > 2), "of a plain token"
 
 
-def test_a_tree_by_look_up_costs_its_verification_alone_and_its_verdict_names_a_path() -> None:
+def test_a_tree_by_look_up_costs_its_verification_alone() -> None:
     plain, tree = make_spec("13B", num_ranks=2, num_draft_tokens=9), tree_shape("3x1x1")
-    chain, spec = (replace(plain, free_draft="ngram", tree=shape) for shape in (None, tree))
+    spec = replace(plain, free_draft="ngram", tree=tree)
     timed, clock = times_of(spec, A100), CostModel(spec, A100)
     assert timed.round_s == pytest.approx(clock.forward(clock.target, 10).total_s + clock.verdict_s(9))
     assert timed.tokens_per_round == pytest.approx(tree_tokens(constant(0.8, 3), tree), rel=0.01)
-    sizes = [round_messages(drafted, 9)["verdict"].payload_bytes for drafted in (chain, spec)]
-    assert sizes[1] - sizes[0] == ID * tree.depth
     assert round_messages(spec, 0) == round_messages(plain, 0)
 
 
@@ -211,3 +222,110 @@ def test_a_short_prompt_on_a_gpu_is_a_graph_or_takes_as_long_as_its_launches_and
     batches = [times_of(replace(spec, batch_size=rows), machine).prefill_s for rows in (10, 22)]
     assert batches[0] < 1.2 * short.prefill_s, "60 tokens are read as 64"
     assert batches[1] == pytest.approx(launches_s, rel=0.01)
+
+
+def simulated(acceptance: float, num_drafted: int, *, num_rounds: int = 200_000) -> tuple[float, float]:
+    """Tokens and rejections per round, of rounds that are played out."""
+    numbers, num_tokens, num_rejections, num_examined = random.Random(5), 0, 0, 1
+    for _ in range(num_rounds):
+        accepted = next((n for n in range(num_examined) if numbers.random() >= acceptance), num_examined)
+        goes_on = accepted == num_examined
+        num_tokens += accepted + (not goes_on)
+        num_rejections += not goes_on
+        num_examined = num_drafted if goes_on else 1
+    return num_tokens / num_rounds, num_rejections / num_rounds
+
+
+@pytest.mark.parametrize(("acceptance", "num_drafted"), [(0.5, 1), (0.9, 2), (0.5, 4), (0.9, 8)])
+def test_the_renewal_model_is_what_rounds_yield_on_average(acceptance: float, num_drafted: int) -> None:
+    tokens, rejections = simulated(acceptance, num_drafted)
+    assert overlapped_tokens(acceptance, num_drafted) == pytest.approx(tokens, rel=0.01)
+    assert overlapped_corrections(acceptance, num_drafted) == pytest.approx(rejections, rel=0.02)
+
+
+def test_shares_of_a_round_add_up() -> None:
+    time = OverlappedTime(draft_s=4.0, forward_s=3.0, exchange_s=0.5, verdict_s=0.5)
+    assert time.round_s == pytest.approx(5.0)
+    forecast = time.document(1.0, 4)
+    assert forecast["target_idle_share"] == pytest.approx(1.5 / 5)
+    assert forecast["draft_idle_share"] == pytest.approx(1.0 / 5)
+    assert forecast["dropped_share"] == 0
+    assert time.document(0.0, 4)["dropped_share"] == 1
+
+
+def apart(**changes: Any) -> PlanSpec:  # noqa: ANN401 - fields
+    """A spec on two ranks of a CPU."""
+    kind, ranks = DraftLayout.own_gpu, (1,)
+    return make_spec(
+        "tiny", "tiny-draft", draft_kind=kind, draft_ranks=ranks, device="cpu", cuda_graphs=False, **changes
+    )
+
+
+def test_a_plan_of_rounds_that_overlap_has_their_time_and_shares() -> None:
+    machine = replace(load("laptop_cpu"), num_gpus=2)
+    ranked = [choice for choice in search(apart(), machine) if choice["overlaps"]]
+    assert {choice["draft_kind"] for choice in ranked} == {"own_gpu"}
+    assert all("speculation.overlap=true" in choice["settings"] for choice in ranked)
+    one_by_one, at_once = times_of(apart(), machine), times_of(apart(overlap=True), machine)
+    assert one_by_one.overlap is None
+    assert at_once.round_s < one_by_one.round_s
+    assert at_once.tokens_per_round == pytest.approx(overlapped_tokens(0.8, 4))
+    assert one_by_one.tokens_per_round == pytest.approx(tokens_per_round(constant(0.8, 4)))
+    assert document(make_plan(apart(overlap=True), machine))["time"]["overlap"]["dropped_share"] < 1
+
+
+def test_a_plan_warns_where_overlapping_makes_a_token_slower_and_nowhere_else() -> None:
+    machine = replace(load("laptop_cpu"), num_gpus=2)
+    warned = set()
+    for number in (1, 2, 4, 8):
+        in_turn = apart(num_draft_tokens=number)
+        overlapped = replace(in_turn, overlap=True)
+        slow_s, fast_s = (times_of(spec, machine).speculative_s for spec in (overlapped, in_turn))
+        sentences = [text for text in make_plan(overlapped, machine).warnings if "speculation.overlap" in text]
+        wanted = (
+            f"overlapping drafting and verification does not gain: forecast {1e3 * slow_s:.3f} ms/token with "
+            f"speculation.overlap=true, {1e3 * fast_s:.3f} with speculation.overlap=false"
+        )
+        assert sentences == ([wanted] if slow_s > fast_s else [])
+        assert not [text for text in make_plan(in_turn, machine).warnings if "speculation.overlap" in text]
+        warned.add(slow_s > fast_s)
+    assert warned == {True, False}
+
+
+def test_on_gpus_a_plan_counts_what_overlapping_keeps() -> None:
+    """The probabilities in flight on the rank that verifies."""
+    machine = replace(load("g5_12xlarge"), num_gpus=2)
+    spec = make_spec("13B_8bit", "7B", draft_kind=DraftLayout.own_gpu, draft_ranks=(1,))
+    before, after = (memory(replace(spec, overlap=overlaps), machine) for overlaps in (False, True))
+    probabilities = 4 * spec.round_positions * spec.target.shape.vocab_size
+    assert after[0].logits_bytes - before[0].logits_bytes == probabilities
+
+
+def test_the_draft_has_two_slots_for_each_of_the_targets_as_far_as_its_context_goes() -> None:
+    spec = make_spec("gpt_neox_20B", "gpt_neo_1.3B", prompt_tokens=500)
+    own = replace(spec, own_tokenizer=True)
+    (before,), (after,) = memory(spec, A100), memory(own, A100)
+    assert after.draft_cache_bytes == 2 * before.draft_cache_bytes
+    assert after.target_cache_bytes == before.target_cache_bytes
+    assert after.logits_bytes >= before.logits_bytes
+    assert replace(own, prompt_tokens=1900).draft_slots == 2048
+    tight = replace(own, prompt_tokens=1984)
+    assert tight.draft_slots == tight.num_slots > 2048
+
+
+def test_the_engine_allocates_what_is_planned() -> None:
+    spec = replace(make_spec("gpt_neox_20B", "gpt_neo_1.3B", prompt_tokens=100), own_tokenizer=True)
+    runner = PrefixRunner(9)
+    drafter = intersection_drafter(runner, make_rule(SamplingConfig(), VerificationConfig()))
+    drafter.allocate(batch_size=1, num_slots=spec.num_slots)
+    assert runner.slots.cache.shape[1] == spec.draft_slots
+    buckets = Buckets(step=64, num_slots=spec.num_slots)
+    assert drafter.own_bucket(buckets.covering(100)) == 256
+    assert drafter.own_bucket(spec.num_slots) == spec.draft_slots
+
+
+def test_the_first_forward_of_a_round_reads_all_pieces_of_a_token() -> None:
+    own = replace(make_spec("gpt_neox_20B", "gpt_neo_1.3B"), own_tokenizer=True)
+    costs = CostModel(own, A100)
+    drafting_s = costs.draft_step_s(MOST_PIECES + 1) + 3 * costs.draft_step_s(1)
+    assert times_of(own, A100).round_s == pytest.approx(drafting_s + costs.verify_s(4))

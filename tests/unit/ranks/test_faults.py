@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from llama_ssp.errors import CapacityError, ConfigError, InterruptedRun, LostRankError, SspError
 from llama_ssp.ranks import failures
-from llama_ssp.ranks.failures import ControlChannel, Phase, _from_message, guard, unify_failure
+from llama_ssp.ranks.failures import ControlChannel, Phase, from_message, guard, unify_failure
 from llama_ssp.ranks.memory import exhaustion
 from llama_ssp.ranks.process import STOP_SIGNALS
 
@@ -88,7 +88,7 @@ def test_an_end_is_a_sentence_that_names_ranks_phase_and_cause(
     assert "\n" not in str(found)
     for number in STOP_SIGNALS:
         signal.raise_signal(number)  # is ignored
-    assert type(_from_message(watch.agreed[0])) is kind
+    assert type(from_message(watch.agreed[0])) is kind
 
 
 def test_an_interrupt_by_the_alarm_of_a_killed_rank_says_how_that_rank_was_lost() -> None:

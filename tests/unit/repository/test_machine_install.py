@@ -9,10 +9,7 @@ import pytest
 
 from tests.helpers.repository import ROOT
 
-pytestmark = [
-    pytest.mark.seconds,
-    pytest.mark.skipif(Path("/dev/kfd").exists(), reason="an AMD driver is loaded, which cannot be hidden"),
-]
+pytestmark = pytest.mark.skipif(Path("/dev/kfd").exists(), reason="an AMD driver is loaded, which cannot be hidden")
 
 SYSTEM_TOOLS = "awk bash cat cksum cp dirname grep mkdir mv sed sh timeout tr wc"
 PROGRAMS = {

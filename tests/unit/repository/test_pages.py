@@ -5,17 +5,19 @@ and checked with its own overrides; any other needs a row in TESTED, which says 
 run here, blocks marked `yaml` are entries of the catalogue.
 """
 
+import doctest
 import re
 import shlex
 import subprocess
 import sys
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 import yaml
 
 from benchmarks.readme import TEXTS, filled, made_files
+from docs.hooks import repository, settings
 from llama_ssp import plan as load_plan
 from llama_ssp.harness.__main__ import INSTALL as INSTALL_HARNESS
 from llama_ssp.run.commands import plan
@@ -23,9 +25,7 @@ from llama_ssp.run.commands.own_ranks import read_start
 from llama_ssp.run.commands.run import read_options
 from llama_ssp.settings.compose import compose, to_run_config
 from llama_ssp.storage.formats import BITSANDBYTES
-from tests.helpers.repository import ROOT, files
-
-pytestmark = pytest.mark.seconds
+from tests.helpers.repository import ROOT, files, modules
 
 TESTED = {
     r"git clone \S+": "a newcomer",
@@ -38,12 +38,15 @@ TESTED = {
     r"\.venv/bin/python -m pip install -e '\.\[[a-z-]+\]' -c \.venv/constraints\.txt": "what the messages say",
     r"\.venv/bin/python -m llama_ssp\.harness .*": "tests/unit/harness",
     r"\.venv/bin/python -m benchmarks\.\w+( --(store|write))?": "tests/unit/benchmarks",
+    r"(\.venv/bin/llama-ssp run ranks=2 --script|torchrun --nproc-per-node 2|srun --ntasks 2 python) study\.py": (
+        "tests/distributed/test_python.py"
+    ),
     r"\.venv/bin/pre-commit install": "CI runs the same checks",
     r"printf '[^']*' > prompts\.txt": "test_the_file_of_prompts_is_made_as_the_pages_say",
 }
 LAUNCH = re.compile(
     r"([A-Z_]+=\S+ )*((\.venv/bin/)?(torchrun( --[a-z-]+ \S+)+|python) launch/run\.py|sbatch( --[a-z-]+ \S+)+ "
-    r"launch/slurm\.sbatch|\.venv/bin/llama-ssp (run|calibrate))(?P<words>.*)"
+    r"launch/slurm\.sbatch|\.venv/bin/llama-ssp (run|calibrate))(?P<words>((?!--script).)*)"
 )
 PLAN = re.compile(r"(\.venv/bin/)?(python launch/plan\.py|llama-ssp plan)(?P<words>.*)")
 TWO_COMMANDS = [
@@ -176,3 +179,98 @@ def test_the_forecasts_of_the_tutorial_are_those_of_plans() -> None:
 
 def test_the_readme_is_a_page_and_a_half() -> None:
     assert len(pages()[Path("README.md")].splitlines()) <= 160
+
+
+SECTIONS = ["Question", "Method", "Result", "Decision"]
+
+
+def test_the_map_names_every_module_and_every_file_of_settings_with_its_first_sentence() -> None:
+    shown = {folder.path / name: sentence for folder in repository.folders() for name, sentence in folder.files.items()}
+    python = [path for path in modules(*repository.FOLDERS) if path.name != "__init__.py"]
+    yaml = [path for path in files() if path.parts[0] == "conf"]
+    wanted = {PurePosixPath(path.as_posix()) for path in [*python, *yaml]}
+    assert {str(path) for path in wanted if not shown.get(path)} == set()
+    text = repository.map_page()
+    assert {str(path) for path in wanted if f"`{path.name}`" not in text} == set()
+
+
+def test_every_package_says_what_it_is_for() -> None:
+    packages = [folder for folder in repository.folders() if folder.path.parts[0] == repository.PACKAGE]
+    assert [str(folder.path) for folder in packages if not folder.sentence] == []
+
+
+def test_every_public_module_has_a_page_of_the_api() -> None:
+    pages = repository.api_pages()
+    for path in modules(repository.PACKAGE):
+        name = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+        below = PurePosixPath(*path.parts[1:]).with_suffix(".md")
+        assert path.name == "__init__.py" or pages[f"api/{below}"] == f"::: {name}\n"
+
+
+def test_every_setting_has_a_meaning() -> None:
+    assert [each.key for each in settings.described() if not each.meaning] == []
+
+
+def test_every_finding_has_a_question_a_method_a_result_and_a_decision_and_the_newest_comes_first() -> None:
+    for page in (ROOT / "docs" / "findings").glob("*.md"):
+        entries = re.split(r"^## ", page.read_text(), flags=re.MULTILINE)[1:]
+        for entry in entries:
+            found = re.findall(r"^- \*(\w+)\.\* \S", entry, re.MULTILINE)
+            assert found == SECTIONS or re.search(r"^\| question \|.*\| decision \|$", entry, re.MULTILINE), entry[:60]
+        days = [entry[:10] for entry in entries]
+        assert days == sorted(days, reverse=True), page
+
+
+@pytest.mark.parametrize("front", ["README.md", "docs/index.md"])
+@pytest.mark.parametrize(
+    ("wanted", "page", "anchor"),
+    [
+        ("own GPU", "guides/placement.md", "Put the draft on its own GPU"),
+        ("exit code 3", "reference/runs.md", "Exit codes"),
+        ("add a drafter", "extending.md", "A drafter"),
+    ],
+)
+def test_what_readers_ask_first_is_one_click_from_the_front_page(
+    front: str, wanted: str, page: str, anchor: str
+) -> None:
+    rows = [line for line in (ROOT / front).read_text().splitlines() if line.startswith("|") and wanted in line]
+    assert any(page in row for row in rows)
+    assert f"# {anchor}\n" in (ROOT / "docs" / page).read_text()
+
+
+PAGE = "docs/guides/python.md"
+
+
+def cells(text: str) -> str:
+    """The page's cells as one session, each at its own lines."""
+    kept, is_cell = [], False
+    for line in text.splitlines():
+        if line.startswith("```"):
+            is_cell = line == "```pycon"
+            kept.append("")
+        else:
+            kept.append(line if is_cell else "")
+    return "\n".join(kept) + "\n"
+
+
+def run(text: str) -> tuple[str, int]:
+    """Run a page; returns what differs, and the number of cells' statements."""
+    differences: list[str] = []
+    session = doctest.DocTestParser().get_doctest(cells(text), {}, PAGE, PAGE, 0)
+    found = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS, verbose=False).run(session, out=differences.append)
+    return "".join(differences), found.attempted
+
+
+@pytest.mark.heavy
+def test_every_cell_of_the_notebook_shows_what_the_page_says() -> None:
+    text = (ROOT / PAGE).read_text()
+    differences, num_statements = run(text)
+    assert differences == ""
+    assert num_statements == len(re.findall(r"^>>> ", text, re.MULTILINE)) > 20
+
+
+def test_a_cell_that_shows_something_else_is_found() -> None:
+    page = "```pycon\n>>> number = 2\n```\n\n    >>> not_a_cell\n\n```pycon\n>>> number + 1\n4\n```\n"
+    differences, num_statements = run(page)
+    assert "Expected:\n    4\nGot:\n    3" in differences
+    assert num_statements == 2

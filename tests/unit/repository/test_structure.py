@@ -1,16 +1,29 @@
-"""Holds the tree to the habits that no linter knows: docstrings, one name for one thing, nothing of one machine."""
+"""Holds the tree to its habits: docstrings, names, private names of libraries, pins, lanes, one-way imports."""
 
 import ast
+import importlib
+import os
 import re
+import shutil
+import subprocess
+import sys
+import tomllib
 from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from itertools import chain, combinations, product
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
+from tests.helpers.lanes import grid
+from tests.helpers.private_names import PRIVATE_NAMES
 from tests.helpers.repository import PYTHON_FOLDERS, ROOT, files, modules, tree_of
 
-pytestmark = pytest.mark.seconds
 MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|home/\w+)/")
 INSTALL_FILES = re.compile(r"pyproject\.toml|constraints.*\.txt|machine-install\.sh|\.ci/run|justfile|\.pre-commit.*")
 PUBLIC_HOSTS = {"download.pytorch.org"}
@@ -65,3 +78,196 @@ def _code(path: Path) -> str:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             node.value = ast.Constant(0)
     return ast.unparse(tree)
+
+
+PACKAGES = ("torch", "transformers", "hydra", "omegaconf", "accelerate", "huggingface_hub", "safetensors")
+_OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields"}
+
+
+def find(name: str) -> object:
+    """What a dotted name stands for; AttributeError where a part of it is gone."""
+    package, *rest = name.split(".")
+    found: object = importlib.import_module(package)
+    for part in rest:
+        path = f"{getattr(found, '__name__', '')}.{part}"
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            try:
+                found = importlib.import_module(path)
+            except ImportError:
+                raise AttributeError(part) from None
+    return found
+
+
+@cache
+def used() -> dict[str, str]:
+    """Private names of other packages, with a file that uses each; those of objects begin with a full stop."""
+    trees = {path: tree_of(path) for path in modules("llama_ssp", "launch", "training")}
+    ours = _OF_NAMED_TUPLES.union(*map(_defined, trees.values()))
+    return {name: str(path) for path, tree in trees.items() for name in _foreign(tree, ours)}
+
+
+def _defined(tree: ast.AST) -> set[str]:
+    names = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return names | {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+    }
+
+
+def _foreign(tree: ast.AST, ours: set[str]) -> Iterator[str]:
+    imported = _imports(tree)
+    yield from (name for name in imported.values() if _is_foreign(name) and _is_private(name))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            root, _, rest = ast.unparse(node).partition(".")
+            name = imported.get(root, root)
+            if _is_foreign(name) and re.fullmatch(r"[\w.]+", rest):
+                yield from [f"{name}.{rest}"] if _is_private(rest) else []
+            elif _is_private(node.attr) and node.attr not in ours and name not in sys.stdlib_module_names:
+                yield f".{node.attr}"
+
+
+def _imports(tree: ast.AST) -> dict[str, str]:
+    """What each imported name of a module stands for."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {each.asname: each.name for each in node.names if each.asname}
+            found |= {root: root for each in node.names if (root := each.name.partition(".")[0])}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
+    return found
+
+
+def _is_foreign(name: str) -> bool:
+    return name.partition(".")[0] in PACKAGES
+
+
+def _is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
+
+
+def is_listed(name: str) -> bool:
+    """Whether a used name, or what it is a part of, is on the list."""
+    if name.startswith("."):
+        return any(each.endswith(name) for each in PRIVATE_NAMES)
+    return any(f"{name}.".startswith(f"{each}.") or each.startswith(f"{name}.") for each in PRIVATE_NAMES)
+
+
+@pytest.mark.parametrize("name", PRIVATE_NAMES)
+def test_a_private_name_on_the_list_exists_in_the_installed_version(name: str) -> None:
+    package = importlib.import_module(name.partition(".")[0])
+    try:
+        find(name)
+    except AttributeError:
+        used_by = {path for use, path in used().items() if use.rpartition(".")[2] == name.rpartition(".")[2]}
+        pytest.fail(f"{package.__name__} {package.__version__} lacks {name} ({PRIVATE_NAMES[name]}), used by {used_by}")
+
+
+def test_every_private_name_in_use_is_on_the_list() -> None:
+    missing = {name: path for name, path in used().items() if not is_listed(name)}
+    assert missing == {}, "private names of other packages: add each to tests/helpers/private_names.py, with a reason"
+
+
+def test_every_name_on_the_list_is_in_use() -> None:
+    uses = tuple(f"{name}." for name in used())
+    idle = [
+        name
+        for name in PRIVATE_NAMES
+        if not any(use.startswith(f"{name}.") for use in uses) and f".{name.split('.')[-1]}." not in uses
+    ]
+    assert idle == [], "no file uses these any more: remove them from tests/helpers/private_names.py"
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def pins(name: str) -> dict[str, str]:
+    """Read a constraints file: the version of each package."""
+    lines = [line for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")]
+    return {canonicalize_name(package): version for package, version in (line.split("==") for line in lines)}
+
+
+def ranges() -> dict[str, SpecifierSet]:
+    """Read pyproject.toml: what each other package may be, the extras included."""
+    lines = [*PROJECT["dependencies"], *chain(*PROJECT["optional-dependencies"].values())]
+    found = [requirement for requirement in map(Requirement, lines) if requirement.name != PROJECT["name"]]
+    return {canonicalize_name(requirement.name): requirement.specifier for requirement in found}
+
+
+def test_every_dependency_is_pinned_within_its_range() -> None:
+    pinned = pins("constraints.txt")
+    assert {name for name, allowed in ranges().items() if name not in pinned or pinned[name] not in allowed} == set()
+
+
+def test_the_lowest_pins_are_the_lower_ends_of_the_ranges() -> None:
+    lowest = {name: version for name, version in pins("constraints-lowest.txt").items() if name in ranges()}
+    assert {
+        name for name, version in lowest.items() if f">={version.removesuffix('.0')}" not in str(ranges()[name])
+    } == set()
+
+
+def test_in_a_grid_every_two_values_meet_in_a_case_that_runs_always_and_no_case_is_lost() -> None:
+    axes = {"a": [1, 2, 3], "b": "xyz", "c": [False, True], "d": [None, 5]}
+    cases = grid(**axes).args[1]
+    assert [case.values for case in cases] == list(product(*axes.values()))
+    always = [case.values for case in cases if not case.marks]
+    assert all(mark.name == "slow" for case in cases for mark in case.marks)
+    assert len(always) < 13
+    for one, other in combinations(range(4), 2):
+        wanted = set(product(list(axes.values())[one], list(axes.values())[other]))
+        assert {(case[one], case[other]) for case in always} == wanted
+
+
+LINTER = Path(sys.executable).parent / "lint-imports"
+
+
+def lint(folder: Path) -> str:
+    """Run import-linter over the packages in `folder`; an empty string when every contract is kept."""
+    wide = {**os.environ, "COLUMNS": "200"}
+    result = subprocess.run([LINTER, "--no-cache"], cwd=folder, env=wide, capture_output=True, text=True, check=False)
+    return "" if result.returncode == 0 else result.stdout + result.stderr
+
+
+NO_TORCH = "planning, reports, machines, terminal, architectures, settings and errors"
+BACKENDS = "bitsandbytes, deepspeed, accelerate, llvmlite and lm_eval"
+
+
+def test_the_import_contracts_hold() -> None:
+    assert lint(ROOT) == ""
+
+
+FAULTS = [
+    ("llama_ssp/models/loading.py", "llama_ssp.run.tasks", "Imports run one way"),
+    ("llama_ssp/speculate/sampling/processors.py", "llama_ssp.models", "Imports run one way"),
+    ("llama_ssp/machines/hardware.py", "llama_ssp.settings.schema", "Imports run one way"),
+    ("llama_ssp/run/commands/run.py", "llama_ssp.run.commands.program", "commands have no circle"),
+    ("llama_ssp/cpu/emit.py", "llama_ssp.kernels", "Imports run one way"),
+    ("llama_ssp/weights/int4_rows.py", "llama_ssp.cpu.kinds", "CPUs have one room"),
+    ("llama_ssp/architectures/matrices.py", "torch", NO_TORCH),
+    ("llama_ssp/settings/checks.py", "transformers", NO_TORCH),
+    ("llama_ssp/evaluation/statistics.py", "torch", NO_TORCH),
+    ("llama_ssp/terminal/terminal.py", "llama_ssp.speculate.engine", "Imports run one way"),
+    ("llama_ssp/settings/checks.py", "omegaconf", "hydra and omegaconf are known to"),
+    ("llama_ssp/models/huggingface/runner.py", "bitsandbytes", BACKENDS),
+    ("llama_ssp/kernels/linear.py", "llvmlite", BACKENDS),
+    ("llama_ssp/kernels/attention_gpu.py", "llama_ssp.kernels.attention_by_length", "kernels of GPUs import nothing"),
+]
+
+
+def test_every_forbidden_import_is_found(tmp_path: Path) -> None:
+    for path in [Path("pyproject.toml"), *modules("llama_ssp", "launch")]:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, tmp_path / path)
+    for module, imported, _ in FAULTS:
+        with (tmp_path / module).open("a") as file:
+            file.write(f"\nimport {imported}\n")
+    broken = re.split(r"\n(?=\S.*\n-+\n)", lint(tmp_path).partition("Broken contracts")[2])
+    for module, imported, contract in FAULTS:
+        said = [section for section in broken if section.lstrip().startswith(contract)]
+        name = module.removesuffix(".py").replace("/", ".")
+        assert [section for section in said if f"{name} -> {imported}" in section], (module, imported)

@@ -1,6 +1,7 @@
-"""What is read of a checkpoint before its weights: the tokens that end a text, and the number format on a CPU."""
+"""What is read of a checkpoint before its weights: ends of texts, number formats on a CPU, 8 bits by name."""
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,19 +17,29 @@ from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError
 from llama_ssp.kernels.linear import HalfLinear, can_halve
 from llama_ssp.machines import hardware
+from llama_ssp.models.loading import check_model
 from llama_ssp.planning.plan import document
 from llama_ssp.ranks.world import start
 from llama_ssp.reports.plan_tables import headline
 from llama_ssp.run.checkpoints import find_eos_ids, find_sources, with_number_formats
-from llama_ssp.run.decoders import load_models
+from llama_ssp.run.decoders import build_decoder, load_models
 from llama_ssp.run.tasks.dry_run import plan_of_run
 from llama_ssp.run.tasks.records import GenerateConfig
-from llama_ssp.settings.schema import MODEL_DRAFT, DeviceKind, DrafterConfig, DraftLayout, RunConfig
+from llama_ssp.settings.schema import (
+    MODEL_DRAFT,
+    NO_DRAFT,
+    DeviceKind,
+    DrafterConfig,
+    DraftLayout,
+    RunConfig,
+    SamplingConfig,
+    WeightsKind,
+)
+from llama_ssp.speculate.engine.state import Request
+from tests.helpers import one_pass_heads
 from tests.helpers.draft_heads import make_tensors, save_speculator
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.tokenizers import save_tokenizer
-
-pytestmark = pytest.mark.seconds
 
 
 def as_tuple(given: Any) -> tuple[int, ...]:  # noqa: ANN401 - of a config
@@ -133,7 +144,7 @@ def num_bytes(weight: Tensor | HalfLinear) -> int:
 
 def runner_bytes(*runners: object) -> int:
     """The weights of some models, each once."""
-    names = "_layers", "_norm", "_head", "_embedding_VE", "_fc"
+    names = "_layers", "_norm", "_head", "_embedding_VE", "_fc", "_context_norm", "_markov", "_mask_11E"
     parts = [vars(runner)[name] for runner in runners for name in names if name in vars(runner)]
     return sum(num_bytes(weight) for weight in weights(parts, {}) if isinstance(weight, HalfLinear) or weight.ndim)
 
@@ -159,6 +170,13 @@ def with_head(draft: ModelConfig) -> RunConfig:
     )  # fmt: skip
 
 
+def loaded(config: RunConfig) -> tuple[RunConfig, Any]:
+    """The config of a run with what its files say, and its models."""
+    with start(device=DeviceKind.cpu, timeout_s=60) as world:
+        sources = find_sources(config, world)
+        return with_number_formats(config, sources), load_models(config, world, sources)
+
+
 def head_entry(kind: str, folder: Path) -> ModelConfig:
     """A head of the shipped model."""
     shipped = catalogue.load("tiny-eagle")
@@ -178,10 +196,7 @@ def head_entry(kind: str, folder: Path) -> ModelConfig:
 def test_a_head_without_an_embedding_holds_none_beside_its_target_as_planned(
     kind: str, is_shared: bool, tmp_path: Path
 ) -> None:
-    config = with_head(head_entry(kind, tmp_path / "head"))
-    with start(device=DeviceKind.cpu, timeout_s=60) as world:
-        sources = find_sources(config, world)
-        config, models = with_number_formats(config, sources), load_models(config, world, sources)
+    config, models = loaded(with_head(head_entry(kind, tmp_path / "head")))
     target, head = (vars(runner) for runner in (models.target, models.draft))
     assert (head["_embedding_VE"] is target["_embedding_VE"]) is is_shared
     plan = plan_of_run(config, world_size=1, machine=hardware.load("laptop_cpu"), lengths=[8])
@@ -197,3 +212,39 @@ def test_a_head_on_ranks_of_its_own_has_a_copy_of_the_embedding() -> None:
     config.placement.draft.kind = DraftLayout.own_gpu
     apart = plan_of_run(config, world_size=2, machine=hardware.load("laptop_cpu"), lengths=[8]).ranks
     assert apart[1].draft_weights_bytes - beside.draft_weights_bytes == 4 * 4096 * 256
+
+
+@pytest.mark.parametrize("name", ["7B_8bit", "65B_8bit"])
+def test_a_model_in_8_bits_runs_without_bitsandbytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A smaller shape of it, whose weights are synthetic."""
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # importing it fails, and finding it finds nothing
+    entry = catalogue.load(name)
+    assert entry.shape
+    tiny = catalogue.load("tiny").shape
+    assert tiny
+    entry = replace(entry, shape=replace(tiny, num_hidden_layers=tiny.num_hidden_layers + 1))
+    config = RunConfig(
+        task=GenerateConfig(), model=entry, draft=DrafterConfig(kind=NO_DRAFT), weights=WeightsKind.synthetic,
+        sampling=SamplingConfig(temperature=0.0), device=DeviceKind.cpu,
+    )  # fmt: skip
+    with start(device=DeviceKind.cpu, timeout_s=60) as world, torch.inference_mode():
+        sources = find_sources(config, world)
+        check_model(sources[0].origin, num_ranks=2, quantization=entry.quantization)  # as on GPUs
+        models = load_models(config, world, sources)
+        decoder = build_decoder(models, config, speculative=False)
+        request = Request(index=0, prompt_ids=(5, 6, 7), max_new_tokens=4)
+        [done] = [u.completion for updates in decoder.run([request]) for u in updates if u.completion.finish_reason]
+    assert len(done.token_ids) == 4
+
+
+@pytest.mark.skipif(not can_halve(), reason="this processor has no product with a weight in fp16")
+@pytest.mark.parametrize("layout", ["peagle", "dflash of its authors", "dspark"])
+def test_a_head_of_one_pass_holds_what_was_planned(layout: str, tmp_path: Path) -> None:
+    one_pass_heads.save_pair(tmp_path, layout)
+    save_tokenizer(tmp_path / "target", one_pass_heads.VOCABULARY)
+    model, draft = (ModelConfig(name="local", path=str(tmp_path / part)) for part in ("target", "head"))
+    config, models = loaded(replace(with_head(draft), model=model))
+    assert (models.draft._embedding_VE is models.target._embedding_VE) is ("dflash" in layout)
+    plan = plan_of_run(config, world_size=1, machine=hardware.load("laptop_cpu"), lengths=[8])
+    own_bytes = runner_bytes(models.target, models.draft) - runner_bytes(models.target)
+    assert plan.ranks[0].draft_weights_bytes == own_bytes

@@ -1,4 +1,4 @@
-"""Bad configs: each gets its sentence, all problems of one config come together."""
+"""Bad configs of runs, plans and evaluations: each gets its sentence, all problems of one config come together."""
 
 import shlex
 from dataclasses import replace
@@ -6,7 +6,12 @@ from dataclasses import replace
 import pytest
 
 from llama_ssp.errors import ConfigError
+from llama_ssp.run.prompts import read_prompts
 from llama_ssp.settings import checks, drafters
+from llama_ssp.settings.checks import check_plan
+from llama_ssp.settings.compose import compose, to_run_config
+from llama_ssp.settings.schema import PlanConfig
+from tests.helpers.own_conf import OwnConf
 from tests.unit.settings.conftest import Compose
 
 BAD = {
@@ -60,6 +65,7 @@ BAD = {
     "draft=ngram draft.shortest=5": "draft.shortest=5 is more than draft.longest=4: give fewer",
     "draft=ngram draft.history=-1": "draft.history=-1 must be at least 0, which looks at no other text",
     "draft=ngram draft.history=3 speculation.tree=2x2": "draft.history has no effect with speculation.tree",
+    "draft=ngram draft.corpus=x speculation.tree=2x2": "draft.corpus has no effect with speculation.tree",
     "speculation.forced_lengths=[1,5]": "speculation.forced_lengths=[1, 5] needs numbers from 0 to K, here 4",
     "speculation.forced_lengths=[1] speculation.num_draft_tokens=0": "num_draft_tokens=0 must be at least 1",
     "speculation.forced_lengths=[1] speculation.num_draft_tokens=some": "speculation.num_draft_tokens=some must be at",
@@ -129,6 +135,9 @@ BAD = {
     "sampling=greedy num_samples=2": "num_samples has no effect at temperature 0",
     "prompt=a task.default_prompts=[b]": "task.default_prompts has no effect with prompt= or prompts=",
     "model.path=DIR model.revision=main": "model.revision has no effect with model.path",
+    "task=calibrate speculation.num_draft_tokens=2": "num_draft_tokens has no effect on task=calibrate, which",
+    "task=calibrate device=cpu cuda_graphs=false": "cuda_graphs has no effect on task=calibrate, which",
+    "task=calibrate model=7B": "model has no effect on task=calibrate, which reads no model",
     "task=calibrate dry_run=true": "dry_run has no effect on task=calibrate, which",
     "synthetic.agreement=0.7": "synthetic.agreement has no effect without weights=synthetic",
     "weights=synthetic synthetic.agreement=0.2": "synthetic.agreement=0.2 must be between 0.3 and 1",
@@ -255,3 +264,102 @@ def test_all_problems_come_in_one_error(words: str, sentences: list[str], compos
     with pytest.raises(ConfigError, match=f"^{len(sentences)} problems in the configuration:\n  1. ") as caught:
         checks.check(*compose_run(*words.split()), world_size=2)
     assert all(sentence in str(caught.value) for sentence in sentences)
+
+
+REFUSED = {
+    "placement.target.tp_size=9": "tp_size=9 must be between 1 and the number of ranks, here 8",
+    "placement=own_gpu hardware.num_gpus=1": "own_gpu needs a GPU in addition to the target's",
+    "prompt_tokens=3936": "make 4000, and the context of model=30B has 2048 tokens",
+    "draft=llama3_1B": "model=30B has 32000 tokens, draft=llama3_1B 128256; drafts that fit: tiny",
+    "model=qwen2.5_7B draft=llama3_1B": "drafts that fit: qwen2.5_0.5B; draft.tokenizer=own allows any",
+    "draft=7B draft.tokenizer=own": "draft.tokenizer=own has no effect with draft=7B, which has the target's tokenizer",
+    "placement=accelerate search=true": "search=true chooses among targets of placement.target.kind=tensor",
+}
+
+
+def check(words: str) -> None:
+    (composed,) = compose(words.split(), root="plan")
+    config = to_run_config(composed)
+    assert isinstance(config, PlanConfig)
+    check_plan(config)
+
+
+@pytest.mark.parametrize(("words", "sentence"), REFUSED.items())
+def test_what_cannot_be_planned_is_refused(words: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        check(words)
+
+
+@pytest.mark.parametrize(
+    "words", ["", "draft=llama3_1B draft.tokenizer=own", "placement=accelerate", "model=qwen2.5_7B draft=qwen2.5_0.5B"]
+)
+def test_sound_settings_pass(words: str) -> None:
+    check(words)
+
+
+def test_problems_of_hardware_and_settings_are_one_message(own_conf: OwnConf) -> None:
+    own_conf("model/mine.yaml", "defaults: [30B, _self_]\nname: mine\nshape: {hidden_size: -1}\n")
+    words = ["hardware.num_gpus=0", "batch_size=0", "speculation.num_draft_tokens=0", "speculation.acceptance=1.5"]
+    with pytest.raises(ConfigError, match=r"^5 problems") as caught:
+        check(" ".join(["model=mine", *words]))
+    assert all(word in str(caught.value) for word in [*words, "hidden_size=-1"])
+
+
+EVALUATE = "task=evaluate"
+
+
+FILLED = {"distribution": (48, 500, [], 0.8), "arithmetic": (8, 1, ["\n"], 0.8), "agreement": (64, 1, [], 0.0)}
+
+
+@pytest.mark.parametrize(("suite", "wanted"), FILLED.items())
+def test_a_suite_fills_in_what_was_left_out_and_takes_every_rule(
+    suite: str, wanted: tuple[object, ...], compose_run: Compose
+) -> None:
+    for rule in ("speculative", "block", "coupled"):
+        config, explicit = compose_run(EVALUATE, f"task.suite={suite}", f"verification={rule}")
+        assert (config.max_new_tokens, config.num_samples, config.stop_strings, config.sampling.temperature) == wanted
+        checks.check(config, explicit, world_size=1)
+
+
+def test_what_the_user_or_a_bundle_has_set_stays(compose_run: Compose) -> None:
+    config, _ = compose_run(EVALUATE, "num_samples=30", "max_new_tokens=64")
+    assert (config.num_samples, config.max_new_tokens) == (30, 64)
+    assert compose_run(EVALUATE, "task.suite=agreement", "sampling=nucleus")[0].sampling.temperature == 0.8
+    assert compose_run(EVALUATE, "task.suite=arithmetic", "experiment=llama_2023")[0].sampling.temperature == 0.5
+
+
+def test_the_prompts_are_those_of_the_suite_or_the_users(compose_run: Compose) -> None:
+    def texts(*words: str) -> list[str]:
+        return [prompt.text for prompt in read_prompts(compose_run(EVALUATE, *words)[0])]
+
+    assert [text.count("\n") for text in texts("task.suite=arithmetic", "task.num_prompts=5")] == [3] * 5
+    assert "def factorial(n):\n    " in texts()
+    assert texts("prompt=import") == ["import"]
+
+
+SWEPT = ("num_samples=20", "prompt=import", "task.num_prompts=5", "task.near_tie=0.01")
+
+
+@pytest.mark.parametrize(
+    ("suite", "unread", "left"),
+    [
+        ("distribution", ["task.num_prompts", "task.near_tie"], (20, "import")),
+        ("agreement", ["task.num_prompts", "num_samples"], (1, "import")),
+        ("arithmetic", ["task.near_tie", "prompt", "num_samples"], (1, None)),
+    ],
+)
+def test_at_a_point_of_a_sweep_what_its_suite_cannot_use_is_a_warning(
+    suite: str, unread: list[str], left: tuple[int, str | None], compose_run: Compose
+) -> None:
+    config, explicit = compose_run(EVALUATE, f"task.suite={suite}", *SWEPT)
+    found = checks.check(config, explicit, world_size=1, of_sweep=True)
+    assert {each.key for each in found} == set(unread)
+    assert any(str(each).startswith(f"{unread[0]} has no effect on suite={suite}") for each in found)
+    assert (config.num_samples, config.prompt) == left
+    assert [prompt.text.count("*") for prompt in read_prompts(config)] == ([4] * 5 if suite == "arithmetic" else [0])
+
+
+def test_a_plan_that_is_none_is_refused_in_a_sweep_too(compose_run: Compose) -> None:
+    config, explicit = compose_run("task=calibrate", "dry_run=true")
+    with pytest.raises(ConfigError, match="dry_run has no effect on task=calibrate"):
+        checks.check(config, explicit, world_size=1, of_sweep=True)

@@ -1,4 +1,4 @@
-"""The terminal shows texts as they are, tells origins apart, and stays under the user's control."""
+"""The terminal shows texts as they are, tables and progress in their width, and stays under the user's control."""
 
 import re
 import sys
@@ -9,12 +9,16 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console, RenderableType
+from rich.progress import DownloadColumn, TransferSpeedColumn
 
 from llama_ssp.errors import SspError
-from llama_ssp.reports.records import Evaluation
+from llama_ssp.reports.records import Evaluation, Forecast, PlainSummary, SpeculativeSummary
 from llama_ssp.reports.tables import Cell, Table
-from llama_ssp.terminal.progress import Pace, RunProgress
+from llama_ssp.terminal.progress import Pace, ProgressView, RunProgress
+from llama_ssp.terminal.tables import benchmark_table, closing_line, summary_table
 from llama_ssp.terminal.terminal import Output, Terminal
+from tests.helpers import runs
 from tests.helpers.runs import CELL, FAST, PLAIN, summary
 from tests.helpers.terminals import OnTerminal
 
@@ -235,3 +239,155 @@ def test_bars_are_for_terminals_without_texts_and_lines_for_log_files(
         progress.end("plain", num_tokens=3, ms=6)
     assert ("━" in written(said)) == bar
     assert ("plain: 1 of 2 prompts at 2.00 ms/token; 3 tokens" in written(said)) == lines
+
+
+FULL_ROW = replace(
+    CELL, num_draft_tokens=8, prompt_tokens=2048, batch_size=64, tokens_per_round=12.25,
+    ms_per_token={"plain": 701.25, "speculative": 702.25, "generate": 703.25, "assisted": 704.25},
+    forecast_ms_per_token={"plain": 600.5, "speculative": 500.5},
+)  # fmt: skip
+BOTH = replace(
+    runs.summary(PLAIN, FAST), model="llama2_70B", draft="tinyllama_1B", world_size=8, num_new_tokens=384, memory=[],
+    plain=PlainSummary(ms_per_token=240.2, tokens_per_s=4.163, num_target_forwards=192), speedup=2.127,
+    speculative=SpeculativeSummary(
+        ms_per_token=112.931, tokens_per_s=8.86, num_rounds=62, num_target_forwards=65, tokens_per_round=3.049,
+        acceptance_rate=0.714, accepted_histogram=[5, 6, 7, 8, 36], draft_s=0.18, verify_s=0.36, other_s=0.06,
+    ),
+    forecast=Forecast(plain_ms_per_token=251, speculative_ms_per_token=110.5, speedup=2.27),
+)  # fmt: skip
+ALONE = replace(BOTH, speculative=None, speedup=None, forecast=Forecast())
+
+
+def shown(table: RenderableType, *, width: int = 80) -> str:
+    console = Console(width=width, file=StringIO(), record=True)
+    console.print(table)
+    return console.export_text()
+
+
+def test_the_table_is_aligned_within_80_columns() -> None:
+    assert [line.rstrip() for line in shown(summary_table(BOTH)).splitlines()] == [
+        "",
+        "llama2_70B with tinyllama_1B, K = 4: 1 prompt, 384 tokens, 8 ranks",
+        "",
+        "                                           tokens",
+        "             ms/token  forecast  tokens/s  /round  accepted  speed-up  forecast",
+        "───────────────────────────────────────────────────────────────────────────────",
+        "plain          240.20    251.00       4.2       -         -         -         -",
+        "speculative    112.93    110.50       8.9    3.05      71 %     2.13x     2.27x",
+        "ms/token of a completion, prompt included; tokens/s over all rows and replicas",
+        "",
+        "a round:  draft 30 %  verify 60 %  other 10 %  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━",
+    ]
+
+
+def test_a_tree_is_named_by_its_shape_and_not_by_a_number_of_tokens() -> None:
+    text = shown(summary_table(replace(BOTH, tree="3x2x1")))
+    assert "llama2_70B with tinyllama_1B, tree 3x2x1: 1 prompt" in text
+    assert "K =" not in text
+
+
+def test_a_mode_or_a_forecast_that_does_not_exist_has_no_line_or_a_dash() -> None:
+    text = shown(summary_table(ALONE))
+    assert re.search(r"plain +240\.20 +- +4\.2 ", text)
+    assert "speculative" not in text
+    assert "a round" not in text
+
+
+def test_a_benchmarks_table_has_forecasts_next_to_measurements() -> None:
+    cells = shown(benchmark_table([FULL_ROW])).splitlines()[-1].split()
+    assert " ".join(cells) == "8 2048 64 701.25 600.50 703.25 702.25 500.50 704.25 12.25 4 % 99 %"
+
+
+def test_the_time_to_the_first_token_names_its_mode() -> None:
+    plain, fast = replace(PLAIN, first_token_ms=3.7), replace(FAST, first_token_ms=4.6)
+    both, alone = (shown(summary_table(runs.summary(*lines))) for lines in ((plain, fast), (PLAIN, fast)))
+    assert "first token: plain after 3.7 ms, speculative after 4.6 ms\n" in both
+    assert "first token: speculative after 4.6 ms\n" in alone
+
+
+def test_the_closing_line_names_no_mode_where_there_was_one() -> None:
+    rates = "112.93 ms/token, 8.9 tokens/s, 3.05 tokens/round"
+    assert closing_line(BOTH).plain == f"384 tokens for 1 prompt: speculative {rates}"
+    assert closing_line(ALONE).plain == "384 tokens for 1 prompt: 240.20 ms/token, 4.2 tokens/s"
+
+
+class Written:
+    """A progress, the seconds that a test lets pass, and the lines that it wrote with the time of each."""
+
+    def __init__(self, *, max_new_tokens: int = 10, **paces: Pace) -> None:
+        self.now_s = 0.0
+        self.lines: list[tuple[float, str]] = []
+        self.progress = RunProgress(
+            paces, max_new_tokens=max_new_tokens, clock=lambda: self.now_s,
+            write=lambda line: self.lines.append((self.now_s, line)),
+        )  # fmt: skip
+
+    def rounds(self, mode: str, number: int, *, seconds: float, num_tokens: int = 1) -> None:
+        for _ in range(number):
+            self.now_s += seconds
+            self.progress.advance(mode, num_tokens)
+
+
+def test_the_first_line_comes_with_the_first_completion_and_then_one_a_minute() -> None:
+    written = Written(plain=Pace(num_total=100))
+    for _ in range(15):
+        written.rounds("plain", 10, seconds=1)
+        written.progress.end("plain", num_tokens=10, ms=8_000)
+    assert written.lines == [
+        (10, "plain: 1 of 100 prompts at 800.00 ms/token; 10 tokens, 16 min left"),
+        (70, "plain: 6 of 100 prompts at 800.00 ms/token; 70 tokens, 16 min left"),
+        (130, "plain: 12 of 100 prompts at 800.00 ms/token; 130 tokens, 14 min left"),
+    ]
+
+
+def test_a_long_completion_has_a_line_after_a_minute() -> None:
+    written = Written(plain=Pace(num_total=2), max_new_tokens=100)
+    written.rounds("plain", 7, seconds=10)
+    assert written.lines == [(60, "plain: 0 of 2 prompts; 6 tokens, 32 min left")]
+
+
+def test_a_comparison_waits_for_both_modes_and_each_has_its_own_pace() -> None:
+    written = Written(plain=Pace(num_total=11, num_done=5), speculative=Pace(num_total=11))
+    written.rounds("plain", 10, seconds=2)
+    written.progress.end("plain", num_tokens=10, ms=20_000)
+    assert written.lines == []
+    written.rounds("speculative", 5, seconds=2, num_tokens=2)
+    written.progress.end("speculative", num_tokens=10, ms=10_000)
+    both = "plain: 6 of 11 prompts at 2000.00 ms/token; speculative: 1 of 11 prompts at 1000.00 ms/token"
+    assert written.lines == [(30, f"{both}; 20 tokens, 3 min left")]
+
+
+def test_an_earlier_part_of_the_run_counts_as_done_and_not_as_speed() -> None:
+    written = Written(plain=Pace(num_total=100, num_done=90), speculative=Pace(num_total=100, num_done=100))
+    written.rounds("plain", 5, seconds=1)
+    written.progress.end("plain", num_tokens=5, ms=5_000)
+    done = "plain: 91 of 100 prompts at 1000.00 ms/token; speculative: 100 of 100 prompts"
+    assert written.lines == [(5, f"{done}; 5 tokens, 45 s left")]
+
+
+def test_open_rows_of_a_batch_count_towards_what_is_done() -> None:
+    written = Written(plain=Pace(num_total=4))
+    written.rounds("plain", 9, seconds=1, num_tokens=4)
+    written.rounds("plain", 1, seconds=1, num_tokens=2)
+    written.progress.end("plain", num_tokens=10, ms=10_000)
+    assert written.lines[0][1].endswith("38 tokens, 1 s left"), "30 tokens are to come, 28 of them are there"
+
+
+def test_when_all_is_done_the_table_says_more() -> None:
+    written = Written(plain=Pace(num_total=1))
+    written.rounds("plain", 10, seconds=1)
+    written.progress.end("plain", num_tokens=10, ms=10_000)
+    assert written.lines == []
+
+
+def test_a_long_load_has_a_line_in_bytes_after_ten_seconds_and_every_minute() -> None:
+    err, now_s = Console(file=StringIO(), width=80, record=True), 0
+    view = ProgressView(err, DownloadColumn(), TransferSpeedColumn(), clock=lambda: now_s)
+    for done_bytes in range(0, 11 * 10**10, 10**10):
+        view.update("target", done_bytes, 13 * 10**10)
+        now_s += 8
+    view.hide()
+    assert err.export_text().splitlines() == [
+        "target 20.0/130.0 GB 1.2 GB/s 01:28 left",
+        "target 100.0/130.0 GB 1.2 GB/s 00:24 left",
+    ]

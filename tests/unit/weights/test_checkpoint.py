@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from llama_ssp.architectures.model_files import read_json
 from llama_ssp.architectures.reading import check_readable, read_config
 from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import CheckpointError
 from llama_ssp.weights.checkpoint import INDEX_FILE, SINGLE_FILE, check_shape, inspect, shape_of
+from llama_ssp.weights.hashes import fingerprint
 from llama_ssp.weights.source import StoredTensor
 from tests.helpers.models import build_checkpoint, tiny_config
 from tests.unit.models.conftest import Saved
@@ -81,21 +83,21 @@ def only_pickles(folder: Path) -> None:
         (edit_config(model_type=["llama"]), r'has model_type \["llama"\], and a text is required'),
         (edit_config(text_config={"model_type": ["llama"]}), r'has model_type \["llama"\], and a text is required'),
         (edit_config(rope_scaling={"rope_type": ["yarn"]}), "has rope_scaling .* rope_type as a text"),
-        (
-            edit_config(rope_parameters={"rope_type": "linear", "factor": 0}),
-            "rope_parameters .* and factor and rope",
-        ),
+        (edit_config(rope_parameters={"rope_type": "linear", "factor": 0}), "rope_parameters .* and factor and rope"),
         (edit_config(rope_parameters={"full_attention": {"rope_theta": 0}}), "rope_parameters .* rope_theta above 0"),
         (edit_config(rope_theta=0), "has rope_theta 0, and a number above 0 is required"),
         (
             edit_config(model_type="kimi_k2", auto_map={"AutoConfig": "a.B"}),
             'has model_type "kimi_k2", unknown to transformers .*, and asks for Python code .* never run',
         ),
-        (write_config(medusa_num_heads=5), "describes Medusa heads, and of draft heads those of EAGLE-3 are read"),
+        (write_config(medusa_num_heads=5), "describes Medusa heads, and of draft heads those of EAGLE-3, P-EAGLE, D"),
         (write_config(speculators_model_type="eagle"), "describes a head of EAGLE-1 or 2, and of draft heads those"),
         (write_config(model_type="mlp_speculator"), "describes an MLP speculator, and of draft heads those of EAGLE-3"),
-        (write_config(speculators_model_type="peagle"), "describes a head that drafts a block of tokens in one pass, "),
-        (write_config(architectures=["DFlashDraftModel"]), "describes a head that drafts a block of tokens in one pas"),
+        (
+            write_config(speculators_model_type="peagle"),
+            "json lacks vocab_size, hidden_size, num_attention_heads, mask",
+        ),
+        (write_config(architectures=["DFlashDraftModel"]), "DFlashDraftModel, a head of one pass in a layout that is"),
         (edit_config(quantization_config={"bits": 4}), "describes quantized weights"),
         (edit_config(hidden_size="wide"), 'has hidden_size "wide", and a whole number'),
         (edit_config(hidden_size=65), "config.json is no valid configuration of llama"),
@@ -283,3 +285,40 @@ def test_files_of_another_shape_than_the_catalogue_says_are_refused_by_field(fol
     entry.shape = shape_of(tiny_config("llama", num_hidden_layers=3, vocab_size=300))
     with pytest.raises(CheckpointError, match="is not 7B: num_hidden_layers is 2, not 3, vocab_size is 200, not 300;"):
         check_shape(entry, checkpoint)
+
+
+SHARDS = {"model-1.safetensors": ["embed", "norm"], "model-2.safetensors": ["head"]}
+SIZES = {"embed": (700, 40), "norm": (3,), "head": (0, 4)}
+
+
+def write(folder: Path, weights: dict[str, Tensor]) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "README.md").write_text(str(folder))
+    for file, names in SHARDS.items():
+        save_file({name: weights[name] for name in names}, folder / file)
+    files = {name: file for file, names in SHARDS.items() for name in names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+
+@pytest.mark.parametrize(("changed", "file"), [("embed", "model-1.safetensors"), ("norm", "model-1.safetensors")])
+def test_the_file_of_a_tensor_with_other_values_differs(changed: str, file: str, tmp_path: Path) -> None:
+    weights = {name: torch.zeros(size) for name, size in SIZES.items()}
+    write(tmp_path / "a", weights)
+    write(tmp_path / "b", weights)
+    before = fingerprint(tmp_path / "a")
+    assert fingerprint(tmp_path / "b") == before
+    assert before.keys() == {"config.json", "model.safetensors.index.json", *SHARDS}
+    write(tmp_path / "b", weights | {changed: weights[changed] + 1})
+    after = fingerprint(tmp_path / "b")
+    assert {name for name in before if before[name] != after[name]} == {file}
+
+
+def test_of_very_many_tensors_some_are_read_from_the_first_to_the_last_part(tmp_path: Path) -> None:
+    names = [f"expert{number:05d}" for number in range(5000)]
+    found = set()
+    for changed in (range(0), range(3), range(2500, 2503), range(4997, 5000)):
+        values = {name: torch.full((2,), float(number in changed)) for number, name in enumerate(names)}
+        save_file(values, tmp_path / "model.safetensors")
+        found.add(fingerprint(tmp_path)["model.safetensors"])
+    assert len(found) == 4

@@ -1,4 +1,4 @@
-"""Holds synthetic weights to the shipped model's function, on every rank and in every number format."""
+"""Holds synthetic weights to the shipped model's function, on every rank, and shapes to what that needs."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,10 +21,12 @@ from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.head import HeadRunner
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import Runner
+from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import HEAD_AGREEMENT
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
+from llama_ssp.weights.expansion import obstacle
 from llama_ssp.weights.head import HeadSource, of_target
 from llama_ssp.weights.source import WeightSource
 from llama_ssp.weights.synthetic import SMALL_HEAD, Synthetic, choose_small, llama_config, synthesize
@@ -203,7 +205,7 @@ class Drafts:
 
 def load_pair(target: WeightSource, origin: HeadSource, comm: Comm) -> tuple[Runner, HeadRunner]:
     """A target and its head, or this rank's slices of them."""
-    runner, head = (load_model(each, dtype=torch.float32, device=CPU, comm=comm) for each in (target, origin))
+    runner, head = (load_model(Loading(each, dtype=torch.float32, comm=comm)) for each in (target, origin))
     assert isinstance(head, HeadRunner)
     assert not isinstance(runner, HeadRunner)
     return runner, head
@@ -280,3 +282,26 @@ def test_a_slice_is_made_without_the_rest(dim: int) -> None:
     with largest:
         synthetic.read(name, dim=dim, parts=[range(16)])
     assert largest.size < whole[0] * whole[1] / 4
+
+
+def tiny() -> ModelShape:
+    shape = catalogue.load("tiny").shape
+    assert shape
+    return shape
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_hidden_layers": 9}, "num_hidden_layers is 9, and at least 10 is required"),
+        ({"hidden_size": 256}, "hidden_size is 256, and at least 257 is required"),
+        ({"head_dim": 16}, "head_dim is 16, and at least 32"),
+        ({"intermediate_size": 1000}, "intermediate_size is 1000, and at least 1024"),
+        ({"vocab_size": 4000}, "vocab_size is 4000, and at least 4096"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads is 2, and at least 4"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 6}, "num_key_value_heads is 6, and at least 8"),
+        ({"tie_word_embeddings": True}, "its embeddings are tied"),
+    ],
+)
+def test_what_stands_in_the_way_is_named(changes: dict[str, int], reason: str) -> None:
+    assert reason in (obstacle(tiny(), llama_shape(**changes)) or "")

@@ -9,6 +9,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from llama_ssp import catalogue
+from llama_ssp.architectures import engine
 from llama_ssp.architectures.family import inventory, kept_whole, record_of
 from llama_ssp.architectures.matrices import WholeParts
 from llama_ssp.architectures.reading import read_config
@@ -20,6 +21,7 @@ from llama_ssp.models.huggingface.modules import build_empty
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.tensor_parallel import shard
+from llama_ssp.models.weights import Loading
 from llama_ssp.planning.memory import model_bytes, rank_shares, shares
 from llama_ssp.planning.spec import PlannedModel, refused_by_states
 from llama_ssp.ranks.comms import Comm
@@ -39,8 +41,6 @@ from tests.helpers.overlapped import overlapped_decoder
 from tests.helpers.texts import library_greedy, part_at_a_near_tie
 from tests.unit.models.conftest import Saved
 
-pytestmark = pytest.mark.seconds
-
 SavedModels = Callable[[str], Saved]
 Check = Callable[[str, list[RowCompletion]], None]
 HYBRIDS = [kind for kind in FAMILIES if record_of(kind.partition(",")[0]).recurrent]
@@ -51,12 +51,12 @@ NUM_NEW_TOKENS = 16
 @pytest.fixture(autouse=True)
 def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts are read in chunks of 8, between rounds of other rows."""
-    for module in (prefill, loop):
+    for module in (engine, prefill, loop):
         monkeypatch.setattr(module, "PREFILL_CHUNK", 8)
 
 
 def load(folder: Path) -> Runner:
-    return load_model(inspect(folder), dtype=None, device=torch.device("cpu"), comm=Comm.single())
+    return load_model(Loading(inspect(folder)))
 
 
 def nearby(runner: Runner) -> Runner:
@@ -147,17 +147,26 @@ def test_a_draft_that_runs_ahead_goes_back_behind_all_that_was_in_flight(
     assert [done.accepted_lengths for done in again] == [done.accepted_lengths for done in mixed]
 
 
+def kept_by(runner: Any) -> list[torch.Tensor]:  # noqa: ANN401
+    """The states behind the last tokens, and the saved ones."""
+    return [
+        each
+        for cache in (runner._states, runner._saved)
+        for part in (cache.inputs, cache.states)
+        for each in part.values()
+    ]
+
+
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_a_plan_counts_the_slots_and_the_states_that_are_allocated(saved: SavedModels, kind: str) -> None:
     folder = saved(kind)[0]
     runner: Any = load(folder)
     runner.allocate(batch_size=3, capacity=24, num_rolled_back=4)
     runner.forward(torch.ones(3, 2, dtype=torch.int64), torch.arange(2).repeat(3, 1), bucket=24)
-    states = runner._states
-    held = sum(each.nbytes for each in (*runner._cache._wholes, *states.inputs.values(), *states.states.values()))
+    held = sum(each.nbytes for each in (*runner._cache._wholes, *kept_by(runner)))
     shape = read_config(folder)[0]
     model = PlannedModel(name=kind, shape=shape, dtype=Dtype.fp32, quantization="none")
-    assert held == 3 * (24 * model.slot_bytes(shape.num_key_value_heads) + model.state_bytes(5))
+    assert held == 3 * (24 * model.slot_bytes(shape.num_key_value_heads) + model.state_bytes(5, 1))
     tensors = {tensor.data_ptr(): tensor.numel() for tensor in saved(kind)[1].state_dict().values()}  # tied ones once
     assert inventory(shape).num_parameters == pytest.approx(sum(tensors.values()), rel=1e-4)  # layers are in their mean
 
@@ -169,13 +178,12 @@ def test_ranks_keep_the_states_of_their_heads_as_planned(saved: SavedModels, num
     runners: list[Any] = load_ranks(folder, comms)
     for runner in runners:
         runner.allocate(batch_size=3, capacity=24, num_rolled_back=4)
-    kept = [[*runner._states.inputs.values(), *runner._states.states.values()] for runner in runners]
-    held = [sum(each.nbytes for each in of_rank) for of_rank in kept]
+    held = [sum(each.nbytes for each in kept_by(runner)) for runner in runners]
     shape = read_config(folder)[0]
     model = PlannedModel(name="mine", shape=shape, dtype=Dtype.fp32, quantization="none")
     parts = rank_shares(model, num_ranks=num_ranks, kind=TargetKind.tensor)
-    assert held == [3 * model.state_bytes(5, part) for part in parts]
-    assert sum(held) == 3 * model.state_bytes(5)
+    assert held == [3 * model.state_bytes(5, 1, held=part) for part in parts]
+    assert sum(held) == 3 * model.state_bytes(5, 1)
 
 
 @pytest.mark.parametrize("kind", ["kimi_linear", *map(slow, ("qwen3_next", "olmo_hybrid"))])

@@ -10,8 +10,6 @@ from llama_ssp.run.commands import plan
 from tests.helpers.in_process import Ended, call, launch
 from tests.helpers.lanes import heavy
 
-pytestmark = pytest.mark.seconds
-
 CONTROLS = "".join(map(chr, [*range(1, 9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F)]))
 HOSTILE = f"\x1b[2J\x1b]0;title\x07\x9b31m{CONTROLS}"
 SMALL = ("model=tiny-draft", "draft=none", "max_new_tokens=2", "device=cpu", f"prompt={HOSTILE}")

@@ -10,7 +10,7 @@ from llama_ssp.weights import hub
 from tests.helpers.hub import put
 from tests.helpers.in_process import Ended, launch, planned
 
-pytestmark = [pytest.mark.seconds, pytest.mark.usefixtures("cache")]
+pytestmark = pytest.mark.usefixtures("cache")
 
 TARGET, DRAFT = "acme/tiny-v1.0", "acme/tiny_draft"
 PAIR = (f"model={TARGET}", f"draft={DRAFT}")

@@ -21,8 +21,6 @@ from tests.helpers.in_process import launch
 from tests.helpers.lanes import heavy
 from tests.helpers.repository import ROOT
 
-pytestmark = pytest.mark.seconds
-
 TOO_LARGE = ("-m", "hardware=g5_12xlarge", "model=tiny,65B", "draft=default")
 Act = Callable[[Callable[[RunConfig, object], object]], None]
 

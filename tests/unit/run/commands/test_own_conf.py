@@ -13,8 +13,6 @@ from tests.helpers.in_process import call, launch
 from tests.helpers.own_conf import OwnConf, write_all, writer
 from tests.helpers.repository import ROOT
 
-pytestmark = pytest.mark.seconds
-
 PLAN = ("model=mine", "hardware=mybox", "format=json")
 
 

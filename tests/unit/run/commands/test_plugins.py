@@ -24,7 +24,7 @@ register(RuleRecord(name="never", verify="toy_rule:verify"))
 def verify(draft, target_probs_BTV, *, draws):
     import torch
     from llama_ssp.speculate.sampling.processors import draw
-    from llama_ssp.speculate.sampling.rules import Verdict
+    from llama_ssp.speculate.sampling.draft import Verdict
 
     first_BV = target_probs_BTV[:, 0]
     ids_B1 = draw(first_BV, draws.residual_BP)
@@ -79,7 +79,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.heavy
-@pytest.mark.seconds
 def test_a_rule_a_format_and_a_family_from_outside_judge_store_and_decode(folder: Path) -> None:
     model = folder / "model"
     build_checkpoint(model, "internlm3", num_key_value_heads=4, head_dim=16)
@@ -121,7 +120,6 @@ def words(tmp_path: Path) -> Path:
 
 
 @pytest.mark.heavy
-@pytest.mark.seconds
 def test_the_task_of_the_page_runs(words: Path) -> None:
     ended = launch(words, "task=words", plugins="words")
     assert (ended.returncode, ended.stdout) == (0, "2\n"), ended.stderr
@@ -129,7 +127,6 @@ def test_the_task_of_the_page_runs(words: Path) -> None:
     assert (words / "run" / "status").read_text().strip() == "done"
 
 
-@pytest.mark.seconds
 def test_a_task_from_outside_is_planned_and_checked(words: Path) -> None:
     planned = launch(words, "task=words", "dry_run=true", plugins="words")
     assert planned.returncode == 0, planned.stderr

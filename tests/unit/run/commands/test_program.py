@@ -1,4 +1,4 @@
-"""The program `llama-ssp`: its commands, its help, completion with Tab, and what it answers to other words."""
+"""The program `llama-ssp`: its commands, help and completion, other words, and output that nobody reads."""
 
 import os
 import re
@@ -16,11 +16,12 @@ from llama_ssp.ranks.process import STOP_SIGNALS, signals_kept
 from llama_ssp.run.commands import program
 from llama_ssp.settings import checks
 from tests.helpers import in_process
+from tests.helpers.commands import command
+from tests.helpers.disturbed import wait_for
 from tests.helpers.in_process import Ended, launch
 from tests.helpers.lanes import heavy
 from tests.helpers.repository import ROOT
-
-pytestmark = pytest.mark.seconds
+from tests.helpers.terminals import OnTerminal
 
 
 def call(*words: str) -> Ended:
@@ -183,13 +184,6 @@ def test_a_word_after_help_finds_its_topics_in_the_order_of_the_help() -> None:
     assert ended.err.endswith("did you mean sampling?; the name of a setting finds its topic too\n")
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_gets_a_script_and_takes_it_back(shell: str) -> None:
-    for command in ("install", "uninstall"):
-        ended = launch("--shell-completion", f"{command}={shell}")
-        assert (ended.code, ended.err, "hydra" in ended.out) == (0, "", True)
-
-
 @pytest.mark.parametrize(
     ("line", "candidates"),
     [
@@ -207,7 +201,42 @@ def test_a_shell_asks_for_candidates(line: str, candidates: str, monkeypatch: py
     assert (ended.code, ended.err, ended.out.strip()) == (0, "", candidates)
 
 
-def test_what_completion_cannot_do_is_one_sentence() -> None:
-    ended = launch("-sc", "install=tcsh")
-    assert (ended.code, ended.err.count("\n"), ended.out) == (2, 1, "")
-    assert "invalid choice: 'install=tcsh' (choose from " in ended.err
+def ended_unread(program: str, *arguments: str, stderr: int) -> tuple[int, bytes | None]:
+    """Exit code and standard error (None where it has gone the same way) of a program of which nobody reads a word."""
+    command = [sys.executable, f"launch/{program}", *arguments]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr) as running:
+        assert running.stdout
+        running.stdout.close()
+        complaint = running.stderr.read() if running.stderr else None
+    return running.returncode, complaint
+
+
+@pytest.mark.parametrize("program", ["run.py", heavy("plan.py")])
+def test_a_failure_keeps_its_code_where_nobody_reads_the_sentence(program: str) -> None:
+    assert ended_unread(program, "model=nosuch", stderr=subprocess.STDOUT) == (2, None)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("run.py", "--cfg", "job"), heavy(("run.py", "model=7B", "dry_run=true")), ("plan.py", "model=7B"),
+        heavy(("plan.py", "model=7B", "format=json")), heavy(("report.py", "--help")),
+    ],
+)  # fmt: skip
+def test_what_only_tells_something_ends_in_silence(command: tuple[str, ...]) -> None:
+    assert ended_unread(*command, stderr=subprocess.PIPE) == (0, b"")
+
+
+def test_standard_output_may_be_closed_from_the_start() -> None:
+    command = f"exec {sys.executable} launch/plan.py --help >&-"
+    ended = subprocess.run(["bash", "-c", command], cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, "Traceback" in ended.stderr) == (0, False)
+
+
+def test_a_mistake_keeps_its_code_where_the_terminal_has_hung_up() -> None:
+    words = 'trap "" HUP; kill -STOP $$; "$@"; exit $(($? + 40))'
+    with OnTerminal(["bash", "-c", words, "bash", *command(["model=nosuch"])]) as shell:
+        wait_for(lambda: " T " in Path(f"/proc/{shell.process.pid}/stat").read_text(), at_most_s=60)
+        shell.hang_up()
+        shell.process.send_signal(signal.SIGCONT)
+        assert shell.process.wait(timeout=240) == 42

@@ -1,5 +1,6 @@
-"""launch/report.py as a user calls it."""
+"""launch/report.py as a user calls it, and its tables for a paper."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -8,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from llama_ssp.reports.papers import paper_tables
+from llama_ssp.reports.records import CompletionLine
+from llama_ssp.reports.summary import accepted_by_position
 from llama_ssp.run.commands import report
 from tests.helpers.lanes import heavy
 from tests.helpers.repository import ROOT
@@ -77,16 +81,89 @@ def ended_without(packages: Sequence[str], folder: Path) -> subprocess.Completed
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=folder)
 
 
-@pytest.mark.seconds
 def test_it_needs_what_reads_and_draws_and_nothing_that_computes(tmp_path: Path) -> None:
     ended = ended_without(BLOCKED, write_run(tmp_path / "run", PLAIN, FAST))
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.seconds
 @pytest.mark.parametrize("package", [heavy("matplotlib"), "jinja2"])
 def test_a_missing_package_is_named_with_what_installs_it(package: str, tmp_path: Path) -> None:
     ended = ended_without([package], write_run(tmp_path / "run", PLAIN, FAST))
     assert ended.returncode == 2
     assert f"needs {package}: pip install {package}" in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
+
+
+def lines_of(*, kinds: tuple[str, ...], slower: float = 0.0) -> list[CompletionLine]:
+    """Seven prompts of each kind in both modes."""
+    return [
+        replace(line, index=10 * place + index, category=kind, ms=line.ms + slower + index)
+        for place, kind in enumerate(kinds)
+        for index in range(7)
+        for line in (PLAIN, FAST)
+    ]
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """Two runs that differ in a setting, the second one disturbed, of a model with odd characters in its name."""
+    for number in range(2):
+        lines = lines_of(kinds=("writing", "math_50%"), slower=5.0 * number)
+        folder = write_run(tmp_path / "sweep" / str(number), *lines, model="a_b&c")
+        (folder / "config.yaml").write_text(f"seed: {7 + number}\n")
+        summary = (folder / "summary.json").read_text().replace('"machine": null', '"machine": "1 rank on a CPU"')
+        if number:
+            summary = summary.replace('"disturbed": null', '"disturbed": "others ran"')
+        (folder / "summary.json").write_text(summary)
+    return tmp_path / "sweep"
+
+
+def test_a_round_counts_at_every_position_that_it_reached() -> None:
+    assert accepted_by_position([FAST, FAST]) == [2 / 3, 1 / 3], "rounds that accepted 2, 0 and 1 of 2"
+    assert accepted_by_position([PLAIN]) == []
+
+
+def test_points_that_differ_in_their_prompts_say_which_they_had(sweep: Path) -> None:
+    """Its name is that of a figure that these tables leave out."""
+    for number in range(2):
+        (sweep / str(number) / "config.yaml").write_text(f"prompts: file{number}.txt\n")
+    times, _, _ = paper_tables([sweep], "markdown").partition("\n\nShare")
+    assert "| # | prompts | plain, ms/token |" in times
+    assert "\n| --- | --- | ---: |" in times
+    assert "\n| 1 | file0.txt | " in times
+
+
+def test_markdown_has_figures_with_intervals_kinds_and_what_repeats_them(
+    sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report.main([str(sweep), "--table=markdown"]) == 0
+    text = capsys.readouterr().out
+    assert not (sweep / "report.html").exists()
+    times, positions, kinds, notes = [*text.split("\n\n| ")[1:], text.rpartition("\n\n")[2]]
+    assert re.search(r"\n\| 2 † \| 8 \| 10.80 \(10.\d\d to 11.\d\d\) \| 4.80 ", times)
+    assert "| 1 | 7 | 0.667 | 0.333 |" in positions
+    assert re.search(r"\| 1 \| 7 \| math_50% \| 2.\d\dx \(.*\) \| 0.600 .* \| 3.00 \(3.00 to 3.00\) \| 7 \|", kinds)
+    for said in ("a_b&c + small", "14 prompts", "torch ", "1 rank on a CPU", "† The machine was disturbed."):
+        assert said in notes
+    for table in (times, positions, kinds):
+        assert len({line.count(" | ") for line in table.splitlines() if line.startswith("|")}) == 1
+
+
+def test_latex_is_balanced_and_escaped(sweep: Path) -> None:
+    text = paper_tables([sweep], "latex")
+    tables = re.findall(r"\\begin\{tabular\}\{([lr]+)\}\n(.*?)\\end\{tabular\}", text, flags=re.DOTALL)
+    assert len(tables) == 3
+    for places, body in tables:
+        rows = [line for line in body.splitlines() if line.endswith(r"\\")]
+        assert {len(re.findall(r"(?<!\\)&", row)) + 1 for row in rows} == {len(places)}
+        assert len(rows) >= 3
+    plain = re.sub(r"\\[a-z]+(\{[a-z|]*\})*|\\[%&_#$]|\$\\dagger\$|^%.*$", "", text, flags=re.MULTILINE)
+    assert not re.search(r"[_%#$^~{}†]", re.sub(r"\{[lr]+\}", "", plain))
+    assert r"a\_b\&c + small" in text
+    assert r"math\_50\%" in text
+    assert r"2 $\dagger$ & 8 & 10.80 [10." in text
+
+
+def test_a_table_is_printed_and_not_written(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main([str(sweep), "--table=latex", "--output=elsewhere"]) == 2
+    assert "--table prints: leave --output out" in capsys.readouterr().err

@@ -1,26 +1,41 @@
-"""`task=evaluate` from its command to its verdict: what it records, how it resumes, and what its gate lets through."""
+"""`task=evaluate`: what it records, what its gate lets through, and sums that find a change of distribution."""
 
 import json
+import math
 import os
 import re
 import signal
 from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from llama_ssp.evaluation.martingales import CERTAIN, Rounds
+from llama_ssp.evaluation.martingales import CERTAIN, FAULTS, SCORES, Rounds, Sum, roles_of, sums_of
 from llama_ssp.reports.records import CompletionLine
 from llama_ssp.reports.summary import CompletionPair, pairs_of
 from llama_ssp.run.commands import report
 from llama_ssp.run.tasks import evaluate
+from llama_ssp.run.tasks.probabilities import SampledText, Scorer
+from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
+from llama_ssp.speculate.drafters.model import ModelDrafter
+from llama_ssp.speculate.drafters.ngram import NgramDrafter
+from llama_ssp.speculate.engine.likelihoods import log_probs_of
+from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling import rules
+from llama_ssp.speculate.sampling.draft import Draft, Verdict
+from llama_ssp.speculate.sampling.rules import make_rule
+from llama_ssp.speculate.sampling.trees import Tree
 from llama_ssp.speculate.sampling.uniforms import Draws
 from tests.helpers.composed import compose_run
+from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.in_process import launch
-
-pytestmark = pytest.mark.seconds
+from tests.helpers.lanes import grid, heavy
+from tests.helpers.law_faults import plant
+from tests.helpers.prefix_runner import PrefixRunner
 
 SMALL = ("task=evaluate", "prompt=for i in range(", "num_samples=20", "max_new_tokens=3")
 
@@ -81,17 +96,14 @@ def test_a_closed_gate_ends_with_1_after_all_is_recorded(tmp_path: Path) -> None
     assert (tmp_path / "run" / "report.html").exists()
 
 
-def double_the_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verify with the probabilities that the draft would have at twice its temperature: their roots, normalised."""
-    verify = rules.verify_speculative
+VERIFY = rules.verify_speculative
 
-    def faulty(draft: rules.Draft, target_probs_BTV: Any, *, draws: Draws) -> rules.Verdict:  # noqa: ANN401
-        assert draft.probs_BTV is not None
-        roots_BTV = draft.probs_BTV.sqrt()
-        flat_BTV = roots_BTV / roots_BTV.sum(-1, keepdim=True).clamp_min(1e-30)
-        return verify(rules.Draft(draft.ids_BK, flat_BTV), target_probs_BTV, draws=draws)
 
-    monkeypatch.setattr(rules, "verify_speculative", faulty)
+def faulty(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Verdict:
+    """The probabilities at twice the temperature are roots, normalised."""
+    roots_BTV = draft.drawn_law.sqrt()
+    flat_BTV = roots_BTV / roots_BTV.sum(-1, keepdim=True).clamp_min(1e-30)
+    return VERIFY(Draft(draft.ids_BK, flat_BTV), target_probs_BTV, draws=draws)
 
 
 @pytest.mark.slow
@@ -99,9 +111,9 @@ def double_the_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_draft_verified_at_twice_its_temperature_fails(
     is_faulty: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Already a third of the samples shows it. docs/guides/evaluate.md has the power of all of them."""
+    """Drafts are verified as if drawn at twice their temperature: a third of the samples shows it."""
     if is_faulty:
-        double_the_temperature(monkeypatch)
+        monkeypatch.setattr(rules, "verify_speculative", faulty)
     ended = launch("task=evaluate", "gate=true", "num_samples=80", f"run_dir={tmp_path}/run")
     assert ended.code == int(is_faulty), ended.err
     assert ("samples come from different distributions" in ended.err) is is_faulty
@@ -136,3 +148,226 @@ def test_scores_follow_how_rounds_draft_and_verify(arguments: tuple[str, ...], r
     if not any("dtype" in argument for argument in arguments):
         given.append("model.dtype=fp32")
     assert evaluate.rounds_of(compose_run(*given)[0]) == rounds
+
+
+PROMPT = (3, 1, 4)
+TEXTS = [(5,), (1, 5, 9), (2, 6, 5, 3, 5, 8, 9), (7, 9), (3, 2, 3, 8, 4)]
+SAMPLINGS = {
+    "greedy": SamplingConfig(temperature=0),
+    "sampled": SamplingConfig(temperature=0.7, top_k=6),
+    "penalized": SamplingConfig(temperature=1.3, repetition_penalty=1.5, presence_penalty=0.3),
+}
+
+
+def expected(runner: PrefixRunner, token_ids: tuple[int, ...], sampling: SamplingConfig) -> list[float]:
+    """One token after the other, from the whole prefix."""
+    found = []
+    for place, token in enumerate(token_ids):
+        ids = [*PROMPT, *token_ids[:place]]
+        logits = runner.logits(ids).double()
+        for known in set(ids):
+            if sampling.penalizes:
+                scaled = logits[known] * 1.5 if logits[known] < 0 else logits[known] / 1.5
+                logits[known] = scaled - 0.3 * (known in token_ids[:place])
+        logits = logits / (sampling.temperature or 1)
+        if sampling.top_k:
+            logits[logits < logits.topk(sampling.top_k).values[-1]] = -torch.inf
+        found.append(max(float(logits.log_softmax(-1)[token]), float(torch.tensor(1e-30).log())))
+    return found
+
+
+@grid(batch_size=(1, 2, 7), num_positions=(1, 3, 9), sampling=tuple(SAMPLINGS.values()))
+def test_every_token_has_its_log_probability(batch_size: int, num_positions: int, sampling: SamplingConfig) -> None:
+    runner = PrefixRunner()
+    scorer = Scorer(runner, log_probs_of(sampling), batch_size=batch_size, longest=10, num_positions=num_positions)
+    texts = [SampledText(prompt_ids=PROMPT, token_ids=ids) for ids in TEXTS]
+    with torch.inference_mode():
+        found = [score.log_probs for batch in scorer.score(texts) for score in batch]
+    assert [len(row) for row in found] == [len(ids) for ids in TEXTS]
+    for row, ids in zip(found, TEXTS, strict=True):
+        assert row == pytest.approx(expected(runner, ids, sampling), abs=1e-4)
+
+
+def test_a_prompt_is_read_once_for_all_its_texts() -> None:
+    runner = PrefixRunner()
+    scorer = Scorer(runner, log_probs_of(SAMPLINGS["greedy"]), batch_size=1, longest=10, num_positions=9)
+    with torch.inference_mode():
+        list(scorer.score([SampledText(prompt_ids=PROMPT, token_ids=(1, 2))] * 5))
+    assert runner.num_forwards == 1 + 5
+
+
+VOCAB_SIZE, NUM_DRAFT_TOKENS, BATCH_SIZE, NUM_TOKENS = 48, 4, 256, 48
+LEAST_P = 1e-3 / (len(SCORES) + 2)
+PLAIN, PENALIZED = SamplingConfig(temperature=1.0), SamplingConfig(temperature=1.0, repetition_penalty=1.3)
+
+
+def sums_of_samples(
+    rule_name: str, *, ngram: bool, num_texts: int, seed: int = 0, sampling: SamplingConfig = PLAIN,
+    tree: str | None = None,
+) -> dict[str, Sum]:  # fmt: skip
+    """Decode samples of two prompts, and score them."""
+    shape = Tree.of(tree, torch.device("cpu")) if tree else None
+    # Only a draft that is surer than the target rejects a token that takes much of its law along.
+    target_sharpness, draft_sharpness = (3.0, 4.0) if tree else (2.0, 0.7)
+    target = PrefixRunner(VOCAB_SIZE, seed=seed, sharpness=target_sharpness)
+    draft = None if ngram else PrefixRunner(VOCAB_SIZE, seed=seed, sharpness=draft_sharpness)
+    decoder = make_decoder(
+        target, draft, sampling=sampling, num_draft_tokens=NUM_DRAFT_TOKENS, batch_size=BATCH_SIZE, rule_name=rule_name,
+        ngram=ngram, tree=shape,
+    )  # fmt: skip
+    decoder.seed = seed
+    requests = [
+        Request(index=index, sample=sample, prompt_ids=ids, max_new_tokens=NUM_TOKENS)
+        for index, ids in enumerate([(3, 1, 4), (5, 9)])
+        for sample in range(num_texts // 2)
+    ]
+    texts = []
+    for done in complete(decoder, requests):
+        roles = roles_of(done.accepted_lengths, done.examined_lengths, num_tokens=len(done.token_ids))
+        texts.append((done.request.index, SampledText(
+            prompt_ids=done.request.prompt_ids, token_ids=tuple(done.token_ids), roles=tuple(roles)
+        )))  # fmt: skip
+    drafter: ModelDrafter | NgramDrafter = NgramDrafter(
+        num_draft_tokens=NUM_DRAFT_TOKENS, longest=3, shortest=1, device=torch.device("cpu")
+    )
+    if draft:
+        drafter = ModelDrafter(
+            draft, rule=make_rule(sampling, VerificationConfig()), num_draft_tokens=NUM_DRAFT_TOKENS,
+            vocab_size=target.vocab_size,
+        )  # fmt: skip
+    rounds = Rounds(
+        rule=CERTAIN if ngram and rule_name != "coupled" else rule_name,
+        widths=shape.shape.widths if shape else (), penalizes=sampling.penalizes,
+        sees_rejections=not (ngram or shape or rule_name == "coupled"),
+    )  # fmt: skip
+    scorer = Scorer(
+        target, log_probs_of(sampling), batch_size=BATCH_SIZE, longest=3 + NUM_TOKENS,
+        num_positions=NUM_DRAFT_TOKENS + 1, drafter=drafter, rounds=rounds,
+    )  # fmt: skip
+    scores = []
+    with torch.inference_mode():
+        for _, of_prompt in groupby(texts, key=lambda entry: entry[0]):
+            for batch in scorer.score([text for _, text in of_prompt]):
+                scores += batch
+    return sums_of(score.sums for score in scores if score.sums)
+
+
+def is_found(sums: dict[str, Sum]) -> bool:
+    return min(sums_of.p_value for sums_of in sums.values()) <= LEAST_P
+
+
+def sampling_for(fault: str) -> SamplingConfig:
+    return PENALIZED if fault == "forgetful penalty" else PLAIN
+
+
+@grid(rule_name=("speculative", "block", "coupled"), ngram=(False, True), sampling=(PLAIN, PENALIZED))
+def test_the_sums_of_true_samples_are_as_wide_as_their_variances_say(
+    rule_name: str, ngram: bool, sampling: SamplingConfig
+) -> None:
+    """A false alarm has a probability below 0.001 for each of the 12 cases; the seed is fixed."""
+    sums = sums_of_samples(rule_name, ngram=ngram, num_texts=128, sampling=sampling)
+    assert not is_found(sums)
+    assert all(abs(sums_of.z) < 4.5 for sums_of in sums.values())
+    assert sum(sums_of.z**2 for sums_of in sums.values()) > 1, "a variance far too large would hide every fault"
+
+
+TREE = "2x2x1"
+APPLIES = [
+    *((rule, False, fault) for rule in ("speculative", "block")
+      for fault in ("wrong residual", "bonus of the draft", "key of the run")),
+    # Copies are certain: the target's own choices decide, without residuals and acceptance.
+    *(("speculative", True, fault) for fault in ("bonus of the draft", "key of the run")),
+    ("speculative", False, "shifted key"),
+    *((rule, False, fault) for rule in ("speculative", "block")
+      for fault in ("acceptance by the draft's key", "shared uniforms")),
+    ("block", False, "weightless residual"), ("speculative", False, "kept sibling"),
+    ("speculative", False, "shared race"),
+    *(("coupled", ngram, fault) for ngram in (False, True) for fault in ("bonus of the draft", "key of the round")),
+    # What an n-gram draft copies stands in the text already, so a repetition penalty does not miss it.
+    *((rule, False, "forgetful penalty") for rule in ("speculative", "block", "coupled")),
+    # `block` with a model as the draft needs many times as many texts of these models.
+    *(("speculative", False, fault) for fault in ("u x 0.95", "u x 1.05")),
+]  # fmt: skip
+FAST = [
+    ("speculative", True, "key of the run"), ("block", False, "weightless residual"),
+    ("speculative", False, "kept sibling"), ("coupled", False, "key of the round"),
+]  # fmt: skip
+
+
+def name_of(case: tuple[str, bool, str]) -> str:
+    return f"{case[0]}-{'ngram' if case[1] else 'model'}-{case[2]}"
+
+
+def tree_for(fault: str) -> str | None:
+    return TREE if fault == "kept sibling" else None
+
+
+@pytest.mark.parametrize("case", [FAST[0], *(heavy(case) for case in FAST[1:])], ids=name_of)
+def test_a_planted_fault_is_found(case: tuple[str, bool, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    rule_name, ngram, fault = case
+    plant(fault, monkeypatch)
+    sums = sums_of_samples(rule_name, ngram=ngram, num_texts=1024, sampling=sampling_for(fault), tree=tree_for(fault))
+    assert is_found(sums)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", APPLIES, ids=name_of)
+def test_every_fault_is_found_with_each_of_ten_seeds(
+    case: tuple[str, bool, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule_name, ngram, fault = case
+    plant(fault, monkeypatch)
+    num_texts = 4096 if ngram or fault[0] == "u" else 2048
+    sampling, tree = sampling_for(fault), tree_for(fault)
+    found = [
+        is_found(sums_of_samples(
+            rule_name, ngram=ngram, num_texts=num_texts, seed=seed, sampling=sampling, tree=tree
+        )) for seed in range(10)
+    ]  # fmt: skip
+    assert all(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ngram", [False, True], ids=["model", "ngram"])
+@pytest.mark.parametrize("rule_name", ["speculative", "block", "coupled"])
+def test_the_true_rules_raise_no_alarm_with_twenty_seeds(rule_name: str, ngram: bool) -> None:
+    """With probability 0.98 at least."""
+    for seed in range(20):
+        assert not is_found(sums_of_samples(rule_name, ngram=ngram, num_texts=1024, seed=seed))
+
+
+def test_the_sums_of_true_trees_are_as_wide_as_their_variances_say() -> None:
+    """A false alarm has a probability below 0.001; the seed is fixed."""
+    sums = sums_of_samples("speculative", ngram=False, num_texts=128, tree=TREE)
+    assert not is_found(sums)
+    assert all(abs(sums_of.z) < 4.5 for sums_of in sums.values())
+
+
+@pytest.mark.parametrize(
+    ("planted", "rule_name", "meant"),
+    [
+        heavy("wrong residual", "speculative", "a residual drawn from the target"),
+        heavy("weightless residual", "block", "a residual that forgets the block's weight"),
+        heavy("shared uniforms", "block", "a residual that shares the draft's uniforms"),
+        heavy("shared race", "speculative", "a residual that shares the draft's race"),
+        heavy("kept sibling", "speculative", "a rejected sibling kept in the draft's law"),
+        heavy("forgetful penalty", "block", "penalties that forget drafted tokens"),
+    ],
+)
+def test_the_power_is_that_of_the_planted_fault(
+    planted: str, rule_name: str, meant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shift that the probabilities of true samples promise is the one that the fault causes.
+
+    To a sixth: the fault leads to other texts, along which the shift is another one.
+    """
+    place, sampling, tree = [*FAULTS].index(meant), sampling_for(planted), tree_for(planted)
+    promised = sums_of_samples(rule_name, ngram=False, num_texts=1024, sampling=sampling, tree=tree)
+    plant(planted, monkeypatch)
+    found = sums_of_samples(rule_name, ngram=False, num_texts=1024, sampling=sampling, tree=tree)
+    names = [name for name in SCORES if name.endswith(meant) and promised[name].varies]
+    assert names
+    for name in names:
+        error = 4 * math.sqrt(promised[name].variance)
+        assert promised[name].shifts[place] > error / 4, name
+        assert found[name].value == pytest.approx(promised[name].shifts[place], abs=error, rel=1 / 6), name

@@ -10,7 +10,8 @@ from llama_ssp.settings.schema import DraftLayout, SamplingConfig, VerificationC
 from llama_ssp.speculate.drafters.shared import BatchSplit
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.verifier import NOT_A_NUMBER, Verifier
-from llama_ssp.speculate.sampling.rules import Draft, make_rule
+from llama_ssp.speculate.sampling.draft import POINT_MASS, Draft
+from llama_ssp.speculate.sampling.rules import make_rule
 from llama_ssp.speculate.sampling.uniforms import UniformTable
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import grid
@@ -72,8 +73,8 @@ def test_all_ranks_learn_of_rows_whose_logits_are_no_numbers(kind: DraftLayout, 
         for row in range(3):
             logits_BWV, draws = torch.zeros(3, 3, 4), table.split(torch.zeros(3, table.num_uniforms).double())
             logits_BWV[row, 0, 2] = torch.nan
-            probs_BTV = torch.full((3, 3, 4), 0.25)[own] if temperature else None
-            draft = Draft(torch.zeros(3, 2, dtype=torch.int64), probs_BTV)
+            law = torch.full((3, 3, 4), 0.25)[own] if temperature else POINT_MASS
+            draft = Draft(torch.zeros(3, 2, dtype=torch.int64), law)
             stops.append(verifier.verify(draft, verifier.process(logits_BWV), draws=draws).flags_B1[:, 0].tolist())
             stops.append(verifier.draw(logits_BWV[:, 0], draws.plain_BTP[:, 0]).flags_B1[:, 0].tolist())
         return stops

@@ -15,8 +15,8 @@ from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.context import Rows
+from llama_ssp.speculate.sampling.draft import Draft
 from llama_ssp.speculate.sampling.processors import processor
-from llama_ssp.speculate.sampling.rules import Draft
 from tests.helpers.decoders import ScriptedLength, complete, make_decoder, requests
 from tests.helpers.lanes import grid, heavy
 from tests.helpers.own_vocabulary import ALIGNMENT, NUM_OWN_IDS, intersection_drafter, own_text
@@ -37,7 +37,6 @@ class Checked(IntersectionDrafter):
         draft = super().propose(
             rows, num_tokens=num_tokens, uniforms_BKP=uniforms_BKP, bucket=bucket, num_unread=num_unread
         )
-        assert draft.probs_BTV is not None
         assert self._text
         for row, length in enumerate(rows.lengths_B.tolist()):
             num_prompt = int(self._text._prompt_lengths_B[row])
@@ -48,7 +47,7 @@ class Checked(IntersectionDrafter):
             for place, token in enumerate(draft.ids_BK[row].tolist()):
                 assert isinstance(self.runner, PrefixRunner)
                 logits_V = self.vocabularies.to_target(self.runner.logits(text)[None])[0]
-                torch.testing.assert_close(draft.probs_BTV[row, place], processor(SAMPLING)(logits_V))
+                torch.testing.assert_close(draft.drawn_law[row, place], processor(SAMPLING)(logits_V))
                 self.num_checked += 1
                 shared = ALIGNMENT.shared[token]
                 assert shared is not None, "a token was drafted that the draft lacks"

@@ -16,8 +16,9 @@ from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.intersection import VocabularyMap
 from llama_ssp.speculate.drafters.tokenizers import Alignment
 from llama_ssp.speculate.sampling.context import Context
+from llama_ssp.speculate.sampling.draft import Verdict
 from llama_ssp.speculate.sampling.processors import draw, processor
-from llama_ssp.speculate.sampling.rules import Rule, Verdict, make_rule, verify_block, verify_speculative
+from llama_ssp.speculate.sampling.rules import Rule, make_rule, verify_block, verify_speculative
 from tests.helpers.exact_law import exact_law
 from tests.helpers.lanes import grid
 from tests.helpers.table_models import TableModel, joint_law, random_table

@@ -40,10 +40,10 @@ def test_a_head_of_another_width_is_cut_or_filled_up_with_what_is_never_drafted(
         bucket=10,
     )
     assert int(draft.ids_BK.max()) < min(vocab_size, 11)
-    if draft.probs_BTV is not None:
-        assert draft.probs_BTV.shape == (50, 5, 11)
-        torch.testing.assert_close(draft.probs_BTV[:, :4].sum(-1), torch.ones(50, 4))
-        assert not draft.probs_BTV[..., vocab_size:].any()
+    if not draft.is_certain:
+        assert draft.drawn_law.shape == (50, 5, 11)
+        torch.testing.assert_close(draft.drawn_law[:, :4].sum(-1), torch.ones(50, 4))
+        assert not draft.drawn_law[..., vocab_size:].any()
 
 
 def test_a_narrower_draft_whose_logits_are_no_numbers_is_survived() -> None:
@@ -60,8 +60,7 @@ def test_a_narrower_draft_whose_logits_are_no_numbers_is_survived() -> None:
         bucket=10,
     )
     assert draft.ids_BK.max() == 10, "the draft has read a token that it lacks"
-    assert draft.probs_BTV is not None
-    assert draft.probs_BTV[:, :4].isnan().all()
+    assert draft.drawn_law[:, :4].isnan().all()
 
 
 def test_a_round_drafts_as_many_tokens_as_it_is_told_whatever_uniforms_it_has() -> None:
@@ -71,4 +70,4 @@ def test_a_round_drafts_as_many_tokens_as_it_is_told_whatever_uniforms_it_has() 
     uniforms_BKP = torch.rand(1, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     draft = drafter.propose(rows, num_tokens=2, uniforms_BKP=uniforms_BKP, bucket=10)
     assert draft.ids_BK.shape == (1, 2)
-    assert draft.law(torch.zeros(1, 3, 11)).shape == (1, 3, 11)
+    assert draft.probs_like(torch.zeros(1, 3, 11)).shape == (1, 3, 11)

@@ -1,7 +1,7 @@
 """A beginning that rows of the caches hold is not read again, and every text and every bit stays as it was."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -12,26 +12,34 @@ import pytest
 import torch
 from torch import Tensor
 
+from llama_ssp.architectures.family import record_of
 from llama_ssp.kernels.linear import PlainLinear
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.prefill import read_prompts
+from llama_ssp.models.loading import load_model
+from llama_ssp.models.prefill import Held, read_prompts
 from llama_ssp.models.runner import Runner
+from llama_ssp.models.states import StateCache
+from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.run.decoders import agree_on_bits
 from llama_ssp.speculate.engine.completion import RowCompletion
+from llama_ssp.speculate.engine.held import HeldTexts
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.trees import Tree
+from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import ScriptedLength, complete, make_decoder, outcome
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.kinds import Make, kinds
-from tests.helpers.models import build_checkpoint, load_lean, tiny_model
+from tests.helpers.lanes import slow
+from tests.helpers.models import FAMILIES, build_checkpoint, load_lean, load_ranks, tiny_model
 from tests.helpers.prefix_runner import PrefixRunner
 
 Ids = tuple[int, ...]
 SHARED: dict[str, Any] = {"head_dim": 16, "vocab_size": 224}
 """Whole blocks on two ranks, so that compiled kernels take them."""
+HYBRIDS = [kind for kind in FAMILIES if record_of(kind.partition(",")[0]).recurrent]
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +82,7 @@ class Conversations:
 
 
 def read_in_chunks(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("models.prefill", "speculate.engine.loop"):
+    for module in ("architectures.engine", "models.prefill", "speculate.engine.loop"):
         monkeypatch.setattr(f"llama_ssp.{module}.PREFILL_CHUNK", num_tokens)
 
 
@@ -282,10 +290,10 @@ class FirstLogits:
         return found, outcome(done), sum(reused(done))
 
 
-def runs_of(decoder: Decoder, *, most_tokens: int = 60) -> list[list[Request]]:
+def runs_of(decoder: Decoder, *, most_tokens: int = 60, num_runs: int = 8) -> list[list[Request]]:
     """Requests of several runs, which go on from the texts that this decoder gives them."""
     talk, runs = Conversations(5, most_tokens=most_tokens), list[list[Request]]()
-    for _ in range(8):
+    for _ in range(num_runs):
         runs.append(talk.requests())
         talk.take(complete(decoder, runs[-1]))
     return runs
@@ -306,7 +314,6 @@ def same_bits(make: Callable[[], Decoder], logits: FirstLogits) -> int:
     return num_reused
 
 
-@pytest.mark.seconds
 @pytest.mark.parametrize(("batch_size", "shape"), [(1, None), (3, None), (1, "2x2x1")])
 def test_logits_after_a_prompt_have_the_same_bits(
     batch_size: int, shape: str | None, monkeypatch: pytest.MonkeyPatch
@@ -321,7 +328,6 @@ def test_logits_after_a_prompt_have_the_same_bits(
     assert same_bits(make, FirstLogits(monkeypatch)) > 100
 
 
-@pytest.mark.seconds
 def test_logits_on_two_ranks_have_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build_checkpoint(tmp_path, "llama", **SHARED)
     logits, comms = FirstLogits(monkeypatch), thread_comms(2)
@@ -335,12 +341,105 @@ def test_logits_on_two_ranks_have_the_same_bits(tmp_path: Path, monkeypatch: pyt
     assert one == other > 100
 
 
-@pytest.mark.seconds
 def test_logits_behind_whole_chunks_have_the_same_bits_with_any_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     read_in_chunks(8, monkeypatch)
     target = lean(kernel=PlainLinear)
     assert not target.is_invariant
     assert same_bits(lambda: make_decoder(target, None, temperature=0.8), FirstLogits(monkeypatch)) > 50
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "held"),
+    [
+        ((), [range(12), range(20), range(30)], [0, 8, 16]),  # turns of a conversation
+        ((), [range(12), range(12), range(12)], [0, 8, 8]),  # samples of a prompt
+        ((), [(*range(9), *[number] * 9) for number in (90, 91, 92)], [0, 0, 8]),  # a header
+        ([(*range(9), *[number] * 9) for number in (90, 91)], [(*range(9), *[92] * 9)], [8]),  # read together
+        ((), [range(9), range(8), range(7), range(9)], [0, 0, 0, 0]),  # too short, or the last token is wanted
+    ],
+)
+def test_states_are_saved_where_prompts_were_seen_to_part_else_at_their_end(
+    first: list[Ids], later: list[range | Ids], held: list[int]
+) -> None:
+    texts = HeldTexts(3, step=8, keeps_states=True)
+    texts.place(first, [1, 2])
+    for ids, num_tokens in zip(map(tuple, later), held, strict=True):
+        [place] = texts.place([ids], [0])
+        assert place.target == place.draft == Held(num_tokens, place.target.row, from_saved=num_tokens > 0)
+
+
+def load(folder: Path) -> Runner:
+    return load_model(Loading(inspect(folder)))
+
+
+def pair_of(target: Runner, draft: Runner | None) -> tuple[Runner, Runner | None]:
+    """Both, once they agree what they reuse."""
+    agree_on_bits([target, *([draft] if draft else [])], Comm.single())
+    return target, draft
+
+
+def same_texts(make: Callable[[], Decoder], num_runs: int) -> int:
+    """Check that a decoder that reuses decides as one that reads; returns how much it reuses."""
+    reuses, reads = make(), make()
+    reads.reuses = False
+    runs = runs_of(reads, num_runs=num_runs)
+    found, wanted_ones = ([each for requests in runs for each in complete(decoder, requests)]
+                          for decoder in (reuses, reads))  # fmt: skip
+    assert outcome(found) == outcome(wanted_ones)
+    return sum(reused(found))
+
+
+@pytest.mark.parametrize(
+    ("kind", "models", "batch_size"),
+    [
+        ("granitemoehybrid, dense", "both", 3),
+        *(slow(kind, *sizes) for kind in HYBRIDS for sizes in (("both", 2), ("target", 1), ("draft", 3), ("plain", 3))),
+    ],
+)
+def test_texts_go_on_from_states_that_were_saved(
+    tmp_path: Path, kind: str, models: str, batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a saved state that is another one, they part."""
+    read_in_chunks(8, monkeypatch)
+    build_checkpoint(tmp_path, kind)
+    hybrid, draft = load(tmp_path), load(tmp_path)
+    pairs = {"both": (hybrid, draft), "target": (hybrid, lean()), "draft": (lean(), draft), "plain": (hybrid, None)}
+    pair = pair_of(*pairs[models])
+
+    def make() -> Decoder:
+        return make_decoder(*pair, batch_size=batch_size, temperature=0.8)
+
+    num_runs = 8 if batch_size == 1 else 4
+    assert same_texts(make, num_runs) > 20
+    if batch_size == 1:  # products over other numbers of rows round differently
+        assert same_bits(make, FirstLogits(monkeypatch)) > 20
+    take = StateCache.take
+
+    def one_too_few(
+        self: StateCache, other: StateCache, from_row: int, to_rows: Sequence[int], num_tokens: int
+    ) -> None:
+        take(self, other, from_row, to_rows, num_tokens - 1)
+
+    monkeypatch.setattr(StateCache, "take", one_too_few)
+    with pytest.raises(AssertionError):
+        same_texts(make, num_runs)
+
+
+@pytest.mark.parametrize("kind", [*map(slow, HYBRIDS)])
+def test_ranks_go_on_from_states_that_were_saved(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_in_chunks(8, monkeypatch)
+    build_checkpoint(tmp_path, kind)
+    comms = thread_comms(2)
+    pairs = [pair_of(target, load(tmp_path)) for target in load_ranks(tmp_path, comms)]
+
+    def one_rank(comm: Comm) -> int:
+        def make() -> Decoder:
+            return make_decoder(*pairs[comm.rank], batch_size=3, temperature=0.8, comm=comm)
+
+        return same_texts(make, 4)
+
+    one, other = on_ranks(comms, one_rank)
+    assert one == other > 20
 
 
 def test_ranks_reuse_all_or_only_chunks_together() -> None:

@@ -6,14 +6,15 @@ and the first new token, and keeps or drops the rest. The shipped function decid
 
 from collections.abc import Callable
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
+from llama_ssp.speculate.sampling.draft import POINT_MASS, Draft, Verdict
 from llama_ssp.speculate.sampling.processors import processor
-from llama_ssp.speculate.sampling.rules import Draft, Rule, Verdict, make_rule, verify_ahead
+from llama_ssp.speculate.sampling.rules import Rule, make_rule, verify_ahead
 from llama_ssp.speculate.sampling.uniforms import PER_DRAW, Draws
 from tests.helpers.exact_law import choice_law, draw_law
 from tests.helpers.lanes import grid
@@ -90,31 +91,27 @@ def decided(rule: Rule, target: TableModel, draft: TableModel, rounds: Rounds, d
             before = [probs_after(text + flight[:place])[0] if flight else rubbish for place in places]  # type: ignore[index]
             flying.append(torch.stack([*before, rubbish]))
             follows.append(torch.stack([probs_after(text + flight)[0], *[rubbish] * num_drafted]))  # type: ignore[index]
-    in_flight = Draft(torch.tensor(ids).view(len(ids), num_ahead), torch.stack(flying) if has_probs else None)
-    following = Draft(torch.tensor(rounds.blocks), torch.stack(follows) if has_probs else None)
+    in_flight = Draft(torch.tensor(ids).view(len(ids), num_ahead), torch.stack(flying) if has_probs else POINT_MASS)
+    following = Draft(torch.tensor(rounds.blocks), torch.stack(follows) if has_probs else POINT_MASS)
     target_BKV, ahead_B = rule.process(torch.stack(logits)), torch.tensor([len(flight) for _, flight in rounds.paths])
 
     def choose(rows_B: Tensor, uniforms_BC: Tensor) -> Tensor:
         accept_BK, residual_BP = uniforms_BC.split([num_drafted, PER_DRAW], dim=1)
         unused_BP = torch.full_like(residual_BP, 0.5)
         verdict = decide(
-            rule, some(in_flight, rows_B), some(following, rows_B), target_BKV[rows_B], ahead_B=ahead_B[rows_B],
+            rule, some(in_flight, rows_B), some(following, rows_B).first(), target_BKV[rows_B], ahead_B=ahead_B[rows_B],
             draws=Draws(unused_BP[:, None].expand(-1, num_drafted, -1), accept_BK, residual_BP, unused_BP[:, None]),
         )  # fmt: skip
-        return ((verdict.num_accepted_B1 * vocab_size + verdict.next_ids_B1) * 2 + goes_on_of(verdict))[:, 0]
+        goes_on_B1 = (verdict.node_B1 > ahead_B[rows_B, None]).long()
+        return (((verdict.node_B1 - goes_on_B1) * vocab_size + verdict.next_ids_B1) * 2 + goes_on_B1)[:, 0]
 
     return choice_law(
         choose, num_rows=len(ids), num_coordinates=num_drafted + PER_DRAW, num_answers=2 * num_drafted * vocab_size
     )
 
 
-def goes_on_of(verdict: Verdict) -> Tensor:
-    assert verdict.goes_on_B1 is not None
-    return verdict.goes_on_B1
-
-
 def some(draft: Draft, rows_B: Tensor) -> Draft:
-    return Draft(draft.ids_BK[rows_B], None if draft.probs_BTV is None else draft.probs_BTV[rows_B])
+    return Draft(draft.ids_BK[rows_B], POINT_MASS if draft.is_certain else draft.drawn_law[rows_B])
 
 
 def law_of_text(
@@ -171,19 +168,19 @@ def test_overlapped_rounds_keep_the_targets_law(rule_name: str, name: str, size:
 def test_a_bonus_token_before_a_block_in_flight_is_found() -> None:
     """A block that was drafted behind one token, kept behind another."""
 
-    def faulty(rule: Rule, in_flight: Draft, following: Draft, target_BKV: Tensor, **others: Tensor) -> Verdict:
-        verdict = verify_ahead(rule, in_flight, following, target_BKV, **others)  # type: ignore[arg-type]
-        best_B1 = target_BKV[:, -1].argmax(-1, keepdim=True)
-        next_ids_B1 = torch.where(goes_on_of(verdict) > 0, best_B1, verdict.next_ids_B1)
+    def faulty(*drafts: object, ahead_B: Tensor, draws: Draws) -> Verdict:
+        verdict = verify_ahead(*drafts, ahead_B=ahead_B, draws=draws)  # type: ignore[arg-type]
+        best_B1 = cast("Tensor", drafts[-1])[:, -1].argmax(-1, keepdim=True)
+        next_ids_B1 = torch.where(verdict.node_B1 > ahead_B[:, None], best_B1, verdict.next_ids_B1)
         return verdict._replace(next_ids_B1=next_ids_B1)
 
     assert error("speculative", "temperature", num_drafted=2, wanted=3, decide=faulty) > 1e-3
 
 
 def test_a_block_that_stays_in_flight_behind_a_rejection_is_found() -> None:
-    def faulty(*arguments: object, **others: object) -> Verdict:
-        verdict = verify_ahead(*arguments, **others)  # type: ignore[arg-type]
-        return verdict._replace(num_accepted_B1=verdict.num_accepted_B1 * 0)
+    def faulty(*drafts: object, ahead_B: Tensor, draws: Draws) -> Verdict:
+        verdict = verify_ahead(*drafts, ahead_B=ahead_B, draws=draws)  # type: ignore[arg-type]
+        return verdict._replace(node_B1=ahead_B[:, None] + 1)
 
     assert error("speculative", "temperature", num_drafted=2, wanted=3, decide=faulty) > 1e-3
 

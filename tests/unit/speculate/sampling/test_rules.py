@@ -13,15 +13,13 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.settings import rules as rule_module
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.sampling.context import Context
+from llama_ssp.speculate.sampling.draft import POINT_MASS, Chain, Draft, Verdict
 from llama_ssp.speculate.sampling.processors import processor
 from llama_ssp.speculate.sampling.rules import (
-    Draft,
     Rule,
-    Verdict,
     best_choices,
     make_rule,
     verify_block,
-    verify_certain,
     verify_speculative,
 )
 from llama_ssp.speculate.sampling.uniforms import Draws, UniformTable
@@ -104,12 +102,11 @@ def one_draw_for_two_purposes(draft: Draft, target_BTV: Tensor, *, draws: Draws)
 
 def residual_not_renormalised(draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
     """Reads the residual as if it summed to 1; what is missing falls to the last token."""
-    num_accepted_B1, _, weights_B1, *_ = verify_speculative(draft, target_BTV, draws=draws)
-    assert draft.probs_BTV is not None
-    residual_BTV = (target_BTV - draft.probs_BTV).clamp_min(0)
-    cumulative_BV = residual_BTV[torch.arange(residual_BTV.shape[0]), num_accepted_B1[:, 0]].cumsum(-1)
+    node_B1, _, weights_B1, *_ = verify_speculative(draft, target_BTV, draws=draws)
+    residual_BTV = (target_BTV - draft.drawn_law).clamp_min(0)
+    cumulative_BV = residual_BTV[torch.arange(residual_BTV.shape[0]), node_B1[:, 0]].cumsum(-1)
     next_ids_B1 = (cumulative_BV <= draws.residual_BP[:, :1]).sum(-1, keepdim=True).clamp_max(3)
-    return Verdict(num_accepted_B1, next_ids_B1, weights_B1)
+    return Verdict(node_B1, next_ids_B1, weights_B1)
 
 
 class RawDraftProbabilities(Rule):
@@ -181,14 +178,13 @@ def test_a_token_is_accepted_just_below_the_ratio_of_its_probabilities_and_rejec
     verify: Verify,
 ) -> None:
     draft, target_probs = one_draft()
-    assert draft.probs_BTV is not None
-    ratio_B = (target_probs[0, 0] / draft.probs_BTV[0, 0]).clamp_max(1)
+    ratio_B = (target_probs[0, 0] / draft.drawn_law[0, 0]).clamp_max(1)
     half_BP = torch.full((4, 2), 0.5, dtype=torch.float64)
     below = verify(draft, target_probs, draws=numbers(accept_B=ratio_B - 1e-12, residual_BP=half_BP))
     above_B = (ratio_B + 1e-12).clamp_max(LARGEST_UNIFORM)
     above = verify(draft, target_probs, draws=numbers(accept_B=above_B, residual_BP=half_BP))
-    assert below.num_accepted_B1.tolist() == [[1]] * 4
-    assert above.num_accepted_B1[:, 0].tolist() == (ratio_B == 1).long().tolist()
+    assert below.node_B1.tolist() == [[1]] * 4
+    assert above.node_B1[:, 0].tolist() == (ratio_B == 1).long().tolist()
     assert 0 < int((ratio_B == 1).sum()) < 4
 
 
@@ -198,15 +194,14 @@ def test_a_token_that_the_target_cannot_say_is_never_accepted(verify: Verify) ->
     target_probs = torch.tensor([[[0.0, 0.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]]])
     zero_BP = torch.zeros(1, 2, dtype=torch.float64)
     verdict = verify(draft, target_probs, draws=numbers(accept_B=zero_BP[:, 0], residual_BP=zero_BP))
-    assert (verdict.num_accepted_B1.item(), verdict.next_ids_B1.item()) == (0, 2)
+    assert (verdict.node_B1.item(), verdict.next_ids_B1.item()) == (0, 2)
 
 
 @verifiers
 def test_the_next_token_changes_where_the_shares_of_residual_or_bonus_row_say(verify: Verify) -> None:
     draft, target_probs = one_draft()
-    assert draft.probs_BTV is not None
-    residual = (target_probs[0, 0] - draft.probs_BTV[0, 0]).clamp_min(0)
-    rejected = int((draft.probs_BTV[0, 0] - target_probs[0, 0]).argmax())
+    residual = (target_probs[0, 0] - draft.drawn_law[0, 0]).clamp_min(0)
+    rejected = int((draft.drawn_law[0, 0] - target_probs[0, 0]).argmax())
     num_checked = 0
     for accept, law in ((LARGEST_UNIFORM, residual / residual.sum()), (0.0, target_probs[0, 1])):
         blocks_CM = law.view(2, 2)
@@ -217,7 +212,7 @@ def test_the_next_token_changes_where_the_shares_of_residual_or_bonus_row_say(ve
                 if 0 < second < 1:
                     residual_BP = torch.tensor([[first, second]], dtype=torch.float64)
                     draws = numbers(accept_B=torch.full((1,), accept, dtype=torch.float64), residual_BP=residual_BP)
-                    row = Draft(draft.ids_BK[[rejected]], draft.probs_BTV[:1])
+                    row = Draft(draft.ids_BK[[rejected]], draft.drawn_law[:1])
                     verdict = verify(row, target_probs[:1], draws=draws)
                     assert verdict.next_ids_B1.item() == 2 * block + place
                     num_checked += 1
@@ -232,7 +227,7 @@ def test_without_a_residual_the_next_token_comes_from_the_targets_row(verify: Ve
     residual_BP = torch.tensor([[0.25, 0.25], [0.75, 0.75]], dtype=torch.float64)
     draws = numbers(accept_B=residual_BP[:, 0], residual_BP=residual_BP)
     verdict = verify(draft, target_probs, draws=draws)
-    assert verdict.num_accepted_B1.tolist() == [[0], [0]]
+    assert verdict.node_B1.tolist() == [[0], [0]]
     assert verdict.next_ids_B1.tolist() == [[1], [2]]
 
 
@@ -241,7 +236,7 @@ def test_nan_that_decides_is_in_the_weight(verify: Verify) -> None:
     """A block is accepted by all rows: with NaN in one of them no prefix passes."""
     draft, target_probs = one_draft()
     draws = numbers(accept_B=torch.full((4,), 0.5).double(), residual_BP=torch.full((4, 2), 0.5).double())
-    accepted_B1 = verify(draft, target_probs, draws=draws).num_accepted_B1
+    accepted_B1 = verify(draft, target_probs, draws=draws).node_B1
     for position in range(2):
         broken_BTV = target_probs.clone()
         broken_BTV[:, position] = torch.nan
@@ -253,8 +248,8 @@ def test_nan_that_decides_is_in_the_weight(verify: Verify) -> None:
 def test_greedy_stops_at_the_first_token_that_is_not_the_best() -> None:
     best_BT = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 2, 3]])
     ids_BK = torch.tensor([[1, 2], [1, 0], [0, 2]])
-    verdict = verify_certain(Draft(ids_BK), *best_choices(torch.nn.functional.one_hot(best_BT, 4).float()))
-    assert verdict.num_accepted_B1.tolist() == [[2], [1], [0]]
+    verdict = Chain().accept(ids_BK, *best_choices(torch.nn.functional.one_hot(best_BT, 4).float()))
+    assert verdict.node_B1.tolist() == [[2], [1], [0]]
     assert verdict.next_ids_B1.tolist() == [[3], [2], [1]]
 
 
@@ -274,8 +269,8 @@ def test_a_row_has_the_same_verdict_alone_and_in_a_batch(verification: Verificat
         one = slice(row, row + 1)
         own = Draws(*(numbers_B[one] for numbers_B in draws))
         alone = rule.verify(Draft(ids_BK[one], probs_BTV[one]), target_BTV[one], draws=own)
-        assert alone == Verdict(*(each[one] for each in joint[:3]))
-    assert joint.num_accepted_B1.unique().numel() > 1
+        assert alone == Verdict(*(part[one] for part in joint))
+    assert joint.node_B1.unique().numel() > 1
 
 
 @pytest.mark.parametrize("sampling", [*SAMPLINGS.values(), SamplingConfig(temperature=0.0)], ids=str)
@@ -288,10 +283,9 @@ def test_no_value_is_read_between_the_keys_and_the_verdict(
     rule = make_rule(sampling, verification)
     draws = draws_of(UniformTable(3, device), index_B, index_B)
     ids_B1, probs_BV = rule.draw(torch.empty(2, 50, device=device), draws.draft_BKP[:, 0])
-    probs_BTV = None if probs_BV is None else probs_BV[:, None].expand(2, 4, 50)
-    draft = Draft(ids_B1.expand(2, 3), probs_BTV)
+    draft = Draft(ids_B1.expand(2, 3), POINT_MASS if probs_BV is None else probs_BV[:, None].expand(2, 4, 50))
     verdict = rule.verify(draft, rule.process(torch.empty(2, 4, 50, device=device)), draws=draws)
-    assert verdict.num_accepted_B1.shape == verdict.next_ids_B1.shape == (2, 1)
+    assert verdict.node_B1.shape == verdict.next_ids_B1.shape == (2, 1)
 
 
 def test_a_rule_that_would_change_the_law_is_refused() -> None:
@@ -301,12 +295,12 @@ def test_a_rule_that_would_change_the_law_is_refused() -> None:
 
 def test_the_law_of_a_certain_draft_is_a_point_mass_at_each_token() -> None:
     certain = Draft(torch.tensor([[2, 0, 1]]))
-    law_BTV = certain.law(torch.ones(1, 4, 4, dtype=torch.float64))
+    law_BTV = certain.probs_like(torch.ones(1, 4, 4, dtype=torch.float64))
     assert law_BTV[0, :3].argmax(-1).tolist() == [2, 0, 1]
     assert law_BTV.sum(-1).tolist() == [[1, 1, 1, 0]]
     assert certain.first().followed_by(Draft(torch.tensor([[3]]))).ids_BK.tolist() == [[2, 3]]
     drawn = Draft(certain.ids_BK, law_BTV)
     again = drawn.first().followed_by(Draft(certain.ids_BK[:, 1:], law_BTV[:, 1:]))
-    assert drawn.law(law_BTV) is law_BTV
+    assert drawn.probs_like(law_BTV) is law_BTV
     assert torch.equal(again.ids_BK, drawn.ids_BK)
     assert torch.equal(again.drawn_law, law_BTV)

@@ -13,16 +13,14 @@ from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.settings.trees import tree_shape
 from llama_ssp.speculate.engine.executors import tensors_of
 from llama_ssp.speculate.sampling import trees
+from llama_ssp.speculate.sampling.draft import Chain, Draft, Topology, Verdict
 from llama_ssp.speculate.sampling.processors import draw, processor
-from llama_ssp.speculate.sampling.rules import Draft, Verdict, best_choices, draw_next, verify_block, verify_certain
+from llama_ssp.speculate.sampling.rules import best_choices, draw_next, plain_choices, verify_block
 from llama_ssp.speculate.sampling.trees import (
     Level,
     NodeLaws,
-    Topology,
     Tree,
     draw_children,
-    drawn_choices,
-    verify_certain_tree,
     verify_tree,
 )
 from llama_ssp.speculate.sampling.uniforms import Draws, UniformTable
@@ -30,7 +28,7 @@ from tests.helpers.draws import draws_of
 from tests.helpers.exact_law import codes_of
 from tests.helpers.lanes import heavy
 from tests.helpers.table_models import joint_law, random_table
-from tests.helpers.tree_law import DrawChildren, VerifyTree, path_of, tree_law
+from tests.helpers.tree_law import DrawChildren, VerifyTree, tree_law
 
 CPU = torch.device("cpu")
 Drafted = tuple[Tree, Draft, Tensor, Draws]
@@ -43,7 +41,7 @@ SAMPLINGS = {
 
 def verify_tree_greedy(tree: Tree, draft: Draft, target_logits_BTV: Tensor) -> Verdict:
     """At temperature 0 the target chooses its best tokens."""
-    return verify_certain_tree(tree.topology_of(draft), draft, *best_choices(target_logits_BTV))
+    return tree.nodes(draft.ids_BK.shape[0]).accept(draft.ids_BK, *best_choices(target_logits_BTV))
 
 
 def law_error(
@@ -85,7 +83,7 @@ CERTAIN = ("1", "2", "3", "2x1", "1x2", "2x2", "1x1x1", "2x1x1", "dynamic-3x2x2"
 
 def certain_law_error(
     text: str, *, vocab_size: int = 3, ids: Callable[[Tensor], Tensor] = lambda ids_BN: ids_BN,
-    verify: Callable[..., Verdict] = verify_certain_tree,
+    verify: Callable[..., Verdict] = Topology.accept,
 ) -> float:  # fmt: skip
     """The largest difference between the law of D + 1 tokens and the target's, over all choices at all nodes.
 
@@ -115,7 +113,7 @@ def certain_law_error(
 
     drafted = tree.draft(read, uniforms_BKP, takes_best=not tree.shape.is_dynamic)
     drafted = drafted._replace(ids_BK=ids(drafted.ids_BK))
-    shape = tree.topology_of(drafted)
+    shape = cast("Topology", drafted.nodes)
     texts: list[list[int]] = [[]]
     for node in range(1, tree.num_drafted + 1):
         texts.append([*texts[int(shape.parents_BN[0, node - 1])], int(drafted.ids_BK[0, node - 1])])
@@ -126,11 +124,12 @@ def certain_law_error(
     law_C = torch.stack([rows[node][chosen_CT[:, node]] for node in range(len(texts))]).prod(0)
     num_cases = law_C.shape[0]
     wide = Topology(*(each.expand(num_cases, *each.shape[1:]) for each in shape))
-    verdict = verify(wide, Draft(drafted.ids_BK.expand(num_cases, -1)), chosen_CT, chosen_CT.double())
-    path_ids_CD = drafted.ids_BK.expand(num_cases, -1).gather(1, (path_of(verdict) - 1).clamp_max(tree.num_drafted - 1))
+    verdict = verify(wide, drafted.ids_BK.expand(num_cases, -1), chosen_CT, chosen_CT.double())
+    num_accepted_C1, path_CD = wide.path_to(verdict.node_B1)
+    path_ids_CD = drafted.ids_BK.expand(num_cases, -1).gather(1, (path_CD - 1).clamp_max(tree.num_drafted - 1))
     law = torch.zeros(1, dtype=torch.float64)
     for length in range(tree.depth + 1):
-        is_here_C = verdict.num_accepted_B1[:, 0] == length
+        is_here_C = num_accepted_C1[:, 0] == length
         new = torch.zeros(vocab_size ** (length + 1), dtype=torch.float64)
         said_CL = torch.cat([path_ids_CD[:, :length], verdict.next_ids_B1], dim=1)[is_here_C]
         new.index_add_(0, codes_of(said_CL, vocab_size), law_C[is_here_C])
@@ -154,26 +153,23 @@ def test_the_harness_catches_a_rule_that_prefers_the_child_whose_path_goes_on() 
     assert certain_law_error("2x1", ids=torch.zeros_like, verify=deepest_child) > 1e-3
 
 
-def deepest_child(shape: Topology, draft: Draft, chosen_BT: Tensor, weights_BT: Tensor) -> Verdict:
+def deepest_child(shape: Topology, ids_BN: Tensor, chosen_BT: Tensor, weights_BT: Tensor) -> Verdict:
     """The accepted node is the last one whose path was chosen."""
-    differs_BN = chosen_BT.gather(1, shape.parents_BN) != draft.ids_BK
+    differs_BN = chosen_BT.gather(1, shape.parents_BN) != ids_BN
     is_off_BT = (pad(differs_BN, (1, 0))[:, None] & shape.ancestors_BTT).any(-1)
     node_B1 = (~is_off_BT * torch.arange(is_off_BT.shape[1])).amax(1, keepdim=True)
-    path_BD = shape.paths_BTD.gather(1, node_B1[..., None].expand(-1, -1, shape.paths_BTD.shape[2]))[:, 0]
-    return Verdict(
-        shape.depths_BT.gather(1, node_B1), chosen_BT.gather(1, node_B1), weights_BT.gather(1, node_B1), path_BD
-    )
+    return Verdict(node_B1, chosen_BT.gather(1, node_B1), weights_BT.gather(1, node_B1))
 
 
 def test_the_target_chooses_after_each_node_as_plain_decoding_does_at_that_place() -> None:
-    tree, draft, target_BTV, draws = drafted("3x2x1")
-    shape, generator = tree.topology_of(draft), torch.Generator().manual_seed(3)
+    tree, _, target_BTV, _ = drafted("3x2x1")
+    shape, generator = tree.nodes(64), torch.Generator().manual_seed(3)
     plain_BTP = torch.rand(64, tree.depth + 1, 2, generator=generator, dtype=torch.float64)
-    chosen_BT, weights_BT = drawn_choices(target_BTV, shape, draws._replace(plain_BTP=plain_BTP))
+    chosen_BT, weights_BT = plain_choices(target_BTV, shape.at_nodes(plain_BTP))
     for node, depth in enumerate(shape.depths_BT[0].tolist()):
         alone_B1 = draw(target_BTV[:, node].contiguous(), plain_BTP[:, depth])
         assert torch.equal(chosen_BT[:, node : node + 1], alone_B1)
-        assert torch.equal(weights_BT[:, node : node + 1], target_BTV[:, node].gather(1, alone_B1))
+        assert torch.equal(weights_BT[:, node], target_BTV[:, node, 0])  # which are NaN if one is
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
@@ -217,12 +213,10 @@ def not_clipped(laws: NodeLaws, ids_X1: Tensor, *, is_first: bool) -> Tensor:
     return laws.target_XV.gather(-1, ids_X1) * laws.factor_X1 / laws.draft_XV.gather(-1, ids_X1)
 
 
-def without_any_residual(
-    num_accepted_B1: Tensor, rest_BV: Tensor, target_row_BV: Tensor, uniforms_BP: Tensor
-) -> Verdict:
+def without_any_residual(node_B1: Tensor, rest_BV: Tensor, target_row_BV: Tensor, uniforms_BP: Tensor) -> Verdict:
     """The next token is drawn from the target's row."""
     del rest_BV
-    return DRAW_NEXT(num_accepted_B1, target_row_BV.clone(), target_row_BV, uniforms_BP)
+    return DRAW_NEXT(node_B1, target_row_BV.clone(), target_row_BV, uniforms_BP)
 
 
 def a_childs_number_again(tree: Tree, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
@@ -295,8 +289,7 @@ def test_a_later_child_is_accepted_by_the_ratio_of_what_the_rejected_one_leaves(
     for first, second, wanted in ((0.24, 0.9, [1, 2]), (0.26, 0.74, [2, 2]), (0.26, 0.76, None)):
         draws = numbers(2, accept=[[first, second]])
         verdict = verify_tree(Tree.of("2", CPU), draft, target_probs, draws=draws)
-        assert verdict.num_accepted_B1.item() == (wanted is not None)
-        assert path_of(verdict).tolist() == [[wanted[0]]] if wanted else [[1]]
+        assert verdict.node_B1.item() == (wanted[0] if wanted else 0)
         # (0, 0, 0, 1) is left after both.
         assert wanted or verdict.next_ids_B1.item() == 3
 
@@ -308,8 +301,7 @@ def test_a_path_can_pass_whose_first_token_would_be_rejected_alone() -> None:
     draft_BTV = torch.stack([probs_V[0, 2] / 2, torch.tensor([3.0, 7.0]).double() / 10, torch.zeros(2).double()])[None]
     draft = Draft(torch.tensor([[0, 0]]), draft_BTV)
     verdict = verify_tree(Tree.of("1x1", CPU), draft, target_BTV, draws=numbers(2, accept=[[0.9, 0.9]]))
-    assert path_of(verdict).tolist() == [[1, 2]]
-    assert verdict.num_accepted_B1.item() == 2
+    assert verdict.node_B1.item() == 2
 
 
 def numbers(num_drafted: int, *, accept: list[list[float]]) -> Draws:
@@ -340,22 +332,22 @@ def drafted(shape: str, *, num_rows: int = 64, vocab_size: int = 50, device: tor
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_a_chain_is_drawn_as_without_a_tree_and_verified_as_a_block(depth: int) -> None:
     tree, draft, target_BTV, draws = drafted("x".join("1" * depth), num_rows=500)
-    assert draft.probs_BTV is not None
     for place in range(depth):
-        ids_B1 = draw(draft.probs_BTV[:, place].contiguous(), draws.draft_BKP[:, place])
+        ids_B1 = draw(draft.drawn_law[:, place].contiguous(), draws.draft_BKP[:, place])
         assert torch.equal(ids_B1, draft.ids_BK[:, place : place + 1])
     chain = verify_block(draft, target_BTV, draws=draws)
     verdict = verify_tree(tree, draft, target_BTV, draws=draws)
-    assert chain.num_accepted_B1.unique().numel() == depth + 1
-    assert torch.equal(verdict.num_accepted_B1, chain.num_accepted_B1)
+    assert chain.node_B1.unique().numel() == depth + 1
+    assert torch.equal(verdict.node_B1, chain.node_B1)
     assert torch.equal(verdict.next_ids_B1, chain.next_ids_B1)
     torch.testing.assert_close(verdict.weights_B1, chain.weights_B1)
-    assert torch.equal(path_of(verdict), torch.arange(1, depth + 1).expand(500, -1))
+    num_accepted_B1, path_BD = tree.nodes(500).path_to(verdict.node_B1)
+    assert torch.equal(num_accepted_B1, verdict.node_B1)
+    assert torch.equal(path_BD, torch.arange(1, depth + 1).expand(500, -1))
 
     copied = Draft(target_BTV.argmax(-1)[:, :-1] + draft.ids_BK % 2)
-    chain = verify_certain(copied, *best_choices(target_BTV))
-    verdict = verify_tree_greedy(tree, copied, target_BTV)
-    for own, wanted in zip(verdict[:3], chain[:3], strict=True):
+    chain = Chain().accept(copied.ids_BK, *best_choices(target_BTV))
+    for own, wanted in zip(verify_tree_greedy(tree, copied, target_BTV), chain, strict=True):
         assert torch.equal(own, wanted)
 
 
@@ -365,7 +357,7 @@ def test_no_value_is_read_between_the_draw_and_the_verdict() -> None:
     sampled = verify_tree(tree, draft, target_BTV, draws=draws)
     greedy = verify_tree_greedy(tree, draft, target_BTV)
     for verdict in (sampled, greedy):
-        assert [each.shape for each in tensors_of(verdict)] == [(64, n) for n in (1, 1, 1, 3)]
+        assert [part.shape for part in tensors_of(verdict)] == [(64, 1)] * 3
 
 
 def test_children_differ_until_no_possible_token_is_left() -> None:
@@ -387,7 +379,7 @@ def test_a_child_that_cannot_be_is_never_accepted() -> None:
     target_1TV = torch.tensor([[[0.0, 0.0, 1.0]] * 4])
     draft = Draft(torch.tensor([[1, 2, 2]]), probs_12V)
     verdict = verify_tree(Tree.of("3", CPU), draft, target_1TV, draws=numbers(3, accept=[[0.0, 0.0, 0.0]]))
-    assert (verdict.num_accepted_B1.item(), path_of(verdict).item(), verdict.next_ids_B1.item()) == (0, 1, 2)
+    assert (verdict.node_B1.item(), verdict.next_ids_B1.item()) == (0, 2)
 
 
 @pytest.mark.parametrize("shape", ["3x2x1", "2", "1x3"])
@@ -400,16 +392,11 @@ def test_nan_that_decides_is_in_the_weight_and_nan_elsewhere_is_not(shape: str) 
         broken_BTV = target_BTV.clone()
         broken_BTV[:, node] = float("nan")
         verdict = verify_tree(tree, draft, broken_BTV, draws=draws)
-        decides_B = (node_of(clean) == node) | (node < tree.num_parents)
+        decides_B = (clean.node_B1[:, 0] == node) | (node < tree.num_parents)
         assert torch.equal(verdict.weights_B1.isnan()[:, 0], decides_B)
         assert verdict.next_ids_B1.lt(50).all()
         greedy = verify_tree_greedy(tree, Draft(draft.ids_BK), broken_BTV)
-        assert torch.equal(greedy.weights_B1.isnan()[:, 0], node_of(greedy) == node)
-
-
-def node_of(verdict: Verdict) -> Tensor:
-    """The last accepted node (B,)."""
-    return pad(path_of(verdict), (1, 0)).gather(1, verdict.num_accepted_B1)[:, 0]
+        assert torch.equal(greedy.weights_B1.isnan()[:, 0], greedy.node_B1[:, 0] == node)
 
 
 @pytest.mark.parametrize("text", ["dynamic-24x4x4", "dynamic-6x6x1", "dynamic-5x1x5", "dynamic-12x3x6"])
@@ -441,8 +428,8 @@ def test_a_dynamic_tree_has_the_most_probable_paths(text: str) -> None:
         )
 
     drafted = tree.draft(read, torch.empty(num_rows, tree.num_drafted, 2), takes_best=False)
-    assert drafted.parents_BK is not None
-    assert drafted.probs_BTV is None
+    parents_BN = cast("Topology", drafted.nodes).parents_BN
+    assert drafted.is_certain
     for row in range(num_rows):
         wanted: dict[tuple[int, ...], float] = {}
         level_paths: dict[tuple[int, ...], float] = {(): 1.0}
@@ -456,7 +443,7 @@ def test_a_dynamic_tree_has_the_most_probable_paths(text: str) -> None:
             wanted |= level_paths
         chosen = sorted(wanted, key=lambda path: -wanted[path])[: tree.num_drafted]
         found: list[tuple[int, ...]] = [()]
-        for token, parent in zip(drafted.ids_BK[row].tolist(), drafted.parents_BK[row].tolist(), strict=True):
+        for token, parent in zip(drafted.ids_BK[row].tolist(), parents_BN[row].tolist(), strict=True):
             assert parent < len(found)
             found.append((*found[parent], token))
         assert sorted(found[1:]) == sorted(chosen)
@@ -468,7 +455,7 @@ def test_equal_probabilities_leave_no_node_without_its_parent() -> None:
     certain = torch.zeros(2, 4, 6)
     certain[..., 2] = 1.0
     drafted = tree.draft(lambda level: certain[:, : 1 if level is None else 4], torch.empty(2, 9, 2), takes_best=False)
-    shape = tree.topology_of(drafted)
+    shape = cast("Topology", drafted.nodes)
     assert shape.depths_BT.amax(1).tolist() == [3, 3]
     for row, path in enumerate(shape.paths_BTD[:, -1].tolist()):
         assert drafted.ids_BK[row, path[0] - 1] == 2

@@ -1,0 +1,134 @@
+"""A rank that `load(..., ranks=N)` has started: loads the pair, and makes the calls of the process that started it.
+
+`started` has the messages. The connection's end, a signal, and an error after which ranks cannot go on end the rank.
+"""
+
+import json
+import os
+import signal
+import socket
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+
+from llama_ssp import Pair, load
+from llama_ssp.api.started import CALLER
+from llama_ssp.errors import InterruptedRun, LostRankError, SspError
+from llama_ssp.ranks.failures import to_message
+from llama_ssp.ranks.process import LOOPBACK, read_ranks
+from llama_ssp.speculate.engine.completion import StopRequest
+from llama_ssp.words import in_library_words
+
+
+class Caller(BaseStreamer):
+    """The connection to the process that calls; for rank 0 also what shows it new tokens."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.is_busy, self.was_asked = rank, False, False
+        self.calls: SimpleQueue[tuple[dict[str, Any], StopRequest] | None] = SimpleQueue()
+        port, password = os.environ.pop(CALLER).split()
+        self._lines = socket.create_connection((LOOPBACK, int(port))).makefile("rw", encoding="utf-8")
+        self.say(rank=rank, pid=os.getpid(), password=password)
+        Thread(target=self._listen, daemon=True, name="caller").start()
+
+    def say(self, **message: object) -> None:
+        """Send a message; nobody reads it once the caller has ended."""
+        with suppress(OSError):
+            self._lines.write(f"{json.dumps(message)}\n")
+            self._lines.flush()
+
+    def put(self, value: Tensor) -> None:
+        """Show new ids."""
+        self.hear(ids=value.tolist())
+
+    def end(self) -> None:
+        """End the text."""
+        self.hear(end=True)
+
+    def hear(self, **heard: object) -> None:
+        """Say something before the answer, on rank 0."""
+        if self.rank == 0:
+            self.say(heard=heard)
+
+    def _listen(self) -> None:
+        stop = StopRequest()
+        with suppress(OSError):
+            for line in self._lines:
+                if (message := json.loads(line)) == "stop":
+                    stop.requested = self.was_asked = True
+                else:
+                    stop, self.was_asked = StopRequest(), False
+                    self.calls.put((message, stop))
+        stop.requested = True
+        self.calls.put(None)
+        if self.is_busy:  # it may be loading
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def serve(caller: Caller) -> None:
+    """Make calls until the caller ends; raises what ends the ranks."""
+    pair: Pair | None = None
+    while call := caller.calls.get():
+        caller.is_busy, (message, stop) = True, call
+        try:
+            arguments: dict[str, Any] = message["arguments"]
+            result: object = None
+            if message["call"] == "load":
+                pair = load(**{name: _of_argument(value) for name, value in arguments.items()})
+                folder = pair.models.tokenizer.name_or_path
+                result = {"repr": repr(pair), "device": str(pair.device), "tokenizer": folder}
+            elif pair and message["call"] == "update":
+                files = {what: new for what, new in arguments.items() if isinstance(new, dict)}
+                pair.update(**arguments | {what: load_file(new["tensors"]) for what, new in files.items()})
+            elif pair:
+                result = _generate(pair, arguments, caller, stop)
+            caller.say(result=result)
+        except SspError as error:
+            is_over = pair is None or error.speaks is not None
+            caller.say(error=to_message(error), is_over=is_over)
+            if is_over:
+                raise
+        except KeyboardInterrupt:
+            is_over = not caller.was_asked
+            caller.say(error=to_message(InterruptedRun("the ranks were interrupted")), is_over=is_over)
+            if is_over:
+                raise
+        except Exception as error:
+            sentence = f"rank {caller.rank} failed: {type(error).__name__}: {error}"
+            caller.say(error=to_message(LostRankError(sentence)), is_over=True)
+            raise
+        caller.is_busy = False
+
+
+def _of_argument(value: Any) -> Any:  # noqa: ANN401 - of `load`
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _generate(pair: Pair, arguments: Mapping[str, Any], caller: Caller, stop: StopRequest) -> object:
+    read = {**arguments["read"]}
+    read["logit_bias"] = {int(token): bias for token, bias in read["logit_bias"].items()}
+    read["streamer"] = caller if read["streamer"] else None
+    if arguments["template"]:
+        pair.tokenizer.chat_template = arguments["template"]
+    with in_library_words():
+        found = pair._complete(read, stop)
+    return [asdict(one) for one in found] if caller.rank == 0 else None
+
+
+def main() -> None:
+    """Serve the process that started this rank."""
+    caller = Caller(read_ranks(os.environ).rank)
+    warnings.showwarning = lambda message, *_, **__: caller.hear(warning=str(message))
+    serve(caller)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""A draft, as a rule is given it, and the verdict on it.
+
+A draft is a tree: node 0 is the newest token of the text, and the drafted tokens are its nodes 1, 2, ... Each is drawn
+from a law. A chain, in which node j is the child of node j - 1, and a point mass need no memory.
+
+Shapes: B sequences, K drafted tokens (N of a tree), T = K + 1 nodes with the root, D depth, V vocabulary, P = 2
+uniforms per draw.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+class Verdict(NamedTuple):
+    """The path that is accepted, and the token that follows it: resampled or bonus.
+
+    Attributes:
+        node_B1: the path's last node, 0 for none; of a chain this is how many tokens are accepted.
+        weights_B1: the weight of the next token: NaN if the logits after the accepted tokens contain NaN, or others
+            that the rule has decided by.
+    """
+
+    node_B1: Tensor
+    next_ids_B1: Tensor
+    weights_B1: Tensor
+
+    def noting(self, numbers_BX: Tensor) -> "Verdict":
+        """Make the weight NaN if one of the numbers is that a rule has compared: no path passes with NaN."""
+        return self._replace(weights_B1=torch.add(self.weights_B1, numbers_BX.sum(1, keepdim=True), alpha=0.0))
+
+    def where(self, is_other_B1: Tensor, other: "Verdict") -> "Verdict":
+        """Take another verdict in some rows."""
+        return Verdict(*(torch.where(is_other_B1, *parts) for parts in zip(other, self, strict=True)))
+
+
+class PointMass(NamedTuple):
+    """The law of tokens that are a function of the text, as of greedy drafts: probability 1 at each."""
+
+
+Law = Tensor | PointMass
+"""Processed probabilities (B, T, V) that tokens were drawn from, or a point mass at each token.
+
+The last row is zero: nothing was drafted there, so the residual is the target's distribution. Of a tree there is a row
+for each node that has children.
+"""
+POINT_MASS = PointMass()
+
+
+class Chain(NamedTuple):
+    """The nodes of a chain."""
+
+    def accept(self, ids_BK: Tensor, chosen_BT: Tensor, weights_BT: Tensor) -> Verdict:
+        """Accept the path of certain tokens that the target chooses; the next token is its choice too.
+
+        The target chooses by numbers of each place alone, or its best tokens, so the text is that of plain decoding,
+        whatever is drafted.
+
+        Args:
+            ids_BK: of the drafted tokens.
+            chosen_BT: the token that the target draws after each node, or its best one.
+            weights_BT: the weights of these.
+        """
+        node_B1 = (chosen_BT[:, :-1] == ids_BK).cumprod(1).sum(1, keepdim=True)
+        return Verdict(node_B1, chosen_BT.gather(-1, node_B1), weights_BT.gather(-1, node_B1))
+
+    def at_nodes(self, places_BTP: Tensor) -> Tensor:
+        """Numbers of places behind the text, for each node the number of its children's place."""
+        return places_BTP
+
+
+class Topology(NamedTuple):
+    """Which node is whose child, in the trees of some rows.
+
+    Attributes:
+        parents_BN: the parent of each drafted node, int64.
+        depths_BT: the depth of each node, 0 for the root.
+        ancestors_BTT: whether row node sees column node: itself and its ancestors.
+        paths_BTD: the nodes from the root's child to each node. Beyond its depth the numbers count on as in a chain, so
+            that moving slot `path[k]` to slot k + 1, in order, moves no slot after the path.
+    """
+
+    parents_BN: Tensor
+    depths_BT: Tensor
+    ancestors_BTT: Tensor
+    paths_BTD: Tensor
+
+    def accept(self, ids_BN: Tensor, chosen_BT: Tensor, weights_BT: Tensor) -> Verdict:
+        """See `Chain.accept`.
+
+        Which children there are says nothing about the target's choices: the text has the law of these. Each node of a
+        path holds the token that was chosen at its parent. Of equal children the first counts: to take the one whose
+        path goes on would prefer drafted tokens.
+        """
+        _, num_nodes, depth = self.paths_BTD.shape
+        fits_BN = chosen_BT.gather(1, self.parents_BN) == ids_BN
+        places_BN = num_nodes - torch.ones_like(ids_BN).cumsum(1)  # the largest is the first
+        node_B1 = torch.zeros_like(ids_BN[:, :1])
+        for _ in range(depth):
+            place_B1 = (places_BN * (fits_BN & (self.parents_BN == node_B1))).amax(1, keepdim=True)
+            node_B1 = torch.where(place_B1 > 0, num_nodes - place_B1, node_B1)
+        return Verdict(node_B1, chosen_BT.gather(1, node_B1), weights_BT.gather(1, node_B1))
+
+    def at_nodes(self, places_BTP: Tensor) -> Tensor:
+        """See `Chain.at_nodes`."""
+        return places_BTP.gather(1, self.depths_BT[..., None].expand(-1, -1, places_BTP.shape[2]))
+
+    def path_to(self, node_B1: Tensor) -> tuple[Tensor, Tensor]:
+        """The path to a node: how many nodes it has (B, 1), and a row of `paths_BTD`, (B, D)."""
+        index_B1D = node_B1[..., None].expand(-1, -1, self.paths_BTD.shape[2])
+        return self.depths_BT.gather(1, node_B1), self.paths_BTD.gather(1, index_B1D)[:, 0]
+
+
+def find_topology(parents_BN: Tensor, *, depth: int) -> Topology:
+    """The topology of trees up to D = `depth` deep by the parents of their nodes, which have smaller numbers."""
+    up_BT = pad(parents_BN, (1, 0))  # the root is its own parent
+    nodes_BT = torch.ones_like(up_BT).cumsum(1) - 1
+    found = [nodes_BT]
+    for _ in range(depth):
+        found.append(up_BT.gather(1, found[-1]))
+    upwards_BTA = torch.stack(found, dim=-1)  # a node, its parent, ..., the root again and again
+    depths_BT = (upwards_BTA > 0).sum(-1)
+    num_rows, num_nodes = up_BT.shape
+    ancestors_BTT = torch.zeros(num_rows, num_nodes, num_nodes, dtype=torch.bool, device=up_BT.device)
+    ancestors_BTT.scatter_(2, upwards_BTA, torch.ones_like(upwards_BTA, dtype=torch.bool))
+    steps_D = nodes_BT[0, :1] + torch.ones(depth, dtype=torch.int64, device=up_BT.device).cumsum(0) - 1
+    above_BTD = depths_BT[..., None] - 1 - steps_D
+    paths_BTD = torch.where(above_BTD >= 0, upwards_BTA.gather(2, above_BTD.clamp_min(0)), steps_D + 1)
+    return Topology(parents_BN, depths_BT, ancestors_BTT, paths_BTD)
+
+
+class Draft(NamedTuple):
+    """Drafted tokens, the law that each was drawn from, and their tree."""
+
+    ids_BK: Tensor
+    law: Law = POINT_MASS
+    nodes: Chain | Topology = Chain()
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether nothing was drawn."""
+        return isinstance(self.law, PointMass)
+
+    @property
+    def drawn_law(self) -> Tensor:
+        """The probabilities (B, T, V) of a draft that is not certain."""
+        assert isinstance(self.law, Tensor), "a draft of drawn tokens"
+        return self.law
+
+    def probs_like(self, like_BTV: Tensor) -> Tensor:
+        """The probabilities of any draft; of a point mass in the shape and number format of `like_BTV`."""
+        if not self.is_certain:
+            return self.drawn_law
+        probs_BTV = torch.zeros_like(like_BTV)
+        probs_BTV[:, :-1].scatter_(-1, self.ids_BK[..., None], 1.0)
+        return probs_BTV
+
+    def first(self) -> "Draft":
+        """The chain of its first token alone."""
+        if self.is_certain:
+            return Draft(self.ids_BK[:, :1])
+        first_B1V = self.drawn_law[:, :1]
+        return Draft(self.ids_BK[:, :1], torch.cat([first_B1V, torch.zeros_like(first_B1V)], dim=1))
+
+    def followed_by(self, other: "Draft") -> "Draft":
+        """The chain of the tokens of two chains."""
+        ids_BK = torch.cat([self.ids_BK, other.ids_BK], dim=1)
+        if self.is_certain or other.is_certain:
+            return Draft(ids_BK)
+        probs_BKV = self.drawn_law[:, : self.ids_BK.shape[1]]
+        return Draft(ids_BK, torch.cat([probs_BKV, other.drawn_law], dim=1))

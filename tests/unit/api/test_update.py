@@ -1,0 +1,174 @@
+"""`Pair.update`: other weights in the tensors of a pair that runs, as if it had been loaded with them."""
+
+import gc
+import shutil
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from llama_ssp import load
+from llama_ssp.api.pair import Pair
+from llama_ssp.cpu.tracing import Traced
+from llama_ssp.errors import CheckpointError, ConfigError
+from llama_ssp.run import decoders
+from llama_ssp.speculate.engine.executors import GraphExecutor
+from llama_ssp.workspaces import find_tensors
+from tests.helpers import one_pass_heads
+from tests.helpers.draft_heads import save_small_pair
+from tests.helpers.lanes import slow
+from tests.helpers.models import VOCAB_SIZE, build_checkpoint
+from tests.helpers.mtp_layers import save_with_mtp
+from tests.helpers.recorded import FakeRecorder
+from tests.helpers.tokenizers import save_tokenizer
+
+PROMPTS = ["t5 t9 t3 " * 12, "t7 t8"]
+
+
+def save_pair(folder: Path, kind: str) -> tuple[Path, Path | str]:
+    """The folders of a random target and its draft; or the name of the draft."""
+    target, draft, vocab_size = folder / "target", folder / "draft", VOCAB_SIZE
+    if kind == "head":
+        save_small_pair(folder)
+        draft, vocab_size = folder / "head", 224
+    elif kind in one_pass_heads.CONFIGS:
+        one_pass_heads.save_pair(folder, kind)
+        draft, vocab_size = folder / "head", 224
+    elif kind.startswith("mtp "):
+        save_with_mtp(target, kind.removeprefix("mtp "))
+    else:
+        family, *in_16_bits = kind.partition(" as ")[0].split(" in ")
+        for path in (target, draft):
+            vocab_size = 224  # whole blocks
+            build_checkpoint(path, family, dtype=torch.bfloat16 if in_16_bits else torch.float32, vocab_size=vocab_size)
+            save_tokenizer(path, vocab_size)
+    save_tokenizer(target, vocab_size)
+    return target, "mtp" if kind.startswith("mtp ") else draft
+
+
+def trained(folder: Path, *, seed: int = 0) -> Path:
+    """A copy of a folder with other weights."""
+    other = folder.with_name(f"{folder.name}, trained {seed}")
+    shutil.copytree(folder, other)
+    torch.manual_seed(seed)
+    tensors = load_file(folder / "model.safetensors")
+    stepped = {
+        name: values + 0.05 * torch.randn_like(values) if values.is_floating_point() else values
+        for name, values in tensors.items()
+    }
+    save_file(stepped, other / "model.safetensors", metadata={"format": "pt"})
+    return other
+
+
+def texts(pair: Pair) -> list[tuple[list[int], list[int], int]]:
+    found = pair.generate(PROMPTS, max_new_tokens=12, seed=1, num_samples=2)
+    return [(done.token_ids, done.accepted_lengths, done.num_reused_tokens) for done in found]
+
+
+@pytest.mark.parametrize("kind", [
+    "llama as int8_weight_only", "gpt_neox", "head", "mtp qwen2", one_pass_heads.SHARING,
+    *map(slow, ("llama as int4_weight_only", "qwen3 in 16 bits", "glm4_moe", "mtp glm4_moe", "peagle")),
+    slow("recurrent dspark"),
+])  # fmt: skip
+def test_an_update_gives_the_texts_of_a_fresh_load(tmp_path: Path, kind: str) -> None:
+    target, draft = save_pair(tmp_path, kind)
+    form = kind.partition(" as ")[2] or None
+    pair = load(target, draft, dtype="fp32", quantization=form)
+    before, models = texts(pair), pair.models
+    new_target, new_draft = trained(target), trained(draft) if isinstance(draft, Path) else draft
+    if kind == one_pass_heads.SHARING:
+        new_draft = draft
+        pair.update(new_target)  # whose output the head has
+    else:
+        pair.update(new_target, new_draft if isinstance(draft, Path) else None)
+    assert pair.models.target is models.target
+    assert pair.models.draft is models.draft
+    after = texts(pair)
+    assert after == texts(load(new_target, new_draft, dtype="fp32", quantization=form)) != before
+
+
+def test_weights_that_need_another_kernel_are_taken_too(tmp_path: Path) -> None:
+    target, draft = save_pair(tmp_path, "qwen3 in 16 bits")  # with one tensor for embedding and output
+    pair = load(target, draft, dtype="fp32")
+    texts(pair)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    with torch.no_grad():
+        for values in model.parameters():
+            values.add_(0.05 * torch.randn(values.shape, generator=torch.Generator().manual_seed(1)))
+    pair.update(model)
+    assert texts(pair) == texts(load(model, draft, dtype="fp32", tokenizer=pair.tokenizer))
+    pair.update(target)
+    assert texts(pair) == texts(load(target, draft, dtype="fp32"))
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["traces", "graphs"])
+def test_a_loop_of_updates_allocates_and_captures_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: bool
+) -> None:  # fmt: skip
+    recorder, traces = FakeRecorder(), list[None]()
+    trace = Traced._trace
+
+    def counted(*arguments: Any) -> object:  # noqa: ANN401
+        traces.append(None)
+        return trace(*arguments)
+
+    monkeypatch.setattr(Traced, "_trace", counted)
+    if graphs:
+        monkeypatch.setattr(decoders, "make_executor", lambda round_, **_: GraphExecutor(round_, recorder=recorder))
+    target, draft = save_pair(tmp_path, "llama")
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    pair, loop = load(target, draft, dtype="fp32"), []
+    for step in range(10):
+        with torch.no_grad():
+            for values in model.parameters():
+                values.add_(0.05 * torch.randn(values.shape, generator=torch.Generator().manual_seed(step)))
+        pair.update(model.state_dict() if step % 2 else model)
+        loop.append(texts(pair))
+        if step == 1:
+            places, known = addresses(pair), (len(traces), recorder.num_recorded, live())
+    assert known[graphs] > 0
+    assert addresses(pair) == places
+    assert (len(traces), recorder.num_recorded, live()) == known
+    assert loop[-1] == texts(load(model, draft, dtype="fp32", tokenizer=pair.tokenizer))
+    assert len({str(found) for found in loop}) > 5
+
+
+def live() -> int:
+    """Bytes of all tensors."""
+    gc.collect()
+    return sum(found.nbytes for found in gc.get_objects() if type(found) in {Tensor, torch.nn.Parameter})
+
+
+def addresses(pair: Pair) -> list[int]:
+    """Of the tensors that both models hold."""
+    held = find_tensors([pair.models.target, pair.models.draft], bucket=256)
+    return [tensor.data_ptr() for tensor in chain(*held) if isinstance(tensor, Tensor)]
+
+
+def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    target, draft = save_pair(tmp_path, "llama")
+    other, _ = save_pair(tmp_path / "other", "qwen3")
+    pair, tensors = load(target, draft, dtype="fp32"), load_file(target / "model.safetensors")
+    before = texts(pair)
+    narrow = tensors | {"lm_head.weight": tensors["lm_head.weight"][:10]}
+    renamed = {name.replace("q_proj", "query"): values for name, values in tensors.items()}
+    refused: list[tuple[Any, Any, type[Exception], str]] = [
+        (other, None, ConfigError, r"model=\S+ must have the sizes and settings .*head_dim is 16, not 8"),
+        ("nowhere", None, ConfigError, "nowhere"),
+        (7, None, ConfigError, "model=7 must be"),
+        ({"lm_head.weight": 3}, None, ConfigError, "tensors by name"),
+        (narrow, None, CheckpointError, r"lm_head.weight is \[10, 64\], not \[224, 64\]"),
+        (trained(target), renamed, CheckpointError, r"lacks 2 of the 21 tensors .*q_proj.* and has others .*query"),
+        (trained(target, seed=1), other, ConfigError, "draft=.* must have the sizes"),
+    ]
+    for model, new_draft, error, sentence in refused:
+        with pytest.raises(error, match=sentence):
+            pair.update(model, new_draft)
+    assert [found[:2] for found in texts(pair)] == [found[:2] for found in before]
+    with pytest.raises(ConfigError, match="draft=ngram has no weights of its own"):
+        load(target, "ngram").update(draft=draft)
