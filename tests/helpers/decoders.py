@@ -24,6 +24,7 @@ from llama_ssp.speculate.engine.state import BatchState, Request
 from llama_ssp.speculate.engine.verifier import Verifier
 from llama_ssp.speculate.sampling.draft import POINT_MASS
 from llama_ssp.speculate.sampling.rules import Rule, make_rule
+from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.trees import Tree, verify_tree
 from tests.helpers.recorded import WatchedGraphs
 
@@ -46,6 +47,7 @@ def make_decoder(  # noqa: PLR0913
     taps: Taps | None = None,
     tree: Tree | None = None,
     limit: DraftLimit | None = None,
+    shard: Shard = WHOLE,
 ) -> Decoder:
     """A decoder of one rank (or of `comm`) over two runners, or over one and the drafter that is made for its rule.
 
@@ -56,6 +58,7 @@ def make_decoder(  # noqa: PLR0913
     rule = make_rule(
         sampling or SamplingConfig(temperature=temperature),
         VerificationConfig(rule=rule_name),
+        shard=shard,
         of_trees=partial(verify_tree, tree) if tree else None,
     )
     device = torch.device(target.device)

@@ -27,6 +27,7 @@ from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.layer import Layer, Stream
 from llama_ssp.models.runner import TreePlaces
 from llama_ssp.models.weights import Loading, Weights
+from llama_ssp.ranks.comms import Reads
 from llama_ssp.weights.head import HeadSource
 from llama_ssp.weights.mtp import MtpSource
 
@@ -136,7 +137,7 @@ class PairRunner(LeanRunner):
         """Logits over the target's tokens, or the best one, from those over the head's own."""
         if self._token_ids_D is None:
             return logits_BRD
-        if self.finds_best:
+        if self.reads is Reads.best:
             largest_BR1, ids_BR1 = logits_BRD.split(1, dim=-1)
             return torch.cat([largest_BR1, self._token_ids_D[ids_BR1.long()].float()], dim=-1)
         nowhere_BRV = logits_BRD.new_full((*logits_BRD.shape[:2], self.num_token_ids), float("-inf"))

@@ -111,10 +111,10 @@ class _Tables(Workspace):
 
     rows_B: Tensor  # of a head: its rows among those of the target.
 
-    def __init__(self, batch_size: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, batch_size: int, num_tokens: int, device: torch.device) -> None:
         self.second_B1 = torch.ones(batch_size, 1, dtype=torch.int64, device=device)
         self.unread_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        self.nothing_BV = torch.zeros(batch_size, vocab_size, device=device)
+        self.nothing_BV = torch.zeros(batch_size, num_tokens, device=device)
 
 
 class StepwiseDrafter:
@@ -151,11 +151,14 @@ class StepwiseDrafter:
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Allocate the cache."""
         self.runner.allocate(
-            batch_size=batch_size, capacity=num_slots, finds_best=self._rule.reads_best,
+            batch_size=batch_size,
+            capacity=num_slots,
             num_rolled_back=self._num_rolled_back,
-        )  # fmt: skip
+            reads=self._rule.reads,
+        )
         if batch_size != self._batch_size:  # else graphs read those that are there
-            self._tables, self._batch_size = _Tables(batch_size, self.vocab_size, self.runner.device), batch_size
+            num_tokens = len(self._rule.shard.ids(self.vocab_size))
+            self._tables, self._batch_size = _Tables(batch_size, num_tokens, self.runner.device), batch_size
 
     def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> Callable[[int, Tensor | None], Tensor]:
         """Returns a function that makes the logits (B, V) of a step from its number and the token drawn before."""

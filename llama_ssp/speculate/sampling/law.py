@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from llama_ssp.architectures.matrices import tokens_of_a_block
 from llama_ssp.evaluation.martingales import BIASES, BLOCK, FAULTS, RESIDUALS, SCORES, Role, Rounds, TextSums
 from llama_ssp.settings.rules import DEFAULT
-from llama_ssp.speculate.sampling.processors import tokens_of_a_block
 
 NUM_NEWEST = 8
 """N: a penalty that forgets drafted tokens forgets the newest ones."""
