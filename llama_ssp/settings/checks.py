@@ -502,7 +502,7 @@ _WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
     ("draft.fallback", lambda c: not c.speculation.adapts, "without speculation.num_draft_tokens=auto"),
     ("draft.greedy", lambda c: c.sampling.temperature == 0, "at temperature 0, where every draft is greedy"),
     (
-        "draft.history",
+        "draft.history draft.corpus",
         lambda c: c.speculation.tree is not None,
         "with speculation.tree, which copies its own text",
     ),

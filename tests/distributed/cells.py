@@ -59,6 +59,8 @@ _SAMPLED = [
     heavy((0,), (1,), OWN_GPU, pair="head", tree="2x2x1", batch_size=3),
     # Other rules, and a K that is chosen.
     heavy(BOTH, BOTH, REPLICATED, rule="block"),
+    heavy(BOTH, BOTH, SHARDED, rule="block"),
+    heavy(BOTH, (), SHARDED, rule="coupled", adapts=True),
     slow(BOTH, BOTH, REPLICATED, rule="coupled", adapts=True),
     slow(BOTH, BOTH, REPLICATED, rule="coupled"),
     slow(BOTH, (0,), SHARDED, rule="coupled", adapts=True),

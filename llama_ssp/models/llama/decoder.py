@@ -33,9 +33,10 @@ from llama_ssp.models.llama.attention import (
 )
 from llama_ssp.models.llama.layer import Layer, NormedProduct, Stream, Unread, added
 from llama_ssp.models.llama.table import EMBEDDING, OUTPUT, lean_weights, rotary_of
-from llama_ssp.models.runner import Pieces, TreePlaces, best_of, masks_of, nearest
-from llama_ssp.models.tensor_parallel import embed
+from llama_ssp.models.runner import Pieces, TreePlaces, masks_of, nearest
+from llama_ssp.models.tensor_parallel import embed, own_part
 from llama_ssp.models.weights import Loading, Weights
+from llama_ssp.ranks.comms import Reads, best_of
 
 
 class LeanRunner(CachedRunner):
@@ -139,12 +140,10 @@ class LeanRunner(CachedRunner):
             )  # fmt: skip
             self._varlen = attempt(both, instead="continuing with torch's attention in rounds too") or self._varlen
 
-    def allocate(self, *, batch_size: int, capacity: int, finds_best: bool = False, num_rolled_back: int = 0) -> None:
+    def allocate(self, *, batch_size: int, capacity: int, **how: Any) -> None:  # noqa: ANN401 - of `Runner`
         """See `Runner.allocate`."""
         known = self.num_allocations
-        super().allocate(
-            batch_size=batch_size, capacity=capacity, finds_best=finds_best, num_rolled_back=num_rolled_back
-        )
+        super().allocate(batch_size=batch_size, capacity=capacity, **how)
         if self.num_allocations > known:
             assert self._cache is not None
             num_slots = self._cache.num_slots
@@ -198,7 +197,7 @@ class LeanRunner(CachedRunner):
         return embed(ids_M, self._embedding_VE, self._own_ids, self._comm)
 
     def _scored(self, stream: Stream, batch_size: int, score_positions_BR: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The hidden states (B, R, E) of the scored positions, and their logits (B, R, V) or `best_of` them."""
+        """The hidden states (B, R, E) of the scored positions, and their logits (B, R, V); see `Runner.allocate`."""
         if score_positions_BR is not None:
             x_BTE = added(stream).view(batch_size, -1, self._width)
             x_BRE = x_BTE.gather(1, score_positions_BR[..., None].expand(-1, -1, self._width))
@@ -213,9 +212,11 @@ class LeanRunner(CachedRunner):
         return sum(self._head_sizes[: self._comm.rank])
 
     def _joined(self, logits: Tensor) -> Tensor:
-        """All logits (..., V) in fp32, or `best_of` them, from those of this rank."""
-        if self.finds_best:
+        """All logits (..., V) in fp32, or what is read of them, from those of this rank."""
+        if self.reads is Reads.best:
             return best_of(logits, first=self._first_output, comm=self._comm)
+        if self.reads is Reads.own:
+            return own_part(logits, self.vocab_size, self._comm).float()
         return self._comm.all_gather_last(logits, self._head_sizes).float()
 
     def _attention(

@@ -27,8 +27,12 @@ from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.layer import Layer, Stream
 from llama_ssp.models.runner import TreePlaces
 from llama_ssp.models.weights import Loading, Weights
+from llama_ssp.ranks.comms import Reads
 from llama_ssp.weights.head import HeadSource
 from llama_ssp.weights.mtp import MtpSource
+
+Attention = Mapping[int | None, LayerAttention]
+"""That of a forward, by window."""
 
 
 class _JoinedProduct:
@@ -120,7 +124,7 @@ class PairRunner(LeanRunner):
             hidden_BRE = self._norm(hidden_BRE)
         return hidden_BRE, self._of_target(logits_BRD)
 
-    def _read(self, ids_BT: Tensor, hidden_BTE: Tensor, attention: Mapping[int | None, LayerAttention]) -> Stream:
+    def _read(self, ids_BT: Tensor, hidden_BTE: Tensor, attention: Attention) -> Stream:
         """Read pairs through all layers."""
         (first, *others), (window, *windows) = self._layers, self._windows
         assert isinstance(first, HeadLayer | MtpLayer)
@@ -133,7 +137,7 @@ class PairRunner(LeanRunner):
         """Logits over the target's tokens, or the best one, from those over the head's own."""
         if self._token_ids_D is None:
             return logits_BRD
-        if self.finds_best:
+        if self.reads is Reads.best:
             largest_BR1, ids_BR1 = logits_BRD.split(1, dim=-1)
             return torch.cat([largest_BR1, self._token_ids_D[ids_BR1.long()].float()], dim=-1)
         nowhere_BRV = logits_BRD.new_full((*logits_BRD.shape[:2], self.num_token_ids), float("-inf"))

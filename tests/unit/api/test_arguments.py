@@ -16,8 +16,6 @@ from llama_ssp.weights import hub
 from llama_ssp.words import in_library_words, key_of, said
 from tests.helpers.lanes import heavy
 
-pytestmark = pytest.mark.seconds
-
 OF_COMMANDS = re.compile(r"\b(sampling|speculation|verification|draft|model)\.[a-z]|\bnull\b|=(true|false)\b|\blaunch/")
 """Settings of a command line, which a notebook does not have."""
 PAIR = ["tiny", "tiny-draft"]

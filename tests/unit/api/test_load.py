@@ -22,8 +22,6 @@ from tests.helpers.other_tokenizer import PROMPT, save_pair
 from tests.helpers.packed_checkpoints import pack_checkpoint
 from tests.helpers.repository import ROOT
 
-pytestmark = pytest.mark.seconds
-
 TINY, DRAFT = (hub.resolve(catalogue.load(name)) for name in ("tiny", "tiny-draft"))
 
 

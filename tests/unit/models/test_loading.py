@@ -24,8 +24,6 @@ from tests.helpers.draft_heads import make_tensors, save_original
 from tests.helpers.models import FAMILIES, build_checkpoint, tiny_config
 from tests.unit.models.conftest import Saved
 
-pytestmark = pytest.mark.seconds
-
 CPU = torch.device("cpu")
 
 

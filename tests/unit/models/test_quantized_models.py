@@ -30,8 +30,6 @@ from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.lanes import pairs
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, load_lean
 
-pytestmark = pytest.mark.seconds
-
 CPU = torch.device("cpu")
 # Wide enough for groups of 128 inputs on two ranks.
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256}

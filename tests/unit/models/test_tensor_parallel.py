@@ -18,17 +18,14 @@ from llama_ssp.models.huggingface.modules import load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
-from llama_ssp.models.runner import best_of
 from llama_ssp.models.tensor_parallel import shard
 from llama_ssp.models.weights import Loading
-from llama_ssp.ranks.comms import Comm
+from llama_ssp.ranks.comms import Comm, best_of
 from llama_ssp.weights.checkpoint import Checkpoint, inspect, shape_of
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.lanes import slow
 from tests.helpers.models import VOCAB_SIZE, library_logits, tiny_config
 from tests.unit.models.conftest import Saved
-
-pytestmark = pytest.mark.seconds
 
 SavedModels = Callable[[str], Saved]
 CPU = torch.device("cpu")

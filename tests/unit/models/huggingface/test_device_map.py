@@ -16,8 +16,6 @@ from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, library_logits
 from tests.unit.models.conftest import Saved
 
-pytestmark = pytest.mark.seconds
-
 CPU = torch.device("cpu")
 GPUS = tuple(torch.device("cuda", index) for index in range(3))
 FAMILIES = ("llama", "gpt_neox", "qwen3")
@@ -62,12 +60,12 @@ def test_each_module_has_one_device_in_order_and_the_head_is_on_the_last(
     model, placed = seen["model"], seen["placed"]
     for name, _ in model.named_parameters(remove_duplicate=False):
         assert sum(name.startswith(f"{module}.") for module in placed) == 1, name
-    names = device_map._names(model)
-    assert [placed[name] for name in names.layers] == list(GPUS[:2])
+    before, layers, _ = device_map._names(model)
+    assert [placed[name] for name in layers] == list(GPUS[:2])
     head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
     assert placed[head] == GPUS[num_devices - 1]
     rotary = next(name for name in placed if name.endswith("rotary_emb"))
-    assert placed[rotary] == placed[names.before[0]] == seen["first"] == GPUS[0]
+    assert placed[rotary] == placed[before[0]] == seen["first"] == GPUS[0]
 
 
 def test_the_kernel_for_one_gpu_per_rank_is_refused_over_several() -> None:

@@ -49,8 +49,6 @@ from tests.helpers.models import (
 from tests.helpers.texts import library_greedy, part_at_a_near_tie
 from tests.unit.models.conftest import Saved
 
-pytestmark = pytest.mark.seconds
-
 SavedModels = Callable[[str], Saved]
 CPU = torch.device("cpu")
 KINDS = ("mistral", "qwen2, windows", "qwen3, windows", "gemma", "gemma2", "gemma3_text", "gpt_neo", "phi")

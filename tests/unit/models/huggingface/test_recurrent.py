@@ -41,8 +41,6 @@ from tests.helpers.overlapped import overlapped_decoder
 from tests.helpers.texts import library_greedy, part_at_a_near_tie
 from tests.unit.models.conftest import Saved
 
-pytestmark = pytest.mark.seconds
-
 SavedModels = Callable[[str], Saved]
 Check = Callable[[str, list[RowCompletion]], None]
 HYBRIDS = [kind for kind in FAMILIES if record_of(kind.partition(",")[0]).recurrent]

@@ -23,8 +23,6 @@ from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import pairs
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, load_lean, tiny_config, tiny_model
 
-pytestmark = pytest.mark.seconds
-
 CPU = torch.device("cpu")
 ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 32}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

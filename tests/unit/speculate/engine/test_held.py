@@ -314,7 +314,6 @@ def same_bits(make: Callable[[], Decoder], logits: FirstLogits) -> int:
     return num_reused
 
 
-@pytest.mark.seconds
 @pytest.mark.parametrize(("batch_size", "shape"), [(1, None), (3, None), (1, "2x2x1")])
 def test_logits_after_a_prompt_have_the_same_bits(
     batch_size: int, shape: str | None, monkeypatch: pytest.MonkeyPatch
@@ -329,7 +328,6 @@ def test_logits_after_a_prompt_have_the_same_bits(
     assert same_bits(make, FirstLogits(monkeypatch)) > 100
 
 
-@pytest.mark.seconds
 def test_logits_on_two_ranks_have_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build_checkpoint(tmp_path, "llama", **SHARED)
     logits, comms = FirstLogits(monkeypatch), thread_comms(2)
@@ -343,7 +341,6 @@ def test_logits_on_two_ranks_have_the_same_bits(tmp_path: Path, monkeypatch: pyt
     assert one == other > 100
 
 
-@pytest.mark.seconds
 def test_logits_behind_whole_chunks_have_the_same_bits_with_any_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     read_in_chunks(8, monkeypatch)
     target = lean(kernel=PlainLinear)
@@ -392,7 +389,6 @@ def same_texts(make: Callable[[], Decoder], num_runs: int) -> int:
     return sum(reused(found))
 
 
-@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("kind", "models", "batch_size"),
     [

@@ -20,8 +20,6 @@ from tests.helpers.log_probs import check as compare
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.prefix_runner import PrefixRunner
 
-pytestmark = pytest.mark.seconds
-
 CPU = torch.device("cpu")
 LENGTHS, NUM_TOP = (7, 2, 30, 30, 12), 3
 KINDS = ["gemma2", "qwen3_moe", *map(heavy, ("gpt_neox", "gpt_oss", "phi", "deepseek_v3"))]

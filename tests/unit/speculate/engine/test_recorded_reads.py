@@ -31,8 +31,6 @@ from tests.helpers.lanes import heavy
 from tests.helpers.overlapped import overlapped_decoder
 from tests.helpers.recorded import WatchedGraphs
 
-pytestmark = pytest.mark.seconds
-
 CPU = torch.device("cpu")
 NUM_DRAFTED = 3
 RUNS = (12, 12, 70, 12)

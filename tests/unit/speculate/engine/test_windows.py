@@ -23,8 +23,6 @@ from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import heavy
 from tests.helpers.models import build_checkpoint, load_ranks
 
-pytestmark = pytest.mark.seconds
-
 CPU = torch.device("cpu")
 WINDOWS = {"gpt_oss": 9, "cohere2": 8, "mistral": 24, "gemma3_text": 6, "gpt_neo": 2}
 NUM_NEW = 44
