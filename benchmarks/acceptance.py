@@ -60,14 +60,10 @@ def write(
 ) -> list[Text]:
     """Complete the prompts, several samples each above temperature 0."""
     config = replace(
-        pair.config,
-        draft=NgramConfig(kind="ngram") if draft == "ngram" else pair.config.draft,
-        sampling=SamplingConfig(temperature=temperature),
-        verification=VerificationConfig(rule=rule),
-        speculation=SpeculationConfig(num_draft_tokens=num_draft_tokens),
-        batch_size=8,
-        ignore_eos=True,
-    )
+        pair.config, draft=NgramConfig(kind="ngram") if draft == "ngram" else pair.config.draft,
+        sampling=SamplingConfig(temperature=temperature), verification=VerificationConfig(rule=rule),
+        speculation=SpeculationConfig(num_draft_tokens=num_draft_tokens), batch_size=8, ignore_eos=True,
+    )  # fmt: skip
     decoder = build_decoder(pair.models, config, speculative=True)
     requests = [
         Request(index=index, sample=sample, max_new_tokens=NUM_NEW_TOKENS,

@@ -249,15 +249,7 @@ def main() -> None:
                 vllm_version = vllm.answer()["version"]
             for length, rows in product(arguments.prompts, arguments.rows):
                 print(f"timing {case.name}, prompts of {length} tokens, {rows} rows", flush=True)
-                cell = measure(
-                    pair,
-                    peers,
-                    file,
-                    vllm,
-                    num_prompt_tokens=length,
-                    num_rows=rows,
-                    turns=arguments.turns,
-                )
+                cell = measure(pair, peers, file, vllm, num_prompt_tokens=length, num_rows=rows, turns=arguments.turns)
                 tables.setdefault((case.name, length), {})[rows] = cell
             if vllm:
                 vllm.close()

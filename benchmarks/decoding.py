@@ -94,12 +94,9 @@ def make_decoder(
 ) -> Decoder:  # fmt: skip
     """A decoder over a pair that is in memory."""
     config = replace(
-        pair.config,
-        sampling=SamplingConfig(temperature=temperature),
-        speculation=speculation or SpeculationConfig(),
-        batch_size=batch_size,
-        cuda_graphs=cuda_graphs,
-    )
+        pair.config, sampling=SamplingConfig(temperature=temperature), speculation=speculation or SpeculationConfig(),
+        batch_size=batch_size, cuda_graphs=cuda_graphs,
+    )  # fmt: skip
     return build_decoder(pair.models, config, speculative=speculative)
 
 

@@ -214,13 +214,9 @@ def main() -> None:
         )
     print(f"timing {ARITHMETIC}")
     results[ARITHMETIC] = measure(
-        pair,
-        SUMS,
-        names={PLAIN, "K=4", NGRAM, NGRAM_TREE, TREE},
-        peers={},
-        repetitions=arguments.repetitions,
+        pair, SUMS, names={PLAIN, "K=4", NGRAM, NGRAM_TREE, TREE}, peers={}, repetitions=arguments.repetitions,
         head=head,
-    )
+    )  # fmt: skip
     print(f"timing {LOSING}")
     results[LOSING] = measure(
         load("tiny-draft", "tiny", dtype=Dtype.fp32), kinds_of_text()["code"], names={PLAIN, "K=1", "K=4", AUTO},

@@ -20,10 +20,10 @@ from llama_ssp.catalogue import Dtype
 from llama_ssp.machines.hardware import Speed
 from llama_ssp.machines.machine import detect_hardware
 from llama_ssp.models.loading import load_model
+from llama_ssp.models.weights import Loading
 from llama_ssp.planning.acceptance import constant, tokens_per_round
 from llama_ssp.planning.spec import PlannedModel
 from llama_ssp.planning.timing import ModelPlacement, forward_time
-from llama_ssp.ranks.comms import Comm
 from llama_ssp.run.calibration.operators import cpu_speeds
 from llama_ssp.settings.schema import TargetKind
 from llama_ssp.weights.checkpoint import inspect
@@ -41,7 +41,7 @@ def page(folder: Path, num_turns: int, num_threads: int) -> str:
     """Measure, plan, and write both down."""
     torch.set_num_threads(num_threads)
     AutoModelForCausalLM.from_config(MIXTRAL).to(torch.bfloat16).save_pretrained(folder)
-    runner = load_model(inspect(folder), dtype=torch.float32, device=torch.device("cpu"), comm=Comm.single())
+    runner = load_model(Loading(inspect(folder), dtype=torch.float32))
     runner.allocate(batch_size=1, capacity=SLOTS)
     counted_3: Any = runner.experts_read_3
     took, num_read, speeds = dict.fromkeys(LENGTHS, 1e9), dict.fromkeys(LENGTHS, 0.0), []

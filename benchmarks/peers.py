@@ -141,10 +141,7 @@ def measure(arguments: argparse.Namespace) -> Row:
     folders = [hub.resolve(catalogue.load(name)) for name in (arguments.target, arguments.draft)]
     target, draft = (load_peer(folder, dtype=torch.float32, device=CPU) for folder in folders)
     peers = partial(
-        Peers(target=target, draft=draft).ms_per_token,
-        prompts,
-        num_new_tokens=NUM_NEW_TOKENS,
-        sampling=config.sampling,
+        Peers(target=target, draft=draft).ms_per_token, prompts, num_new_tokens=NUM_NEW_TOKENS, sampling=config.sampling
     )
 
     alone: list[tuple[float, float]] = []

@@ -69,22 +69,12 @@ def job(
     ranks = tuple(range(num_gpus))
     drafting = planned_model(catalogue.load(draft), device="cuda") if draft else None
     return PlanSpec(
-        target=planned_model(catalogue.load(target), device="cuda"),
-        draft=drafting,
-        own_tokenizer=draft == "gpt_neo_1.3B",
-        target_kind=TargetKind.tensor,
-        target_ranks=ranks,
-        draft_kind=DraftLayout[kind],
-        draft_ranks=(ranks if kind == "sharded" else ranks[:1]) if draft else (),
-        num_draft_tokens=4,
-        acceptance=None,
-        batch_size=1,
-        prompt_tokens=5,
-        max_new_tokens=200,
-        cuda_graphs=not eager,
-        device="cuda",
-        kernels=OTHER_ENGINES,
-    )
+        target=planned_model(catalogue.load(target), device="cuda"), draft=drafting,
+        own_tokenizer=draft == "gpt_neo_1.3B", target_kind=TargetKind.tensor, target_ranks=ranks,
+        draft_kind=DraftLayout[kind], draft_ranks=(ranks if kind == "sharded" else ranks[:1]) if draft else (),
+        num_draft_tokens=4, acceptance=None, batch_size=1, prompt_tokens=5, max_new_tokens=200, cuda_graphs=not eager,
+        device="cuda", kernels=OTHER_ENGINES,
+    )  # fmt: skip
 
 
 def machine_of(name: str, *, by_nccl: bool = False) -> HardwareConfig:
@@ -366,15 +356,10 @@ def page() -> str:
         for bits, slowdown in READ_SLOWDOWN.items()
     ]  # fmt: skip
     return page_of(
-        "published",
-        constants=markdown(["constant", "fitted", "in the catalogue"], constants),
-        shares=share_table(),
-        rows=source_sections(),
-        layouts=layout_table(),
-        large=large_table(),
-        costs=cost_table(machine),
+        "published", constants=markdown(["constant", "fitted", "in the catalogue"], constants), shares=share_table(),
+        rows=source_sections(), layouts=layout_table(), large=large_table(), costs=cost_table(machine),
         pairs=pair_table(),
-    )
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from llama_ssp import catalogue, load
 from llama_ssp.architectures.model_files import AGREEMENT_FILE
 from llama_ssp.catalogue import Dtype
 from llama_ssp.models.huggingface.modules import load_modules
-from llama_ssp.ranks.comms import Comm
+from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.world import start
 from llama_ssp.run.checkpoints import find_sources
 from llama_ssp.run.decoders import build_decoder, load_models
@@ -108,7 +108,7 @@ class Measure:
     def _model(self, noise: float) -> torch.nn.Module:
         """The small model in its own shape, with noise."""
         noisy = Synthetic(small=self.small, shape=self.small.shape, noise=noise)
-        return load_modules(noisy, dtype=torch.float32, device=torch.device("cpu"), comm=Comm.single())
+        return load_modules(Loading(noisy, dtype=torch.float32))
 
     @torch.inference_mode()
     def _probabilities(self, model: torch.nn.Module, ids: list[int], num_new: int) -> Tensor:

@@ -32,7 +32,7 @@ from llama_ssp.kernels.attention_by_length import capability_of
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
-from llama_ssp.ranks.comms import Comm
+from llama_ssp.models.weights import Loading
 from llama_ssp.settings.drafters import NGRAM_DRAFT, NgramConfig
 from llama_ssp.settings.schema import SpeculationConfig, SyntheticConfig
 from llama_ssp.speculate.engine.executors import CudaRecorder, GraphExecutor
@@ -243,10 +243,8 @@ def experts(where: Where) -> Iterator[str]:
     with TemporaryDirectory() as folder:
         AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
         for quantization in ("none", "int8_weight_only", "int4_weight_only"):
-            runner = load_model(
-                inspect(Path(folder)), dtype=dtype, device=where.device, comm=Comm.single(),
-                precision=Precision(quantization=quantization),
-            )  # fmt: skip
+            precision = Precision(quantization=quantization)
+            runner = load_model(Loading(inspect(Path(folder)), dtype=dtype, device=where.device, precision=precision))
             runner.allocate(batch_size=1, capacity=64)
             for number in (1, 5):
                 ids_BT, positions_BT = torch.zeros(2, 1, number, dtype=torch.int64, device=where.device)

@@ -84,7 +84,11 @@ def known_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Argume
         counterpart = FOREIGN.get(name.casefold())
         other = counterpart and key_of(counterpart.key)
         meant = other if other in names else similar_name(name, names)
-        here = counterpart.sentence if counterpart and not counterpart.key else f"it takes {', '.join(names)}"
+        here = (
+            counterpart.sentence.replace("sampling.", "")
+            if counterpart and not counterpart.key
+            else f"it takes {', '.join(names)}"
+        )
         hint = f"did you mean {meant}?" if meant else here
         return f"unknown argument {name!r} of {function.__name__}: {hint}"
 

@@ -15,6 +15,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
@@ -78,14 +79,17 @@ def serve(caller: Caller) -> None:
     while call := caller.calls.get():
         caller.is_busy, (message, stop) = True, call
         try:
+            arguments: dict[str, Any] = message["arguments"]
+            result: object = None
             if message["call"] == "load":
-                arguments: dict[str, Any] = message["arguments"]
                 pair = load(**{name: _of_argument(value) for name, value in arguments.items()})
                 folder = pair.models.tokenizer.name_or_path
-                result: object = {"repr": repr(pair), "device": str(pair.device), "tokenizer": folder}
-            else:
-                assert pair, "a pair is loaded first"
-                result = _generate(pair, message["arguments"], caller, stop)
+                result = {"repr": repr(pair), "device": str(pair.device), "tokenizer": folder}
+            elif pair and message["call"] == "update":
+                files = {what: new for what, new in arguments.items() if isinstance(new, dict)}
+                pair.update(**arguments | {what: load_file(new["tensors"]) for what, new in files.items()})
+            elif pair:
+                result = _generate(pair, arguments, caller, stop)
             caller.say(result=result)
         except SspError as error:
             is_over = pair is None or error.speaks is not None

@@ -25,13 +25,16 @@ from queue import Empty, Queue
 from signal import SIGKILL
 from socket import SHUT_RDWR, socket
 from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired
+from tempfile import TemporaryDirectory
 from threading import Lock, Thread
 from typing import Any, NoReturn
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from safetensors.torch import save_file
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from llama_ssp.api.pair import Completion, CompletionTimes, Pair, as_list
+from llama_ssp.api.arguments import known_arguments
+from llama_ssp.api.pair import Completion, CompletionTimes, NewWeights, Pair, as_list
 from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import CapacityError, ConfigError, InterruptedRun, LostRankError, SspError
 from llama_ssp.log_probs import CompletionLogProbs, LogProbs
@@ -40,6 +43,8 @@ from llama_ssp.ranks.process import LOOPBACK, launcher_of, listen, read_ranks
 from llama_ssp.run.checkpoints import read_tokenizer
 from llama_ssp.settings.schema import TimeoutConfig
 from llama_ssp.speculate.engine.completion import StopRequest
+from llama_ssp.weights.in_memory import check_tensors, weights_of
+from llama_ssp.words import in_library_words
 
 CALLER = "LLAMA_SSP_CALLER"
 """Environment variable of the ranks: the port of this process, and a password."""
@@ -115,7 +120,7 @@ class StartedRanks:
         with self._calls:
             if self._over:
                 raise self._over
-            doing = "loading" if name == "load" else "decoding" if self._messages.empty() else "waiting"
+            doing = "loading" if name != "generate" else "decoding" if self._messages.empty() else "waiting"
             self._send(message)
             try:
                 answers = self._answers(hear)
@@ -249,6 +254,14 @@ class PairOnRanks(Pair):
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"a pair with ranks= has no {name} in this process: its ranks hold the models")
 
+    @known_arguments
+    def update(self, model: NewWeights | None = None, draft: NewWeights | None = None) -> None:
+        """Replace weights as `Pair.update` does; what this process holds goes to the ranks in files of its own."""
+        with in_library_words(), TemporaryDirectory() as folder:
+            given = {"model": model, "draft": draft}
+            sent = {what: _saved(what, new, Path(folder) / what) for what, new in given.items()}
+            self._ranks.call("update", sent, _warn)
+
     def _complete(self, read: Mapping[str, Any], stop: StopRequest) -> list[Completion]:
         del stop  # that of the ranks counts
         streamer = read["streamer"]
@@ -276,6 +289,19 @@ def _completion(content: Mapping[str, Any]) -> Completion:
     scores, times = content["log_probs"], CompletionTimes(**content["times"])
     log_probs = scores and CompletionLogProbs(**{name: of and LogProbs(**of) for name, of in scores.items()})
     return Completion(**{**content, "times": times, "log_probs": log_probs})
+
+
+def _saved(what: str, new: Any, folder: Path) -> object:  # noqa: ANN401 - an argument of `update`
+    """An argument of `update` as JSON holds it: a name, a folder, or a file of tensors."""
+    if isinstance(new, PreTrainedModel):
+        weights_of(new, what=what)  # or its error
+        new.save_pretrained(folder)
+        return str(folder)
+    if not isinstance(new, Mapping):
+        return _sent(what, new)
+    check_tensors(new, what=what)
+    save_file({name: values.detach().to("cpu", copy=True).contiguous() for name, values in new.items()}, folder)
+    return {"tensors": str(folder)}
 
 
 def _sent(name: str, value: Any) -> object:  # noqa: ANN401 - an argument of `load`

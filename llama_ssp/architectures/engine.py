@@ -26,6 +26,10 @@ of 1000 slots and 8 key-value heads took 48, 52 and 74.
 """
 OWN_SUM_BYTES, OWN_SUM_RANKS = 2**18, 8
 """The most bytes of a sum by the program's own kernel, beyond which a ring sends fewer, and the most ranks."""
+SOFTMAX_TOKENS = 1024
+"""Tokens of a program of the softmax on a GPU: few programs a row, since each reads the sums of all of them."""
+LEAST_SHARED_BYTES = 2**22
+"""Logits of a round in fp32 from which on ranks draw over shards: a gather of fewer costs less than more messages."""
 FUSED_SUMS = 2  # Of a layer, that also add to the residual and compute the next norm.
 MOST_PIECES = 4  # The most tokens of a draft with its own tokenizer that spell one token of the target.
 OWN_SLOTS_PER_SLOT = 2

@@ -58,7 +58,7 @@ class HeadConfig:
         norm_before_residual: the first layer adds to its normed hidden state, not to the hidden state itself.
         norm_output: the next step reads the normed output.
         norms_taps: `fc_norm`, an RMS norm of each tap, or `input_norm`, one of all taps together; None without.
-        mask_token_id: the token that stands for those to come; None if it drafts one token at a time.
+        mask_token_id: the token that stands for those to come.
         most_drafted: tokens of a block; 0 for any number.
         drafts_at_anchor: the position of the newest token drafts the first token, else that of the first mask does.
         markov_rank: width of the Markov head; 0 without.
@@ -105,28 +105,26 @@ def read_head_config(content: Mapping[str, Any], file: Path) -> HeadConfig | Non
     if found is None:
         return None
     kind, blocks = found
-    mask: Any
-    block_size: Any
     sizes = dict(content.get("transformer_layer_config") or {} if _SPECULATOR in content else content)
     if kind == DFLASH:
         sizes["model_type"] = "qwen3"  # whatever it says: all implementations build its layers
     sizes.setdefault("model_type", "llama")
-    missing = [name for name in ("vocab_size", "hidden_size", "num_attention_heads") if not _is_size(sizes.get(name))]
+    needed = {name: sizes.get(name) for name in ("vocab_size", "hidden_size", "num_attention_heads")}
     sizes.setdefault("num_hidden_layers", 1)
-    mask = next((content[name] for name in _MASKS if content.get(name) is not None), blocks.get(_MASKS[0]))
-    missing += [_MASKS[0]] if kind != EAGLE3 and not _is_size(mask) else []
-    block_size = blocks.get("block_size") or content.get("block_size")
-    missing += ["block_size"] if kind == DFLASH and not _is_size(block_size) else []
-    if missing:
+    mask: Any = next((content[name] for name in _MASKS if content.get(name) is not None), blocks.get(_MASKS[0]))
+    block_size: Any = blocks.get("block_size") or content.get("block_size")
+    is_spark = content.get(_SPECULATOR) == "dspark" or _DEEPSPEC in _classes(content)
+    rank: Any = content.get("markov_rank", 256) if is_spark else 0
+    needed |= {_MASKS[0]: mask} if kind != EAGLE3 else {}
+    needed |= {"block_size": block_size, "markov_rank": rank} if kind == DFLASH else {}
+    if missing := [name for name, size in needed.items() if type(size) is not int or size < 0]:
         raise CheckpointError(f"{file} lacks {', '.join(missing)} of the head: copy or download it again")
-    if kind != EAGLE3 and int(mask) >= sizes["vocab_size"]:
+    if kind != EAGLE3 and mask >= sizes["vocab_size"]:
         raise CheckpointError(f"{file} has mask_token_id {mask} of {sizes['vocab_size']} tokens: download it again")
     markov_head = str(content.get("markov_head_type", MARKOV_HEADS[0])).lower()
-    is_spark = content.get(_SPECULATOR) == "dspark" or _DEEPSPEC in _classes(content)
-    rank = int(content.get("markov_rank", 256)) if is_spark else 0
     if rank and markov_head not in MARKOV_HEADS:
         raise CheckpointError(f"{file} has markov_head_type {markov_head}, and {' or '.join(MARKOV_HEADS)} is read")
-    at_anchor = (is_spark and bool(content.get("sample_from_anchor", True))) or bool(content.get("sample_from_anchor"))
+    at_anchor = bool(content.get("sample_from_anchor", is_spark))
     norms = [name for name, key in (("fc_norm", "fc_norm"), ("input_norm", "norm_before_fc")) if content.get(key)]
     return HeadConfig(
         sizes=sizes, kind=kind,
@@ -134,20 +132,16 @@ def read_head_config(content: Mapping[str, Any], file: Path) -> HeadConfig | Non
         target_hidden_size=int(content.get("target_hidden_size") or sizes["hidden_size"]),
         layers=_tapped_layers(content, blocks, kind, file),
         norm_before_residual=bool(content.get("norm_before_residual", False)),
-        norm_output=bool(content.get("norm_output", False)) and kind == EAGLE3,
-        norms_taps=norms[0] if norms and kind != DFLASH else None,
-        mask_token_id=mask if kind != EAGLE3 else None,
-        most_drafted=int(block_size) - (not at_anchor) if kind == DFLASH else 0,
+        norm_output=bool(content.get("norm_output", False)),
+        norms_taps=norms[0] if norms else None,
+        mask_token_id=mask,
+        most_drafted=max(block_size - (not at_anchor), 1) if kind == DFLASH else 0,
         drafts_at_anchor=at_anchor, markov_rank=rank, markov_head=markov_head,
     )  # fmt: skip
 
 
 def _classes(content: Mapping[str, Any]) -> list[str]:
     return content.get("architectures") or []
-
-
-def _is_size(value: object) -> bool:
-    return type(value) is int and value >= 0
 
 
 def _kind_of(content: Mapping[str, Any], file: Path) -> tuple[str, Mapping[str, Any]] | None:

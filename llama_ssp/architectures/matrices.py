@@ -6,7 +6,7 @@ which matrices are sharded.
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
@@ -60,6 +60,23 @@ def split_blocks(size: int, num_parts: int, *, block: int = 1) -> tuple[range, .
     counts = [smaller + (part < num_bigger) for part in range(num_parts)]
     edges = [min(count * block, size) for count in accumulate(counts, initial=0)]
     return tuple(range(start, stop) for start, stop in pairwise(edges))
+
+
+def _largest_block(blocks: Iterable[int], size: int, num_parts: int) -> int:
+    """The first of the blocks of which each part has one; else 1."""
+    return next((block for block in blocks if size > block * (num_parts - 1)), 1)
+
+
+def tokens_of_a_block(vocab_size: int) -> int:
+    """Tokens of a block of a draw: the power of two nearest to the square root of the vocabulary."""
+    return 1 << round(math.log2(vocab_size) / 2)
+
+
+def vocabulary_parts(vocab_size: int, num_ranks: int) -> tuple[range, ...]:
+    """The tokens of each rank; parts begin where blocks of a draw do, if there are enough of these."""
+    of_a_draw = tokens_of_a_block(vocab_size)
+    block = _largest_block((max(BLOCK, of_a_draw), of_a_draw), vocab_size, num_ranks)
+    return split_blocks(vocab_size, num_ranks, block=block)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,11 +203,11 @@ class RankShard:
             case Cut.gate_up:
                 (units,) = self.features(Cut.mlp_units, size // 2)
                 return units, _behind(size // 2, units)
-            case Cut.mlp_units | Cut.vocabulary:
-                blocks = self.blocks if cut is Cut.mlp_units else (BLOCK,)
+            case Cut.vocabulary:
+                return (vocabulary_parts(size, self.num_ranks)[self.rank],)
+            case Cut.mlp_units:
                 even = (block for block in self.even_blocks if size % (block * self.num_ranks) == 0)
-                least = next((block for block in blocks if size > block * (self.num_ranks - 1)), 1)
-                block = next(even, least) if cut is Cut.mlp_units else least
+                block = next(even, _largest_block(self.blocks, size, self.num_ranks))
                 return (split_blocks(size, self.num_ranks, block=block)[self.rank],)
 
     def num_of(self, num_units: int) -> int:

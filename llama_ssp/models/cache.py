@@ -28,7 +28,7 @@ from llama_ssp.architectures.engine import saves_states
 from llama_ssp.architectures.family import num_positions, record_of, with_slots
 from llama_ssp.kernels.rows import KeptRows, rows_of
 from llama_ssp.models.states import LayerState, StateCache, StateView
-from llama_ssp.ranks.comms import Comm
+from llama_ssp.ranks.comms import Comm, Reads
 from llama_ssp.storage.formats import OWN_DTYPE
 from llama_ssp.workspaces import PerBucket, Workspace
 
@@ -354,7 +354,7 @@ class CachedRunner:
     Attributes:
         uses_masks: attention takes masks; they are made with the cache.
         layer_states: what recurrent layers keep.
-        finds_best: see `Runner.allocate`.
+        reads: see `Runner.allocate`.
     """
 
     is_invariant = False
@@ -363,7 +363,7 @@ class CachedRunner:
     reads_by_length = False
     packs_prompts = False
     uses_masks = True
-    finds_best = False
+    reads = Reads.all
     experts_read_3: Tensor | None = None
 
     def __init__(self, config: PretrainedConfig, parameter: Tensor, *, cache_dtype: str = OWN_DTYPE) -> None:
@@ -381,10 +381,10 @@ class CachedRunner:
         self._states: StateCache | None = None
         self._saved: StateCache | None = None
 
-    def allocate(self, *, batch_size: int, capacity: int, finds_best: bool = False, num_rolled_back: int = 0) -> None:
+    def allocate(self, *, batch_size: int, capacity: int, reads: Reads = Reads.all, num_rolled_back: int = 0) -> None:
         """See `Runner.allocate`."""
         self.num_uses += 1
-        self.finds_best = finds_best
+        self.reads = reads
         if self.layer_states:
             self._allocate_states(batch_size=batch_size, num_kept=num_rolled_back + 1, saves=saves_states(capacity))
         before = self._cache

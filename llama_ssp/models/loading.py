@@ -5,16 +5,14 @@ Other families run on the modules of transformers (`huggingface.modules`).
 """
 
 import logging
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, Unpack, cast
+from typing import Any, cast
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from llama_ssp.architectures.family import check_ranks, check_servable, kept_whole
+from llama_ssp.architectures.family import check_ranks
 from llama_ssp.architectures.heads import DFLASH, EAGLE3, PEAGLE
 from llama_ssp.architectures.matrices import Cut, RankShard, WholeParts, check_inputs, split_model
 from llama_ssp.catalogue import ModelShape
@@ -26,30 +24,22 @@ from llama_ssp.models.huggingface.modules import (
     OwnLinear,
     build_empty,
     load_modules,
+    match_modules,
     output_name,
-    sources_of,
-    table_of,
 )
 from llama_ssp.models.huggingface.mtp import MtpRunner
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.head import HeadRunner, PairRunner
 from llama_ssp.models.llama.one_pass import BlockRunner, ParallelRunner
-from llama_ssp.models.llama.table import EMBEDDING, OUTPUT, is_llama_kind, llama_table, rotary_of
-from llama_ssp.models.quantization.precision import UNQUANTIZED
+from llama_ssp.models.llama.table import is_llama_kind, match_lean, whole_parts
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.tensor_parallel import shard
 from llama_ssp.models.weights import (
     LINEAR,
     Loading,
     Parameter,
-    StoredSlice,
-    Weights,
-    check_packed,
-    config_errors,
-    find_sources,
     returning_memory,
-    unread,
 )
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.storage.formats import NO_QUANTIZATION, format_of
@@ -58,42 +48,42 @@ from llama_ssp.weights.head import HeadSource
 from llama_ssp.weights.mtp import MtpSource
 from llama_ssp.weights.source import WeightSource, packed_of
 from llama_ssp.words import said
-from llama_ssp.workspaces import NOWHERE
 
 _log = logging.getLogger(__name__)
 
 
-def load_model(
-    origin: WeightSource, *, device: torch.device, comm: Comm, **loading: Unpack[Loading]
-) -> Runner | PairRunner:
+def load_model(loading: Loading) -> Runner | PairRunner:
     """Load this rank's slices of a model, in the lean decoder if that supports the family.
 
-    Weights and cache are on `device`, and the ranks of `comm` share the model. Weights that go into a model that runs
-    give another one if some layer needs another kernel for them.
+    Weights that go into a model that runs give another one if some layer needs another kernel for them.
 
     Raises:
         CheckpointError: tensors are missing or have another shape, or a file has changed.
         ConfigError: the static cache cannot serve this model.
         PlacementError: the model cannot be split over these ranks.
     """
-    precision, into = loading.get("precision", UNQUANTIZED), loading.get("into", NOWHERE)
-    if is_llama_kind(origin.config):
-        embedding_VE = _shared_embedding(origin, loading, device)
-        weights, shards = lean_weights(origin, device=device, comm=comm, **loading)
-        parts: dict[str, Any] = {
-            "shards": shards, "comm": comm, "precision": precision, "embedding_VE": embedding_VE, "into": into
-        }  # fmt: skip
-        with returning_memory():
-            if isinstance(origin, HeadSource):
-                lean: LeanRunner = _HEADS[origin.head.kind](weights, origin, **parts)
-            elif isinstance(origin, MtpSource):
-                lean = PairRunner(weights, origin, **parts)
-            else:
-                lean = LeanRunner(weights, origin.config, **parts)
-        return cast("LeanRunner", into.model) if into.fits else lean
-    on_cpu = device.type == "cpu"
-    kernel, tables = make_linear if on_cpu else None, _shared_tables(origin, loading, device, comm)
-    model = load_modules(origin, device=device, comm=comm, kernel=kernel, tables=tables, **loading)
+    load = load_lean if is_llama_kind(loading.origin.config) else load_library
+    return load(loading)
+
+
+def load_lean(loading: Loading) -> LeanRunner:
+    """See `load_model`; `is_llama_kind` holds."""
+    kind: type[LeanRunner] = PairRunner if isinstance(origin := loading.origin, MtpSource) else LeanRunner
+    with returning_memory():
+        lean = (_HEADS[origin.head.kind] if isinstance(origin, HeadSource) else kind)(loading)
+    return cast("LeanRunner", loading.into.model) if loading.into.fits else lean
+
+
+_HEADS: dict[str, type[HeadRunner]] = {EAGLE3: HeadRunner, PEAGLE: ParallelRunner, DFLASH: BlockRunner}
+
+
+def load_library(loading: Loading) -> ModuleRunner:
+    """See `load_model`: the modules of transformers."""
+    origin, into, on_cpu = loading.origin, loading.into, loading.device.type == "cpu"
+    target = loading.alike(ModuleRunner)
+    # Embedding and output of the target, if this is its MTP head on the same ranks.
+    tables = target.tables if target and origin.shape.is_head and target.comm.size == loading.comm.size else None
+    model = load_modules(loading, kernel=make_linear if on_cpu else None, tables=tables)
     if on_cpu and not tables:
         head: Any = model.get_output_embeddings()
         is_tied = head.weight is getattr(model.get_input_embeddings(), "weight", None)
@@ -102,71 +92,7 @@ def load_model(
     if into.fits and (before := cast("ModuleRunner", into.model)).has_parameters_of(model):
         return before
     kind = MtpRunner if origin.shape.is_head else ModuleRunner
-    return kind(model, comm=comm, cache_dtype=precision.cache_dtype)
-
-
-_HEADS = {EAGLE3: HeadRunner, PEAGLE: ParallelRunner, DFLASH: BlockRunner}
-
-
-def lean_weights(
-    origin: WeightSource, *, device: torch.device, comm: Comm, **loading: Unpack[Loading]
-) -> tuple[Weights, tuple[RankShard, ...]]:
-    """The weights of this rank, by the names of `llama.table`, and what all ranks have; raises as `load_model`."""
-    whole, dtype = _whole_parts(origin, loading.get("whole", WholeParts.none)), loading["dtype"] or origin.dtype
-    quantization = loading.get("precision", UNQUANTIZED).quantization
-    table, sources = _lean_table(origin, whole)
-    check_packed(table, origin, sources, quantization)
-    shards = split_model(origin.shape, num_ranks=comm.size, quantization=quantization, whole=whole)
-    rows = {}
-    for name, parameter in table.items():
-        cut = parameter.slice_of(shards[comm.rank])
-        sizes = list(parameter.shape)
-        if cut:
-            sizes[cut.dim] = sum(map(len, cut.parts))
-        rows[name] = StoredSlice(sources[name], cut, math.prod(sizes), dtype, device)
-    if _shared_embedding(origin, loading, device) is not None:
-        del rows[EMBEDDING]
-    into = loading.get("into", NOWHERE).model
-    places = {EMBEDDING: into._embedding_VE} if into else {}
-    return Weights(origin, rows, dtype=dtype, progress=loading.get("progress"), places=places), shards
-
-
-def _lean_table(origin: WeightSource, whole: WholeParts) -> tuple[dict[str, Parameter], dict[str, str]]:
-    """The parameters of a whole model or head, and their stored names."""
-    check_servable(lambda name: getattr(origin.config, name, None))
-    with config_errors(origin.folder):
-        rotary_of(origin.config)
-    head = origin.head if isinstance(origin, HeadSource) else None
-    table = llama_table(origin.config, origin.shape, whole=whole, head=head)
-    named = {name if name in table else f"model.{name}": name for name in origin.tensors}
-    ties = {OUTPUT: EMBEDDING} if origin.config.tie_word_embeddings and not head else {}
-    return table, find_sources(table, origin, named=named, ties=ties)
-
-
-def _shared_embedding(origin: WeightSource, loading: Loading, device: torch.device) -> Tensor | None:
-    """The target's whole embedding, if this is a head without one, on its device and in its dtype."""
-    target = loading.get("target")
-    if not (origin.shape.shares_embedding and isinstance(target, LeanRunner)):
-        return None
-    is_alike = (target.device, target.dtype) == (device, loading["dtype"] or origin.dtype)
-    return target.embedding if is_alike else None
-
-
-def _shared_tables(
-    origin: WeightSource, loading: Loading, device: torch.device, comm: Comm
-) -> tuple[nn.Module, nn.Module] | None:
-    """Embedding and output of the target, if this is its MTP head on the same ranks, in its dtype."""
-    target = loading.get("target")
-    if not (origin.shape.is_head and isinstance(target, ModuleRunner) and target.comm.size == comm.size):
-        return None
-    is_alike = (target.device, target.dtype) == (device, loading["dtype"] or origin.dtype)
-    return target.tables if is_alike else None
-
-
-def _whole_parts(origin: WeightSource, whole: WholeParts) -> WholeParts:
-    """Parts that each rank holds whole: of a head at least the embedding, whose tokens are more than it drafts."""
-    whole = kept_whole(origin.shape, whole)
-    return WholeParts.embedding if isinstance(origin, HeadSource) and whole is WholeParts.none else whole
+    return kind(model, comm=loading.comm, cache_dtype=loading.precision.cache_dtype)
 
 
 def check_model(
@@ -182,25 +108,25 @@ def check_model(
         ConfigError: the static cache cannot serve this model, or it cannot be quantized.
         PlacementError: the family is not supported, or cannot be split over these ranks in this precision.
     """
-    whole, model = _whole_parts(origin, whole), None
+    whole, model = whole_parts(origin, whole), None
     ignored: Collection[str] = ()
     shards = split_model(origin.shape, num_ranks=num_ranks, quantization=quantization, whole=whole)
     if is_llama_kind(origin.config):
-        table, sources = _lean_table(origin, whole)
+        matched = match_lean(origin, whole)
     else:
         model = build_empty(origin)
         check_ranks(origin.shape.model_type, num_ranks)
-        table = table_of(model, num_ranks=num_ranks, whole=whole)
-        sources, ignored = sources_of(model, origin, table), model._keys_to_ignore_on_load_unexpected or ()
-    kept = check_packed(table, origin, sources, quantization)
-    if names := unread(origin, sources.values(), ignored=ignored):
+        matched = match_modules(model, origin, num_ranks=num_ranks, whole=whole)
+        ignored = model._keys_to_ignore_on_load_unexpected or ()
+    kept = matched.check_packed(quantization)
+    if names := matched.unread(ignored):
         _log.warning("%s holds tensors that no module takes, which are not read: %s", origin.folder, summary(names))
     packed, storage = packed_of(origin), format_of(quantization)
     group = (packed and packed.group) or storage.least_group
     check = partial(check_inputs, quantization, group=group, num_ranks=num_ranks, is_stored=packed is not None)
     if model:
         _check_experts(model, origin.shape, quantization, num_ranks=num_ranks, check=check)
-    linears = {name.removesuffix(".weight"): weight for name, weight in table.items() if weight.role is LINEAR}
+    linears = {name.removesuffix(".weight"): weight for name, weight in matched.table.items() if weight.role is LINEAR}
     linears = {name: weight for name, weight in linears.items() if name not in kept}
     _check_quantizable(linears, shards, quantization, compiles=compiles, check=check)
     if model:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.cache import Taps
-from llama_ssp.ranks.comms import Comm
+from llama_ssp.ranks.comms import Reads
 
 
 class Pieces(NamedTuple):
@@ -77,26 +77,6 @@ def nearest(seen_BTX: Tensor, window: int | None) -> Tensor:
     return seen_BTX & (seen_BTX.flip(-1).cumsum(-1).flip(-1) <= window)
 
 
-def best_of(logits: Tensor, *, first: int = 0, comm: Comm | None = None) -> Tensor:
-    """The largest logit of each position and its token, (..., 2) in fp32, which holds any id.
-
-    NaN counts as the largest, and of equal ones the first, as in `Tensor.argmax`.
-
-    Args:
-        logits: of the tokens (..., O) from id `first` on.
-        first: see above.
-        comm: ranks that have the other tokens, in the order of their ids; None if there are none.
-    """
-    largest, ids = logits.max(-1, keepdim=True)
-    best = torch.cat([largest.float(), ids + first], dim=-1)  # which makes floats of the ids
-    if comm is None or comm.size == 1:
-        return best
-    of_ranks = comm.all_gather_last(best, (2,) * comm.size).unflatten(-1, (comm.size, 2))
-    rank = of_ranks[..., :1].argmax(-2, keepdim=True)
-    found: Tensor = of_ranks.gather(-2, rank.expand(*rank.shape[:-1], 2))[..., 0, :]
-    return found
-
-
 class Runner(Protocol):
     """A model on this rank, whole or in part, with its cache.
 
@@ -127,11 +107,11 @@ class Runner(Protocol):
     keeps_states: bool
     experts_read_3: Tensor | None
 
-    def allocate(self, *, batch_size: int, capacity: int, finds_best: bool = False, num_rolled_back: int = 0) -> None:
+    def allocate(self, *, batch_size: int, capacity: int, reads: Reads = Reads.all, num_rolled_back: int = 0) -> None:
         """Allocate a cache for `batch_size` rows of `capacity` tokens, unless the current one suffices.
 
         A larger one for as many rows holds what the current one does, but for states. Forwards up to the next call
-        return `best_of` their logits if `finds_best`; the next one of a row may begin up to `num_rolled_back` tokens
+        return what the caller `reads` of their logits; the next one of a row may begin up to `num_rolled_back` tokens
         before the end of those that it holds.
         """
 
@@ -200,7 +180,7 @@ class Head(Protocol):
     reads_by_length: bool
     keeps_states: bool
 
-    def allocate(self, *, batch_size: int, capacity: int, finds_best: bool = False, num_rolled_back: int = 0) -> None:
+    def allocate(self, *, batch_size: int, capacity: int, reads: Reads = Reads.all, num_rolled_back: int = 0) -> None:
         """See `Runner.allocate`."""
 
     def hidden_of(self, taps_BTX: Tensor) -> Tensor:
@@ -244,9 +224,7 @@ None in chains, to the logits (B, M, V) of the tokens behind them. Depth 0 comes
 class OnePassHead(Head, Protocol):
     """A draft head that drafts a block of tokens in one forward; see `models.llama.one_pass`.
 
-    Attributes:
-        mask_token_id: stands for tokens to come.
-        tokens_ahead: how far behind a position the token stands that is read there.
+    The token of a position stands `tokens_ahead` behind it; `mask_token_id` stands for tokens to come.
     """
 
     mask_token_id: int
@@ -280,7 +258,7 @@ class NullRunner:
     keeps_states: bool = False
     experts_read_3: Tensor | None = None
 
-    def allocate(self, *, batch_size: int, capacity: int, finds_best: bool = False, num_rolled_back: int = 0) -> None:  # noqa: ARG002
+    def allocate(self, **_how: object) -> None:
         """Count the use."""
         self.num_uses += 1
 

@@ -30,6 +30,7 @@ from llama_ssp.architectures.matrices import (
     split_blocks,
     split_model,
     stays_whole,
+    vocabulary_parts,
     widths,
 )
 from llama_ssp.catalogue import ModelShape
@@ -148,6 +149,12 @@ def embed(ids: Tensor, weight_VE: Tensor, part: range, comm: Comm) -> Tensor:
     elsewhere = (rows < 0) | (rows >= len(part))
     embedded = functional.embedding(rows.masked_fill_(elsewhere, 0), weight_VE)
     return comm.all_reduce(embedded.masked_fill_(elsewhere[..., None], 0))
+
+
+def own_part(logits: Tensor, vocab_size: int, comm: Comm) -> Tensor:
+    """The logits of this rank's part of the vocabulary, of these alone or of all."""
+    own = vocabulary_parts(vocab_size, comm.size)[comm.rank]
+    return logits[..., own.start : own.stop] if logits.shape[-1] == vocab_size else logits
 
 
 def shard(

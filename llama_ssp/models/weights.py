@@ -1,7 +1,7 @@
 """Weights by a table: the stored name of each parameter, this rank's slice of it, its number format and its device.
 
     parameter   stored name        slice of this rank      device, number format
-                `find_sources`     `Parameter.slice_of`    `StoredSlice`
+                `Matched`          `Parameter.slice_of`    `StoredSlice`
 
 Every parameter is matched with a stored tensor by name and shape first, so that a faulty checkpoint is reported before
 a byte is loaded. Then each tensor is read once, cast and placed, as the model takes it.
@@ -10,16 +10,17 @@ Shapes: O outputs, I inputs.
 """
 
 import ctypes
+import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple, NotRequired, TypedDict, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,18 +28,20 @@ from torch import Tensor, nn
 from llama_ssp.architectures.matrices import FUSED, Cut, RankShard, WholeParts
 from llama_ssp.architectures.mtp import num_mtp_layers
 from llama_ssp.errors import CheckpointError
-from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.models.cache import CachedRunner
+from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.runner import Runner
+from llama_ssp.ranks.comms import Comm
 from llama_ssp.storage.stored import kept_format
 from llama_ssp.weights.checkpoint import summary
 from llama_ssp.weights.source import WeightSource, storage_of
 from llama_ssp.words import said
-from llama_ssp.workspaces import InPlace
+from llama_ssp.workspaces import NOWHERE, InPlace
 
 Progress = Callable[[int, int], None]
 """Takes the bytes read so far and the total bytes, after each parameter."""
 
-_NO_PLACES: Mapping[str, nn.Parameter] = MappingProxyType({})
+_AnyRunner = TypeVar("_AnyRunner", bound=CachedRunner)
 _READ_AHEAD = 2
 """Tensors that are read ahead, each by a thread."""
 _LAYER = re.compile(r"\.([0-9]{1,9})\.")
@@ -51,10 +54,14 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _WHILE_LOADING_BYTES, _AFTERWARDS_BYTES = 2**16, 2**25
 
 
-class Loading(TypedDict):
-    """Keyword arguments of the functions that load a model.
+@dataclass(frozen=True)
+class Loading:
+    """A model that is loaded, and how: made once, and asked by all that load it.
 
     Attributes:
+        origin: of the values.
+        device: of weights and cache.
+        comm: the ranks that share the model.
         dtype: of weights and cache; None for that of the origin. Buffers keep their dtype.
         progress: see `Progress`.
         precision: of the linear layers; they are quantized as they are read.
@@ -63,12 +70,27 @@ class Loading(TypedDict):
         into: the model on this rank that gets these weights in place of those that it has.
     """
 
-    dtype: torch.dtype | None
-    progress: NotRequired[Progress | None]
-    precision: NotRequired[Precision]
-    whole: NotRequired[WholeParts]
-    target: NotRequired[Runner | None]
-    into: NotRequired[InPlace]
+    origin: WeightSource
+    _: KW_ONLY
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    comm: Comm = field(default_factory=Comm.single)
+    dtype: torch.dtype | None = None
+    progress: Progress | None = None
+    precision: Precision = UNQUANTIZED
+    whole: WholeParts = WholeParts.none
+    target: Runner | None = None
+    into: InPlace = NOWHERE
+
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        """The dtype, also that of the origin."""
+        return self.dtype or self.origin.dtype
+
+    def alike(self, kind: type[_AnyRunner]) -> _AnyRunner | None:
+        """The target, if it is of this kind, on the same device and in the same dtype."""
+        target: Any = self.target
+        is_alike = isinstance(target, kind) and (target.device, target.dtype) == (self.device, self.weights_dtype)
+        return target if is_alike else None
 
 
 LINEAR, EXPERTS, OTHER = "linear", "experts", "other"
@@ -152,30 +174,22 @@ class Weights:
     """The parameters of a model on this rank, which are taken one by one.
 
     Args:
-        origin: of the values.
+        loading: the origin of the values. Its progress counts packed weights by the bytes that they had unpacked.
         rows: by parameter, in the order in which they will be taken; equal rows are read once.
-        dtype: of the model, for the progress: packed weights count the bytes that they had unpacked.
-        progress: called after each parameter.
         places: parameters that get the values, by name.
     """
 
     def __init__(
-        self,
-        origin: WeightSource,
-        rows: Mapping[str, StoredSlice],
-        *,
-        dtype: torch.dtype,
-        progress: Progress | None = None,
-        places: Mapping[str, nn.Parameter] = _NO_PLACES,
+        self, loading: Loading, rows: Mapping[str, StoredSlice], *, places: Mapping[str, nn.Parameter] | None = None
     ) -> None:
-        self._origin, self._rows, self._progress = origin, dict(rows), progress
+        self._origin, self._rows, self._progress = loading.origin, dict(rows), loading.progress
         self._uses = Counter(rows.values())
-        self._sizes = {row: row.num_elements * dtype.itemsize for row in self._uses}
+        self._sizes = {row: row.num_elements * loading.weights_dtype.itemsize for row in self._uses}
         # A CPU quantizes with all its cores: reading ahead would take memory alone.
         num_ahead = _READ_AHEAD if any(row.device.type != "cpu" for row in self._uses) else 0
         self._stored = ReadAhead(self._read, list(self._sizes), num_ahead=num_ahead)
         self._tied: dict[StoredSlice, nn.Parameter] = {}
-        self._places = {row: places[name] for name, row in rows.items() if name in places}
+        self._places = {rows[name]: place for name, place in (places or {}).items() if name in rows}
         self._done_bytes = 0
 
     def __contains__(self, name: str) -> bool:
@@ -268,110 +282,125 @@ def config_errors(folder: Path) -> Iterator[None]:
         raise CheckpointError(message) from error
 
 
-def find_sources(
-    table: Mapping[str, Parameter], origin: WeightSource, *, named: Mapping[str, str], ties: Mapping[str, str]
-) -> dict[str, str]:
-    """Find the stored name of each parameter of a whole model, in the order of its table.
+class Matched:
+    """The parameters of a whole model, and the stored tensor of each: made once, and asked.
 
     Args:
-        table: of the whole model.
         origin: of the values.
+        table: of the whole model.
         named: the stored names by the names that the model gives them.
         ties: parameters that are one tensor; they share a source if only one is stored.
+
+    Attributes:
+        sources: the stored name of each parameter, in the order of the table.
 
     Raises:
         CheckpointError: parameters are missing, have another shape, or are not floating-point numbers, or tensors of
             additional layers are stored.
     """
-    _check_layers(table, origin, named)
-    partners = {**ties, **{source: target for target, source in ties.items()}}
-    found = {name: source for name in table if (source := named.get(name) or named.get(partners.get(name, "")))}
-    if missing := [name for name in table if name not in found]:
-        others = [source for name, source in named.items() if name not in table]
-        raise CheckpointError(
-            f"{origin.folder} lacks {len(missing)} of the {len(table)} tensors that its config.json calls for "
-            f"({summary(missing)}){f' and has others ({summary(others)})' if others else ''}: copy or download it again"
-        )
-    unfit = [
-        f"{source} is {list(tensor.shape)}, not {list(table[name].shape)}"
-        if tensor.shape != table[name].shape
-        else f"{source} holds no floating-point numbers"
-        for name, source in found.items()
-        if (tensor := origin.tensors[source]).shape != table[name].shape or tensor.dtype is None
-    ]
-    if unfit:
-        message = f"{origin.folder} does not fit its config.json, which may be another model's: {summary(unfit)}"
-        raise CheckpointError(message)
-    return found
 
+    def __init__(
+        self, origin: WeightSource, table: Mapping[str, Parameter], *, named: Mapping[str, str], ties: Mapping[str, str]
+    ) -> None:
+        self.origin, self.table = origin, table
+        first = origin.shape.num_hidden_layers
+        # Layers that predict further tokens may have the next numbers, and are not read.
+        self._mtp_layers = range(first, first + num_mtp_layers(lambda name: getattr(origin.config, name, None)))
+        self._check_layers(named)
+        partners = {**ties, **{source: target for target, source in ties.items()}}
+        sources = {name: named.get(name) or named.get(partners.get(name, "")) for name in table}
+        self.sources = self._found(sources, others=[source for name, source in named.items() if name not in table])
 
-def _check_layers(table: Mapping[str, Parameter], origin: WeightSource, named: Mapping[str, str]) -> None:
-    """Reject stored tensors of layers that config.json lacks: named like a parameter, with another layer number.
+    def _found(self, sources: Mapping[str, str | None], *, others: Sequence[str]) -> dict[str, str]:
+        """The sources, if all are there and fit."""
+        table, origin = self.table, self.origin
+        found = {name: source for name, source in sources.items() if source}
+        if missing := [name for name in table if name not in found]:
+            raise CheckpointError(
+                f"{origin.folder} lacks {len(missing)} of the {len(table)} tensors that its config.json calls for "
+                f"({summary(missing)}){f' and has others ({summary(others)})' if others else ''}: copy or download it "
+                "again"
+            )
+        unfit = [
+            f"{source} is {list(tensor.shape)}, not {list(table[name].shape)}"
+            if tensor.shape != table[name].shape
+            else f"{source} holds no floating-point numbers"
+            for name, source in found.items()
+            if (tensor := origin.tensors[source]).shape != table[name].shape or tensor.dtype is None
+        ]
+        if unfit:
+            message = f"{origin.folder} does not fit its config.json, which may be another model's: {summary(unfit)}"
+            raise CheckpointError(message)
+        return found
 
-    Those that predict further tokens may have the next numbers, and are not read.
-    """
-    known = {source for name, source in named.items() if name in table}
-    kinds = {_LAYER.sub(".0.", source, count=1) for source in known}
-    numbers = {name: int(found[1]) for name in {*named.values()} - known if (found := _LAYER.search(name))}
-    strays = {
-        name: number
-        for name, number in numbers.items()
-        if number not in _mtp_layers(origin) and _LAYER.sub(".0.", name, count=1) in kinds
-    }
-    if strays:
-        num_stored = 1 + max(strays.values())
-        field = origin.config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-        raise CheckpointError(
-            f"{origin.folder} holds tensors of {num_stored} layers ({summary(sorted(strays))}), and its config.json "
-            f"has {field}={origin.shape.num_hidden_layers}: copy or download the config.json of these weights again"
-        )
+    def _check_layers(self, named: Mapping[str, str]) -> None:
+        """Reject stored tensors of layers that config.json lacks: named like a parameter, with another layer number."""
+        known = {source for name, source in named.items() if name in self.table}
+        kinds = {_LAYER.sub(".0.", source, count=1) for source in known}
+        numbers = {name: int(found[1]) for name in {*named.values()} - known if (found := _LAYER.search(name))}
+        strays = {
+            name: number
+            for name, number in numbers.items()
+            if number not in self._mtp_layers and _LAYER.sub(".0.", name, count=1) in kinds
+        }
+        if strays:
+            field = self.origin.config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+            raise CheckpointError(
+                f"{self.origin.folder} holds tensors of {1 + max(strays.values())} layers ({summary(sorted(strays))}), "
+                f"and its config.json has {field}={self._mtp_layers.start}: copy or download the config.json of these "
+                "weights again"
+            )
 
+    def on_rank(
+        self, loading: Loading, shard: RankShard, *, without: Collection[str], places: Mapping[str, nn.Parameter]
+    ) -> Weights:
+        """The weights of one rank, but for some parameters, in the order of the table; for `places` see `Weights`."""
+        rows = {}
+        for name, parameter in self.table.items():
+            cut = parameter.slice_of(shard)
+            sizes = list(parameter.shape)
+            if cut:
+                sizes[cut.dim] = sum(map(len, cut.parts))
+            size, dtype = math.prod(sizes), loading.weights_dtype
+            rows[name] = StoredSlice(self.sources[name], cut, size, dtype, loading.device)
+        return Weights(loading, {name: row for name, row in rows.items() if name not in without}, places=places)
 
-def unread(origin: WeightSource, sources: Iterable[str], *, ignored: Iterable[str] = ()) -> list[str]:
-    """The stored tensors that no parameter takes, except those of images, of further tokens, and of constants.
+    def unread(self, ignored: Iterable[str] = ()) -> list[str]:
+        """The stored tensors that no parameter takes, except those of images, of further tokens, and of constants.
 
-    `ignored` has patterns of others that the library leaves out.
-    """
-    known = [_PASSED_OVER, *map(re.compile, ignored)]
-    return [
-        name
-        for name in sorted(origin.tensors.keys() - set(sources))
-        if not any(pattern.search(name) for pattern in known)
-        and not ((layer := _LAYER.search(name)) and int(layer[1]) in _mtp_layers(origin))
-    ]
+        `ignored` has patterns of others that the library leaves out.
+        """
+        known = [_PASSED_OVER, *map(re.compile, ignored)]
+        return [
+            name
+            for name in sorted(self.origin.tensors.keys() - set(self.sources.values()))
+            if not any(pattern.search(name) for pattern in known)
+            and not ((layer := _LAYER.search(name)) and int(layer[1]) in self._mtp_layers)
+        ]
 
+    def check_packed(self, quantization: str) -> frozenset[str]:
+        """Check that weights which are stored packed belong to the layers that may be; returns the layers of others.
 
-def _mtp_layers(origin: WeightSource) -> range:
-    """The numbers of the layers that predict further tokens, which are stored with a model, and are not read."""
-    first = origin.shape.num_hidden_layers
-    return range(first, first + num_mtp_layers(lambda name: getattr(origin.config, name, None)))
-
-
-def check_packed(
-    table: Mapping[str, Parameter], origin: WeightSource, sources: Mapping[str, str], quantization: str
-) -> frozenset[str]:
-    """Check that weights which are stored packed belong to the layers that may be; returns those of others of them.
-
-    ConfigError if `quantization` is another format; CheckpointError if others than linear layers of the decoder layers
-    are packed, or only some of those with one input.
-    """
-    packed = {name for name, source in sources.items() if origin.tensors[source].storage}
-    if not packed:
-        return frozenset()
-    assert kept_format(quantization, storage_of(origin), where=origin.folder) == quantization, (
-        "given as the files have it"
-    )
-    layers = {name.removesuffix(".weight"): name in packed for name in table if table[name].role is LINEAR}
-    of_one_input: dict[tuple[str, str], set[bool]] = {}
-    for name, is_packed in layers.items():
-        parent, _, leaf = name.rpartition(".")
-        of_one_input.setdefault((parent, FUSED.get(leaf, leaf)), set()).add(is_packed)
-    odd = [f"{parent}.{part}" for (parent, part), found in of_one_input.items() if len(found) > 1]
-    odd += sorted(name for name in packed if table[name].role is OTHER)
-    if odd:
-        raise CheckpointError(
-            f"{origin.folder} must hold {quantization} weights for linear layers and experts of the decoder layers "
-            f"alone, and for all or none of those with one input, which is not so for {summary(odd)}: quantize the "
-            f"original checkpoint with {said('model.quantization', quantization)}"
-        )
-    return frozenset(name for name, is_packed in layers.items() if not is_packed)
+        ConfigError if `quantization` is another format; CheckpointError if others than linear layers of the decoder
+        layers are packed, or only some of those with one input.
+        """
+        table, origin = self.table, self.origin
+        packed = {name for name, source in self.sources.items() if origin.tensors[source].storage}
+        if not packed:
+            return frozenset()
+        stored = kept_format(quantization, storage_of(origin), where=origin.folder)
+        assert stored == quantization, "given as the files have it"
+        layers = {name.removesuffix(".weight"): name in packed for name in table if table[name].role is LINEAR}
+        of_one_input: dict[tuple[str, str], set[bool]] = {}
+        for name, is_packed in layers.items():
+            parent, _, leaf = name.rpartition(".")
+            of_one_input.setdefault((parent, FUSED.get(leaf, leaf)), set()).add(is_packed)
+        odd = [f"{parent}.{part}" for (parent, part), found in of_one_input.items() if len(found) > 1]
+        odd += sorted(name for name in packed if table[name].role is OTHER)
+        if odd:
+            raise CheckpointError(
+                f"{origin.folder} must hold {quantization} weights for linear layers and experts of the decoder layers "
+                f"alone, and for all or none of those with one input, which is not so for {summary(odd)}: quantize the "
+                f"original checkpoint with {said('model.quantization', quantization)}"
+            )
+        return frozenset(name for name, is_packed in layers.items() if not is_packed)

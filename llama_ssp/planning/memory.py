@@ -39,6 +39,7 @@ from llama_ssp.architectures.matrices import (
     check_inputs,
     split_blocks,
     split_model,
+    vocabulary_parts,
 )
 from llama_ssp.catalogue import Dtype, ModelShape
 from llama_ssp.errors import PlacementError
@@ -459,7 +460,8 @@ def _rank_memory(spec: PlanSpec, hardware: HardwareConfig, rank: int, target: _P
         "draft_weights_bytes": draft.weights.total_bytes,
         "target_cache_bytes": target.cache_bytes(num_slots, spec.batch_size),
         "draft_cache_bytes": draft.cache_bytes(spec.draft_rows * spec.draft_slots, spec.draft_rows)
-        + taps_bytes * (rank in spec.draft_ranks or spec.sends_taps),
+        + taps_bytes * (rank in spec.draft_ranks or spec.sends_taps)
+        + (spec.copies.num_bytes(batch_size=spec.batch_size, num_slots=spec.num_slots) if spec.copies else 0),
         "logits_bytes": _logits_bytes(spec, rank) + uniforms_bytes,
         "activations_bytes": max(
             _activation_bytes(spec, hardware, model, part)
@@ -504,17 +506,23 @@ def _num_communicators(spec: PlanSpec, rank: int) -> int:
 def _logits_bytes(spec: PlanSpec, rank: int) -> int:
     """Bytes of vocabulary-sized tensors of a round on this rank.
 
-    Ranks of the target have logits (gathered, then in fp32). The rank that runs the rule has the target's and the
-    draft's probabilities in fp32, one more copy if the rule keeps all rows, and one fp64 cumulative sum per row to draw
-    from. Penalties and races need more. Other ranks of the draft have its probabilities.
+    Ranks of the target have logits (gathered, then in fp32), or parts of them, and run the rule on these. A rank that
+    runs the rule has the target's and the draft's probabilities in fp32, one more copy if the rule keeps all rows, and
+    one fp64 cumulative sum per row to draw from. Penalties and races need more; the former count all tokens. Other
+    ranks of the draft have its probabilities.
     """
     layout, positions = spec.layout, max(spec.round_positions, spec.scored_positions)
     size, vocabulary, num_draft_tokens = DTYPE_BYTES[spec.target.dtype], spec.target.shape.vocab_size, positions - 1
-    logits = positions * (2 * size * (len(spec.target_ranks) > 1) + 4) if rank in spec.target_ranks else 0
+    num_copies, num_elsewhere = 2 * (len(spec.target_ranks) > 1), 0
+    if is_over_shards := spec.draws_over_shards[0] and not spec.scores_texts:
+        num_copies, own = 1, len(vocabulary_parts(vocabulary, len(spec.target_ranks))[0])
+        vocabulary, num_elsewhere = own, vocabulary - own
+    logits = positions * (num_copies * size + 4) if rank in spec.target_ranks else 0
     logits += positions * size * (rank == spec.target_devices[-1] and rank not in spec.target_ranks)
     drafts = rank in spec.draft_ranks
     num_own = spec.draft_rows if drafts or not layout.splits_batch else 0
     decides = drafts if layout.splits_batch else rank == layout.verify_rank
+    decides = decides or (is_over_shards and rank in spec.target_ranks)
     whole = 4 * positions * rule_of(spec.rule).keeps_all_rows
     rule = 4 * positions + 4 * num_draft_tokens + whole + 8 if decides else 4 * num_draft_tokens * drafts
     if drafts and spec.own_tokenizer:
@@ -525,7 +533,8 @@ def _logits_bytes(spec: PlanSpec, rank: int) -> int:
         rule += 4 * positions
     if decides:  # counts, penalized logits and a mask; the bits of a race and what is made of them
         rule += positions * (9 * spec.counts_tokens + 16 * rule_of(spec.rule).draws_by_position)
-    return vocabulary * (spec.batch_size * logits + num_own * rule)
+    counted = 4 * spec.batch_size * positions * num_elsewhere * spec.counts_tokens
+    return vocabulary * (spec.batch_size * logits + num_own * rule) + counted
 
 
 def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedModel | None, part: _Part) -> int:

@@ -12,6 +12,7 @@ from statistics import mean
 from llama_ssp.architectures.engine import (
     ENGINE_KERNELS,
     LANES,
+    LEAST_SHARED_BYTES,
     MOST_PIECES,
     OWN_SUM_RANKS,
     Kernels,
@@ -22,14 +23,22 @@ from llama_ssp.architectures.engine import (
     whole_steps,
 )
 from llama_ssp.architectures.family import inventory, record_of
-from llama_ssp.architectures.matrices import DRAFT_WHOLE, Inventory, WholeParts
+from llama_ssp.architectures.matrices import DRAFT_WHOLE, Inventory, WholeParts, tokens_of_a_block, vocabulary_parts
 from llama_ssp.architectures.reading import read_config, read_stored_format
 from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelConfig, ModelShape, read_path
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.settings.drafters import draft_name, drafts, drafts_greedily, has_own_tokenizer, outgrown
+from llama_ssp.settings.drafters import (
+    CopiedTexts,
+    copied_texts,
+    draft_name,
+    drafts,
+    drafts_greedily,
+    has_own_tokenizer,
+    outgrown,
+)
 from llama_ssp.settings.layout import Layout, lay_out_replica, may_capture
-from llama_ssp.settings.rules import AT_ZERO, DEFAULT
+from llama_ssp.settings.rules import AT_ZERO, DEFAULT, rule_of
 from llama_ssp.settings.schema import DraftLayout, ExpertParts, PlanConfig, RunConfig, TargetKind
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.settings.trees import TreeShape
@@ -177,6 +186,7 @@ class PlanSpec:
         target_ranks, draft_ranks: ranks of each replica, increasing.
         spare_devices: GPUs without a rank that hold layers of a layer-wise target.
         free_draft: the kind of a draft without a model, whose cost is not counted; None without one.
+        copies: the other texts that copies are drafted from.
         own_tokenizer: the draft has a tokenizer of its own.
         is_certain: drafted tokens are the most probable ones, without probabilities.
         tree: of a round, with `num_draft_tokens` nodes; None drafts chains.
@@ -186,6 +196,7 @@ class PlanSpec:
         num_forced: drafted tokens that a round accepts on average, by force; None leaves it to the rule.
         rule: the verification rule; `greedy` at temperature 0, where no probabilities are needed.
         counts_tokens: penalties count the tokens of the vocabulary.
+        truncates: top-k, top-p or min-p leave few tokens.
         scores_texts: the target reads every text once more, for log-probabilities.
         prompt_tokens, max_new_tokens: tokens of the longest row.
         mean_prompt_tokens: of all prompts, where they are known.
@@ -216,8 +227,10 @@ class PlanSpec:
     temperature: float | None = None
     rule: str = DEFAULT
     free_draft: str | None = None
+    copies: CopiedTexts | None = None
     own_tokenizer: bool = False
     counts_tokens: bool = False
+    truncates: bool = False
     scores_texts: bool = False
     spare_devices: tuple[int, ...] = ()
     own_sums: bool = False
@@ -245,6 +258,18 @@ class PlanSpec:
             return False
         takes_best = self.takes_best or (self.is_certain and not self.counts_tokens)
         return takes_best and self.draft.shape.vocab_size <= self.target.shape.vocab_size
+
+    @cached_property
+    def draws_over_shards(self) -> tuple[bool, bool]:
+        """See the function."""
+        gathers = self.target_kind is not TargetKind.tensor or self.truncates or self.takes_best
+        if gathers or self.tree or self.overlap:
+            return False, False
+        draft = None if self.has_head or self.own_tokenizer else self.draft
+        return draws_over_shards(
+            self.layout, rule=self.rule, is_certain=self.is_certain, num_scored=self.batch_size * self.round_positions,
+            vocab_size=self.target.shape.vocab_size, draft_vocab_size=draft.shape.vocab_size if draft else None,
+        )  # fmt: skip
 
     @property
     def num_rows(self) -> int:
@@ -421,6 +446,7 @@ def make_spec(
         spare_devices=tuple(gpu for gpu in range(first, first + num_gpus) if is_layer_wise and gpu not in layout.ranks),
         draft=draft,
         free_draft=None if draft else draft_name(config.draft),
+        copies=copied_texts(config.draft, has_tree=tree is not None, falls_back=speculation.adapts),
         own_tokenizer=has_own_tokenizer(config.draft),
         draft_kind=layout.draft_kind,
         draft_ranks=layout.draft_ranks,
@@ -435,6 +461,7 @@ def make_spec(
         temperature=temperature,
         rule=config.verification.rule if temperature > 0 else AT_ZERO,
         counts_tokens=config.sampling.penalizes,
+        truncates=config.sampling.truncates,
         scores_texts=config.scores_texts,
         batch_size=config.batch_size,
         prompt_tokens=prompt_tokens,
@@ -443,6 +470,36 @@ def make_spec(
         own_sums=config.own_sums and device == "cuda",
         device=device,
     )
+
+
+def draws_over_shards(
+    layout: Layout, *, rule: str, is_certain: bool, num_scored: int, vocab_size: int, draft_vocab_size: int | None
+) -> tuple[bool, bool]:
+    """Whether the ranks of the target, and those of the draft, draw over shards of the vocabulary (`sampling.shards`).
+
+    Else they gather logits. A rule that reads the draft's probabilities reads them where they are, so that both draw
+    over shards, on the same ranks, or neither. Only for chains without top-k, top-p and min-p.
+
+    Args:
+        layout: of a replica whose target is cut by tensors.
+        rule: its name.
+        is_certain: no rule reads probabilities of the draft.
+        num_scored: positions that a round scores, of all rows.
+        vocab_size: of the target.
+        draft_vocab_size: of the draft's model; None for one that draws among other tokens, or no model.
+    """
+    record, block = rule_of(rule), tokens_of_a_block(vocab_size)
+    if layout.splits_batch or 4 * num_scored * vocab_size < LEAST_SHARED_BYTES:
+        return False, False
+    target, draft = (
+        len(ranks) > 1 and not any(part.start % block for part in vocabulary_parts(vocab_size, len(ranks)))
+        for ranks in (layout.target_ranks, layout.draft_ranks)
+    )
+    target = target and (record.over_shards or not record.needs_probs)
+    draft = draft and draft_vocab_size == vocab_size and not is_certain
+    if record.needs_probs and layout.draft_ranks and not is_certain:
+        target = draft = target and draft and layout.draft_ranks == layout.target_ranks
+    return target, draft
 
 
 def spec_of_plan(config: PlanConfig, hardware: HardwareConfig) -> PlanSpec:

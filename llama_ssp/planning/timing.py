@@ -49,12 +49,13 @@ from llama_ssp.architectures.engine import (
     OWN_SLOTS_PER_SLOT,
     OWN_SUM_BYTES,
     PREFILL_CHUNK,
+    SOFTMAX_TOKENS,
     WHOLE_LAYER_TOKENS,
     Kernels,
     short_size,
 )
 from llama_ssp.architectures.family import inventory
-from llama_ssp.architectures.matrices import Inventory, WholeParts
+from llama_ssp.architectures.matrices import Inventory, WholeParts, tokens_of_a_block, vocabulary_parts
 from llama_ssp.catalogue import Dtype
 from llama_ssp.machines.hardware import HardwareConfig, MeasuredSum
 from llama_ssp.planning.acceptance import (
@@ -67,7 +68,7 @@ from llama_ssp.planning.acceptance import (
 )
 from llama_ssp.planning.memory import bucket_of, rank_shares, step_bytes
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
-from llama_ssp.settings.rules import rule_of
+from llama_ssp.settings.rules import AT_ZERO, rule_of
 from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, TargetKind
 from llama_ssp.storage.formats import NO_QUANTIZATION, StorageFormat, format_of
 
@@ -97,11 +98,20 @@ UNPACKING_S = 0.8e-9
 """Time in which bitsandbytes 0.50 unpacks a weight on one core: 0.44 ns in caches, 0.73 in 16 MiB, more beyond."""
 
 
+class ShardDraws(NamedTuple):
+    """How ranks that share a model draw by a rule without gathering logits: over shards, or the best token of each."""
+
+    rule: str
+    is_certain: bool = False
+    by_kernel: bool = False  # Triton's softmax has several peaks a rank.
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelPlacement:
     """A model on its ranks (GPUs if layer-wise), which all hold the parts in `whole`; a key of cached prices.
 
-    With `own_sums` the ranks sum what the program's kernel takes by it.
+    With `own_sums` the ranks sum what the program's kernel takes by it. Without `draws`
+    they gather logits.
     """
 
     model: PlannedModel
@@ -110,8 +120,8 @@ class ModelPlacement:
     cuda_graphs: bool
     kernels: Kernels = ENGINE_KERNELS
     whole: WholeParts = WholeParts.none
-    finds_best: bool = False
     own_sums: bool = False
+    draws: ShardDraws | None = None
 
     def __hash__(self) -> int:
         """Computed once, since a search prices thousands of forwards."""
@@ -119,24 +129,47 @@ class ModelPlacement:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.model, self.kind, self.ranks, self.whole, self.finds_best, self.own_sums))
+        return hash((self.model, self.kind, self.ranks, self.whole, self.own_sums, self.draws))
 
     def sum_bytes(self, tokens: int) -> int:
         """Bytes of a sum of the ranks, or of a residual that goes on to the next device."""
         return tokens * self.model.shape.hidden_size * DTYPE_BYTES[self.model.dtype]
 
-    def collectives(self, tokens: int, num_scored: int) -> tuple[int, int]:
-        """How many sums and gathers a forward has, and their bytes on each rank."""
+    def collectives(self, num_rows: int, num_positions: int, num_scored: int) -> tuple[int, int]:
+        """How many sums and gathers a forward and its draws have, and their bytes on each rank."""
         if len(self.ranks) == 1 or self.kind is TargetKind.accelerate:
             return 0, 0
-        sums = self.shares[0].num_all_reduces
-        return sums + 1, sums * self.sum_bytes(tokens) + self.gathered_bytes(num_scored)
+        sums, of_draws = self.shares[0].num_all_reduces, self.draw_messages(num_rows, num_scored)
+        sum_bytes = self.sum_bytes(num_rows * num_positions)
+        return sums + len(of_draws), sums * sum_bytes + sum(of_draws)
 
-    def gathered_bytes(self, num_scored: int) -> int:
-        """What ranks gather of so many positions: all logits, or each rank's best token."""
-        if self.finds_best:
-            return num_scored * BEST_BYTES * len(self.ranks)
-        return num_scored * self.model.shape.vocab_size * DTYPE_BYTES[self.model.dtype]
+    def draw_messages(self, num_rows: int, num_scored: int) -> list[int]:
+        """Bytes of each message of the draws at so many positions of each row, of which the first ones are drafted.
+
+        All logits; or peaks and sums of exponentials, the probabilities of drafted tokens and the residuals of a rule
+        that compares them, and the sums of blocks with a token of each; or each rank's best token.
+        """
+        total, vocab_size, draws = num_rows * num_scored, self.model.shape.vocab_size, self.draws
+        if draws is None:
+            return [total * vocab_size * DTYPE_BYTES[self.model.dtype]]
+        record, best = rule_of(draws.rule), total * BEST_BYTES * len(self.ranks)
+        if draws.rule == AT_ZERO:
+            return [best]
+        parts = vocabulary_parts(vocab_size, len(self.ranks))
+        num_peaks = sum(-(-len(part) // SOFTMAX_TOKENS) if draws.by_kernel else 1 for part in parts)
+        softmax, of_row = total * BEST_BYTES * num_peaks, 2 * ID_BYTES * -(-vocab_size // tokens_of_a_block(vocab_size))
+        if record.draws_by_position:
+            return [softmax, best]
+        if num_scored == 1 or draws.is_certain:
+            return [softmax, total * of_row]
+        num_drafted = num_rows * (num_scored - 1)
+        residuals = [num_drafted * ID_BYTES] * record.keeps_all_rows
+        return [softmax, num_drafted * 2 * PROBABILITY_BYTES, *residuals, num_rows * of_row]
+
+    @property
+    def num_drawn_parts(self) -> int:
+        """Among how many ranks the numbers of a draw are shared out."""
+        return len(self.ranks) if self.draws and self.draws.rule != AT_ZERO else 1
 
     @cached_property
     def shares(self) -> tuple[Inventory, ...]:
@@ -197,7 +230,7 @@ def forward_time(
         + states_s,
         operators_s=(layers + _more_layers(placement, hardware, num_positions)) * _layer_s(placement, hardware, tokens)
         + frame_s,
-        collectives_s=_collectives_s(placement, hardware, tokens=tokens, scored=scored),
+        collectives_s=_collectives_s(placement, hardware, tokens=tokens, num_rows=batch_size, num_scored=num_scored),
     )
 
 
@@ -304,15 +337,18 @@ def _layer_s(placement: ModelPlacement, hardware: HardwareConfig, tokens: int) -
     return share * OPERATORS_PER_LAYER * hardware.launch_s
 
 
-def _collectives_s(placement: ModelPlacement, hardware: HardwareConfig, *, tokens: int, scored: int) -> float:
-    """All-reduces and the gather of logits; layer-wise, the hops of devices."""
+def _collectives_s(
+    placement: ModelPlacement, hardware: HardwareConfig, *, tokens: int, num_rows: int, num_scored: int
+) -> float:
+    """All-reduces, and the gather of logits or the messages of draws; layer-wise, the hops of devices."""
     if len(placement.ranks) == 1:
         return 0.0
     sum_bytes = placement.sum_bytes(tokens)
     if placement.kind is TargetKind.accelerate:
         return sum(message_s(hardware, neighbours, sum_bytes) for neighbours in pairwise(placement.ranks))
     reduce_s = all_reduce_s(hardware, placement.ranks, sum_bytes, is_own=placement.own_sums)
-    gather_s = all_reduce_s(hardware, placement.ranks, placement.gathered_bytes(scored) / 2)
+    of_draws = placement.draw_messages(num_rows, num_scored)
+    gather_s = sum(all_reduce_s(hardware, placement.ranks, num_bytes / 2) for num_bytes in of_draws)
     return placement.shares[0].num_all_reduces * reduce_s + gather_s
 
 
@@ -409,8 +445,7 @@ def round_messages(spec: PlanSpec, num_draft_tokens: int) -> dict[str, Message]:
         num_probs = 1 + sum(spec.tree.read) if spec.tree else num_draft_tokens
         num_bytes = PROBABILITY_BYTES * rows * num_probs * spec.target.shape.vocab_size
         found["probabilities"] = Message(num_bytes, (layout.draft_source_rank, layout.verify_rank))
-    verdict_bytes = VERDICT_BYTES + ID_BYTES * (spec.tree.depth if spec.tree and num_draft_tokens else 0)
-    found["verdict"] = Message(verdict_bytes * rows, layout.ranks, num_senders)
+    found["verdict"] = Message(VERDICT_BYTES * rows, layout.ranks, num_senders)
     return found
 
 
@@ -471,11 +506,15 @@ class CostModel:
                 kind=kind, ranks=ranks, own_sums=is_own, cuda_graphs=spec.cuda_graphs, kernels=spec.kernels, **of_model
             )
 
-        finds_best = spec.takes_best and spec.target_kind is TargetKind.tensor
-        self.target = place(model=spec.target, kind=spec.target_kind, ranks=spec.target_devices, finds_best=finds_best)
+        best, over_target, over_draft = ShardDraws(AT_ZERO), *spec.draws_over_shards
+        over = ShardDraws(spec.rule, spec.is_certain or not spec.draft, spec.device == "cuda")
+        takes_best = spec.takes_best and spec.target_kind is TargetKind.tensor
+        of_target = best if takes_best else over if over_target else None
+        self.target = place(model=spec.target, kind=spec.target_kind, ranks=spec.target_devices, draws=of_target)
         ranks = spec.draft_ranks[:1] if spec.draft_kind is DraftLayout.replicated else spec.draft_ranks
         of_draft = partial(place, kind=TargetKind.tensor, ranks=ranks, whole=spec.draft_whole)
-        self.draft = of_draft(model=spec.draft, finds_best=spec.draft_finds_best) if spec.draft else None
+        draws = best if spec.draft_finds_best else over if over_draft else None
+        self.draft = of_draft(model=spec.draft, draws=draws) if spec.draft else None
         self._middle = spec.prompt_tokens + spec.max_new_tokens // 2
         self._bucket = bucket_of(self._middle + spec.round_positions, spec.num_slots, hardware)
         self._draft_bucket = self._bucket
@@ -513,7 +552,7 @@ class CostModel:
         ]
         for placement, number in forwards:
             rows = self._rows_of(placement)
-            sent.append(placement.collectives(rows * number, rows * (number if placement is self.target else 1)))
+            sent.append(placement.collectives(rows, number, number if placement is self.target else 1))
         return sum(number for number, _ in sent), sum(num_bytes for _, num_bytes in sent)
 
     def _rows_of(self, placement: ModelPlacement) -> int:
@@ -550,15 +589,16 @@ class CostModel:
     def draw_s(self, placement: ModelPlacement) -> float:
         """Drawing a token from the logits of each row."""
         numbers = self._rows_of(placement) * self.spec.target.shape.vocab_size
-        return self._kernels_s(self.spec.kernels.draw, RULE_PASSES, numbers)
+        return self._kernels_s(self.spec.kernels.draw, RULE_PASSES, numbers / placement.num_drawn_parts)
 
     def rule_s(self, num_positions: int) -> float:
         """The rule on `num_positions` of each row that a rank verifies."""
         numbers = self._rows_of(self.draft or self.target) * num_positions * self.spec.target.shape.vocab_size
         rule = rule_of(self.spec.rule)
-        return self._kernels_s(self.spec.kernels.verify + rule.more_kernels, RULE_PASSES + rule.more_passes, numbers)
+        num_kernels, num_passes = self.spec.kernels.verify + rule.more_kernels, RULE_PASSES + rule.more_passes
+        return self._kernels_s(num_kernels, num_passes, numbers / self.target.num_drawn_parts)
 
-    def _kernels_s(self, num_kernels: int, num_passes: int, numbers: int) -> float:
+    def _kernels_s(self, num_kernels: int, num_passes: int, numbers: float) -> float:
         """Kernels that together make `num_passes` over fp32 numbers."""
         launch_s = self.hardware.kernel_s if self.spec.cuda_graphs else self.hardware.launch_s
         return num_kernels * launch_s + num_passes * 4 * numbers / self.hardware.read_bytes_per_s

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from enum import Enum
 from typing import Protocol, Self
 
 import torch
@@ -247,6 +248,34 @@ class Comm:
             if self.device.type == "cuda":  # waits for the device end earlier, unless another host is at work
                 nccl = self.group._get_backend(self.device)
                 nccl._set_default_timeout(timedelta(seconds=seconds + MOST_WORK_S))
+
+
+class Reads(Enum):
+    """What is read of a model's logits on each of its ranks."""
+
+    all = "all, gathered"
+    best = "`best_of` them"
+    own = "those of this rank's `vocabulary_parts`"
+
+
+def best_of(logits: Tensor, *, first: int = 0, comm: Comm | None = None) -> Tensor:
+    """The largest logit of each position and its token, (..., 2) in fp32, which holds any id.
+
+    NaN counts as the largest, and of equal ones the first, as in `Tensor.argmax`.
+
+    Args:
+        logits: of the tokens (..., O) from id `first` on.
+        first: see above.
+        comm: ranks that have the other tokens, in the order of their ids; None if there are none.
+    """
+    largest, ids = logits.max(-1, keepdim=True)
+    best = torch.cat([largest.float(), ids + first], dim=-1)  # which makes floats of the ids
+    if comm is None or comm.size == 1:
+        return best
+    of_ranks = comm.all_gather_last(best, (2,) * comm.size).unflatten(-1, (comm.size, 2))
+    rank = of_ranks[..., :1].argmax(-2, keepdim=True)
+    found: Tensor = of_ranks.gather(-2, rank.expand(*rank.shape[:-1], 2))[..., 0, :]
+    return found
 
 
 # By members, made once for all points of a sweep.

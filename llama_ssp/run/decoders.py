@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.architectures.matrices import DRAFT_WHOLE
@@ -14,13 +15,16 @@ from llama_ssp.cpu.threads import ThreadChoice
 from llama_ssp.kernels.sums import with_peer_sums
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import NullRunner, Runner
+from llama_ssp.models.weights import Loading
+from llama_ssp.planning.spec import draws_over_shards
 from llama_ssp.ranks.comms import Comm, Mesh, build_mesh
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World, has_own_threads, on_all_cores
 from llama_ssp.run.checkpoints import Source
-from llama_ssp.run.requests import RequestMaker
-from llama_ssp.settings.drafters import drafts, has_own_tokenizer
+from llama_ssp.run.requests import RequestMaker, read_corpus
+from llama_ssp.settings.drafters import NgramConfig, drafts, drafts_greedily, has_own_tokenizer
 from llama_ssp.settings.layout import Layout, lay_out_replica, may_capture
+from llama_ssp.settings.rules import AT_ZERO
 from llama_ssp.settings.schema import RunConfig, TargetKind
 from llama_ssp.speculate.drafters.limited import DraftLimit
 from llama_ssp.speculate.drafters.maker import make_drafters, tree_of
@@ -34,6 +38,7 @@ from llama_ssp.speculate.engine.round import Round
 from llama_ssp.speculate.engine.text import StopStrings
 from llama_ssp.speculate.engine.verifier import Verifier
 from llama_ssp.speculate.sampling.rules import ForcedLengths, make_rule
+from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.trees import verify_tree
 from llama_ssp.weights.head import HeadSource
 from llama_ssp.weights.mtp import MtpSource
@@ -53,6 +58,7 @@ class Models:
         context: most tokens of prompt and completion together.
         sources: the target's, and the draft's if there is one.
         tokenizers: both, if the draft has its own.
+        corpus_C: the tokens of `draft.corpus`, if there is one.
     """
 
     target: Runner
@@ -64,6 +70,7 @@ class Models:
     context: int
     sources: tuple[Source, ...] = ()
     tokenizers: TokenizerPair | None = None
+    corpus_C: Tensor | None = None
 
     def make_taps(self) -> Taps | None:
         """The taps of the target that a draft head will read, on the ranks that keep them; None elsewhere."""
@@ -112,19 +119,19 @@ def load_models(
     _log.info("this rank holds %s, in replica %d", " and ".join(parts) or "nothing", mesh.number)
     from llama_ssp.models.loading import load_model  # noqa: PLC0415 - transformers' models take seconds to import
 
-    own: Callable[..., Runner] = partial(load_model, device=world.device)
-
-    def loaded(part: str, source: Source, load: Callable[..., Runner]) -> Runner:
+    def loaded(part: str, source: Source, load: Callable[[Loading], Runner], **how: Any) -> Runner:  # noqa: ANN401
         report = partial(progress, part) if progress else None
-        runner = load(source.origin, dtype=source.dtype, progress=report, precision=source.precision)
+        how |= {"device": world.device, "dtype": source.dtype, "precision": source.precision, "progress": report}
+        runner = load(Loading(source.origin, **how))
         _log.info("loaded %s %s", part, source.entry.label)
         return runner
 
     with raise_on_all_ranks(world.comm):
+        corpus_C = read_corpus(config.draft, target_source.tokenizer) if isinstance(config.draft, NgramConfig) else None
         vocab_size, context = target_source.origin.shape.vocab_size, target_source.origin.context
         target: Runner = NullRunner(device=world.device, vocab_size=vocab_size, max_position_embeddings=context)
         if mesh.target:
-            load: Callable[..., Runner] = partial(own, comm=mesh.target)
+            load: Callable[[Loading], Runner] = load_model
             if config.placement.target.kind is TargetKind.accelerate:
                 from llama_ssp.models.huggingface.device_map import load_device_map  # noqa: PLC0415 - see above
 
@@ -132,14 +139,14 @@ def load_models(
             elif config.placement.target.kind is TargetKind.deepspeed:
                 from llama_ssp.models.huggingface.auto_tp import load_auto_tp  # noqa: PLC0415 - see above
 
-                load = partial(load_auto_tp, device=world.device, comm=mesh.target)
-            target = loaded("target", target_source, load)
+                load = load_auto_tp
+            target = loaded("target", target_source, load, comm=mesh.target)
         draft = None
         if draft_source and mesh.draft:
-            load = partial(own, comm=mesh.draft, whole=DRAFT_WHOLE)
-            if layout.draft_ranks == layout.target_ranks and config.placement.target.kind is TargetKind.tensor:
-                load = partial(load, target=target)
-            draft = loaded("draft", draft_source, load)
+            shares = layout.draft_ranks == layout.target_ranks and config.placement.target.kind is TargetKind.tensor
+            draft = loaded(
+                "draft", draft_source, load_model, comm=mesh.draft, whole=DRAFT_WHOLE, target=target if shares else None
+            )
     agree_on_bits([target, *([draft] if draft else [])], mesh.replica)
     if world.device.type == "cuda":
         agree_on_packing(target, mesh.replica)
@@ -150,7 +157,7 @@ def load_models(
     return Models(
         target=target, draft=draft, drafts=drafts(config.draft), mesh=mesh,
         tokenizer=target_source.tokenizer, eos_ids=target_source.eos_ids,
-        context=context,
+        context=context, corpus_C=corpus_C,
         sources=tuple(source for source in sources if source),
         tokenizers=TokenizerPair(target_source.tokenizer, draft_source.tokenizer)
         if draft_source and has_own_tokenizer(config.draft) else None,
@@ -166,20 +173,17 @@ def update_models(
     some of whose weights need another kernel is another object. Raises SspError on every rank if reading fails on one;
     the models then hold weights of both.
     """
-    from llama_ssp.models.loading import load_model  # noqa: PLC0415 - transformers' models take seconds to import
-
     mesh, target, draft = models.mesh, models.target, models.draft
     target_source, draft_source = sources
     target.num_uses += 1
     mesh.set_timeout(config.timeouts.load_s)
     with raise_on_all_ranks(world.comm):
         if target_source and mesh.target:
-            target = _updated(partial(load_model, comm=mesh.target, device=world.device), target, target_source)
+            target = _updated(target, target_source, comm=mesh.target, device=world.device)
         if draft_source and draft and mesh.draft:
-            load = partial(load_model, comm=mesh.draft, device=world.device, whole=DRAFT_WHOLE)
-            if mesh.layout.draft_ranks == mesh.layout.target_ranks:
-                load = partial(load, target=target)
-            draft = _updated(load, draft, draft_source)
+            shared = target if mesh.layout.draft_ranks == mesh.layout.target_ranks else None
+            how = {"comm": mesh.draft, "device": world.device, "whole": DRAFT_WHOLE, "target": shared}
+            draft = _updated(draft, draft_source, **how)
     agree_on_bits([target, *([draft] if draft else [])], mesh.replica)
     is_kept = target is models.target and draft is models.draft
     all_keep = all(world.comm.gather_text("kept" if is_kept else ""))
@@ -187,8 +191,11 @@ def update_models(
     return replace(models, target=target, draft=draft), all_keep
 
 
-def _updated(load: Callable[..., Runner], runner: Any, source: Source) -> Runner:  # noqa: ANN401 - with a dtype
-    return load(source.origin, dtype=runner.dtype, precision=source.precision, into=InPlace(runner))
+def _updated(runner: Any, source: Source, **how: Any) -> Runner:  # noqa: ANN401 - with a dtype; fields of `Loading`
+    from llama_ssp.models.loading import load_model  # noqa: PLC0415 - transformers' models take seconds to import
+
+    how |= {"dtype": runner.dtype, "precision": source.precision, "into": InPlace(runner)}
+    return load_model(Loading(source.origin, **how))
 
 
 def _make_mesh(config: RunConfig, layout: Layout, world: World) -> Mesh:
@@ -217,6 +224,26 @@ def agree_on_packing(runner: Runner, comm: Comm) -> None:
     runner.packs_prompts = all(comm.gather_text("packed" if can_pack else ""))
 
 
+def _shards(models: Models, config: RunConfig) -> tuple[Shard, Shard]:
+    """The parts of the vocabulary that this rank draws from, with the target and with the draft; see the function."""
+    sampling, mesh, vocab_size = config.sampling, models.mesh, models.target.vocab_size
+    gathers = sampling.takes_best or sampling.truncates or config.speculation.tree or config.speculation.overlap
+    if gathers or not models.sources:
+        return WHOLE, WHOLE
+    has_others = isinstance(models.sources[-1].origin, HeadSource | MtpSource) or models.tokenizers
+    found = draws_over_shards(
+        mesh.layout, rule=config.verification.rule if sampling.temperature else AT_ZERO,
+        is_certain=drafts_greedily(config.draft), vocab_size=vocab_size,
+        num_scored=config.batch_size * (1 + config.speculation.most_draft_tokens * drafts(config.draft)),
+        draft_vocab_size=None if has_others else models.sources[-1].origin.shape.vocab_size,
+    )  # fmt: skip
+    comms = mesh.target, mesh.draft
+    target, draft = (
+        Shard(comm, vocab_size) if is_cut and comm else WHOLE for is_cut, comm in zip(found, comms, strict=True)
+    )
+    return target, draft
+
+
 def build_decoder(
     models: Models, config: RunConfig, *, speculative: bool, stop_request: StopRequest | None = None
 ) -> Decoder:
@@ -226,14 +253,15 @@ def build_decoder(
     split = BatchSplit(mesh.replica, mesh.layout.draft_ranks) if speculative and mesh.layout.splits_batch else None
     taps, tree = (models.make_taps(), tree_of(config, device)) if speculative else (None, None)
     of_trees = partial(verify_tree, tree) if tree else None
-    rule = make_rule(config.sampling, config.verification, is_cut=is_cut, of_trees=of_trees)
+    of_target, of_draft = _shards(models, config) if is_cut else (WHOLE, WHOLE)
+    rule = make_rule(config.sampling, config.verification, is_cut=is_cut, of_trees=of_trees, shard=of_target)
     drafters, limit = [], None
     if speculative:
         if models.draft_context:
             limit = DraftLimit(models.draft_context, depth=tree.depth if tree else None)
         drafters = make_drafters(
-            config, mesh=mesh, runner=models.draft, vocab_size=models.target.vocab_size, device=device,
-            split=split, tokenizers=models.tokenizers, taps=taps,
+            config, mesh=mesh, target=models.target, runner=models.draft, split=split,
+            tokenizers=models.tokenizers, taps=taps, corpus_C=models.corpus_C, shard=of_draft,
         )  # fmt: skip
     if lengths := config.speculation.forced_lengths if speculative else []:
         _log.info("not lossless: speculation.forced_lengths=%s says what rounds accept", lengths)

@@ -40,7 +40,8 @@ def check(
     then returned, and has its default again.
     """
     of_task = [*task_of(config).problems(config, explicit)]
-    unread = [found for found in of_task if isinstance(found, NoEffect)] + [*_unread(config, explicit)]
+    of_both = [*(found for found in of_task if isinstance(found, NoEffect)), *_unread(config, explicit)]
+    unread = [*{found.key: found for found in reversed(of_both)}.values()][::-1]  # the task's reason is the first
     problems = [
         *_ranges(config),
         *_files(config),
@@ -501,7 +502,7 @@ _WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
     ("draft.fallback", lambda c: not c.speculation.adapts, "without speculation.num_draft_tokens=auto"),
     ("draft.greedy", lambda c: c.sampling.temperature == 0, "at temperature 0, where every draft is greedy"),
     (
-        "draft.history",
+        "draft.history draft.corpus",
         lambda c: c.speculation.tree is not None,
         "with speculation.tree, which copies its own text",
     ),

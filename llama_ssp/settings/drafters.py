@@ -3,12 +3,16 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from llama_ssp.catalogue import read_path
+from llama_ssp.errors import ConfigError
 from llama_ssp.fields import setting
 from llama_ssp.registry import Registry
 from llama_ssp.settings import schema
 from llama_ssp.settings.schema import DrafterConfig
 
 NGRAM_DRAFT = "ngram"
+MOST_CORPUS_TOKENS, TABLE_BITS = 2**20, 16
+"""The longest corpus, and the places of a table for sequences of one length, as a power of 2."""
 MTP_DRAFTS = {"MTP", "nextn", "NEXTN"}
 """Names that other engines give the layers that predict further tokens."""
 
@@ -110,6 +114,51 @@ class NgramConfig(DrafterConfig):
         64,
         "newest other texts of the run that longer matches are copied from, such as samples of one prompt; 0 for none.",
     )
+    corpus: str | None = setting(
+        None, "a run.jsonl, or a file of text, that still longer matches are copied from, the most frequent ones."
+    )
+
+    @property
+    def num_corpus_tokens(self) -> int:
+        """Tokens of the corpus that there is room for: one for two bytes of the file; the last ones are kept.
+
+        Raises ConfigError if there is no such file.
+        """
+        if self.corpus is None:
+            return 0
+        file = read_path(self.corpus)
+        if not file.is_file():
+            raise ConfigError(f"draft.corpus={self.corpus} is no file: give a run.jsonl or a text")
+        return min(file.stat().st_size // 2 + 1, MOST_CORPUS_TOKENS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopiedTexts:
+    """What copies are taken from, beside a row's own text: lengths that are looked up, texts, tokens of a corpus."""
+
+    num_lengths: int
+    num_texts: int
+    num_corpus_tokens: int
+
+    def num_bytes(self, *, batch_size: int, num_slots: int) -> int:
+        """Bytes on every rank; `drafters.ngram` allocates them."""
+        corpus_bytes = self.num_corpus_tokens * (4 + 12 * self.num_lengths)
+        if not self.num_texts:
+            return corpus_bytes
+        rows, table = self.num_texts + batch_size + 1, self.num_lengths << TABLE_BITS
+        return corpus_bytes + 8 * (rows * num_slots + table)
+
+
+def copied_texts(draft: DrafterConfig, *, has_tree: bool, falls_back: bool) -> CopiedTexts | None:
+    """What a draft copies from, or its fallback; None for nothing. Raises as `num_corpus_tokens`."""
+    if falls_back and draft.fallback == NGRAM_DRAFT:
+        draft = NgramConfig(kind=NGRAM_DRAFT)
+    if has_tree or not isinstance(draft, NgramConfig):
+        return None
+    return CopiedTexts(
+        num_lengths=draft.longest - draft.shortest + 1, num_texts=draft.history,
+        num_corpus_tokens=draft.num_corpus_tokens,
+    )  # fmt: skip
 
 
 register(DrafterRecord(name=schema.NO_DRAFT, make=None))

@@ -8,6 +8,7 @@ merged adapter or another precision changes these. Times and paths do not count,
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from llama_ssp.architectures.model_files import (
@@ -39,21 +40,20 @@ def fingerprint(folder: Path) -> dict[str, str]:
     else:
         small.append(INDEX_FILE)
         weights = sorted(set(read_json(folder / INDEX_FILE)["weight_map"].values()))
+    return _hashed(folder, small, weights)
+
+
+def fingerprint_of_adapter(folder: Path) -> dict[str, str]:
+    """The same for an adapter that is merged into the checkpoint."""
+    return _hashed(folder, [ADAPTER_CONFIG_FILE], [ADAPTER_FILE])
+
+
+def _hashed(folder: Path, small: Sequence[str], weights: Sequence[str]) -> dict[str, str]:
     try:
         hashes = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in small}
         return hashes | {name: _sampled(folder / name, most_blocks=_MOST_BLOCKS // len(weights)) for name in weights}
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} cannot be read ({error}): copy or download it again") from error
-
-
-def fingerprint_of_adapter(folder: Path) -> dict[str, str]:
-    """The same for an adapter that is merged into the checkpoint."""
-    try:
-        config = hashlib.sha256((folder / ADAPTER_CONFIG_FILE).read_bytes()).hexdigest()
-        weights = _sampled(folder / ADAPTER_FILE, most_blocks=_MOST_BLOCKS)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} cannot be read ({error}): copy or download it again") from error
-    return {ADAPTER_CONFIG_FILE: config, ADAPTER_FILE: weights}
 
 
 def _sampled(file: Path, *, most_blocks: int) -> str:

@@ -85,10 +85,15 @@ def weights_of(model: nn.Module, *, what: str) -> WeightsInMemory:
     )  # fmt: skip
 
 
-def weights_like(running: WeightSource, parameters: Mapping[str, Any], *, what: str) -> WeightsInMemory:
-    """Tensors by name as other weights of a model; ConfigError for anything else. `what` is model or draft."""
+def check_tensors(parameters: Mapping[str, Any], *, what: str) -> None:
+    """Raise ConfigError for anything but tensors by name."""
     if odd := [name for name, values in parameters.items() if not isinstance(values, Tensor)]:
         raise ConfigError(f"{what} must be tensors by name, as of state_dict(), and {odd[0]!r:.60} has none")
+
+
+def weights_like(running: WeightSource, parameters: Mapping[str, Any], *, what: str) -> WeightsInMemory:
+    """Tensors by name as other weights of a model; ConfigError for anything else. `what` is model or draft."""
+    check_tensors(parameters, what=what)
     return WeightsInMemory(
         name=what, folder=Path(f"{what}={{...}}"), config=running.config, shape=running.shape, parameters=parameters,
         generation={},

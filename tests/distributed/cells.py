@@ -59,7 +59,9 @@ _SAMPLED = [
     heavy((0,), (1,), OWN_GPU, pair="head", tree="2x2x1", batch_size=3),
     # Other rules, and a K that is chosen.
     heavy(BOTH, BOTH, REPLICATED, rule="block"),
-    heavy(BOTH, BOTH, REPLICATED, rule="coupled", adapts=True),
+    heavy(BOTH, BOTH, SHARDED, rule="block"),
+    heavy(BOTH, (), SHARDED, rule="coupled", adapts=True),
+    slow(BOTH, BOTH, REPLICATED, rule="coupled", adapts=True),
     slow(BOTH, BOTH, REPLICATED, rule="coupled"),
     slow(BOTH, (0,), SHARDED, rule="coupled", adapts=True),
     slow((0,), (1,), OWN_GPU, rule="block"),
@@ -106,7 +108,8 @@ _BOTH_TEMPERATURES = [
 ]
 CELLS = [
     *_SAMPLED, *_BOTH_TEMPERATURES, *map(greedy, _BOTH_TEMPERATURES),
-    *(greedy(Cell(target, (0,), pair=SYNTHETIC)) for target in (BOTH, ALL_3, ALL_4)),
+    greedy(Cell(BOTH, (0,), pair=SYNTHETIC)),
+    *(greedy(slow(target, (0,), pair=SYNTHETIC)) for target in (ALL_3, ALL_4)),
     greedy(Cell(BOTH, BOTH, SHARDED)),
     greedy(heavy(BOTH, BOTH, SHARDED, pair="head", batch_size=3)),
     greedy(heavy(BOTH, BOTH, SHARDED, pair=f"{ONE_PASS}dflash", batch_size=3)),

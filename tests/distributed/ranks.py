@@ -14,16 +14,20 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from benchmarks import decoding
 from llama_ssp import catalogue, load
+from llama_ssp.architectures.engine import LEAST_SHARED_BYTES
 from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError, ConfigError, SspError
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.models.weights import Loading
+from llama_ssp.planning import spec as planning
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World, start
@@ -194,9 +198,10 @@ class Cell:
                 models, keeps = update_models(models, config, world, sources)
                 assert keeps
         counting = CountingComm.of(mesh.replica)
-        draft = mesh.draft and replace(CountingComm.of(mesh.draft), arrived=counting.arrived)
-        models = replace(models, mesh=replace(mesh, replica=counting, draft=draft))
-        decoder = build_decoder(models, config, speculative=True)
+        models = replace(models, mesh=replace(mesh, replica=counting))
+        least_bytes = 0 if self.batch_size > 1 else LEAST_SHARED_BYTES
+        with patch.object(planning, "LEAST_SHARED_BYTES", least_bytes):  # the shipped vocabulary is small
+            decoder = build_decoder(models, config, speculative=True)
         round_bytes, step = set[int](), decoder.round.step
 
         def counted(*arguments: Any, **named: Any) -> object:  # noqa: ANN401 - those of `Round.step`
@@ -207,11 +212,7 @@ class Cell:
 
         decoder.round.step = counted  # type: ignore[method-assign, assignment]
         requests = [
-            Request(
-                index=index,
-                prompt_ids=encode(prompt, models.tokenizer),
-                max_new_tokens=NUM_NEW_TOKENS - index % 5,
-            )
+            Request(index=index, prompt_ids=encode(prompt, models.tokenizer), max_new_tokens=NUM_NEW_TOKENS - index % 5)
             for index, prompt in enumerate(self.prompts)
         ]
         done: dict[int, list[int]] = {}
@@ -296,10 +297,8 @@ class Quantized:
 
     def on_one_rank(self, folder: Path, form: str) -> torch.Tensor:
         """Logits of the same model in this process, in one forward."""
-        runner = load_model(
-            inspect(folder / "wide" / self.family), dtype=torch.float32, device=torch.device("cpu"), comm=Comm.single(),
-            precision=Precision(quantization=form),
-        )  # fmt: skip
+        precision = Precision(quantization=form)
+        runner = load_model(Loading(inspect(folder / "wide" / self.family), dtype=torch.float32, precision=precision))
         runner.allocate(batch_size=1, capacity=16)
         return runner.forward(torch.arange(20, 32)[None], torch.arange(12)[None], bucket=16)[0]
 

@@ -103,7 +103,10 @@ def test_the_cells_of_the_notebook_run_where_standard_input_is_closed(tmp_path: 
 # A streamer that fails, Ctrl-C, an error and a second pair leave the first usable; then a rank is killed.
 _NOTEBOOK = """
 import os, signal, sys, threading, time
-from llama_ssp import load
+import torch
+from transformers import AutoModelForCausalLM
+from llama_ssp import catalogue, load
+from llama_ssp.weights import hub
 from llama_ssp.errors import SspError
 pair = load("tiny", "tiny-draft", ranks=2, placement="sharded")
 other = load("tiny", ranks=2)
@@ -124,6 +127,22 @@ hear(prompts="x", temperature=-1)
 hear(prompts="x", logit_bias={3: float("-inf")}, min_new_tokens=2, bad_words="no", max_new_tokens=3)
 assert other.generate("import os\\n", max_new_tokens=3, temperature=0)[0].token_ids[0] == 718
 hear(prompts="import os\\n", max_new_tokens=12, seed=1)
+folder = hub.resolve(catalogue.load("tiny"))
+model, alone = AutoModelForCausalLM.from_pretrained(folder), load("tiny", "tiny-draft")
+for new in (model, model.state_dict(), str(folder)):
+    if not isinstance(new, str):
+        with torch.no_grad():
+            model.model.layers[0].mlp.down_proj.weight.mul_(-0.5)
+    texts = []
+    for one in (alone, pair):
+        one.update(model=new)
+        texts += one.generate("import os\\n", max_new_tokens=12, temperature=0)
+    assert texts[0].text == texts[1].text
+    print(texts[0].token_ids)
+try:
+    pair.update(model={"x": 1})
+except SspError as error:
+    print(error)
 if sys.argv[1] == "rank":
     threading.Timer(1, os.kill, (pair._ranks._pids[0], signal.SIGKILL)).start()
     hear(**LONG)
@@ -143,7 +162,7 @@ def test_a_pair_on_ranks_of_its_own_survives_mistakes_and_leaves_no_process(tmp_
     ) as started:  # fmt: skip
         assert started.stdout
         assert started.stderr
-        said = [started.stdout.readline() for _ in range(5)]
+        said = [started.stdout.readline() for _ in range(9)]
         family = family_of(started.pid)
         out, err = started.communicate(timeout=120)
     [wanted] = load("tiny", "tiny-draft").generate("import os\n", max_new_tokens=12, seed=1)
@@ -152,6 +171,8 @@ def test_a_pair_on_ranks_of_its_own_survives_mistakes_and_leaves_no_process(tmp_
         "ConfigError: temperature=-1.0 must be 0 (greedy) or at least 1e-06, for example 0.8\n",
     ]  # fmt: skip
     assert said[4] == f"{wanted.token_ids}\n"
+    assert len({*said[4:8]}) == 4, "three updates"
+    assert said[8] == "model must be tensors by name, as of state_dict(), and 'x' has none\n"
     assert len(family) > 6, "two pairs, each with an agent"
     if killed == "rank":
         sentence = r"LostRankError: rank \d is missing while decoding \(connection closed\); load the pair again\n"

@@ -24,6 +24,7 @@ from llama_ssp.speculate.engine.state import BatchState, Request
 from llama_ssp.speculate.engine.verifier import Verifier
 from llama_ssp.speculate.sampling.draft import POINT_MASS
 from llama_ssp.speculate.sampling.rules import Rule, make_rule
+from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.trees import Tree, verify_tree
 from tests.helpers.recorded import WatchedGraphs
 
@@ -46,6 +47,7 @@ def make_decoder(  # noqa: PLR0913
     taps: Taps | None = None,
     tree: Tree | None = None,
     limit: DraftLimit | None = None,
+    shard: Shard = WHOLE,
 ) -> Decoder:
     """A decoder of one rank (or of `comm`) over two runners, or over one and the drafter that is made for its rule.
 
@@ -56,6 +58,7 @@ def make_decoder(  # noqa: PLR0913
     rule = make_rule(
         sampling or SamplingConfig(temperature=temperature),
         VerificationConfig(rule=rule_name),
+        shard=shard,
         of_trees=partial(verify_tree, tree) if tree else None,
     )
     device = torch.device(target.device)
@@ -71,13 +74,9 @@ def make_decoder(  # noqa: PLR0913
     verifier = Verifier(rule, comm=comm, verify_rank=0, device=target.device)
     round_ = Round(target, *drafters, verifier=verifier, taps=taps, tree=tree, limit=limit)
     return Decoder(
-        round_,
-        executor=executor_of(round_, replay),
-        batch_size=batch_size,
-        eos_ids=eos_ids,
-        seed=7,
+        round_, executor=executor_of(round_, replay), batch_size=batch_size, eos_ids=eos_ids, seed=7,
         stop_request=stop_request,
-    )
+    )  # fmt: skip
 
 
 def executor_of(round_: Round, replay: Recorder | type[WatchedGraphs] | bool) -> Executor:

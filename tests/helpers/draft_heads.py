@@ -114,17 +114,17 @@ def _save(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]
     return folder
 
 
-def _norm(x: Tensor, weight: Tensor) -> Tensor:
+def norm(x: Tensor, weight: Tensor) -> Tensor:
     return weight * x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
 
 
-def _turned(x_HLD: Tensor) -> Tensor:
-    """Rotary embedding at positions 0, 1, 2, ..., over pairs of dimensions i and i + D / 2."""
+def turned(x_HLD: Tensor, *, first: int = 0) -> Tensor:
+    """Rotary embedding at positions from `first` on, over pairs of dimensions i and i + D / 2."""
     half = x_HLD.shape[-1] // 2
-    angles_LP = torch.arange(x_HLD.shape[1])[:, None] * 10000.0 ** (-torch.arange(half) / half)
-    first, second = x_HLD[..., :half], x_HLD[..., half:]
+    angles_LP = (first + torch.arange(x_HLD.shape[1]))[:, None] * 10000.0 ** (-torch.arange(half) / half)
+    low, high = x_HLD[..., :half], x_HLD[..., half:]
     cos, sin = angles_LP.cos(), angles_LP.sin()
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
 
 def reference(
@@ -140,19 +140,19 @@ def reference(
     embedded_LE, hidden_LE = embedded_LE.double(), taps_LX.double() @ found["fc.weight"].T
     while True:
         num_pairs, heads, keys = len(hidden_LE), SIZES["num_attention_heads"], SIZES["num_key_value_heads"]
-        normed_LE = _norm(hidden_LE, found["layer.hidden_norm.weight"])
-        joined = torch.cat([_norm(embedded_LE[:num_pairs], found["layer.input_layernorm.weight"]), normed_LE], dim=-1)
+        normed_LE = norm(hidden_LE, found["layer.hidden_norm.weight"])
+        joined = torch.cat([norm(embedded_LE[:num_pairs], found["layer.input_layernorm.weight"]), normed_LE], dim=-1)
         q, k, v = (
             (joined @ found[f"layer.self_attn.{name}_proj.weight"].T).unflatten(1, (number, -1)).transpose(0, 1)
             for name, number in (("q", heads), ("k", keys), ("v", keys))
         )
-        k, v = (part.repeat_interleave(heads // keys, 0) for part in (_turned(k), v))
-        attended = functional.scaled_dot_product_attention(_turned(q), k, v, is_causal=True).transpose(0, 1).flatten(1)
+        k, v = (part.repeat_interleave(heads // keys, 0) for part in (turned(k), v))
+        attended = functional.scaled_dot_product_attention(turned(q), k, v, is_causal=True).transpose(0, 1).flatten(1)
         x_LE = (normed_LE if norm_before_residual else hidden_LE) + attended @ found["layer.self_attn.o_proj.weight"].T
-        inner = _norm(x_LE, found["layer.post_attention_layernorm.weight"])
+        inner = norm(x_LE, found["layer.post_attention_layernorm.weight"])
         gate, up = (inner @ found[f"layer.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         x_LE += (functional.silu(gate) * up) @ found["layer.mlp.down_proj.weight"].T
-        normed_E = _norm(x_LE[-1], found["norm.weight"])
+        normed_E = norm(x_LE[-1], found["norm.weight"])
         if num_pairs == len(embedded_LE):
             drafted_D = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
             nowhere_V = torch.full((len(tensors["t2d"]),), float("-inf"), dtype=torch.float64)

@@ -214,10 +214,7 @@ def _verifying(
         return (verdict.node_B1 * vocab_size + verdict.next_ids_B1)[:, 0]
 
     law_BA = choice_law(
-        choose,
-        num_rows=num_tables * num_paths,
-        num_coordinates=sum(sizes),
-        num_answers=num_positions * vocab_size,
+        choose, num_rows=num_tables * num_paths, num_coordinates=sum(sizes), num_answers=num_positions * vocab_size
     )
     return law_BA.view(num_tables, num_paths, num_positions, vocab_size)
 

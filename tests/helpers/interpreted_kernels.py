@@ -23,11 +23,12 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from triton.runtime import interpreter
 
+from llama_ssp.architectures.matrices import tokens_of_a_block
 from llama_ssp.kernels import attention_by_length as varlen
 from llama_ssp.kernels import attention_gpu, between_gpu, draw_gpu, linear, linear_gpu, recurrence_gpu
 from llama_ssp.kernels.attention_by_length import CHECKED, VarlenAttention
 from llama_ssp.kernels.between import rotate_write
-from llama_ssp.kernels.draw_gpu import draw_tokens, softmax
+from llama_ssp.kernels.draw_gpu import draw_in_blocks, draw_tokens, softmax
 from llama_ssp.kernels.halves_gpu import product_of_halves
 from llama_ssp.kernels.heads import Heads, Sequences
 from llama_ssp.kernels.linear_gpu import choose, product_of_few_rows, unpack_bytes, unpack_codes
@@ -97,11 +98,7 @@ def split_rows() -> None:
 
     With few parts, those of longer rows have several steps.
     """
-    for parts, (num, num_kv, dim), window in (
-        (128, (1, 1, 16), None),
-        (2, (6, 2, 24), 3),
-        (4, (8, 1, 16), 40),
-    ):
+    for parts, (num, num_kv, dim), window in ((128, (1, 1, 16), None), (2, (6, 2, 24), 3), (4, (8, 1, 16), 40)):
         heads = Heads(num, num_kv, dim, dim**-0.5)
         with patch.object(attention_gpu, "most_parts", return_value=parts):
             for queries, lengths in (((1, 1, 1), (1, 17, 70)), ((5, 2, 5), (5, 16, 65))):
@@ -288,6 +285,21 @@ def one_at_a_time(kernel: Callable[..., Result]) -> Callable[..., Result]:
     return launch
 
 
+def softmax_of_parts(parts: Sequence[torch.Tensor], *, scale: float) -> torch.Tensor:
+    """Probabilities of logits whose parts several ranks have."""
+    stats: list[torch.Tensor] = []
+
+    def kept(own: torch.Tensor, *, tokens: int) -> torch.Tensor:
+        assert tokens >= parts[0].shape[1] / own.shape[2]
+        stats.append(own)
+        return own
+
+    for part in parts:
+        softmax(part, scale=scale, join=kept)
+    joined = torch.cat(stats, dim=-1)
+    return torch.cat([softmax(part, scale=scale, join=lambda _own, **_: joined) for part in parts], dim=1)
+
+
 def draws() -> None:
     """The same ids as torch's operators draw, for every size of a vocabulary, and for weights that vanish."""
     for vocab_size in (3, 100, 1001):
@@ -296,9 +308,11 @@ def draws() -> None:
         weights[:, -1] += 1e-9
         uniforms = torch.rand(8, 3, 2, generator=GENERATOR, dtype=torch.float64)[:, 1]
         uniforms[0], uniforms[1] = 0.0, 1 - 2.0**-53
-        size = processors.tokens_of_a_block(vocab_size)
+        size = tokens_of_a_block(vocab_size)
         wanted = processors.draw(weights, uniforms)
         assert torch.equal(draw_tokens(weights, uniforms, units=processors.DRAW_UNITS, tokens_of_a_block=size), wanted)
+        blocks = draw_in_blocks(weights, uniforms, units=processors.DRAW_UNITS, tokens_of_a_block=size)
+        assert torch.equal(processors.token_of_blocks(blocks, uniforms), wanted)
         units = weights * processors.DRAW_UNITS
         assert torch.equal(draw_tokens(units, uniforms, units=1.0, tokens_of_a_block=size), wanted)
         logits = torch.randn(8, vocab_size, generator=GENERATOR).mul_(9).to(torch.float16)
@@ -307,6 +321,8 @@ def draws() -> None:
         logits[3, -1] = 5.0
         with patch.object(draw_gpu, "SOFTMAX_TOKENS", size):
             found = softmax(logits, scale=1 / 0.7)
+            first = [2 * size, vocab_size - 2 * size] if vocab_size > 3 else [2, 1]
+            assert torch.equal(softmax_of_parts(logits.split(first, dim=1), scale=1 / 0.7), found)
         torch.testing.assert_close(found, (logits.float() * (1 / 0.7)).softmax(-1), rtol=3e-6, atol=0)
     for number in ("nan", "inf"):
         logits = torch.zeros(2, 100)

@@ -42,9 +42,7 @@ def _product(axes: Mapping[str, Sequence[object]]) -> list[Case]:
 def _cases(axes: Mapping[str, Sequence[object]], marks: Mapping[Case, Any]) -> pytest.MarkDecorator:
     chosen = {case: [values[place] for values, place in zip(axes.values(), case, strict=True)] for case in marks}
     return pytest.mark.parametrize(
-        tuple(axes),
-        [pytest.param(*values, marks=marks[case]) for case, values in chosen.items()],
-        ids=_name,
+        tuple(axes), [pytest.param(*values, marks=marks[case]) for case, values in chosen.items()], ids=_name
     )
 
 

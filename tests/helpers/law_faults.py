@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.speculate.sampling import context, rules, trees, uniforms
+from llama_ssp.speculate.sampling import context, rules, shards, trees, uniforms
 from llama_ssp.speculate.sampling.context import Context
 from llama_ssp.speculate.sampling.draft import Draft, Verdict
 from llama_ssp.speculate.sampling.processors import draw
@@ -115,9 +115,9 @@ def _of_first_round(table: uniforms.UniformTable, keys: Tensor, starts: Tensor) 
     return _uniforms(table, keys, torch.zeros_like(starts))
 
 
-def _by_round(keys_B: Tensor, positions_BT: Tensor, *, vocab_size: int) -> Tensor:
+def _by_round(keys_B: Tensor, positions_BT: Tensor, **tokens: int) -> Tensor:
     """All positions of a round run the race of the first."""
-    return _exponentials(keys_B, positions_BT[:, :1].expand_as(positions_BT), vocab_size=vocab_size)
+    return _exponentials(keys_B, positions_BT[:, :1].expand_as(positions_BT), **tokens)
 
 
 def _kept(laws: trees.NodeLaws, _ids_X1: Tensor | None) -> trees.NodeLaws:
@@ -139,7 +139,7 @@ _ELSEWHERE: dict[str, tuple[object, str, Callable[..., Any]]] = {
 def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant one of these faults, before a decoder is made."""
     if fault == "shared race":
-        monkeypatch.setattr(rules, "draw", race)
+        monkeypatch.setattr(shards, "draw", race)
         fault = "shared uniforms"
     if fault in _ELSEWHERE:
         monkeypatch.setattr(*_ELSEWHERE[fault])

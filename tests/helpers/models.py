@@ -16,9 +16,10 @@ from llama_ssp.errors import SspError
 from llama_ssp.models.huggingface.modules import load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.loading import lean_weights, load_model
+from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.runner import Runner
+from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.in_memory import weights_of
@@ -245,8 +246,8 @@ def load_lean(
     if isinstance(model, PreTrainedModel):
         origin = weights_of(model, what="model")
     comm, device = comm or Comm.single(), device or torch.device("cpu")
-    weights, shards = lean_weights(origin, device=device, comm=comm, dtype=dtype, precision=precision)
-    return LeanRunner(weights, origin.config, shards=shards, comm=comm, precision=precision, **options)
+    loading = Loading(origin, device=device, comm=comm, dtype=dtype, precision=precision)
+    return LeanRunner(loading, **options)
 
 
 def load_ranks(folder: Path, comms: Sequence[ThreadComm], *, whole: WholeParts = WholeParts.none) -> list[Runner]:
@@ -256,11 +257,11 @@ def load_ranks(folder: Path, comms: Sequence[ThreadComm], *, whole: WholeParts =
     """
     origin, device = inspect(folder), torch.device("cpu")
     if record_of(origin.shape.model_type).is_written or len(comms) == 1:
-        runners = [load_model(origin, dtype=None, device=device, comm=comm, whole=whole) for comm in comms]
+        runners = [load_model(Loading(origin, device=device, comm=comm, whole=whole)) for comm in comms]
         for runner in runners:
             runner.is_invariant = all(each.is_invariant for each in runners)
         return runners
-    modules = [load_modules(origin, dtype=None, device=device, comm=comm) for comm in comms]
+    modules = [load_modules(Loading(origin, device=device, comm=comm)) for comm in comms]
     return on_ranks(comms, lambda comm: ModuleRunner(modules[comm.rank], comm=comm))
 
 

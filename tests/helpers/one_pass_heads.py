@@ -17,6 +17,7 @@ from torch.nn import functional
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
 from llama_ssp.weights.head import HeadSource, of_target
 from tests.helpers import models
+from tests.helpers.draft_heads import norm, turned
 
 WIDTH, HEADS, KEYS, DIM, UNITS, VOCABULARY, DRAFTED, MASK, RANK = 64, 4, 2, 16, 96, 224, 112, 220, 16
 LAYERS, FOUR_LAYERS = (1, 2, 4), (1, 2, 3, 4)
@@ -144,9 +145,9 @@ def reference(
         x_NE = _pairs(found, config, table_VE[[*text[1:], *[MASK] * (num_drafted - 1)]], x_TX)[-num_drafted:]
     else:
         num_masks = num_drafted - at_anchor
-        context_CE = _norm(taps_CX.double() @ found["fc.weight"].T, found["hidden_norm.weight"])
+        context_CE = norm(taps_CX.double() @ found["fc.weight"].T, found["hidden_norm.weight"])
         x_NE = _block(found, table_VE[[text[-1], *[MASK] * num_masks]], context_CE)[-num_drafted:]
-    normed_NE = _norm(x_NE, found["norm.weight"])
+    normed_NE = norm(x_NE, found["norm.weight"])
     logits_D = output_DE @ normed_NE[depth]
     if config.get("markov_rank"):
         logits_D = logits_D + _follows(found, config, [text[-1], *drafted], normed_NE)
@@ -176,15 +177,15 @@ def _follows(found: Mapping[str, Tensor], config: Mapping[str, Any], ids: list[i
 def _pairs(found: Mapping[str, Tensor], config: Mapping[str, Any], embedded_TE: Tensor, x_TX: Tensor) -> Tensor:
     if config.get("fc_norm"):
         parts = x_TX.split(WIDTH, dim=-1)
-        x_TX = torch.cat([_norm(part, found[f"fc_norm.{tap}.weight"]) for tap, part in enumerate(parts)], dim=-1)
+        x_TX = torch.cat([norm(part, found[f"fc_norm.{tap}.weight"]) for tap, part in enumerate(parts)], dim=-1)
     x_TE = x_TX @ found["fc.weight"].T
     sees_TT = torch.ones(len(x_TE), len(x_TE), dtype=torch.bool).tril()
     for number in range(2):
         place = f"layers.{number}"
-        inputs_TE = _norm(x_TE, found[f"{place}.{'input_layernorm' if number else 'hidden_norm'}.weight"])
+        inputs_TE = norm(x_TE, found[f"{place}.{'input_layernorm' if number else 'hidden_norm'}.weight"])
         x_TE = inputs_TE if config.get("norm_before_residual") and not number else x_TE
         if not number:
-            inputs_TE = torch.cat([_norm(embedded_TE, found[f"{place}.input_layernorm.weight"]), inputs_TE], dim=-1)
+            inputs_TE = torch.cat([norm(embedded_TE, found[f"{place}.input_layernorm.weight"]), inputs_TE], dim=-1)
         x_TE = _layer(found, place, x_TE, inputs_TE, inputs_TE, sees_NT=sees_TT)
     return x_TE
 
@@ -192,7 +193,7 @@ def _pairs(found: Mapping[str, Tensor], config: Mapping[str, Any], embedded_TE: 
 def _block(found: Mapping[str, Tensor], x_NE: Tensor, context_CE: Tensor) -> Tensor:
     sees_NT = torch.ones(len(x_NE), len(context_CE) + len(x_NE), dtype=torch.bool)
     for number in range(2):
-        inputs_NE = _norm(x_NE, found[f"layers.{number}.input_layernorm.weight"])
+        inputs_NE = norm(x_NE, found[f"layers.{number}.input_layernorm.weight"])
         both_TE = torch.cat([context_CE, inputs_NE])
         x_NE = _layer(found, f"layers.{number}", x_NE, inputs_NE, both_TE, sees_NT=sees_NT)
     return x_NE
@@ -203,31 +204,18 @@ def _layer(
     sees_NT: Tensor,
 ) -> Tensor:  # fmt: skip
     """Add attention of the last N of T positions, and the MLP."""
-    positions_T = torch.arange(len(read_TE))
     weights = {name.removeprefix(f"{place}."): tensor for name, tensor in found.items()}
 
     def heads(name: str, inputs_TE: Tensor, number: int) -> Tensor:
         made_TND = (inputs_TE @ weights[f"self_attn.{name}_proj.weight"].T).unflatten(1, (number, DIM))
         norm_D = weights.get(f"self_attn.{name}_norm.weight")
-        made_NTD = (made_TND if norm_D is None else _norm(made_TND, norm_D)).transpose(0, 1)
-        return made_NTD if name == "v" else _turned(made_NTD, positions_T[-len(inputs_TE) :])
+        made_NTD = (made_TND if norm_D is None else norm(made_TND, norm_D)).transpose(0, 1)
+        return made_NTD if name == "v" else turned(made_NTD, first=len(read_TE) - len(inputs_TE))
 
     queries, keys, values = heads("q", inputs_NE, HEADS), heads("k", read_TE, KEYS), heads("v", read_TE, KEYS)
     keys, values = (part.repeat_interleave(HEADS // KEYS, 0) for part in (keys, values))
     attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=sees_NT)
     x_NE = x_NE + attended.transpose(0, 1).flatten(1) @ weights["self_attn.o_proj.weight"].T
-    inner = _norm(x_NE, weights["post_attention_layernorm.weight"])
+    inner = norm(x_NE, weights["post_attention_layernorm.weight"])
     gate, up = (inner @ weights[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
     return x_NE + (functional.silu(gate) * up) @ weights["mlp.down_proj.weight"].T
-
-
-def _norm(x: Tensor, weight: Tensor) -> Tensor:
-    return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
-
-
-def _turned(x_HLD: Tensor, positions_L: Tensor) -> Tensor:
-    half = DIM // 2
-    angles_LP = positions_L[:, None] * 10000.0 ** (-torch.arange(half) / half)
-    first, second = x_HLD[..., :half], x_HLD[..., half:]
-    cos, sin = angles_LP.cos(), angles_LP.sin()
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

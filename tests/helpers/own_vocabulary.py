@@ -45,10 +45,7 @@ def intersection_drafter(
 ) -> IntersectionDrafter:
     """The drafter of a runner with 9 ids."""
     return kind(
-        runner,
-        rule=rule,
-        num_draft_tokens=num_draft_tokens,
-        vocabularies=VocabularyMap.of(ALIGNMENT, draft_size=NUM_OWN_IDS, device=torch.device("cpu")),
-        encode=spelled,
+        runner, rule=rule, num_draft_tokens=num_draft_tokens,
+        vocabularies=VocabularyMap.of(ALIGNMENT, draft_size=NUM_OWN_IDS, device=torch.device("cpu")), encode=spelled,
         comm=comm,
-    )
+    )  # fmt: skip

@@ -43,11 +43,8 @@ def make_spec(
     return PlanSpec(
         target=replace(model, by_library=target_kind is not TargetKind.tensor, **of_target),
         draft=replace(planned_model(catalogue.load(draft), device=device), **of_draft) if draft else None,
-        target_kind=target_kind,
-        draft_kind=draft_kind,
-        device=device,
-        **chosen | fields,
-    )
+        target_kind=target_kind, draft_kind=draft_kind, device=device, **chosen | fields,
+    )  # fmt: skip
 
 
 def times_of(spec: PlanSpec, machine: HardwareConfig) -> Any:  # noqa: ANN401 - figures that only some jobs have

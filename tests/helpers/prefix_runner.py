@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.cache import Taps
-from llama_ssp.models.runner import Pieces, TreePlaces, best_of
+from llama_ssp.models.runner import Pieces, TreePlaces
+from llama_ssp.models.tensor_parallel import own_part
+from llama_ssp.ranks.comms import Comm, Reads, best_of
 from llama_ssp.workspaces import PerBucket, Workspace
 
 NUM_CLOCK_PHASES = 5
@@ -32,6 +34,9 @@ class PrefixRunner:
         seed: of the tables; two runners of one seed are the same model.
         sharpness: scale of the logits; large values make the model nearly certain.
         device: "meta" for a runner that would raise if a value were read.
+
+    Attributes:
+        comm: ranks that each have the whole model.
     """
 
     repeats_operators = True
@@ -40,6 +45,7 @@ class PrefixRunner:
     packs_prompts = False
     keeps_states = False
     experts_read_3: Tensor | None = None
+    comm = Comm.single()
 
     def __init__(self, vocab_size: int = 11, *, seed: int = 0, sharpness: float = 3.0, device: str = "cpu") -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -58,12 +64,12 @@ class PrefixRunner:
         *,
         batch_size: int,
         capacity: int,
-        finds_best: bool = False,
+        reads: Reads = Reads.all,
         num_rolled_back: int = 0,  # noqa: ARG002
     ) -> None:
         """Make a larger cache, in which rubbish follows what is held, as in a reused one."""
         self.num_uses += 1
-        self.finds_best = finds_best
+        self.reads = reads
         before = self.slots.cache
         if before.shape[0] == batch_size and before.shape[1] >= capacity:
             return
@@ -101,7 +107,9 @@ class PrefixRunner:
         if score_positions_BR is not None:
             hidden_BTD = hidden_BTD.gather(1, score_positions_BR[..., None].expand(-1, -1, 8))
         logits_BRV = (hidden_BTD @ self.head).float()
-        return best_of(logits_BRV) if self.finds_best else logits_BRV
+        if self.reads is Reads.own:
+            return own_part(logits_BRV, self.vocab_size, self.comm)
+        return best_of(logits_BRV) if self.reads is Reads.best else logits_BRV
 
     def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
         """See `models.runner.Runner.move`."""

@@ -4,15 +4,7 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from llama_ssp.reports.records import (
-    BenchmarkCell,
-    CompletionLine,
-    Forecast,
-    RankMemory,
-    RunFacts,
-    StartUp,
-    Summary,
-)
+from llama_ssp.reports.records import BenchmarkCell, CompletionLine, Forecast, RankMemory, RunFacts, StartUp, Summary
 from llama_ssp.reports.runs import Run
 from llama_ssp.reports.summary import summarise
 

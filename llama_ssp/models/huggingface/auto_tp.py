@@ -9,9 +9,9 @@ import io
 import os
 import sys
 from contextlib import redirect_stdout
+from dataclasses import replace
 from importlib.util import find_spec
 from types import FunctionType, SimpleNamespace
-from typing import Unpack
 from weakref import ref
 
 import torch
@@ -24,10 +24,8 @@ from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import ConfigError, PlacementError
 from llama_ssp.models.huggingface.modules import load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
-from llama_ssp.models.quantization.precision import UNQUANTIZED
 from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.weights.source import WeightSource
 
 
 def check_auto_tp(shape: ModelShape, *, quantization: str, num_ranks: int) -> None:
@@ -50,21 +48,20 @@ def choose_accelerator(device: torch.device) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
-def load_auto_tp(origin: WeightSource, *, device: torch.device, comm: Comm, **loading: Unpack[Loading]) -> ModuleRunner:
+def load_auto_tp(loading: Loading) -> ModuleRunner:
     """Load a whole model, and let DeepSpeed keep this rank's part of it; PlacementError if it cannot split the model.
 
-    `comm` has all ranks of the world, and `precision` is unquantized. For other arguments and errors see `load_model`.
+    Its `comm` has all ranks of the world, and its `precision` is unquantized. For other errors see `load_model`.
     """
-    precision = loading.get("precision", UNQUANTIZED)
-    assert precision.kernel is None, "check_auto_tp comes first"
-    model = load_modules(origin, device=torch.device("cpu"), comm=Comm.single(), **loading)
+    assert loading.precision.kernel is None, "check_auto_tp comes first"
+    model = load_modules(replace(loading, device=torch.device("cpu"), comm=Comm.single()))
     buffers = {name: (model.get_submodule(name.rpartition(".")[0]), buffer) for name, buffer in model.named_buffers()}
     with redirect_stdout(io.StringIO()):  # it prints, but standard output is reserved for texts
-        _share(model, origin.shape.model_type, dtype=loading["dtype"] or origin.dtype, comm=comm)
+        _share(model, loading.origin.shape.model_type, dtype=loading.weights_dtype, comm=loading.comm)
     for name, (module, buffer) in buffers.items():  # it rounds rotary frequencies to the dtype of the weights
-        setattr(module, name.rpartition(".")[2], buffer.to(device))
+        setattr(module, name.rpartition(".")[2], buffer.to(loading.device))
     atexit.register(_let_go, ref(model))
-    return ModuleRunner(model, comm=comm, cache_dtype=precision.cache_dtype)
+    return ModuleRunner(model, comm=loading.comm, cache_dtype=loading.precision.cache_dtype)
 
 
 def _share(model: nn.Module, model_type: str, *, dtype: torch.dtype, comm: Comm) -> None:

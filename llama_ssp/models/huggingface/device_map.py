@@ -6,31 +6,20 @@ device nor the host ever holds more than its part. Hooks of accelerate move hidd
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Unpack
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from llama_ssp.errors import PlacementError
-from llama_ssp.models.huggingface.modules import build_empty, fill_modules, sources_of, table_of
+from llama_ssp.models.huggingface.modules import build_empty, fill_modules, match_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
-from llama_ssp.models.quantization.precision import UNQUANTIZED
 from llama_ssp.models.weights import Loading
 from llama_ssp.planning.memory import split_layers
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.storage.formats import NO_QUANTIZATION, format_of, formats
-from llama_ssp.weights.source import WeightSource
 
 _log = logging.getLogger(__name__)
-
-
-class _Names(NamedTuple):
-    """Names of a model's modules: before the layers, the layers, and after them."""
-
-    before: list[str]
-    layers: list[str]
-    after: list[str]
 
 
 def check_device_map(devices: Sequence[torch.device], quantization: str) -> None:
@@ -43,26 +32,26 @@ def check_device_map(devices: Sequence[torch.device], quantization: str) -> None
         )
 
 
-def load_device_map(origin: WeightSource, devices: Sequence[torch.device], **loading: Unpack[Loading]) -> ModuleRunner:
+def load_device_map(loading: Loading, devices: Sequence[torch.device]) -> ModuleRunner:
     """Load a whole model onto the devices of this rank; the first takes the ids and returns the logits.
 
-    For other arguments and errors see `loading.load_model` and `check_device_map`.
+    For errors see `loading.load_model` and `check_device_map`.
     """
-    model = build_empty(origin)
-    sources, names = sources_of(model, origin, table_of(model)), _names(model)
-    held = split_layers(len(names.layers), num_devices=len(devices))
-    _log.info("layers on each device: %s", [len(layers) for layers in held])
-    placed = dict.fromkeys(names.before, devices[0])
-    for device, layers in zip(devices, held, strict=True):
-        placed |= {names.layers[number]: device for number in layers}
-    placed |= dict.fromkeys(names.after, devices[-1])
-    precision = loading.get("precision", UNQUANTIZED)
-    fill_modules(model, origin, sources, {"": devices[0], **placed}, precision.kernel, **loading)
+    model = build_empty(loading.origin)
+    sources, (before, layers, after) = match_modules(model, loading.origin).sources, _names(model)
+    held = split_layers(len(layers), num_devices=len(devices))
+    _log.info("layers on each device: %s", [*map(len, held)])
+    placed = dict.fromkeys(before, devices[0])
+    for device, numbers in zip(devices, held, strict=True):
+        placed |= {layers[number]: device for number in numbers}
+    placed |= dict.fromkeys(after, devices[-1])
+    fill_modules(model, sources, {"": devices[0], **placed}, loading.precision.kernel, loading)
     _dispatch(model, placed, devices[0])
-    return ModuleRunner(model, comm=Comm.single(), cache_dtype=precision.cache_dtype)
+    return ModuleRunner(model, comm=Comm.single(), cache_dtype=loading.precision.cache_dtype)
 
 
-def _names(model: PreTrainedModel) -> _Names:
+def _names(model: PreTrainedModel) -> tuple[list[str], list[str], list[str]]:
+    """Names of a model's modules: before the layers, the layers, and after them."""
     num_layers = model.config.num_hidden_layers
     stacks = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
     before: list[str] = []
@@ -78,7 +67,7 @@ def _names(model: PreTrainedModel) -> _Names:
                 # Modules without weights, such as rotary angles, are computed once, for the first layer.
                 (side if next(child.parameters(), None) is not None else before).append(prefix + name)
         module, prefix = module.get_submodule(part), f"{prefix}{part}."
-    return _Names(before=before, layers=[f"{stacks[0]}.{number}" for number in range(num_layers)], after=after)
+    return before, [f"{stacks[0]}.{number}" for number in range(num_layers)], after
 
 
 def _dispatch(model: PreTrainedModel, placed: Mapping[str, torch.device], first: torch.device) -> None:

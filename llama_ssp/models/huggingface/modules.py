@@ -8,7 +8,7 @@ Shapes: B sequences, T positions, I inputs, O outputs.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,26 +25,22 @@ from llama_ssp.kernels.linear import Kernel, Linear
 from llama_ssp.models.attention import BY_POSITION
 from llama_ssp.models.huggingface.experts import OwnExperts, can_be_own, experts_of
 from llama_ssp.models.huggingface.families import adapt, check_files, is_linear
-from llama_ssp.models.quantization.precision import UNQUANTIZED
 from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, RowLinear, cut_dim, shard
 from llama_ssp.models.weights import (
     EXPERTS,
     LINEAR,
     Loading,
+    Matched,
     Parameter,
     Slice,
     StoredSlice,
     Weights,
-    check_packed,
     config_errors,
-    find_sources,
     return_freed,
     returning_memory,
 )
-from llama_ssp.ranks.comms import Comm
 from llama_ssp.weights.source import WeightSource
 from llama_ssp.words import said
-from llama_ssp.workspaces import NOWHERE
 
 
 class _Buffer(nn.Parameter):
@@ -123,48 +119,48 @@ def table_of(
     return {name: parameter(name, values) for name, values in model.named_parameters(remove_duplicate=False)}
 
 
-def sources_of(model: PreTrainedModel, origin: WeightSource, table: Mapping[str, Parameter]) -> dict[str, str]:
-    """Find the stored name of each parameter of a whole model; raises as `weights.find_sources`."""
+def match_modules(
+    model: PreTrainedModel, origin: WeightSource, *, num_ranks: int = 1, whole: WholeParts = WholeParts.none
+) -> Matched:
+    """Match the parameters of a whole model with its files."""
+    table = table_of(model, num_ranks=num_ranks, whole=whole)
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     named: dict[str, str] = {}
     for name in origin.tensors:
-        new_name, conversion = rename_source_key(name, renamings, converters, model.base_model_prefix, dict(table))
+        new_name, conversion = rename_source_key(name, renamings, converters, model.base_model_prefix, table)
         if conversion is not None:
             message = f"{origin.folder} stores {name} in parts to be joined while loading, which is not supported"
             raise CheckpointError(message)
         named[new_name] = name
-    return find_sources(table, origin, named=named, ties=model.all_tied_weights_keys)
+    return Matched(origin, table, named=named, ties=model.all_tied_weights_keys)
 
 
 def load_modules(
-    origin: WeightSource, *,
-    device: torch.device, comm: Comm, kernel: Kernel | None = None, tables: tuple[nn.Module, nn.Module] | None = None,
-    **loading: Unpack[Loading],
-) -> PreTrainedModel:  # fmt: skip
+    loading: Loading, *, kernel: Kernel | None = None, tables: tuple[nn.Module, nn.Module] | None = None
+) -> PreTrainedModel:
     """Load this rank's slices of a model into the modules of transformers; see `loading.load_model`.
 
     Linear layers that are not quantized get this kernel; None leaves them the library's. `tables` are the embedding and
     the output of another model, which this one shares.
     """
-    precision, whole = loading.get("precision", UNQUANTIZED), loading.get("whole", WholeParts.none)
+    origin, quantization = loading.origin, loading.precision.quantization
     model = build_empty(origin)
-    table = table_of(model)
-    sources = sources_of(model, origin, table)
-    check_packed(table, origin, sources, precision.quantization)
-    shard(model, origin.shape, comm, quantization=precision.quantization, whole=kept_whole(origin.shape, whole))
+    matched = match_modules(model, origin)
+    matched.check_packed(quantization)
+    whole = kept_whole(origin.shape, loading.whole)
+    shard(model, origin.shape, loading.comm, quantization=quantization, whole=whole)
     if tables:
         model.set_input_embeddings(tables[0])
         model.set_submodule(output_name(model), SharedOutput(tables[1]))
-    fill_modules(model, origin, sources, {"": device}, precision.kernel or kernel, **loading)
+    fill_modules(model, matched.sources, {"": loading.device}, loading.precision.kernel or kernel, loading)
     return model
 
 
 def fill_modules(
-    model: PreTrainedModel, origin: WeightSource, sources: Mapping[str, str], devices: Mapping[str, torch.device],
-    kernel: Kernel | None,
-    **loading: Unpack[Loading],
+    model: PreTrainedModel, sources: Mapping[str, str], devices: Mapping[str, torch.device], kernel: Kernel | None,
+    loading: Loading,
 ) -> None:  # fmt: skip
     """Fill the modules of transformers with weights, and move their buffers to the first device.
 
@@ -173,23 +169,20 @@ def fill_modules(
 
     Args:
         model: with its sharded modules, parameters on the meta device.
-        origin: of the values.
-        sources: from `sources_of`; parameters that only other ranks hold are left out.
+        sources: the stored name of each parameter; those that only other ranks hold are left out.
         devices: of modules by name; the last one whose name fits counts.
         kernel: of the linear layers of decoder layers, and of experts; None leaves them the library's.
-        loading: see `Loading`.
+        loading: the origin of the values, and how they are loaded.
     """
-    if loading.get("precision", UNQUANTIZED).rounds_inputs:
+    if loading.precision.rounds_inputs:
         _attend_by_position(model)
-    dtype = loading["dtype"] or origin.dtype
     rows = {
-        name: _row(model, name, parameter, source=sources[name], dtype=dtype, devices=devices)
+        name: _row(model, name, parameter, source=sources[name], dtype=loading.weights_dtype, devices=devices)
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if parameter.is_meta  # tables of another model are filled
     }
-    into = loading.get("into", NOWHERE)
-    places = into.model.parameters if into.model else {}
-    weights = Weights(origin, rows, dtype=dtype, progress=loading.get("progress"), places=places)
+    into = loading.into
+    weights = Weights(loading, rows, places=into.model.parameters if into.model else {})
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(next(iter(devices.values()))))

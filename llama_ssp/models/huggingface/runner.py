@@ -19,9 +19,9 @@ from llama_ssp.models.cache import CachedRunner, LibraryCache, Taps
 from llama_ssp.models.huggingface.experts import ExpertCounter
 from llama_ssp.models.huggingface.families import mask_argument, windows_of
 from llama_ssp.models.huggingface.recurrent import mixers_of, state_of, use_own_kernels
-from llama_ssp.models.runner import Pieces, TreePlaces, best_of, masks_of
-from llama_ssp.models.tensor_parallel import GatheredLinear
-from llama_ssp.ranks.comms import Comm
+from llama_ssp.models.runner import Pieces, TreePlaces, masks_of
+from llama_ssp.models.tensor_parallel import GatheredLinear, own_part
+from llama_ssp.ranks.comms import Comm, Reads, best_of
 from llama_ssp.storage.formats import OWN_DTYPE
 
 _COMPARED_TOKENS, _COMPARED_PIECE, _COMPARED_WINDOW = 24, 8, 6
@@ -157,7 +157,7 @@ class ModuleRunner(CachedRunner):
         head: Any = self._model.get_output_embeddings()
         head = getattr(head, "shared", None) or head
         if is_cut := isinstance(head, GatheredLinear):
-            head.gathers = not self.finds_best
+            head.gathers = self.reads is Reads.all
         with self._tapped(taps, slots_BT, cache_rows_B):
             logits_BRV: Tensor = self._model(
                 **{"inputs_embeds" if ids_BT.is_floating_point() else "input_ids": ids_BT},
@@ -166,9 +166,10 @@ class ModuleRunner(CachedRunner):
         # A verification scores all of several tokens in all rows; a prompt's forward does not.
         if score_positions_BR is None and cache_rows_B is None and positions_BT.shape[1] > 1:
             self._counter.count()
-        if self.finds_best:  # what a family does to logits, it does to each of them alone
+        if self.reads is Reads.best:  # what a family does to logits, it does to each of them alone
             return best_of(logits_BRV, first=head.first, comm=self.comm) if is_cut else best_of(logits_BRV)
-        return logits_BRV.float()
+        is_own = self.reads is Reads.own
+        return (own_part(logits_BRV, self.vocab_size, self.comm) if is_own else logits_BRV).float()
 
     @contextmanager
     def _tapped(self, taps: Taps | None, slots_BT: Tensor, cache_rows_B: Tensor | None) -> Iterator[None]:

@@ -6,7 +6,6 @@ Shapes: B sequences, T positions, M = B * T tokens, R rows that get logits, V vo
 of each key-value head, Q = T * G, S slots, U slots that are read.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.architectures.matrices import Cut, RankShard, widths
+from llama_ssp.architectures.matrices import Cut, widths
 from llama_ssp.kernels.attention import ALL, Attention, find_attention
 from llama_ssp.kernels.attention_by_length import VarlenAttention, find_varlen, unpacking, with_ours
 from llama_ssp.kernels.between import OwnKernels, find_own_kernels, rotate_write
@@ -33,45 +32,33 @@ from llama_ssp.models.llama.attention import (
     place_and_attend,
 )
 from llama_ssp.models.llama.layer import Layer, NormedProduct, Stream, Unread, added
-from llama_ssp.models.llama.table import EMBEDDING, OUTPUT, rotary_of
-from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
-from llama_ssp.models.runner import Pieces, TreePlaces, best_of, masks_of, nearest
-from llama_ssp.models.tensor_parallel import embed
-from llama_ssp.models.weights import Weights
-from llama_ssp.ranks.comms import Comm
-from llama_ssp.workspaces import NOWHERE, InPlace
+from llama_ssp.models.llama.table import EMBEDDING, OUTPUT, lean_weights, rotary_of
+from llama_ssp.models.runner import Pieces, TreePlaces, masks_of, nearest
+from llama_ssp.models.tensor_parallel import embed, own_part
+from llama_ssp.models.weights import Loading, Weights
+from llama_ssp.ranks.comms import Reads, best_of
 
 
 class LeanRunner(CachedRunner):
     """A Llama-like model, or this rank's slice of it, with its static cache; see `Runner`.
 
     Args:
-        weights: of this rank, by the names of `table`; all are taken.
-        config: of the model.
-        shards: of all ranks.
-        comm: the ranks that share it.
+        loading: its weights, all of which are taken, and how; the output keeps its dtype.
         kernel: of all linear layers; None takes the fastest for each shape.
-        precision: of the linear layers and the cache; the head keeps its dtype.
-        embedding_VE: of another model on this rank that has the same one; None takes that of the weights.
         varlen: reads the cache by lengths of rows; None for that of this device, or masks if it has none.
-        into: with a model like this one, whose parts get the weights, and which this one then shares.
     """
 
     layer_class = Layer
 
     def __init__(
-        self,
-        weights: Weights,
-        config: Any,  # noqa: ANN401 - of transformers
-        *,
-        shards: Sequence[RankShard],
-        comm: Comm,
-        kernel: Kernel | None = None,
-        precision: Precision = UNQUANTIZED,
-        embedding_VE: Tensor | None = None,
-        varlen: VarlenAttention | None = None,
-        into: InPlace = NOWHERE,
+        self, loading: Loading, *, kernel: Kernel | None = None, varlen: VarlenAttention | None = None
     ) -> None:
+        config: Any = loading.origin.config
+        comm, precision, into = loading.comm, loading.precision, loading.into
+        target = loading.alike(LeanRunner) if loading.origin.shape.shares_embedding else None
+        embedding_VE = target.embedding if target else None
+        places = {EMBEDDING: into.model._embedding_VE} if into.model else {}
+        weights, shards = lean_weights(loading, places=places, has_embedding=embedding_VE is None)
         own, self._own = shards[comm.rank], into.model._own if into.model else OwnKernels()
         is_cut, vocab_size = weights.is_cut(OUTPUT), config.vocab_size
         self._head_sizes: tuple[int, ...] = widths(shards, Cut.vocabulary, vocab_size) if is_cut else (vocab_size,)
@@ -109,6 +96,10 @@ class LeanRunner(CachedRunner):
         self.is_invariant = adds_alike and self._compiled is not None and all(map(native_of, linears))
         if self.device.type == "cuda":
             self._use_own_kernels()
+        self._take_others(weights, loading)
+
+    def _take_others(self, weights: Weights, loading: Loading) -> None:
+        """Take what a head has beside its layer."""
 
     def _choose_attention(self, varlen: VarlenAttention | None) -> None:
         """Attend by lengths of rows, by the compiled operator, or by masks; see `attention`."""
@@ -149,12 +140,10 @@ class LeanRunner(CachedRunner):
             )  # fmt: skip
             self._varlen = attempt(both, instead="continuing with torch's attention in rounds too") or self._varlen
 
-    def allocate(self, *, batch_size: int, capacity: int, finds_best: bool = False, num_rolled_back: int = 0) -> None:
+    def allocate(self, *, batch_size: int, capacity: int, **how: Any) -> None:  # noqa: ANN401 - of `Runner`
         """See `Runner.allocate`."""
         known = self.num_allocations
-        super().allocate(
-            batch_size=batch_size, capacity=capacity, finds_best=finds_best, num_rolled_back=num_rolled_back
-        )
+        super().allocate(batch_size=batch_size, capacity=capacity, **how)
         if self.num_allocations > known:
             assert self._cache is not None
             num_slots = self._cache.num_slots
@@ -208,7 +197,7 @@ class LeanRunner(CachedRunner):
         return embed(ids_M, self._embedding_VE, self._own_ids, self._comm)
 
     def _scored(self, stream: Stream, batch_size: int, score_positions_BR: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The hidden states (B, R, E) of the scored positions, and their logits (B, R, V) or `best_of` them."""
+        """The hidden states (B, R, E) of the scored positions, and their logits (B, R, V); see `Runner.allocate`."""
         if score_positions_BR is not None:
             x_BTE = added(stream).view(batch_size, -1, self._width)
             x_BRE = x_BTE.gather(1, score_positions_BR[..., None].expand(-1, -1, self._width))
@@ -223,9 +212,11 @@ class LeanRunner(CachedRunner):
         return sum(self._head_sizes[: self._comm.rank])
 
     def _joined(self, logits: Tensor) -> Tensor:
-        """All logits (..., V) in fp32, or `best_of` them, from those of this rank."""
-        if self.finds_best:
+        """All logits (..., V) in fp32, or what is read of them, from those of this rank."""
+        if self.reads is Reads.best:
             return best_of(logits, first=self._first_output, comm=self._comm)
+        if self.reads is Reads.own:
+            return own_part(logits, self.vocab_size, self._comm).float()
         return self._comm.all_gather_last(logits, self._head_sizes).float()
 
     def _attention(

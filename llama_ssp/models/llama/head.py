@@ -12,13 +12,12 @@ Source: arXiv:2503.01840; `weights.head` reads the public layouts.
 Shapes: B sequences, T positions, R scored ones, M = B * T tokens, E width, X taps, D drafted tokens, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from llama_ssp.architectures.matrices import RankShard
 from llama_ssp.architectures.mtp import JOIN, JOINED_NORMS
 from llama_ssp.kernels.between import OwnKernels
 from llama_ssp.kernels.linear import Kernel, Linear, make_linear
@@ -26,13 +25,14 @@ from llama_ssp.kernels.norm import RmsNorm
 from llama_ssp.models.llama.attention import LayerAttention
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.layer import Layer, Stream
-from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.runner import TreePlaces
-from llama_ssp.models.weights import Weights
-from llama_ssp.ranks.comms import Comm
+from llama_ssp.models.weights import Loading, Weights
+from llama_ssp.ranks.comms import Reads
 from llama_ssp.weights.head import HeadSource
 from llama_ssp.weights.mtp import MtpSource
-from llama_ssp.workspaces import NOWHERE, InPlace
+
+Attention = Mapping[int | None, LayerAttention]
+"""That of a forward, by window."""
 
 
 class _JoinedProduct:
@@ -85,27 +85,17 @@ class MtpLayer(Layer):
 class PairRunner(LeanRunner):
     """A draft head, or this rank's slice of it, with its cache, which holds pair i in slot i; by itself an MTP layer.
 
-    Args:
-        weights: see `LeanRunner`.
-        source: of the head.
-        shards: see `LeanRunner`.
-        comm: the ranks that share it.
-        precision: see `LeanRunner`.
-        embedding_VE: see `LeanRunner`.
-        into: see `LeanRunner`.
+    Its origin is an `MtpSource`.
     """
 
     layer_class: type[Layer] = MtpLayer
     _feeds_norm = True
     _token_ids_D: Tensor | None = None
 
-    def __init__(
-        self, weights: Weights, source: HeadSource | MtpSource, *, shards: Sequence[RankShard], comm: Comm,
-        precision: Precision = UNQUANTIZED, embedding_VE: Tensor | None = None, into: InPlace = NOWHERE,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            weights, source.config, shards=shards, comm=comm, precision=precision, embedding_VE=embedding_VE, into=into
-        )
+    def __init__(self, loading: Loading) -> None:
+        super().__init__(loading)
+        source = loading.origin
+        assert isinstance(source, HeadSource | MtpSource)
         self.tapped_layers = source.layers
         self.num_token_ids = source.shape.num_token_ids
 
@@ -134,7 +124,7 @@ class PairRunner(LeanRunner):
             hidden_BRE = self._norm(hidden_BRE)
         return hidden_BRE, self._of_target(logits_BRD)
 
-    def _read(self, ids_BT: Tensor, hidden_BTE: Tensor, attention: Mapping[int | None, LayerAttention]) -> Stream:
+    def _read(self, ids_BT: Tensor, hidden_BTE: Tensor, attention: Attention) -> Stream:
         """Read pairs through all layers."""
         (first, *others), (window, *windows) = self._layers, self._windows
         assert isinstance(first, HeadLayer | MtpLayer)
@@ -147,7 +137,7 @@ class PairRunner(LeanRunner):
         """Logits over the target's tokens, or the best one, from those over the head's own."""
         if self._token_ids_D is None:
             return logits_BRD
-        if self.finds_best:
+        if self.reads is Reads.best:
             largest_BR1, ids_BR1 = logits_BRD.split(1, dim=-1)
             return torch.cat([largest_BR1, self._token_ids_D[ids_BR1.long()].float()], dim=-1)
         nowhere_BRV = logits_BRD.new_full((*logits_BRD.shape[:2], self.num_token_ids), float("-inf"))
@@ -155,26 +145,24 @@ class PairRunner(LeanRunner):
 
 
 class HeadRunner(PairRunner):
-    """A head of EAGLE-3, and what others share with it."""
+    """A head of EAGLE-3, and what others share with it; its origin is a `HeadSource`."""
 
     layer_class: type[Layer] = HeadLayer
 
-    def __init__(
-        self, weights: Weights, source: HeadSource, *,
-        precision: Precision = UNQUANTIZED, into: InPlace = NOWHERE, **parts: Any,  # noqa: ANN401 - see `PairRunner`
-    ) -> None:  # fmt: skip
-        super().__init__(weights, source, precision=precision, into=into, **parts)
-        head, eps = source.head, source.config.rms_norm_eps
+    def _take_others(self, weights: Weights, loading: Loading) -> None:
+        """Take the product of the taps, and their norms."""
+        source, into = loading.origin, loading.into
+        assert isinstance(source, HeadSource)
         if isinstance(joined := self._layers[0].qkv, _JoinedProduct):
-            joined.norm_before_residual = head.norm_before_residual
-        self._fc = into.keep(make_linear(*weights.linear("model.fc"), kernel=precision.kernel), "_fc")
+            joined.norm_before_residual = source.head.norm_before_residual
+        self._feeds_norm, eps = source.head.norm_output, source.config.rms_norm_eps
+        drafts_all = self.vocab_size == source.shape.num_token_ids
+        self._token_ids_D = None if drafts_all else into.keep(source.token_ids().to(self.device), "_token_ids_D")
+        self._fc = into.keep(make_linear(*weights.linear("model.fc"), kernel=loading.precision.kernel), "_fc")
         self._tap_norms, self._input_norm = (
             into.keep([RmsNorm(weights.take(name), eps) for name in weights.names(f"model.{stored}.")], kept)
             for stored, kept in (("fc_norm", "_tap_norms"), ("input_norm", "_input_norm"))
         )
-        self._feeds_norm = head.norm_output
-        drafts_all = self.vocab_size == self.num_token_ids
-        self._token_ids_D = None if drafts_all else into.keep(source.token_ids().to(self.device), "_token_ids_D")
 
     def hidden_of(self, taps_BTX: Tensor) -> Tensor:
         """See `Head.hidden_of`."""

@@ -23,13 +23,12 @@ from llama_ssp.kernels.between import OwnKernels
 from llama_ssp.kernels.linear import Kernel, Linear, make_linear
 from llama_ssp.kernels.norm import RmsNorm
 from llama_ssp.models.llama.attention import LayerAttention
-from llama_ssp.models.llama.head import HeadRunner
+from llama_ssp.models.llama.head import Attention, HeadRunner
 from llama_ssp.models.llama.layer import Layer, Stream, added
 from llama_ssp.models.llama.table import MARKOV
-from llama_ssp.models.runner import Following, TreePlaces
-from llama_ssp.models.weights import Weights
+from llama_ssp.models.runner import Following
+from llama_ssp.models.weights import Loading, Weights
 from llama_ssp.weights.head import HeadSource
-from llama_ssp.workspaces import NOWHERE, InPlace
 
 
 class _Markov:
@@ -61,14 +60,16 @@ class ParallelRunner(HeadRunner):
     """A head of P-EAGLE; see `OnePassHead`."""
 
     tokens_ahead = 1
+    _mask_11E: Tensor
 
-    def __init__(self, weights: Weights, source: HeadSource, **parts: Any) -> None:  # noqa: ANN401 - see `HeadRunner`
-        mask_X = weights.take(f"model.{MASK}") if f"model.{MASK}" in weights else None
-        super().__init__(weights, source, **parts)
-        assert source.head.mask_token_id is not None
+    def _take_others(self, weights: Weights, loading: Loading) -> None:
+        super()._take_others(weights, loading)
+        source = loading.origin
+        assert isinstance(source, HeadSource)
         self.mask_token_id = source.head.mask_token_id
-        into: InPlace = parts.get("into", NOWHERE)
-        self._mask_11E = None if mask_X is None else into.keep(self.hidden_of(mask_X[None, None]), "_mask_11E")
+        for name in weights.names(f"model.{MASK}"):
+            mask_11E = self.hidden_of(weights.take(name)[None, None])
+            self._mask_11E = loading.into.keep(mask_11E, "_mask_11E")
 
     def block_size(self, num_drafted: int) -> int:
         """See `OnePassHead.block_size`."""
@@ -78,29 +79,26 @@ class ParallelRunner(HeadRunner):
         self, ids_BT: Tensor, context_BCE: Tensor, positions_BT: Tensor, *, num_drafted: int, bucket: int
     ) -> Following:
         """See `OnePassHead.draft`."""
-        return self._following(self._read_block(ids_BT, context_BCE, positions_BT, bucket=bucket), ids_BT, num_drafted)
-
-    def _read_block(self, ids_BT: Tensor, context_BCE: Tensor, positions_BT: Tensor, *, bucket: int) -> Stream:
-        attention = self._attention(positions_BT, bucket=bucket, cache_rows_B=None, consecutive=False)
-        assert self._mask_11E is not None
-        num_masks = ids_BT.shape[1] - context_BCE.shape[1]
-        masks_BNE = self._mask_11E.expand(len(ids_BT), num_masks, -1)
-        return self._read(ids_BT, torch.cat([context_BCE, masks_BNE], dim=1), attention)
-
-    def _following(self, stream: Stream, ids_BT: Tensor, num_drafted: int) -> Following:
-        _, logits_BKO = self._of_block(stream, len(ids_BT), num_drafted)
-        logits_BKV = self._of_target(self._joined(logits_BKO))
-
-        def following(depth: int, ids_BM: Tensor, _parents_BM: Tensor | None) -> Tensor:
-            return logits_BKV.narrow(1, depth, 1).expand(-1, ids_BM.shape[1], -1)
-
-        return following
-
-    def _of_block(self, stream: Stream, batch_size: int, num_drafted: int) -> tuple[Tensor, Tensor]:
-        """The hidden states (B, K, E) of the last positions, and this rank's logits (B, K, O)."""
-        x_BKE = added(stream).view(batch_size, -1, self._width)[:, -num_drafted:]
+        attention = self._attention(
+            positions_BT, bucket=bucket, cache_rows_B=None, consecutive=False,
+            seen_BT=self._seen(positions_BT, context_BCE.shape[1]),
+        )  # fmt: skip
+        stream = self._read(ids_BT, context_BCE, attention)
+        x_BKE = added(stream).view(len(ids_BT), -1, self._width)[:, -num_drafted:]
         x_ME, logits_MO = self._head((x_BKE.flatten(0, 1), None))
-        return x_ME.view_as(x_BKE), logits_MO.view(batch_size, num_drafted, -1)
+        return self._following(x_ME.view_as(x_BKE), logits_MO.view(len(ids_BT), num_drafted, -1))
+
+    def _seen(self, positions_BT: Tensor, _num_context: int) -> Tensor:
+        """The last position that each position sees."""
+        return positions_BT
+
+    def _read(self, ids_BT: Tensor, hidden_BTE: Tensor, attention: Attention) -> Stream:
+        masks_BNE = self._mask_11E.expand(len(ids_BT), ids_BT.shape[1] - hidden_BTE.shape[1], -1)
+        return super()._read(ids_BT, torch.cat([hidden_BTE, masks_BNE], dim=1), attention)
+
+    def _following(self, _hidden_BKE: Tensor, logits_BKO: Tensor) -> Following:
+        logits_BKV = self._of_target(self._joined(logits_BKO))
+        return lambda depth, ids_BM, _: logits_BKV.narrow(1, depth, 1).expand(-1, ids_BM.shape[1], -1)
 
 
 class _ApartProduct:
@@ -136,16 +134,15 @@ class BlockRunner(ParallelRunner):
     layer_class = BlockLayer
     tokens_ahead = 0
 
-    def __init__(self, weights: Weights, source: HeadSource, **parts: Any) -> None:  # noqa: ANN401 - see `HeadRunner`
-        super().__init__(weights, source, **parts)
-        into: InPlace = parts.get("into", NOWHERE)
+    def _take_others(self, weights: Weights, loading: Loading) -> None:
+        super()._take_others(weights, loading)
+        source, into = loading.origin, loading.into
+        assert isinstance(source, HeadSource)
         norm = RmsNorm(weights.take("model.hidden_norm.weight"), source.config.rms_norm_eps)
         self._context_norm = into.keep(norm, "_context_norm")
-        self._drafts_at_anchor = source.head.drafts_at_anchor
+        self._drafts_at_anchor, self._markov_rank = source.head.drafts_at_anchor, source.head.markov_rank
         outputs = slice(self._first_output, self._first_output + self._head_sizes[self._comm.rank])
-        markov = _Markov(weights, outputs, kernel=None) if source.head.markov_rank else None
-        self._markov = into.keep(markov, "_markov")
-        self._markov_rank = source.head.markov_rank
+        self._markov = into.keep(_Markov(weights, outputs, kernel=None) if self._markov_rank else None, "_markov")
 
     def block_size(self, num_drafted: int) -> int:
         """See `OnePassHead.block_size`."""
@@ -155,44 +152,24 @@ class BlockRunner(ParallelRunner):
         """See `Head.hidden_of`."""
         return self._context_norm(super().hidden_of(taps_BTX))
 
-    def extend(
-        self,
-        ids_BT: Tensor,
-        hidden_BTE: Tensor,
-        positions_BT: Tensor,
-        *,
-        bucket: int,
-        score_positions_B1: Tensor | None = None,  # noqa: ARG002 - the context has no logits
-        cache_rows_B: Tensor | None = None,
-        consecutive: bool = True,
-        tree: TreePlaces | None = None,  # noqa: ARG002 - of drafted tokens
-    ) -> tuple[Tensor, Tensor]:
-        """Read positions of the context into the cache; the results are empty."""
-        attention = self._attention(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive)
-        nothing_ME = self._through(ids_BT[:, :0], hidden_BTE, attention[None])
-        return nothing_ME, nothing_ME
+    def _seen(self, positions_BT: Tensor, num_context: int) -> Tensor:
+        first_B1, last_B1 = positions_BT[:, :1], positions_BT[:, -1:]
+        seen_BC = functional.pad(first_B1, (0, num_context - 1))  # nobody looks at what the context sees
+        return torch.cat([seen_BC, last_B1.expand(-1, positions_BT.shape[1] - num_context)], dim=1)
 
-    def _through(self, ids_BN: Tensor, context_BCE: Tensor, attend: LayerAttention) -> Tensor:
+    def _read(self, ids_BT: Tensor, hidden_BTE: Tensor, attention: Attention) -> Stream:
+        ids_BN = ids_BT[:, hidden_BTE.shape[1] :]
         x_ME = self.embed(ids_BN.flatten())
         for layer in self._layers:
             assert isinstance(layer, BlockLayer)
-            x_ME = layer.read(x_ME, context_BCE, attend)
-        return x_ME
+            x_ME = layer.read(x_ME, hidden_BTE, attention[None])
+        return x_ME if ids_BN.numel() else hidden_BTE.flatten(0, 1), None
 
-    def _read_block(self, ids_BT: Tensor, context_BCE: Tensor, positions_BT: Tensor, *, bucket: int) -> Stream:
-        num_context = context_BCE.shape[1]
-        first_B1, last_B1 = positions_BT[:, :1], positions_BT[:, -1:]
-        seen_BC = functional.pad(first_B1, (0, num_context - 1))  # nobody looks at what the context sees
-        seen_BT = torch.cat([seen_BC, last_B1.expand(-1, ids_BT.shape[1] - num_context)], dim=1)
-        attention = self._attention(positions_BT, bucket=bucket, cache_rows_B=None, consecutive=False, seen_BT=seen_BT)
-        return self._through(ids_BT[:, num_context:], context_BCE, attention[None]), None
-
-    def _following(self, stream: Stream, ids_BT: Tensor, num_drafted: int) -> Following:
+    def _following(self, hidden_BKE: Tensor, logits_BKO: Tensor) -> Following:
         if self._markov is None:
-            return super()._following(stream, ids_BT, num_drafted)
-        x_BKE, logits_BKO = self._of_block(stream, len(ids_BT), num_drafted)
-        hidden_BKE, markov = self._norm(x_BKE), self._markov
-        state_BMS = hidden_BKE.new_zeros(len(ids_BT), 1, self._markov_rank)
+            return super()._following(hidden_BKE, logits_BKO)
+        hidden_BKE, markov = self._norm(hidden_BKE), self._markov
+        state_BMS = hidden_BKE.new_zeros(len(hidden_BKE), 1, self._markov_rank)
 
         def following(depth: int, ids_BM: Tensor, parents_BM: Tensor | None) -> Tensor:
             nonlocal state_BMS

@@ -17,20 +17,22 @@ taps. For heads of one pass see `llama.one_pass`, for MTP layers `architectures.
 Shapes: V vocabulary, E hidden size, D head dim.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from llama_ssp.architectures.family import inventory, record_of
+from llama_ssp.architectures.family import check_servable, inventory, kept_whole, record_of
 from llama_ssp.architectures.heads import DFLASH, MASK, PEAGLE, HeadConfig
-from llama_ssp.architectures.matrices import HEAD_CUTS, Inventory, Matrix, WholeParts, cut_of
+from llama_ssp.architectures.matrices import HEAD_CUTS, Inventory, Matrix, RankShard, WholeParts, cut_of, split_model
 from llama_ssp.architectures.mtp import JOIN, JOINED_NORMS
 from llama_ssp.catalogue import ModelShape
-from llama_ssp.models.weights import LINEAR, OTHER, Parameter
+from llama_ssp.models.weights import LINEAR, OTHER, Loading, Matched, Parameter, Weights, config_errors
+from llama_ssp.weights.head import HeadSource
+from llama_ssp.weights.source import WeightSource
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -132,6 +134,37 @@ def _of_head(head: HeadConfig, shape: ModelShape) -> dict[str, Parameter]:
 
 
 MARKOV = "markov_head"
+
+
+def whole_parts(origin: WeightSource, whole: WholeParts) -> WholeParts:
+    """Parts that each rank holds whole: of a head at least the embedding, whose tokens are more than it drafts."""
+    whole = kept_whole(origin.shape, whole)
+    return WholeParts.embedding if isinstance(origin, HeadSource) and whole is WholeParts.none else whole
+
+
+def match_lean(origin: WeightSource, whole: WholeParts) -> Matched:
+    """Match the parameters of a whole model or head with its files."""
+    check_servable(lambda name: getattr(origin.config, name, None))
+    with config_errors(origin.folder):
+        rotary_of(origin.config)
+    head = origin.head if isinstance(origin, HeadSource) else None
+    table = llama_table(origin.config, origin.shape, whole=whole, head=head)
+    named = {name if name in table else f"model.{name}": name for name in origin.tensors}
+    ties = {OUTPUT: EMBEDDING} if origin.config.tie_word_embeddings and not head else {}
+    return Matched(origin, table, named=named, ties=ties)
+
+
+def lean_weights(
+    loading: Loading, *, has_embedding: bool, places: Mapping[str, nn.Parameter]
+) -> tuple[Weights, tuple[RankShard, ...]]:
+    """The weights of this rank, and what all ranks have; raises as `loading.load_model`, for `places` see `Weights`."""
+    origin, quantization = loading.origin, loading.precision.quantization
+    whole = whole_parts(origin, loading.whole)
+    matched = match_lean(origin, whole)
+    matched.check_packed(quantization)
+    shards = split_model(origin.shape, num_ranks=loading.comm.size, quantization=quantization, whole=whole)
+    own, without = shards[loading.comm.rank], () if has_embedding else (EMBEDDING,)
+    return matched.on_rank(loading, own, without=without, places=places), shards
 
 
 def rotary_of(config: Any) -> tuple[Tensor, float]:  # noqa: ANN401 - of transformers

@@ -22,6 +22,7 @@ from llama_ssp.kernels.sums import with_peers
 from llama_ssp.machines.hardware import Link, MeasuredSum, Speed
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.models.weights import Loading
 from llama_ssp.planning.timing import OPERATORS_PER_LAYER
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.gpu import capture_stream, selected
@@ -134,7 +135,7 @@ def _layer_s(device: torch.device) -> float:
     """Time of a decoder layer of the shipped model in fp16, launched from Python."""
     with selected(device):
         origin = inspect(hub.resolve(catalogue.load("tiny")))
-        runner = load_model(origin, dtype=torch.float16, device=device, comm=Comm.single())
+        runner = load_model(Loading(origin, dtype=torch.float16, device=device))
         runner.allocate(batch_size=1, capacity=128)
         ids_B1, positions_B1 = torch.zeros(2, 1, 1, dtype=torch.int64, device=device).unbind()
         forward = partial(runner.forward, ids_B1, positions_B1, bucket=128)

@@ -245,7 +245,6 @@ def _drafter(session: Session, taps: Taps | None) -> Drafter:
         session.config, draft=draft, verification=VerificationConfig(rule=DEFAULT), speculation=speculation
     )  # fmt: skip
     drafter, *_ = make_drafters(
-        config, mesh=models.mesh, runner=models.draft, vocab_size=models.target.vocab_size,
-        device=models.target.device, tokenizers=models.tokenizers, taps=taps,
+        config, mesh=models.mesh, target=models.target, runner=models.draft, tokenizers=models.tokenizers, taps=taps
     )  # fmt: skip
     return drafter

@@ -41,6 +41,7 @@ class DrafterParts:
         num_ahead: the most drafted tokens that wait for verification when a round begins.
         first_row: the first of the rows that this rank drafts, by the number of all; 0 where it drafts all.
         tokenizers: both models' tokenizers, if the draft has its own.
+        corpus_C: the tokens of `draft.corpus`, on the CPU.
     """
 
     config: DrafterConfig
@@ -56,6 +57,7 @@ class DrafterParts:
     tree: Tree | None = None
     num_ahead: int = 0
     first_row: Callable[[int], int] = lambda _num_rows: 0
+    corpus_C: Tensor | None = None
 
 
 class Drafter(Protocol):
@@ -109,10 +111,10 @@ class _Tables(Workspace):
 
     rows_B: Tensor  # of a head: its rows among those of the target.
 
-    def __init__(self, batch_size: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, batch_size: int, num_tokens: int, device: torch.device) -> None:
         self.second_B1 = torch.ones(batch_size, 1, dtype=torch.int64, device=device)
         self.unread_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        self.nothing_BV = torch.zeros(batch_size, vocab_size, device=device)
+        self.nothing_BV = torch.zeros(batch_size, num_tokens, device=device)
 
 
 class StepwiseDrafter:
@@ -149,11 +151,14 @@ class StepwiseDrafter:
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Allocate the cache."""
         self.runner.allocate(
-            batch_size=batch_size, capacity=num_slots, finds_best=self._rule.reads_best,
+            batch_size=batch_size,
+            capacity=num_slots,
             num_rolled_back=self._num_rolled_back,
-        )  # fmt: skip
+            reads=self._rule.reads,
+        )
         if batch_size != self._batch_size:  # else graphs read those that are there
-            self._tables, self._batch_size = _Tables(batch_size, self.vocab_size, self.runner.device), batch_size
+            num_tokens = len(self._rule.shard.ids(self.vocab_size))
+            self._tables, self._batch_size = _Tables(batch_size, num_tokens, self.runner.device), batch_size
 
     def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> Callable[[int, Tensor | None], Tensor]:
         """Returns a function that makes the logits (B, V) of a step from its number and the token drawn before."""

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import cast
 
 import torch
+from torch import Tensor
 
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import Head, Runner
@@ -23,6 +24,7 @@ from llama_ssp.speculate.drafters.shared import (
 )
 from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
 from llama_ssp.speculate.sampling.rules import make_rule
+from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.trees import Tree
 
 
@@ -30,21 +32,23 @@ def make_drafters(
     config: RunConfig,
     *,
     mesh: Mesh,
+    target: Runner,
     runner: Runner | Head | None,
-    vocab_size: int,
-    device: torch.device,
     split: BatchSplit | None = None,
     tokenizers: TokenizerPair | None = None,
     taps: Taps | None = None,
+    shard: Shard = WHOLE,
+    corpus_C: Tensor | None = None,
 ) -> list[Drafter]:
     """Make the drafters of a rank, in a run with a draft: the draft's, then the fallback's if rounds choose.
 
     `runner` is the draft model or this rank's slice of it, None on ranks without one. `split` divides the rows among
     ranks that each hold the whole draft model. `tokenizers` are those of both models, if the draft has its own; `taps`
-    those of the target, if it is a head. Raises
+    those of the target, if it is a head; for `corpus_C` see `DrafterParts`. `shard` is of the draft's logits. Raises
     ConfigError if the code of a kind of draft cannot be imported.
     """
     layout, num_draft_tokens = mesh.layout, config.speculation.most_draft_tokens
+    vocab_size, device = target.vocab_size, target.device
     has_model = drafter_of(config.draft).has_model
     tree = tree_of(config, device)
     receiver = _receiver(config, mesh, vocab_size=vocab_size, device=device) if has_model else None
@@ -55,7 +59,7 @@ def make_drafters(
     takes_all = not mesh.draft or not runner or tree or tokenizers or runner.vocab_size > vocab_size
     rule = make_rule(
         sampling, config.verification, breaks_ties=bool(receiver and receiver.num_left),
-        is_cut=not takes_all and mesh.draft is not None and mesh.draft.size > 1,
+        is_cut=not takes_all and mesh.draft is not None and mesh.draft.size > 1, shard=shard,
     )  # fmt: skip
 
     def make(draft: DrafterConfig, runner: Runner | Head | None) -> Drafter:
@@ -66,6 +70,7 @@ def make_drafters(
             runner=None if taps else cast("Runner | None", runner), head=cast("Head", runner) if taps else None,
             comm=mesh.draft, tokenizers=tokenizers, taps=taps, tree=tree,
             num_ahead=(num_draft_tokens - 1) * config.speculation.overlap,
+            corpus_C=corpus_C,
             first_row=(lambda num_rows: split.own_rows(num_rows).start) if split else (lambda _num_rows: 0),
         )  # fmt: skip
         drafter: Drafter = imported(record.make, setting=f"draft.kind={record.name}")(parts)

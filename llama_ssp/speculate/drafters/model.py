@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.upload import to_device
+from llama_ssp.ranks.comms import Reads
 from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts, StepwiseDrafter, catch_up, take_in
 from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.drafters.intersection import IntersectionDrafter, VocabularyMap
@@ -101,8 +102,11 @@ class ModelDrafter(StepwiseDrafter):
 
     def _widened(self, logits: Tensor) -> Tensor:
         missing = self.vocab_size - logits.shape[-1]
-        is_whole = self._rule.reads_best or not missing
-        return logits if is_whole else pad(logits, (0, missing), value=float("-inf"))
+        return (
+            logits
+            if self._rule.reads is not Reads.all or not missing
+            else pad(logits, (0, missing), value=float("-inf"))
+        )
 
     def _known(self, ids: Tensor) -> Tensor:
         """Replace ids that only the target's larger vocabulary has by the draft's last id; any draft is valid."""

@@ -9,18 +9,20 @@ it has copied: a text that repeats itself is continued in its period. A row with
 ids are integers computed from ids that all ranks agree on, so every rank drafts by itself and no message is needed.
 
 Other texts of the run are looked through too, the newest ones: other samples of the prompt, and completions before.
-One of them is copied if it has a longer match than the text itself. A table says where each short sequence stood last,
-so a round costs the same however much there is. Which copies there are changes no text: a copy is certain, and the
-target draws every token by the numbers of its place.
+One of them is copied if it has a longer match than the text itself, and a corpus if its match is still longer. A table
+says where each short sequence stood last, of the corpus where its most frequent continuation did, so a round costs the
+same however much there is. Which copies there are changes no text: a copy is certain, and the target draws every token
+by the numbers of its place.
 
 A tree copies from several matches of its own text: the children of a node are what followed the best ones, as far as
 that differs. The first child goes on with the copy that its node belongs to.
 
 Shapes: B sequences, S slots, K drafted tokens, N those of a tree, R = B * M rows of the M nodes of a level, G tokens
-compared, H texts kept, X places of the table, W tokens added.
+compared, H texts kept, X places of the table, W tokens added, C tokens of the corpus.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +30,7 @@ from torch.nn.functional import pad
 
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.upload import to_device
-from llama_ssp.settings.drafters import NgramConfig
+from llama_ssp.settings.drafters import TABLE_BITS, NgramConfig
 from llama_ssp.speculate.drafters.drafter import DrafterParts
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.draft import Draft
@@ -36,7 +38,6 @@ from llama_ssp.speculate.sampling.trees import Tree
 from llama_ssp.workspaces import Workspace
 
 _NO_TOKEN, _MOST_SLOTS = -1, 2**32
-_TABLE_BITS = 16
 _FACTOR = 0x5851F42D4C957F2D  # of a multiplicative hash modulo 2^64, below 2^63
 
 
@@ -48,6 +49,7 @@ class NgramDrafter:
         shortest: the fewest tokens that make a match.
         tree: static, of the drafted tokens; None for a chain.
         num_texts: other texts that a chain is copied from.
+        corpus: that a chain is copied from; None for none.
 
     Source: Saxena 2023, "Prompt Lookup Decoding"; from other samples: arXiv:2511.13841.
     """
@@ -57,11 +59,12 @@ class NgramDrafter:
 
     def __init__(
         self, *, num_draft_tokens: int, longest: int, shortest: int, device: torch.device, tree: Tree | None = None,
-        num_texts: int = 0,
+        num_texts: int = 0, corpus: "Corpus | None" = None,
     ) -> None:  # fmt: skip
         self.num_allocations = 0
         self._num_texts = 0 if tree else num_texts
         self._history: History | None = None
+        self._corpus = corpus
         self.num_draft_tokens = num_draft_tokens
         self._tree = tree
         self._longest, self._shortest = longest, shortest
@@ -98,9 +101,11 @@ class NgramDrafter:
         ids_BK = tokens_BS.gather(1, lengths_B1 - period_B1 + offsets_K % period_B1)
         if self._history:
             self._history.add(tokens_BS, lengths_B1, num_tokens=self.num_draft_tokens + num_unread)
-            matched_B1, copied_BK = self._history.find(tokens_BS, lengths_B1, offsets_K)
-            is_longer_B1 = matched_B1 > matches_BS.amax(1, keepdim=True) // _MOST_SLOTS
-            ids_BK = torch.where(is_longer_B1, copied_BK, ids_BK)
+        longest_B1 = matches_BS.amax(1, keepdim=True) // _MOST_SLOTS
+        for texts in [texts for texts in (self._history, self._corpus) if texts]:
+            matched_B1, copied_BK = texts.find(tokens_BS, lengths_B1, offsets_K)
+            ids_BK = torch.where(matched_B1 > longest_B1, copied_BK, ids_BK)
+            longest_B1 = longest_B1.maximum(matched_B1)
         tokens_BS.scatter_(1, lengths_B1 + offsets_K, ids_BK)
         return Draft(ids_BK)
 
@@ -139,7 +144,69 @@ class NgramDrafter:
         return is_match_RS * (matched_RS * _MOST_SLOTS + slots_RS)
 
 
-class History(Workspace):
+class _Sequences:
+    """Sums that stand for sequences of tokens."""
+
+    def __init__(self, *, longest: int, shortest: int, device: torch.device) -> None:
+        self._longest = longest
+        self._lengths_G = torch.arange(shortest, longest + 1, device=device)
+        factors = [pow(_FACTOR, 2 * power + 1, 2**62) for power in range(longest)]
+        self._factors_G = torch.tensor(factors, device=device)
+        self._before_G = torch.arange(-longest, 0, device=device)
+
+    def _before(self, tokens_RS: Tensor, slots_RW: Tensor) -> Tensor:
+        """The G tokens before some slots of each row (R, W, G)."""
+        slots_RWG = slots_RW[..., None] + self._before_G
+        found_RX = tokens_RS.gather(1, slots_RWG.clamp_min(0).flatten(1))
+        return found_RX.view_as(slots_RWG).masked_fill(slots_RWG < 0, _NO_TOKEN)
+
+    def _sums(self, tokens_RWG: Tensor) -> Tensor:
+        """The sums (R, W, G) of the sequences that end with the last of these tokens, shortest first."""
+        return ((tokens_RWG + 1).flip(-1) * self._factors_G).cumsum(-1)[..., -len(self._lengths_G) :]
+
+
+class Corpus(_Sequences):
+    """A text of up to `num_tokens` tokens, and for each sequence where its most frequent continuation stood last.
+
+    Sequences of one length are in the order of their sums, so that a search takes as many steps as its logarithm.
+    """
+
+    def __init__(
+        self, ids_C: Tensor, *, num_tokens: int, longest: int, shortest: int, device: torch.device
+    ) -> None:  # fmt: skip
+        super().__init__(longest=longest, shortest=shortest, device=torch.device("cpu"))
+        self._tokens_C = torch.zeros(num_tokens, dtype=torch.int32)
+        self._tokens_C[: len(ids_C)] = ids_C
+        self._sums_GC = torch.full((len(self._lengths_G), num_tokens), 2**63 - 1)
+        self._places_GC = torch.zeros(len(self._lengths_G), num_tokens, dtype=torch.int32)
+        sums_CG = self._sums(self._before(ids_C[None], torch.arange(len(ids_C))[None]))[0]
+        for number, length in enumerate(range(shortest, min(longest, len(ids_C) - 1) + 1)):
+            places_C, sums_C = torch.arange(length, len(ids_C)), sums_CG[length:, number]
+            pairs_C2 = torch.stack([sums_C, ids_C[length:]], dim=1)
+            _, pair_C, counts = pairs_C2.unique(dim=0, return_inverse=True, return_counts=True)
+            order_C = counts[pair_C].argsort(stable=True)
+            order_C = order_C[sums_C[order_C].argsort(stable=True)]  # of equal sums the most frequent is the last
+            places_C, sums_C = places_C[order_C], sums_C[order_C]
+            is_last_C = torch.ones_like(sums_C, dtype=torch.bool)
+            is_last_C[:-1] = sums_C[1:] != sums_C[:-1]
+            found = int(is_last_C.sum())
+            self._sums_GC[number, :found] = sums_C[is_last_C]
+            self._places_GC[number, :found] = places_C[is_last_C]
+        for name, value in vars(self).items():
+            setattr(self, name, value.to(device) if isinstance(value, Tensor) else value)
+
+    def find(self, tokens_BS: Tensor, lengths_B1: Tensor, offsets_K: Tensor) -> tuple[Tensor, Tensor]:
+        """See `History.find`."""
+        sums_GB = self._sums(self._before(tokens_BS, lengths_B1))[:, 0].t().contiguous()
+        at_GB = torch.searchsorted(self._sums_GC, sums_GB).clamp_max(len(self._tokens_C) - 1)
+        is_match_GB = (self._sums_GC.gather(1, at_GB) == sums_GB) & (self._lengths_G[:, None] <= lengths_B1.t())
+        matched_1B, best_1B = (is_match_GB * self._lengths_G[:, None]).max(0, keepdim=True)
+        places_B1 = self._places_GC.gather(1, at_GB).gather(0, best_1B).t()
+        copied_BK = self._tokens_C[(places_B1 + offsets_K).clamp_max(len(self._tokens_C) - 1)]
+        return matched_1B.t(), copied_BK.long()
+
+
+class History(_Sequences, Workspace):
     """The newest texts of a run, and a table of where each sequence of tokens stood last in them.
 
     Texts have serial numbers from 1; text n stands in row n % H, and texts that are no longer kept share one more row.
@@ -153,17 +220,13 @@ class History(Workspace):
     """
 
     def __init__(self, sizes: tuple[int, int, int], *, longest: int, shortest: int, device: torch.device) -> None:
-        self.sizes = sizes
+        super().__init__(longest=longest, shortest=shortest, device=device)
+        self.sizes, self._num_serials = sizes, 0
         num_texts, batch_size, num_slots = sizes
-        self._longest, self._num_serials = longest, 0
         self._tokens_HS = torch.zeros(num_texts + 1, num_slots, dtype=torch.int64, device=device)
-        self._lengths_G = torch.arange(shortest, longest + 1, device=device)
-        self._latest_X = self._tokens_HS.new_zeros(len(self._lengths_G) << _TABLE_BITS)
-        self._firsts_G = torch.arange(len(self._lengths_G), device=device) << _TABLE_BITS
+        self._latest_X = self._tokens_HS.new_zeros(len(self._lengths_G) << TABLE_BITS)
+        self._firsts_G = torch.arange(len(self._lengths_G), device=device) << TABLE_BITS
         self._serials_B1, self._newest_11 = self._tokens_HS.new_zeros(batch_size, 1), self._tokens_HS.new_zeros(1, 1)
-        factors = [pow(_FACTOR, 2 * power + 1, 2**62) for power in range(longest)]
-        self._factors_G = torch.tensor(factors, device=device)
-        self._before_G = torch.arange(-longest, 0, device=device)
 
     def forget(self) -> None:
         """Keep none of the texts so far."""
@@ -218,16 +281,10 @@ class History(Workspace):
         num_texts, _, _ = self.sizes
         return serials_RX > (self._newest_11 - num_texts).clamp_min(0)
 
-    def _before(self, tokens_RS: Tensor, slots_RW: Tensor) -> Tensor:
-        """The G tokens before some slots of each row (R, W, G)."""
-        slots_RWG = slots_RW[..., None] + self._before_G
-        found_RX = tokens_RS.gather(1, slots_RWG.clamp_min(0).flatten(1))
-        return found_RX.view_as(slots_RWG).masked_fill(slots_RWG < 0, _NO_TOKEN)
-
     def _keys(self, tokens_RWG: Tensor) -> Tensor:
-        """The places (R, W, G) in the table of the sequences that end with the last of these tokens, shortest first."""
-        sums_RWG = ((tokens_RWG + 1).flip(-1) * self._factors_G).cumsum(-1)[..., -len(self._lengths_G) :]
-        return ((sums_RWG >> 20) ^ sums_RWG).bitwise_and_((1 << _TABLE_BITS) - 1) + self._firsts_G
+        """The places (R, W, G) of sequences in the table; see `_sums`."""
+        sums_RWG = self._sums(tokens_RWG)
+        return ((sums_RWG >> 20) ^ sums_RWG).bitwise_and_((1 << TABLE_BITS) - 1) + self._firsts_G
 
 
 def _period(matches_RS: Tensor, lengths_R1: Tensor) -> Tensor:
@@ -238,8 +295,12 @@ def _period(matches_RS: Tensor, lengths_R1: Tensor) -> Tensor:
 
 def make(parts: DrafterParts) -> NgramDrafter:
     """Make the drafter of a rank; see `drafters.maker`."""
-    assert isinstance(parts.config, NgramConfig)
+    config = parts.config
+    assert isinstance(config, NgramConfig)
+    sizes: Any = {"longest": config.longest, "shortest": config.shortest, "device": parts.device}
+    corpus = None
+    if parts.corpus_C is not None and not parts.tree:
+        corpus = Corpus(parts.corpus_C, num_tokens=config.num_corpus_tokens, **sizes)
     return NgramDrafter(
-        num_draft_tokens=parts.num_draft_tokens, longest=parts.config.longest, shortest=parts.config.shortest,
-        device=parts.device, tree=parts.tree, num_texts=parts.config.history,
-    )  # fmt: skip
+        num_draft_tokens=parts.num_draft_tokens, tree=parts.tree, num_texts=config.history, corpus=corpus, **sizes
+    )

@@ -141,8 +141,8 @@ class Round:
         """Make room for `batch_size` rows of `num_slots` tokens in the caches of both models."""
         self._batch_size = batch_size
         self.target.allocate(
-            batch_size=batch_size, capacity=num_slots, finds_best=self.verifier.rule.reads_best,
-            num_rolled_back=self.max_tokens_per_round - 1,
+            batch_size=batch_size, capacity=num_slots, num_rolled_back=self.max_tokens_per_round - 1,
+            reads=self.verifier.rule.reads,
         )  # fmt: skip
         if self.taps:
             self.taps.allocate(batch_size=batch_size, num_slots=num_slots)

@@ -2,7 +2,8 @@
 
 Every rank runs the same loop and the same calls, and each token id comes from exactly one rank. So ranks cannot diverge
 by rounding. By default one rank decides for all rows and broadcasts the decision. With a `BatchSplit` each rank decides
-for its own rows, whose drafts it holds, and the decisions are gathered.
+for its own rows, whose drafts it holds, and the decisions are gathered. Where the rule reads logits over shards, all
+ranks with a part of them run it together, and the decision of one counts.
 
 Shapes: B sequences, W = K + 1 positions, V vocabulary, P = 2 uniforms of a draw, R rows of this rank.
 """
@@ -61,6 +62,7 @@ class Verifier:
         self.comm = comm
         self._verify_rank = verify_rank
         self._decides = comm.rank == verify_rank
+        self._runs_rule = self._decides or not rule.shard.is_whole
         self._split = split
         self._stop_11 = torch.zeros(1, 1, dtype=torch.int64, device=device)
 
@@ -72,9 +74,9 @@ class Verifier:
         """Sample one token for every row from the target's logits."""
 
         def drawn() -> Verdict:
-            ids_B1, probs_BV = self.rule.draw(logits_BV, uniforms_BP, context)
-            weights_B1 = self.rule.weights(logits_BV if probs_BV is None else probs_BV, ids_B1)
-            return Verdict(torch.zeros_like(ids_B1), ids_B1, weights_B1)
+            scores_BV = self.rule.scores(logits_BV, context)
+            ids_B1 = self.rule.choose(scores_BV, uniforms_BP)
+            return Verdict(torch.zeros_like(ids_B1), ids_B1, self.rule.weights(scores_BV, ids_B1))
 
         return self.decide(drawn, batch_size=uniforms_BP.shape[0])
 
@@ -83,7 +85,7 @@ class Verifier:
         if self._split:
             own = self._split.own_rows(logits_BTV.shape[0])
             return self.rule.process(logits_BTV[own], context and Context(*(part[own] for part in context)))
-        return self.rule.process(logits_BTV, context) if self._decides else logits_BTV
+        return self.rule.process(logits_BTV, context) if self._runs_rule else logits_BTV
 
     def verify(
         self, draft: Draft, target_BTV: Tensor, *, draws: Draws, is_plain_B1: Tensor | None = None,
@@ -115,8 +117,8 @@ class Verifier:
         return _unpacked(self._split.gather(packed_R3, batch_size=batch_size))
 
     def decide(self, find: Callable[[], Verdict], *, batch_size: int) -> Decision:
-        """Find a verdict on the rank that decides, and give all ranks its decision in one message."""
-        decision = self._decision(find()) if self._decides else None
+        """Find a verdict on the ranks that run the rule, and give all that of one in a message."""
+        decision = self._decision(find()) if self._runs_rule else None
         if decision and self.comm.size == 1:
             return decision
         packed_B3 = torch.cat(decision, dim=1) if decision else self._stop_11.new_empty(batch_size, 3)

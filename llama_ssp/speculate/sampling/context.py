@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.settings.schema import SamplingConfig
+from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 
 
 class Rows(NamedTuple):
@@ -44,12 +45,12 @@ Penalty = Callable[[Tensor, Context], Tensor]
 """Maps logits (B, T, V) and their context to logits (B, T, V)."""
 
 
-def penalty(sampling: SamplingConfig) -> Penalty | None:
+def penalty(sampling: SamplingConfig, shard: Shard = WHOLE) -> Penalty | None:
     """Compose the changes of a sampling config, biases first and bans last, as transformers; None without any."""
     if not sampling.penalizes:
         return None
-    bias = _Bias(sampling.logit_bias) if sampling.logit_bias else None
-    steps = [step for step in (bias, _counted(sampling), _bans(sampling)) if step]
+    bias = _Bias(sampling.logit_bias, shard) if sampling.logit_bias else None
+    steps = [step for step in (bias, _counted(sampling, shard), _bans(sampling, shard)) if step]
 
     return _Changes(steps)
 
@@ -67,33 +68,34 @@ class _Changes:
 
 
 class _Bias:
-    def __init__(self, biases: Mapping[int, float]) -> None:
-        self._biases = biases
+    def __init__(self, biases: Mapping[int, float], shard: Shard) -> None:
+        self._biases, self._shard = biases, shard
         self._tables = dict[tuple[int, torch.device], Tensor]()  # made once, so that a capture finds it
 
     def __call__(self, logits_BTV: Tensor, _context: Context) -> Tensor:
         key = vocab_size, device = logits_BTV.shape[-1], logits_BTV.device
         if key not in self._tables:
             # A draft may know fewer tokens.
-            known = {token: bias for token, bias in self._biases.items() if token < vocab_size}
+            ids = self._shard.ids(vocab_size)
+            known = {token - ids.start: bias for token, bias in self._biases.items() if token in ids}
             bias_V = torch.zeros(vocab_size)
             bias_V[[*known]] = torch.tensor([*known.values()])
             self._tables[key] = bias_V.to(device)
         return logits_BTV + self._tables[key]
 
 
-def _bans(sampling: SamplingConfig) -> Penalty | None:
+def _bans(sampling: SamplingConfig, shard: Shard) -> Penalty | None:
     """Bad words are never completed, and no end-of-sequence token is among the first new tokens."""
     words, eos_ids, num_first = sampling.bad_ids, sampling.eos_ids, sampling.min_new_tokens or 0
     if not words and not (eos_ids and num_first):
         return None
 
     def apply(logits_BTV: Tensor, context: Context) -> Tensor:
-        logits_BTV, last_BT = logits_BTV.clone(), context.last_BT
+        logits_BTV, last_BT, ids = logits_BTV.clone(), context.last_BT, shard.ids(logits_BTV.shape[-1])
 
         def ban(token: int, where_BT: Tensor) -> None:
-            if token < logits_BTV.shape[-1]:  # a draft may know fewer
-                logits_BTV[..., token].masked_fill_(where_BT, float("-inf"))
+            if token in ids:  # a draft may know fewer
+                logits_BTV[..., token - ids.start].masked_fill_(where_BT, float("-inf"))
 
         for *others, last in words:
             completes_BT = last_BT + 1 >= len(others)
@@ -109,7 +111,7 @@ def _bans(sampling: SamplingConfig) -> Penalty | None:
     return apply
 
 
-def _counted(sampling: SamplingConfig) -> Penalty | None:
+def _counted(sampling: SamplingConfig, shard: Shard) -> Penalty | None:
     """The penalties that count tokens.
 
     Source: Keskar et al. 2019, arXiv:1909.05858 (repetition, over prompt and text as in transformers); the frequency
@@ -120,13 +122,15 @@ def _counted(sampling: SamplingConfig) -> Penalty | None:
         return None
 
     def apply(logits_BTV: Tensor, context: Context) -> Tensor:
-        vocab_size, first_B = logits_BTV.shape[-1], context.prompt_lengths_B
+        vocab_size, first_B = shard.num_of_all(logits_BTV.shape[-1]), context.prompt_lengths_B
+        ids = shard.ids(logits_BTV.shape[-1])
+        own = slice(ids.start, ids.stop)
         if repetition != 1.0:
-            is_known_BTV = count_tokens(context, torch.zeros_like(first_B), vocab_size=vocab_size) > 0
+            is_known_BTV = count_tokens(context, torch.zeros_like(first_B), vocab_size=vocab_size)[..., own] > 0
             scaled_BTV = torch.where(logits_BTV < 0, logits_BTV * repetition, logits_BTV / repetition)
             logits_BTV = torch.where(is_known_BTV, scaled_BTV, logits_BTV)
         if frequency or presence:
-            counts_BTV = count_tokens(context, first_B, vocab_size=vocab_size).to(logits_BTV.dtype)
+            counts_BTV = count_tokens(context, first_B, vocab_size=vocab_size)[..., own].to(logits_BTV.dtype)
             logits_BTV = logits_BTV - frequency * counts_BTV - presence * (counts_BTV > 0)
         return logits_BTV
 

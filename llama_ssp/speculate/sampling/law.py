@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from llama_ssp.architectures.matrices import tokens_of_a_block
 from llama_ssp.evaluation.martingales import (
     BIASES,
     BLOCK,
@@ -33,7 +34,6 @@ from llama_ssp.evaluation.martingales import (
     TextSums,
 )
 from llama_ssp.settings.rules import DEFAULT
-from llama_ssp.speculate.sampling.processors import tokens_of_a_block
 
 NUM_NEWEST = 8
 """N: a penalty that forgets drafted tokens forgets the newest ones."""

@@ -8,7 +8,6 @@ Shapes: B sequences, V vocabulary, P = 2 uniforms per draw, C blocks of M tokens
 `...` stands for any leading dimensions.
 """
 
-import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from llama_ssp.architectures.matrices import tokens_of_a_block
 from llama_ssp.kernels.choice_gpu import attempt
 from llama_ssp.kernels.draw import Draw, find_draw
 from llama_ssp.settings.schema import SamplingConfig
@@ -43,7 +43,7 @@ def processor(sampling: SamplingConfig, *, breaks_ties: bool = False) -> Callabl
 
     def process(logits: Tensor) -> Tensor:
         vocab_size = logits.shape[-1]
-        if top_k is top_p is None and (own := _own_kernels(logits)):
+        if top_k is top_p is None and (own := own_kernels(logits)):
             probs: Tensor = own.softmax(logits.reshape(-1, vocab_size), scale=1 / temperature).view(logits.shape)
         else:
             dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -101,7 +101,7 @@ def draw(weights_BV: Tensor, uniforms_BP: Tensor, *, units: float = DRAW_UNITS) 
         block_size = tokens_of_a_block(vocab_size)
         if weights_BV.is_cpu and (compiled := _compiled_draw()):
             return compiled(weights_BV.contiguous(), uniforms_BP.contiguous(), units, block_size)
-        if own := _own_kernels(weights_BV):
+        if own := own_kernels(weights_BV):
             ids_B1: Tensor = own.draw_tokens(weights_BV, uniforms_BP, units=units, tokens_of_a_block=block_size)
             return ids_B1
     units_BV = weights_BV if units == 1.0 else weights_BV * units
@@ -122,7 +122,7 @@ def _compiled_draw() -> Draw | None:
     return find_draw(check)
 
 
-def _own_kernels(numbers: Tensor) -> Any:  # noqa: ANN401 - a module, which CPU builds of torch cannot import
+def own_kernels(numbers: Tensor) -> Any:  # noqa: ANN401 - a module, which CPU builds of torch cannot import
     """`kernels.draw_gpu`, for numbers of up to 32 bits on a GPU where Triton works; else None."""
     is_short = numbers.dtype.itemsize <= torch.float32.itemsize
     return _tried_kernels() if numbers.is_cuda and is_short else None
@@ -138,9 +138,11 @@ def _tried_kernels() -> Any:  # noqa: ANN401 - see `own_kernels`
         (weights_BV, uniforms_BP), size = (drawn.cuda() for drawn in _some_draws(64)), tokens_of_a_block(1000)
         found_B1 = draw_gpu.draw_tokens(weights_BV, uniforms_BP, units=DRAW_UNITS, tokens_of_a_block=size)
         wanted_B1 = _draw_units(weights_BV * DRAW_UNITS, uniforms_BP, vocab_size=1000)
+        blocks_B2C = draw_gpu.draw_in_blocks(weights_BV, uniforms_BP, units=DRAW_UNITS, tokens_of_a_block=size)
+        in_blocks_B1 = token_of_blocks(blocks_B2C, uniforms_BP)
         probs_BV = draw_gpu.softmax(weights_BV.log(), scale=1.0)
         is_near_BV = (probs_BV - weights_BV).abs() <= _TOLERANCE * weights_BV
-        if bool((found_B1 != wanted_B1).any() or not is_near_BV.all()):
+        if bool(((found_B1 != wanted_B1) | (in_blocks_B1 != wanted_B1)).any() or not is_near_BV.all()):
             raise RuntimeError("ids or probabilities are wrong")
         return draw_gpu
 
@@ -170,17 +172,18 @@ def _draw_units(units_BV: Tensor, uniforms_BP: Tensor, *, vocab_size: int) -> Te
     return ids_B1.clamp_max_(vocab_size - 1) if num_missing else ids_B1
 
 
-def tokens_of_a_block(vocab_size: int) -> int:
-    """M: the power of two nearest to the square root of the vocabulary, so that C is about as large."""
-    return 1 << round(math.log2(vocab_size) / 2)
-
-
 def rows_at(positions_B1: Tensor, *, num_rows: int, num_positions: int) -> Tensor:
     """The index (B,) of one position of each row when rows and positions are flattened into one dimension."""
     rows_B = positions_B1.flatten()
     if num_rows == 1:
         return rows_B
     return rows_B + torch.arange(0, num_rows * num_positions, num_positions, device=rows_B.device)
+
+
+def token_of_blocks(blocks_B2C: Tensor, uniforms_BP: Tensor) -> Tensor:
+    """The token (B, 1) of the block that the first uniform picks, of the sums of all blocks and the token of each."""
+    sums_BC, ids_BC = blocks_B2C.unbind(1)
+    return ids_BC.gather(1, _pick(sums_BC, uniforms_BP[:, :1], num_places=sums_BC.shape[1]))
 
 
 def _pick(units_BX: Tensor, uniforms_B1: Tensor, *, num_places: int) -> Tensor:

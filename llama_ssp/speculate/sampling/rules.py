@@ -15,6 +15,7 @@ Shapes: B sequences, K drafted tokens, T = K + 1 target positions, V vocabulary,
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 
 import torch
@@ -22,28 +23,32 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from llama_ssp.errors import ConfigError
+from llama_ssp.ranks.comms import Reads
 from llama_ssp.settings.rules import at_every_temperature, rule_of
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.sampling.context import Context, Penalty, penalty
 from llama_ssp.speculate.sampling.draft import Draft, Verdict
-from llama_ssp.speculate.sampling.processors import DRAW_UNITS, draw, processor, rows_at
+from llama_ssp.speculate.sampling.processors import DRAW_UNITS, processor, rows_at
+from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.uniforms import Draws, exponentials
 from llama_ssp.words import said
 
 _HINT_OF_TARGET = 2.0**-50
 
 
-def verify_speculative(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Verdict:
+def verify_speculative(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws, shard: Shard = WHOLE) -> Verdict:
     """Accept the longest prefix of the draft that keeps the target's distribution.
 
-    The target's probabilities are those at K + 1 positions, after the same processors as the draft's. At the first
-    rejection the next token is drawn from the residual, the positive part of target minus draft. After K acceptances,
-    or if rounding leaves no residual, it is drawn from the target's row.
+    The target's probabilities are those at K + 1 positions, after the same processors as the draft's; both are of the
+    tokens of `shard`, whose ranks find the same verdict together. At the first rejection the next token is drawn from
+    the residual, the positive part of target minus draft. After K acceptances, or if rounding leaves no residual, it is
+    drawn from the target's row.
 
     Source: Chen et al. 2023, arXiv:2302.01318, Algorithm 2; Leviathan et al. 2023, arXiv:2211.17192, Algorithm 1.
     """
     num_rows, num_positions, _ = target_probs_BTV.shape
-    draft_probs_BTV, target_at_BK1, draft_at_BK1 = _at_drafted(draft, target_probs_BTV)
+    draft_probs_BTV = draft.drawn_law
+    target_at_BK1, draft_at_BK1 = shard.at(draft.ids_BK, target_probs_BTV, draft_probs_BTV)
     num_accepted_B1 = (draws.accept_BK[..., None] < target_at_BK1.div_(draft_at_BK1)).cumprod(1).sum(1)
 
     # Few operators and no branches: after a large forward the CPU must load the code of each new operator into its
@@ -52,10 +57,10 @@ def verify_speculative(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) 
     target_row_BV = target_probs_BTV.flatten(0, 1).index_select(0, rows_B)
     draft_row_BV = draft_probs_BTV.flatten(0, 1).index_select(0, rows_B)
     rest_BV = (target_row_BV - draft_row_BV).clamp_min_(0)
-    return draw_next(num_accepted_B1, rest_BV, target_row_BV, draws.residual_BP)
+    return draw_next(num_accepted_B1, rest_BV, target_row_BV, draws.residual_BP, shard)
 
 
-def verify_block(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Verdict:
+def verify_block(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws, shard: Shard = WHOLE) -> Verdict:
     """Accept the longest prefix that passes as a whole: lossless, with more accepted tokens on average.
 
     Let p_i be the running product of target over draft probabilities, clipped to 1 at every step, and S_i the sum of
@@ -67,7 +72,8 @@ def verify_block(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Ver
     Source: Sun et al. 2024, arXiv:2403.10444, Algorithm 2.
     """
     num_rows, num_positions, _ = target_probs_BTV.shape
-    draft_probs_BTV, target_at_BK1, draft_at_BK1 = _at_drafted(draft, target_probs_BTV)
+    draft_probs_BTV = draft.drawn_law
+    target_at_BK1, draft_at_BK1 = shard.at(draft.ids_BK, target_probs_BTV, draft_probs_BTV)
     # The product clipped to 1 at every step equals the product over its largest value so far. It is computed in fp64,
     # because a drafted token can be 2^62 times as probable under the target.
     product_BT1 = pad(target_at_BK1.double().div_(draft_at_BK1).cumprod_(1), (0, 0, 1, 0), value=1.0)
@@ -75,29 +81,25 @@ def verify_block(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Ver
     rest_BTV = (target_probs_BTV * reach_BT1).sub_(draft_probs_BTV).clamp_min_(0)
 
     # Nothing is left over where draft and target agree: 0 / 0 does not pass there, but a longer prefix surely does.
-    rest_BK, missing_BK = rest_BTV.sum(-1)[:, 1:], 1 - reach_BT1[:, 1:, 0]
+    rest_BK, missing_BK = shard.total(rest_BTV[:, 1:]), 1 - reach_BT1[:, 1:, 0]
     passes_BK = draws.accept_BK < rest_BK.div(missing_BK.add_(rest_BK))
     lengths_K = torch.arange(1, num_positions, device=target_probs_BTV.device)
     num_accepted_B1 = passes_BK.mul(lengths_K).amax(1, keepdim=True)
 
     rows_B = rows_at(num_accepted_B1, num_rows=num_rows, num_positions=num_positions)
     rest_BV, target_row_BV = (all_BTV.flatten(0, 1).index_select(0, rows_B) for all_BTV in (rest_BTV, target_probs_BTV))
-    verdict = draw_next(num_accepted_B1, rest_BV, target_row_BV, draws.residual_BP)
-    return verdict.noting(rest_BK)
+    verdict = draw_next(num_accepted_B1, rest_BV, target_row_BV, draws.residual_BP, shard)
+    return verdict.noting(rest_BTV[:, 1:, 0])
 
 
-def _at_drafted(draft: Draft, target_probs_BTV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The draft's law, and the probabilities of each drafted token (B, K, 1): the target's, the draft's."""
-    law_BTV, ids_BK1 = draft.drawn_law, draft.ids_BK[..., None]
-    return law_BTV, target_probs_BTV.gather(-1, ids_BK1), law_BTV.gather(-1, ids_BK1)
-
-
-def draw_next(node_B1: Tensor, rest_BV: Tensor, target_row_BV: Tensor, uniforms_BP: Tensor) -> Verdict:
+def draw_next(
+    node_B1: Tensor, rest_BV: Tensor, target_row_BV: Tensor, uniforms_BP: Tensor, shard: Shard = WHOLE
+) -> Verdict:
     """Draw from the residual, or from the target if rounding leaves no residual; overwrites `target_row_BV`."""
     # A tiny fraction of the target decides if the residual is zero, and is lost in rounding otherwise.
     units_BV = target_row_BV.mul_(_HINT_OF_TARGET * DRAW_UNITS).add_(rest_BV, alpha=DRAW_UNITS)
-    next_ids_B1 = draw(units_BV, uniforms_BP, units=1.0)
-    return Verdict(node_B1, next_ids_B1, rest_BV.gather(1, next_ids_B1))
+    next_ids_B1 = shard.draw(units_BV, uniforms_BP, units=1.0)
+    return Verdict(node_B1, next_ids_B1, rest_BV[:, :1])
 
 
 def best_choices(target_logits_BTV: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,12 +108,11 @@ def best_choices(target_logits_BTV: Tensor) -> tuple[Tensor, Tensor]:
     return best_BT, target_logits_BTV.gather(-1, best_BT[..., None])[..., 0]
 
 
-def plain_choices(target_probs_BTV: Tensor, uniforms_BTP: Tensor) -> tuple[Tensor, Tensor]:
-    """The token that plain decoding draws after each position, and its probability, (B, T) each."""
+def plain_choices(target_probs_BTV: Tensor, uniforms_BTP: Tensor, shard: Shard = WHOLE) -> tuple[Tensor, Tensor]:
+    """The token that plain decoding draws after each position, and a weight that is NaN if the others are, (B, T)."""
     num_rows, num_positions, _ = target_probs_BTV.shape
-    chosen_B1 = draw(target_probs_BTV.flatten(0, 1), uniforms_BTP[:, :num_positions].flatten(0, 1))
-    chosen_BT = chosen_B1.view(num_rows, num_positions)
-    return chosen_BT, target_probs_BTV.gather(-1, chosen_BT[..., None])[..., 0]
+    chosen_B1 = shard.draw(target_probs_BTV.flatten(0, 1), uniforms_BTP[:, :num_positions].flatten(0, 1))
+    return chosen_B1.view(num_rows, num_positions), target_probs_BTV[..., 0]
 
 
 class Rule:
@@ -124,10 +125,11 @@ class Rule:
             winner is drawn from the probabilities (the exponential race, or Gumbel-max). A drafted token is accepted
             if it wins the target's race too, so the text is the same for every draft, and without one.
             Source: Daliri et al. 2024, arXiv:2408.07978.
-        reads_best: a rule that takes the largest logit reads `models.runner.best_of` them instead, for which ranks that
-            share a model exchange two numbers.
+        reads_best: a rule that takes the largest logit reads `Reads.best` alone, if `shard` is whole.
+        shard: of the logits, probabilities and scores of this rank.
 
     Attributes:
+        reads: what it reads of a model's logits.
         needs_context: `draw` and `process` need the context of their positions.
         takes_best: a token is the one with the largest score.
     """
@@ -140,9 +142,11 @@ class Rule:
         penalize: Penalty | None = None,
         races: bool = False,
         reads_best: bool = False,
+        shard: Shard = WHOLE,
     ) -> None:
         self._process, self._verify, self._penalize, self._races = process, verify, penalize, races
-        self.reads_best = reads_best
+        self.shard, self._has_best = shard, reads_best or (verify is None and not shard.is_whole)
+        self.reads = Reads.own if not shard.is_whole else Reads.best if reads_best else Reads.all
         self.needs_context = races or penalize is not None
         self.takes_best = verify is None
 
@@ -153,24 +157,26 @@ class Rule:
 
         Returns ids (B, 1), and the probabilities (B, V) they were drawn from, if verification needs them.
         """
-        given = logits_BV[:, None] if self.needs_context else logits_BV
-        scores = self.process(given, context)
-        scores_BV = scores[:, 0] if self.needs_context else scores
+        scores_BV = self.scores(logits_BV, context)
         return self.choose(scores_BV, uniforms_BP), None if self.takes_best else scores_BV
+
+    def scores(self, logits_BV: Tensor, context: Context | None = None) -> Tensor:
+        """The output of `process` for logits at one position."""
+        return self.process(logits_BV[:, None], context)[:, 0] if self.needs_context else self.process(logits_BV)
 
     def choose(self, scores_BV: Tensor, uniforms_BP: Tensor) -> Tensor:
         """Draw one token per row (B, 1) from the output of `process` at one position."""
-        if self.reads_best:
+        if self._has_best:
             return scores_BV[:, 1:].long()
-        return scores_BV.argmax(-1, keepdim=True) if self.takes_best else draw(scores_BV, uniforms_BP)
+        return scores_BV.argmax(-1, keepdim=True) if self.takes_best else self.shard.draw(scores_BV, uniforms_BP)
 
     def weights(self, scores_BV: Tensor, ids_B1: Tensor) -> Tensor:
-        """What the output of `process` at one position says of the token that `choose` has drawn from it (B, 1)."""
-        return scores_BV[:, :1] if self.reads_best else scores_BV.gather(1, ids_B1)
+        """A number (B, 1) of the output of `process`, from which `choose` has drawn: NaN if it cannot be drawn from."""
+        return scores_BV.gather(1, ids_B1) if self.takes_best and not self._has_best else scores_BV[:, :1]
 
     def best(self, scores_BTV: Tensor) -> tuple[Tensor, Tensor]:
         """`best_choices` of the output of `process`."""
-        return (scores_BTV[..., 1].long(), scores_BTV[..., 0]) if self.reads_best else best_choices(scores_BTV)
+        return (scores_BTV[..., 1].long(), scores_BTV[..., 0]) if self._has_best else best_choices(scores_BTV)
 
     def process(self, logits_BTV: Tensor, context: Context | None = None) -> Tensor:
         """Process the target's logits for `verify`."""
@@ -179,18 +185,20 @@ class Rule:
             logits_BTV = self._penalize(logits_BTV, context)
         scores_BTV = self._process(logits_BTV) if self._process else logits_BTV
         if context and self._races:
-            vocab_size = logits_BTV.shape[-1]
-            scores_BTV = scores_BTV / exponentials(context.keys_B, context.last_BT, vocab_size=vocab_size)
-        return scores_BTV
+            ids = self.shard.ids(logits_BTV.shape[-1])
+            of_tokens = exponentials(context.keys_B, context.last_BT, vocab_size=len(ids), first_id=ids.start)
+            scores_BTV = scores_BTV / of_tokens
+        return self.shard.best(scores_BTV) if self.takes_best and not self.shard.is_whole else scores_BTV
 
     def verify(self, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
         """Verify a draft against the output of `process` for the target's logits at K + 1 positions."""
         if self._verify and not draft.is_certain:
-            return self._verify(draft, target_BTV, draws=draws)
+            over = {} if self.shard.is_whole else {"shard": self.shard}
+            return self._verify(draft, target_BTV, draws=draws, **over)
         if self.takes_best:
             chosen_BT, weights_BT = self.best(target_BTV)
         else:
-            chosen_BT, weights_BT = plain_choices(target_BTV, draft.nodes.at_nodes(draws.plain_BTP))
+            chosen_BT, weights_BT = plain_choices(target_BTV, draft.nodes.at_nodes(draws.plain_BTP), self.shard)
         return draft.nodes.accept(draft.ids_BK, chosen_BT, weights_BT)
 
     def accepting(self, lengths_B1: Tensor, target_BTV: Tensor, *, draws: Draws) -> Verdict:
@@ -229,20 +237,23 @@ class ForcedLengths:
 
 def make_rule(
     sampling: SamplingConfig, verification: VerificationConfig, *, breaks_ties: bool = False, is_cut: bool = False,
-    of_trees: Callable[..., Verdict] | None = None,
+    of_trees: Callable[..., Verdict] | None = None, shard: Shard = WHOLE,
 ) -> Rule:  # fmt: skip
     """Make the rule of a run; at temperature 0 all coincide. Raises ConfigError for `greedy` at any other.
 
     For `breaks_ties` see `processor`. `is_cut` says that several ranks share the model whose logits it reads.
-    `of_trees` verifies drawn trees, if drafts are trees.
+    `of_trees` verifies drawn trees, if drafts are trees. `shard` is of the logits (`planning.spec.draws_over_shards`).
     """
-    record, penalize = rule_of(verification.rule), penalty(sampling)
+    record, penalize = rule_of(verification.rule), penalty(sampling, shard)
     if sampling.temperature == 0:
-        return Rule(None, None, penalize=penalize, reads_best=is_cut and sampling.takes_best)
+        return Rule(None, None, penalize=penalize, reads_best=is_cut and sampling.takes_best, shard=shard)
+    process = processor(sampling, breaks_ties=breaks_ties and record.needs_probs)
+    if not shard.is_whole:
+        process = partial(shard.softmax, scale=1 / sampling.temperature)
     if record.draws_by_position:
-        return Rule(processor(sampling), None, penalize=penalize, races=True)
+        return Rule(process, None, penalize=penalize, races=True, shard=shard)
     if record.needs_probs:
-        return Rule(processor(sampling, breaks_ties=breaks_ties), of_trees or record.load_verify(), penalize=penalize)
+        return Rule(process, of_trees or record.load_verify(), penalize=penalize, shard=shard)
     *others, last = at_every_temperature()
     raise ConfigError(
         f"{said('verification', record.name)} with {said('sampling.temperature', f'{sampling.temperature:g}')} would "

@@ -89,12 +89,12 @@ def _mixed(bits: int) -> int:
     return bits
 
 
-def exponentials(keys_B: Tensor, positions_BT: Tensor, *, vocab_size: int) -> Tensor:
+def exponentials(keys_B: Tensor, positions_BT: Tensor, *, vocab_size: int, first_id: int = 0) -> Tensor:
     """Make a number for every token of every position: standard exponential, above 0, fp32 (B, T, V).
 
-    It is a function of key and position alone.
+    It is a function of key, position and token, of which there are V from `first_id` on.
     """
-    first = _NUM_PURPOSES * _MAX_OFFSETS  # after the counters of all purposes
+    first = _NUM_PURPOSES * _MAX_OFFSETS + first_id  # after the counters of all purposes
     steps_V = torch.arange(first, first + vocab_size, device=keys_B.device)
     starts_BT = torch.add(keys_B[:, None], positions_BT, alpha=_START_STEP)
     bits_BTV = _mix_(starts_BT[..., None] + steps_V * _COUNTER_STEP).bitwise_and_(_TOP_53_BITS)

@@ -16,8 +16,6 @@ from llama_ssp.weights import hub
 from llama_ssp.words import in_library_words, key_of, said
 from tests.helpers.lanes import heavy
 
-pytestmark = pytest.mark.seconds
-
 OF_COMMANDS = re.compile(r"\b(sampling|speculation|verification|draft|model)\.[a-z]|\bnull\b|=(true|false)\b|\blaunch/")
 """Settings of a command line, which a notebook does not have."""
 PAIR = ["tiny", "tiny-draft"]
@@ -174,7 +172,10 @@ def test_load_and_plan_refuse_in_words_of_the_library(
         ),
         (
             Pair.generate, {"guided_json": 1},
-            "unknown argument 'guided_json' of generate: text in a given format is not here",
+            (
+                "unknown argument 'guided_json' of generate: text in a given format is not here; stop_strings and "
+                "bad_words are"
+            ),
         ),
         (load, {"xyzzy": 1}, "unknown argument 'xyzzy' of load: it takes model, draft, dtype, quantization, cache_"),
         (

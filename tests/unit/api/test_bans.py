@@ -12,7 +12,6 @@ from llama_ssp.weights import hub
 from tests.helpers.in_process import launch
 from tests.helpers.lanes import heavy
 
-pytestmark = pytest.mark.seconds
 PROMPT = "def factorial(n):\n"
 
 

@@ -20,8 +20,6 @@ from tests.helpers.in_process import launch
 from tests.helpers.lanes import heavy
 from tests.helpers.recorded import FakeRecorder
 
-pytestmark = pytest.mark.seconds
-
 TEMPLATE = (
     "{{ bos_token }}{% for each in messages %}{{ each.role }}: {{ each.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"

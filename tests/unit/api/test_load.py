@@ -13,7 +13,7 @@ from llama_ssp import catalogue, load
 from llama_ssp.errors import ConfigError
 from llama_ssp.models.huggingface.modules import load_modules
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.ranks.comms import Comm
+from llama_ssp.models.weights import Loading
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.in_memory import weights_of
@@ -21,8 +21,6 @@ from tests.helpers.models import build_checkpoint, tiny_model
 from tests.helpers.other_tokenizer import PROMPT, save_pair
 from tests.helpers.packed_checkpoints import pack_checkpoint
 from tests.helpers.repository import ROOT
-
-pytestmark = pytest.mark.seconds
 
 TINY, DRAFT = (hub.resolve(catalogue.load(name)) for name in ("tiny", "tiny-draft"))
 
@@ -68,7 +66,7 @@ def test_weights_in_memory_are_those_of_the_saved_files(tmp_path: Path, family: 
 def test_families_whose_files_have_other_names_load_from_memory(family: str) -> None:
     model = tiny_model(family)
     held = weights_of(model, what="target")
-    loaded = load_modules(held, dtype=None, device=torch.device("cpu"), comm=Comm.single())
+    loaded = load_modules(Loading(held))
     for name, values in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], values), name
 

@@ -14,8 +14,6 @@ from llama_ssp.weights import hub
 from tests.helpers.lanes import heavy
 from tests.helpers.log_probs import EXACT, check_completion
 
-pytestmark = pytest.mark.seconds
-
 PROMPTS = ["import os\n", "def main(argument):\n    ", "class"]
 SAMPLING = ("temperature", "top_k", "repetition_penalty", "frequency_penalty")
 PENALIZED = SamplingConfig(temperature=0.7, top_k=9, repetition_penalty=1.2, frequency_penalty=0.3)

@@ -8,8 +8,6 @@ from llama_ssp import Pair, load
 from tests.helpers.models import build_checkpoint
 from tests.helpers.tokenizers import LAYOUTS, layout
 
-pytestmark = pytest.mark.seconds
-
 
 @pytest.fixture(scope="module", params=["llama", "gemma", "bytes"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:

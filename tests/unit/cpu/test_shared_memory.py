@@ -16,8 +16,6 @@ from llama_ssp.cpu.shared_memory import SharedMemoryGroup
 from tests.helpers.lanes import heavy
 from tests.helpers.repository import ROOT
 
-pytestmark = pytest.mark.seconds
-
 # Ranks are processes that part after the imports; what they tell each other while they join goes through files.
 RANKS = """
 import json, os, random, signal, sys, time

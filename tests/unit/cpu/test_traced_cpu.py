@@ -20,8 +20,6 @@ from tests.helpers.lanes import grid, heavy
 from tests.helpers.models import build_checkpoint, load_lean, tiny_model
 from tests.helpers.prefix_runner import PrefixRunner
 
-pytestmark = pytest.mark.seconds
-
 RULES = ["greedy", "speculative", "block"]
 
 

@@ -25,8 +25,6 @@ from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import heavy
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, load_lean, tiny_model
 
-pytestmark = pytest.mark.seconds
-
 KERNELS: dict[str, tuple[Kernel, Callable[[], bool]]] = {
     "plain": (PlainLinear, lambda: True),
     "packed": (PackedLinear, lambda: can_pack(torch.float32)),

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from llama_ssp.architectures.matrices import tokens_of_a_block
 from llama_ssp.cpu import compiled
 from llama_ssp.cpu.compiled import has_features
 from llama_ssp.cpu.tracing import Traced
 from llama_ssp.kernels.draw import NEEDS, Draw
 from llama_ssp.speculate.sampling import processors
-from llama_ssp.speculate.sampling.processors import DRAW_UNITS, draw, tokens_of_a_block
+from llama_ssp.speculate.sampling.processors import DRAW_UNITS, draw
 from tests.helpers.lanes import pairs
 from tests.helpers.operator_count import OperatorCount
 

@@ -18,7 +18,7 @@ from tests.helpers.ahead_of_time import CAPABILITIES, compile_kernel
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import grid, heavy
 
-pytestmark = [pytest.mark.triton, pytest.mark.seconds]
+pytestmark = pytest.mark.triton
 sums_gpu = pytest.importorskip("llama_ssp.kernels.sums_gpu")
 
 

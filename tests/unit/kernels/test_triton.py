@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from llama_ssp.architectures.engine import most_parts
+from llama_ssp.architectures.matrices import tokens_of_a_block
 from llama_ssp.kernels.rows import rows_of
-from llama_ssp.speculate.sampling import processors
 from llama_ssp.storage.formats import CACHES
 from tests.helpers.ahead_of_time import CAPABILITIES, CHAINED, Compiled, compile_kernel
 from tests.helpers.lanes import grid, heavy
 from tests.helpers.ptx import run_ptx
 
-pytestmark = [pytest.mark.triton, pytest.mark.seconds]
+pytestmark = pytest.mark.triton
 NAMES = ("between", "linear", "halves", "attention", "draw", "recurrence")
 between_gpu, linear_gpu, halves_gpu, attention_gpu, draw_gpu, recurrence_gpu = (
     pytest.importorskip(f"llama_ssp.kernels.{name}_gpu") for name in NAMES
@@ -125,15 +125,22 @@ def test_split_attention_needs_no_stack_and_multiplies_every_key_by_one_warp(
 
 @grid(capability=CAPABILITIES, vocab_size=[128_256])
 def test_the_kernels_of_a_draw_need_no_stack(capability: int, vocab_size: int) -> None:
-    tokens = processors.tokens_of_a_block(vocab_size)
-    types = {"weights": "*fp32", "sums": "*i64", "uniforms": "*fp64", "ids": "*i64", "units": "fp32", "scale": "fp32"}
+    tokens = tokens_of_a_block(vocab_size)
+    types = {
+        "weights": "*fp32",
+        "sums": "*i64",
+        "uniforms": "*fp64",
+        "ids": "*i64",
+        "units": "fp32",
+        "scale": "fp32",
+    }
     types |= dict.fromkeys(("logits", "peaks", "totals", "probs"), "*fp32")
     types |= integers("vocab_size", "num_blocks", "uniforms_stride")
     blocks = 1 << (-(-vocab_size // tokens) - 1).bit_length()
     for kernel, num_warps, constants in (
         (draw_gpu.block_peaks, 4, {"TOKENS": 1024}),
         (draw_gpu.block_probs, 4, {"TOKENS": 1024, "BLOCKS": 128}),
-        (draw_gpu.sum_blocks, 1, {"TOKENS": tokens}),
+        *[(draw_gpu.sum_blocks, 1, {"TOKENS": tokens, "DRAWS": draws}) for draws in (False, True)],
         (draw_gpu.pick_token, 4, {"TOKENS": tokens, "BLOCKS": blocks}),
     ):
         uneven = ["uniforms", "num_blocks"]

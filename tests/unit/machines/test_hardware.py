@@ -66,8 +66,7 @@ def test_hopper_and_blackwell_have_the_order_of_their_bandwidths() -> None:
 
 
 @pytest.mark.parametrize(
-    "target",
-    ["llama3_1B", "llama3_3B", "llama3_8B", "llama3_70B", "llama2_13B", "qwen3_8B", "qwen3_14B", "qwen3_32B"],
+    "target", ["llama3_1B", "llama3_3B", "llama3_8B", "llama3_70B", "llama2_13B", "qwen3_8B", "qwen3_14B", "qwen3_32B"]
 )
 def test_plans_on_h100_h200_and_b200_are_apart_by_bandwidth_where_weights_take_the_time(target: str) -> None:
     machines = [replace(hardware.load(name), memory_bytes=10**12) for name in ("h100", "h200", "b200")]

@@ -15,6 +15,7 @@ from llama_ssp import catalogue
 from llama_ssp.errors import CheckpointError
 from llama_ssp.models.huggingface.modules import load_modules
 from llama_ssp.models.loading import check_model
+from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import SINGLE_FILE, Checkpoint, inspect
@@ -23,13 +24,11 @@ from tests.helpers.draft_heads import make_tensors, save_original
 from tests.helpers.models import FAMILIES, build_checkpoint, tiny_config
 from tests.unit.models.conftest import Saved
 
-pytestmark = pytest.mark.seconds
-
 CPU = torch.device("cpu")
 
 
 def load(folder: Path, *, dtype: torch.dtype | None = None, comm: Comm | None = None) -> PreTrainedModel:
-    return load_modules(inspect(folder), dtype=dtype, device=CPU, comm=comm or Comm.single())
+    return load_modules(Loading(inspect(folder), dtype=dtype, comm=comm or Comm.single()))
 
 
 def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
@@ -223,9 +222,7 @@ def test_no_rank_reads_more_than_it_holds(
 def test_progress_counts_bytes_up_to_all_that_the_rank_holds(family: str, saved: Callable[[str], Saved]) -> None:
     seen: list[tuple[int, int]] = []
     folder, model = saved(family)
-    load_modules(
-        inspect(folder), dtype=None, device=CPU, comm=Comm.single(), progress=lambda *report: seen.append(report)
-    )
+    load_modules(Loading(inspect(folder), progress=lambda *report: seen.append(report)))
     held_bytes = sum(parameter.nbytes for parameter in model.parameters())
     assert seen == sorted(seen)
     assert seen[-1] == (held_bytes, held_bytes)

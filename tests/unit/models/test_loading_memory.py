@@ -38,6 +38,7 @@ from llama_ssp.catalogue import Dtype
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.memory import anonymous_bytes
 from llama_ssp.models.loading import check_model, load_model
+from llama_ssp.models.weights import Loading
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.models.quantization.precision import Precision, bitsandbytes
 from llama_ssp.planning.memory import shares, weight_bytes
@@ -58,7 +59,7 @@ def measure(rank, form, name):
     watcher.start()
     comm = Comm(rank=rank, size=num_ranks)
     loading = {"dtype": getattr(torch, dtype.value), "precision": Precision(quantization=form)}
-    runner = load_model(inspect(folder), device=torch.device("cpu"), comm=comm, **loading)
+    runner = load_model(Loading(inspect(folder), comm=comm, **loading))
     done.set()
     watcher.join()
     share = shares(inspect(folder).shape, num_ranks=num_ranks)[rank]

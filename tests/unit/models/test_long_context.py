@@ -21,8 +21,6 @@ from tests.helpers.models import load_lean, tiny_model
 from tests.unit.models.llama.test_decoder import random_ids
 from tests.unit.speculate.engine.test_round_cost import bytes_of
 
-pytestmark = pytest.mark.seconds
-
 CONTEXT, PROMPT = 32768, 3000
 ROPE = {
     "rope_theta": 500000.0, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

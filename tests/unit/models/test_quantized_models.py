@@ -20,6 +20,7 @@ from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loading import check_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
+from llama_ssp.models.weights import Loading
 from llama_ssp.planning.memory import shares, weight_bytes
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.storage.formats import format_of, formats
@@ -28,8 +29,6 @@ from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.lanes import pairs
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, load_lean
-
-pytestmark = pytest.mark.seconds
 
 CPU = torch.device("cpu")
 # Wide enough for groups of 128 inputs on two ranks.
@@ -68,9 +67,7 @@ def load(
     if implementation == "lean":
         # The head's kernel is named, since a packed one does not tell its bytes.
         return load_lean(folder, dtype=dtype, comm=comm, precision=precision, kernel=PlainLinear)
-    return ModuleRunner(
-        load_modules(inspect(folder), dtype=dtype, device=CPU, comm=comm, precision=precision), comm=comm
-    )
+    return ModuleRunner(load_modules(Loading(inspect(folder), dtype=dtype, comm=comm, precision=precision)), comm=comm)
 
 
 @torch.inference_mode()

@@ -18,16 +18,14 @@ from llama_ssp.models.huggingface.modules import load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
-from llama_ssp.models.runner import best_of
 from llama_ssp.models.tensor_parallel import shard
-from llama_ssp.ranks.comms import Comm
+from llama_ssp.models.weights import Loading
+from llama_ssp.ranks.comms import Comm, best_of
 from llama_ssp.weights.checkpoint import Checkpoint, inspect, shape_of
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.lanes import slow
 from tests.helpers.models import VOCAB_SIZE, library_logits, tiny_config
 from tests.unit.models.conftest import Saved
-
-pytestmark = pytest.mark.seconds
 
 SavedModels = Callable[[str], Saved]
 CPU = torch.device("cpu")
@@ -46,7 +44,7 @@ _WHOLE = (("gemma", EMBEDDING), ("gpt_neox", ATTENTION), ("qwen2", ATTENTION))
 
 def load_ranks(folder: Path, comms: list[Comm], whole: WholeParts = NONE) -> list[ModuleRunner]:
     """One rank after the other, because accelerate's empty weights patch torch for the whole process."""
-    models = [load_modules(inspect(folder), dtype=None, device=CPU, comm=comm, whole=whole) for comm in comms]
+    models = [load_modules(Loading(inspect(folder), comm=comm, whole=whole)) for comm in comms]
     return [ModuleRunner(model, comm=comm) for model, comm in zip(models, comms, strict=True)]
 
 
@@ -102,7 +100,7 @@ def test_sinks_biases_of_experts_and_heads_of_latents_are_cut(
     """Columns of gate and up take turns in GPT-OSS; heads have widths of their own in DeepSeek's attention."""
     folder, model = saved(family)
     comms = thread_comms(2)
-    modules = [load_modules(inspect(folder), dtype=None, device=CPU, comm=comm) for comm in comms]
+    modules = [load_modules(Loading(inspect(folder), comm=comm)) for comm in comms]
     found = dict(modules[0].named_parameters())
     assert {name: tuple(found[f"model.layers.1.{name}"].shape) for name in parts} == parts
     ids_BT, positions_BT = torch.arange(3, 15)[None], torch.arange(12)[None]
@@ -136,7 +134,7 @@ def test_experts_that_are_spread_compute_what_cut_ones_do(
 
     def outcomes(origin: Checkpoint) -> list[tuple[torch.Tensor, torch.Tensor]]:
         comms = thread_comms(2)
-        loaded = [load(origin, dtype=None, device=CPU, comm=comm, precision=precision) for comm in comms]
+        loaded = [load(Loading(origin, comm=comm, precision=precision)) for comm in comms]
 
         def forward(comm: Comm) -> tuple[torch.Tensor, torch.Tensor]:
             runner: Any = loaded[comm.rank]

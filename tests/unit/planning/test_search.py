@@ -99,26 +99,6 @@ def test_every_size_precision_placement_and_draft_of_the_vocabulary_is_tried() -
     assert {one["draft"] for one in choices() if one["target"] == "30B"} == {None, "tinyllama_1B", "7B", "13B"}
 
 
-@pytest.mark.parametrize(
-    ("kind", "target_ranks", "draft_ranks"),
-    [
-        (DraftLayout.one_rank, (0, 1, 2, 3), (0,)),
-        (DraftLayout.sharded, (0, 1, 2, 3), (0, 1, 2, 3)),
-        (DraftLayout.own_gpu, (0, 1, 2), (3,)),
-    ],
-)
-def test_a_choice_has_the_time_of_its_placement_with_the_best_k(
-    kind: DraftLayout, target_ranks: tuple[int, ...], draft_ranks: tuple[int, ...]
-) -> None:
-    spec = make_spec("13B", "7B", target_ranks=target_ranks, draft_ranks=draft_ranks, draft_kind=kind)
-    timed, found = times_of(spec, A10G), choice(choices(), "13B", "7B", kind.name, num_ranks=4)
-    least_s = min(timed.by_num_draft_tokens)
-    assert found["ms_per_token"] == pytest.approx(1e3 * least_s)
-    assert found["speedup"] == pytest.approx(timed.plain_s / least_s)
-    assert found["num_draft_tokens"] == timed.best_num_draft_tokens
-    assert f"speculation.num_draft_tokens={timed.best_num_draft_tokens}" in found["settings"]
-
-
 @pytest.mark.parametrize("num_copies", [1, 2, 4])
 def test_a_choice_without_a_draft_has_the_time_of_a_replica_and_the_tokens_of_all(num_copies: int) -> None:
     found = choice(choices(), "7B", None, None, num_ranks=4 // num_copies)

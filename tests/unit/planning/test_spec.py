@@ -58,8 +58,7 @@ def test_a_config_file_is_read_as_the_library_reads_it(model_type: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("content", "complaint"),
-    [("{", "is not JSON"), ("[]", "no JSON object"), ("{}", "model_type")],
+    ("content", "complaint"), [("{", "is not JSON"), ("[]", "no JSON object"), ("{}", "model_type")]
 )
 def test_a_faulty_config_file_is_told_in_one_sentence(content: str, complaint: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content)

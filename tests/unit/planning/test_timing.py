@@ -154,14 +154,12 @@ def test_the_bytes_of_a_round_follow_from_the_placement(
     assert [*round_messages(spec, 0)] == ["verdict"] * (len(target + draft) > 2), "of a plain token"
 
 
-def test_a_tree_by_look_up_costs_its_verification_alone_and_its_verdict_names_a_path() -> None:
+def test_a_tree_by_look_up_costs_its_verification_alone() -> None:
     plain, tree = make_spec("13B", num_ranks=2, num_draft_tokens=9), tree_shape("3x1x1")
-    chain, spec = (replace(plain, free_draft="ngram", tree=shape) for shape in (None, tree))
+    spec = replace(plain, free_draft="ngram", tree=tree)
     timed, clock = times_of(spec, A100), CostModel(spec, A100)
     assert timed.round_s == pytest.approx(clock.forward(clock.target, 10).total_s + clock.verdict_s(9))
     assert timed.tokens_per_round == pytest.approx(tree_tokens(constant(0.8, 3), tree), rel=0.01)
-    sizes = [round_messages(drafted, 9)["verdict"].payload_bytes for drafted in (chain, spec)]
-    assert sizes[1] - sizes[0] == ID * tree.depth
     assert round_messages(spec, 0) == round_messages(plain, 0)
 
 

@@ -61,12 +61,6 @@ def test_the_report_of_a_run_has_its_figure_and_every_number() -> None:
         assert title not in alone.partition("<body>")[2].replace("plain over speculative", "")
 
 
-def test_a_run_that_writes_its_own_report_has_no_empty_column_of_its_status() -> None:
-    page = report([replace(run(PLAIN, FAST), status="")])
-    assert "run</th></tr>" in page
-    assert "status</th>" in report([run(PLAIN, FAST)])
-
-
 def test_the_page_has_a_dark_mode_and_the_figure_its_colours() -> None:
     page = page_of(PLAIN, FAST)
     assert "prefers-color-scheme: dark" in page

@@ -170,7 +170,7 @@ FAMILY = Family(
     model_type="nanochat",
     parameters=partial(decoder, modules=(*ATTENTION, "fc1", "fc2"), norms=0, final_norms=0),
 )
-''',
+'''
     },
     words=f"model=local model.path={CHECKPOINT} draft=none task=generate prompt=x max_new_tokens=4 sampling=greedy",
     found=r"\w",

@@ -36,6 +36,7 @@ from llama_ssp.settings.schema import (
     WeightsKind,
 )
 from llama_ssp.speculate.engine.state import Request
+from tests.helpers import one_pass_heads
 from tests.helpers.draft_heads import make_tensors, save_speculator
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.tokenizers import save_tokenizer
@@ -169,6 +170,13 @@ def with_head(draft: ModelConfig) -> RunConfig:
     )  # fmt: skip
 
 
+def loaded(config: RunConfig) -> tuple[RunConfig, Any]:
+    """The config of a run with what its files say, and its models."""
+    with start(device=DeviceKind.cpu, timeout_s=60) as world:
+        sources = find_sources(config, world)
+        return with_number_formats(config, sources), load_models(config, world, sources)
+
+
 def head_entry(kind: str, folder: Path) -> ModelConfig:
     """A head of the shipped model."""
     shipped = catalogue.load("tiny-eagle")
@@ -188,10 +196,7 @@ def head_entry(kind: str, folder: Path) -> ModelConfig:
 def test_a_head_without_an_embedding_holds_none_beside_its_target_as_planned(
     kind: str, is_shared: bool, tmp_path: Path
 ) -> None:
-    config = with_head(head_entry(kind, tmp_path / "head"))
-    with start(device=DeviceKind.cpu, timeout_s=60) as world:
-        sources = find_sources(config, world)
-        config, models = with_number_formats(config, sources), load_models(config, world, sources)
+    config, models = loaded(with_head(head_entry(kind, tmp_path / "head")))
     target, head = (vars(runner) for runner in (models.target, models.draft))
     assert (head["_embedding_VE"] is target["_embedding_VE"]) is is_shared
     plan = plan_of_run(config, world_size=1, machine=hardware.load("laptop_cpu"), lengths=[8])
@@ -230,3 +235,16 @@ def test_a_model_in_8_bits_runs_without_bitsandbytes(name: str, monkeypatch: pyt
         request = Request(index=0, prompt_ids=(5, 6, 7), max_new_tokens=4)
         [done] = [u.completion for updates in decoder.run([request]) for u in updates if u.completion.finish_reason]
     assert len(done.token_ids) == 4
+
+
+@pytest.mark.skipif(not can_halve(), reason="this processor has no product with a weight in fp16")
+@pytest.mark.parametrize("layout", ["peagle", "dflash of its authors", "dspark"])
+def test_a_head_of_one_pass_holds_what_was_planned(layout: str, tmp_path: Path) -> None:
+    one_pass_heads.save_pair(tmp_path, layout)
+    save_tokenizer(tmp_path / "target", one_pass_heads.VOCABULARY)
+    model, draft = (ModelConfig(name="local", path=str(tmp_path / part)) for part in ("target", "head"))
+    config, models = loaded(replace(with_head(draft), model=model))
+    assert (models.draft._embedding_VE is models.target._embedding_VE) is ("dflash" in layout)
+    plan = plan_of_run(config, world_size=1, machine=hardware.load("laptop_cpu"), lengths=[8])
+    own_bytes = runner_bytes(models.target, models.draft) - runner_bytes(models.target)
+    assert plan.ranks[0].draft_weights_bytes == own_bytes

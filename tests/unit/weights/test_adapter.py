@@ -19,6 +19,7 @@ from llama_ssp.errors import CheckpointError
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.weights.adapter import with_adapter
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
@@ -63,7 +64,7 @@ def adapted(folders: Folders) -> Checkpoint:
 def logits_of(origin: Checkpoint, *, num_ranks: int, quantization: str) -> list[Tensor]:
     comms = thread_comms(num_ranks)
     precision = Precision(quantization=quantization)
-    runners = [load_model(origin, device=CPU, comm=comm, dtype=None, precision=precision) for comm in comms]
+    runners = [load_model(Loading(origin, comm=comm, precision=precision)) for comm in comms]
     ids_BT = torch.randint(0, VOCAB_SIZE, (2, 8), generator=torch.Generator().manual_seed(2))
 
     def forward(comm: Comm) -> Tensor:

@@ -83,10 +83,7 @@ def only_pickles(folder: Path) -> None:
         (edit_config(model_type=["llama"]), r'has model_type \["llama"\], and a text is required'),
         (edit_config(text_config={"model_type": ["llama"]}), r'has model_type \["llama"\], and a text is required'),
         (edit_config(rope_scaling={"rope_type": ["yarn"]}), "has rope_scaling .* rope_type as a text"),
-        (
-            edit_config(rope_parameters={"rope_type": "linear", "factor": 0}),
-            "rope_parameters .* and factor and rope",
-        ),
+        (edit_config(rope_parameters={"rope_type": "linear", "factor": 0}), "rope_parameters .* and factor and rope"),
         (edit_config(rope_parameters={"full_attention": {"rope_theta": 0}}), "rope_parameters .* rope_theta above 0"),
         (edit_config(rope_theta=0), "has rope_theta 0, and a number above 0 is required"),
         (
@@ -100,10 +97,7 @@ def only_pickles(folder: Path) -> None:
             write_config(speculators_model_type="peagle"),
             "json lacks vocab_size, hidden_size, num_attention_heads, mask",
         ),
-        (
-            write_config(architectures=["DFlashDraftModel"]),
-            "DFlashDraftModel, a head of one pass in a layout that is",
-        ),
+        (write_config(architectures=["DFlashDraftModel"]), "DFlashDraftModel, a head of one pass in a layout that is"),
         (edit_config(quantization_config={"bits": 4}), "describes quantized weights"),
         (edit_config(hidden_size="wide"), 'has hidden_size "wide", and a whole number'),
         (edit_config(hidden_size=65), "config.json is no valid configuration of llama"),

@@ -87,14 +87,7 @@ def test_every_weight_is_the_number_that_its_layout_defines(made: Made, layout: 
     assert sum(tensor.storage is not None for tensor in packed.tensors.values()) == 14
 
 
-@pairs(
-    layout=LAYOUTS,
-    cut=[
-        (0, [range(5, 23)]),
-        (0, [range(90, 96), range(8)]),
-        (1, [range(128, 256)]),
-    ],
-)
+@pairs(layout=LAYOUTS, cut=[(0, [range(5, 23)]), (0, [range(90, 96), range(8)]), (1, [range(128, 256)])])
 def test_a_slice_is_that_of_the_whole(made: Made, layout: str, cut: tuple[int, list[range]]) -> None:
     """Also where zeros of eight outputs are in one integer, and the slice begins between them."""
     packed, plain = (inspect(folder) for folder in made(layout))
@@ -144,8 +137,7 @@ def test_parts_that_do_not_fit_each_other_are_refused(made: Made, tmp_path: Path
 
     folder = edited(made(layout)[0], tmp_path, shorten)
     with pytest.raises(
-        CheckpointError,
-        match=r"no (int\d_\w+|fp8_\w+|nf4|fp4|mxfp4|nvfp4) weight for model.layers.1.*k_proj",
+        CheckpointError, match=r"no (int\d_\w+|fp8_\w+|nf4|fp4|mxfp4|nvfp4) weight for model.layers.1.*k_proj"
     ):
         inspect(folder)
 

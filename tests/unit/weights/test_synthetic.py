@@ -21,6 +21,7 @@ from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.head import HeadRunner
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import Runner
+from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import HEAD_AGREEMENT
 from llama_ssp.weights import hub
@@ -204,7 +205,7 @@ class Drafts:
 
 def load_pair(target: WeightSource, origin: HeadSource, comm: Comm) -> tuple[Runner, HeadRunner]:
     """A target and its head, or this rank's slices of them."""
-    runner, head = (load_model(each, dtype=torch.float32, device=CPU, comm=comm) for each in (target, origin))
+    runner, head = (load_model(Loading(each, dtype=torch.float32, comm=comm)) for each in (target, origin))
     assert isinstance(head, HeadRunner)
     assert not isinstance(runner, HeadRunner)
     return runner, head

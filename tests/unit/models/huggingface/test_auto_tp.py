@@ -9,7 +9,7 @@ import torch
 from llama_ssp.errors import ConfigError, PlacementError
 from llama_ssp.models.huggingface import auto_tp
 from llama_ssp.models.huggingface.auto_tp import check_auto_tp, load_auto_tp
-from llama_ssp.ranks.comms import Comm
+from llama_ssp.models.weights import Loading
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.models import build_checkpoint
 from tests.helpers.shapes import llama_shape
@@ -53,7 +53,7 @@ def test_rotary_frequencies_stay_in_fp32_and_nothing_is_printed(
     build_checkpoint(tmp_path, "llama")
     capsys.readouterr()
     cpu = torch.device("cpu")
-    runner = load_auto_tp(inspect(tmp_path), dtype=torch.bfloat16, device=cpu, comm=Comm.single())
+    runner = load_auto_tp(Loading(inspect(tmp_path), dtype=torch.bfloat16, device=cpu))
     model = runner._model
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     frequencies = [buffer for name, buffer in model.named_buffers() if "inv_freq" in name]

@@ -11,11 +11,10 @@ from llama_ssp.errors import PlacementError
 from llama_ssp.models.huggingface import device_map
 from llama_ssp.models.huggingface.device_map import check_device_map, load_device_map
 from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.models.weights import Loading
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, library_logits
 from tests.unit.models.conftest import Saved
-
-pytestmark = pytest.mark.seconds
 
 CPU = torch.device("cpu")
 GPUS = tuple(torch.device("cuda", index) for index in range(3))
@@ -26,7 +25,7 @@ SavedModels = Callable[[str], Saved]
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ragged_rows_get_the_librarys_logits(saved: SavedModels, family: str) -> None:
     folder, model = saved(family)
-    runner = load_device_map(inspect(folder), [CPU], dtype=None)
+    runner = load_device_map(Loading(inspect(folder)), [CPU])
     runner.allocate(batch_size=2, capacity=24)
     ids_BT = torch.randint(0, VOCAB_SIZE, (2, 14), generator=torch.Generator().manual_seed(1))
     lengths_B1 = torch.tensor([[9], [5]])
@@ -43,7 +42,7 @@ def test_ragged_rows_get_the_librarys_logits(saved: SavedModels, family: str) ->
 @pytest.mark.parametrize("form", ["int8", "nf4", "int8_weight_only", "int4_weight_only"])
 def test_quantized_layers_run_layer_wise(form: str, tmp_path: Path) -> None:
     build_checkpoint(tmp_path, "llama", hidden_size=128, intermediate_size=256)
-    runner = load_device_map(inspect(tmp_path), [CPU], dtype=None, precision=Precision(quantization=form))
+    runner = load_device_map(Loading(inspect(tmp_path), precision=Precision(quantization=form)), [CPU])
     names = {type(module).__name__ for module in runner._model.modules()}
     assert "OwnLinear" in names
 
@@ -57,16 +56,16 @@ def test_each_module_has_one_device_in_order_and_the_head_is_on_the_last(
     monkeypatch.setattr(device_map, "fill_modules", lambda *_args, **_loading: None)
     monkeypatch.setattr(device_map, "ModuleRunner", lambda *_args, **_kwargs: None)
     monkeypatch.setattr(device_map, "_dispatch", lambda model, placed, first: seen.update(locals()))
-    load_device_map(inspect(saved(family)[0]), GPUS[:num_devices], dtype=None)
+    load_device_map(Loading(inspect(saved(family)[0])), GPUS[:num_devices])
     model, placed = seen["model"], seen["placed"]
     for name, _ in model.named_parameters(remove_duplicate=False):
         assert sum(name.startswith(f"{module}.") for module in placed) == 1, name
-    names = device_map._names(model)
-    assert [placed[name] for name in names.layers] == list(GPUS[:2])
+    before, layers, _ = device_map._names(model)
+    assert [placed[name] for name in layers] == list(GPUS[:2])
     head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
     assert placed[head] == GPUS[num_devices - 1]
     rotary = next(name for name in placed if name.endswith("rotary_emb"))
-    assert placed[rotary] == placed[names.before[0]] == seen["first"] == GPUS[0]
+    assert placed[rotary] == placed[before[0]] == seen["first"] == GPUS[0]
 
 
 def test_the_kernel_for_one_gpu_per_rank_is_refused_over_several() -> None:

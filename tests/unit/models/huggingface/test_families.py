@@ -27,6 +27,7 @@ from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
+from llama_ssp.models.weights import Loading
 from llama_ssp.planning.memory import rank_shares
 from llama_ssp.planning.spec import PlannedModel, notes_on_families
 from llama_ssp.ranks.comms import Comm
@@ -48,8 +49,6 @@ from tests.helpers.models import (
 from tests.helpers.texts import library_greedy, part_at_a_near_tie
 from tests.unit.models.conftest import Saved
 
-pytestmark = pytest.mark.seconds
-
 SavedModels = Callable[[str], Saved]
 CPU = torch.device("cpu")
 KINDS = ("mistral", "qwen2, windows", "qwen3, windows", "gemma", "gemma2", "gemma3_text", "gpt_neo", "phi")
@@ -60,7 +59,7 @@ NUM_NEW_TOKENS = 12
 
 
 def load(folder: Path, comm: Comm | None = None) -> Runner:
-    return load_model(inspect(folder), dtype=None, device=CPU, comm=comm or Comm.single())
+    return load_model(Loading(inspect(folder), comm=comm or Comm.single()))
 
 
 def random_ids(*shape: int) -> Tensor:
@@ -186,7 +185,7 @@ def test_a_cpu_has_its_own_products_for_the_librarys_linear_layers(tmp_path: Pat
     """Heads, tied ones too, and experts; weights in 16 bits have the logits of fp32, which holds the same numbers."""
     model = build_checkpoint(tmp_path, kind, dtype=torch.bfloat16).float()
     origin = inspect(tmp_path)
-    runner: Any = load_model(origin, dtype=torch.float32, device=CPU, comm=Comm.single())
+    runner: Any = load_model(Loading(origin, dtype=torch.float32))
     runner.allocate(batch_size=1, capacity=24)
     ids_BT, positions_BT = random_ids(1, 16), torch.arange(16)[None]
     found, wanted = runner.forward(ids_BT, positions_BT, bucket=24)[0], library_logits(model, ids_BT[0])
@@ -204,7 +203,7 @@ def test_quantized_experts_are_those_of_the_rounded_weights(tmp_path: Path, kind
     sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "head_dim": 16}
     model = build_checkpoint(tmp_path, kind, **sizes)
     precision = Precision(quantization=quantization)
-    runner = load_model(inspect(tmp_path), dtype=None, device=CPU, comm=Comm.single(), precision=precision)
+    runner = load_model(Loading(inspect(tmp_path), precision=precision))
     runner.allocate(batch_size=1, capacity=24)
     ids_BT, positions_BT = random_ids(1, 16), torch.arange(16)[None]
     found, wanted = runner.forward(ids_BT, positions_BT, bucket=24)[0], library_logits(model, ids_BT[0])
@@ -232,7 +231,7 @@ def test_where_inputs_are_quantized_attention_takes_one_position_after_the_other
 ) -> None:
     build_checkpoint(tmp_path, kind)
     precision = Precision(quantization="int8")
-    model = load_modules(inspect(tmp_path), dtype=None, device=CPU, comm=Comm.single(), precision=precision)
+    model = load_modules(Loading(inspect(tmp_path), precision=precision))
     runner = ModuleRunner(model, comm=Comm.single())
     runner.allocate(batch_size=1, capacity=40)
     spy = Mock(wraps=ALL_ATTENTION_FUNCTIONS[BY_POSITION[form]])

@@ -21,6 +21,7 @@ from llama_ssp.models.huggingface.modules import build_empty
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.tensor_parallel import shard
+from llama_ssp.models.weights import Loading
 from llama_ssp.planning.memory import model_bytes, rank_shares, shares
 from llama_ssp.planning.spec import PlannedModel, refused_by_states
 from llama_ssp.ranks.comms import Comm
@@ -40,8 +41,6 @@ from tests.helpers.overlapped import overlapped_decoder
 from tests.helpers.texts import library_greedy, part_at_a_near_tie
 from tests.unit.models.conftest import Saved
 
-pytestmark = pytest.mark.seconds
-
 SavedModels = Callable[[str], Saved]
 Check = Callable[[str, list[RowCompletion]], None]
 HYBRIDS = [kind for kind in FAMILIES if record_of(kind.partition(",")[0]).recurrent]
@@ -57,7 +56,7 @@ def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(folder: Path) -> Runner:
-    return load_model(inspect(folder), dtype=None, device=torch.device("cpu"), comm=Comm.single())
+    return load_model(Loading(inspect(folder)))
 
 
 def nearby(runner: Runner) -> Runner:

@@ -9,6 +9,7 @@ from torch import Tensor
 from llama_ssp.models.huggingface.families import adapt
 from llama_ssp.models.huggingface.modules import load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
+from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.models import VOCAB_SIZE, library_logits, tiny_model
@@ -25,7 +26,7 @@ TOLERANCE = 2e-5
 
 def runner_of(saved: SavedModels, family: str, *, batch_size: int, capacity: int = 40) -> ModuleRunner:
     folder, _ = saved(family)
-    modules = load_modules(inspect(folder), dtype=None, device=torch.device("cpu"), comm=Comm.single())
+    modules = load_modules(Loading(inspect(folder)))
     runner = ModuleRunner(modules, comm=Comm.single())
     runner.allocate(batch_size=batch_size, capacity=capacity)
     return runner

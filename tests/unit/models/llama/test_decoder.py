@@ -16,13 +16,12 @@ from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.table import is_llama_kind
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import Runner
+from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import pairs
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, load_lean, tiny_config, tiny_model
-
-pytestmark = pytest.mark.seconds
 
 CPU = torch.device("cpu")
 ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 32}
@@ -226,5 +225,5 @@ def test_only_models_that_it_computes_get_the_lean_decoder(
 ) -> None:
     assert is_llama_kind(tiny_config(family, **changes)) is is_lean
     build_checkpoint(tmp_path, family, **changes)
-    runner = load_model(inspect(tmp_path), dtype=None, device=CPU, comm=Comm.single())
+    runner = load_model(Loading(inspect(tmp_path)))
     assert type(runner) is (LeanRunner if is_lean else ModuleRunner)

@@ -148,7 +148,6 @@ def test_a_row_of_zeros_stays_zero() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.seconds
 def test_bitsandbytes_is_imported_without_a_way_to_the_hub_and_in_silence() -> None:
     program = (
         "import sys, types, logging; sys.modules['huggingface_hub.fake'] = None\n"

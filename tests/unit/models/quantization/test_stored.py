@@ -34,8 +34,6 @@ from tests.helpers.packed_checkpoints import LAYOUTS, MXFP4, edit_config, pack_c
 from tests.unit.models.test_quantized_models import tensors_of
 from tests.unit.weights.test_packed import edited
 
-pytestmark = pytest.mark.seconds
-
 CPU = torch.device("cpu")
 NUM_NEW_TOKENS = 10
 GPT_OSS: dict[str, Any] = {"intermediate_size": 96, "head_dim": 64}

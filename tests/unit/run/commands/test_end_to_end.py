@@ -101,15 +101,6 @@ def test_prompts_come_from_standard_input_in_order(launch: Launch, monkeypatch: 
     assert "speculative: 1 of 2 prompts at " in ended.err
 
 
-def test_compare_shows_both_modes_and_a_picture(launch: Launch, tmp_path: Path) -> None:
-    ended = launch("prompt=import os", "max_new_tokens=6", f"task.picture={tmp_path}/compare.svg")
-    assert ended.code == 0, ended.err
-    assert [line["mode"] for line in ended.lines] == ["plain", "speculative"]
-    assert "prompt 1 of 1, speculative" in ended.out
-    assert "speed-up" in ended.out
-    assert "<svg" in (tmp_path / "compare.svg").read_text()
-
-
 @pytest.mark.heavy
 def test_a_benchmark_writes_a_row_per_cell_beside_transformers(launch: Launch) -> None:
     lists = ["task.num_draft_tokens=[2]", "task.prompt_tokens=[5]", "task.batch_sizes=[1,2]", "task.repetitions=1"]

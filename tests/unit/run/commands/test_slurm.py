@@ -132,9 +132,7 @@ def test_every_setting_of_the_launcher_reaches_sbatch(sweep: Sweep) -> None:
     assert own[2:] == ["--python", "python", "--prefix", "apptainer", "--prefix", "exec"]
 
 
-def test_a_prompt_reaches_the_job_as_it_was_typed_which_asks_for_the_gpus_that_it_was_planned_for(
-    sweep: Sweep,
-) -> None:
+def test_a_prompt_reaches_the_job_as_it_was_typed_which_asks_for_the_gpus_that_it_was_planned_for(sweep: Sweep) -> None:
     prompt = 'it\'s $(rm -rf), "f" [1, {2}] ${x}\\'
     [job] = sweep("hardware=p4d_24xlarge", "model=30B", "hydra.launcher.nodes=2", f"prompt={prompt}").jobs
     assert composed(job).prompt == prompt

@@ -180,12 +180,9 @@ def _run(model: str = "tiny", draft: str | None = "tiny-draft", prompt: str | No
     if draft:
         drafter = DrafterConfig(kind=MODEL_DRAFT, model=catalogue.load(draft))
     return RunConfig(
-        hardware=_figures("laptop_cpu"),
-        task=CompareConfig(default_prompts=["x" * 30, "y" * 299]),
-        model=catalogue.load(model),
-        draft=drafter,
-        prompt=prompt,
-    )
+        hardware=_figures("laptop_cpu"), task=CompareConfig(default_prompts=["x" * 30, "y" * 299]),
+        model=catalogue.load(model), draft=drafter, prompt=prompt,
+    )  # fmt: skip
 
 
 def test_a_run_is_planned_with_its_own_ranks_and_with_graphs_where_it_captures_them() -> None:

@@ -16,18 +16,21 @@ from llama_ssp.machines import hardware
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import Runner
+from llama_ssp.models.weights import Loading
+from llama_ssp.planning import spec as planning
 from llama_ssp.planning.spec import planned_model
-from llama_ssp.planning.timing import CostModel, ModelPlacement, round_messages
+from llama_ssp.planning.timing import CostModel, ModelPlacement, ShardDraws, round_messages
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import DraftLayout, SamplingConfig, TargetKind, VerificationConfig
 from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.drafters.shared import BroadcastDrafter
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.rules import make_rule
+from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import complete, make_decoder, requests
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
-from tests.helpers.lanes import grid
+from tests.helpers.lanes import grid, heavy
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, load_ranks
 from tests.helpers.planning import make_spec
 from tests.helpers.prefix_runner import PrefixRunner
@@ -72,9 +75,10 @@ class CountingComm(ThreadComm):
         return super().broadcast(values, src=src)
 
 
-def drafted(runner: Runner, comm: Comm, *, temperature: float = 0.9) -> tuple[Tensor, Tensor]:
+def drafted(runner: Runner, comm: Comm, *, temperature: float = 0.9, shard: Shard = WHOLE) -> tuple[Tensor, Tensor]:
     """What a rank drafts for three rows after the same prompts, and the text of its rows then."""
-    rule = make_rule(SamplingConfig(temperature=temperature), VerificationConfig(), is_cut=comm.size > 1)
+    sampling = SamplingConfig(temperature=temperature)
+    rule = make_rule(sampling, VerificationConfig(), is_cut=comm.size > 1, shard=shard)
     inner = ModelDrafter(runner, rule=rule, num_draft_tokens=K, vocab_size=runner.vocab_size)
     drafter = BroadcastDrafter(inner, comm=comm, src=0, num_draft_tokens=K, device=CPU)
     drafter.allocate(batch_size=3, num_slots=NUM_SLOTS)
@@ -92,36 +96,59 @@ def drafted(runner: Runner, comm: Comm, *, temperature: float = 0.9) -> tuple[Te
     return drafter.propose(rows, num_tokens=K, uniforms_BKP=uniforms_BKP, bucket=NUM_SLOTS).ids_BK, tokens_BS
 
 
-@pytest.mark.seconds
-@grid(family=["llama", "qwen3", "gpt_neox"], whole=[NONE, EMBEDDING, ATTENTION], num_ranks=[2, 3], temperature=[0, 0.9])
+@grid(
+    family=["llama", "qwen3", "gpt_neox"], whole=[NONE, EMBEDDING, ATTENTION], num_ranks=[2, 3],
+    draws=["greedy", "gathered", "over shards"],
+)  # fmt: skip
 def test_ranks_draft_as_one_does_with_the_collectives_that_are_planned(
-    tmp_path: Path, family: str, whole: WholeParts, num_ranks: int, temperature: float
+    tmp_path: Path, family: str, whole: WholeParts, num_ranks: int, draws: str
 ) -> None:
-    """The head of qwen3 is its embedding; a greedy draft gathers no logits."""
+    """The head of qwen3 is its embedding; a greedy draft gathers no logits, and one over shards sums twice."""
     if family == "gpt_neox" and whole is not NONE:
         return
     build_checkpoint(tmp_path, family, num_hidden_layers=NUM_LAYERS)
-    alone = load_model(inspect(tmp_path), dtype=None, device=CPU, comm=Comm.single())
+    alone = load_model(Loading(inspect(tmp_path)))
+    temperature, is_cut = 0 if draws == "greedy" else 0.9, draws == "over shards"
     wanted, _ = drafted(alone, Comm.single(), temperature=temperature)
     comms = [CountingComm.of(comm) for comm in thread_comms(num_ranks)]
     runners = load_ranks(tmp_path, comms, whole=whole)
-    for ids_BK, _ in on_ranks(comms, lambda comm: drafted(runners[comm.rank], comm, temperature=temperature)):
+
+    def one_rank(comm: ThreadComm) -> Tensor:
+        shard = Shard(comm, VOCAB_SIZE) if is_cut else WHOLE
+        return drafted(runners[comm.rank], comm, temperature=temperature, shard=shard)[0]
+
+    for ids_BK in on_ranks(comms, one_rank):
         assert ids_BK.tolist() == wanted.tolist()
     model = planned_model(ModelConfig(name="one", path=str(tmp_path), dtype=Dtype.fp32), device="cpu")
     placement = ModelPlacement(
-        model=model, kind=TargetKind.tensor, ranks=(*range(num_ranks),), cuda_graphs=False, finds_best=temperature == 0
-    )
-    assert all(comm.gathered == [placement.gathered_bytes(3)] * K for comm in comms)
+        model=model, kind=TargetKind.tensor, ranks=(*range(num_ranks),), cuda_graphs=False,
+        draws={"greedy": ShardDraws("greedy"), "over shards": ShardDraws("speculative")}.get(draws),
+    )  # fmt: skip
+    assert all(comm.gathered == placement.draw_messages(3, 1) * K for comm in comms)
     planned = inventory(inspect(tmp_path).shape).keeping(whole).num_all_reduces
     cuts_embedding = whole is NONE and family != "gpt_neox"
     assert planned == (1 if whole is ATTENTION else 2) * NUM_LAYERS + cuts_embedding
     for comm in comms:
-        assert comm.sent == {"all_reduce": K * planned, "all_gather": K, "broadcast": 1}
+        assert comm.sent == {"all_reduce": K * planned, "all_gather": K * (1 + is_cut), "broadcast": 1}
 
 
-@pytest.mark.seconds
-def test_a_round_has_as_many_collectives_and_bytes_as_it_is_priced_with(tmp_path: Path) -> None:
-    """Those inside both models, which are sums and a gather, and the messages between ranks."""
+@pytest.mark.parametrize(
+    ("rule", "of_target", "of_draft"),
+    [
+        ("gathered", 1, 1), ("speculative", 3, 2), heavy("block", 4, 2), heavy("coupled", 2, 2), heavy("greedy", 1, 1),
+        ("certain", 2, 0),
+    ],
+)  # fmt: skip
+def test_a_round_has_as_many_collectives_and_bytes_as_it_is_priced_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str, of_target: int, of_draft: int
+) -> None:
+    """Those inside both models, which are sums and a gather or several of draws, and the messages between ranks."""
+    is_cut, is_certain = rule != "gathered", rule == "certain"
+    if is_cut:
+        monkeypatch.setattr(planning, "LEAST_SHARED_BYTES", 0)
+    rule_name = rule if rule in {"block", "coupled", "greedy"} else "speculative"
+    temperature = 0.0 if rule == "greedy" else 0.8
+    sampling = SamplingConfig(temperature=temperature, presence_penalty=0.5 * (rule == "greedy"))
     comms, models, planned = [CountingComm.of(comm) for comm in thread_comms(2)], [], []
     for name, num_layers, whole in (("target", NUM_LAYERS, NONE), ("draft", 2, DRAFT_WHOLE)):
         build_checkpoint(tmp_path / name, "llama", num_hidden_layers=num_layers)
@@ -129,12 +156,19 @@ def test_a_round_has_as_many_collectives_and_bytes_as_it_is_priced_with(tmp_path
         entry = ModelConfig(name=name, path=str(tmp_path / name), dtype=Dtype.fp32)
         planned.append(planned_model(entry, device="cpu"))
     spec = make_spec(planned[0], num_ranks=2, num_draft_tokens=K, batch_size=2)
-    spec = replace(spec, draft=planned[1], draft_kind=DraftLayout.sharded, draft_ranks=(0, 1))
+    spec = replace(spec, rule=rule_name, counts_tokens=sampling.penalizes, free_draft="ngram" if is_certain else None)
+    if not is_certain:
+        spec = replace(spec, draft=planned[1], draft_kind=DraftLayout.sharded, draft_ranks=(0, 1))
+    assert spec.draws_over_shards == (is_cut, is_cut and not is_certain)
 
     def one_rank(comm: ThreadComm) -> set[tuple[int, int]]:
         assert isinstance(comm, CountingComm)
         target, draft = (ranks[comm.rank] for ranks in models)
-        decoder = make_decoder(target, draft, comm=comm, num_draft_tokens=K, batch_size=2, replay=False)
+        decoder = make_decoder(
+            target, None if is_certain else draft, comm=comm, num_draft_tokens=K, batch_size=2, replay=False,
+            sampling=sampling, rule_name=rule_name, ngram=is_certain,
+            shard=Shard(comm, VOCAB_SIZE) if is_cut else WHOLE,
+        )  # fmt: skip
         step, counted = decoder.round.step, set[tuple[int, int]]()
 
         def counting(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - those of `Round.step`
@@ -148,7 +182,8 @@ def test_a_round_has_as_many_collectives_and_bytes_as_it_is_priced_with(tmp_path
         return counted
 
     wanted = CostModel(spec, hardware.load("8xh100")).collectives(K)
-    assert wanted[0] == (2 * NUM_LAYERS + 2) + K * (2 * 2 + 1) + len(round_messages(spec, K))
+    of_drafts = 0 if is_certain else K * (2 * 2 + of_draft)
+    assert wanted[0] == (2 * NUM_LAYERS + 1 + of_target) + of_drafts + len(round_messages(spec, K))
     assert on_ranks(comms, one_rank) == [{wanted}] * 2
 
 

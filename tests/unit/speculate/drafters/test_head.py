@@ -1,6 +1,7 @@
 """A draft head drafts by its own distribution at every step of every round, and a faulty one is one sentence."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,18 @@ from llama_ssp.models.cache import Taps
 from llama_ssp.models.llama.head import HeadRunner
 from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.models.runner import Runner
-from llama_ssp.ranks.comms import Comm
+from llama_ssp.models.weights import Loading
 from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.engine.round import DraftChoice
-from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.trees import Tree
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.head import HeadSource, of_target
-from tests.helpers.decoders import ScriptedLength, make_decoder
+from tests.helpers import head_drafts
 from tests.helpers.draft_heads import make_tensors, reference, save_original, save_speculator
+from tests.helpers.head_drafts import Seen, check
 from tests.helpers.lanes import heavy
 
-TEMPERATURE, NUM_DRAFTED = 0.8, 3
 LAYERS = (2, 5, 7)
 PROMPTS = ((5, 900, 17, 4, 256), (31,), tuple(range(40, 70)))
 Save = Callable[[Path, dict[str, Tensor]], Path]
@@ -49,7 +49,7 @@ def speculator(folder: Path, tensors: dict[str, Tensor]) -> Path:
 
 @pytest.fixture(scope="module")
 def target() -> Runner:
-    found = load_model(tiny(), dtype=torch.float32, device=torch.device("cpu"), comm=Comm.single())
+    found = load_model(Loading(tiny(), dtype=torch.float32))
     assert not isinstance(found, HeadRunner)
     return found
 
@@ -70,42 +70,13 @@ def source(folder: Path) -> HeadSource:
     return of_target(files, files.head, tiny())
 
 
-def decode(  # noqa: PLR0913
-    target: Runner, origin: HeadSource, *, batch_size: int, watch: Callable[..., None], replay: bool,
-    tree: Tree | None = None, num_new: int = 12, choices: Sequence[DraftChoice] = (),
-    prompts: Sequence[tuple[int, ...]] = PROMPTS, reuses: bool = True,
-) -> dict[int, Any]:  # fmt: skip
-    """Texts with a head, whose drafts are watched."""
-    head = load_model(origin, dtype=torch.float32, device=torch.device("cpu"), comm=Comm.single())
+def decode(target: Runner, origin: HeadSource, **how: Any) -> list[Any]:  # noqa: ANN401
+    """Texts with a head; see `head_drafts.decode`."""
+    head = load_model(Loading(origin, dtype=torch.float32))
     assert isinstance(head, HeadRunner)
-    taps = Taps(origin.layers, width=256, dtype=torch.float32, device=torch.device("cpu"))
-
-    def make(rule: Any) -> HeadDrafter:  # noqa: ANN401 - any rule
-        drafter = HeadDrafter(head, taps, rule=rule, num_draft_tokens=tree.num_drafted if tree else NUM_DRAFTED,
-                              first_row=lambda _rows: 0, tree=tree)  # fmt: skip
-        propose = drafter.propose
-
-        def watched(rows: Any, **named: Any) -> Any:  # noqa: ANN401
-            texts = [ids[:length].tolist() for ids, length in zip(rows.tokens_BS, rows.lengths_B, strict=True)]
-            draft = propose(rows, **named)
-            watch(texts, draft)
-            return draft
-
-        if not replay:
-            drafter.propose = watched  # type: ignore[method-assign]
-        return drafter
-
-    decoder = make_decoder(target, None, temperature=TEMPERATURE, num_draft_tokens=NUM_DRAFTED, batch_size=batch_size,
-                           make_drafter=make, replay=replay, taps=taps, tree=tree)  # fmt: skip
-    decoder.reuses = reuses
-    if choices:
-        decoder.length = ScriptedLength(choices)
-    requests = [Request(index=index, prompt_ids=ids, max_new_tokens=num_new) for index, ids in enumerate(prompts)]
-    done: dict[int, Any] = {}
-    with torch.inference_mode():
-        for updates in decoder.run(requests, to_length=True):
-            done |= {update.completion.request.index: update.completion for update in updates}
-    return done
+    return head_drafts.decode(
+        target, partial(HeadDrafter, head), origin.layers, width=256, **{"prompts": PROMPTS} | how
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,68 +86,37 @@ def decode(  # noqa: PLR0913
 def test_every_step_of_every_round_has_the_distribution_of_the_reference(
     save: Save, shape: str | None, target: Runner, library: Any, tmp_path: Path  # noqa: ANN401
 ) -> None:  # fmt: skip
-    tensors, tree = make_tensors(), Tree.of(shape, torch.device("cpu")) if shape else None
+    tensors, tree, seen = make_tensors(), Tree.of(shape, torch.device("cpu")) if shape else None, Seen()
     folder = save(tmp_path / "head", tensors)
-    seen: list[tuple[list[int], Tensor, Tensor]] = []
-
-    def watch(texts: list[list[int]], draft: Any) -> None:  # noqa: ANN401
-        seen.extend(zip(texts, draft.ids_BK.clone(), draft.drawn_law.clone(), strict=True))
-
-    done = decode(target, source(folder), batch_size=2, watch=watch, replay=False, tree=tree)
-    assert all(len(each.token_ids) == 12 for each in done.values())
+    done = decode(target, source(folder), batch_size=2, seen=seen, tree=tree)
+    assert all(len(each.token_ids) == 12 for each in done)
     stored = load_file(folder / "model.safetensors")
-    embedding: Any = stored.get("embed_tokens.weight", library.get_input_embeddings().weight.detach())
+    embedding = stored.get("embed_tokens.weight", library.get_input_embeddings().weight.detach())
     flags = {"norm_before_residual": True, "norm_output": True} if save is speculator else {}
-    assert checked(seen, tensors, embedding, library, tree, **flags) > 50
+    assert check(seen, library, LAYERS, tree, referring(tensors, embedding, **flags)) > 50
 
 
 def test_a_head_reads_what_it_has_missed_in_rounds_that_did_not_draft(
     target: Runner, library: Any, tmp_path: Path  # noqa: ANN401
 ) -> None:  # fmt: skip
-    tensors = make_tensors()
-    seen: list[tuple[list[int], Tensor, Tensor]] = []
-
-    def watch(texts: list[list[int]], draft: Any) -> None:  # noqa: ANN401
-        seen.extend(zip(texts, draft.ids_BK.clone(), draft.drawn_law.clone(), strict=True))
-
-    choices = [*[DraftChoice(0)] * 33, DraftChoice(3), DraftChoice(2)]
+    tensors, seen, choices = make_tensors(), Seen(), [*[DraftChoice(0)] * 33, DraftChoice(3), DraftChoice(2)]
     origin = source(original(tmp_path / "head", tensors))
-    decode(target, origin, batch_size=3, watch=watch, replay=False, num_new=80, choices=choices)
-    assert checked(seen, tensors, library.get_input_embeddings().weight.detach(), library, None) > 10
+    decode(target, origin, batch_size=3, seen=seen, num_new=80, choices=choices)
+    wanted = referring(tensors, library.get_input_embeddings().weight.detach())
+    assert check(seen, library, LAYERS, None, wanted) > 10
 
 
-def checked(
-    seen: list[tuple[list[int], Tensor, Tensor]], tensors: dict[str, Tensor], embedding: Any, library: Any,  # noqa: ANN401
-    tree: Tree | None, **flags: bool,
-) -> int:  # fmt: skip
-    """Compare the distributions of texts and their drafts with the reference; returns how many there were."""
-    number = 0
-    for text, ids_K, probs_TV in seen:
-        if text == [0, 0]:  # a vacant row
-            continue
-        with torch.inference_mode():
-            states = library(torch.tensor([text]), output_hidden_states=True).hidden_states
-        taps_LX = torch.cat([states[layer][0, : len(text) - 1] for layer in LAYERS], dim=-1)
-        for step in range(tree.num_parents if tree else len(ids_K)):
-            path = [
-                node - 1 for node in range(1, step + 1) if tree is None or tree.topology.ancestors_BTT[0][step, node]
-            ]
-            embedded_LE = embedding[[*text[1:], *ids_K[path].tolist()]]
-            wanted_V = (reference(tensors, embedded_LE, taps_LX, **flags) / TEMPERATURE).softmax(-1)
-            torch.testing.assert_close(probs_TV[step].double(), wanted_V, atol=2e-5, rtol=1e-3)
-            number += 1
-    return number
+def referring(tensors: dict[str, Tensor], embedding_VE: Tensor, **flags: bool) -> Callable[..., Tensor]:
+    return lambda text, taps_LX, drafted: reference(tensors, embedding_VE[[*text[1:], *drafted]], taps_LX, **flags)
 
 
 def test_text_is_the_same_whether_rounds_are_replayed_or_rows_are_decoded_together(
     target: Runner, tmp_path: Path
 ) -> None:
     origin = source(original(tmp_path / "head", make_tensors()))
-    alone, together = (decode(target, origin, batch_size=size, watch=lambda *_: None, replay=True) for size in (1, 3))
-    assert [alone[index].token_ids for index in range(3)] == [together[index].token_ids for index in range(3)]
-    assert [alone[index].accepted_lengths for index in range(3)] == [
-        together[index].accepted_lengths for index in range(3)
-    ]
+    alone, together = (decode(target, origin, batch_size=size) for size in (1, 3))
+    assert [each.token_ids for each in alone] == [each.token_ids for each in together]
+    assert [each.accepted_lengths for each in alone] == [each.accepted_lengths for each in together]
 
 
 @pytest.mark.parametrize("shape", [None, "2x2x1"])
@@ -190,15 +130,9 @@ def test_a_head_drafts_the_same_behind_a_beginning_that_the_target_has_not_read_
 
     def drafts(*, reuses: bool) -> tuple[dict[tuple[int, ...], Tensor], int]:
         """The probabilities of drafts, by the text before them, and how many tokens were reused."""
-        found: dict[tuple[int, ...], Tensor] = {}
-
-        def watch(texts: list[list[int]], draft: Any) -> None:  # noqa: ANN401
-            found.update((tuple(text), probs) for text, probs in zip(texts, draft.drawn_law.clone(), strict=True))
-
-        done = decode(
-            target, origin, batch_size=2, watch=watch, replay=False, tree=tree, prompts=prompts, reuses=reuses
-        )
-        return found, sum(each.num_reused_tokens for each in done.values())
+        seen = Seen()
+        done = decode(target, origin, batch_size=2, seen=seen, tree=tree, prompts=prompts, reuses=reuses)
+        return {tuple(text): law for text, _, law in seen}, sum(each.num_reused_tokens for each in done)
 
     (found, number), (wanted, none) = drafts(reuses=True), drafts(reuses=False)
     assert number > 100

@@ -20,7 +20,7 @@ from llama_ssp.models.huggingface.mtp import MtpRunner
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.models.runner import Runner
-from llama_ssp.ranks.comms import Comm
+from llama_ssp.models.weights import Loading
 from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.trees import Tree
@@ -43,9 +43,9 @@ IDS_BT = torch.tensor([[5, 9, 17, 4, 100, 33, 2, 8, 50]])
 def loaded(folder: Path) -> tuple[Runner, Any, MtpSource]:
     """A target and its head on one rank."""
     origin = mtp_of(target := inspect(folder))
-    runner = load_model(target, dtype=torch.float32, device=CPU, comm=Comm.single())
+    runner = load_model(Loading(target, dtype=torch.float32))
     assert not hasattr(runner, "extend")
-    return runner, load_model(origin, dtype=torch.float32, device=CPU, comm=Comm.single(), target=runner), origin
+    return runner, load_model(Loading(origin, dtype=torch.float32, target=runner)), origin
 
 
 def decode(target: Runner, head: Any, origin: MtpSource, **how: Any) -> list[Any]:  # noqa: ANN401
@@ -177,11 +177,11 @@ def test_two_ranks_compute_what_one_does_with_the_target_s_tables(family: str, t
 
     parts: dict[str, Any] = {"dtype": torch.float32, "device": CPU}
     if family == "qwen2":
-        heads: list[Any] = [load_model(origin, comm=comm, **parts) for comm in comms]
+        heads: list[Any] = [load_model(Loading(origin, comm=comm, **parts)) for comm in comms]
     else:
-        modules = [load_modules(origin.target, comm=comm, **parts) for comm in comms]
+        modules = [load_modules(Loading(origin.target, comm=comm, **parts)) for comm in comms]
         targets = on_ranks(comms, lambda comm: ModuleRunner(modules[comm.rank], comm=comm))
-        own = [load_modules(origin, comm=comm, tables=targets[comm.rank].tables, **parts) for comm in comms]
+        own = [load_modules(Loading(origin, comm=comm, **parts), tables=targets[comm.rank].tables) for comm in comms]
         heads = on_ranks(comms, lambda comm: MtpRunner(own[comm.rank], comm=comm))
         assert heads[1].tables[0] is targets[1].tables[0]
     found = on_ranks(comms, lambda comm: extended(heads[comm.rank]))

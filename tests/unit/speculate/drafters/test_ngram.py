@@ -1,17 +1,25 @@
 """Prompt look-up: what is copied, by a plain search in Python and by cases that a reader can follow."""
 
 import random
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llama_ssp.errors import ConfigError
 from llama_ssp.models.prefill import Prompts
-from llama_ssp.speculate.drafters.ngram import History, NgramDrafter
+from llama_ssp.run.requests import read_corpus
+from llama_ssp.settings.drafters import NgramConfig, copied_texts
+from llama_ssp.settings.schema import DrafterConfig
+from llama_ssp.speculate.drafters.ngram import Corpus, History, NgramDrafter
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.trees import Tree
+from tests.helpers.tokenizers import byte_level
 
 CPU = torch.device("cpu")
 
@@ -236,3 +244,66 @@ def test_rows_that_hold_no_text_are_not_copied_from() -> None:
     history.add(*rows_of([0, 0]), num_tokens=2)
     matched_B1, _ = history.find(*rows_of([0, 0]), torch.arange(2))
     assert matched_B1.tolist() == [[0]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    corpus=st.lists(st.integers(0, 2), min_size=1, max_size=40),
+    texts=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=8), min_size=1, max_size=3),
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)).map(sorted),
+)
+def test_of_a_corpus_the_longest_match_then_the_most_frequent_continuation_is_copied(
+    corpus: list[int], texts: list[list[int]], sizes: list[int]
+) -> None:
+    shortest, longest = sizes
+    ids_C = torch.tensor(corpus)
+    found = Corpus(ids_C, num_tokens=len(corpus) + 7, longest=longest, shortest=shortest, device=CPU)
+    matched_B1, copied_BK = found.find(*rows_of(*texts), torch.arange(2))
+    for row, text in enumerate(texts):
+        wanted = 0
+        for length in range(min(longest, len(text)), shortest - 1, -1):
+            ends = [end for end in range(length, len(corpus)) if corpus[end - length : end] == text[-length:]]
+            if ends:
+                wanted, counts = length, Counter(corpus[end] for end in ends)
+                place = max(ends, key=lambda end: (counts[corpus[end]], end))
+                assert copied_BK[row].tolist() == ids_C.new_zeros(len(corpus) + 7).index_copy_(
+                    0, torch.arange(len(corpus)), ids_C
+                )[place : place + 2].tolist()  # fmt: skip
+                break
+        assert matched_B1[row] == wanted
+
+
+def test_other_texts_and_a_corpus_take_the_planned_bytes(tmp_path: Path) -> None:
+    (file := tmp_path / "corpus.txt").write_text("x" * 999, encoding="utf-8")
+    config = NgramConfig(kind="ngram", corpus=str(file), history=5, shortest=2)
+    assert config.num_corpus_tokens == 500
+    sizes: dict[str, Any] = {"longest": config.longest, "shortest": config.shortest, "device": CPU}
+    held = [History((7, 2, 40), **sizes), Corpus(torch.arange(90), num_tokens=config.num_corpus_tokens, **sizes)]
+    allocated = sum(part.nbytes for texts in held for part in vars(texts).values() if isinstance(part, torch.Tensor))
+    planned = copied_texts(config, has_tree=False, falls_back=False)
+    assert planned
+    numbers = 8 * (2 + 1 + 3 + 2 * (3 + 4 + 4))  # serials, the newest one, offsets of the table, and lengths of both
+    assert planned.num_bytes(batch_size=2, num_slots=40) == allocated - numbers
+    fallback = copied_texts(DrafterConfig(kind="model", fallback="ngram"), has_tree=False, falls_back=True)
+    assert fallback
+    assert (fallback.num_texts, fallback.num_corpus_tokens) == (64, 0)
+    assert copied_texts(config, has_tree=True, falls_back=False) is None
+    with pytest.raises(ConfigError, match=r"draft\.corpus=nowhere is no file"):
+        copied_texts(NgramConfig(kind="ngram", corpus="nowhere"), has_tree=False, falls_back=False)
+
+
+def test_a_corpus_is_the_texts_of_a_run_or_a_file(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    for name, content, texts in [
+        ("a.txt", "the world\nother", ["the world\nother"]),
+        ("run.jsonl", '{"prompt": "the", "text": " world"}\n{"prompt": "other", "text": ""}\n', ["the world", "other"]),
+    ]:
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        ids_C = read_corpus(NgramConfig(kind="ngram", corpus=str(tmp_path / name)), tokenizer)
+        assert ids_C is not None
+        wanted = [token for text in texts for token in (*tokenizer(text).input_ids, tokenizer.eos_token_id)]
+        assert ids_C.tolist() == wanted
+    for faulty in (b'{"prompt": "the"}', b"[1]", b"{", b"\xff"):
+        (tmp_path / "run.jsonl").write_bytes(faulty)
+        with pytest.raises(ConfigError, match=r"cannot be read \(.*give the run.jsonl of a run, or a text"):
+            read_corpus(NgramConfig(kind="ngram", corpus=str(tmp_path / "run.jsonl")), tokenizer)

@@ -1,13 +1,12 @@
 """Heads of one pass draft as their public definitions say, whatever was accepted before, and faults are sentences."""
 
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from llama_ssp.architectures.family import inventory
@@ -15,12 +14,11 @@ from llama_ssp.architectures.reading import read_config
 from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError
 from llama_ssp.machines import hardware
-from llama_ssp.models.cache import Taps
 from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.models.runner import Runner
+from llama_ssp.models.weights import Loading
 from llama_ssp.planning.plan import Plan
 from llama_ssp.planning.timing import CostModel
-from llama_ssp.ranks.comms import Comm
 from llama_ssp.run.tasks.dry_run import plan_of_run
 from llama_ssp.run.tasks.records import GenerateConfig
 from llama_ssp.settings.schema import MODEL_DRAFT, DrafterConfig, RunConfig
@@ -29,12 +27,12 @@ from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.trees import Tree
 from llama_ssp.weights.head import HeadSource
-from tests.helpers.decoders import ScriptedLength, complete, make_decoder
-from tests.helpers.fake_comm import on_ranks, thread_comms
+from tests.helpers import head_drafts
+from tests.helpers.decoders import complete, make_decoder
+from tests.helpers.head_drafts import NUM_DRAFTED, Seen
 from tests.helpers.lanes import heavy
 from tests.helpers.one_pass_heads import (
     CONFIGS,
-    MASK,
     SHARING,
     VOCABULARY,
     WIDTH,
@@ -46,74 +44,32 @@ from tests.helpers.one_pass_heads import (
 )
 from tests.helpers.recorded import WatchedGraphs
 
-CPU, TEMPERATURE, NUM_DRAFTED = torch.device("cpu"), 0.8, 3
+CPU = torch.device("cpu")
 PROMPTS = ((5, 100, 17, 4, 56), (31,), tuple(range(40, 70)))
 
 
 def load(origin: Any, target: Runner | None = None) -> Any:  # noqa: ANN401 - a model or a head
-    return load_model(origin, dtype=torch.float32, device=CPU, comm=Comm.single(), target=target)
+    return load_model(Loading(origin, dtype=torch.float32, target=target))
 
 
 def decode(target: Runner, origin: HeadSource, **how: Any) -> list[Any]:  # noqa: ANN401
-    """Texts with a head; `watch` sees the texts of a round, and their drafts."""
-    watch, tree, num_new = how.pop("watch", None), how.get("tree"), how.pop("num_new", 12)
-    choices = how.pop("choices", ())
-    head, taps = load(origin, target), Taps(origin.layers, width=WIDTH, dtype=torch.float32, device=CPU)
-
-    def make(rule: Any) -> OnePassDrafter:  # noqa: ANN401 - any rule
-        drafter = OnePassDrafter(head, taps, rule=rule, first_row=lambda _rows: 0, tree=tree,
-                                 num_draft_tokens=tree.num_drafted if tree else NUM_DRAFTED)  # fmt: skip
-        propose = drafter.propose
-
-        def watched(rows: Any, **named: Any) -> Any:  # noqa: ANN401
-            texts = [ids[:length].tolist() for ids, length in zip(rows.tokens_BS, rows.lengths_B, strict=True)]
-            watch(texts, draft := propose(rows, **named))
-            return draft
-
-        if watch:
-            drafter.propose = watched  # type: ignore[method-assign]
-        return drafter
-
-    given = {"temperature": TEMPERATURE, "replay": watch is None} | how
-    decoder = make_decoder(target, None, make_drafter=make, taps=taps, num_draft_tokens=NUM_DRAFTED, **given)
-    if choices:
-        decoder.length = ScriptedLength(choices)
-    return complete(decoder, list(as_requests(num_new)))
-
-
-def as_requests(num_new: int) -> Iterator[Request]:
-    for index, ids in enumerate(PROMPTS):
-        yield Request(index=index, prompt_ids=ids, max_new_tokens=num_new)
+    """Texts with a head; see `head_drafts.decode`."""
+    make = partial(OnePassDrafter, load(origin, target))
+    return head_drafts.decode(target, make, origin.layers, width=WIDTH, prompts=PROMPTS, **how)
 
 
 def check(folder: Path, layout: str, **how: Any) -> int:  # noqa: ANN401
     """Compare the distributions of all drafts with the reference; returns how many there were."""
-    target, origin = save_pair(folder, layout)
+    (target, origin), seen, tree = save_pair(folder, layout), Seen(), how.get("tree")
     library: Any = AutoModelForCausalLM.from_pretrained(folder / "target", dtype="float32")
-    tensors, tree, number = load_file(folder / "head" / "model.safetensors"), how.get("tree"), 0
-    seen: list[tuple[list[int], Tensor, Tensor]] = []
-
-    def watch(texts: list[list[int]], draft: Any) -> None:  # noqa: ANN401
-        seen.extend(zip(texts, draft.ids_BK.clone(), draft.drawn_law.clone(), strict=True))
-
-    decode(load(target), origin, watch=watch, batch_size=2, **how)
-    table, output = (part.weight.detach() for part in (library.get_input_embeddings(), library.get_output_embeddings()))
-    for text, ids_K, probs_TV in seen:
-        if text == [0, 0]:  # a vacant row
-            continue
-        with torch.inference_mode():
-            states = library(torch.tensor([text]), output_hidden_states=True).hidden_states
-        taps_CX = torch.cat([states[layer][0, : len(text) - 1] for layer in origin.layers], dim=-1)
-        for step in range(tree.num_parents if tree else len(ids_K)):
-            path = [
-                node - 1 for node in range(1, step + 1) if tree is None or tree.topology.ancestors_BTT[0][step, node]
-            ]
-            logits_V = reference(layout, tensors, text, taps_CX, ids_K[path].tolist(), table_VE=table,
-                                 output_VE=output, num_drafted=tree.depth if tree else NUM_DRAFTED)  # fmt: skip
-            wanted_V = (logits_V / TEMPERATURE).softmax(-1)
-            torch.testing.assert_close(probs_TV[step].double(), wanted_V, atol=2e-5, rtol=1e-3)
-            number += 1
-    return number
+    decode(load(target), origin, seen=seen, batch_size=2, **how)
+    parts = library.get_input_embeddings(), library.get_output_embeddings()
+    table_VE, output_VE = (part.weight.detach() for part in parts)
+    wanted = partial(
+        reference, layout, load_file(folder / "head" / "model.safetensors"), table_VE=table_VE, output_VE=output_VE,
+        num_drafted=tree.depth if tree else NUM_DRAFTED,
+    )  # fmt: skip
+    return head_drafts.check(seen, library, taps_of(layout), tree, wanted)
 
 
 ALWAYS = {"peagle": None, "dflash of its authors": None, "dspark": "2x2x1"}
@@ -142,36 +98,14 @@ def test_a_head_reads_what_it_has_missed_in_rounds_that_did_not_draft(layout: st
 def test_greedy_text_is_that_of_plain_decoding(layout: str, tmp_path: Path) -> None:
     """Launched and recorded, in batches of one and of three, which refill rows; accepted or not."""
     target, origin = save_pair(tmp_path, layout, likely=8)
-    runner, requests, num_accepted = load(target), list(as_requests(24)), 0
+    runner, num_accepted = load(target), 0
+    requests = [Request(index=index, prompt_ids=ids, max_new_tokens=24) for index, ids in enumerate(PROMPTS)]
     plain = [done.token_ids for done in complete(make_decoder(runner, None, num_draft_tokens=0), requests)]
     for batch_size, replay in ((1, False), (2, True), (3, WatchedGraphs)):
         done = decode(runner, origin, batch_size=batch_size, replay=replay, temperature=0.0, num_new=24)
         assert [each.token_ids for each in done] == plain
         num_accepted += sum(sum(each.accepted_lengths) for each in done)
     assert num_accepted > 3
-
-
-@pytest.mark.parametrize("layout", ["recurrent dspark", *map(heavy, ("peagle", SHARING, "dspark"))])
-def test_two_ranks_compute_what_one_does(layout: str, tmp_path: Path) -> None:
-    _, origin = save_pair(tmp_path, layout)
-    comms, text_BT = thread_comms(2), torch.tensor([[5, 9, 17, 4, 100, 33, 2, 8, 50]])
-
-    def drafted(comm: Comm) -> list[Tensor]:
-        head: Any = load_model(origin, dtype=torch.float32, device=CPU, comm=comm)
-        head.allocate(batch_size=1, capacity=64)
-        number = head.block_size(NUM_DRAFTED)
-        with torch.inference_mode():
-            context_BCE = head.hidden_of(torch.linspace(-1, 1, 8 * WIDTH * len(origin.layers)).view(1, 8, -1))
-            ids_BT = torch.cat([text_BT[:, 1:] if head.tokens_ahead else text_BT, torch.full((1, number), MASK)], 1)
-            following = head.draft(
-                ids_BT[:, : 8 + number], context_BCE, torch.arange(8 + number)[None], num_drafted=NUM_DRAFTED, bucket=64
-            )
-            return [following(depth, text_BT[:, depth : depth + 1], None) for depth in range(NUM_DRAFTED)]
-
-    found, [wanted] = on_ranks(comms, drafted), on_ranks(thread_comms(1), drafted)
-    for first, second, whole in zip(*found, wanted, strict=True):
-        assert first.equal(second)
-        torch.testing.assert_close(first, whole, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("layout", CONFIGS)

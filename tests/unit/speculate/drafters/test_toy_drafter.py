@@ -72,7 +72,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.seconds
 @pytest.mark.parametrize("sampling", [heavy("greedy"), slow("default")])
 def test_a_drafter_from_outside_drafts(sampling: str, folder: Path) -> None:
     words = ("prompt=x = [0, 0, 0, 0,", "max_new_tokens=12", f"sampling={sampling}")
@@ -87,7 +86,6 @@ def test_a_drafter_from_outside_drafts(sampling: str, folder: Path) -> None:
     assert json.loads((folder / "run" / "summary.json").read_text())["draft"] == "repeat"
 
 
-@pytest.mark.seconds
 def test_a_drafter_is_checked_and_planned_by_its_record(folder: Path) -> None:
     planned = launch(folder, "draft=repeat", "dry_run=true", "task=generate", plugins="toy_repeat")
     assert planned.returncode == 0, planned.stderr

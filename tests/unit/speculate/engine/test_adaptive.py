@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llama_ssp.models.loading import load_model
-from llama_ssp.ranks.comms import Comm
+from llama_ssp.models.weights import Loading
 from llama_ssp.speculate.engine.adaptive import PROBE_SHARE, AdaptiveLength, RoundCosts
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
@@ -31,10 +31,7 @@ def test_a_round_that_is_timed_reads_about_as_many_experts_as_one_of_a_text(tmp_
     """Equal tokens would choose alike, and K that do not pay would seem cheap."""
     build_checkpoint(tmp_path / "target", "mixtral", num_local_experts=8, num_hidden_layers=6)
     build_checkpoint(tmp_path / "draft", "llama")
-    target, draft = (
-        load_model(inspect(tmp_path / name), dtype=None, device=torch.device("cpu"), comm=Comm.single())
-        for name in ("target", "draft")
-    )
+    target, draft = (load_model(Loading(inspect(tmp_path / name))) for name in ("target", "draft"))
     decoder = make_decoder(target, draft, num_draft_tokens=8, temperature=0.8)
     with torch.inference_mode():
         decoder.make_room(REQUESTS)

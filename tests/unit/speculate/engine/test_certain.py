@@ -13,7 +13,7 @@ from llama_ssp.run.tasks.benchmark import Ours
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.drafter import Drafter
 from llama_ssp.speculate.drafters.model import ModelDrafter
-from llama_ssp.speculate.drafters.ngram import NgramDrafter
+from llama_ssp.speculate.drafters.ngram import Corpus, NgramDrafter
 from llama_ssp.speculate.sampling.draft import Draft
 from llama_ssp.speculate.sampling.processors import processor
 from llama_ssp.speculate.sampling.rules import Rule, make_rule, verify_ahead, verify_speculative
@@ -38,6 +38,15 @@ def copies_of_other_texts(_rule: Rule) -> Drafter:
     return NgramDrafter(num_draft_tokens=3, longest=3, shortest=1, device=CPU, num_texts=3)
 
 
+def copies_of_the_future(_rule: Rule) -> Drafter:
+    """From a corpus that has every text in full."""
+    plain = complete(make_decoder(PrefixRunner(sharpness=1.0), None, temperature=0.9), requests(24))
+    ids = [token for done in plain for token in (*done.request.prompt_ids, *done.token_ids)]
+    sizes: dict[str, Any] = {"longest": 4, "shortest": 1, "device": CPU}
+    corpus = Corpus(torch.tensor(ids), num_tokens=len(ids), **sizes)
+    return NgramDrafter(num_draft_tokens=3, num_texts=3, corpus=corpus, **sizes)
+
+
 @pytest.mark.parametrize("batch_size", [1, 5])
 @pytest.mark.parametrize("rule_name", ["speculative", heavy("block")])
 @pytest.mark.parametrize(
@@ -46,11 +55,12 @@ def copies_of_other_texts(_rule: Rule) -> Drafter:
         {"ngram": True}, {"ngram": True, "sampling": PENALIZED}, {"ngram": True, "tree": Tree.of("3x2x1", CPU)},
         {"draft": PrefixRunner(seed=1, sharpness=1.0), "tree": Tree.of("dynamic-7x3x3", CPU)},
         {"make_drafter": best_of_draft}, {"make_drafter": copies_of_other_texts},
-        {"make_drafter": copies_of_other_texts, "replay": WatchedGraphs},
+        {"make_drafter": copies_of_other_texts, "replay": WatchedGraphs}, {"make_drafter": copies_of_the_future},
+        {"make_drafter": copies_of_the_future, "replay": WatchedGraphs},
     ],
     ids=[
         "copies", "copies under a penalty", "a tree of copies", "a dynamic tree", "best tokens", "other texts",
-        "other texts in graphs",
+        "other texts in graphs", "the future", "the future in graphs",
     ],
 )  # fmt: skip
 def test_sampled_text_is_that_of_plain_decoding(drafted: dict[str, Any], rule_name: str, batch_size: int) -> None:

@@ -16,8 +16,6 @@ from tests.helpers.decoders import complete, make_decoder, outcome, requests
 from tests.helpers.kinds import Make, kinds
 from tests.helpers.recorded import FakeRecorder
 
-pytestmark = pytest.mark.seconds
-
 T = TypeVar("T")
 
 

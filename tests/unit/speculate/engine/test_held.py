@@ -19,6 +19,7 @@ from llama_ssp.models.loading import load_model
 from llama_ssp.models.prefill import Held, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.states import StateCache
+from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.run.decoders import agree_on_bits
 from llama_ssp.speculate.engine.completion import RowCompletion
@@ -313,7 +314,6 @@ def same_bits(make: Callable[[], Decoder], logits: FirstLogits) -> int:
     return num_reused
 
 
-@pytest.mark.seconds
 @pytest.mark.parametrize(("batch_size", "shape"), [(1, None), (3, None), (1, "2x2x1")])
 def test_logits_after_a_prompt_have_the_same_bits(
     batch_size: int, shape: str | None, monkeypatch: pytest.MonkeyPatch
@@ -328,7 +328,6 @@ def test_logits_after_a_prompt_have_the_same_bits(
     assert same_bits(make, FirstLogits(monkeypatch)) > 100
 
 
-@pytest.mark.seconds
 def test_logits_on_two_ranks_have_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build_checkpoint(tmp_path, "llama", **SHARED)
     logits, comms = FirstLogits(monkeypatch), thread_comms(2)
@@ -342,7 +341,6 @@ def test_logits_on_two_ranks_have_the_same_bits(tmp_path: Path, monkeypatch: pyt
     assert one == other > 100
 
 
-@pytest.mark.seconds
 def test_logits_behind_whole_chunks_have_the_same_bits_with_any_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     read_in_chunks(8, monkeypatch)
     target = lean(kernel=PlainLinear)
@@ -371,7 +369,7 @@ def test_states_are_saved_where_prompts_were_seen_to_part_else_at_their_end(
 
 
 def load(folder: Path) -> Runner:
-    return load_model(inspect(folder), dtype=None, device=torch.device("cpu"), comm=Comm.single())
+    return load_model(Loading(inspect(folder)))
 
 
 def pair_of(target: Runner, draft: Runner | None) -> tuple[Runner, Runner | None]:
@@ -391,7 +389,6 @@ def same_texts(make: Callable[[], Decoder]) -> int:
     return sum(reused(found))
 
 
-@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("kind", "models", "batch_size"),
     [

@@ -10,6 +10,7 @@ from llama_ssp.architectures import engine
 from llama_ssp.errors import NumericError
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import NullRunner, Runner
+from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.speculate.engine.likelihoods import ScoredText, TokenScores, log_likelihoods
 from llama_ssp.weights.checkpoint import inspect
@@ -18,8 +19,6 @@ from tests.helpers.lanes import heavy
 from tests.helpers.log_probs import check as compare
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.prefix_runner import PrefixRunner
-
-pytestmark = pytest.mark.seconds
 
 CPU = torch.device("cpu")
 LENGTHS, NUM_TOP = (7, 2, 30, 30, 12), 3
@@ -41,7 +40,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedMod
 
 
 def load(folder: Path, comm: Comm) -> Runner:
-    return load_model(inspect(folder), dtype=torch.float32, device=CPU, comm=comm)
+    return load_model(Loading(inspect(folder), dtype=torch.float32, comm=comm))
 
 
 def scores_of(

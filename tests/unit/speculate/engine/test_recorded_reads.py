@@ -14,6 +14,7 @@ from llama_ssp.models.cache import Taps
 from llama_ssp.models.llama.head import HeadRunner
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import NullRunner, Runner
+from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.drafters.shared import BroadcastDrafter, TapsSender
@@ -29,8 +30,6 @@ from tests.helpers.kinds import KINDS, near_pair
 from tests.helpers.lanes import heavy
 from tests.helpers.overlapped import overlapped_decoder
 from tests.helpers.recorded import WatchedGraphs
-
-pytestmark = pytest.mark.seconds
 
 CPU = torch.device("cpu")
 NUM_DRAFTED = 3
@@ -124,7 +123,7 @@ def head_decoder(
     def make(rule: Any) -> Any:  # noqa: ANN401
         inner = None
         if comm.rank == comm.size - 1:
-            head = load_model(origin, dtype=torch.float32, device=CPU, comm=Comm.single())
+            head = load_model(Loading(origin, dtype=torch.float32))
             assert isinstance(head, HeadRunner)
             inner = HeadDrafter(head, taps, rule=rule, num_draft_tokens=number, first_row=lambda _rows: 0, tree=tree)
             if comm.size == 1:
@@ -145,7 +144,7 @@ def head_decoder(
 def small_pair(folder: Path) -> tuple[HeadSource, Runner]:
     """A head, and its target."""
     files, origin = save_small_pair(folder)
-    target = load_model(files, dtype=torch.float32, device=CPU, comm=Comm.single())
+    target = load_model(Loading(files, dtype=torch.float32))
     assert not isinstance(target, HeadRunner)
     return origin, target
 

@@ -27,8 +27,6 @@ from tests.helpers.decoders import advance, complete, make_decoder
 from tests.helpers.lanes import heavy
 from tests.helpers.models import load_lean, tiny_model
 
-pytestmark = pytest.mark.seconds
-
 READS = {"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::nonzero", "aten::equal"}
 NUM_SLOTS, SHORT, LONG = 192, 64, 128
 """Slots of a row, and two buckets of the cache that a round may read; to read all slots is another view."""

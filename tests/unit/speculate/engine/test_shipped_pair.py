@@ -19,8 +19,6 @@ from tests.helpers.lanes import heavy, slow
 from tests.helpers.prompts import PROMPTS
 from tests.helpers.texts import few_part
 
-pytestmark = pytest.mark.seconds
-
 
 @pytest.fixture(scope="module")
 def pair() -> Pair:

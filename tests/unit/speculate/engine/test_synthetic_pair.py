@@ -5,8 +5,6 @@ import pytest
 from tests.helpers.lanes import slow
 from training.agreement import acceptance
 
-pytestmark = pytest.mark.seconds
-
 
 @pytest.mark.parametrize(
     ("model", "draft", "agreement"),

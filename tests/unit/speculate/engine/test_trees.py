@@ -9,7 +9,7 @@ from llama_ssp import catalogue
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import Runner
-from llama_ssp.ranks.comms import Comm
+from llama_ssp.models.weights import Loading
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.executors import Recorder
 from llama_ssp.speculate.engine.state import Request
@@ -156,6 +156,6 @@ def test_the_lean_decoder_reads_trees_as_it_reads_texts(temperature: float) -> N
 
 
 def _shipped(name: str) -> LeanRunner:
-    found = load_model(inspect(hub.resolve(catalogue.load(name))), dtype=torch.float32, device=CPU, comm=Comm.single())
+    found = load_model(Loading(inspect(hub.resolve(catalogue.load(name))), dtype=torch.float32))
     assert isinstance(found, LeanRunner)
     return found

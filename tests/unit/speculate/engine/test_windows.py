@@ -11,6 +11,7 @@ from llama_ssp.models.cache import Taps
 from llama_ssp.models.llama.head import HeadRunner
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import Runner
+from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.engine.loop import Decoder
@@ -21,8 +22,6 @@ from tests.helpers.draft_heads import SMALL_WIDTH, save_small_pair
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import heavy
 from tests.helpers.models import build_checkpoint, load_ranks
-
-pytestmark = pytest.mark.seconds
 
 CPU = torch.device("cpu")
 WINDOWS = {"gpt_oss": 9, "cohere2": 8, "mistral": 24, "gemma3_text": 6, "gpt_neo": 2}
@@ -69,7 +68,7 @@ def test_greedy_text_with_a_heads_trees_is_plain_text(tmp_path: Path) -> None:
     origins = save_small_pair(
         tmp_path, "mistral", {"sliding_window": 9}, of_head={"model_type": "mistral", "sliding_window": 5}
     )
-    target, head = (load_model(each, dtype=None, device=CPU, comm=Comm.single()) for each in origins)
+    target, head = (load_model(Loading(each)) for each in origins)
     assert isinstance(head, HeadRunner)
     assert not isinstance(target, HeadRunner)
     plain = texts(make_decoder(target, None, batch_size=2))

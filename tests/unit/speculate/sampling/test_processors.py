@@ -14,8 +14,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from llama_ssp.architectures.matrices import tokens_of_a_block
 from llama_ssp.settings.schema import SamplingConfig
-from llama_ssp.speculate.sampling.processors import draw, processor, tokens_of_a_block
+from llama_ssp.speculate.sampling.processors import draw, processor
 from tests.helpers.exact_law import LARGEST_UNIFORM
 from tests.helpers.lanes import grid
 

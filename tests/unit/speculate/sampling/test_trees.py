@@ -169,7 +169,7 @@ def test_the_target_chooses_after_each_node_as_plain_decoding_does_at_that_place
     for node, depth in enumerate(shape.depths_BT[0].tolist()):
         alone_B1 = draw(target_BTV[:, node].contiguous(), plain_BTP[:, depth])
         assert torch.equal(chosen_BT[:, node : node + 1], alone_B1)
-        assert torch.equal(weights_BT[:, node : node + 1], target_BTV[:, node].gather(1, alone_B1))
+        assert torch.equal(weights_BT[:, node], target_BTV[:, node, 0])  # which are NaN if one is
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)

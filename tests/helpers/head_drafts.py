@@ -1,0 +1,81 @@
+"""Texts that a draft head drafts, and the comparison of its distributions with a reference's.
+
+Shapes: T nodes, X taps, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llama_ssp.models.cache import Taps
+from llama_ssp.models.runner import Runner
+from llama_ssp.speculate.engine.completion import RowCompletion
+from llama_ssp.speculate.engine.round import DraftChoice
+from llama_ssp.speculate.engine.state import Request
+from llama_ssp.speculate.sampling.trees import Tree
+from tests.helpers.decoders import ScriptedLength, make_decoder
+
+TEMPERATURE, NUM_DRAFTED = 0.8, 3
+Seen = list[tuple[list[int], Tensor, Tensor]]
+"""Texts, and what was drafted behind them: tokens and their law."""
+
+
+def decode(  # noqa: PLR0913
+    target: Runner, make: Callable[..., Any], layers: Sequence[int], *, width: int, prompts: Sequence[tuple[int, ...]],
+    num_new: int = 12, tree: Tree | None = None, seen: Seen | None = None, choices: Sequence[DraftChoice] = (),
+    reuses: bool = True, **how: Any,  # noqa: ANN401
+) -> list[RowCompletion]:  # fmt: skip
+    """Decode with the drafter that is made for taps of these layers; `seen` takes its drafts, round by round."""
+    taps = Taps(layers, width=width, dtype=torch.float32, device=torch.device("cpu"))
+
+    def make_drafter(rule: Any) -> Any:  # noqa: ANN401 - any rule
+        number = tree.num_drafted if tree else NUM_DRAFTED
+        drafter = make(taps, rule=rule, num_draft_tokens=number, first_row=lambda _rows: 0, tree=tree)
+        propose = drafter.propose
+
+        def watched(rows: Any, **named: Any) -> Any:  # noqa: ANN401
+            texts = [ids[:length].tolist() for ids, length in zip(rows.tokens_BS, rows.lengths_B, strict=True)]
+            draft = propose(rows, **named)
+            seen.extend(zip(texts, draft.ids_BK.clone(), draft.drawn_law.clone(), strict=True))  # type: ignore[union-attr]
+            return draft
+
+        if seen is not None:
+            drafter.propose = watched
+        return drafter
+
+    given = {"temperature": TEMPERATURE, "replay": seen is None} | how
+    decoder = make_decoder(
+        target, None, make_drafter=make_drafter, taps=taps, tree=tree, num_draft_tokens=NUM_DRAFTED, **given
+    )
+    decoder.reuses = reuses
+    if choices:
+        decoder.length = ScriptedLength(choices)
+    requests = [Request(index=index, prompt_ids=ids, max_new_tokens=num_new) for index, ids in enumerate(prompts)]
+    with torch.inference_mode():
+        done = {update.completion.request.index: update.completion
+                for updates in decoder.run(requests, to_length=True) for update in updates}  # fmt: skip
+    return [done[index] for index in range(len(prompts))]
+
+
+def check(
+    seen: Seen, library: Any, layers: Sequence[int], tree: Tree | None,  # noqa: ANN401 - a model of transformers
+    logits_of: Callable[[list[int], Tensor, list[int]], Tensor],
+) -> int:  # fmt: skip
+    """Compare all laws with the logits of a reference, from texts, taps and drafted tokens; returns how many."""
+    number = 0
+    for text, ids_K, law_TV in seen:
+        if text == [0, 0]:  # a vacant row
+            continue
+        with torch.inference_mode():
+            states = library(torch.tensor([text]), output_hidden_states=True).hidden_states
+        taps_LX = torch.cat([states[layer][0, : len(text) - 1] for layer in layers], dim=-1)
+        for step in range(tree.num_parents if tree else len(ids_K)):
+            path = [
+                node - 1 for node in range(1, step + 1) if tree is None or tree.topology.ancestors_BTT[0][step, node]
+            ]
+            wanted_V = (logits_of(text, taps_LX, ids_K[path].tolist()) / TEMPERATURE).softmax(-1)
+            torch.testing.assert_close(law_TV[step].double(), wanted_V, atol=2e-5, rtol=1e-3)
+            number += 1
+    return number
