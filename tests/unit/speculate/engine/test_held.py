@@ -416,7 +416,9 @@ def test_texts_go_on_from_states_that_were_saved(
     assert same_texts(make) > 20
     if batch_size == 3 and models == "both":
         take = StateCache.take
-        monkeypatch.setattr(StateCache, "take", lambda *given: take(*given[:-1], given[-1] - 1))
+        monkeypatch.setattr(
+            StateCache, "take", lambda own, other, row, rows, number: take(own, other, row, rows, number - 1)
+        )
         with pytest.raises(AssertionError):
             same_texts(make)
 
