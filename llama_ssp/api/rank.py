@@ -79,32 +79,24 @@ def serve(caller: Caller) -> None:
     while call := caller.calls.get():
         caller.is_busy, (message, stop) = True, call
         try:
-            arguments: dict[str, Any] = message["arguments"]
-            result: object = None
             if message["call"] == "load":
-                pair = load(**{name: _of_argument(value) for name, value in arguments.items()})
+                pair = load(**{name: _of_argument(value) for name, value in message["arguments"].items()})
                 folder = pair.models.tokenizer.name_or_path
-                result = {"repr": repr(pair), "device": str(pair.device), "tokenizer": folder}
-            elif pair and message["call"] == "update":
-                files = {what: new for what, new in arguments.items() if isinstance(new, dict)}
-                pair.update(**arguments | {what: load_file(new["tensors"]) for what, new in files.items()})
-            elif pair:
-                result = _generate(pair, arguments, caller, stop)
+                result: object = {"repr": repr(pair), "device": str(pair.device), "tokenizer": folder}
+            else:
+                assert pair, "a pair is loaded first"
+                result = _called(pair, message["call"], message["arguments"], caller, stop)
             caller.say(result=result)
-        except SspError as error:
-            is_over = pair is None or error.speaks is not None
-            caller.say(error=to_message(error), is_over=is_over)
+        except (Exception, KeyboardInterrupt) as error:
+            failure: SspError = LostRankError(f"rank {caller.rank} failed: {type(error).__name__}: {error}")
+            is_over = True
+            if isinstance(error, SspError):
+                failure, is_over = error, pair is None or error.speaks is not None
+            elif isinstance(error, KeyboardInterrupt):
+                failure, is_over = InterruptedRun("the ranks were interrupted"), not caller.was_asked
+            caller.say(error=to_message(failure), is_over=is_over)
             if is_over:
                 raise
-        except KeyboardInterrupt:
-            is_over = not caller.was_asked
-            caller.say(error=to_message(InterruptedRun("the ranks were interrupted")), is_over=is_over)
-            if is_over:
-                raise
-        except Exception as error:
-            sentence = f"rank {caller.rank} failed: {type(error).__name__}: {error}"
-            caller.say(error=to_message(LostRankError(sentence)), is_over=True)
-            raise
         caller.is_busy = False
 
 
@@ -112,12 +104,16 @@ def _of_argument(value: Any) -> Any:  # noqa: ANN401 - of `load`
     return tuple(value) if isinstance(value, list) else value
 
 
-def _generate(pair: Pair, arguments: Mapping[str, Any], caller: Caller, stop: StopRequest) -> object:
-    read = {**arguments["read"]}
+def _called(pair: Pair, name: str, given: Mapping[str, Any], caller: Caller, stop: StopRequest) -> object:
+    """Make a call of `started.PairOnRanks`; returns what its caller gets."""
+    if name == "update":
+        files = {what: load_file(new["tensors"]) for what, new in given.items() if isinstance(new, dict)}
+        pair.update(**{**given, **files})
+        return None
+    read = {**given["read"], "streamer": caller if given["read"]["streamer"] else None}
     read["logit_bias"] = {int(token): bias for token, bias in read["logit_bias"].items()}
-    read["streamer"] = caller if read["streamer"] else None
-    if arguments["template"]:
-        pair.tokenizer.chat_template = arguments["template"]
+    if given["template"]:
+        pair.tokenizer.chat_template = given["template"]
     with in_library_words():
         found = pair._complete(read, stop)
     return [asdict(one) for one in found] if caller.rank == 0 else None

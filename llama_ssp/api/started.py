@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from queue import Empty, Queue
 from signal import SIGKILL
@@ -225,18 +226,15 @@ class PairOnRanks(Pair):
         self._ranks = StartedRanks(num_ranks, timeout_s=TimeoutConfig().load_s)  # type: ignore[arg-type]
         self._end = weakref.finalize(self, self._ranks.close)
         self._about = self._ranks.call("load", arguments, _warn)
-        self._tokenizer: PreTrainedTokenizerBase | None = None
 
     def close(self) -> None:
         """End the ranks; the pair takes no further call. The end of the process and of the object do the same."""
         self._end()
 
-    @property
+    @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The target's, in this process; its chat template counts on the ranks too."""
-        if self._tokenizer is None:
-            self._tokenizer = read_tokenizer(Path(self._about["tokenizer"]))
-        return self._tokenizer
+        return read_tokenizer(Path(self._about["tokenizer"]))
 
     @property
     def device(self) -> torch.device:
@@ -276,7 +274,7 @@ class PairOnRanks(Pair):
 
         sent = {name: value for name, value in read.items() if name != "self"}
         sent |= {"prompts": as_list(read["prompts"]), "streamer": streamer is not None}
-        template = self._tokenizer and self._tokenizer.chat_template
+        template = self.tokenizer.chat_template if "tokenizer" in vars(self) else None
         found = self._ranks.call("generate", {"read": sent, "template": template}, hear)
         return [_completion(content) for content in found]
 

@@ -26,6 +26,7 @@ from llama_ssp.terminal.unread import complain
 
 _NODES = "several nodes are started by sbatch launch/slurm.sbatch, or by torchrun --nnodes with launch/run.py"
 _MOST_PER_CORE = 8
+_SCRIPT = "--script"
 _DEVICES = Path("/dev")
 _AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 # Each keeps the ranks of this machine in one process, which takes the GPUs itself or needs none.
@@ -109,7 +110,8 @@ def _is_gpu(properties: Path) -> bool:
 
 def main(words: Sequence[str], *, num_ranks: int | None) -> int:
     """Run the command line, on so many ranks without `ranks=`, None as in `read_start`; returns the exit code."""
-    words, script = _without_script(words)
+    place = [*words, _SCRIPT].index(_SCRIPT)
+    words, script = words[:place], words[place + 1 :] if place < len(words) else None
     try:
         start = read_start(words, os.environ, default=num_ranks)
         if script is not None:
@@ -117,7 +119,7 @@ def main(words: Sequence[str], *, num_ranks: int | None) -> int:
     except ConfigError as error:
         return run.fail(error, read_ranks(os.environ))
     if script is not None:
-        return _run_script(script, start)
+        return _start_ranks(start) if (start.num_ranks or 1) > 1 else _run_script(script)
     if start.num_ranks is None:
         return run.main(start.words)
     size, points = start.num_ranks, list[RunConfig]()
@@ -153,12 +155,6 @@ def _start_ranks(start: Start) -> int:
     return agent.run_ranks([sys.executable, *sys.orig_argv[1:]], num_ranks=start.num_ranks)
 
 
-def _without_script(words: Sequence[str]) -> tuple[Sequence[str], list[str] | None]:
-    """Divide the words into those before `--script`, and the file with its arguments; None without it."""
-    place = [*words, "--script"].index("--script")
-    return words[:place], None if place == len(words) else [*words[place + 1 :]]
-
-
 def _check_script(script: Sequence[str], others: Sequence[str]) -> None:
     if not script:
         raise ConfigError("--script needs a file: llama-ssp run ranks=2 --script study.py ARGUMENT ...")
@@ -168,10 +164,8 @@ def _check_script(script: Sequence[str], others: Sequence[str]) -> None:
         raise ConfigError(f"--script {script[0]}: there is no such file")
 
 
-def _run_script(script: list[str], start: Start) -> int:
-    """Run a Python script as `python FILE ARGUMENT ...` does, on every rank; returns the exit code."""
-    if (start.num_ranks or 1) > 1:
-        return _start_ranks(start)
+def _run_script(script: Sequence[str]) -> int:
+    """Run a Python script on this rank, as `python FILE ARGUMENT ...` does; returns the exit code."""
     ended = SystemExit()
 
     def do(_: object) -> None:
@@ -182,7 +176,6 @@ def _run_script(script: list[str], start: Start) -> int:
             ended.code = error.code
 
     exit_code = run.as_rank(read_ranks(os.environ), do)
-    if ended.code is None or isinstance(ended.code, int):
-        return exit_code or ended.code or 0
-    complain(str(ended.code))
-    return 1
+    if isinstance(ended.code, str):
+        complain(ended.code)
+    return exit_code or (ended.code if isinstance(ended.code, int) else bool(ended.code))

@@ -15,6 +15,7 @@ from llama_ssp.run.commands import own_ranks
 from llama_ssp.run.commands.agent import exit_code_of
 from llama_ssp.run.commands.own_ranks import Start, num_gpus, read_start
 from llama_ssp.weights import hub
+from tests.helpers.starters import run_program
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2"}
 KILLED, STOPPED = -signal.SIGKILL, -signal.SIGTERM
@@ -139,3 +140,31 @@ def test_the_code_is_that_of_the_lowest_rank_and_a_loss_that_no_rank_has_reporte
     err = capsys.readouterr().err
     assert err.startswith(said)
     assert bool(err) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--script"], "--script needs a file: llama-ssp run ranks=2 --script study.py ARGUMENT ..."),
+        (["ranks=2", "--script", "gone.py"], "--script gone.py: there is no such file"),
+        (
+            ["model=7B", "--script", __file__],
+            "model=7B has no effect on a script, which gives its settings to load() and",
+        ),
+        (["ranks=x", "--script", __file__], "ranks=x must be one whole number from 1 on"),
+    ],
+)
+def test_a_script_that_cannot_run_gets_its_sentence(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert own_ranks.main(words, num_ranks=None) == 2
+    assert capsys.readouterr().err.startswith(sentence)
+
+
+def test_a_script_on_one_rank_has_its_arguments_and_its_folder_and_ends_with_its_code(tmp_path: Path) -> None:
+    (tmp_path / "other.py").write_text("")
+    (tmp_path / "study.py").write_text("import sys, other\nprint(sys.argv[1:], __name__)\nsys.exit('no: $5')\n")
+    ended = run_program("run", "--script", str(tmp_path / "study.py"), "ranks=3", "--help")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (
+        1, "['ranks=3', '--help'] __main__\n", "no: $5\n",
+    )  # fmt: skip
