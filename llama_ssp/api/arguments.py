@@ -17,14 +17,7 @@ from llama_ssp.errors import ConfigError, refuse, similar_name, unknown_name
 from llama_ssp.settings.checks import required_of
 from llama_ssp.settings.drafters import DraftTokenizer, ModelDraftConfig, drafters
 from llama_ssp.settings.foreign import FOREIGN
-from llama_ssp.settings.schema import (
-    MODEL_DRAFT,
-    NO_DRAFT,
-    DrafterConfig,
-    DraftLayout,
-    DraftPlacement,
-    PlacementConfig,
-)
+from llama_ssp.settings.schema import MODEL_DRAFT, NO_DRAFT, DrafterConfig, DraftLayout, DraftPlacement, PlacementConfig
 from llama_ssp.storage.formats import CACHES, FORMATS
 from llama_ssp.words import in_library_words, key_of, said
 

@@ -38,13 +38,7 @@ from llama_ssp.continuation import decode_after
 from llama_ssp.errors import ConfigError, SspError
 from llama_ssp.log_probs import CompletionLogProbs
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.ranks.failures import (
-    Phase,
-    from_message,
-    guard,
-    raise_on_all_ranks,
-    unify_failure,
-)
+from llama_ssp.ranks.failures import Phase, from_message, guard, raise_on_all_ranks, unify_failure
 from llama_ssp.ranks.gpu import selected, selection_kept
 from llama_ssp.ranks.process import signals_kept
 from llama_ssp.ranks.world import World, start
@@ -634,12 +628,7 @@ def _loaded(config: RunConfig, world: World, loaded: tuple[Loaded, Loaded]) -> P
 
 
 def _read_model(
-    what: str,
-    given: object,
-    tokenizer: PreTrainedTokenizerBase | None,
-    *,
-    target: object = None,
-    **formats: object,
+    what: str, given: object, tokenizer: PreTrainedTokenizerBase | None, *, target: object = None, **formats: object
 ) -> tuple[ModelConfig, Loaded]:
     if not isinstance(given, torch.nn.Module):
         return entry_of(what, given, target=target, **formats), Loaded(tokenizer=tokenizer)

@@ -20,13 +20,7 @@ from llama_ssp.cpu.kinds import BLOCK
 from llama_ssp.errors import ConfigError
 from llama_ssp.kernels.linear import make_linear, product_of
 from llama_ssp.models.huggingface.experts import can_be_own, experts_of
-from llama_ssp.models.huggingface.modules import (
-    OwnLinear,
-    build_empty,
-    load_modules,
-    match_modules,
-    output_name,
-)
+from llama_ssp.models.huggingface.modules import OwnLinear, build_empty, load_modules, match_modules, output_name
 from llama_ssp.models.huggingface.mtp import MtpRunner
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner
@@ -35,12 +29,7 @@ from llama_ssp.models.llama.one_pass import BlockRunner, ParallelRunner
 from llama_ssp.models.llama.table import is_llama_kind, match_lean, whole_parts
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.tensor_parallel import shard
-from llama_ssp.models.weights import (
-    LINEAR,
-    Loading,
-    Parameter,
-    returning_memory,
-)
+from llama_ssp.models.weights import LINEAR, Loading, Parameter, returning_memory
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.storage.formats import NO_QUANTIZATION, format_of
 from llama_ssp.weights.checkpoint import summary

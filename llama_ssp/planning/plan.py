@@ -32,15 +32,7 @@ from llama_ssp.planning.spec import (
     notes_on_states,
     notes_on_storage,
 )
-from llama_ssp.planning.timing import (
-    CostModel,
-    ForwardTime,
-    Message,
-    Timing,
-    all_reduce_s,
-    round_messages,
-    timing,
-)
+from llama_ssp.planning.timing import CostModel, ForwardTime, Message, Timing, all_reduce_s, round_messages, timing
 from llama_ssp.settings.schema import TargetKind
 from llama_ssp.words import counted, rounded, said
 

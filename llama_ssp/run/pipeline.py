@@ -41,13 +41,7 @@ from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tasks import dry_run
 from llama_ssp.settings.checks import check_values
 from llama_ssp.settings.drafters import outgrown
-from llama_ssp.settings.schema import (
-    DraftLayout,
-    DraftPlacement,
-    PlacementConfig,
-    RunConfig,
-    TargetPlacement,
-)
+from llama_ssp.settings.schema import DraftLayout, DraftPlacement, PlacementConfig, RunConfig, TargetPlacement
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.terminal.terminal import Terminal
 

@@ -55,8 +55,7 @@ _NAMES: dict[str, Counterpart] = {
         "max_new_tokens", "max_new_tokens=64 limits the new tokens of a completion"
     ),
     "K k gamma lookahead num_speculative_tokens num_assistant_tokens draft_tokens": Counterpart(
-        "speculation.num_draft_tokens",
-        "speculation.num_draft_tokens=4 is K, the number of drafted tokens per round",
+        "speculation.num_draft_tokens", "speculation.num_draft_tokens=4 is K, the number of drafted tokens per round"
     ),
     "ranks rank num_ranks gpus num_gpus nproc nproc_per_node world_size": Counterpart("hardware.num_gpus", _RANKS),
     "tp tensor_parallel_size": Counterpart("", f"the target is tensor parallel over all ranks, and {_RANKS}"),

@@ -248,8 +248,7 @@ def int4_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
     edges = [0, *(1 + is_other_O.nonzero()[:, 0]).tolist(), len(order_OI)]
     linears: list[Linear] = [
         _Reordered(
-            _int4_linear(codes_OI[rows], words_OG[rows], None if bias_O is None else bias_O[rows]),
-            order_OI[rows.start],
+            _int4_linear(codes_OI[rows], words_OG[rows], None if bias_O is None else bias_O[rows]), order_OI[rows.start]
         )
         for rows in map(slice, edges, edges[1:])
     ]

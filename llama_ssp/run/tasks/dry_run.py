@@ -25,14 +25,7 @@ from llama_ssp.reports.records import Forecast
 from llama_ssp.run.prompts import STANDARD_INPUT, Prompt, read_prompts
 from llama_ssp.settings.checks import check_plan
 from llama_ssp.settings.layout import lay_out_replica
-from llama_ssp.settings.schema import (
-    DeviceKind,
-    DraftLayout,
-    PlanConfig,
-    PlanFormat,
-    RunConfig,
-    TargetKind,
-)
+from llama_ssp.settings.schema import DeviceKind, DraftLayout, PlanConfig, PlanFormat, RunConfig, TargetKind
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.words import lasting
 

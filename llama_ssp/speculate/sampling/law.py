@@ -23,16 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from llama_ssp.architectures.matrices import tokens_of_a_block
-from llama_ssp.evaluation.martingales import (
-    BIASES,
-    BLOCK,
-    FAULTS,
-    RESIDUALS,
-    SCORES,
-    Role,
-    Rounds,
-    TextSums,
-)
+from llama_ssp.evaluation.martingales import BIASES, BLOCK, FAULTS, RESIDUALS, SCORES, Role, Rounds, TextSums
 from llama_ssp.settings.rules import DEFAULT
 
 NUM_NEWEST = 8

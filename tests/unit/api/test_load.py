@@ -110,12 +110,9 @@ def test_models_whose_weights_are_elsewhere_are_refused() -> None:
 @pytest.mark.heavy
 def test_each_model_has_its_own_format_on_request() -> None:
     pair = load(
-        "tiny",
-        "tiny-draft",
-        dtype=(torch.float32, "bf16"),
-        quantization=("int8_weight_only", None),
+        "tiny", "tiny-draft", dtype=(torch.float32, "bf16"), quantization=("int8_weight_only", None),
         cache_dtype=(None, "fp16"),
-    )
+    )  # fmt: skip
     target, draft = pair.models.target, pair.models.draft
     assert isinstance(target, LeanRunner)
     assert isinstance(draft, LeanRunner)

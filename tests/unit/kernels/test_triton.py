@@ -34,12 +34,9 @@ def integers(*names: str) -> dict[str, str]:
 
 
 @grid(
-    capability=CAPABILITIES,
-    dtype=["fp16", "bf16"],
-    has_norms=[False, True],
-    head_dim=[64, 96, 128],
+    capability=CAPABILITIES, dtype=["fp16", "bf16"], has_norms=[False, True], head_dim=[64, 96, 128],
     cache=[*CACHES.all()],
-)
+)  # fmt: skip
 def test_the_kernel_of_the_rotary_embedding_needs_no_stack(
     capability: int, dtype: str, has_norms: bool, head_dim: int, cache: str
 ) -> None:
@@ -67,8 +64,7 @@ RECURRENCES: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "capability"),
-    [("Qwen3-Next", 90), ("Granite 4", 80), heavy("Kimi Linear", 80), heavy("Falcon-H1", 90)],
+    ("kind", "capability"), [("Qwen3-Next", 90), ("Granite 4", 80), heavy("Kimi Linear", 80), heavy("Falcon-H1", 90)]
 )
 def test_the_kernel_of_recurrent_layers_needs_no_stack(kind: str, capability: int) -> None:
     kernel, sizes = recurrence_gpu.recur_kernel, RECURRENCES[kind]
@@ -171,7 +167,8 @@ def test_norms_and_gates_need_no_stack_and_read_weights_alone_before_they_wait(
     "parts",
     [
         ["operators"],
-        ["qwen3", "quantized cache", "several ranks", "recurrent layers"],
+        ["qwen3", "recurrent layers"],
+        ["quantized cache", "several ranks"],
         heavy(["llama, no groups", "mistral, window", "quantized weights"]),
     ],
     ids=", ".join,

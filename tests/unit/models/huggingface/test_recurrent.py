@@ -218,12 +218,9 @@ def test_several_texts_of_a_prompt_are_scored_from_the_state_behind_it(saved: Sa
     folder, model = saved(kind)
     prompt, *new = requests()[4].prompt_ids, *[tuple(range(start, start + 9)) for start in (3, 50, 90)]
     scorer = Scorer(
-        load(folder),
-        log_probs_of(SamplingConfig(temperature=1.0)),
-        batch_size=1,
-        longest=len(prompt) + 9,
+        load(folder), log_probs_of(SamplingConfig(temperature=1.0)), batch_size=1, longest=len(prompt) + 9,
         num_positions=4,
-    )
+    )  # fmt: skip
     with torch.inference_mode():
         found = [
             score.log_probs

@@ -21,6 +21,7 @@ from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
+from llama_ssp.models.weights import Loading
 from llama_ssp.planning.memory import model_bytes, rank_shares, shares
 from llama_ssp.planning.spec import planned_model
 from llama_ssp.ranks.comms import Comm
@@ -84,7 +85,7 @@ def load(folder: Path, comm: Comm, precision: Precision | None = None, *, spread
     storage = storage_of(origin)
     precision = precision or Precision(quantization=storage or "none", is_stored=storage is not None)
     make: Any = load_model if record_of(origin.shape.model_type).is_written else load_modules
-    loaded: Runner = make(origin, dtype=torch.float32, device=CPU, comm=comm, precision=precision)
+    loaded: Runner = make(Loading(origin, dtype=torch.float32, device=CPU, comm=comm, precision=precision))
     return loaded
 
 

@@ -80,8 +80,7 @@ def decode(target: Runner, origin: HeadSource, **how: Any) -> list[Any]:  # noqa
 
 
 @pytest.mark.parametrize(
-    ("save", "shape"),
-    [(original, "2x2x1"), (speculator, None), heavy(original, None), heavy(speculator, "2x2x1")],
+    ("save", "shape"), [(original, "2x2x1"), (speculator, None), heavy(original, None), heavy(speculator, "2x2x1")]
 )
 def test_every_step_of_every_round_has_the_distribution_of_the_reference(
     save: Save, shape: str | None, target: Runner, library: Any, tmp_path: Path  # noqa: ANN401

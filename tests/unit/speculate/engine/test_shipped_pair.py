@@ -30,12 +30,7 @@ def decode(
     pair: Pair, requests: list[Request], *, temperature: float, batch_size: int
 ) -> dict[tuple[int, int], list[int]]:
     """Ids by (prompt, sample)."""
-    config = replace(
-        pair.config,
-        sampling=SamplingConfig(temperature=temperature),
-        batch_size=batch_size,
-        seed=5,
-    )
+    config = replace(pair.config, sampling=SamplingConfig(temperature=temperature), batch_size=batch_size, seed=5)
     done = {}
     for updates in build_decoder(pair.models, config, speculative=True).run(requests):
         for update in updates:

@@ -73,10 +73,7 @@ def test_greedy_text_with_a_heads_trees_is_plain_text(tmp_path: Path) -> None:
     assert not isinstance(target, HeadRunner)
     plain = texts(make_decoder(target, None, batch_size=2))
     for shape in ("2x2x1", "dynamic-9x4x3"):
-        tree, taps = (
-            Tree.of(shape, CPU),
-            Taps(origins[1].layers, width=SMALL_WIDTH, dtype=torch.float32, device=CPU),
-        )
+        tree, taps = (Tree.of(shape, CPU), Taps(origins[1].layers, width=SMALL_WIDTH, dtype=torch.float32, device=CPU))
         made = make_decoder(
             target, None, batch_size=2, taps=taps, tree=tree,
             make_drafter=lambda rule, tree=tree, taps=taps: HeadDrafter(  # type: ignore[misc]

@@ -115,13 +115,7 @@ def some(draft: Draft, rows_B: Tensor) -> Draft:
 
 
 def law_of_text(
-    rule: Rule,
-    target: TableModel,
-    draft: TableModel,
-    *,
-    num_drafted: int,
-    wanted: int,
-    decide: Decide = verify_ahead,
+    rule: Rule, target: TableModel, draft: TableModel, *, num_drafted: int, wanted: int, decide: Decide = verify_ahead
 ) -> Tensor:
     """The law (V^wanted) of the first tokens that overlapped rounds write."""
     vocab_size = target.vocab_size

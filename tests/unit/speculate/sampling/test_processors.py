@@ -36,12 +36,9 @@ def warped(logits: Tensor, sampling: SamplingConfig) -> Tensor:
 
 
 @grid(
-    dtype=[torch.float32, torch.float64],
-    temperature=[0.5, 1.7],
-    top_k=[None, 1, 7, 1000],
-    top_p=[None, 0.05, 0.6, 0.95, 1.0],
-    min_p=[None, 0.02, 0.5, 1.0],
-)
+    dtype=[torch.float32, torch.float64], temperature=[0.5, 1.7], top_k=[None, 1, 7, 1000],
+    top_p=[None, 0.05, 0.6, 0.95, 1.0], min_p=[None, 0.02, 0.5, 1.0],
+)  # fmt: skip
 def test_processors_agree_with_transformers(
     temperature: float, top_k: int | None, top_p: float | None, min_p: float | None, dtype: torch.dtype
 ) -> None:

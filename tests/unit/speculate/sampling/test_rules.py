@@ -15,13 +15,7 @@ from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.sampling.context import Context
 from llama_ssp.speculate.sampling.draft import POINT_MASS, Chain, Draft, Verdict
 from llama_ssp.speculate.sampling.processors import processor
-from llama_ssp.speculate.sampling.rules import (
-    Rule,
-    best_choices,
-    make_rule,
-    verify_block,
-    verify_speculative,
-)
+from llama_ssp.speculate.sampling.rules import Rule, best_choices, make_rule, verify_block, verify_speculative
 from llama_ssp.speculate.sampling.uniforms import Draws, UniformTable
 from tests.helpers.draws import draws_of
 from tests.helpers.exact_law import LARGEST_UNIFORM, exact_law, mean_accepted
@@ -174,9 +168,7 @@ def numbers(*, accept_B: Tensor, residual_BP: Tensor) -> Draws:
 
 
 @verifiers
-def test_a_token_is_accepted_just_below_the_ratio_of_its_probabilities_and_rejected_just_above(
-    verify: Verify,
-) -> None:
+def test_a_token_is_accepted_just_below_the_ratio_of_its_probabilities_and_rejected_just_above(verify: Verify) -> None:
     draft, target_probs = one_draft()
     ratio_B = (target_probs[0, 0] / draft.drawn_law[0, 0]).clamp_max(1)
     half_BP = torch.full((4, 2), 0.5, dtype=torch.float64)

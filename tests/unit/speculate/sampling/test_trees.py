@@ -16,13 +16,7 @@ from llama_ssp.speculate.sampling import trees
 from llama_ssp.speculate.sampling.draft import Chain, Draft, Topology, Verdict
 from llama_ssp.speculate.sampling.processors import draw, processor
 from llama_ssp.speculate.sampling.rules import best_choices, draw_next, plain_choices, verify_block
-from llama_ssp.speculate.sampling.trees import (
-    Level,
-    NodeLaws,
-    Tree,
-    draw_children,
-    verify_tree,
-)
+from llama_ssp.speculate.sampling.trees import Level, NodeLaws, Tree, draw_children, verify_tree
 from llama_ssp.speculate.sampling.uniforms import Draws, UniformTable
 from tests.helpers.draws import draws_of
 from tests.helpers.exact_law import codes_of
