@@ -223,6 +223,8 @@ def _read_by_length(
 ) -> Tensor:
     widths = [length - start for length, start in zip(prompts.lengths, prompts.starts, strict=True)]
     groups, found = _by_length(widths), []
+    if len(groups) == 1:
+        return _read_padded(runner, prompts, rows=rows, buckets=buckets, taps=taps)
     for group in groups:
         some = prompts.some(group)._replace(longest=max(prompts.lengths[place] for place in group))
         found.append(_read_padded(runner, some, rows=[rows[place] for place in group], buckets=buckets, taps=taps))
@@ -235,19 +237,22 @@ def _read_padded(
     runner: Runner, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets, taps: Taps | None, num_left: int = 0
 ) -> Tensor:
     tokens_RS, lengths_R, lengths, longest, *_ = prompts
-    saved = prompts.saved or [0] * len(rows)
-    device, width = tokens_RS.device, longest
+    first, saved = [0] * len(rows), prompts.saved or [0] * len(rows)
+    device, width, last_R1 = tokens_RS.device, longest, lengths_R[:, None] - 1
     if any(prompts.starts):
         width = max(length - start for length, start in zip(lengths, prompts.starts, strict=True))
-    # A row with less to read than others begins earlier, so that none goes on behind the longest prompt.
-    first = [min(start, longest - width) for start in prompts.starts]
-    rows_R, first_R1 = to_device(rows, device), to_device(first, device)[:, None]
-    last_R1 = lengths_R[:, None] - 1 - first_R1
+        # A row with less to read than others begins earlier, so that none goes on behind the longest prompt.
+        first = [min(start, longest - width) for start in prompts.starts]
+        first_R1 = to_device(first, device)[:, None]
+        last_R1 = last_R1 - first_R1
+    rows_R = to_device(rows, device)
     logits_RV: Tensor | None = None
     for start in range(0, width, PREFILL_CHUNK):
         stop = min(start + PREFILL_CHUNK, width)
-        positions_RT = first_R1 + torch.arange(start, stop, device=device)
-        score_R1 = (last_R1 - start).clamp(0, stop - start - 1)
+        positions_RT = torch.arange(start, stop, device=device).expand(len(rows), -1)
+        positions_RT = first_R1 + positions_RT if any(first) else positions_RT.contiguous()
+        # On a CPU an operator behind another model's forward takes up to 70 us: few where one chunk is all.
+        score_R1 = last_R1 if stop - start == width else (last_R1 - start).clamp(0, stop - start - 1)
         taken_R = (last_R1[:, 0] + 1 - num_left - start).clamp(0, stop - start) if runner.keeps_states else None
         chunk_R1V = runner.forward(
             tokens_RS.gather(1, positions_RT), positions_RT, bucket=buckets.covering(max(first) + stop),
@@ -256,8 +261,10 @@ def _read_padded(
         for row, first_of_row, num_tokens in zip(rows, first, saved, strict=True):
             if first_of_row + stop == num_tokens:
                 runner.save(row, num_tokens)
-        ends_here_R1 = (last_R1 >= start) & (last_R1 < stop)
-        logits_RV = chunk_R1V[:, 0] if logits_RV is None else torch.where(ends_here_R1, chunk_R1V[:, 0], logits_RV)
+        if logits_RV is None:
+            logits_RV = chunk_R1V[:, 0]
+        else:
+            logits_RV = torch.where((last_R1 >= start) & (last_R1 < stop), chunk_R1V[:, 0], logits_RV)
     assert logits_RV is not None, "a prompt has at least one token"
     return logits_RV
 

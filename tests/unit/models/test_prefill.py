@@ -17,6 +17,7 @@ from llama_ssp.speculate.engine.executors import GraphExecutor
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.decoders import complete, make_decoder, outcome
 from tests.helpers.models import load_lean
+from tests.helpers.operator_count import OperatorCount
 from tests.helpers.recorded import WatchedGraphs
 from tests.helpers.varlen_attention import varlen_operator
 from tests.unit.models.llama.test_attention import GROUPED, pair
@@ -53,6 +54,18 @@ def test_packed_prompts_give_the_logits_of_padded_ones_and_fill_the_same_slots(
     assert sum(padded[2]) == max(LENGTHS) * len(LENGTHS)
     assert len(packed[2]) <= len(padded[2])
     assert max(packed[2]) <= chunk * len(LENGTHS)
+
+
+def test_few_operators_stand_around_the_forward_of_a_prompt() -> None:
+    """On a CPU each takes tens of microseconds behind the weights of a forward."""
+    forward = Mock(return_value=torch.zeros(1, 1, 7))
+    runner = Mock(is_invariant=True, keeps_states=False, packs_prompts=False, forward=forward)
+    prompt, counting = Prompts(random_ids(1, 64), torch.tensor([5]), [5], longest=5), OperatorCount()
+    with counting:
+        read_prompts(runner, prompt, rows=[0], buckets=BUCKETS)
+    assert counting.counts.total() == 7
+    assert forward.call_args.args[1].tolist() == [[0, 1, 2, 3, 4]]
+    assert forward.call_args.kwargs["score_positions_BR"].tolist() == [[4]]
 
 
 @pytest.mark.parametrize("chunk", [3, 512])
