@@ -478,15 +478,9 @@ def draws_over_shards(
     """Whether the ranks of the target, and those of the draft, draw over shards of the vocabulary (`sampling.shards`).
 
     Else they gather logits. A rule that reads the draft's probabilities reads them where they are, so that both draw
-    over shards, on the same ranks, or neither. Only for chains without top-k, top-p and min-p.
-
-    Args:
-        layout: of a replica whose target is cut by tensors.
-        rule: its name.
-        is_certain: no rule reads probabilities of the draft.
-        num_scored: positions that a round scores, of all rows.
-        vocab_size: of the target.
-        draft_vocab_size: of the draft's model; None for one that draws among other tokens, or no model.
+    over shards, on the same ranks, or neither. Only for chains without top-k, top-p and min-p, of a target that is cut
+    by tensors. `num_scored` positions are scored in a round, of all rows; a draft of other tokens has no
+    `draft_vocab_size`.
     """
     record, block = rule_of(rule), tokens_of_a_block(vocab_size)
     if layout.splits_batch or 4 * num_scored * vocab_size < LEAST_SHARED_BYTES:

@@ -237,10 +237,8 @@ def _shards(models: Models, config: RunConfig) -> tuple[Shard, Shard]:
         num_scored=config.batch_size * (1 + config.speculation.most_draft_tokens * drafts(config.draft)),
         draft_vocab_size=None if has_others else models.sources[-1].origin.shape.vocab_size,
     )  # fmt: skip
-    comms = mesh.target, mesh.draft
-    target, draft = (
-        Shard(comm, vocab_size) if is_cut and comm else WHOLE for is_cut, comm in zip(found, comms, strict=True)
-    )
+    of_models = zip(found, (mesh.target, mesh.draft), strict=True)
+    target, draft = (Shard(comm, vocab_size) if is_cut and comm else WHOLE for is_cut, comm in of_models)
     return target, draft
 
 

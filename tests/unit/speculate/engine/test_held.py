@@ -1,7 +1,7 @@
 """A beginning that rows of the caches hold is not read again, and every text and every bit stays as it was."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -378,11 +378,11 @@ def pair_of(target: Runner, draft: Runner | None) -> tuple[Runner, Runner | None
     return target, draft
 
 
-def same_texts(make: Callable[[], Decoder], num_runs: int) -> int:
+def same_texts(make: Callable[[], Decoder]) -> int:
     """Check that a decoder that reuses decides as one that reads; returns how much it reuses."""
     reuses, reads = make(), make()
     reads.reuses = False
-    runs = runs_of(reads, num_runs=num_runs)
+    runs = runs_of(reads, num_runs=4)
     found, wanted_ones = ([each for requests in runs for each in complete(decoder, requests)]
                           for decoder in (reuses, reads))  # fmt: skip
     assert outcome(found) == outcome(wanted_ones)
@@ -393,13 +393,14 @@ def same_texts(make: Callable[[], Decoder], num_runs: int) -> int:
     ("kind", "models", "batch_size"),
     [
         ("granitemoehybrid, dense", "both", 3),
-        *(slow(kind, *sizes) for kind in HYBRIDS for sizes in (("both", 2), ("target", 1), ("draft", 3), ("plain", 3))),
+        *(slow(kind, "both", 2) for kind in HYBRIDS),
+        *(slow(*case) for case in (("qwen3_next", "target", 1), ("bamba", "draft", 3), ("kimi_linear", "plain", 3))),
     ],
 )
 def test_texts_go_on_from_states_that_were_saved(
     tmp_path: Path, kind: str, models: str, batch_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a saved state that is another one, they part."""
+    """And not from one that follows a token less."""
     read_in_chunks(8, monkeypatch)
     build_checkpoint(tmp_path, kind)
     hybrid, draft = load(tmp_path), load(tmp_path)
@@ -409,23 +410,20 @@ def test_texts_go_on_from_states_that_were_saved(
     def make() -> Decoder:
         return make_decoder(*pair, batch_size=batch_size, temperature=0.8)
 
-    num_runs = 8 if batch_size == 1 else 4
-    assert same_texts(make, num_runs) > 20
     if batch_size == 1:  # products over other numbers of rows round differently
         assert same_bits(make, FirstLogits(monkeypatch)) > 20
-    take = StateCache.take
+        return
+    assert same_texts(make) > 20
+    if batch_size == 3 and models == "both":
+        take = StateCache.take
+        monkeypatch.setattr(
+            StateCache, "take", lambda own, other, row, rows, number: take(own, other, row, rows, number - 1)
+        )
+        with pytest.raises(AssertionError):
+            same_texts(make)
 
-    def one_too_few(
-        self: StateCache, other: StateCache, from_row: int, to_rows: Sequence[int], num_tokens: int
-    ) -> None:
-        take(self, other, from_row, to_rows, num_tokens - 1)
 
-    monkeypatch.setattr(StateCache, "take", one_too_few)
-    with pytest.raises(AssertionError):
-        same_texts(make, num_runs)
-
-
-@pytest.mark.parametrize("kind", [*map(slow, HYBRIDS)])
+@pytest.mark.parametrize("kind", [*map(slow, ("qwen3_next", "falcon_h1", "lfm2"))])
 def test_ranks_go_on_from_states_that_were_saved(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read_in_chunks(8, monkeypatch)
     build_checkpoint(tmp_path, kind)
@@ -436,7 +434,7 @@ def test_ranks_go_on_from_states_that_were_saved(tmp_path: Path, kind: str, monk
         def make() -> Decoder:
             return make_decoder(*pairs[comm.rank], batch_size=3, temperature=0.8, comm=comm)
 
-        return same_texts(make, 4)
+        return same_texts(make)
 
     one, other = on_ranks(comms, one_rank)
     assert one == other > 20

@@ -14,10 +14,9 @@ from llama_ssp.architectures.matrices import tokens_of_a_block, vocabulary_parts
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.engine.verifier import NOT_A_NUMBER, Verifier
-from llama_ssp.speculate.sampling import shards
 from llama_ssp.speculate.sampling.context import Context
 from llama_ssp.speculate.sampling.draft import POINT_MASS, Draft, Law, Verdict
-from llama_ssp.speculate.sampling.processors import DRAW_UNITS, draw, processor
+from llama_ssp.speculate.sampling.processors import draw, processor
 from llama_ssp.speculate.sampling.rules import Rule, make_rule, verify_block, verify_speculative
 from llama_ssp.speculate.sampling.shards import Shard
 from llama_ssp.speculate.sampling.uniforms import Draws
@@ -245,13 +244,3 @@ def test_a_number_that_is_none_on_any_rank_is_flagged_on_all(rule: str) -> None:
         return [decision.flags_B1[:, 0].tolist() for decision in (first, found)]
 
     assert over_shards(2, VOCAB_SIZE, flags) == [[[NOT_A_NUMBER, NOT_A_NUMBER, 0]] * 2] * 2
-
-
-def test_a_block_that_no_rank_draws_from_is_not_drawn() -> None:
-    """Of weights in one block of one rank its tokens alone are drawn, also the last one by the largest number."""
-    weights_BV = torch.zeros(3, 1000)
-    weights_BV[:, [641, 643]] = torch.tensor([0.25, 0.5])
-    uniforms_BP = torch.tensor([[0.0, 0.0], [1 - 2.0**-53, 1 - 2.0**-53], [0.5, 0.3]], dtype=torch.float64)
-    found = over_shards(3, 1000, lambda shard, own: shard.draw(weights_BV[:, own], uniforms_BP)[:, 0].tolist())
-    assert found == [[641, 643, 641]] * 3
-    assert shards.draw_in_blocks(weights_BV, uniforms_BP, units=DRAW_UNITS, block_size=32)[:, 0].count_nonzero() == 3
