@@ -125,14 +125,14 @@ def test_tensors_that_no_module_takes_are_named(tmp_path: Path, caplog: pytest.L
 
 
 def test_tensors_of_a_head_that_no_module_takes_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Biases, norms that its config does not ask for, and the hidden state of masked tokens of P-EAGLE."""
+    """Biases, and the hidden state of masked tokens of P-EAGLE."""
     tensors, target = make_tensors(), inspect(hub.resolve(catalogue.load("tiny")))
     strays = {"mask_hidden": torch.ones(1, 4), "midlayer.self_attn.q_proj.bias": torch.ones(4)}
-    for name, stored in (("head", tensors), ("odd", tensors | strays | {"fc_norm.0.weight": torch.ones(4)})):
+    for name, stored in (("head", tensors), ("odd", tensors | strays)):
         files = inspect(save_original(tmp_path / name, stored))
         assert files.head
         check_model(of_target(files, files.head, target), num_ranks=1)
-    named = "mask_hidden, model.fc_norm.0.weight, model.layers.0.self_attn.q_proj.bias"
+    named = "mask_hidden, model.layers.0.self_attn.q_proj.bias"
     assert caplog.messages == [f"{tmp_path / 'odd'} holds tensors that no module takes, which are not read: {named}"]
 
 
