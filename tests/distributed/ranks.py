@@ -196,7 +196,7 @@ class Cell:
             for given in (_negative(models), (config.model, config.draft.model)):
                 sources = find_update(config, world, models.sources, given)
                 models, keeps = update_models(models, config, world, sources)
-                assert keeps
+                assert keeps or self.pair == "gpt_neox"  # whose output has no whole blocks on a rank, for FBGEMM
         counting = CountingComm.of(mesh.replica)
         models = replace(models, mesh=replace(mesh, replica=counting))
         least_bytes = 0 if self.batch_size > 1 else LEAST_SHARED_BYTES
