@@ -99,7 +99,7 @@ register, families = FAMILIES.register, FAMILIES.all
 
 def record_of(model_type: str) -> Family:
     """The record of a family."""
-    return FAMILIES.find(model_type) or unwritten(model_type)
+    return FAMILIES.records.get(model_type) or FAMILIES.find(model_type) or unwritten(model_type)
 
 
 def unwritten(model_type: str, **known: Any) -> Family:  # noqa: ANN401 - fields of a record

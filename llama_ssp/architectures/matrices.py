@@ -6,7 +6,7 @@ which matrices are sharded.
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
@@ -62,7 +62,8 @@ def split_blocks(size: int, num_parts: int, *, block: int = 1) -> tuple[range, .
     return tuple(range(start, stop) for start, stop in pairwise(edges))
 
 
-def _largest_block(blocks: Iterable[int], size: int, num_parts: int) -> int:
+@lru_cache(maxsize=4096)
+def _largest_block(blocks: tuple[int, ...], size: int, num_parts: int) -> int:
     """The first of the blocks of which each part has one; else 1."""
     return next((block for block in blocks if size > block * (num_parts - 1)), 1)
 
@@ -72,6 +73,7 @@ def tokens_of_a_block(vocab_size: int) -> int:
     return 1 << round(math.log2(vocab_size) / 2)
 
 
+@lru_cache(maxsize=1024)
 def vocabulary_parts(vocab_size: int, num_ranks: int) -> tuple[range, ...]:
     """The tokens of each rank; parts begin where blocks of a draw do, if there are enough of these."""
     of_a_draw = tokens_of_a_block(vocab_size)
@@ -153,6 +155,7 @@ _CUTS = {
 }
 
 
+@lru_cache(maxsize=4096)
 def cut_of(module: str) -> Cut:
     """The units that a module's weight is split along, by the end of its name; an unknown one raises PlacementError."""
     try:

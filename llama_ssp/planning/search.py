@@ -163,6 +163,8 @@ def priced(spec: PlanSpec, machine: HardwareConfig, *, given: Collection[str] = 
         ways = iter(()) if keeps_k else by_length(spec, timed)
         for token_s, way in chain([next(ways, (asked_s, spec))], ways):
             if (full := fullest_rank(way, machine)).fits:
+                if way.draws_over_shards != spec.draws_over_shards:  # ranks exchange other messages
+                    token_s = timing(way, machine).speculative_s or token_s  # noqa: PLW2901
                 times = {
                     "ms_per_token": 1e3 * token_s,
                     "tokens_per_s": way.num_rows / token_s,

@@ -112,6 +112,8 @@ class PlannedModel:
         They are those of a rank that holds `held`, by default of all; 0 without such layers.
         """
         value_bytes, states = DTYPE_BYTES[self.dtype], (held or inventory(self.shape)).states
+        if not states:
+            return 0
         return sum(kept.row_bytes(number, value_bytes=value_bytes) for kept in states for number in num_kept)
 
     @cached_property
@@ -186,7 +188,7 @@ class PlanSpec:
         target_ranks, draft_ranks: ranks of each replica, increasing.
         spare_devices: GPUs without a rank that hold layers of a layer-wise target.
         free_draft: the kind of a draft without a model, whose cost is not counted; None without one.
-        copies: the other texts that copies are drafted from.
+        copies: the other texts that copies are drafted from, or by a fallback where K is chosen.
         own_tokenizer: the draft has a tokenizer of its own.
         is_certain: drafted tokens are the most probable ones, without probabilities.
         tree: of a round, with `num_draft_tokens` nodes; None drafts chains.
@@ -270,6 +272,14 @@ class PlanSpec:
             self.layout, rule=self.rule, is_certain=self.is_certain, num_scored=self.batch_size * self.round_positions,
             vocab_size=self.target.shape.vocab_size, draft_vocab_size=draft.shape.vocab_size if draft else None,
         )  # fmt: skip
+
+    @property
+    def copies_bytes(self) -> int:
+        """Bytes of the `copies` of this run, whose K and draft a search may have changed."""
+        has_copies = self.drafts and not self.tree and (self.free_draft or self.adapts)
+        if not (self.copies and has_copies):
+            return 0
+        return self.copies.num_bytes(batch_size=self.batch_size, num_slots=self.num_slots)
 
     @property
     def num_rows(self) -> int:
@@ -446,7 +456,7 @@ def make_spec(
         spare_devices=tuple(gpu for gpu in range(first, first + num_gpus) if is_layer_wise and gpu not in layout.ranks),
         draft=draft,
         free_draft=None if draft else draft_name(config.draft),
-        copies=copied_texts(config.draft, has_tree=tree is not None, falls_back=speculation.adapts),
+        copies=copied_texts(config.draft, has_tree=tree is not None, falls_back=True),
         own_tokenizer=has_own_tokenizer(config.draft),
         draft_kind=layout.draft_kind,
         draft_ranks=layout.draft_ranks,
@@ -482,9 +492,9 @@ def draws_over_shards(
     by tensors. `num_scored` positions are scored in a round, of all rows; a draft of other tokens has no
     `draft_vocab_size`.
     """
-    record, block = rule_of(rule), tokens_of_a_block(vocab_size)
     if layout.splits_batch or 4 * num_scored * vocab_size < LEAST_SHARED_BYTES:
         return False, False
+    record, block = rule_of(rule), tokens_of_a_block(vocab_size)
     target, draft = (
         len(ranks) > 1 and not any(part.start % block for part in vocabulary_parts(vocab_size, len(ranks)))
         for ranks in (layout.target_ranks, layout.draft_ranks)

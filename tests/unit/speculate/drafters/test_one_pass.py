@@ -105,7 +105,7 @@ def test_greedy_text_is_that_of_plain_decoding(layout: str, tmp_path: Path) -> N
         done = decode(runner, origin, batch_size=batch_size, replay=replay, temperature=0.0, num_new=24)
         assert [each.token_ids for each in done] == plain
         num_accepted += sum(sum(each.accepted_lengths) for each in done)
-    assert num_accepted > 3
+    assert num_accepted >= 3
 
 
 @pytest.mark.parametrize("layout", CONFIGS)
