@@ -12,7 +12,6 @@ import pytest
 from llama_ssp import load
 from tests.helpers.commands import TORCHRUN, Popen
 from tests.helpers.disturbed import is_alive, wait_for
-from tests.helpers.lanes import heavy, slow
 from tests.helpers.repository import ROOT
 from tests.helpers.sockets import family_of
 from tests.helpers.starters import PROGRAM, environment
@@ -42,7 +41,8 @@ def start(folder: Path, starter: str, *words: str) -> Popen:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("starter", [heavy("--script"), slow("torchrun")])
+@pytest.mark.slow
+@pytest.mark.parametrize("starter", STARTERS)
 def test_a_script_has_the_text_of_one_rank_on_each_and_its_own_exit_code(tmp_path: Path, starter: str) -> None:
     started = start(tmp_path, starter, "7" if starter == "--script" else "0")
     out, err = started.communicate(timeout=120)

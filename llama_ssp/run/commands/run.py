@@ -87,15 +87,25 @@ class _Interrupt:
     """Handles a signal as Ctrl-C is, outside of `run.interruption`; a second signal changes nothing.
 
     Libraries may replace the KeyboardInterrupt: Hydra and OmegaConf clean up what they have not made yet, and fail.
+    A rank that `waits` is interrupted when it heeds: srun signals the others as soon as one has found a mistake, which
+    they have yet to find, and takes the largest code.
     """
 
     def __init__(self) -> None:
-        self.has_come = False
+        self.has_come = self.waits = self._is_due = False
 
     def __call__(self, _number: int, _frame: FrameType | None) -> None:
-        self.has_come = True
         ignore_signals()
-        raise KeyboardInterrupt
+        self._is_due = True
+        if not self.waits:
+            self.heed()
+
+    def heed(self) -> None:
+        """Raise what has come so far, and from now on at once."""
+        self.waits = False
+        if self._is_due:
+            self.has_come = True
+            raise KeyboardInterrupt
 
     def hidden_by(self, error: BaseException) -> BaseException:
         """Return the interrupt that an error stands for; the error itself without one, or if it knows more of it."""
@@ -119,6 +129,7 @@ def fail(error: SspError, ranks: Ranks) -> int:
 
 def _launch(arguments: list[str], ranks: Ranks, act: Act | None, interrupt: _Interrupt, *, warns: bool) -> None:
     """Do what the options say, by default run one point after the other, until one of them fails or is stopped."""
+    interrupt.waits = ranks.rank > 0
     load_plugins()
     options = read_options(arguments)
     if options.help or options.shell_completion or options.cfg:
@@ -139,6 +150,7 @@ def _launch(arguments: list[str], ranks: Ranks, act: Act | None, interrupt: _Int
         if point.number:
             gc.collect()  # frees the models of the last point: its objects refer to each other
         checked = _check(point, ranks, of_sweep=options.multirun, warns=warns)
+        interrupt.heed()
         is_to_stop = checked is not None and _act(act or task_code(), *checked, of_sweep=options.multirun)
     if options.multirun and ranks.rank == 0 and warns:
         from llama_ssp.run.sweep import show_table  # noqa: PLC0415 - slow to import, needed here only

@@ -151,6 +151,22 @@ def test_an_interrupt_that_a_library_replaces_or_loses_ends_the_run_alike(
     assert (ended.code, ended.err, ended.runs) == (4, "interrupted\n", [])
 
 
+@pytest.mark.parametrize(("words", "code"), [(["modle=7B"], 2), (["sampling.top_p=2"], 2), ([], 4)])
+def test_a_rank_that_is_ended_for_the_mistake_of_all_ranks_ends_with_the_code_of_the_mistake(
+    words: list[str], code: int, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its code 4, the larger one, would be that of the step, and its batch job would queue itself again."""
+    register = compose.register
+
+    def ended(root: str) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        register(root)
+
+    monkeypatch.setattr(compose, "register", ended)
+    found = launch(*words, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
+    assert (found.code, found.err, found.runs) == (code, "", [])
+
+
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_rank_zero_leaves_the_name_of_its_run_folder_where_a_batch_script_can_read_it(
     rank: str, launch: Launch, tmp_path: Path
