@@ -313,8 +313,6 @@ class Pair:
     def _complete(self, read: Mapping[str, Any], stop: StopRequest) -> list[Completion]:
         """Make a call whose arguments have been read, on every rank alike."""
         comm, streamer, rows = self.world.comm, read["streamer"], list[RowCompletion]()
-        if self.world.watch.has_failed and (words := self.world.watch.verdict):
-            raise from_message(words)
         self.models.mesh.set_timeout(self.config.timeouts.decode_s)
         scores = dict[int, CompletionLogProbs]()
         with _on_all_ranks(self.world, "decoding", self.config), _stopping(self.world, stop):
@@ -389,14 +387,11 @@ class Pair:
             CheckpointError: a tensor is missing or has another shape, so that nothing changes. If a file changes while
                 it is read, the models hold weights of both, and another update must follow.
         """
-        with in_library_words():
-            if self.world.watch.has_failed and (words := self.world.watch.verdict):
-                raise from_message(words)
-            with _on_all_ranks(self.world, "loading", self.config), selected(self.device):
-                with raise_on_all_ranks(self.world.comm):
-                    found = self._read_weights({"model": model, "draft": draft})
-                others = find_update(self.config, self.world, self.models.sources, found)
-                self.models, all_keep = update_models(self.models, self.config, self.world, others)
+        with in_library_words(), _on_all_ranks(self.world, "loading", self.config), selected(self.device):
+            with raise_on_all_ranks(self.world.comm):
+                found = self._read_weights({"model": model, "draft": draft})
+            others = find_update(self.config, self.world, self.models.sources, found)
+            self.models, all_keep = update_models(self.models, self.config, self.world, others)
             if not all_keep:
                 self._decoders.clear()
 
@@ -460,7 +455,12 @@ class Pair:
 
 @contextmanager
 def _on_all_ranks(world: World, doing: str, config: RunConfig) -> Iterator[None]:
-    """Let an error of one rank, or its loss, end the block on all; an SspError in it is one of all ranks alike."""
+    """Let an error of one rank, or its loss, end the block on all; an SspError in it is one of all ranks alike.
+
+    Raises the error that has ended an earlier block.
+    """
+    if world.watch.has_failed and (words := world.watch.verdict):
+        raise from_message(words)
     name = "load_s" if doing == "loading" else "decode_s"
     limit = f"timeouts.{name}={getattr(config.timeouts, name):g}"
     phase, alike = Phase(doing=doing, limit=limit, remedy="load the pair again"), None
@@ -481,14 +481,10 @@ def _on_all_ranks(world: World, doing: str, config: RunConfig) -> Iterator[None]
 @contextmanager
 def _stopping(world: World, stop: StopRequest) -> Iterator[None]:
     """Let signals to any of several ranks set `stop`, which afterwards says on all whether one came."""
-
-    def agree(stops: bool) -> bool:
-        return any(world.comm.gather_text("stop" if stops else ""))
-
     if world.comm.size == 1 or threading.current_thread() is not threading.main_thread():
         yield
         return
-    with signals_kept(), stopping_on_signals(stop, tell=world.watch.ask_to_stop, agree=agree):
+    with signals_kept(), stopping_on_signals(stop, world):
         yield
 
 
@@ -585,10 +581,11 @@ def load(
     given = {**locals()}
     with in_library_words():
         check_docstrings()
-        if given.pop("ranks") not in {None, 1}:
+        num_ranks = check_types(load, {"ranks": given.pop("ranks")})["ranks"]
+        if num_ranks not in {None, 1}:
             from llama_ssp.api.started import PairOnRanks  # noqa: PLC0415 - it is a pair
 
-            return PairOnRanks(given, num_ranks=ranks)
+            return PairOnRanks(given, num_ranks=num_ranks)
         load_plugins()
         kind, gpu = _read_device(device)
         choice, tokenizers = read_tokenizers(tokenizer)

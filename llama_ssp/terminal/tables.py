@@ -11,7 +11,9 @@ from rich.text import Text
 
 from llama_ssp.reports import tables as reports
 from llama_ssp.reports.records import (
+    DISTURBED,
     MEASURE_COLUMNS,
+    NOT_LOSSLESS,
     PLAIN,
     SPECULATIVE,
     BenchmarkCell,
@@ -108,8 +110,8 @@ def runs_table(shown: reports.Table) -> RenderableType:
     for column in table.columns[: shown.num_left]:
         column.justify = "left"
     notes = {
-        reports.DISTURBED: "disturbed: summary.json of the run says by what",
-        reports.NOT_LOSSLESS: "not lossless: speculation.forced_lengths says what rounds accept",
+        DISTURBED: "disturbed: summary.json of the run says by what",
+        NOT_LOSSLESS: "not lossless: speculation.forced_lengths says what rounds accept",
     }
     found = [f"\n{mark} {note}" for mark, note in notes.items() if any(mark in row[0].text for row in shown.rows)]
     meaning = "medians over prompts, with 95 % intervals from 6 prompts on; speed-up: plain over speculative"
