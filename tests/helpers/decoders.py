@@ -65,7 +65,7 @@ def make_decoder(  # noqa: PLR0913
         of_trees=partial(verify_tree, tree) if tree else None,
     )
     drafters: list[Drafter] = [make_drafter(rule)] if make_drafter else []
-    how = {"rule": rule, "num_draft_tokens": num_draft_tokens, "vocab_size": target.vocab_size, "tree": tree}
+    how: Any = {"rule": rule, "num_draft_tokens": num_draft_tokens, "vocab_size": target.vocab_size, "tree": tree}
     if draft:
         parts = parts_of(draft, **how)
         drafters += [BroadcastDrafter(ModelDrafter(parts), parts, comm=comm, src=0)]

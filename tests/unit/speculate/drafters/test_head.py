@@ -145,57 +145,37 @@ def test_taps_stay_where_rows_grow() -> None:
     assert taps.read(positions_BT).equal(before)
 
 
-def changed(**tensors: Tensor | None) -> dict[str, Tensor]:
-    """A head's tensors, some of them replaced or left out."""
-    return {name: value for name, value in (make_tensors() | tensors).items() if value is not None}
+def changed(**values: Any) -> dict[str, Tensor]:  # noqa: ANN401
+    """A head's tensors of some sizes, some of them replaced or left out."""
+    sizes = {name: values.pop(name) for name in ("vocab_size", "num_drafted") if name in values}
+    return {name: value for name, value in (make_tensors(**sizes) | values).items() if value is not None}
 
 
-FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "another target": (
-        lambda folder: save_original(folder, make_tensors(vocab_size=5000, num_drafted=1000)),
-        "is the head of a target of width 256 with 5000 tokens, and this target has width 256 and 4096 tokens",
-    ),
-    "a map out of the vocabulary": (
-        lambda folder: save_original(folder, changed(d2t=torch.full((1024,), 4090))),
-        "d2t leads to token 5113 of 4096",
-    ),
-    "a map to one token twice": (
-        lambda folder: save_original(folder, changed(d2t=-torch.arange(1024))),
-        "d2t leads twice to one token",
-    ),
-    "two maps that differ": (
-        lambda folder: save_original(folder, changed(d2t=torch.zeros(1024, dtype=torch.int64))),
-        "d2t contradicts t2d",
-    ),
-    "no map": (
-        lambda folder: save_original(folder, changed(d2t=None)),
-        "drafts 1024 of 4096 tokens and lacks d2t",
-    ),
-    "a layer that the target lacks": (
-        lambda folder: save_original(folder, make_tensors(), eagle_aux_hidden_state_layer_ids=[1, 5, 10]),
-        r"reads the layers \[1, 5, 10\], and this target has 10",
-    ),
-    "another speculator": (
-        lambda folder: save_speculator(folder, make_tensors(), speculators_model_type="mlp"),
-        "describes an MLP speculator, and of draft heads those of EAGLE-3, P-EAGLE, DFlash and DSpark are read",
-    ),
-    "a layer too few": (
-        lambda folder: save_original(folder, make_tensors(), num_hidden_layers=2),
-        "lacks 9 of the 23 tensors",
-    ),
-    "pickle": (
-        lambda folder: (save_original(folder, make_tensors()) / "model.safetensors").rename(folder / "model.bin"),
-        "holds pickle weights .*safetensors.torch as s; s.save_file",
-    ),
+FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "another target": ({"vocab_size": 5000, "num_drafted": 1000}, {},
+                       "of a target of width 256 with 5000 tokens, and this target has width 256 and 4096 tokens"),
+    "a map out of the vocabulary": ({"d2t": torch.full((1024,), 4090)}, {}, "d2t leads to token 5113 of 4096"),
+    "a map to one token twice": ({"d2t": -torch.arange(1024)}, {}, "d2t leads twice to one token"),
+    "two maps that differ": ({"d2t": torch.zeros(1024, dtype=torch.int64)}, {}, "d2t contradicts t2d"),
+    "no map": ({"d2t": None}, {}, "drafts 1024 of 4096 tokens and lacks d2t"),
+    "a layer that the target lacks": ({}, {"eagle_aux_hidden_state_layer_ids": [1, 5, 10]},
+                                      r"reads the layers \[1, 5, 10\], and this target has 10"),
+    "another speculator": ({}, {"speculators_model_type": "mlp"},
+                           "MLP speculator, and of draft heads those of EAGLE-3, P-EAGLE, DFlash and DSpark are read"),
+    "a layer too few": ({}, {"num_hidden_layers": 2}, "lacks 9 of the 23 tensors"),
+    "pickle": ({}, {}, "holds pickle weights .*safetensors.torch as s; s.save_file"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_faulty_head_is_refused_with_what_is_wrong(name: str, tmp_path: Path) -> None:
-    make, message = FAULTS[name]
-    make(tmp_path / "head")
+    tensors, config, message = FAULTS[name]
+    save = save_speculator if "speculators_model_type" in config else save_original
+    folder = save(tmp_path / "head", changed(**tensors), **config)
+    if name == "pickle":
+        (folder / "model.safetensors").rename(folder / "model.bin")
     with pytest.raises(CheckpointError, match=message):
-        check_model(source(tmp_path / "head"), num_ranks=1)
+        check_model(source(folder), num_ranks=1)
 
 
 def test_the_layers_of_an_eagle_config_are_those_before_the_tapped_inputs(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_every_step_of_every_round_has_the_distribution_of_the_reference(
     decode(target, head, origin, seen=seen, batch_size=2, tree=shape)
 
     def wanted(text: list[int], states_LE: Tensor, drafted: list[int]) -> Tensor:
-        return reference(table_VE[[*text[1:], *drafted]], states_LE).detach()
+        return reference(table_VE[[*text[1:], *drafted]], states_LE).detach().double()
 
     assert check(seen, model, origin.layers, shape, wanted) > 24
 
