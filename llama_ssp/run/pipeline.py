@@ -32,7 +32,7 @@ from llama_ssp.run.generation import note_on, with_ids, with_model_sampling
 from llama_ssp.run.interruption import interruptible, stopping_on_signals
 from llama_ssp.run.lengths import named
 from llama_ssp.run.log_probs import record_log_probs
-from llama_ssp.run.opening import begin_point, joined
+from llama_ssp.run.opening import joined
 from llama_ssp.run.prompts import Prompt, is_interactive, read_prompts
 from llama_ssp.run.requests import PromptRequest, RequestMaker
 from llama_ssp.run.results import finalize, pass_gate
@@ -69,8 +69,9 @@ def run(config: RunConfig, clock: StartClock) -> bool:
     # DeepSpeed, where it is installed, logs to standard output, which is reserved for texts.
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     with joined(config, clock) as (world, terminal, folder, phase):
-        if config.place:
-            begin_point(config.place, terminal)
+        if place := config.place:
+            _log.info("%s", place.title)
+            terminal.point(place.title, is_first=place.number == 1)
         task, setting = task_of(config), f"task={config.task.name}"
         if not task.needs_models:
             do_alone: MachineTask = imported(task.run, setting=setting)
@@ -79,14 +80,9 @@ def run(config: RunConfig, clock: StartClock) -> bool:
             return False
         do_task: Task = imported(task.run, setting=setting)
         session, requests = _load(config, world, terminal, folder, phase=phase, clock=clock)
-
-        def agree(stops: bool) -> bool:
-            return any(world.comm.gather_text("stop" if stops else ""))
-
         interruption = None
         try:
-            heeding = stopping_on_signals(session.stop_request, tell=world.watch.ask_to_stop, agree=agree)
-            with heeding as stop, terminal.while_read(stop):
+            with stopping_on_signals(session.stop_request, world) as stop, terminal.while_read(stop):
                 if requests is None:
                     _converse(session, do_task)
                 else:
@@ -119,7 +115,7 @@ def _load(
         check_files = imported(task.check_files, setting=f"task={task.name}")
         check_files(config, folders, world_size=world.comm.size)
     keys = from_rank_0(world.comm, lambda: sorted(folder.finished) if folder else [])
-    finished = frozenset((index, mode, sample) for index, mode, sample in keys)
+    finished = frozenset(map(tuple, keys))
     target = sources[0]
     maker = RequestMaker(
         tokenizer=target.tokenizer, context=target.origin.context, vocab_size=target.origin.shape.vocab_size
