@@ -23,7 +23,7 @@ from llama_ssp.architectures.matrices import WholeParts
 from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import SspError
 from llama_ssp.models.huggingface.described import with_modules
-from llama_ssp.models.huggingface.modules import build_empty, match_modules
+from llama_ssp.models.huggingface.modules import match_modules
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.loading import check_model
 from llama_ssp.models.tensor_parallel import shard
@@ -110,11 +110,10 @@ def planned_and_loaded(origin: Checkpoint, num_ranks: int) -> str:
         origin = with_modules(origin)
     model = PlannedModel(name="tiny", shape=origin.shape, dtype=Dtype.fp32, quantization="none", stored=Dtype.fp32)
     planned = model_bytes(shares(origin.shape, num_ranks=num_ranks)[0], model, device="cuda").total_bytes
-    modules = build_empty(origin)
-    sources = match_modules(modules, origin).sources
+    modules, matched = match_modules(origin)
     shard(modules, origin.shape, Comm(rank=0, size=num_ranks), whole=kept_whole(origin.shape, WholeParts.none))
     parameters = dict(modules.named_parameters(remove_duplicate=False))
-    loaded = sum(size for _, size in {(source, parameters[name].nbytes) for name, source in sources.items()})
+    loaded = sum(size for _, size in {(source, parameters[name].nbytes) for name, source in matched.sources.items()})
     return f"{planned}" if planned == loaded else f"{planned} / {loaded}"
 
 

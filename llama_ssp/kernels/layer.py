@@ -94,8 +94,8 @@ def _check(product: Product, rows: KeptRows, head_dim: int, attention: Attention
     place = TokenPlaces(turns_S1P, positions_BT, positions_BT.flatten(), cache_2NSW, positions_BT, ALL)
     wanted_2NSW = cache_2NSW.clone()
     attended_ME = attention(qkv.fused(x_ME), *place._replace(cache_2NSW=wanted_2NSW), num_heads, 1.0, 0)
-    middle_ME = output.add(attended_ME, x_ME)
-    wanted_ME = down.add(gated.fused(middle_ME), middle_ME)
+    middle_ME = output(attended_ME, x_ME)
+    wanted_ME = down(gated.fused(middle_ME), middle_ME)
     found_ME = WholeLayer(parts, operator)(x_ME, place, num_heads=num_heads, scale=1.0, window=0)
     if not (torch.equal(found_ME, wanted_ME) and torch.equal(cache_2NSW, wanted_2NSW)):
         raise RuntimeError("a compiled layer is wrong on this CPU")

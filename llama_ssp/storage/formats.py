@@ -251,6 +251,14 @@ def few_rows_bytes(rows: int, packed: int, unquantized: int, slowdown: Mapping[s
     return min(times * few, packed + 2 * unquantized)
 
 
+def of_few_rows(name: str, **record: Any) -> StorageFormat:  # noqa: ANN401 - fields of a record
+    """A format of our kernels for a few rows, and of compiled products of CPUs."""
+    return StorageFormat(
+        name=name, fp32_on_cpus=True, gpu_read_bytes=few_rows_bytes, gpu_unpacks=UNPACKED_WEIGHTS,
+        one_gpu_per_rank=True, **record,
+    )  # fmt: skip
+
+
 OWN_DTYPE = "auto"  # Default of `model.cache_dtype`.
 
 

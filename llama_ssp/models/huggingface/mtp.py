@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.huggingface.runner import ModuleRunner
-from llama_ssp.models.runner import TreePlaces
 
 
 class MtpRunner(ModuleRunner):
@@ -32,20 +31,14 @@ class MtpRunner(ModuleRunner):
         hidden_BTE: Tensor,
         positions_BT: Tensor,
         *,
-        bucket: int,
         score_positions_B1: Tensor | None = None,
-        cache_rows_B: Tensor | None = None,
-        consecutive: bool = True,  # noqa: ARG002 - masks show any positions
-        tree: TreePlaces | None = None,
+        **where: Any,  # noqa: ANN401 - see `Head.extend`
     ) -> tuple[Tensor, Tensor]:
         """See `Head.extend`."""
         embedding: Any = self._model.get_input_embeddings()
         layer = self._model.get_decoder().layers[0]
         joined = torch.cat([layer.enorm(embedding(ids_BT)), layer.hnorm(hidden_BTE)], dim=-1)
-        logits_BRV = self.forward(
-            layer.eh_proj(joined), positions_BT, bucket=bucket, score_positions_BR=score_positions_B1,
-            cache_rows_B=cache_rows_B, tree=tree,
-        )  # fmt: skip
+        logits_BRV = self.forward(layer.eh_proj(joined), positions_BT, score_positions_BR=score_positions_B1, **where)
         return self._hidden_BRE, logits_BRV
 
     def _keep_wanted_rows(self, head: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: ANN401 - of torch

@@ -80,9 +80,8 @@ class ParallelRunner(HeadRunner):
     ) -> Following:
         """See `OnePassHead.draft`."""
         attention = self._attention(
-            positions_BT, bucket=bucket, cache_rows_B=None, consecutive=False,
-            seen_BT=self._seen(positions_BT, context_BCE.shape[1]),
-        )  # fmt: skip
+            positions_BT, bucket=bucket, consecutive=False, seen_BT=self._seen(positions_BT, context_BCE.shape[1])
+        )
         stream = self._read(ids_BT, context_BCE, attention)
         x_BKE = added(stream).view(len(ids_BT), -1, self._width)[:, -num_drafted:]
         x_ME, logits_MO = self._head((x_BKE.flatten(0, 1), None))

@@ -23,7 +23,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from llama_ssp.kernels.linear import Kernel, Linear, NativeLinear, compiled_for, make_linear
+from llama_ssp.kernels.linear import Kernel, Linear, NativeLinear, added, compiled_for, make_linear
 from llama_ssp.models.quantization.weight_only import quantize_by_blocks
 from llama_ssp.storage.formats import NF4_GROUP as GROUP
 from llama_ssp.storage.formats import NO_QUANTIZATION, OWN_DTYPE, format_of
@@ -73,13 +73,13 @@ class _Int8Linear(Linear):
         self._weight_OI, self._scales_O = quantize_by_blocks(weight_OI, lambda block: self._quantize(block.half())[:2])
         self._bias_O = bias_O
 
-    def __call__(self, x_MI: Tensor) -> Tensor:
+    def __call__(self, x_MI: Tensor, residual_MO: Tensor | None = None) -> Tensor:
         """See `Linear`."""
         x_int8_MI, x_scales_M, _ = self._quantize(x_MI.half(), threshold=0.0)
         y_MO: Tensor = torch.ops.bitsandbytes.int8_scaled_mm(
             x_int8_MI, self._weight_OI, x_scales_M, self._scales_O, bias=self._bias_O, dtype=x_MI.dtype
         )
-        return y_MO
+        return added(y_MO, residual_MO)
 
 
 def int8_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
@@ -131,11 +131,10 @@ class Nf4Linear(Linear):
         self._product = library.matmul_4bit
         self._bias_O = bias_O
 
-    def __call__(self, x_MI: Tensor) -> Tensor:
+    def __call__(self, x_MI: Tensor, residual_MO: Tensor | None = None) -> Tensor:
         """See `Linear`."""
         self._state.dtype = x_MI.dtype
-        y_MO: Tensor = self._product(x_MI, self._weight, quant_state=self._state, bias=self._bias_O)
-        return y_MO
+        return added(self._product(x_MI, self._weight, quant_state=self._state, bias=self._bias_O), residual_MO)
 
 
 class Fp4Linear(Nf4Linear):
