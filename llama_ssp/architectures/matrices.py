@@ -93,22 +93,14 @@ def split_heads(*, num_heads: int, num_kv_heads: int, num_ranks: int) -> tuple[H
     if remainder:
         raise PlacementError(f"{num_heads} query heads over {num_kv_heads} key-value heads: a multiple is required")
     if num_ranks <= num_kv_heads:
-        return tuple(
-            HeadShard(
-                query_heads=range(part.start * group, part.stop * group), kv_heads=part, num_kv_heads=num_kv_heads
-            )
-            for part in split_blocks(num_kv_heads, num_ranks)
-        )
-    return tuple(
-        HeadShard(
-            query_heads=range(first + part.start, first + part.stop),
-            kv_heads=range(kv_head, kv_head + 1),
-            num_kv_heads=num_kv_heads,
-        )
-        for kv_head, ranks in enumerate(split_blocks(num_ranks, num_kv_heads))
-        for first in [kv_head * group]
-        for part in split_blocks(group, len(ranks))
-    )
+        held = [(_times(part, group), part) for part in split_blocks(num_kv_heads, num_ranks)]
+    else:
+        held = [
+            (_behind(kv_head * group, part), range(kv_head, kv_head + 1))
+            for kv_head, ranks in enumerate(split_blocks(num_ranks, num_kv_heads))
+            for part in split_blocks(group, len(ranks))
+        ]
+    return tuple(HeadShard(query_heads=queries, kv_heads=keys, num_kv_heads=num_kv_heads) for queries, keys in held)
 
 
 class Cut(Enum):

@@ -266,11 +266,7 @@ class NullRunner:
         num_rows, num_wanted = (ids_BT if score_positions_BR is None else score_positions_BR).shape
         return torch.empty(num_rows, num_wanted, 0, device=self.device)
 
-    def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
+    def move(self, *_rows: object, **_options: object) -> None:
         """Do nothing."""
 
-    def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int, *, from_saved: bool = False) -> None:
-        """Do nothing."""
-
-    def save(self, row: int, num_tokens: int) -> None:
-        """Do nothing."""
+    copy = save = move

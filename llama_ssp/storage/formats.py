@@ -197,14 +197,9 @@ class StorageFormat:
         group = group or max(self.groups, default=0)
         return math.ceil(num_weights * self.weight_bytes) + (self.word_bytes * -(-num_weights // group) if group else 0)
 
-    def load_reader(self) -> Any:  # noqa: ANN401 - of a module that imports torch
-        """Import the reader of files."""
-        assert self.reader, f"{self.name} is in no files"
-        return imported(self.reader, setting=f"model.quantization={self.name}")
-
-    def load_kernel(self) -> Any:  # noqa: ANN401 - of a module that may import torch
-        """Import the kernel, if there is one."""
-        return None if self.kernel is None else imported(self.kernel, setting=f"model.quantization={self.name}")
+    def load(self, reference: str | None) -> Any:  # noqa: ANN401 - of a module that may import torch
+        """Import its reader or its kernel, if there is one."""
+        return reference and imported(reference, setting=f"model.quantization={self.name}")
 
 
 FORMATS: Registry[StorageFormat] = Registry(

@@ -178,11 +178,8 @@ class Implant:
         vocabulary = torch.arange(self._large.vocab_size)
         vocabulary[self._small.vocab_size :] = SPARE
         if name == "model.embed_tokens.weight":
-            columns, scale, last = (
-                self._residual(self._num_copies),
-                self._gain,
-                (self._constant, _LOWEST if is_tied else 0.0),
-            )
+            columns, scale = self._residual(self._num_copies), self._gain
+            last = self._constant, _LOWEST if is_tied else 0.0
         else:
             columns, scale, last = self._residual(1), 1.0, (0.0, _LOWEST)
         source = "model.embed_tokens.weight" if self._small.tie_word_embeddings else name

@@ -135,10 +135,8 @@ def _sentence(model: ModelConfig, error: Exception, file: str | None) -> str:
         case errors.RepositoryNotFoundError():
             said = "does not exist or is private: check the spelling, or log in with: hf auth login"
         case errors.HFValidationError():
-            where, said = (
-                repr(model.hub_id),
-                f"is no hub id: owner/name is required, or {words.said('model.path', 'DIR')}",
-            )
+            where = repr(model.hub_id)
+            said = f"is no hub id: owner/name is required, or {words.said('model.path', 'DIR')}"
         case errors.LocalEntryNotFoundError() if constants.HF_HUB_OFFLINE:
             said = f"is not in {cache} and HF_HUB_OFFLINE is set: run {download} on a network"
         case errors.LocalEntryNotFoundError():

@@ -12,6 +12,7 @@ width, X taps, O drafted tokens of this rank, S width of the Markov head.
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -100,20 +101,13 @@ class ParallelRunner(HeadRunner):
         return lambda depth, ids_BM, _: logits_BKV.narrow(1, depth, 1).expand(-1, ids_BM.shape[1], -1)
 
 
-class _ApartProduct:
-    """The product of queries, keys and values, and the norm that only the block's positions pass."""
-
-    def __init__(self, norm: RmsNorm, linear: Linear) -> None:
-        self.norm, self.linear = norm, linear
-
-
 class BlockLayer(Layer):
     """A layer of DFlash."""
 
     qkv: Any
 
     def _first_product(self, norm: Callable[[str], RmsNorm], linear: Linear, own: OwnKernels) -> Any:  # noqa: ANN401, ARG002
-        return _ApartProduct(norm("input_layernorm"), linear)
+        return SimpleNamespace(norm=norm("input_layernorm"), linear=linear)  # which only the block's positions pass
 
     def read(self, x_ME: Tensor, context_BCE: Tensor, attend: LayerAttention) -> Tensor:
         """The stream (M, E) of the block, M = B * N, behind the layer, which writes the context as well."""

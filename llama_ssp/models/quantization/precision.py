@@ -49,7 +49,7 @@ class Precision:
     def kernel(self) -> Kernel | None:
         """The quantizing kernel; None if weights are not quantized."""
         storage = format_of(self.quantization)
-        kernel: Kernel | None = storage.load_kernel()
+        kernel: Kernel | None = storage.load(storage.kernel)
         return partial(_packed_alone, kernel) if kernel and self.is_stored else kernel
 
     @property
