@@ -10,12 +10,12 @@ _MIXERS = "llama_ssp.models.huggingface.recurrent:adapt"
 _LINEAR = ("linear_attention",)
 
 
-def _plan(*, attention: str = "self_attn", mlp: str = "feed_forward") -> dict[str, str]:
+def _plan(mlp: str = "feed_forward") -> dict[str, str]:
     """The tensor-parallel plan of attention and MLPs; every rank has Mamba 2 and convolutions whole.
 
     The norm behind Mamba 2 goes over all heads of a group, and most models have one group.
     """
-    of_attention = layer_plan(attention, QKV, ["o_proj", "out_proj"])
+    of_attention = layer_plan("self_attn", QKV, ["o_proj", "out_proj"])
     of_mlp = layer_plan(mlp, ["gate_proj", "up_proj", "w1", "w3", "input_linear"], ["down_proj", "w2", "output_linear"])
     return of_attention | of_mlp | {"lm_head": "colwise_gather_output"}
 
@@ -31,9 +31,9 @@ _convolved = partial(unwritten, adapt=_MIXERS, recurrent=("conv",), tp_plan=_pla
 LFM2, LFM2_MOE = _convolved("lfm2"), _convolved("lfm2_moe")
 
 BAMBA = _linear("bamba", tp_plan=_plan())
-GRANITE_HYBRID = _linear("granitemoehybrid", tp_plan=_plan(mlp="shared_mlp"))
+GRANITE_HYBRID = _linear("granitemoehybrid", tp_plan=_plan("shared_mlp"))
 FALCON_H1 = unwritten("falcon_h1", adapt=_MIXERS, recurrent=("hybrid",), tp_plan=_plan())
 NEMOTRON_H = unwritten(
     "nemotron_h", adapt=_MIXERS, recurrent=(*_LINEAR, "mlp", "moe"),
-    tp_plan=_plan(attention="mixer", mlp="mixer") | {"model.layers.*.mixer.out_proj": "replicated"},
+    tp_plan=_plan("mixer") | {"model.layers.*.mixer.out_proj": "replicated"},
 )  # fmt: skip

@@ -235,16 +235,11 @@ def split_model(
     blocks = tuple(math.lcm(BLOCK, group) for group in storage.groups) or (BLOCK,)
     shards = tuple(
         RankShard(
-            rank=rank,
-            num_ranks=num_ranks,
-            heads=heads[rank],
-            num_heads=num_heads,
-            blocks=blocks,
-            even_blocks=() if storage.is_quantized else EVEN_BLOCKS,
-            spreads_experts=shape.spreads_experts,
+            rank=rank, num_ranks=num_ranks, heads=heads[rank], num_heads=num_heads, blocks=blocks,
+            even_blocks=() if storage.is_quantized else EVEN_BLOCKS, spreads_experts=shape.spreads_experts,
         )
         for rank in range(num_ranks)
-    )
+    )  # fmt: skip
     for size, cut in ((shape.intermediate_size, Cut.mlp_units), (shape.vocab_size, Cut.vocabulary)):
         shards[0].features(cut, size)  # refuses too many ranks
     return shards

@@ -110,8 +110,8 @@ def check_model(
     check = partial(check_inputs, quantization, group=group, num_ranks=num_ranks, is_stored=packed is not None)
     if model:
         _check_experts(model, origin.shape, quantization, num_ranks=num_ranks, check=check)
-    linears = {name.removesuffix(".weight"): weight for name, weight in matched.table.items() if weight.role is LINEAR}
-    linears = {name: weight for name, weight in linears.items() if name not in kept}
+    linears = {layer: weight for name, weight in matched.table.items()
+               if weight.role is LINEAR and (layer := name.removesuffix(".weight")) not in kept}  # fmt: skip
     _check_quantizable(linears, shards, quantization, compiles=compiles, check=check)
     if model:
         shard(model, origin.shape, Comm(rank=0, size=num_ranks), quantization=quantization, whole=whole)

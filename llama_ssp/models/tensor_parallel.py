@@ -223,21 +223,17 @@ def _local(name: str, module: nn.Module, style: str, *, shards: tuple[RankShard,
     cut = cut_of(name)
     size = _size_of(module, style)
     parts = shards[comm.rank].features(cut, size)
-    local: LocalModule
     match style, module:
         case "colwise", nn.Linear():
-            local = ColumnLinear(module, parts)
+            return ColumnLinear(module, parts)
         case "colwise_gather_output" | "colwise_rep", nn.Linear() if cut is Cut.vocabulary:
-            local = GatheredLinear(module, parts, comm=comm, sizes=widths(shards, cut, size))
+            return GatheredLinear(module, parts, comm=comm, sizes=widths(shards, cut, size))
         case "rowwise", nn.Linear():
-            local = RowLinear(module, parts, comm=comm)
+            return RowLinear(module, parts, comm=comm)
         case "embedding_rowwise", nn.Embedding():
-            local = VocabularyEmbedding(module, parts[0], comm=comm)
-        case _:
-            kind = type(module).__name__
-            message = f"the plan cuts {name} ({kind}) by {style}, which is not supported: run this model on one rank"
-            raise PlacementError(message)
-    return local
+            return VocabularyEmbedding(module, parts[0], comm=comm)
+    kind = f"{name} ({type(module).__name__})"
+    raise PlacementError(f"the plan cuts {kind} by {style}, which is not supported: run this model on one rank")
 
 
 def _size_of(module: nn.Module, style: str) -> int:

@@ -112,14 +112,11 @@ def _states(model: PreTrainedModel) -> tuple[KeptStates, ...]:
     alike = Counter((*state_of(mixer)[1:4], shared_heads(mixer)) for mixer in mixers_of(model))
     return tuple(
         KeptStates(
-            num_layers=number,
-            num_channels=channels,
-            width=width,
-            num_values=math.prod(shape) if shape else 0,
+            num_layers=number, num_channels=channels, width=width, num_values=math.prod(shape) if shape else 0,
             num_units=num_units,
         )
         for (channels, width, shape, num_units), number in alike.items()
-    )
+    )  # fmt: skip
 
 
 def _heads_of_modules(model: PreTrainedModel) -> dict[str, int]:

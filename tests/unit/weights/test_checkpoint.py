@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -119,39 +120,34 @@ def test_a_faulty_folder_is_refused_in_one_sentence(folder: Path, fault: Fault, 
     assert "\n" not in str(caught.value)
 
 
-def as_adapter(folder: Path) -> None:
-    (folder / "config.json").unlink()
-    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "acme/base"}')
-    (folder / SINGLE_FILE).rename(folder / "adapter_model.safetensors")
+def other_kind(file: str, *, says: str | None = None, keeps_config: bool = False) -> Fault:
+    """The weights under another name, beside a file that says what they are."""
+
+    def change(folder: Path) -> None:
+        (folder / SINGLE_FILE).rename(folder / file)
+        if says:
+            (folder / says).write_text('{"base_model_name_or_path": "acme/base"}')
+        if not keeps_config:
+            (folder / "config.json").unlink()
+
+    return change
 
 
-def as_gguf(folder: Path) -> None:
-    (folder / "config.json").unlink()
-    (folder / SINGLE_FILE).rename(folder / "model-Q4_K_M.gguf")
-
-
-def as_mistral(folder: Path) -> None:
-    as_mistral_with_config(folder)
-    (folder / "config.json").unlink()
-
-
-def as_mistral_with_config(folder: Path) -> None:
-    (folder / "params.json").write_text('{"dim": 64}')
-    (folder / SINGLE_FILE).rename(folder / "consolidated.safetensors")
-
-
-def as_gguf_with_config(folder: Path) -> None:
-    (folder / SINGLE_FILE).rename(folder / "model-Q4_K_M.gguf")
+MISTRAL = partial(other_kind, "consolidated.safetensors", says="params.json")
+GGUF = partial(other_kind, "model-Q4_K_M.gguf")
 
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (as_adapter, 'is an adapter of "acme/base", not a model'),
-        (as_gguf, "holds GGUF weights, which are not read: use the repository of this model with safetensors weights"),
-        (as_gguf_with_config, "holds GGUF weights, which are not read"),
-        (as_mistral, "holds Mistral's own layout .params.json, consolidated.safetensors., which is not read: use a"),
-        (as_mistral_with_config, "holds Mistral's own layout"),
+        (
+            other_kind("adapter_model.safetensors", says="adapter_config.json"),
+            'is an adapter of "acme/base", not a model',
+        ),
+        (GGUF(), "holds GGUF weights, which are not read: use the repository of this model with safetensors weights"),
+        (GGUF(keeps_config=True), "holds GGUF weights, which are not read"),
+        (MISTRAL(), "holds Mistral's own layout .params.json, consolidated.safetensors., which is not read: use a"),
+        (MISTRAL(keeps_config=True), "holds Mistral's own layout"),
     ],
 )
 def test_an_adapter_and_gguf_are_named_by_runs_and_plans(folder: Path, kind: Fault, reason: str) -> None:

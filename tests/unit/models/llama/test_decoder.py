@@ -23,7 +23,6 @@ from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import pairs
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, library_logits, load_lean, tiny_config, tiny_model
 
-CPU = torch.device("cpu")
 ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 32}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -33,6 +32,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, one kv head": ("llama", {"num_key_value_heads": 1}),
     "llama, no groups": ("llama", {"num_key_value_heads": 8}),
     "llama, layers that no plan cuts": ("llama", {"base_model_tp_plan": {}}),
+    "llama, dynamic": ("llama", {"rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 4.0}}),
     "llama, linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
     "llama, llama3": (
         "llama",
