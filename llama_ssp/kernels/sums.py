@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from llama_ssp.architectures.engine import OWN_SUM_RANKS
+from llama_ssp.architectures.engine import ENDLESS, OWN_SUM_RANKS
 from llama_ssp.kernels.choice_gpu import reason
 from llama_ssp.ranks.comms import Comm, Mesh
 from llama_ssp.ranks.gpu import ends_run
 
-ENDLESS, _PATIENCE = 2**62, 2**25  # looks at a flag, the latter about half a minute: other ranks may still compile
+_PATIENCE = 2**25  # looks at a flag, about half a minute: the other ranks may still compile
 _HANDLE_BYTES = 64
 _MAPS_PEERS = 1  # cudaIpcMemLazyEnablePeerAccess, the only flag there is
 _Result = TypeVar("_Result")

@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llama_ssp.architectures.engine import OWN_SUM_BYTES, OWN_SUM_RANKS
-from llama_ssp.kernels.sums import ENDLESS
+from llama_ssp.architectures.engine import ENDLESS, OWN_SUM_BYTES, OWN_SUM_RANKS
 
 NUM_SLOTS, SLOT_BYTES = 128, 2**15
 FLAGS_AT = 2 * NUM_SLOTS * SLOT_BYTES

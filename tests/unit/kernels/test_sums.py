@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from llama_ssp.architectures.engine import ENDLESS
 from llama_ssp.kernels import sums
 from llama_ssp.kernels.sums import CudaMemory, PeerSums, find_peer_sums
 from llama_ssp.ranks.comms import Comm
@@ -89,7 +90,7 @@ def test_all_ranks_take_the_kernel_or_none_with_the_reason_of_one(
     devices: dict[int, OneProcess] = {}
 
     def check(found: PeerSums, comm: Comm) -> None:
-        assert found.patience < sums.ENDLESS, "a rank that is not there must not keep the others waiting"
+        assert found.patience < ENDLESS, "a rank that is not there must not keep the others waiting"
         if fault == "check" and comm.rank == 1:
             raise RuntimeError("the kernel gives wrong sums")
 
@@ -108,7 +109,7 @@ def test_all_ranks_take_the_kernel_or_none_with_the_reason_of_one(
         assert own
         assert own.memories_R.tolist() == memories
         assert own.rank == rank
-        assert own.patience == sums.ENDLESS
+        assert own.patience == ENDLESS
 
 
 @dataclass(frozen=True, kw_only=True)
