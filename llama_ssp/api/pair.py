@@ -494,6 +494,8 @@ def _stopping(world: World, stop: StopRequest) -> Iterator[None]:
 
 def _check_alike(comm: Comm, *given: object) -> None:
     """Raise ConfigError on all ranks if they were given different things."""
+    if comm.size == 1:
+        return  # the text of a whole config takes as long as a layer
     digest = hashlib.sha256(repr(given).encode(errors="surrogatepass")).hexdigest()
     if len({*comm.gather_text(digest)}) > 1:
         raise ConfigError(
