@@ -16,11 +16,6 @@ _TP_PLAN = (
 )
 
 
-def _with_normed_queries(shape: ModelShape) -> Inventory:
-    """Norms over all queries and all keys of a token."""
-    return decoder(shape, head_norms=shape.num_attention_heads + shape.num_key_value_heads)
-
-
 def _with_learned_bends(shape: ModelShape, modules: tuple[str, ...], *, head_norms: int) -> Inventory:
     """Two learned numbers and two others of the activation in each layer."""
     found = decoder(shape, modules, head_norms=head_norms)
@@ -50,7 +45,10 @@ STABLELM = replace(
 )
 
 OLMO = replace(GRANITE, model_type="olmo", parameters=partial(decoder, norms=0, final_norms=0))
-OLMO2 = replace(GRANITE, model_type="olmo2", parameters=_with_normed_queries, keeps_attention=True)
+OLMO2 = replace(  # norms go over all queries and all keys of a token
+    GRANITE, model_type="olmo2", keeps_attention=True,
+    parameters=lambda shape: decoder(shape, head_norms=shape.num_attention_heads + shape.num_key_value_heads),
+)  # fmt: skip
 OLMO3 = replace(OLMO2, model_type="olmo3", windows=MISTRAL.windows)
 
 COHERE = replace(GRANITE, model_type="cohere", parameters=partial(decoder, norms=1))

@@ -31,13 +31,11 @@ DEEPSEEK_V3 = unwritten("deepseek_v3", tp_plan=LATENT_PLAN)
 GPT_OSS = unwritten(
     "gpt_oss", tp_plan={**VOCABULARY_PLAN, **GRANITE_MOE.tp_plan, "model.layers.*.mlp.experts": "moe_tp_experts"}
 )
-DOGE = unwritten("doge", keeps_attention=True)
-FLEX_OLMO = unwritten("flex_olmo", keeps_attention=True)
-LAGUNA = unwritten("laguna", keeps_attention=True)
-MIMO_V2_FLASH = unwritten("mimo_v2_flash", keeps_attention=True)
+DOGE, FLEX_OLMO, LAGUNA, MIMO_V2_FLASH, MINIMAX_M2, MINIMAX_M3 = (
+    unwritten(kind, keeps_attention=True)
+    for kind in ("doge", "flex_olmo", "laguna", "mimo_v2_flash", "minimax_m2", "minimax_m3_vl_text")
+)
 MINICPM3 = unwritten("minicpm3", cuts_own_embedding=True)
-MINIMAX_M2 = unwritten("minimax_m2", keeps_attention=True)
-MINIMAX_M3 = unwritten("minimax_m3_vl_text", keeps_attention=True)
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts", "moe_topk")

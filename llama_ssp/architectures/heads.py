@@ -206,10 +206,6 @@ def _of_pairs(shape: ModelShape) -> Inventory:
     return _with_taps(replace(whole, layer=tuple(layer)), shape)
 
 
-def _of_blocks(shape: ModelShape) -> Inventory:
-    return _with_taps(decoder(shape, head_norms=2), shape)
-
-
 def _with_taps(held: Inventory, shape: ModelShape) -> Inventory:
     """A head's parameters: with the product and the norm of its taps, its embedding, and its Markov head."""
     width = shape.hidden_size
@@ -222,4 +218,6 @@ def _with_taps(held: Inventory, shape: ModelShape) -> Inventory:
 
 HEAD = Family(model_type=EAGLE3, parameters=_of_pairs, is_llama_kind=True, is_head=True)
 PARALLEL_HEAD = replace(HEAD, model_type=PEAGLE, in_one_pass=True)
-BLOCK_HEAD = replace(PARALLEL_HEAD, model_type=DFLASH, parameters=_of_blocks)
+BLOCK_HEAD = replace(
+    PARALLEL_HEAD, model_type=DFLASH, parameters=lambda shape: _with_taps(decoder(shape, head_norms=2), shape)
+)

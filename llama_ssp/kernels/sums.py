@@ -133,16 +133,14 @@ def with_peers(comm: Comm) -> Comm:
     return replace(comm, peers=_found[comm.members])
 
 
-def find_peer_sums(
-    comm: Comm, open_device: Callable[[], CudaMemory], check: "Callable[[PeerSums, Comm], None] | None" = None
-) -> PeerSums | None:
+def find_peer_sums(comm: Comm, open_device: Callable[[], CudaMemory]) -> PeerSums | None:
     """The kernel over memory that all ranks of a group have mapped, if it is right on all of them.
 
     All ranks of the group must call this together. Otherwise the first rank warns, with the reason of one of them.
     """
     try:
         sums = _mapped(comm, open_device)
-        _on_all(comm, partial(check or check_sums, replace(sums, patience=_PATIENCE), comm))
+        _on_all(comm, partial(check_sums, replace(sums, patience=_PATIENCE), comm))
     except _UnusableError as error:
         if comm.rank == 0:
             _log.warning("continuing with NCCL's sums: %s", error)

@@ -35,7 +35,7 @@ from llama_ssp.storage.formats import NO_QUANTIZATION, format_of
 from llama_ssp.weights.checkpoint import summary
 from llama_ssp.weights.head import HeadSource
 from llama_ssp.weights.mtp import MtpSource
-from llama_ssp.weights.source import WeightSource, packed_of
+from llama_ssp.weights.source import PACKED, WeightSource
 from llama_ssp.words import said
 
 _log = logging.getLogger(__name__)
@@ -65,19 +65,21 @@ _HEADS: dict[str, type[HeadRunner]] = {EAGLE3: HeadRunner, PEAGLE: ParallelRunne
 
 def _load_library(loading: Loading) -> ModuleRunner:
     """See `load_model`: the modules of transformers."""
-    origin, into, on_cpu = loading.origin, loading.into, loading.device.type == "cpu"
+    is_head, into, on_cpu = loading.origin.shape.is_head, loading.into, loading.device.type == "cpu"
     target = loading.alike(ModuleRunner)
     # Embedding and output of the target, if this is its MTP head on the same ranks.
-    tables = target.tables if target and origin.shape.is_head and target.comm.size == loading.comm.size else None
+    tables = target.tables if target and is_head and target.comm.size == loading.comm.size else None
     model = load_modules(loading, kernel=make_linear if on_cpu else None, tables=tables)
     if on_cpu and not tables:
         head: Any = model.get_output_embeddings()
         is_tied = head.weight is getattr(model.get_input_embeddings(), "weight", None)
         own_head = OwnLinear(head, partial(make_linear, keeps_weight=is_tied))
         model.set_submodule(name := output_name(model), into.keep(own_head, "_model", *name.split(".")))
-    if into.fits and (before := cast("ModuleRunner", into.model)).has_parameters_of(model):
+    before = cast("ModuleRunner", into.model)
+    parameters = model.named_parameters(remove_duplicate=False)
+    if into.fits and all(before.parameters.get(name) is values for name, values in parameters):
         return before
-    kind = MtpRunner if origin.shape.is_head else ModuleRunner
+    kind = MtpRunner if is_head else ModuleRunner
     return kind(model, comm=loading.comm, cache_dtype=loading.precision.cache_dtype)
 
 
@@ -105,7 +107,7 @@ def check_model(
     kept = matched.check_packed(quantization)
     if names := matched.unread(ignored):
         _log.warning("%s holds tensors that no module takes, which are not read: %s", origin.folder, summary(names))
-    packed, storage = packed_of(origin), format_of(quantization)
+    packed, storage = next(filter(PACKED, origin.tensors.values()), None), format_of(quantization)
     group = (packed and packed.group) or storage.least_group
     check = partial(check_inputs, quantization, group=group, num_ranks=num_ranks, is_stored=packed is not None)
     if model:

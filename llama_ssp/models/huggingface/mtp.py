@@ -3,6 +3,7 @@
 Shapes: B sequences, T positions, R scored ones, E width.
 """
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,11 +16,7 @@ class MtpRunner(ModuleRunner):
     """A `Head`, or this rank's slice of it, with its cache, which holds pair i in slot i."""
 
     _hidden_BRE: Tensor
-
-    @property
-    def num_token_ids(self) -> int:
-        """See `Head`."""
-        return self.vocab_size
+    num_token_ids = property(attrgetter("vocab_size"))
 
     def hidden_of(self, taps_BTX: Tensor) -> Tensor:
         """See `Head.hidden_of`."""

@@ -76,11 +76,6 @@ class ModuleRunner(CachedRunner):
         """All parameters that are not in linear layers of ours, by name."""
         return dict(self._model.named_parameters(remove_duplicate=False))
 
-    def has_parameters_of(self, model: nn.Module) -> bool:
-        """Whether the parameters of a model of this kind are those of this one."""
-        own = self.parameters
-        return all(own.get(name) is values for name, values in model.named_parameters(remove_duplicate=False))
-
     @torch.inference_mode()
     def _compare(self) -> None:
         """Raise ConfigError unless a short text has the logits that it has without this cache and these masks.

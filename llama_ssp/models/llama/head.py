@@ -141,7 +141,7 @@ class HeadRunner(PairRunner):
         assert isinstance(source, HeadSource)
         if isinstance(joined := self._layers[0].qkv, _JoinedProduct):
             joined.norm_before_residual = source.head.norm_before_residual
-        self._feeds_norm, eps = source.head.norm_output, source.config.rms_norm_eps
+        self._config, self._feeds_norm, eps = source.head, source.head.norm_output, source.config.rms_norm_eps
         drafts_all = self.vocab_size == source.shape.num_token_ids
         self._token_ids_D = None if drafts_all else into.keep(source.token_ids().to(self.device), "_token_ids_D")
         self._fc = into.keep(make_linear(*weights.linear("model.fc"), kernel=loading.precision.kernel), "_fc")

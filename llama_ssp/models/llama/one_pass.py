@@ -29,7 +29,6 @@ from llama_ssp.models.llama.layer import Layer, Stream, added
 from llama_ssp.models.llama.table import MARKOV
 from llama_ssp.models.runner import Following
 from llama_ssp.models.weights import Loading, Weights
-from llama_ssp.weights.head import HeadSource
 
 
 class _Markov:
@@ -65,9 +64,7 @@ class ParallelRunner(HeadRunner):
 
     def _take_others(self, weights: Weights, loading: Loading) -> None:
         super()._take_others(weights, loading)
-        source = loading.origin
-        assert isinstance(source, HeadSource)
-        self.mask_token_id = source.head.mask_token_id
+        self.mask_token_id = self._config.mask_token_id
         for name in weights.names(f"model.{MASK}"):
             mask_11E = self.hidden_of(weights.take(name)[None, None])
             self._mask_11E = loading.into.keep(mask_11E, "_mask_11E")
@@ -129,17 +126,16 @@ class BlockRunner(ParallelRunner):
 
     def _take_others(self, weights: Weights, loading: Loading) -> None:
         super()._take_others(weights, loading)
-        source, into = loading.origin, loading.into
-        assert isinstance(source, HeadSource)
-        norm = RmsNorm(weights.take("model.hidden_norm.weight"), source.config.rms_norm_eps)
-        self._context_norm = into.keep(norm, "_context_norm")
-        self._drafts_at_anchor, self._markov_rank = source.head.drafts_at_anchor, source.head.markov_rank
+        norm = RmsNorm(weights.take("model.hidden_norm.weight"), self._norm.eps)
+        self._context_norm = loading.into.keep(norm, "_context_norm")
+        self._markov_rank = self._config.markov_rank
         outputs = slice(self._first_output, self._first_output + self._head_sizes[self._comm.rank])
-        self._markov = into.keep(_Markov(weights, outputs, kernel=None) if self._markov_rank else None, "_markov")
+        markov = _Markov(weights, outputs, kernel=None) if self._markov_rank else None
+        self._markov = loading.into.keep(markov, "_markov")
 
     def block_size(self, num_drafted: int) -> int:
         """See `OnePassHead.block_size`."""
-        return num_drafted + (not self._drafts_at_anchor)
+        return num_drafted + (not self._config.drafts_at_anchor)
 
     def hidden_of(self, taps_BTX: Tensor) -> Tensor:
         """See `Head.hidden_of`."""

@@ -105,13 +105,9 @@ class Nf4Linear(Linear):
     Source: Dettmers et al. 2023, arXiv:2305.14314.
     """
 
-    kind = "nf4"
-
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, kind: str = "nf4") -> None:
         library = bitsandbytes()
-        pack = partial(
-            library.functional.quantize_4bit, blocksize=GROUP, compress_statistics=False, quant_type=self.kind
-        )
+        pack = partial(library.functional.quantize_4bit, blocksize=GROUP, compress_statistics=False, quant_type=kind)
 
         def packed(block: Tensor) -> tuple[Tensor, Tensor]:
             values, state = pack(block)
@@ -125,9 +121,8 @@ class Nf4Linear(Linear):
         else:
             self._weight, scales = quantize_by_blocks(weight_OI, packed)
         self._state = library.functional.QuantState(
-            absmax=scales, shape=shape, code=_code_of(self.kind, weight_OI.device), blocksize=GROUP,
-            quant_type=self.kind,
-        )  # fmt: skip
+            absmax=scales, shape=shape, code=_code_of(kind, weight_OI.device), blocksize=GROUP, quant_type=kind
+        )
         self._product = library.matmul_4bit
         self._bias_O = bias_O
 
@@ -137,10 +132,7 @@ class Nf4Linear(Linear):
         return added(self._product(x_MI, self._weight, quant_state=self._state, bias=self._bias_O), residual_MO)
 
 
-class Fp4Linear(Nf4Linear):
-    """The 4-bit float of bitsandbytes, for checkpoints that are stored so."""
-
-    kind = "fp4"
+fp4_linear = partial(Nf4Linear, kind="fp4")
 
 
 @cache
