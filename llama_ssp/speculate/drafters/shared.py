@@ -261,7 +261,7 @@ class BatchSplitDrafter(_SharedDrafter):
             own_rows = [rows[place] - self._own.start for place in mine]
             some, first = prompts.some(mine), self._own.start
             held = [place._replace(row=place.row - first) if place.row in own else Held() for place in some.held]
-            super().prefill(some._replace(held=held), rows=own_rows, buckets=buckets)
+            super().prefill(some._replace(held=held, longest=prompts.longest), rows=own_rows, buckets=buckets)
 
     def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
         """Draft this rank's rows and gather the ids of all; the probabilities are those of its own rows only."""
