@@ -422,7 +422,7 @@ class Decoder:
 
     def _outgrew(self, owner: RowCompletion, choice: DraftChoice, *, num_ahead: int = 0) -> bool:
         """Whether a row, as far as it is known, and what is in flight are longer than a round drafts for."""
-        longest = self.round.longest(choice)
+        longest = self.round.longest(choice) if self.round.limit else None
         return longest is not None and len(owner.request.prompt_ids) + len(owner.token_ids) + num_ahead > longest
 
     def _num_examined(self, owner: RowCompletion, choice: DraftChoice, num_drafted: int) -> int:
