@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from llama_ssp.errors import ConfigError
+from llama_ssp.errors import ConfigError, InterruptedRun
 from llama_ssp.ranks.failures import from_rank_0, raise_on_all_ranks
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.requests import PromptRequest
@@ -178,7 +178,7 @@ class Service:
 
 @torch.inference_mode()
 def serve(session: Session, _requests: list[PromptRequest]) -> None:
-    """Serve until a signal comes; the same on every rank, of which rank 0 answers."""
+    """Serve until a signal comes, then raise InterruptedRun; the same on every rank, of which rank 0 answers."""
     comm, inbox, front = session.world.comm, None, nullcontext()
     layout, num_rows = session.models.mesh.layout, session.config.batch_size
     with raise_on_all_ranks(comm):
@@ -198,3 +198,4 @@ def serve(session: Session, _requests: list[PromptRequest]) -> None:
         if comm.rank == 0:
             session.terminal.say(f"serving on {front.address}; Ctrl-C ends it")
         service.run()
+    raise InterruptedRun("a signal ended the server")

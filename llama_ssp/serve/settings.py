@@ -12,7 +12,7 @@ from llama_ssp.settings.schema import RunConfig, TaskConfig
 from llama_ssp.settings.tasks import NoEffect, TaskSpec
 
 MOST_TOKENS, NUM_ROWS = 4096, 8
-INSTALL = "pip install -e '.[serve]' -c constraints.txt"
+INSTALL = ".venv/bin/python -m pip install -e '.[serve]' -c .venv/constraints.txt"
 _UNREAD = (
     "prompt", "prompts", "chat", "num_samples", "ignore_eos", "stop_strings", "logprobs", "prompt_logprobs", "seed",
     "sampling.bad_words", "sampling.min_new_tokens",
