@@ -29,7 +29,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from llama_ssp.catalogue import read_path
 from llama_ssp.errors import ConfigError
 from llama_ssp.run.session import Session
-from llama_ssp.run.tasks.dry_run import forecast
 from llama_ssp.serve.inbox import ENDED, ClosedError, FullError, Inbox, Part
 from llama_ssp.serve.protocol import Answer, Asked, BodyReader, RequestError, usage
 from llama_ssp.serve.settings import ServeConfig, length_of
@@ -253,12 +252,13 @@ class _Metrics:
         )
         buckets = [base * 10.0**power for power in range(-1, 3) for base in (1, 2, 5)]
         self._ms = Histogram("llama_ssp_ms_per_token", "after the first token", registry=registry, buckets=buckets)
-        if session.plan:
-            expected = forecast(session.plan.timing)
-            for mode in ("plain", "speculative"):
-                ms = getattr(expected, f"{mode}_ms_per_token")
-                if ms is not None:
-                    named(f"llama_ssp_forecast_{mode}_ms_per_token", "forecast, with all rows full and long").set(ms)
+        timed = session.plan.timing if session.plan else None
+        for mode, seconds in (
+            ("plain", timed and timed.plain_run_s),
+            ("speculative", timed and timed.speculative_run_s),
+        ):
+            if seconds is not None:
+                named(f"llama_ssp_forecast_{mode}_ms_per_token", "with all rows full and long").set(1e3 * seconds)
 
     def ended(self, answer: Answer, seconds: float) -> None:
         """Count a completion that has ended, so many seconds after its first token."""

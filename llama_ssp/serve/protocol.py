@@ -7,6 +7,7 @@ silence. Ranges, and the sentences about them, are those of the settings.
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -48,6 +49,8 @@ _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
 }  # fmt: skip
 """Values that change nothing of fields that the server does not have."""
 _OFF = {"top_k": (0, -1), "top_p": (1,), "min_p": (0,)}
+_CONTEXT = 16
+"""Tokens before one whose text is wanted."""
 _REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
@@ -246,11 +249,10 @@ def _role(message: object) -> str:
 def _content(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    if not all(
-        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts
-    ):
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
         raise RequestError("content of messages must be a text, or a list of parts of type text", param="messages")
-    return "".join(part["text"] for part in parts)
+    return "".join(map(str, texts))
 
 
 class Answer:
@@ -294,43 +296,37 @@ class Answer:
         return choice | {"message" if is_whole else "delta": said | {"content": text}}
 
     def _scores(self) -> dict[str, object]:
-        assert self.last
-        scores = self.last.log_probs or LogProbs(log_probs=[], top_ids=[], top_log_probs=[])
+        """Log-probabilities in the form of chats or of completions."""
+        scores = (self.last and self.last.log_probs) or LogProbs(log_probs=[], top_ids=[], top_log_probs=[])
         ids = [*self.prompt_ids, *self.token_ids]
+        tokens: list[tuple[str, float | None]] = []
+        tops: list[list[tuple[str, float]]] = []
         first = len(ids) - len(scores.log_probs)
-        tokens = [
-            (self._of(ids[:place], ids[place]), scored, [
-                (self._of(ids[:place], one), value)
-                for one, value in zip(scores.top_ids[place - first], scores.top_log_probs[place - first], strict=True)
-            ])
-            for place, scored in enumerate(scores.log_probs, start=first)
-        ]  # fmt: skip
+        for place, scored in enumerate(scores.log_probs):
+            after = TextAfter(
+                self._tokenizer, ids[max(first + place - _CONTEXT, 0) : first + place], names_special=True
+            )
+            tokens.append((after.decode([ids[first + place]]), scored))
+            texts = [after.decode([token]) for token in scores.top_ids[place]]
+            tops.append([*zip(texts, scores.top_log_probs[place], strict=True)])
         if self._asked.is_chat:
-            return {
-                "content": [
-                    _of_token(*own) | {"top_logprobs": [_of_token(*one) for one in top]} for *own, top in tokens
-                ]
-            }
-        unscored = [(self._of([], ids[0]), None, None)] if self._asked.echoes else []
-        columns = [*unscored, *((text, scored, _best_first(top)) for text, scored, top in tokens)]
-        lengths = [len(text) for text, _, _ in columns]
+            found = [_of_token(*one) for one in tokens]
+            for own, top in zip(found, tops, strict=True):
+                own["top_logprobs"] = [_of_token(*one) for one in top]
+            return {"content": found}
+        if self._asked.echoes:
+            tokens.insert(0, (TextAfter(self._tokenizer, (), names_special=True).decode(ids[:1]), None))
+        texts = [text for text, _ in tokens]
+        of_tops = [dict(reversed(top)) for top in tops]  # of tokens with one text the most probable
         return {
-            "tokens": [text for text, _, _ in columns], "token_logprobs": [scored for _, scored, _ in columns],
-            "top_logprobs": [top for _, _, top in columns],
-            "text_offset": [sum(lengths[:place]) for place in range(len(lengths))],
+            "tokens": texts, "token_logprobs": [scored for _, scored in tokens],
+            "top_logprobs": [None, *of_tops] if self._asked.echoes else of_tops,
+            "text_offset": [0, *accumulate(map(len, texts[:-1]))] if texts else [],
         }  # fmt: skip
 
-    def _of(self, before: Sequence[int], token: int) -> str:
-        return TextAfter(self._tokenizer, before, names_special=True).decode([token])
 
-
-def _of_token(text: str, log_prob: float) -> dict[str, object]:
-    return {"token": text, "logprob": max(log_prob, -9999.0), "bytes": [*text.encode()]}
-
-
-def _best_first(top: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """The most probable tokens by their texts; of several with one text the best."""
-    return dict(reversed(top))
+def _of_token(text: str, log_prob: float | None) -> dict[str, object]:
+    return {"token": text, "logprob": log_prob, "bytes": [*text.encode()]}
 
 
 def usage(answers: Sequence[Answer], *, num_samples: int) -> dict[str, object]:

@@ -179,7 +179,7 @@ class Service:
 @torch.inference_mode()
 def serve(session: Session, _requests: list[PromptRequest]) -> None:
     """Serve until a signal comes, then raise InterruptedRun; the same on every rank, of which rank 0 answers."""
-    comm, inbox, front = session.world.comm, None, nullcontext()
+    comm, inbox, front = session.world.comm, None, None
     layout, num_rows = session.models.mesh.layout, session.config.batch_size
     with raise_on_all_ranks(comm):
         if layout.verify_rank or (layout.splits_batch and num_rows < comm.size):
@@ -194,8 +194,8 @@ def serve(session: Session, _requests: list[PromptRequest]) -> None:
             front = Front(session, inbox)
     service = Service(session, inbox)
     service.warm_up()
-    with front:
-        if comm.rank == 0:
+    with front or nullcontext():
+        if front:
             session.terminal.say(f"serving on {front.address}; Ctrl-C ends it")
         service.run()
     raise InterruptedRun("a signal ended the server")

@@ -52,11 +52,12 @@ def exact_law(
 
     Returns fp64 (G, V^(K + 1)), exact to about 1e-14.
     """
-    given = {"prompt": prompt, "settings_GX": settings_GX}
-    texts = round_law(rule, target, draft, num_draft_tokens, is_point_mass=is_point_mass, **given)
+    texts = round_law(
+        rule, target, draft, num_draft_tokens, is_point_mass=is_point_mass, prompt=prompt, settings_GX=settings_GX
+    )
     law = texts[0]
     for length, text_law in enumerate(texts[1:], start=1):
-        law = text_law + (law[..., None] * draw_law(rule, target.logits[length], **given)).flatten(1)
+        law = text_law + (law[..., None] * draw_law(rule, target.logits[length], prompt, settings_GX)).flatten(1)
     return law
 
 

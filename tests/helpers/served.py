@@ -30,13 +30,12 @@ class Server:
         """A connection of its own."""
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
 
-    def ask(self, path: str, body: object = None, *, raw: bytes | None = None, **headers: str) -> tuple[int, Any]:
+    def ask(self, path: str, body: object = None, *, raw: bytes | None = None, key: str = "") -> tuple[int, Any]:
         """The status and the answer, JSON or text, of a request."""
         connection = self.connect()
         content = json.dumps(body).encode() if raw is None else raw
-        connection.request(
-            "GET" if body is raw is None else "POST", path, None if body is raw is None else content, headers
-        )
+        method, headers = ("GET" if body is raw is None else "POST"), {"authorization": f"Bearer {key}"}
+        connection.request(method, path, content if method == "POST" else None, headers)
         answer = connection.getresponse()
         text = answer.read().decode()
         connection.close()

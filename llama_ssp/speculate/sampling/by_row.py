@@ -75,7 +75,8 @@ def _penalized(logits_BTV: Tensor, context: Context, penalties_3B11: Tensor) -> 
     scaled_BTV = torch.where(logits_BTV < 0, logits_BTV * repetition, logits_BTV / repetition)
     logits_BTV = torch.where(is_there_BTV, scaled_BTV, logits_BTV)
     counts_BTV = count_tokens(context, first_B, vocab_size=vocab_size).to(dtype)
-    return logits_BTV - frequency * counts_BTV - presence * (counts_BTV > 0)
+    found_BTV: Tensor = logits_BTV - frequency * counts_BTV - presence * (counts_BTV > 0)
+    return found_BTV
 
 
 def _truncated(probs_BTV: Tensor, scaled_BTV: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

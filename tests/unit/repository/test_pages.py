@@ -20,9 +20,9 @@ from benchmarks.readme import TEXTS, filled, made_files
 from docs.hooks import repository, settings
 from llama_ssp import plan as load_plan
 from llama_ssp.run.commands import plan
-from llama_ssp.serve.settings import INSTALL as INSTALL_SERVER
 from llama_ssp.run.commands.own_ranks import read_start
 from llama_ssp.run.commands.run import read_options
+from llama_ssp.serve.settings import INSTALL as INSTALL_SERVER
 from llama_ssp.settings.compose import compose, to_run_config
 from llama_ssp.storage.formats import BITSANDBYTES
 from tests.helpers.repository import ROOT, files, modules

@@ -169,16 +169,16 @@ def test_a_full_queue_a_key_and_the_end(pair: Pair, tmp_path: Path) -> None:
     (tmp_path / "key").write_text("secret\n")
     task = ServeConfig(port=0, max_waiting=1, api_key_file=str(tmp_path / "key"))
     with serving(pair, batch_size=1, drain_s=0.5, task=task) as server:
-        key, body = {"authorization": "Bearer secret"}, {"prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True}
+        body = {"prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True}
         assert server.ask("/v1/completions", body)[0] == 401
-        assert server.ask("/v1/models", authorization="Bearer secre")[0] == 401
+        assert server.ask("/v1/models", key="secre")[0] == 401
         assert server.ask("/health")[0] == 200
         with ThreadPoolExecutor(2) as pool:
-            long = [pool.submit(server.ask, "/v1/completions", body, **key) for _ in range(2)]
+            long = [pool.submit(server.ask, "/v1/completions", body, key="secret") for _ in range(2)]
             time.sleep(0.3)
-            status, answer = server.ask("/v1/completions", body, **key)
+            status, answer = server.ask("/v1/completions", body, key="secret")
             assert (status, answer["error"]["code"]) == (429, "rate_limit_exceeded")
-            _, page = server.ask("/metrics", **key)
+            _, page = server.ask("/metrics", key="secret")
             assert "llama_ssp_running 1.0" in page
             assert "llama_ssp_waiting 1.0" in page
             server.session.stop_request.requested = True
