@@ -3,7 +3,7 @@
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -145,9 +145,9 @@ def test_what_is_no_request_is_refused_and_ends_nothing(server: Server) -> None:
     assert server.complete(prompt="x", max_tokens=2)["choices"]
 
 
-def wait_until_empty(server: Server) -> None:
-    deadline_s = time.monotonic() + 10
-    while not server.inbox.is_empty:
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
 
@@ -157,11 +157,10 @@ def test_a_client_that_goes_frees_its_rows(server: Server, streams: bool) -> Non
     connection = server.connect()
     body = {"prompt": PROMPT, "max_tokens": 1900, "n": 6, "ignore_eos": True, "stream": streams}
     connection.request("POST", "/v1/completions", json.dumps(body))
-    time.sleep(0.2)
-    assert server.inbox.num_running == 4
+    wait_for(lambda: server.inbox.num_running == 4)
     connection.sock.shutdown(socket.SHUT_RDWR)
     connection.close()
-    wait_until_empty(server)
+    wait_for(lambda: server.inbox.is_empty)
 
 
 def test_a_full_queue_a_key_and_the_end(pair: Pair, tmp_path: Path) -> None:
@@ -174,8 +173,10 @@ def test_a_full_queue_a_key_and_the_end(pair: Pair, tmp_path: Path) -> None:
         assert server.ask("/v1/models", key="secre")[0] == 401
         assert server.ask("/health")[0] == 200
         with ThreadPoolExecutor(2) as pool:
-            long = [pool.submit(server.ask, "/v1/completions", body, key="secret") for _ in range(2)]
-            time.sleep(0.3)
+            long = [pool.submit(server.ask, "/v1/completions", body, key="secret")]
+            wait_for(lambda: server.inbox.num_running == 1)
+            long.append(pool.submit(server.ask, "/v1/completions", body, key="secret"))
+            wait_for(lambda: (server.inbox.num_running, server.inbox.num_waiting) == (1, 1))
             status, answer = server.ask("/v1/completions", body, key="secret")
             assert (status, answer["error"]["code"]) == (429, "rate_limit_exceeded")
             _, page = server.ask("/metrics", key="secret")
