@@ -114,7 +114,7 @@ class Front:
         ]
         numbers = self._put(asked, parts)
         deadline_s = self._task.request_s - (time.monotonic() - arrived_s)
-        watched = self._watched(parts, answers, arrived_s)
+        watched = self._texts_of(parts, answers, arrived_s)
         envelope = partial(self._envelope, f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid4().hex}", is_chat=is_chat)
         if asked.streams:
             body_of = self._events(watched, asked, answers, envelope=envelope, numbers=numbers, deadline_s=deadline_s)
@@ -149,7 +149,7 @@ class Front:
         except ClosedError:
             raise _ending() from None
 
-    async def _watched(
+    async def _texts_of(
         self, parts: "asyncio.Queue[tuple[int, Part]]", answers: Sequence[Answer], arrived_s: float
     ) -> AsyncIterator[tuple[int, str]]:
         """Yield new text of answers by their places, until all have ended."""
