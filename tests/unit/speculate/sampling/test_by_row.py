@@ -109,7 +109,7 @@ def test_steps_of_other_rows_change_no_bit(steps: RowSteps) -> None:
 
 def served(*, batch_size: int, lag: int = 0) -> Decoder:
     made = make_decoder(
-        PrefixRunner(), PrefixRunner(seed=1), batch_size=batch_size, eos_ids=[4],
+        PrefixRunner(), PrefixRunner(seed=1), batch_size=batch_size, eos_ids=[4], replay=False,
         sampling=SamplingConfig(temperature=1.0, by_row=RowSteps()),
     )  # fmt: skip
     made._lag = lag
@@ -121,7 +121,7 @@ def test_a_request_has_the_text_of_a_batch_of_its_own(lag: int) -> None:
     """Greedy rows have the text of greedy runs, and sampled ones that of a run with their seed and settings."""
     wanted = [
         replace(request, sampling=sampling, seed=100 + request.index, ignores_eos=request.index % 2 == 0)
-        for request, sampling in zip(requests(), MIXED[1:], strict=True)
+        for request, sampling in zip(requests(24), MIXED[1:], strict=True)
     ]
     greedy = [replace(one, index=7 + one.index, sampling=MIXED[0]) for one in wanted[:2]]
     whole = complete(served(batch_size=3, lag=lag), [*wanted, *greedy])
@@ -130,7 +130,11 @@ def test_a_request_has_the_text_of_a_batch_of_its_own(lag: int) -> None:
         [one] = complete(served(batch_size=1), [request])
         assert request.sampling
         run = make_decoder(
-            PrefixRunner(), PrefixRunner(seed=1), sampling=request.sampling, eos_ids=[] if request.ignores_eos else [4]
+            PrefixRunner(),
+            PrefixRunner(seed=1),
+            sampling=request.sampling,
+            replay=False,
+            eos_ids=[] if request.ignores_eos else [4],
         )
         assert request.seed is not None
         run.seed = request.seed
