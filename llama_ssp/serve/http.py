@@ -252,13 +252,11 @@ class _Metrics:
         )
         buckets = [base * 10.0**power for power in range(-1, 3) for base in (1, 2, 5)]
         self._ms = Histogram("llama_ssp_ms_per_token", "after the first token", registry=registry, buckets=buckets)
-        timed = session.plan.timing if session.plan else None
-        for mode, seconds in (
-            ("plain", timed and timed.plain_run_s),
-            ("speculative", timed and timed.speculative_run_s),
-        ):
-            if seconds is not None:
-                named(f"llama_ssp_forecast_{mode}_ms_per_token", "with all rows full and long").set(1e3 * seconds)
+        if session.plan:
+            timed = session.plan.timing
+            for mode, seconds in (("plain", timed.plain_run_s), ("speculative", timed.speculative_run_s)):
+                if seconds is not None:
+                    named(f"llama_ssp_forecast_{mode}_ms_per_token", "with all rows full and long").set(1e3 * seconds)
 
     def ended(self, answer: Answer, seconds: float) -> None:
         """Count a completion that has ended, so many seconds after its first token."""
