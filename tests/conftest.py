@@ -37,7 +37,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 MOST_WORKERS = 8
 """Each of them imports torch, which takes about 0.6 GB."""
-JOBS = ("tests/distributed/", "tests/slurm/")
+JOBS = ("tests/distributed/", "tests/slurm/", "tests/stub_gpu/")
 """Tests that start several ranks: one worker runs them one after the other, so that their time limits hold."""
 UNTIMED = tuple(f"tests/distributed/test_{name}.py" for name in ("placement", "deepspeed"))
 """Those that share groups of ranks and have no time limits: another worker may run them at the same time."""
@@ -50,18 +50,13 @@ SECONDS = tuple(
 )  # fmt: skip
 """Tests of whole runs, models and kernels: `just quick` leaves them out, unless it is given what to run."""
 
-STUBS = "tests/stub_gpu/"
-"""Tests of one file share what their processes found."""
-
 
 class JobsOnOneWorker(LoadScopeScheduling):  # type: ignore[misc] # xdist is untyped
-    """Hands out tests one by one; those of JOBS all to one worker, those of a file of STUBS as well."""
+    """Hands out tests one by one; those of JOBS all to one worker."""
 
     def _split_scope(self, nodeid: str) -> str:
         if nodeid.startswith(UNTIMED):
             return UNTIMED[0]
-        if nodeid.startswith(STUBS):
-            return nodeid.partition("::")[0]
         return JOBS[0] if nodeid.startswith(JOBS) else nodeid
 
 
@@ -140,6 +135,7 @@ def pytest_collection_finish() -> None:
     """Spare the garbage collector whatever was imported and collected: it takes half a second to look through that."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def _lanes_left_out(config: pytest.Config) -> dict[str, str]:

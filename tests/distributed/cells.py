@@ -114,7 +114,7 @@ CELLS = [
     greedy(heavy(BOTH, BOTH, SHARDED, pair="head", batch_size=3)),
     greedy(heavy(BOTH, BOTH, SHARDED, pair=f"{ONE_PASS}dflash", batch_size=3)),
     greedy(heavy(BOTH, BOTH, SHARDED, pair="gpt_neox", batch_size=3)),
-    greedy(heavy(BOTH, BOTH, REPLICATED, adapts=True)),
+    greedy(slow(BOTH, BOTH, REPLICATED, adapts=True)),
     greedy(heavy(ALL_3, ALL_3, SHARDED, pair="llama", batch_size=3)),
     greedy(heavy(BOTH, (2,), OWN_GPU, batch_size=5, overlaps=True)),
     greedy(heavy(BOTH, BOTH, SHARDED, tree="3x2x1", batch_size=5)),

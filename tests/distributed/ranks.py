@@ -1,15 +1,11 @@
 """What ranks do in a test group: every case that the tests ask of one number of ranks, in one group of processes.
 
-The processes are forks of one that has imported everything (`multiprocessing`'s fork server), and know each other as
-ranks of torchrun do. A group of one rank is the process of the tests.
+A group of one rank is the process of the tests.
 """
 
-import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -51,6 +47,7 @@ from llama_ssp.settings.schema import (
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.in_memory import WeightsInMemory, weights_like
+from tests.helpers.commands import on_forks
 from tests.helpers.prompts import PROMPTS
 from tests.helpers.shapes import SHAPES
 
@@ -359,18 +356,10 @@ def see_all(num_ranks: int, cases: Sequence[Case], folder: Path) -> list[dict[Ca
     """What each rank of a new group sees of all cases, in their order."""
     if num_ranks == 1:
         return [_seen(cases, folder)]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    with ProcessPoolExecutor(num_ranks, mp_context=context) as pool:
-        act = partial(_be_rank, num_ranks=num_ranks, port=port, cases=cases, folder=folder)
-        return [*pool.map(act, range(num_ranks))]
+    return on_forks(num_ranks, partial(_be_rank, cases, folder))
 
 
-def _be_rank(rank: int, *, num_ranks: int, port: int, cases: Sequence[Case], folder: Path) -> dict[Case, Any]:
-    ranks = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": num_ranks}
-    os.environ.update({name: str(value) for name, value in {**ranks, "MASTER_PORT": port}.items()})
+def _be_rank(cases: Sequence[Case], folder: Path, _rank: int) -> dict[Case, Any]:
     try:
         return _seen(cases, folder)
     except BaseException:  # noqa: BLE001 - the others would wait: this ends the whole pool

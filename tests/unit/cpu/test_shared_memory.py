@@ -13,7 +13,7 @@ import pytest
 
 from llama_ssp.cpu import shared_memory
 from llama_ssp.cpu.shared_memory import SharedMemoryGroup
-from tests.helpers.lanes import heavy
+from tests.helpers.lanes import heavy, slow
 from tests.helpers.repository import ROOT
 
 # Ranks are processes that part after the imports; what they tell each other while they join goes through files.
@@ -128,7 +128,7 @@ def run(scenario: str, size: int, folder: Path) -> dict[int, Any]:
     return said
 
 
-@pytest.mark.parametrize("size", [heavy(2), 3])
+@pytest.mark.parametrize("size", [slow(2), 3])
 def test_no_message_is_lost_and_all_ranks_get_the_same_bits(size: int, tmp_path: Path) -> None:
     sums = run("messages", size, tmp_path)
     assert set(sums) == set(range(size))

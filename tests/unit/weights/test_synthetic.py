@@ -31,7 +31,7 @@ from llama_ssp.weights.head import HeadSource, of_target
 from llama_ssp.weights.source import WeightSource
 from llama_ssp.weights.synthetic import SMALL_HEAD, Synthetic, choose_small, llama_config, synthesize
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
-from tests.helpers.lanes import heavy
+from tests.helpers.lanes import heavy, slow
 from tests.helpers.models import load_lean
 from tests.helpers.shapes import SHAPES, llama_shape
 
@@ -109,7 +109,7 @@ def assert_same_function(found: Tensor, synthetic: Synthetic, wanted: Tensor) ->
     assert (found - wanted).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("name", [name if name in {"more of everything", "tied"} else heavy(name) for name in SHAPES])
+@pytest.mark.parametrize("name", [name if name in {"more of everything", "tied"} else slow(name) for name in SHAPES])
 def test_a_larger_shape_computes_the_small_models_logits(name: str) -> None:
     synthetic = make(SHAPES[name])
     assert_same_function(logits(lean(synthetic, Comm.single())), synthetic, small_logits(synthetic.small))
@@ -128,7 +128,7 @@ class RecordingComm(ThreadComm):
 
 @pytest.mark.parametrize(
     ("name", "num_ranks"),
-    [("more of everything", 3), heavy("larger groups", 2), heavy("larger groups", 8), heavy("tied", 4)],
+    [("more of everything", 3), slow("larger groups", 2), heavy("larger groups", 8), slow("tied", 4)],
 )
 def test_every_rank_has_a_part_in_every_sum(name: str, num_ranks: int) -> None:
     """3 ranks hold 3, 3 and 2 of 8 key-value heads; 8 ranks outnumber 4 of them and share them.
@@ -227,7 +227,7 @@ def drafts(runner: Runner, head: HeadRunner, *, width: int) -> Drafts:
 
 
 @pytest.mark.parametrize(("name", "num_drafted", "num_ranks"), [
-    ("more of everything", 3000, 2), ("the same vocabulary", 2048, 1), heavy("hardly room", 2048, 1),
+    ("more of everything", 3000, 2), ("the same vocabulary", 2048, 1), slow("hardly room", 2048, 1),
 ])  # fmt: skip
 def test_a_larger_head_drafts_as_the_small_one_from_the_taps_of_a_larger_target(
     name: str, num_drafted: int, num_ranks: int

@@ -33,7 +33,7 @@ from llama_ssp.speculate.sampling.uniforms import Draws
 from tests.helpers.composed import compose_run
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.in_process import launch
-from tests.helpers.lanes import grid, heavy
+from tests.helpers.lanes import grid, heavy, slow
 from tests.helpers.law_faults import plant
 from tests.helpers.prefix_runner import PrefixRunner
 
@@ -120,7 +120,7 @@ def test_a_draft_verified_at_twice_its_temperature_fails(
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("rule", ["block", "coupled"])
+@pytest.mark.parametrize("rule", ["block", slow("coupled")])
 def test_every_rule_passes(rule: str, tmp_path: Path) -> None:
     ended = launch(*SMALL, "gate=true", f"verification={rule}", f"run_dir={tmp_path}/run")
     assert ended.code == 0, ended.err
@@ -346,11 +346,11 @@ def test_the_sums_of_true_trees_are_as_wide_as_their_variances_say() -> None:
 @pytest.mark.parametrize(
     ("planted", "rule_name", "meant"),
     [
-        heavy("wrong residual", "speculative", "a residual drawn from the target"),
-        heavy("weightless residual", "block", "a residual that forgets the block's weight"),
+        slow("wrong residual", "speculative", "a residual drawn from the target"),
+        slow("weightless residual", "block", "a residual that forgets the block's weight"),
         heavy("shared uniforms", "block", "a residual that shares the draft's uniforms"),
-        heavy("shared race", "speculative", "a residual that shares the draft's race"),
-        heavy("kept sibling", "speculative", "a rejected sibling kept in the draft's law"),
+        slow("shared race", "speculative", "a residual that shares the draft's race"),
+        slow("kept sibling", "speculative", "a rejected sibling kept in the draft's law"),
         heavy("forgetful penalty", "block", "penalties that forget drafted tokens"),
     ],
 )
