@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from xdist.remote import Producer
@@ -41,6 +42,8 @@ JOBS = ("tests/distributed/", "tests/slurm/", "tests/stub_gpu/")
 """Tests that start several ranks: one worker runs them one after the other, so that their time limits hold."""
 UNTIMED = tuple(f"tests/distributed/test_{name}.py" for name in ("placement", "deepspeed"))
 """Those that share groups of ranks and have no time limits: another worker may run them at the same time."""
+FILES = "tests/unit/repository/"
+"""Tests of one file share what they have parsed or made."""
 
 SECONDS = tuple(
     f"tests/unit/{folder}/"
@@ -52,11 +55,13 @@ SECONDS = tuple(
 
 
 class JobsOnOneWorker(LoadScopeScheduling):  # type: ignore[misc] # xdist is untyped
-    """Hands out tests one by one; those of JOBS all to one worker."""
+    """Hands out tests one by one; those of JOBS all to one worker, and those of a file of FILES."""
 
     def _split_scope(self, nodeid: str) -> str:
         if nodeid.startswith(UNTIMED):
             return UNTIMED[0]
+        if nodeid.startswith(FILES):
+            return nodeid.partition("::")[0]
         return JOBS[0] if nodeid.startswith(JOBS) else nodeid
 
 
@@ -76,6 +81,26 @@ def _programs_heed_hangups() -> Iterator[None]:
     signal.signal(signal.SIGHUP, lambda *_: None)
     yield
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _options_are_composed_once() -> Iterator[None]:
+    """Hydra takes a tenth of a second to compose options, and hundreds of tests choose the same ones."""
+    from llama_ssp.settings import compose
+
+    made, known = compose.compose_options, dict[object, Any]()
+
+    def remembered(root: str, chosen: list[str], **named: bool) -> Any:  # noqa: ANN401 - as Hydra's
+        own = [file for folder in catalogue.own_folders() for file in folder.rglob("*.yaml")]
+        kinds = [kind.config for kind in (*compose.task_specs().values(), *compose.drafters().values())]
+        key = root, *chosen, *named.values(), *kinds, *((file, file.stat().st_mtime_ns) for file in own)
+        if key not in known:
+            known[key] = made(root, chosen, **named)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compose, "compose_options", remembered)
+        yield
 
 
 @pytest.fixture
