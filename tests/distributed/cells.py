@@ -142,7 +142,6 @@ DEEPSPEED_CELLS = [
 
 
 def each_of(cells: list[Cell]) -> pytest.MarkDecorator:
-    """A test of each cell, in its lane."""
     lanes = {"default": [], "heavy": [pytest.mark.heavy], "slow": [pytest.mark.slow]}
     least = {3: "heavy", 4: "slow", 5: "slow"}
 

@@ -60,7 +60,6 @@ class CountingComm(Comm):
 
     @classmethod
     def of(cls, comm: Comm) -> "CountingComm":
-        """The same end, counting."""
         return cls(rank=comm.rank, size=comm.size, members=comm.members, device=comm.device, board=comm.board)
 
     def do_broadcast(self, values: Tensor, src: int) -> Tensor:
@@ -69,7 +68,6 @@ class CountingComm(Comm):
         return super().do_broadcast(values, src)
 
     def do_receive(self, values: Tensor, src: int) -> Tensor:
-        """Counts what it fills."""
         self._count(values.nbytes)
         return super().do_receive(values, src)
 
@@ -186,7 +184,6 @@ class Cell:
         return config
 
     def see(self, world: World, folder: Path) -> Placed:
-        """What a run generates on these ranks."""
         config = self.config(folder)
         mesh = (models := _loaded(world, config)).mesh
         if self.updates:
@@ -278,7 +275,6 @@ class Quantized:
     num_ranks: int = 2
 
     def see(self, world: World, folder: Path) -> list[list[float]]:
-        """What the ranks compute in two forwards."""
         target = ModelConfig(
             name="target", path=str(folder / "wide" / self.family), dtype=Dtype.fp32, quantization=self.form
         )
@@ -293,7 +289,6 @@ class Quantized:
         return logits
 
     def on_one_rank(self, folder: Path, form: str) -> torch.Tensor:
-        """Logits of the same model in this process, in one forward."""
         precision = Precision(quantization=form)
         runner = load_model(Loading(inspect(folder / "wide" / self.family), dtype=torch.float32, precision=precision))
         runner.allocate(batch_size=1, capacity=16)
@@ -310,7 +305,6 @@ class Together:
     num_ranks: int
 
     def see(self, world: World, folder: Path) -> tuple[list[str], str, str]:  # noqa: ARG002 - reads no models
-        """What all have gathered, what the last one has told, and the error of which this rank hears."""
         comm, last = world.comm, self.num_ranks - 1
         heard = "nothing"
         try:
@@ -330,7 +324,6 @@ class FromPython:
     num_ranks: int = 2
 
     def see(self, world: World, folder: Path) -> tuple[list[list[int]], list[float], list[str]]:  # noqa: ARG002 - shipped
-        """The ids of three texts, log-probabilities of the first, and the sentences of two mistakes in between."""
         pair = load("tiny", "tiny-draft", device="cpu", placement=self.placement)
         found = pair.generate(["import os\n", "def f(x):"], max_new_tokens=12, seed=1, logprobs=2)
         sentences: list[str] = []

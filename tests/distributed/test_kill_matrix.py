@@ -97,7 +97,6 @@ def started(
 
 @pytest.fixture
 def running(launcher: str, cell: Cell, tmp_path: Path) -> Iterator[list[Popen]]:
-    """A job that has come to the phase."""
     processes = started(launcher, cell, tmp_path / "run")
     wait_for(
         lambda: has_begun(cell, tmp_path / "run") or any(process.poll() is not None for process in processes),

@@ -38,7 +38,6 @@ def command(overrides: Sequence[str], *, num_ranks: int = 1) -> list[str]:
 
 
 def start(overrides: Sequence[str], *, num_ranks: int = 1) -> Popen:
-    """Start a run and return at once."""
     return subprocess.Popen(
         command(overrides, num_ranks=num_ranks),
         cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -84,7 +83,6 @@ def _free_port() -> int:
 
 
 def _as_rank(act: Callable[[int], Seen], num_ranks: int, port: int, rank: int) -> Seen:
-    """Do something as one of several ranks."""
     if num_ranks > 1:
         known = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": num_ranks}
         os.environ.update({name: str(value) for name, value in {**known, "MASTER_PORT": port}.items()})

@@ -286,7 +286,6 @@ def one_at_a_time(kernel: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def softmax_of_parts(parts: Sequence[torch.Tensor], *, scale: float) -> torch.Tensor:
-    """Probabilities of logits whose parts several ranks have."""
     stats: list[torch.Tensor] = []
 
     def kept(own: torch.Tensor, *, tokens: int) -> torch.Tensor:
@@ -545,7 +544,6 @@ def wrong_recurrence_is_not_used() -> None:
 
 
 def check(*parts: str) -> None:
-    """Check some of `PARTS`."""
     dot_of_bf16()
     linear_gpu._num_processors = cache(lambda _: 132)
     linear.can_pack = cache(lambda _: False)  # plain weights, as on a GPU: some CPUs pack 16 bits

@@ -21,12 +21,10 @@ class Record(NamedTuple):
 
 
 def reset() -> None:
-    """Empty the log."""
     _library().stub_reset()
 
 
 def log() -> list[Record]:
-    """What has happened since the log was emptied."""
     return _written(lambda path: int(_library().stub_write_log(path)))
 
 

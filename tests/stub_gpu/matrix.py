@@ -55,7 +55,6 @@ class Left:
 
 
 def requests_for(num_rows: int) -> list[Request]:
-    """A request for each row, of different lengths."""
     return [
         Request(index=row, prompt_ids=tuple(range(5, 25 + row)), max_new_tokens=NEW_TOKENS) for row in range(num_rows)
     ]
@@ -97,7 +96,6 @@ def _round_in_the_middle(records: Sequence[Record], num_pieces: int) -> Sequence
 
 
 def load_group(group: Group, folder: Path) -> Pair:
-    """Load the pair of a group onto the stub device."""
     entries = [catalogue.load("tiny"), catalogue.load("tiny-eagle" if group.family == HEAD else "tiny-draft")]
     if group.family not in {None, HEAD}:
         _save(group.family, folder)
@@ -119,7 +117,6 @@ def _save(family: str, folder: Path) -> None:
 
 
 def decode(pair: Pair, setting: Setting) -> Left:
-    """Decode twice with a setting."""
     config = replace(
         pair.config,
         sampling=setting.sampling,
@@ -152,7 +149,6 @@ def _reading(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def main() -> None:
-    """Decode with all settings."""
     logging.basicConfig(level=logging.WARNING)
     left = {}
     for group in GROUPS:

@@ -91,7 +91,6 @@ class Job(NamedTuple):
 
 @pytest.fixture
 def job(stub: Stub, cell: Cell, tmp_path: Path) -> Iterator[Job]:
-    """A job that decodes."""
     control, outputs, ranks = tmp_path / "control", [tmp_path / f"{rank}.txt" for rank in (0, 1)], []
     control.mkdir()
     for rank, step in enumerate(steps()):

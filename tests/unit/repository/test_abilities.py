@@ -27,7 +27,6 @@ ABILITIES = tomllib.loads((ROOT / "tests" / "abilities.toml").read_text())["abil
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The folders that commands name."""
     folder = tmp_path_factory.mktemp("abilities")
     tiny, draft = (hub.resolve(catalogue.load(name)) for name in ("tiny", "tiny-draft"))
     (folder / "prompts.txt").write_text("def factorial(n):\nimport os\n")
