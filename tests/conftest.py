@@ -86,20 +86,23 @@ def _programs_heed_hangups() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _options_are_composed_once() -> Iterator[None]:
     """Hydra takes a tenth of a second to compose options, and hundreds of tests choose the same ones."""
-    from llama_ssp.settings import compose
+    from hydra import compose
 
-    made, known = compose.compose_options, dict[object, Any]()
+    from llama_ssp.settings.drafters import drafters
+    from llama_ssp.settings.tasks import task_specs
+
+    known: dict[object, Any] = {}
 
     def remembered(root: str, chosen: list[str], **named: bool) -> Any:  # noqa: ANN401 - as Hydra's
         own = [file for folder in catalogue.own_folders() for file in folder.rglob("*.yaml")]
-        kinds = [kind.config for kind in (*compose.task_specs().values(), *compose.drafters().values())]
+        kinds = [*(task.config for task in task_specs().values()), *(draft.config for draft in drafters().values())]
         key = root, *chosen, *named.values(), *kinds, *((file, file.stat().st_mtime_ns) for file in own)
         if key not in known:
-            known[key] = made(root, chosen, **named)
+            known[key] = compose(root, chosen, **named)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compose, "compose_options", remembered)
+        patch.setattr("llama_ssp.settings.compose.compose_options", remembered)
         yield
 
 
