@@ -344,7 +344,7 @@ def test_the_sums_of_true_trees_are_as_wide_as_their_variances_say() -> None:
         heavy("shared uniforms", "block", "a residual that shares the draft's uniforms"),
         slow("shared race", "speculative", "a residual that shares the draft's race"),
         slow("kept sibling", "speculative", "a rejected sibling kept in the draft's law"),
-        heavy("forgetful penalty", "block", "penalties that forget drafted tokens"),
+        slow("forgetful penalty", "block", "penalties that forget drafted tokens"),
     ],
 )
 def test_the_power_is_that_of_the_planted_fault(
