@@ -13,7 +13,7 @@ import sys
 from dataclasses import replace
 from itertools import product
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import yaml
@@ -25,6 +25,7 @@ from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.requests import encode
 from llama_ssp.settings.drafters import NgramConfig
 from llama_ssp.settings.schema import SamplingConfig, SpeculationConfig, VerificationConfig
+from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.processors import processor
 
@@ -38,14 +39,6 @@ EDITS = (
 )
 
 
-class Text(NamedTuple):
-    """One completion: its ids after the prompt, and how many tokens each round accepted."""
-
-    prompt_ids: tuple[int, ...]
-    ids: list[int]
-    accepted: list[int]
-
-
 def kinds_of_text() -> dict[str, list[str]]:
     """Prompts by kind: code and arithmetic are defaults of tasks; the third is to be written a second time."""
     defaults = {
@@ -57,7 +50,7 @@ def kinds_of_text() -> dict[str, list[str]]:
 
 def write(
     pair: Pair, prompts: list[str], *, temperature: float, rule: str, num_draft_tokens: int, draft: str
-) -> list[Text]:
+) -> list[RowCompletion]:
     """Complete the prompts, several samples each above temperature 0."""
     config = replace(
         pair.config, draft=NgramConfig(kind="ngram") if draft == "ngram" else pair.config.draft,
@@ -73,33 +66,32 @@ def write(
     ]  # fmt: skip
     with torch.inference_mode():
         done = [update.completion for updates in decoder.run(requests) for update in updates]
-    ended = {(each.request.index, each.request.sample): each for each in done}.values()
-    return [Text(each.request.prompt_ids, each.token_ids, each.accepted_lengths) for each in ended]
+    return [*{(one.request.index, one.request.sample): one for one in done}.values()]
 
 
-def tokens_per_round(texts: list[Text]) -> float:
+def tokens_per_round(texts: list[RowCompletion]) -> float:
     """Accepted tokens and the one after them, without each text's last round, which the limit cuts."""
-    return 1 + fmean(length for text in texts for length in text.accepted[:-1])
+    return 1 + fmean(length for text in texts for length in text.accepted_lengths[:-1])
 
 
 @torch.inference_mode()
-def alpha(pair: Pair, texts: list[Text], temperature: float) -> float:
+def alpha(pair: Pair, texts: list[RowCompletion], temperature: float) -> float:
     """The sum of the smaller of both probabilities, on average over the positions of the texts."""
     process = processor(SamplingConfig(temperature=temperature))
     means = []
     for text in texts:
-        ids_1T = torch.tensor([[*text.prompt_ids, *text.ids]])
+        ids_1T = torch.tensor([[*text.request.prompt_ids, *text.token_ids]])
         target, draft = (_logits(runner, ids_1T) for runner in (pair.models.target, pair.models.draft))
-        smaller_T = torch.minimum(process(target), process(draft)).sum(-1)[0, len(text.prompt_ids) - 1 : -1]
+        smaller_T = torch.minimum(process(target), process(draft)).sum(-1)[0, len(text.request.prompt_ids) - 1 : -1]
         means.append(float(smaller_T.mean()))
     return fmean(means)
 
 
-def _logits(runner: object, ids_1T: Tensor) -> Tensor:
+def _logits(runner: Any, ids_1T: Tensor) -> Tensor:  # noqa: ANN401 - target or draft
     num_tokens = ids_1T.shape[1]
     num_slots = -(-num_tokens // 8) * 8
-    runner.allocate(batch_size=1, capacity=num_slots)  # type: ignore[attr-defined]
-    logits: Tensor = runner.forward(ids_1T, torch.arange(num_tokens)[None], bucket=num_slots)  # type: ignore[attr-defined]
+    runner.allocate(batch_size=1, capacity=num_slots)
+    logits: Tensor = runner.forward(ids_1T, torch.arange(num_tokens)[None], bucket=num_slots)
     return logits
 
 

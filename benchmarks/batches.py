@@ -11,8 +11,8 @@ import argparse
 import shutil
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -141,15 +141,6 @@ def candidates_of(pair: Pair, prompts: Sequence[tuple[int, ...]]) -> dict[str, O
     return found
 
 
-@contextmanager
-def llama_cpp(file: Path, prompts: Sequence[tuple[int, ...]]) -> Iterator[Callable[[int], float]]:
-    """What completes the prompts in llama.cpp."""
-    num_slots = len(prompts[0]) + NUM_NEW_TOKENS
-    model = LlamaCpp(file, num_rows=len(prompts), num_slots=num_slots, num_threads=torch.get_num_threads())
-    yield lambda turn: model.tokens_per_s(prompts, num_new_tokens=NUM_NEW_TOKENS, temperature=TEMPERATURE, seed=turn)
-    model.close()
-
-
 def measure(
     pair: Pair, peers: Peers | None, file: Path | None, vllm: PeerProcess | None, *,
     num_prompt_tokens: int, num_rows: int, turns: int,
@@ -178,7 +169,11 @@ def measure(
         complete()
     with ExitStack() as stack:
         if file:
-            candidates[LLAMA_CPP] = stack.enter_context(llama_cpp(file, prompts))
+            num_slots, num_threads = num_prompt_tokens + NUM_NEW_TOKENS, torch.get_num_threads()
+            other = LlamaCpp(file, num_rows=num_rows, num_slots=num_slots, num_threads=num_threads)
+            stack.callback(other.close)
+            complete_all = partial(other.tokens_per_s, prompts, num_new_tokens=NUM_NEW_TOKENS, temperature=TEMPERATURE)
+            candidates[LLAMA_CPP] = lambda turn: complete_all(seed=turn)
         of_a_turn = num_rows * (num_prompt_tokens + NUM_NEW_TOKENS)
         num_turns = max(turns, min(MOST_TURNS, MOST_TOKENS // of_a_turn))
         found = interleave(candidates, num_repetitions=num_turns, num_warmup=0)

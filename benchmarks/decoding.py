@@ -1,6 +1,5 @@
 """Synthetic pairs on one device, and what their rounds take: parts of several programs."""
 
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -133,13 +132,3 @@ def decode_once(decoder: Decoder, wanted: list[Request], *, seed: int) -> tuple[
         arrivals.append(time.perf_counter())
         completions |= {update.completion.request.sample: update.completion for update in updates}
     return arrivals[-1] - arrivals[0], len(arrivals) - 1, list(completions.values())
-
-
-def tokens_per_round(completion: RowCompletion) -> float:
-    """Of the rounds that no limit could cut."""
-    counted = [
-        length + 1
-        for length, examined in zip(completion.accepted_lengths, completion.examined_lengths, strict=True)
-        if examined
-    ]
-    return statistics.mean(counted) if counted else 1.0

@@ -1,4 +1,4 @@
-"""Kinds of checkpoints against transformers: texts on 1, 2 and 3 ranks with and without a draft, and planned bytes.
+"""Kinds of checkpoints against transformers: texts on 1, 2 and 3 ranks with and without a draft.
 
     .venv/bin/python -m benchmarks.families          prints the table
     .venv/bin/python -m benchmarks.families --write  writes docs/benchmarks/families.md
@@ -18,20 +18,13 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.utils import logging as library_logging
 
 from benchmarks.measured import markdown, page_of, show
-from llama_ssp.architectures.family import kept_whole, record_of
-from llama_ssp.architectures.matrices import WholeParts
-from llama_ssp.catalogue import Dtype
+from llama_ssp.architectures.family import record_of
 from llama_ssp.errors import SspError
-from llama_ssp.models.huggingface.described import with_modules
-from llama_ssp.models.huggingface.modules import build_empty, match_modules
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.loading import check_model
-from llama_ssp.models.tensor_parallel import shard
-from llama_ssp.planning.memory import model_bytes, shares
-from llama_ssp.planning.spec import PlannedModel
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.speculate.engine.state import Request
-from llama_ssp.weights.checkpoint import Checkpoint, inspect
+from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.models import FAMILIES, build_checkpoint, load_ranks
@@ -104,20 +97,6 @@ def texts_are_equal(model: PreTrainedModel, folder: Path, draft: Path, num_ranks
     return True
 
 
-def planned_and_loaded(origin: Checkpoint, num_ranks: int) -> str:
-    """Bytes of the first rank's weights by the plan, and as loaded."""
-    if not record_of(origin.shape.model_type).is_written:
-        origin = with_modules(origin)
-    model = PlannedModel(name="tiny", shape=origin.shape, dtype=Dtype.fp32, quantization="none", stored=Dtype.fp32)
-    planned = model_bytes(shares(origin.shape, num_ranks=num_ranks)[0], model, device="cuda").total_bytes
-    modules = build_empty(origin)
-    sources = match_modules(modules, origin).sources
-    shard(modules, origin.shape, Comm(rank=0, size=num_ranks), whole=kept_whole(origin.shape, WholeParts.none))
-    parameters = dict(modules.named_parameters(remove_duplicate=False))
-    loaded = sum(size for _, size in {(source, parameters[name].nbytes) for name, source in sources.items()})
-    return f"{planned}" if planned == loaded else f"{planned} / {loaded}"
-
-
 def row_of(kind: str, sizes: dict[str, Any]) -> list[object]:
     """One line of the table."""
     is_written = record_of(kind.partition(",")[0]).is_written
@@ -133,12 +112,6 @@ def row_of(kind: str, sizes: dict[str, Any]) -> list[object]:
                 cells[2] = "lean decoder" if is_lean else "library modules"
             except SspError as error:
                 cells.append(str(error).replace(place, "DIR").partition(" (")[0].partition(": ")[0])
-        origin = inspect(folder)
-        for num_ranks in (1, 2):
-            try:
-                cells.append(planned_and_loaded(origin, num_ranks))
-            except SspError:
-                cells.append("")
     return cells
 
 
@@ -157,7 +130,7 @@ def main() -> None:
     kinds = dict.fromkeys(FAMILIES, none) | {kind: MORE[kind] for kind in MORE if kind in CONFIG_MAPPING}
     rows = [row_of(kind, sizes) for kind, sizes in kinds.items() if not arguments.kinds or kind in arguments.kinds]
     num_equal = sum("equal" in row for row in rows)
-    heads = ["kind", "record", "computed by", "1 rank", "2 ranks", "3 ranks", "bytes", "bytes, 2 ranks"]
+    heads = ["kind", "record", "computed by", "1 rank", "2 ranks", "3 ranks"]
     text = page_of(
         "families", tokens=NUM_NEW_TOKENS, num_equal=num_equal, num_kinds=len(rows), table=markdown(heads, rows)
     )

@@ -1,13 +1,10 @@
-"""Common parts of the programs: goals, rows that are kept with what made them, tables, pages, and groups of ranks.
+"""Common parts of the programs: goals, rows that are kept with what made them, tables and pages.
 
 How candidates take turns is the business of `llama_ssp.run.calibration.interleave`.
 """
 
 import json
-import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -71,14 +68,3 @@ def show(text: str, *, page: str, is_written: bool) -> None:
         (PAGES / page).write_text(text, encoding="utf-8")
     else:
         sys.stdout.write(text)
-
-
-def group_of_ranks(module: str, num_ranks: int, words: Sequence[str], **environment: str) -> list[Row]:
-    """Start ranks of a program as `--group FILE` with further words; returns the rows that the first one writes."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "figures.json"
-        ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-        command = [sys.executable, *(ranks if num_ranks > 1 else []), "-m", module, "--group", str(file), *words]
-        subprocess.run(command, cwd=ROOT, check=True, env=os.environ | environment)
-        found: list[Row] = json.loads(file.read_text())
-        return found

@@ -17,13 +17,15 @@ import torch
 import transformers
 from torch import Tensor
 
-from benchmarks.measured import Goal, Row, markdown, store, table_of_goals
+from benchmarks.measured import Goal, Row, store, table_of_goals
+from benchmarks.readme import peers_text, round_text
 from llama_ssp import catalogue, load
 from llama_ssp.architectures.family import inventory
 from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.cpu.tracing import Traced
 from llama_ssp.planning.memory import step_bytes
 from llama_ssp.planning.spec import planned_model
+from llama_ssp.reports.provenance import versions
 from llama_ssp.run.calibration.interleave import interleave
 from llama_ssp.run.calibration.operators import copy_bytes_per_s, seconds_per_call
 from llama_ssp.run.decoders import build_decoder
@@ -219,22 +221,10 @@ GOALS = {
 
 
 def show(row: Row) -> None:
-    """Print the table and the goals."""
-    figures = row["ms_per_token"] | {
-        f"behind a prompt, {name} tokens": value for name, value in row["at_context_ms"].items()
-    }
-    figures[
-        f"bound: verification {row['verify_ms']:.2f} + K x {row['draft_step_ms']:.2f} ms over "
-        f"{row['tokens_per_round']:.2f} tokens per round"
-    ] = row["bound_ms_per_token"]
-    lines = [(name, f"{value:.2f}") for name, value in figures.items()]
-    lines += [
-        (f"the bound's forwards over one read of their weights at {row['memory_bytes_per_s'] / 1e9:.1f} GB/s",
-         f"{row['forwards_to_weights']:.2f}"),
-        ("ours, speculative, over that bound, prefill included", f"{row['speculative_to_bound']:.2f}"),
-    ]  # fmt: skip
-    print(markdown([f"{row['target']} with {row['draft']}", "ms/token"], lines))
-    print(table_of_goals(Goal(name, row[key], at_most) for name, (key, at_most) in GOALS.items()))
+    """Print the texts of the pages, and the goals."""
+    row |= {"processor": "this machine", "versions": versions()}
+    goals = table_of_goals(Goal(name, row[key], at_most) for name, (key, at_most) in GOALS.items())
+    print(peers_text(row), round_text(row), goals, sep="\n\n")
 
 
 def main() -> None:
@@ -249,7 +239,7 @@ def main() -> None:
     arguments = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
     row = measure(arguments)
-    show(row)
+    show({**row})
     if arguments.store:
         store("peers", row)
 

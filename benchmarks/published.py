@@ -10,22 +10,87 @@ sheets.
 
 import math
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cache
+from pathlib import Path
 from textwrap import fill
+from typing import Any, NamedTuple
+
+import yaml
 
 from benchmarks.measured import markdown, page_of, show
-from benchmarks.published_rows import A100, ROWS, Measure, Row, Source
 from llama_ssp import catalogue
-from llama_ssp.architectures.engine import ENGINE_KERNELS, Kernels
+from llama_ssp.architectures.engine import Kernels
 from llama_ssp.architectures.family import inventory
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.planning.acceptance import constant, tokens_per_round
+from llama_ssp.planning.acceptance import acceptance_of
 from llama_ssp.planning.spec import PlanSpec, planned_model
-from llama_ssp.planning.timing import FIRST, LIBRARY_SHARE, CostModel, Ends, all_reduce_s, decoding_error, timing
+from llama_ssp.planning.timing import FIRST, LIBRARY_SHARE, Ends, decoding_error, timing
 from llama_ssp.settings.schema import DraftLayout, TargetKind
 from llama_ssp.storage.formats import NO_QUANTIZATION, READ_SLOWDOWN, format_of
+
+A100 = "8xa100_80gb"
+
+
+class Measure(Enum):
+    """What a row measures: tokens/s of all rows while they decode, with their prompts, or ms to the first token."""
+
+    decoding = "tokens/s"
+    run = "tokens/s with prompts"
+    first = "first token, ms"
+
+
+class Source(NamedTuple):
+    """A page that states speeds of a machine, and what is left out of it."""
+
+    name: str
+    page: str
+    left_out: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A published speed; `engine` is set where a source has several, `by_library` in transformers, layers in a row.
+
+    Ranks sum by a kernel of their engine, or `by_nccl`.
+    """
+
+    source: Source
+    value: float
+    model: str
+    quantization: str = "none"
+    machine: str = A100
+    num_gpus: int = 1
+    batch_size: int = 1
+    prompt_tokens: int = 5
+    max_new_tokens: int = 200
+    measure: Measure = Measure.decoding
+    engine: str = ""
+    by_library: bool = False
+    by_nccl: bool = False
+    is_fitted: bool = False
+
+
+def _rows() -> Iterator[Row]:
+    for page in yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))["sources"]:
+        source = Source(page["name"], page["page"], page.get("left_out", "none"))
+        for given in page["rows"]:
+            fields: dict[str, Any] = page.get("common", {}) | given
+            if "per_gpu" in fields:
+                fields["value"] = fields.get("num_gpus", 1) * fields.pop("per_gpu")
+            elif "ms" in fields:
+                fields["value"] = 1e3 / fields.pop("ms")
+            elif "s" in fields:
+                fields["value"] = fields["batch_size"] * fields["max_new_tokens"] / fields.pop("s")
+            measure = Measure[fields.pop("measure", Measure.decoding.name)]
+            yield Row(source=source, measure=measure, **fields)
+
+
+ROWS = (*_rows(),)
+"""Of published.yaml."""
 
 COST_RATIOS = (
     (2, "sharded", 0.126), (4, "sharded", 0.150), (8, "sharded", 0.190), (4, "one_rank", 0.36), (8, "one_rank", 0.60)
@@ -242,16 +307,6 @@ def draft_cost(pair: Pair) -> tuple[float, str]:
     return draft_s / target_s, "forecast"
 
 
-def implied_acceptance(num_tokens: float, num_draft_tokens: int) -> float:
-    """Inverse of `tokens_per_round` by the acceptance; 1 beyond K + 1."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        tokens = tokens_per_round(constant(middle, num_draft_tokens))
-        low, high = (middle, high) if tokens < num_tokens else (low, middle)
-    return high
-
-
 def pair_table() -> str:
     """The speculative table."""
     lines = []
@@ -260,81 +315,9 @@ def pair_table() -> str:
         implied = pair.plain_ms / pair.speculative_ms * (1 + number * ratio)
         lines.append((
             pair.name, number, f"{pair.plain_ms:.4g} -> {pair.speculative_ms:.4g}", f"{ratio:.3f} ({source})",
-            f"{implied:.2f}", f"{implied_acceptance(implied, number):.2f}",
+            f"{implied:.2f}", f"{acceptance_of(implied - 1, number):.2f}",
         ))  # fmt: skip
     return markdown(["pair", "K", "ms/token", "c", "implied tokens per round", "implied acceptance"], lines)
-
-
-LAYOUTS = (
-    ("llama2_7B", None, "", "1xh100"), ("llama2_70B", None, "", "2xa100_80gb"), ("llama2_70B", None, "", "8xa100_80gb"),
-    ("llama3_70B", None, "", "8xh100"), ("llama3_70B", None, "", "8xb200"),
-    ("llama3_70B", "llama3_1B", "sharded", "8xh100"), ("llama3_70B", "llama3_8B", "sharded", "8xh100"),
-    ("llama3_70B", "llama3_8B", "one_rank", "8xh100"), ("llama3_70B", "llama3_8B", "sharded", "2xh200"),
-    ("30B", "7B", "sharded", "4xh100"), ("30B", "7B", "one_rank", "4xh100"), ("30B", "7B", "sharded", "4xl4"),
-)  # fmt: skip
-"""Target, draft, its place, and machine, all of whose GPUs have the target."""
-LARGE = [(f"{number}x{name}", number) for name in ("a100_80gb", "h100", "h200") for number in (2, 4, 8)]
-
-
-def ours(target: str, num_gpus: int, **of_job: str | None) -> PlanSpec:
-    """A job of this engine."""
-    return replace(job(target, num_gpus, **of_job), kernels=ENGINE_KERNELS)  # type: ignore[arg-type]
-
-
-def by_sums(spec: PlanSpec, machine: HardwareConfig) -> dict[str, CostModel]:
-    """The prices of a job with one time for all sums, as before there were tables, by NCCL, and by our kernel."""
-    before = replace(machine, sums=[], own_sums=[])
-    own = replace(spec, own_sums=True)
-    return {"one": CostModel(spec, before), "NCCL": CostModel(spec, machine), "own": CostModel(own, machine)}
-
-
-def layout_table() -> str:
-    """Times of layouts by their sums, and what of each change the sums of a token or a round are."""
-    lines = []
-    for target, draft, kind, name in LAYOUTS:
-        machine = hardware.load(name)
-        spec = ours(target, machine.num_gpus, **({"draft": draft, "kind": kind} if draft else {}))
-        costs, number = by_sums(spec, machine), 4 if draft else 0
-        ranks, positions = spec.target_ranks, number + 1
-        sums, rounds, shares = [], [], []
-        for cost in costs.values():
-            size = cost.target.sum_bytes(positions)
-            seconds = all_reduce_s(cost.hardware, ranks, size, is_own=cost.target.own_sums) if len(ranks) > 1 else 0.0
-            sums.append(seconds)
-            rounds.append(cost.drafting_s(number) + cost.verify_s(number) if draft else cost.plain_s())
-            inside = cost.forward(cost.target, positions).collectives_s + cost.agree_s(number, "ids", "verdict")
-            if cost.draft:
-                of_draft = (cost.forward(cost.draft, width) for width in (spec.first_draft_positions, 1, 1, 1))
-                inside += sum(one.collectives_s for one in of_draft)
-            shares.append(inside)
-        changes = [f"{1e3 * (one - shares[0]):+.2f} of {1e3 * (whole - rounds[0]):+.2f}"
-                   for one, whole in zip(shares[1:], rounds[1:], strict=True)]  # fmt: skip
-        lines.append((
-            f"{target}, {draft} {kind}" if draft else target, f"{machine.num_gpus} x {machine.gpu}",
-            costs["NCCL"].collectives(number)[0], " / ".join(f"{1e6 * one:.1f}" for one in sums),
-            " / ".join(f"{1e3 * one:.2f}" for one in rounds), *changes,
-        ))  # fmt: skip
-    return markdown(
-        ["models", "GPUs", "collectives", "a sum, us", "step or round, ms", "by NCCL: sums, ms", "by our kernel"], lines
-    )
-
-
-def large_table() -> str:
-    """70B in 16 and 8 bits by number of GPUs, and gpt-fast's rows."""
-    rows = {(row.machine, row.num_gpus, row.quantization): row for row in ROWS
-            if row.source.name == "gpt-fast" and row.model == "llama2_70B"}  # fmt: skip
-    lines = []
-    for name, number in LARGE:
-        machine, cells = hardware.load(name), list[str]()
-        for quantization in (NO_QUANTIZATION, "int8_weight_only"):
-            spec = ours("llama2_70B", number)
-            spec = replace(spec, target=replace(spec.target, quantization=quantization))
-            cells += (f"{1e3 * cost.plain_s():.1f}" for cost in [*by_sums(spec, machine).values()][1:])
-            row = rows.get((A100, number, quantization)) if machine.gpu.startswith("A100") else None
-            cells.append(f"{1e3 / row.value:.1f}, {times_forecast(row):.2f}" if row else "")
-        lines.append((f"{number} x {machine.gpu}", *cells))
-    heads = [f"{bits} bits, {of}" for bits in (16, 8) for of in ("NCCL", "our kernel", "gpt-fast")]
-    return markdown(["GPUs", *heads], lines)
 
 
 def page() -> str:
@@ -357,8 +340,7 @@ def page() -> str:
     ]  # fmt: skip
     return page_of(
         "published", constants=markdown(["constant", "fitted", "in the catalogue"], constants), shares=share_table(),
-        rows=source_sections(), layouts=layout_table(), large=large_table(), costs=cost_table(machine),
-        pairs=pair_table(),
+        rows=source_sections(), costs=cost_table(machine), pairs=pair_table(),
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Writes what was measured into README and pages, from the newest stored rows: `python -m benchmarks.readme`.
 
-It fills the regions between `<!-- measured: NAME -->` and `<!-- end -->` in README.md and docs, and makes the long
-table in docs/benchmarks. A region stays empty until its program has stored a row.
+It fills the regions between `<!-- measured: NAME -->` and `<!-- end -->` in README.md and docs. A region stays empty
+until its program has stored a row.
 """
 
 import re
@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import overlap, placements
+from benchmarks import precisions
 from benchmarks.gpu_peers import table
 from benchmarks.measured import ROOT, Row, stored
 
@@ -31,13 +31,9 @@ _REST = (
     "(each draft step). They bound a token at {bound_ms_per_token:.3g} ms; measured is {ours_speculative:.3g} ms, "
     "{speculative_to_bound:.2f} times that. Everything that is neither drafting nor verification takes "
     "{other_share:.1%} of a round. With 1500 tokens of context instead of 100, a token takes {plain_1500_to_100:.2f} "
-    "times as long (plain) and {speculative_1500_to_100:.2f} times as long (speculative)."
-)
-
-
-_WEIGHTS = (
-    " Reading the weights once, at the {gb_per_s:.1f} GB/s of a long read or copy, is the limit of a forward pass. The "
-    "forward passes take {forwards_to_weights:.2f} times that."
+    "times as long (plain) and {speculative_1500_to_100:.2f} times as long (speculative). Reading the weights once, at "
+    "the {gb_per_s:.1f} GB/s of a long read or copy, is the limit of a forward pass. The forward passes take "
+    "{forwards_to_weights:.2f} times that."
 )
 
 
@@ -61,7 +57,7 @@ def _figures(row: Row) -> Row:
         "speedup": plain / speculative,
         "speculative_to_bound": speculative / bound,
         **{f"{mode}_1500_to_100": late[f"{mode}, 1500"] / late[f"{mode}, 100"] for mode in ("plain", "speculative")},
-        "gb_per_s": row.get("memory_bytes_per_s", 0.0) / 1e9,
+        "gb_per_s": row["memory_bytes_per_s"] / 1e9,
     }
 
 
@@ -72,15 +68,13 @@ def peers_text(row: Row) -> str:
 
 def round_text(row: Row) -> str:
     """What `peers` measured of a round."""
-    rest = _REST + (_WEIGHTS if "forwards_to_weights" in row else "")
-    return rest.format(**_figures(row))
+    return _REST.format(**_figures(row))
 
 
 TEXTS: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
     "peers": ("peers", lambda rows: peers_text(rows[-1])),
     "round": ("peers", lambda rows: round_text(rows[-1])),
-    "placements": ("placements", lambda rows: placements.precision(rows[-1])),
-    "overlap": ("overlap", overlap.text),
+    "precisions": ("precisions", lambda rows: precisions.text(rows[-1])),
     "gpu_peers": ("gpu_peers", lambda rows: table.text(rows[-1])),
 }
 """The text of each region, and the rows that it is made of."""
@@ -109,17 +103,8 @@ def _wrapped(text: str) -> str:
     return "\n".join(line if line.startswith(("|", "!")) else fill(line) for line in text.splitlines())
 
 
-def made_files() -> dict[str, str]:
-    """The content of each file of its own that can be made."""
-    rows = stored("placements")
-    return {"docs/benchmarks/placements.md": placements.document(rows[-1])} if rows else {}
-
-
 def main() -> None:
-    """Write the figures and the long table, then fill the regions of all pages."""
-    for name, content in made_files().items():
-        (ROOT / name).write_text(content, encoding="utf-8")
-        print(f"wrote {name}")
+    """Fill the regions of all pages."""
     for page in pages():
         text = page.read_text(encoding="utf-8")
         if filled(text) != text:

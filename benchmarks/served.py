@@ -111,17 +111,8 @@ def table(rows: Iterable[Served], *, of: int) -> str:
             *names, len(found), *(f"{number:.2f}" for number in (statistics.median(ratios), tenths[0], tenths[-1])),
             f"{inside}, {100 * inside / len(found):.0f} %",
         ))  # fmt: skip
-    return markdown(
-        [
-            *["machine", "GPUs", "weights", "engine", "rows at a time"][:of],
-            "rows",
-            "median",
-            "10th",
-            "90th percentile",
-            "inside their range",
-        ],
-        lines,
-    )
+    heads = ["machine", "GPUs", "weights", "engine", "rows at a time"][:of]
+    return markdown([*heads, "rows", "median", "10th", "90th percentile", "inside their range"], lines)
 
 
 def page(file: Path) -> str:

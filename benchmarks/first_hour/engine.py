@@ -9,13 +9,13 @@ Shapes: B sequences, T positions, V vocabulary.
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -40,7 +40,6 @@ from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.storage.formats import OWN_DTYPE
 from llama_ssp.weights.checkpoint import inspect
 
-_T = TypeVar("_T")
 TARGET, DRAFT, HEAD = "tiny", "tiny-draft", "tiny-eagle"
 DRAFTED = {
     "model-2x2x1": (DRAFT, "2x2x1"),
@@ -128,79 +127,57 @@ def texts(where: Where, decoder: Decoder, pair: Pair, *, number: int) -> list[li
     return [found[sample] for sample in range(number)]
 
 
-def same_with_graphs(where: Where, *, dtype: Dtype, batch_size: int, temperature: float) -> Iterator[str]:
-    """Replayed rounds, held to the same rounds launched from Python: plain and speculative, run twice."""
+def same_as_launched(
+    where: Where, *, dtype: Dtype, draft: str | None = DRAFT, tree: str | None = None, modes: Sequence[bool] = (True,),
+    batch_size: int = 2, temperatures: Sequence[float] = (0.0, 0.8),
+) -> Iterator[str]:  # fmt: skip
+    """Rounds: replayed twice as launched from Python, and at temperature 0 in fp32 with the target's own text.
+
+    `modes` are plain (False) and speculative rounds; without `draft`, prompt look-up drafts.
+    """
     if not where.is_gpu and dtype is not Dtype.fp32:
         skip("rounds in 16 bits are for GPUs")
-    pair = pair_of(where, dtype)
-    for mode, speculative in (("plain", False), ("speculative", True)):
-        made = partial(make_decoder, pair, speculative=speculative, batch_size=batch_size, temperature=temperature)
-        captured, number = made(), batch_size + 1
-        expected = texts(where, made(cuda_graphs=False), pair, number=number)
-        if any(texts(where, captured, pair, number=number) != expected for _ in range(2)):
-            yield f"{mode}: another text with graphs than without"
-        yield from path_faults(where, pair, captured)
-
-
-def same_as_launched(where: Where, *, name: str, dtype: Dtype) -> Iterator[str]:
-    """Rounds of one of DRAFTED: replayed as launched from Python, run twice, and at temperature 0 in fp32 as plain."""
-    if not where.is_gpu and dtype is not Dtype.fp32:
-        skip("rounds in 16 bits are for GPUs")
-    draft, tree = DRAFTED[name]
-    pair = pair_of(where, dtype, draft=draft)
+    pair, number = pair_of(where, dtype, draft=draft), batch_size + 1
     if draft is None:
         pair = replace(pair, config=replace(pair.config, draft=NgramConfig(kind=NGRAM_DRAFT)))
-    speculation = SpeculationConfig(tree=tree)
-    for temperature in (0.0, 0.8):
-        made = partial(make_decoder, pair, batch_size=2, temperature=temperature, speculation=speculation)
-        captured = made(speculative=True)
-        expected = texts(where, made(speculative=True, cuda_graphs=False), pair, number=3)
-        if any(texts(where, captured, pair, number=3) != expected for _ in range(2)):
-            yield f"temperature {temperature:g}: another text with graphs than without"
-        if (
-            temperature == 0
-            and dtype is Dtype.fp32
-            and texts(where, made(speculative=False), pair, number=3) != expected
-        ):
-            yield "greedy text is not the target's own"
+    made = partial(make_decoder, pair, batch_size=batch_size, speculation=SpeculationConfig(tree=tree))
+    for temperature, speculative in product(temperatures, modes):
+        captured = made(speculative=speculative, temperature=temperature)
+        launched = made(speculative=speculative, temperature=temperature, cuda_graphs=False)
+        expected = texts(where, launched, pair, number=number)
+        if any(texts(where, captured, pair, number=number) != expected for _ in range(2)):
+            mode = "speculative" if speculative else "plain"
+            yield f"{mode}, temperature {temperature:g}: another text with graphs than without"
+        if speculative and temperature == 0 and dtype is Dtype.fp32:
+            plain = made(speculative=False, temperature=0.0)
+            if texts(where, plain, pair, number=number) != expected:
+                yield "speculative greedy text is not the target's own"
         yield from path_faults(where, pair, captured)
-
-
-def greedy_text_is_plain_text(where: Where) -> Iterator[str]:
-    """The speculative text at temperature 0 in fp32, held to the target's own."""
-    pair = pair_of(where, Dtype.fp32)
-    plain, fast = (
-        texts(where, make_decoder(pair, speculative=speculative, temperature=0.0), pair, number=1)
-        for speculative in (False, True)
-    )
-    yield from path_faults(where, pair)
-    if plain != fast:
-        yield "speculative greedy text is not the target's own"
 
 
 def far_from_fp32(where: Where, *, name: str) -> Iterator[str]:
-    """The probabilities of one of FORMATS, read a few positions at a time and all at once."""
+    """The probabilities of one of FORMATS, held to those in fp32 by their total variation, on average."""
     dtype, quantization, cache_dtype, limit = FORMATS[name]
-    wanted_TV = _probs(pair_of(where, Dtype.fp32, draft=None), where, at_a_time=num_tokens(where))
     pair = pair_of(where, dtype, draft=None, quantization=quantization, cache_dtype=cache_dtype)
-    for at_a_time in (FEW, num_tokens(where)):
-        difference_TV = _probs(pair, where, at_a_time=at_a_time) - wanted_TV
-        variation = float(0.5 * difference_TV.abs().sum(-1).mean())
-        say(positions=at_a_time, variation=variation)
-        if not variation <= limit:  # NaN is a fault too
-            yield f"{name}, {at_a_time} positions: total variation {variation:.4f} from fp32, at most {limit}"
-    yield from path_faults(where, pair)
+    yield from _far_from(where, pair, where, lambda far_TV: 0.5 * far_TV.abs().sum(-1).mean(), limit=limit)
 
 
 def far_from_the_cpu(where: Where) -> Iterator[str]:
-    """The probabilities in fp32, held to those of the CPU, whose kernels are all others."""
-    cpu = Where(torch.device("cpu"), where.is_small)
-    wanted_TV = _probs(pair_of(cpu, Dtype.fp32, draft=None), cpu, at_a_time=num_tokens(where))
-    pair = pair_of(where, Dtype.fp32, draft=None)
+    """The probabilities in fp32, held to those of the CPU, whose kernels are all others, by the largest difference."""
+    cpu, pair = Where(torch.device("cpu"), where.is_small), pair_of(where, Dtype.fp32, draft=None)
+    yield from _far_from(where, pair, cpu, lambda far_TV: far_TV.abs().max(), limit=MOST_FROM_CPU)
+
+
+def _far_from(
+    where: Where, pair: Pair, other: Where, distance: Callable[[Tensor], Tensor], *, limit: float
+) -> Iterator[str]:
+    """Read a few positions at a time and all at once, and hold them to fp32 on another device."""
+    wanted_TV = _probs(pair_of(other, Dtype.fp32, draft=None), other, at_a_time=num_tokens(where))
     for at_a_time in (FEW, num_tokens(where)):
-        difference = float((_probs(pair, where, at_a_time=at_a_time) - wanted_TV).abs().max())
-        if not difference <= MOST_FROM_CPU:
-            yield f"fp32, {at_a_time} positions: probabilities differ by {difference:.2g} from the CPU's"
+        found = float(distance(_probs(pair, where, at_a_time=at_a_time) - wanted_TV))
+        say(positions=at_a_time, variation=found)
+        if not found <= limit:  # NaN is a fault too
+            yield f"{at_a_time} positions: {found:.2g} from fp32 on {other.device.type}, at most {limit}"
     yield from path_faults(where, pair)
 
 
@@ -223,8 +200,8 @@ def waits_in_a_round(where: Where, *, cuda_graphs: bool) -> Iterator[str]:
         decoder = make_decoder(pair, speculative=speculative, batch_size=2, cuda_graphs=cuda_graphs)
         texts(where, decoder, pair, number=2)
         executor = decoder.executor
-        executor.run = watched(executor.run)  # type: ignore[method-assign]
-        decoder._read = watched(decoder._read)  # type: ignore[method-assign]
+        executor.run = no_waits()(executor.run)  # type: ignore[method-assign]
+        decoder._read = no_waits()(decoder._read)  # type: ignore[method-assign]
         try:
             texts(where, decoder, pair, number=2)
         except RuntimeError as error:
@@ -254,7 +231,8 @@ def experts(where: Where) -> Iterator[str]:
                 forward()
                 if not where.is_gpu or quantization == "none":  # torch's grouped product waits
                     continue
-                watched(forward)()
+                with no_waits():
+                    forward()
                 logits, replay = CudaRecorder().record(forward)
                 for seed in range(3):
                     ids_BT.random_(config.vocab_size, generator=torch.Generator(where.device).manual_seed(seed))
@@ -296,18 +274,9 @@ def trace(where: Where) -> Iterator[str]:
     yield from path_faults(where, pair, decoder)
 
 
-def watched(piece: Callable[..., _T]) -> Callable[..., _T]:
-    """A function in which torch raises RuntimeError for whatever waits for the device."""
-
-    def no_waits(*args: object, **kwargs: object) -> _T:
-        with _no_waits():
-            return piece(*args, **kwargs)
-
-    return no_waits
-
-
 @contextmanager
-def _no_waits() -> Iterator[None]:
+def no_waits() -> Iterator[None]:
+    """Let torch raise RuntimeError for whatever waits for the device."""
     if not torch.cuda.is_available():
         yield
         return
@@ -322,17 +291,18 @@ def _no_waits() -> Iterator[None]:
 
 CHECKS: dict[str, Check] = {
     f"graphs-{dtype.name}-batch-{batch_size}": partial(
-        same_with_graphs, dtype=dtype, batch_size=batch_size, temperature=temperature
+        same_as_launched, dtype=dtype, modes=(False, True), batch_size=batch_size, temperatures=(temperature,)
     )
     for dtype in (Dtype.fp32, Dtype.fp16, Dtype.bf16)
     for batch_size, temperature in ((1, 0.0), (3, 0.8))
 }
 CHECKS |= {
-    f"rounds-{name}-{dtype.name}": partial(same_as_launched, name=name, dtype=dtype)
-    for name in DRAFTED
+    f"rounds-{name}-{dtype.name}": partial(same_as_launched, draft=draft, tree=tree, dtype=dtype)
+    for name, (draft, tree) in DRAFTED.items()
     for dtype in (Dtype.fp32, Dtype.bf16)
 }
-CHECKS |= {"greedy-text": greedy_text_is_plain_text, "fp32-of-the-cpu": far_from_the_cpu}
+greedy_text = partial(same_as_launched, dtype=Dtype.fp32, batch_size=1, temperatures=(0.0,))
+CHECKS |= {"greedy-text": greedy_text, "fp32-of-the-cpu": far_from_the_cpu}
 CHECKS |= {f"near-fp32-{name}": partial(far_from_fp32, name=name) for name in FORMATS}
 CHECKS |= {
     f"no-waits-{how}": partial(waits_in_a_round, cuda_graphs=is_captured)

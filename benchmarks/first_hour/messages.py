@@ -36,6 +36,14 @@ def done(piece: Piece, comm: Comm) -> None:
         comm.finish()
 
 
+def replay(piece: Piece, comm: Comm, *, is_captured: bool) -> None:
+    """Run a piece, then three times again, captured or not."""
+    done(piece, comm)
+    again = ready(piece, comm, is_captured=is_captured)
+    for _ in range(3):
+        done(again, comm)
+
+
 def fault_of_a_sum(comm: Comm, kib: int, *, is_captured: bool) -> str | None:
     """Say the microseconds of a sum of all ranks' own numbers, counted from 1; a sentence if it is wrong."""
     values = torch.zeros(1, kib * 512, dtype=torch.float16, device=comm.device)
@@ -80,10 +88,7 @@ def faults_of_others(comm: Comm, *, is_captured: bool) -> Iterator[str]:
         elif rank == 0:
             comm.receive(probs, src=last)
 
-    done(piece, comm)
-    replay = ready(piece, comm, is_captured=is_captured)
-    for _ in range(3):
-        done(replay, comm)
+    replay(piece, comm, is_captured=is_captured)
     wanted = torch.cat([joined.new_full((size,), rank) for rank, size in enumerate(sizes)])
     rights = {
         "a gather": (joined == wanted).all(),
@@ -106,10 +111,7 @@ def faults_of_two(world: Comm, *, is_captured: bool) -> Iterator[str]:
                 part.all_reduce(values.fill_(part.rank + 1))
         world.broadcast(ids.add_(world.rank), src=0)
 
-    done(piece, world)
-    replay = ready(piece, world, is_captured=is_captured)
-    for _ in range(3):
-        done(replay, world)
+    replay(piece, world, is_captured=is_captured)
     if (ids != world.size - 1).any() or (part and (values != part.size * (part.size + 1) // 2).any()):
         yield f"rank {world.rank}: messages of two communicators are wrong, captured: {is_captured}"
 

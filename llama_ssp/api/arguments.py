@@ -14,9 +14,9 @@ from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 from llama_ssp import catalogue
 from llama_ssp.catalogue import LOCAL, MTP, Dtype, ModelConfig, is_hub_id, read_path
 from llama_ssp.errors import ConfigError, refuse, similar_name, unknown_name
+from llama_ssp.foreign import FOREIGN
 from llama_ssp.settings.checks import required_of
 from llama_ssp.settings.drafters import DraftTokenizer, ModelDraftConfig, drafters
-from llama_ssp.settings.foreign import FOREIGN
 from llama_ssp.settings.schema import MODEL_DRAFT, NO_DRAFT, DrafterConfig, DraftLayout, DraftPlacement, PlacementConfig
 from llama_ssp.storage.formats import CACHES, FORMATS
 from llama_ssp.words import in_library_words, key_of, said

@@ -40,7 +40,7 @@ from llama_ssp.log_probs import CompletionLogProbs
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.failures import Phase, from_message, guard, raise_on_all_ranks, unify_failure
 from llama_ssp.ranks.gpu import selected, selection_kept
-from llama_ssp.ranks.process import signals_kept
+from llama_ssp.ranks.process import check_docstrings, signals_kept
 from llama_ssp.ranks.world import World, start
 from llama_ssp.registry import load_plugins
 from llama_ssp.run.chat import NO_ARGUMENTS
@@ -55,7 +55,7 @@ from llama_ssp.run.requests import PromptRequest, encode_messages
 from llama_ssp.run.tasks.records import GenerateConfig
 from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings import schema
-from llama_ssp.settings.checks import check_docstrings, check_placement, check_values
+from llama_ssp.settings.checks import check_placement, check_values
 from llama_ssp.settings.drafters import DraftTokenizer, draft_label
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import (

@@ -51,6 +51,12 @@ def kept_inputs(num_kept: int, width: int) -> int:
     return num_kept + width - 1
 
 
+def most_drafted_for(context: int, num_steps: int) -> int:
+    """The longest text that a draft of this context drafts so many tokens for, in sequence."""
+    return max(context - num_steps + 1, 2)
+
+
+TABLE_BITS = 16  # Places of a table for copied sequences of one length, as a power of 2.
 CATCH_UP_CHUNK = 64  # Tokens that a draft model reads at once after rounds in which it did not draft.
 
 

@@ -18,15 +18,7 @@ from functools import cached_property, lru_cache
 from itertools import chain, cycle
 from typing import Any
 
-from llama_ssp.architectures.engine import (
-    BUCKET_STEP,
-    PART_SLOTS,
-    PREFILL_CHUNK,
-    SHORT_PROMPTS,
-    STATE_VALUE_BYTES,
-    most_parts,
-    short_size,
-)
+from llama_ssp.architectures import engine
 from llama_ssp.architectures.family import check_deepspeed_layers, check_ranks, inventory, kept_whole, record_of
 from llama_ssp.architectures.matrices import (
     FUSED,
@@ -549,16 +541,16 @@ def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedMo
     if model is None or part is _NOTHING:
         return 0
     shape, size = model.shape, DTYPE_BYTES[model.dtype]
-    positions = min(PREFILL_CHUNK, spec.prompt_tokens)
+    positions = min(engine.PREFILL_CHUNK, spec.prompt_tokens)
     bucket = bucket_of(spec.prompt_tokens, spec.num_slots, hardware)
     record, heads_width = record_of(shape.model_type), part.num_heads * shape.head_dim
     group, attended, masks, repeated = shape.num_attention_heads // shape.num_key_value_heads, 2 * part.width, 0, 0
     parts_bytes = 0
     if model.reads_by_length(hardware):
-        padded = -(-short_size(spec.batch_size * spec.prompt_tokens) // spec.batch_size)
+        padded = -(-engine.short_size(spec.batch_size * spec.prompt_tokens) // spec.batch_size)
         positions = max(positions, padded)
         num_kv_heads = (part.width - heads_width) // (2 * shape.head_dim)
-        num_parts = min(most_parts(num_kv_heads), -(-spec.num_slots // PART_SLOTS))
+        num_parts = min(engine.most_parts(num_kv_heads), -(-spec.num_slots // engine.PART_SLOTS))
         parts_bytes = 4 * max(spec.round_positions, padded) * num_parts * part.num_heads * (shape.head_dim + 1)
     else:
         masks = positions * bucket * record.attention_pair_bytes(num_heads=part.num_heads, value_bytes=size)
@@ -570,7 +562,7 @@ def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedMo
         read = spec.num_slots if model.reads_by_length(hardware) else bucket
         repeated += read * (part.width - heads_width) * (size + 2)
     largest = max((kept.num_values for kept in inventory(shape).states), default=0)
-    states_bytes = 3 * STATE_VALUE_BYTES * spec.round_positions * largest
+    states_bytes = 3 * engine.STATE_VALUE_BYTES * spec.round_positions * largest
     wide = max(positions * attended * size + repeated, positions * 3 * part.units * size, parts_bytes, states_bytes)
     return spec.batch_size * (positions * 3 * shape.hidden_size * size + wide + masks) + part.working_bytes
 
@@ -581,9 +573,9 @@ def _graph_bytes(spec: PlanSpec, hardware: HardwareConfig, *, drafts: bool) -> i
     They serve all lengths where every model reads its cache by lengths; with masks there are some for each bucket.
     """
     by_length = all(model.reads_by_length(hardware) for model in (spec.target, spec.draft) if model)
-    num_buckets = 1 if by_length else -(-spec.num_slots // BUCKET_STEP[hardware.device])
+    num_buckets = 1 if by_length else -(-spec.num_slots // engine.BUCKET_STEP[hardware.device])
     lengths = ADAPTIVE_LENGTHS if spec.adapts else (spec.num_draft_tokens,)
-    num_short = len(SHORT_PROMPTS) * (by_length and spec.prompt_tokens <= SHORT_PROMPTS[-1])
+    num_short = len(engine.SHORT_PROMPTS) * (by_length and spec.prompt_tokens <= engine.SHORT_PROMPTS[-1])
 
     def num_nodes(model: PlannedModel, ranks: tuple[int, ...]) -> int:
         has_nccl = len(ranks) > 1 and not spec.takes_own_sums(hardware, ranks)
@@ -599,7 +591,7 @@ def _graph_bytes(spec: PlanSpec, hardware: HardwareConfig, *, drafts: bool) -> i
 
 def bucket_of(num_tokens: int, num_slots: int, hardware: HardwareConfig) -> int:
     """Cache slots that a forward reads if `num_tokens` of a row are filled."""
-    step = BUCKET_STEP[hardware.device]
+    step = engine.BUCKET_STEP[hardware.device]
     return min(-(-num_tokens // step) * step, num_slots)
 
 

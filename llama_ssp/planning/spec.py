@@ -9,19 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from statistics import mean
 
-from llama_ssp.architectures.engine import (
-    ENGINE_KERNELS,
-    LANES,
-    LEAST_SHARED_BYTES,
-    MOST_PIECES,
-    OWN_SUM_RANKS,
-    Kernels,
-    own_slots,
-    reads_by_length,
-    saves_states,
-    scored_positions,
-    whole_steps,
-)
+from llama_ssp.architectures import engine
 from llama_ssp.architectures.family import inventory, record_of
 from llama_ssp.architectures.matrices import DRAFT_WHOLE, Inventory, WholeParts, tokens_of_a_block, vocabulary_parts
 from llama_ssp.architectures.reading import read_config, read_stored_format
@@ -29,17 +17,16 @@ from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelConfig, ModelShape, rea
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.settings.drafters import (
-    CopiedTexts,
-    copied_texts,
+    NGRAM_DRAFT,
+    NgramConfig,
     draft_name,
     drafts,
     drafts_greedily,
     has_own_tokenizer,
-    outgrown,
 )
-from llama_ssp.settings.layout import Layout, lay_out_replica, may_capture
+from llama_ssp.settings.layout import Layout, lay_out
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT, rule_of
-from llama_ssp.settings.schema import DraftLayout, ExpertParts, PlanConfig, RunConfig, TargetKind
+from llama_ssp.settings.schema import DrafterConfig, DraftLayout, ExpertParts, PlanConfig, RunConfig, TargetKind
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.settings.trees import TreeShape
 from llama_ssp.storage.formats import CACHES, NO_QUANTIZATION, OWN_DTYPE, PackedLayout, format_of
@@ -124,14 +111,14 @@ class PlannedModel:
     def unpacks_cache(self, hardware: HardwareConfig) -> bool:
         """Whether attention, of prompts at least, reads a copy of a layer's keys and values in the model's format."""
         is_compiled = hardware.device == "cpu" and self.is_lean and self.dtype is Dtype.fp32
-        return self.has_own_cache and not (is_compiled and self.shape.head_dim % LANES == 0)
+        return self.has_own_cache and not (is_compiled and self.shape.head_dim % engine.LANES == 0)
 
     def reads_by_length(self, hardware: HardwareConfig) -> bool:
         """Whether a GPU reads its cache by lengths, and prompts of several lengths without padding; else with masks."""
         return (
             hardware.device == "cuda"
             and self.is_lean
-            and reads_by_length(
+            and engine.reads_by_length(
                 capability=hardware.capability,
                 value_bytes=DTYPE_BYTES[self.dtype],
                 head_dim=self.shape.head_dim,
@@ -178,6 +165,35 @@ class PlannedModel:
         """The number format of the linear layers; a CPU keeps those of 16-bit files in 16 bits even in fp32."""
         is_kept = device == "cpu" and self.dtype is Dtype.fp32 and not self.by_library
         return Dtype.fp16 if is_kept and self.stored.is_short else self.dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopiedTexts:
+    """What copies are taken from besides a row's own text: lengths that are looked up, texts, tokens of a corpus."""
+
+    num_lengths: int
+    num_texts: int
+    num_corpus_tokens: int
+
+    def num_bytes(self, *, batch_size: int, num_slots: int) -> int:
+        """Bytes on every rank; `drafters.ngram` allocates them."""
+        corpus_bytes = self.num_corpus_tokens * (4 + 12 * self.num_lengths)
+        if not self.num_texts:
+            return corpus_bytes
+        rows, table = self.num_texts + batch_size + 1, self.num_lengths << engine.TABLE_BITS
+        return corpus_bytes + 8 * (rows * num_slots + table)
+
+
+def copied_texts(draft: DrafterConfig) -> CopiedTexts | None:
+    """What a draft, or its fallback, copies from; None for nothing. Raises as `num_corpus_tokens`."""
+    if draft.fallback == NGRAM_DRAFT:
+        draft = NgramConfig(kind=NGRAM_DRAFT)
+    if not isinstance(draft, NgramConfig):
+        return None
+    return CopiedTexts(
+        num_lengths=draft.longest - draft.shortest + 1, num_texts=draft.history,
+        num_corpus_tokens=draft.num_corpus_tokens,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +252,7 @@ class PlanSpec:
     scores_texts: bool = False
     spare_devices: tuple[int, ...] = ()
     own_sums: bool = False
-    kernels: Kernels = ENGINE_KERNELS
+    kernels: engine.Kernels = engine.ENGINE_KERNELS
 
     @cached_property
     def drafts(self) -> bool:
@@ -352,7 +368,7 @@ class PlanSpec:
     def takes_own_sums(self, hardware: HardwareConfig, ranks: tuple[int, ...]) -> bool:
         """Whether ranks sum by the program's kernel: of a node whose GPUs reach each other's memory."""
         in_node = ranks[0] // hardware.num_gpus == ranks[-1] // hardware.num_gpus
-        return self.own_sums and bool(hardware.own_sums) and in_node and 1 < len(ranks) <= OWN_SUM_RANKS
+        return self.own_sums and bool(hardware.own_sums) and in_node and 1 < len(ranks) <= engine.OWN_SUM_RANKS
 
     @cached_property
     def target_devices(self) -> tuple[int, ...]:
@@ -368,7 +384,7 @@ class PlanSpec:
     def num_slots(self) -> int:
         """Cache slots per row: its tokens and the K + 1, or 2 K, that a round may write beyond them, rounded up."""
         in_flight = self.num_draft_tokens - 1 if self.overlaps else 0
-        return whole_steps(self.prompt_tokens + self.max_new_tokens + self.round_positions + in_flight)
+        return engine.whole_steps(self.prompt_tokens + self.max_new_tokens + self.round_positions + in_flight)
 
     @property
     def draft_slots(self) -> int:
@@ -376,7 +392,7 @@ class PlanSpec:
         if self.draft is None or not self.own_tokenizer:
             return self.num_slots
         context = self.draft.shape.max_position_embeddings
-        return own_slots(self.num_slots, max_position_embeddings=context)
+        return engine.own_slots(self.num_slots, max_position_embeddings=context)
 
     @cached_property
     def kept_states(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -384,7 +400,7 @@ class PlanSpec:
 
         They are those behind the last tokens, which it may take back, and where prompts may have whole chunks one more.
         """
-        in_flight, saved = self.num_draft_tokens - 1 if self.overlaps else 0, (1,) * saves_states(self.num_slots)
+        in_flight, saved = self.num_draft_tokens - 1 if self.overlaps else 0, (1,) * engine.saves_states(self.num_slots)
         return (self.round_positions, *saved), (self.round_positions + in_flight, *saved)
 
     @cached_property
@@ -392,12 +408,12 @@ class PlanSpec:
         """Positions per row in the draft's first forward of a round: what its cache may lack."""
         if self.has_head or self.tree:
             return self.draft_depth * (1 + self.drafts_in_one_pass) + 1
-        return MOST_PIECES + 1 if self.own_tokenizer else 2
+        return engine.MOST_PIECES + 1 if self.own_tokenizer else 2
 
     @property
     def scored_positions(self) -> int:
         """Positions per row of a forward that scores texts; 0 without log-probabilities."""
-        return scored_positions(self.batch_size, self.target.shape.vocab_size) if self.scores_texts else 0
+        return engine.scored_positions(self.batch_size, self.target.shape.vocab_size) if self.scores_texts else 0
 
     @cached_property
     def round_positions(self) -> int:
@@ -446,7 +462,7 @@ def make_spec(
     target, draft = planned(config.model), planned(config.draft.model) if config.draft.model else None
     spreads = placement.target.experts is ExpertParts.spread
     target = replace(target, shape=replace(target.shape, spreads_experts=spreads))
-    layout = lay_out_replica(placement, world_size=world_size, has_draft=draft is not None)
+    layout = lay_out(placement, world_size=world_size, has_draft=draft is not None)
     first = layout.target_ranks[0] // num_gpus * num_gpus
     is_layer_wise = placement.target.kind is TargetKind.accelerate
     return PlanSpec(
@@ -456,7 +472,7 @@ def make_spec(
         spare_devices=tuple(gpu for gpu in range(first, first + num_gpus) if is_layer_wise and gpu not in layout.ranks),
         draft=draft,
         free_draft=None if draft else draft_name(config.draft),
-        copies=copied_texts(config.draft, has_tree=tree is not None, falls_back=True),
+        copies=copied_texts(config.draft),
         own_tokenizer=has_own_tokenizer(config.draft),
         draft_kind=layout.draft_kind,
         draft_ranks=layout.draft_ranks,
@@ -476,7 +492,7 @@ def make_spec(
         batch_size=config.batch_size,
         prompt_tokens=prompt_tokens,
         max_new_tokens=config.max_new_tokens,
-        cuda_graphs=config.cuda_graphs and device == "cuda" and may_capture(placement.target),
+        cuda_graphs=config.cuda_graphs and device == "cuda" and placement.target.kind is TargetKind.tensor,
         own_sums=config.own_sums and device == "cuda",
         device=device,
     )
@@ -492,7 +508,7 @@ def draws_over_shards(
     by tensors. `num_scored` positions are scored in a round, of all rows; a draft of other tokens has no
     `draft_vocab_size`.
     """
-    if layout.splits_batch or 4 * num_scored * vocab_size < LEAST_SHARED_BYTES:
+    if layout.splits_batch or 4 * num_scored * vocab_size < engine.LEAST_SHARED_BYTES:
         return False, False
     record, block = rule_of(rule), tokens_of_a_block(vocab_size)
     target, draft = (
@@ -625,6 +641,14 @@ def notes_on_states(spec: PlanSpec) -> Iterator[str]:
     reason = refused_by_states(*shapes, has_tree=spec.tree is not None, own_tokenizer=spec.own_tokenizer)
     if reason := reason or refused_by_block(shapes[-1], spec.draft_depth):
         yield f"runs refuse this: {reason}"
+
+
+def outgrown(draft: str, context: int, num_steps: int, *, longest: int) -> str | None:
+    """Say from where on the longest texts go on without a draft of this context; None if it serves them all."""
+    most = engine.most_drafted_for(context, num_steps)
+    if longest <= most:
+        return None
+    return f"rows go on without the draft behind token {most}: the context of draft={draft} has {context} tokens"
 
 
 def notes_on_contexts(spec: PlanSpec) -> Iterator[str]:

@@ -43,17 +43,7 @@ from itertools import pairwise
 from operator import attrgetter, truediv
 from typing import Any, NamedTuple, TypeAlias
 
-from llama_ssp.architectures.engine import (
-    ENGINE_KERNELS,
-    FUSED_SUMS,
-    OWN_SLOTS_PER_SLOT,
-    OWN_SUM_BYTES,
-    PREFILL_CHUNK,
-    SOFTMAX_TOKENS,
-    WHOLE_LAYER_TOKENS,
-    Kernels,
-    short_size,
-)
+from llama_ssp.architectures import engine
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.matrices import Inventory, WholeParts, tokens_of_a_block, vocabulary_parts
 from llama_ssp.catalogue import Dtype
@@ -118,7 +108,7 @@ class ModelPlacement:
     kind: TargetKind
     ranks: tuple[int, ...]
     cuda_graphs: bool
-    kernels: Kernels = ENGINE_KERNELS
+    kernels: engine.Kernels = engine.ENGINE_KERNELS
     whole: WholeParts = WholeParts.none
     own_sums: bool = False
     draws: ShardDraws | None = None
@@ -156,7 +146,7 @@ class ModelPlacement:
         if draws.rule == AT_ZERO:
             return [best]
         parts = vocabulary_parts(vocab_size, len(self.ranks))
-        num_peaks = sum(-(-len(part) // SOFTMAX_TOKENS) if draws.by_kernel else 1 for part in parts)
+        num_peaks = sum(-(-len(part) // engine.SOFTMAX_TOKENS) if draws.by_kernel else 1 for part in parts)
         softmax, of_row = total * BEST_BYTES * num_peaks, 2 * ID_BYTES * -(-vocab_size // tokens_of_a_block(vocab_size))
         if record.draws_by_position:
             return [softmax, best]
@@ -327,12 +317,12 @@ def _layer_s(placement: ModelPlacement, hardware: HardwareConfig, tokens: int) -
     share = 1.0 if placement.model.is_lean else LIBRARY_SHARE[hardware.device]
     if placement.cuda_graphs:
         kernels = placement.kernels
-        fused = FUSED_SUMS if placement.own_sums and placement.sum_bytes(tokens) <= OWN_SUM_BYTES else 0
+        fused = engine.FUSED_SUMS if placement.own_sums and placement.sum_bytes(tokens) <= engine.OWN_SUM_BYTES else 0
         return (kernels.layer - fused if placement.model.is_lean else kernels.library_layer) * hardware.kernel_s
     # The compiled layer needs fused multiply-add, which no data sheet here mentions and nearly every CPU has.
     is_compiled = hardware.device == "cpu" and placement.model.is_lean and placement.model.dtype is Dtype.fp32
     if is_compiled and not format_of(placement.model.quantization).unpacks_matrix:
-        is_one = len(placement.ranks) == 1 and tokens <= WHOLE_LAYER_TOKENS
+        is_one = len(placement.ranks) == 1 and tokens <= engine.WHOLE_LAYER_TOKENS
         return (1 if is_one else COMPILED_OPERATORS) * hardware.launch_s
     return share * OPERATORS_PER_LAYER * hardware.launch_s
 
@@ -360,7 +350,7 @@ def all_reduce_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: fl
     """
     num_nodes = len({rank // hardware.num_gpus for rank in ranks})
     inside = -(-len(ranks) // num_nodes)
-    seconds = _measured_s(hardware, inside, num_bytes, is_own=is_own and num_bytes <= OWN_SUM_BYTES) or 0.0
+    seconds = _measured_s(hardware, inside, num_bytes, is_own=is_own and num_bytes <= engine.OWN_SUM_BYTES) or 0.0
     own = None if seconds else hardware.link
     for link, size, sent in (own, inside, num_bytes), (hardware.network, num_nodes, num_bytes / inside):
         if link and size > 1:
@@ -519,7 +509,7 @@ class CostModel:
         self._bucket = bucket_of(self._middle + spec.round_positions, spec.num_slots, hardware)
         self._draft_bucket = self._bucket
         if spec.own_tokenizer:  # the host knows only a bound of its texts' lengths
-            self._draft_bucket = min(self._bucket * OWN_SLOTS_PER_SLOT, spec.draft_slots)
+            self._draft_bucket = min(self._bucket * engine.OWN_SLOTS_PER_SLOT, spec.draft_slots)
 
     @cached_property
     def least_bytes(self) -> int:
@@ -568,13 +558,13 @@ class CostModel:
         if by_length := placement.model.reads_by_length(self.hardware):
             prompt = math.ceil(self.spec.mean_prompt_tokens or prompt)
         has_graph = by_length and placement.cuda_graphs and not (placement is self.draft and self.spec.has_head)
-        if size := has_graph * short_size(num_rows * prompt):
+        if size := has_graph * engine.short_size(num_rows * prompt):
             return forward_time(
                 placement, self.hardware, batch_size=1, num_positions=size, num_scored=min(size, num_rows),
                 bucket=bucket_of(prompt, self.spec.num_slots, self.hardware),
             ).total_s  # fmt: skip
-        for start in range(0, prompt, PREFILL_CHUNK):
-            stop = min(start + PREFILL_CHUNK, prompt)
+        for start in range(0, prompt, engine.PREFILL_CHUNK):
+            stop = min(start + engine.PREFILL_CHUNK, prompt)
             of = partial(
                 forward_time, hardware=self.hardware, batch_size=num_rows, num_positions=stop - start,
                 num_scored=1, bucket=bucket_of(stop, self.spec.num_slots, self.hardware),

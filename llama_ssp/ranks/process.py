@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -39,6 +40,15 @@ class Ranks:
     size: int
     local_rank: int
     local_size: int
+
+
+def check_docstrings() -> None:
+    """Raise ConfigError if Python has removed docstrings: transformers makes its models with the help of theirs."""
+    if sys.flags.optimize > 1:
+        raise ConfigError(
+            "Python removes docstrings (PYTHONOPTIMIZE=2, or python -OO), and transformers has no models without them: "
+            "leave it out, or use PYTHONOPTIMIZE=1"
+        )
 
 
 def read_ranks(environ: Mapping[str, str]) -> Ranks:

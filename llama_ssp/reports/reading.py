@@ -7,7 +7,8 @@ further checks: no NaN or infinity, no list in place of a number, no endless nes
 import json
 import reprlib
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from enum import Enum
 from functools import cache
 from types import UnionType
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -15,6 +16,7 @@ from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 import yaml
 
 from llama_ssp.architectures.model_files import is_deep
+from llama_ssp.settings.schema import RunConfig
 
 MOST_BYTES = 64 << 20
 """Largest `summary.json`."""
@@ -93,6 +95,28 @@ def is_storable(value: object) -> bool:
     except ValueError:  # 1e999 is infinity to Python's parser
         return False
     return not is_deep(value, _MOST_DEPTH - 1)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes members of enums by their command-line names, and everything where it stands."""
+
+    def ignore_aliases(self, _value: object) -> bool:
+        """Refuse aliases, as `read_settings` does."""
+        return True
+
+
+_Dumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_str(member.name))
+
+
+_NO_SETTINGS = ("stored_format", "modules", "place", "bad_ids", "eos_ids")
+
+
+def to_yaml(config: RunConfig) -> str:
+    """Write all settings of a run as YAML, without what its sweep and the files of its models say."""
+    settings = asdict(
+        config, dict_factory=lambda entries: {name: value for name, value in entries if name not in _NO_SETTINGS}
+    )
+    return yaml.dump(settings, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def read_settings(text: str) -> dict[str, object]:

@@ -21,7 +21,7 @@ from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World
 from llama_ssp.run.prompts import reason_of
 from llama_ssp.settings.drafters import has_own_tokenizer
-from llama_ssp.settings.layout import Layout, lay_out_replica
+from llama_ssp.settings.layout import Layout, lay_out
 from llama_ssp.settings.schema import ExpertParts, RunConfig, TargetKind, WeightsKind
 from llama_ssp.speculate.drafters.tokenizers import align, num_disagreeing
 from llama_ssp.storage.stored import kept_format
@@ -188,7 +188,7 @@ def _check_alike(what: str, new: WeightSource, running: WeightSource) -> None:
 
 def _num_ranks(config: RunConfig, world: World) -> tuple[Layout, int, int]:
     """The layout of a replica, and the ranks that share the target and the draft."""
-    layout = lay_out_replica(config.placement, world_size=world.comm.size, has_draft=config.draft.model is not None)
+    layout = lay_out(config.placement, world_size=world.comm.size, has_draft=config.draft.model is not None)
     num_target_ranks = len(layout.target_ranks) if config.placement.target.kind is TargetKind.tensor else 1
     return layout, num_target_ranks, 1 if layout.splits_batch else len(layout.draft_ranks)
 

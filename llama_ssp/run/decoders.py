@@ -23,7 +23,7 @@ from llama_ssp.ranks.world import World, has_own_threads, on_all_cores
 from llama_ssp.run.checkpoints import Source
 from llama_ssp.run.requests import RequestMaker, read_corpus
 from llama_ssp.settings.drafters import NgramConfig, drafts, drafts_greedily, has_own_tokenizer
-from llama_ssp.settings.layout import Layout, lay_out_replica, may_capture
+from llama_ssp.settings.layout import Layout, lay_out
 from llama_ssp.settings.rules import AT_ZERO
 from llama_ssp.settings.schema import RunConfig, TargetKind
 from llama_ssp.speculate.drafters.limited import DraftLimit
@@ -107,7 +107,7 @@ def load_models(
     `world` time out after `timeouts.decode_s`, and its GPUs wait for their replica alone.
     """
     target_source, draft_source = sources
-    layout = lay_out_replica(config.placement, world_size=world.comm.size, has_draft=draft_source is not None)
+    layout = lay_out(config.placement, world_size=world.comm.size, has_draft=draft_source is not None)
     mesh = _make_mesh(config, layout, world)
     if world.comm.rank == 0:
         _log.info("placement: %s; replicas: %d", layout, config.placement.num_replicas)
@@ -271,7 +271,7 @@ def build_decoder(
         round_: Round = OverlappedRound(models.target, drafters[0], verifier=verifier, limit=limit)
     else:
         round_ = Round(models.target, *drafters, verifier=verifier, taps=taps, tree=tree, limit=limit)
-    captures = config.cuda_graphs and may_capture(config.placement.target)
+    captures = config.cuda_graphs and config.placement.target.kind is TargetKind.tensor
     decoder = Decoder(
         round_,
         executor=make_executor(round_, cuda_graphs=captures),

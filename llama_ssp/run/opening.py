@@ -21,8 +21,9 @@ from llama_ssp.ranks.process import read_ranks
 from llama_ssp.ranks.world import World, start
 from llama_ssp.reports.folder import RunFolder, read_status, write_failure
 from llama_ssp.reports.provenance import git_commit, processor, versions
+from llama_ssp.reports.reading import to_yaml
 from llama_ssp.run.startup import StartClock
-from llama_ssp.settings.schema import RunConfig, SweepPlace, to_yaml
+from llama_ssp.settings.schema import RunConfig, SweepPlace
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.terminal.terminal import Terminal
 from llama_ssp.terminal.unread import complain

@@ -20,6 +20,7 @@ from llama_ssp.machines.links import note_on_links
 from llama_ssp.machines.machine import detect_hardware, keep_speeds
 from llama_ssp.planning.advice import slower_overlapped
 from llama_ssp.planning.plan import Plan, require_room
+from llama_ssp.planning.spec import outgrown
 from llama_ssp.ranks.failures import Phase, from_rank_0, raise_on_all_ranks
 from llama_ssp.ranks.memory import MemoryWatch
 from llama_ssp.ranks.world import World
@@ -40,7 +41,6 @@ from llama_ssp.run.session import Session
 from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tasks import dry_run
 from llama_ssp.settings.checks import check_values
-from llama_ssp.settings.drafters import outgrown
 from llama_ssp.settings.schema import DraftLayout, DraftPlacement, PlacementConfig, RunConfig, TargetPlacement
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.terminal.terminal import Terminal

@@ -6,18 +6,17 @@ The only file access is whether the prompt file exists; checkpoints and tokenize
 
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
 from llama_ssp import catalogue
 from llama_ssp.catalogue import ENDINGS_WITH_FIELDS, ModelConfig, ending_of, is_hub_id
-from llama_ssp.errors import ConfigError, refuse, unknown_name
+from llama_ssp.errors import refuse, unknown_name
 from llama_ssp.machines import hardware
 from llama_ssp.settings import drafters, layout, schema
 from llama_ssp.settings.rules import AT_ZERO, RULES, at_every_temperature, rules
-from llama_ssp.settings.schema import LAUNCHER, PlanConfig, RunConfig
+from llama_ssp.settings.schema import PlanConfig, RunConfig
 from llama_ssp.settings.tasks import NoEffect, default_of, task_of
 from llama_ssp.settings.trees import tree_shape
 from llama_ssp.storage.formats import CACHES, FORMATS
@@ -79,33 +78,6 @@ def check_values(config: RunConfig) -> None:
 def check_placement(config: RunConfig, *, world_size: int) -> None:
     """Raise ConfigError for a placement that so many ranks cannot have."""
     refuse([*_placement(config, world_size)])
-
-
-def check_slurm(settings: schema.SlurmConfig) -> None:
-    """Raise ConfigError for settings that are invalid on any cluster; sbatch checks the limits of this one."""
-    problems = [
-        f"{LAUNCHER}.{name}={value} must be at least 1"
-        for name in ("nodes", "ranks_per_node", "cpus_per_rank", "max_running")
-        if (value := getattr(settings, name)) is not None and value < 1
-    ]
-    problems += [
-        f"{LAUNCHER}.sbatch has {argument!r}, and sbatch would take it for a script: write --name=value"
-        for argument in settings.sbatch
-        if not argument.startswith("--") or argument == "--"
-    ]
-    if settings.stage_to is not None and not settings.stage_to.startswith("/"):
-        fault = f"{LAUNCHER}.stage_to={settings.stage_to} must be an absolute path on the nodes"
-        problems.append(f"{fault}, for example /scratch/weights")
-    refuse(problems)
-
-
-def check_docstrings() -> None:
-    """Raise ConfigError if Python has removed docstrings: transformers makes its models with the help of theirs."""
-    if sys.flags.optimize > 1:
-        raise ConfigError(
-            "Python removes docstrings (PYTHONOPTIMIZE=2, or python -OO), and transformers has no models without them: "
-            "leave it out, or use PYTHONOPTIMIZE=1"
-        )
 
 
 _NUM_DRAFTED = range(1, 1025)  # the planner tries every value up to K
@@ -309,21 +281,16 @@ def _overlap(config: RunConfig) -> Iterator[str]:
     if draft.model is None:
         yield f"speculation.overlap=true needs a draft model, and draft={draft.kind} has none: give one with draft=NAME"
         return
-    if placement.auto or placement.draft.kind is not schema.DraftLayout.own_gpu:
-        chosen = "placement=auto" if placement.auto else f"placement.draft.kind={placement.draft.kind.name}"
-        yield (
-            f"speculation.overlap=true needs a draft on ranks of its own, and {chosen} was given: "
-            "use placement=own_gpu on at least 2 ranks"
-        )
-    if speculation.adapts:
-        yield (
-            "speculation.overlap=true needs one K for all rounds, and speculation.num_draft_tokens=auto was "
-            "given: use a number, about as many as draft steps fit into a forward of the target"
-        )
-    if draft.fallback is not None:
-        yield f"speculation.overlap=true drafts with the model alone: leave draft.fallback={draft.fallback} out"
-    if drafters.has_own_tokenizer(draft):
-        yield "speculation.overlap=true needs a draft with the target's tokenizer: leave draft.tokenizer=own out"
+    chosen = "placement=auto" if placement.auto else f"placement.draft.kind={placement.draft.kind.name}"
+    faults = {
+        f"needs a draft on ranks of its own, and {chosen} was given: use placement=own_gpu on at least 2 ranks":
+            placement.auto or placement.draft.kind is not schema.DraftLayout.own_gpu,
+        "needs one K for all rounds, and speculation.num_draft_tokens=auto was given: use a number, about as many as "
+        "draft steps fit into a forward of the target": speculation.adapts,
+        f"drafts with the model alone: leave draft.fallback={draft.fallback} out": draft.fallback is not None,
+        "needs a draft with the target's tokenizer: leave draft.tokenizer=own out": drafters.has_own_tokenizer(draft),
+    }  # fmt: skip
+    yield from (f"speculation.overlap=true {fault}" for fault, applies in faults.items() if applies)
 
 
 def _rule(name: str, temperature: float) -> Iterator[str]:
@@ -460,7 +427,7 @@ def _placement(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from found
     if found or placement.auto:
         return
-    laid_out = layout.lay_out_replica(placement, world_size=world_size, has_draft=has_draft)
+    laid_out = layout.lay_out(placement, world_size=world_size, has_draft=has_draft)
     if sentence := layout.idle(laid_out, num_ranks=world_size // placement.num_replicas):
         yield sentence
     yield from _heads("model", config.model, laid_out.target_ranks, remedy="start at most ")
@@ -476,111 +443,62 @@ def _heads(group: str, model: ModelConfig, ranks: tuple[int, ...], *, remedy: st
         )
 
 
-def _never_drafts(config: RunConfig) -> bool:
-    return not drafters.drafts(config.draft) and not task_of(config).needs_draft
-
-
-def _has_no_draft_model(config: RunConfig) -> bool:
-    return config.draft.model is None and not task_of(config).needs_draft
-
-
-def _draws_by_position(config: RunConfig) -> bool:
-    rule = RULES.find(config.verification.rule)
-    return rule is not None and rule.draws_by_position
-
-
-_NO_DRAFT = "without a draft: give one with draft=NAME"
-_NO_DRAFT_MODEL = "without a draft model: give one with draft=NAME"
-_WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
-    ("speculation", _never_drafts, _NO_DRAFT),
-    ("verification", lambda c: _never_drafts(c) and not _draws_by_position(c), _NO_DRAFT),
-    (
-        "speculation.acceptance",
-        lambda c: bool(c.speculation.forced_lengths),
-        "with speculation.forced_lengths, which says what is accepted",
-    ),
-    ("draft.fallback", lambda c: not c.speculation.adapts, "without speculation.num_draft_tokens=auto"),
-    ("draft.greedy", lambda c: c.sampling.temperature == 0, "at temperature 0, where every draft is greedy"),
-    (
-        "draft.history draft.corpus",
-        lambda c: c.speculation.tree is not None,
-        "with speculation.tree, which copies its own text",
-    ),
-    ("placement.draft draft.model", _has_no_draft_model, _NO_DRAFT_MODEL),
-    (
-        "draft.tokenizer",
-        lambda c: c.is_synthetic and c.draft.model is not None,
-        "with weights=synthetic, which gives both models one tokenizer",
-    ),
-    ("draft.tokenizer", _has_no_draft_model, _NO_DRAFT_MODEL),
-    ("placement.target placement.draft", lambda c: c.placement.auto, "with placement=auto, which chooses it"),
-    (
-        "placement.target.experts",
-        lambda c: c.placement.target.kind is not schema.TargetKind.tensor,
-        "without placement.target.kind=tensor, which cuts a target",
-    ),
-    ("placement.target.experts", lambda c: c.is_synthetic, "with weights=synthetic, whose models have no experts"),
-    (
-        "sampling.top_k sampling.top_p sampling.min_p",
-        lambda c: c.sampling.temperature == 0,
-        "at temperature 0, which always takes the most probable token",
-    ),
-    ("sampling.min_new_tokens", lambda c: c.ignore_eos, "with ignore_eos=true, where no token ends a text"),
-    (
-        "num_samples",
-        lambda c: c.sampling.temperature == 0 and c.num_samples > 1,
-        "at temperature 0, where all samples of a prompt are equal",
-    ),
-    (
-        "prompts_column",
-        lambda c: ending_of(c.prompts or "") not in ENDINGS_WITH_FIELDS,
-        f"without prompts=FILE that ends in {', '.join(ENDINGS_WITH_FIELDS)}",
-    ),
-    ("chat_arguments", lambda c: not c.chat and c.prompts is None, "without chat=true or messages as prompts"),
-    ("task.default_prompts", lambda c: (c.prompt, c.prompts) != (None, None), "with prompt= or prompts="),
-    ("cuda_graphs own_sums", lambda c: c.device is schema.DeviceKind.cpu, "with device=cpu"),
-    (
-        "cuda_graphs",
-        lambda c: not layout.may_capture(c.placement.target),
-        "with a target that accelerate or deepspeed places: its operators are launched from Python",
-    ),
-    (
-        "own_sums",
-        lambda c: c.placement.target.kind is not schema.TargetKind.tensor,
-        "without placement.target.kind=tensor, which cuts a target",
-    ),
-    ("task.format", lambda c: c.quiet, "with quiet=true, which prints tables alone; run.jsonl has the completions"),
-    ("dry_run", lambda c: c.dry_run and not task_of(c).needs_models, "on task={task.name}, {task.why_no_plan}"),
-    ("resume", lambda c: not task_of(c).needs_models, "on task={task.name}, which has no run folder"),
-    ("synthetic", lambda c: not c.is_synthetic, "without weights=synthetic"),
-    ("synthetic", lambda c: c.is_synthetic and _has_no_draft_model(c), _NO_DRAFT),
-)
-"""Settings, what must hold for them to have no effect, and why; a key includes all keys below it."""
-_WITHOUT_EFFECT_ON_MODELS: tuple[tuple[str, Callable[[RunConfig, ModelConfig], bool], str], ...] = (
-    (
-        "path hub_id revision adapter",
-        lambda c, m: c.is_synthetic and m.shape is not None,
-        "with weights=synthetic, which reads no files",
-    ),
-    ("hub_id revision", lambda _, m: m.path is not None, "with {key}.path"),
-    (
-        "hub_id revision",
-        lambda c, m: m.shipped and m.path is None and not c.is_synthetic,
-        "on an entry that comes with the package: use {group}=OWNER/NAME",
-    ),
-)
-"""The same for fields of the target's and of the draft's entry."""
-
-
 def _unread(config: RunConfig, explicit: frozenset[str]) -> Iterator[NoEffect]:
     """Yield the settings of `explicit` that have no effect."""
-    found = [(keys, reason.format(task=task_of(config))) for keys, holds, reason in _WITHOUT_EFFECT if holds(config)]
-    for group, entry, model in _chosen_models(config):
-        for names, holds_for, reason in _WITHOUT_EFFECT_ON_MODELS:
-            if holds_for(config, model):
-                keys = " ".join(f"{entry}.{name}" for name in names.split())
-                found.append((keys, reason.format(key=entry, group=group)))
-    for keys, reason in found:
-        for key in sorted(explicit):
+    for keys, has_none, reason in _without_effect(config):
+        for key in sorted(explicit) if has_none else ():
             if any(key == top or key.startswith(f"{top}.") for top in keys.split()):
                 yield NoEffect(key, reason)
+
+
+def _without_effect(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
+    """Settings, whether they have no effect, and why; a key includes all keys below it."""
+    task, speculation, rule = task_of(config), config.speculation, RULES.find(config.verification.rule)
+    draws_by_position = rule is not None and rule.draws_by_position
+    never_drafts = not drafters.drafts(config.draft) and not task.needs_draft
+    has_no_model = config.draft.model is None and not task.needs_draft
+    is_greedy = config.sampling.temperature == 0
+    is_cut = config.placement.target.kind is schema.TargetKind.tensor
+    no_draft, no_model = (f"without a draft{model}: give one with draft=NAME" for model in ("", " model"))
+    yield from [
+        ("speculation", never_drafts, no_draft),
+        ("verification", never_drafts and not draws_by_position, no_draft),
+        ("speculation.acceptance", bool(speculation.forced_lengths),
+         "with speculation.forced_lengths, which says what is accepted"),
+        ("draft.fallback", not speculation.adapts, "without speculation.num_draft_tokens=auto"),
+        ("draft.greedy", is_greedy, "at temperature 0, where every draft is greedy"),
+        ("draft.history draft.corpus", speculation.tree is not None,
+         "with speculation.tree, which copies its own text"),
+        ("placement.draft draft.model", has_no_model, no_model),
+        ("draft.tokenizer", config.is_synthetic and config.draft.model is not None,
+         "with weights=synthetic, which gives both models one tokenizer"),
+        ("draft.tokenizer", has_no_model, no_model),
+        ("placement.target placement.draft", config.placement.auto, "with placement=auto, which chooses it"),
+        ("placement.target.experts", not is_cut, "without placement.target.kind=tensor, which cuts a target"),
+        ("placement.target.experts", config.is_synthetic, "with weights=synthetic, whose models have no experts"),
+        ("sampling.top_k sampling.top_p sampling.min_p", is_greedy,
+         "at temperature 0, which always takes the most probable token"),
+        ("sampling.min_new_tokens", config.ignore_eos, "with ignore_eos=true, where no token ends a text"),
+        ("num_samples", is_greedy and config.num_samples > 1,
+         "at temperature 0, where all samples of a prompt are equal"),
+        ("prompts_column", ending_of(config.prompts or "") not in ENDINGS_WITH_FIELDS,
+         f"without prompts=FILE that ends in {', '.join(ENDINGS_WITH_FIELDS)}"),
+        ("chat_arguments", not config.chat and config.prompts is None, "without chat=true or messages as prompts"),
+        ("task.default_prompts", (config.prompt, config.prompts) != (None, None), "with prompt= or prompts="),
+        ("cuda_graphs own_sums", config.device is schema.DeviceKind.cpu, "with device=cpu"),
+        ("cuda_graphs", not is_cut,
+         "with a target that accelerate or deepspeed places: its operators are launched from Python"),
+        ("own_sums", not is_cut, "without placement.target.kind=tensor, which cuts a target"),
+        ("task.format", config.quiet, "with quiet=true, which prints tables alone; run.jsonl has the completions"),
+        ("dry_run", config.dry_run and not task.needs_models, f"on task={task.name}, {task.why_no_plan}"),
+        ("resume", not task.needs_models, f"on task={task.name}, which has no run folder"),
+        ("synthetic", not config.is_synthetic, "without weights=synthetic"),
+        ("synthetic", config.is_synthetic and has_no_model, no_draft),
+    ]  # fmt: skip
+    for group, entry, model in _chosen_models(config):
+        of_hub, has_path = f"{entry}.hub_id {entry}.revision", model.path is not None
+        reads_none = config.is_synthetic and model.shape is not None
+        yield f"{of_hub} {entry}.path {entry}.adapter", reads_none, "with weights=synthetic, which reads no files"
+        yield of_hub, has_path, f"with {entry}.path"
+        is_shipped = model.shipped and not has_path and not config.is_synthetic
+        yield of_hub, is_shipped, f"on an entry that comes with the package: use {group}=OWNER/NAME"

@@ -37,10 +37,10 @@ from omegaconf.errors import OmegaConfBaseException
 from llama_ssp import catalogue
 from llama_ssp.catalogue import GGUF, GGUF_ALONE, GROUPS, LOCAL, is_folder, is_hub_id
 from llama_ssp.errors import ConfigError, refuse, similar_name, unknown_name
+from llama_ssp.foreign import FOREIGN
 from llama_ssp.machines import hardware
 from llama_ssp.settings import schema
 from llama_ssp.settings.drafters import MTP_DRAFTS, ModelDraftConfig, drafter_of, drafters, problem_of
-from llama_ssp.settings.foreign import FOREIGN
 from llama_ssp.settings.schema import DERIVED, MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig, SlurmConfig
 from llama_ssp.settings.tasks import task_of, task_specs
 
@@ -124,16 +124,10 @@ def _read(text: str, *, multirun: bool = False) -> _Word | None:
     if sign and (key == "prompt" or (is_path and is_literal)):
         return _Word(text=text, key=key)
     try:
-        (override,) = parser().parse_overrides([text])
+        (override,) = OverridesParser.create(GlobalHydra.instance().config_loader()).parse_overrides([text])
     except HydraException:
         return None
     return _Word(text=text, key=override.key_or_group, override=override)
-
-
-def parser() -> OverridesParser:
-    """Hydra's grammar; patterns such as glob(llama*) need it to be initialized."""
-    hydra = GlobalHydra.instance()
-    return OverridesParser.create(hydra.config_loader() if hydra.is_initialized() else None)
 
 
 def _problems(word: _Word, groups: Mapping[str, Sequence[str]], *, multirun: bool, sweeps: bool) -> Iterator[str]:
@@ -156,7 +150,7 @@ def _problems(word: _Word, groups: Mapping[str, Sequence[str]], *, multirun: boo
         yield f"{text} gives several values: {ways}, or write a list as [a,b]"
     elif key in groups:
         names = [value.text.partition("=")[2].strip(" '\"") for value in _values(word) if value.override]
-        yield from (problem for name in names for problem in problems_of_option(key, name, groups[key]))
+        yield from (problem for name in names for problem in _problems_of_option(key, name, groups[key]))
     elif key == _STOPS and isinstance(items := override.value(), list) and not all(isinstance(i, str) for i in items):
         yield f"""{text}: quote items that are not plain words, as in stop_strings='["2.","true"]'"""
 
@@ -435,7 +429,7 @@ def _unknown_key(key: str, keys: frozenset[str]) -> str:
 
 def _unread(words: Sequence[str]) -> list[str]:
     """Report words of a command line that are no settings, one by one unless they are names alone."""
-    if words and (settings := _as_settings(words)):
+    if words and (settings := as_settings(words)):
         return [f"{' '.join(words)!r} names no settings: write {settings}"]
     return [
         f"cannot read {text!r}: settings are written name=value, and a value with brackets, quotes or commas "
@@ -444,7 +438,7 @@ def _unread(words: Sequence[str]) -> list[str]:
     ]
 
 
-def _as_settings(words: Sequence[str]) -> str | None:
+def as_settings(words: Sequence[str]) -> str | None:
     """Names alone, such as `compare 30B 7B`, as settings; None if one of the words is no name."""
     settings, roles = [], ["model", "draft"]
     tasks = {name: f"task={name}" for name in task_specs()}
@@ -459,25 +453,17 @@ def _as_settings(words: Sequence[str]) -> str | None:
     return " ".join(settings)
 
 
-def unknown_command(words: Sequence[str], commands: Sequence[str]) -> str:
-    """Report a first word that is no command of the program."""
-    if "=" in words[0] or words[0].startswith("-"):
-        return f"{words[0]} follows a command, such as llama-ssp run {words[0]}; the commands are {', '.join(commands)}"
-    if settings := _as_settings([word for word in words if "=" not in word]):
-        others = [word for word in words if "=" in word]
-        return f"{words[0]!r} is no command: write llama-ssp run {' '.join([settings, *others])}"
-    return unknown_name("command", words[0], commands)
-
-
-def problems_of_option(group: str, name: str, known: Collection[str]) -> Iterator[str]:
+def _problems_of_option(group: str, name: str, known: Collection[str]) -> Iterator[str]:
     """Yield what is wrong with an option of a group, its name or a user's file; `known` lacks ids of the hub."""
     try:
         if name in MTP_DRAFTS and group == "draft" and name not in known:
             yield f"draft={name} is draft={catalogue.MTP} here: give that"
         elif group == "hardware":
             hardware.load(name)
+        elif name not in known and group in GROUPS:
+            yield from _unknown_model(group, name, known)
         elif name not in known:
-            yield from _unknown_option(group, name, known)
+            yield unknown_name(group, name, known)
         elif group in GROUPS and name in catalogue.names("model"):
             catalogue.load(name)
         elif file := catalogue.find(group, name):
@@ -486,13 +472,11 @@ def problems_of_option(group: str, name: str, known: Collection[str]) -> Iterato
         yield str(error)
 
 
-def _unknown_option(group: str, name: str, known: Collection[str]) -> Iterator[str]:
-    sentence = hardware.unknown(name) if group == "hardware" else unknown_name(group, name, known)
-    if group not in GROUPS:
-        yield sentence
-    elif "/" not in name and is_folder(f"./{name}"):
+def _unknown_model(group: str, name: str, known: Collection[str]) -> Iterator[str]:
+    if "/" not in name and is_folder(f"./{name}"):
         yield f"{group}={name} is a folder here: give {group}=./{name}"
     elif "/" not in name:
+        sentence = unknown_name(group, name, known)
         yield sentence if similar_name(name, known) else f"{sentence}; {group}=owner/name takes a model of the hub"
     elif name.endswith(GGUF):
         yield f"{group}={name} {GGUF_ALONE}"

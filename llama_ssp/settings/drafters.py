@@ -11,8 +11,8 @@ from llama_ssp.settings import schema
 from llama_ssp.settings.schema import DrafterConfig
 
 NGRAM_DRAFT = "ngram"
-MOST_CORPUS_TOKENS, TABLE_BITS = 2**20, 16
-"""The longest corpus, and the places of a table for sequences of one length, as a power of 2."""
+MOST_CORPUS_TOKENS = 2**20
+"""Of the longest corpus."""
 MTP_DRAFTS = {"MTP", "nextn", "NEXTN"}
 """Names that other engines give the layers that predict further tokens."""
 
@@ -79,19 +79,6 @@ class ModelDraftConfig(DrafterConfig):
     )
 
 
-def most_drafted_for(context: int, num_steps: int) -> int:
-    """The longest text that a draft of this context drafts so many tokens for, in sequence."""
-    return max(context - num_steps + 1, 2)
-
-
-def outgrown(draft: str, context: int, num_steps: int, *, longest: int) -> str | None:
-    """Say from where on the longest texts go on without a draft of this context; None if it serves them all."""
-    most = most_drafted_for(context, num_steps)
-    if longest <= most:
-        return None
-    return f"rows go on without the draft behind token {most}: the context of draft={draft} has {context} tokens"
-
-
 def drafts_greedily(draft: DrafterConfig) -> bool:
     """Whether a draft model takes its most probable tokens at every temperature."""
     return isinstance(draft, ModelDraftConfig) and draft.greedy
@@ -130,35 +117,6 @@ class NgramConfig(DrafterConfig):
         if not file.is_file():
             raise ConfigError(f"draft.corpus={self.corpus} is no file: give a run.jsonl or a text")
         return min(file.stat().st_size // 2 + 1, MOST_CORPUS_TOKENS)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CopiedTexts:
-    """What copies are taken from, beside a row's own text: lengths that are looked up, texts, tokens of a corpus."""
-
-    num_lengths: int
-    num_texts: int
-    num_corpus_tokens: int
-
-    def num_bytes(self, *, batch_size: int, num_slots: int) -> int:
-        """Bytes on every rank; `drafters.ngram` allocates them."""
-        corpus_bytes = self.num_corpus_tokens * (4 + 12 * self.num_lengths)
-        if not self.num_texts:
-            return corpus_bytes
-        rows, table = self.num_texts + batch_size + 1, self.num_lengths << TABLE_BITS
-        return corpus_bytes + 8 * (rows * num_slots + table)
-
-
-def copied_texts(draft: DrafterConfig, *, has_tree: bool, falls_back: bool) -> CopiedTexts | None:
-    """What a draft copies from, or its fallback; None for nothing. Raises as `num_corpus_tokens`."""
-    if falls_back and draft.fallback == NGRAM_DRAFT:
-        draft = NgramConfig(kind=NGRAM_DRAFT)
-    if has_tree or not isinstance(draft, NgramConfig):
-        return None
-    return CopiedTexts(
-        num_lengths=draft.longest - draft.shortest + 1, num_texts=draft.history,
-        num_corpus_tokens=draft.num_corpus_tokens,
-    )  # fmt: skip
 
 
 register(DrafterRecord(name=schema.NO_DRAFT, make=None))

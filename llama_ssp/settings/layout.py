@@ -51,10 +51,11 @@ class Layout:
         return f"target on {named(self.target_ranks)}, {draft}"
 
 
-def lay_out(target: TargetPlacement, draft: DraftPlacement, *, num_ranks: int, has_draft: bool) -> Layout:
-    """Resolve the ranks of one replica of `num_ranks`; `draft` is ignored without a draft model."""
+def lay_out(placement: PlacementConfig, *, world_size: int, has_draft: bool) -> Layout:
+    """Resolve the ranks of each replica of a run on `world_size`; without a draft model, its placement is ignored."""
+    target, draft = placement.target, placement.draft
     apart = has_draft and draft.kind is DraftLayout.own_gpu
-    everyone = range(num_ranks)
+    everyone = range(world_size // placement.num_replicas)
     draft_ranks = sorted(draft.ranks or ())
     if apart and not draft_ranks:
         free = [rank for rank in everyone if rank not in (target.ranks or ())]
@@ -66,17 +67,6 @@ def lay_out(target: TargetPlacement, draft: DraftPlacement, *, num_ranks: int, h
     return Layout(
         target_ranks=tuple(target_ranks), draft_ranks=tuple(draft_ranks if has_draft else ()), draft_kind=draft.kind
     )
-
-
-def lay_out_replica(placement: PlacementConfig, *, world_size: int, has_draft: bool) -> Layout:
-    """The layout of each replica of a run on `world_size` ranks."""
-    num_ranks = world_size // placement.num_replicas
-    return lay_out(placement.target, placement.draft, num_ranks=num_ranks, has_draft=has_draft)
-
-
-def may_capture(target: TargetPlacement) -> bool:
-    """Whether rounds can be captured as CUDA graphs; accelerate and DeepSpeed launch operators from Python."""
-    return target.kind is TargetKind.tensor
 
 
 def problems_of(
@@ -100,7 +90,7 @@ def problems_of(
         faults += [*_faults("draft", draft, num_ranks), *_faults_of_kind(draft, num_ranks)]
     yield from faults
     if not faults and has_draft:
-        yield from _clashes(lay_out(target, draft, num_ranks=num_ranks, has_draft=True), target.kind)
+        yield from _clashes(lay_out(placement, world_size=world_size, has_draft=True), target.kind)
 
 
 def _faults(part: str, given: TargetPlacement | DraftPlacement, num_ranks: int) -> Iterator[str]:

@@ -3,11 +3,9 @@
 `settings.compose` makes them, and `settings.checks` checks them. Enum members are written as on the command line.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
-
-import yaml
 
 from llama_ssp.catalogue import ModelConfig
 from llama_ssp.fields import made, setting
@@ -454,25 +452,3 @@ class SlurmConfig:
         None, "folder on every node's own disk, such as /scratch/me; the job copies the weights there first."
     )
     sbatch: list[str] = made(list, 'further arguments, each `--name=value` or `--name`, such as ["--mail-type=END"].')
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes members of enums by their command-line names."""
-
-    def ignore_aliases(self, _value: object) -> bool:
-        """Write everything where it stands; `reports.reading` refuses aliases."""
-        return True
-
-
-_Dumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_str(member.name))
-
-
-_NO_SETTINGS = ("stored_format", "modules", "place", "bad_ids", "eos_ids")
-
-
-def to_yaml(config: RunConfig) -> str:
-    """Write all settings of a run as YAML, without what its sweep and the files of its models say."""
-    settings = asdict(
-        config, dict_factory=lambda entries: {name: value for name, value in entries if name not in _NO_SETTINGS}
-    )
-    return yaml.dump(settings, Dumper=_Dumper, sort_keys=False, allow_unicode=True)

@@ -9,7 +9,7 @@ from importlib import import_module
 from types import FrameType
 from typing import NoReturn
 
-from llama_ssp.errors import ConfigError, InterruptedRun
+from llama_ssp.errors import ConfigError, InterruptedRun, unknown_name
 from llama_ssp.ranks.process import handle_signals, heeded_signals, ignore_signals, read_ranks
 from llama_ssp.run.commands.options import until_unread
 from llama_ssp.terminal.unread import complain
@@ -66,10 +66,20 @@ def _exit_code(words: list[str], num_ranks: int | None) -> int:
         return run.main(words)
     if command in COMMANDS:
         return int(import_module(f"llama_ssp.run.commands.{command}").main(rest))
-    from llama_ssp.settings.compose import unknown_command  # noqa: PLC0415 - see main
-
-    complain(unknown_command(words, COMMANDS))
+    complain(_unknown_command(words))
     return 2
+
+
+def _unknown_command(words: Sequence[str]) -> str:
+    """Report a first word that is no command of the program."""
+    from llama_ssp.settings.compose import as_settings  # noqa: PLC0415 - see main
+
+    if "=" in words[0] or words[0].startswith("-"):
+        return f"{words[0]} follows a command, such as llama-ssp run {words[0]}; the commands are {', '.join(COMMANDS)}"
+    if settings := as_settings([word for word in words if "=" not in word]):
+        others = [word for word in words if "=" in word]
+        return f"{words[0]!r} is no command: write llama-ssp run {' '.join([settings, *others])}"
+    return unknown_name("command", words[0], COMMANDS)
 
 
 def _of_run(command: str, words: list[str]) -> list[str]:

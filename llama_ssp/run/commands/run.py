@@ -17,7 +17,7 @@ from types import FrameType
 
 from llama_ssp import catalogue
 from llama_ssp.errors import ConfigError, InterruptedRun, SspError
-from llama_ssp.ranks.process import Ranks, find_agent, handle_signals, ignore_signals, read_ranks
+from llama_ssp.ranks.process import Ranks, check_docstrings, find_agent, handle_signals, ignore_signals, read_ranks
 from llama_ssp.registry import load_plugins
 from llama_ssp.run import startup
 from llama_ssp.run.commands import help as help_page
@@ -212,7 +212,7 @@ def _check(point: Point, ranks: Ranks, *, of_sweep: bool, warns: bool) -> tuple[
                     print(visible(f"{run.place.title}\n"))
                 dry_run.dry_run(run, world_size=ranks.size)
         return None
-    checks.check_docstrings()
+    check_docstrings()
     if ranks.rank == 0 and (file := os.environ.get(RUN_DIR_FILE)):
         Path(file).write_text(f"{run.run_dir}\n", encoding="utf-8")
     clock.reach("composed_s")

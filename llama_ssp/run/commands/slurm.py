@@ -23,7 +23,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 
 from llama_ssp import catalogue
 from llama_ssp.catalogue import ModelConfig
-from llama_ssp.errors import CapacityError, ConfigError
+from llama_ssp.errors import CapacityError, ConfigError, refuse
 from llama_ssp.machines import hardware
 from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.ranks.process import AGENT
@@ -71,7 +71,7 @@ def submit_sweep(points: Sequence[Point], settings: SlurmConfig) -> None:
         CapacityError: points do not fit, and nothing else is wrong.
         ConfigError: names every point that is wrong, or quotes sbatch.
     """
-    checks.check_slurm(settings)
+    _check(settings)
     if any(not point.run.hardware for point in points):
         names = ", ".join(hardware.names())
         raise ConfigError(
@@ -84,6 +84,24 @@ def submit_sweep(points: Sequence[Point], settings: SlurmConfig) -> None:
     for_all([job.point for job in jobs], lambda point: require_room(jobs[point.number].plan, words=_words(point)))
     if not any(job.point.run.dry_run for job in jobs):
         _submit(jobs, settings)
+
+
+def _check(settings: SlurmConfig) -> None:
+    """Refuse settings that are invalid on any cluster; sbatch checks the limits of this one."""
+    problems = [
+        f"{LAUNCHER}.{name}={value} must be at least 1"
+        for name in ("nodes", "ranks_per_node", "cpus_per_rank", "max_running")
+        if (value := getattr(settings, name)) is not None and value < 1
+    ]
+    problems += [
+        f"{LAUNCHER}.sbatch has {argument!r}, and sbatch would take it for a script: write --name=value"
+        for argument in settings.sbatch
+        if not argument.startswith("--") or argument == "--"
+    ]
+    if settings.stage_to is not None and not settings.stage_to.startswith("/"):
+        fault = f"{LAUNCHER}.stage_to={settings.stage_to} must be an absolute path on the nodes"
+        problems.append(f"{fault}, for example /scratch/weights")
+    refuse(problems)
 
 
 def _words(point: Point) -> dict[str, str]:

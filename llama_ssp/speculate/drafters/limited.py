@@ -13,8 +13,8 @@ Shapes: B sequences, S slots, K drafted tokens.
 
 from typing import NamedTuple
 
+from llama_ssp.architectures.engine import most_drafted_for
 from llama_ssp.models.prefill import Prompts
-from llama_ssp.settings.drafters import most_drafted_for
 from llama_ssp.speculate.sampling.context import Rows
 
 

@@ -28,9 +28,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from llama_ssp.architectures.engine import TABLE_BITS
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.upload import to_device
-from llama_ssp.settings.drafters import TABLE_BITS, NgramConfig
+from llama_ssp.settings.drafters import NgramConfig
 from llama_ssp.speculate.drafters.drafter import DrafterParts
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.draft import Draft

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.published import implied_acceptance
 from llama_ssp import catalogue
 from llama_ssp.errors import SspError
 from llama_ssp.machines import hardware
@@ -16,6 +15,7 @@ from llama_ssp.planning.acceptance import (
     DECLINE,
     HEAD_DECLINE,
     Acceptance,
+    acceptance_of,
     constant,
     expected,
     known,
@@ -147,7 +147,7 @@ def test_a_pair_is_stored_by_the_names_of_its_models_and_local_names_any_folder(
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.8, 0.99])
 def test_tokens_per_round_is_the_closed_form_of_leviathan(acceptance: float) -> None:
     assert tokens(acceptance, 4) == pytest.approx((1 - acceptance**5) / (1 - acceptance))
-    assert implied_acceptance(tokens(acceptance, 6), 6) == pytest.approx(acceptance, abs=1e-9)
+    assert acceptance_of(tokens(acceptance, 6) - 1, 6) == pytest.approx(acceptance, abs=1e-9)
 
 
 def test_a_tree_of_one_child_each_has_the_tokens_of_a_chain_and_more_children_add_some() -> None:
@@ -175,7 +175,7 @@ def test_a_figure_of_k_3_gives_the_published_tokens_of_k_7() -> None:
     errors = []
     for at_three, at_seven in CURVES.values():
         head = Acceptance(
-            probability=implied_acceptance(at_three, 3), source="", num_draft_tokens=3, decline=HEAD_DECLINE
+            probability=acceptance_of(at_three - 1, 3), source="", num_draft_tokens=3, decline=HEAD_DECLINE
         )
         assert tokens_per_round(head.by_position(head.probability, 3)) == pytest.approx(at_three)
         errors.append(tokens_per_round(head.by_position(head.probability, 7)) / at_seven - 1)

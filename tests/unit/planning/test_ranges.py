@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from benchmarks import published
-from benchmarks.published_rows import ROWS
 from llama_ssp.architectures.family import inventory
 from llama_ssp.machines import hardware
 from llama_ssp.planning.plan import document, make_plan
@@ -26,11 +25,12 @@ def test_most_published_rows_are_inside_their_range() -> None:
 
 def test_a_row_that_gives_a_constant_is_fitted_and_its_source_makes_no_forecasts() -> None:
     kinds = {
-        kind: {row.source.name for row in ROWS if published.kind_of(row) == kind} for kind in ("fitted", "forecast")
+        kind: {row.source.name for row in published.ROWS if published.kind_of(row) == kind}
+        for kind in ("fitted", "forecast")
     }
     assert not kinds["fitted"] & kinds["forecast"]
     assert kinds["fitted"] == {"gpt-fast", "TensorRT-LLM 0.6", "ExLlamaV2"}
-    assert all(row.source.page and row.source.left_out for row in ROWS)
+    assert all(row.source.page and row.source.left_out for row in published.ROWS)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from llama_ssp.planning.search import (
     search,
 )
 from llama_ssp.planning.spec import PlanSpec, block_sizes, on_block, same_kind
-from llama_ssp.settings.layout import lay_out_replica
+from llama_ssp.settings.layout import lay_out
 from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, DraftPlacement, PlacementConfig
 from llama_ssp.storage.formats import formats
 from llama_ssp.words import rounded
@@ -215,7 +215,7 @@ def _resolved(settings: list[str], *, num_ranks: int, has_draft: bool) -> PlanSp
         draft=DraftPlacement(kind=kind, tp_size=int(size) if size else None),
         num_replicas=int(given.get("placement.num_replicas", 1)),
     )
-    laid_out = lay_out_replica(placement, world_size=num_ranks, has_draft=has_draft)
+    laid_out = lay_out(placement, world_size=num_ranks, has_draft=has_draft)
     spec = PAIR if has_draft else ALONE
     return replace(
         spec, batch_size=2, num_replicas=placement.num_replicas, target_ranks=laid_out.target_ranks,

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.reports.reading import read_settings
+from llama_ssp.reports.reading import read_settings, to_yaml
 from llama_ssp.reports.runs import Run, Setting, find_runs, labels, read_run, varying_settings
-from llama_ssp.settings.schema import to_yaml
 from tests.helpers.composed import compose_run
 from tests.helpers.runs import FAST, PLAIN, summary, write_run
 

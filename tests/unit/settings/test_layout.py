@@ -3,7 +3,7 @@
 import pytest
 
 from llama_ssp.settings.layout import Layout, idle, lay_out
-from llama_ssp.settings.schema import DraftLayout, DraftPlacement, TargetPlacement
+from llama_ssp.settings.schema import DraftLayout, DraftPlacement, PlacementConfig, TargetPlacement
 
 ONE_RANK, SHARDED, REPLICATED, OWN_GPU = DraftLayout
 
@@ -45,12 +45,12 @@ def test_the_rule_runs_where_both_models_are_else_where_the_target_is(
 def test_what_is_left_open_is_decided(
     target: TargetPlacement, draft: DraftPlacement, target_ranks: list[int], draft_ranks: list[int]
 ) -> None:
-    found = lay_out(target, draft, num_ranks=4, has_draft=True)
+    found = lay_out(PlacementConfig(target=target, draft=draft), world_size=4, has_draft=True)
     assert (found.target_ranks, found.draft_ranks) == (tuple(target_ranks), tuple(draft_ranks))
 
 
 def test_without_a_draft_the_target_has_all_ranks() -> None:
-    found = lay_out(TargetPlacement(), DraftPlacement(kind=OWN_GPU), num_ranks=4, has_draft=False)
+    found = lay_out(PlacementConfig(draft=DraftPlacement(kind=OWN_GPU)), world_size=4, has_draft=False)
     assert (found.target_ranks, found.draft_ranks) == ((0, 1, 2, 3), ())
 
 

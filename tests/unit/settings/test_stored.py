@@ -5,7 +5,8 @@ import yaml
 
 from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import CheckpointError, ConfigError
-from llama_ssp.settings.schema import DrafterConfig, RunConfig, TaskConfig, to_yaml
+from llama_ssp.reports.reading import to_yaml
+from llama_ssp.settings.schema import DrafterConfig, RunConfig, TaskConfig
 from llama_ssp.storage.stored import StoredFormat, kept_format, stored_format
 from tests.helpers.packed_checkpoints import LAYOUTS, MXFP4, WEIGHTS, changed, quantization_config
 
