@@ -45,7 +45,7 @@ PLAIN, AUTO, BEHIND = "plain", "K=auto", "K=auto, prompt look-up behind the draf
 NGRAM, NGRAM_AUTO = f"prompt look-up, K={NGRAM_K}", "prompt look-up, K=auto"
 NGRAM_OWN, CORPUS = f"{NGRAM}, own text alone", f"{NGRAM}, a corpus of earlier samples"
 PEER_ASSISTED, PEER_NGRAM = f"transformers, assisted, K={PEERS_K}", f"transformers, prompt look-up, K={NGRAM_K}"
-HEADS = "tiny-eagle", "tiny-spark"
+HEADS = ("tiny-eagle",)
 HEAD_LENGTHS, HEAD_TREES = (3, 4, 6), ("2x1x1", "dynamic-12x4x3")
 TREE, NGRAM_TREE = "tree 2x1x1", "prompt look-up, tree 3x1x1"
 LOSING, ARITHMETIC, SAMPLES = "a draft larger than its target", "arithmetic", "samples of one prompt"
@@ -87,8 +87,7 @@ class Result:
         """
         middle = len(self.ms[candidate]) // 2
         first, last = (
-            Result(ms={name: ms[part] for name, ms in self.ms.items()})
-            for part in (slice(middle), slice(middle, None))
+            Result(ms={name: ms[part] for name, ms in self.ms.items()}) for part in (slice(middle), slice(middle, None))
         )
         return geometric_mean([first.ratio(candidate, last.best_fixed), last.ratio(candidate, first.best_fixed)])
 
@@ -214,7 +213,7 @@ def page(results: dict[str, Result], *, repetitions: int) -> str:
             said = f"{rounds:.2f}" if rounds else ""
             cost = f"{result.drafting_ms[name]:.2f}" if name in result.drafting_ms else ""
             lines.append((shown, f"{median(values):.2f}", ratio, expected[0], said, expected[1], cost))
-        columns = ["candidate", "ms/token", "of plain", "forecast", "tokens per round", "forecast", "drafting, ms/round"]
+        columns = ["candidate", "ms/token", "of plain", "forecast", "tokens per round", "forecast", "drafting, ms"]
         parts += [f"## {kind.capitalize()}", markdown(columns, lines)]
     return page_of(
         "drafts", threads=torch.get_num_threads(), tokens=NUM_NEW_TOKENS, repetitions=repetitions * NUM_BUILDS,
@@ -227,7 +226,8 @@ def page(results: dict[str, Result], *, repetitions: int) -> str:
 def corpus_of(pair: Pair, texts: list[str], file: Path) -> Path:
     """Write earlier samples of the prompts into a file."""
     done = pair.generate(texts[:MOST_PROMPTS] * NUM_SAMPLES, max_new_tokens=NUM_NEW_TOKENS, temperature=COLD, seed=999)
-    file.write_text("\n".join(f"{each.prompt}{each.text}" for each in done), encoding="utf-8")
+    written = [pair.models.tokenizer.decode([*each.prompt_ids, *each.token_ids]) for each in done]
+    file.write_text("\n".join(written), encoding="utf-8")
     return file
 
 

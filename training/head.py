@@ -1,12 +1,12 @@
-"""Trains a draft head of EAGLE-3 or DSpark for a frozen target: the shipped one, or any Llama of transformers.
+"""Trains an EAGLE-3 draft head for a frozen target: the shipped one, or any Llama of transformers.
 
 What it does: lets the target write text of its own unless the scratch folder has some, takes its most frequent
 tokens as the drafted vocabulary, and trains the head on that text and on the sources. In every step the head
-drafts several tokens, from its own states or in one pass, as it will in use, and its loss counts each by the chance
-that the tokens before it were accepted.
+drafts several tokens from its own states, as it will in use, and its loss counts each by the chance that the
+tokens before it were accepted.
 What it does not do: change the target, or measure tokens per round (see `measure.py`).
 
-Shapes: as in `head_model`; C taps, N chains of all rows.
+Source: Li et al. 2025, arXiv:2503.01840.
 """
 
 import argparse
@@ -19,25 +19,23 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from training import batches, corpus, generate
-from training.head_model import BlockHead, EagleHead, Head, load_head, pruned, save_head, tapped_layers
+from training.head_model import Head, load_head, save_head, tapped_layers
 from training.model import llama_config
 from training.objectives import CHUNK, TEMPERATURE
 from training.tokenizer import load_tokenizer
 from training.train import Log, Optimisers
 
-EAGLE, SPARK = "eagle3", "dspark"
-STEPS = {EAGLE: 4, SPARK: 7}
-LEAST_BLOCK = 4
+STEPS = 4
 ROWS = 6
 # The least weight of a drafted token, so that later steps learn before earlier ones are good.
 LEAST_WEIGHT = 0.1
 # Rows of the target's own text that are kept for the log.
 HELD_ROWS = 32
-EVALUATE_EVERY_MINUTES = 4.0
-# So that the schedule does not go on while the process is stopped.
+EVALUATE_EVERY_MINUTES = 2.0
+# So that the schedule waits while the process is stopped.
 LONGEST_STEP_S = 20.0
 ARITHMETIC_ROWS = 1
 LONG_EVERY, LONG_ROWS, LONG_LENGTH = 20, 2, 1024
@@ -49,7 +47,7 @@ class Reading:
 
     Attributes:
         taps_BPC: Inputs of the three tapped layers.
-        ids_BP: Tokens one position later.
+        embeddings_BPE: Embeddings of the tokens one position later.
         target_BPW: Probabilities of the token after each pair at the drafting temperature, of the drafted
             vocabulary only; they add up to less than one.
         places_BP: Where in that vocabulary the token after each pair is, or -1.
@@ -57,7 +55,7 @@ class Reading:
     """
 
     taps_BPC: Tensor
-    ids_BP: Tensor
+    embeddings_BPE: Tensor
     target_BPW: Tensor
     places_BP: Tensor
     real_BP: Tensor
@@ -69,25 +67,15 @@ class Target:
     def __init__(self, folder: Path, device: str) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval().to(device)
         self.model.requires_grad_(False)
-        self.table_VE: Tensor = self.model.get_input_embeddings().weight
+        self.embed = self.model.get_input_embeddings()
 
-    def new_head(self, options: argparse.Namespace, drafted_W: Tensor, mask_id: int) -> Head:
-        """Returns a head for this target with random matrices."""
+    def head_config(self, intermediate: int) -> LlamaConfig:
+        """Returns the sizes of a head for this target."""
         of_target = self.model.config
         same = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
         sizes = {name: getattr(of_target, name) for name in same}
         rotary = {"rope_type": "default", "rope_theta": of_target.rope_parameters["rope_theta"]}
-        sizes |= {"rope_parameters": rotary, "intermediate_size": options.intermediate, "num_hidden_layers": 1}
-        if options.layout == SPARK:
-            sizes |= {
-                "num_hidden_layers": options.layers, "num_key_value_heads": of_target.num_attention_heads,
-                "markov_rank": options.markov_rank, "block_size": STEPS[SPARK], "mask_token_id": mask_id,
-                "aux_hidden_state_layer_ids": list(tapped_layers(of_target.num_hidden_layers)),
-            }  # fmt: skip
-        kind = BlockHead if options.layout == SPARK else EagleHead
-        head: Head = kind(llama_config(**sizes), drafted_W, self.table_VE)
-        head.start_from(self.model.model.norm.weight, self.model.get_output_embeddings().weight)
-        return head
+        return llama_config(num_hidden_layers=1, intermediate_size=intermediate, rope_parameters=rotary, **sizes)
 
     @torch.no_grad()
     def taps(self, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,7 +94,7 @@ class Target:
         rows = [(logits_PV.float() / TEMPERATURE).softmax(-1)[:, drafted_W] for logits_PV in logits_BTV[:, 1:]]
         return Reading(
             taps_BPC=taps_BTC[:, :-1],
-            ids_BP=ids_BT[:, 1:],
+            embeddings_BPE=self.embed(ids_BT)[:, 1:],
             target_BPW=torch.stack(rows),
             places_BP=functional.pad(places_V[ids_BT[:, 2:]], (0, 1), value=-1),
             real_BP=ids_BT[:, 1:] != pad_id,
@@ -166,7 +154,7 @@ class ChainGradients:
 
 
 @torch.no_grad()
-def chain_gradients(reading: Reading, starts_A: Tensor, logits: list[Tensor], mix: float) -> ChainGradients:
+def chain_gradients(reading: Reading, logits: list[Tensor], mix: float) -> ChainGradients:
     """Differentiates an unrolled draft.
 
     A chain that follows text of the target's reaches its next step with the chance min(1, q / p) of the token
@@ -175,42 +163,36 @@ def chain_gradients(reading: Reading, starts_A: Tensor, logits: list[Tensor], mi
 
     Args:
         reading: The target's part.
-        starts_A: The pairs at which the chains start.
         logits: The head's of each step, as `Head.unroll` returns them.
         mix: Share of the total variation in the loss.
     """
-    last = reading.real_BP.shape[1] - 1
-    reach_BA = started_BA = reading.real_BP[:, starts_A].float()
-    num_chains, gradients, acceptance, tokens_per_round = started_BA.sum(), [], [], 1.0
-    for number, logits_BAW in enumerate(logits):
-        pairs_A = (starts_A + number).clamp(max=last)
-        real_BA = reading.real_BP[:, pairs_A] & (starts_A + number <= last)
-        reach_BA, started_BA = reach_BA * real_BA, started_BA * real_BA
+    num_real = reading.real_BP.sum()
+    reach_BP, started_BP = reading.real_BP.float(), reading.real_BP.float()
+    gradients, acceptance, tokens_per_round = [], [], 1.0
+    for logits_BPW in logits:
+        weights_BP = reach_BP.clamp(min=LEAST_WEIGHT) * started_BP / num_real
         step = step_gradient(
-            reading.target_BPW[:, pairs_A].flatten(0, 1),
-            logits_BAW.detach().flatten(0, 1),
-            reading.places_BP[:, pairs_A].flatten(),
-            (reach_BA.clamp(min=LEAST_WEIGHT) * started_BA / num_chains).flatten(),
+            reading.target_BPW.flatten(0, 1),
+            logits_BPW.detach().flatten(0, 1),
+            reading.places_BP.flatten(),
+            weights_BP.flatten(),
             mix,
         )
-        accepted_BA = step.acceptance_N.view_as(reach_BA)
-        gradients.append(step.logits_NW.view_as(logits_BAW))
-        acceptance.append(float((accepted_BA * reach_BA).sum() / reach_BA.sum()))
-        tokens_per_round += float((accepted_BA * reach_BA).sum() / started_BA.sum())
-        reach_BA = reach_BA * step.survival_N.view_as(reach_BA)
+        accepted_BP = step.acceptance_N.view_as(reach_BP)
+        gradients.append(step.logits_NW.view_as(logits_BPW))
+        acceptance.append(float((accepted_BP * reach_BP).sum() / reach_BP.sum()))
+        tokens_per_round += float((accepted_BP * reach_BP).sum() / started_BP.sum())
+        reach_BP = functional.pad(reach_BP * step.survival_N.view_as(reach_BP), (1, -1)) * reading.real_BP
+        started_BP = functional.pad(started_BP, (1, -1)) * reading.real_BP
     return ChainGradients(gradients, acceptance, tokens_per_round)
 
 
-def most_frequent(
-    texts: list[list[list[int]]], count: int, vocabulary: int, among_W: Tensor | None = None
-) -> Tensor:
-    """Returns the ids of the most frequent tokens, rising, perhaps among some; each list of texts counts alike."""
-    shares_V = torch.zeros(vocabulary, dtype=torch.float64)
+def most_frequent(texts: list[list[list[int]]], count: int, among_V: Tensor) -> Tensor:
+    """Returns the ids of the most frequent tokens among some, rising; each list of texts counts alike."""
+    shares_V = among_V.double() - 1.0
     for rows in texts:
-        counts_V = torch.bincount(torch.tensor([i for row in rows for i in row]), minlength=vocabulary)
+        counts_V = torch.bincount(torch.tensor([i for row in rows for i in row]), minlength=len(among_V))
         shares_V += counts_V / counts_V.sum()
-    if among_W is not None:
-        shares_V[among_W] += len(texts)
     return shares_V.topk(count).indices.sort().values
 
 
@@ -230,25 +212,30 @@ class Trainer:
         self.held_BT, self.own = torch.stack(own[:HELD_ROWS]).to(options.device), own[HELD_ROWS:]
         self.target = Target(options.target, options.device)
         tap_rms_C = self.target.taps(self.held_BT)[0].float().square().mean((0, 1)).sqrt()
-        self.head = self._new_head().to(options.device)
+        self.head = (self._saved_head() if options.start else self._new_head()).to(options.device)
         self.head.scale_taps(tap_rms_C.clamp(min=0.01 * float(tap_rms_C.mean())))
+        if not options.start:
+            model = self.target.model
+            self.head.start_from(model.model.norm.weight, model.get_output_embeddings().weight)
         self.optimiser = Optimisers(self.head, options.rate, 0.01)
         self.log = Log(options.scratch / "head.jsonl")
         parameters = sum(parameter.numel() for parameter in self.head.parameters())
         self.log.write(kind="start", own_rows=len(own), parameters=parameters)
 
     def _new_head(self) -> Head:
-        options, (vocabulary, _) = self.options, self.target.table_VE.shape
-        texts = [[row[generate.PROMPT :].tolist() for row in self.own], self.sources.files]
-        if not options.start:
-            drafted_W = most_frequent(texts, options.vocabulary, vocabulary)
-            return self.target.new_head(options, drafted_W, self.ends.pad)
-        head = load_head(options.start, self.target.table_VE)
-        drafted_W, intermediate = head.drafted_ids(), head.config.intermediate_size
-        if not isinstance(head, EagleHead) or (len(drafted_W), intermediate) == (options.vocabulary, options.intermediate):
+        everything_V = torch.ones(self.target.model.config.vocab_size)
+        return Head(self.target.head_config(self.options.intermediate), self._drafted(everything_V))
+
+    def _saved_head(self) -> Head:
+        head, options = load_head(self.options.start), self.options
+        sizes = len(head.drafted_ids()), head.config.intermediate_size
+        if sizes == (options.vocabulary, options.intermediate):
             return head
-        places_W = most_frequent(texts, options.vocabulary, vocabulary, among_W=drafted_W)
-        return pruned(head, places_W, options.intermediate)
+        return head.pruned(self._drafted(head.get_buffer("t2d")), options.intermediate)
+
+    def _drafted(self, among_V: Tensor) -> Tensor:
+        written = [row[generate.PROMPT :].tolist() for row in self.own]
+        return most_frequent([written, self.sources.files], self.options.vocabulary, among_V)
 
     def _own_rows(self) -> list[Tensor]:
         rows = generate.load_rows(self.options.scratch, self.ends.pad)
@@ -269,30 +256,22 @@ class Trainer:
 
     def train_step(self, ids_BT: Tensor, progress: float, factor: float) -> ChainGradients:
         """Takes one step, over more drafted tokens and with more total variation as the run proceeds."""
-        most, mix = STEPS[self.options.layout], min(0.95, 0.3 + 0.8 * progress)
-        in_one_pass = self.options.layout == SPARK
-        num_steps = self.rng.randint(LEAST_BLOCK, most) if in_one_pass else min(most, 2 + int(6 * progress))
-        num_pairs = ids_BT.shape[1] - 1
-        starts_A = torch.randperm(num_pairs)[: self.head.chains_per_row].sort().values.to(ids_BT.device)
-        logits, chains = self.draft(ids_BT, starts_A, num_steps, mix)
+        num_steps, mix = min(STEPS, 2 + int(6 * progress)), min(0.95, 0.3 + 0.8 * progress)
+        reading = self.target.read(ids_BT, self.head, self.ends.pad)
+        with torch.autocast(self.options.device, torch.bfloat16):
+            logits = self.head.unroll(reading.taps_BPC, reading.embeddings_BPE, num_steps)
+        chains = chain_gradients(reading, logits, mix)
         torch.autograd.backward(logits, chains.logits)
         self.optimiser.step(factor)
         return chains
 
-    def draft(
-        self, ids_BT: Tensor, starts_A: Tensor, num_steps: int, mix: float
-    ) -> tuple[list[Tensor], ChainGradients]:
-        """Drafts over rows and differentiates."""
-        reading = self.target.read(ids_BT, self.head, self.ends.pad)
-        with torch.autocast(self.options.device, torch.bfloat16):
-            logits = self.head.unroll(reading.taps_BPC, reading.ids_BP, starts_A, num_steps)
-        return logits, chain_gradients(reading, starts_A, logits, mix)
-
     @torch.no_grad()
     def evaluate(self) -> ChainGradients:
         """Drafts over the held rows."""
-        starts_A = torch.arange(0, self.held_BT.shape[1] - 1, 4, device=self.held_BT.device)
-        return self.draft(self.held_BT, starts_A, STEPS[self.options.layout], 0.0)[1]
+        reading = self.target.read(self.held_BT, self.head, self.ends.pad)
+        with torch.autocast(self.options.device, torch.bfloat16):
+            logits = self.head.unroll(reading.taps_BPC, reading.embeddings_BPE, STEPS)
+        return chain_gradients(reading, logits, 0.0)
 
     def record(self, kind: str, chains: ChainGradients, **values: float) -> None:
         """Appends to the log."""
@@ -300,8 +279,8 @@ class Trainer:
         self.log.write(kind=kind, **values, tokens_per_round=chains.tokens_per_round, **steps)
 
     def run(self) -> None:
-        """Trains until the minutes are spent, and saves on the way; a step counts as `LONGEST_STEP_S` at most."""
-        step, minutes, evaluated, progress = 0, 0.0, 0.0, 0.0
+        """Trains until the minutes are spent, and saves on the way; no step counts for more than `LONGEST_STEP_S`."""
+        step, minutes, progress, evaluated = 0, 0.0, 0.0, 0.0
         while progress < 1.0:
             begin = time.monotonic()
             warm = min(1.0, (step + 1) / 30)
@@ -325,10 +304,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("llama_ssp/shipped/tiny-eagle"), help="folder of the head")
     parser.add_argument("--target", type=Path, default=Path("llama_ssp/shipped/tiny"), help="folder of the target")
     parser.add_argument("--text", type=Path, help="folder of text files to train on; default: Python's own sources")
-    parser.add_argument("--start", type=Path, help="folder of a head to go on from, or to take the outer parts of")
-    parser.add_argument("--layout", choices=[*STEPS], default=EAGLE, help="of the head")
-    parser.add_argument("--layers", type=int, default=1, help="of a head of DSpark")
-    parser.add_argument("--markov-rank", type=int, default=64, help="of a head of DSpark")
+    parser.add_argument("--start", type=Path, help="folder of a head to go on from; a larger one is pruned")
     parser.add_argument("--minutes", type=float, default=26.0, help="of training")
     parser.add_argument("--own-minutes", type=float, default=12.0, help="of writing own text, where there is none")
     parser.add_argument("--own-rows", type=int, default=4, help="rows of own text among the 6 of a step")

@@ -28,7 +28,6 @@ WARMUP_STEPS = 60
 DECAY_FROM = 0.5
 VARIATION = 0.5
 FIRST_SAVE = 40
-_OUTER = "model.embed_tokens.", "lm_head.", "markov_head.markov_"
 
 
 @dataclass
@@ -44,7 +43,7 @@ class Optimisers:
         inner: list[nn.Parameter] = []
         outer: list[nn.Parameter] = []
         for name, parameter in self.model.named_parameters():
-            between = parameter.ndim == 2 and not name.startswith(_OUTER)  # noqa: PLR2004
+            between = parameter.ndim == 2 and not name.startswith(("model.embed_tokens.", "lm_head."))  # noqa: PLR2004
             (inner if between else outer).append(parameter)
         muon = torch.optim.Muon(inner, lr=self.rate, weight_decay=self.decay, adjust_lr_fn="match_rms_adamw")
         adam = torch.optim.AdamW(outer, lr=self.rate * 0.6, betas=(0.9, 0.95), weight_decay=0.0, fused=True)

@@ -24,7 +24,7 @@ from llama_ssp.kernels.linear import Kernel, Linear, make_linear
 from llama_ssp.kernels.norm import RmsNorm
 from llama_ssp.models.llama.attention import LayerAttention
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.llama.layer import Layer, Stream
+from llama_ssp.models.llama.layer import Layer, Stream, added, rows_at
 from llama_ssp.models.runner import TreePlaces
 from llama_ssp.models.weights import Loading, Weights
 from llama_ssp.ranks.comms import Reads
@@ -59,11 +59,13 @@ class HeadLayer(Layer):
     def _first_product(self, norm: Callable[[str], RmsNorm], linear: Linear, own: OwnKernels) -> Any:  # noqa: ANN401
         return super()._first_product(norm, linear, own) if self.number else _JoinedProduct(norm, linear)
 
-    def extend(self, embedded_ME: Tensor, hidden_ME: Tensor, attend: LayerAttention) -> Stream:
-        """Like `forward`; may overwrite the hidden state."""
+    def extend(
+        self, embedded_ME: Tensor, hidden_ME: Tensor, attend: LayerAttention, wanted_B1: Tensor | None
+    ) -> Stream:
+        """Like `forward`, behind which only the wanted positions are needed; may overwrite the hidden state."""
         x_ME, qkv_MO = self.qkv(embedded_ME, hidden_ME)
-        attended_ME = attend(qkv_MO, self.number, self.heads, self.head_norms)
-        x_ME, gated_MI = self.gate_up(self.output(attended_ME, x_ME))
+        attended_ME = rows_at(attend(qkv_MO, self.number, self.heads, self.head_norms), wanted_B1)
+        x_ME, gated_MI = self.gate_up(self.output(attended_ME, rows_at(x_ME, wanted_B1)))
         return self.down(gated_MI, x_ME)
 
 
@@ -76,10 +78,13 @@ class MtpLayer(Layer):
         self._norms = [RmsNorm(weights.take(f"{place}.{name}.weight"), eps) for name in JOINED_NORMS]
         self._join = make_linear(*weights.linear(f"{place}.{JOIN}"), kernel=kernel)
 
-    def extend(self, embedded_ME: Tensor, hidden_ME: Tensor, attend: LayerAttention) -> Stream:
+    def extend(
+        self, embedded_ME: Tensor, hidden_ME: Tensor, attend: LayerAttention, wanted_B1: Tensor | None
+    ) -> Stream:
         """Like `forward`."""
         both = [norm(x_ME) for norm, x_ME in zip(self._norms, (embedded_ME, hidden_ME), strict=True)]
-        return self.forward((self._join(torch.cat(both, dim=-1)), None), attend)
+        stream = self.forward((self._join(torch.cat(both, dim=-1)), None), attend)
+        return rows_at(added(stream), wanted_B1), None
 
 
 class PairRunner(LeanRunner):
@@ -118,20 +123,23 @@ class PairRunner(LeanRunner):
         """See `Head.extend`."""
         attention = self._attention(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive,
                                     tree=tree)  # fmt: skip
-        stream = self._read(ids_BT, hidden_BTE, attention)
-        hidden_BRE, logits_BRD = self._scored(stream, len(ids_BT), score_positions_B1)
+        stream = self._read(ids_BT, hidden_BTE, attention, score_positions_B1)
+        hidden_BRE, logits_BRD = self._scored(stream, len(ids_BT), None)
         if self._feeds_norm:
             hidden_BRE = self._norm(hidden_BRE)
         return hidden_BRE, self._of_target(logits_BRD)
 
-    def _read(self, ids_BT: Tensor, hidden_BTE: Tensor, attention: Attention) -> Stream:
-        """Read pairs through all layers."""
+    def _read(
+        self, ids_BT: Tensor, hidden_BTE: Tensor, attention: Attention, wanted_B1: Tensor | None = None
+    ) -> Stream:
+        """Read pairs through all layers, behind which the wanted positions are left."""
         (first, *others), (window, *windows) = self._layers, self._windows
         assert isinstance(first, HeadLayer | MtpLayer)
-        stream = first.extend(self.embed(ids_BT.flatten()), hidden_BTE.flatten(0, 1), attention[window])
+        embedded_ME, hidden_ME = self.embed(ids_BT.flatten()), hidden_BTE.flatten(0, 1)
+        stream = first.extend(embedded_ME, hidden_ME, attention[window], None if others else wanted_B1)
         for layer, window in zip(others, windows, strict=True):
             stream = layer.forward(stream, attention[window])
-        return stream
+        return (rows_at(added(stream), wanted_B1), None) if others else stream
 
     def _of_target(self, logits_BRD: Tensor) -> Tensor:
         """Logits over the target's tokens, or the best one, from those over the head's own."""

@@ -59,6 +59,14 @@ def added(stream: Stream) -> Tensor:
     return x_ME if pending is None else x_ME + pending
 
 
+def rows_at(x_MO: Tensor, positions_BR: Tensor | None) -> Tensor:
+    """The rows (B * R, O) of some positions of all sequences (B * T, O), or all of them."""
+    if positions_BR is None:
+        return x_MO
+    x_BTO = x_MO.view(len(positions_BR), -1, x_MO.shape[1])
+    return x_BTO.gather(1, positions_BR[..., None].expand(-1, -1, x_MO.shape[1])).flatten(0, 1)
+
+
 class NormedProduct:
     """A linear layer behind an RMS norm, and the gate if it is gate and up of an MLP.
 
