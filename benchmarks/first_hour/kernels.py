@@ -274,7 +274,7 @@ def draws(where: Where) -> Iterator[str]:
         probs = torch.zeros_like(largest)
         probs[order[:num]] = largest[:num] / largest[:num].sum()
         rule = make_rule(sampling, VerificationConfig())
-        ids = rule.draw(logits.expand(number, -1).contiguous(), uniforms, None)[0].flatten()
+        ids = rule.draw(logits.expand(1, number, -1).contiguous(), uniforms[None])[0].flatten()
         shares = torch.bincount(ids, minlength=vocab_size) / number
         deviations = (shares - probs).abs() / (probs * (1 - probs) / number).sqrt().clamp_(min=1 / number)
         z = float(torch.where(probs * number >= 10, deviations, 0).max())  # noqa: PLR2004 - so many are nearly normal

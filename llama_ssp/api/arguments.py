@@ -94,7 +94,10 @@ def known_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Argume
     return checked
 
 
-_hints_of = cache(get_type_hints)
+@cache
+def _kinds_of(function: Callable[..., object]) -> dict[str, tuple[object, ...]]:
+    """The types of a function's arguments."""
+    return {name: get_args(hint) or (hint,) for name, hint in get_type_hints(function).items()}
 
 
 def check_types(function: Callable[..., object], given: Mapping[str, object]) -> dict[str, Any]:
@@ -102,13 +105,15 @@ def check_types(function: Callable[..., object], given: Mapping[str, object]) ->
 
     Raises ConfigError for all of a wrong type together.
     """
-    values, problems, hints = {**given}, [], _hints_of(function)
+    values, problems, known = {**given}, [], _kinds_of(function)
     for name, value in given.items():
-        kinds = get_args(hints.get(name)) or (hints.get(name),)
+        kinds = known.get(name, (None,))
         if name in _READERS:
             read, wanted = _READERS[name]
             values[name] = None if value is None else read(value)
             fits = values[name] is not None or (value is None and NoneType in kinds)
+        elif type(value) in kinds:
+            continue
         elif all(kind in _KINDS for kind in kinds):
             found = [_KINDS[kind] for kind in kinds]
             fitting = [read for kind, read, _ in found if isinstance(value, kind)]

@@ -20,19 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from llama_ssp.api.arguments import (
-    FROM_MODEL,
-    check_types,
-    drafter_without_model,
-    entry_of,
-    for_each_model,
-    formats_of,
-    in_format,
-    known_arguments,
-    member,
-    model_drafter,
-    placement_of,
-)
+from llama_ssp.api import arguments
 from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.continuation import decode_after
 from llama_ssp.errors import ConfigError, SspError
@@ -237,7 +225,7 @@ class Pair:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @known_arguments
+    @arguments.known_arguments
     def generate(  # noqa: PLR0913 - a notebook shows this signature
         self,
         prompts: AnyPrompt | Sequence[AnyPrompt],
@@ -308,13 +296,11 @@ class Pair:
         """
         given = {**locals()}
         with in_library_words():
-            return self._complete(check_types(Pair.generate, given), StopRequest())
+            return self._complete(arguments.check_types(Pair.generate, given), StopRequest())
 
     def _complete(self, read: Mapping[str, Any], stop: StopRequest) -> list[Completion]:
         """Make a call whose arguments have been read, on every rank alike."""
         comm, streamer, rows = self.world.comm, read["streamer"], list[RowCompletion]()
-        if self.world.watch.has_failed and (words := self.world.watch.verdict):
-            raise from_message(words)
         self.models.mesh.set_timeout(self.config.timeouts.decode_s)
         scores = dict[int, CompletionLogProbs]()
         with _on_all_ranks(self.world, "decoding", self.config), _stopping(self.world, stop):
@@ -372,7 +358,7 @@ class Pair:
             adapter.end()
         return [done[key] for key in sorted(done)]
 
-    @known_arguments
+    @arguments.known_arguments
     def update(self, model: NewWeights | None = None, draft: NewWeights | None = None) -> None:
         """Replace the weights of the target, of the draft or of both in memory, for example after a step of training.
 
@@ -389,14 +375,11 @@ class Pair:
             CheckpointError: a tensor is missing or has another shape, so that nothing changes. If a file changes while
                 it is read, the models hold weights of both, and another update must follow.
         """
-        with in_library_words():
-            if self.world.watch.has_failed and (words := self.world.watch.verdict):
-                raise from_message(words)
-            with _on_all_ranks(self.world, "loading", self.config), selected(self.device):
-                with raise_on_all_ranks(self.world.comm):
-                    found = self._read_weights({"model": model, "draft": draft})
-                others = find_update(self.config, self.world, self.models.sources, found)
-                self.models, all_keep = update_models(self.models, self.config, self.world, others)
+        with in_library_words(), _on_all_ranks(self.world, "loading", self.config), selected(self.device):
+            with raise_on_all_ranks(self.world.comm):
+                found = self._read_weights({"model": model, "draft": draft})
+            others = find_update(self.config, self.world, self.models.sources, found)
+            self.models, all_keep = update_models(self.models, self.config, self.world, others)
             if not all_keep:
                 self._decoders.clear()
 
@@ -412,13 +395,13 @@ class Pair:
             elif isinstance(new, torch.nn.Module):
                 found.append(weights_of(new, what=what))
             else:
-                found.append(None if new is None else entry_of(what, new, **formats_of({})[0]))
+                found.append(None if new is None else arguments.entry_of(what, new, **arguments.formats_of({})[0]))
         return found
 
     def _sampling(self, read: Mapping[str, Any]) -> SamplingConfig:
         """The sampling of a call; warns once of what it does not follow in the target's generation_config.json."""
         drawn = SamplingConfig(**{name: read[name] for name in _SAMPLING})
-        if read["sampling"] == FROM_MODEL:
+        if read["sampling"] == arguments.FROM_MODEL:
             drawn.from_model = [name for name in schema.FROM_MODEL if read[name] == _SAMPLING[name]]
         drawn = with_model_sampling(drawn, self.generation)
         vocab_size = self.models.target.vocab_size
@@ -460,7 +443,12 @@ class Pair:
 
 @contextmanager
 def _on_all_ranks(world: World, doing: str, config: RunConfig) -> Iterator[None]:
-    """Let an error of one rank, or its loss, end the block on all; an SspError in it is one of all ranks alike."""
+    """Let an error of one rank, or its loss, end the block on all; an SspError in it is one of all ranks alike.
+
+    Raises the error that has ended an earlier block.
+    """
+    if world.watch.has_failed and (words := world.watch.verdict):
+        raise from_message(words)
     name = "load_s" if doing == "loading" else "decode_s"
     limit = f"timeouts.{name}={getattr(config.timeouts, name):g}"
     phase, alike = Phase(doing=doing, limit=limit, remedy="load the pair again"), None
@@ -481,19 +469,17 @@ def _on_all_ranks(world: World, doing: str, config: RunConfig) -> Iterator[None]
 @contextmanager
 def _stopping(world: World, stop: StopRequest) -> Iterator[None]:
     """Let signals to any of several ranks set `stop`, which afterwards says on all whether one came."""
-
-    def agree(stops: bool) -> bool:
-        return any(world.comm.gather_text("stop" if stops else ""))
-
     if world.comm.size == 1 or threading.current_thread() is not threading.main_thread():
         yield
         return
-    with signals_kept(), stopping_on_signals(stop, tell=world.watch.ask_to_stop, agree=agree):
+    with signals_kept(), stopping_on_signals(stop, world):
         yield
 
 
 def _check_alike(comm: Comm, *given: object) -> None:
     """Raise ConfigError on all ranks if they were given different things."""
+    if comm.size == 1:
+        return  # the text of a whole config takes as long as a layer
     digest = hashlib.sha256(repr(given).encode(errors="surrogatepass")).hexdigest()
     if len({*comm.gather_text(digest)}) > 1:
         raise ConfigError(
@@ -544,7 +530,7 @@ def _as_prompt(number: int, prompt: object, tokenizer: PreTrainedTokenizerBase, 
     return Prompt(text=str(prompt), ids=ids)
 
 
-@known_arguments
+@arguments.known_arguments
 def load(
     model: str | Path | PreTrainedModel,
     draft: str | Path | PreTrainedModel | None = None,
@@ -585,22 +571,24 @@ def load(
     given = {**locals()}
     with in_library_words():
         check_docstrings()
-        if given.pop("ranks") not in {None, 1}:
+        num_ranks = arguments.check_types(load, {"ranks": given.pop("ranks")})["ranks"]
+        if num_ranks not in {None, 1}:
             from llama_ssp.api.started import PairOnRanks  # noqa: PLC0415 - it is a pair
 
-            return PairOnRanks(given, num_ranks=ranks)
+            return PairOnRanks(given, num_ranks=num_ranks)
         load_plugins()
         kind, gpu = _read_device(device)
         choice, tokenizers = read_tokenizers(tokenizer)
-        formats = formats_of({"dtype": dtype, "quantization": quantization, "cache_dtype": cache_dtype})
+        formats = arguments.formats_of({"dtype": dtype, "quantization": quantization, "cache_dtype": cache_dtype})
         target_entry, loaded_target = _read_model("model", model, tokenizers[0], **formats[0])
-        drafter, loaded_draft = drafter_without_model(draft), Loaded()
+        drafter, loaded_draft = arguments.drafter_without_model(draft), Loaded()
         if drafter is None:
             draft_entry, loaded_draft = _read_model("draft", draft, tokenizers[1], target=target_entry, **formats[1])
-            drafter = model_drafter(draft_entry, tokenizer=choice)
+            drafter = arguments.model_drafter(draft_entry, tokenizer=choice)
         config = RunConfig(
-            task=GenerateConfig(), model=target_entry, draft=drafter, device=kind, placement=placement_of(placement)
-        )
+            task=GenerateConfig(), model=target_entry, draft=drafter, device=kind,
+            placement=arguments.placement_of(placement),
+        )  # fmt: skip
         with selection_kept(), start(device=kind, timeout_s=config.timeouts.load_s) as started:
             if gpu and started.comm.size > 1:
                 raise ConfigError(f"device={device} is one GPU: device=cuda gives each of the ranks its own")
@@ -631,14 +619,14 @@ def _read_model(
     what: str, given: object, tokenizer: PreTrainedTokenizerBase | None, *, target: object = None, **formats: object
 ) -> tuple[ModelConfig, Loaded]:
     if not isinstance(given, torch.nn.Module):
-        return entry_of(what, given, target=target, **formats), Loaded(tokenizer=tokenizer)
+        return arguments.entry_of(what, given, target=target, **formats), Loaded(tokenizer=tokenizer)
     weights = weights_of(given, what=what)
     if tokenizer is None and not weights.folder.is_dir():
         raise ConfigError(
             f"{what} is a loaded {type(given).__name__} without a folder that has its tokenizer: give tokenizer=, "
             "such as AutoTokenizer.from_pretrained(...)"
         )
-    entry = in_format(ModelConfig(name=weights.name), **formats)
+    entry = arguments.in_format(ModelConfig(name=weights.name), **formats)
     return entry, Loaded(weights=weights, tokenizer=tokenizer)
 
 
@@ -647,7 +635,7 @@ def _read_device(given: object) -> tuple[DeviceKind, torch.device | None]:
     if isinstance(given, DeviceKind):
         return given, None
     name, _, number = str(given).partition(":")
-    kind = member(DeviceKind, "device", name)
+    kind = arguments.member(DeviceKind, "device", name)
     if not number:
         return kind, None
     num_gpus = torch.cuda.device_count()
@@ -660,8 +648,8 @@ def _read_device(given: object) -> tuple[DeviceKind, torch.device | None]:
 def read_tokenizers(given: object) -> tuple[object, tuple[_OneTokenizer | None, _OneTokenizer | None]]:
     """Whether the draft may have its own tokenizer, and the tokenizers that are loaded already."""
     if isinstance(given, str | DraftTokenizer):
-        return member(DraftTokenizer, "tokenizer", given), (None, None)
-    target, draft = for_each_model(given)
+        return arguments.member(DraftTokenizer, "tokenizer", given), (None, None)
+    target, draft = arguments.for_each_model(given)
     if not (isinstance(target, PreTrainedTokenizerBase) and isinstance(draft, PreTrainedTokenizerBase)):
         raise ConfigError(
             f"tokenizer={given!r:.60} must be same, own, a loaded tokenizer of transformers, or a tuple of the "

@@ -6,15 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.api.arguments import (
-    check_types,
-    drafter_without_model,
-    entry_of,
-    formats_of,
-    known_arguments,
-    model_drafter,
-    placement_of,
-)
+from llama_ssp.api import arguments
 from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import ConfigError
 from llama_ssp.machines import hardware as machines
@@ -28,7 +20,7 @@ from llama_ssp.settings.schema import PlacementConfig, PlanConfig, SamplingConfi
 from llama_ssp.words import in_library_words
 
 
-@known_arguments
+@arguments.known_arguments
 def plan(  # noqa: PLR0913 - a notebook shows this signature
     model: str | Path,
     draft: str | Path | None = None,
@@ -76,24 +68,24 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
     given = {**locals()}
     with in_library_words():
         load_plugins()
-        read = check_types(plan, given)
+        read = arguments.check_types(plan, given)
         machine = _machine(hardware)
         sizes = {name: read[name] for name in ("num_gpus", "num_nodes") if read[name] is not None}
         machine = replace(machine, **sizes)
         config = _config(read, machine)
-        config.placement = placement_of(placement)
+        config.placement = arguments.placement_of(placement)
         resolve(config)
         return plan_on(config, machine)
 
 
 def _config(read: Mapping[str, Any], machine: HardwareConfig) -> PlanConfig:
     """The config of a run, by the arguments of `plan`."""
-    formats = formats_of(read)
-    target = entry_of("model", read["model"], **formats[0])
-    drafter = drafter_without_model(read["draft"])
+    formats = arguments.formats_of(read)
+    target = arguments.entry_of("model", read["model"], **formats[0])
+    drafter = arguments.drafter_without_model(read["draft"])
     if drafter is None:
-        entry = entry_of("draft", read["draft"], target=target, **formats[1])
-        drafter = model_drafter(entry, tokenizer=read["tokenizer"])
+        entry = arguments.entry_of("draft", read["draft"], target=target, **formats[1])
+        drafter = arguments.model_drafter(entry, tokenizer=read["tokenizer"])
     return PlanConfig(
         model=target, draft=drafter,
         hardware=asdict(machine), sampling=SamplingConfig(temperature=read["temperature"]),

@@ -1,17 +1,17 @@
 """Ranks that this process starts, and a pair on them: `load(..., ranks=4)`.
 
 They are those of `llama-ssp run ranks=4 --script rank.py`, and this process is none of them: it holds a connection to
-each over the loopback, which also says which one is lost. Ranks end when theirs closes. Messages are lines of JSON:
+each, which also says which one is lost. Ranks end when theirs closes. The socket is in a folder of this user alone, so
+messages are pickled:
 
-    call, arguments                  -> every rank, which acts as soon as it has answered the last call
-    stop                             -> every rank, if Ctrl-C comes before all have answered
+    call, pickled arguments          -> every rank, which acts as soon as it has answered the last call
+    STOP                             -> every rank, if Ctrl-C comes before all have answered
     result, or error and is_over     -> of every rank; a pair that is over takes no further call
     heard: a warning, or new ids     -> of rank 0, before its answer
 """
 
-import json
 import os
-import secrets
+import pickle
 import sys
 import time
 import warnings
@@ -19,28 +19,24 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from queue import Empty, Queue
 from signal import SIGKILL
-from socket import SHUT_RDWR, socket
+from socket import AF_UNIX, SHUT_RDWR, socket
 from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired
 from tempfile import TemporaryDirectory
 from threading import Lock, Thread
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llama_ssp.api.arguments import known_arguments
-from llama_ssp.api.pair import Completion, CompletionTimes, NewWeights, Pair, as_list
-from llama_ssp.catalogue import Dtype
+from llama_ssp.api.pair import Completion, NewWeights, Pair, as_list
 from llama_ssp.errors import CapacityError, ConfigError, InterruptedRun, LostRankError, SspError
-from llama_ssp.log_probs import CompletionLogProbs, LogProbs
-from llama_ssp.ranks.failures import from_message
-from llama_ssp.ranks.process import LOOPBACK, launcher_of, listen, read_ranks
+from llama_ssp.ranks.process import launcher_of, read_ranks
 from llama_ssp.run.checkpoints import read_tokenizer
 from llama_ssp.settings.schema import TimeoutConfig
 from llama_ssp.speculate.engine.completion import StopRequest
@@ -48,8 +44,9 @@ from llama_ssp.weights.in_memory import check_tensors, weights_of
 from llama_ssp.words import in_library_words
 
 CALLER = "LLAMA_SSP_CALLER"
-"""Environment variable of the ranks: the port of this process, and a password."""
-_LOOK_EVERY_S, _GREET_S = 0.2, 5.0
+"""Environment variable of the ranks: the socket of this process."""
+STOP = "stop"
+_LOOK_EVERY_S = 0.2
 _NOTICE_S = 15.0
 """How long ranks have to notice that another is lost, or that they are to stop or to end."""
 _Hear = Callable[[Mapping[str, Any]], None]
@@ -65,64 +62,61 @@ class StartedRanks:
         self._over: SspError | None = None
         self._calls = Lock()
         self._said = deque[str](maxlen=20)
-        password, script = secrets.token_hex(16), Path(__file__).with_name("rank.py")
-        with listen(LOOPBACK) as server:
+        script = Path(__file__).with_name("rank.py")
+        with TemporaryDirectory() as folder, socket(AF_UNIX) as server:
+            server.bind(address := f"{folder}/caller")
+            server.listen()
             self._agent = Popen(
                 [sys.executable, "-m", "llama_ssp", "run", f"ranks={num_ranks}", "--script", str(script)],
-                env=os.environ | {CALLER: f"{server.getsockname()[1]} {password}"},
+                env=os.environ | {CALLER: address},
                 stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, text=True, errors="replace", start_new_session=True,
             )  # fmt: skip
-            self._reader = Thread(target=self._said.extend, args=(self._agent.stdout,), daemon=True, name="ranks")
+            self._reader = Thread(target=self._read, args=(self._agent.stdout,), daemon=True, name="ranks")
             self._reader.start()
             try:
-                self._meet(server, password, num_ranks, timeout_s)
+                self._meet(server, num_ranks, timeout_s)
             except BaseException:
                 self.close()
                 raise
 
-    def _meet(self, server: socket, password: str, num_ranks: int, timeout_s: float) -> None:
+    def _read(self, output: IO[str]) -> None:
+        with output:
+            self._said.extend(output)
+
+    def _meet(self, server: socket, num_ranks: int, timeout_s: float) -> None:
         server.settimeout(_LOOK_EVERY_S)
         deadline = time.monotonic() + timeout_s
-        while len(self._connections) < num_ranks:
+        while len(self._connections) < max(num_ranks, 1):  # the agent says what is wrong with a number below
             if self._agent.poll() is not None or time.monotonic() > deadline:
                 raise self._end_of_agent(f"{num_ranks} ranks did not start within {timeout_s:g} s")
-            with suppress(TimeoutError):
-                self._greet(server.accept()[0], password)
+            with suppress(TimeoutError, EOFError):
+                connection, _ = server.accept()
+                said = connection.makefile("rb")
+                rank, pid = pickle.load(said)
+                self._connections[rank] = connection
+                self._pids.append(pid)
+                Thread(target=self._listen, args=(rank, said), daemon=True, name="rank").start()
 
-    def _greet(self, connection: socket, password: str) -> None:
-        """Take a rank; others that reach the port are sent away."""
-        connection.settimeout(_GREET_S)
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            lines = connection.makefile(encoding="utf-8")
-            hello = json.loads(lines.readline(1000))
-            if secrets.compare_digest(hello["password"], password):
-                connection.settimeout(None)
-                self._connections[hello["rank"]] = connection
-                self._pids.append(hello["pid"])
-                Thread(target=self._listen, args=(hello["rank"], lines), daemon=True, name="rank").start()
-                return
-        connection.close()
-
-    def _listen(self, rank: int, lines: Any) -> None:  # noqa: ANN401 - a text file
-        with suppress(OSError, ValueError):
-            for line in lines:
-                self._messages.put((rank, json.loads(line)))
+    def _listen(self, rank: int, said: IO[bytes]) -> None:
+        with suppress(OSError, EOFError, pickle.UnpicklingError):  # the rank has ended
+            while True:
+                self._messages.put((rank, pickle.load(said)))
         self._messages.put((rank, None))
 
-    def call(self, name: str, arguments: Mapping[str, Any], hear: _Hear) -> Any:  # noqa: ANN401 - whatever JSON holds
+    def call(self, name: str, arguments: Mapping[str, Any], hear: _Hear) -> Any:  # noqa: ANN401 - of any call
         """Let all ranks make a call; returns the result of rank 0, or raises their error.
 
         `hear` takes what rank 0 says meanwhile. Its errors, and Ctrl-C, stop the ranks after their round.
         """
         try:
-            message = json.dumps({"call": name, "arguments": arguments}, default=_plain)
-        except TypeError as error:
+            content = pickle.dumps(arguments)
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
             raise ConfigError(f"with ranks=, arguments go to other processes: {error}") from error
         with self._calls:
             if self._over:
                 raise self._over
             doing = "loading" if name != "generate" else "decoding" if self._messages.empty() else "waiting"
-            self._send(message)
+            self._send((name, content))
             try:
                 answers = self._answers(hear)
             except BaseException:
@@ -130,10 +124,10 @@ class StartedRanks:
                 raise
             return self._result(answers, doing)
 
-    def _send(self, message: str) -> None:
+    def _send(self, message: tuple[str, bytes]) -> None:
         for connection in self._connections.values():
             with suppress(OSError):  # it is lost
-                connection.sendall(f"{message}\n".encode())
+                connection.sendall(pickle.dumps(message))
 
     def _answers(self, hear: _Hear, patience_s: float | None = None) -> dict[int, Any]:
         """The answers of all ranks, None of those that are lost; without those that keep silent after a loss."""
@@ -151,16 +145,20 @@ class StartedRanks:
 
     def _stop(self) -> None:
         with suppress(KeyboardInterrupt):
-            self._send(json.dumps("stop"))
+            self._send((STOP, b""))
             answers = self._answers(lambda _: None, _NOTICE_S)
-            if len(answers) == len(self._connections) and not any(_is_over(answer) for answer in answers.values()):
+            if self._all_go_on(answers):
                 return
         self._end(InterruptedRun("interrupted, and the ranks had not stopped in time: load the pair again"))
 
+    def _all_go_on(self, answers: Mapping[int, Any]) -> bool:
+        """Whether all ranks have answered, and take another call."""
+        is_whole = len(answers) == len(self._connections)
+        return is_whole and not any(answer is None or answer.get("is_over") for answer in answers.values())
+
     def _result(self, answers: Mapping[int, Any], doing: str) -> Any:  # noqa: ANN401 - see `call`
-        said = [answer["error"] for _, answer in sorted(answers.items()) if answer and "error" in answer]
-        errors = [from_message(text) for text in said]
-        if len(answers) == len(self._connections) and not any(map(_is_over, answers.values())):
+        errors: list[SspError] = [of["error"] for _, of in sorted(answers.items()) if of and "error" in of]
+        if self._all_go_on(answers):
             if errors:
                 raise errors[0]
             return answers[0]["result"]
@@ -203,29 +201,23 @@ class StartedRanks:
             self._agent.wait()
 
 
-def _is_over(answer: Mapping[str, Any] | None) -> bool:
-    return answer is None or bool(answer.get("is_over"))
-
-
-def _plain(value: Any) -> object:  # noqa: ANN401 - of numpy or torch
-    if isinstance(value, Mapping):
-        return {**value}
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"{value!r:.60} cannot be sent")
-
-
 class PairOnRanks(Pair):
     """A pair on ranks that this process has started, for notebooks and scripts without a launcher."""
 
-    def __init__(self, given: Mapping[str, Any], *, num_ranks: object) -> None:
+    def __init__(self, given: Mapping[str, Any], *, num_ranks: int) -> None:
         if launcher := launcher_of(os.environ):
             size = read_ranks(os.environ).size
             raise ConfigError(f"ranks={num_ranks}: {launcher} has started {size} already, so leave ranks= out")
-        arguments = {name: _sent(name, value) for name, value in given.items()}
-        self._ranks = StartedRanks(num_ranks, timeout_s=TimeoutConfig().load_s)  # type: ignore[arg-type]
+        for name, value in given.items():
+            for part in value if isinstance(value, tuple) else (value,):
+                if isinstance(part, torch.nn.Module | PreTrainedTokenizerBase):
+                    raise ConfigError(
+                        f"{name} is a {type(part).__name__}, which the processes of ranks= do not have: give its name, "
+                        "or a folder such as save_pretrained writes"
+                    )
+        self._ranks = StartedRanks(num_ranks, timeout_s=TimeoutConfig().load_s)
         self._end = weakref.finalize(self, self._ranks.close)
-        self._about = self._ranks.call("load", arguments, _warn)
+        self._about = self._ranks.call("load", given, _warn)
 
     def close(self) -> None:
         """End the ranks; the pair takes no further call. The end of the process and of the object do the same."""
@@ -275,44 +267,22 @@ class PairOnRanks(Pair):
         sent = {name: value for name, value in read.items() if name != "self"}
         sent |= {"prompts": as_list(read["prompts"]), "streamer": streamer is not None}
         template = self.tokenizer.chat_template if "tokenizer" in vars(self) else None
-        found = self._ranks.call("generate", {"read": sent, "template": template}, hear)
-        return [_completion(content) for content in found]
+        found: list[Completion] = self._ranks.call("generate", {"read": sent, "template": template}, hear)
+        return found
 
 
 def _warn(heard: Mapping[str, Any]) -> None:
     warnings.warn(heard["warning"], stacklevel=2)
 
 
-def _completion(content: Mapping[str, Any]) -> Completion:
-    scores, times = content["log_probs"], CompletionTimes(**content["times"])
-    log_probs = scores and CompletionLogProbs(**{name: of and LogProbs(**of) for name, of in scores.items()})
-    return Completion(**{**content, "times": times, "log_probs": log_probs})
-
-
 def _saved(what: str, new: Any, folder: Path) -> object:  # noqa: ANN401 - an argument of `update`
-    """An argument of `update` as JSON holds it: a name, a folder, or a file of tensors."""
+    """An argument of `update` that ranks can read: a name, a folder, or a file of tensors."""
     if isinstance(new, PreTrainedModel):
         weights_of(new, what=what)  # or its error
         new.save_pretrained(folder)
         return str(folder)
     if not isinstance(new, Mapping):
-        return _sent(what, new)
+        return new
     check_tensors(new, what=what)
     save_file({name: values.detach().to("cpu", copy=True).contiguous() for name, values in new.items()}, folder)
     return {"tensors": str(folder)}
-
-
-def _sent(name: str, value: Any) -> object:  # noqa: ANN401 - an argument of `load`
-    """An argument of `load` as JSON holds it; ConfigError for what is in the memory of this process."""
-    if isinstance(value, tuple):
-        return [_sent(name, part) for part in value]
-    if name == "dtype" and value is not None and (found := Dtype.find(value)):
-        return found.name
-    if isinstance(value, Enum):
-        return value.name
-    if value is None or isinstance(value, str | Path | torch.device):
-        return None if value is None else str(value)
-    raise ConfigError(
-        f"{name} is a {type(value).__name__}, which the processes of ranks= do not have: give its name, or a folder "
-        "such as save_pretrained writes"
-    )

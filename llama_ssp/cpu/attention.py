@@ -44,7 +44,7 @@ from llama_ssp.cpu.emit import (
     wholes,
 )
 from llama_ssp.cpu.kinds import E4M3_DTYPE, E4M3_SHRINK
-from llama_ssp.storage.formats import CACHES
+from llama_ssp.storage.formats import CACHES, CacheFormat
 
 _SERIAL = 2**17
 """Multiplications that a thread of its own does not pay for."""
@@ -62,8 +62,6 @@ _LOWEST = -3e38
 """Below all scores."""
 _REGISTERS = 16
 """Vectors of a tile's sums; the remaining registers hold operands."""
-_FORMATS = {record.dtype or "float32": record for record in CACHES.all().values()}
-"""By the kind of rows."""
 _MOST, _FACTOR, _STATE = LANES, LANES + 1, 2 * LANES
 """State of a query between chunks: sums of exponentials, the largest score, the last change of scale."""
 
@@ -71,7 +69,8 @@ _MOST, _FACTOR, _STATE = LANES, LANES + 1, 2 * LANES
 def emit(kind: str, head_dim: int) -> ir.Module:
     """The operator for a kind of rows, and heads of D dimensions, a multiple of 16; its entry is `attend`."""
     module = ir.Module(name=f"attention of {kind} and {head_dim}")
-    place, units = _place(module, kind, head_dim), _units(module, kind, head_dim)
+    form = next(form for form in CACHES.all().values() if (form.dtype or "float32") == kind)
+    place, units = _place(module, form, head_dim), _units(module, form, head_dim)
     place.linkage = units.linkage = "external"  # `cpu.layer` calls them too
     _entry(module, head_dim, place, units)
     return module
@@ -124,18 +123,17 @@ def _passes(code: Code, queries: Value) -> Value:
 
 
 def _given(code: Code, words: Value) -> dict[str, Value]:
-    """Read the context."""
     given = code.loaded(CONTEXT, words)
     return given | {"scale": code.fptrunc(code.bitcast(given["scale"], ir.DoubleType()), F32)}
 
 
-def _place(module: ir.Module, kind: str, head_dim: int) -> Value:
+def _place(module: ir.Module, form: CacheFormat, head_dim: int) -> Value:
     """Turn and write the tokens from `begin` to `end`; turned queries wait where their results go."""
     code, (begin, end, words) = function(module, "place", [I64, I64, POINTER])
     given, dim = _given(code, words), i64(head_dim)
     num_heads, num_kv = given["num_heads"], given["num_kv"]
     scale, turned = code.splat(given["scale"]), code.add(num_heads, num_kv)
-    write = _write(module, kind, head_dim)
+    write = _write(module, form, head_dim)
     room = code.slot(F32, head_dim)
     room.align = 64
     with code.loop(begin, end, 1) as (token,):
@@ -150,7 +148,7 @@ def _place(module: ir.Module, kind: str, head_dim: int) -> Value:
         with code.loop(i64(0), num_kv, 1) as (head,):
             key, value = (code.at(x, code.mul(code.add(head, before), dim), F32) for before in (num_heads, turned))
             key_row, value_row = (
-                _row(code, kind, head_dim, given["parts"],
+                _row(code, form, head_dim, given["parts"],
                      code.add(code.mul(code.add(head, before), given["num_slots"]), slot))
                 for before in (i64(0), num_kv)
             )  # fmt: skip
@@ -161,9 +159,9 @@ def _place(module: ir.Module, kind: str, head_dim: int) -> Value:
     return code.end()
 
 
-def _units(module: ir.Module, kind: str, head_dim: int) -> Value:
+def _units(module: ir.Module, form: CacheFormat, head_dim: int) -> Value:
     """The part of one thread: the units from `begin` to `end`."""
-    unit = unit_of(module, kind, head_dim)
+    unit = unit_of(module, form, head_dim)
     code, (begin, end, words) = function(module, "units", [I64, I64, POINTER])
     given, dim = _given(code, words), i64(head_dim)
     num_heads, num_kv, row_tokens = given["num_heads"], given["num_kv"], given["row_tokens"]
@@ -191,72 +189,50 @@ def _units(module: ir.Module, kind: str, head_dim: int) -> Value:
         last_token = code.sub(code.add(first_token, row_tokens), i64(1))
         root = code.sub(code.add(code.read(given["own_slots"], I64, last_token), i64(1)), num_behind)
         keys, values = (
-            _row(code, kind, head_dim, given["parts"], code.add(code.mul(part, given["num_slots"]), first_slot))
+            _row(code, form, head_dim, given["parts"], code.add(code.mul(part, given["num_slots"]), first_slot))
             for part in (head, code.add(head, num_kv))
         )
         code.call(unit, [keys, values, pointers, places, positions, count, given["window"], seen, num_behind, root])
     return code.end()
 
 
-def _row_bytes(kind: str, head_dim: int) -> int:
-    return _FORMATS[kind].row_bytes(head_dim, value_bytes=4)
+def _row_bytes(form: CacheFormat, head_dim: int) -> int:
+    return form.row_bytes(head_dim, value_bytes=4)
 
 
-def _largest(kind: str) -> float | None:
-    return _FORMATS[kind].largest
+def _row(code: Code, form: CacheFormat, head_dim: int, rows: Value, number: Value) -> Value:
+    return code.at(rows, code.mul(number, i64(_row_bytes(form, head_dim))))
 
 
-def _row(code: Code, kind: str, head_dim: int, rows: Value, number: Value) -> Value:
-    """The address of a row."""
-    return code.at(rows, code.mul(number, i64(_row_bytes(kind, head_dim))))
-
-
-def _widened(code: Code, kind: str, row: Value, index: Value) -> Value:
-    """16 numbers of a row, from `index` on, as they are kept, without the scale."""
-    if kind == "float32":
-        return code.read(row, F32S, index)
-    if kind == "float16":
-        return code.fpext(code.read(row, HALVES, index), F32S)
-    if kind == "bfloat16":
-        return code.bitcast(code.shl(code.zext(code.read(row, I16S, index), I32S), wholes(16)), F32S)
-    codes = code.read(row, I8S, index)
-    return code.from_e4m3(codes) if kind == "float8_e4m3fn" else code.sitofp(code.sext(codes, I32S), F32S)
-
-
-def _scale(code: Code, kind: str, head_dim: int, row: Value) -> Value:
+def _scale(code: Code, form: CacheFormat, head_dim: int, row: Value) -> Value:
     """The factor of a row's widened numbers."""
     scale = code.read(code.at(row, i64(head_dim)), F32)
-    return code.fmul(scale, f32(E4M3_SHRINK)) if kind == E4M3_DTYPE else scale
+    return code.fmul(scale, f32(E4M3_SHRINK)) if form.dtype == E4M3_DTYPE else scale
 
 
-def _write(module: ir.Module, kind: str, head_dim: int) -> Value:
+def _write(module: ir.Module, form: CacheFormat, head_dim: int) -> Value:
     """Write a row as `rows.KeptRows.pack` does: (numbers, row)."""
     code, (x, row) = function(module, "write", [POINTER, POINTER])
     factor = None
-    if limit := _largest(kind):
-        with code.loop(i64(0), i64(head_dim), LANES, [floats(0.0)]) as values:
-            size = code.intrinsic("llvm.fabs.v16f32", F32S, code.read(x, F32S, values[0]))
-            values[1] = code.maximum(values[1], size)
-        most = code.halves(values[1], code.maximum)
-        code.write(code.fdiv(most, f32(limit)), code.at(row, i64(head_dim)))
-        is_zero = code.fcmp_ordered("==", most, f32(0.0))
-        factor = code.splat(code.select(is_zero, f32(0.0), code.fdiv(f32(limit), most)))
+    if form.largest:
+        scale, factor = code.scales_of(x, i64(head_dim), form.largest)
+        code.write(scale, code.at(row, i64(head_dim)))
     with code.loop(i64(0), i64(head_dim), LANES) as (index,):
         numbers = code.read(x, F32S, index)
         numbers = numbers if factor is None else code.fmul(numbers, factor)
-        code.write(_narrowed(code, kind, numbers), row, index)
+        code.write(_narrowed(code, form, numbers), row, index)
     return code.end()
 
 
-def _narrowed(code: Code, kind: str, numbers: Value) -> Value:
+def _narrowed(code: Code, form: CacheFormat, numbers: Value) -> Value:
     """16 numbers as they are kept, rounded to the nearest, ties to even."""
-    if kind == "float32":
+    if form.dtype is None:
         return numbers
-    if kind == "float16":
+    if form.dtype == "float16":
         return code.fptrunc(numbers, HALVES)
-    if kind == "bfloat16":
+    if form.dtype == "bfloat16":
         return code.trunc(code.without_bits(code.bitcast(numbers, I32S), 16), I16S)
-    if kind == "int8":
+    if form.dtype == "int8":
         steps = code.intrinsic("llvm.nearbyint.v16f32", F32S, numbers)
         return code.trunc(code.fptosi(steps, I32S), I8S)
     # 2^-120 times as large, the number has the exponent's bits of E4M3, also where they are 0.
@@ -274,16 +250,16 @@ def _turned(code: Code, x: Value, turns: Value) -> Value:
     return code.fused(x, cosines, code.fmul(others, code.fmul(sines, signs)))
 
 
-def unit_of(module: ir.Module, kind: str, head_dim: int) -> Value:
+def unit_of(module: ir.Module, form: CacheFormat, head_dim: int) -> Value:
     """Attend from some queries of a row to a head.
 
     (keys, values, queries, their slots, their positions, count, window, what each sees from the root on, of how many
     slots, the root)
     """
-    lay = _lay(module, kind, head_dim)
-    scores_of = {number: _scores(module, kind, head_dim, number) for number in (1, 2, 4, 8)}
+    lay = _lay(module, form, head_dim)
+    scores_of = {number: _scores(module, form, head_dim, number) for number in (1, 2, 4, 8)}
     widest = max(_REGISTERS * LANES // head_dim, 1)
-    values_of = {number: _values(module, kind, head_dim, number) for number in (1, 2, 4, 8) if number <= widest}
+    values_of = {number: _values(module, form, head_dim, number) for number in (1, 2, 4, 8) if number <= widest}
     soften_of = {number: _soften(module, number) for number in (1, 2, 4)}
     finish = _finish(module, head_dim)
     code, (keys, values, queries, places, positions, count, window, seen, num_behind, root) = function(
@@ -306,9 +282,9 @@ def unit_of(module: ir.Module, kind: str, head_dim: int) -> Value:
         with code.loop(i64(0), length, LANES) as (block,):
             place = code.add(chunk, block)
             for line, slots in ((keys, _AHEAD), (values, 0)):
-                ahead = _row(code, kind, head_dim, line, code.add(place, i64(slots)))
-                _fetch(code, ahead, LANES * _row_bytes(kind, head_dim))
-            code.call(lay, [_row(code, kind, head_dim, keys, place), code.sub(length, block), laid])
+                ahead = _row(code, form, head_dim, line, code.add(place, i64(slots)))
+                _fetch(code, ahead, LANES * _row_bytes(form, head_dim))
+            code.call(lay, [_row(code, form, head_dim, keys, place), code.sub(length, block), laid])
             for query, call in _tiles(code, count, scores_of):
                 into = code.add(code.mul(query, i64(CHUNK)), block)
                 call(laid, code.at(queries, query, I64), code.at(scores, into, F32))
@@ -323,7 +299,7 @@ def unit_of(module: ir.Module, kind: str, head_dim: int) -> Value:
                 code.at(room, code.mul(query, i64(size)), F32) for room, size in ((scores, CHUNK), (states, _STATE))
             )
             call(line, length, code.at(places, query, I64), code.at(positions, query, I64), chunk, window, state)
-        first = _row(code, kind, head_dim, values, chunk)
+        first = _row(code, form, head_dim, values, chunk)
         for query, call in _tiles(code, count, values_of):
             call(first, length, *(code.at(room, code.mul(query, i64(size)), F32)
                                   for room, size in ((scores, CHUNK), (states, _STATE), (sums, head_dim))))  # fmt: skip
@@ -359,21 +335,21 @@ def _range(code: Code, places: Value, positions: Value, count: Value, window: Va
     return code.select(code.icmp_signed(">", window, i64(0)), start, i64(0)), code.add(last, i64(1))
 
 
-def _lay(module: ir.Module, kind: str, head_dim: int) -> Value:
+def _lay(module: ir.Module, form: CacheFormat, head_dim: int) -> Value:
     """Transpose 16 keys, of which the last one stands for those that are not there: (keys, their number, room).
 
     The scales of the keys, if they have some, come behind them.
     """
     code, (keys, number, room) = function(module, "lay", [POINTER, I64, POINTER])
     last = code.sub(number, i64(1))
-    rows = [_row(code, kind, head_dim, keys, code.smaller(i64(lane), last)) for lane in range(LANES)]
+    rows = [_row(code, form, head_dim, keys, code.smaller(i64(lane), last)) for lane in range(LANES)]
     with code.loop(i64(0), i64(head_dim), LANES) as (index,):
-        read = [_widened(code, kind, row, index) for row in rows]
+        read = [code.widened(form.dtype, row, index) for row in rows]
         for number, column in enumerate(_transposed(code, read)):
             code.write(column, room, code.mul(code.add(index, i64(number)), i64(LANES)))
-    if _largest(kind):
+    if form.largest:
         for lane, row in enumerate(rows):
-            code.write(_scale(code, kind, head_dim, row), room, i64(head_dim * LANES + lane))
+            code.write(_scale(code, form, head_dim, row), room, i64(head_dim * LANES + lane))
     return code.end()
 
 
@@ -391,7 +367,7 @@ def _transposed(code: Code, rows: list[Value]) -> list[Value]:
     return [rows[four + place] for four in fours for place in (0, 2, 1, 3)]
 
 
-def _scores(module: ir.Module, kind: str, head_dim: int, num_queries: int) -> Value:
+def _scores(module: ir.Module, form: CacheFormat, head_dim: int, num_queries: int) -> Value:
     """The scores of some queries with 16 keys: (transposed keys, queries, scores)."""
     code, (laid, queries, scores) = function(module, f"scores_{num_queries}", [POINTER, POINTER, POINTER])
     starts = [code.read(queries, POINTER, i64(number)) for number in range(num_queries)]
@@ -405,7 +381,7 @@ def _scores(module: ir.Module, kind: str, head_dim: int, num_queries: int) -> Va
     for number in range(num_queries):
         even, odd = values[1 + 2 * number : 3 + 2 * number]
         total = code.fadd(even, odd)
-        if _largest(kind):
+        if form.largest:
             total = code.fmul(total, code.read(laid, F32S, i64(head_dim * LANES)))
         code.write(total, scores, i64(number * CHUNK))
     return code.end()
@@ -459,7 +435,7 @@ def _soften(module: ir.Module, num_queries: int) -> Value:
     return code.end()
 
 
-def _values(module: ir.Module, kind: str, head_dim: int, num_queries: int) -> Value:
+def _values(module: ir.Module, form: CacheFormat, head_dim: int, num_queries: int) -> Value:
     """Add the weighted values of a chunk to some queries' sums: (values, their number, weights, states, sums)."""
     code, (values, length, weights, states, sums) = function(
         module, f"values_{num_queries}", [POINTER, I64, POINTER, POINTER, POINTER]
@@ -471,10 +447,10 @@ def _values(module: ir.Module, kind: str, head_dim: int, num_queries: int) -> Va
         code.fmul(code.read(sums, F32S, i64(query * head_dim + part * LANES)), factors[query]) for query, part in places
     ]
     with code.loop(i64(0), length, 1, begun) as carried:
-        row = _row(code, kind, head_dim, values, carried[0])
-        read = [_widened(code, kind, row, i64(part * LANES)) for part in parts]
-        if _largest(kind):
-            scale = code.splat(_scale(code, kind, head_dim, row))
+        row = _row(code, form, head_dim, values, carried[0])
+        read = [code.widened(form.dtype, row, i64(part * LANES)) for part in parts]
+        if form.largest:
+            scale = code.splat(_scale(code, form, head_dim, row))
             read = [code.fmul(part, scale) for part in read]
         for query in range(num_queries):
             weight = code.splat(code.read(weights, F32, code.add(carried[0], i64(query * CHUNK))))

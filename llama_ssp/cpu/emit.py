@@ -146,6 +146,27 @@ class Code(ir.IRBuilder):  # type: ignore[misc]  # llvmlite comes without types
             for place, (name, kind) in enumerate(names.items())
         }
 
+    def widened(self, dtype: str | None, place: Value, index: Value | None = None) -> Value:
+        """16 numbers of a format of torch as fp32, which None stands for; those of E4M3 by `from_e4m3`."""
+        if dtype is None:
+            return self.read(place, F32S, index)
+        if dtype == "float16":
+            return self.fpext(self.read(place, HALVES, index), F32S)
+        if dtype == "bfloat16":
+            return self.bitcast(self.shl(self.zext(self.read(place, I16S, index), I32S), wholes(16)), F32S)
+        codes = self.read(place, I8S, index)
+        return self.sitofp(self.sext(codes, I32S), F32S) if dtype == "int8" else self.from_e4m3(codes)
+
+    def scales_of(self, x: Value, count: Value, limit: float) -> tuple[Value, Value]:
+        """The scale with which the largest size of numbers stands as `limit`, and its inverse as a vector; 0 for 0."""
+        with self.loop(i64(0), count, LANES, [floats(0.0)]) as values:
+            size = self.intrinsic("llvm.fabs.v16f32", F32S, self.read(x, F32S, values[0]))
+            values[1] = self.maximum(values[1], size)
+        largest = self.halves(values[1], self.maximum)
+        is_zero = self.fcmp_ordered("==", largest, f32(0.0))
+        factor = self.select(is_zero, f32(0.0), self.fdiv(f32(limit), largest))
+        return self.fdiv(largest, f32(limit)), self.splat(factor)
+
     def from_e4m3(self, codes: Value) -> Value:
         """A vector of codes of E4M3 as numbers, divided by `kinds.E4M3_SHRINK`; NaN codes become finite.
 

@@ -39,13 +39,10 @@ _AT_ONCE = 8
 _MOST_THREADS = 2**10
 
 _CONTEXT = dict.fromkeys(("counters", "attention", "rooms", "x", "qkv", "attended", "middle", "gated", "y"), POINTER)
-_CONTEXT |= dict.fromkeys(
-    ("room_bytes", "num_rows", "num_threads", "num_places", "num_units", "least_qkv", "least_gated"), I64
-)
-_CONTEXT |= dict.fromkeys((f"{name}_{part}" for name in PRODUCTS for part in PARTS), POINTER)
-_CONTEXT |= dict.fromkeys(
-    (f"{name}_{part}" for name in PRODUCTS for part in ("num_inputs", "num_outputs", "num_groups")), I64
-)
+_CONTEXT |= dict.fromkeys(("room_bytes", "num_rows", "num_threads", "num_units", "least_qkv", "least_gated"), I64)
+_SIZES = "num_inputs", "num_outputs", "num_groups"
+for _parts, _kind in ((PARTS, POINTER), (_SIZES, I64)):
+    _CONTEXT |= dict.fromkeys((f"{name}_{part}" for name in PRODUCTS for part in _parts), _kind)
 """Words that the threads share."""
 COUNTERS = 16
 """Words of a step: how many units are taken, and in another line of the cache, how many are done and who sleeps."""
@@ -59,9 +56,8 @@ _FUTEX, _WAIT, _WAKE, _ALL = 202, 128, 129, 2**31 - 1
 def emit(product: Product, rows: str, head_dim: int) -> ir.Module:
     """The operator for products and cache rows of a kind each, and heads of D dimensions; its entry is `layer`."""
     module = ir.Module(name=f"layer of {product.kind}, {rows} and {head_dim}")
-    shared = [POINTER if argument == "words" else I64 for argument in ("begin", "end", "words")]
     kernels = {
-        name: ir.Function(module, ir.FunctionType(VOID, shared), symbol)
+        name: ir.Function(module, ir.FunctionType(VOID, [I64, I64, POINTER]), symbol)
         for name, symbol in (
             ("part", f"llama_ssp_product_{product.kind}_part"),
             ("place", f"llama_ssp_attention_{rows}_{head_dim}_place"),
@@ -117,7 +113,7 @@ def _entry(module: ir.Module, head_dim: int, steps: Value) -> None:
     words = code.stored(_CONTEXT, given | {
         "counters": counters, "attention": code.stored(attending.CONTEXT, attention),
         "room_bytes": code.mul(room, i64(4)), "num_rows": num_rows, "y": operator.pointer(y),
-        "num_threads": num_threads, "num_places": num_rows, "least_qkv": least_qkv, "least_gated": least_gated,
+        "num_threads": num_threads, "least_qkv": least_qkv, "least_gated": least_gated,
         "num_units": attending.num_units(code, attention, num_rows),
     })  # fmt: skip
     operator.share(num_threads, i64(1), steps, words)
@@ -144,44 +140,33 @@ def _steps(module: ir.Module, product: Product, kernels: dict[str, Value]) -> Va
     room = code.at(given["rooms"], code.mul(own, given["room_bytes"]))
     counters = {name: code.at(given["counters"], i64(place * COUNTERS), I64) for place, name in enumerate(STEPS)}
 
-    def multiply(name: str, rows: Value, y: Value, residual: Value) -> None:
-        _product(code, product, kernels["part"], name, given | {"rows": rows, "into": y, "residual": residual},
-                 room=room, counters=counters[name])  # fmt: skip
+    def multiply(name: str, x: str, y: str, residual: Value = NO_POINTER) -> None:
+        """One product, of rows that this thread prepares for itself."""
+        gates = i64(1 if name == "gated" else 0)
+        needs = {part: given[f"{name}_{part}"] for part in (*PARTS, *_SIZES)}
+        needs |= {"x": given[x], "y": given[y], "residual": residual, "gates": gates, "room": room,
+                  "num_rows": given["num_rows"], "least_square": given.get(f"least_{name}", i64(0))}  # fmt: skip
+        needs |= linear.prepared(code, product, needs, i64(0), given["num_rows"])
+        shared = code.stored(linear.CONTEXT, needs)
+        of_unit = code.add(gates, i64(1))
+        count = code.sdiv(needs["num_outputs"], code.mul(of_unit, i64(LANES)))
+        fair = code.sdiv(code.add(count, code.sub(given["num_threads"], i64(1))), given["num_threads"])
+        grain = code.smaller(fair, code.sdiv(i64(_AT_ONCE), of_unit))
+        with units(code, counters[name], count, grain) as (begin, end):
+            code.call(kernels["part"], [begin, end, shared])
 
-    multiply("qkv", given["x"], given["qkv"], NO_POINTER)
-    for step, count in (("place", "num_places"), ("attend", "num_units")):
+    multiply("qkv", "x", "qkv")
+    for step, kernel, count in (("place", "place", "num_rows"), ("attend", "units", "num_units")):
         with units(code, counters[step], given[count], i64(1)) as (begin, end):
-            code.call(kernels["place" if step == "place" else "units"], [begin, end, given["attention"]])
-    multiply("output", given["attended"], given["middle"], given["x"])
-    multiply("gated", given["middle"], given["gated"], NO_POINTER)
-    multiply("down", given["gated"], given["y"], given["middle"])
+            code.call(kernels[kernel], [begin, end, given["attention"]])
+    multiply("output", "attended", "middle", given["x"])
+    multiply("gated", "middle", "gated")
+    multiply("down", "gated", "y", given["middle"])
     # The caller meets the others here: in libgomp it would spin for milliseconds on a core that one of them may need.
     finish(code, threads, code.sub(last, first), given["num_threads"])
     with code.if_then(code.icmp_signed("==", first, i64(0))):
         wait(code, threads, given["num_threads"])
     return code.end()
-
-
-def _product(
-    code: Code, product: Product, part: Value, name: str, given: dict[str, Value], *, room: Value, counters: Value
-) -> None:
-    """One product, of rows that this thread prepares for itself."""
-    gates = i64(1 if name == "gated" else 0)
-    num_outputs, norm = given[f"{name}_num_outputs"], None
-    if f"least_{name}" in given:
-        least_square = code.fptrunc(code.bitcast(given[f"least_{name}"], ir.DoubleType()), F32)
-        norm = given[f"{name}_norm"], least_square
-    sizes = given["num_rows"], given[f"{name}_num_inputs"]
-    own = {part: given[f"{name}_{part}"] for part in ("weights", "scales", "bias", "num_groups")}
-    own |= {"y": given["into"], "residual": given["residual"], "num_outputs": num_outputs, "gates": gates}
-    rows = linear.prepared(code, product, given["rows"], room=room, norm=norm, sizes=sizes)
-    words = code.stored(linear.CONTEXT, own | rows)
-    of_unit = code.add(gates, i64(1))
-    count = code.sdiv(num_outputs, code.mul(of_unit, i64(LANES)))
-    fair = code.sdiv(code.add(count, code.sub(given["num_threads"], i64(1))), given["num_threads"])
-    grain = code.smaller(fair, code.sdiv(i64(_AT_ONCE), of_unit))
-    with units(code, counters, count, grain) as (begin, end):
-        code.call(part, [begin, end, words])
 
 
 @contextmanager

@@ -43,7 +43,6 @@ from llvmlite import ir
 from llama_ssp.cpu.emit import (
     F32,
     F32S,
-    HALVES,
     I8S,
     I32,
     I32S,
@@ -65,7 +64,8 @@ from llama_ssp.cpu.kinds import HALVES as FP16
 from llama_ssp.cpu.kinds import SINGLES as FP32
 from llama_ssp.storage.formats import FP4_NUMBERS, INT4_ZERO_BITS, WORD_BYTES, Product
 
-_VALUE_BYTES = {FP32: 4, FP16: 2, BYTES: 1, DOTS: 1, E4M3: 1}
+_VALUE_BITS = {FP32: 32, FP16: 16, BYTES: 8, DOTS: 8, E4M3: 8, NIBBLES: 4, E2M1: 4}
+_DTYPES = {FP32: None, FP16: "float16", BYTES: "int8", E4M3: E4M3_DTYPE}
 _ONE_SCALE = {FP32, FP16, E4M3, NIBBLES}
 _MOST_ROWS = 6
 """Rows whose sums stay in registers; more are cut."""
@@ -79,13 +79,15 @@ _SIGN_BIT = 128
 CONTEXT = dict.fromkeys(("weights", "rows", "y", "scales", "bias", "residual", "row_scales", "row_sums"), POINTER)
 CONTEXT |= dict.fromkeys(("num_rows", "num_inputs", "num_outputs", "num_groups", "gates"), I64)
 """Words that the threads of one product share."""
-_UNPREPARED = dict.fromkeys(("given", "room", "norm"), POINTER)
+_UNPREPARED = dict.fromkeys(("x", "room", "norm"), POINTER)
 _UNPREPARED |= dict.fromkeys(("least_square", "num_rows", "num_inputs"), I64)
 """Words that the threads share which norm and quantize its rows."""
 _SERIAL = 2**16
 """Multiplications, weights that are read included, that a thread of its own does not pay for."""
 _INPUTS_OF_WORD = 8
 _CODE_BITS, _MIDDLE = 4, 8
+_NUMBERS = {NIBBLES: [code - _MIDDLE for code in range(LANES)], E2M1: FP4_NUMBERS}
+"""By kind of 4-bit codes: the number of each code."""
 
 
 def emit(product: Product) -> ir.Module:
@@ -114,12 +116,12 @@ def _entry(module: ir.Module, product: Product, preparation: Value, part: Value)
     # Room for normed rows, and for quantized ones with their scales and sums.
     room = operator.empty(code.mul(num_rows, code.add(code.mul(num_inputs, i64(2)), i64(2))))
     given = {
-        "given": operator.pointer(x), "room": operator.pointer(room), "norm": operator.pointer_or_none(norm),
+        "x": operator.pointer(x), "room": operator.pointer(room), "norm": operator.pointer_or_none(norm),
         "least_square": operator.argument(6), "num_rows": num_rows, "num_inputs": num_inputs,
     }  # fmt: skip
     grain = code.add(code.sdiv(i64(_SERIAL), num_inputs), i64(1))
     operator.share(num_rows, grain, preparation, code.stored(_UNPREPARED, given))
-    rows = _prepared(code, product, given, i64(0), i64(0))
+    rows = prepared(code, product, given, i64(0), i64(0))
     words = code.stored(CONTEXT, rows | {
         "weights": operator.pointer(weights), "y": operator.pointer(y), "scales": operator.pointer(scales),
         "bias": operator.pointer_or_none(bias), "residual": operator.pointer_or_none(residual),
@@ -134,78 +136,58 @@ def _entry(module: ir.Module, product: Product, preparation: Value, part: Value)
 def _preparation(module: ir.Module, product: Product) -> Value:
     """Prepare the rows from `begin` to `end`."""
     code, (begin, end, words) = function(module, "preparation", [I64, I64, POINTER])
-    _prepared(code, product, code.loaded(_UNPREPARED, words), begin, end)
+    prepared(code, product, code.loaded(_UNPREPARED, words), begin, end)
     return code.end()
 
 
-def _prepared(code: Code, product: Product, given: dict[str, Value], begin: Value, end: Value) -> dict[str, Value]:
-    """`prepared` from what `_UNPREPARED` names."""
-    least_square = code.fptrunc(code.bitcast(given["least_square"], ir.DoubleType()), F32)
-    return prepared(
-        code, product, given["given"], room=given["room"], norm=(given["norm"], least_square),
-        sizes=(given["num_rows"], given["num_inputs"]), only=(begin, end),
-    )  # fmt: skip
+def prepared(code: Code, product: Product, given: dict[str, Value], begin: Value, end: Value) -> dict[str, Value]:
+    """Write the rows from `begin` to `end` as a product of this kind takes them; all rows, by their names in CONTEXT.
 
-
-def prepared(
-    code: Code, product: Product, rows: Value, *, room: Value, norm: tuple[Value, Value] | None,
-    sizes: tuple[Value, Value], only: tuple[Value, Value] | None = None,
-) -> dict[str, Value]:  # fmt: skip
-    """The rows as a product of this kind takes them, by their names in CONTEXT; `only` some are written.
-
-    Norms of rows are written into the room, if there is a norm (weight, least square), and the weight is not none. Rows
-    of `dots` are rounded into the second half of the room.
+    `given` is named in _UNPREPARED. Where there is a norm, normed rows are written into the room; those of `dots` are
+    rounded into the second half of the room.
     """
-    num_rows, num_inputs = sizes
-    begin, end = only or (i64(0), num_rows)
-    if norm:
-        has_norm = code.icmp_unsigned("!=", code.ptrtoint(norm[0], I64), i64(0))
-        with code.if_then(has_norm), code.loop(begin, end, 1) as (row,):
-            start = code.mul(row, num_inputs)
-            _normalize(code, code.at(rows, start, F32), code.at(room, start, F32), norm, num_inputs)
-        rows = code.select(has_norm, room, rows)
-    given = {"rows": rows, "row_scales": NO_POINTER, "row_sums": NO_POINTER, "num_rows": num_rows,
-             "num_inputs": num_inputs}  # fmt: skip
+    num_rows, num_inputs, room = given["num_rows"], given["num_inputs"], given["room"]
+    has_norm = code.icmp_unsigned("!=", code.ptrtoint(given["norm"], I64), i64(0))
+    with code.if_then(has_norm), code.loop(begin, end, 1) as (row,):
+        start = code.mul(row, num_inputs)
+        _normalize(code, code.at(given["x"], start, F32), code.at(room, start, F32), given)
+    x = rows = code.select(has_norm, room, given["x"])
+    scales = sums = NO_POINTER
     if product.codes == DOTS:
         number = code.mul(num_rows, num_inputs)
-        values = given["rows"] = code.at(room, number, F32)
-        scales = given["row_scales"] = code.at(values, number)
-        sums = given["row_sums"] = code.at(scales, num_rows, F32)
+        rows = code.at(room, number, F32)
+        scales = code.at(rows, number)
+        sums = code.at(scales, num_rows, F32)
         with code.loop(begin, end, 1) as (row,):
             start = code.mul(row, num_inputs)
-            scale, total = _round_row(code, code.at(rows, start, F32), code.at(values, start), num_inputs)
+            scale, total = _round_row(code, code.at(x, start, F32), code.at(rows, start), num_inputs)
             code.write(scale, scales, row)
             code.write(total, sums, row)
-    return given
+    return {"rows": rows, "row_scales": scales, "row_sums": sums, "num_rows": num_rows, "num_inputs": num_inputs}
 
 
-def _normalize(code: Code, x: Value, into: Value, norm: tuple[Value, Value], num_inputs: Value) -> None:
-    """Write x * weight / sqrt(sum of the squares of x + least square)."""
-    weight, least_square = norm
+def _normalize(code: Code, x: Value, into: Value, given: dict[str, Value]) -> None:
+    """Write x * norm / sqrt(sum of the squares of x + least square)."""
+    num_inputs, least_square = given["num_inputs"], code.bitcast(given["least_square"], ir.DoubleType())
     with code.loop(i64(0), num_inputs, LANES, [floats(0.0)]) as values:
         part = code.read(x, F32S, values[0])
         values[1] = code.fused(part, part, values[1])
-    total = code.fadd(code.halves(values[1], code.fadd), least_square)
+    total = code.fadd(code.halves(values[1], code.fadd), code.fptrunc(least_square, F32))
     factor = code.splat(code.fdiv(f32(1.0), code.intrinsic("llvm.sqrt.f32", F32, total)))
     with code.loop(i64(0), num_inputs, LANES) as (index,):
         scaled = code.fmul(code.read(x, F32S, index), factor)
-        code.write(code.fmul(scaled, code.read(weight, F32S, index)), into, index)
+        code.write(code.fmul(scaled, code.read(given["norm"], F32S, index)), into, index)
 
 
 def _round_row(code: Code, x: Value, into: Value, num_inputs: Value) -> tuple[Value, Value]:
     """Round a row to 127 steps on each side of zero; returns its scale and the sum of its steps."""
-    with code.loop(i64(0), num_inputs, LANES, [floats(0.0)]) as values:
-        size = code.intrinsic("llvm.fabs.v16f32", F32S, code.read(x, F32S, values[0]))
-        values[1] = code.maximum(values[1], size)
-    largest = code.halves(values[1], code.maximum)
-    is_zero = code.fcmp_ordered("==", largest, f32(0.0))
-    factor = code.splat(code.select(is_zero, f32(0.0), code.fdiv(f32(127.0), largest)))
+    scale, factor = code.scales_of(x, num_inputs, 127.0)
     with code.loop(i64(0), num_inputs, LANES, [wholes(0)]) as values:
         steps = code.intrinsic("llvm.nearbyint.v16f32", F32S, code.fmul(code.read(x, F32S, values[0]), factor))
         whole = code.fptosi(steps, I32S)
         code.write(code.trunc(whole, I8S), into, values[0])
         values[1] = code.add(values[1], whole)
-    return code.fdiv(largest, f32(127.0)), code.halves(values[1], code.add)
+    return scale, code.halves(values[1], code.add)
 
 
 def _numbers_of_blocks(product: Product, num_rows: int) -> list[int]:
@@ -235,61 +217,53 @@ def _tile(module: ir.Module, product: Product, num_rows: int, num_blocks: int) -
 
 def _block_bytes(code: Code, product: Product, num_inputs: Value, num_groups: Value) -> Value:
     """Bytes of the weights of 16 outputs."""
-    if product.group:
-        return code.add(
-            code.mul(num_groups, i64(_head_bytes(product))), code.mul(num_inputs, i64(_input_bytes(product)))
-        )
-    return code.mul(num_inputs, i64(LANES * _VALUE_BYTES[product.codes]))
+    heads = code.mul(num_groups, i64(_head_bytes(product)))
+    return code.add(heads, code.mul(num_inputs, i64(_input_bytes(product))))
 
 
 def _head_bytes(product: Product) -> int:
     """Bytes of the words of 16 outputs, in a group."""
-    return LANES * (1 if product.codes == E2M1 else WORD_BYTES)
+    return LANES * (1 if product.codes == E2M1 else WORD_BYTES) if product.group else 0
 
 
 def _input_bytes(product: Product) -> int:
-    """Bytes of an input of 16 outputs, in a group."""
-    return LANES // (1 if product.codes == E4M3 else 2)
+    """Bytes of the weights of one input, and 16 outputs."""
+    return LANES * _VALUE_BITS[product.codes] // 8
 
 
 def _row_bytes(product: Product) -> int:
-    """Bytes of an input."""
+    """Bytes of an input of a row."""
     return 1 if product.codes == DOTS else 4
 
 
 def _sums(code: Code, product: Product, blocks: list[Value], starts: list[Value], num_inputs: Value) -> list[Value]:
     """Sum over all inputs; returns the vectors, rows first."""
-    num_rows, num_blocks = len(starts), len(blocks)
-    zero = wholes(0) if product.codes == DOTS else floats(0.0)
-    taken = 4 if product.codes == DOTS else 1
-    with code.loop(i64(0), num_inputs, taken * _UNROLLED, [zero] * (num_rows * num_blocks)) as values:
-        for step in range(_UNROLLED):
+    is_dots, in_words = product.codes == DOTS, product.codes in _NUMBERS
+    taken, steps = (4 if is_dots else 1), (_INPUTS_OF_WORD if in_words else _UNROLLED)
+    zero, kind = (wholes(0), I32) if is_dots else (floats(0.0), F32)
+    with code.loop(i64(0), num_inputs, taken * steps, [zero] * (len(starts) * len(blocks))) as values:
+        # Eight inputs in 4 bits are half a vector of 16 words of 32 bits: 64 bytes.
+        first = code.mul(values[0], i64(LANES // _INPUTS_OF_WORD))
+        words = [code.read(block, I32S, first) for block in blocks if in_words]
+        for step in range(steps):
             index = code.add(values[0], i64(step * taken))
-            offset = code.mul(index, i64(_row_bytes(product)))
-            inputs = [code.splat(code.read(code.at(start, offset), I32 if taken > 1 else F32)) for start in starts]
-            place = code.mul(index, i64(LANES * _VALUE_BYTES[product.codes]))
-            for block_number, block in enumerate(blocks):
-                read = _weights(code, product, code.at(block, place))
+            offset, place = (code.mul(index, i64(size)) for size in (_row_bytes(product), _input_bytes(product)))
+            inputs = [code.splat(code.read(code.at(start, offset), kind)) for start in starts]
+            for number, block in enumerate(blocks):
+                if in_words:
+                    weights = _codes(code, words[number], step, _NUMBERS[product.codes])
+                elif is_dots:  # bytes without sign, each 128 too large
+                    weights = code.read(code.at(block, place), I32S)
+                else:
+                    weights = code.widened(_DTYPES[product.codes], code.at(block, place))
                 for row, x in enumerate(inputs):
-                    at = 1 + row * num_blocks + block_number
+                    at = 1 + row * len(blocks) + number
                     values[at] = (
-                        code.intrinsic("llvm.x86.avx512.vpdpbusd.512", I32S, values[at], read, x)
-                        if product.codes == DOTS
-                        else code.fused(read, x, values[at])
+                        code.intrinsic("llvm.x86.avx512.vpdpbusd.512", I32S, values[at], weights, x)
+                        if is_dots
+                        else code.fused(weights, x, values[at])
                     )
     return values[1:]
-
-
-def _weights(code: Code, product: Product, place: Value) -> Value:
-    """Read a vector of weights, and widen it; those of `dots` are bytes without sign, each 128 too large."""
-    if product.codes == DOTS:
-        return code.read(place, I32S)
-    if product.codes == FP32:
-        return code.read(place, F32S)
-    if product.codes == FP16:
-        return code.fpext(code.read(place, HALVES), F32S)
-    codes = code.read(place, I8S)
-    return code.from_e4m3(codes) if product.codes == E4M3 else code.sitofp(code.sext(codes, I32S), F32S)
 
 
 def _finish(module: ir.Module, product: Product) -> Value:
@@ -384,66 +358,37 @@ def _sums_of_groups(
     code: Code, product: Product, blocks: list[Value], rows: list[Value], sizes: tuple[Value, Value]
 ) -> list[Value]:
     """Sum over all inputs, group by group; returns the vectors, rows first. `sizes` are those and the groups."""
-    number, (num_inputs, num_groups) = len(rows) * len(blocks), sizes
+    num_inputs, num_groups = sizes
     group = code.sdiv(num_inputs, num_groups)
     group_bytes = code.add(code.mul(group, i64(_input_bytes(product))), i64(_head_bytes(product)))
-    with code.loop(i64(0), num_groups, 1, [floats(0.0)] * number) as totals:
+    with code.loop(i64(0), num_groups, 1, [floats(0.0)] * (len(rows) * len(blocks))) as totals:
         heads = [code.at(block, code.mul(totals[0], group_bytes)) for block in blocks]
         inputs = [code.at(row, code.mul(totals[0], group), F32) for row in rows]
-        bodies = [code.at(head, i64(_head_bytes(product))) for head in heads]
-        if product.codes == E4M3:
-            found = _sums(code, product, bodies, inputs, group)
-            scales = [code.read(head, F32S) for head in heads]
-        elif product.codes == E2M1:
-            found = _sums_of_codes(code, group, bodies, inputs, FP4_NUMBERS)
-            scales = [_scales(code, product, code.read(head, I8S)) for head in heads]
-        else:
-            found, scales = _sums_of_zeroed_codes(code, group, heads, bodies, inputs)
+        found = _sums(code, product, [code.at(head, i64(_head_bytes(product))) for head in heads], inputs, group)
+        has_zeros, scales = product.codes == NIBBLES, [_scales(code, product, head) for head in heads]
+        zeros = [_zeros(code, head) for head in heads if has_zeros]
+        all_inputs = [_sum_of_inputs(code, group, row) for row in inputs if has_zeros]
         for at, value in enumerate(found):
-            totals[1 + at] = code.fused(scales[at % len(blocks)], value, totals[1 + at])
+            row, block = divmod(at, len(blocks))
+            shifted = code.fused(zeros[block], all_inputs[row], value) if has_zeros else value
+            totals[1 + at] = code.fused(scales[block], shifted, totals[1 + at])
     return totals[1:]
 
 
-def _sums_of_zeroed_codes(
-    code: Code, group: Value, heads: list[Value], bodies: list[Value], rows: list[Value]
-) -> tuple[list[Value], list[Value]]:
-    """The sums of inputs times codes less their zeros in one group, and the scales of the blocks."""
-    found, scales = _sums_of_codes(code, group, bodies, rows, [code - _MIDDLE for code in range(LANES)]), []
-    all_inputs = [_sum_of_inputs(code, group, row) for row in rows]
-    for block, head in enumerate(heads):
-        word = code.read(head, I32S)
-        scales.append(code.bitcast(code.and_(word, wholes(~INT4_ZERO_BITS)), F32S))
-        zeros = code.sitofp(code.sub(wholes(_MIDDLE), code.and_(word, wholes(INT4_ZERO_BITS))), F32S)
-        for row, total in enumerate(all_inputs):
-            at = row * len(heads) + block
-            found[at] = code.fused(zeros, total, found[at])
-    return found, scales
-
-
-def _scales(code: Code, product: Product, bytes_: Value) -> Value:
-    """The scales of 16 outputs: the bits of an exponent, moved, or E4M3."""
+def _scales(code: Code, product: Product, head: Value) -> Value:
+    """The scales of 16 outputs: fp32, whose lowest bits are the zeros of `nibbles`; an exponent's bits; or E4M3."""
+    if product.codes == E4M3:
+        return code.read(head, F32S)
+    if product.codes == NIBBLES:
+        return code.bitcast(code.and_(code.read(head, I32S), wholes(~INT4_ZERO_BITS)), F32S)
     if product.scale_dtype == E4M3_DTYPE:
-        return code.from_e4m3(bytes_)
-    return code.bitcast(code.shl(code.zext(bytes_, I32S), wholes(23)), F32S)
+        return code.from_e4m3(code.read(head, I8S))
+    return code.bitcast(code.shl(code.zext(code.read(head, I8S), I32S), wholes(23)), F32S)
 
 
-def _sums_of_codes(
-    code: Code, group: Value, blocks: list[Value], rows: list[Value], numbers: Sequence[float]
-) -> list[Value]:
-    """The sums of inputs times the numbers of codes in one group."""
-    number = len(rows) * len(blocks)
-    with code.loop(i64(0), group, _INPUTS_OF_WORD, [floats(0.0)] * number) as values:
-        # Eight inputs are half a vector of 16 words of 32 bits: 64 bytes.
-        words = [code.read(block, I32S, code.mul(values[0], i64(LANES // _INPUTS_OF_WORD))) for block in blocks]
-        for place in range(_INPUTS_OF_WORD):
-            index = code.add(values[0], i64(place))
-            x = [code.splat(code.read(row, F32, index)) for row in rows]
-            for block, word in enumerate(words):
-                weights = _codes(code, word, place, numbers)
-                for row, one in enumerate(x):
-                    at = 1 + row * len(blocks) + block
-                    values[at] = code.fused(weights, one, values[at])
-    return values[1:]
+def _zeros(code: Code, head: Value) -> Value:
+    """What is added for each input, once for a group: the middle less the zeros of 16 outputs."""
+    return code.sitofp(code.sub(wholes(_MIDDLE), code.and_(code.read(head, I32S), wholes(INT4_ZERO_BITS))), F32S)
 
 
 def _codes(code: Code, words: Value, place: int, numbers: Sequence[float]) -> Value:

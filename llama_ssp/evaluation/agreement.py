@@ -9,9 +9,8 @@ narrow.
 from collections.abc import Iterable, Iterator
 
 from llama_ssp.catalogue import Dtype
-from llama_ssp.evaluation.evidence import Evidence
 from llama_ssp.evaluation.statistics import wilson
-from llama_ssp.evaluation.task import EvaluateConfig, Suite
+from llama_ssp.evaluation.task import Evidence, Suite
 from llama_ssp.reports.records import CompletionLine, Evaluation, Measure
 from llama_ssp.reports.summary import CompletionPair, counted_rounds
 from llama_ssp.settings.schema import RunConfig
@@ -36,9 +35,9 @@ def scored(pairs: Iterable[CompletionPair]) -> list[CompletionLine]:
 
 def judge(evidence: Evidence) -> Evaluation:
     """Count equal texts, near ties and others."""
-    task, config = evidence.config.task, evidence.config
-    assert isinstance(task, EvaluateConfig)
-    near_tie = NEAR_TIES.get(config.model.dtype, 0.0) if task.near_tie is None else task.near_tie
+    near_tie = evidence.task.near_tie
+    if near_tie is None:
+        near_tie = NEAR_TIES.get(evidence.config.model.dtype, 0.0)
     gaps = [_gap(evidence, pair) for pair in evidence.pairs if place_of_difference(pair) is not None]
     num_pairs, others = len(evidence.pairs), [gap for gap in gaps if gap > near_tie]
     passed = not others

@@ -7,9 +7,8 @@ one-sided tests show that the rates differ by less than `task.margin`.
 import random
 import re
 
-from llama_ssp.evaluation.evidence import Evidence
 from llama_ssp.evaluation.statistics import rate_difference, wilson
-from llama_ssp.evaluation.task import EvaluateConfig, Suite
+from llama_ssp.evaluation.task import Evidence, Suite, task_and_suite
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine, Evaluation, Measure
 from llama_ssp.settings.schema import RunConfig
 
@@ -22,8 +21,7 @@ _ANSWER = re.compile(r"\s*(\d+)\b")
 
 def prompts(config: RunConfig) -> list[str]:
     """Make prompts, of which the seed alone decides: more of them begin with the same ones."""
-    task = config.task
-    assert isinstance(task, EvaluateConfig)
+    task, _ = task_and_suite(config)
     products = [(first, second) for first in range(10, 100) for second in range(10, 100)]
     random.Random(config.seed).shuffle(products)
     made = []
@@ -42,20 +40,19 @@ def is_right(line: CompletionLine) -> bool:
 
 def judge(evidence: Evidence) -> Evaluation:
     """Compare the rates of right answers."""
-    task = evidence.config.task
-    assert isinstance(task, EvaluateConfig)
+    margin = evidence.task.margin
     right = [(is_right(pair.plain), is_right(pair.speculative)) for pair in evidence.pairs]
     num_pairs, num_plain, num_speculative = len(right), sum(plain for plain, _ in right), sum(fast for _, fast in right)
     alone = right.count((True, False)), right.count((False, True))
     tested = rate_difference(*alone, num_pairs, confidence=1 - 2 * FALSE_PASS_RATE)
-    is_equivalent = -task.margin < tested.low and tested.high < task.margin
+    is_equivalent = -margin < tested.low and tested.high < margin
     shown = f"the rates of right answers, plain {num_plain / num_pairs:.1%} and speculative "
     shown += f"{num_speculative / num_pairs:.1%} of {num_pairs}, "
-    verdict = f"are shown to differ by less than {task.margin:g}"
+    verdict = f"are shown to differ by less than {margin:g}"
     if not is_equivalent:
         is_different = tested.low > 0 or tested.high < 0
         more = "" if is_different else ": more prompts, as num_prompts=, narrow the interval"
-        verdict = f"differ by {tested.low:.3f} to {tested.high:.3f}, not within the margin of {task.margin:g}{more}"
+        verdict = f"differ by {tested.low:.3f} to {tested.high:.3f}, not within the margin of {margin:g}{more}"
     difference = (alone[1] - alone[0]) / num_pairs
     measures = [
         Measure.within(f"right answers, {mode}", num_right / num_pairs, wilson(num_right, num_pairs))

@@ -9,18 +9,9 @@ over all tokens. Each kind gets half of the rate of false alarms, in equal share
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
-from llama_ssp.evaluation.evidence import Evidence
+from llama_ssp.evaluation import statistics
 from llama_ssp.evaluation.martingales import SCORES, powers, sums_of
-from llama_ssp.evaluation.statistics import (
-    PairedGroup,
-    count_statistic,
-    mean_interval,
-    mean_statistic,
-    p_value,
-    swaps,
-    total_variation,
-)
-from llama_ssp.evaluation.task import Suite
+from llama_ssp.evaluation.task import Evidence, Suite
 from llama_ssp.reports.records import CompletionLine, Evaluation, Measure
 from llama_ssp.reports.summary import CompletionPair
 from llama_ssp.settings.schema import RunConfig
@@ -43,7 +34,7 @@ def scored(pairs: Iterable[CompletionPair]) -> list[CompletionLine]:
     return [line for _, of_prompt in of_prompts for lines in zip(*of_prompt, strict=True) for line in lines]
 
 
-def _groups_of(evidence: Evidence) -> list[PairedGroup]:
+def _groups_of(evidence: Evidence) -> list[statistics.PairedGroup]:
     """The pairs of each prompt."""
     groups = []
     for _, of_prompt in groupby(evidence.pairs, key=lambda pair: pair.plain.index):
@@ -51,7 +42,7 @@ def _groups_of(evidence: Evidence) -> list[PairedGroup]:
         places = [place for place in PLACES if any(len(line.token_ids) > place for pair in pairs for line in pair)]
         columns = [[(_token(pair.plain, place), _token(pair.speculative, place)) for pair in pairs] for place in places]
         sums = [[sum(evidence.log_probs[line.key]) for line in pair] for pair in pairs]
-        groups.append(PairedGroup(columns=columns, differences=[fast - plain for plain, fast in sums]))
+        groups.append(statistics.PairedGroup(columns=columns, differences=[fast - plain for plain, fast in sums]))
     return groups
 
 
@@ -63,9 +54,9 @@ def judge(evidence: Evidence) -> Evaluation:
     """Test whether both modes have one distribution, and the speculative samples the target's."""
     groups = _groups_of(evidence)
     sums = {name: of_score for name, of_score in sums_of(evidence.sums).items() if of_score.varies}
-    signs = swaps(groups, num_swaps=NUM_SWAPS, seed=_SEED)
-    tests = {"next tokens": count_statistic, "log-likelihoods": mean_statistic}
-    p_values = {name: p_value(statistic(groups, signs)) for name, statistic in tests.items()}
+    signs = statistics.swaps(groups, num_swaps=NUM_SWAPS, seed=_SEED)
+    tests = {"next tokens": statistics.count_statistic, "log-likelihoods": statistics.mean_statistic}
+    p_values = {name: statistics.p_value(statistic(groups, signs)) for name, statistic in tests.items()}
     of_sum = FALSE_ALARM_RATE / (2 * len(SCORES))
     least = dict.fromkeys(p_values, FALSE_ALARM_RATE / (2 * len(p_values))) | dict.fromkeys(sums, of_sum)
     p_values |= {name: of_score.p_value for name, of_score in sums.items()}
@@ -76,7 +67,10 @@ def judge(evidence: Evidence) -> Evaluation:
         "plain and speculative samples come from different distributions"
     )  # fmt: skip
     missed = [f"{fault} ({chance:.2f})" for fault, chance in power.items() if chance < LEAST_POWER]
-    apart, difference = total_variation(groups, seed=_SEED), mean_interval([group.differences for group in groups])
+    apart, difference = (
+        statistics.total_variation(groups, seed=_SEED),
+        statistics.mean_interval([group.differences for group in groups]),
+    )
     return Evaluation(
         suite=SUITE.name,
         passed=passed,

@@ -1,14 +1,19 @@
-"""`task=evaluate`: its settings, checks and record. Each suite is a module of this package."""
+"""`task=evaluate`: its settings, checks and record, and the evidence of suites, each a module of this package."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from llama_ssp.fields import made, setting
 from llama_ssp.registry import Registry
 from llama_ssp.settings.schema import RunConfig, TaskConfig
 from llama_ssp.settings.tasks import NoEffect, TaskSpec, default_of, default_prompts
+
+if TYPE_CHECKING:  # plans need none of them
+    from llama_ssp.evaluation.martingales import TextSums
+    from llama_ssp.reports.records import Evaluation, LineKey
+    from llama_ssp.reports.summary import CompletionPair
 
 
 @dataclass(kw_only=True)
@@ -35,11 +40,31 @@ class EvaluateConfig(TaskConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """All pairs of a run, in order of prompts and samples.
+
+    Attributes:
+        log_probs: of the scored texts, a natural logarithm per new token, under the target.
+        sums: of the speculative texts, if the suite needs them.
+    """
+
+    config: RunConfig
+    pairs: "Sequence[CompletionPair]"
+    log_probs: "Mapping[LineKey, Sequence[float]]"
+    sums: "Sequence[TextSums]" = ()
+
+    @property
+    def task(self) -> EvaluateConfig:
+        """The task's settings."""
+        return cast("EvaluateConfig", self.config.task)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Suite:
     """One suite."""
 
     name: str  # value of `task.suite`.
-    judge: Callable[[Any], Any]  # returns the `reports.records.Evaluation` of an `evaluation.evidence.Evidence`.
+    judge: "Callable[[Evidence], Evaluation]"
     # which completions of such pairs the target scores, token by token, before the judge is called.
     scored: Callable[[Any], Iterable[Any]] = lambda pairs: ()  # noqa: ARG005
     # the draft scores the speculative ones too, and the judge has their sums (`evaluation.martingales`).

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from llama_ssp.cpu import sums
 from llama_ssp.cpu.shared_memory import SLOT_BYTES, SharedMemoryGroup
-from llama_ssp.ranks.gpu import MOST_WORK_S, DeviceWait, Event
+from llama_ssp.ranks.gpu import MOST_WORK_S, DeviceWait
 from llama_ssp.settings.layout import Layout
 
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # older torch
@@ -215,7 +215,7 @@ class Comm:
         if self.size > 1:
             dist.all_reduce(torch.zeros(1), group=self.group)
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: torch.cuda.Event) -> None:
         """Wait until this rank's GPU has passed an event; DistBackendError if it waits for a rank that is lost."""
         if self.device_wait:
             self.device_wait.until(event)

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -74,16 +73,6 @@ def ends_run(error: BaseException | None) -> bool:
     return is_lost or exhaustion(error) is not None or ends_run(error.__cause__ or error.__context__)
 
 
-class Event(Protocol):
-    """An event on the device, such as `torch.cuda.Event`."""
-
-    def query(self) -> bool:
-        """Whether the device has passed it; never waits."""
-
-    def synchronize(self) -> None:
-        """Wait until the device has passed it, without a limit."""
-
-
 class DeviceWait:
     """The waits of this rank, one object for all its groups.
 
@@ -104,7 +93,7 @@ class DeviceWait:
         self.is_waiting = False
         self.passed_s = time.monotonic()
 
-    def until(self, event: Event) -> None:
+    def until(self, event: torch.cuda.Event) -> None:
         """Wait until the device has passed an event; DistBackendError if a rank has ended, or if it takes too long."""
         if not any(event.query() for _ in range(_NUM_QUERIES)):
             self.is_waiting = True
@@ -114,7 +103,7 @@ class DeviceWait:
                 self.is_waiting = False
         self.passed_s = time.monotonic()
 
-    def _nap_until(self, event: Event) -> None:
+    def _nap_until(self, event: torch.cuda.Event) -> None:
         began = time.monotonic()
         deadline_s = began + self.timeout_s
         failed_s: float | None = None

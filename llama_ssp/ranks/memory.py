@@ -1,4 +1,4 @@
-"""Memory: this rank's peak, what its node still has, and sentences for memory and disks that ran out."""
+"""Memory: this rank's peak, and sentences for memory and disks that ran out."""
 
 import errno
 import threading
@@ -12,7 +12,7 @@ from llama_ssp.errors import FULL_DISK, CapacityError, SspError
 from llama_ssp.ranks.nccl import is_of_nccl
 
 _EVERY_S = 0.005
-_STATUS, _MEMINFO = Path("/proc/self/status"), Path("/proc/meminfo")
+_STATUS = Path("/proc/self/status")
 # The CPU allocator and failed thread starts raise a plain RuntimeError, which only its text identifies.
 _MEMORY_WORDS = (
     "can't allocate memory", "not enough memory", "out of memory", "cannot allocate memory", "can't start new thread",
@@ -66,17 +66,8 @@ class MemoryWatch:
 
 def anonymous_bytes() -> int | None:
     """This process's anonymous resident memory; None if the system does not report it."""
-    return _read(_STATUS, "RssAnon:")
-
-
-def available_bytes() -> int | None:
-    """The node's available memory; None if the system does not report it."""
-    return _read(_MEMINFO, "MemAvailable:")
-
-
-def _read(file: Path, entry: str) -> int | None:
-    lines = (line.split() for line in (file.read_text().splitlines() if file.exists() else []))
-    return next((int(line[1]) * 1024 for line in lines if line[:1] == [entry]), None)
+    lines = (line.split() for line in (_STATUS.read_text().splitlines() if _STATUS.exists() else []))
+    return next((int(line[1]) * 1024 for line in lines if line[:1] == ["RssAnon:"]), None)
 
 
 def exhaustion(error: BaseException) -> SspError | None:

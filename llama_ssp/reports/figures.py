@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.reports.measures import Estimate, RunMeasures
-from llama_ssp.reports.records import PLAIN, SPECULATIVE
+from llama_ssp.reports.measures import Estimate
+from llama_ssp.reports.records import DISTURBED, NOT_LOSSLESS, PLAIN, SPECULATIVE
 from llama_ssp.reports.runs import Run
-from llama_ssp.reports.tables import DISTURBED, NOT_LOSSLESS, marks_of
 from llama_ssp.words import visible
 
 try:
@@ -128,20 +127,19 @@ class Bar(NamedTuple):
     forecast: dict[str, float | None]
 
 
-def bars_of(run: Run, measured: RunMeasures, name: str) -> list[Bar]:
+def bars_of(run: Run, name: str) -> list[Bar]:
     """The bars of a run: one, or one for each cell of a benchmark."""
-    mark = marks_of(run.summary)
     if run.summary.cells:
         return [
             Bar(
-                f"{cell.name}{mark}", {mode: Estimate(ms) for mode, ms in cell.ms_per_token.items()},
+                f"{cell.name}{run.summary.marks}", {mode: Estimate(ms) for mode, ms in cell.ms_per_token.items()},
                 {**cell.forecast_ms_per_token},
             )
             for cell in run.summary.cells
         ]  # fmt: skip
     expected = run.summary.forecast
     forecasts = {PLAIN: expected.plain_ms_per_token, SPECULATIVE: expected.speculative_ms_per_token}
-    return [Bar(name, {mode: found.ms_per_token for mode, found in measured.modes.items()}, forecasts)]
+    return [Bar(name, {mode: found.ms_per_token for mode, found in run.measures.modes.items()}, forecasts)]
 
 
 def time_per_token(bars: Sequence[Bar]) -> Figure | None:

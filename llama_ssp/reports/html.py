@@ -11,20 +11,10 @@ from typing import Any
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports import figures
 from llama_ssp.reports.figures import Bar, bars_of, time_per_token
-from llama_ssp.reports.measures import LEAST_PROMPTS, RunMeasures, measure
-from llama_ssp.reports.records import MEASURE_COLUMNS
-from llama_ssp.reports.runs import Run, find_runs, labels, varying_settings
-from llama_ssp.reports.tables import (
-    DISTURBED,
-    NOT_LOSSLESS,
-    marks_of,
-    name_of,
-    number,
-    percentiles_table,
-    runs_table,
-    runs_to_csv,
-    table,
-)
+from llama_ssp.reports.measures import LEAST_PROMPTS
+from llama_ssp.reports.records import DISTURBED, MEASURE_COLUMNS, NOT_LOSSLESS
+from llama_ssp.reports.runs import Run, find_runs, names_of, varying_settings
+from llama_ssp.reports.tables import number, percentiles_table, runs_table, runs_to_csv, table
 from llama_ssp.words import count, decimal, share, visible
 
 try:
@@ -48,11 +38,9 @@ def write_report(folders: Sequence[Path], output: Path | None) -> str:
     runs, missing = find_runs(folders)
     if not runs:
         raise ConfigError("; ".join(missing))
-    measures = [measure(run.lines) for run in runs]
-    table = runs_to_csv(runs, measures, varying_settings(runs))
     try:
         output.mkdir(parents=True, exist_ok=True)
-        for name, text in ("report.html", report(runs, measures, missing=missing)), ("runs.csv", table):
+        for name, text in ("report.html", report(runs, missing=missing)), ("runs.csv", runs_to_csv(runs)):
             # A model's text can end in half a surrogate pair.
             (output / name).write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
@@ -61,25 +49,23 @@ def write_report(folders: Sequence[Path], output: Path | None) -> str:
     return f"wrote {output / 'report.html'} and runs.csv: {count(len(runs), 'run')}{left_out}"
 
 
-def report(runs: Sequence[Run], measures: Sequence[RunMeasures] | None = None, *, missing: Sequence[str] = ()) -> str:
+def report(runs: Sequence[Run], *, missing: Sequence[str] = ()) -> str:
     """Render the page of at least one run; `missing` holds sentences about runs that could not be read."""
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
     templates.filters |= {"visible": visible, "number": decimal, "share": share, "counted": count}
-    measures = measures or [measure(run.lines) for run in runs]
-    settings, sweep = varying_settings(runs), None
-    names = labels(settings) if settings else [run.name for run in runs]
+    sweep, ((_, *heads), names) = None, names_of(runs)
+    labels = [", ".join(map("{}={}".format, heads, own[1:])) or run.name for run, own in zip(runs, names, strict=True)]
     if len(runs) > 1:
-        numbered = [f"{name_of(place, runs[place])}: {name}" for place, name in enumerate(names)]
-        rows = [row for found in map(bars_of, runs, measures, numbered) for row in found]
+        numbered = [f"{number}: {label}" for (number, *_), label in zip(names, labels, strict=True)]
         sweep = {
-            "settings": settings, "table": runs_table(runs, measures, settings),
-            "percentiles": percentiles_table(runs, measures, settings), "figure": _drawn(rows),
+            "settings": varying_settings(runs), "table": runs_table(runs), "percentiles": percentiles_table(runs),
+            "figure": _drawn([row for found in map(bars_of, runs, numbered) for row in found]),
         }  # fmt: skip
     return templates.get_template("report.html").render(
-        title=_title(runs), runs=list(map(_section, runs, measures, names)), sweep=sweep,
+        title=_title(runs), runs=list(map(_section, runs, labels)), sweep=sweep,
         least_prompts=LEAST_PROMPTS, missing=missing, mark=DISTURBED, not_lossless=NOT_LOSSLESS,
     )  # fmt: skip
 
@@ -98,15 +84,15 @@ def _title(runs: Sequence[Run]) -> str:
     return f"{len(runs)} runs of {pairs[0] if len(pairs) == 1 else f'{len(pairs)} pairs'}"
 
 
-def _section(run: Run, measured: RunMeasures, name: str) -> dict[str, Any]:
+def _section(run: Run, name: str) -> dict[str, Any]:
     """Collect the parts of the page that are of one run."""
     verdict, cells = run.summary.evaluation, run.summary.cells
     words = {DISTURBED: "disturbed", NOT_LOSSLESS: "not lossless"}
-    mark = ", ".join(f"{mark} {words[mark]}" for mark in marks_of(run.summary).split())
+    mark = ", ".join(f"{mark} {words[mark]}" for mark in run.summary.marks.split())
     figures_of = [[cell.name, *map(number, [*cell.columns, cell.tokens_per_round])] for cell in cells]
     return {
-        "name": name, "run": run, "medians": runs_table([run], [measured], []),
-        "percentiles": percentiles_table([run], [measured], []), "measured": bool(measured.modes),
-        "cells": table(_CELL_COLUMNS, figures_of), "figure": _drawn(bars_of(run, measured, mark)),
+        "name": name, "run": run, "medians": runs_table([run]), "percentiles": percentiles_table([run]),
+        "measured": bool(run.measures.modes), "cells": table(_CELL_COLUMNS, figures_of),
+        "figure": _drawn(bars_of(run, mark)),
         "measures": table(MEASURE_COLUMNS, [one.cells for one in verdict.measures] if verdict else []),
     }  # fmt: skip

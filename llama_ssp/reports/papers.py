@@ -6,10 +6,10 @@ from pathlib import Path
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports.measures import measure, ratio
-from llama_ssp.reports.records import SPECULATIVE
-from llama_ssp.reports.runs import Run, Setting, find_runs, varying_settings
+from llama_ssp.reports.records import DISTURBED, NOT_LOSSLESS, SPECULATIVE
+from llama_ssp.reports.runs import Run, find_runs, names_of
 from llama_ssp.reports.summary import accepted_by_position, counted_rounds
-from llama_ssp.reports.tables import DISTURBED, NOT_LOSSLESS, Cell, Table, estimated, name_of, number, runs_table, table
+from llama_ssp.reports.tables import Cell, Table, estimated, number, runs_table, table
 from llama_ssp.words import visible
 
 MARKDOWN, LATEX = "markdown", "latex"
@@ -25,47 +25,41 @@ def paper_tables(folders: Sequence[Path], form: str) -> str:
     runs, missing = find_runs(folders)
     if not runs:
         raise ConfigError("; ".join(missing))
-    measures, settings = [measure(run.lines) for run in runs], varying_settings(runs)
     found = {
-        "Medians over prompts": runs_table(runs, measures, settings, brief=True),
-        "Share of rounds that accepted the token at each position": _by_position(runs, settings),
-        "Kinds of prompts": _by_kind(runs, settings),
+        "Medians over prompts": runs_table(runs, brief=True),
+        "Share of rounds that accepted the token at each position": _by_position(runs),
+        "Kinds of prompts": _by_kind(runs),
     }
     lay_out = {MARKDOWN: _markdown, LATEX: _latex}[form]
     texts = [lay_out(title, shown) for title, shown in found.items() if shown.rows]
     return "\n\n".join([*texts, _notes(runs, form)])
 
 
-def _by_position(runs: Sequence[Run], settings: Sequence[Setting]) -> Table:
+def _by_position(runs: Sequence[Run]) -> Table:
+    heads, names = names_of(runs)
     shares = [accepted_by_position([line for line in run.lines if line.mode == SPECULATIVE]) for run in runs]
     most = max(map(len, shares), default=0)
     rows = [
-        [*_names(place, run, settings), *(number(share, places=3) for share in found), *[""] * (most - len(found))]
-        for place, (run, found) in enumerate(zip(runs, shares, strict=True))
+        [*own, *(number(share, places=3) for share in found), *[""] * (most - len(found))]
+        for own, found in zip(names, shares, strict=True)
         if found
     ]
-    heads = ["#", *(setting.name for setting in settings), *map(str, range(1, most + 1))]
-    return table(heads, rows, 1 + len(settings))
+    return table([*heads, *map(str, range(1, most + 1))], rows, len(heads))
 
 
-def _by_kind(runs: Sequence[Run], settings: Sequence[Setting]) -> Table:
+def _by_kind(runs: Sequence[Run]) -> Table:
     rows: list[list[Cell | str]] = []
-    for place, run in enumerate(runs):
+    heads, names = names_of(runs)
+    for run, own in zip(runs, names, strict=True):
         for kind in sorted({line.category for line in run.lines if line.category}):
             lines = [line for line in run.lines if line.category == kind]
             found, fast = measure(lines), [line for line in lines if line.mode == SPECULATIVE]
             rounds = [(float(len(line.token_ids) - 1), float(line.num_rounds)) for line in fast if line.num_rounds]
             rows.append([
-                *_names(place, run, settings), visible(kind), estimated(found.speedup, unit="x"),
-                estimated(found.acceptance, places=3), estimated(ratio(rounds) if rounds else None),
-                str(len({line.index - line.turn for line in lines})),
+                *own, visible(kind), estimated(found.speedup, unit="x"), estimated(found.acceptance, places=3),
+                estimated(ratio(rounds) if rounds else None), str(len({line.index - line.turn for line in lines})),
             ])  # fmt: skip
-    heads = ["#", *(setting.name for setting in settings), "kind", "speed-up", "accepted", "tokens/round", "prompts"]
-    return table(heads, rows, 2 + len(settings))
-
-
-def _names(place: int, run: Run, settings: Sequence[Setting]) -> list[str]:
-    return [name_of(place, run), *(setting.texts[place] for setting in settings)]
+    return table([*heads, "kind", "speed-up", "accepted", "tokens/round", "prompts"], rows, len(heads) + 1)
 
 
 def _notes(runs: Sequence[Run], form: str) -> str:

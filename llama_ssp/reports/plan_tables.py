@@ -244,7 +244,7 @@ def _basis(plan: Plan) -> Iterator[str]:
         yield f"drafting overlaps verification: {', '.join(idle)}, {dropped}"
 
 
-def print_jobs(jobs: Sequence[tuple[str, Plan, float | None]], console: Console | None = None) -> None:
+def print_jobs(jobs: Sequence[tuple[str, Plan, float | None]]) -> None:
     """Print one table of all jobs of a sweep: name, plan, and hours of decoding where they are known."""
     spent = [
         (hours, hours * plan.hardware.num_ranks if hours is not None and plan.hardware.device == "cuda" else None)
@@ -259,7 +259,7 @@ def print_jobs(jobs: Sequence[tuple[str, Plan, float | None]], console: Console 
     for (name, plan, _), hours in zip(jobs, spent, strict=True):
         fits = "[green]yes[/green]" if plan.fits else "[red]no[/red]"
         table.add_row(_literal(name), fits, f"{1e3 * plan.timing.best_s:.2f}", *map(_shown_hours, hours))
-    console = console or _Output()
+    console = _Output()
     console.print("All jobs; ms/token of a completion in its faster mode; hours of decoding at most, without loading")
     console.print(table)
 

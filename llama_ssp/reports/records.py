@@ -20,6 +20,10 @@ MOST_DRAFTED = 1024
 """Largest K of any run."""
 PLAIN = "plain"
 SPECULATIVE = "speculative"
+DISTURBED = "†"
+"""Marks a run whose times are not those of an undisturbed machine."""
+NOT_LOSSLESS = "‡"
+"""Marks a run whose texts are not the target's: `speculation.forced_lengths`."""
 
 LineKey: TypeAlias = tuple[int, str, int]
 """The (index, mode, sample) that identifies a finished completion when a run is resumed."""
@@ -446,6 +450,12 @@ class Summary(RunFacts):
         """A clause for texts that are not the target's; empty for others."""
         lengths = self.forced_lengths
         return f"not lossless: speculation.forced_lengths={lengths} says what rounds accept" if lengths else ""
+
+    @property
+    def marks(self) -> str:
+        """The marks of the run in tables and figures, each after a space."""
+        marks = {DISTURBED: self.disturbed, NOT_LOSSLESS: self.forced_lengths}
+        return "".join(f" {mark}" for mark, is_marked in marks.items() if is_marked)
 
     @classmethod
     def from_json(cls, text: str) -> "Summary":

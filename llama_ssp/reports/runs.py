@@ -8,10 +8,12 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports.folder import MOST_STATUS_BYTES, read_lines, read_regular
+from llama_ssp.reports.measures import RunMeasures, measure
 from llama_ssp.reports.reading import MOST_BYTES, MOST_CHARS, read_settings
 from llama_ssp.reports.records import CompletionLine, Summary
 from llama_ssp.words import visible
@@ -56,6 +58,11 @@ class Run:
         named = {"task": summary.task, "model": summary.model, "draft": summary.draft or "none"}
         others = {key: value for key, value in self.settings.items() if key not in _NAMED_BY_FACTS}
         return named | {"ranks": summary.world_size} | others
+
+    @cached_property
+    def measures(self) -> RunMeasures:
+        """Its measurements with their intervals."""
+        return measure(self.lines)
 
     @property
     def num_draft_tokens(self) -> int:
@@ -159,10 +166,12 @@ def varying_settings(runs: Sequence[Run]) -> list[Setting]:
     return [Setting(key=key, name=_short_name(key, kept), values=changing[key]) for key in kept]
 
 
-def labels(settings: Sequence[Setting]) -> list[str]:
-    """Return a label for each run: its own values of the settings."""
-    named = [[f"{setting.name}={text}" for text in setting.texts] for setting in settings]
-    return [", ".join(of_run) for of_run in zip(*named, strict=True)]
+def names_of(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
+    """Head the columns that name runs, and name each: its number from 1 with its marks, its settings that vary."""
+    settings = varying_settings(runs)
+    numbers = [f"{number}{run.summary.marks}" for number, run in enumerate(runs, start=1)]
+    names = zip(numbers, *(setting.texts for setting in settings), strict=True)
+    return ["#", *(setting.name for setting in settings)], [[*of_run] for of_run in names]
 
 
 def _identity(value: object) -> str:

@@ -4,33 +4,21 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from llama_ssp.reports import records
 from llama_ssp.reports.provenance import git_commit, versions
-from llama_ssp.reports.records import (
-    PLAIN,
-    SPECULATIVE,
-    BenchmarkCell,
-    CompletionLine,
-    Evaluation,
-    Excerpt,
-    OverlapSummary,
-    PlainSummary,
-    RankActivity,
-    RunFacts,
-    SpeculativeSummary,
-    Summary,
-)
+from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
 
 
 def summarise(
-    facts: RunFacts,
+    facts: records.RunFacts,
     lines: Sequence[CompletionLine],
-    cells: Sequence[BenchmarkCell] = (),
+    cells: Sequence[records.BenchmarkCell] = (),
     *,
     num_draft_tokens: int,
-    activities: Sequence[RankActivity] = (),
-    evaluation: Evaluation | None = None,
-    excerpts: Sequence[Excerpt] = (),
-) -> Summary:
+    activities: Sequence[records.RankActivity] = (),
+    evaluation: records.Evaluation | None = None,
+    excerpts: Sequence[records.Excerpt] = (),
+) -> records.Summary:
     """Make the summary of a run from its lines, including those of earlier parts of a resumed run.
 
     A number without measurements is None. `cells` are those of a benchmark, which has no lines; `num_draft_tokens` is 0
@@ -38,7 +26,7 @@ def summarise(
     """
     by_mode = {mode: [line for line in lines if line.mode == mode] for mode in (PLAIN, SPECULATIVE)}
     plain, fast = by_mode[PLAIN], by_mode[SPECULATIVE]
-    return Summary(
+    return records.Summary(
         **vars(facts), versions=versions(), git_commit=git_commit(),
         num_prompts=len({line.index for line in lines}) + sum(cell.batch_size for cell in cells),
         num_new_tokens=_num_new_tokens(lines) + sum(cell.batch_size * cell.max_new_tokens for cell in cells),
@@ -112,9 +100,9 @@ def round_gains(accepted_lengths: Sequence[int], num_draft_tokens: int) -> list[
     return gains
 
 
-def _plain(lines: Sequence[CompletionLine]) -> PlainSummary:
+def _plain(lines: Sequence[CompletionLine]) -> records.PlainSummary:
     first = [line.first_token_ms for line in lines if line.first_token_ms is not None]
-    return PlainSummary(
+    return records.PlainSummary(
         ms_per_token=ms_per_token(lines), num_target_forwards=sum(line.num_target_forwards for line in lines),
         # Of all rows and replicas: above 1000 / ms_per_token in a batch.
         tokens_per_s=_ratio(_num_new_tokens(lines), sum(line.share_s for line in lines)),
@@ -122,14 +110,14 @@ def _plain(lines: Sequence[CompletionLine]) -> PlainSummary:
     )  # fmt: skip
 
 
-def _speculative(lines: Sequence[CompletionLine], num_draft_tokens: int) -> SpeculativeSummary:
+def _speculative(lines: Sequence[CompletionLine], num_draft_tokens: int) -> records.SpeculativeSummary:
     def histogram(numbers: Iterable[int]) -> list[int]:
         counts = Counter(numbers)
         return [counts[number] for number in range(num_draft_tokens + 1)]
 
     num_rounds = sum(line.num_rounds for line in lines)
     adapts = any(line.draft_lengths is not None for line in lines)
-    return SpeculativeSummary(
+    return records.SpeculativeSummary(
         **vars(_plain(lines)), num_rounds=num_rounds, acceptance_rate=acceptance_rate(lines),
         # A row's first token comes from its prefill.
         tokens_per_round=_ratio(_num_new_tokens(lines) - len(lines), num_rounds),
@@ -142,8 +130,11 @@ def _speculative(lines: Sequence[CompletionLine], num_draft_tokens: int) -> Spec
 
 
 def _overlap(
-    facts: RunFacts, lines: Sequence[CompletionLine], activities: Sequence[RankActivity], num_draft_tokens: int
-) -> OverlapSummary:
+    facts: records.RunFacts,
+    lines: Sequence[CompletionLine],
+    activities: Sequence[records.RankActivity],
+    num_draft_tokens: int,
+) -> records.OverlapSummary:
     drafted = num_draft_tokens * sum(len(line.accepted_lengths) for line in lines)
 
     def idle_share(model: str) -> float | None:
@@ -152,7 +143,7 @@ def _overlap(
         of_model = [rank for rank in activities if rank.rank % size in ranks and rank.rounds_s]
         return _ratio(sum(rank.waited_s / rank.rounds_s for rank in of_model), len(of_model))
 
-    return OverlapSummary(
+    return records.OverlapSummary(
         target_idle_share=idle_share("target"), draft_idle_share=idle_share("draft"),
         num_drafted_tokens=drafted, num_dropped_tokens=drafted - sum(sum(line.accepted_lengths) for line in lines),
         ranks=[*activities],

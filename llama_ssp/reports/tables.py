@@ -6,18 +6,14 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from llama_ssp.reports.measures import PERCENTILES, Estimate, RunMeasures
-from llama_ssp.reports.records import PLAIN, SPECULATIVE, Summary
-from llama_ssp.reports.runs import Run, Setting
+from llama_ssp.reports.measures import PERCENTILES, Estimate
+from llama_ssp.reports.records import PLAIN, SPECULATIVE
+from llama_ssp.reports.runs import Run, names_of, varying_settings
 from llama_ssp.words import decimal
 
 _OWN_COLUMNS = ("task", "model", "draft", "ranks", "seed")
 """Facts that every table has, whether they vary or not."""
 _ONLY_IN_REPORTS = ("forecast speed-up", "prompts faster", "prompts", "tokens", "run", "status")
-DISTURBED = "†"
-"""Marks a run whose times are not those of an undisturbed machine."""
-NOT_LOSSLESS = "‡"
-"""Marks a run whose texts are not the target's: `speculation.forced_lengths`."""
 
 
 class Cell(NamedTuple):
@@ -35,17 +31,6 @@ class Table(NamedTuple):
     num_left: int = 1
 
 
-def marks_of(summary: Summary) -> str:
-    """The marks of a run, each after a space."""
-    marks = {DISTURBED: summary.disturbed, NOT_LOSSLESS: summary.forced_lengths}
-    return "".join(f" {mark}" for mark, is_marked in marks.items() if is_marked)
-
-
-def name_of(place: int, run: Run) -> str:
-    """Name the run in a place of a report by its number from 1, with its marks."""
-    return f"{place + 1}{marks_of(run.summary)}"
-
-
 def table(columns: Sequence[str], rows: Sequence[Sequence[Cell | str]], num_left: int = 1) -> Table:
     """Make a table of the columns that have a text in any row."""
     cells = [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in rows]
@@ -54,48 +39,46 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Cell | str]], num_left
     return Table([columns[place] for place in kept], [[row[place] for place in kept] for row in cells], left)
 
 
-def runs_table(
-    runs: Sequence[Run], measures: Sequence[RunMeasures], settings: Sequence[Setting], *, brief: bool = False
-) -> Table:
+def runs_table(runs: Sequence[Run], *, brief: bool = False) -> Table:
     """Lay out a row for each run: the settings that vary, and medians with their intervals; `brief` ones alone."""
+    heads, names = names_of(runs)
     columns = [
-        "#", *(setting.name for setting in settings), "plain, ms/token", "speculative, ms/token", "speed-up",
-        "forecast speed-up", "prompts faster", "accepted", "tokens/round", "prompts", "tokens", "run", "status",
+        "plain, ms/token", "speculative, ms/token", "speed-up", "forecast speed-up", "prompts faster", "accepted",
+        "tokens/round", "prompts", "tokens", "run", "status",
     ]  # fmt: skip
+    kept = [place for place, name in enumerate(columns) if not (brief and name in _ONLY_IN_REPORTS)]
     rows: list[list[Cell | str]] = []
-    for place, (run, measured) in enumerate(zip(runs, measures, strict=True)):
-        summary, fast, num_pairs = run.summary, run.summary.speculative, len(measured.pairs)
-        rows.append([
-            name_of(place, run), *(setting.texts[place] for setting in settings),
+    for run, own in zip(runs, names, strict=True):
+        summary, fast, measured, num_pairs = run.summary, run.summary.speculative, run.measures, len(run.measures.pairs)
+        figures: list[Cell | str] = [
             *(estimated(measured.ms_per_token(mode)) for mode in (PLAIN, SPECULATIVE)),
             estimated(measured.speedup, unit="x"), number(summary.forecast.speedup if fast else None, "x"),
             f"{measured.num_faster} of {num_pairs}" if num_pairs else "", estimated(measured.acceptance, places=3),
             number(fast.tokens_per_round if fast else None), str(summary.num_prompts), str(summary.num_new_tokens),
             run.name, run.status,
-        ])  # fmt: skip
-    if brief:
-        kept = [place for place, name in enumerate(columns) if place <= len(settings) or name not in _ONLY_IN_REPORTS]
-        columns, rows = [columns[place] for place in kept], [[row[place] for place in kept] for row in rows]
-    return table(columns, rows, 1 + len(settings))
+        ]  # fmt: skip
+        rows.append([*own, *(figures[place] for place in kept)])
+    return table([*heads, *(columns[place] for place in kept)], rows, len(heads))
 
 
-def percentiles_table(runs: Sequence[Run], measures: Sequence[RunMeasures], settings: Sequence[Setting]) -> Table:
+def percentiles_table(runs: Sequence[Run]) -> Table:
     """Lay out a row for each mode of each run: percentiles over its completions."""
-    heads, rows = ["#", *(setting.name for setting in settings)] if len(measures) > 1 else [], []
-    for place, (run, measured) in enumerate(zip(runs, measures, strict=True)):
-        names = [name_of(place, run), *(setting.texts[place] for setting in settings)] if heads else []
-        for name, mode in measured.modes.items():
-            figures = map(number, mode.ms_percentiles + mode.first_token_percentiles)
-            rows.append([*names, name, str(mode.num_completions), *figures])
+    heads, names = names_of(runs) if len(runs) > 1 else ([], [[]])
+    rows = [
+        [*own, name, str(mode.num_completions), *map(number, mode.ms_percentiles + mode.first_token_percentiles)]
+        for run, own in zip(runs, names, strict=True)
+        for name, mode in run.measures.modes.items()
+    ]
     ends = [f"p{percentile}, {kind}" for kind in ("ms/token", "ms to first token") for percentile in PERCENTILES]
     return table([*heads, "mode", "completions", *ends], rows, len(heads) + 1)
 
 
-def runs_to_csv(runs: Sequence[Run], measures: Sequence[RunMeasures], settings: Sequence[Setting]) -> str:
+def runs_to_csv(runs: Sequence[Run]) -> str:
     """Return one row for each run: its settings that vary, medians with intervals, percentiles and forecasts."""
-    rows = []
-    for place, (run, measured) in enumerate(zip(runs, measures, strict=True)):
-        summary, fast, num_pairs = run.summary, run.summary.speculative, len(measured.pairs) or None
+    rows, settings = [], varying_settings(runs)
+    for place, run in enumerate(runs):
+        summary, fast, measured = run.summary, run.summary.speculative, run.measures
+        num_pairs = len(measured.pairs) or None
         row: dict[str, object] = {"run": run.name, "task": summary.task, "model": summary.model, "draft": summary.draft}
         row |= {"num_draft_tokens": run.num_draft_tokens, "tree": summary.tree}
         row |= {"world_size": summary.world_size, "seed": summary.seed}

@@ -321,7 +321,7 @@ def _check_vocabularies(target: Source, draft: Source, *, own_tokenizer: bool) -
         )
     if own_tokenizer:
         sizes = {"target_size": target.origin.shape.vocab_size, "draft_size": draft.origin.shape.vocab_size}
-        if not align(target.tokenizer, draft.tokenizer, **sizes).num_shared:
+        if {*align(target.tokenizer, draft.tokenizer, **sizes).shared} == {None}:
             raise ConfigError(
                 f"{said('draft.tokenizer', 'own')} drafts the tokens that both vocabularies have, and "
                 f"draft={draft.entry.name} shares none with {said('model', target.entry.name)}: choose another draft, "

@@ -5,34 +5,32 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from llama_ssp.ranks.process import handle_signals, heeded_signals, signals_kept
+from llama_ssp.ranks.world import World
 from llama_ssp.speculate.engine.completion import StopRequest
 
 
 @contextmanager
-def stopping_on_signals(
-    stop_request: StopRequest, *, tell: Callable[[], None], agree: Callable[[bool], bool]
-) -> Iterator[Callable[[], None]]:
+def stopping_on_signals(stop_request: StopRequest, world: World) -> Iterator[Callable[[], None]]:
     """Let Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP set `stop_request` while the block runs, however often they come.
 
     After a request has ended the block, further signals still do nothing: SLURM and torchrun both forward a SIGTERM,
     and the second one must not end a process that is writing its last records. After a request that came too late for
     the block, signals do nothing only if all ranks know of the request.
 
-    Afterwards `stop_request` says whether the run must end here, the same on every rank. `tell` is called on the first
-    signal: it notifies the other ranks, which may not have received it. `agree` returns on all ranks whether any rank
-    has a request. Yields a function that does the same as a signal.
+    Afterwards `stop_request` says whether the run must end here, the same on every rank. The first signal notifies the
+    other ranks, which may not have received it. Yields a function that does the same as a signal.
     """
 
     def stop() -> None:
         if not stop_request.requested:
             stop_request.requested = True
-            tell()
+            world.watch.ask_to_stop()
 
     before = {number: signal.signal(number, lambda *_: stop()) for number in heeded_signals()}
     is_agreed = False
     try:
         yield stop
-        is_agreed = agree(stop_request.requested)
+        is_agreed = any(world.comm.gather_text("stop" if stop_request.requested else ""))
     except BaseException:
         is_agreed = stop_request.requested
         raise

@@ -79,14 +79,9 @@ def run(config: RunConfig, clock: StartClock) -> bool:
             return False
         do_task: Task = imported(task.run, setting=setting)
         session, requests = _load(config, world, terminal, folder, phase=phase, clock=clock)
-
-        def agree(stops: bool) -> bool:
-            return any(world.comm.gather_text("stop" if stops else ""))
-
         interruption = None
         try:
-            heeding = stopping_on_signals(session.stop_request, tell=world.watch.ask_to_stop, agree=agree)
-            with heeding as stop, terminal.while_read(stop):
+            with stopping_on_signals(session.stop_request, world) as stop, terminal.while_read(stop):
                 if requests is None:
                     _converse(session, do_task)
                 else:
@@ -119,7 +114,7 @@ def _load(
         check_files = imported(task.check_files, setting=f"task={task.name}")
         check_files(config, folders, world_size=world.comm.size)
     keys = from_rank_0(world.comm, lambda: sorted(folder.finished) if folder else [])
-    finished = frozenset((index, mode, sample) for index, mode, sample in keys)
+    finished = frozenset(map(tuple, keys))
     target = sources[0]
     maker = RequestMaker(
         tokenizer=target.tokenizer, context=target.origin.context, vocab_size=target.origin.shape.vocab_size

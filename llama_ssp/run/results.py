@@ -13,21 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.errors import ConfigError, FailedEvaluation
 from llama_ssp.registry import imported
+from llama_ssp.reports import records
 from llama_ssp.reports.provenance import processor
-from llama_ssp.reports.records import (
-    SPECULATIVE,
-    Baseline,
-    CompletionLine,
-    Excerpt,
-    ExpertsRead,
-    Forecast,
-    PromptTokens,
-    RankActivity,
-    RankMemory,
-    RunFacts,
-    Span,
-    Summary,
-)
 from llama_ssp.reports.runs import Run
 from llama_ssp.reports.summary import round_gains, summarise
 from llama_ssp.run.session import Session
@@ -64,28 +51,29 @@ def finalize(session: Session) -> None:
     replica_size = comm.size // num_replicas
     num_experts, num_expected, num_layers = map(sum, zip(*experts, strict=True))
     kind, ranks = config.placement.target.kind, layout.target_ranks
+    baseline = config.place.baseline if config.place else None
     placement: dict[str, Any] = {"target": {"kind": kind.name, "ranks": [*ranks], "tp_size": len(ranks)}}
     if ranks := layout.draft_ranks:
         tp_size = 1 if layout.splits_batch else len(ranks)
         placement["draft"] = {"kind": layout.draft_kind.name, "ranks": [*ranks], "tp_size": tp_size}
     if num_replicas > 1:
         folder.put_in_order()
-    facts = RunFacts(
+    facts = records.RunFacts(
         task=task.name, model=config.model.label, draft=draft_label(config.draft), tree=config.speculation.tree,
         forced_lengths=config.speculation.forced_lengths,
-        point=config.place.title if config.place else None, baseline=_baseline(session), machine=_machine(session),
-        weights=config.weights.name,
+        point=config.place.title if config.place else None, machine=_machine(session), weights=config.weights.name,
+        baseline=records.Baseline(folder=baseline, ms_per_token=session.again_ms_per_token) if baseline else None,
         placement=placement | {"num_replicas": num_replicas}, world_size=comm.size, seed=config.seed,
         memory=[
-            RankMemory(rank=rank, planned_bytes=expected, measured_peak_bytes=peak)
+            records.RankMemory(rank=rank, planned_bytes=expected, measured_peak_bytes=peak)
             for rank, (expected, peak) in enumerate(zip(planned, peaks, strict=True))
         ],
-        prompt_tokens=PromptTokens(
+        prompt_tokens=records.PromptTokens(
             num_read=sum(num_read[::replica_size]), num_reused=sum(num_reused[::replica_size])
         ),
-        experts=ExpertsRead(num_read=num_experts / num_layers, num_expected=num_expected / num_layers)
+        experts=records.ExpertsRead(num_read=num_experts / num_layers, num_expected=num_expected / num_layers)
         if num_layers else None,
-        forecast=forecast(plan.timing) if plan and not task.largest_cell else Forecast(),
+        forecast=forecast(plan.timing) if plan and not task.largest_cell else records.Forecast(),
         startup=session.start_clock.times,
     )  # fmt: skip
     gains_of = partial(round_gains, num_draft_tokens=most_drafted) if activities else None
@@ -95,8 +83,7 @@ def finalize(session: Session) -> None:
         num_draft_tokens=most_drafted if session.models.drafts else 0,
     )  # fmt: skip
     slow, disturbed = _disturbance(session, summary, now, ranks_s=sum(used_s[: session.world.ranks.local_size]))
-    before = folder.disturbed_before(config.place.baseline if config.place else None)
-    summary = replace(summary, disturbed=disturbed or before)
+    summary = replace(summary, disturbed=disturbed or folder.disturbed_before(baseline))
     folder.write_summary(summary)
     terminal = session.terminal
     terminal.results(summary, run_dir=folder.path, shows_table=bool(folder.lines) and task.shows_table)
@@ -121,15 +108,8 @@ def _machine(session: Session) -> str:
     return f"{size} with {count(torch.get_num_threads(), 'thread')} on {processor()}"
 
 
-def _baseline(session: Session) -> Baseline | None:
-    place = session.config.place
-    if place is None or place.baseline is None:
-        return None
-    return Baseline(folder=place.baseline, ms_per_token=session.again_ms_per_token)
-
-
 def _disturbance(
-    session: Session, summary: Summary, now: CoreTimes, *, ranks_s: float
+    session: Session, summary: records.Summary, now: CoreTimes, *, ranks_s: float
 ) -> tuple[str | None, str | None]:
     """The sentences for the user of a slow run, and for the records of any disturbed one; also into the log."""
     decoder = session.decoders.get(session.best_mode)
@@ -141,30 +121,30 @@ def _disturbance(
     return slow, disturbed
 
 
-def _activities(session: Session) -> list[RankActivity]:
+def _activities(session: Session) -> list[records.RankActivity]:
     """The activity of each rank in rounds that overlap."""
-    comm, decoder = session.world.comm, session.decoders.get(SPECULATIVE)
-    own = RankActivity(rank=comm.rank, rounds_s=0.0, waited_s=0.0)
+    comm, decoder = session.world.comm, session.decoders.get(records.SPECULATIVE)
+    own = records.RankActivity(rank=comm.rank, rounds_s=0.0, waited_s=0.0)
     if decoder:
-        own = RankActivity(
+        own = records.RankActivity(
             rank=comm.rank, rounds_s=decoder.rounds_s, waited_s=decoder.clock.waited_s, num_rounds=decoder.num_rounds,
             draft_cpu_s=decoder.clock.draft_cpu_s,
         )  # fmt: skip
-    return [RankActivity(**json.loads(text)) for text in comm.gather_text(json.dumps(asdict(own)))]
+    return [records.RankActivity(**json.loads(text)) for text in comm.gather_text(json.dumps(asdict(own)))]
 
 
 def excerpts(
-    lines: Sequence[CompletionLine],
+    lines: Sequence[records.CompletionLine],
     tokenizer: PreTrainedTokenizerBase,
     *,
     gains_of: Callable[[Sequence[int]], list[int]] | None = None,
-) -> list[Excerpt]:
+) -> list[records.Excerpt]:
     """The first completions of a run, one a prompt, with their text split by who chose each token.
 
     The speculative ones if there are any. `gains_of` makes the new tokens of each round from the accepted ones; without
     it a round adds one of the target's.
     """
-    best = [line for line in lines if line.mode == SPECULATIVE] or lines
+    best = [line for line in lines if line.mode == records.SPECULATIVE] or lines
     chosen = sorted((line for line in best if not line.sample), key=lambda line: line.index)[:_NUM_EXCERPTS]
     found = []
     for line in chosen:
@@ -179,8 +159,10 @@ def excerpts(
             pieces += text.push(token_ids[begin : begin + gain], num_accepted=num_accepted)
             begin += gain
         by_origin = groupby([*pieces, *text.flush()], key=lambda piece: piece.accepted)
-        spans = [Span(text="".join(piece.text for piece in group), drafted=drafted) for drafted, group in by_origin]
-        found.append(Excerpt(index=line.index, sample=line.sample, mode=line.mode, prompt=prompt, spans=spans))
+        spans = [
+            records.Span(text="".join(piece.text for piece in group), drafted=drafted) for drafted, group in by_origin
+        ]
+        found.append(records.Excerpt(index=line.index, sample=line.sample, mode=line.mode, prompt=prompt, spans=spans))
     return found
 
 

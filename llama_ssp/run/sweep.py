@@ -4,8 +4,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from llama_ssp.reports.measures import measure
-from llama_ssp.reports.runs import find_runs, varying_settings
+from llama_ssp.reports.runs import find_runs
 from llama_ssp.reports.tables import runs_table
 from llama_ssp.terminal.terminal import Terminal
 from llama_ssp.words import decimal
@@ -15,11 +14,10 @@ def show_table(folders: Sequence[Path]) -> None:
     """Print one table over the points that have a summary, and say how to make their report."""
     complete = [folder for folder in folders if (folder / "summary.json").is_file()]
     runs, _ = find_runs(complete) if complete else ([], [])
-    measures = [measure(run.lines) for run in runs]
-    if not any(measured.modes for measured in measures):
+    if not any(run.measures.modes for run in runs):
         return
     terminal = Terminal.of_rank(0)
-    terminal.sweep(runs_table(runs, measures, varying_settings(runs), brief=True))
+    terminal.sweep(runs_table(runs, brief=True))
     for run in runs:
         found, plain = run.summary.baseline, run.summary.plain
         if found and found.ms_per_token and plain and plain.ms_per_token:

@@ -9,16 +9,8 @@ from rich.padding import PaddingDimensions
 from rich.table import Table
 from rich.text import Text
 
+from llama_ssp.reports import records
 from llama_ssp.reports import tables as reports
-from llama_ssp.reports.records import (
-    MEASURE_COLUMNS,
-    PLAIN,
-    SPECULATIVE,
-    BenchmarkCell,
-    Evaluation,
-    SpeculativeSummary,
-    Summary,
-)
 from llama_ssp.words import count, decimal, share, visible
 
 ACCEPTED_STYLE = "green"
@@ -39,13 +31,14 @@ def _figures(headings: Sequence[str], rows: Sequence[Sequence[str | Text]], *, p
     return table
 
 
-def summary_table(summary: Summary) -> RenderableType:
+def summary_table(summary: records.Summary) -> RenderableType:
     """Lay out plain and speculative decoding, a line per mode that ran, with forecasts; a missing number is "-"."""
     headings = ("", "ms/token", "forecast", "tokens/s", "tokens\n/round", "accepted", "speed-up", "forecast")
     rows, first, forecast = list[Sequence[str | Text]](), list[str](), summary.forecast
     plain, fast = summary.plain, summary.speculative
     for name, mode, expected_ms in (
-        (PLAIN, plain, forecast.plain_ms_per_token), (SPECULATIVE, fast, forecast.speculative_ms_per_token),
+        (records.PLAIN, plain, forecast.plain_ms_per_token),
+        (records.SPECULATIVE, fast, forecast.speculative_ms_per_token),
     ):  # fmt: skip
         if mode:
             drafted: list[str | Text] = ["-"] * 4
@@ -79,7 +72,7 @@ def summary_table(summary: Summary) -> RenderableType:
     return Group(*parts)
 
 
-def benchmark_table(cells: Sequence[BenchmarkCell]) -> RenderableType:
+def benchmark_table(cells: Sequence[records.BenchmarkCell]) -> RenderableType:
     """Lay out the cells of a benchmark, one per line."""
     headings = (
         "K", "prompt", "batch", "plain", "fore-\ncast", "gene-\nrate", "specu-\nlative", "fore-\ncast", "assis-\nted",
@@ -108,8 +101,8 @@ def runs_table(shown: reports.Table) -> RenderableType:
     for column in table.columns[: shown.num_left]:
         column.justify = "left"
     notes = {
-        reports.DISTURBED: "disturbed: summary.json of the run says by what",
-        reports.NOT_LOSSLESS: "not lossless: speculation.forced_lengths says what rounds accept",
+        records.DISTURBED: "disturbed: summary.json of the run says by what",
+        records.NOT_LOSSLESS: "not lossless: speculation.forced_lengths says what rounds accept",
     }
     found = [f"\n{mark} {note}" for mark, note in notes.items() if any(mark in row[0].text for row in shown.rows)]
     meaning = "medians over prompts, with 95 % intervals from 6 prompts on; speed-up: plain over speculative"
@@ -117,16 +110,16 @@ def runs_table(shown: reports.Table) -> RenderableType:
     return Group(Text(), title, Text(meaning, style="bright_black"), Text(), table, Text("".join(found)))
 
 
-def verdict_table(evaluation: Evaluation) -> RenderableType:
+def verdict_table(evaluation: records.Evaluation) -> RenderableType:
     """Lay out the verdict of an evaluation: its figures, one per line, and the sentence."""
     rows = [[*map(visible, measure.cells)] for measure in evaluation.measures]
-    table = _figures(MEASURE_COLUMNS, rows, padding=(0, 0, 0, 1))
+    table = _figures(records.MEASURE_COLUMNS, rows, padding=(0, 0, 0, 1))
     sentence = Text(visible(evaluation.outcome), style="bold green" if evaluation.passed else "bold red")
     sentence.append(f": {visible(evaluation.reason)}", style="not bold default")
     return Group(Text(), table, Text(), sentence)
 
 
-def closing_line(summary: Summary) -> Text:
+def closing_line(summary: records.Summary) -> Text:
     """Sum up in one line what was generated and how fast; of two modes the speculative one."""
     if summary.cells:
         return Text("; ".join(filter(None, [f"{count(len(summary.cells), 'cell')} measured", summary.caveat])))
@@ -144,7 +137,7 @@ def closing_line(summary: Summary) -> Text:
     return Text(f"{summary.evaluation.outcome}; {text}" if summary.evaluation else text)
 
 
-def _title(summary: Summary) -> Text:
+def _title(summary: records.Summary) -> Text:
     models = summary.model
     if summary.speculative:
         models += f" with {summary.draft}, {summary.drafting}"
@@ -154,7 +147,7 @@ def _title(summary: Summary) -> Text:
     return Text(f"{visible(models)}: {', '.join(count(*counted) for counted in counts)}", style="bold")
 
 
-def _round_line(fast: SpeculativeSummary) -> Text:
+def _round_line(fast: records.SpeculativeSummary) -> Text:
     parts_s = {"draft": fast.draft_s, "verify": fast.verify_s, "other": max(fast.other_s, 0.0)}
     total_s, done_s = sum(parts_s.values()), 0.0
     line, bar = Text("a round:  "), Text()

@@ -20,18 +20,10 @@ from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 from llama_ssp.errors import SspError
-from llama_ssp.reports.records import Summary
-from llama_ssp.reports.tables import DISTURBED, NOT_LOSSLESS, Table
+from llama_ssp.reports.records import DISTURBED, NOT_LOSSLESS, Summary
+from llama_ssp.reports.tables import Table
+from llama_ssp.terminal import tables
 from llama_ssp.terminal.progress import Pace, ProgressView, RunProgress
-from llama_ssp.terminal.tables import (
-    ACCEPTED_STYLE,
-    OWN_STYLE,
-    benchmark_table,
-    closing_line,
-    runs_table,
-    summary_table,
-    verdict_table,
-)
 from llama_ssp.terminal.typed import typed_prompts
 from llama_ssp.terminal.unread import has_hung_up, silence
 from llama_ssp.words import visible
@@ -142,7 +134,7 @@ class Terminal:
         if self._shown:
             self._show(Text())
         elif self._out.color_system:
-            accepted, own = ("accepted drafted tokens", ACCEPTED_STYLE), ("the target's own", OWN_STYLE)
+            accepted, own = ("accepted drafted tokens", tables.ACCEPTED_STYLE), ("the target's own", tables.OWN_STYLE)
             self._show(Text.assemble(accepted, ", ", own, "\n"))
         place = f"prompt {prompt + 1}" + (f" of {num_prompts}" if num_prompts else "")
         place += f", sample {sample + 1} of {num_samples}" if num_samples > 1 else ""
@@ -155,7 +147,7 @@ class Terminal:
     def stream(self, pieces: Iterable[tuple[str, bool]]) -> None:
         """Show new pieces of the open completion immediately: texts, and whether they were drafted and accepted."""
         for text, accepted in pieces:
-            self._write(text, ACCEPTED_STYLE if accepted else OWN_STYLE)
+            self._write(text, tables.ACCEPTED_STYLE if accepted else tables.OWN_STYLE)
 
     def end_of_text(self) -> None:
         """End the open completion, if any, with a line feed if it has none."""
@@ -178,22 +170,22 @@ class Terminal:
         """Show the tables of a run that has ended, and on standard error how fast it was and where its records are."""
         self.end_of_text()  # an interruption may leave one open
         if summary.cells:
-            self._show(benchmark_table(summary.cells))
+            self._show(tables.benchmark_table(summary.cells))
         if shows_table:
-            self._show(summary_table(summary))
+            self._show(tables.summary_table(summary))
         if summary.disturbed and (shows_table or summary.cells):
             self._show(Text(f"{DISTURBED} disturbed: {visible(summary.disturbed)}"))
         if summary.caveat:
             self._show(Text(f"{NOT_LOSSLESS} {summary.caveat}"))
         if summary.evaluation:
-            self._show(verdict_table(summary.evaluation))
-        self.say(f"{closing_line(summary)}; records in {run_dir}")
+            self._show(tables.verdict_table(summary.evaluation))
+        self.say(f"{tables.closing_line(summary)}; records in {run_dir}")
 
     def sweep(self, table: Table) -> None:
         """Show the table over the points of a sweep, the last thing that is shown."""
         if not self._out.is_terminal:  # a file has room for all columns
             self._out.width = _WIDEST
-        self._out.print(runs_table(table))
+        self._out.print(tables.runs_table(table))
 
     def say(self, sentence: str) -> None:
         """Write a sentence to standard error: on a terminal wrapped between words, elsewhere as one line."""

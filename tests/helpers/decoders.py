@@ -3,14 +3,17 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import cycle
+from typing import Any
 
 import torch
 
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
+from llama_ssp.settings.drafters import NgramConfig
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
-from llama_ssp.speculate.drafters.drafter import Drafter
+from llama_ssp.settings.trees import tree_shape
+from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts
 from llama_ssp.speculate.drafters.limited import DraftLimit
 from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.drafters.ngram import NgramDrafter
@@ -45,7 +48,7 @@ def make_decoder(  # noqa: PLR0913
     sampling: SamplingConfig | None = None,
     make_drafter: Callable[[Rule], Drafter] | None = None,
     taps: Taps | None = None,
-    tree: Tree | None = None,
+    tree: Tree | str | None = None,
     limit: DraftLimit | None = None,
     shard: Shard = WHOLE,
 ) -> Decoder:
@@ -54,29 +57,41 @@ def make_decoder(  # noqa: PLR0913
     Its rounds are replayed by torch's interpreter, by a recorder or by `WatchedGraphs`, or launched from Python without
     `replay`.
     """
-    comm = comm or Comm.single()
+    comm, tree = comm or Comm.single(), tree_of(tree)
     rule = make_rule(
         sampling or SamplingConfig(temperature=temperature),
         VerificationConfig(rule=rule_name),
         shard=shard,
         of_trees=partial(verify_tree, tree) if tree else None,
     )
-    device = torch.device(target.device)
     drafters: list[Drafter] = [make_drafter(rule)] if make_drafter else []
-    num_draft_tokens = tree.num_drafted if tree else num_draft_tokens
+    how: Any = {"rule": rule, "num_draft_tokens": num_draft_tokens, "vocab_size": target.vocab_size, "tree": tree}
     if draft:
-        inner = ModelDrafter(
-            draft, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=target.vocab_size, tree=tree
-        )
-        drafters += [BroadcastDrafter(inner, comm=comm, src=0, num_draft_tokens=num_draft_tokens, device=device)]
+        parts = parts_of(draft, **how)
+        drafters += [BroadcastDrafter(ModelDrafter(parts), parts, comm=comm, src=0)]
     if ngram:
-        drafters += [NgramDrafter(num_draft_tokens=num_draft_tokens, longest=3, shortest=1, device=device, tree=tree)]
+        drafters += [NgramDrafter(parts_of(**how))]
     verifier = Verifier(rule, comm=comm, verify_rank=0, device=target.device)
     round_ = Round(target, *drafters, verifier=verifier, taps=taps, tree=tree, limit=limit)
     return Decoder(
         round_, executor=executor_of(round_, replay), batch_size=batch_size, eos_ids=eos_ids, seed=7,
         stop_request=stop_request,
     )  # fmt: skip
+
+
+def tree_of(shape: Tree | str | None) -> Tree | None:
+    """A tree of a shape such as `2x2x1`; None for chains."""
+    return Tree(tree_shape(shape), torch.device("cpu")) if isinstance(shape, str) else shape
+
+
+def parts_of(runner: Any = None, *, tree: Tree | str | None = None, **parts: Any) -> DrafterParts:  # noqa: ANN401
+    """What makes a drafter of three tokens, or of those of a tree, on a CPU; of look-up unless something is given."""
+    known = {"config": NgramConfig(kind="ngram", longest=3, history=0), "device": torch.device("cpu"), "runner": runner}
+    known |= {"rule": make_rule(SamplingConfig(), VerificationConfig()), "num_draft_tokens": 3}
+    known |= {"vocab_size": runner.vocab_size if runner else 0, "tree": tree_of(tree)} | parts
+    if drafted := known["tree"]:
+        known["num_draft_tokens"] = drafted.num_drafted
+    return DrafterParts(**known)
 
 
 def executor_of(round_: Round, replay: Recorder | type[WatchedGraphs] | bool) -> Executor:
@@ -124,6 +139,16 @@ def requests(num_tokens: int = 40) -> list[Request]:
     """Requests of different lengths."""
     prompts = [(1,), (2, 3, 4, 5, 6), (7, 7), (0, 9, 8, 1, 2, 3, 4), (5, 6, 5), (10,), (3, 1, 4, 1, 5, 9, 2, 6)]
     return [Request(index=i, prompt_ids=ids, max_new_tokens=num_tokens - 3 * i) for i, ids in enumerate(prompts)]
+
+
+def requests_of(prompts: Sequence[tuple[int, ...]], num_new: int) -> list[Request]:
+    """A request for so many tokens behind each prompt."""
+    return [Request(index=index, prompt_ids=ids, max_new_tokens=num_new) for index, ids in enumerate(prompts)]
+
+
+def ids_of(completions: Sequence[RowCompletion]) -> list[list[int]]:
+    """Their texts."""
+    return [done.token_ids for done in completions]
 
 
 def outcome(completions: Sequence[RowCompletion]) -> list[object]:

@@ -12,15 +12,19 @@ P = 2 numbers of a draw.
 import math
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
+from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.sampling.context import Context
 from llama_ssp.speculate.sampling.draft import POINT_MASS, Draft
+from llama_ssp.speculate.sampling.processors import processor
 from llama_ssp.speculate.sampling.rules import Rule
 from llama_ssp.speculate.sampling.uniforms import PER_DRAW, Draws
-from tests.helpers.table_models import TableModel
+from tests.helpers.table_models import TableModel, joint_law
 
 LARGEST_UNIFORM = 1 - 2.0**-53
 _SAME_BORDER = 1e-14
@@ -55,6 +59,18 @@ def exact_law(
     for length, text_law in enumerate(texts[1:], start=1):
         law = text_law + (law[..., None] * draw_law(rule, target.logits[length], prompt)).flatten(1)
     return law
+
+
+def law_error(rule: Rule, sampling: SamplingConfig, *, target: TableModel, **how: Any) -> float:  # noqa: ANN401
+    """The largest difference between `exact_law` and the target's law; at temperature 0 its best text's."""
+    best = TableModel(tuple(one_hot(logits.argmax(-1), target.vocab_size).double() for logits in target.logits))
+    law = processed(target, sampling) if sampling.temperature else best.logits
+    return float((exact_law(rule, target=target, **how) - joint_law(law)).abs().max())
+
+
+def processed(model: TableModel, sampling: SamplingConfig) -> tuple[Tensor, ...]:
+    """The conditional laws of a table's texts."""
+    return tuple(map(processor(sampling), model.logits))
 
 
 def round_law(
@@ -127,7 +143,7 @@ def draw_law(rule: Rule, logits: Tensor, prompt: tuple[int, ...] = ()) -> Tensor
     context = _after_prefixes(prompt, logits)
 
     def choose(rows_B: Tensor, uniforms_BC: Tensor) -> Tensor:
-        return rule.draw(rows_BV[rows_B], uniforms_BC, _rows_of(context, rows_B))[0][:, 0]
+        return rule.draw(rows_BV[rows_B, None], uniforms_BC[:, None], _rows_of(context, rows_B))[0][:, 0]
 
     return choice_law(choose, num_rows=rows_BV.shape[0], num_coordinates=PER_DRAW, num_answers=logits.shape[-1]).view(
         logits.shape
@@ -176,8 +192,8 @@ def _drafting(
         logits = draft.logits[position]
         codes_N = codes_of(paths_NK[:, :position], draft.vocab_size)
         path_law_GN = path_law_GN * draw_law(rule, logits, prompt)[:, codes_N, paths_NK[:, position]]
-        some_BP = logits.new_full((logits.shape[0] * logits.shape[1], PER_DRAW), 0.5)
-        _, probs = rule.draw(logits.flatten(0, 1), some_BP, _after_prefixes(prompt, logits))
+        some_B1P = logits.new_full((logits.shape[0] * logits.shape[1], 1, PER_DRAW), 0.5)
+        _, probs = rule.draw(logits.flatten(0, 1)[:, None], some_B1P, _after_prefixes(prompt, logits))
         kept_probs.append(None if probs is None else probs.view(logits.shape)[:, codes_N])
     probs_K = [probs for probs in kept_probs if probs is not None]
     return path_law_GN, torch.stack([*probs_K, torch.zeros_like(probs_K[0])], dim=2) if probs_K else None

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import Runner
+from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.round import DraftChoice
-from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.trees import Tree
-from tests.helpers.decoders import ScriptedLength, make_decoder
+from tests.helpers.decoders import ScriptedLength, complete, make_decoder, parts_of, requests_of, tree_of
 
 TEMPERATURE, NUM_DRAFTED = 0.8, 3
 Seen = list[tuple[list[int], Tensor, Tensor]]
@@ -23,16 +23,17 @@ Seen = list[tuple[list[int], Tensor, Tensor]]
 
 
 def decode(  # noqa: PLR0913
-    target: Runner, make: Callable[..., Any], layers: Sequence[int], *, width: int, prompts: Sequence[tuple[int, ...]],
-    num_new: int = 12, tree: Tree | None = None, seen: Seen | None = None, choices: Sequence[DraftChoice] = (),
-    reuses: bool = True, **how: Any,  # noqa: ANN401
+    target: Runner, kind: type[HeadDrafter], head: Any, layers: Sequence[int], *, width: int,  # noqa: ANN401
+    prompts: Sequence[tuple[int, ...]],
+    num_new: int = 12, tree: Tree | str | None = None, seen: Seen | None = None,
+    choices: Sequence[DraftChoice] = (), reuses: bool = True, num_drafted: int = NUM_DRAFTED, **how: Any,  # noqa: ANN401
 ) -> list[RowCompletion]:  # fmt: skip
-    """Decode with the drafter that is made for taps of these layers; `seen` takes its drafts, round by round."""
+    """Decode with a head and its drafter, which reads taps of these layers; `seen` takes its drafts, round by round."""
     taps = Taps(layers, width=width, dtype=torch.float32, device=torch.device("cpu"))
 
     def make_drafter(rule: Any) -> Any:  # noqa: ANN401 - any rule
-        number = tree.num_drafted if tree else NUM_DRAFTED
-        drafter = make(taps, rule=rule, num_draft_tokens=number, first_row=lambda _rows: 0, tree=tree)
+        sizes: Any = {"num_draft_tokens": num_drafted, "tree": tree, "vocab_size": target.vocab_size}
+        drafter: Any = kind(parts_of(head=head, taps=taps, rule=rule, **sizes))
         propose = drafter.propose
 
         def watched(rows: Any, **named: Any) -> Any:  # noqa: ANN401
@@ -47,24 +48,20 @@ def decode(  # noqa: PLR0913
 
     given = {"temperature": TEMPERATURE, "replay": seen is None} | how
     decoder = make_decoder(
-        target, None, make_drafter=make_drafter, taps=taps, tree=tree, num_draft_tokens=NUM_DRAFTED, **given
+        target, None, make_drafter=make_drafter, taps=taps, tree=tree, num_draft_tokens=num_drafted, **given
     )
     decoder.reuses = reuses
     if choices:
         decoder.length = ScriptedLength(choices)
-    requests = [Request(index=index, prompt_ids=ids, max_new_tokens=num_new) for index, ids in enumerate(prompts)]
-    with torch.inference_mode():
-        done = {update.completion.request.index: update.completion
-                for updates in decoder.run(requests, to_length=True) for update in updates}  # fmt: skip
-    return [done[index] for index in range(len(prompts))]
+    return complete(decoder, requests_of(prompts, num_new))
 
 
 def check(
-    seen: Seen, library: Any, layers: Sequence[int], tree: Tree | None,  # noqa: ANN401 - a model of transformers
+    seen: Seen, library: Any, layers: Sequence[int], tree: Tree | str | None,  # noqa: ANN401 - of transformers
     logits_of: Callable[[list[int], Tensor, list[int]], Tensor],
 ) -> int:  # fmt: skip
     """Compare all laws with the logits of a reference, from texts, taps and drafted tokens; returns how many."""
-    number = 0
+    number, tree = 0, tree_of(tree)
     for text, ids_K, law_TV in seen:
         if text == [0, 0]:  # a vacant row
             continue

@@ -16,7 +16,7 @@ from llama_ssp.speculate.engine.overlap import OverlappedRound
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.verifier import Verifier
 from llama_ssp.speculate.sampling.rules import make_rule
-from tests.helpers.decoders import complete, executor_of
+from tests.helpers.decoders import complete, executor_of, parts_of
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.recorded import WatchedGraphs
 
@@ -50,17 +50,12 @@ def overlapped_decoder(  # noqa: PLR0913
     sampling, verification = sampling or SamplingConfig(temperature=temperature), VerificationConfig(rule=rule_name)
     rule, drafts_by = (make_rule(sampling, verification, breaks_ties=bool(each)) for each in (0, num_left))
     has_target, has_draft = comm.rank < num_target_ranks or not is_apart, comm.rank >= num_target_ranks or not is_apart
-    inner = None
-    if has_draft:
-        inner = ModelDrafter(
-            draft, rule=drafts_by, num_draft_tokens=num_draft_tokens, vocab_size=target.vocab_size,
-            num_ahead=num_draft_tokens - 1,
-        )  # fmt: skip
+    parts = parts_of(draft, rule=drafts_by, num_draft_tokens=num_draft_tokens, num_ahead=num_draft_tokens - 1)
     samples = sampling.temperature > 0 and rule_name != "coupled"
     receiver = ProbsReceiver(VERIFY_RANK, target.vocab_size, truncates=sampling.truncates, num_left=num_left)
     drafter = AheadDrafter(
-        inner, comm=comm, src=num_target_ranks if is_apart else 0, num_draft_tokens=num_draft_tokens,
-        device=target.device, receiver=receiver if is_apart and samples else None,
+        ModelDrafter(parts) if has_draft else None, parts, comm=comm, src=num_target_ranks if is_apart else 0,
+        receiver=receiver if is_apart and samples else None,
     )  # fmt: skip
     if not has_target:
         target = NullRunner(device=target.device, vocab_size=target.vocab_size, max_position_embeddings=512)

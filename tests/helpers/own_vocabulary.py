@@ -1,15 +1,13 @@
 """A draft with tokens of its own over a target of 11 tokens, and its text straight from the definition."""
 
-from collections.abc import Sequence
-
-import torch
+from collections.abc import Callable, Sequence
 
 from llama_ssp.architectures.engine import OWN_SLOTS_PER_SLOT
 from llama_ssp.models.runner import Runner
-from llama_ssp.ranks.comms import Comm
-from llama_ssp.speculate.drafters.intersection import IntersectionDrafter, VocabularyMap
+from llama_ssp.speculate.drafters.intersection import IntersectionDrafter
 from llama_ssp.speculate.drafters.tokenizers import Alignment
 from llama_ssp.speculate.sampling.rules import Rule
+from tests.helpers.decoders import parts_of
 
 NUM_IDS, NUM_OWN_IDS = 11, 9
 ALIGNMENT = Alignment(
@@ -35,17 +33,24 @@ def own_text(prompt_ids: Sequence[int], new_ids: Sequence[int], *, most: int) ->
     return text
 
 
+class Spelling:
+    """A `TokenizerPair` of these tokens, or of others that have equal ones."""
+
+    def __init__(self, alignment: Alignment = ALIGNMENT, encode: Callable[..., list[int]] = spelled) -> None:
+        self._alignment, self._encode = alignment, encode
+
+    def align(self, **_sizes: int) -> Alignment:
+        return self._alignment
+
+    def into_draft(self, ids: Sequence[int], *, size: int) -> list[int]:
+        del size
+        return self._encode(ids)
+
+
 def intersection_drafter(
-    runner: Runner,
-    rule: Rule,
-    *,
-    num_draft_tokens: int = 3,
-    kind: type[IntersectionDrafter] = IntersectionDrafter,
-    comm: Comm | None = None,
-) -> IntersectionDrafter:
+    runner: Runner, rule: Rule, *, num_draft_tokens: int = 3, kind: type[IntersectionDrafter] = IntersectionDrafter,
+    spelling: Spelling = Spelling(),  # noqa: B008
+) -> IntersectionDrafter:  # fmt: skip
     """The drafter of a runner with 9 ids."""
-    return kind(
-        runner, rule=rule, num_draft_tokens=num_draft_tokens,
-        vocabularies=VocabularyMap.of(ALIGNMENT, draft_size=NUM_OWN_IDS, device=torch.device("cpu")), encode=spelled,
-        comm=comm,
-    )  # fmt: skip
+    parts = parts_of(runner, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=NUM_IDS, tokenizers=spelling)
+    return kind(parts)

@@ -13,6 +13,7 @@ from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import Pieces, TreePlaces
 from llama_ssp.models.tensor_parallel import own_part
 from llama_ssp.ranks.comms import Comm, Reads, best_of
+from llama_ssp.speculate.engine.state import Request
 from llama_ssp.workspaces import PerBucket, Workspace
 
 NUM_CLOCK_PHASES = 5
@@ -136,3 +137,7 @@ class PrefixRunner:
         for _ in range(num_tokens):
             ids.append(int(self.logits(ids).argmax()))
         return ids[len(prompt_ids) :]
+
+    def texts(self, requests: Sequence[Request]) -> list[list[int]]:
+        """The greedy text of each request."""
+        return [self.greedy(request.prompt_ids, request.max_new_tokens) for request in requests]

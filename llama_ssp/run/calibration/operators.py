@@ -157,11 +157,17 @@ def kernel_s(device: torch.device) -> float:
             functional.silu(gate)
 
     with selected(device):
-        some()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=capture_stream(), capture_error_mode="thread_local"):
-            some()
-        return seconds_per_call(_waiting(graph.replay, device)) / _NUM_OPERATORS
+        return seconds_per_call(_waiting(_captured(some), device)) / _NUM_OPERATORS
+
+
+def _captured(call: Call, times: int = 1) -> Call:
+    """Make a call, and capture it so many times in a CUDA graph; returns what replays that."""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=capture_stream(), capture_error_mode="thread_local"):
+        for _ in range(times):
+            call()
+    return graph.replay
 
 
 def sums(comm: Comm, device: torch.device, *, num_local: int, is_own: bool = False) -> list[MeasuredSum]:
@@ -214,15 +220,10 @@ def _captured_s(comm: Comm, values: Tensor) -> float:
         comm.all_reduce(values)
 
     def replayed_s(call: Call) -> float:
-        call()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=capture_stream(), capture_error_mode="thread_local"):
-            for _ in range(_NUM_SUMS):
-                call()
-        took_s = []
+        replay, took_s = _captured(call, times=_NUM_SUMS), []
         for _ in range(_NUM_BUNCHES):
             started = time.perf_counter()
-            graph.replay()
+            replay()
             comm.finish()
             took_s.append((time.perf_counter() - started) / _NUM_SUMS)
         return undisturbed(took_s)

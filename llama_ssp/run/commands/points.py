@@ -16,17 +16,10 @@ from llama_ssp.planning.plan import require_room
 from llama_ssp.ranks.process import Ranks, launcher_of
 from llama_ssp.run.prompts import STANDARD_INPUT
 from llama_ssp.run.tasks.dry_run import check_models, hardware_of, known_prompts, plan_ahead, settings_of_run
-from llama_ssp.settings import checks
+from llama_ssp.settings import checks, schema
 from llama_ssp.settings.compose import Composed, to_run_config
 from llama_ssp.settings.rules import RULES
-from llama_ssp.settings.schema import (
-    DeviceKind,
-    DrafterConfig,
-    RunConfig,
-    SpeculationConfig,
-    SweepPlace,
-    VerificationConfig,
-)
+from llama_ssp.settings.schema import RunConfig
 from llama_ssp.settings.tasks import task_of
 
 _Result = TypeVar("_Result")
@@ -38,7 +31,7 @@ class Point:
     """One point of a sweep: its number from 0, its place, its settings, their config, and the keys that they set."""
 
     number: int
-    place: SweepPlace
+    place: schema.SweepPlace
     settings: tuple[str, ...]
     run: RunConfig
     explicit: frozenset[str]
@@ -64,7 +57,7 @@ def points_of(composed: Sequence[Composed]) -> list[Point]:
     points, common = [], set.intersection(*(set(given.settings) for given in composed))
     for number, given in enumerate(composed):
         varying = shorten(" ".join(word for word in given.settings if word not in common), _LONGEST_TITLE)
-        place = SweepPlace(number=number + 1, num_points=len(composed), settings=varying)
+        place = schema.SweepPlace(number=number + 1, num_points=len(composed), settings=varying)
         run = to_run_config(given)
         points.append(Point(number=number, place=place, settings=given.settings, run=run, explicit=given.explicit))
     return _with_baselines(points)
@@ -87,10 +80,10 @@ def _plain_part(run: RunConfig) -> str | None:
     if not task_of(run).shares_baseline or run.placement.auto or run.prompts == STANDARD_INPUT:
         return None
     rule = RULES.find(run.verification.rule)
-    verification = run.verification if rule and rule.draws_by_position else VerificationConfig()
+    verification = run.verification if rule and rule.draws_by_position else schema.VerificationConfig()
     parts = replace(
-        run, draft=DrafterConfig(), speculation=SpeculationConfig(), verification=verification, logprobs=None,
-        prompt_logprobs=None, run_dir=None,
+        run, draft=schema.DrafterConfig(), speculation=schema.SpeculationConfig(), verification=verification,
+        logprobs=None, prompt_logprobs=None, run_dir=None,
     )  # fmt: skip
     return f"{parts} in {Path(str(run.run_dir))}"
 
@@ -144,7 +137,7 @@ def check_here(point: Point, ranks: Ranks) -> None:
     if by_srun and not run.hardware:
         return  # each run plans again, together with the other ranks
     try:
-        hardware_of(run, on_cpu=run.device is DeviceKind.cpu)
+        hardware_of(run, on_cpu=run.device is schema.DeviceKind.cpu)
     except ConfigError:
         if run.hardware:
             raise

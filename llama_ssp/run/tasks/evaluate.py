@@ -1,11 +1,10 @@
 """`task=evaluate`: completes all prompts in both modes, and lets a suite judge the completions."""
 
 from llama_ssp.catalogue import Dtype
-from llama_ssp.evaluation.evidence import Evidence
 from llama_ssp.evaluation.martingales import BLOCK, CERTAIN, Role, Rounds, roles_of
-from llama_ssp.evaluation.task import task_and_suite
+from llama_ssp.evaluation.task import Evidence, task_and_suite
 from llama_ssp.ranks.failures import from_rank_0
-from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine, Evaluation
+from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
 from llama_ssp.reports.summary import pairs_of
 from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session, Viewer
@@ -47,15 +46,9 @@ def evaluate(session: Session, requests: list[PromptRequest]) -> None:
     has_head = any(source.origin.shape.is_head for source in session.models.sources)
     scores = score(session, texts, rounds=rounds_of(config, has_head=has_head))
     if session.folder:
-        evidence = Evidence(
-            config=config,
-            pairs=pairs,
-            log_probs={tuple(key): found.log_probs for (key, *_), found in zip(lines, scores, strict=True)},
-            sums=[found.sums for found in scores if found.sums],
-        )
-        evaluation = suite.judge(evidence)
-        assert isinstance(evaluation, Evaluation)
-        session.evaluation = evaluation
+        log_probs = {tuple(key): found.log_probs for (key, *_), found in zip(lines, scores, strict=True)}
+        sums = [found.sums for found in scores if found.sums]
+        session.evaluation = suite.judge(Evidence(config=config, pairs=pairs, log_probs=log_probs, sums=sums))
 
 
 def rounds_of(config: RunConfig, *, has_head: bool) -> Rounds:

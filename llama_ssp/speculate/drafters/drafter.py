@@ -2,8 +2,8 @@
 
 Module `shared` decides which ranks draft.
 
-Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, P = 2 uniforms per draw, T tokens of a chunk, V
-vocabulary.
+Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, M nodes of a level, P = 2 uniforms per draw, T
+tokens of a chunk, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,15 +23,16 @@ from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.draft import POINT_MASS, Draft
 from llama_ssp.speculate.sampling.rules import Rule
-from llama_ssp.speculate.sampling.trees import Tree
+from llama_ssp.speculate.sampling.trees import Level, ReadLevel, Tree
 from llama_ssp.workspaces import PerBucket, Workspace
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterParts:
-    """The arguments of a drafter's maker.
+    """What a drafter is made of.
 
     Attributes:
+        num_draft_tokens: the most tokens that a round drafts.
         vocab_size: V of the target.
         runner: the draft model or this rank's slice of it, for kinds of draft that have a model.
         head: the same of a draft that is a head.
@@ -114,34 +115,24 @@ class _Tables(Workspace):
     def __init__(self, batch_size: int, num_tokens: int, device: torch.device) -> None:
         self.second_B1 = torch.ones(batch_size, 1, dtype=torch.int64, device=device)
         self.unread_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        self.nothing_BV = torch.zeros(batch_size, num_tokens, device=device)
+        self.nothing_B1V = torch.zeros(batch_size, 1, num_tokens, device=device)
 
 
 class StepwiseDrafter:
     """Base class of drafters that draw tokens one after another, as the rule draws, from a model's logits.
 
-    They draft chains of K tokens, or trees, level by level. `vocab_size` is V of the target, `num_ahead` that of
-    `DrafterParts`.
+    They draft chains of K tokens, or trees, level by level.
     """
 
-    def __init__(
-        self,
-        runner: Runner | Head,
-        *,
-        rule: Rule,
-        num_draft_tokens: int,
-        vocab_size: int,
-        tree: Tree | None = None,
-        num_ahead: int = 0,
-    ) -> None:
-        self._tree, self._num_rolled_back = tree, num_draft_tokens + num_ahead
-        self.runner, self.num_draft_tokens, self.vocab_size = runner, num_draft_tokens, vocab_size
+    def __init__(self, runner: Runner | Head, parts: DrafterParts) -> None:
+        self._tree, self._num_rolled_back = parts.tree, parts.num_draft_tokens + parts.num_ahead
+        self.runner, self.num_draft_tokens, self.vocab_size = runner, parts.num_draft_tokens, parts.vocab_size
         self.repeats_operators, self.reads_by_length = runner.repeats_operators, runner.reads_by_length
-        self._rule = rule
-        self._offsets_K = torch.arange(num_draft_tokens, device=runner.device)
+        self._rule = parts.rule
+        self._offsets_K = torch.arange(parts.num_draft_tokens, device=runner.device)
         self._batch_size = 0
-        if tree:
-            self._tree_tables = TreeTables(tree.num_drafted, runner.device)
+        if parts.tree:
+            self._tree_tables = TreeTables(parts.tree.num_drafted, runner.device)
 
     @property
     def num_allocations(self) -> int:
@@ -160,38 +151,44 @@ class StepwiseDrafter:
             num_tokens = len(self._rule.shard.ids(self.vocab_size))
             self._tables, self._batch_size = _Tables(batch_size, num_tokens, self.runner.device), batch_size
 
-    def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> Callable[[int, Tensor | None], Tensor]:
-        """Returns a function that makes the logits (B, V) of a step from its number and the token drawn before."""
+    def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> ReadLevel:
+        """Return a function that reads one level after the other and makes the logits (B, M, V) after its nodes."""
         raise NotImplementedError
 
-    def _reading_levels(self, rows: Rows, *, bucket: int, num_unread: int) -> Callable[..., Tensor]:
-        """Returns a function that makes the logits (B, M, V) after nodes of a level, or after the root of None."""
-        raise NotImplementedError
+    def _places(
+        self, level: Level, lengths_B1: Tensor, *, before: int, bucket: int
+    ) -> tuple[Tensor, TreePlaces | None]:
+        """Positions (B, M) of a level whose root stands in the slot `before` the end; in trees also their places."""
+        if level.sees_BMA is None:
+            return lengths_B1 + (level.depth - before), None
+        return self._tree_tables.places(
+            lengths_B1 - before, level.first, level.depth, level.sees_BMA, bucket=bucket
+        )  # fmt: skip
 
     def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
         """Draw and write K tokens, or draw a tree; see `Drafter.propose`."""
+        read = self._reading(rows, bucket=bucket, num_unread=num_unread)
         if self._tree:
-            logits_of = self._reading_levels(rows, bucket=bucket, num_unread=num_unread)
             return self._tree.draft(
-                lambda level: self._rule.process(logits_of(level)), uniforms_BKP, takes_best=self._rule.takes_best
+                lambda level: self._rule.process(read(level)), uniforms_BKP, takes_best=self._rule.takes_best
             )
-        logits_of = self._reading(rows, bucket=bucket, num_unread=num_unread)
         tokens_BS, lengths_B1 = rows.tokens_BS, rows.lengths_B[:, None]
-        ids_B1: Tensor | None = None
+        level: Level | None = None
         drafted: list[Tensor] = []
         probs: list[Tensor] = []
-        for step, uniforms_BP in zip(range(num_tokens), uniforms_BKP.unbind(1), strict=False):
-            logits_BV = logits_of(step, ids_B1)
+        for step, uniforms_B1P in zip(range(num_tokens), uniforms_BKP.split(1, dim=1), strict=False):
+            logits_B1V = read(level)
             context = rows.before(lengths_B1 + (step - 1)) if self._rule.needs_context else None
-            ids_B1, probs_BV = self._rule.draw(logits_BV, uniforms_BP, context)
+            ids_B1, probs_B1V = self._rule.draw(logits_B1V, uniforms_B1P, context)
+            level = Level(step + 1, ids_B1)
             drafted.append(ids_B1)
             if context:  # the next one looks at this token too
                 tokens_BS.scatter_(1, lengths_B1 + step, ids_B1)
-            if probs_BV is not None:
-                probs.append(probs_BV)
+            if probs_B1V is not None:
+                probs.append(probs_B1V)
         ids_BK = torch.cat(drafted, dim=1)
         tokens_BS.scatter_(1, lengths_B1 + self._offsets_K[:num_tokens], ids_BK)
-        return Draft(ids_BK, torch.stack([*probs, self._tables.nothing_BV], dim=1) if probs else POINT_MASS)
+        return Draft(ids_BK, torch.cat([*probs, self._tables.nothing_B1V], dim=1) if probs else POINT_MASS)
 
 
 class TreeTables(Workspace):

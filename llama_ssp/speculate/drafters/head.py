@@ -11,40 +11,30 @@ first step reads as many whatever was accepted, so that shapes stay the same, an
 Shapes: B sequences, S slots, K drafted tokens, T pairs of a chunk, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from llama_ssp.architectures.engine import CATCH_UP_CHUNK, PREFILL_CHUNK
-from llama_ssp.models.cache import Taps
 from llama_ssp.models.prefill import Buckets, Prompts
-from llama_ssp.models.runner import Head
 from llama_ssp.models.upload import to_device
-from llama_ssp.speculate.drafters.drafter import StepwiseDrafter
+from llama_ssp.speculate.drafters.drafter import DrafterParts, StepwiseDrafter
 from llama_ssp.speculate.sampling.context import Rows
-from llama_ssp.speculate.sampling.rules import Rule
-from llama_ssp.speculate.sampling.trees import Level, Tree
+from llama_ssp.speculate.sampling.trees import Level, ReadLevel
 
 
 class HeadDrafter(StepwiseDrafter):
-    """Drafts with a head, under the same processors as the target; `first_row` is a rank's first row of so many."""
+    """Drafts with a head, under the same processors as the target."""
 
-    def __init__(
-        self,
-        head: Head,
-        taps: Taps,
-        *,
-        rule: Rule,
-        num_draft_tokens: int,
-        first_row: Callable[[int], int],
-        tree: Tree | None = None,
-    ) -> None:
-        super().__init__(head, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=head.num_token_ids, tree=tree)
-        self._head, self._taps, self._first_row = head, taps, first_row
+    def __init__(self, parts: DrafterParts) -> None:
+        assert parts.head
+        assert parts.taps
+        super().__init__(parts.head, parts)
+        self._head, self._taps, self._first_row = parts.head, parts.taps, parts.first_row
         self._own_rows = range(0)
-        self._width = (tree.depth if tree else num_draft_tokens) + 1
-        self._pairs_T = torch.arange(max(self._width, CATCH_UP_CHUNK), device=head.device)
+        self._width = (parts.tree.depth if parts.tree else parts.num_draft_tokens) + 1
+        self._pairs_T = torch.arange(max(self._width, CATCH_UP_CHUNK), device=parts.device)
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Allocate the cache."""
@@ -75,7 +65,6 @@ class HeadDrafter(StepwiseDrafter):
     def _read(self, rows: Rows, *, bucket: int, num_unread: int) -> tuple[Tensor, Tensor]:
         """Read the pairs that may be new; returns hidden states (B, 1, E) and logits (B, 1, V) of the newest one."""
         tokens_BS, lengths_B1 = rows.tokens_BS, rows.lengths_B[:, None]
-
         self._catch_up(rows, bucket=bucket, num_unread=num_unread)
         start_B1 = (lengths_B1 - 1 - self._width).clamp_min(0)
         positions_BT = start_B1 + self._pairs_T[: self._width]
@@ -97,9 +86,9 @@ class HeadDrafter(StepwiseDrafter):
             first_B1 = torch.zeros_like(lengths_B1)
             self._extend(rows.tokens_BS, positions_BT, first_B1, bucket=bucket, consecutive=False)
 
-    def _reading_levels(self, rows: Rows, *, bucket: int, num_unread: int) -> Callable[..., Tensor]:
+    def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> ReadLevel:
         """A node's pair has the output of its parent, and stands as far behind the newest pair as the node does."""
-        newest_B1 = rows.lengths_B[:, None] - 2
+        lengths_B1 = rows.lengths_B[:, None]
         hidden_BME: Tensor | None = None
 
         def logits_of(level: Level | None) -> Tensor:
@@ -108,31 +97,12 @@ class HeadDrafter(StepwiseDrafter):
                 hidden_BME, logits_BMV = self._read(rows, bucket=bucket, num_unread=num_unread)
                 return logits_BMV
             assert hidden_BME is not None
-            positions_BM, places = self._tree_tables.places(
-                newest_B1, level.first, level.depth, level.sees_BMA, bucket=bucket
-            )
-            above_BM1 = level.parents_BM[..., None]
-            hidden_BME = hidden_BME.gather(1, above_BM1.expand(-1, -1, hidden_BME.shape[2]))
+            positions_BM, places = self._places(level, lengths_B1, before=2, bucket=bucket)
+            if level.parents_BM is not None:
+                hidden_BME = hidden_BME.gather(1, level.parents_BM[..., None].expand(-1, -1, hidden_BME.shape[2]))
             hidden_BME, logits_BMV = self._head.extend(
                 level.ids_BM, hidden_BME, positions_BM, bucket=bucket, tree=places
             )
             return logits_BMV
-
-        return logits_of
-
-    def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> Callable[[int, Tensor | None], Tensor]:
-        lengths_B1 = rows.lengths_B[:, None]
-        hidden_B1E: Tensor | None = None
-
-        def logits_of(step: int, before_B1: Tensor | None) -> Tensor:
-            nonlocal hidden_B1E
-            if before_B1 is None:
-                hidden_B1E, logits_B1V = self._read(rows, bucket=bucket, num_unread=num_unread)
-            else:
-                assert hidden_B1E is not None
-                hidden_B1E, logits_B1V = self._head.extend(
-                    before_B1, hidden_B1E, lengths_B1 + (step - 2), bucket=bucket
-                )
-            return logits_B1V[:, 0]
 
         return logits_of

@@ -18,10 +18,12 @@ round the cache lacks the last drafted token, and the target's token after it ha
 loses its beginning, a longer spelling its end.
 
 Shapes: B sequences, R rows being prefilled, S slots of the target, X slots of the draft, K drafted tokens, P = 2
-uniforms per draw, M pieces of a token, W = M + 1 tokens of the first step, V vocabulary of the target.
+uniforms per draw, M pieces of a token (of logits: positions), W = M + 1 tokens of the first step, V vocabulary of the
+target, D of the draft.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -34,10 +36,10 @@ from llama_ssp.models.prefill import Buckets, Held, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.upload import to_device
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.speculate.drafters.drafter import StepwiseDrafter, catch_up
+from llama_ssp.speculate.drafters.drafter import DrafterParts, StepwiseDrafter, catch_up
 from llama_ssp.speculate.drafters.tokenizers import Alignment
 from llama_ssp.speculate.sampling.context import Rows
-from llama_ssp.speculate.sampling.rules import Rule
+from llama_ssp.speculate.sampling.trees import Level, ReadLevel
 from llama_ssp.workspaces import OwnBuckets, Workspace
 
 
@@ -57,14 +59,14 @@ class VocabularyMap(NamedTuple):
         numbers = [len(spelled) for spelled in alignment.pieces]
         return cls(*(torch.tensor(table, device=device) for table in (shared, pieces, numbers)))
 
-    def to_target(self, logits_BD: Tensor) -> Tensor:
-        """Move the draft's logits to the target's ids (B, V): minus infinity for tokens that the draft lacks.
+    def to_target(self, logits_BMD: Tensor) -> Tensor:
+        """Move the draft's logits to the target's ids (B, M, V): minus infinity for tokens that the draft lacks.
 
         Processors normalise what is left, so that the draft draws among the tokens of both vocabularies.
 
         Source: Timor et al. 2025, arXiv:2502.05202, Algorithm 4.
         """
-        return pad(logits_BD, (0, 1), value=float("-inf")).index_select(1, self.shared_V)
+        return pad(logits_BMD, (0, 1), value=float("-inf")).index_select(-1, self.shared_V)
 
 
 class _OwnText(Workspace):
@@ -106,29 +108,21 @@ class _OwnText(Workspace):
 class IntersectionDrafter(StepwiseDrafter, OwnBuckets):
     """Drafts with a model that has another tokenizer, under the same processors as the target.
 
-    Args:
-        vocabularies: the target's tokens in terms of the draft's.
-        encode: writes a prompt of the target in the draft's tokens.
-        comm: the ranks that share the draft; None for one rank.
-
     Source: Timor et al. 2025, arXiv:2502.05202, Algorithm 4 (token-level intersection).
     """
 
     runner: Runner
 
-    def __init__(
-        self,
-        runner: Runner,
-        *,
-        rule: Rule,
-        num_draft_tokens: int,
-        vocabularies: VocabularyMap,
-        encode: Callable[[Sequence[int]], list[int]],
-        comm: Comm | None = None,
-    ) -> None:
-        vocab_size, width = vocabularies.pieces_VM.shape[0], vocabularies.pieces_VM.shape[1] + 1
-        super().__init__(runner, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=vocab_size)
-        self.vocabularies, self._encode, self._comm = vocabularies, encode, comm or Comm.single()
+    def __init__(self, parts: DrafterParts) -> None:
+        runner, tokenizers = parts.runner, parts.tokenizers
+        assert runner
+        assert tokenizers
+        super().__init__(runner, parts)
+        size = runner.vocab_size
+        alignment = tokenizers.align(target_size=parts.vocab_size, draft_size=size)
+        self.vocabularies = VocabularyMap.of(alignment, draft_size=size, device=runner.device)
+        self._encode, self._comm = partial(tokenizers.into_draft, size=size), parts.comm or Comm.single()
+        width = self.vocabularies.pieces_VM.shape[1] + 1
         self._first_W = torch.arange(width, device=runner.device)
         self._width = torch.tensor(width, device=runner.device)
         self._num_texts = 0
@@ -175,23 +169,23 @@ class IntersectionDrafter(StepwiseDrafter, OwnBuckets):
         own = Prompts(own_RX, own_lengths_R, lengths, longest=max(lengths), held=held, short=prompts.short)
         read_prompts(self.runner, own, rows=rows, buckets=own_buckets)
 
-    def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> Callable[[int, Tensor | None], Tensor]:
+    def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> ReadLevel:
         assert self._text, "allocate comes first"
         own_BX, own_lengths_B1 = self._text.tokens_BX, self._text.write(rows, self.vocabularies)
         width, bucket = self._first_W.shape[0], self.own_bucket(bucket)
         num_unread = width + (num_unread - 2) * (width - 1)
         catch_up(self.runner, own_BX, own_lengths_B1, num_unread=num_unread, num_kept=width, bucket=bucket)
 
-        def logits_of(step: int, before_B1: Tensor | None) -> Tensor:
+        def logits_of(level: Level | None) -> Tensor:
             wanted_B1: Tensor | None = None
-            if before_B1 is None:
+            if level:
+                positions_BT, _ = self._places(level, own_lengths_B1, before=1, bucket=bucket)
+                ids_BT = self.vocabularies.shared_V[level.ids_BM].clamp_max(self.runner.vocab_size - 1)
+            else:
                 positions_BT = (own_lengths_B1 - self._width).clamp_min(0) + self._first_W
                 wanted_B1 = own_lengths_B1 - 1 - positions_BT[:, :1]
                 ids_BT = own_BX.gather(1, positions_BT)
-            else:
-                positions_BT = own_lengths_B1 + (step - 1)
-                ids_BT = self.vocabularies.shared_V[before_B1].clamp_max(self.runner.vocab_size - 1)
-            logits_BTD = self.runner.forward(ids_BT, positions_BT, bucket=bucket, score_positions_BR=wanted_B1)
-            return self.vocabularies.to_target(logits_BTD[:, 0])
+            logits_BMD = self.runner.forward(ids_BT, positions_BT, bucket=bucket, score_positions_BR=wanted_B1)
+            return self.vocabularies.to_target(logits_BMD)
 
         return logits_of

@@ -12,7 +12,7 @@ from llama_ssp.ranks.comms import Mesh
 from llama_ssp.registry import imported
 from llama_ssp.settings.drafters import drafter_of, drafters, drafts_greedily
 from llama_ssp.settings.rules import rule_of
-from llama_ssp.settings.schema import DrafterConfig, RunConfig
+from llama_ssp.settings.schema import RunConfig
 from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts
 from llama_ssp.speculate.drafters.shared import (
     AheadDrafter,
@@ -62,36 +62,37 @@ def make_drafters(
         is_cut=not takes_all and mesh.draft is not None and mesh.draft.size > 1, shard=shard,
     )  # fmt: skip
 
-    def make(draft: DrafterConfig, runner: Runner | Head | None) -> Drafter:
-        record = drafter_of(draft)
-        assert record.make, "a run without a draft needs no drafter"
-        parts = DrafterParts(
-            config=draft, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=vocab_size, device=device,
-            runner=None if taps else cast("Runner | None", runner), head=cast("Head", runner) if taps else None,
-            comm=mesh.draft, tokenizers=tokenizers, taps=taps, tree=tree,
-            num_ahead=(num_draft_tokens - 1) * config.speculation.overlap,
-            corpus_C=corpus_C,
-            first_row=(lambda num_rows: split.own_rows(num_rows).start) if split else (lambda _num_rows: 0),
-        )  # fmt: skip
-        drafter: Drafter = imported(record.make, setting=f"draft.kind={record.name}")(parts)
-        return drafter
-
+    parts = DrafterParts(
+        config=config.draft, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=vocab_size, device=device,
+        runner=None if taps else cast("Runner | None", runner), head=cast("Head", runner) if taps else None,
+        comm=mesh.draft, tokenizers=tokenizers, taps=taps, tree=tree, corpus_C=corpus_C,
+        num_ahead=(num_draft_tokens - 1) * config.speculation.overlap,
+        first_row=(lambda num_rows: split.own_rows(num_rows).start) if split else (lambda _num_rows: 0),
+    )  # fmt: skip
     sender = None
     if taps and layout.is_apart:
         most_accepted = tree.depth if tree else num_draft_tokens
         sender = TapsSender(taps, layout.verify_rank, most_accepted=most_accepted)
-    own = make(config.draft, runner) if runner or not has_model else None
+    own = _made(parts) if runner or not has_model else None
     if has_model and (own is None or mesh.replica.size > 1):
         if split:
-            own = BatchSplitDrafter(own, split=split, num_draft_tokens=num_draft_tokens, device=device)
+            own = BatchSplitDrafter(own, parts, split=split)
         else:
             own = (AheadDrafter if config.speculation.overlap else BroadcastDrafter)(
-                own, comm=mesh.replica, src=layout.draft_source_rank, num_draft_tokens=num_draft_tokens, device=device,
-                receiver=receiver, taps=sender, tree=tree,
-            )  # fmt: skip
+                own, parts, comm=mesh.replica, src=layout.draft_source_rank, receiver=receiver, taps=sender
+            )
     assert own
-    fallback = config.draft.fallback if config.speculation.adapts else None
-    return [own] if fallback is None else [own, make(drafters()[fallback].config(kind=fallback), None)]
+    if not (fallback := config.speculation.adapts and config.draft.fallback):
+        return [own]
+    return [own, _made(replace(parts, config=drafters()[fallback].config(kind=fallback), runner=None, head=None))]
+
+
+def _made(parts: DrafterParts) -> Drafter:
+    """The drafter of this rank alone."""
+    record = drafter_of(parts.config)
+    assert record.make, "a run without a draft needs no drafter"
+    drafter: Drafter = imported(record.make, setting=f"draft.kind={record.name}")(parts)
+    return drafter
 
 
 def tree_of(config: RunConfig, device: torch.device) -> Tree | None:
@@ -102,12 +103,10 @@ def tree_of(config: RunConfig, device: torch.device) -> Tree | None:
 
 def _receiver(config: RunConfig, mesh: Mesh, *, vocab_size: int, device: torch.device) -> ProbsReceiver | None:
     """Probabilities are sent only if no rank holds both models and the rule reads them."""
-    layout, sampling = mesh.layout, config.sampling
+    layout, sampling, shape = mesh.layout, config.sampling, config.speculation.tree_shape
     needs_probs = sampling.temperature > 0 and rule_of(config.verification.rule).needs_probs
-    is_dynamic = config.speculation.tree_shape and config.speculation.tree_shape.is_dynamic
-    is_certain = drafts_greedily(config.draft) or is_dynamic
-    has_probs = needs_probs and not is_certain
-    if not has_probs or layout.draft_source_rank == layout.verify_rank:
+    is_certain = drafts_greedily(config.draft) or (shape and shape.is_dynamic)
+    if not needs_probs or is_certain or layout.draft_source_rank == layout.verify_rank:
         return None
     # A GPU's messages have one size; on CPUs the draft counts what is left.
     num_left = sampling.top_k or 0 if device.type == "cuda" and config.speculation.overlap else 0

@@ -3,24 +3,22 @@
 Shapes: B sequences, S slots, K drafted tokens, P = 2 uniforms per draw, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
-from llama_ssp.models.runner import Runner
+from llama_ssp.models.runner import Runner, TreePlaces
 from llama_ssp.models.upload import to_device
 from llama_ssp.ranks.comms import Reads
 from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts, StepwiseDrafter, catch_up, take_in
 from llama_ssp.speculate.drafters.head import HeadDrafter
-from llama_ssp.speculate.drafters.intersection import IntersectionDrafter, VocabularyMap
+from llama_ssp.speculate.drafters.intersection import IntersectionDrafter
 from llama_ssp.speculate.drafters.one_pass import OnePassDrafter
 from llama_ssp.speculate.sampling.context import Rows
-from llama_ssp.speculate.sampling.rules import Rule
-from llama_ssp.speculate.sampling.trees import Level, Tree
+from llama_ssp.speculate.sampling.trees import Level, ReadLevel
 
 _NUM_READ = 2
 """Tokens that the first step of a round reads."""
@@ -35,16 +33,12 @@ class ModelDrafter(StepwiseDrafter):
 
     runner: Runner
 
-    def __init__(
-        self, runner: Runner, *, rule: Rule, num_draft_tokens: int, vocab_size: int, tree: Tree | None = None,
-        num_ahead: int = 0,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            runner, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=vocab_size, tree=tree, num_ahead=num_ahead
-        )
-        self._last_two = torch.arange(-_NUM_READ, 0, device=runner.device)
-        if tree:
-            self._depth, self._path_T = tree.depth, torch.arange(tree.depth + 1, device=runner.device)
+    def __init__(self, parts: DrafterParts) -> None:
+        assert parts.runner
+        super().__init__(parts.runner, parts)
+        self._last_two = torch.arange(-_NUM_READ, 0, device=parts.runner.device)
+        if parts.tree:
+            self._depth, self._path_T = parts.tree.depth, torch.arange(parts.tree.depth + 1, device=parts.device)
 
     def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
         """Read new prompts into the draft's own cache."""
@@ -53,7 +47,7 @@ class ModelDrafter(StepwiseDrafter):
         if self.runner.keeps_states:
             self._tables.unread_B.index_copy_(0, to_device(rows, self.runner.device), prompts.lengths_R - 1)
 
-    def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> Callable[[int, Tensor | None], Tensor]:
+    def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> ReadLevel:
         tokens_BS, lengths_B1 = rows.tokens_BS, rows.lengths_B[:, None]
         unread_B, keeps_states = self._tables.unread_B, self.runner.keeps_states
         if num_unread > _NUM_READ:
@@ -65,48 +59,28 @@ class ModelDrafter(StepwiseDrafter):
         if keeps_states:  # the first step takes in the last two
             unread_B.copy_(rows.lengths_B)
 
-        def logits_of(step: int, before_B1: Tensor | None) -> Tensor:
-            if before_B1 is None:
-                positions_BT, wanted_B1 = lengths_B1 + self._last_two, self._tables.second_B1
-                ids_BT = tokens_BS.gather(1, positions_BT)
-            else:
-                positions_BT, wanted_B1, ids_BT = lengths_B1 + (step - 1), None, before_B1
-            logits_BV = self.runner.forward(
-                self._known(ids_BT), positions_BT, bucket=bucket, score_positions_BR=wanted_B1
-            )[:, 0]
-            return self._widened(logits_BV)
-
-        return logits_of
-
-    def _reading_levels(self, rows: Rows, *, bucket: int, num_unread: int) -> Callable[..., Tensor]:
-        """The first forward reads what a path may have added, since accepted nodes stand elsewhere in the cache."""
-        assert num_unread == _NUM_READ, "every round drafts"
-        tokens_BS, lengths_B1 = rows.tokens_BS, rows.lengths_B[:, None]
-
         def logits_of(level: Level | None) -> Tensor:
-            if level is None:
+            wanted_B1: Tensor | None = None
+            places: TreePlaces | None = None
+            if level:
+                ids_BM = level.ids_BM
+                positions_BM, places = self._places(level, lengths_B1, before=1, bucket=bucket)
+            elif self._tree:  # all that a path may have added, since accepted nodes stand elsewhere in the cache
                 start_B1 = (lengths_B1 - 1 - self._depth).clamp_min(0)
-                positions_BT = start_B1 + self._path_T
-                logits_BMV = self.runner.forward(
-                    self._known(tokens_BS.gather(1, positions_BT)), positions_BT, bucket=bucket,
-                    score_positions_BR=lengths_B1 - 1 - start_B1,
-                )  # fmt: skip
+                positions_BM, wanted_B1 = start_B1 + self._path_T, lengths_B1 - 1 - start_B1
+                ids_BM = tokens_BS.gather(1, positions_BM)
             else:
-                positions_BM, places = self._tree_tables.places(
-                    lengths_B1 - 1, level.first, level.depth, level.sees_BMA, bucket=bucket
-                )
-                logits_BMV = self.runner.forward(self._known(level.ids_BM), positions_BM, bucket=bucket, tree=places)
-            return self._widened(logits_BMV)
+                positions_BM, wanted_B1 = lengths_B1 + self._last_two, self._tables.second_B1
+                ids_BM = tokens_BS.gather(1, positions_BM)
+            logits_BMV = self.runner.forward(
+                self._known(ids_BM), positions_BM, bucket=bucket, score_positions_BR=wanted_B1, tree=places
+            )
+            missing = self.vocab_size - logits_BMV.shape[-1]
+            if self._rule.reads is not Reads.all or not missing:
+                return logits_BMV
+            return pad(logits_BMV, (0, missing), value=float("-inf"))
 
         return logits_of
-
-    def _widened(self, logits: Tensor) -> Tensor:
-        missing = self.vocab_size - logits.shape[-1]
-        return (
-            logits
-            if self._rule.reads is not Reads.all or not missing
-            else pad(logits, (0, missing), value=float("-inf"))
-        )
 
     def _known(self, ids: Tensor) -> Tensor:
         """Replace ids that only the target's larger vocabulary has by the draft's last id; any draft is valid."""
@@ -116,32 +90,6 @@ class ModelDrafter(StepwiseDrafter):
 
 def make(parts: DrafterParts) -> Drafter:
     """Make the drafter on a rank that holds the draft model or a slice of it; see `drafters.maker`."""
-    runner, tokenizers = parts.runner, parts.tokenizers
     if parts.taps:  # which only a head reads
-        assert parts.head
-        kind: Any = OnePassDrafter if hasattr(parts.head, "draft") else HeadDrafter
-        drafter: HeadDrafter = kind(
-            parts.head,
-            parts.taps,
-            rule=parts.rule,
-            num_draft_tokens=parts.num_draft_tokens,
-            first_row=parts.first_row,
-            tree=parts.tree,
-        )
-        return drafter
-    assert runner
-    size, num_draft_tokens = runner.vocab_size, parts.num_draft_tokens
-    if tokenizers is None:
-        return ModelDrafter(
-            runner, rule=parts.rule, num_draft_tokens=num_draft_tokens, vocab_size=parts.vocab_size, tree=parts.tree,
-            num_ahead=parts.num_ahead,
-        )  # fmt: skip
-    alignment = tokenizers.align(target_size=parts.vocab_size, draft_size=size)
-    return IntersectionDrafter(
-        runner,
-        rule=parts.rule,
-        num_draft_tokens=num_draft_tokens,
-        vocabularies=VocabularyMap.of(alignment, draft_size=size, device=runner.device),
-        encode=lambda ids: tokenizers.into_draft(ids, size=size),
-        comm=parts.comm,
-    )
+        return OnePassDrafter(parts) if hasattr(parts.head, "draft") else HeadDrafter(parts)
+    return IntersectionDrafter(parts) if parts.tokenizers else ModelDrafter(parts)

@@ -45,39 +45,31 @@ _FACTOR = 0x5851F42D4C957F2D  # of a multiplicative hash modulo 2^64, below 2^63
 class NgramDrafter:
     """Drafts by copying from the prompt and the text so far.
 
-    Args:
-        longest: the most tokens that are compared, G.
-        shortest: the fewest tokens that make a match.
-        tree: static, of the drafted tokens; None for a chain.
-        num_texts: other texts that a chain is copied from.
-        corpus: that a chain is copied from; None for none.
-
     Source: Saxena 2023, "Prompt Lookup Decoding"; from other samples: arXiv:2511.13841.
     """
 
     repeats_operators = True
     reads_by_length = True
 
-    def __init__(
-        self, *, num_draft_tokens: int, longest: int, shortest: int, device: torch.device, tree: Tree | None = None,
-        num_texts: int = 0, corpus: "Corpus | None" = None,
-    ) -> None:  # fmt: skip
-        self.num_allocations = 0
-        self._num_texts = 0 if tree else num_texts
+    def __init__(self, parts: DrafterParts) -> None:
+        config, device = parts.config, parts.device
+        assert isinstance(config, NgramConfig)
+        self.num_allocations, self.num_draft_tokens = 0, parts.num_draft_tokens
+        self._tree, self._num_texts = parts.tree, 0 if parts.tree else config.history
+        self._sizes: Any = {"longest": config.longest, "shortest": config.shortest, "device": device}
         self._history: History | None = None
-        self._corpus = corpus
-        self.num_draft_tokens = num_draft_tokens
-        self._tree = tree
-        self._longest, self._shortest = longest, shortest
-        self._offsets_K = torch.arange(num_draft_tokens, device=device)
-        self._last_G = torch.arange(longest, device=device)
+        self._corpus: Corpus | None = None
+        if parts.corpus_C is not None and not parts.tree:
+            self._corpus = Corpus(parts.corpus_C, num_tokens=config.num_corpus_tokens, **self._sizes)
+        self._longest, self._shortest = config.longest, config.shortest
+        self._offsets_K = torch.arange(parts.num_draft_tokens, device=device)
+        self._last_G = torch.arange(config.longest, device=device)
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Make room for other texts; those that are kept stay if the sizes do."""
         sizes = self._num_texts + batch_size, batch_size, num_slots
         if self._num_texts and (self._history is None or self._history.sizes != sizes):
-            device = self._last_G.device
-            self._history = History(sizes, longest=self._longest, shortest=self._shortest, device=device)
+            self._history = History(sizes, **self._sizes)
             self.num_allocations += 1
 
     def forget(self) -> None:
@@ -292,16 +284,3 @@ def _period(matches_RS: Tensor, lengths_R1: Tensor) -> Tensor:
     """Return how far before the end of each row its best match ends (R, 1); 1 without a match."""
     best_R1, _ = matches_RS.max(1, keepdim=True)
     return torch.where(best_R1 > 0, lengths_R1 - best_R1 % _MOST_SLOTS, 1)
-
-
-def make(parts: DrafterParts) -> NgramDrafter:
-    """Make the drafter of a rank; see `drafters.maker`."""
-    config = parts.config
-    assert isinstance(config, NgramConfig)
-    sizes: Any = {"longest": config.longest, "shortest": config.shortest, "device": parts.device}
-    corpus = None
-    if parts.corpus_C is not None and not parts.tree:
-        corpus = Corpus(parts.corpus_C, num_tokens=config.num_corpus_tokens, **sizes)
-    return NgramDrafter(
-        num_draft_tokens=parts.num_draft_tokens, tree=parts.tree, num_texts=config.history, corpus=corpus, **sizes
-    )

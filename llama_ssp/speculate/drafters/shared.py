@@ -32,10 +32,9 @@ from llama_ssp.models.cache import Taps
 from llama_ssp.models.prefill import Buckets, Held, Prompts
 from llama_ssp.models.upload import to_device
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.speculate.drafters.drafter import Drafter
+from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.draft import POINT_MASS, Chain, Draft, Law, Topology, find_topology
-from llama_ssp.speculate.sampling.trees import Tree
 
 
 class ProbsReceiver(NamedTuple):
@@ -81,12 +80,12 @@ class TapsSender:
 class _SharedDrafter:
     """The drafter of some ranks, which the others follow; `inner` is that of this rank, None on ranks without one."""
 
-    def __init__(self, inner: Drafter | None, *, num_draft_tokens: int, device: torch.device) -> None:
-        self._inner = inner
-        self.num_draft_tokens = num_draft_tokens
+    def __init__(self, inner: Drafter | None, parts: DrafterParts) -> None:
+        self._inner, self._tree = inner, parts.tree
+        self.num_draft_tokens = parts.num_draft_tokens
         self.repeats_operators = inner is None or inner.repeats_operators
         self.reads_by_length = inner is None or inner.reads_by_length
-        self._offsets_K = torch.arange(num_draft_tokens, device=device)
+        self._offsets_K = torch.arange(parts.num_draft_tokens, device=parts.device)
 
     @property
     def num_allocations(self) -> int:
@@ -115,20 +114,11 @@ class BroadcastDrafter(_SharedDrafter):
     """
 
     def __init__(
-        self,
-        inner: Drafter | None,
-        *,
-        comm: Comm,
-        src: int,
-        num_draft_tokens: int,
-        device: torch.device,
-        receiver: ProbsReceiver | None = None,
-        taps: TapsSender | None = None,
-        tree: Tree | None = None,
-    ) -> None:
-        super().__init__(inner, num_draft_tokens=num_draft_tokens, device=device)
+        self, inner: Drafter | None, parts: DrafterParts, *, comm: Comm, src: int,
+        receiver: ProbsReceiver | None = None, taps: TapsSender | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(inner, parts)
         self._comm, self._src, self._receiver, self._taps = comm, src, receiver, taps
-        self._tree = tree
 
     def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
         """Read new prompts on the ranks that draft, with the target's taps of them."""
@@ -258,10 +248,8 @@ class BatchSplit:
 class BatchSplitDrafter(_SharedDrafter):
     """Combines the drafters of several ranks."""
 
-    def __init__(
-        self, inner: Drafter | None, *, split: BatchSplit, num_draft_tokens: int, device: torch.device
-    ) -> None:
-        super().__init__(inner, num_draft_tokens=num_draft_tokens, device=device)
+    def __init__(self, inner: Drafter | None, parts: DrafterParts, *, split: BatchSplit) -> None:
+        super().__init__(inner, parts)
         self._split = split
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:

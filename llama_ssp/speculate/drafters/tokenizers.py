@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -44,11 +44,6 @@ class Alignment:
     shared: tuple[int | None, ...]
     pieces: tuple[tuple[int, ...], ...]
 
-    @property
-    def num_shared(self) -> int:
-        """How many tokens both vocabularies have."""
-        return sum(token is not None for token in self.shared)
-
 
 def num_disagreeing(target_ids: Mapping[str, int], draft_ids: Mapping[str, int]) -> int:
     """How many tokens of two vocabularies have different ids, of those that both have; all if they share few.
@@ -61,6 +56,7 @@ def num_disagreeing(target_ids: Mapping[str, int], draft_ids: Mapping[str, int])
     return sum(target_ids[token] != draft_ids[token] for token in shared)
 
 
+@lru_cache(maxsize=1)  # large vocabularies take a second, and checks come first
 def align(
     target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, *, target_size: int, draft_size: int
 ) -> Alignment:
@@ -169,16 +165,11 @@ class TokenizerPair:
     """The tokenizers of a target and of a draft that has its own."""
 
     def __init__(self, target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
-        self._target = target
-        self._draft = draft
-        self._alignments: dict[tuple[int, int], Alignment] = {}
+        self._target, self._draft = target, draft
 
     def align(self, *, target_size: int, draft_size: int) -> Alignment:
-        """See `align`; computed once for each pair of sizes, as large vocabularies take a second."""
-        sizes = target_size, draft_size
-        if sizes not in self._alignments:
-            self._alignments[sizes] = align(self._target, self._draft, target_size=target_size, draft_size=draft_size)
-        return self._alignments[sizes]
+        """See `align`."""
+        return align(self._target, self._draft, target_size=target_size, draft_size=draft_size)
 
     def into_draft(self, ids: Sequence[int], *, size: int) -> list[int]:
         """Write a text of the target in the draft's ids, below the `size` of its head: at least one token."""

@@ -13,7 +13,6 @@ a round probes a drafter that is not in use. Probes may take `PROBE_SHARE` of th
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from llama_ssp.architectures.engine import CATCH_UP_CHUNK
 from llama_ssp.speculate.engine.round import DraftChoice
@@ -78,7 +77,7 @@ class AdaptiveLength(FixedLength):
             for place, prior in enumerate(acceptance)
         ]
         self._budget = 0.0
-        self._plans: dict[tuple[int, ...], _Plan] = {}
+        self._plans: dict[tuple[int, ...], tuple[DraftChoice, float, DraftChoice | None, float]] = {}
 
     def choose(self, num_skipped: Sequence[int]) -> DraftChoice:
         """See `FixedLength`."""
@@ -101,8 +100,11 @@ class AdaptiveLength(FixedLength):
             self._sources[choice.source].observe(choice.num_tokens, num_accepted)
             self._plans.clear()
 
-    def _planned(self, num_skipped: Sequence[int]) -> "_Plan":
-        """The best choice and the one to probe, until a drafted round was observed or more was skipped."""
+    def _planned(self, num_skipped: Sequence[int]) -> tuple[DraftChoice, float, DraftChoice | None, float]:
+        """The choice that gains most, its cost, the one to probe with another drafter, and what that loses.
+
+        They stay until a drafted round was observed or more was skipped.
+        """
         chunks = (*map(num_chunks, num_skipped),)
         if chunks in self._plans:
             return self._plans[chunks]
@@ -115,17 +117,8 @@ class AdaptiveLength(FixedLength):
             if not (best.num_tokens and best.source == place)
         ]
         loss, probe = min(probes) if probes else (0.0, None)
-        plan = self._plans[chunks] = _Plan(best, cost, probe, max(loss, 0.0))
-        return plan
-
-
-class _Plan(NamedTuple):
-    """The choice that gains most and its cost, and the most informative round of another drafter with its loss."""
-
-    best: DraftChoice
-    cost: float
-    probe: DraftChoice | None
-    loss: float
+        self._plans[chunks] = best, cost, probe, max(loss, 0.0)
+        return self._plans[chunks]
 
 
 class _Source:

@@ -72,8 +72,7 @@ class HeldTexts:
 
     def num_held(self, ids: tuple[int, ...]) -> int:
         """How many tokens of a prompt a row holds that it can take."""
-        source, most = self._longest(ids, dict(enumerate(self._texts)))
-        return 0 if source is None else self._usable(ids, most)
+        return self._begun(0, ids, dict(enumerate(self._texts))).target.num_tokens
 
     def place(self, prompts: Sequence[tuple[int, ...]], free: Sequence[int]) -> list[PromptRow]:
         """Give each prompt a free row, that which holds most of it, and enter the prompts."""
@@ -119,8 +118,8 @@ class HeldTexts:
 
     def _begun(self, row: int, ids: tuple[int, ...], texts: dict[int, _Text]) -> PromptRow:
         source, most = self._longest(ids, texts)
-        num_tokens = self._usable(ids, most)
-        if source is None or not num_tokens:
+        num_tokens = self._whole_steps(ids, most)
+        if source is None or num_tokens < LEAST_TOKENS:
             return PromptRow(row, Held(), Held())
         num_of_prompt = min(num_tokens, texts[source].num_prompt)
         target, draft = (Held(number, source, self._keeps_states) for number in (num_tokens, num_of_prompt))
@@ -128,10 +127,6 @@ class HeldTexts:
 
     def _whole_steps(self, ids: tuple[int, ...], most: int) -> int:
         return min(most, len(ids) - 1) // self._step * self._step  # the last one is read, for its logits
-
-    def _usable(self, ids: tuple[int, ...], most: int) -> int:
-        num_tokens = self._whole_steps(ids, most)
-        return num_tokens if num_tokens >= LEAST_TOKENS else 0
 
     def _longest(self, ids: tuple[int, ...], texts: dict[int, _Text]) -> tuple[int | None, int]:
         """The first row of those that hold most of a prompt, and how much; None if all hold too little."""

@@ -26,7 +26,7 @@ from llama_ssp.models.prefill import Buckets, Held, forwards_per_prompt
 from llama_ssp.models.upload import to_device
 from llama_ssp.speculate.engine.adaptive import FixedLength, num_chunks
 from llama_ssp.speculate.engine.clock import EventClock, HostClock
-from llama_ssp.speculate.engine.completion import FinishReason, RowCompletion, StopRequest
+from llama_ssp.speculate.engine.completion import PARTS, FinishReason, RowCompletion, StopRequest
 from llama_ssp.speculate.engine.held import HeldTexts, PromptRow
 from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round
 from llama_ssp.speculate.engine.state import BatchState, Request
@@ -455,9 +455,6 @@ class Decoder:
             self.rounds_s += round_s
             self.num_rounds += 1
             draft_s, verify_s = self.clock.take()
-            other_s = round_s - draft_s - verify_s
-            for completion in running:
-                part_s = completion.part_s
-                part_s["draft"] += draft_s * share
-                part_s["verify"] += verify_s * share
-                part_s["other"] += other_s * share
+            for part, part_s in zip(PARTS, (draft_s, verify_s, round_s - draft_s - verify_s), strict=True):
+                for completion in running:
+                    completion.part_s[part] += part_s * share

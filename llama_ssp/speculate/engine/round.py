@@ -179,8 +179,8 @@ class Round:
         if is_shared := self.verifier.comm.size > 1:
             read_by_drafters()
         context = prompts.rows.before(prompts.lengths_B[:, None] - 1) if self.verifier.needs_context else None
-        plain_RTP = self.uniforms.split(prompts.uniforms()).plain_BTP
-        deliver(prompts.commit(self.verifier.draw(logits_RV, plain_RTP[:, 0], context)))
+        plain_R1P = self.uniforms.split(prompts.uniforms()).plain_BTP
+        deliver(prompts.commit(self.verifier.draw(logits_RV[:, None], plain_R1P, context)))
         if not is_shared:
             read_by_drafters()
 
@@ -214,15 +214,10 @@ class Round:
 
     def read(self, prompts: BatchState, place: PromptRow, *, num_tokens: int, buckets: Buckets) -> None:
         """Read the first tokens of one prompt into its row of the target's cache, those that are not held."""
-        part = Prompts(prompts.tokens_BS, prompts.lengths_B.new_full((1,), num_tokens), [num_tokens], num_tokens)
         held = [place.target] if place.target.num_tokens else ()
-        read_prompts(
-            self.target,
-            part._replace(held=held, saved=[place.saved]),
-            rows=[place.row],
-            buckets=buckets,
-            taps=self.taps,
-        )
+        lengths_1 = prompts.lengths_B.new_full((1,), num_tokens)
+        part = Prompts(prompts.tokens_BS, lengths_1, [num_tokens], num_tokens, held, [place.saved])
+        read_prompts(self.target, part, rows=[place.row], buckets=buckets, taps=self.taps)
 
     def step(
         self,
@@ -305,8 +300,7 @@ class Round:
     def _decode(self, bucket: int, state: BatchState) -> Tensor:
         """Plain decoding: score the last token, draw one, commit it."""
         logits_B1V, context = self.score(state, num_drafted=0, bucket=bucket)
-        plain_BTP = self.uniforms.split(state.uniforms()).plain_BTP
-        return state.commit(self.verifier.draw(logits_B1V[:, 0], plain_BTP[:, 0], context))
+        return state.commit(self.verifier.draw(logits_B1V, self.uniforms.split(state.uniforms()).plain_BTP, context))
 
     def _verify(self, choice: DraftChoice, bucket: int, state: BatchState, uniforms_BN: Tensor, draft: Draft) -> Tensor:
         """Score the draft, let the rule accept a path of it, and commit that."""

@@ -70,15 +70,12 @@ class Verifier:
         """Attach a stop request to the next decision; it takes effect on the deciding rank only."""
         self._stop_11.fill_(STOP_REQUESTED)
 
-    def draw(self, logits_BV: Tensor, uniforms_BP: Tensor, context: Context | None = None) -> Decision:
+    def draw(self, logits_B1V: Tensor, uniforms_B1P: Tensor, context: Context | None = None) -> Decision:
         """Sample one token for every row from the target's logits."""
-
-        def drawn() -> Verdict:
-            scores_BV = self.rule.scores(logits_BV, context)
-            ids_B1 = self.rule.choose(scores_BV, uniforms_BP)
-            return Verdict(torch.zeros_like(ids_B1), ids_B1, self.rule.weights(scores_BV, ids_B1))
-
-        return self.decide(drawn, batch_size=uniforms_BP.shape[0])
+        return self.decide(
+            lambda: self.rule.plain(self.rule.process(logits_B1V, context), uniforms_B1P),
+            batch_size=uniforms_B1P.shape[0],
+        )
 
     def process(self, logits_BTV: Tensor, context: Context | None = None) -> Tensor:
         """Process the target's logits for `verify`, for the rows that this rank decides."""

@@ -6,7 +6,7 @@ so the text keeps the distribution of the penalised target.
 Shapes: B sequences, S slots, T scored positions, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -46,85 +46,49 @@ Penalty = Callable[[Tensor, Context], Tensor]
 
 
 def penalty(sampling: SamplingConfig, shard: Shard = WHOLE) -> Penalty | None:
-    """Compose the changes of a sampling config, biases first and bans last, as transformers; None without any."""
-    if not sampling.penalizes:
-        return None
-    bias = _Bias(sampling.logit_bias, shard) if sampling.logit_bias else None
-    steps = [step for step in (bias, _counted(sampling, shard), _bans(sampling, shard)) if step]
-
-    return _Changes(steps)
+    """The changes of a sampling config, biases first and bans last, as in transformers; None without any."""
+    return _Changes(sampling, shard) if sampling.penalizes else None
 
 
 class _Changes:
-    """Changes in their order, as an object: executors find the tensors that they keep (`workspaces.find_tensors`)."""
+    """An object, since executors find the tensors that it keeps (`workspaces.find_tensors`)."""
 
-    def __init__(self, steps: Sequence[Penalty]) -> None:
-        self._steps = steps
+    def __init__(self, sampling: SamplingConfig, shard: Shard) -> None:
+        self._sampling, self._shard = sampling, shard
+        self._biases = dict[tuple[int, torch.device], Tensor]()  # made once, so that a capture finds it
 
     def __call__(self, logits_BTV: Tensor, context: Context) -> Tensor:
-        for step in self._steps:
-            logits_BTV = step(logits_BTV, context)
+        sampling, ids = self._sampling, self._shard.ids(logits_BTV.shape[-1])
+        if sampling.logit_bias:
+            logits_BTV = self._biased(logits_BTV, ids)
+        if (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty) != (1.0, 0.0, 0.0):
+            logits_BTV = self._counted(logits_BTV, context, ids)
+        if sampling.bad_ids or (sampling.eos_ids and sampling.min_new_tokens):
+            logits_BTV = self._banned(logits_BTV, context, ids)
         return logits_BTV
 
-
-class _Bias:
-    def __init__(self, biases: Mapping[int, float], shard: Shard) -> None:
-        self._biases, self._shard = biases, shard
-        self._tables = dict[tuple[int, torch.device], Tensor]()  # made once, so that a capture finds it
-
-    def __call__(self, logits_BTV: Tensor, _context: Context) -> Tensor:
+    def _biased(self, logits_BTV: Tensor, ids: range) -> Tensor:
         key = vocab_size, device = logits_BTV.shape[-1], logits_BTV.device
-        if key not in self._tables:
+        if key not in self._biases:
             # A draft may know fewer tokens.
-            ids = self._shard.ids(vocab_size)
-            known = {token - ids.start: bias for token, bias in self._biases.items() if token in ids}
+            known = {token - ids.start: bias for token, bias in self._sampling.logit_bias.items() if token in ids}
             bias_V = torch.zeros(vocab_size)
             bias_V[[*known]] = torch.tensor([*known.values()])
-            self._tables[key] = bias_V.to(device)
-        return logits_BTV + self._tables[key]
+            self._biases[key] = bias_V.to(device)
+        return logits_BTV + self._biases[key]
 
+    def _counted(self, logits_BTV: Tensor, context: Context, ids: range) -> Tensor:
+        """Apply the penalties that count tokens.
 
-def _bans(sampling: SamplingConfig, shard: Shard) -> Penalty | None:
-    """Bad words are never completed, and no end-of-sequence token is among the first new tokens."""
-    words, eos_ids, num_first = sampling.bad_ids, sampling.eos_ids, sampling.min_new_tokens or 0
-    if not words and not (eos_ids and num_first):
-        return None
-
-    def apply(logits_BTV: Tensor, context: Context) -> Tensor:
-        logits_BTV, last_BT, ids = logits_BTV.clone(), context.last_BT, shard.ids(logits_BTV.shape[-1])
-
-        def ban(token: int, where_BT: Tensor) -> None:
-            if token in ids:  # a draft may know fewer
-                logits_BTV[..., token - ids.start].masked_fill_(where_BT, float("-inf"))
-
-        for *others, last in words:
-            completes_BT = last_BT + 1 >= len(others)
-            for distance, token in enumerate(reversed(others)):
-                before_BT = context.tokens_BS.gather(1, (last_BT - distance).clamp_min(0))
-                completes_BT = completes_BT & (before_BT == token)
-            ban(last, completes_BT)
-        is_first_BT = last_BT + 1 - context.prompt_lengths_B[:, None] < num_first
-        for token in eos_ids if num_first else ():
-            ban(token, is_first_BT)
-        return logits_BTV
-
-    return apply
-
-
-def _counted(sampling: SamplingConfig, shard: Shard) -> Penalty | None:
-    """The penalties that count tokens.
-
-    Source: Keskar et al. 2019, arXiv:1909.05858 (repetition, over prompt and text as in transformers); the frequency
-        and presence penalties are those of OpenAI's API and of vLLM, counted over the text without its prompt.
-    """
-    repetition, frequency, presence = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
-    if (repetition, frequency, presence) == (1.0, 0.0, 0.0):
-        return None
-
-    def apply(logits_BTV: Tensor, context: Context) -> Tensor:
-        vocab_size, first_B = shard.num_of_all(logits_BTV.shape[-1]), context.prompt_lengths_B
-        ids = shard.ids(logits_BTV.shape[-1])
-        own = slice(ids.start, ids.stop)
+        Source: Keskar et al. 2019, arXiv:1909.05858 (repetition, over prompt and text as in transformers); the
+            frequency and presence penalties are those of OpenAI's API and of vLLM, counted over the text without its
+            prompt.
+        """
+        sampling, own, first_B = self._sampling, slice(ids.start, ids.stop), context.prompt_lengths_B
+        repetition, frequency, presence = (
+            sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
+        )  # fmt: skip
+        vocab_size = self._shard.num_of_all(logits_BTV.shape[-1])
         if repetition != 1.0:
             is_known_BTV = count_tokens(context, torch.zeros_like(first_B), vocab_size=vocab_size)[..., own] > 0
             scaled_BTV = torch.where(logits_BTV < 0, logits_BTV * repetition, logits_BTV / repetition)
@@ -134,7 +98,21 @@ def _counted(sampling: SamplingConfig, shard: Shard) -> Penalty | None:
             logits_BTV = logits_BTV - frequency * counts_BTV - presence * (counts_BTV > 0)
         return logits_BTV
 
-    return apply
+    def _banned(self, logits_BTV: Tensor, context: Context, ids: range) -> Tensor:
+        """Bad words are never completed, and no end-of-sequence token is among the first new tokens."""
+        logits_BTV, last_BT = logits_BTV.clone(), context.last_BT
+        is_first_BT = last_BT + 1 - context.prompt_lengths_B[:, None] < (self._sampling.min_new_tokens or 0)
+        banned = [(token, is_first_BT) for token in self._sampling.eos_ids if self._sampling.min_new_tokens]
+        for *others, last in self._sampling.bad_ids:
+            completes_BT = last_BT + 1 >= len(others)
+            for distance, token in enumerate(reversed(others)):
+                before_BT = context.tokens_BS.gather(1, (last_BT - distance).clamp_min(0))
+                completes_BT = completes_BT & (before_BT == token)
+            banned.append((last, completes_BT))
+        for token, where_BT in banned:
+            if token in ids:  # a draft may know fewer
+                logits_BTV[..., token - ids.start].masked_fill_(where_BT, float("-inf"))
+        return logits_BTV
 
 
 def count_tokens(context: Context, first_B: Tensor, *, vocab_size: int) -> Tensor:

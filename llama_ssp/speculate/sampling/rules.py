@@ -28,7 +28,7 @@ from llama_ssp.settings.rules import at_every_temperature, rule_of
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.sampling.context import Context, Penalty, penalty
 from llama_ssp.speculate.sampling.draft import Draft, Verdict
-from llama_ssp.speculate.sampling.processors import DRAW_UNITS, processor, rows_at
+from llama_ssp.speculate.sampling.processors import DRAW_UNITS, processor, rows_after
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.uniforms import Draws, exponentials
 from llama_ssp.words import said
@@ -46,16 +46,13 @@ def verify_speculative(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws, 
 
     Source: Chen et al. 2023, arXiv:2302.01318, Algorithm 2; Leviathan et al. 2023, arXiv:2211.17192, Algorithm 1.
     """
-    num_rows, num_positions, _ = target_probs_BTV.shape
     draft_probs_BTV = draft.drawn_law
     target_at_BK1, draft_at_BK1 = shard.at(draft.ids_BK, target_probs_BTV, draft_probs_BTV)
     num_accepted_B1 = (draws.accept_BK[..., None] < target_at_BK1.div_(draft_at_BK1)).cumprod(1).sum(1)
 
     # Few operators and no branches: after a large forward the CPU must load the code of each new operator into its
     # caches again, which costs more than the operator.
-    rows_B = rows_at(num_accepted_B1, num_rows=num_rows, num_positions=num_positions)
-    target_row_BV = target_probs_BTV.flatten(0, 1).index_select(0, rows_B)
-    draft_row_BV = draft_probs_BTV.flatten(0, 1).index_select(0, rows_B)
+    target_row_BV, draft_row_BV = rows_after(num_accepted_B1, target_probs_BTV, draft_probs_BTV)
     rest_BV = (target_row_BV - draft_row_BV).clamp_min_(0)
     return draw_next(num_accepted_B1, rest_BV, target_row_BV, draws.residual_BP, shard)
 
@@ -71,7 +68,6 @@ def verify_block(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws, shard:
 
     Source: Sun et al. 2024, arXiv:2403.10444, Algorithm 2.
     """
-    num_rows, num_positions, _ = target_probs_BTV.shape
     draft_probs_BTV = draft.drawn_law
     target_at_BK1, draft_at_BK1 = shard.at(draft.ids_BK, target_probs_BTV, draft_probs_BTV)
     # The product clipped to 1 at every step equals the product over its largest value so far. It is computed in fp64,
@@ -83,11 +79,10 @@ def verify_block(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws, shard:
     # Nothing is left over where draft and target agree: 0 / 0 does not pass there, but a longer prefix surely does.
     rest_BK, missing_BK = shard.total(rest_BTV[:, 1:]), 1 - reach_BT1[:, 1:, 0]
     passes_BK = draws.accept_BK < rest_BK.div(missing_BK.add_(rest_BK))
-    lengths_K = torch.arange(1, num_positions, device=target_probs_BTV.device)
+    lengths_K = torch.arange(1, target_probs_BTV.shape[1], device=target_probs_BTV.device)
     num_accepted_B1 = passes_BK.mul(lengths_K).amax(1, keepdim=True)
 
-    rows_B = rows_at(num_accepted_B1, num_rows=num_rows, num_positions=num_positions)
-    rest_BV, target_row_BV = (all_BTV.flatten(0, 1).index_select(0, rows_B) for all_BTV in (rest_BTV, target_probs_BTV))
+    rest_BV, target_row_BV = rows_after(num_accepted_B1, rest_BTV, target_probs_BTV)
     verdict = draw_next(num_accepted_B1, rest_BV, target_row_BV, draws.residual_BP, shard)
     return verdict.noting(rest_BTV[:, 1:, 0])
 
@@ -100,19 +95,6 @@ def draw_next(
     units_BV = target_row_BV.mul_(_HINT_OF_TARGET * DRAW_UNITS).add_(rest_BV, alpha=DRAW_UNITS)
     next_ids_B1 = shard.draw(units_BV, uniforms_BP, units=1.0)
     return Verdict(node_B1, next_ids_B1, rest_BV[:, :1])
-
-
-def best_choices(target_logits_BTV: Tensor) -> tuple[Tensor, Tensor]:
-    """The target's best token after each position, and its logit, (B, T) each; NaN counts as the largest."""
-    best_BT = target_logits_BTV.argmax(-1)
-    return best_BT, target_logits_BTV.gather(-1, best_BT[..., None])[..., 0]
-
-
-def plain_choices(target_probs_BTV: Tensor, uniforms_BTP: Tensor, shard: Shard = WHOLE) -> tuple[Tensor, Tensor]:
-    """The token that plain decoding draws after each position, and a weight that is NaN if the others are, (B, T)."""
-    num_rows, num_positions, _ = target_probs_BTV.shape
-    chosen_B1 = shard.draw(target_probs_BTV.flatten(0, 1), uniforms_BTP[:, :num_positions].flatten(0, 1))
-    return chosen_B1.view(num_rows, num_positions), target_probs_BTV[..., 0]
 
 
 class Rule:
@@ -151,32 +133,35 @@ class Rule:
         self.takes_best = verify is None
 
     def draw(
-        self, logits_BV: Tensor, uniforms_BP: Tensor, context: Context | None = None
+        self, logits_BTV: Tensor, uniforms_BTP: Tensor, context: Context | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Draw one token per row, from a draft's or from the target's logits.
+        """Draw one token after each position, from a draft's or from the target's logits.
 
-        Returns ids (B, 1), and the probabilities (B, V) they were drawn from, if verification needs them.
+        Returns ids (B, T), and the probabilities (B, T, V) they were drawn from, if verification needs them.
         """
-        scores_BV = self.scores(logits_BV, context)
-        return self.choose(scores_BV, uniforms_BP), None if self.takes_best else scores_BV
+        scores_BTV = self.process(logits_BTV, context)
+        return self.choose(scores_BTV, uniforms_BTP), None if self.takes_best else scores_BTV
 
-    def scores(self, logits_BV: Tensor, context: Context | None = None) -> Tensor:
-        """The output of `process` for logits at one position."""
-        return self.process(logits_BV[:, None], context)[:, 0] if self.needs_context else self.process(logits_BV)
-
-    def choose(self, scores_BV: Tensor, uniforms_BP: Tensor) -> Tensor:
-        """Draw one token per row (B, 1) from the output of `process` at one position."""
+    def choose(self, scores_BTV: Tensor, uniforms_BTP: Tensor) -> Tensor:
+        """Draw one token after each position (B, T) from the output of `process`."""
         if self._has_best:
-            return scores_BV[:, 1:].long()
-        return scores_BV.argmax(-1, keepdim=True) if self.takes_best else self.shard.draw(scores_BV, uniforms_BP)
+            return scores_BTV[..., 1].long()
+        if self.takes_best:
+            return scores_BTV.argmax(-1)  # NaN counts as the largest
+        ids_B1 = self.shard.draw(scores_BTV.flatten(0, 1), uniforms_BTP.flatten(0, 1))
+        return ids_B1.view(scores_BTV.shape[:-1])
 
-    def weights(self, scores_BV: Tensor, ids_B1: Tensor) -> Tensor:
-        """A number (B, 1) of the output of `process`, from which `choose` has drawn: NaN if it cannot be drawn from."""
-        return scores_BV.gather(1, ids_B1) if self.takes_best and not self._has_best else scores_BV[:, :1]
+    def plain(self, scores_B1V: Tensor, uniforms_B1P: Tensor, node_B1: Tensor | None = None) -> Verdict:
+        """Draw the token after a node, by default the root, as plain decoding does, from the output of `process`."""
+        ids_B1 = self.choose(scores_B1V, uniforms_B1P)
+        node_B1 = torch.zeros_like(ids_B1) if node_B1 is None else node_B1
+        return Verdict(node_B1, ids_B1, self._weights(scores_B1V, ids_B1))
 
-    def best(self, scores_BTV: Tensor) -> tuple[Tensor, Tensor]:
-        """`best_choices` of the output of `process`."""
-        return (scores_BTV[..., 1].long(), scores_BTV[..., 0]) if self._has_best else best_choices(scores_BTV)
+    def _weights(self, scores_BTV: Tensor, ids_BT: Tensor) -> Tensor:
+        """Numbers (B, T) of the output of `process`, from which `choose` has drawn: NaN if it cannot be drawn from."""
+        if self.takes_best and not self._has_best:
+            return scores_BTV.gather(-1, ids_BT[..., None])[..., 0]
+        return scores_BTV[..., 0]
 
     def process(self, logits_BTV: Tensor, context: Context | None = None) -> Tensor:
         """Process the target's logits for `verify`."""
@@ -195,26 +180,22 @@ class Rule:
         if self._verify and not draft.is_certain:
             over = {} if self.shard.is_whole else {"shard": self.shard}
             return self._verify(draft, target_BTV, draws=draws, **over)
-        if self.takes_best:
-            chosen_BT, weights_BT = self.best(target_BTV)
-        else:
-            chosen_BT, weights_BT = plain_choices(target_BTV, draft.nodes.at_nodes(draws.plain_BTP), self.shard)
-        return draft.nodes.accept(draft.ids_BK, chosen_BT, weights_BT)
+        uniforms_BTP = draws.plain_BTP
+        if not self.takes_best:
+            uniforms_BTP = draft.nodes.at_nodes(uniforms_BTP)[:, : target_BTV.shape[1]]
+        chosen_BT = self.choose(target_BTV, uniforms_BTP)
+        return draft.nodes.accept(draft.ids_BK, chosen_BT, self._weights(target_BTV, chosen_BT))
 
     def accepting(self, lengths_B1: Tensor, target_BTV: Tensor, *, draws: Draws) -> Verdict:
         """Accept so many drafted tokens, whatever the target says, and draw the next one as plain decoding does."""
         index_B1V = lengths_B1[..., None].expand(-1, -1, target_BTV.shape[-1])
-        scores_BV = target_BTV.gather(1, index_B1V)[:, 0]
-        ids_B1 = self.choose(scores_BV, draws.plain_BTP[:, 0])
-        return Verdict(lengths_B1, ids_B1, self.weights(scores_BV, ids_B1))
+        return self.plain(target_BTV.gather(1, index_B1V), draws.plain_BTP[:, :1], lengths_B1)
 
     def or_plain(self, verdict: Verdict, is_plain_B1: Tensor | None, target_BTV: Tensor, *, draws: Draws) -> Verdict:
         """Accept nothing in some rows, if any, and draw their next token as plain decoding does."""
         if is_plain_B1 is None:
             return verdict
-        ids_B1 = self.choose(target_BTV[:, 0], draws.plain_BTP[:, 0])
-        plain = Verdict(torch.zeros_like(ids_B1), ids_B1, self.weights(target_BTV[:, 0], ids_B1))
-        return verdict.where(is_plain_B1, plain)
+        return verdict.where(is_plain_B1, self.plain(target_BTV[:, :1], draws.plain_BTP[:, :1]))
 
 
 class ForcedLengths:

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from llama_ssp.settings.trees import TreeShape, tree_shape
+from llama_ssp.settings.trees import TreeShape
 from llama_ssp.speculate.sampling.draft import POINT_MASS, Draft, Topology, Verdict, find_topology
-from llama_ssp.speculate.sampling.processors import draw, rows_at
+from llama_ssp.speculate.sampling.processors import draw, rows_after
 from llama_ssp.speculate.sampling.rules import draw_next
 from llama_ssp.speculate.sampling.uniforms import Draws
 
@@ -38,25 +38,27 @@ _LEAST_MASS = 2.0**-100
 class Level(NamedTuple):
     """Nodes of one depth, which the draft reads for the probabilities of their children.
 
-    They stand behind the text in the order in which the draft reads them.
+    Those of a tree stand behind the text in the order in which the draft reads them.
 
     Attributes:
         depth: of these nodes.
-        first: the slot of the first of them, where the root has slot 0.
         ids_BM: their tokens.
-        parents_BM: their parents, as places among the nodes of the level before.
-        sees_BMA: which of the slots from the root to the last of them each of them sees, its own included.
+        first: of a tree, the slot of the first of them, where the root has slot 0.
+        parents_BM: their parents, as places among the nodes of the level before; None in a chain.
+        sees_BMA: which of the slots from the root to the last of them each of them sees, its own included; None in a
+            chain.
     """
 
     depth: int
-    first: int
     ids_BM: Tensor
-    parents_BM: Tensor
-    sees_BMA: Tensor
+    first: int = 0
+    parents_BM: Tensor | None = None
+    sees_BMA: Tensor | None = None
 
 
 ReadLevel = Callable[[Level | None], Tensor]
-"""Reads nodes of the draft, None for the root, and returns what its rule made of the logits (B, M, V) after them."""
+"""Reads nodes of the draft, None for the root, and returns the logits (B, M, V) after them, or what its rule makes of
+these."""
 
 
 class Tree:
@@ -92,11 +94,6 @@ class Tree:
             self.by_place_T = torch.tensor(order, device=device)
             self.places_T = torch.tensor([order.index(node) for node in range(len(order))], device=device)
 
-    @classmethod
-    def of(cls, text: str, device: torch.device) -> "Tree":
-        """The tree of a shape such as `2x2x1`; raises ValueError as `tree_shape` does."""
-        return cls(tree_shape(text), device)
-
     def nodes(self, num_rows: int) -> Topology:
         """The topology of a static tree, for each of some rows."""
         return Topology(*(table.expand(num_rows, *table.shape[1:]) for table in self.topology))
@@ -130,7 +127,7 @@ class Tree:
             parents_1X = self.topology.parents_BN[:, nodes.start - 1 : nodes.stop - 1] - above.start
             sees_1XA = self.topology.ancestors_BTT[:, nodes.start : nodes.stop, : nodes.stop]
             level = Level(
-                depth, nodes.start, ids_BX, parents_1X.expand(num_rows, -1), sees_1XA.expand(num_rows, -1, -1)
+                depth, ids_BX, nodes.start, parents_1X.expand(num_rows, -1), sees_1XA.expand(num_rows, -1, -1)
             )
             above = nodes
         nothing = [torch.zeros_like(first[:, :1]) for first in probs[:1]]  # no children are drawn from the last row
@@ -165,7 +162,7 @@ class Tree:
                 numbers_BM, parents_BM = best_BM + first, best_BM // width
                 above_BMA = sees_BMA.gather(1, parents_BM[..., None].expand(-1, -1, sees_BMA.shape[2]))
                 sees_BMA = torch.cat([above_BMA, self._same_WW.expand(num_rows, -1, -1)], dim=-1)
-                level = Level(depth, 1 + (depth - 1) * width, ids_BX.gather(1, best_BM), parents_BM, sees_BMA)
+                level = Level(depth, ids_BX.gather(1, best_BM), 1 + (depth - 1) * width, parents_BM, sees_BMA)
                 given_BMV = read(level)
         ids_BC, parents_BC, scores_BC = (torch.cat(levels, dim=1) for levels in zip(*candidates, strict=True))
         order_BC = scores_BC.sort(dim=1, descending=True, stable=True).indices
@@ -255,7 +252,9 @@ def verify_tree(tree: Tree, draft: Draft, target_probs_BTV: Tensor, *, draws: Dr
     passes_BT = pad(draws.accept_BK, (1, 0), value=-1.0) < left_BT
     node_B1 = tree.by_place_T[torch.where(passes_BT, tree.places_T, tree.num_drafted).amin(1, keepdim=True)]
 
-    reach_B1, (target_BV, draft_BV) = reach_BT.gather(1, node_B1), _rows_of(node_B1, target_probs_BTV, draft_probs_BTV)
+    reach_B1, (target_BV,) = reach_BT.gather(1, node_B1), rows_after(node_B1, target_probs_BTV)
+    # Nodes without children share the draft's last row.
+    (draft_BV,) = rows_after(node_B1.clamp_max(tree.num_parents), draft_probs_BTV)
     laws = NodeLaws(reach_B1, reach_B1, target_BV, draft_BV)
     children_BW = tree.children_TW.index_select(0, node_B1.flatten())
     ids_BW, is_there_BW = pad(draft.ids_BK, (1, 0)).gather(1, children_BW), children_BW > 0
@@ -300,23 +299,8 @@ class NodeLaws(NamedTuple):
         return NodeLaws(sums_X1 * factor_X1, factor_X1, rest_XV, draft_XV)
 
 
-def _rows_of(node_B1: Tensor, target_probs_BTV: Tensor, draft_probs_BTV: Tensor) -> tuple[Tensor, Tensor]:
-    """The probabilities (B, V) of what follows one node of each row: the target's, and the draft's or zeros."""
-
-    def row(probs_BTV: Tensor) -> Tensor:
-        num_rows, num_positions, _ = probs_BTV.shape
-        at_B1 = node_B1.clamp_max(num_positions - 1)  # nodes without children share the draft's last row
-        return probs_BTV.flatten(0, 1).index_select(0, rows_at(at_B1, num_rows=num_rows, num_positions=num_positions))
-
-    return row(target_probs_BTV), row(draft_probs_BTV)
-
-
 def _others(probs_XV: Tensor, ids_X1: Tensor) -> Tensor:
-    """The distribution without one token of each row; zero if no other token is possible."""
-    return _normalised(probs_XV.scatter(-1, ids_X1, 0.0))
-
-
-def _normalised(weights_XV: Tensor) -> Tensor:
-    """Make the sum of each row 1, in place, or 0 if nothing is there; NaN stays NaN."""
+    """The distribution without one token of each row; zero if no other token is possible, and NaN stays NaN."""
+    weights_XV = probs_XV.scatter(-1, ids_X1, 0.0)
     sums_X1 = weights_XV.sum(-1, keepdim=True)
     return weights_XV.mul_(sums_X1.reciprocal().masked_fill_(sums_X1 <= _LEAST_MASS, 0.0))

@@ -34,45 +34,28 @@ def pair() -> Pair:
         ({"top_k": 1.5}, "top_k=1.5 must be a whole number or None: at least 1, or None for the whole vocabulary"),
         ({"top_k": 0}, "top_k=0 must be at least 1, or None for the whole vocabulary"),
         ({"max_new_tokens": True}, "max_new_tokens=True must be a whole number: at least 1, for example 64"),
-        (
-            {"num_draft_tokens": "many"},
-            "num_draft_tokens=many must be at least 1 and at most 1024, for example 4, or auto",
-        ),
+        ({"num_draft_tokens": "many"},
+         "num_draft_tokens=many must be at least 1 and at most 1024, for example 4, or auto"),
         ({"num_draft_tokens": 0}, "num_draft_tokens=0 must be at least 1 and at most 1024, for example 4, or auto"),
         ({"seed": None}, "seed=None must be a whole number: between 0 and 2^63 - 1"),
         ({"stop_strings": 5}, "stop_strings=5 must be a text or a list of texts"),
-        (
-            {"stop_strings": ["a", ""]},
-            'stop_strings has an empty string, which matches everywhere: give texts such as stop_strings=["\\n\\n"]',
-        ),
+        ({"stop_strings": ["a", ""]},
+         'stop_strings has an empty string, which matches everywhere: give texts such as stop_strings=["\\n\\n"]'),
         ({"chat": "yes"}, "chat='yes' must be True or False"),
         ({"chat": True}, "chat=True needs a tokenizer with a chat template; leave chat out, or use a chat model"),
         ({"verification": "fast"}, "unknown verification 'fast': there are block, coupled, greedy, speculative"),
-        (
-            {"verification": "greedy"},
-            (
-                "verification=greedy keeps the target's distribution at temperature 0 only, and temperature is 0.8: "
-                "use temperature=0, verification=speculative, verification=block or verification=coupled"
-            ),
-        ),
+        ({"verification": "greedy"},
+         ("verification=greedy keeps the target's distribution at temperature 0 only, and temperature is 0.8: use "
+         "temperature=0, verification=speculative, verification=block or verification=coupled")),
         ({"streamer": 1}, "streamer=1 must be a streamer of transformers, such as TextStreamer(pair.tokenizer)"),
-        (
-            {"temperature": "hot", "seed": 1.0},
-            (
-                "2 problems in the arguments:\n  1. temperature='hot' must be a number: 0 (greedy) or at least 1e-06, "
-                "for example 0.8\n"
-                "  2. seed=1.0 must be a whole number: between 0 and 2^63 - 1"
-            ),
-        ),
-        (
-            {"max_new_tokens": 5000},
-            (
-                "prompt 'import os' has 3 tokens, and with max_new_tokens=5000 that is more than the context of 2048; "
-                "max_new_tokens=2045 would fit"
-            ),
-        ),
+        ({"temperature": "hot", "seed": 1.0},
+         ("2 problems in the arguments:\n  1. temperature='hot' must be a number: 0 (greedy) or at least 1e-06, for "
+         "example 0.8\n  2. seed=1.0 must be a whole number: between 0 and 2^63 - 1")),
+        ({"max_new_tokens": 5000},
+         ("prompt 'import os' has 3 tokens, and with max_new_tokens=5000 that is more than the context of 2048; "
+         "max_new_tokens=2045 would fit")),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_argument_is_named_with_what_would_work(pair: Pair, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         pair.generate("import os", **arguments)
@@ -170,21 +153,12 @@ def test_load_and_plan_refuse_in_words_of_the_library(
                 (plan, "gpus", "num_gpus?"),
             )
         ),
-        (
-            Pair.generate, {"guided_json": 1},
-            (
-                "unknown argument 'guided_json' of generate: text in a given format is not here; stop_strings and "
-                "bad_words are"
-            ),
-        ),
+        (Pair.generate, {"guided_json": 1},
+         "unknown argument 'guided_json' of generate: text in a given format is not here; stop_strings and bad_words"),
         (load, {"xyzzy": 1}, "unknown argument 'xyzzy' of load: it takes model, draft, dtype, quantization, cache_"),
-        (
-            plan, {"n_predict": 2, "batch": 4},
-            (
-                "2 problems in the arguments:\n  1. unknown argument 'n_predict' of plan: did you mean max_new_tokens?"
-                "\n  2. unknown argument 'batch' of plan: did you mean batch_size?"
-            ),
-        ),
+        (plan, {"n_predict": 2, "batch": 4},
+         ("2 problems in the arguments:\n  1. unknown argument 'n_predict' of plan: did you mean max_new_tokens?\n"
+         "  2. unknown argument 'batch' of plan: did you mean batch_size?")),
     ],
 )  # fmt: skip
 def test_an_unknown_argument_is_a_sentence_with_the_one_that_was_meant(
@@ -208,10 +182,7 @@ def test_a_sentence_names_settings_to_the_command_and_arguments_to_the_library()
     with in_library_words():
         assert [said(*one) for one in settings] == ["top_k=0", "model=7B", "dtype=bf16", "verification=greedy"]
         assert (said("chat", True), said("model.path", "DIR")) == ("chat=True", "the folder of a checkpoint")
-        assert [key_of(name) for name in ("model.revision", "placement.draft.ranks")] == [
-            "revision",
-            "placement.draft.ranks",
-        ]
+        assert (key_of("model.revision"), key_of("placement.draft.ranks")) == ("revision", "placement.draft.ranks")
     assert key_of("model.revision") == "model.revision"
 
 

@@ -1,14 +1,17 @@
 """What `Pair.generate` takes, gives and keeps."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoTokenizer, TextStreamer
 
+import llama_ssp
 from llama_ssp import Completion, Pair, catalogue, load
 from llama_ssp.cpu.tracing import Traced
 from llama_ssp.errors import ConfigError
@@ -67,6 +70,24 @@ def test_ten_calls_of_growing_prompts_are_captured_once(pair: Pair, monkeypatch:
         fresh.generate("import os\n" * (1 + number // 4), max_new_tokens=6 + number // 2)
     assert recorder.num_recorded == 2, "the draft and the verification, each once"
     assert recorder.num_replayed >= 18
+
+
+def test_a_short_call_runs_few_functions(pair: Pair) -> None:
+    """The host delays the first token: a prompt of 6 tokens and 4 new ones run 470 functions of ours."""
+    ours, called = str(Path(llama_ssp.__file__).parent), list[str]()
+
+    def count(frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(ours):
+            called.append(frame.f_code.co_name)
+
+    for _ in range(3):
+        called.clear()
+        sys.setprofile(count)
+        try:
+            pair.generate([5, 6, 7, 8, 9, 10], max_new_tokens=4, plain=True)
+        finally:
+            sys.setprofile(None)
+    assert len(called) < 510
 
 
 @pytest.mark.parametrize("temperature", [heavy(0.0), 0.8])

@@ -139,6 +139,9 @@ def test_what_ranks_of_their_own_cannot_have_is_refused_before_they_start(
         [name] = given
         with pytest.raises(ConfigError, match=f"^{name} is a .*, which the processes of ranks= do not have: give its"):
             load(**{"model": "tiny", **given}, ranks=2)
+    for number, sentence in (("two", "ranks='two' must be a whole number or None"), (0, "ranks=0 must be one whole")):
+        with pytest.raises(ConfigError, match=sentence):
+            load("tiny", ranks=number)  # type: ignore[arg-type]
     for variable, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigError, match="ranks=2: torchrun has started 1 already, so leave ranks= out"):

@@ -10,9 +10,8 @@ import pytest
 
 from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.evaluation import agreement, arithmetic, distribution
-from llama_ssp.evaluation.evidence import Evidence
 from llama_ssp.evaluation.martingales import FAULTS, SCORES, Role, TextSums, roles_of, sums_of
-from llama_ssp.evaluation.task import EvaluateConfig
+from llama_ssp.evaluation.task import EvaluateConfig, Evidence
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
 from llama_ssp.reports.summary import CompletionPair, pairs_of
 from llama_ssp.settings.schema import RunConfig, VerificationConfig

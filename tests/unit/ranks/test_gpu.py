@@ -56,7 +56,7 @@ def test_a_peer_that_compiles_for_longer_than_the_timeout_is_waited_for(
     clock = Clock(monkeypatch)
     waits = DeviceWait(lambda: False, has_busy_peer=lambda: clock.now_s < work_s)
     waits.timeout_s = 60.0
-    event = SimpleNamespace(query=lambda: clock.now_s >= work_s + 1)
+    event: Any = SimpleNamespace(query=lambda: clock.now_s >= work_s + 1)
     waits.until(event)
     assert clock.now_s == pytest.approx(work_s + 1)
     assert not waits.is_waiting

@@ -38,15 +38,10 @@ ALONE = Ranks(rank=0, size=1, local_rank=0, local_size=1)
         ({}, ALONE),
     ],
     ids=[
-        "torchrun",
-        "torchrun in a SLURM step",
-        "a SLURM step",
-        "a SLURM step on nodes of two sizes",
-        "a SLURM step on nodes of three sizes",
-        "a batch script outside of any step",
-        "plain python",
+        "torchrun", "torchrun in a SLURM step", "a SLURM step", "a SLURM step on nodes of two sizes",
+        "a SLURM step on nodes of three sizes", "a batch script outside of any step", "plain python",
     ],
-)
+)  # fmt: skip
 def test_the_launcher_says_who_a_process_is(environ: dict[str, str], ranks: Ranks) -> None:
     assert read_ranks(environ) == ranks
 

@@ -20,7 +20,7 @@ from llama_ssp.reports.figures import MOST_BARS, Bar, bars_of
 from llama_ssp.reports.html import report
 from llama_ssp.reports.measures import Estimate, measure
 from llama_ssp.reports.records import CompletionLine, Evaluation, Excerpt, Measure, Span, Summary
-from llama_ssp.reports.runs import Run, varying_settings
+from llama_ssp.reports.runs import Run
 from llama_ssp.reports.tables import percentiles_table, runs_table, runs_to_csv
 from tests.helpers.lanes import heavy
 from tests.helpers.runs import CELL, FAST, PLAIN, run
@@ -36,6 +36,10 @@ def sweep(ks: Sequence[int]) -> list[Run]:
     """A run for each K."""
     runs = [run(PLAIN, FAST, name=f"s/{k}", num_draft_tokens=k) for k in ks]
     return [replace(one, settings={"speculation.num_draft_tokens": k}) for one, k in zip(runs, ks, strict=True)]
+
+
+def read_csv(runs: Sequence[Run]) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(runs_to_csv(runs))))
 
 
 def page_of(*lines: CompletionLine, **measured: object) -> str:
@@ -86,16 +90,15 @@ def test_the_report_of_a_sweep_has_a_row_and_a_section_for_every_run() -> None:
 def test_a_disturbed_run_is_marked_in_every_table_and_figure() -> None:
     runs = sweep((2, 3))
     runs[1] = replace(runs[1], summary=replace(runs[1].summary, disturbed="others <ran>", point="point 2 of 2: K=3"))
-    page, measures, settings = report(runs), [measure(one.lines) for one in runs], varying_settings(runs)
-    for table in runs_table(runs, measures, settings), percentiles_table(runs, measures, settings):
+    page = report(runs)
+    for table in runs_table(runs), percentiles_table(runs):
         assert [row[0].text for row in table.rows if row[1].text == "3"] == ["2 †"] * (len(table.rows) // 2)
         assert "†" not in table.rows[0][0].text
     assert ">2 †: K=3</text>" in page
     assert "† disturbed</b>: others &lt;ran&gt;" in page
     assert "<p>point 2 of 2: K=3</p>" in page
     assert ">† disturbed</text>" in report(runs[1:]), "the figure of the run alone"
-    rows = list(csv.DictReader(io.StringIO(runs_to_csv(runs, measures, settings))))
-    assert [row["disturbed"] for row in rows] == ["", "others <ran>"]
+    assert [row["disturbed"] for row in read_csv(runs)] == ["", "others <ran>"]
 
 
 def test_medians_have_intervals_and_percentiles_stand_in_their_order() -> None:
@@ -163,10 +166,7 @@ def test_names_from_records_cannot_become_markup(is_one: bool) -> None:
 
 
 def test_runs_csv_has_a_row_for_each_run_with_its_settings_and_intervals() -> None:
-    runs = simulated_sweep(random.Random(0))
-    rows = list(
-        csv.DictReader(io.StringIO(runs_to_csv(runs, [measure(one.lines) for one in runs], varying_settings(runs))))
-    )
+    rows = read_csv(simulated_sweep(random.Random(0)))
     assert [(row["run"], row["sampling.temperature"], row["speculation.num_draft_tokens"]) for row in rows] == [
         ("sweep/0", "0.0", "2"), ("sweep/1", "0.0", "4"), ("sweep/2", "1.0", "2"), ("sweep/3", "1.0", "4"),
     ]  # fmt: skip
@@ -179,17 +179,14 @@ def test_runs_csv_has_a_row_for_each_run_with_its_settings_and_intervals() -> No
 
 
 def test_a_run_of_one_mode_has_empty_columns_for_the_other() -> None:
-    found = run(PLAIN)
-    (row,) = csv.DictReader(io.StringIO(runs_to_csv([found], [measure(found.lines)], [])))
-    assert (row["plain_ms_per_token"], row["speculative_ms_per_token"], row["speedup"], row["acceptance"]) == (
-        "10.0", "", "", "",
-    )  # fmt: skip
+    [row] = read_csv([run(PLAIN)])
+    names = ("plain_ms_per_token", "speculative_ms_per_token", "speedup", "acceptance")
+    assert [row[name] for name in names] == ["10.0", "", "", ""]
 
 
 def test_tables_have_a_cell_for_every_column() -> None:
     runs = [*simulated_sweep(random.Random(0)), run(PLAIN)]
-    measures, settings = [measure(one.lines) for one in runs], varying_settings(runs)
-    tables = [runs_table(runs, measures, settings), percentiles_table(runs, measures, settings)]
+    tables = [runs_table(runs), percentiles_table(runs)]
     for table in tables:
         assert {len(row) for row in table.rows} == {len(table.columns)}
     assert len(tables[0].rows) == 5
@@ -198,18 +195,14 @@ def test_tables_have_a_cell_for_every_column() -> None:
 
 def test_columns_that_no_run_fills_are_left_out() -> None:
     runs = [replace(run(PLAIN), status=""), replace(run(PLAIN, name="s/1"), status="")]
-    table = runs_table(runs, [measure(one.lines) for one in runs], [])
+    table = runs_table(runs)
     assert table.columns == ["#", "plain, ms/token", "prompts", "tokens", "run"]
     assert {len(row) for row in table.rows} == {5}
 
 
 def test_speedups_are_paired_by_prompt_and_not_by_totals() -> None:
-    slow_and_fast = [
-        replace(PLAIN, index=1, ms=1000.0),
-        replace(FAST, index=1, ms=100.0),
-        replace(FAST, index=2, ms=1.0),
-    ]
-    measured = measure([PLAIN, FAST, *slow_and_fast])
+    slow, fast, alone = replace(PLAIN, index=1, ms=1000.0), replace(FAST, index=1, ms=100.0), replace(FAST, index=2)
+    measured = measure([PLAIN, FAST, slow, fast, replace(alone, ms=1.0)])
     assert measured.speedup
     assert measured.speedup.value == pytest.approx((2.5 + 10.0) / 2)
     assert (len(measured.pairs), measured.num_faster) == (2, 2)
@@ -241,20 +234,18 @@ def row(name: str = "n", value: float = 2.0, forecast: float | None = None) -> B
 
 
 def test_a_run_is_a_row_with_both_modes_and_their_forecasts() -> None:
-    found = run(PLAIN, FAST)
-    axes = drawn(*bars_of(found, measure(found.lines), "mine"))
+    axes = drawn(*bars_of(run(PLAIN, FAST), "mine"))
     assert points(axes, "plain") == [(10.0, 0)]
     assert points(axes, "speculative") == [(4.0, 0)]
     assert points(axes, "forecast") == [(9.0, 0), (4.5, 0)]
-    alone = run(PLAIN)
-    assert points(drawn(*bars_of(alone, measure(alone.lines), "mine")), "forecast") == [(9.0, 0)], "of modes that ran"
+    assert points(drawn(*bars_of(run(PLAIN), "mine")), "forecast") == [(9.0, 0)], "of modes that ran"
 
 
 def test_a_benchmark_has_a_row_for_each_cell_with_all_candidates() -> None:
     cells = [CELL, replace(CELL, prompt_tokens=512, ms_per_token={"plain": 3.0, "generate": 7.0})]
     found = run(PLAIN)
     found = replace(found, summary=replace(found.summary, cells=cells), lines=())
-    axes = drawn(*bars_of(found, measure(()), "mine"))
+    axes = drawn(*bars_of(found, "mine"))
     assert points(axes, "plain") == [(2.0, 0), (3.0, 1)]
     assert (points(axes, "generate"), points(axes, "forecast")) == ([(7.0, 1)], [(600.5, 0), (600.5, 1)])
     assert [label.get_text() for label in axes.get_yticklabels()] == [cell.name for cell in cells]

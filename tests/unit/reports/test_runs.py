@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llama_ssp.reports.reading import read_settings, to_yaml
-from llama_ssp.reports.runs import Run, Setting, find_runs, labels, read_run, varying_settings
+from llama_ssp.reports.runs import Run, Setting, find_runs, names_of, read_run, varying_settings
 from tests.helpers.composed import compose_run
 from tests.helpers.runs import FAST, PLAIN, summary, write_run
 
@@ -126,7 +126,8 @@ def test_settings_that_differ_are_found_and_the_folder_is_none_and_the_seed_stan
         ("sampling.temperature", "temperature", ["0.8", "0", "0.8"]),
         ("seed", "seed", ["0", "0", "1"]),
     ]
-    assert labels(found) == ["temperature=0.8, seed=0", "temperature=0, seed=0", "temperature=0.8, seed=1"]
+    runs = [run_of(one) for one in (base, base | {"seed": 1})]
+    assert names_of(runs) == (["#", "seed"], [["1", "0"], ["2", "1"]])
     assert varying(BASE, BASE | {"run_dir": "b"}) == []
 
 

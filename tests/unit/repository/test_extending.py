@@ -55,10 +55,7 @@ class PatientDrafter(ModelDrafter):
 
 def make(parts: DrafterParts) -> Drafter:
     """Make the drafter of a rank."""
-    assert parts.runner
-    return PatientDrafter(
-        parts.runner, rule=parts.rule, num_draft_tokens=parts.num_draft_tokens, vocab_size=parts.vocab_size
-    )
+    return PatientDrafter(parts)
 ''',
         "llama_ssp/settings/drafters.py": """
 

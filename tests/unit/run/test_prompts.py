@@ -238,15 +238,9 @@ def test_an_id_that_the_model_lacks_is_refused() -> None:
 
 MAKER = RequestMaker(tokenizer=byte_level(), context=60, vocab_size=300)
 PROMPTS = (
-    Prompt(text="a"),
-    Prompt(text="b"),
-    Prompt(text="c", earlier=["b"]),
-    Prompt(text="d", earlier=["b", "c"]),
-    Prompt(text="e"),
-    Prompt(text="f", earlier=["e"]),
-)
-
-
+    Prompt(text="a"), Prompt(text="b"), Prompt(text="c", earlier=["b"]), Prompt(text="d", earlier=["b", "c"]),
+    Prompt(text="e"), Prompt(text="f", earlier=["e"]),
+)  # fmt: skip
 CONFIG = RunConfig(task=GenerateConfig(), model=ModelConfig(name="tiny"), draft=DrafterConfig(), max_new_tokens=4)
 IN_CHAT = replace(CONFIG, chat=True)
 

@@ -21,6 +21,7 @@ from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.results import excerpts
 from llama_ssp.run.session import Session, to_line
 from llama_ssp.run.tuning import tune
+from llama_ssp.settings.drafters import NgramConfig
 from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, SpeculationConfig
 from llama_ssp.speculate.drafters.drafter import Drafter
 from llama_ssp.speculate.drafters.ngram import NgramDrafter
@@ -29,7 +30,7 @@ from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.sampling.rules import Rule
 from llama_ssp.weights import hub
-from tests.helpers.decoders import make_decoder
+from tests.helpers.decoders import make_decoder, parts_of
 from tests.helpers.in_process import launch
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.recorded import FakeRecorder
@@ -81,7 +82,7 @@ def test_nothing_is_copied_from_the_text_of_a_warm_up() -> None:
     target = PrefixRunner(sharpness=1.0)
 
     def copies(_rule: Rule) -> Drafter:
-        return NgramDrafter(num_draft_tokens=3, longest=3, shortest=1, device=target.device, num_texts=3)
+        return NgramDrafter(parts_of(config=NgramConfig(kind="ngram", longest=3, history=3)))
 
     def accepted(num_warm: int) -> list[int]:
         decoder = make_decoder(target, None, make_drafter=copies)

@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -101,8 +103,15 @@ def _handlers() -> Iterator[None]:
         yield
 
 
-def alone(wishes: bool) -> bool:
-    return wishes
+def ranks(*others: str, agreeing: Callable[[], None] = lambda: None) -> Any:  # noqa: ANN401 - a World
+    """This rank and others, which say whether they are to stop."""
+
+    def gather_text(mine: str) -> list[str]:
+        agreeing()
+        return [mine, *others]
+
+    watch = SimpleNamespace(ask_to_stop=lambda: None)
+    return SimpleNamespace(watch=watch, comm=SimpleNamespace(gather_text=gather_text))
 
 
 def handlers() -> list[object]:
@@ -114,7 +123,7 @@ def test_a_second_signal_does_not_disturb_what_is_written_and_the_first_ends_a_w
     number: signal.Signals,
 ) -> None:
     stop_request = StopRequest()
-    with contextlib.suppress(InterruptedRun), stopping_on_signals(stop_request, tell=lambda: None, agree=alone):
+    with contextlib.suppress(InterruptedRun), stopping_on_signals(stop_request, ranks()):
         heeding = handlers()
         with pytest.raises(KeyboardInterrupt), interruptible():
             signal.raise_signal(number)
@@ -129,7 +138,7 @@ def test_a_second_signal_does_not_disturb_what_is_written_and_the_first_ends_a_w
 @pytest.mark.parametrize("here", [True, False], ids=["here", "elsewhere"])
 def test_a_wish_that_came_in_the_last_round_is_known_to_all_afterwards(here: bool) -> None:
     stop_request = StopRequest()
-    with stopping_on_signals(stop_request, tell=lambda: None, agree=lambda _: True):
+    with stopping_on_signals(stop_request, ranks("" if here else "stop")):
         if here:
             signal.raise_signal(signal.SIGTERM)
     assert stop_request.requested
@@ -139,12 +148,8 @@ def test_a_wish_that_came_in_the_last_round_is_known_to_all_afterwards(here: boo
 def test_a_wish_that_comes_behind_the_agreement_ends_what_follows_by_the_old_handlers() -> None:
     for number in NUMBERS:
         signal.signal(number, signal.default_int_handler)
-
-    def agree(wishes: bool) -> bool:
-        signal.raise_signal(signal.SIGUSR1)
-        return wishes
-
-    with pytest.raises(KeyboardInterrupt), stopping_on_signals(StopRequest(), tell=lambda: None, agree=agree):
+    late = ranks(agreeing=lambda: signal.raise_signal(signal.SIGUSR1))
+    with pytest.raises(KeyboardInterrupt), stopping_on_signals(StopRequest(), late):
         pass
     assert handlers() == [signal.default_int_handler] * 4
 
@@ -152,7 +157,7 @@ def test_a_wish_that_comes_behind_the_agreement_ends_what_follows_by_the_old_han
 def test_a_hangup_that_is_ignored_on_purpose_stays_ignored() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     stop_request = StopRequest()
-    with stopping_on_signals(stop_request, tell=lambda: None, agree=alone):
+    with stopping_on_signals(stop_request, ranks()):
         signal.raise_signal(signal.SIGHUP)
         with interruptible():
             signal.raise_signal(signal.SIGHUP)

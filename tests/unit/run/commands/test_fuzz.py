@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
@@ -36,6 +36,7 @@ from llama_ssp.settings.compose import compose, groups_of, keys_of
 from llama_ssp.settings.drafters import NgramConfig
 from llama_ssp.terminal.terminal import Output, Terminal
 from tests.helpers.in_process import Ended, call, launch
+from tests.helpers.odd_json import mutated, to_text
 from tests.helpers.runs import CELL, FAST, PLAIN, summary, write_run
 
 if TYPE_CHECKING:
@@ -225,18 +226,6 @@ def test_what_was_found_once_is_a_sentence(
 
 FEW, MANY = settings(UNHURRIED, max_examples=6), settings(UNHURRIED, max_examples=150)
 CONFIG = "seed: 7\nrun_dir: null\nstop_strings: []\nmodel:\n  name: big\n  shape: {num_layers: 2}\n"
-RAW = {
-    "@digits": "9" * 5000, "@nines": "9" * 400, "@deep": "[" * 5000 + "]" * 5000,
-    "@objects": '{"a":' * 3000 + "1" + "}" * 3000, "@nan": "NaN",
-    "@inf": "-Infinity", "@1e400": "1e400", "@1e-400": "1e-400", "@half": '"\\ud800"',
-    "@long": '"' + "x" * 100_000 + '"', "@list": "[" + "0," * 20_000 + "0]", "@nested": "[" * 500 + "]" * 500,
-}  # fmt: skip
-"""JSON that `json.dumps` does not write, by the text that stands in for it."""
-ODD: list[Any] = [
-    *RAW, None, True, 0, -1, 1, 1024, 1025, 1 << 31, (1 << 63) - 1, 1 << 63, 1 << 64, 0.0, -0.0, 0.5, -1.5, 1e308,
-    -1e308, 5e-324, 1e-31, 2.0**62, "", "1", "\x1b[2J", "\u202e", "</script>", "é" * 50, [], [0], [1, 2], [[]], [None],
-    [1.5], {}, {"a": 1}, {"a": {"b": []}}, {"": None}, {"plain": 0.0}, "speculative", "plain",
-]  # fmt: skip
 BYTES = [
     b"", b"\n", b"\0", b"\xff\xfe", b"\xef\xbb\xbf{}", b"{", b"[]", b"null", b"1", b'"x"', b"{}", b"[" * 100_000,
     b'{"a":' * 100_000, b"\x1b[2J", b"9" * 5000, b"NaN", b"\r\n\r\n", b"{}\n{}\n", "é".encode("latin-1"),
@@ -257,39 +246,6 @@ YAML = [
 FILES = ("summary.json", "run.jsonl", "config.yaml", "benchmark.jsonl", "status")
 
 
-def places(tree: Any) -> list[tuple[Any, ...]]:  # noqa: ANN401 - JSON
-    """The paths of all parts of a document, itself included."""
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    return [(), *((key, *below) for key, value in items for below in places(value))]
-
-
-def put(tree: Any, path: tuple[Any, ...], value: Any) -> Any:  # noqa: ANN401 - JSON
-    """The document with another part at this path; `...` takes the part away."""
-    if not path:
-        return value
-    tree = tree.copy()
-    if value is ... and len(path) == 1:
-        del tree[path[0]]
-    else:
-        tree[path[0]] = put(tree[path[0]], path[1:], value)
-    return tree
-
-
-def odd_document(chance: random.Random, document: dict[str, Any]) -> str:
-    """One or two parts replaced, taken away or added."""
-    tree: Any = document
-    for _ in range(chance.randint(1, 2)):
-        found = places(tree)
-        path = chance.choice(found[1:] or found)
-        tree = put(tree, path, ... if path and chance.random() < 0.1 else chance.choice(ODD))
-        if isinstance(tree, dict) and chance.random() < 0.1:
-            tree |= {chance.choice(["x", "", "\x1b", "y" * 9999]): chance.choice(ODD)}
-    text = json.dumps(tree, ensure_ascii=chance.random() < 0.5)
-    for name, raw in RAW.items():
-        text = text.replace(f'"{name}"', raw)
-    return text
-
-
 def odd_content(chance: random.Random, file: str) -> bytes:
     """What stands in a damaged file."""
     documents = {
@@ -302,7 +258,7 @@ def odd_content(chance: random.Random, file: str) -> bytes:
     if file in documents:
         odd = chance.randrange(len(documents[file]))
         texts = [json.dumps(each) for each in documents[file]]
-        texts[odd] = odd_document(chance, documents[file][odd])
+        texts[odd] = to_text(mutated(chance, documents[file][odd]), ascii_only=chance.random() < 0.5)
         text = "\n".join(texts) + "\n"
     else:
         text = chance.choice(YAML) + chance.choice(["", "\n", f"\n{CONFIG}"])

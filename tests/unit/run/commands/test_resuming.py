@@ -386,20 +386,13 @@ def test_an_adapter_writes_what_the_merged_model_writes_and_is_compared_when_a_r
         round_weights(folder / name)
         save_adapter(folder / f"adapter-{name}", folder / name)
         save_merged(folder / f"merged-{name}", folder / name, folder / f"adapter-{name}")
-    assert (
-        complete_of_other_models(
-            folder, "draft.model.path=merged-tiny-draft", "run_dir=merged", target="merged-tiny"
-        ).code
-        == 0
-    )
+    merged = ("draft.model.path=merged-tiny-draft", "run_dir=merged")
+    assert complete_of_other_models(folder, *merged, target="merged-tiny").code == 0
     words = ("model.adapter=adapter-tiny", "draft.model.adapter=adapter-tiny-draft", "run_dir=adapted")
     ended = complete_of_other_models(folder, *words)
     assert ended.code == 0, ended.err
-    assert (
-        texts_of_other_models(folder, "adapted")
-        == texts_of_other_models(folder, "merged")
-        != texts_of_other_models(folder)
-    )
+    found = texts_of_other_models(folder, "adapted")
+    assert found == texts_of_other_models(folder, "merged") != texts_of_other_models(folder)
     file = folder / "adapter-tiny" / ADAPTER_FILE
     save_file({name: -each for name, each in load_file(file).items()}, file)
     assert f"({ADAPTER_FILE} of model=local differs)" in complete_of_other_models(folder, *words).err

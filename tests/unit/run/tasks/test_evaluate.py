@@ -28,10 +28,9 @@ from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling import rules
 from llama_ssp.speculate.sampling.draft import Draft, Verdict
 from llama_ssp.speculate.sampling.rules import make_rule
-from llama_ssp.speculate.sampling.trees import Tree
 from llama_ssp.speculate.sampling.uniforms import Draws
 from tests.helpers.composed import compose_run
-from tests.helpers.decoders import complete, make_decoder
+from tests.helpers.decoders import complete, make_decoder, parts_of, tree_of
 from tests.helpers.in_process import launch
 from tests.helpers.lanes import grid, heavy
 from tests.helpers.law_faults import plant
@@ -216,7 +215,7 @@ def sums_of_samples(
     tree: str | None = None,
 ) -> dict[str, Sum]:  # fmt: skip
     """Decode samples of two prompts, and score them."""
-    shape = Tree.of(tree, torch.device("cpu")) if tree else None
+    shape = tree_of(tree)
     # Only a draft that is surer than the target rejects a token that takes much of its law along.
     target_sharpness, draft_sharpness = (3.0, 4.0) if tree else (2.0, 0.7)
     target = PrefixRunner(VOCAB_SIZE, seed=seed, sharpness=target_sharpness)
@@ -237,14 +236,8 @@ def sums_of_samples(
         texts.append((done.request.index, SampledText(
             prompt_ids=done.request.prompt_ids, token_ids=tuple(done.token_ids), roles=tuple(roles)
         )))  # fmt: skip
-    drafter: ModelDrafter | NgramDrafter = NgramDrafter(
-        num_draft_tokens=NUM_DRAFT_TOKENS, longest=3, shortest=1, device=torch.device("cpu")
-    )
-    if draft:
-        drafter = ModelDrafter(
-            draft, rule=make_rule(sampling, VerificationConfig()), num_draft_tokens=NUM_DRAFT_TOKENS,
-            vocab_size=target.vocab_size,
-        )  # fmt: skip
+    parts = parts_of(draft, rule=make_rule(sampling, VerificationConfig()), num_draft_tokens=NUM_DRAFT_TOKENS)
+    drafter = ModelDrafter(parts) if draft else NgramDrafter(parts)
     rounds = Rounds(
         rule=CERTAIN if ngram and rule_name != "coupled" else rule_name,
         widths=shape.shape.widths if shape else (), penalizes=sampling.penalizes,

@@ -28,7 +28,7 @@ from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.rules import make_rule
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.weights.checkpoint import inspect
-from tests.helpers.decoders import complete, make_decoder, requests
+from tests.helpers.decoders import complete, make_decoder, parts_of, requests
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import grid, heavy
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, load_ranks
@@ -79,8 +79,8 @@ def drafted(runner: Runner, comm: Comm, *, temperature: float = 0.9, shard: Shar
     """What a rank drafts for three rows after the same prompts, and the text of its rows then."""
     sampling = SamplingConfig(temperature=temperature)
     rule = make_rule(sampling, VerificationConfig(), is_cut=comm.size > 1, shard=shard)
-    inner = ModelDrafter(runner, rule=rule, num_draft_tokens=K, vocab_size=runner.vocab_size)
-    drafter = BroadcastDrafter(inner, comm=comm, src=0, num_draft_tokens=K, device=CPU)
+    parts = parts_of(runner, rule=rule, num_draft_tokens=K)
+    drafter = BroadcastDrafter(ModelDrafter(parts), parts, comm=comm, src=0)
     drafter.allocate(batch_size=3, num_slots=NUM_SLOTS)
     generator = torch.Generator().manual_seed(0)
     tokens_BS = torch.randint(runner.vocab_size, (3, NUM_SLOTS), generator=generator)

@@ -1,7 +1,6 @@
 """A draft head drafts by its own distribution at every step of every round, and a faulty one is one sentence."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,11 @@ from llama_ssp.models.runner import Runner
 from llama_ssp.models.weights import Loading
 from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.engine.round import DraftChoice
-from llama_ssp.speculate.sampling.trees import Tree
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.head import HeadSource, of_target
 from tests.helpers import head_drafts
+from tests.helpers.decoders import outcome
 from tests.helpers.draft_heads import make_tensors, reference, save_original, save_speculator
 from tests.helpers.head_drafts import Seen, check
 from tests.helpers.lanes import heavy
@@ -74,9 +73,7 @@ def decode(target: Runner, origin: HeadSource, **how: Any) -> list[Any]:  # noqa
     """Texts with a head; see `head_drafts.decode`."""
     head = load_model(Loading(origin, dtype=torch.float32))
     assert isinstance(head, HeadRunner)
-    return head_drafts.decode(
-        target, partial(HeadDrafter, head), origin.layers, width=256, **{"prompts": PROMPTS} | how
-    )
+    return head_drafts.decode(target, HeadDrafter, head, origin.layers, width=256, **{"prompts": PROMPTS} | how)
 
 
 @pytest.mark.parametrize(
@@ -85,14 +82,14 @@ def decode(target: Runner, origin: HeadSource, **how: Any) -> list[Any]:  # noqa
 def test_every_step_of_every_round_has_the_distribution_of_the_reference(
     save: Save, shape: str | None, target: Runner, library: Any, tmp_path: Path  # noqa: ANN401
 ) -> None:  # fmt: skip
-    tensors, tree, seen = make_tensors(), Tree.of(shape, torch.device("cpu")) if shape else None, Seen()
+    tensors, seen = make_tensors(), Seen()
     folder = save(tmp_path / "head", tensors)
-    done = decode(target, source(folder), batch_size=2, seen=seen, tree=tree)
+    done = decode(target, source(folder), batch_size=2, seen=seen, tree=shape)
     assert all(len(each.token_ids) == 12 for each in done)
     stored = load_file(folder / "model.safetensors")
     embedding = stored.get("embed_tokens.weight", library.get_input_embeddings().weight.detach())
     flags = {"norm_before_residual": True, "norm_output": True} if save is speculator else {}
-    assert check(seen, library, LAYERS, tree, referring(tensors, embedding, **flags)) > 50
+    assert check(seen, library, LAYERS, shape, referring(tensors, embedding, **flags)) > 50
 
 
 def test_a_head_reads_what_it_has_missed_in_rounds_that_did_not_draft(
@@ -114,8 +111,7 @@ def test_text_is_the_same_whether_rounds_are_replayed_or_rows_are_decoded_togeth
 ) -> None:
     origin = source(original(tmp_path / "head", make_tensors()))
     alone, together = (decode(target, origin, batch_size=size) for size in (1, 3))
-    assert [each.token_ids for each in alone] == [each.token_ids for each in together]
-    assert [each.accepted_lengths for each in alone] == [each.accepted_lengths for each in together]
+    assert outcome(alone) == outcome(together)
 
 
 @pytest.mark.parametrize("shape", [None, "2x2x1"])
@@ -123,14 +119,13 @@ def test_a_head_drafts_the_same_behind_a_beginning_that_the_target_has_not_read_
     shape: str | None, target: Runner, tmp_path: Path
 ) -> None:
     origin = source(original(tmp_path / "head", make_tensors()))
-    tree = Tree.of(shape, torch.device("cpu")) if shape else None
     header = tuple(range(40, 80))
     prompts = [header, (*header, 5, 6), (7, 8), (*header, 5, 9), header, (*header, 3)]
 
     def drafts(*, reuses: bool) -> tuple[dict[tuple[int, ...], Tensor], int]:
         """The probabilities of drafts, by the text before them, and how many tokens were reused."""
         seen = Seen()
-        done = decode(target, origin, batch_size=2, seen=seen, tree=tree, prompts=prompts, reuses=reuses)
+        done = decode(target, origin, batch_size=2, seen=seen, tree=shape, prompts=prompts, reuses=reuses)
         return {tuple(text): law for text, _, law in seen}, sum(each.num_reused_tokens for each in done)
 
     (found, number), (wanted, none) = drafts(reuses=True), drafts(reuses=False)
@@ -150,57 +145,37 @@ def test_taps_stay_where_rows_grow() -> None:
     assert taps.read(positions_BT).equal(before)
 
 
-def changed(**tensors: Tensor | None) -> dict[str, Tensor]:
-    """A head's tensors, some of them replaced or left out."""
-    return {name: value for name, value in (make_tensors() | tensors).items() if value is not None}
+def changed(**values: Any) -> dict[str, Tensor]:  # noqa: ANN401
+    """A head's tensors of some sizes, some of them replaced or left out."""
+    sizes = {name: values.pop(name) for name in ("vocab_size", "num_drafted") if name in values}
+    return {name: value for name, value in (make_tensors(**sizes) | values).items() if value is not None}
 
 
-FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "another target": (
-        lambda folder: save_original(folder, make_tensors(vocab_size=5000, num_drafted=1000)),
-        "is the head of a target of width 256 with 5000 tokens, and this target has width 256 and 4096 tokens",
-    ),
-    "a map out of the vocabulary": (
-        lambda folder: save_original(folder, changed(d2t=torch.full((1024,), 4090))),
-        "d2t leads to token 5113 of 4096",
-    ),
-    "a map to one token twice": (
-        lambda folder: save_original(folder, changed(d2t=-torch.arange(1024))),
-        "d2t leads twice to one token",
-    ),
-    "two maps that differ": (
-        lambda folder: save_original(folder, changed(d2t=torch.zeros(1024, dtype=torch.int64))),
-        "d2t contradicts t2d",
-    ),
-    "no map": (
-        lambda folder: save_original(folder, changed(d2t=None)),
-        "drafts 1024 of 4096 tokens and lacks d2t",
-    ),
-    "a layer that the target lacks": (
-        lambda folder: save_original(folder, make_tensors(), eagle_aux_hidden_state_layer_ids=[1, 5, 10]),
-        r"reads the layers \[1, 5, 10\], and this target has 10",
-    ),
-    "another speculator": (
-        lambda folder: save_speculator(folder, make_tensors(), speculators_model_type="mlp"),
-        "describes an MLP speculator, and of draft heads those of EAGLE-3, P-EAGLE, DFlash and DSpark are read",
-    ),
-    "a layer too few": (
-        lambda folder: save_original(folder, make_tensors(), num_hidden_layers=2),
-        "lacks 9 of the 23 tensors",
-    ),
-    "pickle": (
-        lambda folder: (save_original(folder, make_tensors()) / "model.safetensors").rename(folder / "model.bin"),
-        "holds pickle weights .*safetensors.torch as s; s.save_file",
-    ),
+FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "another target": ({"vocab_size": 5000, "num_drafted": 1000}, {},
+                       "of a target of width 256 with 5000 tokens, and this target has width 256 and 4096 tokens"),
+    "a map out of the vocabulary": ({"d2t": torch.full((1024,), 4090)}, {}, "d2t leads to token 5113 of 4096"),
+    "a map to one token twice": ({"d2t": -torch.arange(1024)}, {}, "d2t leads twice to one token"),
+    "two maps that differ": ({"d2t": torch.zeros(1024, dtype=torch.int64)}, {}, "d2t contradicts t2d"),
+    "no map": ({"d2t": None}, {}, "drafts 1024 of 4096 tokens and lacks d2t"),
+    "a layer that the target lacks": ({}, {"eagle_aux_hidden_state_layer_ids": [1, 5, 10]},
+                                      r"reads the layers \[1, 5, 10\], and this target has 10"),
+    "another speculator": ({}, {"speculators_model_type": "mlp"},
+                           "MLP speculator, and of draft heads those of EAGLE-3, P-EAGLE, DFlash and DSpark are read"),
+    "a layer too few": ({}, {"num_hidden_layers": 2}, "lacks 9 of the 23 tensors"),
+    "pickle": ({}, {}, "holds pickle weights .*safetensors.torch as s; s.save_file"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_faulty_head_is_refused_with_what_is_wrong(name: str, tmp_path: Path) -> None:
-    make, message = FAULTS[name]
-    make(tmp_path / "head")
+    tensors, config, message = FAULTS[name]
+    save = save_speculator if "speculators_model_type" in config else save_original
+    folder = save(tmp_path / "head", changed(**tensors), **config)
+    if name == "pickle":
+        (folder / "model.safetensors").rename(folder / "model.bin")
     with pytest.raises(CheckpointError, match=message):
-        check_model(source(tmp_path / "head"), num_ranks=1)
+        check_model(source(folder), num_ranks=1)
 
 
 def test_the_layers_of_an_eagle_config_are_those_before_the_tapped_inputs(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from llama_ssp.settings.schema import SamplingConfig
-from llama_ssp.speculate.drafters.intersection import IntersectionDrafter, VocabularyMap
+from llama_ssp.speculate.drafters.intersection import IntersectionDrafter
 from llama_ssp.speculate.drafters.tokenizers import Alignment
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import DraftChoice
@@ -19,7 +19,7 @@ from llama_ssp.speculate.sampling.draft import Draft
 from llama_ssp.speculate.sampling.processors import processor
 from tests.helpers.decoders import ScriptedLength, complete, make_decoder, requests
 from tests.helpers.lanes import grid, heavy
-from tests.helpers.own_vocabulary import ALIGNMENT, NUM_OWN_IDS, intersection_drafter, own_text
+from tests.helpers.own_vocabulary import ALIGNMENT, NUM_OWN_IDS, Spelling, intersection_drafter, own_text
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.text_laws import counted
 
@@ -115,13 +115,10 @@ def test_the_target_under_other_ids_is_always_accepted(rule_name: str) -> None:
     target, draft = PrefixRunner(sharpness=1.0), PrefixRunner(sharpness=1.0)
     draft.table[renamed], draft.head[:, renamed] = target.table, target.head
     alignment = Alignment(shared=tuple(renamed), pieces=tuple((token,) for token in renamed))
-    vocabularies = VocabularyMap.of(alignment, draft_size=11, device=torch.device("cpu"))
+    spelling = Spelling(alignment, lambda ids: [renamed[token] for token in ids])
     made = make_decoder(
         target, None, sampling=PENALIZED, rule_name=rule_name, batch_size=3,
-        make_drafter=lambda rule: IntersectionDrafter(
-            draft, rule=rule, num_draft_tokens=3, vocabularies=vocabularies,
-            encode=lambda ids: [renamed[token] for token in ids],
-        ),
+        make_drafter=lambda rule: intersection_drafter(draft, rule, spelling=spelling),
     )  # fmt: skip
     for done in complete(made, requests()):
         assert {*done.accepted_lengths[:-1]} <= {3}

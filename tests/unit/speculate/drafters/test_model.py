@@ -8,6 +8,7 @@ from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.rules import make_rule
+from tests.helpers.decoders import parts_of
 from tests.helpers.prefix_runner import PrefixRunner
 
 CPU = torch.device("cpu")
@@ -16,7 +17,7 @@ CPU = torch.device("cpu")
 def model_drafter(*, vocab_size: int, temperature: float = 0.9) -> ModelDrafter:
     """For a target of 11 tokens."""
     rule = make_rule(SamplingConfig(temperature=temperature), VerificationConfig())
-    return ModelDrafter(PrefixRunner(vocab_size, sharpness=1.0), rule=rule, num_draft_tokens=4, vocab_size=11)
+    return ModelDrafter(parts_of(PrefixRunner(vocab_size, sharpness=1.0), rule=rule, num_draft_tokens=4, vocab_size=11))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

@@ -22,12 +22,12 @@ from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.weights import Loading
 from llama_ssp.speculate.drafters.head import HeadDrafter
-from llama_ssp.speculate.engine.state import Request
-from llama_ssp.speculate.sampling.trees import Tree
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.mtp import MtpSource, mtp_of
-from tests.helpers.decoders import complete, make_decoder
+from tests.helpers import head_drafts
+from tests.helpers.decoders import complete, ids_of, make_decoder, requests_of
 from tests.helpers.fake_comm import on_ranks, thread_comms
+from tests.helpers.head_drafts import Seen, check
 from tests.helpers.lanes import heavy, slow
 from tests.helpers.models import build_checkpoint, refusal
 from tests.helpers.mtp_layers import MTP_LAYOUTS, edit_config, save_with_mtp
@@ -36,7 +36,7 @@ from tests.helpers.recorded import WatchedGraphs
 CPU, WIDTH = torch.device("cpu"), 64
 FEW_TOKENS = 8
 """A vocabulary of which a random head drafts some tokens that a random target would choose."""
-TEMPERATURE = 0.8
+PROMPTS = ((5, 3, 4), (2,), (7, 6, 7, 6, 7))
 IDS_BT = torch.tensor([[5, 9, 17, 4, 100, 33, 2, 8, 50]])
 
 
@@ -49,31 +49,8 @@ def loaded(folder: Path) -> tuple[Runner, Any, MtpSource]:
 
 
 def decode(target: Runner, head: Any, origin: MtpSource, **how: Any) -> list[Any]:  # noqa: ANN401
-    """Texts with a head; `watch` sees the texts of a round, and their drafts."""
-    watch, number = how.pop("watch", None), how.pop("num_draft_tokens", 3)
-    taps, tree = Taps(origin.layers, width=WIDTH, dtype=torch.float32, device=CPU), how.get("tree")
-
-    def make(rule: Any) -> HeadDrafter:  # noqa: ANN401 - any rule
-        drafter = HeadDrafter(head, taps, rule=rule, num_draft_tokens=tree.num_drafted if tree else number,
-                              first_row=lambda _rows: 0, tree=tree)  # fmt: skip
-        propose = drafter.propose
-
-        def watched(rows: Any, **named: Any) -> Any:  # noqa: ANN401
-            texts = [ids[:length].tolist() for ids, length in zip(rows.tokens_BS, rows.lengths_B, strict=True)]
-            watch(texts, draft := propose(rows, **named))
-            return draft
-
-        if watch:
-            drafter.propose = watched  # type: ignore[method-assign]
-        return drafter
-
-    decoder = make_decoder(target, None, make_drafter=make, taps=taps, num_draft_tokens=number, **how)
-    return complete(decoder, requests())
-
-
-def requests() -> list[Request]:
-    prompts = ((5, 3, 4), (2,), (7, 6, 7, 6, 7))
-    return [Request(index=index, prompt_ids=ids, max_new_tokens=11 - index) for index, ids in enumerate(prompts)]
+    """Texts with a head; see `head_drafts.decode`."""
+    return head_drafts.decode(target, HeadDrafter, head, origin.layers, width=WIDTH, prompts=PROMPTS, **how)
 
 
 LIGHT = ("qwen2", "glm4_moe", "qwen3_next")
@@ -112,24 +89,14 @@ def test_every_step_of_every_round_has_the_distribution_of_the_reference(
     family: str, shape: str | None, tmp_path: Path
 ) -> None:
     model, reference = save_with_mtp(tmp_path, family, vocab_size=FEW_TOKENS)
-    tree, seen = Tree.of(shape, CPU) if shape else None, list[tuple[list[int], Tensor, Tensor]]()
+    target, head, origin = loaded(tmp_path)
+    seen, table_VE = Seen(), model.get_input_embeddings().weight.detach()
+    decode(target, head, origin, seen=seen, batch_size=2, tree=shape)
 
-    def watch(texts: list[list[int]], draft: Any) -> None:  # noqa: ANN401
-        seen.extend(zip(texts, draft.ids_BK.clone(), draft.drawn_law.clone(), strict=True))
+    def wanted(text: list[int], states_LE: Tensor, drafted: list[int]) -> Tensor:
+        return reference(table_VE[[*text[1:], *drafted]], states_LE).detach().double()
 
-    decode(*loaded(tmp_path), watch=watch, temperature=TEMPERATURE, batch_size=2, tree=tree, replay=False)
-    found = [each for each in seen if each[0] != [0, 0]]  # no vacant rows
-    assert len(found) > 8
-    for text, ids_K, probs_TV in found:
-        with torch.no_grad():
-            states_LE = model.model(torch.tensor([text[:-1]])).last_hidden_state[0]
-        for step in range(tree.num_parents if tree else len(ids_K)):
-            path = [
-                node - 1 for node in range(1, step + 1) if tree is None or tree.topology.ancestors_BTT[0][step, node]
-            ]
-            embedded_LE = model.get_input_embeddings().weight[[*text[1:], *ids_K[path].tolist()]]
-            wanted_V = (reference(embedded_LE, states_LE) / TEMPERATURE).softmax(-1)
-            torch.testing.assert_close(probs_TV[step], wanted_V, atol=2e-5, rtol=1e-3)
+    assert check(seen, model, origin.layers, shape, wanted) > 24
 
 
 IN_BLOCKS = {"linear_num_value_heads": 32, "linear_value_head_dim": 4}
@@ -153,12 +120,12 @@ def test_greedy_text_is_that_of_plain_decoding(
     tensors["lm_head.weight"][FEW_TOKENS:] *= 0.01  # so that a random head drafts tokens of a random target
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     target, head, origin = loaded(tmp_path)
-    plain = [done.token_ids for done in complete(make_decoder(target, None, num_draft_tokens=0), requests())]
-    num_accepted = 0
+    plain = ids_of(complete(make_decoder(target, None), requests_of(PROMPTS, 12)))
+    num_accepted, how = 0, {"temperature": 0.0}
     for number in numbers:
         for batch_size, replay in ((1, False), (3, recorder)):
-            done = decode(target, head, origin, num_draft_tokens=number, batch_size=batch_size, replay=replay)
-            assert [each.token_ids for each in done] == plain
+            done = decode(target, head, origin, num_drafted=number, batch_size=batch_size, replay=replay, **how)
+            assert ids_of(done) == plain
             num_accepted += sum(sum(each.accepted_lengths) for each in done)
     assert num_accepted > len(numbers)
 

@@ -19,7 +19,7 @@ from llama_ssp.settings.drafters import NgramConfig
 from llama_ssp.settings.schema import DrafterConfig
 from llama_ssp.speculate.drafters.ngram import Corpus, History, NgramDrafter
 from llama_ssp.speculate.sampling.context import Rows
-from llama_ssp.speculate.sampling.trees import Tree
+from tests.helpers.decoders import parts_of, tree_of
 from tests.helpers.tokenizers import byte_level
 
 CPU = torch.device("cpu")
@@ -32,10 +32,11 @@ def propose(
 
     Chains are written behind the texts, and trees of a `shape` nowhere.
     """
-    tree = Tree.of(shape, CPU) if shape else None
+    tree = tree_of(shape)
     num_draft_tokens = tree.num_drafted if tree else num_draft_tokens
     num_slots = max(map(len, texts)) + num_draft_tokens + 5
-    drafter = NgramDrafter(num_draft_tokens=num_draft_tokens, longest=longest, shortest=shortest, device=CPU, tree=tree)
+    config = NgramConfig(kind="ngram", longest=longest, shortest=shortest, history=0)
+    drafter = NgramDrafter(parts_of(config=config, num_draft_tokens=num_draft_tokens, tree=tree))
     drafter.allocate(batch_size=len(texts), num_slots=num_slots)
     tokens_BS = torch.tensor([text + [text[-1]] * (num_slots - len(text)) for text in texts])
     before_BS, lengths_B = tokens_BS.clone(), torch.tensor([len(text) for text in texts])
@@ -55,36 +56,8 @@ def propose(
     return draft.ids_BK.tolist()
 
 
-def expected(text: list[int], *, num_draft_tokens: int, longest: int, shortest: int) -> list[int]:
-    """The same by a plain search: the longest match, of several the latest."""
-    for length in range(min(longest, len(text)), shortest - 1, -1):
-        for end in range(len(text) - 2, length - 2, -1):
-            if text[end - length + 1 : end + 1] == text[-length:]:
-                known = list(text)
-                for offset in range(num_draft_tokens):
-                    known.append(known[end + 1 + offset])
-                return known[len(text) :]
-    return [text[-1]] * num_draft_tokens
-
-
 def test_what_followed_the_last_tokens_is_copied() -> None:
     assert propose([[1, 2, 3, 4, 5, 6, 1, 2, 3]]) == [[4, 5, 6, 1]]
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    texts=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=14), min_size=1, max_size=4),
-    num_draft_tokens=st.integers(1, 6),
-    sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)).map(sorted),
-)
-def test_every_row_is_drafted_as_by_a_plain_search(
-    texts: list[list[int]], num_draft_tokens: int, sizes: list[int]
-) -> None:
-    shortest, longest = sizes
-    said = propose(texts, num_draft_tokens=num_draft_tokens, longest=longest, shortest=shortest)
-    assert said == [
-        expected(text, num_draft_tokens=num_draft_tokens, longest=longest, shortest=shortest) for text in texts
-    ]
 
 
 def expected_tree(text: list[int], *, widths: list[int], longest: int, shortest: int) -> list[int]:
@@ -130,21 +103,21 @@ def test_every_tree_is_drafted_as_by_a_plain_search(
     assert said == [expected_tree(text, widths=widths, longest=longest, shortest=shortest) for text in texts]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     texts=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=14), min_size=1, max_size=4),
-    num_draft_tokens=st.integers(1, 6),
-    shortest=st.integers(1, 3),
+    number=st.integers(1, 6),
+    sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)).map(sorted),
 )
-def test_a_tree_of_one_child_each_is_the_chain(texts: list[list[int]], num_draft_tokens: int, shortest: int) -> None:
-    shape = "x".join("1" * num_draft_tokens)
-    chain = propose(texts, num_draft_tokens=num_draft_tokens, shortest=shortest)
-    assert propose(texts, shortest=shortest, shape=shape) == chain
+def test_a_chain_is_drafted_as_a_tree_of_one_child_each(texts: list[list[int]], number: int, sizes: list[int]) -> None:
+    shortest, longest = sizes
+    chain = propose(texts, num_draft_tokens=number, longest=longest, shortest=shortest)
+    assert chain == [expected_tree(text, widths=[1] * number, longest=longest, shortest=shortest) for text in texts]
 
 
 def test_no_value_is_read_on_the_host() -> None:
     meta = torch.device("meta")
-    drafter = NgramDrafter(num_draft_tokens=15, longest=3, shortest=1, device=meta, tree=Tree.of("3x2x1", CPU))
+    drafter = NgramDrafter(parts_of(device=meta, tree="3x2x1"))
     rows = Rows(*(torch.zeros(shape, dtype=torch.int64, device=meta) for shape in ((2, 40), (2,), (2,), (2,))))
     draft = drafter.propose(rows, num_tokens=15, uniforms_BKP=torch.empty(2, 15, 2, device=meta), bucket=32)
     assert draft.ids_BK.shape == (2, 15)

@@ -24,11 +24,9 @@ from llama_ssp.run.tasks.records import GenerateConfig
 from llama_ssp.settings.schema import MODEL_DRAFT, DrafterConfig, RunConfig
 from llama_ssp.speculate.drafters.one_pass import OnePassDrafter
 from llama_ssp.speculate.engine.round import DraftChoice
-from llama_ssp.speculate.engine.state import Request
-from llama_ssp.speculate.sampling.trees import Tree
 from llama_ssp.weights.head import HeadSource
 from tests.helpers import head_drafts
-from tests.helpers.decoders import complete, make_decoder
+from tests.helpers.decoders import complete, ids_of, make_decoder, requests_of
 from tests.helpers.head_drafts import NUM_DRAFTED, Seen
 from tests.helpers.lanes import heavy
 from tests.helpers.one_pass_heads import (
@@ -44,7 +42,6 @@ from tests.helpers.one_pass_heads import (
 )
 from tests.helpers.recorded import WatchedGraphs
 
-CPU = torch.device("cpu")
 PROMPTS = ((5, 100, 17, 4, 56), (31,), tuple(range(40, 70)))
 
 
@@ -54,8 +51,8 @@ def load(origin: Any, target: Runner | None = None) -> Any:  # noqa: ANN401 - a 
 
 def decode(target: Runner, origin: HeadSource, **how: Any) -> list[Any]:  # noqa: ANN401
     """Texts with a head; see `head_drafts.decode`."""
-    make = partial(OnePassDrafter, load(origin, target))
-    return head_drafts.decode(target, make, origin.layers, width=WIDTH, prompts=PROMPTS, **how)
+    head = load(origin, target)
+    return head_drafts.decode(target, OnePassDrafter, head, origin.layers, width=WIDTH, prompts=PROMPTS, **how)
 
 
 def check(folder: Path, layout: str, **how: Any) -> int:  # noqa: ANN401
@@ -67,7 +64,7 @@ def check(folder: Path, layout: str, **how: Any) -> int:  # noqa: ANN401
     table_VE, output_VE = (part.weight.detach() for part in parts)
     wanted = partial(
         reference, layout, load_file(folder / "head" / "model.safetensors"), table_VE=table_VE, output_VE=output_VE,
-        num_drafted=tree.depth if tree else NUM_DRAFTED,
+        num_drafted=len(tree.split("x")) if tree else NUM_DRAFTED,
     )  # fmt: skip
     return head_drafts.check(seen, library, taps_of(layout), tree, wanted)
 
@@ -85,7 +82,7 @@ ALWAYS = {"peagle": None, "dflash of its authors": None, "dspark": "2x2x1"}
 def test_every_position_of_every_round_has_the_distribution_of_the_reference(
     layout: str, shape: str | None, tmp_path: Path
 ) -> None:
-    assert check(tmp_path, layout, tree=Tree.of(shape, CPU) if shape else None) > 40
+    assert check(tmp_path, layout, tree=shape) > 40
 
 
 @pytest.mark.parametrize("layout", ["dflash", heavy("peagle of the authors")])
@@ -99,11 +96,10 @@ def test_greedy_text_is_that_of_plain_decoding(layout: str, tmp_path: Path) -> N
     """Launched and recorded, in batches of one and of three, which refill rows; accepted or not."""
     target, origin = save_pair(tmp_path, layout, likely=8)
     runner, num_accepted = load(target), 0
-    requests = [Request(index=index, prompt_ids=ids, max_new_tokens=24) for index, ids in enumerate(PROMPTS)]
-    plain = [done.token_ids for done in complete(make_decoder(runner, None, num_draft_tokens=0), requests)]
+    plain = ids_of(complete(make_decoder(runner, None), requests_of(PROMPTS, 24)))
     for batch_size, replay in ((1, False), (2, True), (3, WatchedGraphs)):
         done = decode(runner, origin, batch_size=batch_size, replay=replay, temperature=0.0, num_new=24)
-        assert [each.token_ids for each in done] == plain
+        assert ids_of(done) == plain
         num_accepted += sum(sum(each.accepted_lengths) for each in done)
     assert num_accepted >= 3
 

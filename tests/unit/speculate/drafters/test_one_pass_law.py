@@ -17,9 +17,9 @@ from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.one_pass import OnePassDrafter
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.draft import Draft
-from llama_ssp.speculate.sampling.processors import processor
 from llama_ssp.speculate.sampling.rules import make_rule
-from tests.helpers.exact_law import choice_law, codes_of, exact_law
+from tests.helpers.decoders import parts_of
+from tests.helpers.exact_law import choice_law, codes_of, law_error, processed
 from tests.helpers.table_models import TableModel, joint_law, random_table
 
 CPU, NUM_TABLES, NUM_TOKENS = torch.device("cpu"), 2, 3
@@ -91,7 +91,9 @@ def errors(sampling: SamplingConfig, rule_name: str, *, joins: bool, num_drafted
     rule: Any = make_rule(sampling, VerificationConfig(rule=rule_name))
     head: Any = TableHead(tables, joins=joins)
     taps = Taps((0,), width=1, dtype=torch.float64, device=CPU)
-    drafter = OnePassDrafter(head, taps, rule=rule, num_draft_tokens=num_drafted, first_row=lambda _rows: 0)
+    drafter = OnePassDrafter(
+        parts_of(head=head, taps=taps, rule=rule, num_draft_tokens=num_drafted, vocab_size=NUM_TOKENS)
+    )
 
     def drafted(rows_B: Tensor, uniforms_BC: Tensor) -> Draft:
         taps.allocate(batch_size=len(rows_B), num_slots=16)
@@ -109,18 +111,17 @@ def errors(sampling: SamplingConfig, rule_name: str, *, joins: bool, num_drafted
     measured = choice_law(choose, num_rows=NUM_TABLES, num_coordinates=2 * num_drafted,
                           num_answers=NUM_TOKENS**num_drafted)  # fmt: skip
     wanted = head.law_tables(num_drafted)
-    processed = TableModel(tuple(processor(sampling)(logits) for logits in wanted.logits))
+    laws = processed(wanted, sampling)
     said: list[float] = []
     for corner in product((0.1, 0.5, 0.9), repeat=num_drafted):
         draft = drafted(torch.arange(NUM_TABLES), torch.tensor(corner).double().repeat_interleave(2).repeat(2, 1))
         code_B = torch.zeros(NUM_TABLES, dtype=torch.long)
-        for step, law_GCV in enumerate(processed.logits):
+        for step, law_GCV in enumerate(laws):
             probs_BV = draft.drawn_law[:, step]
             said.append(float((probs_BV - law_GCV[torch.arange(NUM_TABLES), code_B]).abs().max()))
             code_B = code_B * NUM_TOKENS + draft.ids_BK[:, step]
-    text = exact_law(rule, target=target, draft=wanted, num_draft_tokens=num_drafted)
-    law = joint_law(tuple(processor(sampling)(logits) for logits in target.logits))
-    return [float((measured - joint_law(processed.logits)).abs().max()), max(said), float((text - law).abs().max())]
+    of_text = law_error(rule, sampling, target=target, draft=wanted, num_draft_tokens=num_drafted)
+    return [float((measured - joint_law(laws)).abs().max()), max(said), of_text]
 
 
 @pytest.mark.parametrize("joins", [False, True])

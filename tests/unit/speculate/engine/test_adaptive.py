@@ -14,7 +14,7 @@ from llama_ssp.speculate.engine.adaptive import PROBE_SHARE, AdaptiveLength, Rou
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights.checkpoint import inspect
-from tests.helpers.decoders import ScriptedLength, complete, make_decoder, outcome
+from tests.helpers.decoders import ScriptedLength, complete, ids_of, make_decoder, outcome
 from tests.helpers.lanes import heavy
 from tests.helpers.models import build_checkpoint
 from tests.helpers.prefix_runner import PrefixRunner
@@ -168,8 +168,8 @@ def test_a_draft_that_is_the_target_is_always_accepted_whatever_was_skipped(name
 def test_greedy_text_and_coupled_text_do_not_depend_on_the_choices(name: str, replay: Any) -> None:  # noqa: ANN401
     for options in ({"temperature": 0.0}, {"rule_name": "coupled"}):
         alone = make_decoder(PrefixRunner(), None, batch_size=2, **({"temperature": 0.9} | options))
-        expected = [done.token_ids for done in complete(alone, REQUESTS)]
-        assert [done.token_ids for done in texts(SCRIPTS[name], draft_seed=1, replay=replay, **options)] == expected
+        expected = ids_of(complete(alone, REQUESTS))
+        assert ids_of(texts(SCRIPTS[name], draft_seed=1, replay=replay, **options)) == expected
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

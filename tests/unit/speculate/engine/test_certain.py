@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from llama_ssp.run.tasks.benchmark import Ours
+from llama_ssp.settings.drafters import NgramConfig
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.drafter import Drafter
 from llama_ssp.speculate.drafters.model import ModelDrafter
@@ -17,9 +18,8 @@ from llama_ssp.speculate.drafters.ngram import Corpus, NgramDrafter
 from llama_ssp.speculate.sampling.draft import Draft
 from llama_ssp.speculate.sampling.processors import processor
 from llama_ssp.speculate.sampling.rules import Rule, make_rule, verify_ahead, verify_speculative
-from llama_ssp.speculate.sampling.trees import Tree
 from llama_ssp.speculate.sampling.uniforms import Draws
-from tests.helpers.decoders import complete, make_decoder, requests
+from tests.helpers.decoders import complete, ids_of, make_decoder, parts_of, requests
 from tests.helpers.lanes import heavy
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.recorded import WatchedGraphs
@@ -31,20 +31,20 @@ PENALIZED = SamplingConfig(temperature=0.9, repetition_penalty=1.2)
 def best_of_draft(_rule: Rule) -> Drafter:
     greedy = make_rule(SamplingConfig(temperature=0.0), VerificationConfig())
     draft = PrefixRunner(seed=1, sharpness=1.0)
-    return ModelDrafter(draft, rule=greedy, num_draft_tokens=3, vocab_size=draft.vocab_size)
+    return ModelDrafter(parts_of(draft, rule=greedy))
 
 
 def copies_of_other_texts(_rule: Rule) -> Drafter:
-    return NgramDrafter(num_draft_tokens=3, longest=3, shortest=1, device=CPU, num_texts=3)
+    return NgramDrafter(parts_of(config=NgramConfig(kind="ngram", longest=3, history=3)))
 
 
 def copies_of_the_future(_rule: Rule) -> Drafter:
     """From a corpus that has every text in full."""
     plain = complete(make_decoder(PrefixRunner(sharpness=1.0), None, temperature=0.9), requests(24))
     ids = [token for done in plain for token in (*done.request.prompt_ids, *done.token_ids)]
-    sizes: dict[str, Any] = {"longest": 4, "shortest": 1, "device": CPU}
-    corpus = Corpus(torch.tensor(ids), num_tokens=len(ids), **sizes)
-    return NgramDrafter(num_draft_tokens=3, num_texts=3, corpus=corpus, **sizes)
+    drafter = NgramDrafter(parts_of(config=NgramConfig(kind="ngram", history=3)))
+    drafter._corpus = Corpus(torch.tensor(ids), num_tokens=len(ids), longest=4, shortest=1, device=CPU)
+    return drafter
 
 
 @pytest.mark.parametrize("batch_size", [1, 5])
@@ -52,8 +52,8 @@ def copies_of_the_future(_rule: Rule) -> Drafter:
 @pytest.mark.parametrize(
     "drafted",
     [
-        {"ngram": True}, {"ngram": True, "sampling": PENALIZED}, {"ngram": True, "tree": Tree.of("3x2x1", CPU)},
-        {"draft": PrefixRunner(seed=1, sharpness=1.0), "tree": Tree.of("dynamic-7x3x3", CPU)},
+        {"ngram": True}, {"ngram": True, "sampling": PENALIZED}, {"ngram": True, "tree": "3x2x1"},
+        {"draft": PrefixRunner(seed=1, sharpness=1.0), "tree": "dynamic-7x3x3"},
         {"make_drafter": best_of_draft}, {"make_drafter": copies_of_other_texts},
         {"make_drafter": copies_of_other_texts, "replay": WatchedGraphs}, {"make_drafter": copies_of_the_future},
         {"make_drafter": copies_of_the_future, "replay": WatchedGraphs},
@@ -71,7 +71,7 @@ def test_sampled_text_is_that_of_plain_decoding(drafted: dict[str, Any], rule_na
         drafted["draft"] = draft
     plain = complete(make_decoder(target, None, sampling=sampling), requests(24))
     found = complete(made, requests(24))
-    assert [done.token_ids for done in found] == [done.token_ids for done in plain]
+    assert ids_of(found) == ids_of(plain)
     assert sum(map(sum, (done.accepted_lengths for done in found))) > 5
 
 
@@ -96,7 +96,7 @@ def test_of_what_is_in_flight_what_plain_decoding_draws_is_kept() -> None:
     rule, ahead_B = Rule(processor(SamplingConfig()), verify_speculative), random_ids(size=(num_rows,)) % 2 * 2
     in_flight, following = (Draft(random_ids(size=(num_rows, number))) for number in (2, 3))
     verdict = verify_ahead(rule, in_flight, following.first(), target_BKV, ahead_B=ahead_B, draws=draws)
-    plain_BK = torch.cat([rule.choose(target_BKV[:, place].contiguous(), plain_BTP[:, place]) for place in range(3)], 1)
+    plain_BK = rule.choose(target_BKV, plain_BTP[:, :3])
     for row in range(num_rows):
         num_ahead = int(ahead_B[row])
         drafted = [*in_flight.ids_BK[row, :num_ahead].tolist(), int(following.ids_BK[row, 0])]

@@ -27,9 +27,8 @@ from llama_ssp.speculate.engine.held import HeldTexts
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
-from llama_ssp.speculate.sampling.trees import Tree
 from llama_ssp.weights.checkpoint import inspect
-from tests.helpers.decoders import ScriptedLength, complete, make_decoder, outcome
+from tests.helpers.decoders import ScriptedLength, complete, ids_of, make_decoder, outcome, requests_of
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.kinds import Make, kinds
 from tests.helpers.lanes import slow
@@ -48,7 +47,7 @@ def _short_beginnings_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wanted(*prompts: Ids, num_new: int = 6) -> list[Request]:
-    return [Request(index=index, prompt_ids=ids, max_new_tokens=num_new) for index, ids in enumerate(prompts)]
+    return requests_of(prompts, num_new)
 
 
 def reused(done: list[RowCompletion]) -> list[int]:
@@ -102,7 +101,7 @@ def test_texts_are_the_target_s_own_whatever_earlier_runs_have_left(
         talk.take(done)
         num_reused += sum(reused(done))
         for each in done:
-            greedy = target.greedy(each.request.prompt_ids, each.request.max_new_tokens)
+            [greedy] = target.texts([each.request])
             assert each.token_ids == (greedy[: greedy.index(4) + 1] if 4 in greedy else greedy)
     assert num_reused > 300
 
@@ -128,14 +127,12 @@ def test_drafts_and_decisions_are_those_behind_prompts_that_are_read(
 @pytest.mark.parametrize("shape", [None, "2x2x1"])
 def test_a_plain_and_a_speculative_decoder_take_turns_on_one_cache(shape: str | None) -> None:
     target, draft = PrefixRunner(), PrefixRunner(seed=1)
-    tree = Tree.of(shape, torch.device("cpu")) if shape else None
-    decoders = [make_decoder(target, each, batch_size=2, tree=tree if each else None) for each in (None, draft)]
+    decoders = [make_decoder(target, each, batch_size=2, tree=shape if each else None) for each in (None, draft)]
     talk, order = Conversations(3, most_tokens=40), random.Random(1)
     for _ in range(25):
         done = complete(order.choice(decoders), talk.requests())
         talk.take(done)
-        for each in done:
-            assert each.token_ids == target.greedy(each.request.prompt_ids, each.request.max_new_tokens)
+        assert ids_of(done) == target.texts([each.request for each in done])
 
 
 def tokens_read(runner: PrefixRunner, work: Callable[[], object]) -> int:
@@ -320,10 +317,9 @@ def test_logits_after_a_prompt_have_the_same_bits(
 ) -> None:
     """Rows grow, are copied, and are taken up again; nodes of trees have other bits, and their texts are read."""
     assert lean().is_invariant, "compiled kernels"
-    tree = Tree.of(shape, torch.device("cpu")) if shape else None
 
     def make() -> Decoder:
-        return make_decoder(lean(), lean(), batch_size=batch_size, temperature=0.8, tree=tree)
+        return make_decoder(lean(), lean(), batch_size=batch_size, temperature=0.8, tree=shape)
 
     assert same_bits(make, FirstLogits(monkeypatch)) > 100
 

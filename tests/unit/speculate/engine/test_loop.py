@@ -18,7 +18,7 @@ from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
 from llama_ssp.speculate.engine.loop import Update
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.uniforms import Draws, UniformTable
-from tests.helpers.decoders import complete, make_decoder, outcome, requests
+from tests.helpers.decoders import complete, ids_of, make_decoder, outcome, requests, requests_of
 from tests.helpers.kinds import Make, kinds
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.runs import FAST
@@ -29,9 +29,8 @@ def test_a_wish_to_stop_counts_where_every_row_ends_in_its_prefill(max_new_token
     stop_request = StopRequest()
     decoder = make_decoder(PrefixRunner(), PrefixRunner(), batch_size=2, eos_ids=eos_ids, stop_request=stop_request)
     num_ended = 0
-    wanted = [Request(index=i, prompt_ids=(1,), max_new_tokens=max_new_tokens) for i in range(100)]
     with torch.inference_mode():
-        for updates in decoder.run(wanted):
+        for updates in decoder.run(requests_of([(1,)] * 100, max_new_tokens)):
             num_ended += len(updates)
             stop_request.requested = True
     assert decoder.stopped
@@ -44,10 +43,9 @@ def test_a_wish_to_stop_counts_where_every_row_ends_in_its_prefill(max_new_token
 def test_greedy_text_is_the_targets_own(make: Make, batch_size: int, lag: int) -> None:
     target, made = PrefixRunner(), make(3.0, batch_size=batch_size)
     made._lag = lag
-    for completion in complete(made, requests()):
-        request = completion.request
-        assert completion.token_ids == target.greedy(request.prompt_ids, request.max_new_tokens)
-        assert completion.finish_reason == "length"
+    done = complete(made, requests())
+    assert ids_of(done) == target.texts(requests())
+    assert {each.finish_reason for each in done} == {"length"}
 
 
 @kinds
@@ -75,12 +73,18 @@ def test_further_requests_are_taken_only_for_free_rows_and_end_in_the_same_texts
     assert outcome(in_order) == outcome(complete(whole, wanted))
 
 
-@pytest.mark.parametrize("num_draft_tokens", [1, 2, 5])
 @pytest.mark.parametrize("draft_seed", [0, 1], ids=["always accepted", "mostly rejected"])
-def test_greedy_text_is_that_of_every_k(draft_seed: int, num_draft_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("num_draft_tokens", "step", "lag"), [(1, 64, 0), (2, 64, 0), (5, 64, 0), (3, 1, 0), (3, 1, 1)]
+)
+def test_greedy_text_is_that_of_every_k_however_finely_the_width_follows_it(
+    draft_seed: int, num_draft_tokens: int, step: int, lag: int
+) -> None:
+    """A round reads all that is filled."""
     target, draft = PrefixRunner(), PrefixRunner(seed=draft_seed)
-    for done in complete(make_decoder(target, draft, num_draft_tokens=num_draft_tokens, batch_size=3), requests()):
-        assert done.token_ids == target.greedy(done.request.prompt_ids, done.request.max_new_tokens)
+    decoder = make_decoder(target, draft, num_draft_tokens=num_draft_tokens, batch_size=1 if step == 1 else 3)
+    decoder.bucket_step, decoder._lag = step, lag
+    assert ids_of(complete(decoder, requests())) == target.texts(requests())
 
 
 @kinds
@@ -113,15 +117,6 @@ def test_rounds_do_not_count_the_wait_for_prompts(lag: int, monkeypatch: pytest.
     assert all(one.first_token_s > slow_s for one in done)
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-def test_a_round_reads_all_that_is_filled_however_finely_the_width_follows_the_text(lag: int) -> None:
-    target = PrefixRunner()
-    decoder = make_decoder(target, PrefixRunner())
-    decoder.bucket_step, decoder._lag = 1, lag
-    for completion in complete(decoder, requests()):
-        assert completion.token_ids == target.greedy(completion.request.prompt_ids, completion.request.max_new_tokens)
-
-
 @kinds
 def test_an_end_of_sequence_token_ends_the_row_at_once_also_inside_a_draft(make: Make) -> None:
     target, ended_inside, drafts = PrefixRunner(), 0, False
@@ -144,7 +139,7 @@ def test_an_end_of_sequence_token_ends_the_row_at_once_also_inside_a_draft(make:
 def test_logits_that_are_no_numbers_end_the_run(make: Make, lag: int, temperature: float) -> None:
     made = make(3.0, batch_size=2, temperature=temperature)
     made._lag = lag
-    wanted = [Request(index=index, prompt_ids=(2, 3), max_new_tokens=30) for index in range(2)]
+    wanted = requests_of([(2, 3)] * 2, 30)
     assert len(complete(made, wanted)) == 2
     drafter: Any = made.round.drafters[0] if made.round.drafters else None
     models: list[Any] = [made.round.target]
@@ -172,21 +167,15 @@ def test_a_run_to_its_length_goes_on_behind_an_end_of_sequence() -> None:
 @kinds
 def test_sampled_text_does_not_depend_on_the_batch(make: Make) -> None:
     one, three, seven = (
-        [done.token_ids for done in complete(make(1.0, temperature=0.9, batch_size=batch_size), requests())]
-        for batch_size in (1, 3, 7)
+        ids_of(complete(make(1.0, temperature=0.9, batch_size=batch_size), requests())) for batch_size in (1, 3, 7)
     )
     assert one == three == seven
 
 
 def test_a_prompt_may_leave_room_for_one_token_only() -> None:
-    target = PrefixRunner()
-    wanted = [
-        Request(index=0, prompt_ids=(1, 2, 3), max_new_tokens=1),
-        Request(index=1, prompt_ids=(4,), max_new_tokens=2),
-    ]
-    first, second = complete(make_decoder(target, PrefixRunner(seed=1)), wanted)
-    assert first.token_ids == target.greedy((1, 2, 3), 1)
-    assert second.token_ids == target.greedy((4,), 2)
+    target, [first, second] = PrefixRunner(), requests_of([(1, 2, 3), (4,)], 2)
+    wanted = [replace(first, max_new_tokens=1), second]
+    assert ids_of(complete(make_decoder(target, PrefixRunner(seed=1)), wanted)) == target.texts(wanted)
 
 
 @pytest.mark.parametrize(("num_prompt_tokens", "num_chunks"), [(1, 1), (6, 2), (7, 3)])
@@ -217,14 +206,10 @@ def test_rows_that_decode_wait_for_one_chunk_at_a_time(lengths: list[int], monke
     target.forward = watched  # type: ignore[method-assign]
     decoder = make_decoder(target, None, batch_size=len(lengths) + 1, replay=False)
     # At the beginning, when no row decodes, all rows are filled at once.
-    first = [Request(index=0, prompt_ids=(1,), max_new_tokens=40)] * (len(lengths) + 1)
-    first = [replace(each, index=number, max_new_tokens=2 if number else 40) for number, each in enumerate(first)]
-    later = [
-        Request(index=9 + number, prompt_ids=tuple(range(number, number + length)), max_new_tokens=3)
-        for number, length in enumerate(lengths)
-    ]
-    for completion in complete(decoder, [*first, *later]):
-        assert completion.token_ids == target.greedy(completion.request.prompt_ids, completion.request.max_new_tokens)
+    later = [tuple(range(number, number + length)) for number, length in enumerate(lengths)]
+    first, *others = requests_of([(1,)] * (len(lengths) + 1) + later, 3)
+    wanted = [replace(first, max_new_tokens=40), *others]
+    assert ids_of(complete(decoder, wanted)) == target.texts(wanted)
     between = [[*group] for is_round, group in groupby(sizes, lambda size: not size) if not is_round][1:]
     assert sum(map(sum, between)) >= sum(lengths)
     assert all(sum(chunk) <= 4 for chunk in between)
@@ -262,8 +247,7 @@ def test_the_time_of_a_pass_is_shared_by_the_rows_that_ran_in_it(monkeypatch: py
     )
     decoder = make_decoder(PrefixRunner(), None, batch_size=2)
     monkeypatch.setattr(decoder.clock, "take", lambda: (0.5, 0.25))
-    wanted = [Request(index=index, prompt_ids=(1, 2), max_new_tokens=4) for index in range(3)]
-    *both, alone = complete(decoder, wanted)
+    *both, alone = complete(decoder, requests_of([(1, 2)] * 3, 4))
     assert [completion.busy_s for completion in (*both, alone)] == [4.0, 4.0, 4.0]
     assert [completion.first_token_s for completion in (*both, alone)] == [1.0, 1.0, 1.0], "the prefill's pass"
     assert [completion.share_s for completion in (*both, alone)] == [2.0, 2.0, 4.0]
@@ -286,7 +270,7 @@ def test_a_wish_to_stop_ends_the_loop_after_the_round(make: Make, batch_size: in
     stop_request = StopRequest()
     made = make(3.0, batch_size=batch_size, stop_request=stop_request)
     num_tokens = 0
-    for updates in made.run([Request(index=i, prompt_ids=(1,), max_new_tokens=100) for i in range(batch_size)]):
+    for updates in made.run(requests_of([(1,)] * batch_size, 100)):
         num_tokens += sum(len(update.new_ids) for update in updates)
         stop_request.requested = num_tokens > 10 * batch_size
     assert made.stopped

@@ -18,7 +18,7 @@ from llama_ssp.settings.layout import Layout
 from llama_ssp.settings.schema import MODEL_DRAFT, DraftLayout, SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
 from llama_ssp.speculate.engine.state import Request
-from tests.helpers.decoders import complete
+from tests.helpers.decoders import complete, ids_of
 from tests.helpers.lanes import heavy
 from tests.helpers.layouts import ALONE, texts_of_ranks
 from tests.helpers.other_tokenizer import PROMPT, TEXT, save_pair
@@ -80,7 +80,7 @@ def test_under_coupled_the_text_of_a_seed_is_that_without_a_draft(folder: Path) 
     ids = tuple(pair.models.tokenizer(PROMPT).input_ids)
     wanted = [Request(index=0, sample=sample, prompt_ids=ids, max_new_tokens=30) for sample in range(5)]
     plain, drafted = (
-        [done.token_ids for done in complete(build_decoder(pair.models, config, speculative=speculative), wanted)]
+        ids_of(complete(build_decoder(pair.models, config, speculative=speculative), wanted))
         for speculative in (False, True)
     )
     assert drafted == plain

@@ -10,7 +10,7 @@ from torch import Tensor
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.engine.executors import GraphExecutor
 from llama_ssp.speculate.engine.state import BatchState, Request
-from tests.helpers.decoders import complete, make_decoder, outcome, requests
+from tests.helpers.decoders import complete, ids_of, make_decoder, outcome, requests
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.kinds import near_pair
 from tests.helpers.lanes import grid, heavy
@@ -31,15 +31,14 @@ def test_greedy_text_is_the_targets_own(
         target, draft, num_draft_tokens=num_draft_tokens, batch_size=batch_size,
         replay=FakeRecorder() if replay is None else replay,
     )  # fmt: skip
-    for done in complete(made, requests()):
-        assert done.token_ids == target.greedy(done.request.prompt_ids, done.request.max_new_tokens)
+    assert ids_of(complete(made, requests())) == target.texts(requests())
 
 
 def test_penalties_see_the_tokens_in_flight() -> None:
     sampling = SamplingConfig(temperature=0.0, repetition_penalty=1.4)
     plain = complete(make_decoder(near_pair()[0], None, sampling=sampling), requests(24))
     found = complete(overlapped_decoder(*near_pair(), sampling=sampling, batch_size=3), requests(24))
-    assert [each.token_ids for each in found] == [each.token_ids for each in plain]
+    assert ids_of(found) == ids_of(plain)
     assert sum(map(sum, (each.accepted_lengths for each in found))) > 20
 
 
@@ -49,7 +48,7 @@ def test_sampled_text_depends_neither_on_the_batch_nor_on_the_ranks(rule_name: s
         found = complete_on_ranks(
             num_ranks, lambda: near_pair(1.0), requests(24), temperature=0.9, rule_name=rule_name, **options
         )
-        ids = [[each.token_ids for each in of_rank] for of_rank in found]
+        ids = [ids_of(of_rank) for of_rank in found]
         assert ids == [ids[0]] * num_ranks
         return ids[0]
 
@@ -67,7 +66,7 @@ def test_only_tokens_that_are_left_are_sent_and_the_text_is_the_same(top_k: int 
 
         def one_rank(comm: ThreadComm) -> list[list[int]]:
             made = overlapped_decoder(*near_pair(1.0), comm=comm, sampling=sampling, batch_size=2)
-            return [each.token_ids for each in complete(made, requests())]
+            return ids_of(complete(made, requests()))
 
         found = on_ranks(comms, one_rank)[0]
         sent.extend(shape for comm in comms for shape in comm.delivered)

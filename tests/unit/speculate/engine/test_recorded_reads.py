@@ -4,6 +4,7 @@ Each decoder runs several texts in one process, short and long, with another dec
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,8 @@ from llama_ssp.speculate.drafters.shared import BroadcastDrafter, TapsSender
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
-from llama_ssp.speculate.sampling.trees import Tree
 from llama_ssp.weights.head import HeadSource
-from tests.helpers.decoders import ScriptedLength, complete, make_decoder, outcome
+from tests.helpers.decoders import ScriptedLength, complete, make_decoder, outcome, parts_of, tree_of
 from tests.helpers.draft_heads import SMALL_WIDTH, save_small_pair
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.kinds import KINDS, near_pair
@@ -36,10 +36,6 @@ NUM_DRAFTED = 3
 RUNS = (12, 12, 70, 12)
 """New tokens of the longest text, run by run."""
 Make = Callable[..., Decoder]
-
-
-def tree_of(shape: str | None) -> Tree | None:
-    return Tree.of(shape, CPU) if shape else None
 
 
 def outcomes(decoder: Decoder, between: Decoder | None = None) -> list[list[object]]:
@@ -68,35 +64,28 @@ def check_recorded(make: Make, plain: Callable[[], Decoder] | None = None) -> No
     assert not recorded.executor.failed
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_chains_of_every_kind_of_draft(name: str) -> None:
-    check_recorded(lambda **options: KINDS[name](1.0, temperature=0.9, batch_size=2, **options))
+def choosing(**options: Any) -> Decoder:  # noqa: ANN401
+    """A decoder that chooses a drafter and K for each round."""
+    decoder = make_decoder(*near_pair(1.0), ngram=True, num_draft_tokens=4, **options)
+    decoder.length = ScriptedLength([DraftChoice(*each) for each in ((4,), (0,), (2,), (4, 1), (1, 1))])
+    return decoder
 
 
-@pytest.mark.parametrize("shape", ["2x2x1", "dynamic-7x3x3"])
-def test_trees_of_a_model(shape: str) -> None:
-    check_recorded(lambda **options: make_decoder(
-        *near_pair(1.0), temperature=0.9, batch_size=2, tree=tree_of(shape), **options,
-    ))  # fmt: skip
+def of_tree(shape: str, **options: Any) -> Decoder:  # noqa: ANN401
+    return make_decoder(*near_pair(1.0), tree=shape, **options)
 
 
-def test_trees_by_look_up() -> None:
-    check_recorded(lambda **options: make_decoder(
-        near_pair(1.0)[0], None, ngram=True, temperature=0.9, batch_size=2, tree=tree_of("3x2x1"), **options,
-    ))  # fmt: skip
+MAKERS: dict[str, Make] = {
+    **{name: partial(make, 1.0) for name, make in KINDS.items()},
+    **{f"{shape} of a model": partial(of_tree, shape) for shape in ("2x2x1", "dynamic-7x3x3")},
+    "a tree by look-up": lambda **how: make_decoder(near_pair(1.0)[0], None, ngram=True, tree="3x2x1", **how),
+    "a choice for each round": choosing,
+}
 
 
-def test_rounds_that_choose_a_drafter_and_k() -> None:
-    choices = [DraftChoice(4), DraftChoice(0), DraftChoice(2), DraftChoice(4, 1), DraftChoice(1, 1)]
-
-    def make(**options: Any) -> Decoder:  # noqa: ANN401
-        decoder = make_decoder(
-            *near_pair(1.0), ngram=True, num_draft_tokens=4, temperature=0.9, batch_size=2, **options
-        )
-        decoder.length = ScriptedLength(choices)
-        return decoder
-
-    check_recorded(make)
+@pytest.mark.parametrize("name", MAKERS)
+def test_every_kind_of_draft(name: str) -> None:
+    check_recorded(partial(MAKERS[name], temperature=0.9, batch_size=2))
 
 
 @pytest.mark.parametrize("num_target_ranks", [1, heavy(2)])
@@ -121,17 +110,14 @@ def head_decoder(
     number = tree.num_drafted if tree else NUM_DRAFTED
 
     def make(rule: Any) -> Any:  # noqa: ANN401
-        inner = None
-        if comm.rank == comm.size - 1:
-            head = load_model(Loading(origin, dtype=torch.float32))
-            assert isinstance(head, HeadRunner)
-            inner = HeadDrafter(head, taps, rule=rule, num_draft_tokens=number, first_row=lambda _rows: 0, tree=tree)
-            if comm.size == 1:
-                return inner
+        is_last = comm.rank == comm.size - 1
+        head = load_model(Loading(origin, dtype=torch.float32)) if is_last else None
+        parts = parts_of(head=head, taps=taps, rule=rule, tree=tree, vocab_size=target.vocab_size)
+        inner = HeadDrafter(parts) if is_last else None
+        if comm.size == 1:
+            return inner
         sender = TapsSender(taps, 0, most_accepted=tree.depth if tree else number)
-        return BroadcastDrafter(
-            inner, comm=comm, src=comm.size - 1, num_draft_tokens=number, device=CPU, taps=sender,
-        )  # fmt: skip
+        return BroadcastDrafter(inner, parts, comm=comm, src=comm.size - 1, taps=sender)
 
     if comm.rank < comm.size - 1 or comm.size == 1:
         own: Runner = target

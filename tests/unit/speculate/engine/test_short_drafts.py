@@ -10,15 +10,13 @@ import torch
 from llama_ssp.speculate.drafters.limited import DraftLimit
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.state import Request
-from llama_ssp.speculate.sampling.trees import Tree
-from tests.helpers.decoders import complete, make_decoder, outcome
+from tests.helpers.decoders import complete, ids_of, make_decoder, outcome, requests_of, tree_of
 from tests.helpers.kinds import near_pair
 from tests.helpers.overlapped import complete_on_ranks
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.recorded import WatchedGraphs
 
 CONTEXT, K = 24, 3
-CPU = torch.device("cpu")
 LENGTHS = (3, 9, 22, 23, 40, 1)
 """Of prompts: the draft serves some of them to the end, some for a while, and others never."""
 
@@ -36,7 +34,7 @@ def decoded(
     sharpness: float = 1.0, drafts: bool = True, num_new: int = 20, lengths: Sequence[int] = LENGTHS,
 ) -> list[RowCompletion]:  # fmt: skip
     target, draft = short_pair(sharpness)
-    tree = Tree.of(shape, CPU) if shape else None
+    tree = tree_of(shape)
     decoder = make_decoder(
         target, draft if drafts else None, temperature=temperature, batch_size=batch_size, tree=tree, replay=replay,
         limit=DraftLimit(CONTEXT, tree.depth if tree else None) if drafts else None,
@@ -53,7 +51,7 @@ def short_pair(sharpness: float = 1.0) -> tuple[PrefixRunner, Short]:
 
 def requests(lengths: Sequence[int], num_new: int) -> list[Request]:
     prompts = [tuple((7 * place + number) % 11 for place in range(length)) for number, length in enumerate(lengths)]
-    return [Request(index=index, prompt_ids=ids, max_new_tokens=num_new) for index, ids in enumerate(prompts)]
+    return requests_of(prompts, num_new)
 
 
 def overlapped(num_ranks: int = 1, lengths: Sequence[int] = LENGTHS, **options: Any) -> list[RowCompletion]:  # noqa: ANN401
@@ -68,16 +66,16 @@ def overlapped(num_ranks: int = 1, lengths: Sequence[int] = LENGTHS, **options: 
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("shape", [None, "2x2x1", "dynamic-7x3x3"])
 def test_greedy_text_is_plain_text(shape: str | None, batch_size: int) -> None:
-    plain = [each.token_ids for each in decoded(drafts=False, temperature=0.0)]
+    plain = ids_of(decoded(drafts=False, temperature=0.0))
     found = decoded(shape, temperature=0.0, batch_size=batch_size)
-    assert [each.token_ids for each in found] == plain
+    assert ids_of(found) == plain
 
 
 @pytest.mark.parametrize("shape", [None, "2x2x1"])
 def test_a_sampled_text_depends_on_no_other_row_and_no_executor(shape: str | None) -> None:
-    wanted = [each.token_ids for each in decoded(shape)]
+    wanted = ids_of(decoded(shape))
     for options in ({"batch_size": 4}, {"batch_size": 4, "replay": True}, {"batch_size": 3, "replay": WatchedGraphs}):
-        assert [each.token_ids for each in decoded(shape, **options)] == wanted
+        assert ids_of(decoded(shape, **options)) == wanted
 
 
 def test_beyond_the_draft_tokens_are_those_of_plain_decoding_and_count_in_no_rate() -> None:
@@ -95,17 +93,17 @@ def test_beyond_the_draft_tokens_are_those_of_plain_decoding_and_count_in_no_rat
 def test_greedy_text_of_rounds_that_overlap_is_plain_text(num_ranks: int) -> None:
     plain = decoded(drafts=False, temperature=0.0)
     found = overlapped(num_ranks, batch_size=3, temperature=0.0)
-    assert [each.token_ids for each in found] == [each.token_ids for each in plain]
+    assert ids_of(found) == ids_of(plain)
     assert sum(map(sum, (each.accepted_lengths for each in found))) > 10
 
 
 def test_a_sampled_text_of_rounds_that_overlap_depends_on_no_other_row_rank_or_executor(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    wanted = [each.token_ids for each in overlapped()]
+    wanted = ids_of(overlapped())
     for num_ranks, batch_size, replay in ((1, 4, False), (2, 3, False), (2, 4, True)):
         found = overlapped(num_ranks, batch_size=batch_size, replay=replay)
-        assert [each.token_ids for each in found] == wanted
+        assert ids_of(found) == wanted
     assert not caplog.records, "all stages are traced, also those of plain rounds"
 
 

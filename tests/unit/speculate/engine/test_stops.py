@@ -13,7 +13,7 @@ from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.text import StopStrings
 from llama_ssp.weights import hub
-from tests.helpers.decoders import complete, make_decoder
+from tests.helpers.decoders import complete, ids_of, make_decoder, requests_of
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import grid
 from tests.helpers.prefix_runner import PrefixRunner
@@ -88,7 +88,7 @@ def test_a_row_ends_at_its_stop_also_inside_a_draft(
     words: PreTrainedTokenizerFast, draft_seed: int, batch_size: int, lag: int
 ) -> None:
     target, ended_inside, num_stopped = PrefixRunner(), 0, 0
-    wanted = [Request(index=i, prompt_ids=ids, max_new_tokens=30) for i, ids in enumerate([(2, 3), (4,), (5, 6, 7)])]
+    wanted = requests_of([(2, 3), (4,), (5, 6, 7)], 30)
     for stop in range(2, target.vocab_size):
         # The blank before the first word is there as the continuation of a prompt alone.
         decoder = stopping(words, [f" t{stop}"], draft_seed=draft_seed, batch_size=batch_size, num_draft_tokens=4)
@@ -108,7 +108,7 @@ def test_a_row_that_has_stopped_stays_as_long_as_it_is(words: PreTrainedTokenize
     target = PrefixRunner()
     others = set(pairwise(token for token in target.greedy((4,), 60) if token > 1))  # 0 and 1 have no text
     stop = next(pair for pair in pairwise(target.greedy((2, 3), 20)) if pair not in others and min(pair) > 1)
-    requests = [Request(index=i, prompt_ids=ids, max_new_tokens=60) for i, ids in enumerate([(4,), (2, 3)])]
+    requests = requests_of([(4,), (2, 3)], 60)
     decoder = stopping(words, [f"t{stop[0]} t{stop[1]}"], batch_size=2, num_draft_tokens=4)
     running, stopped = complete(decoder, requests)
     assert len(running.token_ids) == 60
@@ -127,7 +127,7 @@ def test_a_stop_in_the_prompt_ends_nothing(words: PreTrainedTokenizerFast) -> No
 def test_ranks_leave_the_loop_together(words: PreTrainedTokenizerFast) -> None:
     def one_rank(comm: ThreadComm) -> list[list[int]]:
         decoder = stopping(words, ["t5", "t7 t2"], draft_seed=1, batch_size=2, comm=comm)
-        return [completion.token_ids for completion in complete(decoder, requests)]
+        return ids_of(complete(decoder, requests))
 
     requests = [Request(index=i, prompt_ids=(i + 2,), max_new_tokens=30) for i in range(5)]
     first, second = on_ranks(thread_comms(2), one_rank)

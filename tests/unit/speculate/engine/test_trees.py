@@ -12,15 +12,12 @@ from llama_ssp.models.runner import Runner
 from llama_ssp.models.weights import Loading
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.executors import Recorder
-from llama_ssp.speculate.engine.state import Request
-from llama_ssp.speculate.sampling.trees import Tree
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
-from tests.helpers.decoders import complete, make_decoder
+from tests.helpers.decoders import complete, ids_of, make_decoder, requests_of
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.prefix_runner import PrefixRunner
 
-CPU = torch.device("cpu")
 PROMPTS = ((1, 2, 3), (4,), (5, 6, 7, 8, 9, 10, 1, 2), (3, 3), (9, 1))
 SHAPES = ("1", "1x1x1", "3", "2x2x1", "3x2", "2x1x3")
 DYNAMIC = "dynamic-7x3x3"
@@ -34,15 +31,9 @@ def decoded(
 ) -> list[RowCompletion]:  # fmt: skip
     """Completions of prompts, in their order; without a shape of chains of three tokens."""
     decoder = make_decoder(
-        target, draft, temperature=temperature, num_draft_tokens=3, batch_size=batch_size, replay=replay,
-        tree=Tree.of(shape, CPU) if shape else None, ngram=ngram,
-    )  # fmt: skip
-    requests = [Request(index=index, prompt_ids=ids, max_new_tokens=num_new) for index, ids in enumerate(prompts)]
-    done: dict[int, RowCompletion] = {}
-    with torch.inference_mode():
-        for updates in decoder.run(requests, to_length=True):
-            done |= {update.completion.request.index: update.completion for update in updates}
-    return [done[index] for index in range(len(prompts))]
+        target, draft, temperature=temperature, batch_size=batch_size, replay=replay, tree=shape, ngram=ngram
+    )
+    return complete(decoder, requests_of(prompts, num_new))
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -50,7 +41,7 @@ def decoded(
 def test_greedy_text_is_that_of_plain_decoding(shape: str, batch_size: int) -> None:
     target, draft = PrefixRunner(), PrefixRunner(seed=1)
     found = decoded(target, draft, shape, temperature=0.0, batch_size=batch_size)
-    assert [each.token_ids for each in found] == [target.greedy(ids, NUM_NEW) for ids in PROMPTS]
+    assert ids_of(found) == target.texts(requests_of(PROMPTS, NUM_NEW))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -84,7 +75,7 @@ def test_sampled_text_depends_neither_on_the_batch_nor_on_the_executor(shape: st
 def test_look_up_drafts_trees_for_the_plain_text(shape: str, batch_size: int) -> None:
     target = PrefixRunner()
     found = decoded(target, None, shape, temperature=0.0, batch_size=batch_size, ngram=True)
-    assert [each.token_ids for each in found] == [target.greedy(ids, NUM_NEW) for ids in PROMPTS]
+    assert ids_of(found) == target.texts(requests_of(PROMPTS, NUM_NEW))
     assert any(sum(each.accepted_lengths) for each in found)
 
 
@@ -94,12 +85,10 @@ def test_sampled_text_by_look_up_depends_neither_on_the_batch_nor_on_the_executo
     for batch_size, replay in ((1, False), (1, True), (5, True)):
         decoder = make_decoder(
             PrefixRunner(sharpness=1.0), None, temperature=0.9, batch_size=batch_size, replay=replay, ngram=True,
-            tree=Tree.of("3x2x1", CPU),
+            tree="3x2x1",
         )  # fmt: skip
         for num_new in (30, 90):
-            done = complete(decoder, [
-                Request(index=index, prompt_ids=ids, max_new_tokens=num_new) for index, ids in enumerate(PROMPTS)
-            ])  # fmt: skip
+            done = complete(decoder, requests_of(PROMPTS, num_new))  # fmt: skip
             texts.append([(each.token_ids, each.accepted_lengths) for each in done])
     assert texts[:2] == texts[2:4] == texts[4:]
     assert any(sum(accepted) for _, accepted in texts[1])
@@ -108,14 +97,14 @@ def test_sampled_text_by_look_up_depends_neither_on_the_batch_nor_on_the_executo
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_rounds_of_trees_are_traced_on_several_ranks(temperature: float, caplog: pytest.LogCaptureFixture) -> None:
     """A rank that does not decide records them with a path that is not there."""
-    requests = [Request(index=index, prompt_ids=ids, max_new_tokens=NUM_NEW) for index, ids in enumerate(PROMPTS)]
+    requests = requests_of(PROMPTS, NUM_NEW)
 
     def one_rank(comm: ThreadComm) -> list[list[int]]:
         decoder = make_decoder(
             PrefixRunner(), PrefixRunner(seed=1), comm=comm, temperature=temperature, batch_size=2,
-            tree=Tree.of("2x2x1", CPU),
+            tree="2x2x1",
         )  # fmt: skip
-        return [done.token_ids for done in complete(decoder, requests)]
+        return ids_of(complete(decoder, requests))
 
     wanted = one_rank(thread_comms(1)[0])
     assert on_ranks(thread_comms(2), one_rank) == [wanted] * 2
@@ -124,10 +113,10 @@ def test_rounds_of_trees_are_traced_on_several_ranks(temperature: float, caplog:
 
 def test_a_chain_written_as_a_tree_has_the_text_of_a_chain_that_is_verified_as_a_block() -> None:
     target, draft = PrefixRunner(sharpness=1.0), PrefixRunner(seed=1, sharpness=1.0)
-    requests = [Request(index=index, prompt_ids=ids, max_new_tokens=NUM_NEW) for index, ids in enumerate(PROMPTS)]
+    requests = requests_of(PROMPTS, NUM_NEW)
     as_chain = complete(make_decoder(target, draft, temperature=0.9, rule_name="block"), requests)
     as_tree = decoded(target, draft, "1x1x1", temperature=0.9)
-    assert [found.token_ids for found in as_tree] == [found.token_ids for found in as_chain]
+    assert ids_of(as_tree) == ids_of(as_chain)
 
 
 def test_a_dynamic_tree_accepts_more_than_a_static_one_of_as_many_nodes() -> None:
@@ -150,9 +139,9 @@ def test_the_lean_decoder_reads_trees_as_it_reads_texts(temperature: float) -> N
         assert set(full) == {3}
     if temperature == 0:
         dynamic = decoded(target, draft, DYNAMIC, temperature=0.0, batch_size=2, prompts=prompts)
-        assert [each.token_ids for each in dynamic] == [each.token_ids for each in found]
+        assert ids_of(dynamic) == ids_of(found)
         plain = decoded(target, None, None, temperature=0.0, prompts=prompts)
-        assert [each.token_ids for each in plain] == [each.token_ids for each in found]
+        assert ids_of(plain) == ids_of(found)
 
 
 def _shipped(name: str) -> LeanRunner:

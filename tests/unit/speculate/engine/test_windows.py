@@ -16,8 +16,7 @@ from llama_ssp.ranks.comms import Comm
 from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
-from llama_ssp.speculate.sampling.trees import Tree
-from tests.helpers.decoders import complete, make_decoder
+from tests.helpers.decoders import complete, ids_of, make_decoder, parts_of, requests_of
 from tests.helpers.draft_heads import SMALL_WIDTH, save_small_pair
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import heavy
@@ -30,20 +29,17 @@ PROMPTS = ((7, 8, 9, 7, 8), (5,), tuple(range(20, 50)))
 
 
 def wanted() -> list[Request]:
-    return [Request(index=place, prompt_ids=ids, max_new_tokens=NUM_NEW) for place, ids in enumerate(PROMPTS)]
+    return requests_of(PROMPTS, NUM_NEW)
 
 
 def texts(decoder: Decoder) -> list[list[int]]:
-    return [done.token_ids for done in complete(decoder, wanted())]
+    return ids_of(complete(decoder, wanted()))
 
 
 def decoders(target: Runner, draft: Runner, comm: Comm) -> Sequence[Decoder]:
     """Plain decoding, then trees of a model and by look-up."""
     drafts = [(draft, "2x2x1"), (draft, "dynamic-9x4x3"), (None, "3x1x1")]
-    trees = [
-        make_decoder(target, own, ngram=not own, batch_size=2, comm=comm, tree=Tree.of(shape, CPU))
-        for own, shape in drafts
-    ]
+    trees = [make_decoder(target, own, ngram=not own, batch_size=2, comm=comm, tree=shape) for own, shape in drafts]
     return [make_decoder(target, None, batch_size=2, comm=comm), *trees]
 
 
@@ -73,11 +69,11 @@ def test_greedy_text_with_a_heads_trees_is_plain_text(tmp_path: Path) -> None:
     assert not isinstance(target, HeadRunner)
     plain = texts(make_decoder(target, None, batch_size=2))
     for shape in ("2x2x1", "dynamic-9x4x3"):
-        tree, taps = (Tree.of(shape, CPU), Taps(origins[1].layers, width=SMALL_WIDTH, dtype=torch.float32, device=CPU))
+        taps = Taps(origins[1].layers, width=SMALL_WIDTH, dtype=torch.float32, device=CPU)
         made = make_decoder(
-            target, None, batch_size=2, taps=taps, tree=tree,
-            make_drafter=lambda rule, tree=tree, taps=taps: HeadDrafter(  # type: ignore[misc]
-                head, taps, rule=rule, num_draft_tokens=tree.num_drafted, first_row=lambda _rows: 0, tree=tree
+            target, None, batch_size=2, taps=taps, tree=shape,
+            make_drafter=lambda rule, shape=shape, taps=taps: HeadDrafter(  # type: ignore[misc]
+                parts_of(head=head, taps=taps, rule=rule, tree=shape, vocab_size=target.vocab_size)
             ),
         )  # fmt: skip
         assert texts(made) == plain

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
-from llama_ssp.speculate.sampling.processors import processor
 from llama_ssp.speculate.sampling.rules import Rule, make_rule
-from tests.helpers.exact_law import draw_law, round_law
+from tests.helpers.exact_law import draw_law, processed, round_law
 from tests.helpers.lanes import grid
 from tests.helpers.table_models import TableModel, joint_law, random_table
 
@@ -73,8 +72,7 @@ def pair() -> tuple[TableModel, TableModel]:
 
 
 def expected(sampling: SamplingConfig, target: TableModel, length: int) -> Tensor:
-    process = processor(sampling)
-    return joint_law(tuple(process(logits) for logits in target.logits[:length]))
+    return joint_law(processed(target, sampling)[:length])
 
 
 @grid(rule_name=["speculative", "block"], name=[*SAMPLINGS], choice=[*CHOICES])

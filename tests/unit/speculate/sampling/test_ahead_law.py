@@ -72,8 +72,9 @@ def decided(rule: Rule, target: TableModel, draft: TableModel, rounds: Rounds, d
     noise = torch.Generator().manual_seed(1)
 
     def probs_after(ids: tuple[int, ...]) -> Tensor | None:
-        some_BP = torch.full((1, PER_DRAW), 0.5, dtype=torch.float64)
-        return rule.draw(at(draft.logits, ids)[None], some_BP)[1]
+        some_B1P = torch.full((1, 1, PER_DRAW), 0.5, dtype=torch.float64)
+        probs_B1V = rule.draw(at(draft.logits, ids)[None, None], some_B1P)[1]
+        return None if probs_B1V is None else probs_B1V[0, 0]
 
     rubbish = torch.rand(vocab_size, generator=noise, dtype=torch.float64)
     has_probs = probs_after(()) is not None
@@ -88,9 +89,9 @@ def decided(rule: Rule, target: TableModel, draft: TableModel, rounds: Rounds, d
         ]
         logits.append(torch.stack(scored))
         if has_probs:
-            before = [probs_after(text + flight[:place])[0] if flight else rubbish for place in places]  # type: ignore[index]
-            flying.append(torch.stack([*before, rubbish]))
-            follows.append(torch.stack([probs_after(text + flight)[0], *[rubbish] * num_drafted]))  # type: ignore[index]
+            before = [probs_after(text + flight[:place]) if flight else rubbish for place in places]
+            flying.append(torch.stack([*before, rubbish]))  # type: ignore[list-item]
+            follows.append(torch.stack([probs_after(text + flight), *[rubbish] * num_drafted]))  # type: ignore[list-item]
     in_flight = Draft(torch.tensor(ids).view(len(ids), num_ahead), torch.stack(flying) if has_probs else POINT_MASS)
     following = Draft(torch.tensor(rounds.blocks), torch.stack(follows) if has_probs else POINT_MASS)
     target_BKV, ahead_B = rule.process(torch.stack(logits)), torch.tensor([len(flight) for _, flight in rounds.paths])

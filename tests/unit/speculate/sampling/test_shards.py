@@ -20,12 +20,12 @@ from llama_ssp.speculate.sampling.processors import draw, processor
 from llama_ssp.speculate.sampling.rules import Rule, make_rule, verify_block, verify_speculative
 from llama_ssp.speculate.sampling.shards import Shard
 from llama_ssp.speculate.sampling.uniforms import Draws
-from tests.helpers.decoders import complete, make_decoder, requests
-from tests.helpers.exact_law import exact_law
+from tests.helpers.decoders import complete, ids_of, make_decoder, requests
+from tests.helpers.exact_law import law_error
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import heavy, pairs
 from tests.helpers.prefix_runner import PrefixRunner
-from tests.helpers.table_models import TableModel, joint_law, random_table
+from tests.helpers.table_models import TableModel, random_table
 
 WARM = SamplingConfig(temperature=0.7)
 ELEMENTWISE = SamplingConfig(
@@ -101,10 +101,10 @@ class Together(Rule):
         return on_ranks(self._comms, one_rank)
 
     def draw(
-        self, logits_BV: Tensor, uniforms_BP: Tensor, context: Context | None = None
+        self, logits_BTV: Tensor, uniforms_BTP: Tensor, context: Context | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        found = self._each(lambda rule, own_BV: rule.draw(own_BV, uniforms_BP, context), logits_BV)
-        return found[-1][0], torch.cat([probs_BV for _, probs_BV in found], dim=-1)
+        found = self._each(lambda rule, own_BTV: rule.draw(own_BTV, uniforms_BTP, context), logits_BTV)
+        return found[-1][0], torch.cat([probs_BTV for _, probs_BTV in found], dim=-1)
 
     def process(self, logits_BTV: Tensor, context: Context | None = None) -> Tensor:
         return torch.cat(self._each(lambda rule, own_BTV: rule.process(own_BTV, context), logits_BTV), dim=-1)
@@ -129,13 +129,12 @@ def tables(vocab_size: int, max_length: int) -> Sequence[TableModel]:
     return models
 
 
-def law_error(make: Callable[[Shard], Rule], *, num_ranks: int, vocab_size: int, is_point_mass: bool = False) -> float:
+def error_of(make: Callable[[Shard], Rule], *, num_ranks: int, vocab_size: int, is_point_mass: bool = False) -> float:
     """The largest difference between the law of K + 1 tokens over shards and the target's."""
     num_drafted = 1 if vocab_size > 4 else 2
     target, draft = tables(vocab_size, num_drafted)
-    rule = Together(num_ranks, vocab_size, make)
-    measured = exact_law(rule, target=target, draft=draft, num_draft_tokens=num_drafted, is_point_mass=is_point_mass)
-    return float((measured - joint_law(tuple(map(processor(WARM), target.logits)))).abs().max())
+    how: dict[str, Any] = {"draft": draft, "num_draft_tokens": num_drafted, "is_point_mass": is_point_mass}
+    return law_error(Together(num_ranks, vocab_size, make), WARM, target=target, **how)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +149,7 @@ def test_the_text_has_exactly_the_targets_law_over_shards(
     rule: str, ranks_of: tuple[int, int], is_certain: bool
 ) -> None:
     num_ranks, vocab_size = ranks_of
-    error = law_error(
+    error = error_of(
         lambda shard: make_rule(WARM, VerificationConfig(rule=rule), shard=shard),
         num_ranks=num_ranks, vocab_size=vocab_size, is_point_mass=is_certain,
     )  # fmt: skip
@@ -186,7 +185,7 @@ def test_the_harness_catches_what_a_rank_keeps_to_itself(rule: str, faulty: type
     def planted(shard: Shard) -> Rule:
         return make_rule(WARM, VerificationConfig(rule=rule), shard=faulty(shard._comm, 4))
 
-    assert law_error(planted, num_ranks=2, vocab_size=4) > 1e-3
+    assert error_of(planted, num_ranks=2, vocab_size=4) > 1e-3
 
 
 VOCAB_SIZE = 29
@@ -204,7 +203,7 @@ def texts(
         models[0], None if ngram else models[1], sampling=sampling, rule_name=rule, ngram=ngram, comm=comm,
         batch_size=3, replay=replay, shard=Shard(comm, VOCAB_SIZE) if comm else Shard(),
     )  # fmt: skip
-    return [done.token_ids for done in complete(decoder, requests(24))]
+    return ids_of(complete(decoder, requests(24)))
 
 
 @pairs(
@@ -236,7 +235,7 @@ def test_a_number_that_is_none_on_any_rank_is_flagged_on_all(rule: str) -> None:
         made = make_rule(sampling, VerificationConfig(rule=rule), shard=shard)
         verifier = Verifier(made, comm=Comm.single(), verify_rank=0, device=torch.device("cpu"))
         first = verifier.draw(
-            logits_BTV[:, 0, own], uniforms_BTP[:, 0], context._replace(last_BT=context.last_BT[:, :1])
+            logits_BTV[:, :1, own], uniforms_BTP[:, :1], context._replace(last_BT=context.last_BT[:, :1])
         )
         found = verifier.verify(
             Draft(torch.full((3, 1), 40)), verifier.process(logits_BTV[..., own], context), draws=draws
