@@ -116,7 +116,8 @@ def find_sources(
 
             check_device_map(world.free_devices, target.entry.quantization)
         check_drafting(config, target.origin.shape, draft.origin.shape if draft else None)
-        _note_mtp(target.origin, draft.origin if draft else None)
+        if _has_mtp(target.origin) and not (draft and isinstance(draft.origin, MtpSource)):
+            _log.warning("continuing without the MTP layers of %s, which draft=mtp reads", target.origin.folder)
         if draft and not draft.origin.shape.is_head:
             _check_vocabularies(target, draft, own_tokenizer=has_own_tokenizer(config.draft))
     return target, draft
@@ -229,12 +230,6 @@ def _with_head(target: WeightSource, draft: WeightSource | None = None, *, is_mt
     elif draft and _has_mtp(draft) and draft.folder.resolve() == target.folder.resolve():
         raise ConfigError(f"{draft.folder} is the target and the draft: draft=mtp drafts with its MTP layers")
     return [source for source in (target, draft) if source]
-
-
-def _note_mtp(target: WeightSource, draft: WeightSource | None) -> None:
-    """Warn of MTP layers that the run does not draft with."""
-    if _has_mtp(target) and not isinstance(draft, MtpSource):
-        _log.warning("continuing without the MTP layers of %s, which draft=mtp reads", target.folder)
 
 
 def _has_mtp(origin: WeightSource) -> bool:

@@ -23,7 +23,7 @@ from llama_ssp.reports.folder import RunFolder, read_status, write_failure
 from llama_ssp.reports.provenance import git_commit, processor, versions
 from llama_ssp.reports.reading import to_yaml
 from llama_ssp.run.startup import StartClock
-from llama_ssp.settings.schema import RunConfig, SweepPlace
+from llama_ssp.settings.schema import RunConfig
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.terminal.terminal import Terminal
 from llama_ssp.terminal.unread import complain
@@ -94,12 +94,6 @@ def _open_folder(config: RunConfig, world: World, stack: ExitStack) -> RunFolder
     stack.callback(_close_logs)
     _open_logs(Path(config.run_dir), rank=world.comm.rank)
     return folder
-
-
-def begin_point(place: SweepPlace, terminal: Terminal) -> None:
-    """Say on the terminal and in the log which point of a sweep begins."""
-    _log.info("%s", place.title)
-    terminal.point(place.title, is_first=place.number == 1)
 
 
 def _log_ranks(world: World, folder: RunFolder | None) -> None:

@@ -32,7 +32,7 @@ from llama_ssp.run.generation import note_on, with_ids, with_model_sampling
 from llama_ssp.run.interruption import interruptible, stopping_on_signals
 from llama_ssp.run.lengths import named
 from llama_ssp.run.log_probs import record_log_probs
-from llama_ssp.run.opening import begin_point, joined
+from llama_ssp.run.opening import joined
 from llama_ssp.run.prompts import Prompt, is_interactive, read_prompts
 from llama_ssp.run.requests import PromptRequest, RequestMaker
 from llama_ssp.run.results import finalize, pass_gate
@@ -69,8 +69,9 @@ def run(config: RunConfig, clock: StartClock) -> bool:
     # DeepSpeed, where it is installed, logs to standard output, which is reserved for texts.
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     with joined(config, clock) as (world, terminal, folder, phase):
-        if config.place:
-            begin_point(config.place, terminal)
+        if place := config.place:
+            _log.info("%s", place.title)
+            terminal.point(place.title, is_first=place.number == 1)
         task, setting = task_of(config), f"task={config.task.name}"
         if not task.needs_models:
             do_alone: MachineTask = imported(task.run, setting=setting)

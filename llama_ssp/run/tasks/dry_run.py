@@ -149,7 +149,7 @@ def plan_ahead(config: RunConfig, *, world_size: int, machine: HardwareConfig | 
 
 
 def resolve(config: PlanConfig) -> None:
-    """Fill in the sizes of a plan's models, and check the config; raises ConfigError, or as `with_hub_sizes`."""
+    """Fill in the sizes of a plan's models, and check the config; raises ConfigError, or as `fill_in_sizes`."""
     fill_in_sizes(config, is_plan=True)
     resolve_shapes(config)
     check_plan(config)
@@ -172,24 +172,23 @@ def _plan(spec: PlanSpec, machine: HardwareConfig, *, auto_ranks: int | None, di
     return make_plan(chosen, machine, remark=sentence)
 
 
-def with_hub_sizes(model: ModelConfig, *, is_plan: bool = False) -> ModelConfig:
-    """Fill in the shape and number format of a model that only the hub knows, from its config.json alone.
-
-    Raises CheckpointError if it cannot be downloaded and is not in the hub's cache; otherwise as `read_config`.
-    """
-    if model.shape or model.path is not None or model.hub_id is None:
-        return model
-    from llama_ssp.weights import hub  # noqa: PLC0415 - other plans need no client of the hub
-
-    folder = hub.find_config(model, is_enough=is_plan)
-    shape, stored = read_config(folder, is_mtp=model.is_mtp)
-    return replace(model, shape=shape, stored_dtype=stored, stored_format=read_stored_format(folder, shape))
-
-
 def fill_in_sizes(config: RunConfig, *, is_plan: bool = False) -> None:
-    """Fill in the sizes of models that only the hub knows; raises as `with_hub_sizes`."""
-    config.model = with_hub_sizes(config.model, is_plan=is_plan)
-    config.draft.model = config.draft.model and with_hub_sizes(config.draft.model, is_plan=is_plan)
+    """Fill in the shapes and number formats of models that only the hub knows, from their config.json alone.
+
+    Raises CheckpointError if one cannot be downloaded and is not in the hub's cache; otherwise as `read_config`.
+    """
+
+    def filled(model: ModelConfig) -> ModelConfig:
+        if model.shape or model.path is not None or model.hub_id is None:
+            return model
+        from llama_ssp.weights import hub  # noqa: PLC0415 - other plans need no client of the hub
+
+        folder = hub.find_config(model, is_enough=is_plan)
+        shape, stored = read_config(folder, is_mtp=model.is_mtp)
+        return replace(model, shape=shape, stored_dtype=stored, stored_format=read_stored_format(folder, shape))
+
+    config.model = filled(config.model)
+    config.draft.model = config.draft.model and filled(config.draft.model)
 
 
 def choose_for_run(config: RunConfig, *, world_size: int, on_cpu: bool) -> tuple[PlanSpec, str]:
