@@ -35,8 +35,6 @@ LEAST_WEIGHT = 0.1
 # Rows of the target's own text that are kept for the log.
 HELD_ROWS = 32
 EVALUATE_EVERY_MINUTES = 2.0
-# So that the schedule waits while the process is stopped.
-LONGEST_STEP_S = 20.0
 ARITHMETIC_ROWS = 1
 LONG_EVERY, LONG_ROWS, LONG_LENGTH = 20, 2, 1024
 
@@ -187,11 +185,11 @@ def chain_gradients(reading: Reading, logits: list[Tensor], mix: float) -> Chain
     return ChainGradients(gradients, acceptance, tokens_per_round)
 
 
-def most_frequent(texts: list[list[list[int]]], count: int, among_V: Tensor) -> Tensor:
-    """Returns the ids of the most frequent tokens among some, rising; each list of texts counts alike."""
-    shares_V = among_V.double() - 1.0
+def most_frequent(texts: list[list[list[int]]], count: int, vocabulary: int) -> Tensor:
+    """Returns the ids of the most frequent tokens, rising; each list of texts counts alike."""
+    shares_V = torch.zeros(vocabulary, dtype=torch.float64)
     for rows in texts:
-        counts_V = torch.bincount(torch.tensor([i for row in rows for i in row]), minlength=len(among_V))
+        counts_V = torch.bincount(torch.tensor([i for row in rows for i in row]), minlength=vocabulary)
         shares_V += counts_V / counts_V.sum()
     return shares_V.topk(count).indices.sort().values
 
@@ -212,7 +210,7 @@ class Trainer:
         self.held_BT, self.own = torch.stack(own[:HELD_ROWS]).to(options.device), own[HELD_ROWS:]
         self.target = Target(options.target, options.device)
         tap_rms_C = self.target.taps(self.held_BT)[0].float().square().mean((0, 1)).sqrt()
-        self.head = (self._saved_head() if options.start else self._new_head()).to(options.device)
+        self.head = (load_head(options.start) if options.start else self._new_head()).to(options.device)
         self.head.scale_taps(tap_rms_C.clamp(min=0.01 * float(tap_rms_C.mean())))
         if not options.start:
             model = self.target.model
@@ -223,19 +221,10 @@ class Trainer:
         self.log.write(kind="start", own_rows=len(own), parameters=parameters)
 
     def _new_head(self) -> Head:
-        everything_V = torch.ones(self.target.model.config.vocab_size)
-        return Head(self.target.head_config(self.options.intermediate), self._drafted(everything_V))
-
-    def _saved_head(self) -> Head:
-        head, options = load_head(self.options.start), self.options
-        sizes = len(head.drafted_ids()), head.config.intermediate_size
-        if sizes == (options.vocabulary, options.intermediate):
-            return head
-        return head.pruned(self._drafted(head.get_buffer("t2d")), options.intermediate)
-
-    def _drafted(self, among_V: Tensor) -> Tensor:
+        options, vocabulary = self.options, self.target.model.config.vocab_size
         written = [row[generate.PROMPT :].tolist() for row in self.own]
-        return most_frequent([written, self.sources.files], self.options.vocabulary, among_V)
+        drafted_W = most_frequent([written, self.sources.files], options.vocabulary, vocabulary)
+        return Head(self.target.head_config(options.intermediate), drafted_W)
 
     def _own_rows(self) -> list[Tensor]:
         rows = generate.load_rows(self.options.scratch, self.ends.pad)
@@ -279,15 +268,15 @@ class Trainer:
         self.log.write(kind=kind, **values, tokens_per_round=chains.tokens_per_round, **steps)
 
     def run(self) -> None:
-        """Trains until the minutes are spent, and saves on the way; no step counts for more than `LONGEST_STEP_S`."""
-        step, minutes, progress, evaluated = 0, 0.0, 0.0, 0.0
+        """Trains until the minutes are spent, and saves on the way."""
+        begin = time.monotonic()
+        step, progress, evaluated = 0, 0.0, 0.0
         while progress < 1.0:
-            begin = time.monotonic()
             warm = min(1.0, (step + 1) / 30)
             factor = warm * max(0.02, 1.0 - progress)
             chains = self.train_step(self.rows(step).to(self.options.device), progress, factor)
             step += 1
-            minutes += min(time.monotonic() - begin, LONGEST_STEP_S) / 60
+            minutes = (time.monotonic() - begin) / 60
             progress = minutes / self.options.minutes
             if step % 10 == 0:
                 self.record("train", chains, step=step, minutes=minutes)
@@ -304,7 +293,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("llama_ssp/shipped/tiny-eagle"), help="folder of the head")
     parser.add_argument("--target", type=Path, default=Path("llama_ssp/shipped/tiny"), help="folder of the target")
     parser.add_argument("--text", type=Path, help="folder of text files to train on; default: Python's own sources")
-    parser.add_argument("--start", type=Path, help="folder of a head to go on from; a larger one is pruned")
+    parser.add_argument("--start", type=Path, help="folder of a head to go on from")
     parser.add_argument("--minutes", type=float, default=26.0, help="of training")
     parser.add_argument("--own-minutes", type=float, default=12.0, help="of writing own text, where there is none")
     parser.add_argument("--own-rows", type=int, default=4, help="rows of own text among the 6 of a step")

@@ -11,7 +11,6 @@ Source: Li et al. 2025, arXiv:2503.01840.
 """
 
 import json
-from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -181,21 +180,6 @@ class Head(nn.Module):
         h_BPE = f_BPE + layer.self_attn(x_BPC, turns, memory)
         out_BPE: Tensor = h_BPE + layer.mlp(layer.post_attention_layernorm(h_BPE))
         return out_BPE
-
-    @torch.no_grad()
-    def pruned(self, drafted_W: Tensor, intermediate: int) -> "Head":
-        """Returns a smaller head, of fewer drafted tokens and the strongest units of its feed-forward part."""
-        state, mlp, config = self.state_dict(), self.midlayer.mlp, deepcopy(self.config)
-        norms = mlp.gate_proj.weight.norm(dim=1), mlp.up_proj.weight.norm(dim=1), mlp.down_proj.weight.norm(dim=0)
-        units_I = torch.stack(norms).prod(0).topk(intermediate).indices.sort().values
-        for name, dim in (("gate", 0), ("up", 0), ("down", 1)):
-            place = f"midlayer.mlp.{name}_proj.weight"
-            state[place] = state[place].index_select(dim, units_I)
-        state["lm_head.weight"] = state["lm_head.weight"][torch.isin(self.drafted_ids(), drafted_W)]
-        config.intermediate_size = intermediate
-        made = Head(config, drafted_W)
-        made.load_state_dict(state | {name: made.get_buffer(name) for name in ("d2t", "t2d")})
-        return made
 
     def logits(self, h_BPE: Tensor) -> Tensor:
         """Returns the scores of the tokens after the pairs, over the drafted vocabulary."""

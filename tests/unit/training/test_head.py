@@ -71,19 +71,6 @@ def test_a_saved_head_computes_the_same_and_names_its_vocabulary(head: Head, tmp
     assert (torch.arange(50) + stored["d2t"]).tolist() == stored["t2d"].nonzero().flatten().tolist()
 
 
-@torch.no_grad()
-def test_a_pruned_head_computes_the_same_from_units_of_weight_and_drafts_what_it_is_told_to(head: Head) -> None:
-    for name in ("gate_proj", "up_proj"):
-        head.midlayer.mlp.get_submodule(name).weight[::2] = 0.0
-    taps_BPC, embeddings_BPE = torch.randn(1, PAIRS, 192), torch.randn(1, PAIRS, 64)
-    drafted_W = torch.tensor([4, 10, 98])
-    smaller = head.pruned(drafted_W, 64)
-    assert smaller.config.intermediate_size == 64
-    assert smaller.drafted_ids().tolist() == drafted_W.tolist()
-    wanted = [logits[..., drafted_W // 2] for logits in head.unroll(taps_BPC, embeddings_BPE, 2)]
-    torch.testing.assert_close(smaller.unroll(taps_BPC, embeddings_BPE, 2), wanted)
-
-
 def test_a_target_that_is_too_shallow_is_refused() -> None:
     assert tapped_layers(10) == (2, 5, 7)
     with pytest.raises(ValueError, match="2 layers"):
