@@ -172,7 +172,7 @@ class ModelPlacement:
         """Query and key-value heads of the rank with the most; groups are cut only where ranks outnumber them."""
         num_ranks, shape = len(self.ranks), self.model.shape
         num_heads, num_kv_heads = shape.num_attention_heads, shape.num_key_value_heads
-        if self.kind is TargetKind.accelerate or self.whole.keeps_attention:
+        if self.kind is TargetKind.accelerate or self.whole is WholeParts.attention:
             return num_heads, num_kv_heads
         own = -(-num_kv_heads // num_ranks)
         return own * (num_heads // num_kv_heads) if num_ranks <= num_kv_heads else -(-num_heads // num_ranks), own

@@ -123,7 +123,7 @@ class ResidualProduct:
                 return residual_ME, Unsummed(part_ME, self._comm)
             sum_ME = self._comm.all_reduce(part_ME)
             return residual_ME, sum_ME if self._bias_E is None else sum_ME.add_(self._bias_E)
-        return self.linear.add(x_MI, residual_ME), None
+        return self.linear(x_MI, residual_ME), None
 
 
 class Layer:
@@ -193,14 +193,17 @@ class Layer:
         """The linear layers of its products, in the order in which they run."""
         return self.qkv.linear, self.output.linear, self.gate_up.linear, self.down.linear
 
-    def forward(self, stream: Stream, attend: LayerAttention) -> Stream:
-        """Add attention, by `attend` for the window of this layer, then the MLP, to the stream."""
+    def forward(self, stream: Stream, attend: LayerAttention, wanted_BR: Tensor | None = None) -> Stream:
+        """Add attention, by `attend` for the window of this layer, then the MLP, to the stream, or to wanted positions.
+
+        The others are not in the result.
+        """
         x_ME, _ = stream
         if self._whole and x_ME.shape[0] <= WHOLE_LAYER_TOKENS and isinstance(attend, CompiledAttention):
-            return attend.with_products(self._whole, x_ME, self.number, self.heads), None
+            return rows_at(attend.with_products(self._whole, x_ME, self.number, self.heads), wanted_BR), None
         x_ME, qkv_MO = self.qkv(stream)
-        attended_ME = attend(qkv_MO, self.number, self.heads, self.head_norms)
-        x_ME, gated_MI = self.gate_up(self.output(attended_ME, x_ME))
+        attended_ME = rows_at(attend(qkv_MO, self.number, self.heads, self.head_norms), wanted_BR)
+        x_ME, gated_MI = self.gate_up(self.output(attended_ME, rows_at(x_ME, wanted_BR)))
         return self.down(gated_MI, x_ME)
 
 
