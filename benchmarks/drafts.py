@@ -226,7 +226,7 @@ def page(results: dict[str, Result], *, repetitions: int) -> str:
 def corpus_of(pair: Pair, texts: list[str], file: Path) -> Path:
     """Write earlier samples of the prompts into a file."""
     done = pair.generate(texts[:MOST_PROMPTS] * NUM_SAMPLES, max_new_tokens=NUM_NEW_TOKENS, temperature=COLD, seed=999)
-    written = [pair.models.tokenizer.decode([*each.prompt_ids, *each.token_ids]) for each in done]
+    written = [str(pair.models.tokenizer.decode([*each.prompt_ids, *each.token_ids])) for each in done]
     file.write_text("\n".join(written), encoding="utf-8")
     return file
 
