@@ -17,15 +17,9 @@ Messages between the ranks of one replica in a round, in addition to the collect
     probabilities    from the draft to the rank that runs the rule, only if no rank holds both models
     verdict          number of accepted tokens, the next token, and the stop request
 
-Drafting that overlaps verification: a round takes as long as the slower of K draft steps and a forward of K positions,
-then the exchange and the rule:
-
-    target    | forward of K ........ |      | exchange | rule |
-    draft     | K steps .................... | exchange |
-              |<----- the longer one ------->|
-
-On GPUs the exchange goes on during the forward, so that only the draft's side of a round has it. After a rejection, the
-first token of the new block is verified early.
+Where drafting overlaps verification, a round takes as long as the slower of K draft steps and a forward of K positions,
+then the exchange and the rule (docs/design/overlap.md). On GPUs the exchange goes on during the forward, so that only
+the draft's side of a round has it. After a rejection, the first token of the new block is verified early.
 
 Only one kind of GPU has run this engine, so 80 % ranges of its times are the errors of forecasts for other engines, by
 architecture, format and rows: `python -m benchmarks.published` and `python -m benchmarks.served` count how many rows
