@@ -3,23 +3,17 @@
 from dataclasses import replace
 from functools import partial
 
-from llama_ssp.architectures.family import Family
+from llama_ssp.architectures.family import VOCABULARY_PLAN, Family, layer_plan
 from llama_ssp.architectures.llama import MISTRAL, QKV, QWEN2, QWEN3
 from llama_ssp.architectures.matrices import ATTENTION, GATED, PLAIN, Inventory, decoder
 from llama_ssp.catalogue import ModelShape
 
 _GLM = (*ATTENTION, "gate_up_proj", "down_proj")
-_TP_PLAN = {
-    "model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output",
-    **{f"model.layers.*.self_attn.{name}": "colwise" for name in QKV}, "model.layers.*.self_attn.o_proj": "rowwise",
-    **{f"model.layers.*.mlp.{name}": "colwise" for name in ("gate_proj", "up_proj")},
-    "model.layers.*.mlp.down_proj": "rowwise",
-}  # fmt: skip
-
-
-def _with_normed_queries(shape: ModelShape) -> Inventory:
-    """Norms over all queries and all keys of a token."""
-    return decoder(shape, head_norms=shape.num_attention_heads + shape.num_key_value_heads)
+_TP_PLAN = (
+    VOCABULARY_PLAN
+    | layer_plan("self_attn", QKV, ["o_proj"])
+    | layer_plan("mlp", ["gate_proj", "up_proj"], ["down_proj"])
+)
 
 
 def _with_learned_bends(shape: ModelShape, modules: tuple[str, ...], *, head_norms: int) -> Inventory:
@@ -51,17 +45,15 @@ STABLELM = replace(
 )
 
 OLMO = replace(GRANITE, model_type="olmo", parameters=partial(decoder, norms=0, final_norms=0))
-OLMO2 = replace(GRANITE, model_type="olmo2", parameters=_with_normed_queries, keeps_attention=True)
+OLMO2 = replace(  # norms go over all queries and all keys of a token
+    GRANITE, model_type="olmo2", keeps_attention=True,
+    parameters=lambda shape: decoder(shape, head_norms=shape.num_attention_heads + shape.num_key_value_heads),
+)  # fmt: skip
 OLMO3 = replace(OLMO2, model_type="olmo3", windows=MISTRAL.windows)
 
-COHERE = replace(
-    GRANITE, model_type="cohere", parameters=partial(decoder, norms=1)
-)  # fmt: skip
+COHERE = replace(GRANITE, model_type="cohere", parameters=partial(decoder, norms=1))
 COHERE2 = replace(COHERE, model_type="cohere2", windows=MISTRAL.windows)
-GLM = replace(
-    GRANITE, model_type="glm",
-    parameters=partial(decoder, modules=_GLM, biased=QKV),
-)  # fmt: skip
+GLM = replace(GRANITE, model_type="glm", parameters=partial(decoder, modules=_GLM, biased=QKV))
 GLM4 = replace(GLM, model_type="glm4", parameters=partial(decoder, modules=_GLM, biased=QKV, norms=4))
 STARCODER2 = replace(
     MINISTRAL3, model_type="starcoder2",
@@ -76,3 +68,20 @@ APERTUS = replace(
 NEMOTRON = replace(
     ARCEE, model_type="nemotron", parameters=partial(decoder, modules=(*ATTENTION, *PLAIN), norms=4, final_norms=2)
 )  # fmt: skip
+
+_PHI = ("q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2")
+PHI = Family(
+    model_type="phi", parameters=partial(decoder, modules=_PHI, biased=(*_PHI, "lm_head"), final_norms=2),
+    cuts_vocabulary=True,
+)  # fmt: skip
+"""Phi 1, 1.5 and 2: attention and MLP share one layer norm, biases everywhere."""
+_NEOX = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
+
+
+def _of_neox(shape: ModelShape) -> Inventory:
+    """Biases everywhere, and layer norms; every rank holds the whole embedding."""
+    found = decoder(shape, _NEOX, biased=_NEOX, norms=4, final_norms=2)
+    return replace(found, embeddings=(replace(found.embeddings[0], module="embed_in", cut=None),))
+
+
+GPT_NEOX = Family(model_type="gpt_neox", parameters=_of_neox)

@@ -24,6 +24,7 @@ PART_SLOTS, ROW_PROGRAMS = 16, 256
 On an H200, 5 queries over 2048 slots of 32 heads took 25 us with 128 programs, 17 with 256, 15 with 512; and 32 rows
 of 1000 slots and 8 key-value heads took 48, 52 and 74.
 """
+ENDLESS = 2**62  # Looks of a sum's kernel at the flag of another rank.
 OWN_SUM_BYTES, OWN_SUM_RANKS = 2**18, 8
 """The most bytes of a sum by the program's own kernel, beyond which a ring sends fewer, and the most ranks."""
 SOFTMAX_TOKENS = 1024

@@ -9,43 +9,33 @@ from functools import partial
 from typing import Any
 
 from llama_ssp.architectures.decoders import GRANITE, OLMO2
-from llama_ssp.architectures.family import unwritten
+from llama_ssp.architectures.family import VOCABULARY_PLAN, layer_plan, unwritten
 from llama_ssp.architectures.llama import MISTRAL, QKV, QWEN3
-from llama_ssp.architectures.matrices import ATTENTION, GATED, decoder
+from llama_ssp.architectures.matrices import decoder
 
 MIXTRAL = replace(GRANITE, model_type="mixtral", windows=MISTRAL.windows)
-GRANITE_MOE = replace(
-    GRANITE, model_type="granitemoe",
-    tp_plan={f"model.layers.*.self_attn.{name}": "rowwise" if name == "o_proj" else "colwise" for name in ATTENTION},
-)  # fmt: skip
+GRANITE_MOE = replace(GRANITE, model_type="granitemoe", tp_plan=layer_plan("self_attn", QKV, ["o_proj"]))
 QWEN3_MOE = replace(MIXTRAL, model_type="qwen3_moe", parameters=QWEN3.parameters)
 QWEN2_MOE = replace(
     MIXTRAL, model_type="qwen2_moe", parameters=partial(decoder, biased=QKV, norms=3),
-    tp_plan={
-        f"model.layers.*.mlp.shared_expert.{name}": "rowwise" if name == "down_proj" else "colwise" for name in GATED
-    },
+    tp_plan=layer_plan("mlp.shared_expert", ["gate_proj", "up_proj"], ["down_proj"]),
 )  # fmt: skip
 """With the vector that weighs the MLP next to the experts."""
 OLMOE = replace(OLMO2, model_type="olmoe")
 DOTS1 = replace(MIXTRAL, model_type="dots1", parameters=partial(decoder, head_norms=2, routes_by_bias=True))
 GLM4_MOE = replace(GRANITE, model_type="glm4_moe", parameters=partial(decoder, routes_by_bias=True))
 
-_VOCABULARY = {"model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output"}
-_LATENT = {f"model.layers.*.self_attn.{name}": style for name, style in (
-    ("q_proj", "colwise"), ("q_b_proj", "colwise"), ("kv_b_proj", "colwise"), ("o_proj", "rowwise"),
-)}  # fmt: skip
+LATENT_PLAN = layer_plan("self_attn", ["q_proj", "q_b_proj", "kv_b_proj"], ["o_proj"])
 """Every rank has the latents that keys and values are made of, and makes those of its heads."""
-DEEPSEEK_V3 = unwritten("deepseek_v3", tp_plan=_LATENT)
+DEEPSEEK_V3 = unwritten("deepseek_v3", tp_plan=LATENT_PLAN)
 GPT_OSS = unwritten(
-    "gpt_oss", tp_plan={**_VOCABULARY, **GRANITE_MOE.tp_plan, "model.layers.*.mlp.experts": "moe_tp_experts"}
+    "gpt_oss", tp_plan={**VOCABULARY_PLAN, **GRANITE_MOE.tp_plan, "model.layers.*.mlp.experts": "moe_tp_experts"}
 )
-DOGE = unwritten("doge", keeps_attention=True)
-FLEX_OLMO = unwritten("flex_olmo", keeps_attention=True)
-LAGUNA = unwritten("laguna", keeps_attention=True)
-MIMO_V2_FLASH = unwritten("mimo_v2_flash", keeps_attention=True)
+DOGE, FLEX_OLMO, LAGUNA, MIMO_V2_FLASH, MINIMAX_M2, MINIMAX_M3 = (
+    unwritten(kind, keeps_attention=True)
+    for kind in ("doge", "flex_olmo", "laguna", "mimo_v2_flash", "minimax_m2", "minimax_m3_vl_text")
+)
 MINICPM3 = unwritten("minicpm3", cuts_own_embedding=True)
-MINIMAX_M2 = unwritten("minimax_m2", keeps_attention=True)
-MINIMAX_M3 = unwritten("minimax_m3_vl_text", keeps_attention=True)
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts", "moe_topk")

@@ -16,6 +16,8 @@ from llama_ssp.architectures.matrices import Inventory, WholeParts, decoder
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import ConfigError, PlacementError
 from llama_ssp.registry import Registry
+from llama_ssp.storage.formats import format_of
+from llama_ssp.words import said
 
 
 @cache
@@ -93,6 +95,14 @@ class Family:
         return 1 + self.num_masks * value_bytes + scores
 
 
+def layer_plan(part: str, columns: Collection[str], rows: Collection[str]) -> dict[str, str]:
+    """The tensor-parallel plan of a part of each layer, by the names of its modules."""
+    styles = dict.fromkeys(columns, "colwise") | dict.fromkeys(rows, "rowwise")
+    return {f"model.layers.*.{part}.{name}": style for name, style in styles.items()}
+
+
+VOCABULARY_PLAN = {"model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output"}
+
 FAMILIES: Registry[Family] = Registry(setting="model_type", modules=(architectures.__name__,), kind=Family)
 register, families = FAMILIES.register, FAMILIES.all
 
@@ -150,8 +160,12 @@ LONGROPE = "longrope"
 
 def kept_whole(shape: ModelShape, whole: WholeParts) -> WholeParts:
     """Parts that every rank of a model holds whole: those asked for, and those its family cannot cut."""
+    record = record_of(shape.model_type)
     has_others = shape.num_global_key_value_heads not in {0, shape.num_key_value_heads}  # which split elsewhere
-    return WholeParts.attention if has_others or record_of(shape.model_type).keeps_attention else whole
+    if has_others or record.keeps_attention:
+        return WholeParts.attention
+    # A head embeds more tokens than it drafts.
+    return WholeParts.embedding if record.is_head and whole is WholeParts.none else whole
 
 
 def inventory(shape: ModelShape) -> Inventory:
@@ -250,13 +264,25 @@ def check_ranks(model_type: str, num_ranks: int) -> None:
         raise PlacementError(no_plan(model_type, num_ranks))
 
 
-def check_deepspeed_layers(model_type: str, num_ranks: int) -> None:
-    """Raise PlacementError for recurrent layers, of which DeepSpeed would cut matrices and leave the states whole."""
-    if num_ranks > 1 and record_of(model_type).recurrent:
-        raise PlacementError(
-            f"placement.target.kind=deepspeed cannot split the recurrent layers of {model_type} models: use "
-            "placement.target.kind=tensor"
+def check_deepspeed(shape: ModelShape, quantization: str, *, num_ranks: int) -> None:
+    """Raise PlacementError if DeepSpeed cannot split a model into equal parts.
+
+    Of recurrent layers it would cut matrices and leave the states whole.
+    """
+    kind, heads = "placement.target.kind=deepspeed", shape.num_key_value_heads
+    problem = ""
+    if num_ranks > 1 and record_of(shape.model_type).recurrent:
+        problem = f"cannot split the recurrent layers of {shape.model_type} models: use "
+    elif format_of(quantization).is_quantized:
+        problem = (
+            f"splits only unquantized layers, and those of the target are {quantization}: use "
+            f"{said('model.quantization', 'none')} on unquantized files, or "
         )
+    elif heads % num_ranks:
+        sizes = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
+        problem = f"splits {heads} key-value heads evenly, and {num_ranks} ranks were given: use {sizes} ranks, or "
+    if problem:
+        raise PlacementError(f"{kind} {problem}placement.target.kind=tensor")
 
 
 def no_plan(model_type: str, num_ranks: int) -> str:

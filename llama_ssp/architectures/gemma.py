@@ -12,20 +12,13 @@ from llama_ssp.catalogue import ModelShape
 
 GEMMA = Family(model_type="gemma", parameters=decoder, cuts_vocabulary=True, cuts_own_embedding=True)
 GEMMA3 = replace(
-    GEMMA,
-    model_type="gemma3_text",
-    parameters=partial(decoder, norms=4, head_norms=2),
-    windows=windows_of_layers,
+    GEMMA, model_type="gemma3_text", parameters=partial(decoder, norms=4, head_norms=2), windows=windows_of_layers,
     num_masks=2,
-)
-GEMMA2 = replace(
-    GEMMA3,
-    model_type="gemma2",
-    parameters=partial(decoder, norms=4),
-    attention="eager",  # softcapped scores
-    keeps_scores=True,
+)  # fmt: skip
+GEMMA2 = replace(  # its scores are softcapped
+    GEMMA3, model_type="gemma2", parameters=partial(decoder, norms=4), attention="eager", keeps_scores=True,
     adapt="llama_ssp.models.attention:use_softcapped",
-)
+)  # fmt: skip
 
 
 FIELDS = (

@@ -3,10 +3,11 @@
 The library has no tensor-parallel plan for it, so the record has one.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from llama_ssp.architectures.family import Family
-from llama_ssp.architectures.matrices import Inventory, Matrix, inventory_of
+from llama_ssp.architectures.matrices import Inventory, Matrix, decoder
 from llama_ssp.catalogue import ModelShape
 
 _TP_PLAN = {
@@ -20,19 +21,12 @@ _TP_PLAN = {
 
 
 def _parameters(shape: ModelShape) -> Inventory:
-    width, units = shape.hidden_size, shape.intermediate_size
-    layer = {
-        "q_proj": (width, 0), "k_proj": (width, 0), "v_proj": (width, 0), "out_proj": (width, 1), "c_fc": (units, 0),
-        "c_proj": (units, 1),
-    }  # fmt: skip
-    embeddings = (
-        Matrix(module="wte", num_rows=shape.vocab_size, num_columns=width, cut=0),
-        Matrix(module="wpe", num_rows=shape.max_position_embeddings, num_columns=width),
-    )
-    return inventory_of(
-        shape, layer, biased=("out_proj", "c_fc", "c_proj"), layer_vectors=4 * width, embeddings=embeddings,
-        final_vectors=2 * width,
+    found = decoder(
+        shape, ("q_proj", "k_proj", "v_proj", "out_proj", "c_fc", "c_proj"), biased=("out_proj", "c_fc", "c_proj"),
+        norms=4, final_norms=2,
     )  # fmt: skip
+    places = Matrix(module="wpe", num_rows=shape.max_position_embeddings, num_columns=shape.hidden_size)
+    return replace(found, embeddings=(replace(found.embeddings[0], module="wte"), places))
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:  # noqa: ANN401 - the library's config

@@ -17,6 +17,7 @@ Source: arXiv:2503.01840 (EAGLE-3), 2602.01469 (P-EAGLE), 2602.06036 (DFlash), 2
 github.com/z-lab/dflash and github.com/deepseek-ai/DeepSpec.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -89,13 +90,20 @@ class HeadConfig:
             layers, model_type=self.kind, vocab_size=self.draft_vocab_size, tie_word_embeddings=False,
             target_vocab_size=layers.vocab_size, target_hidden_size=self.target_hidden_size,
             num_taps=len(self.layers) if self.layers else NUM_TAPS, most_drafted=self.most_drafted,
-            markov_size=self._markov_size(layers),
+            markov_size=sum(map(math.prod, self.markov_sizes(layers.hidden_size, layers.vocab_size).values())),
         )  # fmt: skip
 
-    def _markov_size(self, layers: ModelShape) -> int:
-        width, rank = layers.hidden_size, self.markov_rank
-        more = {"gated": width + rank + 1, "rnn": 3 * (width + 2 * rank + 1)}.get(self.markov_head, 0)
-        return rank * (layers.vocab_size + self.draft_vocab_size + more)
+    def markov_sizes(self, width: int, vocab_size: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of the Markov head's tensors, over so many tokens of the target."""
+        rank = self.markov_rank
+        inner = {"gated": ("gate", rank, rank + width), "rnn": ("joint", 3 * rank, 2 * rank + width)}
+        sizes: dict[str, tuple[int, ...]] = {
+            "markov_w1.weight": (vocab_size, rank), "markov_w2.weight": (self.draft_vocab_size, rank),
+        }  # fmt: skip
+        if self.markov_head in inner:
+            name, rows, columns = inner[self.markov_head]
+            sizes |= {f"{name}_proj.weight": (rows, columns), f"{name}_proj.bias": (rows,)}
+        return sizes if rank else {}
 
 
 def read_head_config(content: Mapping[str, Any], file: Path) -> HeadConfig | None:
@@ -198,10 +206,6 @@ def _of_pairs(shape: ModelShape) -> Inventory:
     return _with_taps(replace(whole, layer=tuple(layer)), shape)
 
 
-def _of_blocks(shape: ModelShape) -> Inventory:
-    return _with_taps(decoder(shape, head_norms=2), shape)
-
-
 def _with_taps(held: Inventory, shape: ModelShape) -> Inventory:
     """A head's parameters: with the product and the norm of its taps, its embedding, and its Markov head."""
     width = shape.hidden_size
@@ -214,4 +218,6 @@ def _with_taps(held: Inventory, shape: ModelShape) -> Inventory:
 
 HEAD = Family(model_type=EAGLE3, parameters=_of_pairs, is_llama_kind=True, is_head=True)
 PARALLEL_HEAD = replace(HEAD, model_type=PEAGLE, in_one_pass=True)
-BLOCK_HEAD = replace(PARALLEL_HEAD, model_type=DFLASH, parameters=_of_blocks)
+BLOCK_HEAD = replace(
+    PARALLEL_HEAD, model_type=DFLASH, parameters=lambda shape: _with_taps(decoder(shape, head_norms=2), shape)
+)

@@ -11,13 +11,11 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from typing import Any
 
 from llama_ssp.architectures.engine import STATE_VALUE_BYTES, kept_inputs
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import PlacementError
 from llama_ssp.storage.formats import NO_QUANTIZATION, format_of
-from llama_ssp.words import said
 
 # Matrix units prefer multiples of 64, and nf4 packs weights in groups of 64.
 BLOCK = 64
@@ -30,16 +28,6 @@ class WholeParts(Enum):
     none = "none"
     embedding = "embedding"
     attention = "attention"
-
-    @property
-    def keeps_embedding(self) -> bool:
-        """Whether the embedding is whole."""
-        return self is not WholeParts.none
-
-    @property
-    def keeps_attention(self) -> bool:
-        """Whether attention is whole."""
-        return self is WholeParts.attention
 
 
 DRAFT_WHOLE = WholeParts.embedding  # Of a sharded draft, whose steps are short.
@@ -105,22 +93,14 @@ def split_heads(*, num_heads: int, num_kv_heads: int, num_ranks: int) -> tuple[H
     if remainder:
         raise PlacementError(f"{num_heads} query heads over {num_kv_heads} key-value heads: a multiple is required")
     if num_ranks <= num_kv_heads:
-        return tuple(
-            HeadShard(
-                query_heads=range(part.start * group, part.stop * group), kv_heads=part, num_kv_heads=num_kv_heads
-            )
-            for part in split_blocks(num_kv_heads, num_ranks)
-        )
-    return tuple(
-        HeadShard(
-            query_heads=range(first + part.start, first + part.stop),
-            kv_heads=range(kv_head, kv_head + 1),
-            num_kv_heads=num_kv_heads,
-        )
-        for kv_head, ranks in enumerate(split_blocks(num_ranks, num_kv_heads))
-        for first in [kv_head * group]
-        for part in split_blocks(group, len(ranks))
-    )
+        held = [(_times(part, group), part) for part in split_blocks(num_kv_heads, num_ranks)]
+    else:
+        held = [
+            (_behind(kv_head * group, part), range(kv_head, kv_head + 1))
+            for kv_head, ranks in enumerate(split_blocks(num_ranks, num_kv_heads))
+            for part in split_blocks(group, len(ranks))
+        ]
+    return tuple(HeadShard(query_heads=queries, kv_heads=keys, num_kv_heads=num_kv_heads) for queries, keys in held)
 
 
 class Cut(Enum):
@@ -167,7 +147,9 @@ def cut_of(module: str) -> Cut:
 def stays_whole(module: str, whole: WholeParts) -> bool:
     """Whether every rank holds all of a module that would be cut otherwise; raises as `cut_of`."""
     is_embedding = module.rpartition(".")[2] in _EMBEDDINGS
-    return (is_embedding and whole.keeps_embedding) or (cut_of(module) in HEAD_CUTS and whole.keeps_attention)
+    return (is_embedding and whole is not WholeParts.none) or (
+        cut_of(module) in HEAD_CUTS and whole is WholeParts.attention
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +226,7 @@ def split_model(
             f"the target has {shape.num_experts or 'none'}: use placement.target.experts=cut, or ranks that divide them"
         )
     num_heads, num_kv_heads = shape.num_attention_heads, shape.num_key_value_heads
-    if whole.keeps_attention:
+    if whole is WholeParts.attention:
         every = HeadShard(query_heads=range(num_heads), kv_heads=range(num_kv_heads), num_kv_heads=num_kv_heads)
         heads = (every,) * num_ranks
     else:
@@ -253,16 +235,11 @@ def split_model(
     blocks = tuple(math.lcm(BLOCK, group) for group in storage.groups) or (BLOCK,)
     shards = tuple(
         RankShard(
-            rank=rank,
-            num_ranks=num_ranks,
-            heads=heads[rank],
-            num_heads=num_heads,
-            blocks=blocks,
-            even_blocks=() if storage.is_quantized else EVEN_BLOCKS,
-            spreads_experts=shape.spreads_experts,
+            rank=rank, num_ranks=num_ranks, heads=heads[rank], num_heads=num_heads, blocks=blocks,
+            even_blocks=() if storage.is_quantized else EVEN_BLOCKS, spreads_experts=shape.spreads_experts,
         )
         for rank in range(num_ranks)
-    )
+    )  # fmt: skip
     for size, cut in ((shape.intermediate_size, Cut.mlp_units), (shape.vocab_size, Cut.vocabulary)):
         shards[0].features(cut, size)  # refuses too many ranks
     return shards
@@ -271,23 +248,6 @@ def split_model(
 def widths(shards: Sequence[RankShard], cut: Cut, size: int) -> tuple[int, ...]:
     """The number of features on each rank, of a matrix with `size` of them."""
     return tuple(shard.num_features(cut, size) for shard in shards)
-
-
-def check_deepspeed(shape: ModelShape, quantization: str, *, num_ranks: int) -> None:
-    """Raise PlacementError for quantized layers, or if ranks would not have equal numbers of key-value groups."""
-    if format_of(quantization).is_quantized:
-        raise PlacementError(
-            f"placement.target.kind=deepspeed splits only unquantized layers, and those of the target are "
-            f"{quantization}: use {said('model.quantization', 'none')} on unquantized files, or "
-            "placement.target.kind=tensor"
-        )
-    num_kv_heads = shape.num_key_value_heads
-    if num_kv_heads % num_ranks:
-        sizes = [size for size in range(1, num_kv_heads + 1) if num_kv_heads % size == 0]
-        raise PlacementError(
-            f"placement.target.kind=deepspeed splits {num_kv_heads} key-value heads evenly, and {num_ranks} ranks were "
-            f"given: use {', '.join(map(str, sizes))} ranks, or placement.target.kind=tensor"
-        )
 
 
 def check_inputs(
@@ -507,38 +467,6 @@ class Inventory:
         return replace(self, embeddings=embeddings, head=head, final_vectors=final_vectors, num_layers=num_layers)
 
 
-def inventory_of(
-    shape: ModelShape,
-    layer: Mapping[str, tuple[int, int]],
-    *,
-    biased: Collection[str] = (),
-    layer_vectors: int,
-    final_vectors: int,
-    embeddings: tuple[Matrix, ...] = (),
-) -> Inventory:
-    """List the parameters of a model, whose embedding has the usual name and cut unless `embeddings` are given.
-
-    `layer` has the matrices by name: the features on the side that is not the model's width, and that side, which is
-    the one to cut, 0 for outputs and 1 for inputs.
-    """
-    width = shape.hidden_size
-    token_ids: Mapping[str, Any] = {"num_rows": shape.vocab_size, "num_columns": width, "cut": 0}
-    head = None if shape.tie_word_embeddings else Matrix(module="lm_head", has_bias="lm_head" in biased, **token_ids)
-    matrices = (
-        Matrix(module=name, num_rows=rows, num_columns=columns, cut=cut, has_bias=name in biased)
-        for name, (size, cut) in layer.items()
-        for rows, columns in [(size, width) if cut == 0 else (width, size)]
-    )
-    return Inventory(
-        layer=tuple(matrices),
-        layer_vectors=layer_vectors,
-        embeddings=embeddings or (Matrix(module="embed_tokens", **token_ids),),
-        head=head,
-        final_vectors=final_vectors,
-        num_layers=shape.num_hidden_layers,
-    )
-
-
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 GATED, PLAIN = ("gate_proj", "up_proj", "down_proj"), ("up_proj", "down_proj")
 
@@ -560,18 +488,23 @@ def decoder(
         head_norms: vectors of the head dim in a layer.
         routes_by_bias: experts have a bias each that they are chosen by.
     """
-    units, queries = shape.intermediate_size, shape.num_attention_heads * shape.head_dim
-    keys, inputs = shape.num_key_value_heads * shape.head_dim, dict.fromkeys(_OF_HEADS, queries)
+    width, units = shape.hidden_size, shape.intermediate_size
+    queries, keys = (number * shape.head_dim for number in (shape.num_attention_heads, shape.num_key_value_heads))
     outputs = {
         "q_proj": queries, **dict.fromkeys(("k_proj", "v_proj"), keys), "qkv_proj": queries + 2 * keys,
         "query_key_value": 3 * queries, "gate_up_proj": 2 * units,
     }  # fmt: skip
-    is_last = {modules[-1], *(name for name in modules if name in _OF_HEADS)}
-    sizes = {name: (inputs.get(name, units), 1) if name in is_last else (outputs.get(name, units), 0)
-             for name in modules}  # fmt: skip
-    found = inventory_of(
-        shape, sizes, biased=biased, layer_vectors=norms * shape.hidden_size + head_norms * shape.head_dim,
-        final_vectors=final_norms * shape.hidden_size,
+    layer = []
+    for name in modules:
+        rows, columns, cut = outputs.get(name, units), width, 0
+        if name in _OF_HEADS or name == modules[-1]:
+            rows, columns, cut = width, queries if name in _OF_HEADS else units, 1
+        layer.append(Matrix(module=name, num_rows=rows, num_columns=columns, cut=cut, has_bias=name in biased))
+    table = Matrix(module="embed_tokens", num_rows=shape.vocab_size, num_columns=width, cut=0)
+    head = None if shape.tie_word_embeddings else replace(table, module="lm_head", has_bias="lm_head" in biased)
+    found = Inventory(
+        layer=tuple(layer), layer_vectors=norms * width + head_norms * shape.head_dim, embeddings=(table,), head=head,
+        final_vectors=final_norms * width, num_layers=shape.num_hidden_layers,
     )  # fmt: skip
     return _with_experts(found, shape, routes_by_bias=routes_by_bias) if shape.num_experts else found
 

@@ -7,7 +7,7 @@ import json
 import math
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -168,12 +168,22 @@ def refuse_other_kinds(folder: Path) -> None:
     """Raise CheckpointError if a folder without config.json holds an adapter, or weights of other layouts alone."""
     if (folder / CONFIG_FILE).exists():
         return
-    if (folder / ADAPTER_CONFIG_FILE).is_file():
-        raise CheckpointError(adapter_alone(str(folder), folder / ADAPTER_CONFIG_FILE))
-    if any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors")):
-        raise CheckpointError(f"{folder} {GGUF_ALONE}")
-    if (folder / MISTRAL_FILE).is_file():
-        raise CheckpointError(f"{folder} {MISTRAL_ALONE}")
+    if said := other_kind(str(folder), folder):
+        raise CheckpointError(said)
+
+
+def other_kind(where: str, folder: Path, names: Iterable[str] = ()) -> str | None:
+    """Say what a folder holds instead of a model, or a repository that has files of more names; None for nothing known.
+
+    `where` is how a sentence names it.
+    """
+    if (adapter := folder / ADAPTER_CONFIG_FILE).is_file():
+        return adapter_alone(where, adapter)
+    files = {*names, *(file.name for file in folder.glob("*"))}
+    endings = {Path(name).suffix for name in files}
+    if GGUF in endings and ".safetensors" not in endings:
+        return f"{where} {GGUF_ALONE}"
+    return f"{where} {MISTRAL_ALONE}" if MISTRAL_FILE in files else None
 
 
 _OTHER_HEADS = {

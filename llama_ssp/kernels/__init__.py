@@ -16,9 +16,5 @@ On a GPU, kernels in Triton replace torch's operators. `choice_gpu.attempt` trie
     attention by length  torch's                          `attention_gpu`: the queries of a round
     draw                 `sampling.processors`            `draw_gpu`: the draw of a token
 
-The kernels are our own because no library was fast with rows that do not depend on each other
-(`docs/findings/cpus.md`): oneDNN's int8 product was a hundred times slower at a few rows, FBGEMM's quantizes all rows
-with one scale, torchao's wheel had no operator for these CPUs, and numba chooses the order of sums and keeps a pickled
-cache. LLVM code through llvmlite reads one row as fast as memory gives it, and its sums have one order whatever the
-batch and the threads.
+The kernels are our own because no library was fast with rows that do not depend on each other: `docs/findings/cpus.md`.
 """

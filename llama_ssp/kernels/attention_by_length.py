@@ -21,6 +21,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import accumulate, pairwise, starmap
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,11 +98,9 @@ def flash_attention(
 def unpacking(attend: VarlenAttention, kept: KeptRows) -> VarlenAttention:
     """Attention over rows that are kept so: all of them are unpacked."""
 
-    def unpacked(
-        queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, *, scale: float, window: int | None
-    ) -> Tensor:
+    def unpacked(queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, **how: Any) -> Tensor:  # noqa: ANN401
         numbers = (kept.unpack(rows, queries.dtype) for rows in (keys, values))
-        return attend(queries, *numbers, sequences, scale=scale, window=window)
+        return attend(queries, *numbers, sequences, **how)
 
     return unpacked
 
@@ -122,11 +121,9 @@ def with_ours(
     ):
         raise RuntimeError(f"the kernel of split attention gives {fault}")
 
-    def attend(
-        queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, *, scale: float, window: int | None
-    ) -> Tensor:
+    def attend(queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, **how: Any) -> Tensor:  # noqa: ANN401
         kernel = ours if sequences.most_queries <= most_queries else torch_s
-        return kernel(queries, keys, values, sequences, scale=scale, window=window)
+        return kernel(queries, keys, values, sequences, **how)
 
     return attend
 

@@ -84,7 +84,9 @@ def _check(product: Product, rows: KeptRows, head_dim: int, attention: Attention
     num_heads = width // math.gcd(width, head_dim)
     attended = num_heads * head_dim
     shapes = (3 * attended, width), (width, attended), (2 * width, width), (width, width)
-    qkv, output, gated, down = parts = [_small(product, shape) for shape in shapes]
+    weights = (torch.arange(math.prod(shape)).view(shape).remainder(13).sub(6) for shape in shapes)
+    parts = [NativeLinear(product, *sample(product, weight_OI, 2.0**-6), None) for weight_OI in weights]
+    qkv, output, gated, down = parts
     qkv.take_in(torch.ones(width), 1.0, gates=False)
     gated.take_in(torch.ones(width), 1.0, gates=True)
     x_ME = torch.arange(2.0 * width).sin_().view(2, width)
@@ -94,14 +96,8 @@ def _check(product: Product, rows: KeptRows, head_dim: int, attention: Attention
     place = TokenPlaces(turns_S1P, positions_BT, positions_BT.flatten(), cache_2NSW, positions_BT, ALL)
     wanted_2NSW = cache_2NSW.clone()
     attended_ME = attention(qkv.fused(x_ME), *place._replace(cache_2NSW=wanted_2NSW), num_heads, 1.0, 0)
-    middle_ME = output.add(attended_ME, x_ME)
-    wanted_ME = down.add(gated.fused(middle_ME), middle_ME)
+    middle_ME = output(attended_ME, x_ME)
+    wanted_ME = down(gated.fused(middle_ME), middle_ME)
     found_ME = WholeLayer(parts, operator)(x_ME, place, num_heads=num_heads, scale=1.0, window=0)
     if not (torch.equal(found_ME, wanted_ME) and torch.equal(cache_2NSW, wanted_2NSW)):
         raise RuntimeError("a compiled layer is wrong on this CPU")
-
-
-def _small(product: Product, shape: tuple[int, int]) -> NativeLinear:
-    """A layer of small whole weights."""
-    weight_OI = torch.arange(math.prod(shape)).view(shape).remainder(13).sub(6)
-    return NativeLinear(product, *sample(product, weight_OI, 2.0**-6), None)

@@ -41,15 +41,19 @@ _BLOCK_ROWS = 512
 
 
 class Linear(Protocol):
-    """A linear layer with its weights; a subclass writes at least the product."""
+    """A linear layer with its weights."""
 
     @abstractmethod
-    def __call__(self, x_MI: Tensor) -> Tensor:
-        """Map x to (M, O), contiguous."""
+    def __call__(self, x_MI: Tensor, residual_MO: Tensor | None = None) -> Tensor:
+        """Map x to (M, O), contiguous, and add the residual, which may be overwritten."""
 
-    def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
-        """Map x and add the residual, which may be overwritten."""
-        return self(x_MI).add_(residual_MO)
+
+def added(y_MO: Tensor, *others: Tensor | None) -> Tensor:
+    """Add what is there of a bias and a residual to a product, in place."""
+    for other in others:
+        if other is not None:
+            y_MO.add_(other)
+    return y_MO
 
 
 class PlainLinear(Linear):
@@ -60,15 +64,11 @@ class PlainLinear(Linear):
         self._weight_IO = weight_OI.t()
         self.bias_O = bias_O
 
-    def __call__(self, x_MI: Tensor) -> Tensor:
+    def __call__(self, x_MI: Tensor, residual_MO: Tensor | None = None) -> Tensor:
         """See `Linear`."""
-        return functional.linear(x_MI, self.weight_OI, self.bias_O)
-
-    def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
-        """See `Linear`."""
-        if self.bias_O is None:
+        if residual_MO is not None and self.bias_O is None:
             return residual_MO.addmm_(x_MI, self._weight_IO)
-        return self(x_MI).add_(residual_MO)
+        return added(functional.linear(x_MI, self.weight_OI, self.bias_O), residual_MO)
 
 
 class HalvesLinear(PlainLinear):
@@ -78,16 +78,10 @@ class HalvesLinear(PlainLinear):
         super().__init__(weight_OI, bias_O)
         self._few_rows, self._most_rows = few_rows, most_rows
 
-    def __call__(self, x_MI: Tensor) -> Tensor:
+    def __call__(self, x_MI: Tensor, residual_MO: Tensor | None = None) -> Tensor:
         """See `Linear`."""
         if len(x_MI) > self._most_rows:
-            return super().__call__(x_MI)
-        return self._few_rows(x_MI, self.weight_OI, bias_O=self.bias_O)
-
-    def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
-        """See `Linear`."""
-        if len(x_MI) > self._most_rows:
-            return super().add(x_MI, residual_MO)
+            return super().__call__(x_MI, residual_MO)
         return self._few_rows(x_MI, self.weight_OI, bias_O=self.bias_O, residual_MO=residual_MO)
 
 
@@ -100,14 +94,13 @@ class PackedLinear(Linear):
         self._product = torch.ops.mkldnn._linear_pointwise.default
         self._sum = torch.ops.mkldnn._linear_pointwise.binary
 
-    def __call__(self, x_MI: Tensor) -> Tensor:
+    def __call__(self, x_MI: Tensor, residual_MO: Tensor | None = None) -> Tensor:
         """See `Linear`."""
-        y_MO: Tensor = self._product(x_MI, self._packed, self._bias_O, "none", [], "")
-        return y_MO
-
-    def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
-        """See `Linear`."""
-        y_MO: Tensor = self._sum(x_MI, residual_MO, self._packed, self._bias_O, "add")
+        y_MO: Tensor
+        if residual_MO is None:
+            y_MO = self._product(x_MI, self._packed, self._bias_O, "none", [], "")
+        else:
+            y_MO = self._sum(x_MI, residual_MO, self._packed, self._bias_O, "add")
         return y_MO
 
 
@@ -126,12 +119,12 @@ class HalfLinear(Linear):
         self._bias_O = bias_O
         self._unscale = 1 / scale
 
-    def __call__(self, x_MI: Tensor) -> Tensor:
+    def __call__(self, x_MI: Tensor, residual_MO: Tensor | None = None) -> Tensor:
         """See `Linear`."""
         y_MO: Tensor = self._product(x_MI, self._packed)
         if self._unscale != 1.0:
             y_MO.mul_(self._unscale)
-        return y_MO if self._bias_O is None else y_MO.add_(self._bias_O)
+        return added(y_MO, self._bias_O, residual_MO)
 
 
 @cache
@@ -242,22 +235,12 @@ class NativeLinear(Linear):
         self._none = self._norm = self._scales_O.new_empty(0, dtype=torch.float32)
         self._bias_O = self._none if bias_O is None else bias_O
 
-    def __call__(self, x_MI: Tensor) -> Tensor:
+    def __call__(self, x_MI: Tensor, residual_MO: Tensor | None = None) -> Tensor:
         """See `Linear`."""
-        return self._sum(x_MI, self._none)
-
-    def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
-        """See `Linear`."""
-        return self._sum(x_MI, residual_MO)
-
-    def _sum(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
         if x_MI.dtype is torch.float32:
-            return self._call(x_MI, self._bias_O, residual_MO)
+            return self._call(x_MI, self._bias_O, self._none if residual_MO is None else residual_MO)
         y_MO = self._call(x_MI.float(), self._none, self._none).to(x_MI.dtype)
-        for added in (self._bias_O, residual_MO):
-            if added is not self._none:
-                y_MO.add_(added)
-        return y_MO
+        return added(y_MO, None if self._bias_O is self._none else self._bias_O, residual_MO)
 
     def _call(self, x_MI: Tensor, bias_O: Tensor, residual_MO: Tensor) -> Tensor:
         # The kernel reads rows one behind the other.
@@ -325,7 +308,7 @@ Kernel = Callable[[Tensor, Tensor | None], Linear]
 @cache
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether torch and the CPU support the packed product for a dtype."""
-    return _works(lambda: PackedLinear(torch.ones(16, 16, dtype=dtype), None).add(*torch.ones(2, 2, 16, dtype=dtype)))
+    return _works(lambda: PackedLinear(torch.ones(16, 16, dtype=dtype), None)(*torch.ones(2, 2, 16, dtype=dtype)))
 
 
 @cache

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from llama_ssp.architectures.engine import OWN_SUM_RANKS
+from llama_ssp.architectures.engine import ENDLESS, OWN_SUM_RANKS
 from llama_ssp.kernels.choice_gpu import reason
 from llama_ssp.ranks.comms import Comm, Mesh
 from llama_ssp.ranks.gpu import ends_run
@@ -31,18 +31,11 @@ _Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
 
 
-class DeviceMemory(Protocol):
-    """Memory of the current GPU that other processes map."""
-
-    def make(self, num_bytes: int) -> tuple[int, bytes]:
-        """Zeroed memory: its address and a handle for other processes. RuntimeError if there is none."""
-
-    def open(self, handle: bytes) -> int:
-        """The address of another process's memory here. RuntimeError if this GPU does not reach it."""
-
-
 class CudaMemory:
-    """Memory by CUDA's own runtime: torch's would map another GPU's as that of a device of this process."""
+    """Memory of the current GPU that other processes map, by CUDA's own runtime.
+
+    Torch's would map another GPU's memory as that of a device of this process. RuntimeError for what does not work.
+    """
 
     def __init__(self) -> None:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
@@ -56,7 +49,7 @@ class CudaMemory:
             raise RuntimeError(f"{name} failed with code {code}")
 
     def make(self, num_bytes: int) -> tuple[int, bytes]:
-        """See `DeviceMemory`."""
+        """Zeroed memory: its address and a handle for other processes."""
         address, handle = ctypes.c_void_p(), (ctypes.c_char * _HANDLE_BYTES)()
         self._call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(num_bytes))
         self._call("cudaMemset", address, 0, ctypes.c_size_t(num_bytes))
@@ -65,7 +58,7 @@ class CudaMemory:
         return address.value or 0, bytes(handle)
 
     def open(self, handle: bytes) -> int:
-        """See `DeviceMemory`."""
+        """The address of another process's memory here."""
         address, given = ctypes.c_void_p(), _Handle.from_buffer_copy(handle)
         self._call("cudaIpcOpenMemHandle", ctypes.byref(address), given, ctypes.c_uint(_MAPS_PEERS))
         return address.value or 0
@@ -84,14 +77,14 @@ class PeerSums:
     Attributes:
         memories_R: the addresses of all ranks' memories, as this rank has mapped them.
         counts: see `sums_gpu.sum_of_ranks`.
-        patience: see `sums_gpu.sum_kernel`; 0 does not end.
+        patience: see `sums_gpu.sum_kernel`.
     """
 
     rank: int
     memories_R: Tensor
     counts: Tensor
     kernels: Any
-    patience: int = 0
+    patience: int = ENDLESS
 
     def takes(self, values: Tensor) -> bool:
         """Whether the kernel sums these values."""
@@ -103,23 +96,18 @@ class PeerSums:
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Sum values over the ranks, in place: in the order of the ranks, so that all get the same bits."""
-        summed: Tensor = self.kernels.sum_of_ranks(values, *self._shared, rank=self.rank, **self._limit)
+        summed: Tensor = self.kernels.sum_of_ranks(values, **self._group)
         return summed
 
     def add_norm(self, part_ME: Tensor, x_ME: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         """Add the sum of the ranks' parts to x in place, and return its RMS norm, to the bits of `add_norm`."""
-        normed_ME: Tensor = self.kernels.sum_add_norm(
-            part_ME, x_ME, weight_E, eps, *self._shared, rank=self.rank, **self._limit
-        )
+        normed_ME: Tensor = self.kernels.sum_add_norm(part_ME, x_ME, weight_E, eps, **self._group)
         return normed_ME
 
     @property
-    def _shared(self) -> tuple[Tensor, Tensor]:
-        return self.memories_R, self.counts
-
-    @property
-    def _limit(self) -> dict[str, int]:
-        return {"patience": self.patience} if self.patience else {}
+    def _group(self) -> dict[str, Any]:
+        own = {"rank": self.rank, "patience": self.patience}
+        return {"memories_R": self.memories_R, "counts": self.counts, **own}
 
 
 class _UnusableError(Exception):
@@ -145,16 +133,14 @@ def with_peers(comm: Comm) -> Comm:
     return replace(comm, peers=_found[comm.members])
 
 
-def find_peer_sums(
-    comm: Comm, open_device: Callable[[], DeviceMemory], check: "Callable[[PeerSums, Comm], None] | None" = None
-) -> PeerSums | None:
+def find_peer_sums(comm: Comm, open_device: Callable[[], CudaMemory]) -> PeerSums | None:
     """The kernel over memory that all ranks of a group have mapped, if it is right on all of them.
 
     All ranks of the group must call this together. Otherwise the first rank warns, with the reason of one of them.
     """
     try:
         sums = _mapped(comm, open_device)
-        _on_all(comm, partial(check or check_sums, replace(sums, patience=_PATIENCE), comm))
+        _on_all(comm, partial(check_sums, replace(sums, patience=_PATIENCE), comm))
     except _UnusableError as error:
         if comm.rank == 0:
             _log.warning("continuing with NCCL's sums: %s", error)
@@ -162,10 +148,10 @@ def find_peer_sums(
     return sums
 
 
-def _mapped(comm: Comm, open_device: Callable[[], DeviceMemory]) -> PeerSums:
+def _mapped(comm: Comm, open_device: Callable[[], CudaMemory]) -> PeerSums:
     """Map the memories of all ranks; _UnusableError on every rank if one cannot."""
 
-    def make() -> tuple[Any, DeviceMemory, int, str]:
+    def make() -> tuple[Any, CudaMemory, int, str]:
         kernels, device = import_module("llama_ssp.kernels.sums_gpu"), open_device()  # CPU builds come without Triton
         if comm.size > OWN_SUM_RANKS:
             raise RuntimeError(f"it sums over {OWN_SUM_RANKS} ranks at most")

@@ -16,12 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llama_ssp.architectures.engine import OWN_SUM_BYTES, OWN_SUM_RANKS
+from llama_ssp.architectures.engine import ENDLESS, OWN_SUM_BYTES, OWN_SUM_RANKS
 
 NUM_SLOTS, SLOT_BYTES = 128, 2**15
 FLAGS_AT = 2 * NUM_SLOTS * SLOT_BYTES
 MEMORY_BYTES = FLAGS_AT + 4 * NUM_SLOTS * OWN_SUM_RANKS
-PATIENCE = 2**62
 _CHUNK = 1024
 
 
@@ -79,7 +78,7 @@ def sum_kernel(  # type: ignore[no-untyped-def]
 
 
 def sum_of_ranks(
-    values: Tensor, memories_R: Tensor, counts: Tensor, *, rank: int, patience: int = PATIENCE
+    values: Tensor, memories_R: Tensor, counts: Tensor, *, rank: int, patience: int = ENDLESS
 ) -> Tensor:  # fmt: skip
     """Sum values, at most `OWN_SUM_BYTES` of them, over the ranks, in place if they are contiguous.
 
@@ -96,7 +95,7 @@ def sum_of_ranks(
 
 def sum_add_norm(
     part_ME: Tensor, x_ME: Tensor, weight_E: Tensor, eps: float, memories_R: Tensor, counts: Tensor,
-    *, rank: int, patience: int = PATIENCE,
+    *, rank: int, patience: int = ENDLESS,
 ) -> Tensor:  # fmt: skip
     """Add the sum of the ranks' parts to x in place, and return its RMS norm; see `sum_of_ranks`."""
     (num_rows, width), part_ME = part_ME.shape, part_ME.contiguous()

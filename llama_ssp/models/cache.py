@@ -132,7 +132,10 @@ class StaticCache(Workspace):
             if shown:
                 return shown[number]
             whole = self._wholes[number]
-            whole = self._make(number, written_M2ND()) if whole is None else whole
+            if whole is None:
+                _, num_parts, head_dim = (written := written_M2ND()).shape
+                width = self._kept.width(head_dim)
+                whole = self._zeros(number, written.device, num_heads=num_parts // 2, width=width)
             return self._show(whole, bucket, in_rows=in_rows)
 
         return buffer
@@ -147,11 +150,6 @@ class StaticCache(Workspace):
         if self._reads_by_length and not in_rows:
             return LayerBuffer(parts, *whole.flatten(2, 3).transpose(1, 2).unbind())
         return LayerBuffer(parts, *whole[:, :, :, :bucket].transpose(1, 2).unbind())
-
-    def _make(self, number: int, written_M2ND: Tensor) -> Tensor:
-        _, num_parts, head_dim = written_M2ND.shape
-        width = self._kept.width(head_dim)
-        return self._zeros(number, written_M2ND.device, num_heads=num_parts // 2, width=width)
 
     def _zeros(self, number: int, device: torch.device, *, num_heads: int, width: int) -> Tensor:
         """Make a layer's buffer."""
@@ -275,15 +273,7 @@ class Masks(Workspace):
         }
 
 
-class _TapSlots(Workspace):
-    """The taps of all slots, and the first slot of each row."""
-
-    def __init__(self, num_rows: int, num_slots: int, width: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        self.kept_MX = torch.zeros(num_rows * num_slots, width, dtype=dtype, device=device)
-        self.first_B1 = torch.arange(num_rows, device=device)[:, None] * num_slots
-
-
-class Taps:
+class Taps(Workspace):
     """The inputs of some layers of a target, kept for every slot of its cache: a draft head reads them.
 
     A forward writes those of its tokens, wherever it writes their keys and values; a rollback is the same as there.
@@ -302,36 +292,37 @@ class Taps:
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Make room for `batch_size` rows of `num_slots` tokens, unless there is; see `Runner.allocate`."""
-        if batch_size != self.num_rows or num_slots > self._num_slots:
-            width = self._width * len(self.layers)
-            slots = _TapSlots(batch_size, num_slots, width, dtype=self._dtype, device=self._device)
-            if batch_size == self.num_rows:
-                kept_BSX = self._in_rows()
-                slots.kept_MX.view(batch_size, num_slots, width)[:, : kept_BSX.shape[1]].copy_(kept_BSX)
-            self.num_rows, self._num_slots, self._slots = batch_size, num_slots, slots
-            self.num_allocations += 1
+        if batch_size == self.num_rows and num_slots <= self._num_slots:
+            return
+        width = self._width * len(self.layers)
+        kept_MX = torch.zeros(batch_size * num_slots, width, dtype=self._dtype, device=self._device)
+        if batch_size == self.num_rows:
+            kept_MX.view(batch_size, num_slots, width)[:, : self._num_slots].copy_(self._in_rows())
+        self.num_rows, self._num_slots, self._kept_MX = batch_size, num_slots, kept_MX
+        self._first_B1 = torch.arange(batch_size, device=self._device)[:, None] * num_slots
+        self.num_allocations += 1
 
     def _in_rows(self) -> Tensor:
-        return self._slots.kept_MX.view(self.num_rows, self._num_slots, -1)
+        return self._kept_MX.view(self.num_rows, self._num_slots, -1)
 
     def slots(self, positions_BT: Tensor, rows_B: Tensor | None = None) -> Tensor:
         """The slots (M,) of tokens at positions of rows; None for all rows, in order."""
-        first_B1 = self._slots.first_B1 if rows_B is None else self._slots.first_B1.index_select(0, rows_B)
+        first_B1 = self._first_B1 if rows_B is None else self._first_B1.index_select(0, rows_B)
         return (first_B1 + positions_BT).flatten()
 
     def write(self, layer: int, x_ME: Tensor, slots_M: Tensor) -> None:
         """Keep the input of a tapped layer."""
         place = self.layers.index(layer) * self._width
-        self._slots.kept_MX.narrow(1, place, self._width).index_copy_(0, slots_M, x_ME.to(self._device))
+        self._kept_MX.narrow(1, place, self._width).index_copy_(0, slots_M, x_ME.to(self._device))
 
     def read(self, positions_BT: Tensor, rows_B: Tensor | None = None) -> Tensor:
         """The taps (B, T, X) at positions of rows; None for all rows, in order."""
-        taps_MX = self._slots.kept_MX.index_select(0, self.slots(positions_BT, rows_B))
+        taps_MX = self._kept_MX.index_select(0, self.slots(positions_BT, rows_B))
         return taps_MX.view(*positions_BT.shape, -1)
 
     def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
         """Copy the taps of some slots of each row to others."""
-        self._slots.kept_MX.index_copy_(0, self.slots(to_BD), self.read(from_BD).flatten(0, 1))
+        self._kept_MX.index_copy_(0, self.slots(to_BD), self.read(from_BD).flatten(0, 1))
 
     def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int) -> None:
         """Copy the taps of the first slots of a row to those of others."""
@@ -343,7 +334,7 @@ class Taps:
         """Give all ranks of `comm` the taps that rank `src` has at positions of rows."""
         taps_BTX = comm.broadcast(self.read(positions_BT, rows_B), src=src)
         if comm.rank != src:
-            self._slots.kept_MX.index_copy_(0, self.slots(positions_BT, rows_B), taps_BTX.flatten(0, 1))
+            self._kept_MX.index_copy_(0, self.slots(positions_BT, rows_B), taps_BTX.flatten(0, 1))
 
 
 class CachedRunner:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from llama_ssp.architectures.family import check_ranks
+from llama_ssp.architectures.family import kept_whole
 from llama_ssp.architectures.heads import DFLASH, EAGLE3, PEAGLE
 from llama_ssp.architectures.matrices import Cut, RankShard, WholeParts, check_inputs, split_model
 from llama_ssp.catalogue import ModelShape
@@ -20,13 +20,13 @@ from llama_ssp.cpu.kinds import BLOCK
 from llama_ssp.errors import ConfigError
 from llama_ssp.kernels.linear import make_linear, product_of
 from llama_ssp.models.huggingface.experts import can_be_own, experts_of
-from llama_ssp.models.huggingface.modules import OwnLinear, build_empty, load_modules, match_modules, output_name
+from llama_ssp.models.huggingface.modules import OwnLinear, load_modules, match_modules, output_name
 from llama_ssp.models.huggingface.mtp import MtpRunner
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.head import HeadRunner, PairRunner
 from llama_ssp.models.llama.one_pass import BlockRunner, ParallelRunner
-from llama_ssp.models.llama.table import is_llama_kind, match_lean, whole_parts
+from llama_ssp.models.llama.table import is_llama_kind, match_lean
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.tensor_parallel import shard
 from llama_ssp.models.weights import LINEAR, Loading, Parameter, returning_memory
@@ -35,7 +35,7 @@ from llama_ssp.storage.formats import NO_QUANTIZATION, format_of
 from llama_ssp.weights.checkpoint import summary
 from llama_ssp.weights.head import HeadSource
 from llama_ssp.weights.mtp import MtpSource
-from llama_ssp.weights.source import WeightSource, packed_of
+from llama_ssp.weights.source import PACKED, WeightSource
 from llama_ssp.words import said
 
 _log = logging.getLogger(__name__)
@@ -51,13 +51,10 @@ def load_model(loading: Loading) -> Runner | PairRunner:
         ConfigError: the static cache cannot serve this model.
         PlacementError: the model cannot be split over these ranks.
     """
-    load = load_lean if is_llama_kind(loading.origin.config) else load_library
-    return load(loading)
-
-
-def load_lean(loading: Loading) -> LeanRunner:
-    """See `load_model`; `is_llama_kind` holds."""
-    kind: type[LeanRunner] = PairRunner if isinstance(origin := loading.origin, MtpSource) else LeanRunner
+    origin = loading.origin
+    if not is_llama_kind(origin.config):
+        return _load_library(loading)
+    kind: type[LeanRunner] = PairRunner if isinstance(origin, MtpSource) else LeanRunner
     with returning_memory():
         lean = (_HEADS[origin.head.kind] if isinstance(origin, HeadSource) else kind)(loading)
     return cast("LeanRunner", loading.into.model) if loading.into.fits else lean
@@ -66,21 +63,23 @@ def load_lean(loading: Loading) -> LeanRunner:
 _HEADS: dict[str, type[HeadRunner]] = {EAGLE3: HeadRunner, PEAGLE: ParallelRunner, DFLASH: BlockRunner}
 
 
-def load_library(loading: Loading) -> ModuleRunner:
+def _load_library(loading: Loading) -> ModuleRunner:
     """See `load_model`: the modules of transformers."""
-    origin, into, on_cpu = loading.origin, loading.into, loading.device.type == "cpu"
+    is_head, into, on_cpu = loading.origin.shape.is_head, loading.into, loading.device.type == "cpu"
     target = loading.alike(ModuleRunner)
     # Embedding and output of the target, if this is its MTP head on the same ranks.
-    tables = target.tables if target and origin.shape.is_head and target.comm.size == loading.comm.size else None
+    tables = target.tables if target and is_head and target.comm.size == loading.comm.size else None
     model = load_modules(loading, kernel=make_linear if on_cpu else None, tables=tables)
     if on_cpu and not tables:
         head: Any = model.get_output_embeddings()
         is_tied = head.weight is getattr(model.get_input_embeddings(), "weight", None)
         own_head = OwnLinear(head, partial(make_linear, keeps_weight=is_tied))
         model.set_submodule(name := output_name(model), into.keep(own_head, "_model", *name.split(".")))
-    if into.fits and (before := cast("ModuleRunner", into.model)).has_parameters_of(model):
+    before = cast("ModuleRunner", into.model)
+    parameters = model.named_parameters(remove_duplicate=False)
+    if into.fits and all(before.parameters.get(name) is values for name, values in parameters):
         return before
-    kind = MtpRunner if origin.shape.is_head else ModuleRunner
+    kind = MtpRunner if is_head else ModuleRunner
     return kind(model, comm=loading.comm, cache_dtype=loading.precision.cache_dtype)
 
 
@@ -97,26 +96,24 @@ def check_model(
         ConfigError: the static cache cannot serve this model, or it cannot be quantized.
         PlacementError: the family is not supported, or cannot be split over these ranks in this precision.
     """
-    whole, model = whole_parts(origin, whole), None
+    whole, model = kept_whole(origin.shape, whole), None
     ignored: Collection[str] = ()
     shards = split_model(origin.shape, num_ranks=num_ranks, quantization=quantization, whole=whole)
     if is_llama_kind(origin.config):
         matched = match_lean(origin, whole)
     else:
-        model = build_empty(origin)
-        check_ranks(origin.shape.model_type, num_ranks)
-        matched = match_modules(model, origin, num_ranks=num_ranks, whole=whole)
+        model, matched = match_modules(origin, num_ranks=num_ranks, whole=whole)
         ignored = model._keys_to_ignore_on_load_unexpected or ()
     kept = matched.check_packed(quantization)
     if names := matched.unread(ignored):
         _log.warning("%s holds tensors that no module takes, which are not read: %s", origin.folder, summary(names))
-    packed, storage = packed_of(origin), format_of(quantization)
+    packed, storage = next(filter(PACKED, origin.tensors.values()), None), format_of(quantization)
     group = (packed and packed.group) or storage.least_group
     check = partial(check_inputs, quantization, group=group, num_ranks=num_ranks, is_stored=packed is not None)
     if model:
         _check_experts(model, origin.shape, quantization, num_ranks=num_ranks, check=check)
-    linears = {name.removesuffix(".weight"): weight for name, weight in matched.table.items() if weight.role is LINEAR}
-    linears = {name: weight for name, weight in linears.items() if name not in kept}
+    linears = {layer: weight for name, weight in matched.table.items()
+               if weight.role is LINEAR and (layer := name.removesuffix(".weight")) not in kept}  # fmt: skip
     _check_quantizable(linears, shards, quantization, compiles=compiles, check=check)
     if model:
         shard(model, origin.shape, Comm(rank=0, size=num_ranks), quantization=quantization, whole=whole)

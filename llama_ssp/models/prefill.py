@@ -26,7 +26,7 @@ Shapes: R rows being prefilled, S slots, T positions of a chunk, V vocabulary; M
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain
@@ -111,18 +111,13 @@ class Prompts(NamedTuple):
     short: ShortForwards | None = None
 
     def some(self, places: Sequence[int]) -> "Prompts":
-        """The prompts at these places, read to the same length."""
+        """The prompts at these places; others do not lengthen them."""
         indices = to_device(places, self.tokens_RS.device)
         lengths = [self.lengths[place] for place in places]
         held = [self.held[place] for place in places] if self.held else ()
         saved = [self.saved[place] for place in places] if self.saved else ()
-        return self._replace(
-            tokens_RS=self.tokens_RS[indices],
-            lengths_R=self.lengths_R[indices],
-            lengths=lengths,
-            held=held,
-            saved=saved,
-        )
+        tokens_RS, lengths_R = self.tokens_RS[indices], self.lengths_R[indices]
+        return Prompts(tokens_RS, lengths_R, lengths, max(lengths), held, saved, self.short)
 
     @property
     def starts(self) -> Sequence[int]:
@@ -169,8 +164,7 @@ def read_prompts(
                 taps.copy(from_row, to_rows, num_tokens)
 
     def read_some(places: Sequence[int]) -> Tensor:
-        some = prompts.some(places)
-        return read(some._replace(longest=max(some.lengths)), rows=[rows[place] for place in places])
+        return read(prompts.some(places), rows=[rows[place] for place in places])
 
     found = [read_some(fresh)] if fresh else []
     copy(begun)
@@ -179,9 +173,14 @@ def read_prompts(
     groups = [[place for place in begun if start in {0, prompts.starts[place]}] for start in sorted(starts)]
     found += map(read_some, groups)
     copy(equal)
-    numbers_read = {rows[place]: number for number, place in enumerate(chain(fresh, *groups))}
     own_rows = [prompts.held[place].row if place in equal else row for place, row in enumerate(rows)]
-    return torch.cat(found).index_select(0, to_device([numbers_read[row] for row in own_rows], found[0].device))
+    return _in_order(found, [rows[place] for place in chain(fresh, *groups)], own_rows)
+
+
+def _in_order(found: list[Tensor], read: Iterable[int], wanted: Iterable[int]) -> Tensor:
+    """The logits of wanted rows, or places, from those that were read in another order."""
+    numbers = {row: number for number, row in enumerate(read)}
+    return torch.cat(found).index_select(0, to_device([numbers[row] for row in wanted], found[0].device))
 
 
 def num_common(ids: Sequence[int], other_ids: Sequence[int]) -> int:
@@ -222,15 +221,11 @@ def _read_by_length(
     runner: Runner, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets, taps: Taps | None
 ) -> Tensor:
     widths = [length - start for length, start in zip(prompts.lengths, prompts.starts, strict=True)]
-    groups, found = _by_length(widths), []
+    read, groups = partial(_read_padded, runner, buckets=buckets, taps=taps), _by_length(widths)
     if len(groups) == 1:
-        return _read_padded(runner, prompts, rows=rows, buckets=buckets, taps=taps)
-    for group in groups:
-        some = prompts.some(group)._replace(longest=max(prompts.lengths[place] for place in group))
-        found.append(_read_padded(runner, some, rows=[rows[place] for place in group], buckets=buckets, taps=taps))
-    numbers = {place: number for number, place in enumerate(chain(*groups))}
-    order = [numbers[place] for place in range(len(rows))]
-    return torch.cat(found).index_select(0, to_device(order, found[0].device))
+        return read(prompts, rows=rows)
+    found = [read(prompts.some(group), rows=[rows[place] for place in group]) for group in groups]
+    return _in_order(found, chain(*groups), range(len(rows)))
 
 
 def _read_padded(

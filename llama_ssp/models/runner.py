@@ -77,35 +77,23 @@ def nearest(seen_BTX: Tensor, window: int | None) -> Tensor:
     return seen_BTX & (seen_BTX.flip(-1).cumsum(-1).flip(-1) <= window)
 
 
-class Runner(Protocol):
-    """A model on this rank, whole or in part, with its cache.
+class Cached(Protocol):
+    """A model or a draft head on this rank, whole or in part, with its cache.
 
     Attributes:
         repeats_operators: a forward of the same shape calls the same operators on tensors that this object holds.
-        is_invariant: what a forward computes for a token has the same bits with any number of threads, and whatever
-            other tokens it reads at once.
         reads_by_length: a forward reads each row up to its own length and ignores `bucket`.
-        packs_prompts: a forward takes `pieces`, on every rank of the model.
         keeps_states: layers keep states (`models.states`), so that tokens that do not count must leave no trace, and a
             row is taken back no further than was allocated for.
-        experts_read_3: sums over all layers of verifications: distinct experts that were read, those expected of tokens
-            that choose evenly, and layers; None without experts.
         num_allocations: how often `allocate` has replaced the cache, which changes its addresses.
-        num_uses: how often `allocate` was called, as everybody does before use; only the last caller knows what the
-            rows hold.
     """
 
     device: torch.device
     vocab_size: int
-    max_position_embeddings: int
     num_allocations: int
-    num_uses: int
     repeats_operators: bool
-    is_invariant: bool
     reads_by_length: bool
-    packs_prompts: bool
     keeps_states: bool
-    experts_read_3: Tensor | None
 
     def allocate(self, *, batch_size: int, capacity: int, reads: Reads = Reads.all, num_rolled_back: int = 0) -> None:
         """Allocate a cache for `batch_size` rows of `capacity` tokens, unless the current one suffices.
@@ -114,6 +102,26 @@ class Runner(Protocol):
         return what the caller `reads` of their logits; the next one of a row may begin up to `num_rolled_back` tokens
         before the end of those that it holds.
         """
+
+
+class Runner(Cached, Protocol):
+    """A model on this rank.
+
+    Attributes:
+        is_invariant: what a forward computes for a token has the same bits with any number of threads, and whatever
+            other tokens it reads at once.
+        packs_prompts: a forward takes `pieces`, on every rank of the model.
+        experts_read_3: sums over all layers of verifications: distinct experts that were read, those expected of tokens
+            that choose evenly, and layers; None without experts.
+        num_uses: how often `allocate` was called, as everybody does before use; only the last caller knows what the
+            rows hold.
+    """
+
+    max_position_embeddings: int
+    num_uses: int
+    is_invariant: bool
+    packs_prompts: bool
+    experts_read_3: Tensor | None
 
     def forward(  # noqa: PLR0913 - all that a forward may need
         self,
@@ -163,25 +171,14 @@ class Runner(Protocol):
         """Keep the state of a row behind its first tokens, the last that it has read, until the next call or copy."""
 
 
-class Head(Protocol):
-    """A draft head on this rank, whole or in part, with its cache, which holds pair i in slot i.
-
-    `models.llama.head` says what pairs are.
+class Head(Cached, Protocol):
+    """A draft head on this rank, whose cache holds pair i in slot i; `models.llama.head` says what pairs are.
 
     Attributes:
-        num_token_ids: V of the target; other attributes are those of a `Runner`.
+        num_token_ids: V of the target.
     """
 
-    device: torch.device
-    vocab_size: int
     num_token_ids: int
-    num_allocations: int
-    repeats_operators: bool
-    reads_by_length: bool
-    keeps_states: bool
-
-    def allocate(self, *, batch_size: int, capacity: int, reads: Reads = Reads.all, num_rolled_back: int = 0) -> None:
-        """See `Runner.allocate`."""
 
     def hidden_of(self, taps_BTX: Tensor) -> Tensor:
         """The hidden states (B, T, E) that the target's taps stand for."""
@@ -269,11 +266,7 @@ class NullRunner:
         num_rows, num_wanted = (ids_BT if score_positions_BR is None else score_positions_BR).shape
         return torch.empty(num_rows, num_wanted, 0, device=self.device)
 
-    def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
+    def move(self, *_rows: object, **_options: object) -> None:
         """Do nothing."""
 
-    def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int, *, from_saved: bool = False) -> None:
-        """Do nothing."""
-
-    def save(self, row: int, num_tokens: int) -> None:
-        """Do nothing."""
+    copy = save = move

@@ -58,19 +58,14 @@ class LocalModule(nn.Module):
 
     weight: Tensor
     bias: Tensor | None
+    slices: dict[str, Slice]
 
     def __init__(self, whole: nn.Module, slices: dict[str, Slice]) -> None:
         """Make empty parameters of the slices' sizes, on the module's device."""
         super().__init__()
-        self.slices = slices
         for name in ("weight", "bias"):
-            parameter = getattr(whole, name, None)
-            if parameter is not None:
-                sizes = list(parameter.shape)
-                if name in slices:
-                    sizes[slices[name].dim] = sum(map(len, slices[name].parts))
-                parameter = nn.Parameter(parameter.new_empty(sizes), requires_grad=False)
-            self.register_parameter(name, parameter)
+            self.register_parameter(name, getattr(whole, name, None))
+        _cut_parameters(self, {name: cut for name, cut in slices.items() if getattr(self, name) is not None})
 
 
 class ColumnLinear(LocalModule):
@@ -228,21 +223,17 @@ def _local(name: str, module: nn.Module, style: str, *, shards: tuple[RankShard,
     cut = cut_of(name)
     size = _size_of(module, style)
     parts = shards[comm.rank].features(cut, size)
-    local: LocalModule
     match style, module:
         case "colwise", nn.Linear():
-            local = ColumnLinear(module, parts)
+            return ColumnLinear(module, parts)
         case "colwise_gather_output" | "colwise_rep", nn.Linear() if cut is Cut.vocabulary:
-            local = GatheredLinear(module, parts, comm=comm, sizes=widths(shards, cut, size))
+            return GatheredLinear(module, parts, comm=comm, sizes=widths(shards, cut, size))
         case "rowwise", nn.Linear():
-            local = RowLinear(module, parts, comm=comm)
+            return RowLinear(module, parts, comm=comm)
         case "embedding_rowwise", nn.Embedding():
-            local = VocabularyEmbedding(module, parts[0], comm=comm)
-        case _:
-            kind = type(module).__name__
-            message = f"the plan cuts {name} ({kind}) by {style}, which is not supported: run this model on one rank"
-            raise PlacementError(message)
-    return local
+            return VocabularyEmbedding(module, parts[0], comm=comm)
+    kind = f"{name} ({type(module).__name__})"
+    raise PlacementError(f"the plan cuts {kind} by {style}, which is not supported: run this model on one rank")
 
 
 def _size_of(module: nn.Module, style: str) -> int:
@@ -326,12 +317,12 @@ def _keep_own(shard: RankShard, experts: Any, args: tuple[Tensor, Tensor, Tensor
 
 
 def _cut_parameters(module: Any, slices: dict[str, Slice]) -> None:  # noqa: ANN401 - of transformers
-    """Keep slices of parameters of a module that is no linear layer."""
+    """Keep slices of parameters of a module, empty."""
     for name, (dim, parts) in slices.items():
         sizes = list(getattr(module, name).shape)
         sizes[dim] = sum(map(len, parts))
         setattr(module, name, nn.Parameter(getattr(module, name).new_empty(sizes), requires_grad=False))
-    module.slices = slices  # read by `loading`, as those of a `LocalModule`
+    module.slices = slices  # read by `loading`
 
 
 def _set_local_heads(attention: Any, heads: HeadShard) -> None:  # noqa: ANN401 - of transformers

@@ -10,15 +10,14 @@ Shapes: O outputs, I inputs.
 """
 
 import ctypes
-import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
-from itertools import pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -34,7 +33,7 @@ from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.storage.stored import kept_format
 from llama_ssp.weights.checkpoint import summary
-from llama_ssp.weights.source import WeightSource, storage_of
+from llama_ssp.weights.source import WeightSource
 from llama_ssp.words import said
 from llama_ssp.workspaces import NOWHERE, InPlace
 
@@ -138,38 +137,6 @@ class StoredSlice(NamedTuple):
     device: torch.device
 
 
-class ReadAhead:
-    """Reads tensors ahead, for callers that take them mostly in the expected order.
-
-    Args:
-        read: reads the tensor of a key; also called from threads.
-        keys: of all tensors, in the expected order.
-        num_ahead: how many are read ahead, each by its own thread; 0 reads on demand.
-    """
-
-    def __init__(self, read: Callable[[Any], Tensor], keys: Sequence[Any], *, num_ahead: int) -> None:
-        self._read = read
-        self._next = dict(pairwise(keys))
-        self._num_ahead = num_ahead
-        self._pool = ThreadPoolExecutor(num_ahead, thread_name_prefix="read") if num_ahead else None
-        self._wanted = set(keys)
-        self._coming: dict[Any, Future[Tensor]] = {}
-
-    def take(self, key: Any) -> Tensor:  # noqa: ANN401 - any hashable
-        """Return a tensor, or raise what `read` raised in its thread; drop it, and start to read the next ones."""
-        self._wanted.discard(key)
-        coming = self._coming.pop(key, None)
-        following = self._next.get(key)
-        while self._pool and following is not None and len(self._coming) < self._num_ahead:
-            if following in self._wanted and following not in self._coming:
-                self._coming[following] = self._pool.submit(self._read, following)
-            following = self._next.get(following)
-        tensor = coming.result() if coming else self._read(key)
-        if self._pool and not self._wanted:
-            self._pool.shutdown()
-        return tensor
-
-
 class Weights:
     """The parameters of a model on this rank, which are taken one by one.
 
@@ -186,8 +153,9 @@ class Weights:
         self._uses = Counter(rows.values())
         self._sizes = {row: row.num_elements * loading.weights_dtype.itemsize for row in self._uses}
         # A CPU quantizes with all its cores: reading ahead would take memory alone.
-        num_ahead = _READ_AHEAD if any(row.device.type != "cpu" for row in self._uses) else 0
-        self._stored = ReadAhead(self._read, list(self._sizes), num_ahead=num_ahead)
+        reads_ahead = any(row.device.type != "cpu" for row in self._uses)
+        self._pool = ThreadPoolExecutor(_READ_AHEAD, thread_name_prefix="read") if reads_ahead else None
+        self._wanted, self._coming = dict(self._sizes), dict[StoredSlice, Future[Tensor]]()
         self._tied: dict[StoredSlice, nn.Parameter] = {}
         self._places = {rows[name]: place for name, place in (places or {}).items() if name in rows}
         self._done_bytes = 0
@@ -209,7 +177,7 @@ class Weights:
         row = self._rows.pop(name)
         parameter = self._tied.get(row)
         if parameter is None:
-            values = self._stored.take(row)
+            values = self._values(row)
             if (place := self._places.get(row)) is not None and place.shape == values.shape:
                 parameter = cast("nn.Parameter", place.copy_(values))
             else:
@@ -227,6 +195,20 @@ class Weights:
         weights = [self.take(f"{module}.weight").detach() for module in modules]
         biases = [self.take(name).detach() for module in modules if (name := f"{module}.bias") in self]
         return _joined(weights), _joined(biases) if biases else None
+
+    def _values(self, row: StoredSlice) -> Tensor:
+        """Return what a thread has read, or raise what it raised, or read it here; the next rows are read meanwhile."""
+        del self._wanted[row]
+        if not self._pool:
+            return self._read(row)
+        coming = self._coming.pop(row, None)
+        for following in islice(self._wanted, _READ_AHEAD):
+            if following not in self._coming:
+                self._coming[following] = self._pool.submit(self._read, following)
+        values = coming.result() if coming else self._read(row)
+        if not self._wanted:
+            self._pool.shutdown()
+        return values
 
     def _read(self, row: StoredSlice) -> Tensor:
         dim, parts = row.cut or (None, ())
@@ -351,20 +333,6 @@ class Matched:
                 "weights again"
             )
 
-    def on_rank(
-        self, loading: Loading, shard: RankShard, *, without: Collection[str], places: Mapping[str, nn.Parameter]
-    ) -> Weights:
-        """The weights of one rank, but for some parameters, in the order of the table; for `places` see `Weights`."""
-        rows = {}
-        for name, parameter in self.table.items():
-            cut = parameter.slice_of(shard)
-            sizes = list(parameter.shape)
-            if cut:
-                sizes[cut.dim] = sum(map(len, cut.parts))
-            size, dtype = math.prod(sizes), loading.weights_dtype
-            rows[name] = StoredSlice(self.sources[name], cut, size, dtype, loading.device)
-        return Weights(loading, {name: row for name, row in rows.items() if name not in without}, places=places)
-
     def unread(self, ignored: Iterable[str] = ()) -> list[str]:
         """The stored tensors that no parameter takes, except those of images, of further tokens, and of constants.
 
@@ -385,10 +353,10 @@ class Matched:
         layers are packed, or only some of those with one input.
         """
         table, origin = self.table, self.origin
-        packed = {name for name, source in self.sources.items() if origin.tensors[source].storage}
+        packed = {name: kept for name, source in self.sources.items() if (kept := origin.tensors[source].storage)}
         if not packed:
             return frozenset()
-        stored = kept_format(quantization, storage_of(origin), where=origin.folder)
+        stored = kept_format(quantization, next(iter(packed.values())), where=origin.folder)
         assert stored == quantization, "given as the files have it"
         layers = {name.removesuffix(".weight"): name in packed for name in table if table[name].role is LINEAR}
         of_one_input: dict[tuple[str, str], set[bool]] = {}

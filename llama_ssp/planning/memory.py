@@ -19,7 +19,7 @@ from itertools import chain, cycle
 from typing import Any
 
 from llama_ssp.architectures import engine
-from llama_ssp.architectures.family import check_deepspeed_layers, check_ranks, inventory, kept_whole, record_of
+from llama_ssp.architectures.family import check_deepspeed, check_ranks, inventory, kept_whole, record_of
 from llama_ssp.architectures.matrices import (
     FUSED,
     Cut,
@@ -27,7 +27,6 @@ from llama_ssp.architectures.matrices import (
     Matrix,
     RankShard,
     WholeParts,
-    check_deepspeed,
     check_inputs,
     split_blocks,
     split_model,
@@ -251,7 +250,6 @@ def rank_shares(
     if kind is TargetKind.accelerate:
         return _layer_wise(model, split_blocks(shape.num_hidden_layers, min(num_ranks, shape.num_hidden_layers)))
     if kind is TargetKind.deepspeed:
-        check_deepspeed_layers(shape.model_type, num_ranks)
         check_deepspeed(shape, model.quantization, num_ranks=num_ranks)
         uncut = inventory(shape)
         return tuple(

@@ -5,7 +5,7 @@ more models than the engine runs.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from statistics import mean
 
@@ -26,7 +26,7 @@ from llama_ssp.settings.drafters import (
 )
 from llama_ssp.settings.layout import Layout, lay_out
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT, rule_of
-from llama_ssp.settings.schema import DrafterConfig, DraftLayout, ExpertParts, PlanConfig, RunConfig, TargetKind
+from llama_ssp.settings.schema import DraftLayout, ExpertParts, PlanConfig, RunConfig, TargetKind
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.settings.trees import TreeShape
 from llama_ssp.storage.formats import CACHES, NO_QUANTIZATION, OWN_DTYPE, PackedLayout, format_of
@@ -168,35 +168,6 @@ class PlannedModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CopiedTexts:
-    """What copies are taken from besides a row's own text: lengths that are looked up, texts, tokens of a corpus."""
-
-    num_lengths: int
-    num_texts: int
-    num_corpus_tokens: int
-
-    def num_bytes(self, *, batch_size: int, num_slots: int) -> int:
-        """Bytes on every rank; `drafters.ngram` allocates them."""
-        corpus_bytes = self.num_corpus_tokens * (4 + 12 * self.num_lengths)
-        if not self.num_texts:
-            return corpus_bytes
-        rows, table = self.num_texts + batch_size + 1, self.num_lengths << engine.TABLE_BITS
-        return corpus_bytes + 8 * (rows * num_slots + table)
-
-
-def copied_texts(draft: DrafterConfig) -> CopiedTexts | None:
-    """What a draft, or its fallback, copies from; None for nothing. Raises as `num_corpus_tokens`."""
-    if draft.fallback == NGRAM_DRAFT:
-        draft = NgramConfig(kind=NGRAM_DRAFT)
-    if not isinstance(draft, NgramConfig):
-        return None
-    return CopiedTexts(
-        num_lengths=draft.longest - draft.shortest + 1, num_texts=draft.history,
-        num_corpus_tokens=draft.num_corpus_tokens,
-    )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
 class PlanSpec:
     """Input of the forecasts of memory and time.
 
@@ -204,7 +175,7 @@ class PlanSpec:
         target_ranks, draft_ranks: ranks of each replica, increasing.
         spare_devices: GPUs without a rank that hold layers of a layer-wise target.
         free_draft: the kind of a draft without a model, whose cost is not counted; None without one.
-        copies: the other texts that copies are drafted from, or by a fallback where K is chosen.
+        copies: prompt look-up of the draft, or of its fallback where K is chosen.
         own_tokenizer: the draft has a tokenizer of its own.
         is_certain: drafted tokens are the most probable ones, without probabilities.
         tree: of a round, with `num_draft_tokens` nodes; None drafts chains.
@@ -245,7 +216,7 @@ class PlanSpec:
     temperature: float | None = None
     rule: str = DEFAULT
     free_draft: str | None = None
-    copies: CopiedTexts | None = None
+    copies: NgramConfig | None = field(default=None, hash=False)
     own_tokenizer: bool = False
     counts_tokens: bool = False
     truncates: bool = False
@@ -291,11 +262,17 @@ class PlanSpec:
 
     @property
     def copies_bytes(self) -> int:
-        """Bytes of the `copies` of this run, whose K and draft a search may have changed."""
+        """Bytes of other texts that a row is copied from, on every rank; `drafters.ngram` allocates them.
+
+        A search may have changed K and the draft. Raises as `num_corpus_tokens`.
+        """
         has_copies = self.drafts and not self.tree and (self.free_draft or self.adapts)
         if not (self.copies and has_copies):
             return 0
-        return self.copies.num_bytes(batch_size=self.batch_size, num_slots=self.num_slots)
+        num_lengths, num_texts = self.copies.longest - self.copies.shortest + 1, self.copies.history
+        rows, table = num_texts + self.batch_size + 1, num_lengths << engine.TABLE_BITS
+        texts_bytes = 8 * (rows * self.num_slots + table) if num_texts else 0
+        return texts_bytes + self.copies.num_corpus_tokens * (4 + 12 * num_lengths)
 
     @property
     def num_rows(self) -> int:
@@ -452,6 +429,7 @@ def make_spec(
     if config.is_synthetic and acceptance is None:
         acceptance = config.agreement
     tree = speculation.tree_shape if drafts(config.draft) else None
+    copies = NgramConfig(kind=NGRAM_DRAFT) if config.draft.fallback == NGRAM_DRAFT else config.draft
 
     def planned(model: ModelConfig) -> PlannedModel:
         if not config.is_synthetic:
@@ -472,7 +450,7 @@ def make_spec(
         spare_devices=tuple(gpu for gpu in range(first, first + num_gpus) if is_layer_wise and gpu not in layout.ranks),
         draft=draft,
         free_draft=None if draft else draft_name(config.draft),
-        copies=copied_texts(config.draft),
+        copies=copies if isinstance(copies, NgramConfig) else None,
         own_tokenizer=has_own_tokenizer(config.draft),
         draft_kind=layout.draft_kind,
         draft_ranks=layout.draft_ranks,
@@ -537,16 +515,11 @@ def number_format(model: ModelConfig, *, device: str) -> Dtype:
     linear layers of 16-bit files stay in 16 bits (`PlannedModel.matrix_dtype`). Some quantized layers are an
     exception, because their kernels are faster with 16-bit inputs.
     """
-    storage = format_of(model.quantization)
-    if model.dtype is Dtype.auto and device == "cpu" and (storage.fp32_on_cpus or not storage.is_quantized):
-        return Dtype.fp32
-    return _quantized_number_format(model)
-
-
-def _quantized_number_format(model: ModelConfig) -> Dtype:
-    """The number format of a quantized model on any device; `auto` if only its files define it."""
     if model.dtype is not Dtype.auto:
         return model.dtype
+    storage = format_of(model.quantization)
+    if device == "cpu" and (storage.fp32_on_cpus or not storage.is_quantized):
+        return Dtype.fp32
     return model.stored_dtype if model.gpu_dtype is Dtype.auto else model.gpu_dtype
 
 
@@ -572,7 +545,7 @@ def planned_model(model: ModelConfig, *, device: str) -> PlannedModel:
     dtype = number_format(model, device=device)
     return PlannedModel(
         name=model.name, shape=shape, dtype=Dtype.fp32 if dtype is Dtype.auto else dtype,
-        quantization=model.quantization, stored=model.stored_dtype, quantized_dtype=_quantized_number_format(model),
+        quantization=model.quantization, stored=model.stored_dtype, quantized_dtype=number_format(model, device="cuda"),
         stored_format=packed, cache_dtype=model.cache_dtype, folder=model.label,
     )  # fmt: skip
 

@@ -17,15 +17,9 @@ Messages between the ranks of one replica in a round, in addition to the collect
     probabilities    from the draft to the rank that runs the rule, only if no rank holds both models
     verdict          number of accepted tokens, the next token, and the stop request
 
-Drafting that overlaps verification: a round takes as long as the slower of K draft steps and a forward of K positions,
-then the exchange and the rule:
-
-    target    | forward of K ........ |      | exchange | rule |
-    draft     | K steps .................... | exchange |
-              |<----- the longer one ------->|
-
-On GPUs the exchange goes on during the forward, so that only the draft's side of a round has it. After a rejection, the
-first token of the new block is verified early.
+Where drafting overlaps verification, a round takes as long as the slower of K draft steps and a forward of K positions,
+then the exchange and the rule (docs/design/overlap.md). On GPUs the exchange goes on during the forward, so that only
+the draft's side of a round has it. After a rejection, the first token of the new block is verified early.
 
 Only one kind of GPU has run this engine, so 80 % ranges of its times are the errors of forecasts for other engines, by
 architecture, format and rows: `python -m benchmarks.published` and `python -m benchmarks.served` count how many rows
@@ -172,7 +166,7 @@ class ModelPlacement:
         """Query and key-value heads of the rank with the most; groups are cut only where ranks outnumber them."""
         num_ranks, shape = len(self.ranks), self.model.shape
         num_heads, num_kv_heads = shape.num_attention_heads, shape.num_key_value_heads
-        if self.kind is TargetKind.accelerate or self.whole.keeps_attention:
+        if self.kind is TargetKind.accelerate or self.whole is WholeParts.attention:
             return num_heads, num_kv_heads
         own = -(-num_kv_heads // num_ranks)
         return own * (num_heads // num_kv_heads) if num_ranks <= num_kv_heads else -(-num_heads // num_ranks), own

@@ -197,14 +197,9 @@ class StorageFormat:
         group = group or max(self.groups, default=0)
         return math.ceil(num_weights * self.weight_bytes) + (self.word_bytes * -(-num_weights // group) if group else 0)
 
-    def load_reader(self) -> Any:  # noqa: ANN401 - of a module that imports torch
-        """Import the reader of files."""
-        assert self.reader, f"{self.name} is in no files"
-        return imported(self.reader, setting=f"model.quantization={self.name}")
-
-    def load_kernel(self) -> Any:  # noqa: ANN401 - of a module that may import torch
-        """Import the kernel, if there is one."""
-        return None if self.kernel is None else imported(self.kernel, setting=f"model.quantization={self.name}")
+    def load(self, reference: str | None) -> Any:  # noqa: ANN401 - of a module that may import torch
+        """Import its reader or its kernel, if there is one."""
+        return reference and imported(reference, setting=f"model.quantization={self.name}")
 
 
 FORMATS: Registry[StorageFormat] = Registry(
@@ -249,6 +244,14 @@ def few_rows_bytes(rows: int, packed: int, unquantized: int, slowdown: Mapping[s
     times = slowdown.get(f"int{bits}", READ_SLOWDOWN[bits]) / READ_SLOWDOWN[bits]
     few = READ_SLOWDOWN[bits] * packed + ROW_SHARE[bits] * (rows - 1) * unquantized
     return min(times * few, packed + 2 * unquantized)
+
+
+def of_few_rows(name: str, **record: Any) -> StorageFormat:  # noqa: ANN401 - fields of a record
+    """A format of our kernels for a few rows, and of compiled products of CPUs."""
+    return StorageFormat(
+        name=name, fp32_on_cpus=True, gpu_read_bytes=few_rows_bytes, gpu_unpacks=UNPACKED_WEIGHTS,
+        one_gpu_per_rank=True, **record,
+    )  # fmt: skip
 
 
 OWN_DTYPE = "auto"  # Default of `model.cache_dtype`.

@@ -9,17 +9,7 @@ from typing import Any
 
 from llama_ssp.errors import shown
 from llama_ssp.storage import tools
-from llama_ssp.storage.formats import (
-    FP4_GROUP,
-    UNPACKED_WEIGHTS,
-    WORD_BYTES,
-    Block,
-    Found,
-    PackedLayout,
-    Product,
-    StorageFormat,
-    few_rows_bytes,
-)
+from llama_ssp.storage.formats import FP4_GROUP, WORD_BYTES, Block, Found, PackedLayout, Product, of_few_rows
 
 _SCALED = {"mxfp4": 32, "nvfp4": 16}
 """Inputs that share a scale."""
@@ -58,8 +48,8 @@ def _scaled(
     return problems or PackedLayout(storage=storage, block=block or (1, None), group=FP4_GROUP, **layout)
 
 
-MXFP4 = StorageFormat(
-    name="mxfp4",
+MXFP4 = of_few_rows(
+    "mxfp4",
     order=7,
     layout=_layout,
     reader="llama_ssp.weights.fp4_files:Fp4Tensor",
@@ -70,11 +60,7 @@ MXFP4 = StorageFormat(
     row_bytes=WORD_BYTES,
     word_bytes=1,
     groups=(FP4_GROUP,),
-    fp32_on_cpus=True,
     is_stored_alone=True,
-    gpu_read_bytes=few_rows_bytes,
-    gpu_unpacks=UNPACKED_WEIGHTS,
-    one_gpu_per_rank=True,
 )
 NVFP4 = replace(
     MXFP4, name="nvfp4", order=8, layout=None, kernel="llama_ssp.models.quantization.weight_only:nvfp4_linear",

@@ -5,16 +5,7 @@ from typing import Any
 
 from llama_ssp.errors import shown
 from llama_ssp.storage import tools
-from llama_ssp.storage.formats import (
-    FP8_GROUP,
-    UNPACKED_WEIGHTS,
-    Block,
-    Found,
-    PackedLayout,
-    Product,
-    StorageFormat,
-    few_rows_bytes,
-)
+from llama_ssp.storage.formats import FP8_GROUP, Block, Found, PackedLayout, Product, of_few_rows
 
 _NAME = "fp8_weight_only"
 
@@ -43,8 +34,8 @@ def _in_blocks(block: Block | None, problems: list[str], *, name: str) -> Found:
     )  # fmt: skip
 
 
-FP8_WEIGHT_ONLY = StorageFormat(
-    name=_NAME,
+FP8_WEIGHT_ONLY = of_few_rows(
+    _NAME,
     order=5,
     short_name="fp8wo",
     layout=_layout,
@@ -54,8 +45,4 @@ FP8_WEIGHT_ONLY = StorageFormat(
     stored_kind="F8_E4M3",
     weight_bytes=1,
     groups=(FP8_GROUP,),
-    fp32_on_cpus=True,
-    gpu_read_bytes=few_rows_bytes,
-    gpu_unpacks=UNPACKED_WEIGHTS,
-    one_gpu_per_rank=True,
 )

@@ -5,7 +5,7 @@ from typing import Any
 
 from llama_ssp.errors import shown
 from llama_ssp.storage import tools
-from llama_ssp.storage.formats import INT4_GROUPS, UNPACKED_WEIGHTS, Found, Product, StorageFormat, few_rows_bytes
+from llama_ssp.storage.formats import INT4_GROUPS, Found, Product, of_few_rows
 
 _NAME = "int4_weight_only"
 
@@ -35,8 +35,8 @@ def _layout(described: Mapping[str, Any]) -> Found | None:
     return problems + found if isinstance(found, list) else problems or found
 
 
-INT4_WEIGHT_ONLY = StorageFormat(
-    name=_NAME,
+INT4_WEIGHT_ONLY = of_few_rows(
+    _NAME,
     order=4,
     short_name="int4wo",
     layout=_layout,
@@ -46,9 +46,5 @@ INT4_WEIGHT_ONLY = StorageFormat(
     weight_bytes=0.5,
     groups=INT4_GROUPS,
     loading_copies=4,  # codes are bytes on the way
-    fp32_on_cpus=True,
-    gpu_read_bytes=few_rows_bytes,
-    gpu_unpacks=UNPACKED_WEIGHTS,
-    one_gpu_per_rank=True,
     change_weight=5,
 )

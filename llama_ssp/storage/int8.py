@@ -12,14 +12,13 @@ from llama_ssp.storage import tools
 from llama_ssp.storage.formats import (
     BITSANDBYTES,
     INT4_GROUPS,
-    UNPACKED_WEIGHTS,
     WORD_BYTES,
     Block,
     Found,
     PackedLayout,
     Product,
     StorageFormat,
-    few_rows_bytes,
+    of_few_rows,
 )
 
 BNB_FORM = "weight_format"
@@ -75,8 +74,8 @@ INT8 = StorageFormat(
         "an int8 target through bitsandbytes saves memory, not time: it decodes 3-5x slower than {dtype} (published)"
     ),
 )
-INT8_WEIGHT_ONLY = StorageFormat(
-    name=_BY_OUTPUTS,
+INT8_WEIGHT_ONLY = of_few_rows(
+    _BY_OUTPUTS,
     order=3,
     short_name="int8wo",
     layout=_layout,
@@ -86,10 +85,6 @@ INT8_WEIGHT_ONLY = StorageFormat(
     stored_kind="I8",
     weight_bytes=1,
     row_bytes=WORD_BYTES,
-    fp32_on_cpus=True,
-    gpu_read_bytes=few_rows_bytes,
-    gpu_unpacks=UNPACKED_WEIGHTS,
-    one_gpu_per_rank=True,
     change_weight=3,
 )
 INT8_GROUPS = replace(  # a scale per group; every product unpacks the matrix

@@ -50,6 +50,6 @@ NF4 = StorageFormat(
     change_weight=5,
 )
 FP4 = replace(
-    NF4, name="fp4", order=6, layout=None, kernel="llama_ssp.models.quantization.precision:Fp4Linear",
+    NF4, name="fp4", order=6, layout=None, kernel="llama_ssp.models.quantization.precision:fp4_linear",
     change_weight=None,
 )  # fmt: skip

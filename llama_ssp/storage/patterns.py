@@ -36,10 +36,9 @@ class Pattern:
     """
 
     def __init__(self, text: str, *, where: str) -> None:
-        self._text, self._place, self._transitions = text, 0, dict[tuple[frozenset[int], str], frozenset[int]]()
+        self._place, self._transitions = 0, dict[tuple[frozenset[int], str], frozenset[int]]()
         try:
-            self._tokens = self._split()
-            self._steps = self._whole()
+            self._steps = self._parsed(text)
         except (ValueError, IndexError, re.error) as error:
             shown = text if len(text) <= 60 else f"{text[:60]}..."  # noqa: PLR2004 - characters
             raise CheckpointError(
@@ -62,17 +61,6 @@ class Pattern:
             states = self._transitions[key]
         return len(self._steps) in self._reached(set(states), "^$" if not name else "$")
 
-    def _split(self) -> list[re.Match[str]]:
-        tokens, place = [], 0
-        while place < len(self._text) and len(self._text) <= _MOST_CHARACTERS:
-            if not (token := _TOKEN.match(self._text, place)):
-                break
-            tokens.append(token)
-            place = token.end()
-        if place < len(self._text):
-            raise ValueError
-        return tokens
-
     def _reached(self, states: set[int], edges: str) -> frozenset[int]:
         """The states, and those that follow without a character, of which `edges` of the name stand here."""
         found, left = set(states), list(states)
@@ -87,9 +75,10 @@ class Pattern:
             left += more
         return frozenset(found)
 
-    def _whole(self) -> list[_Step]:
+    def _parsed(self, text: str) -> list[_Step]:
+        self._tokens = [*_TOKEN.finditer(text[:_MOST_CHARACTERS])]
         steps = self._any_of(0)
-        if self._place < len(self._tokens):
+        if "".join(token[0] for token in self._tokens) != text or self._place < len(self._tokens):
             raise ValueError
         return steps
 

@@ -122,7 +122,7 @@ def stored_format(
     kept, quantized = _patterns(described)
     kept += [] if layout.joint else ["self_attn", "lm_head"]  # experts alone are quantized
     try:
-        are_kept, are_quantized = _Modules(kept), _Modules(quantized)
+        are_kept, are_quantized = _Modules(kept), _Modules(quantized) if quantized else None
     except CheckpointError as error:
         return StoredFormat(name=layout.name, problem=str(error), counted=layout.storage)
     may_have_head = method in (tools.COMPRESSED, tools.MODELOPT) or described.get("lm_head") is True
@@ -178,13 +178,13 @@ def _names(module: str, num_layers: int) -> list[list[str]]:
     ]
 
 
-def _kept_share(names: list[list[str]], kept: "_Modules", quantized: "_Modules") -> float:
+def _kept_share(names: list[list[str]], kept: "_Modules", quantized: "_Modules | None") -> float:
     """The share of the layers, each with its names, in which a matrix is not quantized."""
     alike = [
-        any(name in kept for name in same) or (bool(quantized) and not any(name in quantized for name in same))
+        any(name in kept for name in same) or (quantized and not any(name in quantized for name in same))
         for same in names
     ]
-    return sum(alike) / len(alike)
+    return sum(map(bool, alike)) / len(alike)
 
 
 class _Modules:
@@ -200,9 +200,6 @@ class _Modules:
             Pattern(pattern.removeprefix("re:"), where="the pattern of modules")
             for pattern in patterns if pattern.startswith("re:")
         ]  # fmt: skip
-
-    def __bool__(self) -> bool:
-        return bool(self._parts or self._globs or self._expressions)
 
     def __contains__(self, name: str) -> bool:
         words = name.split(".")

@@ -207,17 +207,17 @@ def _no_weights(folder: Path, *, is_head: bool) -> CheckpointError:
     if (folder / ADAPTER_CONFIG_FILE).is_file():
         return CheckpointError(adapter_alone(str(folder), folder / ADAPTER_CONFIG_FILE))
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLE_SUFFIXES)
-    if pickles and is_head:
-        return CheckpointError(
-            f"{folder} holds pickle weights ({summary(pickles)}), which can run code when read: convert them with "
-            f'python -c "import torch, safetensors.torch as s; '
-            f"s.save_file(torch.load('{folder / pickles[0]}', weights_only=True), '{folder / SINGLE_FILE}')\""
-        )
     if pickles:
+        program = (
+            f"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{folder}', dtype='auto')"
+            f".save_pretrained('{folder}')"
+        )
+        if is_head:
+            loaded = f"torch.load('{folder / pickles[0]}', weights_only=True)"
+            program = f"import torch, safetensors.torch as s; s.save_file({loaded}, '{folder / SINGLE_FILE}')"
         return CheckpointError(
             f"{folder} holds pickle weights ({summary(pickles)}), which can run code when read: convert them with "
-            f'python -c "from transformers import AutoModelForCausalLM as M; '
-            f"M.from_pretrained('{folder}', dtype='auto').save_pretrained('{folder}')\""
+            f'python -c "{program}"'
         )
     shards = sorted(file.name for file in folder.glob("*.safetensors"))
     is_of_mistral = bool(shards) and all(name.startswith("consolidated") for name in shards)

@@ -19,7 +19,6 @@ dtype. Weights are read in `synthetic`. Shapes: O rows and I columns of the larg
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -139,14 +138,6 @@ def _copies(sources: Sequence[int], parts: Callable[[int], list[float]]) -> tupl
     return torch.tensor(sources), weights
 
 
-class _LayerMaps(NamedTuple):
-    """The copies of a layer's heads and MLP units: their sources, and weights."""
-
-    query: tuple[Tensor, Tensor]
-    kv_sources: Tensor
-    units: tuple[Tensor, Tensor]
-
-
 class Implant:
     """A small Llama or draft head, with its `rms_norm_eps` and rotary base, in a large shape without `obstacle`.
 
@@ -187,11 +178,8 @@ class Implant:
         vocabulary = torch.arange(self._large.vocab_size)
         vocabulary[self._small.vocab_size :] = SPARE
         if name == "model.embed_tokens.weight":
-            columns, scale, last = (
-                self._residual(self._num_copies),
-                self._gain,
-                (self._constant, _LOWEST if is_tied else 0.0),
-            )
+            columns, scale = self._residual(self._num_copies), self._gain
+            last = self._constant, _LOWEST if is_tied else 0.0
         else:
             columns, scale, last = self._residual(1), 1.0, (0.0, _LOWEST)
         source = "model.embed_tokens.weight" if self._small.tie_word_embeddings else name
@@ -202,8 +190,8 @@ class Implant:
         _, _, number, *rest = name.split(".")
         small_layer, counts = self.layers[int(number)]
         source = ".".join(["model.layers", str(small_layer), *rest])
-        maps, plain = self._maps[counts], torch.arange(self._small.head_dim)
-        (queries, query_weights), (units, unit_weights) = maps.query, maps.units
+        (queries, query_weights), keys, (units, unit_weights) = self._maps[counts]
+        plain = torch.arange(self._small.head_dim)
         rows_O, columns_I, weights_I, scale = self._residual(self._num_copies), self._residual(1), None, 1.0
         if self._small.is_head and rest[-2] in {"q_proj", "k_proj", "v_proj"}:
             columns_I = self._states(2)
@@ -212,9 +200,9 @@ class Implant:
                 rows_O = self._heads(queries, self._pairs)
                 scale = math.sqrt(self._large.head_dim / self._small.head_dim)
             case "k_proj":
-                rows_O = self._heads(maps.kv_sources, self._pairs)
+                rows_O = self._heads(keys, self._pairs)
             case "v_proj":
-                rows_O = self._heads(maps.kv_sources, plain)
+                rows_O = self._heads(keys, plain)
             case "o_proj":
                 columns_I, scale = self._heads(queries, plain), self._gain
                 weights_I = query_weights.repeat_interleave(self._large.head_dim)
@@ -260,8 +248,11 @@ class Implant:
         one = self._residual(1)
         return torch.cat([one.where(one == SPARE, one + place * self._small.hidden_size) for place in range(number)])
 
-    def _layer_maps(self, *, counts: bool) -> _LayerMaps:
-        """Copies of all heads and units; in a layer that cancels, of only a few, so that each is on many ranks."""
+    def _layer_maps(self, *, counts: bool) -> tuple[tuple[Tensor, Tensor], Tensor, tuple[Tensor, Tensor]]:
+        """Sources and weights of query heads, sources of key-value heads, and sources and weights of MLP units.
+
+        Of all of them; in a layer that cancels, of only a few, so that each is on many ranks.
+        """
         groups = _head_groups(self._small, self._large)
         num_units, num_kv_heads = self._small.intermediate_size, self._large.num_key_value_heads
         if not counts:
@@ -271,11 +262,9 @@ class Implant:
         large_group = self._large.num_attention_heads // num_kv_heads
         query = [heads[place % len(heads)] for heads in chosen for place in range(large_group)]
         small_group = self._small.num_attention_heads // self._small.num_key_value_heads
-        return _LayerMaps(
-            query=_copies(query, parts),
-            kv_sources=torch.tensor([heads.start // small_group for heads in chosen]),
-            units=_copies([unit % num_units for unit in range(self._large.intermediate_size)], parts),
-        )
+        units = [unit % num_units for unit in range(self._large.intermediate_size)]
+        keys = torch.tensor([heads.start // small_group for heads in chosen])
+        return _copies(query, parts), keys, _copies(units, parts)
 
 
 def _num_copies(small_size: int, room: int, large_size: int) -> int:

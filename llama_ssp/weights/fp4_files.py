@@ -18,16 +18,13 @@ class Fp4Tensor(PackedTensor):
     def _facts(parts: Mapping[str, StoredTensor], layout: PackedLayout) -> Facts | None:
         weight, scale, factor = (parts.get(leaf) for leaf in (layout.weight, layout.scale, layout.factor))
         size = layout.block[1] or 0
-        if not (
-            weight and scale and bool(layout.factor) == bool(factor) and len(scale.shape) == 2 + (not layout.joint)
-        ):
+        if not (weight and scale and bool(layout.factor) == bool(factor)):
+            return None
+        if len(scale.shape) != 2 + (not layout.joint):
             return None
         *experts, num_outputs, num_scales = scale.shape
-        num_inputs = num_scales * size
-        fits = (weight.kind, scale.kind) == (
-            "U8",
-            format_of(layout.storage).stored_kind,
-        ) and num_inputs % layout.group == 0
+        num_inputs, kinds = num_scales * size, ("U8", format_of(layout.storage).stored_kind)
+        fits = (weight.kind, scale.kind) == kinds and num_inputs % layout.group == 0
         codes = (num_scales, size // 2) if experts else (num_inputs // 2,)
         fits &= weight.shape == (*experts, num_outputs, *codes) and (not factor or factor.shape in ((), (1,)))
         shape = (*experts, num_inputs, num_outputs) if experts else (num_outputs, num_inputs)

@@ -14,12 +14,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
+from operator import attrgetter
 from typing import Unpack
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from llama_ssp.architectures.heads import DFLASH, MASK, HeadConfig
 from llama_ssp.catalogue import ModelShape
@@ -38,32 +37,16 @@ class HeadSource:
     files: WeightSource
     head: HeadConfig
     target: WeightSource
-
-    @property
-    def folder(self) -> Path:
-        """See `WeightSource`."""
-        return self.files.folder
-
-    @property
-    def config(self) -> PretrainedConfig:
-        """See `WeightSource`: that of a model whose one layer the head has; `vocab_size` is D."""
-        return self.files.config
+    folder = property(attrgetter("files.folder"))
+    config = property(attrgetter("files.config"))  # of a model whose one layer the head has; `vocab_size` is D.
+    context = property(attrgetter("target.context"))  # The head's rotary positions go as far.
+    dtype = property(attrgetter("files.dtype"))
 
     @cached_property
     def shape(self) -> ModelShape:
         """See `WeightSource`."""
         has_own = EMBEDDING in map(_named, self.files.tensors)
         return replace(self.files.shape, shares_embedding=not has_own)
-
-    @property
-    def context(self) -> int:
-        """That of the target: the head's rotary positions go as far."""
-        return self.target.context
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See `WeightSource`."""
-        return self.files.dtype
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorFacts]:

@@ -13,15 +13,8 @@ from huggingface_hub import constants, errors, get_token, model_info, snapshot_d
 
 from llama_ssp import words
 from llama_ssp.architectures.heads import read_head_config
-from llama_ssp.architectures.model_files import (
-    ADAPTER_FILE,
-    MISTRAL_ALONE,
-    MISTRAL_FILE,
-    MODELOPT_FILE,
-    adapter_alone,
-    read_json,
-)
-from llama_ssp.catalogue import ADAPTER_CONFIG_FILE, CONFIG_FILE, GGUF, GGUF_ALONE, ModelConfig, is_hub_id, read_path
+from llama_ssp.architectures.model_files import ADAPTER_FILE, MODELOPT_FILE, other_kind, read_json
+from llama_ssp.catalogue import ADAPTER_CONFIG_FILE, CONFIG_FILE, ModelConfig, is_hub_id, read_path
 from llama_ssp.errors import CheckpointError
 
 WEIGHTS = "model*.safetensors"
@@ -45,7 +38,8 @@ def resolve(model: ModelConfig) -> Path:
     if not any(folder.glob(WEIGHTS)):
         names = _names(model)  # the client also returns a folder of its cache if it did not reach the hub
         has_them = any(Path(name).match(WEIGHTS) for name in names)
-        raise CheckpointError(_other_kind(model, folder, names) or _without_weights(model, folder, has_them=has_them))
+        said = other_kind(f"{model.hub_id} on the hub", folder, names)
+        raise CheckpointError(said or _without_weights(model, folder, has_them=has_them))
     return folder
 
 
@@ -83,7 +77,7 @@ def find_config(model: ModelConfig, *, is_enough: bool = False) -> Path:
     if (folder / CONFIG_FILE).is_file():
         return folder
     names = _names(model)
-    if said := _other_kind(model, folder, names):
+    if said := other_kind(f"{model.hub_id} on the hub", folder, names):
         raise CheckpointError(said)
     is_elsewhere = constants.HF_HUB_OFFLINE or CONFIG_FILE in names
     with _one_sentence(model, file):
@@ -96,17 +90,6 @@ def _names(model: ModelConfig) -> list[str]:
         return []
     with _one_sentence(model):
         return [file.rfilename for file in model_info(str(model.hub_id), revision=model.revision).siblings or []]
-
-
-def _other_kind(model: ModelConfig, folder: Path, names: list[str]) -> str | None:
-    """Say what a repository without a model's files holds instead; None for no kind that is known."""
-    if (folder / ADAPTER_CONFIG_FILE).is_file():
-        return adapter_alone(f"{model.hub_id} on the hub", folder / ADAPTER_CONFIG_FILE)
-    names = [*names, *(file.name for file in folder.iterdir())]  # what others have put into the cache
-    endings = {Path(name).suffix for name in names}
-    if GGUF in endings and ".safetensors" not in endings:
-        return f"{model.hub_id} on the hub {GGUF_ALONE}"
-    return f"{model.hub_id} on the hub {MISTRAL_ALONE}" if MISTRAL_FILE in names else None
 
 
 @contextmanager
@@ -135,10 +118,8 @@ def _sentence(model: ModelConfig, error: Exception, file: str | None) -> str:
         case errors.RepositoryNotFoundError():
             said = "does not exist or is private: check the spelling, or log in with: hf auth login"
         case errors.HFValidationError():
-            where, said = (
-                repr(model.hub_id),
-                f"is no hub id: owner/name is required, or {words.said('model.path', 'DIR')}",
-            )
+            where = repr(model.hub_id)
+            said = f"is no hub id: owner/name is required, or {words.said('model.path', 'DIR')}"
         case errors.LocalEntryNotFoundError() if constants.HF_HUB_OFFLINE:
             said = f"is not in {cache} and HF_HUB_OFFLINE is set: run {download} on a network"
         case errors.LocalEntryNotFoundError():

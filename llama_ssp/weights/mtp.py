@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
+from operator import attrgetter
 from typing import Unpack
 
-import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -33,21 +32,9 @@ class MtpSource:
     target: Checkpoint
     config: PretrainedConfig
     shape: ModelShape
-
-    @property
-    def folder(self) -> Path:
-        """See `WeightSource`."""
-        return self.target.folder
-
-    @property
-    def context(self) -> int:
-        """See `WeightSource`."""
-        return self.target.context
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See `WeightSource`."""
-        return self.target.dtype
+    folder = property(attrgetter("target.folder"))
+    context = property(attrgetter("target.context"))
+    dtype = property(attrgetter("target.dtype"))
 
     @cached_property
     def _stored(self) -> Mapping[str, str]:

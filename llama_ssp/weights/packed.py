@@ -156,7 +156,8 @@ def combine(
         layout = replace(layout, scale=f"{layout.scale}_inv")
     suffix = f".{layout.scale}" if layout.joint else layout.weight
     modules = [name.removesuffix(suffix) for name in tensors if name.endswith(suffix)]
-    reader, weights = format_of(layout.storage).load_reader(), dict[str, PackedTensor | None]()
+    storage, weights = format_of(layout.storage), dict[str, PackedTensor | None]()
+    reader = storage.load(storage.reader)
     for module in modules:
         own = {leaf: tensor for leaf in layout.leaves if (tensor := tensors.get(f"{module}{layout.joint}{leaf}"))}
         weights[f"{module}.weight" if layout.joint else module] = reader.of_parts(own, layout)

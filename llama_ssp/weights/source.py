@@ -5,6 +5,7 @@ Also a tensor in a safetensors file, and the error for a file that cannot be rea
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Protocol, TypedDict, Unpack
 
@@ -83,15 +84,13 @@ class WeightSource(Protocol):
         """Return one of `tensors` or a slice of it, contiguous and not shared."""
 
 
-def packed_of(origin: WeightSource) -> TensorFacts | None:
-    """One of its packed tensors, which have one storage format; None if it has none."""
-    return next((tensor for tensor in origin.tensors.values() if tensor.storage), None)
+PACKED = attrgetter("storage")
+"""Whether a tensor is packed; those of a source have one storage format."""
 
 
 def storage_of(origin: WeightSource) -> str | None:
     """The storage format of its packed tensors; None if it has none."""
-    found = packed_of(origin)
-    return found.storage if found else None
+    return next(filter(None, map(PACKED, origin.tensors.values())), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,14 +130,11 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118 - not a mapping
             return {
                 name: StoredTensor(
-                    file=file,
-                    name=name,
-                    kind=piece.get_dtype(),
-                    dtype=_FLOAT_DTYPES.get(piece.get_dtype()),
+                    file=file, name=name, kind=(kind := piece.get_dtype()), dtype=_FLOAT_DTYPES.get(kind),
                     shape=tuple(piece.get_shape()),
                 )
                 for name, piece in slices.items()
-            }
+            }  # fmt: skip
     except (SafetensorError, OSError) as error:
         raise _unreadable(file, error) from error
 

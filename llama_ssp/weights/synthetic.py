@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -56,21 +57,13 @@ class Synthetic:
     shape: ModelShape
     noise: float = 0.0
     in_16_bits: bool = False
-
-    @property
-    def folder(self) -> Path:
-        """See `WeightSource`."""
-        return self.small.folder
+    folder = property(attrgetter("small.folder"))
+    dtype = property(attrgetter("small.dtype"))
 
     @property
     def context(self) -> int:
         """The maximum sequence length, at most that of the small model."""
         return min(self.shape.max_position_embeddings, self.small.context)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See `WeightSource`."""
-        return self.small.dtype
 
     @cached_property
     def config(self) -> PretrainedConfig:

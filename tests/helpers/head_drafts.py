@@ -15,7 +15,7 @@ from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.sampling.trees import Tree
-from tests.helpers.decoders import ScriptedLength, complete, make_decoder, parts_of, requests_of, tree_of
+from tests.helpers.decoders import ScriptedLength, complete, ids_of, make_decoder, parts_of, requests_of, tree_of
 
 TEMPERATURE, NUM_DRAFTED = 0.8, 3
 Seen = list[tuple[list[int], Tensor, Tensor]]
@@ -54,6 +54,19 @@ def decode(  # noqa: PLR0913
     if choices:
         decoder.length = ScriptedLength(choices)
     return complete(decoder, requests_of(prompts, num_new))
+
+
+def check_greedy(
+    target: Runner, prompts: Sequence[tuple[int, ...]], decode: Callable[..., list[RowCompletion]],
+    ways: Sequence[dict[str, Any]], *, num_new: int = 24,
+) -> int:  # fmt: skip
+    """Compare the greedy texts of ways to decode with those without a draft; returns the accepted tokens."""
+    plain, number = ids_of(complete(make_decoder(target, None), requests_of(prompts, num_new))), 0
+    for how in ways:
+        done = decode(temperature=0.0, num_new=num_new, **how)
+        assert ids_of(done) == plain
+        number += sum(sum(each.accepted_lengths) for each in done)
+    return number
 
 
 def check(

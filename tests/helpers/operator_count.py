@@ -1,9 +1,11 @@
-"""Which operators a call dispatches, and how often."""
+"""Which operators a call dispatches, how often, and how large their results are."""
 
 from collections import Counter
 from typing import Any
 
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class OperatorCount(TorchDispatchMode):
@@ -16,3 +18,15 @@ class OperatorCount(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, _types: object, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         self.counts[str(func)] += 1
         return func(*args, **(kwargs or {}))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the bytes of the largest tensor that is made."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, _types: object, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        made = func(*args, **(kwargs or {}))
+        sizes = [] if func.is_view else [each.nbytes for each in tree_leaves(made) if isinstance(each, Tensor)]
+        self.num_bytes = max(self.num_bytes, *sizes, 0)
+        return made

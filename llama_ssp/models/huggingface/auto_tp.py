@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from llama_ssp.architectures.family import check_deepspeed_layers
-from llama_ssp.architectures.matrices import check_deepspeed
+from llama_ssp.architectures.family import check_deepspeed
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import ConfigError, PlacementError
 from llama_ssp.models.huggingface.modules import load_modules
@@ -38,7 +37,6 @@ def check_auto_tp(shape: ModelShape, *, quantization: str, num_ranks: int) -> No
             "placement.target.kind=deepspeed needs the package deepspeed: ./machine-install.sh --deepspeed installs "
             "it, and placement.target.kind=tensor needs none"
         )
-    check_deepspeed_layers(shape.model_type, num_ranks)
     check_deepspeed(shape, quantization, num_ranks=num_ranks)
 
 

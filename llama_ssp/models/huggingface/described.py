@@ -112,14 +112,11 @@ def _states(model: PreTrainedModel) -> tuple[KeptStates, ...]:
     alike = Counter((*state_of(mixer)[1:4], shared_heads(mixer)) for mixer in mixers_of(model))
     return tuple(
         KeptStates(
-            num_layers=number,
-            num_channels=channels,
-            width=width,
-            num_values=math.prod(shape) if shape else 0,
+            num_layers=number, num_channels=channels, width=width, num_values=math.prod(shape) if shape else 0,
             num_units=num_units,
         )
         for (channels, width, shape, num_units), number in alike.items()
-    )
+    )  # fmt: skip
 
 
 def _heads_of_modules(model: PreTrainedModel) -> dict[str, int]:
@@ -166,13 +163,9 @@ class _Counting(Cache):
 def _cached_values(model: Any) -> int:  # noqa: ANN401 - any model of transformers
     """The values of a token that all layers cache; 0 if a forward without weights does not tell."""
     for _, experts in experts_of(model):
-        experts.forward = _first
+        experts.forward = lambda x, *_args, **_options: x
     cache, ids = _Counting(), torch.zeros(1, 1, dtype=torch.long, device="meta")
     with suppress(Exception), torch.no_grad():  # of any family's code
         model.to("meta")(input_ids=ids, position_ids=ids, past_key_values=cache, use_cache=True)
         return cache.num_values
     return 0
-
-
-def _first(x: Tensor, *_args: object, **_kwargs: object) -> Tensor:
-    return x

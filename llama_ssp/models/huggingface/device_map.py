@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from llama_ssp.errors import PlacementError
-from llama_ssp.models.huggingface.modules import build_empty, fill_modules, match_modules
+from llama_ssp.models.huggingface.modules import fill_modules, match_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.weights import Loading
 from llama_ssp.planning.memory import split_layers
@@ -37,37 +37,32 @@ def load_device_map(loading: Loading, devices: Sequence[torch.device]) -> Module
 
     For errors see `loading.load_model` and `check_device_map`.
     """
-    model = build_empty(loading.origin)
-    sources, (before, layers, after) = match_modules(model, loading.origin).sources, _names(model)
+    model, matched = match_modules(loading.origin)
+    before, layers, after = _names(model)
     held = split_layers(len(layers), num_devices=len(devices))
     _log.info("layers on each device: %s", [*map(len, held)])
     placed = dict.fromkeys(before, devices[0])
     for device, numbers in zip(devices, held, strict=True):
         placed |= {layers[number]: device for number in numbers}
     placed |= dict.fromkeys(after, devices[-1])
-    fill_modules(model, sources, {"": devices[0], **placed}, loading.precision.kernel, loading)
+    fill_modules(model, matched.sources, {"": devices[0], **placed}, loading.precision.kernel, loading)
     _dispatch(model, placed, devices[0])
     return ModuleRunner(model, comm=Comm.single(), cache_dtype=loading.precision.cache_dtype)
 
 
 def _names(model: PreTrainedModel) -> tuple[list[str], list[str], list[str]]:
-    """Names of a model's modules: before the layers, the layers, and after them."""
-    num_layers = model.config.num_hidden_layers
-    stacks = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
-    before: list[str] = []
-    after: list[str] = []
-    module: nn.Module = model
-    prefix = ""
-    for part in stacks[0].split("."):
-        side = before
-        for name, child in module.named_children():
-            if name == part:
-                side = after
-            else:
-                # Modules without weights, such as rotary angles, are computed once, for the first layer.
-                (side if next(child.parameters(), None) is not None else before).append(prefix + name)
-        module, prefix = module.get_submodule(part), f"{prefix}{part}."
-    return before, [f"{stacks[0]}.{number}" for number in range(num_layers)], after
+    """Names of a model's outermost modules: before the layers, the layers, and after them."""
+    modules, num_layers = dict(model.named_modules()), model.config.num_hidden_layers
+    stack = next(name for name, m in modules.items() if isinstance(m, nn.ModuleList) and len(m) == num_layers)
+    before, after = list[str](), list[str]()
+    side = before
+    for name, module in modules.items():
+        side = after if name == stack else side
+        is_inner = name.startswith(tuple(f"{outer}." for outer in (stack, *before, *after)))
+        if not (is_inner or f"{stack}.".startswith(f"{name}.") or module is model):
+            # Modules without weights, such as rotary angles, are computed once, for the first layer.
+            (side if next(module.parameters(), None) is not None else before).append(name)
+    return before, [f"{stack}.{number}" for number in range(num_layers)], after
 
 
 def _dispatch(model: PreTrainedModel, placed: Mapping[str, torch.device], first: torch.device) -> None:

@@ -5,8 +5,7 @@ A sliding window is part of the mask: the cache keeps every slot, and slots that
 Shapes: B sequences, T positions, S slots, L layers.
 """
 
-import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,24 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from llama_ssp.architectures.family import record_of
 from llama_ssp.architectures.matrices import IN_PARTS
-from llama_ssp.weights.source import WeightSource
-
-
-def windows_of(config: PretrainedConfig) -> tuple[int | None, ...]:
-    """How many positions each layer sees, including the token's own; None for all."""
-    return record_of(config.model_type).windows_of(config)
-
-
-def check_files(origin: WeightSource) -> None:
-    """Run the family's own check before a model is built: CheckpointError if a checkpoint does not match its config."""
-    if path := record_of(origin.config.model_type).check_files:
-        _imported(path)(origin)
-
-
-def _imported(path: str) -> Callable[..., None]:
-    module, function = path.split(":")
-    found: Callable[..., None] = getattr(importlib.import_module(module), function)
-    return found
+from llama_ssp.registry import imported
 
 
 def adapt(model: PreTrainedModel) -> None:
@@ -47,7 +29,7 @@ def adapt(model: PreTrainedModel) -> None:
         if kinds is not None:
             module.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"
     if path := record_of(model.config.model_type).adapt:
-        _imported(path)(model)
+        imported(path, setting=model.config.model_type)(model)
 
 
 def mask_argument(config: PretrainedConfig, masks: Mapping[int | None, Tensor]) -> Tensor | dict[str, Tensor | None]:

@@ -24,7 +24,7 @@ from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.kernels.linear import Kernel, Linear
 from llama_ssp.models.attention import BY_POSITION
 from llama_ssp.models.huggingface.experts import OwnExperts, can_be_own, experts_of
-from llama_ssp.models.huggingface.families import adapt, check_files, is_linear
+from llama_ssp.models.huggingface.families import adapt, is_linear
 from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, RowLinear, cut_dim, shard
 from llama_ssp.models.weights import (
     EXPERTS,
@@ -39,6 +39,7 @@ from llama_ssp.models.weights import (
     return_freed,
     returning_memory,
 )
+from llama_ssp.registry import imported
 from llama_ssp.weights.source import WeightSource
 from llama_ssp.words import said
 
@@ -77,10 +78,11 @@ def build_empty(origin: WeightSource) -> PreTrainedModel:
     CheckpointError if its config.json describes no model, ConfigError if the static cache cannot serve it.
     """
     check_servable(lambda name: getattr(origin.config, name, None))
-    check_files(origin)
+    family = record_of(origin.config.model_type)
+    if path := family.check_files:
+        imported(path, setting=family.name)(origin)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(origin.config)]
     config = deepcopy(origin.config)
-    family = record_of(origin.config.model_type)
     has_sdpa = family.is_written or model_class._supports_sdpa
     config._attn_implementation = family.attention if has_sdpa else "eager"
     config.return_dict, config.output_attentions, config.output_hidden_states = True, False, False
@@ -120,9 +122,10 @@ def table_of(
 
 
 def match_modules(
-    model: PreTrainedModel, origin: WeightSource, *, num_ranks: int = 1, whole: WholeParts = WholeParts.none
-) -> Matched:
-    """Match the parameters of a whole model with its files."""
+    origin: WeightSource, *, num_ranks: int = 1, whole: WholeParts = WholeParts.none
+) -> tuple[PreTrainedModel, Matched]:
+    """Build the whole model, and match its parameters with its files."""
+    model = build_empty(origin)
     table = table_of(model, num_ranks=num_ranks, whole=whole)
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
@@ -134,7 +137,7 @@ def match_modules(
             message = f"{origin.folder} stores {name} in parts to be joined while loading, which is not supported"
             raise CheckpointError(message)
         named[new_name] = name
-    return Matched(origin, table, named=named, ties=model.all_tied_weights_keys)
+    return model, Matched(origin, table, named=named, ties=model.all_tied_weights_keys)
 
 
 def load_modules(
@@ -145,12 +148,10 @@ def load_modules(
     Linear layers that are not quantized get this kernel; None leaves them the library's. `tables` are the embedding and
     the output of another model, which this one shares.
     """
-    origin, quantization = loading.origin, loading.precision.quantization
-    model = build_empty(origin)
-    matched = match_modules(model, origin)
+    shape, quantization = loading.origin.shape, loading.precision.quantization
+    model, matched = match_modules(loading.origin)
     matched.check_packed(quantization)
-    whole = kept_whole(origin.shape, loading.whole)
-    shard(model, origin.shape, loading.comm, quantization=quantization, whole=whole)
+    shard(model, shape, loading.comm, quantization=quantization, whole=kept_whole(shape, loading.whole))
     if tables:
         model.set_input_embeddings(tables[0])
         model.set_submodule(output_name(model), SharedOutput(tables[1]))

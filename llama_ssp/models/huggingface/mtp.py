@@ -3,24 +3,20 @@
 Shapes: B sequences, T positions, R scored ones, E width.
 """
 
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from llama_ssp.models.huggingface.runner import ModuleRunner
-from llama_ssp.models.runner import TreePlaces
 
 
 class MtpRunner(ModuleRunner):
     """A `Head`, or this rank's slice of it, with its cache, which holds pair i in slot i."""
 
     _hidden_BRE: Tensor
-
-    @property
-    def num_token_ids(self) -> int:
-        """See `Head`."""
-        return self.vocab_size
+    num_token_ids = property(attrgetter("vocab_size"))
 
     def hidden_of(self, taps_BTX: Tensor) -> Tensor:
         """See `Head.hidden_of`."""
@@ -32,20 +28,14 @@ class MtpRunner(ModuleRunner):
         hidden_BTE: Tensor,
         positions_BT: Tensor,
         *,
-        bucket: int,
         score_positions_B1: Tensor | None = None,
-        cache_rows_B: Tensor | None = None,
-        consecutive: bool = True,  # noqa: ARG002 - masks show any positions
-        tree: TreePlaces | None = None,
+        **where: Any,  # noqa: ANN401 - see `Head.extend`
     ) -> tuple[Tensor, Tensor]:
         """See `Head.extend`."""
         embedding: Any = self._model.get_input_embeddings()
         layer = self._model.get_decoder().layers[0]
         joined = torch.cat([layer.enorm(embedding(ids_BT)), layer.hnorm(hidden_BTE)], dim=-1)
-        logits_BRV = self.forward(
-            layer.eh_proj(joined), positions_BT, bucket=bucket, score_positions_BR=score_positions_B1,
-            cache_rows_B=cache_rows_B, tree=tree,
-        )  # fmt: skip
+        logits_BRV = self.forward(layer.eh_proj(joined), positions_BT, score_positions_BR=score_positions_B1, **where)
         return self._hidden_BRE, logits_BRV
 
     def _keep_wanted_rows(self, head: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: ANN401 - of torch

@@ -42,7 +42,8 @@ def state_of(mixer: Any) -> LayerState:  # noqa: ANN401 - of transformers
     weight_C1W = _convolution_of(mixer).weight
     shape: tuple[int, ...] = ()
     if _is_delta(mixer):
-        shape = (_num_heads(mixer), *_widths(mixer))
+        widths = (mixer.head_k_dim, mixer.head_v_dim) if hasattr(mixer, "head_v_dim") else (mixer.head_dim,) * 2
+        shape = (getattr(mixer, "num_v_heads", 0) or mixer.num_heads, *widths)
     elif hasattr(mixer, "ssm_state_size"):
         shape = (len(mixer.A_log), mixer.ssm_state_size, mixer.head_dim)
     return LayerState(mixer.layer_idx, len(weight_C1W), weight_C1W.shape[-1], shape, weight_C1W.device)
@@ -55,16 +56,6 @@ def shared_heads(mixer: Any) -> int:  # noqa: ANN401 - of transformers
 
 def _is_delta(mixer: Any) -> bool:  # noqa: ANN401 - of transformers
     return hasattr(mixer, "head_v_dim") or hasattr(mixer, "forget_gate")
-
-
-def _num_heads(mixer: Any) -> int:  # noqa: ANN401 - of transformers
-    """Value heads of a delta rule on this rank."""
-    return getattr(mixer, "num_v_heads", 0) or mixer.num_heads
-
-
-def _widths(mixer: Any) -> tuple[int, int]:  # noqa: ANN401 - of transformers
-    """The widths of a key and of a value of a delta rule."""
-    return (mixer.head_k_dim, mixer.head_v_dim) if hasattr(mixer, "head_v_dim") else (mixer.head_dim,) * 2
 
 
 def _convolution_of(mixer: Any) -> Any:  # noqa: ANN401 - of transformers
@@ -106,7 +97,7 @@ def _gated_delta(mixer: Any, x_BTE: Tensor, states: StateView) -> Tensor:  # noq
 
 
 def _steps_of_delta(mixer: Any, mixed_BTC: Tensor, rates_BTH: Tensor, decays: Tensor) -> Steps:  # noqa: ANN401
-    num_heads, (key_dim, value_dim) = _num_heads(mixer), _widths(mixer)
+    num_heads, key_dim, value_dim = state_of(mixer).shape
     value_width = num_heads * value_dim
     key_width = (mixed_BTC.shape[-1] - value_width) // 2
     queries, keys, values = mixed_BTC.split([key_width, key_width, value_width], -1)

@@ -17,9 +17,9 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.kernels.rows import rows_of
 from llama_ssp.models.cache import CachedRunner, LibraryCache, Taps
 from llama_ssp.models.huggingface.experts import ExpertCounter
-from llama_ssp.models.huggingface.families import mask_argument, windows_of
+from llama_ssp.models.huggingface.families import mask_argument
 from llama_ssp.models.huggingface.recurrent import mixers_of, state_of, use_own_kernels
-from llama_ssp.models.runner import Pieces, TreePlaces, masks_of
+from llama_ssp.models.runner import TreePlaces, masks_of
 from llama_ssp.models.tensor_parallel import GatheredLinear, own_part
 from llama_ssp.ranks.comms import Comm, Reads, best_of
 from llama_ssp.storage.formats import OWN_DTYPE
@@ -76,11 +76,6 @@ class ModuleRunner(CachedRunner):
         """All parameters that are not in linear layers of ours, by name."""
         return dict(self._model.named_parameters(remove_duplicate=False))
 
-    def has_parameters_of(self, model: nn.Module) -> bool:
-        """Whether the parameters of a model of this kind are those of this one."""
-        own = self.parameters
-        return all(own.get(name) is values for name, values in model.named_parameters(remove_duplicate=False))
-
     @torch.inference_mode()
     def _compare(self) -> None:
         """Raise ConfigError unless a short text has the logits that it has without this cache and these masks.
@@ -95,7 +90,7 @@ class ModuleRunner(CachedRunner):
         try:
             if window:
                 config.sliding_window = _COMPARED_WINDOW
-                self._windows = windows_of(config)
+                self._windows = record_of(config.model_type).windows_of(config)
             wanted_TV = self._model(input_ids=ids_1T, use_cache=False).logits[0].float()
             self.allocate(batch_size=1, capacity=_COMPARED_TOKENS, num_rolled_back=_COMPARED_PIECE)
             found = []
@@ -122,7 +117,7 @@ class ModuleRunner(CachedRunner):
                 f"apart on {_COMPARED_TOKENS} tokens): {OTHER}"
             )
 
-    def forward(  # noqa: PLR0913 - see `Runner`
+    def forward(
         self,
         ids_BT: Tensor,
         positions_BT: Tensor,
@@ -130,13 +125,12 @@ class ModuleRunner(CachedRunner):
         bucket: int,
         score_positions_BR: Tensor | None = None,
         cache_rows_B: Tensor | None = None,
-        consecutive: bool = True,  # noqa: ARG002 - masks show any positions
-        pieces: Pieces | None = None,  # noqa: ARG002 - only for runners that pack prompts
         taps: Taps | None = None,
         tree: TreePlaces | None = None,
         taken_B: Tensor | None = None,
+        **_others: object,
     ) -> Tensor:
-        """See `Runner.forward`; what stands in place of embeddings (B, T, E) may stand in place of ids."""
+        """See `Runner.forward`; embeddings (B, T, E) may stand in place of ids. Masks show any positions."""
         assert self._cache is not None, "allocate comes first"
         self._rows_BR = score_positions_BR
         cache = self._library_cache

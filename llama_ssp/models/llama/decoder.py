@@ -21,7 +21,7 @@ from llama_ssp.kernels.choice_gpu import attempt
 from llama_ssp.kernels.heads import Heads
 from llama_ssp.kernels.linear import Kernel, make_linear, native_of
 from llama_ssp.kernels.norm import RmsNorm
-from llama_ssp.models.cache import CachedRunner, Taps
+from llama_ssp.models.cache import CachedRunner, CacheView, Taps
 from llama_ssp.models.llama.attention import (
     Attend,
     CompiledAttention,
@@ -224,39 +224,22 @@ class LeanRunner(CachedRunner):
         positions_BT: Tensor,
         *,
         bucket: int,
-        cache_rows_B: Tensor | None,
+        cache_rows_B: Tensor | None = None,
         consecutive: bool = True,
         pieces: Pieces | None = None,
         tree: TreePlaces | None = None,
         seen_BT: Tensor | None = None,
     ) -> dict[int | None, LayerAttention]:
-        """How one forward attends, by window.
+        """How one forward writes to the cache and attends, by window; without an operator nodes of trees by masks.
 
         `seen_BT` are the last positions that tokens see, None for their own, which that of a row's first token is.
         """
+        assert self._cache is not None, "allocate comes first"
         if self._compiled:
             assert pieces is None
-            return self._by_operator(
-                self._compiled, positions_BT, tree, bucket=bucket, cache_rows_B=cache_rows_B, seen_BT=seen_BT
-            )
-        return self._in_parts(
-            positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive, pieces=pieces, tree=tree,
-            seen_BT=positions_BT if seen_BT is None else seen_BT,
-        )  # fmt: skip
-
-    def _in_parts(
-        self,
-        positions_BT: Tensor,
-        *,
-        bucket: int,
-        cache_rows_B: Tensor | None,
-        consecutive: bool,
-        pieces: Pieces | None,
-        tree: TreePlaces | None,
-        seen_BT: Tensor,
-    ) -> dict[int | None, LayerAttention]:
-        """How one forward writes to the cache, then attends, by window; nodes of trees by masks in any case."""
-        assert self._cache is not None, "allocate comes first"
+            view = self._cache.view(tree.slots_BT if tree else positions_BT, bucket=bucket, cache_rows_B=cache_rows_B)
+            return self._by_operator(self._compiled, positions_BT, tree, view, seen_BT)
+        seen_BT = positions_BT if seen_BT is None else seen_BT
         freqs_cis_S1P, placed_BT, rows_B = self._rotations.freqs_cis_S1P, positions_BT, cache_rows_B
         if pieces:
             placed_BT, rows_B = positions_BT.view(-1, 1), pieces.rows_M  # each token has a row of its own
@@ -285,14 +268,12 @@ class LeanRunner(CachedRunner):
         return {window: partial(way, attend=attend) for window, attend in attends.items()}
 
     def _by_operator(
-        self, operator: Attention, positions_BT: Tensor, tree: TreePlaces | None, *, bucket: int,
-        cache_rows_B: Tensor | None, seen_BT: Tensor | None,
+        self, operator: Attention, positions_BT: Tensor, tree: TreePlaces | None, view: CacheView,
+        seen_BT: Tensor | None,
     ) -> dict[int | None, LayerAttention]:  # fmt: skip
         """How one forward attends by the compiled operator, by window."""
-        assert self._cache is not None, "allocate comes first"
         positions_BT = positions_BT.contiguous()
         slots_BT = tree.slots_BT.contiguous() if tree else positions_BT
-        view = self._cache.view(slots_BT, bucket=bucket, cache_rows_B=cache_rows_B)
         where = self._rotations.freqs_cis_S1P, positions_BT, slots_BT if seen_BT is None else seen_BT
         sees = {window: nearest(tree.sees_BTA, window).contiguous() if tree else self._sees_all
                 for window in dict.fromkeys(self._windows)}  # fmt: skip

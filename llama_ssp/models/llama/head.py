@@ -25,7 +25,6 @@ from llama_ssp.kernels.norm import RmsNorm
 from llama_ssp.models.llama.attention import LayerAttention
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.layer import Layer, Stream
-from llama_ssp.models.runner import TreePlaces
 from llama_ssp.models.weights import Loading, Weights
 from llama_ssp.ranks.comms import Reads
 from llama_ssp.weights.head import HeadSource
@@ -36,7 +35,7 @@ Attention = Mapping[int | None, LayerAttention]
 
 
 class _JoinedProduct:
-    """The product of queries, keys and values, of the normed embedding and the normed hidden state."""
+    """The product of queries, keys and values, of a normed embedding and a normed hidden state, the stream."""
 
     norm_before_residual = False
 
@@ -44,27 +43,21 @@ class _JoinedProduct:
         self._embedding_norm, self._hidden_norm = norm("input_layernorm"), norm("hidden_norm")
         self.linear = linear
 
-    def __call__(self, embedded_ME: Tensor, hidden_ME: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return what the layer adds to (M, E), and the product (M, O)."""
+        embedded_ME, hidden_ME = pair
         normed_ME = self._hidden_norm(hidden_ME)
         joined = torch.cat([self._embedding_norm(embedded_ME), normed_ME], dim=-1)
         return (normed_ME if self.norm_before_residual else hidden_ME), self.linear(joined)
 
 
 class HeadLayer(Layer):
-    """A layer of a head, of which the first one reads pairs."""
+    """A layer of a head, of which the first one reads pairs; it may overwrite the hidden states."""
 
     qkv: Any
 
     def _first_product(self, norm: Callable[[str], RmsNorm], linear: Linear, own: OwnKernels) -> Any:  # noqa: ANN401
         return super()._first_product(norm, linear, own) if self.number else _JoinedProduct(norm, linear)
-
-    def extend(self, embedded_ME: Tensor, hidden_ME: Tensor, attend: LayerAttention) -> Stream:
-        """Like `forward`; may overwrite the hidden state."""
-        x_ME, qkv_MO = self.qkv(embedded_ME, hidden_ME)
-        attended_ME = attend(qkv_MO, self.number, self.heads, self.head_norms)
-        x_ME, gated_MI = self.gate_up(self.output(attended_ME, x_ME))
-        return self.down(gated_MI, x_ME)
 
 
 class MtpLayer(Layer):
@@ -76,10 +69,10 @@ class MtpLayer(Layer):
         self._norms = [RmsNorm(weights.take(f"{place}.{name}.weight"), eps) for name in JOINED_NORMS]
         self._join = make_linear(*weights.linear(f"{place}.{JOIN}"), kernel=kernel)
 
-    def extend(self, embedded_ME: Tensor, hidden_ME: Tensor, attend: LayerAttention) -> Stream:
-        """Like `forward`."""
-        both = [norm(x_ME) for norm, x_ME in zip(self._norms, (embedded_ME, hidden_ME), strict=True)]
-        return self.forward((self._join(torch.cat(both, dim=-1)), None), attend)
+    def forward(self, stream: Any, attend: LayerAttention) -> Stream:  # noqa: ANN401
+        """See `Layer.forward`; the stream is a pair."""
+        both = [norm(x_ME) for norm, x_ME in zip(self._norms, stream, strict=True)]
+        return super().forward((self._join(torch.cat(both, dim=-1)), None), attend)
 
 
 class PairRunner(LeanRunner):
@@ -109,16 +102,11 @@ class PairRunner(LeanRunner):
         hidden_BTE: Tensor,
         positions_BT: Tensor,
         *,
-        bucket: int,
         score_positions_B1: Tensor | None = None,
-        cache_rows_B: Tensor | None = None,
-        consecutive: bool = True,
-        tree: TreePlaces | None = None,
+        **where: Any,  # noqa: ANN401 - see `Head.extend`
     ) -> tuple[Tensor, Tensor]:
         """See `Head.extend`."""
-        attention = self._attention(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive,
-                                    tree=tree)  # fmt: skip
-        stream = self._read(ids_BT, hidden_BTE, attention)
+        stream = self._read(ids_BT, hidden_BTE, self._attention(positions_BT, **where))
         hidden_BRE, logits_BRD = self._scored(stream, len(ids_BT), score_positions_B1)
         if self._feeds_norm:
             hidden_BRE = self._norm(hidden_BRE)
@@ -126,10 +114,8 @@ class PairRunner(LeanRunner):
 
     def _read(self, ids_BT: Tensor, hidden_BTE: Tensor, attention: Attention) -> Stream:
         """Read pairs through all layers."""
-        (first, *others), (window, *windows) = self._layers, self._windows
-        assert isinstance(first, HeadLayer | MtpLayer)
-        stream = first.extend(self.embed(ids_BT.flatten()), hidden_BTE.flatten(0, 1), attention[window])
-        for layer, window in zip(others, windows, strict=True):
+        stream: Stream = self.embed(ids_BT.flatten()), hidden_BTE.flatten(0, 1)
+        for layer, window in zip(self._layers, self._windows, strict=True):
             stream = layer.forward(stream, attention[window])
         return stream
 
@@ -155,7 +141,7 @@ class HeadRunner(PairRunner):
         assert isinstance(source, HeadSource)
         if isinstance(joined := self._layers[0].qkv, _JoinedProduct):
             joined.norm_before_residual = source.head.norm_before_residual
-        self._feeds_norm, eps = source.head.norm_output, source.config.rms_norm_eps
+        self._config, self._feeds_norm, eps = source.head, source.head.norm_output, source.config.rms_norm_eps
         drafts_all = self.vocab_size == source.shape.num_token_ids
         self._token_ids_D = None if drafts_all else into.keep(source.token_ids().to(self.device), "_token_ids_D")
         self._fc = into.keep(make_linear(*weights.linear("model.fc"), kernel=loading.precision.kernel), "_fc")

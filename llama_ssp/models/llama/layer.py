@@ -115,7 +115,7 @@ class ResidualProduct:
                 return residual_ME, Unsummed(part_ME, self._comm)
             sum_ME = self._comm.all_reduce(part_ME)
             return residual_ME, sum_ME if self._bias_E is None else sum_ME.add_(self._bias_E)
-        return self.linear.add(x_MI, residual_ME), None
+        return self.linear(x_MI, residual_ME), None
 
 
 class Layer:

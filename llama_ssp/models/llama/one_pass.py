@@ -12,6 +12,7 @@ width, X taps, O drafted tokens of this rank, S width of the Markov head.
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ from llama_ssp.models.llama.layer import Layer, Stream, added
 from llama_ssp.models.llama.table import MARKOV
 from llama_ssp.models.runner import Following
 from llama_ssp.models.weights import Loading, Weights
-from llama_ssp.weights.head import HeadSource
 
 
 class _Markov:
@@ -64,9 +64,7 @@ class ParallelRunner(HeadRunner):
 
     def _take_others(self, weights: Weights, loading: Loading) -> None:
         super()._take_others(weights, loading)
-        source = loading.origin
-        assert isinstance(source, HeadSource)
-        self.mask_token_id = source.head.mask_token_id
+        self.mask_token_id = self._config.mask_token_id
         for name in weights.names(f"model.{MASK}"):
             mask_11E = self.hidden_of(weights.take(name)[None, None])
             self._mask_11E = loading.into.keep(mask_11E, "_mask_11E")
@@ -80,9 +78,8 @@ class ParallelRunner(HeadRunner):
     ) -> Following:
         """See `OnePassHead.draft`."""
         attention = self._attention(
-            positions_BT, bucket=bucket, cache_rows_B=None, consecutive=False,
-            seen_BT=self._seen(positions_BT, context_BCE.shape[1]),
-        )  # fmt: skip
+            positions_BT, bucket=bucket, consecutive=False, seen_BT=self._seen(positions_BT, context_BCE.shape[1])
+        )
         stream = self._read(ids_BT, context_BCE, attention)
         x_BKE = added(stream).view(len(ids_BT), -1, self._width)[:, -num_drafted:]
         x_ME, logits_MO = self._head((x_BKE.flatten(0, 1), None))
@@ -101,20 +98,13 @@ class ParallelRunner(HeadRunner):
         return lambda depth, ids_BM, _: logits_BKV.narrow(1, depth, 1).expand(-1, ids_BM.shape[1], -1)
 
 
-class _ApartProduct:
-    """The product of queries, keys and values, and the norm that only the block's positions pass."""
-
-    def __init__(self, norm: RmsNorm, linear: Linear) -> None:
-        self.norm, self.linear = norm, linear
-
-
 class BlockLayer(Layer):
     """A layer of DFlash."""
 
     qkv: Any
 
     def _first_product(self, norm: Callable[[str], RmsNorm], linear: Linear, own: OwnKernels) -> Any:  # noqa: ANN401, ARG002
-        return _ApartProduct(norm("input_layernorm"), linear)
+        return SimpleNamespace(norm=norm("input_layernorm"), linear=linear)  # which only the block's positions pass
 
     def read(self, x_ME: Tensor, context_BCE: Tensor, attend: LayerAttention) -> Tensor:
         """The stream (M, E) of the block, M = B * N, behind the layer, which writes the context as well."""
@@ -136,17 +126,16 @@ class BlockRunner(ParallelRunner):
 
     def _take_others(self, weights: Weights, loading: Loading) -> None:
         super()._take_others(weights, loading)
-        source, into = loading.origin, loading.into
-        assert isinstance(source, HeadSource)
-        norm = RmsNorm(weights.take("model.hidden_norm.weight"), source.config.rms_norm_eps)
-        self._context_norm = into.keep(norm, "_context_norm")
-        self._drafts_at_anchor, self._markov_rank = source.head.drafts_at_anchor, source.head.markov_rank
+        norm = RmsNorm(weights.take("model.hidden_norm.weight"), self._norm.eps)
+        self._context_norm = loading.into.keep(norm, "_context_norm")
+        self._markov_rank = self._config.markov_rank
         outputs = slice(self._first_output, self._first_output + self._head_sizes[self._comm.rank])
-        self._markov = into.keep(_Markov(weights, outputs, kernel=None) if self._markov_rank else None, "_markov")
+        markov = _Markov(weights, outputs, kernel=None) if self._markov_rank else None
+        self._markov = loading.into.keep(markov, "_markov")
 
     def block_size(self, num_drafted: int) -> int:
         """See `OnePassHead.block_size`."""
-        return num_drafted + (not self._drafts_at_anchor)
+        return num_drafted + (not self._config.drafts_at_anchor)
 
     def hidden_of(self, taps_BTX: Tensor) -> Tensor:
         """See `Head.hidden_of`."""

@@ -17,6 +17,7 @@ taps. For heads of one pass see `llama.one_pass`, for MTP layers `architectures.
 Shapes: V vocabulary, E hidden size, D head dim.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -30,7 +31,7 @@ from llama_ssp.architectures.heads import DFLASH, MASK, PEAGLE, HeadConfig
 from llama_ssp.architectures.matrices import HEAD_CUTS, Inventory, Matrix, RankShard, WholeParts, cut_of, split_model
 from llama_ssp.architectures.mtp import JOIN, JOINED_NORMS
 from llama_ssp.catalogue import ModelShape
-from llama_ssp.models.weights import LINEAR, OTHER, Loading, Matched, Parameter, Weights, config_errors
+from llama_ssp.models.weights import LINEAR, OTHER, Loading, Matched, Parameter, StoredSlice, Weights, config_errors
 from llama_ssp.weights.head import HeadSource
 from llama_ssp.weights.source import WeightSource
 
@@ -110,7 +111,7 @@ def _linear(place: str, matrix: Matrix, *, has_bias: bool) -> Iterator[tuple[str
 
 def _of_head(head: HeadConfig, shape: ModelShape) -> dict[str, Parameter]:
     """What a head has besides layers: norms of taps, the tap of a mask token, and a Markov head."""
-    tap, width, rank = head.target_hidden_size, shape.hidden_size, head.markov_rank
+    tap, width = head.target_hidden_size, shape.hidden_size
     sizes: dict[str, tuple[int, ...]] = {}
     if head.norms_taps == "fc_norm":
         sizes |= {f"fc_norm.{number}.weight": (tap,) for number in range(shape.num_taps)}
@@ -120,26 +121,11 @@ def _of_head(head: HeadConfig, shape: ModelShape) -> dict[str, Parameter]:
         sizes["hidden_norm.weight"] = (width,)
     if head.kind == PEAGLE:
         sizes[MASK] = (shape.num_taps * tap,)
-    if rank:
-        markov: dict[str, tuple[int, ...]] = {
-            "markov_w1.weight": (shape.num_token_ids, rank),
-            "markov_w2.weight": (shape.vocab_size, rank),
-        }
-        if head.markov_head == "gated":
-            markov |= {"gate_proj.weight": (rank, width + rank), "gate_proj.bias": (rank,)}
-        if head.markov_head == "rnn":
-            markov |= {"joint_proj.weight": (3 * rank, 2 * rank + width), "joint_proj.bias": (3 * rank,)}
-        sizes |= {f"{MARKOV}.{name}": size for name, size in markov.items()}
+    sizes |= {f"{MARKOV}.{name}": size for name, size in head.markov_sizes(width, shape.num_token_ids).items()}
     return {f"model.{name}": Parameter(size) for name, size in sizes.items()}
 
 
 MARKOV = "markov_head"
-
-
-def whole_parts(origin: WeightSource, whole: WholeParts) -> WholeParts:
-    """Parts that each rank holds whole: of a head at least the embedding, whose tokens are more than it drafts."""
-    whole = kept_whole(origin.shape, whole)
-    return WholeParts.embedding if isinstance(origin, HeadSource) and whole is WholeParts.none else whole
 
 
 def match_lean(origin: WeightSource, whole: WholeParts) -> Matched:
@@ -158,13 +144,20 @@ def lean_weights(
     loading: Loading, *, has_embedding: bool, places: Mapping[str, nn.Parameter]
 ) -> tuple[Weights, tuple[RankShard, ...]]:
     """The weights of this rank, and what all ranks have; raises as `loading.load_model`, for `places` see `Weights`."""
-    origin, quantization = loading.origin, loading.precision.quantization
-    whole = whole_parts(origin, loading.whole)
-    matched = match_lean(origin, whole)
+    shape, quantization = loading.origin.shape, loading.precision.quantization
+    whole = kept_whole(shape, loading.whole)
+    matched = match_lean(loading.origin, whole)
     matched.check_packed(quantization)
-    shards = split_model(origin.shape, num_ranks=loading.comm.size, quantization=quantization, whole=whole)
-    own, without = shards[loading.comm.rank], () if has_embedding else (EMBEDDING,)
-    return matched.on_rank(loading, own, without=without, places=places), shards
+    shards = split_model(shape, num_ranks=loading.comm.size, quantization=quantization, whole=whole)
+    rows = {}
+    for name, parameter in matched.table.items():
+        cut, sizes = parameter.slice_of(shards[loading.comm.rank]), [*parameter.shape]
+        if cut:
+            sizes[cut.dim] = sum(map(len, cut.parts))
+        if has_embedding or name != EMBEDDING:
+            size, dtype = math.prod(sizes), loading.weights_dtype
+            rows[name] = StoredSlice(matched.sources[name], cut, size, dtype, loading.device)
+    return Weights(loading, rows, places=places), shards
 
 
 def rotary_of(config: Any) -> tuple[Tensor, float]:  # noqa: ANN401 - of transformers

@@ -23,7 +23,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from llama_ssp.kernels.linear import Kernel, Linear, NativeLinear, compiled_for, make_linear
+from llama_ssp.kernels.linear import Kernel, Linear, NativeLinear, added, compiled_for, make_linear
 from llama_ssp.models.quantization.weight_only import quantize_by_blocks
 from llama_ssp.storage.formats import NF4_GROUP as GROUP
 from llama_ssp.storage.formats import NO_QUANTIZATION, OWN_DTYPE, format_of
@@ -49,7 +49,7 @@ class Precision:
     def kernel(self) -> Kernel | None:
         """The quantizing kernel; None if weights are not quantized."""
         storage = format_of(self.quantization)
-        kernel: Kernel | None = storage.load_kernel()
+        kernel: Kernel | None = storage.load(storage.kernel)
         return partial(_packed_alone, kernel) if kernel and self.is_stored else kernel
 
     @property
@@ -73,13 +73,13 @@ class _Int8Linear(Linear):
         self._weight_OI, self._scales_O = quantize_by_blocks(weight_OI, lambda block: self._quantize(block.half())[:2])
         self._bias_O = bias_O
 
-    def __call__(self, x_MI: Tensor) -> Tensor:
+    def __call__(self, x_MI: Tensor, residual_MO: Tensor | None = None) -> Tensor:
         """See `Linear`."""
         x_int8_MI, x_scales_M, _ = self._quantize(x_MI.half(), threshold=0.0)
         y_MO: Tensor = torch.ops.bitsandbytes.int8_scaled_mm(
             x_int8_MI, self._weight_OI, x_scales_M, self._scales_O, bias=self._bias_O, dtype=x_MI.dtype
         )
-        return y_MO
+        return added(y_MO, residual_MO)
 
 
 def int8_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
@@ -105,13 +105,9 @@ class Nf4Linear(Linear):
     Source: Dettmers et al. 2023, arXiv:2305.14314.
     """
 
-    kind = "nf4"
-
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, kind: str = "nf4") -> None:
         library = bitsandbytes()
-        pack = partial(
-            library.functional.quantize_4bit, blocksize=GROUP, compress_statistics=False, quant_type=self.kind
-        )
+        pack = partial(library.functional.quantize_4bit, blocksize=GROUP, compress_statistics=False, quant_type=kind)
 
         def packed(block: Tensor) -> tuple[Tensor, Tensor]:
             values, state = pack(block)
@@ -125,23 +121,18 @@ class Nf4Linear(Linear):
         else:
             self._weight, scales = quantize_by_blocks(weight_OI, packed)
         self._state = library.functional.QuantState(
-            absmax=scales, shape=shape, code=_code_of(self.kind, weight_OI.device), blocksize=GROUP,
-            quant_type=self.kind,
-        )  # fmt: skip
+            absmax=scales, shape=shape, code=_code_of(kind, weight_OI.device), blocksize=GROUP, quant_type=kind
+        )
         self._product = library.matmul_4bit
         self._bias_O = bias_O
 
-    def __call__(self, x_MI: Tensor) -> Tensor:
+    def __call__(self, x_MI: Tensor, residual_MO: Tensor | None = None) -> Tensor:
         """See `Linear`."""
         self._state.dtype = x_MI.dtype
-        y_MO: Tensor = self._product(x_MI, self._weight, quant_state=self._state, bias=self._bias_O)
-        return y_MO
+        return added(self._product(x_MI, self._weight, quant_state=self._state, bias=self._bias_O), residual_MO)
 
 
-class Fp4Linear(Nf4Linear):
-    """The 4-bit float of bitsandbytes, for checkpoints that are stored so."""
-
-    kind = "fp4"
+fp4_linear = partial(Nf4Linear, kind="fp4")
 
 
 @cache

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llama_ssp.kernels.choice_gpu import ProductOfFewRows, attempt, find_few_rows
-from llama_ssp.kernels.linear import Linear, NativeLinear, compiled_for
+from llama_ssp.kernels.linear import Linear, NativeLinear, added, compiled_for
 from llama_ssp.storage.formats import FEW_ROWS, FP4_GROUP, FP4_NUMBERS, FP8_GROUP, UNPACKED_WEIGHTS, format_of
 from llama_ssp.weights import byte_rows, fp4_rows, int4_rows
 
@@ -56,22 +56,11 @@ class _WeightOnlyLinear(Linear):
         """Finish the product of unpacked weights, which may be overwritten."""
         return y_MO
 
-    def __call__(self, x_MI: Tensor) -> Tensor:
-        """See `Linear`."""
-        return self._sum(x_MI, None)
-
-    def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
-        """See `Linear`."""
-        return self._sum(x_MI, residual_MO)
-
-    def _sum(self, x_MI: Tensor, residual_MO: Tensor | None) -> Tensor:
-        """The product with bias and residual, which a GPU's kernel adds itself."""
+    def __call__(self, x_MI: Tensor, residual_MO: Tensor | None = None) -> Tensor:
+        """See `Linear`; a GPU's kernel adds bias and residual itself."""
         if self._few_rows and x_MI.shape[0] <= FEW_ROWS:
             return self._few_rows(x_MI, *self._operands, bias_O=self._bias_O, residual_MO=residual_MO)
-        y_MO = self._unpacked(x_MI)
-        if self._bias_O is not None:
-            y_MO.add_(self._bias_O)
-        return y_MO if residual_MO is None else y_MO.add_(residual_MO)
+        return added(self._unpacked(x_MI), self._bias_O, residual_MO)
 
     def _unpacked(self, x_MI: Tensor) -> Tensor:
         """Unpack the weights of some outputs at a time, and multiply."""
@@ -164,16 +153,10 @@ class _Reordered(Linear):
         self._linear, self._has_gaps = linear, bool(is_gap_I.any())
         self._order_I = order_I.where(~is_gap_I, len(order_I) - is_gap_I.sum())
 
-    def _sorted(self, x_MI: Tensor) -> Tensor:
-        return (functional.pad(x_MI, (0, 1)) if self._has_gaps else x_MI).index_select(1, self._order_I)
-
-    def __call__(self, x_MI: Tensor) -> Tensor:
+    def __call__(self, x_MI: Tensor, residual_MO: Tensor | None = None) -> Tensor:
         """See `Linear`."""
-        return self._linear(self._sorted(x_MI))
-
-    def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
-        """See `Linear`."""
-        return self._linear.add(self._sorted(x_MI), residual_MO)
+        x_MI = functional.pad(x_MI, (0, 1)) if self._has_gaps else x_MI
+        return self._linear(x_MI.index_select(1, self._order_I), residual_MO)
 
 
 def join_experts(linears: Sequence[Linear]) -> GroupedProduct | None:
@@ -224,9 +207,9 @@ class _Beside(Linear):
     def __init__(self, linears: list[Linear]) -> None:
         self._linears = linears
 
-    def __call__(self, x_MI: Tensor) -> Tensor:
+    def __call__(self, x_MI: Tensor, residual_MO: Tensor | None = None) -> Tensor:
         """See `Linear`."""
-        return torch.cat([linear(x_MI) for linear in self._linears], dim=1)
+        return added(torch.cat([linear(x_MI) for linear in self._linears], dim=1), residual_MO)
 
 
 def int4_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:

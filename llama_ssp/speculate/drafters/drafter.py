@@ -142,10 +142,7 @@ class StepwiseDrafter:
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Allocate the cache."""
         self.runner.allocate(
-            batch_size=batch_size,
-            capacity=num_slots,
-            num_rolled_back=self._num_rolled_back,
-            reads=self._rule.reads,
+            batch_size=batch_size, capacity=num_slots, num_rolled_back=self._num_rolled_back, reads=self._rule.reads
         )
         if batch_size != self._batch_size:  # else graphs read those that are there
             num_tokens = len(self._rule.shard.ids(self.vocab_size))

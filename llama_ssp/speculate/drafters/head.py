@@ -62,14 +62,6 @@ class HeadDrafter(StepwiseDrafter):
     def _hidden(self, positions_BT: Tensor, rows_B: Tensor) -> Tensor:
         return self._head.hidden_of(self._taps.read(positions_BT, rows_B))
 
-    def _read(self, rows: Rows, *, bucket: int, num_unread: int) -> tuple[Tensor, Tensor]:
-        """Read the pairs that may be new; returns hidden states (B, 1, E) and logits (B, 1, V) of the newest one."""
-        tokens_BS, lengths_B1 = rows.tokens_BS, rows.lengths_B[:, None]
-        self._catch_up(rows, bucket=bucket, num_unread=num_unread)
-        start_B1 = (lengths_B1 - 1 - self._width).clamp_min(0)
-        positions_BT = start_B1 + self._pairs_T[: self._width]
-        return self._extend(tokens_BS, positions_BT, lengths_B1 - 2 - start_B1, bucket=bucket)
-
     def _extend(
         self, tokens_BS: Tensor, positions_BT: Tensor, score_B1: Tensor, *, bucket: int, consecutive: bool = True
     ) -> tuple[Tensor, Tensor]:
@@ -93,8 +85,12 @@ class HeadDrafter(StepwiseDrafter):
 
         def logits_of(level: Level | None) -> Tensor:
             nonlocal hidden_BME
-            if level is None:
-                hidden_BME, logits_BMV = self._read(rows, bucket=bucket, num_unread=num_unread)
+            if level is None:  # the pairs that may be new
+                self._catch_up(rows, bucket=bucket, num_unread=num_unread)
+                start_B1 = (lengths_B1 - 1 - self._width).clamp_min(0)
+                hidden_BME, logits_BMV = self._extend(
+                    rows.tokens_BS, start_B1 + self._pairs_T[: self._width], lengths_B1 - 2 - start_B1, bucket=bucket
+                )
                 return logits_BMV
             assert hidden_BME is not None
             positions_BM, places = self._places(level, lengths_B1, before=2, bucket=bucket)

@@ -112,6 +112,7 @@ class IntersectionDrafter(StepwiseDrafter, OwnBuckets):
     """
 
     runner: Runner
+    _text: _OwnText  # after `allocate`
 
     def __init__(self, parts: DrafterParts) -> None:
         runner, tokenizers = parts.runner, parts.tokenizers
@@ -126,7 +127,6 @@ class IntersectionDrafter(StepwiseDrafter, OwnBuckets):
         self._first_W = torch.arange(width, device=runner.device)
         self._width = torch.tensor(width, device=runner.device)
         self._num_texts = 0
-        self._text: _OwnText | None = None
 
     @property
     def num_allocations(self) -> int:
@@ -135,14 +135,13 @@ class IntersectionDrafter(StepwiseDrafter, OwnBuckets):
 
     def own_bucket(self, bucket: int) -> int:
         """Slots of the draft's cache that hold all texts whose target has so many slots."""
-        assert self._text, "allocate comes first"
         return min(bucket * OWN_SLOTS_PER_SLOT, self._text.num_slots)
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Allocate the cache, as far as the model's positions go."""
         capacity = own_slots(num_slots, max_position_embeddings=self.runner.max_position_embeddings)
         super().allocate(batch_size=batch_size, num_slots=capacity)
-        if self._text is None or self._text.tokens_BX.shape[0] != batch_size or self._text.num_slots < capacity:
+        if not self._num_texts or self._text.tokens_BX.shape[0] != batch_size or self._text.num_slots < capacity:
             self._num_texts += 1
             self._most_tokens, device = capacity - self.num_draft_tokens, self.runner.device
             self._text = _OwnText(
@@ -151,7 +150,6 @@ class IntersectionDrafter(StepwiseDrafter, OwnBuckets):
 
     def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
         """Read new prompts in the draft's own tokens; the host encodes them, so it waits for the device here."""
-        assert self._text, "allocate comes first"
         own_prompts = [
             self._encode(ids[:length])[-min(length * OWN_SLOTS_PER_SLOT, self._most_tokens) :]
             for ids, length in zip(self._comm.read(prompts.tokens_RS).tolist(), prompts.lengths, strict=True)
@@ -170,7 +168,6 @@ class IntersectionDrafter(StepwiseDrafter, OwnBuckets):
         read_prompts(self.runner, own, rows=rows, buckets=own_buckets)
 
     def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> ReadLevel:
-        assert self._text, "allocate comes first"
         own_BX, own_lengths_B1 = self._text.tokens_BX, self._text.write(rows, self.vocabularies)
         width, bucket = self._first_W.shape[0], self.own_bucket(bucket)
         num_unread = width + (num_unread - 2) * (width - 1)

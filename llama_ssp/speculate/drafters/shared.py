@@ -168,11 +168,9 @@ class AheadDrafter(BroadcastDrafter):
         """Whether this rank has a part of the draft."""
         return self._inner is not None
 
-    def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
+    def propose(self, rows: Rows, **how: Any) -> Draft:  # noqa: ANN401 - see `Drafter.propose`
         """Draft on the ranks that hold the draft; the others have token 0 until the exchange."""
-        return self._own_draft(
-            rows, num_tokens=num_tokens, uniforms_BKP=uniforms_BKP, bucket=bucket, num_unread=num_unread
-        )
+        return self._own_draft(rows, **how)
 
     def exchange(self, draft: Draft, rows: Rows) -> Draft:
         """Give all ranks the drafted ids, behind the rows, and the rank that verifies their probabilities."""
@@ -227,22 +225,19 @@ class BatchSplit:
         self._comm = comm
         self._places = {rank: place for place, rank in enumerate(ranks)}
 
-    def own_rows(self, batch_size: int) -> slice:
-        """Return the rows of this rank."""
-        return self._of(self._comm.rank, batch_size)
+    def own_rows(self, batch_size: int, rank: int | None = None) -> slice:
+        """Return the rows of a rank, by default this one."""
+        place, num_ranks = self._places.get(self._comm.rank if rank is None else rank), len(self._places)
+        if place is None:
+            return slice(0, 0)
+        return slice(batch_size * place // num_ranks, batch_size * (place + 1) // num_ranks)
 
     def gather(self, own_RX: Tensor, *, batch_size: int) -> Tensor:
         """Gather the rows (B, X) of all ranks on every rank."""
         width = own_RX.shape[1]
-        rows = [self._of(rank, batch_size) for rank in range(self._comm.size)]
+        rows = [self.own_rows(batch_size, rank) for rank in range(self._comm.size)]
         widths = tuple((own.stop - own.start) * width for own in rows)
         return self._comm.all_gather_last(own_RX.flatten(), widths).view(batch_size, width)
-
-    def _of(self, rank: int, batch_size: int) -> slice:
-        if rank not in self._places:
-            return slice(0, 0)
-        place, num_ranks = self._places[rank], len(self._places)
-        return slice(batch_size * place // num_ranks, batch_size * (place + 1) // num_ranks)
 
 
 class BatchSplitDrafter(_SharedDrafter):
@@ -266,7 +261,7 @@ class BatchSplitDrafter(_SharedDrafter):
             own_rows = [rows[place] - self._own.start for place in mine]
             some, first = prompts.some(mine), self._own.start
             held = [place._replace(row=place.row - first) if place.row in own else Held() for place in some.held]
-            super().prefill(some._replace(held=held), rows=own_rows, buckets=buckets)
+            super().prefill(some._replace(held=held, longest=prompts.longest), rows=own_rows, buckets=buckets)
 
     def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
         """Draft this rank's rows and gather the ids of all; the probabilities are those of its own rows only."""

@@ -24,7 +24,6 @@ class HostClock:
     def __init__(self) -> None:
         self._seconds = {"draft": 0.0, "verify": 0.0}
         self.waited_s = self.draft_cpu_s = 0.0
-        self._taken_s = 0.0, 0.0
 
     def start(self) -> None:
         """Begin a round."""
@@ -41,15 +40,8 @@ class HostClock:
 
     def take(self) -> tuple[float, float]:
         """Return and reset the seconds of drafting and of verification that are known by now."""
-        self._taken_s = self.waited_s, self.draft_cpu_s
         seconds, self._seconds = self._seconds, {"draft": 0.0, "verify": 0.0}
         return seconds["draft"], seconds["verify"]
-
-    def forget(self) -> None:
-        """Drop what has not been taken."""
-        before_s = self._taken_s
-        self.take()
-        self.waited_s, self.draft_cpu_s = self._taken_s = before_s
 
 
 class EventClock(HostClock):

@@ -182,13 +182,13 @@ class Decoder:
         Returns the seconds of each. The first two calls warm up executors; later ones measure.
         """
         self._held.forget(range(self.batch_size))
-        state, bucket = self._empty_state(), self._buckets.covering(num_slots)
+        state, bucket, clock = self._empty_state(), self._buckets.covering(num_slots), type(self.clock)()
         if self._is_cuda and self.round.reads_by_length:
             state.vacate(slice(None), length=max(num_slots - self._most_ahead, 2))
 
         def time_round(choice: DraftChoice) -> float:
             started = time.perf_counter()
-            self.round.step(self.executor, state, choice=choice, bucket=bucket, clock=self.clock)
+            self.round.step(self.executor, state, choice=choice, bucket=bucket, clock=clock)
             if self._is_cuda:
                 self._comm.finish()
             return time.perf_counter() - started
@@ -196,9 +196,7 @@ class Decoder:
         with self.threads.in_use():
             while self.threads.is_undecided:
                 self.threads.after_round((choices[0], bucket), time_round(choices[0]))
-            seconds = [time_round(choice) for choice in choices]
-        self.clock.forget()
-        return seconds
+            return [time_round(choice) for choice in choices]
 
     def warm_up(self, requests: Sequence[Request]) -> None:
         """Run rounds over vacant rows, after `make_room`, so that none is traced or captured while rounds are timed.
@@ -277,8 +275,7 @@ class Decoder:
                 most = self._num_of_a_chunk([*islice(waiting, most)])
             if most:
                 requests = [waiting.popleft() for _ in range(most)]
-                places = self._place(requests, free)
-                self._admit(requests, self._state_of(requests), places, self._owners(requests, places))
+                self._admit(requests, self._state_of(requests), *self._place(requests, free))
                 return True
             self._begin(waiting.popleft(), free)
         self._read_more()
@@ -295,8 +292,7 @@ class Decoder:
 
     def _begin(self, request: Request, free: list[int]) -> None:
         """Take a row for a prompt that is read chunk by chunk."""
-        places = self._place([request], free)
-        [place], [owner] = places, self._owners([request], places)
+        [place], [owner] = self._place([request], free)
         self._held.forget([place.row])
         # Rounds write behind the prompt there. What the draft could copy from another row may be gone by its turn.
         self._state.vacate(place.row, length=len(request.prompt_ids))
@@ -320,14 +316,14 @@ class Decoder:
             requests, num_slots=self._num_slots, num_rounds=self._num_rounds, table=self.round.uniforms, seed=self.seed
         )
 
-    def _place(self, requests: Sequence[Request], free: Sequence[int]) -> list[PromptRow]:
+    def _place(self, requests: Sequence[Request], free: Sequence[int]) -> tuple[list[PromptRow], list[RowCompletion]]:
+        """Give each request a free row and a completion."""
         if self.reuses:
-            return self._held.place([request.prompt_ids for request in requests], free)
-        return [PromptRow(row, Held(), Held()) for row in free[: len(requests)]]
-
-    def _owners(self, requests: Sequence[Request], places: Sequence[PromptRow]) -> list[RowCompletion]:
+            places = self._held.place([request.prompt_ids for request in requests], free)
+        else:
+            places = [PromptRow(row, Held(), Held()) for row in free[: len(requests)]]
         forwards = forwards_per_prompt(self.round.target, [len(request.prompt_ids) for request in requests])
-        return [
+        return places, [
             RowCompletion(
                 request=request, num_target_forwards=number, num_reused_tokens=place.target.num_tokens,
                 has_bonus=self.round.has_bonus,

@@ -14,7 +14,7 @@ from llama_ssp.kernels.layer import WholeLayer
 from llama_ssp.models.llama import layer as layers
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.quantization.precision import Precision
-from llama_ssp.storage.formats import formats
+from llama_ssp.storage.formats import CACHES, formats
 from tests.helpers.lanes import pairs
 from tests.helpers.models import load_lean, tiny_model
 from tests.unit.kernels.test_attention import Case, case
@@ -25,7 +25,7 @@ VOCABULARY = 208
 BEHIND = 140
 
 
-def runner(form: str = "none", **sizes: int) -> LeanRunner:
+def runner(form: str = "none", cache_dtype: str = "auto", **sizes: int) -> LeanRunner:
     """A model whose linear layers all have compiled products."""
     if not has_features(NEEDS):
         pytest.skip("this processor has no such layer")
@@ -34,7 +34,7 @@ def runner(form: str = "none", **sizes: int) -> LeanRunner:
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().float() if form != "fp32" else parameter.data
     kernel = None if form in {"none", "fp32"} else Precision(quantization=form).kernel
-    return load_lean(model, kernel=kernel)
+    return load_lean(model, kernel=kernel, precision=Precision(cache_dtype=cache_dtype))
 
 
 def logits(model: LeanRunner, num_tokens: int, *, batch_size: int = 1) -> Tensor:
@@ -75,12 +75,12 @@ def test_a_layer_in_one_operator_has_the_bits_of_its_parts(
         assert len(calls) == 2
 
 
-@pairs(batch_size=[1, 3], capacity=[300, 900], bucket=[256, 300])
+@pairs(batch_size=[1, 3], capacity=[300, 900], bucket=[256, 300], cache_dtype=[*CACHES.all()])
 def test_verifying_gives_the_logits_of_single_steps_whatever_the_cache(
-    batch_size: int, capacity: int, bucket: int
+    batch_size: int, capacity: int, bucket: int, cache_dtype: str
 ) -> None:
     ids = torch.randint(0, 208, (1, 206), generator=torch.Generator().manual_seed(0))
-    alone, model = runner(), runner()
+    alone, model = (runner(cache_dtype=cache_dtype) for _ in range(2))
     alone.allocate(batch_size=1, capacity=220)
     model.allocate(batch_size=batch_size, capacity=capacity)
     singles = [alone.forward(ids[:, t : t + 1], torch.tensor([[t]]), bucket=220) for t in range(206)]

@@ -31,8 +31,7 @@ from llama_ssp.kernels.linear import (
 )
 from llama_ssp.kernels.norm import RmsNorm
 from llama_ssp.models.quantization.precision import Precision
-from llama_ssp.storage.formats import INT4_GROUPS, Product, formats
-from llama_ssp.weights import int4_rows
+from llama_ssp.storage.formats import Product, formats
 from tests.helpers.four_bits import rounded
 from tests.helpers.lanes import pairs
 
@@ -141,14 +140,14 @@ def test_every_version_computes_the_product_of_its_weights(
     wanted = functional.linear(rows, stands_for(version, weight), None if bias is None else bias.double())
     within = 2e-3 if version == "dots" else TOLERANCES[torch.float32]
     assert_close(layer(x), wanted, within=within)
-    assert_close(layer.add(x, residual.clone()), wanted + residual, within=within)
+    assert_close(layer(x, residual.clone()), wanted + residual, within=within)
 
 
 @pairs(version=["plain", "packed", "bytes"], dtype=[torch.bfloat16, torch.float16], num_rows=[1, 5, 40])
 def test_rows_in_16_bits_have_results_in_16_bits(version: str, dtype: torch.dtype, num_rows: int) -> None:
     weight, bias = numbers(48, 96, dtype=dtype), numbers(48, dtype=dtype)
     x, residual = numbers(num_rows, 96, dtype=dtype), numbers(num_rows, 48, dtype=dtype)
-    found = made(version, weight, bias).add(x, residual.clone())
+    found = made(version, weight, bias)(x, residual.clone())
     assert found.dtype is dtype
     wanted = x.double() @ stands_for(version, weight.float()).t() + bias.double() + residual
     within = 2e-2 if version == "bytes" else TOLERANCES[dtype]  # whose scales have 16 bits too
@@ -167,7 +166,7 @@ def test_a_weight_of_a_16_bit_checkpoint_is_kept_in_16_bits_and_computes_as_in_f
     assert isinstance(form, HalfLinear)  # 1030 outputs are no whole blocks of the compiled kernel
     wanted = functional.linear(x.double(), weight.double(), bias.double())
     assert_close(form(x), wanted, within=1e-6)
-    assert_close(form.add(x, residual.clone()), wanted + residual, within=1e-6)
+    assert_close(form(x, residual.clone()), wanted + residual, within=1e-6)
 
 
 def test_what_fp16_cannot_hold_is_not_kept_in_it() -> None:
@@ -213,19 +212,8 @@ def test_our_product_of_a_gpu_takes_the_rows_for_which_it_was_faster_and_torch_s
         x, residual = numbers(num_rows, 24).double(), numbers(num_rows, 40).double()
         wanted = x @ weight.t() + bias
         assert_close(layer(x), wanted)
-        assert_close(layer.add(x, residual.clone()), wanted + residual)
+        assert_close(layer(x, residual.clone()), wanted + residual)
     assert taken == [1, 1, 8, 8]
-
-
-@pytest.mark.parametrize("group", INT4_GROUPS)
-def test_a_checkpoint_in_4_bits_is_multiplied_as_it_is_with_all_its_zeros(group: int) -> None:
-    shape = 48, 256 // group
-    codes, zeros = torch.arange(48 * 256).view(48, 256).remainder(16).to(torch.uint8), torch.arange(48 * 8) % 17
-    zeros = zeros.view(48, 8)[:, : shape[1]]
-    scales, x = numbers(*shape).abs().half().float(), numbers(5, 256)
-    layer = made(kinds.NIBBLES, int4_rows.pack(codes, scales, zeros))
-    weight = (codes.unflatten(1, (-1, group)) - zeros[..., None]).double() * scales[..., None].double()
-    assert_close(layer(x), x.double() @ weight.flatten(1).t())
 
 
 NORM = RmsNorm(numbers(256), 1e-5)

@@ -59,18 +59,6 @@ def test_logits_are_near_those_of_the_exact_cache_and_both_implementations_agree
     assert float((compiled - library).abs().mean()) < 0.2 * float((compiled - exact[0]).abs().mean())
 
 
-@pairs(name=OTHERS, batch_size=[1, 3])
-def test_verifying_gives_the_logits_of_single_steps_where_attention_is_compiled(name: str, batch_size: int) -> None:
-    alone, together = (runners(name)[0] for _ in range(2))
-    alone.allocate(batch_size=1, capacity=40)
-    together.allocate(batch_size=batch_size, capacity=48)
-    ids, positions, row = random_ids(1, TOKENS), torch.arange(TOKENS)[None], torch.tensor([batch_size - 1])
-    singles = [alone.forward(ids[:, t : t + 1], positions[:, t : t + 1], bucket=40) for t in range(TOKENS)]
-    together.forward(ids[:, :-5], positions[:, :-5], bucket=48, cache_rows_B=row)
-    found = together.forward(ids[:, -5:], positions[:, -5:], bucket=48, cache_rows_B=row)
-    assert torch.equal(found, torch.cat(singles[-5:], 1))
-
-
 @pairs(name=NAMES, place=[0, 1, 2])
 def test_caches_have_the_planned_bytes(name: str, place: int, tmp_path: Path) -> None:
     runner = runners(name)[place]

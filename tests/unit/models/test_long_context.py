@@ -3,12 +3,9 @@
 Shapes: B sequences, T positions.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from llama_ssp.cpu.compiled import has_features
 from llama_ssp.kernels.attention import NEEDS
@@ -18,8 +15,8 @@ from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.models import load_lean, tiny_model
+from tests.helpers.operator_count import LargestTensor
 from tests.unit.models.llama.test_decoder import random_ids
-from tests.unit.speculate.engine.test_round_cost import bytes_of
 
 CONTEXT, PROMPT = 32768, 3000
 ROPE = {
@@ -38,26 +35,6 @@ def runner(*, head_dim: int = 16, cache_dtype: str = "auto", num_layers: int = 2
     return load_lean(model, precision=Precision(cache_dtype=cache_dtype))
 
 
-class Largest(TorchDispatchMode):
-    """The bytes of the largest tensor that is made."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.num_bytes = 0
-
-    def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload,
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> object:
-        result = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            self.num_bytes = max(self.num_bytes, bytes_of(result))
-        return result
-
-
 @torch.inference_mode()
 def read(model: LeanRunner, capacity: int, num_tokens: int) -> Tensor:
     """The logits behind a prompt, in a cache of so many slots."""
@@ -72,7 +49,7 @@ def test_the_largest_tensor_of_a_prompt_grows_no_faster_than_its_context(head_di
     """A mask of all positions would have 4 GiB."""
     largest = []
     for capacity in CAPACITIES:
-        with Largest() as made:
+        with LargestTensor() as made:  # type: ignore[no-untyped-call]
             read(runner(head_dim=head_dim, cache_dtype=cache_dtype), capacity, capacity // 16)
         largest.append(made.num_bytes)
     assert largest[1] <= 4 * largest[0]

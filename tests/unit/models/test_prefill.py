@@ -92,14 +92,6 @@ def test_the_rest_of_a_prompt_has_the_logits_of_the_whole_packed_or_padded(
         assert_close(logits_BV[ROWS[1]], logits_BV[ROWS[3]])
 
 
-def test_what_has_no_kernel_for_lengths_pads() -> None:
-    by_length, by_mask = pair("llama", batch_size=4)
-    assert by_length.packs_prompts
-    assert not by_mask.packs_prompts
-    by_length.packs_prompts = False
-    assert read(by_length)[2] == [max(LENGTHS) * len(LENGTHS)]
-
-
 def test_prompts_admitted_while_others_decode_give_the_texts_that_they_give_alone() -> None:
     wanted = [
         Request(index=number, prompt_ids=tuple(range(3, 3 + length)), max_new_tokens=4 + 3 * (number % 3))

@@ -28,7 +28,6 @@ from tests.helpers.models import VOCAB_SIZE, library_logits, tiny_config
 from tests.unit.models.conftest import Saved
 
 SavedModels = Callable[[str], Saved]
-CPU = torch.device("cpu")
 FAMILIES = (
     "llama", "gpt_neox", "qwen2", "qwen3", "phi", "gemma", "mistral", "qwen2, windows", "gemma2", "gemma3_text",
     "gpt_neo",

@@ -130,13 +130,10 @@ class HalvesLinear(Linear):
     def __init__(self, weight_OI, bias_O):
         self._weight_OI, self._bias_O = weight_OI.bfloat16(), bias_O
 
-    def __call__(self, x_MI):
+    def __call__(self, x_MI, residual_MO=None):
         """See `Linear`."""
-        return torch.nn.functional.linear(x_MI, self._weight_OI.to(x_MI.dtype), self._bias_O)
-
-    def add(self, x_MI, residual_MO):
-        """See `Linear`."""
-        return self(x_MI) + residual_MO
+        y_MO = torch.nn.functional.linear(x_MI, self._weight_OI.to(x_MI.dtype), self._bias_O)
+        return y_MO if residual_MO is None else y_MO + residual_MO
 ''',
         "llama_ssp/storage/halves.py": '''
 """Weights in bf16."""

@@ -10,7 +10,7 @@ from llama_ssp.architectures.family import inventory
 from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import ConfigError
 from llama_ssp.machines import machine
-from llama_ssp.planning.acceptance import Acceptance, known
+from llama_ssp.planning.acceptance import known
 from llama_ssp.storage.formats import format_of
 from tests.helpers.own_conf import MACHINE, PAIRS, OwnConf, writer
 
@@ -162,20 +162,16 @@ def test_a_file_that_would_replace_all_settings_is_refused(name: str, own_conf: 
         catalogue.use(None)
 
 
-def of_pair(target: str, draft: str) -> Acceptance | None:
-    return known(target, draft)
-
-
 def test_a_users_pairs_come_first_and_name_their_file(own_conf: OwnConf) -> None:
-    shipped = of_pair("30B", "7B")
+    shipped = known("30B", "7B")
     assert shipped
     file = own_conf("pairs.yaml", PAIRS + "drafts: {ngram: {acceptance: 0.5, source: measured}}\n")
-    mine, copied = of_pair("mine", "7B"), of_pair("any", "ngram")
+    mine, copied = known("mine", "7B"), known("any", "ngram")
     assert mine
     assert copied
     assert (mine.probability, mine.source) == (0.61, str(file))
     assert (copied.probability, copied.source) == (0.5, "measured")
-    assert of_pair("30B", "7B") == shipped
+    assert known("30B", "7B") == shipped
 
 
 @pytest.mark.parametrize(
@@ -198,7 +194,7 @@ def test_a_users_pairs_come_first_and_name_their_file(own_conf: OwnConf) -> None
 def test_pairs_that_are_wrong_are_named_with_their_file(text: str, reason: str, own_conf: OwnConf) -> None:
     file = own_conf("pairs.yaml", text)
     with pytest.raises(ConfigError, match=f"{file}: {reason}"):
-        of_pair("a", "b")
+        known("a", "b")
 
 
 def test_a_users_gpus_come_before_those_of_the_package(own_conf: OwnConf, monkeypatch: pytest.MonkeyPatch) -> None:

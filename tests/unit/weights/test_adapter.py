@@ -29,7 +29,6 @@ from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 
 pytestmark = pytest.mark.seconds
 
-CPU = torch.device("cpu")
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
 

@@ -13,8 +13,9 @@ from llama_ssp.models.huggingface.device_map import check_device_map, load_devic
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.weights import Loading
 from llama_ssp.weights.checkpoint import inspect
-from tests.helpers.models import VOCAB_SIZE, build_checkpoint, library_logits
+from tests.helpers.models import build_checkpoint
 from tests.unit.models.conftest import Saved
+from tests.unit.models.llama.test_decoder import Library, ragged_rounds
 
 CPU = torch.device("cpu")
 GPUS = tuple(torch.device("cuda", index) for index in range(3))
@@ -26,17 +27,9 @@ SavedModels = Callable[[str], Saved]
 def test_ragged_rows_get_the_librarys_logits(saved: SavedModels, family: str) -> None:
     folder, model = saved(family)
     runner = load_device_map(Loading(inspect(folder)), [CPU])
-    runner.allocate(batch_size=2, capacity=24)
-    ids_BT = torch.randint(0, VOCAB_SIZE, (2, 14), generator=torch.Generator().manual_seed(1))
-    lengths_B1 = torch.tensor([[9], [5]])
-    with torch.inference_mode():
-        runner.forward(ids_BT[:, :9], torch.arange(9).expand(2, -1), bucket=16)
-        steps_B5 = lengths_B1 + torch.arange(5)
-        wanted_B2 = torch.tensor([[4, 0], [2, 4]])
-        logits_B2V = runner.forward(ids_BT.gather(1, steps_B5), steps_B5, bucket=16, score_positions_BR=wanted_B2)
-    for row, length in enumerate(lengths_B1[:, 0].tolist()):
-        expected_TV = library_logits(model, ids_BT[row, : length + 5])
-        torch.testing.assert_close(logits_B2V[row], expected_TV[length + wanted_B2[row]], atol=2e-5, rtol=0)
+    runner.allocate(batch_size=3, capacity=40)
+    for found, wanted in zip(ragged_rounds(runner), ragged_rounds(Library(model)), strict=True):
+        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("form", ["int8", "nf4", "int8_weight_only", "int4_weight_only"])

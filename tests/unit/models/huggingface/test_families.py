@@ -21,7 +21,7 @@ from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.models import prefill
 from llama_ssp.models.attention import BY_POSITION, SOFTCAPPED
 from llama_ssp.models.cache import Masks
-from llama_ssp.models.huggingface.families import mask_argument, windows_of
+from llama_ssp.models.huggingface.families import mask_argument
 from llama_ssp.models.huggingface.modules import build_empty, load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loading import check_model, load_model
@@ -268,7 +268,7 @@ def test_a_round_may_look_behind_the_last_position_that_gpt_neo_has_learned(tmp_
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2, windows", "gemma2", "gemma3_text", "gpt_neo"])
 def test_masks_take_the_bytes_that_are_planned(kind: str) -> None:
     config = tiny_config(kind)
-    masks = Masks(windows_of(config), capacity=24, dtype=torch.float32, device=CPU)
+    masks = Masks(record_of(config.model_type).windows_of(config), capacity=24, dtype=torch.float32, device=CPU)
     rows = masks.rows(torch.arange(8)[None], bucket=16)
     given = mask_argument(config, rows)
     stacked = [given] if isinstance(given, Tensor) else []

@@ -21,9 +21,8 @@ from llama_ssp.ranks.comms import Comm
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import pairs
-from tests.helpers.models import VOCAB_SIZE, build_checkpoint, load_lean, tiny_config, tiny_model
+from tests.helpers.models import VOCAB_SIZE, build_checkpoint, library_logits, load_lean, tiny_config, tiny_model
 
-CPU = torch.device("cpu")
 ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 32}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -33,6 +32,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, one kv head": ("llama", {"num_key_value_heads": 1}),
     "llama, no groups": ("llama", {"num_key_value_heads": 8}),
     "llama, layers that no plan cuts": ("llama", {"base_model_tp_plan": {}}),
+    "llama, dynamic": ("llama", {"rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 4.0}}),
     "llama, linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
     "llama, llama3": (
         "llama",
@@ -73,7 +73,29 @@ def random_ids(*shape: int) -> Tensor:
     return torch.randint(0, VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(1))
 
 
-def ragged_rounds(runner: Runner) -> list[Tensor]:
+class Library:
+    """The library's own logits of the texts that rows hold, by its own cache."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model, self._texts_BT = model, torch.zeros(3, 40, dtype=torch.int64)
+
+    def forward(
+        self, ids_BT: Tensor, positions_BT: Tensor, *, score_positions_BR: Tensor | None = None,
+        cache_rows_B: Tensor | None = None, **_bucket: int,
+    ) -> Tensor:  # fmt: skip
+        """See `Runner.forward`."""
+        rows_B = torch.arange(3) if cache_rows_B is None else cache_rows_B
+        self._texts_BT[rows_B[:, None], positions_BT] = ids_BT
+        found = []
+        for row, positions_T in zip(rows_B, positions_BT, strict=True):
+            found.append(library_logits(self._model, self._texts_BT[row, : positions_T[-1] + 1])[positions_T])
+        logits_BTV = torch.stack(found)
+        if score_positions_BR is None:
+            return logits_BTV
+        return logits_BTV.gather(1, score_positions_BR[..., None].expand(-1, -1, VOCAB_SIZE))
+
+
+def ragged_rounds(runner: Runner | Library) -> list[Tensor]:
     """Logits of a prefill, of ragged rows, of rows rolled back, of new rows among old ones, and of what follows."""
     ids_BT = random_ids(3, 16)
     starts_B1 = torch.tensor([[4], [11], [7]])
@@ -87,7 +109,7 @@ def ragged_rounds(runner: Runner) -> list[Tensor]:
             ids_BT.gather(1, back_B1 + offsets) ^ 1, back_B1 + offsets, bucket=16, score_positions_BR=starts_B1 % 3
         ),
         runner.forward(ids_BT[:2, 3:12], torch.arange(9).expand(2, -1), bucket=9, cache_rows_B=some_R),
-        runner.forward(ids_BT[:, 12:13], torch.tensor([[9], [13], [9]]), bucket=40),
+        runner.forward(ids_BT[:, 12:13], torch.tensor([[9], [12], [9]]), bucket=40),
     ]
 
 

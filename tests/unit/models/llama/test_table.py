@@ -3,15 +3,14 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from llama_ssp.architectures.matrices import split_model
 from llama_ssp.models.huggingface.modules import build_empty, table_of
-from llama_ssp.models.llama.table import llama_table, rotary_of
+from llama_ssp.models.llama.table import llama_table
 from llama_ssp.models.tensor_parallel import shard
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.weights.checkpoint import Checkpoint, shape_of
-from tests.helpers.models import tiny_config, tiny_model
+from tests.helpers.models import tiny_config
 
 BIASED = {"attention_bias": True, "mlp_bias": True, "attention_out_bias": True}
 KINDS = [
@@ -37,16 +36,3 @@ def test_names_shapes_roles_and_slices_are_those_of_the_library_s_modules(
     for name, _ in model.named_parameters(remove_duplicate=False):
         path, _, leaf = name.rpartition(".")
         assert table[name].slice_of(own) == getattr(model.get_submodule(path), "slices", {}).get(leaf), name
-
-
-@pytest.mark.parametrize("rope_type", ["default", "linear", "dynamic", "llama3", "yarn"])
-def test_frequencies_are_those_of_the_library(rope_type: str) -> None:
-    scaling = {
-        "rope_type": rope_type, "rope_theta": 5e5, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }  # fmt: skip
-    config = tiny_config("llama", rope_parameters=scaling)
-    library = tiny_model("llama", rope_parameters=scaling).model.rotary_emb
-    frequencies, factor = rotary_of(config)
-    assert torch.equal(frequencies, library.inv_freq)
-    assert factor == library.attention_scaling

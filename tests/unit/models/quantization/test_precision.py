@@ -63,7 +63,7 @@ def test_products_are_those_of_the_weights_that_the_form_stands_for(
         wanted += bias
     # Rounding of weights and sum to the number format; int8 rounds its inputs to 1/254 of the largest of a row too.
     tolerance = max(0.03 if form == "int8" else 0.0, 2 * torch.finfo(dtype).eps, 1e-5)
-    for found, reference in ((linear(x), wanted), (linear.add(x, residual), wanted + residual)):
+    for found, reference in ((linear(x), wanted), (linear(x, residual), wanted + residual)):
         assert found.dtype is dtype
         assert found.is_contiguous()
         assert (found - reference).abs().max() < tolerance * reference.abs().max()
@@ -97,14 +97,6 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(form: str, dtype: torch.dty
     beside = x.clone()
     beside[1:] *= 100
     assert torch.equal(linear(beside)[0], linear(x)[0])
-
-
-@pytest.mark.parametrize(("form", "num_rows"), [("int8", 5), ("int8", 40), ("int8_weight_only", 5)])
-@every_dtype
-def test_a_row_through_eight_bits_is_the_same_alone(form: str, dtype: torch.dtype, num_rows: int) -> None:
-    linear = make(form, numbers(96, 128, dtype=dtype), numbers(96, dtype=dtype))
-    x = numbers(num_rows, 128, dtype=dtype)
-    assert torch.equal(linear(x), torch.cat([linear(row) for row in x.split(1)]))
 
 
 @every_form

@@ -17,6 +17,7 @@ from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.draft import Draft
 from llama_ssp.speculate.sampling.processors import processor
+from llama_ssp.speculate.sampling.rules import Rule
 from tests.helpers.decoders import ScriptedLength, complete, make_decoder, requests
 from tests.helpers.lanes import grid, heavy
 from tests.helpers.own_vocabulary import ALIGNMENT, NUM_OWN_IDS, Spelling, intersection_drafter, own_text
@@ -37,7 +38,6 @@ class Checked(IntersectionDrafter):
         draft = super().propose(
             rows, num_tokens=num_tokens, uniforms_BKP=uniforms_BKP, bucket=bucket, num_unread=num_unread
         )
-        assert self._text
         for row, length in enumerate(rows.lengths_B.tolist()):
             num_prompt = int(self._text._prompt_lengths_B[row])
             if not 0 < num_prompt < length:
@@ -56,20 +56,15 @@ class Checked(IntersectionDrafter):
 
 
 def decoder(
-    *,
-    num_draft_tokens: int = 3,
-    kind: type[IntersectionDrafter] = IntersectionDrafter,
-    draft_seed: int = 1,
-    sharpness: float = 1.0,
+    *, num_draft_tokens: int = 3, kind: type[IntersectionDrafter] = IntersectionDrafter, sharpness: float = 1.0,
     **options: Any,  # noqa: ANN401
-) -> Decoder:
-    draft = PrefixRunner(NUM_OWN_IDS, seed=draft_seed, sharpness=sharpness)
-    return make_decoder(
-        PrefixRunner(sharpness=sharpness),
-        None,
-        make_drafter=lambda rule: intersection_drafter(draft, rule, num_draft_tokens=num_draft_tokens, kind=kind),
-        **options,
-    )
+) -> Decoder:  # fmt: skip
+    draft = PrefixRunner(NUM_OWN_IDS, seed=1, sharpness=sharpness)
+
+    def make(rule: Rule) -> IntersectionDrafter:
+        return intersection_drafter(draft, rule, num_draft_tokens=num_draft_tokens, kind=kind)
+
+    return make_decoder(PrefixRunner(sharpness=sharpness), None, make_drafter=make, **options)
 
 
 @grid(batch_size=[1, 3], num_draft_tokens=[1, 6], lag=[0, 1])
@@ -103,7 +98,6 @@ def test_a_text_as_long_as_the_drafts_context_goes_on_without_growing() -> None:
     drafter.runner.max_position_embeddings = 48
     (done,) = complete(made, [Request(index=0, prompt_ids=(4,) * 7, max_new_tokens=32)])
     assert len(done.token_ids) == 32
-    assert drafter._text
     assert drafter._text.num_slots == 48
     assert int(drafter._text._most) == 45
 

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,12 @@ from hypothesis import strategies as st
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.models.prefill import Prompts
-from llama_ssp.planning.spec import copied_texts
 from llama_ssp.run.requests import read_corpus
 from llama_ssp.settings.drafters import NgramConfig
-from llama_ssp.settings.schema import DrafterConfig
 from llama_ssp.speculate.drafters.ngram import Corpus, History, NgramDrafter
 from llama_ssp.speculate.sampling.context import Rows
 from tests.helpers.decoders import parts_of, tree_of
+from tests.helpers.planning import make_spec
 from tests.helpers.tokenizers import byte_level
 
 CPU = torch.device("cpu")
@@ -254,15 +254,12 @@ def test_other_texts_and_a_corpus_take_the_planned_bytes(tmp_path: Path) -> None
     sizes: dict[str, Any] = {"longest": config.longest, "shortest": config.shortest, "device": CPU}
     held = [History((7, 2, 40), **sizes), Corpus(torch.arange(90), num_tokens=config.num_corpus_tokens, **sizes)]
     allocated = sum(part.nbytes for texts in held for part in vars(texts).values() if isinstance(part, torch.Tensor))
-    planned = copied_texts(config)
-    assert planned
     numbers = 8 * (2 + 1 + 3 + 2 * (3 + 4 + 4))  # serials, the newest one, offsets of the table, and lengths of both
-    assert planned.num_bytes(batch_size=2, num_slots=40) == allocated - numbers
-    fallback = copied_texts(DrafterConfig(kind="model", fallback="ngram"))
-    assert fallback
-    assert (fallback.num_texts, fallback.num_corpus_tokens) == (64, 0)
+    spec = make_spec("7B", free_draft="ngram", copies=config, batch_size=2, prompt_tokens=20, max_new_tokens=15)
+    assert (spec.num_slots, spec.copies_bytes) == (40, allocated - numbers)
+    nowhere = replace(spec, copies=NgramConfig(kind="ngram", corpus="nowhere"))
     with pytest.raises(ConfigError, match=r"draft\.corpus=nowhere is no file"):
-        copied_texts(NgramConfig(kind="ngram", corpus="nowhere"))
+        assert nowhere.copies_bytes
 
 
 def test_a_corpus_is_the_texts_of_a_run_or_a_file(tmp_path: Path) -> None:

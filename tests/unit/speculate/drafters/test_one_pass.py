@@ -26,8 +26,7 @@ from llama_ssp.speculate.drafters.one_pass import OnePassDrafter
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.weights.head import HeadSource
 from tests.helpers import head_drafts
-from tests.helpers.decoders import complete, ids_of, make_decoder, requests_of
-from tests.helpers.head_drafts import NUM_DRAFTED, Seen
+from tests.helpers.head_drafts import NUM_DRAFTED, Seen, check_greedy
 from tests.helpers.lanes import heavy
 from tests.helpers.one_pass_heads import (
     CONFIGS,
@@ -95,13 +94,9 @@ def test_a_head_reads_what_it_has_missed_in_rounds_that_did_not_draft(layout: st
 def test_greedy_text_is_that_of_plain_decoding(layout: str, tmp_path: Path) -> None:
     """Launched and recorded, in batches of one and of three, which refill rows; accepted or not."""
     target, origin = save_pair(tmp_path, layout, likely=8)
-    runner, num_accepted = load(target), 0
-    plain = ids_of(complete(make_decoder(runner, None), requests_of(PROMPTS, 24)))
-    for batch_size, replay in ((1, False), (2, True), (3, WatchedGraphs)):
-        done = decode(runner, origin, batch_size=batch_size, replay=replay, temperature=0.0, num_new=24)
-        assert ids_of(done) == plain
-        num_accepted += sum(sum(each.accepted_lengths) for each in done)
-    assert num_accepted >= 3
+    ways = [{"batch_size": size, "replay": replay} for size, replay in ((1, False), (2, True), (3, WatchedGraphs))]
+    runner = load(target)
+    assert check_greedy(runner, PROMPTS, partial(decode, runner, origin), ways) >= 3
 
 
 @pytest.mark.parametrize("layout", CONFIGS)

@@ -47,6 +47,10 @@ def costs(*, draft_step: float, catch_up: float = 0.0, verified: float = 0.02) -
     return RoundCosts(rounds=rounds, catch_up=(catch_up,))
 
 
+def num_accepted(choice: DraftChoice, acceptance: float, rng: random.Random) -> int:
+    return next((place for place in range(choice.num_tokens) if rng.random() >= acceptance), choice.num_tokens)
+
+
 class Simulation:
     """Rounds of an adaptive run whose drafted tokens are accepted with a fixed probability."""
 
@@ -63,9 +67,7 @@ class Simulation:
             if number % 200 == 0:  # a new prompt, which the drafter has read
                 self.skipped = 0
             choice = self.length.choose([self.skipped])
-            accepted = 0
-            while accepted < choice.num_tokens and self.rng.random() < self.acceptance:
-                accepted += 1
+            accepted = num_accepted(choice, self.acceptance, self.rng)
             if choice.num_tokens:
                 self.cost += self.known.catch_up[0] * -(-self.skipped // 64)
             self.skipped = 0 if choice.num_tokens else self.skipped + 1
@@ -119,10 +121,7 @@ def test_a_second_drafter_is_found_when_it_becomes_the_better_one() -> None:
     for number in range(3000):
         choice = length.choose([0, 0])
         acceptance = 0.75 if choice.source == 0 else 0.05 if number < 1500 else 0.97
-        accepted = 0
-        while accepted < choice.num_tokens and rng.random() < acceptance:
-            accepted += 1
-        length.observe(choice, [accepted])
+        length.observe(choice, [num_accepted(choice, acceptance, rng)])
         used.append(choice.source)
     assert sum(used[1000:1500]) < 100
     assert sum(used[-500:]) > 450

@@ -30,9 +30,6 @@ DRAFTS: list[dict[str, Any]] = [
     {"draft": PrefixRunner(), "num_draft_tokens": 4},
     {"draft": PrefixRunner(seed=1), "num_draft_tokens": 1},
     {"draft": PrefixRunner(seed=1), "num_draft_tokens": 8, "batch_size": 5},
-    {"ngram": True, "num_draft_tokens": 4},
-    {"batch_size": 5},
-    {"draft": PrefixRunner(seed=1), "num_draft_tokens": 3, "replay": False},
 ]
 
 

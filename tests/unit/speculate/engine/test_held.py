@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -178,23 +178,17 @@ def test_a_turn_reads_neither_the_turns_before_it_nor_their_answers() -> None:
     assert reused([again]) == [len(text) + 1], "all but the last token, whose logits are wanted"
 
 
-def test_what_another_has_written_into_the_cache_is_not_taken() -> None:
+@pytest.mark.parametrize("is_timed", [False, True])
+@torch.inference_mode()
+def test_what_timed_rounds_or_another_decoder_have_written_is_not_taken(is_timed: bool) -> None:
     target = PrefixRunner()
-    decoder = make_decoder(target, None)
-    complete(decoder, wanted((1, 2, 3)))
-    target.allocate(batch_size=1, capacity=4)
-    with torch.inference_mode():
-        target.slots.cache.fill_(1.0)
-    (done,) = complete(decoder, wanted((1, 2, 3)))
-    assert (done.num_reused_tokens, done.token_ids) == (0, target.greedy((1, 2, 3), 6))
-
-
-def test_rounds_that_are_timed_leave_nothing_to_take() -> None:
-    target = PrefixRunner()
-    decoder = make_decoder(target, PrefixRunner())
+    decoder = make_decoder(target, PrefixRunner() if is_timed else None)
     complete(decoder, wanted((1, 2, 3, 4)))
-    with torch.inference_mode():
+    if is_timed:
         decoder.time_rounds(decoder.length.choices, num_slots=8)
+    else:
+        target.allocate(batch_size=1, capacity=4)
+        target.slots.cache.fill_(1.0)
     (done,) = complete(decoder, wanted((1, 2, 3, 4)))
     assert (done.num_reused_tokens, done.token_ids) == (0, target.greedy((1, 2, 3, 4), 6))
 
@@ -379,9 +373,8 @@ def same_texts(make: Callable[[], Decoder]) -> int:
     reuses, reads = make(), make()
     reads.reuses = False
     runs = runs_of(reads, num_runs=4)
-    found, wanted_ones = ([each for requests in runs for each in complete(decoder, requests)]
-                          for decoder in (reuses, reads))  # fmt: skip
-    assert outcome(found) == outcome(wanted_ones)
+    found, others = ([*chain(*(complete(decoder, requests) for requests in runs))] for decoder in (reuses, reads))
+    assert outcome(found) == outcome(others)
     return sum(reused(found))
 
 

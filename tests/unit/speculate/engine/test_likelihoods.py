@@ -20,7 +20,7 @@ from tests.helpers.log_probs import check as compare
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.prefix_runner import PrefixRunner
 
-CPU = torch.device("cpu")
+ALONE, CPU = Comm.single(), torch.device("cpu")
 LENGTHS, NUM_TOP = (7, 2, 30, 30, 12), 3
 KINDS = ["gemma2", "qwen3_moe", *map(heavy, ("gpt_neox", "gpt_oss", "phi", "deepseek_v3"))]
 TEXTS = [
@@ -44,7 +44,7 @@ def load(folder: Path, comm: Comm) -> Runner:
 
 
 def scores_of(
-    target: Runner, texts: list[ScoredText], *, batch_size: int, comm: Comm, src: int = 0
+    target: Runner, texts: list[ScoredText], *, batch_size: int = 3, comm: Comm = ALONE, src: int = 0
 ) -> list[TokenScores]:
     found = dict(log_likelihoods(target, texts, batch_size=batch_size, comm=comm, src=src, num_top=NUM_TOP))
     return [found[place] for place in range(len(texts))]
@@ -53,7 +53,7 @@ def scores_of(
 def test_a_certain_model_has_as_many_tokens_as_are_asked_for() -> None:
     """Their log-probabilities are far below any that sampling draws."""
     text = ScoredText(ids=[1, 2, 3, 4])
-    (found,) = scores_of(PrefixRunner(sharpness=1e4), [text], batch_size=1, comm=Comm.single())
+    (found,) = scores_of(PrefixRunner(sharpness=1e4), [text], batch_size=1)
     assert [len(ids) for ids in found.model.top_ids] == [NUM_TOP] * 3
     assert min(found.model.top_log_probs[0]) < -100
 
@@ -82,13 +82,13 @@ def test_a_token_has_the_log_probability_of_the_librarys_logits(
     saved: tuple[Path, PreTrainedModel], batch_size: int
 ) -> None:
     folder, model = saved
-    check(model, TEXTS, scores_of(load(folder, Comm.single()), TEXTS, batch_size=batch_size, comm=Comm.single()))
+    check(model, TEXTS, scores_of(load(folder, Comm.single()), TEXTS, batch_size=batch_size))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_has_the_figures_of_the_library(kind: str, tmp_path: Path) -> None:
     model = build_checkpoint(tmp_path, kind)
-    check(model, TEXTS, scores_of(load(tmp_path, Comm.single()), TEXTS, batch_size=3, comm=Comm.single()))
+    check(model, TEXTS, scores_of(load(tmp_path, Comm.single()), TEXTS, batch_size=3))
 
 
 def test_the_greedy_continuation_is_the_best_and_no_other(saved: tuple[Path, PreTrainedModel]) -> None:
@@ -98,7 +98,7 @@ def test_the_greedy_continuation_is_the_best_and_no_other(saved: tuple[Path, Pre
         ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
     other = [*ids[:-1], (ids[-1] + 1) % VOCAB_SIZE]
     texts = [ScoredText(ids=each, num_given=len(ids) - 4) for each in (ids, other)]
-    best, worse = scores_of(load(folder, Comm.single()), texts, batch_size=2, comm=Comm.single())
+    best, worse = scores_of(load(folder, Comm.single()), texts, batch_size=2)
     assert best.are_best == [True] * 4
     assert worse.are_best == [True] * 3 + [False]
 
@@ -110,9 +110,9 @@ def test_chunks_of_any_length_give_the_same_scores(monkeypatch: pytest.MonkeyPat
         ScoredText(ids=[7 * token % 11 for token in range(length)], num_given=num_given)
         for length, num_given in ((30, 20), (14, 2), (29, 28))
     ]
-    alone = [scores_of(PrefixRunner(), [text], batch_size=1, comm=Comm.single())[0] for text in texts]
+    alone = [scores_of(PrefixRunner(), [text], batch_size=1)[0] for text in texts]
     monkeypatch.setattr(engine, "_MOST_SCORED", num_logits)
-    together = scores_of(PrefixRunner(), texts, batch_size=3, comm=Comm.single())
+    together = scores_of(PrefixRunner(), texts, batch_size=3)
     for one, other in zip(alone, together, strict=True):
         assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
         assert one.are_best == other.are_best

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.engine.executors import GraphExecutor
-from llama_ssp.speculate.engine.state import BatchState, Request
-from tests.helpers.decoders import complete, ids_of, make_decoder, outcome, requests
+from llama_ssp.speculate.engine.state import BatchState
+from tests.helpers.decoders import complete, ids_of, make_decoder, outcome, requests, requests_of
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.kinds import near_pair
 from tests.helpers.lanes import grid, heavy
@@ -77,19 +77,18 @@ def test_only_tokens_that_are_left_are_sent_and_the_text_is_the_same(top_k: int 
     assert (max(widths) < 11) if top_k != 10 else (widths == {11}), "what is hardly shorter is sent whole"
 
 
-def test_a_draft_that_is_always_accepted_gains_k_tokens_a_round_without_a_bonus() -> None:
+@pytest.mark.parametrize(
+    ("num_new", "accepted", "examined"),
+    [(1 + 1 + 4 * 5, [1, 4, 4, 4, 4, 4], [1, 4, 4, 4, 4, 4]), (1 + 1 + 4 + 2, [1, 4, 2], [1, 4, 0])],
+)
+def test_a_draft_that_is_always_accepted_gains_k_tokens_a_round_without_a_bonus(
+    num_new: int, accepted: list[int], examined: list[int]
+) -> None:
+    """The first token of the first block, then whole blocks; rounds that the length limit cuts are not counted."""
     made = overlapped_decoder(PrefixRunner(), PrefixRunner(), num_draft_tokens=4)
-    (completion,) = complete(made, [Request(index=0, prompt_ids=(1, 2), max_new_tokens=1 + 1 + 4 * 5)])
-    assert completion.accepted_lengths == [1, 4, 4, 4, 4, 4], "the first token of the first block, then whole blocks"
-    assert completion.draft_lengths == [1, 4, 4, 4, 4, 4]
-    assert completion.examined_lengths == [1, 4, 4, 4, 4, 4]
-
-
-def test_rounds_that_the_length_limit_cuts_are_not_counted() -> None:
-    made = overlapped_decoder(PrefixRunner(), PrefixRunner(), num_draft_tokens=4)
-    (completion,) = complete(made, [Request(index=0, prompt_ids=(1, 2), max_new_tokens=1 + 1 + 4 + 2)])
-    assert completion.accepted_lengths == [1, 4, 2]
-    assert completion.examined_lengths == [1, 4, 0]
+    (completion,) = complete(made, requests_of([(1, 2)], num_new))
+    assert (completion.accepted_lengths, completion.examined_lengths) == (accepted, examined)
+    assert completion.draft_lengths[:2] == [1, 4]
 
 
 def test_a_round_without_a_block_in_flight_examines_one_token() -> None:

@@ -24,20 +24,13 @@ def joined(pieces: list[Piece]) -> str:
     return "".join(piece.text for piece in pieces)
 
 
-def test_no_piece_holds_half_a_character() -> None:
+def test_no_piece_holds_half_a_character_which_counts_to_the_token_that_completes_it() -> None:
     tokenizer = byte_level()
     ids = tokenizer.encode("a🙂b")
-    assert len(ids) == 6
-    stream = IncrementalText(tokenizer, [])
-    assert [joined(stream.push([token_id])) for token_id in ids] == ["a", "", "", "", "🙂", "b"]
-
-
-def test_a_character_counts_to_the_token_that_completes_it() -> None:
-    tokenizer = byte_level()
-    ids = tokenizer.encode("a🙂b")
-    stream = IncrementalText(tokenizer, [])
-    assert stream.push(ids[:3], num_accepted=3) == [Piece("a", True)]
-    assert stream.push(ids[3:], num_accepted=1) == [Piece("🙂b", False)]
+    alone, grouped = (IncrementalText(tokenizer, []) for _ in range(2))
+    assert [joined(alone.push([token_id])) for token_id in ids] == ["a", "", "", "", "🙂", "b"]
+    assert grouped.push(ids[:3], num_accepted=3) == [Piece("a", True)]
+    assert grouped.push(ids[3:], num_accepted=1) == [Piece("🙂b", False)]
 
 
 def test_accepted_tokens_and_the_targets_own_are_told_apart() -> None:

@@ -37,11 +37,14 @@ def decoded(
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("shape", [*SHAPES, DYNAMIC])
-def test_greedy_text_is_that_of_plain_decoding(shape: str, batch_size: int) -> None:
-    target, draft = PrefixRunner(), PrefixRunner(seed=1)
-    found = decoded(target, draft, shape, temperature=0.0, batch_size=batch_size)
+@pytest.mark.parametrize(
+    ("shape", "ngram"), [(DYNAMIC, False), *((shape, ngram) for shape in SHAPES for ngram in (False, True))]
+)
+def test_greedy_text_is_that_of_plain_decoding(shape: str, ngram: bool, batch_size: int) -> None:
+    target, draft = PrefixRunner(), None if ngram else PrefixRunner(seed=1)
+    found = decoded(target, draft, shape, temperature=0.0, batch_size=batch_size, ngram=ngram)
     assert ids_of(found) == target.texts(requests_of(PROMPTS, NUM_NEW))
+    assert not ngram or any(sum(each.accepted_lengths) for each in found)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -68,15 +71,6 @@ def test_sampled_text_depends_neither_on_the_batch_nor_on_the_executor(shape: st
     assert any(sum(accepted) for _, accepted in wanted)
     assert texts(batch_size=3, replay=False) == wanted
     assert texts(batch_size=5, replay=True) == wanted
-
-
-@pytest.mark.parametrize("batch_size", [1, 5])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_look_up_drafts_trees_for_the_plain_text(shape: str, batch_size: int) -> None:
-    target = PrefixRunner()
-    found = decoded(target, None, shape, temperature=0.0, batch_size=batch_size, ngram=True)
-    assert ids_of(found) == target.texts(requests_of(PROMPTS, NUM_NEW))
-    assert any(sum(each.accepted_lengths) for each in found)
 
 
 def test_sampled_text_by_look_up_depends_neither_on_the_batch_nor_on_the_executor() -> None:

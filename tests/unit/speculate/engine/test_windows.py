@@ -1,6 +1,5 @@
 """Trees on models whose layers see only the latest positions write the plain text, also once it is longer."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,9 @@ import torch
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.llama.head import HeadRunner
 from llama_ssp.models.loading import load_model
-from llama_ssp.models.runner import Runner
 from llama_ssp.models.weights import Loading
-from llama_ssp.ranks.comms import Comm
 from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.engine.loop import Decoder
-from llama_ssp.speculate.engine.state import Request
 from tests.helpers.decoders import complete, ids_of, make_decoder, parts_of, requests_of
 from tests.helpers.draft_heads import SMALL_WIDTH, save_small_pair
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
@@ -28,19 +24,8 @@ NUM_NEW = 44
 PROMPTS = ((7, 8, 9, 7, 8), (5,), tuple(range(20, 50)))
 
 
-def wanted() -> list[Request]:
-    return requests_of(PROMPTS, NUM_NEW)
-
-
 def texts(decoder: Decoder) -> list[list[int]]:
-    return ids_of(complete(decoder, wanted()))
-
-
-def decoders(target: Runner, draft: Runner, comm: Comm) -> Sequence[Decoder]:
-    """Plain decoding, then trees of a model and by look-up."""
-    drafts = [(draft, "2x2x1"), (draft, "dynamic-9x4x3"), (None, "3x1x1")]
-    trees = [make_decoder(target, own, ngram=not own, batch_size=2, comm=comm, tree=shape) for own, shape in drafts]
-    return [make_decoder(target, None, batch_size=2, comm=comm), *trees]
+    return ids_of(complete(decoder, requests_of(PROMPTS, NUM_NEW)))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -52,7 +37,11 @@ def test_greedy_text_is_plain_text(family: str, num_ranks: int, tmp_path: Path) 
     targets, drafts = (load_ranks(tmp_path, comms) for _ in range(2))
 
     def one_rank(comm: ThreadComm) -> list[list[list[int]]]:
-        return [texts(each) for each in decoders(targets[comm.rank], drafts[comm.rank], comm)]
+        found = [texts(make_decoder(targets[comm.rank], None, batch_size=2, comm=comm))]
+        for draft, shape in ((drafts[comm.rank], "2x2x1"), (drafts[comm.rank], "dynamic-9x4x3"), (None, "3x1x1")):
+            how: Any = {"ngram": draft is None, "tree": shape, "batch_size": 2, "comm": comm}
+            found.append(texts(make_decoder(targets[comm.rank], draft, **how)))
+        return found
 
     for plain, *trees in on_ranks(comms, one_rank):
         assert len({*map(tuple, plain)}) > 1

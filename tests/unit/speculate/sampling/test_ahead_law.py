@@ -8,6 +8,7 @@ from collections.abc import Callable
 from itertools import product
 from typing import NamedTuple, cast
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -160,30 +161,27 @@ def test_overlapped_rounds_keep_the_targets_law(rule_name: str, name: str, size:
     assert error(rule_name, name, num_drafted=size[0], wanted=size[1]) < 1e-12
 
 
-def test_a_bonus_token_before_a_block_in_flight_is_found() -> None:
-    """A block that was drafted behind one token, kept behind another."""
-
-    def faulty(*drafts: object, ahead_B: Tensor, draws: Draws) -> Verdict:
-        verdict = verify_ahead(*drafts, ahead_B=ahead_B, draws=draws)  # type: ignore[arg-type]
-        best_B1 = cast("Tensor", drafts[-1])[:, -1].argmax(-1, keepdim=True)
-        next_ids_B1 = torch.where(verdict.node_B1 > ahead_B[:, None], best_B1, verdict.next_ids_B1)
-        return verdict._replace(next_ids_B1=next_ids_B1)
-
-    assert error("speculative", "temperature", num_drafted=2, wanted=3, decide=faulty) > 1e-3
+def bonus_before_a_block(*drafts: object, ahead_B: Tensor, draws: Draws) -> Verdict:
+    """A block that was drafted behind one token is kept behind another."""
+    verdict = verify_ahead(*drafts, ahead_B=ahead_B, draws=draws)  # type: ignore[arg-type]
+    best_B1 = cast("Tensor", drafts[-1])[:, -1].argmax(-1, keepdim=True)
+    next_ids_B1 = torch.where(verdict.node_B1 > ahead_B[:, None], best_B1, verdict.next_ids_B1)
+    return verdict._replace(next_ids_B1=next_ids_B1)
 
 
-def test_a_block_that_stays_in_flight_behind_a_rejection_is_found() -> None:
-    def faulty(*drafts: object, ahead_B: Tensor, draws: Draws) -> Verdict:
-        verdict = verify_ahead(*drafts, ahead_B=ahead_B, draws=draws)  # type: ignore[arg-type]
-        return verdict._replace(node_B1=ahead_B[:, None] + 1)
-
-    assert error("speculative", "temperature", num_drafted=2, wanted=3, decide=faulty) > 1e-3
+def block_behind_a_rejection(*drafts: object, ahead_B: Tensor, draws: Draws) -> Verdict:
+    verdict = verify_ahead(*drafts, ahead_B=ahead_B, draws=draws)  # type: ignore[arg-type]
+    return verdict._replace(node_B1=ahead_B[:, None] + 1)
 
 
-def test_blocks_that_are_dropped_from_rows_that_go_on_plainly_keep_the_law() -> None:
-    def dropping(rule: Rule, *arguments: Tensor, ahead_B: Tensor, draws: Draws) -> Verdict:
-        verdict = verify_ahead(rule, *arguments, ahead_B=ahead_B, draws=draws)  # type: ignore[arg-type]
-        same = draws._replace(plain_BTP=draws.residual_BP[:, None])
-        return rule.or_plain(verdict, ahead_B[:, None] > 0, arguments[-1], draws=same)
+def dropping(rule: Rule, *arguments: Tensor, ahead_B: Tensor, draws: Draws) -> Verdict:
+    """Blocks are dropped from rows that go on plainly, which is no fault."""
+    verdict = verify_ahead(rule, *arguments, ahead_B=ahead_B, draws=draws)  # type: ignore[arg-type]
+    same = draws._replace(plain_BTP=draws.residual_BP[:, None])
+    return rule.or_plain(verdict, ahead_B[:, None] > 0, arguments[-1], draws=same)
 
-    assert error("speculative", "temperature", num_drafted=2, wanted=3, decide=dropping) < 1e-12
+
+@pytest.mark.parametrize("decide", [bonus_before_a_block, block_behind_a_rejection, dropping])
+def test_a_block_in_flight_behind_another_token_is_found(decide: Decide) -> None:
+    found = error("speculative", "temperature", num_drafted=2, wanted=3, decide=decide)
+    assert found < 1e-12 if decide is dropping else found > 1e-3

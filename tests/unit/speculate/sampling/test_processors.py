@@ -1,7 +1,7 @@
 """The processors keep what transformers' warpers keep, and a draw has exactly the law of its weights."""
 
 import math
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -51,14 +51,24 @@ def test_processors_agree_with_transformers(
     torch.testing.assert_close(probs_BV, expected_BV, rtol=3e-5 if dtype is torch.float32 else 1e-12, atol=0)
 
 
-@pytest.mark.parametrize("top_p", [None, 0.55])
-def test_top_k_keeps_every_token_that_ties_with_the_last_kept_one_as_transformers_does(top_p: float | None) -> None:
-    sampling = SamplingConfig(temperature=1.0, top_k=2, top_p=top_p)
-    logits_BV = torch.tensor([[0.0, 1.0, 1.0, 2.0, 1.0, -1.0]])
-    probs_BV = processor(sampling)(logits_BV)
-    assert (probs_BV[0] > 0).tolist() == [False, True, True, True, True, False]
-    if top_p is None:
-        torch.testing.assert_close(probs_BV, warped(logits_BV, sampling))
+@pytest.mark.parametrize(
+    ("sampling", "logits", "kept", "as_library"),
+    [
+        ({"top_k": 2}, [0.0, 1.0, 1.0, 2.0, 1.0, -1.0], [1, 2, 3, 4], True),
+        ({"top_k": 2, "top_p": 0.55}, [0.0, 1.0, 1.0, 2.0, 1.0, -1.0], [1, 2, 3, 4], False),
+        ({"top_p": 0.5}, [0.0, math.log(2), float("-inf"), 0.0], [1], True),  # it is reached exactly
+        ({"top_p": 0.5}, [0.0] * 4, [0, 1, 2, 3], False),
+    ],
+)
+def test_every_token_that_ties_with_the_last_kept_one_is_kept(
+    sampling: dict[str, Any], logits: list[float], kept: list[int], as_library: bool
+) -> None:
+    """Transformers does so for top-k."""
+    config, logits_BV = SamplingConfig(temperature=1.0, **sampling), torch.tensor([logits], dtype=torch.float64)
+    probs_BV = processor(config)(logits_BV)
+    assert (probs_BV[0] > 0).nonzero()[:, 0].tolist() == kept
+    if as_library:
+        torch.testing.assert_close(probs_BV, warped(logits_BV, config))
 
 
 @pytest.mark.parametrize("top_p", [None, 0.8])
@@ -70,18 +80,6 @@ def test_a_draft_that_breaks_ties_keeps_just_so_many_of_them(top_p: float | None
     assert probs.sum(-1).tolist() == pytest.approx([1, 1])
     assert torch.equal(probs[1], whole[1])
     assert (whole[0] > 0).sum() == 4
-
-
-def test_top_p_stops_where_it_is_reached_exactly_as_transformers_does() -> None:
-    sampling = SamplingConfig(temperature=1.0, top_p=0.5)
-    logits_BV = torch.tensor([[0.0, math.log(2), float("-inf"), 0.0]], dtype=torch.float64)
-    assert logits_BV.softmax(-1).tolist() == [[0.25, 0.5, 0.0, 0.25]]
-    assert processor(sampling)(logits_BV).tolist() == warped(logits_BV, sampling).tolist() == [[0.0, 1.0, 0.0, 0.0]]
-
-
-def test_top_p_keeps_tokens_that_tie_together() -> None:
-    probs_BV = processor(SamplingConfig(temperature=1.0, top_p=0.5))(torch.zeros(1, 4))
-    torch.testing.assert_close(probs_BV, torch.full((1, 4), 0.25))
 
 
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(top_k=5, top_p=0.9), SamplingConfig(min_p=0.1)])
