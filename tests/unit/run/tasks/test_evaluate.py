@@ -125,6 +125,14 @@ def test_every_rule_passes(rule: str, tmp_path: Path) -> None:
     assert ended.code == 0, ended.err
 
 
+@pytest.mark.heavy
+def test_no_residual_is_expected_of_a_head_whose_second_token_has_another_law_than_its_first(tmp_path: Path) -> None:
+    sizes = "num_samples=40", "max_new_tokens=12", "batch_size=40"
+    ended = launch("task=evaluate", "prompt=import", *sizes, "draft=tiny-eagle", f"run_dir={tmp_path}/run")
+    assert ended.code == 0, ended.err
+    assert not [found for found in verdict(tmp_path / "run")["measures"] if "after a rejection" in found["name"]]
+
+
 @pytest.mark.parametrize(
     ("arguments", "rounds"),
     [
@@ -146,7 +154,9 @@ def test_scores_follow_how_rounds_draft_and_verify(arguments: tuple[str, ...], r
     given = ["task=evaluate", *arguments]
     if not any("dtype" in argument for argument in arguments):
         given.append("model.dtype=fp32")
-    assert evaluate.rounds_of(compose_run(*given)[0]) == rounds
+    config, _ = compose_run(*given)
+    assert evaluate.rounds_of(config, has_head=False) == rounds
+    assert not evaluate.rounds_of(config, has_head=True).sees_rejections
 
 
 PROMPT = (3, 1, 4)
