@@ -134,7 +134,6 @@ def _foreign(tree: ast.AST, ours: set[str]) -> Iterator[str]:
 
 
 def _imports(tree: ast.AST) -> dict[str, str]:
-    """What each imported name of a module stands for."""
     found: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
