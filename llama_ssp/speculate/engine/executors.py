@@ -57,7 +57,7 @@ class TracedExecutor(Executor):
             return stage.function(state, *values)
         if stage.name not in self.traced:
             self.traced[stage.name] = Traced(self._call, reads=stage.reads)
-        drafted = stage.choice if stage.name == "draft" else stage.choice.num_tokens
+        drafted = stage.choice if stage.name.startswith("draft") else stage.choice.num_tokens
         tensors = tensors_of(values)
         key, version = (state.lengths_B.shape, drafted, len(tensors)), self._round.num_allocations
         self._stage, self._values, self._place = stage, values, (stage.name, key)
