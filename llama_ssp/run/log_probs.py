@@ -19,7 +19,7 @@ from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session
 from llama_ssp.run.tasks.records import GenerateConfig, OutputFormat
 from llama_ssp.settings.schema import RunConfig
-from llama_ssp.speculate.engine.likelihoods import ScoredText, TokenScores, law_of, log_likelihoods
+from llama_ssp.speculate.engine.likelihoods import ScoredText, law_of, log_likelihoods
 
 _Ids = Sequence[int]
 
@@ -45,17 +45,13 @@ def score_completions(
         law=None if num_top is None else law_of(config.sampling),
     )  # fmt: skip
     for place, scores in found:
-        yield place, _asked(scores, config, num_new=len(texts[place][1]))
-
-
-def _asked(scores: TokenScores, config: RunConfig, *, num_new: int) -> CompletionLogProbs:
-    new, before = slice(-num_new, None), slice(0, -num_new)
-    num_top, num_of_prompt = config.logprobs, config.prompt_logprobs
-    return CompletionLogProbs(
-        logprobs=None if num_top is None else scores.model.part(new, num_top),
-        drawn_logprobs=scores.drawn.part(new, num_top) if scores.drawn and num_top is not None else None,
-        prompt_logprobs=None if num_of_prompt is None else scores.model.part(before, num_of_prompt),
-    )  # fmt: skip
+        num_new = len(texts[place][1])
+        new, before = slice(-num_new, None), slice(0, -num_new)
+        yield place, CompletionLogProbs(
+            logprobs=None if num_top is None else scores.model.part(new, num_top),
+            drawn_logprobs=scores.drawn.part(new, num_top) if scores.drawn and num_top is not None else None,
+            prompt_logprobs=None if num_of_prompt is None else scores.model.part(before, num_of_prompt),
+        )  # fmt: skip
 
 
 def record_log_probs(session: Session, requests: Sequence[PromptRequest]) -> None:

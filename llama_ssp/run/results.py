@@ -2,9 +2,8 @@
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -35,6 +34,8 @@ def finalize(session: Session) -> None:
     The report comes last, since matplotlib takes a second to import: the user can read the results meanwhile.
     """
     comm, folder, config = session.world.comm, session.folder, session.config
+    if not task_of(config).reads_prompts:
+        return
     session.memory.sample()
     experts_read_3, now = session.experts_read_3, CoreTimes.read(session.world.cores)
     own = (
@@ -76,10 +77,9 @@ def finalize(session: Session) -> None:
         forecast=forecast(plan.timing) if plan and not task.largest_cell else records.Forecast(),
         startup=session.start_clock.times,
     )  # fmt: skip
-    gains_of = partial(round_gains, num_draft_tokens=most_drafted) if activities else None
     summary = summarise(
         facts, folder.lines, folder.cells, evaluation=session.evaluation, activities=activities,
-        excerpts=excerpts(folder.lines, session.models.tokenizer, gains_of=gains_of),
+        excerpts=excerpts(folder.lines, session.models.tokenizer, overlapped=most_drafted if activities else None),
         num_draft_tokens=most_drafted if session.models.drafts else 0,
     )  # fmt: skip
     slow, disturbed = _disturbance(session, summary, now, ranks_s=sum(used_s[: session.world.ranks.local_size]))
@@ -134,15 +134,12 @@ def _activities(session: Session) -> list[records.RankActivity]:
 
 
 def excerpts(
-    lines: Sequence[records.CompletionLine],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    gains_of: Callable[[Sequence[int]], list[int]] | None = None,
+    lines: Sequence[records.CompletionLine], tokenizer: PreTrainedTokenizerBase, *, overlapped: int | None = None
 ) -> list[records.Excerpt]:
     """The first completions of a run, one a prompt, with their text split by who chose each token.
 
-    The speculative ones if there are any. `gains_of` makes the new tokens of each round from the accepted ones; without
-    it a round adds one of the target's.
+    The speculative ones if there are any. `overlapped` is the K of rounds that overlap; all others add one of the
+    target's tokens to the accepted ones.
     """
     best = [line for line in lines if line.mode == records.SPECULATIVE] or lines
     chosen = sorted((line for line in best if not line.sample), key=lambda line: line.index)[:_NUM_EXCERPTS]
@@ -151,8 +148,8 @@ def excerpts(
         prompt, token_ids = line.prompt[-_MOST_PROMPT_CHARS:], line.token_ids[:_MOST_TOKENS]
         accepted_lengths = line.accepted_lengths or [0] * len(token_ids)
         gains = [num_accepted + 1 for num_accepted in accepted_lengths]
-        if gains_of and line.accepted_lengths:
-            gains = gains_of(accepted_lengths)
+        if overlapped and line.accepted_lengths:
+            gains = round_gains(accepted_lengths, overlapped)
         text = IncrementalText(tokenizer, tokenizer.encode(prompt, add_special_tokens=False))
         pieces, begin = text.push(token_ids[:1]), 1  # the prefill chose it
         for num_accepted, gain in zip(accepted_lengths, gains, strict=True):
