@@ -21,6 +21,7 @@ from llama_ssp.reports.records import PLAIN, BenchmarkCell, CompletionLine, Line
 from llama_ssp.words import visible
 
 COSTS_FILE, MODELS_FILE, LOG_PROBS_FILE = "round_costs.json", "models.json", "logprobs.jsonl"
+BATCH_FILE = "batch_output.jsonl"
 CHANGEABLE = (
     "run_dir", "resume", "quiet", "logprobs", "prompt_logprobs", "timeouts", "hardware", "dry_run",
     "speculation.acceptance",
@@ -120,6 +121,10 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     def write_kept(self, name: str, content: str) -> None:
         """Write such a file; raises SspError if the disk fails."""
         _write_whole(self.path / name, content)
+
+    def append_kept(self, name: str, content: str) -> None:
+        """Write to the end of such a file; raises SspError as `append` does."""
+        _append(self.path / name, content.encode())
 
     def put_in_order(self) -> None:
         """Sort `run.jsonl` by prompt and sample after a run with replicas; on SspError the file is unchanged."""

@@ -123,7 +123,7 @@ def _load(
     requests = _read_requests(config, world, terminal, folder, maker)
     if note := note_on(config.sampling, generation or {}):
         terminal.say(note)
-    if task.reads_prompts:
+    if requests != []:  # those of a server or a batch fill all rows
         config = dry_run.with_filled_rows(config, num_completions=len(requests) if requests else config.num_samples)
     plan = _make_plan(config, world, terminal, requests)
     clock.reach("checked_s")

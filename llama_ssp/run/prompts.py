@@ -10,6 +10,7 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -84,13 +85,15 @@ class Prompt:
 
 
 def read_prompts(config: RunConfig) -> list[Prompt]:
-    """Read the prompts of a run, each turn of a conversation on its own.
+    """Read the prompts of a run, each turn of a conversation on its own; none of a batch file, see `serve.batch`.
 
     Raises ConfigError if the file is unusable, an entry is no prompt, or the task takes no conversations.
     """
     task = task_of(config)
     if config.prompt is not None:
         return [Prompt(text=config.prompt)]
+    if batch_lines(config):
+        return []
     if config.prompts is None:
         own_prompts = task.prompts(config)
         if not own_prompts:
@@ -110,6 +113,22 @@ def read_prompts(config: RunConfig) -> list[Prompt]:
     return prompts
 
 
+def batch_lines(config: RunConfig) -> list[str]:
+    """The lines of `prompts` if it is a batch file of OpenAI's for task=generate, one of whose lines is right."""
+    source = config.prompts or ""
+    if config.task.name != "generate" or ending_of(source) != ".jsonl" or not Path(source).is_file():
+        return []
+    lines = [str(line) for _, line in _lines(_text_of(source), source)]
+    return lines if any('"custom_id"' in line and _is_of_batch(line) for line in lines) else []
+
+
+def _is_of_batch(line: str) -> bool:
+    with suppress(ValueError):
+        content = read_json(line)
+        return isinstance(content, dict) and content.keys() >= {"custom_id", "method", "url", "body"}
+    return False
+
+
 def is_interactive(config: RunConfig) -> bool:
     """Whether prompts are typed one by one: `prompts=-` on a terminal."""
     return config.prompts == STANDARD_INPUT and sys.stdin.isatty()
@@ -123,18 +142,21 @@ def _records(source: str) -> Iterator[_Record]:
             f"prompts={source} cannot be read: {ending} is none of .txt (a prompt per line), .jsonl, .json, .csv, "
             ".tsv and .parquet; convert it to one of these"
         )
-    text = ""
-    if ending != ".parquet":
-        try:
-            text = sys.stdin.read() if source == STANDARD_INPUT else Path(source).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read prompts={source}: {error}; it must be a text file in UTF-8") from None
-    for where, content in _READERS.get(ending, _lines)(text.removeprefix("\ufeff"), source):
+    text = "" if ending == ".parquet" else _text_of(source)
+    for where, content in _READERS.get(ending, _lines)(text, source):
         if isinstance(content, dict):
             for name, value in content.items():
                 if not is_storable(value):
                     raise ConfigError(f"{where} has a field `{name}` that is infinite or nested too deep: leave it out")
         yield where, content
+
+
+def _text_of(source: str) -> str:
+    try:
+        text = sys.stdin.read() if source == STANDARD_INPUT else Path(source).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read prompts={source}: {error}; it must be a text file in UTF-8") from None
+    return text.removeprefix("\ufeff")
 
 
 def _lines(text: str, source: str) -> Iterator[_Record]:

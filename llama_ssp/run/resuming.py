@@ -8,7 +8,7 @@ from itertools import takewhile
 from llama_ssp.continuation import TextAfter
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports import reading
-from llama_ssp.reports.folder import MODELS_FILE, RunFolder
+from llama_ssp.reports.folder import BATCH_FILE, MODELS_FILE, RunFolder
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
 from llama_ssp.run.checkpoints import Source
 from llama_ssp.run.prompts import EXCERPT, Message, Prompt
@@ -45,7 +45,7 @@ def check_models(folder: RunFolder, sources: tuple[Source, Source | None], confi
     """
     target, draft = sources
     now = _Models(target=_files_of(target, config), draft=_files_of(draft, config) if draft else None)
-    if (folder.lines or folder.cells) and config.resume is not Resume.anyway:
+    if (folder.lines or folder.cells or folder.read_kept(BATCH_FILE)) and config.resume is not Resume.anyway:
         kept = folder.read_kept(MODELS_FILE)
         if kept is None:
             raise ConfigError(

@@ -45,16 +45,17 @@ class Inbox:
     Attributes:
         most_waiting: further ones are refused.
         num_running: completions that the decoder has.
+        is_closed: all further completions are refused.
     """
 
     most_waiting: int
     num_running: int = 0
+    is_closed: bool = False
     _waiting: deque[dict[str, Any]] = field(default_factory=deque)
     _dropped: list[int] = field(default_factory=list)
     _takers: dict[int, Callable[[Part], None]] = field(default_factory=dict)
     _numbers: "count[int]" = field(default_factory=count)
     _changed: threading.Condition = field(default_factory=threading.Condition)
-    _is_closed: bool = False
 
     @property
     def num_waiting(self) -> int:
@@ -72,7 +73,7 @@ class Inbox:
         Raises FullError or ClosedError, and then enters none.
         """
         with self._changed:
-            if self._is_closed:
+            if self.is_closed:
                 raise ClosedError
             if len(self._waiting) + len(completions) > self.most_waiting:
                 raise FullError
@@ -101,10 +102,6 @@ class Inbox:
         for taker in takers.values():
             taker(Part(finish_reason=ENDED))
         return [*takers]
-
-    def close(self) -> None:
-        """Refuse all further completions."""
-        self._is_closed = True
 
     def has_news(self, num_rows: int) -> bool:
         """Whether `take` would return anything."""

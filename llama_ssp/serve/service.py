@@ -11,6 +11,7 @@ Log-probabilities are those that the target gives once more to prompt and comple
 """
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -62,16 +63,15 @@ class _Scored(NamedTuple):
 
 
 class Service:
-    """The decoder of a server on one rank; `inbox` is that of rank 0."""
+    """The decoder of a server on one rank; `inbox` is that of rank 0, `length` the most tokens of a row."""
 
-    def __init__(self, session: Session, inbox: Inbox | None) -> None:
+    def __init__(self, session: Session, inbox: Inbox | None, *, length: int) -> None:
         self._session, self._inbox = session, inbox
         self._comm, self._tokenizer = session.world.comm, session.models.tokenizer
         self._to_score: deque[_Scored] = deque()
-        self._drains_until: float | None = None
+        self._drains_until = math.inf
         config = replace(session.config, sampling=SamplingConfig(temperature=1.0, by_row=RowSteps()))
         self._decoder = build_decoder(session.models, config, speculative=session.models.drafts)
-        length = length_of(config, session.models.context)
         longest = Request(index=0, prompt_ids=(0,), max_new_tokens=length - 1)
         make_ready(self._decoder, [longest], config, comm=self._comm, folder=session.folder)
 
@@ -83,7 +83,7 @@ class Service:
         self._decoder.round.forget_texts()
 
     def run(self) -> None:
-        """Decode until a signal has come, and what was running then has ended, or has been given up."""
+        """Decode until the inbox is closed and empty; a signal closes it, and ends after a while what still runs."""
         for updates in self._decoder.run([], more=self._more):
             for update in updates:
                 self._take(update)
@@ -133,24 +133,21 @@ class Service:
 
     def _has_news(self, num_rows: int) -> bool:
         """Whether rank 0 has something to say to all; False on others."""
-        if not self._inbox:
-            return False
-        is_over = self._session.stop_request.requested and (self._is_late() or self._inbox.is_empty)
-        return is_over or self._inbox.has_news(num_rows)
+        return self._inbox is not None and (self._is_over(self._inbox) or self._inbox.has_news(num_rows))
 
-    def _is_late(self) -> bool:
-        """Whether what is running since a signal came has had its time, on rank 0."""
-        if self._inbox and self._drains_until is None:
-            self._inbox.close()
+    def _is_over(self, inbox: Inbox) -> bool:
+        """Whether all has ended that is to, or has had its time since a signal came."""
+        if self._session.stop_request.requested and self._drains_until == math.inf:
+            inbox.is_closed = True
             self._drains_until = time.monotonic() + self._session.config.timeouts.drain_s
-        return time.monotonic() > (self._drains_until or 0.0)
+        return inbox.is_closed and (inbox.is_empty or time.monotonic() > self._drains_until)
 
     def _news(self, num_rows: int, *, is_idle: bool) -> tuple[list[dict[str, Any]], list[int], bool]:
         """Of rank 0: new completions, those to drop, and whether the server ends."""
         assert self._inbox, "rank 0 has one"
-        stops = self._session.stop_request.requested
+        stops = self._session.stop_request.requested or self._inbox.is_closed
         new, dropped = self._inbox.take(num_rows, wait_s=_BEAT_S if is_idle and not stops else 0.0)
-        is_over = stops and (self._is_late() or self._inbox.is_empty)
+        is_over = self._is_over(self._inbox)
         return new, [*dropped, *(self._inbox.give_up() if is_over else ())], is_over
 
     def _request(self, new: dict[str, Any]) -> ServedRequest:
@@ -176,23 +173,28 @@ class Service:
             )
 
 
+def check_layout(session: Session, asking: str) -> None:
+    """Raise ConfigError for a placement whose rank 0 could not answer; `asking` says what needs it."""
+    layout, size = session.models.mesh.layout, session.world.comm.size
+    if layout.verify_rank or (layout.splits_batch and session.config.batch_size < size):
+        raise ConfigError(
+            f"{asking} answers on rank 0, which has to verify a row of each round: place target and draft so that "
+            "rank 0 has a part of both, with batch_size of at least the number of ranks"
+        )
+
+
 @torch.inference_mode()
 def serve(session: Session, _requests: list[PromptRequest]) -> None:
     """Serve until a signal comes, then raise InterruptedRun; the same on every rank, of which rank 0 answers."""
     comm, inbox, front = session.world.comm, None, None
-    layout, num_rows = session.models.mesh.layout, session.config.batch_size
+    check_layout(session, "task=serve")
     with raise_on_all_ranks(comm):
-        if layout.verify_rank or (layout.splits_batch and num_rows < comm.size):
-            raise ConfigError(
-                "task=serve answers on rank 0, which has to verify a row of each round: place target and draft so that "
-                "rank 0 has a part of both, with batch_size of at least the number of ranks"
-            )
         if comm.rank == 0:
             from llama_ssp.serve.http import Front  # noqa: PLC0415 - of an extra
 
             inbox = Inbox(cast("ServeConfig", session.config.task).max_waiting)
             front = Front(session, inbox)
-    service = Service(session, inbox)
+    service = Service(session, inbox, length=length_of(session.config, session.models.context))
     service.warm_up()
     with front or nullcontext():
         if front:

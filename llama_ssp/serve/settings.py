@@ -1,7 +1,7 @@
 """`task=serve`: its settings, checks and record. Imports no torch."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from ipaddress import ip_address
@@ -13,9 +13,9 @@ from llama_ssp.settings.tasks import NoEffect, TaskSpec
 
 MOST_TOKENS, NUM_ROWS = 4096, 8
 INSTALL = ".venv/bin/python -m pip install -e '.[serve]' -c .venv/constraints.txt"
-_UNREAD = (
-    "prompt", "prompts", "chat", "num_samples", "ignore_eos", "stop_strings", "logprobs", "prompt_logprobs", "seed",
-    "sampling.bad_words", "sampling.min_new_tokens",
+_OF_BODIES = (
+    "chat", "num_samples", "ignore_eos", "stop_strings", "logprobs", "prompt_logprobs", "sampling.bad_words",
+    "sampling.min_new_tokens",
 )  # fmt: skip
 
 
@@ -45,9 +45,23 @@ def length_of(config: RunConfig, context: int | None = None) -> int:
     return min(task.max_length or MOST_TOKENS, context)
 
 
+def problems_of_bodies(
+    config: RunConfig, explicit: frozenset[str], *, source: str, unread: Sequence[str]
+) -> Iterator[str | NoEffect]:
+    """Yield the problems of a run whose requests are bodies of OpenAI's API, from a source such as "by HTTP"."""
+    reason = f"on task={config.task.name}, whose requests come {source}"
+    yield from (NoEffect(key, reason) for key in (*unread, *_OF_BODIES) if key in explicit)
+    if config.speculation.tree:
+        yield "requests draft chains: leave speculation.tree out"
+    if config.speculation.forced_lengths:
+        yield "requests keep the target's distribution: leave speculation.forced_lengths out"
+    if config.placement.num_replicas > 1:
+        yield "requests are answered by one replica: leave placement.num_replicas out"
+
+
 def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoEffect]:
     task = cast("ServeConfig", config.task)
-    yield from (NoEffect(key, "on task=serve, whose requests come by HTTP") for key in _UNREAD if key in explicit)
+    yield from problems_of_bodies(config, explicit, source="by HTTP", unread=("prompt", "prompts", "seed"))
     if not all(map(find_spec, ("prometheus_client", "starlette", "uvicorn"))):
         yield f"task=serve needs starlette, uvicorn and prometheus_client: {INSTALL}"
     faults = {
@@ -59,11 +73,6 @@ def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoE
         ),
         f"task.max_waiting={task.max_waiting} must be at least 1, for example 256": task.max_waiting < 1,
         f"task.request_s={task.request_s} must be a positive number of seconds": not 0 < task.request_s < math.inf,
-        "task=serve drafts chains: leave speculation.tree out": bool(config.speculation.tree),
-        "task=serve keeps the target's distribution: leave speculation.forced_lengths out": bool(
-            config.speculation.forced_lengths
-        ),
-        "task=serve serves one replica: leave placement.num_replicas out": config.placement.num_replicas > 1,
     }
     yield from (sentence for sentence, holds in faults.items() if holds)
 

@@ -346,8 +346,9 @@ class RunConfig:
         None,
         "a file. .txt has a prompt per line; .jsonl and .json have objects with a `prompt`, or `turns`, a list of "
         "texts of which each follows the answers to those before it (Spec-Bench), or `messages`, a list with roles "
-        "for the chat template; .csv, .tsv and .parquet have a column `prompt`. - is standard input; on a terminal "
-        "the run asks for one prompt after the other, until Ctrl-D; a line that ends with \\ goes on in the next.",
+        "for the chat template, or for task=generate the lines of OpenAI's batch files; .csv, .tsv and .parquet have a "
+        "column `prompt`. - is standard input; on a terminal the run asks for one prompt after the other, until "
+        "Ctrl-D; a line that ends with \\ goes on in the next.",
     )
     prompts_column: str | None = setting(None, "another column or field of that file.")
     too_long: TooLong = setting(

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.repository import ROOT
+from tests.helpers.starters import run_program
 
 pytestmark = pytest.mark.slow
 PROMPTS = ["def factorial(n):\n", "import os\n", "class Stack:\n", "for i in range("]
@@ -48,7 +49,7 @@ def ask(address: str, body: dict[str, Any]) -> str:
         return str(json.load(answer)["choices"][0]["text"])
 
 
-def test_two_hundred_mixed_requests_have_one_text_alone_and_on_one_and_two_ranks(tmp_path: Path) -> None:
+def test_two_hundred_mixed_requests_have_one_text_alone_on_one_and_two_ranks_and_in_a_batch(tmp_path: Path) -> None:
     found = []
     for num_ranks in (1, 2):
         with serving(num_ranks, tmp_path / f"{num_ranks}") as (process, address), ThreadPoolExecutor(24) as pool:
@@ -57,6 +58,18 @@ def test_two_hundred_mixed_requests_have_one_text_alone_and_on_one_and_two_ranks
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 4
     assert found[0] == found[1]
+    (tmp_path / "batch.jsonl").write_text(
+        "\n".join(
+            json.dumps({"custom_id": f"{place}", "method": "POST", "url": "/v1/completions", "body": body})
+            for place, body in enumerate(MIXED)
+        )
+    )
+    done = run_program("run", "task=generate", "ranks=2", "batch_size=8", "prompts=batch.jsonl", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    texts = {
+        int(one["custom_id"]): one["response"]["body"]["choices"] for one in map(json.loads, done.stdout.splitlines())
+    }
+    assert [texts[place][0]["text"] for place in range(len(MIXED))] == found[0]
 
 
 def test_a_lost_rank_ends_the_server(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from llama_ssp import Pair
 from llama_ssp.serve.http import Front
 from llama_ssp.serve.inbox import Inbox
 from llama_ssp.serve.service import Service
-from llama_ssp.serve.settings import ServeConfig
+from llama_ssp.serve.settings import ServeConfig, length_of
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def serving(
 
         @torch.inference_mode()
         def run() -> None:
-            Service(session, inbox).run()
+            Service(session, inbox, length=length_of(config, pair.models.context)).run()
 
         decoding = threading.Thread(target=run)
         decoding.start()

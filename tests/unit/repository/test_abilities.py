@@ -32,6 +32,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     (folder / "prompts.txt").write_text("def factorial(n):\nimport os\n")
     (folder / "questions.jsonl").write_text(json.dumps({"turns": ["a = 1\n", "b = 2\n"]}) + "\n")
     (folder / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}) + "\n")
+    request = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "import"}}
+    (folder / "batch.jsonl").write_text(json.dumps(request) + "\n")
     (folder / "table.csv").write_text("text,other\nimport os,1\n")
     shutil.copytree(tiny, folder / "chat")
     template = "{% for each in messages %}{{ each.role }}: {{ each.content }}\n{% endfor %}"

@@ -1,0 +1,130 @@
+"""`task=generate` with OpenAI's batch file as `prompts`: answers each line as the server would, in a file like theirs.
+
+The decoder is the server's, with an inbox that rank 0 has filled. A resumed run answers the lines without an answer.
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from functools import partial
+from hashlib import sha256
+from typing import Any
+from uuid import uuid4
+
+import torch
+
+from llama_ssp.errors import ConfigError, InterruptedRun
+from llama_ssp.ranks.failures import from_rank_0, raise_on_all_ranks
+from llama_ssp.reports.folder import BATCH_FILE, RunFolder
+from llama_ssp.reports.reading import read_json
+from llama_ssp.run.prompts import batch_lines
+from llama_ssp.run.session import Session
+from llama_ssp.serve.inbox import ENDED, Inbox, Part
+from llama_ssp.serve.protocol import Asked, BodyReader, RequestError
+from llama_ssp.serve.service import Service, check_layout
+
+_IS_CHAT = {"/v1/completions": False, "/v1/chat/completions": True}
+
+
+class _Batch:
+    """The batch on rank 0: puts its lines into an inbox, and writes their answers into the run folder.
+
+    Attributes:
+        length: the tokens of the longest completion with its prompt; 0 if nothing is left to decode.
+        num_left, num_wrong: lines without an answer, and those that this run answers by an error.
+
+    Raises ConfigError if the folder has answers to other lines.
+    """
+
+    def __init__(self, session: Session, folder: RunFolder, inbox: Inbox) -> None:
+        config, models = session.config, session.models
+        self._folder, self._show, self.length, self.num_wrong = folder, session.terminal.line, 0, 0
+        reader = BodyReader(config, models.request_maker, name=config.model.label, length=models.context)
+        lines = batch_lines(config)
+        ids = [f"batch_req_{sha256(f'{number} {line}'.encode()).hexdigest()[:24]}" for number, line in enumerate(lines)]
+        done, seen = self._done({*ids}), set[str | None]()
+        self.num_left = len(lines) - len(done)
+        for number, (line, name) in enumerate(zip(lines, ids, strict=True)):
+            content = _content(line)
+            custom_id = content.get("custom_id")
+            head = {"id": name, "custom_id": custom_id if isinstance(custom_id, str) else None}
+            if name not in done:
+                try:
+                    asked = _read(reader, content, seed=config.seed + number, seen=seen)
+                except RequestError as error:
+                    self.num_wrong += 1
+                    self._write(head, error.status, error.body())
+                else:
+                    lengths = [len(one["prompt_ids"]) + one["max_new_tokens"] for one in asked.completions]
+                    self.length = max(self.length, *lengths, 2)
+                    inbox.put(asked.completions, (partial(self._take, head, asked, at) for at in range(len(lengths))))
+            seen.add(head["custom_id"])
+
+    def _done(self, ids: set[str]) -> set[str]:
+        """The lines that an earlier part of this run has answered; a half-written answer is cut off."""
+        file, kept = self._folder.path / BATCH_FILE, self._folder.read_kept(BATCH_FILE) or ""
+        *answers, torn = kept.split("\n")
+        if torn:
+            self._folder.write_kept(BATCH_FILE, kept.removesuffix(torn))
+        done = {str(_content(answer).get("id")) for answer in answers}
+        if not done <= ids:
+            raise ConfigError(
+                f"{file} has answers to other lines: give the old ones (more may follow them), or name another run_dir"
+            )
+        return done
+
+    def _take(self, head: Mapping[str, Any], asked: Asked, at: int, part: Part) -> None:
+        if part.finish_reason == ENDED:
+            return
+        asked.answers[at].push(part)
+        if all(answer.last for answer in asked.answers):
+            self._write(head, 200, asked.whole())
+
+    def _write(self, head: Mapping[str, Any], status: int, body: Mapping[str, Any]) -> None:
+        response = {"status_code": status, "request_id": uuid4().hex, "body": body}
+        answer = json.dumps({**head, "response": response, "error": None})
+        self._folder.append_kept(BATCH_FILE, f"{answer}\n")
+        self._show(answer)
+        self.num_left -= 1
+
+
+def _content(line: str) -> Mapping[str, Any]:
+    """The fields of a line; none if it is no JSON object."""
+    try:
+        content = read_json(line)
+    except ValueError:
+        content = None
+    return content if isinstance(content, dict) else {}
+
+
+def _read(reader: BodyReader, content: Mapping[str, Any], *, seed: int, seen: set[str | None]) -> Asked:
+    """Read the request of a line, which has this seed if it names none; raises RequestError."""
+    custom_id, url, body = content.get("custom_id"), content.get("url"), content.get("body")
+    if not isinstance(custom_id, str) or custom_id in seen:
+        raise RequestError("a line must be a JSON object whose custom_id no earlier one has", param="custom_id")
+    if content.get("method") != "POST" or url not in [*_IS_CHAT]:
+        raise RequestError(f"a line needs the method POST and one of the URLs {', '.join(_IS_CHAT)}", param="url")
+    if isinstance(body, dict):
+        if body.get("stream"):
+            raise RequestError("answers of a batch are whole: leave stream out", param="stream")
+        body = body if body.get("seed") is not None else {**body, "seed": seed}
+    return reader.read(body, is_chat=_IS_CHAT[url])
+
+
+@torch.inference_mode()
+def complete_batch(session: Session) -> None:
+    """Answer the lines that have no answer yet; raises InterruptedRun on every rank if a signal came before."""
+    comm, inbox, batch = session.world.comm, None, None
+    check_layout(session, "a batch file")
+    with raise_on_all_ranks(comm):
+        if session.folder:
+            inbox = Inbox(sys.maxsize)
+            batch = _Batch(session, session.folder, inbox)
+            inbox.is_closed = True
+    if length := from_rank_0(comm, lambda: batch and batch.length):
+        Service(session, inbox, length=length).run()
+    if from_rank_0(comm, lambda: batch and batch.num_left):
+        raise InterruptedRun.in_folder(session.config.run_dir)
+    if session.folder and batch:
+        wrong = f", {batch.num_wrong} of them errors" if batch.num_wrong else ""
+        session.terminal.say(f"the answers are in {session.folder.path / BATCH_FILE}{wrong}")

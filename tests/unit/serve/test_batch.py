@@ -1,0 +1,96 @@
+"""`task=generate` answers OpenAI's batch files with the texts of `Pair.generate`, and goes on where it was stopped."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llama_ssp import Pair, load
+from llama_ssp.errors import ConfigError, InterruptedRun
+from llama_ssp.reports.folder import BATCH_FILE, RunFolder
+from llama_ssp.run.prompts import read_prompts
+from llama_ssp.run.tasks.generate import generate
+from llama_ssp.settings.checks import check
+
+PROMPT = "def factorial(n):\n"
+ASKED: list[dict[str, Any]] = [
+    {"temperature": 0}, {"temperature": 0.7, "seed": 5}, {"temperature": 1.0, "top_p": 0.8, "n": 2},
+    {"temperature": 0.9, "logprobs": 1}, {"temperature": 0.9},
+]  # fmt: skip
+
+
+def line(custom_id: object, body: object, *, method: str = "POST", url: str = "/v1/completions") -> str:
+    return json.dumps({"custom_id": custom_id, "method": method, "url": url, "body": body})
+
+
+LINES = [line(f"{place}", {"prompt": PROMPT, "max_tokens": 12, **one}) for place, one in enumerate(ASKED)]
+WRONG = {
+    "[]": "custom_id", line(7, {}): "custom_id", line("0", {"prompt": "x"}): "custom_id", "{": "custom_id",
+    line("get", {"prompt": "x"}, method="GET"): "url", line("url", {"prompt": "x"}, url="/v1/embeddings"): "url",
+    line("top_p", {"prompt": "x", "top_p": 7}): "top_p", line("stream", {"prompt": "x", "stream": True}): "stream",
+    line("chat", {"messages": [{"role": "user", "content": "x"}]}, url="/v1/chat/completions"): "messages",
+    line("body", None): None, line("list", {"prompt": {"a": 1}}): "prompt",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return load("tiny", "tiny-draft")
+
+
+def answered(pair: Pair, folder: Path, lines: Sequence[str], *, stops: bool = False) -> list[dict[str, Any]]:
+    """The answers in the run folder after a run, in the order in which they were written."""
+    (folder / "batch.jsonl").write_text("\n".join(lines))
+    config = replace(pair.config, prompts=str(folder / "batch.jsonl"), batch_size=3, seed=40)
+    config.timeouts = replace(config.timeouts, drain_s=0.0)
+    assert read_prompts(config) == []
+    file = folder / "run" / BATCH_FILE
+    with RunFolder(folder / "run", "") as run_folder:
+        session: Any = SimpleNamespace(
+            config=config, models=pair.models, world=pair.world, folder=run_folder,
+            stop_request=SimpleNamespace(requested=stops), terminal=SimpleNamespace(line=len, say=len),
+        )  # fmt: skip
+        generate(session, [])
+    return [*map(json.loads, file.read_text().splitlines())]
+
+
+def test_answers_have_the_texts_of_runs_of_their_own(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped at once, resumed behind a torn answer with another line, and without the server's libraries."""
+    for name in ("starlette", "uvicorn", "prometheus_client"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(InterruptedRun, match="goes on from here"):
+        answered(pair, tmp_path, [*LINES[:-1], *WRONG], stops=True)
+    with (tmp_path / "run" / BATCH_FILE).open("a") as file:
+        file.write('{"id": "batch_req_')
+    lines = [*LINES[:-1], *WRONG, LINES[-1]]
+    found = answered(pair, tmp_path, lines)
+    by_id = {answer["custom_id"]: answer["response"] for answer in found}
+    assert len({answer["id"] for answer in found}) == len(found) == len(lines)
+    refused = [answer["response"] for answer in found if answer["response"]["status_code"] != 200]
+    assert [answer["body"]["error"]["param"] for answer in refused] == [*WRONG.values()]
+    for place, one in enumerate(ASKED):
+        response, number = by_id[f"{place}"], lines.index(LINES[place])
+        given = {"seed": 40 + number} | one
+        own = pair.generate(PROMPT, max_new_tokens=12, num_samples=given.pop("n", 1), **given)
+        assert response["status_code"] == 200
+        assert [choice["text"] for choice in response["body"]["choices"]] == [completion.text for completion in own]
+        assert bool(response["body"]["choices"][0]["logprobs"]) == ("logprobs" in one)
+    assert answered(pair, tmp_path, lines) == found
+    with pytest.raises(ConfigError, match="answers to other lines"):
+        answered(pair, tmp_path, LINES[1:])
+
+
+def test_settings_that_bodies_have_are_refused(pair: Pair, tmp_path: Path) -> None:
+    (tmp_path / "batch.jsonl").write_text(LINES[0])
+    config = replace(pair.config, prompts=str(tmp_path / "batch.jsonl"), num_samples=2)
+    with pytest.raises(
+        ConfigError, match="num_samples has no effect on task=generate, whose requests come from a batch"
+    ):
+        check(config, frozenset({"num_samples"}), world_size=1)
