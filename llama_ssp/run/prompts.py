@@ -8,6 +8,7 @@ follows the answers to those before it, and so does each message of a user that 
 import csv
 import io
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -116,7 +117,7 @@ def read_prompts(config: RunConfig) -> list[Prompt]:
 def batch_lines(config: RunConfig) -> list[str]:
     """The lines of `prompts` if it is a batch file of OpenAI's for task=generate, one of whose lines is right."""
     source = config.prompts or ""
-    if config.task.name != "generate" or ending_of(source) != ".jsonl" or not Path(source).is_file():
+    if config.task.name != "generate" or ending_of(source) != ".jsonl" or not os.path.isfile(source):  # noqa: PTH113 - Path raises for odd names
         return []
     lines = [str(line) for _, line in _lines(_text_of(source), source)]
     return lines if any('"custom_id"' in line and _is_of_batch(line) for line in lines) else []

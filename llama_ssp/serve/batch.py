@@ -19,8 +19,8 @@ from llama_ssp.reports.folder import BATCH_FILE, RunFolder
 from llama_ssp.reports.reading import read_json
 from llama_ssp.run.prompts import batch_lines
 from llama_ssp.run.session import Session
-from llama_ssp.serve.inbox import ENDED, Inbox, Part
-from llama_ssp.serve.protocol import Asked, BodyReader, RequestError
+from llama_ssp.serve.inbox import ENDED, Inbox, Part, RequestError
+from llama_ssp.serve.protocol import Asked, BodyReader
 from llama_ssp.serve.service import Service, check_layout
 
 _IS_CHAT = {"/v1/completions": False, "/v1/chat/completions": True}
@@ -39,7 +39,7 @@ class _Batch:
     def __init__(self, session: Session, folder: RunFolder, inbox: Inbox) -> None:
         config, models = session.config, session.models
         self._folder, self._show, self.length, self.num_wrong = folder, session.terminal.line, 0, 0
-        reader = BodyReader(config, models.request_maker, name=config.model.label, length=models.context)
+        reader = BodyReader(config, models.request_maker, length=models.context)
         lines = batch_lines(config)
         ids = [f"batch_req_{sha256(f'{number} {line}'.encode()).hexdigest()[:24]}" for number, line in enumerate(lines)]
         done, seen = self._done({*ids}), set[str | None]()

@@ -28,8 +28,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from llama_ssp.catalogue import read_path
 from llama_ssp.errors import ConfigError
 from llama_ssp.run.session import Session
-from llama_ssp.serve.inbox import ENDED, ClosedError, FullError, Inbox, Part
-from llama_ssp.serve.protocol import Answer, Asked, BodyReader, RequestError
+from llama_ssp.serve.inbox import ENDED, Inbox, Part, RequestError
+from llama_ssp.serve.protocol import Answer, Asked, BodyReader
 from llama_ssp.serve.settings import ServeConfig, length_of
 
 MOST_BYTES = 8 << 20
@@ -46,9 +46,8 @@ class Front:
     def __init__(self, session: Session, inbox: Inbox) -> None:
         config = session.config
         self._task, self._inbox = cast("ServeConfig", config.task), inbox
-        maker = session.models.request_maker
-        length = length_of(config, session.models.context)
-        self._reader = BodyReader(config, maker, name=config.model.label, length=length)
+        maker, length = session.models.request_maker, length_of(config, session.models.context)
+        self._reader = BodyReader(config, maker, length=length)
         self._metrics = _Metrics(session, inbox)
         self._socket, self._created = _listen(self._task), int(time.time())
         key = _key_of(self._task)
@@ -131,15 +130,7 @@ class Front:
 
             return take
 
-        try:
-            return self._inbox.put(asked.completions, map(taker, range(len(asked.completions))))
-        except FullError:
-            raise RequestError(
-                f"{self._task.max_waiting} completions wait for a row already: ask again", status=429,
-                code="rate_limit_exceeded",
-            ) from None  # fmt: skip
-        except ClosedError:
-            raise _ending() from None
+        return self._inbox.put(asked.completions, map(taker, range(len(asked.completions))))
 
     async def _pieces(
         self, parts: "asyncio.Queue[tuple[int, Part]]", answers: Sequence[Answer], arrived_s: float
@@ -149,7 +140,7 @@ class Front:
         while left:
             index, part = await parts.get()
             if part.finish_reason == ENDED:
-                raise _ending()
+                raise RequestError.ending()
             if part.new_ids and not first_s:
                 first_s = time.monotonic()
                 self._metrics.first_token_s.observe(first_s - arrived_s)
@@ -282,10 +273,6 @@ async def _refused(_request: Request, error: Exception) -> Response:
     )
     headers = {"retry-after": str(_RETRY_S)} if known.status in {429, 503} else None
     return JSONResponse(known.body(), known.status, headers)
-
-
-def _ending() -> RequestError:
-    return RequestError("the server ends", status=503, code=ENDED)
 
 
 def _late(limit_s: float) -> RequestError:

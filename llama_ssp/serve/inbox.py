@@ -30,12 +30,22 @@ class Part(NamedTuple):
 ENDED = "shutdown"
 
 
-class FullError(Exception):
-    """Too many completions wait."""
+class RequestError(Exception):
+    """A request that is refused; `param` names its field."""
 
+    def __init__(self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message, self.param, self.status, self.code = message, param, status, code
 
-class ClosedError(Exception):
-    """The server ends and takes no requests."""
+    @classmethod
+    def ending(cls) -> "RequestError":
+        """That of a server that ends."""
+        return cls("the server ends", status=503, code=ENDED)
+
+    def body(self) -> dict[str, object]:
+        """The error in OpenAI's form."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"  # noqa: PLR2004 - HTTP's
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 @dataclass(eq=False)
@@ -70,13 +80,14 @@ class Inbox:
     def put(self, completions: Sequence[dict[str, Any]], takers: Iterable[Callable[[Part], None]]) -> list[int]:
         """Enter completions, as `ServedRequest` has them, each with who takes its parts; returns their numbers.
 
-        Raises FullError or ClosedError, and then enters none.
+        Raises RequestError if it is closed or too many would wait, and then enters none.
         """
         with self._changed:
             if self.is_closed:
-                raise ClosedError
+                raise RequestError.ending()
             if len(self._waiting) + len(completions) > self.most_waiting:
-                raise FullError
+                reason = f"{self.most_waiting} completions wait for a row already: ask again"
+                raise RequestError(reason, status=429, code="rate_limit_exceeded")
             numbers = [next(self._numbers) for _ in completions]
             self._takers.update(zip(numbers, takers, strict=True))
             self._waiting.extend(

@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerBase
 from llama_ssp.continuation import TextAfter
 from llama_ssp.errors import ConfigError, SspError, unknown_name
 from llama_ssp.log_probs import LogProbs
-from llama_ssp.run.prompts import Prompt
+from llama_ssp.run.prompts import Prompt, read_messages
 from llama_ssp.run.requests import RequestMaker, check_vocabulary, encode, encode_messages
-from llama_ssp.serve.inbox import Part
+from llama_ssp.serve.inbox import Part, RequestError
 from llama_ssp.settings.checks import check_values
 from llama_ssp.settings.schema import MOST_BIASES, RunConfig
 from llama_ssp.speculate.engine.state import count_equal_before
@@ -54,19 +54,6 @@ _OFF = {"top_k": (0, -1), "top_p": (1,), "min_p": (0,)}
 _CONTEXT = 16
 """Tokens before one whose text is wanted."""
 _REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
-
-
-class RequestError(Exception):
-    """A request that is refused; `param` names its field."""
-
-    def __init__(self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None) -> None:
-        super().__init__(message)
-        self.message, self.param, self.status, self.code = message, param, status, code
-
-    def body(self) -> dict[str, object]:
-        """The error in OpenAI's form."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"  # noqa: PLR2004 - HTTP's
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 class Asked:
@@ -117,10 +104,10 @@ class Asked:
 
 
 class BodyReader:
-    """Reads bodies for a pair; `name` is the model's in answers, `length` the most tokens of prompt and completion."""
+    """Reads bodies for a pair; `length` is the most tokens of prompt and completion, `name` the model's in answers."""
 
-    def __init__(self, config: RunConfig, maker: RequestMaker, *, name: str, length: int) -> None:
-        self._config, self._maker, self.name, self._length = config, maker, name, length
+    def __init__(self, config: RunConfig, maker: RequestMaker, *, length: int) -> None:
+        self._config, self._maker, self._length, self.name = config, maker, length, config.model.label
 
     def read(self, body: object, *, is_chat: bool) -> Asked:
         """Read a body; raises RequestError that names a field."""
@@ -135,7 +122,8 @@ class BodyReader:
         prompts = [self._chat(given)] if is_chat else self._texts(given)
         stop = given.get("stop", [])
         stops = [stop] if isinstance(stop, str) else stop
-        if len(stops) > MOST_STOPS or not all(isinstance(text, str) and 0 < len(text) <= MOST_STOP for text in stops):
+        is_list = isinstance(stops, list) and len(stops) <= MOST_STOPS
+        if not is_list or not all(isinstance(text, str) and 0 < len(text) <= MOST_STOP for text in stops):
             raise RequestError(f"stop must be up to {MOST_STOPS} texts of 1 to {MOST_STOP} characters", param="stop")
         num_samples, echoes = given.get("n", 1), bool(given.get("echo"))
         if not 1 <= num_samples <= MOST_SAMPLES:
@@ -198,35 +186,30 @@ class BodyReader:
     def _texts(self, given: Mapping[str, Any]) -> list[tuple[int, ...]]:
         prompt = given.get("prompt")
         many = prompt if isinstance(prompt, list) and not all(map(_is_id, prompt)) else [prompt]
-        if prompt is None or not many or len(many) > MOST_PROMPTS:
+        are_prompts = all(
+            isinstance(one, str) or (isinstance(one, list) and one and all(map(_is_id, one))) for one in many
+        )
+        if not are_prompts or len(many) > MOST_PROMPTS:
             raise RequestError(f"prompt must be {_OF_TEXTS['prompt']}, up to {MOST_PROMPTS}", param="prompt")
         return [self._encoded(one) for one in many]
 
-    def _encoded(self, prompt: object) -> tuple[int, ...]:
-        tokenizer = self._maker.tokenizer
+    def _encoded(self, prompt: str | list[int]) -> tuple[int, ...]:
         try:
-            if isinstance(prompt, str):
-                ids = encode(prompt, tokenizer)
-            elif isinstance(prompt, list) and prompt and all(map(_is_id, prompt)):
-                ids = tuple(prompt)
-            else:
-                raise RequestError(f"prompt must be {_OF_TEXTS['prompt']}", param="prompt")
+            ids = encode(prompt, self._maker.tokenizer) if isinstance(prompt, str) else tuple(prompt)
             check_vocabulary(Prompt(text="of token ids"), ids, vocab_size=self._maker.vocab_size)
         except ConfigError as error:
             raise RequestError(str(error), param="prompt") from None
         return ids
 
     def _chat(self, given: Mapping[str, Any]) -> tuple[int, ...]:
-        messages = given.get("messages")
-        if not isinstance(messages, list) or not messages:
-            raise RequestError(f"messages must be {_OF_CHATS['messages']}", param="messages")
-        read = [{"role": _role(message), "content": _content(message)} for message in messages]
         arguments = {**self._config.chat_arguments, **given.get("chat_template_kwargs", {})}
         try:
-            return encode_messages(read, self._maker.tokenizer, arguments)
+            if messages := read_messages(given.get("messages"), "the body"):
+                return encode_messages(messages, self._maker.tokenizer, arguments)
         except SspError as error:
             param = "chat_template_kwargs" if str(error).startswith("chat_arguments.") else "messages"
             raise RequestError(str(error), param=param) from None
+        raise RequestError(f"messages must be {_OF_CHATS['messages']}", param="messages")
 
 
 def _checked(given: dict[str, Any], *, is_chat: bool) -> dict[str, Any]:
@@ -241,10 +224,6 @@ def _checked(given: dict[str, Any], *, is_chat: bool) -> dict[str, Any]:
             raise RequestError(unknown_name("field", name[:MOST_STOP], known), param=name[:MOST_STOP])
         if known[name] in _KINDS and not _is(known[name], value):
             raise RequestError(f"{name} must be {known[name]}", param=name)
-        if not isinstance(value, str | list | dict | bool | int | float):
-            raise RequestError(f"{name} must be {known[name]}", param=name)
-    if not isinstance(given.get("stop", ""), str | list):
-        raise RequestError(f"stop must be {_OF_BOTH['stop']}", param="stop")
     return given
 
 
@@ -265,21 +244,6 @@ def _num_top(given: Mapping[str, Any], *, is_chat: bool) -> int | None:
     if is_chat and "top_logprobs" in given and not given.get("logprobs"):
         raise RequestError("top_logprobs needs logprobs=true", param=name)
     return number if given.get("logprobs", False) is not False else None
-
-
-def _role(message: object) -> str:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise RequestError(f"messages must be {_OF_CHATS['messages']}", param="messages")
-    return str(message["role"])
-
-
-def _content(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
-    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
-        raise RequestError("content of messages must be a text, or a list of parts of type text", param="messages")
-    return "".join(map(str, texts))
 
 
 class Answer:

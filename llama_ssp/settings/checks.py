@@ -122,6 +122,10 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("task.num_warmup", lambda n: n >= 0, "0 or more prompts"),
     ("task.repetitions", lambda n: n >= 1, "at least 1"),
     ("task.num_prompts", lambda n: 1 <= n <= MOST_PROMPTS, f"at least 1 and at most {MOST_PROMPTS}, for example 1000"),
+    ("task.port", lambda n: 0 <= n < 1 << 16, "between 0 and 65535, for example 8000"),
+    ("task.max_length", lambda n: n > 1, "at least 2, for example 4096"),
+    ("task.max_waiting", lambda n: n >= 1, "at least 1, for example 256"),
+    ("task.request_s", lambda s: 0 < s < math.inf, "a positive number of seconds"),
     ("task.margin", lambda m: 0 < m < 1, "a difference of two rates, between 0 and 1, for example 0.1"),
     ("task.near_tie", lambda t: 0 <= t < math.inf, "0 or more nats, or {null} for the number format's own"),
 )

@@ -5,6 +5,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +185,35 @@ def test_a_full_queue_a_key_and_the_end(pair: Pair, tmp_path: Path) -> None:
             assert "llama_ssp_waiting 1.0" in page
             server.session.stop_request.requested = True
             assert [one.result()[0] for one in long] == [503, 503]
+
+
+def test_a_slow_reader_keeps_nobody_waiting(server: Server) -> None:
+    body = {"prompt": PROMPT * 100, "echo": True, "stream": True, "n": 64, "max_tokens": 1}
+    with closing(server.connect()) as slow:
+        slow.connect()
+        slow.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)  # of 160 kB
+        slow.request("POST", "/v1/completions", json.dumps(body))
+        wait_for(lambda: server.inbox.num_running > 0)
+        wait_for(lambda: server.inbox.is_empty)
+        assert server.complete(prompt="x", max_tokens=2)["choices"]
+
+
+def test_requests_have_a_time_limit_and_pages_of_one_origin_may_ask(pair: Pair, server: Server) -> None:
+    """A request that takes too long ends with status 504, or with an event."""
+    origin = "http://localhost:3000"
+    long: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 1900, "n": 4, "ignore_eos": True}
+
+    def allowed(server: Server, asking: str) -> str | None:
+        with closing(server.connect()) as connection:
+            connection.request("GET", "/v1/models", headers={"origin": asking})
+            return connection.getresponse().getheader("access-control-allow-origin")
+
+    assert allowed(server, origin) is None
+    with serving(pair, task=ServeConfig(port=0, request_s=0.2, allow_origin=origin)) as limited:
+        assert [allowed(limited, asking) for asking in (origin, "http://elsewhere")] == [origin, None]
+        status, answer = limited.ask("/v1/completions", long)
+        assert (status, answer["error"]["code"]) == (504, "timeout")
+        status, text = limited.ask("/v1/completions", {**long, "stream": True})
+        assert status == 200
+        assert json.loads(text.rstrip().rpartition("data: ")[2])["error"]["code"] == "timeout"
+        wait_for(lambda: limited.inbox.is_empty)
