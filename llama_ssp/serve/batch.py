@@ -55,9 +55,9 @@ class _Batch:
                     self.num_wrong += 1
                     self._write(head, error.status, error.body())
                 else:
-                    lengths = [len(one["prompt_ids"]) + one["max_new_tokens"] for one in asked.completions]
+                    lengths = (len(one["prompt_ids"]) + one["max_new_tokens"] for one in asked.completions)
                     self.length = max(self.length, *lengths, 2)
-                    inbox.put(asked.completions, (partial(self._take, head, asked, at) for at in range(len(lengths))))
+                    inbox.put(asked.completions, partial(self._take, head, asked))
             seen.add(head["custom_id"])
 
     def _done(self, ids: set[str]) -> set[str]:
@@ -73,10 +73,10 @@ class _Batch:
             )
         return done
 
-    def _take(self, head: Mapping[str, Any], asked: Asked, at: int, part: Part) -> None:
+    def _take(self, head: Mapping[str, Any], asked: Asked, place: int, part: Part) -> None:
         if part.finish_reason == ENDED:
             return
-        asked.answers[at].push(part)
+        asked.answers[place].push(part)
         if all(answer.last for answer in asked.answers):
             self._write(head, 200, asked.whole())
 

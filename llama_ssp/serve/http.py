@@ -9,7 +9,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -105,10 +105,16 @@ class Front:
         body = await _body_of(request)
         # Encoding takes time, during which other answers go on.
         asked = await asyncio.to_thread(self._reader.read, body, is_chat=is_chat)
-        parts: asyncio.Queue[tuple[int, Part]] = asyncio.Queue()
-        numbers = self._put(asked, parts)
+        parts: asyncio.Queue[tuple[Answer, Part]] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def take(place: int, part: Part) -> None:
+            with suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(parts.put_nowait, (asked.answers[place], part))
+
+        numbers = self._inbox.put(asked.completions, take)
         deadline_s = self._task.request_s - (time.monotonic() - arrived_s)
-        pieces = self._pieces(parts, asked.answers, arrived_s)
+        pieces = self._pieces(parts, len(numbers), arrived_s)
         if asked.streams:
             body_of = self._events(pieces, asked, numbers, deadline_s)
             return StreamingResponse(body_of, media_type="text/event-stream", headers={"cache-control": "no-cache"})
@@ -120,35 +126,23 @@ class Front:
         await self._unless_gone(request, gather(), numbers, deadline_s)
         return JSONResponse(asked.whole())
 
-    def _put(self, asked: Asked, parts: "asyncio.Queue[tuple[int, Part]]") -> list[int]:
-        loop = asyncio.get_running_loop()
-
-        def taker(index: int) -> Callable[[Part], None]:
-            def take(part: Part) -> None:
-                with suppress(RuntimeError):  # the loop has been closed
-                    loop.call_soon_threadsafe(parts.put_nowait, (index, part))
-
-            return take
-
-        return self._inbox.put(asked.completions, map(taker, range(len(asked.completions))))
-
     async def _pieces(
-        self, parts: "asyncio.Queue[tuple[int, Part]]", answers: Sequence[Answer], arrived_s: float
+        self, parts: "asyncio.Queue[tuple[Answer, Part]]", num_answers: int, arrived_s: float
     ) -> AsyncIterator[tuple[Answer, str]]:
         """Yield new text of answers, until all have ended."""
-        left, first_s = len(answers), 0.0
+        left, first_s = num_answers, 0.0
         while left:
-            index, part = await parts.get()
+            answer, part = await parts.get()
             if part.finish_reason == ENDED:
                 raise RequestError.ending()
             if part.new_ids and not first_s:
                 first_s = time.monotonic()
                 self._metrics.first_token_s.observe(first_s - arrived_s)
-            text = answers[index].push(part)
+            text = answer.push(part)
             if part.finish_reason:
                 left -= 1
-                self._metrics.ended(answers[index], time.monotonic() - (first_s or arrived_s))
-            yield answers[index], text
+                self._metrics.ended(answer, time.monotonic() - (first_s or arrived_s))
+            yield answer, text
 
     async def _events(
         self, pieces: AsyncIterator[tuple[Answer, str]], asked: Asked, numbers: Sequence[int], deadline_s: float

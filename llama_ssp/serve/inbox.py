@@ -2,8 +2,9 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -77,8 +78,8 @@ class Inbox:
         """Whether nothing waits or decodes."""
         return not (self._waiting or self.num_running)
 
-    def put(self, completions: Sequence[dict[str, Any]], takers: Iterable[Callable[[Part], None]]) -> list[int]:
-        """Enter completions, as `ServedRequest` has them, each with who takes its parts; returns their numbers.
+    def put(self, completions: Sequence[dict[str, Any]], take: Callable[[int, Part], None]) -> list[int]:
+        """Enter completions, as `ServedRequest` has them; returns their numbers. `take` gets their places and parts.
 
         Raises RequestError if it is closed or too many would wait, and then enters none.
         """
@@ -89,10 +90,9 @@ class Inbox:
                 reason = f"{self.most_waiting} completions wait for a row already: ask again"
                 raise RequestError(reason, status=429, code="rate_limit_exceeded")
             numbers = [next(self._numbers) for _ in completions]
-            self._takers.update(zip(numbers, takers, strict=True))
-            self._waiting.extend(
-                completion | {"index": number} for number, completion in zip(numbers, completions, strict=True)
-            )
+            for place, (number, completion) in enumerate(zip(numbers, completions, strict=True)):
+                self._takers[number] = partial(take, place)
+                self._waiting.append(completion | {"index": number})
             self._changed.notify()
         return numbers
 

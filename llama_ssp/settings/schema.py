@@ -264,7 +264,7 @@ class TimeoutConfig:
 
     load_s: float = setting(1800.0, "while models are loaded.")
     decode_s: float = setting(60.0, "after that.")
-    drain_s: float = setting(30.0, "of task=serve: for what runs when a signal ends the server.")
+    drain_s: float = setting(30.0, "of task=serve and batch files: for what runs when a signal ends them.")
 
 
 class Resume(Enum):
