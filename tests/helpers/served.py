@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ class Server:
     port: int
     inbox: Inbox
     session: Any
+    listener: socket.socket
 
     def connect(self, timeout_s: float = 60) -> http.client.HTTPConnection:
         """A connection of its own."""
@@ -79,7 +81,7 @@ def serving(
         decoding = threading.Thread(target=run)
         decoding.start()
         try:
-            yield Server(int(front.address.rpartition(":")[2].partition("/")[0]), inbox, session)
+            yield Server(int(front.address.rpartition(":")[2].partition("/")[0]), inbox, session, front._socket)
         finally:
             session.stop_request.requested = True
             decoding.join(60)

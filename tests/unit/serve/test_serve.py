@@ -188,12 +188,15 @@ def test_a_full_queue_a_key_and_the_end(pair: Pair, tmp_path: Path) -> None:
 
 
 def test_a_slow_reader_keeps_nobody_waiting(server: Server) -> None:
-    body = {"prompt": PROMPT * 100, "echo": True, "stream": True, "n": 64, "max_tokens": 1}
-    with closing(server.connect()) as slow:
-        slow.connect()
-        slow.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)  # of 160 kB
+    body = {"prompt": PROMPT * 100, "echo": True, "stream": True, "n": 64, "max_tokens": 1}  # 160 kB
+    size = server.listener.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    with closing(server.connect()) as slow, closing(socket.socket()) as slow.sock:
+        slow.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        slow.sock.connect(("127.0.0.1", server.port))
         slow.request("POST", "/v1/completions", json.dumps(body))
         wait_for(lambda: server.inbox.num_running > 0)
+        server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
         wait_for(lambda: server.inbox.is_empty)
         assert server.complete(prompt="x", max_tokens=2)["choices"]
 
