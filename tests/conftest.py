@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from xdist.remote import Producer
@@ -37,10 +38,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 MOST_WORKERS = 8
 """Each of them imports torch, which takes about 0.6 GB."""
-JOBS = ("tests/distributed/", "tests/slurm/")
+JOBS = ("tests/distributed/", "tests/slurm/", "tests/stub_gpu/")
 """Tests that start several ranks: one worker runs them one after the other, so that their time limits hold."""
 UNTIMED = tuple(f"tests/distributed/test_{name}.py" for name in ("placement", "deepspeed"))
 """Those that share groups of ranks and have no time limits: another worker may run them at the same time."""
+FILES = "tests/unit/repository/"
+"""Tests of one file share what they have parsed or made."""
 
 SECONDS = tuple(
     f"tests/unit/{folder}/"
@@ -50,17 +53,14 @@ SECONDS = tuple(
 )  # fmt: skip
 """Tests of whole runs, models and kernels: `just quick` leaves them out, unless it is given what to run."""
 
-STUBS = "tests/stub_gpu/"
-"""Tests of one file share what their processes found."""
-
 
 class JobsOnOneWorker(LoadScopeScheduling):  # type: ignore[misc] # xdist is untyped
-    """Hands out tests one by one; those of JOBS all to one worker, those of a file of STUBS as well."""
+    """Hands out tests one by one; those of JOBS all to one worker, and those of a file of FILES."""
 
     def _split_scope(self, nodeid: str) -> str:
         if nodeid.startswith(UNTIMED):
             return UNTIMED[0]
-        if nodeid.startswith(STUBS):
+        if nodeid.startswith(FILES):
             return nodeid.partition("::")[0]
         return JOBS[0] if nodeid.startswith(JOBS) else nodeid
 
@@ -81,6 +81,29 @@ def _programs_heed_hangups() -> Iterator[None]:
     signal.signal(signal.SIGHUP, lambda *_: None)
     yield
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _options_are_composed_once() -> Iterator[None]:
+    """Hydra takes a tenth of a second to compose options, and hundreds of tests choose the same ones."""
+    from hydra import compose
+
+    from llama_ssp.settings.drafters import drafters
+    from llama_ssp.settings.tasks import task_specs
+
+    known: dict[object, Any] = {}
+
+    def remembered(root: str, chosen: list[str], **named: bool) -> Any:  # noqa: ANN401 - as Hydra's
+        own = [file for folder in catalogue.own_folders() for file in folder.rglob("*.yaml")]
+        kinds = [*(task.config for task in task_specs().values()), *(draft.config for draft in drafters().values())]
+        key = root, *chosen, *named.values(), *kinds, *((file, file.stat().st_mtime_ns) for file in own)
+        if key not in known:
+            known[key] = compose(root, chosen, **named)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("llama_ssp.settings.compose.compose_options", remembered)
+        yield
 
 
 @pytest.fixture
@@ -140,6 +163,7 @@ def pytest_collection_finish() -> None:
     """Spare the garbage collector whatever was imported and collected: it takes half a second to look through that."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def _lanes_left_out(config: pytest.Config) -> dict[str, str]:

@@ -74,7 +74,7 @@ _OneDtype = Dtype | torch.dtype | str | None
 _OneTokenizer = PreTrainedTokenizerBase
 _log = logging.getLogger(__name__)
 _NO_BIAS: Mapping[int, float] = MappingProxyType({})
-_NO_ARGUMENTS = {"from_model", "bad_ids", "eos_ids"}
+_NO_ARGUMENTS = {"from_model", "bad_ids", "eos_ids", "by_row"}
 _SAMPLING = {name: value for name, value in vars(SamplingConfig()).items() if name not in _NO_ARGUMENTS}
 _SHOWN = 40
 """Characters of a text in a `repr`."""

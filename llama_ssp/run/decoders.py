@@ -227,7 +227,13 @@ def agree_on_packing(runner: Runner, comm: Comm) -> None:
 def _shards(models: Models, config: RunConfig) -> tuple[Shard, Shard]:
     """The parts of the vocabulary that this rank draws from, with the target and with the draft; see the function."""
     sampling, mesh, vocab_size = config.sampling, models.mesh, models.target.vocab_size
-    gathers = sampling.takes_best or sampling.truncates or config.speculation.tree or config.speculation.overlap
+    gathers = (
+        sampling.takes_best
+        or sampling.truncates
+        or sampling.by_row
+        or config.speculation.tree
+        or config.speculation.overlap
+    )
     if gathers or not models.sources:
         return WHOLE, WHOLE
     has_others = isinstance(models.sources[-1].origin, HeadSource | MtpSource) or models.tokenizers

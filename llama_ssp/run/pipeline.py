@@ -123,7 +123,8 @@ def _load(
     requests = _read_requests(config, world, terminal, folder, maker)
     if note := note_on(config.sampling, generation or {}):
         terminal.say(note)
-    config = dry_run.with_filled_rows(config, num_completions=len(requests) if requests else config.num_samples)
+    if task.reads_prompts:
+        config = dry_run.with_filled_rows(config, num_completions=len(requests) if requests else config.num_samples)
     plan = _make_plan(config, world, terminal, requests)
     clock.reach("checked_s")
     memory = MemoryWatch(world.device)
@@ -181,6 +182,8 @@ def _read_requests(
     config: RunConfig, world: World, terminal: Terminal, folder: RunFolder | None, maker: RequestMaker
 ) -> list[PromptRequest] | None:
     """Read and encode the prompts, the same on every rank; None if they will be typed one by one."""
+    if not task_of(config).reads_prompts:
+        return []
 
     def read() -> list[dict[str, object]] | None:
         if (types := is_interactive(config)) and config.scores_texts:

@@ -34,6 +34,8 @@ def finalize(session: Session) -> None:
     The report comes last, since matplotlib takes a second to import: the user can read the results meanwhile.
     """
     comm, folder, config = session.world.comm, session.folder, session.config
+    if not task_of(config).reads_prompts:
+        return
     session.memory.sample()
     experts_read_3, now = session.experts_read_3, CoreTimes.read(session.world.cores)
     own = (

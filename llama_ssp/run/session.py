@@ -200,9 +200,11 @@ class Session:
         num_first = num_replicas * self.config.batch_size
         first, rest = requests[:num_first], requests[num_first:]
 
-        def more(number: int) -> list[PromptRequest]:
+        def more(number: int) -> list[PromptRequest] | None:
+            if number < 1:
+                return []
             start = exchange.claim(number)
-            return rest[start : start + number]
+            return rest[start : start + number] or None
 
         return first[self.models.mesh.number :: num_replicas], more if rest else None
 

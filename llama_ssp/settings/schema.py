@@ -130,6 +130,18 @@ class PlacementConfig:
     auto: bool = setting(False, "true takes the fastest placement by the forecast for these models on this machine.")
 
 
+MOST_BIASES = 300
+"""The most biases of a row with settings of its own."""
+
+
+@dataclass(kw_only=True)
+class RowSteps:
+    """What the rows of a batch need now, if each has settings of its own (`speculate.sampling.by_row`)."""
+
+    truncates: bool = False
+    penalizes: bool = False
+
+
 @dataclass(kw_only=True)
 class SamplingConfig:
     """Sampling from the logits of target and draft."""
@@ -155,6 +167,8 @@ class SamplingConfig:
     # of the model's files, once they are read (`run.generation.with_ids`); no settings.
     bad_ids: tuple[tuple[int, ...], ...] = field(default=(), metadata={"omegaconf_ignore": True})
     eos_ids: tuple[int, ...] = field(default=(), metadata={"omegaconf_ignore": True})
+    # of batches whose rows have settings of their own, in place of these; no setting.
+    by_row: RowSteps | None = field(default=None, metadata={"omegaconf_ignore": True})
     from_model: list[str] = made(
         list,
         "of these settings, those that take the values of the model's generation_config.json, unless you give them.",
@@ -250,6 +264,7 @@ class TimeoutConfig:
 
     load_s: float = setting(1800.0, "while models are loaded.")
     decode_s: float = setting(60.0, "after that.")
+    drain_s: float = setting(30.0, "of task=serve: for what runs when a signal ends the server.")
 
 
 class Resume(Enum):

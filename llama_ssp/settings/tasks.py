@@ -36,6 +36,7 @@ class TaskSpec:
     run: str
     needs_models: bool = True  # False for a task that loads no models and writes no run folder.
     why_no_plan: str = "which reads no model"  # without models, why `dry_run` has no effect; a relative clause.
+    reads_prompts: bool = True  # False for a task that takes no prompts of the command line, and writes no table.
     needs_draft: bool = False  # a run without a draft is refused.
     has_both_modes: bool = False  # with a draft, it completes every prompt plainly and speculatively.
     shares_baseline: bool = False  # points of a sweep take over plain completions of earlier ones.
@@ -67,7 +68,9 @@ class TaskSpec:
 
 
 TASKS: Registry[TaskSpec] = Registry(
-    setting="task", modules=("llama_ssp.evaluation.task", "llama_ssp.run.tasks.records"), kind=TaskSpec
+    setting="task",
+    modules=("llama_ssp.evaluation.task", "llama_ssp.run.tasks.records", "llama_ssp.serve.settings"),
+    kind=TaskSpec,
 )
 register, task_specs = TASKS.register, TASKS.all
 

@@ -25,7 +25,6 @@ def asked(request: pytest.FixtureRequest) -> list[Case]:
 
 @pytest.fixture(scope="session")
 def pairs(asked: list[Case], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a random pair of each family."""
     folder = tmp_path_factory.mktemp("pairs")
     quantized = {case.family for case in asked if isinstance(case, Quantized)}
     families = {case.pair for case in asked if isinstance(case, Cell)} - {"tiny", "head", SYNTHETIC} | quantized

@@ -1,15 +1,11 @@
 """What ranks do in a test group: every case that the tests ask of one number of ranks, in one group of processes.
 
-The processes are forks of one that has imported everything (`multiprocessing`'s fork server), and know each other as
-ranks of torchrun do. A group of one rank is the process of the tests.
+A group of one rank is the process of the tests.
 """
 
-import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -51,6 +47,7 @@ from llama_ssp.settings.schema import (
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.in_memory import WeightsInMemory, weights_like
+from tests.helpers.commands import on_forks
 from tests.helpers.prompts import PROMPTS
 from tests.helpers.shapes import SHAPES
 
@@ -63,7 +60,6 @@ class CountingComm(Comm):
 
     @classmethod
     def of(cls, comm: Comm) -> "CountingComm":
-        """The same end, counting."""
         return cls(rank=comm.rank, size=comm.size, members=comm.members, device=comm.device, board=comm.board)
 
     def do_broadcast(self, values: Tensor, src: int) -> Tensor:
@@ -72,7 +68,6 @@ class CountingComm(Comm):
         return super().do_broadcast(values, src)
 
     def do_receive(self, values: Tensor, src: int) -> Tensor:
-        """Counts what it fills."""
         self._count(values.nbytes)
         return super().do_receive(values, src)
 
@@ -189,7 +184,6 @@ class Cell:
         return config
 
     def see(self, world: World, folder: Path) -> Placed:
-        """What a run generates on these ranks."""
         config = self.config(folder)
         mesh = (models := _loaded(world, config)).mesh
         if self.updates:
@@ -281,7 +275,6 @@ class Quantized:
     num_ranks: int = 2
 
     def see(self, world: World, folder: Path) -> list[list[float]]:
-        """What the ranks compute in two forwards."""
         target = ModelConfig(
             name="target", path=str(folder / "wide" / self.family), dtype=Dtype.fp32, quantization=self.form
         )
@@ -296,7 +289,6 @@ class Quantized:
         return logits
 
     def on_one_rank(self, folder: Path, form: str) -> torch.Tensor:
-        """Logits of the same model in this process, in one forward."""
         precision = Precision(quantization=form)
         runner = load_model(Loading(inspect(folder / "wide" / self.family), dtype=torch.float32, precision=precision))
         runner.allocate(batch_size=1, capacity=16)
@@ -313,7 +305,6 @@ class Together:
     num_ranks: int
 
     def see(self, world: World, folder: Path) -> tuple[list[str], str, str]:  # noqa: ARG002 - reads no models
-        """What all have gathered, what the last one has told, and the error of which this rank hears."""
         comm, last = world.comm, self.num_ranks - 1
         heard = "nothing"
         try:
@@ -333,7 +324,6 @@ class FromPython:
     num_ranks: int = 2
 
     def see(self, world: World, folder: Path) -> tuple[list[list[int]], list[float], list[str]]:  # noqa: ARG002 - shipped
-        """The ids of three texts, log-probabilities of the first, and the sentences of two mistakes in between."""
         pair = load("tiny", "tiny-draft", device="cpu", placement=self.placement)
         found = pair.generate(["import os\n", "def f(x):"], max_new_tokens=12, seed=1, logprobs=2)
         sentences: list[str] = []
@@ -359,18 +349,10 @@ def see_all(num_ranks: int, cases: Sequence[Case], folder: Path) -> list[dict[Ca
     """What each rank of a new group sees of all cases, in their order."""
     if num_ranks == 1:
         return [_seen(cases, folder)]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    with ProcessPoolExecutor(num_ranks, mp_context=context) as pool:
-        act = partial(_be_rank, num_ranks=num_ranks, port=port, cases=cases, folder=folder)
-        return [*pool.map(act, range(num_ranks))]
+    return on_forks(num_ranks, partial(_be_rank, cases, folder))
 
 
-def _be_rank(rank: int, *, num_ranks: int, port: int, cases: Sequence[Case], folder: Path) -> dict[Case, Any]:
-    ranks = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": num_ranks}
-    os.environ.update({name: str(value) for name, value in {**ranks, "MASTER_PORT": port}.items()})
+def _be_rank(cases: Sequence[Case], folder: Path, _rank: int) -> dict[Case, Any]:
     try:
         return _seen(cases, folder)
     except BaseException:  # noqa: BLE001 - the others would wait: this ends the whole pool

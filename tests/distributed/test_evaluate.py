@@ -24,7 +24,6 @@ def evaluation(run_dir: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The verdict of one rank."""
     folder = tmp_path_factory.mktemp("alone") / "run"
     done = run([*SETTINGS, f"run_dir={folder}"])
     assert done.returncode == 0, done.stderr

@@ -31,6 +31,7 @@ from tests.helpers.disturbed import (
     settings,
     wait_for,
 )
+from tests.helpers.gpu_faults import steps
 from tests.helpers.repository import ROOT
 from tests.helpers.terminals import OnTerminal
 
@@ -84,9 +85,7 @@ def started(
     environments: list[dict[str, str]] = [{}]
     if launcher == "srun":
         commands = [[*before, *command(overrides)]] * 2
-        step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
-        step["SLURM_JOB_ID"] = str(os.getpid() * 18 + CELLS.index(cell))  # the port follows from it
-        environments = [step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in (0, 1)]
+        environments = steps()
     return [
         subprocess.Popen(
             words, cwd=ROOT, env={**os.environ, **environment}, text=True,
@@ -98,7 +97,6 @@ def started(
 
 @pytest.fixture
 def running(launcher: str, cell: Cell, tmp_path: Path) -> Iterator[list[Popen]]:
-    """A job that has come to the phase."""
     processes = started(launcher, cell, tmp_path / "run")
     wait_for(
         lambda: has_begun(cell, tmp_path / "run") or any(process.poll() is not None for process in processes),

@@ -18,7 +18,6 @@ CELL = Cell(signal.SIGKILL, DRAFT_RANK, "decoding")
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Popen]:
-    """A run that decodes."""
     process = start([*settings(CELL, tmp_path / "run"), *OVERLAP], num_ranks=2)
     wait_for(lambda: has_begun(CELL, tmp_path / "run") or process.poll() is not None, at_most_s=120)
     yield process

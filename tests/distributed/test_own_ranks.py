@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from llama_ssp import catalogue
+from llama_ssp.ranks.process import signals_kept
 from llama_ssp.reports.records import LogProbLine
+from llama_ssp.run.commands import program
 from llama_ssp.weights import hub
 from tests.helpers.commands import Popen
 from tests.helpers.disturbed import is_alive, lines, pid_of_rank, wait_for
-from tests.helpers.in_process import launch
+from tests.helpers.in_process import call, launch
 from tests.helpers.lanes import heavy, slow
 from tests.helpers.repository import ROOT
 from tests.helpers.sockets import family_of, is_loopback
@@ -100,9 +102,10 @@ def test_what_cannot_run_is_refused_before_ranks_start(
 ) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mamba", "hidden_size": 64}')
     own = ["prompt=x", f"run_dir={tmp_path}/run", f"ranks={ranks}"]
-    ended = run_program("run", *(word.format(tmp_path) for word in words), *own)
-    assert ended.returncode == 2
-    [said] = ended.stderr.splitlines()
+    with signals_kept():
+        ended = call(program.main, ["run", *(word.format(tmp_path) for word in words), *own])
+    assert ended.code == 2
+    [said] = ended.err.splitlines()
     assert said.startswith(sentence.format(tmp_path))
     assert not (tmp_path / "run").exists()
 
@@ -134,7 +137,7 @@ def test_a_signal_to_the_program_is_one_to_its_ranks(number: signal.Signals, run
     assert lines(run_dir)[: len(before)] == before
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("running", [["env", "--ignore-signal=HUP"]], indirect=True, ids=["as by nohup"])
 def test_a_run_that_ignores_hangups_goes_on(running: tuple[Path, Popen]) -> None:
     run_dir, process = running
@@ -155,7 +158,7 @@ AT_MOST_S = 15
 @pytest.mark.parametrize(
     ("starter", "delay_s"),
     [
-        heavy("torchrun", 0.0), heavy("ranks=2", 0.1), slow("torchrun", 0.1), slow("torchrun", 0.2),
+        slow("torchrun", 0.0), heavy("ranks=2", 0.1), slow("torchrun", 0.1), slow("torchrun", 0.2),
         slow("torchrun", 1.0), slow("torchrun", 3.0), slow("ranks=2", 0.0), slow("ranks=2", 1.0), slow("ranks=2", 3.0),
     ],
 )  # fmt: skip

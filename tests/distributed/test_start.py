@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.gpu_faults import steps
 from tests.helpers.lanes import heavy, slow
 from tests.helpers.repository import ROOT
 
@@ -22,25 +23,22 @@ SENTENCE = (
 )
 
 
-def step(job: int, *commands: list[str]) -> list["subprocess.Popen[str]"]:
-    """The processes of a SLURM step without SLURM, which nobody ends."""
-    own = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
-    environ = os.environ | own | {"SLURM_JOB_ID": str(job), "PYTHONPATH": str(ROOT)}
+def step(*words: str) -> list["subprocess.Popen[str]"]:
+    """The two processes of a SLURM step without SLURM, which nobody ends."""
     return [
         subprocess.Popen(
-            command, cwd=ROOT, env=environ | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}, text=True,
+            [sys.executable, *words], cwd=ROOT, env=os.environ | own | {"PYTHONPATH": str(ROOT)}, text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
         )
-        for rank, command in enumerate(commands)
+        for own in steps()
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("faulty", [slow(0), heavy(1)])
 def test_a_start_of_nccl_that_fails_ends_all_ranks_with_the_reason_and_the_remedy(faulty: int, tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "tests.distributed.faulty_start", str(faulty)]
-    words += ["task=generate", "device=cpu", "prompt=x", f"run_dir={tmp_path}/run"]
+    settings = ["task=generate", "device=cpu", "prompt=x", f"run_dir={tmp_path}/run"]
     began = time.monotonic()
-    ranks = step(20 * os.getpid() + 18, words, words)
+    ranks = step("-m", "tests.distributed.faulty_start", str(faulty), *settings)
     try:
         said = [rank.communicate(timeout=2 * AT_MOST_S)[1] for rank in ranks]
     finally:
@@ -79,19 +77,7 @@ builtins.kept = EndsLate(2 * world.comm.rank)
 
 def test_no_thread_of_torch_aborts_a_rank_that_ends(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(_SCRIPT)
-    step = {
-        "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2",
-    }  # fmt: skip
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(tmp_path / "script.py")],
-            env=os.environ | step | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "PYTHONPATH": str(ROOT)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in "01"
-    ]
+    ranks = step(str(tmp_path / "script.py"))
     said = [rank.communicate(timeout=60)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
     assert "Traceback" not in "".join(said), "torch may say that it had to wait for the other rank, on a busy machine"

@@ -52,7 +52,6 @@ class Compiled:
 
     @property
     def num_warps(self) -> int:
-        """Warps of a block."""
         (found,) = re.findall(r'"ttg.num-warps" = (\d+)', self.ttgir)
         return int(found)
 

@@ -5,6 +5,5 @@ from llama_ssp.settings.schema import RunConfig
 
 
 def compose_run(*words: str) -> tuple[RunConfig, frozenset[str]]:
-    """The config, and the keys that the words set."""
     (composed,) = compose(words)
     return to_run_config(composed), composed.explicit

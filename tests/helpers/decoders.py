@@ -95,7 +95,6 @@ def parts_of(runner: Any = None, *, tree: Tree | str | None = None, **parts: Any
 
 
 def executor_of(round_: Round, replay: Recorder | type[WatchedGraphs] | bool) -> Executor:
-    """See `make_decoder`."""
     if isinstance(replay, type):
         return replay(round_)
     if not isinstance(replay, bool):
@@ -111,11 +110,9 @@ class ScriptedLength(FixedLength):
         self._next, self._reads_late = cycle(choices), reads_late
 
     def reads_at_once(self, source: int) -> bool:  # noqa: ARG002
-        """See `reads_late`."""
         return not self._reads_late
 
     def choose(self, num_skipped: Sequence[int]) -> DraftChoice:  # noqa: ARG002
-        """The next one."""
         return next(self._next)
 
 
@@ -136,7 +133,6 @@ def complete(decoder: Decoder, requests: Sequence[Request]) -> list[RowCompletio
 
 
 def requests(num_tokens: int = 40) -> list[Request]:
-    """Requests of different lengths."""
     prompts = [(1,), (2, 3, 4, 5, 6), (7, 7), (0, 9, 8, 1, 2, 3, 4), (5, 6, 5), (10,), (3, 1, 4, 1, 5, 9, 2, 6)]
     return [Request(index=i, prompt_ids=ids, max_new_tokens=num_tokens - 3 * i) for i, ids in enumerate(prompts)]
 
@@ -147,7 +143,6 @@ def requests_of(prompts: Sequence[tuple[int, ...]], num_new: int) -> list[Reques
 
 
 def ids_of(completions: Sequence[RowCompletion]) -> list[list[int]]:
-    """Their texts."""
     return [done.token_ids for done in completions]
 
 

@@ -53,7 +53,6 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def wait_for(condition: Callable[[], object], *, at_most_s: float) -> None:
-    """Wait for something to become true."""
     deadline = time.monotonic() + at_most_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

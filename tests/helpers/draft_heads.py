@@ -59,7 +59,6 @@ def make_tensors(*, vocab_size: int = 4096, num_drafted: int = 1024, seed: int =
 
 
 def save_original(folder: Path, tensors: Mapping[str, Tensor], **changed: Any) -> Path:  # noqa: ANN401
-    """Save a head as the authors of EAGLE-3 do."""
     config = layer_config(tensors) | {
         "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": tensors["lm_head.weight"].shape[0],
     } | changed  # fmt: skip

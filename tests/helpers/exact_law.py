@@ -41,6 +41,7 @@ def exact_law(
     num_draft_tokens: int,
     is_point_mass: bool = False,
     prompt: tuple[int, ...] = (),
+    settings_GX: Tensor | None = None,
 ) -> Tensor:
     """Measure the law of the first K + 1 tokens of a text.
 
@@ -51,13 +52,16 @@ def exact_law(
         num_draft_tokens: K.
         is_point_mass: the draft takes its best token, and says no probabilities.
         prompt: tokens before the text, for rules that look at them.
+        settings_GX: of the rows of each table, for rules whose rows have some (`sampling.by_row`).
 
     Returns fp64 (G, V^(K + 1)), exact to about 1e-14.
     """
-    texts = round_law(rule, target, draft, num_draft_tokens, is_point_mass=is_point_mass, prompt=prompt)
+    texts = round_law(
+        rule, target, draft, num_draft_tokens, is_point_mass=is_point_mass, prompt=prompt, settings_GX=settings_GX
+    )
     law = texts[0]
     for length, text_law in enumerate(texts[1:], start=1):
-        law = text_law + (law[..., None] * draw_law(rule, target.logits[length], prompt)).flatten(1)
+        law = text_law + (law[..., None] * draw_law(rule, target.logits[length], prompt, settings_GX)).flatten(1)
     return law
 
 
@@ -81,6 +85,7 @@ def round_law(
     *,
     is_point_mass: bool = False,
     prompt: tuple[int, ...] = (),
+    settings_GX: Tensor | None = None,
     keeps_N: Tensor | None = None,
 ) -> list[Tensor]:
     """Measure the law of what one round adds: for n = 0..K accepted tokens, of the n + 1 new ones, (G, V^(n + 1)).
@@ -89,7 +94,7 @@ def round_law(
     """
     vocab_size, laws = target.vocab_size, []
     paths_NK, path_law_GN, verdict_law_GNTV = round_verdicts(
-        rule, target, draft, num_draft_tokens, is_point_mass=is_point_mass, prompt=prompt
+        rule, target, draft, num_draft_tokens, is_point_mass=is_point_mass, prompt=prompt, settings_GX=settings_GX
     )
     if keeps_N is not None:
         path_law_GN = path_law_GN * keeps_N
@@ -117,12 +122,13 @@ def round_verdicts(
     *,
     is_point_mass: bool = False,
     prompt: tuple[int, ...] = (),
+    settings_GX: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All drafts (N, K), the law (G, N) of each, and the law (G, N, K + 1, V) of the verdicts on it."""
     vocab_size = target.vocab_size
     paths_NK = torch.tensor(list(product(range(vocab_size), repeat=num_draft_tokens)))
     path_law_GN, draft_probs_GNTV = (
-        _best_path(draft, paths_NK) if is_point_mass else _drafting(rule, draft, paths_NK, prompt)
+        _best_path(draft, paths_NK) if is_point_mass else _drafting(rule, draft, paths_NK, prompt, settings_GX)
     )
     target_logits_GNTV = torch.stack(
         [
@@ -132,15 +138,16 @@ def round_verdicts(
         dim=2,
     )
     verdict_law_GNTV = _verifying(
-        rule, prompt, paths_NK=paths_NK, draft_probs_GNTV=draft_probs_GNTV, target_logits_GNTV=target_logits_GNTV
-    )
+        rule, prompt, paths_NK=paths_NK, draft_probs_GNTV=draft_probs_GNTV, target_logits_GNTV=target_logits_GNTV,
+        settings_GX=settings_GX,
+    )  # fmt: skip
     return paths_NK, path_law_GN, verdict_law_GNTV
 
 
-def draw_law(rule: Rule, logits: Tensor, prompt: tuple[int, ...] = ()) -> Tensor:
+def draw_law(rule: Rule, logits: Tensor, prompt: tuple[int, ...] = (), settings_GX: Tensor | None = None) -> Tensor:
     """Measure the law of the rule's `draw` for logits (G, V^t, V) of all prefixes; the result has their shape."""
     rows_BV = logits.flatten(0, -2)
-    context = _after_prefixes(prompt, logits)
+    context = _after_prefixes(prompt, logits, settings_GX)
 
     def choose(rows_B: Tensor, uniforms_BC: Tensor) -> Tensor:
         return rule.draw(rows_BV[rows_B, None], uniforms_BC[:, None], _rows_of(context, rows_B))[0][:, 0]
@@ -150,22 +157,24 @@ def draw_law(rule: Rule, logits: Tensor, prompt: tuple[int, ...] = ()) -> Tensor
     )
 
 
-def _after_prefixes(prompt: tuple[int, ...], logits: Tensor) -> Context:
+def _after_prefixes(prompt: tuple[int, ...], logits: Tensor, settings_GX: Tensor | None) -> Context:
     """The contexts (G V^t) of logits (G, V^t, V): the prompt, and the prefix that the code stands for."""
     num_tables, num_prefixes, vocab_size = logits.shape
     length = round(math.log(num_prefixes, vocab_size))
     prefixes = torch.tensor([*product(range(vocab_size), repeat=length)], dtype=torch.long).view(num_prefixes, length)
-    return _context(prompt, prefixes.repeat(num_tables, 1), num_scored=1)
+    return _context(prompt, prefixes.repeat(num_tables, 1), settings_GX, num_scored=1)
 
 
-def _context(prompt: tuple[int, ...], texts_BS: Tensor, *, num_scored: int) -> Context:
+def _context(prompt: tuple[int, ...], texts_BS: Tensor, settings_GX: Tensor | None, *, num_scored: int) -> Context:
     """The context of the last positions of some texts; a token behind them is there to be overlooked."""
     num_rows, length = texts_BS.shape
     prompts = torch.tensor(prompt, dtype=torch.long).expand(num_rows, -1)
     tokens_BS = torch.cat([prompts, texts_BS, torch.zeros(num_rows, 1, dtype=torch.long)], dim=1)
     last_BT = len(prompt) + length - num_scored + torch.arange(num_scored).expand(num_rows, -1)
     prompt_lengths_B = torch.full((num_rows,), len(prompt))
-    return Context(tokens_BS, torch.zeros_like(prompt_lengths_B), prompt_lengths_B, last_BT)
+    settings_GX = torch.zeros(1, 0) if settings_GX is None else settings_GX
+    settings_BX = settings_GX.repeat_interleave(num_rows // len(settings_GX), dim=0)
+    return Context(tokens_BS, torch.zeros_like(prompt_lengths_B), prompt_lengths_B, last_BT, settings_BX)
 
 
 def _rows_of(context: Context, rows_B: Tensor) -> Context:
@@ -183,7 +192,7 @@ def _best_path(draft: TableModel, paths_NK: Tensor) -> tuple[Tensor, None]:
 
 
 def _drafting(
-    rule: Rule, draft: TableModel, paths_NK: Tensor, prompt: tuple[int, ...] = ()
+    rule: Rule, draft: TableModel, paths_NK: Tensor, prompt: tuple[int, ...], settings_GX: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """The law (G, N) of the drafted paths, and the probabilities (G, N, K + 1, V) that the rule keeps for each."""
     path_law_GN = draft.logits[0].new_ones(draft.num_tables, paths_NK.shape[0])
@@ -191,9 +200,9 @@ def _drafting(
     for position in range(paths_NK.shape[1]):
         logits = draft.logits[position]
         codes_N = codes_of(paths_NK[:, :position], draft.vocab_size)
-        path_law_GN = path_law_GN * draw_law(rule, logits, prompt)[:, codes_N, paths_NK[:, position]]
+        path_law_GN = path_law_GN * draw_law(rule, logits, prompt, settings_GX)[:, codes_N, paths_NK[:, position]]
         some_B1P = logits.new_full((logits.shape[0] * logits.shape[1], 1, PER_DRAW), 0.5)
-        _, probs = rule.draw(logits.flatten(0, 1)[:, None], some_B1P, _after_prefixes(prompt, logits))
+        _, probs = rule.draw(logits.flatten(0, 1)[:, None], some_B1P, _after_prefixes(prompt, logits, settings_GX))
         kept_probs.append(None if probs is None else probs.view(logits.shape)[:, codes_N])
     probs_K = [probs for probs in kept_probs if probs is not None]
     return path_law_GN, torch.stack([*probs_K, torch.zeros_like(probs_K[0])], dim=2) if probs_K else None
@@ -206,6 +215,7 @@ def _verifying(
     paths_NK: Tensor,
     draft_probs_GNTV: Tensor | None,
     target_logits_GNTV: Tensor,
+    settings_GX: Tensor | None,
 ) -> Tensor:
     """The law (G, N, K + 1, V) of the number of accepted tokens and the token that follows them."""
     num_tables, num_paths, num_positions, vocab_size = target_logits_GNTV.shape
@@ -213,7 +223,7 @@ def _verifying(
     ids_BK = paths_NK.repeat(num_tables, 1)
     draft_probs_BTV = None if draft_probs_GNTV is None else draft_probs_GNTV.flatten(0, 1)
     target_logits_BTV = target_logits_GNTV.flatten(0, 1)
-    context = _context(prompt, ids_BK, num_scored=num_positions)
+    context = _context(prompt, ids_BK, settings_GX, num_scored=num_positions)
     is_plain = draft_probs_BTV is None and not rule.takes_best
     sizes = [PER_DRAW * num_positions] if is_plain else [num_draft_tokens, PER_DRAW]
 

@@ -27,30 +27,24 @@ class ThreadComm(Comm):
     """Shapes of what was delivered from here."""
 
     def do_all_reduce(self, values: Tensor) -> Tensor:
-        """Add up, in rank order."""
         return values.copy_(torch.stack(self._swap(values)).sum(0))
 
     def do_all_gather_last(self, values: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """Join along the last dimension."""
         slices = self._swap(values)
         assert tuple(part.shape[-1] for part in slices) == sizes
         return torch.cat(slices, dim=-1)
 
     def do_broadcast(self, values: Tensor, src: int) -> Tensor:
-        """Take the values of one rank."""
         return values.copy_(self._swap(values)[src])
 
     def do_send(self, values: Tensor, dst: int) -> Tensor:
-        """Leave values for one rank."""
         self.mail[self.rank, dst].put(values.clone())
         return values
 
     def do_receive(self, values: Tensor, src: int) -> Tensor:
-        """Wait for the values of one rank."""
         return values.copy_(self.mail[src, self.rank].get(timeout=60))
 
     def deliver(self, values: Tensor | None, *, shape: tuple[int, ...], src: int, dst: int) -> None:
-        """Copy from one rank to another."""
         if self.rank == src and values is not None:
             assert values.shape == shape
             self.delivered.append(shape)
@@ -59,11 +53,9 @@ class ThreadComm(Comm):
             self.receive(values, src=src)
 
     def gather_text(self, text: str) -> list[str]:
-        """Texts of all threads."""
         return [bytes(part.tolist()).decode() for part in self._swap(torch.tensor([*text.encode()], dtype=torch.uint8))]
 
     def barrier(self) -> None:
-        """Wait for all threads."""
         self.meeting.wait(timeout=60)
 
     def _swap(self, values: Tensor) -> list[Tensor]:
@@ -75,7 +67,6 @@ class ThreadComm(Comm):
 
 
 def thread_comms(num_ranks: int) -> list[ThreadComm]:
-    """One end for each rank of a group."""
     meeting, table = Barrier(num_ranks), [torch.empty(0)] * num_ranks
     mail = {pair: SimpleQueue[Tensor]() for pair in product(range(num_ranks), range(num_ranks))}
     return [ThreadComm(rank=rank, size=num_ranks, meeting=meeting, table=table, mail=mail) for rank in range(num_ranks)]

@@ -35,18 +35,15 @@ class Ended:
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """The completions on record."""
         return lines(self.run_dir)
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What it left at its end."""
         found: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
         return found
 
     @property
     def status(self) -> str:
-        """How it says that it has ended."""
         return (self.run_dir / "status").read_text()
 
 

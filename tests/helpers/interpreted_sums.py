@@ -66,7 +66,6 @@ def check_rank(rank: int, memories_R: Tensor, shapes: Sequence[tuple[int, int]])
 
 
 def check(size: int, shapes: Sequence[tuple[int, int]]) -> None:
-    """Check a group of so many ranks."""
     memories = [mmap.mmap(-1, sums_gpu.MEMORY_BYTES) for _ in range(size)]  # shared with the processes made below
     tensors = [torch.frombuffer(memory, dtype=torch.int32) for memory in memories]
     for tensor in tensors:  # as after so many sums

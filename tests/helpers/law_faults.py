@@ -137,7 +137,6 @@ _ELSEWHERE: dict[str, tuple[object, str, Callable[..., Any]]] = {
 
 
 def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plant one of these faults, before a decoder is made."""
     if fault == "shared race":
         monkeypatch.setattr(shards, "draw", race)
         fault = "shared uniforms"

@@ -15,6 +15,20 @@ from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.prefix_runner import PrefixRunner
 
 ALONE = Layout(target_ranks=(0,), draft_ranks=(0,), draft_kind=DraftLayout.one_rank)
+ONE_RANK, SHARDED, REPLICATED, OWN_GPU = DraftLayout
+LAYOUTS = [
+    Layout(target_ranks=target, draft_ranks=draft, draft_kind=kind)
+    for target, draft, kind in [
+        ((0, 1), (1,), ONE_RANK),
+        ((0, 1), (2,), ONE_RANK),
+        ((0, 1), (0, 1), SHARDED),
+        ((1, 2), (0, 1), SHARDED),
+        ((0,), (1, 2), OWN_GPU),
+        ((1,), (0,), OWN_GPU),
+        ((0, 1), (0, 1), REPLICATED),
+        ((0, 1, 2), (0, 2), REPLICATED),
+    ]
+]
 
 
 def texts_of_ranks(

@@ -21,7 +21,6 @@ NAMES = {*reading.FIELDS, *experts.FIELDS, *gemma.FIELDS}
 
 
 def library_kinds() -> dict[str, dict[str, Any]]:
-    """See `family.kinds`."""
     found = {}
     for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         config = CONFIG_MAPPING[kind]

@@ -49,7 +49,6 @@ def check_completion(
     found: CompletionLogProbs | None, model: PreTrainedModel, prompt_ids: Sequence[int], new_ids: Sequence[int],
     sampling: SamplingConfig, *, num_top: int, num_of_prompt: int | None = None,
 ) -> None:  # fmt: skip
-    """Compare all figures of a completion with the library's."""
     assert found is not None
     ids, first = [*prompt_ids, *new_ids], len(prompt_ids)
     model_TV, drawn_TV = laws(model, ids, first, sampling)

@@ -72,7 +72,6 @@ def save_with_mtp(folder: Path, family: str, **changes: Any) -> tuple[Any, Refer
 
 
 def edit_config(folder: Path, changes: Mapping[str, Any]) -> None:
-    """Change fields of a config.json."""
     content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps(content | changes), encoding="utf-8")
 

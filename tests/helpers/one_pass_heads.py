@@ -52,7 +52,6 @@ SHARING = "dflash of its authors"
 
 
 def make_tensors(layout: str, *, seed: int = 0) -> dict[str, Tensor]:
-    """Random tensors of a head."""
     generator, found = torch.Generator().manual_seed(seed), dict[str, Tensor]()
     for name, shape in _shapes(layout).items():
         scale = {"mask_hidden": 8.0, "lm_head.weight": 3.0, "markov_head.markov_w2.weight": 3.0}.get(name, 1.0)
@@ -65,7 +64,6 @@ def make_tensors(layout: str, *, seed: int = 0) -> dict[str, Tensor]:
 
 
 def _shapes(layout: str) -> dict[str, tuple[int, ...]]:
-    """The shapes of a head's tensors."""
     config, num_taps, is_block = CONFIGS[layout], len(taps_of(layout)), "peagle" not in layout
     found: dict[str, tuple[int, ...]] = {"fc.weight": (WIDTH, num_taps * WIDTH), "norm.weight": (WIDTH,)}
     for number in range(2):

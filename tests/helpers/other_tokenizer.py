@@ -22,7 +22,6 @@ _STEPS = 30
 
 
 def save_pair(folder: Path) -> None:
-    """Save the pair into `folder/target` and `folder/draft`."""
     for part, family in (("target", "gpt_neox"), ("draft", "gpt_neo")):
         tokenizer = byte_level(_LEARNED[part], vocab_size=_VOCAB_SIZE, special=("<|endoftext|>",))
         model = tiny_model(

@@ -42,8 +42,6 @@ pairs:
 
 
 def writer(folder: Path) -> OwnConf:
-    """Return what writes into a folder."""
-
     def write(name: str, text: str) -> Path:
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +52,6 @@ def writer(folder: Path) -> OwnConf:
 
 
 def write_all(write: OwnConf) -> None:
-    """Write a model, a machine, a pair and an experiment."""
     for name, text in (
         ("model/mine.yaml", MODEL),
         ("hardware/mybox.yaml", MACHINE),

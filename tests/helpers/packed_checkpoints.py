@@ -83,13 +83,11 @@ def pack_checkpoint(origin: Path, packed: Path, dequantized: Path, layout: str) 
 
 
 def edit_config(folder: Path, **changes: object) -> None:
-    """Change fields of a config.json."""
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def quantization_config(layout: str) -> dict[str, Any]:
-    """What config.json says of a layout."""
     if layout in _BLOCKS:
         return _config_of_bytes(layout)
     if layout in _FLOATS:

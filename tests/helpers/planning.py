@@ -48,7 +48,6 @@ def make_spec(
 
 
 def times_of(spec: PlanSpec, machine: HardwareConfig) -> Any:  # noqa: ANN401 - figures that only some jobs have
-    """The forecast of a spec's times."""
     return timing(spec, machine)
 
 

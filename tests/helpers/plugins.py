@@ -2,10 +2,10 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 from llama_ssp.registry import PLUGINS
+from tests.helpers.commands import run
 from tests.helpers.repository import ROOT
 
 
@@ -17,9 +17,5 @@ def launch(folder: Path, *arguments: str, plugins: str) -> subprocess.CompletedP
         arguments: of the command line.
         plugins: modules to import.
     """
-    environment = {**os.environ, PLUGINS: plugins, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
     words = ["--config-dir", str(folder / "conf"), f"run_dir={folder / 'run'}", *arguments]
-    return subprocess.run(
-        [sys.executable, str(ROOT / "launch" / "run.py"), *words],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    return run(words, cwd=folder, more={PLUGINS: plugins, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"})

@@ -93,7 +93,6 @@ class PrefixRunner:
         tree: TreePlaces | None = None,
         taken_B: Tensor | None = None,  # noqa: ARG002
     ) -> Tensor:
-        """See `models.runner.Runner.forward`."""
         self.num_forwards += 1
         slots_S, shown_BSD = self.slots.shown[bucket]
         cache = self.slots.cache if cache_rows_B is None else self.slots.cache[cache_rows_B]
@@ -113,13 +112,11 @@ class PrefixRunner:
         return best_of(logits_BRV) if self.reads is Reads.best else logits_BRV
 
     def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
-        """See `models.runner.Runner.move`."""
         cache, width = self.slots.cache, (-1, -1, 8)
         moved_BDX = cache.gather(1, from_BD[..., None].expand(width))
         cache.scatter_(1, to_BD[..., None].expand(width), moved_BDX)
 
     def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int, *, from_saved: bool = False) -> None:
-        """See `models.runner.Runner.copy`."""
         assert not from_saved, "it keeps no states"
         self.slots.cache[[*to_rows], :num_tokens] = self.slots.cache[from_row, :num_tokens].clone()
 
@@ -139,5 +136,4 @@ class PrefixRunner:
         return ids[len(prompt_ids) :]
 
     def texts(self, requests: Sequence[Request]) -> list[list[int]]:
-        """The greedy text of each request."""
         return [self.greedy(request.prompt_ids, request.max_new_tokens) for request in requests]

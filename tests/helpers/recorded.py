@@ -158,7 +158,6 @@ class WatchedGraphs(GraphExecutor):
         super().__init__(round_, recorder=FakeRecorder())
 
     def run(self, stage: Stage, state: BatchState, *tensors: Tensor) -> Any:  # noqa: ANN401 - what the stage returns
-        """See `Executor`."""
         key = stage.name, stage.choice, stage.bucket
         was_recorded, now = key in self._graphs, None
         if key in self._met:

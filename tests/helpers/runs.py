@@ -34,7 +34,6 @@ FACTS = RunFacts(
 def summary(
     *lines: CompletionLine, model: str = "big", draft: str | None = "small", num_draft_tokens: int = 2
 ) -> Summary:
-    """The summary of such lines, on two ranks."""
     return summarise(replace(FACTS, model=model, draft=draft), lines, num_draft_tokens=num_draft_tokens)
 
 

@@ -142,7 +142,6 @@ class Cluster:
         return done.stdout.strip()
 
     def job(self, number: str) -> dict[str, str]:
-        """What the controller knows of a job."""
         words = self.run("scontrol", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
@@ -152,7 +151,6 @@ class Cluster:
         return self.job(number)
 
     def until(self, holds: Callable[[], bool], what: str, *, at_most_s: float) -> None:
-        """Wait for something to become true."""
         deadline = time.monotonic() + at_most_s
         while not holds():
             dead = [daemon.args for daemon in self._daemons if daemon.poll() is not None]

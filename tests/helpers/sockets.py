@@ -11,7 +11,6 @@ _WORD = 8
 
 
 def family_of(pid: int) -> list[int]:
-    """A process and all that descend from it."""
     parents = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
@@ -29,7 +28,6 @@ def listeners(pid: int) -> set[tuple[IPv4Address | IPv6Address, int]]:
 
 
 def is_loopback(address: IPv4Address | IPv6Address) -> bool:
-    """Whether only processes of this machine reach an address."""
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 

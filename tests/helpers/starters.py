@@ -18,7 +18,6 @@ STARTERS = ("ranks=1", "ranks=2", "torchrun", "launch/run.py")
 
 
 def command_of(starter: str, words: Sequence[str]) -> list[str]:
-    """The command line of a run that is started so."""
     if starter == "torchrun":
         return command(words, num_ranks=2)
     if starter == "launch/run.py":

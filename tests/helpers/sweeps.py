@@ -40,7 +40,6 @@ def simulated_sweep(
 
 
 def simulated_run(draw: random.Random, *, name: str, temperature: float, k: int, num_prompts: int) -> Run:
-    """One run of a simulated sweep."""
     lines = []
     for index in range(num_prompts):
         plain_ms = PLAIN_MS * math.exp(draw.gauss(0, 0.2))

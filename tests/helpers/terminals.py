@@ -57,8 +57,6 @@ class OnTerminal:
         os.write(self._end, text.encode())
 
     def wait_for(self, condition: Callable[[], object], *, at_most_s: float) -> None:
-        """Wait for something to become true, and read meanwhile."""
-
         def is_true() -> object:
             self.read()
             return condition()

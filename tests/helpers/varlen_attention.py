@@ -10,7 +10,6 @@ def varlen_attention(
     queries_QHD: Tensor, keys_SND: Tensor, values_SND: Tensor, sequences: Sequences,
     *, scale: float, window: int | None,
 ) -> Tensor:  # fmt: skip
-    """See `VarlenAttention`."""
     numbers = sequences[:3]
     assert all(values.dtype == torch.int32 and values.is_contiguous() for values in numbers)
     group = queries_QHD.shape[1] // keys_SND.shape[1]

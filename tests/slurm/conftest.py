@@ -9,6 +9,5 @@ from tests.helpers.slurm import Cluster
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A controller and two nodes with four made-up GPUs each."""
     with Cluster(tmp_path_factory.mktemp("cluster")) as running:
         yield running

@@ -186,7 +186,7 @@ def test_a_mistake_ends_the_job_with_its_own_exit_code_and_is_not_tried_again(cl
     assert "sampling.top_p=2.0 must be above 0" in (tmp_path / f"slurm-{job}.log").read_text()
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_cancelled_job_stays_cancelled_and_leaves_nothing_but_its_run(cluster: Cluster, tmp_path: Path) -> None:
     """Its usual port is taken, so that it takes another one."""
     job = submit(cluster, tmp_path, *LONG, "run_dir=run", options=("--ntasks-per-node=2", "--hold"))
@@ -214,7 +214,7 @@ with Cluster(Path(sys.argv[1])) as cluster:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_no_daemon_outlives_tests_that_a_signal_ends(number: signal.Signals, tmp_path: Path) -> None:
     words = [sys.executable, "-c", TESTS, str(tmp_path / "cluster")]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as tests:

@@ -1,7 +1,6 @@
 """The stub device as seen by a process that it was preloaded into: its log, and the graphs that it has captured."""
 
 import ctypes
-import math
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -20,24 +19,12 @@ class Record(NamedTuple):
     kind: str
     text: str
 
-    @property
-    def name(self) -> str:
-        """The kernel's name, or the text of anything else."""
-        return self.text.split(" ", 2)[2] if self.kind in {"kernel", "triton"} else self.text
-
-    @property
-    def num_blocks(self) -> int:
-        """Thread blocks of a kernel."""
-        return math.prod(int(size) for size in self.text.partition(" ")[0].split(","))
-
 
 def reset() -> None:
-    """Empty the log."""
     _library().stub_reset()
 
 
 def log() -> list[Record]:
-    """What has happened since the log was emptied."""
     return _written(lambda path: int(_library().stub_write_log(path)))
 
 

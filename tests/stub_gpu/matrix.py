@@ -1,14 +1,14 @@
-"""On the stub device: decodes with every setting of some groups, and says what was captured and what was at fault.
+"""On the stub device: decodes with every setting, and says what was captured and what was at fault.
 
-`python -m tests.stub_gpu.matrix OUT GROUP...` writes what each setting left to OUT, as JSON.
+`python -m tests.stub_gpu.matrix OUT` writes what each setting of each group left to OUT, as JSON.
 """
 
 import json
 import logging
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,81 @@ from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.tuning import tune
 from llama_ssp.settings.drafters import NGRAM_DRAFT, DraftTokenizer, ModelDraftConfig, NgramConfig
 from llama_ssp.settings.schema import MODEL_DRAFT, DeviceKind, SpeculationConfig, VerificationConfig
+from llama_ssp.speculate.engine.executors import GraphExecutor
+from llama_ssp.speculate.engine.loop import Decoder
+from llama_ssp.speculate.engine.state import Request
 from tests.helpers import other_tokenizer
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.tokenizers import save_tokenizer
 from tests.stub_gpu import device
-from tests.stub_gpu.decoded import Left, decode_twice, requests_for
+from tests.stub_gpu.device import Record
 from tests.stub_gpu.settings import ANOTHER_TOKENIZER, GROUPS, HEAD, NGRAM, PLAIN, Group, Setting
 
 CONTEXT = 1024
+NEW_TOKENS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Left:
+    """What a setting left; `between` and `nodes` are of a round in the middle of the second run.
+
+    Attributes:
+        is_captured: rounds run as graphs, and no capture failed.
+        faults: of both runs, and of the warm-up if there was one.
+        finished: the rows that got all of their tokens.
+        between: kinds and texts of what the host did from this round to the next, without looks at events.
+        nodes: kinds of the nodes of each graph, in the order of their launches.
+    """
+
+    is_captured: bool
+    faults: list[str]
+    finished: int
+    between: list[str]
+    nodes: list[list[str]]
+
+
+def requests_for(num_rows: int) -> list[Request]:
+    return [
+        Request(index=row, prompt_ids=tuple(range(5, 25 + row)), max_new_tokens=NEW_TOKENS) for row in range(num_rows)
+    ]
+
+
+@torch.inference_mode()
+def decode_twice(decoder: Decoder, requests: Sequence[Request], *, num_pieces: int) -> Left:
+    """Decode twice, with rounds of so many graphs."""
+    logs, finished = [device.log()], set[int]()
+    for _ in range(2):
+        device.reset()
+        finished = {
+            update.completion.request.index
+            for updates in decoder.run(requests)
+            for update in updates
+            if len(update.completion.token_ids) == NEW_TOKENS
+        }
+        logs.append(device.log())
+    device.reset()
+    inside = _round_in_the_middle(logs[-1], num_pieces)
+    graphs = [device.graph(int(record.text)) for record in inside if record.kind == "replay"]
+    executor = decoder.executor
+    return Left(
+        is_captured=isinstance(executor, GraphExecutor) and not executor.failed,
+        faults=[fault for log in logs for fault in device.faults(log)],
+        finished=len(finished),
+        between=[f"{record.kind} {record.text}" for record in inside if record.kind != "poll"],
+        nodes=[[node.kind for node in graph] for graph in graphs],
+    )
+
+
+def _round_in_the_middle(records: Sequence[Record], num_pieces: int) -> Sequence[Record]:
+    """From its first replay to that of the next round; empty if too little was replayed."""
+    places = [place for place, record in enumerate(records) if record.kind == "replay"]
+    if len(places) < 4 * num_pieces:
+        return []
+    first = len(places) // 2 // num_pieces * num_pieces
+    return records[places[first] : places[first + num_pieces]]
 
 
 def load_group(group: Group, folder: Path) -> Pair:
-    """Load the pair of a group onto the stub device."""
     entries = [catalogue.load("tiny"), catalogue.load("tiny-eagle" if group.family == HEAD else "tiny-draft")]
     if group.family not in {None, HEAD}:
         _save(group.family, folder)
@@ -54,7 +117,6 @@ def _save(family: str, folder: Path) -> None:
 
 
 def decode(pair: Pair, setting: Setting) -> Left:
-    """Decode twice with a setting."""
     config = replace(
         pair.config,
         sampling=setting.sampling,
@@ -87,16 +149,13 @@ def _reading(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def main() -> None:
-    """Decode with all settings of the named groups."""
-    out, names = Path(sys.argv[1]), sys.argv[2:]
     logging.basicConfig(level=logging.WARNING)
     left = {}
     for group in GROUPS:
-        if group.name in names:
-            with tempfile.TemporaryDirectory() as folder:
-                pair = load_group(group, Path(folder))
-                left[group.name] = {setting.name: asdict(decode(pair, setting)) for setting in group.settings}
-    out.write_text(json.dumps(left))
+        with tempfile.TemporaryDirectory() as folder:
+            pair = load_group(group, Path(folder))
+            left[group.name] = {setting.name: asdict(decode(pair, setting)) for setting in group.settings}
+    Path(sys.argv[1]).write_text(json.dumps(left))
 
 
 if __name__ == "__main__":

@@ -11,9 +11,11 @@ import pytest
 
 from tests.helpers.disturbed import lines, wait_for
 from tests.helpers.gpu_faults import AT_MOST_S, CELLS, FULL, KILLED, STUCK, Cell, arguments, check_sentence, steps
+from tests.stub_gpu.build import find_python, folder_for
 from tests.stub_gpu.process import Stub, end
 from tests.stub_gpu.settings import BROKEN, GROUPS, PLAIN, Group, Setting
 
+pytestmark = pytest.mark.gpu_stub
 Left = dict[str, Any]
 CASES = [
     pytest.param(group, setting, id=f"{group.name}: {setting.name}")
@@ -24,10 +26,24 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
+def stub() -> Stub:
+    """The stub device, built from source; skips where there is no CUDA build of torch or no compiler."""
+    python = find_python()
+    if isinstance(python, str):
+        pytest.skip(python)
+    return Stub(python, folder_for(python))
+
+
+@pytest.fixture(scope="module")
 def left(stub: Stub, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Left]]:
     """What every setting of every group left; all of them decode in one process."""
-    out = tmp_path_factory.mktemp("matrix") / "left.json"
-    stub.run("-m", "tests.stub_gpu.matrix", out, *(group.name for group in GROUPS), timeout_s=900)
+    folder = tmp_path_factory.mktemp("matrix")
+    out, said = folder / "left.json", folder / "said"
+    process = stub.start("-m", "tests.stub_gpu.matrix", out, output=said)
+    try:
+        assert process.wait(900) == 0, said.read_text()
+    finally:
+        end(process)
     found: dict[str, dict[str, Left]] = json.loads(out.read_text())
     return found
 
@@ -75,7 +91,6 @@ class Job(NamedTuple):
 
 @pytest.fixture
 def job(stub: Stub, cell: Cell, tmp_path: Path) -> Iterator[Job]:
-    """A job that decodes."""
     control, outputs, ranks = tmp_path / "control", [tmp_path / f"{rank}.txt" for rank in (0, 1)], []
     control.mkdir()
     for rank, step in enumerate(steps()):

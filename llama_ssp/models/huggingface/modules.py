@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.initialization import no_init_weights
 
 from llama_ssp.architectures.family import check_servable, kept_whole, record_of
 from llama_ssp.architectures.matrices import WholeParts, cut_of
@@ -66,7 +67,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
     hook = register_module_parameter_registration_hook(moved)
     try:
-        with _EmptyOnMeta():
+        with _EmptyOnMeta(), no_init_weights():
             yield
     finally:
         hook.remove()
@@ -88,6 +89,7 @@ def build_empty(origin: WeightSource) -> PreTrainedModel:
     config.return_dict, config.output_attentions, config.output_hidden_states = True, False, False
     with config_errors(origin.folder), _parameters_on_meta():
         model: PreTrainedModel = model_class(config)
+        model.tie_weights(recompute_mapping=False)
         if origin.shape.is_head:  # see `architectures.mtp`
             width: int = config.hidden_size
             layer: Any = model.get_decoder().layers[0]

@@ -31,7 +31,7 @@ from llama_ssp.models.llama.attention import (
     attend_by_mask,
     place_and_attend,
 )
-from llama_ssp.models.llama.layer import Layer, NormedProduct, Stream, Unread, added
+from llama_ssp.models.llama.layer import Layer, NormedProduct, Stream, Unread, added, rows_at
 from llama_ssp.models.llama.table import EMBEDDING, OUTPUT, lean_weights, rotary_of
 from llama_ssp.models.runner import Pieces, TreePlaces, masks_of, nearest
 from llama_ssp.models.tensor_parallel import embed, own_part
@@ -199,9 +199,7 @@ class LeanRunner(CachedRunner):
     def _scored(self, stream: Stream, batch_size: int, score_positions_BR: Tensor | None) -> tuple[Tensor, Tensor]:
         """The hidden states (B, R, E) of the scored positions, and their logits (B, R, V); see `Runner.allocate`."""
         if score_positions_BR is not None:
-            x_BTE = added(stream).view(batch_size, -1, self._width)
-            x_BRE = x_BTE.gather(1, score_positions_BR[..., None].expand(-1, -1, self._width))
-            stream = x_BRE.flatten(0, 1), None
+            stream = rows_at(added(stream), score_positions_BR), None
         x_ME, logits_MV = self._head(stream)
         found = self._joined(logits_MV)
         return x_ME.view(batch_size, -1, self._width), found.view(batch_size, -1, found.shape[-1])

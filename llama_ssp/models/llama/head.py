@@ -69,10 +69,10 @@ class MtpLayer(Layer):
         self._norms = [RmsNorm(weights.take(f"{place}.{name}.weight"), eps) for name in JOINED_NORMS]
         self._join = make_linear(*weights.linear(f"{place}.{JOIN}"), kernel=kernel)
 
-    def forward(self, stream: Any, attend: LayerAttention) -> Stream:  # noqa: ANN401
+    def forward(self, stream: Any, attend: LayerAttention, wanted_BR: Tensor | None = None) -> Stream:  # noqa: ANN401
         """See `Layer.forward`; the stream is a pair."""
         both = [norm(x_ME) for norm, x_ME in zip(self._norms, stream, strict=True)]
-        return super().forward((self._join(torch.cat(both, dim=-1)), None), attend)
+        return super().forward((self._join(torch.cat(both, dim=-1)), None), attend, wanted_BR)
 
 
 class PairRunner(LeanRunner):
@@ -106,17 +106,20 @@ class PairRunner(LeanRunner):
         **where: Any,  # noqa: ANN401 - see `Head.extend`
     ) -> tuple[Tensor, Tensor]:
         """See `Head.extend`."""
-        stream = self._read(ids_BT, hidden_BTE, self._attention(positions_BT, **where))
-        hidden_BRE, logits_BRD = self._scored(stream, len(ids_BT), score_positions_B1)
+        stream = self._read(ids_BT, hidden_BTE, self._attention(positions_BT, **where), score_positions_B1)
+        hidden_BRE, logits_BRD = self._scored(stream, len(ids_BT), None)
         if self._feeds_norm:
             hidden_BRE = self._norm(hidden_BRE)
         return hidden_BRE, self._of_target(logits_BRD)
 
-    def _read(self, ids_BT: Tensor, hidden_BTE: Tensor, attention: Attention) -> Stream:
-        """Read pairs through all layers."""
+    def _read(
+        self, ids_BT: Tensor, hidden_BTE: Tensor, attention: Attention, wanted_B1: Tensor | None = None
+    ) -> Stream:
+        """Read pairs through all layers, of which the last one leaves the wanted positions."""
         stream: Stream = self.embed(ids_BT.flatten()), hidden_BTE.flatten(0, 1)
         for layer, window in zip(self._layers, self._windows, strict=True):
-            stream = layer.forward(stream, attention[window])
+            is_last = layer is self._layers[-1]
+            stream = layer.forward(stream, attention[window], wanted_B1 if is_last else None)
         return stream
 
     def _of_target(self, logits_BRD: Tensor) -> Tensor:

@@ -59,6 +59,14 @@ def added(stream: Stream) -> Tensor:
     return x_ME if pending is None else x_ME + pending
 
 
+def rows_at(x_MO: Tensor, positions_BR: Tensor | None) -> Tensor:
+    """The rows (B * R, O) of some positions of all sequences (B * T, O), or all of them."""
+    if positions_BR is None:
+        return x_MO
+    x_BTO = x_MO.view(len(positions_BR), -1, x_MO.shape[1])
+    return x_BTO.gather(1, positions_BR[..., None].expand(-1, -1, x_MO.shape[1])).flatten(0, 1)
+
+
 class NormedProduct:
     """A linear layer behind an RMS norm, and the gate if it is gate and up of an MLP.
 
@@ -185,14 +193,17 @@ class Layer:
         """The linear layers of its products, in the order in which they run."""
         return self.qkv.linear, self.output.linear, self.gate_up.linear, self.down.linear
 
-    def forward(self, stream: Stream, attend: LayerAttention) -> Stream:
-        """Add attention, by `attend` for the window of this layer, then the MLP, to the stream."""
+    def forward(self, stream: Stream, attend: LayerAttention, wanted_BR: Tensor | None = None) -> Stream:
+        """Add attention, by `attend` for the window of this layer, then the MLP, to the stream, or to wanted positions.
+
+        The others are not in the result.
+        """
         x_ME, _ = stream
         if self._whole and x_ME.shape[0] <= WHOLE_LAYER_TOKENS and isinstance(attend, CompiledAttention):
-            return attend.with_products(self._whole, x_ME, self.number, self.heads), None
+            return rows_at(attend.with_products(self._whole, x_ME, self.number, self.heads), wanted_BR), None
         x_ME, qkv_MO = self.qkv(stream)
-        attended_ME = attend(qkv_MO, self.number, self.heads, self.head_norms)
-        x_ME, gated_MI = self.gate_up(self.output(attended_ME, x_ME))
+        attended_ME = rows_at(attend(qkv_MO, self.number, self.heads, self.head_norms), wanted_BR)
+        x_ME, gated_MI = self.gate_up(self.output(attended_ME, rows_at(x_ME, wanted_BR)))
         return self.down(gated_MI, x_ME)
 
 

@@ -25,7 +25,7 @@ from llama_ssp.kernels.linear import Kernel, Linear, make_linear
 from llama_ssp.kernels.norm import RmsNorm
 from llama_ssp.models.llama.attention import LayerAttention
 from llama_ssp.models.llama.head import Attention, HeadRunner
-from llama_ssp.models.llama.layer import Layer, Stream, added
+from llama_ssp.models.llama.layer import Layer, Stream, added, rows_at
 from llama_ssp.models.llama.table import MARKOV
 from llama_ssp.models.runner import Following
 from llama_ssp.models.weights import Loading, Weights
@@ -89,9 +89,11 @@ class ParallelRunner(HeadRunner):
         """The last position that each position sees."""
         return positions_BT
 
-    def _read(self, ids_BT: Tensor, hidden_BTE: Tensor, attention: Attention) -> Stream:
+    def _read(
+        self, ids_BT: Tensor, hidden_BTE: Tensor, attention: Attention, wanted_B1: Tensor | None = None
+    ) -> Stream:
         masks_BNE = self._mask_11E.expand(len(ids_BT), ids_BT.shape[1] - hidden_BTE.shape[1], -1)
-        return super()._read(ids_BT, torch.cat([hidden_BTE, masks_BNE], dim=1), attention)
+        return super()._read(ids_BT, torch.cat([hidden_BTE, masks_BNE], dim=1), attention, wanted_B1)
 
     def _following(self, _hidden_BKE: Tensor, logits_BKO: Tensor) -> Following:
         logits_BKV = self._of_target(self._joined(logits_BKO))
@@ -146,13 +148,15 @@ class BlockRunner(ParallelRunner):
         seen_BC = functional.pad(first_B1, (0, num_context - 1))  # nobody looks at what the context sees
         return torch.cat([seen_BC, last_B1.expand(-1, positions_BT.shape[1] - num_context)], dim=1)
 
-    def _read(self, ids_BT: Tensor, hidden_BTE: Tensor, attention: Attention) -> Stream:
+    def _read(
+        self, ids_BT: Tensor, hidden_BTE: Tensor, attention: Attention, wanted_B1: Tensor | None = None
+    ) -> Stream:
         ids_BN = ids_BT[:, hidden_BTE.shape[1] :]
         x_ME = self.embed(ids_BN.flatten())
         for layer in self._layers:
             assert isinstance(layer, BlockLayer)
             x_ME = layer.read(x_ME, hidden_BTE, attention[None])
-        return x_ME if ids_BN.numel() else hidden_BTE.flatten(0, 1), None
+        return rows_at(x_ME if ids_BN.numel() else hidden_BTE.flatten(0, 1), wanted_B1), None
 
     def _following(self, hidden_BKE: Tensor, logits_BKO: Tensor) -> Following:
         if self._markov is None:

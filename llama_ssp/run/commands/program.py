@@ -17,13 +17,14 @@ from llama_ssp.terminal.unread import complain
 HELP = """\
     llama-ssp run [SETTING=VALUE ...] [ranks=N]   complete prompts; N ranks, by default one for each GPU
     llama-ssp run [ranks=N] --script FILE [ARG ...]  run a Python script, whose load() takes all ranks
+    llama-ssp serve [SETTING=VALUE ...] [ranks=N] answer requests by HTTP, as OpenAI's API does
     llama-ssp plan [SETTING=VALUE ...]            memory and time of a run, on a machine that is only described
     llama-ssp report FOLDER... [--output=DIR]     a page of figures and tables of finished runs
     llama-ssp calibrate [ranks=N]                 measure this machine, for forecasts
     llama-ssp --version
 
 `llama-ssp COMMAND --help` explains a command. Several nodes: launch/slurm.sbatch, or torchrun with launch/run.py."""
-COMMANDS = ("calibrate", "plan", "report", "run")
+COMMANDS = ("calibrate", "plan", "report", "run", "serve")
 
 
 def main(words: Sequence[str] | None = None, *, num_ranks: int | None = None) -> NoReturn:
@@ -56,7 +57,7 @@ def _exit_code(words: list[str], num_ranks: int | None) -> int:
         return _show(_version())
     if command in {"--help", "-h"}:
         return _show(HELP)
-    if command in {"run", "calibrate"}:
+    if command in {"run", "calibrate", "serve"}:
         from llama_ssp.run.commands import own_ranks  # noqa: PLC0415 - see main
 
         return own_ranks.main(_of_run(command, rest), num_ranks=num_ranks)
@@ -83,12 +84,12 @@ def _unknown_command(words: Sequence[str]) -> str:
 
 
 def _of_run(command: str, words: list[str]) -> list[str]:
-    """Return the words of `run` that do what the command says: `calibrate` is a task."""
+    """Return the words of `run` that do what the command says: `calibrate` and `serve` are tasks."""
     if command == "run":
         return words
     if {"--help", "-h"} & {*words}:
         return ["--help", "tasks"]
-    return ["task=calibrate", *(word for word in words if word != "task=calibrate")]
+    return [f"task={command}", *(word for word in words if word != f"task={command}")]
 
 
 def _show(text: str) -> int:

@@ -11,7 +11,7 @@ from llama_ssp.run.session import Session, Viewer
 from llama_ssp.run.tasks.probabilities import SampledText, score
 from llama_ssp.settings.drafters import drafter_of, drafts_greedily, has_own_tokenizer
 from llama_ssp.settings.rules import DEFAULT
-from llama_ssp.settings.schema import MODEL_DRAFT, RunConfig
+from llama_ssp.settings.schema import RunConfig
 from llama_ssp.storage.formats import NO_QUANTIZATION, OWN_DTYPE
 
 
@@ -43,21 +43,22 @@ def evaluate(session: Session, requests: list[PromptRequest]) -> None:
         SampledText(prompt_ids=prompts[index, sample], token_ids=tuple(ids), roles=tuple(roles))
         for (index, _, sample), ids, roles in lines
     ]
-    scores = score(session, texts, rounds=rounds_of(config))
+    has_head = any(source.origin.shape.is_head for source in session.models.sources)
+    scores = score(session, texts, rounds=rounds_of(config, has_head=has_head))
     if session.folder:
         log_probs = {tuple(key): found.log_probs for (key, *_), found in zip(lines, scores, strict=True)}
         sums = [found.sums for found in scores if found.sums]
         session.evaluation = suite.judge(Evidence(config=config, pairs=pairs, log_probs=log_probs, sums=sums))
 
 
-def rounds_of(config: RunConfig) -> Rounds:
-    """Describe how the speculative rounds of a run draft and verify."""
+def rounds_of(config: RunConfig, *, has_head: bool) -> Rounds:
+    """Describe how the speculative rounds of a run, perhaps with a draft head or an MTP layer, draft and verify."""
     draft, rule, tree = config.draft, config.verification.rule, config.speculation.tree_shape
     is_certain = drafts_greedily(draft) or not drafter_of(draft).has_model
     if tree:
         return Rounds(rule=CERTAIN if is_certain or tree.is_dynamic else rule, widths=tree.widths)
     # A head drafts a second token from what it has made of the first, and a fallback has another law.
-    repeats = draft.kind == MODEL_DRAFT and draft.fallback is None and not has_own_tokenizer(draft) and not is_certain
+    repeats = not (has_head or draft.fallback or has_own_tokenizer(draft) or is_certain)
     models = [config.model, *([draft.model] if draft.model else [])]
     is_exact = all(
         (model.dtype, model.quantization, model.cache_dtype) == (Dtype.fp32, NO_QUANTIZATION, OWN_DTYPE)

@@ -16,7 +16,7 @@ round reads must stay in place. When a tensor is allocated again, all graphs are
 import logging
 from collections.abc import Callable, Hashable, Iterator
 from functools import partial
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -57,7 +57,7 @@ class TracedExecutor(Executor):
             return stage.function(state, *values)
         if stage.name not in self.traced:
             self.traced[stage.name] = Traced(self._call, reads=stage.reads)
-        drafted = stage.choice if stage.name == "draft" else stage.choice.num_tokens
+        drafted = stage.choice if stage.name.startswith("draft") else stage.choice.num_tokens
         tensors = tensors_of(values)
         key, version = (state.lengths_B.shape, drafted, len(tensors)), self._round.num_allocations
         self._stage, self._values, self._place = stage, values, (stage.name, key)
@@ -76,14 +76,15 @@ def tensors_of(value: Any) -> tuple[Tensor, ...]:  # noqa: ANN401 - see `Stage`
     """The tensors of a value of a stage, in order."""
     if isinstance(value, Tensor):
         return (value,)
-    return tuple([tensor for part in value for tensor in tensors_of(part)])
+    # No call for each tensor, since every round comes through here.
+    return tuple(chain.from_iterable([(part,) if isinstance(part, Tensor) else tensors_of(part) for part in value]))
 
 
 def filled(form: Any, tensors: Iterator[Any]) -> Any:  # noqa: ANN401 - see `Stage`
     """A value like `form`, with others in place of its tensors."""
     if not isinstance(form, tuple):
         return next(tensors)
-    parts = [filled(part, tensors) for part in form]
+    parts = [filled(part, tensors) if isinstance(part, tuple) else next(tensors) for part in form]
     return type(form)(*parts) if hasattr(form, "_fields") else tuple(parts)
 
 

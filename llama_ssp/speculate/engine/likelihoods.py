@@ -24,6 +24,7 @@ from llama_ssp.errors import LOGITS_ARE_NAN, NumericError
 from llama_ssp.log_probs import LogProbs
 from llama_ssp.models.prefill import Buckets
 from llama_ssp.models.runner import Runner
+from llama_ssp.models.upload import to_device
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.sampling.context import Context, Rows, penalty
@@ -118,20 +119,29 @@ def log_likelihoods(
     buckets = Buckets(step=BUCKET_STEP["cuda" if target.device.type == "cuda" else "cpu"], num_slots=capacity)
     for begin in range(0, len(order), batch_size):
         places = order[begin : begin + batch_size]
-        scores_BTX = _score(
-            target, [texts[place] for place in places], buckets, comm=comm, src=src, num_top=num_top, law=law
+        some, rows = [texts[place] for place in places], range(len(places))
+        found = score_in_rows(target, some, rows, buckets, comm=comm, src=src, num_top=num_top, law=law)
+        yield from zip(places, found, strict=True)
+
+
+def score_in_rows(
+    target: Runner, texts: Sequence[ScoredText], rows: Sequence[int], buckets: Buckets, *, comm: Comm, src: int,
+    num_top: int = 0, law: Law | None = None,
+) -> list[TokenScores]:  # fmt: skip
+    """Score texts in so many rows of the target's cache, which has room for them; see `log_likelihoods`."""
+    scores_BTX = _score(target, texts, rows, buckets, comm=comm, src=src, num_top=num_top, law=law)
+    if bool(scores_BTX.isnan().any()):
+        raise NumericError(f"scoring a text: {LOGITS_ARE_NAN}")
+    found = []
+    for text, scores_TX in zip(texts, scores_BTX, strict=True):
+        best_T1, *laws = scores_TX[text.num_given - 1 : len(text.ids) - 1].split(
+            [1, *[1 + 2 * num_top] * (1 + (law is not None))], dim=1
         )
-        if bool(scores_BTX.isnan().any()):
-            raise NumericError(f"scoring a text: {LOGITS_ARE_NAN}")
-        for place, scores_TX in zip(places, scores_BTX, strict=True):
-            best_T1, *laws = scores_TX[texts[place].num_given - 1 : len(texts[place].ids) - 1].split(
-                [1, *[1 + 2 * num_top] * (1 + (law is not None))], dim=1
-            )
-            model, *drawn = [
-                _read(scores_TC, num_top, above=above)
-                for scores_TC, above in zip(laws, (-math.inf, _NEVER), strict=False)
-            ]
-            yield place, TokenScores(model, [is_best > 0 for is_best in best_T1[:, 0].tolist()], *drawn)
+        model, *drawn = [
+            _read(scores_TC, num_top, above=above) for scores_TC, above in zip(laws, (-math.inf, _NEVER), strict=False)
+        ]
+        found.append(TokenScores(model, [is_best > 0 for is_best in best_T1[:, 0].tolist()], *drawn))
+    return found
 
 
 def _read(scores_TC: Tensor, num_top: int, *, above: float) -> LogProbs:
@@ -147,19 +157,19 @@ def _read(scores_TC: Tensor, num_top: int, *, above: float) -> LogProbs:
 
 @torch.inference_mode()
 def _score(
-    target: Runner, texts: Sequence[ScoredText], buckets: Buckets, *, comm: Comm, src: int, num_top: int,
-    law: Law | None,
+    target: Runner, texts: Sequence[ScoredText], rows: Sequence[int], buckets: Buckets, *, comm: Comm, src: int,
+    num_top: int, law: Law | None,
 ) -> Tensor:  # fmt: skip
     """For the token after each input, 1 if it is the best, and its C figures under the model, and under the law.
 
     (B, T, 1 + C) or (B, T, 1 + 2 C); 0 where none is wanted.
     """
     ids_BS = pad_sequence([torch.tensor(text.ids) for text in texts], batch_first=True).to(target.device)
-    rows_B = torch.arange(len(texts), device=target.device)
+    rows_B = to_device(rows, target.device)
     num_inputs, first_wanted = ids_BS.shape[1] - 1, min(text.num_given for text in texts) - 1
     chunk = scored_positions(len(texts), target.vocab_size * (_OF_LAW if law else 1))
     prompts_B = torch.tensor([text.num_prompt or text.num_given for text in texts], device=target.device)
-    rows = Rows(ids_BS, prompts_B, torch.zeros_like(prompts_B), prompts_B)
+    of_texts = Rows(ids_BS, prompts_B, torch.zeros_like(prompts_B), prompts_B)
     num_figures = 1 + (1 + 2 * num_top) * (2 if law else 1)
     scores_BTX = torch.zeros(len(texts), num_inputs, num_figures, device=target.device)
     for start in range(0, num_inputs, chunk):
@@ -176,7 +186,7 @@ def _score(
             is_best_BT1 = logits_BTV.gather(-1, next_BT1) >= logits_BTV.amax(-1, keepdim=True)
             figures = [is_best_BT1.float(), _figures(logits_BTV, next_BT1, num_top)]
             if law:
-                drawn_BTV = law(logits_BTV, rows.before(positions_BT[:, first - start :]))
+                drawn_BTV = law(logits_BTV, of_texts.before(positions_BT[:, first - start :]))
                 figures.append(_figures(drawn_BTV, next_BT1, num_top))
             scores_BTX[:, first:stop] = torch.cat(figures, dim=-1)
     return comm.read(comm.broadcast(scores_BTX, src=src))

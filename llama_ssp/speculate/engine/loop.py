@@ -11,7 +11,7 @@ While rows decode, they wait for one chunk of new prompts at a time: as many pro
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
@@ -28,14 +28,16 @@ from llama_ssp.speculate.engine.adaptive import FixedLength, num_chunks
 from llama_ssp.speculate.engine.clock import EventClock, HostClock
 from llama_ssp.speculate.engine.completion import PARTS, FinishReason, RowCompletion, StopRequest
 from llama_ssp.speculate.engine.held import HeldTexts, PromptRow
+from llama_ssp.speculate.engine.likelihoods import ScoredText, TokenScores, score_in_rows
 from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round
 from llama_ssp.speculate.engine.state import BatchState, Request
 from llama_ssp.speculate.engine.text import StopStrings
-from llama_ssp.speculate.engine.verifier import GOES_ON, NOT_A_NUMBER, STOP_REQUESTED
+from llama_ssp.speculate.engine.verifier import GOES_ON, NEWS, NOT_A_NUMBER, STOP_REQUESTED
+from llama_ssp.speculate.sampling.by_row import NUM_SETTINGS
 from llama_ssp.speculate.sampling.draft import POINT_MASS, Law
 
-More = Callable[[int], Sequence[Request]]
-"""Gives up to so many further requests to decode."""
+More = Callable[[int], Sequence[Request] | None]
+"""Gives further requests before a round, of which so many find a free row; None once there will be no more."""
 
 
 class Update(NamedTuple):
@@ -75,6 +77,7 @@ class Decoder:
         threads: chooses how many threads compute a round.
         reuses: what caches hold of a prompt is not read again, as measurements of prefill want it to be.
         rounds_s, num_rounds: time and number of all rounds so far.
+        has_news: the deciding rank has announced `NEWS`; `more` resets it.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class Decoder:
         self.batch_size, self.seed, self.stops = batch_size, seed, stops
         self._eos_ids = frozenset(eos_ids)
         self.stop_request = stop_request or StopRequest()
-        self.stopped = False
+        self.stopped = self.has_news = False
         self.rounds_s, self.num_rounds = 0.0, 0
         self.reuses = True
         self._num_uses = -1
@@ -117,14 +120,15 @@ class Decoder:
 
         Call it under `torch.inference_mode()`: entering that mode in each round would cost as much as a draw. Prompt
         and new tokens must be within the models' contexts; `to_length` ignores end-of-sequence tokens and stop strings.
-        `more` gives up to so many further requests when rows are free, on all ranks alike; fewer end it.
+        `more` is called before each round, on all ranks alike, until it ends.
         Yields the new tokens of each completion, one round at a time. Raises NumericError on every rank if a model's
         logits are NaN.
         """
         assert torch.is_inference_mode_enabled()
         self.make_room(requests)
         self._to_length = to_length
-        waiting, self._more = deque(requests), more
+        self._waiting = waiting = deque(requests)
+        self._more = more
         self._rows: list[RowCompletion | None] = [None] * self.batch_size
         self._pending: deque[_PendingRound] = deque()
         self._num_skipped = [0 for _ in self.round.drafters]
@@ -134,10 +138,12 @@ class Decoder:
         in_flight: Law = POINT_MASS
         was_round = True
         with self.threads.in_use():
-            while (self._refill(waiting) or self._running()) and not self.stopped:
+            while not self.stopped and (self._refill(waiting) or self._running() or self._more):
+                if not (waiting or self._running()):
+                    continue
                 started = time.perf_counter()
                 if self.stop_request.requested:
-                    self.round.verifier.request_stop()
+                    self.round.verifier.announce(STOP_REQUESTED)
                 reads = (was_round or not any(self._rows)) and self._read(waiting)
                 was_round = not reads
                 if was_round:
@@ -162,10 +168,10 @@ class Decoder:
                     yield updates
 
     def make_room(self, requests: Sequence[Request]) -> None:
-        """Allocate caches for these requests and all earlier ones; call it first to avoid later reallocation."""
-        longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
+        """Allocate caches for these and all earlier requests; call it first to avoid later reallocation."""
+        longest = max((len(request.prompt_ids) + request.max_new_tokens for request in requests), default=0)
         self._num_slots = max(self._num_slots, whole_steps(longest + self._most_ahead))
-        self._num_rounds = max(self._num_rounds, max(request.max_new_tokens for request in requests) + 1)
+        self._num_rounds = max(self._num_rounds, max((request.max_new_tokens for request in requests), default=0) + 1)
         by_length = self._is_cuda and self.round.reads_by_length
         self._buckets = Buckets(step=self._num_slots if by_length else self.bucket_step, num_slots=self._num_slots)
         target = self.round.target
@@ -216,6 +222,7 @@ class Decoder:
 
         A drafter that has not read all prompts reads them now if it drafts.
         """
+        self._use_steps([owner.request for owner in self._rows if owner])
         choice = self.length.choose(
             [
                 skipped + max(lengths.values(), default=0)
@@ -244,7 +251,10 @@ class Decoder:
         if self._kept and sizes == (self._kept.tokens_BS.shape[1], self._kept.uniforms_BMN.shape[1]):
             self._kept.vacate(slice(None))
             return self._kept
-        state = BatchState.empty(self.batch_size, num_slots=num_slots, num_rounds=num_rounds, table=self.round.uniforms)
+        state = BatchState.empty(
+            self.batch_size, num_slots=num_slots, num_rounds=num_rounds, table=self.round.uniforms,
+            num_settings=NUM_SETTINGS if self.round.steps else 0,
+        )  # fmt: skip
         self._kept = state if self.executor.keeps_state else None
         return state
 
@@ -257,12 +267,55 @@ class Decoder:
         return [row for row, owner in enumerate(self._rows) if owner is None and row != being_read]
 
     def _refill(self, waiting: deque[Request]) -> bool:
-        """Ask for further requests if more rows are free than requests wait; returns whether any wait."""
-        if self._more and (num_lacking := len(self._free_rows()) - len(waiting)) > 0:
-            found = self._more(num_lacking)
-            waiting.extend(found)
-            self._more = self._more if len(found) == num_lacking else None
+        """Ask for further requests; returns whether any wait."""
+        if self._more:
+            found = self._more(len(self._free_rows()) - len(waiting))
+            waiting.extend(found or ())
+            self._more = self._more if found is not None else None
         return bool(waiting)
+
+    def _use_steps(self, requests: Sequence[Request]) -> None:
+        """Let the next draws do what these requests need, if rows have settings of their own."""
+        if steps := self.round.steps:
+            found = [request.sampling for request in requests if request.sampling]
+            steps.truncates = any(sampling.truncates for sampling in found)
+            steps.penalizes = any(sampling.penalizes for sampling in found)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no row decodes or is being read."""
+        return not self._running()
+
+    def drop(self, indices: Collection[int]) -> None:
+        """End requests with these indices, on all ranks alike, between two rounds."""
+        if self._reading and self._reading.request.index in indices:
+            self._state.vacate(self._reading.place.row)
+            self._reading = None
+        for request in [request for request in self._waiting if request.index in indices]:
+            self._waiting.remove(request)
+        for owner in self._rows:
+            if owner and owner.request.index in indices:
+                owner.finish_reason = "stop"
+                self._free(owner)
+
+    def score(self, texts: Sequence[ScoredText], *, num_top: int) -> list[TokenScores]:
+        """Score texts in free rows, on all ranks alike, between two rounds; see `log_likelihoods`."""
+        if not texts:
+            return []
+        rows, verifier = self._free_rows()[: len(texts)], self.round.verifier
+        self._held.forget(rows)
+        return score_in_rows(
+            self.round.target, texts, rows, self._buckets, comm=self._comm, src=verifier.verify_rank, num_top=num_top
+        )
+
+    def _free(self, owner: RowCompletion) -> int:
+        """Free the row of a completion that has ended; returns it."""
+        row = self._rows.index(owner)
+        self._rows[row] = None
+        for unread in self._unread:
+            unread.pop(row, None)
+        self._state.vacate(row)
+        return row
 
     def _read(self, waiting: deque[Request]) -> bool:
         """Read a chunk of new prompts, or all that rows are free for if none decodes; returns whether there is any."""
@@ -327,7 +380,7 @@ class Decoder:
             RowCompletion(
                 request=request, num_target_forwards=number, num_reused_tokens=place.target.num_tokens,
                 has_bonus=self.round.has_bonus,
-                stop_watch=self.stops.watch(request.prompt_ids) if self.stops else None,
+                stop_watch=stops.watch(request.prompt_ids) if (stops := request.stops or self.stops) else None,
             )
             for place, request, number in zip(places, requests, forwards, strict=True)
         ]  # fmt: skip
@@ -345,6 +398,7 @@ class Decoder:
             self._state = prompts
         elif is_first:
             self._state = self._empty_state()
+        self._use_steps(requests)
         self.round.prefill(
             self.executor, self._state, prompts, places, lengths=lengths, buckets=self._buckets, late=late,
             deliver=partial(self._launch, owners=[*owners], choice=DraftChoice(0), is_prefill=True),
@@ -383,6 +437,7 @@ class Decoder:
         results = pending.result.tolist()
         for owner, (*drafted, num_accepted, next_id, flags) in zip(pending.owners, results, strict=True):
             self.stopped |= bool(flags & STOP_REQUESTED)
+            self.has_news |= bool(flags & NEWS)
             if owner and not owner.finish_reason:
                 num_before, limit = len(owner.token_ids), owner.request.max_new_tokens
                 if flags & NOT_A_NUMBER:
@@ -403,11 +458,7 @@ class Decoder:
                 if reason or num_before + num_new == limit:
                     owner.ended_in_draft = num_new <= num_accepted + goes_on
                     owner.finish_reason = reason or "length"
-                    row = self._rows.index(owner)
-                    self._rows[row] = None
-                    for unread in self._unread:
-                        unread.pop(row, None)
-                    self._state.vacate(row)
+                    row = self._free(owner)
                     target = self.round.target
                     if self.reuses and not self.round.tree and target.is_invariant and not target.keeps_states:
                         self._held.extend(row, owner.token_ids[:-1])  # the cache lacks the last one
@@ -418,7 +469,7 @@ class Decoder:
 
     def _outgrew(self, owner: RowCompletion, choice: DraftChoice, *, num_ahead: int = 0) -> bool:
         """Whether a row, as far as it is known, and what is in flight are longer than a round drafts for."""
-        longest = self.round.longest(choice)
+        longest = self.round.longest(choice) if self.round.limit else None
         return longest is not None and len(owner.request.prompt_ids) + len(owner.token_ids) + num_ahead > longest
 
     def _num_examined(self, owner: RowCompletion, choice: DraftChoice, num_drafted: int) -> int:
@@ -432,7 +483,7 @@ class Decoder:
         reason: FinishReason | None = None
         if self._to_length:
             return ids, reason
-        if not self._eos_ids.isdisjoint(ids):
+        if not (owner.request.ignores_eos or self._eos_ids.isdisjoint(ids)):
             ids = ids[: next(place for place, token in enumerate(ids, start=1) if token in self._eos_ids)]
             reason = "eos"
         if owner.stop_watch and (num_until_stop := owner.stop_watch.num_until_stop(ids)):

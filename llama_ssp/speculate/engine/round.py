@@ -104,6 +104,7 @@ class Round:
         limit: the rows that the first drafter drafts for; None for all.
         num_ahead: the most drafted tokens that wait for verification when a round begins.
         has_bonus: a round that accepts all its drafted tokens adds one of the target's.
+        steps: what rows need now; None if their settings are those of the run.
         tree: of the drafts; None for chains. It reads a token of its text in a tree, and not as a prompt's is read.
     """
 
@@ -116,7 +117,7 @@ class Round:
     ) -> None:  # fmt: skip
         self.target, self.taps, self.tree, self.limit = target, taps, tree, limit
         self.drafters = drafters
-        self.verifier = verifier
+        self.verifier, self.steps = verifier, verifier.rule.steps
         num_draft_tokens = max([drafter.num_draft_tokens for drafter in drafters], default=0)
         self.max_tokens_per_round = num_draft_tokens + 1
         self.last_and_drafted_W = torch.arange(-1, num_draft_tokens, device=target.device)
@@ -248,7 +249,7 @@ class Round:
         """Extend every row by `choice.num_tokens` drafted tokens; returns the round's uniforms and the draft."""
         drafter = self.drafters[choice.source]
         return Stage(
-            "draft", partial(self._draft, choice, bucket), choice, bucket,
+            self._named("draft"), partial(self._draft, choice, bucket), choice, bucket,
             reads=(self.drafters, self.last_and_drafted_W), repeats=drafter.repeats_operators,
         )  # fmt: skip
 
@@ -260,7 +261,11 @@ class Round:
     def _of_target(self, name: str, function: Callable[..., Any], choice: DraftChoice, bucket: int) -> Stage:
         of_trees = (self.tree, self._nodes, self._steps_D) if self.tree else ()
         reads = (self.target, self.verifier, self.last_and_drafted_W, self.taps, *of_trees)
-        return Stage(name, function, choice, bucket, reads, repeats=self.target.repeats_operators)
+        return Stage(self._named(name), function, choice, bucket, reads, repeats=self.target.repeats_operators)
+
+    def _named(self, name: str) -> str:
+        """The name of a stage that draws: it calls other operators for other steps."""
+        return f"{name} {self.steps}" if self.steps else name
 
     def longest(self, choice: DraftChoice) -> int | None:
         """The longest rows that a round drafts for, which decodes longer ones plainly; None for all.

@@ -12,7 +12,7 @@ Shapes: B sequences, S slots, K drafted tokens, M rounds that a row can have, N 
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
@@ -20,7 +20,10 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.upload import to_device
+from llama_ssp.settings.schema import SamplingConfig
+from llama_ssp.speculate.engine.text import StopStrings
 from llama_ssp.speculate.engine.verifier import Decision
+from llama_ssp.speculate.sampling.by_row import settings_of
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.uniforms import PER_DRAW, UniformTable, prompt_key, row_key
 
@@ -39,6 +42,8 @@ class Request:
         prompt_ids: token ids, at least one.
         sample: which of several samples of this prompt.
         num_equal_before: how many equal prompts came before it (`count_equal_before`).
+        seed, sampling, stops: in place of those of the run.
+        ignores_eos: it goes on after an end-of-sequence token.
     """
 
     index: int
@@ -46,10 +51,15 @@ class Request:
     max_new_tokens: int
     sample: int = 0
     num_equal_before: int = 0
+    seed: int | None = None
+    sampling: SamplingConfig | None = field(default=None, compare=False)
+    stops: StopStrings | None = field(default=None, compare=False)
+    ignores_eos: bool = False
 
     def key(self, seed: int) -> int:
-        """The key of its uniforms."""
+        """The key of its uniforms, in a run of this seed."""
         prompt = prompt_key(self.prompt_ids, num_equal_before=self.num_equal_before)
+        seed = seed if self.seed is None else self.seed
         return row_key(seed=seed, prompt=prompt, sample_index=self.sample)
 
 
@@ -70,6 +80,7 @@ class BatchState(NamedTuple):
         keys_B: the key of each row's uniforms.
         prompt_lengths_B: how many tokens are the prompt.
         ahead_B: drafted tokens behind the text that wait for verification; 0 but in rounds that overlap (`overlap`).
+        sampling_BX: settings of each row (`sampling.by_row`); X is 0 if they are those of the run.
         uniforms_BMN: all uniforms the rows can need; index M is for the round that begins M tokens after the prompt.
     """
 
@@ -80,10 +91,13 @@ class BatchState(NamedTuple):
     keys_B: Tensor
     prompt_lengths_B: Tensor
     ahead_B: Tensor
+    sampling_BX: Tensor
     uniforms_BMN: Tensor
 
     @classmethod
-    def empty(cls, batch_size: int, *, num_slots: int, num_rounds: int, table: UniformTable) -> "BatchState":
+    def empty(
+        cls, batch_size: int, *, num_slots: int, num_rounds: int, table: UniformTable, num_settings: int = 0
+    ) -> "BatchState":
         """A batch whose rows have all ended, with two tokens each, because a round reads two even of vacant rows.
 
         Their uniforms differ, the same on every rank, so that a timed round drafts the different tokens of a text.
@@ -92,7 +106,8 @@ class BatchState(NamedTuple):
         shape = batch_size, num_rounds, table.num_uniforms
         uniforms_BMN = torch.arange(math.prod(shape), dtype=torch.float64, device=table.device).mul_(_GOLDEN).frac_()
         lengths_B, limits_B, first_round_B, keys_B, prompts_B, ahead_B = tokens_BS.new_zeros(6, batch_size).unbind()
-        rows = lengths_B, limits_B, first_round_B, keys_B, prompts_B, ahead_B
+        sampling_BX = uniforms_BMN.new_zeros(batch_size, num_settings)
+        rows = lengths_B, limits_B, first_round_B, keys_B, prompts_B, ahead_B, sampling_BX
         state = cls(tokens_BS, *rows, uniforms_BMN.view(shape))
         state.vacate(slice(None))
         return state
@@ -116,13 +131,14 @@ class BatchState(NamedTuple):
         for first in range(0, len(requests), few):  # not all at a time, to save memory
             some = slice(first, first + few)
             uniforms_BMN[some] = table.uniforms(keys_B[some, None], starts_BM[some])
-        rows = lengths_B, limits_B, first_round_B, keys_B, lengths_B.clone(), ahead_B
+        sampling_BX = torch.tensor([settings_of(request.sampling) for request in requests], dtype=torch.float64)
+        rows = lengths_B, limits_B, first_round_B, keys_B, lengths_B.clone(), ahead_B, to_device(sampling_BX, device)
         return cls(to_device(tokens_BS, device), *rows, uniforms_BMN)
 
     @property
     def rows(self) -> Rows:
         """The part of the batch that drafters and rules see."""
-        return Rows(self.tokens_BS, self.lengths_B, self.keys_B, self.prompt_lengths_B)
+        return Rows(self.tokens_BS, self.lengths_B, self.keys_B, self.prompt_lengths_B, self.sampling_BX)
 
     def put(self, rows_R: Tensor, other: "BatchState") -> None:
         """Overwrite rows `rows_R` with all rows of `other`, of as many slots and rounds, in order."""

@@ -21,7 +21,7 @@ from llama_ssp.speculate.sampling.draft import Draft, Verdict
 from llama_ssp.speculate.sampling.rules import ForcedLengths, Rule
 from llama_ssp.speculate.sampling.uniforms import Draws
 
-STOP_REQUESTED, NOT_A_NUMBER, GOES_ON = 1, 2, 4
+STOP_REQUESTED, NOT_A_NUMBER, GOES_ON, NEWS = 1, 2, 4, 8
 """Flags of `Decision.flags_B1`."""
 
 
@@ -31,8 +31,9 @@ class Decision(NamedTuple):
     Attributes:
         node_B1: see `Verdict`.
         next_ids_B1: the token that follows.
-        flags_B1: STOP_REQUESTED if the deciding rank is to stop, plus NOT_A_NUMBER in rows whose logits are NaN, plus
-            GOES_ON where the next token is drafted too, so that the tokens behind it stay in flight (`overlap`).
+        flags_B1: STOP_REQUESTED or NEWS if the deciding rank has announced it, plus NOT_A_NUMBER in rows whose logits
+            are NaN, plus GOES_ON where the next token is drafted too, so that the tokens behind it stay in flight
+            (`overlap`).
     """
 
     node_B1: Tensor
@@ -50,7 +51,7 @@ class Verifier:
         forced: decides what is accepted, once the rule has; None leaves it to the rule.
 
     Attributes:
-        rule: of all decisions.
+        rule, verify_rank: of all decisions.
     """
 
     def __init__(
@@ -60,15 +61,17 @@ class Verifier:
         self.forced = forced
         self.rule, self.needs_context = rule, rule.needs_context
         self.comm = comm
-        self._verify_rank = verify_rank
+        self.verify_rank = verify_rank
         self._decides = comm.rank == verify_rank
         self._runs_rule = self._decides or not rule.shard.is_whole
         self._split = split
-        self._stop_11 = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        self._announced, self._flags_11 = 0, torch.zeros(1, 1, dtype=torch.int64, device=device)
 
-    def request_stop(self) -> None:
-        """Attach a stop request to the next decision; it takes effect on the deciding rank only."""
-        self._stop_11.fill_(STOP_REQUESTED)
+    def announce(self, flags: int) -> None:
+        """Attach flags to the next decisions; they take effect on the deciding rank only."""
+        if flags != self._announced:
+            self._announced = flags
+            self._flags_11.fill_(flags)
 
     def draw(self, logits_B1V: Tensor, uniforms_B1P: Tensor, context: Context | None = None) -> Decision:
         """Sample one token for every row from the target's logits."""
@@ -104,7 +107,7 @@ class Verifier:
         if not self._split:
             return self.decide(lambda: verdict(draft, draws, is_plain_B1, forced_B1), batch_size=batch_size)
         own = self._split.own_rows(batch_size)
-        packed_R3 = self._stop_11.new_empty(0, 3)
+        packed_R3 = self._flags_11.new_empty(0, 3)
         if own.start < own.stop:
             of_rows = draft._replace(ids_BK=draft.ids_BK[own])  # the probabilities are theirs alone
             own_draws = Draws(*(uniforms[own] for uniforms in draws))
@@ -118,12 +121,12 @@ class Verifier:
         decision = self._decision(find()) if self._runs_rule else None
         if decision and self.comm.size == 1:
             return decision
-        packed_B3 = torch.cat(decision, dim=1) if decision else self._stop_11.new_empty(batch_size, 3)
-        return _unpacked(self.comm.broadcast(packed_B3, src=self._verify_rank))
+        packed_B3 = torch.cat(decision, dim=1) if decision else self._flags_11.new_empty(batch_size, 3)
+        return _unpacked(self.comm.broadcast(packed_B3, src=self.verify_rank))
 
     def _decision(self, verdict: Verdict) -> Decision:
         is_nan_B1 = verdict.weights_B1 != verdict.weights_B1
-        return Decision(*verdict[:2], torch.add(self._stop_11, is_nan_B1, alpha=NOT_A_NUMBER))
+        return Decision(*verdict[:2], torch.add(self._flags_11, is_nan_B1, alpha=NOT_A_NUMBER))
 
 
 def _unpacked(packed_B3: Tensor) -> Decision:

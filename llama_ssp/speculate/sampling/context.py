@@ -15,21 +15,24 @@ from torch import Tensor
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 
+_OF_THE_RUN = torch.empty(0, 0)
+
 
 class Rows(NamedTuple):
     """Rows of a batch: token ids, of which `lengths_B` are prompt and text, the keys of their uniforms, the prompts.
 
-    Drafted tokens may stand behind the text; the slots behind them are undefined.
+    Drafted tokens may stand behind the text; the slots behind them are undefined. For `sampling_BX` see `by_row`.
     """
 
     tokens_BS: Tensor
     lengths_B: Tensor
     keys_B: Tensor
     prompt_lengths_B: Tensor
+    sampling_BX: Tensor = _OF_THE_RUN
 
     def before(self, last_BT: Tensor) -> "Context":
         """The context of positions whose last known token stands at `last_BT` (B, T)."""
-        return Context(self.tokens_BS, self.keys_B, self.prompt_lengths_B, last_BT)
+        return Context(self.tokens_BS, self.keys_B, self.prompt_lengths_B, last_BT, self.sampling_BX)
 
 
 class Context(NamedTuple):
@@ -39,6 +42,7 @@ class Context(NamedTuple):
     keys_B: Tensor
     prompt_lengths_B: Tensor
     last_BT: Tensor
+    sampling_BX: Tensor = _OF_THE_RUN
 
 
 Penalty = Callable[[Tensor, Context], Tensor]

@@ -26,6 +26,7 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.ranks.comms import Reads
 from llama_ssp.settings.rules import at_every_temperature, rule_of
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
+from llama_ssp.speculate.sampling.by_row import ByRow
 from llama_ssp.speculate.sampling.context import Context, Penalty, penalty
 from llama_ssp.speculate.sampling.draft import Draft, Verdict
 from llama_ssp.speculate.sampling.processors import DRAW_UNITS, processor, rows_after
@@ -114,6 +115,7 @@ class Rule:
         reads: what it reads of a model's logits.
         needs_context: `draw` and `process` need the context of their positions.
         takes_best: a token is the one with the largest score.
+        steps: of rows that have settings of their own.
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class Rule:
         self.reads = Reads.own if not shard.is_whole else Reads.best if reads_best else Reads.all
         self.needs_context = races or penalize is not None
         self.takes_best = verify is None
+        self.steps = penalize.steps if isinstance(penalize, ByRow) else None
 
     def draw(
         self, logits_BTV: Tensor, uniforms_BTP: Tensor, context: Context | None = None
@@ -225,10 +228,11 @@ def make_rule(
     For `breaks_ties` see `processor`. `is_cut` says that several ranks share the model whose logits it reads.
     `of_trees` verifies drawn trees, if drafts are trees. `shard` is of the logits (`planning.spec.draws_over_shards`).
     """
-    record, penalize = rule_of(verification.rule), penalty(sampling, shard)
+    record = rule_of(verification.rule)
+    penalize = ByRow(sampling.by_row) if sampling.by_row and sampling.temperature else penalty(sampling, shard)
     if sampling.temperature == 0:
         return Rule(None, None, penalize=penalize, reads_best=is_cut and sampling.takes_best, shard=shard)
-    process = processor(sampling, breaks_ties=breaks_ties and record.needs_probs)
+    process = None if sampling.by_row else processor(sampling, breaks_ties=breaks_ties and record.needs_probs)
     if not shard.is_whole:
         process = partial(shard.softmax, scale=1 / sampling.temperature)
     if record.draws_by_position:

@@ -2,7 +2,9 @@
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -72,8 +74,8 @@ def test_ten_calls_of_growing_prompts_are_captured_once(pair: Pair, monkeypatch:
     assert recorder.num_replayed >= 18
 
 
-def test_a_short_call_runs_few_functions(pair: Pair) -> None:
-    """The host delays the first token: a prompt of 6 tokens and 4 new ones run 470 functions of ours."""
+def functions_of_ours(call: Callable[[], list[Completion]]) -> tuple[int, int]:
+    """How many functions the third of three calls runs in our files, and its rounds."""
     ours, called = str(Path(llama_ssp.__file__).parent), list[str]()
 
     def count(frame: FrameType, event: str, _argument: object) -> None:
@@ -84,10 +86,22 @@ def test_a_short_call_runs_few_functions(pair: Pair) -> None:
         called.clear()
         sys.setprofile(count)
         try:
-            pair.generate([5, 6, 7, 8, 9, 10], max_new_tokens=4, plain=True)
+            [completion] = call()
         finally:
             sys.setprofile(None)
-    assert len(called) < 510
+    return len(called), len(completion.accepted_lengths)
+
+
+def test_a_short_call_runs_few_functions(pair: Pair) -> None:
+    """The host delays the first token: a prompt of 6 tokens and 4 new ones run 470 functions of ours."""
+    assert functions_of_ours(lambda: pair.generate([5, 6, 7, 8, 9, 10], max_new_tokens=4, plain=True))[0] < 510
+
+
+def test_a_round_runs_few_functions(pair: Pair) -> None:
+    """Behind a forward, a function of Python takes more than a microsecond."""
+    calls = [partial(pair.generate, [5, 6, 7, 8, 9, 10], max_new_tokens=number) for number in (16, 48)]
+    (few, num_few), (more, num_more) = map(functions_of_ours, calls)
+    assert (more - few) / (num_more - num_few) < 78
 
 
 @pytest.mark.parametrize("temperature", [heavy(0.0), 0.8])

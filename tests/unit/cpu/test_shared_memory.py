@@ -13,7 +13,7 @@ import pytest
 
 from llama_ssp.cpu import shared_memory
 from llama_ssp.cpu.shared_memory import SharedMemoryGroup
-from tests.helpers.lanes import heavy
+from tests.helpers.lanes import heavy, slow
 from tests.helpers.repository import ROOT
 
 # Ranks are processes that part after the imports; while they join, texts go through files.
@@ -106,7 +106,7 @@ def run(scenario: str, size: int, folder: Path) -> dict[int, Any]:
     return said
 
 
-@pytest.mark.parametrize("size", [heavy(2), 3])
+@pytest.mark.parametrize("size", [slow(2), 3])
 def test_no_message_is_lost_and_all_ranks_get_the_same_bits(size: int, tmp_path: Path) -> None:
     assert set(run("messages", size, tmp_path)) == set(range(size))
     assert not Path((tmp_path / "0-0").read_text()).exists()

@@ -64,13 +64,11 @@ class PlanSpec:
 
     @property
     def num_requeued(self) -> int:
-        """How often it has queued itself again."""
         file = self.folder / "requeued"
         return len(file.read_text().splitlines()) if file.exists() else 0
 
     @property
     def left_files(self) -> list[str]:
-        """What lies beside the log."""
         return sorted(file.name for file in self.folder.glob(".slurm-*"))
 
 

@@ -29,7 +29,6 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[HashStore]:
-    """The store where ranks meet."""
     opened = HashStore()
     monkeypatch.setattr(rendezvous, "open_store", lambda *_, **__: opened)
     seen_by_all.cache_clear()

@@ -14,11 +14,11 @@ from llama_ssp.ranks.process import signals_kept
 from llama_ssp.run.commands import program
 from llama_ssp.weights import hub
 from tests.helpers.adapters import save_adapter
+from tests.helpers.commands import run
 from tests.helpers.in_process import Ended, call, launch
 from tests.helpers.other_tokenizer import save_pair
 from tests.helpers.repository import ROOT
 from tests.helpers.runs import FAST, PLAIN, write_run
-from tests.helpers.starters import run_program
 
 pytestmark = pytest.mark.heavy
 
@@ -27,7 +27,6 @@ ABILITIES = tomllib.loads((ROOT / "tests" / "abilities.toml").read_text())["abil
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The folders that commands name."""
     folder = tmp_path_factory.mktemp("abilities")
     tiny, draft = (hub.resolve(catalogue.load(name)) for name in ("tiny", "tiny-draft"))
     (folder / "prompts.txt").write_text("def factorial(n):\nimport os\n")
@@ -81,6 +80,5 @@ def _of_one(words: list[str]) -> Ended:
 
 
 def _of_several(words: list[str]) -> Ended:
-    """In a process of its own, from which ranks are started."""
-    done = run_program(*words)
+    done = run(words[1:], num_ranks=2)
     return Ended(code=done.returncode, err=done.stderr, out=done.stdout)

@@ -174,9 +174,8 @@ FAMILY = Family(
 
 def _copy(folder: Path) -> Path:
     """A copy of what an installation runs."""
-    skip = shutil.ignore_patterns("__pycache__")
     for name in ("llama_ssp", "conf", "launch"):
-        shutil.copytree(ROOT / name, folder / name, ignore=skip)
+        shutil.copytree(ROOT / name, folder / name)
     shutil.copy(ROOT / "pyproject.toml", folder)
     return folder
 

@@ -19,10 +19,10 @@ import yaml
 from benchmarks.readme import TEXTS, filled
 from docs.hooks import repository, settings
 from llama_ssp import plan as load_plan
-from llama_ssp.harness.__main__ import INSTALL as INSTALL_HARNESS
 from llama_ssp.run.commands import plan
 from llama_ssp.run.commands.own_ranks import read_start
 from llama_ssp.run.commands.run import read_options
+from llama_ssp.serve.settings import INSTALL as INSTALL_SERVER
 from llama_ssp.settings.compose import compose, to_run_config
 from llama_ssp.storage.formats import BITSANDBYTES
 from tests.helpers.repository import ROOT, files, modules
@@ -36,7 +36,7 @@ TESTED = {
     r"\.venv/bin/(python launch/report\.py|llama-ssp report) outputs/\w+": ("run/commands/test_report.py"),
     r"\.venv/bin/llama-ssp --version": "tests/unit/run/commands/test_program.py",
     r"\.venv/bin/python -m pip install -e '\.\[[a-z-]+\]' -c \.venv/constraints\.txt": "what the messages say",
-    r"\.venv/bin/python -m llama_ssp\.harness .*": "tests/unit/harness",
+    r"(curl|lm-eval) .*": "tests/unit/serve",
     r"\.venv/bin/python -m benchmarks\.\w+( --(store|write))?": "tests/unit/benchmarks",
     r"(\.venv/bin/llama-ssp run ranks=2 --script|torchrun --nproc-per-node 2|srun --ntasks 2 python) study\.py": (
         "tests/distributed/test_python.py"
@@ -46,7 +46,7 @@ TESTED = {
 }
 LAUNCH = re.compile(
     r"([A-Z_]+=\S+ )*((\.venv/bin/)?(torchrun( --[a-z-]+ \S+)+|python) launch/run\.py|sbatch( --[a-z-]+ \S+)+ "
-    r"launch/slurm\.sbatch|\.venv/bin/llama-ssp (run|calibrate))(?P<words>((?!--script).)*)"
+    r"launch/slurm\.sbatch|\.venv/bin/llama-ssp (run|calibrate|serve))(?P<words>((?!--script).)*)"
 )
 PLAN = re.compile(r"(\.venv/bin/)?(python launch/plan\.py|llama-ssp plan)(?P<words>.*)")
 TWO_COMMANDS = [
@@ -122,7 +122,7 @@ def test_the_file_of_prompts_is_made_as_the_pages_say(tmp_path: Path) -> None:
 
 def test_a_package_is_installed_by_the_command_that_its_message_says() -> None:
     commands = {command for line in lines() for command in line if "pip install" in command}
-    assert commands == {BITSANDBYTES.install, INSTALL_HARNESS}
+    assert commands == {BITSANDBYTES.install, INSTALL_SERVER}
 
 
 def test_no_comment_at_the_end_of_a_command_is_off_the_screen() -> None:

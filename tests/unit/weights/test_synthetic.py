@@ -109,7 +109,7 @@ def assert_same_function(found: Tensor, synthetic: Synthetic, wanted: Tensor) ->
 
 
 @pytest.mark.parametrize("name", [
-    *(name if name in {"more of everything", "tied"} else heavy(name) for name in SHAPES), slow("tinyllama_1B"),
+    *(name if name in {"more of everything", "tied"} else slow(name) for name in SHAPES), slow("tinyllama_1B"),
 ])  # fmt: skip
 def test_a_larger_shape_computes_the_small_models_logits(name: str) -> None:
     synthetic = make(SHAPES.get(name) or catalogue.load(name).shape or llama_shape())
@@ -129,7 +129,7 @@ class RecordingComm(ThreadComm):
 
 @pytest.mark.parametrize(
     ("name", "num_ranks"),
-    [("more of everything", 3), heavy("larger groups", 2), heavy("larger groups", 8), heavy("tied", 4)],
+    [("more of everything", 3), slow("larger groups", 2), heavy("larger groups", 8), slow("tied", 4)],
 )
 def test_every_rank_has_a_part_in_every_sum(name: str, num_ranks: int) -> None:
     """3 ranks hold 3, 3 and 2 of 8 key-value heads; 8 ranks outnumber 4 of them and share them.
@@ -223,7 +223,7 @@ def drafts(runner: Runner, head: HeadRunner, *, width: int) -> Drafts:
 
 
 @pytest.mark.parametrize(("name", "num_drafted", "num_ranks"), [
-    ("more of everything", 3000, 2), ("the same vocabulary", 2048, 1), heavy("hardly room", 2048, 1),
+    ("more of everything", 3000, 2), ("the same vocabulary", 2048, 1), slow("hardly room", 2048, 1),
 ])  # fmt: skip
 def test_a_larger_head_drafts_as_the_small_one_from_the_taps_of_a_larger_target(
     name: str, num_drafted: int, num_ranks: int

@@ -43,7 +43,7 @@ def ids(found: list[Line], sample: int | None = None) -> dict[tuple[int, str, in
     "settings",
     [
         ("model=tiny-draft", "draft=none", "batch_size=4", "num_samples=2"),
-        heavy(("draft=tiny-draft", "batch_size=4", "num_samples=2")),
+        slow(("draft=tiny-draft", "batch_size=4", "num_samples=2")),
         slow(("draft=tiny-draft", "batch_size=1", "num_samples=2")),
     ],
 )

@@ -19,7 +19,7 @@ from llama_ssp.speculate.engine.text import IncrementalText, Piece
 from llama_ssp.weights import hub
 from tests.helpers import in_process
 from tests.helpers.in_process import Ended, call
-from tests.helpers.lanes import heavy
+from tests.helpers.lanes import heavy, slow
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.texts import library_greedy
 from tests.helpers.tokenizers import save_tokenizer
@@ -64,7 +64,7 @@ def test_a_streamed_text_ends_with_what_was_held_back(launch: Launch, monkeypatc
     ("words", "shipped", "other"),
     [
         (["task=generate", "sampling=greedy", "draft=none"], "model=tiny-draft", "model=smollm2_135M model.dtype=fp32"),
-        (["draft=tiny-eagle", "seed=5"], "model=tiny", "model=tiny"),
+        slow(["draft=tiny-eagle", "seed=5"], "model=tiny", "model=tiny"),
     ],
     ids=["a larger shape", "a head"],
 )

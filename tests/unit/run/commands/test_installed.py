@@ -21,13 +21,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
-    unwanted = shutil.ignore_patterns("__pycache__")
     for package in wheel["packages"]:
-        shutil.copytree(ROOT / package, folder / package, ignore=unwanted)
+        shutil.copytree(ROOT / package, folder / package)
     for source, target in wheel["force-include"].items():
         (folder / target).parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / source).is_dir():
-            shutil.copytree(ROOT / source, folder / target, ignore=unwanted)
+            shutil.copytree(ROOT / source, folder / target)
         else:
             shutil.copy(ROOT / source, folder / target)
     module, _, function = project["project"]["scripts"]["llama-ssp"].partition(":")

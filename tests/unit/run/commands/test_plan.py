@@ -15,7 +15,7 @@ from llama_ssp.run.commands import plan as entry
 from tests.helpers import in_process
 from tests.helpers.hub import put
 from tests.helpers.in_process import Ended, planned
-from tests.helpers.lanes import heavy
+from tests.helpers.lanes import heavy, slow
 from tests.helpers.own_conf import MACHINE, OwnConf
 from tests.helpers.repository import ROOT
 
@@ -50,7 +50,7 @@ def test_json_needs_nothing_beyond_hydra_and_imports_no_torch_and_nothing_that_o
 
 @pytest.mark.parametrize(
     ("package", "setting"),
-    [("rich", "format=table"), heavy("rich", "figure=plan.png"), ("matplotlib", "figure=plan.png")],
+    [("rich", "format=table"), slow("rich", "figure=plan.png"), ("matplotlib", "figure=plan.png")],
 )
 def test_a_missing_package_is_named_with_what_installs_it(package: str, setting: str, tmp_path: Path) -> None:
     other = ["format=json"] if setting.startswith("figure") else []
@@ -210,8 +210,8 @@ def _folder(place: Path, name: str) -> str:
         ),
         heavy(("model=llama3_8B", "draft=none", "speculation.acceptance=0.7"), {None}),
         (("model=llama3_8B", "draft=ngram"), {None}),
-        heavy(("model=llama3_8B", "draft=llama3_3B", "draft.model.quantization=int8_weight_only"), {"llama3_3B", None}),
-        heavy(("model=llama3_8B", "model.dtype=fp16", "placement=sharded"), {"llama3_1B", "llama3_3B", None}),
+        slow(("model=llama3_8B", "draft=llama3_3B", "draft.model.quantization=int8_weight_only"), {"llama3_3B", None}),
+        slow(("model=llama3_8B", "model.dtype=fp16", "placement=sharded"), {"llama3_1B", "llama3_3B", None}),
         (("model=llama3_8B", "speculation.num_draft_tokens=3", "model.quantization=int8_weight_only"), {"llama3_1B"}),
         (("model=qwen3_8B", "draft=eagle3_qwen3_8B", "speculation.tree=2x2x1"), {"eagle3_qwen3_8B", None}),
         (("model=13B", "draft=tinyllama_1B", "placement=own_gpu", "speculation.overlap=true"), {"tinyllama_1B", None}),

@@ -12,9 +12,9 @@ import pytest
 
 from llama_ssp import load
 from llama_ssp.errors import ConfigError
+from llama_ssp.ranks import process
 from llama_ssp.ranks.process import STOP_SIGNALS, signals_kept
 from llama_ssp.run.commands import program
-from llama_ssp.settings import checks
 from tests.helpers import in_process
 from tests.helpers.commands import command
 from tests.helpers.disturbed import wait_for
@@ -151,7 +151,7 @@ def test_a_run_without_docstrings_is_refused_and_planning_and_help_need_none(
 
 
 def test_the_library_without_docstrings_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "sys", SimpleNamespace(flags=SimpleNamespace(optimize=2)))
+    monkeypatch.setattr(process, "sys", SimpleNamespace(flags=SimpleNamespace(optimize=2)))
     with pytest.raises(ConfigError, match=r"Python removes docstrings \(PYTHONOPTIMIZE=2"):
         load("tiny")
 

@@ -45,8 +45,8 @@ def texts(run_dir: Path) -> dict[int, str]:
     ("changed", "difference"),
     [
         (("import", "def", "class"), "prompt 2 of prompts={folder}/p.jsonl was 'from' when .*, and is now 'def'"),
-        heavy(("import",), "was 'from' when .*, and is now missing, with 1 left"),
-        heavy(("import", "from" + 50 * " a"), "was 'from' when .*, and is now 'from a a a"),
+        slow(("import",), "was 'from' when .*, and is now missing, with 1 left"),
+        slow(("import", "from" + 50 * " a"), "was 'from' when .*, and is now 'from a a a"),
         heavy(("import", "from", 60 * "x " + "two"), "x x one' when .*x x two'"),
     ],
 )
@@ -94,7 +94,7 @@ def test_a_run_that_chooses_k_measures_once_and_is_resumed_with_the_same_costs(t
     assert sum(fast["drafted_histogram"]) == fast["num_rounds"]
 
 
-@pytest.mark.parametrize("kind", [slow("granitemoehybrid, dense"), heavy("kimi_linear"), heavy("qwen3_next")])
+@pytest.mark.parametrize("kind", [slow("granitemoehybrid, dense"), slow("kimi_linear"), heavy("qwen3_next")])
 def test_a_hybrid_goes_on_with_the_texts_of_an_undisturbed_run(kind: str, tmp_path: Path) -> None:
     """Samples of a prompt share its states, rows are refilled, and what is missing is made in other batches."""
     build_checkpoint(tmp_path / "hybrid", kind, vocab_size=4096)
@@ -142,7 +142,7 @@ def test_a_line_whose_text_no_ids_of_the_model_have_is_damaged(
     assert texts(tmp_path / "run")[1] == json.loads(second)["text"]
 
 
-@pytest.mark.parametrize("content", ['{"rounds": [], "catch_up_seconds": []}', heavy("[NaN]")])
+@pytest.mark.parametrize("content", ['{"rounds": [], "catch_up_seconds": []}', slow("[NaN]")])
 def test_damaged_costs_are_a_sentence(content: str, tmp_path: Path) -> None:
     words = (*ADAPTIVE, "prompt=import", f"run_dir={tmp_path}/run")
     (tmp_path / "run").mkdir()
@@ -337,7 +337,7 @@ def stray(**changes: object) -> Change:
     ("change", "said"),
     [
         (train("tiny"), f"({WEIGHTS} of model=local differs): give the old files to resume it, name another"),
-        heavy(train("tiny-draft"), f"({WEIGHTS} of draft=local differs)"),
+        slow(train("tiny-draft"), f"({WEIGHTS} of draft=local differs)"),
         (end_elsewhere, f"({GENERATION} of model=local differs)"),
         (lambda here: (here / "tiny/added_tokens.json").write_text("{}"), "(added_tokens.json of model=local is new)"),
         (lambda here: (here / "tiny" / GENERATION).unlink(), f"({GENERATION} of model=local is missing)"),
@@ -356,7 +356,7 @@ def test_a_folder_of_another_run_is_refused_by_what_differs(change: Change, said
     assert texts_of_other_models(folder) == before
 
 
-@pytest.mark.parametrize("change", [train("tiny"), heavy(lambda folder: (folder / RECORD).unlink())])
+@pytest.mark.parametrize("change", [train("tiny"), slow(lambda folder: (folder / RECORD).unlink())])
 def test_other_files_are_taken_where_one_means_it_and_are_those_of_the_folder_then(
     change: Change, folder: Path
 ) -> None:

@@ -32,7 +32,7 @@ from llama_ssp.speculate.sampling.uniforms import Draws
 from tests.helpers.composed import compose_run
 from tests.helpers.decoders import complete, make_decoder, parts_of, tree_of
 from tests.helpers.in_process import launch
-from tests.helpers.lanes import grid, heavy
+from tests.helpers.lanes import grid, heavy, slow
 from tests.helpers.law_faults import plant
 from tests.helpers.prefix_runner import PrefixRunner
 
@@ -119,10 +119,18 @@ def test_a_draft_verified_at_twice_its_temperature_fails(
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("rule", ["block", "coupled"])
+@pytest.mark.parametrize("rule", ["block", slow("coupled")])
 def test_every_rule_passes(rule: str, tmp_path: Path) -> None:
     ended = launch(*SMALL, "gate=true", f"verification={rule}", f"run_dir={tmp_path}/run")
     assert ended.code == 0, ended.err
+
+
+@pytest.mark.heavy
+def test_no_residual_is_expected_of_a_head_whose_second_token_has_another_law_than_its_first(tmp_path: Path) -> None:
+    sizes = "num_samples=40", "max_new_tokens=12", "batch_size=40"
+    ended = launch("task=evaluate", "prompt=import", *sizes, "draft=tiny-eagle", f"run_dir={tmp_path}/run")
+    assert ended.code == 0, ended.err
+    assert not [found for found in verdict(tmp_path / "run")["measures"] if "after a rejection" in found["name"]]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +154,9 @@ def test_scores_follow_how_rounds_draft_and_verify(arguments: tuple[str, ...], r
     given = ["task=evaluate", *arguments]
     if not any("dtype" in argument for argument in arguments):
         given.append("model.dtype=fp32")
-    assert evaluate.rounds_of(compose_run(*given)[0]) == rounds
+    config, _ = compose_run(*given)
+    assert evaluate.rounds_of(config, has_head=False) == rounds
+    assert not evaluate.rounds_of(config, has_head=True).sees_rejections
 
 
 PROMPT = (3, 1, 4)
@@ -339,12 +349,12 @@ def test_the_sums_of_true_trees_are_as_wide_as_their_variances_say() -> None:
 @pytest.mark.parametrize(
     ("planted", "rule_name", "meant"),
     [
-        heavy("wrong residual", "speculative", "a residual drawn from the target"),
-        heavy("weightless residual", "block", "a residual that forgets the block's weight"),
+        slow("wrong residual", "speculative", "a residual drawn from the target"),
+        slow("weightless residual", "block", "a residual that forgets the block's weight"),
         heavy("shared uniforms", "block", "a residual that shares the draft's uniforms"),
-        heavy("shared race", "speculative", "a residual that shares the draft's race"),
-        heavy("kept sibling", "speculative", "a rejected sibling kept in the draft's law"),
-        heavy("forgetful penalty", "block", "penalties that forget drafted tokens"),
+        slow("shared race", "speculative", "a residual that shares the draft's race"),
+        slow("kept sibling", "speculative", "a rejected sibling kept in the draft's law"),
+        slow("forgetful penalty", "block", "penalties that forget drafted tokens"),
     ],
 )
 def test_the_power_is_that_of_the_planted_fault(

@@ -15,9 +15,9 @@ from llama_ssp.speculate.sampling.rules import make_rule
 from llama_ssp.speculate.sampling.uniforms import UniformTable
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import grid
-from tests.helpers.layouts import ALONE, texts_of_ranks
+from tests.helpers.layouts import ALONE, LAYOUTS, texts_of_ranks
 
-ONE_RANK, SHARDED, REPLICATED, OWN_GPU = DraftLayout
+ONE_RANK, _, REPLICATED, OWN_GPU = DraftLayout
 REQUESTS = [Request(index=index, prompt_ids=(index + 1,) * (1 + index % 3), max_new_tokens=20) for index in range(7)]
 
 
@@ -26,21 +26,6 @@ def _texts(layout: Layout, *, temperature: float, batch_size: int, speculative: 
     sampling = SamplingConfig(temperature=temperature)
     config = run_config(*entries, sampling=sampling, batch_size=batch_size, ignore_eos=False)
     return texts_of_ranks(layout, config, REQUESTS, speculative=speculative)
-
-
-LAYOUTS = [
-    Layout(target_ranks=target, draft_ranks=draft, draft_kind=kind)
-    for target, draft, kind in [
-        ((0, 1), (1,), ONE_RANK),
-        ((0, 1), (2,), ONE_RANK),
-        ((0, 1), (0, 1), SHARDED),
-        ((1, 2), (0, 1), SHARDED),
-        ((0,), (1, 2), OWN_GPU),
-        ((1,), (0,), OWN_GPU),
-        ((0, 1), (0, 1), REPLICATED),
-        ((0, 1, 2), (0, 2), REPLICATED),
-    ]
-]
 
 
 @grid(layout=LAYOUTS, temperature=[0.0, 0.9], batch_size=[1, 2, 5])

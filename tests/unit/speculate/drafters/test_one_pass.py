@@ -27,7 +27,7 @@ from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.weights.head import HeadSource
 from tests.helpers import head_drafts
 from tests.helpers.head_drafts import NUM_DRAFTED, Seen, check_greedy
-from tests.helpers.lanes import heavy
+from tests.helpers.lanes import heavy, slow
 from tests.helpers.one_pass_heads import (
     CONFIGS,
     SHARING,
@@ -75,7 +75,7 @@ ALWAYS = {"peagle": None, "dflash of its authors": None, "dspark": "2x2x1"}
     ("layout", "shape"),
     [
         *ALWAYS.items(),
-        *(heavy(layout, shape) for layout in CONFIGS for shape in (None, "2x2x1") if ALWAYS.get(layout, 0) != shape),
+        *(slow(layout, shape) for layout in CONFIGS for shape in (None, "2x2x1") if ALWAYS.get(layout, 0) != shape),
     ],
 )
 def test_every_position_of_every_round_has_the_distribution_of_the_reference(
@@ -90,7 +90,7 @@ def test_a_head_reads_what_it_has_missed_in_rounds_that_did_not_draft(layout: st
     assert check(tmp_path, layout, num_new=40, choices=choices) > 10
 
 
-@pytest.mark.parametrize("layout", ["recurrent dspark", *map(heavy, ("peagle", SHARING, "dflash of DeepSpec"))])
+@pytest.mark.parametrize("layout", ["recurrent dspark", heavy("peagle"), slow(SHARING), slow("dflash of DeepSpec")])
 def test_greedy_text_is_that_of_plain_decoding(layout: str, tmp_path: Path) -> None:
     """Launched and recorded, in batches of one and of three, which refill rows; accepted or not."""
     target, origin = save_pair(tmp_path, layout, likely=8)

@@ -131,23 +131,13 @@ SCRIPTS = {
     "lengths": [DraftChoice(4), DraftChoice(1), DraftChoice(3), DraftChoice(2), DraftChoice(4)],
     "pauses": [*[DraftChoice(0)] * 7, DraftChoice(3), DraftChoice(4)],
     "a long pause": [*[DraftChoice(0)] * 70, DraftChoice(4), DraftChoice(2), DraftChoice(4)],
-    "two drafters": [
-        DraftChoice(4),
-        DraftChoice(2, source=1),
-        DraftChoice(4, source=1),
-        DraftChoice(1),
-        DraftChoice(0),
-    ],
+    "two drafters": [DraftChoice(4), DraftChoice(2, 1), DraftChoice(4, 1), DraftChoice(1), DraftChoice(0)],
 }
 
 
 def texts(
-    script: Sequence[DraftChoice],
-    *,
-    draft_seed: int = 0,
-    reads_late: bool = False,
-    **options: Any,  # noqa: ANN401
-) -> list[Any]:
+    script: Sequence[DraftChoice], *, draft_seed: int = 0, reads_late: bool = False, **options: Any  # noqa: ANN401
+) -> list[Any]:  # fmt: skip
     options = {"temperature": 0.9, "batch_size": 2, "num_draft_tokens": 4, "ngram": True} | options
     decoder = make_decoder(PrefixRunner(), PrefixRunner(seed=draft_seed), **options)
     decoder.length = ScriptedLength(script, reads_late=reads_late)

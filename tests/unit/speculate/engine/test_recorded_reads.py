@@ -27,7 +27,7 @@ from tests.helpers.decoders import ScriptedLength, complete, make_decoder, outco
 from tests.helpers.draft_heads import SMALL_WIDTH, save_small_pair
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.kinds import KINDS, near_pair
-from tests.helpers.lanes import heavy
+from tests.helpers.lanes import heavy, slow
 from tests.helpers.overlapped import overlapped_decoder
 from tests.helpers.recorded import WatchedGraphs
 
@@ -135,7 +135,7 @@ def small_pair(folder: Path) -> tuple[HeadSource, Runner]:
     return origin, target
 
 
-@pytest.mark.parametrize("shape", [None, "2x2x1", heavy("dynamic-7x3x3")])
+@pytest.mark.parametrize("shape", [None, heavy("2x2x1"), slow("dynamic-7x3x3")])
 def test_a_head(shape: str | None, tmp_path: Path) -> None:
     origin, target = small_pair(tmp_path)
     check_recorded(

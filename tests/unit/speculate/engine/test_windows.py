@@ -15,7 +15,7 @@ from llama_ssp.speculate.engine.loop import Decoder
 from tests.helpers.decoders import complete, ids_of, make_decoder, parts_of, requests_of
 from tests.helpers.draft_heads import SMALL_WIDTH, save_small_pair
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
-from tests.helpers.lanes import heavy
+from tests.helpers.lanes import heavy, slow
 from tests.helpers.models import build_checkpoint, load_ranks
 
 CPU = torch.device("cpu")
@@ -28,8 +28,8 @@ def texts(decoder: Decoder) -> list[list[int]]:
     return ids_of(complete(decoder, requests_of(PROMPTS, NUM_NEW)))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("family", ["gpt_oss", "cohere2", "mistral", "gemma3_text", heavy("gpt_neo")])
+@pytest.mark.parametrize("num_ranks", [slow(1), 2])
+@pytest.mark.parametrize("family", ["gpt_oss", "mistral", *map(heavy, ("cohere2", "gemma3_text", "gpt_neo"))])
 def test_greedy_text_is_plain_text(family: str, num_ranks: int, tmp_path: Path) -> None:
     size: dict[str, Any] = {"window_size" if family == "gpt_neo" else "sliding_window": WINDOWS[family]}
     build_checkpoint(tmp_path, family, **size)

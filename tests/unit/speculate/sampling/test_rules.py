@@ -20,7 +20,7 @@ from llama_ssp.speculate.sampling.rules import Rule, make_rule, verify_block, ve
 from llama_ssp.speculate.sampling.uniforms import Draws, UniformTable
 from tests.helpers.draws import draws_of
 from tests.helpers.exact_law import LARGEST_UNIFORM, law_error, mean_accepted
-from tests.helpers.lanes import heavy
+from tests.helpers.lanes import heavy, slow
 from tests.helpers.table_models import TableModel, random_table
 
 SAMPLINGS = {
@@ -65,7 +65,7 @@ def test_the_text_has_exactly_the_targets_law(
 
 
 @pytest.mark.parametrize("name", ["temperature", "all"])
-@pytest.mark.parametrize("num_draft_tokens", [1, 2, heavy(3)])
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, slow(3)])
 @rules
 def test_a_draft_without_probabilities_keeps_the_targets_law(
     verification: VerificationConfig, num_draft_tokens: int, name: str

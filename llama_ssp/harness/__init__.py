@@ -1,1 +1,0 @@
-"""Models of llama-ssp in lm-evaluation-harness, an optional package."""

@@ -1,0 +1,339 @@
+"""HTTP on rank 0: checks who asks, reads bodies, streams answers, and notices clients that have gone.
+
+It runs in a thread of its own, and knows the decoder by its `Inbox` alone. Nothing of requests is logged.
+"""
+
+import asyncio
+import hmac
+import json
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Self, cast
+from uuid import uuid4
+
+import uvicorn
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from llama_ssp.catalogue import read_path
+from llama_ssp.errors import ConfigError
+from llama_ssp.run.session import Session
+from llama_ssp.serve.inbox import ENDED, ClosedError, FullError, Inbox, Part
+from llama_ssp.serve.protocol import Answer, Asked, BodyReader, RequestError, usage
+from llama_ssp.serve.settings import ServeConfig, length_of
+
+MOST_BYTES = 8 << 20
+"""Of a body."""
+_BODY_S, _RETRY_S, _CLOSE_S, _MOST_OPEN = 30.0, 1, 5.0, 1024
+
+
+class Front:
+    """The HTTP side of a server, open for the length of a block.
+
+    Raises ConfigError if the key cannot be read, or the address is not free.
+    """
+
+    def __init__(self, session: Session, inbox: Inbox) -> None:
+        config = session.config
+        self._task, self._inbox = cast("ServeConfig", config.task), inbox
+        self._tokenizer = session.models.tokenizer
+        maker = session.models.request_maker
+        length = length_of(config, session.models.context)
+        self._reader = BodyReader(config, maker, name=config.model.label, length=length)
+        self._metrics = _Metrics(session, inbox)
+        self._socket, self._created = _listen(self._task), int(time.time())
+        key = _key_of(self._task)
+        allowed = [self._task.allow_origin] if self._task.allow_origin else []
+        cors = Middleware(CORSMiddleware, allow_origins=allowed, allow_methods=["*"], allow_headers=["*"])
+        routes = [
+            Route("/v1/models", self._models), Route("/v1/models/{name:path}", self._models),
+            Route("/v1/completions", partial(self._complete, is_chat=False), methods=["POST"]),
+            Route("/v1/chat/completions", partial(self._complete, is_chat=True), methods=["POST"]),
+            Route("/health", self._health), Route("/metrics", self._metrics.page),
+        ]  # fmt: skip
+        app = Starlette(
+            routes=routes, middleware=[*([cors] if allowed else []), Middleware(_WithKey, key=key)],
+            exception_handlers={RequestError: _refused, 404: _refused, 405: _refused, Exception: _refused},
+        )  # fmt: skip
+        server = uvicorn.Config(
+            app, log_config=None, access_log=False, server_header=False, limit_concurrency=_MOST_OPEN,
+            timeout_graceful_shutdown=int(_CLOSE_S), lifespan="off", ws="none",
+        )  # fmt: skip
+        self._server = uvicorn.Server(server)
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True, name="http"
+        )
+
+    @property
+    def address(self) -> str:
+        """Where it answers."""
+        host, port = self._socket.getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join(2 * _CLOSE_S)
+        self._socket.close()
+
+    async def _health(self, _request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def _models(self, request: Request) -> Response:
+        name = self._reader.name
+        model = {"id": name, "object": "model", "created": self._created, "owned_by": "llama-ssp"}
+        asked = request.path_params.get("name")
+        if asked is None:
+            return JSONResponse({"object": "list", "data": [model]})
+        if asked != name:
+            raise RequestError(f"this server has {name}", param="model", status=404, code="model_not_found")
+        return JSONResponse(model)
+
+    async def _complete(self, request: Request, *, is_chat: bool) -> Response:
+        arrived_s = time.monotonic()
+        body = await _body_of(request)
+        # Encoding takes time, during which other answers go on.
+        asked = await asyncio.to_thread(self._reader.read, body, is_chat=is_chat)
+        parts: asyncio.Queue[tuple[int, Part]] = asyncio.Queue()
+        answers = [
+            Answer(asked, completion, self._tokenizer, index) for index, completion in enumerate(asked.completions)
+        ]
+        numbers = self._put(asked, parts)
+        deadline_s = self._task.request_s - (time.monotonic() - arrived_s)
+        watched = self._texts_of(parts, answers, arrived_s)
+        envelope = partial(self._envelope, f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid4().hex}", is_chat=is_chat)
+        if asked.streams:
+            body_of = self._events(watched, asked, answers, envelope=envelope, numbers=numbers, deadline_s=deadline_s)
+            return StreamingResponse(body_of, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        texts = [""] * len(answers)
+
+        async def gather() -> None:
+            async for index, text in watched:
+                texts[index] += text
+
+        await self._unless_gone(request, gather(), numbers, deadline_s)
+        choices = [answer.choice(text, is_whole=True) for answer, text in zip(answers, texts, strict=True)]
+        return JSONResponse(envelope(choices, streams=False) | {"usage": usage(answers, num_samples=asked.num_samples)})
+
+    def _put(self, asked: Asked, parts: "asyncio.Queue[tuple[int, Part]]") -> list[int]:
+        loop = asyncio.get_running_loop()
+
+        def taker(index: int) -> Callable[[Part], None]:
+            def take(part: Part) -> None:
+                with suppress(RuntimeError):  # the loop has been closed
+                    loop.call_soon_threadsafe(parts.put_nowait, (index, part))
+
+            return take
+
+        try:
+            return self._inbox.put(asked.completions, map(taker, range(len(asked.completions))))
+        except FullError:
+            raise RequestError(
+                f"{self._task.max_waiting} completions wait for a row already: ask again", status=429,
+                code="rate_limit_exceeded",
+            ) from None  # fmt: skip
+        except ClosedError:
+            raise _ending() from None
+
+    async def _texts_of(
+        self, parts: "asyncio.Queue[tuple[int, Part]]", answers: Sequence[Answer], arrived_s: float
+    ) -> AsyncIterator[tuple[int, str]]:
+        """Yield new text of answers by their places, until all have ended."""
+        left, first_s = len(answers), 0.0
+        while left:
+            index, part = await parts.get()
+            if part.finish_reason == ENDED:
+                raise _ending()
+            if part.new_ids and not first_s:
+                first_s = time.monotonic()
+                self._metrics.first_token_s.observe(first_s - arrived_s)
+            text = answers[index].push(part)
+            if part.finish_reason:
+                left -= 1
+                self._metrics.ended(answers[index], time.monotonic() - (first_s or arrived_s))
+            yield index, text
+
+    async def _events(
+        self, watched: AsyncIterator[tuple[int, str]], asked: Asked, answers: Sequence[Answer], *,
+        envelope: Callable[..., dict[str, object]], numbers: Sequence[int], deadline_s: float,
+    ) -> AsyncIterator[bytes]:  # fmt: skip
+        """Yield an answer as server-sent events; a client that goes ends its completions."""
+        begun: set[int] = set()
+        try:
+            async with asyncio.timeout(deadline_s):
+                async for index, text in watched:
+                    if text or answers[index].last:
+                        choice = answers[index].choice(text, is_whole=False, is_first=index not in begun)
+                        begun.add(index)
+                        yield _event(envelope([choice], streams=True))
+            if asked.counts_usage:
+                counted = usage(answers, num_samples=asked.num_samples)
+                yield _event(envelope([], streams=True) | {"usage": counted})
+            yield b"data: [DONE]\n\n"
+        except TimeoutError:
+            yield _event(_late(self._task.request_s).body())
+        except RequestError as error:
+            yield _event(error.body())
+        finally:
+            self._inbox.drop(numbers)
+
+    async def _unless_gone(self, request: Request, work: Any, numbers: Sequence[int], deadline_s: float) -> None:  # noqa: ANN401 - a coroutine
+        """Do the work of a request; ends its completions when the client goes, or time is up."""
+
+        async def until_gone() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+
+        tasks = [asyncio.ensure_future(work), asyncio.ensure_future(until_gone())]
+        try:
+            done, _ = await asyncio.wait(tasks, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0] not in done:
+                raise ClientDisconnect if done else _late(self._task.request_s)
+            tasks[0].result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            self._inbox.drop(numbers)
+
+    def _envelope(
+        self, name: str, choices: list[dict[str, object]], *, is_chat: bool, streams: bool
+    ) -> dict[str, object]:
+        kind = f"chat.completion{'.chunk' if streams else ''}" if is_chat else "text_completion"
+        return {
+            "id": name, "object": kind, "created": int(time.time()), "model": self._reader.name, "choices": choices,
+        }  # fmt: skip
+
+
+class _WithKey:
+    """Lets requests with the key pass, and those for /health; all if there is no key."""
+
+    def __init__(self, app: ASGIApp, *, key: bytes | None) -> None:
+        self._app, self._key = app, key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if self._key is None or scope.get("path") == "/health" or hmac.compare_digest(given, b"Bearer " + self._key):
+            await self._app(scope, receive, send)
+        else:
+            error = RequestError("the key is missing or wrong: send it as Authorization: Bearer KEY", status=401)
+            await JSONResponse(error.body(), 401, {"www-authenticate": "Bearer"})(scope, receive, send)
+
+
+class _Metrics:
+    """Figures for Prometheus."""
+
+    def __init__(self, session: Session, inbox: Inbox) -> None:
+        registry = self._registry = CollectorRegistry()
+        named = partial(Gauge, registry=registry)
+        named("llama_ssp_waiting", "completions that wait for a row").set_function(lambda: inbox.num_waiting)
+        named("llama_ssp_running", "completions that decode").set_function(lambda: inbox.num_running)
+        named("llama_ssp_rows", "rows of a batch").set(session.config.batch_size)
+        counted = partial(Counter, registry=registry)
+        self._prompt = counted("llama_ssp_prompt_tokens", "tokens of prompts of ended completions")
+        self._new = counted("llama_ssp_new_tokens", "new tokens of ended completions")
+        self._accepted = counted("llama_ssp_accepted_tokens", "drafted tokens that the target accepted")
+        self._rejected = counted("llama_ssp_rejected_tokens", "drafted tokens that the target rejected")
+        self.first_token_s = Histogram(
+            "llama_ssp_first_token_seconds", "from arrival to first token", registry=registry
+        )
+        buckets = [base * 10.0**power for power in range(-1, 3) for base in (1, 2, 5)]
+        self._ms = Histogram("llama_ssp_ms_per_token", "after the first token", registry=registry, buckets=buckets)
+        if session.plan:
+            timed = session.plan.timing
+            for mode, seconds in (("plain", timed.plain_run_s), ("speculative", timed.speculative_run_s)):
+                if seconds is not None:
+                    named(f"llama_ssp_forecast_{mode}_ms_per_token", "with all rows full and long").set(1e3 * seconds)
+
+    def ended(self, answer: Answer, seconds: float) -> None:
+        """Count a completion that has ended, so many seconds after its first token."""
+        assert answer.last
+        num_new = len(answer.token_ids)
+        self._prompt.inc(len(answer.prompt_ids))
+        self._new.inc(num_new)
+        self._accepted.inc(answer.last.num_accepted)
+        self._rejected.inc(answer.last.num_rejected)
+        if num_new > 1:
+            self._ms.observe(1e3 * seconds / (num_new - 1))
+
+    async def page(self, _request: Request) -> Response:
+        """Answer Prometheus."""
+        return Response(generate_latest(self._registry), media_type="text/plain; version=0.0.4")
+
+
+async def _body_of(request: Request) -> object:
+    """Read a body as JSON; raises RequestError."""
+    content = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_S):
+            async for chunk in request.stream():
+                content += chunk
+                if len(content) > MOST_BYTES:
+                    raise RequestError(f"a body may have {MOST_BYTES >> 20} MiB", status=413)
+    except TimeoutError:
+        raise RequestError(f"the body did not arrive within {_BODY_S:g} s", status=408) from None
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        reason = "too deep" if isinstance(error, RecursionError) else str(error)[:100]
+        raise RequestError(f"the body is not JSON: {reason}") from None
+
+
+async def _refused(_request: Request, error: Exception) -> Response:
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)
+    status = getattr(error, "status_code", 500)
+    known = (
+        error
+        if isinstance(error, RequestError)
+        else RequestError(getattr(error, "detail", "the server failed"), status=status)
+    )
+    headers = {"retry-after": str(_RETRY_S)} if known.status in {429, 503} else None
+    return JSONResponse(known.body(), known.status, headers)
+
+
+def _ending() -> RequestError:
+    return RequestError("the server ends", status=503, code=ENDED)
+
+
+def _late(limit_s: float) -> RequestError:
+    return RequestError(f"the request took more than {limit_s:g} s (task.request_s)", status=504, code="timeout")
+
+
+def _event(content: dict[str, object]) -> bytes:
+    return f"data: {json.dumps(content)}\n\n".encode()
+
+
+def _listen(task: ServeConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in task.host else socket.AF_INET
+    try:
+        return socket.create_server((task.host, task.port), family=family)
+    except OSError as error:
+        raise ConfigError(
+            f"task.host={task.host} task.port={task.port}: {error.strerror}; task.port=0 takes a free one"
+        ) from error
+
+
+def _key_of(task: ServeConfig) -> bytes | None:
+    if task.api_key_file is None:
+        return None
+    try:
+        lines = Path(read_path(task.api_key_file)).read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"task.api_key_file={task.api_key_file} cannot be read: {error.strerror}") from error
+    if not lines or not lines[0].strip():
+        raise ConfigError(f"task.api_key_file={task.api_key_file} needs a key in its first line")
+    return lines[0].strip()

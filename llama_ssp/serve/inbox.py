@@ -1,0 +1,131 @@
+"""What HTTP's thread and the decoder's thread of rank 0 pass to each other: new completions, dropped ones, results."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, NamedTuple
+
+from llama_ssp.log_probs import LogProbs
+
+
+class Part(NamedTuple):
+    """New tokens of a completion, and at its end a reason.
+
+    Attributes:
+        num_drafted: how many of them, from the first on, were drafted and accepted.
+        num_accepted, num_rejected: at the end, the examined drafted tokens.
+        log_probs: at the end, what was asked for, under the model; of the prompt's tokens too if these were.
+    """
+
+    new_ids: Sequence[int] = ()
+    num_drafted: int = 0
+    finish_reason: str | None = None
+    num_accepted: int = 0
+    num_rejected: int = 0
+    log_probs: LogProbs | None = None
+
+
+ENDED = "shutdown"
+
+
+class FullError(Exception):
+    """Too many completions wait."""
+
+
+class ClosedError(Exception):
+    """The server ends and takes no requests."""
+
+
+@dataclass(eq=False)
+class Inbox:
+    """Completions that wait for rows, and those that decode; all methods may be called from any thread.
+
+    Attributes:
+        most_waiting: further ones are refused.
+        num_running: completions that the decoder has.
+    """
+
+    most_waiting: int
+    num_running: int = 0
+    _waiting: deque[dict[str, Any]] = field(default_factory=deque)
+    _dropped: list[int] = field(default_factory=list)
+    _takers: dict[int, Callable[[Part], None]] = field(default_factory=dict)
+    _numbers: "count[int]" = field(default_factory=count)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _is_closed: bool = False
+
+    @property
+    def num_waiting(self) -> int:
+        """How many completions wait for a row."""
+        return len(self._waiting)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits or decodes."""
+        return not (self._waiting or self.num_running)
+
+    def put(self, completions: Sequence[dict[str, Any]], takers: Iterable[Callable[[Part], None]]) -> list[int]:
+        """Enter completions, as `ServedRequest` has them, each with who takes its parts; returns their numbers.
+
+        Raises FullError or ClosedError, and then enters none.
+        """
+        with self._changed:
+            if self._is_closed:
+                raise ClosedError
+            if len(self._waiting) + len(completions) > self.most_waiting:
+                raise FullError
+            numbers = [next(self._numbers) for _ in completions]
+            self._takers.update(zip(numbers, takers, strict=True))
+            self._waiting.extend(
+                completion | {"index": number} for number, completion in zip(numbers, completions, strict=True)
+            )
+            self._changed.notify()
+        return numbers
+
+    def drop(self, numbers: Sequence[int]) -> None:
+        """Forget completions whose client has gone."""
+        with self._changed:
+            gone = {number for number in numbers if self._takers.pop(number, None)}
+            waiting = [completion for completion in self._waiting if completion["index"] in gone]
+            for completion in waiting:
+                self._waiting.remove(completion)
+            self._dropped += gone - {completion["index"] for completion in waiting}
+            self._changed.notify()
+
+    def give_up(self) -> list[int]:
+        """Let everybody know that the server ends; returns the numbers of what waited or decoded."""
+        with self._changed:
+            takers, self._takers = self._takers, {}
+        for taker in takers.values():
+            taker(Part(finish_reason=ENDED))
+        return [*takers]
+
+    def close(self) -> None:
+        """Refuse all further completions."""
+        self._is_closed = True
+
+    def has_news(self, num_rows: int) -> bool:
+        """Whether `take` would return anything."""
+        return bool(self._dropped or (self._waiting and num_rows > 0))
+
+    def take(self, num_rows: int, *, wait_s: float) -> tuple[list[dict[str, Any]], list[int]]:
+        """The next completions for so many free rows, and those to drop; waits up to some seconds for any."""
+        with self._changed:
+            if not self.has_news(num_rows):
+                self._changed.wait(wait_s)
+            taken = [self._waiting.popleft() for _ in range(min(num_rows, len(self._waiting)))]
+            dropped, self._dropped = self._dropped, []
+            self.num_running += len(taken) - len(dropped)
+            return taken, dropped
+
+    def deliver(self, number: int, part: Part) -> None:
+        """Hand a part to who waits for it."""
+        with self._changed:
+            taker = self._takers.get(number)
+            if taker and part.finish_reason:
+                del self._takers[number]
+                self.num_running -= 1
+        if taker:
+            taker(part)

@@ -1,0 +1,343 @@
+"""Reads the bodies of OpenAI's API, completions and chats, and writes its answers.
+
+Every field is known, known to change nothing, or refused by its name: a request never gets less than it asks for in
+silence. Ranges, and the sentences about them, are those of the settings.
+"""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from llama_ssp.continuation import TextAfter
+from llama_ssp.errors import ConfigError, SspError, unknown_name
+from llama_ssp.log_probs import LogProbs
+from llama_ssp.run.prompts import Prompt
+from llama_ssp.run.requests import RequestMaker, check_vocabulary, encode, encode_messages
+from llama_ssp.serve.inbox import Part
+from llama_ssp.settings.checks import check_values
+from llama_ssp.settings.schema import MOST_BIASES, RunConfig
+from llama_ssp.speculate.engine.state import count_equal_before
+from llama_ssp.speculate.engine.text import IncrementalText
+from llama_ssp.words import in_library_words
+
+MOST_SAMPLES, MOST_PROMPTS, MOST_STOPS, MOST_STOP, MOST_TOP = 128, 1024, 16, 256, 20
+_NUMBER, _WHOLE, _FLAG, _TEXT, _OBJECT = "a number", "a whole number", "true or false", "a text", "an object"
+_KINDS: dict[str, Any] = {_NUMBER: (int, float), _WHOLE: int, _FLAG: bool, _TEXT: str, _OBJECT: dict}
+_SAMPLING = {
+    "temperature": _NUMBER, "top_p": _NUMBER, "top_k": _WHOLE, "min_p": _NUMBER, "repetition_penalty": _NUMBER,
+    "frequency_penalty": _NUMBER, "presence_penalty": _NUMBER, "logit_bias": _OBJECT,
+}  # fmt: skip
+_OF_BOTH = _SAMPLING | {
+    "model": _TEXT, "n": _WHOLE, "seed": _WHOLE, "stop": "a text or a list of texts", "stream": _FLAG,
+    "stream_options": _OBJECT, "ignore_eos": _FLAG, "max_tokens": _WHOLE,
+}  # fmt: skip
+_OF_TEXTS = _OF_BOTH | {"prompt": "a text, token ids, or a list of these", "echo": _FLAG, "logprobs": _WHOLE}
+_OF_CHATS = _OF_BOTH | {
+    "messages": "a list of objects with role and content", "logprobs": _FLAG, "top_logprobs": _WHOLE,
+    "max_completion_tokens": _WHOLE, "chat_template_kwargs": _OBJECT,
+}  # fmt: skip
+_NOTES = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+_WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
+    "best_of": (1,), "suffix": ("",), "tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False), "response_format": ({"type": "text"},), "modalities": (["text"],),
+    "use_beam_search": (False,), "length_penalty": (1, 1.0), "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,), "add_generation_prompt": (True,), "add_special_tokens": (True,),
+}  # fmt: skip
+"""Values that change nothing of fields that the server does not have."""
+_OFF = {"top_k": (0, -1), "top_p": (1,), "min_p": (0,)}
+_CONTEXT = 16
+"""Tokens before one whose text is wanted."""
+_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+
+
+class RequestError(Exception):
+    """A request that is refused; `param` names its field."""
+
+    def __init__(self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message, self.param, self.status, self.code = message, param, status, code
+
+    def body(self) -> dict[str, object]:
+        """The error in OpenAI's form."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"  # noqa: PLR2004 - HTTP's
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a body asks for.
+
+    Attributes:
+        completions: as `ServedRequest` has them, `num_samples` for each prompt.
+        stops: texts that end a completion, and are cut off.
+    """
+
+    is_chat: bool
+    completions: list[dict[str, Any]]
+    stops: list[str]
+    streams: bool
+    counts_usage: bool
+    echoes: bool
+    num_samples: int
+
+
+class BodyReader:
+    """Reads bodies for a pair; `name` is the model's in answers, `length` the most tokens of prompt and completion."""
+
+    def __init__(self, config: RunConfig, maker: RequestMaker, *, name: str, length: int) -> None:
+        self._config, self._maker, self.name, self._length = config, maker, name, length
+
+    def read(self, body: object, *, is_chat: bool) -> Asked:
+        """Read a body; raises RequestError that names a field."""
+        if not isinstance(body, dict):
+            raise RequestError("the body must be a JSON object")
+        given = _checked({name: value for name, value in body.items() if value is not None}, is_chat=is_chat)
+        if given.get("model", self.name) != self.name:
+            raise RequestError(
+                f"model={given['model']!r}: this server has {self.name}", param="model", status=404,
+                code="model_not_found",
+            )  # fmt: skip
+        prompts = [self._chat(given)] if is_chat else self._texts(given)
+        stop = given.get("stop", [])
+        stops = [stop] if isinstance(stop, str) else stop
+        if len(stops) > MOST_STOPS or not all(isinstance(text, str) and 0 < len(text) <= MOST_STOP for text in stops):
+            raise RequestError(f"stop must be up to {MOST_STOPS} texts of 1 to {MOST_STOP} characters", param="stop")
+        num_samples, num_top = given.get("n", 1), _num_top(given, is_chat=is_chat)
+        if not 1 <= num_samples <= MOST_SAMPLES:
+            raise RequestError(f"n={num_samples} must be 1 to {MOST_SAMPLES}", param="n")
+        same = {
+            "sampling": self._sampling(given), "stop": stops, "ignores_eos": given.get("ignore_eos", False),
+            "seed": given.get("seed", secrets.randbits(63)), "num_top": num_top,
+            "scores_prompt": bool(given.get("echo")),
+        }  # fmt: skip
+        completions = [
+            same | {"prompt_ids": ids, "num_equal_before": before, "sample": sample, "max_new_tokens": number}
+            for ids, before in zip(prompts, count_equal_before(prompts), strict=True)
+            for number in [self._num_new(given, ids, echoes=not is_chat and bool(given.get("echo")))]
+            for sample in range(num_samples)
+        ]
+        return Asked(
+            is_chat=is_chat, completions=completions, stops=stops, streams=given.get("stream", False),
+            counts_usage=bool(given.get("stream_options", {}).get("include_usage")),
+            echoes=bool(given.get("echo")), num_samples=num_samples,
+        )  # fmt: skip
+
+    def _sampling(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        asked = {name: given[name] for name in _SAMPLING if name in given}
+        asked = {name: None if value in _OFF.get(name, ()) else value for name, value in asked.items()}
+        if "logit_bias" in asked:
+            asked["logit_bias"] = self._biases(asked["logit_bias"])
+        sampling = replace(self._config.sampling, bad_ids=(), eos_ids=(), from_model=[], **asked)
+        try:
+            with in_library_words():
+                check_values(replace(self._config, sampling=sampling))
+        except ConfigError as error:
+            named = str(error).partition("=")[0].split(" ")[-1]
+            raise RequestError(str(error), param=named if named in _SAMPLING else None) from None
+        return {name: value for name, value in asdict(sampling).items() if name in _SAMPLING}
+
+    def _biases(self, given: Mapping[str, Any]) -> dict[int, float]:
+        is_read = len(given) <= MOST_BIASES and all(
+            token.isdecimal() and len(token) < 10 and int(token) < self._maker.vocab_size and _is(_NUMBER, bias)  # noqa: PLR2004
+            for token, bias in given.items()
+        )
+        if not is_read:
+            raise RequestError(
+                f"logit_bias must be up to {MOST_BIASES} numbers by ids of tokens below {self._maker.vocab_size}, such "
+                'as {"198": -100}',
+                param="logit_bias",
+            )
+        return {int(token): float(bias) for token, bias in given.items()}
+
+    def _num_new(self, given: Mapping[str, Any], ids: Sequence[int], *, echoes: bool) -> int:
+        """The new tokens of a completion; raises RequestError if there is no room for them."""
+        name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
+        room = self._length - len(ids)
+        number = given.get(name, max(min(self._config.max_new_tokens, room), 1))
+        if number < (0 if echoes else 1):
+            raise RequestError(f"{name}={number} must be at least 1, or 0 with echo", param=name)
+        if number > room:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens, and with {name}={number} that is more than the {self._length} that "
+                "this server has room for (task.max_length)",
+                param=name, code="context_length_exceeded",
+            )  # fmt: skip
+        return int(number)
+
+    def _texts(self, given: Mapping[str, Any]) -> list[tuple[int, ...]]:
+        prompt = given.get("prompt")
+        many = prompt if isinstance(prompt, list) and not all(map(_is_id, prompt)) else [prompt]
+        if prompt is None or not many or len(many) > MOST_PROMPTS:
+            raise RequestError(f"prompt must be {_OF_TEXTS['prompt']}, up to {MOST_PROMPTS}", param="prompt")
+        return [self._encoded(one) for one in many]
+
+    def _encoded(self, prompt: object) -> tuple[int, ...]:
+        tokenizer = self._maker.tokenizer
+        try:
+            if isinstance(prompt, str):
+                ids = encode(prompt, tokenizer)
+            elif isinstance(prompt, list) and prompt and all(map(_is_id, prompt)):
+                ids = tuple(prompt)
+            else:
+                raise RequestError(f"prompt must be {_OF_TEXTS['prompt']}", param="prompt")
+            check_vocabulary(Prompt(text="of token ids"), ids, vocab_size=self._maker.vocab_size)
+        except ConfigError as error:
+            raise RequestError(str(error), param="prompt") from None
+        return ids
+
+    def _chat(self, given: Mapping[str, Any]) -> tuple[int, ...]:
+        messages = given.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise RequestError(f"messages must be {_OF_CHATS['messages']}", param="messages")
+        read = [{"role": _role(message), "content": _content(message)} for message in messages]
+        arguments = {**self._config.chat_arguments, **given.get("chat_template_kwargs", {})}
+        try:
+            return encode_messages(read, self._maker.tokenizer, arguments)
+        except SspError as error:
+            param = "chat_template_kwargs" if str(error).startswith("chat_arguments.") else "messages"
+            raise RequestError(str(error), param=param) from None
+
+
+def _checked(given: dict[str, Any], *, is_chat: bool) -> dict[str, Any]:
+    """Check the names of fields, and the types of their values."""
+    known = _OF_CHATS if is_chat else _OF_TEXTS
+    for name, value in given.items():
+        if name in _NOTES or any(value == one and type(value) is type(one) for one in _WITHOUT_EFFECT.get(name, ())):
+            continue
+        if name in _WITHOUT_EFFECT:
+            raise RequestError(f"{name} is not supported: leave it out", param=name)
+        if name not in known:
+            raise RequestError(unknown_name("field", name[:MOST_STOP], known), param=name[:MOST_STOP])
+        if known[name] in _KINDS and not _is(known[name], value):
+            raise RequestError(f"{name} must be {known[name]}", param=name)
+        if not isinstance(value, str | list | dict | bool | int | float):
+            raise RequestError(f"{name} must be {known[name]}", param=name)
+    if not isinstance(given.get("stop", ""), str | list):
+        raise RequestError(f"stop must be {_OF_BOTH['stop']}", param="stop")
+    return given
+
+
+def _is(kind: str, value: object) -> bool:
+    is_kind = isinstance(value, _KINDS[kind]) and (kind == _FLAG or not isinstance(value, bool))
+    return is_kind and not (isinstance(value, int | float) and abs(value) > 1e300) and value == value  # noqa: PLR0124, PLR2004
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
+
+
+def _num_top(given: Mapping[str, Any], *, is_chat: bool) -> int | None:
+    name = "top_logprobs" if is_chat else "logprobs"
+    number = given.get(name, 0)
+    if not 0 <= number <= MOST_TOP:
+        raise RequestError(f"{name}={number} must be 0 to {MOST_TOP}", param=name)
+    if is_chat and "top_logprobs" in given and not given.get("logprobs"):
+        raise RequestError("top_logprobs needs logprobs=true", param=name)
+    return number if given.get("logprobs", False) is not False else None
+
+
+def _role(message: object) -> str:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise RequestError(f"messages must be {_OF_CHATS['messages']}", param="messages")
+    return str(message["role"])
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+        raise RequestError("content of messages must be a text, or a list of parts of type text", param="messages")
+    return "".join(map(str, texts))
+
+
+class Answer:
+    """One completion on its way to the client: its text without a stop, its tokens and its scores."""
+
+    def __init__(
+        self, asked: Asked, completion: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, index: int
+    ) -> None:
+        self._asked, self._tokenizer, self._index = asked, tokenizer, index
+        self.prompt_ids: Sequence[int] = completion["prompt_ids"]
+        self._wants = completion["num_top"]
+        self._text, self._held = IncrementalText(tokenizer, self.prompt_ids), ""
+        self._lead = TextAfter(tokenizer, ()).decode(self.prompt_ids) if asked.echoes else ""
+        self.token_ids: list[int] = []
+        self.last: Part | None = None
+
+    def push(self, part: Part) -> str:
+        """Take a part; returns new text, behind which no stop can begin."""
+        self.token_ids += part.new_ids
+        held = self._held + "".join(piece.text for piece in self._text.push(part.new_ids))
+        kept = max(map(len, self._asked.stops), default=1) - 1
+        if part.finish_reason:
+            self.last, kept = part, 0
+            held += "".join(piece.text for piece in self._text.flush())
+            found = [place for stop in self._asked.stops if (place := held.find(stop)) >= 0]
+            held = held[: min(found, default=len(held))]
+        end = max(len(held) - kept, 0)
+        new, self._held, self._lead = self._lead + held[:end], held[end:], ""
+        return new
+
+    def choice(self, text: str, *, is_whole: bool, is_first: bool = False) -> dict[str, object]:
+        """A choice of an answer, or the next piece of it."""
+        ended = self.last
+        choice: dict[str, object] = {
+            "index": self._index, "finish_reason": _REASONS[str(ended.finish_reason)] if ended else None,
+            "logprobs": self._scores() if ended and self._wants is not None else None,
+        }  # fmt: skip
+        if not self._asked.is_chat:
+            return choice | {"text": text}
+        said = {"role": "assistant"} if is_whole or is_first else {}
+        return choice | {"message" if is_whole else "delta": said | {"content": text}}
+
+    def _scores(self) -> dict[str, object]:
+        """Log-probabilities in the form of chats or of completions."""
+        scores = (self.last and self.last.log_probs) or LogProbs(log_probs=[], top_ids=[], top_log_probs=[])
+        ids = [*self.prompt_ids, *self.token_ids]
+        tokens: list[tuple[str, float | None]] = []
+        tops: list[list[tuple[str, float]]] = []
+        first = len(ids) - len(scores.log_probs)
+        for place, scored in enumerate(scores.log_probs):
+            after = TextAfter(
+                self._tokenizer, ids[max(first + place - _CONTEXT, 0) : first + place], names_special=True
+            )
+            tokens.append((after.decode([ids[first + place]]), scored))
+            texts = [after.decode([token]) for token in scores.top_ids[place]]
+            tops.append([*zip(texts, scores.top_log_probs[place], strict=True)])
+        if self._asked.is_chat:
+            found = [_of_token(*one) for one in tokens]
+            for own, top in zip(found, tops, strict=True):
+                own["top_logprobs"] = [_of_token(*one) for one in top]
+            return {"content": found}
+        if self._asked.echoes:
+            tokens.insert(0, (TextAfter(self._tokenizer, (), names_special=True).decode(ids[:1]), None))
+        texts = [text for text, _ in tokens]
+        of_tops = [dict(reversed(top)) for top in tops]  # of tokens with one text the most probable
+        return {
+            "tokens": texts, "token_logprobs": [scored for _, scored in tokens],
+            "top_logprobs": [None, *of_tops] if self._asked.echoes else of_tops,
+            "text_offset": [0, *accumulate(map(len, texts[:-1]))] if texts else [],
+        }  # fmt: skip
+
+
+def _of_token(text: str, log_prob: float | None) -> dict[str, object]:
+    return {"token": text, "logprob": log_prob, "bytes": [*text.encode()]}
+
+
+def usage(answers: Sequence[Answer], *, num_samples: int) -> dict[str, object]:
+    """The tokens of an answer; drafted tokens that the target accepted and rejected, as OpenAI calls them."""
+    num_prompt = sum(len(answer.prompt_ids) for answer in answers[::num_samples])
+    num_new = sum(len(answer.token_ids) for answer in answers)
+    ended = [answer.last for answer in answers if answer.last]
+    return {
+        "prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new,
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": sum(part.num_accepted for part in ended),
+            "rejected_prediction_tokens": sum(part.num_rejected for part in ended),
+        },
+    }  # fmt: skip

@@ -1,0 +1,201 @@
+"""Serves on all ranks: rank 0 takes requests from HTTP, and every rank runs the same decoder.
+
+Ranks exchange nothing more per round: when rank 0 has news (new requests, or clients that have gone), it sets a flag of
+the decision that all ranks get anyway (`verifier.NEWS`), and broadcasts the news before the next round. While no row
+decodes, the others wait for a broadcast, at least one every second.
+
+    rank 0    | round | round, flag | news | round | scores of a text | round |
+    others    | round | round, flag | news | round | scores of a text | round |
+
+Log-probabilities are those that the target gives once more to prompt and completion, in a free row between two rounds.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from llama_ssp.errors import ConfigError, InterruptedRun
+from llama_ssp.ranks.failures import from_rank_0, raise_on_all_ranks
+from llama_ssp.run.decoders import build_decoder
+from llama_ssp.run.requests import PromptRequest
+from llama_ssp.run.session import Session
+from llama_ssp.run.tuning import make_ready
+from llama_ssp.serve.inbox import Inbox, Part
+from llama_ssp.serve.settings import ServeConfig, length_of
+from llama_ssp.settings.schema import RowSteps, SamplingConfig
+from llama_ssp.speculate.engine.likelihoods import ScoredText
+from llama_ssp.speculate.engine.loop import Update
+from llama_ssp.speculate.engine.state import Request
+from llama_ssp.speculate.engine.text import StopStrings
+from llama_ssp.speculate.engine.verifier import NEWS
+
+_log = logging.getLogger(__name__)
+_BEAT_S = 1.0
+_WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedRequest(Request):
+    """A completion that a client asked for; without new tokens only its prompt is scored.
+
+    Attributes:
+        num_top: log-probabilities of so many of the most probable tokens are wanted; None for none.
+        scores_prompt: also of the prompt's tokens.
+    """
+
+    num_top: int | None = None
+    scores_prompt: bool = False
+
+
+class _Scored(NamedTuple):
+    """A text to score, and the last part of its completion, which then has the scores."""
+
+    request: ServedRequest
+    new_ids: Sequence[int]
+    part: Part
+
+
+class Service:
+    """The decoder of a server on one rank; `inbox` is that of rank 0."""
+
+    def __init__(self, session: Session, inbox: Inbox | None) -> None:
+        self._session, self._inbox = session, inbox
+        self._comm, self._tokenizer = session.world.comm, session.models.tokenizer
+        self._to_score: deque[_Scored] = deque()
+        self._drains_until: float | None = None
+        config = replace(session.config, sampling=SamplingConfig(temperature=1.0, by_row=RowSteps()))
+        self._decoder = build_decoder(session.models, config, speculative=session.models.drafts)
+        length = length_of(config, session.models.context)
+        longest = Request(index=0, prompt_ids=(0,), max_new_tokens=length - 1)
+        make_ready(self._decoder, [longest], config, comm=self._comm, folder=session.folder)
+
+    def warm_up(self) -> None:
+        """Complete a few tokens, so that the first request does not wait for traces or captures."""
+        request = Request(index=0, prompt_ids=(0,), max_new_tokens=_WARM_UP_TOKENS, sampling=SamplingConfig())
+        for _ in range(1 + self._decoder.executor.keeps_state):
+            deque(self._decoder.run([request], to_length=True), maxlen=0)
+        self._decoder.round.forget_texts()
+
+    def run(self) -> None:
+        """Decode until a signal has come, and what was running then has ended, or has been given up."""
+        for updates in self._decoder.run([], more=self._more):
+            for update in updates:
+                self._take(update)
+
+    def _take(self, update: Update) -> None:
+        """Pass new tokens on; a completion whose scores are wanted ends with them."""
+        done, request = update.completion, cast("ServedRequest", update.completion.request)
+        part = Part(update.new_ids, update.num_drafted)
+        if done.finish_reason:
+            num_accepted = sum(done.accepted_lengths)
+            part = part._replace(
+                finish_reason=done.finish_reason, num_accepted=num_accepted,
+                num_rejected=sum(done.examined_lengths) - sum(
+                    number for number, of in zip(done.accepted_lengths, done.examined_lengths, strict=True) if of
+                ),
+            )  # fmt: skip
+            if request.num_top is not None:
+                self._to_score.append(_Scored(request, done.token_ids, part))
+                return
+        self._deliver(request, part)
+
+    def _deliver(self, request: Request, part: Part) -> None:
+        if self._inbox:
+            self._inbox.deliver(request.index, part)
+
+    def _more(self, num_rows: int) -> list[Request] | None:
+        """Drop requests whose clients have gone, score texts, and return new requests; see `loop.More`."""
+        decoder = self._decoder
+        is_idle = decoder.is_idle and num_rows == decoder.batch_size and not self._to_score
+        has_news = decoder.has_news if self._comm.size > 1 else self._has_news(num_rows)
+        found: list[Request] = []
+        if is_idle or has_news:
+            decoder.has_news = False
+            new, dropped, is_over = from_rank_0(self._comm, lambda: self._news(num_rows, is_idle=is_idle))
+            decoder.drop(dropped)
+            self._to_score = deque(scored for scored in self._to_score if scored.request.index not in dropped)
+            if is_over:
+                return None
+            for request in map(self._request, new):
+                if request.max_new_tokens:
+                    found.append(request)
+                else:
+                    self._to_score.append(_Scored(request, (), Part(finish_reason="length")))
+        self._score(num_rows - len(found))
+        decoder.round.verifier.announce(NEWS if self._has_news(num_rows - len(found)) else 0)
+        return found
+
+    def _has_news(self, num_rows: int) -> bool:
+        """Whether rank 0 has something to say to all; False on others."""
+        if not self._inbox:
+            return False
+        is_over = self._session.stop_request.requested and (self._is_late() or self._inbox.is_empty)
+        return is_over or self._inbox.has_news(num_rows)
+
+    def _is_late(self) -> bool:
+        """Whether what is running since a signal came has had its time, on rank 0."""
+        if self._inbox and self._drains_until is None:
+            self._inbox.close()
+            self._drains_until = time.monotonic() + self._session.config.timeouts.drain_s
+        return time.monotonic() > (self._drains_until or 0.0)
+
+    def _news(self, num_rows: int, *, is_idle: bool) -> tuple[list[dict[str, Any]], list[int], bool]:
+        """Of rank 0: new completions, those to drop, and whether the server ends."""
+        assert self._inbox, "rank 0 has one"
+        stops = self._session.stop_request.requested
+        new, dropped = self._inbox.take(num_rows, wait_s=_BEAT_S if is_idle and not stops else 0.0)
+        is_over = stops and (self._is_late() or self._inbox.is_empty)
+        return new, [*dropped, *(self._inbox.give_up() if is_over else ())], is_over
+
+    def _request(self, new: dict[str, Any]) -> ServedRequest:
+        sampling = new.pop("sampling")
+        biases = {int(token): bias for token, bias in sampling.pop("logit_bias").items()}
+        stops = StopStrings(self._tokenizer, texts) if (texts := new.pop("stop")) else None
+        new["prompt_ids"] = tuple(new["prompt_ids"])
+        return ServedRequest(**new, stops=stops, sampling=SamplingConfig(**sampling, logit_bias=biases))
+
+    def _score(self, num_rows: int) -> None:
+        """Score as many texts as rows are free."""
+        some = [self._to_score.popleft() for _ in range(min(num_rows, len(self._to_score)))]
+        texts = [(*scored.request.prompt_ids, *scored.new_ids) for scored in some]
+        asked = [
+            ScoredText(ids=ids, num_given=1 if one.request.scores_prompt else len(one.request.prompt_ids))
+            for ids, one in zip(texts, some, strict=True)
+        ]
+        num_top = max((one.request.num_top or 0 for one in some), default=0)
+        for scored, scores in zip(some, self._decoder.score(asked, num_top=num_top), strict=True):
+            self._deliver(
+                scored.request,
+                scored.part._replace(log_probs=scores.model.part(slice(None), scored.request.num_top or 0)),
+            )
+
+
+@torch.inference_mode()
+def serve(session: Session, _requests: list[PromptRequest]) -> None:
+    """Serve until a signal comes, then raise InterruptedRun; the same on every rank, of which rank 0 answers."""
+    comm, inbox, front = session.world.comm, None, None
+    layout, num_rows = session.models.mesh.layout, session.config.batch_size
+    with raise_on_all_ranks(comm):
+        if layout.verify_rank or (layout.splits_batch and num_rows < comm.size):
+            raise ConfigError(
+                "task=serve answers on rank 0, which has to verify a row of each round: place target and draft so that "
+                "rank 0 has a part of both, with batch_size of at least the number of ranks"
+            )
+        if comm.rank == 0:
+            from llama_ssp.serve.http import Front  # noqa: PLC0415 - of an extra
+
+            inbox = Inbox(cast("ServeConfig", session.config.task).max_waiting)
+            front = Front(session, inbox)
+    service = Service(session, inbox)
+    service.warm_up()
+    with front or nullcontext():
+        if front:
+            session.terminal.say(f"serving on {front.address}; Ctrl-C ends it")
+        service.run()
+    raise InterruptedRun("a signal ended the server")

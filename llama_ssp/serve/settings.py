@@ -1,0 +1,97 @@
+"""`task=serve`: its settings, checks and record. Imports no torch."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from ipaddress import ip_address
+from typing import cast
+
+from llama_ssp.fields import setting
+from llama_ssp.settings.schema import RunConfig, TaskConfig
+from llama_ssp.settings.tasks import NoEffect, TaskSpec
+
+MOST_TOKENS, NUM_ROWS = 4096, 8
+INSTALL = ".venv/bin/python -m pip install -e '.[serve]' -c .venv/constraints.txt"
+_UNREAD = (
+    "prompt", "prompts", "chat", "num_samples", "ignore_eos", "stop_strings", "logprobs", "prompt_logprobs", "seed",
+    "sampling.bad_words", "sampling.min_new_tokens",
+)  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class ServeConfig(TaskConfig):
+    """OpenAI's interface to the pair, by HTTP."""
+
+    name: str = "serve"
+    port: int = setting(8000, "TCP port; 0 takes a free one.")
+    host: str = setting("127.0.0.1", "address; one that other machines reach needs api_key_file.")
+    api_key_file: str | None = setting(None, "a file whose first line is the key that requests must carry.")
+    allow_origin: str | None = setting(
+        None, "web pages of this origin may call the server, such as http://localhost:3000."
+    )
+    max_length: int | None = setting(
+        None, f"most tokens of prompt and completion together; null takes the context, up to {MOST_TOKENS}."
+    )
+    max_waiting: int = setting(256, "completions that wait for a free row; further ones are refused with status 429.")
+    request_s: float = setting(600.0, "seconds that a request may take, from its arrival to its end.")
+
+
+def length_of(config: RunConfig, context: int | None = None) -> int:
+    """The most tokens of a row; `context` is that of the target, by default as its entry says."""
+    task = cast("ServeConfig", config.task)
+    if context is None:
+        context = config.model.shape.max_position_embeddings if config.model.shape else MOST_TOKENS
+    return min(task.max_length or MOST_TOKENS, context)
+
+
+def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoEffect]:
+    task = cast("ServeConfig", config.task)
+    yield from (NoEffect(key, "on task=serve, whose requests come by HTTP") for key in _UNREAD if key in explicit)
+    if not all(map(find_spec, ("prometheus_client", "starlette", "uvicorn"))):
+        yield f"task=serve needs starlette, uvicorn and prometheus_client: {INSTALL}"
+    faults = {
+        f"task.port={task.port} must be between 0 and 65535, for example 8000": not 0 <= task.port < 1 << 16,
+        f"task.host={task.host} is open to other machines: give task.api_key_file=FILE, whose first line is a key, or "
+        "leave task.host out": not (_is_loopback(task.host) or task.api_key_file),
+        f"task.max_length={task.max_length} must be at least 2, for example {MOST_TOKENS}": (
+            task.max_length is not None and task.max_length < 2  # noqa: PLR2004 - a prompt and a completion
+        ),
+        f"task.max_waiting={task.max_waiting} must be at least 1, for example 256": task.max_waiting < 1,
+        f"task.request_s={task.request_s} must be a positive number of seconds": not 0 < task.request_s < math.inf,
+        "task=serve drafts chains: leave speculation.tree out": bool(config.speculation.tree),
+        "task=serve keeps the target's distribution: leave speculation.forced_lengths out": bool(
+            config.speculation.forced_lengths
+        ),
+        "task=serve serves one replica: leave placement.num_replicas out": config.placement.num_replicas > 1,
+    }
+    yield from (sentence for sentence, holds in faults.items() if holds)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _fill_in(config: RunConfig, explicit: frozenset[str]) -> None:
+    if "batch_size" not in explicit:
+        config.batch_size = NUM_ROWS
+
+
+def _full_rows(config: RunConfig) -> tuple[RunConfig, int]:
+    length = length_of(config)
+    num_new = min(config.max_new_tokens, length - 1)
+    return replace(config, max_new_tokens=num_new), length - num_new
+
+
+SERVE = TaskSpec(
+    config=ServeConfig,
+    run="llama_ssp.serve.service:serve",
+    reads_prompts=False,
+    paths=("api_key_file",),
+    fill_in=_fill_in,
+    problems=_problems,
+    largest_cell=_full_rows,
+)

@@ -1,0 +1,186 @@
+"""The server answers as OpenAI's API does; texts are those of `Pair.generate`, whatever else is served."""
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from llama_ssp import Pair, load
+from llama_ssp.serve.settings import ServeConfig
+from tests.helpers.served import Server, serving
+
+PROMPT = "def factorial(n):\n"
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return load("tiny", "tiny-draft")
+
+
+@pytest.fixture(scope="module")
+def served() -> Pair:
+    """A pair of its own: calls would take the server's caches."""
+    return load("tiny", "tiny-draft")
+
+
+@pytest.fixture(scope="module")
+def server(served: Pair) -> Iterator[Server]:
+    with serving(served) as server:
+        yield server
+
+
+def test_mixed_requests_have_the_texts_of_runs_of_their_own(pair: Pair, server: Server) -> None:
+    """Greedy and sampled, with processors, seeds and several samples, at the same time."""
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0}, {"temperature": 0.7, "seed": 5}, {"temperature": 1.0, "top_p": 0.8, "seed": 6, "n": 2},
+        {"temperature": 1.2, "top_k": 5, "seed": 7}, {"temperature": 0.9, "min_p": 0.1, "seed": 8},
+        {"temperature": 0.8, "frequency_penalty": 0.5, "presence_penalty": 0.25, "seed": 9},
+        {"temperature": 0, "repetition_penalty": 1.3, "logit_bias": {"5": 2.5}},
+    ]  # fmt: skip
+    with ThreadPoolExecutor(len(asked)) as pool:
+        found = list(pool.map(lambda one: server.complete(prompt=PROMPT, max_tokens=20, **one), asked))
+    for one, answer in zip(asked, found, strict=True):
+        renamed = {
+            "num_samples": one.get("n", 1),
+            "logit_bias": {int(k): v for k, v in one.get("logit_bias", {}).items()},
+        }
+        own = pair.generate(
+            PROMPT, max_new_tokens=20, **{k: v for k, v in one.items() if k not in {"n", "logit_bias"}}, **renamed
+        )
+        assert [choice["text"] for choice in answer["choices"]] == [completion.text for completion in own]
+        counted = answer["usage"]
+        assert counted["completion_tokens"] == sum(len(completion.token_ids) for completion in own)
+        details = counted["completion_tokens_details"]
+        assert details["accepted_prediction_tokens"] == sum(len(completion.accepted_ids) for completion in own)
+
+
+def test_the_openai_package_completes_chats_and_streams(server: Server) -> None:
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0) as client:
+        [model] = client.models.list().data
+        same: dict[str, Any] = {"model": model.id, "prompt": PROMPT, "max_tokens": 24, "seed": 3, "temperature": 0.9}
+        whole = client.completions.create(**same, stop=["\n\n"], n=2, logprobs=2)
+        [text, _] = [choice.text for choice in whole.choices]
+        streamed = client.completions.create(**same, stop=["\n\n"], stream=True)
+        assert "".join(chunk.choices[0].text for chunk in streamed) == text
+        assert "\n\n" not in text
+        scores = whole.choices[0].logprobs
+        assert scores
+        assert scores.token_logprobs
+        assert all(len(top) <= 2 for top in scores.top_logprobs or [])
+        with pytest.raises(openai.BadRequestError, match="chat template"):
+            client.chat.completions.create(model=model.id, messages=[{"role": "user", "content": "x"}])
+
+
+def test_chats_stream_with_their_template(served: Pair, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served.tokenizer, "chat_template", "{% for m in messages %}{{ m.content }}{% endfor %}")
+    asked = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 12, "seed": 4, "logprobs": True}
+    status, whole = server.ask("/v1/chat/completions", asked)
+    assert status == 200, whole
+    [choice] = whole["choices"]
+    assert choice["message"]["role"] == "assistant"
+    assert len(choice["logprobs"]["content"]) == whole["usage"]["completion_tokens"]
+    *events, last = server.stream("/v1/chat/completions", **asked, stream_options={"include_usage": True})
+    assert "".join(event["choices"][0]["delta"]["content"] for event in events) == choice["message"]["content"]
+    assert last["usage"] == whole["usage"]
+    assert events[-1]["choices"][0]["finish_reason"] == choice["finish_reason"]
+
+
+def test_echo_scores_the_prompt_without_new_tokens(pair: Pair, server: Server) -> None:
+    answer = server.complete(prompt=PROMPT, max_tokens=0, echo=True, logprobs=3, temperature=0)
+    [choice] = answer["choices"]
+    [own] = pair.generate(PROMPT, max_new_tokens=1, prompt_logprobs=3)
+    assert choice["text"] == PROMPT
+    assert own.log_probs
+    assert own.log_probs.prompt_logprobs
+    assert choice["logprobs"]["token_logprobs"][0] is None
+    assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(own.log_probs.prompt_logprobs.log_probs, abs=1e-4)
+    assert "".join(choice["logprobs"]["tokens"]).endswith(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": 5}, "prompt"), ({}, "prompt"), ({"prompt": [[1], "x"], "n": 0}, "n"),
+        ({"prompt": "x", "temperature": -1}, "temperature"), ({"prompt": "x", "temperature": "hot"}, "temperature"),
+        ({"prompt": "x", "top_p": 0}, "top_p"), ({"prompt": "x", "top_k": 1.5}, "top_k"),
+        ({"prompt": "x", "max_tokens": 10**6}, "max_tokens"), ({"prompt": "x", "stop": [""]}, "stop"),
+        ({"prompt": "x", "stop": 5}, "stop"), ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
+        ({"prompt": "x", "logprobs": 99}, "logprobs"), ({"prompt": "x", "best_of": 3}, "best_of"),
+        ({"prompt": [10**6]}, "prompt"), ({"prompt": "x", "temprature": 1}, "temprature"),
+        ({"prompt": "x", "model": "other"}, "model"), ({"prompt": "x", "seed": True}, "seed"),
+        ({"prompt": "x", "stream": "yes"}, "stream"), ({"prompt": "\ud800"}, "prompt"),
+        ({"prompt": "x", "temperature": float("inf")}, "temperature"),
+    ],
+)  # fmt: skip
+def test_a_wrong_field_is_named(server: Server, body: dict[str, object], param: str) -> None:
+    status, answer = server.ask("/v1/completions", body)
+    assert status in {400, 404}, answer
+    assert answer["error"]["param"] == param, answer
+
+
+def test_what_is_no_request_is_refused_and_ends_nothing(server: Server) -> None:
+    for raw in (b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 10**5, b'{"prompt": NaN}', b'{"prompt": {"a": ["b"]}}'):
+        status, answer = server.ask("/v1/completions", raw=raw)
+        assert status == 400, raw[:20]
+        assert answer["error"]["message"]
+    assert server.ask("/v1/completions", raw=b" " * (9 << 20))[0] == 413
+    assert server.ask("/v1/nothing")[0] == 404
+    assert server.ask("/v1/completions")[0] == 405
+    for junk in (
+        b"\x00\x01\x02\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"".join(b"a%d: b\r\n" % i for i in range(9000)) + b"\r\n",
+    ):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+            connection.sendall(junk)
+            assert b" 400 " in connection.recv(100)
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\ncontent-length: 100\r\n\r\n{")
+    assert server.ask("/health") == (200, {"status": "ok"})
+    assert server.complete(prompt="x", max_tokens=2)["choices"]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_client_that_goes_frees_its_rows(server: Server, streams: bool) -> None:
+    connection = server.connect()
+    body = {"prompt": PROMPT, "max_tokens": 1900, "n": 6, "ignore_eos": True, "stream": streams}
+    connection.request("POST", "/v1/completions", json.dumps(body))
+    wait_for(lambda: server.inbox.num_running == 4)
+    connection.sock.shutdown(socket.SHUT_RDWR)
+    connection.close()
+    wait_for(lambda: server.inbox.is_empty)
+
+
+def test_a_full_queue_a_key_and_the_end(pair: Pair, tmp_path: Path) -> None:
+    """A full queue asks to come back; requests without the key are refused; a signal gives up what takes too long."""
+    (tmp_path / "key").write_text("secret\n")
+    task = ServeConfig(port=0, max_waiting=1, api_key_file=str(tmp_path / "key"))
+    with serving(pair, batch_size=1, drain_s=0.5, task=task) as server:
+        body = {"prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True}
+        assert server.ask("/v1/completions", body)[0] == 401
+        assert server.ask("/v1/models", key="secre")[0] == 401
+        assert server.ask("/health")[0] == 200
+        with ThreadPoolExecutor(2) as pool:
+            long = [pool.submit(server.ask, "/v1/completions", body, key="secret")]
+            wait_for(lambda: server.inbox.num_running == 1)
+            long.append(pool.submit(server.ask, "/v1/completions", body, key="secret"))
+            wait_for(lambda: (server.inbox.num_running, server.inbox.num_waiting) == (1, 1))
+            status, answer = server.ask("/v1/completions", body, key="secret")
+            assert (status, answer["error"]["code"]) == (429, "rate_limit_exceeded")
+            _, page = server.ask("/metrics", key="secret")
+            assert "llama_ssp_running 1.0" in page
+            assert "llama_ssp_waiting 1.0" in page
+            server.session.stop_request.requested = True
+            assert [one.result()[0] for one in long] == [503, 503]

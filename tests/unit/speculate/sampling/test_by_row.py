@@ -1,0 +1,166 @@
+"""Rows of a batch with settings of their own: the law of each is exact, and its text is that of a batch of its own."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama_ssp.settings.schema import RowSteps, SamplingConfig, VerificationConfig
+from llama_ssp.speculate.engine import loop
+from llama_ssp.speculate.engine.loop import Decoder
+from llama_ssp.speculate.engine.state import Request
+from llama_ssp.speculate.sampling import by_row
+from llama_ssp.speculate.sampling.by_row import ByRow, settings_of
+from llama_ssp.speculate.sampling.context import Context, penalty
+from llama_ssp.speculate.sampling.processors import processor
+from llama_ssp.speculate.sampling.rules import make_rule
+from tests.helpers.decoders import complete, make_decoder, requests
+from tests.helpers.exact_law import exact_law
+from tests.helpers.prefix_runner import PrefixRunner
+from tests.helpers.table_models import joint_law, random_table
+
+MIXED = [
+    SamplingConfig(temperature=0.0),
+    SamplingConfig(temperature=0.7),
+    SamplingConfig(temperature=1.25, top_k=3),
+    SamplingConfig(temperature=1.0, top_p=0.7, min_p=0.125),
+    SamplingConfig(temperature=0.5, top_k=2, top_p=0.9),
+    SamplingConfig(temperature=1.5, frequency_penalty=0.5, presence_penalty=-0.25),
+    SamplingConfig(temperature=0.75, repetition_penalty=1.5, logit_bias={0: 1.5, 3: -0.5}, min_p=0.25),
+    SamplingConfig(temperature=0.0, repetition_penalty=2.0, logit_bias={2: 0.25}),
+]
+PROMPT = (3, 1, 1)
+
+
+@pytest.fixture(autouse=True)
+def _few_biases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_row, "MOST_BIASES", 3)
+    monkeypatch.setattr(loop, "NUM_SETTINGS", len(settings_of(MIXED[0])))
+
+
+def by_rows() -> SamplingConfig:
+    return SamplingConfig(temperature=1.0, by_row=RowSteps(truncates=True, penalizes=True))
+
+
+def settings(samplings: list[SamplingConfig]) -> Tensor:
+    return torch.tensor([settings_of(sampling) for sampling in samplings], dtype=torch.float64)
+
+
+def alone(logits_BTV: Tensor, context: Context, sampling: SamplingConfig) -> Tensor:
+    """What a batch with these settings makes of its logits."""
+    if penalize := penalty(sampling):
+        logits_BTV = penalize(logits_BTV, context)
+    if sampling.temperature:
+        return processor(sampling)(logits_BTV)
+    return torch.zeros_like(logits_BTV).scatter_(-1, logits_BTV.argmax(-1, keepdim=True), 1.0)
+
+
+def law_error(rule_name: str, *, is_point_mass: bool = False) -> Tensor:
+    """The largest error (G,) of the law of each row's text."""
+    num_draft_tokens, num_tables = 1, len(MIXED)
+    target, draft = (random_table(seed=seed, num_tables=num_tables, max_length=num_draft_tokens) for seed in (13, 23))
+    rule = make_rule(by_rows(), VerificationConfig(rule=rule_name))
+    measured = exact_law(
+        rule, target=target, draft=draft, num_draft_tokens=num_draft_tokens, is_point_mass=is_point_mass, prompt=PROMPT,
+        settings_GX=settings(MIXED),
+    )  # fmt: skip
+    wanted = []
+    for length, logits in enumerate(target.logits):
+        prefixes = [(*PROMPT, *prefix, 0) for prefix in product(range(4), repeat=length)]  # none looks at the last
+        lengths_B = torch.full((len(prefixes),), len(PROMPT))
+        context = Context(torch.tensor(prefixes), lengths_B, lengths_B, lengths_B[:, None] + length - 1)
+        wanted.append(
+            torch.stack([alone(table[:, None], context, one)[:, 0] for table, one in zip(logits, MIXED, strict=True)])
+        )
+    return (measured - joint_law(tuple(wanted))).abs().amax(1)
+
+
+@pytest.mark.parametrize(
+    ("rule_name", "is_point_mass"), [("speculative", False), ("block", False), ("speculative", True)]
+)
+def test_the_law_of_each_row_of_a_mixed_batch_is_that_of_its_settings(rule_name: str, is_point_mass: bool) -> None:
+    assert float(law_error(rule_name, is_point_mass=is_point_mass).max()) < 1e-12
+
+
+def test_settings_of_the_neighbour_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = by_row._truncated
+    monkeypatch.setattr(
+        by_row, "_truncated", lambda *tensors: make(*tensors[:2], *(part.roll(1, 0) for part in tensors[2:]))
+    )
+    assert (law_error("speculative") > 1e-3).sum() >= 3
+
+
+@pytest.mark.parametrize("steps", [RowSteps(), RowSteps(truncates=True), RowSteps(truncates=True, penalizes=True)])
+def test_steps_of_other_rows_change_no_bit(steps: RowSteps) -> None:
+    num_rows, vocab_size = len(MIXED), 300
+    generator = torch.Generator().manual_seed(3)
+    logits_BTV = 3 * torch.randn(num_rows, 3, vocab_size, generator=generator)
+    tokens_BS = torch.randint(vocab_size, (num_rows, 9), generator=generator)
+    lengths_B = torch.full((num_rows,), 4)
+    context = Context(tokens_BS, lengths_B, lengths_B, torch.arange(4, 7).expand(num_rows, -1), settings(MIXED))
+    found_BTV = ByRow(steps)(logits_BTV, context)
+    for row, sampling in enumerate(MIXED):
+        if sampling.truncates <= steps.truncates and sampling.penalizes <= steps.penalizes:
+            one = Context(*(part[row : row + 1] for part in context))
+            assert found_BTV[row].equal(alone(logits_BTV[row : row + 1], one, sampling)[0]), sampling
+
+
+def served(*, batch_size: int, lag: int = 0) -> Decoder:
+    made = make_decoder(
+        PrefixRunner(), PrefixRunner(seed=1), batch_size=batch_size, eos_ids=[4], replay=False,
+        sampling=SamplingConfig(temperature=1.0, by_row=RowSteps()),
+    )  # fmt: skip
+    made._lag = lag
+    return made
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_request_has_the_text_of_a_batch_of_its_own(lag: int) -> None:
+    """Greedy rows have the text of greedy runs, and sampled ones that of a run with their seed and settings."""
+    wanted = [
+        replace(request, sampling=sampling, seed=100 + request.index, ignores_eos=request.index % 2 == 0)
+        for request, sampling in zip(requests(24), MIXED[1:], strict=True)
+    ]
+    greedy = [replace(one, index=7 + one.index, sampling=MIXED[0]) for one in wanted[:2]]
+    whole = complete(served(batch_size=3, lag=lag), [*wanted, *greedy])
+    for done in whole:
+        request = done.request
+        [one] = complete(served(batch_size=1), [request])
+        assert request.sampling
+        run = make_decoder(
+            PrefixRunner(),
+            PrefixRunner(seed=1),
+            sampling=request.sampling,
+            replay=False,
+            eos_ids=[] if request.ignores_eos else [4],
+        )
+        assert request.seed is not None
+        run.seed = request.seed
+        [in_run] = complete(run, [replace(request, sampling=None, seed=None)])
+        assert done.token_ids == one.token_ids == in_run.token_ids
+
+
+def test_a_dropped_request_frees_its_row_for_the_next() -> None:
+    made, wanted = (
+        served(batch_size=2),
+        [replace(one, sampling=MIXED[1], seed=1, ignores_eos=True) for one in requests()[:4]],
+    )
+    dropped = False
+
+    def more(_number: int) -> list[Request] | None:
+        nonlocal dropped
+        if not dropped and any(row and len(row.token_ids) > 3 for row in made._rows):
+            made.drop([0, 3])
+            dropped = True
+        return None if dropped else []
+
+    with torch.inference_mode():
+        ended = [
+            update.completion.request.index
+            for updates in made.run(wanted, more=more)
+            for update in updates
+            if update.completion.finish_reason
+        ]
+    assert sorted(ended) == [1, 2]
