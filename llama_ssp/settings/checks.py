@@ -71,8 +71,7 @@ def check_plan(config: PlanConfig) -> None:
 
 def check_values(config: RunConfig) -> None:
     """Raise ConfigError for values that are invalid whatever the models are."""
-    rule = _rule(config.verification.rule, config.sampling.temperature)
-    refuse([*_ranges(config), *rule, *_tree(config)])
+    refuse([*_ranges(config), *_rule(config.verification.rule, config.sampling.temperature), *_tree(config)])
 
 
 def check_placement(config: RunConfig, *, world_size: int) -> None:

@@ -68,10 +68,9 @@ class TaskSpec:
 
 
 TASKS: Registry[TaskSpec] = Registry(
-    setting="task",
+    setting="task", kind=TaskSpec,
     modules=("llama_ssp.evaluation.task", "llama_ssp.run.tasks.records", "llama_ssp.serve.settings"),
-    kind=TaskSpec,
-)
+)  # fmt: skip
 register, task_specs = TASKS.register, TASKS.all
 
 

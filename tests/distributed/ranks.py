@@ -17,13 +17,12 @@ from torch import Tensor
 
 from benchmarks import decoding
 from llama_ssp import catalogue, load
-from llama_ssp.architectures.engine import LEAST_SHARED_BYTES
+from llama_ssp.architectures import engine
 from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError, ConfigError, SspError
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.weights import Loading
-from llama_ssp.planning import spec as planning
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World, start
@@ -193,8 +192,8 @@ class Cell:
                 assert keeps or self.pair == "gpt_neox"  # whose output has no whole blocks on a rank, for FBGEMM
         counting = CountingComm.of(mesh.replica)
         models = replace(models, mesh=replace(mesh, replica=counting))
-        least_bytes = 0 if self.batch_size > 1 else LEAST_SHARED_BYTES
-        with patch.object(planning, "LEAST_SHARED_BYTES", least_bytes):  # the shipped vocabulary is small
+        least_bytes = 0 if self.batch_size > 1 else engine.LEAST_SHARED_BYTES
+        with patch.object(engine, "LEAST_SHARED_BYTES", least_bytes):  # the shipped vocabulary is small
             decoder = build_decoder(models, config, speculative=True)
         round_bytes, step = set[int](), decoder.round.step
 

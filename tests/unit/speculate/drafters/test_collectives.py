@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from llama_ssp.architectures import engine
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.matrices import DRAFT_WHOLE, WholeParts
 from llama_ssp.catalogue import Dtype, ModelConfig
@@ -17,7 +18,6 @@ from llama_ssp.models.loading import load_model
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.weights import Loading
-from llama_ssp.planning import spec as planning
 from llama_ssp.planning.spec import planned_model
 from llama_ssp.planning.timing import CostModel, ModelPlacement, ShardDraws, round_messages
 from llama_ssp.ranks.comms import Comm
@@ -145,7 +145,7 @@ def test_a_round_has_as_many_collectives_and_bytes_as_it_is_priced_with(
     """Those inside both models, which are sums and a gather or several of draws, and the messages between ranks."""
     is_cut, is_certain = rule != "gathered", rule == "certain"
     if is_cut:
-        monkeypatch.setattr(planning, "LEAST_SHARED_BYTES", 0)
+        monkeypatch.setattr(engine, "LEAST_SHARED_BYTES", 0)
     rule_name = rule if rule in {"block", "coupled", "greedy"} else "speculative"
     temperature = 0.0 if rule == "greedy" else 0.8
     sampling = SamplingConfig(temperature=temperature, presence_penalty=0.5 * (rule == "greedy"))
