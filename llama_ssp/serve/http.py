@@ -14,7 +14,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
-from uuid import uuid4
 
 import uvicorn
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -30,7 +29,7 @@ from llama_ssp.catalogue import read_path
 from llama_ssp.errors import ConfigError
 from llama_ssp.run.session import Session
 from llama_ssp.serve.inbox import ENDED, ClosedError, FullError, Inbox, Part
-from llama_ssp.serve.protocol import Answer, Asked, BodyReader, RequestError, usage
+from llama_ssp.serve.protocol import Answer, Asked, BodyReader, RequestError
 from llama_ssp.serve.settings import ServeConfig, length_of
 
 MOST_BYTES = 8 << 20
@@ -47,7 +46,6 @@ class Front:
     def __init__(self, session: Session, inbox: Inbox) -> None:
         config = session.config
         self._task, self._inbox = cast("ServeConfig", config.task), inbox
-        self._tokenizer = session.models.tokenizer
         maker = session.models.request_maker
         length = length_of(config, session.models.context)
         self._reader = BodyReader(config, maker, name=config.model.label, length=length)
@@ -109,25 +107,19 @@ class Front:
         # Encoding takes time, during which other answers go on.
         asked = await asyncio.to_thread(self._reader.read, body, is_chat=is_chat)
         parts: asyncio.Queue[tuple[int, Part]] = asyncio.Queue()
-        answers = [
-            Answer(asked, completion, self._tokenizer, index) for index, completion in enumerate(asked.completions)
-        ]
         numbers = self._put(asked, parts)
         deadline_s = self._task.request_s - (time.monotonic() - arrived_s)
-        watched = self._texts_of(parts, answers, arrived_s)
-        envelope = partial(self._envelope, f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid4().hex}", is_chat=is_chat)
+        pieces = self._pieces(parts, asked.answers, arrived_s)
         if asked.streams:
-            body_of = self._events(watched, asked, answers, envelope=envelope, numbers=numbers, deadline_s=deadline_s)
+            body_of = self._events(pieces, asked, numbers, deadline_s)
             return StreamingResponse(body_of, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        texts = [""] * len(answers)
 
         async def gather() -> None:
-            async for index, text in watched:
-                texts[index] += text
+            async for _ in pieces:
+                pass
 
         await self._unless_gone(request, gather(), numbers, deadline_s)
-        choices = [answer.choice(text, is_whole=True) for answer, text in zip(answers, texts, strict=True)]
-        return JSONResponse(envelope(choices, streams=False) | {"usage": usage(answers, num_samples=asked.num_samples)})
+        return JSONResponse(asked.whole())
 
     def _put(self, asked: Asked, parts: "asyncio.Queue[tuple[int, Part]]") -> list[int]:
         loop = asyncio.get_running_loop()
@@ -149,10 +141,10 @@ class Front:
         except ClosedError:
             raise _ending() from None
 
-    async def _texts_of(
+    async def _pieces(
         self, parts: "asyncio.Queue[tuple[int, Part]]", answers: Sequence[Answer], arrived_s: float
-    ) -> AsyncIterator[tuple[int, str]]:
-        """Yield new text of answers by their places, until all have ended."""
+    ) -> AsyncIterator[tuple[Answer, str]]:
+        """Yield new text of answers, until all have ended."""
         left, first_s = len(answers), 0.0
         while left:
             index, part = await parts.get()
@@ -165,24 +157,19 @@ class Front:
             if part.finish_reason:
                 left -= 1
                 self._metrics.ended(answers[index], time.monotonic() - (first_s or arrived_s))
-            yield index, text
+            yield answers[index], text
 
     async def _events(
-        self, watched: AsyncIterator[tuple[int, str]], asked: Asked, answers: Sequence[Answer], *,
-        envelope: Callable[..., dict[str, object]], numbers: Sequence[int], deadline_s: float,
-    ) -> AsyncIterator[bytes]:  # fmt: skip
+        self, pieces: AsyncIterator[tuple[Answer, str]], asked: Asked, numbers: Sequence[int], deadline_s: float
+    ) -> AsyncIterator[bytes]:
         """Yield an answer as server-sent events; a client that goes ends its completions."""
-        begun: set[int] = set()
         try:
             async with asyncio.timeout(deadline_s):
-                async for index, text in watched:
-                    if text or answers[index].last:
-                        choice = answers[index].choice(text, is_whole=False, is_first=index not in begun)
-                        begun.add(index)
-                        yield _event(envelope([choice], streams=True))
+                async for answer, text in pieces:
+                    if text or answer.last:
+                        yield _event(asked.message(answer.choice(text)))
             if asked.counts_usage:
-                counted = usage(answers, num_samples=asked.num_samples)
-                yield _event(envelope([], streams=True) | {"usage": counted})
+                yield _event(asked.message(counts=True))
             yield b"data: [DONE]\n\n"
         except TimeoutError:
             yield _event(_late(self._task.request_s).body())
@@ -208,14 +195,6 @@ class Front:
             for task in tasks:
                 task.cancel()
             self._inbox.drop(numbers)
-
-    def _envelope(
-        self, name: str, choices: list[dict[str, object]], *, is_chat: bool, streams: bool
-    ) -> dict[str, object]:
-        kind = f"chat.completion{'.chunk' if streams else ''}" if is_chat else "text_completion"
-        return {
-            "id": name, "object": kind, "created": int(time.time()), "model": self._reader.name, "choices": choices,
-        }  # fmt: skip
 
 
 class _WithKey:

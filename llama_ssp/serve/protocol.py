@@ -5,10 +5,12 @@ silence. Ranges, and the sentences about them, are those of the settings.
 """
 
 import secrets
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import accumulate
 from typing import Any
+from uuid import uuid4
 
 from transformers import PreTrainedTokenizerBase
 
@@ -67,22 +69,51 @@ class RequestError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a body asks for.
+    """What a body asks for, and the answer to it; `given` are its fields.
 
     Attributes:
         completions: as `ServedRequest` has them, `num_samples` for each prompt.
-        stops: texts that end a completion, and are cut off.
+        answers: one of each completion.
     """
 
-    is_chat: bool
-    completions: list[dict[str, Any]]
-    stops: list[str]
-    streams: bool
-    counts_usage: bool
-    echoes: bool
-    num_samples: int
+    def __init__(
+        self, given: Mapping[str, Any], completions: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, *,
+        is_chat: bool, model: str,
+    ) -> None:  # fmt: skip
+        self.completions, self.num_samples = completions, given.get("n", 1)
+        self.streams: bool = given.get("stream", False)
+        self.counts_usage = bool(given.get("stream_options", {}).get("include_usage"))
+        kind = f"chat.completion{'.chunk' if self.streams else ''}" if is_chat else "text_completion"
+        self._head = {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid4().hex}", "object": kind, "created": int(time.time()),
+            "model": model,
+        }  # fmt: skip
+        self.answers = [
+            Answer(completion, tokenizer, index, is_chat=is_chat) for index, completion in enumerate(completions)
+        ]
+
+    def message(self, *choices: dict[str, object], counts: bool = False) -> dict[str, object]:
+        """A message to the client; `counts` adds the tokens of all answers."""
+        usage = {"usage": self._usage()} if counts else {}
+        return {**self._head, "choices": [*choices], **usage}
+
+    def whole(self) -> dict[str, object]:
+        """All answers, once they have ended."""
+        return self.message(*(answer.choice() for answer in self.answers), counts=True)
+
+    def _usage(self) -> dict[str, object]:
+        """The tokens of all answers; drafted ones that the target accepted and rejected, as OpenAI calls them."""
+        num_prompt = sum(len(answer.prompt_ids) for answer in self.answers[:: self.num_samples])
+        num_new = sum(len(answer.token_ids) for answer in self.answers)
+        ended = [answer.last for answer in self.answers if answer.last]
+        return {
+            "prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new,
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": sum(part.num_accepted for part in ended),
+                "rejected_prediction_tokens": sum(part.num_rejected for part in ended),
+            },
+        }  # fmt: skip
 
 
 class BodyReader:
@@ -106,25 +137,21 @@ class BodyReader:
         stops = [stop] if isinstance(stop, str) else stop
         if len(stops) > MOST_STOPS or not all(isinstance(text, str) and 0 < len(text) <= MOST_STOP for text in stops):
             raise RequestError(f"stop must be up to {MOST_STOPS} texts of 1 to {MOST_STOP} characters", param="stop")
-        num_samples, num_top = given.get("n", 1), _num_top(given, is_chat=is_chat)
+        num_samples, echoes = given.get("n", 1), bool(given.get("echo"))
         if not 1 <= num_samples <= MOST_SAMPLES:
             raise RequestError(f"n={num_samples} must be 1 to {MOST_SAMPLES}", param="n")
         same = {
             "sampling": self._sampling(given), "stop": stops, "ignores_eos": given.get("ignore_eos", False),
-            "seed": given.get("seed", secrets.randbits(63)), "num_top": num_top,
-            "scores_prompt": bool(given.get("echo")),
+            "seed": given.get("seed", secrets.randbits(63)), "num_top": _num_top(given, is_chat=is_chat),
+            "scores_prompt": echoes,
         }  # fmt: skip
         completions = [
             same | {"prompt_ids": ids, "num_equal_before": before, "sample": sample, "max_new_tokens": number}
             for ids, before in zip(prompts, count_equal_before(prompts), strict=True)
-            for number in [self._num_new(given, ids, echoes=not is_chat and bool(given.get("echo")))]
+            for number in [self._num_new(given, ids, echoes=echoes)]
             for sample in range(num_samples)
         ]
-        return Asked(
-            is_chat=is_chat, completions=completions, stops=stops, streams=given.get("stream", False),
-            counts_usage=bool(given.get("stream_options", {}).get("include_usage")),
-            echoes=bool(given.get("echo")), num_samples=num_samples,
-        )  # fmt: skip
+        return Asked(given, completions, self._maker.tokenizer, is_chat=is_chat, model=self.name)
 
     def _sampling(self, given: Mapping[str, Any]) -> dict[str, Any]:
         asked = {name: given[name] for name in _SAMPLING if name in given}
@@ -259,13 +286,14 @@ class Answer:
     """One completion on its way to the client: its text without a stop, its tokens and its scores."""
 
     def __init__(
-        self, asked: Asked, completion: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, index: int
+        self, completion: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, index: int, *, is_chat: bool
     ) -> None:
-        self._asked, self._tokenizer, self._index = asked, tokenizer, index
+        self._tokenizer, self._index, self._is_chat, self._stops = tokenizer, index, is_chat, completion["stop"]
         self.prompt_ids: Sequence[int] = completion["prompt_ids"]
-        self._wants = completion["num_top"]
-        self._text, self._held = IncrementalText(tokenizer, self.prompt_ids), ""
-        self._lead = TextAfter(tokenizer, ()).decode(self.prompt_ids) if asked.echoes else ""
+        self._is_scored, self._echoes = completion["num_top"] is not None, completion["scores_prompt"]
+        self._text, self._held, self._whole = IncrementalText(tokenizer, self.prompt_ids), "", ""
+        self._lead = TextAfter(tokenizer, ()).decode(self.prompt_ids) if self._echoes else ""
+        self._has_begun = False
         self.token_ids: list[int] = []
         self.last: Part | None = None
 
@@ -273,27 +301,29 @@ class Answer:
         """Take a part; returns new text, behind which no stop can begin."""
         self.token_ids += part.new_ids
         held = self._held + "".join(piece.text for piece in self._text.push(part.new_ids))
-        kept = max(map(len, self._asked.stops), default=1) - 1
+        kept = max(map(len, self._stops), default=1) - 1
         if part.finish_reason:
             self.last, kept = part, 0
             held += "".join(piece.text for piece in self._text.flush())
-            found = [place for stop in self._asked.stops if (place := held.find(stop)) >= 0]
+            found = [place for stop in self._stops if (place := held.find(stop)) >= 0]
             held = held[: min(found, default=len(held))]
         end = max(len(held) - kept, 0)
         new, self._held, self._lead = self._lead + held[:end], held[end:], ""
+        self._whole += new
         return new
 
-    def choice(self, text: str, *, is_whole: bool, is_first: bool = False) -> dict[str, object]:
-        """A choice of an answer, or the next piece of it."""
-        ended = self.last
+    def choice(self, piece: str | None = None) -> dict[str, object]:
+        """Its choice of a whole answer, or the next piece of it."""
+        ended, text = self.last, self._whole if piece is None else piece
         choice: dict[str, object] = {
             "index": self._index, "finish_reason": _REASONS[str(ended.finish_reason)] if ended else None,
-            "logprobs": self._scores() if ended and self._wants is not None else None,
+            "logprobs": self._scores() if ended and self._is_scored else None,
         }  # fmt: skip
-        if not self._asked.is_chat:
+        if not self._is_chat:
             return choice | {"text": text}
-        said = {"role": "assistant"} if is_whole or is_first else {}
-        return choice | {"message" if is_whole else "delta": said | {"content": text}}
+        said = {} if self._has_begun else {"role": "assistant"}
+        self._has_begun = True
+        return choice | {"message" if piece is None else "delta": said | {"content": text}}
 
     def _scores(self) -> dict[str, object]:
         """Log-probabilities in the form of chats or of completions."""
@@ -309,35 +339,21 @@ class Answer:
             tokens.append((after.decode([ids[first + place]]), scored))
             texts = [after.decode([token]) for token in scores.top_ids[place]]
             tops.append([*zip(texts, scores.top_log_probs[place], strict=True)])
-        if self._asked.is_chat:
+        if self._is_chat:
             found = [_of_token(*one) for one in tokens]
             for own, top in zip(found, tops, strict=True):
                 own["top_logprobs"] = [_of_token(*one) for one in top]
             return {"content": found}
-        if self._asked.echoes:
+        if self._echoes:
             tokens.insert(0, (TextAfter(self._tokenizer, (), names_special=True).decode(ids[:1]), None))
         texts = [text for text, _ in tokens]
         of_tops = [dict(reversed(top)) for top in tops]  # of tokens with one text the most probable
         return {
             "tokens": texts, "token_logprobs": [scored for _, scored in tokens],
-            "top_logprobs": [None, *of_tops] if self._asked.echoes else of_tops,
+            "top_logprobs": [None, *of_tops] if self._echoes else of_tops,
             "text_offset": [0, *accumulate(map(len, texts[:-1]))] if texts else [],
         }  # fmt: skip
 
 
 def _of_token(text: str, log_prob: float | None) -> dict[str, object]:
     return {"token": text, "logprob": log_prob, "bytes": [*text.encode()]}
-
-
-def usage(answers: Sequence[Answer], *, num_samples: int) -> dict[str, object]:
-    """The tokens of an answer; drafted tokens that the target accepted and rejected, as OpenAI calls them."""
-    num_prompt = sum(len(answer.prompt_ids) for answer in answers[::num_samples])
-    num_new = sum(len(answer.token_ids) for answer in answers)
-    ended = [answer.last for answer in answers if answer.last]
-    return {
-        "prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new,
-        "completion_tokens_details": {
-            "accepted_prediction_tokens": sum(part.num_accepted for part in ended),
-            "rejected_prediction_tokens": sum(part.num_rejected for part in ended),
-        },
-    }  # fmt: skip
