@@ -138,8 +138,8 @@ class Decoder:
         in_flight: Law = POINT_MASS
         was_round = True
         with self.threads.in_use():
-            while not self.stopped and (self._refill(waiting) or self._running() or self._more):
-                if not (waiting or self._running()):
+            while not self.stopped and (self._refill(waiting) or self._reading or any(self._rows) or self._more):
+                if not (waiting or self._reading or any(self._rows)):
                     continue
                 started = time.perf_counter()
                 if self.stop_request.requested:
