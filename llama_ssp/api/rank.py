@@ -3,12 +3,13 @@
 `started` has the messages. The connection's end, a signal, and an error after which ranks cannot go on end the rank.
 """
 
+import json
 import os
-import pickle
 import signal
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from queue import SimpleQueue
 from socket import AF_UNIX, socket
 from threading import Thread
@@ -19,8 +20,9 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from llama_ssp import Pair, load
-from llama_ssp.api.started import CALLER, STOP
-from llama_ssp.errors import ConfigError, InterruptedRun, LostRankError, SspError
+from llama_ssp.api.started import CALLER
+from llama_ssp.errors import InterruptedRun, LostRankError, SspError
+from llama_ssp.ranks.failures import to_message
 from llama_ssp.ranks.process import read_ranks
 from llama_ssp.speculate.engine.completion import StopRequest
 from llama_ssp.words import in_library_words
@@ -31,18 +33,18 @@ class Caller(BaseStreamer):
 
     def __init__(self, rank: int) -> None:
         self.rank, self.is_busy, self.was_asked = rank, False, False
-        self.calls: SimpleQueue[tuple[str, bytes, StopRequest] | None] = SimpleQueue()
+        self.calls: SimpleQueue[tuple[dict[str, Any], StopRequest] | None] = SimpleQueue()
         connection = socket(AF_UNIX)
         connection.connect(os.environ.pop(CALLER))
-        self._stream = connection.makefile("rwb")
-        self.say((rank, os.getpid()))
+        self._lines = connection.makefile("rw", encoding="utf-8")
+        self.say(rank=rank, pid=os.getpid())
         Thread(target=self._listen, daemon=True, name="caller").start()
 
-    def say(self, message: object) -> None:
+    def say(self, **message: object) -> None:
         """Send a message; nobody reads it once the caller has ended."""
         with suppress(OSError):
-            pickle.dump(message, self._stream)
-            self._stream.flush()
+            self._lines.write(f"{json.dumps(message)}\n")
+            self._lines.flush()
 
     def put(self, value: Tensor) -> None:
         """Show new ids."""
@@ -55,18 +57,17 @@ class Caller(BaseStreamer):
     def hear(self, **heard: object) -> None:
         """Say something before the answer, on rank 0."""
         if self.rank == 0:
-            self.say({"heard": heard})
+            self.say(heard=heard)
 
     def _listen(self) -> None:
         stop = StopRequest()
-        with suppress(OSError, EOFError, pickle.UnpicklingError):
-            while True:
-                name, content = pickle.load(self._stream)
-                if name == STOP:
+        with suppress(OSError):
+            for line in self._lines:
+                if (message := json.loads(line)) == "stop":
                     stop.requested = self.was_asked = True
                 else:
                     stop, self.was_asked = StopRequest(), False
-                    self.calls.put((name, content, stop))
+                    self.calls.put((message, stop))
         stop.requested = True
         self.calls.put(None)
         if self.is_busy:  # it may be loading
@@ -77,17 +78,16 @@ def serve(caller: Caller) -> None:
     """Make calls until the caller ends; raises what ends the ranks."""
     pair: Pair | None = None
     while call := caller.calls.get():
-        caller.is_busy, (name, content, stop) = True, call
+        caller.is_busy, (message, stop) = True, call
         try:
-            arguments = _read(content)
-            if name == "load":
-                pair = load(**arguments)
+            if message["call"] == "load":
+                pair = load(**{name: _of_argument(value) for name, value in message["arguments"].items()})
                 folder = pair.models.tokenizer.name_or_path
                 result: object = {"repr": repr(pair), "device": str(pair.device), "tokenizer": folder}
             else:
                 assert pair, "a pair is loaded first"
-                result = _called(pair, name, arguments, caller, stop)
-            caller.say({"result": result})
+                result = _called(pair, message["call"], message["arguments"], caller, stop)
+            caller.say(result=result)
         except (Exception, KeyboardInterrupt) as error:
             failure: SspError = LostRankError(f"rank {caller.rank} failed: {type(error).__name__}: {error}")
             is_over = True
@@ -95,18 +95,14 @@ def serve(caller: Caller) -> None:
                 failure, is_over = error, pair is None or error.speaks is not None
             elif isinstance(error, KeyboardInterrupt):
                 failure, is_over = InterruptedRun("the ranks were interrupted"), not caller.was_asked
-            caller.say({"error": failure, "is_over": is_over})
+            caller.say(error=to_message(failure), is_over=is_over)
             if is_over:
                 raise
         caller.is_busy = False
 
 
-def _read(content: bytes) -> dict[str, Any]:
-    try:
-        arguments: dict[str, Any] = pickle.loads(content)
-    except (AttributeError, ImportError) as error:  # a class that the caller has defined
-        raise ConfigError(f"with ranks=, arguments go to other processes: {error}") from error
-    return arguments
+def _of_argument(value: Any) -> Any:  # noqa: ANN401 - of `load`
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _called(pair: Pair, name: str, given: Mapping[str, Any], caller: Caller, stop: StopRequest) -> object:
@@ -116,11 +112,12 @@ def _called(pair: Pair, name: str, given: Mapping[str, Any], caller: Caller, sto
         pair.update(**{**given, **files})
         return None
     read = {**given["read"], "streamer": caller if given["read"]["streamer"] else None}
+    read["logit_bias"] = {int(token): bias for token, bias in read["logit_bias"].items()}
     if given["template"]:
         pair.tokenizer.chat_template = given["template"]
     with in_library_words():
         found = pair._complete(read, stop)
-    return found if caller.rank == 0 else None
+    return [asdict(one) for one in found] if caller.rank == 0 else None
 
 
 def main() -> None:

@@ -1,17 +1,17 @@
 """Ranks that this process starts, and a pair on them: `load(..., ranks=4)`.
 
 They are those of `llama-ssp run ranks=4 --script rank.py`, and this process is none of them: it holds a connection to
-each, which also says which one is lost. Ranks end when theirs closes. The socket is in a folder of this user alone, so
-messages are pickled:
+each, which also says which one is lost. Ranks end when theirs closes. The socket is in a folder of this user alone.
+Messages are lines of JSON:
 
-    call, pickled arguments          -> every rank, which acts as soon as it has answered the last call
-    STOP                             -> every rank, if Ctrl-C comes before all have answered
+    call, arguments                  -> every rank, which acts as soon as it has answered the last call
+    stop                             -> every rank, if Ctrl-C comes before all have answered
     result, or error and is_over     -> of every rank; a pair that is over takes no further call
     heard: a warning, or new ids     -> of rank 0, before its answer
 """
 
+import json
 import os
-import pickle
 import sys
 import time
 import warnings
@@ -19,6 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from queue import Empty, Queue
@@ -34,8 +35,11 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llama_ssp.api.arguments import known_arguments
-from llama_ssp.api.pair import Completion, NewWeights, Pair, as_list
+from llama_ssp.api.pair import Completion, CompletionTimes, NewWeights, Pair, as_list
+from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import CapacityError, ConfigError, InterruptedRun, LostRankError, SspError
+from llama_ssp.log_probs import CompletionLogProbs, LogProbs
+from llama_ssp.ranks.failures import from_message
 from llama_ssp.ranks.process import launcher_of, read_ranks
 from llama_ssp.run.checkpoints import read_tokenizer
 from llama_ssp.settings.schema import TimeoutConfig
@@ -45,7 +49,6 @@ from llama_ssp.words import in_library_words
 
 CALLER = "LLAMA_SSP_CALLER"
 """Environment variable of the ranks: the socket of this process."""
-STOP = "stop"
 _LOOK_EVERY_S = 0.2
 _NOTICE_S = 15.0
 """How long ranks have to notice that another is lost, or that they are to stop or to end."""
@@ -89,34 +92,34 @@ class StartedRanks:
         while len(self._connections) < max(num_ranks, 1):  # the agent says what is wrong with a number below
             if self._agent.poll() is not None or time.monotonic() > deadline:
                 raise self._end_of_agent(f"{num_ranks} ranks did not start within {timeout_s:g} s")
-            with suppress(TimeoutError, EOFError):
+            with suppress(TimeoutError, ValueError):  # a rank may end before it has said who it is
                 connection, _ = server.accept()
-                said = connection.makefile("rb")
-                rank, pid = pickle.load(said)
-                self._connections[rank] = connection
-                self._pids.append(pid)
-                Thread(target=self._listen, args=(rank, said), daemon=True, name="rank").start()
+                lines = connection.makefile(encoding="utf-8")
+                hello = json.loads(lines.readline())
+                self._connections[hello["rank"]] = connection
+                self._pids.append(hello["pid"])
+                Thread(target=self._listen, args=(hello["rank"], lines), daemon=True, name="rank").start()
 
-    def _listen(self, rank: int, said: IO[bytes]) -> None:
-        with suppress(OSError, EOFError, pickle.UnpicklingError):  # the rank has ended
-            while True:
-                self._messages.put((rank, pickle.load(said)))
+    def _listen(self, rank: int, lines: IO[str]) -> None:
+        with suppress(OSError, ValueError):  # the rank has ended
+            for line in lines:
+                self._messages.put((rank, json.loads(line)))
         self._messages.put((rank, None))
 
-    def call(self, name: str, arguments: Mapping[str, Any], hear: _Hear) -> Any:  # noqa: ANN401 - of any call
+    def call(self, name: str, arguments: Mapping[str, Any], hear: _Hear) -> Any:  # noqa: ANN401 - whatever JSON holds
         """Let all ranks make a call; returns the result of rank 0, or raises their error.
 
         `hear` takes what rank 0 says meanwhile. Its errors, and Ctrl-C, stop the ranks after their round.
         """
         try:
-            content = pickle.dumps(arguments)
-        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            message = json.dumps({"call": name, "arguments": arguments}, default=_plain)
+        except TypeError as error:
             raise ConfigError(f"with ranks=, arguments go to other processes: {error}") from error
         with self._calls:
             if self._over:
                 raise self._over
             doing = "loading" if name != "generate" else "decoding" if self._messages.empty() else "waiting"
-            self._send((name, content))
+            self._send(message)
             try:
                 answers = self._answers(hear)
             except BaseException:
@@ -124,10 +127,10 @@ class StartedRanks:
                 raise
             return self._result(answers, doing)
 
-    def _send(self, message: tuple[str, bytes]) -> None:
+    def _send(self, message: str) -> None:
         for connection in self._connections.values():
             with suppress(OSError):  # it is lost
-                connection.sendall(pickle.dumps(message))
+                connection.sendall(f"{message}\n".encode())
 
     def _answers(self, hear: _Hear, patience_s: float | None = None) -> dict[int, Any]:
         """The answers of all ranks, None of those that are lost; without those that keep silent after a loss."""
@@ -145,7 +148,7 @@ class StartedRanks:
 
     def _stop(self) -> None:
         with suppress(KeyboardInterrupt):
-            self._send((STOP, b""))
+            self._send(json.dumps("stop"))
             answers = self._answers(lambda _: None, _NOTICE_S)
             if self._all_go_on(answers):
                 return
@@ -157,7 +160,7 @@ class StartedRanks:
         return is_whole and not any(answer is None or answer.get("is_over") for answer in answers.values())
 
     def _result(self, answers: Mapping[int, Any], doing: str) -> Any:  # noqa: ANN401 - see `call`
-        errors: list[SspError] = [of["error"] for _, of in sorted(answers.items()) if of and "error" in of]
+        errors = [from_message(of["error"]) for _, of in sorted(answers.items()) if of and "error" in of]
         if self._all_go_on(answers):
             if errors:
                 raise errors[0]
@@ -201,6 +204,14 @@ class StartedRanks:
             self._agent.wait()
 
 
+def _plain(value: Any) -> object:  # noqa: ANN401 - of numpy or torch
+    if isinstance(value, Mapping):
+        return {**value}
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{value!r:.60} cannot be sent")
+
+
 class PairOnRanks(Pair):
     """A pair on ranks that this process has started, for notebooks and scripts without a launcher."""
 
@@ -208,16 +219,10 @@ class PairOnRanks(Pair):
         if launcher := launcher_of(os.environ):
             size = read_ranks(os.environ).size
             raise ConfigError(f"ranks={num_ranks}: {launcher} has started {size} already, so leave ranks= out")
-        for name, value in given.items():
-            for part in value if isinstance(value, tuple) else (value,):
-                if isinstance(part, torch.nn.Module | PreTrainedTokenizerBase):
-                    raise ConfigError(
-                        f"{name} is a {type(part).__name__}, which the processes of ranks= do not have: give its name, "
-                        "or a folder such as save_pretrained writes"
-                    )
+        arguments = {name: _sent(name, value) for name, value in given.items()}
         self._ranks = StartedRanks(num_ranks, timeout_s=TimeoutConfig().load_s)
         self._end = weakref.finalize(self, self._ranks.close)
-        self._about = self._ranks.call("load", given, _warn)
+        self._about = self._ranks.call("load", arguments, _warn)
 
     def close(self) -> None:
         """End the ranks; the pair takes no further call. The end of the process and of the object do the same."""
@@ -267,22 +272,44 @@ class PairOnRanks(Pair):
         sent = {name: value for name, value in read.items() if name != "self"}
         sent |= {"prompts": as_list(read["prompts"]), "streamer": streamer is not None}
         template = self.tokenizer.chat_template if "tokenizer" in vars(self) else None
-        found: list[Completion] = self._ranks.call("generate", {"read": sent, "template": template}, hear)
-        return found
+        found = self._ranks.call("generate", {"read": sent, "template": template}, hear)
+        return [_completion(content) for content in found]
 
 
 def _warn(heard: Mapping[str, Any]) -> None:
     warnings.warn(heard["warning"], stacklevel=2)
 
 
+def _completion(content: Mapping[str, Any]) -> Completion:
+    scores, times = content["log_probs"], CompletionTimes(**content["times"])
+    log_probs = scores and CompletionLogProbs(**{name: of and LogProbs(**of) for name, of in scores.items()})
+    return Completion(**{**content, "times": times, "log_probs": log_probs})
+
+
 def _saved(what: str, new: Any, folder: Path) -> object:  # noqa: ANN401 - an argument of `update`
-    """An argument of `update` that ranks can read: a name, a folder, or a file of tensors."""
+    """An argument of `update` as JSON holds it: a name, a folder, or a file of tensors."""
     if isinstance(new, PreTrainedModel):
         weights_of(new, what=what)  # or its error
         new.save_pretrained(folder)
         return str(folder)
     if not isinstance(new, Mapping):
-        return new
+        return _sent(what, new)
     check_tensors(new, what=what)
     save_file({name: values.detach().to("cpu", copy=True).contiguous() for name, values in new.items()}, folder)
     return {"tensors": str(folder)}
+
+
+def _sent(name: str, value: Any) -> object:  # noqa: ANN401 - an argument of `load`
+    """An argument of `load` as JSON holds it; ConfigError for what is in the memory of this process."""
+    if isinstance(value, tuple):
+        return [_sent(name, part) for part in value]
+    if name == "dtype" and value is not None and (found := Dtype.find(value)):
+        return found.name
+    if isinstance(value, Enum):
+        return value.name
+    if value is None or isinstance(value, str | Path | torch.device):
+        return None if value is None else str(value)
+    raise ConfigError(
+        f"{name} is a {type(value).__name__}, which the processes of ranks= do not have: give its name, or a folder "
+        "such as save_pretrained writes"
+    )

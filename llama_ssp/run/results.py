@@ -82,7 +82,11 @@ def finalize(session: Session) -> None:
         excerpts=excerpts(folder.lines, session.models.tokenizer, overlapped=most_drafted if activities else None),
         num_draft_tokens=most_drafted if session.models.drafts else 0,
     )  # fmt: skip
-    slow, disturbed = _disturbance(session, summary, now, ranks_s=sum(used_s[: session.world.ranks.local_size]))
+    slow, disturbed = (
+        _disturbance(session, summary, now, ranks_s=sum(used_s[: session.world.ranks.local_size]))
+        if any(num_read) or folder.cells
+        else (None, None)  # the times are those of an earlier part, which has said why
+    )
     summary = replace(summary, disturbed=disturbed or folder.disturbed_before(baseline))
     folder.write_summary(summary)
     terminal = session.terminal

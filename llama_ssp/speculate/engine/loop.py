@@ -138,8 +138,8 @@ class Decoder:
         in_flight: Law = POINT_MASS
         was_round = True
         with self.threads.in_use():
-            while not self.stopped and (self._refill(waiting) or self._running() or self._more):
-                if not (waiting or self._running()):
+            while not self.stopped and (self._refill(waiting) or not self.is_idle or self._more):
+                if self.is_idle and not waiting:
                     continue
                 started = time.perf_counter()
                 if self.stop_request.requested:
@@ -284,7 +284,7 @@ class Decoder:
     @property
     def is_idle(self) -> bool:
         """Whether no row decodes or is being read."""
-        return not self._running()
+        return not any(self._rows) and self._reading is None
 
     def drop(self, indices: Collection[int]) -> None:
         """End requests with these indices, on all ranks alike, between two rounds."""

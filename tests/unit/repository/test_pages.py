@@ -46,7 +46,7 @@ TESTED = {
 }
 LAUNCH = re.compile(
     r"([A-Z_]+=\S+ )*((\.venv/bin/)?(torchrun( --[a-z-]+ \S+)+|python) launch/run\.py|sbatch( --[a-z-]+ \S+)+ "
-    r"launch/slurm\.sbatch|\.venv/bin/llama-ssp (run|calibrate|serve))(?P<words>((?!--script).)*)"
+    r"launch/slurm\.sbatch|\.venv/bin/llama-ssp (run|(?P<task>calibrate|serve)))(?P<words>((?!--script).)*)"
 )
 PLAN = re.compile(r"(\.venv/bin/)?(python launch/plan\.py|llama-ssp plan)(?P<words>.*)")
 TWO_COMMANDS = [
@@ -81,7 +81,10 @@ def lines(text: str | None = None) -> list[list[str]]:
 
 def launches() -> list[str]:
     """What follows launch/run.py, or the batch job that starts it, in every such command."""
-    found = [match["words"] for line in lines() for command in line if (match := LAUNCH.fullmatch(command))]
+    found = [
+        f"task={task} {match['words']}" if (task := match["task"]) else match["words"]
+        for line in lines() for command in line if (match := LAUNCH.fullmatch(command))
+    ]  # fmt: skip
     return [*dict.fromkeys(found)]
 
 
