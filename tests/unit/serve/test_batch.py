@@ -77,7 +77,7 @@ def test_answers_have_the_texts_of_runs_of_their_own(
     assert [answer["body"]["error"]["param"] for answer in refused] == [*WRONG.values()]
     for place, one in enumerate(ASKED):
         response, number = by_id[f"{place}"], lines.index(LINES[place])
-        given = {"seed": 40 + number} | one
+        given: dict[str, Any] = {"seed": 40 + number} | one
         own = pair.generate(PROMPT, max_new_tokens=12, num_samples=given.pop("n", 1), **given)
         assert response["status_code"] == 200
         assert [choice["text"] for choice in response["body"]["choices"]] == [completion.text for completion in own]
