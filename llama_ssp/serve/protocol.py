@@ -115,10 +115,8 @@ class BodyReader:
             raise RequestError("the body must be a JSON object")
         given = _checked({name: value for name, value in body.items() if value is not None}, is_chat=is_chat)
         if given.get("model", self.name) != self.name:
-            raise RequestError(
-                f"model={given['model']!r}: this server has {self.name}", param="model", status=404,
-                code="model_not_found",
-            )  # fmt: skip
+            reason = f"model={given['model']!r} is not the one that answers, {self.name}"
+            raise RequestError(reason, param="model", status=404, code="model_not_found")
         prompts = [self._chat(given)] if is_chat else self._texts(given)
         stop = given.get("stop", [])
         stops = [stop] if isinstance(stop, str) else stop
@@ -178,7 +176,7 @@ class BodyReader:
         if number > room:
             raise RequestError(
                 f"the prompt has {len(ids)} tokens, and with {name}={number} that is more than the {self._length} that "
-                "this server has room for (task.max_length)",
+                "there is room for",
                 param=name, code="context_length_exceeded",
             )  # fmt: skip
         return int(number)
