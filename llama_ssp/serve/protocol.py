@@ -183,7 +183,7 @@ class BodyReader:
 
     def _texts(self, given: Mapping[str, Any]) -> list[tuple[int, ...]]:
         prompt = given.get("prompt")
-        many = prompt if isinstance(prompt, list) and not all(map(_is_id, prompt)) else [prompt]
+        many: list[Any] = prompt if isinstance(prompt, list) and not all(map(_is_id, prompt)) else [prompt]
         are_prompts = all(
             isinstance(one, str) or (isinstance(one, list) and one and all(map(_is_id, one))) for one in many
         )
