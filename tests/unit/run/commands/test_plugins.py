@@ -51,12 +51,9 @@ class Toy:
     def __init__(self, weight_OI, bias_O):
         self._weight_OI, self._bias_O = (weight_OI * 1024).round().to(torch.int16), bias_O
 
-    def __call__(self, x_MI):
+    def __call__(self, x_MI, residual_MO=None):
         y_MO = x_MI @ (self._weight_OI.to(x_MI.dtype) / 1024).t()
-        return y_MO if self._bias_O is None else y_MO + self._bias_O
-
-    def add(self, x_MI, residual_MO):
-        return self(x_MI) + residual_MO
+        return sum((other for other in (self._bias_O, residual_MO) if other is not None), y_MO)
 '''
 FAMILY = '''
 """InternLM 3: the Llama function with heads of a size of their own."""

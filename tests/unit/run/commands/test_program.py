@@ -43,7 +43,7 @@ def test_help_names_every_command_and_each_explains_itself() -> None:
     for name in program.COMMANDS:
         ended = call(name, "--help")
         assert (ended.code, ended.err) == (0, "")
-        assert (name if name == "calibrate" else f"llama-ssp {name}") in ended.out
+        assert (name if name in {"calibrate", "serve"} else f"llama-ssp {name}") in ended.out
 
 
 @pytest.mark.parametrize("words", [["--version"], ["run", "--version"]])
@@ -56,7 +56,7 @@ def test_the_version_comes_with_those_that_decide_results(words: list[str]) -> N
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["rnu"], "unknown command 'rnu': there are calibrate, plan, report, run; did you mean run?"),
+        (["rnu"], "unknown command 'rnu': there are calibrate, plan, report, run, serve; did you mean run?"),
         (["model=30B"], "model=30B follows a command, such as llama-ssp run model=30B; the commands are calibrate, "),
         (["-m", "model=7B,13B"], "-m follows a command, such as llama-ssp run -m; the commands are calibrate, "),
         (["compare", "30B", "7B"], "'compare' is no command: write llama-ssp run task=compare model=30B draft=7B"),
