@@ -245,9 +245,9 @@ def check_models(config: RunConfig, *, world_size: int = 1) -> None:
         sizes = len(layout.target_ranks), 1 if is_whole else len(layout.draft_ranks)
     shapes = []
     for model, num_ranks in zip((config.model, config.draft.model), sizes, strict=True):
-        if model is None or config.is_synthetic:
+        if model is None:
             continue
-        folder = None if model.path is None else read_path(model.path)
+        folder = None if model.path is None or config.is_synthetic else read_path(model.path)
         if folder is None and model.shape is None and model.hub_id is not None:
             from llama_ssp.weights import hub  # noqa: PLC0415 - other checks need no client of the hub
 

@@ -204,6 +204,7 @@ def test_synthetic_weights_are_planned_in_16_bits_on_a_cpu_and_in_the_entrys_for
     for model in (job.target, job.draft):
         assert (model.dtype, model.matrix_dtype("cpu")) == (Dtype.fp32, Dtype.fp16)
     assert make_spec(config, world_size=1, prompt_tokens=50, device="cuda").target.dtype is on_gpu
+    task.check_models(config)  # before ranks are started, without files
 
 
 @pytest.mark.parametrize(
