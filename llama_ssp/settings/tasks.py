@@ -69,7 +69,7 @@ class TaskSpec:
 
 TASKS: Registry[TaskSpec] = Registry(
     setting="task", kind=TaskSpec,
-    modules=("llama_ssp.evaluation.task", "llama_ssp.run.tasks.records", "llama_ssp.serve.settings"),
+    modules=("llama_ssp.evaluation.task", "llama_ssp.run.tasks.records", "llama_ssp.run.serve.settings"),
 )  # fmt: skip
 register, task_specs = TASKS.register, TASKS.all
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from llama_ssp import Pair
-from llama_ssp.serve.http import Front
-from llama_ssp.serve.inbox import Inbox
-from llama_ssp.serve.service import Service
-from llama_ssp.serve.settings import ServeConfig, length_of
+from llama_ssp.run.serve.http import Front
+from llama_ssp.run.serve.inbox import Inbox
+from llama_ssp.run.serve.service import Service
+from llama_ssp.run.serve.settings import ServeConfig, length_of
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from dataclasses import asdict
 
 from llama_ssp.reports.records import CompletionLine, LineKey
 from llama_ssp.run.requests import PromptRequest
+from llama_ssp.run.serve.batch import complete_batch
 from llama_ssp.run.session import Session, Viewer
 from llama_ssp.run.tasks.records import GenerateConfig, OutputFormat
-from llama_ssp.serve.batch import complete_batch
 from llama_ssp.speculate.engine.text import Piece
 
 

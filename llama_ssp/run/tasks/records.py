@@ -8,7 +8,7 @@ from typing import cast
 from llama_ssp.catalogue import LOCAL
 from llama_ssp.fields import made, setting
 from llama_ssp.run.prompts import batch_lines
-from llama_ssp.serve.settings import problems_of_bodies
+from llama_ssp.run.serve.settings import problems_of_bodies
 from llama_ssp.settings.drafters import drafts
 from llama_ssp.settings.schema import RunConfig, TaskConfig
 from llama_ssp.settings.tasks import NoEffect, TaskSpec

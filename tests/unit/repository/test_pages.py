@@ -22,7 +22,7 @@ from llama_ssp import plan as load_plan
 from llama_ssp.run.commands import plan
 from llama_ssp.run.commands.own_ranks import read_start
 from llama_ssp.run.commands.run import read_options
-from llama_ssp.serve.settings import INSTALL as INSTALL_SERVER
+from llama_ssp.run.serve.settings import INSTALL as INSTALL_SERVER
 from llama_ssp.settings.compose import compose, to_run_config
 from llama_ssp.storage.formats import BITSANDBYTES
 from tests.helpers.repository import ROOT, files, modules
@@ -36,7 +36,7 @@ TESTED = {
     r"\.venv/bin/(python launch/report\.py|llama-ssp report) outputs/\w+": ("run/commands/test_report.py"),
     r"\.venv/bin/llama-ssp --version": "tests/unit/run/commands/test_program.py",
     r"\.venv/bin/python -m pip install -e '\.\[[a-z-]+\]' -c \.venv/constraints\.txt": "what the messages say",
-    r"(curl|lm-eval) .*": "tests/unit/serve",
+    r"(curl|lm-eval) .*": "tests/unit/run/serve",
     r"\.venv/bin/python -m benchmarks\.\w+( --(store|write))?": "tests/unit/benchmarks",
     r"(\.venv/bin/llama-ssp run ranks=2 --script|torchrun --nproc-per-node 2|srun --ntasks 2 python) study\.py": (
         "tests/distributed/test_python.py"

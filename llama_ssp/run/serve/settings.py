@@ -90,7 +90,7 @@ def _full_rows(config: RunConfig) -> tuple[RunConfig, int]:
 
 SERVE = TaskSpec(
     config=ServeConfig,
-    run="llama_ssp.serve.service:serve",
+    run="llama_ssp.run.serve.service:serve",
     reads_prompts=False,
     paths=("api_key_file",),
     fill_in=_fill_in,

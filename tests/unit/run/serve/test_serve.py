@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from llama_ssp import Pair, load
-from llama_ssp.serve.settings import ServeConfig
+from llama_ssp.run.serve.settings import ServeConfig
 from tests.helpers.served import Server, serving
 
 PROMPT = "def factorial(n):\n"

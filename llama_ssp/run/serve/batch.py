@@ -18,10 +18,10 @@ from llama_ssp.ranks.failures import from_rank_0, raise_on_all_ranks
 from llama_ssp.reports.folder import BATCH_FILE, RunFolder
 from llama_ssp.reports.reading import read_json
 from llama_ssp.run.prompts import batch_lines
+from llama_ssp.run.serve.inbox import ENDED, Inbox, Part, RequestError
+from llama_ssp.run.serve.protocol import Asked, BodyReader
+from llama_ssp.run.serve.service import Service, check_layout
 from llama_ssp.run.session import Session
-from llama_ssp.serve.inbox import ENDED, Inbox, Part, RequestError
-from llama_ssp.serve.protocol import Asked, BodyReader
-from llama_ssp.serve.service import Service, check_layout
 
 _IS_CHAT = {"/v1/completions": False, "/v1/chat/completions": True}
 

@@ -25,10 +25,10 @@ from llama_ssp.errors import ConfigError, InterruptedRun
 from llama_ssp.ranks.failures import from_rank_0, raise_on_all_ranks
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.requests import PromptRequest
+from llama_ssp.run.serve.inbox import Inbox, Part
+from llama_ssp.run.serve.settings import ServeConfig, length_of
 from llama_ssp.run.session import Session
 from llama_ssp.run.tuning import make_ready
-from llama_ssp.serve.inbox import Inbox, Part
-from llama_ssp.serve.settings import ServeConfig, length_of
 from llama_ssp.settings.schema import RowSteps, SamplingConfig
 from llama_ssp.speculate.engine.likelihoods import ScoredText
 from llama_ssp.speculate.engine.loop import Update
@@ -190,7 +190,7 @@ def serve(session: Session, _requests: list[PromptRequest]) -> None:
     check_layout(session, "task=serve")
     with raise_on_all_ranks(comm):
         if comm.rank == 0:
-            from llama_ssp.serve.http import Front  # noqa: PLC0415 - of an extra
+            from llama_ssp.run.serve.http import Front  # noqa: PLC0415 - of an extra
 
             inbox = Inbox(cast("ServeConfig", session.config.task).max_waiting)
             front = Front(session, inbox)

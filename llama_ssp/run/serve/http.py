@@ -27,10 +27,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llama_ssp.catalogue import read_path
 from llama_ssp.errors import ConfigError
+from llama_ssp.run.serve.inbox import ENDED, Inbox, Part, RequestError
+from llama_ssp.run.serve.protocol import Answer, Asked, BodyReader
+from llama_ssp.run.serve.settings import ServeConfig, length_of
 from llama_ssp.run.session import Session
-from llama_ssp.serve.inbox import ENDED, Inbox, Part, RequestError
-from llama_ssp.serve.protocol import Answer, Asked, BodyReader
-from llama_ssp.serve.settings import ServeConfig, length_of
 
 MOST_BYTES = 8 << 20
 """Of a body."""
