@@ -218,9 +218,9 @@ class _Metrics:
         self._ms = Histogram("llama_ssp_ms_per_token", "after the first token", registry=registry, buckets=buckets)
         if session.plan:
             timed = session.plan.timing
-            for mode, seconds in (("plain", timed.plain_run_s), ("speculative", timed.speculative_run_s)):
+            for mode, seconds in (("plain", timed.plain_s), ("speculative", timed.speculative_s)):
                 if seconds is not None:
-                    named(f"llama_ssp_forecast_{mode}_ms_per_token", "with all rows full and long").set(1e3 * seconds)
+                    named(f"llama_ssp_forecast_{mode}_ms_per_token", "when rows are full and long").set(1e3 * seconds)
 
     def ended(self, answer: Answer, seconds: float) -> None:
         """Count a completion that has ended, so many seconds after its first token."""
