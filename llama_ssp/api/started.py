@@ -66,7 +66,8 @@ class StartedRanks:
         self._calls = Lock()
         self._said = deque[str](maxlen=20)
         script = Path(__file__).with_name("rank.py")
-        with TemporaryDirectory() as folder, socket(AF_UNIX) as server:
+        # Its name has at most 107 bytes, which those of $TMPDIR may be.
+        with TemporaryDirectory(dir="/tmp") as folder, socket(AF_UNIX) as server:
             server.bind(address := f"{folder}/caller")
             server.listen()
             self._agent = Popen(

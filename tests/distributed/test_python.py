@@ -89,10 +89,11 @@ for cell in json.load(open(sys.argv[1]))["cells"]:
 
 
 @pytest.mark.heavy
-def test_the_cells_of_the_notebook_run_where_standard_input_is_closed(tmp_path: Path) -> None:
+def test_the_cells_of_the_notebook_run_without_standard_input_and_in_any_tmpdir(tmp_path: Path) -> None:
+    (far := tmp_path / ("x" * 120)).mkdir()
     ended = subprocess.run(
         ["sh", "-c", 'exec "$@" <&-', "sh", sys.executable, "-c", _KERNEL, ROOT / "docs/guides/notebook.ipynb"],
-        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120, check=False,
+        cwd=tmp_path, env=environment({"TMPDIR": str(far)}), capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert (ended.returncode, ended.stderr) == (0, "")
     first, second = ended.stdout.splitlines()
