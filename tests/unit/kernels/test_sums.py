@@ -1,9 +1,12 @@
 """Sums of our own over the GPUs of a node: values in Triton's interpreter, what ptxas makes of them, who takes them."""
 
+import ctypes
 import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
+from shutil import which
 
 import pytest
 import torch
@@ -134,6 +137,39 @@ def test_a_lost_rank_ends_the_run_and_is_no_reason_for_nccls_sums(caplog: pytest
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         find_peer_sums(lost, lambda: OneProcess("", 0))
     assert not caplog.records
+
+
+RUNTIME = """
+#include <stdlib.h>
+#include <string.h>
+typedef struct { char bytes[64]; } Handle;
+int cudaMalloc(void **found, size_t size) { *found = size > 1000 ? 0 : malloc(size); return *found ? 0 : 2; }
+int cudaMemset(void *at, int value, size_t size) { memset(at, value, size); return 0; }
+int cudaDeviceSynchronize() { return 0; }
+int cudaIpcGetMemHandle(Handle *made, void *at) { memset(made, 7, 64); memcpy(made, &at, 8); return 0; }
+int cudaIpcOpenMemHandle(void **found, Handle given, unsigned flags) {
+  memcpy(found, given.bytes, 8);
+  return flags == 1 && given.bytes[63] == 7 ? 0 : 217;
+}
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or not which("cc"), reason="a runtime of CUDA, or no C compiler")
+def test_memory_is_made_and_mapped_by_cudas_runtime(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="no library libcudart"):
+        CudaMemory()
+    library = tmp_path / "libcudart.so.13"
+    subprocess.run(["cc", "-shared", "-fPIC", "-xc", "-", "-o", library], input=RUNTIME, text=True, check=True)
+    ctypes.CDLL(str(library))
+    memory = CudaMemory()
+    address, handle = memory.make(100)
+    assert len(handle) == 64
+    assert bytes((ctypes.c_char * 100).from_address(address)) == bytes(100)
+    assert memory.open(handle) == address
+    with pytest.raises(RuntimeError, match="cudaIpcOpenMemHandle failed with code 217"):
+        memory.open(handle[:63] + b"x")
+    with pytest.raises(RuntimeError, match="cudaMalloc failed with code 2"):
+        memory.make(2000)
 
 
 @pytest.mark.parametrize(
