@@ -26,6 +26,7 @@ from tests.helpers.disturbed import (
     wait_for,
 )
 from tests.helpers.in_process import launch
+from tests.helpers.lanes import heavy, slow
 from tests.helpers.repository import ROOT
 from tests.helpers.slurm import Cluster
 from tests.helpers.starters import PROGRAM, environment
@@ -178,6 +179,7 @@ def test_copies_on_two_nodes_share_the_prompts_of_one_run_and_leave_them_in_orde
     assert [line["text"] for line in found] == [line["text"] for line in settled(lines(tmp_path / "alone"))]
 
 
+@pytest.mark.heavy
 def test_a_mistake_ends_the_job_with_its_own_exit_code_and_is_not_tried_again(cluster: Cluster, tmp_path: Path) -> None:
     job = submit(cluster, tmp_path, *SHORT, "sampling.top_p=2")
     state = cluster.wait(job)
@@ -214,7 +216,7 @@ with Cluster(Path(sys.argv[1])) as cluster:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [heavy(signal.SIGTERM), slow(signal.SIGKILL)])
 def test_no_daemon_outlives_tests_that_a_signal_ends(number: signal.Signals, tmp_path: Path) -> None:
     words = [sys.executable, "-c", TESTS, str(tmp_path / "cluster")]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as tests:

@@ -24,6 +24,7 @@ from llama_ssp.errors import CheckpointError
 from llama_ssp.weights import hub
 from tests.helpers.draft_heads import make_tensors, save_original
 from tests.helpers.hub import put
+from tests.helpers.lanes import heavy
 from tests.helpers.starters import run_program
 
 DOWNLOAD, LIST = "llama_ssp.weights.hub.snapshot_download", "llama_ssp.weights.hub.model_info"
@@ -188,7 +189,7 @@ def test_a_folder_without_its_config_says_whether_the_hub_has_one(
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("has_config", [True, False])
-@pytest.mark.parametrize("command", ["plan", "run"])
+@pytest.mark.parametrize("command", ["plan", heavy("run")])
 def test_a_hub_that_cannot_be_reached_is_asked_without_retries(command: str, has_config: bool, tmp_path: Path) -> None:
     """The hub's client waits 23 s and writes a line for each retry. A plan is at its end with a config in the cache."""
     with socket.socket() as closed:  # bound, but it does not listen

@@ -204,16 +204,18 @@ def _folder(place: Path, name: str) -> str:
     ("given", "drafts"),
     [
         (("model={target}", "draft={draft}", "model.cache_dtype=int8"), {"d", None}),
-        (
+        heavy(
             ("model=local", 'model.path="{target}"', "draft=local", 'draft.model.path="{draft}"', "batch_size=2"),
             {"d", None},
         ),
         heavy(("model=llama3_8B", "draft=none", "speculation.acceptance=0.7"), {None}),
-        (("model=llama3_8B", "draft=ngram"), {None}),
+        heavy(("model=llama3_8B", "draft=ngram"), {None}),
         slow(("model=llama3_8B", "draft=llama3_3B", "draft.model.quantization=int8_weight_only"), {"llama3_3B", None}),
         slow(("model=llama3_8B", "model.dtype=fp16", "placement=sharded"), {"llama3_1B", "llama3_3B", None}),
-        (("model=llama3_8B", "speculation.num_draft_tokens=3", "model.quantization=int8_weight_only"), {"llama3_1B"}),
-        (("model=qwen3_8B", "draft=eagle3_qwen3_8B", "speculation.tree=2x2x1"), {"eagle3_qwen3_8B", None}),
+        heavy(
+            ("model=llama3_8B", "speculation.num_draft_tokens=3", "model.quantization=int8_weight_only"), {"llama3_1B"}
+        ),
+        heavy(("model=qwen3_8B", "draft=eagle3_qwen3_8B", "speculation.tree=2x2x1"), {"eagle3_qwen3_8B", None}),
         (("model=13B", "draft=tinyllama_1B", "placement=own_gpu", "speculation.overlap=true"), {"tinyllama_1B", None}),
         heavy(("model=qwen3_8B", "verification=block"), {"qwen3_0.6B", "eagle3_qwen3_8B", None}),
     ],

@@ -140,7 +140,7 @@ def error_of(make: Callable[[Shard], Rule], *, num_ranks: int, vocab_size: int, 
 @pytest.mark.parametrize(
     ("rule", "ranks_of", "is_certain"),
     [
-        ("speculative", (2, 3), False), ("block", (3, 5), False), ("block", (2, 3), True),
+        ("speculative", (2, 3), False), heavy("block", (3, 5), False), heavy("block", (2, 3), True),
         heavy("speculative", (3, 5), False), heavy("speculative", (2, 4), False), heavy("block", (2, 4), False),
         heavy("speculative", (3, 5), True),
     ],
@@ -179,7 +179,7 @@ class OwnTotals(Shard):
 
 
 @pytest.mark.parametrize(
-    ("rule", "faulty"), [("speculative", OwnDenominators), ("speculative", OwnTokens), ("block", OwnTotals)]
+    ("rule", "faulty"), [("speculative", OwnDenominators), heavy("speculative", OwnTokens), heavy("block", OwnTotals)]
 )
 def test_the_harness_catches_what_a_rank_keeps_to_itself(rule: str, faulty: type[Shard]) -> None:
     def planted(shard: Shard) -> Rule:
