@@ -45,14 +45,6 @@ UNTIMED = tuple(f"tests/distributed/test_{name}.py" for name in ("placement", "d
 FILES = tuple(f"tests/unit/{folder}/" for folder in ("api", "models", "repository", "run", "settings", "weights"))
 """Tests of one file share what they have parsed or made; all others, one by one, fill up the workers in the end."""
 
-SECONDS = tuple(
-    f"tests/unit/{folder}/"
-    for folder in (
-        "api", "benchmarks", "cpu", "kernels", "models", "repository", "run", "speculate/drafters", "speculate/engine"
-    )
-)  # fmt: skip
-"""Tests of whole runs, models and kernels: `just quick` leaves them out, unless it is given what to run."""
-
 
 class JobsOnOneWorker(LoadScopeScheduling):  # type: ignore[misc] # xdist is untyped
     """Hands out tests one by one; those of JOBS all to one worker, and those of a file of FILES."""
@@ -154,10 +146,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> JobsOnO
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out lanes that were not asked for, and skip what this machine lacks."""
-    if not config.option.file_or_dir:
-        for item in items:
-            if item.nodeid.startswith(SECONDS):
-                item.add_marker("seconds")
     others = _lanes_left_out(config)
     left_out = {item for item in items if any(map(item.get_closest_marker, others))}
     config.hook.pytest_deselected(items=[*left_out])

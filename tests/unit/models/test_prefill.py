@@ -16,7 +16,7 @@ from llama_ssp.run.decoders import agree_on_packing
 from llama_ssp.speculate.engine.executors import GraphExecutor
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.decoders import complete, make_decoder, outcome
-from tests.helpers.lanes import heavy
+from tests.helpers.lanes import heavy, pairs
 from tests.helpers.models import load_lean
 from tests.helpers.operator_count import OperatorCount
 from tests.helpers.recorded import WatchedGraphs
@@ -42,8 +42,7 @@ def read(runner: LeanRunner) -> tuple[Tensor, Tensor, list[int]]:
     return logits_RV, runner.forward(random_ids(4, 1), lengths_B1, bucket=64), num_tokens
 
 
-@pytest.mark.parametrize("chunk", [3, 8, 512])
-@pytest.mark.parametrize("kind", GROUPED)
+@pairs(kind=[*GROUPED], chunk=[3, 8, 512])
 def test_packed_prompts_give_the_logits_of_padded_ones_and_fill_the_same_slots(
     kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

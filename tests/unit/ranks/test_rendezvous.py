@@ -59,6 +59,7 @@ def test_a_rank_that_says_nothing_is_named(store: HashStore) -> None:
     assert store.check(["llama_ssp/seen/cpu/1"]), "else the others would wait for this rank"
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("launcher", "starts"),
     [

@@ -143,8 +143,7 @@ def texts(
     return complete(decoder, REQUESTS)
 
 
-@pytest.mark.parametrize("reads_late", [False, True])
-@pytest.mark.parametrize("name", ["lengths", "pauses", "a long pause"])
+@pairs(name=["lengths", "pauses", "a long pause"], reads_late=[False, True])
 def test_a_draft_that_is_the_target_is_always_accepted_whatever_was_skipped(name: str, reads_late: bool) -> None:
     """A drafter that had not read what it skipped would draft from another text than the target's."""
     for done in texts(SCRIPTS[name], ngram=False, reads_late=reads_late):

@@ -74,8 +74,7 @@ def test_a_draft_without_probabilities_keeps_the_targets_law(
     assert error_of(rule, SAMPLINGS[name], num_draft_tokens, is_point_mass=True) < 1e-12
 
 
-@pytest.mark.parametrize("num_draft_tokens", [1, 2, 3])
-@pytest.mark.parametrize("rule_name", rule_module.rules())
+@pairs(rule_name=[*rule_module.rules()], num_draft_tokens=[1, 2, 3])
 def test_temperature_0_gives_the_targets_best_text_under_every_rule(rule_name: str, num_draft_tokens: int) -> None:
     assert error_of(make_rule(GREEDY, VerificationConfig(rule=rule_name)), GREEDY, num_draft_tokens) < 1e-12
 

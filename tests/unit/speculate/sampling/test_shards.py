@@ -50,8 +50,7 @@ def some_probs(*shape: int, seed: int) -> Tensor:
     return (4 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).softmax(-1)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 5])
-@pytest.mark.parametrize("vocab_size", [29, 1000, 4133])
+@pairs(vocab_size=[29, 1000, 4133], num_ranks=[2, 3, 5])
 def test_draws_and_verdicts_have_the_bits_of_one_rank(vocab_size: int, num_ranks: int) -> None:
     generator = torch.Generator().manual_seed(vocab_size)
     target_BTV, draft_BKV = some_probs(40, 4, vocab_size, seed=1), some_probs(40, 3, vocab_size, seed=2)
