@@ -1,6 +1,6 @@
 """Common parts of the programs: goals, rows that are kept with what made them, tables and pages.
 
-How candidates take turns is the business of `llama_ssp.run.calibration.interleave`.
+How candidates take turns is the business of `llama_ssp.run.calibration`.
 """
 
 import json

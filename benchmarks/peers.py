@@ -26,8 +26,7 @@ from llama_ssp.cpu.tracing import Traced
 from llama_ssp.planning.memory import step_bytes
 from llama_ssp.planning.spec import planned_model
 from llama_ssp.reports.provenance import versions
-from llama_ssp.run.calibration.interleave import interleave
-from llama_ssp.run.calibration.operators import copy_bytes_per_s, seconds_per_call
+from llama_ssp.run.calibration import copy_bytes_per_s, interleave, seconds_per_call
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.requests import encode
 from llama_ssp.run.tasks.benchmark import Ours, Peers, load_peer

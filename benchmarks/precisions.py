@@ -19,7 +19,7 @@ from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import SspError
 from llama_ssp.planning.memory import model_bytes
 from llama_ssp.planning.spec import planned_model
-from llama_ssp.run.calibration.interleave import interleave
+from llama_ssp.run.calibration import interleave
 from llama_ssp.run.tasks.benchmark import Ours
 
 TARGET, DRAFT, NUM_DRAFT_TOKENS = "tiny", "tiny-draft", 4

@@ -35,7 +35,7 @@ from llama_ssp.models.runner import Runner
 from llama_ssp.models.weights import Loading
 from llama_ssp.settings.drafters import NGRAM_DRAFT, NgramConfig
 from llama_ssp.settings.schema import SpeculationConfig, SyntheticConfig
-from llama_ssp.speculate.engine.executors import CudaRecorder, GraphExecutor
+from llama_ssp.speculate.engine.executors import GraphExecutor, Recorder
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.storage.formats import OWN_DTYPE
 from llama_ssp.weights.checkpoint import inspect
@@ -233,7 +233,7 @@ def experts(where: Where) -> Iterator[str]:
                     continue
                 with no_waits():
                     forward()
-                logits, replay = CudaRecorder().record(forward)
+                logits, replay = Recorder().record(forward)
                 for seed in range(3):
                     ids_BT.random_(config.vocab_size, generator=torch.Generator(where.device).manual_seed(seed))
                     wanted = forward().clone()

@@ -26,7 +26,7 @@ from llama_ssp.kernels.linear import HalvesLinear, Linear, PlainLinear
 from llama_ssp.kernels.norm import RmsNorm
 from llama_ssp.models.quantization.weight_only import int4_weight_only_linear, int8_weight_only_linear
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
-from llama_ssp.speculate.engine.executors import CudaRecorder
+from llama_ssp.speculate.engine.executors import Recorder
 from llama_ssp.speculate.sampling.rules import make_rule
 
 EPS, TOP_P = 1e-6, 0.9
@@ -72,7 +72,7 @@ def timed(pieces: Sequence[Callable[[], Tensor]], where: Where) -> tuple[Tensor,
         started = time.perf_counter()
         return run(), (time.perf_counter() - started) / len(pieces)
     run()
-    found, again = CudaRecorder().record(run)
+    found, again = Recorder().record(run)
     num_turns = max(LEAST_LAUNCHES // len(pieces), 1)
     seconds = []
     for _ in range(5):

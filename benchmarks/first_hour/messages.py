@@ -18,7 +18,7 @@ from llama_ssp.kernels.sums import CudaMemory, find_peer_sums
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.world import start
 from llama_ssp.settings.schema import DeviceKind
-from llama_ssp.speculate.engine.executors import CudaRecorder
+from llama_ssp.speculate.engine.executors import Recorder
 
 NUM_SUMS, NUM_TURNS = 20, 10
 Piece = Callable[[], object]
@@ -26,7 +26,7 @@ Piece = Callable[[], object]
 
 def ready(piece: Piece, comm: Comm, *, is_captured: bool) -> Piece:
     """The piece, which has run once, or a graph of it."""
-    return CudaRecorder(finish=comm.finish).record(piece)[1] if is_captured else piece
+    return Recorder(finish=comm.finish).record(piece)[1] if is_captured else piece
 
 
 def done(piece: Piece, comm: Comm) -> None:

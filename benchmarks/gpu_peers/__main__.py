@@ -32,7 +32,7 @@ from benchmarks.peer_process import PeerError, PeerProcess
 from benchmarks.peers import weights_bytes
 from llama_ssp.api.arguments import entry_of
 from llama_ssp.reports.provenance import processor
-from llama_ssp.run.calibration.operators import copy_bytes_per_s
+from llama_ssp.run.calibration import copy_bytes_per_s
 from llama_ssp.run.tasks.benchmark import cut
 
 LOGS = ROOT / "outputs" / "gpu_peers"

@@ -1,19 +1,34 @@
-"""Decoders like Llama: other norms, fused matrices, plain MLPs, multipliers; most run as the library's modules."""
+"""Llama and its kind, with TinyLlama and SmolLM2, which are stored as Llama; and decoders like it, up to GPT-Neo.
+
+The latter have other norms, fused matrices, plain MLPs or multipliers, and run as the library's modules.
+"""
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
-from llama_ssp.architectures.family import VOCABULARY_PLAN, Family, layer_plan
-from llama_ssp.architectures.llama import MISTRAL, QKV, QWEN2, QWEN3
-from llama_ssp.architectures.matrices import ATTENTION, GATED, PLAIN, Inventory, decoder
+from llama_ssp.architectures.family import VOCABULARY_PLAN, Family, layer_plan, windows_of_layers
+from llama_ssp.architectures.matrices import ATTENTION, GATED, PLAIN, Inventory, Matrix, decoder
 from llama_ssp.catalogue import ModelShape
 
+QKV = ("q_proj", "k_proj", "v_proj")
 _GLM = (*ATTENTION, "gate_up_proj", "down_proj")
 _TP_PLAN = (
     VOCABULARY_PLAN
     | layer_plan("self_attn", QKV, ["o_proj"])
     | layer_plan("mlp", ["gate_proj", "up_proj"], ["down_proj"])
 )
+
+LLAMA = Family(
+    model_type="llama", parameters=decoder, is_llama_kind=True, cuts_vocabulary=True,
+    biased_by={"attention_bias": ATTENTION, "mlp_bias": GATED},
+)  # fmt: skip
+MISTRAL = replace(LLAMA, model_type="mistral", windows=windows_of_layers, biased_by={})
+QWEN2 = replace(MISTRAL, model_type="qwen2", parameters=partial(decoder, biased=QKV))
+QWEN3 = replace(
+    MISTRAL, model_type="qwen3", parameters=partial(decoder, head_norms=2), norms_heads=True,
+    biased_by={"attention_bias": ATTENTION},
+)  # fmt: skip
 
 
 def _with_learned_bends(shape: ModelShape, modules: tuple[str, ...], *, head_norms: int) -> Inventory:
@@ -85,3 +100,39 @@ def _of_neox(shape: ModelShape) -> Inventory:
 
 
 GPT_NEOX = Family(model_type="gpt_neox", parameters=_of_neox)
+
+_NEO_PLAN = {
+    "transformer.wte": "embedding_rowwise",
+    **{f"transformer.h.*.attn.attention.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj")},
+    "transformer.h.*.attn.attention.out_proj": "rowwise",
+    "transformer.h.*.mlp.c_fc": "colwise",
+    "transformer.h.*.mlp.c_proj": "rowwise",
+    "lm_head": "colwise_gather_output",
+}
+
+
+def _of_neo(shape: ModelShape) -> Inventory:
+    """Learned positions, which are not sharded, layer norms and plain MLPs."""
+    found = decoder(
+        shape, ("q_proj", "k_proj", "v_proj", "out_proj", "c_fc", "c_proj"), biased=("out_proj", "c_fc", "c_proj"),
+        norms=4, final_norms=2,
+    )  # fmt: skip
+    places = Matrix(module="wpe", num_rows=shape.max_position_embeddings, num_columns=shape.hidden_size)
+    return replace(found, embeddings=(replace(found.embeddings[0], module="wte"), places))
+
+
+def _windows_of_neo(config: Any) -> tuple[int | None, ...]:  # noqa: ANN401 - the library's config
+    """Every other layer has a window."""
+    return tuple(config.window_size if kind == "local" else None for kind in config.attention_layers)
+
+
+GPT_NEO = Family(
+    model_type="gpt_neo",
+    parameters=_of_neo,
+    windows=_windows_of_neo,
+    num_masks=4,
+    attention="eager",
+    tp_plan=_NEO_PLAN,  # the library has none
+    check_files="llama_ssp.models.huggingface.gpt_neo:check_positions",
+    adapt="llama_ssp.models.huggingface.gpt_neo:adapt",
+)

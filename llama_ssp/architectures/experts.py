@@ -8,9 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from llama_ssp.architectures.decoders import GRANITE, OLMO2
+from llama_ssp.architectures.decoders import GRANITE, MISTRAL, OLMO2, QKV, QWEN3
 from llama_ssp.architectures.family import VOCABULARY_PLAN, layer_plan, unwritten
-from llama_ssp.architectures.llama import MISTRAL, QKV, QWEN3
 from llama_ssp.architectures.matrices import decoder
 
 MIXTRAL = replace(GRANITE, model_type="mixtral", windows=MISTRAL.windows)

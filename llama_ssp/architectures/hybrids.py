@@ -2,9 +2,9 @@
 
 from functools import partial
 
+from llama_ssp.architectures.decoders import QKV
 from llama_ssp.architectures.experts import LATENT_PLAN
 from llama_ssp.architectures.family import layer_plan, unwritten
-from llama_ssp.architectures.llama import QKV
 
 _MIXERS = "llama_ssp.models.huggingface.recurrent:adapt"
 _LINEAR = ("linear_attention",)

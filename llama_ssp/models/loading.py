@@ -21,8 +21,7 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.kernels.linear import make_linear, product_of
 from llama_ssp.models.huggingface.experts import can_be_own, experts_of
 from llama_ssp.models.huggingface.modules import OwnLinear, load_modules, match_modules, output_name
-from llama_ssp.models.huggingface.mtp import MtpRunner
-from llama_ssp.models.huggingface.runner import ModuleRunner
+from llama_ssp.models.huggingface.runner import ModuleRunner, MtpRunner
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.head import HeadRunner, PairRunner
 from llama_ssp.models.llama.one_pass import BlockRunner, ParallelRunner

@@ -359,11 +359,7 @@ SLACK_SHARE = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemoryPlan:
-    """Bytes needed on one rank at the same time, and its capacity.
-
-    The `repeated_bytes` are the part of the weights that every rank of the model holds whole: norms, row scales,
-    unsharded tables.
-    """
+    """Bytes needed on one rank at the same time, and its capacity; see docs/reference/plan-document.md."""
 
     rank: int
     target_weights_bytes: int

@@ -212,7 +212,7 @@ def _read_requests(
 def _measure_once(world: World) -> None:
     """Measure the products of a CPU that nobody has calibrated, on its first run: a few seconds."""
     if not from_rank_0(world.comm, lambda: bool(detect_hardware(on_cpu=True).products)):
-        from llama_ssp.run.calibration.operators import cpu_speeds, rank_0_alone  # noqa: PLC0415 - once on a machine
+        from llama_ssp.run.calibration import cpu_speeds, rank_0_alone  # noqa: PLC0415 - once on a machine
 
         with rank_0_alone(world) as is_alone:
             if is_alone:

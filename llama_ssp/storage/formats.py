@@ -206,6 +206,7 @@ FORMATS: Registry[StorageFormat] = Registry(
     setting="model.quantization", modules=("llama_ssp.storage",), kind=StorageFormat
 )
 register, formats, format_of, problem_of = FORMATS.register, FORMATS.all, FORMATS.of, FORMATS.problem_of
+UNQUANTIZED = StorageFormat(name=NO_QUANTIZATION, order=0)  # weights in the model's number format
 
 ROWS_OF_A_PASS = 32  # Rows that our kernel computes while it reads the weights once.
 FEW_ROWS = 4 * ROWS_OF_A_PASS

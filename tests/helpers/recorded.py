@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from llama_ssp.cpu.sums import recording
-from llama_ssp.speculate.engine.executors import GraphExecutor
+from llama_ssp.speculate.engine.executors import GraphExecutor, Recorder
 from llama_ssp.speculate.engine.round import Round, Stage
 from llama_ssp.speculate.engine.state import BatchState
 
@@ -105,7 +105,7 @@ def _without_outside(log: _Log) -> list[tuple[Any, tuple[Any, ...], dict[str, An
     return [(func, tree_map(weak, args), tree_map(weak, kwargs), made) for func, args, kwargs, made in log.calls]
 
 
-class FakeRecorder:
+class FakeRecorder(Recorder):
     """A `Recorder` for the CPU.
 
     Args:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from llama_ssp.architectures.gpt_neo import FAMILY
+from llama_ssp.architectures.decoders import GPT_NEO
 from llama_ssp.errors import CheckpointError
 from llama_ssp.weights.source import WeightSource
 
@@ -33,7 +33,7 @@ def adapt(model: PreTrainedModel) -> None:
 
     A round computes a few positions beyond the context, but their tokens are never kept.
     """
-    windows = FAMILY.windows_of(model.config)
+    windows = GPT_NEO.windows_of(model.config)
     distinct = list(dict.fromkeys(windows))
     body: Any = model.transformer
     for block, window in zip(body.h, windows, strict=True):

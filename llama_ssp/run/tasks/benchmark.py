@@ -28,8 +28,7 @@ from llama_ssp.planning.timing import timing
 from llama_ssp.ranks.failures import from_rank_0
 from llama_ssp.reports.provenance import git_commit, versions
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, BenchmarkCell, CellKey, Forecast
-from llama_ssp.run.calibration.interleave import interleave, median_ratio
-from llama_ssp.run.calibration.operators import copy_bytes_per_s
+from llama_ssp.run.calibration import copy_bytes_per_s, interleave, median_ratio
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.prompts import reason_of
 from llama_ssp.run.requests import PromptRequest

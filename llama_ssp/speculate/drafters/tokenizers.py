@@ -14,10 +14,11 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from llama_ssp.architectures.engine import MOST_PIECES
 from llama_ssp.continuation import TextAfter
@@ -29,6 +30,7 @@ _END = "end of sequence"
 _LEAST_SHARED = 0.9  # Of the smaller vocabulary: reserved tokens may have been renamed.
 _SPACE = "▁"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_BYTE_OF_LETTER = {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +137,7 @@ def _reader(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bytes]:
 
 
 def _bytes_of_letters(text: str) -> bytes:
-    letters = _byte_of_letter()
-    known = [letters[letter] for letter in text if letter in letters]
+    known = [_BYTE_OF_LETTER[letter] for letter in text if letter in _BYTE_OF_LETTER]
     return bytes(known) if len(known) == len(text) else text.encode()
 
 
@@ -151,14 +152,6 @@ def _steps(decoder: Any) -> Iterable[dict[str, Any]]:  # noqa: ANN401 - JSON
         yield decoder
         for part in decoder.get("decoders", ()):
             yield from _steps(part)
-
-
-@cache
-def _byte_of_letter() -> dict[str, int]:
-    """The byte of each letter of byte-level tokenizers: itself if it can be printed, else a letter above U+00FF."""
-    printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(0x100) if byte not in printed]
-    return {chr(byte): byte for byte in printed} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
 
 
 class TokenizerPair:

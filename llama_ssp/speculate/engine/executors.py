@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from itertools import chain, repeat
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ def make_executor(round_: Round, *, cuda_graphs: bool) -> Executor:
         return TracedExecutor(round_)
     if not cuda_graphs:
         return Executor()
-    return GraphExecutor(round_, recorder=CudaRecorder(finish=round_.verifier.comm.finish))
+    return GraphExecutor(round_, recorder=Recorder(finish=round_.verifier.comm.finish))
 
 
 class TracedExecutor(Executor):
@@ -88,20 +88,7 @@ def filled(form: Any, tensors: Iterator[Any]) -> Any:  # noqa: ANN401 - see `Sta
     return type(form)(*parts) if hasattr(form, "_fields") else tuple(parts)
 
 
-class Recorder(Protocol):
-    """Records operators without running them."""
-
-    def record(self, piece: Callable[[], _T]) -> tuple[_T, Callable[[], None]]:
-        """Return the outputs of `piece`, in tensors that every replay overwrites, and the replay.
-
-        Raises RuntimeError if an operator cannot be recorded.
-        """
-
-    def forget(self) -> None:
-        """Prepare for the end of all replays."""
-
-
-class CudaRecorder:
+class Recorder:
     """Captures CUDA graphs that share one memory pool, which is safe because they never run concurrently.
 
     `finish` waits until the device has done everything that was launched.
@@ -112,7 +99,10 @@ class CudaRecorder:
         self.forget()
 
     def record(self, piece: Callable[[], _T]) -> tuple[_T, Callable[[], None]]:
-        """See `Recorder`."""
+        """Return the outputs of `piece`, in tensors that every replay overwrites, and the replay; runs nothing.
+
+        Raises RuntimeError if an operator cannot be recorded.
+        """
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         self._finish()  # torch does so as well, but would wait for a lost rank without a limit
         try:
@@ -125,7 +115,7 @@ class CudaRecorder:
         return outputs, graph.replay
 
     def forget(self) -> None:
-        """Wait for running replays, and begin a new pool; see `Recorder`."""
+        """Prepare for the end of all replays: wait for those that run, and begin a new pool."""
         self._finish()
         self._pool = torch.cuda.graph_pool_handle()
 

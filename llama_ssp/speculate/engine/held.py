@@ -6,12 +6,8 @@
     a new prompt     | header ........ | question 3 |                   takes row 2, and the header from row 0
     a later turn     | header ........ | question 1 | answer | more |   takes row 1 as it is, and reads what is new
 
-Texts stay in the static cache until their row is used, so no memory is added. All ranks know the tokens of all rows, so
-they decide alike without a message. Bits stay the same: where those of a token depend on what else is read with it,
-only whole chunks of prompts are taken.
-
-Where layers keep states (`models.states`), a row also saves one, behind whole chunks of its prompt, and only these
-tokens are taken from it: those that another prompt shares, or all whole chunks if none does or it is a later turn.
+docs/how-it-works.md says what may be taken, so that bits stay the same. All ranks know the tokens of all rows, so they
+decide alike without a message. Where layers keep states (`models.states`), only what a state was saved behind is taken:
 
     row 0    | header .... S question 0 | answer       another prompt has the header as well
     row 1    | first turn ....... S     | answer       the next turn goes on from S; the rest of the chunk is read again
@@ -78,7 +74,8 @@ class HeldTexts:
         """Give each prompt a free row, that which holds most of it, and enter the prompts."""
         left, rows = [*free], []
         for ids in prompts:
-            rows.append(self._row_for(ids, left))
+            row, _ = self._longest(ids, {row: self._texts[row] for row in left})
+            rows.append(min(left, key=lambda row: len(self._texts[row].ids)) if row is None else row)
             left.remove(rows[-1])
         # What stays while these prompts are read: other rows, and prompts that are read from their first token on.
         sources = {row: text for row, text in enumerate(self._texts) if text.ids and row not in rows}
@@ -111,10 +108,6 @@ class HeldTexts:
             return 0
         shared, goes_on = max((num_common(other, ids), ids[: len(other)] == other) for other in (*others, ()))
         return whole if goes_on else self._whole_steps(ids, shared) or whole
-
-    def _row_for(self, ids: tuple[int, ...], free: Sequence[int]) -> int:
-        row, _ = self._longest(ids, {row: self._texts[row] for row in free})
-        return min(free, key=lambda row: len(self._texts[row].ids)) if row is None else row
 
     def _begun(self, row: int, ids: tuple[int, ...], texts: dict[int, _Text]) -> PromptRow:
         source, most = self._longest(ids, texts)

@@ -34,7 +34,7 @@ AFTER_RESULTS = ("matplotlib", "llama_ssp.reports.html")
 NEVER = (
     "bitsandbytes", "deepspeed", "matplotlib.pyplot", "datasets", "pandas", "sklearn", "tensorboard",
     "llama_ssp.weights.synthetic", "llama_ssp.weights.expansion", "llama_ssp.run.tasks.benchmark",
-    "llama_ssp.run.tasks.calibrate", "llama_ssp.run.calibration.operators",
+    "llama_ssp.run.tasks.calibrate", "llama_ssp.run.calibration",
 )  # fmt: skip
 
 

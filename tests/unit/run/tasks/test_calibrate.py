@@ -17,7 +17,7 @@ from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import Link, MeasuredSum
 from llama_ssp.planning.timing import timing
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.run.calibration import operators
+from llama_ssp.run import calibration
 from llama_ssp.run.tasks import calibrate as task
 from llama_ssp.run.tasks.calibrate import calibrate
 from llama_ssp.run.tasks.records import CalibrateConfig
@@ -38,7 +38,7 @@ class Shown(dict[str, tuple[int, int]]):
 def test_the_file_is_a_sound_description_from_which_a_run_can_be_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operators, "BUDGET_S", 0.0)
+    monkeypatch.setattr(calibration, "BUDGET_S", 0.0)
     file, shown = tmp_path / "machine.yaml", Shown()
     assert calibrate(ONE_CORE, file, shown) == f"wrote {file}"
     assert [*shown.values()] == [(2, 2)]
@@ -57,15 +57,15 @@ def test_the_file_is_a_sound_description_from_which_a_run_can_be_planned(
 def test_ranks_measure_the_sums_in_their_node_or_one_between_two(
     num_local: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operators, "_NUM_BUNCHES", 2)
+    monkeypatch.setattr(calibration, "_NUM_BUNCHES", 2)
 
     def one_rank(comm: ThreadComm) -> tuple[list[MeasuredSum], Link | None]:
         cpu = torch.device("cpu")
-        return operators.sums(comm, cpu, num_local=num_local), operators.network(comm, cpu, num_local=num_local)
+        return calibration.sums(comm, cpu, num_local=num_local), calibration.network(comm, cpu, num_local=num_local)
 
     for sums, network in on_ranks(thread_comms(2), one_rank):
         assert [(found.num_ranks, found.num_bytes) for found in sums] == [
-            (2, size) for size in (operators.MESSAGE_BYTES if num_local == 2 else ())
+            (2, size) for size in (calibration.MESSAGE_BYTES if num_local == 2 else ())
         ]
         assert (network is None) == (num_local == 2)
         assert network is None or min(network.latency_s, network.bandwidth_bytes_per_s) > 0
@@ -85,24 +85,24 @@ def test_a_calibration_makes_the_folder_of_its_file(tmp_path: Path, monkeypatch:
 def test_a_file_that_cannot_be_written_is_one_sentence_before_anything_is_measured(
     name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operators, "cpu_speeds", None)
+    monkeypatch.setattr(calibration, "cpu_speeds", None)
     with pytest.raises(SspError, match=rf"cannot be written \({reason}\): .* task\.output=FILE"):
         calibrate(ONE_CORE, tmp_path / name, Shown())
 
 
 def test_rates_are_bytes_operations_and_calls_over_the_time_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operators, "seconds_per_call", lambda _call, **_options: 0.5)
+    monkeypatch.setattr(calibration, "seconds_per_call", lambda _call, **_options: 0.5)
     device = torch.device("cpu")
-    assert operators.copy_bytes_per_s(device, num_bytes=4096) == 2 * 4096 / 0.5, "read once and written once"
-    assert operators.flops_per_s(torch.float32, device) == 2 * 1024**3 / 0.5, "a product and a sum"
-    assert operators.launch_s(device) == operators.kernel_s(device) == 0.5 / 200
+    assert calibration.copy_bytes_per_s(device, num_bytes=4096) == 2 * 4096 / 0.5, "read once and written once"
+    assert calibration.flops_per_s(torch.float32, device) == 2 * 1024**3 / 0.5, "a product and a sum"
+    assert calibration.launch_s(device) == calibration.kernel_s(device) == 0.5 / 200
 
 
 def test_every_format_that_has_a_kernel_has_a_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the floats of 4 bits too, to which no weight is quantized."""
-    monkeypatch.setattr(operators, "BUDGET_S", 0.0)
-    monkeypatch.setattr(operators, "_SPEED_SIDE", 128)
-    found = operators.cpu_speeds(num_bytes=2**16)
+    monkeypatch.setattr(calibration, "BUDGET_S", 0.0)
+    monkeypatch.setattr(calibration, "_SPEED_SIDE", 128)
+    found = calibration.cpu_speeds(num_bytes=2**16)
     compiled = [record for record in formats().values() if record.compiled and product_of(record.compiled)]
     assert found.keys() == {"fp32", "fp16", *(record.name for record in compiled)}
     assert found.get("mxfp4") == found.get("int4_weight_only")
@@ -117,10 +117,10 @@ def test_a_message_that_a_neighbour_delays_does_not_count(monkeypatch: pytest.Mo
         now_s += 1.0 if num_calls % 40 == 0 else 1e-5
         return values
 
-    monkeypatch.setattr(operators, "seconds_per_call", lambda _call: 0.0)
+    monkeypatch.setattr(calibration, "seconds_per_call", lambda _call: 0.0)
     monkeypatch.setattr(time, "perf_counter", lambda: now_s)
     comm = Comm.single()
     object.__setattr__(comm, "all_reduce", all_reduce)  # the class is frozen
-    found = operators._summed_s(comm, torch.zeros(2))
+    found = calibration._summed_s(comm, torch.zeros(2))
     assert num_calls > 40
     assert found == pytest.approx(1e-5)

@@ -17,8 +17,7 @@ from llama_ssp.architectures.reading import check_readable, read_config
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.huggingface.modules import load_modules
-from llama_ssp.models.huggingface.mtp import MtpRunner
-from llama_ssp.models.huggingface.runner import ModuleRunner
+from llama_ssp.models.huggingface.runner import ModuleRunner, MtpRunner
 from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.weights import Loading

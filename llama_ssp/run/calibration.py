@@ -2,10 +2,14 @@
 
 Reads no checkpoint but the shipped one. `tasks.calibrate` writes the constants down for plans; the first run on a CPU
 measures its products alone.
+
+On a shared machine a single time means little: candidates that are compared run in turns in every repetition. Report a
+median over repetitions, or the median of ratios within them.
 """
 
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
@@ -27,7 +31,6 @@ from llama_ssp.planning.timing import OPERATORS_PER_LAYER
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.gpu import capture_stream, selected
 from llama_ssp.ranks.world import World, on_all_cores
-from llama_ssp.run.calibration.interleave import undisturbed
 from llama_ssp.storage.formats import NO_QUANTIZATION, format_of, formats
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
@@ -41,6 +44,33 @@ _NUM_OPERATORS, _NUM_SUMS, _NUM_BUNCHES = 200, 20, 20
 _SPEED_SIDE, _FEW_ROWS = 2048, 5
 
 Call = Callable[[], object]
+
+
+def interleave(
+    candidates: Mapping[str, Callable[[int], float]], *, num_repetitions: int, num_warmup: int = 1
+) -> dict[str, list[float]]:
+    """Run all candidates in every repetition; returns the measurements of each candidate, in order.
+
+    Every second repetition runs backwards, so that none always follows the one that empties the processor's caches. A
+    candidate takes the number of the repetition, which is negative in the `num_warmup` ones that are discarded.
+    """
+    measured: dict[str, list[float]] = {name: [] for name in candidates}
+    for repetition in range(-num_warmup, num_repetitions):
+        for name in [*candidates][:: -1 if repetition % 2 else 1]:
+            value = candidates[name](repetition)
+            if repetition >= 0:
+                measured[name].append(value)
+    return measured
+
+
+def undisturbed(seconds: Sequence[float]) -> float:
+    """The lower quartile: others only ever add time, and the quartile excludes most of it."""
+    return statistics.quantiles(seconds, n=4, method="inclusive")[0] if len(seconds) > 1 else seconds[0]
+
+
+def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
+    """The median of the ratios of measurements taken in the same repetition."""
+    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
 def seconds_per_call(call: Call) -> float:

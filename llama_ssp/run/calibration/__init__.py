@@ -1,1 +1,0 @@
-"""Measurements of this machine, for the planner."""
