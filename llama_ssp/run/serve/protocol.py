@@ -138,8 +138,8 @@ class BodyReader:
         return Asked(given, completions, self._maker.tokenizer, is_chat=is_chat, model=self.name)
 
     def _sampling(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        known = {name: given[name] for name in _SAMPLING if name in given}
-        asked = {name: None if value in _OFF.get(name, ()) else value for name, value in known.items()}
+        asked = {name: given[name] for name in _SAMPLING if name in given}
+        asked = {name: None if value in _OFF.get(name, ()) else value for name, value in asked.items()}
         if "logit_bias" in asked:
             asked["logit_bias"] = self._biases(asked["logit_bias"])
         sampling = replace(self._config.sampling, bad_ids=(), eos_ids=(), from_model=[], **asked)

@@ -230,7 +230,7 @@ def test_connections_that_send_or_read_too_slowly_are_closed(pair: Pair, monkeyp
         body.sendall(half + b"host: x\r\n\r\n{")
         reader.sendall(half.replace(b"99", b"%d" % len(rude)) + b"host: x\r\n\r\n" + rude)
         wait_for(lambda: behind.recv(1000).endswith(b"}"))
-        closed = set()
+        closed = set[socket.socket]()
 
         def is_over() -> bool:
             for connection in {headers, behind} - closed:
