@@ -21,7 +21,7 @@ from torch import Tensor
 from llama_ssp.architectures.mtp import JOIN, JOINED_NORMS
 from llama_ssp.kernels.between import OwnKernels
 from llama_ssp.kernels.linear import Kernel, Linear, make_linear
-from llama_ssp.kernels.norm import RmsNorm
+from llama_ssp.kernels.parts import RmsNorm
 from llama_ssp.models.llama.attention import LayerAttention
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.layer import Layer, Stream
@@ -97,14 +97,9 @@ class PairRunner(LeanRunner):
         return taps_BTX.to(self.dtype)
 
     def extend(
-        self,
-        ids_BT: Tensor,
-        hidden_BTE: Tensor,
-        positions_BT: Tensor,
-        *,
-        score_positions_B1: Tensor | None = None,
+        self, ids_BT: Tensor, hidden_BTE: Tensor, positions_BT: Tensor, *, score_positions_B1: Tensor | None = None,
         **where: Any,  # noqa: ANN401 - see `Head.extend`
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """See `Head.extend`."""
         stream = self._read(ids_BT, hidden_BTE, self._attention(positions_BT, **where), score_positions_B1)
         hidden_BRE, logits_BRD = self._scored(stream, len(ids_BT), None)

@@ -18,7 +18,7 @@ from torch.nn import functional
 from llama_ssp.architectures.heads import MASK
 from llama_ssp.kernels.between import OwnKernels
 from llama_ssp.kernels.linear import Kernel, Linear, make_linear
-from llama_ssp.kernels.norm import RmsNorm
+from llama_ssp.kernels.parts import RmsNorm
 from llama_ssp.models.llama.attention import LayerAttention
 from llama_ssp.models.llama.head import Attention, HeadRunner
 from llama_ssp.models.llama.layer import Layer, Stream, added, rows_at
