@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.architectures.engine import reads_by_length
-from llama_ssp.kernels.heads import Heads, Sequences, left_of
+from llama_ssp.kernels.parts import Heads, Sequences, left_of
 from llama_ssp.kernels.rows import KeptRows
 from llama_ssp.ranks.gpu import ends_run
 

@@ -1,8 +1,4 @@
-"""The parts between the products of a layer in Triton; `between` has the references, and chooses.
-
-    rotate_write   the norms of heads, the rotary embedding, and the write to the cache, in its format
-    add_norm       the residual, or the embedding of the first layer, and the norm
-    gated          silu(gate) * up
+"""The parts between the products of a layer in Triton; `between` lists them, has the references, and chooses.
 
 Shapes: B rows, T positions, M = B * T tokens, E embedding width, U MLP units, X heads, S positions, D head dim,
 P = D / 2.
@@ -16,8 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llama_ssp.kernels.chain_gpu import chained, release, wait
-from llama_ssp.kernels.heads import Heads
-from llama_ssp.kernels.norm import RmsNorm
+from llama_ssp.kernels.parts import Heads, RmsNorm
 from llama_ssp.kernels.rows import KeptRows
 
 _HEADS_OF_A_PROGRAM = 8
@@ -172,27 +167,13 @@ def rotate_write_kernel(  # type: ignore[no-untyped-def]
 
 
 def rotate_write(
-    qkv_MXD: Tensor,
-    turns_SP2: Tensor,
-    positions_BT: Tensor,
-    parts: Tensor,
-    *,
-    heads: Heads,
-    slots_M: Tensor | None = None,
-    norms: Sequence[RmsNorm] = (),
-    kept: KeptRows | None = None,
-) -> None:
+    qkv_MXD: Tensor, turns_SP2: Tensor, positions_BT: Tensor, parts: Tensor,
+    *, heads: Heads, slots_M: Tensor | None = None, norms: Sequence[RmsNorm] = (), kept: KeptRows | None = None,
+) -> None:  # fmt: skip
     """Norm and turn the query heads of qkv in place, and write turned keys and values to the cache.
 
-    Args:
-        qkv_MXD: queries, keys and values of all tokens, contiguous.
-        turns_SP2: cosines and sines of each position, fp32.
-        positions_BT: of the tokens, contiguous.
-        parts: the layer's part of the cache; see `LayerBuffer`.
-        heads: of the layer.
-        slots_M: of the tokens, among the slots of all rows; None if row b is row b of the cache.
-        norms: of query heads and of key heads, in models that have them.
-        kept: how keys and values are kept; None for their own dtype.
+    See `between.rotate_write`. Queries, keys, values and positions are contiguous, the turns are cosines and sines of
+    each position in fp32. Without slots, row b is row b of the cache.
     """
     num_tokens, num_all, head_dim = qkv_MXD.shape
     batch_size, num_positions = positions_BT.shape

@@ -52,15 +52,9 @@ class OverlappedRound(Round):
         self._kept_BTV: Tensor | None = None
 
     def step(
-        self,
-        executor: Executor,
-        state: BatchState,
-        in_flight: Law = POINT_MASS,
-        *,
-        choice: DraftChoice,
-        bucket: int,
+        self, executor: Executor, state: BatchState, in_flight: Law = POINT_MASS, *, choice: DraftChoice, bucket: int,
         clock: HostClock,
-    ) -> tuple[Tensor, Law]:
+    ) -> tuple[Tensor, Law]:  # fmt: skip
         """Run one overlapped round; see `Round.step`.
 
         A rank only waits for the other model in the exchange, and on the draft's ranks in the last stage.
