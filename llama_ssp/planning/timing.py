@@ -10,10 +10,20 @@
 The figures of a machine are bandwidth, matrix rate, times of a kernel and of a launch, and sums over ranks by size.
 They are from data sheets, or measured by `task=calibrate`; a CPU's first run measures its products.
 
+Messages between the ranks of one replica in a round, in addition to the collectives inside the models:
+
+    ids              the drafted ids to all ranks, before the target's forward; a replicated draft gathers the rows of
+                     each rank
+    probabilities    from the draft to the rank that runs the rule, only if no rank holds both models
+    verdict          number of accepted tokens, the next token, and the stop request
+
 Where drafting overlaps verification, a round takes as long as the slower of K draft steps and a forward of K positions,
 then the exchange and the rule (docs/design/overlap.md). On GPUs the exchange goes on during the forward, so that only
-the draft's side of a round has it. docs/guides/planning.md says where the 80 % ranges are from: `python -m
-benchmarks.published` and `python -m benchmarks.served` count how many rows they hold.
+the draft's side of a round has it. After a rejection, the first token of the new block is verified early.
+
+Only one kind of GPU has run this engine, so 80 % ranges of its times are the errors of forecasts for other engines, by
+architecture, format and rows: `python -m benchmarks.published` and `python -m benchmarks.served` count how many rows
+they hold. A calibrated machine and a CPU have none.
 
 Shapes: B sequences, T positions, K drafted tokens, V vocabulary.
 """
