@@ -65,14 +65,14 @@ def _signal_handlers() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _programs_heed_hangups() -> Iterator[None]:
-    """Under `nohup` tests go on ignoring SIGHUP, but the programs that they start do not: these inherit no function."""
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        yield
-        return
-    signal.signal(signal.SIGHUP, lambda *_: None)
+def _programs_heed_signals() -> Iterator[None]:
+    """In the background or under `nohup` tests go on ignoring these signals; programs that they start heed them."""
+    ignored = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:  # programs inherit no function
+        signal.signal(number, lambda *_: None)
     yield
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @pytest.fixture(scope="session", autouse=True)

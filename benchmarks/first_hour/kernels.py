@@ -21,9 +21,8 @@ from benchmarks.first_hour.step import Check, Where, main, say, skip
 from llama_ssp.architectures.engine import FIRST_CAPABILITY_BY_LENGTH
 from llama_ssp.kernels.attention_by_length import VarlenAttention, capability_of, flash_attention
 from llama_ssp.kernels.between import rotate_write
-from llama_ssp.kernels.heads import Heads, Sequences
 from llama_ssp.kernels.linear import HalvesLinear, Linear, PlainLinear
-from llama_ssp.kernels.norm import RmsNorm
+from llama_ssp.kernels.parts import Heads, RmsNorm, Sequences
 from llama_ssp.models.quantization.weight_only import int4_weight_only_linear, int8_weight_only_linear
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.engine.executors import Recorder

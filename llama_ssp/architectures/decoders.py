@@ -133,6 +133,6 @@ GPT_NEO = Family(
     num_masks=4,
     attention="eager",
     tp_plan=_NEO_PLAN,  # the library has none
-    check_files="llama_ssp.models.huggingface.gpt_neo:check_positions",
-    adapt="llama_ssp.models.huggingface.gpt_neo:adapt",
+    check_files="llama_ssp.models.huggingface.families:check_gpt_neo",
+    adapt="llama_ssp.models.huggingface.families:adapt_gpt_neo",
 )

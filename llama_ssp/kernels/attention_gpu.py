@@ -27,7 +27,7 @@ from torch import Tensor
 
 from llama_ssp.architectures.engine import PART_SLOTS, most_parts
 from llama_ssp.kernels.chain_gpu import chained, release, wait
-from llama_ssp.kernels.heads import Sequences, left_of
+from llama_ssp.kernels.parts import Sequences, left_of
 from llama_ssp.kernels.rows import KeptRows
 
 SLOTS = PART_SLOTS

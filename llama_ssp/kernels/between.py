@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llama_ssp.kernels.choice_gpu import attempt, missing_packages
-from llama_ssp.kernels.heads import Heads
-from llama_ssp.kernels.norm import RmsNorm
+from llama_ssp.kernels.parts import Heads, RmsNorm
 from llama_ssp.kernels.rows import KeptRows
 
 _TOLERANCE = 0.02

@@ -16,8 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llama_ssp.kernels.chain_gpu import chained, release, wait
-from llama_ssp.kernels.heads import Heads
-from llama_ssp.kernels.norm import RmsNorm
+from llama_ssp.kernels.parts import Heads, RmsNorm
 from llama_ssp.kernels.rows import KeptRows
 
 _HEADS_OF_A_PROGRAM = 8
@@ -172,16 +171,9 @@ def rotate_write_kernel(  # type: ignore[no-untyped-def]
 
 
 def rotate_write(
-    qkv_MXD: Tensor,
-    turns_SP2: Tensor,
-    positions_BT: Tensor,
-    parts: Tensor,
-    *,
-    heads: Heads,
-    slots_M: Tensor | None = None,
-    norms: Sequence[RmsNorm] = (),
-    kept: KeptRows | None = None,
-) -> None:
+    qkv_MXD: Tensor, turns_SP2: Tensor, positions_BT: Tensor, parts: Tensor,
+    *, heads: Heads, slots_M: Tensor | None = None, norms: Sequence[RmsNorm] = (), kept: KeptRows | None = None,
+) -> None:  # fmt: skip
     """Norm and turn the query heads of qkv in place, and write turned keys and values to the cache.
 
     Args:

@@ -1,4 +1,4 @@
-"""Finds the entry of the group `hardware` that describes the current machine."""
+"""Finds the entry of the group `hardware` that describes the current machine, and the links between its GPUs."""
 
 import json
 import os
@@ -6,9 +6,12 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
+from itertools import combinations
 from pathlib import Path
 from statistics import median
 
@@ -22,6 +25,9 @@ _OTHER_BOARDS = {"PCIE", "NVL", "MIG", "TI", "SUPER", "D", "LAPTOP", "MAX", "144
 """Variants of a GPU with another bandwidth or memory."""
 _LAPTOP_CORES = 8
 """Cores of laptop_cpu, whose rate of a core is that of others."""
+_LINKS_S = 20.0
+_LINKS = ("NV", "PIX", "PXB", "PHB", "NODE", "SYS")
+"""Beginnings of the names of links, the fastest first: NVLink, PCIe switches, host bridges, and sockets."""
 
 
 def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:
@@ -131,3 +137,60 @@ def system_bytes(memory_bytes: int) -> int:
 def host_memory_bytes() -> int:
     """Total memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@cache
+def read_links() -> list[list[str]]:
+    """The name of the link between each two GPUs, by their numbers; OSError with a reason if none can be read."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        raise OSError("nvidia-smi is not installed")
+    try:
+        done = subprocess.run([command, "topo", "-m"], capture_output=True, text=True, check=True, timeout=_LINKS_S)
+    except subprocess.SubprocessError as error:
+        raise OSError(str(error)) from error
+    rows = [re.split(r"[\t ]+", line.strip()) for line in done.stdout.splitlines()]
+    return [row[1:] for row in rows if re.fullmatch(r"GPU\d+", row[0]) and "X" in row]
+
+
+def gpu_links() -> str:
+    """Return the link between each pair of this node's GPUs."""
+    try:
+        links = read_links()
+    except OSError as error:
+        return f"unknown: {error}"
+    pairs = defaultdict(list)
+    for first, second in combinations(range(len(links)), 2):
+        pairs[links[first][second]].append(f"{first}-{second}")
+    if len(pairs) == 1:
+        return f"{next(iter(pairs))} between all GPUs"
+    return ", ".join(f"{link} between GPUs {' '.join(pairs[link])}" for link in pairs) or "none, the GPU is alone"
+
+
+def note_on_links(sizes: Collection[int], num_ranks: int, visible: str | None) -> str | None:
+    """A sentence if ranks that share a model would have faster links in another order of their GPUs.
+
+    Blocks of one of `sizes` share one, of `num_ranks` on this node; `visible` is CUDA_VISIBLE_DEVICES. None too where
+    the links are unknown, or GPUs have no numbers.
+    """
+    gpus = visible.split(",") if visible else [*map(str, range(num_ranks))]
+    with suppress(OSError, ValueError, IndexError):
+        links, ranks = read_links(), [*map(int, gpus)][:num_ranks]
+
+        def weakest(block: Iterable[int]) -> tuple[int, str]:
+            found = [links[one][other] for one, other in combinations(block, 2)]
+            return max(([link.startswith(name) for name in _LINKS].index(True), link) for link in found)
+
+        for size in (size for size in sizes if size > 1 and num_ranks % size == 0):
+            order = list[int]()
+            while len(order) < num_ranks:
+                left = (gpu for gpu in ranks if gpu not in order)
+                order += min(combinations(left, size), key=lambda block: weakest(block)[0])
+            blocks = [[one[at : at + size] for at in range(0, len(order), size)] for one in (ranks, order)]
+            now, best = (max(map(weakest, some)) for some in blocks)
+            if best[0] < now[0]:
+                return (
+                    f"{size} ranks that share a model have {now[1]} between their GPUs, and in another order "
+                    f"{best[1]}: CUDA_VISIBLE_DEVICES={','.join(map(str, order))}; nvidia-smi topo -m explains"
+                )
+    return None

@@ -45,10 +45,9 @@ from torch.distributed.distributed_c10d import Store
 
 from llama_ssp import errors
 from llama_ssp.errors import InterruptedRun, LostRankError, SspError
-from llama_ssp.ranks import nccl
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.gpu import DeviceWait
-from llama_ssp.ranks.memory import exhaustion
+from llama_ssp.ranks.memory import exhaustion, explained_by_nccl, is_of_nccl
 from llama_ssp.ranks.process import Agent, ignore_signals, listen, meeting_host
 
 _ERRORS = {
@@ -443,8 +442,8 @@ def _loss(error: BaseException, missing: tuple[int, ...], phase: Phase, watch: C
             cause = "no answer"
         names = f"rank {missing[0]} is" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} are"
         return LostRankError(f"{names} missing while {phase.doing} ({cause}); {phase.remedy}")
-    if nccl.is_of_nccl(error):
-        return LostRankError(f"rank {watch.rank} failed while {phase.doing}: {nccl.explained(error)}")
+    if is_of_nccl(error):
+        return LostRankError(f"rank {watch.rank} failed while {phase.doing}: {explained_by_nccl(error)}")
     is_of_group = isinstance(error, dist.DistError) or "gloo" in reason
     if is_signal or (is_of_group and watch.is_orphan):  # all ranks are orphans, and others noticed it first
         return InterruptedRun("interrupted")

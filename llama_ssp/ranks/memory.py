@@ -1,15 +1,16 @@
-"""Memory: this rank's peak, and sentences for memory and disks that ran out."""
+"""Memory: this rank's peak; and sentences for memory and disks that ran out, and for NCCL, with its own words."""
 
 import errno
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from llama_ssp.errors import FULL_DISK, CapacityError, SspError
-from llama_ssp.ranks.nccl import is_of_nccl
 
 _EVERY_S = 0.005
 _STATUS = Path("/proc/self/status")
@@ -17,6 +18,16 @@ _STATUS = Path("/proc/self/status")
 _MEMORY_WORDS = (
     "can't allocate memory", "not enough memory", "out of memory", "cannot allocate memory", "can't start new thread",
 )  # fmt: skip
+
+_REMEDIES = {
+    r"/dev/shm|shared memory": "a container needs more shared memory: docker run --shm-size=8g, or --ipc=host",
+    r"out of memory|cuda failure 2\b": "end other programs on the GPU, which nvidia-smi lists",
+    r"duplicate gpu": "start one rank for each GPU",
+    r"version|mismatch|truncated": "install the same torch and NCCL on every node",
+    r"interface|bootstrap|connect|route|socket|network|remote|peer|ibv_":
+        "NCCL_SOCKET_IFNAME=NAME names the interface that all nodes share",
+}  # fmt: skip
+"""Patterns of NCCL's last line, and what usually helps; the first that is found counts."""
 
 
 class MemoryWatch:
@@ -86,3 +97,15 @@ def exhaustion(error: BaseException) -> SspError | None:
         reason = (error.strerror or str(error)).lower()
         return SspError(f"cannot write{file}: {reason}; free some space and give the same command again to resume")
     return None
+
+
+def is_of_nccl(error: BaseException) -> bool:
+    """Whether NCCL raised an error, at its start or in a collective."""
+    return isinstance(error, dist.DistBackendError) and "nccl" in str(error).lower()
+
+
+def explained_by_nccl(error: BaseException) -> str:
+    """Return NCCL's own last line with its usual remedy; torch's first ones say only "unhandled system error"."""
+    said = [line.strip() for line in str(error).splitlines() if line.strip()][-1].removeprefix("Last error:").strip()
+    remedies = [remedy for words, remedy in _REMEDIES.items() if re.search(words, said.lower())]
+    return "; ".join([f"NCCL: {said.rstrip('.')}", *remedies[:1], "NCCL_DEBUG=INFO in the environment shows more"])

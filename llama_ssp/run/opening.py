@@ -15,7 +15,7 @@ from typing import TextIO
 import torch
 
 from llama_ssp.errors import InterruptedRun, LostRankError, SspError
-from llama_ssp.machines.links import gpu_links
+from llama_ssp.machines.machine import gpu_links
 from llama_ssp.ranks.failures import Phase, guard, raise_on_all_ranks, unify_failure
 from llama_ssp.ranks.process import read_ranks
 from llama_ssp.ranks.world import World, start

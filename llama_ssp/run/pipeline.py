@@ -16,8 +16,7 @@ from typing import TypeAlias
 import transformers
 
 from llama_ssp.errors import ConfigError, InterruptedRun
-from llama_ssp.machines.links import note_on_links
-from llama_ssp.machines.machine import detect_hardware, keep_speeds
+from llama_ssp.machines.machine import detect_hardware, keep_speeds, note_on_links
 from llama_ssp.planning.advice import slower_overlapped
 from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.planning.spec import outgrown

@@ -120,14 +120,16 @@ def batch_lines(config: RunConfig) -> list[str]:
     if config.task.name != "generate" or ending_of(source) != ".jsonl" or not os.path.isfile(source):  # noqa: PTH113 - Path raises for odd names
         return []
     lines = [str(line) for _, line in _lines(_text_of(source), source)]
-    return lines if any('"custom_id"' in line and _is_of_batch(line) for line in lines) else []
+    known = {"custom_id", "method", "url", "body"}
+    return lines if any('"custom_id"' in line and content_of(line).keys() >= known for line in lines) else []
 
 
-def _is_of_batch(line: str) -> bool:
+def content_of(line: str) -> dict[str, Any]:
+    """The fields of a line of a batch file; none if it is no JSON object."""
     with suppress(ValueError):
-        content = read_json(line)
-        return isinstance(content, dict) and content.keys() >= {"custom_id", "method", "url", "body"}
-    return False
+        if isinstance(content := read_json(line), dict):
+            return content
+    return {}
 
 
 def is_interactive(config: RunConfig) -> bool:

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -50,11 +51,7 @@ class Checkpoint:
     shape: ModelShape
     tensors: Mapping[str, Listed]
     head: HeadConfig | None = None  # of a draft head, which `weights.head` joins with its target.
-
-    @property
-    def context(self) -> int:
-        """The maximum sequence length."""
-        return self.shape.max_position_embeddings
+    context = property(attrgetter("shape.max_position_embeddings"))
 
     @property
     def dtype(self) -> torch.dtype:

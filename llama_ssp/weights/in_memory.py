@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -34,11 +35,7 @@ class WeightsInMemory:
     shape: ModelShape
     parameters: Mapping[str, Tensor]
     generation: Mapping[str, Any]
-
-    @property
-    def context(self) -> int:
-        """The maximum sequence length."""
-        return self.shape.max_position_embeddings
+    context = property(attrgetter("shape.max_position_embeddings"))
 
     @property
     def dtype(self) -> torch.dtype:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from llama_ssp.kernels.heads import Sequences
+from llama_ssp.kernels.parts import Sequences
 
 
 def varlen_attention(

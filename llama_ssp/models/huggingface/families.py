@@ -2,19 +2,24 @@
 
 A sliding window is part of the mask: the cache keeps every slot, and slots that are too old for a layer are masked.
 
-Shapes: B sequences, T positions, S slots, L layers.
+Shapes: B sequences, T positions, S slots, L layers; H query heads, D head dim, W windows.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from llama_ssp.architectures.decoders import GPT_NEO
 from llama_ssp.architectures.family import record_of
 from llama_ssp.architectures.matrices import IN_PARTS
+from llama_ssp.errors import CheckpointError
 from llama_ssp.registry import imported
+from llama_ssp.weights.source import WeightSource
 
 
 def adapt(model: PreTrainedModel) -> None:
@@ -61,3 +66,40 @@ def tp_plan_of(model: PreTrainedModel) -> dict[str, str]:
 
 _SAME_STYLES = {"rowwise_split_input": "rowwise", "mla_kv_a_proj": "replicated", "local_params": "replicated"}
 """Every rank has the latents that keys and values are made of; attention's own parameters are cut with its heads."""
+
+
+def check_gpt_neo(origin: WeightSource) -> None:
+    """CheckpointError if another number of positions is stored, before a model allocates masks of that size squared."""
+    wanted: int = origin.config.max_position_embeddings
+    for name, tensor in origin.tensors.items():
+        if name.endswith("wpe.weight") and tensor.shape[:1] != (wanted,):
+            raise CheckpointError(
+                f"{origin.folder} does not fit its config.json: {name} has {tensor.shape[0] if tensor.shape else 0} "
+                f"rows, and config.json has max_position_embeddings={wanted}: copy or download it again"
+            )
+
+
+def adapt_gpt_neo(model: PreTrainedModel) -> None:
+    """Replace the attention of every layer, and clamp positions to the table of position embeddings.
+
+    Its attention takes our masks, where that of transformers slices its own by length. A round computes a few positions
+    beyond the context, but their tokens are never kept.
+    """
+    windows = GPT_NEO.windows_of(model.config)
+    distinct = list(dict.fromkeys(windows))
+    body: Any = model.transformer
+    for block, window in zip(body.h, windows, strict=True):
+        attention = block.attn.attention
+        attention._attn = partial(_attend, attention, distinct.index(window))
+        del attention.bias  # masks of the context's size squared
+    last = model.config.max_position_embeddings - 1
+    body.wpe.register_forward_pre_hook(lambda _table, positions: (positions[0].clamp(max=last),))
+    model.config._attn_implementation = "sdpa"
+
+
+def _attend(module: Any, number: int, *qkv_and_masks: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+    """Attention (B, H, T, D) with the layer's own mask of (B, W, T, S), for any attention that transformers knows."""
+    attend = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation]
+    *qkv, masks_BWTS = qkv_and_masks
+    attended_BTHD, _ = attend(module, *qkv, masks_BWTS[:, number : number + 1], scaling=1.0)
+    return attended_BTHD.transpose(1, 2), None

@@ -119,18 +119,10 @@ class ModuleRunner(CachedRunner):
             )
 
     def forward(
-        self,
-        ids_BT: Tensor,
-        positions_BT: Tensor,
-        *,
-        bucket: int,
-        score_positions_BR: Tensor | None = None,
-        cache_rows_B: Tensor | None = None,
-        taps: Taps | None = None,
-        tree: TreePlaces | None = None,
-        taken_B: Tensor | None = None,
-        **_others: object,
-    ) -> Tensor:
+        self, ids_BT: Tensor, positions_BT: Tensor, *, bucket: int, score_positions_BR: Tensor | None = None,
+        cache_rows_B: Tensor | None = None, taps: Taps | None = None, tree: TreePlaces | None = None,
+        taken_B: Tensor | None = None, **_others: object,
+    ) -> Tensor:  # fmt: skip
         """See `Runner.forward`; embeddings (B, T, E) may stand in place of ids. Masks show any positions."""
         assert self._cache is not None, "allocate comes first"
         self._rows_BR = score_positions_BR
@@ -208,14 +200,9 @@ class MtpRunner(ModuleRunner):
         return taps_BTX.to(self.dtype)
 
     def extend(
-        self,
-        ids_BT: Tensor,
-        hidden_BTE: Tensor,
-        positions_BT: Tensor,
-        *,
-        score_positions_B1: Tensor | None = None,
+        self, ids_BT: Tensor, hidden_BTE: Tensor, positions_BT: Tensor, *, score_positions_B1: Tensor | None = None,
         **where: Any,  # noqa: ANN401 - see `Head.extend`
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """See `Head.extend`."""
         embedding: Any = self._model.get_input_embeddings()
         layer = self._model.get_decoder().layers[0]

@@ -18,9 +18,8 @@ from llama_ssp.kernels.attention import ALL, Attention, find_attention
 from llama_ssp.kernels.attention_by_length import VarlenAttention, find_varlen, unpacking, with_ours
 from llama_ssp.kernels.between import OwnKernels, find_own_kernels, rotate_write
 from llama_ssp.kernels.choice_gpu import attempt
-from llama_ssp.kernels.heads import Heads
 from llama_ssp.kernels.linear import Kernel, make_linear, native_of
-from llama_ssp.kernels.norm import RmsNorm
+from llama_ssp.kernels.parts import Heads, RmsNorm
 from llama_ssp.models.cache import CachedRunner, CacheView, Taps
 from llama_ssp.models.llama.attention import (
     Attend,
@@ -152,19 +151,11 @@ class LeanRunner(CachedRunner):
                 self._lengths = LengthTables(batch_size=batch_size, num_slots=num_slots, device=self.device)
 
     def forward(  # noqa: PLR0913 - see `Runner`
-        self,
-        ids_BT: Tensor,
-        positions_BT: Tensor,
-        *,
-        bucket: int,
-        score_positions_BR: Tensor | None = None,
-        cache_rows_B: Tensor | None = None,
-        consecutive: bool = True,
-        pieces: Pieces | None = None,
-        taps: Taps | None = None,
-        tree: TreePlaces | None = None,
+        self, ids_BT: Tensor, positions_BT: Tensor, *, bucket: int, score_positions_BR: Tensor | None = None,
+        cache_rows_B: Tensor | None = None, consecutive: bool = True, pieces: Pieces | None = None,
+        taps: Taps | None = None, tree: TreePlaces | None = None,
         taken_B: Tensor | None = None,  # noqa: ARG002 - of states
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """See `Runner.forward`."""
         attention = self._attention(
             positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive, pieces=pieces, tree=tree

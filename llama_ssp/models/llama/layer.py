@@ -21,10 +21,9 @@ from torch.nn import functional
 from llama_ssp.architectures.engine import WHOLE_LAYER_TOKENS
 from llama_ssp.architectures.matrices import FUSED
 from llama_ssp.kernels.between import OwnKernels, gated
-from llama_ssp.kernels.heads import Heads
 from llama_ssp.kernels.layer import WholeLayer, whole_layer
 from llama_ssp.kernels.linear import Kernel, Linear, make_linear, native_of
-from llama_ssp.kernels.norm import RmsNorm
+from llama_ssp.kernels.parts import Heads, RmsNorm
 from llama_ssp.kernels.rows import KeptRows
 from llama_ssp.models.llama.attention import CompiledAttention, LayerAttention
 from llama_ssp.models.weights import Weights

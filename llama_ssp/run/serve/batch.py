@@ -16,8 +16,7 @@ import torch
 from llama_ssp.errors import ConfigError, InterruptedRun
 from llama_ssp.ranks.failures import from_rank_0, raise_on_all_ranks
 from llama_ssp.reports.folder import BATCH_FILE, RunFolder
-from llama_ssp.reports.reading import read_json
-from llama_ssp.run.prompts import batch_lines
+from llama_ssp.run.prompts import batch_lines, content_of
 from llama_ssp.run.serve.inbox import ENDED, Inbox, Part, RequestError
 from llama_ssp.run.serve.protocol import Asked, BodyReader
 from llama_ssp.run.serve.service import Service, check_layout
@@ -45,7 +44,7 @@ class _Batch:
         done, seen = self._done({*ids}), set[str | None]()
         self.num_left = len(lines) - len(done)
         for number, (line, name) in enumerate(zip(lines, ids, strict=True)):
-            content = _content(line)
+            content = content_of(line)
             custom_id = content.get("custom_id")
             head = {"id": name, "custom_id": custom_id if isinstance(custom_id, str) else None}
             if name not in done:
@@ -66,7 +65,7 @@ class _Batch:
         *answers, torn = kept.split("\n")
         if torn:
             self._folder.write_kept(BATCH_FILE, kept.removesuffix(torn))
-        done = {str(_content(answer).get("id")) for answer in answers}
+        done = {str(content_of(answer).get("id")) for answer in answers}
         if not done <= ids:
             raise ConfigError(
                 f"{file} has answers to other lines: give the old ones (more may follow them), or name another run_dir"
@@ -86,15 +85,6 @@ class _Batch:
         self._folder.append_kept(BATCH_FILE, f"{answer}\n")
         self._show(answer)
         self.num_left -= 1
-
-
-def _content(line: str) -> Mapping[str, Any]:
-    """The fields of a line; none if it is no JSON object."""
-    try:
-        content = read_json(line)
-    except ValueError:
-        content = None
-    return content if isinstance(content, dict) else {}
 
 
 def _read(reader: BodyReader, content: Mapping[str, Any], *, seed: int, seen: set[str | None]) -> Asked:

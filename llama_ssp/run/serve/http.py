@@ -34,7 +34,7 @@ from llama_ssp.run.session import Session
 
 MOST_BYTES = 8 << 20
 """Of a body."""
-_BODY_S, _RETRY_S, _CLOSE_S, _MOST_OPEN = 30.0, 1, 5.0, 1024
+_READ_S, _RETRY_S, _CLOSE_S, _MOST_OPEN = 30.0, 1, 5.0, 1024
 
 
 class Front:
@@ -61,13 +61,14 @@ class Front:
         ]  # fmt: skip
         app = Starlette(
             routes=routes, middleware=[*([cors] if allowed else []), Middleware(_WithKey, key=key)],
-            exception_handlers={RequestError: _refused, 404: _refused, 405: _refused, Exception: _refused},
+            exception_handlers=dict.fromkeys((RequestError, ClientDisconnect, 404, 405, Exception), _refused),
         )  # fmt: skip
         server = uvicorn.Config(
             app, log_config=None, access_log=False, server_header=False, limit_concurrency=_MOST_OPEN,
-            timeout_graceful_shutdown=int(_CLOSE_S), lifespan="off", ws="none",
+            timeout_graceful_shutdown=int(_CLOSE_S), lifespan="off", ws="none", http="h11",
+            callback_notify=self._close_idle, timeout_notify=int(_READ_S),
         )  # fmt: skip
-        self._server = uvicorn.Server(server)
+        self._server, self._idle = uvicorn.Server(server), set[tuple[Any, ...]]()
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True, name="http"
         )
@@ -87,6 +88,19 @@ class Front:
         self._thread.join(2 * _CLOSE_S)
         self._socket.close()
 
+    async def _close_idle(self) -> None:
+        """Close connections that since the last time have sent no whole headers, or read nothing of what waits."""
+        connections: set[Any] = {*self._server.server_state.connections}
+        idle = {
+            (connection, connection.cycle, num_unread)
+            for connection in connections
+            if (num_unread := connection.transport.get_write_buffer_size())
+            or not connection.cycle or connection.cycle.response_complete
+        }  # fmt: skip
+        for connection, *_ in idle & self._idle:
+            connection.transport.abort()
+        self._idle = idle
+
     async def _health(self, _request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
@@ -105,7 +119,7 @@ class Front:
         body = await _body_of(request)
         # Encoding takes time, during which other answers go on.
         asked = await asyncio.to_thread(self._reader.read, body, is_chat=is_chat)
-        parts: asyncio.Queue[tuple[Answer, Part]] = asyncio.Queue()
+        parts: _Parts = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
         def take(place: int, part: Part) -> None:
@@ -113,26 +127,32 @@ class Front:
                 loop.call_soon_threadsafe(parts.put_nowait, (asked.answers[place], part))
 
         numbers = self._inbox.put(asked.completions, take)
-        deadline_s = self._task.request_s - (time.monotonic() - arrived_s)
         pieces = self._pieces(parts, len(numbers), arrived_s)
         if asked.streams:
-            body_of = self._events(pieces, asked, numbers, deadline_s)
+            body_of = self._events(pieces, asked, numbers)
             return StreamingResponse(body_of, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-
-        async def gather() -> None:
+        watching = asyncio.ensure_future(_until_gone(request, parts))
+        try:
             async for _ in pieces:
                 pass
-
-        await self._unless_gone(request, gather(), numbers, deadline_s)
+        finally:
+            watching.cancel()
+            self._inbox.drop(numbers)
         return JSONResponse(asked.whole())
 
-    async def _pieces(
-        self, parts: "asyncio.Queue[tuple[Answer, Part]]", num_answers: int, arrived_s: float
-    ) -> AsyncIterator[tuple[Answer, str]]:
-        """Yield new text of answers, until all have ended."""
-        left, first_s = num_answers, 0.0
+    async def _pieces(self, parts: "_Parts", num_answers: int, arrived_s: float) -> AsyncIterator[tuple[Answer, str]]:
+        """Yield new text of answers, until all have ended; raises RequestError if time is up or the server ends."""
+        left, first_s, limit_s = num_answers, 0.0, self._task.request_s
         while left:
-            answer, part = await parts.get()
+            try:
+                async with asyncio.timeout(arrived_s + limit_s - time.monotonic()):
+                    found = await parts.get()
+            except TimeoutError:
+                reason = f"the request took more than {limit_s:g} s (task.request_s)"
+                raise RequestError(reason, status=504, code="timeout") from None
+            if not found:
+                raise ClientDisconnect
+            answer, part = found
             if part.finish_reason == ENDED:
                 raise RequestError.ending()
             if part.new_ids and not first_s:
@@ -145,41 +165,30 @@ class Front:
             yield answer, text
 
     async def _events(
-        self, pieces: AsyncIterator[tuple[Answer, str]], asked: Asked, numbers: Sequence[int], deadline_s: float
+        self, pieces: AsyncIterator[tuple[Answer, str]], asked: Asked, numbers: Sequence[int]
     ) -> AsyncIterator[bytes]:
         """Yield an answer as server-sent events; a client that goes ends its completions."""
         try:
-            async with asyncio.timeout(deadline_s):
-                async for answer, text in pieces:
-                    if text or answer.last:
-                        yield _event(asked.message(answer.choice(text)))
+            async for answer, text in pieces:
+                if text or answer.last:
+                    yield _event(asked.message(answer.choice(text)))
             if asked.counts_usage:
                 yield _event(asked.message(counts=True))
             yield b"data: [DONE]\n\n"
-        except TimeoutError:
-            yield _event(_late(self._task.request_s).body())
         except RequestError as error:
             yield _event(error.body())
         finally:
             self._inbox.drop(numbers)
 
-    async def _unless_gone(self, request: Request, work: Any, numbers: Sequence[int], deadline_s: float) -> None:  # noqa: ANN401 - a coroutine
-        """Do the work of a request; ends its completions when the client goes, or time is up."""
 
-        async def until_gone() -> None:
-            while (await request.receive())["type"] != "http.disconnect":
-                pass
+_Parts = asyncio.Queue[tuple[Answer, Part] | None]
+"""Of a request; None once its client has gone."""
 
-        tasks = [asyncio.ensure_future(work), asyncio.ensure_future(until_gone())]
-        try:
-            done, _ = await asyncio.wait(tasks, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
-            if tasks[0] not in done:
-                raise ClientDisconnect if done else _late(self._task.request_s)
-            tasks[0].result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            self._inbox.drop(numbers)
+
+async def _until_gone(request: Request, parts: _Parts) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    parts.put_nowait(None)
 
 
 class _WithKey:
@@ -242,13 +251,13 @@ async def _body_of(request: Request) -> object:
     """Read a body as JSON; raises RequestError."""
     content = bytearray()
     try:
-        async with asyncio.timeout(_BODY_S):
+        async with asyncio.timeout(_READ_S):
             async for chunk in request.stream():
                 content += chunk
                 if len(content) > MOST_BYTES:
                     raise RequestError(f"a body may have {MOST_BYTES >> 20} MiB", status=413)
     except TimeoutError:
-        raise RequestError(f"the body did not arrive within {_BODY_S:g} s", status=408) from None
+        raise RequestError(f"the body did not arrive within {_READ_S:g} s", status=408) from None
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -259,18 +268,11 @@ async def _body_of(request: Request) -> object:
 async def _refused(_request: Request, error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)
-    status = getattr(error, "status_code", 500)
-    known = (
-        error
-        if isinstance(error, RequestError)
-        else RequestError(getattr(error, "detail", "the server failed"), status=status)
-    )
-    headers = {"retry-after": str(_RETRY_S)} if known.status in {429, 503} else None
-    return JSONResponse(known.body(), known.status, headers)
-
-
-def _late(limit_s: float) -> RequestError:
-    return RequestError(f"the request took more than {limit_s:g} s (task.request_s)", status=504, code="timeout")
+    if not isinstance(error, RequestError):
+        reason, status = getattr(error, "detail", "the server failed"), getattr(error, "status_code", 500)
+        error = RequestError(reason, status=status)
+    headers = {"retry-after": str(_RETRY_S)} if error.status in {429, 503} else None
+    return JSONResponse(error.body(), error.status, headers)
 
 
 def _event(content: dict[str, object]) -> bytes:

@@ -15,13 +15,11 @@ class Part(NamedTuple):
     """New tokens of a completion, and at its end a reason.
 
     Attributes:
-        num_drafted: how many of them, from the first on, were drafted and accepted.
         num_accepted, num_rejected: at the end, the examined drafted tokens.
         log_probs: at the end, what was asked for, under the model; of the prompt's tokens too if these were.
     """
 
     new_ids: Sequence[int] = ()
-    num_drafted: int = 0
     finish_reason: str | None = None
     num_accepted: int = 0
     num_rejected: int = 0
@@ -55,12 +53,10 @@ class Inbox:
 
     Attributes:
         most_waiting: further ones are refused.
-        num_running: completions that the decoder has.
         is_closed: all further completions are refused.
     """
 
     most_waiting: int
-    num_running: int = 0
     is_closed: bool = False
     _waiting: deque[dict[str, Any]] = field(default_factory=deque)
     _dropped: list[int] = field(default_factory=list)
@@ -74,9 +70,15 @@ class Inbox:
         return len(self._waiting)
 
     @property
+    def num_running(self) -> int:
+        """How many completions the decoder has."""
+        with self._changed:
+            return len(self._takers) - len(self._waiting)
+
+    @property
     def is_empty(self) -> bool:
         """Whether nothing waits or decodes."""
-        return not (self._waiting or self.num_running)
+        return not self._takers
 
     def put(self, completions: Sequence[dict[str, Any]], take: Callable[[int, Part], None]) -> list[int]:
         """Enter completions, as `ServedRequest` has them; returns their numbers. `take` gets their places and parts.
@@ -99,11 +101,8 @@ class Inbox:
     def drop(self, numbers: Sequence[int]) -> None:
         """Forget completions whose client has gone."""
         with self._changed:
-            gone = {number for number in numbers if self._takers.pop(number, None)}
-            waiting = [completion for completion in self._waiting if completion["index"] in gone]
-            for completion in waiting:
-                self._waiting.remove(completion)
-            self._dropped += gone - {completion["index"] for completion in waiting}
+            self._dropped += [number for number in numbers if self._takers.pop(number, None)]
+            self._waiting = deque(completion for completion in self._waiting if completion["index"] in self._takers)
             self._changed.notify()
 
     def give_up(self) -> list[int]:
@@ -125,7 +124,6 @@ class Inbox:
                 self._changed.wait(wait_s)
             taken = [self._waiting.popleft() for _ in range(min(num_rows, len(self._waiting)))]
             dropped, self._dropped = self._dropped, []
-            self.num_running += len(taken) - len(dropped)
             return taken, dropped
 
     def deliver(self, number: int, part: Part) -> None:
@@ -134,6 +132,5 @@ class Inbox:
             taker = self._takers.get(number)
             if taker and part.finish_reason:
                 del self._takers[number]
-                self.num_running -= 1
         if taker:
             taker(part)

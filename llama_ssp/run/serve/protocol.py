@@ -51,8 +51,6 @@ _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
 }  # fmt: skip
 """Values that change nothing of fields that the server does not have."""
 _OFF = {"top_k": (0, -1), "top_p": (1,), "min_p": (0,)}
-_CONTEXT = 16
-"""Tokens before one whose text is wanted."""
 _REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
@@ -291,28 +289,26 @@ class Answer:
         """Log-probabilities in the form of chats or of completions."""
         scores = (self.last and self.last.log_probs) or LogProbs(log_probs=[], top_ids=[], top_log_probs=[])
         ids = [*self.prompt_ids, *self.token_ids]
-        tokens: list[tuple[str, float | None]] = []
-        tops: list[list[tuple[str, float]]] = []
-        first = len(ids) - len(scores.log_probs)
-        for place, scored in enumerate(scores.log_probs):
-            after = TextAfter(
-                self._tokenizer, ids[max(first + place - _CONTEXT, 0) : first + place], names_special=True
-            )
-            tokens.append((after.decode([ids[first + place]]), scored))
-            texts = [after.decode([token]) for token in scores.top_ids[place]]
-            tops.append([*zip(texts, scores.top_log_probs[place], strict=True)])
+        found: list[tuple[str, float | None, list[tuple[str, float]] | None]] = []
+        of_tokens = zip(scores.log_probs, scores.top_ids, scores.top_log_probs, strict=True)
+        for place, (log_prob, *top) in enumerate(of_tokens, start=len(ids) - len(scores.log_probs)):
+            after = TextAfter(self._tokenizer, ids[:place], names_special=True)
+            of_top = [(after.decode([token]), scored) for token, scored in zip(*top, strict=True)]
+            found.append((after.decode([ids[place]]), log_prob, of_top))
         if self._is_chat:
-            found = [_of_token(*one) for one in tokens]
-            for own, top in zip(found, tops, strict=True):
-                own["top_logprobs"] = [_of_token(*one) for one in top]
-            return {"content": found}
+            return {
+                "content": [
+                    _of_token(text, log_prob) | {"top_logprobs": [_of_token(*one) for one in top or ()]}
+                    for text, log_prob, top in found
+                ]
+            }
         if self._echoes:
-            tokens.insert(0, (TextAfter(self._tokenizer, (), names_special=True).decode(ids[:1]), None))
-        texts = [text for text, _ in tokens]
-        of_tops = [dict(reversed(top)) for top in tops]  # of tokens with one text the most probable
+            found.insert(0, (TextAfter(self._tokenizer, (), names_special=True).decode(ids[:1]), None, None))
+        texts = [text for text, *_ in found]
         return {
-            "tokens": texts, "token_logprobs": [scored for _, scored in tokens],
-            "top_logprobs": [None, *of_tops] if self._echoes else of_tops,
+            "tokens": texts, "token_logprobs": [log_prob for _, log_prob, _ in found],
+            # Of tokens with one text the most probable.
+            "top_logprobs": [None if top is None else dict(reversed(top)) for *_, top in found],
             "text_offset": [0, *accumulate(map(len, texts[:-1]))] if texts else [],
         }  # fmt: skip
 

@@ -4,10 +4,10 @@ Ranks exchange nothing more per round: when rank 0 has news (new requests, or cl
 the decision that all ranks get anyway (`verifier.NEWS`), and broadcasts the news before the next round. While no row
 decodes, the others wait for a broadcast, at least one every second.
 
-    rank 0    | round | round, flag | news | round | scores of a text | round |
-    others    | round | round, flag | news | round | scores of a text | round |
+    rank 0    | round | round, flag | news | round | a chunk of scores | round |
+    others    | round | round, flag | news | round | a chunk of scores | round |
 
-Log-probabilities are those that the target gives once more to prompt and completion, in a free row between two rounds.
+Log-probabilities are those that the target gives once more to prompt and completion, in free rows between rounds.
 """
 
 import logging
@@ -17,10 +17,12 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from itertools import accumulate
+from typing import Any, cast
 
 import torch
 
+from llama_ssp.architectures.engine import PREFILL_CHUNK
 from llama_ssp.errors import ConfigError, InterruptedRun
 from llama_ssp.ranks.failures import from_rank_0, raise_on_all_ranks
 from llama_ssp.run.decoders import build_decoder
@@ -30,7 +32,7 @@ from llama_ssp.run.serve.settings import ServeConfig, length_of
 from llama_ssp.run.session import Session
 from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings.schema import RowSteps, SamplingConfig
-from llama_ssp.speculate.engine.likelihoods import ScoredText
+from llama_ssp.speculate.engine.likelihoods import ScoredText, TokenScores
 from llama_ssp.speculate.engine.loop import Update
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.text import StopStrings
@@ -53,13 +55,10 @@ class ServedRequest(Request):
     num_top: int | None = None
     scores_prompt: bool = False
 
-
-class _Scored(NamedTuple):
-    """A text to score, and the last part of its completion, which then has the scores."""
-
-    request: ServedRequest
-    new_ids: Sequence[int]
-    part: Part
+    def text(self, new_ids: Sequence[int] = ()) -> ScoredText:
+        """Prompt and completion, as they are scored."""
+        num_given = 1 if self.scores_prompt else len(self.prompt_ids)
+        return ScoredText(ids=(*self.prompt_ids, *new_ids), num_given=num_given)
 
 
 class Service:
@@ -68,7 +67,8 @@ class Service:
     def __init__(self, session: Session, inbox: Inbox | None, *, length: int) -> None:
         self._session, self._inbox = session, inbox
         self._comm, self._tokenizer = session.world.comm, session.models.tokenizer
-        self._to_score: deque[_Scored] = deque()
+        # Texts whose last parts wait for scores.
+        self._unscored: deque[tuple[ScoredText, ServedRequest, Part]] = deque()
         self._drains_until = math.inf
         config = replace(session.config, sampling=SamplingConfig(temperature=1.0, by_row=RowSteps()))
         self._decoder = build_decoder(session.models, config, speculative=session.models.drafts)
@@ -91,17 +91,13 @@ class Service:
     def _take(self, update: Update) -> None:
         """Pass new tokens on; a completion whose scores are wanted ends with them."""
         done, request = update.completion, cast("ServedRequest", update.completion.request)
-        part = Part(update.new_ids, update.num_drafted)
+        part = Part(update.new_ids)
         if done.finish_reason:
-            num_accepted = sum(done.accepted_lengths)
-            part = part._replace(
-                finish_reason=done.finish_reason, num_accepted=num_accepted,
-                num_rejected=sum(done.examined_lengths) - sum(
-                    number for number, of in zip(done.accepted_lengths, done.examined_lengths, strict=True) if of
-                ),
-            )  # fmt: skip
+            of_rounds = zip(done.accepted_lengths, done.examined_lengths, strict=True)
+            num_rejected = sum(max(num_examined - num_accepted, 0) for num_accepted, num_examined in of_rounds)
+            part = Part(update.new_ids, done.finish_reason, sum(done.accepted_lengths), num_rejected)
             if request.num_top is not None:
-                self._to_score.append(_Scored(request, done.token_ids, part))
+                self._unscored.append((request.text(done.token_ids), request, part))
                 return
         self._deliver(request, part)
 
@@ -112,22 +108,22 @@ class Service:
     def _more(self, num_rows: int) -> list[Request] | None:
         """Drop requests whose clients have gone, score texts, and return new requests; see `loop.More`."""
         decoder = self._decoder
-        is_idle = decoder.is_idle and num_rows == decoder.batch_size and not self._to_score
+        if self._unscored and num_rows > 0 and not decoder.scoring:
+            num_rows -= self._score(num_rows)
         has_news = decoder.has_news if self._comm.size > 1 else self._has_news(num_rows)
         found: list[Request] = []
-        if is_idle or has_news:
+        if decoder.is_idle or has_news:
             decoder.has_news = False
-            new, dropped, is_over = from_rank_0(self._comm, lambda: self._news(num_rows, is_idle=is_idle))
+            new, dropped, is_over = from_rank_0(self._comm, lambda: self._news(num_rows))
             decoder.drop(dropped)
-            self._to_score = deque(scored for scored in self._to_score if scored.request.index not in dropped)
+            self._unscored = deque(one for one in self._unscored if one[1].index not in dropped)
             if is_over:
                 return None
             for request in map(self._request, new):
                 if request.max_new_tokens:
                     found.append(request)
                 else:
-                    self._to_score.append(_Scored(request, (), Part(finish_reason="length")))
-        self._score(num_rows - len(found))
+                    self._unscored.append((request.text(), request, Part(finish_reason="length")))
         decoder.round.verifier.announce(NEWS if self._has_news(num_rows - len(found)) else 0)
         return found
 
@@ -142,11 +138,12 @@ class Service:
             self._drains_until = time.monotonic() + self._session.config.timeouts.drain_s
         return inbox.is_closed and (inbox.is_empty or time.monotonic() > self._drains_until)
 
-    def _news(self, num_rows: int, *, is_idle: bool) -> tuple[list[dict[str, Any]], list[int], bool]:
-        """Of rank 0: new completions, those to drop, and whether the server ends."""
+    def _news(self, num_rows: int) -> tuple[list[dict[str, Any]], list[int], bool]:
+        """Of rank 0: new completions, those to drop, and whether the server ends; waits for any if all is idle."""
         assert self._inbox, "rank 0 has one"
         stops = self._session.stop_request.requested or self._inbox.is_closed
-        new, dropped = self._inbox.take(num_rows, wait_s=_BEAT_S if is_idle and not stops else 0.0)
+        may_wait = num_rows == self._decoder.batch_size and not (self._unscored or stops)
+        new, dropped = self._inbox.take(num_rows, wait_s=_BEAT_S if may_wait else 0.0)
         is_over = self._is_over(self._inbox)
         return new, [*dropped, *(self._inbox.give_up() if is_over else ())], is_over
 
@@ -157,20 +154,20 @@ class Service:
         new["prompt_ids"] = tuple(new["prompt_ids"])
         return ServedRequest(**new, stops=stops, sampling=SamplingConfig(**sampling, logit_bias=biases))
 
-    def _score(self, num_rows: int) -> None:
-        """Score as many texts as rows are free."""
-        some = [self._to_score.popleft() for _ in range(min(num_rows, len(self._to_score)))]
-        texts = [(*scored.request.prompt_ids, *scored.new_ids) for scored in some]
-        asked = [
-            ScoredText(ids=ids, num_given=1 if one.request.scores_prompt else len(one.request.prompt_ids))
-            for ids, one in zip(texts, some, strict=True)
-        ]
-        num_top = max((one.request.num_top or 0 for one in some), default=0)
-        for scored, scores in zip(some, self._decoder.score(asked, num_top=num_top), strict=True):
-            self._deliver(
-                scored.request,
-                scored.part._replace(log_probs=scores.model.part(slice(None), scored.request.num_top or 0)),
-            )
+    def _score(self, num_rows: int) -> int:
+        """Begin to score texts in up to so many rows: those of one chunk, or a longer one; returns their number."""
+        longest = accumulate((len(text.ids) for text, *_ in self._unscored), max)
+        num_of_a_chunk = sum(number * length <= PREFILL_CHUNK for number, length in enumerate(longest, start=1))
+        some = [self._unscored.popleft() for _ in range(min(max(num_of_a_chunk, 1), num_rows))]
+
+        def deliver(found: list[TokenScores]) -> None:
+            for (_, request, part), scores in zip(some, found, strict=True):
+                log_probs = scores.model.part(slice(None), request.num_top or 0)
+                self._deliver(request, part._replace(log_probs=log_probs))
+
+        num_top = max(request.num_top or 0 for _, request, _ in some)
+        self._decoder.score([text for text, *_ in some], num_top=num_top, deliver=deliver)
+        return len(some)
 
 
 def check_layout(session: Session, asking: str) -> None:

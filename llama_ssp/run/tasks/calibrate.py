@@ -22,8 +22,7 @@ from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import SspError
 from llama_ssp.kernels.attention_by_length import capability_of
 from llama_ssp.machines.hardware import MEASURED, Link, MeasuredSum, problems_of
-from llama_ssp.machines.links import gpu_links
-from llama_ssp.machines.machine import THIS_MACHINE, host_memory_bytes, system_bytes
+from llama_ssp.machines.machine import THIS_MACHINE, gpu_links, host_memory_bytes, system_bytes
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.gpu import capture_stream
 from llama_ssp.ranks.memory import anonymous_bytes

@@ -120,49 +120,18 @@ def log_likelihoods(
     for begin in range(0, len(order), batch_size):
         places = order[begin : begin + batch_size]
         some, rows = [texts[place] for place in places], range(len(places))
-        found = score_in_rows(target, some, rows, buckets, comm=comm, src=src, num_top=num_top, law=law)
-        yield from zip(places, found, strict=True)
-
-
-def score_in_rows(
-    target: Runner, texts: Sequence[ScoredText], rows: Sequence[int], buckets: Buckets, *, comm: Comm, src: int,
-    num_top: int = 0, law: Law | None = None,
-) -> list[TokenScores]:  # fmt: skip
-    """Score texts in so many rows of the target's cache, which has room for them; see `log_likelihoods`."""
-    scores_BTX = _score(target, texts, rows, buckets, comm=comm, src=src, num_top=num_top, law=law)
-    if bool(scores_BTX.isnan().any()):
-        raise NumericError(f"scoring a text: {LOGITS_ARE_NAN}")
-    found = []
-    for text, scores_TX in zip(texts, scores_BTX, strict=True):
-        best_T1, *laws = scores_TX[text.num_given - 1 : len(text.ids) - 1].split(
-            [1, *[1 + 2 * num_top] * (1 + (law is not None))], dim=1
-        )
-        model, *drawn = [
-            _read(scores_TC, num_top, above=above) for scores_TC, above in zip(laws, (-math.inf, _NEVER), strict=False)
-        ]
-        found.append(TokenScores(model, [is_best > 0 for is_best in best_T1[:, 0].tolist()], *drawn))
-    return found
-
-
-def _read(scores_TC: Tensor, num_top: int, *, above: float) -> LogProbs:
-    """Read the figures of a text; the best tokens are those with log-probabilities `above` a number."""
-    log_probs, found = scores_TC[:, 0].tolist(), scores_TC[:, 1:].tolist()
-    pairs = [zip(map(int, row[:num_top]), row[num_top:], strict=True) for row in found]
-    tops = [[pair for pair in row if pair[1] > above] for row in pairs]
-    return LogProbs(
-        log_probs=log_probs, top_ids=[[token for token, _ in top] for top in tops],
-        top_log_probs=[[log_prob for _, log_prob in top] for top in tops],
-    )  # fmt: skip
+        for found in score_in_rows(target, some, rows, buckets, comm=comm, src=src, num_top=num_top, law=law):
+            yield from zip(places, found, strict=False)
 
 
 @torch.inference_mode()
-def _score(
+def score_in_rows(
     target: Runner, texts: Sequence[ScoredText], rows: Sequence[int], buckets: Buckets, *, comm: Comm, src: int,
-    num_top: int, law: Law | None,
-) -> Tensor:  # fmt: skip
-    """For the token after each input, 1 if it is the best, and its C figures under the model, and under the law.
+    num_top: int = 0, law: Law | None = None,
+) -> Iterator[list[TokenScores]]:  # fmt: skip
+    """Score texts in so many rows of the target's cache, which has room for them; see `log_likelihoods`.
 
-    (B, T, 1 + C) or (B, T, 1 + 2 C); 0 where none is wanted.
+    Yields an empty list after each chunk but the last, and then all scores. Other rows may be computed in between.
     """
     ids_BS = pad_sequence([torch.tensor(text.ids) for text in texts], batch_first=True).to(target.device)
     rows_B = to_device(rows, target.device)
@@ -170,9 +139,13 @@ def _score(
     chunk = scored_positions(len(texts), target.vocab_size * (_OF_LAW if law else 1))
     prompts_B = torch.tensor([text.num_prompt or text.num_given for text in texts], device=target.device)
     of_texts = Rows(ids_BS, prompts_B, torch.zeros_like(prompts_B), prompts_B)
+    # For the token after each input, 1 if it is the best, and its C figures under the model, and under the law; 0
+    # where none is wanted.
     num_figures = 1 + (1 + 2 * num_top) * (2 if law else 1)
     scores_BTX = torch.zeros(len(texts), num_inputs, num_figures, device=target.device)
     for start in range(0, num_inputs, chunk):
+        if start:
+            yield []
         stop = min(start + chunk, num_inputs)
         # Of a chunk before every scored token only the cache is wanted.
         first = min(max(first_wanted, start), stop - 1)
@@ -189,7 +162,34 @@ def _score(
                 drawn_BTV = law(logits_BTV, of_texts.before(positions_BT[:, first - start :]))
                 figures.append(_figures(drawn_BTV, next_BT1, num_top))
             scores_BTX[:, first:stop] = torch.cat(figures, dim=-1)
-    return comm.read(comm.broadcast(scores_BTX, src=src))
+    scores_BTX = comm.read(comm.broadcast(scores_BTX, src=src))
+    if bool(scores_BTX.isnan().any()):
+        raise NumericError(f"scoring a text: {LOGITS_ARE_NAN}")
+    yield [
+        _token_scores(scores_TX[text.num_given - 1 : len(text.ids) - 1], num_top)
+        for text, scores_TX in zip(texts, scores_BTX, strict=True)
+    ]
+
+
+def _token_scores(scores_TX: Tensor, num_top: int) -> TokenScores:
+    """Read the figures of a text, under the model and under the law, if there was one."""
+    best_T1, laws_TX = scores_TX.split([1, scores_TX.shape[1] - 1], dim=1)
+    model, *drawn = [
+        _read(scores_TC, num_top, above=above)
+        for scores_TC, above in zip(laws_TX.split(1 + 2 * num_top, dim=1), (-math.inf, _NEVER), strict=False)
+    ]
+    return TokenScores(model, [is_best > 0 for is_best in best_T1[:, 0].tolist()], *drawn)
+
+
+def _read(scores_TC: Tensor, num_top: int, *, above: float) -> LogProbs:
+    """Read the figures of a text; the best tokens are those with log-probabilities `above` a number."""
+    log_probs, found = scores_TC[:, 0].tolist(), scores_TC[:, 1:].tolist()
+    pairs = [zip(map(int, row[:num_top]), row[num_top:], strict=True) for row in found]
+    tops = [[pair for pair in row if pair[1] > above] for row in pairs]
+    return LogProbs(
+        log_probs=log_probs, top_ids=[[token for token, _ in top] for top in tops],
+        top_log_probs=[[log_prob for _, log_prob in top] for top in tops],
+    )  # fmt: skip
 
 
 def _figures(logits_BTV: Tensor, next_BT1: Tensor, num_top: int) -> Tensor:

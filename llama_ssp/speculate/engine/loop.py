@@ -4,7 +4,8 @@ The lag is one round on a GPU, so that the device never waits for the host, and 
 lag; otherwise ranks would leave the loop in different rounds. Results are only displayed, recorded, and used to free
 rows: no round depends on them.
 
-While rows decode, they wait for one chunk of new prompts at a time: as many prompts as fit into it, or a part of one.
+While rows decode, they wait for one chunk at a time: of new prompts, as many as fit into it or a part of one, or, by
+turns, of texts that are scored in free rows.
 
     rows decode    | round | chunk | round | chunk | round |      of the target; the draft reads a prompt at once
 """
@@ -13,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 from typing import NamedTuple
 
 import torch
@@ -67,6 +68,14 @@ class _Reading(NamedTuple):
     owner: RowCompletion
 
 
+class _Scoring(NamedTuple):
+    """Texts that are scored chunk by chunk, in rows of no completion."""
+
+    rows: Sequence[int]
+    chunks: Iterator[list[TokenScores]]
+    deliver: Callable[[list[TokenScores]], None]
+
+
 class Decoder:
     """Turns requests into completions, a batch of rows at a time.
 
@@ -77,6 +86,7 @@ class Decoder:
         threads: chooses how many threads compute a round.
         reuses: what caches hold of a prompt is not read again, as measurements of prefill want it to be.
         rounds_s, num_rounds: time and number of all rounds so far.
+        scoring: texts that are being scored; further ones have to wait.
         has_news: the deciding rank has announced `NEWS`; `more` resets it.
     """
 
@@ -112,6 +122,8 @@ class Decoder:
         self._num_slots = self._num_rounds = 0
         self._kept: BatchState | None = None
         self._reading: _Reading | None = None
+        self.scoring: _Scoring | None = None
+        self._reads_first = False
 
     def run(
         self, requests: Sequence[Request], *, to_length: bool = False, more: More | None = None
@@ -127,28 +139,31 @@ class Decoder:
         assert torch.is_inference_mode_enabled()
         self.make_room(requests)
         self._to_length = to_length
-        self._waiting = waiting = deque(requests)
+        self._waiting = deque(requests)
         self._more = more
         self._rows: list[RowCompletion | None] = [None] * self.batch_size
         self._pending: deque[_PendingRound] = deque()
         self._num_skipped = [0 for _ in self.round.drafters]
         # Of each drafter, the rows whose prompts it has not read, and their lengths.
         self._unread: list[dict[int, int]] = [{} for _ in self.round.drafters]
-        self._reading = None
+        self._reading = self.scoring = None
+        # Rows that are read or scored chunk by chunk, and the lengths of their texts.
+        self._reserved: dict[int, int] = {}
         in_flight: Law = POINT_MASS
         was_round = True
         with self.threads.in_use():
-            while not self.stopped and (self._refill(waiting) or not self.is_idle or self._more):
-                if self.is_idle and not waiting:
+            while not self.stopped and (self._refill() or not self.is_idle or self._more):
+                if self.is_idle and not (self._waiting or self.scoring):
                     continue
                 started = time.perf_counter()
                 if self.stop_request.requested:
                     self.round.verifier.announce(STOP_REQUESTED)
-                reads = (was_round or not any(self._rows)) and self._read(waiting)
-                was_round = not reads
+                was_round = not ((was_round or not any(self._rows)) and self._take_turn())
                 if was_round:
                     if not all(self._rows):
                         self._held.forget(self._free_rows())
+                    for row, length in self._reserved.items():  # rounds write behind the text there
+                        self._state.vacate(row, length=length)
                     choice = self._choose()
                     bucket = self._bucket(choice)
                     result, in_flight = self.round.step(
@@ -263,16 +278,22 @@ class Decoder:
         return [owner for owner in self._rows if owner] + being_read
 
     def _free_rows(self) -> list[int]:
-        being_read = self._reading.place.row if self._reading else None
-        return [row for row, owner in enumerate(self._rows) if owner is None and row != being_read]
+        return [row for row, owner in enumerate(self._rows) if owner is None and row not in self._reserved]
 
-    def _refill(self, waiting: deque[Request]) -> bool:
+    def _release(self, rows: Sequence[int]) -> None:
+        """Make reserved rows free again."""
+        for row in rows:
+            del self._reserved[row]
+            if any(self._rows):
+                self._state.vacate(row)
+
+    def _refill(self) -> bool:
         """Ask for further requests; returns whether any wait."""
         if self._more:
-            found = self._more(len(self._free_rows()) - len(waiting))
-            waiting.extend(found or ())
+            found = self._more(len(self._free_rows()) - len(self._waiting))
+            self._waiting.extend(found or ())
             self._more = self._more if found is not None else None
-        return bool(waiting)
+        return bool(self._waiting)
 
     def _use_steps(self, requests: Sequence[Request]) -> None:
         """Let the next draws do what these requests need, if rows have settings of their own."""
@@ -289,24 +310,21 @@ class Decoder:
     def drop(self, indices: Collection[int]) -> None:
         """End requests with these indices, on all ranks alike, between two rounds."""
         if self._reading and self._reading.request.index in indices:
-            self._state.vacate(self._reading.place.row)
+            self._release([self._reading.place.row])
             self._reading = None
-        for request in [request for request in self._waiting if request.index in indices]:
-            self._waiting.remove(request)
+        self._waiting = deque(request for request in self._waiting if request.index not in indices)
         for owner in self._rows:
             if owner and owner.request.index in indices:
                 owner.finish_reason = "stop"
                 self._free(owner)
 
-    def score(self, texts: Sequence[ScoredText], *, num_top: int) -> list[TokenScores]:
-        """Score texts in free rows, on all ranks alike, between two rounds; see `log_likelihoods`."""
-        if not texts:
-            return []
-        rows, verifier = self._free_rows()[: len(texts)], self.round.verifier
+    def score(self, texts: Sequence[ScoredText], *, num_top: int, deliver: Callable[[list[TokenScores]], None]) -> None:
+        """Score texts in free rows, on all ranks alike, a chunk between two rounds; `deliver` gets their scores."""
+        rows, src = self._free_rows()[: len(texts)], self.round.verifier.verify_rank
         self._held.forget(rows)
-        return score_in_rows(
-            self.round.target, texts, rows, self._buckets, comm=self._comm, src=verifier.verify_rank, num_top=num_top
-        )
+        self._reserved.update(zip(rows, (len(text.ids) for text in texts), strict=True))
+        chunks = score_in_rows(self.round.target, texts, rows, self._buckets, comm=self._comm, src=src, num_top=num_top)
+        self.scoring = _Scoring(rows, chunks, deliver)
 
     def _free(self, owner: RowCompletion) -> int:
         """Free the row of a completion that has ended; returns it."""
@@ -317,10 +335,26 @@ class Decoder:
         self._state.vacate(row)
         return row
 
-    def _read(self, waiting: deque[Request]) -> bool:
-        """Read a chunk of new prompts, or all that rows are free for if none decodes; returns whether there is any."""
+    def _take_turn(self) -> bool:
+        """Read a chunk of new prompts or score one of texts, by turns; returns whether there is any."""
+        self._reads_first = not self._reads_first
+        turns = (self._read, self._score) if self._reads_first else (self._score, self._read)
+        return any(take() for take in turns)
+
+    def _score(self) -> bool:
+        if not self.scoring:
+            return False
+        rows, chunks, deliver = self.scoring
+        if scores := next(chunks):
+            self.scoring = None
+            self._release(rows)
+            deliver(scores)
+        return True
+
+    def _read(self) -> bool:
+        """Read a chunk of new prompts, or all that rows are free for if none decodes."""
         if not self._reading:
-            free = self._free_rows() if waiting else []
+            waiting, free = self._waiting, self._free_rows()
             most = min(len(waiting), len(free))
             if not most:
                 return False
@@ -336,19 +370,18 @@ class Decoder:
 
     def _num_of_a_chunk(self, requests: Sequence[Request]) -> int:
         """How many of these requests, from the first on, have prompts that are read in one chunk."""
-        room = PREFILL_CHUNK
-        for number, request in enumerate(requests):
-            room -= len(request.prompt_ids) - (self._held.num_held(request.prompt_ids) if self.reuses else 0)
-            if room < 0:
-                return number
-        return len(requests)
+        num_tokens = accumulate(
+            len(request.prompt_ids) - (self._held.num_held(request.prompt_ids) if self.reuses else 0)
+            for request in requests
+        )
+        return sum(number <= PREFILL_CHUNK for number in num_tokens)
 
     def _begin(self, request: Request, free: list[int]) -> None:
         """Take a row for a prompt that is read chunk by chunk."""
         [place], [owner] = self._place([request], free)
         self._held.forget([place.row])
-        # Rounds write behind the prompt there. What the draft could copy from another row may be gone by its turn.
-        self._state.vacate(place.row, length=len(request.prompt_ids))
+        self._reserved[place.row] = len(request.prompt_ids)
+        # What the draft could copy from another row may be gone by its turn.
         self._reading = _Reading(request, self._state_of([request]), place._replace(draft=Held()), owner)
 
     def _read_more(self) -> None:
@@ -361,6 +394,7 @@ class Decoder:
             self._reading = self._reading._replace(place=place._replace(target=Held(num_tokens, place.row)))
             return
         self._reading = None
+        del self._reserved[place.row]
         self._held.enter(place, request.prompt_ids)  # from now on
         self._admit([request], prompts, [place], [owner])
 
@@ -414,7 +448,8 @@ class Decoder:
 
     def _bucket(self, choice: DraftChoice) -> int:
         """Cache slots that the next round reads if it drafts by `choice`."""
-        known = max([len(owner.request.prompt_ids) + len(owner.token_ids) for owner in self._running()])
+        lengths = [len(owner.request.prompt_ids) + len(owner.token_ids) for owner in self._rows if owner]
+        known = max([*lengths, *self._reserved.values()])
         unread = sum([pending.choice.num_tokens + 1 for pending in self._pending])
         return self._buckets.covering(known + unread + choice.num_tokens + 1 + self.round.num_ahead)
 
@@ -492,7 +527,7 @@ class Decoder:
 
     def _record_time(self, running: list[RowCompletion], seconds: float, *, round_s: float | None) -> None:
         """Add the time of one pass of the loop to all rows that ran in it; that of its round, if any, by parts."""
-        share = 1 / len(running)
+        share = 1 / max(len(running), 1)
         for completion in running:
             completion.busy_s += seconds
             completion.share_s += seconds * share

@@ -18,7 +18,7 @@ from benchmarks.first_hour import engine, kernels, runner, shared_gpu
 from benchmarks.first_hour.runner import FAIL, HANG, PASS, SKIP, SKIPPED, Step
 from benchmarks.first_hour.step import Where
 from llama_ssp.catalogue import Dtype
-from llama_ssp.kernels.heads import Sequences
+from llama_ssp.kernels.parts import Sequences
 
 CPU = Where(torch.device("cpu"), is_small=True)
 Attend = Callable[..., Tensor]

@@ -29,7 +29,7 @@ from llama_ssp.kernels.linear import (
     native_of,
     product_of,
 )
-from llama_ssp.kernels.norm import RmsNorm
+from llama_ssp.kernels.parts import RmsNorm
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.storage.formats import Product, formats
 from tests.helpers.four_bits import rounded

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.machines.links import gpu_links, note_on_links, read_links
+from llama_ssp.machines.machine import gpu_links, note_on_links, read_links
 
 HEADER = "\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m"
 SWITCHED = f"""{HEADER}

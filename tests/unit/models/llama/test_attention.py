@@ -15,7 +15,7 @@ from benchmarks.decoding import config_of, load_pair, make_decoder, prompt
 from llama_ssp.catalogue import Dtype
 from llama_ssp.kernels import attention_by_length as varlen
 from llama_ssp.kernels.attention_by_length import VarlenAttention, fault_of, find_varlen
-from llama_ssp.kernels.heads import Heads
+from llama_ssp.kernels.parts import Heads
 from llama_ssp.models.llama import decoder as lean_decoder
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.speculate.drafters.drafter import catch_up

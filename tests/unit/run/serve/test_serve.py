@@ -5,7 +5,9 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,11 @@ import openai
 import pytest
 
 from llama_ssp import Pair, load
+from llama_ssp.architectures import engine
+from llama_ssp.run.serve import http
 from llama_ssp.run.serve.settings import ServeConfig
+from llama_ssp.speculate.engine import likelihoods
+from llama_ssp.speculate.engine.round import Round
 from tests.helpers.served import Server, serving
 
 PROMPT = "def factorial(n):\n"
@@ -162,6 +168,86 @@ def test_a_client_that_goes_frees_its_rows(server: Server, streams: bool) -> Non
     connection.sock.shutdown(socket.SHUT_RDWR)
     connection.close()
     wait_for(lambda: server.inbox.is_empty)
+
+
+def test_rows_decode_between_chunks_of_a_text_that_is_scored(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row has the text, and the scores have every bit, that they have alone."""
+    done: list[str] = []
+
+    def noted(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*given: Any, **named: Any) -> Any:  # noqa: ANN401
+            done.append(name)
+            return work(*given, **named)
+
+        return note
+
+    monkeypatch.setattr(engine, "PREFILL_CHUNK", 8)
+    monkeypatch.setattr(likelihoods, "_figures", noted("chunk", likelihoods._figures))
+    monkeypatch.setattr(Round, "step", noted("round", Round.step))
+    decoded: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 100, "ignore_eos": True, "seed": 7}
+    scored: dict[str, Any] = {"prompt": PROMPT * 7, "max_tokens": 0, "echo": True, "logprobs": 2}
+    alone = [server.complete(**asked)["choices"] for asked in (decoded, scored)]
+    num_chunks = done.count("chunk")
+    assert num_chunks > 5
+    done.clear()
+    with ThreadPoolExecutor(1) as pool:
+        row = pool.submit(server.complete, **decoded)
+        wait_for(lambda: "round" in done)
+        scores = server.complete(**scored)["choices"]
+        assert [row.result()["choices"], scores] == alone
+    places = [place for place, name in enumerate(done) if name == "chunk"]
+    assert [done[first + 1 : then] for first, then in pairwise(places)] == [["round"]] * (num_chunks - 1)
+
+
+def test_scores_wait_for_no_later_request(pair: Pair) -> None:
+    ended = []
+    with serving(pair, batch_size=1) as server, ThreadPoolExecutor(4) as pool:
+
+        def ask(name: str, **body: object) -> None:
+            server.complete(prompt=PROMPT, ignore_eos=True, **body)
+            ended.append(name)
+
+        pool.submit(ask, "long", max_tokens=200)
+        wait_for(lambda: server.inbox.num_running == 1)
+        for number, name in enumerate(("scored", "second", "third")):
+            pool.submit(ask, name, max_tokens=9, **({"logprobs": 1} if name == "scored" else {}))
+            wait_for(lambda number=number: server.inbox.num_waiting == number + 1)  # type: ignore[misc]
+    assert ended == ["long", "scored", "second", "third"]
+
+
+def test_connections_that_send_or_read_too_slowly_are_closed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of headers, the first ones or behind an answer, of a body and of an answer; others go on being served."""
+    monkeypatch.setattr(http, "_READ_S", 0.9)
+    half = b"POST /v1/completions HTTP/1.1\r\ncontent-length: 99\r\n"
+    rude = json.dumps({"prompt": PROMPT * 100, "echo": True, "n": 64, "max_tokens": 1}).encode()  # 160 kB
+    with serving(pair) as server, ExitStack() as opened:
+        server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        silent, headers, behind, body, reader = connections = [opened.enter_context(socket.socket()) for _ in range(5)]
+        for connection in connections:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+            connection.connect(("127.0.0.1", server.port))
+        behind.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        body.sendall(half + b"host: x\r\n\r\n{")
+        reader.sendall(half.replace(b"99", b"%d" % len(rude)) + b"host: x\r\n\r\n" + rude)
+        wait_for(lambda: behind.recv(1000).endswith(b"}"))
+        closed = set[socket.socket]()
+
+        def is_over() -> bool:
+            for connection in {headers, behind} - closed:
+                try:
+                    connection.sendall(b"x")
+                except OSError:
+                    closed.add(connection)
+            assert server.ask("/health")[0] == 200
+            time.sleep(0.1)
+            return len(closed) == 2
+
+        headers.sendall(half)
+        wait_for(is_over)
+        assert silent.recv(100) == b""
+        assert b" 408 " in body.recv(100)
+        time.sleep(3)
+        assert len(b"".join(iter(partial(reader.recv, 1 << 16), b""))) < 50_000
 
 
 def test_a_full_queue_a_key_and_the_end(pair: Pair, tmp_path: Path) -> None:
