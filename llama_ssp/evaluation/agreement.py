@@ -1,7 +1,9 @@
 """`suite=agreement`: greedy text of plain and of speculative decoding, equal up to near ties.
 
-Where two texts part, both tokens should be as good (docs/guides/evaluate.md). The suite passes if every text is equal
-or parts at such a near tie.
+Where two texts part, both tokens should be as good: verification computes several positions at once and rounds
+differently from plain decoding, so two nearly equal logits can change their order. The suite passes if every text is
+equal or parts at such a near tie. It draws nothing, so it has no false alarms but for a near tie that is taken too
+narrow.
 """
 
 from collections.abc import Iterable, Iterator

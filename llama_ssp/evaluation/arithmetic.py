@@ -1,6 +1,7 @@
 """`suite=arithmetic`: products of two numbers of two digits, after three worked examples.
 
-It passes if two one-sided tests show that the rates of right answers differ by less than `task.margin`.
+Both modes complete the same prompts. The rates of right answers come with Wilson's intervals. The suite passes if two
+one-sided tests show that the rates differ by less than `task.margin`.
 """
 
 import random

@@ -1,7 +1,9 @@
 """`suite=distribution`: do plain and speculative samples of a run come from one distribution?
 
-docs/guides/evaluate.md describes the tests: two swap the samples of pairs, and the others, one for each score of
-`martingales`, compare the speculative samples with the target's own probabilities.
+Each prompt is sampled many times in both modes, with different seeds. Two tests swap the samples of pairs: one compares
+how often each token stands at a few fixed places, the other the log-likelihoods of whole samples under the target. The
+others compare the speculative samples with the target's own probabilities: for each score of `martingales`, the sum
+over all tokens. Each kind gets half of the rate of false alarms, in equal shares.
 """
 
 from collections.abc import Iterable, Iterator

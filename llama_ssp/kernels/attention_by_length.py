@@ -1,8 +1,18 @@
 """Attention by lengths of rows: each row up to its own last position, which is on the device.
 
-docs/design/gpus.md says why, where it runs, and which kernel reads what: ours (`attention_gpu`) the queries of a round,
-torch's flash attention prompts. Keys and values that are kept in another format than queries are ours to read too;
-torch's kernel gets a copy of all slots in the queries' format (`unpacking`).
+A mask excludes flash attention, and other kernels walk all slots of a row with one thread block for each key-value
+head: few blocks for a GPU with a hundred and more multiprocessors. These kernels read no slot beyond a row's length:
+
+    the queries of a round     ours (`attention_gpu`), which splits a row over many thread blocks
+    prompts                    torch's flash attention
+
+On an H200 torch's took 68 us for 5 queries over 2048 slots of 32 heads of 128 dimensions, ours 17; for a few slots 6
+and 5. Keys and values that are kept in another format than queries are ours to read too; torch's kernel
+gets a copy of all slots in the queries' format (`unpacking`).
+
+It runs where `architectures.engine.reads_by_length` says so, which plans ask too; elsewhere masks are used (see
+`models.llama.attention`). Before its first use each kernel is held to a masked attention on this very device, with the
+model's own heads.
 
 Shapes: Q queries of all sequences, H query heads, N key-value heads, D head dim, S slots of all rows, C sequences.
 """

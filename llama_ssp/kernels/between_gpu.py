@@ -1,4 +1,8 @@
-"""The parts between the products of a layer in Triton; `between` lists them, has the references, and chooses.
+"""The parts between the products of a layer in Triton; `between` has the references, and chooses.
+
+    rotate_write   the norms of heads, the rotary embedding, and the write to the cache, in its format
+    add_norm       the residual, or the embedding of the first layer, and the norm
+    gated          silu(gate) * up
 
 Shapes: B rows, T positions, M = B * T tokens, E embedding width, U MLP units, X heads, S positions, D head dim,
 P = D / 2.
@@ -172,8 +176,15 @@ def rotate_write(
 ) -> None:  # fmt: skip
     """Norm and turn the query heads of qkv in place, and write turned keys and values to the cache.
 
-    See `between.rotate_write`. Queries, keys, values and positions are contiguous, the turns are cosines and sines of
-    each position in fp32. Without slots, row b is row b of the cache.
+    Args:
+        qkv_MXD: queries, keys and values of all tokens, contiguous.
+        turns_SP2: cosines and sines of each position, fp32.
+        positions_BT: of the tokens, contiguous.
+        parts: the layer's part of the cache; see `LayerBuffer`.
+        heads: of the layer.
+        slots_M: of the tokens, among the slots of all rows; None if row b is row b of the cache.
+        norms: of query heads and of key heads, in models that have them.
+        kept: how keys and values are kept; None for their own dtype.
     """
     num_tokens, num_all, head_dim = qkv_MXD.shape
     batch_size, num_positions = positions_BT.shape

@@ -36,7 +36,7 @@ class TokenPlaces(NamedTuple):
 
 
 class WholeLayer:
-    """A layer in one operator, for at most `engine.WHOLE_LAYER_TOKENS` tokens.
+    """A layer in one operator, for at most `sizes.WHOLE_LAYER_TOKENS` tokens.
 
     Args:
         parts: qkv, output, gate and up, down; the first and the third have taken in their norm.

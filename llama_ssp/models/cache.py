@@ -1,9 +1,12 @@
 """The static cache: one row of slots per sequence, written at per-row positions, read up to a bucket.
 
-docs/how-it-works.md draws a row. Position p of a sequence is always in slot p of its row. Slots beyond a row's length
-are never read, because the mask shows a token only the slots up to its own position, which have been written by then.
-Module `prefill` chooses the buckets. Attention that reads rows by their lengths (module `llama.attention`) gets the
-slots of all rows.
+    cache row   | prompt ............ | accepted ... | drafted, not yet accepted | free ......... |
+    positions   0                     P              L                           L+K              bucket
+    rollback    = the next round writes at L again; nothing is copied or cropped
+
+Position p of a sequence is always in slot p of its row. Slots beyond a row's length are never read, because the mask
+shows a token only the slots up to its own position, which have been written by then. Module `prefill` chooses the
+buckets. Attention that reads rows by their lengths (module `llama.attention`) gets the slots of all rows.
 
 A key or value of a head is kept as a format of `storage.formats` says, and is written and read through
 `kernels.rows`; compiled attention, and kernels of GPUs, read it as it is.

@@ -1,10 +1,15 @@
 """Reads whole prompts into a model's cache, and chooses how much of the cache a forward reads.
 
 Long prompts are read in chunks, to bound memory and the size of the mask. Nothing is sampled here. Prompts of one batch
-are padded to the longest, or packed where attention goes by the lengths of rows (docs/design/gpus.md). A packed chunk
-holds as many tokens as a padded one of the same prompts, so it needs no more memory, and there are never more of them.
-Where bits do not depend on what is read together, prompts of nearly one length share a chunk: it is padded little, and
-what it computes stays in a processor's caches.
+are padded to the longest, or packed where attention goes by the lengths of rows:
+
+    padded    | prompt 0 .............. |      packed    | prompt 0 .............. | prompt 1 .. | prompt 2 ....... |
+              | prompt 1 .. - - - - - - |
+              | prompt 2 ....... - - -  |
+
+A packed chunk holds as many tokens as a padded one of the same prompts, so it needs no more memory, and there are never
+more of them. Where bits do not depend on what is read together, prompts of nearly one length share a chunk: it is
+padded little, and what it computes stays in a processor's caches.
 
 What a row of the cache holds already is not read again (`Held`): a prompt copies it from there, then reads the rest.
 
@@ -12,7 +17,10 @@ What a row of the cache holds already is not read again (`Held`): a prompt copie
     read second   | copied from 0 ..... | prompt 1 .. |         and all others of which a part is held
     never read    | copied from 0 ..................... |       prompt 2 is equal to prompt 0, and so are its logits
 
-A few tokens are read in a forward of one of few shapes, so that a graph replays it (`ShortForwards`).
+A few tokens are read in a forward of one of few shapes, so that a graph replays it (`ShortForwards`). It repeats the
+last token to its full size, and every token is a sequence of its own to attention: any prompts fit into the shape.
+
+    8 tokens    | prompt 0 .. | prompt 1 ..... | its last token again |
 
 Shapes: R rows being prefilled, S slots, T positions of a chunk, V vocabulary; M packed tokens, C pieces of them.
 """

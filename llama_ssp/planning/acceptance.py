@@ -3,8 +3,8 @@
 Every folder of options may have `pairs.yaml`, a table of measured pairs with their sources, and `measured_pairs.yaml`,
 which `store` writes. Of a pair in neither, a plan takes the default of the package's table, with its low and its high.
 
-A figure without positions declines as published ones do, and has the tokens per round of a constant at the K at which
-it was measured.
+A drafted token is accepted less often the further it is from the round's first: a figure without positions declines as
+published ones do, and has the tokens per round of a constant at the K at which it was measured.
 
 Tokens per round: Leviathan et al. 2023, arXiv:2211.17192, equation 1 and theorem 3.8.
 """

@@ -1,8 +1,14 @@
 """Advice of a plan: choices that cannot gain, facts that the figures do not show, and changes that would fit.
 
-Changes are judged by what the user loses: docs/guides/planning.md says which lose how much, and which are left out. At
-most three are named, one of each kind: first those that lose least, then those that keep a draft, those with the fewest
-settings, and the fastest.
+Changes are judged by what the user loses:
+
+    nothing   the draft has another place or fewer bits, is another one, or none: the text has the same distribution
+    little    linear layers in 8 bits, fewer rows at a time
+    more      linear layers in 4 bits, a shorter prompt, more GPUs or nodes, another machine
+    model     a smaller target, if nothing else fits
+
+At most three changes are named, one of each kind: first those that lose least, then those that keep a draft, those with
+the fewest settings, and the fastest. A change is left out if its plan has a warning that the asked plan does not have.
 """
 
 from collections.abc import Iterable, Iterator

@@ -360,7 +360,11 @@ SLACK_SHARE = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemoryPlan:
-    """Bytes needed on one rank at the same time, and its capacity; see docs/reference/plan-document.md."""
+    """Bytes needed on one rank at the same time, and its capacity.
+
+    The `repeated_bytes` are the part of the weights that every rank of the model holds whole: norms, row scales,
+    unsharded tables.
+    """
 
     rank: int
     target_weights_bytes: int

@@ -10,10 +10,20 @@
 The figures of a machine are bandwidth, matrix rate, times of a kernel and of a launch, and sums over ranks by size.
 They are from data sheets, or measured by `task=calibrate`; a CPU's first run measures its products.
 
+Messages between the ranks of one replica in a round, in addition to the collectives inside the models:
+
+    ids              the drafted ids to all ranks, before the target's forward; a replicated draft gathers the rows of
+                     each rank
+    probabilities    from the draft to the rank that runs the rule, only if no rank holds both models
+    verdict          number of accepted tokens, the next token, and the stop request
+
 Where drafting overlaps verification, a round takes as long as the slower of K draft steps and a forward of K positions,
 then the exchange and the rule (docs/design/overlap.md). On GPUs the exchange goes on during the forward, so that only
-the draft's side of a round has it. docs/guides/planning.md says where the 80 % ranges are from: `python -m
-benchmarks.published` and `python -m benchmarks.served` count how many rows they hold.
+the draft's side of a round has it. After a rejection, the first token of the new block is verified early.
+
+Only one kind of GPU has run this engine, so 80 % ranges of its times are the errors of forecasts for other engines, by
+architecture, format and rows: `python -m benchmarks.published` and `python -m benchmarks.served` count how many rows
+they hold. A calibrated machine and a CPU have none.
 
 Shapes: B sequences, T positions, K drafted tokens, V vocabulary.
 """
@@ -647,16 +657,29 @@ MOST_DRAFT_TOKENS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Seconds and ratios, those of the draft None without one; docs/reference/plan-document.md describes most of them.
+    """Seconds and ratios; those of the draft are None without one.
 
     Attributes:
+        target_forward, verify_forward: the target's forward of one token per row, and of K + 1.
+        draft_forward_s: a draft forward of one token, including its draw.
         prefill_s: the prompt through the target and the draft, which is the time to the first token.
+        plain_prefill_s: through the target alone.
+        num_draft_tokens: K of the round that is priced: of an adaptive run the fastest at the assumed acceptance.
+        plain_s, speculative_s: per token, while decoding.
         plain_run_s, speculative_run_s: per token of a completion, including the prompt and an unfinished last round.
+        verify_s: the target's forward, rule and messages of a round.
+        speedup: plain over speculative, while decoding.
+        cost_ratio: c, a draft step over a plain target step.
+        by_num_draft_tokens: speculative seconds per token for K = 1, 2, ...
         best_num_draft_tokens: the fastest K; None for trees, as are those of other K.
+        tokens_per_round_range, best_num_draft_tokens_range: what follows from the low and from the high acceptance, the
+            smaller figure first; None for a single figure of it.
         speculative_s_range: what follows from the range of the acceptance, if it has one, and from `error`.
         speedup_range: the same, and from `GAINS`, smaller first.
         error: factors of times while decoding, an 80 % range not below the physical limit; see `decoding_error`.
-        limit_share: see `least_bytes`.
+        overlap: of a spec whose drafting overlaps verification; see `OverlappedTime.document`.
+        limit_share: the physical limit, reading what a plain step must read (`least_bytes`) at the data sheet's
+            bandwidth, over plain decoding.
     """
 
     target_forward: ForwardTime

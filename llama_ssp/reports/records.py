@@ -1,7 +1,7 @@
 """The records of a run, typed: lines of `run.jsonl` and `benchmark.jsonl`, and `summary.json`.
 
 `folder` reads, writes and locks them; `summary` computes a summary from lines. docs/reference/runs.md has the meaning
-of all fields but those of benchmark cells. Names end in `_s` for seconds and contain `ms` for milliseconds.
+of most fields. Names end in `_s` for seconds and contain `ms` for milliseconds.
 """
 
 import json
@@ -45,7 +45,13 @@ class _Line:
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionLine(_Line):
-    """One line of `run.jsonl`: one completion of one prompt."""
+    """One line of `run.jsonl`: one completion of one prompt.
+
+    Attributes:
+        examined_lengths: for each round, `completion.num_examined`.
+        is_lossless: the text is the target's; false with `speculation.forced_lengths`.
+        share_s: wall time over the rows of the batch and the replicas; `ms / 1000` for one row without replicas.
+    """
 
     index: int
     sample: int
@@ -337,7 +343,14 @@ class RankActivity:
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapSummary:
-    """Results of drafting that overlaps verification; shares are means over a model's ranks, None without rounds."""
+    """Results of drafting that overlaps verification.
+
+    Attributes:
+        target_idle_share, draft_idle_share: mean over the ranks of a model, of the last part of a resumed run; None
+            without rounds.
+        num_dropped_tokens: drafted tokens that did not become text.
+        ranks: the times behind the shares.
+    """
 
     target_idle_share: float | None
     draft_idle_share: float | None
@@ -357,7 +370,12 @@ class Forecast:
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """Plain completions of another point of a sweep."""
+    """Plain completions of another point of a sweep.
+
+    Attributes:
+        folder: that of the point that made them.
+        ms_per_token: of the same completions, made again by the last point that has them; else None.
+    """
 
     folder: str
     ms_per_token: float | None = None
@@ -365,7 +383,17 @@ class Baseline:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """The part of a summary that does not follow from a run's lines; `weights` are "checkpoint" or "synthetic"."""
+    """The part of a summary that does not follow from a run's lines.
+
+    Attributes:
+        tree: `speculation.tree`; None for chains.
+        forced_lengths: `speculation.forced_lengths`; its texts are not lossless.
+        point: the run's place in a sweep, with the settings in which its points differ.
+        weights: "checkpoint" or "synthetic".
+        baseline: where plain completions are from, if not from this run.
+        machine: processors or GPUs of the ranks.
+        disturbed: why the times are not those of an undisturbed machine; None if nothing was noticed.
+    """
 
     task: str
     model: str
@@ -389,9 +417,11 @@ class RunFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary(RunFacts):
-    """All of `summary.json`.
+    """All of `summary.json`; `plain`, `speculative` and `speedup` are null for a mode that did not run.
 
     `cells` holds those of task=benchmark, whose prompts and new tokens count one completion of each cell's prompts.
+    `startup`, `prompt_tokens` and `experts` describe the last part of a resumed run. `evaluation` is the verdict of
+    task=evaluate, `excerpts` are a few completions for the report.
     """
 
     schema_version: int = SCHEMA_VERSION

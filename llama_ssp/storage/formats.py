@@ -1,6 +1,6 @@
 """Storage formats of linear layers, and formats of the cache: what planner, checks and runs read in their records.
 
-The records of storage formats are in `integers` and `floats`.
+The records of storage formats are in `storage`, a module each.
 """
 
 import math

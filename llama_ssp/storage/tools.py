@@ -1,6 +1,11 @@
 """Reads what tools write into the `quantization_config` of a config.json, for the layouts of all storage formats.
 
-docs/guides/precision.md has a table of these layouts.
+compressed-tensors    integers of 4 or 8 bits, or FP8, with most of its strategies; MXFP4, NVFP4
+awq, gptq, auto-round 4 bits in groups of inputs, with zeros; gptq has the group of each input too, and 8 bits
+bitsandbytes          nf4 or fp4 in blocks of 64 weights, whose scales may be quantized too; 8 bits by outputs
+fp8, fbgemm_fp8       a scale per block, output or matrix
+mxfp4                 floats of 4 bits, with a power of two per 32 weights, in the experts of gpt-oss
+modelopt              FP8 with a scale per matrix; NVFP4, floats of 4 bits with FP8 per 16 weights
 """
 
 from collections.abc import Iterator, Mapping

@@ -6,7 +6,7 @@
     AWQ                  qweight (I, O / 8), scales (G, O), qzeros (G, O / 8)
     int8, FP8            weight (O, I) or, of int8, weight_packed (O, I / 4); weight_scale per output, matrix or block,
                          which some files with FP8 call weight_scale_inv
-    bitsandbytes         weight (O, I) in int8, SCB (O,), 127 times the scales; of 4 bits see `packed_files`
+    bitsandbytes         weight (O, I) in int8, SCB (O,), 127 times the scales; of 4 bits see `bnb_files`
     MXFP4, NVFP4         weight_packed (O, I / 2), weight_scale (O, S), of NVFP4 weight_global_scale (), which divides
     NVFP4 of modelopt    weight (O, I / 2), weight_scale (O, S), weight_scale_2 (), which multiplies
     mxfp4 of gpt-oss     NAME_blocks (X, O, S, 16), NAME_scales (X, O, S) of the tensor NAME (X, I, O) of all experts

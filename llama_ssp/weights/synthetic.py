@@ -1,8 +1,10 @@
 """Synthetic weights: models of any Llama shape that compute the function of a shipped small model.
 
-docs/guides/synthetic.md says which small model that is, and how noise sets the agreement; `training.agreement` measured
-which noise gives which agreement, and stored it in a file. Module `expansion` places the numbers. A tensor or slice is
-made on its device when it is read.
+Target and draft compute the same small model, `tiny`, or `tiny-draft` if one of the shapes is too narrow for `tiny` or
+has tied embeddings. Noise on the draft's output head sets the agreement of the two; `training.agreement` measured which
+noise gives which agreement, and stored it in a file. A draft head computes the shipped head `tiny-eagle`, with noise on
+its output head too: one layer cannot compute `tiny`, so it agrees as often as `tiny-eagle` at most. Module `expansion`
+places the numbers. A tensor or slice is made on its device when it is read.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,11 @@
-"""Linear layers with 8 or 4 bits per weight: `int8`, `nf4` and `fp4` by bitsandbytes; `weight_only` has the others.
+"""Linear layers with 8 or 4 bits per weight.
+
+    int8               bitsandbytes: int8 inputs and weights, integer sums, a scale per row of each
+    nf4, fp4           bitsandbytes: weights only, 4 bits each, a scale per 64 weights
+    int8_weight_only   `weight_only`: weights only, int8, a scale per output
+    int4_weight_only   `weight_only`: weights only, 4 bits each, a scale and a zero per 128, 64 or 32 weights
+    fp8_weight_only    `weight_only`: weights only, E4M3, a scale per 128 weights or output
+    mxfp4, nvfp4       `weight_only`: weights only, E2M1, a scale per 32 or 16 weights, and one per output
 
 Weights are quantized row by row, so layers with the same input may be concatenated before or after. A rank quantizes
 its own slice, so slices of a row-parallel layer have their own scales. Embeddings, head, norms and biases are not

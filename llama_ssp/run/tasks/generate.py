@@ -1,4 +1,4 @@
-"""`task=generate` prints completions only, as text or as JSON lines; `task=compare` those of both modes and a table."""
+"""`task=generate`: prints completions only, as text or as JSON lines."""
 
 import json
 import textwrap
@@ -6,14 +6,12 @@ from collections import deque
 from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from itertools import product
-from pathlib import Path
 
-from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine, LineKey
+from llama_ssp.reports.records import CompletionLine, LineKey
 from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.serve.batch import complete_batch
 from llama_ssp.run.session import Session, Viewer
-from llama_ssp.run.tasks.records import CompareConfig, GenerateConfig, OutputFormat
+from llama_ssp.run.tasks.records import GenerateConfig, OutputFormat
 from llama_ssp.speculate.engine.text import Piece
 
 
@@ -98,33 +96,3 @@ def generate(session: Session, requests: list[PromptRequest]) -> None:
             stack.callback(in_order.release)
         stack.enter_context(session.showing_progress(requests, [mode], shows_texts=shows_texts))
         session.complete(requests, mode, viewer)
-
-
-def compare(session: Session, requests: list[PromptRequest]) -> None:
-    """Complete all requests in both modes, one mode after the other: for each prompt if streaming, else for all."""
-    terminal = session.terminal
-
-    def head(index: int, sample: int, prompt: str, mode: str) -> None:
-        is_forced = mode == SPECULATIVE and session.config.speculation.forced_lengths
-        session.heading(f"{mode}, not lossless" if is_forced else mode, prompt=index, sample=sample)
-        terminal.prompt(prompt)
-
-    viewer = Texts(session, head)
-    groups = [[request] for request in requests] if session.streams else [requests]
-    place, done = session.config.place, session.finished
-    modes = [mode for mode in (PLAIN, SPECULATIVE) if any(request.line_key(mode) not in done for request in requests)]
-    session.warm_up(requests, modes, num_requests=1)
-    with session.showing_progress(requests, modes, shows_texts=True):
-        for group, mode in product(groups, modes):
-            session.complete(group, mode, viewer)
-    if place and place.repeats:
-        session.measure_again(requests)
-
-
-def draw(session: Session) -> None:
-    """Save a picture of the terminal's output, if the task asks for one."""
-    task, num_ranks = session.config.task, session.world.comm.size
-    assert isinstance(task, CompareConfig)
-    if task.picture:
-        start = f"torchrun --nproc-per-node {num_ranks}" if num_ranks > 1 else "python"
-        session.terminal.save_svg(Path(task.picture), title=f"{start} launch/run.py")

@@ -25,12 +25,12 @@ class CompareConfig(TaskConfig):
 
 COMPARE = TaskSpec(
     config=CompareConfig,
-    run="llama_ssp.run.tasks.generate:compare",
+    run="llama_ssp.run.tasks.compare:compare",
     needs_draft=True,
     has_both_modes=True,
     shares_baseline=True,
     paths=("picture",),
-    finalize="llama_ssp.run.tasks.generate:draw",
+    finalize="llama_ssp.run.tasks.compare:draw",
 )
 
 

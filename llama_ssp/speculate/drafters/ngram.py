@@ -4,10 +4,15 @@
                        ^               ^
                        end of match    L
 
-docs/guides/drafts.md says which match wins, in which texts. A row without a match drafts its last token. The ids are
-integers computed from ids that all ranks agree on, so every rank drafts by itself and no message is needed. A table
+The longest match wins, of several the latest. Where the copy would run into the end of the text, it goes on with what
+it has copied: a text that repeats itself is continued in its period. A row without a match drafts its last token. The
+ids are integers computed from ids that all ranks agree on, so every rank drafts by itself and no message is needed.
+
+Other texts of the run are looked through too, the newest ones: other samples of the prompt, and completions before.
+One of them is copied if it has a longer match than the text itself, and a corpus if its match is still longer. A table
 says where each short sequence stood last, of the corpus where its most frequent continuation did, so a round costs the
-same however much there is.
+same however much there is. Which copies there are changes no text: a copy is certain, and the target draws every token
+by the numbers of its place.
 
 A tree copies from several matches of its own text: the children of a node are what followed the best ones, as far as
 that differs. The first child goes on with the copy that its node belongs to.

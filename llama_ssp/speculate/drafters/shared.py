@@ -7,8 +7,9 @@
 Ranks that share a draft send nothing between its steps but what the model itself sends: from the same gathered logits
 and the same keys all draw the same ids. Machines of two kinds could round a probability differently, so ids and
 probabilities of one rank count. The rule runs on a rank that holds both models, if there is one. Otherwise the draft's
-probabilities are sent to the rank that verifies, in overlapped rounds only those of the tokens that processors leave
-(docs/design/overlap.md).
+probabilities are sent to the rank that verifies.
+Where top-k, top-p or min-p leave few tokens, only these are sent, which is exact, since all others have probability 0.
+Between GPUs messages have one size, which a CUDA graph has captured: as many tokens as top-k leaves, or all.
 
 A split batch: a rank has the draft's probabilities of its own rows and the target's logits of all rows, so it also
 verifies its own rows (`engine.verifier`). Drafted ids are gathered before the target's forward, decisions after it.

@@ -1,7 +1,9 @@
 """Sums that show whether texts have the target's distribution: functions of the next token, minus their expectation.
 
-docs/guides/evaluate.md says what a score is, and why its sum over a text is a martingale. Each score is large on tokens
-that one kind of fault makes too frequent. Texts are only read here; `evaluation.martingales` judges the sums.
+A score is a function of the next token that the text before it decides. With p the target's probabilities after that
+text, f(token) - E_p f has expectation 0 and the variance that p gives, whatever was drawn before: its sum over a text
+is a martingale. Each score is large on tokens that one kind of fault makes too frequent. After a rejection, the
+residual takes the place of p. Texts are only read here; `evaluation.martingales` judges the sums.
 
 With q the draft's probabilities and w the weight of the block before it (1 unless the rule verifies blocks), a token is
 drafted and accepted with probability min(w p, q) / w, and otherwise drawn from the residual, (w p - q)+ normalised:

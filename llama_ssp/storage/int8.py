@@ -1,7 +1,5 @@
 """Integers of 8 bits: LLM.int8(), which quantizes inputs too, weights alone by outputs, and weights alone by groups.
 
-Of 4 bits: half a byte per weight, and a word of 4 bytes, scale and zero, per group of inputs.
-
 Source: Dettmers et al. 2022, arXiv:2208.07339.
 """
 
@@ -25,13 +23,13 @@ from llama_ssp.storage.formats import (
 
 BNB_FORM = "weight_format"
 """Last part of the name of a tensor with the order of int8 weights; 0 for row by row."""
-_BY_OUTPUTS, _BY_GROUPS, _BY_NIBBLES = "int8_weight_only", "int8_groups", "int4_weight_only"
+_BY_OUTPUTS, _BY_GROUPS = "int8_weight_only", "int8_groups"
 _PER_OUTPUT: tuple[Block, ...] = ((1, None), (None, None))
 """Blocks without a border within a row."""
 _SLOWDOWN = 4.0  # Relative to fp16 on GPUs: 3-5x as published, nearly constant from 1 to K + 1 rows.
 
 
-def _layout_of_bytes(described: Mapping[str, Any]) -> Found | None:
+def _layout(described: Mapping[str, Any]) -> Found | None:
     if (said := tools.compressed(described)) and said.form in ("packed bytes", "int-quantized"):
         problems = said.problems + (["symmetric false"] if said.weights.get("symmetric") is False else [])
         if said.block not in _PER_OUTPUT:
@@ -80,8 +78,8 @@ INT8_WEIGHT_ONLY = of_few_rows(
     _BY_OUTPUTS,
     order=3,
     short_name="int8wo",
-    layout=_layout_of_bytes,
-    reader="llama_ssp.weights.packed_files:ByteTensor",
+    layout=_layout,
+    reader="llama_ssp.weights.byte_files:ByteTensor",
     kernel="llama_ssp.models.quantization.weight_only:int8_weight_only_linear",
     compiled=Product("bytes", "bytes"),
     stored_kind="I8",
@@ -103,44 +101,4 @@ INT8_GROUPS = replace(  # a scale per group; every product unpacks the matrix
     is_stored_alone=True,
     gpu_read_bytes=lambda rows, packed, unquantized: packed + 2 * unquantized,  # noqa: ARG005
     change_weight=None,
-)
-
-
-def _layout_of_nibbles(described: Mapping[str, Any]) -> Found | None:
-    if (said := tools.compressed(described)) and said.form == "pack-quantized":
-        return tools.in_groups(
-            said.block, said.weights, said.problems, storage=_BY_NIBBLES, name="compressed-tensors int4",
-            weight="weight_packed", scale="weight_scale", zero="weight_zero_point", order="weight_g_idx",
-            others=("weight_shape", *tools.OF_ACTIVATIONS),
-            is_scattered=said.weights.get("actorder") in tools.SCATTERED,
-        )  # fmt: skip
-    described, problems = tools.of_auto_round(described)
-    match described.get("quant_method"):
-        case tools.GPTQ if described.get("bits") != 8:  # noqa: PLR2004 - a byte
-            found = tools.gptq(described, {"bits": 4}, storage=_BY_NIBBLES, name="gptq int4")
-        case tools.AWQ:
-            version = described.get("version") or "gemm"
-            odd = [*tools.differences(described, {"bits": 4, "zero_point": True})]
-            odd += [] if str(version).lower() == "gemm" else [f"version {shown(version)}"]
-            found = tools.in_groups(
-                tools.grouped(described.get("group_size")), described, odd, storage=_BY_NIBBLES, name="awq int4",
-                weight="qweight", scale="scales", zero="qzeros", has_inputs_first=True, joins_outputs=True,
-            )  # fmt: skip
-        case _:
-            return None
-    return problems + found if isinstance(found, list) else problems or found
-
-
-INT4_WEIGHT_ONLY = of_few_rows(
-    _BY_NIBBLES,
-    order=4,
-    short_name="int4wo",
-    layout=_layout_of_nibbles,
-    reader="llama_ssp.weights.packed_files:Int4Tensor",
-    kernel="llama_ssp.models.quantization.weight_only:int4_weight_only_linear",
-    compiled=Product("nibbles", "nibbles", ("avx512f",), INT4_GROUPS[-1]),
-    weight_bytes=0.5,
-    groups=INT4_GROUPS,
-    loading_copies=4,  # codes are bytes on the way
-    change_weight=5,
 )
