@@ -23,7 +23,8 @@ from llama_ssp.models.huggingface.experts import can_be_own, experts_of
 from llama_ssp.models.huggingface.modules import OwnLinear, load_modules, match_modules, output_name
 from llama_ssp.models.huggingface.runner import ModuleRunner, MtpRunner
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.llama.head import BlockRunner, HeadRunner, PairRunner, ParallelRunner
+from llama_ssp.models.llama.head import HeadRunner, PairRunner
+from llama_ssp.models.llama.one_pass import BlockRunner, ParallelRunner
 from llama_ssp.models.llama.table import is_llama_kind, match_lean
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.tensor_parallel import shard

@@ -219,7 +219,7 @@ None in chains, to the logits (B, M, V) of the tokens behind them. Depth 0 comes
 
 
 class OnePassHead(Head, Protocol):
-    """A draft head that drafts a block of tokens in one forward; see `architectures.heads`.
+    """A draft head that drafts a block of tokens in one forward; see `models.llama.one_pass`.
 
     The token of a position stands `tokens_ahead` behind it; `mask_token_id` stands for tokens to come.
     """

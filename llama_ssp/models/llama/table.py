@@ -12,7 +12,7 @@
     lm_head                            (V, E)    vocabulary
 
 The first layer of a head that reads pairs has products of embedding and hidden state; `model.fc` with its norms reads
-taps. For heads of one pass see `architectures.heads`, for MTP layers `architectures.mtp`.
+taps. For heads of one pass see `llama.one_pass`, for MTP layers `architectures.mtp`.
 
 Shapes: V vocabulary, E hidden size, D head dim.
 """

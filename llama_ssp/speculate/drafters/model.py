@@ -14,8 +14,9 @@ from llama_ssp.models.runner import Runner, TreePlaces
 from llama_ssp.models.upload import to_device
 from llama_ssp.ranks.comms import Reads
 from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts, StepwiseDrafter, catch_up, take_in
-from llama_ssp.speculate.drafters.head import HeadDrafter, OnePassDrafter
+from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.drafters.intersection import IntersectionDrafter
+from llama_ssp.speculate.drafters.one_pass import OnePassDrafter
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.trees import Level, ReadLevel
 

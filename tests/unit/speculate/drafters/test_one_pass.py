@@ -22,7 +22,7 @@ from llama_ssp.planning.timing import CostModel
 from llama_ssp.run.tasks.dry_run import plan_of_run
 from llama_ssp.run.tasks.records import GenerateConfig
 from llama_ssp.settings.schema import MODEL_DRAFT, DrafterConfig, RunConfig
-from llama_ssp.speculate.drafters.head import OnePassDrafter
+from llama_ssp.speculate.drafters.one_pass import OnePassDrafter
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.weights.head import HeadSource
 from tests.helpers import head_drafts

@@ -14,7 +14,7 @@ from torch import Tensor
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import Following
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
-from llama_ssp.speculate.drafters.head import OnePassDrafter
+from llama_ssp.speculate.drafters.one_pass import OnePassDrafter
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.draft import Draft
 from llama_ssp.speculate.sampling.rules import make_rule
