@@ -5,6 +5,7 @@ has gone on to decode, which is nearly all prefill with long prompts and two new
 """
 
 import json
+import re
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -60,9 +61,8 @@ def wait_for(condition: Callable[[], object], *, at_most_s: float) -> None:
 
 
 def pid_of_rank(run_dir: Path, rank: int) -> int:
-    """The process of a rank, which has begun to load."""
-    text = (run_dir / "ranks" / f"{rank:03d}.log").read_text()
-    return int(text.partition("process ")[2].split()[0])
+    """The process of a rank, which has begun to load, perhaps after other starts."""
+    return int(re.findall(r"process (\d+)", (run_dir / "ranks" / f"{rank:03d}.log").read_text())[-1])
 
 
 def has_begun(cell: Cell, run_dir: Path, *, num_ranks: int = 2) -> bool:
