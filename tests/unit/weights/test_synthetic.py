@@ -207,9 +207,9 @@ def load_pair(target: WeightSource, origin: HeadSource, comm: Comm) -> tuple[Run
     return runner, head
 
 
-def drafts(runner: Runner, head: HeadRunner, *, width: int) -> Drafts:
+def drafts(runner: Runner, head: HeadRunner, layers: tuple[int, ...], *, width: int) -> Drafts:
     """What the head drafts from the taps of all texts."""
-    taps = Taps(head.tapped_layers, width=width, dtype=torch.float32, device=CPU)
+    taps = Taps(layers, width=width, dtype=torch.float32, device=CPU)
     taps.allocate(batch_size=len(TEXTS), num_slots=NUM_TOKENS)
     for each in (runner, head):
         each.allocate(batch_size=len(TEXTS), capacity=NUM_TOKENS)
@@ -235,10 +235,10 @@ def test_a_larger_head_drafts_as_the_small_one_from_the_taps_of_a_larger_target(
     assert isinstance(origin.files, Synthetic)
     assert origin.files.noise == 0
     assert origin.shape.vocab_size == num_drafted
-    wanted = drafts(*load_pair(small, small_head, Comm.single()), width=small.shape.hidden_size)
+    wanted = drafts(*load_pair(small, small_head, Comm.single()), small_head.layers, width=small.shape.hidden_size)
     ids_D, comms = small_head.token_ids(), thread_comms(num_ranks)
     pairs = [load_pair(target, origin, comm) for comm in comms]
-    for found in on_ranks(comms, lambda comm: drafts(*pairs[comm.rank], width=shape.hidden_size)):
+    for found in on_ranks(comms, lambda comm: drafts(*pairs[comm.rank], origin.layers, width=shape.hidden_size)):
         for found_BPV, wanted_BPV in zip(vars(found).values(), vars(wanted).values(), strict=True):
             assert found_BPV.shape[-1] == shape.vocab_size
             assert (found_BPV[..., ids_D] - wanted_BPV[..., ids_D]).abs().max() < 1e-3
