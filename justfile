@@ -1,6 +1,9 @@
 # The daily commands; `just` alone lists them.
 
 bin := justfile_directory() / ".venv/bin"
+whole_runs_models_and_kernels := replace(
+    " api benchmarks cpu kernels models repository run speculate/drafters speculate/engine", " ", " --ignore=tests/unit/"
+)
 
 _list:
     @just --list --unsorted
@@ -18,8 +21,8 @@ compare *overrides:
 test *arguments:
     "{{bin}}/pytest" {{arguments}}
 
-# run the tests that take about a minute together on two cores: no models and kernels, no whole runs, no groups of ranks
-quick *arguments:
+# run the tests that take less than a minute together on two cores, or those of them that the arguments name
+quick *arguments=("tests/unit" + whole_runs_models_and_kernels):
     "{{bin}}/pytest" -m "not (seconds or heavy or slow or distributed or slurm)" {{arguments}}
 
 # run what .ci/run adds to the default tests

@@ -42,16 +42,8 @@ JOBS = ("tests/distributed/", "tests/slurm/", "tests/stub_gpu/")
 """Tests that start several ranks: one worker runs them one after the other, so that their time limits hold."""
 UNTIMED = tuple(f"tests/distributed/test_{name}.py" for name in ("placement", "deepspeed"))
 """Those that share groups of ranks and have no time limits: another worker may run them at the same time."""
-FILES = "tests/unit/repository/"
-"""Tests of one file share what they have parsed or made."""
-
-SECONDS = tuple(
-    f"tests/unit/{folder}/"
-    for folder in (
-        "api", "benchmarks", "cpu", "kernels", "models", "repository", "run", "speculate/drafters", "speculate/engine"
-    )
-)  # fmt: skip
-"""Tests of whole runs, models and kernels: `just quick` leaves them out, unless it is given what to run."""
+FILES = tuple(f"tests/unit/{folder}/" for folder in ("api", "models", "repository", "run", "settings", "weights"))
+"""Tests of one file share what they have parsed or made; all others, one by one, fill up the workers in the end."""
 
 
 class JobsOnOneWorker(LoadScopeScheduling):  # type: ignore[misc] # xdist is untyped
@@ -88,21 +80,33 @@ def _options_are_composed_once() -> Iterator[None]:
     """Hydra takes a tenth of a second to compose options, and hundreds of tests choose the same ones."""
     from hydra import compose
 
+    from llama_ssp.settings.compose import register
     from llama_ssp.settings.drafters import drafters
     from llama_ssp.settings.tasks import task_specs
 
     known: dict[object, Any] = {}
+    registered: dict[str, object] = {}
+
+    def kinds() -> list[object]:
+        return [*(task.config for task in task_specs().values()), *(draft.config for draft in drafters().values())]
+
+    def register_once(root: str = "config") -> None:
+        if registered.get("kinds") != kinds():
+            registered.clear()
+        if root not in registered:
+            register(root)
+            registered.update({"kinds": kinds(), root: True})
 
     def remembered(root: str, chosen: list[str], **named: bool) -> Any:  # noqa: ANN401 - as Hydra's
         own = [file for folder in catalogue.own_folders() for file in folder.rglob("*.yaml")]
-        kinds = [*(task.config for task in task_specs().values()), *(draft.config for draft in drafters().values())]
-        key = root, *chosen, *named.values(), *kinds, *((file, file.stat().st_mtime_ns) for file in own)
+        key = root, *chosen, *named.values(), *kinds(), *((file, file.stat().st_mtime_ns) for file in own)
         if key not in known:
             known[key] = compose(root, chosen, **named)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("llama_ssp.settings.compose.compose_options", remembered)
+        patch.setattr("llama_ssp.settings.compose.register", register_once)
         yield
 
 
@@ -142,10 +146,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> JobsOnO
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out lanes that were not asked for, and skip what this machine lacks."""
-    if not config.option.file_or_dir:
-        for item in items:
-            if item.nodeid.startswith(SECONDS):
-                item.add_marker("seconds")
     others = _lanes_left_out(config)
     left_out = {item for item in items if any(map(item.get_closest_marker, others))}
     config.hook.pytest_deselected(items=[*left_out])

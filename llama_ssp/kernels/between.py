@@ -20,12 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.kernels.choice_gpu import attempt, missing_packages
+from llama_ssp.kernels.choice_gpu import TOLERANCE, attempt, check, missing_packages
 from llama_ssp.kernels.parts import Heads, RmsNorm
 from llama_ssp.kernels.rows import KeptRows
 
-_TOLERANCE = 0.02
-"""Share of the largest value: sums in another order, and one rounding more or less, differ by less."""
 _STEP = 0.08
 """Share of the largest value: the widest step of a kept number is less."""
 
@@ -127,7 +125,7 @@ def find_own_kernels(norm: RmsNorm, heads: Heads, head_norms: Sequence[RmsNorm],
         freqs_cis_M1P = freqs_cis_SP.index_select(0, positions_BT.flatten())[:, None]
         wanted = placed(partial(rotate_write, freqs_cis_M1P=freqs_cis_M1P, slots_M=slots_M))
         # A number next to a step's middle may differ by a step.
-        allowed = _TOLERANCE, _STEP if kept.largest else _TOLERANCE
+        allowed = TOLERANCE, _STEP if kept.largest else TOLERANCE
         own = partial(between_gpu.rotate_write, turns_SP2=torch.view_as_real(freqs_cis_SP), positions_BT=positions_BT)
         for slots in (None, slots_M):
             for one, other, tolerance in zip(placed(partial(own, slots_M=slots)), wanted, allowed, strict=True):
@@ -141,9 +139,3 @@ def find_own_kernels(norm: RmsNorm, heads: Heads, head_norms: Sequence[RmsNorm],
         if kernel is None and missing_packages():
             break  # the others would say the same
     return found
-
-
-def check(name: str, found: Tensor, wanted: Tensor, *, tolerance: float = _TOLERANCE) -> None:
-    """RuntimeError, with the name of the kernel, if values differ by more than rounding; NaN does."""
-    if bool((~((found - wanted).abs() <= tolerance * wanted.abs().max())).any()):
-        raise RuntimeError(f"the kernel of the {name} is wrong on this device")

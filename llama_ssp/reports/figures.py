@@ -49,7 +49,7 @@ _WIDTH, _HEIGHT = 6.1, 3.5
 _DPI = 150
 _LEGEND_INCHES = 0.5
 """From the axis down to its legend, past the numbers and the label."""
-_HALF_WIDTH_NAME, _LONGEST_NAME = 28, 60
+_HALF_WIDTH_NAME, _LONGEST_NAME = 28, 40
 """Longest name in a legend of two columns, and in any."""
 _GENERATED_ID = re.compile(r' id="[a-z0-9.]+_\d+"')
 logging.getLogger("matplotlib").setLevel(logging.ERROR)  # its notes on fonts and cache folders do not help our users
@@ -61,7 +61,7 @@ _LOOKS = {
 _APART = 0.16
 """Vertical distance of two modes of a bar, of which the next one is 1 below."""
 _BAR_INCHES, _FRAME_INCHES = 0.5, 1.0
-_LONGEST_NAME, _MARGIN = 40, 1.06
+_MARGIN = 1.06
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Import this module only to write a report: matplotlib and jinja2 take a second.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from llama_ssp.reports.tables import number, percentiles_table, runs_table, runs
 from llama_ssp.words import count, decimal, share, visible
 
 try:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
     from markupsafe import Markup
 except ImportError as error:
     raise ConfigError(f"a report needs jinja2: pip install jinja2 ({error})") from error
@@ -51,11 +52,6 @@ def write_report(folders: Sequence[Path], output: Path | None) -> str:
 
 def report(runs: Sequence[Run], *, missing: Sequence[str] = ()) -> str:
     """Render the page of at least one run; `missing` holds sentences about runs that could not be read."""
-    templates = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
-    )  # fmt: skip
-    templates.filters |= {"visible": visible, "number": decimal, "share": share, "counted": count}
     sweep, ((_, *heads), names) = None, names_of(runs)
     labels = [", ".join(map("{}={}".format, heads, own[1:])) or run.name for run, own in zip(runs, names, strict=True)]
     if len(runs) > 1:
@@ -64,10 +60,20 @@ def report(runs: Sequence[Run], *, missing: Sequence[str] = ()) -> str:
             "settings": varying_settings(runs), "table": runs_table(runs), "percentiles": percentiles_table(runs),
             "figure": _drawn([row for found in map(bars_of, runs, numbered) for row in found]),
         }  # fmt: skip
-    return templates.get_template("report.html").render(
+    return _page().render(
         title=_title(runs), runs=list(map(_section, runs, labels)), sweep=sweep,
         least_prompts=LEAST_PROMPTS, missing=missing, mark=DISTURBED, not_lossless=NOT_LOSSLESS,
     )  # fmt: skip
+
+
+@cache
+def _page() -> Template:
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    templates.filters |= {"visible": visible, "number": decimal, "share": share, "counted": count}
+    return templates.get_template("report.html")
 
 
 @figures.styled()

@@ -108,7 +108,7 @@ _BOTH_TEMPERATURES = [
 ]
 CELLS = [
     *_SAMPLED, *_BOTH_TEMPERATURES, *map(greedy, _BOTH_TEMPERATURES),
-    greedy(Cell(BOTH, (0,), pair=SYNTHETIC)),
+    greedy(heavy(BOTH, (0,), pair=SYNTHETIC)),
     *(greedy(slow(target, (0,), pair=SYNTHETIC)) for target in (ALL_3, ALL_4)),
     greedy(Cell(BOTH, BOTH, SHARDED)),
     greedy(slow(BOTH, BOTH, SHARDED, pair="head", batch_size=3)),
@@ -124,7 +124,7 @@ CELLS = [
 ALONE = [
     greedy(cell.alone)
     for cell in (
-        Cell((0,), (0,), pair=SYNTHETIC), Cell((0,), (0,)), Cell((0,), (0,), pair="head"),
+        heavy((0,), (0,), pair=SYNTHETIC), Cell((0,), (0,)), Cell((0,), (0,), pair="head"),
         *(heavy((0,), (0,), pair=pair) for pair in HEAVY_PAIRS), *(slow((0,), (0,), pair=pair) for pair in SLOW_PAIRS),
     )
 ]  # fmt: skip

@@ -93,7 +93,7 @@ def test_the_cells_of_the_notebook_run_without_standard_input_and_in_any_tmpdir(
     (far := tmp_path / ("x" * 120)).mkdir()
     ended = subprocess.run(
         ["sh", "-c", 'exec "$@" <&-', "sh", sys.executable, "-c", _KERNEL, ROOT / "docs/guides/notebook.ipynb"],
-        cwd=tmp_path, env=environment({"TMPDIR": str(far)}), capture_output=True, text=True, timeout=120, check=False,
+        cwd=tmp_path, env=environment({"TMPDIR": str(far)}), capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert (ended.returncode, ended.stderr) == (0, "")
     first, second = ended.stdout.splitlines()

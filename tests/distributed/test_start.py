@@ -75,6 +75,7 @@ builtins.kept = EndsLate(2 * world.comm.rank)
 """
 
 
+@pytest.mark.heavy
 def test_no_thread_of_torch_aborts_a_rank_that_ends(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(_SCRIPT)
     ranks = step(str(tmp_path / "script.py"))

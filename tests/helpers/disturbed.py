@@ -41,7 +41,7 @@ def settings(cell: Cell, run_dir: Path) -> list[str]:
     return [
         "task=generate", "task.format=jsonl", "device=cpu", f"run_dir={run_dir}", f"num_samples={NUM_SAMPLES}",
         f"prompt={prompt}", f"max_new_tokens={max_new_tokens}", "ignore_eos=true",
-        f"timeouts.load_s={LIMIT_S}", f"timeouts.decode_s={LIMIT_S}",
+        f"timeouts.load_s={LIMIT_S if cell.phase == 'loading' else 60}", f"timeouts.decode_s={LIMIT_S}",
     ]  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Which cases of a table run always, and which wait for the heavy lane."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import combinations, product
 from typing import Any
@@ -21,22 +21,26 @@ def slow(*values: object) -> object:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def grid(**axes: Sequence[object]) -> pytest.MarkDecorator:
-    """All combinations of some arguments.
+def first(values: Iterable[object], *, num: int = 1) -> list[object]:
+    """The first values of one argument run always, and the others with --heavy."""
+    return [value if place < num else heavy(value) for place, value in enumerate(values)]
 
-    A few of them, in which every two values of different arguments meet, run always. The others run with --slow.
-    """
-    always = set(_pairwise(axes))
-    return _cases(axes, {case: () if case in always else pytest.mark.slow for case in _product(axes)})
+
+def grid(**axes: Sequence[object]) -> pytest.MarkDecorator:
+    """All combinations of some arguments: as `pairs`, and those that `pairs` leaves out run with --slow."""
+    cases = [*product(*(range(len(values)) for values in axes.values()))]
+    return _cases(axes, dict.fromkeys(cases, pytest.mark.slow) | _lanes(axes))
 
 
 def pairs(**axes: Sequence[object]) -> pytest.MarkDecorator:
-    """A few combinations of independent arguments: every two values of different ones meet."""
-    return _cases(axes, dict.fromkeys(_pairwise(axes), ()))
+    """Combinations of some arguments: every value is in one that runs always, every two values meet with --heavy."""
+    return _cases(axes, _lanes(axes))
 
 
-def _product(axes: Mapping[str, Sequence[object]]) -> list[Case]:
-    return [*product(*(range(len(values)) for values in axes.values()))]
+def _lanes(axes: Mapping[str, Sequence[object]]) -> dict[Case, Any]:
+    """The marks of the cases in which values meet; all cases of two arguments."""
+    meeting = _covering([*product(*(range(len(values)) for values in axes.values()))], 2)
+    return dict.fromkeys(meeting, pytest.mark.heavy) | dict.fromkeys(_covering(meeting, 1), ())
 
 
 def _cases(axes: Mapping[str, Sequence[object]], marks: Mapping[Case, Any]) -> pytest.MarkDecorator:
@@ -46,9 +50,9 @@ def _cases(axes: Mapping[str, Sequence[object]], marks: Mapping[Case, Any]) -> p
     )
 
 
-def _pairwise(axes: Mapping[str, Sequence[object]]) -> list[Case]:
-    """Choose cases until every pair of values has occurred: always the one with the most new pairs."""
-    found = {case: set(combinations(enumerate(case), 2)) for case in _product(axes)}
+def _covering(cases: Sequence[Case], num_values: int) -> list[Case]:
+    """Choose cases until each so many values that are together in one have occurred: always the one with most new."""
+    found = {case: set(combinations(enumerate(case), num_values)) for case in cases}
     missing = set().union(*found.values())
     chosen: list[Case] = []
     while missing:

@@ -16,8 +16,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from llama_ssp.kernels.between import check
-from llama_ssp.kernels.choice_gpu import attempt
+from llama_ssp.kernels.choice_gpu import attempt, check
 from llama_ssp.kernels.recurrence import HeadLayout, Steps, recur
 from llama_ssp.models.states import LayerState, StateCache, StateView
 

@@ -28,7 +28,6 @@ from llama_ssp.models.llama.layer import Layer, Stream
 from llama_ssp.models.weights import Loading, Weights
 from llama_ssp.ranks.comms import Reads
 from llama_ssp.weights.head import HeadSource
-from llama_ssp.weights.mtp import MtpSource
 
 Attention = Mapping[int | None, LayerAttention]
 """That of a forward, by window."""
@@ -87,10 +86,7 @@ class PairRunner(LeanRunner):
 
     def __init__(self, loading: Loading) -> None:
         super().__init__(loading)
-        source = loading.origin
-        assert isinstance(source, HeadSource | MtpSource)
-        self.tapped_layers = source.layers
-        self.num_token_ids = source.shape.num_token_ids
+        self.num_token_ids = loading.origin.shape.num_token_ids
 
     def hidden_of(self, taps_BTX: Tensor) -> Tensor:
         """See `Head.hidden_of`."""

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from llama_ssp.architectures.heads import MASK
 from llama_ssp.kernels.between import OwnKernels
-from llama_ssp.kernels.linear import Kernel, Linear, make_linear
+from llama_ssp.kernels.linear import Linear, make_linear
 from llama_ssp.kernels.parts import RmsNorm
 from llama_ssp.models.llama.attention import LayerAttention
 from llama_ssp.models.llama.head import Attention, HeadRunner
@@ -30,13 +30,13 @@ from llama_ssp.models.weights import Loading, Weights
 class _Markov:
     """The logits (B, M, O) of what follows a token, by its embedding, in some by hidden states and a state as well."""
 
-    def __init__(self, weights: Weights, outputs: slice, *, kernel: Kernel | None) -> None:
+    def __init__(self, weights: Weights, outputs: slice) -> None:
         names = [name for name in weights.names(f"model.{MARKOV}.") if name.endswith("_proj.weight")]
         place = f"model.{MARKOV}.markov_w"
         self._embedding_VS = weights.take(f"{place}1.weight")
-        self._output = make_linear(weights.take(f"{place}2.weight")[outputs].contiguous(), None, kernel=kernel)
+        self._output = make_linear(weights.take(f"{place}2.weight")[outputs].contiguous(), None)
         self.is_recurrent = any("joint" in name for name in names)
-        self._inner = [make_linear(*weights.linear(name.removesuffix(".weight")), kernel=kernel) for name in names]
+        self._inner = [make_linear(*weights.linear(name.removesuffix(".weight"))) for name in names]
 
     def __call__(self, ids_BM: Tensor, hidden_BME: Tensor, state_BMS: Tensor) -> tuple[Tensor, Tensor]:
         """Return them, and the next state."""
@@ -128,7 +128,7 @@ class BlockRunner(ParallelRunner):
         self._context_norm = loading.into.keep(norm, "_context_norm")
         self._markov_rank = self._config.markov_rank
         outputs = slice(self._first_output, self._first_output + self._head_sizes[self._comm.rank])
-        markov = _Markov(weights, outputs, kernel=None) if self._markov_rank else None
+        markov = _Markov(weights, outputs) if self._markov_rank else None
         self._markov = loading.into.keep(markov, "_markov")
 
     def block_size(self, num_drafted: int) -> int:

@@ -32,9 +32,7 @@ from llama_ssp.run.serve.protocol import Answer, Asked, BodyReader
 from llama_ssp.run.serve.settings import ServeConfig, length_of
 from llama_ssp.run.session import Session
 
-MOST_BYTES = 8 << 20
-"""Of a body."""
-_READ_S, _RETRY_S, _CLOSE_S, _MOST_OPEN = 30.0, 1, 5.0, 1024
+_MOST_BYTES, _READ_S, _RETRY_S, _CLOSE_S, _MOST_OPEN = 8 << 20, 30.0, 1, 5.0, 1024
 
 
 class Front:
@@ -50,7 +48,6 @@ class Front:
         self._reader = BodyReader(config, maker, length=length)
         self._metrics = _Metrics(session, inbox)
         self._socket, self._created = _listen(self._task), int(time.time())
-        key = _key_of(self._task)
         allowed = [self._task.allow_origin] if self._task.allow_origin else []
         cors = Middleware(CORSMiddleware, allow_origins=allowed, allow_methods=["*"], allow_headers=["*"])
         routes = [
@@ -60,7 +57,7 @@ class Front:
             Route("/health", self._health), Route("/metrics", self._metrics.page),
         ]  # fmt: skip
         app = Starlette(
-            routes=routes, middleware=[*([cors] if allowed else []), Middleware(_WithKey, key=key)],
+            routes=routes, middleware=[*([cors] if allowed else []), Middleware(_WithKey, key=_key_of(self._task))],
             exception_handlers=dict.fromkeys((RequestError, ClientDisconnect, 404, 405, Exception), _refused),
         )  # fmt: skip
         server = uvicorn.Config(
@@ -254,8 +251,8 @@ async def _body_of(request: Request) -> object:
         async with asyncio.timeout(_READ_S):
             async for chunk in request.stream():
                 content += chunk
-                if len(content) > MOST_BYTES:
-                    raise RequestError(f"a body may have {MOST_BYTES >> 20} MiB", status=413)
+                if len(content) > _MOST_BYTES:
+                    raise RequestError(f"a body may have {_MOST_BYTES >> 20} MiB", status=413)
     except TimeoutError:
         raise RequestError(f"the body did not arrive within {_READ_S:g} s", status=408) from None
     try:

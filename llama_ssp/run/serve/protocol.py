@@ -51,7 +51,6 @@ _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
 }  # fmt: skip
 """Values that change nothing of fields that the server does not have."""
 _OFF = {"top_k": (0, -1), "top_p": (1,), "min_p": (0,)}
-_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
 class Asked:
@@ -276,7 +275,7 @@ class Answer:
         """Its choice of a whole answer, or the next piece of it."""
         ended, text = self.last, self._whole if piece is None else piece
         choice: dict[str, object] = {
-            "index": self._index, "finish_reason": _REASONS[str(ended.finish_reason)] if ended else None,
+            "index": self._index, "finish_reason": ended and ("length" if ended.finish_reason == "length" else "stop"),
             "logprobs": self._scores() if ended and self._is_scored else None,
         }  # fmt: skip
         if not self._is_chat:

@@ -52,8 +52,6 @@ def make_drafters(
     has_model = drafter_of(config.draft).has_model
     tree = tree_of(config, device)
     receiver = _receiver(config, mesh, vocab_size=vocab_size, device=device) if has_model else None
-    if receiver and tree:
-        receiver = receiver._replace(num_rows=tree.num_parents)
     sampling = replace(config.sampling, temperature=0.0) if drafts_greedily(config.draft) else config.sampling
     # A tree takes more than the best token; another vocabulary is mapped or cut to the target's before one is taken.
     takes_all = not mesh.draft or not runner or tree or tokenizers or runner.vocab_size > vocab_size

@@ -41,14 +41,13 @@ class ProbsReceiver(NamedTuple):
     """A rank that verifies without holding the draft, to which the draft's probabilities are sent; V of the target.
 
     `truncates` says that the processors leave few tokens (top-k, top-p, min-p), so that these can be sent alone; of
-    each position at most `num_left` if that is not 0, else the draft counts them. A tree has `num_rows` of them.
+    each position at most `num_left` if that is not 0, else the draft counts them.
     """
 
     rank: int
     vocab_size: int
     truncates: bool = False
     num_left: int = 0
-    num_rows: int | None = None
 
 
 class TapsSender:
@@ -145,7 +144,7 @@ class BroadcastDrafter(_SharedDrafter):
         if self._receiver and self._comm.rank == self._src:
             self._comm.send(draft.drawn_law[:, :-1], dst=self._receiver.rank)
         elif self._receiver and self._comm.rank == self._receiver.rank:
-            num_rows = self._receiver.num_rows or num_tokens
+            num_rows = self._tree.num_parents if self._tree else num_tokens
             shape = (draft.ids_BK.shape[0], num_rows, self._receiver.vocab_size)
             probs_BKV = self._comm.receive(torch.empty(shape, device=draft.ids_BK.device), src=self._src)
             draft = draft._replace(law=pad(probs_BKV, (0, 0, 0, 1)))  # a row of zeros follows

@@ -6,7 +6,8 @@ Several texts go through the target at once, sorted by length, in chunks. Nothin
     inputs   0                                    T       all tokens but the last one
     logits                        ^ of the input before the first scored token, up to the last input
 
-Shapes: B sequences, T inputs of a chunk, N most probable tokens, C = 1 + 2 N figures of a token, V vocabulary.
+Shapes: B sequences, T inputs of a chunk, L laws, the model's and that of the draws, N most probable tokens,
+C = 1 + 2 N figures of a token, V vocabulary.
 """
 
 import math
@@ -72,19 +73,13 @@ class ScoredText:
 
 
 class TokenScores(NamedTuple):
-    """Scores of each token that is not given, at temperature 1; greedy decoding would choose the best one.
+    """Scores of each token that is not given, at temperature 1.
 
     `drawn` holds those of the law, if one was given, without tokens that it never draws.
     """
 
     model: LogProbs
-    are_best: list[bool]
     drawn: LogProbs | None = None
-
-    @property
-    def log_probs(self) -> list[float]:
-        """Under the model."""
-        return self.model.log_probs
 
 
 def log_likelihoods(
@@ -139,10 +134,9 @@ def score_in_rows(
     chunk = scored_positions(len(texts), target.vocab_size * (_OF_LAW if law else 1))
     prompts_B = torch.tensor([text.num_prompt or text.num_given for text in texts], device=target.device)
     of_texts = Rows(ids_BS, prompts_B, torch.zeros_like(prompts_B), prompts_B)
-    # For the token after each input, 1 if it is the best, and its C figures under the model, and under the law; 0
-    # where none is wanted.
-    num_figures = 1 + (1 + 2 * num_top) * (2 if law else 1)
-    scores_BTX = torch.zeros(len(texts), num_inputs, num_figures, device=target.device)
+    # Of the token after each input, under the model and under the law; 0 where none is wanted.
+    num_laws, num_figures = 2 if law else 1, 1 + 2 * num_top
+    scores_BTLC = torch.zeros(len(texts), num_inputs, num_laws, num_figures, device=target.device)
     for start in range(0, num_inputs, chunk):
         if start:
             yield []
@@ -156,32 +150,23 @@ def score_in_rows(
         )  # fmt: skip
         if logits_BTV.shape[-1]:  # a stand-in has none
             next_BT1 = ids_BS[:, first + 1 : stop + 1, None]
-            is_best_BT1 = logits_BTV.gather(-1, next_BT1) >= logits_BTV.amax(-1, keepdim=True)
-            figures = [is_best_BT1.float(), _figures(logits_BTV, next_BT1, num_top)]
+            figures = [_figures(logits_BTV, next_BT1, num_top)]
             if law:
                 drawn_BTV = law(logits_BTV, of_texts.before(positions_BT[:, first - start :]))
                 figures.append(_figures(drawn_BTV, next_BT1, num_top))
-            scores_BTX[:, first:stop] = torch.cat(figures, dim=-1)
-    scores_BTX = comm.read(comm.broadcast(scores_BTX, src=src))
-    if bool(scores_BTX.isnan().any()):
+            scores_BTLC[:, first:stop] = torch.stack(figures, dim=2)
+    scores_BTLC = comm.read(comm.broadcast(scores_BTLC, src=src))
+    if bool(scores_BTLC.isnan().any()):
         raise NumericError(f"scoring a text: {LOGITS_ARE_NAN}")
-    yield [
-        _token_scores(scores_TX[text.num_given - 1 : len(text.ids) - 1], num_top)
-        for text, scores_TX in zip(texts, scores_BTX, strict=True)
-    ]
+    found = []
+    for text, scores_TLC in zip(texts, scores_BTLC, strict=True):
+        scored = scores_TLC[text.num_given - 1 : len(text.ids) - 1].unbind(1)
+        leasts = -math.inf, _NEVER
+        found.append(TokenScores(*(_read(*one, num_top=num_top) for one in zip(scored, leasts, strict=False))))
+    yield found
 
 
-def _token_scores(scores_TX: Tensor, num_top: int) -> TokenScores:
-    """Read the figures of a text, under the model and under the law, if there was one."""
-    best_T1, laws_TX = scores_TX.split([1, scores_TX.shape[1] - 1], dim=1)
-    model, *drawn = [
-        _read(scores_TC, num_top, above=above)
-        for scores_TC, above in zip(laws_TX.split(1 + 2 * num_top, dim=1), (-math.inf, _NEVER), strict=False)
-    ]
-    return TokenScores(model, [is_best > 0 for is_best in best_T1[:, 0].tolist()], *drawn)
-
-
-def _read(scores_TC: Tensor, num_top: int, *, above: float) -> LogProbs:
+def _read(scores_TC: Tensor, above: float, *, num_top: int) -> LogProbs:
     """Read the figures of a text; the best tokens are those with log-probabilities `above` a number."""
     log_probs, found = scores_TC[:, 0].tolist(), scores_TC[:, 1:].tolist()
     pairs = [zip(map(int, row[:num_top]), row[num_top:], strict=True) for row in found]

@@ -22,7 +22,7 @@ def library_text(prompt_ids: list[int], **settings: Any) -> list[int]:  # noqa: 
     return [int(token) for token in found[0, len(prompt_ids) :]]
 
 
-@pytest.mark.parametrize("draft", ["tiny-draft", heavy("tiny-eagle"), heavy("ngram"), heavy(None)])
+@pytest.mark.parametrize("draft", [heavy("tiny-draft"), heavy("tiny-eagle"), heavy("ngram"), None])
 def test_greedy_text_is_that_of_transformers(draft: str | None) -> None:
     pair = load("tiny", draft)
     (free,) = pair.generate(PROMPT, temperature=0, max_new_tokens=12)

@@ -21,7 +21,7 @@ from llama_ssp.speculate.engine.executors import GraphExecutor
 from llama_ssp.workspaces import find_tensors
 from tests.helpers import one_pass_heads
 from tests.helpers.draft_heads import save_small_pair
-from tests.helpers.lanes import slow
+from tests.helpers.lanes import first, slow
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.mtp_layers import save_with_mtp
 from tests.helpers.recorded import FakeRecorder
@@ -71,7 +71,7 @@ def texts(pair: Pair) -> list[tuple[list[int], list[int], int]]:
 
 
 @pytest.mark.parametrize("kind", [
-    "llama as int8_weight_only", "gpt_neox", "head", "mtp qwen2", one_pass_heads.SHARING,
+    *first(("llama as int8_weight_only", "head", "gpt_neox", "mtp qwen2", one_pass_heads.SHARING), num=2),
     *map(slow, ("llama as int4_weight_only", "qwen3 in 16 bits", "glm4_moe", "mtp glm4_moe", "peagle")),
     slow("recurrent dspark"),
 ])  # fmt: skip
@@ -92,6 +92,7 @@ def test_an_update_gives_the_texts_of_a_fresh_load(tmp_path: Path, kind: str) ->
     assert after == texts(load(new_target, new_draft, dtype="fp32", quantization=form)) != before
 
 
+@pytest.mark.heavy
 def test_weights_that_need_another_kernel_are_taken_too(tmp_path: Path) -> None:
     target, draft = save_pair(tmp_path, "qwen3 in 16 bits")  # with one tensor for embedding and output
     pair = load(target, draft, dtype="fp32")
@@ -106,7 +107,7 @@ def test_weights_that_need_another_kernel_are_taken_too(tmp_path: Path) -> None:
     assert texts(pair) == texts(load(target, draft, dtype="fp32"))
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["traces", "graphs"])
+@pytest.mark.parametrize("graphs", first([False, True]), ids=["traces", "graphs"])
 def test_a_loop_of_updates_allocates_and_captures_nothing_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: bool
 ) -> None:  # fmt: skip

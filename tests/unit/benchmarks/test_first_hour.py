@@ -47,7 +47,7 @@ def test_every_end_of_a_step_is_named_and_no_other_step_is_harmed(tmp_path: Path
     seconds = f"654.{os.getpid()}"  # other checkouts may run this test at the same time
     steps = [
         python("crash", 'import os; print(\'{"doing": "5 rows"}\', flush=True); os.abort()'),
-        python("hang", HANGS.replace("SECONDS", seconds), limit_s=1.0),
+        python("hang", HANGS.replace("SECONDS", seconds), limit_s=3.0),
         python("fault", 'print(\'{"fault": "1 row is off"}\'); raise SystemExit(1)'),
         python("error", "raise ValueError('at https://me:planted-6@host/simple')"),
         python("skipped", f'print(\'{{"skip": "no such thing"}}\'); raise SystemExit({SKIPPED})'),
@@ -58,7 +58,7 @@ def test_every_end_of_a_step_is_named_and_no_other_step_is_harmed(tmp_path: Path
     rows = runner.run(steps, tmp_path / "hour", num_gpus=1)
     assert [(row["result"], row["reason"]) for row in rows] == [
         (FAIL, "signal SIGABRT, at: 5 rows"),
-        (HANG, "stopped after 1 s, at: the third case"),
+        (HANG, "stopped after 3 s, at: the third case"),
         (FAIL, "1 row is off"),
         (FAIL, "exit code 1: ValueError: at URL"),
         (SKIP, "no such thing"),

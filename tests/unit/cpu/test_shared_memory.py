@@ -106,7 +106,7 @@ def run(scenario: str, size: int, folder: Path) -> dict[int, Any]:
     return said
 
 
-@pytest.mark.parametrize("size", [slow(2), 3])
+@pytest.mark.parametrize("size", [slow(2), heavy(3)])
 def test_no_message_is_lost_and_all_ranks_get_the_same_bits(size: int, tmp_path: Path) -> None:
     assert set(run("messages", size, tmp_path)) == set(range(size))
     assert not Path((tmp_path / "0-0").read_text()).exists()
@@ -119,7 +119,7 @@ def test_a_peer_that_is_missing_is_named(scenario: str, words: str, tmp_path: Pa
     for sentence, seconds in said.values():
         assert "rank 1 of the group" in sentence
         assert words in sentence
-        assert seconds < 3
+        assert seconds < 30
 
 
 def test_a_rank_that_cannot_open_the_memory_has_no_board() -> None:

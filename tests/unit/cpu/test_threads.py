@@ -11,6 +11,7 @@ from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.requests import encode
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.decoders import complete
+from tests.helpers.lanes import heavy
 
 ROUND_S = {2: 0.5e-3, 1: 0.75e-3}
 SLICE_S = 4e-3
@@ -106,7 +107,7 @@ class Alternating(ThreadChoice):
 
 
 @pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize("speculative", [False, True])
+@pytest.mark.parametrize("speculative", [heavy(False), True])
 @torch.inference_mode()
 def test_texts_are_the_same_with_any_number_of_threads(pair: Pair, *, speculative: bool) -> None:
     prompts = [encode(text, pair.models.tokenizer) for text in ("def f(x):", "import")]

@@ -155,8 +155,7 @@ def test_rows_in_16_bits_have_results_in_16_bits(version: str, dtype: torch.dtyp
 
 
 @pytest.mark.skipif(not can_halve(), reason="this build has no product with a weight in fp16")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("size", [1e-3, 1.0, 1e4])
+@pairs(size=[1e-3, 1.0, 1e4], dtype=[torch.bfloat16, torch.float16])
 def test_a_weight_of_a_16_bit_checkpoint_is_kept_in_16_bits_and_computes_as_in_fp32(
     size: float, dtype: torch.dtype
 ) -> None:

@@ -17,13 +17,13 @@ from llama_ssp.kernels.sums import CudaMemory, PeerSums, find_peer_sums
 from llama_ssp.ranks.comms import Comm
 from tests.helpers.ahead_of_time import CAPABILITIES, compile_kernel
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
-from tests.helpers.lanes import grid, heavy
+from tests.helpers.lanes import grid, slow
 
 pytestmark = pytest.mark.triton
 sums_gpu = pytest.importorskip("llama_ssp.kernels.sums_gpu")
 
 
-@pytest.mark.parametrize("sizes", ["few 2 3", heavy("few 4 5 6 7 8"), heavy("many 2")])
+@pytest.mark.parametrize("sizes", ["few 2 3", slow("few 4 5 6 7 8"), slow("many 2")])
 def test_all_ranks_get_the_bits_of_a_sum_in_their_order_alone_and_with_residual_and_norm(sizes: str) -> None:
     """Ranks are processes; formats, shapes, halves and counts that wrap around are in the helper."""
     ended = subprocess.run(

@@ -16,7 +16,7 @@ from llama_ssp.architectures.matrices import tokens_of_a_block
 from llama_ssp.kernels.rows import rows_of
 from llama_ssp.storage.formats import CACHES
 from tests.helpers.ahead_of_time import CAPABILITIES, CHAINED, Compiled, compile_kernel
-from tests.helpers.lanes import grid, heavy
+from tests.helpers.lanes import grid, slow
 from tests.helpers.ptx import run_ptx
 
 pytestmark = pytest.mark.triton
@@ -64,7 +64,7 @@ RECURRENCES: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "capability"), [("Qwen3-Next", 90), ("Granite 4", 80), heavy("Kimi Linear", 80), heavy("Falcon-H1", 90)]
+    ("kind", "capability"), [("Qwen3-Next", 90), ("Granite 4", 80), slow("Kimi Linear", 80), slow("Falcon-H1", 90)]
 )
 def test_the_kernel_of_recurrent_layers_needs_no_stack(kind: str, capability: int) -> None:
     kernel, sizes = recurrence_gpu.recur_kernel, RECURRENCES[kind]
@@ -169,7 +169,7 @@ def test_norms_and_gates_need_no_stack_and_read_weights_alone_before_they_wait(
         ["operators"],
         ["qwen3", "recurrent layers"],
         ["quantized cache", "several ranks"],
-        heavy(["llama, no groups", "mistral, window", "qwen3 by masks", "quantized weights"]),
+        slow(["llama, no groups", "mistral, window", "qwen3 by masks", "quantized weights"]),
     ],
     ids=", ".join,
 )

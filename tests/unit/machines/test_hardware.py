@@ -203,7 +203,7 @@ def test_a_damaged_file_of_speeds_is_as_none(text: str, monkeypatch: pytest.Monk
     assert machine.known_speeds() == {}
 
 
-@pytest.mark.seconds
+@pytest.mark.heavy
 def test_a_run_keeps_the_speed_that_later_plans_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     names = [name for name in hardware.names() if name != machine.THIS_MACHINE]

@@ -14,6 +14,7 @@ from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.decoders import complete, make_decoder
+from tests.helpers.lanes import pairs
 from tests.helpers.models import load_lean, tiny_model
 from tests.helpers.operator_count import LargestTensor
 from tests.unit.models.llama.test_decoder import random_ids
@@ -43,8 +44,7 @@ def read(model: LeanRunner, capacity: int, num_tokens: int) -> Tensor:
     return read_prompts(model, prompts, rows=[0], buckets=Buckets(step=64, num_slots=capacity))
 
 
-@pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
-@pytest.mark.parametrize("head_dim", [16, 8])
+@pairs(head_dim=[16, 8], cache_dtype=["auto", "int8"])
 def test_the_largest_tensor_of_a_prompt_grows_no_faster_than_its_context(head_dim: int, cache_dtype: str) -> None:
     """A mask of all positions would have 4 GiB."""
     largest = []

@@ -16,6 +16,7 @@ from llama_ssp.run.decoders import agree_on_packing
 from llama_ssp.speculate.engine.executors import GraphExecutor
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.decoders import complete, make_decoder, outcome
+from tests.helpers.lanes import heavy, pairs
 from tests.helpers.models import load_lean
 from tests.helpers.operator_count import OperatorCount
 from tests.helpers.recorded import WatchedGraphs
@@ -41,8 +42,7 @@ def read(runner: LeanRunner) -> tuple[Tensor, Tensor, list[int]]:
     return logits_RV, runner.forward(random_ids(4, 1), lengths_B1, bucket=64), num_tokens
 
 
-@pytest.mark.parametrize("chunk", [3, 8, 512])
-@pytest.mark.parametrize("kind", GROUPED)
+@pairs(kind=[*GROUPED], chunk=[3, 8, 512])
 def test_packed_prompts_give_the_logits_of_padded_ones_and_fill_the_same_slots(
     kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,7 +147,7 @@ def test_a_few_tokens_are_read_in_one_of_few_shapes_as_many_are(kind: str) -> No
         assert_close(one, other)
 
 
-@pytest.mark.parametrize(("batch_size", "temperature"), [(1, 0.9), (3, 0.9)])
+@pytest.mark.parametrize(("batch_size", "temperature"), [heavy(1, 0.9), (3, 0.9)])
 def test_graphs_read_prompts_and_the_texts_stay_those_of_launches_from_python(
     batch_size: int, temperature: float
 ) -> None:

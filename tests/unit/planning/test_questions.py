@@ -14,6 +14,7 @@ from llama_ssp.errors import CapacityError
 from llama_ssp.planning.plan import document
 from llama_ssp.run.commands import plan as command
 from llama_ssp.settings.schema import PlacementConfig, TargetKind, TargetPlacement
+from tests.helpers.lanes import heavy, slow
 
 QUESTIONS, RENTALS, DRAFTING = (
     yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text())
@@ -94,9 +95,7 @@ def test_the_planner_agrees_with_the_expert() -> None:
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize(
-    "questions", [RENTALS, pytest.param(DRAFTING, marks=pytest.mark.slow)], ids=["rentals", "drafting"]
-)
+@pytest.mark.parametrize("questions", [heavy(RENTALS), slow(DRAFTING)], ids=["rentals", "drafting"])
 def test_the_planner_knows_prompts_batches_and_drafts_as_the_expert_does(
     questions: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,7 @@ from llama_ssp.settings.layout import lay_out
 from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, DraftPlacement, PlacementConfig
 from llama_ssp.storage.formats import formats
 from llama_ssp.words import rounded
+from tests.helpers.lanes import pairs
 from tests.helpers.planning import make_spec, small_model, times_of
 
 A10G, A100 = hardware.load("g5_12xlarge"), hardware.load("8xa100_80gb")
@@ -235,8 +236,7 @@ def test_a_block_of_another_size_keeps_the_kind_of_the_draft() -> None:
     assert same_kind(sharded, 1) == make_spec("13B", "7B")
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("kind", DraftLayout)
+@pairs(kind=[*DraftLayout], batch_size=[1, 4])
 def test_no_other_placement_is_faster(kind: DraftLayout, batch_size: int) -> None:
     spec = make_spec("13B", "7B", num_ranks=8, batch_size=batch_size)
     chosen, sentence = choose_placement(spec, A100, num_ranks=8)

@@ -56,6 +56,7 @@ def total(model: PlannedModel) -> int:
     return model_bytes(inventory(model.shape), model, device="cuda").total_bytes
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("one", [
     pytest.param(one, id=one["name"], marks=pytest.mark.heavy if one.get("heavy") else ()) for one in CHECKPOINTS
 ])  # fmt: skip

@@ -59,6 +59,7 @@ def test_a_rank_that_says_nothing_is_named(store: HashStore) -> None:
     assert store.check(["llama_ssp/seen/cpu/1"]), "else the others would wait for this rank"
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("launcher", "starts"),
     [
@@ -73,8 +74,8 @@ def test_a_rank_that_says_nothing_is_named(store: HashStore) -> None:
 @pytest.mark.parametrize(
     "wait",
     [
-        lambda store: wait_for_all(store, ["here/0", "here/1"], ranks=SECOND, timeout_s=3.0),
-        lambda _: open_store(SECOND, timeout_s=3.0),
+        lambda store: wait_for_all(store, ["here/0", "here/1"], ranks=SECOND, timeout_s=1.5),
+        lambda _: open_store(SECOND, timeout_s=1.5),
     ],
     ids=["rank", "store"],
 )
@@ -92,7 +93,7 @@ def test_a_long_wait_says_for_which_ranks_and_what_starts_them(
     (store := HashStore()).set("here/1", "")
     with pytest.raises(LostRankError):
         wait(store)
-    assert capsys.readouterr().err.startswith(f"waiting for rank 0 until timeouts.load_s=3: {starts}")
+    assert capsys.readouterr().err.startswith(f"waiting for rank 0 until timeouts.load_s=1.5: {starts}")
 
 
 def test_a_store_that_ends_is_not_called_a_timeout() -> None:

@@ -110,6 +110,7 @@ def test_every_run_on_a_page_composes() -> None:
         assert run.task.name != "generate" or run.prompt or run.prompts, f"no prompt in {words}"
 
 
+@pytest.mark.heavy
 def test_every_plan_on_a_page_composes() -> None:
     commands = [match["words"] for line in lines() for command in line if (match := PLAN.fullmatch(command))]
     assert commands != []

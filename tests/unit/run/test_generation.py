@@ -107,6 +107,7 @@ def test_every_row_accepts_the_lengths_in_turn(temperature: float, traced: bool,
         assert len(done.token_ids) == done.request.max_new_tokens
 
 
+@pytest.mark.heavy
 def test_every_output_says_that_the_text_is_not_the_targets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -174,6 +175,7 @@ def check(folder: Path, *, num_texts: int) -> None:
         check_completion(found, model, tokenizer(text["prompt"]).input_ids, text["token_ids"], drawn, num_top=2)
 
 
+@pytest.mark.heavy
 def test_figures_are_printed_and_recorded_and_a_run_that_was_stopped_goes_on_with_them(
     prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,7 @@ def test_a_line_has_milliseconds_of_its_own_and_seconds_of_its_share_of_all_copi
     assert (line.num_rounds, line.num_target_forwards, line.accepted_lengths) == (1, 2, [1])
 
 
+@pytest.mark.heavy
 def test_the_warm_up_of_one_mode_drops_no_graph_of_another() -> None:
     """Speculative rounds need more slots: had plain ones been captured before, they would be again, and timed."""
     models = load("tiny", "tiny-draft").models

@@ -93,7 +93,7 @@ def test_the_time_of_other_programs_is_counted_and_that_of_the_run_is_not() -> N
         while other.poll() is None:
             time.sleep(0.01)
         ended = CoreTimes.read(cores)  # an ended child is one of this process's own
-    assert 0.35 <= ended.own_s - began.own_s < 1.0
+    assert 0.35 <= ended.own_s - began.own_s < 2.0
     took_s = ended.clock_s - began.clock_s
     without = used_by_others(began, ended, ranks_s=0.0)
     assert without is not None

@@ -25,6 +25,7 @@ from llama_ssp.weights.adapter import with_adapter
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
 from tests.helpers.adapters import LAYERS, RANK, round_weights, save_adapter, save_merged
 from tests.helpers.fake_comm import on_ranks, thread_comms
+from tests.helpers.lanes import pairs
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 
 pytestmark = pytest.mark.seconds
@@ -75,8 +76,7 @@ def logits_of(origin: Checkpoint, *, num_ranks: int, quantization: str) -> list[
     return on_ranks(comms, forward)
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8_weight_only"])
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pairs(num_ranks=[1, 2], quantization=["none", "int8_weight_only"])
 def test_logits_are_those_of_the_merged_checkpoint(folders: Folders, num_ranks: int, quantization: str) -> None:
     found = logits_of(adapted(folders), num_ranks=num_ranks, quantization=quantization)
     wanted = logits_of(inspect(folders.merged), num_ranks=num_ranks, quantization=quantization)

@@ -1,7 +1,6 @@
 """Holds each way of naming a model to its folder, and each refusal of the hub to one sentence with the way out."""
 
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +23,7 @@ from llama_ssp.errors import CheckpointError
 from llama_ssp.weights import hub
 from tests.helpers.draft_heads import make_tensors, save_original
 from tests.helpers.hub import put
+from tests.helpers.lanes import heavy
 from tests.helpers.starters import run_program
 
 DOWNLOAD, LIST = "llama_ssp.weights.hub.snapshot_download", "llama_ssp.weights.hub.model_info"
@@ -188,7 +188,7 @@ def test_a_folder_without_its_config_says_whether_the_hub_has_one(
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("has_config", [True, False])
-@pytest.mark.parametrize("command", ["plan", "run"])
+@pytest.mark.parametrize("command", ["plan", heavy("run")])
 def test_a_hub_that_cannot_be_reached_is_asked_without_retries(command: str, has_config: bool, tmp_path: Path) -> None:
     """The hub's client waits 23 s and writes a line for each retry. A plan is at its end with a config in the cache."""
     with socket.socket() as closed:  # bound, but it does not listen
@@ -199,16 +199,13 @@ def test_a_hub_that_cannot_be_reached_is_asked_without_retries(command: str, has
             put(tmp_path / "hub", "acme/model", [hub.resolve(catalogue.load("tiny")) / "config.json"])
         of_run = ["ranks=1", "task=generate", "prompt=x", f"run_dir={tmp_path}/run"]
         words = ["hardware=laptop_cpu"] if command == "plan" else of_run
-        begin = time.monotonic()
         ended = run_program(command, "model=acme/model", "draft=none", *words, more=env)
-        elapsed_s = time.monotonic() - begin
     if has_config and command == "plan":
-        assert ended.returncode == 0, ended.stderr
+        assert (ended.returncode, ended.stderr) == (0, "")
     else:
         assert ended.returncode == 2
         (said,) = [line for line in ended.stderr.splitlines() if not line.startswith("starting 1 rank")]
         assert said.startswith("acme/model on the hub c")
-    assert elapsed_s < 20
 
 
 def test_only_files_that_a_run_needs_are_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

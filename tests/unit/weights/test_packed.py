@@ -13,7 +13,7 @@ from torch import Tensor
 from llama_ssp.errors import CheckpointError
 from llama_ssp.weights import byte_rows, fp4_rows, int4_rows
 from llama_ssp.weights.checkpoint import inspect
-from tests.helpers.lanes import pairs
+from tests.helpers.lanes import first, pairs
 from tests.helpers.models import build_checkpoint
 from tests.helpers.packed_checkpoints import E2M1, FP4, LAYOUTS, NF4, WEIGHTS, changed, edit_config, pack_checkpoint
 
@@ -73,7 +73,7 @@ def numbers(rows: Tensor, storage: str | None) -> Tensor:
     return found[:, is_input][:, order_I[is_input].argsort()]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", first(LAYOUTS, num=6))
 def test_every_weight_is_the_number_that_its_layout_defines(made: Made, layout: str) -> None:
     packed, plain = (inspect(folder) for folder in made(layout))
     assert packed.tensors.keys() >= plain.tensors.keys()

@@ -62,6 +62,7 @@ def head_shape(target: ModelShape, *, num_drafted: int) -> ModelShape:
     )  # fmt: skip
 
 
+@pytest.mark.heavy
 def test_numbers_in_16_bits_are_held_by_fp16_and_others_are_not() -> None:
     for in_16_bits in (True, False):
         target, draft = synthesize([llama_shape(num_hidden_layers=10)] * 2, agreement=0.8, in_16_bits=in_16_bits)
@@ -109,7 +110,7 @@ def assert_same_function(found: Tensor, synthetic: Synthetic, wanted: Tensor) ->
 
 
 @pytest.mark.parametrize("name", [
-    *(name if name in {"more of everything", "tied"} else slow(name) for name in SHAPES), slow("tinyllama_1B"),
+    *({"tied": name, "more of everything": heavy(name)}.get(name, slow(name)) for name in SHAPES), slow("tinyllama_1B"),
 ])  # fmt: skip
 def test_a_larger_shape_computes_the_small_models_logits(name: str) -> None:
     synthetic = make(SHAPES.get(name) or catalogue.load(name).shape or llama_shape())
@@ -129,7 +130,7 @@ class RecordingComm(ThreadComm):
 
 @pytest.mark.parametrize(
     ("name", "num_ranks"),
-    [("more of everything", 3), slow("larger groups", 2), heavy("larger groups", 8), slow("tied", 4)],
+    [heavy("more of everything", 3), slow("larger groups", 2), heavy("larger groups", 8), slow("tied", 4)],
 )
 def test_every_rank_has_a_part_in_every_sum(name: str, num_ranks: int) -> None:
     """3 ranks hold 3, 3 and 2 of 8 key-value heads; 8 ranks outnumber 4 of them and share them.
@@ -207,9 +208,9 @@ def load_pair(target: WeightSource, origin: HeadSource, comm: Comm) -> tuple[Run
     return runner, head
 
 
-def drafts(runner: Runner, head: HeadRunner, *, width: int) -> Drafts:
+def drafts(runner: Runner, head: HeadRunner, layers: tuple[int, ...], *, width: int) -> Drafts:
     """What the head drafts from the taps of all texts."""
-    taps = Taps(head.tapped_layers, width=width, dtype=torch.float32, device=CPU)
+    taps = Taps(layers, width=width, dtype=torch.float32, device=CPU)
     taps.allocate(batch_size=len(TEXTS), num_slots=NUM_TOKENS)
     for each in (runner, head):
         each.allocate(batch_size=len(TEXTS), capacity=NUM_TOKENS)
@@ -223,7 +224,7 @@ def drafts(runner: Runner, head: HeadRunner, *, width: int) -> Drafts:
 
 
 @pytest.mark.parametrize(("name", "num_drafted", "num_ranks"), [
-    ("more of everything", 3000, 2), ("the same vocabulary", 2048, 1), slow("hardly room", 2048, 1),
+    heavy("more of everything", 3000, 2), heavy("the same vocabulary", 2048, 1), slow("hardly room", 2048, 1),
 ])  # fmt: skip
 def test_a_larger_head_drafts_as_the_small_one_from_the_taps_of_a_larger_target(
     name: str, num_drafted: int, num_ranks: int
@@ -235,10 +236,10 @@ def test_a_larger_head_drafts_as_the_small_one_from_the_taps_of_a_larger_target(
     assert isinstance(origin.files, Synthetic)
     assert origin.files.noise == 0
     assert origin.shape.vocab_size == num_drafted
-    wanted = drafts(*load_pair(small, small_head, Comm.single()), width=small.shape.hidden_size)
+    wanted = drafts(*load_pair(small, small_head, Comm.single()), small_head.layers, width=small.shape.hidden_size)
     ids_D, comms = small_head.token_ids(), thread_comms(num_ranks)
     pairs = [load_pair(target, origin, comm) for comm in comms]
-    for found in on_ranks(comms, lambda comm: drafts(*pairs[comm.rank], width=shape.hidden_size)):
+    for found in on_ranks(comms, lambda comm: drafts(*pairs[comm.rank], origin.layers, width=shape.hidden_size)):
         for found_BPV, wanted_BPV in zip(vars(found).values(), vars(wanted).values(), strict=True):
             assert found_BPV.shape[-1] == shape.vocab_size
             assert (found_BPV[..., ids_D] - wanted_BPV[..., ids_D]).abs().max() < 1e-3

@@ -126,8 +126,7 @@ def test_the_logits_are_those_of_the_library_s_modules(kind: str) -> None:
         assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pairs(kind=["llama", "qwen2", "qwen3"], dtype=[torch.bfloat16, torch.float16])
 def test_narrow_formats_come_as_close_as_their_rounding_allows(kind: str, dtype: torch.dtype) -> None:
     lean, library = pair(kind, batch_size=3, dtype=dtype)
     for found, wanted in zip(ragged_rounds(lean), ragged_rounds(library), strict=True):

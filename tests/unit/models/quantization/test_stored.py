@@ -29,7 +29,7 @@ from llama_ssp.settings.schema import TargetKind
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
 from llama_ssp.weights.source import storage_of
 from tests.helpers.fake_comm import on_ranks, thread_comms
-from tests.helpers.lanes import heavy, slow
+from tests.helpers.lanes import first, heavy, pairs, slow
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.packed_checkpoints import LAYOUTS, MXFP4, edit_config, pack_checkpoint
 from tests.unit.models.test_quantized_models import tensors_of
@@ -100,14 +100,14 @@ def assert_same_text(packed: Path, plain: Path, *, num_ranks: int, spreads: bool
 
 
 @pytest.mark.parametrize("num_ranks", [slow(1), slow(2), 3])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", first(LAYOUTS))
 def test_greedy_text_is_that_of_the_numbers_that_the_checkpoint_stands_for(
     made: Made, layout: str, num_ranks: int
 ) -> None:
     assert_same_text(*made("llama", layout), num_ranks=num_ranks)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", first(LAYOUTS))
 def test_a_plan_counts_the_bytes_that_are_loaded(made: Made, layout: str) -> None:
     packed, _ = made("llama", layout, vocab_size=208)  # whole blocks, whose bytes a layer tells
     model = planned_model(ModelConfig(name="local", path=str(packed)), device="cpu")
@@ -121,8 +121,7 @@ def loaded_bytes(runner: Any) -> int:  # noqa: ANN401 - a runner, whose insides 
     return sum(tensor.nbytes for tensor in tensors_of(parts, {}) if tensor.numel() > 16)
 
 
-@pytest.mark.parametrize("layout", ["gptq", "gptq, sorted"])
-@pytest.mark.parametrize("family", ["gpt_neox", "qwen2"])
+@pairs(layout=["gptq", "gptq, sorted"], family=["gpt_neox", "qwen2"])
 def test_other_families_read_them_too(made: Made, family: str, layout: str) -> None:
     """By the library's modules, and with biases."""
     assert_same_text(*made(family, layout), num_ranks=2)
@@ -142,13 +141,13 @@ def test_layers_with_one_input_may_have_orders_of_their_own(made: Made, tmp_path
 
 
 @pytest.mark.parametrize(("num_ranks", "spreads"), [slow(1, False), heavy(2, False), (2, True)])
-@pytest.mark.parametrize("layout", ["compressed-tensors", "awq", "gptq, sorted", "int8", "fp8", MXFP4])
+@pytest.mark.parametrize("layout", first(["compressed-tensors", "awq", "gptq, sorted", "int8", "fp8", MXFP4]))
 def test_experts_are_read_as_they_are_stored(made: Made, layout: str, num_ranks: int, *, spreads: bool) -> None:
     family, sizes = ("gpt_oss", GPT_OSS) if layout == MXFP4 else ("qwen3_moe", {"moe_intermediate_size": 256})
     assert_same_text(*made(family, layout, **sizes), num_ranks=num_ranks, spreads=spreads)
 
 
-@pytest.mark.parametrize(("num_ranks", "spreads"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(("num_ranks", "spreads"), [heavy(1, False), heavy(2, False), (2, True)])
 def test_a_plan_counts_the_experts_in_mxfp4_that_ranks_hold(made: Made, num_ranks: int, *, spreads: bool) -> None:
     packed, _ = made("gpt_oss", MXFP4, **GPT_OSS)
     model = planned_model(ModelConfig(name="local", path=str(packed)), device="cpu")
@@ -212,7 +211,7 @@ def left_out(made: Made, tmp_path: Path, layout: str, *modules: str) -> Path:
 MIXED = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"] + ["model.layers.1.mlp.down_proj"]
 
 
-@pytest.mark.parametrize("layout", ["compressed-tensors", "fp8"])
+@pytest.mark.parametrize("layout", first(["compressed-tensors", "fp8"]))
 def test_layers_that_were_left_out_stay_as_they_are(made: Made, tmp_path: Path, layout: str) -> None:
     folder = left_out(made, tmp_path, layout, *MIXED)
     ids, logits = greedy(load(made("llama", layout, vocab_size=208)[1], Comm.single()))

@@ -168,6 +168,7 @@ def test_a_refused_system_message_and_what_is_no_text_are_named(folder: Path) ->
         assert (ended.code, said in ended.err) == (2, True), ended.err
 
 
+@pytest.mark.heavy
 def test_parts_of_text_are_joined_and_arguments_reach_the_template(folder: Path) -> None:
     parts: dict[str, Any] = {"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}
     whole = json.loads(ask_of_chats(folder).out)
@@ -199,6 +200,7 @@ def test_the_library_says_so_too(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 LONG = "def f(x):\n" * 900
 
 
+@pytest.mark.heavy
 def test_a_prompt_that_is_too_long_is_named_by_line_and_id_before_a_rank_starts(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -203,6 +203,7 @@ def short(tmp_path: Path) -> tuple[str, str]:
     return "draft=local", f"draft.model.path={folder}"
 
 
+@pytest.mark.heavy
 def test_a_run_goes_on_without_its_draft(tmp_path: Path, short: tuple[str, str]) -> None:
     plain = in_process.launch(*SMALL, "draft=none", f"run_dir={tmp_path}/plain")
     found = in_process.launch(*SMALL, *short, f"run_dir={tmp_path}/run")

@@ -83,6 +83,7 @@ def test_a_point_that_was_interrupted_names_the_folder_of_the_sweep(act: Act, tm
     assert f"'run_dir={tmp_path}/my sweep' with the same settings" in ended.err
 
 
+@pytest.mark.heavy
 def test_identical_points_of_a_sweep_are_named(act: Act, tmp_path: Path) -> None:
     started = []
     act(lambda config, _: started.append(config.seed))
@@ -124,6 +125,7 @@ def test_a_sweep_says_where_it_is_and_ends_with_one_table(tmp_path: Path, monkey
     assert (resumed.disturbed, resumed.point) == ("others ran", "point 1 of 1")
 
 
+@pytest.mark.heavy
 def test_points_share_one_baseline_which_the_last_one_makes_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -223,6 +223,7 @@ def check(sound: Path, config: RunConfig, case: int) -> None:
 SEEDS = st.integers(0, 1 << 64)
 
 
+@pytest.mark.heavy
 @FEW
 @given(SEEDS)
 def test_any_change_of_a_model_s_files_is_a_sentence_or_does_no_harm(sound: Path, config: RunConfig, case: int) -> None:

@@ -181,6 +181,7 @@ class Typed(io.StringIO):
         return True
 
 
+@pytest.mark.heavy
 def test_typed_prompts_are_counted_on_and_one_typed_twice_is_the_second_equal_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,11 +340,13 @@ def stray(**changes: object) -> Change:
         (train("tiny"), f"({WEIGHTS} of model=local differs): give the old files to resume it, name another"),
         slow(train("tiny-draft"), f"({WEIGHTS} of draft=local differs)"),
         (end_elsewhere, f"({GENERATION} of model=local differs)"),
-        (lambda here: (here / "tiny/added_tokens.json").write_text("{}"), "(added_tokens.json of model=local is new)"),
-        (lambda here: (here / "tiny" / GENERATION).unlink(), f"({GENERATION} of model=local is missing)"),
+        heavy(
+            lambda here: (here / "tiny/added_tokens.json").write_text("{}"), "(added_tokens.json of model=local is new)"
+        ),
+        heavy(lambda here: (here / "tiny" / GENERATION).unlink(), f"({GENERATION} of model=local is missing)"),
         (lambda here: (here / RECORD).unlink(), "was begun by an earlier version, which drew other random numbers"),
         (lambda here: (here / RECORD).write_text('{"target": 1}'), "models.json is damaged"),
-        (stray(sample=4), "holds prompt 2 sample 5 (speculative), and this run makes speculative completions"),
+        heavy(stray(sample=4), "holds prompt 2 sample 5 (speculative), and this run makes speculative completions"),
         (stray(mode="plain"), "holds prompt 2 sample 1 (plain)"),
     ],
 )
@@ -356,7 +359,7 @@ def test_a_folder_of_another_run_is_refused_by_what_differs(change: Change, said
     assert texts_of_other_models(folder) == before
 
 
-@pytest.mark.parametrize("change", [train("tiny"), slow(lambda folder: (folder / RECORD).unlink())])
+@pytest.mark.parametrize("change", [heavy(train("tiny")), slow(lambda folder: (folder / RECORD).unlink())])
 def test_other_files_are_taken_where_one_means_it_and_are_those_of_the_folder_then(
     change: Change, folder: Path
 ) -> None:
@@ -381,6 +384,7 @@ def test_a_copy_elsewhere_is_the_same_model(folder: Path) -> None:
     assert complete_of_other_models(folder, target="copy").code == 0
 
 
+@pytest.mark.heavy
 def test_an_adapter_writes_what_the_merged_model_writes_and_is_compared_when_a_run_is_resumed(folder: Path) -> None:
     for name in MODELS:
         round_weights(folder / name)

@@ -305,7 +305,7 @@ def tree_for(fault: str) -> str | None:
     return TREE if fault == "kept sibling" else None
 
 
-@pytest.mark.parametrize("case", [FAST[0], *(heavy(case) for case in FAST[1:])], ids=name_of)
+@pytest.mark.parametrize("case", [*map(heavy, FAST)], ids=name_of)
 def test_a_planted_fault_is_found(case: tuple[str, bool, str], monkeypatch: pytest.MonkeyPatch) -> None:
     rule_name, ngram, fault = case
     plant(fault, monkeypatch)
@@ -339,6 +339,7 @@ def test_the_true_rules_raise_no_alarm_with_twenty_seeds(rule_name: str, ngram: 
         assert not is_found(sums_of_samples(rule_name, ngram=ngram, num_texts=1024, seed=seed))
 
 
+@pytest.mark.heavy
 def test_the_sums_of_true_trees_are_as_wide_as_their_variances_say() -> None:
     """A false alarm has a probability below 0.001; the seed is fixed."""
     sums = sums_of_samples("speculative", ngram=False, num_texts=128, tree=TREE)

@@ -141,6 +141,7 @@ def test_a_run_stores_the_acceptance_that_its_summary_says_and_plans_take_it(own
     assert f"stored an acceptance of {found.probability:.2f} in " in ended.err
 
 
+@pytest.mark.heavy
 def test_a_latency_is_that_of_prompts_that_are_read(tmp_path: Path) -> None:
     """A completion of another task reads the last token alone of a prompt that has been read before."""
     words = ("max_new_tokens=2", "num_samples=2", "batch_size=1", "device=cpu", f"prompt={'import os, ' * 20}")

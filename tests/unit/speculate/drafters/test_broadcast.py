@@ -1,6 +1,5 @@
 """Wherever target and draft sit, all ranks write the text of one rank, and take one rank's word for every id."""
 
-import pytest
 import torch
 
 from benchmarks.decoding import run_config
@@ -14,7 +13,7 @@ from llama_ssp.speculate.sampling.draft import POINT_MASS, Draft
 from llama_ssp.speculate.sampling.rules import make_rule
 from llama_ssp.speculate.sampling.uniforms import UniformTable
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
-from tests.helpers.lanes import grid
+from tests.helpers.lanes import grid, pairs
 from tests.helpers.layouts import ALONE, LAYOUTS, texts_of_ranks
 
 ONE_RANK, _, REPLICATED, OWN_GPU = DraftLayout
@@ -41,8 +40,7 @@ def test_ranks_of_the_draft_alone_follow_plain_decoding() -> None:
     assert _texts(apart, temperature=0.9, batch_size=2, speculative=False) == [wanted, wanted]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("kind", [ONE_RANK, REPLICATED])
+@pairs(kind=[ONE_RANK, REPLICATED], temperature=[0.0, 0.9])
 def test_all_ranks_learn_of_rows_whose_logits_are_no_numbers(kind: DraftLayout, temperature: float) -> None:
     device = torch.device("cpu")
     table = UniformTable(2, device)

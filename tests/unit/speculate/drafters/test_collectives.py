@@ -135,8 +135,8 @@ def test_ranks_draft_as_one_does_with_the_collectives_that_are_planned(
 @pytest.mark.parametrize(
     ("rule", "of_target", "of_draft"),
     [
-        ("gathered", 1, 1), ("speculative", 3, 2), heavy("block", 4, 2), heavy("coupled", 2, 2), heavy("greedy", 1, 1),
-        ("certain", 2, 0),
+        ("gathered", 1, 1), heavy("speculative", 3, 2), heavy("block", 4, 2), heavy("coupled", 2, 2),
+        heavy("greedy", 1, 1), ("certain", 2, 0),
     ],
 )  # fmt: skip
 def test_a_round_has_as_many_collectives_and_bytes_as_it_is_priced_with(

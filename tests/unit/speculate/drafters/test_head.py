@@ -27,7 +27,7 @@ from tests.helpers import head_drafts
 from tests.helpers.decoders import outcome
 from tests.helpers.draft_heads import make_tensors, reference, save_original, save_speculator
 from tests.helpers.head_drafts import Seen, check
-from tests.helpers.lanes import slow
+from tests.helpers.lanes import heavy, slow
 
 LAYERS = (2, 5, 7)
 PROMPTS = ((5, 900, 17, 4, 256), (31,), tuple(range(40, 70)))
@@ -77,7 +77,7 @@ def decode(target: Runner, origin: HeadSource, **how: Any) -> list[Any]:  # noqa
 
 
 @pytest.mark.parametrize(
-    ("save", "shape"), [(original, "2x2x1"), (speculator, None), slow(original, None), slow(speculator, "2x2x1")]
+    ("save", "shape"), [heavy(original, "2x2x1"), (speculator, None), slow(original, None), slow(speculator, "2x2x1")]
 )
 def test_every_step_of_every_round_has_the_distribution_of_the_reference(
     save: Save, shape: str | None, target: Runner, library: Any, tmp_path: Path  # noqa: ANN401

@@ -1,6 +1,5 @@
 """A draft model proposes tokens that it knows itself, in the target's width, whoever asks for them."""
 
-import pytest
 import torch
 from torch.nn.functional import pad
 
@@ -11,6 +10,7 @@ from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.draft import Draft
 from llama_ssp.speculate.sampling.rules import make_rule
 from tests.helpers.decoders import parts_of
+from tests.helpers.lanes import pairs
 from tests.helpers.prefix_runner import PrefixRunner
 
 CPU = torch.device("cpu")
@@ -34,8 +34,7 @@ def proposed(drafter: ModelDrafter, *, num_rows: int = 1, num_tokens: int = 4) -
     return drafter.propose(rows, num_tokens=num_tokens, uniforms_BKP=uniforms_BKP, bucket=10)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("vocab_size", [5, 11, 14])
+@pairs(vocab_size=[5, 11, 14], temperature=[0.0, 0.9])
 def test_a_head_of_another_width_is_cut_or_filled_up_with_what_is_never_drafted(
     vocab_size: int, temperature: float
 ) -> None:

@@ -90,7 +90,9 @@ def test_a_head_reads_what_it_has_missed_in_rounds_that_did_not_draft(layout: st
     assert check(tmp_path, layout, num_new=40, choices=choices) > 10
 
 
-@pytest.mark.parametrize("layout", ["recurrent dspark", heavy("peagle"), slow(SHARING), slow("dflash of DeepSpec")])
+@pytest.mark.parametrize(
+    "layout", [*map(heavy, ("recurrent dspark", "peagle")), *map(slow, (SHARING, "dflash of DeepSpec"))]
+)
 def test_greedy_text_is_that_of_plain_decoding(layout: str, tmp_path: Path) -> None:
     """Launched and recorded, in batches of one and of three, which refill rows; accepted or not."""
     target, origin = save_pair(tmp_path, layout, likely=8)

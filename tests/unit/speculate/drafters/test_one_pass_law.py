@@ -20,6 +20,7 @@ from llama_ssp.speculate.sampling.draft import Draft
 from llama_ssp.speculate.sampling.rules import make_rule
 from tests.helpers.decoders import parts_of
 from tests.helpers.exact_law import choice_law, codes_of, law_error, processed
+from tests.helpers.lanes import pairs
 from tests.helpers.table_models import TableModel, joint_law, random_table
 
 CPU, NUM_TABLES, NUM_TOKENS = torch.device("cpu"), 2, 3
@@ -124,8 +125,7 @@ def errors(sampling: SamplingConfig, rule_name: str, *, joins: bool, num_drafted
     return [float((measured - joint_law(laws)).abs().max()), max(said), of_text]
 
 
-@pytest.mark.parametrize("joins", [False, True])
-@pytest.mark.parametrize("rule_name", ["speculative", "block"])
+@pairs(rule_name=["speculative", "block"], joins=[False, True])
 def test_drafts_have_the_law_that_they_say_and_the_text_the_target_s(rule_name: str, joins: bool) -> None:
     sampling = SamplingConfig(temperature=0.7, top_k=2)
     assert max(errors(sampling, rule_name, joins=joins, num_drafted=2, propose=propose)) < 1e-12

@@ -15,7 +15,7 @@ from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import ScriptedLength, complete, ids_of, make_decoder, outcome
-from tests.helpers.lanes import heavy
+from tests.helpers.lanes import first, heavy, pairs
 from tests.helpers.models import build_checkpoint
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.recorded import FakeRecorder
@@ -83,8 +83,7 @@ def fixed_cost(acceptance: float, known: RoundCosts, length: int) -> float:
     return known.rounds[DraftChoice(length)] / sum(acceptance**power for power in range(length + 1))
 
 
-@pytest.mark.parametrize("draft_step", [0.02, 0.1, 0.3])
-@pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.8, 0.95])
+@pairs(draft_step=[0.02, 0.1, 0.3], acceptance=[0.3, 0.6, 0.8, 0.95])
 def test_it_costs_hardly_more_than_the_best_fixed_length(acceptance: float, draft_step: float) -> None:
     known = costs(draft_step=draft_step)
     run = Simulation(acceptance, known)
@@ -144,8 +143,7 @@ def texts(
     return complete(decoder, REQUESTS)
 
 
-@pytest.mark.parametrize("reads_late", [False, True])
-@pytest.mark.parametrize("name", ["lengths", "pauses", "a long pause"])
+@pairs(name=["lengths", "pauses", "a long pause"], reads_late=[False, True])
 def test_a_draft_that_is_the_target_is_always_accepted_whatever_was_skipped(name: str, reads_late: bool) -> None:
     """A drafter that had not read what it skipped would draft from another text than the target's."""
     for done in texts(SCRIPTS[name], ngram=False, reads_late=reads_late):
@@ -153,7 +151,7 @@ def test_a_draft_that_is_the_target_is_always_accepted_whatever_was_skipped(name
 
 
 @pytest.mark.parametrize("replay", [True, heavy(False), FakeRecorder()], ids=["traced", "eager", "recorded"])
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", first(SCRIPTS, num=2))
 def test_greedy_text_and_coupled_text_do_not_depend_on_the_choices(name: str, replay: Any) -> None:  # noqa: ANN401
     for options in ({"temperature": 0.0}, {"rule_name": "coupled"}):
         alone = make_decoder(PrefixRunner(), None, batch_size=2, **({"temperature": 0.9} | options))
@@ -161,7 +159,7 @@ def test_greedy_text_and_coupled_text_do_not_depend_on_the_choices(name: str, re
         assert ids_of(texts(SCRIPTS[name], draft_seed=1, replay=replay, **options)) == expected
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", first(SCRIPTS, num=2))
 def test_executors_agree_on_sampled_text(name: str) -> None:
     eager, traced, recorded = (
         outcome(texts(SCRIPTS[name], draft_seed=1, replay=replay)) for replay in (False, True, FakeRecorder())
@@ -169,7 +167,7 @@ def test_executors_agree_on_sampled_text(name: str) -> None:
     assert eager == traced == recorded
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", first(SCRIPTS, num=2))
 def test_a_drafter_that_reads_prompts_late_drafts_the_same(name: str) -> None:
     """Two drafters share what is known of their caches, and later prompts begin like earlier ones."""
     at_once, late = (outcome(texts(SCRIPTS[name], draft_seed=1, reads_late=each)) for each in (False, True))

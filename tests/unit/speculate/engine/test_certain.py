@@ -47,7 +47,7 @@ def copies_of_the_future(_rule: Rule) -> Drafter:
     return drafter
 
 
-@pytest.mark.parametrize("batch_size", [1, 5])
+@pytest.mark.parametrize("batch_size", [heavy(1), 5])
 @pytest.mark.parametrize("rule_name", ["speculative", heavy("block")])
 @pytest.mark.parametrize(
     "drafted",

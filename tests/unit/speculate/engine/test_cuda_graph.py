@@ -14,6 +14,7 @@ from llama_ssp.speculate.engine.executors import TracedExecutor
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.decoders import complete, make_decoder, outcome, requests
 from tests.helpers.kinds import Make, kinds
+from tests.helpers.lanes import heavy
 from tests.helpers.recorded import FakeRecorder
 
 T = TypeVar("T")
@@ -28,7 +29,7 @@ def shipped() -> tuple[Runner, Runner]:
 
 
 @kinds
-@pytest.mark.parametrize(("batch_size", "temperature"), [(1, 0.9), (3, 0.0), (8, 0.9)])
+@pytest.mark.parametrize(("batch_size", "temperature"), [(1, 0.9), (3, 0.0), heavy(8, 0.9)])
 def test_replayed_rounds_give_the_same_text(make: Make, batch_size: int, temperature: float) -> None:
     recorder = FakeRecorder()
     eager, traced, captured = (
@@ -69,6 +70,7 @@ def test_a_cache_that_another_decoder_has_replaced_is_noticed(number: int, shipp
     assert recorder.num_recorded == 2 * num_recorded
 
 
+@pytest.mark.heavy
 def test_what_is_recorded_ahead_is_not_recorded_while_texts_are_written(shipped: tuple[Runner, Runner]) -> None:
     recorder = FakeRecorder()
     captured = make_decoder(*shipped, batch_size=2, replay=recorder)

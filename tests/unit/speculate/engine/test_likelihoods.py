@@ -59,22 +59,14 @@ def test_a_certain_model_has_as_many_tokens_as_are_asked_for() -> None:
 
 
 @torch.inference_mode()
-def wanted_of(model: PreTrainedModel, text: ScoredText, found: TokenScores) -> tuple[list[float], list[bool]]:
-    """What the library's forward of one whole text says; the best tokens are compared here."""
-    ids_T = torch.tensor(text.ids)
-    log_probs_TV = model(ids_T[None]).logits[0, :-1].log_softmax(-1)
-    compare(found.model, log_probs_TV[text.num_given - 1 :], text.ids[text.num_given :], num_top=NUM_TOP)
-    log_probs_T = log_probs_TV.gather(-1, ids_T[1:, None])[:, 0]
-    are_best_T = log_probs_TV.argmax(-1) == ids_T[1:]
-    return log_probs_T[text.num_given - 1 :].tolist(), are_best_T[text.num_given - 1 :].tolist()
-
-
 def check(model: PreTrainedModel, texts: list[ScoredText], scores: list[TokenScores]) -> None:
+    """Compare with what the library's forward of one whole text says."""
     for text, found in zip(texts, scores, strict=True):
-        log_probs, are_best = wanted_of(model, text, found)
-        assert found.log_probs == pytest.approx(log_probs, abs=1e-4)
-        assert found.are_best == are_best
-        assert len(found.log_probs) == len(text.ids) - text.num_given
+        log_probs_TV = model(torch.tensor([text.ids])).logits[0, :-1].log_softmax(-1)[text.num_given - 1 :]
+        ids = text.ids[text.num_given :]
+        compare(found.model, log_probs_TV, ids, num_top=NUM_TOP)
+        wanted_T = log_probs_TV.gather(-1, torch.tensor(ids)[:, None])[:, 0]
+        assert found.model.log_probs == pytest.approx(wanted_T.tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
@@ -91,18 +83,6 @@ def test_every_kind_has_the_figures_of_the_library(kind: str, tmp_path: Path) ->
     check(model, TEXTS, scores_of(load(tmp_path, Comm.single()), TEXTS, batch_size=3))
 
 
-def test_the_greedy_continuation_is_the_best_and_no_other(saved: tuple[Path, PreTrainedModel]) -> None:
-    folder, model = saved
-    ids = list(TEXTS[0].ids)
-    for _ in range(4):
-        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    other = [*ids[:-1], (ids[-1] + 1) % VOCAB_SIZE]
-    texts = [ScoredText(ids=each, num_given=len(ids) - 4) for each in (ids, other)]
-    best, worse = scores_of(load(folder, Comm.single()), texts, batch_size=2)
-    assert best.are_best == [True] * 4
-    assert worse.are_best == [True] * 3 + [False]
-
-
 @pytest.mark.parametrize("num_logits", [1, 3 * 5 * 11, 2**26])
 def test_chunks_of_any_length_give_the_same_scores(monkeypatch: pytest.MonkeyPatch, num_logits: int) -> None:
     """A chunk of one token, one of five, and one that holds all."""
@@ -114,8 +94,7 @@ def test_chunks_of_any_length_give_the_same_scores(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(engine, "_MOST_SCORED", num_logits)
     together = scores_of(PrefixRunner(), texts, batch_size=3)
     for one, other in zip(alone, together, strict=True):
-        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
-        assert one.are_best == other.are_best
+        assert one.model.log_probs == pytest.approx(other.model.log_probs, abs=1e-5)
 
 
 @pytest.mark.parametrize("is_shared", [True, False], ids=["a target of both", "a rank without it"])

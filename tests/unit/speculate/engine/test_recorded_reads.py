@@ -27,7 +27,7 @@ from tests.helpers.decoders import ScriptedLength, complete, make_decoder, outco
 from tests.helpers.draft_heads import SMALL_WIDTH, save_small_pair
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.kinds import KINDS, near_pair
-from tests.helpers.lanes import heavy, slow
+from tests.helpers.lanes import first, heavy, slow
 from tests.helpers.overlapped import overlapped_decoder
 from tests.helpers.recorded import WatchedGraphs
 
@@ -83,7 +83,7 @@ MAKERS: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", first(MAKERS, num=2))
 def test_every_kind_of_draft(name: str) -> None:
     check_recorded(partial(MAKERS[name], temperature=0.9, batch_size=2))
 
@@ -135,7 +135,7 @@ def small_pair(folder: Path) -> tuple[HeadSource, Runner]:
     return origin, target
 
 
-@pytest.mark.parametrize("shape", [None, heavy("2x2x1"), slow("dynamic-7x3x3")])
+@pytest.mark.parametrize("shape", [heavy(None), heavy("2x2x1"), slow("dynamic-7x3x3")])
 def test_a_head(shape: str | None, tmp_path: Path) -> None:
     origin, target = small_pair(tmp_path)
     check_recorded(
@@ -152,6 +152,7 @@ def test_taps_that_other_rounds_have_moved_are_an_allocation() -> None:
     assert decoder.round.num_allocations != before
 
 
+@pytest.mark.heavy
 def test_a_head_on_a_rank_of_its_own(tmp_path: Path) -> None:
     origin, target = small_pair(tmp_path)
     expected = outcomes(head_decoder(origin, target, comm=Comm.single(), shape=None, replay=False))

@@ -12,6 +12,7 @@ from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.decoders import complete, ids_of, make_decoder, outcome, requests_of, tree_of
 from tests.helpers.kinds import near_pair
+from tests.helpers.lanes import pairs
 from tests.helpers.overlapped import complete_on_ranks
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.recorded import WatchedGraphs
@@ -63,8 +64,7 @@ def overlapped(num_ranks: int = 1, lengths: Sequence[int] = LENGTHS, **options: 
     return found[0]
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("shape", [None, "2x2x1", "dynamic-7x3x3"])
+@pairs(shape=[None, "2x2x1", "dynamic-7x3x3"], batch_size=[1, 4])
 def test_greedy_text_is_plain_text(shape: str | None, batch_size: int) -> None:
     plain = ids_of(decoded(drafts=False, temperature=0.0))
     found = decoded(shape, temperature=0.0, batch_size=batch_size)

@@ -16,6 +16,7 @@ from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import complete, ids_of, make_decoder, requests_of
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
+from tests.helpers.lanes import first, heavy, pairs
 from tests.helpers.prefix_runner import PrefixRunner
 
 PROMPTS = ((1, 2, 3), (4,), (5, 6, 7, 8, 9, 10, 1, 2), (3, 3), (9, 1))
@@ -36,7 +37,7 @@ def decoded(
     return complete(decoder, requests_of(prompts, num_new))
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("batch_size", [heavy(1), 3])
 @pytest.mark.parametrize(
     ("shape", "ngram"), [(DYNAMIC, False), *((shape, ngram) for shape in SHAPES for ngram in (False, True))]
 )
@@ -47,8 +48,7 @@ def test_greedy_text_is_that_of_plain_decoding(shape: str, ngram: bool, batch_si
     assert not ngram or any(sum(each.accepted_lengths) for each in found)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("shape", SHAPES)
+@pairs(shape=[*SHAPES], temperature=[0.0, 0.9])
 def test_of_a_draft_that_is_the_target_whole_paths_are_accepted(shape: str, temperature: float) -> None:
     found = decoded(PrefixRunner(), PrefixRunner(), shape, temperature=temperature, batch_size=2)
     depth = len(shape.split("x"))
@@ -58,7 +58,7 @@ def test_of_a_draft_that_is_the_target_whole_paths_are_accepted(shape: str, temp
         assert len(each.token_ids) == NUM_NEW
 
 
-@pytest.mark.parametrize("shape", ["2x2x1", "3x2", DYNAMIC])
+@pytest.mark.parametrize("shape", first(["2x2x1", "3x2", DYNAMIC]))
 def test_sampled_text_depends_neither_on_the_batch_nor_on_the_executor(shape: str) -> None:
     """Nor do traces depend on the bucket of the cache, which grows here."""
 

@@ -20,7 +20,7 @@ from llama_ssp.speculate.sampling.processors import processor
 from llama_ssp.speculate.sampling.rules import Rule, make_rule, verify_speculative
 from tests.helpers.decoders import complete, make_decoder, outcome, requests
 from tests.helpers.exact_law import exact_law
-from tests.helpers.lanes import heavy
+from tests.helpers.lanes import first, heavy, pairs
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.table_models import TableModel, joint_law, random_table
 
@@ -79,10 +79,9 @@ def law_error(rule: Rule, sampling: SamplingConfig, *, num_draft_tokens: int, is
     return float((measured - joint_law(penalized(target, sampling))).abs().max())
 
 
-@pytest.mark.parametrize("is_point_mass", [False, True])
+@pytest.mark.parametrize("is_point_mass", first([False, True]))
 @pytest.mark.parametrize("num_draft_tokens", [1, heavy(2)])
-@pytest.mark.parametrize("name", PENALIZED)
-@pytest.mark.parametrize("rule_name", ["speculative", "block"])
+@pairs(name=[*PENALIZED], rule_name=["speculative", "block"])
 def test_the_text_has_exactly_the_penalized_targets_law(
     rule_name: str, name: str, num_draft_tokens: int, is_point_mass: bool
 ) -> None:

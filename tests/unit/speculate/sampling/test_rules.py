@@ -20,7 +20,7 @@ from llama_ssp.speculate.sampling.rules import Rule, make_rule, verify_block, ve
 from llama_ssp.speculate.sampling.uniforms import Draws, UniformTable
 from tests.helpers.draws import draws_of
 from tests.helpers.exact_law import LARGEST_UNIFORM, law_error, mean_accepted
-from tests.helpers.lanes import heavy, slow
+from tests.helpers.lanes import heavy, pairs, slow
 from tests.helpers.table_models import TableModel, random_table
 
 SAMPLINGS = {
@@ -55,8 +55,7 @@ def error_of(rule: Rule, sampling: SamplingConfig, num_draft_tokens: int, *, is_
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, heavy(3)])
-@pytest.mark.parametrize("name", SAMPLINGS)
-@rules
+@pairs(name=[*SAMPLINGS], verification=[SPECULATIVE, BLOCK])
 def test_the_text_has_exactly_the_targets_law(
     verification: VerificationConfig, name: str, num_draft_tokens: int
 ) -> None:
@@ -75,8 +74,7 @@ def test_a_draft_without_probabilities_keeps_the_targets_law(
     assert error_of(rule, SAMPLINGS[name], num_draft_tokens, is_point_mass=True) < 1e-12
 
 
-@pytest.mark.parametrize("num_draft_tokens", [1, 2, 3])
-@pytest.mark.parametrize("rule_name", rule_module.rules())
+@pairs(rule_name=[*rule_module.rules()], num_draft_tokens=[1, 2, 3])
 def test_temperature_0_gives_the_targets_best_text_under_every_rule(rule_name: str, num_draft_tokens: int) -> None:
     assert error_of(make_rule(GREEDY, VerificationConfig(rule=rule_name)), GREEDY, num_draft_tokens) < 1e-12
 

@@ -50,8 +50,7 @@ def some_probs(*shape: int, seed: int) -> Tensor:
     return (4 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).softmax(-1)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 5])
-@pytest.mark.parametrize("vocab_size", [29, 1000, 4133])
+@pairs(vocab_size=[29, 1000, 4133], num_ranks=[2, 3, 5])
 def test_draws_and_verdicts_have_the_bits_of_one_rank(vocab_size: int, num_ranks: int) -> None:
     generator = torch.Generator().manual_seed(vocab_size)
     target_BTV, draft_BKV = some_probs(40, 4, vocab_size, seed=1), some_probs(40, 3, vocab_size, seed=2)
@@ -140,7 +139,7 @@ def error_of(make: Callable[[Shard], Rule], *, num_ranks: int, vocab_size: int, 
 @pytest.mark.parametrize(
     ("rule", "ranks_of", "is_certain"),
     [
-        ("speculative", (2, 3), False), ("block", (3, 5), False), ("block", (2, 3), True),
+        ("speculative", (2, 3), False), heavy("block", (3, 5), False), heavy("block", (2, 3), True),
         heavy("speculative", (3, 5), False), heavy("speculative", (2, 4), False), heavy("block", (2, 4), False),
         heavy("speculative", (3, 5), True),
     ],
@@ -179,7 +178,7 @@ class OwnTotals(Shard):
 
 
 @pytest.mark.parametrize(
-    ("rule", "faulty"), [("speculative", OwnDenominators), ("speculative", OwnTokens), ("block", OwnTotals)]
+    ("rule", "faulty"), [("speculative", OwnDenominators), heavy("speculative", OwnTokens), heavy("block", OwnTotals)]
 )
 def test_the_harness_catches_what_a_rank_keeps_to_itself(rule: str, faulty: type[Shard]) -> None:
     def planted(shard: Shard) -> Rule:
