@@ -21,8 +21,8 @@ from tests.helpers.starters import run_program
 pytestmark = pytest.mark.slow
 PROMPTS = ["def factorial(n):\n", "import os\n", "class Stack:\n", "for i in range("]
 KINDS: list[dict[str, Any]] = [
-    {"temperature": 0}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 1.0, "top_k": 9}, {"temperature": 1.3},
-    {"temperature": 0.9, "frequency_penalty": 0.5},
+    {"temperature": 0}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 1.0, "top_k": 9},
+    {"temperature": 1.3, "logprobs": 1}, {"temperature": 0.9, "frequency_penalty": 0.5},
 ]  # fmt: skip
 MIXED = [
     {"prompt": PROMPTS[place % 4], "max_tokens": 8 + place % 9, "seed": place, **KINDS[place % 5]}
