@@ -158,7 +158,11 @@ class Decoder:
                 started = time.perf_counter()
                 if self.stop_request.requested:
                     self.round.verifier.announce(STOP_REQUESTED)
-                was_round = not ((was_round or not any(self._rows)) and self._take_turn())
+                was_round = not (
+                    (self._waiting or self._reading or self.scoring)
+                    and (was_round or not any(self._rows))
+                    and self._take_turn()
+                )
                 if was_round:
                     if not all(self._rows):
                         self._held.forget(self._free_rows())
