@@ -159,9 +159,7 @@ class Decoder:
                 if self.stop_request.requested:
                     self.round.verifier.announce(STOP_REQUESTED)
                 was_round = not (
-                    (self._waiting or self._reading or self.scoring)
-                    and (was_round or not any(self._rows))
-                    and self._take_turn()
+                    (self._waiting or self._reserved) and (was_round or not any(self._rows)) and self._take_turn()
                 )
                 if was_round:
                     if not all(self._rows):
