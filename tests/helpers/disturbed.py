@@ -62,7 +62,8 @@ def wait_for(condition: Callable[[], object], *, at_most_s: float) -> None:
 
 def pid_of_rank(run_dir: Path, rank: int) -> int:
     """The process of a rank, which has begun to load, perhaps after other starts."""
-    return int(re.findall(r"process (\d+)", (run_dir / "ranks" / f"{rank:03d}.log").read_text())[-1])
+    log = (run_dir / "ranks" / f"{rank:03d}.log").read_text()
+    return int(re.findall(rf"rank {rank} of .*, process (\d+)", log)[-1])
 
 
 def has_begun(cell: Cell, run_dir: Path, *, num_ranks: int = 2) -> bool:
