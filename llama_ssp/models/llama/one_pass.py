@@ -1,7 +1,11 @@
-"""Draft heads of one pass on this rank: P-EAGLE, DFlash and DSpark; `architectures.heads` describes them.
+"""Draft heads of one pass on this rank: P-EAGLE, DFlash and DSpark; see `architectures.heads`.
+
+    P-EAGLE    pairs of taps and tokens, then pairs of one learned tap and the mask token; each sees those before it
+    DFlash     taps, whose keys and values each layer computes, then newest token and mask tokens, which see everything
+    DSpark     the same, and for each position the logits of what follows the token drafted before it
 
 A forward writes the positions that the target has verified, and those of the block behind them, which the next one
-overwrites.
+overwrites. Source: see there.
 
 Shapes: B sequences, C positions of the context, N of the block, T = C + N, K drafted tokens, M nodes of a tree, E
 width, X taps, O drafted tokens of this rank, S width of the Markov head.

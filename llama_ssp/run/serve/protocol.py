@@ -51,6 +51,8 @@ _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
 }  # fmt: skip
 """Values that change nothing of fields that the server does not have."""
 _OFF = {"top_k": (0, -1), "top_p": (1,), "min_p": (0,)}
+_CONTEXT = 16
+"""Tokens before one whose text is wanted."""
 
 
 class Asked:
@@ -291,7 +293,7 @@ class Answer:
         found: list[tuple[str, float | None, list[tuple[str, float]] | None]] = []
         of_tokens = zip(scores.log_probs, scores.top_ids, scores.top_log_probs, strict=True)
         for place, (log_prob, *top) in enumerate(of_tokens, start=len(ids) - len(scores.log_probs)):
-            after = TextAfter(self._tokenizer, ids[:place], names_special=True)
+            after = TextAfter(self._tokenizer, ids[max(place - _CONTEXT, 0) : place], names_special=True)
             of_top = [(after.decode([token]), scored) for token, scored in zip(*top, strict=True)]
             found.append((after.decode([ids[place]]), log_prob, of_top))
         if self._is_chat:

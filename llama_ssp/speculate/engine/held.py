@@ -6,8 +6,12 @@
     a new prompt     | header ........ | question 3 |                   takes row 2, and the header from row 0
     a later turn     | header ........ | question 1 | answer | more |   takes row 1 as it is, and reads what is new
 
-docs/how-it-works.md says what may be taken, so that bits stay the same. All ranks know the tokens of all rows, so they
-decide alike without a message. Where layers keep states (`models.states`), only what a state was saved behind is taken:
+Texts stay in the static cache until their row is used, so no memory is added. All ranks know the tokens of all rows, so
+they decide alike without a message. Bits stay the same: where those of a token depend on what else is read with it,
+only whole chunks of prompts are taken.
+
+Where layers keep states (`models.states`), a row also saves one, behind whole chunks of its prompt, and only these
+tokens are taken from it: those that another prompt shares, or all whole chunks if none does or it is a later turn.
 
     row 0    | header .... S question 0 | answer       another prompt has the header as well
     row 1    | first turn ....... S     | answer       the next turn goes on from S; the rest of the chunk is read again
