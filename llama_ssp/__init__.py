@@ -8,11 +8,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from llama_ssp.api.pair import Completion, Pair, load
+    from llama_ssp.api.loading import load
+    from llama_ssp.api.pair import Completion, Pair
     from llama_ssp.api.planning import plan
 
 __all__ = ["Completion", "Pair", "load", "plan"]
-_MODULES = {"Completion": "pair", "Pair": "pair", "load": "pair", "plan": "planning"}
+_MODULES = {"Completion": "pair", "Pair": "pair", "load": "loading", "plan": "planning"}
 
 
 def __getattr__(name: str) -> object:

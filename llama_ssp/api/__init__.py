@@ -1,4 +1,4 @@
-"""The library for notebooks: load a pair of models, complete prompts, plan runs. One process, no configuration files.
+"""The library for notebooks: load a pair of models, complete prompts, plan runs, without configuration files.
 
 `llama_ssp` imports its names on first use, so that `plan` works without torch.
 """
