@@ -6,6 +6,7 @@ import platform
 import re
 import shutil
 import subprocess
+import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
@@ -25,6 +26,7 @@ _OTHER_BOARDS = {"PCIE", "NVL", "MIG", "TI", "SUPER", "D", "LAPTOP", "MAX", "144
 """Variants of a GPU with another bandwidth or memory."""
 _LAPTOP_CORES = 8
 """Cores of laptop_cpu, whose rate of a core is that of others."""
+_BY_A_RUN, _DISTURBED, _AGAIN_S = "measured by a run on this machine", "disturbed", 3600.0
 _LINKS_S = 20.0
 _LINKS = ("NV", "PIX", "PXB", "PHB", "NODE", "SYS")
 """Beginnings of the names of links, the fastest first: NVLink, PCIe switches, host bridges, and sockets."""
@@ -56,7 +58,7 @@ def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:
         return replace(
             found, products=speeds, copy_bytes_per_s=max(speed.bytes_per_s for speed in speeds.values()),
             flops_per_s=dict.fromkeys(laptop.flops_per_s, median(speed.flops_per_s for speed in speeds.values())),
-            sources=laptop.sources | dict.fromkeys(figures, "measured by the first run on this machine"),
+            sources=laptop.sources | dict.fromkeys(figures, _BY_A_RUN),
         )  # fmt: skip
     files = {name: catalogue.find("hardware", name) for name in hardware.names()}
     own = {name for name, file in files.items() if file and catalogue.is_own(file)}
@@ -80,12 +82,23 @@ def known_speeds() -> dict[str, Speed]:
     return {}
 
 
-def keep_speeds(speeds: Mapping[str, Speed]) -> None:
+def speeds_are_due() -> bool:
+    """Whether a run should measure this CPU: none has, or other programs disturbed the one that did, an hour ago."""
+    found = detect_hardware(on_cpu=True)
+    if found.sources.get("products") != _BY_A_RUN:
+        return not found.products
+    with suppress(OSError, ValueError, LookupError):
+        was_disturbed = json.loads(_speeds().read_text(encoding="utf-8"))[_DISTURBED]
+        return bool(was_disturbed) and time.time() - _speeds().stat().st_mtime > _AGAIN_S
+    return False
+
+
+def keep_speeds(speeds: Mapping[str, Speed], *, were_disturbed: bool = False) -> None:
     """Keep what a run has measured, for plans and later runs; where that is impossible, nothing is kept."""
     with suppress(OSError):
         _speeds().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         kept = {name: vars(speed) for name, speed in speeds.items()}
-        _speeds().write_text(json.dumps({platform.node(): kept}) + "\n", encoding="utf-8")
+        _speeds().write_text(json.dumps({platform.node(): kept, _DISTURBED: were_disturbed}) + "\n", encoding="utf-8")
 
 
 def _speeds() -> Path:

@@ -16,10 +16,10 @@ from typing import TypeAlias
 import transformers
 
 from llama_ssp.errors import ConfigError, InterruptedRun
-from llama_ssp.machines.machine import detect_hardware, keep_speeds, note_on_links
+from llama_ssp.machines.machine import keep_speeds, note_on_links, speeds_are_due
 from llama_ssp.planning.advice import slower_overlapped
+from llama_ssp.planning.notes import outgrown
 from llama_ssp.planning.plan import Plan, require_room
-from llama_ssp.planning.spec import outgrown
 from llama_ssp.ranks.failures import Phase, from_rank_0, raise_on_all_ranks
 from llama_ssp.ranks.memory import MemoryWatch
 from llama_ssp.ranks.world import World
@@ -37,6 +37,7 @@ from llama_ssp.run.requests import PromptRequest, RequestMaker
 from llama_ssp.run.results import finalize, pass_gate
 from llama_ssp.run.resuming import check_lines, check_models, check_texts
 from llama_ssp.run.session import Session
+from llama_ssp.run.slowness import CoreTimes, Surroundings, used_by_others
 from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tasks import dry_run
 from llama_ssp.settings.checks import check_values
@@ -210,12 +211,14 @@ def _read_requests(
 
 def _measure_once(world: World) -> None:
     """Measure the products of a CPU that nobody has calibrated, on its first run: a few seconds."""
-    if not from_rank_0(world.comm, lambda: bool(detect_hardware(on_cpu=True).products)):
+    if from_rank_0(world.comm, speeds_are_due):
         from llama_ssp.run.calibration import cpu_speeds, rank_0_alone  # noqa: PLC0415 - once on a machine
 
         with rank_0_alone(world) as is_alone:
             if is_alone:
-                keep_speeds(cpu_speeds())
+                began, speeds = CoreTimes.read(world.cores), cpu_speeds()
+                others = used_by_others(began, ended := CoreTimes.read(world.cores), ranks_s=ended.own_s - began.own_s)
+                keep_speeds(speeds, were_disturbed=Surroundings.of(world, {}, others).is_disturbed)
 
 
 def _make_plan(

@@ -1,7 +1,9 @@
 """The catalogue of machines, what is said of a file that is wrong, and how the machine at hand is known."""
 
+import os
 import platform
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ from llama_ssp import catalogue
 from llama_ssp.errors import ConfigError
 from llama_ssp.machines import hardware, machine
 from llama_ssp.machines.hardware import Speed
+from llama_ssp.run import calibration, pipeline
 from tests.helpers.in_process import launch
 from tests.helpers.planning import make_spec, times_of
+from tests.helpers.worlds import ONE_CORE
 
 WITHOUT_SOURCE = {"name", "device", "gpu", "num_gpus", "num_nodes", "sources", "link", "network", "capability"}
 
@@ -221,6 +225,23 @@ def test_a_run_keeps_the_speed_that_later_plans_have(monkeypatch: pytest.MonkeyP
     assert launch("task=generate", "prompt=x", "max_new_tokens=2", f"run_dir={tmp_path / 'run'}").code == 0
     assert machine.detect_hardware(on_cpu=True).copy_bytes_per_s == 2e10, "measured once"
     assert machine.detect_hardware(on_cpu=True).flops_per_s["bf16"] == 3e11
+
+
+@pytest.mark.parametrize(("others", "is_due"), [(2.0, True), (0.0, False), (None, False)])
+def test_speeds_that_other_programs_disturbed_are_measured_again_after_an_hour(
+    others: float | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, is_due: bool
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    names = [name for name in hardware.names() if name != machine.THIS_MACHINE]
+    monkeypatch.setattr(hardware, "names", lambda: names)
+    monkeypatch.setattr(calibration, "cpu_speeds", lambda: {"fp32": Speed(bytes_per_s=2e10, flops_per_s=3e11)})
+    monkeypatch.setattr(pipeline, "used_by_others", lambda *_times, **_ranks: others)
+    assert machine.speeds_are_due()
+    pipeline._measure_once(ONE_CORE)
+    assert not machine.speeds_are_due(), "a run after the next has a forecast too"
+    (file,) = tmp_path.glob("*/*.json")
+    os.utime(file, (time.time() - 4000,) * 2)
+    assert machine.speeds_are_due() is is_due
 
 
 def test_the_ranks_of_a_cpu_share_its_memory_and_its_cores_once() -> None:
