@@ -17,8 +17,8 @@ from llama_ssp import catalogue
 from llama_ssp.architectures.family import inventory
 from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import SspError
-from llama_ssp.planning.memory import model_bytes
-from llama_ssp.planning.spec import planned_model
+from llama_ssp.planning.model import planned_model
+from llama_ssp.planning.weights import model_bytes
 from llama_ssp.run.calibration import interleave
 from llama_ssp.run.tasks.benchmark import Ours
 

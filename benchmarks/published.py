@@ -27,8 +27,10 @@ from llama_ssp.architectures.family import inventory
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.acceptance import acceptance_of
-from llama_ssp.planning.spec import PlanSpec, planned_model
-from llama_ssp.planning.timing import FIRST, LIBRARY_SHARE, Ends, decoding_error, timing
+from llama_ssp.planning.forwards import LIBRARY_SHARE
+from llama_ssp.planning.model import planned_model
+from llama_ssp.planning.spec import PlanSpec
+from llama_ssp.planning.timing import FIRST, Ends, decoding_error, timing
 from llama_ssp.settings.schema import DraftLayout, TargetKind
 from llama_ssp.storage.formats import NO_QUANTIZATION, READ_SLOWDOWN, format_of
 

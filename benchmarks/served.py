@@ -22,7 +22,8 @@ from benchmarks.measured import markdown, page_of, show
 from benchmarks.published import job
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig, MeasuredSum
-from llama_ssp.planning.timing import OPERATORS_PER_LAYER, decoding_error, timing
+from llama_ssp.planning.forwards import OPERATORS_PER_LAYER
+from llama_ssp.planning.timing import decoding_error, timing
 
 MODELS = {
     "meta-llama/Llama-3.1-8B-Instruct": "llama3_8B", "meta-llama/Llama-3.1-8B": "llama3_8B",

@@ -56,7 +56,7 @@ _PACKAGE = re.compile(r"# @package (\S+)")
 
 
 class Dtype(Enum):
-    """Number format of weights, activations and cache; `planning.spec.number_format` resolves `auto`."""
+    """Number format of weights, activations and cache; `planning.model.number_format` resolves `auto`."""
 
     auto = "auto"
     fp32 = "float32"

@@ -23,16 +23,8 @@ from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware as machines
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.planning.memory import (
-    GB,
-    GIB,
-    RankMemoryPlan,
-    fits,
-    fullest_rank,
-    largest_batch,
-    largest_context,
-    model_bytes,
-)
+from llama_ssp.planning.memory import GB, GIB, RankMemoryPlan, fits, fullest_rank, largest_batch, largest_context
+from llama_ssp.planning.model import planned_model
 from llama_ssp.planning.search import (
     MOST_NODES,
     by_length,
@@ -41,8 +33,9 @@ from llama_ssp.planning.search import (
     placement_settings,
     without_draft,
 )
-from llama_ssp.planning.spec import PlanSpec, block_sizes, on_block, planned_model, same_kind
+from llama_ssp.planning.spec import PlanSpec, block_sizes, on_block, same_kind
 from llama_ssp.planning.timing import Timing, timing
+from llama_ssp.planning.weights import model_bytes
 from llama_ssp.settings.schema import DraftLayout, TargetKind
 from llama_ssp.storage.formats import OWN_DTYPE, format_of, formats
 from llama_ssp.words import counted, rounded, said

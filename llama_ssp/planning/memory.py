@@ -1,215 +1,30 @@
 """Computes the bytes that each rank needs, item by item, from a spec and a machine.
 
-Weights and caches are exact: the loader places slices and layers by the same arithmetic. Activations, logits and graphs
-follow the peak of what the loop keeps alive. Device context, communication buffers and graph nodes are figures of the
-machine, or the estimates below.
+Weights and caches are exact. Activations, logits and graphs follow the peak of what the loop keeps alive. Device
+context, communication buffers and graph nodes are figures of the machine, or the estimates below.
 
 Shapes: B sequences, T positions, W = K + 1 positions of a round, V vocabulary, E hidden size, I MLP units, D head dim.
-
-Layer-wise placement, which the loader does by `split_layers` too:
-
-    device 0: embeddings, layers 0-9    device 1: layers 10-19    last device: layers 20-27, norm, head
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from itertools import chain, cycle
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import cycle
 
 from llama_ssp.architectures import engine
-from llama_ssp.architectures.family import check_deepspeed, check_ranks, inventory, kept_whole, record_of
-from llama_ssp.architectures.matrices import (
-    FUSED,
-    Cut,
-    Inventory,
-    Matrix,
-    RankShard,
-    WholeParts,
-    check_inputs,
-    split_blocks,
-    split_model,
-    vocabulary_parts,
-)
-from llama_ssp.catalogue import Dtype, ModelShape
+from llama_ssp.architectures.family import inventory, record_of
+from llama_ssp.architectures.matrices import Cut, WholeParts, vocabulary_parts
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
+from llama_ssp.planning.model import DTYPE_BYTES, PlannedModel
+from llama_ssp.planning.spec import PlanSpec
+from llama_ssp.planning.weights import WeightBytes, layer_wise, model_bytes, rank_shares, split, split_layers
 from llama_ssp.settings.rules import rule_of
 from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, TargetKind
-from llama_ssp.storage.formats import NO_QUANTIZATION, ORDER_BYTES, PackedLayout, StorageFormat, format_of
-
-HALF_BLOCK = 512
-COMPILED_BLOCK = 16
-
-
-def shares(
-    shape: ModelShape, *, num_ranks: int, quantization: str = NO_QUANTIZATION, whole: WholeParts = WholeParts.none
-) -> tuple[Inventory, ...]:
-    """The parameters of each rank of a tensor-parallel group; an impossible split is refused."""
-    return _split(tuple(vars(shape).items()), num_ranks=num_ranks, quantization=quantization, whole=whole)[1]
-
-
-@lru_cache(maxsize=512)  # a search asks for the same shares hundreds of times
-def _split(
-    sizes: tuple[tuple[str, Any], ...], *, num_ranks: int, quantization: str, whole: WholeParts
-) -> tuple[tuple[RankShard, ...], tuple[Inventory, ...]]:
-    """The slices of each rank of a model with these sizes, and its parameters; equal ones are the same object."""
-    shape = ModelShape(**dict(sizes))
-    whole = kept_whole(shape, whole)
-    shards = split_model(shape, num_ranks=num_ranks, quantization=quantization, whole=whole)
-    if num_ranks == 1:
-        return shards, (inventory(shape),)
-    kept = inventory(shape).keeping(whole)
-    found: dict[Inventory, Inventory] = {}
-    held = (kept.of_rank(shard) for shard in shards)
-    return shards, tuple(found.setdefault(share, share) for share in held)
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightBytes:
-    """Bytes of an inventory.
-
-    Attributes:
-        sharded_bytes: matrices, biases and scales of which every rank holds a different part.
-        repeated_bytes: norms, unsharded tables, and the biases and row scales of row-parallel matrices, on every rank.
-        temporary_bytes: temporary bytes of the loader at its peak, beyond all parts that stay.
-    """
-
-    sharded_bytes: int = 0
-    repeated_bytes: int = 0
-    temporary_bytes: int = 0
-
-    @cached_property
-    def total_bytes(self) -> int:
-        """Sum of the parts that stay."""
-        return self.sharded_bytes + self.repeated_bytes
-
-
-@lru_cache(maxsize=2048)
-def weight_bytes(
-    held: Inventory,
-    *,
-    dtype: Dtype,
-    quantization: str,
-    matrix_dtype: Dtype | None = None,
-    kept_shares: tuple[tuple[str, float], ...] = (),
-    layout: PackedLayout | None = None,
-    fuses: bool = False,
-) -> WeightBytes:
-    """Count the bytes of a rank's parameters.
-
-    `matrix_dtype` is the number format of the linear layers, if different; a tied head is then a copy. `quantization`
-    applies to the matrices of layers; `kept_shares` has, by module, the share of layers in which it stays unquantized.
-    `layout` is that of files that are kept as they are. A layout with scattered groups stores an order of the inputs
-    for each product. If the model `fuses`, matrices with the same input form one product. Embeddings, norms, biases and
-    heads stay in the model's number format.
-    """
-    storage, size = format_of(quantization), DTYPE_BYTES[dtype]
-    matrix_size = DTYPE_BYTES[matrix_dtype or dtype]
-    kept = _in_blocks if matrix_size != size else lambda matrix: matrix
-    layer_kept = (lambda matrix: matrix) if storage.is_quantized else kept
-    sharded = repeated = 0
-    products = dict[str, list[tuple[int, int]]]()
-    for matrix in held.layer:
-        product = FUSED.get(matrix.module, matrix.module) if fuses else matrix.module
-        in_group = (layout.group if layout else storage.group_of(matrix.num_columns)) or matrix.num_columns
-        stored = storage.matrix_bytes(
-            layer_kept(matrix).num_elements, matrix_size, group=in_group if storage.groups else 0
-        )
-        if layout and layout.is_scattered:
-            columns = matrix.num_columns
-            if columns < matrix.whole_columns:
-                columns = layout.num_with_gaps(columns, of=matrix.whole_columns)
-                elements = replace(matrix, num_columns=columns).num_elements
-                stored = storage.matrix_bytes(elements, matrix_size, group=storage.least_group)
-            stored += 0 if product in products else round(ORDER_BYTES * matrix.copies * columns)
-        row_scales = round(storage.row_bytes * matrix.num_rows * matrix.copies)
-        if share := dict(kept_shares).get(matrix.module):
-            unquantized = matrix_size * kept(matrix).num_elements
-            stored, row_scales = round(share * unquantized + (1 - share) * stored), round((1 - share) * row_scales)
-        bias = size * matrix.num_rows if matrix.has_bias else 0
-        if matrix.cut is None:
-            repeated += stored + row_scales + bias
-        elif matrix.cut == 0:
-            sharded += stored + row_scales + bias
-        else:
-            sharded, repeated = sharded + stored, repeated + row_scales + bias
-        products.setdefault(product, []).append((stored if layout else size * matrix.num_elements, stored + row_scales))
-    tables = [(matrix, size, size * matrix.num_elements) for matrix in held.embeddings]
-    if held.head or (held.embeddings and matrix_size != size):
-        output = kept(held.output)
-        tables.append((output, matrix_size, matrix_size * output.num_elements))
-    table_bytes = {True: 0, False: 0}
-    for matrix, value_bytes, stored in tables:
-        table_bytes[matrix.cut is None] += stored + (value_bytes * matrix.num_rows if matrix.has_bias else 0)
-    temporary = _temporary_bytes([*products.values()], storage, is_half=matrix_size != size)
-    if matrix_size != size and tables:  # the head, which library modules load last, and the lean decoder first
-        without = held.num_layers * (sharded + repeated) if fuses else 0
-        read = size * held.output.num_elements if held.head else 0
-        temporary = max(temporary, read + tables[-1][2] - without)
-    return WeightBytes(
-        sharded_bytes=held.num_layers * sharded + table_bytes[False],
-        repeated_bytes=held.num_layers * (repeated + size * held.layer_vectors)
-        + size * held.final_vectors
-        + table_bytes[True],
-        temporary_bytes=temporary,
-    )
-
-
-def _temporary_bytes(products: Sequence[Sequence[tuple[int, int]]], storage: StorageFormat, *, is_half: bool) -> int:
-    """Temporary bytes of the loader, at the largest product of the last layer; each is made before the next is read.
-
-    Products are lists of matrices: the bytes that are read, and those that stay. The loader joins the matrices of a
-    product and frees them one by one. Quantizing and halving make copies. GPUs, where nothing is halved, read two
-    matrices ahead.
-    """
-    temporary = 0
-    for place, product in enumerate(products):
-        later = [*chain.from_iterable(products[place + 1 :])]
-        read, stored = map(sum, zip(*product, strict=True))
-        copies = product[-1][0] if len(product) > 1 else 0
-        if storage.is_quantized or is_half:
-            copies = max(copies, storage.loading_copies * stored)
-        ahead = 0 if is_half else sum(size for size, _ in later[:2])
-        temporary = max(temporary, read + copies + ahead - stored - sum(size for _, size in later))
-    return temporary
-
-
-def _in_blocks(matrix: Matrix) -> Matrix:
-    """A matrix in 16 bits: as it is for the compiled kernel, with the inputs padded to whole blocks for FBGEMM's."""
-    if matrix.num_rows % COMPILED_BLOCK == matrix.num_columns % COMPILED_BLOCK == 0:
-        return matrix
-    return replace(matrix, num_columns=HALF_BLOCK * -(-matrix.num_columns // HALF_BLOCK))
-
-
-def model_bytes(held: Inventory, model: PlannedModel, *, device: str) -> WeightBytes:
-    """Bytes of a rank's parameters of a model, as stored on `device`."""
-    return weight_bytes(
-        held, dtype=model.dtype, quantization=model.quantization, matrix_dtype=model.matrix_dtype(device),
-        kept_shares=model.kept_shares, layout=model.layout, fuses=model.is_lean,
-    )  # fmt: skip
-
-
-def step_bytes(held: Inventory, model: PlannedModel, *, device: str) -> int:
-    """Bytes of a rank's weights that one forward reads; an embedding counts only if it is also the head."""
-    is_head = held.head is None and model.matrix_dtype(device) is model.dtype
-    tables = 0 if is_head else sum(table.num_elements for table in held.embeddings)
-    read = replace(held, layer=tuple(replace(matrix, copies=matrix.num_used(1)) for matrix in held.layer))
-    return (
-        model_bytes(read if held.experts else held, model, device=device).total_bytes
-        - DTYPE_BYTES[model.dtype] * tables
-    )
-
+from llama_ssp.storage.formats import format_of
 
 GB, GIB = 10**9, 2**30
-
-
-def split_layers(num_layers: int, *, num_devices: int) -> tuple[range, ...]:
-    """Split the layers of a layer-wise target evenly; devices beyond the layers have none."""
-    used = min(num_devices, num_layers)
-    return split_blocks(num_layers, used) + (range(num_layers, num_layers),) * (num_devices - used)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +36,7 @@ class _Part:
     needed in addition to the weights while loading.
     """
 
-    weights: WeightBytes = WeightBytes()
+    weights: WeightBytes = field(default_factory=WeightBytes)
     slot_bytes: int = 0
     row_bytes: int = 0
     of_layers: int = 1
@@ -239,51 +54,6 @@ class _Part:
 _NOTHING = _Part()
 
 
-def rank_shares(
-    model: PlannedModel, *, num_ranks: int, kind: TargetKind, whole: WholeParts = WholeParts.none
-) -> tuple[Inventory, ...]:
-    """The parameters on each rank, or layer-wise on each device; PlacementError if impossible.
-
-    `whole` is what each rank of our own tensor parallelism holds whole.
-    """
-    shape = model.shape
-    if kind is TargetKind.accelerate:
-        return _layer_wise(model, split_blocks(shape.num_hidden_layers, min(num_ranks, shape.num_hidden_layers)))
-    if kind is TargetKind.deepspeed:
-        check_deepspeed(shape, model.quantization, num_ranks=num_ranks)
-        uncut = inventory(shape)
-        return tuple(
-            replace(share, embeddings=uncut.embeddings, head=uncut.head) for share in shares(shape, num_ranks=num_ranks)
-        )
-    check_ranks(shape.model_type, num_ranks)
-    held = shares(shape, num_ranks=num_ranks, quantization=model.quantization, whole=whole)
-    _check_groups(model, held)
-    return held
-
-
-def _check_groups(model: PlannedModel, held: tuple[Inventory, ...]) -> None:
-    """Raise PlacementError if the inputs of a matrix on some rank do not fill the groups of the storage format.
-
-    Of families without a record, whose matrices a plan does not know, runs alone find that.
-    """
-    storage, layout, kept = format_of(model.quantization), model.layout, dict(model.kept_shares)
-    group = layout.slice_group if layout and layout.slice_group else storage.least_group
-    is_known = record_of(model.shape.model_type).is_written
-    for matrices in zip(*(share.layer for share in held), strict=True) if is_known else ():
-        widths = {matrix.num_columns for matrix in matrices if kept.get(matrix.module) != 1}
-        check_inputs(
-            storage.name, matrices[0].module, widths, group=group, is_cut=len(held) > 1 and matrices[0].cut == 1,
-            num_ranks=len(held), is_stored=layout is not None,
-        )  # fmt: skip
-
-
-def _layer_wise(model: PlannedModel, held: tuple[range, ...]) -> tuple[Inventory, ...]:
-    whole, last = inventory(model.shape), len(held) - 1
-    return tuple(
-        whole.of_layers(len(layers), first=device == 0, last=device == last) for device, layers in enumerate(held)
-    )
-
-
 @lru_cache(maxsize=1024)  # a search asks for each target with every draft, and a plan with every batch and context
 def _parts(
     model: PlannedModel, device: str, *, num_ranks: int, kind: TargetKind, whole: WholeParts = WholeParts.none,
@@ -292,7 +62,7 @@ def _parts(
     """The parts by rank, without tables that are shared; for `num_kept` see `PlanSpec.kept_states`."""
     shape, size, storage = model.shape, DTYPE_BYTES[model.dtype], format_of(model.quantization)
     sizes = tuple(vars(shape).items())
-    shards, _ = _split(sizes, num_ranks=num_ranks, quantization=model.quantization, whole=whole)
+    shards, _ = split(sizes, num_ranks=num_ranks, quantization=model.quantization, whole=whole)
     # DeepSpeed splits a whole model in each rank's host memory, which on a CPU is the planned memory.
     is_whole_first = kind is TargetKind.deepspeed and device == "cpu"
     whole_bytes = model_bytes(inventory(shape), model, device=device).total_bytes if is_whole_first else 0
@@ -326,7 +96,7 @@ def _target_parts(spec: PlanSpec) -> dict[int, _Part]:
         return dict(zip(spec.target_ranks, parts, strict=True))
     (whole,) = _parts(model, spec.device, num_ranks=1, kind=TargetKind.tensor)
     split, found = split_layers(model.shape.num_hidden_layers, num_devices=len(spec.target_devices)), {}
-    for device, layers, held in zip(spec.target_devices, split, _layer_wise(model, split), strict=True):
+    for device, layers, held in zip(spec.target_devices, split, layer_wise(model, split), strict=True):
         weights, slot_bytes = model_bytes(held, model, device=spec.device), kv_bytes_per_token(model) * len(layers)
         row_bytes = model.state_bytes(*spec.kept_states[0]) * len(layers)
         found[device] = replace(

@@ -15,24 +15,14 @@ from llama_ssp.machines.hardware import MEASURED, HardwareConfig
 from llama_ssp.planning import advice
 from llama_ssp.planning.acceptance import remarks
 from llama_ssp.planning.advice import Change, changes_that_fit, faster_on_fewer
-from llama_ssp.planning.memory import (
-    GIB,
-    RankMemoryPlan,
-    kv_bytes_per_token,
-    largest_batch,
-    largest_context,
-    memory,
-    model_bytes,
-)
-from llama_ssp.planning.spec import (
-    PlannedModel,
-    PlanSpec,
-    notes_on_contexts,
-    notes_on_families,
-    notes_on_states,
-    notes_on_storage,
-)
-from llama_ssp.planning.timing import CostModel, ForwardTime, Message, Timing, all_reduce_s, round_messages, timing
+from llama_ssp.planning.collectives import Message, all_reduce_s, round_messages
+from llama_ssp.planning.forwards import ForwardTime
+from llama_ssp.planning.memory import GIB, RankMemoryPlan, kv_bytes_per_token, largest_batch, largest_context, memory
+from llama_ssp.planning.model import PlannedModel
+from llama_ssp.planning.notes import notes_on_contexts, notes_on_families, notes_on_states, notes_on_storage
+from llama_ssp.planning.spec import PlanSpec
+from llama_ssp.planning.timing import CostModel, Timing, timing
+from llama_ssp.planning.weights import model_bytes
 from llama_ssp.settings.schema import TargetKind
 from llama_ssp.words import counted, rounded, said
 

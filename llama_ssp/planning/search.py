@@ -24,7 +24,8 @@ from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.memory import RankMemoryPlan, fits, fullest_rank
-from llama_ssp.planning.spec import PlannedModel, PlanSpec, block_sizes, on_block, planned_model
+from llama_ssp.planning.model import PlannedModel, planned_model
+from llama_ssp.planning.spec import PlanSpec, block_sizes, on_block
 from llama_ssp.planning.timing import Timing, timing
 from llama_ssp.settings.layout import named
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT

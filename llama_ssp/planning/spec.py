@@ -1,21 +1,16 @@
-"""The input of the planner, from the config of a plan or of a run, with every choice resolved: models, ranks, sizes.
-
-Sizes of a model that the catalogue lacks are read from its config.json, without the library that wrote it. A plan knows
-more models than the engine runs.
-"""
+"""The input of the planner, from the config of a plan or of a run, with every choice resolved: models, ranks, sizes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from statistics import mean
 
 from llama_ssp.architectures import engine
-from llama_ssp.architectures.family import inventory, record_of
-from llama_ssp.architectures.matrices import DRAFT_WHOLE, Inventory, WholeParts, tokens_of_a_block, vocabulary_parts
-from llama_ssp.architectures.reading import read_config, read_stored_format
-from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelConfig, ModelShape, read_path
-from llama_ssp.errors import CheckpointError, ConfigError
+from llama_ssp.architectures.family import record_of
+from llama_ssp.architectures.matrices import DRAFT_WHOLE, WholeParts, tokens_of_a_block, vocabulary_parts
+from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.machines.hardware import HardwareConfig
+from llama_ssp.planning.model import DTYPE_BYTES, PlannedModel, number_format, planned_model
 from llama_ssp.settings.drafters import (
     NGRAM_DRAFT,
     NgramConfig,
@@ -29,142 +24,6 @@ from llama_ssp.settings.rules import AT_ZERO, DEFAULT, rule_of
 from llama_ssp.settings.schema import DraftLayout, ExpertParts, PlanConfig, RunConfig, TargetKind
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.settings.trees import TreeShape
-from llama_ssp.storage.formats import CACHES, NO_QUANTIZATION, OWN_DTYPE, PackedLayout, format_of
-from llama_ssp.storage.stored import StoredFormat
-from llama_ssp.words import said
-
-DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2}
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedModel:
-    """A model in its final precision; `dtype` is never `auto`, `stored` is `auto` if the files' format is unknown.
-
-    Files that are quantized have a `stored_format`; `quantization` is then the format in which runs keep their linear
-    layers. `quantized_dtype` is the number format of the quantized model, where `auto` means `dtype`. With `by_library`
-    it runs in the library's modules even if the lean decoder supports its family.
-    """
-
-    name: str
-    shape: ModelShape
-    dtype: Dtype
-    quantization: str
-    stored: Dtype = Dtype.auto
-    quantized_dtype: Dtype = Dtype.auto
-    by_library: bool = False
-    stored_format: StoredFormat | None = None
-    cache_dtype: str = OWN_DTYPE
-    folder: str = ""  # name of the folder of an entry that stands for any.
-
-    @property
-    def label(self) -> str:
-        """Its name in reports."""
-        return self.folder or self.name
-
-    def __hash__(self) -> int:
-        """Shapes have no hash; a search asks for this one thousands of times."""
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.name, self.dtype, self.quantization, self.stored, self.by_library, self.cache_dtype))
-
-    @cached_property
-    def is_lean(self) -> bool:
-        """Whether the lean decoder runs the model."""
-        return record_of(self.shape.model_type).is_llama_kind and not self.by_library
-
-    def slot_bytes(self, num_kv_heads: int) -> int:
-        """Bytes of the keys and values of a token in all layers, on a rank with so many key-value heads.
-
-        Layers that share the cache of an earlier layer have no bytes of their own. Where global layers have other
-        heads, every rank has all heads.
-        """
-        shape, kinds = self.shape, self.shape.layer_kinds
-        of_head = partial(CACHES.of(self.cache_dtype).row_bytes, value_bytes=DTYPE_BYTES[self.dtype])
-        head_bytes = of_head(shape.head_dim)
-        if values := inventory(shape).cached_values or shape.num_hidden_layers * shape.latent_width:
-            is_whole = shape.latent_width or values % shape.num_key_value_heads
-            values = values if is_whole else values * num_kv_heads // shape.num_key_value_heads
-            return values * head_bytes // shape.head_dim
-        if not kinds:
-            return 2 * shape.num_hidden_layers * num_kv_heads * head_bytes
-        of_global = num_kv_heads * shape.num_global_key_value_heads // shape.num_key_value_heads
-        of_local = kinds.count("s") * num_kv_heads * head_bytes
-        return 2 * (of_local + kinds.count("g") * of_global * of_head(shape.global_head_dim))
-
-    def state_bytes(self, *num_kept: int, held: Inventory | None = None) -> int:
-        """Bytes of the states of a row, if those behind its last `num_kept` tokens are kept, in each of several places.
-
-        They are those of a rank that holds `held`, by default of all; 0 without such layers.
-        """
-        value_bytes, states = DTYPE_BYTES[self.dtype], (held or inventory(self.shape)).states
-        if not states:
-            return 0
-        return sum(kept.row_bytes(number, value_bytes=value_bytes) for kept in states for number in num_kept)
-
-    @cached_property
-    def has_own_cache(self) -> bool:
-        """Whether the cache has another format than the model."""
-        return self.cache_dtype not in (OWN_DTYPE, self.dtype.name)
-
-    def unpacks_cache(self, hardware: HardwareConfig) -> bool:
-        """Whether attention, of prompts at least, reads a copy of a layer's keys and values in the model's format."""
-        is_compiled = hardware.device == "cpu" and self.is_lean and self.dtype is Dtype.fp32
-        return self.has_own_cache and not (is_compiled and self.shape.head_dim % engine.LANES == 0)
-
-    def reads_by_length(self, hardware: HardwareConfig) -> bool:
-        """Whether a GPU reads its cache by lengths, and prompts of several lengths without padding; else with masks."""
-        return (
-            hardware.device == "cuda"
-            and self.is_lean
-            and engine.reads_by_length(
-                capability=hardware.capability,
-                value_bytes=DTYPE_BYTES[self.dtype],
-                head_dim=self.shape.head_dim,
-                rounds_inputs=format_of(self.quantization).rounds_inputs,
-            )
-        )
-
-    @property
-    def weights_name(self) -> str:
-        """The format of its linear layers in a table: that of the quantization, or of the numbers."""
-        storage = format_of(self.quantization)
-        return storage.name if storage.is_quantized else self.dtype.name
-
-    @cached_property
-    def kept_shares(self) -> tuple[tuple[str, float], ...]:
-        """See `StoredFormat`."""
-        return self.stored_format.kept_shares if self.stored_format else ()
-
-    @cached_property
-    def layout(self) -> PackedLayout | None:
-        """That of files that are kept as they are; None for others."""
-        layout = self.stored_format.layout if self.stored_format else None
-        return layout if layout and layout.storage == self.quantization else None
-
-    @property
-    def setting(self) -> str:
-        """The `model.quantization` that a run needs for this: none for weights that are stored so."""
-        return NO_QUANTIZATION if self.stored_format and self.stored_format.planned else self.quantization
-
-    def can_be(self, quantization: str) -> bool:
-        """Whether a quantization is worth trying: files that are quantized already are not quantized again."""
-        if self.stored_format is None:
-            return quantization == NO_QUANTIZATION or format_of(quantization).change_weight is not None
-        return quantization == (self.stored_format.planned or NO_QUANTIZATION)
-
-    def quantized(self, quantization: str) -> "PlannedModel":
-        """The same model with quantized linear layers."""
-        # Only on a CPU is a model in fp32 that would otherwise be quantized in 16 bits.
-        stays = self.dtype is Dtype.fp32 and format_of(quantization).fp32_on_cpus
-        dtype = self.dtype if stays or self.quantized_dtype is Dtype.auto else self.quantized_dtype
-        return replace(self, quantization=quantization, dtype=dtype)
-
-    def matrix_dtype(self, device: str) -> Dtype:
-        """The number format of the linear layers; a CPU keeps those of 16-bit files in 16 bits even in fp32."""
-        is_kept = device == "cpu" and self.dtype is Dtype.fp32 and not self.by_library
-        return Dtype.fp16 if is_kept and self.stored.is_short else self.dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -398,17 +257,6 @@ class PlanSpec:
         return self.num_draft_tokens + 1 if self.drafts else 1
 
 
-def resolve_shapes(config: PlanConfig) -> None:
-    """Fill in the shape and the stored number format of models that have only a folder, of any family.
-
-    Raises as `planned_model`.
-    """
-    for model in (config.model, config.draft.model):
-        if model:
-            resolved = planned_model(model, device="cpu")
-            model.shape, model.stored_dtype = resolved.shape, resolved.stored
-
-
 def make_spec(
     config: RunConfig, *, world_size: int, device: str, prompt_tokens: int, num_gpus: int | None = None
 ) -> PlanSpec:
@@ -506,144 +354,6 @@ def spec_of_plan(config: PlanConfig, hardware: HardwareConfig) -> PlanSpec:
         config, world_size=hardware.num_ranks, num_gpus=hardware.num_gpus, device=hardware.device,
         prompt_tokens=config.prompt_tokens,
     )  # fmt: skip
-
-
-def number_format(model: ModelConfig, *, device: str) -> Dtype:
-    """The compute number format of a model; `auto` if only its files define it.
-
-    Most CPUs have no fast 16-bit arithmetic. Their default is fp32, which represents all values of a checkpoint, while
-    linear layers of 16-bit files stay in 16 bits (`PlannedModel.matrix_dtype`). Some quantized layers are an
-    exception, because their kernels are faster with 16-bit inputs.
-    """
-    if model.dtype is not Dtype.auto:
-        return model.dtype
-    storage = format_of(model.quantization)
-    if device == "cpu" and (storage.fp32_on_cpus or not storage.is_quantized):
-        return Dtype.fp32
-    return model.stored_dtype if model.gpu_dtype is Dtype.auto else model.gpu_dtype
-
-
-def planned_model(model: ModelConfig, *, device: str) -> PlannedModel:
-    """Resolve a model's shape and number format; an entry without a shape is read from the folder's config.json.
-
-    The config.json of a folder also says how its linear layers are stored. Without a shape and a folder, ConfigError is
-    raised; `read_config` says what else is.
-    """
-    shape = model.shape
-    if shape is None:
-        if model.path is None:
-            raise ConfigError(
-                f"{said('model', model.name)} needs {said('model.path', 'DIR')}, a folder with config.json"
-            )
-        shape, stored = read_config(read_path(model.path), is_mtp=model.is_mtp)
-        model = replace(model, stored_dtype=stored)
-    packed = model.stored_format
-    if model.path is not None and (read_path(model.path) / CONFIG_FILE).is_file():
-        packed = read_stored_format(read_path(model.path), shape)
-    if packed and packed.planned and model.quantization == NO_QUANTIZATION:
-        model = replace(model, quantization=packed.planned)
-    dtype = number_format(model, device=device)
-    return PlannedModel(
-        name=model.name, shape=shape, dtype=Dtype.fp32 if dtype is Dtype.auto else dtype,
-        quantization=model.quantization, stored=model.stored_dtype, quantized_dtype=number_format(model, device="cuda"),
-        stored_format=packed, cache_dtype=model.cache_dtype, folder=model.label,
-    )  # fmt: skip
-
-
-def notes_on_families(*models: PlannedModel | ModelConfig) -> Iterator[str]:
-    """Say which models runs refuse, and which are planned as a Llama of their sizes or compared with transformers."""
-    for model in models:
-        if model.shape and model.shape.refusal:
-            yield f"runs refuse {model.name}: {model.shape.refusal}"
-        elif model.shape and not record_of(model.shape.model_type).is_written:
-            yield f"a run compares {model.shape.model_type} models with transformers before it begins"
-        if model.shape and not (model.shape.modules or record_of(model.shape.model_type).is_written):
-            yield (
-                f"{model.name} is planned as a Llama of its sizes, so bytes and times are estimates: others were 0.8 "
-                "to 1.4 times the bytes of the model"
-            )
-
-
-def refused_by_block(shape: ModelShape | None, num_steps: int) -> str:
-    """Why a draft head cannot draft so many tokens in sequence; empty if it can."""
-    if shape is None or not shape.most_drafted or num_steps <= shape.most_drafted:
-        return ""
-    return (
-        f"the draft head drafts blocks of {shape.most_drafted} tokens, and {num_steps} are asked for: use "
-        f"{said('speculation.num_draft_tokens', shape.most_drafted)} or fewer, or a tree that is no deeper"
-    )
-
-
-def refused_by_states(*models: ModelShape | None, has_tree: bool, own_tokenizer: bool) -> str:
-    """Why a target and a draft, some with recurrent layers, cannot draft in this way; empty if they can."""
-    for place, shape in enumerate(models):
-        kinds = record_of(shape.model_type).recurrent if shape else ()
-        if shape and kinds and has_tree:
-            return (
-                f"speculation.tree scores several tokens at one position, and a layer of kind {kinds[0]}, as this "
-                f"{shape.model_type} model has, keeps one state at each: leave speculation.tree out"
-            )
-        if shape and kinds and place and own_tokenizer:
-            return (
-                f"{said('draft.tokenizer', 'own')} respells a text from several tokens back, and a layer of kind "
-                f"{kinds[0]}, as this {shape.model_type} draft has, keeps no state there: give a draft without such "
-                "layers, or with the target's tokenizer"
-            )
-    return ""
-
-
-def check_drafting(config: RunConfig, *models: ModelShape | None) -> None:
-    """Raise ConfigError if a run cannot draft with its target and its draft; see the reasons above."""
-    has_tree = config.speculation.tree is not None and drafts(config.draft)
-    reason = refused_by_states(*models, has_tree=has_tree, own_tokenizer=has_own_tokenizer(config.draft))
-    if reason := reason or refused_by_block(models[-1], config.speculation.most_steps):
-        raise ConfigError(reason)
-
-
-def notes_on_states(spec: PlanSpec) -> Iterator[str]:
-    """Say what recurrent layers keep, and why runs refuse to draft with them."""
-    shapes = [model.shape for model in (spec.target, spec.draft) if model]
-    for model, num_kept in zip((spec.target, spec.draft), spec.kept_states, strict=True):
-        if model and (states := inventory(model.shape).states):
-            yield (
-                f"{sum(kept.num_layers for kept in states)} of {model.shape.num_hidden_layers} layers of {model.name} "
-                f"keep states: those behind the last {num_kept[0]} tokens of a row, to which rejected drafts go back,"
-                f"{' and one that later prompts go on from,' * len(num_kept[1:])} take "
-                f"{model.state_bytes(*num_kept) / 2**20:.2f} MiB at any length"
-            )
-    reason = refused_by_states(*shapes, has_tree=spec.tree is not None, own_tokenizer=spec.own_tokenizer)
-    if reason := reason or refused_by_block(shapes[-1], spec.draft_depth):
-        yield f"runs refuse this: {reason}"
-
-
-def outgrown(draft: str, context: int, num_steps: int, *, longest: int) -> str | None:
-    """Say from where on the longest texts go on without a draft of this context; None if it serves them all."""
-    most = engine.most_drafted_for(context, num_steps)
-    if longest <= most:
-        return None
-    return f"rows go on without the draft behind token {most}: the context of draft={draft} has {context} tokens"
-
-
-def notes_on_contexts(spec: PlanSpec) -> Iterator[str]:
-    """Say at which length rows outgrow the draft's context and go on without it."""
-    if spec.draft and not (spec.has_head or spec.own_tokenizer):
-        longest = spec.prompt_tokens + spec.max_new_tokens
-        context = spec.draft.shape.max_position_embeddings
-        if note := outgrown(spec.draft.name, context, spec.draft_depth, longest=longest):
-            yield note
-
-
-def notes_on_storage(spec: PlanSpec) -> Iterator[str]:
-    """Say how runs deal with models whose files are quantized, so that a plan does not promise what a run refuses."""
-    for model in (spec.target, spec.draft):
-        if model is None or (stored := model.stored_format) is None:
-            continue
-        try:
-            stored.kept_format(model.quantization, where=model.name)
-        except CheckpointError as error:
-            yield f"runs refuse this model, whose matrices are counted as {model.weights_name}: {error}"
-        except ConfigError as error:
-            yield f"runs refuse this model: {error}"
 
 
 def block_sizes(most: int) -> list[int]:

@@ -18,8 +18,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from llama_ssp.planning.memory import GIB, RankMemoryPlan
+from llama_ssp.planning.model import PlannedModel
 from llama_ssp.planning.plan import Plan, Search, basis
-from llama_ssp.planning.spec import PlannedModel, PlanSpec
+from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.settings.schema import ADAPTIVE
 from llama_ssp.storage.formats import NO_QUANTIZATION, formats
 from llama_ssp.words import rounded, visible

@@ -27,7 +27,7 @@ from llama_ssp.machines.hardware import Link, MeasuredSum, Speed
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.weights import Loading
-from llama_ssp.planning.timing import OPERATORS_PER_LAYER
+from llama_ssp.planning.forwards import OPERATORS_PER_LAYER
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.gpu import capture_stream, selected
 from llama_ssp.ranks.world import World, on_all_cores

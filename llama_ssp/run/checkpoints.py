@@ -16,7 +16,8 @@ from llama_ssp.architectures.mtp import num_mtp_layers
 from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models.quantization.precision import Precision
-from llama_ssp.planning.spec import check_drafting, number_format
+from llama_ssp.planning.model import number_format
+from llama_ssp.planning.notes import check_drafting
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World
 from llama_ssp.run.prompts import reason_of

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from llama_ssp.planning.collectives import round_messages
 from llama_ssp.planning.spec import make_spec
-from llama_ssp.planning.timing import round_messages
 from llama_ssp.storage.formats import formats
 from llama_ssp.weights import hub
 from tests.distributed.cells import ALONE, CELLS, each_of

@@ -8,7 +8,8 @@ from typing import Any
 from llama_ssp import catalogue
 from llama_ssp.catalogue import Dtype, ModelShape
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.planning.spec import PlannedModel, PlanSpec, planned_model
+from llama_ssp.planning.model import PlannedModel, planned_model
+from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.timing import timing
 from llama_ssp.settings.schema import DraftLayout, TargetKind
 

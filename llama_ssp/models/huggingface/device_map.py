@@ -1,6 +1,6 @@
 """A target with layer-wise placement over the devices of one rank, dispatched by accelerate (`kind=accelerate`).
 
-`planning.memory` assigns layers to devices. Our loader reads each layer directly to its device, so that neither a
+`planning.weights` assigns layers to devices. Our loader reads each layer directly to its device, so that neither a
 device nor the host ever holds more than its part. Hooks of accelerate move hidden states between devices.
 """
 
@@ -15,7 +15,7 @@ from llama_ssp.errors import PlacementError
 from llama_ssp.models.huggingface.modules import fill_modules, match_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.weights import Loading
-from llama_ssp.planning.memory import split_layers
+from llama_ssp.planning.weights import split_layers
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.storage.formats import NO_QUANTIZATION, format_of, formats
 

@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from llama_ssp.architectures.model_files import GENERATION_CONFIG_FILE
 from llama_ssp.errors import CheckpointError, ConfigError, InterruptedRun
-from llama_ssp.planning.memory import rank_shares, step_bytes
 from llama_ssp.planning.timing import timing
+from llama_ssp.planning.weights import rank_shares, step_bytes
 from llama_ssp.ranks.failures import from_rank_0
 from llama_ssp.reports.provenance import git_commit, versions
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, BenchmarkCell, CellKey, Forecast

@@ -17,9 +17,11 @@ from llama_ssp.errors import CapacityError, ConfigError, refuse
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.machines.machine import detect_hardware, machine_of_run
+from llama_ssp.planning.model import resolve_shapes
+from llama_ssp.planning.notes import check_drafting
 from llama_ssp.planning.plan import PLAN_VERSION, Plan, Search, document, make_plan, require_room, shortage
 from llama_ssp.planning.search import choose_placement, search
-from llama_ssp.planning.spec import PlanSpec, check_drafting, make_spec, resolve_shapes, spec_of_plan
+from llama_ssp.planning.spec import PlanSpec, make_spec, spec_of_plan
 from llama_ssp.planning.timing import CostModel, Timing
 from llama_ssp.reports.records import Forecast
 from llama_ssp.run.prompts import STANDARD_INPUT, Prompt, read_prompts

@@ -21,8 +21,8 @@ from llama_ssp.models import loading
 from llama_ssp.models.huggingface.modules import build_empty
 from llama_ssp.models.tensor_parallel import shard
 from llama_ssp.models.weights import Matched
-from llama_ssp.planning.memory import model_bytes, rank_shares
-from llama_ssp.planning.spec import PlannedModel, planned_model
+from llama_ssp.planning.model import PlannedModel, planned_model
+from llama_ssp.planning.weights import model_bytes, rank_shares
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.run.checkpoints import read_tokenizer
 from llama_ssp.settings.schema import TargetKind

@@ -13,7 +13,7 @@ from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.planning.memory import kv_bytes_per_token
-from llama_ssp.planning.spec import planned_model
+from llama_ssp.planning.model import planned_model
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import VerificationConfig
 from llama_ssp.speculate.engine.state import Request

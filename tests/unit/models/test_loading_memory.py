@@ -41,7 +41,7 @@ from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.models.weights import Loading
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.models.quantization.precision import Precision, bitsandbytes
-from llama_ssp.planning.memory import shares, weight_bytes
+from llama_ssp.planning.weights import shares, weight_bytes
 
 folder, num_ranks, cases = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
 bitsandbytes()

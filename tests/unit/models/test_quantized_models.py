@@ -21,7 +21,7 @@ from llama_ssp.models.loading import check_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.weights import Loading
-from llama_ssp.planning.memory import shares, weight_bytes
+from llama_ssp.planning.weights import shares, weight_bytes
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.storage.formats import format_of, formats
 from llama_ssp.weights import hub

@@ -26,12 +26,10 @@ from llama_ssp.planning.memory import (
     largest_batch,
     largest_context,
     memory,
-    shares,
-    split_layers,
-    weight_bytes,
 )
+from llama_ssp.planning.model import planned_model
 from llama_ssp.planning.plan import document, make_plan
-from llama_ssp.planning.spec import planned_model
+from llama_ssp.planning.weights import shares, split_layers, weight_bytes
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import DraftLayout, TargetKind
 from llama_ssp.weights.checkpoint import shape_of

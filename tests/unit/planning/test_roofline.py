@@ -12,18 +12,17 @@ from llama_ssp.architectures.matrices import KeptStates
 from llama_ssp.catalogue import Dtype
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig, Link, MeasuredSum, Speed
-from llama_ssp.planning.spec import PlannedModel
-from llama_ssp.planning.timing import (
+from llama_ssp.planning.collectives import all_reduce_s, message_s
+from llama_ssp.planning.forwards import (
     LIBRARY_SHARE,
     OPERATORS_PER_LAYER,
     ForwardTime,
     ModelPlacement,
     _layer_s,
     _roofline_s,
-    all_reduce_s,
     forward_time,
-    message_s,
 )
+from llama_ssp.planning.model import PlannedModel
 from llama_ssp.settings.schema import TargetKind
 from llama_ssp.storage.formats import format_of
 from tests.helpers.planning import make_spec, small_model, times_of

@@ -16,8 +16,10 @@ from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.planning.memory import model_bytes
-from llama_ssp.planning.spec import PlanSpec, notes_on_families, planned_model, spec_of_plan
+from llama_ssp.planning.model import planned_model
+from llama_ssp.planning.notes import notes_on_families
+from llama_ssp.planning.spec import PlanSpec, spec_of_plan
+from llama_ssp.planning.weights import model_bytes
 from llama_ssp.settings.schema import (
     MODEL_DRAFT,
     DrafterConfig,

@@ -14,11 +14,13 @@ from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.machines import hardware
 from llama_ssp.planning.advice import changes_that_fit
-from llama_ssp.planning.memory import fits, model_bytes, rank_shares
+from llama_ssp.planning.forwards import ModelPlacement, forward_time
+from llama_ssp.planning.memory import fits
+from llama_ssp.planning.model import PlannedModel, planned_model, resolve_shapes
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.search import search
-from llama_ssp.planning.spec import PlannedModel, planned_model, resolve_shapes, spec_of_plan
-from llama_ssp.planning.timing import ModelPlacement, forward_time
+from llama_ssp.planning.spec import spec_of_plan
+from llama_ssp.planning.weights import model_bytes, rank_shares
 from llama_ssp.settings.schema import NO_DRAFT, DrafterConfig, PlanConfig, SyntheticConfig, TargetKind, WeightsKind
 from llama_ssp.storage.formats import READ_SLOWDOWN
 from tests.helpers.packed_checkpoints import WEIGHTS, changed, quantization_config

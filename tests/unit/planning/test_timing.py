@@ -23,11 +23,15 @@ from llama_ssp.planning.acceptance import (
     tokens_per_round,
     tree_tokens,
 )
-from llama_ssp.planning.memory import kv_bytes_per_token, memory, model_bytes, step_bytes
+from llama_ssp.planning.collectives import round_messages
+from llama_ssp.planning.forwards import OPERATORS_PER_LAYER
+from llama_ssp.planning.memory import kv_bytes_per_token, memory
+from llama_ssp.planning.model import planned_model
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.search import search
-from llama_ssp.planning.spec import PlanSpec, planned_model
-from llama_ssp.planning.timing import OPERATORS_PER_LAYER, CostModel, OverlappedTime, round_messages
+from llama_ssp.planning.spec import PlanSpec
+from llama_ssp.planning.timing import CostModel, OverlappedTime
+from llama_ssp.planning.weights import model_bytes, step_bytes
 from llama_ssp.settings.schema import DraftLayout, SamplingConfig, TargetKind, VerificationConfig
 from llama_ssp.settings.trees import tree_shape
 from llama_ssp.speculate.sampling.rules import make_rule

@@ -28,8 +28,9 @@ from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.weights import Loading
-from llama_ssp.planning.memory import rank_shares
-from llama_ssp.planning.spec import PlannedModel, notes_on_families
+from llama_ssp.planning.model import PlannedModel
+from llama_ssp.planning.notes import notes_on_families
+from llama_ssp.planning.weights import rank_shares
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import TargetKind
 from llama_ssp.speculate.engine.state import Request

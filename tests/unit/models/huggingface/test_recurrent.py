@@ -22,8 +22,9 @@ from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.tensor_parallel import shard
 from llama_ssp.models.weights import Loading
-from llama_ssp.planning.memory import model_bytes, rank_shares, shares
-from llama_ssp.planning.spec import PlannedModel, refused_by_states
+from llama_ssp.planning.model import PlannedModel
+from llama_ssp.planning.notes import refused_by_states
+from llama_ssp.planning.weights import model_bytes, rank_shares, shares
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.run.tasks.probabilities import SampledText, Scorer
 from llama_ssp.settings.schema import SamplingConfig, TargetKind

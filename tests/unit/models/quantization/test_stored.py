@@ -22,8 +22,8 @@ from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.weights import Loading
-from llama_ssp.planning.memory import model_bytes, rank_shares, shares
-from llama_ssp.planning.spec import planned_model
+from llama_ssp.planning.model import planned_model
+from llama_ssp.planning.weights import model_bytes, rank_shares, shares
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import TargetKind
 from llama_ssp.weights.checkpoint import Checkpoint, inspect

@@ -18,8 +18,10 @@ from llama_ssp.models.loading import load_model
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.weights import Loading
-from llama_ssp.planning.spec import planned_model
-from llama_ssp.planning.timing import CostModel, ModelPlacement, ShardDraws, round_messages
+from llama_ssp.planning.collectives import round_messages
+from llama_ssp.planning.forwards import ModelPlacement, ShardDraws
+from llama_ssp.planning.model import planned_model
+from llama_ssp.planning.timing import CostModel
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import DraftLayout, SamplingConfig, TargetKind, VerificationConfig
 from llama_ssp.speculate.drafters.model import ModelDrafter

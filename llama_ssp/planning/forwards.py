@@ -1,0 +1,297 @@
+"""Forecasts the time of one forward on its ranks: matrices, attention, operators, and collectives with the draws.
+
+    layers x (matrices + keys and values read + operators + all-reduces) + frame + head + gathered logits
+
+The figures of a machine are bandwidth, matrix rate, times of a kernel and of a launch, and sums over ranks by size.
+They are from data sheets, or measured by `task=calibrate`; a CPU's first run measures its products.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from itertools import pairwise
+from typing import NamedTuple
+
+from llama_ssp.architectures import engine
+from llama_ssp.architectures.family import inventory
+from llama_ssp.architectures.matrices import Inventory, WholeParts, tokens_of_a_block, vocabulary_parts
+from llama_ssp.catalogue import Dtype
+from llama_ssp.machines.hardware import HardwareConfig
+from llama_ssp.planning.collectives import ID_BYTES, PROBABILITY_BYTES, all_reduce_s, message_s
+from llama_ssp.planning.model import DTYPE_BYTES, PlannedModel
+from llama_ssp.planning.weights import rank_shares
+from llama_ssp.settings.rules import AT_ZERO, rule_of
+from llama_ssp.settings.schema import TargetKind
+from llama_ssp.storage.formats import NO_QUANTIZATION, StorageFormat, format_of
+
+MOST_DRAFT_TOKENS = 16
+"""K up to which rounds are compared; the kernel of recurrent layers takes their tokens in at once."""
+OPERATORS_PER_LAYER = 25
+"""Operators that the lean decoder launches per layer, including views."""
+COMPILED_OPERATORS = 7
+"""Those of a compiled layer that is not one operator: four products, attention, and two sums of the ranks."""
+LIBRARY_SHARE = {"cuda": 2.0, "cpu": 4.0}
+"""Operators of the library's modules, relative to that: on a GPU kernels count, about 50, and on a CPU all that Python
+calls, 57 to 142 in the families with records, those of experts included."""
+CPU_SLOWDOWN_16_BITS = 3.0
+"""Products in bf16 relative to fp32 with 16-bit weights; estimated from whole models on one CPU, 2.5 to 3.7."""
+USUAL_SHARE = 0.75
+"""Of the rate of the best product, what prompts and large batches reach (`flops_share`)."""
+UNPACKING_S = 0.8e-9
+"""Time in which bitsandbytes 0.50 unpacks a weight on one core: 0.44 ns in caches, 0.73 in 16 MiB, more beyond."""
+BEST_BYTES = 8
+"""A rank's largest logit of a position, and its token."""
+
+
+class ShardDraws(NamedTuple):
+    """How ranks that share a model draw by a rule without gathering logits: over shards, or the best token of each."""
+
+    rule: str
+    is_certain: bool = False
+    by_kernel: bool = False  # Triton's softmax has several peaks a rank.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPlacement:
+    """A model on its ranks (GPUs if layer-wise), which all hold the parts in `whole`; a key of cached prices.
+
+    With `own_sums` the ranks sum what the program's kernel takes by it. Without `draws` they gather logits.
+    """
+
+    model: PlannedModel
+    kind: TargetKind
+    ranks: tuple[int, ...]
+    cuda_graphs: bool
+    kernels: engine.Kernels = engine.ENGINE_KERNELS
+    whole: WholeParts = WholeParts.none
+    own_sums: bool = False
+    draws: ShardDraws | None = None
+
+    def __hash__(self) -> int:
+        """Computed once, since a search prices thousands of forwards."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.model, self.kind, self.ranks, self.whole, self.own_sums, self.draws))
+
+    def sum_bytes(self, tokens: int) -> int:
+        """Bytes of a sum of the ranks, or of a residual that goes on to the next device."""
+        return tokens * self.model.shape.hidden_size * DTYPE_BYTES[self.model.dtype]
+
+    def collectives(self, num_rows: int, num_positions: int, num_scored: int) -> tuple[int, int]:
+        """How many sums and gathers a forward and its draws have, and their bytes on each rank."""
+        if len(self.ranks) == 1 or self.kind is TargetKind.accelerate:
+            return 0, 0
+        sums, of_draws = self.shares[0].num_all_reduces, self.draw_messages(num_rows, num_scored)
+        sum_bytes = self.sum_bytes(num_rows * num_positions)
+        return sums + len(of_draws), sums * sum_bytes + sum(of_draws)
+
+    def draw_messages(self, num_rows: int, num_scored: int) -> list[int]:
+        """Bytes of each message of the draws at so many positions of each row, of which the first ones are drafted.
+
+        All logits; or peaks and sums of exponentials, the probabilities of drafted tokens and the residuals of a rule
+        that compares them, and the sums of blocks with a token of each; or each rank's best token.
+        """
+        total, vocab_size, draws = num_rows * num_scored, self.model.shape.vocab_size, self.draws
+        if draws is None:
+            return [total * vocab_size * DTYPE_BYTES[self.model.dtype]]
+        record, best = rule_of(draws.rule), total * BEST_BYTES * len(self.ranks)
+        if draws.rule == AT_ZERO:
+            return [best]
+        parts = vocabulary_parts(vocab_size, len(self.ranks))
+        num_peaks = sum(-(-len(part) // engine.SOFTMAX_TOKENS) if draws.by_kernel else 1 for part in parts)
+        softmax, of_row = total * BEST_BYTES * num_peaks, 2 * ID_BYTES * -(-vocab_size // tokens_of_a_block(vocab_size))
+        if record.draws_by_position:
+            return [softmax, best]
+        if num_scored == 1 or draws.is_certain:
+            return [softmax, total * of_row]
+        num_drafted = num_rows * (num_scored - 1)
+        residuals = [num_drafted * ID_BYTES] * record.keeps_all_rows
+        return [softmax, num_drafted * 2 * PROBABILITY_BYTES, *residuals, num_rows * of_row]
+
+    @property
+    def num_drawn_parts(self) -> int:
+        """Among how many ranks the numbers of a draw are shared out."""
+        return len(self.ranks) if self.draws and self.draws.rule != AT_ZERO else 1
+
+    @cached_property
+    def shares(self) -> tuple[Inventory, ...]:
+        """Parameters of the ranks, without duplicates if they work at the same time; raises as `rank_shares`."""
+        held = rank_shares(self.model, num_ranks=len(self.ranks), kind=self.kind, whole=self.whole)
+        return held if self.kind is TargetKind.accelerate else tuple(dict.fromkeys(held))
+
+    @cached_property
+    def most_heads(self) -> tuple[int, int]:
+        """Query and key-value heads of the rank with the most; groups are cut only where ranks outnumber them."""
+        num_ranks, shape = len(self.ranks), self.model.shape
+        num_heads, num_kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+        if self.kind is TargetKind.accelerate or self.whole is WholeParts.attention:
+            return num_heads, num_kv_heads
+        own = -(-num_kv_heads // num_ranks)
+        return own * (num_heads // num_kv_heads) if num_ranks <= num_kv_heads else -(-num_heads // num_ranks), own
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardTime:
+    """Seconds of one forward on the slowest rank, by cause; attention's include those of recurrent states."""
+
+    matrices_s: float
+    attention_s: float
+    operators_s: float
+    collectives_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Sum of the parts, which do not overlap."""
+        return self.matrices_s + self.attention_s + self.operators_s + self.collectives_s
+
+
+@lru_cache(maxsize=8192)  # a search asks for the same forwards many times
+def forward_time(
+    placement: ModelPlacement, hardware: HardwareConfig,
+    *,
+    batch_size: int, num_positions: int, num_scored: int, bucket: int,
+) -> ForwardTime:  # fmt: skip
+    """Forecast the time of a forward of T = `num_positions`.
+
+    `num_scored` positions per row get logits, and attention reads `bucket` cache slots.
+    """
+    tokens, scored = batch_size * num_positions, batch_size * num_scored
+    layer_wise, last = placement.kind is TargetKind.accelerate, placement.shares[-1]
+    matrices = [
+        _matrices_s(placement, hardware, held, tokens=tokens, scored=scored, has_head=not layer_wise or held is last)
+        for held in placement.shares
+    ]
+    layers, kernels = placement.model.shape.num_hidden_layers, placement.kernels
+    states_s = batch_size * _state_bytes(placement, num_positions) / hardware.read_bytes_per_s
+    frame_s = kernels.frame * (hardware.kernel_s if placement.cuda_graphs else hardware.launch_s)
+    return ForwardTime(
+        matrices_s=sum(matrices) if layer_wise else max(matrices),
+        attention_s=_attention_s(
+            placement, hardware, batch_size=batch_size, num_positions=num_positions, num_slots=bucket
+        )
+        + states_s,
+        operators_s=(layers + _more_layers(placement, hardware, num_positions)) * _layer_s(placement, hardware, tokens)
+        + frame_s,
+        collectives_s=_collectives_s(placement, hardware, tokens=tokens, num_rows=batch_size, num_scored=num_scored),
+    )
+
+
+def _matrices_s(
+    placement: ModelPlacement, hardware: HardwareConfig, held: Inventory, *, tokens: int, scored: int, has_head: bool
+) -> float:
+    """All matrix products of one rank."""
+    model = placement.model
+    storage, plain = format_of(model.quantization), format_of(NO_QUANTIZATION)
+    layer = _roofline_s(held.matrix_sizes, model, storage, hardware, tokens=tokens)
+    for matrix in held.layer if model.kept_shares else ():
+        price = partial(_roofline_s, {matrix.num_elements: 1}, model, hardware=hardware, tokens=tokens)
+        layer += dict(model.kept_shares).get(matrix.module, 0.0) * (price(storage=plain) - price(storage=storage))
+    experts = 0.0
+    for matrix in held.experts:  # a copy that is read multiplies the tokens that chose it
+        used, size = matrix.num_used(tokens), matrix.num_rows * matrix.num_columns
+        own_tokens = max(round(tokens * matrix.num_chosen / used), 1)
+        experts += used * _roofline_s({size: 1}, model, storage, hardware, tokens=own_tokens)
+    head = _roofline_s({held.output.num_elements: 1}, model, plain, hardware, tokens=scored) if has_head else 0.0
+    return held.num_layers * (layer + experts) + head
+
+
+def _roofline_s(
+    sizes: Mapping[int, int], model: PlannedModel, storage: StorageFormat, hardware: HardwareConfig, *, tokens: int
+) -> float:
+    """Matrix products with so many inputs, by `matrix_sizes`: the longer of reading a matrix and multiplying."""
+    matrix_dtype = model.matrix_dtype(hardware.device)
+    value_bytes = DTYPE_BYTES[matrix_dtype]
+    slowdown = CPU_SLOWDOWN_16_BITS if hardware.device == "cpu" and model.dtype.is_short else 1.0
+    times = 1.0 if storage.is_quantized else hardware.slowdown.get(model.dtype.name, slowdown)
+    seconds = 0.0
+    for size, count in sizes.items():
+        packed = storage.matrix_bytes(size, value_bytes, group=model.layout.group if model.layout else 0)
+        read_bytes: float = packed
+        if storage.is_quantized:
+            read_bytes = storage.read_bytes(
+                tokens, packed, value_bytes * size, device=hardware.device, slowdown=hardware.slowdown
+            )
+        operations = 2 * tokens * size
+        if speed := hardware.products.get(storage.name if storage.is_quantized else matrix_dtype.name):
+            seconds += count * times * max(read_bytes / speed.bytes_per_s, operations / speed.flops_per_s)
+        elif hardware.device == "cpu" and storage.unpacks_matrix:
+            product_s = _product_s(value_bytes * size, model, hardware, operations=operations)
+            seconds += count * (UNPACKING_S * size + product_s)
+        else:
+            seconds += count * times * _product_s(read_bytes, model, hardware, operations=operations)
+    return seconds
+
+
+def _product_s(read_bytes: float, model: PlannedModel, hardware: HardwareConfig, *, operations: float) -> float:
+    """The longer of reading and computing, which no engine does at the data sheet's rate.
+
+    On a GPU they overlap in part where both take long: as the length of a vector of reading and of computing at the
+    rate of the best product, as published gains of drafts in batches fall (docs/findings/forecasts.md).
+    """
+    flops = hardware.flops_per_s.get(model.dtype.name) or max(hardware.flops_per_s.values())
+    reading, computing = read_bytes / hardware.read_bytes_per_s, operations / (hardware.flops_share * flops)
+    both = math.hypot(reading, USUAL_SHARE * computing) if hardware.device == "cuda" else 0.0
+    return max(reading, computing, both)
+
+
+def _attention_s(
+    placement: ModelPlacement, hardware: HardwareConfig, *, batch_size: int, num_positions: int, num_slots: int
+) -> float:
+    """Attention to `num_slots` slots in all layers, on the rank with the most heads: reading them, or the products.
+
+    A position attends to itself and those before it, which are half of a block of positions.
+    """
+    shape, (num_heads, num_kv_heads) = placement.model.shape, placement.most_heads
+    read_bytes, num_pairs = batch_size * placement.model.slot_bytes(num_kv_heads), num_slots - (num_positions - 1) / 2
+    operations = 4 * batch_size * num_positions * num_pairs * num_heads * shape.head_dim * shape.num_hidden_layers
+    return _product_s(num_slots * read_bytes, placement.model, hardware, operations=operations)
+
+
+def _state_bytes(placement: ModelPlacement, num_positions: int) -> int:
+    """Bytes of states that a forward reads and writes for a row: the first, and those behind tokens but a prompt's."""
+    num_moved = 1 + (num_positions if num_positions <= MOST_DRAFT_TOKENS + 1 else 1)
+    return max(placement.model.state_bytes(num_moved, held=held) for held in placement.shares)
+
+
+def _more_layers(placement: ModelPlacement, hardware: HardwareConfig, num_positions: int) -> float:
+    """How many layers of the library's modules have as many operators as recurrent layers have more than one.
+
+    On a GPU a kernel takes in the tokens of a round (`kernels.recurrence_gpu`); those of a prompt have the operators.
+    """
+    if hardware.device == "cuda" and num_positions <= MOST_DRAFT_TOKENS + 1:
+        return 0.0
+    num_recurrent = sum(kept.num_layers for kept in inventory(placement.model.shape).states if kept.num_values)
+    return num_recurrent * (placement.kernels.recurrent_layer / placement.kernels.library_layer - 1)
+
+
+def _layer_s(placement: ModelPlacement, hardware: HardwareConfig, tokens: int) -> float:
+    """The operators of a layer and their launches, without matrices, cache and collectives."""
+    share = 1.0 if placement.model.is_lean else LIBRARY_SHARE[hardware.device]
+    if placement.cuda_graphs:
+        kernels = placement.kernels
+        fused = engine.FUSED_SUMS if placement.own_sums and placement.sum_bytes(tokens) <= engine.OWN_SUM_BYTES else 0
+        return (kernels.layer - fused if placement.model.is_lean else kernels.library_layer) * hardware.kernel_s
+    # The compiled layer needs fused multiply-add, which no data sheet here mentions and nearly every CPU has.
+    is_compiled = hardware.device == "cpu" and placement.model.is_lean and placement.model.dtype is Dtype.fp32
+    if is_compiled and not format_of(placement.model.quantization).unpacks_matrix:
+        is_one = len(placement.ranks) == 1 and tokens <= engine.WHOLE_LAYER_TOKENS
+        return (1 if is_one else COMPILED_OPERATORS) * hardware.launch_s
+    return share * OPERATORS_PER_LAYER * hardware.launch_s
+
+
+def _collectives_s(
+    placement: ModelPlacement, hardware: HardwareConfig, *, tokens: int, num_rows: int, num_scored: int
+) -> float:
+    """All-reduces, and the gather of logits or the messages of draws; layer-wise, the hops of devices."""
+    if len(placement.ranks) == 1:
+        return 0.0
+    sum_bytes = placement.sum_bytes(tokens)
+    if placement.kind is TargetKind.accelerate:
+        return sum(message_s(hardware, neighbours, sum_bytes) for neighbours in pairwise(placement.ranks))
+    reduce_s = all_reduce_s(hardware, placement.ranks, sum_bytes, is_own=placement.own_sums)
+    of_draws = placement.draw_messages(num_rows, num_scored)
+    gather_s = sum(all_reduce_s(hardware, placement.ranks, num_bytes / 2) for num_bytes in of_draws)
+    return placement.shares[0].num_all_reduces * reduce_s + gather_s

@@ -1,0 +1,112 @@
+"""What runs refuse to draft with, and what a plan says of its models: families, states, contexts, storage."""
+
+from collections.abc import Iterator
+
+from llama_ssp.architectures import engine
+from llama_ssp.architectures.family import inventory, record_of
+from llama_ssp.catalogue import ModelConfig, ModelShape
+from llama_ssp.errors import CheckpointError, ConfigError
+from llama_ssp.planning.model import PlannedModel
+from llama_ssp.planning.spec import PlanSpec
+from llama_ssp.settings.drafters import (
+    drafts,
+    has_own_tokenizer,
+)
+from llama_ssp.settings.schema import RunConfig
+from llama_ssp.words import said
+
+
+def notes_on_families(*models: PlannedModel | ModelConfig) -> Iterator[str]:
+    """Say which models runs refuse, and which are planned as a Llama of their sizes or compared with transformers."""
+    for model in models:
+        if model.shape and model.shape.refusal:
+            yield f"runs refuse {model.name}: {model.shape.refusal}"
+        elif model.shape and not record_of(model.shape.model_type).is_written:
+            yield f"a run compares {model.shape.model_type} models with transformers before it begins"
+        if model.shape and not (model.shape.modules or record_of(model.shape.model_type).is_written):
+            yield (
+                f"{model.name} is planned as a Llama of its sizes, so bytes and times are estimates: others were 0.8 "
+                "to 1.4 times the bytes of the model"
+            )
+
+
+def refused_by_block(shape: ModelShape | None, num_steps: int) -> str:
+    """Why a draft head cannot draft so many tokens in sequence; empty if it can."""
+    if shape is None or not shape.most_drafted or num_steps <= shape.most_drafted:
+        return ""
+    return (
+        f"the draft head drafts blocks of {shape.most_drafted} tokens, and {num_steps} are asked for: use "
+        f"{said('speculation.num_draft_tokens', shape.most_drafted)} or fewer, or a tree that is no deeper"
+    )
+
+
+def refused_by_states(*models: ModelShape | None, has_tree: bool, own_tokenizer: bool) -> str:
+    """Why a target and a draft, some with recurrent layers, cannot draft in this way; empty if they can."""
+    for place, shape in enumerate(models):
+        kinds = record_of(shape.model_type).recurrent if shape else ()
+        if shape and kinds and has_tree:
+            return (
+                f"speculation.tree scores several tokens at one position, and a layer of kind {kinds[0]}, as this "
+                f"{shape.model_type} model has, keeps one state at each: leave speculation.tree out"
+            )
+        if shape and kinds and place and own_tokenizer:
+            return (
+                f"{said('draft.tokenizer', 'own')} respells a text from several tokens back, and a layer of kind "
+                f"{kinds[0]}, as this {shape.model_type} draft has, keeps no state there: give a draft without such "
+                "layers, or with the target's tokenizer"
+            )
+    return ""
+
+
+def check_drafting(config: RunConfig, *models: ModelShape | None) -> None:
+    """Raise ConfigError if a run cannot draft with its target and its draft; see the reasons above."""
+    has_tree = config.speculation.tree is not None and drafts(config.draft)
+    reason = refused_by_states(*models, has_tree=has_tree, own_tokenizer=has_own_tokenizer(config.draft))
+    if reason := reason or refused_by_block(models[-1], config.speculation.most_steps):
+        raise ConfigError(reason)
+
+
+def notes_on_states(spec: PlanSpec) -> Iterator[str]:
+    """Say what recurrent layers keep, and why runs refuse to draft with them."""
+    shapes = [model.shape for model in (spec.target, spec.draft) if model]
+    for model, num_kept in zip((spec.target, spec.draft), spec.kept_states, strict=True):
+        if model and (states := inventory(model.shape).states):
+            yield (
+                f"{sum(kept.num_layers for kept in states)} of {model.shape.num_hidden_layers} layers of {model.name} "
+                f"keep states: those behind the last {num_kept[0]} tokens of a row, to which rejected drafts go back,"
+                f"{' and one that later prompts go on from,' * len(num_kept[1:])} take "
+                f"{model.state_bytes(*num_kept) / 2**20:.2f} MiB at any length"
+            )
+    reason = refused_by_states(*shapes, has_tree=spec.tree is not None, own_tokenizer=spec.own_tokenizer)
+    if reason := reason or refused_by_block(shapes[-1], spec.draft_depth):
+        yield f"runs refuse this: {reason}"
+
+
+def outgrown(draft: str, context: int, num_steps: int, *, longest: int) -> str | None:
+    """Say from where on the longest texts go on without a draft of this context; None if it serves them all."""
+    most = engine.most_drafted_for(context, num_steps)
+    if longest <= most:
+        return None
+    return f"rows go on without the draft behind token {most}: the context of draft={draft} has {context} tokens"
+
+
+def notes_on_contexts(spec: PlanSpec) -> Iterator[str]:
+    """Say at which length rows outgrow the draft's context and go on without it."""
+    if spec.draft and not (spec.has_head or spec.own_tokenizer):
+        longest = spec.prompt_tokens + spec.max_new_tokens
+        context = spec.draft.shape.max_position_embeddings
+        if note := outgrown(spec.draft.name, context, spec.draft_depth, longest=longest):
+            yield note
+
+
+def notes_on_storage(spec: PlanSpec) -> Iterator[str]:
+    """Say how runs deal with models whose files are quantized, so that a plan does not promise what a run refuses."""
+    for model in (spec.target, spec.draft):
+        if model is None or (stored := model.stored_format) is None:
+            continue
+        try:
+            stored.kept_format(model.quantization, where=model.name)
+        except CheckpointError as error:
+            yield f"runs refuse this model, whose matrices are counted as {model.weights_name}: {error}"
+        except ConfigError as error:
+            yield f"runs refuse this model: {error}"
