@@ -71,6 +71,10 @@ class Kernels:
     draw: int  # a sampled draw
     verify: int  # a verification with commit
     recurrent_layer: int = 120  # of the library's modules, with a recurrent state
+    own_copies: int = 30  # a search for text to copy in a row's own
+    node_copies: int = 9  # for each node of its widest path in a tree
+    other_copies: int = 75  # in other texts of the run as well
+    corpus_copies: int = 30  # in a corpus as well
 
 
 ENGINE_KERNELS = Kernels(layer=10, library_layer=50, frame=8, draw=8, verify=38)

@@ -33,7 +33,7 @@ class PlanSpec:
     Attributes:
         target_ranks, draft_ranks: ranks of each replica, increasing.
         spare_devices: GPUs without a rank that hold layers of a layer-wise target.
-        free_draft: the kind of a draft without a model, whose cost is not counted; None without one.
+        free_draft: the kind of a draft without a model; None without one.
         copies: prompt look-up of the draft, or of its fallback where K is chosen.
         own_tokenizer: the draft has a tokenizer of its own.
         is_certain: drafted tokens are the most probable ones, without probabilities.
@@ -118,6 +118,17 @@ class PlanSpec:
             self.layout, rule=self.rule, is_certain=self.is_certain, num_scored=self.batch_size * self.round_positions,
             vocab_size=self.target.shape.vocab_size, draft_vocab_size=draft.shape.vocab_size if draft else None,
         )  # fmt: skip
+
+    @property
+    def num_copying_kernels(self) -> int:
+        """Kernels that look for text to copy in a round; those of a tree within a quarter."""
+        if not (self.copies and self.drafts and (self.free_draft or self.adapts)):
+            return 0
+        own, kernels = self.kernels.own_copies, self.kernels
+        if self.tree:
+            return own + kernels.node_copies * sum(self.tree.widths)
+        others = kernels.other_copies * bool(self.copies.history)
+        return own + others + kernels.corpus_copies * bool(self.copies.corpus)
 
     @property
     def copies_bytes(self) -> int:

@@ -214,9 +214,10 @@ def _times_of_parts(plan: Plan) -> Iterator[str]:
     if parts := [f"{name} {one:.2f}" for name, one in ms.items() if one >= LEAST_SHOWN_MS]:
         yield f"plain step, ms: {', '.join(parts)}"
     if timed.round_s and timed.verify_s:
+        drafting_ms = 1e3 * (timed.round_s - timed.verify_s)
         steps = f"{timed.num_draft_tokens} x {1e3 * (timed.draft_forward_s or 0.0):.2f} draft"
-        if tree:
-            steps = f"draft of a tree {tree.text} {1e3 * timed.round_s - 1e3 * timed.verify_s:.2f}"
+        if tree or plan.spec.free_draft:
+            steps = f"draft of a tree {tree.text} {drafting_ms:.2f}" if tree else f"search of copies {drafting_ms:.2f}"
         share = f" (c = {timed.cost_ratio:.3f})" if timed.cost_ratio else ""
         yield f"round of {1e3 * timed.round_s:.1f} ms: {steps}{share}, verify {1e3 * timed.verify_s:.1f}"
 

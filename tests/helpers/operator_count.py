@@ -9,14 +9,16 @@ from torch.utils._pytree import tree_leaves
 
 
 class OperatorCount(TorchDispatchMode):
-    """Counts what reaches the dispatcher."""
+    """Counts what reaches the dispatcher; kernels are operators that do not only view."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
+        self.num_kernels = 0
 
     def __torch_dispatch__(self, func: Any, _types: object, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         self.counts[str(func)] += 1
+        self.num_kernels += not func.is_view
         return func(*args, **(kwargs or {}))
 
 

@@ -32,6 +32,7 @@ from llama_ssp.planning.search import search
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.timing import CostModel, OverlappedTime
 from llama_ssp.planning.weights import model_bytes, step_bytes
+from llama_ssp.settings.drafters import NgramConfig
 from llama_ssp.settings.schema import DraftLayout, SamplingConfig, TargetKind, VerificationConfig
 from llama_ssp.settings.trees import tree_shape
 from llama_ssp.speculate.sampling.rules import make_rule
@@ -158,11 +159,16 @@ def test_the_bytes_of_a_round_follow_from_the_placement(
     assert [*round_messages(spec, 0)] == ["verdict"] * (len(target + draft) > 2), "of a plain token"
 
 
-def test_a_tree_by_look_up_costs_its_verification_alone() -> None:
+def test_a_tree_by_look_up_costs_its_verification_and_the_kernels_of_a_search() -> None:
     plain, tree = make_spec("13B", num_ranks=2, num_draft_tokens=9), tree_shape("3x1x1")
-    spec = replace(plain, free_draft="ngram", tree=tree)
+    spec = replace(plain, free_draft="ngram", tree=tree, copies=NgramConfig(kind="ngram"))
     timed, clock = times_of(spec, A100), CostModel(spec, A100)
-    assert timed.round_s == pytest.approx(clock.forward(clock.target, 10).total_s + clock.verdict_s(9))
+    searched_s = spec.num_copying_kernels * A100.kernel_s
+    assert timed.round_s == pytest.approx(clock.forward(clock.target, 10).total_s + clock.verdict_s(9) + searched_s)
+    beside = replace(make_spec("13B", "7B"), copies=spec.copies, adapts=True)
+    own_s = times_of(replace(beside, copies=None), A100).round_s
+    assert times_of(beside, A100).round_s - own_s == pytest.approx(beside.num_copying_kernels * A100.kernel_s)
+    assert replace(beside, adapts=False).num_copying_kernels == 0, "a fallback is for a K that is chosen"
     assert timed.tokens_per_round == pytest.approx(tree_tokens(constant(0.8, 3), tree), rel=0.01)
     assert round_messages(spec, 0) == round_messages(plain, 0)
 

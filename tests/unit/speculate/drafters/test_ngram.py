@@ -16,9 +16,11 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.models.prefill import Prompts
 from llama_ssp.run.requests import read_corpus
 from llama_ssp.settings.drafters import NgramConfig
+from llama_ssp.settings.trees import tree_shape
 from llama_ssp.speculate.drafters.ngram import Corpus, History, NgramDrafter
 from llama_ssp.speculate.sampling.context import Rows
 from tests.helpers.decoders import parts_of, tree_of
+from tests.helpers.operator_count import OperatorCount
 from tests.helpers.planning import make_spec
 from tests.helpers.tokenizers import byte_level
 
@@ -54,6 +56,26 @@ def propose(
         assert torch.equal(written, draft.ids_BK[row])
     assert draft.is_certain
     return draft.ids_BK.tolist()
+
+
+@pytest.mark.parametrize(
+    ("history", "num_corpus_tokens", "shape"),
+    [(0, 0, None), (64, 0, None), (64, 100, None), (0, 0, "3x1x1"), (0, 0, "2x2x1")],
+)
+def test_a_plan_counts_the_kernels_of_a_search(
+    history: int, num_corpus_tokens: int, shape: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "corpus").write_text(num_corpus_tokens * "ab")
+    config = NgramConfig(kind="ngram", history=history, corpus=str(tmp_path / "corpus") if num_corpus_tokens else None)
+    tree, corpus_C = tree_of(shape), torch.arange(num_corpus_tokens) if num_corpus_tokens else None
+    num_tokens = tree.num_drafted if tree else 4
+    drafter = NgramDrafter(parts_of(config=config, num_draft_tokens=num_tokens, tree=tree, corpus_C=corpus_C))
+    drafter.allocate(batch_size=1, num_slots=64)
+    rows = Rows(torch.arange(64)[None], *3 * [torch.tensor([40])])
+    with OperatorCount() as count:
+        drafter.propose(rows, num_tokens=num_tokens, uniforms_BKP=torch.zeros(1, num_tokens, 2), bucket=64)
+    spec = make_spec("7B", free_draft="ngram", copies=config, tree=tree_shape(shape) if shape else None)
+    assert spec.num_copying_kernels == pytest.approx(count.num_kernels, rel=0.25 if shape else 0.05)
 
 
 def test_what_followed_the_last_tokens_is_copied() -> None:
