@@ -25,7 +25,7 @@ from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.cpu.tracing import Traced
 from llama_ssp.planning.model import planned_model
 from llama_ssp.planning.weights import step_bytes
-from llama_ssp.reports.provenance import versions
+from llama_ssp.reports.provenance import processor, versions
 from llama_ssp.run.calibration import copy_bytes_per_s, interleave, seconds_per_call
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.requests import encode
@@ -221,7 +221,7 @@ GOALS = {
 
 def show(row: Row) -> None:
     """Print the texts of the pages, and the goals."""
-    row |= {"processor": "this machine", "versions": versions()}
+    row |= {"processor": processor(), "versions": versions()}
     goals = table_of_goals(Goal(name, row[key], at_most) for name, (key, at_most) in GOALS.items())
     print(peers_text(row), round_text(row), goals, sep="\n\n")
 

@@ -19,6 +19,7 @@ from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import SspError
 from llama_ssp.planning.model import planned_model
 from llama_ssp.planning.weights import model_bytes
+from llama_ssp.reports.provenance import processor
 from llama_ssp.run.calibration import interleave
 from llama_ssp.run.tasks.benchmark import Ours
 
@@ -102,7 +103,7 @@ def main() -> None:
         "num_threads": torch.get_num_threads(), "target_bytes": {form: target_bytes(form) for form in FORMS},
         "cells": measure(arguments.repetitions),
     }  # fmt: skip
-    print(text(row | {"processor": "this machine"}))
+    print(text(row | {"processor": processor()}))
     if arguments.store:
         store("precisions", row)
 
