@@ -37,7 +37,7 @@ from llama_ssp.planning.spec import PlanSpec, block_sizes, on_block, same_kind
 from llama_ssp.planning.timing import Timing, timing
 from llama_ssp.planning.weights import model_bytes
 from llama_ssp.settings.schema import DraftLayout, TargetKind
-from llama_ssp.storage.formats import OWN_DTYPE, format_of, formats
+from llama_ssp.storage.formats import OWN_DTYPE, formats
 from llama_ssp.words import counted, rounded, said
 
 WORTHWHILE_GAIN, CLEAR_GAIN = 1.03, 1.1
@@ -63,7 +63,7 @@ def notes(spec: PlanSpec, hardware: HardwareConfig, heads: tuple[int, ...], full
             f"while loading, DeepSpeed keeps the whole target in host memory on every rank, {whole / GB:.4g} GB each, "
             "whose capacity is checked on a CPU only"
         )
-    has_experts = bool(inventory(spec.target.shape).experts) and not format_of(spec.target.quantization).is_quantized
+    has_experts = bool(inventory(spec.target.shape).experts) and not spec.target.storage.is_quantized
     if has_experts and spec.cuda_graphs:
         launched_s = timing(without_draft(replace(spec, cuda_graphs=False)), hardware).plain_s
         yield (
@@ -81,9 +81,9 @@ def warnings(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterato
         for model, setting in ((spec.target, "model.dtype"), (spec.draft, "draft.model.dtype")):
             if model and model.dtype.name not in hardware.flops_per_s:
                 yield f"a {hardware.gpu} does not multiply in {model.dtype.name}: {said(setting, Dtype.fp16.name)} does"
-        if spec.draft and (advice := format_of(spec.draft.quantization).draft_advice):
+        if spec.draft and (advice := spec.draft.storage.draft_advice):
             yield advice.format(dtype=spec.draft.dtype.name)
-        if advice := format_of(spec.target.quantization).target_advice:
+        if advice := spec.target.storage.target_advice:
             yield advice.format(dtype=spec.target.dtype.name)
     if spec.draft is None or timed.speedup is None or timed.best_num_draft_tokens is None:
         return
@@ -381,7 +381,7 @@ def _formats(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
     if spec.device == "cpu" and target.dtype is Dtype.fp32 and short in {Dtype.bf16, Dtype.fp16}:
         # Slower, but halves everything that a CPU keeps in fp32 for 16-bit files.
         yield start.then(f"model.dtype={short.name}", spec=replace(spec, target=replace(target, dtype=short)))
-    now = format_of(target.quantization).change_weight or 0
+    now = target.storage.change_weight or 0
     for storage in formats().values():
         is_other = storage.name != target.quantization and (storage.change_weight or 0) >= now
         if storage.change_weight is not None and is_other and target.can_be(storage.name):

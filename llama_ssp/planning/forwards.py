@@ -184,7 +184,7 @@ def _matrices_s(
 ) -> float:
     """All matrix products of one rank."""
     model = placement.model
-    storage, plain = format_of(model.quantization), format_of(NO_QUANTIZATION)
+    storage, plain = model.storage, format_of(NO_QUANTIZATION)
     layer = _roofline_s(held.matrix_sizes, model, storage, hardware, tokens=tokens)
     for matrix in held.layer if model.kept_shares else ():
         price = partial(_roofline_s, {matrix.num_elements: 1}, model, hardware=hardware, tokens=tokens)
@@ -276,7 +276,7 @@ def _layer_s(placement: ModelPlacement, hardware: HardwareConfig, tokens: int) -
         return (kernels.layer - fused if placement.model.is_lean else kernels.library_layer) * hardware.kernel_s
     # The compiled layer needs fused multiply-add, which no data sheet here mentions and nearly every CPU has.
     is_compiled = hardware.device == "cpu" and placement.model.is_lean and placement.model.dtype is Dtype.fp32
-    if is_compiled and not format_of(placement.model.quantization).unpacks_matrix:
+    if is_compiled and not placement.model.storage.unpacks_matrix:
         is_one = len(placement.ranks) == 1 and tokens <= engine.WHOLE_LAYER_TOKENS
         return (1 if is_one else COMPILED_OPERATORS) * hardware.launch_s
     return share * OPERATORS_PER_LAYER * hardware.launch_s

@@ -22,7 +22,6 @@ from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.weights import WeightBytes, layer_wise, model_bytes, rank_shares, split, split_layers
 from llama_ssp.settings.rules import rule_of
 from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, TargetKind
-from llama_ssp.storage.formats import format_of
 
 GB, GIB = 10**9, 2**30
 
@@ -60,7 +59,7 @@ def _parts(
     num_shared: int = 0, num_kept: tuple[int, ...] = (),
 ) -> tuple[_Part, ...]:  # fmt: skip
     """The parts by rank, without tables that are shared; for `num_kept` see `PlanSpec.kept_states`."""
-    shape, size, storage = model.shape, DTYPE_BYTES[model.dtype], format_of(model.quantization)
+    shape, size, storage = model.shape, DTYPE_BYTES[model.dtype], model.storage
     sizes = tuple(vars(shape).items())
     shards, _ = split(sizes, num_ranks=num_ranks, quantization=model.quantization, whole=whole)
     # DeepSpeed splits a whole model in each rank's host memory, which on a CPU is the planned memory.
@@ -229,7 +228,7 @@ def _rank_memory(spec: PlanSpec, hardware: HardwareConfig, rank: int, target: _P
         ),
     }
     held = [model for model, part in ((spec.target, target), (spec.draft, draft)) if model and part is not _NOTHING]
-    packages = [format_of(model.quantization).package_bytes for model in held if hardware.device == "cpu"]
+    packages = [model.storage.package_bytes for model in held if hardware.device == "cpu"]
     context_bytes = hardware.context_bytes + max(packages, default=0)
     fixed = {
         "graphs_bytes": _graph_bytes(spec, hardware, drafts=draft is not _NOTHING) if spec.cuda_graphs else 0,

@@ -15,7 +15,7 @@ from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelConfig, ModelShape, rea
 from llama_ssp.errors import ConfigError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.settings.schema import PlanConfig
-from llama_ssp.storage.formats import CACHES, NO_QUANTIZATION, OWN_DTYPE, PackedLayout, format_of
+from llama_ssp.storage.formats import CACHES, NO_QUANTIZATION, OWN_DTYPE, PackedLayout, StorageFormat, format_of
 from llama_ssp.storage.stored import StoredFormat
 from llama_ssp.words import said
 
@@ -54,6 +54,11 @@ class PlannedModel:
     @cached_property
     def _hash(self) -> int:
         return hash((self.name, self.dtype, self.quantization, self.stored, self.by_library, self.cache_dtype))
+
+    @cached_property
+    def storage(self) -> StorageFormat:
+        """In which runs keep its linear layers."""
+        return format_of(self.quantization)
 
     @cached_property
     def is_lean(self) -> bool:
@@ -108,14 +113,14 @@ class PlannedModel:
                 capability=hardware.capability,
                 value_bytes=DTYPE_BYTES[self.dtype],
                 head_dim=self.shape.head_dim,
-                rounds_inputs=format_of(self.quantization).rounds_inputs,
+                rounds_inputs=self.storage.rounds_inputs,
             )
         )
 
     @property
     def weights_name(self) -> str:
         """The format of its linear layers in a table: that of the quantization, or of the numbers."""
-        storage = format_of(self.quantization)
+        storage = self.storage
         return storage.name if storage.is_quantized else self.dtype.name
 
     @cached_property

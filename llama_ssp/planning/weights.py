@@ -224,7 +224,7 @@ def _check_groups(model: PlannedModel, held: tuple[Inventory, ...]) -> None:
 
     Of families without a record, whose matrices a plan does not know, runs alone find that.
     """
-    storage, layout, kept = format_of(model.quantization), model.layout, dict(model.kept_shares)
+    storage, layout, kept = model.storage, model.layout, dict(model.kept_shares)
     group = layout.slice_group if layout and layout.slice_group else storage.least_group
     is_known = record_of(model.shape.model_type).is_written
     for matrices in zip(*(share.layer for share in held), strict=True) if is_known else ():
