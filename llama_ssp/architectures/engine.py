@@ -73,7 +73,7 @@ class Kernels:
     recurrent_layer: int = 120  # of the library's modules, with a recurrent state
     own_copies: int = 30  # a search for text to copy in a row's own
     node_copies: int = 9  # for each node of its widest path in a tree
-    other_copies: int = 75  # in other texts of the run as well
+    other_copies: int = 68  # in other texts of the run as well
     corpus_copies: int = 30  # in a corpus as well
 
 

@@ -145,17 +145,17 @@ class _Sequences:
         self._lengths_G = torch.arange(shortest, longest + 1, device=device)
         factors = [pow(_FACTOR, 2 * power + 1, 2**62) for power in range(longest)]
         self._factors_G = torch.tensor(factors, device=device)
-        self._before_G = torch.arange(-longest, 0, device=device)
+        self._before_G = torch.arange(-1, -longest - 1, -1, device=device)
 
     def _before(self, tokens_RS: Tensor, slots_RW: Tensor) -> Tensor:
-        """The G tokens before some slots of each row (R, W, G)."""
+        """The G tokens before some slots of each row (R, W, G), the last one first."""
         slots_RWG = slots_RW[..., None] + self._before_G
         found_RX = tokens_RS.gather(1, slots_RWG.clamp_min(0).flatten(1))
         return found_RX.view_as(slots_RWG).masked_fill(slots_RWG < 0, _NO_TOKEN)
 
     def _sums(self, tokens_RWG: Tensor) -> Tensor:
-        """The sums (R, W, G) of the sequences that end with the last of these tokens, shortest first."""
-        return ((tokens_RWG + 1).flip(-1) * self._factors_G).cumsum(-1)[..., -len(self._lengths_G) :]
+        """The sums (R, W, G) of the sequences that end with the first of these tokens, shortest first."""
+        return ((tokens_RWG + 1) * self._factors_G).cumsum(-1)[..., -len(self._lengths_G) :]
 
 
 class Corpus(_Sequences):
@@ -202,9 +202,9 @@ class Corpus(_Sequences):
 class History(_Sequences, Workspace):
     """The newest texts of a run, and a table of where each sequence of tokens stood last in them.
 
-    Texts have serial numbers from 1; text n stands in row n % H, and texts that are no longer kept share one more row.
-    A place of the table holds n * S + slot for the token that followed a sequence, 0 if none did; sequences that share
-    a place are distinguished by their tokens.
+    Texts have serial numbers from 1; text n stands in row n % H. Those up to `_dropped_11` are no longer kept and share
+    one more row. A place of the table holds n * S + slot for the token that followed a sequence, 0 if none did;
+    sequences that share a place are distinguished by their tokens.
 
     Args:
         sizes: H, B and S.
@@ -219,12 +219,12 @@ class History(_Sequences, Workspace):
         self._tokens_HS = torch.zeros(num_texts + 1, num_slots, dtype=torch.int64, device=device)
         self._latest_X = self._tokens_HS.new_zeros(len(self._lengths_G) << TABLE_BITS)
         self._firsts_G = torch.arange(len(self._lengths_G), device=device) << TABLE_BITS
-        self._serials_B1, self._newest_11 = self._tokens_HS.new_zeros(batch_size, 1), self._tokens_HS.new_zeros(1, 1)
+        self._serials_B1, self._dropped_11 = self._tokens_HS.new_zeros(batch_size, 1), self._tokens_HS.new_zeros(1, 1)
 
     def forget(self) -> None:
         """Keep none of the texts so far."""
         self._num_serials = 0
-        for numbers in (self._latest_X, self._serials_B1, self._newest_11):
+        for numbers in (self._latest_X, self._serials_B1, self._dropped_11):
             numbers.zero_()
 
     def begin(self, prompts: Prompts, rows: Sequence[int]) -> None:
@@ -234,7 +234,7 @@ class History(_Sequences, Workspace):
         device = self._tokens_HS.device
         serials_R1 = to_device(numbers, device)[:, None]
         self._serials_B1.index_copy_(0, to_device(rows, device), serials_R1)
-        self._newest_11.fill_(self._num_serials)
+        self._dropped_11.fill_(max(self._num_serials - self.sizes[0], 0))
         slots_1W = torch.arange(prompts.longest, device=device)[None]
         self._add(prompts.tokens_RS, torch.minimum(slots_1W, prompts.lengths_R[:, None] - 1), serials_R1)
 
@@ -245,7 +245,7 @@ class History(_Sequences, Workspace):
 
     def _add(self, tokens_RS: Tensor, slots_RW: Tensor, serials_R1: Tensor) -> None:
         num_texts, _, num_slots = self.sizes
-        is_kept_R1 = self._are_kept(serials_R1)
+        is_kept_R1 = serials_R1 > self._dropped_11
         # Two rows must not write one cell: GPUs keep either value, and ranks would draft different tokens.
         at_RW = torch.where(is_kept_R1, serials_R1 % num_texts, num_texts) * num_slots + slots_RW
         self._tokens_HS.view(-1).scatter_(0, at_RW.flatten(), tokens_RS.gather(1, slots_RW).flatten())
@@ -264,15 +264,11 @@ class History(_Sequences, Workspace):
         slots_BGG = slots_BG[..., None] + self._before_G
         found_BGG = self._tokens_HS.view(-1)[firsts_BG[..., None] + slots_BGG.clamp_min(0)]
         equal_BGG = (found_BGG == last_B1G) & (slots_BGG >= 0)
-        matched_BG = equal_BGG.flip(-1).cumprod(-1).sum(-1)
-        is_match_BG = self._are_kept(serials_BG) & (matched_BG >= self._lengths_G)
+        matched_BG = equal_BGG.cumprod(-1).sum(-1)
+        is_match_BG = (serials_BG > self._dropped_11) & (matched_BG >= self._lengths_G)
         matched_B1, best_B1 = (is_match_BG * self._lengths_G).max(1, keepdim=True)
         slots_BK = (slots_BG.gather(1, best_B1) + offsets_K).clamp_max(num_slots - 1)
         return matched_B1, self._tokens_HS.view(-1)[firsts_BG.gather(1, best_B1) + slots_BK]
-
-    def _are_kept(self, serials_RX: Tensor) -> Tensor:
-        num_texts, _, _ = self.sizes
-        return serials_RX > (self._newest_11 - num_texts).clamp_min(0)
 
     def _keys(self, tokens_RWG: Tensor) -> Tensor:
         """The places (R, W, G) of sequences in the table; see `_sums`."""
