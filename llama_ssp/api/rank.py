@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from llama_ssp import Pair, load
+from llama_ssp.api.loading import load
+from llama_ssp.api.pair import Pair
 from llama_ssp.api.started import CALLER
 from llama_ssp.errors import InterruptedRun, LostRankError, SspError
 from llama_ssp.ranks.failures import to_message
