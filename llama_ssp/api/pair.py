@@ -164,13 +164,34 @@ def _of_request(
     )  # fmt: skip
 
 
+class OneCall:
+    """Lets one call of a pair go on at a time: those of other threads wait, and a call inside a call is refused."""
+
+    def __init__(self) -> None:
+        self._lock, self._thread = threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        if self._thread == threading.get_ident():
+            raise ConfigError("a call of this pair goes on in this thread: wait for its end, or load another pair")
+        self._lock.acquire()
+        self._thread = threading.get_ident()
+
+    def __exit__(self, *_: object) -> None:
+        self._thread = 0
+        self._lock.release()
+
+
+CLOSED = "this pair was closed: load it again"
+
+
 @dataclass(kw_only=True, eq=False, repr=False)
 class Pair:
     """A target and its draft in memory, made by `load`.
 
     Its decoders are kept: a call with the settings of an earlier one replays what that one traced or captured. Where
     this process is one of several ranks, all of them make every call, with the same arguments. Ctrl-C then ends a call
-    after its round, and the loss of a rank raises LostRankError on the others.
+    after its round, and the loss of a rank raises LostRankError on the others. Calls of several threads wait for each
+    other.
 
     Attributes:
         models: with their caches.
@@ -184,6 +205,8 @@ class Pair:
     world: World
     generation: Mapping[str, Any] | None = None
     _decoders: OrderedDict[Hashable, Decoder] = field(default_factory=OrderedDict, init=False)
+    _calls: OneCall = field(default_factory=OneCall, init=False)
+    _is_closed: bool = field(default=False, init=False)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -207,7 +230,9 @@ class Pair:
         return f"Pair({self.config.model.label}{draft}, on {self.device}{ranks}, context {self.models.context})"
 
     def close(self) -> None:
-        """End the ranks that `load` has started; a pair of this process has none."""
+        """End the ranks that `load` has started; the pair takes no further call."""
+        self._is_closed = True
+        self._decoders.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -291,9 +316,9 @@ class Pair:
     def _complete(self, read: Mapping[str, Any], stop: StopRequest) -> list[Completion]:
         """Make a call whose arguments have been read, on every rank alike."""
         comm, streamer, rows = self.world.comm, read["streamer"], list[RowCompletion]()
-        self.models.mesh.set_timeout(self.config.timeouts.decode_s)
         scores = dict[int, CompletionLogProbs]()
-        with on_all_ranks(self.world, "decoding", self.config), _stopping(self.world, stop):
+        with self._alone("decoding"), _stopping(self.world, stop):
+            self.models.mesh.set_timeout(self.config.timeouts.decode_s)
             with raise_on_all_ranks(comm):
                 config, requests = self._read(read)
             check_alike(comm, config, requests, read["plain"])
@@ -306,6 +331,15 @@ class Pair:
         if stop.requested:
             raise KeyboardInterrupt
         return [_of_request(row, self.tokenizer, scores.get(place)) for place, row in enumerate(rows)]
+
+    @contextmanager
+    def _alone(self, doing: str) -> Iterator[None]:
+        """A call, while no other thread makes one; see `on_all_ranks`. ConfigError if the pair was closed."""
+        with self._calls:
+            if self._is_closed:
+                raise ConfigError(CLOSED)
+            with on_all_ranks(self.world, doing, self.config):
+                yield
 
     def _read(self, read: Mapping[str, Any]) -> tuple[RunConfig, list[PromptRequest]]:
         """The config and the requests of a call; raises ConfigError as `generate`."""
@@ -365,7 +399,7 @@ class Pair:
             CheckpointError: a tensor is missing or has another shape, so that nothing changes. If a file changes while
                 it is read, the models hold weights of both, and another update must follow.
         """
-        with in_library_words(), on_all_ranks(self.world, "loading", self.config), selected(self.device):
+        with in_library_words(), self._alone("loading"), selected(self.device):
             with raise_on_all_ranks(self.world.comm):
                 found = self._read_weights({"model": model, "draft": draft})
             others = find_update(self.config, self.world, self.models.sources, found)
@@ -491,7 +525,7 @@ def as_list(prompts: object) -> list[object]:
     """The prompts of a call, which has one or several; lists for tensors and arrays. ConfigError if it has none."""
     if isinstance(prompts := _plain(prompts), str):
         return [prompts]
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
         raise ConfigError(f"prompts={reprlib.repr(prompts)} must be {_WANTED}")
     if not prompts:
         raise ConfigError("at least one prompt is required")
@@ -508,7 +542,7 @@ def _as_prompt(number: int, prompt: object, tokenizer: PreTrainedTokenizerBase, 
     if isinstance(prompt, str):
         return Prompt(text=prompt)
     ids: tuple[int, ...] = ()
-    if isinstance(prompt, Sequence):
+    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
         if all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt):
             ids = tuple(int(token) for token in prompt)
         elif messages := read_messages(prompt, f"prompt {number}"):

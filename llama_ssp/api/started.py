@@ -27,7 +27,7 @@ from signal import SIGKILL
 from socket import AF_UNIX, SHUT_RDWR, socket
 from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired
 from tempfile import TemporaryDirectory
-from threading import Lock, Thread
+from threading import Thread
 from typing import IO, Any, NoReturn
 
 import torch
@@ -35,7 +35,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llama_ssp.api.arguments import known_arguments
-from llama_ssp.api.pair import Completion, CompletionTimes, NewWeights, Pair, as_list
+from llama_ssp.api.pair import CLOSED, Completion, CompletionTimes, NewWeights, OneCall, Pair, as_list
 from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import CapacityError, ConfigError, InterruptedRun, LostRankError, SspError
 from llama_ssp.log_probs import CompletionLogProbs, LogProbs
@@ -63,7 +63,7 @@ class StartedRanks:
         self._pids: list[int] = []
         self._messages: Queue[tuple[int, dict[str, Any] | None]] = Queue()
         self._over: SspError | None = None
-        self._calls = Lock()
+        self._calls = OneCall()
         self._said = deque[str](maxlen=20)
         script = Path(__file__).with_name("rank.py")
         # Its name has at most 107 bytes, which those of $TMPDIR may be.
@@ -188,7 +188,7 @@ class StartedRanks:
 
     def close(self) -> None:
         """End the ranks, and wait until they have ended."""
-        self._over = self._over or ConfigError("this pair was closed: load it again")
+        self._over = self._over or ConfigError(CLOSED)
         for connection in self._connections.values():
             with suppress(OSError):
                 connection.shutdown(SHUT_RDWR)

@@ -44,7 +44,8 @@ def judge(evidence: Evidence) -> Evaluation:
     right = [(is_right(pair.plain), is_right(pair.speculative)) for pair in evidence.pairs]
     num_pairs, num_plain, num_speculative = len(right), sum(plain for plain, _ in right), sum(fast for _, fast in right)
     alone = right.count((True, False)), right.count((False, True))
-    tested = rate_difference(*alone, num_pairs, confidence=1 - 2 * FALSE_PASS_RATE)
+    confidence = 1 - 2 * FALSE_PASS_RATE
+    tested = rate_difference(*alone, num_pairs, confidence=confidence)
     is_equivalent = -margin < tested.low and tested.high < margin
     shown = f"the rates of right answers, plain {num_plain / num_pairs:.1%} and speculative "
     shown += f"{num_speculative / num_pairs:.1%} of {num_pairs}, "
@@ -52,7 +53,8 @@ def judge(evidence: Evidence) -> Evaluation:
     if not is_equivalent:
         is_different = tested.low > 0 or tested.high < 0
         more = "" if is_different else ": more prompts, as num_prompts=, narrow the interval"
-        verdict = f"differ by {tested.low:.3f} to {tested.high:.3f}, not within the margin of {margin:g}{more}"
+        interval = f"{tested.low:.3f} to {tested.high:.3f} ({confidence:.0%})"
+        verdict = f"differ by {interval}, not within the margin of {margin:g}{more}"
     difference = (alone[1] - alone[0]) / num_pairs
     measures = [
         Measure.within(f"right answers, {mode}", num_right / num_pairs, wilson(num_right, num_pairs))

@@ -167,7 +167,7 @@ def unknown(name: str) -> str:
         if words and all(word in re.sub(r"[\W_]", "", machine.gpu.casefold()) for word in words)
     ]  # fmt: skip
     sentence = unknown_name("hardware", name, names())
-    if not alike or (number is None and similar_name(name, names())):
+    if not alike or not wanted or (number is None and similar_name(name, names())):
         return sentence
     nearest = min(alike, key=lambda one: (one.num_gpus, words[0] not in one.name))
     counted, (num_nodes, rest) = min(wanted, _NODE_GPUS), divmod(wanted, _NODE_GPUS)

@@ -287,7 +287,7 @@ def _logits_bytes(spec: PlanSpec, rank: int) -> int:
     if drafts and spec.own_tokenizer:
         rule += 8  # the draft's logits with one more column, and what is moved to the target's ids
     if decides and spec.tree and not spec.is_certain:  # what is left of both models' rows at the nodes of a level
-        rule += 4 * 3 * max(1, *spec.tree.read)
+        rule += 4 * 3 * max((1, *spec.tree.read))
     if decides and spec.overlaps:  # of what is in flight, while those of the next block arrive
         rule += 4 * positions
     if decides:  # counts, penalized logits and a mask; the bits of a race and what is made of them

@@ -294,7 +294,7 @@ class Timing:
         num_draft_tokens: K of the round that is priced: of an adaptive run the fastest at the assumed acceptance.
         plain_s, speculative_s: per token, while decoding.
         plain_run_s, speculative_run_s: per token of a completion, including the prompt and an unfinished last round.
-        verify_s: the target's forward, rule and messages of a round.
+        verify_s: the target's forward, rule and messages of a round; overlapped, while the draft drafts.
         speedup: plain over speculative, while decoding.
         cost_ratio: c, a draft step over a plain target step.
         by_num_draft_tokens: speculative seconds per token for K = 1, 2, ...
@@ -428,7 +428,7 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
         num_draft_tokens=chosen,
         tokens_per_round=expected,
         round_s=rounds_s[place],
-        verify_s=costs.verify_s(chosen),
+        verify_s=overlapped[place].forward_s + overlapped[place].verdict_s if overlapped else costs.verify_s(chosen),
         speculative_s=speculative_s,
         speculative_run_s=(prefill_s + decoding_s) / spec.max_new_tokens,
         speedup=plain.plain_s / speculative_s,

@@ -211,11 +211,12 @@ def _times_of_parts(plan: Plan) -> Iterator[str]:
     """Parts of a plain step and of a round, in lines: a terminal of 80 columns has no room next to the table."""
     timed, tree = plan.timing, plan.spec.tree
     ms = {name.removesuffix("_s"): 1e3 * seconds for name, seconds in vars(timed.target_forward).items()}
+    ms["draw"] = 1e3 * (timed.plain_s - timed.target_forward.total_s)
     if parts := [f"{name} {one:.2f}" for name, one in ms.items() if one >= LEAST_SHOWN_MS]:
         yield f"plain step, ms: {', '.join(parts)}"
-    if timed.round_s and timed.verify_s:
-        drafting_ms = 1e3 * (timed.round_s - timed.verify_s)
-        steps = f"{timed.num_draft_tokens} x {1e3 * (timed.draft_forward_s or 0.0):.2f} draft"
+    if timed.round_s and timed.verify_s and timed.num_draft_tokens:
+        drafting_ms = timed.overlap["draft_ms"] if timed.overlap else 1e3 * (timed.round_s - timed.verify_s)
+        steps = f"{timed.num_draft_tokens} x {drafting_ms / timed.num_draft_tokens:.2f} draft"
         if tree or plan.spec.free_draft:
             steps = f"draft of a tree {tree.text} {drafting_ms:.2f}" if tree else f"search of copies {drafting_ms:.2f}"
         share = f" (c = {timed.cost_ratio:.3f})" if timed.cost_ratio else ""

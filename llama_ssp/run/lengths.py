@@ -29,7 +29,10 @@ def problem_of_length(
     if num_tokens + num_texts * max_new_tokens <= context:
         return None
     room = (context - num_tokens) // num_texts
-    remedy = f"max_new_tokens={room} would fit" if room > 0 else f"a prompt has room for {context - num_texts} at most"
+    remedy = f"max_new_tokens={room} would fit"
+    if room <= 0:
+        new = max_new_tokens if num_texts * max_new_tokens < context else 1
+        remedy = f"with max_new_tokens={new} a prompt has room for {context - num_texts * new} at most"
     if prompt.place:
         remedy += ", too_long=skip leaves it out, and too_long=truncate keeps its end"
     counted = f" for each of {num_texts} answers" if num_answers else ""

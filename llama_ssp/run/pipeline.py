@@ -204,7 +204,7 @@ def _read_requests(
         if left_out := [prompt for index, prompt in enumerate(prompts) if index not in kept]:
             sentence = f"too long for the context, and left out: {named(left_out)}"
             if not requests:
-                raise ConfigError(sentence)
+                raise ConfigError(f"{sentence}; no prompt is left, and too_long=truncate keeps the end of each")
             terminal.say(sentence)
     return requests
 

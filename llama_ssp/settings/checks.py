@@ -468,6 +468,8 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
         ("verification", never_drafts and not draws_by_position, no_draft),
         ("speculation.acceptance", bool(speculation.forced_lengths),
          "with speculation.forced_lengths, which says what is accepted"),
+        ("speculation.num_draft_tokens", speculation.tree is not None and not speculation.adapts,
+         "with speculation.tree, whose shape says how many tokens are drafted"),
         ("draft.fallback", not speculation.adapts, "without speculation.num_draft_tokens=auto"),
         ("draft.greedy", is_greedy, "at temperature 0, where every draft is greedy"),
         ("draft.history draft.corpus", speculation.tree is not None,

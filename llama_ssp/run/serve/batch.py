@@ -91,7 +91,9 @@ def _read(reader: BodyReader, content: Mapping[str, Any], *, seed: int, seen: se
     """Read the request of a line, which has this seed if it names none; raises RequestError."""
     custom_id, url, body = content.get("custom_id"), content.get("url"), content.get("body")
     if not isinstance(custom_id, str) or custom_id in seen:
-        raise RequestError("a line must be a JSON object whose custom_id no earlier one has", param="custom_id")
+        raise RequestError(
+            "a line must be a JSON object with a custom_id, a text that no earlier line has", param="custom_id"
+        )
     if content.get("method") != "POST" or url not in [*_IS_CHAT]:
         raise RequestError(f"a line needs the method POST and one of the URLs {', '.join(_IS_CHAT)}", param="url")
     if isinstance(body, dict):

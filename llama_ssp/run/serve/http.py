@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
+from errno import EADDRINUSE
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
@@ -281,9 +282,8 @@ def _listen(task: ServeConfig) -> socket.socket:
     try:
         return socket.create_server((task.host, task.port), family=family)
     except OSError as error:
-        raise ConfigError(
-            f"task.host={task.host} task.port={task.port}: {error.strerror}; task.port=0 takes a free one"
-        ) from error
+        remedy = "; task.port=0 takes a free one" if error.errno == EADDRINUSE else ""
+        raise ConfigError(f"task.host={task.host} task.port={task.port}: {error.strerror}{remedy}") from error
 
 
 def _key_of(task: ServeConfig) -> bytes | None:

@@ -86,22 +86,21 @@ def _show(
     content: Plan | Search | list[Plan], as_json: Callable[[], dict[str, Any]], form: PlanFormat,
     figure: str | None = None,
 ) -> None:  # fmt: skip
-    """Print plans as JSON or as text, and draw a figure."""
-    if form is PlanFormat.json:
-        print(json.dumps(as_json(), indent=2))  # noqa: T201 - the requested output
+    """Draw a figure, and print plans as JSON or as text, whose reader may end early."""
     needs_rich = "format=table" if form is PlanFormat.table else f"figure={figure}" if figure else None
-    if needs_rich is None:
-        return
     try:
-        from llama_ssp.reports import plan_tables  # noqa: PLC0415 - JSON needs no rich
+        if needs_rich:
+            from llama_ssp.reports import plan_tables  # noqa: PLC0415 - JSON needs no rich
     except ImportError as error:
         raise ConfigError(f"{needs_rich} needs rich: pip install rich, or use format=json alone") from error
-    if form is PlanFormat.table:
-        plan_tables.show(content)
     if figure and not isinstance(content, list):
         from llama_ssp.reports import plan_figures  # noqa: PLC0415 - only figures need matplotlib
 
         plan_figures.draw(content, Path(figure))
+    if form is PlanFormat.json:
+        print(json.dumps(as_json(), indent=2))  # noqa: T201 - the requested output
+    else:
+        plan_tables.show(content)
 
 
 def settings_of_run(config: RunConfig) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -216,6 +217,38 @@ def test_an_interrupted_call_does_not_change_the_next_one(pair: Pair) -> None:
     with pytest.raises(KeyboardInterrupt):
         pair.generate("import os\n", max_new_tokens=30, streamer=Interrupting(pair.tokenizer))
     assert ids(pair.generate("import os\n", max_new_tokens=30, seed=2)) == wanted
+
+
+def test_calls_of_several_threads_wait_for_each_other_and_a_call_inside_a_call_is_refused(pair: Pair) -> None:
+    fresh, refused = replace(pair), list[ConfigError]()
+    complete = partial(fresh.generate, max_new_tokens=12, temperature=0.0)
+    alone = [ids(complete(prompt)) for prompt in PROMPTS]
+    with ThreadPoolExecutor(3) as threads:
+        assert [*threads.map(lambda prompt: ids(complete(prompt)), PROMPTS)] == alone
+
+    class Calling(TextStreamer):
+        def put(self, value: torch.Tensor) -> None:
+            del value
+            with pytest.raises(ConfigError, match="a call of this pair goes on in this thread") as raised:
+                complete("x")
+            refused.append(raised.value)
+
+    assert ids(complete(PROMPTS[0], streamer=Calling(pair.tokenizer))) == alone[0]
+    assert refused
+
+
+def test_a_closed_pair_takes_no_call(pair: Pair) -> None:
+    with replace(pair) as fresh:
+        fresh.generate("x", max_new_tokens=1)
+    for call in (partial(fresh.generate, "x"), fresh.update):
+        with pytest.raises(ConfigError, match="this pair was closed: load it again"):
+            call()
+
+
+@pytest.mark.parametrize("prompt", [b"abc", bytearray(b"abc"), [b"abc"]])
+def test_bytes_are_no_token_ids(pair: Pair, prompt: Any) -> None:  # noqa: ANN401 - wrong on purpose
+    with pytest.raises(ConfigError, match="a text, a chat such as"):
+        pair.generate(prompt, max_new_tokens=1)
 
 
 def test_a_streamer_shows_prompt_and_completion(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:

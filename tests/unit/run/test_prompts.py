@@ -215,9 +215,10 @@ def test_an_empty_prompt_is_the_begin_of_a_sequence_where_there_is_one() -> None
     [
         (6, 4, 0, None), (4, 2, 2, None),
         (9, 4, 0, "has 9 tokens.*max_new_tokens=1 would fit"),
-        (10, 4, 0, "has 10 tokens.*has room for 9 at most"),
+        (10, 4, 0, "has 10 tokens.*with max_new_tokens=4 a prompt has room for 6 at most"),
         (4, 3, 2, r"max_new_tokens=3 for each of 3 answers that is more.*=2 would fit"),
-        (8, 3, 2, "has room for 7 at most"),
+        (8, 3, 2, "with max_new_tokens=3 a prompt has room for 1 at most"),
+        (12, 12, 0, "with max_new_tokens=1 a prompt has room for 9 at most"),
     ],
 )  # fmt: skip
 def test_a_prompt_that_the_model_cannot_take_is_told_with_what_would_fit(

@@ -64,6 +64,7 @@ BAD = {
     "draft=ngram draft.longest=65": "draft.longest=65 must be 1 to 64 tokens",
     "draft=ngram draft.shortest=5": "draft.shortest=5 is more than draft.longest=4: give fewer",
     "draft=ngram draft.history=-1": "draft.history=-1 must be at least 0, which looks at no other text",
+    "speculation.tree=2x2 speculation.num_draft_tokens=3": "num_draft_tokens has no effect with speculation.tree",
     "draft=ngram draft.history=3 speculation.tree=2x2": "draft.history has no effect with speculation.tree",
     "draft=ngram draft.corpus=x speculation.tree=2x2": "draft.corpus has no effect with speculation.tree",
     "speculation.forced_lengths=[1,5]": "speculation.forced_lengths=[1, 5] needs numbers from 0 to K, here 4",

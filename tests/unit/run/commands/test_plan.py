@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -276,3 +277,19 @@ def test_a_model_of_the_hub_is_searched_and_planned_by_its_config_file(
     for plan in (*listed["plans"], alone):
         notes = plan["notes"]
         assert any(note.startswith("acme/other is planned as a Llama of its sizes") for note in notes)
+
+
+def test_a_figure_is_drawn_though_the_reader_of_the_table_ends_early(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def end(_plan: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("llama_ssp.reports.plan_tables.show", end)
+    with suppress(BrokenPipeError):
+        call("model=7B", "hardware=h100", f"figure={tmp_path / 'plan.png'}")
+    assert (tmp_path / "plan.png").is_file()
+
+
+def test_a_tree_of_one_level_is_planned() -> None:
+    assert planned("model=7B", "draft=tinyllama_1B", "speculation.tree=3", "hardware=h100")["fits"]

@@ -108,6 +108,8 @@ def test_echo_scores_the_prompt_without_new_tokens(pair: Pair, server: Server) -
     assert choice["logprobs"]["token_logprobs"][0] is None
     assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(own.log_probs.prompt_logprobs.log_probs, abs=1e-4)
     assert "".join(choice["logprobs"]["tokens"]).endswith(PROMPT)
+    tokens, offsets = choice["logprobs"]["tokens"][1:], choice["logprobs"]["text_offset"][1:]
+    assert all(PROMPT[at:].startswith(token) for token, at in zip(tokens, offsets, strict=True)), "<bos> is not in it"
 
 
 @pytest.mark.parametrize(
