@@ -170,8 +170,11 @@ def entry_of(what: str, given: object, *, target: object = None, **formats: obje
     elif is_named or (isinstance(given, str) and is_hub_id(name)):
         entry = catalogue.load(name)
     else:
-        unknown = unknown_name(what, name, catalogue.names("model"))
-        raise ConfigError(f"{unknown}; a folder works too, and so does owner/name of the hub")
+        others = [kind for kind, record in drafters().items() if not record.has_model] if what == "draft" else []
+        unknown = unknown_name(what, name, {*catalogue.names("model"), *others})
+        if "/" in name:
+            unknown = f"{what}={name} is no folder that exists"
+        raise ConfigError(f"{unknown}; a name of the catalogue, a folder, or owner/name of the hub is required")
     return in_format(entry, **formats)
 
 

@@ -416,6 +416,7 @@ def _other_machines(spec: PlanSpec, hardware: HardwareConfig) -> list[Change]:
     if hardware.device != "cuda" or spec.target_kind is not TargetKind.tensor:
         return []
     found, is_as_named = [], machines.entry_of(hardware.name)[0] == hardware.num_gpus
+    has_own_memory = is_as_named and machines.load(hardware.name).memory_bytes != hardware.memory_bytes
     for machine in machines.choices():
         size, rest = divmod(machine.num_gpus, spec.num_replicas)
         if machine.device != "cuda" or machine.gpu == hardware.gpu or rest or not (other := same_kind(spec, size)):
@@ -423,6 +424,7 @@ def _other_machines(spec: PlanSpec, hardware: HardwareConfig) -> list[Change]:
         settings = [f"hardware={machine.name}"]
         settings += [] if is_as_named else [f"hardware.num_gpus={machine.num_gpus}"]
         settings += ["hardware.num_nodes=1"] if hardware.num_nodes > 1 else []
+        settings += [f"hardware.memory_bytes={machine.memory_bytes}"] if has_own_memory else []
         start = Change(kind="machine", loss=Loss.more, spec=spec, hardware=machine)
         found.append(start.then(*settings, spec=other))
     return sorted(found, key=lambda way: (way.hardware.num_gpus, way.hardware.memory_bytes))

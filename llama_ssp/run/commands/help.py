@@ -37,6 +37,9 @@ class DescribedSetting:
 
 def show(words: Sequence[str]) -> None:
     """Print what the words after `--help` ask for; raises ConfigError for a word that no topic has."""
+    if tasks := [name for name in options_of("task") if f"task={name}" in words]:
+        print(visible(f"{_of_tasks(tasks)}\n\nAll other settings are those of a run: llama-ssp run --help"))
+        return
     file = Path(__file__).with_name("help.txt").read_text(encoding="utf-8")
     text = _PLACE.sub(lambda place: _filled(place[1], place[2].split()), file)
     head, *parts = (part.strip("\n") for part in re.split(r"^(?=[A-Z]+: )", text, flags=re.MULTILINE))
@@ -77,12 +80,17 @@ def _filled(kind: str, words: Sequence[str]) -> str:
     if kind == "options":
         return "\n".join(_entry(f"{words[0]}={name}", said) for name, said in options_of(words[0]).items())
     if kind == "tasks":
-        tasks = options_of("task").items()
-        return "\n".join(
-            f"{_entry(f'task={name}', said)}\n{entries(task_settings(name), '  ')}".rstrip() for name, said in tasks
-        )
+        return _of_tasks(options_of("task"))
     groups = tuple(word for word in words if word.endswith("."))
     return entries(one for one in _settings() if one.key in words or one.key.startswith(groups))
+
+
+def _of_tasks(names: Iterable[str]) -> str:
+    """The tasks, each with its settings."""
+    said = options_of("task")
+    return "\n".join(
+        f"{_entry(f'task={name}', said[name])}\n{entries(task_settings(name), '  ')}".rstrip() for name in names
+    )
 
 
 def _settings() -> Iterable[DescribedSetting]:

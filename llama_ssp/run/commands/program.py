@@ -88,7 +88,7 @@ def _of_run(command: str, words: list[str]) -> list[str]:
     if command == "run":
         return words
     if {"--help", "-h"} & {*words}:
-        return ["--help", "tasks"]
+        return ["--help", f"task={command}"]
     return [f"task={command}", *(word for word in words if word != f"task={command}")]
 
 

@@ -265,6 +265,13 @@ def test_other_machines_are_named_by_the_number_of_their_gpus() -> None:
     assert next(settings["hardware"] for settings in named if "hardware" in settings).startswith("2x")
 
 
+def test_another_machine_has_its_own_memory_where_some_was_typed_for_the_asked_one() -> None:
+    small = replace(hardware.load("h100"), memory_bytes=17 * 10**9)
+    named = [_settings(change) for change in changes_that_fit(make_spec("llama3_8B"), small)]
+    (settings,) = [settings for settings in named if "hardware" in settings]
+    assert int(settings["hardware.memory_bytes"]) == hardware.load(settings["hardware"]).memory_bytes
+
+
 def test_another_format_of_as_many_bits_is_tried() -> None:
     """NormalFloat has a scale of 4 bytes for 64 weights, our own format of 4 bits for 128."""
     four = make_spec("13B", of_target={"quantization": "nf4"})

@@ -43,7 +43,9 @@ def test_help_names_every_command_and_each_explains_itself() -> None:
     for name in program.COMMANDS:
         ended = call(name, "--help")
         assert (ended.code, ended.err) == (0, "")
-        assert (name if name in {"calibrate", "serve"} else f"llama-ssp {name}") in ended.out
+        is_task = name in {"calibrate", "serve"}
+        assert (f"task={name}" if is_task else f"llama-ssp {name}") in ended.out
+        assert not is_task or set(re.findall("task=([a-z]+)", ended.out)) == {name}, "that of other tasks is elsewhere"
 
 
 @pytest.mark.parametrize("words", [["--version"], ["run", "--version"]])
