@@ -66,7 +66,7 @@ def tree_shape(text: str) -> TreeShape:
         if not least <= num_nodes <= max(most, least):
             raise ValueError(
                 f"a tree of shape {text} has {num_nodes} drafted tokens: {depth} levels with {width} children need "
-                f"{least} to {most}, of which {MOST_NODES} are the most"
+                f"{least} to {most}" + f", and {MOST_NODES} is the most" * (most > MOST_NODES)
             )
     else:
         levels = tuple(accumulate(numbers, mul))

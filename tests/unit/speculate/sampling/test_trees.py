@@ -461,6 +461,7 @@ NO_STATIC = r"not the shape of a tree.*at least 1.*such as 2x2x1x1"
         ("Dynamic", NO_DYNAMIC), ("static-60x6x10", NO_DYNAMIC),
         # The nodes that its draft reads at least, and at most those that there are.
         ("dynamic-11x4x4", "need 12 to 52$"), ("dynamic-9x2x2", "need 2 to 6$"),
+        ("dynamic-300x6x300", "need 1500 to 450300, and 256 is the most$"),
         *((text, NO_STATIC) for text in ("", "0", "2x0", "-1", "2x", "x2", "2 x 2", "2X2", "1.5", "٢", "2x2\n")),
         *((text, f"{given}.*drafted tokens; 256 is the most")
           for text, given in (("257", "257"), ("16x16", "272"), ("9999x9999x9999", "more than"))),
