@@ -72,7 +72,7 @@ class Kernels:
     verify: int  # a verification with commit
     recurrent_layer: int = 120  # of the library's modules, with a recurrent state
     own_copies: int = 30  # a search for text to copy in a row's own
-    node_copies: int = 9  # for each node of its widest path in a tree
+    node_copies: int = 9  # for each child that a node of a level may have, in a tree
     other_copies: int = 68  # in other texts of the run as well
     corpus_copies: int = 30  # in a corpus as well
 
