@@ -252,7 +252,6 @@ class Answer:
         self._tokenizer, self._index, self._is_chat, self._stops = tokenizer, index, is_chat, completion["stop"]
         self.prompt_ids: Sequence[int] = completion["prompt_ids"]
         self._is_scored, self._echoes = completion["num_top"] is not None, completion["scores_prompt"]
-        self._special_ids = {*tokenizer.all_special_ids}
         self._text, self._held, self._whole = IncrementalText(tokenizer, self.prompt_ids), "", ""
         self._lead = TextAfter(tokenizer, ()).decode(self.prompt_ids) if self._echoes else ""
         self._has_begun = False
@@ -308,8 +307,8 @@ class Answer:
             found.insert(0, (TextAfter(self._tokenizer, (), names_special=True).decode(ids[:1]), None, None))
         texts = [text for text, *_ in found]
         # Names of special tokens, such as <bos>, are not in the text.
-        of_found = zip(ids[len(ids) - len(found) :], texts, strict=True)
-        shown = ["" if token in self._special_ids else text for token, text in of_found]
+        hidden, of_found = {*self._tokenizer.all_special_ids}, zip(ids[len(ids) - len(found) :], texts, strict=True)
+        shown = ["" if token in hidden else text for token, text in of_found]
         return {
             "tokens": texts, "token_logprobs": [log_prob for _, log_prob, _ in found],
             # Of tokens with one text the most probable.
