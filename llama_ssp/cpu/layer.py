@@ -14,8 +14,9 @@ too, so the bits are the same. Each thread norms and quantizes the few rows for 
 Threads share a step: each takes the next units until none is left, then waits for the others. libgomp needs some
 microseconds to begin and to end a parallel region, as much as a small product takes. Here threads meet between the
 steps of one region, at counters in memory. No step asks how many threads there are: one that comes late, or never,
-finds less to do. A thread that waits spins for some microseconds, then sleeps in the kernel: the one that it waits for
-may need its core, and a thread that has slept gets a core back sooner than one that has spun.
+finds less to do. A thread that waits spins for most of a millisecond, then sleeps in the kernel: the one that it waits
+for may have lost its core for longer, and a thread that has slept gets a core back sooner than one that has spun. To
+sleep sooner costs more than it saves: on a virtual machine a core that idles is given away, and a tenth of the time.
 
 Shapes: M tokens, E width, H query heads, D head dim.
 """
@@ -47,7 +48,7 @@ for _parts, _kind in ((PARTS, POINTER), (_SIZES, I64)):
 COUNTERS = 16
 """Words of a step: how many units are taken, and in another line of the cache, how many are done and who sleeps."""
 _LINE = 8
-_SPINS = 4096
+_SPINS = 2**16
 """Looks at the counter before a waiting thread sleeps, some 10 ns each."""
 _FUTEX, _WAIT, _WAKE, _ALL = 202, 128, 129, 2**31 - 1
 """The system call of Linux on x86-64, its operations within one process, and how many to wake."""

@@ -12,7 +12,7 @@ turns, of texts that are scored in free rows.
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, islice
 from typing import NamedTuple
@@ -239,14 +239,14 @@ class Decoder:
 
         A drafter that has not read all prompts reads them now if it drafts.
         """
-        self._use_steps([owner.request for owner in self._rows if owner])
+        self._use_steps(owner.request for owner in self._rows if owner)
         choice = self.length.choose(
             [
                 skipped + max(lengths.values(), default=0)
                 for skipped, lengths in zip(self._num_skipped, self._unread, strict=True)
             ]
         )
-        if all(self._outgrew(owner, choice) for owner in self._rows if owner):
+        if self.round.limit and all(self._outgrew(owner, choice) for owner in self._rows if owner):
             return DraftChoice(0)  # no row will be drafted for again, so that nothing is skipped
         if choice.num_tokens:
             if unread := self._unread[choice.source]:
@@ -297,7 +297,7 @@ class Decoder:
             self._more = self._more if found is not None else None
         return bool(self._waiting)
 
-    def _use_steps(self, requests: Sequence[Request]) -> None:
+    def _use_steps(self, requests: Iterable[Request]) -> None:
         """Let the next draws do what these requests need, if rows have settings of their own."""
         if steps := self.round.steps:
             found = [request.sampling for request in requests if request.sampling]
