@@ -15,7 +15,7 @@ BUCKET_STEP = {"cuda": 256, "cpu": 64}
 LANES = 16
 """Numbers of a vector of the compiled kernels of CPUs; attention is compiled for heads of whole vectors."""
 WHOLE_LAYER_TOKENS = 16
-"""The most tokens of a forward on a CPU whose layers are one operator each; more take one for each product."""
+"""The most tokens of a forward on a CPU whose layers are one operator; more take one for each product."""
 LARGEST_HEAD_BY_LENGTH, FIRST_CAPABILITY_BY_LENGTH = 256, 8.0
 """The most dimensions of a head, and the first compute capability, that attention by lengths runs on."""
 PART_SLOTS, ROW_PROGRAMS = 16, 256

@@ -243,27 +243,34 @@ class Operator:
         self._answer = self.code.slot(I64)
         self.tensors = [self.argument(place, POINTER) for place in range(num_tensors)]
         self._owned = [*self.tensors]
+        self._lists: list[TensorList] = []
 
     def argument(self, place: int, kind: Value = I64) -> Value:
         """A tensor, or a number behind the tensors."""
         return self.code.load(self.code.at(self._stack, i64(place), I64), typ=kind)
 
-    def _ask(self, name: str, *arguments: Value, kind: Value = POINTER) -> Value:
+    def list_of(self, place: int) -> "TensorList":
+        """A list of tensors behind the tensors."""
+        self._lists.append(TensorList(self, self.argument(place, POINTER)))
+        return self._lists[-1]
+
+    def ask(self, name: str, *arguments: Value, kind: Value = POINTER) -> Value:
+        """What a function of torch's interface answers."""
         self.code.intrinsic(name, I32, *arguments, self._answer)
         return self.code.load(self._answer, typ=kind)
 
     def pointer(self, tensor: Value) -> Value:
         """The address of a tensor's numbers."""
-        return self._ask("aoti_torch_get_data_ptr", tensor)
+        return self.ask("aoti_torch_get_data_ptr", tensor)
 
     def pointer_or_none(self, tensor: Value) -> Value:
         """The address of a tensor's numbers, or none if it has none."""
-        is_empty = self.code.icmp_unsigned("==", self._ask("aoti_torch_get_numel", tensor, kind=I64), i64(0))
+        is_empty = self.code.icmp_unsigned("==", self.ask("aoti_torch_get_numel", tensor, kind=I64), i64(0))
         return self.code.select(is_empty, NO_POINTER, self.pointer(tensor))
 
     def size(self, tensor: Value, dim: int) -> Value:
         """Its size in a dimension."""
-        return self.code.read(self._ask("aoti_torch_get_sizes", tensor), I64, i64(dim))
+        return self.code.read(self.ask("aoti_torch_get_sizes", tensor), I64, i64(dim))
 
     def empty(self, *sizes: Value, kind: Value = FLOAT32) -> Value:
         """A new tensor of one or two dimensions, freed at the end unless it is the result."""
@@ -273,7 +280,7 @@ class Operator:
             code.write(size, shape, i64(dim))
             code.write(sizes[1] if dim == 0 and number > 1 else i64(1), strides, i64(dim))
         zero = ir.Constant(I32, 0)
-        self._owned.append(self._ask("aoti_torch_empty_strided", i64(number), shape, strides, kind, zero, zero))
+        self._owned.append(self.ask("aoti_torch_empty_strided", i64(number), shape, strides, kind, zero, zero))
         return self._owned[-1]
 
     def share(self, count: Value, grain: Value, part: Value, words: Value) -> None:
@@ -284,6 +291,34 @@ class Operator:
         """Leave a result, free all other tensors, and end the function."""
         for tensor in self._owned:
             if tensor is not result:
-                self.code.intrinsic("aoti_torch_delete_tensor_object", I32, tensor)
+                self.free(tensor)
+        for tensors in self._lists:
+            tensors.free()
         self.code.store(result, self._stack)
         self.code.ret_void()
+
+    def free(self, tensor: Value) -> None:
+        """Free a tensor that is the operator's."""
+        self.code.intrinsic("aoti_torch_delete_tensor_object", I32, tensor)
+
+
+class TensorList:
+    """A list of tensors that an operator gets, and frees at its end."""
+
+    def __init__(self, operator: Operator, handle: Value) -> None:
+        self._operator, self._handle = operator, handle
+
+    def size(self) -> Value:
+        """The number of its tensors."""
+        return self._operator.ask("torch_list_size", self._handle, kind=I64)
+
+    def item(self, place: Value) -> Value:
+        """A tensor, which stays the list's."""
+        return self._operator.ask("torch_list_get_item", self._handle, place)
+
+    def free(self) -> None:
+        """Free the tensors and the list."""
+        code = self._operator.code
+        with code.loop(i64(0), self.size(), 1) as (place,):
+            self._operator.free(self.item(place))
+        code.intrinsic("torch_delete_list", I32, self._handle)

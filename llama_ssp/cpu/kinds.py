@@ -13,6 +13,5 @@ E4M3_DTYPE, E4M3_SHRINK = "float8_e4m3fn", 2.0**8
 
 PRODUCTS = ("qkv", "output", "gated", "down")
 PARTS = ("weights", "scales", "bias", "norm")
-PLACES = ("turns", "positions", "slots", "cache", "own_slots", "sees")
-TENSORS = ("x", *PLACES, *(f"{name}_{part}" for name in PRODUCTS for part in PARTS))
-"""The arguments of a whole layer's operator, before its numbers."""
+TENSORS = ("x", "turns", "positions", "slots", "own_slots", "sees")
+"""The arguments of the operator of whole layers, before its lists."""

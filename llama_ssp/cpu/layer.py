@@ -1,4 +1,4 @@
-"""A whole layer as torch calls it: norm, queries, keys and values, attention, output, norm, gate and up, down.
+"""Whole layers as torch calls them: norm, queries, keys and values, attention, output, norm, gate and up, down.
 
     step     threads share                     reads            writes
     qkv      blocks of 16 outputs              x, normed        qkv
@@ -6,19 +6,20 @@
     attend   key-value heads of rows           cache            attended
     output   blocks of 16 outputs              attended, x      middle
     gated    pairs of blocks                   middle, normed   gated
-    down     blocks of 16 outputs              gated, middle    y
+    down     blocks of 16 outputs              gated, middle    y, the x of the layer behind
 
 The steps run the functions of `cpu.linear` and `cpu.attention`, which the operators of a product and of attention run
 too, so the bits are the same. Each thread norms and quantizes the few rows for itself.
 
 Threads share a step: each takes the next units until none is left, then waits for the others. libgomp needs some
-microseconds to begin and to end a parallel region, as much as a small product takes. Here threads meet between the
-steps of one region, at counters in memory. No step asks how many threads there are: one that comes late, or never,
-finds less to do. A thread that waits spins for most of a millisecond, then sleeps in the kernel: the one that it waits
-for may have lost its core for longer, and a thread that has slept gets a core back sooner than one that has spun. To
-sleep sooner costs more than it saves: on a virtual machine a core that idles is given away, and a tenth of the time.
+microseconds to begin and to end a parallel region, and torch to call an operator, as much as a small product takes.
+Here threads meet between the steps of one region, at counters in memory: each step of each layer has its own. No step
+asks how many threads there are: one that comes late, or never, finds less to do. A thread that waits spins for most of
+a millisecond, then sleeps in the kernel: the one that it waits for may have lost its core for longer, and a thread that
+has slept gets a core back sooner than one that has spun. To sleep sooner costs more than it saves: a virtual machine
+gives the core away, and rounds took a tenth longer.
 
-Shapes: M tokens, E width, H query heads, D head dim.
+Shapes: L layers of equal shapes, M tokens, E width, H query heads, D head dim.
 """
 
 from collections.abc import Iterator
@@ -28,7 +29,21 @@ from llvmlite import ir
 
 from llama_ssp.cpu import attention as attending
 from llama_ssp.cpu import linear
-from llama_ssp.cpu.emit import F32, I32, I64, LANES, NO_POINTER, POINTER, VOID, Code, Operator, Value, function, i64
+from llama_ssp.cpu.emit import (
+    F32,
+    I32,
+    I64,
+    INT64,
+    LANES,
+    NO_POINTER,
+    POINTER,
+    VOID,
+    Code,
+    Operator,
+    Value,
+    function,
+    i64,
+)
 from llama_ssp.cpu.kinds import PARTS, PRODUCTS, TENSORS
 from llama_ssp.storage.formats import Product
 
@@ -39,14 +54,22 @@ _AT_ONCE = 8
 """Blocks of outputs that a thread takes at a time, as many as a product needs to hide the latency of a sum."""
 _MOST_THREADS = 2**10
 
-_CONTEXT = dict.fromkeys(("counters", "attention", "rooms", "x", "qkv", "attended", "middle", "gated", "y"), POINTER)
-_CONTEXT |= dict.fromkeys(("room_bytes", "num_rows", "num_threads", "num_units", "least_qkv", "least_gated"), I64)
+_OPERANDS = tuple(f"{name}_{part}" for name in PRODUCTS for part in PARTS)
+"""What a layer has of its own, in the order in which the operator gets it."""
 _SIZES = "num_inputs", "num_outputs", "num_groups"
-for _parts, _kind in ((PARTS, POINTER), (_SIZES, I64)):
-    _CONTEXT |= dict.fromkeys((f"{name}_{part}" for name in PRODUCTS for part in _parts), _kind)
-"""Words that the threads share."""
+_CONTEXT = dict.fromkeys(
+    ("counters", "attention", "rooms", "own", "x", "qkv", "attended", "middle", "gated", "y"), POINTER
+)
+_CONTEXT |= dict.fromkeys(
+    ("num_layers", "room_bytes", "num_rows", "num_threads", "num_units", "least_qkv", "least_gated"), I64
+)
+_CONTEXT |= dict.fromkeys((f"{name}_{size}" for name in PRODUCTS for size in _SIZES), I64)
+"""Words that the threads share; `own` are the addresses of each layer's cache and operands."""
+_OF_LAYER = dict.fromkeys(("cache", *_OPERANDS), POINTER)
 COUNTERS = 16
 """Words of a step: how many units are taken, and in another line of the cache, how many are done and who sleeps."""
+_OF_STEPS = len(STEPS) * COUNTERS
+"""Words of the steps of a layer; behind all layers there are as many again, of which the last meeting takes some."""
 _LINE = 8
 _SPINS = 2**16
 """Looks at the counter before a waiting thread sleeps, some 10 ns each."""
@@ -55,8 +78,8 @@ _FUTEX, _WAIT, _WAKE, _ALL = 202, 128, 129, 2**31 - 1
 
 
 def emit(product: Product, rows: str, head_dim: int) -> ir.Module:
-    """The operator for products and cache rows of a kind each, and heads of D dimensions; its entry is `layer`."""
-    module = ir.Module(name=f"layer of {product.kind}, {rows} and {head_dim}")
+    """The operator for products and cache rows of a kind each, and heads of D dimensions; its entry is `layers`."""
+    module = ir.Module(name=f"layers of {product.kind}, {rows} and {head_dim}")
     kernels = {
         name: ir.Function(module, ir.FunctionType(VOID, [I64, I64, POINTER]), symbol)
         for name, symbol in (
@@ -70,20 +93,19 @@ def emit(product: Product, rows: str, head_dim: int) -> ir.Module:
 
 
 def _entry(module: ir.Module, head_dim: int, steps: Value) -> None:
-    """(tensors, least squares of both norms, heads, scale, window) -> y."""
-    operator = Operator(module, "layer", num_tensors=len(TENSORS))
+    """(tensors, caches, operands, least squares of both norms, heads, scale, window) -> y."""
+    operator = Operator(module, "layers", num_tensors=len(TENSORS))
     code, tensors = operator.code, dict(zip(TENSORS, operator.tensors, strict=True))
     first = len(TENSORS)
-    least_qkv, least_gated, num_heads, scale, window = (operator.argument(first + place) for place in range(5))
-    given = {
-        name: (operator.pointer_or_none if name.endswith(PARTS) else operator.pointer)(tensor)
-        for name, tensor in tensors.items()
-    }
+    caches, operands = operator.list_of(first), operator.list_of(first + 1)
+    least_qkv, least_gated, num_heads, scale, window = (operator.argument(first + place) for place in range(2, 7))
+    given = {name: operator.pointer(tensor) for name, tensor in tensors.items()}
+    num_layers, cache = caches.size(), caches.item(i64(0))
     num_rows, width = operator.size(tensors["x"], 0), operator.size(tensors["x"], 1)
-    num_kv = code.sdiv(operator.size(tensors["cache"], 0), i64(2))
+    num_kv, num_slots = code.sdiv(operator.size(cache, 0), i64(2)), operator.size(cache, 1)
     attended_width = code.mul(num_heads, i64(head_dim))
     for name in PRODUCTS:
-        weights = tensors[f"{name}_weights"]
+        weights = operands.item(i64(_OPERANDS.index(f"{name}_weights")))
         given[f"{name}_num_outputs"] = code.mul(operator.size(weights, 0), i64(LANES))
         given[f"{name}_num_groups"] = operator.size(weights, 1)
     gated_width = code.sdiv(given["gated_num_outputs"], i64(2))
@@ -101,20 +123,26 @@ def _entry(module: ir.Module, head_dim: int, steps: Value) -> None:
     for name, size in sizes.items():
         given[name] = code.at(given["rooms"], start, F32)
         start = code.add(start, code.mul(num_rows, size))
+    num_counters = code.mul(code.add(num_layers, i64(1)), i64(_OF_STEPS))
+    num_words = code.add(num_counters, code.mul(num_layers, i64(len(_OF_LAYER))))
+    counters = operator.pointer(operator.empty(num_words, kind=INT64))
+    with code.loop(i64(0), num_counters, 1) as (place,):
+        code.write(i64(0), counters, place)
+    own = code.at(counters, num_counters, I64)
+    for found, number, behind in ((caches, i64(1), 0), (operands, i64(len(_OPERANDS)), 1)):
+        with code.loop(i64(0), found.size(), 1) as (place,):
+            layer = code.mul(code.sdiv(place, number), i64(len(_OF_LAYER)))
+            word = code.add(code.add(layer, code.srem(place, number)), i64(behind))
+            code.store(operator.pointer_or_none(found.item(place)), code.at(own, word, I64))
     attention = given | {
-        "parts": given["cache"], "out": given["attended"], "num_heads": num_heads, "num_kv": num_kv,
-        "row_tokens": operator.size(tensors["positions"], 1), "num_slots": operator.size(tensors["cache"], 1),
+        "parts": NO_POINTER, "out": given["attended"], "num_heads": num_heads, "num_kv": num_kv,
+        "row_tokens": operator.size(tensors["positions"], 1), "num_slots": num_slots,
         "num_behind": operator.size(tensors["sees"], 2), "window": window, "scale": scale,
     }  # fmt: skip
-    num_words = len(STEPS) * COUNTERS + COUNTERS
-    counters = code.slot(I64, num_words)
-    counters.align = 64
-    with code.loop(i64(0), i64(num_words), 1) as (place,):
-        code.write(i64(0), counters, place)
     words = code.stored(_CONTEXT, given | {
-        "counters": counters, "attention": code.stored(attending.CONTEXT, attention),
-        "room_bytes": code.mul(room, i64(4)), "num_rows": num_rows, "y": operator.pointer(y),
-        "num_threads": num_threads, "least_qkv": least_qkv, "least_gated": least_gated,
+        "counters": counters, "attention": code.stored(attending.CONTEXT, attention), "own": own,
+        "num_layers": num_layers, "room_bytes": code.mul(room, i64(4)), "num_rows": num_rows,
+        "y": operator.pointer(y), "num_threads": num_threads, "least_qkv": least_qkv, "least_gated": least_gated,
         "num_units": attending.num_units(code, attention, num_rows),
     })  # fmt: skip
     operator.share(num_threads, i64(1), steps, words)
@@ -136,16 +164,38 @@ def _steps(module: ir.Module, product: Product, kernels: dict[str, Value]) -> Va
     """All steps of a thread: (first thread, last thread, context), where a thread may stand for several."""
     code, (first, last, words) = function(module, "steps", [I64, I64, POINTER])
     given = code.loaded(_CONTEXT, words)
-    threads = code.at(given["counters"], i64(len(STEPS) * COUNTERS), I64)
+    of_attention = code.loaded(attending.CONTEXT, given["attention"])
+    threads = code.at(given["counters"], code.mul(given["num_layers"], i64(_OF_STEPS)), I64)
     own = code.atomic_rmw("add", threads, i64(1), "monotonic")
     room = code.at(given["rooms"], code.mul(own, given["room_bytes"]))
-    counters = {name: code.at(given["counters"], i64(place * COUNTERS), I64) for place, name in enumerate(STEPS)}
+    with code.loop(i64(0), given["num_layers"], 1) as (number,):
+        is_first = code.icmp_signed("==", number, i64(0))
+        of_layer = code.loaded(_OF_LAYER, code.at(given["own"], code.mul(number, i64(len(_OF_LAYER))), I64))
+        here = given | of_layer | {"x": code.select(is_first, given["x"], given["y"])}
+        start = code.mul(number, i64(_OF_STEPS))
+        counters = {
+            name: code.at(given["counters"], code.add(start, i64(place * COUNTERS)), I64)
+            for place, name in enumerate(STEPS)
+        }
+        attention = code.stored(attending.CONTEXT, of_attention | {"parts": of_layer["cache"]})
+        _layer(code, product, kernels, here | {"attention": attention, "room": room}, counters)
+    # The caller meets the others here: in libgomp it would spin for milliseconds on a core that one of them may need.
+    finish(code, threads, code.sub(last, first), given["num_threads"])
+    with code.if_then(code.icmp_signed("==", first, i64(0))):
+        wait(code, threads, given["num_threads"])
+    return code.end()
+
+
+def _layer(
+    code: Code, product: Product, kernels: dict[str, Value], given: dict[str, Value], counters: dict[str, Value]
+) -> None:
+    """The steps of one layer."""
 
     def multiply(name: str, x: str, y: str, residual: Value = NO_POINTER) -> None:
         """One product, of rows that this thread prepares for itself."""
         gates = i64(1 if name == "gated" else 0)
         needs = {part: given[f"{name}_{part}"] for part in (*PARTS, *_SIZES)}
-        needs |= {"x": given[x], "y": given[y], "residual": residual, "gates": gates, "room": room,
+        needs |= {"x": given[x], "y": given[y], "residual": residual, "gates": gates, "room": given["room"],
                   "num_rows": given["num_rows"], "least_square": given.get(f"least_{name}", i64(0))}  # fmt: skip
         needs |= linear.prepared(code, product, needs, i64(0), given["num_rows"])
         shared = code.stored(linear.CONTEXT, needs)
@@ -163,11 +213,6 @@ def _steps(module: ir.Module, product: Product, kernels: dict[str, Value]) -> Va
     multiply("output", "attended", "middle", given["x"])
     multiply("gated", "middle", "gated")
     multiply("down", "gated", "y", given["middle"])
-    # The caller meets the others here: in libgomp it would spin for milliseconds on a core that one of them may need.
-    finish(code, threads, code.sub(last, first), given["num_threads"])
-    with code.if_then(code.icmp_signed("==", first, i64(0))):
-        wait(code, threads, given["num_threads"])
-    return code.end()
 
 
 @contextmanager

@@ -3,7 +3,7 @@
     operator     reference                              compiled for this CPU
     linear       products of torch, oneDNN and FBGEMM   `cpu.linear`: packed weights, a few rows
     attention    `attention.by_torch`                   `cpu.attention`: the cache by each row's own length
-    layer        an operator for each part              `cpu.layer`: a whole layer for a few tokens
+    layer        an operator for each part              `cpu.layer`: whole layers for a few tokens
     draw         `sampling.processors`                  `cpu.draw`: the draw of a token
 
 `cpu.operators.find_operator` decides: this CPU has the instructions, llvmlite is there, and the operator computes what

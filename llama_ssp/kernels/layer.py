@@ -1,24 +1,26 @@
-"""A whole layer in one operator: `cpu.layer`, for a few tokens on one rank, where all its parts are compiled.
+"""Whole layers in one operator: `cpu.layer`, for a few tokens on one rank, where all their parts are compiled.
 
-The reference is an operator for each part; the bits are the same.
+Layers that follow each other, with equal shapes, norms and windows, are one call. The reference is an operator for each
+part; the bits are the same.
 
 Shapes: M tokens, E width, S slots of all rows, N key-value heads, D head dim, P = D / 2, B rows, T positions of a row,
 I inputs, O outputs, W width of a cache's row.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import cache, partial
+from itertools import chain, groupby
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from llama_ssp.cpu.kinds import TENSORS
+from llama_ssp.cpu.kinds import PRODUCTS, TENSORS
 from llama_ssp.cpu.operators import Operator, find_operator
 from llama_ssp.kernels.attention import ALL, Attention, find_attention
 from llama_ssp.kernels.linear import NativeLinear, sample
-from llama_ssp.kernels.rows import SINGLES, KeptRows
+from llama_ssp.kernels.rows import KeptRows
 from llama_ssp.storage.formats import Product
 
 _CHECKED_WIDTH = 128
@@ -35,51 +37,85 @@ class TokenPlaces(NamedTuple):
     sees_BTA: Tensor
 
 
-class WholeLayer:
-    """A layer in one operator, for at most `sizes.WHOLE_LAYER_TOKENS` tokens.
+class WholeLayers:
+    """Layers in one operator, for at most `sizes.WHOLE_LAYER_TOKENS` tokens.
 
     Args:
-        parts: qkv, output, gate and up, down; the first and the third have taken in their norm.
+        first: the number of the first layer.
+        layers: of each: qkv, output, gate and up, down; the first and the third have taken in their norm.
         operator: of their kind and the heads' size.
+
+    Attributes:
+        first: see above.
+        stop: the number behind that of the last layer.
     """
 
-    def __init__(self, parts: Sequence[NativeLinear], operator: Operator) -> None:
+    def __init__(self, first: int, layers: Sequence[Sequence[NativeLinear]], operator: Operator) -> None:
+        self.first, self.stop = first, first + len(layers)
         self._operator = operator
-        self._weights = [tensor for part in parts for tensor in part.operands]
-        self._least_squares = parts[0].least_square, parts[2].least_square
+        self._weights = [[tensor for part in parts for tensor in part.operands] for parts in layers]
+        self._least_squares = _least_squares(layers[0])
 
-    def __call__(self, x_ME: Tensor, place: TokenPlaces, *, num_heads: int, scale: float, window: int) -> Tensor:
-        """The residual stream behind the layer; writes keys and values of the tokens."""
-        return self._operator(x_ME, *place, *self._weights, *self._least_squares, num_heads, scale, window)
+    def __call__(
+        self, x_ME: Tensor, place: TokenPlaces, caches: Sequence[Tensor], *, first: int, num_heads: int, scale: float,
+        window: int,
+    ) -> Tensor:  # fmt: skip
+        """The residual stream behind as many layers as there are caches; writes keys and values of the tokens.
+
+        `first` is the number of the first one, whose cache is that of `place` too.
+        """
+        layers = self._weights[first - self.first :][: len(caches)]
+        return self._operator(
+            x_ME, place.turns_S1P, place.positions_BT, place.slots_M, place.own_slots_BT, place.sees_BTA, caches,
+            [*chain.from_iterable(layers)], *self._least_squares, num_heads, scale, window,
+        )  # fmt: skip
 
 
-def whole_layer(parts: Sequence[NativeLinear | None], head_dim: int, rows: KeptRows = SINGLES) -> WholeLayer | None:
-    """The layer of these parts; None if they are not all of one kind, or if this machine has no operator for it."""
+def _least_squares(parts: Sequence[NativeLinear]) -> tuple[float, float]:
+    return parts[0].least_square, parts[2].least_square
+
+
+def whole_layers(
+    layers: Sequence[Sequence[NativeLinear | None]], head_dim: int, rows: KeptRows, windows: Sequence[int | None]
+) -> Iterator[WholeLayers]:
+    """The layers of these parts that can be computed so on this machine, as many at once as possible."""
+    for (_, form), numbers in groupby(range(len(layers)), key=lambda number: (windows[number], _form(layers[number]))):
+        if form is None:
+            continue
+        product, device, *_ = form
+        attention = find_attention(device, torch.float32, head_dim, rows)
+        if operator := _operator_of(product, rows, head_dim, attention) if attention else None:
+            first, *others = numbers
+            found = [[part for part in layers[number] if part] for number in (first, *others)]
+            yield WholeLayers(first, found, operator)
+
+
+def _form(parts: Sequence[NativeLinear | None]) -> tuple[Product, torch.device, Hashable, Hashable] | None:
+    """What layers have in common that one call may compute; None for a layer of other parts."""
     found = [part for part in parts if part]
-    if len(found) < len(parts) or len({part.product for part in found}) > 1:
+    if len(found) < len(PRODUCTS) or len({part.product for part in found}) > 1:
         return None
     _, scales, _, norms = zip(*(part.operands for part in found), strict=True)
     if not (len(norms[0]) and len(norms[2]) and all(part.dtype is torch.float32 for part in scales)):
         return None
-    attention = find_attention(scales[0].device, torch.float32, head_dim, rows)
-    operator = _operator_of(found[0].product, rows, head_dim, attention) if attention else None
-    return WholeLayer(found, operator) if operator else None
+    shapes = tuple(tensor.shape for part in found for tensor in part.operands)
+    return found[0].product, scales[0].device, _least_squares(found), shapes
 
 
 @cache
 def _operator_of(product: Product, rows: KeptRows, head_dim: int, attention: Attention) -> Operator | None:
     """The operator, which runs the functions of the product and of attention, compiled at the first call."""
-    tensors = ", ".join(f"Tensor{'(a!)' if name == 'cache' else ''} {name}" for name in TENSORS)
+    tensors = ", ".join(f"Tensor {name}" for name in TENSORS)
     return find_operator(
-        f"layer_{product.kind}_{rows.kind}_{head_dim}({tensors}, float least_qkv, float least_gated, int num_heads, "
-        "float scale, int window) -> Tensor",
-        "layer", product, rows.kind, head_dim, entry="layer",
+        f"layers_{product.kind}_{rows.kind}_{head_dim}({tensors}, Tensor(a!)[] caches, Tensor[] operands, "
+        "float least_qkv, float least_gated, int num_heads, float scale, int window) -> Tensor",
+        "layer", product, rows.kind, head_dim, entry="layers",
         check=partial(_check, product, rows, head_dim, attention), instead="with an operator for each part of a layer",
     )  # fmt: skip
 
 
 def _check(product: Product, rows: KeptRows, head_dim: int, attention: Attention, operator: Operator) -> None:
-    """RuntimeError if two tokens behind three others get other bits than by an operator for each part."""
+    """RuntimeError if two tokens behind three others get other bits from two layers than from all their parts."""
     width, num_slots = math.lcm(product.group or 1, _CHECKED_WIDTH), 5
     num_heads = width // math.gcd(width, head_dim)
     attended = num_heads * head_dim
@@ -94,10 +130,13 @@ def _check(product: Product, rows: KeptRows, head_dim: int, attention: Attention
     positions_BT = torch.tensor([[3, 4]])
     turns_S1P = torch.polar(torch.ones(num_slots, 1, head_dim // 2), torch.arange(num_slots).float()[:, None, None])
     place = TokenPlaces(turns_S1P, positions_BT, positions_BT.flatten(), cache_2NSW, positions_BT, ALL)
-    wanted_2NSW = cache_2NSW.clone()
-    attended_ME = attention(qkv.fused(x_ME), *place._replace(cache_2NSW=wanted_2NSW), num_heads, 1.0, 0)
-    middle_ME = output(attended_ME, x_ME)
-    wanted_ME = down(gated.fused(middle_ME), middle_ME)
-    found_ME = WholeLayer(parts, operator)(x_ME, place, num_heads=num_heads, scale=1.0, window=0)
-    if not (torch.equal(found_ME, wanted_ME) and torch.equal(cache_2NSW, wanted_2NSW)):
-        raise RuntimeError("a compiled layer is wrong on this CPU")
+    wanted, found = ([cache_2NSW.clone() for _ in range(2)] for _ in range(2))
+    wanted_ME = x_ME
+    for own_2NSW in wanted:
+        attended_ME = attention(qkv.fused(wanted_ME), *place._replace(cache_2NSW=own_2NSW), num_heads, 1.0, 0)
+        middle_ME = output(attended_ME, wanted_ME.clone())
+        wanted_ME = down(gated.fused(middle_ME), middle_ME)
+    layers = WholeLayers(0, [parts, parts], operator)
+    found_ME = layers(x_ME, place, found, first=0, num_heads=num_heads, scale=1.0, window=0)
+    if not (torch.equal(found_ME, wanted_ME) and all(map(torch.equal, found, wanted))):
+        raise RuntimeError("compiled layers are wrong on this CPU")

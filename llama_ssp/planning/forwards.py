@@ -30,7 +30,7 @@ MOST_DRAFT_TOKENS = 16
 OPERATORS_PER_LAYER = 25
 """Operators that the lean decoder launches per layer, including views."""
 COMPILED_OPERATORS = 7
-"""Those of a compiled layer that is not one operator: four products, attention, and two sums of the ranks."""
+"""Those of a compiled layer that is not in one operator: four products, attention, and two sums of the ranks."""
 LIBRARY_SHARE = {"cuda": 2.0, "cpu": 4.0}
 """Operators of the library's modules, relative to that: on a GPU kernels count, about 50, and on a CPU all that Python
 calls, 57 to 142 in the families with records, those of experts included."""
@@ -278,6 +278,7 @@ def _layer_s(placement: ModelPlacement, hardware: HardwareConfig, tokens: int) -
     is_compiled = hardware.device == "cpu" and placement.model.is_lean and placement.model.dtype is Dtype.fp32
     if is_compiled and not placement.model.storage.unpacks_matrix:
         is_one = len(placement.ranks) == 1 and tokens <= engine.WHOLE_LAYER_TOKENS
+        # Layers in one operator take about as long as a launch each to meet between their steps.
         return (1 if is_one else COMPILED_OPERATORS) * hardware.launch_s
     return share * OPERATORS_PER_LAYER * hardware.launch_s
 

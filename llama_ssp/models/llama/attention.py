@@ -29,7 +29,7 @@ from torch.nn import functional
 from llama_ssp.kernels.attention import Attention
 from llama_ssp.kernels.attention_by_length import VarlenAttention
 from llama_ssp.kernels.between import norm_heads
-from llama_ssp.kernels.layer import TokenPlaces, WholeLayer
+from llama_ssp.kernels.layer import TokenPlaces, WholeLayers
 from llama_ssp.kernels.parts import Heads, RmsNorm, Sequences
 from llama_ssp.kernels.rows import KeptRows
 from llama_ssp.models.attention import attend_by_position
@@ -105,10 +105,17 @@ class CompiledAttention:
         place = self._place(number, lambda: split().narrow(1, heads.num, 2 * heads.num_kv))
         return self.attention(qkv_MO, *place, heads.num, heads.scale, self.window or 0)
 
-    def with_products(self, layer: WholeLayer, x_ME: Tensor, number: int, heads: Heads) -> Tensor:
-        """Layer `number` in one operator, products included."""
-        place = self._place(number, lambda: x_ME.new_empty(x_ME.shape[0], 2 * heads.num_kv, heads.dim))
-        return layer(x_ME, place, num_heads=heads.num, scale=heads.scale, window=self.window or 0)
+    def with_products(self, layers: WholeLayers, x_ME: Tensor, numbers: range, heads: Heads) -> Tensor:
+        """Layers of these numbers in one operator, products included."""
+
+        def like() -> Tensor:
+            return x_ME.new_empty(x_ME.shape[0], 2 * heads.num_kv, heads.dim)
+
+        place = self._place(numbers.start, like)
+        caches = [self.view.buffer(number, like).parts for number in numbers]
+        return layers(
+            x_ME, place, caches, first=numbers.start, num_heads=heads.num, scale=heads.scale, window=self.window or 0
+        )
 
     def _place(self, number: int, like: Callable[[], Tensor]) -> TokenPlaces:
         parts = self.view.buffer(number, like).parts

@@ -6,6 +6,7 @@ Shapes: B sequences, T positions, M = B * T tokens, R rows that get logits, V vo
 of each key-value head, Q = T * G, S slots, U slots that are read.
 """
 
+from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,7 @@ from llama_ssp.models.llama.attention import (
     attend_by_mask,
     place_and_attend,
 )
-from llama_ssp.models.llama.layer import Layer, NormedProduct, Stream, Unread, added, rows_at
+from llama_ssp.models.llama.layer import Layer, NormedProduct, Stream, Unread, added, join, rows_at
 from llama_ssp.models.llama.table import EMBEDDING, OUTPUT, lean_weights, rotary_of
 from llama_ssp.models.runner import Pieces, TreePlaces, masks_of, nearest
 from llama_ssp.models.tensor_parallel import embed, own_part
@@ -109,8 +110,8 @@ class LeanRunner(CachedRunner):
             self._varlen = unpacking(varlen, self._kept)
         self._compiled = None if varlen else find_attention(self.device, self.dtype, self._heads.dim, self._kept)
         self._sees_all = ALL  # traces find the tensors that runners hold
-        for layer in self._layers if self._compiled else ():
-            layer.join(self._kept)
+        if self._compiled:
+            join(self._layers, self._kept, self._windows)
         self.reads_by_length = self.packs_prompts = varlen is not None
         self.uses_masks = varlen is None and self._compiled is None
 
@@ -171,15 +172,26 @@ class LeanRunner(CachedRunner):
             stream: Stream = x_ME, Unread(self._embedding_VE, ids_M.contiguous())
         else:
             stream = self.embed(ids_M), None
-        for layer, window in zip(self._layers, self._windows, strict=True):
+        for layer, window, stop in self._at_once(len(ids_M), tapped):
             if taps and layer.number in tapped:
                 stream = added(stream), None
                 taps.write(layer.number, stream[0], slots_M)
-            stream = layer.forward(stream, attention[window])
+            stream = layer.forward(stream, attention[window], stop)
         if taps and len(self._layers) in tapped:
             stream = added(stream), None
             taps.write(len(self._layers), self._norm(stream[0]), slots_M)
         return self._scored(stream, ids_BT.shape[0], score_positions_BR)[1]
+
+    def _at_once(self, num_tokens: int, tapped: Collection[int] = ()) -> Iterator[tuple[Layer, int | None, int]]:
+        """The layers that take so many tokens, each with its window and the number up to which others follow at once.
+
+        Inputs of the layers `tapped` are wanted.
+        """
+        stop = 0
+        for layer, window in zip(self._layers, self._windows, strict=True):
+            if layer.number == stop:
+                stop = min([number for number in tapped if number > layer.number] + [layer.stop_of(num_tokens)])
+                yield layer, window, stop
 
     def embed(self, ids_M: Tensor) -> Tensor:
         """Look token ids (M,) up; the result is (M, E)."""

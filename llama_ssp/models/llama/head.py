@@ -68,10 +68,10 @@ class MtpLayer(Layer):
         self._norms = [RmsNorm(weights.take(f"{place}.{name}.weight"), eps) for name in JOINED_NORMS]
         self._join = make_linear(*weights.linear(f"{place}.{JOIN}"), kernel=kernel)
 
-    def forward(self, stream: Any, attend: LayerAttention, wanted_BR: Tensor | None = None) -> Stream:  # noqa: ANN401
+    def forward(self, stream: Any, attend: LayerAttention, stop: int, wanted_BR: Tensor | None = None) -> Stream:  # noqa: ANN401
         """See `Layer.forward`; the stream is a pair."""
         both = [norm(x_ME) for norm, x_ME in zip(self._norms, stream, strict=True)]
-        return super().forward((self._join(torch.cat(both, dim=-1)), None), attend, wanted_BR)
+        return super().forward((self._join(torch.cat(both, dim=-1)), None), attend, stop, wanted_BR)
 
 
 class PairRunner(LeanRunner):
@@ -108,9 +108,9 @@ class PairRunner(LeanRunner):
     ) -> Stream:
         """Read pairs through all layers, of which the last one leaves the wanted positions."""
         stream: Stream = self.embed(ids_BT.flatten()), hidden_BTE.flatten(0, 1)
-        for layer, window in zip(self._layers, self._windows, strict=True):
-            is_last = layer is self._layers[-1]
-            stream = layer.forward(stream, attention[window], wanted_B1 if is_last else None)
+        for layer, window, stop in self._at_once(ids_BT.numel()):
+            wanted = wanted_B1 if stop == len(self._layers) else None
+            stream = layer.forward(stream, attention[window], stop, wanted)
         return stream
 
     def _of_target(self, logits_BRD: Tensor) -> Tensor:

@@ -5,13 +5,13 @@
 One matrix product gives queries, keys and values, another gate and up. With tensor parallelism an all-reduce follows
 output and down, and the next norm adds the sum of the ranks to the residual. What else becomes one operator:
 
-    CPU    norm, product and gate; for a few tokens on one rank the whole layer
+    CPU    norm, product and gate; for a few tokens on one rank whole layers
     GPU    all that stands between two products; see `kernels.between`
 
 Shapes: M tokens, X heads, I inputs, O outputs, E embedding width, D head dim, all of this rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +21,8 @@ from torch.nn import functional
 from llama_ssp.architectures.engine import WHOLE_LAYER_TOKENS
 from llama_ssp.architectures.matrices import FUSED
 from llama_ssp.kernels.between import OwnKernels, gated
-from llama_ssp.kernels.layer import WholeLayer, whole_layer
-from llama_ssp.kernels.linear import Kernel, Linear, make_linear, native_of
+from llama_ssp.kernels.layer import WholeLayers, whole_layers
+from llama_ssp.kernels.linear import Kernel, Linear, NativeLinear, make_linear, native_of
 from llama_ssp.kernels.parts import Heads, RmsNorm
 from llama_ssp.kernels.rows import KeptRows
 from llama_ssp.models.llama.attention import CompiledAttention, LayerAttention
@@ -141,6 +141,7 @@ class Layer:
         number, heads: see above.
         head_norms: of queries and keys, in models that have them.
         qkv, output, gate_up, down: the products, in the order of their use.
+        whole: one operator for this layer and others around it; None if there is none.
     """
 
     def __init__(
@@ -174,14 +175,19 @@ class Layer:
         self.qkv = self._first_product(norm, qkv, own)
         self.gate_up = NormedProduct(norm("post_attention_layernorm"), gate_up, own, gates=True)
         self.down = ResidualProduct(weights, f"{place}.mlp.down_proj", comm=comm, kernel=kernel)
-        self._whole: WholeLayer | None = None
+        self.whole: WholeLayers | None = None
 
-    def join(self, kept: KeptRows) -> None:
-        """Compute a few tokens in one operator, if there is one, where a cache keeps keys and values so."""
-        if isinstance(self.qkv, NormedProduct) and not (
+    @property
+    def parts(self) -> list[NativeLinear | None]:
+        """Its compiled products if nothing else stands between them; see `whole_layers`."""
+        is_whole = isinstance(self.qkv, NormedProduct) and not (
             self.head_norms or self.output.is_shared or self.down.is_shared
-        ):
-            self._whole = whole_layer([native_of(linear) for linear in self.linears], self.heads.dim, kept)
+        )
+        return [native_of(linear) for linear in self.linears] if is_whole else []
+
+    def stop_of(self, num_tokens: int) -> int:
+        """The number behind the last layer that computes so many tokens at once with this one."""
+        return self.whole.stop if self.whole and num_tokens <= WHOLE_LAYER_TOKENS else self.number + 1
 
     def _first_product(self, norm: Callable[[str], RmsNorm], linear: Linear, own: OwnKernels) -> Any:  # noqa: ANN401
         """Queries, keys and values behind the first norm; `norm` takes one by name."""
@@ -192,18 +198,26 @@ class Layer:
         """The linear layers of its products, in the order in which they run."""
         return self.qkv.linear, self.output.linear, self.gate_up.linear, self.down.linear
 
-    def forward(self, stream: Stream, attend: LayerAttention, wanted_BR: Tensor | None = None) -> Stream:
+    def forward(self, stream: Stream, attend: LayerAttention, stop: int, wanted_BR: Tensor | None = None) -> Stream:
         """Add attention, by `attend` for the window of this layer, then the MLP, to the stream, or to wanted positions.
 
-        The others are not in the result.
+        The others are not in the result. All layers up to `stop` follow, which is not behind `stop_of`.
         """
         x_ME, _ = stream
-        if self._whole and x_ME.shape[0] <= WHOLE_LAYER_TOKENS and isinstance(attend, CompiledAttention):
-            return rows_at(attend.with_products(self._whole, x_ME, self.number, self.heads), wanted_BR), None
+        if self.whole and x_ME.shape[0] <= WHOLE_LAYER_TOKENS and isinstance(attend, CompiledAttention):
+            x_ME = attend.with_products(self.whole, x_ME, range(self.number, stop), self.heads)
+            return rows_at(x_ME, wanted_BR), None
         x_ME, qkv_MO = self.qkv(stream)
         attended_ME = rows_at(attend(qkv_MO, self.number, self.heads, self.head_norms), wanted_BR)
         x_ME, gated_MI = self.gate_up(self.output(attended_ME, rows_at(x_ME, wanted_BR)))
         return self.down(gated_MI, x_ME)
+
+
+def join(layers: Sequence[Layer], kept: KeptRows, windows: Sequence[int | None]) -> None:
+    """Let a few tokens go through these layers of a model in as few operators as possible, over a cache kept so."""
+    for whole in whole_layers([layer.parts for layer in layers], layers[0].heads.dim, kept, windows):
+        for layer in layers[whole.first : whole.stop]:
+            layer.whole = whole
 
 
 def _interleave(outputs: Tensor, head_dim: int) -> None:

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from llama_ssp.cpu.compiled import has_features
 from llama_ssp.kernels.attention import NEEDS
-from llama_ssp.kernels.layer import WholeLayer
+from llama_ssp.kernels.layer import WholeLayers
+from llama_ssp.models.cache import Taps
 from llama_ssp.models.llama import layer as layers
 from llama_ssp.models.llama.decoder import LeanRunner
+from llama_ssp.models.llama.layer import join
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.storage.formats import CACHES, formats
 from tests.helpers.lanes import pairs
@@ -37,26 +39,29 @@ def runner(form: str = "none", cache_dtype: str = "auto", **sizes: int) -> LeanR
     return load_lean(model, kernel=kernel, precision=Precision(cache_dtype=cache_dtype))
 
 
-def logits(model: LeanRunner, num_tokens: int, *, batch_size: int = 1) -> Tensor:
+def logits(model: LeanRunner, num_tokens: int, *, batch_size: int = 1, taps: tuple[int, ...] = ()) -> Tensor:
     """Of some tokens behind others."""
+    kept = Taps(taps, width=128, dtype=torch.float32, device=model.device) if taps else None
+    if kept:
+        kept.allocate(batch_size=batch_size, num_slots=BEHIND + num_tokens)
     model.allocate(batch_size=batch_size, capacity=BEHIND + num_tokens)
     ids = torch.randint(0, VOCABULARY, (batch_size, BEHIND + num_tokens), generator=torch.Generator().manual_seed(1))
     positions = torch.arange(BEHIND + num_tokens).expand(batch_size, -1).contiguous()
-    model.forward(ids[:, :BEHIND], positions[:, :BEHIND], bucket=BEHIND + num_tokens)
-    return model.forward(ids[:, BEHIND:], positions[:, BEHIND:], bucket=BEHIND + num_tokens)
+    model.forward(ids[:, :BEHIND], positions[:, :BEHIND], bucket=BEHIND + num_tokens, taps=kept)
+    return model.forward(ids[:, BEHIND:], positions[:, BEHIND:], bucket=BEHIND + num_tokens, taps=kept)
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of tokens of the layers that were called as one operator."""
+    """The numbers of tokens of the calls of whole layers."""
     found: list[int] = []
-    call = WholeLayer.__call__
+    call = WholeLayers.__call__
 
-    def counted(layer: WholeLayer, x: Tensor, *given: object, **named: object) -> Tensor:
+    def counted(layer: WholeLayers, x: Tensor, *given: object, **named: object) -> Tensor:
         found.append(len(x))
         return call(layer, x, *given, **named)  # type: ignore[arg-type]  # as the method takes them
 
-    monkeypatch.setattr(WholeLayer, "__call__", counted)
+    monkeypatch.setattr(WholeLayers, "__call__", counted)
     return found
 
 
@@ -66,13 +71,44 @@ def test_a_layer_in_one_operator_has_the_bits_of_its_parts(
 ) -> None:
     model = runner(form)
     for batch_size, num_tokens in ((1, 1), (3, 2), (1, 5), (3, 5)):
-        calls.clear()  # one checks the operator
+        calls.clear()  # some check operators
         found = logits(model, num_tokens, batch_size=batch_size)
-        assert calls == [batch_size * num_tokens] * 2
+        assert calls == [batch_size * num_tokens]
         with monkeypatch.context() as patch:
             patch.setattr(layers, "WHOLE_LAYER_TOKENS", 0)
             assert torch.equal(logits(model, num_tokens, batch_size=batch_size), found)
-        assert len(calls) == 2
+        assert len(calls) == 1
+
+
+def test_layers_are_as_many_calls_as_their_windows_and_taps_ask_for(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = runner(num_hidden_layers=6)
+    model._windows = (None, None, None, 40, 40, None)
+    join(model._layers, model._kept, model._windows)
+    tapped, taps = (0, 2, 4), []
+    monkeypatch.setattr(Taps, "write", lambda _, layer, x, __: taps.append((layer, x.clone())))
+    for number, wanted in (((), 3), (tapped, 5)):
+        calls.clear()
+        found = logits(model, 2, taps=number)
+        assert len(calls) == wanted  # 0 1 2 | 3 4 | 5, and 0 1 | 2 | 3 | 4 | 5
+        found_taps, taps[:] = [*taps], []
+        with monkeypatch.context() as patch:
+            patch.setattr(layers, "WHOLE_LAYER_TOKENS", 0)
+            assert torch.equal(logits(model, 2, taps=number), found)
+        assert [layer for layer, _ in taps] == [*number] * 2
+        assert all(map(torch.equal, (x for _, x in taps), (x for _, x in found_taps)))
+        taps.clear()
+
+
+def test_layers_of_other_sizes_or_formats_are_not_one_call(calls: list[int]) -> None:
+    model, other = runner(num_hidden_layers=5), runner("int8_weight_only", num_hidden_layers=5)
+    model._layers[1] = other._layers[1]
+    model._layers[4] = runner(num_hidden_layers=5, intermediate_size=512)._layers[4]
+    join(model._layers, model._kept, model._windows)
+    calls.clear()  # some check operators
+    logits(model, 1)
+    assert len(calls) == 4  # 0 | 1 | 2 3 | 4
 
 
 @pairs(batch_size=[1, 3], capacity=[300, 900], bucket=[256, 300], cache_dtype=[*CACHES.all()])
