@@ -38,7 +38,7 @@ class TokenPlaces(NamedTuple):
 
 
 class WholeLayers:
-    """Layers in one operator, for at most `sizes.WHOLE_LAYER_TOKENS` tokens.
+    """Layers in one operator, for at most `engine.WHOLE_LAYER_TOKENS` tokens.
 
     Args:
         first: the number of the first layer.
@@ -79,15 +79,15 @@ def whole_layers(
     layers: Sequence[Sequence[NativeLinear | None]], head_dim: int, rows: KeptRows, windows: Sequence[int | None]
 ) -> Iterator[WholeLayers]:
     """The layers of these parts that can be computed so on this machine, as many at once as possible."""
-    for (_, form), numbers in groupby(range(len(layers)), key=lambda number: (windows[number], _form(layers[number]))):
+    for (_, form), group in groupby(range(len(layers)), key=lambda number: (windows[number], _form(layers[number]))):
+        numbers = [*group]
         if form is None:
             continue
         product, device, *_ = form
         attention = find_attention(device, torch.float32, head_dim, rows)
         if operator := _operator_of(product, rows, head_dim, attention) if attention else None:
-            first, *others = numbers
-            found = [[part for part in layers[number] if part] for number in (first, *others)]
-            yield WholeLayers(first, found, operator)
+            found = [[part for part in layers[number] if part] for number in numbers]
+            yield WholeLayers(numbers[0], found, operator)
 
 
 def _form(parts: Sequence[NativeLinear | None]) -> tuple[Product, torch.device, Hashable, Hashable] | None:
