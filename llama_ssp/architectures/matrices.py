@@ -245,11 +245,6 @@ def split_model(
     return shards
 
 
-def widths(shards: Sequence[RankShard], cut: Cut, size: int) -> tuple[int, ...]:
-    """The number of features on each rank, of a matrix with `size` of them."""
-    return tuple(shard.num_features(cut, size) for shard in shards)
-
-
 def check_inputs(
     quantization: str, name: str, widths: Collection[int], *, group: int, is_cut: bool, num_ranks: int, is_stored: bool
 ) -> None:

@@ -11,8 +11,9 @@ from importlib.util import find_spec
 from typing import Any, cast
 
 from torch import nn
+from transformers import PretrainedConfig
 
-from llama_ssp.architectures.family import kept_whole
+from llama_ssp.architectures.family import kept_whole, record_of
 from llama_ssp.architectures.heads import DFLASH, EAGLE3, PEAGLE
 from llama_ssp.architectures.matrices import Cut, RankShard, WholeParts, check_inputs, split_model
 from llama_ssp.catalogue import ModelShape
@@ -25,7 +26,7 @@ from llama_ssp.models.huggingface.runner import ModuleRunner, MtpRunner
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.head import HeadRunner, PairRunner
 from llama_ssp.models.llama.one_pass import BlockRunner, ParallelRunner
-from llama_ssp.models.llama.table import is_llama_kind, match_lean
+from llama_ssp.models.llama.table import match_lean
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.tensor_parallel import shard
 from llama_ssp.models.weights import LINEAR, Loading, Parameter, returning_memory
@@ -82,6 +83,14 @@ def _load_library(loading: Loading) -> ModuleRunner:
     return kind(model, comm=loading.comm, cache_dtype=loading.precision.cache_dtype)
 
 
+def is_llama_kind(config: PretrainedConfig) -> bool:
+    """Whether the lean decoder supports this model."""
+    if not record_of(config.model_type).is_llama_kind or config.hidden_act != "silu":
+        return False
+    rope: dict[str, Any] = config.rope_parameters or {}
+    return bool(rope.get("partial_rotary_factor", 1.0) == 1.0)
+
+
 def check_model(
     origin: WeightSource, *,
     num_ranks: int, quantization: str = NO_QUANTIZATION, whole: WholeParts = WholeParts.none, compiles: bool = False,
@@ -115,7 +124,7 @@ def check_model(
                if weight.role is LINEAR and (layer := name.removesuffix(".weight")) not in kept}  # fmt: skip
     _check_quantizable(linears, shards, quantization, compiles=compiles, check=check)
     if model:
-        shard(model, origin.shape, Comm(rank=0, size=num_ranks), quantization=quantization, whole=whole)
+        shard(model, origin.shape, Comm(rank=0, size=num_ranks), own=shards[0], whole=whole)
 
 
 def _check_experts(

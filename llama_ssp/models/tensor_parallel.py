@@ -10,6 +10,7 @@ Shapes: B sequences, T positions, I inputs, O outputs (of the whole or of the sl
 """
 
 import re
+from collections.abc import Sequence
 from copy import copy
 from functools import partial
 from typing import Any
@@ -22,25 +23,22 @@ from transformers import PreTrainedModel
 from llama_ssp.architectures.family import no_plan, record_of
 from llama_ssp.architectures.matrices import (
     HEAD_CUTS,
+    IN_PARTS,
     Cut,
     HeadShard,
     RankShard,
     WholeParts,
     cut_of,
     split_blocks,
-    split_model,
     stays_whole,
     vocabulary_parts,
-    widths,
 )
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.huggingface.experts import OwnExperts
-from llama_ssp.models.huggingface.families import tp_plan_of
 from llama_ssp.models.huggingface.recurrent import shared_heads
 from llama_ssp.models.weights import Slice
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.storage.formats import NO_QUANTIZATION
 
 EXPERTS = "moe_tp_experts"
 """The library's style of a module of experts, each of which is cut."""
@@ -80,17 +78,18 @@ class ColumnLinear(LocalModule):
 
 
 class GatheredLinear(ColumnLinear):
-    """A column-parallel layer whose outputs, `sizes` by rank, are gathered on all ranks, such as the logits.
+    """The output: column-parallel, and its logits are gathered on all ranks.
 
     Attributes:
         first: the number of this rank's first output.
         gathers: outputs are gathered, else this rank keeps its own.
     """
 
-    def __init__(self, whole: nn.Linear, parts: tuple[range, ...], *, comm: Comm, sizes: tuple[int, ...]) -> None:
-        super().__init__(whole, parts)
-        self._comm = comm
-        self.sizes, self.first, self.gathers = sizes, sum(sizes[: comm.rank]), True
+    def __init__(self, whole: nn.Linear, of_ranks: Sequence[range], *, comm: Comm) -> None:
+        own = of_ranks[comm.rank]
+        super().__init__(whole, (own,))
+        self._comm, self._sizes = comm, tuple(map(len, of_ranks))
+        self.first, self.gathers = own.start, True
 
     def forward(self, x_BTI: Tensor) -> Tensor:
         """Map the whole input (B, T, I) to the outputs of all ranks (B, T, O)."""
@@ -98,7 +97,7 @@ class GatheredLinear(ColumnLinear):
 
     def joined(self, y_BTO: Tensor) -> Tensor:
         """The outputs of all ranks."""
-        return self._comm.all_gather_last(y_BTO, self.sizes) if self.gathers else y_BTO
+        return self._comm.all_gather_last(y_BTO, self._sizes) if self.gathers else y_BTO
 
 
 class RowLinear(LocalModule):
@@ -155,7 +154,7 @@ def own_part(logits: Tensor, vocab_size: int, comm: Comm) -> Tensor:
 def shard(
     model: PreTrainedModel, shape: ModelShape, comm: Comm,
     *,
-    quantization: str = NO_QUANTIZATION, whole: WholeParts = WholeParts.none,
+    own: RankShard, whole: WholeParts = WholeParts.none,
 ) -> None:  # fmt: skip
     """Replace the modules of a model, on the meta device, by this rank's sharded ones; no-op for one rank.
 
@@ -164,10 +163,9 @@ def shard(
     """
     if comm.size == 1:
         return
-    plan = tp_plan_of(model)
+    plan = _plan_of(model)
     if not plan:
         raise PlacementError(no_plan(shape.model_type, comm.size))
-    shards = split_model(shape, num_ranks=comm.size, quantization=quantization, whole=whole)
     for name, module in list(model.named_modules()):
         style = _style(model, plan, name)
         # A family's own embedding class does more than look up; it stays whole unless the family's record allows it.
@@ -175,7 +173,7 @@ def shard(
         if style.startswith("replicated") or (is_own_embedding and not record_of(shape.model_type).cuts_own_embedding):
             continue
         if style in _CUT_AS_ONE:
-            _CUT_AS_ONE[style](module, shards[comm.rank], comm)
+            _CUT_AS_ONE[style](module, own, comm)
             continue
         if stays_whole(name, whole):
             continue
@@ -185,9 +183,9 @@ def shard(
             if record_of(shape.model_type).gates_queries and name.endswith("q_proj"):
                 size //= 2
             _check_heads(name, size, cut, shape, getattr(parent, "head_dim", shape.head_dim))
-        model.set_submodule(name, _local(name, module, style, shards=shards, comm=comm))
+        model.set_submodule(name, _local(name, module, style, own=own, comm=comm))
         if cut in HEAD_CUTS:
-            _set_local_heads(parent, shards[comm.rank].heads)
+            _set_local_heads(parent, own.heads)
 
 
 def _check_heads(name: str, size: int, cut: Cut, shape: ModelShape, head_dim: int) -> None:
@@ -202,12 +200,30 @@ def _check_heads(name: str, size: int, cut: Cut, shape: ModelShape, head_dim: in
 
 def cut_dim(model: PreTrainedModel, name: str, *, whole: WholeParts) -> int | None:
     """The dimension of a linear layer's weight that `shard` cuts, and 0 of experts; None for what stays whole."""
-    style = _style(model, tp_plan_of(model), name)
+    style = _style(model, _plan_of(model), name)
     if style == EXPERTS:
         return 0
     if style.startswith("replicated") or stays_whole(name, whole):
         return None
     return int(style == "rowwise")
+
+
+def _plan_of(model: PreTrainedModel) -> dict[str, str]:
+    """The tensor-parallel style of each module by name; empty if none of a layer is known."""
+    family = record_of(model.config.model_type)
+    plan: dict[str, str] = {**model.tp_plan, **family.tp_plan}
+    if plan and family.cuts_vocabulary:
+        # Some versions of transformers leave it whole; the memory plan assumes that it is split.
+        plan.setdefault("model.embed_tokens", "embedding_rowwise")
+    if not any(".*." in name for name in plan):
+        return {}
+    # Fused matrices are cut in parts, so that what follows them needs no gathered inputs.
+    fused = {name: "colwise" for name in plan if name.endswith(IN_PARTS)}
+    return {name: _SAME_STYLES.get(style, style) for name, style in plan.items()} | fused
+
+
+_SAME_STYLES = {"rowwise_split_input": "rowwise", "mla_kv_a_proj": "replicated", "local_params": "replicated"}
+"""Every rank has the latents that keys and values are made of; attention's own parameters are cut with its heads."""
 
 
 def _style(model: PreTrainedModel, plan: dict[str, str], name: str) -> str:
@@ -218,16 +234,16 @@ def _style(model: PreTrainedModel, plan: dict[str, str], name: str) -> str:
     return "replicated" if style == RECURRENT and not shared_heads(model.get_submodule(name)) else style
 
 
-def _local(name: str, module: nn.Module, style: str, *, shards: tuple[RankShard, ...], comm: Comm) -> LocalModule:
+def _local(name: str, module: nn.Module, style: str, *, own: RankShard, comm: Comm) -> LocalModule:
     """Make this rank's sharded module."""
-    cut = cut_of(name)
-    size = _size_of(module, style)
-    parts = shards[comm.rank].features(cut, size)
+    cut, size = cut_of(name), _size_of(module, style)
+    of_ranks = vocabulary_parts(size, comm.size) if cut is Cut.vocabulary else ()
+    parts = own.features(cut, size)
     match style, module:
         case "colwise", nn.Linear():
             return ColumnLinear(module, parts)
-        case "colwise_gather_output" | "colwise_rep", nn.Linear() if cut is Cut.vocabulary:
-            return GatheredLinear(module, parts, comm=comm, sizes=widths(shards, cut, size))
+        case "colwise_gather_output" | "colwise_rep", nn.Linear() if of_ranks:
+            return GatheredLinear(module, of_ranks, comm=comm)
         case "rowwise", nn.Linear():
             return RowLinear(module, parts, comm=comm)
         case "embedding_rowwise", nn.Embedding():

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -24,7 +25,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from llama_ssp.architectures.matrices import FUSED, Cut, RankShard, WholeParts
+from llama_ssp.architectures.family import kept_whole
+from llama_ssp.architectures.matrices import FUSED, Cut, RankShard, WholeParts, split_model
 from llama_ssp.architectures.mtp import num_mtp_layers
 from llama_ssp.errors import CheckpointError
 from llama_ssp.models.cache import CachedRunner
@@ -84,6 +86,18 @@ class Loading:
     def weights_dtype(self) -> torch.dtype:
         """The dtype, also that of the origin."""
         return self.dtype or self.origin.dtype
+
+    @property
+    def kept_whole(self) -> WholeParts:
+        """What each of several ranks holds whole, also because the family cannot cut it."""
+        return kept_whole(self.origin.shape, self.whole)
+
+    @property
+    def own_shard(self) -> RankShard:
+        """The part of this rank; PlacementError if there are too many ranks."""
+        shape, quantization = self.origin.shape, self.precision.quantization
+        shards = split_model(shape, num_ranks=self.comm.size, quantization=quantization, whole=self.kept_whole)
+        return shards[self.comm.rank]
 
     def alike(self, kind: type[_AnyRunner]) -> _AnyRunner | None:
         """The target, if it is of this kind, on the same device and in the same dtype."""
@@ -285,13 +299,16 @@ class Matched:
         self, origin: WeightSource, table: Mapping[str, Parameter], *, named: Mapping[str, str], ties: Mapping[str, str]
     ) -> None:
         self.origin, self.table = origin, table
-        first = origin.shape.num_hidden_layers
-        # Layers that predict further tokens may have the next numbers, and are not read.
-        self._mtp_layers = range(first, first + num_mtp_layers(lambda name: getattr(origin.config, name, None)))
         self._check_layers(named)
         partners = {**ties, **{source: target for target, source in ties.items()}}
         sources = {name: named.get(name) or named.get(partners.get(name, "")) for name in table}
         self.sources = self._found(sources, others=[source for name, source in named.items() if name not in table])
+
+    @cached_property
+    def _mtp_layers(self) -> range:
+        """The numbers of layers that predict further tokens, which are not read."""
+        first = self.origin.shape.num_hidden_layers
+        return range(first, first + num_mtp_layers(lambda name: getattr(self.origin.config, name, None)))
 
     def _found(self, sources: Mapping[str, str | None], *, others: Sequence[str]) -> dict[str, str]:
         """The sources, if all are there and fit."""

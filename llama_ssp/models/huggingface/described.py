@@ -19,8 +19,7 @@ from llama_ssp.architectures.matrices import Inventory, KeptStates, Matrix, Whol
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.huggingface.experts import experts_of
-from llama_ssp.models.huggingface.families import is_linear
-from llama_ssp.models.huggingface.modules import build_empty
+from llama_ssp.models.huggingface.modules import build_empty, is_linear
 from llama_ssp.models.huggingface.recurrent import mixers_of, shared_heads, state_of
 from llama_ssp.models.tensor_parallel import RECURRENT, cut_dim
 from llama_ssp.weights.checkpoint import Checkpoint, inspect

@@ -1,4 +1,4 @@
-"""Adapts models of transformers by the records of their families: windows, masks, attention, tensor-parallel plans.
+"""Adapts models of transformers by the records of their families: windows, masks, attention.
 
 A sliding window is part of the mask: the cache keeps every slot, and slots that are too old for a layer are masked.
 
@@ -10,13 +10,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llama_ssp.architectures.decoders import GPT_NEO
 from llama_ssp.architectures.family import record_of
-from llama_ssp.architectures.matrices import IN_PARTS
 from llama_ssp.errors import CheckpointError
 from llama_ssp.registry import imported
 from llama_ssp.weights.source import WeightSource
@@ -42,30 +41,6 @@ def mask_argument(config: PretrainedConfig, masks: Mapping[int | None, Tensor]) 
     if len(masks) > 1 and getattr(config, "layer_types", None):
         return {"full_attention": masks.get(None), "sliding_attention": masks.get(config.sliding_window)}
     return next(iter(masks.values())) if len(masks) == 1 else torch.cat([*masks.values()], 1)
-
-
-def is_linear(name: str, module: nn.Module) -> bool:
-    """Whether a module is a linear layer, and no router: some of those have a forward of their own, or are read."""
-    is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-    return is_plain and not name.endswith((".router.proj", ".gate.wg"))
-
-
-def tp_plan_of(model: PreTrainedModel) -> dict[str, str]:
-    """The tensor-parallel style of each module by name; empty if none of a layer is known."""
-    family = record_of(model.config.model_type)
-    plan: dict[str, str] = {**model.tp_plan, **family.tp_plan}
-    if plan and family.cuts_vocabulary:
-        # Some versions of transformers leave it whole; the memory plan assumes that it is split.
-        plan.setdefault("model.embed_tokens", "embedding_rowwise")
-    if not any(".*." in name for name in plan):
-        return {}
-    # Fused matrices are cut in parts, so that what follows them needs no gathered inputs.
-    fused = {name: "colwise" for name in plan if name.endswith(IN_PARTS)}
-    return {name: _SAME_STYLES.get(style, style) for name, style in plan.items()} | fused
-
-
-_SAME_STYLES = {"rowwise_split_input": "rowwise", "mla_kv_a_proj": "replicated", "local_params": "replicated"}
-"""Every rank has the latents that keys and values are made of; attention's own parameters are cut with its heads."""
 
 
 def check_gpt_neo(origin: WeightSource) -> None:

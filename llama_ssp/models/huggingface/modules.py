@@ -19,13 +19,13 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.initialization import no_init_weights
 
-from llama_ssp.architectures.family import check_servable, kept_whole, record_of
+from llama_ssp.architectures.family import check_servable, record_of
 from llama_ssp.architectures.matrices import WholeParts, cut_of
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.kernels.linear import Kernel, Linear
 from llama_ssp.models.attention import BY_POSITION
 from llama_ssp.models.huggingface.experts import OwnExperts, can_be_own, experts_of
-from llama_ssp.models.huggingface.families import adapt, is_linear
+from llama_ssp.models.huggingface.families import adapt
 from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, RowLinear, cut_dim, shard
 from llama_ssp.models.weights import (
     EXPERTS,
@@ -150,10 +150,9 @@ def load_modules(
     Linear layers that are not quantized get this kernel; None leaves them the library's. `tables` are the embedding and
     the output of another model, which this one shares.
     """
-    shape, quantization = loading.origin.shape, loading.precision.quantization
     model, matched = match_modules(loading.origin)
-    matched.check_packed(quantization)
-    shard(model, shape, loading.comm, quantization=quantization, whole=kept_whole(shape, loading.whole))
+    matched.check_packed(loading.precision.quantization)
+    shard(model, loading.origin.shape, loading.comm, own=loading.own_shard, whole=loading.kept_whole)
     if tables:
         model.set_input_embeddings(tables[0])
         model.set_submodule(output_name(model), SharedOutput(tables[1]))
@@ -198,13 +197,11 @@ def fill_modules(
 
     if kernel:
         with returning_memory():
-            for name, module in list(linear_layers(model)):
+            experts = [(name, module, OwnExperts) for name, module in experts_of(model) if can_be_own(module)]
+            linears = [(name, module, OwnLinear) for name, module in linear_layers(model)]
+            for name, module, own in (*experts, *linears):
                 fill(f"{name}.")
-                model.set_submodule(name, into.keep(OwnLinear(module, kernel), "_model", *name.split(".")))
-            for name, module in list(experts_of(model)):
-                if can_be_own(module):
-                    fill(f"{name}.")
-                    model.set_submodule(name, into.keep(OwnExperts(module, kernel), "_model", *name.split(".")))
+                model.set_submodule(name, into.keep(own(module, kernel), "_model", *name.split(".")))
     fill("")
 
 
@@ -287,3 +284,9 @@ def linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
         is_sharded = isinstance(module, ColumnLinear | RowLinear)
         if (is_sharded or is_linear(name, module)) and module is not head and not isinstance(module, GatheredLinear):
             yield name, module
+
+
+def is_linear(name: str, module: nn.Module) -> bool:
+    """Whether a module is a linear layer, and no router: some of those have a forward of their own, or are read."""
+    is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return is_plain and not name.endswith((".router.proj", ".gate.wg"))

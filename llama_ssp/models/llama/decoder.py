@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.architectures.matrices import Cut, widths
+from llama_ssp.architectures.matrices import Cut, vocabulary_parts
 from llama_ssp.kernels.attention import ALL, Attention, find_attention
 from llama_ssp.kernels.attention_by_length import VarlenAttention, find_varlen, unpacking, with_ours
 from llama_ssp.kernels.between import OwnKernels, find_own_kernels, rotate_write
@@ -58,10 +58,10 @@ class LeanRunner(CachedRunner):
         target = loading.alike(LeanRunner) if loading.origin.shape.shares_embedding else None
         embedding_VE = target.embedding if target else None
         places = {EMBEDDING: into.model._embedding_VE} if into.model else {}
-        weights, shards = lean_weights(loading, places=places, has_embedding=embedding_VE is None)
-        own, self._own = shards[comm.rank], into.model._own if into.model else OwnKernels()
-        is_cut, vocab_size = weights.is_cut(OUTPUT), config.vocab_size
-        self._head_sizes: tuple[int, ...] = widths(shards, Cut.vocabulary, vocab_size) if is_cut else (vocab_size,)
+        weights = lean_weights(loading, places=places, has_embedding=embedding_VE is None)
+        own, self._own = loading.own_shard, into.model._own if into.model else OwnKernels()
+        num_parts = comm.size if weights.is_cut(OUTPUT) else 1
+        self._head_sizes = tuple(map(len, vocabulary_parts(config.vocab_size, num_parts)))
         # The largest matrix comes first: copies of it are gone before the layers need their room.
         head = weights.take(OUTPUT)
         super().__init__(config, head, cache_dtype=precision.cache_dtype)

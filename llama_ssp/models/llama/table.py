@@ -23,12 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from llama_ssp.architectures.family import check_servable, inventory, kept_whole, record_of
+from llama_ssp.architectures.family import check_servable, inventory, record_of
 from llama_ssp.architectures.heads import DFLASH, MASK, PEAGLE, HeadConfig
-from llama_ssp.architectures.matrices import HEAD_CUTS, Inventory, Matrix, RankShard, WholeParts, cut_of, split_model
+from llama_ssp.architectures.matrices import HEAD_CUTS, Inventory, Matrix, WholeParts, cut_of
 from llama_ssp.architectures.mtp import JOIN, JOINED_NORMS
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.models.weights import LINEAR, OTHER, Loading, Matched, Parameter, StoredSlice, Weights, config_errors
@@ -38,14 +37,6 @@ from llama_ssp.weights.source import WeightSource
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def is_llama_kind(config: PretrainedConfig) -> bool:
-    """Whether the lean decoder supports this model."""
-    if not record_of(config.model_type).is_llama_kind or config.hidden_act != "silu":
-        return False
-    rope: dict[str, Any] = config.rope_parameters or {}
-    return bool(rope.get("partial_rotary_factor", 1.0) == 1.0)
-
-
 def llama_table(
     config: Any,  # noqa: ANN401 - of transformers
     shape: ModelShape,
@@ -53,7 +44,7 @@ def llama_table(
     whole: WholeParts = WholeParts.none,
     head: HeadConfig | None = None,
 ) -> dict[str, Parameter]:
-    """The parameters of a whole model, for which `is_llama_kind` holds, in the order in which the decoder takes them.
+    """The parameters of a whole model, of a Llama kind (`loading.is_llama_kind`), in the order of the decoder.
 
     Args:
         config: of the model, or of the model whose layers a head has.
@@ -140,24 +131,19 @@ def match_lean(origin: WeightSource, whole: WholeParts) -> Matched:
     return Matched(origin, table, named=named, ties=ties)
 
 
-def lean_weights(
-    loading: Loading, *, has_embedding: bool, places: Mapping[str, nn.Parameter]
-) -> tuple[Weights, tuple[RankShard, ...]]:
-    """The weights of this rank, and what all ranks have; raises as `loading.load_model`, for `places` see `Weights`."""
-    shape, quantization = loading.origin.shape, loading.precision.quantization
-    whole = kept_whole(shape, loading.whole)
-    matched = match_lean(loading.origin, whole)
-    matched.check_packed(quantization)
-    shards = split_model(shape, num_ranks=loading.comm.size, quantization=quantization, whole=whole)
-    rows = {}
+def lean_weights(loading: Loading, *, has_embedding: bool, places: Mapping[str, nn.Parameter]) -> Weights:
+    """The weights of this rank; raises as `loading.load_model`, for `places` see `Weights`."""
+    matched = match_lean(loading.origin, loading.kept_whole)
+    matched.check_packed(loading.precision.quantization)
+    shard, rows = loading.own_shard, {}
     for name, parameter in matched.table.items():
-        cut, sizes = parameter.slice_of(shards[loading.comm.rank]), [*parameter.shape]
+        cut, sizes = parameter.slice_of(shard), [*parameter.shape]
         if cut:
             sizes[cut.dim] = sum(map(len, cut.parts))
         if has_embedding or name != EMBEDDING:
             size, dtype = math.prod(sizes), loading.weights_dtype
             rows[name] = StoredSlice(matched.sources[name], cut, size, dtype, loading.device)
-    return Weights(loading, rows, places=places), shards
+    return Weights(loading, rows, places=places)
 
 
 def rotary_of(config: Any) -> tuple[Tensor, float]:  # noqa: ANN401 - of transformers

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_ssp.architectures.matrices import BLOCK, Cut, Matrix, cut_of, split_blocks, split_heads, split_model, widths
+from llama_ssp.architectures.matrices import BLOCK, Cut, Matrix, cut_of, split_blocks, split_heads, split_model
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import PlacementError
 
@@ -92,7 +92,6 @@ def test_slices_of_all_ranks_are_every_feature_of_every_matrix(
     for cut, total in zip(Cut, totals, strict=True):
         held = list(chain(*(part for shard in shards for part in shard.features(cut, total))))
         assert sorted(held) == list(range(total))
-        assert sum(widths(shards, cut, total)) == total
         if cut not in {Cut.qkv, Cut.gate_up}:
             assert held == sorted(held)
 

@@ -12,15 +12,14 @@ import yaml
 from transformers import CONFIG_MAPPING
 
 from llama_ssp import catalogue
-from llama_ssp.architectures.family import kept_whole, kinds, record_of
-from llama_ssp.architectures.matrices import WholeParts
+from llama_ssp.architectures.family import kinds, record_of
 from llama_ssp.architectures.reading import check_readable, read_config, read_stored_format
 from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError
 from llama_ssp.models import loading
 from llama_ssp.models.huggingface.modules import build_empty
 from llama_ssp.models.tensor_parallel import shard
-from llama_ssp.models.weights import Matched
+from llama_ssp.models.weights import Loading, Matched
 from llama_ssp.planning.model import PlannedModel, planned_model
 from llama_ssp.planning.weights import model_bytes, rank_shares
 from llama_ssp.ranks.comms import Comm
@@ -83,7 +82,8 @@ def check_run(folder: Path, num_ranks: int) -> None:
 def held_bytes(origin: Checkpoint, rank: int, num_ranks: int) -> int:
     """Bytes of a rank's parameters in bf16, by transformers' modules on the meta device."""
     model = build_empty(origin)
-    shard(model, origin.shape, Comm(rank=rank, size=num_ranks), whole=kept_whole(origin.shape, WholeParts.none))
+    of_rank = Loading(origin, comm=Comm(rank=rank, size=num_ranks))
+    shard(model, origin.shape, of_rank.comm, own=of_rank.own_shard, whole=of_rank.kept_whole)
     found, tied = dict(model.named_parameters()), model.all_tied_weights_keys
     own = [each for name, each in found.items() if name not in tied or each.shape != found[tied[name]].shape]
     return sum(2 * each.numel() for each in own)

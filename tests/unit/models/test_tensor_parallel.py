@@ -167,15 +167,17 @@ def test_experts_that_are_no_multiple_of_the_ranks_are_not_spread(saved: SavedMo
 )
 def test_a_plan_that_is_not_understood_is_refused_by_name(family: str, changes: dict[str, object], reason: str) -> None:
     model = AutoModelForCausalLM.from_config(tiny_config(family, **changes))
+    shape = shape_of(model.config)
     with pytest.raises(PlacementError, match=reason):
-        shard(model, shape_of(model.config), Comm(rank=0, size=2))
+        shard(model, shape, Comm(rank=0, size=2), own=split_model(shape, num_ranks=2)[0])
 
 
 def test_a_matrix_of_another_size_than_the_config_says_is_refused_by_name() -> None:
     model = AutoModelForCausalLM.from_config(tiny_config("llama"))
     model.model.layers[1].self_attn.q_proj = nn.Linear(64, 96)
+    shape = shape_of(model.config)
     with pytest.raises(PlacementError, match=r"layers.1.self_attn.q_proj has 96 features where the config says 64"):
-        shard(model, shape_of(model.config), Comm(rank=0, size=2))
+        shard(model, shape, Comm(rank=0, size=2), own=split_model(shape, num_ranks=2)[0])
 
 
 @pytest.mark.parametrize("sizes", [(7,), (3, 4), (1, 5, 1), (2, 2, 2, 1)], ids=str)

@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from llama_ssp import catalogue
 from llama_ssp.architectures.engine import BUCKET_STEP, ENGINE_KERNELS
 from llama_ssp.architectures.family import inventory
-from llama_ssp.architectures.matrices import WholeParts
+from llama_ssp.architectures.matrices import WholeParts, split_model
 from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware
@@ -301,7 +301,8 @@ def test_each_rank_is_planned_exactly_what_the_loader_gives_it(name: str, num_ra
     for rank, expected in enumerate(planned):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        shard(model, shape, Comm(rank=rank, size=num_ranks), whole=whole)
+        own = split_model(shape, num_ranks=num_ranks, whole=whole)[rank]
+        shard(model, shape, Comm(rank=rank, size=num_ranks), own=own, whole=whole)
         if shape.tie_word_embeddings and model.lm_head.weight.shape == model.get_input_embeddings().weight.shape:
             model.lm_head.weight = model.get_input_embeddings().weight
         assert 2 * sum(parameter.numel() for parameter in model.parameters()) == expected

@@ -10,8 +10,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from llama_ssp import catalogue
 from llama_ssp.architectures import engine
-from llama_ssp.architectures.family import inventory, kept_whole, record_of
-from llama_ssp.architectures.matrices import WholeParts
+from llama_ssp.architectures.family import inventory, record_of
 from llama_ssp.architectures.reading import read_config
 from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import PlacementError
@@ -195,7 +194,8 @@ def test_a_plan_counts_the_weights_of_a_rank_where_attention_and_recurrence_shar
     model = PlannedModel(name="mine", shape=origin.shape, dtype=Dtype.fp32, quantization="none")
     planned = model_bytes(shares(origin.shape, num_ranks=2)[0], model, device="cuda").total_bytes
     modules = build_empty(origin)
-    shard(modules, origin.shape, Comm(rank=0, size=2), whole=kept_whole(origin.shape, WholeParts.none))
+    loading = Loading(origin, comm=Comm(rank=0, size=2))
+    shard(modules, origin.shape, loading.comm, own=loading.own_shard, whole=loading.kept_whole)
     assert planned == pytest.approx(sum(parameter.nbytes for parameter in modules.parameters()), rel=0.01)
 
 

@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from llama_ssp.kernels.linear import Kernel, PackedLinear, PlainLinear, can_pack
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.llama.table import is_llama_kind
-from llama_ssp.models.loading import load_model
+from llama_ssp.models.loading import is_llama_kind, load_model
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.comms import Comm

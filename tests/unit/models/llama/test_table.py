@@ -31,8 +31,8 @@ def test_names_shapes_roles_and_slices_are_those_of_the_library_s_modules(
     table, model = llama_table(config, shape), build_empty(empty)
     modules = table_of(model)
     assert {name: found[:2] for name, found in table.items()} == {name: found[:2] for name, found in modules.items()}
-    shard(model, shape, Comm(rank=num_ranks - 1, size=num_ranks))
     own = split_model(shape, num_ranks=num_ranks)[-1]
+    shard(model, shape, Comm(rank=num_ranks - 1, size=num_ranks), own=own)
     for name, _ in model.named_parameters(remove_duplicate=False):
         path, _, leaf = name.rpartition(".")
         assert table[name].slice_of(own) == getattr(model.get_submodule(path), "slices", {}).get(leaf), name
