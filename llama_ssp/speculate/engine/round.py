@@ -127,6 +127,146 @@ class Round:
             self._nodes = TreeTables(num_draft_tokens, target.device)
             self._steps_D = torch.arange(self.tree.depth, device=target.device)
 
+    def step(
+        self,
+        executor: Executor,
+        state: BatchState,
+        in_flight: Law = POINT_MASS,  # noqa: ARG002 - of rounds that overlap
+        *,
+        choice: DraftChoice,
+        bucket: int,
+        clock: HostClock,
+    ) -> tuple[Tensor, Law]:
+        """Run one round on a batch whose rows have at least two tokens.
+
+        It reads `bucket` cache slots, at least the longest row's length + K. In rounds that overlap, `in_flight` is
+        what the round before has returned. Returns the result (see `BatchState.commit`), and the law of drafted tokens
+        that the next round verifies, if any.
+        """
+        clock.start()
+        drafted = ()
+        if choice.num_tokens:
+            drafted = executor.run(self.draft_stage(choice, bucket=bucket), state)
+            clock.add("draft")
+        result = executor.run(self.verify_stage(choice, bucket=bucket), state, *drafted)
+        clock.add("verify")
+        return result, POINT_MASS
+
+    def draft_stage(self, choice: DraftChoice, *, bucket: int) -> Stage:
+        """Extend every row by `choice.num_tokens` drafted tokens; returns the round's uniforms and the draft."""
+        drafter = self.drafters[choice.source]
+        return Stage(
+            self._named("draft"), partial(self._draft, choice, bucket), choice, bucket,
+            reads=(self.drafters, self.last_and_drafted_W), repeats=drafter.repeats_operators,
+        )  # fmt: skip
+
+    def _draft(self, choice: DraftChoice, bucket: int, state: BatchState) -> tuple[Tensor, Draft]:
+        uniforms_BN, rows, number = state.uniforms(), self.draft_rows(state), choice.num_tokens
+        limit = self._limit_of(choice.source)
+        draft = self.drafters[choice.source].propose(
+            limit.of_rows(rows, number) if limit else rows,
+            num_tokens=number,
+            uniforms_BKP=self.uniforms.split(uniforms_BN, number).draft_BKP,
+            num_unread=choice.num_unread,
+            bucket=bucket,
+        )
+        if limit:
+            behind_BK = rows.lengths_B[:, None] + self.last_and_drafted_W[1 : number + 1]
+            rows.tokens_BS.scatter_(1, behind_BK, draft.ids_BK)
+        return uniforms_BN, draft
+
+    def verify_stage(self, choice: DraftChoice, *, bucket: int) -> Stage:
+        """Score the drafted tokens with the target, verify and commit; without any, decode one token."""
+        verify = partial(self._verify, choice, bucket) if choice.num_tokens else partial(self._decode, bucket)
+        return self._of_target("verify", verify, choice, bucket)
+
+    def _verify(self, choice: DraftChoice, bucket: int, state: BatchState, uniforms_BN: Tensor, draft: Draft) -> Tensor:
+        """Score the draft, let the rule accept a path of it, and commit that."""
+        if isinstance(draft.nodes, Topology):
+            logits_BWV, context = self._score_tree(state, draft.ids_BK, draft.nodes, bucket=bucket), None
+        else:
+            logits_BWV, context = self.score(state, num_drafted=choice.num_tokens, bucket=bucket)
+        forced = self.verifier.forced
+        decision = self.verifier.verify(
+            draft, self.verifier.process(logits_BWV, context),
+            draws=self._draws(state, uniforms_BN, draft, choice.num_tokens), is_plain_B1=self.is_plain(choice, state),
+            forced_B1=forced.lengths(state.lengths_B - state.prompt_lengths_B) if forced else None,
+        )  # fmt: skip
+        return state.commit(*self._follow(state, draft, decision))
+
+    def score(self, state: BatchState, *, num_drafted: int, bucket: int) -> tuple[Tensor, Context | None]:
+        """The target's logits after the last token and each drafted one, and the rule's context if it needs one."""
+        positions_BW = state.lengths_B[:, None] + self.last_and_drafted_W[: num_drafted + 1]
+        ids_BW = state.tokens_BS.gather(1, positions_BW)
+        taken_B = None
+        if self.target.keeps_states:  # none in rows that ended, or whose prompt is being read
+            taken_B = (state.lengths_B < state.limits_B) * (num_drafted + 1)
+        logits_BWV = self.target.forward(ids_BW, positions_BW, bucket=bucket, taps=self.taps, taken_B=taken_B)
+        return logits_BWV, state.rows.before(positions_BW) if self.verifier.needs_context else None
+
+    def _score_tree(self, state: BatchState, ids_BN: Tensor, nodes: Topology, *, bucket: int) -> Tensor:
+        """The target's logits after the last token and each node."""
+        root_B1 = state.lengths_B[:, None] - 1
+        positions_BW, places = self._nodes.places(root_B1, 0, nodes.depths_BT, nodes.ancestors_BTT, bucket=bucket)
+        ids_BW = torch.cat([state.tokens_BS.gather(1, root_B1), ids_BN], dim=1)
+        return self.target.forward(ids_BW, positions_BW, bucket=bucket, taps=self.taps, tree=places)
+
+    def _follow(self, state: BatchState, draft: Draft, decision: Decision) -> tuple[Decision, Tensor]:
+        """Move what is kept of a tree's path behind the text; returns the decision on this chain, and its tokens."""
+        if not isinstance(draft.nodes, Topology):
+            return decision, draft.ids_BK
+        lengths_B1 = state.lengths_B[:, None]
+        num_accepted_B1, path_BD = draft.nodes.path_to(decision.node_B1)
+        from_BD, to_BD = lengths_B1 - 1 + path_BD, lengths_B1 + self._steps_D
+        self.target.move(from_BD, to_BD)
+        if self.taps:
+            self.taps.move(from_BD, to_BD)
+        path_ids_BD = draft.ids_BK.gather(1, path_BD - 1)
+        state.tokens_BS.scatter_(1, to_BD, path_ids_BD)
+        return decision._replace(node_B1=num_accepted_B1), path_ids_BD
+
+    def _draws(self, state: BatchState, uniforms_BN: Tensor, draft: Draft, num_tokens: int) -> Draws:
+        """The draws of a round; certain tokens are verified by those of plain decoding, at every depth."""
+        draws = self.uniforms.split(uniforms_BN, num_tokens)
+        if draft.is_certain and not self.verifier.rule.takes_best:
+            depth = self.tree.depth if self.tree else num_tokens
+            draws = draws._replace(plain_BTP=state.plain_uniforms(depth + 1))
+        return draws
+
+    def _decode(self, bucket: int, state: BatchState) -> Tensor:
+        """Plain decoding: score the last token, draw one, commit it."""
+        logits_B1V, context = self.score(state, num_drafted=0, bucket=bucket)
+        return state.commit(self.verifier.draw(logits_B1V, self.uniforms.split(state.uniforms()).plain_BTP, context))
+
+    def _of_target(self, name: str, function: Callable[..., Any], choice: DraftChoice, bucket: int) -> Stage:
+        of_trees = (self.tree, self._nodes, self._steps_D) if self.tree else ()
+        reads = (self.target, self.verifier, self.last_and_drafted_W, self.taps, *of_trees)
+        return Stage(self._named(name), function, choice, bucket, reads, repeats=self.target.repeats_operators)
+
+    def _named(self, name: str) -> str:
+        """The name of a stage that draws: it calls other operators for other steps."""
+        return f"{name} {self.steps}" if self.steps else name
+
+    def longest(self, choice: DraftChoice) -> int | None:
+        """The longest rows that a round drafts for, which decodes longer ones plainly; None for all.
+
+        What is in flight counts as text.
+        """
+        limit = self._limit_of(choice.source) if choice.num_tokens else None
+        return limit.longest(choice.num_tokens) if limit else None
+
+    def _limit_of(self, source: int) -> DraftLimit | None:
+        return None if source else self.limit
+
+    def is_plain(self, choice: DraftChoice, state: BatchState) -> Tensor | None:
+        """Which rows (B, 1) the draft cannot serve in this round; None if it serves all."""
+        longest = self.longest(choice)
+        return None if longest is None else self.draft_rows(state).lengths_B[:, None] > longest
+
+    def draft_rows(self, state: BatchState) -> Rows:
+        """The rows as the draft sees them."""
+        return state.rows
+
     @property
     def num_allocations(self) -> tuple[int, ...]:
         """How often each part has replaced what its stages read."""
@@ -185,6 +325,13 @@ class Round:
         if not is_shared:
             read_by_drafters()
 
+    def read(self, prompts: BatchState, place: PromptRow, *, num_tokens: int, buckets: Buckets) -> None:
+        """Read the first tokens of one prompt into its row of the target's cache, those that are not held."""
+        held = [place.target] if place.target.num_tokens else ()
+        lengths_1 = prompts.lengths_B.new_full((1,), num_tokens)
+        part = Prompts(prompts.tokens_BS, lengths_1, [num_tokens], num_tokens, held, [place.saved])
+        read_prompts(self.target, part, rows=[place.row], buckets=buckets, taps=self.taps)
+
     def read_late(
         self, executor: Executor, source: int, state: BatchState, rows: Sequence[int], *, lengths: Sequence[int],
         buckets: Buckets,
@@ -212,150 +359,3 @@ class Round:
             return executor.run(stage, state, inputs_4M)
 
         return ShortForwards(self._inputs_4M, self._batch_size, run)
-
-    def read(self, prompts: BatchState, place: PromptRow, *, num_tokens: int, buckets: Buckets) -> None:
-        """Read the first tokens of one prompt into its row of the target's cache, those that are not held."""
-        held = [place.target] if place.target.num_tokens else ()
-        lengths_1 = prompts.lengths_B.new_full((1,), num_tokens)
-        part = Prompts(prompts.tokens_BS, lengths_1, [num_tokens], num_tokens, held, [place.saved])
-        read_prompts(self.target, part, rows=[place.row], buckets=buckets, taps=self.taps)
-
-    def step(
-        self,
-        executor: Executor,
-        state: BatchState,
-        in_flight: Law = POINT_MASS,  # noqa: ARG002 - of rounds that overlap
-        *,
-        choice: DraftChoice,
-        bucket: int,
-        clock: HostClock,
-    ) -> tuple[Tensor, Law]:
-        """Run one round on a batch whose rows have at least two tokens.
-
-        It reads `bucket` cache slots, at least the longest row's length + K. In rounds that overlap, `in_flight` is
-        what the round before has returned. Returns the result (see `BatchState.commit`), and the law of drafted tokens
-        that the next round verifies, if any.
-        """
-        clock.start()
-        drafted = ()
-        if choice.num_tokens:
-            drafted = executor.run(self.draft_stage(choice, bucket=bucket), state)
-            clock.add("draft")
-        result = executor.run(self.verify_stage(choice, bucket=bucket), state, *drafted)
-        clock.add("verify")
-        return result, POINT_MASS
-
-    def draft_stage(self, choice: DraftChoice, *, bucket: int) -> Stage:
-        """Extend every row by `choice.num_tokens` drafted tokens; returns the round's uniforms and the draft."""
-        drafter = self.drafters[choice.source]
-        return Stage(
-            self._named("draft"), partial(self._draft, choice, bucket), choice, bucket,
-            reads=(self.drafters, self.last_and_drafted_W), repeats=drafter.repeats_operators,
-        )  # fmt: skip
-
-    def verify_stage(self, choice: DraftChoice, *, bucket: int) -> Stage:
-        """Score the drafted tokens with the target, verify and commit; without any, decode one token."""
-        verify = partial(self._verify, choice, bucket) if choice.num_tokens else partial(self._decode, bucket)
-        return self._of_target("verify", verify, choice, bucket)
-
-    def _of_target(self, name: str, function: Callable[..., Any], choice: DraftChoice, bucket: int) -> Stage:
-        of_trees = (self.tree, self._nodes, self._steps_D) if self.tree else ()
-        reads = (self.target, self.verifier, self.last_and_drafted_W, self.taps, *of_trees)
-        return Stage(self._named(name), function, choice, bucket, reads, repeats=self.target.repeats_operators)
-
-    def _named(self, name: str) -> str:
-        """The name of a stage that draws: it calls other operators for other steps."""
-        return f"{name} {self.steps}" if self.steps else name
-
-    def longest(self, choice: DraftChoice) -> int | None:
-        """The longest rows that a round drafts for, which decodes longer ones plainly; None for all.
-
-        What is in flight counts as text.
-        """
-        limit = self._limit_of(choice.source) if choice.num_tokens else None
-        return limit.longest(choice.num_tokens) if limit else None
-
-    def _limit_of(self, source: int) -> DraftLimit | None:
-        return None if source else self.limit
-
-    def is_plain(self, choice: DraftChoice, state: BatchState) -> Tensor | None:
-        """Which rows (B, 1) the draft cannot serve in this round; None if it serves all."""
-        longest = self.longest(choice)
-        return None if longest is None else self.draft_rows(state).lengths_B[:, None] > longest
-
-    def draft_rows(self, state: BatchState) -> Rows:
-        """The rows as the draft sees them."""
-        return state.rows
-
-    def _draft(self, choice: DraftChoice, bucket: int, state: BatchState) -> tuple[Tensor, Draft]:
-        uniforms_BN, rows, number = state.uniforms(), self.draft_rows(state), choice.num_tokens
-        limit = self._limit_of(choice.source)
-        draft = self.drafters[choice.source].propose(
-            limit.of_rows(rows, number) if limit else rows,
-            num_tokens=number,
-            uniforms_BKP=self.uniforms.split(uniforms_BN, number).draft_BKP,
-            num_unread=choice.num_unread,
-            bucket=bucket,
-        )
-        if limit:
-            behind_BK = rows.lengths_B[:, None] + self.last_and_drafted_W[1 : number + 1]
-            rows.tokens_BS.scatter_(1, behind_BK, draft.ids_BK)
-        return uniforms_BN, draft
-
-    def _decode(self, bucket: int, state: BatchState) -> Tensor:
-        """Plain decoding: score the last token, draw one, commit it."""
-        logits_B1V, context = self.score(state, num_drafted=0, bucket=bucket)
-        return state.commit(self.verifier.draw(logits_B1V, self.uniforms.split(state.uniforms()).plain_BTP, context))
-
-    def _verify(self, choice: DraftChoice, bucket: int, state: BatchState, uniforms_BN: Tensor, draft: Draft) -> Tensor:
-        """Score the draft, let the rule accept a path of it, and commit that."""
-        if isinstance(draft.nodes, Topology):
-            logits_BWV, context = self._score_tree(state, draft.ids_BK, draft.nodes, bucket=bucket), None
-        else:
-            logits_BWV, context = self.score(state, num_drafted=choice.num_tokens, bucket=bucket)
-        forced = self.verifier.forced
-        decision = self.verifier.verify(
-            draft, self.verifier.process(logits_BWV, context),
-            draws=self._draws(state, uniforms_BN, draft, choice.num_tokens), is_plain_B1=self.is_plain(choice, state),
-            forced_B1=forced.lengths(state.lengths_B - state.prompt_lengths_B) if forced else None,
-        )  # fmt: skip
-        return state.commit(*self._follow(state, draft, decision))
-
-    def _draws(self, state: BatchState, uniforms_BN: Tensor, draft: Draft, num_tokens: int) -> Draws:
-        """The draws of a round; certain tokens are verified by those of plain decoding, at every depth."""
-        draws = self.uniforms.split(uniforms_BN, num_tokens)
-        if draft.is_certain and not self.verifier.rule.takes_best:
-            depth = self.tree.depth if self.tree else num_tokens
-            draws = draws._replace(plain_BTP=state.plain_uniforms(depth + 1))
-        return draws
-
-    def score(self, state: BatchState, *, num_drafted: int, bucket: int) -> tuple[Tensor, Context | None]:
-        """The target's logits after the last token and each drafted one, and the rule's context if it needs one."""
-        positions_BW = state.lengths_B[:, None] + self.last_and_drafted_W[: num_drafted + 1]
-        ids_BW = state.tokens_BS.gather(1, positions_BW)
-        taken_B = None
-        if self.target.keeps_states:  # none in rows that ended, or whose prompt is being read
-            taken_B = (state.lengths_B < state.limits_B) * (num_drafted + 1)
-        logits_BWV = self.target.forward(ids_BW, positions_BW, bucket=bucket, taps=self.taps, taken_B=taken_B)
-        return logits_BWV, state.rows.before(positions_BW) if self.verifier.needs_context else None
-
-    def _score_tree(self, state: BatchState, ids_BN: Tensor, nodes: Topology, *, bucket: int) -> Tensor:
-        """The target's logits after the last token and each node."""
-        root_B1 = state.lengths_B[:, None] - 1
-        positions_BW, places = self._nodes.places(root_B1, 0, nodes.depths_BT, nodes.ancestors_BTT, bucket=bucket)
-        ids_BW = torch.cat([state.tokens_BS.gather(1, root_B1), ids_BN], dim=1)
-        return self.target.forward(ids_BW, positions_BW, bucket=bucket, taps=self.taps, tree=places)
-
-    def _follow(self, state: BatchState, draft: Draft, decision: Decision) -> tuple[Decision, Tensor]:
-        """Move what is kept of a tree's path behind the text; returns the decision on this chain, and its tokens."""
-        if not isinstance(draft.nodes, Topology):
-            return decision, draft.ids_BK
-        lengths_B1 = state.lengths_B[:, None]
-        num_accepted_B1, path_BD = draft.nodes.path_to(decision.node_B1)
-        from_BD, to_BD = lengths_B1 - 1 + path_BD, lengths_B1 + self._steps_D
-        self.target.move(from_BD, to_BD)
-        if self.taps:
-            self.taps.move(from_BD, to_BD)
-        path_ids_BD = draft.ids_BK.gather(1, path_BD - 1)
-        state.tokens_BS.scatter_(1, to_BD, path_ids_BD)
-        return decision._replace(node_B1=num_accepted_B1), path_ids_BD
