@@ -235,8 +235,9 @@ class Round:
 
     def _decode(self, bucket: int, state: BatchState) -> Tensor:
         """Plain decoding: score the last token, draw one, commit it."""
+        uniforms_B1P = self.uniforms.split(state.uniforms()).plain_BTP
         logits_B1V, context = self.score(state, num_drafted=0, bucket=bucket)
-        return state.commit(self.verifier.draw(logits_B1V, self.uniforms.split(state.uniforms()).plain_BTP, context))
+        return state.commit(self.verifier.draw(logits_B1V, uniforms_B1P, context))
 
     def _of_target(self, name: str, function: Callable[..., Any], choice: DraftChoice, bucket: int) -> Stage:
         of_trees = (self.tree, self._nodes, self._steps_D) if self.tree else ()
