@@ -8,6 +8,7 @@ Shapes: B sequences, T positions, I inputs, O outputs.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,6 @@ from llama_ssp.models.weights import (
     Loading,
     Matched,
     Parameter,
-    Slice,
     StoredSlice,
     Weights,
     config_errors,
@@ -178,11 +178,22 @@ def fill_modules(
     """
     if loading.precision.rounds_inputs:
         _attend_by_position(model)
-    rows = {
-        name: _row(model, name, parameter, source=sources[name], dtype=loading.weights_dtype, devices=devices)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if parameter.is_meta  # tables of another model are filled
-    }
+    owns: list[tuple[str, Any, Callable[[Any], nn.Module]]] = []
+    if kernel:
+        make_own_linear, make_experts = partial(OwnLinear, kernel=kernel), partial(OwnExperts, kernel=kernel)
+        owns += [(name, module, make_own_linear) for name, module in linear_layers(model)]
+        owns += [(name, module, make_experts) for name, module in experts_of(model) if can_be_own(module)]
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    first = [f"{name}.{leaf}" for name, module, _ in owns for leaf, _ in module.named_parameters()]
+    rows = {}
+    for name in dict.fromkeys([*first, *parameters]):
+        if not (parameter := parameters[name]).is_meta:
+            continue  # tables of another model are filled
+        path, _, leaf = name.rpartition(".")
+        cut = getattr(model.get_submodule(path), "slices", {}).get(leaf)
+        device = [place for module, place in devices.items() if not module or name.startswith(f"{module}.")][-1]
+        dtype = None if isinstance(parameter, _Buffer) else loading.weights_dtype
+        rows[name] = StoredSlice(sources[name], cut, parameter.numel(), dtype, device)
     into = loading.into
     weights = Weights(loading, rows, places=into.model.parameters if into.model else {})
     for module in model.modules():
@@ -195,13 +206,10 @@ def fill_modules(
             path, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(path), leaf, weights.take(name))
 
-    if kernel:
-        with returning_memory():
-            experts = [(name, module, OwnExperts) for name, module in experts_of(model) if can_be_own(module)]
-            linears = [(name, module, OwnLinear) for name, module in linear_layers(model)]
-            for name, module, own in (*experts, *linears):
-                fill(f"{name}.")
-                model.set_submodule(name, into.keep(own(module, kernel), "_model", *name.split(".")))
+    with returning_memory():
+        for name, module, make_own in owns:
+            fill(f"{name}.")
+            model.set_submodule(name, into.keep(make_own(module), "_model", *name.split(".")))
     fill("")
 
 
@@ -214,17 +222,6 @@ def _attend_by_position(model: PreTrainedModel) -> None:
             f"{said('model.quantization', 'none')} or int8_weight_only"
         )
     model.config._attn_implementation = BY_POSITION[attention]
-
-
-def _row(
-    model: PreTrainedModel, name: str, parameter: nn.Parameter, *, source: str, dtype: torch.dtype,
-    devices: Mapping[str, torch.device],
-) -> StoredSlice:  # fmt: skip
-    path, _, leaf = name.rpartition(".")
-    slices: Mapping[str, Slice] = getattr(model.get_submodule(path), "slices", {})
-    device = [place for module, place in devices.items() if not module or name.startswith(f"{module}.")][-1]
-    own_dtype = None if isinstance(parameter, _Buffer) else dtype
-    return StoredSlice(source, slices.get(leaf), parameter.numel(), own_dtype, device)
 
 
 def output_name(model: PreTrainedModel) -> str:

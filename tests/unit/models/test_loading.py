@@ -15,7 +15,8 @@ from llama_ssp import catalogue
 from llama_ssp.errors import CheckpointError
 from llama_ssp.models.huggingface.modules import load_modules
 from llama_ssp.models.loading import check_model
-from llama_ssp.models.weights import Loading
+from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.models.weights import Loading, StoredSlice, Weights
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import SINGLE_FILE, Checkpoint, inspect
@@ -207,6 +208,23 @@ def test_no_rank_reads_more_than_it_holds(
         held_bytes = sum(parameter.nbytes for parameter in local.parameters())
         assert sum(num_read_bytes) == held_bytes
         assert held_bytes < 0.6 * whole_bytes
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss"])
+def test_weights_are_taken_in_the_order_in_which_they_are_read_ahead(
+    family: str, saved: Callable[[str], Saved], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[bool] = []
+    values_of = Weights._values
+
+    def noted(weights: Weights, row: StoredSlice) -> Tensor:
+        taken.append(next(iter(weights._wanted)) == row)
+        return values_of(weights, row)
+
+    monkeypatch.setattr(Weights, "_values", noted)
+    load_modules(Loading(inspect(saved(family)[0]), precision=Precision(quantization="int8_weight_only")))
+    assert len(taken) > 1
+    assert all(taken)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
