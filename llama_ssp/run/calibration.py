@@ -73,36 +73,32 @@ def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
-def seconds_per_call(call: Call) -> float:
-    """Return the `undisturbed` time of a call, over as many calls as `BUDGET_S` allows."""
-    call()
+def seconds_per_call(call: Call, device: torch.device | None = None) -> float:
+    """Return the `undisturbed` time of a call, over as many calls as `BUDGET_S` allows; each waits for a GPU."""
+
+    def mean_s(number: int) -> float:
+        started = time.perf_counter()
+        for _ in range(number):
+            call()
+            if device is not None and device.type == "cuda":
+                torch.cuda.synchronize(device)
+        return (time.perf_counter() - started) / number
+
+    mean_s(1)
     bunch, times = 1, list[float]()
     while len(times) < _FEWEST or (len(times) < _MOST and bunch * sum(times) < BUDGET_S):
-        started = time.perf_counter()
-        for _ in range(bunch):
-            call()
-        times.append((time.perf_counter() - started) / bunch)
+        times.append(mean_s(bunch))
         if bunch == 1 and times[-1] < _SHORTEST_S / 2:
             # Short calls are timed in batches, since reading the clock costs as much as one call.
             bunch, times = int(_SHORTEST_S / max(times[-1], 1e-6)), []
     return undisturbed(times)
 
 
-def _waiting(call: Call, device: torch.device) -> Call:
-    """Return a call that waits for the device."""
-
-    def waiting() -> None:
-        call()
-        torch.cuda.synchronize(device)
-
-    return waiting if device.type == "cuda" else call
-
-
 def copy_bytes_per_s(device: torch.device, num_bytes: int = 2**28) -> float:
     """Bytes read and written per second by a copy too large for any cache."""
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * num_bytes / seconds_per_call(_waiting(lambda: target.copy_(source), device))
+    return 2 * num_bytes / seconds_per_call(lambda: target.copy_(source), device)
 
 
 @torch.inference_mode()
@@ -131,17 +127,17 @@ def cpu_speeds(num_bytes: int = 2**28) -> dict[str, Speed]:
     return speeds
 
 
-def _in_turn(layers: list[Linear], *inputs: Tensor) -> Call:
-    """Return products of the inputs, each with the next of the layers."""
+def _in_turn(layers: list[Linear], x: Tensor) -> Call:
+    """Return the product of the input with the next of the layers."""
     remaining = cycle(layers)
-    return lambda: [next(remaining)(x) for x in inputs]
+    return lambda: next(remaining)(x)
 
 
 def flops_per_s(dtype: torch.dtype, device: torch.device) -> float:
     """Rate of a square matrix product, in FLOP/s."""
     side = 8192 if device.type == "cuda" else 1024
     left = torch.randn(side, side, device=device).to(dtype)
-    return 2 * side**3 / seconds_per_call(_waiting(lambda: left @ left, device))
+    return 2 * side**3 / seconds_per_call(lambda: left @ left, device)
 
 
 def launch_s(device: torch.device) -> float:
@@ -169,7 +165,7 @@ def _layer_s(device: torch.device) -> float:
         runner.allocate(batch_size=1, capacity=128)
         ids_B1, positions_B1 = torch.zeros(2, 1, 1, dtype=torch.int64, device=device).unbind()
         forward = partial(runner.forward, ids_B1, positions_B1, bucket=128)
-        return seconds_per_call(_waiting(forward, device)) / origin.shape.num_hidden_layers
+        return seconds_per_call(forward, device) / origin.shape.num_hidden_layers
 
 
 def kernel_s(device: torch.device) -> float:
@@ -187,7 +183,7 @@ def kernel_s(device: torch.device) -> float:
             functional.silu(gate)
 
     with selected(device):
-        return seconds_per_call(_waiting(_captured(some), device)) / _NUM_OPERATORS
+        return seconds_per_call(_captured(some), device) / _NUM_OPERATORS
 
 
 def _captured(call: Call, times: int = 1) -> Call:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -53,8 +53,7 @@ class Source:
     precision: Precision
 
 
-@dataclass(frozen=True, kw_only=True)
-class Loaded:
+class Loaded(NamedTuple):
     """The parts of a model that the library's user has loaded, which are not read from files."""
 
     weights: WeightsInMemory | None = None
@@ -62,11 +61,10 @@ class Loaded:
 
 
 _log = logging.getLogger(__name__)
-_NOTHING_LOADED = (Loaded(), Loaded())
 
 
 def find_sources(
-    config: RunConfig, world: World, *, loaded: tuple[Loaded, ...] = _NOTHING_LOADED
+    config: RunConfig, world: World, *, loaded: tuple[Loaded, ...] = (Loaded(), Loaded())
 ) -> tuple[Source, Source | None]:
     """Find and check the target's and the draft's checkpoints, with the same outcome on every rank.
 
@@ -76,13 +74,10 @@ def find_sources(
     """
     layout, num_target_ranks, num_draft_ranks = _num_ranks(config, world)
     kind, device = config.placement.target.kind, world.device.type
-    entries = [config.model] + ([config.draft.model] if config.draft.model else [])
+    entries, weights = [config.model, *filter(None, [config.draft.model])], [own.weights for own in loaded]
     with raise_on_all_ranks(world.comm):
         if config.weights is WeightsKind.checkpoint and world.ranks.local_rank == 0:
-            on_hub = [
-                entry for entry, own in zip(entries, loaded, strict=False) if own.weights is None and not entry.is_mtp
-            ]
-            for entry in on_hub:
+            for entry in [entry for entry, own in zip(entries, weights, strict=False) if not (own or entry.is_mtp)]:
                 hub.resolve(entry)
                 hub.resolve_adapter(entry)
     with raise_on_all_ranks(world.comm):
@@ -93,9 +88,7 @@ def find_sources(
             shapes, agreement = [entry.shape for entry in entries if entry.shape], config.agreement
             origins: list[WeightSource] = [*synthesize(shapes, agreement=agreement, in_16_bits=device == "cpu")]
         else:
-            origins = [
-                own.weights or _inspect(entry) for entry, own in zip(entries, loaded, strict=False) if not entry.is_mtp
-            ]
+            origins = [own or _inspect(entry) for entry, own in zip(entries, weights, strict=False) if not entry.is_mtp]
             origins = _with_head(*origins, is_mtp=len(origins) < len(entries))
         entries = [
             replace(entry, quantization=kept_format(entry.quantization, storage_of(origin), where=origin.folder))
@@ -108,10 +101,10 @@ def find_sources(
 
             choose_accelerator(world.device)
             check_auto_tp(origins[0].shape, quantization=entries[0].quantization, num_ranks=len(layout.target_ranks))
-        target = _check(entries[0], origins[0], loaded[0], num_target_ranks, device=device)
+        target = _check(entries[0], origins[0], loaded[0].tokenizer, num_target_ranks, device=device)
         draft = None
         if len(entries) > 1:
-            draft = _check(entries[1], origins[1], loaded[1], num_draft_ranks, DRAFT_WHOLE, device=device)
+            draft = _check(entries[1], origins[1], loaded[1].tokenizer, num_draft_ranks, DRAFT_WHOLE, device=device)
         if kind is TargetKind.accelerate and world.comm.rank in layout.target_ranks:
             from llama_ssp.models.huggingface.device_map import check_device_map  # noqa: PLC0415 - slow import
 
@@ -155,13 +148,10 @@ def find_update(
         for number, (source, origin) in enumerate(zip(sources, origins, strict=False)):
             if origin is None:
                 continue
-            whole: object = getattr(origin, "target", origin)  # that of a head
-            weights = whole if isinstance(whole, WeightsInMemory) else None
             quantization = kept_format(source.entry.quantization, storage_of(origin), where=origin.folder)
             _check_alike(("model", "draft")[number], origin, source.origin)
             found[number] = other = _check(
-                replace(source.entry, quantization=quantization), origin,
-                Loaded(weights=weights, tokenizer=source.tokenizer), num_ranks[number],
+                replace(source.entry, quantization=quantization), origin, source.tokenizer, num_ranks[number],
                 DRAFT_WHOLE if number else WholeParts.none, device=world.device.type,
             )  # fmt: skip
             if other.precision != source.precision:
@@ -199,17 +189,13 @@ def with_number_formats(config: RunConfig, sources: tuple[Source, Source | None]
     """Fill in the formats that both models are loaded in, the number formats of their files, and their shapes."""
 
     def filled(source: Source) -> ModelConfig:
-        dtype, stored = source.dtype or source.origin.dtype, source.origin.dtype
-        return replace(source.entry, dtype=_member(dtype), stored_dtype=_member(stored), shape=source.origin.shape)
+        formats = source.dtype or source.origin.dtype, source.origin.dtype
+        dtype, stored = (Dtype.find(found) or Dtype.fp32 for found in formats)  # others count as fp32, as in plans
+        return replace(source.entry, dtype=dtype, stored_dtype=stored, shape=source.origin.shape)
 
     target, draft = sources
     config = replace(config, model=filled(target))
     return replace(config, draft=replace(config.draft, model=filled(draft))) if draft else config
-
-
-def _member(dtype: torch.dtype) -> Dtype:
-    """The config's name of a number format; fp32 for a format it lacks, as planning assumes."""
-    return Dtype.find(dtype) or Dtype.fp32
 
 
 def _inspect(entry: ModelConfig) -> WeightSource:
@@ -239,14 +225,10 @@ def _has_mtp(origin: WeightSource) -> bool:
 
 
 def _check(
-    entry: ModelConfig,
-    origin: WeightSource,
-    loaded: Loaded,
-    num_ranks: int,
-    whole: WholeParts = WholeParts.none,
-    *,
-    device: str,
-) -> Source:
+    entry: ModelConfig, origin: WeightSource, tokenizer: PreTrainedTokenizerBase | None, num_ranks: int,
+    whole: WholeParts = WholeParts.none, *, device: str,
+) -> Source:  # fmt: skip
+    """Check a model for so many ranks; a `tokenizer` of None is read from its folder, or a head's from its target's."""
     from llama_ssp.models.loading import check_model  # noqa: PLC0415 - slow import
 
     compiles = device == "cpu"
@@ -256,11 +238,14 @@ def _check(
 
         origin = with_modules(origin)
     dtype = number_format(entry, device=device)
-    folder = origin.target.folder if isinstance(origin, HeadSource) else origin.folder
-    generation = loaded.weights.generation if loaded.weights else read_generation(folder)
+    of_texts: WeightSource = getattr(origin, "target", origin)  # that of a head
+    folder, file = of_texts.folder, of_texts.folder / GENERATION_CONFIG_FILE
+    generation = of_texts.generation if isinstance(of_texts, WeightsInMemory) else None
+    if generation is None and file.is_file():
+        generation = read_json(file)
     return Source(
         entry=entry, origin=origin,
-        tokenizer=read_tokenizer(folder) if loaded.tokenizer is None else loaded.tokenizer,
+        tokenizer=read_tokenizer(folder) if tokenizer is None else tokenizer,
         eos_ids=find_eos_ids(folder, generation), generation=generation,
         dtype=None if dtype is Dtype.auto else getattr(torch, dtype.value),
         precision=Precision(
@@ -285,12 +270,6 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             "tokenizer_config.json, as save_pretrained writes them, are required"
         ) from error
     return tokenizer
-
-
-def read_generation(folder: Path) -> Mapping[str, Any] | None:
-    """The fields of a folder's generation config; None without one."""
-    file = folder / GENERATION_CONFIG_FILE
-    return read_json(file) if file.is_file() else None
 
 
 def find_eos_ids(folder: Path, generation: Mapping[str, Any] | None) -> tuple[int, ...]:

@@ -91,7 +91,7 @@ def test_a_file_that_cannot_be_written_is_one_sentence_before_anything_is_measur
 
 
 def test_rates_are_bytes_operations_and_calls_over_the_time_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "seconds_per_call", lambda _call, **_options: 0.5)
+    monkeypatch.setattr(calibration, "seconds_per_call", lambda *_: 0.5)
     device = torch.device("cpu")
     assert calibration.copy_bytes_per_s(device, num_bytes=4096) == 2 * 4096 / 0.5, "read once and written once"
     assert calibration.flops_per_s(torch.float32, device) == 2 * 1024**3 / 0.5, "a product and a sum"
