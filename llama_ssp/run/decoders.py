@@ -147,7 +147,7 @@ def load_models(
             draft = loaded(
                 "draft", draft_source, load_model, comm=mesh.draft, whole=DRAFT_WHOLE, target=target if shares else None
             )
-    agree_on_bits([target, *([draft] if draft else [])], mesh.replica)
+    agree_on_bits([target, draft], mesh.replica)
     if world.device.type == "cuda":
         agree_on_packing(target, mesh.replica)
         if draft and mesh.draft:
@@ -184,7 +184,7 @@ def update_models(
             shared = target if mesh.layout.draft_ranks == mesh.layout.target_ranks else None
             how = {"comm": mesh.draft, "device": world.device, "whole": DRAFT_WHOLE, "target": shared}
             draft = _updated(draft, draft_source, **how)
-    agree_on_bits([target, *([draft] if draft else [])], mesh.replica)
+    agree_on_bits([target, draft], mesh.replica)
     is_kept = target is models.target and draft is models.draft
     all_keep = all(world.comm.gather_text("kept" if is_kept else ""))
     mesh.set_timeout(config.timeouts.decode_s)
@@ -204,11 +204,12 @@ def _make_mesh(config: RunConfig, layout: Layout, world: World) -> Mesh:
     return with_peer_sums(mesh) if config.own_sums and world.device.type == "cuda" else mesh
 
 
-def agree_on_bits(runners: Sequence[Runner], comm: Comm) -> None:
+def agree_on_bits(models: Sequence[Runner | None], comm: Comm) -> None:
     """Call models invariant only if all parts of all of them are, on every rank: ranks must reuse the same prompts.
 
     So they do if none keeps states. All ranks of `comm` must call this together, also those without a part of a model.
     """
+    runners = [runner for runner in models if runner]
     are_invariant = all(comm.gather_text("invariant" if all(runner.is_invariant for runner in runners) else ""))
     keep_states = any(comm.gather_text("states" if any(runner.keeps_states for runner in runners) else ""))
     for runner in runners:

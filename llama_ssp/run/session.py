@@ -7,11 +7,9 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import partial
 from itertools import product
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.architectures.engine import SHORT_PROMPTS
 from llama_ssp.continuation import decode_after
@@ -249,36 +247,29 @@ class _Recorder:
     """Shows requests as they are decoded, and records them: those of this replica, and on rank 0 those of all."""
 
     def __init__(self, session: Session, viewer: Viewer, mode: str) -> None:
-        self._session = session
-        self._viewer = viewer
-        self.mode = mode
-        self._texts: dict[tuple[int, int], IncrementalText] = {}
-        num_replicas = session.config.placement.num_replicas
-        self._to_line = partial(
-            to_line, mode=mode, tokenizer=session.models.tokenizer, num_copies=num_replicas,
-            adapts=session.config.speculation.adapts and mode == SPECULATIVE,
-            is_lossless=mode == PLAIN or not session.config.speculation.forced_lengths,
-        )  # fmt: skip
+        self._session, self._viewer, self.mode = session, viewer, mode
+        self._text: IncrementalText | None = None  # of the completion that is streamed
         self.exchange: ResultQueue | None = None
-        if num_replicas > 1:
+        if session.config.placement.num_replicas > 1:
             watch, patience_s = session.world.watch, session.config.timeouts.decode_s
             self.exchange = ResultQueue(session.models.mesh, watch=watch, patience_s=patience_s)
 
     def take(self, update: Update) -> None:
         """Count new tokens of a completion of this replica, show them, and enter the completion at its end."""
-        session, completion, request = self._session, update.completion, _of_prompt(update.completion)
+        session, completion = self._session, update.completion
         if session.num_prompts is not None:
             session.start_clock.reach("first_token_s")
         if session.progress:
             session.progress.advance(self.mode, len(update.new_ids))
-        key = (request.index, request.sample)
         if session.streams and session.folder:
-            if key not in self._texts:
-                self._texts[key] = IncrementalText(session.models.tokenizer, request.prompt_ids)
+            if self._text is None:
+                request = _of_prompt(completion)
+                self._text = IncrementalText(session.models.tokenizer, request.prompt_ids)
                 self._viewer.begin(request, self.mode)
-            self._viewer.show(self._texts[key].push(update.new_ids, num_accepted=update.num_drafted))
+            self._viewer.show(self._text.push(update.new_ids, num_accepted=update.num_drafted))
             if completion.finish_reason:
-                self._viewer.show(self._texts[key].flush())
+                self._viewer.show(self._text.flush())
+                self._text = None
         if completion.finish_reason:
             self._enter(completion)
 
@@ -289,11 +280,11 @@ class _Recorder:
         session.num_reused_tokens += completion.num_reused_tokens
         session.num_read_tokens += len(completion.request.prompt_ids) - completion.num_reused_tokens
         if session.folder:
-            self._keep(self._to_line(completion))
+            self._keep(to_line(session, completion, self.mode))
             for text in exchange.fetch() if exchange else ():
                 self._keep_text(text)
         elif exchange:
-            exchange.tell(self._to_line(completion).to_json().decode())
+            exchange.tell(to_line(session, completion, self.mode).to_json().decode())
 
     def close(self, *, stopped: bool) -> bool:
         """Wait for all replicas; returns whether this one, or any, was stopped."""
@@ -338,24 +329,22 @@ def _of_prompt(completion: RowCompletion) -> PromptRequest:
     return completion.request
 
 
-def to_line(
-    completion: RowCompletion, *, mode: str, tokenizer: PreTrainedTokenizerBase, num_copies: int, adapts: bool = False,
-    is_lossless: bool = True,
-) -> CompletionLine:  # fmt: skip
-    """A line of `run.jsonl`; `num_copies` replicas share the wall time; a run that `adapts` has a K for each round."""
-    request, part_s = _of_prompt(completion), completion.part_s
-    prompt = request.source
+def to_line(session: Session, completion: RowCompletion, mode: str) -> CompletionLine:
+    """A line of `run.jsonl`; replicas share the wall time, and a run that adapts has a K for each round."""
+    request, part_s, config = _of_prompt(completion), completion.part_s, session.config
+    prompt, speculates = request.source, mode == SPECULATIVE
     return CompletionLine(
         index=request.index, sample=request.sample, mode=mode, prompt=prompt.text,
-        text=decode_after(tokenizer, request.prompt_ids, completion.token_ids),
+        text=decode_after(session.models.tokenizer, request.prompt_ids, completion.token_ids),
         token_ids=completion.token_ids, num_new_tokens=len(completion.token_ids),
         finish_reason=str(completion.finish_reason),
         num_rounds=len(completion.accepted_lengths), num_target_forwards=completion.num_target_forwards,
         accepted_lengths=completion.accepted_lengths, examined_lengths=completion.examined_lengths,
-        ms=completion.busy_s * 1e3, share_s=completion.share_s / num_copies,
+        ms=completion.busy_s * 1e3, share_s=completion.share_s / config.placement.num_replicas,
         **{f"{part}_s": seconds for part, seconds in part_s.items()},
-        draft_lengths=completion.draft_lengths if adapts else None,
+        draft_lengths=completion.draft_lengths if speculates and config.speculation.adapts else None,
         turn=len(prompt.earlier), question_id=prompt.question_id, category=prompt.category,
         messages=prompt.messages, fields=dict(prompt.fields),
-        first_token_ms=completion.first_token_s * 1e3, is_lossless=is_lossless,
+        first_token_ms=completion.first_token_s * 1e3,
+        is_lossless=not (speculates and config.speculation.forced_lengths),
     )  # fmt: skip

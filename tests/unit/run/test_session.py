@@ -23,7 +23,7 @@ from llama_ssp.run.results import excerpts
 from llama_ssp.run.session import Session, to_line
 from llama_ssp.run.tuning import tune
 from llama_ssp.settings.drafters import NgramConfig
-from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, SpeculationConfig
+from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, PlacementConfig, SpeculationConfig
 from llama_ssp.speculate.drafters.drafter import Drafter
 from llama_ssp.speculate.drafters.ngram import NgramDrafter
 from llama_ssp.speculate.engine.completion import RowCompletion
@@ -38,6 +38,10 @@ from tests.helpers.recorded import FakeRecorder
 from tests.helpers.runs import FAST, PLAIN
 
 LETTERS: Any = SimpleNamespace(decode=lambda ids, **_: "".join("abc"[token] for token in ids))
+COPIES: Any = SimpleNamespace(
+    models=SimpleNamespace(tokenizer=LETTERS),
+    config=SimpleNamespace(placement=PlacementConfig(num_replicas=2), speculation=SpeculationConfig()),
+)  # fmt: skip
 
 
 def request(max_new_tokens: int = 20) -> PromptRequest:
@@ -49,7 +53,7 @@ def test_a_line_has_milliseconds_of_its_own_and_seconds_of_its_share_of_all_copi
         request=request(), token_ids=[0, 2], num_target_forwards=2, accepted_lengths=[1], draft_lengths=[3],
         finish_reason="length", busy_s=8.0, share_s=6.0, part_s={"draft": 1.0, "verify": 2.0, "other": 3.0},
     )  # fmt: skip
-    line = to_line(completion, mode="speculative", tokenizer=LETTERS, num_copies=2)
+    line = to_line(COPIES, completion, "speculative")
     assert (line.index, line.sample, line.prompt, line.text, line.num_new_tokens) == (3, 1, "ab", "ac", 2)
     assert (line.ms, line.share_s, line.draft_s, line.verify_s, line.other_s) == (8000.0, 3.0, 1.0, 2.0, 3.0)
     assert (line.num_rounds, line.num_target_forwards, line.accepted_lengths) == (1, 2, [1])

@@ -364,7 +364,7 @@ def load(folder: Path) -> Runner:
 
 def pair_of(target: Runner, draft: Runner | None) -> tuple[Runner, Runner | None]:
     """Both, once they agree what they reuse."""
-    agree_on_bits([target, *([draft] if draft else [])], Comm.single())
+    agree_on_bits([target, draft], Comm.single())
     return target, draft
 
 
