@@ -163,40 +163,37 @@ def test_a_cpu_computes_in_fp32_on_16_bit_weights_or_as_is_asked_for_and_holds_w
     assert ("fp32 with 16-bit weights" in headline(plan)) is (asked is None)
 
 
-def with_head(draft: ModelConfig) -> RunConfig:
-    """A run of the shipped model with a head."""
-    return RunConfig(
-        task=GenerateConfig(), model=catalogue.load("tiny"), draft=DrafterConfig(kind=MODEL_DRAFT, model=draft),
-    )  # fmt: skip
-
-
-def loaded(config: RunConfig) -> tuple[RunConfig, Any]:
-    """The config of a run with what its files say, and its models."""
-    with start(device=DeviceKind.cpu, timeout_s=60) as world:
-        sources = find_sources(config, world)
-        return with_number_formats(config, sources), load_models(config, world, sources)
-
-
-def head_entry(kind: str, folder: Path) -> ModelConfig:
-    """A head of the shipped model."""
-    shipped = catalogue.load("tiny-eagle")
-    if kind == "in another format":
-        return replace(shipped, dtype=Dtype.bf16)
-    if kind == "shipped":
-        return shipped
-    tensors, embedding = make_tensors(), torch.randn(4096, 256) if kind == "with its own" else None
-    return ModelConfig(name="local", path=str(save_speculator(folder, tensors, embedding)), dtype=Dtype.fp32)
+def with_head(kind: str, folder: Path) -> RunConfig:
+    """A run of the shipped model with a head of its own, or of a random one with a head of one pass."""
+    model, draft = catalogue.load("tiny"), catalogue.load("tiny-eagle")
+    if kind in {"in a folder", "with its own"}:
+        embedding = torch.randn(4096, 256) if kind == "with its own" else None
+        head = save_speculator(folder / "head", make_tensors(), embedding)
+        draft = ModelConfig(name="local", path=str(head), dtype=Dtype.fp32)
+    elif kind == "in another format":
+        draft = replace(draft, dtype=Dtype.bf16)
+    elif kind != "shipped":
+        one_pass_heads.save_pair(folder, kind)
+        save_tokenizer(folder / "target", one_pass_heads.VOCABULARY)
+        model, draft = (ModelConfig(name="local", path=str(folder / part)) for part in ("target", "head"))
+    return RunConfig(task=GenerateConfig(), model=model, draft=DrafterConfig(kind=MODEL_DRAFT, model=draft))
 
 
 @pytest.mark.skipif(not can_halve(), reason="this processor has no product with a weight in fp16")
 @pytest.mark.parametrize(
     ("kind", "is_shared"),
-    [("shipped", True), ("in a folder", True), ("with its own", False), ("in another format", False)],
-)
-def test_a_head_without_an_embedding_holds_none_beside_its_target_as_planned(
+    [
+        ("shipped", True), ("in a folder", True), ("with its own", False), ("in another format", False),
+        ("peagle", False), ("dflash of its authors", True), ("dspark", False),
+    ],
+)  # fmt: skip
+def test_a_head_holds_what_was_planned_and_without_an_embedding_that_of_its_target(
     kind: str, is_shared: bool, tmp_path: Path
 ) -> None:
-    config, models = loaded(with_head(head_entry(kind, tmp_path / "head")))
+    given = with_head(kind, tmp_path)
+    with start(device=DeviceKind.cpu, timeout_s=60) as world:
+        sources = find_sources(given, world)
+        config, models = with_number_formats(given, sources), load_models(given, world, sources)
     target, head = (vars(runner) for runner in (models.target, models.draft))
     assert (head["_embedding_VE"] is target["_embedding_VE"]) is is_shared
     plan = plan_of_run(config, world_size=1, machine=hardware.load("laptop_cpu"), lengths=[8])
@@ -206,8 +203,8 @@ def test_a_head_without_an_embedding_holds_none_beside_its_target_as_planned(
     assert document(plan)["draft"]["repeated_bytes"] == 0
 
 
-def test_a_head_on_ranks_of_its_own_has_a_copy_of_the_embedding() -> None:
-    config = with_head(catalogue.load("tiny-eagle"))
+def test_a_head_on_ranks_of_its_own_has_a_copy_of_the_embedding(tmp_path: Path) -> None:
+    config = with_head("shipped", tmp_path)
     [beside] = plan_of_run(config, world_size=1, machine=hardware.load("laptop_cpu"), lengths=[8]).ranks
     config.placement.draft.kind = DraftLayout.own_gpu
     apart = plan_of_run(config, world_size=2, machine=hardware.load("laptop_cpu"), lengths=[8]).ranks
@@ -235,16 +232,3 @@ def test_a_model_in_8_bits_runs_without_bitsandbytes(name: str, monkeypatch: pyt
         request = Request(index=0, prompt_ids=(5, 6, 7), max_new_tokens=4)
         [done] = [u.completion for updates in decoder.run([request]) for u in updates if u.completion.finish_reason]
     assert len(done.token_ids) == 4
-
-
-@pytest.mark.skipif(not can_halve(), reason="this processor has no product with a weight in fp16")
-@pytest.mark.parametrize("layout", ["peagle", "dflash of its authors", "dspark"])
-def test_a_head_of_one_pass_holds_what_was_planned(layout: str, tmp_path: Path) -> None:
-    one_pass_heads.save_pair(tmp_path, layout)
-    save_tokenizer(tmp_path / "target", one_pass_heads.VOCABULARY)
-    model, draft = (ModelConfig(name="local", path=str(tmp_path / part)) for part in ("target", "head"))
-    config, models = loaded(replace(with_head(draft), model=model))
-    assert (models.draft._embedding_VE is models.target._embedding_VE) is ("dflash" in layout)
-    plan = plan_of_run(config, world_size=1, machine=hardware.load("laptop_cpu"), lengths=[8])
-    own_bytes = runner_bytes(models.target, models.draft) - runner_bytes(models.target)
-    assert plan.ranks[0].draft_weights_bytes == own_bytes
