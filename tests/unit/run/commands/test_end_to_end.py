@@ -187,7 +187,7 @@ def test_a_run_prints_its_forecast_and_one_that_cannot_fit_stops_before_loading(
     assert summary["forecast"]["speedup"] > 0
     assert summary["memory"][0]["planned_bytes"] > summary["memory"][0]["measured_peak_bytes"] - held_bytes
     full = launch("model=30B", "dry_run=true", "hardware=laptop_cpu")
-    assert (full.code, "rank 0 needs" in full.err) == (3, True)
+    assert (full.code, "rank 0 needs" in full.err, "too full" in full.out) == (3, True, True)
 
 
 NOTE = "rows go on without the draft behind token {}: the context of draft=local has 64 tokens"
