@@ -146,7 +146,7 @@ def _whole_run(config: RunConfig, plan: Plan, *, num_ranks: int) -> str | None:
 def plan_ahead(config: RunConfig, *, world_size: int, machine: HardwareConfig | None = None) -> Plan:
     """Plan a run before anything is loaded, on its own machine or on this one; raises ConfigError as `dry_run`."""
     spec, own = _spec_ahead(config, world_size=world_size, on_cpu=config.device is DeviceKind.cpu)
-    return _plan(spec, machine or own, auto_ranks=world_size if config.placement.auto else None)
+    return _plan(config, spec, machine or own, num_ranks=world_size)
 
 
 def resolve(config: PlanConfig) -> None:
@@ -158,18 +158,14 @@ def resolve(config: PlanConfig) -> None:
 
 def plan_on(config: PlanConfig, machine: HardwareConfig) -> Plan:
     """Plan a resolved config on a machine, with `placement=auto` on all its ranks."""
-    auto_ranks = machine.num_ranks if config.placement.auto else None
-    return _plan(spec_of_plan(config, machine), machine, auto_ranks=auto_ranks, divides=True)
+    return _plan(config, spec_of_plan(config, machine), machine, num_ranks=machine.num_ranks, divides=True)
 
 
-def _plan(spec: PlanSpec, machine: HardwareConfig, *, auto_ranks: int | None, divides: bool = False) -> Plan:
-    """Plan a spec with its own placement, or with the fastest one over `auto_ranks` ranks, which the plan then notes.
-
-    `divides` allows more replicas on fewer ranks each.
-    """
-    if auto_ranks is None:
+def _plan(config: RunConfig, spec: PlanSpec, machine: HardwareConfig, *, num_ranks: int, divides: bool = False) -> Plan:
+    """Plan a spec; with `placement=auto` over so many ranks, in the fastest way, which the plan then notes."""
+    if not config.placement.auto:
         return make_plan(spec, machine)
-    chosen, sentence = choose_placement(spec, machine, num_ranks=auto_ranks, divides=divides)
+    chosen, sentence = choose_placement(spec, machine, num_ranks=num_ranks, divides=divides)
     return make_plan(chosen, machine, remark=sentence)
 
 
