@@ -1,7 +1,7 @@
 """Quantized models as a whole: both implementations, all ranks, rounds, bytes, and what is refused."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from llama_ssp.storage.formats import format_of, formats
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import on_ranks, thread_comms
+from tests.helpers.held import weights
 from tests.helpers.lanes import pairs
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, load_lean
 
@@ -139,24 +140,6 @@ def test_a_round_is_decoding_one_by_one_as_closely_as_in_fp32(implementation: st
         assert round_difference(load(folder, implementation, Precision(quantization=form))) <= 10 * exact, form
 
 
-def tensors_of(holder: object, seen: dict[int, object]) -> Iterator[Tensor]:
-    """All tensors that an object keeps, by whatever name; those that share memory once."""
-    if id(holder) in seen:
-        return
-    seen[id(holder)] = holder
-    if isinstance(holder, Tensor):
-        if (pointer := holder.untyped_storage().data_ptr()) not in seen:
-            seen[pointer] = holder
-            yield holder
-    elif isinstance(holder, list | tuple):
-        for item in holder:
-            yield from tensors_of(item, seen)
-    elif isinstance(holder, dict):
-        yield from tensors_of(list(holder.values()), seen)
-    elif hasattr(holder, "__dict__") and not callable(getattr(holder, "__func__", None)):
-        yield from tensors_of(vars(holder), seen)
-
-
 @pairs(num_ranks=[1, 2], implemented=IMPLEMENTATIONS, form=["none", *FORMS], dtype=[Dtype.fp32, Dtype.bf16])
 def test_the_planned_bytes_are_those_of_the_tensors(
     saved: Saved, implemented: tuple[str, str], *, num_ranks: int, form: str, dtype: Dtype
@@ -191,7 +174,7 @@ def assert_planned(saved: Saved, implemented: tuple[str, str], *, num_ranks: int
             else [list(runner._model.parameters()), [m for m in runner._model.modules() if type(m) is OwnLinear]]
         )
         # Constants are not counted: the sixteen values of nf4, the eps of a norm.
-        held = [tensor for tensor in tensors_of(parts, {}) if tensor.numel() > 16]
+        held = [weight for weight in weights(parts) if isinstance(weight, Tensor) and weight.numel() > 16]
         counted = weight_bytes(share, dtype=dtype, quantization=form).total_bytes
         assert sum(tensor.nbytes for tensor in held) == counted
 

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from llama_ssp.settings.schema import (
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers import one_pass_heads
 from tests.helpers.draft_heads import make_tensors, save_speculator
+from tests.helpers.held import weights
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.tokenizers import save_tokenizer
 
@@ -112,28 +112,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return path
 
 
-def weights(holder: object, seen: dict[int, object]) -> Iterator[Tensor | HalfLinear]:
-    """The tensors, and the linear layers in 16 bits, that an object keeps; each once."""
-    if id(holder) in seen:
-        return
-    seen[id(holder)] = holder  # kept, so that no other object gets its id
-    if isinstance(holder, Tensor):
-        if holder.is_mkldnn:  # packed by oneDNN, for one layer
-            yield holder
-        elif holder.untyped_storage().data_ptr() not in seen:
-            seen[holder.untyped_storage().data_ptr()] = holder
-            yield holder
-    elif isinstance(holder, list | tuple):
-        for item in holder:
-            yield from weights(item, seen)
-    elif isinstance(holder, dict):
-        yield from weights(list(holder.values()), seen)
-    elif hasattr(holder, "__dict__"):
-        if isinstance(holder, HalfLinear):
-            yield holder
-        yield from weights(list(vars(holder).values()), seen)
-
-
 def num_bytes(weight: Tensor | HalfLinear) -> int:
     """What a weight takes; FBGEMM fills the last block of inputs."""
     if isinstance(weight, Tensor):
@@ -146,7 +124,7 @@ def runner_bytes(*runners: object) -> int:
     """The weights of some models, each once."""
     names = "_layers", "_norm", "_head", "_embedding_VE", "_fc", "_context_norm", "_markov", "_mask_11E"
     parts = [vars(runner)[name] for runner in runners for name in names if name in vars(runner)]
-    return sum(num_bytes(weight) for weight in weights(parts, {}) if isinstance(weight, HalfLinear) or weight.ndim)
+    return sum(num_bytes(weight) for weight in weights(parts) if isinstance(weight, HalfLinear) or weight.ndim)
 
 
 @pytest.mark.skipif(not can_halve(), reason="this processor has no product with a weight in fp16")
