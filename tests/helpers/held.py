@@ -28,3 +28,8 @@ def weights(holder: object, seen: dict[int, object] | None = None) -> Iterator[T
         if isinstance(holder, HalfLinear):
             yield holder
         yield from weights(vars(holder), seen)
+
+
+def held_bytes(holder: object) -> int:
+    """The bytes of its tensors, but for constants: the sixteen values of nf4, the eps of a norm."""
+    return sum(found.nbytes for found in weights(holder) if isinstance(found, Tensor) and found.numel() > 16)

@@ -27,7 +27,7 @@ from llama_ssp.storage.formats import format_of, formats
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import on_ranks, thread_comms
-from tests.helpers.held import weights
+from tests.helpers.held import held_bytes
 from tests.helpers.lanes import pairs
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, load_lean
 
@@ -173,10 +173,7 @@ def assert_planned(saved: Saved, implemented: tuple[str, str], *, num_ranks: int
             if implementation == "lean"
             else [list(runner._model.parameters()), [m for m in runner._model.modules() if type(m) is OwnLinear]]
         )
-        # Constants are not counted: the sixteen values of nf4, the eps of a norm.
-        held = [weight for weight in weights(parts) if isinstance(weight, Tensor) and weight.numel() > 16]
-        counted = weight_bytes(share, dtype=dtype, quantization=form).total_bytes
-        assert sum(tensor.nbytes for tensor in held) == counted
+        assert held_bytes(parts) == weight_bytes(share, dtype=dtype, quantization=form).total_bytes
 
 
 @pytest.mark.parametrize(

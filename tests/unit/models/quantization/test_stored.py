@@ -29,10 +29,10 @@ from llama_ssp.settings.schema import TargetKind
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
 from llama_ssp.weights.source import storage_of
 from tests.helpers.fake_comm import on_ranks, thread_comms
+from tests.helpers.held import held_bytes
 from tests.helpers.lanes import first, heavy, pairs, slow
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.packed_checkpoints import LAYOUTS, MXFP4, edit_config, pack_checkpoint
-from tests.unit.models.test_quantized_models import tensors_of
 from tests.unit.weights.test_packed import edited
 
 CPU = torch.device("cpu")
@@ -117,8 +117,7 @@ def test_a_plan_counts_the_bytes_that_are_loaded(made: Made, layout: str) -> Non
 
 
 def loaded_bytes(runner: Any) -> int:  # noqa: ANN401 - a runner, whose insides are looked at
-    parts = [runner._layers, runner._norm, runner._head, runner._embedding_VE]
-    return sum(tensor.nbytes for tensor in tensors_of(parts, {}) if tensor.numel() > 16)
+    return held_bytes([runner._layers, runner._norm, runner._head, runner._embedding_VE])
 
 
 @pairs(layout=["gptq", "gptq, sorted"], family=["gpt_neox", "qwen2"])
@@ -159,8 +158,7 @@ def test_a_plan_counts_the_experts_in_mxfp4_that_ranks_hold(made: Made, num_rank
         biases = 2 * 4 * sum(matrix.num_rows for matrix in whole.experts)  # no plan counts them; experts share memory
         without = replace(whole, layer=tuple(each for each in whole.layer if not each.num_chosen))
         counted = [model_bytes(each, model, device="cpu").total_bytes for each in (whole, without)]
-        loaded = sum(tensor.nbytes for tensor in tensors_of(experts, {}) if tensor.numel() > 16)
-        assert loaded - biases == counted[0] - counted[1]
+        assert held_bytes(experts) - biases == counted[0] - counted[1]
 
 
 def test_blocks_of_experts_without_scales_are_refused(made: Made, tmp_path: Path) -> None:
