@@ -27,7 +27,7 @@ from llama_ssp.cpu.kinds import BLOCK, DOTS, E2M1, E4M3, E4M3_DTYPE, E4M3_SHRINK
 from llama_ssp.cpu.operators import Operator, find_operator
 from llama_ssp.kernels.choice_gpu import ProductOfFewRows, find_halves
 from llama_ssp.storage.formats import FP4_GROUP, Product, format_of
-from llama_ssp.weights import fp4_rows, int4_rows
+from llama_ssp.weights import byte_rows
 
 SIGN_BIT = 128
 FLOATS = {IN_FP32: torch.float32, IN_FP16: torch.float16}
@@ -157,20 +157,20 @@ def sample(product: Product, weight_OI: Tensor, scale: float) -> tuple[Tensor, T
         return weight_OI.to(torch.int8), torch.full((len(weight_OI),), scale)
     scales_OG = torch.full((len(weight_OI), weight_OI.shape[1] // product.group), scale)
     if product.codes == E2M1:
-        dtype, ones_O = fp4_rows.dtype_of_scales(product), torch.ones(len(weight_OI))
+        dtype, ones_O = byte_rows.dtype_of_scales(product), torch.ones(len(weight_OI))
         scales_OS = torch.full((len(weight_OI), weight_OI.shape[1] // product.scaled), scale).to(dtype)
-        return fp4_rows.pack(fp4_rows.codes_of(weight_OI), scales_OS.view(torch.uint8), ones_O), ones_O
+        return byte_rows.pack_fp4(byte_rows.e2m1_codes_of(weight_OI), scales_OS.view(torch.uint8), ones_O), ones_O
     if product.codes == E4M3:
         return weight_OI.to(torch.float8_e4m3fn).view(torch.uint8), scales_OG
     zeros_O1 = torch.arange(len(weight_OI))[:, None].remainder(4).add(6)
-    return (weight_OI + zeros_O1).to(torch.uint8), int4_rows.words_of(scales_OG, zeros_O1)
+    return (weight_OI + zeros_O1).to(torch.uint8), byte_rows.int4_words(scales_OG, zeros_O1)
 
 
 def operands(product: Product, values_OI: Tensor, scales_O: Tensor) -> tuple[Tensor, Tensor]:
     """The weights in blocks, and their scales, as the operator of a product takes what `NativeLinear` is given."""
     if product.codes == E2M1:
-        codes, scales_OS, _ = fp4_rows.split(values_OI)
-        halves = int4_rows.unpack_codes(codes.unflatten(1, (-1, FP4_GROUP // 2)))
+        codes, scales_OS, _ = byte_rows.split_fp4(values_OI)
+        halves = byte_rows.unpack_codes(codes.unflatten(1, (-1, FP4_GROUP // 2)))
         shrink = E4M3_SHRINK if product.scale_dtype == E4M3_DTYPE else 1.0
         return pack_groups(product, torch.cat(halves, dim=2).flatten(1), scales_OS), scales_O * shrink
     if product.group:
@@ -202,7 +202,7 @@ def pack_groups(product: Product, codes_OI: Tensor, words_OG: Tensor) -> Tensor:
     if product.codes == E2M1:
         return _with_heads(words_OG, codes)
     # The zero's share is subtracted from a sum, so a group of zeros yields none only if its scale is none.
-    zeros_OG1 = int4_rows.zeros_of(words_OG)[..., None].to(torch.uint8)  # as int32 they would widen the codes
+    zeros_OG1 = byte_rows.zeros_of(words_OG)[..., None].to(torch.uint8)  # as int32 they would widen the codes
     is_zero_OG = (codes_OI.unflatten(1, (num_groups, -1)) == zeros_OG1).all(2)
     return _with_heads(words_OG.masked_fill(is_zero_OG, 0), codes)
 
@@ -220,7 +220,7 @@ class NativeLinear(Linear):
 
     Args:
         product: of which it has the operator.
-        values_OI: weights in int8, fp16 or fp32, the bytes of FP8, or codes of 4 bits; of floats of 4 bits `fp4_rows`.
+        values_OI: weights in int8, fp16 or fp32, the bytes of FP8, or codes of 4 bits; of floats of 4 bits `byte_rows`.
         scales_O: one an output; of fp16 and fp32 one number; of FP8 those, of int4 the words of all groups.
         bias_O: None for none.
     """

@@ -11,7 +11,7 @@ second kernel adds the parts. `tiles_of` chooses both. Blocks that read the same
 A row's sum has one order, whatever rows are next to it: tiles of 8, 16 and 32 rows use the same instruction, and the
 inputs of a warp and a split depend on the matrix alone.
 
-In int4 the inputs of a warp are one group of `weights.int4_rows`: its first half is in the low halves of bytes, the
+In int4 the inputs of a warp are one group of `weights.byte_rows`: its first half is in the low halves of bytes, the
 others in the high halves, so that both are multiplied where they are. The warp scales their sum. So it does in FP8,
 where its inputs are half a group. A number's bits, moved, are those of an fp16 number that is 2^-8 times as large; of
 a float of 4 bits 2^-14 times. A warp has 32 of those, whose halves have scales of their own in NVFP4.

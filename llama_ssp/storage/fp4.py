@@ -52,7 +52,7 @@ MXFP4 = of_few_rows(
     "mxfp4",
     order=7,
     layout=_layout,
-    reader="llama_ssp.weights.fp4_files:Fp4Tensor",
+    reader="llama_ssp.weights.float4_files:Fp4Tensor",
     kernel="llama_ssp.models.quantization.weight_only:mxfp4_linear",
     compiled=Product("mxfp4", "e2m1", ("avx512f", "f16c"), FP4_GROUP, _SCALED["mxfp4"], "float8_e8m0fnu"),
     stored_kind="U8",

@@ -47,12 +47,12 @@ class MergedTensor(StoredTensor):
     down: StoredTensor
     scale: float
 
-    def read(self, *parts: range) -> Tensor:
-        """Read the sum, or parts of its first dimensions, in fp32, or in the tensor's dtype if that is wider."""
-        weight_OI = super().read(*parts)
+    def mapped(self, *parts: range) -> Tensor:
+        """The sum, or parts of its first dimensions, in fp32, or in the tensor's dtype if that is wider."""
+        weight_OI = super().mapped(*parts)
         dtype = torch.promote_types(weight_OI.dtype, torch.float32)
         rows, *columns = parts or (range(self.shape[0]),)
-        up_OR, down_RI = self.up.read(rows), self.down.read(range(self.down.shape[0]), *columns)
+        up_OR, down_RI = self.up.mapped(rows), self.down.mapped(range(self.down.shape[0]), *columns)
         return torch.addmm(weight_OI.to(dtype), up_OR.to(dtype), down_RI.to(dtype), alpha=self.scale)
 
 

@@ -31,9 +31,9 @@ from llama_ssp.catalogue import ADAPTER_CONFIG_FILE, CONFIG_FILE, GGUF, GGUF_ALO
 from llama_ssp.errors import CheckpointError, shown
 from llama_ssp.storage.formats import PackedLayout
 from llama_ssp.storage.stored import QUANTIZATION, layout_of, unreadable
-from llama_ssp.weights.experts import Listed, join_convolutions, join_experts
+from llama_ssp.weights.experts import join_convolutions, join_experts
 from llama_ssp.weights.packed import combine
-from llama_ssp.weights.source import StoredTensor, Wanted, read_header
+from llama_ssp.weights.source import ListedTensor, StoredTensor, Wanted, read_header
 from llama_ssp.words import said
 
 SINGLE_FILE = "model.safetensors"
@@ -49,7 +49,7 @@ class Checkpoint:
     folder: Path
     config: PretrainedConfig
     shape: ModelShape
-    tensors: Mapping[str, Listed]
+    tensors: Mapping[str, ListedTensor]
     head: HeadConfig | None = None  # of a draft head, which `weights.head` joins with its target.
     context = property(attrgetter("shape.max_position_embeddings"))
 
@@ -60,23 +60,8 @@ class Checkpoint:
         return dtypes.most_common(1)[0][0]
 
     def read(self, name: str, **wanted: Unpack[Wanted]) -> Tensor:
-        """Copy a tensor or a slice of it out of its file, casting in the same copy; see `WeightSource.read`.
-
-        CheckpointError if the file has changed since it was inspected.
-        """
-        tensor = self.tensors[name]
-        if not isinstance(tensor, StoredTensor):
-            return tensor.read(**wanted)
-        dim = wanted.get("dim")
-        if dim is None:
-            piece = tensor.read()
-        else:
-            before = [range(size) for size in tensor.shape[:dim]]
-            pieces = [tensor.read(*before, part) for part in wanted["parts"]]
-            piece = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim)
-        # A copy, because it may be a view of the mapped file.
-        dtype = wanted.get("dtype") or tensor.dtype or piece.dtype
-        return piece.to(dtype, copy=True, memory_format=torch.contiguous_format).to(wanted.get("device"))
+        """See `ListedTensor.read`."""
+        return self.tensors[name].read(**wanted)
 
 
 def inspect(folder: Path, *, config_alone: bool = False) -> Checkpoint:

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from llama_ssp.errors import CheckpointError
-from llama_ssp.weights.packed import PackedTensor
-from llama_ssp.weights.source import StoredTensor, TensorFacts, Wanted
+from llama_ssp.weights.source import ListedTensor, Wanted
 
 _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<number>\d{1,6})\.(?P<matrix>\w+)\.weight")
-_JOINED = {
+_PLACES = {
     **dict.fromkeys(("gate_proj", "w1"), ("gate_up_proj", 0)),
     **dict.fromkeys(("up_proj", "w3"), ("gate_up_proj", 1)),
     **dict.fromkeys(("down_proj", "w2"), ("down_proj", 0)),
@@ -32,110 +31,97 @@ _JOINED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class JoinedTensor(TensorFacts):
+class JoinedTensor(ListedTensor):
     """A tensor of all experts; `stored` has the matrices of each, which stand one below the other.
 
     Packed matrices are joined as their `byte_rows`.
     """
 
-    stored: tuple[tuple[StoredTensor | PackedTensor, ...], ...]
+    stored: tuple[tuple[ListedTensor, ...], ...]
 
     def read(self, **wanted: Unpack[Wanted]) -> Tensor:
-        """See `WeightSource.read`; parts are of the experts, of their outputs (dim 1) or of their inputs (dim 2)."""
-        dim, dtype = wanted.get("dim"), wanted.get("dtype") or self.dtype
-        num_rows = self.stored[0][0].shape[0]
-        wholes = [[range(size)] for size in self.shape]
-        chosen, outputs, inputs = ([*wanted["parts"]] if dim == place else wholes[place] for place in (0, 1, 2))
-        experts = []
-        for matrices in (self.stored[number] for part in chosen for number in part):
-            rows = []
-            for part in outputs:
-                for number, matrix in enumerate(matrices):
-                    first, end = max(part.start - number * num_rows, 0), min(part.stop - number * num_rows, num_rows)
-                    if first < end:
-                        rows.append(_read(matrix, range(first, end), inputs))
-            joined = torch.cat(rows)
-            experts.append(joined if self.storage else joined.to(dtype))
+        """See `ListedTensor.read`; parts are of the experts, of their outputs (dim 1) or of their inputs (dim 2)."""
+        chosen = wanted["parts"] if wanted.get("dim") == 0 else [range(len(self.stored))]
+        experts = [self._expert(self.stored[number], wanted) for part in chosen for number in part]
         return torch.stack(experts).to(wanted.get("device"))
+
+    def _expert(self, matrices: Sequence[ListedTensor], wanted: Wanted) -> Tensor:
+        dim, dtype, num_rows = wanted.get("dim"), wanted.get("dtype"), matrices[0].shape[0]
+        if dim == 1:
+            pieces = [
+                matrix.read(dim=0, parts=[own], dtype=dtype)
+                for part in wanted["parts"]
+                for start, matrix in zip(range(0, self.shape[1], num_rows), matrices, strict=True)
+                if (own := range(max(part.start - start, 0), min(part.stop - start, num_rows)))
+            ]
+        elif dim:  # inputs
+            pieces = [matrix.read(dim=1, parts=wanted["parts"], dtype=dtype) for matrix in matrices]
+        else:
+            pieces = [matrix.read(dtype=dtype) for matrix in matrices]
+        return torch.cat(pieces)
 
 
 @dataclass(frozen=True, kw_only=True)
-class JoinedConvolution(TensorFacts):
+class JoinedConvolution(ListedTensor):
     """The weights of a convolution whose channels are `stored` in parts."""
 
-    stored: tuple["Listed", ...]
+    stored: tuple[ListedTensor, ...]
 
     def read(self, **wanted: Unpack[Wanted]) -> Tensor:
-        """See `WeightSource.read`; parts are of the channels."""
+        """See `ListedTensor.read`; parts are of the channels."""
         whole_C1W = torch.cat([part.read() for part in self.stored])
         if wanted.get("dim") is not None:
             whole_C1W = torch.cat([whole_C1W[part.start : part.stop] for part in wanted["parts"]])
         return whole_C1W.to(wanted.get("device"), wanted.get("dtype") or self.dtype)
 
 
-Listed = StoredTensor | PackedTensor | JoinedTensor | JoinedConvolution
-"""A tensor of a checkpoint."""
-
-
-def join_convolutions(tensors: Mapping[str, Listed]) -> dict[str, Listed]:
+def join_convolutions(tensors: Mapping[str, ListedTensor]) -> dict[str, ListedTensor]:
     """Replace convolutions of queries, keys and values that are stored one by one."""
     found = dict(tensors)
     for name in [name for name in tensors if name.endswith(".q_conv1d.weight")]:
         names = [name.replace(".q_conv1d.", f".{part}_conv1d.") for part in "qkv"]
         if all(part in found for part in names):
             parts = tuple(found.pop(part) for part in names)
-            sizes = sum(part.shape[0] for part in parts), *parts[0].shape[1:]
             found[name.replace(".q_conv1d.", ".conv1d.")] = JoinedConvolution(
-                dtype=parts[0].dtype, shape=sizes, stored=parts
+                dtype=parts[0].dtype, shape=(sum(part.shape[0] for part in parts), *parts[0].shape[1:]), stored=parts
             )
     return found
 
 
-def _read(matrix: StoredTensor | PackedTensor, outputs: range, inputs: Sequence[range]) -> Tensor:
-    """Some outputs of a matrix, or some of its inputs."""
-    if isinstance(matrix, StoredTensor):
-        return torch.cat([matrix.read(outputs, part) for part in inputs], dim=1)
-    if len(outputs) < matrix.shape[0]:
-        return matrix.read(dim=0, parts=[outputs])
-    return matrix.read(dim=1, parts=inputs)
-
-
-def join_experts(
-    tensors: Mapping[str, StoredTensor | PackedTensor], folder: Path
-) -> dict[str, StoredTensor | PackedTensor | JoinedTensor]:
+def join_experts(tensors: Mapping[str, ListedTensor], folder: Path) -> dict[str, ListedTensor]:
     """Replace the matrices of experts by joined tensors; CheckpointError for experts that do not fit each other."""
-    found: dict[str, dict[int, dict[int, StoredTensor | PackedTensor]]] = defaultdict(lambda: defaultdict(dict))
-    others: dict[str, StoredTensor | PackedTensor | JoinedTensor] = {}
+    found: dict[str, dict[int, dict[int, ListedTensor]]] = defaultdict(lambda: defaultdict(dict))
+    others: dict[str, ListedTensor] = {}
     for name, tensor in tensors.items():
         match = _EXPERT.fullmatch(name)
-        is_matrix = len(tensor.shape) == 2  # noqa: PLR2004
-        if match and match["matrix"] in _JOINED and is_matrix:
-            joined, place = _JOINED[match["matrix"]]
+        if match and match["matrix"] in _PLACES and len(tensor.shape) == 2:  # noqa: PLR2004 - a matrix
+            joined, place = _PLACES[match["matrix"]]
             found[f"{match['experts']}.{joined}"][int(match["number"])][place] = tensor
         else:
             others[name] = tensor
-    without_gates = {name for name, experts in found.items() if not any(0 in matrices for matrices in experts.values())}
-    for name in without_gates:
-        ups = {number: {0: matrices[1]} for number, matrices in found.pop(name).items()}
-        found[name.replace("gate_up_proj", "up_proj")] = defaultdict(dict, ups)
-    return others | {name: _joined(name, experts, folder) for name, experts in found.items()}
+    for name, experts in found.items():
+        if any(0 in matrices for matrices in experts.values()):
+            others[name] = _joined(name, experts, range(1 + name.endswith("gate_up_proj")), folder)
+        else:
+            name_of_ups = name.replace("gate_up_proj", "up_proj")
+            others[name_of_ups] = _joined(name_of_ups, experts, range(1, 2), folder)
+    return others
 
 
-def _joined(name: str, experts: Mapping[int, Mapping[int, StoredTensor | PackedTensor]], folder: Path) -> JoinedTensor:
-    num_matrices = 1 + name.endswith("gate_up_proj")
+def _joined(name: str, experts: Mapping[int, Mapping[int, ListedTensor]], places: range, folder: Path) -> JoinedTensor:
     first = next(iter(experts[min(experts)].values()))
     facts = first.shape, first.dtype, first.storage
     alike = tuple(
-        tuple(matrix for place in range(num_matrices) if (matrix := experts[number].get(place))
+        tuple(matrix for place in places if (matrix := experts[number].get(place))
               and (matrix.shape, matrix.dtype, matrix.storage) == facts)
         for number in sorted(experts)
     )  # fmt: skip
-    if sorted(experts) != [*range(len(experts))] or any(len(matrices) < num_matrices for matrices in alike):
+    if sorted(experts) != [*range(len(experts))] or any(len(matrices) < len(places) for matrices in alike):
         raise CheckpointError(
             f"{folder} lacks matrices of {name}, or has some of another shape: copy or download it again"
         )
     rows, columns = first.shape
     return JoinedTensor(
-        dtype=first.dtype, shape=(len(alike), num_matrices * rows, columns), storage=first.storage, group=first.group,
+        dtype=first.dtype, shape=(len(alike), len(places) * rows, columns), storage=first.storage, group=first.group,
         stored=alike,
     )  # fmt: skip

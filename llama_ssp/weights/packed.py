@@ -6,7 +6,7 @@
     AWQ                  qweight (I, O / 8), scales (G, O), qzeros (G, O / 8)
     int8, FP8            weight (O, I) or, of int8, weight_packed (O, I / 4); weight_scale per output, matrix or block,
                          which some files with FP8 call weight_scale_inv
-    bitsandbytes         weight (O, I) in int8, SCB (O,), 127 times the scales; of 4 bits see `bnb_files`
+    bitsandbytes         weight (O, I) in int8, SCB (O,), 127 times the scales; of 4 bits see `float4_files`
     MXFP4, NVFP4         weight_packed (O, I / 2), weight_scale (O, S), of NVFP4 weight_global_scale (), which divides
     NVFP4 of modelopt    weight (O, I / 2), weight_scale (O, S), weight_scale_2 (), which multiplies
     mxfp4 of gpt-oss     NAME_blocks (X, O, S, 16), NAME_scales (X, O, S) of the tensor NAME (X, I, O) of all experts
@@ -14,7 +14,7 @@
 Eight codes are an int32, the first in the lowest bits; AWQ's are those of the outputs 0, 2, 4, 6, 1, 3, 5, 7. A code
 without a zero has the zero 8; version 1 of GPTQ stores zeros that are 1 too small. Packed int8 weights are bytes that
 are 128 too large. GPTQ and compressed-tensors may sort the inputs by importance (desc_act, actorder), which scatters
-the groups, so that they are read in the order of `int4_rows`. A static actorder, or weight, keeps them in place.
+the groups, so that they are read in the order of `byte_rows`. A static actorder, or weight, keeps them in place.
 
 Floats of 4 bits are two a byte, the first in its low half.
 
@@ -25,22 +25,21 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Self, Unpack
+from typing import Self, Unpack
 
 import torch
 from torch import Tensor
 
 from llama_ssp.errors import CheckpointError
 from llama_ssp.storage.formats import PackedLayout, format_of
-from llama_ssp.weights import int4_rows
-from llama_ssp.weights.source import StoredTensor, TensorFacts, Wanted
+from llama_ssp.weights.source import ListedTensor, StoredTensor, Wanted
 
 Facts = tuple[torch.dtype, tuple[int, ...]]
 """The dtype of a weight's scales, and its shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedTensor(TensorFacts):
+class PackedTensor(ListedTensor):
     """The weight of a layer, or of all experts, whose `parts` are stored tensors by the last part of their names.
 
     The record of a storage format names the subclass that reads it.
@@ -93,64 +92,7 @@ class PackedTensor(TensorFacts):
         return replace(self, shape=self.shape[:0:-1], parts=parts)
 
 
-class BlockTensor(PackedTensor):
-    """Integers or FP8 whose scales are a matrix over blocks; of words, each has `codes_of_a_word`."""
-
-    codes_of_a_word: ClassVar[int]
-
-    @classmethod
-    def _facts(cls, parts: Mapping[str, StoredTensor], layout: PackedLayout) -> Facts | None:
-        step = -1 if layout.has_inputs_first else 1
-        matrices = {leaf: tensor.shape[::step] for leaf, tensor in parts.items() if len(tensor.shape) == 2}  # noqa: PLR2004 - a matrix
-        if layout.weight not in matrices or layout.scale not in parts:
-            return None
-        num_outputs, num_inputs = matrices[layout.weight]
-        has_words = layout.weight in ("weight_packed", "qweight")
-        if layout.joins_outputs:
-            num_outputs *= cls.codes_of_a_word
-        elif has_words:
-            num_inputs *= cls.codes_of_a_word
-        dtype, shape = parts[layout.scale].dtype, (num_outputs, num_inputs)
-        num_blocks, num_groups = (-(-whole // (size or whole)) for whole, size in zip(shape, layout.block, strict=True))
-        if dtype is None or parts[layout.weight].kind != (
-            "I32" if has_words else format_of(layout.storage).stored_kind
-        ):
-            return None
-        fits = not has_words or num_inputs % num_groups == 0
-        fits &= parts[layout.scale].shape[::step] in _shapes(num_blocks, num_groups)
-        fits &= not layout.is_scattered or (layout.order in parts and num_inputs < int4_rows.GAP)
-        if zero := parts.get(layout.zero):
-            words = -(-num_outputs // cls.codes_of_a_word), num_groups
-            fits &= zero.kind == "I32" and matrices.get(layout.zero) == words
-        if order := parts.get(layout.order):
-            fits &= order.shape == (num_inputs,)
-        return (dtype, shape) if fits else None
-
-    def _blocks(self, places: range, dim: int) -> tuple[range, Tensor]:
-        """The blocks that some outputs or inputs are in, and the place of each one's block among them."""
-        size = self.layout.block[dim] or self.shape[dim]
-        blocks = range(places[0] // size, places[-1] // size + 1)
-        return blocks, torch.tensor(places) // size - blocks.start
-
-    def _matrix(self, leaf: str, rows: range, columns: range) -> Tensor:
-        """A part of a stored matrix, or of a vector that stands for a column, with the outputs first."""
-        stored = self.parts[leaf]
-        if len(stored.shape) < 2:  # noqa: PLR2004 - a matrix
-            return stored.read().view(-1, 1)[rows.start : rows.stop]
-        return stored.read(columns, rows).t() if self.layout.has_inputs_first else stored.read(rows, columns)
-
-    def _check_order(self, inputs: range) -> None:
-        stored, size = self.parts.get(self.layout.order), self.layout.block[1] or self.shape[1]
-        if stored and not torch.equal(stored.read(inputs).long(), torch.tensor(inputs) // size):
-            raise CheckpointError(
-                f"{stored.file} scatters the groups of {stored.name}, and its config.json does not say so (desc_act, "
-                "actorder): copy or download the folder again"
-            )
-
-
-def combine(
-    tensors: Mapping[str, StoredTensor], layout: PackedLayout, folder: Path
-) -> Mapping[str, StoredTensor | PackedTensor]:
+def combine(tensors: Mapping[str, StoredTensor], layout: PackedLayout, folder: Path) -> Mapping[str, ListedTensor]:
     """Replace the parts of each quantized weight by the weight; CheckpointError if they do not fit each other."""
     if any(name.endswith(f".{layout.scale}_inv") for name in tensors):  # as some files call the scales of FP8
         layout = replace(layout, scale=f"{layout.scale}_inv")
@@ -170,9 +112,3 @@ def combine(
             f"them: {', '.join(layout.leaves)} that fit each other are required"
         )
     return {name: tensor for name, tensor in tensors.items() if name not in parts} | found
-
-
-def _shapes(num_rows: int, num_columns: int) -> list[tuple[int, ...]]:
-    """The shapes that a matrix of scales may have in a file."""
-    vectors: list[tuple[int, ...]] = [(num_rows,)] if num_columns == 1 else []
-    return [(num_rows, num_columns), *vectors, *([()] if num_rows == num_columns == 1 else [])]

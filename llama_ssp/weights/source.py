@@ -1,8 +1,9 @@
 """The interface of a weight source: files (`checkpoint.Checkpoint`), a recipe (`synthetic.Synthetic`), a loaded model.
 
-Also a tensor in a safetensors file, and the error for a file that cannot be read.
+Also the tensors of a checkpoint, and those of a safetensors file.
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -94,7 +95,19 @@ def storage_of(origin: WeightSource) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredTensor(TensorFacts):
+class ListedTensor(TensorFacts):
+    """A tensor of a checkpoint."""
+
+    @abstractmethod
+    def read(self, **wanted: Unpack[Wanted]) -> Tensor:
+        """Copy the tensor or a slice of it out of its files, casting in the same copy; see `WeightSource.read`.
+
+        CheckpointError if a file has changed since it was inspected.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor(ListedTensor):
     """A tensor and its safetensors file.
 
     Attributes:
@@ -108,8 +121,21 @@ class StoredTensor(TensorFacts):
     kind: str
     number: int | None = None
 
-    def read(self, *parts: range) -> Tensor:
-        """Read the tensor, or parts of its first dimensions; the result may be a view of the mapped file.
+    def read(self, **wanted: Unpack[Wanted]) -> Tensor:
+        """See `ListedTensor.read`."""
+        dim = wanted.get("dim")
+        if dim is None:
+            piece = self.mapped()
+        else:
+            before = [range(size) for size in self.shape[:dim]]
+            pieces = [self.mapped(*before, part) for part in wanted["parts"]]
+            piece = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim)
+        # A copy, because it may be a view of the mapped file.
+        dtype = wanted.get("dtype") or self.dtype or piece.dtype
+        return piece.to(dtype, copy=True, memory_format=torch.contiguous_format).to(wanted.get("device"))
+
+    def mapped(self, *parts: range) -> Tensor:
+        """The tensor, or parts of its first dimensions; the result may be a view of the mapped file.
 
         CheckpointError if the file has changed since it was inspected.
         """

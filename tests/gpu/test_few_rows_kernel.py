@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.storage.formats import FP4_NUMBERS, format_of, formats
-from llama_ssp.weights import byte_rows, fp4_rows, int4_rows
+from llama_ssp.weights import byte_rows
 from tests.helpers.lanes import grid
 
 pytestmark = pytest.mark.gpu(1)
@@ -32,17 +32,17 @@ def operands(form: str, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Ten
     codes_OI = torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8)
     if form in formats():
         scales_OS = torch.rand(shape[0], shape[1] // group, generator=generator).to(
-            fp4_rows.dtype_of_scales(format_of(form).product)
+            byte_rows.dtype_of_scales(format_of(form).product)
         )
         factors_O = torch.rand(shape[0], generator=generator) / 64
-        codes, _, _ = fp4_rows.split(fp4_rows.pack(codes_OI, scales_OS.view(torch.uint8), factors_O))
+        codes, _, _ = byte_rows.split_fp4(byte_rows.pack_fp4(codes_OI, scales_OS.view(torch.uint8), factors_O))
         numbers = torch.tensor(FP4_NUMBERS).double()[codes_OI.int()].unflatten(1, (-1, group))
         numbers = (numbers * scales_OS.double()[..., None]).flatten(1) * factors_O.double()[:, None]
         return x_MI, (codes.cuda(), scales_OS.t().contiguous().cuda(), factors_O.cuda()), numbers.cuda()
     scales_OG = torch.rand(shape[0], shape[1] // group, generator=generator).half().float() / 64
     zeros_OG = torch.randint(0, 17, scales_OG.shape, generator=generator)
     numbers = (codes_OI.double().unflatten(1, (-1, group)) - zeros_OG[..., None]) * scales_OG.double()[..., None]
-    codes, words = byte_rows.split(int4_rows.pack(codes_OI, scales_OG, zeros_OG))
+    codes, words = byte_rows.split(byte_rows.pack_int4(codes_OI, scales_OG, zeros_OG))
     return x_MI, (codes.cuda(), words.t().contiguous().cuda()), numbers.flatten(1).cuda()
 
 

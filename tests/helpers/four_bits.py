@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.storage.formats import format_of
-from llama_ssp.weights.fp4_rows import codes_of, dtype_of_scales, pack
+from llama_ssp.weights.byte_rows import dtype_of_scales, e2m1_codes_of, pack_fp4
 
 _LARGEST = 6
 
@@ -26,4 +26,6 @@ def rounded(storage: str, weight_OI: Tensor) -> Tensor:
         factors_O = (largest_OS.amax(1) / (_LARGEST * most)).clamp_(min=tiny)
         scales_OS = (largest_OS / (_LARGEST * factors_O[:, None])).clamp_(max=most).to(dtype)
     steps_OS = (scales_OS.float() * factors_O[:, None]).clamp_(min=tiny)
-    return pack(codes_of((groups_OSI / steps_OS[..., None]).flatten(1)), scales_OS.view(torch.uint8), factors_O)
+    return pack_fp4(
+        e2m1_codes_of((groups_OSI / steps_OS[..., None]).flatten(1)), scales_OS.view(torch.uint8), factors_O
+    )

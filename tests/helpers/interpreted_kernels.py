@@ -41,7 +41,7 @@ from llama_ssp.models.quantization import weight_only
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.states import StateCache
 from llama_ssp.speculate.sampling import processors
-from llama_ssp.weights import byte_rows, fp4_rows, int4_rows
+from llama_ssp.weights import byte_rows
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.four_bits import rounded
 from tests.helpers.models import build_checkpoint, load_lean, tiny_model
@@ -359,7 +359,7 @@ def of_halves(num_outputs: int, num_inputs: int, _dtype: torch.dtype, *, group: 
     """What it takes of weights in int4, and the weights."""
     codes = torch.randint(0, 16, (num_outputs, num_inputs), dtype=torch.uint8)
     scales, zeros = 2.0 ** -torch.randint(0, 6, (num_outputs, num_inputs // group)), codes[:, ::group] + 1
-    weight, words = byte_rows.split(int4_rows.pack(codes, scales, zeros))
+    weight, words = byte_rows.split(byte_rows.pack_int4(codes, scales, zeros))
     numbers = (codes.double().unflatten(1, (-1, group)) - zeros[..., None]) * scales[..., None]
     return (weight, words.t().contiguous()), numbers.flatten(1)
 
@@ -379,7 +379,7 @@ def of_4_bit_floats(num_outputs: int, num_inputs: int, _dtype: torch.dtype, *, k
     scales = 2.0 ** -torch.randint(0, 6, (num_outputs, num_inputs // {"mxfp4": 32, "nvfp4": 16}[kind]))
     stored = scales.to({"mxfp4": torch.float8_e8m0fnu, "nvfp4": torch.float8_e4m3fn}[kind])
     factors = 2.0 ** torch.randint(-3, 4, (num_outputs,))
-    bytes_, _, _ = fp4_rows.split(fp4_rows.pack(codes, stored.view(torch.uint8), factors))
+    bytes_, _, _ = byte_rows.split_fp4(byte_rows.pack_fp4(codes, stored.view(torch.uint8), factors))
     table = torch.tensor([sign * number for sign in (1.0, -1.0) for number in (0, 0.5, 1, 1.5, 2, 3, 4, 6)])
     numbers = (table.double()[codes.int()].unflatten(1, (scales.shape[1], -1)) * scales[..., None]).flatten(1)
     return (bytes_, stored.t().contiguous(), factors), numbers * factors[:, None]

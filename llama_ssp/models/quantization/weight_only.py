@@ -18,7 +18,7 @@ from torch.nn import functional
 from llama_ssp.kernels.choice_gpu import ProductOfFewRows, attempt, find_few_rows
 from llama_ssp.kernels.linear import Linear, NativeLinear, added, compiled_for
 from llama_ssp.storage.formats import FEW_ROWS, FP4_GROUP, FP4_NUMBERS, FP8_GROUP, UNPACKED_WEIGHTS, format_of
-from llama_ssp.weights import byte_rows, fp4_rows, int4_rows
+from llama_ssp.weights import byte_rows
 
 if TYPE_CHECKING:
     from llama_ssp.kernels.linear_gpu import Chosen
@@ -137,19 +137,19 @@ class _Int4WeightOnly(_WeightOnlyLinear):
 
     def _write(self, codes_CI: Tensor, words_CG: Tensor, outputs: slice, into_CI: Tensor) -> None:  # noqa: ARG002
         groups = into_CI.unflatten(1, (words_CG.shape[1], 2, -1))
-        first, last = int4_rows.unpack_codes(codes_CI.unflatten(1, (words_CG.shape[1], -1)))
+        first, last = byte_rows.unpack_codes(codes_CI.unflatten(1, (words_CG.shape[1], -1)))
         groups[:, :, 0].copy_(first)
         groups[:, :, 1].copy_(last)
         words_CG11 = words_CG[..., None, None].contiguous()
         # Zeros are integers and scales in fp32, so that a weight is rounded once.
-        groups.sub_(int4_rows.zeros_of(words_CG11)).mul_(int4_rows.scales_of(words_CG11))
+        groups.sub_(byte_rows.zeros_of(words_CG11)).mul_(byte_rows.scales_of(words_CG11))
 
 
 class _Reordered(Linear):
-    """A layer whose inputs are sorted by their groups, with a zero in each gap; see `int4_rows`."""
+    """A layer whose inputs are sorted by their groups, with a zero in each gap; see `byte_rows`."""
 
     def __init__(self, linear: Linear, order_I: Tensor) -> None:
-        is_gap_I = order_I == int4_rows.GAP
+        is_gap_I = order_I == byte_rows.GAP
         self._linear, self._has_gaps = linear, bool(is_gap_I.any())
         self._order_I = order_I.where(~is_gap_I, len(order_I) - is_gap_I.sum())
 
@@ -215,12 +215,12 @@ class _Beside(Linear):
 def int4_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
     """A layer in the format `int4_weight_only`.
 
-    Checkpoints that hold such weights are read as they are, as the rows of bytes of `int4_rows`. Numbers are rounded to
+    Checkpoints that hold such weights are read as they are, as the rows of bytes of `byte_rows`. Numbers are rounded to
     the nearest of 16 equal steps between the smallest and the largest weight of a group of inputs, or zero.
     """
     order_OI = None
     if weight_OI.dtype is torch.uint8:
-        codes_OI, words_OG, order_OI = int4_rows.split(weight_OI)
+        codes_OI, words_OG, order_OI = byte_rows.split_int4(weight_OI)
     else:
         group = format_of("int4_weight_only").group_of(weight_OI.shape[1])
         codes_OI, words_OG = quantize_by_blocks(weight_OI, partial(_rounded, group=group))
@@ -242,7 +242,7 @@ def _int4_linear(codes_OI: Tensor, words_OG: Tensor, bias_O: Tensor | None) -> L
     """A layer of the bytes of codes (O, I / 2) and words (O, G)."""
     num_inputs, num_groups = 2 * codes_OI.shape[1], words_OG.shape[1]
     if product := compiled_for("int4_weight_only", torch.Size((len(codes_OI), num_inputs)), codes_OI.device):
-        codes_OGI = torch.cat(int4_rows.unpack_codes(codes_OI.unflatten(1, (num_groups, -1))), dim=2)
+        codes_OGI = torch.cat(byte_rows.unpack_codes(codes_OI.unflatten(1, (num_groups, -1))), dim=2)
         return NativeLinear(product, codes_OGI.flatten(1), words_OG, bias_O)
     operands = codes_OI, words_OG.t().contiguous()
     return _Int4WeightOnly(operands, bias_O, find_few_rows("int4_weight_only", operands))
@@ -295,19 +295,19 @@ class _Fp4WeightOnly(_Int4WeightOnly):
 
     def _write(self, codes_CI: Tensor, words_CG: Tensor, outputs: slice, into_CI: Tensor) -> None:
         numbers = torch.tensor(FP4_NUMBERS, device=into_CI.device)
-        halves = int4_rows.unpack_codes(codes_CI.unflatten(1, (-1, FP4_GROUP // 2)))
+        halves = byte_rows.unpack_codes(codes_CI.unflatten(1, (-1, FP4_GROUP // 2)))
         into_CI.copy_(numbers[torch.cat(halves, dim=2).flatten(1).int()])
         into_CI.unflatten(1, (words_CG.shape[1], -1)).mul_(words_CG[..., None].float())
         into_CI.mul_(self._operands[2][outputs, None])
 
 
 def _fp4_linear(storage: str, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-    """A layer of floats of 4 bits, of `fp4_rows`."""
-    codes_OI, scales_OS, factors_O = fp4_rows.split(weight_OI)
+    """A layer of floats of 4 bits, of `byte_rows`."""
+    codes_OI, scales_OS, factors_O = byte_rows.split_fp4(weight_OI)
     shape = torch.Size((len(codes_OI), 2 * codes_OI.shape[1]))
     if product := compiled_for(storage, shape, weight_OI.device):
         return NativeLinear(product, weight_OI, factors_O, bias_O)
-    scales_SO = scales_OS.t().contiguous().view(fp4_rows.dtype_of_scales(format_of(storage).product))
+    scales_SO = scales_OS.t().contiguous().view(byte_rows.dtype_of_scales(format_of(storage).product))
     operands = codes_OI, scales_SO, factors_O
     return _Fp4WeightOnly(operands, bias_O, find_few_rows(storage, operands))
 
@@ -321,7 +321,7 @@ def _rounded(weight_CI: Tensor, *, group: int) -> tuple[Tensor, Tensor]:
     least_CG1 = weight_CGI.amin(2, keepdim=True).clamp_(max=0)
     range_CG1 = weight_CGI.amax(2, keepdim=True).clamp_(min=0).sub_(least_CG1)
     tiny = torch.finfo(torch.float32).smallest_normal
-    scales_CG1 = int4_rows.scales_of((range_CG1 / _STEPS).clamp_(min=tiny).view(torch.int32))
+    scales_CG1 = byte_rows.scales_of((range_CG1 / _STEPS).clamp_(min=tiny).view(torch.int32))
     zeros_CG1 = (-least_CG1 / scales_CG1).round_().clamp_(0, _STEPS)
     codes_CGI = (weight_CGI / scales_CG1).round_().add_(zeros_CG1).clamp_(0, _STEPS).to(torch.uint8)
-    return byte_rows.split(int4_rows.pack(codes_CGI.flatten(1), scales_CG1.squeeze(2), zeros_CG1.squeeze(2)))
+    return byte_rows.split(byte_rows.pack_int4(codes_CGI.flatten(1), scales_CG1.squeeze(2), zeros_CG1.squeeze(2)))

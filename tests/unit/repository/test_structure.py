@@ -248,7 +248,7 @@ FAULTS = [
     ("llama_ssp/machines/hardware.py", "llama_ssp.settings.schema", "Imports run one way"),
     ("llama_ssp/run/commands/run.py", "llama_ssp.run.commands.program", "commands have no circle"),
     ("llama_ssp/cpu/emit.py", "llama_ssp.kernels", "Imports run one way"),
-    ("llama_ssp/weights/int4_rows.py", "llama_ssp.cpu.kinds", "CPUs have one room"),
+    ("llama_ssp/weights/byte_rows.py", "llama_ssp.cpu.kinds", "CPUs have one room"),
     ("llama_ssp/architectures/matrices.py", "torch", NO_TORCH),
     ("llama_ssp/settings/checks.py", "transformers", NO_TORCH),
     ("llama_ssp/evaluation/statistics.py", "torch", NO_TORCH),

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from llama_ssp.errors import CheckpointError
-from llama_ssp.weights import byte_rows, fp4_rows, int4_rows
+from llama_ssp.weights import byte_rows
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.lanes import first, pairs
 from tests.helpers.models import build_checkpoint
@@ -43,11 +43,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 def numbers(rows: Tensor, storage: str | None) -> Tensor:
     """The weights (O, I) that rows of bytes stand for."""
     if storage == "int4_weight_only":
-        values, words, order = int4_rows.split(rows)
+        values, words, order = byte_rows.split_int4(rows)
     else:
         (values, words), order = byte_rows.split(rows), None
     if storage in ("mxfp4", "nvfp4"):
-        codes, scales, factors = fp4_rows.split(rows)
+        codes, scales, factors = byte_rows.split_fp4(rows)
         scales = 2.0 ** (scales.float() - 127) if storage == "mxfp4" else scales.view(torch.float8_e4m3fn).float()
         codes_OGH = codes.unflatten(1, (-1, 16))
         values = E2M1[torch.cat([codes_OGH & 15, codes_OGH >> 4], dim=2).flatten(1).long()]
@@ -63,13 +63,13 @@ def numbers(rows: Tensor, storage: str | None) -> Tensor:
         case "fp8_weight_only":
             weights = groups.view(torch.float8_e4m3fn).float() * scales
         case _:
-            codes = torch.cat(int4_rows.unpack_codes(groups), dim=2)
-            weights = (codes - int4_rows.zeros_of(words)[..., None]) * int4_rows.scales_of(words)[..., None]
+            codes = torch.cat(byte_rows.unpack_codes(groups), dim=2)
+            weights = (codes - byte_rows.zeros_of(words)[..., None]) * byte_rows.scales_of(words)[..., None]
     found: Tensor = weights.flatten(1)
     if order is None:
         return found
     (order_I,) = order.unique(dim=0)
-    is_input = order_I < int4_rows.GAP
+    is_input = order_I < byte_rows.GAP
     return found[:, is_input][:, order_I[is_input].argsort()]
 
 

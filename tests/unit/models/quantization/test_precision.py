@@ -12,7 +12,7 @@ from llama_ssp.models.quantization import weight_only
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.quantization.weight_only import int4_weight_only_linear
 from llama_ssp.storage.formats import INT4_GROUPS, formats
-from llama_ssp.weights import int4_rows
+from llama_ssp.weights import byte_rows
 from tests.helpers.lanes import pairs
 
 FORMS = [form.name for form in formats().values() if form.is_quantized and not form.is_stored_alone]
@@ -168,7 +168,7 @@ def test_a_weight_is_rounded_once(dtype: torch.dtype, num_rows: int, group: int)
     x = torch.randn(num_rows, 256, generator=generator).to(dtype)
     kernel = Precision(quantization="int4_weight_only").kernel
     assert kernel
-    linear = kernel(int4_rows.pack(codes, scales, zeros), None)
+    linear = kernel(byte_rows.pack_int4(codes, scales, zeros), None)
     assert torch.equal(linear(torch.eye(256, dtype=dtype)).t(), weight)
     wanted = x.double() @ weight.double().t()
     tolerance = max(torch.finfo(dtype).eps, 1e-6)

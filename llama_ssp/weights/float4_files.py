@@ -1,11 +1,13 @@
-"""Weights of 4 bits, nf4 or fp4, as bitsandbytes stores them, and the same bits in `byte_rows`.
+"""Weights that are floats of 4 bits, as files have them; layouts are drawn in `packed`.
+
+Those of bitsandbytes, nf4 or fp4:
 
     weight                                     (O I / 2, 1), two codes a byte, row by row
     weight.absmax                              (O I / 64,), the scales in fp32, or in bytes if those are quantized too:
     weight.nested_quant_map, .nested_absmax    the number of each byte, and the scale of each 256 bytes
     weight.quant_state.bitsandbytes__KIND      JSON: the shape, and what is added to all scales
 
-Shapes: O outputs, I inputs, G groups of 64 inputs.
+Shapes: X experts, O outputs, I inputs, G groups of 64 inputs.
 
 Source: Dettmers et al. 2023, arXiv:2305.14314.
 """
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.storage.formats import NF4_GROUP as GROUP
-from llama_ssp.storage.formats import PackedLayout
+from llama_ssp.storage.formats import PackedLayout, format_of
 from llama_ssp.storage.nf4 import BNB_STATE
 from llama_ssp.weights import byte_rows
 from llama_ssp.weights.packed import Facts, PackedTensor
@@ -27,6 +29,38 @@ from llama_ssp.weights.source import StoredTensor
 _SCALES, _NUMBERS, _OUTER = "weight.absmax", "weight.nested_quant_map", "weight.nested_absmax"
 _NESTED = 256
 """Scales that share a scale."""
+
+
+class Fp4Tensor(PackedTensor):
+    """A weight (O, I), or those of all experts (X, I, O)."""
+
+    @staticmethod
+    def _facts(parts: Mapping[str, StoredTensor], layout: PackedLayout) -> Facts | None:
+        weight, scale, factor = (parts.get(leaf) for leaf in (layout.weight, layout.scale, layout.factor))
+        size = layout.block[1] or 0
+        if not (weight and scale and bool(layout.factor) == bool(factor)):
+            return None
+        if len(scale.shape) != 2 + (not layout.joint):
+            return None
+        *experts, num_outputs, num_scales = scale.shape
+        num_inputs, kinds = num_scales * size, ("U8", format_of(layout.storage).stored_kind)
+        fits = (weight.kind, scale.kind) == kinds and num_inputs % layout.group == 0
+        codes = (num_scales, size // 2) if experts else (num_inputs // 2,)
+        fits &= weight.shape == (*experts, num_outputs, *codes) and (not factor or factor.shape in ((), (1,)))
+        shape = (*experts, num_inputs, num_outputs) if experts else (num_outputs, num_inputs)
+        return (torch.bfloat16, shape) if fits else None
+
+    def _rows(self, outputs: range, inputs: range) -> Tensor:
+        codes, scales = (
+            self.parts[leaf].mapped(outputs, range(inputs.start // width, inputs.stop // width))
+            for leaf in (self.layout.weight, self.layout.scale)
+            for width in [self.shape[1] // self.parts[leaf].shape[1]]
+        )
+        factor = self.parts[self.layout.factor].mapped().float().view(1) if self.layout.factor else torch.ones(1)
+        factor = 1 / factor if self.layout.divides else factor
+        return byte_rows.pack_fp4(
+            byte_rows.codes_of_words(codes.flatten(1)), scales.view(torch.uint8), factor.expand(len(outputs))
+        )
 
 
 class BnbTensor(PackedTensor):
@@ -54,7 +88,7 @@ class BnbTensor(PackedTensor):
 
     def _rows(self, outputs: range, inputs: range) -> Tensor:
         num_bytes, num_groups = self.shape[1] // 2, self.shape[1] // GROUP
-        codes = self.parts[self.layout.weight].read(range(outputs.start * num_bytes, outputs.stop * num_bytes))
+        codes = self.parts[self.layout.weight].mapped(range(outputs.start * num_bytes, outputs.stop * num_bytes))
         scales = _scales(self.parts, range(outputs.start * num_groups, outputs.stop * num_groups)).view(-1, num_groups)
         bytes_OI = codes.view(-1, num_bytes)[:, inputs.start // 2 : inputs.stop // 2]
         scales_OG = scales[:, inputs.start // GROUP : inputs.stop // GROUP]
@@ -63,18 +97,18 @@ class BnbTensor(PackedTensor):
 
 def _scales(parts: Mapping[str, StoredTensor], places: range) -> Tensor:
     """Some of the scales, in fp32."""
-    stored = parts[_SCALES].read(places)
+    stored = parts[_SCALES].mapped(places)
     if stored.is_floating_point():
         return stored
-    outer = parts[_OUTER].read()[torch.arange(places.start, places.stop) // _NESTED]
-    return parts[_NUMBERS].read()[stored.long()] * outer + float(_state(parts)["nested_offset"])
+    outer = parts[_OUTER].mapped()[torch.arange(places.start, places.stop) // _NESTED]
+    return parts[_NUMBERS].mapped()[stored.long()] * outer + float(_state(parts)["nested_offset"])
 
 
 def _state(parts: Mapping[str, StoredTensor]) -> dict[str, Any]:
     """The JSON of a weight; empty if there is none."""
     try:
         (stored,) = (tensor for name, tensor in parts.items() if name.startswith(BNB_STATE))
-        state = json.loads(bytes(stored.read().tolist()))
+        state = json.loads(bytes(stored.mapped().tolist()))
     except (ValueError, TypeError):
         return {}
     return state if isinstance(state, dict) else {}
