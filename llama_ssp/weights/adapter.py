@@ -4,9 +4,9 @@
     adapter_model.safetensors    base_model.model.MODULE.lora_A.weight (R, I) and .lora_B.weight (O, R)
 
 A weight becomes W + scale B A, where scale is lora_alpha / r, or lora_alpha / sqrt(r) with rslora. Patterns of modules
-have another r, or another lora_alpha, than the rest. Of a slice, only the
-rows of B or the columns of A that it has are read. The sum is in fp32, and is rounded once, to the number format that
-the weight is loaded in, before any quantization.
+have another r, or another lora_alpha, than the rest. Of a slice, only the rows of B or the columns of A that it has are
+read. The sum is in fp32, and is rounded once, to the number format that the weight is loaded in, before any
+quantization.
 
 Shapes: O outputs, I inputs, R rank.
 """
@@ -26,7 +26,7 @@ from llama_ssp.catalogue import ADAPTER_CONFIG_FILE
 from llama_ssp.errors import CheckpointError, shown
 from llama_ssp.storage.patterns import Pattern
 from llama_ssp.weights.checkpoint import Checkpoint, of_text, summary
-from llama_ssp.weights.source import StoredTensor, read_header
+from llama_ssp.weights.source import ListedTensor, StoredTensor, read_header
 
 _PICKLE = "adapter_model.bin"
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
@@ -69,37 +69,33 @@ def with_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
         pickled = f" but pickle weights, {_PICKLE}, which are not read" if (folder / _PICKLE).is_file() else ""
         raise CheckpointError(f"{folder} holds no {ADAPTER_FILE}{pickled}: save it in safetensors")
     stored = read_header(folder / ADAPTER_FILE)
-    pairs: dict[str, dict[str, StoredTensor]] = {}
-    for name, tensor in stored.items():
-        if found := _KEY.fullmatch(name):
-            pairs.setdefault(found[1], {})[found[2]] = tensor
     if strays := [name for name in stored if not _KEY.fullmatch(name)]:
         raise CheckpointError(
             f"{folder} holds {summary(strays)}, and only lora_A and lora_B of linear layers are merged"
         )
-    rank_of, alpha_of = (
-        _by_pattern(config.get(f"{name}_pattern") or {}, config[field], where=f"{folder}: {name}_pattern has")
-        for name, field in (("rank", "r"), ("alpha", "lora_alpha"))
-    )
-    targets = {module: _target(checkpoint.tensors, module) for module in pairs}
-    if not targets or (absent := [module for module, name in targets.items() if name is None]):
-        lacks = f"{summary(absent)}, which {checkpoint.folder} lacks" if targets else "nothing"
+    pairs: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in stored.items():
+        if found := _KEY.fullmatch(name):
+            pairs.setdefault(found[1], {})[found[2]] = tensor
+    rank_of = _by_pattern(config, "rank_pattern", config["r"], folder)
+    alpha_of = _by_pattern(config, "alpha_pattern", config["lora_alpha"], folder)
+    targets = {module: name for module in pairs if (name := _target(checkpoint.tensors, module))}
+    if len(targets) < len(pairs) or not pairs:
+        absent = [module for module in pairs if module not in targets]
+        lacks = f"{summary(absent)}, which {checkpoint.folder} lacks" if absent else "nothing"
         raise CheckpointError(f"{folder} changes {lacks}: give the adapter of this model")
-    merged = {
-        name: _merged(
-            checkpoint.tensors[name], pairs[module], rank_of(module), alpha_of(module),
-            is_root=bool(config.get("use_rslora")),
-        )
-        for module, name in targets.items() if name
-    }  # fmt: skip
-    if unfit := [name for name, tensor in merged.items() if tensor is None]:
+    if unfit := [name for module, name in targets.items()
+                 if not _fits(checkpoint.tensors[name], pairs[module], rank_of(module))]:  # fmt: skip
         raise CheckpointError(
             f"{folder} does not fit {checkpoint.folder}, as in {summary(unfit)}: lora_A and lora_B of rank "
             f"{config['r']}, or that of rank_pattern, and of the sizes of a weight in 16 or 32 bits are required"
         )
-    return replace(
-        checkpoint, tensors={**checkpoint.tensors, **{name: tensor for name, tensor in merged.items() if tensor}}
-    )
+    merged = dict(checkpoint.tensors)
+    for module, name in targets.items():
+        rank = rank_of(module)
+        scale = alpha_of(module) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        merged[name] = MergedTensor(**vars(merged[name]), up=pairs[module]["B"], down=pairs[module]["A"], scale=scale)
+    return replace(checkpoint, tensors=merged)
 
 
 def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
@@ -121,23 +117,18 @@ def _target(tensors: Mapping[str, object], module: str) -> str | None:
     return next((name for begin in range(2) if (name := ".".join(parts[begin:])) in tensors), None)
 
 
-def _by_pattern(values: Mapping[str, Any], default: float, *, where: str) -> Callable[[str], float]:
+def _by_pattern(config: Mapping[str, Any], field: str, default: float, folder: Path) -> Callable[[str], float]:
     """The value of a module: that of the first pattern that matches the end of its name, as PEFT reads them."""
+    values, where = config.get(field) or {}, f"{folder}: {field} has"
     if odd := [value for value in values.values() if type(value) not in {int, float} or not value > 0]:
         raise CheckpointError(f"{where} {shown(odd[0])}, and a number above 0 is required: copy or download it again")
     patterns = [(Pattern(f"(.*\\.)?({text})$", where=where), value) for text, value in values.items()]
     return lambda module: next((value for pattern, value in patterns if pattern.match(module)), default)
 
 
-def _merged(
-    weight: object, pair: Mapping[str, StoredTensor], rank: float, alpha: float, *, is_root: bool
-) -> MergedTensor | None:
-    """The weight with its pair; None if they do not fit each other."""
+def _fits(weight: ListedTensor, pair: Mapping[str, StoredTensor], rank: float) -> bool:
     if not isinstance(weight, StoredTensor) or pair.keys() != {"A", "B"} or len(weight.shape) != 2:  # noqa: PLR2004 - a matrix
-        return None
-    down, up = pair["A"], pair["B"]
-    if (up.shape, down.shape) != ((weight.shape[0], rank), (rank, weight.shape[1])):
-        return None
-    if None in {weight.dtype, down.dtype, up.dtype}:
-        return None
-    return MergedTensor(**vars(weight), up=up, down=down, scale=alpha / (math.sqrt(rank) if is_root else rank))
+        return False
+    num_outputs, num_inputs = weight.shape
+    has_sizes = pair["A"].shape == (rank, num_inputs) and pair["B"].shape == (num_outputs, rank)
+    return has_sizes and None not in {weight.dtype, *(tensor.dtype for tensor in pair.values())}

@@ -38,7 +38,7 @@ from llama_ssp.words import said
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_MAX_NAME_BYTES, _MAX_NAME_SHOWN = 255, 200
+_MAX_NAME_BYTES, _MAX_NAME_SHOWN, _MAX_NAMES_SHOWN = 255, 200, 4
 _PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt"}
 
 
@@ -81,10 +81,10 @@ def inspect(folder: Path, *, config_alone: bool = False) -> Checkpoint:
         check_servable(lambda name: getattr(config, name, None))
         raise CheckpointError(f"{folder}/config.json describes no decoder with attention: {error}") from error
     sizes = {entry.name: getattr(shape, entry.name) for entry in fields(shape) if entry.default is MISSING}
-    small = [f"{name} {size}" for name, size in sizes.items() if type(size) is int and size < 1]
-    if small:
-        message = f"{folder}/config.json gives {', '.join(small)}, but at least 1 is required: copy it again"
-        raise CheckpointError(message)
+    if small := [f"{name} {size}" for name, size in sizes.items() if type(size) is int and size < 1]:
+        raise CheckpointError(
+            f"{folder}/config.json gives {', '.join(small)}, but at least 1 is required: copy it again"
+        )
     if head:
         config.vocab_size = shape.vocab_size
     tensors = {} if config_alone else _list_tensors(folder, is_head=head is not None)
@@ -124,8 +124,9 @@ def check_shape(entry: ModelConfig, checkpoint: Checkpoint) -> None:
     wanted, found = asdict(entry.shape), asdict(checkpoint.shape)
     for name in ("max_position_embeddings", "shares_embedding") if checkpoint.head else ():
         del wanted[name]
-    differences = [f"{name} is {found[name]}, not {value}" for name, value in wanted.items() if found[name] != value]
-    if differences:
+    if differences := [
+        f"{name} is {found[name]}, not {value}" for name, value in wanted.items() if found[name] != value
+    ]:
         raise CheckpointError(
             f"{checkpoint.folder} is not {entry.name}: {', '.join(differences)}; "
             f"{said('model', checkpoint.folder)} accepts it"
@@ -134,22 +135,20 @@ def check_shape(entry: ModelConfig, checkpoint: Checkpoint) -> None:
 
 def _read_config(folder: Path, content: Mapping[str, Any]) -> tuple[PretrainedConfig, PackedLayout | None]:
     """The configuration, and the layout of packed weights if there are any."""
-    file = folder / CONFIG_FILE
-    model_type = content.get("model_type")
-    problem = None
-    asks = " and asks for Python code from its folder, which is never run" if "auto_map" in content else ""
+    file, model_type, problem = folder / CONFIG_FILE, content.get("model_type"), None
+    layout = layout_of(content[QUANTIZATION]) if QUANTIZATION in content else None
     if not isinstance(model_type, str):
         problem = "has no model_type: a config.json as save_pretrained writes it is required"
     elif model_type not in CONFIG_MAPPING:
-        unknown = f"has model_type {shown(model_type)}, unknown to transformers {__version__}"
-        problem = f"{unknown},{asks}: a newer one may know it" if asks else f"{unknown}: a newer one may know it"
+        asks = ", and asks for Python code from its folder, which is never run" if "auto_map" in content else ""
+        problem = (
+            f"has model_type {shown(model_type)}, unknown to transformers {__version__}{asks}: a newer one may know it"
+        )
     elif model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         problem = f"has model_type {shown(model_type)}, which is no causal language model"
-    layout = layout_of(content[QUANTIZATION]) if QUANTIZATION in content else None
-    if isinstance(layout, str):
-        problem = problem or unreadable(layout)
-        layout = None
-    if problem:
+    elif isinstance(layout, str):
+        problem = unreadable(layout)
+    if problem or isinstance(layout, str):
         raise CheckpointError(f"{file} {problem}")
     try:
         config: PretrainedConfig = CONFIG_MAPPING[str(model_type)].from_dict(dict(content))
@@ -167,12 +166,12 @@ def _list_tensors(folder: Path, *, is_head: bool) -> dict[str, StoredTensor]:
     if not index.is_file():
         raise _no_weights(folder, is_head=is_head)
     file_of = read_json(index).get("weight_map")
-    if not isinstance(file_of, dict) or not all(_is_file_name(name) for name in file_of.values()):
-        message = f"{index} has no weight_map from tensors to files in the folder: copy or download it again"
-        raise CheckpointError(message)
+    if not isinstance(file_of, dict) or not all(map(_is_file_name, file_of.values())):
+        raise CheckpointError(
+            f"{index} has no weight_map from tensors to files in the folder: copy or download it again"
+        )
     files = sorted(set(file_of.values()))
-    absent = [name for name in files if not (folder / name).is_file()]
-    if absent:
+    if absent := [name for name in files if not (folder / name).is_file()]:
         raise CheckpointError(f"{index} names {summary(absent)}, which is missing: copy or download the folder again")
     # As transformers reads them: all tensors of the files, whatever the index says of each.
     return {name: tensor for file in files for name, tensor in read_header(folder / file).items()}
@@ -188,8 +187,7 @@ def _is_file_name(name: object) -> bool:
 def _no_weights(folder: Path, *, is_head: bool) -> CheckpointError:
     if (folder / ADAPTER_CONFIG_FILE).is_file():
         return CheckpointError(adapter_alone(str(folder), folder / ADAPTER_CONFIG_FILE))
-    pickles = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLE_SUFFIXES)
-    if pickles:
+    if pickles := sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLE_SUFFIXES):
         program = (
             f"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{folder}', dtype='auto')"
             f".save_pretrained('{folder}')"
@@ -210,13 +208,10 @@ def _no_weights(folder: Path, *, is_head: bool) -> CheckpointError:
     return CheckpointError(f"{folder} holds no weights: {SINGLE_FILE}, or shards and their {INDEX_FILE}, is required")
 
 
-def summary(names: Sequence[str], *, limit: int = 4) -> str:
-    """The first few names and the number of others."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(map(_shortened, names[:limit])) + more
-
-
-def _shortened(name: str) -> str:
-    """A printable, short form of a name, which a damaged file may have garbled."""
-    name = name if name.isprintable() else shown(name)
-    return name if len(name) <= _MAX_NAME_SHOWN else f"{name[:_MAX_NAME_SHOWN]}..."
+def summary(names: Sequence[str]) -> str:
+    """The first few names, in a printable and short form, and the number of others."""
+    more = f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else ""
+    printable = [
+        name if name.isprintable() else shown(name) for name in names[:_MAX_NAMES_SHOWN]
+    ]  # a damaged file may garble them
+    return ", ".join(f"{name[:_MAX_NAME_SHOWN]}{'...' * (len(name) > _MAX_NAME_SHOWN)}" for name in printable) + more

@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.helpers.edits import edit_config
+
 _GROUPS = {
     "compressed-tensors": 128, "compressed-tensors, asymmetric": 64, "compressed-tensors, whole rows": -1,
     "gptq": 128, "gptq, asymmetric": 32, "gptq_v2": 96, "awq": 128, "awq, small": 64, "gptq, sorted": 128,
@@ -80,11 +82,6 @@ def pack_checkpoint(origin: Path, packed: Path, dequantized: Path, layout: str) 
         shutil.copytree(origin, folder)
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     edit_config(packed, quantization_config=quantization_config(layout))
-
-
-def edit_config(folder: Path, **changes: object) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def quantization_config(layout: str) -> dict[str, Any]:

@@ -1,9 +1,8 @@
-"""Holds a merged adapter to the whole matrices that it stands for, on every rank and format, and names what it refuses.
+"""Holds a merged adapter to the whole matrices that it stands for, and names what it refuses.
 
 The numbers are chosen so that all sums are exact in fp32, so equal means equal in every bit.
 """
 
-import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,21 +11,14 @@ from typing import NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from llama_ssp.architectures.model_files import ADAPTER_FILE
 from llama_ssp.errors import CheckpointError
-from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.loading import load_model
-from llama_ssp.models.quantization.precision import Precision
-from llama_ssp.models.weights import Loading
-from llama_ssp.ranks.comms import Comm
 from llama_ssp.weights.adapter import with_adapter
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
 from tests.helpers.adapters import LAYERS, RANK, round_weights, save_adapter, save_merged
-from tests.helpers.fake_comm import on_ranks, thread_comms
-from tests.helpers.lanes import pairs
-from tests.helpers.models import VOCAB_SIZE, build_checkpoint
+from tests.helpers.edits import Edit, edit_json, edit_tensors
+from tests.helpers.models import build_checkpoint
 
 pytestmark = pytest.mark.seconds
 
@@ -61,31 +53,6 @@ def adapted(folders: Folders) -> Checkpoint:
     return with_adapter(inspect(folders.base), folders.adapter)
 
 
-def logits_of(origin: Checkpoint, *, num_ranks: int, quantization: str) -> list[Tensor]:
-    comms = thread_comms(num_ranks)
-    precision = Precision(quantization=quantization)
-    runners = [load_model(Loading(origin, comm=comm, precision=precision)) for comm in comms]
-    ids_BT = torch.randint(0, VOCAB_SIZE, (2, 8), generator=torch.Generator().manual_seed(2))
-
-    def forward(comm: Comm) -> Tensor:
-        runner = runners[comm.rank]
-        assert isinstance(runner, LeanRunner)
-        runner.allocate(batch_size=2, capacity=16)
-        return runner.forward(ids_BT, torch.arange(8).expand(2, -1), bucket=16)
-
-    return on_ranks(comms, forward)
-
-
-@pairs(num_ranks=[1, 2], quantization=["none", "int8_weight_only"])
-def test_logits_are_those_of_the_merged_checkpoint(folders: Folders, num_ranks: int, quantization: str) -> None:
-    found = logits_of(adapted(folders), num_ranks=num_ranks, quantization=quantization)
-    wanted = logits_of(inspect(folders.merged), num_ranks=num_ranks, quantization=quantization)
-    without = logits_of(inspect(folders.base), num_ranks=num_ranks, quantization=quantization)
-    for found_BTV, wanted_BTV, without_BTV in zip(found, wanted, without, strict=True):
-        assert torch.equal(found_BTV, wanted_BTV)
-        assert (found_BTV - without_BTV).abs().max() > 0.1
-
-
 @pytest.mark.parametrize(("layers", "use_rslora"), [(LAYERS, False), (LAYERS, True), (("lm_head", "k_proj"), False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_slices_are_those_of_the_merged_matrices(
@@ -107,12 +74,18 @@ def test_slices_are_those_of_the_merged_matrices(
     assert changed == len(load_file(folders.adapter / ADAPTER_FILE)) // 2
 
 
-def test_names_without_the_prefix_of_the_base_model_are_found(tmp_path: Path, folders: Folders) -> None:
-    base = Path(shutil.copytree(folders.base, tmp_path / "base"))
-    tensors = {name.removeprefix("model."): tensor for name, tensor in load_file(base / "model.safetensors").items()}
-    save_file(tensors, base / "model.safetensors", {"format": "pt"})
-    found = with_adapter(inspect(base), folders.adapter)
-    assert torch.equal(found.read(Q_PROJ.removeprefix("model.")), inspect(folders.merged).read(Q_PROJ))
+@pytest.mark.parametrize(("part", "prefix"), [
+    ("base", ""), ("adapter", "model.language_model."), ("adapter", "language_model.model."),
+])  # fmt: skip
+def test_names_without_the_prefix_of_the_base_model_or_of_a_text_part_are_found(
+    part: str, prefix: str, folders: Folders, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(getattr(folders, part), tmp_path / part))
+    (file,) = folder.glob("*.safetensors")
+    save_file({name.replace("model.layers.", f"{prefix}layers."): each for name, each in load_file(file).items()}, file)
+    found = adapted(folders._replace(**{part: folder}))
+    name = Q_PROJ if part == "adapter" else Q_PROJ.removeprefix("model.")
+    assert torch.equal(found.read(name), inspect(folders.merged).read(Q_PROJ))
 
 
 def test_patterns_of_modules_have_ranks_and_alphas_of_their_own(folders: Folders, tmp_path: Path) -> None:
@@ -130,32 +103,15 @@ def test_patterns_of_modules_have_ranks_and_alphas_of_their_own(folders: Folders
         assert torch.equal(found.read(name), base.read(name) + scale * (up @ down))
 
 
-def test_an_adapter_of_a_model_that_reads_images_is_merged_into_its_text_model(
-    folders: Folders, tmp_path: Path
-) -> None:
-    adapter = Path(shutil.copytree(folders.adapter, tmp_path / "adapter"))
-    for prefix in ("model.language_model.", "language_model.model."):
-        stored = {name.replace("base_model.model.model.", f"base_model.model.{prefix}"): tensor
-                  for name, tensor in load_file(folders.adapter / ADAPTER_FILE).items()}  # fmt: skip
-        save_file(stored, adapter / ADAPTER_FILE)
-        found = with_adapter(inspect(folders.base), adapter)
-        assert torch.equal(found.read(Q_PROJ), inspect(folders.merged).read(Q_PROJ))
-
-
 Fault = Callable[[Path], object]
 
 
 def config(**changes: object) -> Fault:
-    def edit(folder: Path) -> None:
-        file = folder / "adapter_config.json"
-        content = json.loads(file.read_text()) | changes
-        file.write_text(json.dumps({name: value for name, value in content.items() if value is not ...}, default=str))
-
-    return edit
+    return lambda folder: edit_json(folder / "adapter_config.json", **changes)
 
 
-def tensors(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Fault:
-    return lambda folder: save_file(change(load_file(folder / ADAPTER_FILE)), folder / ADAPTER_FILE)
+def tensors(edit: Edit) -> Fault:
+    return lambda folder: edit_tensors(folder / ADAPTER_FILE, edit)
 
 
 KEY = f"base_model.model.{Q_PROJ.removesuffix('.weight')}.lora_A.weight"
@@ -183,16 +139,13 @@ KEY = f"base_model.model.{Q_PROJ.removesuffix('.weight')}.lora_A.weight"
         ),
         (lambda folder: (folder / ADAPTER_FILE).unlink(), "holds no adapter_model.safetensors: save it"),
         (lambda folder: (folder / ADAPTER_FILE).write_bytes(b"x"), "is truncated or corrupt"),
-        (tensors(lambda _: {}), "changes nothing"),
+        (tensors(dict.clear), "changes nothing"),
+        (tensors(lambda found: found.update(other=torch.ones(2))), "holds other, and only lora_A and lora_B of linear"),
+        (tensors(lambda found: found.pop(KEY)), "does not fit .*q_proj"),
+        (tensors(lambda found: found.update({KEY: torch.ones(RANK, 3)})), "does not fit .*q_proj"),
+        (tensors(lambda found: found.update({KEY: found[KEY].int()})), "does not fit .*q_proj"),
         (
-            tensors(lambda found: found | {"base_model.model.lm_head.weight": torch.ones(2)}),
-            "holds .*lm_head.weight, and",
-        ),
-        (tensors(lambda found: {name: found[name] for name in found if name != KEY}), "does not fit .*q_proj"),
-        (tensors(lambda found: found | {KEY: torch.ones(RANK, 3)}), "does not fit .*q_proj"),
-        (tensors(lambda found: found | {KEY: found[KEY].int()}), "does not fit .*q_proj"),
-        (
-            tensors(lambda found: {name.replace(".0.", ".9."): tensor for name, tensor in found.items()}),
+            tensors(lambda found: found.update({KEY.replace(".0.", ".9."): found[KEY]})),
             r"changes model.layers.9.*, which .* lacks: give the adapter of this model",
         ),
     ],

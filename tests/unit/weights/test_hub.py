@@ -1,7 +1,8 @@
 """Holds each way of naming a model to its folder, and each refusal of the hub to one sentence with the way out."""
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
@@ -21,13 +22,12 @@ from llama_ssp import catalogue
 from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import CheckpointError
 from llama_ssp.weights import hub
-from tests.helpers.draft_heads import make_tensors, save_original
 from tests.helpers.hub import put
 from tests.helpers.lanes import heavy
 from tests.helpers.starters import run_program
 
-DOWNLOAD, LIST = "llama_ssp.weights.hub.snapshot_download", "llama_ssp.weights.hub.model_info"
 ENTRY = ModelConfig(name="7B", hub_id="owner/llama-7b", revision="v2")
+BOTH = (hub.resolve, hub.find_config)
 
 
 def refuse(error: Exception) -> Callable[..., NoReturn]:
@@ -35,10 +35,6 @@ def refuse(error: Exception) -> Callable[..., NoReturn]:
         raise error
 
     return download
-
-
-def listing(*names: str) -> Callable[..., object]:
-    return lambda *_args, **_options: SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in names])
 
 
 def http_error(kind: type[HfHubHTTPError]) -> HfHubHTTPError:
@@ -65,12 +61,25 @@ REFUSALS: list[tuple[Exception, str, dict[str, object]]] = [
 
 @pytest.fixture(autouse=True)
 def _no_login_and_an_empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llama_ssp.weights.hub.get_token", lambda: None)
+    monkeypatch.setattr(hub, "get_token", lambda: None)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "CACHE")
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, object]:
+    """What the hub's client is asked for; it returns an empty folder."""
+    seen: dict[str, object] = {}
+
+    def download(repo_id: str, **options: object) -> str:
+        seen.update(options, repo_id=repo_id)
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    return seen
+
+
 @pytest.mark.parametrize(("error", "reason", "state"), REFUSALS)
-@pytest.mark.parametrize("find", [hub.resolve, hub.find_config])
+@pytest.mark.parametrize("find", BOTH)
 def test_a_refusal_of_the_hub_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
     error: Exception,
@@ -79,111 +88,86 @@ def test_a_refusal_of_the_hub_is_one_sentence(
     find: Callable[[ModelConfig], Path],
 ) -> None:
     """HF_HUB_OFFLINE is set for all tests."""
-    monkeypatch.setattr(DOWNLOAD, refuse(error))
-    monkeypatch.setattr("llama_ssp.weights.hub.get_token", lambda: state.get("token"))
+    monkeypatch.setattr(hub, "snapshot_download", refuse(error))
+    monkeypatch.setattr(hub, "get_token", lambda: state.get("token"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", state.get("offline", True))
     with pytest.raises(CheckpointError, match=reason) as caught:
         find(ENTRY)
     assert "\n" not in str(caught.value)
 
 
+ADAPTER = {"adapter_config.json": '{"base_model_name_or_path": "acme/base"}'}
+HEAD = {"config.json": '{"draft_vocab_size": 9, "vocab_size": 9, "hidden_size": 8, "num_attention_heads": 1}'}
+OFFLINE = None
+Finds = Iterable[Callable[[ModelConfig], Path]]
+
+
 @pytest.mark.parametrize(
-    ("offline", "names", "reason"),
+    ("finds", "cached", "names", "reason"),
     [
-        (False, ["config.json", "pytorch_model.bin"], r"has no weights in safetensors .*: choose another repository"),
-        (True, [], r"only other files than weights .* run hf download owner/llama-7b"),
-        (False, ["model-00001-of-00001.safetensors"], r"only other files than weights .* run hf download owner/llama"),
-        (False, None, r"could not be downloaded \(no route to host\): try hf download"),
+        (BOTH[:1], {}, ["config.json", "pytorch_model.bin"], r"has no weights in safetensors .*: choose another repo"),
+        (BOTH[:1], {}, OFFLINE, "only other files than weights .* run hf download owner/llama-7b"),
+        (BOTH[:1], {}, ["model-00001-of-00001.safetensors"], "only other files than weights .* run hf download owner/"),
+        (BOTH[:1], {}, ConnectionError("no route"), r"could not be downloaded \(no route\): try hf download"),
+        (
+            BOTH[:1],
+            HEAD,
+            ["config.json"],
+            "--revision v2 --local-dir DIR and give draft.model.path=DIR, which says how",
+        ),
+        (BOTH[1:], {}, [], r"has no config\.json"),
+        (BOTH[1:], {}, ["config.json"], "cannot be reached"),
+        (BOTH, {}, ["llama-7b-q4.gguf", "README.md"], "owner/llama-7b on the hub holds GGUF weights, which are not"),
+        (BOTH, ADAPTER, [], 'owner/llama-7b on the hub is an adapter of "acme/base", not a model'),
+        (BOTH, {"model-Q4_K_M.gguf": ""}, OFFLINE, "owner/llama-7b on the hub holds GGUF weights"),
+        (BOTH, {"params.json": ""}, OFFLINE, "owner/llama-7b on the hub holds Mistral's own layout"),
     ],
 )
-def test_a_folder_without_weights_says_whether_the_hub_has_them(
-    offline: bool, names: list[str] | None, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.usefixtures("asked")
+def test_what_a_repository_has_in_place_of_a_model_is_named(
+    finds: Finds,
+    cached: dict[str, str],
+    names: list[str] | Exception | None,
+    reason: str,
+    *,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    """Without a network the hub's client returns what an earlier plan left: a folder with config.json."""
-    listed = refuse(ConnectionError("no route to host")) if names is None else listing(*names)
-    monkeypatch.setattr(DOWNLOAD, lambda *_args, **_options: str(tmp_path))
-    monkeypatch.setattr(LIST, listed)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
-    with pytest.raises(CheckpointError, match=reason):
-        hub.resolve(ENTRY)
+    """Without a network the hub's client returns what an earlier plan left in its cache."""
+    for name, text in cached.items():
+        (tmp_path / name).write_text(text)
+    siblings = [SimpleNamespace(rfilename=name) for name in names] if isinstance(names, list) else []
+    listed = refuse(names) if isinstance(names, Exception) else lambda *_, **__: SimpleNamespace(siblings=siblings)
+    monkeypatch.setattr(hub, "model_info", listed)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", names is OFFLINE)
+    for find in finds:
+        with pytest.raises(CheckpointError, match=reason):
+            find(ENTRY)
 
 
-@pytest.mark.parametrize("find", [hub.resolve, hub.find_config])
-def test_an_adapter_and_gguf_on_the_hub_are_named(
-    find: Callable[[ModelConfig], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_an_adapter_may_be_an_id_of_the_hub(
+    asked: dict[str, object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(DOWNLOAD, lambda *_args, **_options: str(tmp_path))
-    monkeypatch.setattr(LIST, listing("llama-7b-q4.gguf", "README.md"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    with pytest.raises(CheckpointError, match="owner/llama-7b on the hub holds GGUF weights, which are not read: use"):
-        find(ENTRY)
-    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "acme/base"}')
-    with pytest.raises(CheckpointError, match='owner/llama-7b on the hub is an adapter of "acme/base", not a model'):
-        find(ENTRY)
-
-
-def test_gguf_and_mistral_s_layout_are_named_without_a_network_too(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(DOWNLOAD, lambda *_args, **_options: str(tmp_path))
-    for file, kind in (("params.json", "Mistral's own layout"), ("model-Q4_K_M.gguf", "GGUF weights")):
-        (tmp_path / file).touch()
-        for find in (hub.resolve, hub.find_config):
-            with pytest.raises(CheckpointError, match=f"owner/llama-7b on the hub holds {kind}"):
-                find(ENTRY)
-
-
-def test_an_adapter_may_be_an_id_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    seen: dict[str, object] = {}
-
-    def download(repo_id: str, **options: object) -> str:
-        seen.update(options, repo_id=repo_id)
-        return str(tmp_path)
-
-    monkeypatch.setattr(DOWNLOAD, download)
     assert hub.resolve_adapter(ModelConfig(name="7B", adapter="acme/lora")) == tmp_path
-    assert seen == {"repo_id": "acme/lora", "allow_patterns": ["adapter_config.json", "adapter_model.safetensors"]}
+    assert asked == {"repo_id": "acme/lora", "allow_patterns": ["adapter_config.json", "adapter_model.safetensors"]}
     for adapter, found in ((None, None), (str(tmp_path), tmp_path), ("./nothing/here", Path("nothing/here"))):
         assert hub.resolve_adapter(ModelConfig(name="7B", adapter=adapter)) == found
-    monkeypatch.setattr(DOWNLOAD, refuse(UNREACHABLE))
+    monkeypatch.setattr(hub, "snapshot_download", refuse(UNREACHABLE))
     with pytest.raises(CheckpointError, match="acme/lora on the hub is not in CACHE"):
         hub.resolve_adapter(ModelConfig(name="7B", adapter="acme/lora"))
 
 
-def test_a_head_in_a_pickle_file_is_converted_from_a_copy_in_a_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(("find", "ending"), [
+    (hub.resolve, "7b --revision v2 on a network"),
+    (hub.find_config, "7b --revision v2 on a network"),
+    (partial(hub.find_config, is_enough=True), "7b --revision v2 config.json on a network"),
+])  # fmt: skip
+def test_a_model_that_is_not_in_the_cache_names_the_offline_mode_and_what_is_needed(
+    find: Callable[[ModelConfig], Path], ending: str
 ) -> None:
-    file = save_original(tmp_path, make_tensors()) / "model.safetensors"
-    file.unlink()
-    monkeypatch.setattr(DOWNLOAD, lambda *_args, **_options: str(tmp_path))
-    monkeypatch.setattr(LIST, listing("config.json", "pytorch_model.bin"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    with pytest.raises(CheckpointError, match=r"run hf download a/b --local-dir DIR and give draft.model.path=DIR, wh"):
-        hub.resolve(ModelConfig(name="a/b", hub_id="a/b"))
-
-
-def test_a_model_that_is_not_in_the_cache_names_the_offline_mode() -> None:
     """With the library's own download."""
-    with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE is set: run hf download owner/llama-7b"):
-        hub.resolve(ENTRY)
-
-
-def test_a_plan_asks_for_the_config_file_alone() -> None:
-    for is_enough, ending in ((True, " config.json on a network"), (False, " on a network")):
-        with pytest.raises(CheckpointError) as found:
-            hub.find_config(ModelConfig(name="a/b", hub_id="a/b"), is_enough=is_enough)
-        assert str(found.value).endswith(f"HF_HUB_OFFLINE is set: run hf download a/b{ending}")
-
-
-@pytest.mark.parametrize(("names", "reason"), [([], r"has no config\.json"), (["config.json"], "cannot be reached")])
-def test_a_folder_without_its_config_says_whether_the_hub_has_one(
-    names: list[str], reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(DOWNLOAD, lambda *_args, **_options: str(tmp_path))
-    monkeypatch.setattr(LIST, listing(*names))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    with pytest.raises(CheckpointError, match=reason):
-        hub.find_config(ENTRY)
+    with pytest.raises(CheckpointError, match=f"HF_HUB_OFFLINE is set: run hf download owner/llama-{ending}$"):
+        find(ENTRY)
 
 
 @pytest.mark.seconds
@@ -208,18 +192,11 @@ def test_a_hub_that_cannot_be_reached_is_asked_without_retries(command: str, has
         assert said.startswith("acme/model on the hub c")
 
 
-def test_only_files_that_a_run_needs_are_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    seen: dict[str, object] = {}
-
-    def download(repo_id: str, **options: object) -> str:
-        seen.update(options, repo_id=repo_id)
-        return str(tmp_path)
-
-    monkeypatch.setattr(DOWNLOAD, download)
+def test_only_files_that_a_run_needs_are_downloaded(asked: dict[str, object], tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     assert hub.resolve(ENTRY) == tmp_path
-    assert (seen["repo_id"], seen["revision"]) == ("owner/llama-7b", "v2")
-    patterns = seen["allow_patterns"]
+    assert (asked["repo_id"], asked["revision"]) == ("owner/llama-7b", "v2")
+    patterns = asked["allow_patterns"]
     assert isinstance(patterns, list)
 
     def is_wanted(name: str) -> bool:

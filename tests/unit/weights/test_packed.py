@@ -13,9 +13,10 @@ from torch import Tensor
 from llama_ssp.errors import CheckpointError
 from llama_ssp.weights import byte_rows
 from llama_ssp.weights.checkpoint import inspect
+from tests.helpers.edits import edit_config
 from tests.helpers.lanes import first, pairs
 from tests.helpers.models import build_checkpoint
-from tests.helpers.packed_checkpoints import E2M1, FP4, LAYOUTS, NF4, WEIGHTS, changed, edit_config, pack_checkpoint
+from tests.helpers.packed_checkpoints import E2M1, FP4, LAYOUTS, NF4, WEIGHTS, changed, pack_checkpoint
 
 pytestmark = pytest.mark.seconds
 

@@ -28,11 +28,12 @@ from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import TargetKind
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
 from llama_ssp.weights.source import storage_of
+from tests.helpers.edits import edit_config
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.held import held_bytes
 from tests.helpers.lanes import first, heavy, pairs, slow
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
-from tests.helpers.packed_checkpoints import LAYOUTS, MXFP4, edit_config, pack_checkpoint
+from tests.helpers.packed_checkpoints import LAYOUTS, MXFP4, pack_checkpoint
 from tests.unit.weights.test_packed import edited
 
 CPU = torch.device("cpu")
