@@ -28,6 +28,7 @@ from llama_ssp.settings.schema import TargetKind
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import Checkpoint, inspect, shape_of
 from tests.helpers import library_kinds
+from tests.helpers.edits import edit_json
 from tests.helpers.models import refusal
 
 pytestmark = pytest.mark.seconds
@@ -102,7 +103,6 @@ def test_a_config_that_leaves_all_to_its_family_has_the_sizes_of_the_library(kin
 
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 2}
-CODE = {"AutoTokenizer": ["tokenization_other.OtherTokenizer", None]}
 
 
 @pytest.mark.parametrize(
@@ -130,8 +130,9 @@ def test_a_quantization_that_another_file_or_field_names_is_planned(
 def test_code_that_a_tokenizer_names_is_passed_over(tmp_path: Path) -> None:
     for file in hub.resolve(catalogue.load("tiny")).glob("*.json"):
         shutil.copy(file, tmp_path)
-    file = tmp_path / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": CODE}))
+    edit_json(
+        tmp_path / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_other.OtherTokenizer", None]}
+    )
     wanted = read_tokenizer(hub.resolve(catalogue.load("tiny")))
     assert read_tokenizer(tmp_path)("def f").input_ids == wanted("def f").input_ids
 

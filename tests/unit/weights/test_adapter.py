@@ -145,7 +145,7 @@ KEY = f"base_model.model.{Q_PROJ.removesuffix('.weight')}.lora_A.weight"
         (tensors(lambda found: found.update({KEY: torch.ones(RANK, 3)})), "does not fit .*q_proj"),
         (tensors(lambda found: found.update({KEY: found[KEY].int()})), "does not fit .*q_proj"),
         (
-            tensors(lambda found: found.update({KEY.replace(".0.", ".9."): found[KEY]})),
+            tensors(lambda found: found.update({KEY.replace(".0.", ".9."): found.pop(KEY)})),
             r"changes model.layers.9.*, which .* lacks: give the adapter of this model",
         ),
     ],

@@ -1,6 +1,5 @@
 """Holds every way in which a folder can be faulty to one sentence that names it, and slices to being what was saved."""
 
-import json
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -51,10 +50,6 @@ def config(**changes: object) -> Fault:
     return partial(edit_config, **changes)
 
 
-def write_config(**content: object) -> Fault:
-    return lambda folder: (folder / "config.json").write_text(json.dumps(content))
-
-
 def edit_bytes(change: Callable[[bytes], bytes]) -> Fault:
     return lambda folder: (folder / SINGLE_FILE).write_bytes(change((folder / SINGLE_FILE).read_bytes()))
 
@@ -74,13 +69,14 @@ DAMAGES: list[Callable[[bytes], bytes]] = [
     [
         (shutil.rmtree, "does not exist: a folder with config.json"),
         (lambda folder: (folder / "config.json").unlink(), r"config.json cannot be read \(No such file"),
-        (lambda folder: (folder / "config.json").write_text('{"model_'), "config.json is not JSON"),
         (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe"), "config.json is not JSON"),
-        (lambda folder: (folder / "config.json").write_text("[]"), "config.json holds no JSON object"),
         (config(model_type=None), "config.json has no model_type"),
         (config(model_type="lama"), 'model_type "lama", unknown to transformers'),
         (config(model_type="vit"), 'model_type "vit", which is no causal language model'),
-        (write_config(model_type="blt"), "describes no decoder with attention"),
+        (
+            lambda folder: (folder / "config.json").write_text('{"model_type": "blt"}'),
+            "describes no decoder with attention",
+        ),
         (config(model_type=["llama"]), r'has model_type \["llama"\], and a text is required'),
         (config(text_config={"model_type": ["llama"]}), r'has model_type \["llama"\], and a text is required'),
         (config(rope_scaling={"rope_type": ["yarn"]}), "has rope_scaling .* rope_type as a text"),
@@ -91,14 +87,7 @@ DAMAGES: list[Callable[[bytes], bytes]] = [
             config(model_type="kimi_k2", auto_map={"AutoConfig": "a.B"}),
             'has model_type "kimi_k2", unknown to transformers .*, and asks for Python code .* never run',
         ),
-        (write_config(medusa_num_heads=5), "describes Medusa heads, and of draft heads those of EAGLE-3, P-EAGLE, D"),
-        (write_config(speculators_model_type="eagle"), "describes a head of EAGLE-1 or 2, and of draft heads those"),
-        (write_config(model_type="mlp_speculator"), "describes an MLP speculator, and of draft heads those of EAGLE-3"),
-        (
-            write_config(speculators_model_type="peagle"),
-            "json lacks vocab_size, hidden_size, num_attention_heads, mask",
-        ),
-        (write_config(architectures=["DFlashDraftModel"]), "DFlashDraftModel, a head of one pass in a layout that is"),
+        (config(medusa_num_heads=5), "describes Medusa heads, and of draft heads those of EAGLE-3, P-EAGLE, D"),
         (config(quantization_config={"bits": 4}), "describes quantized weights"),
         (config(hidden_size="wide"), 'has hidden_size "wide", and a whole number'),
         (config(hidden_size=65), "config.json is no valid configuration of llama"),
@@ -169,7 +158,6 @@ def edit_index(change: Callable[[dict[str, str]], object]) -> Fault:
     [
         (lambda folder: sorted(folder.glob("*.safetensors"))[1].unlink(), "names model-00002-of-.*, which is missing"),
         (lambda folder: (folder / INDEX_FILE).unlink(), "but no model.safetensors.index.json"),
-        (lambda folder: (folder / INDEX_FILE).write_text("{"), "index.json is not JSON"),
         (lambda folder: (folder / INDEX_FILE).write_text("{}"), "has no weight_map"),
         (edit_index(lambda file_of: file_of.update(other="../other.safetensors")), "has no weight_map from tensors"),
     ],

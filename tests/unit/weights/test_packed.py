@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from llama_ssp.errors import CheckpointError
-from llama_ssp.weights import byte_rows
+from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.weights.checkpoint import inspect
-from tests.helpers.edits import edit_config
+from tests.helpers.edits import Edit, edit_config, edit_tensors
 from tests.helpers.lanes import first, pairs
 from tests.helpers.models import build_checkpoint
-from tests.helpers.packed_checkpoints import E2M1, FP4, LAYOUTS, NF4, WEIGHTS, changed, pack_checkpoint
+from tests.helpers.packed_checkpoints import LAYOUTS, WEIGHTS, changed, pack_checkpoint
 
 pytestmark = pytest.mark.seconds
 
@@ -41,37 +40,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return make
 
 
-def numbers(rows: Tensor, storage: str | None) -> Tensor:
-    """The weights (O, I) that rows of bytes stand for."""
-    if storage == "int4_weight_only":
-        values, words, order = byte_rows.split_int4(rows)
-    else:
-        (values, words), order = byte_rows.split(rows), None
-    if storage in ("mxfp4", "nvfp4"):
-        codes, scales, factors = byte_rows.split_fp4(rows)
-        scales = 2.0 ** (scales.float() - 127) if storage == "mxfp4" else scales.view(torch.float8_e4m3fn).float()
-        codes_OGH = codes.unflatten(1, (-1, 16))
-        values = E2M1[torch.cat([codes_OGH & 15, codes_OGH >> 4], dim=2).flatten(1).long()]
-        numbers_OI: Tensor = (values.unflatten(1, (scales.shape[1], -1)) * scales[..., None]).flatten(1)
-        return numbers_OI * factors[:, None]
-    groups, scales = values.unflatten(1, (words.shape[1], -1)), words.view(torch.float32)[..., None]
-    match storage:
-        case "int8_weight_only" | "int8_groups":
-            weights = groups.view(torch.int8) * scales
-        case "nf4" | "fp4":
-            table = {"nf4": NF4, "fp4": FP4}[storage]
-            weights = table[torch.stack([groups >> 4, groups & 15], dim=3).flatten(2).long()] * scales
-        case "fp8_weight_only":
-            weights = groups.view(torch.float8_e4m3fn).float() * scales
-        case _:
-            codes = torch.cat(byte_rows.unpack_codes(groups), dim=2)
-            weights = (codes - byte_rows.zeros_of(words)[..., None]) * byte_rows.scales_of(words)[..., None]
-    found: Tensor = weights.flatten(1)
-    if order is None:
-        return found
-    (order_I,) = order.unique(dim=0)
-    is_input = order_I < byte_rows.GAP
-    return found[:, is_input][:, order_I[is_input].argsort()]
+def numbers(rows: Tensor, storage: str, num_inputs: int) -> Tensor:
+    """The weights (O, I) that rows of bytes stand for: what their kernel maps unit vectors to."""
+    kernel = Precision(quantization=storage).kernel
+    assert kernel
+    assert rows.dtype is torch.uint8
+    return kernel(rows, None)(torch.eye(num_inputs)).t()
 
 
 @pytest.mark.parametrize("layout", first(LAYOUTS, num=6))
@@ -82,8 +56,7 @@ def test_every_weight_is_the_number_that_its_layout_defines(made: Made, layout: 
         read = packed.read(name)
         if storage := packed.tensors[name].storage:
             assert packed.tensors[name].shape == tensor.shape
-            assert read.dtype is torch.uint8
-            read = numbers(read, storage)
+            read = numbers(read, storage, tensor.shape[1])
         assert torch.equal(read, plain.read(name)), name
     assert sum(tensor.storage is not None for tensor in packed.tensors.values()) == 14
 
@@ -93,8 +66,9 @@ def test_a_slice_is_that_of_the_whole(made: Made, layout: str, cut: tuple[int, l
     """Also where zeros of eight outputs are in one integer, and the slice begins between them."""
     packed, plain = (inspect(folder) for folder in made(layout))
     dim, parts = cut
-    found = packed.read(NAME, dim=dim, parts=parts, dtype=torch.float16)
-    assert torch.equal(numbers(found, packed.tensors[NAME].storage), plain.read(NAME, dim=dim, parts=parts))
+    found = packed.read(NAME, dim=dim, parts=parts, dtype=torch.float16)  # which packed weights do not have
+    wanted = plain.read(NAME, dim=dim, parts=parts)
+    assert torch.equal(numbers(found, str(packed.tensors[NAME].storage), wanted.shape[1]), wanted)
 
 
 @pytest.mark.parametrize(("layout", "num_groups"), [("gptq, sorted", 6), ("compressed-tensors, sorted", 12)])
@@ -106,7 +80,8 @@ def test_parts_of_scattered_inputs_are_of_one_size_however_they_are_cut(
     name = "model.layers.1.mlp.down_proj.weight"
     for part in (range(8), range(8, 400), range(392, 768)):
         rows = packed.read(name, dim=1, parts=[part])
-        assert torch.equal(numbers(rows, "int4_weight_only"), plain.read(name, dim=1, parts=[part]))
+        wanted = plain.read(name, dim=1, parts=[part])
+        assert torch.equal(numbers(rows, "int4_weight_only", len(part)), wanted)
         assert len(rows[0]) == len(part) // 32 + num_groups
 
 
@@ -128,82 +103,56 @@ PARTS = [
     ("fp4, twice", "weight.absmax"), ("int8 of bitsandbytes", "SCB"), ("mxfp4-pack-quantized", "weight_packed"),
     ("nvfp4-pack-quantized", "weight_scale"), ("nvfp4-pack-quantized", "weight_global_scale"),
 ]  # fmt: skip
+Change = Callable[[Tensor], Tensor]
+MISFITS: list[tuple[str, str, Change]] = [
+    *((*part, lambda stored: stored[1:].clone()) for part in PARTS),
+    ("int8", "weight", Tensor.short), ("gptq", "qweight", Tensor.short), ("gptq", "qzeros", Tensor.short),
+    ("int8 of bitsandbytes", "weight_format", lambda stored: stored + 2),  # the order of old GPUs
+]  # fmt: skip
 
 
-OF_ANOTHER_KIND = ("int8", "weight"), ("gptq", "qweight"), ("gptq", "qzeros")
-
-
-@pytest.mark.parametrize(("layout", "leaf", "is_short"), [
-    *((*part, True) for part in PARTS), *((*part, False) for part in OF_ANOTHER_KIND),
-])  # fmt: skip
+@pytest.mark.parametrize(("layout", "leaf", "change"), MISFITS)
 def test_parts_that_do_not_fit_each_other_are_refused(
-    made: Made, tmp_path: Path, layout: str, leaf: str, *, is_short: bool
+    made: Made, tmp_path: Path, layout: str, leaf: str, change: Change
 ) -> None:
-    def change(tensors: dict[str, Tensor]) -> None:
-        name = f"{NAME.removesuffix('weight')}{leaf}"
-        tensors[name] = tensors[name][1:].clone() if is_short else tensors[name].to(torch.int16)
-
-    folder = edited(made(layout)[0], tmp_path, change)
-    with pytest.raises(
-        CheckpointError, match=r"no (int\d_\w+|fp8_\w+|nf4|fp4|mxfp4|nvfp4) weight for model.layers.1.*k_proj"
-    ):
-        inspect(folder)
+    storages = r"(int\d_\w+|fp8_\w+|nf4|fp4|mxfp4|nvfp4)"
+    with pytest.raises(CheckpointError, match=f"no {storages} weight for model.layers.1.*k_proj"):
+        inspect(with_part(made(layout)[0], tmp_path, leaf, change))
 
 
-def test_bytes_of_bitsandbytes_in_the_order_of_old_gpus_are_refused(made: Made, tmp_path: Path) -> None:
-    def change(tensors: dict[str, Tensor]) -> None:
-        tensors[f"{NAME}_format"].fill_(2)
-
-    with pytest.raises(CheckpointError, match=r"no int8_weight_only weight for model.layers.1.*k_proj"):
-        inspect(edited(made("int8 of bitsandbytes")[0], tmp_path, change))
-
-
-@pytest.mark.parametrize(("layout", "leaf"), [("gptq", "g_idx"), ("compressed-tensors", "weight_g_idx")])
-def test_scattered_groups_are_refused_even_if_the_config_says_otherwise(
-    made: Made, tmp_path: Path, layout: str, leaf: str
+@pytest.mark.parametrize(("layout", "leaf", "change", "sentence"), [
+    *((layout, leaf, lambda stored: stored.roll(128), rf"k_proj\.{leaf}, and its config.json does not say so")
+      for layout, leaf in (("gptq", "g_idx"), ("compressed-tensors", "weight_g_idx"))),
+    ("gptq, bytes", "qzeros", lambda stored: stored + 1, "other zeros than the middle in .*k_proj.qzeros, and its"),
+    ("gptq, sorted", "g_idx", lambda stored: stored.where(torch.arange(384) != 130, 3),
+     r"k_proj.g_idx of other groups than 3 of 128 inputs: copy"),
+])  # fmt: skip
+def test_groups_and_zeros_are_refused_that_are_others_than_the_config_says(
+    made: Made, tmp_path: Path, layout: str, leaf: str, change: Change, *, sentence: str
 ) -> None:
-    def scatter(tensors: dict[str, Tensor]) -> None:
-        tensors[NAME.replace("weight", leaf)] = torch.arange(384, dtype=torch.int32).flip(0) // 128
-
-    checkpoint = inspect(edited(made(layout)[0], tmp_path, scatter))
-    with pytest.raises(CheckpointError, match=rf"k_proj\.{leaf}, and its config.json does not say so"):
-        checkpoint.read(NAME)
-
-
-def test_bytes_with_other_zeros_than_the_config_says_are_refused(made: Made, tmp_path: Path) -> None:
-    def change(tensors: dict[str, Tensor]) -> None:
-        tensors[NAME.replace("weight", "qzeros")][1] += 1
-
-    checkpoint = inspect(edited(made("gptq, bytes")[0], tmp_path, change))
-    with pytest.raises(CheckpointError, match=r"other zeros than the middle in .*k_proj.qzeros, and its config.json"):
-        checkpoint.read(NAME)
+    checkpoint = inspect(with_part(made(layout)[0], tmp_path, leaf, change))
+    for part in ({}, {"dim": 1, "parts": [range(128, 256)]}):
+        with pytest.raises(CheckpointError, match=sentence):
+            checkpoint.read(NAME, **part)
 
 
 @pytest.mark.parametrize("order", [None, False, "weight", "static"])
 def test_an_order_that_leaves_groups_in_place_is_read(made: Made, tmp_path: Path, order: object) -> None:
-    folder = tmp_path / "packed"
-    shutil.copytree(made("compressed-tensors")[0], folder)
+    folder = Path(shutil.copytree(made("compressed-tensors")[0], tmp_path / "packed"))
     described = changed("compressed-tensors", *WEIGHTS, actorder=order) | {"transform_config": {}}
     edit_config(folder, quantization_config=described)
     assert inspect(folder).tensors[NAME].storage == "int4_weight_only"
 
 
-def test_an_order_of_other_groups_is_refused(made: Made, tmp_path: Path) -> None:
-    def change(tensors: dict[str, Tensor]) -> None:
-        tensors[NAME.replace("weight", "g_idx")][130] = 3
-
-    checkpoint = inspect(edited(made("gptq, sorted")[0], tmp_path, change))
-    sentence = r"k_proj.g_idx of other groups than 3 of 128 inputs: copy"
-    with pytest.raises(CheckpointError, match=sentence):
-        checkpoint.read(NAME)
-    with pytest.raises(CheckpointError, match=sentence):
-        checkpoint.read(NAME, dim=1, parts=[range(128, 256)])
+def with_part(origin: Path, tmp_path: Path, leaf: str, change: Change) -> Path:
+    """A copy of a checkpoint in which a part of one weight is changed, or that of another kind of weights is added."""
+    name = f"{NAME.removesuffix('weight')}{leaf}"
+    groups = torch.arange(384, dtype=torch.int32) // 128
+    return edited(origin, tmp_path, lambda tensors: tensors.update({name: change(tensors.get(name, groups))}))
 
 
-def edited(origin: Path, tmp_path: Path, edit: Callable[[dict[str, Tensor]], None]) -> Path:
-    folder = tmp_path / "packed"
-    shutil.copytree(origin, folder)
-    tensors = load_file(folder / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, folder / "model.safetensors")
+def edited(origin: Path, tmp_path: Path, edit: Edit) -> Path:
+    """A copy of a checkpoint with other tensors."""
+    folder = Path(shutil.copytree(origin, tmp_path / "packed"))
+    edit_tensors(folder / "model.safetensors", edit)
     return folder

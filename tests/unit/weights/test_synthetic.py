@@ -23,7 +23,7 @@ from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import HEAD_AGREEMENT
 from llama_ssp.weights import hub
-from llama_ssp.weights.checkpoint import Checkpoint, inspect
+from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.expansion import obstacle
 from llama_ssp.weights.head import HeadSource, of_target
 from llama_ssp.weights.source import WeightSource
@@ -45,13 +45,6 @@ def make(shape: ModelShape) -> Synthetic:
     [synthetic] = synthesize([shape], agreement=1.0)
     assert isinstance(synthetic, Synthetic)
     return synthetic
-
-
-def small_pair() -> tuple[Checkpoint, HeadSource]:
-    """The shipped model and its head."""
-    small, head = (inspect(hub.resolve(catalogue.load(name))) for name in ("tiny", SMALL_HEAD))
-    assert head.head
-    return small, of_target(head, head.head, small)
 
 
 def head_shape(target: ModelShape, *, num_drafted: int) -> ModelShape:
@@ -169,12 +162,12 @@ def test_bf16_loses_nothing_where_the_shape_lets_all_factors_be_powers_of_two() 
         )
 
 
-def llama_entries() -> list[str]:
-    shapes = {name: catalogue.load(name).shape for name in catalogue.names("model")}
-    return [name for name, shape in shapes.items() if shape and shape.model_type == "llama"]
+LLAMAS = [
+    name for name in catalogue.names("model") if (found := catalogue.load(name).shape) and found.model_type == "llama"
+]
 
 
-@pytest.mark.parametrize("name", llama_entries())
+@pytest.mark.parametrize("name", LLAMAS)
 def test_every_llama_shape_of_the_catalogue_can_be_made_and_saved(name: str, tmp_path: Path) -> None:
     synthetic = make(shape := catalogue.load(name).shape or llama_shape())
     assert synthetic.context == 2048
@@ -192,14 +185,6 @@ def test_a_pair_computes_one_small_model_that_both_shapes_can_hold() -> None:
         choose_small([replace(wide, hidden_size=64)])
 
 
-@dataclass(frozen=True)
-class Drafts:
-    """Logits of a head over the target's vocabulary, from the taps of P pairs and from its own states of them."""
-
-    of_taps_BPV: Tensor
-    of_own_states_BPV: Tensor
-
-
 def load_pair(target: WeightSource, origin: HeadSource, comm: Comm) -> tuple[Runner, HeadRunner]:
     """A target and its head, or this rank's slices of them."""
     runner, head = (load_model(Loading(each, dtype=torch.float32, comm=comm)) for each in (target, origin))
@@ -208,9 +193,9 @@ def load_pair(target: WeightSource, origin: HeadSource, comm: Comm) -> tuple[Run
     return runner, head
 
 
-def drafts(runner: Runner, head: HeadRunner, layers: tuple[int, ...], *, width: int) -> Drafts:
-    """What the head drafts from the taps of all texts."""
-    taps = Taps(layers, width=width, dtype=torch.float32, device=CPU)
+def drafts(runner: Runner, head: HeadRunner, origin: HeadSource) -> tuple[Tensor, Tensor]:
+    """Logits over the target's vocabulary, from the taps of all pairs and from the head's own states of them."""
+    taps = Taps(origin.layers, width=origin.target.shape.hidden_size, dtype=torch.float32, device=CPU)
     taps.allocate(batch_size=len(TEXTS), num_slots=NUM_TOKENS)
     for each in (runner, head):
         each.allocate(batch_size=len(TEXTS), capacity=NUM_TOKENS)
@@ -220,7 +205,7 @@ def drafts(runner: Runner, head: HeadRunner, layers: tuple[int, ...], *, width: 
     hidden_BPE = head.hidden_of(taps.read(places_BP))
     hidden_BPE, first_BPV = head.extend(ids_BP, hidden_BPE, places_BP, bucket=NUM_TOKENS)
     _, second_BPV = head.extend(ids_BP, hidden_BPE, places_BP, bucket=NUM_TOKENS)
-    return Drafts(first_BPV, second_BPV)
+    return first_BPV, second_BPV
 
 
 @pytest.mark.parametrize(("name", "num_drafted", "num_ranks"), [
@@ -231,16 +216,18 @@ def test_a_larger_head_drafts_as_the_small_one_from_the_taps_of_a_larger_target(
 ) -> None:
     shape = SHAPES[name]
     target, origin = synthesize([shape, head_shape(shape, num_drafted=num_drafted)], agreement=HEAD_AGREEMENT)
-    small, small_head = small_pair()
+    small, files = (inspect(hub.resolve(catalogue.load(name))) for name in ("tiny", SMALL_HEAD))
+    assert files.head
+    small_head = of_target(files, files.head, small)
     assert isinstance(origin, HeadSource)
     assert isinstance(origin.files, Synthetic)
     assert origin.files.noise == 0
     assert origin.shape.vocab_size == num_drafted
-    wanted = drafts(*load_pair(small, small_head, Comm.single()), small_head.layers, width=small.shape.hidden_size)
+    wanted = drafts(*load_pair(small, small_head, Comm.single()), small_head)
     ids_D, comms = small_head.token_ids(), thread_comms(num_ranks)
     pairs = [load_pair(target, origin, comm) for comm in comms]
-    for found in on_ranks(comms, lambda comm: drafts(*pairs[comm.rank], origin.layers, width=shape.hidden_size)):
-        for found_BPV, wanted_BPV in zip(vars(found).values(), vars(wanted).values(), strict=True):
+    for found in on_ranks(comms, lambda comm: drafts(*pairs[comm.rank], origin)):
+        for found_BPV, wanted_BPV in zip(found, wanted, strict=True):
             assert found_BPV.shape[-1] == shape.vocab_size
             assert (found_BPV[..., ids_D] - wanted_BPV[..., ids_D]).abs().max() < 1e-3
             others_BPV = found_BPV.index_fill(-1, ids_D, float("-inf"))
@@ -270,12 +257,6 @@ def test_a_slice_is_made_without_the_rest(dim: int) -> None:
     assert largest.num_bytes < whole[0] * whole[1]
 
 
-def tiny() -> ModelShape:
-    shape = catalogue.load("tiny").shape
-    assert shape
-    return shape
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -290,4 +271,4 @@ def tiny() -> ModelShape:
     ],
 )
 def test_what_stands_in_the_way_is_named(changes: dict[str, int], reason: str) -> None:
-    assert reason in (obstacle(tiny(), llama_shape(**changes)) or "")
+    assert reason in (obstacle(choose_small([llama_shape()]).shape, llama_shape(**changes)) or "")
