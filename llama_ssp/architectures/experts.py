@@ -42,11 +42,6 @@ _SHARED = ("n_shared_experts", "moe_num_shared_experts", "num_shared_expert")
 _UNITS = ("moe_intermediate_size", "expert_intermediate_size", "intermediate_size")
 _OF_SHARED = ("shared_expert_intermediate_size", "shared_intermediate_size")
 _DENSE = ("first_k_dense_replace", "moe_layer_start_index")
-FIELDS = (
-    *EXPERTS, *_CHOSEN, *_SHARED, *_UNITS, *_OF_SHARED, *_DENSE, "decoder_sparse_step", "enable_moe_block", "is_moe",
-    "intermediate_size_mlp",
-)  # fmt: skip
-"""Fields that say how many experts there are, and of which size; `mlp_only_layers` names layers without."""
 
 
 def first_size(field: Callable[[str], Any], *names: str) -> int:

@@ -148,14 +148,9 @@ def num_positions(field: Callable[[str], Any]) -> Any:  # noqa: ANN401 - a field
     LongRoPE has a second set for longer texts, which would turn all positions again (arXiv:2402.13753).
     """
     rope = field("rope_parameters") or field("rope_scaling") or {}
-    if isinstance(rope, dict) and LONGROPE in {rope.get("rope_type"), rope.get("type")}:
+    if isinstance(rope, dict) and "longrope" in {rope.get("rope_type"), rope.get("type")}:
         return field("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-    return field("max_position_embeddings") or field("max_seq_len") or _UNSAID_POSITIONS
-
-
-_UNSAID_POSITIONS = 2**17
-"""Context of a model whose config names no limit."""
-LONGROPE = "longrope"
+    return field("max_position_embeddings") or field("max_seq_len") or 2**17  # without a limit
 
 
 def kept_whole(shape: ModelShape, whole: WholeParts) -> WholeParts:
@@ -180,29 +175,29 @@ def _inventory(parameters: Callable[[ModelShape], Inventory], sizes: tuple[tuple
     return parameters(ModelShape(**dict(sizes)))
 
 
+_STATES = "whose states do not roll back here"
+_COMPRESSED = "whose tokens read blocks of slots in compressed form"
 _OTHER_LAYERS = {
-    "linear_attention": (
+    "linear_attention": (_STATES, (
         "bailing_hybrid", "falcon_mamba", "jamba", "mamba", "mamba2", "minimax", "qwen4_exp_text", "recurrent_gemma",
         "zamba", "zamba2",
+    )),
+    "indexed_attention": (
+        "whose tokens read slots that an index of the layer's own chooses",
+        ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
     ),
-    "indexed_attention": ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
-    "hybrid": ("inkling2_text", "inkling_text", "zamba", "zamba2", "zaya"),
-    "conv": ("lfm3",),
-    "chunked_attention": ("llama4_text",),
-    "compressed_sparse_attention": ("deepseek_v4",),
-    "heavily_compressed_attention": ("deepseek_v4",),
-    "wkv": ("rwkv",),
-    "mlstm": ("xlstm",),
+    "hybrid": (_STATES, ("inkling2_text", "inkling_text", "zamba", "zamba2", "zaya")),
+    "conv": (_STATES, ("lfm3",)),
+    "chunked_attention": ("whose tokens see no position before their own chunk", ("llama4_text",)),
+    "compressed_sparse_attention": (_COMPRESSED, ("deepseek_v4",)),
+    "heavily_compressed_attention": (_COMPRESSED, ("deepseek_v4",)),
+    "wkv": (_STATES, ("rwkv",)),
+    "mlstm": (_STATES, ("xlstm",)),
 }  # fmt: skip
-"""Families with layers that the static cache has no place for, whose files need not list their layers."""
-_REASONS = {
-    **dict.fromkeys(("linear_attention", "hybrid", "conv", "wkv", "mlstm"), "whose states do not roll back here"),
-    "indexed_attention": "whose tokens read slots that an index of the layer's own chooses",
-    "chunked_attention": "whose tokens see no position before their own chunk",
-    "compressed_sparse_attention": "whose tokens read blocks of slots in compressed form",
-    "heavily_compressed_attention": "whose tokens read blocks of slots in compressed form",
-}
-"""Why such layers do not run, in families whose record does not name them."""
+"""Layers that the static cache has no place for: why they do not run, and the families whose files need not list them.
+
+Families whose record names such layers run.
+"""
 _STATES_OF = {
     **dict.fromkeys(("falcon_mamba", "jamba", "zamba"), "Mamba 1"), "zamba2": "Mamba 2 with shared attention blocks",
     "minimax": "lightning attention", "recurrent_gemma": "RG-LRU",
@@ -225,11 +220,10 @@ def check_servable(field: Callable[[str], Any]) -> None:
     """
     model_type, context, window = field("model_type"), field("max_position_embeddings"), field("sliding_window")
     model = f"{model_type} model"
-    unsaid = [kind for kind, names in _OTHER_LAYERS.items() if model_type in names] or ["sliding_attention"]
+    unsaid = [kind for kind, (_, names) in _OTHER_LAYERS.items() if model_type in names] or ["sliding_attention"]
     record = record_of(model_type)
     kinds = {_SAME_LAYERS.get(kind, kind) for kind in field("layer_types") or unsaid}
-    has_windows = record.windows is not None
-    if not has_windows and "sliding_attention" in kinds and window and context and window < context:
+    if not record.windows and "sliding_attention" in kinds and window and context and window < context:
         windowed = [name for name, family in families().items() if family.windows]
         raise ConfigError(
             f"this {model} has sliding windows of {window} tokens in a context of {context}, which are supported for "
@@ -237,7 +231,7 @@ def check_servable(field: Callable[[str], Any]) -> None:
         )
     other = sorted(kinds - {"sliding_attention", "full_attention", *record.recurrent})
     if other:
-        reason = _REASONS.get(other[0], "which the cache has no place for")
+        reason, _ = _OTHER_LAYERS.get(other[0], ("which the cache has no place for", ()))
         if model_type in _STATES_OF:
             other[-1] += f" ({_STATES_OF[model_type]})"
         raise ConfigError(
@@ -252,8 +246,9 @@ def check_servable(field: Callable[[str], Any]) -> None:
     for found in (rope, *(values for values in rope.values() if isinstance(values, dict))):
         rope_type = found.get("rope_type", "default")
         if not isinstance(rope_type, str):
-            required = "the name of one is required, such as default or yarn"
-            raise ConfigError(f"this {model} has rope_type {rope_type!r:.60}: {required}")
+            raise ConfigError(
+                f"this {model} has rope_type {rope_type!r:.60}: the name of one is required, such as default or yarn"
+            )
     if model_type in _FAILURES:
         raise ConfigError(f"{model_type} models do not run with the static cache ({_FAILURES[model_type]}): {OTHER}")
 

@@ -21,13 +21,6 @@ GEMMA2 = replace(  # its scores are softcapped
 )  # fmt: skip
 
 
-FIELDS = (
-    "num_kv_shared_layers", "attention_k_eq_v", "num_global_key_value_heads", "hidden_size_per_layer_input",
-    "global_head_dim", "use_double_wide_mlp", "vocab_size_per_layer_input",
-)  # fmt: skip
-"""Fields of a Gemma 4 alone."""
-
-
 def _sizes_of_4(field: Callable[[str], Any]) -> dict[str, Any]:
     """Sizes in which the layers of a Gemma 4 differ, from a config of the hub or of the library, which lists layers."""
     num_layers = field("num_hidden_layers")

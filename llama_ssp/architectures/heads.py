@@ -32,9 +32,7 @@ from llama_ssp.errors import CheckpointError
 
 EAGLE3, PEAGLE, DFLASH = "eagle3", "peagle", "dflash"
 _SPECULATOR, _KINDS = "speculators_model_type", {EAGLE3: EAGLE3, PEAGLE: PEAGLE, DFLASH: DFLASH, "dspark": DFLASH}
-_LAYERS, _LAYERS_OF_BLOCKS, _LAYERS_BEFORE = (
-    "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids",
-)  # fmt: skip
+_LAYERS_BEFORE = "target_layer_ids"
 _MASKS = "mask_token_id", "ptd_token_id"
 _DEEPSPEC = "Qwen3DSparkModel"
 _ONE_PASS = re.compile(r"dflash|dspark|p-?eagle", re.IGNORECASE)
@@ -179,10 +177,12 @@ def _tapped_layers(
     content: Mapping[str, Any], blocks: Mapping[str, Any], kind: str, file: Path
 ) -> tuple[int, ...] | None:
     """The layers whose inputs are tapped; CheckpointError if they are no numbers, or a layout has no default."""
-    name, distance = (_LAYERS_OF_BLOCKS if kind == DFLASH else _LAYERS), 0
-    given = content.get(name)
-    before = blocks.get(_LAYERS_BEFORE) or content.get(_LAYERS_BEFORE) if kind == DFLASH else (
-        content.get("eagle_config") or {}).get(_LAYERS)  # fmt: skip
+    if kind == DFLASH:
+        name, before = "aux_hidden_state_layer_ids", blocks.get(_LAYERS_BEFORE) or content.get(_LAYERS_BEFORE)
+    else:
+        name = "eagle_aux_hidden_state_layer_ids"
+        before = (content.get("eagle_config") or {}).get(name)
+    given, distance = content.get(name), 0
     if given is None and before:
         given, distance = before, 1
     if given is None and kind == DFLASH and _SPECULATOR not in content:

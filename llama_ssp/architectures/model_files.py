@@ -67,11 +67,10 @@ def _is_inner(value: object) -> bool:
     return isinstance(value, dict) and all(_is_token_ids(value.get(name, 0) or 0) for name in _SPECIAL_IDS.split())
 
 
-def _is_counted_kinds(value: object) -> bool:
+def _is_counted_kinds(value: Any) -> bool:  # noqa: ANN401 - JSON
     """Whether this is a list of pairs: kinds of attention, and the number of repetitions."""
     _, is_count = _whole(0, _MAX_LAYERS)
-    pairs = value if _are(list, value) and isinstance(value, list) else [[]]
-    return all(len(pair) == 2 and _are(str, pair[0]) and is_count(pair[1]) for pair in pairs)  # noqa: PLR2004 - a pair
+    return _are(list, value) and all(len(pair) == 2 and _are(str, pair[0]) and is_count(pair[1]) for pair in value)  # noqa: PLR2004 - a pair
 
 
 def _is_rope(value: object) -> bool:
@@ -166,9 +165,7 @@ def require_folder(folder: Path) -> None:
 
 def refuse_other_kinds(folder: Path) -> None:
     """Raise CheckpointError if a folder without config.json holds an adapter, or weights of other layouts alone."""
-    if (folder / CONFIG_FILE).exists():
-        return
-    if said := other_kind(str(folder), folder):
+    if not (folder / CONFIG_FILE).exists() and (said := other_kind(str(folder), folder)):
         raise CheckpointError(said)
 
 
@@ -195,9 +192,8 @@ HEADS_READ = "of draft heads those of EAGLE-3, P-EAGLE, DFlash and DSpark are re
 
 def refuse_other_heads(content: Mapping[str, Any], file: Path) -> None:
     """Raise CheckpointError for the config.json of a draft head of a kind that is not read."""
-    marks = [name for name in ("medusa_num_heads",) if name in content]
     named = [content.get("speculators_model_type"), content.get("model_type"), *(content.get("architectures") or [])]
-    for name in [*marks, *filter(None, named)]:
+    for name in ["medusa"] * ("medusa_num_heads" in content) + named:
         for pattern, what in _OTHER_HEADS.items():
             if re.fullmatch(pattern, str(name).lower()):
                 raise CheckpointError(f"{file} describes {what}, and {HEADS_READ}")
@@ -207,8 +203,9 @@ def adapter_alone(where: str, config: Path) -> str:
     """The sentence for an adapter in place of a model; `where` is its folder or its id, `config` its file."""
     base = read_json(config).get("base_model_name_or_path")
     of_base = f"of {shown(base)}" if base else "of another model, which it does not name"
-    remedy = "give that one as the model, and the adapter as model.adapter="
-    return f"{where} is an adapter {of_base}, not a model: {remedy}"
+    return (
+        f"{where} is an adapter {of_base}, not a model: give that one as the model, and the adapter as model.adapter="
+    )
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -219,8 +216,9 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(_read_bytes(file).decode("utf-8"), object_hook=_decoded)
     except OSError as error:
-        message = f"{file} cannot be read ({error.strerror}): a folder as save_pretrained writes it is required"
-        raise CheckpointError(message) from error
+        raise CheckpointError(
+            f"{file} cannot be read ({error.strerror}): a folder as save_pretrained writes it is required"
+        ) from error
     except RecursionError as error:
         raise _too_deep(file) from error
     except ValueError as error:
@@ -232,14 +230,13 @@ def read_json(file: Path) -> dict[str, Any]:
     parts = [(content, _FIELDS.get(file.name, {}))]
     if file.name == CONFIG_FILE:
         parts += [(content[name], _OF_EVERY_PART) for name in INNER_CONFIGS if isinstance(content.get(name), dict)]
-    problems = [
+    if problems := [
         f"{name} {shown(part[name])}, and {wanted} is required"
         for part, kinds in parts
         for names, (wanted, fits) in kinds.items()
         for name in names.split()
         if part.get(name) is not None and not fits(part[name])
-    ]
-    if problems:
+    ]:
         raise CheckpointError(f"{file} has {'; '.join(problems)}: copy or download it again")
     return content
 
@@ -267,8 +264,9 @@ def _read_bytes(file: Path) -> bytes:
     if not stat.S_ISREG(found.st_mode):
         raise CheckpointError(f"{file} is not a regular file: a folder as save_pretrained writes it is required")
     if found.st_size > limit:
-        message = f"{file} has {found.st_size} bytes, and at most {limit} are read: copy or download it again"
-        raise CheckpointError(message)
+        raise CheckpointError(
+            f"{file} has {found.st_size} bytes, and at most {limit} are read: copy or download it again"
+        )
     return file.read_bytes()
 
 

@@ -38,12 +38,6 @@ _NAMES = {
     "vocab_size": ("vocab_size",),
 }
 """Names of a size in the files of different families."""
-FIELDS = (
-    *(name for names in _NAMES.values() for name in names), "max_position_embeddings", "num_key_value_heads",
-    "num_kv_heads", "multi_query", "new_decoder_architecture", "head_dim", "kv_lora_rank", "qk_rope_head_dim",
-    "tie_word_embeddings", "sliding_window",
-)  # fmt: skip
-"""Fields that are read of any family."""
 _DESCRIBE = "llama_ssp.models.huggingface.described:describe"
 _DECODERS = ("CausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Endings of the library's classes that continue a text."""

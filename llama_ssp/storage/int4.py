@@ -21,18 +21,17 @@ def _layout(described: Mapping[str, Any]) -> Found | None:
     described, problems = tools.of_auto_round(described)
     match described.get("quant_method"):
         case tools.GPTQ if described.get("bits") != 8:  # noqa: PLR2004 - a byte
-            found = tools.gptq(described, {"bits": 4}, storage=_NAME, name="gptq int4")
+            return tools.gptq(described, problems, {"bits": 4}, storage=_NAME, name="gptq int4")
         case tools.AWQ:
             version = described.get("version") or "gemm"
-            odd = [*tools.differences(described, {"bits": 4, "zero_point": True})]
-            odd += [] if str(version).lower() == "gemm" else [f"version {shown(version)}"]
-            found = tools.in_groups(
-                tools.grouped(described.get("group_size")), described, odd, storage=_NAME, name="awq int4",
+            problems += tools.differences(described, {"bits": 4, "zero_point": True})
+            problems += [] if str(version).lower() == "gemm" else [f"version {shown(version)}"]
+            return tools.in_groups(
+                tools.grouped(described.get("group_size")), described, problems, storage=_NAME, name="awq int4",
                 weight="qweight", scale="scales", zero="qzeros", has_inputs_first=True, joins_outputs=True,
             )  # fmt: skip
         case _:
             return None
-    return problems + found if isinstance(found, list) else problems or found
 
 
 INT4_WEIGHT_ONLY = of_few_rows(

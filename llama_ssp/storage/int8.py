@@ -48,10 +48,10 @@ def _layout(described: Mapping[str, Any]) -> Found | None:
     described, problems = tools.of_auto_round(described)
     if described.get("quant_method") != tools.GPTQ or described.get("bits") != 8:  # noqa: PLR2004 - a byte
         return None
-    found = tools.gptq(described, {"sym": True, "desc_act": False}, storage=_BY_GROUPS, name="gptq int8")
+    found = tools.gptq(described, problems, {"sym": True, "desc_act": False}, storage=_BY_GROUPS, name="gptq int8")
     if isinstance(found, PackedLayout) and found.block[1] is None:
-        found = replace(found, storage=_BY_OUTPUTS, group=0)
-    return problems + found if isinstance(found, list) else problems or found
+        return replace(found, storage=_BY_OUTPUTS, group=0)
+    return found
 
 
 INT8 = StorageFormat(

@@ -122,7 +122,7 @@ def stored_format(
     kept, quantized = _patterns(described)
     kept += [] if layout.joint else ["self_attn", "lm_head"]  # experts alone are quantized
     try:
-        are_kept, are_quantized = _Modules(kept), _Modules(quantized) if quantized else None
+        are_kept, are_quantized = _Modules(kept), _Modules(quantized)
     except CheckpointError as error:
         return StoredFormat(name=layout.name, problem=str(error), counted=layout.storage)
     may_have_head = method in (tools.COMPRESSED, tools.MODELOPT) or described.get("lm_head") is True
@@ -135,12 +135,10 @@ def stored_format(
 
 _KEPT = ("ignore", "ignored_layers", "modules_to_not_convert", "llm_int8_skip_modules", "exclude_modules")
 """Fields that name modules that are not quantized."""
-_CLASS = "Linear"
-"""The name of all linear layers in compressed-tensors."""
 
 
 def _patterns(described: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """The modules that are not quantized, and those that are; none of the latter stands for all."""
+    """The modules that are not quantized, and those that are."""
     kept = [name for field in _KEPT for name in _texts(described.get(field))]
     kept += [f"re:{pattern.removeprefix('-:')}" for pattern in described.get("dynamic") or ()]
     kept += tools.left_out(described.get("extra_config") or {}) or []
@@ -153,7 +151,7 @@ def _patterns(described: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     listed = described.get("modules_in_block_to_quantize")
     for names in listed if isinstance(listed, list) else []:
         targets += _texts(names if isinstance(names, list) else [names])
-    return kept, [] if _CLASS in targets else targets
+    return kept, ["*"] if not targets or "Linear" in targets else targets  # the latter in compressed-tensors
 
 
 def _texts(values: object) -> list[str]:
@@ -178,13 +176,10 @@ def _names(module: str, num_layers: int) -> list[list[str]]:
     ]
 
 
-def _kept_share(names: list[list[str]], kept: "_Modules", quantized: "_Modules | None") -> float:
+def _kept_share(names: list[list[str]], kept: "_Modules", quantized: "_Modules") -> float:
     """The share of the layers, each with its names, in which a matrix is not quantized."""
-    alike = [
-        any(name in kept for name in same) or (quantized and not any(name in quantized for name in same))
-        for same in names
-    ]
-    return sum(map(bool, alike)) / len(alike)
+    left = [any(name in kept for name in same) or not any(name in quantized for name in same) for same in names]
+    return sum(left) / len(left)
 
 
 class _Modules:

@@ -65,10 +65,12 @@ def compressed(described: Mapping[str, Any]) -> Compressed | None:
     return Compressed(str(form), _block_of(first), first, problems)
 
 
-def gptq(described: Mapping[str, Any], wanted: Mapping[str, object], *, storage: str, name: str) -> Found:
-    """The layout of GPTQ, or of auto-round's packing of its kind."""
+def gptq(
+    described: Mapping[str, Any], problems: list[str], wanted: Mapping[str, object], *, storage: str, name: str
+) -> Found:
+    """The layout of GPTQ, or of auto-round's packing of its kind; or all that is wrong, after the given problems."""
     version, order = described.get("checkpoint_format") or "gptq", described.get("desc_act")
-    problems = [*differences(described, wanted)]
+    problems = [*problems, *differences(described, wanted)]
     problems += [] if isinstance(order, bool) else [f"desc_act {shown(order)}"]
     problems += [] if version in ("gptq", "gptq_v2") else [f"checkpoint_format {shown(version)}"]
     if not all(pattern.startswith("-:") for pattern in described.get("dynamic") or ()):

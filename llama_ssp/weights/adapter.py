@@ -79,7 +79,7 @@ def with_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
             pairs.setdefault(found[1], {})[found[2]] = tensor
     rank_of = _by_pattern(config, "rank_pattern", config["r"], folder)
     alpha_of = _by_pattern(config, "alpha_pattern", config["lora_alpha"], folder)
-    targets = {module: name for module in pairs if (name := _target(checkpoint.tensors, module))}
+    targets = {module: target for module in pairs if (target := _target(checkpoint.tensors, module))}
     if len(targets) < len(pairs) or not pairs:
         absent = [module for module in pairs if module not in targets]
         lacks = f"{summary(absent)}, which {checkpoint.folder} lacks" if absent else "nothing"
@@ -129,6 +129,7 @@ def _by_pattern(config: Mapping[str, Any], field: str, default: float, folder: P
 def _fits(weight: ListedTensor, pair: Mapping[str, StoredTensor], rank: float) -> bool:
     if not isinstance(weight, StoredTensor) or pair.keys() != {"A", "B"} or len(weight.shape) != 2:  # noqa: PLR2004 - a matrix
         return False
-    num_outputs, num_inputs = weight.shape
-    has_sizes = pair["A"].shape == (rank, num_inputs) and pair["B"].shape == (num_outputs, rank)
-    return has_sizes and None not in {weight.dtype, *(tensor.dtype for tensor in pair.values())}
+    down, up = pair["A"], pair["B"]
+    if (up.shape, down.shape) != ((weight.shape[0], rank), (rank, weight.shape[1])):
+        return False
+    return None not in {weight.dtype, down.dtype, up.dtype}

@@ -12,12 +12,24 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from llama_ssp.architectures import experts, gemma, reading
 from llama_ssp.architectures.family import check_servable, record_of
 from llama_ssp.errors import ConfigError
 
 FILE = Path(str(files("llama_ssp"))) / "architectures" / "kinds.json"
-NAMES = {*reading.FIELDS, *experts.FIELDS, *gemma.FIELDS}
+NAMES = {
+    "num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_attention_heads", "num_heads", "attention_heads",
+    "n_head", "n_heads", "hidden_size", "n_embd", "d_model", "intermediate_size", "ffn_dim", "n_inner",
+    "ffn_hidden_size", "vocab_size", "max_position_embeddings", "num_key_value_heads", "num_kv_heads", "multi_query",
+    "new_decoder_architecture", "head_dim", "kv_lora_rank", "qk_rope_head_dim", "tie_word_embeddings", "sliding_window",
+    "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok",
+    "num_experts_per_token", "moe_k", "top_k_experts", "moe_topk", "n_shared_experts", "moe_num_shared_experts",
+    "num_shared_expert", "moe_intermediate_size", "expert_intermediate_size", "shared_expert_intermediate_size",
+    "shared_intermediate_size", "first_k_dense_replace", "moe_layer_start_index", "decoder_sparse_step",
+    "enable_moe_block", "is_moe", "intermediate_size_mlp", "num_kv_shared_layers", "attention_k_eq_v",
+    "num_global_key_value_heads", "hidden_size_per_layer_input", "global_head_dim", "use_double_wide_mlp",
+    "vocab_size_per_layer_input",
+}  # fmt: skip
+"""Fields that `architectures.reading`, `.experts` and `.gemma` read."""
 
 
 def library_kinds() -> dict[str, dict[str, Any]]:

@@ -47,7 +47,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(**changes: object) -> Fault:
-    return partial(edit_config, **changes)
+    return lambda folder: edit_config(folder, **changes)
 
 
 def edit_bytes(change: Callable[[bytes], bytes]) -> Fault:
