@@ -17,6 +17,7 @@ from llama_ssp.weights.checkpoint import INDEX_FILE, SINGLE_FILE, check_shape, i
 from llama_ssp.weights.hashes import fingerprint
 from tests.helpers.edits import edit_config, edit_json, edit_tensors
 from tests.helpers.models import build_checkpoint, tiny_config
+from tests.helpers.packed_checkpoints import changed
 
 pytestmark = pytest.mark.seconds
 
@@ -88,7 +89,10 @@ DAMAGES: list[Callable[[bytes], bytes]] = [
             'has model_type "kimi_k2", unknown to transformers .*, and asks for Python code .* never run',
         ),
         (config(medusa_num_heads=5), "describes Medusa heads, and of draft heads those of EAGLE-3, P-EAGLE, D"),
-        (config(quantization_config={"bits": 4}), "describes quantized weights"),
+        (
+            config(quantization_config=changed("gptq", bits=3)),
+            r"config.json describes quantized weights that cannot be read \(bits 3\): .*groups of 32",
+        ),
         (config(hidden_size="wide"), 'has hidden_size "wide", and a whole number'),
         (config(hidden_size=65), "config.json is no valid configuration of llama"),
         *((edit_bytes(change), "model.safetensors is truncated or corrupt") for change in DAMAGES),
@@ -232,23 +236,23 @@ def test_files_of_another_shape_than_the_catalogue_says_are_refused_by_field(fol
         check_shape(entry, checkpoint)
 
 
-@pytest.mark.parametrize("changed", ["model.embed_tokens.weight", "model.norm.weight"])
-def test_the_file_of_a_tensor_with_other_values_differs(changed: str, shards: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", ["model.embed_tokens.weight", "model.norm.weight"])
+def test_the_file_of_a_tensor_with_other_values_differs(other: str, shards: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(shards, tmp_path / "copy"))
     (folder / "README.md").write_text("Another text.")
     before = fingerprint(shards)
     assert fingerprint(folder) == before
     assert before.keys() == {file.name for file in shards.iterdir()}
-    file = read_json(folder / INDEX_FILE)["weight_map"][changed]
-    edit_tensors(folder / file, lambda tensors: tensors[changed].add_(1))
+    file = read_json(folder / INDEX_FILE)["weight_map"][other]
+    edit_tensors(folder / file, lambda tensors: tensors[other].add_(1))
     after = fingerprint(folder)
     assert {name for name in before if before[name] != after[name]} == {file}
 
 
 def test_of_very_many_tensors_some_are_read_from_the_first_to_the_last_part(tmp_path: Path) -> None:
     names, found = [f"expert{number:05d}" for number in range(5000)], set()
-    for changed in (range(0), range(3), range(2500, 2503), range(4997, 5000)):
-        values = {name: torch.full((2,), float(number in changed)) for number, name in enumerate(names)}
+    for other in (range(0), range(3), range(2500, 2503), range(4997, 5000)):
+        values = {name: torch.full((2,), float(number in other)) for number, name in enumerate(names)}
         save_file(values | {"empty": torch.zeros(0, 4)}, tmp_path / SINGLE_FILE)
         found.add(fingerprint(tmp_path)[SINGLE_FILE])
     assert len(found) == 4
