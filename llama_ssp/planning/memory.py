@@ -19,7 +19,7 @@ from llama_ssp.errors import PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.model import DTYPE_BYTES, PlannedModel
 from llama_ssp.planning.spec import PlanSpec
-from llama_ssp.planning.weights import WeightBytes, layer_wise, model_bytes, rank_shares, split, split_layers
+from llama_ssp.planning.weights import WeightBytes, model_bytes, rank_shares, split
 from llama_ssp.settings.rules import rule_of
 from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, TargetKind
 
@@ -58,16 +58,17 @@ def _parts(
     model: PlannedModel, device: str, *, num_ranks: int, kind: TargetKind, whole: WholeParts = WholeParts.none,
     num_shared: int = 0, num_kept: tuple[int, ...] = (),
 ) -> tuple[_Part, ...]:  # fmt: skip
-    """The parts by rank, without tables that are shared; for `num_kept` see `PlanSpec.kept_states`."""
+    """The parts by rank or device, without tables that are shared; for `num_kept` see `PlanSpec.kept_states`."""
     shape, size, storage = model.shape, DTYPE_BYTES[model.dtype], model.storage
-    sizes = tuple(vars(shape).items())
-    shards, _ = split(sizes, num_ranks=num_ranks, quantization=model.quantization, whole=whole)
+    num_slices = 1 if kind is TargetKind.accelerate else num_ranks
+    shards, _ = split(tuple(vars(shape).items()), num_ranks=num_slices, quantization=model.quantization, whole=whole)
     # DeepSpeed splits a whole model in each rank's host memory, which on a CPU is the planned memory.
     is_whole_first = kind is TargetKind.deepspeed and device == "cpu"
     whole_bytes = model_bytes(inventory(shape), model, device=device).total_bytes if is_whole_first else 0
     most_unpacked = math.inf if storage.unpacks_matrix else storage.gpu_unpacks if device == "cuda" else 0
     parts = []
-    for held, shard in zip(rank_shares(model, num_ranks=num_ranks, kind=kind, whole=whole), shards, strict=True):
+    shares = rank_shares(model, num_ranks=num_ranks, kind=kind, whole=whole)
+    for held, shard in zip(shares, cycle(shards), strict=False):
         num_heads, num_kv_heads = len(shard.heads.query_heads), len(shard.heads.kv_heads)
         weights = model_bytes(held.without_tables(num_shared), model, device=device)
         part = _Part(
@@ -86,26 +87,14 @@ def _parts(
 
 
 def _target_parts(spec: PlanSpec) -> dict[int, _Part]:
-    """The target's part on each of its ranks, or devices if layer-wise."""
-    model = spec.target
-    if spec.target_kind is not TargetKind.accelerate:
-        parts = _parts(
-            model, spec.device, num_ranks=len(spec.target_ranks), kind=spec.target_kind, num_kept=spec.kept_states[0]
-        )
-        return dict(zip(spec.target_ranks, parts, strict=True))
-    (whole,) = _parts(model, spec.device, num_ranks=1, kind=TargetKind.tensor)
-    split, found = split_layers(model.shape.num_hidden_layers, num_devices=len(spec.target_devices)), {}
-    for device, layers, held in zip(spec.target_devices, split, layer_wise(model, split), strict=True):
-        weights, slot_bytes = model_bytes(held, model, device=spec.device), kv_bytes_per_token(model) * len(layers)
-        row_bytes = model.state_bytes(*spec.kept_states[0]) * len(layers)
-        found[device] = replace(
-            whole, weights=weights, temporary_bytes=weights.temporary_bytes, slot_bytes=slot_bytes, row_bytes=row_bytes
-        )
-    return found
+    parts = _parts(
+        spec.target, spec.device, num_ranks=len(spec.target_devices), kind=spec.target_kind,
+        num_kept=spec.kept_states[0],
+    )  # fmt: skip
+    return dict(zip(spec.target_devices, parts, strict=True))
 
 
 def _draft_parts(spec: PlanSpec) -> dict[int, _Part]:
-    """The draft's part on each of its ranks: a slice, or the whole draft if replicated or on one rank."""
     if spec.draft is None:
         return {}
     parts = _parts(

@@ -23,10 +23,10 @@ from llama_ssp.architectures.matrices import (
     split_blocks,
     split_model,
 )
-from llama_ssp.catalogue import Dtype, ModelShape
+from llama_ssp.catalogue import ModelShape
 from llama_ssp.planning.model import DTYPE_BYTES, PlannedModel
 from llama_ssp.settings.schema import TargetKind
-from llama_ssp.storage.formats import NO_QUANTIZATION, ORDER_BYTES, PackedLayout, StorageFormat, format_of
+from llama_ssp.storage.formats import NO_QUANTIZATION, ORDER_BYTES, StorageFormat
 
 HALF_BLOCK = 512
 COMPILED_BLOCK = 16
@@ -76,32 +76,21 @@ class WeightBytes:
 
 
 @lru_cache(maxsize=2048)
-def weight_bytes(
-    held: Inventory,
-    *,
-    dtype: Dtype,
-    quantization: str,
-    matrix_dtype: Dtype | None = None,
-    kept_shares: tuple[tuple[str, float], ...] = (),
-    layout: PackedLayout | None = None,
-    fuses: bool = False,
-) -> WeightBytes:
-    """Count the bytes of a rank's parameters.
+def model_bytes(held: Inventory, model: PlannedModel, *, device: str) -> WeightBytes:
+    """Count the bytes of a rank's parameters of a model, as stored on `device`.
 
-    `matrix_dtype` is the number format of the linear layers, if different; a tied head is then a copy. `quantization`
-    applies to the matrices of layers; `kept_shares` has, by module, the share of layers in which it stays unquantized.
-    `layout` is that of files that are kept as they are. A layout with scattered groups stores an order of the inputs
-    for each product. If the model `fuses`, matrices with the same input form one product. Embeddings, norms, biases and
-    heads stay in the model's number format.
+    The quantization applies to the matrices of layers. Embeddings, norms, biases and heads stay in the model's number
+    format, but for a head that is stored as the linear layers are (`PlannedModel.matrix_dtype`): a tied one is then a
+    copy. A layout with scattered groups stores an order of the inputs for each product.
     """
-    storage, size = format_of(quantization), DTYPE_BYTES[dtype]
-    matrix_size = DTYPE_BYTES[matrix_dtype or dtype]
+    storage, layout, kept_shares = model.storage, model.layout, dict(model.kept_shares)
+    size, matrix_size = DTYPE_BYTES[model.dtype], DTYPE_BYTES[model.matrix_dtype(device)]
     kept = _in_blocks if matrix_size != size else lambda matrix: matrix
     layer_kept = (lambda matrix: matrix) if storage.is_quantized else kept
     sharded = repeated = 0
     products = dict[str, list[tuple[int, int]]]()
     for matrix in held.layer:
-        product = FUSED.get(matrix.module, matrix.module) if fuses else matrix.module
+        product = FUSED.get(matrix.module, matrix.module) if model.is_lean else matrix.module
         in_group = (layout.group if layout else storage.group_of(matrix.num_columns)) or matrix.num_columns
         stored = storage.matrix_bytes(
             layer_kept(matrix).num_elements, matrix_size, group=in_group if storage.groups else 0
@@ -114,7 +103,7 @@ def weight_bytes(
                 stored = storage.matrix_bytes(elements, matrix_size, group=storage.least_group)
             stored += 0 if product in products else round(ORDER_BYTES * matrix.copies * columns)
         row_scales = round(storage.row_bytes * matrix.num_rows * matrix.copies)
-        if share := dict(kept_shares).get(matrix.module):
+        if share := kept_shares.get(matrix.module):
             unquantized = matrix_size * kept(matrix).num_elements
             stored, row_scales = round(share * unquantized + (1 - share) * stored), round((1 - share) * row_scales)
         bias = size * matrix.num_rows if matrix.has_bias else 0
@@ -134,7 +123,7 @@ def weight_bytes(
         table_bytes[matrix.cut is None] += stored + (value_bytes * matrix.num_rows if matrix.has_bias else 0)
     temporary = _temporary_bytes([*products.values()], storage, is_half=matrix_size != size)
     if matrix_size != size and tables:  # the head, which library modules load last, and the lean decoder first
-        without = held.num_layers * (sharded + repeated) if fuses else 0
+        without = held.num_layers * (sharded + repeated) if model.is_lean else 0
         read = size * held.output.num_elements if held.head else 0
         temporary = max(temporary, read + tables[-1][2] - without)
     return WeightBytes(
@@ -172,14 +161,6 @@ def _in_blocks(matrix: Matrix) -> Matrix:
     return replace(matrix, num_columns=HALF_BLOCK * -(-matrix.num_columns // HALF_BLOCK))
 
 
-def model_bytes(held: Inventory, model: PlannedModel, *, device: str) -> WeightBytes:
-    """Bytes of a rank's parameters of a model, as stored on `device`."""
-    return weight_bytes(
-        held, dtype=model.dtype, quantization=model.quantization, matrix_dtype=model.matrix_dtype(device),
-        kept_shares=model.kept_shares, layout=model.layout, fuses=model.is_lean,
-    )  # fmt: skip
-
-
 def step_bytes(held: Inventory, model: PlannedModel, *, device: str) -> int:
     """Bytes of a rank's weights that one forward reads; an embedding counts only if it is also the head."""
     is_head = held.head is None and model.matrix_dtype(device) is model.dtype
@@ -204,12 +185,15 @@ def rank_shares(
 
     `whole` is what each rank of our own tensor parallelism holds whole.
     """
-    shape = model.shape
+    shape, uncut = model.shape, inventory(model.shape)
     if kind is TargetKind.accelerate:
-        return layer_wise(model, split_blocks(shape.num_hidden_layers, min(num_ranks, shape.num_hidden_layers)))
+        layers = split_layers(shape.num_hidden_layers, num_devices=num_ranks)
+        return tuple(
+            uncut.of_layers(len(held), first=device == 0, last=device == num_ranks - 1)
+            for device, held in enumerate(layers)
+        )
     if kind is TargetKind.deepspeed:
         check_deepspeed(shape, model.quantization, num_ranks=num_ranks)
-        uncut = inventory(shape)
         return tuple(
             replace(share, embeddings=uncut.embeddings, head=uncut.head) for share in shares(shape, num_ranks=num_ranks)
         )
@@ -233,11 +217,3 @@ def _check_groups(model: PlannedModel, held: tuple[Inventory, ...]) -> None:
             storage.name, matrices[0].module, widths, group=group, is_cut=len(held) > 1 and matrices[0].cut == 1,
             num_ranks=len(held), is_stored=layout is not None,
         )  # fmt: skip
-
-
-def layer_wise(model: PlannedModel, held: tuple[range, ...]) -> tuple[Inventory, ...]:
-    """The parameters on each device that holds these layers."""
-    whole, last = inventory(model.shape), len(held) - 1
-    return tuple(
-        whole.of_layers(len(layers), first=device == 0, last=device == last) for device, layers in enumerate(held)
-    )
