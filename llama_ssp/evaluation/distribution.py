@@ -35,7 +35,6 @@ def scored(pairs: Iterable[CompletionPair]) -> list[CompletionLine]:
 
 
 def _groups_of(evidence: Evidence) -> list[statistics.PairedGroup]:
-    """The pairs of each prompt."""
     groups = []
     for _, of_prompt in groupby(evidence.pairs, key=lambda pair: pair.plain.index):
         pairs = list(of_prompt)

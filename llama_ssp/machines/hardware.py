@@ -201,7 +201,6 @@ def build(figures: Mapping[str, Any], *, where: str = "") -> HardwareConfig:
 
 
 def _read_machine(figures: Any) -> tuple[HardwareConfig, list[str]]:  # noqa: ANN401 - what a file holds
-    """The machine, if there are no problems, and the problems."""
     problems: list[str] = []
     machine = _part(HardwareConfig, figures, "hardware", problems)
     if isinstance(figures, Mapping):

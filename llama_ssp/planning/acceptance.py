@@ -10,7 +10,7 @@ Tokens per round: Leviathan et al. 2023, arXiv:2211.17192, equation 1 and theore
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import accumulate, repeat
@@ -63,9 +63,8 @@ class Acceptance:
     def by_position(self, probability: float, number: int) -> tuple[float, ...]:
         """The acceptance at the first `number` positions where the figure is `probability`, or one of `ends`."""
         scale = probability / self.probability if self.probability else 1.0
-        known = [min(scale * one, 1.0) for one in self.known]
         first, decline = _declining(probability, self.num_draft_tokens, self.decline)
-        known = known or [first]
+        known = [min(scale * one, 1.0) for one in self.known] or [first]
         further = accumulate(repeat(decline, number), mul, initial=known[-1])
         return (*known[:-1], *further)[:number]
 
@@ -80,10 +79,9 @@ def expected_of_spec(spec: PlanSpec) -> Acceptance:
     """The acceptance that the user gave, else what is expected of the pair."""
     decline = HEAD_DECLINE if spec.has_head else DECLINE
     if spec.num_forced is not None:
+        forced = acceptance_of(spec.num_forced, spec.num_draft_tokens)
         source = "that of speculation.forced_lengths, whose texts are not lossless"
-        return Acceptance(
-            probability=acceptance_of(spec.num_forced, spec.num_draft_tokens), source=source, decline=1.0
-        )  # fmt: skip
+        return Acceptance(probability=forced, source=source, decline=1.0)
     if spec.acceptance is not None:
         return Acceptance(probability=spec.acceptance, source="given as speculation.acceptance", decline=decline)
     has_model, temperature = spec.draft is not None, spec.temperature
@@ -93,13 +91,16 @@ def expected_of_spec(spec: PlanSpec) -> Acceptance:
 
 def acceptance_of(num_accepted: float, num_draft_tokens: int) -> float:
     """The acceptance, the same at every position, of which a round accepts so many of K tokens on average."""
-    low, high = 0.0, 1.0
-    for _ in range(50):
+    powers = range(1, num_draft_tokens + 1)
+    return _solved(lambda acceptance: sum(acceptance**power for power in powers), num_accepted, num_halvings=50)
+
+
+def _solved(rising: Callable[[float], float], wanted: float, *, least: float = 0.0, num_halvings: int) -> float:
+    """Where a rising function reaches `wanted`, between `least` and 1."""
+    low, high = least, 1.0
+    for _ in range(num_halvings):
         middle = (low + high) / 2
-        if sum(middle**number for number in range(1, num_draft_tokens + 1)) < num_accepted:
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if rising(middle) < wanted else (low, middle)
     return high
 
 
@@ -143,11 +144,8 @@ def known(target: str, draft: str, *, temperature: float | None = None) -> Accep
         return abs(known_at - temperature) if known_at is not None and temperature is not None else 0.0
 
     files = _files(tuple(catalogue.folders()))
-    of_pair = (
-        min((entry for entry in content.get("pairs", []) if (entry["target"], entry["draft"]) == names), key=distance,
-            default=None)
-        for content in files
-    )  # fmt: skip
+    pairs = ([one for one in content.get("pairs", []) if (one["target"], one["draft"]) == names] for content in files)
+    of_pair = (min(found, key=distance, default=None) for found in pairs)
     of_draft = (content.get("drafts", {}).get(draft) for content in files)
     of_user = (content.get("default") for content in files[:-1])
     entry = next(filter(None, (*of_pair, *of_draft, *of_user)), None)
@@ -217,7 +215,6 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _problem(name: str, entry: object) -> str | None:
-    """The first fault of an entry."""
     found = [entry[key] for key in ("low", "acceptance", "high") if key in entry] if isinstance(entry, dict) else []
     if not (isinstance(entry, dict) and "acceptance" in entry and all(map(_is_share, found))):
         return "needs an acceptance between 0 and 1, such as acceptance: 0.8"
@@ -241,19 +238,9 @@ def _is_share(figure: object) -> bool:
     return isinstance(figure, int | float) and 0 <= figure <= 1
 
 
-def tokens_per_round(by_position: Sequence[float]) -> float:
-    """Expected tokens per round, 1 to K + 1: the accepted prefix and one token of the target."""
-    return tokens_by_length(by_position)[-1]
-
-
 def tokens_by_length(by_position: Sequence[float]) -> list[float]:
-    """Expected tokens per round of K = 1, 2, ..."""
+    """Expected tokens per round of K = 1, 2, ..., each 1 to K + 1: the accepted prefix and one token of the target."""
     return [*accumulate(accumulate(by_position, mul), initial=1.0)][1:]
-
-
-def constant(acceptance: float, num_draft_tokens: int) -> tuple[float, ...]:
-    """The same acceptance at every position."""
-    return (acceptance,) * num_draft_tokens
 
 
 @lru_cache(maxsize=4096)  # a search asks for the same few pairs
@@ -267,13 +254,10 @@ def _declining(acceptance: float, num_draft_tokens: int, decline: float) -> tupl
     def tokens(first: float) -> float:
         return math.fsum((1.0, *map(mul, factors, accumulate(repeat(first, num_draft_tokens), mul))))
 
-    wanted, low, high = tokens_per_round(constant(acceptance, num_draft_tokens)), acceptance, 1.0
-    if tokens(high) < wanted:
+    wanted = tokens_by_length((acceptance,) * num_draft_tokens)[-1]
+    if tokens(1.0) < wanted:
         return acceptance, 1.0
-    for _ in range(27):
-        middle = (low + high) / 2
-        low, high = (middle, high) if tokens(middle) < wanted else (low, middle)
-    return high, decline
+    return _solved(tokens, wanted, least=acceptance, num_halvings=27), decline
 
 
 @lru_cache(maxsize=4096)

@@ -119,7 +119,6 @@ def slower_overlapped(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -
 
 
 def _place(hardware: HardwareConfig, num_ranks: int) -> str:
-    """Ranks in words: GPUs, or on a CPU the machine as a whole."""
     is_whole = hardware.device == "cpu" and num_ranks == 1 == hardware.num_gpus
     return "one machine" if is_whole else counted(num_ranks, hardware.unit)
 
@@ -301,7 +300,6 @@ def _chosen(candidates: list[Change], known: set[str]) -> list[Change]:
 
 
 def _fitting(ways: Iterable[Change]) -> list[Change]:
-    """The ways that fit."""
     return [way for way in ways if fits(way.spec, way.hardware)]
 
 
@@ -343,7 +341,6 @@ def _placed(step: Change) -> Iterator[Change]:
 
 
 def _drafts(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
-    """The draft elsewhere, in fewer bits, smaller drafts, and none: nothing is lost but time."""
     if spec.draft is None:
         return
     start = Change(kind="draft", loss=Loss.nothing, spec=spec, hardware=hardware)
@@ -375,7 +372,6 @@ def _sizes(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
 
 
 def _formats(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
-    """The target in other number formats."""
     target, short = spec.target, spec.target.stored
     start = Change(kind="precision", loss=Loss.little, spec=spec, hardware=hardware)
     if spec.device == "cpu" and target.dtype is Dtype.fp32 and short in {Dtype.bf16, Dtype.fp16}:
@@ -391,7 +387,6 @@ def _formats(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
 
 
 def _more_ranks(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
-    """The spec on more GPUs of its node, and on more nodes."""
     if spec.target_kind is TargetKind.accelerate:  # one rank has the GPUs of one node already
         return
     start = Change(kind="ranks", loss=Loss.more, spec=spec, hardware=hardware)

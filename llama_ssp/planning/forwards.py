@@ -182,7 +182,6 @@ def forward_time(
 def _matrices_s(
     placement: ModelPlacement, hardware: HardwareConfig, held: Inventory, *, tokens: int, scored: int, has_head: bool
 ) -> float:
-    """All matrix products of one rank."""
     model = placement.model
     storage, plain = model.storage, format_of(NO_QUANTIZATION)
     layer = _roofline_s(held.matrix_sizes, model, storage, hardware, tokens=tokens)
@@ -286,7 +285,6 @@ def _layer_s(placement: ModelPlacement, hardware: HardwareConfig, tokens: int) -
 def _collectives_s(
     placement: ModelPlacement, hardware: HardwareConfig, *, tokens: int, num_rows: int, num_scored: int
 ) -> float:
-    """All-reduces, and the gather of logits or the messages of draws; layer-wise, the hops of devices."""
     if len(placement.ranks) == 1:
         return 0.0
     sum_bytes = placement.sum_bytes(tokens)

@@ -130,7 +130,6 @@ def _notes_on_scoring(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[str]
 
 
 def _notes_on_sums(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:
-    """Say how many collectives a round has, by which kind of sums they are priced, and from where the figures are."""
     costs, num_draft_tokens = CostModel(spec, hardware), spec.num_draft_tokens * spec.drafts
     number, num_bytes = costs.collectives(num_draft_tokens)
     summing = costs.target if len(costs.target.ranks) > 1 else costs.draft
@@ -200,7 +199,6 @@ def shortage(plan: Plan, *, words: Mapping[str, str] | None = None) -> str:
 
 
 def _said(change: Change, words: Mapping[str, str]) -> str:
-    """The settings of a change, and what its plan says."""
     named = [setting.split("=", 1) for setting in change.settings]
     settings = " ".join((words[name].format(value) if name in words else said(name, value)) for name, value in named)
     tight, ms = ", tight" if change.fullest.is_tight else "", rounded(1e3 * change.timed.best_s)
@@ -286,7 +284,6 @@ def document(plan: Plan) -> dict[str, Any]:
 
 
 def _model(model: PlannedModel, plan: Plan, *, prefix: str) -> dict[str, Any]:
-    """A model's exact sizes, and the bytes that its ranks repeat."""
     whole = inventory(model.shape)
     num_shared = plan.spec.num_shared_tables if prefix == "draft" else 0
     once = model_bytes(whole.without_tables(num_shared), model, device=plan.spec.device)

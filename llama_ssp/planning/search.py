@@ -131,7 +131,6 @@ def choose_placement(
 
 
 def _crosses_slow_links(spec: PlanSpec, hardware: HardwareConfig) -> bool:
-    """Whether ranks of one target are on several nodes, whose links are slower than a node's own."""
     network, size, ranks = hardware.network, len(spec.layout.ranks), spec.target_ranks
     if network is None or network.latency_s <= hardware.link.latency_s or len(ranks) == 1:
         return False
@@ -182,7 +181,6 @@ def priced(spec: PlanSpec, machine: HardwareConfig, *, given: Collection[str] = 
 def _figures(
     spec: PlanSpec, hardware: HardwareConfig, full: RankMemoryPlan | None = None, *, reason: str | None = None
 ) -> dict[str, Any]:
-    """The figures of a choice, still without its times."""
     return {
         "target": spec.target.name,
         "quantization": spec.target.weights_name,
@@ -269,7 +267,6 @@ def _candidates(spec: PlanSpec, hardware: HardwareConfig, words: Mapping[str, st
 def _targets(
     spec: PlanSpec, model: ModelConfig, hardware: HardwareConfig, words: Mapping[str, str], *, is_asked: bool
 ) -> Iterator[PlannedModel]:
-    """A model in every format that it can have, or in the one that was given, with the number formats that were."""
     for quantization in [spec.target.quantization] if "model.quantization" in words else formats():
         target = planned_model(replace(model, quantization=quantization), device=hardware.device)
         if is_asked:
@@ -348,7 +345,6 @@ def in_formats(plain: PlannedModel, *, device: str) -> Iterator[PlannedModel]:
 
 
 def _with_trees(spec: PlanSpec) -> Iterator[PlanSpec]:
-    """The spec with a few trees, where a head drafts on ranks of the target."""
     is_exact = spec.rule in {DEFAULT, AT_ZERO} and not spec.counts_tokens and not spec.own_tokenizer
     is_placed = spec.draft_kind in {DraftLayout.one_rank, DraftLayout.sharded}
     if spec.has_head and is_placed and is_exact and spec.batch_size <= FEW_ROWS:

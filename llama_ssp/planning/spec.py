@@ -382,8 +382,7 @@ def on_block(spec: PlanSpec, size: int, *, thorough: bool = False) -> Iterator[P
     if size == 1:
         return
     for num_ranks in range(2, size + 1) if thorough else [size]:
-        sharded = replace(spec, target_ranks=ranks, draft_kind=DraftLayout.sharded, draft_ranks=ranks[:num_ranks])
-        yield sharded
+        yield replace(spec, target_ranks=ranks, draft_kind=DraftLayout.sharded, draft_ranks=ranks[:num_ranks])
     if spec.batch_size > 1:
         yield replace(spec, target_ranks=ranks, draft_kind=DraftLayout.replicated, draft_ranks=ranks)
     for num_ranks in range(1, size) if thorough else [1]:

@@ -165,7 +165,6 @@ class CostModel:
         return sum(number for number, _ in sent), sum(num_bytes for _, num_bytes in sent)
 
     def _rows_of(self, placement: ModelPlacement) -> int:
-        """Rows per rank."""
         return self.spec.draft_rows if placement is self.draft else self.spec.batch_size
 
     def prefill_s(self, placement: ModelPlacement) -> float:
@@ -257,9 +256,9 @@ class CostModel:
         first_s = self.draft_step_s(self.spec.first_draft_positions)
         if not self.spec.drafts_in_one_pass:
             return first_s, self.draft_step_s(1)
-        assert self.spec.draft
-        read = self.spec.draft.shape.markov_size // 2  # its other half is an embedding
-        joined_s = read * DTYPE_BYTES[self.spec.draft.dtype] / self.hardware.read_bytes_per_s
+        model = self.draft.model
+        read = model.shape.markov_size // 2  # its other half is an embedding
+        joined_s = read * DTYPE_BYTES[model.dtype] / self.hardware.read_bytes_per_s
         return first_s, joined_s + self.draw_s(self.draft)
 
     def overlapped(self, num_draft_tokens: int) -> OverlappedTime:
