@@ -41,7 +41,8 @@ from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.models.weights import Loading
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.models.quantization.precision import Precision, bitsandbytes
-from llama_ssp.planning.weights import shares, weight_bytes
+from llama_ssp.planning.model import PlannedModel
+from llama_ssp.planning.weights import model_bytes, shares
 
 folder, num_ranks, cases = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
 bitsandbytes()
@@ -50,7 +51,7 @@ check_model(inspect(folder), num_ranks=num_ranks)
 def measure(rank, form, name):
     torch.set_num_threads(1)  # after a fork torch makes its pool again, which two threads must not do at once
     dtype = Dtype[name]
-    halves = Dtype.bf16 if name == "fp32" and can_halve() else None
+    stored = Dtype.bf16 if name == "fp32" and can_halve() else Dtype.auto
     done, peaks, before = threading.Event(), [0], anonymous_bytes()
     def watch():
         while not done.wait(0.0005):
@@ -62,8 +63,8 @@ def measure(rank, form, name):
     runner = load_model(Loading(inspect(folder), comm=comm, **loading))
     done.set()
     watcher.join()
-    share = shares(inspect(folder).shape, num_ranks=num_ranks)[rank]
-    planned = weight_bytes(share, dtype=dtype, quantization=form, matrix_dtype=halves).total_bytes
+    model = PlannedModel(name=form, shape=inspect(folder).shape, dtype=dtype, quantization=form, stored=stored)
+    planned = model_bytes(shares(model.shape, num_ranks=num_ranks)[rank], model, device="cpu").total_bytes
     line = json.dumps([form, name, rank, max(peaks) - before, planned])
     os.write(1, f"{line}\\n".encode())  # at once, since four ranks share the pipe
 

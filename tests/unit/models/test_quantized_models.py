@@ -21,7 +21,8 @@ from llama_ssp.models.loading import check_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.weights import Loading
-from llama_ssp.planning.weights import shares, weight_bytes
+from llama_ssp.planning.model import PlannedModel
+from llama_ssp.planning.weights import model_bytes, shares
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.storage.formats import format_of, formats
 from llama_ssp.weights import hub
@@ -162,8 +163,8 @@ def test_slices_of_fewer_inputs_have_smaller_groups(saved: Saved, num_ranks: int
 def assert_planned(saved: Saved, implemented: tuple[str, str], *, num_ranks: int, form: str, dtype: Dtype) -> None:
     family, implementation = implemented
     folder = saved(family)
-    planned = shares(inspect(folder).shape, num_ranks=num_ranks, quantization=form)
-    for rank, share in enumerate(planned):
+    model = PlannedModel(name=family, shape=inspect(folder).shape, dtype=dtype, quantization=form)
+    for rank, share in enumerate(shares(model.shape, num_ranks=num_ranks, quantization=form)):
         comm = Comm(rank=rank, size=num_ranks)
         runner = load(
             folder, implementation, Precision(quantization=form), comm=comm, dtype=getattr(torch, dtype.value)
@@ -173,7 +174,7 @@ def assert_planned(saved: Saved, implemented: tuple[str, str], *, num_ranks: int
             if implementation == "lean"
             else [list(runner._model.parameters()), [m for m in runner._model.modules() if type(m) is OwnLinear]]
         )
-        assert held_bytes(parts) == weight_bytes(share, dtype=dtype, quantization=form).total_bytes
+        assert held_bytes(parts) == model_bytes(share, model, device="cuda").total_bytes
 
 
 @pytest.mark.parametrize(

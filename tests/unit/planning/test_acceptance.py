@@ -16,11 +16,10 @@ from llama_ssp.planning.acceptance import (
     HEAD_DECLINE,
     Acceptance,
     acceptance_of,
-    constant,
     expected,
     known,
     store,
-    tokens_per_round,
+    tokens_by_length,
     tree_tokens,
 )
 from llama_ssp.planning.plan import document, make_plan
@@ -36,7 +35,7 @@ def of_pair(target: str, draft: str, temperature: float | None = 0.8) -> Any:  #
 
 
 def tokens(acceptance: float, num_draft_tokens: int) -> float:
-    return tokens_per_round(constant(acceptance, num_draft_tokens))
+    return tokens_by_length((acceptance,) * num_draft_tokens)[-1]
 
 
 def entry(acceptance: float, **others: float) -> dict[str, Any]:
@@ -152,7 +151,7 @@ def test_tokens_per_round_is_the_closed_form_of_leviathan(acceptance: float) -> 
 
 def test_a_tree_of_one_child_each_has_the_tokens_of_a_chain_and_more_children_add_some() -> None:
     def of_tree(text: str) -> float:
-        return tree_tokens(constant(0.7, 3), tree_shape(text))
+        return tree_tokens((0.7,) * 3, tree_shape(text))
 
     assert of_tree("1x1x1") == of_tree("dynamic-3x3x1") == pytest.approx(tokens(0.7, 3))
     assert tokens(0.7, 3) < of_tree("2x1x1") < of_tree("2x2x1") < 4
@@ -177,8 +176,9 @@ def test_a_figure_of_k_3_gives_the_published_tokens_of_k_7() -> None:
         head = Acceptance(
             probability=acceptance_of(at_three - 1, 3), source="", num_draft_tokens=3, decline=HEAD_DECLINE
         )
-        assert tokens_per_round(head.by_position(head.probability, 3)) == pytest.approx(at_three)
-        errors.append(tokens_per_round(head.by_position(head.probability, 7)) / at_seven - 1)
+        by_length = tokens_by_length(head.by_position(head.probability, 7))
+        assert by_length[2] == pytest.approx(at_three)
+        errors.append(by_length[6] / at_seven - 1)
     assert abs(median(errors)) < 0.01
     assert sum(abs(error) < 0.05 for error in errors) >= 12
 
@@ -198,9 +198,9 @@ def test_the_best_k_of_a_head_is_smaller_than_that_of_a_constant_acceptance() ->
     """Up to K = 4 both have the same tokens per round; a longer draft gains less than a constant says."""
     timed = times_of(make_spec("llama3_70B", "eagle3_llama3_70B", acceptance=0.8, num_ranks=4), hardware.load("4xh100"))
     acceptance = timed.acceptance
+    declining = tokens_by_length(acceptance.by_position(acceptance.probability, 16))
     by_constant = [
-        seconds * tokens_per_round(acceptance.by_position(acceptance.probability, number))
-        / tokens(acceptance.probability, number)
+        seconds * declining[number - 1] / tokens(acceptance.probability, number)
         for number, seconds in enumerate(timed.by_num_draft_tokens, start=1)
-    ]  # fmt: skip
+    ]
     assert timed.best_num_draft_tokens < 1 + by_constant.index(min(by_constant))

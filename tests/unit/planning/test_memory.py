@@ -22,14 +22,13 @@ from llama_ssp.planning.memory import (
     GRAPH_NODE_BYTES,
     bucket_of,
     fits,
-    kv_bytes_per_token,
     largest_batch,
     largest_context,
     memory,
 )
-from llama_ssp.planning.model import planned_model
+from llama_ssp.planning.model import PlannedModel
 from llama_ssp.planning.plan import document, make_plan
-from llama_ssp.planning.weights import shares, split_layers, weight_bytes
+from llama_ssp.planning.weights import model_bytes, shares, split_layers
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import DraftLayout, TargetKind
 from llama_ssp.weights.checkpoint import shape_of
@@ -51,17 +50,14 @@ def test_a_captured_round_holds_the_kernels_of_all_k_draft_steps() -> None:
         assert rank.graphs_bytes == 40 * nodes * GRAPH_NODE_BYTES, "two kernels of NCCL, and their events"
 
 
-@pytest.mark.parametrize(("name", "kib"), [("7B", 512), ("13B", 800), ("30B", 1560), ("65B", 2560)])
-def test_keys_and_values_of_a_token_have_the_published_size(name: str, kib: int) -> None:
-    assert kv_bytes_per_token(planned_model(catalogue.load(name), device="cuda")) == kib * 1024
-
-
 def test_caches_of_all_ranks_hold_every_slot_once() -> None:
-    spec = make_spec("30B", "7B", num_ranks=8, batch_size=3)
+    """A token has 1560 KiB in 30B and 512 in 7B, as published."""
     slots = 3 * 200  # 128 + 64 + 4 + 1, in steps of 8
-    ranks = memory(spec, A100)
-    assert sum(rank.target_cache_bytes for rank in ranks) == slots * 1560 * 1024
-    assert [rank.draft_cache_bytes for rank in ranks] == [slots * 512 * 1024, *[0] * 7]
+    for draft_kind in (DraftLayout.one_rank, DraftLayout.sharded):
+        ranks = memory(make_spec("30B", "7B", num_ranks=8, batch_size=3, draft_kind=draft_kind), A100)
+        assert sum(rank.target_cache_bytes for rank in ranks) == slots * 1560 * 1024
+        assert sum(rank.draft_cache_bytes for rank in ranks) == slots * 512 * 1024
+        assert (ranks[1].draft_cache_bytes == 0) is (draft_kind is DraftLayout.one_rank)
 
 
 def test_a_cache_of_fewer_bits_has_its_own_bytes_and_room_to_unpack_a_layer_where_attention_needs_it() -> None:
@@ -93,24 +89,16 @@ def test_weights_of_all_ranks_add_up_to_the_model_and_what_is_repeated() -> None
 @pytest.mark.parametrize(
     ("kind", "copies"), [(DraftLayout.one_rank, 1), (DraftLayout.sharded, 1), (DraftLayout.replicated, 4)]
 )
-def test_a_draft_is_held_once_unless_it_is_replicated(kind: DraftLayout, copies: int) -> None:
+def test_a_draft_is_held_once_unless_it_is_replicated_but_for_norms_and_the_embedding_of_a_sharded_one(
+    kind: DraftLayout, copies: int
+) -> None:
     ranks = memory(make_spec("13B", "7B", num_ranks=4, draft_kind=kind, batch_size=4), A100)
-    held = sum(rank.draft_weights_bytes - rank.draft_repeated_bytes for rank in ranks)
-    once = 13_476_831_232 - ranks[0].draft_repeated_bytes
-    assert held == copies * once
-
-
-def test_every_rank_of_a_sharded_draft_holds_the_embedding_whole() -> None:
-    spec = make_spec("13B", "7B", num_ranks=4, draft_kind=DraftLayout.sharded)
-    ranks, width, units, num_layers = memory(spec, A100), 4096, 11008, 32
-    embedding, attention, mlp = 32000 * width, num_layers * 4 * width**2, num_layers * 3 * width * units
-    norms = (2 * num_layers + 1) * width
-    assert {rank.draft_repeated_bytes for rank in ranks} == {2 * (norms + embedding)}
-    cut = embedding + attention + mlp  # the head is as large as the embedding
-    assert sum(rank.draft_weights_bytes - rank.draft_repeated_bytes for rank in ranks) == 2 * cut
-    assert spec.draft
-    slots = 200  # 128 + 64 + 5, in steps of 8
-    assert sum(rank.draft_cache_bytes for rank in ranks) == slots * kv_bytes_per_token(spec.draft)
+    norms, embedding = 2 * (2 * 32 + 1) * 4096, 2 * 32000 * 4096
+    repeated = norms + embedding * (kind is DraftLayout.sharded)
+    assert ranks[0].draft_repeated_bytes == repeated
+    assert sum(rank.draft_weights_bytes - rank.draft_repeated_bytes for rank in ranks) == copies * (
+        13_476_831_232 - repeated
+    )
 
 
 def test_deepspeed_refuses_heads_that_do_not_divide_and_says_what_does_not() -> None:
@@ -231,13 +219,8 @@ def test_every_layer_is_in_one_place_and_devices_hold_as_many(num_devices: int) 
     assert [layer for part in split for layer in part] == list(range(7))
     assert len(split) == num_devices
     assert max(map(len, split)) - min(len(part) for part in split if part) <= 1
-
-
-@pytest.mark.parametrize("num_devices", [1, 2, 4])
-def test_what_devices_hold_is_the_whole_model(num_devices: int) -> None:
     spec = make_spec("13B", num_ranks=num_devices, target_kind=TargetKind.accelerate, cuda_graphs=False)
-    held = [rank.target_weights_bytes for rank in memory(spec, A100)]
-    assert sum(held) == 26_031_728_640
+    assert sum(rank.target_weights_bytes for rank in memory(spec, A100)) == 26_031_728_640
 
 
 INT8_GB = {"7B": 7.006, "13B": 13.352, "30B": 32.972, "65B": 65.838}
@@ -247,11 +230,14 @@ INT8_GB = {"7B": 7.006, "13B": 13.352, "30B": 32.972, "65B": 65.838}
 def test_int8_has_the_published_size_and_every_rank_has_the_row_scales(name: str) -> None:
     shape = catalogue.load(name).shape
     assert shape
-    held = [weight_bytes(share, dtype=Dtype.fp16, quantization="int8") for share in shares(shape, num_ranks=8)]
+    plain, packed = (
+        PlannedModel(name=name, shape=shape, dtype=Dtype.fp16, quantization=form) for form in ("none", "int8")
+    )
+    held = [model_bytes(share, packed, device="cuda") for share in shares(shape, num_ranks=8)]
     once = sum(share.sharded_bytes for share in held) + held[0].repeated_bytes
     assert once / 1e9 == pytest.approx(INT8_GB[name], rel=2e-3)
     row_parallel_rows = 2 * shape.hidden_size * shape.num_hidden_layers
-    whole = weight_bytes(shares(shape, num_ranks=8)[0], dtype=Dtype.fp16, quantization="none")
+    whole = model_bytes(shares(shape, num_ranks=8)[0], plain, device="cuda")
     assert {share.repeated_bytes - whole.repeated_bytes for share in held} == {4 * row_parallel_rows}
 
 
@@ -294,25 +280,26 @@ def test_each_rank_is_planned_exactly_what_the_loader_gives_it(name: str, num_ra
     model_type, sizes = CONFIGS[name]
     config = _config(model_type, **sizes)
     shape = shape_of(config)
-    planned = [
-        weight_bytes(share, dtype=Dtype.bf16, quantization="none").total_bytes
-        for share in shares(shape, num_ranks=num_ranks, whole=whole)
-    ]
-    for rank, expected in enumerate(planned):
+    planned = PlannedModel(name=name, shape=shape, dtype=Dtype.bf16, quantization="none")
+    for rank, share in enumerate(shares(shape, num_ranks=num_ranks, whole=whole)):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         own = split_model(shape, num_ranks=num_ranks, whole=whole)[rank]
         shard(model, shape, Comm(rank=rank, size=num_ranks), own=own, whole=whole)
         if shape.tie_word_embeddings and model.lm_head.weight.shape == model.get_input_embeddings().weight.shape:
             model.lm_head.weight = model.get_input_embeddings().weight
-        assert 2 * sum(parameter.numel() for parameter in model.parameters()) == expected
+        assert (
+            2 * sum(parameter.numel() for parameter in model.parameters())
+            == model_bytes(share, planned, device="cuda").total_bytes
+        )
 
 
 def test_halved_matrices_are_kept_in_whole_blocks_of_inputs() -> None:
     def matrices_bytes(hidden_size: int) -> int:
-        model = small_model(hidden_size=hidden_size, intermediate_size=1024, vocab_size=4096)
-        held, form = inventory(model.shape), "none"
-        halved = weight_bytes(held, dtype=Dtype.fp32, quantization=form, matrix_dtype=Dtype.fp16).total_bytes
+        sizes = small_model(hidden_size=hidden_size, intermediate_size=1024, vocab_size=4096)
+        model = replace(sizes, dtype=Dtype.fp32, stored=Dtype.fp16)
+        held = inventory(model.shape)
+        halved = model_bytes(held, model, device="cpu").total_bytes
         beside = 4 * (4096 * hidden_size + held.num_layers * held.layer_vectors + held.final_vectors)
         return halved - beside
 

@@ -16,13 +16,7 @@ from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig, load
 from llama_ssp.models.prefill import Buckets
-from llama_ssp.planning.acceptance import (
-    constant,
-    overlapped_corrections,
-    overlapped_tokens,
-    tokens_per_round,
-    tree_tokens,
-)
+from llama_ssp.planning.acceptance import overlapped_corrections, overlapped_tokens, tree_tokens
 from llama_ssp.planning.collectives import round_messages
 from llama_ssp.planning.forwards import OPERATORS_PER_LAYER
 from llama_ssp.planning.memory import kv_bytes_per_token, memory
@@ -169,7 +163,7 @@ def test_a_tree_by_look_up_costs_its_verification_and_the_kernels_of_a_search() 
     own_s = times_of(replace(beside, copies=None), A100).round_s
     assert times_of(beside, A100).round_s - own_s == pytest.approx(beside.num_copying_kernels * A100.kernel_s)
     assert replace(beside, adapts=False).num_copying_kernels == 0, "a fallback is for a K that is chosen"
-    assert timed.tokens_per_round == pytest.approx(tree_tokens(constant(0.8, 3), tree), rel=0.01)
+    assert timed.tokens_per_round == pytest.approx(tree_tokens((0.8,) * 3, tree), rel=0.01)
     assert round_messages(spec, 0) == round_messages(plain, 0)
 
 
@@ -282,7 +276,7 @@ def test_a_plan_of_rounds_that_overlap_has_their_time_and_shares() -> None:
     assert one_by_one.overlap is None
     assert at_once.round_s < one_by_one.round_s
     assert at_once.tokens_per_round == pytest.approx(overlapped_tokens(0.8, 4))
-    assert one_by_one.tokens_per_round == pytest.approx(tokens_per_round(constant(0.8, 4)))
+    assert one_by_one.tokens_per_round == pytest.approx(3.3616)
     assert document(make_plan(apart(overlap=True), machine))["time"]["overlap"]["dropped_share"] < 1
 
 
