@@ -12,7 +12,7 @@ from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.evaluation import agreement, arithmetic, distribution
 from llama_ssp.evaluation.martingales import FAULTS, SCORES, Role, TextSums, roles_of, sums_of
 from llama_ssp.evaluation.task import EvaluateConfig, Evidence
-from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
+from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine, Measure
 from llama_ssp.reports.summary import CompletionPair, pairs_of
 from llama_ssp.settings.schema import RunConfig, VerificationConfig
 from tests.helpers import runs
@@ -46,6 +46,11 @@ def evidence(
     return Evidence(config=settings, pairs=pairs, log_probs=log_probs or {})
 
 
+def holds(measure: Measure, value: float) -> bool:
+    """Whether the interval of a measure holds a value."""
+    return measure.low is not None and measure.high is not None and measure.low <= value <= measure.high
+
+
 def test_pairs_do_not_depend_on_the_order_of_the_records() -> None:
     lines = [each for index in range(3) for sample in range(2) for each in both([1], [2], index=index, sample=sample)]
     wanted = pairs_of(lines)
@@ -55,10 +60,11 @@ def test_pairs_do_not_depend_on_the_order_of_the_records() -> None:
     assert len(pairs_of(lines[:-1])) == 5
 
 
-def test_products_have_three_worked_examples_and_no_product_is_asked_twice() -> None:
-    prompts = arithmetic.prompts(config("arithmetic", num_prompts=8100))
-    asked = {prompt.rpartition("\n")[2] for prompt in prompts}
-    assert len(asked) == 8100
+def test_products_have_three_worked_examples_no_product_is_asked_twice_and_the_seed_alone_decides_them() -> None:
+    asked = (config("arithmetic", num_prompts=num, seed=seed) for num, seed in ((8100, 0), (10, 0), (10, 1)))
+    prompts, few, other = map(arithmetic.prompts, asked)
+    assert prompts[:10] == few != other
+    assert len({prompt.rpartition("\n")[2] for prompt in prompts}) == 8100
     for prompt in prompts[:50]:
         *examples, question = prompt.split("\n")
         assert len(examples) == 3
@@ -67,12 +73,6 @@ def test_products_have_three_worked_examples_and_no_product_is_asked_twice() -> 
             assert found
             assert int(found[1]) * int(found[2]) == int(found[3])
             assert not example.startswith(question)
-
-
-def test_the_seed_alone_decides_the_products_and_more_of_them_begin_with_the_same() -> None:
-    few, many = (arithmetic.prompts(config("arithmetic", num_prompts=num)) for num in (10, 100))
-    assert many[:10] == few
-    assert arithmetic.prompts(config("arithmetic", num_prompts=10, seed=1)) != few
 
 
 @pytest.mark.parametrize(
@@ -113,10 +113,7 @@ def test_rates_must_be_shown_to_be_equivalent(counts: tuple[int, ...], passed: b
     plain, fast, difference = found.measures
     assert plain.value == (counts[0] + counts[1]) / sum(counts)
     assert difference.value == pytest.approx(fast.value - plain.value)
-    for measure in found.measures:
-        assert measure.low is not None
-        assert measure.high is not None
-        assert measure.low <= measure.value <= measure.high
+    assert all(holds(measure, measure.value) for measure in found.measures)
 
 
 @pytest.mark.parametrize(
@@ -181,13 +178,9 @@ def test_samples_pass_if_tokens_and_likelihoods_have_one_law(
     assert found.passed is passed, found.reason
     p_tokens, p_likelihoods, *_, difference, apart, chance = found.measures
     assert (min(p_tokens.value, p_likelihoods.value) > 2.5e-4) is passed
-    assert difference.low is not None
-    assert difference.high is not None
-    assert difference.low <= shift <= difference.high
-    assert apart.low is not None
-    assert apart.high is not None
+    assert holds(difference, shift)
     of_a_token = sum(abs(a - b) for a, b in zip(*laws, strict=True)) / 2
-    assert apart.low <= (of_a_token + of_a_token + of_a_token / 2) / 3 <= apart.high, "half of the texts have no third"
+    assert holds(apart, (of_a_token + of_a_token + of_a_token / 2) / 3), "half of the texts have no third"
     assert 0 < chance.value < 0.2
 
 

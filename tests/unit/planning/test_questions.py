@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,9 @@ import pytest
 import yaml
 
 from llama_ssp import plan
-from llama_ssp.errors import CapacityError
 from llama_ssp.planning.plan import document
 from llama_ssp.run.commands import plan as command
-from llama_ssp.settings.schema import PlacementConfig, TargetKind, TargetPlacement
+from tests.helpers.in_process import call
 from tests.helpers.lanes import heavy, slow
 
 QUESTIONS, RENTALS, DRAFTING = (
@@ -23,33 +21,16 @@ QUESTIONS, RENTALS, DRAFTING = (
 MOST_DISAGREEMENTS = 2
 
 
-def _plan(arguments: dict[str, Any]) -> dict[str, Any]:
-    placement = arguments.get("placement")
-    if isinstance(placement, dict):
-        target = dict(placement["target"])
-        placement = PlacementConfig(target=TargetPlacement(kind=TargetKind[target.pop("kind")], **target))
-    return document(plan(**arguments | {"placement": placement}))
-
-
-PATHS = {
-    "tight": "is_tight", "plain_ms": "time.plain_ms_per_token", "speculative_ms": "time.speculative_ms_per_token",
-    "tokens_per_s": "time.plain_tokens_per_s", "kv_bytes_per_token": "target.kv_bytes_per_token",
-    "best_k": "time.best_num_draft_tokens", "draft_kind": "draft.kind", "num_replicas": "job.num_replicas",
-}  # fmt: skip
-"""Figures of a document by their names in `questions.yaml`; others are their own path."""
-
-
 def _differences(content: dict[str, Any], question: dict[str, Any]) -> Iterator[str]:
     """Yield every point in which a document differs from the answer."""
     for key, wanted in question.get("answer", {}).items():
         if key in {"changes", "any_change", "no_change", "says", "says_not"}:
             yield from _other_words(content, key, wanted)
         elif key == "faster_than":
-            time = _plan(wanted)["time"]
-            if _best_ms(content["time"]) >= _best_ms(time):
+            if _best_ms(content["time"]) >= _best_ms(document(plan(**wanted))["time"]):
                 yield f"it is not faster than {wanted}"
         else:
-            found = _at(content, PATHS.get(key, key))
+            found = _at(content, key)
             agrees = wanted[0] <= found <= wanted[1] if isinstance(wanted, list) else found == wanted
             if not agrees:
                 yield f"{key} is {found}, expected {wanted}"
@@ -91,21 +72,16 @@ def _is_agreed(contents: Iterator[dict[str, Any]], questions: list[dict[str, Any
 
 
 def test_the_planner_agrees_with_the_expert() -> None:
-    _is_agreed((_plan(one["plan"]) for one in QUESTIONS), QUESTIONS)
+    _is_agreed((document(plan(**one["plan"])) for one in QUESTIONS), QUESTIONS)
 
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("questions", [heavy(RENTALS), slow(DRAFTING)], ids=["rentals", "drafting"])
 def test_the_planner_knows_prompts_batches_and_drafts_as_the_expert_does(
-    questions: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+    questions: list[dict[str, Any]],
 ) -> None:
-    def answers() -> Iterator[dict[str, Any]]:
-        for one in questions:
-            with suppress(CapacityError):
-                command.main([*one["command"].split(), "format=json"])
-            yield json.loads(capsys.readouterr().out)
-
-    _is_agreed(answers(), questions)
+    asked = ([*one["command"].split(), "format=json"] for one in questions)
+    _is_agreed((json.loads(call(command.main, settings).out) for settings in asked), questions)
 
 
 def test_an_answer_that_differs_is_a_difference() -> None:

@@ -2,14 +2,12 @@
 
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import pytest
 
 from benchmarks import published
 from llama_ssp.architectures.family import inventory
 from llama_ssp.machines import hardware
-from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.timing import FAR, FIRST, GAINS, MANY, NEAR, OTHER, PACKED, SHORT
 from tests.helpers.planning import make_spec, times_of
 
@@ -54,7 +52,7 @@ def test_ranges_are_by_gpu_format_and_rows_and_wide_where_little_was_measured(
 ) -> None:
     target, quantization, batch_size, machine = asked
     spec = make_spec(target, batch_size=batch_size, of_target={"quantization": quantization})
-    timed: Any = make_plan(spec, hardware.load(machine)).timing
+    timed = times_of(spec, hardware.load(machine))
     assert timed.plain_s_range[1] == pytest.approx(factors[1] * timed.plain_s)
     assert timed.plain_s_range[0] == pytest.approx(max(factors[0], timed.limit_share) * timed.plain_s)
     assert timed.prefill_s_range == pytest.approx([end * timed.prefill_s for end in FIRST])
@@ -119,7 +117,7 @@ def test_the_range_of_a_speculative_time_has_that_of_an_unknown_pair() -> None:
 
 
 def test_calibrated_machines_and_cpus_have_no_ranges() -> None:
-    laptop = hardware.load("laptop_cpu")
-    spec = make_spec("smollm2_135M", device="cpu")
-    time = document(make_plan(spec, laptop))["time"]
-    assert [time[f"{name}_range"] for name in ("plain_ms_per_token", "first_token_ms")] == [None, None]
+    measured = replace(A100, sources={"all": "measured by task=calibrate"})
+    for machine in (measured, hardware.load("laptop_cpu")):
+        timed = times_of(make_spec("smollm2_135M", device=machine.device), machine)
+        assert (timed.plain_s_range, timed.prefill_s_range) == (None, None)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from llama_ssp import catalogue
-from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import Link
@@ -60,27 +59,21 @@ def test_a_search_finds_a_tree_for_a_head_and_none_for_a_model_or_many_rows() ->
     assert {tree for _, tree in many} == {None}
 
 
-def heads_of(model: ModelConfig) -> set[str]:
+def heads_of(name: str, **changes: Any) -> set[str]:  # noqa: ANN401 - fields of its entry
     """The heads that a search tries for a model."""
-    return {draft.name for draft in _drafts_of(model, catalogue.entries()) if draft.shape and draft.shape.is_head}
+    drafts = _drafts_of(replace(catalogue.load(name), **changes), catalogue.entries())
+    return {draft.name for draft in drafts if draft.shape and draft.shape.is_head}
 
 
-def test_a_search_tries_the_heads_of_the_model_and_none_of_another_one_as_wide() -> None:
-    assert heads_of(catalogue.load("qwen3_32B")) == {"eagle3_qwen3_32B"}
-    assert heads_of(catalogue.load("llama2_13B")) == set()
+def test_a_search_tries_the_heads_of_the_model_and_none_of_another_one_as_wide_nor_of_instruct_for_the_base() -> None:
     instruct = "meta-llama/Llama-3.1-8B-Instruct"
-    of_hub = replace(catalogue.load("llama3_8B"), name=instruct, hub_id=instruct)
-    assert heads_of(of_hub) == {"eagle3_llama3_8B"}
-    assert heads_of(replace(of_hub, name="local", hub_id=None, path="./folder")) == {"eagle3_llama3_8B"}
-
-
-@pytest.mark.parametrize("name", ["llama3_8B", "llama3_70B"])
-def test_a_head_of_the_instruct_model_is_not_offered_to_the_base(name: str) -> None:
-    assert heads_of(catalogue.load(name)) == set()
-    assert heads_of(replace(catalogue.load(name), name=str(catalogue.load(name).hub_id))) == set()
-    of_hub = replace(make_spec(name).target, name=str(catalogue.load(name).hub_id))
-    found = search(make_spec(of_hub, num_ranks=8), hardware.load("8xh200"))
-    assert {row["draft"] for row in found if row["tree"]} == set()
+    assert heads_of("qwen3_32B") == {"eagle3_qwen3_32B"}
+    assert heads_of("llama3_8B", name=instruct, hub_id=instruct) == {"eagle3_llama3_8B"}
+    assert heads_of("llama3_8B", name="local", hub_id=None, path="./folder") == {"eagle3_llama3_8B"}
+    for name in ("llama2_13B", "llama3_8B", "llama3_70B"):
+        assert heads_of(name) == heads_of(name, name=catalogue.load(name).hub_id) == set()
+    of_hub = replace(make_spec("llama3_8B").target, name=str(catalogue.load("llama3_8B").hub_id))
+    assert not any(row["tree"] for row in search(make_spec(of_hub, num_ranks=8), hardware.load("8xh200")))
 
 
 def test_the_asked_model_comes_first_then_the_fastest_and_what_does_not_fit_comes_last_with_the_reason() -> None:
@@ -208,26 +201,16 @@ def test_ranks_are_used_by_equal_blocks_in_each_of_which_a_draft_has_every_place
     assert {(DraftLayout.sharded, size) for size in (2, 3, 4)} | {(DraftLayout.own_gpu, 3)} < sizes
 
 
-def _resolved(settings: list[str], *, num_ranks: int, has_draft: bool) -> PlanSpec:
-    given = dict(setting.split("=", 1) for setting in settings)
-    kind = DraftLayout[given.get("placement.draft.kind", "one_rank")]
-    size = given.get("placement.draft.tp_size")
-    placement = PlacementConfig(
-        draft=DraftPlacement(kind=kind, tp_size=int(size) if size else None),
-        num_replicas=int(given.get("placement.num_replicas", 1)),
-    )
-    laid_out = lay_out(placement, world_size=num_ranks, has_draft=has_draft)
-    spec = PAIR if has_draft else ALONE
-    return replace(
-        spec, batch_size=2, num_replicas=placement.num_replicas, target_ranks=laid_out.target_ranks,
-        draft_ranks=laid_out.draft_ranks, draft_kind=kind,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("spec", [PAIR, ALONE])
 def test_the_settings_of_a_layout_lead_back_to_it(spec: PlanSpec) -> None:
     for one in layouts(replace(spec, batch_size=2), num_ranks=8, divides=True, thorough=True):
-        assert _resolved(placement_settings(one), num_ranks=8, has_draft=spec.draft is not None) == one
+        given = dict(setting.split("=", 1) for setting in placement_settings(one))
+        size, num_replicas = given.get("placement.draft.tp_size"), int(given.get("placement.num_replicas", 1))
+        kind = DraftLayout[given.get("placement.draft.kind", "one_rank")]
+        draft = DraftPlacement(kind=kind, tp_size=int(size) if size else None)
+        placement = PlacementConfig(draft=draft, num_replicas=num_replicas)
+        found = lay_out(placement, world_size=8, has_draft=spec.draft is not None)
+        assert (found, num_replicas) == (one.layout, one.num_replicas)
 
 
 def test_a_block_of_another_size_keeps_the_kind_of_the_draft() -> None:

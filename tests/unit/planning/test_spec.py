@@ -12,7 +12,7 @@ from llama_ssp import catalogue
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.reading import read_config
 from llama_ssp.catalogue import Dtype, ModelConfig
-from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
+from llama_ssp.errors import CheckpointError, PlacementError
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.model import planned_model
@@ -51,11 +51,6 @@ def test_a_config_file_is_read_as_the_library_reads_it(model_type: str, tmp_path
     config = CONFIG_MAPPING[model_type](dtype="bfloat16")
     config.save_pretrained(tmp_path)
     assert read_config(tmp_path) == (shape_of(config), Dtype.bf16)
-
-
-def test_a_model_without_shape_and_folder_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model\.path=DIR"):
-        planned_model(ModelConfig(name="local"), device="cuda")
 
 
 @pytest.mark.parametrize(
