@@ -16,6 +16,7 @@ from llama_ssp.machines import hardware, machine
 from llama_ssp.machines.hardware import Speed
 from llama_ssp.run import calibration, pipeline
 from tests.helpers.in_process import launch
+from tests.helpers.own_conf import OwnConf
 from tests.helpers.planning import make_spec, times_of
 from tests.helpers.worlds import ONE_CORE
 
@@ -53,14 +54,11 @@ def test_several_gpus_are_those_of_one_and_an_instance_changes_what_it_says() ->
     assert instance.sources["kernel_s"] == one.sources["kernel_s"]
 
 
-def test_a_machine_of_the_user_may_be_based_on_several_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalogue, "_given", [tmp_path])
-    (tmp_path / "hardware").mkdir()
-    file = tmp_path / "hardware" / "mine.yaml"
-    file.write_text("defaults: [4xh100, _self_]\nname: mine\ncontext_bytes: 7\n")
+def test_a_machine_of_the_user_may_be_based_on_several_gpus(own_conf: OwnConf) -> None:
+    own_conf("hardware/mine.yaml", "defaults: [4xh100, _self_]\nname: mine\ncontext_bytes: 7\n")
     mine = hardware.load("mine")
     assert (mine.name, mine.num_gpus, mine.context_bytes) == ("mine", 4, 7)
-    file.write_text("defaults: [4xmine, _self_]\nname: mine\n")
+    own_conf("hardware/mine.yaml", "defaults: [4xmine, _self_]\nname: mine\n")
     with pytest.raises(ConfigError, match="defaults must name another entry"):
         hardware.load("mine")
 

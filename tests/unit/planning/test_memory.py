@@ -1,12 +1,10 @@
 """Memory per rank: each item, the verdict that follows from it, and weights as published and as loaded."""
 
 from dataclasses import replace
-from itertools import product
-from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, PretrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+import torch
+from transformers import AutoModelForCausalLM
 
 from llama_ssp import catalogue
 from llama_ssp.architectures.engine import BUCKET_STEP, ENGINE_KERNELS
@@ -32,6 +30,7 @@ from llama_ssp.planning.weights import model_bytes, shares, split_layers
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import DraftLayout, TargetKind
 from llama_ssp.weights.checkpoint import shape_of
+from tests.helpers.models import tiny_config
 from tests.helpers.planning import make_spec, small_model
 
 A100, MI250, CPU = (hardware.load(name) for name in ("p4d_24xlarge", "mi250", "laptop_cpu"))
@@ -241,57 +240,30 @@ def test_int8_has_the_published_size_and_every_rank_has_the_row_scales(name: str
     assert {share.repeated_bytes - whole.repeated_bytes for share in held} == {4 * row_parallel_rows}
 
 
-def _config(model_type: str, **sizes: Any) -> PretrainedConfig:  # noqa: ANN401 - the sizes of a config.json
-    ids: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
-    return CONFIG_MAPPING[model_type](**sizes, **ids)
-
-
-_LLAMA = {
-    "hidden_size": 64, "intermediate_size": 200, "num_hidden_layers": 2, "num_attention_heads": 8, "vocab_size": 320,
-}  # fmt: skip
-_GPT_NEO = {
-    "hidden_size": 64, "intermediate_size": None, "num_layers": 2, "num_heads": 4, "vocab_size": 320,
-    "attention_types": [[["global", "local"], 1]],
-}  # fmt: skip
-CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", _LLAMA | {"num_key_value_heads": 4}),
-    "llama, tied": ("llama", _LLAMA | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
-    "mistral": ("mistral", _LLAMA | {"num_key_value_heads": 4}),
-    "qwen2": ("qwen2", _LLAMA | {"num_key_value_heads": 4}),
-    "qwen3": ("qwen3", _LLAMA | {"num_key_value_heads": 4, "head_dim": 16}),
-    "gpt_neox": ("gpt_neox", _LLAMA),
-    "gpt_neo": ("gpt_neo", _GPT_NEO),
-    "gpt_neo, untied": ("gpt_neo", _GPT_NEO | {"tie_word_embeddings": False}),
-    "phi": ("phi", _LLAMA | {"num_key_value_heads": 4}),
-    "gemma": ("gemma", _LLAMA | {"num_key_value_heads": 1, "head_dim": 16}),
-    "gemma2": ("gemma2", _LLAMA | {"num_key_value_heads": 4, "head_dim": 16}),
-    "gemma3_text": ("gemma3_text", _LLAMA | {"num_key_value_heads": 4, "head_dim": 16}),
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt_neo", "phi", "gemma", "gemma2", "gemma3_text")
+CONFIGS = {name: tiny_config(name) for name in FAMILIES} | {
+    "llama, tied": tiny_config("llama", tie_word_embeddings=True),
+    "gpt_neo, untied": tiny_config("gpt_neo", tie_word_embeddings=False),
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "num_ranks", "whole"),
-    [(name, num_ranks, WholeParts.none) for name, num_ranks in product(CONFIGS, (1, 2, 3))]
-    + [(name, 2, whole) for name, whole in product(CONFIGS, (WholeParts.embedding, WholeParts.attention))],
+    ("num_ranks", "whole"),
+    [*((number, WholeParts.none) for number in (1, 2, 3)), (2, WholeParts.embedding), (2, WholeParts.attention)],
 )
+@pytest.mark.parametrize("name", CONFIGS)
 def test_each_rank_is_planned_exactly_what_the_loader_gives_it(name: str, num_ranks: int, whole: WholeParts) -> None:
-    import torch
-
-    model_type, sizes = CONFIGS[name]
-    config = _config(model_type, **sizes)
-    shape = shape_of(config)
+    shape = shape_of(CONFIGS[name])
     planned = PlannedModel(name=name, shape=shape, dtype=Dtype.bf16, quantization="none")
     for rank, share in enumerate(shares(shape, num_ranks=num_ranks, whole=whole)):
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(CONFIGS[name])
         own = split_model(shape, num_ranks=num_ranks, whole=whole)[rank]
         shard(model, shape, Comm(rank=rank, size=num_ranks), own=own, whole=whole)
         if shape.tie_word_embeddings and model.lm_head.weight.shape == model.get_input_embeddings().weight.shape:
             model.lm_head.weight = model.get_input_embeddings().weight
-        assert (
-            2 * sum(parameter.numel() for parameter in model.parameters())
-            == model_bytes(share, planned, device="cuda").total_bytes
-        )
+        held = 2 * sum(parameter.numel() for parameter in model.parameters())
+        assert held == model_bytes(share, planned, device="cuda").total_bytes
 
 
 def test_halved_matrices_are_kept_in_whole_blocks_of_inputs() -> None:

@@ -59,7 +59,7 @@ def test_a_search_finds_a_tree_for_a_head_and_none_for_a_model_or_many_rows() ->
     assert {tree for _, tree in many} == {None}
 
 
-def heads_of(name: str, **changes: Any) -> set[str]:  # noqa: ANN401 - fields of its entry
+def heads_of(name: str, /, **changes: Any) -> set[str]:  # noqa: ANN401 - fields of its entry
     """The heads that a search tries for a model."""
     drafts = _drafts_of(replace(catalogue.load(name), **changes), catalogue.entries())
     return {draft.name for draft in drafts if draft.shape and draft.shape.is_head}
@@ -158,13 +158,6 @@ def test_a_draft_without_a_model_is_named_with_its_settings() -> None:
     spec = make_spec("7B", free_draft="ngram")
     found = choice(search(spec, replace(A10G, num_gpus=1)), "7B", "ngram", None, num_ranks=1)
     assert found["settings"] == ("model=7B", "draft=ngram", f"speculation.num_draft_tokens={found['num_draft_tokens']}")
-
-
-def test_a_model_beyond_the_catalogue_is_searched_alone_with_the_draft_of_the_job() -> None:
-    spec = make_spec(small_model(), "7B")
-    found = search(spec, replace(A10G, num_gpus=1))
-    assert {choice["target"] for choice in found} == {"small"}
-    assert {choice["draft"] for choice in found} == {None, "7B"}
 
 
 def test_a_pair_that_nobody_measured_chooses_k_while_it_runs() -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llama_ssp import catalogue
 from llama_ssp.architectures.family import inventory
@@ -29,7 +28,6 @@ from llama_ssp.settings.schema import (
     TargetKind,
     TargetPlacement,
 )
-from llama_ssp.weights.checkpoint import shape_of
 
 A100 = hardware.load("p4d_24xlarge")
 
@@ -42,15 +40,6 @@ def _job(target: TargetPlacement, draft: DraftPlacement, machine: HardwareConfig
         placement=PlacementConfig(target=target, draft=draft),
     )
     return spec_of_plan(config, machine)
-
-
-@pytest.mark.parametrize(
-    "model_type", ["llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt_neo", "phi", "gemma", "gemma2", "gemma3_text"]
-)
-def test_a_config_file_is_read_as_the_library_reads_it(model_type: str, tmp_path: Path) -> None:
-    config = CONFIG_MAPPING[model_type](dtype="bfloat16")
-    config.save_pretrained(tmp_path)
-    assert read_config(tmp_path) == (shape_of(config), Dtype.bf16)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Plans of checkpoints whose files are quantized, by config.json alone: bytes, times, and what is said of runs."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from llama_ssp.planning.advice import changes_that_fit
 from llama_ssp.planning.forwards import ModelPlacement, forward_time
 from llama_ssp.planning.memory import fits
 from llama_ssp.planning.model import PlannedModel, planned_model, resolve_shapes
-from llama_ssp.planning.plan import document, make_plan
+from llama_ssp.planning.plan import make_plan
 from llama_ssp.planning.search import search
 from llama_ssp.planning.spec import spec_of_plan
 from llama_ssp.planning.weights import model_bytes, rank_shares
@@ -70,27 +71,6 @@ def test_public_checkpoints_are_planned_within_a_percent_of_the_sizes_that_their
     whole = inventory(model.shape)
     num_weights = whole.num_layers * sum(matrix.num_elements for matrix in whole.layer)
     assert total(model) == pytest.approx(one["gb"] * 1e9 + one.get("kept", 0) * num_weights, rel=0.01)
-
-
-def test_a_70b_in_fp8_fits_on_one_h100(tmp_path: Path) -> None:
-    plan = make_plan(spec_of_plan(config_of(tmp_path, LLAMA_70B, FP8), H100), H100)
-    assert plan.fits
-    assert document(plan)["target"]["stored_format"] == "compressed-tensors fp8"
-    plain = make_plan(spec_of_plan(config_of(tmp_path, LLAMA_70B, {}), H100), H100)
-    assert not plain.fits
-
-
-ATTENTION, MLP, HEAD = 2 * 512 * 512 + 2 * 256 * 512, 3 * 1024 * 512, 1000 * 512
-VECTORS = 3 * 2 * 512 + 512
-OUTPUTS = 2 * 512 + 2 * 256 + 2 * 1024 + 512
-
-
-def test_weights_scales_and_what_stays_add_up(tmp_path: Path) -> None:
-    rest = 2 * (2 * HEAD + VECTORS)
-    assert total(planned(tmp_path, SMALL, W8A8)) == rest + 3 * (ATTENTION + MLP + 4 * OUTPUTS)
-    kept = FP8_BLOCKS | {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp", "self_attn"]}
-    blocks = 2 * MLP + 2 * 4 * MLP // 128
-    assert total(planned(tmp_path, SMALL, kept)) == pytest.approx(rest + 2 * (3 * ATTENTION + MLP) + blocks, abs=9)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -191,7 +171,7 @@ def test_synthetic_weights_have_only_the_sizes_of_a_checkpoint(tmp_path: Path) -
 
 def test_groups_are_left_to_the_run_where_a_plan_does_not_know_the_matrices(tmp_path: Path) -> None:
     """Eight ranks have 64 inputs of attention's output each, and AWQ shares scales among 128."""
-    asked: dict[str, Any] = {"num_ranks": 8, "kind": TargetKind.tensor}
-    with pytest.raises(PlacementError, match="packs 128 inputs at a time, and o_proj has 64 on one of 8 ranks"):
-        rank_shares(planned(tmp_path, SMALL | {"num_key_value_heads": 8}, AWQ), **asked)
-    rank_shares(planned(tmp_path, SMALL | {"num_key_value_heads": 8, "model_type": "nanochat"}, AWQ), **asked)
+    for model_type, is_known in ("llama", True), ("nanochat", False):
+        model = planned(tmp_path, SMALL | {"num_key_value_heads": 8, "model_type": model_type}, AWQ)
+        with pytest.raises(PlacementError, match="o_proj has 64 on one of 8") if is_known else nullcontext():
+            rank_shares(model, num_ranks=8, kind=TargetKind.tensor)
