@@ -27,10 +27,10 @@ from llama_ssp.run.session import Session, Viewer
 from llama_ssp.run.tasks import dry_run as task
 from llama_ssp.run.tasks.generate import generate
 from llama_ssp.run.tasks.records import CompareConfig, GenerateConfig
-from llama_ssp.settings.schema import MODEL_DRAFT, DrafterConfig, DraftLayout, RunConfig, WeightsKind
 from llama_ssp.terminal.terminal import Output, Terminal
 from llama_ssp.weights import hub
 from llama_ssp.words import lasting
+from tests.helpers.composed import compose_run
 from tests.helpers.in_process import Ended, launch
 from tests.helpers.own_conf import OwnConf
 from tests.helpers.runs import PLAIN
@@ -169,21 +169,11 @@ def test_what_has_no_acceptance_or_no_name_is_not_stored(settings: list[str], co
     assert complaint in ended.err
 
 
-def _figures(name: str) -> dict[str, Any]:
-    found = catalogue.option("hardware", name)
-    assert found
-    return dict(found[0])
-
-
-def _run(model: str = "tiny", draft: str = "tiny-draft", prompt: str | None = None) -> RunConfig:
-    return RunConfig(
-        hardware=_figures("laptop_cpu"), task=CompareConfig(default_prompts=["x" * 30, "y" * 299]),
-        model=catalogue.load(model), draft=DrafterConfig(kind=MODEL_DRAFT, model=catalogue.load(draft)), prompt=prompt,
-    )  # fmt: skip
+PAIR = ("task=compare", "model=tiny", "draft=tiny-draft", "hardware=laptop_cpu")
 
 
 def test_a_run_is_planned_with_its_own_ranks_and_with_graphs_where_it_captures_them() -> None:
-    config, machine = _run(), hardware.load("laptop_cpu")
+    (config, _), machine = compose_run(*PAIR), hardware.load("laptop_cpu")
     plan = task.plan_of_run(config, world_size=2, machine=machine, lengths=[40])
     assert {rank.capacity_bytes for rank in plan.ranks} == {(machine.memory_bytes - machine.system_bytes) // 2}
     config.placement.draft.ranks = [1]
@@ -197,7 +187,7 @@ def test_a_run_is_planned_with_its_own_ranks_and_with_graphs_where_it_captures_t
 def test_synthetic_weights_are_planned_in_16_bits_on_a_cpu_and_in_the_entrys_format_on_a_gpu(
     name: str, on_gpu: Dtype
 ) -> None:
-    config = replace(_run(name, name), weights=WeightsKind.synthetic)
+    config, _ = compose_run(*PAIR, f"model={name}", f"draft={name}", "weights=synthetic")
     job = make_spec(config, world_size=1, prompt_tokens=50, device="cpu")
     assert job.draft
     for model in (job.target, job.draft):
@@ -207,24 +197,21 @@ def test_synthetic_weights_are_planned_in_16_bits_on_a_cpu_and_in_the_entrys_for
 
 
 @pytest.mark.parametrize(
-    ("prompt", "prompts", "tokens"), [(None, None, 100), ("z" * 59, None, 20), (None, "-", 128), (None, "file", 41)]
-)
-def test_the_longest_prompt_is_estimated_from_its_text(
-    prompt: str | None, prompts: str | None, tokens: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = _run(prompt=prompt)
-    if prompts == "file":
-        (tmp_path / "file").write_text("a\n" + "b" * 60 + "\u2028" + "b" * 59)  # one line has 120 characters
-    config.prompts = str(tmp_path / "file") if prompts == "file" else prompts
-    task.dry_run(config, world_size=1)
-    assert f"{tokens} + 64 tokens" in " ".join(capsys.readouterr().out.split())
+    ("words", "tokens"),
+    [
+        ((f"task.default_prompts=[{'x' * 30},{'y' * 299}]",), 100), ((f"prompt={'z' * 59}",), 20),
+        (("prompts=-",), 128), (("prompts={}/file",), 41),
+    ],
+)  # fmt: skip
+def test_the_longest_prompt_is_estimated_from_its_text(words: tuple[str, ...], tokens: int, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a\n" + "b" * 60 + "\u2028" + "b" * 59)  # one line has 120 characters
+    ended = launch(*PAIR, *(word.format(tmp_path) for word in words), "dry_run=true")
+    assert f"{tokens} + 64 tokens" in " ".join(ended.out.split())
 
 
 @pytest.mark.parametrize("auto", [True, False])
 def test_ranks_that_were_not_started_hold_nothing(auto: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    config = _run("30B", "7B")
-    config.hardware = _figures("8xa100_80gb")
-    config.placement.auto = auto
+    config, _ = compose_run("model=30B", "draft=7B", "hardware=8xa100_80gb", f"placement.auto={auto}")
     task.dry_run(config, world_size=4)
     shown = capsys.readouterr().out
     assert ("ranks 2-3" in shown, "4-7" in shown) == (True, False)
@@ -234,8 +221,8 @@ def test_ranks_that_were_not_started_hold_nothing(auto: bool, capsys: pytest.Cap
 
 def test_a_dry_run_says_how_long_its_prompts_and_its_loading_take(capsys: pytest.CaptureFixture[str]) -> None:
     """141 GB of the target, 2.5 of the draft, and 0.5 for each further copy of its embedding."""
-    config = replace(_run("llama3_70B", "llama3_1B"), hardware=_figures("4xh100"), num_samples=5000, batch_size=4)
-    config.placement.draft.kind = DraftLayout.sharded
+    pair = ("model=llama3_70B", "draft=llama3_1B", "hardware=4xh100", "placement=sharded")
+    config, _ = compose_run(*pair, "task.default_prompts=[x,y]", "num_samples=5000", "batch_size=4")
     task.dry_run(config, world_size=4)
     shown = " ".join(capsys.readouterr().out.split())
     plan = task.plan_ahead(config, world_size=4)
