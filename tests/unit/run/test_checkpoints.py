@@ -24,18 +24,10 @@ from llama_ssp.run.checkpoints import find_eos_ids, find_sources, with_number_fo
 from llama_ssp.run.decoders import build_decoder, load_models
 from llama_ssp.run.tasks.dry_run import plan_of_run
 from llama_ssp.run.tasks.records import GenerateConfig
-from llama_ssp.settings.schema import (
-    MODEL_DRAFT,
-    NO_DRAFT,
-    DeviceKind,
-    DrafterConfig,
-    DraftLayout,
-    RunConfig,
-    SamplingConfig,
-    WeightsKind,
-)
+from llama_ssp.settings.schema import MODEL_DRAFT, DeviceKind, DrafterConfig, DraftLayout, RunConfig
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers import one_pass_heads
+from tests.helpers.composed import compose_run
 from tests.helpers.draft_heads import make_tensors, save_speculator
 from tests.helpers.held import weights
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
@@ -193,15 +185,10 @@ def test_a_head_on_ranks_of_its_own_has_a_copy_of_the_embedding(tmp_path: Path) 
 def test_a_model_in_8_bits_runs_without_bitsandbytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A smaller shape of it, whose weights are synthetic."""
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # importing it fails, and finding it finds nothing
-    entry = catalogue.load(name)
-    assert entry.shape
+    config, _ = compose_run("task=generate", f"model={name}", "draft=none", "weights=synthetic", "sampling=greedy")
     tiny = catalogue.load("tiny").shape
     assert tiny
-    entry = replace(entry, shape=replace(tiny, num_hidden_layers=tiny.num_hidden_layers + 1))
-    config = RunConfig(
-        task=GenerateConfig(), model=entry, draft=DrafterConfig(kind=NO_DRAFT), weights=WeightsKind.synthetic,
-        sampling=SamplingConfig(temperature=0.0), device=DeviceKind.cpu,
-    )  # fmt: skip
+    entry = config.model = replace(config.model, shape=replace(tiny, num_hidden_layers=tiny.num_hidden_layers + 1))
     with start(device=DeviceKind.cpu, timeout_s=60) as world, torch.inference_mode():
         sources = find_sources(config, world)
         check_model(sources[0].origin, num_ranks=2, quantization=entry.quantization)  # as on GPUs
