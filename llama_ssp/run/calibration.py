@@ -65,7 +65,7 @@ def interleave(
 
 def undisturbed(seconds: Sequence[float]) -> float:
     """The lower quartile: others only ever add time, and the quartile excludes most of it."""
-    return statistics.quantiles(seconds, n=4, method="inclusive")[0] if len(seconds) > 1 else seconds[0]
+    return statistics.quantiles(seconds, n=4, method="inclusive")[0]
 
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:

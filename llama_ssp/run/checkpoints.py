@@ -220,7 +220,6 @@ def _with_head(target: WeightSource, draft: WeightSource | None = None, *, is_mt
 
 
 def _has_mtp(origin: WeightSource) -> bool:
-    """Whether files hold layers that predict further tokens."""
     return isinstance(origin, Checkpoint) and num_mtp_layers(lambda name: getattr(origin.config, name, None)) > 0
 
 

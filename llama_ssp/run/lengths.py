@@ -89,7 +89,6 @@ def check_lengths(config: RunConfig) -> None:
 
 
 def _tokenizer(model: ModelConfig) -> "Tokenizer | None":
-    """The tokenizer of a model whose files are on this machine."""
     from tokenizers import Tokenizer  # noqa: PLC0415 - few runs need these
 
     from llama_ssp.weights import hub  # noqa: PLC0415

@@ -253,27 +253,23 @@ def _of_record(where: str, content: dict[str, Any] | str, column: str | None) ->
     name = column or _content_field(where, content)
     if name not in content:
         raise ConfigError(f"{where} has no prompts_column={name}: it has {', '.join(content)}")
-    value = content[name]
-    if name == "turns":
-        wanted = "a list of one or more texts as `turns`"
-        fits = isinstance(value, list) and bool(value) and all(isinstance(turn, str) for turn in value)
-    elif name == "messages":
+    messages, turns = [], content[name] if name == "turns" else [content[name]]
+    if name == "messages":
         wanted = "a list as `messages` that ends with a user's or an assistant's"
-        value = read_messages(value, where)
-        fits = bool(value) and value[-1]["role"] in {"user", "assistant"}
+        messages = read_messages(content[name], where)
+        fits = bool(messages) and messages[-1]["role"] in {"user", "assistant"}
     else:
-        wanted, fits = f"a text as `{name}`", isinstance(value, str)
+        wanted = "a list of one or more texts as `turns`" if name == "turns" else f"a text as `{name}`"
+        fits = isinstance(turns, list) and bool(turns) and all(isinstance(turn, str) for turn in turns)
     if not fits:
         raise ConfigError(f"{where} must be an entry with {wanted}, such as {_EXAMPLES}")
     labels = {key: str(content[key]) for key in _LABELS if key != name and type(content.get(key)) in {str, int}}
     others = {key: entry for key, entry in content.items() if key != name and key not in labels}
     common: dict[str, Any] = labels | {"fields": others, "place": where}
     if name == "messages":
-        yield from _of_messages(value, common)
-    elif name == "turns":
-        yield from (Prompt(text=turn, earlier=value[:number], **common) for number, turn in enumerate(value))
+        yield from _of_messages(messages, common)
     else:
-        yield Prompt(text=value, **common)
+        yield from (Prompt(text=turn, earlier=turns[:number], **common) for number, turn in enumerate(turns))
 
 
 def _content_field(where: str, content: Mapping[str, Any]) -> str:

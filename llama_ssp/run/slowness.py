@@ -142,7 +142,6 @@ def _late_draft(summary: Summary, timed: Timing, around: Surroundings) -> str | 
 
 
 def _reason(around: Surroundings) -> str:
-    """The causes that this machine shows, or how to find others."""
     is_on_cpu, cores = around.device == "cpu", around.num_cores
     reasons = []
     if is_on_cpu and around.num_ranks == 1 and around.num_threads < cores:

@@ -77,7 +77,6 @@ def tune(decoder: Decoder, config: RunConfig, *, comm: Comm, num_slots: int, fol
 
 
 def _expected_acceptance(config: RunConfig) -> list[float]:
-    """Return the acceptance of each drafter, before anything is drafted."""
     figure = partial(expected, config.model.name, temperature=config.sampling.temperature)
     first = figure(str(draft_name(config.draft)), has_model=config.draft.model is not None).probability
     if config.is_synthetic:

@@ -47,7 +47,6 @@ class _Lines(Viewer):
         self._write = write
 
     def end(self, line: CompletionLine) -> None:
-        """Print it."""
         self._write(json.dumps(line.fields | asdict(line)))
 
 
