@@ -152,23 +152,6 @@ def test_a_latency_is_that_of_prompts_that_are_read(tmp_path: Path) -> None:
     assert reused["num_reused"] == read["num_read"] // 2 - 1
 
 
-@pytest.mark.parametrize(
-    ("settings", "complaint"),
-    [
-        (["draft=none"], "task.store has no effect without a draft"),
-        (["weights=synthetic"], "task.store has no effect with weights=synthetic"),
-        (
-            ["model=local", "model.path=tests", "draft=tiny-draft"],
-            "task.store=true stores a pair by the names of its models, and model=local",
-        ),
-    ],
-)
-def test_what_has_no_acceptance_or_no_name_is_not_stored(settings: list[str], complaint: str) -> None:
-    ended = launch(*RUN[:1], "store=true", *settings)
-    assert ended.code == 2
-    assert complaint in ended.err
-
-
 PAIR = ("task=compare", "model=tiny", "draft=tiny-draft", "hardware=laptop_cpu")
 
 
