@@ -31,20 +31,13 @@ _NUM_WARM, _NUM_TIMED, _ENOUGH_S = 2, 16, 2.0
 def make_ready(
     decoder: Decoder, requests: Sequence[Request], config: RunConfig, *, comm: Comm, folder: RunFolder | None = None
 ) -> None:
-    """Make caches for requests, and `tune` the decoder; all ranks must call this together."""
-    decoder.make_room(requests)
-    longest = max(len(request.prompt_ids) + request.max_new_tokens // 2 for request in requests)
-    tune(decoder, config, comm=comm, num_slots=longest, folder=folder)
+    """Make caches for requests; then measure, once for a decoder, the costs by which it chooses K for each round.
 
-
-def tune(decoder: Decoder, config: RunConfig, *, comm: Comm, num_slots: int, folder: RunFolder | None = None) -> None:
-    """Measure, once for a decoder, the costs by which it chooses K for each round.
-
-    All ranks must call this together, after `make_room`; most decoders have no such choice. `comm` has all ranks. A
-    round in the middle of the run reads `num_slots` cache slots. On rank 0, `folder` is the run folder that has the
-    measurement or will have it. Raises ConfigError on every rank if the folder's is damaged, and SspError if it cannot
-    be written.
+    All ranks must call this together; most decoders have no such choice. `comm` has all ranks. On rank 0, `folder` is
+    the run folder that has the measurement or will have it. Raises ConfigError on every rank if the folder's is
+    damaged, and SspError if it cannot be written.
     """
+    decoder.make_room(requests)
     round_ = decoder.round
     if not (config.speculation.adapts and round_.drafters) or isinstance(decoder.length, AdaptiveLength):
         return
@@ -71,7 +64,8 @@ def tune(decoder: Decoder, config: RunConfig, *, comm: Comm, num_slots: int, fol
 
     content = from_rank_0(comm, kept)
     if content is None:
-        measured = _measure_costs(decoder, choices, comm=comm, num_slots=num_slots)
+        in_the_middle = max(len(request.prompt_ids) + request.max_new_tokens // 2 for request in requests)
+        measured = _measure_costs(decoder, choices, comm=comm, num_slots=in_the_middle)
         content = from_rank_0(comm, keep)
     decoder.length = AdaptiveLength(_read_costs(content, choices), acceptance=acceptance)
 

@@ -29,7 +29,7 @@ from llama_ssp.ranks.world import World, start
 from llama_ssp.run.checkpoints import find_sources, find_update
 from llama_ssp.run.decoders import Models, build_decoder, load_models, update_models
 from llama_ssp.run.requests import encode
-from llama_ssp.run.tuning import tune
+from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings.drafters import NGRAM_DRAFT, NgramConfig
 from llama_ssp.settings.schema import (
     ADAPTIVE,
@@ -210,9 +210,7 @@ class Cell:
         ]
         done: dict[int, list[int]] = {}
         with torch.inference_mode():
-            if self.adapts:
-                decoder.make_room(requests)
-                tune(decoder, config, comm=world.comm, num_slots=128)
+            make_ready(decoder, requests, config, comm=world.comm)
             for updates in decoder.run(requests):
                 done |= {update.completion.request.index: update.completion.token_ids for update in updates}
         return Placed([done[index] for index in range(len(requests))], round_bytes)

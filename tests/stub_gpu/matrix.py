@@ -18,7 +18,7 @@ from benchmarks.decoding import load_pair, run_config
 from llama_ssp import Pair, catalogue
 from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.run.decoders import build_decoder
-from llama_ssp.run.tuning import tune
+from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings.drafters import NGRAM_DRAFT, DraftTokenizer, ModelDraftConfig, NgramConfig
 from llama_ssp.settings.schema import MODEL_DRAFT, DeviceKind, SpeculationConfig, VerificationConfig
 from llama_ssp.speculate.engine.executors import GraphExecutor
@@ -131,8 +131,7 @@ def decode(pair: Pair, setting: Setting) -> Left:
         verifier.verify = _reading(verifier.verify)  # type: ignore[method-assign]
     requests = requests_for(setting.batch_size)
     with torch.inference_mode():
-        decoder.make_room(requests)
-        tune(decoder, config, comm=pair.models.mesh.world, num_slots=256)
+        make_ready(decoder, requests, config, comm=pair.models.mesh.world)
     device.reset()
     return decode_twice(decoder, requests, num_pieces=1 if setting.drafter == PLAIN else 2)
 

@@ -21,7 +21,7 @@ from llama_ssp.run.prompts import Prompt
 from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.results import excerpts
 from llama_ssp.run.session import Session, to_line
-from llama_ssp.run.tuning import tune
+from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings.drafters import NgramConfig
 from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, PlacementConfig, SpeculationConfig
 from llama_ssp.speculate.drafters.drafter import Drafter
@@ -130,6 +130,9 @@ class TimedRounds:
         self.round, self.length = SimpleNamespace(drafters=[object()]), None
         self.seconds, self.timed = seconds, list[list[int]]()
 
+    def make_room(self, requests: Sequence[PromptRequest]) -> None:
+        """Needs none."""
+
     def time_rounds(self, choices: Sequence[DraftChoice], *, num_slots: int) -> list[float]:  # noqa: ARG002
         """The planted times, and those to read a chunk that was skipped."""
         self.timed.append([choice.num_tokens for choice in choices])
@@ -144,7 +147,7 @@ def tuned(seconds: Callable[[int, int], float]) -> tuple[Any, list[list[int]]]:
     config = load("tiny", "tiny-draft").config
     speculation = SpeculationConfig(num_draft_tokens=ADAPTIVE, acceptance=0.8)
     decoder: Any = TimedRounds(seconds)
-    tune(decoder, replace(config, speculation=speculation), comm=Comm.single(), num_slots=64)
+    make_ready(decoder, [request()], replace(config, speculation=speculation), comm=Comm.single())
     return decoder.length, decoder.timed
 
 
