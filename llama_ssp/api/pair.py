@@ -53,8 +53,8 @@ from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.text import StopStrings, StreamerAdapter
 from llama_ssp.terminal.unread import complain
+from llama_ssp.weights.head import MtpSource
 from llama_ssp.weights.in_memory import WeightsInMemory, weights_like, weights_of
-from llama_ssp.weights.mtp import MtpSource
 from llama_ssp.words import in_library_words
 
 AnyPrompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int] | Tensor

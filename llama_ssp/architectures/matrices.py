@@ -87,8 +87,9 @@ def split_heads(*, num_heads: int, num_kv_heads: int, num_ranks: int) -> tuple[H
         4 heads, 2 kv heads, 3 ranks:  | 0 | 1 | 2 3 |             kv  | 0 | 0 | 1 |
     """
     if num_ranks > num_heads:
-        message = f"{num_heads} attention heads cannot be shared by {num_ranks} ranks: use at most {num_heads} ranks"
-        raise PlacementError(message)
+        raise PlacementError(
+            f"{num_heads} attention heads cannot be shared by {num_ranks} ranks: use at most {num_heads} ranks"
+        )
     group, remainder = divmod(num_heads, num_kv_heads)
     if remainder:
         raise PlacementError(f"{num_heads} query heads over {num_kv_heads} key-value heads: a multiple is required")
@@ -118,21 +119,19 @@ class Cut(Enum):
 HEAD_CUTS = frozenset({Cut.query_heads, Cut.kv_heads, Cut.fused_qkv, Cut.qkv})
 _EMBEDDINGS = ("embed_tokens", "wte", "embeddings")
 IN_PARTS = ("qkv_proj", "gate_up_proj")
-_CUTS = {
-    **dict.fromkeys(
-        ("q_proj", "q_b_proj", "kv_b_proj", "g_proj", "dt_proj", "o_proj", "out_proj", "dense"), Cut.query_heads
+_MODULES = {
+    Cut.query_heads: ("q_proj", "q_b_proj", "kv_b_proj", "g_proj", "dt_proj", "o_proj", "out_proj", "dense"),
+    Cut.kv_heads: ("k_proj", "v_proj"),
+    Cut.fused_qkv: ("query_key_value",),
+    Cut.qkv: ("qkv_proj",),
+    Cut.gate_up: ("gate_up_proj", "input_linear"),
+    Cut.mlp_units: (
+        "gate_proj", "up_proj", "down_proj", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2", "c_fc", "c_proj", "w1",
+        "w2", "w3", "output_linear",
     ),
-    **dict.fromkeys(("k_proj", "v_proj"), Cut.kv_heads),
-    "query_key_value": Cut.fused_qkv,
-    "qkv_proj": Cut.qkv,
-    **dict.fromkeys(("gate_up_proj", "input_linear"), Cut.gate_up),
-    **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), Cut.mlp_units),
-    **dict.fromkeys(
-        ("dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2", "c_fc", "c_proj", "w1", "w2", "w3", "output_linear"),
-        Cut.mlp_units,
-    ),
-    **dict.fromkeys((*_EMBEDDINGS, "lm_head"), Cut.vocabulary),
-}
+    Cut.vocabulary: (*_EMBEDDINGS, "lm_head"),
+}  # fmt: skip
+_CUTS = {module: cut for cut, modules in _MODULES.items() for module in modules}
 
 
 @lru_cache(maxsize=4096)

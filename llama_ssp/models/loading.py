@@ -33,8 +33,7 @@ from llama_ssp.models.weights import LINEAR, Loading, Parameter, returning_memor
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.storage.formats import NO_QUANTIZATION, format_of
 from llama_ssp.weights.checkpoint import summary
-from llama_ssp.weights.head import HeadSource
-from llama_ssp.weights.mtp import MtpSource
+from llama_ssp.weights.head import HeadSource, MtpSource
 from llama_ssp.weights.source import PACKED, WeightSource
 from llama_ssp.words import said
 

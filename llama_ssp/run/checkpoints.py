@@ -29,9 +29,8 @@ from llama_ssp.storage.stored import kept_format
 from llama_ssp.weights import hub
 from llama_ssp.weights.adapter import with_adapter
 from llama_ssp.weights.checkpoint import Checkpoint, check_shape, inspect, summary
-from llama_ssp.weights.head import HeadSource, of_target
+from llama_ssp.weights.head import HeadSource, MtpSource, mtp_of, of_target
 from llama_ssp.weights.in_memory import WeightsInMemory, as_eos_ids
-from llama_ssp.weights.mtp import MtpSource, mtp_of
 from llama_ssp.weights.source import WeightSource, storage_of
 from llama_ssp.words import said
 

@@ -40,8 +40,7 @@ from llama_ssp.speculate.engine.verifier import Verifier
 from llama_ssp.speculate.sampling.rules import ForcedLengths, make_rule
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.trees import verify_tree
-from llama_ssp.weights.head import HeadSource
-from llama_ssp.weights.mtp import MtpSource
+from llama_ssp.weights.head import HeadSource, MtpSource
 from llama_ssp.workspaces import InPlace
 
 _log = logging.getLogger(__name__)

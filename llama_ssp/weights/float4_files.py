@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama_ssp.storage.formats import NF4_GROUP as GROUP
-from llama_ssp.storage.formats import PackedLayout, format_of
+from llama_ssp.storage.formats import NF4_GROUP, PackedLayout, format_of
 from llama_ssp.storage.nf4 import BNB_STATE
 from llama_ssp.weights import byte_rows
 from llama_ssp.weights.packed import Facts, PackedTensor
@@ -70,15 +69,19 @@ class BnbTensor(PackedTensor):
     def _facts(parts: Mapping[str, StoredTensor], layout: PackedLayout) -> Facts | None:
         state = _state(parts)
         match state.get("shape"):
-            case [int(num_outputs), int(num_inputs)] if num_outputs > 0 and num_inputs > 0 and num_inputs % GROUP == 0:
-                num_scales = num_outputs * num_inputs // GROUP
+            case [int(num_outputs), int(num_inputs)] if (
+                num_outputs > 0 and num_inputs > 0 and num_inputs % NF4_GROUP == 0
+            ):
+                num_scales = num_outputs * num_inputs // NF4_GROUP
             case _:
                 return None
         if not {layout.weight, layout.scale} <= parts.keys():
             return None
         weight, scales = parts[layout.weight], parts[layout.scale]
-        fits = (state.get("quant_type"), state.get("blocksize")) == (layout.storage, GROUP)
-        fits &= (weight.kind, weight.shape) == ("U8", (num_scales * GROUP // 2, 1)) and scales.shape == (num_scales,)
+        fits = (state.get("quant_type"), state.get("blocksize")) == (layout.storage, NF4_GROUP)
+        fits &= (weight.kind, weight.shape) == ("U8", (num_scales * NF4_GROUP // 2, 1)) and scales.shape == (
+            num_scales,
+        )
         if scales.kind == "U8":
             shapes = [parts[name].shape for name in (_NUMBERS, _OUTER) if name in parts]
             fits &= shapes == [(_NESTED,), (-(-num_scales // _NESTED),)] and state.get("nested_blocksize") == _NESTED
@@ -87,12 +90,12 @@ class BnbTensor(PackedTensor):
         return (torch.float32, (num_outputs, num_inputs)) if fits else None
 
     def _rows(self, outputs: range, inputs: range) -> Tensor:
-        num_bytes, num_groups = self.shape[1] // 2, self.shape[1] // GROUP
+        num_bytes, num_groups = self.shape[1] // 2, self.shape[1] // NF4_GROUP
         codes = self.parts[self.layout.weight].mapped(range(outputs.start * num_bytes, outputs.stop * num_bytes))
         scales = _scales(self.parts, range(outputs.start * num_groups, outputs.stop * num_groups)).view(-1, num_groups)
         bytes_OI = codes.view(-1, num_bytes)[:, inputs.start // 2 : inputs.stop // 2]
-        scales_OG = scales[:, inputs.start // GROUP : inputs.stop // GROUP]
-        return byte_rows.join(bytes_OI.unflatten(1, (-1, GROUP // 2)), scales_OG)
+        scales_OG = scales[:, inputs.start // NF4_GROUP : inputs.stop // NF4_GROUP]
+        return byte_rows.join(bytes_OI.unflatten(1, (-1, NF4_GROUP // 2)), scales_OG)
 
 
 def _scales(parts: Mapping[str, StoredTensor], places: range) -> Tensor:

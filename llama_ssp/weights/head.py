@@ -1,7 +1,8 @@
-"""Draft heads as a `WeightSource`: the files of a head, and its target's embedding and output where they have none.
+"""Draft heads as a `WeightSource`, with their target's embedding and output where their files have none.
 
 All public layouts (`architectures.heads`) are read as they are: their tensors get the names of the modules that
-`models.llama` builds. `d2t` and `t2d` map the vocabulary of the head to that of the target:
+`models.llama` builds. So do those of the first MTP layer of a checkpoint (`architectures.mtp`), which is the draft head
+of its own model. `d2t` and `t2d` map the vocabulary of a head to that of the target:
 
     d2t    (D,)  the target's id of token i is i + d2t[i]
     t2d    (V,)  whether the head can draft a token of the target
@@ -10,7 +11,6 @@ Shapes: D tokens that the head drafts, V vocabulary of the target.
 """
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,15 +19,17 @@ from typing import Unpack
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from llama_ssp.architectures.heads import DFLASH, MASK, HeadConfig
+from llama_ssp.architectures.mtp import HIDDEN_FIRST, JOIN, check_mtp, of_one_layer, our_name, with_join
 from llama_ssp.catalogue import ModelShape
-from llama_ssp.errors import CheckpointError
+from llama_ssp.errors import CheckpointError, ConfigError
+from llama_ssp.weights.checkpoint import Checkpoint, shape_of
 from llama_ssp.weights.source import TensorFacts, Wanted, WeightSource
 
 EMBEDDING, OUTPUT, TOKEN_MAP = "model.embed_tokens.weight", "lm_head.weight", "d2t"
-_OF_LAYER = re.compile(r"midlayer\.")
-_NORM_OF_TAPS = "fc_norm"
+_JOIN = f"model.layers.0.{JOIN}.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +47,17 @@ class HeadSource:
     @cached_property
     def shape(self) -> ModelShape:
         """See `WeightSource`."""
-        has_own = EMBEDDING in map(_named, self.files.tensors)
-        return replace(self.files.shape, shares_embedding=not has_own)
+        return replace(self.files.shape, shares_embedding=EMBEDDING not in self._stored)
+
+    @cached_property
+    def _stored(self) -> Mapping[str, str]:
+        """The stored names by ours."""
+        return {_named(name): name for name in self.files.tensors}
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorFacts]:
         """All tensors by the names of our modules."""
-        own = {_named(name): facts for name, facts in self.files.tensors.items()}
+        own = {ours: self.files.tensors[name] for ours, name in self._stored.items()}
         if mask := own.get(MASK):
             own[MASK] = TensorFacts(dtype=mask.dtype, shape=(math.prod(mask.shape),))
         shared = (name for name in (EMBEDDING, OUTPUT) if self.files.tensors and name not in own)
@@ -59,10 +65,9 @@ class HeadSource:
 
     def read(self, name: str, **wanted: Unpack[Wanted]) -> Tensor:
         """See `WeightSource.read`."""
-        stored = next((tensor for tensor in self.files.tensors if _named(tensor) == name), None)
-        if stored is None:
+        if name not in self._stored:
             return self.target.read(self._of_target(name), **wanted)
-        found = self.files.read(stored, **wanted)
+        found = self.files.read(self._stored[name], **wanted)
         return found.flatten() if name == MASK else found
 
     def _of_target(self, name: str) -> str:
@@ -127,8 +132,8 @@ def of_target(files: WeightSource, head: HeadConfig, target: WeightSource) -> He
             f"{files.folder} is {files.shape.hidden_size} wide and its target {own[0]}: a head of the target's width "
             "is required"
         )
-    if head.kind != DFLASH and f"{_NORM_OF_TAPS}.0.weight" in map(_bare, files.tensors):
-        head = replace(head, norms_taps=_NORM_OF_TAPS)  # which some config.json leave out
+    if head.kind != DFLASH and "fc_norm.0.weight" in map(_bare, files.tensors):
+        head = replace(head, norms_taps="fc_norm")  # which some config.json leave out
     source = HeadSource(files=files, head=head, target=target)
     num_layers = target.shape.num_hidden_layers
     if not all(0 <= layer < num_layers for layer in source.layers):
@@ -141,10 +146,83 @@ def of_target(files: WeightSource, head: HeadConfig, target: WeightSource) -> He
 
 
 def _bare(name: str) -> str:
-    return _OF_LAYER.sub("layers.0.", name.removeprefix("model."), count=1)
+    return name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
 
 
 def _named(name: str) -> str:
     """The name of a stored tensor among our modules."""
     name = _bare(name)
     return name if name.startswith(("lm_head.", "verifier_")) or "." not in name else f"model.{name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpSource:
+    """The MTP layer of a target, with its target's embedding and output; a `WeightSource`.
+
+    Attributes:
+        target: which has it in its files.
+        config: of a model whose one layer it is.
+        shape: of the head.
+    """
+
+    target: Checkpoint
+    config: PretrainedConfig
+    shape: ModelShape
+    folder = property(attrgetter("target.folder"))
+    context = property(attrgetter("target.context"))
+    dtype = property(attrgetter("target.dtype"))
+
+    @cached_property
+    def _stored(self) -> Mapping[str, str]:
+        """The stored names by ours."""
+        files = self.target.tensors
+        own = {ours: name for name in files if (ours := our_name(name, self.target.shape.num_hidden_layers))}
+        return own | {name: name for name in (EMBEDDING, OUTPUT) if name in files}
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorFacts]:
+        """All tensors by the names of our modules."""
+        return {ours: self.target.tensors[name] for ours, name in self._stored.items()}
+
+    def read(self, name: str, **wanted: Unpack[Wanted]) -> Tensor:
+        """See `WeightSource.read`."""
+        found = self.target.read(stored := self._stored[name], **wanted)
+        swaps = name == _JOIN and HIDDEN_FIRST in stored
+        return found.roll(found.shape[1] // 2, 1) if swaps else found
+
+    @property
+    def has_layer(self) -> bool:
+        """Whether the target's files have it."""
+        return _JOIN in self.tensors
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layer whose input the head reads: the output behind the last one."""
+        return (self.target.shape.num_hidden_layers,)
+
+
+def mtp_of(target: WeightSource) -> MtpSource:
+    """The head that a target's own MTP layer is.
+
+    ConfigError if it has none that is read, CheckpointError if its files lack it.
+    """
+    if not isinstance(target, Checkpoint):
+        raise ConfigError(
+            "draft=mtp reads the files of the target: give a folder, or an id of the hub, without an adapter"
+        )
+    config = target.config
+    check_mtp(lambda name: getattr(config, name, None), target.folder)
+    one = type(config).from_dict(of_one_layer(config.to_dict()))
+    vocab_size, width = target.shape.vocab_size, target.shape.hidden_size
+    shape = replace(
+        shape_of(one), shares_embedding=True, target_vocab_size=vocab_size, target_hidden_size=width, num_taps=1
+    )
+    source = MtpSource(target=target, config=one, shape=with_join(shape))
+    if target.tensors and not source.has_layer:
+        raise CheckpointError(
+            f"{target.folder} lacks the MTP layer that its config.json calls for: copy or download it again, or give "
+            "another draft"
+        )
+    if target.tensors and source.tensors[_JOIN].storage and HIDDEN_FIRST in source._stored[_JOIN]:
+        raise CheckpointError(f"{target.folder} stores packed MTP layers, which are not read: give another draft")
+    return source

@@ -23,7 +23,7 @@ from llama_ssp.models.huggingface.modules import build_empty, is_linear
 from llama_ssp.models.huggingface.recurrent import mixers_of, shared_heads, state_of
 from llama_ssp.models.tensor_parallel import RECURRENT, cut_dim
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
-from llama_ssp.weights.mtp import MtpSource, mtp_of
+from llama_ssp.weights.head import MtpSource, mtp_of
 
 _Origin = TypeVar("_Origin", bound=Checkpoint | MtpSource)
 

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from llama_ssp.kernels.linear import Kernel, Linear, NativeLinear, added, compiled_for, make_linear
 from llama_ssp.models.quantization.weight_only import quantize_by_blocks
-from llama_ssp.storage.formats import NF4_GROUP as GROUP
-from llama_ssp.storage.formats import NO_QUANTIZATION, OWN_DTYPE, format_of
+from llama_ssp.storage.formats import NF4_GROUP, NO_QUANTIZATION, OWN_DTYPE, format_of
 from llama_ssp.weights import byte_rows
 
 _STEPS = 127
@@ -50,16 +49,14 @@ class Precision:
         """The quantizing kernel; None if weights are not quantized."""
         storage = format_of(self.quantization)
         kernel: Kernel | None = storage.load(storage.kernel)
-        return partial(_packed_alone, kernel) if kernel and self.is_stored else kernel
+        if not (kernel and self.is_stored):
+            return kernel
+        return lambda weight_OI, bias_O: (kernel if weight_OI.dtype is torch.uint8 else make_linear)(weight_OI, bias_O)
 
     @property
     def rounds_inputs(self) -> bool:
         """Whether inputs are quantized too, so that a difference in the last bit can become a quantization step."""
         return format_of(self.quantization).rounds_inputs
-
-
-def _packed_alone(kernel: Kernel, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-    return kernel(weight_OI, bias_O) if weight_OI.dtype is torch.uint8 else make_linear(weight_OI, bias_O)
 
 
 UNQUANTIZED = Precision()
@@ -107,7 +104,9 @@ class Nf4Linear(Linear):
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, kind: str = "nf4") -> None:
         library = bitsandbytes()
-        pack = partial(library.functional.quantize_4bit, blocksize=GROUP, compress_statistics=False, quant_type=kind)
+        pack = partial(
+            library.functional.quantize_4bit, blocksize=NF4_GROUP, compress_statistics=False, quant_type=kind
+        )
 
         def packed(block: Tensor) -> tuple[Tensor, Tensor]:
             values, state = pack(block)
@@ -121,7 +120,7 @@ class Nf4Linear(Linear):
         else:
             self._weight, scales = quantize_by_blocks(weight_OI, packed)
         self._state = library.functional.QuantState(
-            absmax=scales, shape=shape, code=_code_of(kind, weight_OI.device), blocksize=GROUP, quant_type=kind
+            absmax=scales, shape=shape, code=_code_of(kind, weight_OI.device), blocksize=NF4_GROUP, quant_type=kind
         )
         self._product = library.matmul_4bit
         self._bias_O = bias_O

@@ -52,10 +52,6 @@ class _WeightOnlyLinear(Linear):
     def _unpack(self, outputs: slice, into_CI: Tensor) -> None:
         """Write the weights of some outputs, in the dtype of the inputs, into given memory."""
 
-    def _scale(self, y_MO: Tensor) -> Tensor:
-        """Finish the product of unpacked weights, which may be overwritten."""
-        return y_MO
-
     def __call__(self, x_MI: Tensor, residual_MO: Tensor | None = None) -> Tensor:
         """See `Linear`; a GPU's kernel adds bias and residual itself."""
         if self._few_rows and x_MI.shape[0] <= FEW_ROWS:
@@ -75,7 +71,7 @@ class _WeightOnlyLinear(Linear):
                 torch.mm(x_MI, weight_CI.t(), out=y_MC)
             else:
                 y_MC.copy_(torch.mm(x_MI, weight_CI.t()))
-        return self._scale(y_MO)
+        return y_MO
 
 
 class _Int8WeightOnly(_WeightOnlyLinear):
@@ -92,7 +88,8 @@ class _Int8WeightOnly(_WeightOnlyLinear):
         if into_CI.dtype is torch.float16:
             into_CI.mul_(scales_O[outputs, None])
 
-    def _scale(self, y_MO: Tensor) -> Tensor:
+    def _unpacked(self, x_MI: Tensor) -> Tensor:
+        y_MO = super()._unpacked(x_MI)
         return y_MO if y_MO.dtype is torch.float16 else y_MO.mul_(self._operands[1])
 
 
@@ -169,7 +166,13 @@ def join_experts(linears: Sequence[Linear]) -> GroupedProduct | None:
     if len(experts) < len(linears) or not (few_rows := experts[0]._few_rows):
         return None
     columns = zip(*(expert._operands for expert in experts), strict=True)
-    operands = tuple(_joined(parts, dim=-1 if number else 0) for number, parts in enumerate(columns))
+    # Numbers of 8 bits are concatenated as bytes.
+    operands = tuple(
+        torch.cat(
+            [part.view(torch.uint8) if part.itemsize == 1 else part for part in parts], dim=-1 if number else 0
+        ).view(parts[0].dtype)
+        for number, parts in enumerate(columns)
+    )
     biases = [expert._bias_O for expert in experts if expert._bias_O is not None]
     bias_O = torch.cat(biases) if biases else None
     num_outputs = len(operands[0]) // len(experts)
@@ -192,13 +195,6 @@ def join_experts(linears: Sequence[Linear]) -> GroupedProduct | None:
         return product
 
     return attempt(tried, instead="continuing with one product for each expert, without CUDA graphs")
-
-
-def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """Concatenate; numbers of 8 bits as bytes."""
-    if parts[0].element_size() > 1:
-        return torch.cat([*parts], dim=dim)
-    return torch.cat([part.view(torch.uint8) for part in parts], dim=dim).view(parts[0].dtype)
 
 
 class _Beside(Linear):

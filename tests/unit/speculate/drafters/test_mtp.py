@@ -23,7 +23,7 @@ from llama_ssp.models.runner import Runner
 from llama_ssp.models.weights import Loading
 from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.weights.checkpoint import inspect
-from llama_ssp.weights.mtp import MtpSource, mtp_of
+from llama_ssp.weights.head import MtpSource, mtp_of
 from tests.helpers import head_drafts
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.head_drafts import Seen, check, check_greedy
