@@ -36,8 +36,6 @@ _LAYERS_BEFORE = "target_layer_ids"
 _MASKS = "mask_token_id", "ptd_token_id"
 _DEEPSPEC = "Qwen3DSparkModel"
 _ONE_PASS = re.compile(r"dflash|dspark|p-?eagle", re.IGNORECASE)
-_UNREAD = "causal", "use_swa", "attention_sink_bias"
-"""Fields of `dflash_config` whose meaning differs between the engines that read them."""
 MASK = "mask_hidden"
 """The tensor of taps that mask tokens are read with."""
 MARKOV_HEADS = "vanilla", "gated", "rnn"
@@ -68,15 +66,15 @@ class HeadConfig:
     draft_vocab_size: int
     target_hidden_size: int
     layers: tuple[int, ...] | None
-    kind: str = EAGLE3
-    norm_before_residual: bool = False
-    norm_output: bool = False
-    norms_taps: str | None = None
-    mask_token_id: int | None = None
-    most_drafted: int = 0
-    drafts_at_anchor: bool = False
-    markov_rank: int = 0
-    markov_head: str = MARKOV_HEADS[0]
+    kind: str
+    norm_before_residual: bool
+    norm_output: bool
+    norms_taps: str | None
+    mask_token_id: int | None
+    most_drafted: int
+    drafts_at_anchor: bool
+    markov_rank: int
+    markov_head: str
 
     def layers_of(self, num_layers: int) -> tuple[int, ...]:
         """The tapped layers of a target of so many layers, counted from 0."""
@@ -157,7 +155,8 @@ def _kind_of(content: Mapping[str, Any], file: Path) -> tuple[str, Mapping[str, 
     if speculator is not None:
         problem = None if kind else f"describes a speculator of type {speculator}, and {HEADS_READ}"
     elif isinstance(blocks, dict):
-        kind, found = DFLASH, [name for name in _UNREAD if blocks.get(name) is not None]
+        kind = DFLASH
+        found = [name for name in ("causal", "use_swa", "attention_sink_bias") if blocks.get(name) is not None]
         problem = f"has {', '.join(found)} in dflash_config, which engines read differently" if found else None
     elif _DEEPSPEC in classes:
         kind = DFLASH

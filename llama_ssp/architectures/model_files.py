@@ -30,7 +30,6 @@ _MAX_DEPTH = 64  # Nesting of objects and lists; files of published models have 
 _MAX_BYTES, _MAX_TOKENIZER_BYTES = 2**26, 2**28  # About ten times the largest published files.
 INNER_CONFIGS = ("decoder", "generator", "text_config")
 """Where transformers searches for settings that a model config itself lacks."""
-MISTRAL_FILE = "params.json"
 MISTRAL_ALONE = (
     "holds Mistral's own layout (params.json, consolidated.safetensors), which is not read: use a repository with "
     "config.json and model.safetensors"
@@ -180,7 +179,7 @@ def other_kind(where: str, folder: Path, names: Iterable[str] = ()) -> str | Non
     endings = {Path(name).suffix for name in files}
     if GGUF in endings and ".safetensors" not in endings:
         return f"{where} {GGUF_ALONE}"
-    return f"{where} {MISTRAL_ALONE}" if MISTRAL_FILE in files else None
+    return f"{where} {MISTRAL_ALONE}" if "params.json" in files else None
 
 
 _OTHER_HEADS = {

@@ -37,8 +37,6 @@ _OURS = (
     (r"(?:shared_head\.norm|final_layernorm|norm)\.", "model.norm."),
     (r"", "model.layers.0."),
 )
-_COPIES = ("shared_head.head.", "embed_tokens.")
-"""Copies of the target's tensors, which are not read."""
 JOIN, JOINED_NORMS = "eh_proj", ("enorm", "hnorm")
 """The product of both normed inputs, which every rank has whole, and their norms."""
 HIDDEN_FIRST = ".mtp_layers."
@@ -85,6 +83,6 @@ def our_name(stored: str, num_layers: int) -> str | None:
     """Our name of a tensor of the first MTP layer of a model of so many layers; None for other tensors."""
     place = re.match(rf"model\.(?:layers\.{num_layers}|mtp_layers\.0)\.|mtp\.(?:layers\.0\.)?", stored)
     rest = stored[place.end() :] if place else ""
-    if not rest or rest.startswith((*_COPIES, "layers.")):
+    if not rest or rest.startswith(("shared_head.head.", "embed_tokens.", "layers.")):  # also copies of the target's
         return None
     return next(ours + rest[found.end() :] for pattern, ours in _OURS if (found := re.match(pattern, rest)))

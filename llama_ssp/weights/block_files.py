@@ -14,8 +14,6 @@ from llama_ssp.weights.packed import Facts, PackedTensor
 from llama_ssp.weights.source import StoredTensor
 
 _SIGN_BIT = 128
-_ZERO = 8
-"""Zero of symmetric weights of 4 bits."""
 _NIBBLE_OF_OUTPUT = [0, 4, 1, 5, 2, 6, 3, 7]
 """Order of the codes in a word of AWQ."""
 
@@ -136,7 +134,7 @@ class Int4Tensor(BlockTensor):
         """The scales and the zeros (O, G) of some groups of the file."""
         scales_OG = self._matrix(self.layout.scale, outputs, groups).float()
         if self.layout.zero not in self.parts:
-            return scales_OG, torch.full_like(scales_OG, _ZERO)
+            return scales_OG, torch.full_like(scales_OG, 8)  # symmetric weights
         return scales_OG, self._along_outputs(self.layout.zero, outputs, groups) + self.layout.least_zero
 
     def _sorted(self, outputs: range, inputs: range) -> Tensor:

@@ -39,7 +39,6 @@ from llama_ssp.words import said
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _MAX_NAME_BYTES, _MAX_NAME_SHOWN, _MAX_NAMES_SHOWN = 255, 200, 4
-_PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +186,7 @@ def _is_file_name(name: object) -> bool:
 def _no_weights(folder: Path, *, is_head: bool) -> CheckpointError:
     if (folder / ADAPTER_CONFIG_FILE).is_file():
         return CheckpointError(adapter_alone(str(folder), folder / ADAPTER_CONFIG_FILE))
-    if pickles := sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLE_SUFFIXES):
+    if pickles := sorted(file.name for file in folder.iterdir() if file.suffix in {".bin", ".pt", ".pth", ".ckpt"}):
         program = (
             f"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{folder}', dtype='auto')"
             f".save_pretrained('{folder}')"

@@ -31,7 +31,6 @@ from llama_ssp.weights.source import TensorFacts, Wanted, WeightSource
 
 SMALL_MODELS = ("tiny", "tiny-draft")
 SMALL_HEAD = "tiny-eagle"  # of the first one.
-_NOISE_SEED = 0
 _LAYER_TENSORS = (
     *(f"self_attn.{kind}_proj" for kind in "qkvo"),
     *(f"mlp.{kind}_proj" for kind in ("gate", "up", "down")),
@@ -101,7 +100,7 @@ class Synthetic:
         small = self.small.read(gather.source, dtype=torch.float32)
         head = "model.embed_tokens.weight" if self.small.shape.tie_word_embeddings else "lm_head.weight"
         if self.noise and gather.source == head:
-            generator = torch.Generator().manual_seed(_NOISE_SEED)
+            generator = torch.Generator().manual_seed(0)
             root_mean_square = float(small.square().mean().sqrt())
             small += self.noise * root_mean_square * torch.randn(small.shape, generator=generator)
         small = small.to(wanted.get("device"))
