@@ -286,15 +286,8 @@ def _in_4_bits(weight_OI: Tensor, layout: str) -> tuple[Tensor, dict[str, Tensor
     order = torch.arange(weight_OI.shape[1])
     if "sorted" in layout:
         order = torch.randperm(len(order), generator=torch.Generator().manual_seed(len(order)))
-    codes, scales, zeros = _quantized(weight_OI[:, order], size, is_symmetric=is_symmetric)
     back = order.argsort()
-    groups = (torch.arange(len(order), dtype=torch.int32) // size)[back]
-    return _dequantized(codes, scales, zeros)[:, back], _parts(codes[:, back], scales, zeros, groups, layout)
-
-
-def _quantized(weight_OI: Tensor, size: int, *, is_symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes (O, I), scales in fp16 (O, G) and zeros (O, G)."""
-    groups = weight_OI.unflatten(1, (-1, size))
+    groups = weight_OI[:, order].unflatten(1, (-1, size))
     least, most = groups.amin(2), groups.amax(2)
     if is_symmetric:
         scales = (2 * torch.maximum(-least, most) / 15).half()
@@ -303,12 +296,9 @@ def _quantized(weight_OI: Tensor, size: int, *, is_symmetric: bool) -> tuple[Ten
         scales = ((most - least) / 15).half()
         zeros = (-least / scales.float()).round().clamp(1, 15).int()
     codes = ((groups / scales.float()[..., None]).round().int() + zeros[..., None]).clamp(0, 15)
-    return codes.flatten(1), scales, zeros
-
-
-def _dequantized(codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-    groups: Tensor = codes.unflatten(1, (scales.shape[1], -1)) - zeros[..., None]
-    return (groups * scales.float()[..., None]).flatten(1)
+    numbers = ((codes - zeros[..., None]) * scales.float()[..., None]).flatten(1)
+    group_of = torch.arange(len(order), dtype=torch.int32) // size
+    return numbers[:, back], _parts(codes.flatten(1)[:, back], scales, zeros, group_of[back], layout)
 
 
 def _parts(codes: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor, layout: str) -> dict[str, Tensor]:
