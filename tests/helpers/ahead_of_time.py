@@ -26,16 +26,12 @@ class Compiled:
     """What ptxas made of a kernel.
 
     Attributes:
-        stack_bytes: of a thread; registers that did not fit are spilled there.
         shared_bytes: of a block.
-        ttgir: Triton's own last form, which names the layouts.
         ptx: the instructions before ptxas.
         sass: the instructions, with their addresses.
     """
 
-    stack_bytes: int
     shared_bytes: int
-    ttgir: str
     ptx: str
     sass: str
 
@@ -50,21 +46,13 @@ class Compiled:
         """Whether it releases the next kernel and waits for those before, once each, before it touches memory."""
         return re.fullmatch("RW[^RW]+", self.steps) is not None
 
-    @property
-    def num_warps(self) -> int:
-        (found,) = re.findall(r'"ttg.num-warps" = (\d+)', self.ttgir)
-        return int(found)
-
     @cached_property
     def body(self) -> tuple[str, ...]:
         """The instructions of the longest loop."""
         placed = [(int(address, 16), text) for address, text in _INSTRUCTION.findall(self.sass)]
-        spans = [
-            (int(found[1], 16), address)
-            for address, text in placed
-            if (found := _BACKWARD.search(text)) and int(found[1], 16) < address
-        ]
-        return max((tuple(text for place, text in placed if first <= place <= last) for first, last in spans), key=len)
+        jumps = [(int(found[1], 16), place) for place, text in placed if (found := _BACKWARD.search(text))]
+        loops = [tuple(text for place, text in placed if first <= place <= last) for first, last in jumps]
+        return max(loops, key=len)
 
     def count(self, pattern: str) -> int:
         """Count the instructions of the longest loop that a regular expression matches."""
@@ -81,11 +69,11 @@ def compile_kernel(
     num_stages: int = 1,
     uneven: Collection[str] = (),
 ) -> Compiled:
-    """Compile a kernel for a GPU.
+    """Compile a kernel for a GPU; AssertionError if registers do not fit and are spilled to a stack.
 
     Args:
         kernel: a function under `triton.jit`.
-        types: Triton's types of its arguments in order, such as "*fp16" or "i32".
+        types: Triton's types of its arguments, such as "*fp16"; "i32" where there is none.
         constants: values of its `tl.constexpr` arguments, and of arguments that are None or 1.
         capability: 10 times the compute capability; see CAPABILITIES.
         num_warps: of a block.
@@ -99,29 +87,23 @@ def compile_kernel(
 
     if "PDL" in kernel.arg_names:
         constants = {"PDL": capability >= CHAINED, **constants}
-    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
-    even = [
-        (place,)
-        for place, name in enumerate(kernel.arg_names)
-        if name not in constants and name not in uneven and types[name][0] in "*i"
-    ]
-    source = ASTSource(
-        kernel, signature, constexprs=dict(constants), attrs={place: [["tt.divisibility", 16]] for place in even}
-    )
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    even = {
+        (place,): [["tt.divisibility", 16]]
+        for place, (name, kind) in enumerate(signature.items())
+        if kind[0] in "*i" and name not in uneven
+    }
+    source = ASTSource(kernel, signature, constexprs=dict(constants), attrs=even)
     with tempfile.TemporaryDirectory() as folder, knobs.cache.scope():
         knobs.cache.dir = folder
         built = triton_compile(
             source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps, "num_stages": num_stages}
         )
-        assembly = {name: built.asm[name] for name in ("ttgir", "ptx", "cubin")}
         binary = Path(folder) / "kernel.cubin"
-        binary.write_bytes(assembly["cubin"])
+        binary.write_bytes(built.asm["cubin"])
         usage, sass = (_disassembled(binary, option) for option in ("-res-usage", "-sass"))
-    (stack,) = re.findall(r" STACK:(\d+)", usage)
-    return Compiled(
-        stack_bytes=int(stack), shared_bytes=built.metadata.shared,
-        ttgir=assembly["ttgir"], ptx=assembly["ptx"], sass=sass,
-    )  # fmt: skip
+    assert re.findall(r" STACK:(\d+)", usage) == ["0"], usage
+    return Compiled(shared_bytes=built.metadata.shared, ptx=built.asm["ptx"], sass=sass)
 
 
 def _disassembled(binary: Path, option: str) -> str:

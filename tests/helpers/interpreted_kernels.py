@@ -348,14 +348,14 @@ def dot_of_bf16() -> None:
 Operands = tuple[Tensor, ...]
 
 
-def of_bytes(num_outputs: int, num_inputs: int, _dtype: torch.dtype) -> tuple[Operands, Tensor]:
+def of_bytes(num_outputs: int, num_inputs: int) -> tuple[Operands, Tensor]:
     """What the kernel takes of weights in int8, and the weights in fp64."""
     weight = torch.randint(-127, 128, (num_outputs, num_inputs), dtype=torch.int8)
     scales = 2.0 ** -torch.randint(3, 9, (num_outputs,))
     return (weight, scales), weight.double() * scales.double()[:, None]
 
 
-def of_halves(num_outputs: int, num_inputs: int, _dtype: torch.dtype, *, group: int = 128) -> tuple[Operands, Tensor]:
+def of_halves(num_outputs: int, num_inputs: int, *, group: int = 128) -> tuple[Operands, Tensor]:
     """What it takes of weights in int4, and the weights."""
     codes = torch.randint(0, 16, (num_outputs, num_inputs), dtype=torch.uint8)
     scales, zeros = 2.0 ** -torch.randint(0, 6, (num_outputs, num_inputs // group)), codes[:, ::group] + 1
@@ -364,7 +364,7 @@ def of_halves(num_outputs: int, num_inputs: int, _dtype: torch.dtype, *, group: 
     return (weight, words.t().contiguous()), numbers.flatten(1)
 
 
-def of_floats(num_outputs: int, num_inputs: int, _dtype: torch.dtype) -> tuple[Operands, Tensor]:
+def of_floats(num_outputs: int, num_inputs: int) -> tuple[Operands, Tensor]:
     """What it takes of weights in FP8, small numbers of all exponents, and the weights."""
     weight = torch.randint(-127, 128, (num_outputs, num_inputs), dtype=torch.int8).remainder(64)
     weight = (weight - 128 * torch.randint(0, 2, weight.shape)).to(torch.int8).view(torch.float8_e4m3fn)
@@ -373,7 +373,7 @@ def of_floats(num_outputs: int, num_inputs: int, _dtype: torch.dtype) -> tuple[O
     return (weight, scales.t().contiguous()), numbers.flatten(1)
 
 
-def of_4_bit_floats(num_outputs: int, num_inputs: int, _dtype: torch.dtype, *, kind: str) -> tuple[Operands, Tensor]:
+def of_4_bit_floats(num_outputs: int, num_inputs: int, *, kind: str) -> tuple[Operands, Tensor]:
     """What it takes of weights in MXFP4 or NVFP4, and the weights."""
     codes = torch.randint(0, 16, (num_outputs, num_inputs), dtype=torch.uint8)
     scales = 2.0 ** -torch.randint(0, 6, (num_outputs, num_inputs // {"mxfp4": 32, "nvfp4": 16}[kind]))
@@ -385,7 +385,7 @@ def of_4_bit_floats(num_outputs: int, num_inputs: int, _dtype: torch.dtype, *, k
     return (bytes_, stored.t().contiguous(), factors), numbers * factors[:, None]
 
 
-Make = Callable[[int, int, torch.dtype], tuple[Operands, Tensor]]
+Make = Callable[[int, int], tuple[Operands, Tensor]]
 of_64: Make = partial(of_halves, group=64)
 of_32: Make = partial(of_halves, group=32)
 of_mxfp4: Make = partial(of_4_bit_floats, kind="mxfp4")
@@ -401,7 +401,7 @@ def few_rows() -> None:
     )  # fmt: skip
     of_dtypes = [*product([DTYPE], cases), *product((torch.float32, torch.bfloat16), cases[1::2])]
     for dtype, (make, num_outputs, num_inputs) in of_dtypes:
-        operands, numbers = make(num_outputs, num_inputs, dtype)
+        operands, numbers = make(num_outputs, num_inputs)
         x = (torch.randint(-8, 9, (40, num_inputs)) / 8).to(dtype)
         wanted = x.double() @ numbers.t()
         cut = ((1, 1), (9, 1), (40, 1), (5, 132))
@@ -412,13 +412,13 @@ def few_rows() -> None:
             else:
                 assert torch.equal(y, wanted[:num_rows].to(dtype)), (dtype, num_outputs, num_inputs, num_rows)
     for make in (of_bytes, of_halves, of_nvfp4):
-        operands, numbers = make(16, 2176, torch.float16)
+        operands, numbers = make(16, 2176)
         x, bias, residual = (torch.randint(-8, 9, shape).to(torch.float16) for shape in ((3, 2176), (16,), (3, 16)))
         wanted = (x.double() @ numbers.t() + bias.double() + residual.double()).half()
         for num_processors in (1, 132):
             y = product_of_few_rows(x, *operands, bias_O=bias, residual_MO=residual, num_processors=num_processors)
             assert torch.equal(y, wanted)
-        operands, numbers = make(40, 768, torch.float32)
+        operands, numbers = make(40, 768)
         x = torch.randn(3, 768)
         wanted = x.double() @ numbers.t()
         y = product_of_few_rows(x, *operands, num_processors=1)
@@ -427,11 +427,11 @@ def few_rows() -> None:
         (of_halves, torch.float16, 5, 128), (of_halves, torch.float32, 9, 17 * 128), (of_32, torch.float16, 5, 1056),
         (of_mxfp4, torch.float16, 5, 1056), (of_nvfp4, torch.float32, 9, 96),
     ):  # fmt: skip
-        (codes, words, *scales), numbers = make(num_outputs, num_inputs, torch.float16)
+        (codes, words, *scales), numbers = make(num_outputs, num_inputs)
         some_outputs, found = slice(2, num_outputs), torch.empty(num_outputs - 2, num_inputs, dtype=dtype)
         unpack_codes(codes[some_outputs], words[:, some_outputs], found, *(each[some_outputs] for each in scales))
         assert torch.equal(found, numbers[some_outputs].to(dtype))
-    (weights, scales_O), numbers = of_bytes(20, 5000, torch.float16)
+    (weights, scales_O), numbers = of_bytes(20, 5000)
     found = torch.empty(18, 5000, dtype=torch.float16)
     unpack_bytes(weights[2:], scales_O[2:], found)
     assert torch.equal(found, numbers[2:].half())
@@ -459,7 +459,7 @@ def experts() -> None:
     for make, num_inputs in (
         (of_bytes, 2100), (of_floats, 384), (of_halves, 2176), (of_32, 160), (of_mxfp4, 96), (of_nvfp4, 2080),
     ):  # fmt: skip
-        operands, numbers = make(num_experts * num_outputs, num_inputs, DTYPE)
+        operands, numbers = make(num_experts * num_outputs, num_inputs)
         weights, bias = numbers.unflatten(0, (num_experts, -1)), torch.randint(-8, 9, (num_experts * num_outputs,))
         for num_tokens, num_processors in ((1, 1), (40, 264)):
             scores = torch.rand(num_tokens, num_experts + 1)

@@ -29,10 +29,6 @@ MOST_SHARED = 163 * 1024
 """Bytes of a block on an A100."""
 
 
-def integers(*names: str) -> dict[str, str]:
-    return dict.fromkeys(names, "i32")
-
-
 @grid(
     capability=CAPABILITIES, dtype=["fp16", "bf16"], has_norms=[False, True], head_dim=[96, 128],
     cache=[*CACHES.all()],
@@ -44,14 +40,12 @@ def test_the_kernel_of_the_rotary_embedding_needs_no_stack(
     types = {"turns": "*fp32", "positions": "*i64", "eps": "fp32"}
     types |= dict.fromkeys(("qkv", "query_norm", "key_norm"), f"*{dtype}")
     types["parts"] = STORED[kept.stored_dtype]
-    types |= integers("num_slots", "all_slots", "num_positions")
     constants: dict[str, object] = {
         "NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": head_dim, "HEADS": 8, "PAIRS": 64 if head_dim > 64 else 32,
         "WIDTH": kept.width(head_dim), "LARGEST": kept.largest, "IS_FLOAT": kept.dtype.is_floating_point,
     }  # fmt: skip
     constants |= dict.fromkeys(("slots",) if has_norms else ("slots", "query_norm", "key_norm"))
     found = compile_kernel(between_gpu.rotate_write_kernel, types, constants, capability=capability, num_warps=4)
-    assert found.stack_bytes == 0
     assert found.is_chained == (capability >= CHAINED)
 
 
@@ -69,26 +63,21 @@ RECURRENCES: dict[str, dict[str, object]] = {
 def test_the_kernel_of_recurrent_layers_needs_no_stack(kind: str, capability: int) -> None:
     kernel, sizes = recurrence_gpu.recur_kernel, RECURRENCES[kind]
     numbers = ("x", "decays", "rates", "weight", "bias", "log_rates", "times", "skips", "out", "inputs")
-    types = integers(*kernel.arg_names) | dict.fromkeys(numbers, "*bf16") | {"states": "*fp32"}
-    types |= dict.fromkeys(("firsts", "takens", "rows"), "*i64")
-    types |= dict.fromkeys(("least", "most", "rate_factor"), "fp32")
+    types = dict.fromkeys(numbers, "*bf16") | dict.fromkeys(("firsts", "takens", "rows"), "*i64")
+    types |= dict.fromkeys(("least", "most", "rate_factor"), "fp32") | {"states": "*fp32"}
     keys, values = recurrence_gpu.tiles_of(sizes["KEY"], sizes["VALUE"])
     constants = {"IS_BY_ROW": False, "WIDTH": 4, "KEYS": keys, "VALUES": values} | sizes
-    found = compile_kernel(
-        kernel, types, constants, capability=capability, num_warps=4, uneven=["num_tokens", "num_inputs", "num_kept"]
-    )
-    assert found.stack_bytes == 0
+    uneven = ["num_tokens", "num_inputs", "num_kept"]
+    compile_kernel(kernel, types, constants, capability=capability, num_warps=4, uneven=uneven)
 
 
 ATTENTION = {
-    "queries": "*{}", "keys": "*{}", "values": "*{}", "attended": "*{}", "first_queries": "*i32", "used": "*i32",
-    "first_slots": "*i32", "parts": "*fp32", "sums": "*fp32", "scale": "fp32",
+    "queries": "*{}", "attended": "*{}", "first_queries": "*i32", "used": "*i32", "first_slots": "*i32",
+    "parts": "*fp32", "sums": "*fp32", "scale": "fp32",
 }  # fmt: skip
 NUMBERS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 STORED = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.uint8: "*u8"}
 """Triton's names of pointers."""
-UNEVEN = ("left", "num_parts")
-STRIDES = ("query_stride", "query_head_stride", "slot_stride", "head_stride")
 
 
 @grid(
@@ -100,38 +89,28 @@ def test_split_attention_needs_no_stack_and_multiplies_every_key_by_one_warp(
 ) -> None:
     """A warp multiplies 16 x 8 x 16 numbers at once: 16 slots by all dimensions, then 16 slots to all dimensions."""
     dims, slots = 128 if head_dim > 64 else 64, attention_gpu.SLOTS
-    types = {name: kind.format(dtype) for name, kind in ATTENTION.items()} | integers(*UNEVEN, *STRIDES)
     kept = rows_of(cache, NUMBERS[dtype])
+    types = {name: kind.format(dtype) for name, kind in ATTENTION.items()}
     types |= dict.fromkeys(("keys", "values"), STORED[kept.stored_dtype])
     shared = {"HEAD_DIM": head_dim, "HAS_WINDOW": has_window, "PARTS": most_parts(1), "SLOTS": slots}
-    compiled = partial(compile_kernel, types=types, capability=capability, uneven=UNEVEN)
+    compiled = partial(compile_kernel, types=types, capability=capability, uneven=("left", "num_parts"))
     found = compiled(
         attention_gpu.attend_part, constants={**shared, "GROUP": 4, "DIMS": dims, "ROWS": rows,
                                               "KIND": attention_gpu.KINDS.get(kept.dtype, 0)},
         num_warps=rows // 16, num_stages=3,
     )  # fmt: skip
-    assert found.stack_bytes == 0
     assert found.shared_bytes <= MOST_SHARED
     if rows < 64:  # four warps share so few slots out otherwise, and on an H100 multiply together
         assert found.count(r"\bHMMA\.16816\.F32") == 2 * (slots // 8) * (dims // 16)
     whole = compiled(attention_gpu.attend_whole, constants={**shared, "WIDTH": 32}, num_warps=4)
-    assert whole.stack_bytes == 0
     assert found.is_chained == whole.is_chained == (capability >= CHAINED)
 
 
 @grid(capability=CAPABILITIES, vocab_size=[128_256])
 def test_the_kernels_of_a_draw_need_no_stack(capability: int, vocab_size: int) -> None:
     tokens = tokens_of_a_block(vocab_size)
-    types = {
-        "weights": "*fp32",
-        "sums": "*i64",
-        "uniforms": "*fp64",
-        "ids": "*i64",
-        "units": "fp32",
-        "scale": "fp32",
-    }
-    types |= dict.fromkeys(("logits", "peaks", "totals", "probs"), "*fp32")
-    types |= integers("vocab_size", "num_blocks", "uniforms_stride")
+    types = {"sums": "*i64", "uniforms": "*fp64", "ids": "*i64", "units": "fp32", "scale": "fp32"}
+    types |= dict.fromkeys(("weights", "logits", "peaks", "totals", "probs"), "*fp32")
     blocks = 1 << (-(-vocab_size // tokens) - 1).bit_length()
     for kernel, num_warps, constants in (
         (draw_gpu.block_peaks, 4, {"TOKENS": 1024}),
@@ -141,7 +120,6 @@ def test_the_kernels_of_a_draw_need_no_stack(capability: int, vocab_size: int) -
     ):
         uneven = ["uniforms", "num_blocks"]
         found = compile_kernel(kernel, types, constants, capability=capability, num_warps=num_warps, uneven=uneven)
-        assert found.stack_bytes == 0
         assert found.is_chained == (capability >= CHAINED)
 
 
@@ -150,12 +128,11 @@ def test_norms_and_gates_need_no_stack_and_read_weights_alone_before_they_wait(
     capability: int, dtype: str, unused: tuple[str, ...]
 ) -> None:
     types = dict.fromkeys(("x", "added", "weight", "normed", "gate_up", "gated"), f"*{dtype}")
-    types |= {"eps": "fp32", "ids": "*i64"} | integers("width", "num_units")
+    types |= {"eps": "fp32", "ids": "*i64"}
     compiled = partial(compile_kernel, types=types, capability=capability)
     constants: dict[str, object] = {"WIDTH": 4096} | dict.fromkeys(unused)
     norm = compiled(between_gpu.add_norm_kernel, constants=constants, num_warps=8)
     gate = compiled(between_gpu.gated_kernel, constants={"UNITS": 1024}, num_warps=4)
-    assert norm.stack_bytes == gate.stack_bytes == 0
     assert gate.is_chained == (capability >= CHAINED)
     if capability >= CHAINED:
         of_one = norm.steps.count("l") // (3 if unused == ("ids",) else 2)
@@ -218,8 +195,10 @@ def compiled(
         "GROUP": group, "IS_SPLIT": is_split, "PTX": True, "bias": None,
     }  # fmt: skip
     types = {"x": f"*{dtype}", "residual": f"*{dtype}", "y": "*fp32" if is_split else f"*{dtype}"}
-    types |= integers("num_rows", "num_outputs", "num_inputs", "words_stride", "split_inputs", "num_chosen")
-    types, constants = (types | {"blocks": "*i32"}, constants) if of_experts else (types, constants | {"blocks": None})
+    if of_experts:
+        types["blocks"] = "*i32"
+    else:
+        constants["blocks"] = None
     unused = {"halves": ["words", "scales"], "int8": ["words"], "mxfp4": [], "nvfp4": []}
     constants |= dict.fromkeys(unused.get(form, ["scales"]))
     word = {"fp8": "*fp32", "mxfp4": "*u8", "nvfp4": "*i8"}.get(form, "*i32")
@@ -231,10 +210,10 @@ def compiled(
     )  # fmt: skip
 
 
-def num_weights(found: Compiled, form: str, dtype: str, *, num_outputs: int) -> int:
+def num_weights(form: str, dtype: str, *, num_outputs: int = 8192) -> int:
     """Weights of a warp in a step, if no other warp has them too."""
-    outputs: int = tiles(1, num_outputs, form=form, value_bytes=VALUE_BYTES[dtype]).outputs
-    return outputs * int(linear_gpu.STEP) // found.num_warps
+    cut = tiles(1, num_outputs, form=form, value_bytes=VALUE_BYTES[dtype])
+    return int(cut.outputs * linear_gpu.STEP // cut.num_warps)
 
 
 @grid(form=[*GROUPS][1:], capability=CAPABILITIES, dtype=list(VALUE_BYTES), num_rows=[5, 16, 20])
@@ -243,12 +222,11 @@ def test_no_register_is_spilled_and_every_weight_is_multiplied_once_and_never_co
 ) -> None:
     """A warp that did what another one does would double its products; 16 rows are of experts."""
     found = compiled(form, capability, dtype, num_rows, of_experts=num_rows == 16)
-    assert found.stack_bytes == 0
     if capability >= CHAINED:
         assert re.match("Wl+Rl*s+$", found.steps)
     assert found.shared_bytes <= MOST_SHARED_OF_FEW_ROWS
     assert not found.count(r"\bI2F")
-    num_tiles = num_weights(found, form, dtype, num_outputs=8192) // (16 * 16)
+    num_tiles = num_weights(form, dtype) // (16 * 16)
     tiles_of_rows = {5: 1, 16: 2, 20: 4 if dtype != "fp32" else 2}[num_rows]
     assert found.count(r"\bHMMA\.16816\.F32") == num_tiles * tiles_of_rows * (3 if dtype == "fp32" else 1)
 
@@ -257,34 +235,29 @@ def test_no_register_is_spilled_and_every_weight_is_multiplied_once_and_never_co
 def test_the_kernel_of_one_row_reads_16_bytes_at_once_and_its_first_weights_before_it_waits(
     capability: int, dtype: str
 ) -> None:
-    types = dict.fromkeys(("x", "weight", "residual", "y"), f"*{dtype}") | integers("num_outputs", "num_inputs")
+    types = dict.fromkeys(("x", "weight", "residual", "y"), f"*{dtype}")
     constants = {"OUTPUTS": 8, "INPUTS": 1024, "bias": None}
     found = compile_kernel(halves_gpu.row_kernel, types, constants, capability=capability, num_warps=4)
-    assert found.stack_bytes == 0
     num_loads = 8 * 1024 // (8 * 128)
     if capability >= CHAINED:
         assert re.match(f"l{{{num_loads}}}Wl+R[ls]+$", found.steps)
     assert found.count(r"\bLDG\.E\S*\.128") == num_loads + 1 == found.count(r"\bLDG")
-    assert not found.count(r"\bSTL|\bLDL|\bBAR")
+    assert not found.count(r"\bBAR")
 
 
 @grid(capability=CAPABILITIES, dtype=["fp16", "bf16"], num_rows=[5, 16])
 def test_every_weight_of_16_bits_is_multiplied_once(capability: int, dtype: str, num_rows: int) -> None:
     found = compiled("halves", capability, dtype, num_rows)
-    assert found.stack_bytes == 0
     assert found.shared_bytes <= MOST_SHARED_OF_FEW_ROWS
-    num_tiles = num_weights(found, "halves", dtype, num_outputs=8192) // (16 * 16)
+    num_tiles = num_weights("halves", dtype) // (16 * 16)
     assert found.count(r"\bHMMA\.16816\.F32") == num_tiles * (2 if num_rows > 8 else 1)
 
 
 @grid(num_experts=[127, 512], capability=CAPABILITIES)
 def test_the_kernel_that_finds_the_pairs_of_experts_needs_no_stack(num_experts: int, capability: int) -> None:
     sizes = {"PAIRS": linear_gpu.PAIRS, "EXPERTS": 1 << num_experts.bit_length(), "ROWS": 8}
-    types = {"experts": "*i64", "blocks": "*i32"} | integers("num_pairs", "num_experts")
-    found = compile_kernel(
-        linear_gpu._find_block, types, sizes, capability=capability, num_warps=4, uneven=["num_pairs", "num_experts"]
-    )
-    assert found.stack_bytes == 0
+    types, uneven = {"experts": "*i64", "blocks": "*i32"}, ["num_pairs", "num_experts"]
+    compile_kernel(linear_gpu._find_block, types, sizes, capability=capability, num_warps=4, uneven=uneven)
 
 
 @grid(form=["int8", "int4"], capability=CAPABILITIES, dtype=list(VALUE_BYTES), num_outputs=[8192, 2048, 512])
@@ -293,7 +266,7 @@ def test_a_weight_takes_few_instructions(form: str, capability: int, dtype: str,
     found = compiled(form, capability, dtype, 5, num_outputs=num_outputs)
     waits = form == "int4" and dtype != "fp32" and num_outputs == 8192
     most = 3 if waits else MOST_INSTRUCTIONS[form, VALUE_BYTES[dtype]]
-    assert 32 * len(found.body) <= most * num_weights(found, form, dtype, num_outputs=num_outputs)
+    assert 32 * len(found.body) <= most * num_weights(form, dtype, num_outputs=num_outputs)
 
 
 FOURS = torch.stack([torch.arange(256).to(torch.uint8).roll(place) for place in range(4)], dim=1).contiguous()
