@@ -41,8 +41,8 @@ from llama_ssp.models.quantization import weight_only
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.states import StateCache
 from llama_ssp.speculate.sampling import processors
-from llama_ssp.weights import byte_rows
 from tests.helpers.fake_comm import on_ranks, thread_comms
+from tests.helpers.few_rows import OPERANDS
 from tests.helpers.four_bits import rounded
 from tests.helpers.models import build_checkpoint, load_lean, tiny_model
 from tests.helpers.varlen_attention import varlen_attention
@@ -132,7 +132,7 @@ def rotary_and_cache() -> None:
         slots = (rows * num_slots + positions).flatten()
         angles = torch.randn(num_slots, head_dim // 2, generator=GENERATOR)
         freqs = torch.polar(torch.full_like(angles, 1.5), angles)
-        norms = [norm_of(some(head_dim)) for _ in range(2 if has_norms else 0)]
+        norms = [RmsNorm(some(head_dim), 1e-2) for _ in range(2 if has_norms else 0)]
         qkv, found = some(positions.numel(), num_heads + 2 * num_kv, head_dim), []
         turns = torch.view_as_real(freqs)
         by_kernel = partial(between_gpu.rotate_write, turns_SP2=turns, positions_BT=positions)
@@ -194,10 +194,6 @@ def choice_of_attention() -> None:
     with pytest.raises(RuntimeError, match="split attention gives wrong values in row 0 where rows have 1 queries"):
         tried()
     ours.attend = right
-
-
-def norm_of(weight: Tensor) -> RmsNorm:
-    return RmsNorm(weight, 1e-2)
 
 
 def on_gpu(runner: LeanRunner) -> LeanRunner:
@@ -345,63 +341,17 @@ def dot_of_bf16() -> None:
     )
 
 
-Operands = tuple[Tensor, ...]
-
-
-def of_bytes(num_outputs: int, num_inputs: int) -> tuple[Operands, Tensor]:
-    """What the kernel takes of weights in int8, and the weights in fp64."""
-    weight = torch.randint(-127, 128, (num_outputs, num_inputs), dtype=torch.int8)
-    scales = 2.0 ** -torch.randint(3, 9, (num_outputs,))
-    return (weight, scales), weight.double() * scales.double()[:, None]
-
-
-def of_halves(num_outputs: int, num_inputs: int, *, group: int = 128) -> tuple[Operands, Tensor]:
-    """What it takes of weights in int4, and the weights."""
-    codes = torch.randint(0, 16, (num_outputs, num_inputs), dtype=torch.uint8)
-    scales, zeros = 2.0 ** -torch.randint(0, 6, (num_outputs, num_inputs // group)), codes[:, ::group] + 1
-    weight, words = byte_rows.split(byte_rows.pack_int4(codes, scales, zeros))
-    numbers = (codes.double().unflatten(1, (-1, group)) - zeros[..., None]) * scales[..., None]
-    return (weight, words.t().contiguous()), numbers.flatten(1)
-
-
-def of_floats(num_outputs: int, num_inputs: int) -> tuple[Operands, Tensor]:
-    """What it takes of weights in FP8, small numbers of all exponents, and the weights."""
-    weight = torch.randint(-127, 128, (num_outputs, num_inputs), dtype=torch.int8).remainder(64)
-    weight = (weight - 128 * torch.randint(0, 2, weight.shape)).to(torch.int8).view(torch.float8_e4m3fn)
-    scales = 2.0 ** -torch.randint(0, 6, (num_outputs, num_inputs // 128))
-    numbers = weight.double().unflatten(1, (-1, 128)) * scales[..., None]
-    return (weight, scales.t().contiguous()), numbers.flatten(1)
-
-
-def of_4_bit_floats(num_outputs: int, num_inputs: int, *, kind: str) -> tuple[Operands, Tensor]:
-    """What it takes of weights in MXFP4 or NVFP4, and the weights."""
-    codes = torch.randint(0, 16, (num_outputs, num_inputs), dtype=torch.uint8)
-    scales = 2.0 ** -torch.randint(0, 6, (num_outputs, num_inputs // {"mxfp4": 32, "nvfp4": 16}[kind]))
-    stored = scales.to({"mxfp4": torch.float8_e8m0fnu, "nvfp4": torch.float8_e4m3fn}[kind])
-    factors = 2.0 ** torch.randint(-3, 4, (num_outputs,))
-    bytes_, _, _ = byte_rows.split_fp4(byte_rows.pack_fp4(codes, stored.view(torch.uint8), factors))
-    table = torch.tensor([sign * number for sign in (1.0, -1.0) for number in (0, 0.5, 1, 1.5, 2, 3, 4, 6)])
-    numbers = (table.double()[codes.int()].unflatten(1, (scales.shape[1], -1)) * scales[..., None]).flatten(1)
-    return (bytes_, stored.t().contiguous(), factors), numbers * factors[:, None]
-
-
-Make = Callable[[int, int], tuple[Operands, Tensor]]
-of_64: Make = partial(of_halves, group=64)
-of_32: Make = partial(of_halves, group=32)
-of_mxfp4: Make = partial(of_4_bit_floats, kind="mxfp4")
-of_nvfp4: Make = partial(of_4_bit_floats, kind="nvfp4")
-
-
 def few_rows() -> None:
     """Borders of all kinds, tiles of all sizes, splits. Sums are exact, so that the order of the sums does not show."""
-    cases: Sequence[tuple[Make, int, int]] = (
-        (of_bytes, 33, 80), (of_bytes, 20, 2100), (of_halves, 33, 128), (of_halves, 20, 2176), (of_64, 20, 2112),
-        (of_32, 20, 2080), (of_floats, 33, 128), (of_floats, 20, 2176), (of_mxfp4, 33, 96), (of_mxfp4, 20, 2080),
-        (of_nvfp4, 33, 96), (of_nvfp4, 20, 2080),
-    )  # fmt: skip
-    of_dtypes = [*product([DTYPE], cases), *product((torch.float32, torch.bfloat16), cases[1::2])]
-    for dtype, (make, num_outputs, num_inputs) in of_dtypes:
-        operands, numbers = make(num_outputs, num_inputs)
+    borders = [("int8", 33, 80), *((form, 33, 128) for form in ("int4, 128", "fp8")),
+               *((form, 33, 96) for form in ("mxfp4", "nvfp4"))]  # fmt: skip
+    splits = [("int8", 20, 2100), *((form, 20, 2176) for form in ("int4, 128", "fp8")),
+              *((form, 20, 2080) for form in ("int4, 32", "mxfp4", "nvfp4"))]  # fmt: skip
+    of_dtypes = product((torch.float32, torch.bfloat16), splits)
+    for dtype, (form, num_outputs, num_inputs) in chain(
+        product([DTYPE], [*borders, *splits, ("int4, 64", 20, 2112)]), of_dtypes
+    ):
+        operands, numbers = OPERANDS[form](num_outputs, num_inputs)
         x = (torch.randint(-8, 9, (40, num_inputs)) / 8).to(dtype)
         wanted = x.double() @ numbers.t()
         cut = ((1, 1), (9, 1), (40, 1), (5, 132))
@@ -410,28 +360,32 @@ def few_rows() -> None:
             if dtype is torch.bfloat16:  # which the interpreter cuts off rather than rounds
                 assert ((y - wanted[:num_rows]).abs() <= wanted[:num_rows].abs() / 128).all()
             else:
-                assert torch.equal(y, wanted[:num_rows].to(dtype)), (dtype, num_outputs, num_inputs, num_rows)
-    for make in (of_bytes, of_halves, of_nvfp4):
-        operands, numbers = make(16, 2176)
+                assert torch.equal(y, wanted[:num_rows].to(dtype)), (dtype, form, num_inputs, num_rows)
+    for form in ("int8", "int4, 128", "nvfp4"):
+        operands, numbers = OPERANDS[form](16, 2176)
         x, bias, residual = (torch.randint(-8, 9, shape).to(torch.float16) for shape in ((3, 2176), (16,), (3, 16)))
         wanted = (x.double() @ numbers.t() + bias.double() + residual.double()).half()
         for num_processors in (1, 132):
             y = product_of_few_rows(x, *operands, bias_O=bias, residual_MO=residual, num_processors=num_processors)
             assert torch.equal(y, wanted)
-        operands, numbers = make(40, 768)
+        operands, numbers = OPERANDS[form](40, 768)
         x = torch.randn(3, 768)
         wanted = x.double() @ numbers.t()
         y = product_of_few_rows(x, *operands, num_processors=1)
         assert (y - wanted).abs().max() < 1e-6 * wanted.abs().max(), "fp32 inputs lost digits"
-    for make, dtype, num_outputs, num_inputs in (
-        (of_halves, torch.float16, 5, 128), (of_halves, torch.float32, 9, 17 * 128), (of_32, torch.float16, 5, 1056),
-        (of_mxfp4, torch.float16, 5, 1056), (of_nvfp4, torch.float32, 9, 96),
+
+
+def unpacked_weights() -> None:
+    """Some outputs of a matrix, whole groups of inputs and less."""
+    for form, dtype, num_outputs, num_inputs in (
+        ("int4, 128", torch.float16, 5, 128), ("int4, 128", torch.float32, 9, 17 * 128),
+        ("int4, 32", torch.float16, 5, 1056), ("mxfp4", torch.float16, 5, 1056), ("nvfp4", torch.float32, 9, 96),
     ):  # fmt: skip
-        (codes, words, *scales), numbers = make(num_outputs, num_inputs)
-        some_outputs, found = slice(2, num_outputs), torch.empty(num_outputs - 2, num_inputs, dtype=dtype)
-        unpack_codes(codes[some_outputs], words[:, some_outputs], found, *(each[some_outputs] for each in scales))
-        assert torch.equal(found, numbers[some_outputs].to(dtype))
-    (weights, scales_O), numbers = of_bytes(20, 5000)
+        (codes, words, *scales), numbers = OPERANDS[form](num_outputs, num_inputs)
+        found = torch.empty(num_outputs - 2, num_inputs, dtype=dtype)
+        unpack_codes(codes[2:], words[:, 2:], found, *(each[2:] for each in scales))
+        assert torch.equal(found, numbers[2:].to(dtype))
+    (weights, scales_O), numbers = OPERANDS["int8"](20, 5000)
     found = torch.empty(18, 5000, dtype=torch.float16)
     unpack_bytes(weights[2:], scales_O[2:], found)
     assert torch.equal(found, numbers[2:].half())
@@ -456,10 +410,10 @@ def halves() -> None:
 def experts() -> None:
     """Experts with one pair, with several blocks, with none, and of other ranks; sums are exact."""
     num_experts, num_outputs = 5, 20
-    for make, num_inputs in (
-        (of_bytes, 2100), (of_floats, 384), (of_halves, 2176), (of_32, 160), (of_mxfp4, 96), (of_nvfp4, 2080),
+    for form, num_inputs in (
+        ("int8", 2100), ("fp8", 384), ("int4, 128", 2176), ("int4, 32", 160), ("mxfp4", 96), ("nvfp4", 2080),
     ):  # fmt: skip
-        operands, numbers = make(num_experts * num_outputs, num_inputs)
+        operands, numbers = OPERANDS[form](num_experts * num_outputs, num_inputs)
         weights, bias = numbers.unflatten(0, (num_experts, -1)), torch.randint(-8, 9, (num_experts * num_outputs,))
         for num_tokens, num_processors in ((1, 1), (40, 264)):
             scores = torch.rand(num_tokens, num_experts + 1)
@@ -560,8 +514,8 @@ def check(*parts: str) -> None:
 PARTS: dict[str, Sequence[Callable[[], None]]] = {
     "operators": [
         rotary_and_cache, residual_and_norm, gate, split_rows, choice_of_attention,
-        wrong_kernels_are_not_used, draws, few_rows, halves, experts,
-        modules_of_experts,
+        wrong_kernels_are_not_used, draws, few_rows, unpacked_weights, halves,
+        experts, modules_of_experts,
     ],
     "recurrent layers": [recurrent_layers, wrong_recurrence_is_not_used],
     "several ranks": [several_ranks],

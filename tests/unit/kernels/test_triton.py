@@ -5,11 +5,13 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from llama_ssp.architectures.engine import most_parts
 from llama_ssp.architectures.matrices import tokens_of_a_block
@@ -17,7 +19,6 @@ from llama_ssp.kernels.rows import rows_of
 from llama_ssp.storage.formats import CACHES
 from tests.helpers.ahead_of_time import CAPABILITIES, CHAINED, Compiled, compile_kernel
 from tests.helpers.lanes import grid, slow
-from tests.helpers.ptx import run_ptx
 
 pytestmark = pytest.mark.triton
 NAMES = ("between", "linear", "halves", "attention", "draw", "recurrence")
@@ -274,7 +275,50 @@ FOURS = torch.stack([torch.arange(256).to(torch.uint8).roll(place) for place in 
 REGISTERS = FOURS.view(torch.int32)[:, 0].contiguous()
 
 
-def halves(registers: dict[str, torch.Tensor], first: int, dtype: torch.dtype) -> torch.Tensor:
+def pairs(operation: Callable[..., Tensor], dtype: torch.dtype) -> Callable[..., Tensor]:
+    """An operation on both halves of registers."""
+
+    def computed(*operands: Tensor) -> Tensor:
+        numbers = [operand[:, None].view(dtype).float() for operand in operands]
+        return operation(*numbers).to(dtype).view(torch.int32)[:, 0]
+
+    return computed
+
+
+def permuted(first: Tensor, second: Tensor, selector: Tensor) -> Tensor:
+    """Choose four of eight bytes; all threads have one selector, which repeats no signs."""
+    chosen = [int(selector[0]) >> 4 * place & 15 for place in range(4)]
+    return torch.stack([first, second], dim=1).view(torch.uint8)[:, chosen].contiguous().view(torch.int32)[:, 0]
+
+
+INSTRUCTIONS: dict[str, Callable[..., Tensor]] = {
+    "mov.b32": torch.clone,
+    "xor.b32": torch.bitwise_xor,
+    "and.b32": torch.bitwise_and,
+    "shr.u32": lambda word, places: (word.long() % 2**32 >> places.long()).to(torch.int32),
+    "prmt.b32": permuted,
+    "sub.f16x2": pairs(torch.sub, torch.float16),
+    "fma.rn.f16x2": pairs(lambda first, second, third: first * second + third, torch.float16),
+    "fma.rn.bf16x2": pairs(lambda first, second, third: first * second + third, torch.bfloat16),
+}
+"""Of PTX, whose inline assembly Triton's interpreter does not compute."""
+
+
+def run_ptx(program: str, operands: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Run a program of INSTRUCTIONS, one a line, and return all registers: int32, a value for each thread."""
+    registers = dict(operands)
+
+    def value(name: str) -> Tensor:
+        number = int(name, 0) if name[0].isdigit() else None
+        return registers[name] if number is None else torch.full((256,), number).to(torch.int32)
+
+    for name, line in re.findall(r"^([a-z]\S+) (.*);$", program, re.MULTILINE):
+        to, *others = line.split(", ")
+        registers[to] = INSTRUCTIONS[name](*map(value, others))
+    return registers
+
+
+def halves(registers: dict[str, Tensor], first: int, dtype: torch.dtype) -> Tensor:
     """The four numbers in two registers."""
     return torch.stack([registers[f"${first}"], registers[f"${first + 1}"]], dim=1).view(dtype).float()
 
