@@ -1,9 +1,10 @@
-"""Holds recorded forwards to the ones that Python calls: the same bits in the logits and in the cache."""
+"""Holds recorded forwards and rounds to the ones that Python calls: the same bits, cache and text."""
 
 import gc
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
@@ -16,23 +17,23 @@ from torch import Tensor
 
 from llama_ssp.cpu.tracing import Traced
 from llama_ssp.kernels.linear import HalfLinear, Kernel, PackedLinear, PlainLinear, can_halve, can_pack
+from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.quantization.precision import Nf4Linear
 from llama_ssp.models.quantization.weight_only import int4_weight_only_linear, int8_weight_only_linear
+from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.memory import anonymous_bytes
+from llama_ssp.speculate.engine.executors import TracedExecutor
+from llama_ssp.speculate.engine.loop import Decoder
+from llama_ssp.speculate.engine.state import Request
 from llama_ssp.workspaces import Workspace
+from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
-from tests.helpers.lanes import heavy
+from tests.helpers.lanes import grid, heavy
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, load_lean, tiny_model
+from tests.helpers.prefix_runner import PrefixRunner
 
-KERNELS: dict[str, tuple[Kernel, Callable[[], bool]]] = {
-    "plain": (PlainLinear, lambda: True),
-    "packed": (PackedLinear, lambda: can_pack(torch.float32)),
-    "half": (HalfLinear, can_halve),
-    "int8_weight_only": (int8_weight_only_linear, lambda: True),
-    "int4_weight_only": (int4_weight_only_linear, lambda: True),
-    "nf4": (Nf4Linear, lambda: find_spec("bitsandbytes") is not None),
-}
+STAGES = ("draft", "verify")
 
 
 def runner(
@@ -40,9 +41,25 @@ def runner(
     kernel: Kernel = PlainLinear,
     *,
     dtype: Any = torch.float32,  # noqa: ANN401 - torch types `to` in part
-    **changes: Any,  # noqa: ANN401
+    **changes: int,
 ) -> LeanRunner:
     return load_lean(tiny_model(family, **changes).to(dtype), kernel=kernel)
+
+
+RUNNERS: dict[str, tuple[Callable[[], LeanRunner], bool]] = {
+    "plain": (runner, True),
+    "packed": (partial(runner, kernel=PackedLinear), can_pack(torch.float32)),
+    "half": (partial(runner, kernel=HalfLinear), can_halve()),
+    "int8": (partial(runner, kernel=int8_weight_only_linear), True),
+    "int4": (partial(runner, kernel=int4_weight_only_linear, hidden_size=128, intermediate_size=256), True),
+    "nf4": (partial(runner, kernel=Nf4Linear), find_spec("bitsandbytes") is not None),
+    "windows": (partial(runner, "qwen3, windows"), True),
+    "biases": (partial(runner, "qwen2"), True),
+    "narrow heads": (partial(runner, head_dim=16), True),
+    "bf16": (partial(runner, dtype=torch.bfloat16), True),
+    "fp16": (partial(runner, dtype=torch.float16), True),
+}
+"""Forms of weights, families and number formats, and whether this machine has them."""
 
 
 class Replayed:
@@ -101,27 +118,15 @@ def assert_same_bits(found: list[Tensor], wanted: list[Tensor]) -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("name", [heavy(name) if name == "nf4" else name for name in KERNELS])
-def test_a_recording_gives_the_same_bits_in_every_form_of_the_weights(name: str) -> None:
-    kernel, is_there = KERNELS[name]
-    if not is_there():
+@pytest.mark.parametrize("name", [heavy(name) if name == "nf4" else name for name in RUNNERS])
+def test_a_recording_gives_the_same_bits(name: str) -> None:
+    make, is_there = RUNNERS[name]
+    if not is_there:
         pytest.skip("this build of torch has no such product")
-    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256} if name == "int4_weight_only" else {}
-    assert_same_bits(replayed_texts(runner(kernel=kernel, **sizes)), texts(runner(kernel=kernel, **sizes)))
+    assert_same_bits(replayed_texts(make()), texts(make()))
 
 
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("qwen3, windows", {}), ("qwen2", {}), ("llama", {"head_dim": 16}),
-        ("llama", {"dtype": torch.bfloat16}), ("llama", {"dtype": torch.float16}),
-    ],
-)  # fmt: skip
-def test_a_recording_gives_the_same_bits_in_every_family_and_format(family: str, changes: dict[str, Any]) -> None:
-    assert_same_bits(replayed_texts(runner(family, **changes)), texts(runner(family, **changes)))
-
-
-def cut(folder: Path, comms: list[ThreadComm]) -> list[LeanRunner]:
+def cut(folder: Path, comms: Sequence[Comm]) -> list[LeanRunner]:
     """A checkpoint over ranks."""
     build_checkpoint(folder, "llama")
     return [load_lean(folder, comm=comm, kernel=PlainLinear) for comm in comms]
@@ -259,3 +264,82 @@ def test_a_cache_may_be_made_by_a_forward_that_was_recorded_for_another() -> Non
         lean.allocate(batch_size=1, capacity=capacity)
         found = [replayed.forward(ids_BT, positions_BT, bucket=bucket) for bucket in (16, 16, 24, 16, 24)]
         assert_same_bits(found, [lean.forward(ids_BT, positions_BT, bucket=bucket) for bucket in (16, 16, 24, 16, 24)])
+
+
+def requests(*lengths: int, new_tokens: int = 40) -> list[Request]:
+    return [
+        Request(index=index, prompt_ids=tuple(range(2, 2 + length)), max_new_tokens=new_tokens + index)
+        for index, length in enumerate(lengths)
+    ]
+
+
+def decoded(decoder: Decoder) -> list[list[int]]:
+    """Of short prompts, then of one that needs a larger cache, then of short ones again."""
+    parts = [requests(3, 9, 5), requests(60, new_tokens=70), requests(4, 2)]
+    return [completion.token_ids for part in parts for completion in complete(decoder, part)]
+
+
+def replays(decoder: Decoder) -> dict[str, dict[Any, Any]]:
+    """Those of each stage; none of them has failed."""
+    executor = decoder.executor
+    assert isinstance(executor, TracedExecutor)
+    assert not any(each.failed for each in executor.traced.values())
+    return {stage: dict(each.replays) for stage, each in executor.traced.items()}
+
+
+def pair_of(num_draft_tokens: int, **options: Any) -> Decoder:  # noqa: ANN401 - as `make_decoder` takes them
+    draft = runner(num_hidden_layers=1) if num_draft_tokens else None
+    return make_decoder(runner(num_hidden_layers=2), draft, num_draft_tokens=num_draft_tokens, **options)
+
+
+@grid(num_draft_tokens=[0, 1, 4], batch_size=[1, 3], rule_name=["greedy", "speculative", "block"])
+def test_the_text_is_that_of_rounds_from_python(num_draft_tokens: int, batch_size: int, rule_name: str) -> None:
+    temperature = 0.0 if rule_name == "greedy" else 0.9
+    decoder = partial(pair_of, num_draft_tokens, batch_size=batch_size, temperature=temperature, rule_name=rule_name)
+    replayed = decoder(replay=True)
+    assert decoded(replayed) == decoded(decoder(replay=False))
+    found = replays(replayed)
+    assert {stage: len(each) for stage, each in found.items()} == dict.fromkeys(STAGES[not num_draft_tokens :], 1)
+    assert all(found["verify"].values())
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 4])
+def test_after_a_warm_up_no_timed_round_is_recorded(num_draft_tokens: int) -> None:
+    warm, wanted = pair_of(num_draft_tokens, temperature=0.9), requests(3, new_tokens=10)
+    with torch.inference_mode():
+        warm.make_room(wanted)
+        warm.warm_up(wanted)
+    found = replays(warm)
+    assert {stage: len(each) for stage, each in found.items()} == dict.fromkeys(STAGES[not num_draft_tokens :], 1)
+    assert all(all(each.values()) for each in found.values())
+    texts_of = [
+        [done.token_ids for done in complete(decoder, wanted)]
+        for decoder in (warm, pair_of(num_draft_tokens, temperature=0.9))
+    ]
+    assert texts_of[0] == texts_of[1]
+    assert replays(warm) == found
+
+
+@pytest.mark.parametrize("temperature", [heavy(0.0), 0.9])
+def test_ranks_that_share_a_target_agree_inside_of_recordings(tmp_path: Path, temperature: float) -> None:
+    comms = thread_comms(2)
+    alone, *targets = cut(tmp_path, [Comm.single(), *comms])
+
+    def one_rank(comm: ThreadComm) -> list[list[int]]:
+        decoder = make_decoder(targets[comm.rank], runner(num_hidden_layers=1), temperature=temperature, comm=comm)
+        found = decoded(decoder)
+        assert all(all(each.values()) for each in replays(decoder).values())
+        return found
+
+    wanted = decoded(make_decoder(alone, runner(num_hidden_layers=1), temperature=temperature, replay=False))
+    assert on_ranks(comms, one_rank) == [wanted, wanted]
+
+
+@pytest.mark.heavy
+def test_a_model_that_cannot_be_recorded_goes_on_from_python() -> None:
+    modules = ModuleRunner(tiny_model("gpt_neox"), comm=Comm.single())
+    decoder = make_decoder(modules, PrefixRunner(modules.vocab_size), temperature=0.9)
+    wanted = make_decoder(modules, PrefixRunner(modules.vocab_size), temperature=0.9, replay=False)
+    assert decoded(decoder) == decoded(wanted)
+    assert any(replays(decoder)["draft"].values())
+    assert not replays(decoder).get("verify")
