@@ -11,7 +11,8 @@ from functools import partial
 
 from llvmlite import ir
 
-from llama_ssp.cpu.emit import F32, F32S, I64, INT64, LANES, Code, Operator, Value, i64
+from llama_ssp.architectures.engine import LANES
+from llama_ssp.cpu.emit import F32, F32S, I64, INT64, Code, Operator, Value, constant
 
 _F64 = ir.DoubleType()
 _I64S = ir.VectorType(I64, LANES)
@@ -25,15 +26,15 @@ def emit() -> ir.Module:
     weights, uniforms = operator.tensors
     units, block = code.fptrunc(operator.argument(2, _F64), F32), operator.argument(3)
     num_rows, vocabulary = operator.size(weights, 0), operator.size(weights, 1)
-    num_blocks = code.sdiv(code.add(vocabulary, code.sub(block, i64(1))), block)
-    ids = operator.empty(num_rows, i64(1), kind=INT64)
+    num_blocks = code.sdiv(code.add(vocabulary, code.sub(block, 1)), block)
+    ids = operator.empty(num_rows, 1, kind=INT64)
     sums = operator.pointer(operator.empty(num_blocks, kind=INT64))
     first_weight, first_uniform, first_id = map(operator.pointer, (weights, uniforms, ids))
-    with code.loop(i64(0), num_rows, 1) as (row,):
+    with code.loop(0, num_rows, 1) as (row,):
         line = code.at(first_weight, code.mul(row, vocabulary), F32)
-        pair = code.at(first_uniform, code.mul(row, i64(2)), _F64)
-        of_block, of_token = (code.read(pair, _F64, i64(part)) for part in (0, 1))
-        with code.loop(i64(0), num_blocks, 1, [i64(0)]) as values:
+        pair = code.at(first_uniform, code.mul(row, 2), _F64)
+        of_block, of_token = (code.read(pair, _F64, part) for part in (0, 1))
+        with code.loop(0, num_blocks, 1, [0]) as values:
             start = code.mul(values[0], block)
             total = _total(code, line, start, code.smaller(code.add(start, block), vocabulary), units)
             code.write(total, sums, values[0])
@@ -61,8 +62,8 @@ def _whole(code: Code, line: Value, place: Value, units: Value, kind: Value) -> 
 
 def _total(code: Code, line: Value, start: Value, end: Value, units: Value) -> Value:
     """The sum of the weights from one place to another."""
-    middle = code.sub(end, code.srem(code.sub(end, start), i64(LANES)))
-    with code.loop(start, middle, LANES, [ir.Constant(_I64S, [0] * LANES)]) as values:
+    middle = code.sub(end, code.srem(code.sub(end, start), LANES))
+    with code.loop(start, middle, LANES, [constant(_I64S, 0)]) as values:
         values[1] = code.add(values[1], _whole(code, line, values[0], units, F32S))
     with code.loop(middle, end, 1, [code.halves(values[1], code.add)]) as rest:
         rest[1] = code.add(rest[1], _whole(code, line, rest[0], units, F32))
@@ -72,8 +73,8 @@ def _total(code: Code, line: Value, start: Value, end: Value, units: Value) -> V
 def _picked(code: Code, count: Value, weight_at: Callable[[Value], Value], uniform: Value, total: Value) -> Value:
     """The first place where the sum of the weights up to it passes a share of their total, or the last place."""
     point = code.fptosi(code.fmul(uniform, code.sitofp(total, _F64)), I64)
-    with code.loop(i64(0), count, 1, [i64(0), i64(0)]) as values:
+    with code.loop(0, count, 1, [0, 0]) as values:
         place, passed, so_far = values
         values[2] = code.add(so_far, weight_at(place))
         values[1] = code.add(passed, code.zext(code.icmp_signed("<=", values[2], point), I64))
-    return code.smaller(values[1], code.sub(count, i64(1)))
+    return code.smaller(values[1], code.sub(count, 1))
