@@ -10,19 +10,20 @@ import ctypes
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
 
-from llama_ssp.architectures.engine import ENDLESS, OWN_SUM_RANKS
+from llama_ssp.architectures.engine import OWN_SUM_RANKS
 from llama_ssp.kernels.choice_gpu import reason
 from llama_ssp.ranks.comms import Comm, Mesh
 from llama_ssp.ranks.gpu import ends_run
+
+if TYPE_CHECKING:
+    from llama_ssp.kernels.sums_gpu import PeerSums
 
 _PATIENCE = 2**25  # looks at a flag, about half a minute: the other ranks may still compile
 _HANDLE_BYTES = 64
@@ -70,52 +71,12 @@ class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PeerSums:
-    """The kernel over the memories of a group; one for all its sums, which run one after another.
-
-    Attributes:
-        memories_R: the addresses of all ranks' memories, as this rank has mapped them.
-        counts: see `sums_gpu.sum_of_ranks`.
-        patience: see `sums_gpu.sum_kernel`.
-    """
-
-    rank: int
-    memories_R: Tensor
-    counts: Tensor
-    kernels: Any
-    patience: int = ENDLESS
-
-    def takes(self, values: Tensor) -> bool:
-        """Whether the kernel sums these values."""
-        return bool(self.kernels.can_sum(values))
-
-    def takes_rows(self, part_ME: Tensor) -> bool:
-        """Whether it adds the sum of such rows to a residual, and normalizes that."""
-        return bool(self.kernels.can_norm(part_ME))
-
-    def all_reduce(self, values: Tensor) -> Tensor:
-        """Sum values over the ranks, in place: in the order of the ranks, so that all get the same bits."""
-        summed: Tensor = self.kernels.sum_of_ranks(values, **self._group)
-        return summed
-
-    def add_norm(self, part_ME: Tensor, x_ME: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        """Add the sum of the ranks' parts to x in place, and return its RMS norm, to the bits of `add_norm`."""
-        normed_ME: Tensor = self.kernels.sum_add_norm(part_ME, x_ME, weight_E, eps, **self._group)
-        return normed_ME
-
-    @property
-    def _group(self) -> dict[str, Any]:
-        own = {"rank": self.rank, "patience": self.patience}
-        return {"memories_R": self.memories_R, "counts": self.counts, **own}
-
-
 class _UnusableError(Exception):
     """Why a rank cannot use the kernel, as all ranks know; a lost rank is another error."""
 
 
 # By members, made once for all points of a sweep.
-_found: dict[tuple[int, ...], PeerSums | None] = {}
+_found: dict[tuple[int, ...], "PeerSums | None"] = {}
 
 
 def with_peer_sums(mesh: Mesh) -> Mesh:
@@ -133,7 +94,7 @@ def with_peers(comm: Comm) -> Comm:
     return replace(comm, peers=_found[comm.members])
 
 
-def find_peer_sums(comm: Comm, open_device: Callable[[], CudaMemory]) -> PeerSums | None:
+def find_peer_sums(comm: Comm, open_device: Callable[[], CudaMemory]) -> "PeerSums | None":
     """The kernel over memory that all ranks of a group have mapped, if it is right on all of them.
 
     All ranks of the group must call this together. Otherwise the first rank warns, with the reason of one of them.
@@ -148,15 +109,17 @@ def find_peer_sums(comm: Comm, open_device: Callable[[], CudaMemory]) -> PeerSum
     return sums
 
 
-def _mapped(comm: Comm, open_device: Callable[[], CudaMemory]) -> PeerSums:
+def _mapped(comm: Comm, open_device: Callable[[], CudaMemory]) -> "PeerSums":
     """Map the memories of all ranks; _UnusableError on every rank if one cannot."""
 
     def make() -> tuple[Any, CudaMemory, int, str]:
-        kernels, device = import_module("llama_ssp.kernels.sums_gpu"), open_device()  # CPU builds come without Triton
+        from llama_ssp.kernels import sums_gpu  # noqa: PLC0415 - CPU builds come without Triton
+
+        device = open_device()
         if comm.size > OWN_SUM_RANKS:
             raise RuntimeError(f"it sums over {OWN_SUM_RANKS} ranks at most")
-        address, handle = device.make(kernels.MEMORY_BYTES)
-        return kernels, device, address, handle.hex()
+        address, handle = device.make(sums_gpu.MEMORY_BYTES)
+        return sums_gpu, device, address, handle.hex()
 
     kernels, device, own, handle = _on_all(comm, make)
     said = [text.split() for text in comm.gather_text(f"{_node()} {handle}")]
@@ -168,7 +131,8 @@ def _mapped(comm: Comm, open_device: Callable[[], CudaMemory]) -> PeerSums:
 
     memories_R = torch.tensor(_on_all(comm, open_all), device=comm.device)
     counts = torch.zeros(kernels.NUM_SLOTS, dtype=torch.int32, device=comm.device)
-    return PeerSums(rank=comm.rank, memories_R=memories_R, counts=counts, kernels=kernels)
+    sums: PeerSums = kernels.PeerSums(rank=comm.rank, memories_R=memories_R, counts=counts)
+    return sums
 
 
 def _on_all(comm: Comm, step: Callable[[], _Result]) -> _Result:
@@ -194,7 +158,9 @@ def _node() -> str:
 
 
 @torch.inference_mode()
-def check_sums(sums: PeerSums, comm: Comm, shapes: Sequence[tuple[int, int]] = ((1, 4096), (5, 1000), (3, 7))) -> None:
+def check_sums(
+    sums: "PeerSums", comm: Comm, shapes: Sequence[tuple[int, int]] = ((1, 4096), (5, 1000), (3, 7))
+) -> None:
     """RuntimeError unless sums of all shapes and formats, alone and with norm, are those of a known order."""
     from llama_ssp.kernels.between_gpu import add_norm  # noqa: PLC0415 - see above
 

@@ -11,6 +11,8 @@ slot. A slot has one place whatever the shape, since flags of other slots say no
 Shapes: M rows, E width, R ranks.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -77,49 +79,52 @@ def sum_kernel(  # type: ignore[no-untyped-def]
     tl.store(counts + slot, count)
 
 
-def sum_of_ranks(
-    values: Tensor, memories_R: Tensor, counts: Tensor, *, rank: int, patience: int = ENDLESS
-) -> Tensor:  # fmt: skip
-    """Sum values, at most `OWN_SUM_BYTES` of them, over the ranks, in place if they are contiguous.
+@dataclass(frozen=True, kw_only=True)
+class PeerSums:
+    """The kernel over the memories of a group, as `OwnSums`; one for all its sums, which run one after another.
 
-    `memories_R` are the addresses of the ranks' memories as this rank has mapped them, `counts` (NUM_SLOTS,) the sums
-    of each slot so far, int32, this rank's own.
+    Attributes:
+        memories_R: the addresses of all ranks' memories, as this rank has mapped them.
+        counts: the sums of each slot so far, (NUM_SLOTS,) in int32, this rank's own.
+        patience: see `sum_kernel`.
     """
-    values, number = values.contiguous(), values.numel()
-    sum_kernel[(triton.cdiv(number, _CHUNK),)](
-        values, None, None, None, memories_R, counts, number, _CHUNK, 0.0, patience,
-        PLACES=_CHUNK, num_warps=4, **_group(rank, memories_R),
-    )  # fmt: skip
-    return values
 
+    rank: int
+    memories_R: Tensor
+    counts: Tensor
+    patience: int = ENDLESS
 
-def sum_add_norm(
-    part_ME: Tensor, x_ME: Tensor, weight_E: Tensor, eps: float, memories_R: Tensor, counts: Tensor,
-    *, rank: int, patience: int = ENDLESS,
-) -> Tensor:  # fmt: skip
-    """Add the sum of the ranks' parts to x in place, and return its RMS norm; see `sum_of_ranks`."""
-    (num_rows, width), part_ME = part_ME.shape, part_ME.contiguous()
-    normed_ME = torch.empty_like(part_ME)
-    sum_kernel[(num_rows,)](
-        part_ME, x_ME, weight_E, normed_ME, memories_R, counts, part_ME.numel(), width, eps, patience,
-        PLACES=triton.next_power_of_2(width), num_warps=8, **_group(rank, memories_R),
-    )  # fmt: skip
-    return normed_ME
+    def takes(self, values: Tensor) -> bool:
+        """Whether the kernel sums these values; by format and size alone, which ranks share."""
+        is_known = values.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        return is_known and 0 < values.nbytes <= OWN_SUM_BYTES
 
+    def takes_rows(self, part_ME: Tensor) -> bool:
+        """Whether it also adds and normalizes rows like these, each in a slot of its own."""
+        num_rows, width = part_ME.shape
+        return self.takes(part_ME) and num_rows <= NUM_SLOTS and width * part_ME.itemsize <= SLOT_BYTES
 
-def _group(rank: int, memories_R: Tensor) -> dict[str, int]:
-    size = len(memories_R)
-    ranks = triton.next_power_of_2(size)
-    return {"RANK": rank, "SIZE": size, "RANKS": ranks, "NUM_SLOTS": NUM_SLOTS, "SLOT_BYTES": SLOT_BYTES}
+    def all_reduce(self, values: Tensor) -> Tensor:
+        """Sum values over the ranks in their order, in place if they are contiguous; the same bits on all ranks."""
+        values, number = values.contiguous(), values.numel()
+        sum_kernel[(triton.cdiv(number, _CHUNK),)](
+            values, None, None, None, self.memories_R, self.counts, number, _CHUNK, 0.0, self.patience,
+            PLACES=_CHUNK, num_warps=4, **self._group,
+        )  # fmt: skip
+        return values
 
+    def add_norm(self, part_ME: Tensor, x_ME: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        """Add the sum of the ranks' parts to x in place, and return its RMS norm, to the bits of `add_norm`."""
+        (num_rows, width), part_ME = part_ME.shape, part_ME.contiguous()
+        normed_ME = torch.empty_like(part_ME)
+        sum_kernel[(num_rows,)](
+            part_ME, x_ME, weight_E, normed_ME, self.memories_R, self.counts, part_ME.numel(), width, eps,
+            self.patience, PLACES=triton.next_power_of_2(width), num_warps=8, **self._group,
+        )  # fmt: skip
+        return normed_ME
 
-def can_sum(values: Tensor) -> bool:
-    """Whether the kernel sums these values; by format and size alone, which ranks share."""
-    is_known = values.dtype in (torch.float32, torch.float16, torch.bfloat16)
-    return is_known and 0 < values.nbytes <= OWN_SUM_BYTES
-
-
-def can_norm(part_ME: Tensor) -> bool:
-    """Whether it also adds and normalizes rows like these, each in a slot of its own."""
-    num_rows, width = part_ME.shape
-    return can_sum(part_ME) and num_rows <= NUM_SLOTS and width * part_ME.itemsize <= SLOT_BYTES
+    @property
+    def _group(self) -> dict[str, int]:
+        size = len(self.memories_R)
+        ranks = triton.next_power_of_2(size)
+        return {"RANK": self.rank, "SIZE": size, "RANKS": ranks, "NUM_SLOTS": NUM_SLOTS, "SLOT_BYTES": SLOT_BYTES}

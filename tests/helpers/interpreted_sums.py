@@ -50,14 +50,15 @@ def in_order(parts_RME: Tensor) -> Tensor:
 def check_rank(rank: int, memories_R: Tensor, shapes: Sequence[tuple[int, int]]) -> None:
     """Sum every case alone, then with residual and norm; counts begin shortly before they wrap around."""
     counts = torch.full((sums_gpu.NUM_SLOTS,), FIRST_COUNT, dtype=torch.int32)
+    sums = sums_gpu.PeerSums(rank=rank, memories_R=memories_R, counts=counts)
     for dtype in (torch.float32, torch.float16, BF16):
         for parts_RME, x_ME, weight_E in cases(len(memories_R), shapes, dtype):
             sum_ME, part_ME = in_order(parts_RME), parts_RME[rank].clone()
             strided_ME = part_ME.clone() if rank else torch.stack([part_ME, part_ME], -1)[..., 0]
-            summed_ME = sums_gpu.sum_of_ranks(strided_ME, memories_R, counts, rank=rank)
+            summed_ME = sums.all_reduce(strided_ME)
             assert torch.equal(summed_ME, sum_ME), (rank, dtype, x_ME.shape)
             added_ME = rounded(x_ME.float() + sum_ME.float(), dtype)
-            normed_ME = sums_gpu.sum_add_norm(part_ME, x_ME, weight_E, EPS, memories_R, counts, rank=rank)
+            normed_ME = sums.add_norm(part_ME, x_ME, weight_E, EPS)
             assert torch.equal(x_ME, added_ME), (rank, dtype, x_ME.shape)
             exact_ME = functional.rms_norm(added_ME.float(), weight_E.shape, weight_E.float(), EPS)
             assert_close(normed_ME.float(), exact_ME, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
@@ -90,7 +91,8 @@ def check_patience() -> None:
     memories = [torch.zeros(sums_gpu.MEMORY_BYTES, dtype=torch.uint8) for _ in range(2)]
     memories_R = torch.tensor([memory.data_ptr() for memory in memories])
     counts = torch.zeros(sums_gpu.NUM_SLOTS, dtype=torch.int32)
-    assert sums_gpu.sum_of_ranks(torch.ones(5), memories_R, counts, rank=1, patience=3).isnan().all()
+    sums = sums_gpu.PeerSums(rank=1, memories_R=memories_R, counts=counts, patience=3)
+    assert sums.all_reduce(torch.ones(5)).isnan().all()
 
 
 if __name__ == "__main__":

@@ -7,17 +7,21 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import which
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from llama_ssp.architectures.engine import ENDLESS
 from llama_ssp.kernels import sums
-from llama_ssp.kernels.sums import CudaMemory, PeerSums, find_peer_sums
+from llama_ssp.kernels.sums import CudaMemory, find_peer_sums
 from llama_ssp.ranks.comms import Comm
 from tests.helpers.ahead_of_time import CAPABILITIES, compile_kernel
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import grid, slow
+
+if TYPE_CHECKING:
+    from llama_ssp.kernels.sums_gpu import PeerSums
 
 pytestmark = pytest.mark.triton
 sums_gpu = pytest.importorskip("llama_ssp.kernels.sums_gpu")
@@ -91,14 +95,14 @@ def test_all_ranks_take_the_kernel_or_none_with_the_reason_of_one(
     monkeypatch.setattr(sums, "_node", lambda: next(nodes) if fault == "node" else "a")
     devices: dict[int, OneProcess] = {}
 
-    def check(found: PeerSums, comm: Comm) -> None:
+    def check(found: "PeerSums", comm: Comm) -> None:
         assert found.patience < ENDLESS, "a rank that is not there must not keep the others waiting"
         if fault == "check" and comm.rank == 1:
             raise RuntimeError("the kernel gives wrong sums")
 
     monkeypatch.setattr(sums, "check_sums", check)
 
-    def one_rank(comm: ThreadComm) -> PeerSums | None:
+    def one_rank(comm: ThreadComm) -> "PeerSums | None":
         return find_peer_sums(comm, lambda: devices.setdefault(comm.rank, OneProcess(fault, comm.rank)))
 
     found = on_ranks(thread_comms(3), one_rank)
@@ -185,5 +189,5 @@ def test_memory_is_made_and_mapped_by_cudas_runtime(tmp_path: Path) -> None:
     ],
 )
 def test_the_kernel_takes_small_sums_of_whole_tensors(values: torch.Tensor, *, takes: bool, takes_rows: bool) -> None:
-    own = PeerSums(rank=0, memories_R=torch.zeros(2), counts=torch.zeros(1), kernels=sums_gpu)
+    own = sums_gpu.PeerSums(rank=0, memories_R=torch.zeros(2), counts=torch.zeros(1))
     assert (own.takes(values), own.takes_rows(values)) == (takes, takes_rows)
