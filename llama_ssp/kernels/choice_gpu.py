@@ -13,7 +13,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -102,11 +102,8 @@ def find_few_rows(name: str, operands: Sequence[Tensor]) -> ProductOfFewRows | N
     """The product of a few rows with the weights of a format, tried with small operands; None on a CPU.
 
     `operands` are those of a layer, which the small ones resemble: weights with their outputs first, then scales or
-    words, a row for each group of inputs.
-
-    It is tried for one row and for the most, since these have tiles of their own, with inputs in fp16 and in bf16, if
-    the GPU computes in that.
-    Without it a warning says, once, what the format of this `name` costs.
+    words, a row for each group of inputs. Without the product a warning says, once, what the format of this `name`
+    costs.
     """
     weights_OI, *scales = operands
     if not weights_OI.is_cuda:
@@ -118,13 +115,29 @@ def find_few_rows(name: str, operands: Sequence[Tensor]) -> ProductOfFewRows | N
 
 @cache
 def few_rows_of(name: str, dtypes: tuple[torch.dtype, ...], groups: tuple[int, ...]) -> ProductOfFewRows | None:
-    """`find_few_rows` for operands of these dtypes; the others than weights by inputs of a group, 0 for all."""
-    num_inputs, num_outputs = 256, 16
-    weights = torch.ones(num_outputs, num_inputs // _weights_of_a_byte(dtypes[0]))
-    others = [torch.ones(num_inputs // group, num_outputs) if group else torch.ones(num_outputs) for group in groups]
-    sample = tuple([part.to(dtype) for part, dtype in zip([weights, *others], dtypes, strict=True)])
-    instead = f"{name} unpacks its weights in every forward, which is slower than fp16"
-    return attempt(partial(_tried_few_rows, sample), instead=instead)
+    """`find_few_rows` for operands of these dtypes; the others than weights by inputs of a group, 0 for all.
+
+    It is tried for one row and for the most, since these have tiles of their own, with inputs in fp16 and in bf16, if
+    the GPU computes in that.
+    """
+
+    def tried() -> ProductOfFewRows:
+        from llama_ssp.kernels.linear_gpu import product_of_few_rows  # noqa: PLC0415 - CPU builds come without Triton
+
+        num_inputs, num_outputs = 256, 16
+        ones = [torch.ones(num_outputs, num_inputs // _weights_of_a_byte(dtypes[0]))]
+        ones += [torch.ones(num_inputs // group, num_outputs) if group else torch.ones(num_outputs) for group in groups]
+        operands = [part.to(dtype).cuda() for part, dtype in zip(ones, dtypes, strict=True)]
+        for dtype in _HALVES if torch.cuda.is_bf16_supported(False) else _HALVES[:1]:
+            for num_rows in (1, FEW_ROWS):
+                product_of_few_rows(torch.ones(num_rows, num_inputs, dtype=dtype).cuda(), *operands)
+        return product_of_few_rows
+
+    return attempt(tried, instead=f"{name} unpacks its weights in every forward, which is slower than fp16")
+
+
+def _weights_of_a_byte(dtype: torch.dtype) -> int:
+    return 2 if dtype is torch.uint8 else 1
 
 
 def find_halves(weight_OI: Tensor) -> tuple[ProductOfFewRows, int] | None:
@@ -140,29 +153,13 @@ def find_halves(weight_OI: Tensor) -> tuple[ProductOfFewRows, int] | None:
 
 @cache
 def _halves_of(dtype: torch.dtype) -> ProductOfFewRows | None:
-    return attempt(partial(_tried_halves, dtype), instead="continuing with cuBLAS for few rows")
+    def tried() -> ProductOfFewRows:
+        from llama_ssp.kernels.halves_gpu import product_of_halves  # noqa: PLC0415 - CPU builds come without Triton
 
+        weight_OI = torch.linspace(-1, 1, 33 * 1104).view(33, 1104).sin().to(dtype).cuda()
+        for num_rows in (1, 8, 16):
+            x_MI = torch.linspace(0, 9, num_rows * 1104).view(num_rows, 1104).cos().to(dtype).cuda()
+            check("product of a few rows", product_of_halves(x_MI, weight_OI), x_MI @ weight_OI.t())
+        return product_of_halves
 
-def _tried_halves(dtype: torch.dtype) -> ProductOfFewRows:
-    from llama_ssp.kernels.halves_gpu import product_of_halves  # noqa: PLC0415 - CPU builds come without Triton
-
-    weight_OI = torch.linspace(-1, 1, 33 * 1104).view(33, 1104).sin().to(dtype).cuda()
-    for num_rows in (1, 8, 16):
-        x_MI = torch.linspace(0, 9, num_rows * 1104).view(num_rows, 1104).cos().to(dtype).cuda()
-        check("product of a few rows", product_of_halves(x_MI, weight_OI), x_MI @ weight_OI.t())
-    return product_of_halves
-
-
-def _weights_of_a_byte(dtype: torch.dtype) -> int:
-    return 2 if dtype is torch.uint8 else 1
-
-
-def _tried_few_rows(operands: tuple[Tensor, ...]) -> ProductOfFewRows:
-    from llama_ssp.kernels.linear_gpu import product_of_few_rows  # noqa: PLC0415 - CPU builds come without Triton
-
-    operands = tuple(operand.cuda() for operand in operands)
-    halves = (torch.float16, torch.bfloat16) if torch.cuda.is_bf16_supported(False) else (torch.float16,)
-    for dtype in halves:
-        for num_rows in (1, FEW_ROWS):
-            product_of_few_rows(torch.ones(num_rows, 256, dtype=dtype).cuda(), *operands)
-    return product_of_few_rows
+    return attempt(tried, instead="continuing with cuBLAS for few rows")

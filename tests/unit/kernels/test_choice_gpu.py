@@ -1,10 +1,12 @@
 """A kernel of Triton's that does not work is a sentence with the package that is missing, and the run goes on."""
 
 import logging
+import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import CalledProcessError
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -78,10 +80,11 @@ def test_the_reason_is_what_is_missing_else_the_error(programs: Path) -> None:
 def test_a_form_goes_on_without_its_kernel_and_says_so_once(
     programs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def no_compiler(_operands: object) -> choice_gpu.ProductOfFewRows:
+    def no_compiler(*_operands: object) -> None:
         raise RuntimeError("Failed to find C compiler.")
 
-    monkeypatch.setattr(choice_gpu, "_tried_few_rows", no_compiler)
+    kernels = SimpleNamespace(product_of_few_rows=no_compiler)
+    monkeypatch.setitem(sys.modules, "llama_ssp.kernels.linear_gpu", kernels)  # type: ignore[arg-type]  # no module
     dtypes = torch.uint8, torch.float8_e4m3fn, torch.float32
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
