@@ -17,12 +17,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from llama_ssp.architectures.matrices import tokens_of_a_block
+from llama_ssp.cpu.operators import Operator, find_operator
 from llama_ssp.kernels.choice_gpu import attempt
-from llama_ssp.kernels.draw import Draw, find_draw
 from llama_ssp.settings.schema import SamplingConfig
 
 # Weights become multiples of 2^-62; their sums are below 2, so they fit into int64 and are exact in any order.
 DRAW_UNITS = 2.0**62
+COMPILED_DRAW_NEEDS = ("avx512dq",)
+"""Instructions of a CPU that its operator needs: others convert one number at a time."""
 _TOLERANCE = 1e-4
 """Of probabilities that a kernel makes, whose exponentials differ from torch's in the last bits."""
 
@@ -109,17 +111,24 @@ def draw(weights_BV: Tensor, uniforms_BP: Tensor, *, units: float = DRAW_UNITS) 
 
 
 @cache
-def _compiled_draw() -> Draw | None:
-    """The draw in one operator, on a CPU that it compiles for, compared with torch's operators."""
+def _compiled_draw() -> Operator | None:
+    """The draw in one operator, on a CPU that it compiles for, compared with torch's operators.
 
-    def check(draw: Draw) -> None:
+    It takes contiguous weights in fp32, uniforms, what a weight is multiplied by before it becomes a whole number, and
+    the tokens of a block.
+    """
+
+    def check(draw: Operator) -> None:
         weights_BV, uniforms_BP = _some_draws(8)
         found_B1 = draw(weights_BV, uniforms_BP, DRAW_UNITS, tokens_of_a_block(1000))
         wanted_B1 = _draw_units(weights_BV * DRAW_UNITS, uniforms_BP, vocab_size=1000)
         if bool((found_B1 != wanted_B1).any()):
             raise RuntimeError("the compiled one is wrong on this CPU")
 
-    return find_draw(check)
+    return find_operator(
+        "draw(Tensor weights, Tensor uniforms, float units, int tokens_of_a_block) -> Tensor",
+        "draw", entry="draw", needs=COMPILED_DRAW_NEEDS, check=check, instead="with a draw of twenty operators",
+    )  # fmt: skip
 
 
 def own_kernels(numbers: Tensor) -> Any:  # noqa: ANN401 - a module, which CPU builds of torch cannot import

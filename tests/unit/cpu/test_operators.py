@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llama_ssp.cpu import operators
 from llama_ssp.cpu.kinds import IN_FP16
-from llama_ssp.kernels import attention, draw, layer, linear
+from llama_ssp.kernels import attention, layer, linear
 from llama_ssp.kernels.rows import SINGLES
 from llama_ssp.speculate.sampling import processors
 from llama_ssp.storage.formats import format_of
@@ -55,7 +55,7 @@ def test_without_the_compiler_the_references_give_the_same(
 FINDERS: dict[str, tuple[object, Callable[[], object]]] = {
     "linear": (linear, lambda: linear.product_of(format_of("int8_weight_only").product)),
     "attention": (attention, lambda: attention.find_attention(torch.device("cpu"), torch.float32, 32)),
-    "draw": (draw, processors._compiled_draw),
+    "draw": (processors, processors._compiled_draw),
     "layer": (layer, lambda: layer._operator_of(IN_FP16, SINGLES, 32, _parts_of_layer())),
 }
 

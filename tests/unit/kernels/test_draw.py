@@ -14,10 +14,10 @@ from torch import Tensor
 from llama_ssp.architectures.matrices import tokens_of_a_block
 from llama_ssp.cpu import compiled
 from llama_ssp.cpu.compiled import has_features
+from llama_ssp.cpu.operators import Operator
 from llama_ssp.cpu.tracing import Traced
-from llama_ssp.kernels.draw import NEEDS, Draw
 from llama_ssp.speculate.sampling import processors
-from llama_ssp.speculate.sampling.processors import DRAW_UNITS, draw
+from llama_ssp.speculate.sampling.processors import COMPILED_DRAW_NEEDS, DRAW_UNITS, draw
 from tests.helpers.lanes import pairs
 from tests.helpers.operator_count import OperatorCount
 
@@ -26,8 +26,8 @@ ALMOST_ONE = 1 - 2.0**-53
 ONE = {"llama_ssp.draw.default": 1}
 
 
-def made() -> Draw:
-    if not has_features(NEEDS):
+def made() -> Operator:
+    if not has_features(COMPILED_DRAW_NEEDS):
         pytest.skip("this processor has no such draw")
     found = processors._compiled_draw()
     assert found
@@ -92,7 +92,7 @@ def forgotten() -> Iterator[None]:
 
 @pytest.mark.usefixtures("forgotten")
 def test_a_trace_holds_the_draw_alone_and_not_its_check() -> None:
-    if not has_features(NEEDS):
+    if not has_features(COMPILED_DRAW_NEEDS):
         pytest.skip("this processor has no such draw")
     weights, uniforms = torch.randn(2, 100).softmax(-1), torch.rand(2, 2, dtype=torch.float64)
     traced = Traced(draw)
