@@ -11,8 +11,8 @@ far, and the values, one slot after the other. So the sums of a query take the s
 other queries, the batch, the length of the cache. A slot that a query does not see counts as zero; of the slots from
 the root of a tree on, `sees` says which a query does.
 
-Keys and values are in the cache as its format has them (`rows`), and are widened in registers: a key once for all
-queries of a unit, a value once for a tile of them. Scales, if there are some, are multiplied into scores and values.
+Keys and values are in the cache as its format has them (`parts.KeptRows`), and are widened in registers: a key once for
+all queries of a unit, a value once for a tile of them. Scales, if there are some, are multiplied into scores and values.
 
 Shapes: M tokens, B rows, T tokens of a row, H query heads, N key-value heads, G = H / N, D head dim, S slots of all
 rows.
@@ -192,7 +192,7 @@ def _scale(code: Code, form: CacheFormat, head_dim: int, row: Value) -> Value:
 
 
 def _write(module: ir.Module, form: CacheFormat, head_dim: int) -> Value:
-    """Write a row as `rows.KeptRows.pack` does: (numbers, row)."""
+    """Write a row as `KeptRows.pack` does: (numbers, row)."""
     code, (x, row) = Code.begin(module, "write", [POINTER, POINTER])
     factor = None
     if form.largest:

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from llama_ssp.architectures.engine import LANES
 from llama_ssp.cpu.operators import find_operator
-from llama_ssp.kernels.rows import SINGLES, KeptRows
+from llama_ssp.kernels.parts import SINGLES, KeptRows
 
 _WIDEST = 256
 _KINDS = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn")

@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from llama_ssp.architectures.engine import reads_by_length
-from llama_ssp.kernels.parts import Heads, Sequences, left_of
-from llama_ssp.kernels.rows import KeptRows
+from llama_ssp.kernels.parts import Heads, KeptRows, Sequences, left_of
 from llama_ssp.ranks.gpu import ends_run
 
 _log = logging.getLogger(__name__)
@@ -165,20 +165,20 @@ def fault_of(
             own_queries = starmap(slice, pairwise(first_queries))
             for row, (length, first, own) in enumerate(zip(lengths, first_slots, own_queries, strict=False)):
                 keys_SND, values_SND = (pool[first : first + length] for pool in pools)
-                wanted_QHD = _plain(queries_QHD[own], keys_SND, values_SND, heads, window)
+                wanted_QHD = _plain(queries_QHD[own], keys_SND, values_SND, heads.scale, window)
                 if bool((~((found_QHD[own] - wanted_QHD).abs() <= _TOLERANCE)).any()):  # NaN is wrong, too
                     windowed = f" and a window of {window}" if window else ""
                     return f"wrong values in row {row} where rows have {', '.join(map(str, queries))} queries{windowed}"
     return None
 
 
-def _plain(queries_QHD: Tensor, keys_SND: Tensor, values_SND: Tensor, heads: Heads, window: int | None) -> Tensor:
+def _plain(queries_QHD: Tensor, keys_SND: Tensor, values_SND: Tensor, scale: float, window: int | None) -> Tensor:
     """The attention of one row's queries, the last of which stands at the last slot, in fp32."""
-    group, num_slots, num_queries = heads.num // heads.num_kv, len(keys_SND), len(queries_QHD)
-    keys_SHD, values_SHD = (part.float().repeat_interleave(group, 1) for part in (keys_SND, values_SND))
-    slots_S = torch.arange(num_slots, device=keys_SND.device)
-    distance_QS = slots_S[num_slots - num_queries :, None] - slots_S
-    is_unseen_QS = (distance_QS < 0) | (distance_QS >= (window or num_slots))
-    scores_HQS = torch.einsum("qhd,shd->hqs", queries_QHD.float(), keys_SHD) * heads.scale
-    weights_HQS = scores_HQS.masked_fill(is_unseen_QS, float("-inf")).softmax(-1)
-    return torch.einsum("hqs,shd->qhd", weights_HQS, values_SHD)
+    slots_S = torch.arange(len(keys_SND), device=keys_SND.device)
+    distance_QS = slots_S[-len(queries_QHD) :, None] - slots_S
+    is_seen_QS = (distance_QS >= 0) & (distance_QS < (window or len(keys_SND)))
+    heads_first = (part.float().transpose(0, 1) for part in (queries_QHD, keys_SND, values_SND))
+    attended_HQD = functional.scaled_dot_product_attention(
+        *heads_first, attn_mask=is_seen_QS, scale=scale, enable_gqa=True
+    )
+    return attended_HQD.transpose(0, 1)

@@ -8,7 +8,7 @@ other: a head is one block, and a GPU has more than a hundred multiprocessors. T
 
     row    | part 0: slots 0..15 | part 1: 16..31 | ... | part 7: 112..114 |
 
-Keys and values may be kept in another format than queries (`rows`): each is unpacked where it is used.
+Keys and values may be kept in another format than queries (`parts.KeptRows`): each is unpacked where it is used.
 
 A longer row has more parts, and beyond a limit longer ones. The limit depends on the number of heads, and a row's parts
 on its own length, which is on the device: never on other rows, or on the size of the cache. Parts are added up in their
@@ -27,8 +27,7 @@ from torch import Tensor
 
 from llama_ssp.architectures.engine import PART_SLOTS, most_parts
 from llama_ssp.kernels.chain_gpu import chained, release, wait
-from llama_ssp.kernels.parts import Sequences, left_of
-from llama_ssp.kernels.rows import KeptRows
+from llama_ssp.kernels.parts import KeptRows, Sequences, left_of
 
 SLOTS = PART_SLOTS
 """Slots of a step: one instruction multiplies them."""

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llama_ssp.kernels.choice_gpu import TOLERANCE, attempt, check, missing_packages
-from llama_ssp.kernels.parts import Heads, RmsNorm
-from llama_ssp.kernels.rows import KeptRows
+from llama_ssp.kernels.parts import Heads, KeptRows, RmsNorm
 
 _STEP = 0.08
 """Share of the largest value: the widest step of a kept number is less."""

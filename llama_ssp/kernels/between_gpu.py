@@ -16,8 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llama_ssp.kernels.chain_gpu import chained, release, wait
-from llama_ssp.kernels.parts import Heads, RmsNorm
-from llama_ssp.kernels.rows import KeptRows
+from llama_ssp.kernels.parts import Heads, KeptRows, RmsNorm
 
 _HEADS_OF_A_PROGRAM = 8
 _UNITS_OF_A_PROGRAM = 1024
@@ -119,7 +118,7 @@ def rotate_write_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Turn some heads of one token: queries in place, keys into the cache, where values go unturned.
 
-    A kept row has WIDTH numbers. With LARGEST they are codes and a scale; see `rows`.
+    A kept row has WIDTH numbers. With LARGEST they are codes and a scale; see `parts`.
     """
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)

@@ -20,7 +20,7 @@ from llama_ssp.cpu.kinds import PRODUCTS, TENSORS
 from llama_ssp.cpu.operators import Operator, find_operator
 from llama_ssp.kernels.attention import ALL, Attention, find_attention
 from llama_ssp.kernels.linear import NativeLinear, sample
-from llama_ssp.kernels.rows import KeptRows
+from llama_ssp.kernels.parts import KeptRows
 from llama_ssp.storage.formats import Product
 
 _CHECKED_WIDTH = 128

@@ -9,7 +9,7 @@ shows a token only the slots up to its own position, which have been written by 
 buckets. Attention that reads rows by their lengths (module `llama.attention`) gets the slots of all rows.
 
 A key or value of a head is kept as a format of `storage.formats` says, and is written and read through
-`kernels.rows`; compiled attention, and kernels of GPUs, read it as it is.
+`kernels.parts`; compiled attention, and kernels of GPUs, read it as it is.
 
 Shapes: B sequences, T positions, M = B * T tokens, S slots, U slots that are read, N key-value heads, D head dim, W
 width of a kept key or value.
@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache
 
 from llama_ssp.architectures.engine import saves_states
 from llama_ssp.architectures.family import num_positions, record_of, with_slots
-from llama_ssp.kernels.rows import KeptRows, rows_of
+from llama_ssp.kernels.parts import KeptRows, rows_of
 from llama_ssp.models.states import LayerState, StateCache, StateView
 from llama_ssp.ranks.comms import Comm, Reads
 from llama_ssp.storage.formats import OWN_DTYPE

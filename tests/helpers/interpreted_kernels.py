@@ -31,8 +31,7 @@ from llama_ssp.kernels.between import rotate_write
 from llama_ssp.kernels.draw_gpu import draw_in_blocks, draw_tokens, softmax
 from llama_ssp.kernels.halves_gpu import product_of_halves
 from llama_ssp.kernels.linear_gpu import choose, product_of_few_rows, unpack_bytes, unpack_codes
-from llama_ssp.kernels.parts import Heads, RmsNorm, Sequences
-from llama_ssp.kernels.rows import KeptRows, rows_of
+from llama_ssp.kernels.parts import Heads, KeptRows, RmsNorm, Sequences, rows_of
 from llama_ssp.models.huggingface import recurrent
 from llama_ssp.models.huggingface.experts import OwnExperts
 from llama_ssp.models.llama.decoder import LeanRunner

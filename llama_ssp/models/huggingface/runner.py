@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from llama_ssp.architectures.family import OTHER, record_of
 from llama_ssp.errors import ConfigError
-from llama_ssp.kernels.rows import rows_of
+from llama_ssp.kernels.parts import rows_of
 from llama_ssp.models.cache import CachedRunner, LibraryCache, Taps
 from llama_ssp.models.huggingface.experts import ExpertCounter
 from llama_ssp.models.huggingface.families import mask_argument

@@ -30,8 +30,7 @@ from llama_ssp.kernels.attention import Attention
 from llama_ssp.kernels.attention_by_length import VarlenAttention
 from llama_ssp.kernels.between import norm_heads
 from llama_ssp.kernels.layer import TokenPlaces, WholeLayers
-from llama_ssp.kernels.parts import Heads, RmsNorm, Sequences
-from llama_ssp.kernels.rows import KeptRows
+from llama_ssp.kernels.parts import Heads, KeptRows, RmsNorm, Sequences
 from llama_ssp.models.attention import attend_by_position
 from llama_ssp.models.cache import BufferOf, CacheView
 from llama_ssp.models.runner import Pieces

@@ -23,8 +23,7 @@ from llama_ssp.architectures.matrices import FUSED
 from llama_ssp.kernels.between import OwnKernels, gated
 from llama_ssp.kernels.layer import WholeLayers, whole_layers
 from llama_ssp.kernels.linear import Kernel, Linear, NativeLinear, make_linear, native_of
-from llama_ssp.kernels.parts import Heads, RmsNorm
-from llama_ssp.kernels.rows import KeptRows
+from llama_ssp.kernels.parts import Heads, KeptRows, RmsNorm
 from llama_ssp.models.llama.attention import CompiledAttention, LayerAttention
 from llama_ssp.models.weights import Weights
 from llama_ssp.ranks.comms import Comm

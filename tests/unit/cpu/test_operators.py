@@ -12,7 +12,7 @@ from torch import Tensor
 from llama_ssp.cpu import operators
 from llama_ssp.cpu.kinds import IN_FP16
 from llama_ssp.kernels import attention, layer, linear
-from llama_ssp.kernels.rows import SINGLES
+from llama_ssp.kernels.parts import SINGLES
 from llama_ssp.speculate.sampling import processors
 from llama_ssp.storage.formats import format_of
 from tests.unit.kernels.test_layer import logits, runner

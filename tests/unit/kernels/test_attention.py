@@ -1,4 +1,4 @@
-"""Holds compiled attention to its definition in fp64, and tokens to the same tokens alone.
+"""Holds compiled attention to its definition in fp64, tokens to the same tokens alone, and kept keys to what they were.
 
 Shapes: B rows, T positions, M = B * T tokens, H query heads, N key-value heads, S slots of a row, D head dim, W width
 of a cache's row.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llama_ssp.cpu.compiled import has_features
 from llama_ssp.kernels.attention import ALL, NEEDS, Attention, by_torch, find_attention
-from llama_ssp.kernels.rows import SINGLES, KeptRows, rows_of
+from llama_ssp.kernels.parts import SINGLES, KeptRows, rows_of
 from llama_ssp.models.runner import nearest
 from llama_ssp.speculate.sampling.draft import find_topology
 from llama_ssp.storage.formats import CACHES
@@ -173,3 +173,28 @@ def test_a_query_that_is_no_number_spoils_its_head_alone(bad: float) -> None:
     assert not found[1, :32].isfinite().any()
     assert torch.equal(found[0], wanted[0])
     assert torch.equal(found[1, 32:], wanted[1, 32:])
+
+
+FURTHEST = {"auto": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-11, "int8": 0.5 / 127, "fp8": 16 / 448}
+"""The most that a kept number may differ by, in largest numbers of its row."""
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_row_is_near_its_numbers_and_has_the_planned_bytes(name: str) -> None:
+    x = torch.randn(3, 2, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor([[[1e-3]], [[1.0]], [[100.0]]])
+    rows = FORMATS[name]
+    packed = rows.pack(x)
+    assert packed.dtype is rows.stored_dtype
+    assert packed.shape == (3, 2, rows.width(64))
+    assert packed[0, 0].nbytes == CACHES.of(name).row_bytes(64, value_bytes=4)
+    apart = (rows.unpack(packed, torch.float32) - x).abs() / x.abs().amax(-1, keepdim=True)
+    assert float(apart.max()) <= FURTHEST[name] * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_zeros_stay_zeros_and_what_is_no_number_shows(name: str) -> None:
+    rows = FORMATS[name]
+    assert not rows.unpack(rows.pack(torch.zeros(2, 16)), torch.float32).any()
+    for bad in (float("nan"), float("inf")):
+        x = torch.ones(16).index_fill(0, torch.tensor(3), bad)
+        assert not rows.unpack(rows.pack(x), torch.float32).isfinite().any()

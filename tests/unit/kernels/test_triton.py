@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llama_ssp.architectures.engine import most_parts
 from llama_ssp.architectures.matrices import tokens_of_a_block
-from llama_ssp.kernels.rows import rows_of
+from llama_ssp.kernels.parts import rows_of
 from llama_ssp.storage.formats import CACHES
 from tests.helpers.ahead_of_time import CAPABILITIES, CHAINED, Compiled, compile_kernel
 from tests.helpers.lanes import grid, slow
