@@ -12,7 +12,7 @@ other queries, the batch, the length of the cache. A slot that a query does not 
 the root of a tree on, `sees` says which a query does.
 
 Keys and values are in the cache as its format has them (`parts.KeptRows`), and are widened in registers: a key once for
-all queries of a unit, a value once for a tile of them. Scales, if there are some, are multiplied into scores and values.
+all queries of a unit, a value once for a tile of them. Scales are multiplied into scores and values.
 
 Shapes: M tokens, B rows, T tokens of a row, H query heads, N key-value heads, G = H / N, D head dim, S slots of all
 rows.

@@ -1,13 +1,15 @@
-"""Finds an interpreter whose torch is a CUDA build, and builds the stub device for it from `cuda/`.
+"""Finds an interpreter whose torch is a CUDA build, builds the stub device for it from `cuda/`, and starts processes.
 
 What is built lies in a folder of the temporary directory that is named after the sources, together with what torch's
 compilers keep for later runs, so only the first run after a change pays for it.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,6 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from tests.helpers.repository import ROOT
+from tests.helpers.sockets import family_of
 
 INTERPRETER = "LLAMA_SSP_CUDA_PYTHON"
 """The variable that names the interpreter; without it, the one that runs the tests."""
@@ -32,21 +37,44 @@ print(json.dumps({"torch": str(folder), "version": str(version.get("__version__"
 
 
 @dataclass(frozen=True)
-class CudaPython:
-    """An interpreter with a CUDA build of torch.
+class Stub:
+    """The stub device, built for an interpreter.
 
     Attributes:
-        includes: folders with the headers of CUDA, cuBLAS and NCCL that its wheels brought.
+        python: the interpreter, whose torch is a CUDA build.
+        folder: with the two libraries and the caches of torch's compilers.
     """
 
-    path: Path
-    torch_version: str
-    includes: tuple[Path, ...]
+    python: Path
+    folder: Path
+
+    def start(self, *arguments: object, output: Path, **settings: object) -> subprocess.Popen[str]:
+        """Start a process that leads a process group of its own (see `end`); its output goes to a file.
+
+        `settings` are variables of its environment; README.md lists the stub's.
+        """
+        library_path = os.pathsep.join([str(self.folder), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
+        environment = {
+            **os.environ,
+            "LD_PRELOAD": str(self.folder / "libstubgpu.so"),
+            "LD_LIBRARY_PATH": library_path,
+            "TRITON_LIBCUDA_PATH": str(self.folder),
+            "TRITON_CACHE_DIR": str(self.folder / "triton"),
+            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            **{name: str(value) for name, value in settings.items()},
+        }
+        with output.open("w") as sink:
+            return subprocess.Popen(
+                [str(self.python), *map(str, arguments)], cwd=ROOT, env=environment, text=True,
+                stdout=sink, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
 
 
 @cache
-def find_python() -> CudaPython | str:
-    """The interpreter, or why the stub device cannot be used here."""
+def find_stub() -> Stub | str:
+    """The stub device, or why it cannot be used here."""
     path = os.environ.get(INTERPRETER, sys.executable)
     if not shutil.which("g++"):
         return "the stub device is built by g++, which is not installed"
@@ -61,7 +89,7 @@ def find_python() -> CudaPython | str:
     includes = _includes(packages)
     if includes is None:
         return f"the wheels in {packages} bring no headers of CUDA, cuBLAS and NCCL"
-    return CudaPython(path=Path(path), torch_version=facts["version"], includes=includes)
+    return Stub(Path(path), _folder_for(facts["version"], includes))
 
 
 def _includes(packages: Path) -> tuple[Path, ...] | None:
@@ -76,11 +104,10 @@ def _includes(packages: Path) -> tuple[Path, ...] | None:
     return tuple(dict.fromkeys([SOURCES / "instead", *found, *([triton] if triton.is_dir() else [])]))
 
 
-@cache
-def folder_for(python: CudaPython) -> Path:
-    """The folder with both libraries, built first if need be."""
+def _folder_for(torch_version: str, includes: tuple[Path, ...]) -> Path:
+    """The folder with both libraries, built first if need be; `includes` are folders with headers of CUDA."""
     sources = sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("**/*.h*")])
-    parts = [python.torch_version.encode(), repr((python.includes, COMPILE)).encode()]
+    parts = [torch_version.encode(), repr((includes, COMPILE)).encode()]
     digest = hashlib.sha256(b"".join(parts + [source.read_bytes() for source in sources])).hexdigest()[:16]
     everything = Path(tempfile.gettempdir()) / f"llama-ssp-stub-gpu-{os.getuid()}"
     everything.mkdir(mode=0o700, exist_ok=True)
@@ -89,14 +116,14 @@ def folder_for(python: CudaPython) -> Path:
         with tempfile.TemporaryDirectory(dir=everything) as workshop:
             made = Path(workshop) / "made"
             made.mkdir()
-            _build([path for path in sources if path.suffix == ".cpp"], python, made, Path(workshop))
+            _build([path for path in sources if path.suffix == ".cpp"], includes, made, Path(workshop))
             if not folder.exists():  # another process may have been faster
                 made.rename(folder)
     return folder
 
 
-def _build(sources: list[Path], python: CudaPython, made: Path, workshop: Path) -> None:
-    headers = [part for folder in python.includes for part in ("-isystem", str(folder))]
+def _build(sources: list[Path], includes: tuple[Path, ...], made: Path, workshop: Path) -> None:
+    headers = [part for folder in includes for part in ("-isystem", str(folder))]
 
     def compiled(source: Path) -> str:
         target = str(workshop / f"{source.stem}.o")
@@ -115,3 +142,11 @@ def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode or done.stderr.strip():
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Kill a process that `Stub.start` started, and its children, the lowest first."""
+    for pid in reversed(family_of(process.pid)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()

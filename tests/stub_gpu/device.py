@@ -2,7 +2,7 @@
 
 import ctypes
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +12,8 @@ class Record(NamedTuple):
     """A launch, a wait, or another event.
 
     Attributes:
-        kind: kernel, triton, gemm, nccl, copy, memset, replay, captured, wait, poll, fault, ...
+        kind: kernel, triton, gemm, nccl, copy, memset, replay, captured, wait, poll, ...; a fault is what a program
+            should not have done.
         text: what follows the kind: sizes and names.
     """
 
@@ -31,11 +32,6 @@ def log() -> list[Record]:
 def graph(number: int) -> list[Record]:
     """The nodes of a graph, by the number in its records `captured` and `replay`."""
     return _written(lambda path: int(_library().stub_write_graph(number, path)))
-
-
-def faults(records: Sequence[Record]) -> list[str]:
-    """What a program should not have done."""
-    return [record.text for record in records if record.kind == "fault"]
 
 
 def _written(write: Callable[[bytes], int]) -> list[Record]:

@@ -79,7 +79,7 @@ def decode_twice(decoder: Decoder, requests: Sequence[Request], *, num_pieces: i
     executor = decoder.executor
     return Left(
         is_captured=isinstance(executor, GraphExecutor) and not executor.failed,
-        faults=[fault for log in logs for fault in device.faults(log)],
+        faults=[record.text for log in logs for record in log if record.kind == "fault"],
         finished=len(finished),
         between=[f"{record.kind} {record.text}" for record in inside if record.kind != "poll"],
         nodes=[[node.kind for node in graph] for graph in graphs],

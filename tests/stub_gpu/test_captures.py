@@ -11,8 +11,7 @@ import pytest
 
 from tests.helpers.disturbed import lines, wait_for
 from tests.helpers.gpu_faults import AT_MOST_S, CELLS, FULL, KILLED, STUCK, Cell, arguments, check_sentence, steps
-from tests.stub_gpu.build import find_python, folder_for
-from tests.stub_gpu.process import Stub, end
+from tests.stub_gpu.build import Stub, end, find_stub
 from tests.stub_gpu.settings import BROKEN, GROUPS, PLAIN, Group, Setting
 
 pytestmark = pytest.mark.gpu_stub
@@ -28,10 +27,10 @@ CASES = [
 @pytest.fixture(scope="module")
 def stub() -> Stub:
     """The stub device, built from source; skips where there is no CUDA build of torch or no compiler."""
-    python = find_python()
-    if isinstance(python, str):
-        pytest.skip(python)
-    return Stub(python, folder_for(python))
+    found = find_stub()
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found
 
 
 @pytest.fixture(scope="module")
