@@ -177,8 +177,8 @@ def _plain(queries_QHD: Tensor, keys_SND: Tensor, values_SND: Tensor, scale: flo
     slots_S = torch.arange(len(keys_SND), device=keys_SND.device)
     distance_QS = slots_S[-len(queries_QHD) :, None] - slots_S
     is_seen_QS = (distance_QS >= 0) & (distance_QS < (window or len(keys_SND)))
-    heads_first = (part.float().transpose(0, 1) for part in (queries_QHD, keys_SND, values_SND))
+    queries, keys, values = (part.float().transpose(0, 1) for part in (queries_QHD, keys_SND, values_SND))
     attended_HQD = functional.scaled_dot_product_attention(
-        *heads_first, attn_mask=is_seen_QS, scale=scale, enable_gqa=True
+        queries, keys, values, attn_mask=is_seen_QS, scale=scale, enable_gqa=True
     )
     return attended_HQD.transpose(0, 1)

@@ -84,7 +84,7 @@ def test_a_form_goes_on_without_its_kernel_and_says_so_once(
         raise RuntimeError("Failed to find C compiler.")
 
     kernels = SimpleNamespace(product_of_few_rows=no_compiler)
-    monkeypatch.setitem(sys.modules, "llama_ssp.kernels.linear_gpu", kernels)  # type: ignore[arg-type]  # no module
+    monkeypatch.setitem(sys.modules, "llama_ssp.kernels.linear_gpu", kernels)
     dtypes = torch.uint8, torch.float8_e4m3fn, torch.float32
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
