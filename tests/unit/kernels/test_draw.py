@@ -59,14 +59,6 @@ def test_ids_are_those_of_torchs_operators(vocab_size: int, num_rows: int, tempe
         assert torch.equal(drawn(weights * DRAW_UNITS, uniforms, units=1.0), wanted)
 
 
-def test_a_weight_of_zero_is_never_drawn() -> None:
-    weights = torch.zeros(1, 300)
-    weights[0, [37, 288]] = torch.tensor([0.25, 0.75])
-    found = [int(drawn(weights, torch.tensor([[u, v]], dtype=torch.float64)))
-             for u in (0.0, 0.2, 0.3, ALMOST_ONE) for v in (0.0, ALMOST_ONE)]  # fmt: skip
-    assert found == [37] * 4 + [288] * 4
-
-
 def test_weights_that_are_no_numbers_give_an_id() -> None:
     weights = torch.full((3, 1000), float("nan"))
     weights[1], weights[2] = float("inf"), float("-inf")

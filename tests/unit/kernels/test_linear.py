@@ -3,8 +3,6 @@
 `made` skips versions that this processor has no instructions for, and no others: a wrong kernel fails here.
 """
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
@@ -30,6 +28,7 @@ from llama_ssp.kernels.linear import (
     product_of,
 )
 from llama_ssp.kernels.parts import RmsNorm
+from llama_ssp.models.quantization import precision, weight_only
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.storage.formats import Product, formats
 from tests.helpers.four_bits import rounded
@@ -60,58 +59,28 @@ def made(version: str, weight: Tensor, bias: Tensor | None = None) -> Linear:
 def native(kind: str, weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
     if not has_features((product := PRODUCTS[kind]).needs):
         pytest.skip("this processor has no such product")
-    kernel = Precision(quantization=QUANTIZED[kind]).kernel if kind in QUANTIZED else partial(native_floats, product)
-    found = native_of(
-        make_linear(rounded(kind, weight) if product.codes == kinds.E2M1 else weight, bias, kernel=kernel)
-    )
+    found = native_of(quantized(kind, weight, bias) if kind in QUANTIZED else native_floats(product, weight, bias))
     assert found
     return found
 
 
 def stands_for(version: str, weight: Tensor) -> Tensor:
-    """The weights in fp64, from their definition."""
-    if version in {"half", "halves"}:
-        return weight.half().double()
-    if version == "fp8":
-        return in_fp8(weight)
-    if version == kinds.NIBBLES:
-        return in_4_bits(weight, 128)
-    if version in PRODUCTS and PRODUCTS[version].codes == kinds.E2M1:
-        return in_fp4(weight, version)
-    return in_steps(weight) if version in QUANTIZED else weight.double()
+    """The weights in fp64: of quantized ones what the layer without a compiled product maps unit vectors to."""
+    if version not in QUANTIZED:
+        return (weight.half() if version in {"half", "halves"} else weight).double()
+    if version == "dots":  # elsewhere LLM.int8()
+        return in_steps(weight)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (precision, weight_only):
+            patch.setattr(module, "compiled_for", lambda *_: None)
+        linear = quantized(version, weight)
+    assert native_of(linear) is None
+    return linear(torch.eye(weight.shape[1])).t().double()
 
 
-def in_4_bits(weight: Tensor, group: int) -> Tensor:
-    """16 steps between the smallest and the largest weight of a group, or zero; a step has 5 bits less than fp32."""
-    groups = weight.unflatten(1, (-1, group))
-    least, most = groups.amin(2, keepdim=True).clamp(max=0), groups.amax(2, keepdim=True).clamp(min=0)
-    steps = (((most - least) / 15).view(torch.int32) & ~31).view(torch.float32)
-    zeros = (-least / steps).round()
-    codes = ((groups / steps).round() + zeros).clamp(0, 15)
-    weight_OI: Tensor = ((codes - zeros).double() * steps.double()).flatten(1)
-    return weight_OI
-
-
-def in_fp8(weight: Tensor) -> Tensor:
-    """E4M3, whose largest number stands for the largest of 128 weights."""
-    groups = weight.unflatten(1, (-1, 128))
-    scales = groups.abs().amax(2, keepdim=True) / 448
-    weight_OI: Tensor = ((groups / scales).to(torch.float8_e4m3fn).double() * scales.double()).flatten(1)
-    return weight_OI
-
-
-def in_fp4(weight: Tensor, kind: str) -> Tensor:
-    """The nearest of 16 numbers times a power of two of 32 weights, or times E4M3 of 16 and a number of the output."""
-    groups, most = weight.unflatten(1, (-1, {"mxfp4": 32, "nvfp4": 16}[kind])).double(), weight.abs().amax(1)
-    largest = groups.abs().amax(2)
-    factors = most / (6 * 448) if kind == "nvfp4" else torch.ones(len(weight))
-    scales = 2.0 ** largest.log2().floor().sub(2)
-    if kind == "nvfp4":
-        scales = (largest / 6 / factors[:, None]).float().to(torch.float8_e4m3fn).double() * factors[:, None]
-    table = torch.tensor([sign * number for sign in (1.0, -1.0) for number in (0, 0.5, 1, 1.5, 2, 3, 4, 6)])
-    scaled = groups / scales[..., None]
-    found: Tensor = (table.double()[(scaled[..., None] - table).abs().argmin(3)] * scales[..., None]).flatten(1)
-    return found
+def quantized(kind: str, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    rows = rounded(kind, weight) if PRODUCTS[kind].codes == kinds.E2M1 else weight
+    return make_linear(rows, bias, kernel=Precision(quantization=QUANTIZED[kind]).kernel)
 
 
 def in_steps(rows: Tensor) -> Tensor:
@@ -143,15 +112,14 @@ def test_every_version_computes_the_product_of_its_weights(
     assert_close(layer(x, residual.clone()), wanted + residual, within=within)
 
 
-@pairs(version=["plain", "packed", "bytes"], dtype=[torch.bfloat16, torch.float16], num_rows=[1, 5, 40])
+@pairs(version=["plain", "packed"], dtype=[torch.bfloat16, torch.float16], num_rows=[1, 5, 40])
 def test_rows_in_16_bits_have_results_in_16_bits(version: str, dtype: torch.dtype, num_rows: int) -> None:
     weight, bias = numbers(48, 96, dtype=dtype), numbers(48, dtype=dtype)
     x, residual = numbers(num_rows, 96, dtype=dtype), numbers(num_rows, 48, dtype=dtype)
     found = made(version, weight, bias)(x, residual.clone())
     assert found.dtype is dtype
-    wanted = x.double() @ stands_for(version, weight.float()).t() + bias.double() + residual
-    within = 2e-2 if version == "bytes" else TOLERANCES[dtype]  # whose scales have 16 bits too
-    assert_close(found, wanted, within=within)
+    wanted = x.double() @ weight.double().t() + bias.double() + residual
+    assert_close(found, wanted, within=TOLERANCES[dtype])
 
 
 @pytest.mark.skipif(not can_halve(), reason="this build has no product with a weight in fp16")
