@@ -7,8 +7,8 @@ head: few blocks for a GPU with a hundred and more multiprocessors. These kernel
     prompts                    torch's flash attention
 
 On an H200 torch's took 68 us for 5 queries over 2048 slots of 32 heads of 128 dimensions, ours 17; for a few slots 6
-and 5. Keys and values that are kept in another format than queries are ours to read too; torch's kernel
-gets a copy of all slots in the queries' format (`unpacking`).
+and 5. Keys and values that are kept in another format than queries are ours to read too; torch's kernel gets a copy of
+all slots in the queries' format (`unpacking`).
 
 It runs where `architectures.engine.reads_by_length` says so, which plans ask too; elsewhere masks are used (see
 `models.llama.attention`). Before its first use each kernel is held to a masked attention on this very device, with the

@@ -30,10 +30,7 @@ _Kernel = TypeVar("_Kernel")
 _log = logging.getLogger(__name__)
 _MOST_LETTERS = 200
 _MEASURED = ("H200",)
-"""The GPUs whose products in 16 bits were compared with cuBLAS's, by parts of their names.
-
-`docs/findings/gpus.md` has the times; nothing is timed when a run starts.
-"""
+"""Parts of the names of GPUs whose products in 16 bits were timed next to cuBLAS; see `docs/findings/gpus.md`."""
 _SLOWER = {(10240, 5120), (49152, 576)}
 """Outputs and inputs of the only ones of 105 matrices for which cuBLAS was faster by more than 2 % at up to 5 rows."""
 _NARROW, _MOST_ROWS = 4096, (8, 16)

@@ -167,31 +167,26 @@ def sample(product: Product, weight_OI: Tensor, scale: float) -> tuple[Tensor, T
 
 
 def operands(product: Product, values_OI: Tensor, scales_O: Tensor) -> tuple[Tensor, Tensor]:
-    """The weights in blocks, and their scales, as the operator of a product takes what `NativeLinear` is given."""
+    """What `NativeLinear` is given as operators take it: weights in blocks, as `cpu.linear` draws them, and scales."""
     if product.codes == E2M1:
         codes, scales_OS, _ = byte_rows.split_fp4(values_OI)
         halves = byte_rows.unpack_codes(codes.unflatten(1, (-1, FP4_GROUP // 2)))
         shrink = E4M3_SHRINK if product.scale_dtype == E4M3_DTYPE else 1.0
-        return pack_groups(product, torch.cat(halves, dim=2).flatten(1), scales_OS), scales_O * shrink
+        return _pack_groups(product, torch.cat(halves, dim=2).flatten(1), scales_OS), scales_O * shrink
     if product.group:
-        return pack_groups(product, values_OI, scales_O), torch.tensor(1.0)
-    return pack(product, values_OI), scales_O
-
-
-def pack(product: Product, values_OI: Tensor) -> Tensor:
-    """Lay weights in blocks of outputs, as `cpu.linear` draws it."""
+        return _pack_groups(product, values_OI, scales_O), torch.tensor(1.0)
     num_outputs, num_inputs = values_OI.shape
     if product.codes == DOTS:
         words = (values_OI.view(torch.uint8) ^ SIGN_BIT).view(-1, BLOCK, num_inputs // 4, 4)  # 128 more, in one copy
     else:
         words = values_OI.view(-1, BLOCK, num_inputs, 1)
-    return words.transpose(1, 2).reshape(num_outputs // BLOCK, 1, -1)
+    return words.transpose(1, 2).reshape(num_outputs // BLOCK, 1, -1), scales_O
 
 
-def pack_groups(product: Product, codes_OI: Tensor, words_OG: Tensor) -> Tensor:
+def _pack_groups(product: Product, codes_OI: Tensor, words_OG: Tensor) -> Tensor:
     """Lay the bytes of E4M3, or codes (0 to 15, in bytes), and the words of their groups in blocks of outputs.
 
-    `cpu.linear` draws them. In words of E4M3 are the scales times 2^8, in those of 4-bit floats their bytes.
+    In words of E4M3 are the scales times 2^8, in those of 4-bit floats their bytes.
     """
     num_groups = words_OG.shape[1]
     codes_BOGI = codes_OI.view(-1, BLOCK, num_groups, codes_OI.shape[1] // num_groups)

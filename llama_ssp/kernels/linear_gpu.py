@@ -431,7 +431,7 @@ def tiles_of(
     The figures follow from ptxas and from the memory: 32 outputs and 512 inputs are 16 KiB of int8 weights in a step,
     two or three steps are on their way at a time, and a block fits into 99 KiB of shared memory, which every GPU since
     2020 has. In 4 bits a warp has one group, and there are as many warps as give 512 inputs. Four warps with 128 inputs
-    each were faster than eight with 64 on an H200: 15.7 us instead of 18.2 for 12288 x 4096 in int8.
+    each were faster than eight with 64 on an H200: `docs/findings/gpus.md`.
 
     `value_bytes` is the size of an input, and `group` the inputs that share a word, 0 for no words.
     """

@@ -37,7 +37,7 @@ from llama_ssp.models.huggingface.experts import OwnExperts
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.quantization import weight_only
-from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.states import StateCache
 from llama_ssp.speculate.sampling import processors
 from tests.helpers.fake_comm import on_ranks, thread_comms
@@ -234,24 +234,18 @@ def gate() -> None:
     assert_near(between_gpu.gated(gate_up), wanted, tolerance=2e-3)
 
 
-def whole_model(kind: str, *attends: VarlenAttention | None) -> None:
-    """Forwards of 40 tokens, then of few: by lengths, and by masks where that is None."""
-    model = modules(kind, DTYPE)
-    wanted = rounds(load_lean(model))
-    for attend in attends:
-        runner = on_gpu(load_lean(model, varlen=attend))
-        with patch.object(functional, "embedding", side_effect=AssertionError("the norm looks tokens up")):
-            found = rounds(runner)
-        for ours, theirs in zip(found, wanted, strict=True):
-            assert_near(ours, theirs, tolerance=0.02)
-
-
-def quantized_model(precision: Precision, tolerance: float) -> None:
-    """The same by lengths, next to torch's operators by masks."""
-    by_masks, runner = (
-        load_lean(modules("llama", DTYPE), precision=precision, varlen=attend) for attend in (None, varlen_attention)
+def whole_model(
+    kind: str, attend: VarlenAttention | None = varlen_attention,
+    *, precision: Precision = UNQUANTIZED, tolerance: float = 0.02,
+) -> None:  # fmt: skip
+    """Forwards of 40 tokens, then of few, by lengths or by masks, next to torch's operators by masks."""
+    by_operators, runner = (
+        load_lean(modules(kind, DTYPE), precision=precision, varlen=varlen) for varlen in (None, attend)
     )
-    for ours, theirs in zip(rounds(on_gpu(runner)), rounds(by_masks), strict=True):
+    wanted = rounds(by_operators)
+    with patch.object(functional, "embedding", side_effect=AssertionError("the norm looks tokens up")):
+        found = rounds(on_gpu(runner))
+    for ours, theirs in zip(found, wanted, strict=True):
         assert_near(ours, theirs, tolerance=tolerance)
 
 
@@ -518,12 +512,12 @@ PARTS: dict[str, Sequence[Callable[[], None]]] = {
     ],
     "recurrent layers": [recurrent_layers, wrong_recurrence_is_not_used],
     "several ranks": [several_ranks],
-    "llama, no groups": [partial(whole_model, "llama, no groups", varlen_attention)],
-    "mistral, window": [partial(whole_model, "mistral, window", varlen_attention)],
-    "qwen3": [partial(whole_model, "qwen3", varlen_attention)],
+    "llama, no groups": [partial(whole_model, "llama, no groups")],
+    "mistral, window": [partial(whole_model, "mistral, window")],
+    "qwen3": [partial(whole_model, "qwen3")],
     "qwen3 by masks": [partial(whole_model, "qwen3", None)],
-    "quantized weights": [partial(quantized_model, Precision(quantization="int8_weight_only"), 0.02)],
-    "quantized cache": [partial(quantized_model, Precision(cache_dtype="int8"), 0.05)],
+    "quantized weights": [partial(whole_model, "llama", precision=Precision(quantization="int8_weight_only"))],
+    "quantized cache": [partial(whole_model, "llama", precision=Precision(cache_dtype="int8"), tolerance=0.05)],
 }  # fmt: skip
 
 
