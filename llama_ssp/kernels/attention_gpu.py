@@ -14,8 +14,6 @@ A longer row has more parts, and beyond a limit longer ones. The limit depends o
 on its own length, which is on the device: never on other rows, or on the size of the cache. Parts are added up in their
 order, so that a row gets the same bits every time.
 
-This module imports Triton; CPU builds of torch come without.
-
 Shapes: Q queries of all rows, H query heads, N key-value heads, G = H / N, D head dim, W width of a kept key or value,
 S slots of all rows, C sequences.
 """
@@ -29,8 +27,6 @@ from llama_ssp.architectures.engine import PART_SLOTS, most_parts
 from llama_ssp.kernels.chain_gpu import chained, release, wait
 from llama_ssp.kernels.parts import KeptRows, Sequences, left_of
 
-SLOTS = PART_SLOTS
-"""Slots of a step: one instruction multiplies them."""
 MOST_ROWS = 64
 """Queries of a tile: the positions of a row times G."""
 _LEAST_ROWS = 16
@@ -171,17 +167,17 @@ def attend(
     assert queries_QHD.stride(2) == keys_SNW.stride(2) == 1
     assert keys_SNW.stride() == values_SNW.stride()
     parts = most_parts(num_kv_heads)
-    num_parts = min(parts, triton.cdiv(sequences.most_slots, SLOTS))
+    num_parts = min(parts, triton.cdiv(sequences.most_slots, PART_SLOTS))
     parts_QHCD = queries_QHD.new_empty(num_queries, num_heads, num_parts, head_dim, dtype=torch.float32)
     sums_QHC = queries_QHD.new_empty(num_queries, num_heads, num_parts, dtype=torch.float32)
     attended_QHD = queries_QHD.new_empty(queries_QHD.shape)
-    shared: dict[str, int] = {"HEAD_DIM": head_dim, "HAS_WINDOW": left >= 0, "PARTS": parts, "SLOTS": SLOTS}
+    shared: dict[str, int] = {"HEAD_DIM": head_dim, "HAS_WINDOW": left >= 0, "PARTS": parts, "SLOTS": PART_SLOTS}
     shared |= chained(queries_QHD.device)
     attend_part[num_parts, num_kv_heads, num_sequences](
         queries_QHD, keys_SNW, values_SNW, sequences.first_query_C1, sequences.first_slot_C1, sequences.used_C,
         parts_QHCD, sums_QHC, scale * _LOG2_E, left, num_parts,
         queries_QHD.stride(0), queries_QHD.stride(1), keys_SNW.stride(0), keys_SNW.stride(1),
-        GROUP=group, DIMS=max(int(triton.next_power_of_2(head_dim)), SLOTS), ROWS=rows, **shared,
+        GROUP=group, DIMS=max(int(triton.next_power_of_2(head_dim)), PART_SLOTS), ROWS=rows, **shared,
         KIND=KINDS.get(kept.dtype, 0) if kept else 0,
         num_warps=rows // _LEAST_ROWS, num_stages=3,
     )  # fmt: skip

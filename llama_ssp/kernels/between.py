@@ -2,7 +2,7 @@
 
     part           reference, for every device    on a GPU, in Triton
     rotate_write   `rotate_write`                 `between_gpu.rotate_write`: one kernel, norms of heads included
-    add_norm       `RmsNorm`, often of a sum      `between_gpu.add_norm`
+    add_norm       `RmsNorm`, often of a sum      `between_gpu.add_norm`: the first layer's embedding included
     gated          `gated`                        `between_gpu.gated`
 
 On a CPU compiled operators take in what stands around them where they can (`linear`, `attention`, `layer`).

@@ -1,9 +1,5 @@
 """The parts between the products of a layer in Triton; `between` has the references, and chooses.
 
-    rotate_write   the norms of heads, the rotary embedding, and the write to the cache, in its format
-    add_norm       the residual, or the embedding of the first layer, and the norm
-    gated          silu(gate) * up
-
 Shapes: B rows, T positions, M = B * T tokens, E embedding width, U MLP units, X heads, S positions, D head dim,
 P = D / 2.
 """

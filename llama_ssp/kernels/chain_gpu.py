@@ -16,8 +16,6 @@ import torch
 import triton
 import triton.language as tl
 
-FIRST_CAPABILITY = 9
-
 
 @triton.jit  # type: ignore[untyped-decorator]
 def wait(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -37,5 +35,5 @@ def release(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
 def chained(device: torch.device) -> dict[str, bool]:
     """The options of a launch on a device; there is nothing to chain on CPUs, AMD's and older GPUs."""
     is_known = device.type == "cuda" and torch.version.hip is None and hasattr(tl.extra.cuda, "gdc_wait")
-    pdl = is_known and torch.cuda.get_device_capability(device)[0] >= FIRST_CAPABILITY
+    pdl = is_known and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}

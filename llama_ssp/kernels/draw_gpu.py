@@ -5,8 +5,6 @@
     sum_blocks     one program for each block of a draw: the block's units, and over shards the token drawn in it
     pick_token     one program for each row: the block where the first uniform falls, the token where the second does
 
-This module imports Triton; CPU builds of torch come without.
-
 Shapes: B sequences, N rows of logits, V vocabulary, P = 2 uniforms per draw, C blocks of M tokens.
 """
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.architectures.engine import most_parts
+from llama_ssp.architectures.engine import PART_SLOTS, most_parts
 from llama_ssp.architectures.matrices import tokens_of_a_block
 from llama_ssp.kernels.parts import rows_of
 from llama_ssp.storage.formats import CACHES
@@ -89,7 +89,7 @@ def test_split_attention_needs_no_stack_and_multiplies_every_key_by_one_warp(
     capability: int, dtype: str, head_dim: int, rows: int, *, has_window: bool, cache: str
 ) -> None:
     """A warp multiplies 16 x 8 x 16 numbers at once: 16 slots by all dimensions, then 16 slots to all dimensions."""
-    dims, slots = 128 if head_dim > 64 else 64, attention_gpu.SLOTS
+    dims, slots = 128 if head_dim > 64 else 64, PART_SLOTS
     kept = rows_of(cache, NUMBERS[dtype])
     types = {name: kind.format(dtype) for name, kind in ATTENTION.items()}
     types |= dict.fromkeys(("keys", "values"), STORED[kept.stored_dtype])
