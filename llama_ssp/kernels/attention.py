@@ -41,33 +41,29 @@ def by_torch(  # noqa: PLR0913, PLR0917 - the arguments of an operator
     qkv: Tensor, turns_S1P: Tensor, positions_BT: Tensor, slots_M: Tensor, cache_2NSW: Tensor, own_slots_BT: Tensor,
     sees_BTA: Tensor, num_heads: int, scale: float, window: int, rows: KeptRows | None = None,
 ) -> Tensor:  # fmt: skip
-    """The reference of `Attention`, in any number format: token by token, the cache written first."""
+    """The reference of `Attention`, in any number format: row by row, the cache written first."""
     num_kv, rows = cache_2NSW.shape[0] // 2, rows or KeptRows(qkv.dtype)
     qkv_MXD = qkv.view(len(slots_M), num_heads + 2 * num_kv, -1)
     pairs = torch.view_as_complex(qkv_MXD[:, : num_heads + num_kv].unflatten(-1, (-1, 2)).contiguous())
     turned_MXD = torch.view_as_real(pairs * turns_S1P[positions_BT.flatten()]).flatten(-2)
     written_MXD = torch.cat([turned_MXD[:, num_heads:], qkv_MXD[:, num_heads + num_kv :]], 1)
     cache_2NSW[:, slots_M] = rows.pack(written_MXD).transpose(0, 1)
+    queries_BTHD = turned_MXD[:, :num_heads].unflatten(0, positions_BT.shape)
     found = []
-    last_B1, num_behind = own_slots_BT[:, -1:], sees_BTA.shape[2]
-    behind_M = (own_slots_BT - last_B1 + num_behind).flatten()  # a token and how many of the A slots come before
-    starts_B = slots_M.view_as(own_slots_BT)[:, 0] - own_slots_BT[:, 0]
-    slots_M = (starts_B[:, None] + own_slots_BT).flatten()
-    for token, (slot, own) in enumerate(zip(slots_M.tolist(), own_slots_BT.flatten().tolist(), strict=True)):
-        position = int(positions_BT.flatten()[token])
-        num_seen = own - max(position - window, -1) if window else own + 1
-        keys_NSD, values_NSD = rows.unpack(cache_2NSW[:, slot + 1 - num_seen : slot + 1], qkv.dtype).split(num_kv)
-        seen_S = torch.ones(num_seen, dtype=torch.bool)
-        if num_behind:
-            behind = int(behind_M[token])
-            hidden = max(behind - num_seen, 0)
-            seen_S[num_seen - behind + hidden :] = sees_BTA.flatten(0, 1)[token, hidden:behind]
-        query_NGD = turned_MXD[token, :num_heads].unflatten(0, (num_kv, -1))
-        attended = functional.scaled_dot_product_attention(
-            query_NGD, keys_NSD, values_NSD, attn_mask=seen_S[None, None], scale=scale
+    for row, (own_T, slots_T) in enumerate(zip(own_slots_BT, slots_M.view_as(own_slots_BT), strict=True)):
+        start, num_slots = int(slots_T[0] - own_T[0]), int(own_T[-1]) + 1
+        slots_S = torch.arange(num_slots)
+        is_seen_TS = slots_S <= own_T[:, None]
+        if window:
+            is_seen_TS &= slots_S > positions_BT[row, :, None] - window
+        if num_behind := sees_BTA.shape[2]:
+            is_seen_TS[:, -num_behind:] &= sees_BTA[row]
+        keys_NSD, values_NSD = rows.unpack(cache_2NSW[:, start : start + num_slots], qkv.dtype).split(num_kv)
+        attended_HTD = functional.scaled_dot_product_attention(
+            queries_BTHD[row].transpose(0, 1), keys_NSD, values_NSD, attn_mask=is_seen_TS, scale=scale, enable_gqa=True
         )
-        found.append(attended.flatten())
-    return torch.stack(found)
+        found.append(attended_HTD.transpose(0, 1).flatten(1))
+    return torch.cat(found)
 
 
 @cache

@@ -11,7 +11,7 @@ from itertools import accumulate, chain, product
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy
 import pytest
@@ -170,29 +170,21 @@ def wrong_kernels_are_not_used() -> None:
 
 def choice_of_attention() -> None:
     """Ours is compared with a mask, and serves the queries of rounds."""
-    heads, right, served = Heads(16, 1, 16, 0.25), attention_gpu.attend, list[int]()
-    ours: Any = attention_gpu
-
-    def counted(*arguments: Any, **options: Any) -> Tensor:  # noqa: ANN401
-        served.append(1)
-        return right(*arguments, **options)
-
-    def tried() -> VarlenAttention:
-        return varlen.with_ours(
-            varlen_attention, heads, device=CPU, dtype=DTYPE, has_windows=True, kept=KeptRows(DTYPE)
-        )
-
-    ours.attend = counted
-    chosen, found = tried(), {}
-    for num_rows, num_queries in ((1, 1), (8, 1), (2, 4), (2, 5)):
-        served.clear()
-        by_lengths(chosen, heads, queries=[num_queries] * num_rows, lengths=[50] * num_rows, window=None)
-        found[num_rows, num_queries] = bool(served)
-    assert [*found.values()] == [True] * 3 + [False], found
-    ours.attend = lambda *arguments, **options: right(*arguments, **options) * 1.2
-    with pytest.raises(RuntimeError, match="split attention gives wrong values in row 0 where rows have 1 queries"):
-        tried()
-    ours.attend = right
+    theirs, right, none = Mock(), attention_gpu.attend, torch.empty(0)
+    tried = partial(
+        varlen.with_ours, theirs, Heads(16, 1, 16, 0.25), device=CPU, dtype=DTYPE, has_windows=True,
+        kept=KeptRows(DTYPE),
+    )  # fmt: skip
+    with patch.object(attention_gpu, "attend", side_effect=right) as ours:
+        chosen = tried()
+        ours.side_effect = None
+        for most_queries in (1, 4, 5):
+            ours.reset_mock()
+            chosen(none, none, none, Sequences(none, none, none, most_queries, 50))
+            assert ours.called == (most_queries < 5) != theirs.called, most_queries
+        ours.side_effect = lambda *arguments, **options: right(*arguments, **options) * 1.2
+        with pytest.raises(RuntimeError, match="split attention gives wrong values in row 0 where rows have 1 queries"):
+            tried()
 
 
 def on_gpu(runner: LeanRunner) -> LeanRunner:
