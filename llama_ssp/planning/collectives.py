@@ -78,16 +78,15 @@ def message_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: float
 
 
 class Message(NamedTuple):
-    """One kind of message of a round: each sender sends `payload_bytes` to every other rank."""
+    """One kind of message of a round: `num_bytes` of one sender to all others, or of all ranks among each other."""
 
-    payload_bytes: int
+    num_bytes: int
     ranks: tuple[int, ...]
-    num_senders: int = 1
 
     @property
     def received_bytes(self) -> int:
         """Bytes received in a round, over all ranks."""
-        return self.payload_bytes * self.num_senders * (len(self.ranks) - 1)
+        return self.num_bytes * (len(self.ranks) - 1)
 
 
 def round_messages(spec: PlanSpec, num_draft_tokens: int) -> dict[str, Message]:
@@ -96,18 +95,17 @@ def round_messages(spec: PlanSpec, num_draft_tokens: int) -> dict[str, Message]:
     if len(layout.ranks) == 1:
         return {}
     drafts = bool(spec.draft) and num_draft_tokens > 0
-    num_senders = len(layout.ranks) if drafts and layout.splits_batch else 1
-    rows = spec.draft_rows if drafts else spec.batch_size
+    rows = spec.draft_rows * len(layout.ranks) if drafts and layout.splits_batch else spec.batch_size
     found = {}
     if drafts and spec.sends_taps:
         found["taps"] = Message(rows * (spec.draft_depth + 1) * spec.tap_bytes, layout.ranks)
     if drafts:
         with_parents = 2 if spec.tree and spec.tree.is_dynamic else 1
-        found["ids"] = Message(with_parents * ID_BYTES * rows * num_draft_tokens, layout.ranks, num_senders)
+        found["ids"] = Message(with_parents * ID_BYTES * rows * num_draft_tokens, layout.ranks)
     has_probs = rule_of(spec.rule).needs_probs and not spec.is_certain
     if drafts and layout.is_apart and has_probs:
         num_probs = 1 + sum(spec.tree.read) if spec.tree else num_draft_tokens
         num_bytes = PROBABILITY_BYTES * rows * num_probs * spec.target.shape.vocab_size
         found["probabilities"] = Message(num_bytes, (layout.draft_source_rank, layout.verify_rank))
-    found["verdict"] = Message(VERDICT_BYTES * rows, layout.ranks, num_senders)
+    found["verdict"] = Message(VERDICT_BYTES * rows, layout.ranks)
     return found

@@ -164,17 +164,14 @@ def forward_time(
         _matrices_s(placement, hardware, held, tokens=tokens, scored=scored, has_head=not layer_wise or held is last)
         for held in placement.shares
     ]
-    layers, kernels = placement.model.shape.num_hidden_layers, placement.kernels
-    states_s = batch_size * _state_bytes(placement, num_positions) / hardware.read_bytes_per_s
-    frame_s = kernels.frame * (hardware.kernel_s if placement.cuda_graphs else hardware.launch_s)
+    num_layers = placement.model.shape.num_hidden_layers + _more_layers(placement, hardware, num_positions)
+    frame_s = placement.kernels.frame * (hardware.kernel_s if placement.cuda_graphs else hardware.launch_s)
     return ForwardTime(
         matrices_s=sum(matrices) if layer_wise else max(matrices),
         attention_s=_attention_s(
             placement, hardware, batch_size=batch_size, num_positions=num_positions, num_slots=bucket
-        )
-        + states_s,
-        operators_s=(layers + _more_layers(placement, hardware, num_positions)) * _layer_s(placement, hardware, tokens)
-        + frame_s,
+        ),
+        operators_s=num_layers * _layer_s(placement, hardware, tokens) + frame_s,
         collectives_s=_collectives_s(placement, hardware, tokens=tokens, num_rows=batch_size, num_scored=num_scored),
     )
 
@@ -241,18 +238,17 @@ def _attention_s(
 ) -> float:
     """Attention to `num_slots` slots in all layers, on the rank with the most heads: reading them, or the products.
 
-    A position attends to itself and those before it, which are half of a block of positions.
+    A position attends to itself and those before it, which are half of a block of positions. Of states each row reads
+    the first, and writes those behind its tokens, of a prompt the last.
     """
-    shape, (num_heads, num_kv_heads) = placement.model.shape, placement.most_heads
-    read_bytes, num_pairs = batch_size * placement.model.slot_bytes(num_kv_heads), num_slots - (num_positions - 1) / 2
+    model, (num_heads, num_kv_heads) = placement.model, placement.most_heads
+    shape, num_pairs = model.shape, num_slots - (num_positions - 1) / 2
     operations = 4 * batch_size * num_positions * num_pairs * num_heads * shape.head_dim * shape.num_hidden_layers
-    return _product_s(num_slots * read_bytes, placement.model, hardware, operations=operations)
-
-
-def _state_bytes(placement: ModelPlacement, num_positions: int) -> int:
-    """Bytes of states that a forward reads and writes for a row: the first, and those behind tokens but a prompt's."""
+    read_bytes = num_slots * (batch_size * model.slot_bytes(num_kv_heads))
     num_moved = 1 + (num_positions if num_positions <= MOST_DRAFT_TOKENS + 1 else 1)
-    return max(placement.model.state_bytes(num_moved, held=held) for held in placement.shares)
+    states_bytes = batch_size * max(model.state_bytes(num_moved, held=held) for held in placement.shares)
+    states_s = states_bytes / hardware.read_bytes_per_s
+    return _product_s(read_bytes, model, hardware, operations=operations) + states_s
 
 
 def _more_layers(placement: ModelPlacement, hardware: HardwareConfig, num_positions: int) -> float:

@@ -97,10 +97,10 @@ def _target_parts(spec: PlanSpec) -> dict[int, _Part]:
 def _draft_parts(spec: PlanSpec) -> dict[int, _Part]:
     if spec.draft is None:
         return {}
+    num_ranks = 1 if spec.layout.splits_batch else len(spec.draft_ranks)
     parts = _parts(
-        spec.draft, spec.device, num_ranks=1 if spec.layout.splits_batch else len(spec.draft_ranks),
-        kind=TargetKind.tensor, whole=spec.draft_whole, num_shared=spec.num_shared_tables,
-        num_kept=spec.kept_states[1],
+        spec.draft, spec.device, num_ranks=num_ranks, kind=TargetKind.tensor, whole=spec.draft_whole,
+        num_shared=spec.num_shared_tables, num_kept=spec.kept_states[1],
     )  # fmt: skip
     return dict(zip(spec.draft_ranks, cycle(parts), strict=False))
 
@@ -199,6 +199,8 @@ def _equal_ranks(spec: PlanSpec, hardware: HardwareConfig) -> tuple[tuple[RankMe
 
 def _rank_memory(spec: PlanSpec, hardware: HardwareConfig, rank: int, target: _Part, draft: _Part) -> RankMemoryPlan:
     num_slots = spec.batch_size * spec.num_slots
+    both = (spec.target, target), (spec.draft, draft)
+    held = [(model, part) for model, part in both if model and part is not _NOTHING]
     taps_bytes = num_slots * spec.tap_bytes  # where a head reads them, or they are sent from
     uniforms = 3 * spec.num_draft_tokens * spec.drafts + 4
     # All that the rows can need, in fp64, twice while all rows are admitted at once.
@@ -211,13 +213,9 @@ def _rank_memory(spec: PlanSpec, hardware: HardwareConfig, rank: int, target: _P
         + taps_bytes * (rank in spec.draft_ranks or spec.sends_taps)
         + spec.copies_bytes,
         "logits_bytes": _logits_bytes(spec, rank) + uniforms_bytes,
-        "activations_bytes": max(
-            _activation_bytes(spec, hardware, model, part)
-            for model, part in ((spec.target, target), (spec.draft, draft))
-        ),
+        "activations_bytes": max(_activation_bytes(spec, hardware, model, part) for model, part in held),
     }
-    held = [model for model, part in ((spec.target, target), (spec.draft, draft)) if model and part is not _NOTHING]
-    packages = [model.storage.package_bytes for model in held if hardware.device == "cpu"]
+    packages = [model.storage.package_bytes for model, _ in held if hardware.device == "cpu"]
     context_bytes = hardware.context_bytes + max(packages, default=0)
     fixed = {
         "graphs_bytes": _graph_bytes(spec, hardware, drafts=draft is not _NOTHING) if spec.cuda_graphs else 0,
@@ -285,7 +283,7 @@ def _logits_bytes(spec: PlanSpec, rank: int) -> int:
     return vocabulary * (spec.batch_size * logits + num_own * rule) + counted
 
 
-def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedModel | None, part: _Part) -> int:
+def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedModel, part: _Part) -> int:
     """Peak of a prefill chunk: the residual and its norm, attention or the MLP, and masks where it needs them.
 
     If the attention of a round or of short prompts splits a sequence into parts, each part has its own sums in fp32.
@@ -294,8 +292,6 @@ def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedMo
     read is unpacked layer by layer, keys and values in turn, through fp32. Of the states behind the tokens of a round,
     three copies of a layer's are made at once.
     """
-    if model is None or part is _NOTHING:
-        return 0
     shape, size = model.shape, DTYPE_BYTES[model.dtype]
     positions = min(engine.PREFILL_CHUNK, spec.prompt_tokens)
     bucket = bucket_of(spec.prompt_tokens, spec.num_slots, hardware)

@@ -8,10 +8,7 @@ from llama_ssp.catalogue import ModelConfig, ModelShape
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.planning.model import PlannedModel
 from llama_ssp.planning.spec import PlanSpec
-from llama_ssp.settings.drafters import (
-    drafts,
-    has_own_tokenizer,
-)
+from llama_ssp.settings.drafters import drafts, has_own_tokenizer
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.words import said
 

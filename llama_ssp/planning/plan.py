@@ -15,7 +15,7 @@ from llama_ssp.machines.hardware import MEASURED, HardwareConfig
 from llama_ssp.planning import advice
 from llama_ssp.planning.acceptance import remarks
 from llama_ssp.planning.advice import Change, changes_that_fit, faster_on_fewer
-from llama_ssp.planning.collectives import Message, all_reduce_s, round_messages
+from llama_ssp.planning.collectives import all_reduce_s, round_messages
 from llama_ssp.planning.forwards import ForwardTime
 from llama_ssp.planning.memory import GIB, RankMemoryPlan, kv_bytes_per_token, largest_batch, largest_context, memory
 from llama_ssp.planning.model import PlannedModel
@@ -37,7 +37,6 @@ class Plan:
 
     Attributes:
         basis: where the times are from.
-        messages: those of a round, by kind.
         largest_batch: the largest batch that fits at this context; 0 if none does.
         largest_context: the longest row that fits at this batch size.
         warnings, notes: see `advice`.
@@ -50,7 +49,6 @@ class Plan:
     ranks: tuple[RankMemoryPlan, ...]
     timing: Timing
     basis: str
-    messages: Mapping[str, Message]
     largest_batch: int
     largest_context: int
     warnings: tuple[str, ...]
@@ -96,7 +94,6 @@ def make_plan(spec: PlanSpec, hardware: HardwareConfig, *, remark: str | None = 
         ranks=ranks,
         timing=timed,
         basis=basis(hardware),
-        messages=round_messages(spec, spec.num_draft_tokens if spec.drafts else 0),
         largest_batch=largest_batch(spec, hardware),
         largest_context=largest_context(spec, hardware),
         warnings=(
@@ -232,8 +229,9 @@ _RATIOS = (
 def document(plan: Plan) -> dict[str, Any]:
     """The fields of a plan as a JSON document, which docs/reference/plan-document.md describes."""
     spec, timed = plan.spec, plan.timing
-    number, num_bytes = CostModel(spec, plan.hardware).collectives(spec.num_draft_tokens * spec.drafts)
-    sent = {f"{kind}_bytes": message.received_bytes for kind, message in plan.messages.items()}
+    num_draft_tokens = spec.num_draft_tokens * spec.drafts
+    number, num_bytes = CostModel(spec, plan.hardware).collectives(num_draft_tokens)
+    sent = {f"{kind}_bytes": one.received_bytes for kind, one in round_messages(spec, num_draft_tokens).items()}
     messages = dict.fromkeys(("taps_bytes", "ids_bytes", "probabilities_bytes", "verdict_bytes"), 0) | sent
     acceptance = timed.acceptance
     return {
@@ -252,7 +250,7 @@ def document(plan: Plan) -> dict[str, Any]:
             "kind": spec.draft_kind.name, "ranks": [*spec.draft_ranks]
         } if spec.draft else None,
         "job": {name: getattr(spec, name) for name in _OF_SPEC} | {
-            "num_draft_tokens": spec.num_draft_tokens * spec.drafts, "tree": spec.tree and spec.tree.text,
+            "num_draft_tokens": num_draft_tokens, "tree": spec.tree and spec.tree.text,
         },
         "memory": [asdict(rank) | {name: getattr(rank, name) for name in _OF_RANK} for rank in plan.ranks],
         "largest_rank": plan.fullest.rank,

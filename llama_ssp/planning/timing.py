@@ -156,9 +156,7 @@ class CostModel:
         if self.draft and num_draft_tokens:
             drafting = self.spec.first_draft_positions, *self.spec.later_draft_forwards(num_draft_tokens)
             forwards += [(self.draft, number) for number in drafting]
-        sent = [
-            (1, one.payload_bytes * one.num_senders) for one in round_messages(self.spec, num_draft_tokens).values()
-        ]
+        sent = [(1, message.num_bytes) for message in round_messages(self.spec, num_draft_tokens).values()]
         for placement, number in forwards:
             rows = self._rows_of(placement)
             sent.append(placement.collectives(rows, number, number if placement is self.target else 1))
@@ -215,7 +213,7 @@ class CostModel:
         """Messages of these kinds between the ranks of a replica, one after the other."""
         found = round_messages(self.spec, num_draft_tokens)
         sent = [found[kind] for kind in kinds if kind in found]
-        return sum(message_s(self.hardware, one.ranks, one.payload_bytes * one.num_senders) for one in sent)
+        return sum(message_s(self.hardware, message.ranks, message.num_bytes) for message in sent)
 
     def plain_s(self) -> float:
         """One plain token."""
@@ -387,11 +385,9 @@ def timing(spec: PlanSpec, hardware: HardwareConfig) -> Timing:
 def _speculative(costs: CostModel, plain: Timing) -> Timing:
     spec, chosen = costs.spec, costs.spec.num_draft_tokens
     acceptance = expected_of_spec(spec)
-    probability, lengths = acceptance.probability, range(1, max(MOST_DRAFT_TOKENS, chosen) + 1)
+    probability, tree = acceptance.probability, spec.tree
+    lengths = range(chosen, chosen + 1) if tree else range(1, max(MOST_DRAFT_TOKENS, chosen) + 1)
     overlapped = [costs.overlapped(number) for number in lengths if spec.overlaps]
-    tree = spec.tree
-    if tree:
-        lengths = range(chosen, chosen + 1)
 
     def gains(probability: float) -> Sequence[float]:
         if overlapped:  # a block goes on from the one before, so that its positions are all alike
