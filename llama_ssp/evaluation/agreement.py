@@ -40,7 +40,6 @@ def judge(evidence: Evidence) -> Evaluation:
         near_tie = NEAR_TIES.get(evidence.config.model.dtype, 0.0)
     gaps = [_gap(evidence, pair) for pair in evidence.pairs if place_of_difference(pair) is not None]
     num_pairs, others = len(evidence.pairs), [gap for gap in gaps if gap > near_tie]
-    passed = not others
     reason = (
         f"{num_pairs - len(gaps)} of {num_pairs} greedy texts are equal, {len(gaps) - len(others)} part at a near tie"
     )
@@ -52,7 +51,7 @@ def judge(evidence: Evidence) -> Evaluation:
     counts = {"equal texts": num_pairs - len(gaps), "part at a near tie": len(ties), "part elsewhere": len(others)}
     measures = [Measure(name=name, value=number) for name, number in counts.items()]
     measures += [Measure(name="widest near tie, nats", value=max(ties))] if ties else []
-    return Evaluation(suite=SUITE.name, passed=passed, reason=reason, measures=[*measures, *_drafted(evidence)])
+    return Evaluation(suite=SUITE.name, passed=not others, reason=reason, measures=[*measures, *_drafted(evidence)])
 
 
 def _gap(evidence: Evidence, pair: CompletionPair) -> float:

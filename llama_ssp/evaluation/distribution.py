@@ -66,10 +66,8 @@ def judge(evidence: Evidence) -> Evaluation:
         "plain and speculative samples come from different distributions"
     )  # fmt: skip
     missed = [f"{fault} ({chance:.2f})" for fault, chance in power.items() if chance < LEAST_POWER]
-    apart, difference = (
-        statistics.total_variation(groups, seed=_SEED),
-        statistics.mean_interval([group.differences for group in groups]),
-    )
+    apart = statistics.total_variation(groups, seed=_SEED)
+    difference = statistics.mean_interval([group.differences for group in groups])
     return Evaluation(
         suite=SUITE.name,
         passed=passed,

@@ -235,10 +235,8 @@ def _value(kind: Any, value: Any, path: str, problems: list[str]) -> Any:  # noq
         return _part(cast("type[Any]", kind), value, path, problems)
     if kind == dict[str, Speed] and isinstance(value, Mapping):
         return {str(name): _part(Speed, speed, f"{path}.{name}", problems) for name, speed in value.items()}
-    if get_origin(kind) is list:
-        (part,) = get_args(kind)
-        if isinstance(value, list):
-            return [_part(part, item, f"{path}[{number}]", problems) for number, item in enumerate(value)]
+    if get_origin(kind) is list and isinstance(value, list):
+        return [_part(get_args(kind)[0], item, f"{path}[{number}]", problems) for number, item in enumerate(value)]
     found = [*_problems_of_figure(kind, value, path)]
     problems += found
     return int(value) if kind is int and not found else value

@@ -175,12 +175,11 @@ def faster_on_fewer(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> 
 
 
 def _sentence(spec: PlanSpec, hardware: HardwareConfig, timed: Timing, best_spec: PlanSpec, best: Timing) -> str:
-    num_ranks, size = len(spec.layout.ranks), len(best_spec.layout.ranks)
-    num_nodes = {count: -(-count // hardware.num_gpus) for count in (num_ranks, size)}
-    is_node = num_nodes[num_ranks] > 1 and size == hardware.num_gpus * num_nodes[size]
-    where = counted(num_nodes[size], "node") if is_node else counted(size, hardware.unit)
-    verb = "is" if (num_nodes[size] if is_node else size) == 1 else "are"
-    of_all = f"all {num_nodes[num_ranks]}" if is_node else f"all {num_ranks}"
+    all_ranks, size = len(spec.layout.ranks), len(best_spec.layout.ranks)
+    all_nodes, num_nodes = (-(-count // hardware.num_gpus) for count in (all_ranks, size))
+    is_node = all_nodes > 1 and size == hardware.num_gpus * num_nodes
+    number, of_all, unit = (num_nodes, all_nodes, "node") if is_node else (size, all_ranks, hardware.unit)
+    where, verb = counted(number, unit), "is" if number == 1 else "are"
     num_replicas, rows = best_spec.num_replicas, best_spec.batch_size
     total = rows * num_replicas / best.best_s
     settings = f"placement.num_replicas={num_replicas}" + (f" batch_size={rows}" if rows != spec.batch_size else "")
@@ -192,7 +191,7 @@ def _sentence(spec: PlanSpec, hardware: HardwareConfig, timed: Timing, best_spec
             f"{settings}"
         )
     return (
-        f"{where} {verb} faster than {of_all}: {_times(best)}, here {_times(timed)}; {settings} "
+        f"{where} {verb} faster than all {of_all}: {_times(best)}, here {_times(timed)}; {settings} "
         f"uses all for {rounded(total, 4)} tokens/s"
     )
 

@@ -354,10 +354,15 @@ def kv_bytes_per_token(model: PlannedModel) -> int:
 
 def fits(spec: PlanSpec, hardware: HardwareConfig) -> bool:
     """Whether the spec can be laid out, and every rank has enough memory."""
+    return _free_bytes(spec, hardware) >= 0
+
+
+def _free_bytes(spec: PlanSpec, hardware: HardwareConfig) -> float:
+    """Of the fullest rank; minus infinity for what cannot be laid out."""
     try:
-        return fullest_rank(spec, hardware).fits
+        return fullest_rank(spec, hardware).free_bytes
     except PlacementError:
-        return False
+        return -math.inf
 
 
 def largest_batch(spec: PlanSpec, hardware: HardwareConfig, *, limit: int = 4096) -> int:
@@ -378,21 +383,14 @@ def _most_that_fit(spec_of: Callable[[int], PlanSpec], hardware: HardwareConfig,
     The bytes grow almost linearly with the number. Each step interpolates between both ends to where no byte is free;
     every third step bisects.
     """
-
-    def free_bytes(number: int) -> float:
-        try:
-            return fullest_rank(spec_of(number), hardware).free_bytes
-        except PlacementError:
-            return -math.inf
-
     low, high = min(limit, 1), limit
-    free, lacking = free_bytes(low), free_bytes(high)
+    free, lacking = _free_bytes(spec_of(low), hardware), _free_bytes(spec_of(high), hardware)
     if lacking >= 0 or free < 0:
         return high if lacking >= 0 else 0
     halves = cycle((False, False, True))
     while high - low > 1:
         share = 0.5 if next(halves) or math.isinf(lacking) else free / (free - lacking)
         middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
-        found = free_bytes(middle)
+        found = _free_bytes(spec_of(middle), hardware)
         low, high, free, lacking = (middle, high, found, lacking) if found >= 0 else (low, middle, free, found)
     return low

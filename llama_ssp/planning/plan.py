@@ -27,7 +27,6 @@ from llama_ssp.settings.schema import TargetKind
 from llama_ssp.words import counted, rounded, said
 
 PLAN_VERSION = 5
-_SECONDS_PER_HOUR, _MILLION = 3600, 10**6
 _FINDINGS = "docs/findings/gpus.md"
 
 
@@ -71,7 +70,7 @@ class Plan:
         """The price of new tokens in the faster mode, with the time of their prompts; None without a price."""
         usd = self.hardware.usd_per_hour
         run_s, num_rows = self.timing.best_run_s, self.spec.num_rows
-        return None if usd is None else usd / _SECONDS_PER_HOUR * _MILLION * run_s / num_rows
+        return None if usd is None else usd / 3600 * 10**6 * run_s / num_rows
 
     def __repr__(self) -> str:
         spec, machine, full, timed = self.spec, self.hardware, self.fullest, self.timing

@@ -232,7 +232,7 @@ class CostModel:
 
     def drafting_s(self, num_draft_tokens: int) -> float:
         """All draft steps of a round; the first finds the caches as the target has left them. Or a search of copies."""
-        copying_s = self._copying_s if num_draft_tokens else 0.0
+        copying_s = self._kernels_s(self.spec.num_copying_kernels * (num_draft_tokens > 0), 0, 0)
         if not (self.draft and num_draft_tokens):
             return copying_s
         first_s, later_s = self._draft_steps_s
@@ -242,10 +242,6 @@ class CostModel:
             num_draws = sum(tree.read) if self.spec.is_certain else num_draft_tokens - 1
             return first_s + forwards_s + num_draws * self.draw_s(self.draft)
         return first_s + (num_draft_tokens - 1) * later_s + copying_s
-
-    @cached_property
-    def _copying_s(self) -> float:
-        return self._kernels_s(self.spec.num_copying_kernels, 0, 0)
 
     @cached_property
     def _draft_steps_s(self) -> tuple[float, float]:

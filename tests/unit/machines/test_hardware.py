@@ -17,7 +17,6 @@ from llama_ssp.machines.hardware import Speed
 from llama_ssp.run import calibration, pipeline
 from tests.helpers.in_process import launch
 from tests.helpers.own_conf import OwnConf
-from tests.helpers.planning import make_spec, times_of
 from tests.helpers.worlds import ONE_CORE
 
 WITHOUT_SOURCE = {"name", "device", "gpu", "num_gpus", "num_nodes", "sources", "link", "network", "capability"}
@@ -61,21 +60,6 @@ def test_a_machine_of_the_user_may_be_based_on_several_gpus(own_conf: OwnConf) -
     own_conf("hardware/mine.yaml", "defaults: [4xmine, _self_]\nname: mine\n")
     with pytest.raises(ConfigError, match="defaults must name another entry"):
         hardware.load("mine")
-
-
-@pytest.mark.parametrize(
-    "target", ["llama3_1B", "llama3_3B", "llama3_8B", "llama3_70B", "llama2_13B", "qwen3_8B", "qwen3_14B", "qwen3_32B"]
-)
-def test_plans_on_h100_h200_and_b200_are_apart_by_bandwidth_where_weights_take_the_time(target: str) -> None:
-    machines = [replace(hardware.load(name), memory_bytes=10**12) for name in ("h100", "h200", "b200")]
-    timed = [times_of(make_spec(target, prompt_tokens=8), machine) for machine in machines]
-    steps = [one.plain_s for one in timed]
-    assert steps == sorted(steps, reverse=True)
-    for place in (1, 2):
-        wanted = machines[place].bandwidth_bytes_per_s / machines[0].bandwidth_bytes_per_s
-        weights = timed[0].target_forward.matrices_s / timed[place].target_forward.matrices_s
-        assert weights == pytest.approx(wanted, rel=0.03)
-        assert 1 < steps[0] / steps[place] <= wanted
 
 
 @pytest.mark.parametrize(

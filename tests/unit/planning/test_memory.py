@@ -183,6 +183,8 @@ def test_logits_lie_where_the_target_is_and_probabilities_where_the_rule_runs_or
     assert (verify_rank, other, draft) == (numbers * (logits + 4 * 5 + 4 * 4 + 8), numbers * logits, numbers * 4 * 4)
     by_block, *others = (rank.logits_bytes - drawn for rank in memory(replace(spec, rule="block"), A100))
     assert (by_block, *others) == (verify_rank + numbers * 4 * 5, other, draft)
+    in_flight, *others = (rank.logits_bytes - drawn for rank in memory(replace(spec, overlap=True), A100))
+    assert (in_flight, *others) == (verify_rank + numbers * 4 * 5, other, draft), "of the next block, which arrive"
 
 
 def test_ranks_that_talk_to_each_other_have_buffers_for_it_while_loading_and_while_running() -> None:
