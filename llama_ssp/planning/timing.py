@@ -232,7 +232,7 @@ class CostModel:
 
     def drafting_s(self, num_draft_tokens: int) -> float:
         """All draft steps of a round; the first finds the caches as the target has left them. Or a search of copies."""
-        copying_s = self._kernels_s(self.spec.num_copying_kernels * (num_draft_tokens > 0), 0, 0)
+        copying_s = self._kernels_s(self.spec.num_copying_kernels, 0, 0) if num_draft_tokens else 0.0
         if not (self.draft and num_draft_tokens):
             return copying_s
         first_s, later_s = self._draft_steps_s

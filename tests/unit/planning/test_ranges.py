@@ -11,7 +11,7 @@ from llama_ssp.machines import hardware
 from llama_ssp.planning.timing import FAR, FIRST, GAINS, MANY, NEAR, OTHER, PACKED, SHORT
 from tests.helpers.planning import make_spec, times_of
 
-A100, B200 = hardware.load("8xa100_80gb"), hardware.load("8xb200")
+A100 = hardware.load("8xa100_80gb")
 
 
 def test_most_published_rows_are_inside_their_range() -> None:
@@ -32,25 +32,18 @@ def test_a_row_that_gives_a_constant_is_fitted_and_its_source_makes_no_forecasts
 
 
 @pytest.mark.parametrize(
-    ("asked", "factors"),
+    ("target", "quantization", "batch_size", "machine", "factors"),
     [
-        (("7B", "none", 1, "8xa100_80gb"), NEAR),
-        (("13B", "none", 64, "1xh200"), NEAR),
-        (("65B", "none", 1, "8xb200"), NEAR),
-        (("7B", "none", 65, "8xa100_80gb"), MANY),
-        (("smollm2_135M", "none", 1, "8xa100_80gb"), SHORT),
-        (("13B", "int4_weight_only", 1, "8xa100_80gb"), PACKED),
-        (("13B", "int4_weight_only", 33, "8xa100_80gb"), MANY),
-        (("65B", "none", 1, "8xmi300x"), OTHER),
-        (("7B", "int4_weight_only", 1, "l4"), FAR),
-        (("7B", "nf4", 1, "8xa100_80gb"), FAR),
-        (("mixtral_8x7B", "none", 1, "8xa100_80gb"), FAR),
+        ("7B", "none", 1, "8xa100_80gb", NEAR), ("13B", "none", 64, "1xh200", NEAR), ("65B", "none", 1, "8xb200", NEAR),
+        ("7B", "none", 65, "8xa100_80gb", MANY), ("smollm2_135M", "none", 1, "8xa100_80gb", SHORT),
+        ("13B", "int4_weight_only", 1, "8xa100_80gb", PACKED), ("13B", "int4_weight_only", 33, "8xa100_80gb", MANY),
+        ("65B", "none", 1, "8xmi300x", OTHER), ("7B", "int4_weight_only", 1, "l4", FAR),
+        ("7B", "nf4", 1, "8xa100_80gb", FAR), ("mixtral_8x7B", "none", 1, "8xa100_80gb", FAR),
     ],
-)
-def test_ranges_are_by_gpu_format_and_rows_and_wide_where_little_was_measured(
-    asked: tuple[str, str, int, str], factors: tuple[float, float]
+)  # fmt: skip
+def test_ranges_are_by_gpu_format_and_rows_wide_where_little_was_measured_and_within_what_the_data_sheet_allows(
+    target: str, quantization: str, batch_size: int, machine: str, factors: tuple[float, float]
 ) -> None:
-    target, quantization, batch_size, machine = asked
     spec = make_spec(target, batch_size=batch_size, of_target={"quantization": quantization})
     timed = times_of(spec, hardware.load(machine))
     assert timed.plain_s_range[1] == pytest.approx(factors[1] * timed.plain_s)
@@ -94,15 +87,6 @@ def test_no_step_is_faster_than_the_memory_or_the_arithmetic_of_its_device_and_n
             steps.append(timed.plain_s)
         assert steps == sorted(steps)
         assert max(steps[2:5]) <= 1.04 * min(steps[2:5]), (name, quantization)
-
-
-@pytest.mark.parametrize("machine", ["1xl4", "1xh100", "8xa100_80gb", "8xb200", "8xmi300x", "mi250"])
-@pytest.mark.parametrize("quantization", ["none", "int8_weight_only", "int4_weight_only"])
-def test_no_range_begins_below_what_the_data_sheet_allows(machine: str, quantization: str) -> None:
-    for target, prompt_tokens in ("llama3_1B", 128), ("llama3_8B", 100000), ("llama3_70B", 4000):
-        spec = make_spec(target, prompt_tokens=prompt_tokens, of_target={"quantization": quantization})
-        timed = times_of(spec, hardware.load(machine))
-        assert timed.plain_s_range[0] >= 0.999 * timed.limit_share * timed.plain_s
 
 
 def test_the_range_of_a_speculative_time_has_that_of_an_unknown_pair() -> None:

@@ -27,8 +27,8 @@ from llama_ssp.storage.formats import READ_SLOWDOWN
 from tests.helpers.packed_checkpoints import WEIGHTS, changed, quantization_config
 
 H100 = hardware.load("1xh100")
-FP8, W8A8, W4A16, FP8_BLOCKS, AWQ, GPTQ = map(
-    quantization_config, ("float, one scale", "int8", "compressed-tensors", "fp8", "awq", "gptq")
+FP8, W8A8, W4A16, AWQ, GPTQ = map(
+    quantization_config, ("float, one scale", "int8", "compressed-tensors", "awq", "gptq")
 )
 W8A8_ZEROS = changed("int8", *WEIGHTS, symmetric=False)
 """What runs do not read."""
