@@ -19,8 +19,7 @@ from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.settings.rules import rule_of
 
 ID_BYTES = 8
-VERDICT_BYTES = 3 * ID_BYTES
-"""Per row: number of accepted tokens, the next token, and the stop request."""
+VERDICT_BYTES = 3 * ID_BYTES  # of a row
 PROBABILITY_BYTES = 4
 
 

@@ -2,8 +2,6 @@
 
 Weights and caches are exact. Activations, logits and graphs follow the peak of what the loop keeps alive. Device
 context, communication buffers and graph nodes are figures of the machine, or the estimates below.
-
-Shapes: B sequences, T positions, W = K + 1 positions of a round, V vocabulary, E hidden size, I MLP units, D head dim.
 """
 
 import math

@@ -13,8 +13,6 @@ the draft's side of a round has it. After a rejection, the first token of the ne
 Only one kind of GPU has run this engine, so 80 % ranges of its times are the errors of forecasts for other engines, by
 architecture, format and rows: `python -m benchmarks.published` and `python -m benchmarks.served` count how many rows
 they hold. A calibrated machine and a CPU have none.
-
-Shapes: B sequences, T positions, K drafted tokens, V vocabulary.
 """
 
 import math
