@@ -156,9 +156,7 @@ class TotalVariation(NamedTuple):
     noise: float
 
 
-def total_variation(
-    groups: Sequence[PairedGroup], *, confidence: float = CONFIDENCE, num_swaps: int = 200, seed: int = 0
-) -> TotalVariation:
+def total_variation(groups: Sequence[PairedGroup], *, num_swaps: int = 200, seed: int = 0) -> TotalVariation:
     """Measure how far two samples are apart.
 
     The measured value is above the true one by at most the noise on average, and one draw moves it by at most one over
@@ -173,5 +171,5 @@ def total_variation(
     ]
     measured, *by_chance = (float(value) for value in sum(by_column) / len(by_column))
     noise, sizes = fmean(by_chance), [len(group.differences) for group in groups]
-    reach = math.sqrt(math.log(2 / (1 - confidence)) / (len(groups) * min(sizes)))
+    reach = math.sqrt(math.log(2 / (1 - CONFIDENCE)) / (len(groups) * min(sizes)))
     return TotalVariation(measured, Interval(max(measured - noise - reach, 0.0), min(measured + reach, 1.0)), noise)

@@ -27,18 +27,8 @@ def notes_on_families(*models: PlannedModel | ModelConfig) -> Iterator[str]:
             )
 
 
-def refused_by_block(shape: ModelShape | None, num_steps: int) -> str:
-    """Why a draft head cannot draft so many tokens in sequence; empty if it can."""
-    if shape is None or not shape.most_drafted or num_steps <= shape.most_drafted:
-        return ""
-    return (
-        f"the draft head drafts blocks of {shape.most_drafted} tokens, and {num_steps} are asked for: use "
-        f"{said('speculation.num_draft_tokens', shape.most_drafted)} or fewer, or a tree that is no deeper"
-    )
-
-
-def refused_by_states(*models: ModelShape | None, has_tree: bool, own_tokenizer: bool) -> str:
-    """Why a target and a draft, some with recurrent layers, cannot draft in this way; empty if they can."""
+def refused_drafting(*models: ModelShape | None, has_tree: bool, own_tokenizer: bool, num_steps: int) -> str:
+    """Why a target and a draft, some with recurrent layers, cannot draft so many tokens so; empty if they can."""
     for place, shape in enumerate(models):
         kinds = record_of(shape.model_type).recurrent if shape else ()
         if shape and kinds and has_tree:
@@ -52,14 +42,20 @@ def refused_by_states(*models: ModelShape | None, has_tree: bool, own_tokenizer:
                 f"{kinds[0]}, as this {shape.model_type} draft has, keeps no state there: give a draft without such "
                 "layers, or with the target's tokenizer"
             )
+    if (draft := models[-1]) and draft.most_drafted and num_steps > draft.most_drafted:
+        return (
+            f"the draft head drafts blocks of {draft.most_drafted} tokens, and {num_steps} are asked for: use "
+            f"{said('speculation.num_draft_tokens', draft.most_drafted)} or fewer, or a tree that is no deeper"
+        )
     return ""
 
 
 def check_drafting(config: RunConfig, *models: ModelShape | None) -> None:
     """Raise ConfigError if a run cannot draft with its target and its draft; see the reasons above."""
-    has_tree = config.speculation.tree is not None and drafts(config.draft)
-    reason = refused_by_states(*models, has_tree=has_tree, own_tokenizer=has_own_tokenizer(config.draft))
-    if reason := reason or refused_by_block(models[-1], config.speculation.most_steps):
+    if reason := refused_drafting(
+        *models, has_tree=config.speculation.tree is not None and drafts(config.draft),
+        own_tokenizer=has_own_tokenizer(config.draft), num_steps=config.speculation.most_steps,
+    ):  # fmt: skip
         raise ConfigError(reason)
 
 
@@ -74,8 +70,9 @@ def notes_on_states(spec: PlanSpec) -> Iterator[str]:
                 f"{' and one that later prompts go on from,' * len(num_kept[1:])} take "
                 f"{model.state_bytes(*num_kept) / 2**20:.2f} MiB at any length"
             )
-    reason = refused_by_states(*shapes, has_tree=spec.tree is not None, own_tokenizer=spec.own_tokenizer)
-    if reason := reason or refused_by_block(shapes[-1], spec.draft_depth):
+    if reason := refused_drafting(
+        *shapes, has_tree=spec.tree is not None, own_tokenizer=spec.own_tokenizer, num_steps=spec.draft_depth
+    ):
         yield f"runs refuse this: {reason}"
 
 

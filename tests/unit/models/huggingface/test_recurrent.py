@@ -1,6 +1,7 @@
 """Hybrids: texts of rounds that take tokens back, of rows that are refilled, and of drafts that catch up."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from llama_ssp.models.runner import Runner
 from llama_ssp.models.tensor_parallel import shard
 from llama_ssp.models.weights import Loading
 from llama_ssp.planning.model import PlannedModel
-from llama_ssp.planning.notes import refused_by_states
+from llama_ssp.planning.notes import refused_drafting
 from llama_ssp.planning.weights import model_bytes, rank_shares, shares
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.run.tasks.probabilities import SampledText, Scorer
@@ -240,11 +241,12 @@ def test_trees_and_drafts_with_tokenizers_of_their_own_are_refused_by_the_kind_o
     own = (
         "draft.tokenizer=own respells a text from several tokens back, and a layer of kind conv, as this lfm2 draft has"
     )
+    refused = partial(refused_drafting, num_steps=4)
     for models in ((hybrid,), (hybrid, llama), (llama, hybrid)):
-        assert refused_by_states(*models, has_tree=True, own_tokenizer=False).startswith(tree)
-        assert not refused_by_states(*models, has_tree=False, own_tokenizer=False)
-    assert refused_by_states(llama, hybrid, has_tree=False, own_tokenizer=True).startswith(own)
-    assert not refused_by_states(hybrid, llama, has_tree=False, own_tokenizer=True)
+        assert refused(*models, has_tree=True, own_tokenizer=False).startswith(tree)
+        assert not refused(*models, has_tree=False, own_tokenizer=False)
+    assert refused(llama, hybrid, has_tree=False, own_tokenizer=True).startswith(own)
+    assert not refused(hybrid, llama, has_tree=False, own_tokenizer=True)
 
 
 def test_deepspeed_is_refused_for_recurrent_layers(saved: SavedModels) -> None:
