@@ -32,16 +32,9 @@ class Batch:
 
 
 class SourceRows:
-    """Endless windows over a set of sources, every token covered once per pass."""
+    """Endless windows over a set of sources, every token covered once per pass, in an order of the seed."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, sources: list[corpus.SourceFile], seed: int) -> None:
-        """Encodes the sources.
-
-        Args:
-            tokenizer: The shared tokenizer.
-            sources: The sources to cut rows from.
-            seed: Seed of the order of files and windows.
-        """
         self.files = [encode_plain(tokenizer, source.text) for source in sources]
         self.row_ends = row_ends(tokenizer)
         self.rng = random.Random(seed)
@@ -83,15 +76,9 @@ class SourceRows:
 
 
 class ArithmeticRows:
-    """Endless rows of packed multiplication lines with some auxiliary lines between them."""
+    """Endless rows of packed multiplication lines, in an order of the seed, with some auxiliary lines between them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
-        """Encodes the seen lines.
-
-        Args:
-            tokenizer: The shared tokenizer.
-            seed: Seed of the order of lines.
-        """
         self.tokenizer = tokenizer
         self.rng = random.Random(seed)
         self.equals = encode_plain(tokenizer, " =")[0]
@@ -124,41 +111,24 @@ class ArithmeticRows:
         return rows, weights
 
 
-def make_batch(rows: list[list[int]], weights: list[list[float]]) -> Batch:
-    """Puts rows of ids and their weights into tensors."""
-    rows_BT = torch.tensor(rows)
-    return Batch(rows_BT[:, :-1], rows_BT[:, 1:], torch.tensor(weights))
-
-
 class Mixture:
     """The training mixture: source rows first, arithmetic rows after them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
-        """Prepares both kinds of rows.
-
-        Args:
-            tokenizer: The shared tokenizer.
-            seed: Seed of the order of everything.
-        """
         self.sources = SourceRows(tokenizer, corpus.training_sources(), seed)
         self.arithmetic = ArithmeticRows(tokenizer, seed)
 
     def take(self, rows: int, arithmetic: int, length: int, own: list[list[int]] | None = None) -> Batch:
-        """Returns a batch.
+        """Returns a batch of so many rows, of which the last ones are arithmetic.
 
-        Args:
-            rows: How many rows the batch has.
-            arithmetic: How many of them, the last ones, are arithmetic.
-            length: How many tokens a row has.
-            own: Rows of the target's own text to put before those, which no loss counts.
+        Before those stand the rows of `own`, the target's own text, which no loss counts.
         """
         own = own or []
         ids = self.sources.take(rows - arithmetic - len(own), length)
-        weights = [[1.0] * length for _ in ids]
-        ids = ids + own
-        weights += [[0.0] * length for _ in own]
         sums, sum_weights = self.arithmetic.take(arithmetic, length)
-        return make_batch(ids + sums, weights + sum_weights)
+        rows_BT = torch.tensor(ids + own + sums)
+        weights = [[1.0] * length] * len(ids) + [[0.0] * length] * len(own) + sum_weights
+        return Batch(rows_BT[:, :-1], rows_BT[:, 1:], torch.tensor(weights))
 
 
 def heldout_rows(tokenizer: PreTrainedTokenizerFast, count: int, length: int) -> Tensor:

@@ -17,21 +17,10 @@ FACTORS = range(10, 100)
 SOURCE_HOLDOUT_EVERY = 25
 PRODUCT_HOLDOUT_EVERY = 10
 # Vendored or generated code, test suites, and tables that are data rather than source.
-SKIPPED_FOLDERS = frozenset(
-    {
-        "test",
-        "tests",
-        "idlelib",
-        "idle_test",
-        "site-packages",
-        "lib2to3",
-        "ensurepip",
-        "turtledemo",
-        "encodings",
-        "pydoc_data",
-        "__pycache__",
-    }
-)
+SKIPPED_FOLDERS = {
+    "test", "tests", "idlelib", "idle_test", "site-packages", "lib2to3", "ensurepip", "turtledemo", "encodings",
+    "pydoc_data", "__pycache__",
+}  # fmt: skip
 SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
 PRODUCT_PATTERN = re.compile(r"(?<!\d)(\d\d) ?\* ?(\d\d) ?=(?!=)")
 
@@ -67,9 +56,7 @@ def standard_library_sources() -> list[SourceFile]:
     sources = []
     for file in sorted(root.rglob("*.py")):
         relative = file.relative_to(root)
-        if SKIPPED_FOLDERS.intersection(relative.parts[:-1]):
-            continue
-        if relative.parts[0].startswith(SKIPPED_PREFIXES):
+        if SKIPPED_FOLDERS.intersection(relative.parts[:-1]) or relative.parts[0].startswith(SKIPPED_PREFIXES):
             continue
         text = file.read_text(encoding="utf-8", errors="ignore")
         if text.strip():
@@ -136,15 +123,9 @@ def auxiliary_line(rng: random.Random) -> str:
 
 
 def worked_prompt(first: int, second: int, examples: int = 3) -> str:
-    """Builds a prompt of worked (seen) examples that ends at the equals sign of the question.
+    """Builds a prompt of some worked (seen) examples, drawn by a fixed seed, up to the equals sign of the question.
 
-    Args:
-        first: The left factor of the question.
-        second: The right factor of the question.
-        examples: How many worked lines to put first, drawn by a fixed seed.
-
-    Returns:
-        The prompt; the answer expected of a model is a space, the digits and a newline.
+    The answer expected of a model is a space, the digits and a newline.
     """
     rng = random.Random(f"examples:{first}*{second}")
     seen = [pair for pair in product_pairs(heldout=False) if set(pair) != {first, second}]

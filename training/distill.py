@@ -7,7 +7,6 @@ What it does not do: change the target, or generate.
 
 import argparse
 import random
-import time
 from pathlib import Path
 
 import torch
@@ -18,9 +17,8 @@ from transformers import LlamaForCausalLM
 from training import batches, export, generate, objectives
 from training.model import DRAFT, new_llama, scorer
 from training.tokenizer import PAD_ID, load_tokenizer
-from training.train import LENGTH, ROWS, Log, Optimisers
+from training.train import LENGTH, ROWS, Log, Optimisers, run_by_the_clock
 
-EVALUATE_EVERY_MINUTES = 2.0
 ARITHMETIC_ROWS = 1
 LONG_EVERY, LONG_ROWS, LONG_LENGTH = 12, 4, 1024
 
@@ -43,9 +41,10 @@ class Distiller:
         self.rows_BT = batches.heldout_rows(self.tokenizer, 48, LENGTH)
         self.log = Log(options.scratch / "distill.jsonl")
         self.own = generate.load_rows(options.scratch)
+        self.rng = random.Random(options.seed)
         self.log.write(kind="generated", rows=len(self.own))
 
-    def rows(self, step: int, rng: random.Random) -> Tensor:
+    def rows(self, step: int) -> Tensor:
         """Returns the ids of one step: own text, training sources and some arithmetic."""
         if step % LONG_EVERY == LONG_EVERY - 1:
             return torch.tensor(self.mixture.sources.take(LONG_ROWS, LONG_LENGTH - 1))
@@ -53,10 +52,11 @@ class Distiller:
         seen_BT = self.mixture.take(ROWS - own, ARITHMETIC_ROWS, LENGTH).ids_BT
         if not own:
             return seen_BT
-        return torch.cat((torch.stack(rng.sample(self.own, own))[:, :LENGTH], seen_BT))
+        return torch.cat((torch.stack(self.rng.sample(self.own, own))[:, :LENGTH], seen_BT))
 
-    def train_step(self, ids_BT: Tensor, factor: float, variation: float) -> float:
+    def train_step(self, step: int, progress: float, factor: float) -> dict[str, float]:
         """Takes one step and returns the mean acceptance."""
+        ids_BT, variation = self.rows(step), min(0.95, 0.5 + 0.6 * progress)
         target, draft = self.fast if ids_BT.shape[1] == LENGTH else self.slow
         with torch.autocast("cpu", torch.bfloat16):
             with torch.no_grad():
@@ -67,34 +67,13 @@ class Distiller:
         gradients = objectives.agreement_gradients(target_BTV[real_BT], draft_NV.detach(), variation)
         draft_NV.backward(gradients.draft_NV)
         self.optimiser.step(factor)
-        return gradients.acceptance
+        return {"acceptance": gradients.acceptance}
 
-    def run(self) -> None:
-        """Distils until the minutes are spent."""
-        rng = random.Random(self.options.seed)
-        begin = time.monotonic()
-        step, progress, evaluated = 0, 0.0, 0.0
-        while progress < 1.0:
-            warm = min(1.0, (step + 1) / 30)
-            factor = warm * max(0.02, 1.0 - progress)
-            variation = min(0.95, 0.5 + 0.6 * progress)
-            acceptance = self.train_step(self.rows(step, rng), factor, variation)
-            step += 1
-            minutes = (time.monotonic() - begin) / 60
-            progress = minutes / self.options.minutes
-            if step % 10 == 0:
-                self.log.write(kind="train", step=step, minutes=minutes, acceptance=acceptance)
-            if minutes - evaluated > EVALUATE_EVERY_MINUTES or progress >= 1.0:
-                evaluated = minutes
-                scores = objectives.heldout_scores(*self.slow, self.rows_BT)
-                self.log.write(kind="heldout", step=step, minutes=minutes, **scores)
-                self.save()
-
-    def save(self) -> None:
-        """Writes the draft as shipped and as float32."""
-        finished: Path = self.options.scratch / "draft-distilled.safetensors"
-        export.save_checkpoint(self.draft, finished)
+    def evaluate(self) -> dict[str, float]:
+        """Writes the draft as shipped and as float32, and returns the held-out scores."""
+        export.save_checkpoint(self.draft, self.options.scratch / "draft-distilled.safetensors")
         export.save_model(self.draft, self.tokenizer, self.options.out / "tiny-draft")
+        return objectives.heldout_scores(*self.slow, self.rows_BT)
 
 
 def main() -> None:
@@ -110,7 +89,8 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="needs a C++ compiler")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    Distiller(options).run()
+    made = Distiller(options)
+    run_by_the_clock(options.minutes, take_step=made.train_step, evaluate=made.evaluate, log=made.log, kind="heldout")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ Source: Li et al. 2025, arXiv:2503.01840.
 
 import argparse
 import random
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from training.head_model import Head, load_head, save_head, tapped_layers
 from training.model import llama_config
 from training.objectives import CHUNK, TEMPERATURE
 from training.tokenizer import load_tokenizer
-from training.train import Log, Optimisers
+from training.train import Log, Optimisers, run_by_the_clock
 
 STEPS = 4
 ROWS = 6
@@ -34,7 +33,6 @@ ROWS = 6
 LEAST_WEIGHT = 0.1
 # Rows of the target's own text that are kept for the log.
 HELD_ROWS = 32
-EVALUATE_EVERY_MINUTES = 2.0
 ARITHMETIC_ROWS = 1
 LONG_EVERY, LONG_ROWS, LONG_LENGTH = 20, 2, 1024
 
@@ -150,19 +148,20 @@ class ChainGradients:
     acceptance: list[float]
     tokens_per_round: float
 
+    @property
+    def figures(self) -> dict[str, float]:
+        """What the log has of them."""
+        steps = {f"acceptance_{step}": value for step, value in enumerate(self.acceptance, start=1)}
+        return {"tokens_per_round": self.tokens_per_round} | steps
+
 
 @torch.no_grad()
 def chain_gradients(reading: Reading, logits: list[Tensor], mix: float) -> ChainGradients:
-    """Differentiates an unrolled draft.
+    """Differentiates an unrolled draft; `mix` is the share of the total variation in the loss.
 
     A chain that follows text of the target's reaches its next step with the chance min(1, q / p) of the token
     there, since drafting it and accepting it has the chance min(p, q) and the target writes it with p. So each step
     weighs as much as it counts for the length of a round, but not less than `LEAST_WEIGHT`.
-
-    Args:
-        reading: The target's part.
-        logits: The head's of each step, as `Head.unroll` returns them.
-        mix: Share of the total variation in the loss.
     """
     num_real = reading.real_BP.sum()
     reach_BP, started_BP = reading.real_BP.float(), reading.real_BP.float()
@@ -170,12 +169,9 @@ def chain_gradients(reading: Reading, logits: list[Tensor], mix: float) -> Chain
     for logits_BPW in logits:
         weights_BP = reach_BP.clamp(min=LEAST_WEIGHT) * started_BP / num_real
         step = step_gradient(
-            reading.target_BPW.flatten(0, 1),
-            logits_BPW.detach().flatten(0, 1),
-            reading.places_BP.flatten(),
-            weights_BP.flatten(),
-            mix,
-        )
+            reading.target_BPW.flatten(0, 1), logits_BPW.detach().flatten(0, 1), reading.places_BP.flatten(),
+            weights_BP.flatten(), mix,
+        )  # fmt: skip
         accepted_BP = step.acceptance_N.view_as(reach_BP)
         gradients.append(step.logits_NW.view_as(logits_BPW))
         acceptance.append(float((accepted_BP * reach_BP).sum() / reach_BP.sum()))
@@ -221,10 +217,11 @@ class Trainer:
         self.log.write(kind="start", own_rows=len(own), parameters=parameters)
 
     def _new_head(self) -> Head:
-        options, vocabulary = self.options, self.target.model.config.vocab_size
         written = [row[generate.PROMPT :].tolist() for row in self.own]
-        drafted_W = most_frequent([written, self.sources.files], options.vocabulary, vocabulary)
-        return Head(self.target.head_config(options.intermediate), drafted_W)
+        drafted_W = most_frequent(
+            [written, self.sources.files], self.options.vocabulary, self.target.model.config.vocab_size
+        )
+        return Head(self.target.head_config(self.options.intermediate), drafted_W)
 
     def _own_rows(self) -> list[Tensor]:
         rows = generate.load_rows(self.options.scratch, self.ends.pad)
@@ -243,47 +240,25 @@ class Trainer:
         rest = self.sources.take(ROWS - len(own) - len(sums), length - 1)
         return torch.cat((torch.stack(own), torch.tensor(rest + sums)))
 
-    def train_step(self, ids_BT: Tensor, progress: float, factor: float) -> ChainGradients:
-        """Takes one step, over more drafted tokens and with more total variation as the run proceeds."""
-        num_steps, mix = min(STEPS, 2 + int(6 * progress)), min(0.95, 0.3 + 0.8 * progress)
+    def _draft(self, ids_BT: Tensor, num_steps: int) -> tuple[Reading, list[Tensor]]:
         reading = self.target.read(ids_BT, self.head, self.ends.pad)
         with torch.autocast(self.options.device, torch.bfloat16):
-            logits = self.head.unroll(reading.taps_BPC, reading.embeddings_BPE, num_steps)
+            return reading, self.head.unroll(reading.taps_BPC, reading.embeddings_BPE, num_steps)
+
+    def train_step(self, step: int, progress: float, factor: float) -> dict[str, float]:
+        """Takes one step, over more drafted tokens and with more total variation as the run proceeds."""
+        num_steps, mix = min(STEPS, 2 + int(6 * progress)), min(0.95, 0.3 + 0.8 * progress)
+        reading, logits = self._draft(self.rows(step).to(self.options.device), num_steps)
         chains = chain_gradients(reading, logits, mix)
         torch.autograd.backward(logits, chains.logits)
         self.optimiser.step(factor)
-        return chains
+        return chains.figures
 
     @torch.no_grad()
-    def evaluate(self) -> ChainGradients:
-        """Drafts over the held rows."""
-        reading = self.target.read(self.held_BT, self.head, self.ends.pad)
-        with torch.autocast(self.options.device, torch.bfloat16):
-            logits = self.head.unroll(reading.taps_BPC, reading.embeddings_BPE, STEPS)
-        return chain_gradients(reading, logits, 0.0)
-
-    def record(self, kind: str, chains: ChainGradients, **values: float) -> None:
-        """Appends to the log."""
-        steps = {f"acceptance_{step}": value for step, value in enumerate(chains.acceptance, start=1)}
-        self.log.write(kind=kind, **values, tokens_per_round=chains.tokens_per_round, **steps)
-
-    def run(self) -> None:
-        """Trains until the minutes are spent, and saves on the way."""
-        begin = time.monotonic()
-        step, progress, evaluated = 0, 0.0, 0.0
-        while progress < 1.0:
-            warm = min(1.0, (step + 1) / 30)
-            factor = warm * max(0.02, 1.0 - progress)
-            chains = self.train_step(self.rows(step).to(self.options.device), progress, factor)
-            step += 1
-            minutes = (time.monotonic() - begin) / 60
-            progress = minutes / self.options.minutes
-            if step % 10 == 0:
-                self.record("train", chains, step=step, minutes=minutes)
-            if minutes - evaluated > EVALUATE_EVERY_MINUTES or progress >= 1.0:
-                evaluated = minutes
-                self.record("held", self.evaluate(), step=step, minutes=minutes)
-                save_head(self.head, self.options.out)
+    def evaluate(self) -> dict[str, float]:
+        """Saves the head, and drafts over the held rows."""
+        save_head(self.head, self.options.out)
+        return chain_gradients(*self._draft(self.held_BT, STEPS), 0.0).figures
 
 
 def main() -> None:
@@ -305,7 +280,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    Trainer(options).run()
+    made = Trainer(options)
+    run_by_the_clock(options.minutes, take_step=made.train_step, evaluate=made.evaluate, log=made.log, kind="held")
 
 
 if __name__ == "__main__":

@@ -74,24 +74,17 @@ def agreement_gradients(target_NV: Tensor, draft_NV: Tensor, variation: float) -
 
 
 @torch.no_grad()
-def expected_acceptance(target_NV: Tensor, draft_NV: Tensor) -> float:
-    """Returns the mean chance that a token drafted at the drafting temperature is accepted."""
-    p_NV = (target_NV.float() / TEMPERATURE).softmax(-1)
-    q_NV = (draft_NV.float() / TEMPERATURE).softmax(-1)
-    return torch.minimum(p_NV, q_NV).sum(-1).mean().item()
-
-
-@torch.no_grad()
 def heldout_scores(target: Scorer, draft: Scorer, rows_BT: Tensor) -> dict[str, float]:
-    """Scores both models on held-out rows: losses in nats per token, and acceptance."""
+    """Scores both models on held-out rows: losses in nats per token, and the mean chance that a draft is accepted."""
     ids_BT, next_N = rows_BT[:, :-1], rows_BT[:, 1:].flatten()
     with torch.autocast("cpu", torch.bfloat16):
         target_NV = target(ids_BT).flatten(0, 1)
         draft_NV = draft(ids_BT).flatten(0, 1)
+    p_NV, q_NV = ((logits_NV.float() / TEMPERATURE).softmax(-1) for logits_NV in (target_NV, draft_NV))
     return {
         "heldout_target": functional.cross_entropy(target_NV.float(), next_N).item(),
         "heldout_draft": functional.cross_entropy(draft_NV.float(), next_N).item(),
-        "heldout_acceptance": expected_acceptance(target_NV, draft_NV),
+        "heldout_acceptance": torch.minimum(p_NV, q_NV).sum(-1).mean().item(),
     }
 
 
@@ -106,14 +99,8 @@ def product_rate(
     """Returns the share of products whose whole answer the model would write greedily.
 
     Greedy generation gives an answer exactly when each of its tokens, the newline included, is
-    the most likely one after the true tokens before it; so one forward pass scores it.
-
-    Args:
-        model: The model to score.
-        tokenizer: The shared tokenizer.
-        pairs: The factors.
-        rows: How many questions to put in one forward pass.
-        precision: Type of the matrix products.
+    the most likely one after the true tokens before it; so one forward pass scores it, of so many rows at a time.
+    `precision` is that of the matrix products.
     """
     right = 0
     for start in range(0, len(pairs), rows):

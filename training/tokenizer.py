@@ -23,38 +23,21 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
     """Trains the tokenizer on everything the models may see."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     core.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=[BOS, EOS, PAD],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=VOCABULARY, special_tokens=[BOS, EOS, PAD], initial_alphabet=alphabet, show_progress=False
     )
     texts = [source.text for source in corpus.training_sources()]
     core.train_from_iterator(texts + corpus.seen_product_lines(), trainer)
-    core.post_processor = processors.Sequence(
-        [
-            processors.ByteLevel(trim_offsets=False),
-            processors.TemplateProcessing(
-                single=f"{BOS} $A",
-                pair=f"{BOS} $A {BOS} $B",
-                special_tokens=[(BOS, BOS_ID)],
-            ),
-        ]
-    )
+    begin = processors.TemplateProcessing(single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, BOS_ID)])
+    core.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), begin])
     return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        bos_token=BOS,
-        eos_token=EOS,
-        pad_token=PAD,
-        model_max_length=CONTEXT,
+        tokenizer_object=core, bos_token=BOS, eos_token=EOS, pad_token=PAD, model_max_length=CONTEXT,
         clean_up_tokenization_spaces=False,
-    )
+    )  # fmt: skip
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:

@@ -9,6 +9,7 @@ import argparse
 import json
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +29,7 @@ WARMUP_STEPS = 60
 DECAY_FROM = 0.5
 VARIATION = 0.5
 FIRST_SAVE = 40
+EVALUATE_EVERY_MINUTES = 2.0
 
 
 @dataclass
@@ -96,11 +98,6 @@ STAGES = (
 )
 
 
-def stage_at(progress: float) -> Stage:
-    """Returns the stage of a part of the run."""
-    return next(stage for stage in reversed(STAGES) if progress >= stage.begin)
-
-
 class Log:
     """A file of JSON lines."""
 
@@ -113,6 +110,34 @@ class Log:
         rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in values.items()}
         with self.file.open("a", encoding="utf-8") as out:
             out.write(json.dumps(rounded) + "\n")
+
+
+def run_by_the_clock(
+    minutes: float,
+    *,
+    take_step: Callable[[int, float, float], dict[str, float]],
+    evaluate: Callable[[], dict[str, float]],
+    log: Log,
+    kind: str,
+) -> None:
+    """Takes steps until the minutes are spent; logs what they return, and now and then what `evaluate` does as `kind`.
+
+    A step gets its number, the part of the run that is over, and the fraction of the peak rates: a warm-up by steps,
+    then linear decay.
+    """
+    begin = time.monotonic()
+    step, progress, evaluated = 0, 0.0, 0.0
+    while progress < 1.0:
+        factor = min(1.0, (step + 1) / 30) * max(0.02, 1.0 - progress)
+        figures = take_step(step, progress, factor)
+        step += 1
+        spent = (time.monotonic() - begin) / 60
+        progress = spent / minutes
+        if step % 10 == 0:
+            log.write(kind="train", step=step, minutes=spent, **figures)
+        if spent - evaluated > EVALUATE_EVERY_MINUTES or progress >= 1.0:
+            evaluated = spent
+            log.write(kind=kind, step=step, minutes=spent, **evaluate())
 
 
 class Trainer:
@@ -176,7 +201,7 @@ class Trainer:
         """Takes one step of both models and returns what to log."""
         rows, length = ROWS, LENGTH
         models = self.fast
-        stage = stage_at(progress)
+        stage = next(stage for stage in reversed(STAGES) if progress >= stage.begin)
         if stage.long and self.step % LONG_EVERY == 0:
             rows, length = LONG_SHAPES[self.step // LONG_EVERY % len(LONG_SHAPES)]
             models = self.slow
@@ -194,10 +219,7 @@ class Trainer:
         gradients = objectives.agreement_gradients(target_NV.detach(), draft_NV.detach(), VARIATION)
         pull_NV = gradients.target_NV * stage.agreement
         pull_NV[sources * length :] = 0.0
-        torch.autograd.backward(
-            (loss, target_NV, draft_NV),
-            (None, pull_NV, gradients.draft_NV),
-        )
+        torch.autograd.backward((loss, target_NV, draft_NV), (None, pull_NV, gradients.draft_NV))
         for optimiser in self.optimisers:
             optimiser.step(rate_factor(self.step - self.first_step, progress))
         self.step += 1
@@ -226,8 +248,8 @@ class Trainer:
         self.save()
 
 
-def parse_options() -> argparse.Namespace:
-    """Reads the command line."""
+def main() -> None:
+    """Runs the training."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scratch", type=Path, required=True, help="checkpoints and logs")
     parser.add_argument("--out", type=Path, required=True, help="the pair so far, as shipped")
@@ -241,12 +263,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--compile", action="store_true", help="needs a C++ compiler")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
-    return parser.parse_args()
-
-
-def main() -> None:
-    """Runs the training."""
-    options = parse_options()
+    options = parser.parse_args()
     torch.set_num_threads(options.threads)
     Trainer(options).run()
 
