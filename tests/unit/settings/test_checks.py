@@ -11,8 +11,8 @@ from llama_ssp.settings import checks, drafters
 from llama_ssp.settings.checks import check_plan
 from llama_ssp.settings.compose import compose, to_run_config
 from llama_ssp.settings.schema import PlanConfig
+from tests.helpers.composed import compose_run
 from tests.helpers.own_conf import OwnConf
-from tests.unit.settings.conftest import Compose
 
 BAD = {
     "speculation.num_draft_tokens=some": "speculation.num_draft_tokens=some must be at least 1",
@@ -211,7 +211,7 @@ GOOD = [
 
 
 @pytest.mark.parametrize(("words", "sentence"), BAD.items())
-def test_a_bad_setting_gets_its_sentence(words: str, sentence: str, compose_run: Compose) -> None:
+def test_a_bad_setting_gets_its_sentence(words: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         checks.check(*compose_run(*shlex.split(words)), world_size=2)
     assert sentence in str(caught.value)
@@ -219,20 +219,18 @@ def test_a_bad_setting_gets_its_sentence(words: str, sentence: str, compose_run:
 
 
 @pytest.mark.parametrize("words", GOOD)
-def test_a_sound_config_passes(words: str, compose_run: Compose) -> None:
+def test_a_sound_config_passes(words: str) -> None:
     checks.check(*compose_run(*words.split()), world_size=2)
 
 
-def test_a_kind_of_draft_without_trees_is_refused_for_them(
-    compose_run: Compose, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kind_of_draft_without_trees_is_refused_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     records = drafters.DRAFTERS.records
     monkeypatch.setitem(records, "ngram", replace(records["ngram"], has_trees=False))
     with pytest.raises(ConfigError, match="needs a draft with trees, and draft=ngram has none: give a draft model"):
         checks.check(*compose_run("speculation.tree=2x2", "draft=ngram"), world_size=1)
 
 
-def test_more_ranks_than_heads_are_refused(compose_run: Compose) -> None:
+def test_more_ranks_than_heads_are_refused() -> None:
     checks.check(*compose_run(), world_size=8)
     with pytest.raises(ConfigError, match="9 ranks are more than the 8 attention heads of model=tiny: start at most 8"):
         checks.check(*compose_run(), world_size=9)
@@ -242,7 +240,7 @@ def test_more_ranks_than_heads_are_refused(compose_run: Compose) -> None:
     checks.check(*compose_run("placement.draft.kind=replicated"), world_size=8)
 
 
-def test_heads_may_be_padded_to_different_widths(compose_run: Compose) -> None:
+def test_heads_may_be_padded_to_different_widths() -> None:
     config, explicit = compose_run()
     assert config.draft.model
     assert config.draft.model.shape
@@ -264,7 +262,7 @@ ALL = {
 
 
 @pytest.mark.parametrize(("words", "sentences"), ALL.items())
-def test_all_problems_come_in_one_error(words: str, sentences: list[str], compose_run: Compose) -> None:
+def test_all_problems_come_in_one_error(words: str, sentences: list[str]) -> None:
     with pytest.raises(ConfigError, match=f"^{len(sentences)} problems in the configuration:\n  1. ") as caught:
         checks.check(*compose_run(*words.split()), world_size=2)
     assert all(sentence in str(caught.value) for sentence in sentences)
@@ -316,23 +314,21 @@ FILLED = {"distribution": (48, 500, [], 0.8), "arithmetic": (8, 1, ["\n"], 0.8),
 
 
 @pytest.mark.parametrize(("suite", "wanted"), FILLED.items())
-def test_a_suite_fills_in_what_was_left_out_and_takes_every_rule(
-    suite: str, wanted: tuple[object, ...], compose_run: Compose
-) -> None:
+def test_a_suite_fills_in_what_was_left_out_and_takes_every_rule(suite: str, wanted: tuple[object, ...]) -> None:
     for rule in ("speculative", "block", "coupled"):
         config, explicit = compose_run(EVALUATE, f"task.suite={suite}", f"verification={rule}")
         assert (config.max_new_tokens, config.num_samples, config.stop_strings, config.sampling.temperature) == wanted
         checks.check(config, explicit, world_size=1)
 
 
-def test_what_the_user_or_a_bundle_has_set_stays(compose_run: Compose) -> None:
+def test_what_the_user_or_a_bundle_has_set_stays() -> None:
     config, _ = compose_run(EVALUATE, "num_samples=30", "max_new_tokens=64")
     assert (config.num_samples, config.max_new_tokens) == (30, 64)
     assert compose_run(EVALUATE, "task.suite=agreement", "sampling=nucleus")[0].sampling.temperature == 0.8
     assert compose_run(EVALUATE, "task.suite=arithmetic", "experiment=llama_2023")[0].sampling.temperature == 0.5
 
 
-def test_the_prompts_are_those_of_the_suite_or_the_users(compose_run: Compose) -> None:
+def test_the_prompts_are_those_of_the_suite_or_the_users() -> None:
     def texts(*words: str) -> list[str]:
         return [prompt.text for prompt in read_prompts(compose_run(EVALUATE, *words)[0])]
 
@@ -353,7 +349,7 @@ SWEPT = ("num_samples=20", "prompt=import", "task.num_prompts=5", "task.near_tie
     ],
 )
 def test_at_a_point_of_a_sweep_what_its_suite_cannot_use_is_a_warning(
-    suite: str, unread: list[str], left: tuple[int, str | None], compose_run: Compose
+    suite: str, unread: list[str], left: tuple[int, str | None]
 ) -> None:
     config, explicit = compose_run(EVALUATE, f"task.suite={suite}", *SWEPT)
     found = checks.check(config, explicit, world_size=1, of_sweep=True)
@@ -363,7 +359,7 @@ def test_at_a_point_of_a_sweep_what_its_suite_cannot_use_is_a_warning(
     assert [prompt.text.count("*") for prompt in read_prompts(config)] == ([4] * 5 if suite == "arithmetic" else [0])
 
 
-def test_a_plan_that_is_none_is_refused_in_a_sweep_too(compose_run: Compose) -> None:
+def test_a_plan_that_is_none_is_refused_in_a_sweep_too() -> None:
     config, explicit = compose_run("task=calibrate", "dry_run=true")
     with pytest.raises(ConfigError, match="dry_run has no effect on task=calibrate"):
         checks.check(config, explicit, world_size=1, of_sweep=True)
