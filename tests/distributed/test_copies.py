@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import run, start
+from tests.helpers.commands import command, run, started
 from tests.helpers.disturbed import lines, wait_for
 from tests.helpers.lanes import slow
 
@@ -50,9 +50,9 @@ def test_a_later_turn_follows_the_answer_of_whichever_copy_gave_it(placement: st
     turns = [["import os", "def f(x):", "class A"], ["11 * 37 ="], ["def read(self):", "def write(self):"]]
     questions.write_text("".join(json.dumps({"turns": each}) + "\n" for each in turns))
     settings = ["task=generate", "task.format=jsonl", f"prompts={questions}", "num_samples=2", "max_new_tokens=8"]
-    alone = run([*settings, "batch_size=2", f"run_dir={tmp_path}/alone"])
-    copies = run([*settings, "batch_size=2", placement, f"run_dir={tmp_path}/copies"], num_ranks=2)
-    assert (alone.returncode, copies.returncode) == (0, 0), copies.stderr
+    for num_ranks, name, more in ((1, "alone", []), (2, "copies", [placement])):
+        done = run([*settings, "batch_size=2", *more, f"run_dir={tmp_path}/{name}"], num_ranks=num_ranks)
+        assert done.returncode == 0, done.stderr
     wanted, found = (
         {(line["index"], line["sample"]): line["token_ids"] for line in lines(tmp_path / name)}
         for name in ("alone", "copies")
@@ -66,14 +66,10 @@ def test_a_later_turn_follows_the_answer_of_whichever_copy_gave_it(placement: st
 def test_interrupted_copies_end_together_and_are_resumed_without_repeating_anything(tmp_path: Path) -> None:
     settings = ["task=generate", "task.format=jsonl", "prompt=def f(x):", "num_samples=60", "placement=replicas"]
     settings += ["max_new_tokens=32", f"run_dir={tmp_path}/run"]
-    process = start(settings, num_ranks=2)
-    try:
+    with started(command(settings, num_ranks=2)) as process:
         wait_for(lambda: len(lines(tmp_path / "run")) > 3 or process.poll() is not None, at_most_s=90)
         process.send_signal(signal.SIGTERM)
         _, stderr = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.communicate()
     assert (tmp_path / "run" / "status").read_text() == "interrupted\n", stderr
     before = lines(tmp_path / "run")
     assert 0 < len(before) < 60
@@ -116,8 +112,8 @@ def check_logs(run_dir: Path) -> None:
 
 @pytest.mark.distributed(2)
 def test_the_default_command_ends_with_a_table_and_a_summary(tmp_path: Path) -> None:
-    process = start([f"run_dir={tmp_path}/a run", "max_new_tokens=12"], num_ranks=2)
-    out, err = process.communicate(timeout=240)
+    with started(command([f"run_dir={tmp_path}/a run", "max_new_tokens=12"], num_ranks=2)) as process:
+        out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     assert "speed-up" in out
     summary = json.loads((tmp_path / "a run" / "summary.json").read_text())

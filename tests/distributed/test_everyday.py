@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.helpers.commands import started
 from tests.helpers.lanes import heavy, slow
 from tests.helpers.repository import ROOT
 from tests.helpers.starters import STARTERS, command_of, environment
@@ -172,15 +173,13 @@ def test_the_first_line_and_the_exit_code_are_as_expected(starter: str, row: Typ
 def test_the_output_may_end_after_its_first_line(starter: str, tmp_path: Path) -> None:
     """As behind `| head -n 1`."""
     words = [*PRINTED, "format=jsonl", "num_samples=400", f"run_dir={tmp_path}/run"]
-    with subprocess.Popen(
-        command_of(starter, words), cwd=ROOT, env=environment(), text=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    ) as running:  # fmt: skip
+    with started(command_of(starter, words), env=environment()) as running:
         assert running.stdout
         assert running.stderr
         assert running.stdout.readline().startswith('{"index": 0')
         running.stdout.close()
         complaint = running.stderr.read()
+        running.wait()
     assert running.returncode == (1 if starter == "torchrun" else 4), complaint
     assert sum(line.startswith("interrupted") for line in complaint.splitlines()) == 1
     assert "BrokenPipe" not in complaint

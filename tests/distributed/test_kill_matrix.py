@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import pytest
 
 from llama_ssp.errors import InterruptedRun
-from tests.helpers.commands import Popen, command
+from tests.helpers.commands import Popen, command, started
 from tests.helpers.disturbed import (
     CELLS,
     NUM_SAMPLES,
@@ -32,7 +33,6 @@ from tests.helpers.disturbed import (
     wait_for,
 )
 from tests.helpers.gpu_faults import steps
-from tests.helpers.repository import ROOT
 from tests.helpers.terminals import OnTerminal
 
 pytestmark = pytest.mark.distributed(2)
@@ -76,53 +76,45 @@ def cells() -> list[object]:
     ]
 
 
-def started(
+@contextmanager
+def job(
     launcher: str, cell: Cell, run_dir: Path, *, before: tuple[str, ...] = (), more: tuple[str, ...] = ()
-) -> list[Popen]:
-    """The processes that somebody waits for: torchrun's, or the ranks themselves; `before` stands before a command."""
+) -> Iterator[list[Popen]]:
+    """The processes that somebody waits for: torchrun's, or the ranks themselves, once the phase of the cell has begun.
+
+    `before` stands before a command.
+    """
     overrides = [*settings(cell, run_dir), *more]
     commands = [[*before, *command(overrides, num_ranks=2)]]
     environments: list[dict[str, str]] = [{}]
     if launcher == "srun":
         commands = [[*before, *command(overrides)]] * 2
         environments = steps()
-    return [
-        subprocess.Popen(
-            words, cwd=ROOT, env={**os.environ, **environment}, text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-        )
-        for words, environment in zip(commands, environments, strict=True)
-    ]  # fmt: skip
-
-
-@pytest.fixture
-def running(launcher: str, cell: Cell, tmp_path: Path) -> Iterator[list[Popen]]:
-    processes = started(launcher, cell, tmp_path / "run")
-    wait_for(
-        lambda: has_begun(cell, tmp_path / "run") or any(process.poll() is not None for process in processes),
-        at_most_s=120,
-    )
-    yield processes
-    for process in processes:
-        process.kill()
-        process.communicate()
+    with ExitStack() as kept:
+        running = [
+            kept.enter_context(started(words, env=os.environ | environment, stdout=subprocess.DEVNULL))
+            for words, environment in zip(commands, environments, strict=True)
+        ]
+        wait_for(lambda: has_begun(cell, run_dir) or any(one.poll() is not None for one in running), at_most_s=120)
+        yield running
 
 
 @pytest.mark.parametrize(("launcher", "cell"), cells())
 def test_a_disturbed_rank_ends_the_job_in_a_sentence_and_nothing_is_lost(
-    launcher: str, cell: Cell, running: list[Popen], tmp_path: Path
+    launcher: str, cell: Cell, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    ranks = [pid_of_rank(run_dir, rank) for rank in (0, 1)]
-    os.kill(ranks[cell.rank], cell.number)
-    stopped = running[cell.rank] if launcher == "srun" and cell.number is signal.SIGSTOP else None
-    waited = [process for process in running if process is not stopped]
-    errors = [process.communicate(timeout=AT_MOST_S[launcher])[1] for process in waited]
-    assert all(process.returncode for process in waited)
-    if stopped:  # SLURM wakes it up before it ends it
-        for number in (signal.SIGCONT, signal.SIGTERM):
-            stopped.send_signal(number)
-        errors.append(stopped.communicate(timeout=15)[1])
+    with job(launcher, cell, run_dir) as running:
+        ranks = [pid_of_rank(run_dir, rank) for rank in (0, 1)]
+        os.kill(ranks[cell.rank], cell.number)
+        stopped = running[cell.rank] if launcher == "srun" and cell.number is signal.SIGSTOP else None
+        waited = [process for process in running if process is not stopped]
+        errors = [process.communicate(timeout=AT_MOST_S[launcher])[1] for process in waited]
+        assert all(process.returncode for process in waited)
+        if stopped:  # SLURM wakes it up before it ends it
+            for number in (signal.SIGCONT, signal.SIGTERM):
+                stopped.send_signal(number)
+            errors.append(stopped.communicate(timeout=15)[1])
     assert not any(is_alive(pid) for pid in ranks)
     check_end(cell, run_dir, errors)
     own = "".join(errors).partition("torch/distributed/elastic")[0] if launcher == "torchrun" else "".join(errors)
@@ -138,16 +130,10 @@ def test_a_rank_killed_in_another_copy_ends_the_job_in_a_sentence_long_before_th
 ) -> None:
     cell, run_dir = Cell(signal.SIGKILL, rank, "decoding"), tmp_path / "run"
     copies = ("placement=replicas", "placement.num_replicas=2", "timeouts.decode_s=600")
-    running = started(launcher, cell, run_dir, more=copies)
-    try:
-        wait_for(lambda: has_begun(cell, run_dir) or any(one.poll() is not None for one in running), at_most_s=120)
+    with job(launcher, cell, run_dir, more=copies) as running:
         ranks = [pid_of_rank(run_dir, rank) for rank in (0, 1)]
         os.kill(ranks[rank], signal.SIGKILL)
         errors = [process.communicate(timeout=AT_MOST_S["srun"])[1] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-            process.communicate()
     assert all(process.returncode for process in running)
     assert not any(is_alive(pid) for pid in ranks)
     check_end(cell, run_dir, errors)
@@ -165,30 +151,30 @@ def test_a_job_that_loses_something_at_any_time_is_interrupted(loss: Loss, tmp_p
     if loss.num_ranks == 1 and loss.what != AGENT:
         words = command(settings(LONG, run_dir))
     phase = Cell(signal.SIGHUP, 0, loss.phase)
-    with OnTerminal(words) as job:
-        job.wait_for(lambda: has_begun(phase, run_dir, num_ranks=loss.num_ranks), at_most_s=300)
+    with OnTerminal(words) as shell:
+        shell.wait_for(lambda: has_begun(phase, run_dir, num_ranks=loss.num_ranks), at_most_s=300)
         begin_s = time.monotonic()
-        job.wait_for(lambda: time.monotonic() - begin_s > loss.delay_s, at_most_s=60)
+        shell.wait_for(lambda: time.monotonic() - begin_s > loss.delay_s, at_most_s=60)
         ranks = [pid_of_rank(run_dir, rank) for rank in range(loss.num_ranks)]
         if loss.what == TERMINAL:
-            job.hang_up()
+            shell.hang_up()
         elif loss.what == AGENT:
-            job.process.kill()
+            shell.process.kill()
         else:
-            for pid in {job.process.pid, *ranks}:
+            for pid in {shell.process.pid, *ranks}:
                 os.kill(pid, signal.SIGHUP)
         try:
-            job.wait_for(lambda: not any(map(is_alive, [job.process.pid, *ranks])), at_most_s=15)
+            shell.wait_for(lambda: not any(map(is_alive, [shell.process.pid, *ranks])), at_most_s=15)
         finally:
             for pid in filter(is_alive, ranks):
                 os.kill(pid, signal.SIGKILL)
-        job.read()
-    assert (run_dir / "status").read_text() == "interrupted\n", job.shown
-    assert 'launch/run.py", line' not in job.shown, "a rank showed a traceback"
+        shell.read()
+    assert (run_dir / "status").read_text() == "interrupted\n", shell.shown
+    assert 'launch/run.py", line' not in shell.shown, "a rank showed a traceback"
     if loss.what != TERMINAL:
-        assert len([line for line in job.shown.splitlines() if line.startswith("interrupted")]) == 1, job.shown
-    if job.process.pid in ranks:
-        assert job.process.returncode == InterruptedRun.exit_code
+        assert len([line for line in shell.shown.splitlines() if line.startswith("interrupted")]) == 1, shell.shown
+    if shell.process.pid in ranks:
+        assert shell.process.returncode == InterruptedRun.exit_code
     check_resumption(LONG, run_dir, lines(run_dir))
 
 
@@ -196,9 +182,9 @@ def test_a_job_that_loses_something_at_any_time_is_interrupted(loss: Loss, tmp_p
 def test_a_disk_that_is_full_for_rank_0_ends_all_ranks_in_its_sentence(tmp_path: Path) -> None:
     cell = Cell(signal.SIGTERM, 0, "decoding")
     short_files = ("bash", "-c", 'ulimit -f 4 && exec "$@"', "bash")
-    processes = started("srun", cell, tmp_path / "run", before=short_files)
-    errors = [process.communicate(timeout=120)[1] for process in processes]
-    assert [process.returncode for process in processes] == [2, 2], errors
+    with job("srun", cell, tmp_path / "run", before=short_files) as running:
+        errors = [process.communicate(timeout=120)[1] for process in running]
+    assert [process.returncode for process in running] == [2, 2], errors
     *progress, sentence = errors[0].splitlines()
     assert sentence.startswith(f"cannot use {tmp_path}/run/run.jsonl: file too large; free some space"), errors
     assert all(f"of {NUM_SAMPLES} completions" in line for line in progress), errors
@@ -213,16 +199,10 @@ def test_a_rank_out_of_memory_ends_the_job_with_rank_and_cause_in_a_sentence(
 ) -> None:
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
     cell, run_dir = Cell(signal.SIGTERM, 1, phase), tmp_path / "run"
-    running = started("srun", cell, run_dir, more=("timeouts.load_s=600", "timeouts.decode_s=600"))
-    try:
-        wait_for(lambda: has_begun(cell, run_dir) or any(one.poll() is not None for one in running), at_most_s=120)
+    with job("srun", cell, run_dir, more=("timeouts.load_s=600", "timeouts.decode_s=600")) as running:
         ranks = [pid_of_rank(run_dir, rank) for rank in (0, 1)]
         resource.prlimit(ranks[1], resource.RLIMIT_AS, (1 << 20, resource.RLIM_INFINITY))
         errors = [process.communicate(timeout=AT_MOST_S["srun"])[1] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-            process.communicate()
     assert [process.returncode for process in running] == [3, 3], errors
     assert not any(is_alive(pid) for pid in ranks)
     said = [line for text in errors for line in text.splitlines() if "out of memory" in line]

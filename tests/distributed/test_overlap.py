@@ -3,12 +3,11 @@
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import Popen, run, start
+from tests.helpers.commands import command, run, started
 from tests.helpers.disturbed import Cell, check_end, check_resumption, has_begun, lines, pid_of_rank, settings, wait_for
 
 DRAFT_RANK = 1
@@ -16,21 +15,14 @@ OVERLAP = ("placement=own_gpu", "speculation.overlap=true")
 CELL = Cell(signal.SIGKILL, DRAFT_RANK, "decoding")
 
 
-@pytest.fixture
-def running(tmp_path: Path) -> Iterator[Popen]:
-    process = start([*settings(CELL, tmp_path / "run"), *OVERLAP], num_ranks=2)
-    wait_for(lambda: has_begun(CELL, tmp_path / "run") or process.poll() is not None, at_most_s=120)
-    yield process
-    process.kill()
-    process.communicate()
-
-
 @pytest.mark.distributed(2)
 @pytest.mark.slow
-def test_a_draft_rank_that_dies_ends_the_job_and_resumption_completes_it(running: Popen, tmp_path: Path) -> None:
+def test_a_draft_rank_that_dies_ends_the_job_and_resumption_completes_it(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    os.kill(pid_of_rank(run_dir, DRAFT_RANK), signal.SIGKILL)
-    _, errors = running.communicate(timeout=60)
+    with started(command([*settings(CELL, run_dir), *OVERLAP], num_ranks=2)) as running:
+        wait_for(lambda: has_begun(CELL, run_dir) or running.poll() is not None, at_most_s=120)
+        os.kill(pid_of_rank(run_dir, DRAFT_RANK), signal.SIGKILL)
+        _, errors = running.communicate(timeout=60)
     assert running.returncode != 0
     check_end(CELL, run_dir, [errors])
     before = lines(run_dir)

@@ -16,7 +16,7 @@ from llama_ssp.ranks.process import signals_kept
 from llama_ssp.reports.records import LogProbLine
 from llama_ssp.run.commands import program
 from llama_ssp.weights import hub
-from tests.helpers.commands import Popen
+from tests.helpers.commands import Popen, started
 from tests.helpers.disturbed import is_alive, lines, pid_of_rank, wait_for
 from tests.helpers.in_process import call, launch
 from tests.helpers.lanes import heavy, slow
@@ -33,15 +33,10 @@ PRICE = "it costs $5, $$ and ${more}"
 @pytest.fixture
 def running(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Path, Popen]]:
     """A run on two ranks that has recorded its first completions and has many to go; a parameter begins its command."""
-    process = subprocess.Popen(
-        [*getattr(request, "param", []), *PROGRAM, "run", *LONG, f"run_dir={tmp_path}/run"],
-        cwd=ROOT, env=environment(),
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    wait_for(lambda: len(lines(tmp_path / "run")) > 1 or process.poll() is not None, at_most_s=90)
-    yield tmp_path / "run", process
-    process.kill()
-    process.communicate()
+    words = [*getattr(request, "param", []), *PROGRAM, "run", *LONG, f"run_dir={tmp_path}/run"]
+    with started(words, env=environment()) as process:
+        wait_for(lambda: len(lines(tmp_path / "run")) > 1 or process.poll() is not None, at_most_s=90)
+        yield tmp_path / "run", process
 
 
 @pytest.mark.heavy
@@ -165,21 +160,20 @@ AT_MOST_S = 15
 def test_no_rank_outlives_a_starter_that_is_killed_so_long_after_their_start(
     starter: str, delay_s: float, tmp_path: Path
 ) -> None:
-    process = subprocess.Popen(
-        command_of(starter, [*LONG_KILLED_STARTERS, f"run_dir={tmp_path}/run"]), cwd=ROOT, env=environment(),
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    ranks: list[int] = []
-    try:
-        wait_for(lambda: len(family_of(process.pid)) == 1 + 2, at_most_s=120)
-        time.sleep(delay_s)
-        ranks = family_of(process.pid)[1:]
-        assert len(ranks) == 2
-        process.kill()
-        process.wait()
-        wait_for(lambda: not any(map(is_alive, ranks)), at_most_s=AT_MOST_S)
-    finally:
-        process.kill()
-        process.wait()
-        for pid in filter(is_alive, ranks):
-            os.kill(pid, signal.SIGKILL)
+    words = command_of(starter, [*LONG_KILLED_STARTERS, f"run_dir={tmp_path}/run"])
+    with subprocess.Popen(
+        words, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:  # fmt: skip
+        ranks: list[int] = []
+        try:
+            wait_for(lambda: len(family_of(process.pid)) == 1 + 2, at_most_s=120)
+            time.sleep(delay_s)
+            ranks = family_of(process.pid)[1:]
+            assert len(ranks) == 2
+            process.kill()
+            wait_for(lambda: not any(map(is_alive, ranks)), at_most_s=AT_MOST_S)
+        finally:
+            process.kill()
+            for pid in filter(is_alive, ranks):
+                os.kill(pid, signal.SIGKILL)

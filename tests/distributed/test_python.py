@@ -5,12 +5,13 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from llama_ssp import load
-from tests.helpers.commands import TORCHRUN, Popen
+from tests.helpers.commands import TORCHRUN, Popen, started
 from tests.helpers.disturbed import is_alive, wait_for
 from tests.helpers.repository import ROOT
 from tests.helpers.sockets import family_of
@@ -32,21 +33,18 @@ sys.exit(int(sys.argv[1]))
 STARTERS = {"torchrun": [*TORCHRUN, "2"], "--script": [*PROGRAM, "run", "ranks=2", "--script"]}
 
 
-def start(folder: Path, starter: str, *words: str) -> Popen:
+def study(folder: Path, starter: str, word: str) -> AbstractContextManager[Popen]:
     """Start the script, which may be elsewhere than the program's folder."""
     (folder / "study.py").write_text(_SCRIPT)
-    return subprocess.Popen(
-        [*STARTERS[starter], "study.py", *words], cwd=folder, env=environment(),
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    return started([*STARTERS[starter], "study.py", word], cwd=folder, env=environment())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("starter", STARTERS)
 def test_a_script_has_the_text_of_one_rank_on_each_and_its_own_exit_code(tmp_path: Path, starter: str) -> None:
-    started = start(tmp_path, starter, "7" if starter == "--script" else "0")
-    out, err = started.communicate(timeout=120)
-    assert started.returncode == (7 if starter == "--script" else 0), err
+    with study(tmp_path, starter, "7" if starter == "--script" else "0") as script:
+        out, err = script.communicate(timeout=120)
+    assert script.returncode == (7 if starter == "--script" else 0), err
     [wanted] = load("tiny", "tiny-draft").generate("import os\n", max_new_tokens=12, seed=1)
     found = sorted(re.findall(r"^(\d) \d+ (.*)$", out, re.MULTILINE))
     assert found == [("0", str(wanted.token_ids)), ("1", str(wanted.token_ids))], err
@@ -59,21 +57,20 @@ def test_a_script_has_the_text_of_one_rank_on_each_and_its_own_exit_code(tmp_pat
 def test_a_lost_rank_and_a_signal_end_a_script_in_a_sentence(
     tmp_path: Path, starter: str, number: signal.Signals
 ) -> None:
-    started = start(tmp_path, starter, "long")
-    assert started.stdout
-    assert started.stderr
-    pids = dict(line.split()[:2] for line in (started.stdout.readline(), started.stdout.readline()) if line.strip())
-    family = family_of(started.pid)
+    with study(tmp_path, starter, "long") as script:
+        assert script.stdout
+        pids = dict(line.split()[:2] for line in (script.stdout.readline(), script.stdout.readline()) if line.strip())
+        family = family_of(script.pid)
+        if number is signal.SIGKILL:
+            os.kill(int(pids["1"]), signal.SIGKILL)
+        else:
+            script.send_signal(number)
+        _, err = script.communicate(timeout=60)
     if number is signal.SIGKILL:
-        os.kill(int(pids["1"]), signal.SIGKILL)
-    else:
-        started.send_signal(number)
-    _, err = started.communicate(timeout=60)
-    if number is signal.SIGKILL:
-        assert started.returncode == 1
+        assert script.returncode == 1
         assert len(re.findall("rank 1 is missing while decoding .*; load the pair again", err)) == 1, err
     elif starter == "--script":
-        assert (started.returncode, err) == (4, "starting 2 ranks…\ninterrupted\n")
+        assert (script.returncode, err) == (4, "starting 2 ranks…\ninterrupted\n")
     else:
         assert "KeyboardInterrupt" in err
     assert not [pid for pid in family if is_alive(pid)]
@@ -157,15 +154,11 @@ else:
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", ["rank", "caller"])
 def test_a_pair_on_ranks_of_its_own_survives_mistakes_and_leaves_no_process(tmp_path: Path, killed: str) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-u", "-c", _NOTEBOOK, killed], cwd=tmp_path, env=environment(),
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    ) as started:  # fmt: skip
-        assert started.stdout
-        assert started.stderr
-        said = [started.stdout.readline() for _ in range(9)]
-        family = family_of(started.pid)
-        out, err = started.communicate(timeout=120)
+    with started([sys.executable, "-u", "-c", _NOTEBOOK, killed], cwd=tmp_path, env=environment()) as notebook:
+        assert notebook.stdout
+        said = [notebook.stdout.readline() for _ in range(9)]
+        family = family_of(notebook.pid)
+        out, err = notebook.communicate(timeout=120)
     [wanted] = load("tiny", "tiny-draft").generate("import os\n", max_new_tokens=12, seed=1)
     assert said[:3] == [
         "ZeroDivisionError: \n", "KeyboardInterrupt: \n",
@@ -178,6 +171,6 @@ def test_a_pair_on_ranks_of_its_own_survives_mistakes_and_leaves_no_process(tmp_
     if killed == "rank":
         sentence = r"LostRankError: rank \d is missing while decoding \(connection closed\); load the pair again\n"
         assert re.fullmatch(rf"({sentence})\1", out), (out, err)
-        assert started.returncode == 0
+        assert notebook.returncode == 0
         assert not re.search("Traceback|starting|rank", err), err
     wait_for(lambda: not [pid for pid in family if is_alive(pid)], at_most_s=20)

@@ -1,13 +1,15 @@
 """Ranks that do not connect end within seconds, in a sentence; ranks of scripts end with code 0."""
 
 import os
-import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from subprocess import DEVNULL
 
 import pytest
 
+from tests.helpers.commands import started
 from tests.helpers.gpu_faults import steps
 from tests.helpers.lanes import heavy, slow
 from tests.helpers.repository import ROOT
@@ -23,30 +25,27 @@ SENTENCE = (
 )
 
 
-def step(*words: str) -> list["subprocess.Popen[str]"]:
-    """The two processes of a SLURM step without SLURM, which nobody ends."""
-    return [
-        subprocess.Popen(
-            [sys.executable, *words], cwd=ROOT, env=os.environ | own | {"PYTHONPATH": str(ROOT)}, text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-        )
-        for own in steps()
-    ]  # fmt: skip
+def step(*words: str, at_most_s: float) -> tuple[list[int | None], list[str]]:
+    """Run the two processes of a SLURM step without SLURM, which nobody ends; their codes and what they said."""
+    with ExitStack() as kept:
+        ranks = [
+            kept.enter_context(
+                started([sys.executable, *words], env=os.environ | own | {"PYTHONPATH": str(ROOT)}, stdout=DEVNULL)
+            )
+            for own in steps()
+        ]
+        said = [rank.communicate(timeout=at_most_s)[1] for rank in ranks]
+    return [rank.returncode for rank in ranks], said
 
 
 @pytest.mark.parametrize("faulty", [slow(0), heavy(1)])
 def test_a_start_of_nccl_that_fails_ends_all_ranks_with_the_reason_and_the_remedy(faulty: int, tmp_path: Path) -> None:
     settings = ["task=generate", "device=cpu", "prompt=x", f"run_dir={tmp_path}/run"]
     began = time.monotonic()
-    ranks = step("-m", "tests.distributed.faulty_start", str(faulty), *settings)
-    try:
-        said = [rank.communicate(timeout=2 * AT_MOST_S)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
+    words = ["-m", "tests.distributed.faulty_start", str(faulty), *settings]
+    codes, said = step(*words, at_most_s=2 * AT_MOST_S)
     assert time.monotonic() - began < AT_MOST_S
-    assert [rank.returncode for rank in ranks] == [1, 1], said
+    assert codes == [1, 1], said
     sentence = f"rank {faulty} failed while connecting: {SENTENCE}"
     assert "".join(said).count(sentence) == 1, said
     assert "Traceback" not in "".join(said)
@@ -78,7 +77,6 @@ builtins.kept = EndsLate(2 * world.comm.rank)
 @pytest.mark.heavy
 def test_no_thread_of_torch_aborts_a_rank_that_ends(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(_SCRIPT)
-    ranks = step(str(tmp_path / "script.py"))
-    said = [rank.communicate(timeout=60)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
+    codes, said = step(str(tmp_path / "script.py"), at_most_s=60)
+    assert codes == [0, 0], said
     assert "Traceback" not in "".join(said), "torch may say that it had to wait for the other rank, on a busy machine"

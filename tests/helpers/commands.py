@@ -10,8 +10,9 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -37,11 +38,19 @@ def command(overrides: Sequence[str], *, num_ranks: int = 1) -> list[str]:
     return [*TORCHRUN, str(num_ranks), "launch/run.py", *overrides]
 
 
-def start(overrides: Sequence[str], *, num_ranks: int = 1) -> Popen:
-    return subprocess.Popen(
-        command(overrides, num_ranks=num_ranks),
-        cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+@contextmanager
+def started(
+    words: Sequence[str], *, cwd: Path = ROOT, env: Mapping[str, str] | None = None, stdout: int = subprocess.PIPE
+) -> Iterator[Popen]:
+    """A process without standard input, whose standard error can be read; it is killed in the end."""
+    process = subprocess.Popen(
+        words, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def on_forks(num_ranks: int, act: Callable[[int], Seen]) -> list[Seen]:

@@ -9,7 +9,7 @@ from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.helpers.commands import command
+from tests.helpers.commands import command, started
 from tests.helpers.repository import ROOT
 from tests.helpers.sockets import family_of, listeners
 
@@ -52,10 +52,7 @@ class Observed(NamedTuple):
 def observe(words: Sequence[str], *, without_starter: bool = False) -> Observed:
     """Run a command that ends well; perhaps without the addresses of the command itself."""
     addresses = set()
-    with subprocess.Popen(
-        words, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True,
-    ) as process:  # fmt: skip
+    with started(words, env=environment()) as process:
         deadline = time.monotonic() + 240
         while process.poll() is None and time.monotonic() < deadline:
             for pid in family_of(process.pid)[1:] if without_starter else [process.pid]:
