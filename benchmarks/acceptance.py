@@ -16,11 +16,11 @@ from statistics import fmean
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
+from benchmarks.decoding import default_prompts
 from benchmarks.measured import markdown, page_of, show
-from llama_ssp import Pair, catalogue, load
+from llama_ssp import Pair, load
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.requests import encode
 from llama_ssp.settings.drafters import NgramConfig
@@ -28,6 +28,7 @@ from llama_ssp.settings.schema import SamplingConfig, SpeculationConfig, Verific
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.processors import processor
+from tests.helpers.decoders import complete
 
 TEMPERATURES, LENGTHS = (0.0, 0.4, 0.8, 1.0), (2, 4, 8)
 RULES, DRAFTS = ("speculative", "block", "coupled"), ("model", "ngram")
@@ -41,10 +42,7 @@ EDITS = (
 
 def kinds_of_text() -> dict[str, list[str]]:
     """Prompts by kind: code and arithmetic are defaults of tasks; the third is to be written a second time."""
-    defaults = {
-        name: yaml.safe_load((catalogue.conf_dir() / "task" / f"{task}.yaml").read_text())["default_prompts"]
-        for name, task in (("code", "compare"), ("mixed", "latency"))
-    }
+    defaults = {"code": default_prompts("compare"), "mixed": default_prompts("latency")}
     return defaults | {"repeated code": [text + text[: len(text) // 3] for text in EDITS]}
 
 
@@ -64,9 +62,7 @@ def write(
         for index, prompt in enumerate(prompts)
         for sample in range(NUM_SAMPLES if temperature else 1)
     ]  # fmt: skip
-    with torch.inference_mode():
-        done = [update.completion for updates in decoder.run(requests) for update in updates]
-    return [*{(one.request.index, one.request.sample): one for one in done}.values()]
+    return complete(decoder, requests)
 
 
 def tokens_per_round(texts: list[RowCompletion]) -> float:

@@ -110,6 +110,12 @@ def ours(
     return Ours(decoder=decoder, prompts=prompts, num_new_tokens=num_new_tokens)
 
 
+def default_prompts(task: str) -> list[str]:
+    """The prompts of a run of a task without others."""
+    prompts: list[str] = catalogue.read(catalogue.conf_dir() / "task" / f"{task}.yaml")["default_prompts"]
+    return prompts
+
+
 def prompt(pair: Pair, num_tokens: int) -> tuple[int, ...]:
     """A readable prompt of just so many tokens."""
     ids = encode(TEXT, pair.models.tokenizer)

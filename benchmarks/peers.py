@@ -34,6 +34,7 @@ from llama_ssp.settings.schema import SamplingConfig, SpeculationConfig
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import BatchState, Request
 from llama_ssp.weights import hub
+from tests.helpers.decoders import complete
 
 PROMPTS = (
     "def factorial(n):\n",
@@ -101,16 +102,12 @@ def pass_bytes_per_s(values: Tensor) -> float:
     return max(values.nbytes / seconds_per_call(values.sum), copy_bytes_per_s(CPU, values.nbytes))
 
 
-@torch.inference_mode()
 def ms_at_context(decoder: Decoder, num_prompt_tokens: int, repetition: int) -> float:
     """Milliseconds per token of the rounds behind a long prompt, without its prefill."""
     decoder.seed = repetition + 1
     ids = tuple(int(token) for token in torch.arange(num_prompt_tokens) % 512 + 64)
     request = Request(index=0, prompt_ids=ids, max_new_tokens=NUM_NEW_TOKENS)
-    completion = None
-    for updates in decoder.run([request]):
-        completion = updates[0].completion
-    assert completion
+    [completion] = complete(decoder, [request])
     return 1e3 * sum(completion.part_s.values()) / (len(completion.token_ids) - 1)
 
 

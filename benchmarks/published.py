@@ -76,8 +76,11 @@ class Row:
     is_fitted: bool = False
 
 
+CONTENT = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))
+
+
 def _rows() -> Iterator[Row]:
-    for page in yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))["sources"]:
+    for page in CONTENT["sources"]:
         source = Source(page["name"], page["page"], page.get("left_out", "none"))
         for given in page["rows"]:
             fields: dict[str, Any] = page.get("common", {}) | given
@@ -92,7 +95,6 @@ def _rows() -> Iterator[Row]:
 
 
 ROWS = (*_rows(),)
-"""Of published.yaml."""
 
 COST_RATIOS = (
     (2, "sharded", 0.126), (4, "sharded", 0.150), (8, "sharded", 0.190), (4, "one_rank", 0.36), (8, "one_rank", 0.60)
@@ -111,22 +113,11 @@ class Pair:
     num_draft_tokens: int
     plain_ms: float
     speculative_ms: float
-    draft_ms: float | None
+    draft_ms: float | None = None
     machine: str | None = None
 
 
-PAIRS = (
-    Pair("llama-ssp, 8xA100-40GB: 13B with 7B", "13B", "7B", 4, 125, 114, 70),
-    Pair("llama-ssp, 8xA100-40GB: 30B with 7B", "30B", "7B", 4, 330, 180, 70),
-    Pair("llama-ssp, 8xA100-40GB: 65B with 7B", "65B", "7B", 4, 610, 270, 70),
-    Pair("llama-ssp, 4xA10G, 8-bit: 13B with 7B", "13B", "7B", 4, 270, 330, 210),
-    Pair("llama-ssp, 4xA10G, 8-bit: 30B with 7B", "30B", "7B", 4, 405, 370, 210),
-    Pair("Chinchilla 70B with 4B, nucleus [^c]", "chinchilla", "4B", 4, 14.1, 7.52, 1.8),
-    Pair("Chinchilla 70B with 4B, greedy [^c]", "chinchilla", "4B", 4, 14.1, 7.00, 1.8),
-    Pair("Chinchilla 70B with 4B, code [^c]", "chinchilla", "4B", 4, 14.1, 5.73, 1.8),
-    Pair("SmolLM2 1.7B with 135M", "smollm2_1.7B", "smollm2_135M", 10, 35.8, 28.4, 10.7),
-    Pair("GPT-NeoX 20B with GPT-Neo 1.3B, AMD", "gpt_neox_20B", "gpt_neo_1.3B", 4, 77.2, 57.0, None, "mi250"),
-)
+PAIRS = [Pair(**pair) for pair in CONTENT["pairs"]]
 
 
 def job(

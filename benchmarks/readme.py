@@ -5,13 +5,13 @@ until its program has stored a row.
 """
 
 import re
+import statistics
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import precisions
-from benchmarks.gpu_peers import table
-from benchmarks.measured import ROOT, Row, stored
+from benchmarks.measured import ROOT, Row, markdown, stored
 
 _SETTING = (
     "The shipped pair, `{target}` with `{draft}`, and transformers' `generate` and assisted generation: fp32, one rank "
@@ -35,6 +35,9 @@ _REST = (
     "the {gb_per_s:.1f} GB/s of a long read or copy, is the limit of a forward pass. The forward passes take "
     "{forwards_to_weights:.2f} times that."
 )
+
+
+_HEADS = ["ms/token", "a step or round, ms", "tokens a round", "of a copy's speed", "first token, ms"]
 
 
 def _figures(row: Row) -> Row:
@@ -71,13 +74,48 @@ def round_text(row: Row) -> str:
     return _REST.format(**_figures(row))
 
 
-TEXTS: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
-    "peers": ("peers", lambda rows: peers_text(rows[-1])),
-    "round": ("peers", lambda rows: round_text(rows[-1])),
-    "precisions": ("precisions", lambda rows: precisions.text(rows[-1])),
-    "gpu_peers": ("gpu_peers", lambda rows: table.text(rows[-1])),
+def gpu_peers_text(row: Row) -> str:
+    """How it was measured, a table for each prompt length and temperature, and a line for each that is not in it."""
+    versions = ", ".join(f"{name} {version}" for name, version in row["peers"].items())
+    dial = "" if row["agreement"] is None else f" (synthetic weights, agreement set to {row['agreement']:g})"
+    how = (
+        f"{row['target']} with {row['draft']} in bf16{dial}, K = {row['num_draft_tokens']}, {row['max_new_tokens']} "
+        f"new tokens, medians of {row['turns']} turns: one {row['device']}, where a copy moves "
+        f"{row['copy_bytes_per_s'] / 1e12:.3g} TB/s; {versions}."
+    )
+    parts = [how]
+    for key in dict.fromkeys((cell["prompt_tokens"], cell["temperature"]) for cell in row["cells"]):
+        cells = [cell for cell in row["cells"] if (cell["prompt_tokens"], cell["temperature"]) == key]
+        heads = ["behind {} tokens, temperature {:g}".format(*key), *_HEADS]
+        parts.append(markdown(heads, [_gpu_line(cell, row) for cell in cells]))
+    return "\n\n".join([*parts, *(f"{name}: {reason}." for name, reason in row["lost"].items())])
+
+
+def _step_ms(cell: Row) -> float:
+    """Milliseconds of a step, or of a round, after the first token."""
+    times = zip(cell["s"], cell["first_s"], cell["rounds"], strict=True)
+    return 1e3 * float(statistics.median((s - first_s) / rounds for s, first_s, rounds in times))
+
+
+def _gpu_line(cell: Row, row: Row) -> list[str]:
+    num_new, ms = row["max_new_tokens"], _step_ms(cell)
+    drafts = cell["drafts"]
+    read_bytes = row["target_bytes"] + drafts * row["num_draft_tokens"] * row["draft_bytes"]
+    tokens = statistics.median((num_new - 1) / rounds for rounds in cell["rounds"])
+    figures = [
+        f"{1e3 * statistics.median(cell['s']) / num_new:.2f}", f"{ms:.2f}", f"{tokens:.2f}" if drafts else "",
+        f"{1e3 * read_bytes / row['copy_bytes_per_s'] / ms:.0%}", f"{1e3 * statistics.median(cell['first_s']):.1f}",
+    ]  # fmt: skip
+    return [cell["line"], *figures]
+
+
+TEXTS: dict[str, tuple[str, Callable[[Row], str]]] = {
+    "peers": ("peers", peers_text),
+    "round": ("peers", round_text),
+    "precisions": ("precisions", precisions.text),
+    "gpu_peers": ("gpu_peers", gpu_peers_text),
 }
-"""The text of each region, and the rows that it is made of."""
+"""By region, the program whose newest row it shows, and the text of a row."""
 
 
 def pages() -> list[Path]:
@@ -89,9 +127,9 @@ def filled(page: str) -> str:
     """A page with every region as the newest rows have it; a region without a row is empty."""
 
     def region(match: re.Match[str]) -> str:
-        rows, make = TEXTS[match[1]]
-        found = stored(rows)
-        text = f"{_wrapped(make(found))}\n" if found else ""
+        program, make = TEXTS[match[1]]
+        rows = stored(program)
+        text = f"{_wrapped(make(rows[-1]))}\n" if rows else ""
         return f"<!-- measured: {match[1]} -->\n{text}<!-- end -->"
 
     return re.sub(r"<!-- measured: (\w+) -->\n.*?<!-- end -->", region, page, flags=re.DOTALL)

@@ -9,7 +9,6 @@ What it does not do: look at another temperature.
 
 import argparse
 import json
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -17,10 +16,9 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
-import yaml
 from torch import Tensor
 
-from benchmarks.decoding import run_config
+from benchmarks.decoding import default_prompts, run_config
 from llama_ssp import catalogue, load
 from llama_ssp.architectures.model_files import AGREEMENT_FILE
 from llama_ssp.catalogue import Dtype
@@ -35,6 +33,7 @@ from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.head import HeadSource
 from llama_ssp.weights.synthetic import SMALL_HEAD, SMALL_MODELS, Synthetic
+from tests.helpers.decoders import complete
 
 TEMPERATURE = 0.8
 LEVELS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
@@ -52,13 +51,6 @@ class Text:
     probabilities_TV: Tensor
 
 
-def prompts_of(task: str) -> list[str]:
-    """Returns the default prompts of a task."""
-    settings = yaml.safe_load((catalogue.conf_dir() / "task" / f"{task}.yaml").read_text(encoding="utf-8"))
-    prompts: list[str] = settings["default_prompts"]
-    return prompts
-
-
 class Measure:
     """Measures how far a small model agrees with its noisy self.
 
@@ -72,7 +64,7 @@ class Measure:
         self.small = inspect(folder)
         self.texts = {}
         for task in TASKS:
-            prompts = prompts_of(task)
+            prompts = default_prompts(task)
             self.texts[task] = self._write((prompts * num_texts)[:num_texts], length)
 
     def agreement(self, noise: float) -> float:
@@ -116,7 +108,6 @@ class Measure:
         return (logits_TV / TEMPERATURE).softmax(-1)
 
 
-@torch.inference_mode()
 def acceptance(
     model: str, draft: str, *, agreement: float = 0.5, noise: float | None = None, num_texts: int = 60, length: int = 64
 ) -> float:
@@ -138,22 +129,16 @@ def acceptance(
     decoder = build_decoder(models, config, speculative=True)
     rates = []
     for task in TASKS:
-        prompts, counts = prompts_of(task), Counter[str]()
+        prompts, num_accepted, num_examined = default_prompts(task), 0, 0
         requests = [
-            Request(
-                index=index,
-                sample=sample,
-                prompt_ids=encode(prompt, models.tokenizer),
-                max_new_tokens=length,
-            )
+            Request(index=index, sample=sample, prompt_ids=encode(prompt, models.tokenizer), max_new_tokens=length)
             for sample, (index, prompt) in product(range(num_texts // len(prompts)), enumerate(prompts))
         ]
-        for updates in decoder.run(requests):
-            for done in (update.completion for update in updates if update.completion.finish_reason):
-                for accepted, examined in zip(done.accepted_lengths, done.examined_lengths, strict=True):
-                    counts["accepted"] += accepted if examined else 0
-                    counts["examined"] += examined
-        rates.append(counts["accepted"] / counts["examined"])
+        for done in complete(decoder, requests):
+            for accepted, examined in zip(done.accepted_lengths, done.examined_lengths, strict=True):
+                num_accepted += accepted if examined else 0
+                num_examined += examined
+        rates.append(num_accepted / num_examined)
     return fmean(rates)
 
 

@@ -39,6 +39,7 @@ from llama_ssp.speculate.engine.executors import GraphExecutor, Recorder
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.storage.formats import OWN_DTYPE
 from llama_ssp.weights.checkpoint import inspect
+from tests.helpers.decoders import complete, ids_of
 
 TARGET, DRAFT, HEAD = "tiny", "tiny-draft", "tiny-eagle"
 DRAFTED = {
@@ -120,11 +121,8 @@ def path_faults(where: Where, pair: Pair, decoder: Decoder | None = None, *, has
 def texts(where: Where, decoder: Decoder, pair: Pair, *, number: int) -> list[list[int]]:
     """New ids of some samples."""
     decoder.bucket_step = BUCKET_STEP
-    found: dict[int, list[int]] = {}
     wanted = requests(pair, number=number, prompt_tokens=40, new_tokens=num_tokens(where))
-    for updates in decoder.run(wanted):
-        found |= {update.completion.request.sample: update.completion.token_ids for update in updates}
-    return [found[sample] for sample in range(number)]
+    return ids_of(complete(decoder, wanted))
 
 
 def same_as_launched(
@@ -240,12 +238,8 @@ def experts(where: Where) -> Iterator[str]:
                     replay()
                     if not torch.equal(wanted, logits):
                         yield f"{quantization}, {number} tokens: a graph gives other logits than Python"
-                say(
-                    quantization=quantization,
-                    tokens=number,
-                    us=1e6 * seconds_of(replay),
-                    launched_us=1e6 * seconds_of(forward),
-                )
+                took_us = {"us": 1e6 * seconds_of(replay), "launched_us": 1e6 * seconds_of(forward)}
+                say(quantization=quantization, tokens=number, **took_us)
 
 
 def seconds_of(piece: Callable[[], object], *, num: int = 50) -> float:

@@ -27,6 +27,7 @@ from benchmarks.first_hour.runner import ROOT, SHARES
 from benchmarks.first_hour.shared_gpu import program
 from benchmarks.first_hour.step import Check, Where, main, say, skip
 from llama_ssp.errors import CapacityError, ConfigError
+from tests.helpers.disturbed import lines
 from tests.helpers.gpu_faults import AT_MOST_S, CELLS, FULL, KILLED, Cell, arguments, check_sentence, steps
 from tests.helpers.models import build_checkpoint
 
@@ -86,7 +87,7 @@ def texts(where: Where, *, name: str, num_ranks: int) -> Iterator[str]:
         if code:
             yield f"exit code {code} on {number}"
             return
-        found.append([json.loads(line)["token_ids"] for line in (run / "run.jsonl").read_text().splitlines()])
+        found.append([line["token_ids"] for line in lines(run)])
     if found[0] != found[1]:
         yield "another text than that of one GPU"
 
@@ -95,7 +96,7 @@ def sampled(where: Where) -> Iterator[str]:
     """Sample in 16 bits with the draft on a GPU of its own, so that probabilities travel between ranks."""
     dtypes = ["model.dtype=fp16", "draft.model.dtype=fp16"] if where.is_gpu else []
     runs = [ended(where, ["task=generate", "max_new_tokens=32", *APART, *dtypes], num_ranks=2)[1] for _ in (1, 2)]
-    found = [[json.loads(line)["token_ids"] for line in (run / "run.jsonl").read_text().splitlines()] for run in runs]
+    found = [[line["token_ids"] for line in lines(run)] for run in runs]
     if found[0] != found[1]:
         yield "two runs sampled different texts"
 
@@ -145,8 +146,7 @@ def lost(where: Where, *, cell: Cell) -> Iterator[str]:  # noqa: ARG001 - two GP
         with output.open("w") as sink:
             command = [sys.executable, *program(), *arguments(cell, folder)]
             ranks.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | step, stdout=sink, stderr=sink))
-    recorded = folder / "run" / "run.jsonl"
-    while not (recorded.exists() and recorded.read_text().count("\n") > 1):
+    while len(lines(folder / "run")) <= 1:
         if any(each.poll() is not None for each in ranks):
             yield f"a rank ended before the fault: {' '.join(output.read_text()[-500:] for output in outputs)}"
             return

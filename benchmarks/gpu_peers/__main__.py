@@ -10,6 +10,7 @@ accepted, by all peers alike. Two folders are a real pair.
 
 import argparse
 import json
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -20,20 +21,26 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 from benchmarks import vllm_peer
 from benchmarks.decoding import AGREEMENT, TEXT
-from benchmarks.gpu_peers import checkpoints
-from benchmarks.gpu_peers.table import text
 from benchmarks.gpu_peers.workers import ASSISTED, DEVICE, DYNAMIC, PLAIN, SPECULATIVE, STATIC
 from benchmarks.measured import ROOT, Row, store
 from benchmarks.peer_process import PeerError, PeerProcess
 from benchmarks.peers import weights_bytes
+from benchmarks.readme import gpu_peers_text
+from llama_ssp import catalogue
 from llama_ssp.api.arguments import entry_of
+from llama_ssp.architectures.model_files import GENERATION_CONFIG_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from llama_ssp.reports.provenance import processor
 from llama_ssp.run.calibration import copy_bytes_per_s
 from llama_ssp.run.tasks.benchmark import cut
+from llama_ssp.weights.checkpoint import SINGLE_FILE
+from llama_ssp.weights.hub import WEIGHTS
+from llama_ssp.weights.source import WeightSource
+from llama_ssp.weights.synthetic import synthesize
 
 LOGS = ROOT / "outputs" / "gpu_peers"
 VLLM_CACHE_BYTES, VLLM_MORE_BYTES = 2**30, 5 * 2**30
@@ -159,11 +166,34 @@ def turns_of(arguments: argparse.Namespace, ids: Sequence[int], *, num_tokens: i
     return [[request for request in requests if request["seed"] == turn] for turn in range(arguments.turns + 2)]
 
 
+def prepare(names: Sequence[str], *, agreement: float) -> dict[Path, WeightSource]:
+    """Make the folders of two names of the catalogue without weights; returns them, and what `write_weights` writes."""
+    sources = synthesize([shape for name in names if (shape := catalogue.load(name).shape)], agreement=agreement)
+    parent, found = LOGS / f"{'-'.join(names)}-{agreement:g}", dict[Path, WeightSource]()
+    for name, source in zip(names, sources, strict=True):
+        found[folder := parent / name] = source
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, GENERATION_CONFIG_FILE):
+            shutil.copyfile(source.folder / file, folder / file)
+        config = source.config
+        config.architectures, config.dtype = ["LlamaForCausalLM"], torch.bfloat16
+        config.save_pretrained(folder)
+    return found
+
+
+def write_weights(folder: Path, source: WeightSource, *, device: torch.device) -> None:
+    """Write weights, made on a device, unless they are there; the folder has them from one moment to the next."""
+    if not any(folder.glob(WEIGHTS)):
+        tensors = {name: source.read(name, dtype=torch.bfloat16, device=device).cpu() for name in source.tensors}
+        save_file(tensors, folder / "unfinished", metadata={"format": "pt"})
+        (folder / "unfinished").rename(folder / SINGLE_FILE)
+
+
 def compare(arguments: argparse.Namespace) -> Row:
     """Measure behind every prompt length."""
     names, num_new, turns = (arguments.target, arguments.draft), arguments.max_new_tokens, arguments.turns
     is_real = all(Path(name).is_dir() for name in names)
-    sources = {} if is_real else checkpoints.prepare(names, agreement=arguments.agreement)
+    sources = {} if is_real else prepare(names, agreement=arguments.agreement)
     folders = [Path(name).resolve() for name in names] if is_real else [*sources]
     ids = AutoTokenizer.from_pretrained(folders[0])(TEXT).input_ids
     entries = [entry_of("model", name, dtype="bf16", quantization=None, cache_dtype=None) for name in names]
@@ -176,7 +206,7 @@ def compare(arguments: argparse.Namespace) -> Row:
             peers = peers_of(arguments, folders, num_slots=num_slots, num_bytes=sum(sizes))
             running = start(peers, kept=kept, lost=lost)
             for folder, source in sources.items():
-                checkpoints.write(folder, source, device=DEVICE)
+                write_weights(folder, source, device=DEVICE)
             found |= warm(running, [almost, last], limit_s=arguments.warm_limit, lost=lost)
             print(f"warm behind {length} tokens: {found}", flush=True)
             while arguments.wait and not arguments.wait.exists():
@@ -213,7 +243,7 @@ def main() -> None:
     parser.add_argument("--store", action="store_true", help="append the figures to benchmarks/results/gpu_peers.jsonl")
     arguments = parser.parse_args()
     row = compare(arguments)
-    print(text(row))
+    print(gpu_peers_text(row))
     if arguments.store:
         store("gpu_peers", row)
 

@@ -47,6 +47,7 @@ from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.in_memory import WeightsInMemory, weights_like
 from tests.helpers.commands import on_forks
+from tests.helpers.decoders import complete, ids_of
 from tests.helpers.prompts import PROMPTS
 from tests.helpers.shapes import SHAPES
 
@@ -208,12 +209,9 @@ class Cell:
             Request(index=index, prompt_ids=encode(prompt, models.tokenizer), max_new_tokens=NUM_NEW_TOKENS - index % 5)
             for index, prompt in enumerate(self.prompts)
         ]
-        done: dict[int, list[int]] = {}
         with torch.inference_mode():
             make_ready(decoder, requests, config, comm=world.comm)
-            for updates in decoder.run(requests):
-                done |= {update.completion.request.index: update.completion.token_ids for update in updates}
-        return Placed([done[index] for index in range(len(requests))], round_bytes)
+        return Placed(ids_of(complete(decoder, requests)), round_bytes)
 
     def __str__(self) -> str:
         target, draft = (",".join(map(str, ranks)) for ranks in (self.target, self.draft))
