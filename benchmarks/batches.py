@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import vllm_peer
 from benchmarks.acceptance import kinds_of_text
-from benchmarks.decoding import ours
+from benchmarks.decoding import ours, peers_of
 from benchmarks.llama_cpp import IS_INSTALLED, LlamaCpp
 from benchmarks.llama_cpp import write as write_gguf
 from benchmarks.measured import markdown, page_of, show
@@ -33,7 +33,7 @@ from benchmarks.peer_process import PeerProcess
 from llama_ssp import Pair, catalogue, load
 from llama_ssp.run.calibration import interleave, median_ratio
 from llama_ssp.run.requests import encode
-from llama_ssp.run.tasks.benchmark import Ours, Peers, cut, load_peer
+from llama_ssp.run.tasks.benchmark import Ours, Peers, cut
 from llama_ssp.settings.schema import ADAPTIVE, SamplingConfig, SpeculationConfig
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights import hub
@@ -65,12 +65,7 @@ class Case:
 
     def load_peers(self) -> Peers | None:
         """Those of transformers, if it has the format."""
-        if self.peer_dtype is None:
-            return None
-        target, draft = (
-            load_peer(folder, dtype=self.peer_dtype, device=torch.device("cpu")) for folder in self.folders
-        )
-        return Peers(target=target, draft=draft)
+        return peers_of(self.folders, self.peer_dtype) if self.peer_dtype else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,9 @@
 """Synthetic pairs on one device, and what their rounds take: parts of several programs."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from llama_ssp.ranks.world import start
 from llama_ssp.run.checkpoints import find_sources
 from llama_ssp.run.decoders import build_decoder, load_models
 from llama_ssp.run.requests import encode
-from llama_ssp.run.tasks.benchmark import Ours
+from llama_ssp.run.tasks.benchmark import Ours, Peers, load_peer
 from llama_ssp.run.tasks.records import GenerateConfig
 from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings.schema import (
@@ -33,7 +34,7 @@ from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
 
-AGREEMENT = 0.8
+AGREEMENT, CPU = 0.8, torch.device("cpu")
 TEXT = '''\
 import os
 import sys
@@ -108,6 +109,12 @@ def ours(
     with torch.inference_mode():
         make_ready(decoder, wanted, config, comm=pair.models.mesh.world)
     return Ours(decoder=decoder, prompts=prompts, num_new_tokens=num_new_tokens)
+
+
+def peers_of(folders: Iterable[Path], dtype: torch.dtype, device: torch.device = CPU) -> Peers:
+    """A target and its draft in transformers."""
+    target, draft = (load_peer(folder, dtype=dtype, device=device) for folder in folders)
+    return Peers(target=target, draft=draft)
 
 
 def default_prompts(task: str) -> list[str]:

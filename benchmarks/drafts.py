@@ -23,7 +23,7 @@ import torch
 import transformers
 
 from benchmarks.acceptance import kinds_of_text
-from benchmarks.decoding import ours
+from benchmarks.decoding import ours, peers_of
 from benchmarks.measured import Goal, markdown, page_of, show, table_of_goals
 from llama_ssp import Pair, catalogue, load
 from llama_ssp.catalogue import Dtype
@@ -31,7 +31,7 @@ from llama_ssp.machines.machine import detect_hardware, keep_speeds, known_speed
 from llama_ssp.planning.timing import Timing
 from llama_ssp.run.calibration import cpu_speeds, interleave, median_ratio
 from llama_ssp.run.requests import encode
-from llama_ssp.run.tasks.benchmark import Ours, Peers, load_peer
+from llama_ssp.run.tasks.benchmark import Ours, Peers
 from llama_ssp.run.tasks.dry_run import plan_of_run
 from llama_ssp.settings.drafters import NGRAM_DRAFT, NgramConfig
 from llama_ssp.settings.schema import ADAPTIVE, DrafterConfig, RunConfig, SamplingConfig, SpeculationConfig
@@ -138,11 +138,9 @@ def measure(
 
     def peer(name: str, repetition: int) -> float:
         return peers[name].ms_per_token(
-            [prompts[repetition % len(prompts)]],
-            num_new_tokens=NUM_NEW_TOKENS,
-            sampling=SamplingConfig(temperature=0.8),
-            num_draft_tokens=NGRAM_K if name == PEER_NGRAM else PEERS_K,
-        )
+            [prompts[repetition % len(prompts)]], num_new_tokens=NUM_NEW_TOKENS,
+            sampling=SamplingConfig(temperature=0.8), num_draft_tokens=NGRAM_K if name == PEER_NGRAM else PEERS_K,
+        )  # fmt: skip
 
     for build in range(num_builds):
         built = {
@@ -239,11 +237,9 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     pairs = {draft: load("tiny", draft, dtype=Dtype.fp32) for draft in ("tiny-draft", *HEADS)}
     folders = [hub.resolve(catalogue.load(name)) for name in ("tiny", "tiny-draft")]
-    target, draft = (load_peer(folder, dtype=torch.float32, device=torch.device("cpu")) for folder in folders)
-    peers = {
-        PEER_ASSISTED: Peers(target=target, draft=draft),
-        PEER_NGRAM: Peers(target=target, draft=None, longest_match=NgramConfig().longest),
-    }
+    assisted = peers_of(folders, torch.float32)
+    copying = Peers(target=assisted.target, draft=None, longest_match=NgramConfig().longest)
+    peers = {PEER_ASSISTED: assisted, PEER_NGRAM: copying}
     results, repetitions, texts = {}, arguments.repetitions, kinds_of_text()
     every, cold = candidates(pairs), candidates(pairs, temperature=COLD)
     del every[NGRAM_OWN]

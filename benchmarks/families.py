@@ -32,32 +32,27 @@ from tests.helpers.texts import library_greedy, part_at_a_near_tie
 
 _GROUPED: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 16}
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
+_LOCAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _LATENT = {name: size for name, size in FAMILIES["deepseek_v3"].items() if name.endswith(("_rank", "_dim", "_heads"))}
 MORE: dict[str, dict[str, Any]] = {
     "bloom": {}, "codegen": {"rotary_dim": 4}, "diffllama": _GROUPED, "doge": {"num_key_value_heads": 4},
     "ernie4_5_moe": {"num_key_value_heads": 4, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48},
     "falcon": {}, "flex_olmo": {"num_key_value_heads": 4, **_EXPERTS}, "gpt2": {}, "gpt_bigcode": {},
-    "gptj": {"rotary_dim": 4}, "granitemoeshared": {
-        "num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64,
-    },
+    "gptj": {"rotary_dim": 4}, "granitemoeshared": _LOCAL | {"num_key_value_heads": 4, "shared_intermediate_size": 64},
     "hyperclovax": _GROUPED, "internlm3": _GROUPED, "iquestcoder": _GROUPED, "jais2": _GROUPED,
-    "llama4_text": {
-        "num_key_value_heads": 4, "num_local_experts": 4, "intermediate_size_mlp": 160,
-    },
+    "llama4_text": {"num_key_value_heads": 4, "num_local_experts": 4, "intermediate_size_mlp": 160},
     "mamba": {}, "mpt": {}, "opt": {"ffn_dim": 160}, "openai-gpt": {}, "persimmon": {},
-    "phimoe": {"num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2}, "biogpt": {},
+    "phimoe": {"num_key_value_heads": 4} | _LOCAL, "biogpt": {},
     "vaultgemma": _GROUPED, "granite_swa": _GROUPED,
-    "afmoe": _GROUPED | _EXPERTS, "exaone_moe": _GROUPED | _EXPERTS, "minimax_m2": _GROUPED | {
-        "num_local_experts": 4, "num_experts_per_tok": 2,
-    },
+    "afmoe": _GROUPED | _EXPERTS, "exaone_moe": _GROUPED | _EXPERTS, "minimax_m2": _GROUPED | _LOCAL,
     "hunyuan_v1_moe": _GROUPED | {"num_experts": 4, "moe_topk": 2}, "glm4_moe_lite": FAMILIES["deepseek_v3"],
-    "minicpm3": _LATENT, "granitemoe_swa": _GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "minicpm3": _LATENT, "granitemoe_swa": _GROUPED | _LOCAL,
     "mimo_v2_flash": _GROUPED | {
         "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_group": 1, "topk_group": 1,
         "v_head_dim": 8, "sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"],
     },
     "laguna": _GROUPED | _EXPERTS | {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 48},
-    "minimax_m3_vl_text": _GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "minimax_m3_vl_text": _GROUPED | _LOCAL,
     "gemma3n_text": FAMILIES["gemma4_text"] | {"intermediate_size": 160, "num_hidden_layers": 4},
     "solar_open": FAMILIES["glm4_moe"],
     "gemma4_unified_text": FAMILIES["gemma4_text"],

@@ -22,6 +22,11 @@ _PARTS = {
     "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
+_SIZES = {
+    "context_length": "max_position_embeddings", "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size", "head_count": "num_attention_heads", "vocab_size": "vocab_size",
+    "head_count_kv": "num_key_value_heads", "rope_dimension_count": "head_dim", "layer_norm_rms_eps": "rms_norm_eps",
+}  # fmt: skip
 
 
 class LlamaCpp:
@@ -93,16 +98,9 @@ def write(folder: Path, file: Path, form: str) -> None:
     gguf, load_file = import_module("gguf"), import_module("safetensors.torch").load_file
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     writer = gguf.GGUFWriter(file, "llama")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_rope_dimension_count(config["head_dim"])
+    for add, name in _SIZES.items():
+        getattr(writer, f"add_{add}")(config[name])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     kind = gguf.GGMLQuantizationType[form]

@@ -17,6 +17,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from benchmarks.decoding import CPU, peers_of
 from benchmarks.measured import Goal, Row, store, table_of_goals
 from benchmarks.readme import peers_text, round_text
 from llama_ssp import catalogue, load
@@ -29,7 +30,7 @@ from llama_ssp.reports.provenance import processor, versions
 from llama_ssp.run.calibration import copy_bytes_per_s, interleave, seconds_per_call
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.requests import encode
-from llama_ssp.run.tasks.benchmark import Ours, Peers, load_peer
+from llama_ssp.run.tasks.benchmark import Ours
 from llama_ssp.settings.schema import SamplingConfig, SpeculationConfig
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import BatchState, Request
@@ -43,7 +44,6 @@ PROMPTS = (
     '    """Return the number of items in the list.',
 )
 NUM_NEW_TOKENS = 64
-CPU = torch.device("cpu")
 PASS_BYTES = 2**28
 """Of a buffer that is read or copied: more than the caches of most processors hold."""
 _TURNS_TO_RECORD = 2
@@ -127,19 +127,15 @@ def measure(arguments: argparse.Namespace) -> Row:
     num_draft_tokens, temperature = arguments.num_draft_tokens, arguments.temperature
     pair = load(arguments.target, arguments.draft, dtype=Dtype.fp32)
     config = replace(
-        pair.config,
-        sampling=SamplingConfig(temperature=temperature),
+        pair.config, sampling=SamplingConfig(temperature=temperature), ignore_eos=True,
         speculation=SpeculationConfig(num_draft_tokens=num_draft_tokens),
-        ignore_eos=True,
-    )
-    plain = build_decoder(pair.models, config, speculative=False)
-    fast = build_decoder(pair.models, config, speculative=True)
+    )  # fmt: skip
+    plain, fast = (build_decoder(pair.models, config, speculative=speculative) for speculative in (False, True))
     prompts = [encode(prompt, pair.models.tokenizer) for prompt in PROMPTS]
     ours, ours_plain = (Ours(decoder=each, prompts=prompts, num_new_tokens=NUM_NEW_TOKENS) for each in (fast, plain))
     folders = [hub.resolve(catalogue.load(name)) for name in (arguments.target, arguments.draft)]
-    target, draft = (load_peer(folder, dtype=torch.float32, device=CPU) for folder in folders)
     peers = partial(
-        Peers(target=target, draft=draft).ms_per_token, prompts, num_new_tokens=NUM_NEW_TOKENS, sampling=config.sampling
+        peers_of(folders, torch.float32).ms_per_token, prompts, num_new_tokens=NUM_NEW_TOKENS, sampling=config.sampling
     )
 
     alone: list[tuple[float, float]] = []
@@ -180,20 +176,15 @@ def measure(arguments: argparse.Namespace) -> Row:
     bounds_ms = [round_ms / ours.tokens_per_round for round_ms in forwards]
     verify_s, draft_s = (statistics.median(times) for times in zip(*alone, strict=True))
     return {
-        "target": arguments.target,
-        "draft": arguments.draft,
-        "num_draft_tokens": num_draft_tokens,
-        "temperature": temperature,
-        "num_threads": torch.get_num_threads(),
+        "target": arguments.target, "draft": arguments.draft, "num_draft_tokens": num_draft_tokens,
+        "temperature": temperature, "num_threads": torch.get_num_threads(),
         "ms_per_token": {name: statistics.median(values) for name, values in ms.items()},
         "speculative_to_assisted": ratio_of_medians(ms["ours, speculative"], ms["transformers, assisted"]),
         "plain_to_generate": ratio_of_medians(ms["ours, plain"], ms["transformers, generate"]),
         "tokens_per_round": ours.tokens_per_round,
-        "verify_ms": 1e3 * verify_s,
-        "draft_step_ms": 1e3 * draft_s,
+        "verify_ms": 1e3 * verify_s, "draft_step_ms": 1e3 * draft_s,
         "bound_ms_per_token": statistics.median(bounds_ms),
-        "target_bytes": target_bytes,
-        "draft_bytes": draft_bytes,
+        "target_bytes": target_bytes, "draft_bytes": draft_bytes,
         "memory_bytes_per_s": 1e3 * (target_bytes + num_draft_tokens * draft_bytes) / statistics.median(weights),
         "forwards_to_weights": ratio_of_medians(forwards, weights),
         "speculative_to_bound": ratio_of_medians(ms["ours, speculative"], bounds_ms),
@@ -202,7 +193,7 @@ def measure(arguments: argparse.Namespace) -> Row:
         "at_context_ms": {name: statistics.median(values) for name, values in at_context.items()},
         "plain_1500_to_100": ratio_of_medians(at_context["plain, 1500"], at_context["plain, 100"]),
         "speculative_1500_to_100": ratio_of_medians(at_context["speculative, 1500"], at_context["speculative, 100"]),
-    }
+    }  # fmt: skip
 
 
 GOALS = {

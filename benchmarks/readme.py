@@ -48,20 +48,14 @@ def _figures(row: Row) -> Row:
     plain, speculative = ms["ours, plain"], ms["ours, speculative"]
     generate, assisted = ms["transformers, generate"], ms["transformers, assisted"]
     return {
-        **row,
-        **versions,
-        "ours_plain": plain,
-        "ours_speculative": speculative,
-        "generate": generate,
-        "assisted": assisted,
-        "bound_ms_per_token": bound,
-        "plain_to_generate": plain / generate,
-        "speculative_to_assisted": speculative / assisted,
-        "speedup": plain / speculative,
+        **row, **versions,
+        "ours_plain": plain, "ours_speculative": speculative, "generate": generate, "assisted": assisted,
+        "bound_ms_per_token": bound, "plain_to_generate": plain / generate,
+        "speculative_to_assisted": speculative / assisted, "speedup": plain / speculative,
         "speculative_to_bound": speculative / bound,
         **{f"{mode}_1500_to_100": late[f"{mode}, 1500"] / late[f"{mode}, 100"] for mode in ("plain", "speculative")},
         "gb_per_s": row["memory_bytes_per_s"] / 1e9,
-    }
+    }  # fmt: skip
 
 
 def peers_text(row: Row) -> str:

@@ -287,7 +287,7 @@ def option(group: str, name: str) -> tuple[dict[str, Any], str | None] | None:
     raises as `read`.
     """
     file = find(group, name)
-    whole = _fields(group, name, names_below=()) if group in _INHERITING else None
+    whole = _fields(group, name) if group in _INHERITING else None
     fields = read(file) if file and group not in _INHERITING else whole
     if fields is None:
         return None
@@ -413,7 +413,7 @@ def load(name: str) -> ModelConfig:
     An unknown name, or a file that describes no model, raises ConfigError.
     """
     file = _file(name)
-    fields = _fields("model", name, names_below=()) if file else None
+    fields = _fields("model", name) if file else None
     if file is None or fields is None:
         return ModelConfig(name=name, hub_id=name)
     if fields.get("name") != name:
@@ -474,7 +474,7 @@ def _file(name: str) -> Path | None:
     raise ConfigError(unknown_name("model", name, names("model")))
 
 
-def _fields(group: str, name: str, *, names_below: tuple[str, ...]) -> dict[str, Any] | None:
+def _fields(group: str, name: str, *, names_below: tuple[str, ...] = ()) -> dict[str, Any] | None:
     """The fields of an entry, merged over those of its base; `names_below` are the entries that inherit them."""
     file = find(group, name)
     if file is None:

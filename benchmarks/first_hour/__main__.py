@@ -34,9 +34,7 @@ def all_steps(*, is_small: bool, num_gpus: int, most_s: float = math.inf) -> lis
         *(step("facts", name, 120) for name in facts.CHECKS),
         *(step("kernels", name, 180) for name in kernels.CHECKS),
         *(step("engine", name, 120) for name in engine.CHECKS),
-        Step(
-            name="messages", command=[sys.executable, "-m", *sums, *program], num_gpus=2
-        ),
+        Step(name="messages", command=[sys.executable, "-m", *sums, *program], num_gpus=2),
         *(
             step("runs", name, 400, num_gpus=least, modules=("hydra", "omegaconf"))
             for name, (least, _) in runs.CHECKS.items()

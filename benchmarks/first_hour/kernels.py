@@ -181,12 +181,9 @@ def _torch_s(where: Where) -> Iterable[str]:
 
 
 def products(
-    where: Where,
-    *,
-    kind: Callable[[Tensor, None], Linear],
-    bits: int,
+    where: Where, *, kind: Callable[[Tensor, None], Linear], bits: int,
     all_rows: Sequence[int] = (1, 5, 32, 64, 128, 512),
-) -> Iterator[str]:
+) -> Iterator[str]:  # fmt: skip
     """Products of weights that 4 or 8 bits hold exactly, for the rows of rounds and prompts."""
     dtype = torch.float16 if where.is_gpu else torch.float32
     for name, (outputs, inputs) in (SMALL_MATRICES if where.is_small else MATRICES).items():

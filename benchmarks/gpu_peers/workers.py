@@ -17,12 +17,12 @@ from typing import Any, cast
 import torch
 import transformers
 
+from benchmarks.decoding import peers_of
 from benchmarks.peer_process import Complete, serve
 from llama_ssp import load
 from llama_ssp.architectures.model_files import read_json
 from llama_ssp.catalogue import CONFIG_FILE
 from llama_ssp.reports.provenance import git_commit, versions
-from llama_ssp.run.tasks.benchmark import Peers, load_peer
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.weights.hub import WEIGHTS
 
@@ -61,8 +61,8 @@ def ours(settings: Settings) -> tuple[str, Complete]:
 def of_transformers(settings: Settings) -> tuple[str, Complete]:
     """Its `generate`; with a static cache it compiles a forward by itself."""
     transformers.utils.logging.set_verbosity_error()
-    target, draft = (load_peer(folder, dtype=torch.bfloat16, device=DEVICE) for folder in written(settings))
-    peers, num_draft_tokens = Peers(target=target, draft=draft), settings["num_draft_tokens"]
+    peers, num_draft_tokens = peers_of(written(settings), torch.bfloat16, DEVICE), settings["num_draft_tokens"]
+    target = peers.target
 
     def complete(mode: str, prompts: Prompts, max_new_tokens: int, temperature: float, **_: object) -> int | None:
         forwards: list[None] = []
@@ -85,11 +85,8 @@ def gpt_fast(settings: Settings) -> tuple[str, Complete]:
     sys.modules["tokenizer"] = cast("ModuleType", SimpleNamespace(get_tokenizer=None))  # its own needs packages
     if not hasattr(torch.backends.cuda, "sdp_kernel"):  # newer torch has lost it
         vars(torch.backends.cuda)["sdp_kernel"] = lambda **_: nullcontext()
-    code, models, sizes = (
-        import_module("generate"),
-        import_module("model"),
-        read_json(Path(settings["folders"][0]) / CONFIG_FILE),
-    )
+    code, models = map(import_module, ("generate", "model"))
+    sizes = read_json(Path(settings["folders"][0]) / CONFIG_FILE)
     with torch.device("meta"):
         model = models.Transformer(models.ModelArgs(**{name: sizes[key] for name, key in _SIZES.items()}))
     model = model.to(torch.bfloat16).to_empty(device=DEVICE).eval().requires_grad_(requires_grad=False)

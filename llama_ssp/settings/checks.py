@@ -376,10 +376,8 @@ def _models(config: RunConfig) -> Iterator[str]:
 
 def _formats(config: RunConfig) -> Iterator[str]:
     for _, key, model in _chosen_models(config):
-        if problem := FORMATS.problem_of(model.quantization, key=f"{key}.quantization"):
-            yield problem
-        if problem := CACHES.problem_of(model.cache_dtype, key=f"{key}.cache_dtype"):
-            yield problem
+        of_weights = FORMATS.problem_of(model.quantization, key=f"{key}.quantization")
+        yield from filter(None, (of_weights, CACHES.problem_of(model.cache_dtype, key=f"{key}.cache_dtype")))
 
 
 def _sizes(config: PlanConfig) -> Iterator[str]:
@@ -405,14 +403,11 @@ def _chosen_models(config: RunConfig) -> list[tuple[str, str, ModelConfig]]:
     return [("model", "model", config.model), *([("draft", "draft.model", draft)] if draft else [])]
 
 
-_SYNTHETIC = "llama", "eagle3"
-
-
 def _synthetic(config: RunConfig) -> Iterator[str]:
     for group, _, model in _chosen_models(config) if config.is_synthetic else ():
         if model.shape is None:
             yield f"weights=synthetic needs a shape of the catalogue, and {group}={model.name} has none: use {group}=7B"
-        elif model.shape.model_type not in _SYNTHETIC:
+        elif model.shape.model_type not in {"llama", "eagle3"}:
             yield (
                 f"weights=synthetic supports models of the Llama kind only, and {group}={model.name} is a "
                 f"{model.shape.model_type} model: use {group}=7B, or leave weights=synthetic out"

@@ -173,7 +173,8 @@ def _expanded(word: _Word) -> list[_Word]:
 
 def _composed(config: DictConfig, words: Sequence[_Word], chosen: Sequence[str], problems: list[str]) -> Composed:
     """Set what the words say beyond the chosen options, and note in `problems` what cannot be set."""
-    keys, settings, explicit = frozenset(keys_of(config)), [], []
+    content = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
+    keys, settings, explicit = frozenset(_keys(content)).difference(DERIVED), [], []
     for word in words:
         if word.is_for_hydra:
             continue
@@ -195,12 +196,8 @@ def _composed(config: DictConfig, words: Sequence[_Word], chosen: Sequence[str],
     )  # fmt: skip
 
 
-def keys_of(config: DictConfig) -> set[str]:
-    """Return every dotted key that a word can set."""
-    return {*_keys(cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False)))}.difference(DERIVED)
-
-
 def _keys(part: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield every dotted key that a word can set, and DERIVED ones."""
     for name, value in part.items():
         yield f"{prefix}{name}"
         if isinstance(value, Mapping) and name not in {"shape", "hydra"}:

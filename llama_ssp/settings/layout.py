@@ -36,9 +36,7 @@ class Layout:
     @cached_property
     def verify_rank(self) -> int:
         """The rank that runs the rule. It has the target's logits, and if possible the draft's probabilities too."""
-        if self.draft_ranks and self.draft_source_rank in self.target_ranks:
-            return self.draft_source_rank
-        return self.target_ranks[0]
+        return self.draft_source_rank if self.draft_ranks and not self.is_apart else self.target_ranks[0]
 
     @cached_property
     def splits_batch(self) -> bool:
