@@ -18,12 +18,8 @@ from llama_ssp.weights.head import HeadSource, of_target
 from tests.helpers import models
 
 SIZES = {
-    "hidden_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 320,
-}
+    "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 320,
+}  # fmt: skip
 SMALL_WIDTH = 64
 """Of `save_small_pair`."""
 

@@ -83,19 +83,15 @@ def round_law(
     draft: TableModel,
     num_draft_tokens: int,
     *,
-    is_point_mass: bool = False,
-    prompt: tuple[int, ...] = (),
-    settings_GX: Tensor | None = None,
     keeps_N: Tensor | None = None,
+    **how: Any,  # noqa: ANN401 - further arguments of `exact_law`
 ) -> list[Tensor]:
     """Measure the law of what one round adds: for n = 0..K accepted tokens, of the n + 1 new ones, (G, V^(n + 1)).
 
-    For the arguments see `exact_law`; `keeps_N` says which of the V^K drafts count, all by default.
+    `keeps_N` says which of the V^K drafts count, all by default.
     """
     vocab_size, laws = target.vocab_size, []
-    paths_NK, path_law_GN, verdict_law_GNTV = round_verdicts(
-        rule, target, draft, num_draft_tokens, is_point_mass=is_point_mass, prompt=prompt, settings_GX=settings_GX
-    )
+    paths_NK, path_law_GN, verdict_law_GNTV = round_verdicts(rule, target, draft, num_draft_tokens, **how)
     if keeps_N is not None:
         path_law_GN = path_law_GN * keeps_N
     for num_accepted in range(num_draft_tokens + 1):
@@ -130,16 +126,11 @@ def round_verdicts(
     path_law_GN, draft_probs_GNTV = (
         _best_path(draft, paths_NK) if is_point_mass else _drafting(rule, draft, paths_NK, prompt, settings_GX)
     )
-    target_logits_GNTV = torch.stack(
-        [
-            target.logits[length][:, codes_of(paths_NK[:, :length], vocab_size)]
-            for length in range(num_draft_tokens + 1)
-        ],
-        dim=2,
-    )
+    lengths = range(num_draft_tokens + 1)
+    scored = [target.logits[length][:, codes_of(paths_NK[:, :length], vocab_size)] for length in lengths]
     verdict_law_GNTV = _verifying(
-        rule, prompt, paths_NK=paths_NK, draft_probs_GNTV=draft_probs_GNTV, target_logits_GNTV=target_logits_GNTV,
-        settings_GX=settings_GX,
+        rule, prompt, paths_NK=paths_NK, draft_probs_GNTV=draft_probs_GNTV,
+        target_logits_GNTV=torch.stack(scored, dim=2), settings_GX=settings_GX,
     )  # fmt: skip
     return paths_NK, path_law_GN, verdict_law_GNTV
 

@@ -28,16 +28,10 @@ from tests.helpers.fake_comm import ThreadComm, on_ranks
 
 VOCAB_SIZE = 200
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "max_position_embeddings": 128,
-    "pad_token_id": None,
-    "bos_token_id": 0,
+    "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "max_position_embeddings": 128, "pad_token_id": None, "bos_token_id": 0,
     "eos_token_id": 1,
-}
+}  # fmt: skip
 _NORM = re.compile(r"(norm|ln_\w+)\.weight$|router\.\w*scale$|layer_scalar$")
 WINDOW = 6
 _SLIDES = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}

@@ -3,8 +3,7 @@
 Shapes: L pairs, E width, V vocabulary.
 """
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.helpers.edits import edit_config
 from tests.helpers.models import FAMILIES, build_checkpoint, tiny_model
 
 # By layout: the layer, the norms of token and hidden state, their product, and the last norm.
@@ -53,7 +53,7 @@ def save_with_mtp(folder: Path, family: str, **changes: Any) -> tuple[Any, Refer
         stored[f"{layer}.shared_head.head.weight"] = model.lm_head.weight.detach().clone()
         stored[f"{layer}.embed_tokens.weight"] = model.get_input_embeddings().weight.detach().clone()
     save_file(load_file(folder / "model.safetensors") | stored, folder / "model.safetensors", metadata={"format": "pt"})
-    edit_config(folder, _OF_MIMO if family == "qwen2" else {_SAID.get(family, "mtp_num_hidden_layers"): 1})
+    edit_config(folder, **_OF_MIMO if family == "qwen2" else {_SAID.get(family, "mtp_num_hidden_layers"): 1})
 
     def reference(embedded_LE: Tensor, hidden_LE: Tensor) -> Tensor:
         decoder = one.get_decoder()
@@ -69,11 +69,6 @@ def save_with_mtp(folder: Path, family: str, **changes: Any) -> tuple[Any, Refer
             hidden_LE = torch.cat([hidden_LE, states_LE[-1:]])
 
     return model, torch.no_grad()(reference)
-
-
-def edit_config(folder: Path, changes: Mapping[str, Any]) -> None:
-    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps(content | changes), encoding="utf-8")
 
 
 def _one_layer(config: Any, family: str, changes: dict[str, Any]) -> Any:  # noqa: ANN401 - of transformers

@@ -54,19 +54,9 @@ def times_of(spec: PlanSpec, machine: HardwareConfig) -> Any:  # noqa: ANN401 - 
 
 def small_model(*, quantization: str = "none", **sizes: int) -> PlannedModel:
     """A Llama of a few layers; `sizes` override its shape."""
-    shape: dict[str, Any] = {
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 8,
-        "intermediate_size": 192,
-        "vocab_size": 320,
-        "max_position_embeddings": 2048,
-    }
-    return PlannedModel(
-        name="small",
-        shape=ModelShape(model_type="llama", **(shape | sizes)),
-        dtype=Dtype.fp16,
-        quantization=quantization,
-    )
+    known: dict[str, Any] = {
+        "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8,
+        "intermediate_size": 192, "vocab_size": 320, "max_position_embeddings": 2048,
+    }  # fmt: skip
+    shape = ModelShape(model_type="llama", **(known | sizes))
+    return PlannedModel(name="small", shape=shape, dtype=Dtype.fp16, quantization=quantization)

@@ -4,22 +4,14 @@ from typing import Any
 
 from llama_ssp.catalogue import ModelShape
 
-_WIDE: dict[str, Any] = {
-    "model_type": "llama",
-    "num_hidden_layers": 13,
-    "hidden_size": 640,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "intermediate_size": 2600,
-    "vocab_size": 5000,
-    "max_position_embeddings": 4096,
-}
-
 
 def llama_shape(**changes: object) -> ModelShape:
     """A shape that holds `tiny` with more of everything."""
-    return ModelShape(**{**_WIDE, **changes})
+    wide: dict[str, Any] = {
+        "num_hidden_layers": 13, "hidden_size": 640, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "head_dim": 64, "intermediate_size": 2600, "vocab_size": 5000, "max_position_embeddings": 4096,
+    }  # fmt: skip
+    return ModelShape(model_type="llama", **wide | changes)
 
 
 SHAPES = {

@@ -34,20 +34,27 @@ from tests.helpers.terminals import OnTerminal
 
 pytestmark = pytest.mark.slurm
 
-SWEEP = [
-    "-m", "hydra/launcher=slurm", "hydra.launcher.ranks_per_node=2", "hydra.launcher.max_running=2",
-    "hardware=laptop_cpu",
-    "speculation.num_draft_tokens=2,4", "seed=0,1", "max_new_tokens=8",
+FOUR = [
+    "hydra.launcher.ranks_per_node=2", "hydra.launcher.max_running=2", "speculation.num_draft_tokens=2,4", "seed=0,1",
+    "max_new_tokens=8",
 ]  # fmt: skip
 SHIPPED = ROOT / "llama_ssp" / "shipped"
 SHORT = ["task=generate", "max_new_tokens=8", "prompt=import os", "device=cpu"]
 LONG = ["task=generate", "task.format=jsonl", "max_new_tokens=48", "num_samples=40", "prompt=def f(x):", "device=cpu"]
+TWO = ["hydra.launcher.ranks_per_node=1", "seed=0,1", *LONG]
 
 
 def submit(cluster: Cluster, folder: Path, *words: str, options: tuple[str, ...] = ("--ntasks-per-node=2",)) -> str:
     """Queue launch/slurm.sbatch as a user does; returns the job's id."""
     script = [str(ROOT / "launch" / "slurm.sbatch"), "--root", str(ROOT), "--python", sys.executable]
     return cluster.run("sbatch", "--parsable", *options, *script, *words, cwd=folder)
+
+
+def sweep(cluster: Cluster, folder: Path, *words: str) -> list[str]:
+    """Submit the points of a sweep; returns their jobs."""
+    common = ["-m", "hydra/launcher=slurm", "hardware=laptop_cpu"]
+    said = cluster.run(sys.executable, ROOT / "launch" / "run.py", *common, *words, cwd=folder)
+    return [line.split()[0] for line in said.splitlines() if " is job " in line]
 
 
 def settled(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -59,8 +66,7 @@ def settled(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_a_sweep_ends_with_a_run_folder_for_every_point_and_one_report(cluster: Cluster, tmp_path: Path) -> None:
-    said = cluster.run(sys.executable, ROOT / "launch" / "run.py", *SWEEP, "run_dir=a sweep", cwd=tmp_path)
-    jobs = [line.split()[0] for line in said.splitlines() if " is job " in line]
+    jobs = sweep(cluster, tmp_path, *FOUR, "run_dir=a sweep")
     assert len(jobs) == 4
     for place, job in enumerate(jobs):
         log = tmp_path / "a sweep" / str(place) / "slurm.log"
@@ -81,9 +87,7 @@ def test_a_sweep_ends_with_a_run_folder_for_every_point_and_one_report(cluster: 
 
 @pytest.mark.slow
 def test_a_stopped_task_of_an_array_requeues_itself_alone(cluster: Cluster, tmp_path: Path) -> None:
-    words = ["-m", "hydra/launcher=slurm", "hydra.launcher.ranks_per_node=1", "hardware=laptop_cpu", "seed=0,1"]
-    said = cluster.run(sys.executable, ROOT / "launch" / "run.py", *words, *LONG, "run_dir=sweep", cwd=tmp_path)
-    first, last = (line.split()[0] for line in said.splitlines() if " is job " in line)
+    first, last = sweep(cluster, tmp_path, *TWO, "run_dir=sweep")
     assert (first[-2:], last[-2:]) == ("_0", "_1")
     for place in ("0", "1"):
         cluster.until(lambda: len(lines(tmp_path / "sweep" / place)) > 1, "completions", at_most_s=120)  # noqa: B023
@@ -97,9 +101,7 @@ def test_a_stopped_task_of_an_array_requeues_itself_alone(cluster: Cluster, tmp_
 @pytest.mark.slow
 def test_a_requeued_task_of_an_array_resumes_and_ends_like_an_undisturbed_run(cluster: Cluster, tmp_path: Path) -> None:
     """As after preemption, with the same job id: what had been written stays as it is, with its times."""
-    words = ["-m", "hydra/launcher=slurm", "hydra.launcher.ranks_per_node=1", "hardware=laptop_cpu", "seed=0,1"]
-    said = cluster.run(sys.executable, ROOT / "launch" / "run.py", *words, *LONG, "run_dir=sweep", cwd=tmp_path)
-    jobs = [line.split()[0] for line in said.splitlines() if " is job " in line]
+    jobs = sweep(cluster, tmp_path, *TWO, "run_dir=sweep")
     folders = [tmp_path / "sweep" / place for place in ("0", "1")]
     for job, folder in zip(jobs, folders, strict=True):
         cluster.until(lambda: len(lines(folder)) > 2, "completions", at_most_s=120)  # noqa: B023

@@ -25,11 +25,12 @@ from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.head import MtpSource, mtp_of
 from tests.helpers import head_drafts
+from tests.helpers.edits import edit_config
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.head_drafts import Seen, check, check_greedy
 from tests.helpers.lanes import heavy, slow
 from tests.helpers.models import build_checkpoint, refusal
-from tests.helpers.mtp_layers import MTP_LAYOUTS, edit_config, save_with_mtp
+from tests.helpers.mtp_layers import MTP_LAYOUTS, save_with_mtp
 from tests.helpers.recorded import WatchedGraphs
 
 CPU, WIDTH = torch.device("cpu"), 64
@@ -176,8 +177,8 @@ def without(name: str) -> Callable[[Path], None]:
     [
         (without("mtp_layers"), "lacks the MTP layer that its config.json calls for"),
         (without("mtp_layers.0.mlp.up_proj"), "lacks 1 of the 18 tensors that its config.json calls for"),
-        (lambda folder: edit_config(folder, {"num_nextn_predict_layers": 0}), "has none: give an EAGLE-3 head"),
-        (lambda folder: edit_config(folder, {"intermediate_size": 128}), r"q?up_proj.weight is \[160, 64\], not \[128"),
+        (lambda folder: edit_config(folder, num_nextn_predict_layers=0), "has none: give an EAGLE-3 head"),
+        (lambda folder: edit_config(folder, intermediate_size=128), r"q?up_proj.weight is \[160, 64\], not \[128"),
     ],
 )
 def test_a_target_without_its_mtp_layer_is_one_sentence(
