@@ -118,7 +118,6 @@ def allowed(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _lacking(step: Step, num_gpus: int) -> str | None:
-    """What the machine lacks for a step."""
     if step.num_gpus > num_gpus:
         return f"it needs {step.num_gpus} GPU{'s' * (step.num_gpus > 1)}, and {num_gpus or 'none'} can be used"
     absent = [name for name in step.modules if find_spec(name) is None]
@@ -158,7 +157,6 @@ def _run(step: Step, folder: Path, limit_s: float) -> Row:
 
 
 def _judge(code: int | None, text: str, figures: Sequence[Row]) -> tuple[str, str | None]:
-    """The result of a process that has ended, and its reason."""
     faults = [str(row["fault"]) for row in figures if "fault" in row]
     if code == SKIPPED:
         return SKIP, next((row["skip"] for row in figures if "skip" in row), "it says no reason")

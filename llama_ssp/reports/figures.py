@@ -107,7 +107,6 @@ def save(figure: Figure, file: Path) -> None:
 
 
 def _add_legends(figure: Figure) -> None:
-    """Add a legend under each panel, with an entry for each name."""
     for axes in figure.axes:
         handles, labels = axes.get_legend_handles_labels()
         entries = {label: handle for handle, label in zip(handles, labels, strict=True)}

@@ -259,7 +259,6 @@ def _locked(file: Path) -> BinaryIO:
 
 
 def _append(file: Path, line: bytes) -> None:
-    """Write a line through to the disk."""
     with _explained(file), file.open("ab") as stream:
         stream.write(line)
         stream.flush()

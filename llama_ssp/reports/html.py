@@ -91,7 +91,6 @@ def _title(runs: Sequence[Run]) -> str:
 
 
 def _section(run: Run, name: str) -> dict[str, Any]:
-    """Collect the parts of the page that are of one run."""
     verdict, cells = run.summary.evaluation, run.summary.cells
     words = {DISTURBED: "disturbed", NOT_LOSSLESS: "not lossless"}
     mark = ", ".join(f"{mark} {words[mark]}" for mark in run.summary.marks.split())

@@ -223,7 +223,6 @@ def _pair(config: RunConfig) -> Iterator[str]:
 
 
 def _tree(config: RunConfig) -> Iterator[str]:
-    """Why a run cannot draft trees."""
     speculation, draft, placement = config.speculation, config.draft, config.placement
     if speculation.tree is None or not drafters.drafts(draft):
         return
@@ -381,7 +380,6 @@ def _formats(config: RunConfig) -> Iterator[str]:
 
 
 def _sizes(config: PlanConfig) -> Iterator[str]:
-    """Problems with the sizes of a plan's models."""
     context = config.prompt_tokens + config.max_new_tokens
     for group, _, model in _chosen_models(config):
         if model.shape is None:

@@ -4,6 +4,7 @@ Under torchrun, and as plain `srun` starts ranks, without SLURM: nobody ends the
 on a real SLURM are in tests/slurm. Jobs that lose their terminal or their torchrun agent are interrupted.
 """
 
+import json
 import os
 import resource
 import signal
@@ -18,7 +19,7 @@ from typing import NamedTuple
 import pytest
 
 from llama_ssp.errors import InterruptedRun
-from tests.helpers.commands import Popen, command, started
+from tests.helpers.commands import Popen, command, run, started
 from tests.helpers.disturbed import (
     CELLS,
     NUM_SAMPLES,
@@ -39,6 +40,8 @@ pytestmark = pytest.mark.distributed(2)
 
 HEAVY = {("srun", Cell(signal.SIGKILL, 0, "decoding"))}
 AT_MOST_S = {"torchrun": 40, "srun": 15}
+COPIES = ("placement=replicas", "placement.num_replicas=2")
+OVERLAP = ("placement=own_gpu", "speculation.overlap=true")
 LONG = Cell(signal.SIGHUP, 0, "decoding")
 """A run that cannot end before it is met."""
 
@@ -123,14 +126,17 @@ def test_a_disturbed_rank_ends_the_job_in_a_sentence_and_nothing_is_lost(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "placement"), [(0, COPIES), (1, COPIES), (1, OVERLAP)])
 @pytest.mark.parametrize("launcher", AT_MOST_S)
-def test_a_rank_killed_in_another_copy_ends_the_job_in_a_sentence_long_before_the_timeout(
-    launcher: str, rank: int, tmp_path: Path
+def test_a_rank_killed_in_another_copy_or_with_the_draft_ends_the_job_in_a_sentence_long_before_the_timeout(
+    launcher: str, rank: int, placement: tuple[str, ...], tmp_path: Path
 ) -> None:
-    cell, run_dir = Cell(signal.SIGKILL, rank, "decoding"), tmp_path / "run"
-    copies = ("placement=replicas", "placement.num_replicas=2", "timeouts.decode_s=600")
-    with job(launcher, cell, run_dir, more=copies) as running:
+    cell, run_dir, more = (
+        Cell(signal.SIGKILL, rank, "decoding"),
+        tmp_path / "run",
+        (*placement, "timeouts.decode_s=600"),
+    )
+    with job(launcher, cell, run_dir, more=more) as running:
         ranks = [pid_of_rank(run_dir, rank) for rank in (0, 1)]
         os.kill(ranks[rank], signal.SIGKILL)
         errors = [process.communicate(timeout=AT_MOST_S["srun"])[1] for process in running]
@@ -138,7 +144,14 @@ def test_a_rank_killed_in_another_copy_ends_the_job_in_a_sentence_long_before_th
     assert not any(is_alive(pid) for pid in ranks)
     check_end(cell, run_dir, errors)
     assert "(connection closed); run the same command" in (run_dir / "status").read_text()
-    check_resumption(cell, run_dir, lines(run_dir), more=copies, num_ranks=2)
+    check_resumption(cell, run_dir, lines(run_dir), more=more, num_ranks=2)
+    if placement is OVERLAP:
+        assert run([*settings(cell, tmp_path / "whole"), *OVERLAP], num_ranks=2).returncode == 0
+        ids = [[line["token_ids"] for line in lines(folder)] for folder in (run_dir, tmp_path / "whole")]
+        assert ids[0] == ids[1]
+        overlap = json.loads((run_dir / "summary.json").read_text())["overlap"]
+        assert overlap["num_dropped_tokens"] > 0
+        assert len(overlap["ranks"]) == 2
 
 
 @pytest.mark.slow
