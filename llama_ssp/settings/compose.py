@@ -173,8 +173,7 @@ def _expanded(word: _Word) -> list[_Word]:
 
 def _composed(config: DictConfig, words: Sequence[_Word], chosen: Sequence[str], problems: list[str]) -> Composed:
     """Set what the words say beyond the chosen options, and note in `problems` what cannot be set."""
-    content = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
-    keys, settings, explicit = frozenset(_keys(content)).difference(DERIVED), [], []
+    keys, settings, explicit = frozenset(keys_of(config)), [], []
     for word in words:
         if word.is_for_hydra:
             continue
@@ -196,8 +195,12 @@ def _composed(config: DictConfig, words: Sequence[_Word], chosen: Sequence[str],
     )  # fmt: skip
 
 
+def keys_of(config: DictConfig) -> set[str]:
+    """Return every dotted key that a word can set."""
+    return {*_keys(cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False)))}.difference(DERIVED)
+
+
 def _keys(part: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield every dotted key that a word can set, and DERIVED ones."""
     for name, value in part.items():
         yield f"{prefix}{name}"
         if isinstance(value, Mapping) and name not in {"shape", "hydra"}:
