@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from llama_ssp import Pair, load
 from llama_ssp.api.pair import Completion
@@ -54,15 +54,13 @@ def tokens_per_round(
     }
 
 
-def read(folder: Path) -> PreTrainedModel:
-    """Loads one model of the pair in transformers."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return model
-
-
 def scores(target_folder: Path, draft_folder: Path) -> dict[str, object]:
     """Returns losses on held-out text, greedy rates over all unseen products and as many seen ones, and sizes."""
-    tokenizer, target, draft = load_tokenizer(target_folder), read(target_folder), read(draft_folder)
+    tokenizer = load_tokenizer(target_folder)
+    target, draft = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        for folder in (target_folder, draft_folder)
+    )
     unseen = list(corpus.product_pairs(heldout=True))
     seen = random.Random(7).sample(corpus.product_pairs(heldout=False), len(unseen))
     rates = {

@@ -68,11 +68,13 @@ def save_small_pair(
     of_both = {"hidden_size": SMALL_WIDTH, "head_dim": 16, "vocab_size": 224}
     models.build_checkpoint(folder / "target", family, **of_both | {"num_hidden_layers": 6} | (changed or {}))
     sizes = {**of_both, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
-    tensors = make_tensors(num_drafted=112, **sizes)
-    head, target = (
-        inspect(path)
-        for path in (save_original(folder / "head", tensors, **sizes | (of_head or {})), folder / "target")
-    )
+    save_original(folder / "head", make_tensors(num_drafted=112, **sizes), **sizes | (of_head or {}))
+    return inspect_pair(folder)
+
+
+def inspect_pair(folder: Path) -> tuple[Checkpoint, HeadSource]:
+    """The target and the head for it in a folder."""
+    head, target = inspect(folder / "head"), inspect(folder / "target")
     assert head.head
     return target, of_target(head, head.head, target)
 

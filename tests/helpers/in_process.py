@@ -7,7 +7,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -70,17 +70,7 @@ def planned(*settings: str) -> dict[str, Any]:
 
 def launch(*arguments: str) -> Ended:
     """Run `launch/run.py` with these arguments, on one rank, as python would start it."""
-    said, written = io.StringIO(), io.StringIO()
     run_dir = Path(next((word[8:] for word in reversed(arguments) if word.startswith("run_dir=")), ""))
-    try:
-        with (
-            mock.patch.object(sys, "argv", ["run.py", *arguments]),
-            contextlib.redirect_stdout(written),
-            contextlib.redirect_stderr(said),
-            warnings.catch_warnings(),
-            signals_kept(),
-        ):
-            warnings.simplefilter("ignore")  # of libraries: a run shows them and goes on
-            return Ended(code=run.main(), err=said.getvalue(), out=written.getvalue(), run_dir=run_dir)
-    except Exception:  # noqa: BLE001 - whatever gets out is what the caller looks for
-        return Ended(code=None, err=traceback.format_exc())
+    with mock.patch.object(sys, "argv", ["run.py", *arguments]), warnings.catch_warnings(), signals_kept():
+        warnings.simplefilter("ignore")  # of libraries: a run shows them and goes on
+        return replace(call(lambda _: run.main(), []), run_dir=run_dir)

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.weights.checkpoint import Checkpoint, inspect
-from llama_ssp.weights.head import HeadSource, of_target
+from llama_ssp.weights.checkpoint import Checkpoint
+from llama_ssp.weights.head import HeadSource
 from tests.helpers import models
-from tests.helpers.draft_heads import norm, turned
+from tests.helpers.draft_heads import inspect_pair, norm, turned
 
 WIDTH, HEADS, KEYS, DIM, UNITS, VOCABULARY, DRAFTED, MASK, RANK = 64, 4, 2, 16, 96, 224, 112, 220, 16
 LAYERS, FOUR_LAYERS = (1, 2, 4), (1, 2, 3, 4)
@@ -120,9 +120,7 @@ def save_pair(
         for name in {"lm_head.weight", "markov_head.markov_w2.weight"} & tensors.keys():
             tensors[name][likely * len(tensors[name]) // VOCABULARY :] *= 0.01
         save_file(tensors, file, metadata={"format": "pt"})
-    head, target = map(inspect, files)
-    assert head.head
-    return target, of_target(head, head.head, target)
+    return inspect_pair(folder)
 
 
 def reference(
