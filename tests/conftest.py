@@ -119,6 +119,14 @@ def own_conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OwnCon
     catalogue.use(None)
 
 
+@pytest.fixture(scope="module")
+def pair() -> Any:  # noqa: ANN401 - a `Pair`, which takes seconds to import
+    """The shipped pair, loaded for each file."""
+    from llama_ssp import load
+
+    return load("tiny", "tiny-draft")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--heavy", action="store_true", help="also run the tests that .ci/run adds to the default ones")
     parser.addoption("--gpu-stub", action="store_true", help="run the tests on the stub device: `just gpu-stub`")

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from unittest import mock
 
 from llama_ssp.ranks.process import signals_kept
@@ -46,6 +46,16 @@ class Ended:
     def status(self) -> str:
         return (self.run_dir / "status").read_text()
 
+    def well(self) -> Self:
+        """This run, which must have ended well."""
+        assert self.code == 0, self.err
+        return self
+
+    def check_refusal(self, *parts: str, code: int = 2) -> None:
+        """Assert that this run ended with a code and one sentence, which has these parts."""
+        assert (self.code, self.err.count("\n")) == (code, 1), self.err
+        assert [part for part in parts if part not in self.err] == [], self.err
+
 
 def call(main: Callable[[list[str]], int], arguments: list[str]) -> Ended:
     """Call a command's main function, as its file does."""
@@ -62,9 +72,7 @@ def call(main: Callable[[list[str]], int], arguments: list[str]) -> Ended:
 
 def planned(*settings: str) -> dict[str, Any]:
     """The document of a plan that fits, or of a search or a comparison of machines."""
-    ended = call(plan.main, [*settings, "format=json"])
-    assert ended.code == 0, ended.err
-    content: dict[str, Any] = json.loads(ended.out)
+    content: dict[str, Any] = json.loads(call(plan.main, [*settings, "format=json"]).well().out)
     return content
 
 

@@ -21,11 +21,6 @@ OF_COMMANDS = re.compile(r"\b(sampling|speculation|verification|draft|model)\.[a
 PAIR = ["tiny", "tiny-draft"]
 
 
-@pytest.fixture(scope="module")
-def pair() -> Pair:
-    return load("tiny", "tiny-draft")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -30,11 +30,6 @@ def model() -> PreTrainedModel:
     return library()
 
 
-@pytest.fixture(scope="module")
-def pair() -> Pair:
-    return load("tiny", "tiny-draft")
-
-
 def scored(pair: Pair, model: PreTrainedModel, sampling: SamplingConfig, **settings: Any) -> list[list[int]]:  # noqa: ANN401
     """Complete the prompts, and compare their figures; returns the texts."""
     drawn = {name: getattr(sampling, name) for name in SAMPLING}

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from llama_ssp import Pair, load
+from llama_ssp import Pair
 from llama_ssp.cpu.threads import ThreadChoice
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.requests import encode
@@ -90,11 +90,6 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def pair() -> Pair:
-    return load("tiny", "tiny-draft")
 
 
 class Alternating(ThreadChoice):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from llama_ssp import Pair, load
+from llama_ssp import Pair
 from llama_ssp.errors import ConfigError, InterruptedRun
 from llama_ssp.reports.folder import BATCH_FILE, RunFolder
 from llama_ssp.run.prompts import read_prompts
@@ -36,11 +36,6 @@ WRONG = {
     line("chat", {"messages": [{"role": "user", "content": "x"}]}, url="/v1/chat/completions"): "messages",
     line("body", None): None, line("list", {"prompt": {"a": 1}}): "prompt",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def pair() -> Pair:
-    return load("tiny", "tiny-draft")
 
 
 def answered(pair: Pair, folder: Path, lines: Sequence[str], *, stops: bool = False) -> list[dict[str, Any]]:

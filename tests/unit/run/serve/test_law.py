@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from llama_ssp import Pair, load
+from llama_ssp import Pair
 from llama_ssp.evaluation.martingales import SCORES, Role, Sum, TextSums, sums_of
 from llama_ssp.run.serve.inbox import ENDED, Inbox, Part
 from llama_ssp.run.serve.protocol import BodyReader
@@ -26,11 +26,6 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.9, "frequency_penalty": 0.5}, {"temperature": 0},
 ]  # fmt: skip
 LEAST_P = 1e-3 / len(SCORES)
-
-
-@pytest.fixture(scope="module")
-def pair() -> Pair:
-    return load("tiny", "tiny-draft")
 
 
 def sums_of_served(pair: Pair) -> dict[str, Sum]:

@@ -26,11 +26,6 @@ PROMPT = "def factorial(n):\n"
 
 
 @pytest.fixture(scope="module")
-def pair() -> Pair:
-    return load("tiny", "tiny-draft")
-
-
-@pytest.fixture(scope="module")
 def served() -> Pair:
     """A pair of its own: calls would take the server's caches."""
     return load("tiny", "tiny-draft")

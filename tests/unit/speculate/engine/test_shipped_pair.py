@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 from transformers import AutoModelForCausalLM
 
-from llama_ssp import Pair, catalogue, load
+from llama_ssp import Pair, catalogue
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.requests import encode
 from llama_ssp.settings.schema import SamplingConfig
@@ -18,11 +18,6 @@ from llama_ssp.weights import hub
 from tests.helpers.lanes import slow
 from tests.helpers.prompts import PROMPTS
 from tests.helpers.texts import few_part
-
-
-@pytest.fixture(scope="module")
-def pair() -> Pair:
-    return load("tiny", "tiny-draft")
 
 
 @torch.inference_mode()
