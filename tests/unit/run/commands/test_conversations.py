@@ -83,8 +83,7 @@ def test_a_resumed_conversation_goes_on_after_its_recorded_answers_and_refuses_o
     assert len(resumed) == len(whole)
     assert ids(resumed) == ids(whole)
     apart = [{"prompt": turn} for question in QUESTIONS for turn in question["turns"]]
-    ended = ask(tmp_path, *words, questions=apart)
-    assert (ended.code, "prompt 2 of prompts=" in ended.err) == (2, True)
+    ask(tmp_path, *words, questions=apart).check_refusal("prompt 2 of prompts=")
 
 
 @pytest.mark.parametrize(
@@ -148,24 +147,20 @@ def test_a_template_without_an_end_or_with_half_a_character_is_a_sentence(
     monkeypatch.setattr(chat, "MOST_CHARS", 1000)
     ended = ask_of_chats(folder, template=template)
     if fault is None:
-        assert ended.code == 0, ended.err
-        return
-    assert (ended.code, ended.err.count("\n")) == (2, 1), ended.err
-    assert f"the chat template in {folder} " in ended.err
-    assert fault in ended.err
+        ended.well()
+    else:
+        ended.check_refusal(f"the chat template in {folder} ", fault)
 
 
 def test_a_refused_system_message_and_what_is_no_text_are_named(folder: Path) -> None:
     ended = ask_of_chats(folder, messages=[{"role": "system", "content": "Be brief."}, USER])
-    assert (ended.code, ended.err.count("\n")) == (2, 1), ended.err
-    assert "refuses the messages that end with 'Hi' (System role not supported): if it takes no system" in ended.err
+    ended.check_refusal("refuses the messages that end with 'Hi' (System role not supported): if it takes no system")
     assert "copy tokenizer_config.json" not in ended.err
     for message, said in (
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}, "has image_url in message 1"),
         ({"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, "has tool calls in message 1"),
     ):
-        ended = ask_of_chats(folder, messages=[message, USER])
-        assert (ended.code, said in ended.err) == (2, True), ended.err
+        ask_of_chats(folder, messages=[message, USER]).check_refusal(said)
 
 
 @pytest.mark.heavy
@@ -184,10 +179,9 @@ def test_parts_of_text_are_joined_and_arguments_reach_the_template(folder: Path)
     assert found.token_ids == silent["token_ids"]
     with pytest.raises(ConfigError, match="prompt 1 has image in message 1"):
         pair.generate([parts | {"content": [{"type": "image"}]}])
-    ended = ask_of_chats(folder, "chat_arguments={enable_thoughts: false}")
-    assert (ended.code, "chat_arguments.enable_thoughts has no effect: the chat template in" in ended.err) == (2, True)
-    ended = ask_of_chats(folder, "chat_arguments={tokenize: false}", template=TEMPLATE + "{# tokenize #}")
-    assert (ended.code, "chat_arguments.tokenize has no effect" in ended.err) == (2, True)
+    for name, template in (("enable_thoughts", TEMPLATE), ("tokenize", TEMPLATE + "{# tokenize #}")):
+        ended = ask_of_chats(folder, f"chat_arguments={{{name}: false}}", template=template)
+        ended.check_refusal(f"chat_arguments.{name} has no effect: the chat template in")
 
 
 def test_the_library_says_so_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,5 +219,6 @@ def test_a_prompt_that_is_too_long_is_named_by_line_and_id_before_a_rank_starts(
     (found,) = load(folder).generate([ids[-2046:]], max_new_tokens=2, temperature=0)
     assert found.token_ids == next(line["token_ids"] for line in ended.lines if line["index"] == 3)
     file.write_text(json.dumps({"prompt": LONG}))
-    ended = launch(*words, "too_long=skip", f"run_dir={folder}/none")
-    assert (ended.code, "too long for the context, and left out: line 1" in ended.err) == (2, True)
+    launch(*words, "too_long=skip", f"run_dir={folder}/none").check_refusal(
+        "too long for the context, and left out: line 1"
+    )

@@ -11,10 +11,10 @@ import json
 import os
 import random
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
@@ -130,35 +130,34 @@ def runs() -> st.SearchStrategy[list[str]]:
     return st.builds(list.__add__, sound, other)
 
 
-def run_dry(arguments: list[str]) -> int:
-    """The main function of run.py, which then loads nothing."""
-    return passed_on(launch("dry_run=true", *arguments))
+Run = Callable[[list[str]], Ended]
+run_plan, run_report = partial(call, plan.main), partial(call, report.main)
 
 
-def passed_on(ended: Ended) -> int:
-    sys.stderr.write(ended.err)
-    assert ended.code is not None, ended.err
-    return ended.code
+def run_dry(arguments: list[str]) -> Ended:
+    """`llama-ssp run`, which then loads nothing."""
+    return launch("dry_run=true", *arguments)
 
 
-def run_short(arguments: list[str]) -> int:
-    """The main function of run.py, which then completes a prompt, in a folder of its own."""
+def run_short(arguments: list[str]) -> Ended:
+    """`llama-ssp run`, which then completes a prompt, in a folder of its own."""
     prompt = [] if any(word.startswith("prompts=") for word in arguments) else ["prompt=a"]
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder, contextlib.chdir(folder):
-        return passed_on(launch(*prompt, *SHORT_RUN, *arguments))
+        return launch(*prompt, *SHORT_RUN, *arguments)
 
 
-def check(ended: Ended, arguments: list[str]) -> None:
+def check(run: Run, arguments: list[str]) -> None:
+    ended = run(arguments)
     assert ended.code in {0, 2, 3}, f"{arguments}\n{ended.err}"
     assert "Traceback" not in ended.err, f"{arguments}\n{ended.err}"
     assert ended.code == 0 or ended.err.strip(), f"{arguments} ended with {ended.code} and without a word"
 
 
-def check_all(main: Callable[[list[str]], int], num_lines: int, lines: st.SearchStrategy[list[str]], part: int) -> None:
+def check_all(run: Run, num_lines: int, lines: st.SearchStrategy[list[str]], part: int) -> None:
     """Check so many command lines, other ones in each part."""
 
     def check_one(arguments: list[str]) -> None:
-        check(call(main, arguments), arguments)
+        check(run, arguments)
 
     seed(part)(settings(UNHURRIED, max_examples=num_lines)(given(lines)(check_one)))()
 
@@ -170,6 +169,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     monkeypatch.setenv("XDG_CACHE_HOME", str(catalogue.cache_dir().parent))  # of kernels and of this machine's speeds
     monkeypatch.setenv("HOME", str(tmp_path))  # ${oc.env:HOME} names a folder that may be written to
+    monkeypatch.setattr("os.fsync", lambda _file: None)  # nothing here survives a crash of the machine
 
 
 @amounts(*NUM_PLANS)
@@ -184,43 +184,36 @@ def test_a_run_that_is_not_dry_answers_any_command_line(num_lines: int, part: in
 
 @amounts(*NUM_PLANS)
 def test_plan_answers_any_command_line(num_lines: int, part: int) -> None:
-    check_all(plan.main, num_lines, lines_of(PLAN_KEYS), part)
+    check_all(run_plan, num_lines, lines_of(PLAN_KEYS), part)
 
 
 @settings(UNHURRIED, max_examples=60)
 @given(st.lists(VALUES | st.sampled_from(REPORT_OPTIONS), max_size=3))
 def test_report_answers_any_command_line(arguments: list[str]) -> None:
-    check(call(report.main, arguments), arguments)
+    check(run_report, arguments)
 
 
 @pytest.mark.parametrize(
-    ("main", "arguments", "sentence"),
+    ("run", "arguments", "sentence"),
     [
         (run_dry, ["speculation=${oc.env:PATH}"], "must be settings: set them one by one as speculation.KEY=VALUE"),
         (run_dry, [f"speculation.num_draft_tokens={1 << 31}"], "must be at least 1 and at most 1024"),
         (run_dry, ["--resolve"], "--resolve needs --cfg"),
         (run_short, [f"model.path={'x' * 5000}"], "cannot be read (File name too long): name another path"),
-        (
-            run_short,
-            ["draft.model.path='~no-such-user/x'"],
-            "cannot be read (Could not determine home directory): name",
-        ),
+        (run_short, ["draft.model.path='~no-such-user/x'"], "cannot be read (Could not determine home directory): "),
         (run_short, ["num_samples=2147483648"], "must be at least 1 and at most 1000000 completions"),
         (run_dry, ["speculation=${run_id:}"], "speculation=20"),
         (run_dry, ["model=\x1b[2J"], r"cannot read 'model=\x1b[2J': settings are written name=value"),
         (run_short, ["model.path=\x1b[2J\x9b\u202e\x7f\r"], r"\x1b[2J\x9b\u202e\x7f\r does not exist"),
-        (plan.main, ["format=\x1b"], r"cannot read 'format=\x1b': settings are written name=value"),
-        (plan.main, ["=0"], "unknown setting ''"),
-        (plan.main, ["hydra/launcher=[[],1]"], "hydra/launcher is for sweeps"),
-        (report.main, ["x" * 5000], "cannot be read (File name too long): name the folder of a run"),
+        (run_plan, ["format=\x1b"], r"cannot read 'format=\x1b': settings are written name=value"),
+        (run_plan, ["=0"], "unknown setting ''"),
+        (run_plan, ["hydra/launcher=[[],1]"], "hydra/launcher is for sweeps"),
+        (run_report, ["x" * 5000], "cannot be read (File name too long): name the folder of a run"),
     ],
 )
-def test_what_was_found_once_is_a_sentence(
-    main: Callable[[list[str]], int], arguments: list[str], sentence: str
-) -> None:
-    ended = call(main, arguments)
-    assert (ended.code, len(ended.err.splitlines())) == (2, 1)
-    assert sentence in ended.err
+def test_what_was_found_once_is_a_sentence(run: Run, arguments: list[str], sentence: str) -> None:
+    ended = run(arguments)
+    ended.check_refusal(sentence)
     assert ended.err.removesuffix("\n").isprintable()
 
 
@@ -318,22 +311,15 @@ def check_folder(tmp_path: Path, number: int) -> None:
     (folder / "config.yaml").write_text(CONFIG)
     (folder / "benchmark.jsonl").write_bytes(CELL.to_json())
     damage(folder, chance)
+    both = [str(sound.parent), f"--output={tmp_path / 'both'}"]
     for main, arguments, codes in (
-        (report.main, [str(folder), f"--output={tmp_path / 'alone'}"], {0, 2}),
-        (report.main, [str(sound.parent), f"--output={tmp_path / 'both'}"], {0}),
-        (lambda _: resume(folder), [], {0, 2}),
-        (report.main, [str(sound.parent), f"--output={tmp_path / 'both'}"], {0}),
-    ):
+        (report.main, [str(folder), f"--output={tmp_path / 'alone'}"], {0, 2}), (report.main, both, {0}),
+        (lambda _: resume(folder), [], {0, 2}), (report.main, both, {0}),
+    ):  # fmt: skip
         ended = call(main, arguments)
         assert ended.code in codes, f"folder {number}: {ended.err}"
         assert "Traceback" not in ended.err
         assert len(ended.err) < 20_000
-
-
-@pytest.fixture(autouse=True)
-def _unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here survives a crash of the machine."""
-    monkeypatch.setattr("os.fsync", lambda _file: None)
 
 
 @pytest.mark.slow

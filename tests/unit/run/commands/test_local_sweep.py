@@ -104,8 +104,7 @@ def test_a_sweep_says_where_it_is_and_ends_with_one_table(tmp_path: Path, monkey
     monkeypatch.setattr("llama_ssp.run.results.disturbance", lambda *_: next(seen, None))
     words = [f"model={tmp_path}/mine", f"draft={tmp_path}/theirs", "prompt=import secret", "max_new_tokens=3"]
     words += ["quiet=true", f"run_dir={tmp_path}/sweep"]
-    ended = launch("-m", "speculation.tree=2x1,3x1", *words)
-    assert ended.code == 0, ended.err
+    ended = launch("-m", "speculation.tree=2x1,3x1", *words).well()
     heads = [line.rstrip("═ ") for line in ended.out.splitlines() if line.startswith("point ")]
     assert heads == ["point 1 of 2: speculation.tree=2x1", "point 2 of 2: speculation.tree=3x1"]
     assert "mine with theirs, tree 3x1: 1 prompt" in ended.out
@@ -142,8 +141,7 @@ def test_points_share_one_baseline_which_the_last_one_makes_again(
 
     monkeypatch.setattr(Session, "complete", counted)
     words = ["-m", "prompt=import os", "max_new_tokens=3", "quiet=true", f"run_dir={tmp_path}/sweep"]
-    ended = launch(*words, "verification=speculative,block,coupled")
-    assert ended.code == 0, ended.err
+    ended = launch(*words, "verification=speculative,block,coupled").well()
     assert (made.count("speculative"), made.count("plain")) == (3, 2)
     runs = [read_run(tmp_path / "sweep" / str(number), name=str(number)) for number in range(3)]
     folders = [run.summary.baseline and Path(run.summary.baseline.folder).name for run in runs]
@@ -153,13 +151,10 @@ def test_points_share_one_baseline_which_the_last_one_makes_again(
     assert plain[0] == plain[1] != plain[2]
     assert [bool(run.summary.disturbed) for run in runs] == [True, True, False]
     assert ended.err.count("plain decoding was measured once, in ") == 1
-    assert baselines("seed=0,1", "prompt=x") == [None, None]
-    assert baselines("speculation.num_draft_tokens=2,4", "prompts=-") == [None, None], "every point reads other prompts"
-
-
-def baselines(*words: str) -> list[str | None]:
-    composed = compose([*words], multirun=True)
-    return [point.place.baseline for point in points_of(composed)]
+    # Of the second, every point reads other prompts.
+    for setting, prompt in (("seed=0,1", "prompt=x"), ("speculation.num_draft_tokens=2,4", "prompts=-")):
+        points = points_of(compose([setting, prompt], multirun=True))
+        assert [point.place.baseline for point in points] == [None, None]
 
 
 class Model:

@@ -142,20 +142,17 @@ def damaged(sound: Path, tmp_path: Path) -> Path:
 def test_a_known_fault_is_a_sentence(fault: Callable[[Path], object], sentence: str, damaged: Path) -> None:
     fault(damaged)
     ended = complete(damaged)
-    assert (ended.code, ended.err.count("\n"), len(ended.err) < 1000) == (2, 1, True), ended.err
-    assert sentence in ended.err
-    assert str(damaged) in ended.err
+    ended.check_refusal(sentence, str(damaged))
+    assert len(ended.err) < 1000
     if sentence.startswith(("config.json", "has num_")):
-        planned = plan_for(damaged)
-        assert (planned.code, sentence in planned.err) == (2, True), planned.err
+        plan_for(damaged).check_refusal(sentence)
 
 
 @pytest.mark.parametrize("family", ["llama", heavy("gpt_neox"), heavy("gemma2"), heavy("gpt_neo")])
 def test_how_the_library_returns_its_logits_is_not_up_to_the_config(family: str, sound: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(sound / family, tmp_path / "changed"))
     with_fields("config.json", return_dict=False, output_attentions=True, output_hidden_states=True)(folder)
-    ended = complete(folder)
-    assert ended.code == 0, ended.err
+    complete(folder).well()
 
 
 @pytest.mark.parametrize(
@@ -172,9 +169,7 @@ def test_a_fault_of_what_a_setting_reads_is_a_sentence(
     fault: Callable[[Path], object], setting: str, sentence: str, damaged: Path
 ) -> None:
     fault(damaged)
-    ended = complete(damaged, setting)
-    assert ended.code == 2, ended.err
-    assert sentence.format(damaged) in ended.err
+    complete(damaged, setting).check_refusal(sentence.format(damaged))
 
 
 PLAUSIBLE = (*range(20), 16, 32, 64, 128, 160, 200, 256, 0.3, 1.7, True, False)
@@ -249,16 +244,13 @@ def run_in(folder: Path, *words: str) -> Ended:
 def test_the_model_runs_names_what_is_not_read_and_is_not_its_own_draft(tmp_path: Path) -> None:
     """The shipped model, whose config.json says that there is such a layer."""
     target = shutil.copytree(hub.resolve(catalogue.load("tiny")), tmp_path / "target")
-    config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    with_fields("config.json", num_nextn_predict_layers=1)(target)
     local = ("model=local", f"model.path={target}")
-    ended = run_in(tmp_path, *local, "draft=tiny-eagle")
-    assert ended.code == 0, ended.err
+    run_in(tmp_path, *local, "draft=tiny-eagle").well()
     log = (tmp_path / "run" / "ranks" / "000.log").read_text()
     assert f"continuing without the MTP layers of {target}, which draft=mtp reads" in log
     refused = run_in(tmp_path / "own", *local, "draft=local", f"draft.model.path={target}")
-    assert refused.code == 2
-    assert f"{target} is the target and the draft: draft=mtp drafts with its MTP layers" in refused.err
+    refused.check_refusal(f"{target} is the target and the draft: draft=mtp drafts with its MTP layers")
 
 
 @pytest.mark.parametrize(
@@ -280,6 +272,4 @@ def test_a_family_that_is_not_read_is_one_sentence(
     save_file({"model.norm.weight": torch.ones(64)}, tmp_path / "model.safetensors")
     for file in hub.resolve(catalogue.load("tiny")).glob("tokenizer*"):
         shutil.copy(file, tmp_path)
-    ended = run_in(tmp_path, "task=generate", *f"{words}{tmp_path}".split())
-    assert (ended.code, ended.err.count("\n")) == (2, 1)
-    assert sentence in ended.err
+    run_in(tmp_path, "task=generate", *f"{words}{tmp_path}".split()).check_refusal(sentence)

@@ -42,12 +42,9 @@ def test_a_given_folder_does_the_same_also_for_jobs_of_a_sweep(tmp_path: Path, o
     given = ("--config-dir", str(tmp_path / "conf"))
     assert json.loads(call(plan.main, [*PLAN, *given]).out)["time"]["acceptance"] == 0.61
     assert "unknown model 'mine'" in call(plan.main, [*PLAN]).err, "the folder of another call is forgotten"
-    ended = launch(*given, "experiment=paper", "--cfg", "job")
-    assert ended.code == 0, ended.err
-    assert "max_new_tokens: 7" in ended.out
+    assert "max_new_tokens: 7" in launch(*given, "experiment=paper", "--cfg", "job").well().out
     words = ("model=mine", "hardware=mybox", "draft=none", "task=generate", "prompt=a", "max_new_tokens=1")
-    ended = launch("-m", *given, "hydra/launcher=slurm", "dry_run=true", *words)
-    assert ended.code == 0, ended.err
+    ended = launch("-m", *given, "hydra/launcher=slurm", "dry_run=true", *words).well()
     assert f" -- --config-dir {given[1]} " in ended.out
 
 
