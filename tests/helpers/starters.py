@@ -15,6 +15,7 @@ from tests.helpers.sockets import family_of, listeners
 
 PROGRAM = [sys.executable, "-m", "llama_ssp"]
 STARTERS = ("ranks=1", "ranks=2", "torchrun", "launch/run.py")
+Completed = subprocess.CompletedProcess[str]
 
 
 def command_of(starter: str, words: Sequence[str]) -> list[str]:
@@ -31,14 +32,21 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, **(more or {})}
 
 
-def run_program(
-    *words: str, cwd: Path = ROOT, stdin: str = "", more: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
+def run_program(*words: str, cwd: Path = ROOT, stdin: str = "", more: Mapping[str, str] | None = None) -> Completed:
     """Run `llama-ssp` to its end; the exit code is not checked."""
     return subprocess.run(
         [*PROGRAM, *words], cwd=cwd, env=environment(more), input=stdin,
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
+
+
+def run_file(name: str, *words: str, before: str = "", without: Sequence[str] = (), cwd: Path = ROOT) -> Completed:
+    """Run a file of launch/ in a process of its own, after some Python, which cannot import some packages."""
+    program = (
+        f"import runpy, sys; sys.modules.update(dict.fromkeys({[*without]!r})); {before}\n"
+        f"sys.argv = {[name, *words]!r}; runpy.run_path({str(ROOT / 'launch' / name)!r}, run_name='__main__')"
+    )
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=cwd)
 
 
 class Observed(NamedTuple):

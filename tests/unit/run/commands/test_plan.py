@@ -19,8 +19,8 @@ from tests.helpers.in_process import Ended, planned
 from tests.helpers.lanes import heavy, slow
 from tests.helpers.own_conf import MACHINE, OwnConf
 from tests.helpers.repository import ROOT
+from tests.helpers.starters import run_file
 
-SCRIPT = ROOT / "launch" / "plan.py"
 # Packages that an engineer without a GPU need not have; None makes their import fail.
 BLOCKED = ("torch", "transformers", "numpy", "rich", "matplotlib", "accelerate", "safetensors", "scipy", "psutil")
 LIST = "hardware=8xh100,g5_12xlarge"
@@ -30,19 +30,9 @@ def call(*settings: str) -> Ended:
     return in_process.call(entry.main, [*settings])
 
 
-def start(*settings: str, before: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Run the script in a process of its own, after some Python."""
-    program = (
-        f"import runpy, sys; {before}; sys.argv = ['plan.py', *{list(settings)!r}]; "
-        f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
-    )
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=cwd)
-
-
 def test_json_needs_nothing_beyond_hydra_and_imports_no_torch_and_nothing_that_only_sweeps_need() -> None:
-    absent = f"sys.modules.update(dict.fromkeys({BLOCKED!r}))"
     tell = "import atexit; atexit.register(lambda: print([n for n in sys.modules if sys.modules[n]], file=sys.stderr))"
-    finished = start("model=30B", "draft=7B", "format=json", before=f"{absent}; {tell}")
+    finished = run_file("plan.py", "model=30B", "draft=7B", "format=json", before=tell, without=BLOCKED)
     assert finished.returncode == 0, finished.stderr
     imported = set(json.loads(finished.stderr.replace("'", '"')))
     assert not {name.partition(".")[0] for name in imported} & set(BLOCKED)
@@ -55,7 +45,7 @@ def test_json_needs_nothing_beyond_hydra_and_imports_no_torch_and_nothing_that_o
 )
 def test_a_missing_package_is_named_with_what_installs_it(package: str, setting: str, tmp_path: Path) -> None:
     other = ["format=json"] if setting.startswith("figure") else []
-    finished = start("model=7B", setting, *other, before=f"sys.modules[{package!r}] = None", cwd=tmp_path)
+    finished = run_file("plan.py", "model=7B", setting, *other, without=[package], cwd=tmp_path)
     assert finished.returncode == 2
     assert f"needs {package}: pip install {package}" in finished.stderr
 
@@ -66,7 +56,8 @@ def test_it_runs_in_any_folder_within_two_seconds_of_processor_time(tmp_path: Pa
     path = {"PATH": os.environ["PATH"]}
     for _ in range(3):
         before, started = os.times(), time.perf_counter()
-        subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, check=True, cwd=tmp_path, env=path)
+        command = [sys.executable, str(ROOT / "launch" / "plan.py"), *words]
+        subprocess.run(command, capture_output=True, check=True, cwd=tmp_path, env=path)
         after, took_s = os.times(), time.perf_counter() - started
         spent_s = after.children_user + after.children_system - before.children_user - before.children_system
         if min(spent_s, took_s) < 2.0:
@@ -90,7 +81,7 @@ sys.setprofile(count)
 
 def test_a_plan_is_followed_in_twenty_thousand_calls_that_change_the_file_eight_thousand_times() -> None:
     pair = ("model=30B", "draft=7B", "hardware=8xa100_80gb", "placement=sharded")
-    finished = start(*pair, before=f"exec({_COUNTER!r})")
+    finished = run_file("plan.py", *pair, before=_COUNTER)
     calls, changes = map(int, finished.stderr.split())
     assert (calls <= 20_000, changes <= 8_000) == (True, True), finished.stderr
 
@@ -134,9 +125,7 @@ def test_a_local_folder_is_planned_from_its_config_file_alone(tmp_path: Path) ->
 
 def test_a_pair_with_two_tokenizers_is_planned_where_they_may_differ() -> None:
     pair = ["model=gpt_neox_20B", "draft=gpt_neo_1.3B"]
-    refused = call(*pair)
-    assert refused.code == 2
-    assert "drafts that fit: none in the catalogue; draft.tokenizer=own allows any" in refused.err
+    call(*pair).check_refusal("drafts that fit: none in the catalogue; draft.tokenizer=own allows any")
     assert planned(*pair, "draft.tokenizer=own")["time"]["speculative_ms_per_token"] > 0
 
 
@@ -190,8 +179,8 @@ def test_a_price_that_the_user_gives_is_that_of_a_million_tokens() -> None:
     time = plan["time"]
     rate = time[f"{'speculative' if time['speedup'] > 1 else 'plain'}_run_tokens_per_s"]
     assert plan["usd_per_million_tokens"] == pytest.approx(16 * 1e6 / 3600 / rate)
-    said = call(*asked, "hardware.usd_per_hour=16").out.split()
-    assert " ".join(said).count(f"{plan['usd_per_million_tokens']:.2f} USD per million tokens") == 1
+    said = " ".join(call(*asked, "hardware.usd_per_hour=16").out.split())
+    assert said.count(f"{plan['usd_per_million_tokens']:.2f} USD per million tokens") == 1
 
 
 def _folder(place: Path, name: str) -> str:
@@ -226,9 +215,8 @@ def test_what_a_search_prints_runs_byte_for_byte_and_keeps_what_was_given(
 ) -> None:
     folders = {"target": _folder(tmp_path / "it's a model", "llama3_8B"), "draft": _folder(tmp_path / "d", "llama3_1B")}
     settings = [setting.format_map(folders) for setting in (*given, "hardware=8xh100", "hardware.num_gpus=2")]
-    ended, rows = call(*settings, "search=true"), planned(*settings, "search=true")["search"]
-    assert ended.code == 0, ended.err
-    lines = [line.split(maxsplit=1) for line in ended.out.splitlines() if "  llama-ssp plan " in line]
+    shown, rows = call(*settings, "search=true").well().out, planned(*settings, "search=true")["search"]
+    lines = [line.split(maxsplit=1) for line in shown.splitlines() if "  llama-ssp plan " in line]
     assert lines
     for rank, command in lines:
         row, words = rows[int(rank) - 1], shlex.split(command)

@@ -1,9 +1,6 @@
 """launch/report.py as a user calls it, and its tables for a paper."""
 
 import re
-import subprocess
-import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +11,8 @@ from llama_ssp.reports.records import CompletionLine
 from llama_ssp.reports.summary import accepted_by_position
 from llama_ssp.run.commands import report
 from tests.helpers.lanes import heavy
-from tests.helpers.repository import ROOT
 from tests.helpers.runs import FAST, PLAIN, write_run
+from tests.helpers.starters import run_file
 
 # Packages that somebody who only looks at results need not have; None makes their import fail.
 BLOCKED = ("torch", "transformers", "rich", "hydra", "omegaconf")
@@ -72,23 +69,14 @@ def test_a_mistake_is_one_sentence_with_code_2(
     assert (len(said.err.splitlines()), said.out) == (1, "")
 
 
-def ended_without(packages: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """The script in a process of its own that cannot import these packages."""
-    program = (
-        f"import runpy, sys; sys.modules.update(dict.fromkeys({packages!r})); sys.argv[1:] = [{str(folder)!r}]; "
-        f"runpy.run_path({str(ROOT / 'launch' / 'report.py')!r}, run_name='__main__')"
-    )
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=folder)
-
-
 def test_it_needs_what_reads_and_draws_and_nothing_that_computes(tmp_path: Path) -> None:
-    ended = ended_without(BLOCKED, write_run(tmp_path / "run", PLAIN, FAST))
+    ended = run_file("report.py", str(write_run(tmp_path / "run", PLAIN, FAST)), without=BLOCKED, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.parametrize("package", [heavy("matplotlib"), "jinja2"])
 def test_a_missing_package_is_named_with_what_installs_it(package: str, tmp_path: Path) -> None:
-    ended = ended_without([package], write_run(tmp_path / "run", PLAIN, FAST))
+    ended = run_file("report.py", str(write_run(tmp_path / "run", PLAIN, FAST)), without=[package], cwd=tmp_path)
     assert ended.returncode == 2
     assert f"needs {package}: pip install {package}" in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
