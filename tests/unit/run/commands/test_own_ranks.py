@@ -147,10 +147,7 @@ def test_the_code_is_that_of_the_lowest_rank_and_a_loss_that_no_rank_has_reporte
     [
         (["--script"], "--script needs a file: llama-ssp run ranks=2 --script study.py ARGUMENT ..."),
         (["ranks=2", "--script", "gone.py"], "--script gone.py: there is no such file"),
-        (
-            ["model=7B", "--script", __file__],
-            "model=7B has no effect on a script, which gives its settings to load() and",
-        ),
+        (["model=7B", "--script", __file__], "model=7B has no effect on a script, which gives its settings to load()"),
         (["ranks=x", "--script", __file__], "ranks=x must be one whole number from 1 on"),
     ],
 )
