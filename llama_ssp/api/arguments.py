@@ -16,8 +16,8 @@ from llama_ssp.catalogue import LOCAL, MTP, Dtype, ModelConfig, is_hub_id, read_
 from llama_ssp.errors import ConfigError, refuse, similar_name, unknown_name
 from llama_ssp.foreign import FOREIGN
 from llama_ssp.settings.checks import required_of
-from llama_ssp.settings.drafters import DraftTokenizer, ModelDraftConfig, drafters
-from llama_ssp.settings.schema import MODEL_DRAFT, NO_DRAFT, DrafterConfig, DraftLayout, DraftPlacement, PlacementConfig
+from llama_ssp.settings.drafters import drafters
+from llama_ssp.settings.schema import NO_DRAFT, DrafterConfig, DraftLayout, DraftPlacement, PlacementConfig
 from llama_ssp.storage.formats import CACHES, FORMATS
 from llama_ssp.words import in_library_words, key_of, said
 
@@ -201,12 +201,6 @@ def drafter_without_model(given: object) -> DrafterConfig | None:
     kinds = {name: record for name, record in drafters().items() if not record.has_model}
     name = NO_DRAFT if given is None else given
     return kinds[name].config(kind=name) if isinstance(name, str) and name in kinds else None
-
-
-def model_drafter(model: ModelConfig, *, tokenizer: object) -> ModelDraftConfig:
-    """A draft model, with the target's tokenizer or its own; raises ConfigError for an unknown choice."""
-    choice = member(DraftTokenizer, "tokenizer", tokenizer)
-    return ModelDraftConfig(kind=MODEL_DRAFT, model=model, tokenizer=choice)
 
 
 def placement_of(given: object) -> PlacementConfig:

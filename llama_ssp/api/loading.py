@@ -22,8 +22,8 @@ from llama_ssp.run.decoders import load_models
 from llama_ssp.run.pipeline import choose_placement
 from llama_ssp.run.tasks.records import GenerateConfig
 from llama_ssp.settings.checks import check_placement
-from llama_ssp.settings.drafters import DraftTokenizer
-from llama_ssp.settings.schema import DeviceKind, PlacementConfig, RunConfig
+from llama_ssp.settings.drafters import DraftTokenizer, ModelDraftConfig
+from llama_ssp.settings.schema import MODEL_DRAFT, DeviceKind, PlacementConfig, RunConfig
 from llama_ssp.speculate.drafters.tokenizers import num_disagreeing
 from llama_ssp.weights.in_memory import weights_of
 from llama_ssp.words import in_library_words
@@ -85,7 +85,7 @@ def load(
         drafter, loaded_draft = arguments.drafter_without_model(draft), Loaded()
         if drafter is None:
             draft_entry, loaded_draft = _read_model("draft", draft, tokenizers[1], target=target_entry, **formats[1])
-            drafter = arguments.model_drafter(draft_entry, tokenizer=choice)
+            drafter = ModelDraftConfig(kind=MODEL_DRAFT, model=draft_entry, tokenizer=choice)
         config = RunConfig(
             task=GenerateConfig(), model=target_entry, draft=drafter, device=kind,
             placement=arguments.placement_of(placement),
@@ -101,7 +101,6 @@ def load(
 
 
 def _loaded(config: RunConfig, world: World, loaded: tuple[Loaded, Loaded]) -> Pair:
-    """The pair on this rank; raises as `load`."""
     comm = world.comm
     check_alike(comm, config)
     check_placement(config, world_size=comm.size)
@@ -132,7 +131,6 @@ def _read_model(
 
 
 def _read_device(given: object) -> tuple[DeviceKind, torch.device | None]:
-    """The kind of device, and the GPU if one is named."""
     if isinstance(given, DeviceKind):
         return given, None
     name, _, number = str(given).partition(":")
@@ -146,7 +144,7 @@ def _read_device(given: object) -> tuple[DeviceKind, torch.device | None]:
     return kind, torch.device("cuda", int(number))
 
 
-def _read_tokenizers(given: object) -> tuple[object, tuple[_OneTokenizer | None, _OneTokenizer | None]]:
+def _read_tokenizers(given: object) -> tuple[DraftTokenizer, tuple[_OneTokenizer | None, _OneTokenizer | None]]:
     """Whether the draft may have its own tokenizer, and the tokenizers that are loaded already."""
     if isinstance(given, str | DraftTokenizer):
         return arguments.member(DraftTokenizer, "tokenizer", given), (None, None)

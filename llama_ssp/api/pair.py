@@ -42,12 +42,7 @@ from llama_ssp.settings import schema
 from llama_ssp.settings.checks import check_values
 from llama_ssp.settings.drafters import draft_label
 from llama_ssp.settings.rules import DEFAULT
-from llama_ssp.settings.schema import (
-    RunConfig,
-    SamplingConfig,
-    SpeculationConfig,
-    VerificationConfig,
-)
+from llama_ssp.settings.schema import RunConfig, SamplingConfig, SpeculationConfig, VerificationConfig
 from llama_ssp.speculate.engine.completion import FinishReason, RowCompletion, StopRequest
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request

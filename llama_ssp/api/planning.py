@@ -15,8 +15,8 @@ from llama_ssp.machines.machine import detect_hardware
 from llama_ssp.planning.plan import Plan
 from llama_ssp.registry import load_plugins
 from llama_ssp.run.tasks.dry_run import plan_on, resolve
-from llama_ssp.settings.drafters import DraftTokenizer
-from llama_ssp.settings.schema import PlacementConfig, PlanConfig, SamplingConfig, SpeculationConfig
+from llama_ssp.settings.drafters import DraftTokenizer, ModelDraftConfig
+from llama_ssp.settings.schema import MODEL_DRAFT, PlacementConfig, PlanConfig, SamplingConfig, SpeculationConfig
 from llama_ssp.words import in_library_words
 
 
@@ -69,29 +69,25 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
     with in_library_words():
         load_plugins()
         read = arguments.check_types(plan, given)
-        machine = _machine(hardware)
         sizes = {name: read[name] for name in ("num_gpus", "num_nodes") if read[name] is not None}
-        machine = replace(machine, **sizes)
+        machine = replace(_machine(hardware), **sizes)
         config = _config(read, machine)
-        config.placement = arguments.placement_of(placement)
         resolve(config)
         return plan_on(config, machine)
 
 
 def _config(read: Mapping[str, Any], machine: HardwareConfig) -> PlanConfig:
-    """The config of a run, by the arguments of `plan`."""
     formats = arguments.formats_of(read)
     target = arguments.entry_of("model", read["model"], **formats[0])
     drafter = arguments.drafter_without_model(read["draft"])
     if drafter is None:
         entry = arguments.entry_of("draft", read["draft"], target=target, **formats[1])
-        drafter = arguments.model_drafter(entry, tokenizer=read["tokenizer"])
+        choice = arguments.member(DraftTokenizer, "tokenizer", read["tokenizer"])
+        drafter = ModelDraftConfig(kind=MODEL_DRAFT, model=entry, tokenizer=choice)
     return PlanConfig(
-        model=target, draft=drafter,
-        hardware=asdict(machine), sampling=SamplingConfig(temperature=read["temperature"]),
-        speculation=SpeculationConfig(
-            num_draft_tokens=read["num_draft_tokens"], acceptance=read["acceptance"]
-        ),
+        model=target, draft=drafter, hardware=asdict(machine), placement=arguments.placement_of(read["placement"]),
+        sampling=SamplingConfig(temperature=read["temperature"]),
+        speculation=SpeculationConfig(num_draft_tokens=read["num_draft_tokens"], acceptance=read["acceptance"]),
         **{name: read[name] for name in ("batch_size", "prompt_tokens", "max_new_tokens")},
     )  # fmt: skip
 
