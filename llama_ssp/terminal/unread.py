@@ -8,7 +8,8 @@ import os
 import sys
 import termios
 import textwrap
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import IO
 
 from llama_ssp.words import visible
@@ -16,9 +17,17 @@ from llama_ssp.words import visible
 _USUAL_COLUMNS = 80
 
 
-def is_unread(stream: IO[str], error: OSError) -> bool:
-    """Whether a write to `stream` raised `error` because nobody can read the stream any more."""
-    return isinstance(error, BrokenPipeError) or (error.errno == errno.EIO and has_hung_up(stream))
+@contextmanager
+def until_unread(stream: IO[str]) -> Iterator[None]:
+    """End the block silently when nobody reads a stream any more: after `| head`, or a terminal that hung up."""
+    try:
+        yield
+        if stream:  # it may have been closed before
+            stream.flush()
+    except OSError as error:
+        if not (isinstance(error, BrokenPipeError) or (error.errno == errno.EIO and has_hung_up(stream))):
+            raise
+        silence(stream)
 
 
 def has_hung_up(stream: IO[str]) -> bool:
@@ -46,10 +55,5 @@ def complain(sentence: str) -> None:
     if sys.stderr.isatty():
         width = os.get_terminal_size(sys.stderr.fileno()).columns or _USUAL_COLUMNS
         lines = [textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in lines]
-    try:
+    with until_unread(sys.stderr):
         sys.stderr.write("\n".join([*lines, ""]))
-        sys.stderr.flush()
-    except OSError as error:
-        if not is_unread(sys.stderr, error):
-            raise
-        silence(sys.stderr)

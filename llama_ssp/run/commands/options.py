@@ -1,13 +1,12 @@
-"""Options of a command, and the end of one whose reader has gone."""
+"""The options of a command, and how it ends."""
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from llama_ssp.errors import ConfigError, SspError
-from llama_ssp.terminal.unread import complain, is_unread, silence
+from llama_ssp.terminal.unread import complain, until_unread
 from llama_ssp.words import visible
 
 
@@ -26,22 +25,9 @@ class Options(argparse.ArgumentParser):
         raise ConfigError(message + self._hint)
 
 
-@contextmanager
-def until_unread() -> Iterator[None]:
-    """End the block silently when nobody reads standard output any more: after `| head`, or a terminal that hung up."""
-    try:
-        yield
-        if sys.stdout:  # it may have been closed before
-            sys.stdout.flush()
-    except OSError as error:
-        if not is_unread(sys.stdout, error):
-            raise
-        silence(sys.stdout)
-
-
 def act_on(parser: Options, arguments: Sequence[str], act: Callable[[argparse.Namespace], str | None]) -> int:
     """Read the arguments, act on them, print the closing message that `act` returns, and return the exit code."""
-    with until_unread():
+    with until_unread(sys.stdout):
         try:
             message = act(parser.parse_intermixed_args(arguments))
         except SystemExit:  # help was requested and printed

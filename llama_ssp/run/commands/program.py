@@ -11,8 +11,7 @@ from typing import NoReturn
 
 from llama_ssp.errors import ConfigError, InterruptedRun, unknown_name
 from llama_ssp.ranks.process import handle_signals, heeded_signals, ignore_signals, read_ranks
-from llama_ssp.run.commands.options import until_unread
-from llama_ssp.terminal.unread import complain
+from llama_ssp.terminal.unread import complain, until_unread
 
 HELP = """\
     llama-ssp run [SETTING=VALUE ...] [ranks=N]   complete prompts; N ranks, by default one for each GPU
@@ -93,7 +92,7 @@ def _of_run(command: str, words: list[str]) -> list[str]:
 
 
 def _show(text: str) -> int:
-    with until_unread():
+    with until_unread(sys.stdout):
         print(text)
     return 0
 

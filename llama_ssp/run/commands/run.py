@@ -21,13 +21,13 @@ from llama_ssp.ranks.process import Ranks, check_docstrings, find_agent, handle_
 from llama_ssp.registry import load_plugins
 from llama_ssp.run import startup
 from llama_ssp.run.commands import help as help_page
-from llama_ssp.run.commands.options import Options, until_unread
+from llama_ssp.run.commands.options import Options
 from llama_ssp.run.commands.points import Point, check_here, for_all, points_of, repeated
 from llama_ssp.run.tasks import dry_run
 from llama_ssp.settings import checks
 from llama_ssp.settings.compose import COMPLETIONS, complete, compose
 from llama_ssp.settings.schema import RunConfig, SlurmConfig
-from llama_ssp.terminal.unread import complain
+from llama_ssp.terminal.unread import complain, until_unread
 from llama_ssp.words import visible
 
 SILENCE_S = 5.0
@@ -68,7 +68,7 @@ def as_rank(ranks: Ranks, do: Callable[["_Interrupt"], None]) -> int:
     """Do something as a rank, which signals and the end of its agent interrupt; returns the exit code of this rank."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a lost rank is reported in a sentence, not in C++ stacks
     exit_code, interrupt = 0, _Interrupt()
-    with until_unread():
+    with until_unread(sys.stdout):
         try:
             handle_signals(interrupt)
             if agent := find_agent():
@@ -155,7 +155,7 @@ def _launch(arguments: list[str], ranks: Ranks, act: Act | None, interrupt: _Int
     if options.multirun and ranks.rank == 0 and warns:
         from llama_ssp.run.sweep import show_table  # noqa: PLC0415 - slow to import, needed here only
 
-        with until_unread():
+        with until_unread(sys.stdout):
             show_table([point.run_dir for point in points])
 
 
@@ -207,7 +207,7 @@ def _check(point: Point, ranks: Ranks, *, of_sweep: bool, warns: bool) -> tuple[
             complain(f"warning: at {point.place.name}, {unread}")
     if run.dry_run:
         if ranks.rank == 0:
-            with until_unread():
+            with until_unread(sys.stdout):
                 if run.place:
                     print(visible(f"{run.place.title}\n"))
                 dry_run.dry_run(run, world_size=ranks.size)
