@@ -96,7 +96,6 @@ def known_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Argume
 
 @cache
 def _kinds_of(function: Callable[..., object]) -> dict[str, tuple[object, ...]]:
-    """The types of a function's arguments."""
     return {name: get_args(hint) or (hint,) for name, hint in get_type_hints(function).items()}
 
 

@@ -403,7 +403,6 @@ class Pair:
                 self._decoders.clear()
 
     def _read_weights(self, given: Mapping[str, NewWeights | None]) -> list[ModelConfig | WeightsInMemory | None]:
-        """Read the arguments of `update`; raises ConfigError."""
         sources, found = self.models.sources, list[ModelConfig | WeightsInMemory | None]()
         if given["draft"] is not None and (len(sources) == 1 or isinstance(sources[1].origin, MtpSource)):
             drafted = draft_label(self.config.draft)

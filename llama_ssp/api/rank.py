@@ -82,7 +82,8 @@ def serve(caller: Caller) -> None:
         caller.is_busy, (message, stop) = True, call
         try:
             if message["call"] == "load":
-                pair = load(**{name: _of_argument(value) for name, value in message["arguments"].items()})
+                given = message["arguments"].items()  # JSON has no tuples
+                pair = load(**{name: tuple(value) if isinstance(value, list) else value for name, value in given})
                 folder = pair.models.tokenizer.name_or_path
                 result: object = {"repr": repr(pair), "device": str(pair.device), "tokenizer": folder}
             else:
@@ -100,10 +101,6 @@ def serve(caller: Caller) -> None:
             if is_over:
                 raise
         caller.is_busy = False
-
-
-def _of_argument(value: Any) -> Any:  # noqa: ANN401 - of `load`
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _called(pair: Pair, name: str, given: Mapping[str, Any], caller: Caller, stop: StopRequest) -> object:

@@ -53,7 +53,7 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def wait_for(condition: Callable[[], object], *, at_most_s: float) -> None:
+def wait_for(condition: Callable[[], object], *, at_most_s: float = 30) -> None:
     deadline = time.monotonic() + at_most_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

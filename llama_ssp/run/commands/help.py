@@ -86,7 +86,6 @@ def _filled(kind: str, words: Sequence[str]) -> str:
 
 
 def _of_tasks(names: Iterable[str]) -> str:
-    """The tasks, each with its settings."""
     said = options_of("task")
     return "\n".join(
         f"{_entry(f'task={name}', said[name])}\n{entries(task_settings(name), '  ')}".rstrip() for name in names
@@ -161,7 +160,6 @@ def _kind(hint: object) -> str:
 
 
 def _default(entry: dataclasses.Field[Any]) -> str:
-    """Write a default as the command line takes it."""
     default = entry.default if entry.default_factory is dataclasses.MISSING else entry.default_factory()
     if default is dataclasses.MISSING:
         return ""

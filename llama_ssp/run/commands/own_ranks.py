@@ -74,7 +74,6 @@ def read_start(words: Sequence[str], environ: Mapping[str, str], *, default: int
 
 
 def _number(given: Sequence[str]) -> int:
-    """Return the only value as a number of ranks."""
     shown = " ".join(f"ranks={value}" for value in given)
     if len(given) > 1:
         raise ConfigError(f"{shown}: give ranks= once")

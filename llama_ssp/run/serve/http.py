@@ -205,8 +205,6 @@ class _WithKey:
 
 
 class _Metrics:
-    """Figures for Prometheus."""
-
     def __init__(self, session: Session, inbox: Inbox) -> None:
         registry = self._registry = CollectorRegistry()
         named = partial(Gauge, registry=registry)

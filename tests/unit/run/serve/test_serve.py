@@ -20,6 +20,7 @@ from llama_ssp.run.serve import http
 from llama_ssp.run.serve.settings import ServeConfig
 from llama_ssp.speculate.engine import likelihoods
 from llama_ssp.speculate.engine.round import Round
+from tests.helpers.disturbed import wait_for
 from tests.helpers.served import Server, serving
 
 PROMPT = "def factorial(n):\n"
@@ -147,13 +148,6 @@ def test_what_is_no_request_is_refused_and_ends_nothing(server: Server) -> None:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\ncontent-length: 100\r\n\r\n{")
     assert server.ask("/health") == (200, {"status": "ok"})
     assert server.complete(prompt="x", max_tokens=2)["choices"]
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("streams", [False, True])
