@@ -2,51 +2,45 @@
 
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from omegaconf.errors import OmegaConfBaseException
 
-import llama_ssp.run
 from llama_ssp import catalogue
 from llama_ssp.errors import CapacityError, CheckpointError, ConfigError, InterruptedRun
 from llama_ssp.run.commands import run
 from llama_ssp.run.startup import StartClock
 from llama_ssp.settings import compose
 from llama_ssp.settings.schema import LAUNCHER, RunConfig, SlurmConfig
+from tests.helpers import in_process
+from tests.helpers.in_process import Ended
 from tests.helpers.lanes import heavy
 
-pytestmark = pytest.mark.usefixtures("_signal_handlers")
 
+@dataclass(frozen=True, kw_only=True)
+class Noted(Ended):
+    """How a run ended, and the configs that reached their task."""
 
-@dataclass
-class Ended:
-    """How one in-process run ended, and the runs that reached their task."""
-
-    code: int
-    out: str
-    err: str
     runs: list[RunConfig]
 
 
-Launch = Callable[..., Ended]
+Launch = Callable[..., Noted]
 
 
 @pytest.fixture
-def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Launch:
+def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launch:
     """Return a function that runs the entry in an empty folder with a task that only notes its arguments."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run, "SILENCE_S", 0.0)
 
     def launch_one(
         *arguments: str, fails: BaseException | None = None, stops: bool = False, **environment: str
-    ) -> Ended:
+    ) -> Noted:
         runs = []
 
         def note(config: RunConfig, _clock: StartClock) -> bool:
@@ -55,13 +49,10 @@ def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Captu
                 raise fails
             return stops
 
-        monkeypatch.setattr(llama_ssp.run, "pipeline", SimpleNamespace(run=note), raising=False)
-        monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
+        monkeypatch.setattr(run, "task_code", lambda: note)
         for variable, value in environment.items():
             monkeypatch.setenv(variable, value)
-        code = run.main()
-        said = capsys.readouterr()
-        return Ended(code=code, out=said.out, err=said.err, runs=runs)
+        return Noted(**vars(in_process.launch(*arguments)), runs=runs)
 
     return launch_one
 
@@ -83,8 +74,8 @@ def test_a_run_hands_its_config_to_the_task(launch: Launch) -> None:
 )
 def test_a_mistake_is_one_sentence_with_code_2(argument: str, sentence: str, launch: Launch) -> None:
     ended = launch(argument)
-    assert (ended.code, ended.err.count("\n"), ended.out, ended.runs) == (2, 1, "", [])
-    assert ended.err.startswith(sentence)
+    ended.check_refusal(sentence)
+    assert (ended.out, ended.runs) == ("", [])
 
 
 def test_ranks_above_zero_let_rank_zero_speak_first_and_end_alike(
