@@ -3,7 +3,15 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+from llama_ssp import catalogue
+from llama_ssp.weights import hub
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def shipped(name: str) -> Path:
+    """The folder of a model that comes with the package."""
+    return hub.resolve(catalogue.load(name))
 
 
 def put(cache: Path, hub_id: str, files: Iterable[Path]) -> Path:

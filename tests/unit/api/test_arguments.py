@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from llama_ssp import Pair, catalogue, load, plan
+from llama_ssp import Pair, load, plan
 from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import ConfigError, SspError
 from llama_ssp.settings.schema import DeviceKind
 from llama_ssp.weights import hub
 from llama_ssp.words import in_library_words, key_of, said
+from tests.helpers.hub import shipped
 from tests.helpers.lanes import heavy
 
 OF_COMMANDS = re.compile(r"\b(sampling|speculation|verification|draft|model)\.[a-z]|\bnull\b|=(true|false)\b|\blaunch/")
@@ -165,7 +166,7 @@ def test_an_unknown_argument_is_a_sentence_with_the_one_that_was_meant(
 
 
 def test_a_folder_of_another_shape_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = hub.resolve(catalogue.load("tiny"))
+    folder = shipped("tiny")
     monkeypatch.setattr(hub, "resolve", lambda _entry: folder)
     with pytest.raises(SspError, match=rf"is not 7B: .*; model={folder} accepts it"):
         load("7B")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from llama_ssp import catalogue, load
+from llama_ssp import load
 from llama_ssp.errors import ConfigError
-from llama_ssp.weights import hub
+from tests.helpers.hub import shipped
 from tests.helpers.in_process import launch
 from tests.helpers.lanes import heavy
 
@@ -16,7 +16,7 @@ PROMPT = "def factorial(n):\n"
 
 
 def library_text(prompt_ids: list[int], **settings: Any) -> list[int]:  # noqa: ANN401 - of generate
-    model: Any = AutoModelForCausalLM.from_pretrained(hub.resolve(catalogue.load("tiny")), dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(shipped("tiny"), dtype=torch.float32)
     ids = torch.tensor([prompt_ids])
     found = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **settings)
     return [int(token) for token in found[0, len(prompt_ids) :]]

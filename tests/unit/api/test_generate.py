@@ -15,13 +15,13 @@ import torch
 from transformers import AutoTokenizer, TextStreamer
 
 import llama_ssp
-from llama_ssp import Completion, Pair, catalogue, load
+from llama_ssp import Completion, Pair, load
 from llama_ssp.cpu.tracing import Traced
 from llama_ssp.errors import ConfigError
 from llama_ssp.run import decoders
 from llama_ssp.speculate.engine.executors import GraphExecutor
 from llama_ssp.speculate.engine.round import Round
-from llama_ssp.weights import hub
+from tests.helpers.hub import shipped
 from tests.helpers.in_process import launch
 from tests.helpers.lanes import heavy
 from tests.helpers.recorded import FakeRecorder
@@ -35,7 +35,7 @@ PROMPTS = ["import os\n", "def main():\n", "class Stack:\n"]
 
 @pytest.fixture(scope="module")
 def pair() -> Pair:
-    tokenizer = AutoTokenizer.from_pretrained(hub.resolve(catalogue.load("tiny")))
+    tokenizer = AutoTokenizer.from_pretrained(shipped("tiny"))
     tokenizer.chat_template = TEMPLATE
     return load("tiny", "tiny-draft", tokenizer=tokenizer)
 

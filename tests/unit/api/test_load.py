@@ -9,20 +9,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from llama_ssp import catalogue, load
+from llama_ssp import load
 from llama_ssp.errors import ConfigError
 from llama_ssp.models.huggingface.modules import load_modules
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.weights import Loading
-from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.in_memory import weights_of
+from tests.helpers.hub import shipped
 from tests.helpers.models import build_checkpoint, tiny_model
 from tests.helpers.other_tokenizer import PROMPT, save_pair
 from tests.helpers.packed_checkpoints import pack_checkpoint
 from tests.helpers.repository import ROOT
 
-TINY, DRAFT = (hub.resolve(catalogue.load(name)) for name in ("tiny", "tiny-draft"))
+TINY, DRAFT = (shipped(name) for name in ("tiny", "tiny-draft"))
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from llama_ssp import Pair, catalogue, load
+from llama_ssp import Pair, load
 from llama_ssp.errors import ConfigError
 from llama_ssp.models.quantization.weight_only import _to_bytes
 from llama_ssp.settings.schema import SamplingConfig
-from llama_ssp.weights import hub
+from tests.helpers.hub import shipped
 from tests.helpers.lanes import heavy
 from tests.helpers.log_probs import EXACT, check_completion
 
@@ -20,7 +20,7 @@ PENALIZED = SamplingConfig(temperature=0.7, top_k=9, repetition_penalty=1.2, fre
 
 
 def library() -> PreTrainedModel:
-    folder = hub.resolve(catalogue.load("tiny"))
+    folder = shipped("tiny")
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model
 

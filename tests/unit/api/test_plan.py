@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from llama_ssp import catalogue, plan
+from llama_ssp import plan
 from llama_ssp.planning.plan import document
 from llama_ssp.settings.schema import DraftLayout
 from llama_ssp.weights import hub
+from tests.helpers.hub import shipped
 from tests.helpers.in_process import planned
 
 
@@ -66,30 +67,17 @@ def test_this_machine_has_one_gpu_as_the_library_uses_it() -> None:
 
 
 def test_a_model_of_the_hub_is_planned_from_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = hub.resolve(catalogue.load("tiny"))
+    folder = shipped("tiny")
     monkeypatch.setattr(hub, "find_config", lambda _model, **_given: folder)
     found = plan("owner/name", hardware="laptop_cpu")
     assert found.spec.target.shape == plan("tiny", hardware="laptop_cpu").spec.target.shape
-
-
-def test_a_quantized_model_of_the_hub_is_planned_as_it_is_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    content = json.loads((hub.resolve(catalogue.load("tiny")) / "config.json").read_text())
-    described = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (tmp_path / "config.json").write_text(json.dumps(content | {"quantization_config": described}))
-    monkeypatch.setattr(hub, "find_config", lambda _model, **_given: tmp_path)
-    target = document(plan("owner/name", hardware="1xh100"))["target"]
-    plain = document(plan("tiny", hardware="1xh100"))["target"]
-    assert (target["stored_format"], plain["stored_format"]) == ("fp8", None)
-    assert target["weights_bytes"] < plain["weights_bytes"]
 
 
 def test_a_folder_in_the_home_is_planned_by_arguments_and_settings_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "m").symlink_to(hub.resolve(catalogue.load("tiny")))
+    (tmp_path / "m").symlink_to(shipped("tiny"))
     found = plan("~/m", hardware="laptop_cpu")
     assert found.spec.target.shape == plan("tiny", hardware="laptop_cpu").spec.target.shape
     settings = ["model=local", "model.path='~/m'", "draft=none", "hardware=laptop_cpu"]

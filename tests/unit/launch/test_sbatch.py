@@ -35,7 +35,7 @@ esac
 """
 
 
-class PlanSpec:
+class Job:
     """A job that is started again and again in its folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -73,12 +73,12 @@ class PlanSpec:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> PlanSpec:
-    return PlanSpec(tmp_path)
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
 
 
 @pytest.mark.parametrize("run_dir", ["a run", None], ids=["no completion", "ends before there is a run folder"])
-def test_a_job_that_gets_nowhere_gives_up_after_some_tries(run_dir: str | None, job: PlanSpec) -> None:
+def test_a_job_that_gets_nowhere_gives_up_after_some_tries(run_dir: str | None, job: Job) -> None:
     for number in range(1, 4):
         assert job.start(run_dir=run_dir).returncode == 4
         assert (job.num_requeued, job.left_files) == (number, [".slurm-7.idle"])
@@ -87,7 +87,7 @@ def test_a_job_that_gets_nowhere_gives_up_after_some_tries(run_dir: str | None, 
     assert ended.stderr.startswith("interrupted 4 times in a row without a new completion: job 7 gives up; submit it")
 
 
-def test_a_job_that_gets_on_is_queued_again_as_often_as_it_takes(job: PlanSpec) -> None:
+def test_a_job_that_gets_on_is_queued_again_as_often_as_it_takes(job: Job) -> None:
     for number in range(1, 5):
         assert job.start("--idle", "1", made=number % 2).returncode == 4
         assert job.num_requeued == number
@@ -95,7 +95,7 @@ def test_a_job_that_gets_on_is_queued_again_as_often_as_it_takes(job: PlanSpec) 
     assert job.left_files == []
 
 
-def test_the_number_of_tries_is_an_option(job: PlanSpec) -> None:
+def test_the_number_of_tries_is_an_option(job: Job) -> None:
     assert (job.start("--idle", "0").returncode, job.num_requeued) == (4, 0)
     wrong = job.start("--idle", "many")
     assert (wrong.returncode, wrong.stderr) == (2, "--idle many: give a number of times, such as 3\n")
@@ -103,21 +103,21 @@ def test_the_number_of_tries_is_an_option(job: PlanSpec) -> None:
     assert (task.returncode != 0, "nowhere/3/job.args" in task.stderr) == (True, True)
 
 
-def test_where_nothing_can_be_kept_every_restart_counts(job: PlanSpec) -> None:
+def test_where_nothing_can_be_kept_every_restart_counts(job: Job) -> None:
     for restarts, num_requeued in ((0, 1), (2, 2), (3, 2)):
         (job.folder / ".slurm-7.idle").mkdir(exist_ok=True)
         assert job.start(made=1, restarts=restarts).returncode == 4
         assert job.num_requeued == num_requeued
 
 
-def test_a_port_that_is_taken_is_passed_over_and_the_job_names_the_run(job: PlanSpec) -> None:
+def test_a_port_that_is_taken_is_passed_over_and_the_job_names_the_run(job: Job) -> None:
     with socket.create_server(("127.0.0.1", 20007)):
         assert job.start(code=0).returncode == 0
     name, port = (job.folder / "started").read_text().split("\0")[:2]
     assert (name, port) == ("slurm-7", "20404")
 
 
-def test_a_job_whose_ports_are_all_taken_says_so_and_queues_itself_again(job: PlanSpec) -> None:
+def test_a_job_whose_ports_are_all_taken_says_so_and_queues_itself_again(job: Job) -> None:
     (job.folder / "python").write_text("#!/usr/bin/env bash\nexit 0\n")
     (job.folder / "python").chmod(0o755)
     ended = job.start("--python", str(job.folder / "python"))
@@ -125,17 +125,17 @@ def test_a_job_whose_ports_are_all_taken_says_so_and_queues_itself_again(job: Pl
     assert ended.stderr.startswith("every port that job 7 has tried on ")
 
 
-def test_a_rank_that_a_signal_has_ended_is_a_lost_one(job: PlanSpec) -> None:
+def test_a_rank_that_a_signal_has_ended_is_a_lost_one(job: Job) -> None:
     assert job.start(code=137).returncode == 1
 
 
 @pytest.mark.parametrize(("code", "state"), [(1, "RUNNING"), (3, "RUNNING"), (4, "CANCELLED")])
-def test_a_failed_and_a_cancelled_job_are_not_queued_again(code: int, state: str, job: PlanSpec) -> None:
+def test_a_failed_and_a_cancelled_job_are_not_queued_again(code: int, state: str, job: Job) -> None:
     assert job.start(code=code, state=state).returncode == code
     assert (job.num_requeued, job.left_files) == (0, [])
 
 
-def test_a_task_of_an_array_reads_its_own_arguments_and_requeues_itself_alone(job: PlanSpec) -> None:
+def test_a_task_of_an_array_reads_its_own_arguments_and_requeues_itself_alone(job: Job) -> None:
     settings = ["prompt=a $(b)\n'c' \"d\"", "run_dir='x/3'"]
     (job.folder / "sweep, 1" / "3").mkdir(parents=True)
     words = ["--root", str(ROOT), "--idle", "1", "--", *settings]

@@ -74,20 +74,15 @@ def test_a_text_is_not_read_as_markup_and_cannot_drive_the_terminal(terminal: bo
     assert plain_text == "[bold]p[/bold] :smile: \\x1b[2J\\r\\x07\\x9b1m\\u202e\\ud800\n"
 
 
-def test_text_for_a_pipe_keeps_tabs_long_lines_and_trailing_blanks(plain: tuple[Terminal, Output, Output]) -> None:
+def test_text_for_a_pipe_keeps_tabs_long_lines_and_trailing_blanks_and_ends_its_line_once(
+    plain: tuple[Terminal, Output, Output],
+) -> None:
     terminal, out, _ = plain
-    text = "\tif x:  \n\n" + "long " * 60
-    terminal.stream([(text[:40], True), (text[40:], False)])
-    terminal.end_of_text()
-    assert written(out) == text + "\n"
-
-
-def test_a_text_that_ends_its_line_is_not_followed_by_an_empty_one(plain: tuple[Terminal, Output, Output]) -> None:
-    terminal, out, _ = plain
-    for text in ("a\n", "b", ""):
-        terminal.stream([(text, False)])
+    texts = ("\tif x:  \n\n" + "long " * 60, "a\n", "b", "")
+    for text in texts:
+        terminal.stream([(text[:40], True), (text[40:], False)])
         terminal.end_of_text()
-    assert written(out) == "a\nb\n"
+    assert written(out) == f"{texts[0]}\na\nb\n"
 
 
 def test_the_legend_comes_once_and_only_with_colours(plain: tuple[Terminal, Output, Output]) -> None:
@@ -99,13 +94,6 @@ def test_the_legend_comes_once_and_only_with_colours(plain: tuple[Terminal, Outp
     assert "accepted drafted" not in written(plain[1])
     assert "prompt 1 of 2, plain" in written(plain[1])
     assert "prompt 1, speculative" in written(plain[1])
-
-
-def test_a_line_for_programs_is_not_touched(plain: tuple[Terminal, Output, Output]) -> None:
-    terminal, out, _ = plain
-    record = '{"text": "[red]\\u001b' + "x" * 200 + '"}'
-    terminal.line(record)
-    assert written(out) == record + "\n"
 
 
 def test_tables_go_to_standard_output_and_sentences_to_standard_error(plain: tuple[Terminal, Output, Output]) -> None:

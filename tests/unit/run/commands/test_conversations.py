@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from llama_ssp import catalogue, load
+from llama_ssp import load
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.run import chat
 from llama_ssp.run.commands import agent, own_ranks
-from llama_ssp.weights import hub
+from tests.helpers.hub import shipped
 from tests.helpers.in_process import Ended, launch
 from tests.helpers.lanes import heavy, slow
 
@@ -115,7 +115,7 @@ USER = {"role": "user", "content": "Hi"}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return shutil.copytree(hub.resolve(catalogue.load("tiny-draft")), tmp_path / "model")
+    return shutil.copytree(shipped("tiny-draft"), tmp_path / "model")
 
 
 def ask_of_chats(folder: Path, *settings: str, template: str = TEMPLATE, **record: object) -> Ended:

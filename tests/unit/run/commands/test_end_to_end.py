@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from llama_ssp import catalogue
 from llama_ssp.ranks.memory import anonymous_bytes
 from llama_ssp.run.commands import plan
 from llama_ssp.speculate.engine.text import IncrementalText, Piece
 from llama_ssp.weights import hub
 from tests.helpers import in_process
+from tests.helpers.hub import shipped
 from tests.helpers.in_process import Ended, call
 from tests.helpers.lanes import heavy, slow
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
@@ -40,7 +40,7 @@ def local(folder: Path) -> list[str]:
 def test_generate_prints_the_librarys_greedy_text(launch: Launch) -> None:
     prompt = "def factorial(n):"
     ended = launch("task=generate", "sampling=greedy", f"prompt={prompt}", "max_new_tokens=24").well()
-    folder = hub.resolve(catalogue.load("tiny"))
+    folder = shipped("tiny")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     wanted = library_greedy(model, tokenizer(prompt).input_ids, num_tokens=24)
@@ -113,24 +113,17 @@ def test_a_benchmark_writes_a_row_per_cell_beside_transformers(launch: Launch) -
     assert "; assisted: 1 of 1 runs at " in ended.err
 
 
-TARGET, INDEX = "target/model.safetensors", "target/model.safetensors.index.json"
-SHARDS = '{"metadata": {}, "weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}'
-FAULTS: list[tuple[Callable[[Path], object], str]] = [
-    (lambda pair: os.truncate(pair / TARGET, 1000), "is truncated or corrupt"),
-    (
-        lambda pair: save_tokenizer(pair / "draft", VOCAB_SIZE, first=3),
-        f"the draft must have the target's vocabulary: of the target's {VOCAB_SIZE} tokens {VOCAB_SIZE - 3}",
-    ),
-    (
-        lambda pair: [(pair / TARGET).rename(pair / "elsewhere"), (pair / INDEX).write_text(SHARDS)],
-        "names model-00002-of-00002.safetensors",
-    ),
-    (lambda pair: (pair / TARGET).rename(pair / "target" / "pytorch_model.bin"), "holds pickle weights"),
-    (lambda pair: (pair / "draft" / "tokenizer.json").write_text("{"), "tokenizer.json is not JSON"),
-]
-
-
-@pytest.mark.parametrize(("spoil", "sentence"), [*FAULTS[:2], *(heavy(*fault) for fault in FAULTS[2:])])
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (lambda pair: os.truncate(pair / "target" / "model.safetensors", 1000), "is truncated or corrupt"),
+        (
+            lambda pair: save_tokenizer(pair / "draft", VOCAB_SIZE, first=3),
+            f"the draft must have the target's vocabulary: of the target's {VOCAB_SIZE} tokens {VOCAB_SIZE - 3}",
+        ),
+        heavy(lambda pair: (pair / "draft" / "tokenizer.json").write_text("{"), "tokenizer.json is not JSON"),
+    ],
+)
 def test_a_faulty_checkpoint_is_one_sentence_and_code_2(
     spoil: Callable[[Path], object], sentence: str, launch: Launch, tmp_path: Path
 ) -> None:
@@ -190,7 +183,7 @@ PLANNED = ("prompt_tokens=40", "max_new_tokens=90")
 
 @pytest.fixture
 def short(tmp_path: Path) -> tuple[str, str]:
-    folder = shutil.copytree(hub.resolve(catalogue.load("tiny-draft")), tmp_path / "draft")
+    folder = shutil.copytree(shipped("tiny-draft"), tmp_path / "draft")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
     return "draft=local", f"draft.model.path={folder}"

@@ -11,24 +11,20 @@ import tempfile
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
-from llama_ssp import catalogue
 from llama_ssp.architectures.model_files import TOKENIZER_CONFIG_FILE
 from llama_ssp.run import pipeline as task
 from llama_ssp.run.commands import plan, run
 from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tasks.dry_run import dry_run
 from llama_ssp.settings.schema import RunConfig
-from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import INDEX_FILE
+from tests.helpers.hub import shipped
 from tests.helpers.in_process import Ended, call, launch
 from tests.helpers.lanes import heavy
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
@@ -231,45 +227,13 @@ def test_many_changes_of_a_model_s_files_are_sentences_or_do_no_harm(part: int, 
     seed(part)(MANY(given(SEEDS)(lambda case: check(sound, config, case))))()
 
 
-SIZES = {
-    "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "max_position_embeddings": 512, "num_nextn_predict_layers": 1,
-}  # fmt: skip
-
-
-def run_in(folder: Path, *words: str) -> Ended:
-    return launch("max_new_tokens=4", "prompt=import", f"run_dir={folder}/run", *words)
-
-
 def test_the_model_runs_names_what_is_not_read_and_is_not_its_own_draft(tmp_path: Path) -> None:
     """The shipped model, whose config.json says that there is such a layer."""
-    target = shutil.copytree(hub.resolve(catalogue.load("tiny")), tmp_path / "target")
+    target = shutil.copytree(shipped("tiny"), tmp_path / "target")
     with_fields("config.json", num_nextn_predict_layers=1)(target)
-    local = ("model=local", f"model.path={target}")
-    run_in(tmp_path, *local, "draft=tiny-eagle").well()
-    log = (tmp_path / "run" / "ranks" / "000.log").read_text()
+    words = ("model=local", f"model.path={target}", "max_new_tokens=4", "prompt=import")
+    ended = launch(*words, "draft=tiny-eagle", f"run_dir={tmp_path}/run").well()
+    log = (ended.run_dir / "ranks" / "000.log").read_text()
     assert f"continuing without the MTP layers of {target}, which draft=mtp reads" in log
-    refused = run_in(tmp_path / "own", *local, "draft=local", f"draft.model.path={target}")
+    refused = launch(*words, "draft=local", f"draft.model.path={target}", f"run_dir={tmp_path}/own")
     refused.check_refusal(f"{target} is the target and the draft: draft=mtp drafts with its MTP layers")
-
-
-@pytest.mark.parametrize(
-    ("words", "config", "sentence"),
-    [
-        ("model=local model.path=", {"model_type": "jamba", "num_key_value_heads": 4},
-         "this jamba model has layers of kind linear_"),
-        ("draft=local draft.model.path=", {"model_type": "baichuan", "auto_map": {"AutoConfig": "a.b"}},
-         ", and asks for Python code from its folder"),
-        ("draft=local draft.model.path=", {"speculators_model_type": "mtp"},
-         "describes a speculator of type mtp, and of draft heads those"),
-    ],
-    ids=["linear attention", "code", "speculator"],
-)  # fmt: skip
-def test_a_family_that_is_not_read_is_one_sentence(
-    words: str, config: dict[str, Any], sentence: str, tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(SIZES | config))
-    save_file({"model.norm.weight": torch.ones(64)}, tmp_path / "model.safetensors")
-    for file in hub.resolve(catalogue.load("tiny")).glob("tokenizer*"):
-        shutil.copy(file, tmp_path)
-    run_in(tmp_path, "task=generate", *f"{words}{tmp_path}".split()).check_refusal(sentence)

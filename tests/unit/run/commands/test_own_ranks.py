@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from llama_ssp import catalogue
 from llama_ssp.errors import ConfigError
 from llama_ssp.run.commands import own_ranks
 from llama_ssp.run.commands.agent import exit_code_of
 from llama_ssp.run.commands.own_ranks import Start, num_gpus, read_start
-from llama_ssp.weights import hub
+from tests.helpers.hub import shipped
 from tests.helpers.starters import run_program
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2"}
@@ -114,7 +113,7 @@ def test_gpus_are_counted_without_those_that_are_hidden_and_without_amds_cpus(
 def test_a_checkpoint_that_runs_do_not_read_is_refused_before_a_rank_starts(
     described: object, words: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = json.loads((hub.resolve(catalogue.load("tiny")) / "config.json").read_text())
+    sizes = json.loads((shipped("tiny") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(sizes | {"quantization_config": described}))
     asked = ["task=generate", "prompt=x", "model=local", f"model.path={tmp_path}", *words, "ranks=2"]
     assert own_ranks.main(asked, num_ranks=None) == 2

@@ -14,12 +14,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from llama_ssp import catalogue
 from llama_ssp.architectures.model_files import ADAPTER_FILE
 from llama_ssp.run.commands import report
-from llama_ssp.weights import hub
 from tests.helpers.adapters import round_weights, save_adapter, save_merged
 from tests.helpers.disturbed import lines
+from tests.helpers.hub import shipped
 from tests.helpers.in_process import Ended, launch
 from tests.helpers.lanes import heavy, slow
 from tests.helpers.models import build_checkpoint
@@ -96,7 +95,7 @@ def test_a_run_that_chooses_k_measures_once_and_is_resumed_with_the_same_costs(t
 def test_a_hybrid_goes_on_with_the_texts_of_an_undisturbed_run(kind: str, tmp_path: Path) -> None:
     """Samples of a prompt share its states, rows are refilled, and what is missing is made in other batches."""
     build_checkpoint(tmp_path / "hybrid", kind, vocab_size=4096)
-    for file in hub.resolve(catalogue.load("tiny")).glob("tokenizer*"):
+    for file in shipped("tiny").glob("tokenizer*"):
         shutil.copy(file, tmp_path / "hybrid")
     (tmp_path / "p.txt").write_text("import\ndef f(x):\nclass A\n")
     words = (
@@ -260,7 +259,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with both models of the shipped pair, and a run of them that lacks the second of two completions."""
     folder = tmp_path_factory.mktemp("begun")
     for name in MODELS:
-        shutil.copytree(hub.resolve(catalogue.load(name)), folder / name)
+        shutil.copytree(shipped(name), folder / name)
     (folder / "p.txt").write_text("import\nfrom\n")
     assert complete_of_other_models(folder).code == 0
     tear(folder)

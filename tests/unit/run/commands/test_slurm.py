@@ -12,12 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp import catalogue
 from llama_ssp.settings import checks
 from llama_ssp.settings.schema import RunConfig
-from llama_ssp.weights import hub
 from tests.helpers.composed import compose_run
-from tests.helpers.hub import COMMIT, put
+from tests.helpers.hub import COMMIT, put, shipped
 from tests.helpers.in_process import Ended, launch
 from tests.helpers.lanes import heavy, slow
 
@@ -252,7 +250,7 @@ def test_a_sweep_that_ends_halfway_names_what_it_has_queued(sweep: Sweep) -> Non
 def test_weights_are_staged_under_a_name_that_changes_with_them(sweep: Sweep, tmp_path: Path) -> None:
     weights = tmp_path / "weights"
     weights.mkdir()
-    for file in hub.resolve(catalogue.load("tiny")).iterdir():
+    for file in shipped("tiny").iterdir():
         (weights / file.name).symlink_to(file)
     asked = ["model=local", f"model.path={weights}", "draft=tiny-draft", *STAGED]
     [job] = sweep(*asked).jobs
@@ -272,7 +270,7 @@ def test_a_job_reads_a_copy_instead_of_a_revision_on_the_hub_if_it_is_here(
     sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    snapshot = put(tmp_path / "hub", "acme/tiny", hub.resolve(catalogue.load("tiny")).iterdir())
+    snapshot = put(tmp_path / "hub", "acme/tiny", shipped("tiny").iterdir())
     asked = ("model=acme/tiny", f"model.revision={COMMIT}", *STAGED)
     draft = ("draft=local", "draft.model.hub_id=acme/tiny", "draft.model.revision=main")
     run = composed(sweep(*asked, *draft).well().jobs[0])

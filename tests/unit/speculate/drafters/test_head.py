@@ -162,6 +162,7 @@ FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
                                       r"reads the layers \[1, 5, 10\], and this target has 10"),
     "another speculator": ({}, {"speculators_model_type": "mlp"},
                            "MLP speculator, and of draft heads those of EAGLE-3, P-EAGLE, DFlash and DSpark are read"),
+    "a speculator of no head": ({}, {"speculators_model_type": "mtp"}, "describes a speculator of type mtp, and of"),
     "a layer too few": ({}, {"num_hidden_layers": 2}, "lacks 9 of the 23 tensors"),
     "pickle": ({}, {}, "holds pickle weights .*safetensors.torch as s; s.save_file"),
 }  # fmt: skip
