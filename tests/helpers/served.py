@@ -59,31 +59,26 @@ class Server:
         return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
-def session_of(pair: Pair, *, batch_size: int, task: ServeConfig, drain_s: float = 5.0) -> Any:  # noqa: ANN401
-    """A server's session, as far as its parts know it."""
-    config = replace(pair.config, task=task, batch_size=batch_size)
-    config.timeouts = replace(config.timeouts, drain_s=drain_s)
-    return SimpleNamespace(
-        config=config, models=pair.models, world=pair.world, plan=None, folder=None,
-        stop_request=SimpleNamespace(requested=False),
-    )  # fmt: skip
-
-
-def run(session: Any, inbox: Inbox) -> None:  # noqa: ANN401
-    """Decode what is put into the inbox, until it is closed."""
-    with torch.inference_mode():
-        Service(session, inbox, length=length_of(session.config, session.models.context)).run()
-
-
 @contextmanager
 def serving(
     pair: Pair, *, batch_size: int = 4, drain_s: float = 5.0, task: ServeConfig | None = None
 ) -> Iterator[Server]:
     """Serve a pair while the block runs."""
     task = task or ServeConfig(port=0)
-    session, inbox = session_of(pair, batch_size=batch_size, task=task, drain_s=drain_s), Inbox(task.max_waiting)
+    config = replace(pair.config, task=task, batch_size=batch_size)
+    config.timeouts = replace(config.timeouts, drain_s=drain_s)
+    session: Any = SimpleNamespace(
+        config=config, models=pair.models, world=pair.world, plan=None, folder=None,
+        stop_request=SimpleNamespace(requested=False),
+    )  # fmt: skip
+    inbox = Inbox(task.max_waiting)
+
+    def decode() -> None:
+        with torch.inference_mode():
+            Service(session, inbox, length=length_of(config, pair.models.context)).run()
+
     with Front(session, inbox) as front:
-        decoding = threading.Thread(target=run, args=(session, inbox))
+        decoding = threading.Thread(target=decode)
         decoding.start()
         try:
             yield Server(int(front.address.rpartition(":")[2].partition("/")[0]), inbox, session, front._socket)
