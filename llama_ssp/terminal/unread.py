@@ -18,14 +18,15 @@ _USUAL_COLUMNS = 80
 
 
 @contextmanager
-def until_unread(stream: IO[str]) -> Iterator[None]:
+def until_unread(stream: IO[str] | None) -> Iterator[None]:
     """End the block silently when nobody reads a stream any more: after `| head`, or a terminal that hung up."""
     try:
         yield
-        if stream:  # it may have been closed before
+        if stream is not None:  # it may have been closed before
             stream.flush()
     except OSError as error:
-        if not (isinstance(error, BrokenPipeError) or (error.errno == errno.EIO and has_hung_up(stream))):
+        is_closed = isinstance(error, BrokenPipeError)
+        if stream is None or not (is_closed or (error.errno == errno.EIO and has_hung_up(stream))):
             raise
         silence(stream)
 
