@@ -82,8 +82,8 @@ def serve(caller: Caller) -> None:
         caller.is_busy, (message, stop) = True, call
         try:
             if message["call"] == "load":
-                given = message["arguments"].items()  # JSON has no tuples
-                pair = load(**{name: tuple(value) if isinstance(value, list) else value for name, value in given})
+                lists = {name: one for name, one in message["arguments"].items() if isinstance(one, list)}
+                pair = load(**message["arguments"] | {name: tuple(one) for name, one in lists.items()})
                 folder = pair.models.tokenizer.name_or_path
                 result: object = {"repr": repr(pair), "device": str(pair.device), "tokenizer": folder}
             else:
