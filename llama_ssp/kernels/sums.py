@@ -159,13 +159,14 @@ def _node() -> str:
 
 @torch.inference_mode()
 def check_sums(
-    sums: "PeerSums", comm: Comm, shapes: Sequence[tuple[int, int]] = ((1, 4096), (5, 1000), (3, 7))
-) -> None:
+    sums: "PeerSums", comm: Comm, shapes: Sequence[tuple[int, int]] = ((1, 4096), (5, 1000), (3, 7)),
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16, torch.bfloat16),
+) -> None:  # fmt: skip
     """RuntimeError unless sums of all shapes and formats, alone and with norm, are those of a known order."""
     from llama_ssp.kernels.between_gpu import add_norm  # noqa: PLC0415 - see above
 
     generator = torch.Generator().manual_seed(0)  # the same parts on all ranks
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+    for dtype in dtypes:
         for num_rows, width in shapes:
             parts_RME, x_1ME = (
                 torch.randn(number, num_rows, width, generator=generator).to(comm.device, dtype)

@@ -8,62 +8,44 @@ import mmap
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.testing import assert_close
 
-from llama_ssp.kernels import between_gpu, sums_gpu
+from llama_ssp.kernels import sums_gpu
+from llama_ssp.kernels.sums import check_sums
 
-EPS, BF16 = 1e-2, torch.bfloat16
+EPS = 1e-2
 FIRST_COUNT = 2**31 - 4
 FEW, MANY = ((3, 37), (1, 1030), (6, 10)), ((64, 32), (1, 7), (5, 4100), (1, 8192), (2, 1024))
 """Rows and widths; the slots that a sum uses, and the values in them, change from one to the next."""
 
 
-def cases(size: int, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """The parts (R, M, E) of all ranks, a residual (M, E) and weights (E,), the same for every rank."""
+def check_rank(rank: int, memories_R: Tensor, shapes: Sequence[tuple[int, int]]) -> None:
+    """Make every sum alone, and with residual and norm; counts begin shortly before they wrap around."""
+    counts = torch.full((sums_gpu.NUM_SLOTS,), FIRST_COUNT, dtype=torch.int32)
+    sums, size = sums_gpu.PeerSums(rank=rank, memories_R=memories_R, counts=counts), len(memories_R)
+    comm: Any = SimpleNamespace(rank=rank, size=size, device=torch.device("cpu"), finish=lambda: None)
+    check_sums(sums, comm, shapes, (torch.float32, torch.float16))
     generator = torch.Generator().manual_seed(size)
-    for num_rows, width in shapes:
+    for num_rows, width in shapes:  # bf16, which the interpreter cuts off rather than rounds: in whole numbers
         parts_RME, x_ME, weight_E = (
-            torch.randn(sizes, generator=generator).to(dtype)
+            torch.randint(-8, 9, sizes, generator=generator).bfloat16()
             for sizes in ((size, num_rows, width), (num_rows, width), (width,))
         )
-        yield parts_RME, x_ME, weight_E
-
-
-def rounded(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values in another format; the interpreter cuts bf16 off rather than rounds."""
-    return (exact.view(torch.int32) & ~0xFFFF).view(torch.float32).to(dtype) if dtype is BF16 else exact.to(dtype)
-
-
-def in_order(parts_RME: Tensor) -> Tensor:
-    """The sum in fp32, in the order of the ranks, rounded once."""
-    total = torch.zeros_like(parts_RME[0], dtype=torch.float32)
-    for part_ME in parts_RME:
-        total += part_ME.float()
-    return rounded(total, parts_RME.dtype)
-
-
-def check_rank(rank: int, memories_R: Tensor, shapes: Sequence[tuple[int, int]]) -> None:
-    """Sum every case alone, then with residual and norm; counts begin shortly before they wrap around."""
-    counts = torch.full((sums_gpu.NUM_SLOTS,), FIRST_COUNT, dtype=torch.int32)
-    sums = sums_gpu.PeerSums(rank=rank, memories_R=memories_R, counts=counts)
-    for dtype in (torch.float32, torch.float16, BF16):
-        for parts_RME, x_ME, weight_E in cases(len(memories_R), shapes, dtype):
-            sum_ME, part_ME = in_order(parts_RME), parts_RME[rank].clone()
-            strided_ME = part_ME.clone() if rank else torch.stack([part_ME, part_ME], -1)[..., 0]
-            summed_ME = sums.all_reduce(strided_ME)
-            assert torch.equal(summed_ME, sum_ME), (rank, dtype, x_ME.shape)
-            added_ME = rounded(x_ME.float() + sum_ME.float(), dtype)
-            normed_ME = sums.add_norm(part_ME, x_ME, weight_E, EPS)
-            assert torch.equal(x_ME, added_ME), (rank, dtype, x_ME.shape)
-            exact_ME = functional.rms_norm(added_ME.float(), weight_E.shape, weight_E.float(), EPS)
-            assert_close(normed_ME.float(), exact_ME, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
-            if dtype is not BF16:  # whose sums the interpreter does not compute
-                assert torch.equal(normed_ME, between_gpu.add_norm(added_ME, None, weight_E, EPS))
+        sum_ME, part_ME = parts_RME.float().sum(0), parts_RME[rank].clone()
+        strided_ME = torch.stack([part_ME, part_ME], -1)[..., 0]
+        assert torch.equal(sums.all_reduce(strided_ME).float(), sum_ME), (rank, x_ME.shape)
+        added_ME = x_ME.float() + sum_ME
+        normed_ME = sums.add_norm(part_ME, x_ME, weight_E, EPS)
+        assert torch.equal(x_ME.float(), added_ME), (rank, x_ME.shape)
+        exact_ME = functional.rms_norm(added_ME, weight_E.shape, weight_E.float(), EPS)
+        assert_close(normed_ME.float(), exact_ME, rtol=2 * torch.finfo(torch.bfloat16).eps, atol=1e-6)
 
 
 def check(size: int, shapes: Sequence[tuple[int, int]]) -> None:

@@ -8,7 +8,7 @@ import logging
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,25 +35,6 @@ CONTEXT = 1024
 NEW_TOKENS = 16
 
 
-@dataclass(frozen=True, kw_only=True)
-class Left:
-    """What a setting left; `between` and `nodes` are of a round in the middle of the second run.
-
-    Attributes:
-        is_captured: rounds run as graphs, and no capture failed.
-        faults: of both runs, and of the warm-up if there was one.
-        finished: the rows that got all of their tokens.
-        between: kinds and texts of what the host did from this round to the next, without looks at events.
-        nodes: kinds of the nodes of each graph, in the order of their launches.
-    """
-
-    is_captured: bool
-    faults: list[str]
-    finished: int
-    between: list[str]
-    nodes: list[list[str]]
-
-
 def requests_for(num_rows: int) -> list[Request]:
     return [
         Request(index=row, prompt_ids=tuple(range(5, 25 + row)), max_new_tokens=NEW_TOKENS) for row in range(num_rows)
@@ -61,8 +42,13 @@ def requests_for(num_rows: int) -> list[Request]:
 
 
 @torch.inference_mode()
-def decode_twice(decoder: Decoder, requests: Sequence[Request], *, num_pieces: int) -> Left:
-    """Decode twice, with rounds of so many graphs."""
+def decode_twice(decoder: Decoder, requests: Sequence[Request], *, num_pieces: int) -> dict[str, Any]:
+    """Decode twice, with rounds of so many graphs; returns what this left.
+
+    Whether rounds run as graphs and no capture failed; the faults of both runs and of the warm-up; how many rows got
+    all of their tokens; what the host did from a round in the middle of the second run to the next one, without looks
+    at events; and the kinds of the nodes of each graph of that round, in the order of their launches.
+    """
     logs, finished = [device.log()], set[int]()
     for _ in range(2):
         device.reset()
@@ -77,13 +63,13 @@ def decode_twice(decoder: Decoder, requests: Sequence[Request], *, num_pieces: i
     inside = _round_in_the_middle(logs[-1], num_pieces)
     graphs = [device.graph(int(record.text)) for record in inside if record.kind == "replay"]
     executor = decoder.executor
-    return Left(
-        is_captured=isinstance(executor, GraphExecutor) and not executor.failed,
-        faults=[record.text for log in logs for record in log if record.kind == "fault"],
-        finished=len(finished),
-        between=[f"{record.kind} {record.text}" for record in inside if record.kind != "poll"],
-        nodes=[[node.kind for node in graph] for graph in graphs],
-    )
+    return {
+        "is_captured": isinstance(executor, GraphExecutor) and not executor.failed,
+        "faults": [record.text for log in logs for record in log if record.kind == "fault"],
+        "finished": len(finished),
+        "between": [f"{record.kind} {record.text}" for record in inside if record.kind != "poll"],
+        "nodes": [[node.kind for node in graph] for graph in graphs],
+    }
 
 
 def _round_in_the_middle(records: Sequence[Record], num_pieces: int) -> Sequence[Record]:
@@ -116,7 +102,7 @@ def _save(family: str, folder: Path) -> None:
         save_tokenizer(folder / part, VOCAB_SIZE)
 
 
-def decode(pair: Pair, setting: Setting) -> Left:
+def decode(pair: Pair, setting: Setting) -> dict[str, Any]:
     config = replace(
         pair.config,
         sampling=setting.sampling,
@@ -153,7 +139,7 @@ def main() -> None:
     for group in GROUPS:
         with tempfile.TemporaryDirectory() as folder:
             pair = load_group(group, Path(folder))
-            left[group.name] = {setting.name: asdict(decode(pair, setting)) for setting in group.settings}
+            left[group.name] = {setting.name: decode(pair, setting) for setting in group.settings}
     Path(sys.argv[1]).write_text(json.dumps(left))
 
 

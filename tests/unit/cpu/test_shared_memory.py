@@ -16,24 +16,23 @@ from llama_ssp.cpu.shared_memory import SharedMemoryGroup
 from tests.helpers.lanes import heavy, slow
 from tests.helpers.repository import ROOT
 
-# Ranks are processes that part after the imports; while they join, texts go through files.
+# Ranks are processes that part after the imports; while they join, texts go through a file.
 RANKS = """
 import json, os, random, signal, sys, time
 from itertools import count
 from pathlib import Path
 import torch
+from torch.distributed import FileStore
 from llama_ssp.cpu.shared_memory import SharedMemoryGroup
 
 scenario, size, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 
 def gather_text(text):
     step = next(steps)
-    (folder / f"{step}-{rank}.new").write_text(text)
-    (folder / f"{step}-{rank}.new").rename(folder / f"{step}-{rank}")
-    paths = [folder / f"{step}-{peer}" for peer in range(size)]
-    while not all(path.exists() for path in paths):
-        time.sleep(0.001)
-    return [path.read_text() for path in paths]
+    if text.startswith("/"):
+        (folder / "shared").write_text(text)
+    store.set(f"{step}-{rank}", text)
+    return [store.get(f"{step}-{peer}").decode() for peer in range(size)]
 
 def is_right(board, number, parts):
     firsts, src = [part[:, :3].contiguous() if number % 2 else part[0, 0].clone() for part in parts], number % size
@@ -80,7 +79,7 @@ for rank in range(size):
     if pid := os.fork():
         pids.append(pid)
         continue
-    steps = count()
+    steps, store = count(), FileStore(str(folder / "store"), -1)
     board = SharedMemoryGroup.join(gather_text, rank=rank, size=size, crowded=size > 2)
     said = (messages if scenario == "messages" else fails)(board)
     (folder / f"said-{rank}").write_text(json.dumps(said))
@@ -109,7 +108,7 @@ def run(scenario: str, size: int, folder: Path) -> dict[int, Any]:
 @pytest.mark.parametrize("size", [slow(2), heavy(3)])
 def test_no_message_is_lost_and_all_ranks_get_the_same_bits(size: int, tmp_path: Path) -> None:
     assert set(run("messages", size, tmp_path)) == set(range(size))
-    assert not Path((tmp_path / "0-0").read_text()).exists()
+    assert not Path((tmp_path / "shared").read_text()).exists()
 
 
 @pytest.mark.parametrize(("scenario", "words"), [("dies", "has ended"), heavy("stalls", "timed out after 1 s")])
