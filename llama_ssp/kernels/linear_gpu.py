@@ -503,7 +503,6 @@ def product_of_few_rows(
     *,
     bias_O: Tensor | None = None,
     residual_MO: Tensor | None = None,
-    num_processors: int | None = None,
     chosen: Chosen | None = None,
 ) -> Tensor:
     """Compute x W^T + bias + residual, rounded once.
@@ -519,13 +518,12 @@ def product_of_few_rows(
         scales_O: of the outputs of floats of 4 bits, in fp32.
         bias_O: in the dtype of x, as the residual; None for no bias.
         residual_MO: None for no residual.
-        num_processors: multiprocessors that the work is shared out to; None for all of the device.
         chosen: experts of the tokens; None for one matrix.
     """
     x_MI = x_MI.contiguous()
     residual_MO = None if residual_MO is None else residual_MO.contiguous()
     num_rows, num_inputs = x_MI.shape
-    num_processors = num_processors or _num_processors(x_MI.device)
+    num_processors = _num_processors(x_MI.device)
     num_outputs, rows, blocks_NR, experts_P, num_experts, ratio = len(weight_OI), num_rows, None, None, 1, 1
     if chosen:
         experts_P, blocks_NR, num_experts, num_chosen = chosen

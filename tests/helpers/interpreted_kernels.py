@@ -326,6 +326,12 @@ def dot_of_bf16() -> None:
     )
 
 
+def product_on(num_processors: int, *operands: Tensor, **options: Any) -> Tensor:  # noqa: ANN401
+    """The product on a GPU with so many multiprocessors."""
+    with patch.object(linear_gpu, "_num_processors", return_value=num_processors):
+        return product_of_few_rows(*operands, **options)
+
+
 def few_rows() -> None:
     """Borders of all kinds, tiles of all sizes, splits. Sums are exact, so that the order of the sums does not show."""
     borders = [("int8", 33, 80), *((form, 33, 128) for form in ("int4, 128", "fp8")),
@@ -341,7 +347,7 @@ def few_rows() -> None:
         wanted = x.double() @ numbers.t()
         cut = ((1, 1), (9, 1), (40, 1), (5, 132))
         for num_rows, num_processors in cut if dtype is torch.float16 else cut[1::2]:
-            y = product_of_few_rows(x[:num_rows], *operands, num_processors=num_processors)
+            y = product_on(num_processors, x[:num_rows], *operands)
             if dtype is torch.bfloat16:  # which the interpreter cuts off rather than rounds
                 assert ((y - wanted[:num_rows]).abs() <= wanted[:num_rows].abs() / 128).all()
             else:
@@ -351,12 +357,12 @@ def few_rows() -> None:
         x, bias, residual = (torch.randint(-8, 9, shape).to(torch.float16) for shape in ((3, 2176), (16,), (3, 16)))
         wanted = (x.double() @ numbers.t() + bias.double() + residual.double()).half()
         for num_processors in (1, 132):
-            y = product_of_few_rows(x, *operands, bias_O=bias, residual_MO=residual, num_processors=num_processors)
+            y = product_on(num_processors, x, *operands, bias_O=bias, residual_MO=residual)
             assert torch.equal(y, wanted)
         operands, numbers = OPERANDS[form](40, 768)
         x = torch.randn(3, 768)
         wanted = x.double() @ numbers.t()
-        y = product_of_few_rows(x, *operands, num_processors=1)
+        y = product_on(1, x, *operands)
         assert (y - wanted).abs().max() < 1e-6 * wanted.abs().max(), "fp32 inputs lost digits"
 
 
@@ -406,7 +412,7 @@ def experts() -> None:
             ids = scores.topk(2).indices
             chosen = choose(ids, num_experts, value_bytes=DTYPE.itemsize)
             x = (torch.randint(-8, 9, (num_tokens, num_inputs)) / 8).to(DTYPE)
-            y = product_of_few_rows(x, *operands, bias_O=bias.to(DTYPE), num_processors=num_processors, chosen=chosen)
+            y = product_on(num_processors, x, *operands, bias_O=bias.to(DTYPE), chosen=chosen)
             of_each = torch.einsum("mi,xoi->mxo", x.double(), weights) + bias.view(num_experts, -1)
             of_each = functional.pad(of_each, (0, 0, 0, 1))
             assert torch.equal(y, of_each.gather(1, ids[..., None].expand(-1, -1, num_outputs)).flatten(0, 1).to(DTYPE))
@@ -418,7 +424,6 @@ def modules_of_experts() -> None:
     x, ids, weights = some(4, 64), torch.tensor([[0, 2], [2, 3], [3, 0], [2, 0]]), some(4, 2)
     own_kernels: Any = weight_only
     own_kernels.find_few_rows, own_kernels.compiled_for = (lambda *_: product_of_few_rows), (lambda *_: None)
-    vars(linear_gpu)["_num_processors"] = lambda _device: 132
     for kind in ("int8_weight_only", "int4_weight_only", "mxfp4"):
         module: Any = MixtralExperts(config).to(DTYPE)
         for name, parameter in module.named_parameters():
