@@ -359,14 +359,13 @@ def _sizes(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
     for way in _placed(Change(kind="batch", loss=Loss.little, spec=spec, hardware=hardware)):
         if spec.batch_size > 1 and replace(way, spec=replace(way.spec, batch_size=1)).has_room:
             rows = largest_batch(way.spec, hardware, limit=spec.batch_size)
-            fewer = replace(way.spec, batch_size=rows)
             if rows < spec.batch_size:
+                fewer = replace(way.spec, batch_size=rows)
                 yield replace(way, settings=(f"batch_size={rows}", *way.settings), spec=fewer)
         if replace(way, spec=replace(way.spec, prompt_tokens=1)).has_room:
             prompt = largest_context(way.spec, hardware) - spec.max_new_tokens
-            settings = (f"prompt_tokens={prompt}", *way.settings)
-            shorter = replace(way.spec, prompt_tokens=prompt)
             if prompt < spec.prompt_tokens:
+                settings, shorter = (f"prompt_tokens={prompt}", *way.settings), replace(way.spec, prompt_tokens=prompt)
                 yield replace(way, kind="context", loss=Loss.more, settings=settings, spec=shorter)
 
 

@@ -1,7 +1,6 @@
 """A forward priced by hand: each part of the sum is there once, by the rows, slots and ranks that it is for."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -33,6 +32,7 @@ MACHINE = replace(
     network=Link(bandwidth_bytes_per_s=100.0, latency_s=70.0), sums=[],
 )  # fmt: skip
 NODES_OF_TWO = replace(MACHINE, num_gpus=2, num_nodes=4)
+SLOW = replace(MACHINE, flops_per_s={"fp16": 1e3})
 MODEL = small_model(intermediate_size=512, vocab_size=512)
 LAYER, HEAD = 64 * (64 + 32 + 32 + 64 + 3 * 512), 64 * 512
 
@@ -46,6 +46,11 @@ def forward(num_ranks: int, machine: HardwareConfig = MACHINE, *, num_slots: int
     """Three rows of five positions, one of which is scored."""
     placement = seat(num_ranks, **{"cuda_graphs": True} | of_seat)
     return forward_time(placement, machine, batch_size=3, num_positions=5, num_scored=1, bucket=num_slots)
+
+
+def product_s(size: int, machine: HardwareConfig, *, form: str = "none", tokens: int = 1) -> float:
+    """The product of one matrix with so many elements."""
+    return _roofline_s({size: 1}, replace(MODEL, quantization=form), format_of(form), machine, tokens=tokens)
 
 
 def test_a_kernel_takes_in_a_round_of_a_recurrent_layer_on_a_gpu_but_no_prompt() -> None:
@@ -70,45 +75,37 @@ def test_every_rank_reads_its_share_of_the_matrices(num_ranks: int) -> None:
 
 
 def test_layers_multiply_all_rows_and_the_head_those_that_are_scored() -> None:
-    slow = replace(MACHINE, flops_per_s={"fp16": 1e3})
-    assert forward(1, slow).matrices_s == pytest.approx(2 * (15 * 2 * LAYER + 3 * HEAD) / 1e3)
+    assert forward(1, SLOW).matrices_s == pytest.approx(2 * (15 * 2 * LAYER + 3 * HEAD) / 1e3)
 
 
 def test_a_format_whose_products_were_measured_has_its_own_speed() -> None:
     """A byte of int8 is read in 1/5e5 s, and an operation takes 1/1.5e6 s."""
     products = {"int8_weight_only": Speed(bytes_per_s=5e5, flops_per_s=1.5e6)}
     measured = replace(MACHINE, device="cpu", products=products)
-    price = partial(_roofline_s, {1000: 2}, MODEL, format_of("int8_weight_only"), measured)
-    assert price(tokens=1) == pytest.approx(2 * 1000 / 5e5)
-    assert price(tokens=5) == pytest.approx(2 * 1000 * 10 / 1.5e6)
-    others = replace(MACHINE, products=products)
-    assert forward(1, others) == forward(1), "other formats are read like a copy"
+    assert product_s(1000, measured, form="int8_weight_only") == pytest.approx(1000 / 5e5)
+    assert product_s(1000, measured, form="int8_weight_only", tokens=5) == pytest.approx(1000 * 10 / 1.5e6)
+    assert forward(1, replace(MACHINE, products=products)) == forward(1), "other formats are read like a copy"
 
 
 @pytest.mark.parametrize("name", ["nf4", "fp4"])
 def test_on_a_cpu_a_format_of_bitsandbytes_unpacks_the_matrix_for_every_product(name: str) -> None:
     """A weight takes 0.8 ns, and its product as long as an unquantized one of 2 bytes."""
-    price = partial(_roofline_s, {10**9: 1}, MODEL, format_of(name), tokens=1)
-    slow = replace(MACHINE, device="cpu", flops_per_s={"fp16": 1e3})
-    assert price(hardware=replace(MACHINE, device="cpu", copy_bytes_per_s=1e9)) == pytest.approx(0.8 + 2.0)
-    assert price(hardware=slow) == pytest.approx(0.8 + 2e9 / 1e3)
+    slow, fast = replace(SLOW, device="cpu"), replace(MACHINE, device="cpu", copy_bytes_per_s=1e9)
+    assert product_s(10**9, fast, form=name) == pytest.approx(0.8 + 2.0)
+    assert product_s(10**9, slow, form=name) == pytest.approx(0.8 + 2e9 / 1e3)
     assert _layer_s(seat(1, model=replace(MODEL, dtype=Dtype.fp32, quantization=name)), slow, tokens=1) == 100 * 25
 
 
-@pytest.mark.parametrize(("num_ranks", "num_heads"), [(1, 8), (2, 4), (3, 4), (8, 1)])
-def test_a_position_multiplies_with_those_before_it_on_the_rank_with_the_most_heads(
-    num_ranks: int, num_heads: int
+@pytest.mark.parametrize(
+    ("num_ranks", "num_heads", "num_kv_heads"), [(1, 8, 4), (2, 4, 2), (3, 4, 2), (4, 2, 1), (8, 1, 1)]
+)
+def test_the_rank_with_the_most_heads_reads_keys_and_values_or_multiplies_a_position_with_those_before_it(
+    num_ranks: int, num_heads: int, num_kv_heads: int
 ) -> None:
     """Of 100 slots, the last five positions attend to 96, 97, ... 100; keys and values are two products."""
-    slow = replace(MACHINE, flops_per_s={"fp16": 1e3})
     pairs = 96 + 97 + 98 + 99 + 100
-    assert forward(num_ranks, slow).attention_s == pytest.approx(3 * pairs * 2 * 2 * num_heads * 8 * 2 / 1e3)
-
-
-@pytest.mark.parametrize(("num_ranks", "num_heads"), [(1, 4), (2, 2), (3, 2), (4, 1), (8, 1)])
-def test_keys_and_values_of_all_rows_are_read_by_the_rank_with_the_most_heads(num_ranks: int, num_heads: int) -> None:
-    bytes_of_a_slot = 2 * num_heads * 8 * 2
-    assert forward(num_ranks).attention_s == pytest.approx(3 * 100 * 2 * bytes_of_a_slot / 1e6)
+    assert forward(num_ranks, SLOW).attention_s == pytest.approx(3 * pairs * 2 * 2 * num_heads * 8 * 2 / 1e3)
+    assert forward(num_ranks).attention_s == pytest.approx(3 * 100 * 2 * (2 * num_kv_heads * 8 * 2) / 1e6)
 
 
 def test_operators_are_kernels_in_a_graph_and_launches_without_one_and_the_librarys_are_twice_as_many() -> None:
@@ -187,30 +184,24 @@ def test_a_message_takes_the_slower_way_where_its_ranks_are_on_two_nodes() -> No
 
 def test_reading_and_computing_overlap_in_part_on_a_gpu_and_neither_is_undercut() -> None:
     """Both take as long at 64 tokens: with three quarters of computing, a quarter more than either."""
-    model, plain = replace(MODEL, dtype=Dtype.fp16), format_of("none")
     even = replace(MACHINE, copy_bytes_per_s=1e6, flops_per_s={"fp16": 64e6})
     for tokens, factor in (1, 1.0), (64, 1.25), (6400, 100.0):
-        seconds = _roofline_s({10**6: 1}, model, plain, even, tokens=tokens)
+        seconds = product_s(10**6, even, tokens=tokens)
         assert seconds == pytest.approx(2 * factor, rel=1e-3)
         assert seconds >= 2 * max(1, tokens / 64)
-    on_cpu = replace(even, device="cpu", slowdown={})
-    assert _roofline_s({10**6: 1}, replace(model, dtype=Dtype.fp32), plain, on_cpu, tokens=64) == pytest.approx(4.0)
+    in_fp32, on_cpu = replace(MODEL, dtype=Dtype.fp32), replace(even, device="cpu", slowdown={})
+    assert _roofline_s({10**6: 1}, in_fp32, format_of("none"), on_cpu, tokens=64) == pytest.approx(4.0)
 
 
 def test_a_machine_may_read_packed_weights_as_fast_as_a_copy() -> None:
     """ExLlamaV2 with 7B in 4 bits on an RTX 4090 takes 5.05 ms a token, 1.6 times a copy would take 8.4."""
-    own, usual = (replace(MACHINE, slowdown=slowdown) for slowdown in ({"int4": 1.0}, {}))
-    model = replace(MODEL, quantization="int4_weight_only")
-    seconds = [_roofline_s({64 * 128: 1}, model, format_of("int4_weight_only"), machine, tokens=1)
-               for machine in (own, usual)]  # fmt: skip
-    assert seconds[1] / seconds[0] == pytest.approx(1.6)
+    own, usual = (
+        product_s(64 * 128, replace(MACHINE, slowdown=slowdown), form="int4_weight_only")
+        for slowdown in ({"int4": 1.0}, {})
+    )
+    assert usual / own == pytest.approx(1.6)
     timed = times_of(make_spec("7B", of_target={"quantization": "int4_weight_only"}), hardware.load("rtx4090"))
     assert 4.88e-3 <= timed.plain_s <= 1.1 * 5.05e-3
-
-
-def _product_s(quantization: str, *, tokens: int) -> float:
-    model = replace(MODEL, quantization=quantization)
-    return _roofline_s({64 * 128: 1}, model, format_of(quantization), MACHINE, tokens=tokens)
 
 
 def test_formats_read_and_unpack_their_own_bytes() -> None:
@@ -220,7 +211,8 @@ def test_formats_read_and_unpack_their_own_bytes() -> None:
         "int4_weight_only": {1: 1.6 * (0.5 + 4 / 128), 32: 1.6 * (0.5 + 4 / 128) + 31 * 0.0274},
         "nf4": {1: 2},
     }
-    for quantization, of_tokens in by_format.items():
+    for form, of_tokens in by_format.items():
         for tokens, times in of_tokens.items():
-            assert _product_s(quantization, tokens=tokens) == pytest.approx(64 * 128 / 1e6 * times)
-    assert _product_s("nf4", tokens=2) > 4 * 64 * 128 / 1e6, "it unpacks its matrix"
+            found = product_s(64 * 128, MACHINE, form=form, tokens=tokens)
+            assert found == pytest.approx(64 * 128 / 1e6 * times)
+    assert product_s(64 * 128, MACHINE, form="nf4", tokens=2) > 4 * 64 * 128 / 1e6, "it unpacks its matrix"
