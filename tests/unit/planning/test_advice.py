@@ -9,7 +9,7 @@ from llama_ssp.catalogue import Dtype
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import MEASURED, HardwareConfig
 from llama_ssp.planning import advice as changes
-from llama_ssp.planning.advice import Change, Loss, changes_that_fit, faster_on_fewer
+from llama_ssp.planning.advice import Loss, changes_that_fit, faster_on_fewer
 from llama_ssp.planning.memory import fits, fullest_rank, memory
 from llama_ssp.planning.plan import document, make_plan, shortage
 from llama_ssp.planning.search import without_draft
@@ -103,9 +103,7 @@ def test_a_plan_of_several_gpus_says_its_collectives_and_whose_sums_it_counts(
     first, *more = said
     (note,) = (note for note in plan.notes if "collectives in a round" in note)
     assert note.startswith(f"124 collectives in a round, of 8.37 MB on each rank; {first}")
-    assert [note.startswith(sentence) for note, sentence in zip(plan.notes[1:], more, strict=False)] == [True] * len(
-        more
-    )
+    assert all(note.startswith(sentence) for note, sentence in zip(plan.notes[1 : 1 + len(more)], more, strict=True))
     sent = document(plan)["messages"]
     assert (sent["collectives"], sent["collectives_bytes"]) == (124, 121 * 66560 + 5 * 32000 * 2 + 4 * 8 + 24)
 
@@ -157,8 +155,10 @@ ONE_A10G = replace(A10G, num_gpus=1)
 LAPTOP = hardware.load("laptop_cpu")
 
 
-def _settings(change: Change) -> dict[str, str]:
-    return dict(setting.split("=", 1) for setting in change.settings)
+def changes_of(key: str, spec: PlanSpec, machine: HardwareConfig) -> list[dict[str, str]]:
+    """The settings of the changes that have one of this name."""
+    named = [dict(setting.split("=", 1) for setting in change.settings) for change in changes_that_fit(spec, machine)]
+    return [settings for settings in named if key in settings]
 
 
 @pytest.mark.parametrize(
@@ -220,11 +220,8 @@ def test_a_warning_of_the_plan_that_was_asked_for_rules_out_no_change() -> None:
 
 
 def test_machines_are_named_as_they_are_the_one_with_the_least_memory_first() -> None:
-    named = [_settings(change) for change in changes_that_fit(make_spec("13B"), replace(ONE_A10G, network=None))]
-    machines = [
-        (settings["hardware"], settings.get("hardware.num_gpus")) for settings in named if "hardware" in settings
-    ]
-    assert machines == [("rtx5090", "1")]
+    (settings,) = changes_of("hardware", make_spec("13B"), replace(ONE_A10G, network=None))
+    assert (settings["hardware"], settings["hardware.num_gpus"]) == ("rtx5090", "1")
 
 
 @pytest.mark.parametrize(("name", "num_gpus"), [("h100", 1), ("2xh100", 2), ("8xh100", 2)])
@@ -232,8 +229,8 @@ def test_more_gpus_of_a_node_are_named_whatever_number_its_name_counts(name: str
     machine = replace(hardware.load(name), num_gpus=num_gpus)
     spec = make_spec("llama3_70B", num_ranks=num_gpus, prompt_tokens=4000 * num_gpus, batch_size=32)
     assert not fits(spec, machine)
-    named = [_settings(change) for change in changes_that_fit(spec, machine)]
-    assert str(2 * num_gpus if num_gpus == 2 else 4) in [settings.get("hardware.num_gpus") for settings in named]
+    found = [settings["hardware.num_gpus"] for settings in changes_of("hardware.num_gpus", spec, machine)]
+    assert str(2 * num_gpus if num_gpus == 2 else 4) in found
 
 
 @pytest.mark.parametrize(
@@ -243,15 +240,13 @@ def test_other_machines_are_named_by_the_number_of_their_gpus_then_by_memory(
     batch_size: int, prompt_tokens: int, found: str
 ) -> None:
     spec = make_spec("llama3_70B", batch_size=batch_size, prompt_tokens=prompt_tokens)
-    named = [_settings(change) for change in changes_that_fit(spec, hardware.load("rtx4090"))]
-    (machine,) = [settings["hardware"] for settings in named if "hardware" in settings]
-    assert machine.startswith(found)
+    (settings,) = changes_of("hardware", spec, hardware.load("rtx4090"))
+    assert settings["hardware"].startswith(found)
 
 
 def test_another_machine_has_its_own_memory_where_some_was_typed_for_the_asked_one() -> None:
     small = replace(hardware.load("h100"), memory_bytes=17 * 10**9)
-    named = [_settings(change) for change in changes_that_fit(make_spec("llama3_8B"), small)]
-    (settings,) = [settings for settings in named if "hardware" in settings]
+    (settings,) = changes_of("hardware", make_spec("llama3_8B"), small)
     assert int(settings["hardware.memory_bytes"]) == hardware.load(settings["hardware"]).memory_bytes
 
 
