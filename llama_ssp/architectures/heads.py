@@ -43,38 +43,23 @@ MARKOV_HEADS = "vanilla", "gated", "rnn"
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
-    """The fields of a head's config.json.
+    """The fields of a head's config.json."""
 
-    Attributes:
-        sizes: the fields of a config.json of its kind of layers, a Llama's or Qwen 3's; `vocab_size` is the target's.
-        draft_vocab_size: the number of tokens that it can draft.
-        target_hidden_size: the width of a tap.
-        layers: layers of the target whose inputs are tapped; None for the layout's default. `eagle_config`, which
-            trainers for SGLang write, `dflash_config` and DeepSpec name the layers whose outputs they are.
-        kind: see the module.
-        norm_before_residual: the first layer adds to its normed hidden state, not to the hidden state itself.
-        norm_output: the next step reads the normed output.
-        norms_taps: `fc_norm`, an RMS norm of each tap, or `input_norm`, one of all taps together; None without.
-        mask_token_id: the token that stands for those to come.
-        most_drafted: tokens of a block; 0 for any number.
-        drafts_at_anchor: the position of the newest token drafts the first token, else that of the first mask does.
-        markov_rank: width of the Markov head; 0 without.
-        markov_head: one of `MARKOV_HEADS`.
-    """
-
-    sizes: Mapping[str, Any]
-    draft_vocab_size: int
-    target_hidden_size: int
+    sizes: Mapping[str, Any]  # fields of a config.json of its kind of layers, a Llama's or Qwen 3's, with all tokens.
+    draft_vocab_size: int  # tokens that it can draft.
+    target_hidden_size: int  # the width of a tap.
+    # layers of the target whose inputs are tapped; None for the layout's default. `eagle_config`, which trainers for
+    # SGLang write, `dflash_config` and DeepSpec name the layers whose outputs they are.
     layers: tuple[int, ...] | None
-    kind: str
-    norm_before_residual: bool
-    norm_output: bool
-    norms_taps: str | None
-    mask_token_id: int | None
-    most_drafted: int
-    drafts_at_anchor: bool
-    markov_rank: int
-    markov_head: str
+    kind: str  # see the module.
+    norm_before_residual: bool  # the first layer adds to its normed hidden state, not to the hidden state itself.
+    norm_output: bool  # the next step reads the normed output.
+    norms_taps: str | None  # `fc_norm`, an RMS norm of each tap, or `input_norm`, one of all taps together.
+    mask_token_id: int | None  # the token that stands for those to come.
+    most_drafted: int  # tokens of a block; 0 for any number.
+    drafts_at_anchor: bool  # the position of the newest token drafts the first token, else that of the first mask does.
+    markov_rank: int  # width of the Markov head; 0 without.
+    markov_head: str  # one of `MARKOV_HEADS`.
 
     def layers_of(self, num_layers: int) -> tuple[int, ...]:
         """The tapped layers of a target of so many layers, counted from 0."""

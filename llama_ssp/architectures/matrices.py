@@ -247,16 +247,10 @@ def split_model(
 def check_inputs(
     quantization: str, name: str, widths: Collection[int], *, group: int, is_cut: bool, num_ranks: int, is_stored: bool
 ) -> None:
-    """Raise PlacementError if a number of inputs of a layer, or of its slices, is no multiple of a group.
+    """Raise PlacementError if a number of inputs of a layer, or of its slices, is no multiple of a packed group.
 
-    Args:
-        quantization: the storage format.
-        name: of the layer.
-        widths: the numbers of inputs, on the ranks if it `is_cut`.
-        group: inputs that are packed together.
-        is_cut: ranks share the inputs.
-        num_ranks: of the model.
-        is_stored: its files hold the quantized weights.
+    `widths` are those of the ranks if they share the inputs (`is_cut`); `is_stored` says that files hold the quantized
+    weights.
     """
     if odd := [width for width in widths if width % group]:
         where, remedy = (f" on one of {num_ranks} ranks", "another number of ranks, or ") if is_cut else ("", "")

@@ -24,23 +24,14 @@ class Package(NamedTuple):
 
 
 class Product(NamedTuple):
-    """What a compiled product of a CPU reads; `cpu.linear` writes one for each.
+    """What a compiled product of a CPU reads; `cpu.linear` writes one for each."""
 
-    Attributes:
-        kind: its name.
-        codes: how weights are stored, one of `cpu.kinds`.
-        needs: instructions of a CPU, by LLVM's names.
-        group: the fewest inputs that share a word; 0 where all of an output do.
-        scaled: inputs that share a scale, where a word consists of scales; else 0.
-        scale_dtype: the number format of these scales, as torch names it.
-    """
-
-    kind: str
-    codes: str
-    needs: tuple[str, ...] = ()
-    group: int = 0
-    scaled: int = 0
-    scale_dtype: str = "float32"
+    kind: str  # its name.
+    codes: str  # how weights are stored, one of `cpu.kinds`.
+    needs: tuple[str, ...] = ()  # instructions of a CPU, by LLVM's names.
+    group: int = 0  # the fewest inputs that share a word; 0 where all of an output do.
+    scaled: int = 0  # inputs that share a scale, where a word consists of scales; else 0.
+    scale_dtype: str = "float32"  # the number format of these scales, as torch names it.
 
 
 Block: TypeAlias = tuple[int | None, int | None]
@@ -49,42 +40,25 @@ Block: TypeAlias = tuple[int | None, int | None]
 
 @dataclass(frozen=True, kw_only=True)
 class PackedLayout:
-    """How a checkpoint stores weights that runs keep as they are.
+    """How a checkpoint stores weights that runs keep as they are; tensors by the last parts of their names."""
 
-    Attributes:
-        name: for tables.
-        storage: the storage format that they are read in.
-        block: numbers of outputs and of inputs that share a scale; None for all of them.
-        group: inputs that share a word in our format, the largest that the blocks consist of; 0 for all.
-        weight, scale, zero, order: last parts of the tensors' names; `order` is g_idx. Zero and order may be absent.
-        others: last parts of the names of tensors that are not needed.
-        has_inputs_first: matrices are stored transposed.
-        joins_outputs: a word has the codes of eight outputs, in AWQ's order, not of eight inputs.
-        least_zero: what a stored zero of 0 stands for.
-        is_scattered: any inputs may share a scale, as `order` says.
-        steps: that a stored scale is divided into.
-        factor: last part of the name of a scale of the matrix, which may be absent.
-        divides: by that scale.
-        joint: what precedes the last parts; none where a tensor has all experts.
-    """
-
-    name: str
-    storage: str
-    block: Block
-    group: int = 0
+    name: str  # for tables.
+    storage: str  # the storage format that they are read in.
+    block: Block  # of a scale.
+    group: int = 0  # inputs that share a word in our format, the largest that the blocks consist of; 0 for all.
     weight: str
     scale: str
-    zero: str = ""
-    order: str = ""
-    others: tuple[str, ...] = ()
-    has_inputs_first: bool = False
-    joins_outputs: bool = False
-    least_zero: int = 0
-    is_scattered: bool = False
-    steps: int = 1
-    factor: str = ""
-    divides: bool = False
-    joint: str = "."
+    zero: str = ""  # may be absent.
+    order: str = ""  # g_idx, which may be absent.
+    others: tuple[str, ...] = ()  # tensors that are not needed.
+    has_inputs_first: bool = False  # matrices are stored transposed.
+    joins_outputs: bool = False  # a word has the codes of eight outputs, in AWQ's order, not of eight inputs.
+    least_zero: int = 0  # what a stored zero of 0 stands for.
+    is_scattered: bool = False  # any inputs may share a scale, as `order` says.
+    steps: int = 1  # that a stored scale is divided into.
+    factor: str = ""  # a scale of the matrix, which may be absent.
+    divides: bool = False  # by that scale.
+    joint: str = "."  # what precedes the last parts; none where a tensor has all experts.
 
     @property
     def slice_group(self) -> int:
@@ -187,10 +161,7 @@ class StorageFormat:
     def matrix_bytes(self, num_weights: int, value_bytes: int, *, group: int = 0) -> int:
         """Bytes of a matrix without what is kept per output.
 
-        Args:
-            num_weights: of the matrix.
-            value_bytes: of a number in the model's number format.
-            group: inputs that share a word; 0 for the most.
+        `value_bytes` are those of a number in the model's number format; `group` inputs share a word, 0 for the most.
         """
         if self.weight_bytes is None:
             return num_weights * value_bytes

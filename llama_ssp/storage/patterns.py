@@ -28,12 +28,7 @@ class _Step(NamedTuple):
 
 
 class Pattern:
-    """An expression; CheckpointError for one that is too long, or has other syntax.
-
-    Args:
-        text: of the expression.
-        where: stands before the expression in an error.
-    """
+    """An expression; CheckpointError for one that is too long, or has other syntax, with `where` before it."""
 
     def __init__(self, text: str, *, where: str) -> None:
         self._place, self._transitions = 0, dict[tuple[frozenset[int], str], frozenset[int]]()

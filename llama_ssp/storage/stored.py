@@ -41,20 +41,13 @@ def layout_of(described: object) -> PackedLayout | str:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredFormat:
-    """The format of the linear layers of a checkpoint.
+    """The format of the linear layers of a checkpoint."""
 
-    Attributes:
-        name: for tables and notes.
-        layout: in which runs read it; None if they cannot.
-        problem: a clause that says why they cannot.
-        counted: the storage format that a plan counts, if they cannot and the bits of a weight are known.
-        kept_shares: by module, the share of the layers in which its matrix is not quantized; others are in none.
-    """
-
-    name: str
-    layout: PackedLayout | None = None
-    problem: str | None = None
-    counted: str | None = None
+    name: str  # for tables and notes.
+    layout: PackedLayout | None = None  # in which runs read it; None if they cannot.
+    problem: str | None = None  # a clause that says why they cannot.
+    counted: str | None = None  # the storage format that a plan counts, if they cannot and the bits are known.
+    # by module, the share of the layers in which its matrix is not quantized; others are in none.
     kept_shares: tuple[tuple[str, float], ...] = ()
 
     @property

@@ -32,22 +32,14 @@ _LOWEST, _LIFT = -(2.0**14), 32.0
 
 @dataclass(frozen=True, kw_only=True)
 class Gather:
-    """How a large matrix is made from a small one.
+    """How a large matrix is made from a small one."""
 
-    Attributes:
-        source: name of the small tensor.
-        rows_O, columns_I: indices of the small row and column; SPARE for none.
-        weights_I: factor of each column, a signed power of two, or 0; None for 1.
-        scale: factor of all numbers.
-        last_column: its value in rows with an index, and in spare rows; None does not set it.
-    """
-
-    source: str
-    rows_O: Tensor
-    columns_I: Tensor
-    weights_I: Tensor | None = None
-    scale: float = 1.0
-    last_column: tuple[float, float] | None = None
+    source: str  # name of the small tensor.
+    rows_O: Tensor  # indices of the small rows; SPARE for none.
+    columns_I: Tensor  # of the columns.
+    weights_I: Tensor | None = None  # factor of each column, a signed power of two, or 0; None for 1.
+    scale: float = 1.0  # factor of all numbers.
+    last_column: tuple[float, float] | None = None  # its value in rows with an index, and in spare rows; None: not set.
 
     def cut(self, dim: int, parts: Sequence[range]) -> "Gather":
         """Keep some of the rows (dim 0) or of the columns (dim 1), in the order of `parts`."""
@@ -141,9 +133,8 @@ def _copies(sources: Sequence[int], parts: Callable[[int], list[float]]) -> tupl
 class Implant:
     """A small Llama or draft head, with its `rms_norm_eps` and rotary base, in a large shape without `obstacle`.
 
-    Attributes:
-        eps, theta: `rms_norm_eps` and rotary base of the large model.
-        layers: for each large layer the index of the small one that it copies, and whether it contributes.
+    `eps` and `theta` are those of the large model; `layers` has for each large layer the index of the small one that it
+    copies, and whether it contributes.
     """
 
     def __init__(self, small: ModelShape, large: ModelShape, *, small_eps: float, small_theta: float) -> None:

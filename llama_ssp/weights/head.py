@@ -157,17 +157,11 @@ def _named(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class MtpSource:
-    """The MTP layer of a target, with its target's embedding and output; a `WeightSource`.
+    """The MTP layer of a target, with its target's embedding and output; a `WeightSource`."""
 
-    Attributes:
-        target: which has it in its files.
-        config: of a model whose one layer it is.
-        shape: of the head.
-    """
-
-    target: Checkpoint
-    config: PretrainedConfig
-    shape: ModelShape
+    target: Checkpoint  # which has it in its files.
+    config: PretrainedConfig  # of a model whose one layer it is.
+    shape: ModelShape  # of the head.
     folder = property(attrgetter("target.folder"))
     context = property(attrgetter("target.context"))
     dtype = property(attrgetter("target.dtype"))

@@ -20,21 +20,14 @@ from llama_ssp.weights.source import TensorFacts, Wanted, WeightSource
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WeightsInMemory:
-    """The parameters of a model; see `WeightSource`.
+    """The parameters of a model; see `WeightSource`."""
 
-    Attributes:
-        name: for reports.
-        folder: where the model came from, if that was a folder.
-        parameters: by name, tied ones once.
-        generation: the fields of its generation config.
-    """
-
-    name: str
-    folder: Path
+    name: str  # for reports.
+    folder: Path  # where the model came from, if that was a folder.
     config: PretrainedConfig
     shape: ModelShape
-    parameters: Mapping[str, Tensor]
-    generation: Mapping[str, Any]
+    parameters: Mapping[str, Tensor]  # by name, tied ones once.
+    generation: Mapping[str, Any]  # the fields of its generation config.
     context = property(attrgetter("shape.max_position_embeddings"))
 
     @property

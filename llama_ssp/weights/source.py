@@ -23,35 +23,21 @@ _FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.floa
 
 @dataclass(frozen=True, kw_only=True)
 class TensorFacts:
-    """Facts of a tensor before it is read.
+    """Facts of a tensor before it is read."""
 
-    Attributes:
-        dtype: None if weights cannot have it; of a packed tensor, that of its scales.
-        shape: of the whole tensor, unpacked.
-        storage: the storage format of a packed one, which is read as `byte_rows`.
-        group: of which a slice of its inputs has a multiple; 0 for any slice.
-    """
-
-    dtype: torch.dtype | None
-    shape: tuple[int, ...]
-    storage: str | None = None
-    group: int = 0
+    dtype: torch.dtype | None  # None if weights cannot have it; of a packed tensor, that of its scales.
+    shape: tuple[int, ...]  # of the whole tensor, unpacked.
+    storage: str | None = None  # the storage format of a packed one, which is read as `byte_rows`.
+    group: int = 0  # of which a slice of its inputs has a multiple; 0 for any slice.
 
 
 class Wanted(TypedDict, total=False):
-    """The part of a tensor that is read, and its form.
+    """The part of a tensor that is read, and its form."""
 
-    Attributes:
-        dim: the dimension that is cut; None for the whole tensor.
-        parts: what to keep of that dimension, in this order.
-        dtype: None for that of the tensor; has no effect on packed ones.
-        device: None for the CPU.
-    """
-
-    dim: int | None
-    parts: Sequence[range]
-    dtype: torch.dtype | None
-    device: torch.device | None
+    dim: int | None  # the dimension that is cut; None for the whole tensor.
+    parts: Sequence[range]  # what to keep of that dimension, in this order.
+    dtype: torch.dtype | None  # None for that of the tensor; has no effect on packed ones.
+    device: torch.device | None  # None for the CPU.
 
 
 class WeightSource(Protocol):
@@ -108,18 +94,12 @@ class ListedTensor(TensorFacts):
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor(ListedTensor):
-    """A tensor and its safetensors file.
-
-    Attributes:
-        name: in the file.
-        kind: the file's word for its dtype, such as F16 or I32.
-        number: of the part of the first dimension that this is, as of an expert; None for the whole tensor.
-    """
+    """A tensor and its safetensors file."""
 
     file: Path
-    name: str
-    kind: str
-    number: int | None = None
+    name: str  # in the file.
+    kind: str  # the file's word for its dtype, such as F16 or I32.
+    number: int | None = None  # of the part of the first dimension that this is, as of an expert; None for all.
 
     def read(self, **wanted: Unpack[Wanted]) -> Tensor:
         """See `ListedTensor.read`."""

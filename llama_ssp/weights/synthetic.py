@@ -41,20 +41,15 @@ _LAYER_TENSORS = (
 
 @dataclass(frozen=True)
 class Synthetic:
-    """A Llama shape that computes a small model, or the shape of a head a small head; a `WeightSource`.
+    """A Llama shape that computes a small model, or the shape of a head a small head; a `WeightSource`."""
 
-    Attributes:
-        small: the small model, whose tokenizer and end-of-sequence tokens are used.
-        shape: the large shape, without `expansion.obstacle`.
-        noise: standard deviation of the noise on the small output head, or its tied embedding, in units of the head's
-            root mean square.
-        in_16_bits: whether fp32 matrices have values that fp16 holds, like those of a 16-bit checkpoint, so that a CPU
-            keeps them in 16 bits.
-    """
-
-    small: WeightSource
-    shape: ModelShape
+    small: WeightSource  # the small model, whose tokenizer and end-of-sequence tokens are used.
+    shape: ModelShape  # the large shape, without `expansion.obstacle`.
+    # standard deviation of the noise on the small output head, or its tied embedding, in units of the head's root mean
+    # square.
     noise: float = 0.0
+    # whether fp32 matrices have values that fp16 holds, like those of a 16-bit checkpoint, so that a CPU keeps them in
+    # 16 bits.
     in_16_bits: bool = False
     folder = property(attrgetter("small.folder"))
     dtype = property(attrgetter("small.dtype"))

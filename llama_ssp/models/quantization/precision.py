@@ -33,16 +33,11 @@ _STEPS = 127
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """How the linear layers of a model, and its cache, are stored.
-
-    Attributes:
-        is_stored: the files have packed weights, and their other weights are not quantized.
-        cache_dtype: the format of the cache, a name of `storage.formats`.
-    """
+    """How the linear layers of a model, and its cache, are stored."""
 
     quantization: str = NO_QUANTIZATION
-    is_stored: bool = False
-    cache_dtype: str = OWN_DTYPE
+    is_stored: bool = False  # the files have packed weights, and their other weights are not quantized.
+    cache_dtype: str = OWN_DTYPE  # the format of the cache, a name of `storage.formats`.
 
     @property
     def kernel(self) -> Kernel | None:

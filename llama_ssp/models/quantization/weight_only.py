@@ -37,10 +37,8 @@ GroupedProduct = Callable[[Tensor, "Chosen"], Tensor]
 class _WeightOnlyLinear(Linear):
     """Base class of forms whose inputs are not quantized.
 
-    Args:
-        operands: the packed weights with their outputs first, and all their scales, as the kernel takes them.
-        bias_O: of the layer; None for none.
-        few_rows: the kernel for up to `FEW_ROWS` rows of a GPU; None for none.
+    `operands` are the packed weights with their outputs first, and all their scales, as the kernel takes them;
+    `few_rows` is the kernel for up to `FEW_ROWS` rows of a GPU.
     """
 
     def __init__(self, operands: tuple[Tensor, ...], bias_O: Tensor | None, few_rows: ProductOfFewRows | None) -> None:
