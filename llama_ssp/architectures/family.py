@@ -87,10 +87,7 @@ class Family:
         return self.windows(config) if self.windows else (None,) * int(config.num_hidden_layers)
 
     def attention_pair_bytes(self, *, num_heads: int, value_bytes: int) -> int:
-        """Bytes that a forward keeps per pair of position and cache slot.
-
-        The masks and, without a fused kernel, the scores of all heads, also in fp32.
-        """
+        """Bytes per pair of position and cache slot: masks and, without a fused kernel, all scores, also in fp32."""
         scores = num_heads * (value_bytes + 4) if self.keeps_scores else 0
         return 1 + self.num_masks * value_bytes + scores
 
@@ -260,10 +257,7 @@ def check_ranks(model_type: str, num_ranks: int) -> None:
 
 
 def check_deepspeed(shape: ModelShape, quantization: str, *, num_ranks: int) -> None:
-    """Raise PlacementError if DeepSpeed cannot split a model into equal parts.
-
-    Of recurrent layers it would cut matrices and leave the states whole.
-    """
+    """Raise PlacementError if DeepSpeed cannot split a model evenly; it would leave recurrent states whole."""
     kind, heads = "placement.target.kind=deepspeed", shape.num_key_value_heads
     problem = ""
     if num_ranks > 1 and record_of(shape.model_type).recurrent:

@@ -169,10 +169,7 @@ def refuse_other_kinds(folder: Path) -> None:
 
 
 def other_kind(where: str, folder: Path, names: Iterable[str] = ()) -> str | None:
-    """Say what a folder holds instead of a model, or a repository that has files of more names; None for nothing known.
-
-    `where` is how a sentence names it.
-    """
+    """Say what `where` is instead of a model: a folder, or a repository of more `names`; None for nothing known."""
     if (adapter := folder / ADAPTER_CONFIG_FILE).is_file():
         return adapter_alone(where, adapter)
     files = {*names, *(file.name for file in folder.glob("*"))}
@@ -208,10 +205,7 @@ def adapter_alone(where: str, config: Path) -> str:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object from a file of a model folder.
-
-    A file that is unreadable, too large or too deep, no object, or has a field of another type raises CheckpointError.
-    """
+    """Read a JSON object; CheckpointError if it is unreadable, too large or deep, or has a field of another type."""
     try:
         content = json.loads(_read_bytes(file).decode("utf-8"), object_hook=_decoded)
     except OSError as error:

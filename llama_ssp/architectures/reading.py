@@ -58,13 +58,8 @@ def fields_of(content: Mapping[str, Any]) -> Field:
 def shape_from(field: Field, *, ties: bool, derives_units: bool = True) -> ModelShape:
     """The sizes of a model; those that a config does not have are derived from others.
 
-    Args:
-        field: of its config.
-        ties: whether the head is the embedding.
-        derives_units: whether a config without `intermediate_size` has four times the model's width.
-
-    Raises:
-        KeyError: with the names of the sizes that it lacks.
+    The head is the embedding if it `ties` them. With `derives_units` a config without `intermediate_size` has four
+    times the model's width. Raises KeyError with the names of the sizes that it lacks.
     """
     sizes: dict[str, Any] = {key: first_size(field, *names) for key, names in _NAMES.items()}
     sizes["num_hidden_layers"] = sizes["num_hidden_layers"] or len(field("layers_block_type") or ())
@@ -149,10 +144,7 @@ def _by_modules(folder: Path) -> tuple[ModelShape | None, str]:
 
 
 def read_stored_format(folder: Path, shape: ModelShape) -> StoredFormat | None:
-    """How the linear layers of a checkpoint are stored, by its config.json; None without a quantization there.
-
-    Raises CheckpointError for a file that is missing or not JSON.
-    """
+    """How linear layers are stored, by config.json, None if it says nothing; CheckpointError for a faulty file."""
     modules = [matrix.module for matrix in inventory(shape).layer]
     return stored_format(
         read_model_config(folder), modules=modules, num_layers=shape.num_hidden_layers,

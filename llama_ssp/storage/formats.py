@@ -66,10 +66,7 @@ class PackedLayout:
         return 8 if self.is_scattered else self.group
 
     def num_with_gaps(self, num_inputs: int, *, of: int) -> int:
-        """Inputs that are kept for a part of scattered inputs `of` all, which has a part of every group.
-
-        Those are groups of 32, as many as the part may need.
-        """
+        """Inputs that are kept for a part of scattered inputs `of` all: as many groups of 32 as it may need."""
         group = INT4_GROUPS[-1]
         return group * (num_inputs // group + of // (self.block[1] or of))
 

@@ -61,10 +61,7 @@ class StoredFormat:
         return self.storage or self.counted
 
     def kept_format(self, quantization: str, *, where: object) -> str:
-        """The storage format of a run of the checkpoint at `where`; see `kept_format`.
-
-        Raises CheckpointError if runs cannot read it.
-        """
+        """See `kept_format`; CheckpointError if runs cannot read the checkpoint at `where`."""
         if self.problem:
             raise CheckpointError(f"{where} {unreadable(self.problem)}")
         return kept_format(quantization, self.storage, where=where)
@@ -176,10 +173,7 @@ def _kept_share(names: list[list[str]], kept: "_Modules", quantized: "_Modules")
 
 
 class _Modules:
-    """The modules that patterns name: consecutive parts of a name, also with `*`, or `re:` and an expression.
-
-    CheckpointError for an expression that is not read.
-    """
+    """The modules that patterns name: parts of a name, also with `*`, or `re:` and an expression; raises as `Pattern`."""
 
     def __init__(self, patterns: list[str]) -> None:
         self._parts = {pattern.strip(".") for pattern in patterns if "*" not in pattern}

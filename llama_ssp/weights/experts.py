@@ -32,10 +32,7 @@ _PLACES = {
 
 @dataclass(frozen=True, kw_only=True)
 class JoinedTensor(ListedTensor):
-    """A tensor of all experts; `stored` has the matrices of each, which stand one below the other.
-
-    Packed matrices are joined as their `byte_rows`.
-    """
+    """A tensor of all experts; `stored` has the matrices of each, one below the other; packed ones as `byte_rows`."""
 
     stored: tuple[tuple[ListedTensor, ...], ...]
 

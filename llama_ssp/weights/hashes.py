@@ -30,10 +30,7 @@ _BLOCK_BYTES, _MOST_BLOCKS = 4096, 2048
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
-    """The hash of each file of a checkpoint that decides its text, by name; `checkpoint.inspect` has checked the files.
-
-    CheckpointError if one cannot be read.
-    """
+    """The hash of each file that decides a checked checkpoint's text, by name; CheckpointError if one is unreadable."""
     small = [name for name in _SMALL_FILES if (folder / name).is_file()]
     if (folder / SINGLE_FILE).is_file():
         weights = [SINGLE_FILE]

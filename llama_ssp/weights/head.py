@@ -196,10 +196,7 @@ class MtpSource:
 
 
 def mtp_of(target: WeightSource) -> MtpSource:
-    """The head that a target's own MTP layer is.
-
-    ConfigError if it has none that is read, CheckpointError if its files lack it.
-    """
+    """The head that a target's own MTP layer is; ConfigError if none is read, CheckpointError if files lack it."""
     if not isinstance(target, Checkpoint):
         raise ConfigError(
             "draft=mtp reads the files of the target: give a folder, or an id of the hub, without an adapter"

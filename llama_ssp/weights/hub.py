@@ -52,10 +52,7 @@ def folder_here(model: ModelConfig) -> Path | None:
 
 
 def resolve_adapter(model: ModelConfig) -> Path | None:
-    """Find the folder of a model's adapter: one that exists, or the hub's if it has the form of an id.
-
-    Raises as `resolve`.
-    """
+    """Find a model's adapter: a folder that exists, or the hub's if it has the form of an id; raises as `resolve`."""
     if (adapter := model.adapter) is None:
         return None
     if (folder := read_path(adapter)).is_dir() or not is_hub_id(adapter):

@@ -115,10 +115,7 @@ class StoredTensor(ListedTensor):
         return piece.to(dtype, copy=True, memory_format=torch.contiguous_format).to(wanted.get("device"))
 
     def mapped(self, *parts: range) -> Tensor:
-        """The tensor, or parts of its first dimensions; the result may be a view of the mapped file.
-
-        CheckpointError if the file has changed since it was inspected.
-        """
+        """The tensor, or parts of its first dimensions, perhaps as a view of the file; CheckpointError as in `read`."""
         index: tuple[int | slice, ...] = () if self.number is None else (self.number,)
         index += tuple(slice(part.start, part.stop) for part in parts)
         try:

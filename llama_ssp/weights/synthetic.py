@@ -126,13 +126,10 @@ class Synthetic:
 def synthesize(
     shapes: Sequence[ModelShape], *, agreement: float, in_16_bits: bool = False
 ) -> list[Synthetic | HeadSource]:
-    """Make the sources of a target, or of a target and its draft; no tensor is made yet.
+    """Make the sources of a target, or of a target and its draft, which may be a head; no tensor is made yet.
 
-    Args:
-        shapes: one or two, of Llama-like models, the second one perhaps of a head; ConfigError if one is too small.
-        agreement: probability that a drafted token is accepted, as measured by `training.agreement`; ConfigError if no
-            noise is known for it.
-        in_16_bits: see `Synthetic`.
+    `agreement` is the probability that a drafted token is accepted, as measured by `training.agreement`. ConfigError if
+    no noise is known for it, or a shape is too small.
     """
     target_shape, *others = shapes
     small = choose_small(shapes)

@@ -252,10 +252,7 @@ class _ScaledGroups(_WeightOnlyLinear):
 
 
 def int8_groups_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-    """A layer in the format `int8_groups`, of `byte_rows` whose words are scales of groups of inputs.
-
-    No kernel reads these packed, so each product unpacks them.
-    """
+    """A layer in the format `int8_groups`, of `byte_rows` with scales of groups, which no kernel reads packed."""
     bytes_OI, words_OG = byte_rows.split(weight_OI)
     return _ScaledGroups((bytes_OI.view(torch.int8), words_OG.view(torch.float32).t().contiguous()), bias_O, None)
 
