@@ -98,26 +98,25 @@ def read_config(folder: Path, *, describes: bool = True, is_mtp: bool = False) -
     model_type = content.get("model_type")
     if not isinstance(model_type, str):
         raise _incomplete(file, "model_type")
-    family, shape, refusal, layers = record_of(model_type), None, "", ""
-    if model_type not in kinds():
-        content = _of_text(model_type, content, whole)
+    family, is_known, layers = record_of(model_type), model_type in kinds(), ""
+    content = content if is_known else _of_text(model_type, content, whole)
     field = fields_of(content)
-    if not family.is_written and (describes or model_type not in kinds()):
-        shape, refusal = _by_modules(folder)
+    by_library = not family.is_written and (describes or not is_known)
+    shape, refusal = _by_modules(folder) if by_library else (None, "")
     try:
         check_servable(field)
     except ConfigError as error:
         refusal = layers = str(error)
     try:
-        is_known = model_type in kinds()
         shape = shape or shape_from(field, ties=bool(field("tie_word_embeddings")), derives_units=is_known)
     except KeyError as error:
         if family.is_written:
             raise _incomplete(file, error.args[0]) from None
         if layers:
             raise PlacementError(layers) from None
-        message = f"no plan for {model_type} models: {file} does not give {error.args[0]}, as a Llama's would"
-        raise PlacementError(message) from None
+        raise PlacementError(
+            f"no plan for {model_type} models: {file} does not give {error.args[0]}, as a Llama's would"
+        ) from None
     shape = replace(shape, refusal=refusal)
     if shape.head_dim < 1:
         wanted = f"at least the {shape.num_attention_heads} of num_attention_heads is required"

@@ -173,7 +173,7 @@ def _kept_share(names: list[list[str]], kept: "_Modules", quantized: "_Modules")
 
 
 class _Modules:
-    """The modules that patterns name: parts of a name, with `*` too, or `re:` and an expression; raises as `Pattern`."""
+    """The modules that patterns name: consecutive parts of a name, with `*` too, or `re:` and a `Pattern`."""
 
     def __init__(self, patterns: list[str]) -> None:
         self._parts = {pattern.strip(".") for pattern in patterns if "*" not in pattern}
