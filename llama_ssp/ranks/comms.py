@@ -206,9 +206,9 @@ class Comm:
         joined = self.all_gather_last(data, sizes)
         return [bytes(part.tolist()).decode() for part in joined.split(sizes)]
 
-    def broadcast_text(self, text: str, *, src: int) -> str:
-        """Broadcast the text of group rank `src`."""
-        return self.gather_text(text if self.rank == src else "")[src]
+    def broadcast_text(self, text: str) -> str:
+        """Broadcast the text of the group's first rank."""
+        return self.gather_text(text if self.rank == 0 else "")[0]
 
     def barrier(self) -> None:
         """Wait for every rank of the group, but not for its device."""

@@ -82,7 +82,7 @@ def from_rank_0(comm: Comm, make: Callable[[], object]) -> Any:  # noqa: ANN401 
     with raise_on_all_ranks(comm):
         if comm.rank == 0:
             text = json.dumps(make())
-    return json.loads(comm.broadcast_text(text, src=0))
+    return json.loads(comm.broadcast_text(text))
 
 
 def to_message(error: SspError) -> str:

@@ -49,7 +49,7 @@ class ResultQueue:
     def claim(self, number: int) -> int:
         """Take so many places of a list for this replica, whose ranks ask together; returns the first of them."""
         first = self._store.add(f"{self._prefix}/claimed", number) - number if self._speaks else 0
-        return int(self._replica.broadcast_text(str(first), src=0))
+        return int(self._replica.broadcast_text(str(first)))
 
     def fetch(self) -> list[str]:
         """On rank 0: return the new texts of the other replicas, in order for each replica."""

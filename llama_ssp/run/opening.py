@@ -90,7 +90,7 @@ def _open_folder(config: RunConfig, world: World, stack: ExitStack) -> RunFolder
     with raise_on_all_ranks(world.comm):
         if world.comm.rank == 0:
             folder = stack.enter_context(RunFolder(Path(str(config.run_dir)), to_yaml(config)))
-    config.run_dir = world.comm.broadcast_text(str(config.run_dir), src=0)
+    config.run_dir = world.comm.broadcast_text(str(config.run_dir))
     stack.callback(_close_logs)
     _open_logs(Path(config.run_dir), rank=world.comm.rank)
     return folder

@@ -175,6 +175,6 @@ def pass_gate(session: Session) -> None:
     if not session.has_gate:
         return
     found = session.evaluation
-    failure = session.world.comm.broadcast_text(found.sentence if found and not found.passed else "", src=0)
+    failure = session.world.comm.broadcast_text(found.sentence if found and not found.passed else "")
     if failure:
         raise FailedEvaluation(failure)

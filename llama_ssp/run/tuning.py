@@ -101,7 +101,7 @@ def _measure_costs(decoder: Decoder, choices: list[DraftChoice], *, comm: Comm, 
         if repetition > _NUM_WARM:
             is_enough = time.perf_counter() - started > _ENOUGH_S
             left = [] if is_enough else [place for place, choice in enumerate(timed) if _may_gain(choice, fastest)]
-            timed = [timed[place] for place in json.loads(comm.broadcast_text(json.dumps(left), src=0))]
+            timed = [timed[place] for place in json.loads(comm.broadcast_text(json.dumps(left)))]
             if not timed:
                 break
     catch_up = [max(fastest[choice] - fastest[DraftChoice(1, choice.source)], 0.0) for choice in behind]

@@ -308,7 +308,7 @@ class Together:
                     raise CheckpointError("the last shard is missing")
         except SspError as error:
             heard = f"{type(error).__name__}: {error}"
-        return comm.gather_text("é" * comm.rank), comm.broadcast_text(f"from {comm.rank}", src=last), heard
+        return comm.gather_text("é" * comm.rank), comm.broadcast_text(f"from {comm.rank}"), heard
 
 
 @dataclass(frozen=True)
