@@ -44,12 +44,11 @@ def run(*lines: CompletionLine, name: str = "s/0", model: str = "big", num_draft
     return Run(name=name, status="done", summary=found, lines=lines)
 
 
-def write_run(folder: Path, *lines: CompletionLine, num_draft_tokens: int = 2, model: str = "big") -> Path:
+def write_run(folder: Path, *lines: CompletionLine, model: str = "big") -> Path:
     """A run folder as a finished run leaves it."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("seed: 7\n")
     (folder / "status").write_text("done\n")
     (folder / "run.jsonl").write_bytes(b"".join(line.to_json() for line in lines))
-    written = summary(*lines, num_draft_tokens=num_draft_tokens, model=model)
-    (folder / "summary.json").write_text(json.dumps(asdict(written)))
+    (folder / "summary.json").write_text(json.dumps(asdict(summary(*lines, model=model))))
     return folder

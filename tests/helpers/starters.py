@@ -32,10 +32,10 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, **(more or {})}
 
 
-def run_program(*words: str, cwd: Path = ROOT, stdin: str = "", more: Mapping[str, str] | None = None) -> Completed:
+def run_program(*words: str, cwd: Path = ROOT, more: Mapping[str, str] | None = None) -> Completed:
     """Run `llama-ssp` to its end; the exit code is not checked."""
     return subprocess.run(
-        [*PROGRAM, *words], cwd=cwd, env=environment(more), input=stdin,
+        [*PROGRAM, *words], cwd=cwd, env=environment(more), input="",
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
 

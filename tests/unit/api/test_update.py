@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llama_ssp import load
 from llama_ssp.api.pair import Pair
@@ -21,6 +21,7 @@ from llama_ssp.speculate.engine.executors import GraphExecutor
 from llama_ssp.workspaces import find_tensors
 from tests.helpers import one_pass_heads
 from tests.helpers.draft_heads import save_small_pair
+from tests.helpers.edits import edit_tensors
 from tests.helpers.lanes import first, slow
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.mtp_layers import save_with_mtp
@@ -53,16 +54,22 @@ def save_pair(folder: Path, kind: str) -> tuple[Path, Path | str]:
 
 def trained(folder: Path, *, seed: int = 0) -> Path:
     """A copy of a folder with other weights."""
-    other = folder.with_name(f"{folder.name}, trained {seed}")
-    shutil.copytree(folder, other)
+    other = Path(shutil.copytree(folder, folder.with_name(f"{folder.name}, trained {seed}")))
     torch.manual_seed(seed)
-    tensors = load_file(folder / "model.safetensors")
-    stepped = {
-        name: values + 0.05 * torch.randn_like(values) if values.is_floating_point() else values
-        for name, values in tensors.items()
-    }
-    save_file(stepped, other / "model.safetensors", metadata={"format": "pt"})
+
+    def step(tensors: dict[str, Tensor]) -> None:
+        for values in filter(Tensor.is_floating_point, tensors.values()):
+            values.add_(0.05 * torch.randn_like(values))
+
+    edit_tensors(other / "model.safetensors", step)
     return other
+
+
+@torch.no_grad()
+def train(model: PreTrainedModel, *, seed: int) -> None:
+    """Change the weights of a loaded model."""
+    for values in model.parameters():
+        values.add_(0.05 * torch.randn(values.shape, generator=torch.Generator().manual_seed(seed)))
 
 
 def texts(pair: Pair) -> list[tuple[list[int], list[int], int]]:
@@ -98,9 +105,7 @@ def test_weights_that_need_another_kernel_are_taken_too(tmp_path: Path) -> None:
     pair = load(target, draft, dtype="fp32")
     texts(pair)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    with torch.no_grad():
-        for values in model.parameters():
-            values.add_(0.05 * torch.randn(values.shape, generator=torch.Generator().manual_seed(1)))
+    train(model, seed=1)
     pair.update(model)
     assert texts(pair) == texts(load(model, draft, dtype="fp32", tokenizer=pair.tokenizer))
     pair.update(target)
@@ -125,9 +130,7 @@ def test_a_loop_of_updates_allocates_and_captures_nothing_more(
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     pair, loop = load(target, draft, dtype="fp32"), []
     for step in range(10):
-        with torch.no_grad():
-            for values in model.parameters():
-                values.add_(0.05 * torch.randn(values.shape, generator=torch.Generator().manual_seed(step)))
+        train(model, seed=step)
         pair.update(model.state_dict() if step % 2 else model)
         loop.append(texts(pair))
         if step == 1:

@@ -246,8 +246,8 @@ BOTH = replace(
 ALONE = replace(BOTH, speculative=None, speedup=None, forecast=Forecast())
 
 
-def shown(table: RenderableType, *, width: int = 80) -> str:
-    console = Console(width=width, file=StringIO(), record=True)
+def shown(table: RenderableType) -> str:
+    console = Console(width=80, file=StringIO(), record=True)
     console.print(table)
     return console.export_text()
 

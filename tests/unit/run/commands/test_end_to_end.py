@@ -17,6 +17,7 @@ from llama_ssp.run.commands import plan
 from llama_ssp.speculate.engine.text import IncrementalText, Piece
 from llama_ssp.weights import hub
 from tests.helpers import in_process
+from tests.helpers.edits import edit_config
 from tests.helpers.hub import shipped
 from tests.helpers.in_process import Ended, call
 from tests.helpers.lanes import heavy, slow
@@ -184,8 +185,7 @@ PLANNED = ("prompt_tokens=40", "max_new_tokens=90")
 @pytest.fixture
 def short(tmp_path: Path) -> tuple[str, str]:
     folder = shutil.copytree(shipped("tiny-draft"), tmp_path / "draft")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    edit_config(folder, max_position_embeddings=64)
     return "draft=local", f"draft.model.path={folder}"
 
 

@@ -24,6 +24,7 @@ from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tasks.dry_run import dry_run
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.weights.checkpoint import INDEX_FILE
+from tests.helpers.edits import edit_config, edit_json
 from tests.helpers.hub import shipped
 from tests.helpers.in_process import Ended, call, launch
 from tests.helpers.lanes import heavy
@@ -67,7 +68,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
         build_checkpoint(folder / family, family, max_shard_size="100KB")
         assert (folder / family / INDEX_FILE).exists()
         save_tokenizer(folder / family, VOCAB_SIZE)
-        with_fields(TOKENIZER_CONFIG_FILE, chat_template=CHAT_TEMPLATE)(folder / family)
+        edit_json(folder / family / TOKENIZER_CONFIG_FILE, chat_template=CHAT_TEMPLATE)
         (folder / family / "special_tokens_map.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
     return folder
 
@@ -85,17 +86,8 @@ def complete(folder: Path, *more: str) -> Ended:
     )  # fmt: skip
 
 
-def plan_for(folder: Path) -> Ended:
-    """Plan a run of the checkpoint of a folder, without torch's part."""
-    return call(plan.main, ["model=local", f"model.path={folder}", "hardware=laptop_cpu", "draft=none"])
-
-
 def with_fields(name: str, **fields: object) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        content = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps(content | fields))
-
-    return change
+    return lambda folder: edit_json(folder / name, **fields)
 
 
 def in_index(file: str) -> Callable[[Path], None]:
@@ -141,13 +133,14 @@ def test_a_known_fault_is_a_sentence(fault: Callable[[Path], object], sentence: 
     ended.check_refusal(sentence, str(damaged))
     assert len(ended.err) < 1000
     if sentence.startswith(("config.json", "has num_")):
-        plan_for(damaged).check_refusal(sentence)
+        words = ["model=local", f"model.path={damaged}", "hardware=laptop_cpu", "draft=none"]
+        call(plan.main, words).check_refusal(sentence)
 
 
 @pytest.mark.parametrize("family", ["llama", heavy("gpt_neox"), heavy("gemma2"), heavy("gpt_neo")])
 def test_how_the_library_returns_its_logits_is_not_up_to_the_config(family: str, sound: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(sound / family, tmp_path / "changed"))
-    with_fields("config.json", return_dict=False, output_attentions=True, output_hidden_states=True)(folder)
+    edit_config(folder, return_dict=False, output_attentions=True, output_hidden_states=True)
     complete(folder).well()
 
 
@@ -230,7 +223,7 @@ def test_many_changes_of_a_model_s_files_are_sentences_or_do_no_harm(part: int, 
 def test_the_model_runs_names_what_is_not_read_and_is_not_its_own_draft(tmp_path: Path) -> None:
     """The shipped model, whose config.json says that there is such a layer."""
     target = shutil.copytree(shipped("tiny"), tmp_path / "target")
-    with_fields("config.json", num_nextn_predict_layers=1)(target)
+    edit_config(target, num_nextn_predict_layers=1)
     words = ("model=local", f"model.path={target}", "max_new_tokens=4", "prompt=import")
     ended = launch(*words, "draft=tiny-eagle", f"run_dir={tmp_path}/run").well()
     log = (ended.run_dir / "ranks" / "000.log").read_text()

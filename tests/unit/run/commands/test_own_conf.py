@@ -16,19 +16,12 @@ from tests.helpers.repository import ROOT
 PLAN = ("model=mine", "hardware=mybox", "format=json")
 
 
-def called(folder: Path, program: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Call a program in a folder, as a user whose options lie below it."""
-    environment = {**os.environ, "XDG_CONFIG_HOME": str(folder / "home")}
-    environment.pop("PYTHONPATH", None)
-    return subprocess.run(
-        [sys.executable, str(ROOT / "launch" / program), *words],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-
-
 def test_outside_the_repository_a_plan_knows_the_users_model_machine_and_pair(tmp_path: Path) -> None:
     write_all(writer(tmp_path / "home" / "llama-ssp"))
-    ended = called(tmp_path, "plan.py", *PLAN)
+    environment = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path / "home")}
+    environment.pop("PYTHONPATH", None)
+    command = [sys.executable, str(ROOT / "launch" / "plan.py"), *PLAN]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     content = json.loads(ended.stdout)
     assert (content["target"]["name"], content["draft"]["name"]) == ("mine", "7B")

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from llama_ssp.reports.papers import paper_tables
-from llama_ssp.reports.records import CompletionLine
 from llama_ssp.reports.summary import accepted_by_position
 from llama_ssp.run.commands import report
 from tests.helpers.lanes import heavy
@@ -82,21 +81,19 @@ def test_a_missing_package_is_named_with_what_installs_it(package: str, tmp_path
     assert len(ended.stderr.splitlines()) == 1
 
 
-def lines_of(*, kinds: tuple[str, ...], slower: float = 0.0) -> list[CompletionLine]:
-    """Seven prompts of each kind in both modes."""
-    return [
-        replace(line, index=10 * place + index, category=kind, ms=line.ms + slower + index)
-        for place, kind in enumerate(kinds)
-        for index in range(7)
-        for line in (PLAIN, FAST)
-    ]
-
-
 @pytest.fixture
 def sweep(tmp_path: Path) -> Path:
-    """Two runs that differ in a setting, the second one disturbed, of a model with odd characters in its name."""
+    """Two runs that differ in a setting, the second one disturbed, of a model with odd characters in its name.
+
+    Each has seven prompts of two kinds in both modes.
+    """
     for number in range(2):
-        lines = lines_of(kinds=("writing", "math_50%"), slower=5.0 * number)
+        lines = [
+            replace(line, index=10 * place + index, category=kind, ms=line.ms + 5.0 * number + index)
+            for place, kind in enumerate(("writing", "math_50%"))
+            for index in range(7)
+            for line in (PLAIN, FAST)
+        ]
         folder = write_run(tmp_path / "sweep" / str(number), *lines, model="a_b&c")
         (folder / "config.yaml").write_text(f"seed: {7 + number}\n")
         summary = (folder / "summary.json").read_text().replace('"machine": null', '"machine": "1 rank on a CPU"')

@@ -12,12 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from llama_ssp.architectures.model_files import ADAPTER_FILE
 from llama_ssp.run.commands import report
 from tests.helpers.adapters import round_weights, save_adapter, save_merged
 from tests.helpers.disturbed import lines
+from tests.helpers.edits import edit_json, edit_tensors
 from tests.helpers.hub import shipped
 from tests.helpers.in_process import Ended, launch
 from tests.helpers.lanes import heavy, slow
@@ -290,22 +291,13 @@ def tear(folder: Path) -> None:
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
 
 
+def grow(tensors: dict[str, Tensor]) -> None:
+    tensors |= {name: 1.01 * values for name, values in tensors.items() if "q_proj" in name}
+
+
 def train(name: str) -> Change:
-    """Other values of the same shapes."""
-
-    def change(folder: Path) -> None:
-        file = folder / name / WEIGHTS
-        weights, size = load_file(file), file.stat().st_size
-        others = {key: each * (1.01 if "q_proj" in key else 1) for key, each in weights.items()}
-        save_file(others, file, {"format": "pt"})
-        assert file.stat().st_size == size
-
-    return change
-
-
-def end_elsewhere(folder: Path) -> None:
-    content = json.loads((folder / "tiny" / GENERATION).read_text())
-    (folder / "tiny" / GENERATION).write_text(json.dumps(content | {"eos_token_id": 5}))
+    """Other values of the same shapes, in a file of the same size."""
+    return lambda folder: edit_tensors(folder / name / WEIGHTS, grow)
 
 
 def stray(**changes: object) -> Change:
@@ -323,7 +315,10 @@ def stray(**changes: object) -> Change:
     [
         (train("tiny"), f"({WEIGHTS} of model=local differs): give the old files to resume it, name another"),
         slow(train("tiny-draft"), f"({WEIGHTS} of draft=local differs)"),
-        (end_elsewhere, f"({GENERATION} of model=local differs)"),
+        (
+            lambda here: edit_json(here / "tiny" / GENERATION, eos_token_id=5),
+            f"({GENERATION} of model=local differs)",
+        ),
         heavy(
             lambda here: (here / "tiny/added_tokens.json").write_text("{}"), "(added_tokens.json of model=local is new)"
         ),
@@ -378,6 +373,5 @@ def test_an_adapter_writes_what_the_merged_model_writes_and_is_compared_when_a_r
     complete_of_other_models(folder, *words).well()
     found = texts_of_other_models(folder, "adapted")
     assert found == texts_of_other_models(folder, "merged") != texts_of_other_models(folder)
-    file = folder / "adapter-tiny" / ADAPTER_FILE
-    save_file({name: -each for name, each in load_file(file).items()}, file)
+    edit_tensors(folder / "adapter-tiny" / ADAPTER_FILE, lambda of: of.update({name: -of[name] for name in of}))
     assert f"({ADAPTER_FILE} of model=local differs)" in complete_of_other_models(folder, *words).err
