@@ -24,7 +24,9 @@ from llama_ssp.speculate.engine.round import Round
 from tests.helpers.hub import shipped
 from tests.helpers.in_process import launch
 from tests.helpers.lanes import heavy
+from tests.helpers.models import build_checkpoint
 from tests.helpers.recorded import FakeRecorder
+from tests.helpers.tokenizers import layout
 
 TEMPLATE = (
     "{{ bos_token }}{% for each in messages %}{{ each.role }}: {{ each.content }}\n{% endfor %}"
@@ -124,6 +126,20 @@ def test_the_texts_are_those_of_a_run(pair: Pair, tmp_path: Path) -> None:
     found = pair.generate(prompts, max_new_tokens=12, num_samples=2, seed=3)
     assert {(each.index, each.sample): each.token_ids for each in found} == texts
     assert texts[0, 0] != texts[3, 0], "the second of two equal prompts"
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma", "bytes"])
+def test_a_text_continues_its_prompt_exactly_also_where_the_tokenizer_drops_the_first_space_of_a_text(
+    kind: str, tmp_path: Path
+) -> None:
+    """Of a random model, which is its own draft."""
+    tokenizer, prompt = layout(kind), "if x is"
+    build_checkpoint(tmp_path, "llama", vocab_size=len(tokenizer), eos_token_id=None)
+    tokenizer.save_pretrained(tmp_path)
+    found = load(tmp_path, tmp_path).generate(prompt, num_samples=200, max_new_tokens=4, temperature=1.5)
+    for each in found:
+        assert prompt + each.text == tokenizer.decode(each.prompt_ids + each.token_ids, skip_special_tokens=True)
+    assert any(each.text.startswith(" ") for each in found), "no text begins with a space: the test shows nothing"
 
 
 def test_a_conversation_goes_on_from_what_the_cache_holds(pair: Pair) -> None:

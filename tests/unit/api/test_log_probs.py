@@ -37,9 +37,7 @@ def scored(pair: Pair, model: PreTrainedModel, sampling: SamplingConfig, **setti
         PROMPTS, max_new_tokens=10, batch_size=2, logprobs=4, prompt_logprobs=2, **drawn, **settings
     )
     for done in completions:
-        check_completion(
-            done.log_probs, model, done.prompt_ids, done.token_ids, sampling, num_top=4, num_of_prompt=2
-        )  # fmt: skip
+        check_completion(done.log_probs, model, done.prompt_ids, done.token_ids, sampling, num_top=4, num_of_prompt=2)
     return [done.token_ids for done in completions]
 
 

@@ -177,25 +177,16 @@ def test_a_run_prints_its_forecast_and_one_that_cannot_fit_stops_before_loading(
     assert (full.code, "rank 0 needs" in full.err, "too full" in full.out) == (3, True, True)
 
 
-NOTE = "rows go on without the draft behind token {}: the context of draft=local has 64 tokens"
-SMALL = ("task=generate", "max_new_tokens=90", "device=cpu", "sampling=greedy", "prompt=def factorial(n):")
-PLANNED = ("prompt_tokens=40", "max_new_tokens=90")
-
-
-@pytest.fixture
-def short(tmp_path: Path) -> tuple[str, str]:
-    folder = shutil.copytree(shipped("tiny-draft"), tmp_path / "draft")
-    edit_config(folder, max_position_embeddings=64)
-    return "draft=local", f"draft.model.path={folder}"
-
-
 @pytest.mark.heavy
-def test_a_run_goes_on_without_its_draft(tmp_path: Path, short: tuple[str, str]) -> None:
-    plain = in_process.launch(*SMALL, "draft=none", f"run_dir={tmp_path}/plain")
-    found = in_process.launch(*SMALL, *short, f"run_dir={tmp_path}/run")
-    assert (found.code, found.lines[0]["token_ids"]) == (0, plain.lines[0]["token_ids"])
-    assert NOTE.format(61) in " ".join(found.err.split())
+def test_a_run_goes_on_without_its_draft(launch: Launch, tmp_path: Path) -> None:
+    note = "rows go on without the draft behind token {}: the context of draft=local has 64 tokens"
+    edit_config(Path(shutil.copytree(shipped("tiny-draft"), tmp_path / "draft")), max_position_embeddings=64)
+    short = ("draft=local", f"draft.model.path={tmp_path / 'draft'}")
+    words = ("task=generate", "max_new_tokens=90", "device=cpu", "sampling=greedy", "prompt=def factorial(n):")
+    plain, found = launch(*words, "draft=none", run_dir="plain"), launch(*words, *short).well()
+    assert found.lines[0]["token_ids"] == plain.lines[0]["token_ids"]
+    assert note.format(61) in " ".join(found.err.split())
     overlaps = ("placement=own_gpu", "speculation.overlap=true", "speculation.num_draft_tokens=1", "hardware=2xh100")
-    for words, last in (("hardware=1xh100",), 61), (overlaps, 64):
-        planned = call(plan.main, ["model=tiny", *short, *PLANNED, *words])
-        assert NOTE.format(last) in " ".join(planned.out.split())
+    for more, last in (("hardware=1xh100",), 61), (overlaps, 64):
+        planned = call(plan.main, ["model=tiny", *short, "prompt_tokens=40", "max_new_tokens=90", *more])
+        assert note.format(last) in " ".join(planned.out.split())
