@@ -19,7 +19,7 @@ from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.storage.formats import CACHES, formats
 from tests.helpers.lanes import pairs
 from tests.helpers.models import load_lean, tiny_model
-from tests.unit.kernels.test_attention import Case, case
+from tests.unit.kernels.test_attention import case
 from tests.unit.kernels.test_linear import COMPILED, native, numbers
 
 FORMS = ("none", "fp32", *(form.name for form in formats().values() if form.compiled and not form.is_stored_alone))
@@ -128,14 +128,11 @@ def test_verifying_gives_the_logits_of_single_steps_whatever_the_cache(
 
 def call_of(operator: str) -> Callable[[], Tensor]:
     if operator == "attention":
-        return partial(attended, *case([700, 20], 40))
+        given, cache, first_slots = case([700, 20], 40)
+        return lambda: given.call(cache.clone(), first_slots)
     if operator == "layer":
         return partial(logits, runner(hidden_size=256, intermediate_size=1024), 5)
     return partial(native(operator, numbers(1040, 512)), numbers(5, 512))
-
-
-def attended(given: Case, cache: Tensor, first_slots: Tensor) -> Tensor:
-    return given.call(cache.clone(), first_slots)
 
 
 @pytest.mark.parametrize("operator", [*COMPILED, "attention", "layer"])
