@@ -35,8 +35,6 @@ from llama_ssp.cpu.kinds import PARTS, PRODUCTS, TENSORS
 from llama_ssp.storage.formats import Product
 
 STEPS = ("qkv", "place", "attend", "output", "gated", "down")
-_SERIAL = 2**16
-"""Multiplications, weights that are read included, that a thread of its own does not pay for."""
 _AT_ONCE = 8
 """Blocks of outputs that a thread takes at a time, as many as a product needs to hide the latency of a sum."""
 _MOST_THREADS = 2**10
@@ -141,7 +139,7 @@ def _num_threads(code: Code, given: dict[str, Value], num_rows: Value) -> Value:
     cost = 0
     for name in PRODUCTS:
         cost = code.add(cost, code.mul(given[f"{name}_num_inputs"], given[f"{name}_num_outputs"]))
-    useful = code.add(code.sdiv(code.mul(cost, code.add(num_rows, 1)), _SERIAL), 1)
+    useful = code.add(code.sdiv(code.mul(cost, code.add(num_rows, 1)), linear.SERIAL), 1)
     there = code.slot(I32, 1)
     code.intrinsic("torch_get_num_threads", I32, there)
     return code.smaller(useful, code.smaller(code.zext(code.load(there, typ=I32), I64), _MOST_THREADS))

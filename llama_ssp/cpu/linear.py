@@ -42,7 +42,7 @@ from llvmlite import ir
 
 from llama_ssp.architectures.engine import LANES
 from llama_ssp.cpu.emit import F32, F32S, I8S, I32, I32S, I64, NO_POINTER, POINTER, Code, Operator, Value, constant
-from llama_ssp.cpu.kinds import BYTES, DOTS, E2M1, E4M3, E4M3_DTYPE, NIBBLES
+from llama_ssp.cpu.kinds import BYTES, DOTS, E2M1, E4M3, E4M3_DTYPE, NIBBLES, SIGN_BIT
 from llama_ssp.cpu.kinds import HALVES as FP16
 from llama_ssp.cpu.kinds import SINGLES as FP32
 from llama_ssp.storage.formats import FP4_NUMBERS, INT4_ZERO_BITS, WORD_BYTES, Product
@@ -57,7 +57,6 @@ _BLOCKS = {1: 8, 2: 8, 3: 4, 4: 4, 5: 4, 6: 4}
 _UNROLLED = 2
 _CHUNK = 8
 """Blocks that meet all rows before the next ones are read."""
-_SIGN_BIT = 128
 
 CONTEXT = dict.fromkeys(("weights", "rows", "y", "scales", "bias", "residual", "row_scales", "row_sums"), POINTER)
 CONTEXT |= dict.fromkeys(("num_rows", "num_inputs", "num_outputs", "num_groups", "gates"), I64)
@@ -65,7 +64,7 @@ CONTEXT |= dict.fromkeys(("num_rows", "num_inputs", "num_outputs", "num_groups",
 _UNPREPARED = dict.fromkeys(("x", "room", "norm"), POINTER)
 _UNPREPARED |= dict.fromkeys(("least_square", "num_rows", "num_inputs"), I64)
 """Words that the threads share which norm and quantize its rows."""
-_SERIAL = 2**16
+SERIAL = 2**16
 """Multiplications, weights that are read included, that a thread of its own does not pay for."""
 _INPUTS_OF_WORD = 8
 _CODE_BITS, _MIDDLE = 4, 8
@@ -102,7 +101,7 @@ def _entry(module: ir.Module, product: Product, preparation: Value, part: Value)
         "x": operator.pointer(x), "room": operator.pointer(room), "norm": operator.pointer_or_none(norm),
         "least_square": operator.argument(6), "num_rows": num_rows, "num_inputs": num_inputs,
     }  # fmt: skip
-    grain = code.add(code.sdiv(_SERIAL, num_inputs), 1)
+    grain = code.add(code.sdiv(SERIAL, num_inputs), 1)
     operator.share(num_rows, grain, preparation, code.stored(_UNPREPARED, given))
     rows = prepared(code, product, given, 0, 0)
     words = code.stored(CONTEXT, rows | {
@@ -112,7 +111,7 @@ def _entry(module: ir.Module, product: Product, preparation: Value, part: Value)
     })  # fmt: skip
     num_units = code.sdiv(num_outputs, code.mul(code.add(gates, 1), LANES))
     cost = code.mul(code.mul(num_inputs, LANES), code.add(num_rows, 1))
-    operator.share(num_units, code.add(code.sdiv(_SERIAL, cost), 1), part, words)
+    operator.share(num_units, code.add(code.sdiv(SERIAL, cost), 1), part, words)
     operator.give(y)
 
 
@@ -264,7 +263,7 @@ def _finish(module: ir.Module, product: Product) -> Value:
         def scaled(number: Value) -> Value:
             value = code.read(sums, I32S if product.codes == DOTS else F32S, code.add(start, code.mul(number, LANES)))
             if product.codes == DOTS:
-                too_much = code.mul(code.read(given["row_sums"], I32, this_row), _SIGN_BIT)
+                too_much = code.mul(code.read(given["row_sums"], I32, this_row), SIGN_BIT)
                 value = code.sitofp(code.sub(value, code.splat(too_much)), F32S)
                 value = code.fmul(value, code.splat(code.read(given["row_scales"], F32, this_row)))
             if product.codes in _ONE_SCALE:

@@ -23,13 +23,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.cpu.kinds import BLOCK, DOTS, E2M1, E4M3, E4M3_DTYPE, E4M3_SHRINK, IN_FP16, IN_FP32
+from llama_ssp.cpu.kinds import BLOCK, DOTS, E2M1, E4M3, E4M3_DTYPE, E4M3_SHRINK, IN_FP16, IN_FP32, SIGN_BIT
 from llama_ssp.cpu.operators import Operator, find_operator
 from llama_ssp.kernels.choice_gpu import ProductOfFewRows, find_halves
 from llama_ssp.storage.formats import FP4_GROUP, Product, format_of
 from llama_ssp.weights import byte_rows
 
-SIGN_BIT = 128
 FLOATS = {IN_FP32: torch.float32, IN_FP16: torch.float16}
 """The products with one scale, and the number formats of their weights."""
 
