@@ -125,13 +125,12 @@ def test_a_job_whose_ports_are_all_taken_says_so_and_queues_itself_again(job: Jo
     assert ended.stderr.startswith("every port that job 7 has tried on ")
 
 
-def test_a_rank_that_a_signal_has_ended_is_a_lost_one(job: Job) -> None:
-    assert job.start(code=137).returncode == 1
-
-
-@pytest.mark.parametrize(("code", "state"), [(1, "RUNNING"), (3, "RUNNING"), (4, "CANCELLED")])
-def test_a_failed_and_a_cancelled_job_are_not_queued_again(code: int, state: str, job: Job) -> None:
-    assert job.start(code=code, state=state).returncode == code
+@pytest.mark.parametrize(
+    ("code", "state", "ended"), [(1, "RUNNING", 1), (3, "RUNNING", 3), (4, "CANCELLED", 4), (137, "RUNNING", 1)]
+)
+def test_a_failed_and_a_cancelled_job_are_not_queued_again(code: int, state: str, ended: int, job: Job) -> None:
+    """A rank that a signal has ended is a lost one."""
+    assert job.start(code=code, state=state).returncode == ended
     assert (job.num_requeued, job.left_files) == (0, [])
 
 

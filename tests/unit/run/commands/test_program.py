@@ -203,30 +203,25 @@ def test_a_shell_asks_for_candidates(line: str, candidates: str, monkeypatch: py
     assert (ended.code, ended.err, ended.out.strip()) == (0, "", candidates)
 
 
-def ended_unread(program: str, *arguments: str, stderr: int) -> tuple[int, bytes | None]:
-    """Exit code and standard error (None where it has gone the same way) of a program of which nobody reads a word."""
-    command = [sys.executable, f"launch/{program}", *arguments]
+@pytest.mark.parametrize(
+    ("words", "stderr", "code", "said"),
+    [
+        ("run.py model=nosuch", subprocess.STDOUT, 2, None), heavy("plan.py model=nosuch", subprocess.STDOUT, 2, None),
+        ("run.py --cfg job", subprocess.PIPE, 0, b""), heavy("run.py model=7B dry_run=true", subprocess.PIPE, 0, b""),
+        ("plan.py model=7B", subprocess.PIPE, 0, b""), heavy("plan.py model=7B format=json", subprocess.PIPE, 0, b""),
+        heavy("report.py --help", subprocess.PIPE, 0, b""),
+    ],
+)  # fmt: skip
+def test_a_program_of_which_nobody_reads_a_word_ends_in_silence_and_keeps_its_code(
+    words: str, stderr: int, code: int, said: bytes | None
+) -> None:
+    """Where it fails, its standard error has gone the same way."""
+    command = [sys.executable, *f"launch/{words}".split()]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr) as running:
         assert running.stdout
         running.stdout.close()
-        complaint = running.stderr.read() if running.stderr else None
-    return running.returncode, complaint
-
-
-@pytest.mark.parametrize("program", ["run.py", heavy("plan.py")])
-def test_a_failure_keeps_its_code_where_nobody_reads_the_sentence(program: str) -> None:
-    assert ended_unread(program, "model=nosuch", stderr=subprocess.STDOUT) == (2, None)
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("run.py", "--cfg", "job"), heavy(("run.py", "model=7B", "dry_run=true")), ("plan.py", "model=7B"),
-        heavy(("plan.py", "model=7B", "format=json")), heavy(("report.py", "--help")),
-    ],
-)  # fmt: skip
-def test_what_only_tells_something_ends_in_silence(command: tuple[str, ...]) -> None:
-    assert ended_unread(*command, stderr=subprocess.PIPE) == (0, b"")
+        assert (running.stderr.read() if running.stderr else None) == said
+    assert running.returncode == code
 
 
 def test_standard_output_may_be_closed_from_the_start() -> None:
