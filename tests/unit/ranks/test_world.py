@@ -1,15 +1,18 @@
-"""Who a process is, where it computes, and which cores are its own."""
+"""Who a process is, where it listens, which is no wider than those who connect need, and which cores are its own."""
 
 import os
+import socket
+from ipaddress import ip_address
 
 import pytest
 import torch
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.ranks import world
-from llama_ssp.ranks.process import Ranks, read_ranks
+from llama_ssp.ranks.process import Ranks, are_all_here, listen, read_ranks, stay_on_loopback
 from llama_ssp.ranks.rendezvous import Seen
 from llama_ssp.ranks.world import on_all_cores, share_cores, sharers_of
+from tests.helpers.sockets import is_loopback
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 SLURM_STEP = {
@@ -18,6 +21,7 @@ SLURM_STEP = {
 }  # fmt: skip
 BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "7"}
 FIFTH_OF_EIGHT = Ranks(rank=5, size=8, local_rank=1, local_size=4)
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 ALONE = Ranks(rank=0, size=1, local_rank=0, local_size=1)
 
 
@@ -57,6 +61,54 @@ def test_the_launcher_says_who_a_process_is(environ: dict[str, str], ranks: Rank
 def test_a_variable_that_is_no_number_is_named_with_what_sets_it(environ: dict[str, str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=f"{sentence}.*; torchrun or srun sets it: unset it to run alone"):
         read_ranks(environ)
+
+
+@pytest.mark.parametrize(
+    ("environ", "are_here"),
+    [
+        ({}, True), (TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}, True), (TORCHRUN, False),
+        ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, False),
+        (SLURM_STEP | {"SLURM_STEP_TASKS_PER_NODE": "8"}, True), (SLURM_STEP, False),
+    ],
+)  # fmt: skip
+def test_only_a_launcher_that_says_so_has_all_ranks_here(environ: dict[str, str], *, are_here: bool) -> None:
+    assert are_all_here(environ) == are_here
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1"])
+def test_an_address_is_bound_alone(host: str) -> None:
+    with listen(host) as server:
+        assert server.getsockname()[0] == host
+
+
+@pytest.mark.parametrize("host", ["localhost", "198.51.100.7"])
+def test_a_name_and_an_address_elsewhere_may_mean_any_interface(host: str) -> None:
+    with listen(host) as server:
+        assert not is_loopback(ip_address(server.getsockname()[0]))
+        socket.create_connection(("127.0.0.1", server.getsockname()[1]), timeout=5).close()
+
+
+def test_a_port_in_use_is_an_error() -> None:
+    with listen("127.0.0.1") as first, pytest.raises(OSError, match="in use"):
+        listen("127.0.0.1", first.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("local_size", "given", "interfaces"),
+    [("8", None, ("lo", "=lo")), ("8", "eth7", ("eth7", "eth7")), ("4", None, (None, None))],
+)
+def test_libraries_stay_on_the_loopback_of_one_machine_unless_the_user_has_chosen(
+    local_size: str, given: str | None, interfaces: tuple[str | None, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**TORCHRUN, "LOCAL_WORLD_SIZE": local_size}.items():
+        monkeypatch.setenv(name, value)
+    for name in INTERFACES:
+        monkeypatch.setenv(name, given or "")
+        if given is None:
+            monkeypatch.delenv(name)
+    stay_on_loopback()
+    seen = tuple(os.environ.pop(name, None) for name in INTERFACES)
+    assert seen == interfaces
 
 
 @pytest.mark.parametrize(
