@@ -55,45 +55,48 @@ def ended(error: BaseException, watch: Any) -> BaseException:  # noqa: ANN401 - 
 
 
 @pytest.mark.parametrize(
-    ("error", "gone", "kind", "sentence"),
+    ("error", "watch", "kind", "sentence"),
     [
-        (CLOSED, (2,), LostRankError, f"rank 2 is missing while decoding (connection closed); {RESUME}"),
+        (CLOSED, Others(gone=(2,)), LostRankError, f"rank 2 is missing while decoding (connection closed); {RESUME}"),
         (
-            LATE, (0, 2), LostRankError,
+            LATE, Others(gone=(0, 2)), LostRankError,
             f"ranks 0, 2 are missing while decoding (no answer within timeouts.decode_s=5); {RESUME}",
         ),
         (
-            dist.DistBackendError("a rank did not come in time: timed out"), (), LostRankError,
+            dist.DistBackendError("a rank did not come in time: timed out"), Others(), LostRankError,
             "ranks lost each other while decoding (no answer within timeouts.decode_s=5), though all are alive; ",
         ),
         (
-            CLOSED, (), LostRankError,
+            CLOSED, Others(), LostRankError,
             f"ranks lost each other while decoding (connection closed), though all are alive; {RESUME}",
         ),
-        (KeyboardInterrupt(), (2,), LostRankError, f"rank 2 is missing while decoding (no answer); {RESUME}"),
-        (KeyboardInterrupt(), (), InterruptedRun, "interrupted"),
-        (ConfigError("no"), (), ConfigError, "no"),
-        (MemoryError(), (), CapacityError, "rank 1 failed while decoding: out of memory: end other programs"),
+        (
+            KeyboardInterrupt(), Others(gone=(2,)), LostRankError,
+            f"rank 2 is missing while decoding (no answer); {RESUME}",
+        ),
+        (  # by the alarm of a killed rank
+            KeyboardInterrupt(), Others(gone=(2,), has_failed=True), LostRankError,
+            f"rank 2 is missing while decoding (connection closed); {RESUME}",
+        ),
+        (KeyboardInterrupt(), Others(), InterruptedRun, "interrupted"),
+        *((end, Others(is_orphan=True), InterruptedRun, "interrupted") for end in (KeyboardInterrupt(), CLOSED, LATE)),
+        (CLOSED, Others(is_orphan=True, gone=(2,)), LostRankError, "rank 2 is missing"),
+        (ConfigError("no"), Others(), ConfigError, "no"),
+        (MemoryError(), Others(), CapacityError, "rank 1 failed while decoding: out of memory: end other programs"),
     ],
 )  # fmt: skip
 def test_an_end_is_a_sentence_that_names_ranks_phase_and_cause(
-    error: BaseException, gone: tuple[int, ...], kind: type[SspError], sentence: str
+    error: BaseException, watch: Others, kind: type[SspError], sentence: str
 ) -> None:
-    watch = Others(gone=gone)
     found = ended(error, watch)
     assert type(found) is kind
     assert str(found).startswith(sentence)
     assert isinstance(found, SspError)
-    assert found.speaks is (0 in gone)
+    assert found.speaks is (0 in watch.gone)
     assert "\n" not in str(found)
     for number in STOP_SIGNALS:
         signal.raise_signal(number)  # is ignored
     assert type(from_message(watch.agreed[0])) is kind
-
-
-def test_an_interrupt_by_the_alarm_of_a_killed_rank_says_how_that_rank_was_lost() -> None:
-    found = ended(KeyboardInterrupt(), Others(gone=(2,), has_failed=True))
-    assert str(found) == f"rank 2 is missing while decoding (connection closed); {RESUME}"
 
 
 def test_what_another_rank_has_met_first_is_the_end_here_too() -> None:
@@ -101,12 +104,6 @@ def test_what_another_rank_has_met_first_is_the_end_here_too() -> None:
     assert (type(found), str(found)) == (CapacityError, "rank 0 needs more")
     assert isinstance(found, SspError)
     assert found.speaks is False
-
-
-def test_ranks_without_their_agent_are_interrupted_also_where_the_others_have_ended_before() -> None:
-    for error in (KeyboardInterrupt(), CLOSED, LATE):
-        assert str(ended(error, Others(is_orphan=True))) == "interrupted"
-    assert "rank 2 is missing" in str(ended(CLOSED, Others(is_orphan=True, gone=(2,))))
 
 
 def test_what_nobody_has_foreseen_keeps_its_traceback_and_is_named_to_the_others() -> None:
