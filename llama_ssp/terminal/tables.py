@@ -87,7 +87,9 @@ def benchmark_table(cells: Sequence[records.BenchmarkCell]) -> RenderableType:
         for cell in cells
     ]  # fmt: skip
     title = "ms/token of a completion, prompt included; generate and assisted are transformers'"
-    return Group(Text(title, style="bold"), Text(), _figures(headings, found, padding=0))
+    meaning = "other: of a round, outside both models; copy: time to copy the weights, over a plain step's"
+    lines = Text(title, style="bold"), Text(meaning, style="bright_black"), Text()
+    return Group(*lines, _figures(headings, found, padding=0))
 
 
 def runs_table(shown: reports.Table) -> RenderableType:
