@@ -159,7 +159,7 @@ class SpeculativeSummary(PlainSummary):
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """One rank's memory: anonymous resident bytes on a CPU, bytes reserved by the allocator on a GPU."""
+    """One rank's memory: anonymous resident bytes on a CPU, on a GPU all that it has lost (`ranks.memory`)."""
 
     rank: int
     planned_bytes: int | None = None
