@@ -5,7 +5,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,7 +20,7 @@ from llama_ssp.ranks.comms import Comm, leave_groups
 from llama_ssp.ranks.failures import ControlChannel, Phase, guard, unify_failure
 from llama_ssp.ranks.gpu import DeviceWait
 from llama_ssp.ranks.process import Ranks, find_agent, read_ranks
-from llama_ssp.ranks.rendezvous import Seen, choose_device, form_group, note_on_peers, open_store, seen_by_all
+from llama_ssp.ranks.rendezvous import choose_device, form_group, note_on_peers, open_store, seen_by_all
 from llama_ssp.settings.schema import DeviceKind
 
 _END_S = 10.0  # how long NCCL may take to end
@@ -54,12 +54,6 @@ class World:
             return (self.device,)
         others = range(self.ranks.local_size, torch.cuda.device_count())
         return (self.device, *(torch.device("cuda", index) for index in others))
-
-
-def sharers_of(rank: int, seen: Sequence[Seen]) -> tuple[int, ...]:
-    """The ranks that may use the same cores of the same host as a rank, with itself."""
-    own = seen[rank]
-    return tuple(number for number, other in enumerate(seen) if (other.host, other.cores) == (own.host, own.cores))
 
 
 def share_cores(ranks: Ranks, *, cores: frozenset[int], sharers: tuple[int, ...]) -> None:
@@ -107,7 +101,8 @@ def start(
     ranks = read_ranks(os.environ)
     seen = seen_by_all(ranks, device, timeout_s=timeout_s)
     chosen, note = choose_device(device, ranks, seen)
-    own, cores, sharers = seen[ranks.rank], frozenset(seen[ranks.rank].cores), sharers_of(ranks.rank, seen)
+    own, cores = seen[ranks.rank], frozenset(seen[ranks.rank].cores)
+    sharers = tuple(rank for rank, other in enumerate(seen) if (other.host, other.cores) == (own.host, own.cores))
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
         # cuDNN attention makes a plan for every new shape, that is, for every prompt length.

@@ -1,6 +1,7 @@
 """`plan` gives the plan of `llama-ssp plan`."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from llama_ssp import plan
 from llama_ssp.planning.plan import document
 from llama_ssp.settings.schema import DraftLayout
 from llama_ssp.weights import hub
+from tests.helpers.edits import edit_config
 from tests.helpers.hub import shipped
 from tests.helpers.in_process import planned
 
@@ -71,6 +73,17 @@ def test_a_model_of_the_hub_is_planned_from_its_config(monkeypatch: pytest.Monke
     monkeypatch.setattr(hub, "find_config", lambda _model, **_given: folder)
     found = plan("owner/name", hardware="laptop_cpu")
     assert found.spec.target.shape == plan("tiny", hardware="laptop_cpu").spec.target.shape
+
+
+def test_a_quantized_model_of_the_hub_is_planned_as_it_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(shipped("tiny"), tmp_path / "m"))
+    edit_config(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    monkeypatch.setattr(hub, "find_config", lambda _model, **_given: folder)
+    target, plain = (document(plan(name, hardware="1xh100"))["target"] for name in ("owner/name", "tiny"))
+    assert (target["stored_format"], plain["stored_format"]) == ("fp8", None)
+    assert target["weights_bytes"] < plain["weights_bytes"]
 
 
 def test_a_folder_in_the_home_is_planned_by_arguments_and_settings_alike(

@@ -17,6 +17,7 @@ from llama_ssp.machines.hardware import Speed
 from llama_ssp.run import calibration, pipeline
 from tests.helpers.in_process import launch
 from tests.helpers.own_conf import OwnConf
+from tests.helpers.planning import make_spec, times_of
 from tests.helpers.worlds import ONE_CORE
 
 WITHOUT_SOURCE = {"name", "device", "gpu", "num_gpus", "num_nodes", "sources", "link", "network", "capability"}
@@ -236,3 +237,15 @@ def test_a_machine_without_gpus_is_a_cpu_with_its_own_memory_and_cores(monkeypat
     assert found.device == "cpu"
     assert found.memory_bytes != laptop.memory_bytes
     assert found.flops_per_s["fp32"] == laptop.flops_per_s["fp32"] / 4
+
+
+def test_plans_on_h100_h200_and_b200_are_apart_by_bandwidth_where_weights_take_the_time() -> None:
+    machines = [replace(hardware.load(name), memory_bytes=10**12) for name in ("h100", "h200", "b200")]
+    timed = [times_of(make_spec("llama3_8B", prompt_tokens=8), machine) for machine in machines]
+    steps = [one.plain_s for one in timed]
+    assert steps == sorted(steps, reverse=True)
+    for place in (1, 2):
+        wanted = machines[place].bandwidth_bytes_per_s / machines[0].bandwidth_bytes_per_s
+        weights = timed[0].target_forward.matrices_s / timed[place].target_forward.matrices_s
+        assert weights == pytest.approx(wanted, rel=0.03)
+        assert 1 < steps[0] / steps[place] <= wanted

@@ -256,3 +256,9 @@ def test_a_target_stays_in_a_node_that_holds_it_unless_nodes_are_linked_as_well(
 def test_what_cannot_be_laid_out_at_all_is_refused() -> None:
     with pytest.raises(PlacementError, match="attention heads"):
         choose_placement(make_spec(small_model(num_attention_heads=4)), A100, num_ranks=8)
+
+
+def test_a_model_beyond_the_catalogue_is_searched_alone_with_the_draft_of_the_job() -> None:
+    found = search(make_spec(small_model(), "7B"), replace(A10G, num_gpus=1))
+    assert {choice["target"] for choice in found} == {"small"}
+    assert {choice["draft"] for choice in found} == {None, "7B"}

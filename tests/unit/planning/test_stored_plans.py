@@ -18,7 +18,7 @@ from llama_ssp.planning.advice import changes_that_fit
 from llama_ssp.planning.forwards import ModelPlacement, forward_time
 from llama_ssp.planning.memory import fits
 from llama_ssp.planning.model import PlannedModel, planned_model, resolve_shapes
-from llama_ssp.planning.plan import make_plan
+from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.search import search
 from llama_ssp.planning.spec import spec_of_plan
 from llama_ssp.planning.weights import model_bytes, rank_shares
@@ -175,3 +175,11 @@ def test_groups_are_left_to_the_run_where_a_plan_does_not_know_the_matrices(tmp_
         model = planned(tmp_path, SMALL | {"num_key_value_heads": 8, "model_type": model_type}, AWQ)
         with pytest.raises(PlacementError, match="o_proj has 64 on one of 8") if is_known else nullcontext():
             rank_shares(model, num_ranks=8, kind=TargetKind.tensor)
+
+
+def test_a_70b_in_fp8_fits_on_one_h100(tmp_path: Path) -> None:
+    plan = make_plan(spec_of_plan(config_of(tmp_path, LLAMA_70B, FP8), H100), H100)
+    assert plan.fits
+    assert document(plan)["target"]["stored_format"] == "compressed-tensors fp8"
+    plain = make_plan(spec_of_plan(config_of(tmp_path, LLAMA_70B, {}), H100), H100)
+    assert not plain.fits

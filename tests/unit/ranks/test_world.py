@@ -3,15 +3,20 @@
 import os
 import socket
 from ipaddress import ip_address
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.ranks import world
-from llama_ssp.ranks.process import Ranks, are_all_here, listen, read_ranks, stay_on_loopback
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.ranks.failures import ControlChannel
+from llama_ssp.ranks.process import Ranks, are_all_here, listen, read_ranks, signals_kept, stay_on_loopback
 from llama_ssp.ranks.rendezvous import Seen
-from llama_ssp.ranks.world import on_all_cores, share_cores, sharers_of
+from llama_ssp.ranks.world import on_all_cores, share_cores
+from llama_ssp.settings.schema import DeviceKind
 from tests.helpers.sockets import is_loopback
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -134,16 +139,30 @@ def test_ranks_that_may_use_the_same_cores_share_them(
 
 
 @pytest.mark.parametrize(
-    ("others", "sharers"),
-    [([("here", (0, 1))] * 3, (0, 1, 2, 3)), ([("here", (2, 3)), ("here", (0, 1)), ("there", (0, 1))], (1, 2))],
+    ("others", "num_sharers", "crowded"),
+    [([("here", (0, 1))] * 3, 4, True), ([("here", (2, 3)), ("here", (0, 1)), ("there", (0, 1))], 2, False)],
     ids=["one mask for all", "a mask for each socket, and another host"],
 )
 def test_ranks_of_a_host_with_the_same_mask_share_cores(
-    others: list[tuple[str, tuple[int, ...]]], sharers: tuple[int, ...]
+    others: list[tuple[str, tuple[int, ...]]], num_sharers: int, crowded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of rank 1 of four."""
-    seen = [Seen(host, 4, cores) for host, cores in (others[0], ("here", (0, 1)), *others[1:])]
-    assert sharers_of(1, seen) == sharers
+    """Of rank 1 of four, which have met without the three others."""
+    seen, found = [Seen(host, 4, cores) for host, cores in (others[0], ("here", (0, 1)), *others[1:])], list[bool]()
+
+    def of_world(*, crowded: bool, **_: object) -> SimpleNamespace:
+        found.append(crowded)
+        return SimpleNamespace(set_timeout=lambda _: None, barrier=lambda: None)
+
+    for key, value in {**TORCHRUN, "RANK": "1", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(world, "_watch", lambda *_: ControlChannel.alone())
+    monkeypatch.setattr(world, "open_store", lambda *_, **__: None)
+    monkeypatch.setattr(world, "seen_by_all", lambda *_, **__: seen)
+    monkeypatch.setattr(Comm, "of_world", of_world)
+    with signals_kept(), world.start(device=DeviceKind.cpu, timeout_s=5.0) as job:
+        assert (job.num_sharers, set(job.cores)) == (num_sharers, {0, 1})
+    assert found == [crowded]
 
 
 def test_a_lone_process_keeps_the_threads_that_its_user_set(monkeypatch: pytest.MonkeyPatch) -> None:

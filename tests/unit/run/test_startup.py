@@ -63,14 +63,14 @@ def test_a_step_has_the_time_since_its_process_began_when_it_was_first_reached()
     program = (
         "import time; time.sleep(0.2); from llama_ssp.run.startup import StartClock, process_age_s; "
         "clock = StartClock(age_s=process_age_s()); clock.reach('joined_s'); first = clock.times; time.sleep(0.01); "
-        "clock.reach('joined_s'); print(first.began_unix_s, first.joined_s, clock.times == first)"
+        "clock.reach('joined_s'); print(first.began_unix_s, first.joined_s, clock.times == first, first.loaded_s)"
     )
     began_unix_s, began_s = time.time(), time.monotonic()
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    unix_s, joined_s, is_kept = ended.stdout.split()
+    unix_s, joined_s, is_kept, loaded_s = ended.stdout.split()
     assert 0.2 < float(joined_s) < time.monotonic() - began_s + 0.05
     assert abs(float(unix_s) - began_unix_s) < 1.0
-    assert is_kept == "True"
+    assert (is_kept, loaded_s) == ("True", "None")
 
 
 def test_a_rank_whose_node_does_not_share_the_run_folder_keeps_its_log_in_one_of_its_own(

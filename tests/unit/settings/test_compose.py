@@ -176,6 +176,7 @@ def test_a_setting_of_the_chosen_task_needs_no_prefix(words: str, key: str) -> N
         (["draft=nextn"], r"draft=nextn is draft=mtp here: give that"),
         (["task=comprae"], r"unknown task 'comprae': there are benchmark, .*, latency, serve; did you mean compare\?"),
         (["hardware=laptop"], r"unknown hardware 'laptop': there are .*; did you mean laptop_cpu\?"),
+        (["hardware=acme/box"], "unknown hardware 'acme/box'"),
         (["placement=pipeline"], r"unknown placement 'pipeline': there are accelerate, auto, .*, tensor"),
         (["verification=couple"], r"unknown verification 'couple': there are block, coupled, greedy, speculative"),
         (["experiment=../task/compare"], r"unknown experiment '../task/compare': there are llama_2023, picture"),

@@ -71,6 +71,7 @@ DAMAGES: list[Callable[[bytes], bytes]] = [
         (shutil.rmtree, "does not exist: a folder with config.json"),
         (lambda folder: (folder / "config.json").unlink(), r"config.json cannot be read \(No such file"),
         (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe"), "config.json is not JSON"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "config.json holds no JSON object"),
         (config(model_type=None), "config.json has no model_type"),
         (config(model_type="lama"), 'model_type "lama", unknown to transformers'),
         (config(model_type="vit"), 'model_type "vit", which is no causal language model'),

@@ -75,6 +75,7 @@ def test_a_run_hands_its_config_to_the_task(launch: Launch) -> None:
 def test_a_mistake_is_one_sentence_with_code_2(argument: str, sentence: str, launch: Launch) -> None:
     ended = launch(argument)
     ended.check_refusal(sentence)
+    assert ended.err.startswith(sentence)
     assert (ended.out, ended.runs) == ("", [])
 
 

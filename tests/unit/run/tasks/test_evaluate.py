@@ -105,6 +105,13 @@ def test_a_draft_verified_at_twice_its_temperature_fails(
 
 
 @pytest.mark.heavy
+@pytest.mark.parametrize("rule", ["block", slow("coupled")])
+def test_every_rule_passes(rule: str, tmp_path: Path) -> None:
+    ended = launch(*SMALL, "gate=true", f"verification={rule}", f"run_dir={tmp_path}/run")
+    assert ended.code == 0, ended.err
+
+
+@pytest.mark.heavy
 def test_no_residual_is_expected_of_a_head_whose_second_token_has_another_law_than_its_first(tmp_path: Path) -> None:
     sizes = "num_samples=40", "max_new_tokens=12", "batch_size=40"
     ended = launch("task=evaluate", "prompt=import", *sizes, "draft=tiny-eagle", f"run_dir={tmp_path}/run")

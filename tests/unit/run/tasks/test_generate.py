@@ -166,6 +166,17 @@ def test_a_run_is_planned_with_its_own_ranks_and_with_graphs_where_it_captures_t
         assert (job.target_ranks, job.draft_ranks, job.cuda_graphs) == ((0, 1), (1,), planned)
 
 
+def test_a_forecast_counts_whole_completions_as_the_summary_does() -> None:
+    config, _ = compose_run(*PAIR)
+    timed = task.plan_of_run(config, world_size=1, machine=hardware.load("laptop_cpu"), lengths=[40]).timing
+    forecast = task.forecast(timed)
+    assert forecast.plain_ms_per_token == pytest.approx(1e3 * timed.plain_run_s)
+    assert timed.speculative_run_s
+    assert forecast.speedup == pytest.approx(timed.plain_run_s / timed.speculative_run_s)
+    alone = task.forecast(replace(timed, speculative_run_s=None))
+    assert (alone.speculative_ms_per_token, alone.speedup) == (None, None)
+
+
 @pytest.mark.parametrize(("name", "on_gpu"), [("tinyllama_1B", Dtype.bf16), ("7B", Dtype.fp16)])
 def test_synthetic_weights_are_planned_in_16_bits_on_a_cpu_and_in_the_entrys_format_on_a_gpu(
     name: str, on_gpu: Dtype
