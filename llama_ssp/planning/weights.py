@@ -81,7 +81,8 @@ def model_bytes(held: Inventory, model: PlannedModel, *, device: str) -> WeightB
 
     The quantization applies to the matrices of layers. Embeddings, norms, biases and heads stay in the model's number
     format, but for a head that is stored as the linear layers are (`PlannedModel.matrix_dtype`): a tied one is then a
-    copy. A layout with scattered groups stores an order of the inputs for each product.
+    copy. A layout with scattered groups stores an order of the inputs for each product; in the lean decoder
+    matrices with the same input form one.
     """
     storage, layout, kept_shares = model.storage, model.layout, dict(model.kept_shares)
     size, matrix_size = DTYPE_BYTES[model.dtype], DTYPE_BYTES[model.matrix_dtype(device)]

@@ -159,7 +159,7 @@ class SpeculativeSummary(PlainSummary):
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """One rank's memory: anonymous resident bytes on a CPU, on a GPU all that it has lost (`ranks.memory`)."""
+    """One rank's memory: anonymous resident bytes on a CPU, on a GPU all that is taken of it (`ranks.memory`)."""
 
     rank: int
     planned_bytes: int | None = None
