@@ -39,23 +39,24 @@ class JoinedTensor(ListedTensor):
     def read(self, **wanted: Unpack[Wanted]) -> Tensor:
         """See `ListedTensor.read`; parts are of the experts, of their outputs (dim 1) or of their inputs (dim 2)."""
         chosen = wanted["parts"] if wanted.get("dim") == 0 else [range(len(self.stored))]
-        experts = [self._expert(self.stored[number], wanted) for part in chosen for number in part]
-        return torch.stack(experts).to(wanted.get("device"))
+        experts = [self.stored[number] for part in chosen for number in part]
+        pieces = [piece for matrices in experts for piece in self._pieces(matrices, wanted)]
+        joined: Tensor = torch.cat(pieces).unflatten(0, (len(experts), -1))
+        return joined.to(wanted.get("device"))
 
-    def _expert(self, matrices: Sequence[ListedTensor], wanted: Wanted) -> Tensor:
+    def _pieces(self, matrices: Sequence[ListedTensor], wanted: Wanted) -> list[Tensor]:
+        """What is wanted of an expert, whose parts stand one below the other."""
         dim, dtype, num_rows = wanted.get("dim"), wanted.get("dtype"), matrices[0].shape[0]
         if dim == 1:
-            pieces = [
+            return [
                 matrix.read(dim=0, parts=[own], dtype=dtype)
                 for part in wanted["parts"]
                 for start, matrix in zip(range(0, self.shape[1], num_rows), matrices, strict=True)
                 if (own := range(max(part.start - start, 0), min(part.stop - start, num_rows)))
             ]
-        elif dim:  # inputs
-            pieces = [matrix.read(dim=1, parts=wanted["parts"], dtype=dtype) for matrix in matrices]
-        else:
-            pieces = [matrix.read(dtype=dtype) for matrix in matrices]
-        return torch.cat(pieces)
+        if dim:  # inputs
+            return [matrix.read(dim=1, parts=wanted["parts"], dtype=dtype) for matrix in matrices]
+        return [matrix.read(dtype=dtype) for matrix in matrices]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,6 +105,13 @@ def test_slices_of_all_ranks_are_every_feature_of_every_matrix(
             assert held == sorted(held)
 
 
+def test_a_fused_matrix_is_cut_in_each_of_its_parts() -> None:
+    first, last = split_model(shape(num_key_value_heads=4, num_attention_heads=8), num_ranks=2)
+    assert first.features(Cut.qkv, 128) == (range(32), range(64, 80), range(96, 112))
+    assert last.features(Cut.qkv, 128) == (range(32, 64), range(80, 96), range(112, 128))
+    assert last.features(Cut.gate_up, 512) == (range(128, 256), range(384, 512))
+
+
 def test_tokens_that_choose_experts_evenly_read_few_of_them_twice() -> None:
     matrix = Matrix(module="down_proj", num_rows=4, num_columns=4, copies=8, num_chosen=2)
     assert matrix.num_used(1) == 2

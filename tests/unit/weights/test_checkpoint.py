@@ -91,6 +91,10 @@ DAMAGES: list[Callable[[bytes], bytes]] = [
         ),
         (config(medusa_num_heads=5), "describes Medusa heads, and of draft heads those of EAGLE-3, P-EAGLE, D"),
         (
+            lambda folder: (folder / "config.json").write_text('{"speculators_model_type": "peagle"}'),
+            "json lacks vocab_size, hidden_size, num_attention_heads, mask",
+        ),
+        (
             config(quantization_config=changed("gptq", bits=3)),
             r"config.json describes quantized weights that cannot be read \(bits 3\): .*groups of 32",
         ),
@@ -163,6 +167,7 @@ def edit_index(change: Callable[[dict[str, str]], object]) -> Fault:
     [
         (lambda folder: sorted(folder.glob("*.safetensors"))[1].unlink(), "names model-00002-of-.*, which is missing"),
         (lambda folder: (folder / INDEX_FILE).unlink(), "but no model.safetensors.index.json"),
+        (lambda folder: (folder / INDEX_FILE).write_text("{"), "index.json is not JSON"),
         (lambda folder: (folder / INDEX_FILE).write_text("{}"), "has no weight_map"),
         (edit_index(lambda file_of: file_of.update(other="../other.safetensors")), "has no weight_map from tensors"),
     ],
