@@ -63,7 +63,7 @@ class Loading:
         origin: of the values.
         device: of weights and cache.
         comm: the ranks that share the model.
-        dtype: of weights and cache; None for that of the origin. Buffers keep their dtype.
+        dtype: of weights and cache; None for that of the origin. Stored buffers keep theirs.
         progress: see `Progress`.
         precision: of the linear layers; they are quantized as they are read.
         whole: what each of several ranks holds whole; by default nothing.

@@ -19,6 +19,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.initialization import no_init_weights
+from transformers.modeling_utils import local_torch_dtype
 
 from llama_ssp.architectures.family import check_servable, record_of
 from llama_ssp.architectures.matrices import WholeParts, cut_of
@@ -164,7 +165,7 @@ def fill_modules(
     model: PreTrainedModel, sources: Mapping[str, str], devices: Mapping[str, torch.device], kernel: Kernel | None,
     loading: Loading,
 ) -> None:  # fmt: skip
-    """Fill the modules of transformers with weights, and move their buffers to the first device.
+    """Fill the modules of transformers with weights, cast their buffers, and move these to the first device.
 
     Linear layers and experts are filled one by one, which bounds memory where values are converted. The attention
     becomes the one that the precision needs.
@@ -196,9 +197,13 @@ def fill_modules(
         rows[name] = StoredSlice(sources[name], cut, parameter.numel(), dtype, device)
     into = loading.into
     weights = Weights(loading, rows, places=into.model.parameters if into.model else {})
-    for module in model.modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, buffer.to(next(iter(devices.values()))))
+    # Built in the dtype of the weights: those that meet activations have it, and rotary frequencies are in fp32.
+    with torch.device("meta"), local_torch_dtype(loading.weights_dtype), no_init_weights():
+        alike = type(model)(deepcopy(loading.origin.config))
+    dtypes = {name: buffer.dtype for name, buffer in alike.named_buffers()}
+    for name, buffer in list(model.named_buffers()):
+        path, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(path), leaf, buffer.to(next(iter(devices.values())), dtypes.get(name)))
 
     def fill(prefix: str) -> None:
         return_freed()
