@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -20,7 +21,7 @@ from llama_ssp.weights.source import TensorFacts, Wanted, WeightSource
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WeightsInMemory:
-    """The parameters of a model; see `WeightSource`."""
+    """The parameters and the stored buffers of a model; see `WeightSource`."""
 
     name: str  # for reports.
     folder: Path  # where the model came from, if that was a folder.
@@ -32,7 +33,7 @@ class WeightsInMemory:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of most of the parameters."""
+        """The dtype of most of the tensors."""
         return Counter(values.dtype for values in self.parameters.values()).most_common(1)[0][0]
 
     @cached_property
@@ -44,7 +45,7 @@ class WeightsInMemory:
         }
 
     def read(self, name: str, **wanted: Unpack[Wanted]) -> Tensor:
-        """Copy a parameter or a slice of it; see `WeightSource.read`."""
+        """Copy a tensor or a slice of it; see `WeightSource.read`."""
         values, dim = self.parameters[name].detach(), wanted.get("dim")
         if dim is not None:
             values = torch.cat([values.narrow(dim, part.start, len(part)) for part in wanted["parts"]], dim=dim)
@@ -63,14 +64,16 @@ def weights_of(model: nn.Module, *, what: str) -> WeightsInMemory:
     if not isinstance(model, PreTrainedModel) or not isinstance(model, causal):
         wanted = "a causal language model of transformers, such as LlamaForCausalLM, is required"
         raise ConfigError(f"{what} is a loaded {kind}, and {wanted}")
-    parameters = dict(model.named_parameters())
+    stored, buffers = model.state_dict().keys(), dict(model.named_buffers())
+    parameters = dict(model.named_parameters()) | {name: buffers[name] for name in stored & buffers.keys()}
     if getattr(model.config, "quantization_config", None) is not None or getattr(model, "peft_config", None):
         raise ConfigError(f"{what} is a loaded {kind} with quantized weights or adapters: give the model without them")
     if any(values.is_meta for values in parameters.values()):
         raise ConfigError(f"{what} is a loaded {kind} whose weights are not all in memory: load it without offload")
-    path = str(model.name_or_path)
+    path, config = str(model.name_or_path), deepcopy(model.config)
+    config.dtype = model.dtype  # which `save_pretrained` leaves as a string
     return WeightsInMemory(
-        name=Path(path).name or kind, folder=Path(path or kind), config=model.config, shape=shape_of(model.config),
+        name=Path(path).name or kind, folder=Path(path or kind), config=config, shape=shape_of(config),
         parameters=parameters, generation=model.generation_config.to_dict(),
     )  # fmt: skip
 

@@ -133,8 +133,8 @@ def match_modules(
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
-    named: dict[str, str] = {}
-    for name in origin.tensors:
+    named = {name: name for name in origin.tensors if name in table}
+    for name in [name for name in origin.tensors if name not in table]:
         new_name, conversion = rename_source_key(name, renamings, converters, model.base_model_prefix, table)
         if conversion is not None:
             message = f"{origin.folder} stores {name} in parts to be joined while loading, which is not supported"

@@ -9,7 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from benchmarks.families import MORE
 from llama_ssp import load
+from llama_ssp.api.pair import Pair
+from llama_ssp.architectures.reading import check_readable
 from llama_ssp.errors import ConfigError
 from llama_ssp.models.huggingface.modules import load_modules
 from llama_ssp.models.llama.decoder import LeanRunner
@@ -17,10 +20,12 @@ from llama_ssp.models.weights import Loading
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.in_memory import weights_of
 from tests.helpers.hub import shipped
-from tests.helpers.models import build_checkpoint, tiny_model
+from tests.helpers.lanes import heavy
+from tests.helpers.models import FAMILIES, VOCAB_SIZE, build_checkpoint, refusal, tiny_model
 from tests.helpers.other_tokenizer import PROMPT, save_pair
 from tests.helpers.packed_checkpoints import pack_checkpoint
 from tests.helpers.repository import ROOT
+from tests.helpers.tokenizers import save_tokenizer
 
 TINY, DRAFT = (shipped(name) for name in ("tiny", "tiny-draft"))
 
@@ -69,6 +74,32 @@ def test_families_whose_files_have_other_names_load_from_memory(family: str) -> 
     loaded = load_modules(Loading(held))
     for name, values in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], values), name
+
+
+@pytest.mark.parametrize("kind", [
+    kind if kind in {"apertus", "laguna", "kimi_linear"} else heavy(kind) for kind in {**FAMILIES, **MORE}
+])  # fmt: skip
+def test_a_loaded_model_of_every_family_is_as_its_files_and_updates_a_pair(tmp_path: Path, kind: str) -> None:
+    """Also once it has been saved, and with the buffers that are stored."""
+    model = build_checkpoint(tmp_path, kind, **MORE.get(kind, {}))
+    save_tokenizer(tmp_path, VOCAB_SIZE)
+    if refusal(lambda: check_readable(tmp_path, "none")):
+        return
+
+    def text(pair: Pair) -> list[list[int]]:
+        return [done.token_ids for done in pair.generate(["t5 t9 t3 " * 7, "t7 t8"], max_new_tokens=8, temperature=0)]
+
+    stored = load(tmp_path, dtype="fp32")
+    held = load(model, dtype="fp32", tokenizer=stored.tokenizer)
+    before = text(stored)
+    assert text(held) == before
+    generator = torch.Generator().manual_seed(5)
+    for values in filter(torch.is_floating_point, model.state_dict().values()):
+        values.add_(0.2 * torch.randn(values.shape, generator=generator))
+    held.update(model)
+    stored.update(model.state_dict())
+    wanted = text(load(model, dtype="fp32", tokenizer=stored.tokenizer))
+    assert text(held) == text(stored) == wanted != before
 
 
 def test_a_loaded_tokenizer_is_that_of_the_pair(tokenizer: PreTrainedTokenizerBase) -> None:
