@@ -21,7 +21,7 @@ from llama_ssp.cpu.kinds import BLOCK
 from llama_ssp.errors import ConfigError
 from llama_ssp.kernels.linear import make_linear, product_of
 from llama_ssp.models.huggingface.experts import can_be_own, experts_of
-from llama_ssp.models.huggingface.modules import OwnLinear, load_modules, match_modules, output_name
+from llama_ssp.models.huggingface.modules import OwnLinear, load_modules, match_modules, name_of
 from llama_ssp.models.huggingface.runner import ModuleRunner, MtpRunner
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.head import HeadRunner, PairRunner
@@ -73,7 +73,7 @@ def _load_library(loading: Loading) -> ModuleRunner:
         head: Any = model.get_output_embeddings()
         is_tied = head.weight is getattr(model.get_input_embeddings(), "weight", None)
         own_head = OwnLinear(head, partial(make_linear, keeps_weight=is_tied))
-        model.set_submodule(name := output_name(model), into.keep(own_head, "_model", *name.split(".")))
+        model.set_submodule(name := name_of(model, head), into.keep(own_head, "_model", *name.split(".")))
     before = cast("ModuleRunner", into.model)
     parameters = model.named_parameters(remove_duplicate=False)
     if into.fits and all(before.parameters.get(name) is values for name, values in parameters):

@@ -25,6 +25,7 @@ from llama_ssp.architectures.heads import DFLASH, MASK, HeadConfig
 from llama_ssp.architectures.mtp import HIDDEN_FIRST, JOIN, check_mtp, of_one_layer, our_name, with_join
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import CheckpointError, ConfigError
+from llama_ssp.registry import imported
 from llama_ssp.weights.checkpoint import Checkpoint, shape_of
 from llama_ssp.weights.source import TensorFacts, Wanted, WeightSource
 
@@ -61,17 +62,20 @@ class HeadSource:
         if mask := own.get(MASK):
             own[MASK] = TensorFacts(dtype=mask.dtype, shape=(math.prod(mask.shape),))
         shared = (name for name in (EMBEDDING, OUTPUT) if self.files.tensors and name not in own)
-        return own | {name: self.target.tensors[self._of_target(name)] for name in shared}
+        return own | {name: self.target.tensors[self._of_target[name]] for name in shared}
 
     def read(self, name: str, **wanted: Unpack[Wanted]) -> Tensor:
         """See `WeightSource.read`."""
         if name not in self._stored:
-            return self.target.read(self._of_target(name), **wanted)
+            return self.target.read(self._of_target[name], **wanted)
         found = self.files.read(self._stored[name], **wanted)
         return found.flatten() if name == MASK else found
 
-    def _of_target(self, name: str) -> str:
-        return name if name in self.target.tensors else EMBEDDING  # of an output that is tied to it
+    @cached_property
+    def _of_target(self) -> Mapping[str, str]:
+        """The stored names in the target of the embedding and the output."""
+        vocabulary_of = imported("llama_ssp.models.huggingface.modules:vocabulary_of", setting="draft")
+        return dict(zip((EMBEDDING, OUTPUT), vocabulary_of(self.target), strict=True))
 
     @property
     def shares_output(self) -> bool:

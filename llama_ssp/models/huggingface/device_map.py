@@ -8,11 +8,10 @@ import logging
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from llama_ssp.errors import PlacementError
-from llama_ssp.models.huggingface.modules import fill_modules, match_modules
+from llama_ssp.models.huggingface.modules import fill_modules, layers_of, match_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.weights import Loading
 from llama_ssp.planning.weights import split_layers
@@ -52,8 +51,7 @@ def load_device_map(loading: Loading, devices: Sequence[torch.device]) -> Module
 
 def _names(model: PreTrainedModel) -> tuple[list[str], list[str], list[str]]:
     """Names of a model's outermost modules: before the layers, the layers, and after them."""
-    modules, num_layers = dict(model.named_modules()), model.config.num_hidden_layers
-    stack = next(name for name, m in modules.items() if isinstance(m, nn.ModuleList) and len(m) == num_layers)
+    modules, (stack, layers) = dict(model.named_modules()), layers_of(model)
     before, after = list[str](), list[str]()
     side = before
     for name, module in modules.items():
@@ -62,7 +60,7 @@ def _names(model: PreTrainedModel) -> tuple[list[str], list[str], list[str]]:
         if not (is_inner or f"{stack}.".startswith(f"{name}.") or module is model):
             # Modules without weights, such as rotary angles, are computed once, for the first layer.
             (side if next(module.parameters(), None) is not None else before).append(name)
-    return before, [f"{stack}.{number}" for number in range(num_layers)], after
+    return before, [f"{stack}.{number}" for number in range(len(layers))], after
 
 
 def _dispatch(model: PreTrainedModel, placed: Mapping[str, torch.device], first: torch.device) -> None:

@@ -143,6 +143,14 @@ def match_modules(
     return model, Matched(origin, table, named=named, ties=model.all_tied_weights_keys)
 
 
+def vocabulary_of(origin: WeightSource) -> tuple[str, str]:
+    """The stored names of the embedding and the output of a model, which are one if they are tied."""
+    model, matched = match_modules(origin)
+    tables = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, output = (matched.sources[f"{name_of(model, table)}.weight"] for table in tables)
+    return embedding, output
+
+
 def load_modules(
     loading: Loading, *, kernel: Kernel | None = None, tables: tuple[nn.Module, nn.Module] | None = None
 ) -> PreTrainedModel:
@@ -156,7 +164,7 @@ def load_modules(
     shard(model, loading.origin.shape, loading.comm, own=loading.own_shard, whole=loading.kept_whole)
     if tables:
         model.set_input_embeddings(tables[0])
-        model.set_submodule(output_name(model), SharedOutput(tables[1]))
+        model.set_submodule(name_of(model, model.get_output_embeddings()), SharedOutput(tables[1]))
     fill_modules(model, matched.sources, {"": loading.device}, loading.precision.kernel or kernel, loading)
     return model
 
@@ -229,11 +237,14 @@ def _attend_by_position(model: PreTrainedModel) -> None:
     model.config._attn_implementation = BY_POSITION[attention]
 
 
-def output_name(model: PreTrainedModel) -> str:
-    """The name of the module that makes logits."""
-    output: object = model.get_output_embeddings()
-    found: str = next(name for name, module in model.named_modules() if module is output)
-    return found
+def name_of(model: PreTrainedModel, module: nn.Module) -> str:
+    """The name of a module, such as the one that makes logits."""
+    return next(name for name, each in model.named_modules() if each is module)
+
+
+def layers_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """The decoder layers and their name: the first list of modules."""
+    return next((name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
 
 
 class SharedOutput(nn.Module):

@@ -19,6 +19,7 @@ from llama_ssp.kernels.parts import rows_of
 from llama_ssp.models.cache import CachedRunner, LibraryCache, Taps
 from llama_ssp.models.huggingface.experts import ExpertCounter
 from llama_ssp.models.huggingface.families import mask_argument
+from llama_ssp.models.huggingface.modules import layers_of
 from llama_ssp.models.huggingface.recurrent import mixers_of, state_of, use_own_kernels
 from llama_ssp.models.runner import TreePlaces, masks_of
 from llama_ssp.models.tensor_parallel import GatheredLinear, own_part
@@ -165,7 +166,7 @@ class ModuleRunner(CachedRunner):
             yield
             return
         slots_M = taps.slots(slots_BT, cache_rows_B)
-        layers = [*self._model.get_decoder().layers, self._model.get_output_embeddings()]
+        layers = [*layers_of(self._model)[1], self._model.get_output_embeddings()]
 
         def keep(layer: int, _module: nn.Module, args: tuple[Any, ...]) -> None:
             taps.write(layer, args[0].flatten(0, 1), slots_M)

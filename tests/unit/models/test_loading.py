@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from benchmarks.families import MORE
 from llama_ssp import catalogue
 from llama_ssp.errors import CheckpointError
 from llama_ssp.models.huggingface.modules import load_modules
@@ -20,9 +21,11 @@ from llama_ssp.models.weights import Loading, StoredSlice, Weights
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import SINGLE_FILE, Checkpoint, inspect
-from llama_ssp.weights.head import of_target
+from llama_ssp.weights.head import EMBEDDING, OUTPUT, of_target
 from tests.helpers.draft_heads import make_tensors, save_original
-from tests.helpers.models import FAMILIES, build_checkpoint, tiny_config
+from tests.helpers.lanes import heavy
+from tests.helpers.models import FAMILIES, VOCAB_SIZE, build_checkpoint, refusal, tiny_config
+from tests.helpers.one_pass_heads import SHARING, save_head
 from tests.unit.models.conftest import Saved
 
 
@@ -114,6 +117,25 @@ def test_tensors_that_no_module_takes_are_named(tmp_path: Path, caplog: pytest.L
     check_model(inspect(tmp_path), num_ranks=2)
     named = "model.layers.1.self_attn.o_proj.bias, model.layers.1.self_attn.q_proj.bias"
     assert caplog.messages == [f"{tmp_path} holds tensors that no module takes, which are not read: {named}"]
+
+
+@pytest.mark.parametrize("kind", [
+    kind if kind in {"gpt_neox", "gpt_neo", "nemotron_h", "qwen3"} else heavy(kind) for kind in {**FAMILIES, **MORE}
+])  # fmt: skip
+def test_a_head_without_embedding_and_output_has_those_of_any_target(tmp_path: Path, kind: str) -> None:
+    model = build_checkpoint(tmp_path / "target", kind, **MORE.get(kind, {}))
+    layers = {"mask_token_id": VOCAB_SIZE - 1, "target_layer_ids": [0, 0, 0]}
+    head = inspect(save_head(tmp_path / "head", SHARING, vocab_size=VOCAB_SIZE, dflash_config=layers))
+    assert head.head
+    target = inspect(tmp_path / "target")
+    if refusal(lambda: check_model(target, num_ranks=1)):
+        return
+    source = of_target(head, head.head, target)
+    check_model(source, num_ranks=1)
+    tables: Any = model.get_input_embeddings(), model.get_output_embeddings()
+    for name, module in zip((EMBEDDING, OUTPUT), tables, strict=True):
+        assert torch.equal(source.read(name), module.weight)
+        assert source.tensors[name].shape == module.weight.shape
 
 
 def test_tensors_of_a_head_that_no_module_takes_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,8 +9,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from benchmarks.families import MORE
+from llama_ssp import load as load_pair
 from llama_ssp.architectures.family import inventory
-from llama_ssp.architectures.reading import read_config
+from llama_ssp.architectures.reading import check_readable, read_config
 from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError
 from llama_ssp.machines import hardware
@@ -28,6 +30,7 @@ from llama_ssp.weights.head import HeadSource
 from tests.helpers import head_drafts
 from tests.helpers.head_drafts import NUM_DRAFTED, Seen, check_greedy
 from tests.helpers.lanes import heavy, slow
+from tests.helpers.models import FAMILIES, VOCAB_SIZE, build_checkpoint, refusal
 from tests.helpers.one_pass_heads import (
     CONFIGS,
     SHARING,
@@ -40,7 +43,9 @@ from tests.helpers.one_pass_heads import (
     taps_of,
 )
 from tests.helpers.recorded import WatchedGraphs
+from tests.helpers.tokenizers import save_tokenizer
 
+OF_OTHER_NAMES = ("gpt_neox", "gpt2", "mpt", "falcon")
 PROMPTS = ((5, 100, 17, 4, 56), (31,), tuple(range(40, 70)))
 
 
@@ -88,6 +93,28 @@ def test_every_position_of_every_round_has_the_distribution_of_the_reference(
 def test_a_head_reads_what_it_has_missed_in_rounds_that_did_not_draft(layout: str, tmp_path: Path) -> None:
     choices = [*[DraftChoice(0)] * 33, DraftChoice(3), DraftChoice(2)]
     assert check(tmp_path, layout, num_new=40, choices=choices) > 10
+
+
+@pytest.mark.parametrize("kind", [
+    *("gpt_neo", "nemotron_h"), *map(heavy, OF_OTHER_NAMES),
+    *(slow(kind) for kind in {**FAMILIES, **MORE} if kind not in {"gpt_neo", "nemotron_h", *OF_OTHER_NAMES}),
+])  # fmt: skip
+def test_a_head_with_the_tables_of_its_target_drafts_for_every_family(tmp_path: Path, kind: str) -> None:
+    """Of embedding, output and layers whatever their names."""
+    build_checkpoint(tmp_path / "target", kind, **MORE.get(kind, {}))
+    save_tokenizer(tmp_path / "target", VOCAB_SIZE)
+    if refusal(lambda: check_readable(tmp_path / "target", "none")):
+        return
+    layers = {"mask_token_id": VOCAB_SIZE - 1, "target_layer_ids": [0, 0, 0]}
+    save_head(tmp_path / "head", SHARING, vocab_size=VOCAB_SIZE, dflash_config=layers)
+    texts = [
+        [done.token_ids for done in pair.generate(["t5 t9 t3 " * 7, "t7 t8"], max_new_tokens=8, temperature=0)]
+        for pair in (
+            load_pair(tmp_path / "target", dtype="fp32"),
+            load_pair(tmp_path / "target", tmp_path / "head", dtype="fp32"),
+        )
+    ]
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize(
