@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from llama_ssp.architectures.family import VOCABULARY_PLAN, Family, layer_plan, windows_of_layers
+from llama_ssp.architectures.family import VOCABULARY_PLAN, Family, layer_plan, unwritten, windows_of_layers
 from llama_ssp.architectures.matrices import ATTENTION, GATED, PLAIN, Inventory, Matrix, decoder
 from llama_ssp.catalogue import ModelShape
 
@@ -135,4 +135,7 @@ GPT_NEO = Family(
     tp_plan=_NEO_PLAN,  # the library has none
     check_files="llama_ssp.models.huggingface.families:check_gpt_neo",
     adapt="llama_ssp.models.huggingface.families:adapt_gpt_neo",
+)
+GPT_NEOX_JAPANESE = unwritten(
+    "gpt_neox_japanese", adapt="llama_ssp.models.huggingface.families:adapt_gpt_neox_japanese"
 )

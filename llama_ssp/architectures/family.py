@@ -22,9 +22,10 @@ from llama_ssp.words import said
 
 @cache
 def kinds() -> Mapping[str, Mapping[str, Any]]:
-    """By kind: `names` of fields that are others in its files, `defaults` of absent ones, whether it is `without_plan`.
+    """By kind: `names` of fields that are others in its files, `defaults` of absent ones, and what bars it from runs.
 
-    The latter says that neither the library nor a record of ours has a tensor-parallel plan.
+    `without_plan`: neither the library nor a record of ours has a tensor-parallel plan. `is_encoder`: it is one unless
+    its files say `is_decoder`. `fails`: why it does not run with the static cache.
     """
     found: dict[str, Any] = json.loads((files(__package__) / "kinds.json").read_text())
     return found
@@ -202,10 +203,6 @@ _STATES_OF = {
 """Recurrences that are not known here, in families whose files call them otherwise."""
 _SAME_LAYERS = {"mamba": "linear_attention", "attention": "full_attention"}
 """Kinds of layers by their names in older files."""
-_FAILURES = {
-    "bloom": "ValueError: too many values to unpack",
-    "openai-gpt": "RuntimeError: The size of tensor a must match the size of tensor b",
-}
 OTHER = "one of the families of docs/guides/models.md is required"
 
 
@@ -219,14 +216,14 @@ def check_servable(field: Callable[[str], Any]) -> None:
     model = f"{model_type} model"
     unsaid = [kind for kind, (_, names) in _OTHER_LAYERS.items() if model_type in names] or ["sliding_attention"]
     record = record_of(model_type)
-    kinds = {_SAME_LAYERS.get(kind, kind) for kind in field("layer_types") or unsaid}
-    if not record.windows and "sliding_attention" in kinds and window and context and window < context:
+    layers = {_SAME_LAYERS.get(kind, kind) for kind in field("layer_types") or unsaid}
+    if not record.windows and "sliding_attention" in layers and window and context and window < context:
         windowed = [name for name, family in families().items() if family.windows]
         raise ConfigError(
             f"this {model} has sliding windows of {window} tokens in a context of {context}, which are supported for "
             f"{', '.join(sorted(windowed))} (max_position_embeddings={window} in its config.json would do)"
         )
-    other = sorted(kinds - {"sliding_attention", "full_attention", *record.recurrent})
+    other = sorted(layers - {"sliding_attention", "full_attention", *record.recurrent})
     if other:
         reason, _ = _OTHER_LAYERS.get(other[0], ("which the cache has no place for", ()))
         if model_type in _STATES_OF:
@@ -236,9 +233,11 @@ def check_servable(field: Callable[[str], Any]) -> None:
             "recurrent family of docs/guides/models.md is required"
         )
     # Of "vision", only images are read in both directions.
-    if field("use_bidirectional_attention") not in {None, False, "vision"} or field("is_causal") is False:
-        wanted = "use_bidirectional_attention=false and is_causal=true are required"
-        raise ConfigError(f"this {model} attends in both directions: {wanted}")
+    facts = kinds().get(model_type, {})
+    is_encoder = "is_encoder" in facts and not field("is_decoder")
+    if is_encoder or field("use_bidirectional_attention") not in {None, False, "vision"} or field("is_causal") is False:
+        wanted = "is_decoder=true" if is_encoder else "use_bidirectional_attention=false and is_causal=true"
+        raise ConfigError(f"this {model} attends in both directions, and {wanted} is required")
     rope = field("rope_parameters") or {}
     for found in (rope, *(values for values in rope.values() if isinstance(values, dict))):
         rope_type = found.get("rope_type", "default")
@@ -246,8 +245,8 @@ def check_servable(field: Callable[[str], Any]) -> None:
             raise ConfigError(
                 f"this {model} has rope_type {rope_type!r:.60}: the name of one is required, such as default or yarn"
             )
-    if model_type in _FAILURES:
-        raise ConfigError(f"{model_type} models do not run with the static cache ({_FAILURES[model_type]}): {OTHER}")
+    if reason := facts.get("fails"):
+        raise ConfigError(f"{model_type} models do not run with the static cache ({reason}): {OTHER}")
 
 
 def check_ranks(model_type: str, num_ranks: int) -> None:

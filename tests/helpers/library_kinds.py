@@ -1,4 +1,4 @@
-"""What transformers' configuration classes say of the kinds that llama_ssp/architectures/kinds.json lists.
+"""What transformers' configuration classes say of the kinds that llama_ssp/architectures/kinds.json lists; tiny ones.
 
 .venv/bin/python -m tests.helpers.library_kinds    writes that file
 """
@@ -32,6 +32,47 @@ NAMES = {
 """Fields that `architectures.reading`, `.experts` and `.gemma` read."""
 
 
+ENCODERS = (
+    "bert", "bert-generation", "big_bird", "electra", "ernie", "megatron-bert", "rembert", "roc_bert", "roformer",
+)  # fmt: skip
+_WITHOUT_POSITIONS = (
+    "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "camembert", "cpmant", "data2vec-text", "marian",
+    "mbart", "moshi", "mvp", "pegasus", "plbart", "prophetnet", "reformer", "roberta", "roberta-prelayernorm", "trocr",
+    "xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod",
+)  # fmt: skip
+FAILS = dict.fromkeys(_WITHOUT_POSITIONS, "they take no positions of tokens") | {
+    "bloom": "ValueError: too many values to unpack",
+    "hrm_text": "parts of their tensors are joined while they are loaded",
+    "openai-gpt": "RuntimeError: The size of tensor a must match the size of tensor b",
+}
+"""Kinds that do not run, and why."""
+_TINY = {
+    **dict.fromkeys(("num_layers", "n_layer", "decoder_layers", "encoder_layers"), 2),
+    **dict.fromkeys(("num_heads", "n_head", "decoder_attention_heads", "encoder_attention_heads"), 8),
+    **dict.fromkeys(("n_embd", "d_model", "embedding_size"), 64),
+    **dict.fromkeys(("ffn_dim", "ffn_hidden_size", "decoder_ffn_dim", "encoder_ffn_dim"), 160),
+    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "shared_expert_intermediate_size"), 48),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "zero_expert_num"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts"), 1),
+    "num_key_value_heads": 4, "head_dim": 16, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16, "v_head_dim": 16, "n_positions": 128, "intermediate_multiple_size": 2, "sliding_window": 6,
+    "is_decoder": True, "default_language": "en_XX",
+}  # fmt: skip
+_LATENT = {"num_key_value_heads": 8, "head_dim": 8}
+_ODD: dict[str, dict[str, Any]] = {
+    "longcat_flash": {"num_hidden_layers": 4, "num_layers": 2}, "modernbert-decoder": {"pad_token_id": 0},
+}  # fmt: skip
+
+
+def tiny_sizes(kind: str) -> dict[str, Any]:
+    """Sizes beside those of `tests.helpers.models.SIZES` for any kind whose configuration is flat."""
+    config = CONFIG_MAPPING[kind]
+    known = {each.name for each in fields(config)} | config.attribute_map.keys()
+    sizes = _TINY | (_LATENT if "kv_lora_rank" in known else {})
+    return {name: size for name, size in sizes.items() if name in known} | _ODD.get(kind, {})
+
+
 def library_kinds() -> dict[str, dict[str, Any]]:
     found = {}
     for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
@@ -44,7 +85,10 @@ def library_kinds() -> dict[str, dict[str, Any]]:
                 defaults[name] = value
         plan = {**(config.base_model_tp_plan or {}), **record_of(kind).tp_plan}
         without = not any(".*." in name for name in plan) and _may_run(kind)
-        facts = {"names": names, "defaults": defaults, "without_plan": without}
+        facts = {
+            "names": names, "defaults": defaults, "without_plan": without, "is_encoder": kind in ENCODERS,
+            "fails": FAILS.get(kind),
+        }  # fmt: skip
         found[kind] = {key: value for key, value in facts.items() if value}
     return found
 
@@ -54,7 +98,7 @@ def _may_run(kind: str) -> bool:
     if {"text_config", "decoder"} & CONFIG_MAPPING[kind].sub_configs.keys():
         return False
     try:
-        check_servable({"model_type": kind}.get)
+        check_servable({"model_type": kind, "is_decoder": True}.get)
     except ConfigError:
         return False
     return True

@@ -32,6 +32,8 @@ def adapt(model: PreTrainedModel) -> None:
         kinds = getattr(module, "rope_type", None)  # of all layers, or by type of layer
         if kinds is not None:
             module.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"
+        if hasattr(module, "zero_expert_num"):  # of LongCat-Flash: some experts have no weights
+            module.num_experts = module.total_experts
     if path := record_of(model.config.model_type).adapt:
         imported(path, setting=model.config.model_type)(model)
 
@@ -78,3 +80,10 @@ def _attend(module: Any, number: int, *qkv_and_masks: Tensor) -> tuple[Tensor, N
     *qkv, masks_BWTS = qkv_and_masks
     attended_BTHD, _ = attend(module, *qkv, masks_BWTS[:, number : number + 1], scaling=1.0)
     return attended_BTHD.transpose(1, 2), None
+
+
+def adapt_gpt_neox_japanese(model: PreTrainedModel) -> None:
+    """Give every layer's attention copies of keys and values, which it views in another shape."""
+    for layer in model.get_decoder().layers:
+        attend = layer.attention._attn
+        layer.attention._attn = lambda q, k, v, mask, attend=attend: attend(q, k.contiguous(), v.contiguous(), mask)

@@ -302,4 +302,4 @@ def linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
 def is_linear(name: str, module: nn.Module) -> bool:
     """Whether a module is a linear layer, and no router: some of those have a forward of their own, or are read."""
     is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-    return is_plain and not name.endswith((".router.proj", ".gate.wg"))
+    return is_plain and not name.endswith((".router.proj", ".router.classifier", ".gate.wg"))

@@ -80,30 +80,29 @@ class ModuleRunner(CachedRunner):
 
     @torch.inference_mode()
     def _compare(self) -> None:
-        """Raise ConfigError unless a short text has the logits that it has without this cache and these masks.
+        """Raise ConfigError unless two short texts have the logits that they have without this cache and these masks.
 
         A window is shortened meanwhile, so that the text is longer. Each piece is read once before, with other tokens:
         states must forget them.
         """
         config: Any = self._model.config
         windows, window = self._windows, getattr(config, "sliding_window", None)
-        ids_1T = torch.arange(_COMPARED_TOKENS, device=self.device)[None] * 7 % self.vocab_size
-        positions_1T = torch.arange(_COMPARED_TOKENS, device=self.device)[None]
+        positions_BT = torch.arange(_COMPARED_TOKENS, device=self.device).repeat(2, 1)
+        ids_BT = torch.stack([7 * positions_BT[0], 5 * positions_BT[1]]) % self.vocab_size
         try:
             if window:
                 config.sliding_window = _COMPARED_WINDOW
                 self._windows = record_of(config.model_type).windows_of(config)
-            wanted_TV = self._model(input_ids=ids_1T, use_cache=False).logits[0].float()
-            self.allocate(batch_size=1, capacity=_COMPARED_TOKENS, num_rolled_back=_COMPARED_PIECE)
+            wanted_BTV = self._model(input_ids=ids_BT, use_cache=False).logits.float()
+            self.allocate(batch_size=2, capacity=_COMPARED_TOKENS, num_rolled_back=_COMPARED_PIECE)
             found = []
             for ids, positions in zip(
-                *(each.split(_COMPARED_PIECE, 1) for each in (ids_1T, positions_1T)), strict=True
+                *(each.split(_COMPARED_PIECE, 1) for each in (ids_BT, positions_BT)), strict=True
             ):
                 for read in [ids.flip(1), ids] if self.keeps_states else [ids]:
-                    logits_1TV = self.forward(read, positions, bucket=_COMPARED_TOKENS)
-                found.append(logits_1TV[0])
-            found_TV = torch.cat(found)
-            apart = float((found_TV - wanted_TV).norm() / wanted_TV.norm())
+                    logits_BTV = self.forward(read, positions, bucket=_COMPARED_TOKENS)
+                found.append(logits_BTV)
+            apart = float((torch.cat(found, 1) - wanted_BTV).norm() / wanted_BTV.norm())
         except Exception as error:  # of any family's code
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MOST_LETTERS]
             raise ConfigError(

@@ -10,8 +10,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.families import MORE
 from llama_ssp.architectures.family import check_servable, inventory, record_of
@@ -38,6 +39,7 @@ from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.lanes import heavy, slow
+from tests.helpers.library_kinds import tiny_sizes
 from tests.helpers.models import (
     FAMILIES,
     VOCAB_SIZE,
@@ -171,6 +173,36 @@ def test_a_plan_refuses_what_a_run_refuses_in_the_same_words(tmp_path: Path, kin
     assert bool(found) == (kind in REFUSED or (num_ranks == 2 and kind in ON_ONE))
 
 
+OTHERS = [
+    kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if kind not in {*FAMILIES, *MORE} and not CONFIG_MAPPING[kind].sub_configs
+    # Too large to be made here, or of sizes that the library's own checks bind to each other.
+    and kind not in {"blt", "git", "cohere_compass_text", "dbrx", "prophetnet", "reformer", "xlnet", "zamba", "zamba2",
+                     "zaya"}
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [
+    kind if kind in {"bart", "bert", "gpt_neox_japanese", "longcat_flash"} else heavy(kind) for kind in OTHERS
+])  # fmt: skip
+def test_every_kind_of_the_library_gives_its_greedy_text_or_is_refused_by_plan_and_run_alike(
+    tmp_path: Path, kind: str
+) -> None:
+    """On one rank, with and without look-up; those that can be encoders are decoders here."""
+    model = build_checkpoint(tmp_path, kind, **tiny_sizes(kind))
+    refused = refusal(lambda: check_readable(tmp_path, "none"))
+    assert refused == (refusal(lambda: check_model(inspect(tmp_path), num_ranks=1)) or refusal(lambda: load(tmp_path)))
+    assert (kind not in {"bert", "gpt_neox_japanese", "longcat_flash"}) or not refused
+    if refused:
+        return
+    runner = load(tmp_path)
+    for is_looked_up in (False, True):
+        decoder = make_decoder(runner, None, ngram=is_looked_up, batch_size=2)
+        for request, done in zip(requests(LENGTHS), complete(decoder, requests(LENGTHS)), strict=True):
+            wanted = library_greedy(model, request.prompt_ids, num_tokens=NUM_NEW_TOKENS)
+            part_at_a_near_tie(model, request.prompt_ids, wanted, done.token_ids[: len(wanted)])
+
+
 @pytest.mark.parametrize(
     ("num_more", "reason"),
     [(0, "have other logits with the static cache than in transf"), (1, r"do not run with the static cache \(Runtime")],
@@ -227,6 +259,34 @@ def test_narrow_formats_come_as_close_as_their_rounding_allows(tmp_path: Path, k
     ]
     found, wanted = torch.cat(pieces, 1)[0], library_logits(model, ids_BT[0])
     assert (found - wanted).abs().max() < TOLERANCES[dtype] * wanted.std()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("kind", [
+    kind if kind in {"xglm", "falcon_h1", "gemma4_text", "nemotron_h, experts"} else heavy(kind)
+    for kind in {**FAMILIES, **MORE} if kind not in REFUSED
+])  # fmt: skip
+def test_every_family_runs_in_16_bits_with_the_dtypes_of_the_librarys_buffers(
+    tmp_path: Path, kind: str, dtype: torch.dtype
+) -> None:
+    """Rounding may choose another expert. Caches have the format of the weights, and texts come with look-up too."""
+    build_checkpoint(tmp_path, kind, dtype=dtype, **MORE.get(kind, {}))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    runner: Any = load_model(Loading(inspect(tmp_path), dtype=dtype))
+    wanted_buffers = dict(model.named_buffers())
+    for name, found in runner._model.named_buffers() if isinstance(runner, ModuleRunner) else ():
+        assert found.dtype == wanted_buffers[name].dtype, name
+        assert torch.equal(found, wanted_buffers[name]), name
+    runner.allocate(batch_size=1, capacity=24)
+    ids_BT, positions_BT = random_ids(1, 16), torch.arange(16)[None]
+    with torch.inference_mode():
+        logits_TV, wanted_TV = runner.forward(ids_BT, positions_BT, bucket=24)[0], model(ids_BT).logits[0].float()
+    assert (logits_TV - wanted_TV).norm() < 0.3 * wanted_TV.norm()
+    kept = [*runner._cache._wholes, *(runner._states.inputs.values() if runner.keeps_states else ())]
+    assert {whole.dtype for whole in kept} == {dtype}
+    for is_looked_up in (False, True):
+        decoder = make_decoder(runner, None, ngram=is_looked_up, batch_size=2)
+        assert [len(done.token_ids) for done in complete(decoder, requests((3, 14), num_tokens=4))] == [4, 4]
 
 
 @pytest.mark.parametrize(("kind", "form"), [("gpt_neo", "sdpa"), ("gemma2", SOFTCAPPED)])
