@@ -84,6 +84,7 @@ def _attend(module: Any, number: int, *qkv_and_masks: Tensor) -> tuple[Tensor, N
 
 def adapt_gpt_neox_japanese(model: PreTrainedModel) -> None:
     """Give every layer's attention copies of keys and values, which it views in another shape."""
-    for layer in model.get_decoder().layers:
+    body: Any = model.get_decoder()
+    for layer in body.layers:
         attend = layer.attention._attn
         layer.attention._attn = lambda q, k, v, mask, attend=attend: attend(q, k.contiguous(), v.contiguous(), mask)

@@ -239,7 +239,8 @@ def _attend_by_position(model: PreTrainedModel) -> None:
 
 def name_of(model: PreTrainedModel, module: nn.Module) -> str:
     """The name of a module, such as the one that makes logits."""
-    return next(name for name, each in model.named_modules() if each is module)
+    found: str = next(name for name, each in model.named_modules() if each is module)
+    return found
 
 
 def layers_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:

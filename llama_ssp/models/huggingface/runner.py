@@ -168,7 +168,8 @@ class ModuleRunner(CachedRunner):
         layers = [*layers_of(self._model)[1], self._model.get_output_embeddings()]
 
         def keep(layer: int, _module: nn.Module, args: tuple[Any, ...]) -> None:
-            taps.write(layer, args[0].flatten(0, 1), slots_M)
+            active_BTE = args[0][(0,) * (args[0].dim() - 3)]  # the first of the streams that Gemma 3n has
+            taps.write(layer, active_BTE.flatten(0, 1), slots_M)
 
         hooks = [layers[layer].register_forward_pre_hook(partial(keep, layer), prepend=True) for layer in taps.layers]
         try:

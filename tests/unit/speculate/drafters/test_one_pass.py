@@ -45,7 +45,7 @@ from tests.helpers.one_pass_heads import (
 from tests.helpers.recorded import WatchedGraphs
 from tests.helpers.tokenizers import save_tokenizer
 
-OF_OTHER_NAMES = ("gpt_neox", "gpt2", "mpt", "falcon")
+OF_OTHER_NAMES = ("gpt_neox", "gpt2", "mpt", "falcon", "gemma3n_text")
 PROMPTS = ((5, 100, 17, 4, 56), (31,), tuple(range(40, 70)))
 
 
