@@ -245,8 +245,8 @@ def check_servable(field: Callable[[str], Any]) -> None:
             raise ConfigError(
                 f"this {model} has rope_type {rope_type!r:.60}: the name of one is required, such as default or yarn"
             )
-    if reason := facts.get("fails"):
-        raise ConfigError(f"{model_type} models do not run with the static cache ({reason}): {OTHER}")
+    if failure := facts.get("fails"):
+        raise ConfigError(f"{model_type} models do not run with the static cache ({failure}): {OTHER}")
 
 
 def check_ranks(model_type: str, num_ranks: int) -> None:
