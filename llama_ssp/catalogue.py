@@ -118,7 +118,9 @@ class ModelShape:
     markov_size: int = 0  # parameters of the part that joins the drafted tokens of a pass.
     refusal: str = ""  # why runs refuse the model, if they do.
     # the modules of a family without a record (`architectures.matrices.Inventory`); no setting.
-    modules: Any = field(default=None, metadata={"omegaconf_ignore": True})
+    modules: Any = field(default=None, repr=False, metadata={"omegaconf_ignore": True})
+    # a kind of layers that keep a state of the text, if the family has any (`architectures.family`); no setting.
+    recurrent: str = field(default="", metadata={"omegaconf_ignore": True})
     shares_embedding: bool = False  # of a draft head without an embedding of its own, which reads its target's.
 
     @property

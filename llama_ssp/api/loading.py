@@ -17,7 +17,7 @@ from llama_ssp.ranks.gpu import selection_kept
 from llama_ssp.ranks.process import check_docstrings
 from llama_ssp.ranks.world import World, start
 from llama_ssp.registry import load_plugins
-from llama_ssp.run.checkpoints import Loaded, find_sources
+from llama_ssp.run.checkpoints import Loaded, find_sources, with_number_formats
 from llama_ssp.run.decoders import load_models
 from llama_ssp.run.pipeline import choose_placement
 from llama_ssp.run.tasks.records import GenerateConfig
@@ -112,6 +112,7 @@ def _loaded(config: RunConfig, world: World, loaded: tuple[Loaded, Loaded]) -> P
         choose_placement(config, world, _log.info)
     sources = find_sources(config, world, loaded=loaded)
     models = load_models(config, world, sources)
+    config = with_number_formats(config, sources)
     return Pair(models=models, config=config, world=world, generation=sources[0].generation)
 
 

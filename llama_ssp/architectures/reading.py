@@ -68,7 +68,7 @@ def shape_from(field: Field, *, ties: bool, derives_units: bool = True) -> Model
     num_heads, width = sizes["num_attention_heads"], sizes["hidden_size"]
     shares_keys = field("multi_query") and not field("new_decoder_architecture")
     model_type, of_keys = field("model_type"), field("num_key_value_heads") or field("num_kv_heads")
-    own = record_of(model_type).sizes
+    record = record_of(model_type)
     return ModelShape(
         model_type=model_type,
         tie_word_embeddings=ties,
@@ -78,7 +78,8 @@ def shape_from(field: Field, *, ties: bool, derives_units: bool = True) -> Model
         latent_width=(field("kv_lora_rank") or 0) and field("kv_lora_rank") + (field("qk_rope_head_dim") or 0),
         **sizes | {"intermediate_size": sizes["intermediate_size"] or 4 * width},
         **expert_sizes(field, num_layers=sizes["num_hidden_layers"]),
-        **(own(field) if own else {}),
+        **(record.sizes(field) if record.sizes else {}),
+        recurrent=next(iter(record.recurrent), ""),
     )
 
 

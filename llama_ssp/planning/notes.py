@@ -1,16 +1,13 @@
-"""What runs refuse to draft with, and what a plan says of its models: families, states, contexts, storage."""
+"""What a plan says of its models: families, states, contexts, storage."""
 
 from collections.abc import Iterator
 
 from llama_ssp.architectures import engine
 from llama_ssp.architectures.family import inventory, record_of
-from llama_ssp.catalogue import ModelConfig, ModelShape
+from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.planning.model import PlannedModel
 from llama_ssp.planning.spec import PlanSpec
-from llama_ssp.settings.drafters import drafts, has_own_tokenizer
-from llama_ssp.settings.schema import RunConfig
-from llama_ssp.words import said
 
 
 def notes_on_families(*models: PlannedModel | ModelConfig) -> Iterator[str]:
@@ -27,41 +24,8 @@ def notes_on_families(*models: PlannedModel | ModelConfig) -> Iterator[str]:
             )
 
 
-def refused_drafting(*models: ModelShape | None, has_tree: bool, own_tokenizer: bool, num_steps: int) -> str:
-    """Why a target and a draft, some with recurrent layers, cannot draft so many tokens so; empty if they can."""
-    for place, shape in enumerate(models):
-        kinds = record_of(shape.model_type).recurrent if shape else ()
-        if shape and kinds and has_tree:
-            return (
-                f"speculation.tree scores several tokens at one position, and a layer of kind {kinds[0]}, as this "
-                f"{shape.model_type} model has, keeps one state at each: leave speculation.tree out"
-            )
-        if shape and kinds and place and own_tokenizer:
-            return (
-                f"{said('draft.tokenizer', 'own')} respells a text from several tokens back, and a layer of kind "
-                f"{kinds[0]}, as this {shape.model_type} draft has, keeps no state there: give a draft without such "
-                "layers, or with the target's tokenizer"
-            )
-    if (draft := models[-1]) and draft.most_drafted and num_steps > draft.most_drafted:
-        return (
-            f"the draft head drafts blocks of {draft.most_drafted} tokens, and {num_steps} are asked for: use "
-            f"{said('speculation.num_draft_tokens', draft.most_drafted)} or fewer, or a tree that is no deeper"
-        )
-    return ""
-
-
-def check_drafting(config: RunConfig, *models: ModelShape | None) -> None:
-    """Raise ConfigError if a run cannot draft with its target and its draft; see the reasons above."""
-    if reason := refused_drafting(
-        *models, has_tree=config.speculation.tree is not None and drafts(config.draft),
-        own_tokenizer=has_own_tokenizer(config.draft), num_steps=config.speculation.most_steps,
-    ):  # fmt: skip
-        raise ConfigError(reason)
-
-
 def notes_on_states(spec: PlanSpec) -> Iterator[str]:
-    """Say what recurrent layers keep, and why runs refuse to draft with them."""
-    shapes = [model.shape for model in (spec.target, spec.draft) if model]
+    """Say what recurrent layers keep."""
     for model, num_kept in zip((spec.target, spec.draft), spec.kept_states, strict=True):
         if model and (states := inventory(model.shape).states):
             yield (
@@ -70,10 +34,6 @@ def notes_on_states(spec: PlanSpec) -> Iterator[str]:
                 f"{' and one that later prompts go on from,' * len(num_kept[1:])} take "
                 f"{model.state_bytes(*num_kept) / 2**20:.2f} MiB at any length"
             )
-    if reason := refused_drafting(
-        *shapes, has_tree=spec.tree is not None, own_tokenizer=spec.own_tokenizer, num_steps=spec.draft_depth
-    ):
-        yield f"runs refuse this: {reason}"
 
 
 def outgrown(draft: str, context: int, num_steps: int, *, longest: int) -> str | None:

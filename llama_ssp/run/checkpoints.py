@@ -17,10 +17,10 @@ from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.planning.model import number_format
-from llama_ssp.planning.notes import check_drafting
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World
 from llama_ssp.run.prompts import reason_of
+from llama_ssp.settings.checks import check_values
 from llama_ssp.settings.drafters import has_own_tokenizer
 from llama_ssp.settings.layout import Layout, lay_out
 from llama_ssp.settings.schema import ExpertParts, RunConfig, TargetKind, WeightsKind
@@ -108,7 +108,7 @@ def find_sources(
             from llama_ssp.models.huggingface.device_map import check_device_map  # noqa: PLC0415 - slow import
 
             check_device_map(world.free_devices, target.entry.quantization)
-        check_drafting(config, target.origin.shape, draft.origin.shape if draft else None)
+        check_values(config, target.origin.shape, draft.origin.shape if draft else None)
         if _has_mtp(target.origin) and not (draft and isinstance(draft.origin, MtpSource)):
             _log.warning("continuing without the MTP layers of %s, which draft=mtp reads", target.origin.folder)
         if draft and not draft.origin.shape.is_head:
@@ -135,6 +135,8 @@ def find_update(
             if isinstance(entry, ModelConfig):
                 hub.resolve(entry)
     with raise_on_all_ranks(world.comm):
+        if isinstance(entry := given[0], ModelConfig):
+            check_values(replace(config, model=replace(config.model, adapter=entry.adapter)))
         origins: list[WeightSource | None] = [
             _inspect(entry) if isinstance(entry, ModelConfig) else entry for entry in given
         ]

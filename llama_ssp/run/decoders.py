@@ -22,6 +22,7 @@ from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World, has_own_threads, on_all_cores
 from llama_ssp.run.checkpoints import Source
 from llama_ssp.run.requests import RequestMaker, read_corpus
+from llama_ssp.settings.checks import check_values
 from llama_ssp.settings.drafters import NgramConfig, drafts, drafts_greedily, has_own_tokenizer
 from llama_ssp.settings.layout import Layout, lay_out
 from llama_ssp.settings.rules import AT_ZERO
@@ -251,7 +252,11 @@ def _shards(models: Models, config: RunConfig) -> tuple[Shard, Shard]:
 def build_decoder(
     models: Models, config: RunConfig, *, speculative: bool, stop_request: StopRequest | None = None
 ) -> Decoder:
-    """Build a decoder from the models and the config; plain decoding uses the target alone."""
+    """Build a decoder from the models and the config; plain decoding uses the target alone.
+
+    Raises ConfigError as `check_values`, whatever its caller has checked.
+    """
+    check_values(config)
     mesh, device = models.mesh, models.target.device
     is_cut = len(mesh.layout.target_ranks) > 1 and config.placement.target.kind is TargetKind.tensor
     split = BatchSplit(mesh.replica, mesh.layout.draft_ranks) if speculative and mesh.layout.splits_batch else None

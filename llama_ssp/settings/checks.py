@@ -7,18 +7,18 @@ The only file that it looks at is that of the prompts; checkpoints and tokenizer
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from typing import Any
 
 from llama_ssp import catalogue
-from llama_ssp.catalogue import ENDINGS_WITH_FIELDS, ModelConfig, ending_of, is_hub_id
+from llama_ssp.catalogue import ENDINGS_WITH_FIELDS, ModelConfig, ModelShape, ending_of, is_hub_id
 from llama_ssp.errors import refuse, unknown_name
 from llama_ssp.machines import hardware
-from llama_ssp.settings import drafters, layout, schema
-from llama_ssp.settings.rules import AT_ZERO, RULES, at_every_temperature, rules
+from llama_ssp.settings import drafters, layout, schema, trees
+from llama_ssp.settings.combinations import clashes
+from llama_ssp.settings.rules import RULES
 from llama_ssp.settings.schema import PlanConfig, RunConfig
 from llama_ssp.settings.tasks import NoEffect, default_of, task_of
-from llama_ssp.settings.trees import tree_shape
 from llama_ssp.storage.formats import CACHES, FORMATS
 from llama_ssp.words import key_of, said, value_of
 
@@ -42,7 +42,7 @@ def check(
     of_both = [*(found for found in of_task if isinstance(found, NoEffect)), *_unread(config, explicit)]
     unread = [*{found.key: found for found in reversed(of_both)}.values()][::-1]  # the task's reason is the first
     problems = [
-        *_ranges(config),
+        *_values(config),
         *_files(config),
         *_draft(config),
         *_models(config),
@@ -51,7 +51,7 @@ def check(
         *(found for found in of_task if isinstance(found, str)),
         *(str(found) for found in unread if not of_sweep or found.key in _NEVER_IGNORED),
     ]
-    refuse(problems)
+    refuse([*dict.fromkeys(problems)])
     for name in {found.key for found in unread} & {setting.name for setting in fields(config)}:
         setattr(config, name, default_of(config, name))
     return unread
@@ -60,7 +60,7 @@ def check(
 def check_plan(config: PlanConfig) -> None:
     """Refuse a plan that cannot be made with one ConfigError for all problems; the models must be resolved."""
     of_machine = hardware.problems_of(config.hardware)
-    problems = [*of_machine, *_ranges(config), *_draft(config), *_formats(config), *_sizes(config)]
+    problems = [*of_machine, *_values(config), *_draft(config), *_formats(config), *_sizes(config)]
     if not of_machine:
         num_ranks = int(config.hardware["num_gpus"]) * int(config.hardware.get("num_nodes", 1))
         problems += layout.problems_of(
@@ -69,9 +69,18 @@ def check_plan(config: PlanConfig) -> None:
     refuse(problems)
 
 
-def check_values(config: RunConfig) -> None:
-    """Raise ConfigError for values that are invalid whatever the models are."""
-    refuse([*_ranges(config), *_rule(config.verification.rule, config.sampling.temperature), *_tree(config)])
+def check_values(config: RunConfig, *shapes: ModelShape | None) -> None:
+    """Raise ConfigError for values that are invalid, and for abilities that do not combine (`combinations`).
+
+    Every door calls this once it knows more of a run; `shapes` are those of the target and the draft, if they are not
+    in the config.
+    """
+    target, draft = (*shapes, None, None)[:2]
+    if target:
+        config = replace(config, model=replace(config.model, shape=target))
+    if draft and config.draft.model:
+        config = replace(config, draft=replace(config.draft, model=replace(config.draft.model, shape=draft)))
+    refuse([*_values(config)])
 
 
 def check_placement(config: RunConfig, *, world_size: int) -> None:
@@ -91,7 +100,6 @@ _SHARE = "above 0 and at most 1, or {null} to switch it off"
 _PENALTY = "a number, for example 0.5; 0 switches it off"
 _TIMEOUT = f"a positive number of seconds, at most {_MAX_TIMEOUT_S}"
 _MOST_COMPARED = 64
-_TIMES = ("compare", "latency", "benchmark")
 _MOST_BIAS = 10**4  # logits stay finite
 _BIASES = f"numbers from -{_MOST_BIAS} to {_MOST_BIAS}, such as {{{{198: -100}}}}"
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
@@ -138,6 +146,13 @@ def required_of(name: str) -> str | None:
     return next((required.format(null=value_of(None)) for required in found), None)
 
 
+def _values(config: RunConfig) -> Iterator[str]:
+    yield from (*_ranges(config), *_shapes_of_rounds(config))
+    draft, rule = config.draft.kind, config.verification.rule
+    yield from filter(None, (drafters.DRAFTERS.problem_of(draft), RULES.problem_of(rule)))
+    yield from clashes(config)
+
+
 def _ranges(config: RunConfig) -> Iterator[str]:
     for key, holds, required in _RANGES:
         value: Any = config
@@ -163,6 +178,19 @@ def _ranges(config: RunConfig) -> Iterator[str]:
         yield f"{key_of('stop_strings')} has an empty string, which matches everywhere: give texts such as {texts}"
 
 
+def _shapes_of_rounds(config: RunConfig) -> Iterator[str]:
+    speculation = config.speculation
+    try:
+        trees.tree_shape(speculation.tree or trees.DYNAMIC)
+    except ValueError as error:
+        yield f"{said('speculation.tree', speculation.tree)}: {error}"
+    if lengths := speculation.forced_lengths:
+        drafted = getattr(config.task, "num_draft_tokens", None) or [speculation.num_draft_tokens]
+        most = min([int(number) for number in drafted if number in _NUM_DRAFTED], default=max(lengths))
+        if min(lengths) < 0 or max(lengths) > most:
+            yield f"{said('speculation.forced_lengths', lengths)} needs numbers from 0 to K, here {most}"
+
+
 def _files(config: RunConfig) -> Iterator[str]:
     if config.prompt is not None and config.prompts is not None:
         yield "prompt= and prompts= exclude each other: give one text or one file"
@@ -179,8 +207,7 @@ def _files(config: RunConfig) -> Iterator[str]:
 
 
 def _draft(config: RunConfig) -> Iterator[str]:
-    if problem := drafters.DRAFTERS.problem_of(config.draft.kind):
-        yield problem
+    if drafters.DRAFTERS.problem_of(config.draft.kind):
         return
     free = [name for name, record in drafters.DRAFTERS.all().items() if record.make and not record.has_model]
     if config.draft.fallback not in {None, *free}:
@@ -192,12 +219,8 @@ def _draft(config: RunConfig) -> Iterator[str]:
             f"task={config.task.name} needs a draft, and model={config.model.name} runs without one here: "
             f"give {ways}, or use task=generate"
         )
-    yield from _rule(config.verification.rule, config.sampling.temperature)
     yield from _pair(config)
     yield from _heads_of_targets(config)
-    yield from _tree(config)
-    yield from _forced(config)
-    yield from _overlap(config)
 
 
 def _pair(config: RunConfig) -> Iterator[str]:
@@ -222,97 +245,13 @@ def _pair(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _tree(config: RunConfig) -> Iterator[str]:
-    speculation, draft, placement = config.speculation, config.draft, config.placement
-    if speculation.tree is None or not drafters.drafts(draft):
-        return
-    try:
-        shape = tree_shape(speculation.tree)
-    except ValueError as error:
-        yield f"{said('speculation.tree', speculation.tree)}: {error}"
-        return
-    rule, kind = config.verification.rule, placement.target.kind
-    own, auto = said("draft.tokenizer", "own"), said("speculation.num_draft_tokens", schema.ADAPTIVE)
-    of_trees = [name for name, record in rules().items() if record.needs_probs]
-    exact = f"{' or '.join(said('verification', name) for name in of_trees)}, or {said('sampling', 'greedy')}"
-    needed = {
-        f"a draft with trees, and draft={draft.kind} has none: give a draft model or head with draft=NAME, or "
-        f"draft={drafters.NGRAM_DRAFT}": not drafters.drafter_of(draft).has_trees,
-        f"a draft model or head, whose probabilities shape it, and draft={draft.kind} has none: give one with "
-        f"draft=NAME, or numbers of children such as {said('speculation.tree', '3x1x1')}":
-            shape.is_dynamic and draft.model is None,
-        f"a draft with the target's tokenizer: leave {own} out": drafters.has_own_tokenizer(draft),
-        f"{exact}, and {said('verification', rule)} has no exact rule for trees":
-            rule not in {*of_trees, AT_ZERO} and config.sampling.temperature > 0,
-        "sampling without penalties, biases and bans, which see another text on every path: leave them out":
-            config.sampling.penalizes,
-        f"equal rounds: leave {auto} out": speculation.num_draft_tokens == schema.ADAPTIVE,
-        "rounds one after the other: leave speculation.overlap=true out": speculation.overlap,
-        "one draft for all rows: use placement=one_rank, sharded or own_gpu":
-            placement.draft.kind is schema.DraftLayout.replicated and draft.model is not None,
-        f"placement.target.kind=tensor, and {kind.name} was given": kind is not schema.TargetKind.tensor,
-    }  # fmt: skip
-    yield from (
-        f"{said('speculation.tree', speculation.tree)} needs {sentence}" for sentence, lacks in needed.items() if lacks
-    )
-
-
-def _forced(config: RunConfig) -> Iterator[str]:
-    speculation, task = config.speculation, task_of(config)
-    if not (lengths := speculation.forced_lengths):
-        return
-    drafted = getattr(config.task, "num_draft_tokens", None) or [speculation.num_draft_tokens]
-    most = min([int(number) for number in drafted if number in _NUM_DRAFTED], default=max(lengths))
-    needed = {
-        f"numbers from 0 to K, here {most}": min(lengths) < 0 or max(lengths) > most,
-        "chains: leave speculation.tree out": speculation.tree is not None,
-        f"equal rounds: leave {said('speculation.num_draft_tokens', schema.ADAPTIVE)} out": speculation.adapts,
-        "rounds one after the other: leave speculation.overlap=true out": speculation.overlap,
-        f"a task that shows times, and the texts of task={task.name} must be the target's: use task=compare, "
-        "task=latency or task=benchmark": task.name not in _TIMES and not isinstance(config, PlanConfig),
-        "an acceptance that is not measured: leave task.store=true out": getattr(config.task, "store", False),
-    }
-    given = said("speculation.forced_lengths", lengths)
-    yield from (f"{given} needs {sentence}" for sentence, lacks in needed.items() if lacks)
-
-
-def _overlap(config: RunConfig) -> Iterator[str]:
-    speculation, draft, placement = config.speculation, config.draft, config.placement
-    if not speculation.overlap or not drafters.drafts(draft):
-        return
-    if draft.model is None:
-        yield f"speculation.overlap=true needs a draft model, and draft={draft.kind} has none: give one with draft=NAME"
-        return
-    chosen = "placement=auto" if placement.auto else f"placement.draft.kind={placement.draft.kind.name}"
-    faults = {
-        f"needs a draft on ranks of its own, and {chosen} was given: use placement=own_gpu on at least 2 ranks":
-            placement.auto or placement.draft.kind is not schema.DraftLayout.own_gpu,
-        "needs one K for all rounds, and speculation.num_draft_tokens=auto was given: use a number, about as many as "
-        "draft steps fit into a forward of the target": speculation.adapts,
-        f"drafts with the model alone: leave draft.fallback={draft.fallback} out": draft.fallback is not None,
-        "needs a draft with the target's tokenizer: leave draft.tokenizer=own out": drafters.has_own_tokenizer(draft),
-    }  # fmt: skip
-    yield from (f"speculation.overlap=true {fault}" for fault, applies in faults.items() if applies)
-
-
-def _rule(name: str, temperature: float) -> Iterator[str]:
-    if problem := RULES.problem_of(name):
-        yield problem
-    elif not RULES.of(name).samples and temperature > 0:
-        *others, last = said("sampling", "greedy"), *at_every_temperature()
-        yield (
-            f"{said('verification', name)} keeps the target's distribution at temperature 0 only, and "
-            f"{key_of('sampling.temperature')} is {temperature}: use {', '.join(others)} or {last}"
-        )
-
-
 def _heads_of_targets(config: RunConfig) -> Iterator[str]:
     """Why a draft head cannot stand where it is given."""
     target, draft = config.model, config.draft.model
     if target.shape and target.shape.is_head:
         yield f"{said('model', target.name)} is a draft head: give its target as the model, and draft={target.name}"
-    if draft and draft.is_mtp:
-        yield from _mtp(config)
+    if draft and draft.is_mtp and target.shape and target.shape.model_type not in catalogue.MTP_KINDS:
+        yield catalogue.no_mtp(said("model", target.name))
     if draft is None or not (draft.is_mtp or (draft.shape and draft.shape.is_head)):
         return
     own = draft.shape and (draft.shape.target_hidden_size, draft.shape.target_vocab_size)
@@ -329,25 +268,6 @@ def _heads_of_targets(config: RunConfig) -> Iterator[str]:
                 f"draft={draft.name} is the head of {draft.target}, which has {own_layers} layers, and "
                 f"{said('model', target.name)} has {num_layers}: choose a head of this target"
             )
-    if drafters.has_own_tokenizer(config.draft):
-        tokenizer = said("draft.tokenizer", "own")
-        yield f"draft={draft.name} is a draft head, which reads the target's tokens: leave {tokenizer} out"
-    if config.speculation.overlap:
-        yield (
-            f"draft={draft.name} is a draft head, which drafts from what the target has verified: "
-            "leave speculation.overlap=true out"
-        )
-
-
-def _mtp(config: RunConfig) -> Iterator[str]:
-    """Why a target has no MTP layers to draft with; its config.json says the rest."""
-    target = config.model
-    if config.is_synthetic:
-        yield "draft=mtp reads the files of the target, and weights=synthetic has none: give another draft"
-    elif target.adapter:
-        yield f"draft=mtp reads the files of the target without {said('model.adapter', target.adapter)}: leave one out"
-    elif target.shape and target.shape.model_type not in catalogue.MTP_KINDS:
-        yield catalogue.no_mtp(said("model", target.name))
 
 
 def _models(config: RunConfig) -> Iterator[str]:
@@ -366,9 +286,8 @@ def _models(config: RunConfig) -> Iterator[str]:
             f"max_new_tokens={config.max_new_tokens} leaves no room for a prompt: the context of the {group} is "
             f"{smallest} tokens"
         )
-    if config.chat and config.is_synthetic:
-        yield "chat=true needs a chat template, and synthetic weights use the shipped model's tokenizer, which has none"
-    elif config.chat and not config.model.chat and config.model.path is None and config.model.shape:
+    has_template = config.model.chat or config.model.path is not None or config.model.shape is None
+    if config.chat and not (has_template or config.is_synthetic):
         chat_models = ", ".join(name for name in catalogue.names("model") if catalogue.load(name).chat)
         yield f"chat=true needs a model with a chat template, and model={config.model.name} has none: use {chat_models}"
 

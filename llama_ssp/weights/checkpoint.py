@@ -121,7 +121,7 @@ def check_shape(entry: ModelConfig, checkpoint: Checkpoint) -> None:
     if entry.shape is None:
         return
     wanted, found = asdict(entry.shape), asdict(checkpoint.shape)
-    for name in ("max_position_embeddings", "shares_embedding") if checkpoint.head else ():
+    for name in ("recurrent", *(("max_position_embeddings", "shares_embedding") if checkpoint.head else ())):
         del wanted[name]
     if differences := [
         f"{name} is {found[name]}, not {value}" for name, value in wanted.items() if found[name] != value

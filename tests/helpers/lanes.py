@@ -1,6 +1,6 @@
 """Which cases of a table run always, and which wait for the heavy lane."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import combinations, product
 from typing import Any
@@ -32,14 +32,23 @@ def grid(**axes: Sequence[object]) -> pytest.MarkDecorator:
     return _cases(axes, dict.fromkeys(cases, pytest.mark.slow) | _lanes(axes))
 
 
-def pairs(**axes: Sequence[object]) -> pytest.MarkDecorator:
-    """Combinations of some arguments: every value is in one that runs always, every two values meet with --heavy."""
-    return _cases(axes, _lanes(axes))
+def pairs(*, where: Callable[..., bool] = lambda **_: True, **axes: Sequence[object]) -> pytest.MarkDecorator:
+    """Combinations of some arguments: every value is in one that runs always, every two values meet with --heavy.
+
+    Combinations are those `where` this is true, if there is one.
+    """
+    return _cases(axes, _lanes(axes, where))
 
 
-def _lanes(axes: Mapping[str, Sequence[object]]) -> dict[Case, Any]:
+def _lanes(axes: Mapping[str, Sequence[object]], where: Callable[..., bool] = lambda **_: True) -> dict[Case, Any]:
     """The marks of the cases in which values meet; all cases of two arguments."""
-    meeting = _covering([*product(*(range(len(values)) for values in axes.values()))], 2)
+    cases = product(*(range(len(values)) for values in axes.values()))
+    chosen = [
+        case
+        for case in cases
+        if where(**{name: values[place] for (name, values), place in zip(axes.items(), case, strict=True)})
+    ]
+    meeting = _covering(chosen, 2)
     return dict.fromkeys(meeting, pytest.mark.heavy) | dict.fromkeys(_covering(meeting, 1), ())
 
 

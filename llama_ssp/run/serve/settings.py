@@ -7,7 +7,8 @@ from ipaddress import ip_address
 from typing import cast
 
 from llama_ssp.fields import setting
-from llama_ssp.settings.schema import RunConfig, TaskConfig
+from llama_ssp.settings.combinations import clashes
+from llama_ssp.settings.schema import RowSteps, RunConfig, TaskConfig
 from llama_ssp.settings.tasks import NoEffect, TaskSpec
 
 MOST_TOKENS, NUM_ROWS = 4096, 8
@@ -50,12 +51,7 @@ def problems_of_bodies(
     """Yield the problems of a run whose requests are bodies of OpenAI's API, from a source such as "by HTTP"."""
     reason = f"on task={config.task.name}, whose requests come {source}"
     yield from (NoEffect(key, reason) for key in (*unread, *_OF_BODIES) if key in explicit)
-    if config.speculation.tree:
-        yield "requests draft chains: leave speculation.tree out"
-    if config.speculation.forced_lengths:
-        yield "requests keep the target's distribution: leave speculation.forced_lengths out"
-    if config.placement.num_replicas > 1:
-        yield "requests are answered by one replica: leave placement.num_replicas out"
+    yield from clashes(replace(config, sampling=replace(config.sampling, by_row=RowSteps())))
 
 
 def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoEffect]:

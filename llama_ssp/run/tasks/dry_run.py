@@ -18,14 +18,13 @@ from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.machines.machine import detect_hardware, machine_of_run
 from llama_ssp.planning.model import resolve_shapes
-from llama_ssp.planning.notes import check_drafting
 from llama_ssp.planning.plan import PLAN_VERSION, Plan, Search, document, make_plan, require_room, shortage
 from llama_ssp.planning.search import choose_placement, search
 from llama_ssp.planning.spec import PlanSpec, make_spec, spec_of_plan
 from llama_ssp.planning.timing import CostModel, Timing
 from llama_ssp.reports.records import Forecast
 from llama_ssp.run.prompts import STANDARD_INPUT, Prompt, read_prompts
-from llama_ssp.settings.checks import check_plan
+from llama_ssp.settings.checks import check_plan, check_values
 from llama_ssp.settings.layout import lay_out
 from llama_ssp.settings.schema import DeviceKind, DraftLayout, PlanConfig, PlanFormat, RunConfig, TargetKind
 from llama_ssp.settings.tasks import task_of
@@ -216,6 +215,7 @@ def _spec_on(machine: HardwareConfig, config: RunConfig, *, world_size: int, len
     spec = make_spec(
         config, world_size=world_size, prompt_tokens=max(lengths), device=machine.device, num_gpus=machine.num_gpus
     )
+    check_values(config, spec.target.shape, spec.draft.shape if spec.draft else None)
     for planned in (spec.target, spec.draft):
         if planned and planned.stored_format:
             planned.stored_format.kept_format(planned.quantization, where=planned.name)
@@ -253,7 +253,7 @@ def check_models(config: RunConfig, *, world_size: int = 1) -> None:
         if folder:
             shape = check_readable(folder, model.quantization, num_ranks=num_ranks, is_mtp=model.is_mtp)
         shapes.append(shape)
-    check_drafting(config, *shapes)
+    check_values(config, *shapes)
 
 
 def with_filled_rows(config: RunConfig, *, num_completions: int) -> RunConfig:

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from llama_ssp.errors import ConfigError
 from llama_ssp.ranks.comms import Reads
-from llama_ssp.settings.rules import at_every_temperature, rule_of
+from llama_ssp.settings.rules import rule_of
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.sampling.by_row import ByRow
 from llama_ssp.speculate.sampling.context import Context, Penalty, penalty
@@ -32,7 +31,6 @@ from llama_ssp.speculate.sampling.draft import Draft, Verdict
 from llama_ssp.speculate.sampling.processors import DRAW_UNITS, processor, rows_after
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.uniforms import Draws, exponentials
-from llama_ssp.words import said
 
 _HINT_OF_TARGET = 2.0**-50
 
@@ -223,7 +221,7 @@ def make_rule(
     sampling: SamplingConfig, verification: VerificationConfig, *, breaks_ties: bool = False, is_cut: bool = False,
     of_trees: Callable[..., Verdict] | None = None, shard: Shard = WHOLE,
 ) -> Rule:  # fmt: skip
-    """Make the rule of a run; at temperature 0 all coincide. Raises ConfigError for `greedy` at any other.
+    """Make the rule of a run; at temperature 0 all coincide, and `greedy` is for no other (`settings.combinations`).
 
     For `breaks_ties` see `processor`. `is_cut` says that several ranks share the model whose logits it reads.
     `of_trees` verifies drawn trees, if drafts are trees. `shard` is of the logits (`planning.spec.draws_over_shards`).
@@ -237,15 +235,8 @@ def make_rule(
         process = partial(shard.softmax, scale=1 / sampling.temperature)
     if record.draws_by_position:
         return Rule(process, None, penalize=penalize, races=True, shard=shard)
-    if record.needs_probs:
-        return Rule(process, of_trees or record.load_verify(), penalize=penalize, shard=shard)
-    *others, last = at_every_temperature()
-    raise ConfigError(
-        f"{said('verification', record.name)} with {said('sampling.temperature', f'{sampling.temperature:g}')} would "
-        f"not keep the target's distribution: {record.name} verification needs temperature 0 "
-        f"({said('sampling', 'greedy')}); "
-        f"{', '.join(others)} and {last} keep it at every temperature"
-    )
+    assert record.needs_probs, f"{record.name} verification needs temperature 0"
+    return Rule(process, of_trees or record.load_verify(), penalize=penalize, shard=shard)
 
 
 def verify_ahead(

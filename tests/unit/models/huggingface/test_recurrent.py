@@ -1,7 +1,6 @@
 """Hybrids: texts of rounds that take tokens back, of rows that are refilled, and of drafts that catch up."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
-from llama_ssp import catalogue
 from llama_ssp.architectures import engine
 from llama_ssp.architectures.family import inventory, record_of
 from llama_ssp.architectures.reading import read_config
@@ -23,7 +21,6 @@ from llama_ssp.models.runner import Runner
 from llama_ssp.models.tensor_parallel import shard
 from llama_ssp.models.weights import Loading
 from llama_ssp.planning.model import PlannedModel
-from llama_ssp.planning.notes import refused_drafting
 from llama_ssp.planning.weights import model_bytes, rank_shares, shares
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.run.tasks.probabilities import SampledText, Scorer
@@ -33,7 +30,7 @@ from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.likelihoods import log_probs_of
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
-from llama_ssp.weights.checkpoint import inspect
+from llama_ssp.weights.checkpoint import inspect, shape_of
 from tests.helpers.decoders import ScriptedLength, complete, make_decoder
 from tests.helpers.fake_comm import thread_comms
 from tests.helpers.lanes import slow
@@ -235,18 +232,11 @@ def test_several_texts_of_a_prompt_are_scored_from_the_state_behind_it(saved: Sa
             torch.testing.assert_close(torch.tensor(log_probs), wanted.double(), rtol=0, atol=1e-4, check_dtype=False)
 
 
-def test_trees_and_drafts_with_tokenizers_of_their_own_are_refused_by_the_kind_of_layer(saved: SavedModels) -> None:
-    hybrid, llama = read_config(saved("lfm2")[0])[0], catalogue.load("tiny").shape
-    tree = "speculation.tree scores several tokens at one position, and a layer of kind conv, as this lfm2 model has"
-    own = (
-        "draft.tokenizer=own respells a text from several tokens back, and a layer of kind conv, as this lfm2 draft has"
-    )
-    refused = partial(refused_drafting, num_steps=4)
-    for models in ((hybrid,), (hybrid, llama), (llama, hybrid)):
-        assert refused(*models, has_tree=True, own_tokenizer=False).startswith(tree)
-        assert not refused(*models, has_tree=False, own_tokenizer=False)
-    assert refused(llama, hybrid, has_tree=False, own_tokenizer=True).startswith(own)
-    assert not refused(hybrid, llama, has_tree=False, own_tokenizer=True)
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_the_shape_of_a_hybrid_names_a_kind_of_its_layers(family: str, saved: SavedModels) -> None:
+    """Trees and drafts with tokenizers of their own are refused for it."""
+    (folder, model), kinds = saved(family), record_of(family.partition(",")[0]).recurrent
+    assert read_config(folder)[0].recurrent == shape_of(model.config).recurrent == kinds[0]
 
 
 def test_deepspeed_is_refused_for_recurrent_layers(saved: SavedModels) -> None:

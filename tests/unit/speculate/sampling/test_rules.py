@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from llama_ssp.errors import ConfigError
 from llama_ssp.settings import rules as rule_module
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.sampling.context import Context
@@ -270,11 +269,6 @@ def test_no_value_is_read_between_the_keys_and_the_verdict(
     draft = Draft(ids_BK, POINT_MASS if probs_BKV is None else pad(probs_BKV, (0, 0, 0, 1)))
     verdict = rule.verify(draft, rule.process(torch.empty(2, 4, 50, device=device)), draws=draws)
     assert verdict.node_B1.shape == verdict.next_ids_B1.shape == (2, 1)
-
-
-def test_a_rule_that_would_change_the_law_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"temperature=0\.6 would not keep.*temperature 0.*verification=speculative"):
-        make_rule(COLD, VerificationConfig(rule="greedy"))
 
 
 def test_the_law_of_a_certain_draft_is_a_point_mass_at_each_token() -> None:

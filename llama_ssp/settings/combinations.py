@@ -1,0 +1,187 @@
+"""What does not combine: pairs of abilities of a run, each with the sentence that refuses them together.
+
+`checks.check_values` reads the table for every door: command line, plan, library, server and batch file. They call it
+when the settings are known, and again when the files have said what the models are (`ModelConfig.shape`).
+"""
+
+from collections.abc import Callable, Iterator
+
+from llama_ssp.catalogue import ModelConfig, ModelShape
+from llama_ssp.settings.drafters import DRAFTERS, NGRAM_DRAFT, drafter_of, drafts, has_own_tokenizer
+from llama_ssp.settings.rules import AT_ZERO, RULES, at_every_temperature, rule_of, rules
+from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, DraftLayout, PlanConfig, RunConfig, TargetKind
+from llama_ssp.settings.trees import TreeShape, tree_shape
+from llama_ssp.words import key_of, said
+
+_TIMES = {"compare", "latency", "benchmark"}
+_NO_MODEL = ModelConfig(name="none")
+ABILITIES: dict[str, Callable[[RunConfig], object]] = {
+    "a tree": lambda config: _tree(config) is not None,
+    "a dynamic tree": lambda config: (shape := _tree(config)) and shape.is_dynamic,
+    "overlap": lambda config: config.speculation.overlap and drafts(config.draft),
+    "adaptive K": lambda config: config.speculation.num_draft_tokens == ADAPTIVE,
+    "a fallback": lambda config: config.draft.fallback,
+    "forced lengths": lambda config: config.speculation.forced_lengths,
+    "a draft without trees": lambda config: not drafter_of(config.draft).has_trees,
+    "a draft without a model": lambda config: config.draft.model is None,
+    "a head": lambda config: _draft(config).is_mtp or ((shape := _draft(config).shape) and shape.is_head),
+    "MTP layers": lambda config: _draft(config).is_mtp,
+    "a block": lambda config: _block(config) > 0,
+    "more than a block": lambda config: _num_steps(config) > _block(config),
+    "an own tokenizer": lambda config: has_own_tokenizer(config.draft),
+    "a recurrent model": lambda config: _recurrent(config.model, _draft(config)),
+    "a recurrent draft": lambda config: _recurrent(_draft(config)),
+    "an adapter of the target": lambda config: config.model.adapter,
+    "synthetic weights": lambda config: config.is_synthetic,
+    "a replicated draft": lambda config: config.draft.model and config.placement.draft.kind is DraftLayout.replicated,
+    "a draft on shared ranks": lambda config: (
+        config.draft.model and (config.placement.auto or config.placement.draft.kind is not DraftLayout.own_gpu)
+    ),
+    "a library's placement": lambda config: config.placement.target.kind is not TargetKind.tensor,
+    "replicas": lambda config: config.placement.num_replicas > 1,
+    "sampling": lambda config: config.sampling.temperature > 0,
+    "sampling by a rule without trees": lambda config: (
+        config.sampling.temperature > 0 and config.verification.rule not in {*_rules_of_trees(), AT_ZERO}
+    ),
+    "a rule without sampling": lambda config: not rule_of(config.verification.rule).samples,
+    "penalties": lambda config: config.sampling.penalizes,
+    "requests by row": lambda config: config.sampling.by_row,
+    "chats": lambda config: config.chat,
+    "texts of the target": lambda config: config.task.name not in _TIMES and not isinstance(config, PlanConfig),
+    "a measured acceptance": lambda config: getattr(config.task, "store", False),
+}
+"""What a run can have, and whether it does; unknown shapes count as if they had nothing."""
+
+CLASHES: dict[tuple[str, str], str] = {
+    ("a tree", "a draft without trees"):
+        "{tree} needs a draft with trees, and draft={kind} has none: give a draft model or head with draft=NAME, or "
+        "draft={ngram}",
+    ("a dynamic tree", "a draft without a model"):
+        "{tree} needs a draft model or head, whose probabilities shape it, and draft={kind} has none: give one with "
+        "draft=NAME, or numbers of children such as {fixed_tree}",
+    ("a tree", "an own tokenizer"): "{tree} needs a draft with the target's tokenizer: leave {own} out",
+    ("a tree", "sampling by a rule without trees"):
+        "{tree} needs {rules_of_trees}, or {greedy}, and {rule} has no exact rule for trees",
+    ("a tree", "penalties"):
+        "{tree} needs sampling without penalties, biases and bans, which see another text on every path: leave them "
+        "out",
+    ("a tree", "adaptive K"): "{tree} needs equal rounds: leave {auto} out",
+    ("a tree", "overlap"): "{tree} needs rounds one after the other: leave {overlap} out",
+    ("a tree", "a replicated draft"): "{tree} needs one draft for all rows: use placement=one_rank, sharded or own_gpu",
+    ("a tree", "a library's placement"): "{tree} needs placement.target.kind=tensor, and {target_kind} was given",
+    ("a tree", "a recurrent model"):
+        "{tree_key} scores several tokens at one position, and a layer of kind {layer}, as this {family} model has, "
+        "keeps one state at each: leave {tree_key} out",
+    ("a tree", "requests by row"): "requests draft chains: leave {tree_key} out",
+    ("forced lengths", "a tree"): "{forced} needs chains: leave {tree_key} out",
+    ("forced lengths", "adaptive K"): "{forced} needs equal rounds: leave {auto} out",
+    ("forced lengths", "overlap"): "{forced} needs rounds one after the other: leave {overlap} out",
+    ("forced lengths", "requests by row"): "requests keep the target's distribution: leave {forced} out",
+    ("forced lengths", "texts of the target"):
+        "{forced} needs a task that shows times, and the texts of task={task} must be the target's: use task=compare, "
+        "task=latency or task=benchmark",
+    ("forced lengths", "a measured acceptance"):
+        "{forced} needs an acceptance that is not measured: leave task.store=true out",
+    ("overlap", "a draft without a model"):
+        "{overlap} needs a draft model, and draft={kind} has none: give one with draft=NAME",
+    ("overlap", "a draft on shared ranks"):
+        "{overlap} needs a draft on ranks of its own, and {draft_placement} was given: use placement=own_gpu on at "
+        "least 2 ranks",
+    ("overlap", "adaptive K"):
+        "{overlap} needs one K for all rounds, and {auto} was given: use a number, about as many as draft steps fit "
+        "into a forward of the target",
+    ("overlap", "a fallback"): "{overlap} drafts with the model alone: leave {fallback} out",
+    ("overlap", "an own tokenizer"): "{overlap} needs a draft with the target's tokenizer: leave {own} out",
+    ("overlap", "a head"):
+        "draft={draft} is a draft head, which drafts from what the target has verified: leave {overlap} out",
+    ("an own tokenizer", "a head"): "draft={draft} is a draft head, which reads the target's tokens: leave {own} out",
+    ("an own tokenizer", "a recurrent draft"):
+        "{own} respells a text from several tokens back, and a layer of kind {layer}, as this {family} draft has, "
+        "keeps no state there: give a draft without such layers, or with the target's tokenizer",
+    ("a block", "more than a block"):
+        "the draft head drafts blocks of {block} tokens, and {steps} are asked for: use {whole_block} or fewer, or a "
+        "tree that is no deeper",
+    ("MTP layers", "synthetic weights"):
+        "draft=mtp reads the files of the target, and weights=synthetic has none: give another draft",
+    ("MTP layers", "an adapter of the target"):
+        "draft=mtp reads the files of the target without {adapter}: leave one out",
+    ("a rule without sampling", "sampling"):
+        "{rule} keeps the target's distribution at temperature 0 only, and {temperature} is {degrees}: use "
+        "{exact_rules}",
+    ("a rule without sampling", "requests by row"):
+        "requests choose their temperature, and {rule} keeps the target's distribution at temperature 0 only: use "
+        "{exact_rules}",
+    ("requests by row", "replicas"): "requests are answered by one replica: leave placement.num_replicas out",
+    ("chats", "synthetic weights"):
+        "chat=true needs a chat template, and synthetic weights use the shipped model's tokenizer, which has none",
+}  # fmt: skip
+"""Two abilities, and why no run has both; words in braces are those of `_words`."""
+
+
+def clashes(config: RunConfig) -> Iterator[str]:
+    """Yield a sentence for each pair of the table that a run has; nothing for an unknown kind of draft, or rule."""
+    if DRAFTERS.problem_of(config.draft.kind) or RULES.problem_of(config.verification.rule):
+        return
+    found = [
+        sentence for (one, other), sentence in CLASHES.items() if ABILITIES[one](config) and ABILITIES[other](config)
+    ]
+    words = _words(config) if found else {}
+    yield from (sentence.format_map(words) for sentence in found)
+
+
+def _words(config: RunConfig) -> dict[str, object]:
+    speculation, draft, placement, model = config.speculation, config.draft, config.placement, _draft(config)
+    temperature, greedy = config.sampling.temperature, said("sampling", "greedy")
+    *others, last = greedy, *at_every_temperature()
+    state = _recurrent(config.model, model) if speculation.tree else _recurrent(model)
+    chosen = "placement=auto" if placement.auto else f"placement.draft.kind={placement.draft.kind.name}"
+    return {
+        "kind": draft.kind, "draft": model.name, "ngram": NGRAM_DRAFT, "own": said("draft.tokenizer", "own"),
+        "fallback": said("draft.fallback", draft.fallback), "adapter": said("model.adapter", config.model.adapter),
+        "tree": said("speculation.tree", speculation.tree), "tree_key": key_of("speculation.tree"),
+        "fixed_tree": said("speculation.tree", "3x1x1"), "auto": said("speculation.num_draft_tokens", ADAPTIVE),
+        "overlap": said("speculation.overlap", True),
+        "forced": said("speculation.forced_lengths", speculation.forced_lengths),
+        "rule": said("verification", config.verification.rule), "greedy": greedy,
+        "rules_of_trees": " or ".join(said("verification", name) for name in _rules_of_trees()),
+        "exact_rules": f"{', '.join(others)} or {last}",
+        "temperature": key_of("sampling.temperature"), "degrees": temperature, "task": config.task.name,
+        "target_kind": placement.target.kind.name, "draft_placement": chosen,
+        "block": _block(config), "steps": _num_steps(config),
+        "whole_block": said("speculation.num_draft_tokens", _block(config)),
+        "layer": state and state.recurrent, "family": state and state.model_type,
+    }  # fmt: skip
+
+
+def _draft(config: RunConfig) -> ModelConfig:
+    return config.draft.model or _NO_MODEL
+
+
+def _tree(config: RunConfig) -> TreeShape | None:
+    """The tree that a run drafts, if there is one of that shape."""
+    try:
+        return tree_shape(config.speculation.tree) if config.speculation.tree and drafts(config.draft) else None
+    except ValueError:
+        return None
+
+
+def _block(config: RunConfig) -> int:
+    shape = _draft(config).shape
+    return shape.most_drafted if shape else 0
+
+
+def _num_steps(config: RunConfig) -> int:
+    """The most drafted tokens that follow one another in a round; of a benchmark, in any."""
+    asked = getattr(config.task, "num_draft_tokens", None) or [config.speculation.num_draft_tokens]
+    numbers = [max(ADAPTIVE_LENGTHS) if number == ADAPTIVE else number for number in asked]
+    tree = _tree(config)
+    return tree.depth if tree else max((number for number in numbers if isinstance(number, int)), default=0)
+
+
+def _recurrent(*models: ModelConfig) -> ModelShape | None:
+    """The shape of the first of the models whose layers keep a state."""
+    return next((model.shape for model in models if model.shape and model.shape.recurrent), None)
+
+
+def _rules_of_trees() -> list[str]:
+    return [name for name, record in rules().items() if record.needs_probs]
