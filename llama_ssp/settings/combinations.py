@@ -107,7 +107,7 @@ CLASHES: dict[tuple[str, str], str] = {
         "draft=mtp reads the files of the target without {adapter}: leave one out",
     ("a rule without sampling", "sampling"):
         "{rule} keeps the target's distribution at temperature 0 only, and {temperature} is {degrees}: use "
-        "{exact_rules}",
+        "{greedy}, {exact_rules}",
     ("a rule without sampling", "requests by row"):
         "requests choose their temperature, and {rule} keeps the target's distribution at temperature 0 only: use "
         "{exact_rules}",
@@ -132,7 +132,7 @@ def clashes(config: RunConfig) -> Iterator[str]:
 def _words(config: RunConfig) -> dict[str, object]:
     speculation, draft, placement, model = config.speculation, config.draft, config.placement, _draft(config)
     temperature, greedy = config.sampling.temperature, said("sampling", "greedy")
-    *others, last = greedy, *at_every_temperature()
+    *others, last = at_every_temperature()
     state = _recurrent(config.model, model) if speculation.tree else _recurrent(model)
     chosen = "placement=auto" if placement.auto else f"placement.draft.kind={placement.draft.kind.name}"
     return {
