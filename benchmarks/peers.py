@@ -73,7 +73,7 @@ def forwards_alone_s(decoder: Decoder, *, contexts: Sequence[int]) -> tuple[floa
         scores = round_.score(BatchState(*tensors), num_drafted=num_draft_tokens, bucket=bucket)
         return round_.verifier.process(*scores)
 
-    score = Traced(scored, reads=reads)
+    score = Traced[Tensor](reads=reads)
 
     def draft() -> object:
         return decoder.executor.run(round_.draft_stage(choice, bucket=bucket), state)
@@ -81,7 +81,7 @@ def forwards_alone_s(decoder: Decoder, *, contexts: Sequence[int]) -> tuple[floa
     def verify() -> object:
         if not round_.target.repeats_operators:
             return scored(*state)
-        return score(0, *state, bucket=bucket, version=round_.num_allocations)
+        return score(scored, 0, *state, bucket=bucket, version=round_.num_allocations)
 
     seconds: dict[Callable[[], object], list[float]] = {draft: [], verify: []}
     with torch.inference_mode():

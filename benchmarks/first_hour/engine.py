@@ -16,6 +16,7 @@ from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ from llama_ssp.settings.drafters import NGRAM_DRAFT, NgramConfig
 from llama_ssp.settings.schema import SpeculationConfig, SyntheticConfig
 from llama_ssp.speculate.engine.executors import GraphExecutor, Recorder
 from llama_ssp.speculate.engine.loop import Decoder
+from llama_ssp.speculate.engine.state import BatchState
 from llama_ssp.storage.formats import OWN_DTYPE
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import complete, ids_of
@@ -192,7 +194,7 @@ def _probs(pair: Pair, where: Where, *, at_a_time: int) -> Tensor:
 
 
 def waits_in_a_round(where: Where, *, cuda_graphs: bool) -> Iterator[str]:
-    """Rounds and admissions while torch refuses whatever waits for the device; nothing to see on a CPU."""
+    """Rounds, admissions and ends of rows while torch refuses what waits for the device; nothing to see on a CPU."""
     pair = pair_of(where, Dtype.fp16 if where.is_gpu else Dtype.fp32)
     for speculative in (False, True):
         decoder = make_decoder(pair, speculative=speculative, batch_size=2, cuda_graphs=cuda_graphs)
@@ -201,9 +203,10 @@ def waits_in_a_round(where: Where, *, cuda_graphs: bool) -> Iterator[str]:
         executor.run = no_waits()(executor.run)  # type: ignore[method-assign]
         decoder._read = no_waits()(decoder._read)  # type: ignore[method-assign]
         try:
-            texts(where, decoder, pair, number=2)
+            with patch.object(BatchState, "vacate", no_waits()(BatchState.vacate)):
+                texts(where, decoder, pair, number=5)  # some end while others decode, and rows are taken again
         except RuntimeError as error:
-            yield f"a round or an admission waits for the device: {error}"
+            yield f"a round, an admission or the end of a row waits for the device: {error}"
         yield from path_faults(where, pair, decoder, has_graphs=cuda_graphs)
 
 

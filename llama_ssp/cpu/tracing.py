@@ -35,19 +35,17 @@ _CANNOT = (RuntimeError, AttributeError, TypeError)  # an operator cannot be tra
 
 
 class Traced(Generic[_Result]):
-    """A traced function.
+    """Traces of functions of one kind, each of which maps tensors to one or more tensors.
 
     Args:
-        function: maps tensors to one or more tensors; a key always means the same operators.
-        reads: objects whose tensors it reads and writes in addition to its arguments.
+        reads: objects whose tensors they read and write in addition to their arguments.
 
     Attributes:
-        failed: tracing has failed once; since then the function is called from Python.
+        failed: tracing has failed once; since then functions are called from Python.
         replays: the replay by key; None after the first call.
     """
 
-    def __init__(self, function: Callable[..., _Result], *, reads: Sequence[object] = ()) -> None:
-        self._function = function
+    def __init__(self, *, reads: Sequence[object] = ()) -> None:
         self._reads = reads
         self._weights: Any = None
         self._num_moving = 0
@@ -57,22 +55,25 @@ class Traced(Generic[_Result]):
         self.replays: dict[Hashable, Callable[..., _Result] | None] = {}
         self.failed = False
 
-    def __call__(self, key: Hashable, *arguments: Tensor, bucket: int = 0, version: Hashable = None) -> _Result:
-        """Call the function with its arguments; `key` is everything that decides which operators run.
+    def __call__(
+        self, function: Callable[..., _Result], key: Hashable, *arguments: Tensor, bucket: int = 0,
+        version: Hashable = None,
+    ) -> _Result:  # fmt: skip
+        """Call a function with its arguments; `key` is everything that decides which operators run.
 
         `bucket` is the number of cache slots to read; `version` differs whenever an object has replaced its tensors.
         """
         if self.failed or key not in self.replays:
             self.replays[key] = None
-            return self._function(*arguments)
+            return function(*arguments)
         moving = self._moving_tensors(bucket, version)
         if moving is None:
-            return self._function(*arguments)
+            return function(*arguments)
         before = _is_optimizing()
         _set_optimizing(False)  # its search takes as long as ten forwards and saves less
         try:
-            replay = self.replays[key] or self._trace(key, arguments, moving)
-            return replay(*arguments, *moving) if replay else self._function(*arguments)
+            replay = self.replays[key] or self._trace(function, key, arguments, moving)
+            return replay(*arguments, *moving) if replay else function(*arguments)
         except BaseException as error:  # noqa: BLE001 - it is raised again
             raise take_error() or error from None
         finally:
@@ -102,7 +103,7 @@ class Traced(Generic[_Result]):
         return moving
 
     def _trace(
-        self, key: Hashable, arguments: tuple[Tensor, ...], moving: Sequence[Tensor]
+        self, function: Callable[..., _Result], key: Hashable, arguments: tuple[Tensor, ...], moving: Sequence[Tensor]
     ) -> Callable[..., _Result] | None:
         """Trace as `torch.jit.trace` does, except that the trace can be freed: torch keeps its own for ever.
 
@@ -114,7 +115,7 @@ class Traced(Generic[_Result]):
             with _one_at_a_time, recording(), _Recordable(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about sizes that become constants: the key covers them
                 graph, _ = torch._C._create_graph_by_tracing(
-                    lambda *tensors: self._function(*tensors[: len(arguments)]),
+                    lambda *tensors: function(*tensors[: len(arguments)]),
                     inputs, lambda _: "", True, False, self._weights, names,
                 )  # fmt: skip
                 _check_constants(graph)

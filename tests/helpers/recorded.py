@@ -6,9 +6,11 @@ sends nothing, and a replay of it does. A graph keeps nothing alive that it has 
 that was released is an AssertionError, and so is, with `WatchedGraphs`, one that reads other tensors than Python would.
 """
 
-from collections.abc import Callable, Hashable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -23,20 +25,31 @@ from llama_ssp.speculate.engine.round import Round, Stage
 from llama_ssp.speculate.engine.state import BatchState
 
 _T = TypeVar("_T")
-_WAITING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::lift_fresh", "aten::equal", "aten::masked_select"}
+_Call = tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]
+"""An operator, its arguments, and the tensors that it has made."""
+MOST_COMPARED = 3
+"""First replays of a graph that are compared, and how many of the later ones are for each that is."""
+_WAITING = {
+    "aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal", "aten::allclose", "aten::nonzero",
+    "aten::nonzero_numpy", "aten::argwhere", "aten::masked_select", "aten::bincount", "aten::_unique",
+    "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::unique_dim_consecutive",
+    "aten::lift_fresh", "aten::resolve_conj",
+}  # fmt: skip
+"""Operators that wait. `lift_fresh` makes tensors of numbers and lists; `tolist` and `numpy` call `resolve_conj`."""
+_INDEXING = {"aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"}
 
 
 class _Log(TorchDispatchMode):
     def __init__(self, unrecordable: str | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
+        self.calls: list[_Call] = []
         self.undo: list[tuple[Tensor, Tensor]] = []
         self._unrecordable = unrecordable
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         kwargs = kwargs or {}
         name = func._schema.name
-        if name in _WAITING or name == self._unrecordable:
+        if _waits(func, args, kwargs) or name == self._unrecordable:
             raise RuntimeError(f"{name} cannot be recorded\nand more about it")
         given = _tensors((args, kwargs))
         is_collective = func.namespace == "llama_ssp"
@@ -58,6 +71,16 @@ class _Log(TorchDispatchMode):
         return result
 
 
+def _waits(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:  # noqa: ANN401 - torch's
+    """Whether an operator waits for a device, as those do whose results have as many elements as values say."""
+    name, overload = func._schema.name, func._overloadname
+    if name in _INDEXING:
+        return any(index.dtype in {torch.bool, torch.uint8} for index in _tensors(args[1]))
+    if name == "aten::repeat_interleave":
+        return overload in {"Tensor", "self_Tensor"} and kwargs.get("output_size") is None
+    return name in _WAITING or (name, overload) == ("aten::where", "default")
+
+
 @dataclass(frozen=True)
 class _Outside:
     """A tensor that a recording has not made, without its memory."""
@@ -72,6 +95,9 @@ class _Outside:
         storage = tensor.untyped_storage()
         places = int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
         return cls(StorageWeakRef(storage), storage.data_ptr(), tensor.dtype, places)
+
+    def seen(self) -> tuple[object, ...]:
+        return self.address, self.dtype, *self.places
 
     def found(self) -> Tensor:
         shape = self.places[1]
@@ -94,7 +120,7 @@ def _logged(piece: Callable[[], _T], unrecordable: str | None = None) -> tuple[_
     return outputs, log
 
 
-def _without_outside(log: _Log) -> list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]]:
+def _without_outside(log: _Log) -> list[_Call]:
     """The calls of a log, with an `_Outside` for each tensor that none of them has made."""
     own = {tensor.untyped_storage().data_ptr() for *_, made in log.calls for tensor in made}
 
@@ -126,6 +152,7 @@ class FakeRecorder(Recorder):
 
         def replay() -> None:
             self.num_replayed += 1
+            self._before_replay(calls)
             for func, args, kwargs, made in calls:
                 given, named = tree_map(_held, (args, kwargs))
                 result = func(*given, **named)
@@ -139,42 +166,69 @@ class FakeRecorder(Recorder):
     def forget(self) -> None:
         self.num_forgotten += 1
 
+    def _before_replay(self, calls: Sequence[_Call]) -> None:
+        """Look at what a replay is going to call."""
+
 
 def _held(value: Any) -> Any:  # noqa: ANN401 - any leaf
     return value.found() if isinstance(value, _Outside) else value
 
 
+class _Comparing(FakeRecorder):
+    """Compares what a replay calls with what Python calls now, the first times and then now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name, self.refused = "", ""
+        self.piece: Callable[[], object] = lambda: None
+        self.num_of: Counter[str] = Counter()
+        self._num_replayed: Counter[int] = Counter()
+
+    def record(self, piece: Callable[[], _T]) -> tuple[_T, Callable[[], None]]:
+        if self.name == self.refused:
+            raise RuntimeError("it is refused")
+        return super().record(piece)
+
+    def _before_replay(self, calls: Sequence[_Call]) -> None:
+        self._num_replayed[id(calls)] += 1
+        number = self._num_replayed[id(calls)]
+        if number == 1 or (number > MOST_COMPARED and number % MOST_COMPARED):
+            return  # it was recorded just now
+        self.num_of[self.name] += 1
+        now = _without_outside(_logged(self.piece)[1])
+        for recorded, called in zip_longest(map(_read, calls), map(_read, now)):
+            assert recorded == called, f"{self.name}: a replay calls {recorded}, and Python calls {called}"
+
+
+def _read(call: _Call) -> tuple[str, list[object]]:
+    """The operator of a call, and what it reads that was there before."""
+    func, args, kwargs, _ = call
+    return str(func), [value.seen() for value in tree_flatten((args, kwargs))[0] if isinstance(value, _Outside)]
+
+
 class WatchedGraphs(GraphExecutor):
-    """Compares the addresses that a stage reads in a replay with those that Python would read.
+    """Compares what a replay calls and reads, by address and shape, with what Python would call and read.
 
     Attributes:
-        num_compared: replays so far.
+        refused: the name of a stage that cannot be recorded.
+        num_of: replays so far that were compared, by stage.
     """
 
-    num_compared = 0
+    refused = ""
 
     def __init__(self, round_: Round) -> None:
-        self._seen: dict[Hashable, list[int]] = {}
-        super().__init__(round_, recorder=FakeRecorder())
+        self._comparing = _Comparing()
+        self._comparing.refused = self.refused
+        self.num_of = self._comparing.num_of
+        super().__init__(round_, recorder=self._comparing)
 
-    def run(self, stage: Stage, state: BatchState, *tensors: Tensor) -> Any:  # noqa: ANN401 - what the stage returns
-        key = stage.name, stage.choice, stage.bucket
-        was_recorded, now = key in self._graphs, None
-        if key in self._met:
-            now = self._addresses(partial(stage.function, state, *tensors))
-        outputs = super().run(stage, state, *tensors)
-        if now is None or key not in self._graphs:
-            return outputs
-        if was_recorded:
-            self.num_compared += 1
-            assert now == self._seen[key], f"{stage.name} would read other tensors than its recording did"
-        self._seen[key] = now
-        return outputs
+    @property
+    def num_compared(self) -> int:
+        return self.num_of.total()
 
-    @staticmethod
-    def _addresses(piece: Callable[[], object]) -> list[int]:
-        values, _ = tree_flatten(_without_outside(_logged(piece)[1]))
-        return [value.address for value in values if isinstance(value, _Outside)]
+    def run(self, stage: Stage, state: BatchState, *values: Any) -> Any:  # noqa: ANN401 - see `Executor`
+        self._comparing.name, self._comparing.piece = stage.name, partial(stage.function, state, *values)
+        return super().run(stage, state, *values)
 
 
 def _tensors(values: Any) -> list[Tensor]:  # noqa: ANN401 - any tree

@@ -9,8 +9,12 @@
     rounds at a bucket   1st: run from Python   2nd: recorded, then replayed   3rd, 4th, ...: replayed
 
 The first round is the warm-up: it creates what is created lazily (communicators, compiled kernels, workspaces). Capture
-computes nothing, so every round runs exactly once. A graph reads and writes the addresses of its capture: whatever a
-round reads must stay in place. When a tensor is allocated again, all graphs are dropped.
+computes nothing, so every round runs exactly once. A graph reads and writes the addresses of its capture. Values that
+stages hand on are part of its key by their addresses. Whatever else a round reads must stay in place: when a tensor is
+allocated again, all graphs are dropped.
+
+A trace and a graph are keyed by what their stage is given (`Round._stage`), never by a name. A stage that cannot be
+captured runs from Python from then on, and the others are graphs all the same.
 """
 
 import logging
@@ -30,6 +34,8 @@ from llama_ssp.speculate.engine.state import BatchState
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 _STATE = len(BatchState._fields)
+_Graph = tuple[Any, Callable[[], None]]
+"""The results of a stage, and what computes them again."""
 
 
 def make_executor(round_: Round, *, cuda_graphs: bool) -> Executor:
@@ -55,21 +61,21 @@ class TracedExecutor(Executor):
         """See `Executor`."""
         if not stage.repeats:
             return stage.function(state, *values)
-        if stage.name not in self.traced:
-            self.traced[stage.name] = Traced(self._call, reads=stage.reads)
-        drafted = stage.choice if stage.name.startswith("draft") else stage.choice.num_tokens
         tensors = tensors_of(values)
-        key, version = (state.lengths_B.shape, drafted, len(tensors)), self._round.num_allocations
-        self._stage, self._values, self._place = stage, values, (stage.name, key)
-        found = self.traced[stage.name](key, *state, *tensors, bucket=stage.bucket, version=version)
-        return found if isinstance(found, Tensor) else filled(self._forms[stage.name, key], iter(found))
+        key = stage.operators, state.tokens_BS.shape, *[tensor.shape for tensor in tensors]
 
-    def _call(self, *tensors: Tensor) -> Any:  # noqa: ANN401 - tensors, whose place in the result `_forms` keeps
-        found = self._stage.function(BatchState(*tensors[:_STATE]), *filled(self._values, iter(tensors[_STATE:])))
-        if isinstance(found, Tensor):
-            return found
-        self._forms[self._place] = filled(found, repeat(...))
-        return tensors_of(found)
+        def flat(*inputs: Tensor) -> Any:  # noqa: ANN401 - tensors, whose places in the result `_forms` keeps
+            found = stage.function(BatchState(*inputs[:_STATE]), *filled(values, iter(inputs[_STATE:])))
+            if isinstance(found, Tensor):
+                return found
+            self._forms[key] = filled(found, repeat(...))
+            return tensors_of(found)
+
+        if stage.name not in self.traced:
+            self.traced[stage.name] = Traced(reads=stage.reads)
+        version = self._round.num_allocations
+        found = self.traced[stage.name](flat, key, *state, *tensors, bucket=stage.bucket, version=version)
+        return found if isinstance(found, Tensor) else filled(self._forms[key], iter(found))
 
 
 def tensors_of(value: Any) -> tuple[Tensor, ...]:  # noqa: ANN401 - see `Stage`
@@ -89,7 +95,7 @@ def filled(form: Any, tensors: Iterator[Any]) -> Any:  # noqa: ANN401 - see `Sta
 
 
 class Recorder:
-    """Captures CUDA graphs that share one memory pool, which is safe because they never run concurrently.
+    """Captures CUDA graphs that share a memory pool, which is safe because they never run concurrently.
 
     `finish` waits until the device has done everything that was launched.
     """
@@ -111,6 +117,7 @@ class Recorder:
                 outputs = piece()
         except RuntimeError:
             torch.cuda.set_stream(stream)  # torch skips this when ending a failed capture raises
+            self._pool = torch.cuda.graph_pool_handle()  # torch may still keep the one before for this capture
             raise
         return outputs, graph.replay
 
@@ -123,13 +130,15 @@ class Recorder:
 class GraphExecutor(Executor):
     """Replays the stages of a round as graphs; the next round overwrites its results, on the same stream.
 
-    Everything runs from Python once recording has `failed`.
+    Attributes:
+        failed: the names of stages that could not be captured, with their operators. They run from Python, and their
+            results are copied to fixed places, where graphs of other stages read them.
     """
 
     keeps_state = True
 
     def __init__(self, round_: Round, *, recorder: Recorder) -> None:
-        self.failed = False
+        self.failed: set[tuple[str, Hashable]] = set()
         self._round = round_
         self._recorder = recorder
         self._state: BatchState | None = None
@@ -138,30 +147,64 @@ class GraphExecutor(Executor):
 
     def run(self, stage: Stage, state: BatchState, *values: Any) -> Any:  # noqa: ANN401 - see `Stage`
         """Run a stage: the first time from Python, the second time captured, then replayed; see `Executor`."""
-        key, function = (stage.name, stage.choice, stage.bucket), partial(stage.function, state, *values)
         allocations = self._round.num_allocations
         if state is not self._state or allocations != self._allocations:
             self._forget()
             self._state, self._allocations = state, allocations
-        if self.failed or key not in self._met:
-            self._met.add(key)
-            return function()
-        if key not in self._graphs:
-            try:
-                self._graphs[key] = self._recorder.record(function)
-            except RuntimeError as error:
-                if ends_run(error):
-                    raise
+        tensors, operators = tensors_of(values), (stage.name, stage.operators)
+        key = *operators, stage.bucket, *[(tensor.data_ptr(), tensor.shape) for tensor in tensors]
+        if graph := self._graphs.get(key) or self._capture(stage, state, values, key=key, tensors=tensors):
+            self._moving.pop(stage.name, None)
+            outputs, replay = graph
+            replay()
+            return outputs
+        found = stage.function(state, *values)
+        if operators in self.failed:
+            return self._in_place(operators, found)
+        self._moving[stage.name] = tensors_of(found)
+        return found
+
+    def _capture(
+        self, stage: Stage, state: BatchState, values: tuple[Any, ...], *, key: tuple[Hashable, ...],
+        tensors: tuple[Tensor, ...],
+    ) -> _Graph | None:  # fmt: skip
+        """Capture a stage; returns None if it must run from Python, as on values that will be elsewhere next time."""
+        operators, met = key[:2], key[:3]
+        is_first = met not in self._met
+        self._met.add(met)
+        moving = {tensor.untyped_storage().data_ptr() for tensor in chain(*self._moving.values())}
+        if (
+            is_first
+            or operators in self.failed
+            or any(tensor.untyped_storage().data_ptr() in moving for tensor in tensors)
+        ):
+            return None
+        try:
+            self._graphs[key] = self._recorder.record(partial(stage.function, state, *values))
+        except RuntimeError as error:
+            if ends_run(error):
+                raise
+            if stage.name not in [name for name, _ in self.failed]:
                 reason = str(error).strip().partition("\n")[0]
-                _log.warning("continuing without CUDA graphs: %s could not be captured: %s", stage.name, reason)
-                self.failed = True
-                self._forget()
-                return function()
-        outputs, replay = self._graphs[key]
-        replay()
-        return outputs
+                _log.warning("%s runs from Python, since it could not be captured as a graph: %s", stage.name, reason)
+            self.failed.add(operators)
+            self._moving.pop(stage.name, None)
+            return None
+        return self._graphs[key]
+
+    def _in_place(self, operators: Hashable, found: Any) -> Any:  # noqa: ANN401 - see `Stage`
+        """Copy the results of a stage that stays with Python to where graphs read them."""
+        tensors = tensors_of(found)
+        key = operators, *[tensor.shape for tensor in tensors]
+        if key not in self._places:
+            self._places[key] = filled(found, iter([tensor.clone() for tensor in tensors]))
+        for place, tensor in zip(tensors_of(self._places[key]), tensors, strict=True):
+            place.copy_(tensor)
+        return self._places[key]
 
     def _forget(self) -> None:
         self._recorder.forget()
-        self._graphs: dict[Hashable, tuple[Any, Callable[[], None]]] = {}
+        self._graphs: dict[Hashable, _Graph] = {}
+        self._places: dict[Hashable, Any] = {}  # of results of stages that have failed
+        self._moving: dict[str, tuple[Tensor, ...]] = {}  # results of stages that may be captured the next time
         self._met: set[Hashable] = set()

@@ -128,11 +128,11 @@ def score_in_rows(
 
     Yields an empty list after each chunk but the last, and then all scores. Other rows may be computed in between.
     """
-    ids_BS = pad_sequence([torch.tensor(text.ids) for text in texts], batch_first=True).to(target.device)
+    ids_BS = to_device(pad_sequence([torch.tensor(text.ids) for text in texts], batch_first=True), target.device)
     rows_B = to_device(rows, target.device)
     num_inputs, first_wanted = ids_BS.shape[1] - 1, min(text.num_given for text in texts) - 1
     chunk = scored_positions(len(texts), target.vocab_size * (_OF_LAW if law else 1))
-    prompts_B = torch.tensor([text.num_prompt or text.num_given for text in texts], device=target.device)
+    prompts_B = to_device([text.num_prompt or text.num_given for text in texts], target.device)
     of_texts = Rows(ids_BS, prompts_B, torch.zeros_like(prompts_B), prompts_B)
     # Of the token after each input, under the model and under the law; 0 where none is wanted.
     num_laws, num_figures = 2 if law else 1, 1 + 2 * num_top

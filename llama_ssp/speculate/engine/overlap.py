@@ -27,9 +27,6 @@ Shapes: B sequences, K drafted tokens, T = K + 1, V vocabulary, N uniforms of a 
 """
 
 import time
-from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +35,7 @@ from llama_ssp.models.runner import Runner
 from llama_ssp.speculate.drafters.limited import DraftLimit
 from llama_ssp.speculate.drafters.shared import AheadDrafter
 from llama_ssp.speculate.engine.clock import HostClock
-from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round, Stage
+from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round
 from llama_ssp.speculate.engine.state import BatchState
 from llama_ssp.speculate.engine.verifier import GOES_ON, Verifier
 from llama_ssp.speculate.sampling.context import Rows
@@ -71,23 +68,23 @@ class OverlappedRound(Round):
         if not choice.num_tokens:
             return super().step(executor, state, choice=choice, bucket=bucket, clock=clock)
 
-        def stage(name: str, function: Callable[..., Any], *, repeats: bool = False) -> Stage:
-            reads = (self.verifier, self._in_flight_A)
-            return Stage(name, function, choice, bucket, reads=reads, repeats=repeats)
-
+        number, keeps, reads = choice.num_tokens, executor.keeps_state, (self.verifier, self._in_flight_A)
+        scoring = self._of_target("score", self._score, number, bucket=bucket)
+        exchanging = self._stage("exchange", self._exchange, reads=reads, repeats=False)
+        deciding = self._stage(
+            "decide", self._verify_ahead, number, self.longest(choice), keeps, reads=reads, repeats=True
+        )
         clock.start()
-        keeps = executor.keeps_state
         ran_s = time.thread_time()
         drafted = executor.run(self.draft_stage(choice, bucket=bucket), state)
         clock.add("draft")
         if self._drafter.drafts_here:
             clock.draft_cpu_s += time.thread_time() - ran_s
-        target_BKV = executor.run(self._of_target("score", partial(self._score, choice, bucket), choice, bucket), state)
+        target_BKV = executor.run(scoring, state)
         clock.add("verify")
-        uniforms_BN, following = executor.run(stage("exchange", self._exchange), state, *drafted)
+        uniforms_BN, following = executor.run(exchanging, state, *drafted)
         clock.add("draft", waits=True)
         before = self._before(executor, in_flight, following.law)
-        deciding = stage("decide", partial(self._verify_ahead, choice=choice, keeps=keeps), repeats=True)
         result = executor.run(deciding, state, target_BKV, uniforms_BN, following, before)
         clock.add("verify", waits=self._drafter.drafts_here)
         return result, before if keeps else following.law
@@ -111,17 +108,15 @@ class OverlappedRound(Round):
         """The rows as the draft sees them: what is in flight counts as text."""
         return state.rows._replace(lengths_B=state.lengths_B + state.ahead_B)
 
-    def _score(self, choice: DraftChoice, bucket: int, state: BatchState) -> Tensor:
-        return self.verifier.process(*self.score(state, num_drafted=choice.num_tokens - 1, bucket=bucket))
+    def _score(self, num_tokens: int, bucket: int, state: BatchState) -> Tensor:
+        return self.verifier.process(*self.score(state, num_drafted=num_tokens - 1, bucket=bucket))
 
     def _exchange(self, state: BatchState, uniforms_BN: Tensor, draft: Draft) -> tuple[Tensor, Draft]:
         return uniforms_BN, self._drafter.exchange(draft, self.draft_rows(state))
 
-    def _verify_ahead(
-        self, state: BatchState, target_BKV: Tensor, uniforms_BN: Tensor, following: Draft, before: Law,
-        *,
-        choice: DraftChoice,
-        keeps: bool,
+    def _verify_ahead(  # noqa: PLR0917 - a stage's
+        self, num_tokens: int, longest: int | None, keeps: bool, state: BatchState, target_BKV: Tensor,
+        uniforms_BN: Tensor, following: Draft, before: Law,
     ) -> Tensor:  # fmt: skip
         """Verify, commit, and say which rows keep the following block; `before` is the law of the one in flight.
 
@@ -130,8 +125,8 @@ class OverlappedRound(Round):
         flying_BA = state.tokens_BS.gather(1, state.lengths_B[:, None] + self._in_flight_A)
         in_flight = Draft(flying_BA, before if isinstance(before, PointMass) else before[:, 1:])
         first = following.first()
-        draws, rule = self._draws(state, uniforms_BN, following, choice.num_tokens), self.verifier.rule
-        is_plain_B1 = self.is_plain(choice, state)
+        draws, rule = self._draws(state, uniforms_BN, following, num_tokens), self.verifier.rule
+        is_plain_B1 = self._is_plain(longest, state)
 
         def verdict() -> Verdict:
             found = verify_ahead(rule, in_flight, first, target_BKV, ahead_B=state.ahead_B, draws=draws)

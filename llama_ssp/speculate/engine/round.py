@@ -25,7 +25,7 @@ Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, W = K + 
 depth, V vocabulary, N uniforms of a round; L is a row's length.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -67,15 +67,16 @@ class Stage(NamedTuple):
     Attributes:
         name: in a round, each stage has its own.
         function: maps the batch and further values to values: tensors, and tuples of values. It may write to the batch.
-        choice: how the round drafts; with the shapes of the values it decides which operators the function calls.
+        operators: with the shapes of the values, this decides which operators the function calls.
+        bucket: cache slots that it reads; 0 if it reads no cache.
         reads: objects whose tensors it reads in addition to its arguments.
         repeats: it calls the same operators every time, on tensors of its arguments and of `reads`, and can be traced.
     """
 
     name: str
     function: Callable[..., Any]
-    choice: DraftChoice
-    bucket: int
+    operators: Hashable
+    bucket: int = 0
     reads: Sequence[object] = ()
     repeats: bool = True
 
@@ -154,10 +155,9 @@ class Round:
 
     def draft_stage(self, choice: DraftChoice, *, bucket: int) -> Stage:
         """Extend every row by `choice.num_tokens` drafted tokens; returns the round's uniforms and the draft."""
-        drafter = self.drafters[choice.source]
-        return Stage(
-            self._named("draft"), partial(self._draft, choice, bucket), choice, bucket,
-            reads=(self.drafters, self.last_and_drafted_W), repeats=drafter.repeats_operators,
+        return self._stage(
+            "draft", self._draft, choice, bucket=bucket, reads=(self.drafters, self.last_and_drafted_W),
+            repeats=self.drafters[choice.source].repeats_operators,
         )  # fmt: skip
 
     def _draft(self, choice: DraftChoice, bucket: int, state: BatchState) -> tuple[Tensor, Draft]:
@@ -177,19 +177,22 @@ class Round:
 
     def verify_stage(self, choice: DraftChoice, *, bucket: int) -> Stage:
         """Score the drafted tokens with the target, verify and commit; without any, decode one token."""
-        verify = partial(self._verify, choice, bucket) if choice.num_tokens else partial(self._decode, bucket)
-        return self._of_target("verify", verify, choice, bucket)
+        if not choice.num_tokens:
+            return self._of_target("verify", self._decode, bucket=bucket)
+        return self._of_target("verify", self._verify, choice.num_tokens, self.longest(choice), bucket=bucket)
 
-    def _verify(self, choice: DraftChoice, bucket: int, state: BatchState, uniforms_BN: Tensor, draft: Draft) -> Tensor:
-        """Score the draft, let the rule accept a path of it, and commit that."""
+    def _verify(  # noqa: PLR0917 - a stage's
+        self, num_tokens: int, longest: int | None, bucket: int, state: BatchState, uniforms_BN: Tensor, draft: Draft
+    ) -> Tensor:
+        """Score the draft, let the rule accept a path of it, and commit that; for `longest` see the method."""
         if isinstance(draft.nodes, Topology):
             logits_BWV, context = self._score_tree(state, draft.ids_BK, draft.nodes, bucket=bucket), None
         else:
-            logits_BWV, context = self.score(state, num_drafted=choice.num_tokens, bucket=bucket)
+            logits_BWV, context = self.score(state, num_drafted=num_tokens, bucket=bucket)
         forced = self.verifier.forced
         decision = self.verifier.verify(
             draft, self.verifier.process(logits_BWV, context),
-            draws=self._draws(state, uniforms_BN, draft, choice.num_tokens), is_plain_B1=self.is_plain(choice, state),
+            draws=self._draws(state, uniforms_BN, draft, num_tokens), is_plain_B1=self._is_plain(longest, state),
             forced_B1=forced.lengths(state.lengths_B - state.prompt_lengths_B) if forced else None,
         )  # fmt: skip
         return state.commit(*self._follow(state, draft, decision))
@@ -239,14 +242,23 @@ class Round:
         logits_B1V, context = self.score(state, num_drafted=0, bucket=bucket)
         return state.commit(self.verifier.draw(logits_B1V, uniforms_B1P, context))
 
-    def _of_target(self, name: str, function: Callable[..., Any], choice: DraftChoice, bucket: int) -> Stage:
+    def _of_target(self, name: str, function: Callable[..., Any], *arguments: Hashable, bucket: int) -> Stage:
         of_trees = (self.tree, self._nodes, self._steps_D) if self.tree else ()
         reads = (self.target, self.verifier, self.last_and_drafted_W, self.taps, *of_trees)
-        return Stage(self._named(name), function, choice, bucket, reads, repeats=self.target.repeats_operators)
+        repeats = self.target.repeats_operators
+        return self._stage(name, function, *arguments, bucket=bucket, reads=reads, repeats=repeats)
 
-    def _named(self, name: str) -> str:
-        """The name of a stage that draws: it calls other operators for other steps."""
-        return f"{name} {self.steps}" if self.steps else name
+    def _stage(
+        self, name: str, function: Callable[..., Any], *arguments: Hashable, bucket: int = 0, reads: Sequence[object],
+        repeats: bool,
+    ) -> Stage:  # fmt: skip
+        """Make a stage of a function of these arguments, its bucket if it reads a cache, the batch and values.
+
+        All that decides which operators the function calls is among its arguments, or is what rows need now.
+        """
+        needs = (*vars(self.steps).values(),) if self.steps else ()
+        given = (*arguments, bucket) if bucket else arguments
+        return Stage(name, partial(function, *given), (function, arguments, needs), bucket, reads, repeats)
 
     def longest(self, choice: DraftChoice) -> int | None:
         """The longest rows that a round drafts for, which decodes longer ones plainly; None for all.
@@ -259,9 +271,8 @@ class Round:
     def _limit_of(self, source: int) -> DraftLimit | None:
         return None if source else self.limit
 
-    def is_plain(self, choice: DraftChoice, state: BatchState) -> Tensor | None:
+    def _is_plain(self, longest: int | None, state: BatchState) -> Tensor | None:
         """Which rows (B, 1) the draft cannot serve in this round; None if it serves all."""
-        longest = self.longest(choice)
         return None if longest is None else self.draft_rows(state).lengths_B[:, None] > longest
 
     def draft_rows(self, state: BatchState) -> Rows:
@@ -356,7 +367,6 @@ class Round:
             return None
 
         def run(size: int, read: Callable[[Tensor], Tensor], inputs_4M: Tensor) -> Any:  # noqa: ANN401 - see `Stage`
-            stage = Stage(name, lambda _, inputs_4M: read(inputs_4M), DraftChoice(0), size)
-            return executor.run(stage, state, inputs_4M)
+            return executor.run(Stage(name, lambda _, inputs_4M: read(inputs_4M), size), state, inputs_4M)
 
         return ShortForwards(self._inputs_4M, self._batch_size, run)

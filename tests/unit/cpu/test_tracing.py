@@ -67,7 +67,7 @@ class Replayed:
 
     def __init__(self, lean: LeanRunner) -> None:
         self.lean = lean
-        self.recorded = Traced(self._over, reads=(lean,))
+        self.recorded = Traced[Tensor](reads=(lean,))
 
     def forward(
         self, ids_BT: Tensor, positions_BT: Tensor, *, bucket: int, score_positions_BR: Tensor | None = None
@@ -75,7 +75,8 @@ class Replayed:
         self._bucket = bucket
         rows = () if score_positions_BR is None else (score_positions_BR,)
         made = self.lean.num_allocations
-        return self.recorded((ids_BT.shape, len(rows)), ids_BT, positions_BT, *rows, bucket=bucket, version=made)
+        key = ids_BT.shape, len(rows)
+        return self.recorded(self._over, key, ids_BT, positions_BT, *rows, bucket=bucket, version=made)
 
     def _over(self, ids_BT: Tensor, positions_BT: Tensor, *rows: Tensor) -> Tensor:
         return self.lean.forward(
@@ -186,8 +187,8 @@ def test_recordings_go_with_what_made_them() -> None:
         return values
 
     def make() -> None:
-        recorded = Traced(many)
-        assert [recorded(0, torch.tensor(0.0)).item() for _ in range(3)] == [400] * 3
+        recorded = Traced[Tensor]()
+        assert [recorded(many, 0, torch.tensor(0.0)).item() for _ in range(3)] == [400] * 3
         assert recorded.replays[0]
         gc.collect()
 
@@ -210,9 +211,9 @@ def test_what_cannot_be_recorded_goes_on_from_python(caplog: pytest.LogCaptureFi
             raise RuntimeError("not this one\nTraceback")
         return values * 2
 
-    recorded = Traced(double)
+    recorded = Traced[Tensor]()
     with caplog.at_level(logging.WARNING):
-        assert [recorded(0, torch.tensor(float(number))).item() for number in range(4)] == [0, 2, 4, 6]
+        assert [recorded(double, 0, torch.tensor(float(number))).item() for number in range(4)] == [0, 2, 4, 6]
     assert [record.message for record in caplog.records] == ["continuing without tracing: not this one"]
 
 
@@ -234,9 +235,9 @@ class Holder:
 
 
 def test_a_tensor_that_cannot_be_found_is_not_taken_for_a_constant(caplog: pytest.LogCaptureFixture) -> None:
-    hidden = Traced(Holder().doubled)
+    hidden, holder = Traced[Tensor](), Holder()
     with caplog.at_level(logging.WARNING):
-        assert [hidden(0).tolist() for _ in range(3)] == [[0, 2, 4]] * 3
+        assert [hidden(holder.doubled, 0).tolist() for _ in range(3)] == [[0, 2, 4]] * 3
     assert [record.message for record in caplog.records] == [
         "continuing without tracing: tracing would freeze a tensor of shape (3,) as a constant: pass it as an input"
     ]
@@ -244,13 +245,13 @@ def test_a_tensor_that_cannot_be_found_is_not_taken_for_a_constant(caplog: pytes
 
 def test_a_workspace_that_was_made_again_is_read_and_the_old_one_is_not_kept_alive() -> None:
     holder = Holder()
-    found = Traced(holder.doubled, reads=(holder,))
-    assert [found(0).tolist() for _ in range(3)] == [[0, 2, 4]] * 3
+    found = Traced[Tensor](reads=(holder,))
+    assert [found(holder.doubled, 0).tolist() for _ in range(3)] == [[0, 2, 4]] * 3
     watched = weakref.ref(holder.table.values)
     holder.table = Table(torch.ones(3))
     gc.collect()
     assert watched() is None
-    assert found(0, version=1).tolist() == [2, 2, 2]
+    assert found(holder.doubled, 0, version=1).tolist() == [2, 2, 2]
     assert not found.failed
 
 

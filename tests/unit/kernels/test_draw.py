@@ -87,11 +87,11 @@ def test_a_trace_holds_the_draw_alone_and_not_its_check() -> None:
     if not has_features(COMPILED_DRAW_NEEDS):
         pytest.skip("this processor has no such draw")
     weights, uniforms = torch.randn(2, 100).softmax(-1), torch.rand(2, 2, dtype=torch.float64)
-    traced = Traced(draw)
+    traced = Traced[torch.Tensor]()
     for _ in range(3):
-        assert torch.equal(traced(0, weights, uniforms), by_torch(weights, uniforms))
+        assert torch.equal(traced(draw, 0, weights, uniforms), by_torch(weights, uniforms))
     assert traced.replays[0]
-    assert operators_of(lambda: traced(0, weights, uniforms)) == ONE
+    assert operators_of(lambda: traced(draw, 0, weights, uniforms)) == ONE
 
 
 @pytest.mark.usefixtures("forgotten")

@@ -1,6 +1,5 @@
 """Drafting that overlaps verification writes the target's own text, whatever the draft, the batch and the ranks."""
 
-import logging
 from itertools import pairwise
 from typing import Any
 
@@ -143,17 +142,14 @@ def test_ranks_that_replay_give_the_text_of_one_that_does_not(
 
 
 @pytest.mark.parametrize("unrecordable", ["aten::gather", "aten::cumprod"], ids=["in the draft", "in the rule"])
-def test_a_round_that_cannot_be_recorded_keeps_what_is_in_flight(
-    unrecordable: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_round_that_cannot_be_recorded_keeps_what_is_in_flight(unrecordable: str) -> None:
     options: dict[str, Any] = {"temperature": 0.9, "num_draft_tokens": 4, "batch_size": 2}
     made = overlapped_decoder(*near_pair(1.0), replay=FakeRecorder(unrecordable), **options)
     expected = outcome(complete(overlapped_decoder(*near_pair(1.0), replay=False, **options), requests()))
-    with caplog.at_level(logging.WARNING):
-        assert outcome(complete(made, requests())) == expected
+    assert outcome(complete(made, requests())) == expected
     assert isinstance(made.executor, GraphExecutor)
-    assert made.executor.failed
-    assert len(caplog.records) == 1
+    failed = {"draft", "score", "decide"} if unrecordable == "aten::gather" else {"decide"}
+    assert {name for name, _ in made.executor.failed} == failed
 
 
 def test_messages_of_one_size_hold_all_that_top_k_leaves_also_of_equal_logits() -> None:
