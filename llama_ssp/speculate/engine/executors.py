@@ -11,10 +11,7 @@
 The first round is the warm-up: it creates what is created lazily (communicators, compiled kernels, workspaces). Capture
 computes nothing, so every round runs exactly once. A graph reads and writes the addresses of its capture. Values that
 stages hand on are part of its key by their addresses. Whatever else a round reads must stay in place: when a tensor is
-allocated again, all graphs are dropped.
-
-A trace and a graph are keyed by what their stage is given (`Round._stage`), never by a name. A stage that cannot be
-captured runs from Python from then on, and the others are graphs all the same.
+allocated again, all graphs are dropped. A stage that cannot be captured runs from Python, the others as graphs.
 """
 
 import logging
@@ -124,7 +121,7 @@ class Recorder:
     def forget(self) -> None:
         """Prepare for the end of all replays: wait for those that run, and begin a new pool."""
         self._finish()
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: tuple[int, int] = torch.cuda.graph_pool_handle()
 
 
 class GraphExecutor(Executor):
@@ -151,46 +148,40 @@ class GraphExecutor(Executor):
         if state is not self._state or allocations != self._allocations:
             self._forget()
             self._state, self._allocations = state, allocations
-        tensors, operators = tensors_of(values), (stage.name, stage.operators)
-        key = *operators, stage.bucket, *[(tensor.data_ptr(), tensor.shape) for tensor in tensors]
-        if graph := self._graphs.get(key) or self._capture(stage, state, values, key=key, tensors=tensors):
+        operators, inputs = (stage.name, stage.operators), tensors_of(values)
+        key = *operators, stage.bucket, *[(tensor.data_ptr(), tensor.shape) for tensor in inputs]
+        function = partial(stage.function, state, *values)
+        if graph := self._graphs.get(key) or self._capture(key, function, inputs):
             self._moving.pop(stage.name, None)
             outputs, replay = graph
             replay()
             return outputs
-        found = stage.function(state, *values)
+        found = function()
         if operators in self.failed:
             return self._in_place(operators, found)
         self._moving[stage.name] = tensors_of(found)
         return found
 
-    def _capture(
-        self, stage: Stage, state: BatchState, values: tuple[Any, ...], *, key: tuple[Hashable, ...],
-        tensors: tuple[Tensor, ...],
-    ) -> _Graph | None:  # fmt: skip
+    def _capture(self, key: Any, function: Callable[[], Any], inputs: tuple[Tensor, ...]) -> _Graph | None:  # noqa: ANN401
         """Capture a stage; returns None if it must run from Python, as on values that will be elsewhere next time."""
-        operators, met = key[:2], key[:3]
-        is_first = met not in self._met
-        self._met.add(met)
+        name, operators, bucket, *_ = key
+        is_first = (name, operators, bucket) not in self._met
+        self._met.add((name, operators, bucket))
         moving = {tensor.untyped_storage().data_ptr() for tensor in chain(*self._moving.values())}
-        if (
-            is_first
-            or operators in self.failed
-            or any(tensor.untyped_storage().data_ptr() in moving for tensor in tensors)
-        ):
+        moves = not moving.isdisjoint([tensor.untyped_storage().data_ptr() for tensor in inputs])
+        if is_first or moves or (name, operators) in self.failed:
             return None
         try:
-            self._graphs[key] = self._recorder.record(partial(stage.function, state, *values))
+            self._graphs[key] = self._recorder.record(function)
         except RuntimeError as error:
             if ends_run(error):
                 raise
-            if stage.name not in [name for name, _ in self.failed]:
+            if name not in [failed for failed, _ in self.failed]:
                 reason = str(error).strip().partition("\n")[0]
-                _log.warning("%s runs from Python, since it could not be captured as a graph: %s", stage.name, reason)
-            self.failed.add(operators)
-            self._moving.pop(stage.name, None)
-            return None
-        return self._graphs[key]
+                _log.warning("%s runs from Python, since it could not be captured as a graph: %s", name, reason)
+            self.failed.add((name, operators))
+            self._moving.pop(name, None)
+        return self._graphs.get(key)
 
     def _in_place(self, operators: Hashable, found: Any) -> Any:  # noqa: ANN401 - see `Stage`
         """Copy the results of a stage that stays with Python to where graphs read them."""

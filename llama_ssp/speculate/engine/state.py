@@ -178,7 +178,7 @@ class BatchState(NamedTuple):
         Rows of another `length` cost what rows of that length do.
         """
         # A number that is assigned to an index is copied from the host, which waits for a GPU.
-        for numbers_B, number in (
-            (self.lengths_B, length), (self.limits_B, length), (self.first_round_B, -length), (self.ahead_B, 0)
-        ):  # fmt: skip
-            numbers_B[rows].fill_(number)
+        self.lengths_B[rows].fill_(length)
+        self.limits_B[rows].fill_(length)
+        self.first_round_B[rows].fill_(-length)
+        self.ahead_B[rows].fill_(0)

@@ -25,6 +25,7 @@ from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.drafters.ngram import NgramDrafter
 from llama_ssp.speculate.drafters.one_pass import OnePassDrafter
 from llama_ssp.speculate.drafters.shared import BroadcastDrafter, TapsSender
+from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.executors import TracedExecutor
 from llama_ssp.speculate.engine.likelihoods import ScoredText
 from llama_ssp.speculate.engine.loop import Decoder
@@ -91,7 +92,7 @@ def decoded(decoder: Decoder, num_more: int, *, mode: str) -> list[object]:
             decoder.score([ScoredText(ids=(5, 6, 7, 8))], num_top=2, deliver=scores.append)
         return None if scores else []
 
-    done = {}
+    done: dict[int, RowCompletion] = {}
     for updates in decoder.run(requests, more=more if mode == "log-probabilities" else None):
         done |= {update.completion.request.index: update.completion for update in updates}
     return [outcome([done[index] for index in sorted(done)]), scores]
@@ -153,7 +154,7 @@ def loaded(origin: Any, target: Runner | None = None) -> Any:  # noqa: ANN401 - 
     return load_model(Loading(origin, dtype=torch.float32, target=target))
 
 
-def pair_of(target: str, draft: str, folder: Path, **changes: Any) -> Make:  # noqa: ANN401
+def pair_of(folder: Path, target: str, draft: str, **changes: Any) -> Make:  # noqa: ANN401
     """A target and a draft of families."""
     for name, family in (("target", target), ("draft", draft)):
         build_checkpoint(folder / name, family, vocab_size=32, **changes)
@@ -196,8 +197,8 @@ MAKERS: dict[str, Callable[[Path], Make]] = {
     "eagle": partial(with_head, kind="eagle"),
     "peagle": partial(with_head, kind="peagle"),
     "an own layer of a hybrid": partial(with_head, kind="mtp"),
-    "a hybrid": partial(pair_of, "qwen3_5_text", "qwen3_5_text", **IN_BLOCKS),
-    "experts": partial(pair_of, "mixtral", "llama"),
+    "a hybrid": partial(pair_of, target="qwen3_5_text", draft="qwen3_5_text", **IN_BLOCKS),
+    "experts": partial(pair_of, target="mixtral", draft="llama"),
 }
 TREES: dict[str, Callable[[Path], Make]] = {
     **{f"{shape} of a model": lambda _, shape=shape: partial(make_decoder, *near_pair(1.0), tree=shape)  # type: ignore[misc]
