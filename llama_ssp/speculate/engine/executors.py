@@ -114,14 +114,14 @@ class Recorder:
                 outputs = piece()
         except RuntimeError:
             torch.cuda.set_stream(stream)  # torch skips this when ending a failed capture raises
-            self._pool = torch.cuda.graph_pool_handle()  # torch may still keep the one before for this capture
+            self._pool: Any = torch.cuda.graph_pool_handle()  # torch may still keep the one before for this capture
             raise
         return outputs, graph.replay
 
     def forget(self) -> None:
         """Prepare for the end of all replays: wait for those that run, and begin a new pool."""
         self._finish()
-        self._pool: tuple[int, int] = torch.cuda.graph_pool_handle()
+        self._pool = torch.cuda.graph_pool_handle()
 
 
 class GraphExecutor(Executor):

@@ -25,7 +25,6 @@ from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.drafters.ngram import NgramDrafter
 from llama_ssp.speculate.drafters.one_pass import OnePassDrafter
 from llama_ssp.speculate.drafters.shared import BroadcastDrafter, TapsSender
-from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.executors import TracedExecutor
 from llama_ssp.speculate.engine.likelihoods import ScoredText
 from llama_ssp.speculate.engine.loop import Decoder
@@ -92,7 +91,7 @@ def decoded(decoder: Decoder, num_more: int, *, mode: str) -> list[object]:
             decoder.score([ScoredText(ids=(5, 6, 7, 8))], num_top=2, deliver=scores.append)
         return None if scores else []
 
-    done: dict[int, RowCompletion] = {}
+    done = dict[int, Any]()
     for updates in decoder.run(requests, more=more if mode == "log-probabilities" else None):
         done |= {update.completion.request.index: update.completion for update in updates}
     return [outcome([done[index] for index in sorted(done)]), scores]
@@ -197,7 +196,7 @@ MAKERS: dict[str, Callable[[Path], Make]] = {
     "eagle": partial(with_head, kind="eagle"),
     "peagle": partial(with_head, kind="peagle"),
     "an own layer of a hybrid": partial(with_head, kind="mtp"),
-    "a hybrid": partial(pair_of, target="qwen3_5_text", draft="qwen3_5_text", **IN_BLOCKS),
+    "a hybrid": lambda folder: pair_of(folder, "qwen3_5_text", "qwen3_5_text", **IN_BLOCKS),
     "experts": partial(pair_of, target="mixtral", draft="llama"),
 }
 TREES: dict[str, Callable[[Path], Make]] = {
