@@ -33,11 +33,12 @@ from tests.helpers.texts import library_greedy, part_at_a_near_tie
 _GROUPED: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 16}
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
 _LOCAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_SLIDING: dict[str, Any] = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 _LATENT = {name: size for name, size in FAMILIES["deepseek_v3"].items() if name.endswith(("_rank", "_dim", "_heads"))}
 MORE: dict[str, dict[str, Any]] = {
     "bloom": {}, "codegen": {"rotary_dim": 4}, "diffllama": _GROUPED, "doge": {"num_key_value_heads": 4},
     "ernie4_5_moe": {"num_key_value_heads": 4, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48},
-    "falcon": {}, "flex_olmo": {"num_key_value_heads": 4, **_EXPERTS}, "gpt2": {}, "gpt_bigcode": {},
+    "falcon": {}, "flex_olmo": {"num_key_value_heads": 4, **_EXPERTS}, "gpt2": {}, "gpt_bigcode": {"n_head": 8},
     "gptj": {"rotary_dim": 4}, "granitemoeshared": _LOCAL | {"num_key_value_heads": 4, "shared_intermediate_size": 64},
     "hyperclovax": _GROUPED, "internlm3": _GROUPED, "iquestcoder": _GROUPED, "jais2": _GROUPED,
     "llama4_text": {"num_key_value_heads": 4, "num_local_experts": 4, "intermediate_size_mlp": 160},
@@ -56,6 +57,15 @@ MORE: dict[str, dict[str, Any]] = {
     "gemma3n_text": FAMILIES["gemma4_text"] | {"intermediate_size": 160, "num_hidden_layers": 4},
     "solar_open": FAMILIES["glm4_moe"],
     "gemma4_unified_text": FAMILIES["gemma4_text"],
+    "beam": _GROUPED | _EXPERTS | _SLIDING | {
+        "moe_intermediate_size": 48, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse"],
+    },
+    "aria_text": _GROUPED | {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+    "axk1": FAMILIES["deepseek_v3"],
+    "cohere2_moe": _GROUPED | _EXPERTS | _SLIDING | {"moe_intermediate_size": 48},
+    **dict.fromkeys(
+        ("flint", "hy_v3", "kolibri1", "mellum"), _GROUPED | _EXPERTS | {"moe_intermediate_size": 48}
+    ),
 }  # fmt: skip
 LENGTHS, BATCHES, NUM_NEW_TOKENS = (3, 14, 21, 9), (1, 4), 20
 

@@ -120,7 +120,9 @@ HEAD_CUTS = frozenset({Cut.query_heads, Cut.kv_heads, Cut.fused_qkv, Cut.qkv})
 _EMBEDDINGS = ("embed_tokens", "wte", "embeddings")
 IN_PARTS = ("qkv_proj", "gate_up_proj")
 _MODULES = {
-    Cut.query_heads: ("q_proj", "q_b_proj", "kv_b_proj", "g_proj", "dt_proj", "o_proj", "out_proj", "dense"),
+    Cut.query_heads: (
+        "q_proj", "q_b_proj", "kv_b_proj", "g_proj", "self_attn.gate_proj", "dt_proj", "o_proj", "out_proj", "dense",
+    ),
     Cut.kv_heads: ("k_proj", "v_proj"),
     Cut.fused_qkv: ("query_key_value",),
     Cut.qkv: ("qkv_proj",),
@@ -138,7 +140,7 @@ _CUTS = {module: cut for cut, modules in _MODULES.items() for module in modules}
 def cut_of(module: str) -> Cut:
     """The units that a module's weight is split along, by the end of its name; an unknown one raises PlacementError."""
     try:
-        return _CUTS[module.rpartition(".")[2]]
+        return _CUTS.get(".".join(module.split(".")[-2:])) or _CUTS[module.rpartition(".")[2]]
     except KeyError:
         raise PlacementError(f"no rule says how to cut {module} over ranks: run this model on one rank") from None
 

@@ -10,9 +10,11 @@ Shapes: B sequences, T positions, I inputs, O outputs (of the whole or of the sl
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from copy import copy
 from functools import partial
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -25,7 +27,6 @@ from llama_ssp.architectures.matrices import (
     HEAD_CUTS,
     IN_PARTS,
     Cut,
-    HeadShard,
     RankShard,
     WholeParts,
     cut_of,
@@ -166,6 +167,7 @@ def shard(
     plan = _plan_of(model)
     if not plan:
         raise PlacementError(no_plan(shape.model_type, comm.size))
+    shared = defaultdict[str, dict[str, int]](dict)
     for name, module in list(model.named_modules()):
         style = _style(model, plan, name)
         # A family's own embedding class does more than look up; it stays whole unless the family's record allows it.
@@ -177,15 +179,37 @@ def shard(
             continue
         if stays_whole(name, whole):
             continue
-        parent, cut = model.get_submodule(name.rpartition(".")[0]), cut_of(name)
+        place, _, leaf = name.rpartition(".")
+        parent, cut, size = model.get_submodule(place), cut_of(name), _size_of(module, style)
         if cut in HEAD_CUTS and not hasattr(parent, "kv_b_proj"):  # heads of latents have any width
-            size = _size_of(module, style)
-            if record_of(shape.model_type).gates_queries and name.endswith("q_proj"):
-                size //= 2
-            _check_heads(name, size, cut, shape, getattr(parent, "head_dim", shape.head_dim))
+            has_gates = record_of(shape.model_type).gates_queries and leaf == "q_proj"
+            _check_heads(name, size // (1 + has_gates), cut, shape, getattr(parent, "head_dim", shape.head_dim))
         model.set_submodule(name, _local(name, module, style, own=own, comm=comm))
-        if cut in HEAD_CUTS:
-            _set_local_heads(parent, own.heads)
+        if cut is not Cut.vocabulary:
+            shared[place][leaf] = size
+    for name, sizes in shared.items():
+        parent = model.get_submodule(name)
+        if any(cut_of(f"{name}.{leaf}") in HEAD_CUTS for leaf in sizes):
+            _cut_heads(parent, own)
+        elif hasattr(parent, "_gaussian_topk"):
+            parent._gaussian_topk = partial(_sparse, parent.activation_sparsity, sizes["gate_proj"], comm)
+        _check_vectors(name, parent, {*sizes.values()} - {getattr(parent, "head_dim", shape.head_dim)})
+
+
+def _check_vectors(name: str, parent: nn.Module, widths: set[int]) -> None:
+    """Refuse parameters beside linear layers that are as wide as what ranks share: norms over all heads, or all units.
+
+    A statistic without parameters shows in no shape: the tests compare each family and flag with uncut modules.
+    """
+    for place, module in parent.named_modules():
+        if isinstance(module, LocalModule | nn.Linear):
+            continue
+        for leaf, values in module.named_parameters(recurse=False):
+            if leaf not in getattr(module, "slices", {}) and not widths.isdisjoint(values.shape[-1:]):
+                full_name = ".".join(filter(None, (name, place, leaf)))
+                raise PlacementError(
+                    f"{full_name} spans {values.shape[-1]} features, which ranks share: run this model on one rank"
+                )
 
 
 def _check_heads(name: str, size: int, cut: Cut, shape: ModelShape, head_dim: int) -> None:
@@ -341,19 +365,42 @@ def _cut_parameters(module: Any, slices: dict[str, Slice]) -> None:  # noqa: ANN
     module.slices = slices  # read by `loading`
 
 
-def _set_local_heads(attention: Any, heads: HeadShard) -> None:  # noqa: ANN401 - of transformers
-    """Set an attention module's numbers of heads to those of this rank."""
-    num_heads, num_kv_heads = len(heads.query_heads), len(heads.kv_heads)
+def _cut_heads(attention: Any, own: RankShard) -> None:  # noqa: ANN401 - of transformers
+    """Keep what attention has for each of this rank's heads, and set its numbers of heads.
+
+    Its own vectors (sinks, biases of gates) have a number for each head, matrices of norms a row, and lists a module.
+    """
+    queries, keys = own.heads.query_heads, own.heads.kv_heads
+    of_size = {own.num_heads: queries, own.heads.num_kv_heads: keys}
+    for module in list(attention.modules()):
+        if isinstance(module, nn.ModuleList) and len(module) in of_size:  # what stays has its stored name
+            for number in {*range(len(module))} - {*of_size[len(module)]}:
+                del module._modules[str(number)]
+        if not isinstance(module, LocalModule | nn.Linear):
+            by_heads = {
+                name: Slice(0, (of_size[len(values)],))
+                for name, values in module.named_parameters(recurse=False)
+                if values.ndim > (module is not attention) and len(values) in of_size
+            }
+            if by_heads:
+                _cut_parameters(module, by_heads)
     counts = {
-        "num_heads": num_heads,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_kv_heads,
-        "num_key_value_groups": num_heads // num_kv_heads,
+        "num_heads": len(queries),
+        "num_attention_heads": len(queries),
+        "num_key_value_heads": len(keys),
+        "num_key_value_groups": len(queries) // len(keys),
     }
     for name in counts.keys() & vars(attention).keys():
         setattr(attention, name, counts[name])
-    if getattr(attention, "sinks", None) is not None and not hasattr(attention, "slices"):
-        _cut_parameters(attention, {"sinks": Slice(0, (heads.query_heads,))})
     if hasattr(attention, "qkv_proj"):  # the library finds the parts of its output by the config
         attention.config = copy(attention.config)
-        attention.config.num_attention_heads = num_heads
+        attention.config.num_attention_heads = len(queries)
+
+
+def _sparse(sparsity: float, num_units: int, comm: Comm, gates_BTU: Tensor) -> Tensor:
+    """The gates (B, T, U) of this rank above a quantile of all gates of a token, taken as normal, as Gemma 3n has it."""
+    values_BTU = gates_BTU.float()
+    sums_BT2 = comm.all_reduce(torch.stack([values_BTU.sum(-1), values_BTU.square().sum(-1)], -1))
+    mean_BT1, square_BT1 = (sums_BT2 / num_units).split(1, -1)
+    deviation_BT1 = (square_BT1 - mean_BT1.square()).clamp(min=0).sqrt()
+    return functional.relu(gates_BTU - (mean_BT1 + deviation_BT1 * NormalDist().inv_cdf(sparsity)).to(gates_BTU.dtype))

@@ -28,7 +28,7 @@ from llama_ssp.weights.head import MtpSource, mtp_of
 _Origin = TypeVar("_Origin", bound=Checkpoint | MtpSource)
 
 _LAYER = re.compile(r"\.\d+\.")
-_IN_LAYER = re.compile(r"\.\d+\.(?:\w+\.(?=.*\.))?")
+_IN_LAYER = re.compile(r"\.\d+\.(?:(?!self_attn\.gate_proj)\w+\.(?=.*\.))?")
 """The prefix of the name of a module's parameter within a layer, with the name of the layer's part if it has parts."""
 
 

@@ -1,0 +1,60 @@
+"""Cuts against uncut models: each family with each flag and pattern of its configuration, on 1, 2 and 3 ranks.
+
+The whole sweep (--slow) takes some 12 minutes of one core.
+"""
+
+from pathlib import Path
+
+import pytest
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from benchmarks.families import MORE
+from llama_ssp.architectures.matrices import split_model
+from llama_ssp.errors import PlacementError
+from llama_ssp.models.tensor_parallel import shard
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.weights.checkpoint import shape_of
+from tests.helpers.flags import EQUAL, flags_of, outcome
+from tests.helpers.lanes import heavy, slow
+from tests.helpers.models import FAMILIES, tiny_config
+
+KINDS = {**dict.fromkeys(FAMILIES, {}), **MORE}
+SAMPLE = {
+    "stablelm": ("qk_layernorm=true", "use_qkv_bias=true"), "cohere": ("use_qk_norm=true",), "beam": ("",),
+    "gemma3n_text": ("activation_sparsity_pattern",), "phi": ("qk_layernorm=true",),
+    "gpt_oss": ("attention_bias=false",), "llama": ("attention_bias=true", "mlp_bias=true"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")  # of the library
+@pytest.mark.parametrize(("kind", "flags"), [
+    *(pytest.param(kind, flags, id=f"{kind}, sample") for kind, flags in SAMPLE.items()),
+    *((slow if place % 9 else heavy)(kind, None) for place, kind in enumerate(KINDS)),
+])  # fmt: skip
+def test_every_flag_of_a_family_gives_ranks_the_logits_of_the_uncut_model_or_is_refused(
+    tmp_path: Path, kind: str, flags: tuple[str, ...] | None
+) -> None:
+    sizes, changes = KINDS[kind], flags_of(kind, KINDS[kind])
+    found = {
+        flag: outcome(kind, sizes, changes[flag], tmp_path / str(place))
+        for place, flag in enumerate(flags or changes)
+    }
+    assert flags is None or {*found.values()} == {EQUAL}, found
+
+
+@pytest.mark.parametrize(
+    ("place", "width"), [("self_attn.sub_norm", 64), ("self_attn.key_norm", 32), ("mlp.sub_norm", 160)]
+)
+def test_a_norm_over_features_that_ranks_share_is_refused_by_name(place: str, width: int) -> None:
+    """One of a head's width is whole on every rank."""
+    shape = shape_of(tiny_config("llama"))
+
+    def cut_with(width: int) -> None:
+        model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+        model.set_submodule(f"model.layers.1.{place}", nn.RMSNorm(width))
+        shard(model, shape, Comm(rank=0, size=2), own=split_model(shape, num_ranks=2)[0])
+
+    with pytest.raises(PlacementError, match=rf"layers.1.{place}.weight spans {width} features, which ranks share"):
+        cut_with(width)
+    cut_with(8)
