@@ -1,4 +1,4 @@
-"""Kinds of checkpoints against transformers: texts on 1, 2 and 3 ranks with and without a draft.
+"""Kinds of checkpoints against transformers: texts on 1, 2 and 3 ranks with and without a draft, and flags.
 
     .venv/bin/python -m benchmarks.families          prints the table
     .venv/bin/python -m benchmarks.families --write  writes docs/benchmarks/families.md
@@ -27,6 +27,7 @@ from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.fake_comm import on_ranks, thread_comms
+from tests.helpers.flags import APART, EQUAL, NO_EFFECT, NOT_BUILT, NUM_POSITIONS, ON_ONE, REFUSED, flags_of, outcome
 from tests.helpers.models import FAMILIES, build_checkpoint, load_ranks
 from tests.helpers.texts import library_greedy, part_at_a_near_tie
 
@@ -120,6 +121,15 @@ def row_of(kind: str, sizes: dict[str, Any]) -> list[object]:
     return cells
 
 
+def flags_row(kind: str, sizes: dict[str, Any]) -> list[object]:
+    """One line of the table of flags: their names by how ranks run them."""
+    found: dict[str, list[str]] = {EQUAL: [], ON_ONE: [], REFUSED: [], NO_EFFECT: [], NOT_BUILT: []}
+    for flag, changes in flags_of(kind, sizes).items():
+        with tempfile.TemporaryDirectory() as place:
+            found[outcome(kind, sizes, changes, Path(place))].append(flag or "as above")
+    return [kind, *(", ".join(flags) for flags in found.values())]
+
+
 def main() -> None:
     """Check all kinds."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -131,14 +141,17 @@ def main() -> None:
     library_logging.disable_progress_bar()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    none: dict[str, Any] = {}
-    kinds = dict.fromkeys(FAMILIES, none) | {kind: MORE[kind] for kind in MORE if kind in CONFIG_MAPPING}
-    rows = [row_of(kind, sizes) for kind, sizes in kinds.items() if not arguments.kinds or kind in arguments.kinds]
+    known = {kind: MORE.get(kind, {}) for kind in (*FAMILIES, *MORE) if kind in FAMILIES or kind in CONFIG_MAPPING}
+    kinds = {kind: known[kind] for kind in arguments.kinds or known}
+    rows = [row_of(kind, sizes) for kind, sizes in kinds.items()]
     num_equal = sum("equal" in row for row in rows)
     heads = ["kind", "record", "computed by", "1 rank", "2 ranks", "3 ranks"]
+    of_flags = [flags_row(kind, sizes) for kind, sizes in kinds.items()]
+    outcomes = ["kind", "equal on 1, 2 and 3 ranks", "equal on one, refused on more", REFUSED, NO_EFFECT, NOT_BUILT]
     text = page_of(
-        "families", tokens=NUM_NEW_TOKENS, num_equal=num_equal, num_kinds=len(rows), table=markdown(heads, rows)
-    )
+        "families", tokens=NUM_NEW_TOKENS, num_equal=num_equal, num_kinds=len(rows), table=markdown(heads, rows),
+        flags=markdown(outcomes, of_flags), positions=NUM_POSITIONS, apart=APART,
+    )  # fmt: skip
     show(text, page="families.md", is_written=arguments.write)
 
 

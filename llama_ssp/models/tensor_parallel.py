@@ -11,7 +11,7 @@ Shapes: B sequences, T positions, I inputs, O outputs (of the whole or of the sl
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from functools import partial
 from statistics import NormalDist
@@ -164,20 +164,10 @@ def shard(
     """
     if comm.size == 1:
         return
-    plan = _plan_of(model)
-    if not plan:
-        raise PlacementError(no_plan(shape.model_type, comm.size))
     shared = defaultdict[str, dict[str, int]](dict)
-    for name, module in list(model.named_modules()):
-        style = _style(model, plan, name)
-        # A family's own embedding class does more than look up; it stays whole unless the family's record allows it.
-        is_own_embedding = isinstance(module, nn.Embedding) and type(module) is not nn.Embedding
-        if style.startswith("replicated") or (is_own_embedding and not record_of(shape.model_type).cuts_own_embedding):
-            continue
+    for name, module, style in _cut_modules(model, shape, comm.size, whole):
         if style in _CUT_AS_ONE:
             _CUT_AS_ONE[style](module, own, comm)
-            continue
-        if stays_whole(name, whole):
             continue
         place, _, leaf = name.rpartition(".")
         parent, cut, size = model.get_submodule(place), cut_of(name), _size_of(module, style)
@@ -194,6 +184,23 @@ def shard(
         elif hasattr(parent, "_gaussian_topk"):
             parent._gaussian_topk = partial(_sparse, parent.activation_sparsity, sizes["gate_proj"], comm)
         _check_vectors(name, parent, {*sizes.values()} - {getattr(parent, "head_dim", shape.head_dim)})
+
+
+def _cut_modules(
+    model: PreTrainedModel, shape: ModelShape, num_ranks: int, whole: WholeParts
+) -> Iterator[tuple[str, nn.Module, str]]:
+    """The modules that ranks share, by name and with their style; PlacementError if there is no plan."""
+    plan = _plan_of(model)
+    if not plan:
+        raise PlacementError(no_plan(shape.model_type, num_ranks))
+    for name, module in list(model.named_modules()):
+        style = _style(model, plan, name)
+        # A family's own embedding class does more than look up; it stays whole unless the family's record allows it.
+        is_own_embedding = isinstance(module, nn.Embedding) and type(module) is not nn.Embedding
+        if style.startswith("replicated") or (is_own_embedding and not record_of(shape.model_type).cuts_own_embedding):
+            continue
+        if style in _CUT_AS_ONE or not stays_whole(name, whole):
+            yield name, module, style
 
 
 def _check_vectors(name: str, parent: nn.Module, widths: set[int]) -> None:
@@ -398,7 +405,10 @@ def _cut_heads(attention: Any, own: RankShard) -> None:  # noqa: ANN401 - of tra
 
 
 def _sparse(sparsity: float, num_units: int, comm: Comm, gates_BTU: Tensor) -> Tensor:
-    """The gates (B, T, U) of this rank above a quantile of all gates of a token, taken as normal, as Gemma 3n has it."""
+    """Keep the gates (B, T, U) of this rank above a quantile of a normal law with all gates' mean and deviation.
+
+    It replaces Gemma 3n's own method, which sees this rank's gates alone.
+    """
     values_BTU = gates_BTU.float()
     sums_BT2 = comm.all_reduce(torch.stack([values_BTU.sum(-1), values_BTU.square().sum(-1)], -1))
     mean_BT1, square_BT1 = (sums_BT2 / num_units).split(1, -1)

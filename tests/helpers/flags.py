@@ -1,6 +1,4 @@
-"""Each flag of a family's configuration class turned the other way, and each pattern filled: logits of ranks against
-those of transformers' uncut model.
-"""
+"""Logits of ranks against the uncut model of transformers, with each flag of a configuration turned or filled."""
 
 from dataclasses import fields
 from functools import partial
@@ -12,7 +10,6 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from llama_ssp.models.loading import check_model
-from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import on_ranks, thread_comms
@@ -23,7 +20,8 @@ Flags = dict[str, dict[str, Any]]
 EQUAL, ON_ONE, REFUSED, NO_EFFECT, NOT_BUILT = "equal", "one rank", "refused", "no effect", "not built by transformers"
 APART = 1e-4
 """Relative difference of logits in fp32 that counts as another model."""
-_IDS_1T, _FIRST = torch.randint(2, VOCAB_SIZE, (1, 14), generator=torch.Generator().manual_seed(4)), 9
+NUM_POSITIONS, _FIRST = 14, 9
+_IDS_1T = torch.randint(2, VOCAB_SIZE, (1, NUM_POSITIONS), generator=torch.Generator().manual_seed(4))
 _FILLED: dict[str, Any] = {
     "activation_sparsity_pattern": [0.95, 0.5, 0.0, 0.0], "attn_layer_indices": [0], "attn_logit_softcapping": 2.0,
     "clip_qkv": 0.05, "final_logit_softcapping": 3.0, "full_attn_idxs": [0], "hidden_size_per_layer_input": 8,
@@ -77,7 +75,7 @@ def _compare(folder: Path, wanted_TV: Tensor, num_ranks: int) -> None:
     """Assert that ranks have logits, in two pieces; SspError if the check before they start, or loading, refuses."""
     check_model(inspect(folder), num_ranks=num_ranks)
     comms = thread_comms(num_ranks)
-    runners: list[Runner] = load_ranks(folder, comms)
+    runners = load_ranks(folder, comms)
     positions_1T = torch.arange(_IDS_1T.shape[1])[None]
 
     def logits(comm: Comm) -> Tensor:

@@ -146,3 +146,5 @@ def test_units_are_cut_in_blocks_where_there_are_enough(units: int, block: int) 
 def test_a_module_is_cut_by_the_last_part_of_its_name() -> None:
     assert cut_of("model.layers.3.self_attn.k_proj") is Cut.kv_heads
     assert cut_of("lm_head") is Cut.vocabulary
+    assert cut_of("model.layers.3.mlp.gate_proj") is Cut.mlp_units
+    assert cut_of("model.layers.3.self_attn.gate_proj") is Cut.query_heads  # or by the last two

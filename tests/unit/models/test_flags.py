@@ -10,16 +10,21 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from benchmarks.families import MORE
+from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.matrices import split_model
 from llama_ssp.errors import PlacementError
+from llama_ssp.models.huggingface.described import describe
+from llama_ssp.models.huggingface.modules import load_modules
 from llama_ssp.models.tensor_parallel import shard
+from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.weights.checkpoint import shape_of
+from llama_ssp.weights.checkpoint import inspect, shape_of
+from tests.helpers.fake_comm import thread_comms
 from tests.helpers.flags import EQUAL, flags_of, outcome
 from tests.helpers.lanes import heavy, slow
-from tests.helpers.models import FAMILIES, tiny_config
+from tests.helpers.models import FAMILIES, build_checkpoint, tiny_config
 
-KINDS = {**dict.fromkeys(FAMILIES, {}), **MORE}
+KINDS = {kind: MORE.get(kind, {}) for kind in (*FAMILIES, *MORE)}
 SAMPLE = {
     "stablelm": ("qk_layernorm=true", "use_qkv_bias=true"), "cohere": ("use_qk_norm=true",), "beam": ("",),
     "gemma3n_text": ("activation_sparsity_pattern",), "phi": ("qk_layernorm=true",),
@@ -37,8 +42,7 @@ def test_every_flag_of_a_family_gives_ranks_the_logits_of_the_uncut_model_or_is_
 ) -> None:
     sizes, changes = KINDS[kind], flags_of(kind, KINDS[kind])
     found = {
-        flag: outcome(kind, sizes, changes[flag], tmp_path / str(place))
-        for place, flag in enumerate(flags or changes)
+        flag: outcome(kind, sizes, changes[flag], tmp_path / str(place)) for place, flag in enumerate(flags or changes)
     }
     assert flags is None or {*found.values()} == {EQUAL}, found
 
@@ -58,3 +62,14 @@ def test_a_norm_over_features_that_ranks_share_is_refused_by_name(place: str, wi
     with pytest.raises(PlacementError, match=rf"layers.1.{place}.weight spans {width} features, which ranks share"):
         cut_with(width)
     cut_with(8)
+
+
+def test_a_plan_cuts_the_gates_of_attention_where_ranks_do(tmp_path: Path) -> None:
+    """At heads, and those of an MLP at units: 128 features of 8 heads over 4 key-value heads, on 3 ranks."""
+    build_checkpoint(tmp_path, "beam", **MORE["beam"])
+    shape, origin = describe(tmp_path), inspect(tmp_path)
+    for own, comm in zip(split_model(shape, num_ranks=3), thread_comms(3), strict=True):
+        found = dict(load_modules(Loading(origin, comm=comm)).named_parameters())
+        planned = {matrix.module: matrix.num_rows for matrix in inventory(shape).of_rank(own).layer}
+        for name, place in (("self_attn.gate_proj", "self_attn.gate_proj"), ("gate_proj", "mlp.gate_proj")):
+            assert len(found[f"model.layers.0.{place}.weight"]) == planned[name]
