@@ -170,18 +170,18 @@ def shard(
             _CUT_AS_ONE[style](module, own, comm)
             continue
         place, _, leaf = name.rpartition(".")
-        parent, cut, size = model.get_submodule(place), cut_of(name), _size_of(module, style)
-        if cut in HEAD_CUTS and not hasattr(parent, "kv_b_proj"):  # heads of latents have any width
+        attention, cut, size = model.get_submodule(place), cut_of(name), _size_of(module, style)
+        if cut in HEAD_CUTS and not hasattr(attention, "kv_b_proj"):  # heads of latents have any width
             has_gates = record_of(shape.model_type).gates_queries and leaf == "q_proj"
-            _check_heads(name, size // (1 + has_gates), cut, shape, getattr(parent, "head_dim", shape.head_dim))
+            _check_heads(name, size // (1 + has_gates), cut, shape, getattr(attention, "head_dim", shape.head_dim))
         model.set_submodule(name, _local(name, module, style, own=own, comm=comm))
         if cut is not Cut.vocabulary:
             shared[place][leaf] = size
     for name, sizes in shared.items():
-        parent = model.get_submodule(name)
+        parent: Any = model.get_submodule(name)
         if any(cut_of(f"{name}.{leaf}") in HEAD_CUTS for leaf in sizes):
             _cut_heads(parent, own)
-        elif hasattr(parent, "_gaussian_topk"):
+        elif hasattr(parent, "activation_sparsity"):
             parent._gaussian_topk = partial(_sparse, parent.activation_sparsity, sizes["gate_proj"], comm)
         _check_vectors(name, parent, {*sizes.values()} - {getattr(parent, "head_dim", shape.head_dim)})
 
@@ -382,7 +382,7 @@ def _cut_heads(attention: Any, own: RankShard) -> None:  # noqa: ANN401 - of tra
     for module in list(attention.modules()):
         if isinstance(module, nn.ModuleList) and len(module) in of_size:  # what stays has its stored name
             for number in {*range(len(module))} - {*of_size[len(module)]}:
-                del module._modules[str(number)]
+                delattr(module, str(number))
         if not isinstance(module, LocalModule | nn.Linear):
             by_heads = {
                 name: Slice(0, (of_size[len(values)],))

@@ -32,14 +32,14 @@ _FILLED: dict[str, Any] = {
 }  # fmt: skip
 """Values for lists, and for fields that are empty, of which a graph depends."""
 _TURNED = ("layer_types", "mlp_layer_types")
-_OF_NO_GRAPH = {field.name for field in fields(PretrainedConfig)} | {"use_cache"}  # type: ignore[arg-type]
+_OF_NO_GRAPH = {field.name for field in fields(PretrainedConfig)} | {"use_cache"}
 
 
 def flags_of(kind: str, sizes: dict[str, Any]) -> Flags:
     """The changes of a kind of checkpoint: no change first."""
     config = tiny_config(kind, **sizes)
     found: Flags = {"": {}}
-    for field in fields(config):  # type: ignore[arg-type]
+    for field in fields(config):
         name, value = field.name, vars(config).get(field.name)
         if name in _OF_NO_GRAPH:
             continue
