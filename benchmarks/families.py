@@ -126,7 +126,7 @@ def flags_row(kind: str, sizes: dict[str, Any]) -> list[object]:
     found: dict[str, list[str]] = {EQUAL: [], ON_ONE: [], REFUSED: [], NO_EFFECT: [], NOT_BUILT: []}
     for flag, changes in flags_of(kind, sizes).items():
         with tempfile.TemporaryDirectory() as place:
-            found[outcome(kind, sizes, changes, Path(place))].append(flag or "as above")
+            found[outcome(kind, sizes, changes, Path(place))].append(flag or "as it is")
     return [kind, *(", ".join(flags) for flags in found.values())]
 
 
