@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from llama_ssp.evaluation import statistics
-from llama_ssp.evaluation.martingales import SCORES, powers, sums_of
+from llama_ssp.evaluation.martingales import SCORES, moves, powers, sums_of
 from llama_ssp.evaluation.task import Evidence, Suite
 from llama_ssp.reports.records import CompletionLine, Evaluation, Measure
 from llama_ssp.reports.summary import CompletionPair
@@ -61,7 +61,7 @@ def judge(evidence: Evidence) -> Evaluation:
     p_values |= {name: of_score.p_value for name, of_score in sums.items()}
     worst = min(p_values, key=lambda name: p_values[name] / least[name])
     passed = p_values[worst] > least[worst]
-    power = powers(sums.values(), least_p=of_sum)
+    power, moved = powers(sums.values(), least_p=of_sum), moves(sums.values())
     verdict = "plain and speculative samples can come from one distribution" if passed else (
         "plain and speculative samples come from different distributions"
     )  # fmt: skip
@@ -79,6 +79,7 @@ def judge(evidence: Evidence) -> Evaluation:
         measures=[
             *(Measure(name=f"p-value, {name}", value=p_values[name]) for name in tests),
             *(Measure(name=f"standard errors, {name}", value=of_score.z) for name, of_score in sums.items()),
+            *(Measure(name=f"standard errors if there were {fault}", value=z) for fault, z in moved.items()),
             *(Measure(name=f"probability of finding {fault}", value=chance) for fault, chance in power.items()),
             Measure.within("log-likelihood in nats, speculative minus plain", sum(difference) / 2, difference),
             Measure.within("total variation of next tokens", apart.value, apart.interval),

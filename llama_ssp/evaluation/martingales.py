@@ -8,6 +8,7 @@ improbable a sum is, also where few and rare tokens make it up, as with the prop
 """
 
 import math
+import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -80,12 +81,15 @@ class Rounds:
         sees_rejections: the residual is known to within the rounding of fp32: the draft's probabilities are a function
             of the text, and both models compute in fp32.
         penalizes: the target's probabilities depend on which tokens were drafted before.
+        num_known: how many tokens of a round, from the first on, have the draft's probabilities after the text before
+            them: one of a head, which drafts a second token from what it has made of the first.
     """
 
     rule: str = DEFAULT
     widths: tuple[int, ...] = ()
     sees_rejections: bool = False
     penalizes: bool = False
+    num_known: int = sys.maxsize
 
 
 ANY_ROUNDS = Rounds()
@@ -158,10 +162,14 @@ def sums_of(texts: Iterable[TextSums]) -> dict[str, Sum]:
     }
 
 
+def moves(sums: Collection[Sum]) -> dict[str, float]:
+    """By how many standard errors each fault that these rounds can have moves the sum that it moves most."""
+    errors = [[abs(shift) / math.sqrt(max(text.variance, _LEAST_VARIANCE)) for shift in text.shifts] for text in sums]
+    moved = {fault: max(of_fault) for fault, of_fault in zip(FAULTS, zip(*errors, strict=True), strict=False)}
+    return {fault: most for fault, most in moved.items() if most > _LEAST_SHIFT}
+
+
 def powers(sums: Collection[Sum], *, least_p: float) -> dict[str, float]:
     """The probability that each fault that these rounds can have is found by the best of the sums."""
-    return {
-        fault: max(text.power(place, least_p=least_p) for text in sums)
-        for place, fault in enumerate(FAULTS)
-        if any(abs(text.shifts[place]) > _LEAST_SHIFT * math.sqrt(text.variance) for text in sums if text.varies)
-    }
+    places = {fault: place for place, fault in enumerate(FAULTS)}
+    return {fault: max(text.power(places[fault], least_p=least_p) for text in sums) for fault in moves(sums)}

@@ -1,7 +1,7 @@
 """`task=evaluate`: completes all prompts in both modes, and lets a suite judge the completions."""
 
 from llama_ssp.catalogue import Dtype
-from llama_ssp.evaluation.martingales import BLOCK, CERTAIN, Role, Rounds, roles_of
+from llama_ssp.evaluation.martingales import ANY_ROUNDS, BLOCK, CERTAIN, Role, Rounds, roles_of
 from llama_ssp.evaluation.task import Evidence, task_and_suite
 from llama_ssp.ranks.failures import from_rank_0
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
@@ -54,17 +54,18 @@ def evaluate(session: Session, requests: list[PromptRequest]) -> None:
 def rounds_of(config: RunConfig, *, has_head: bool) -> Rounds:
     """Describe how the speculative rounds of a run, perhaps with a draft head or an MTP layer, draft and verify."""
     draft, rule, tree = config.draft, config.verification.rule, config.speculation.tree_shape
-    is_certain = drafts_greedily(draft) or not drafter_of(draft).has_model
-    if tree:
-        return Rounds(rule=CERTAIN if is_certain or tree.is_dynamic else rule, widths=tree.widths)
-    # A head drafts a second token from what it has made of the first, and a fallback has another law.
-    repeats = not (has_head or draft.fallback or has_own_tokenizer(draft) or is_certain)
+    is_certain = drafts_greedily(draft) or not drafter_of(draft).has_model or bool(tree and tree.is_dynamic)
+    if is_certain and rule in {DEFAULT, BLOCK}:
+        rule = CERTAIN
+    num_known = 1 if has_head else ANY_ROUNDS.num_known
+    if draft.fallback or has_own_tokenizer(draft) or config.speculation.overlap:
+        num_known = 0
     models = [config.model, *([draft.model] if draft.model else [])]
     is_exact = all(
         (model.dtype, model.quantization, model.cache_dtype) == (Dtype.fp32, NO_QUANTIZATION, OWN_DTYPE)
         for model in models
     )
-    sees_rejections = rule in {DEFAULT, BLOCK} and repeats and is_exact
-    if is_certain and rule in {DEFAULT, BLOCK}:
-        rule = CERTAIN
-    return Rounds(rule=rule, sees_rejections=sees_rejections, penalizes=config.sampling.penalizes)
+    return Rounds(
+        rule=rule, widths=tree.widths if tree else (), penalizes=config.sampling.penalizes, num_known=num_known,
+        sees_rejections=rule in {DEFAULT, BLOCK} and not tree and num_known > 1 and is_exact,
+    )  # fmt: skip

@@ -10,10 +10,11 @@ drafted and accepted with probability min(w p, q) / w, and otherwise drawn from 
 together p. Most faults change one of the two.
 
 Scores do not distinguish improbable tokens: the most probable ones, by target and draft together, are symbols of their
-own, in the order of their ids, and all others are the last symbol.
+own, in the order of their ids, and all others are the last symbol. Laws are formed of the whole vocabulary first, a few
+rows at a time: the minimum of two sums is not the sum of the minima.
 
 Shapes: B sequences, V vocabulary, A symbols, F scores of texts, E of residuals, G faults, N tokens looked back at,
-X = 3 + G numbers of a score, D levels of a tree, C blocks of a draw.
+X = 3 + G numbers of a score, C blocks of a draw.
 """
 
 from typing import NamedTuple
@@ -23,8 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from llama_ssp.architectures.matrices import tokens_of_a_block
-from llama_ssp.evaluation.martingales import BIASES, BLOCK, FAULTS, RESIDUALS, SCORES, Role, Rounds, TextSums
-from llama_ssp.settings.rules import DEFAULT
+from llama_ssp.evaluation.martingales import BIASES, BLOCK, CERTAIN, FAULTS, RESIDUALS, SCORES, Role, Rounds, TextSums
 
 NUM_NEWEST = 8
 """N: a penalty that forgets drafted tokens forgets the newest ones."""
@@ -33,22 +33,29 @@ _FLOOR = 1e-4
 """Added to probabilities before their logarithm, and the cap of ratios: no single token should decide a sum."""
 _MOST_RATIO = 3.0
 _TINY, _ROUNDING, _NEVER = 1e-30, 1e-6, 1e30
+_MOST_AT_ONCE = 2**20
+"""Probabilities of a model whose laws are formed together."""
 _LEAST_REST = 1e-3
 """Mass of a residual; of a smaller one rounding is too large a share."""
 
 
 class _Laws(NamedTuple):
-    """Probabilities of the symbols.
+    """Probabilities of the symbols: those of the tokens, added up.
 
     Attributes:
-        accepted_BA: of a token that is drafted and accepted, times the weight; its sum is below 1.
+        ids_BA: of all symbols but the last.
+        accepted_BA: of a token that is drafted and accepted; its sum is below 1.
         rest_BA: of a token after a rejection.
+        of_texts_BGA, residuals_BEA: of a token, and of one after a rejection, under each of `FAULTS` and `RESIDUALS`.
     """
 
+    ids_BA: Tensor
     target_BA: Tensor
     draft_BA: Tensor
     accepted_BA: Tensor
     rest_BA: Tensor
+    of_texts_BGA: Tensor
+    residuals_BEA: Tensor
 
 
 class LawSums:
@@ -60,8 +67,11 @@ class LawSums:
         self._weight_B1 = torch.ones(batch_size, 1, device=device)
         self._depth_B1 = torch.zeros(batch_size, 1, device=device, dtype=torch.int64)
         self._sums_BXF = torch.zeros(batch_size, 3 + len(FAULTS), len(SCORES), device=device, dtype=torch.float64)
-        self._of_chains_G = torch.tensor([rounds.rule in rules for rules in FAULTS.values()], device=device)
-        self._widths_D = torch.tensor([*rounds.widths, 1], device=device)
+        is_known, is_chain = rounds.num_known > 0, not rounds.widths
+        has_siblings = is_known and rounds.rule != CERTAIN and rounds.widths[:1] > (1,)
+        of_rounds = [is_known and is_chain and rounds.rule in rules for rules in FAULTS.values()]
+        of_rounds[-3:] = [has_siblings, rounds.penalizes, is_known]
+        self._of_rounds_G = torch.tensor(of_rounds, device=device)
 
     def add(
         self, next_B1: Tensor, target_BV: Tensor, draft_BV: Tensor, *, newest_BN: Tensor, roles_B: Tensor,
@@ -73,26 +83,26 @@ class LawSums:
         `roles_B` says how each token came about, a `Role`; an unused one adds nothing. `forgetful_BV` are the target's
         probabilities if penalties do not see the drafted tokens of the round.
         """
-        ids_BA, roles_B1 = _ids(target_BV, draft_BV), roles_B[:, None]
-        laws, of_texts_BGA, residuals_BGA = self._laws(ids_BA, target_BV, draft_BV, forgetful_BV)
-        is_newest_BA = (ids_BA[..., None] == newest_BN[:, None]).any(-1)
-        is_drafted_B1 = (roles_B1 == Role.accepted) | (roles_B1 == Role.resampled)
+        roles_B1, num_rows = roles_B[:, None], max(1, _MOST_AT_ONCE // target_BV.shape[1])
+        given = target_BV, draft_BV, target_BV if forgetful_BV is None else forgetful_BV, self._weight_B1
+        parts = zip(*(of_all.split(num_rows) for of_all in given), strict=True)
+        laws = _Laws(*map(torch.cat, zip(*(self._laws(*part) for part in parts), strict=True)))
+        ids_BA, is_drafted_B1 = laws.ids_BA, (roles_B1 == Role.accepted) | (roles_B1 == Role.resampled)
+        counts_BG, is_moved_BG = self._having(roles_B1, is_drafted_B1)
         scores_BFA = _scores(
-            laws, of_texts_BGA, is_newest_BA=is_newest_BA, drift_B1=self._drift_B1,
-            is_opening_B1=is_drafted_B1 & (self._depth_B1 == 0),
+            laws, is_newest_BA=(ids_BA[..., None] == newest_BN[:, None]).any(-1), drift_B1=self._drift_B1,
+            is_first_B1=is_drafted_B1 & (self._depth_B1 == 0), counts_BG=counts_BG,
         )  # fmt: skip
-        ratios_BEA = _ratios(residuals_BGA[:, : len(RESIDUALS)], laws.rest_BA)
-        # The last symbol where no id is that of the token.
-        numbers_A = torch.arange(1, ids_BA.shape[1] + 1, device=ids_BA.device)
-        symbol_B1 = ((ids_BA == next_B1) * numbers_A).sum(1, keepdim=True) - 1
-        symbol_B1 = symbol_B1 % laws.target_BA.shape[1]
-
+        ratios_BEA = _ratios(laws.residuals_BEA, laws.rest_BA)
+        # The first one that fits, and the last fits all tokens.
+        symbol_B1 = pad(ids_BA == next_B1, (0, 1), value=True).int().argmax(1, keepdim=True)
         is_used_B1 = roles_B1 != Role.unused
         is_rest_B1 = (roles_B1 == Role.resampled) & (1 - laws.accepted_BA.sum(1, keepdim=True) > _LEAST_REST)
-        of_texts_BXF = _moments(scores_BFA, laws.target_BA, of_texts_BGA, symbol_B1) * is_used_B1[..., None]
-        of_rests_BXE = _moments(ratios_BEA, laws.rest_BA, residuals_BGA, symbol_B1) * is_rest_B1[..., None]
+        of_texts_BXF = _moments(scores_BFA, laws.target_BA, laws.of_texts_BGA, symbol_B1) * is_used_B1[..., None]
+        of_rests_BXE = _moments(ratios_BEA, laws.rest_BA, laws.residuals_BEA, symbol_B1) * is_rest_B1[..., None]
+        of_rests_BXE = pad(of_rests_BXE, (0, 0, 0, len(FAULTS) - len(RESIDUALS)))
         new_BXF = torch.cat([of_texts_BXF, of_rests_BXE * self._rounds.sees_rejections], dim=2)
-        new_BXF[:, 3:] *= self._can_have(roles_B1, is_drafted_B1, forgets=forgetful_BV is not None)[..., None]
+        new_BXF[:, 3:] *= is_moved_BG[..., None]
         reaches_BF = torch.maximum(self._sums_BXF[:, 2], new_BXF[:, 2])
         self._sums_BXF += new_BXF
         self._sums_BXF[:, 2] = reaches_BF
@@ -111,56 +121,54 @@ class LawSums:
             for values, variances, reaches, *shifts in self._sums_BXF.tolist()
         ]
 
-    def _can_have(self, roles_B1: Tensor, is_drafted_B1: Tensor, *, forgets: bool) -> Tensor:
-        """Whether these tokens can have each fault, (B, G)."""
-        is_chain_B1 = self._widths_D[self._depth_B1.clamp_max(len(self._rounds.widths))] == 1
-        of_others = [
-            is_drafted_B1 & ~is_chain_B1 & (self._rounds.rule == DEFAULT),
-            (is_drafted_B1 | (roles_B1 == Role.bonus)) & (self._depth_B1 > 0) & forgets,
-            roles_B1 == Role.bonus,
-        ]
-        num_of_chains = len(FAULTS) - len(of_others)
-        return torch.cat([is_drafted_B1 & is_chain_B1 & self._of_chains_G[:num_of_chains], *of_others], dim=1)
+    def _having(self, roles_B1: Tensor, is_drafted_B1: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether these tokens can have each fault, and whether the text says how it moves their law, both (B, G)."""
+        is_bonus_B1, is_first_B1 = roles_B1 == Role.bonus, self._depth_B1 == 0
+        is_known_B1 = self._depth_B1 < self._rounds.num_known
+        is_later_B1 = (is_drafted_B1 | is_bonus_B1) & ~is_first_B1
+        num_of_drafts = len(FAULTS) - 2
+        can_BG = torch.cat([is_drafted_B1.expand(-1, num_of_drafts), is_later_B1, is_bonus_B1], dim=1)
+        # Of later tokens of a tree's path the text does not say which siblings were rejected before them.
+        known = [is_known_B1.expand(-1, num_of_drafts - 1), is_first_B1, is_later_B1, is_known_B1]
+        return can_BG | ~self._of_rounds_G, can_BG & torch.cat(known, dim=1) & self._of_rounds_G
 
-    def _laws(
-        self, ids_BA: Tensor, target_BV: Tensor, draft_BV: Tensor, forgetful_BV: Tensor | None
-    ) -> tuple[_Laws, Tensor, Tensor]:
-        """The laws of the next token: the true ones, and under each of `FAULTS` that of texts and of residuals."""
-        weighted_BV = target_BV * self._weight_B1
+    def _laws(self, target_BV: Tensor, draft_BV: Tensor, forgetful_BV: Tensor, weight_B1: Tensor) -> _Laws:
+        """The laws of the next token of some rows."""
+        num_ids = min(_NUM_SYMBOLS, target_BV.shape[1]) - 1
+        ids_BA = (target_BV + draft_BV).topk(num_ids).indices.sort().values
+        weighted_BV = target_BV * weight_B1
         accepted_BV = torch.minimum(weighted_BV, draft_BV)
         rest_BV = weighted_BV - accepted_BV
-        target_BA, draft_BA, accepted_BA = (
-            _symbols(probs_BV, ids_BA) for probs_BV in (target_BV, draft_BV, accepted_BV / self._weight_B1)
-        )
-        target_BA = target_BA / target_BA.sum(1, keepdim=True)
-        missing_B1 = 1 - accepted_BA.sum(1, keepdim=True)
         has_rest_B1 = rest_BV.sum(1, keepdim=True) > _TINY
+        target_BA = _symbols(target_BV, ids_BA)
+        target_BA = target_BA / target_BA.sum(1, keepdim=True)
 
         def residual(rest_BV: Tensor) -> Tensor:
             whole_BA = _symbols(rest_BV, ids_BA)
             return torch.where(has_rest_B1, whole_BA / whole_BA.sum(1, keepdim=True).clamp_min(_TINY), target_BA)
 
+        def text(accepted_BV: Tensor, residual_BA: Tensor) -> Tensor:
+            accepted_BA = _symbols(accepted_BV, ids_BA) / weight_B1
+            return accepted_BA + (1 - accepted_BA.sum(1, keepdim=True)) * residual_BA
+
         rest_BA = residual(rest_BV)
-        laws = _Laws(target_BA, draft_BA, accepted_BA, rest_BA)
-        forgets_BA = rest_BA if self._rounds.rule != BLOCK else residual((target_BV - draft_BV).clamp_min(0))
-        shares_BA = residual(_with_drafts_uniforms(rest_BV, draft_BV, draft_BV - accepted_BV))
-        residuals = [target_BA, forgets_BA, shares_BA, _with_drafts_race(laws)]
+        residuals = [
+            target_BA,
+            residual((target_BV - draft_BV).clamp_min(0)) if self._rounds.rule == BLOCK else rest_BA,
+            residual(_with_drafts_uniforms(rest_BV, draft_BV, draft_BV - accepted_BV)),
+            residual(_with_drafts_race(rest_BV, draft_BV)),
+        ]
+        of_texts = [text(accepted_BV, residual_BA) for residual_BA in residuals]
+        of_texts += [text(torch.minimum(draft_BV, target_BV / factor), rest_BA) for factor in BIASES]
         rounded_BV = draft_BV.bfloat16().to(draft_BV.dtype)
         rounded_BV = rounded_BV / rounded_BV.sum(1, keepdim=True)
-        in_bf16_BA = _symbols(accepted_BV * rounded_BV / draft_BV.clamp_min(_TINY), ids_BA)
-        of_texts = [accepted_BA + missing_B1 * residual_BA for residual_BA in residuals]
-        accepted = [*(torch.minimum(draft_BA, target_BA / factor) for factor in BIASES), in_bf16_BA]
-        of_texts += [accept_BA + (1 - accept_BA.sum(1, keepdim=True)) * rest_BA for accept_BA in accepted]
-        of_texts.append(_with_rejected_sibling(laws))
-        of_texts += [target_BA if forgetful_BV is None else _symbols(forgetful_BV, ids_BA), draft_BA]
-        residuals += [rest_BA] * (len(FAULTS) - len(RESIDUALS))
-        return laws, torch.stack(of_texts, dim=1), torch.stack(residuals, dim=1)
-
-
-def _ids(target_BV: Tensor, draft_BV: Tensor) -> Tensor:
-    """The ids (B, A - 1) of all symbols but the last."""
-    num_ids = min(_NUM_SYMBOLS, target_BV.shape[1]) - 1
-    return (target_BV + draft_BV).topk(num_ids).indices.sort().values
+        of_texts.append(text(accepted_BV * rounded_BV / draft_BV.clamp_min(_TINY), rest_BA))
+        of_sibling_BV = _with_rejected_sibling(accepted_BV, rest_BV, draft_BV)
+        of_texts += [_symbols(others_BV, ids_BA) for others_BV in (of_sibling_BV, forgetful_BV, draft_BV)]
+        return _Laws(
+            ids_BA, target_BA, of_texts[-1], _symbols(accepted_BV, ids_BA) / weight_B1, rest_BA,
+            torch.stack(of_texts, dim=1), torch.stack(residuals, dim=1),
+        )  # fmt: skip
 
 
 def _symbols(weights_BV: Tensor, ids_BA: Tensor) -> Tensor:
@@ -188,9 +196,8 @@ def _with_drafts_uniforms(rest_BV: Tensor, draft_BV: Tensor, rejected_BV: Tensor
     """
     vocab_size = rest_BV.shape[1]
     size = tokens_of_a_block(vocab_size)
-    missing = -vocab_size % size
     rest_BC, draft_BC, rejected_BC = (
-        pad(given_BV, (0, missing)).unflatten(1, (-1, size)).sum(-1, dtype=torch.float64)
+        pad(given_BV, (0, -vocab_size % size)).unflatten(1, (-1, size)).sum(-1, dtype=torch.float64)
         for given_BV in (rest_BV, draft_BV, rejected_BV)
     )
     starts_BC, ends_BC = draft_BC.cumsum(1) - draft_BC, rest_BC.cumsum(1)
@@ -204,46 +211,43 @@ def _with_drafts_uniforms(rest_BV: Tensor, draft_BV: Tensor, rejected_BV: Tensor
     return rest_BV * ratios_BC.repeat_interleave(size, dim=1)[:, :vocab_size]
 
 
-def _with_drafts_race(laws: _Laws) -> Tensor:
+def _with_drafts_race(rest_BV: Tensor, draft_BV: Tensor) -> Tensor:
     """The residual if each token's race (exponential, or Gumbel noise) goes on where the draft's has ended.
 
     The draft's race ends after a time T, of exponential law, whoever wins. A token of draft q and residual r starts a
     race of speed r late by T q / r. With G(v) the integral of the speeds of those that have started, and T integrated
     out, the race is open at v with probability 1 / (1 + G(v)).
     """
-    starts_BA, order_BA = (laws.draft_BA / laws.rest_BA.clamp_min(_TINY)).clamp_max(_NEVER).sort(dim=1)
-    speeds_BA = laws.rest_BA.gather(1, order_BA)
-    whole_BA = speeds_BA.cumsum(1).clamp_min(_TINY)
-    passed_BA = pad((whole_BA[:, :-1] * starts_BA.diff(dim=1)).cumsum(1), (1, 0))
-    open_BA = 1 / (1 + passed_BA)
-    won_BA = (open_BA - pad(open_BA[:, 1:], (0, 1))) / whole_BA
-    law_BA = speeds_BA * won_BA.flip(1).cumsum(1).flip(1)
-    law_BA = torch.zeros_like(law_BA).scatter(1, order_BA, law_BA)
-    return law_BA / law_BA.sum(1, keepdim=True).clamp_min(_TINY)
+    speeds_BV = rest_BV.double() / rest_BV.sum(1, keepdim=True, dtype=torch.float64).clamp_min(_TINY)
+    starts_BV, order_BV = (draft_BV / speeds_BV.clamp_min(_TINY)).clamp_max(_NEVER).sort(dim=1)
+    speeds_BV = speeds_BV.gather(1, order_BV)
+    whole_BV = speeds_BV.cumsum(1).clamp_min(_TINY)
+    open_BV = 1 / (1 + pad((whole_BV[:, :-1] * starts_BV.diff(dim=1)).cumsum(1), (1, 0)))
+    won_BV = (open_BV - pad(open_BV[:, 1:], (0, 1))) / whole_BV
+    return torch.zeros_like(won_BV).scatter(1, order_BV, speeds_BV * won_BV.flip(1).cumsum(1).flip(1))
 
 
-def _with_rejected_sibling(laws: _Laws) -> Tensor:
+def _with_rejected_sibling(accepted_BV: Tensor, rest_BV: Tensor, draft_BV: Tensor) -> Tensor:
     """The law at a node whose second child is verified as if the draft could draw the first one again.
 
     The second child is drawn from q without the rejected r, and accepted with min(1, rest / q) in place of
     min(1, rest (1 - q(r)) / q); further children keep the law of what is left.
     """
-    rejected_BA = (laws.draft_BA - laws.accepted_BA).clamp_min(0)
-    chance_B1 = (rejected_BA / (1 - laws.draft_BA).clamp_min(_ROUNDING)).sum(1, keepdim=True)
-    second_BA = torch.minimum(laws.draft_BA, laws.rest_BA)
-    left_BA = laws.rest_BA - second_BA
-    left_BA = left_BA / left_BA.sum(1, keepdim=True).clamp_min(_TINY)
-    law_BA = laws.accepted_BA + chance_B1 * second_BA
-    return law_BA + (1 - law_BA.sum(1, keepdim=True)).clamp_min(0) * left_BA
+    rest_BV = rest_BV.double() / rest_BV.sum(1, keepdim=True, dtype=torch.float64).clamp_min(_TINY)
+    rejected_BV = (draft_BV - accepted_BV).double()
+    chance_B1 = (rejected_BV / (1 - draft_BV).clamp_min(_ROUNDING)).sum(1, keepdim=True)
+    second_BV = torch.minimum(draft_BV, rest_BV)
+    left_BV = rest_BV - second_BV
+    law_BV = accepted_BV + chance_B1 * second_BV
+    missing_B1 = (1 - law_BV.sum(1, keepdim=True)).clamp_min(0)
+    return law_BV + missing_B1 * left_BV / left_BV.sum(1, keepdim=True).clamp_min(_TINY)
 
 
 def _ratios(laws_BGA: Tensor, true_BA: Tensor) -> Tensor:
     return (laws_BGA / true_BA[:, None].clamp_min(_TINY)).clamp_max(_MOST_RATIO)
 
 
-def _scores(
-    laws: _Laws, faulty_BGA: Tensor, *, is_newest_BA: Tensor, drift_B1: Tensor, is_opening_B1: Tensor
-) -> Tensor:
+def _scores(laws: _Laws, *, is_newest_BA: Tensor, drift_B1: Tensor, is_first_B1: Tensor, counts_BG: Tensor) -> Tensor:
     """All scores of texts (B, F, A), in the order of `TEXT_SCORES`."""
     target_BA, draft_BA = laws.target_BA, laws.draft_BA
     acceptance_BA = (target_BA / draft_BA.clamp_min(_TINY)).clamp_max(1.0)
@@ -252,9 +256,10 @@ def _scores(
     places_BA = _places(target_BA)
     others = [
         log_target_BA - log_draft_BA, log_draft_BA, acceptance_BA, -log_target_BA, is_newest_BA, places_BA,
-        places_BA * drift_B1.clamp(-1, 1), places_BA * is_opening_B1,
+        places_BA * drift_B1.clamp(-1, 1), places_BA * is_first_B1,
     ]  # fmt: skip
-    return torch.cat([_ratios(faulty_BGA, target_BA), torch.stack(others, dim=1)], dim=1)
+    of_faults_BGA = _ratios(laws.of_texts_BGA, target_BA) * counts_BG[..., None]
+    return torch.cat([of_faults_BGA, torch.stack(others, dim=1)], dim=1)
 
 
 def _places(target_BA: Tensor) -> Tensor:

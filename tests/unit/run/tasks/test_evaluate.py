@@ -134,6 +134,8 @@ def test_no_residual_is_expected_of_a_head_whose_second_token_has_another_law_th
         (("speculation.tree=2x2x1",), Rounds(widths=(2, 2, 1))),
         (("draft=ngram", "speculation.tree=3x1"), Rounds(rule=CERTAIN, widths=(3, 1))),
         (("speculation.tree=dynamic-6x2x3",), Rounds(rule=CERTAIN, widths=(3, 3))),
+        (("draft.fallback=ngram", "speculation.num_draft_tokens=auto"), Rounds(num_known=0)),
+        (("draft.tokenizer=own",), Rounds(num_known=0)),
     ],
     ids=str,
 )  # fmt: skip
@@ -143,7 +145,8 @@ def test_scores_follow_how_rounds_draft_and_verify(arguments: tuple[str, ...], r
         given.append("model.dtype=fp32")
     config, _ = compose_run(*given)
     assert evaluate.rounds_of(config, has_head=False) == rounds
-    assert not evaluate.rounds_of(config, has_head=True).sees_rejections
+    of_head = evaluate.rounds_of(config, has_head=True)
+    assert (of_head.sees_rejections, of_head.num_known) == (False, min(rounds.num_known, 1))
 
 
 PROMPT = (3, 1, 4)
@@ -194,7 +197,7 @@ def test_a_prompt_is_read_once_for_all_its_texts() -> None:
 
 VOCAB_SIZE, NUM_DRAFT_TOKENS, BATCH_SIZE, NUM_TOKENS = 48, 4, 256, 48
 LEAST_P = 1e-3 / (len(SCORES) + 2)
-TREE = "2x2x1"
+TREE = "2x1x1"
 PLAIN, PENALIZED = SamplingConfig(temperature=1.0), SamplingConfig(temperature=1.0, repetition_penalty=1.3)
 
 
