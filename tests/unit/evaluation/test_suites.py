@@ -202,6 +202,8 @@ def test_samples_that_agree_with_each_other_must_agree_with_the_target_too() -> 
         measures = {measure.name: measure.value for measure in found.measures}
         assert measures["standard errors, surprise"] == pytest.approx(z)
         assert measures["probability of finding a residual drawn from the target"] > 0.98
+        moved = measures["standard errors if there were a residual drawn from the target"]
+        assert moved == pytest.approx(0.5 * 300 / 300**0.5)
 
 
 def test_a_verdict_names_the_faults_that_it_could_not_have_found() -> None:
