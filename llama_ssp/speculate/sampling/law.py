@@ -149,7 +149,7 @@ class LawSums:
 
         def text(accepted_BV: Tensor, residual_BA: Tensor) -> Tensor:
             accepted_BA = _symbols(accepted_BV, ids_BA) / weight_B1
-            return accepted_BA + (1 - accepted_BA.sum(1, keepdim=True)) * residual_BA
+            return accepted_BA + (1 - accepted_BA.sum(1, keepdim=True)).clamp_min(0) * residual_BA
 
         rest_BA = residual(rest_BV)
         residuals = [
@@ -159,7 +159,7 @@ class LawSums:
             residual(_with_drafts_race(rest_BV, draft_BV)),
         ]
         of_texts = [text(accepted_BV, residual_BA) for residual_BA in residuals]
-        of_texts += [text(torch.minimum(draft_BV, target_BV / factor), rest_BA) for factor in BIASES]
+        of_texts += [text(torch.minimum(draft_BV, target_BV / factor) * weight_B1, rest_BA) for factor in BIASES]
         rounded_BV = draft_BV.bfloat16().to(draft_BV.dtype)
         rounded_BV = rounded_BV / rounded_BV.sum(1, keepdim=True)
         of_texts.append(text(accepted_BV * rounded_BV / draft_BV.clamp_min(_TINY), rest_BA))

@@ -173,3 +173,13 @@ def test_a_score_of_a_fault_counts_the_tokens_that_can_have_it(role: Role) -> No
         [text] = sums.of_texts()
         assert (text.variances[SCORES.index(PLANTED["u x 0.95"])] > 0) is counts
         assert text.variances[SCORES.index("log draft")] > 0
+
+
+def test_no_fault_moves_a_score_farther_than_it_reaches_after_an_improbable_block() -> None:
+    logits_BV = 3 * torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    target_BV, draft_BV = logits_BV.softmax(-1), logits_BV.neg().softmax(-1)
+    sums, next_B1 = law.LawSums(1, torch.device("cpu"), Rounds(rule="block")), draft_BV.argmax(-1, keepdim=True)
+    for role in (Role.accepted, Role.resampled):
+        sums.add(next_B1, target_BV, draft_BV, newest_BN=next_B1, roles_B=torch.tensor([role]))
+    [text] = sums.of_texts()
+    assert max(abs(shift) for of_fault in text.shifts for shift in of_fault) < 100
