@@ -97,10 +97,11 @@ _TOP = "0 to 100 of the most probable tokens, or {null} to switch it off"
 _DRAFTED = "at least 1 and at most 1024, for example 4, or auto"
 _TEMPERATURE = f"0 (greedy) or at least {_COLDEST}, for example 0.8"
 _SHARE = "above 0 and at most 1, or {null} to switch it off"
-_PENALTY = "a number, for example 0.5; 0 switches it off"
 _TIMEOUT = f"a positive number of seconds, at most {_MAX_TIMEOUT_S}"
 _MOST_COMPARED = 64
-_MOST_BIAS = 10**4  # logits stay finite
+_MOST_BIAS, _MOST_REPETITION = 10**4, 100  # logits stay finite
+_REPETITION = f"from 1/{_MOST_REPETITION} to {_MOST_REPETITION}, for example 1.1; 1 switches it off"
+_PENALTY = f"from -{_MOST_BIAS} to {_MOST_BIAS}, for example 0.5; 0 switches it off"
 _BIASES = f"numbers from -{_MOST_BIAS} to {_MOST_BIAS}, such as {{{{198: -100}}}}"
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("speculation.num_draft_tokens", lambda k: k == schema.ADAPTIVE or k in _NUM_DRAFTED, _DRAFTED),
@@ -113,9 +114,9 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("sampling.top_k", lambda k: k >= 1, "at least 1, or {null} for the whole vocabulary"),
     ("sampling.top_p", lambda p: 0 < p <= 1, _SHARE),
     ("sampling.min_p", lambda p: 0 < p <= 1, _SHARE),
-    ("sampling.repetition_penalty", lambda p: 0 < p < math.inf, "above 0, for example 1.1; 1 switches it off"),
-    ("sampling.frequency_penalty", math.isfinite, _PENALTY),
-    ("sampling.presence_penalty", math.isfinite, _PENALTY),
+    ("sampling.repetition_penalty", lambda p: 1 <= p * _MOST_REPETITION <= _MOST_REPETITION**2, _REPETITION),
+    ("sampling.frequency_penalty", lambda p: abs(p) <= _MOST_BIAS, _PENALTY),
+    ("sampling.presence_penalty", lambda p: abs(p) <= _MOST_BIAS, _PENALTY),
     ("sampling.min_new_tokens", lambda n: n >= 1, "at least 1, or {null} to switch it off"),
     ("sampling.logit_bias", lambda b: all(abs(n) <= _MOST_BIAS for n in b.values()), _BIASES),
     ("logprobs", lambda n: n in _NUM_TOP, _TOP),

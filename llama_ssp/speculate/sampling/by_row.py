@@ -16,8 +16,9 @@ from torch import Tensor
 
 from llama_ssp.settings.schema import MOST_BIASES, RowSteps, SamplingConfig
 from llama_ssp.speculate.sampling.context import Context, count_tokens
+from llama_ssp.speculate.sampling.processors import scale_of
 
-_NUM_NUMBERS = 7
+_NUM_NUMBERS, _MOST_KEPT = 7, 2**31
 NUM_SETTINGS = _NUM_NUMBERS + 2 * MOST_BIASES
 """X."""
 
@@ -28,8 +29,8 @@ def settings_of(sampling: SamplingConfig | None) -> list[float]:
         return []
     missing = [0.0] * (MOST_BIASES - len(sampling.logit_bias))
     return [
-        1 / sampling.temperature if sampling.temperature else 0.0,
-        sampling.top_k or 0, sampling.top_p or 1.0, sampling.min_p or 0.0,
+        scale_of(sampling.temperature) if sampling.temperature else 0.0,
+        min(sampling.top_k or 0, _MOST_KEPT), sampling.top_p or 1.0, sampling.min_p or 0.0,
         sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty,
         *sampling.logit_bias, *missing, *sampling.logit_bias.values(), *missing,
     ]  # fmt: skip
@@ -94,5 +95,5 @@ def _truncated(probs_BTV: Tensor, scaled_BTV: Tensor, top_k: Tensor, top_p: Tens
     mass_before_BTS = probs_BTS.cumsum(-1, dtype=torch.float64) - probs_BTS
     num_kept_BT1 = (mass_before_BTS < top_p).sum(-1, keepdim=True).clamp_min(1)
     probs_BTV = kept(scaled_BTV >= largest_BTS.gather(-1, num_kept_BT1 - 1), top_p < 1)
-    min_p = min_p.to(probs_BTV.dtype)
-    return kept(probs_BTV >= min_p * probs_BTV.amax(-1, keepdim=True), min_p > 0)
+    least_BT1 = min_p.to(probs_BTV.dtype) * probs_BTV.amax(-1, keepdim=True)
+    return kept(probs_BTV >= least_BT1, min_p > 0)

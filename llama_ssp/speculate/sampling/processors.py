@@ -29,6 +29,11 @@ _TOLERANCE = 1e-4
 """Of probabilities that a kernel makes, whose exponentials differ from torch's in the last bits."""
 
 
+def scale_of(temperature: float) -> float:
+    """What logits are multiplied by: never 0 in fp32, which would make NaN of a logit of minus infinity."""
+    return max(1 / temperature, torch.finfo(torch.float32).tiny)
+
+
 def processor(sampling: SamplingConfig, *, breaks_ties: bool = False) -> Callable[[Tensor], Tensor]:
     """Compose the processors of a sampling config with a temperature above 0 (greedy has no probabilities).
 
@@ -46,10 +51,10 @@ def processor(sampling: SamplingConfig, *, breaks_ties: bool = False) -> Callabl
     def process(logits: Tensor) -> Tensor:
         vocab_size = logits.shape[-1]
         if top_k is top_p is None and (own := own_kernels(logits)):
-            probs: Tensor = own.softmax(logits.reshape(-1, vocab_size), scale=1 / temperature).view(logits.shape)
+            probs: Tensor = own.softmax(logits.reshape(-1, vocab_size), scale=scale_of(temperature)).view(logits.shape)
         else:
             dtype = torch.promote_types(logits.dtype, torch.float32)
-            logits = logits.to(dtype) * (1 / temperature)
+            logits = logits.to(dtype) * scale_of(temperature)
             probs = torch.softmax(logits, dim=-1)
         if top_k is not None or top_p is not None:
             largest_S, ids_S = logits.topk(min(top_k, vocab_size)) if top_k else logits.sort(descending=True)

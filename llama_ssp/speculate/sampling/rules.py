@@ -28,7 +28,7 @@ from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.sampling.by_row import ByRow
 from llama_ssp.speculate.sampling.context import Context, Penalty, penalty
 from llama_ssp.speculate.sampling.draft import Draft, Verdict
-from llama_ssp.speculate.sampling.processors import DRAW_UNITS, processor, rows_after
+from llama_ssp.speculate.sampling.processors import DRAW_UNITS, processor, rows_after, scale_of
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.uniforms import Draws, exponentials
 
@@ -232,7 +232,7 @@ def make_rule(
         return Rule(None, None, penalize=penalize, reads_best=is_cut and sampling.takes_best, shard=shard)
     process = None if sampling.by_row else processor(sampling, breaks_ties=breaks_ties and record.needs_probs)
     if not shard.is_whole:
-        process = partial(shard.softmax, scale=1 / sampling.temperature)
+        process = partial(shard.softmax, scale=scale_of(sampling.temperature))
     if record.draws_by_position:
         return Rule(process, None, penalize=penalize, races=True, shard=shard)
     assert record.needs_probs, f"{record.name} verification needs temperature 0"

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -164,3 +165,33 @@ def test_a_dropped_request_frees_its_row_for_the_next() -> None:
             if update.completion.finish_reason
         ]
     assert sorted(ended) == [1, 2]
+
+
+def test_extreme_settings_have_the_law_of_a_batch_of_their_own() -> None:
+    """Every setting at its bounds and far beyond, alone and with each of some others, of logits with minus infinity."""
+    temperatures = [0.0, 1e-6, 1.0, 1e38, 1e60, 1e300]
+    fields: list[dict[str, Any]] = [
+        {}, *({"top_k": number} for number in (1, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**70)),
+        *({"top_p": share} for share in (1e-300, 1e-12, 1 - 2**-53, 1.0)),
+        *({"min_p": share} for share in (1e-300, 1e-30, 1.0)),
+        *({"repetition_penalty": number} for number in (0.01, 100.0)),
+        *({name: number} for name in ("frequency_penalty", "presence_penalty") for number in (-1e4, 1e4)),
+        {"logit_bias": {0: 1e4, 1: -1e4}},
+    ]  # fmt: skip
+    samplings = [
+        SamplingConfig(temperature=temperature, **{**one, **other})
+        for temperature in temperatures
+        for one, other in product(fields, fields)
+    ]
+    num_rows, vocab_size = len(samplings), 50
+    generator = torch.Generator().manual_seed(5)
+    logits_BTV = 30 * torch.randn(num_rows, 1, vocab_size, generator=generator)
+    logits_BTV[..., 7] = -torch.inf
+    tokens_BS = torch.randint(vocab_size, (num_rows, 9), generator=generator)
+    lengths_B = torch.full((num_rows,), 4)
+    context = Context(tokens_BS, lengths_B, lengths_B, torch.full((num_rows, 1), 8), settings(samplings))
+    found_BTV = ByRow(RowSteps(truncates=True, penalizes=True))(logits_BTV, context)
+    for row, sampling in enumerate(samplings):
+        one = Context(*(part[row : row + 1] for part in context))
+        assert found_BTV[row].equal(alone(logits_BTV[row : row + 1], one, sampling)[0]), sampling
+        assert found_BTV[row].sum() == pytest.approx(1), sampling
