@@ -5,7 +5,7 @@ them has been replaced. Other weights are copied into the tensors of those befor
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType, MethodType
 from typing import Any, Generic, TypeVar
 
@@ -70,6 +70,16 @@ def find_tensors(roots: Sequence[object], *, bucket: int) -> tuple[list[Leaf], l
 
     visit(roots, moves=False, bucket=bucket)
     return weights, moving
+
+
+def find_parts(root: object, kind: type[_T], *, seen: set[int]) -> Iterator[_T]:
+    """Yield the objects of a kind that an object holds, but for those `seen`."""
+    if id(root) not in seen:
+        seen.add(id(root))
+        if isinstance(root, kind):
+            yield root
+        for part in _parts(root).values():
+            yield from find_parts(part, kind, seen=seen)
 
 
 class InPlace:

@@ -113,6 +113,12 @@ class StaticCache(Workspace):
             for row in to_rows:
                 whole[:, :, row, :num_tokens].copy_(held)
 
+    def clear(self, row: int) -> None:
+        """Overwrite a row by zeros: NaN would reach the next text there, since a masked value is multiplied by 0."""
+        for whole in self._wholes:
+            if whole is not None:
+                whole[:, :, row].zero_()
+
     def take(self, other: "StaticCache") -> None:
         """Take over what a smaller cache of as many rows holds, layer by layer, and leave that one empty."""
         other.shown.clear()

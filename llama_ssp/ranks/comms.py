@@ -8,6 +8,7 @@ On CPUs, collectives are operators (`cpu.sums`), and small messages go through s
 
 import gc
 import math
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -23,6 +24,7 @@ from llama_ssp.cpu.shared_memory import SLOT_BYTES, SharedMemoryGroup
 from llama_ssp.ranks.gpu import MOST_WORK_S, DeviceWait
 from llama_ssp.settings.layout import Layout
 
+_ALIKE_S, _LOOK_EVERY_S = 5.0, 0.02
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # older torch
 
 
@@ -209,6 +211,22 @@ class Comm:
     def broadcast_text(self, text: str) -> str:
         """Broadcast the text of the group's first rank."""
         return self.gather_text(text if self.rank == 0 else "")[0]
+
+    def all_say(self, words: str) -> bool:
+        """Whether all ranks say the same within seconds, each behind equal work of its device.
+
+        No collective asks: a rank without anything to say may wait in one for this rank.
+        """
+        if self.size == 1:
+            return True
+        if self.device.type == "cuda":
+            self.finish()
+        store, deadline = dist.distributed_c10d._get_default_store(), time.monotonic() + _ALIKE_S
+        keys = [f"llama_ssp/{words}/{self.members}/{rank}" for rank in range(self.size)]
+        number = store.add(keys[self.rank], 1)
+        while not (is_said := all(store.add(key, 0) >= number for key in keys)) and time.monotonic() < deadline:
+            time.sleep(_LOOK_EVERY_S)
+        return is_said
 
     def barrier(self) -> None:
         """Wait for every rank of the group, but not for its device."""

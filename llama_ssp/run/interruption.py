@@ -21,12 +21,13 @@ def stopping_on_signals(stop_request: StopRequest, world: World) -> Iterator[Cal
     other ranks, which may not have received it. Yields a function that does the same as a signal.
     """
 
-    def stop() -> None:
+    def stop(number: int = signal.SIGTERM) -> None:
+        stop_request.num_interrupts += number == signal.SIGINT
         if not stop_request.requested:
             stop_request.requested = True
             world.watch.ask_to_stop()
 
-    before = {number: signal.signal(number, lambda *_: stop()) for number in heeded_signals()}
+    before = {number: signal.signal(number, lambda number, _: stop(number)) for number in heeded_signals()}
     is_agreed = False
     try:
         yield stop

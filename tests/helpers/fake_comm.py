@@ -55,6 +55,9 @@ class ThreadComm(Comm):
     def gather_text(self, text: str) -> list[str]:
         return [bytes(part.tolist()).decode() for part in self._swap(torch.tensor([*text.encode()], dtype=torch.uint8))]
 
+    def all_say(self, words: str) -> bool:
+        return {*self.gather_text(words)} == {words}
+
     def barrier(self) -> None:
         self.meeting.wait(timeout=60)
 

@@ -12,9 +12,14 @@ PARTS = ("draft", "verify", "other")
 
 @dataclass(kw_only=True)
 class StopRequest:
-    """Set by a signal handler; the loop sends it with the next decision."""
+    """Set by a signal handler; the loop sends it with the next decision.
+
+    Attributes:
+        num_interrupts: how often Ctrl-C asked.
+    """
 
     requested: bool = False
+    num_interrupts: int = 0
 
 
 @dataclass(kw_only=True, slots=True)

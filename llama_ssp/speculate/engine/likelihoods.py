@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from llama_ssp.architectures.engine import BUCKET_STEP, scored_positions, whole_steps
-from llama_ssp.errors import LOGITS_ARE_NAN, NumericError
+from llama_ssp.errors import LOGITS_ARE_NAN, NumericError, SspError
 from llama_ssp.log_probs import LogProbs
 from llama_ssp.models.prefill import Buckets
 from llama_ssp.models.runner import Runner
@@ -116,17 +116,21 @@ def log_likelihoods(
         places = order[begin : begin + batch_size]
         some, rows = [texts[place] for place in places], range(len(places))
         for found in score_in_rows(target, some, rows, buckets, comm=comm, src=src, num_top=num_top, law=law):
-            yield from zip(places, found, strict=False)
+            for place, scores in zip(places, found, strict=False):
+                if isinstance(scores, SspError):
+                    raise scores
+                yield place, scores
 
 
 @torch.inference_mode()
 def score_in_rows(
     target: Runner, texts: Sequence[ScoredText], rows: Sequence[int], buckets: Buckets, *, comm: Comm, src: int,
     num_top: int = 0, law: Law | None = None,
-) -> Iterator[list[TokenScores]]:  # fmt: skip
+) -> Iterator[list[TokenScores | SspError]]:  # fmt: skip
     """Score texts in so many rows of the target's cache, which has room for them; see `log_likelihoods`.
 
-    Yields an empty list after each chunk but the last, and then all scores. Other rows may be computed in between.
+    Yields an empty list after each chunk but the last, and then all scores, NumericError for those of a text that are
+    NaN. Other rows may be computed in between.
     """
     ids_BS = to_device(pad_sequence([torch.tensor(text.ids) for text in texts], batch_first=True), target.device)
     rows_B = to_device(rows, target.device)
@@ -156,13 +160,14 @@ def score_in_rows(
                 figures.append(_figures(drawn_BTV, next_BT1, num_top))
             scores_BTLC[:, first:stop] = torch.stack(figures, dim=2)
     scores_BTLC = comm.read(comm.broadcast(scores_BTLC, src=src))
-    if bool(scores_BTLC.isnan().any()):
-        raise NumericError(f"scoring a text: {LOGITS_ARE_NAN}")
-    found = []
-    for text, scores_TLC in zip(texts, scores_BTLC, strict=True):
-        scored = scores_TLC[text.num_given - 1 : len(text.ids) - 1].unbind(1)
-        leasts = -math.inf, _NEVER
-        found.append(TokenScores(*(_read(*one, num_top=num_top) for one in zip(scored, leasts, strict=False))))
+    found = list[TokenScores | SspError]()
+    for text, whole_TLC in zip(texts, scores_BTLC, strict=True):
+        scores_TLC, leasts = whole_TLC[text.num_given - 1 : len(text.ids) - 1], (-math.inf, _NEVER)
+        if bool(scores_TLC.isnan().any()):
+            found.append(NumericError(f"scoring a text: {LOGITS_ARE_NAN}"))
+            continue
+        of_laws = zip(scores_TLC.unbind(1), leasts, strict=False)
+        found.append(TokenScores(*(_read(*one, num_top=num_top) for one in of_laws)))
     yield found
 
 

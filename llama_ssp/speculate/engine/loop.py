@@ -22,9 +22,10 @@ from torch import Tensor
 
 from llama_ssp.architectures.engine import BUCKET_STEP, CATCH_UP_CHUNK, PREFILL_CHUNK, whole_steps
 from llama_ssp.cpu.threads import ThreadChoice
-from llama_ssp.errors import LOGITS_ARE_NAN, NumericError
+from llama_ssp.errors import LOGITS_ARE_NAN, NumericError, SspError
 from llama_ssp.models.prefill import Buckets, Held, forwards_per_prompt
 from llama_ssp.models.upload import to_device
+from llama_ssp.ranks.memory import exhaustion
 from llama_ssp.speculate.engine.adaptive import FixedLength, num_chunks
 from llama_ssp.speculate.engine.clock import EventClock, HostClock
 from llama_ssp.speculate.engine.completion import PARTS, FinishReason, RowCompletion, StopRequest
@@ -39,6 +40,8 @@ from llama_ssp.speculate.sampling.draft import POINT_MASS, Law
 
 More = Callable[[int], Sequence[Request] | None]
 """Gives further requests before a round, of which so many find a free row; None once there will be no more."""
+Failed = Callable[[Request, SspError], None]
+"""Takes a request that ended by an error of its own."""
 
 
 class Update(NamedTuple):
@@ -72,8 +75,8 @@ class _Scoring(NamedTuple):
     """Texts that are scored chunk by chunk, in rows of no completion."""
 
     rows: Sequence[int]
-    chunks: Iterator[list[TokenScores]]
-    deliver: Callable[[list[TokenScores]], None]
+    chunks: Iterator[list[TokenScores | SspError]]
+    deliver: Callable[[list[TokenScores | SspError]], None]
 
 
 class Decoder:
@@ -123,30 +126,35 @@ class Decoder:
         self._kept: BatchState | None = None
         self._reading: _Reading | None = None
         self.scoring: _Scoring | None = None
+        self._error: SspError | None = None
         self._reads_first = False
 
     def run(
-        self, requests: Sequence[Request], *, to_length: bool = False, more: More | None = None
-    ) -> Iterator[list[Update]]:
+        self, requests: Sequence[Request], *, to_length: bool = False, more: More | None = None,
+        failed: Failed | None = None,
+    ) -> Iterator[list[Update]]:  # fmt: skip
         """Decode all requests, in list order as rows become free.
 
         Call it under `torch.inference_mode()`: entering that mode in each round would cost as much as a draw. Prompt
         and new tokens must be within the models' contexts; `to_length` ignores end-of-sequence tokens and stop strings.
         `more` is called before each round, on all ranks alike, until it ends.
-        Yields the new tokens of each completion, one round at a time. Raises NumericError on every rank if a model's
-        logits are NaN.
+        Yields the new tokens of each completion, one round at a time.
+
+        A row whose logits are NaN, or a prompt that memory is too small for, ends by itself, and `failed` gets it.
+        Without `failed` no further request begins, and once its neighbours have ended, every rank raises NumericError
+        or CapacityError.
         """
         assert torch.is_inference_mode_enabled()
         self.make_room(requests)
         self._to_length = to_length
         self._waiting = deque(requests)
-        self._more = more
+        self._more, self._failed = more, failed
         self._rows: list[RowCompletion | None] = [None] * self.batch_size
         self._pending: deque[_PendingRound] = deque()
         self._num_skipped = [0 for _ in self.round.drafters]
         # Of each drafter, the rows whose prompts it has not read, and their lengths.
         self._unread: list[dict[int, int]] = [{} for _ in self.round.drafters]
-        self._reading = self.scoring = None
+        self._reading = self.scoring = self._error = None
         # Rows that are read or scored chunk by chunk, and the lengths of their texts.
         self._reserved: dict[int, int] = {}
         in_flight: Law = POINT_MASS
@@ -282,7 +290,7 @@ class Decoder:
     def _free_rows(self) -> list[int]:
         return [row for row, owner in enumerate(self._rows) if owner is None and row not in self._reserved]
 
-    def _release(self, rows: Sequence[int]) -> None:
+    def _release(self, rows: Iterable[int]) -> None:
         """Make reserved rows free again."""
         for row in rows:
             del self._reserved[row]
@@ -290,7 +298,9 @@ class Decoder:
                 self._state.vacate(row)
 
     def _refill(self) -> bool:
-        """Ask for further requests; returns whether any wait."""
+        """Ask for further requests; returns whether any wait. Raises an error that nobody took, once all rows ended."""
+        if self._error and self.is_idle:
+            raise self._error
         if self._more:
             found = self._more(len(self._free_rows()) - len(self._waiting))
             self._waiting.extend(found or ())
@@ -317,19 +327,35 @@ class Decoder:
         self._waiting = deque(request for request in self._waiting if request.index not in indices)
         for owner in self._rows:
             if owner and owner.request.index in indices:
-                owner.finish_reason = "stop"
-                self._free(owner)
+                self._free(owner, "stop")
 
-    def score(self, texts: Sequence[ScoredText], *, num_top: int, deliver: Callable[[list[TokenScores]], None]) -> None:
-        """Score texts in free rows, on all ranks alike, a chunk between two rounds; `deliver` gets their scores."""
+    def score(
+        self, texts: Sequence[ScoredText], *, num_top: int, deliver: Callable[[list[TokenScores | SspError]], None]
+    ) -> None:
+        """Score texts in free rows, on all ranks alike, a chunk between two rounds; `deliver` gets scores or errors."""
         rows, src = self._free_rows()[: len(texts)], self.round.verifier.verify_rank
         self._held.forget(rows)
         self._reserved.update(zip(rows, (len(text.ids) for text in texts), strict=True))
         chunks = score_in_rows(self.round.target, texts, rows, self._buckets, comm=self._comm, src=src, num_top=num_top)
         self.scoring = _Scoring(rows, chunks, deliver)
 
-    def _free(self, owner: RowCompletion) -> int:
-        """Free the row of a completion that has ended; returns it."""
+    def _fail(self, request: Request, error: SspError) -> None:
+        """Let a request end by an error of its own."""
+        if self._failed:
+            self._failed(request, error)
+        else:
+            self._error = self._error or type(error)(f"prompt {request.index + 1}, {error}")
+            self._waiting.clear()
+            self._more = None
+
+    def _forget(self, rows: Sequence[int]) -> None:
+        """Let nobody read what rows hold."""
+        self._held.forget(rows)
+        self.round.clear(rows)
+
+    def _free(self, owner: RowCompletion, reason: FinishReason) -> int:
+        """End a completion, and free its row; returns that."""
+        owner.finish_reason = reason
         row = self._rows.index(owner)
         self._rows[row] = None
         for unread in self._unread:
@@ -347,9 +373,14 @@ class Decoder:
         if not self.scoring:
             return False
         rows, chunks, deliver = self.scoring
-        if scores := next(chunks):
+        scores = list[TokenScores | SspError]()
+        if error := self._out_of_memory(lambda: scores.extend(next(chunks))):
+            scores = [error] * len(rows)
+        if scores:
             self.scoring = None
             self._release(rows)
+            if any(isinstance(found, SspError) for found in scores):
+                self._forget(rows)
             deliver(scores)
         return True
 
@@ -363,12 +394,44 @@ class Decoder:
             if any(self._rows):
                 most = self._num_of_a_chunk([*islice(waiting, most)])
             if most:
-                requests = [waiting.popleft() for _ in range(most)]
-                self._admit(requests, self._state_of(requests), *self._place(requests, free))
+                self._admit_new([waiting.popleft() for _ in range(most)])
                 return True
             self._begin(waiting.popleft(), free)
-        self._read_more()
+        assert self._reading
+        request, _, place, owner = self._reading
+        if error := self._out_of_memory(self._read_more, [place], [owner]):
+            self._reading = None
+            self._release({place.row} & {*self._reserved})
+            self._fail(request, error)
         return True
+
+    def _admit_new(self, requests: Sequence[Request]) -> None:
+        """Read prompts together, or one by one if memory is too small for that."""
+        places, owners = self._place(requests, self._free_rows())
+        admit = partial(self._admit, requests, self._state_of(requests), places, owners)
+        error = self._out_of_memory(admit, places, owners)
+        if error and len(requests) == 1:
+            self._fail(requests[0], error)
+        elif error:
+            for request in requests:
+                self._admit_new([request])
+
+    def _out_of_memory(
+        self, read: Callable[[], object], places: Sequence[PromptRow] = (), owners: Sequence[RowCompletion] = ()
+    ) -> SspError | None:
+        """Read texts; returns an error, and forgets them, if memory is too small for that on all ranks alike."""
+        try:
+            read()
+        except (MemoryError, RuntimeError) as error:
+            found = exhaustion(error)
+            if not (found and self._comm.all_say("out of memory")):
+                raise
+        else:
+            return None
+        for owner in owners:
+            owner.finish_reason = "stop"
+        self._forget([place.row for place in places])  # the error no longer holds tensors
+        return found
 
     def _num_of_a_chunk(self, requests: Sequence[Request]) -> int:
         """How many of these requests, from the first on, have prompts that are read in one chunk."""
@@ -478,7 +541,9 @@ class Decoder:
             if owner and not owner.finish_reason:
                 num_before, limit = len(owner.token_ids), owner.request.max_new_tokens
                 if flags & NOT_A_NUMBER:
-                    raise NumericError(f"prompt {owner.request.index + 1}, token {num_before + 1}: {LOGITS_ARE_NAN}")
+                    self._forget([self._free(owner, "stop")])
+                    self._fail(owner.request, NumericError(f"token {num_before + 1}: {LOGITS_ARE_NAN}"))
+                    continue
                 new_ids, reason = self._up_to_end(owner, [*drafted[:num_accepted], next_id][: limit - num_before])
                 num_new = len(new_ids)
                 goes_on = bool(flags & GOES_ON)  # the next token was drafted as well
@@ -494,8 +559,7 @@ class Decoder:
                 owner.token_ids += new_ids
                 if reason or num_before + num_new == limit:
                     owner.ended_in_draft = num_new <= num_accepted + goes_on
-                    owner.finish_reason = reason or "length"
-                    row = self._free(owner)
+                    row = self._free(owner, reason or "length")
                     target = self.round.target
                     if self.reuses and not self.round.tree and target.is_invariant and not target.keeps_states:
                         self._held.extend(row, owner.token_ids[:-1])  # the cache lacks the last one

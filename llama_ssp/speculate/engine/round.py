@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.architectures.engine import SHORT_PROMPTS
-from llama_ssp.models.cache import Taps
+from llama_ssp.models.cache import StaticCache, Taps
 from llama_ssp.models.prefill import Buckets, Prompts, ShortForwards, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.upload import to_device
@@ -48,6 +48,7 @@ from llama_ssp.speculate.sampling.context import Context, Rows
 from llama_ssp.speculate.sampling.draft import POINT_MASS, Draft, Law, Topology
 from llama_ssp.speculate.sampling.trees import Tree
 from llama_ssp.speculate.sampling.uniforms import Draws, UniformTable
+from llama_ssp.workspaces import find_parts
 
 
 class DraftChoice(NamedTuple):
@@ -307,6 +308,15 @@ class Round:
         for drafter in self.drafters:
             if isinstance(drafter, NgramDrafter):
                 drafter.forget()
+
+    def clear(self, rows: Sequence[int]) -> None:
+        """Forget what the caches of models hold of rows, and what drafters copy from."""
+        first_own = self.verifier.own_rows(self._batch_size).start
+        for cache in find_parts((self.target, self.drafters), StaticCache, seen=set()):
+            first = first_own if cache.num_rows < self._batch_size else 0
+            for row in {*rows} & {*range(first, first + cache.num_rows)}:
+                cache.clear(row - first)
+        self.forget_texts()
 
     def prefill(
         self, executor: Executor, state: BatchState, prompts: BatchState, places: Sequence[PromptRow], *,

@@ -67,6 +67,10 @@ class Verifier:
         self._split = split
         self._announced, self._flags_11 = 0, torch.zeros(1, 1, dtype=torch.int64, device=device)
 
+    def own_rows(self, batch_size: int) -> slice:
+        """The rows that this rank decides; all without a split."""
+        return self._split.own_rows(batch_size) if self._split else slice(0, batch_size)
+
     def announce(self, flags: int) -> None:
         """Attach flags to the next decisions; they take effect on the deciding rank only."""
         if flags != self._announced:
@@ -83,7 +87,7 @@ class Verifier:
     def process(self, logits_BTV: Tensor, context: Context | None = None) -> Tensor:
         """Process the target's logits for `verify`, for the rows that this rank decides."""
         if self._split:
-            own = self._split.own_rows(logits_BTV.shape[0])
+            own = self.own_rows(logits_BTV.shape[0])
             return self.rule.process(logits_BTV[own], context and Context(*(part[own] for part in context)))
         return self.rule.process(logits_BTV, context) if self._runs_rule else logits_BTV
 
@@ -106,7 +110,7 @@ class Verifier:
 
         if not self._split:
             return self.decide(lambda: verdict(draft, draws, is_plain_B1, forced_B1), batch_size=batch_size)
-        own = self._split.own_rows(batch_size)
+        own = self.own_rows(batch_size)
         packed_R3 = self._flags_11.new_empty(0, 3)
         if own.start < own.stop:
             of_rows = draft._replace(ids_BK=draft.ids_BK[own])  # the probabilities are theirs alone

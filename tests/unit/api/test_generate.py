@@ -17,14 +17,14 @@ from transformers import AutoTokenizer, TextStreamer
 import llama_ssp
 from llama_ssp import Completion, Pair, load
 from llama_ssp.cpu.tracing import Traced
-from llama_ssp.errors import ConfigError
+from llama_ssp.errors import ConfigError, NumericError
 from llama_ssp.run import decoders
 from llama_ssp.speculate.engine.executors import GraphExecutor
 from llama_ssp.speculate.engine.round import Round
 from tests.helpers.hub import shipped
 from tests.helpers.in_process import launch
 from tests.helpers.lanes import heavy
-from tests.helpers.models import build_checkpoint
+from tests.helpers.models import build_checkpoint, tiny_model
 from tests.helpers.recorded import FakeRecorder
 from tests.helpers.tokenizers import layout
 
@@ -273,3 +273,20 @@ def test_k_is_chosen_for_each_round_on_request(pair: Pair) -> None:
     (found,) = pair.generate("import os\n", max_new_tokens=24, num_draft_tokens="auto", temperature=0)
     (wanted,) = pair.generate("import os\n", max_new_tokens=24, temperature=0)
     assert found.token_ids == wanted.token_ids
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", heavy("falcon_h1"), heavy("mistral")])
+@pytest.mark.parametrize("plain", [True, False])
+def test_nan_of_one_call_does_not_reach_the_next(family: str, plain: bool) -> None:
+    """Attention over masks multiplies by 0 what a row of the cache held before."""
+    tokenizer, model = AutoTokenizer.from_pretrained(shipped("tiny")), tiny_model(family)
+    same: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0, "plain": plain, "batch_size": 2}
+    [wanted] = load(model, model, dtype="fp32", tokenizer=tokenizer).generate([2, 3], **same)
+    bad = next(token for token in range(10, 30) if token not in wanted.token_ids)
+    model.get_input_embeddings().weight.data[bad] = torch.nan  # type: ignore[operator]
+    pair = load(model, model, dtype="fp32", tokenizer=tokenizer)
+    assert pair.generate([2, 3], **same)[0].token_ids == wanted.token_ids
+    for _ in range(2):
+        with pytest.raises(NumericError, match="prompt 2, token 1: logits became NaN"):
+            pair.generate([[4, 5], [bad] * 40], **same)
+        assert [found.token_ids for found in pair.generate([[2, 3]] * 2, **same)] == [wanted.token_ids] * 2

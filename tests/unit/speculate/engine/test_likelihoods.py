@@ -1,6 +1,7 @@
 """Texts get the log-probabilities of the library's own logits, in any batch, in any chunks and on every rank."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,10 +10,11 @@ from transformers import PreTrainedModel
 from llama_ssp.architectures import engine
 from llama_ssp.errors import NumericError
 from llama_ssp.models.loading import load_model
+from llama_ssp.models.prefill import Buckets
 from llama_ssp.models.runner import NullRunner, Runner
 from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.speculate.engine.likelihoods import ScoredText, TokenScores, log_likelihoods
+from llama_ssp.speculate.engine.likelihoods import ScoredText, TokenScores, log_likelihoods, score_in_rows
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.lanes import heavy
@@ -105,6 +107,19 @@ def test_every_rank_gets_the_scores(saved: tuple[Path, PreTrainedModel], is_shar
     runners = [load(folder, comm) for comm in comms] if is_shared else [nothing, load(folder, Comm.single())]
     for scores in on_ranks(comms, lambda comm: scores_of(runners[comm.rank], TEXTS, batch_size=3, comm=comm, src=1)):
         check(model, TEXTS, scores)
+
+
+def test_nan_is_an_error_of_its_own_text() -> None:
+    broken = PrefixRunner()
+    broken.table[7] = torch.nan
+    texts = [ScoredText(ids=ids) for ids in ([1, 2, 3, 4], [1, 7, 2], [5, 6])]
+    texts.append(ScoredText(ids=[7, 7], num_given=2))  # nothing of it is scored
+    broken.allocate(batch_size=4, capacity=32)
+    how: Any = {"comm": Comm.single(), "src": 0, "num_top": NUM_TOP}
+    *_, found = score_in_rows(broken, texts, range(4), Buckets(step=32, num_slots=32), **how)
+    assert [isinstance(one, NumericError) for one in found] == [False, True, False, False]
+    for place in (0, 2):
+        assert found[place] == scores_of(PrefixRunner(), [texts[place]], batch_size=1)[0]
 
 
 def test_logits_that_are_nan_end_the_scoring_on_every_rank() -> None:

@@ -4,18 +4,19 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count, groupby
+from itertools import chain, count, groupby
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from llama_ssp.errors import NumericError
+from llama_ssp.errors import CapacityError, NumericError, SspError
 from llama_ssp.reports.summary import acceptance_rate
 from llama_ssp.speculate.drafters.shared import BroadcastDrafter
+from llama_ssp.speculate.engine import loop
 from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
-from llama_ssp.speculate.engine.loop import Update
+from llama_ssp.speculate.engine.loop import Decoder, Update
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.uniforms import Draws, UniformTable
 from tests.helpers.decoders import complete, ids_of, make_decoder, outcome, requests, requests_of
@@ -150,6 +151,56 @@ def test_logits_that_are_no_numbers_end_the_run(make: Make, lag: int, temperatur
         with pytest.raises(NumericError, match=r"prompt 1, token [1-9].*: logits became NaN: the weights of"):
             complete(made, wanted)
         model.head[3, 5] = before
+
+
+FAULTS = ("nan", "memory", "memory in chunks")
+
+
+def break_token(made: Decoder, fault: str) -> None:
+    """Let prompts with token 10 fail, which the target itself never writes."""
+    target: Any = made.round.target
+    target.head[:, 10] = 0
+    if fault == "nan":
+        target.table[10] = torch.nan
+        return
+    read = target.forward
+
+    def forward(ids_BT: torch.Tensor, *given: Any, **how: Any) -> torch.Tensor:  # noqa: ANN401
+        if how.get("cache_rows_B") is not None and (ids_BT == 10).any():  # a prompt
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        found: torch.Tensor = read(ids_BT, *given, **how)
+        return found
+
+    target.forward = forward
+
+
+@kinds
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_row_that_fails_ends_alone(make: Make, lag: int, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others have their texts, later ones in its row too; who takes no errors gets that of the row at the end."""
+    if "chunks" in fault:
+        monkeypatch.setattr(loop, "PREFILL_CHUNK", 2)
+    prompts = [(1, 2), (2, 3, 4), (10, 1, 10), (7, 7), (0, 9, 8, 1, 2), (5, 10), (5, 6, 5), (10,)]
+    wanted, wrong = requests_of(prompts, 12), [2, 5, 7]
+    failed = dict[int, SspError]()
+    made, others = make(3.0, batch_size=3), [request for request in wanted if request.index not in wrong]
+    made._lag = lag
+    break_token(made, fault)
+    with torch.inference_mode():
+        updates = [*chain.from_iterable(made.run(wanted, failed=lambda one, error: failed.update({one.index: error})))]
+        done = {update.completion.request.index: update.completion.token_ids for update in updates}
+        assert [done[request.index] for request in others] == made.round.target.texts(others)  # type: ignore[attr-defined]
+        kind, words = (NumericError, "logits became NaN") if fault == "nan" else (CapacityError, "out of memory")
+        assert sorted(failed) == wrong
+        assert all(type(error) is kind and words in str(error) for error in failed.values())
+        before = list[RowCompletion]()
+        with pytest.raises(kind, match=f"prompt 3, .*{words}"):
+            before.extend(update.completion for update in chain.from_iterable(made.run(wanted)))
+    ended = {one.request.index: one.token_ids for one in before if one.finish_reason}
+    assert ended == {index: done[index] for index in ended}
+    assert ended, "its neighbours have ended"
+    assert len(ended) == len({one.request.index for one in before})
 
 
 def test_a_run_to_its_length_goes_on_behind_an_end_of_sequence() -> None:
