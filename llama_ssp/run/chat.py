@@ -6,15 +6,17 @@ operations, so a template with one is refused.
 """
 
 import ctypes
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from inspect import signature
 from itertools import pairwise
 from typing import Any
 
-import jinja2
+import jinja2.meta
 from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.errors import CheckpointError, ConfigError
@@ -26,6 +28,9 @@ MOST_S, MOST_BYTES, MOST_CHARS = 10.0, 1 << 30, 1 << 24
 """The most time, additional memory, and text of a template."""
 _LOOK_EVERY_S = 0.02
 NO_ARGUMENTS: Mapping[str, Any] = {}
+_PLAIN = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+_FUNCTIONS = {*_PLAIN.globals, "raise_exception", "strftime_now"}
+"""What transformers and jinja2 give to templates."""
 
 
 class _TooMuchError(BaseException):
@@ -94,19 +99,27 @@ def _refusal(of_template: str, messages: Sequence[Message], reason: str) -> str:
 
 def _check_arguments(arguments: Mapping[str, Any], source: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ConfigError for arguments that the template does not read, or that are not the template's."""
-    taken = {*signature(tokenizer.apply_chat_template).parameters, "messages"} - {"kwargs"}
+    taken = {*signature(tokenizer.apply_chat_template).parameters, "messages", *_FUNCTIONS}
     for name in arguments:
-        if name in taken or name not in source:
+        if name not in _variables(source) - taken:
             raise ConfigError(
                 f"chat_arguments.{name} has no effect: the chat template in {tokenizer.name_or_path} reads no argument "
                 "of this name"
             )
 
 
+@cache
+def _variables(source: str) -> frozenset[str]:
+    """The names that a template reads and does not set, functions included."""
+    # Blocks of transformers' own, which mark what the assistant has said, mean nothing here.
+    source = re.sub(r"{%[+-]?\s*(end)?generation\s*[+-]?%}", "", source)
+    return frozenset(jinja2.meta.find_undeclared_variables(_PLAIN.parse(source)))
+
+
 def _has_power(source: str) -> bool:
     """Whether a template computes a power; ** before the arguments of a call is none."""
     words = [
-        text for _, kind, text in jinja2.Environment().lex(source) if kind not in {"whitespace", "comment", "data"}
+        text for _, kind, text in _PLAIN.lex(source) if kind not in {"whitespace", "comment", "data"}
     ]  # fmt: skip
     return any(word == "**" and before not in {"(", ","} for before, word in pairwise(words))
 

@@ -73,11 +73,14 @@ class _Batch:
         return done
 
     def _take(self, head: Mapping[str, Any], asked: Asked, place: int, part: Part) -> None:
-        if part.finish_reason == ENDED:
+        if part.error and part.error.code == ENDED:
             return
         asked.answers[place].push(part)
-        if all(answer.last for answer in asked.answers):
-            self._write(head, 200, asked.whole())
+        ended = [answer.last for answer in asked.answers if answer.last]
+        if len(ended) == len(asked.answers):
+            if error := next((part.error for part in ended if part.error), None):
+                self.num_wrong += 1
+            self._write(head, *((error.status, error.body()) if error else (200, asked.whole())))
 
     def _write(self, head: Mapping[str, Any], status: int, body: Mapping[str, Any]) -> None:
         response = {"status_code": status, "request_id": uuid4().hex, "body": body}

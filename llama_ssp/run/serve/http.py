@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llama_ssp.catalogue import read_path
 from llama_ssp.errors import ConfigError
-from llama_ssp.run.serve.inbox import ENDED, Inbox, Part, RequestError
+from llama_ssp.run.serve.inbox import Inbox, Part, RequestError
 from llama_ssp.run.serve.protocol import Answer, Asked, BodyReader
 from llama_ssp.run.serve.settings import ServeConfig, length_of
 from llama_ssp.run.session import Session
@@ -100,17 +100,17 @@ class Front:
         self._idle = idle
 
     async def _health(self, _request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
+        return _Json({"status": "ok"})
 
     async def _models(self, request: Request) -> Response:
         name = self._reader.name
         model = {"id": name, "object": "model", "created": self._created, "owned_by": "llama-ssp"}
         asked = request.path_params.get("name")
         if asked is None:
-            return JSONResponse({"object": "list", "data": [model]})
+            return _Json({"object": "list", "data": [model]})
         if asked != name:
             raise RequestError(f"this server has {name}", param="model", status=404, code="model_not_found")
-        return JSONResponse(model)
+        return _Json(model)
 
     async def _complete(self, request: Request, *, is_chat: bool) -> Response:
         arrived_s = time.monotonic()
@@ -136,10 +136,10 @@ class Front:
         finally:
             watching.cancel()
             self._inbox.drop(numbers)
-        return JSONResponse(asked.whole())
+        return _Json(asked.whole())
 
     async def _pieces(self, parts: "_Parts", num_answers: int, arrived_s: float) -> AsyncIterator[tuple[Answer, str]]:
-        """Yield new text of answers, until all have ended; raises RequestError if time is up or the server ends."""
+        """Yield new text of answers, until all have ended; raises RequestError for one of theirs, or if time is up."""
         left, first_s, limit_s = num_answers, 0.0, self._task.request_s
         while left:
             try:
@@ -151,8 +151,8 @@ class Front:
             if not found:
                 raise ClientDisconnect
             answer, part = found
-            if part.finish_reason == ENDED:
-                raise RequestError.ending()
+            if part.error:
+                raise part.error
             if part.new_ids and not first_s:
                 first_s = time.monotonic()
                 self._metrics.first_token_s.observe(first_s - arrived_s)
@@ -189,6 +189,13 @@ async def _until_gone(request: Request, parts: _Parts) -> None:
     parts.put_nowait(None)
 
 
+class _Json(JSONResponse):
+    """JSON in ASCII, which also holds the lone surrogates that an error names."""
+
+    def render(self, content: object) -> bytes:
+        return json.dumps(content).encode()
+
+
 class _WithKey:
     """Lets requests with the key pass, and those for /health; all if there is no key."""
 
@@ -201,7 +208,7 @@ class _WithKey:
             await self._app(scope, receive, send)
         else:
             error = RequestError("the key is missing or wrong: send it as Authorization: Bearer KEY", status=401)
-            await JSONResponse(error.body(), 401, {"www-authenticate": "Bearer"})(scope, receive, send)
+            await _Json(error.body(), 401, {"www-authenticate": "Bearer"})(scope, receive, send)
 
 
 class _Metrics:
@@ -266,9 +273,10 @@ async def _refused(_request: Request, error: Exception) -> Response:
         return Response(status_code=499)
     if not isinstance(error, RequestError):
         reason, status = getattr(error, "detail", "the server failed"), getattr(error, "status_code", 500)
-        error = RequestError(reason, status=status)
-    headers = {"retry-after": str(_RETRY_S)} if error.status in {429, 503} else None
-    return JSONResponse(error.body(), error.status, headers)
+        headers, error = getattr(error, "headers", None), RequestError(reason, status=status)
+    else:
+        headers = {"retry-after": str(_RETRY_S)} if error.status in {429, 503} else None
+    return _Json(error.body(), error.status, headers)
 
 
 def _event(content: dict[str, object]) -> bytes:

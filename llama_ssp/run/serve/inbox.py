@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from llama_ssp.log_probs import LogProbs
 
@@ -17,6 +17,7 @@ class Part(NamedTuple):
     Attributes:
         num_accepted, num_rejected: at the end, the examined drafted tokens.
         log_probs: at the end, what was asked for, under the model; of the prompt's tokens too if these were.
+        error: in place of an end.
     """
 
     new_ids: Sequence[int] = ()
@@ -24,6 +25,12 @@ class Part(NamedTuple):
     num_accepted: int = 0
     num_rejected: int = 0
     log_probs: LogProbs | None = None
+    error: "RequestError | None" = None
+
+    @classmethod
+    def failed(cls, error: "RequestError") -> Self:
+        """The last part of a completion that an error has ended."""
+        return cls(finish_reason="error", error=error)
 
 
 ENDED = "shutdown"
@@ -110,7 +117,7 @@ class Inbox:
         with self._changed:
             takers, self._takers = self._takers, {}
         for taker in takers.values():
-            taker(Part(finish_reason=ENDED))
+            taker(Part.failed(RequestError.ending()))
         return [*takers]
 
     def has_news(self, num_rows: int) -> bool:

@@ -51,6 +51,8 @@ _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
 }  # fmt: skip
 """Values that change nothing of fields that the server does not have."""
 _OFF = {"top_k": (0, -1), "top_p": (1,), "min_p": (0,)}
+_STREAM_OPTIONS = ("include_usage", "include_obfuscation")
+_TOO_LONG = "context_length_exceeded"
 _CONTEXT = 16
 """Tokens before one whose text is wanted."""
 
@@ -107,6 +109,8 @@ class BodyReader:
 
     def __init__(self, config: RunConfig, maker: RequestMaker, *, length: int) -> None:
         self._config, self._maker, self._length, self.name = config, maker, length, config.model.label
+        # No token has more bytes than its name, so a longer text has more tokens than there is room for.
+        self._most_bytes = length * max(len(token.encode()) for token in maker.tokenizer.get_vocab())
 
     def read(self, body: object, *, is_chat: bool) -> Asked:
         """Read a body; raises RequestError that names a field."""
@@ -116,6 +120,8 @@ class BodyReader:
         if given.get("model", self.name) != self.name:
             reason = f"model={given['model']!r} is not the one that answers, {self.name}"
             raise RequestError(reason, param="model", status=404, code="model_not_found")
+        if given.get("stream_options") and not given.get("stream"):
+            raise RequestError("stream_options needs stream=true", param="stream_options")
         prompts = [self._chat(given)] if is_chat else self._texts(given)
         stop = given.get("stop", [])
         stops = [stop] if isinstance(stop, str) else stop
@@ -176,7 +182,7 @@ class BodyReader:
             raise RequestError(
                 f"the prompt has {len(ids)} tokens, and with {name}={number} that is more than the {self._length} that "
                 "there is room for",
-                param=name, code="context_length_exceeded",
+                param=name, code=_TOO_LONG,
             )  # fmt: skip
         return int(number)
 
@@ -190,7 +196,15 @@ class BodyReader:
             raise RequestError(f"prompt must be {_OF_TEXTS['prompt']}, up to {MOST_PROMPTS}", param="prompt")
         return [self._encoded(one) for one in many]
 
+    def _check_bytes(self, texts: Sequence[str], param: str) -> None:
+        """Refuse what is too long in any tokens, which may take seconds to find."""
+        if sum(len(text.encode(errors="replace")) for text in texts) > self._most_bytes:
+            reason = f"more than {self._most_bytes} bytes do not fit into the {self._length} tokens of a row"
+            raise RequestError(reason, param=param, code=_TOO_LONG)
+
     def _encoded(self, prompt: str | list[int]) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            self._check_bytes([prompt], "prompt")
         try:
             ids = encode(prompt, self._maker.tokenizer) if isinstance(prompt, str) else tuple(prompt)
             check_vocabulary(Prompt(text="of token ids"), ids, vocab_size=self._maker.vocab_size)
@@ -202,10 +216,12 @@ class BodyReader:
         arguments = {**self._config.chat_arguments, **given.get("chat_template_kwargs", {})}
         try:
             if messages := read_messages(given.get("messages"), "the body"):
+                self._check_bytes([message["content"] for message in messages], "messages")
                 return encode_messages(messages, self._maker.tokenizer, arguments)
         except SspError as error:
             param = "chat_template_kwargs" if str(error).startswith("chat_arguments.") else "messages"
-            raise RequestError(str(error), param=param) from None
+            place = f"chat template in {self._maker.tokenizer.name_or_path}"  # whose path is not for clients
+            raise RequestError(str(error).replace(place, "chat template"), param=param) from None
         raise RequestError(f"messages must be {_OF_CHATS['messages']}", param="messages")
 
 
@@ -221,6 +237,10 @@ def _checked(given: dict[str, Any], *, is_chat: bool) -> dict[str, Any]:
             raise RequestError(unknown_name("field", name[:MOST_STOP], known), param=name[:MOST_STOP])
         if known[name] in _KINDS and not _is(known[name], value):
             raise RequestError(f"{name} must be {known[name]}", param=name)
+    for name, value in given.get("stream_options", {}).items():
+        if name not in _STREAM_OPTIONS or not _is(_FLAG, value):
+            wanted = f"stream_options has {' and '.join(_STREAM_OPTIONS)}, {_FLAG}, and not {name[:MOST_STOP]!r}"
+            raise RequestError(wanted, param="stream_options")
     return given
 
 

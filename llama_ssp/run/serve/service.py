@@ -23,11 +23,11 @@ from typing import Any, cast
 import torch
 
 from llama_ssp.architectures.engine import PREFILL_CHUNK
-from llama_ssp.errors import ConfigError, InterruptedRun
+from llama_ssp.errors import ConfigError, InterruptedRun, SspError
 from llama_ssp.ranks.failures import from_rank_0, raise_on_all_ranks
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.requests import PromptRequest
-from llama_ssp.run.serve.inbox import Inbox, Part
+from llama_ssp.run.serve.inbox import Inbox, Part, RequestError
 from llama_ssp.run.serve.settings import ServeConfig, length_of
 from llama_ssp.run.session import Session
 from llama_ssp.run.tuning import make_ready
@@ -41,6 +41,7 @@ from llama_ssp.speculate.engine.verifier import NEWS
 _log = logging.getLogger(__name__)
 _BEAT_S = 1.0
 _WARM_UP_TOKENS = 8
+_INTERRUPTS = 2  # the second Ctrl-C does not wait for what runs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +85,7 @@ class Service:
 
     def run(self) -> None:
         """Decode until the inbox is closed and empty; a signal closes it, and ends after a while what still runs."""
-        for updates in self._decoder.run([], more=self._more):
+        for updates in self._decoder.run([], more=self._more, failed=self._fail):
             for update in updates:
                 self._take(update)
 
@@ -104,6 +105,10 @@ class Service:
     def _deliver(self, request: Request, part: Part) -> None:
         if self._inbox:
             self._inbox.deliver(request.index, part)
+
+    def _fail(self, request: Request, error: SspError) -> None:
+        """Answer a request with the error that ended it alone."""
+        self._deliver(request, Part.failed(RequestError(str(error), status=500)))
 
     def _more(self, num_rows: int) -> list[Request] | None:
         """Drop requests whose clients have gone, score texts, and return new requests; see `loop.More`."""
@@ -136,7 +141,8 @@ class Service:
         if self._session.stop_request.requested and self._drains_until == math.inf:
             inbox.is_closed = True
             self._drains_until = time.monotonic() + self._session.config.timeouts.drain_s
-        return inbox.is_closed and (inbox.is_empty or time.monotonic() > self._drains_until)
+        has_time = time.monotonic() <= self._drains_until and self._session.stop_request.num_interrupts < _INTERRUPTS
+        return inbox.is_closed and (inbox.is_empty or not has_time)
 
     def _news(self, num_rows: int) -> tuple[list[dict[str, Any]], list[int], bool]:
         """Of rank 0: new completions, those to drop, and whether the server ends; waits for any if all is idle."""
@@ -160,8 +166,11 @@ class Service:
         num_of_a_chunk = sum(number * length <= PREFILL_CHUNK for number, length in enumerate(longest, start=1))
         some = [self._unscored.popleft() for _ in range(min(max(num_of_a_chunk, 1), num_rows))]
 
-        def deliver(found: list[TokenScores]) -> None:
+        def deliver(found: list[TokenScores | SspError]) -> None:
             for (_, request, part), scores in zip(some, found, strict=True):
+                if isinstance(scores, SspError):
+                    self._fail(request, scores)
+                    continue
                 log_probs = scores.model.part(slice(None), request.num_top or 0)
                 self._deliver(request, part._replace(log_probs=log_probs))
 

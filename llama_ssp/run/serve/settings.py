@@ -6,10 +6,12 @@ from importlib.util import find_spec
 from ipaddress import ip_address
 from typing import cast
 
+from llama_ssp.errors import ConfigError
 from llama_ssp.fields import setting
 from llama_ssp.settings.combinations import clashes
 from llama_ssp.settings.schema import RowSteps, RunConfig, TaskConfig
 from llama_ssp.settings.tasks import NoEffect, TaskSpec
+from llama_ssp.words import said
 
 MOST_TOKENS, NUM_ROWS = 4096, 8
 INSTALL = ".venv/bin/python -m pip install -e '.[serve]' -c .venv/constraints.txt"
@@ -38,11 +40,18 @@ class ServeConfig(TaskConfig):
 
 
 def length_of(config: RunConfig, context: int | None = None) -> int:
-    """The most tokens of a row; `context` is that of the target, by default as its entry says."""
-    task = cast("ServeConfig", config.task)
-    if context is None:
-        context = config.model.shape.max_position_embeddings if config.model.shape else MOST_TOKENS
-    return min(task.max_length or MOST_TOKENS, context)
+    """The most tokens of a row; `context` is that of the target, by default as its entry says.
+
+    Raises ConfigError if there are to be more than the context has.
+    """
+    task, shape = cast("ServeConfig", config.task), config.model.shape
+    context = context or (shape.max_position_embeddings if shape else task.max_length or MOST_TOKENS)
+    if (task.max_length or 0) > context:
+        raise ConfigError(
+            f"task.max_length={task.max_length} is more than the context of {said('model', config.model.label)}: at "
+            f"most {context} is possible"
+        )
+    return task.max_length or min(MOST_TOKENS, context)
 
 
 def problems_of_bodies(
@@ -56,6 +65,10 @@ def problems_of_bodies(
 
 def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoEffect]:
     task = cast("ServeConfig", config.task)
+    try:
+        length_of(config)
+    except ConfigError as error:
+        yield str(error)
     yield from problems_of_bodies(config, explicit, source="by HTTP", unread=("prompt", "prompts", "seed"))
     if not all(map(find_spec, ("prometheus_client", "starlette", "uvicorn"))):
         yield f"task=serve needs starlette, uvicorn and prometheus_client: {INSTALL}"

@@ -1,6 +1,7 @@
 """`task=generate` answers OpenAI's batch files with the texts of `Pair.generate`, and goes on where it was stopped."""
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,6 +17,10 @@ from llama_ssp.reports.folder import BATCH_FILE, RunFolder
 from llama_ssp.run.prompts import read_prompts
 from llama_ssp.run.tasks.generate import generate
 from llama_ssp.settings.checks import check
+from llama_ssp.settings.schema import SamplingConfig
+from llama_ssp.speculate.engine import state
+from llama_ssp.speculate.engine.completion import StopRequest
+from llama_ssp.speculate.sampling.by_row import settings_of
 
 PROMPT = "def factorial(n):\n"
 ASKED: list[dict[str, Any]] = [
@@ -48,7 +53,7 @@ def answered(pair: Pair, folder: Path, lines: Sequence[str], *, stops: bool = Fa
     with RunFolder(folder / "run", "") as run_folder:
         session: Any = SimpleNamespace(
             config=config, models=pair.models, world=pair.world, folder=run_folder,
-            stop_request=SimpleNamespace(requested=stops), terminal=SimpleNamespace(line=len, say=len),
+            stop_request=StopRequest(requested=stops), terminal=SimpleNamespace(line=len, say=len),
         )  # fmt: skip
         generate(session, [])
     return [*map(json.loads, file.read_text().splitlines())]
@@ -89,3 +94,30 @@ def test_settings_that_bodies_have_are_refused(pair: Pair, tmp_path: Path) -> No
         ConfigError, match="num_samples has no effect on task=generate, whose requests come from a batch"
     ):
         check(config, frozenset({"num_samples"}), world_size=1)
+
+
+def test_a_line_that_fails_is_answered_by_an_error_and_no_resumption_stops_there(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN in one of two samples, a template that fails; other lines have their texts."""
+
+    def of(sampling: SamplingConfig | None) -> list[float]:
+        settings = settings_of(sampling)
+        return [math.nan, *settings[1:]] if sampling and sampling.top_k == 7 else settings
+
+    monkeypatch.setattr(pair.tokenizer, "chat_template", "{{ messages[7].content.x }}")
+    chat = line("chat", {"messages": [{"role": "user", "content": "x"}]}, url="/v1/chat/completions")
+    lines = [line("nan", {"prompt": PROMPT, "top_k": 7, "n": 2}), chat, *LINES]
+    with monkeypatch.context() as patch:
+        patch.setattr(state, "settings_of", of)
+        found = answered(pair, tmp_path, lines)
+    by_id = {answer["custom_id"]: answer["response"] for answer in found}
+    assert len(found) == len(lines) == len(by_id)
+    assert {name: by_id[name]["status_code"] for name in ("nan", "chat")} == {"nan": 500, "chat": 400}
+    assert "token 1: logits became NaN" in by_id["nan"]["body"]["error"]["message"]
+    (tmp_path / "sound").mkdir()
+    others = [line(name, {"prompt": "x", "max_tokens": 1}) for name in ("nan", "chat")]  # the seeds are by line
+    sound = {one["custom_id"]: one["response"]["body"] for one in answered(pair, tmp_path / "sound", others + LINES)}
+    for name in map(str, range(len(LINES))):
+        assert by_id[name]["body"]["choices"] == sound[name]["choices"]
+    assert answered(pair, tmp_path, lines) == found

@@ -1,6 +1,8 @@
 """The server answers as OpenAI's API does; texts are those of `Pair.generate`, whatever else is served."""
 
 import json
+import math
+import random
 import socket
 import threading
 import time
@@ -10,7 +12,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from http.client import HTTPConnection
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,13 +23,17 @@ import torch
 
 from llama_ssp import Pair, load
 from llama_ssp.architectures import engine
+from llama_ssp.errors import ConfigError
 from llama_ssp.run.serve import http
 from llama_ssp.run.serve.http import Front
 from llama_ssp.run.serve.inbox import Inbox
 from llama_ssp.run.serve.service import Service
-from llama_ssp.run.serve.settings import ServeConfig, length_of
-from llama_ssp.speculate.engine import likelihoods
+from llama_ssp.run.serve.settings import SERVE, ServeConfig, length_of
+from llama_ssp.settings.schema import SamplingConfig
+from llama_ssp.speculate.engine import likelihoods, state
+from llama_ssp.speculate.engine.completion import StopRequest
 from llama_ssp.speculate.engine.round import Round
+from llama_ssp.speculate.sampling.by_row import settings_of
 from tests.helpers.disturbed import wait_for
 
 PROMPT = "def factorial(n):\n"
@@ -83,7 +89,7 @@ def serving(
     config.timeouts = replace(config.timeouts, drain_s=drain_s)
     session: Any = SimpleNamespace(
         config=config, models=pair.models, world=pair.world, plan=None, folder=None,
-        stop_request=SimpleNamespace(requested=False),
+        stop_request=StopRequest(),
     )  # fmt: skip
     inbox = Inbox(task.max_waiting)
 
@@ -373,3 +379,168 @@ def test_requests_have_a_time_limit_and_pages_of_one_origin_may_ask(pair: Pair, 
         assert status == 200
         assert json.loads(text.rstrip().rpartition("data: ")[2])["error"]["code"] == "timeout"
         wait_for(lambda: limited.inbox.is_empty)
+
+
+ODD_NUMBERS: list[object] = [
+    0, -0.0, 1, -1, 0.5, 3, 1e-323, 1e-40, 1e-6, 1e-7, 0.01, 0.0099, 100, 100.1, 128, 1e4, -1e4, 10_001, 1e39, -1e39,
+    1e60, 1e300, 1e308, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**70, -(2**63), 10**400, True, "1", [], {}, [0.5],
+    float("inf"), float("-inf"), float("nan"),
+]  # fmt: skip
+NUMBERS = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "n",
+    "seed", "max_tokens", "logprobs", "logit_bias", "prompt",
+)  # fmt: skip
+ODD_TEXTS: list[dict[str, object]] = [
+    {"\ud800": 1}, {"model": "\ud800"}, {"stop": ["\ud800"]}, {"stop": "\0"}, {"user": "\ud800"}, {"prompt": ""},
+    {"suffix": "\ud800"}, {"stream_options": {"\ud800": True}, "stream": True}, {"logit_bias": {"\ud800": 1}},
+    {"logit_bias": {"-1": 1}}, {"logit_bias": {"\u0661": 1}}, {"prompt": [[]]}, {"prompt": [""]}, {"tools": [{}]},
+]  # fmt: skip
+
+
+def odd_bodies() -> list[dict[str, object]]:
+    """Each number at its bounds and beyond, alone at two temperatures and beside another odd one; odd texts."""
+    chosen = random.Random(5)
+    given: dict[str, Callable[[object], object]] = {"logit_bias": lambda one: {"5": one}, "prompt": lambda one: [one]}
+    bodies: list[dict[str, object]] = [*ODD_TEXTS]
+    for name, number in product(NUMBERS, ODD_NUMBERS):
+        other, value = chosen.choice(NUMBERS[:7]), chosen.choice(ODD_NUMBERS[:28])
+        one = {name: given[name](number) if name in given else number}
+        bodies += [{"temperature": 1, **one}, {"temperature": 0, other: value, **one}]
+    return [{"prompt": "a", "max_tokens": 2, **body} for body in bodies]
+
+
+@pytest.mark.heavy
+def test_a_thousand_odd_bodies_are_answered_or_refused(pair: Pair, server: Server) -> None:
+    """None harms the server: it then has the texts that it had before."""
+    asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 20, "seed": 3, "temperature": 0.8}
+    [wanted] = pair.generate(PROMPT, max_new_tokens=20, seed=3, temperature=0.8)
+    bodies = odd_bodies()
+    assert len(bodies) > 1000 - len(ODD_TEXTS)
+    with ThreadPoolExecutor(6) as pool:
+        found = [*pool.map(lambda body: server.ask("/v1/completions", body), bodies)]
+    wrong = [(body, status, answer) for body, (status, answer) in zip(bodies, found, strict=True)
+             if status != 200 and not 400 <= status < 500]  # fmt: skip
+    assert wrong == []
+    assert {status for status, _ in found} >= {200, 400}
+    assert all(answer["error"]["message"] for status, answer in found if status != 200)
+    assert server.complete(**asked)["choices"][0]["text"] == wanted.text
+
+
+@pytest.fixture
+def _top_k_7_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows with top_k=7 have probabilities that are NaN, and prompts with token 7 find no memory."""
+
+    def of(sampling: SamplingConfig | None) -> list[float]:
+        settings = settings_of(sampling)
+        return [math.nan, *settings[1:]] if sampling and sampling.top_k == 7 else settings
+
+    monkeypatch.setattr(state, "settings_of", of)
+    read = Round.prefill
+
+    def prefill(self: Round, executor: Any, batch: Any, prompts: Any, *given: Any, **how: Any) -> None:  # noqa: ANN401
+        read(self, executor, batch, prompts, *given, **how)
+        if (prompts.tokens_BS[:, 0] == 7).any():
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(Round, "prefill", prefill)
+
+
+@pytest.mark.usefixtures("_top_k_7_is_nan")
+@pytest.mark.parametrize(
+    ("wrong", "said"), [({"top_k": 7}, "token 1: logits became NaN"), ({"prompt": [7, 8, 9]}, "out of memory")]
+)
+def test_a_request_that_fails_ends_alone(pair: Pair, server: Server, wrong: dict[str, Any], said: str) -> None:
+    """Its answer is an error, in a stream an event; its neighbours have their texts, and later ones in its row."""
+    asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0.9}
+    own = [pair.generate(PROMPT, max_new_tokens=20, seed=seed, temperature=0.9)[0].text for seed in range(8)]
+    bodies = [asked | ({"seed": place // 2} if place % 2 else wrong | {"n": 2}) for place in range(16)]
+    with ThreadPoolExecutor(16) as pool:
+        found = [*pool.map(lambda body: server.ask("/v1/completions", body), bodies)]
+    assert [status for status, _ in found] == [500, 200] * 8
+    assert [answer["choices"][0]["text"] for _, answer in found[1::2]] == own
+    for _, answer in found[::2]:
+        assert answer["error"]["type"] == "server_error"
+        assert said in answer["error"]["message"]
+    status, text = server.ask("/v1/completions", asked | wrong | {"stream": True})
+    assert status == 200
+    assert said in json.loads(text.rstrip().rpartition("data: ")[2])["error"]["message"]
+    wait_for(lambda: server.inbox.is_empty)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("completions", {"stream_options": {"include_usage": True}}, "stream_options"),
+        ("completions", {"stream": True, "stream_options": {"include_usage": 1}}, "stream_options"),
+        ("completions", {"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
+        ("chat/completions", {"chat_template_kwargs": {"think": True}}, "chat_template_kwargs"),
+        ("chat/completions", {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ("chat/completions", {"chat_template_kwargs": {"raise_exception": 1}}, "chat_template_kwargs"),
+        ("chat/completions", {"messages": [{"role": "cook", "content": "x"}]}, "messages"),
+        ("chat/completions", {"messages": [{"role": "thief", "content": "x"}]}, "messages"),
+    ],
+)  # fmt: skip
+def test_what_would_have_no_effect_is_named_and_no_path_is_shown(
+    server: Server, path: str, body: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{# think #}{% set think = 1 %}{% generation %}{{ messages[0].content }}{% endgeneration %}"
+    for role, does in (("cook", "raise_exception('no')"), ("thief", "messages[1].role.x")):
+        template += f"{{% if messages[0].role == '{role}' %}}{{{{ {does} }}}}{{% endif %}}"
+    tokenizer = server.session.models.tokenizer
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    asked = {"prompt": "x"} if path == "completions" else {"messages": [{"role": "user", "content": "x"}]}
+    status, answer = server.ask(f"/v1/{path}", {**asked, "max_tokens": 2, **body})
+    assert (status, answer["error"]["param"]) == (400, param), answer
+    assert tokenizer.name_or_path not in answer["error"]["message"]
+    assert server.ask(f"/v1/{path}", {**asked, "max_tokens": 2})[0] == 200
+
+
+def test_a_prompt_that_no_tokens_could_make_short_enough_is_not_encoded(
+    served: Pair, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served.tokenizer, "chat_template", "{{ messages[0].content }}")
+    monkeypatch.setattr(type(served.tokenizer), "__call__", None)
+    text = "  " * (2 << 20)
+    for path, body in (("completions", {"prompt": ["x" * 10**6]}), ("completions", {"prompt": text})):
+        status, answer = server.ask(f"/v1/{path}", body)
+        assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "context_length_exceeded", "prompt")
+    status, answer = server.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]})
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "context_length_exceeded", "messages")
+
+
+def test_the_longest_tokens_fill_the_context(pair: Pair, server: Server) -> None:
+    """The bound of bytes refuses no prompt that fits."""
+    longest = max(pair.tokenizer.get_vocab(), key=lambda token: len(pair.tokenizer.convert_tokens_to_string([token])))
+    text = pair.tokenizer.convert_tokens_to_string([longest]) * 2000
+    assert len(pair.tokenizer(text).input_ids) in range(1900, 2047)
+    assert server.complete(prompt=text, max_tokens=1)["usage"]["prompt_tokens"] > 1900
+
+
+def test_a_method_that_a_path_lacks_is_answered_with_those_that_it_has(server: Server) -> None:
+    for method, path, allowed in (("GET", "/v1/completions", {"POST"}), ("PUT", "/v1/models", {"GET", "HEAD"})):
+        with closing(server.connect()) as connection:
+            connection.request(method, path)
+            answer = connection.getresponse()
+            assert (answer.status, {*answer.headers["allow"].split(", ")}) == (405, allowed)
+
+
+def test_the_second_interrupt_ends_what_runs(pair: Pair) -> None:
+    with serving(pair, drain_s=600.0) as server, ThreadPoolExecutor(1) as pool:
+        body = {"prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True}
+        long = pool.submit(server.ask, "/v1/completions", body)
+        wait_for(lambda: server.inbox.num_running == 1)
+        server.session.stop_request.requested = True
+        server.session.stop_request.num_interrupts = 1
+        time.sleep(0.2)
+        assert not long.done()
+        server.session.stop_request.num_interrupts = 2
+        assert long.result(timeout=5)[0] == 503
+
+
+def test_more_tokens_than_the_context_has_are_refused(pair: Pair) -> None:
+    config = replace(pair.config, task=ServeConfig(max_length=100_000))
+    sentence = "task.max_length=100000 is more than the context of model=tiny: at most 2048 is possible"
+    with pytest.raises(ConfigError, match=sentence):
+        length_of(config, 2048)
+    assert sentence in [*SERVE.problems(config, frozenset())]
+    assert length_of(replace(pair.config, task=ServeConfig(max_length=2048)), 2048) == 2048
