@@ -16,11 +16,13 @@ __all__ = ["Completion", "Pair", "load", "plan"]
 _MODULES = {"Completion": "pair", "Pair": "pair", "load": "loading", "plan": "planning"}
 
 
-def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        message = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(message)
-    return getattr(import_module(f"llama_ssp.api.{_MODULES[name]}"), name)
+if not TYPE_CHECKING:  # checkers of types would find any name
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULES:
+            message = f"module {__name__!r} has no attribute {name!r}"
+            raise AttributeError(message)
+        return getattr(import_module(f"llama_ssp.api.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,7 @@
 """A target and its draft in memory, which complete prompts as a run decodes them: in one process, or on all ranks."""
 
 import hashlib
+import os
 import reprlib
 import threading
 import warnings
@@ -160,12 +161,22 @@ def _of_request(
 
 
 class OneCall:
-    """Lets one call of a pair go on at a time: those of other threads wait, and a call inside a call is refused."""
+    """Lets one call of a pair go on at a time: those of other threads wait, and a call inside a call is refused.
+
+    A call of another process, which has forked, is refused too: it would read this one's answers.
+    """
 
     def __init__(self) -> None:
-        self._lock, self._thread = threading.Lock(), 0
+        self._lock, self._thread, self._pid = threading.Lock(), 0, os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process made the pair."""
+        return os.getpid() == self._pid
 
     def __enter__(self) -> None:
+        if not self.is_here:
+            raise ConfigError(f"this pair belongs to process {self._pid}, which loaded it: load one in this process")
         if self._thread == threading.get_ident():
             raise ConfigError("a call of this pair goes on in this thread: wait for its end, or load another pair")
         self._lock.acquire()

@@ -187,7 +187,9 @@ class StartedRanks:
         return kind(said[-1] if said else sentence)
 
     def close(self) -> None:
-        """End the ranks, and wait until they have ended."""
+        """End the ranks, and wait until they have ended; do nothing in a process that has forked."""
+        if not self._calls.is_here:
+            return
         self._over = self._over or ConfigError(CLOSED)
         for connection in self._connections.values():
             with suppress(OSError):

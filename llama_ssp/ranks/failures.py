@@ -24,7 +24,6 @@ main thread is doing, until its rank leaves the run: a rank that does not answer
     spoken            how many ranks asked to report the error: the first one does
 """
 
-import atexit
 import json
 import logging
 import os
@@ -48,7 +47,7 @@ from llama_ssp.errors import InterruptedRun, LostRankError, SspError
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.gpu import DeviceWait
 from llama_ssp.ranks.memory import exhaustion, explained_by_nccl, is_of_nccl
-from llama_ssp.ranks.process import Agent, ignore_signals, listen, meeting_host
+from llama_ssp.ranks.process import Agent, at_exit, ignore_signals, listen, meeting_host
 
 _ERRORS = {
     kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SspError)
@@ -115,7 +114,7 @@ class Heartbeat:
         self._store, self._host, self._alarm = store, host, alarm
         self._is_over = Event()
         self._open: list[socket.socket] = []
-        atexit.register(self.part)
+        at_exit(self.part)
         Thread(target=self._watch, args=(rank,), daemon=True, name="heartbeat").start()
 
     def part(self) -> None:

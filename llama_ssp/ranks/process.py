@@ -5,6 +5,7 @@ run, so their network has to be trusted. The end of the torchrun agent stops a r
 `failures` handle them. Does not import torch, so that a launcher can use it.
 """
 
+import atexit
 import errno
 import os
 import re
@@ -170,6 +171,12 @@ def signals_kept() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def at_exit(function: Callable[[], object]) -> None:
+    """Call a function when this process ends, and not when one ends that has forked from it."""
+    pid = os.getpid()
+    atexit.register(lambda: os.getpid() == pid and function())
 
 
 def ignore_signals() -> None:

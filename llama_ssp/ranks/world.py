@@ -1,6 +1,5 @@
 """Starts and ends this process as a rank of a run: device, cores, rendezvous and the group of all ranks."""
 
-import atexit
 import gc
 import logging
 import os
@@ -8,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from threading import Thread
 
 import torch
@@ -19,7 +18,7 @@ from llama_ssp.errors import SspError
 from llama_ssp.ranks.comms import Comm, leave_groups
 from llama_ssp.ranks.failures import ControlChannel, Phase, guard, unify_failure
 from llama_ssp.ranks.gpu import DeviceWait
-from llama_ssp.ranks.process import Ranks, find_agent, read_ranks
+from llama_ssp.ranks.process import Ranks, at_exit, find_agent, read_ranks
 from llama_ssp.ranks.rendezvous import choose_device, form_group, note_on_peers, open_store, seen_by_all
 from llama_ssp.settings.schema import DeviceKind
 
@@ -124,7 +123,7 @@ def start(
         is_first = not dist.is_initialized()  # later points of a sweep use the first one's group: a new one would hang
         if is_first:
             form_group(ranks, device=chosen, timeout_s=timeout_s)
-            atexit.register(_part, watch, is_on_gpu=chosen.type == "cuda")
+            at_exit(partial(_part, watch, is_on_gpu=chosen.type == "cuda"))
         if device_wait:
             watch.be_alert()  # a wait for the GPU does not notice a killed rank, as one for gloo does
             watch.is_busy = lambda: not waits.is_waiting

@@ -13,6 +13,7 @@ import pytest
 from llama_ssp import load
 from tests.helpers.commands import TORCHRUN, Popen, started
 from tests.helpers.disturbed import is_alive, wait_for
+from tests.helpers.lanes import heavy
 from tests.helpers.repository import ROOT
 from tests.helpers.sockets import family_of
 from tests.helpers.starters import PROGRAM, environment
@@ -174,3 +175,39 @@ def test_a_pair_on_ranks_of_its_own_survives_mistakes_and_leaves_no_process(tmp_
         assert notebook.returncode == 0
         assert not re.search("Traceback|starting|rank", err), err
     wait_for(lambda: not [pid for pid in family if is_alive(pid)], at_most_s=20)
+
+
+# A child that forks gets an error and its end ends nothing; then its parent has its own answer.
+_FORK = """
+import os, sys
+from llama_ssp import load
+from llama_ssp.errors import ConfigError
+ranks = int(sys.argv[1])
+pair = load("tiny", "tiny-draft", **({"ranks": ranks} if ranks > 1 else {}))
+def say(seed):
+    print(pair.generate("import os\\n", max_new_tokens=12, seed=seed)[0].token_ids, flush=True)
+say(1)
+if child := os.fork():
+    os.waitpid(child, 0)
+    say(2)
+else:
+    try:
+        say(3)
+    except ConfigError as error:
+        print(error, flush=True)
+        pair.close()
+"""
+
+
+@pytest.mark.parametrize("num_ranks", [heavy(1), heavy(2)])
+def test_a_pair_belongs_to_the_process_that_loaded_it(num_ranks: int, tmp_path: Path) -> None:
+    words = [sys.executable, "-W", "ignore", "-c", _FORK, f"{num_ranks}"]
+    ended = subprocess.run(
+        words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120, check=True
+    )
+    first, refused, second = ended.stdout.splitlines()
+    assert re.fullmatch(r"this pair belongs to process \d+, which loaded it: load one in this process", refused)
+    wanted = load("tiny", "tiny-draft")
+    for said, seed in ((first, 1), (second, 2)):
+        assert said == str(wanted.generate("import os\n", max_new_tokens=12, seed=seed)[0].token_ids)
+    assert ended.stderr == ""

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import mypy.api
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -186,3 +187,17 @@ def test_a_plan_needs_no_torch() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert {"torch", "transformers", "hydra"} & set(ended.stdout.split()) == set()
+
+
+def test_checkers_of_types_find_a_name_that_the_package_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    (api := tmp_path / "llama_ssp/api").mkdir(parents=True)
+    (tmp_path / "llama_ssp/__init__.py").write_text((ROOT / "llama_ssp/__init__.py").read_text())
+    names = {"loading": ["load"], "pair": ["Completion", "Pair"], "planning": ["plan"], "__init__": []}
+    for module, of in names.items():
+        (api / f"{module}.py").write_text("".join(f"def {name}() -> None: ...\n" for name in of))
+    (tmp_path / "wrong.py").write_text("from llama_ssp import load, loads\nprint(load, loads)\n")
+    said, _, code = mypy.api.run(["--strict", "--no-incremental", "--config-file=", str(tmp_path / "wrong.py")])
+    assert (code, said.count("error:")) == (1, 1), said
+    assert 'Module "llama_ssp" has no attribute "loads"' in said

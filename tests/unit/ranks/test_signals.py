@@ -29,6 +29,15 @@ if agent := find_agent():
 file.write_text("heeds" if agent else "goes on")
 time.sleep(20 if agent else 3)
 """
+FORKED = """
+import os, sys
+from llama_ssp.ranks.process import at_exit
+at_exit(lambda: print("at exit of", sys.argv[1], flush=True))
+sys.argv[1:] = ["the child"]
+if child := os.fork():
+    os.waitpid(child, 0)
+    sys.argv[1:] = ["the parent"]
+"""
 ADOPTED = """
 import os, subprocess, sys
 code = "import sys, time; time.sleep(0.5); exec(sys.argv.pop(1))"
@@ -117,3 +126,8 @@ def test_a_plain_process_goes_on_without_its_parent(tmp_path: Path) -> None:
     wait_for(file.exists, at_most_s=30)
     time.sleep(0.5)
     assert file.read_text() == "goes on"
+
+
+def test_what_a_process_does_at_its_end_no_fork_of_it_does() -> None:
+    ended = subprocess.run([sys.executable, "-c", FORKED], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ended.stdout == "at exit of the parent\n"
