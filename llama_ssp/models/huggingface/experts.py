@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from llama_ssp.architectures.matrices import distinct
 from llama_ssp.kernels.linear import Kernel, native_of
-from llama_ssp.models.quantization.weight_only import GroupedProduct, join_experts
+from llama_ssp.models.quantization.weight_only import JoinedExperts, join_experts
 from llama_ssp.storage.formats import FEW_ROWS
 
 
@@ -78,7 +78,12 @@ class OwnExperts(nn.Module):
     Args:
         module: whole, or with this rank's units of each expert.
         kernel: of the linear layers.
+
+    Attributes:
+        in_round: this forward is part of a round, which reads no value on the host; the runner says so before each.
     """
+
+    in_round = True
 
     def __init__(self, module: Any, kernel: Kernel) -> None:  # noqa: ANN401 - of transformers
         super().__init__()
@@ -86,12 +91,16 @@ class OwnExperts(nn.Module):
         # They leave experts to other ranks, and add up what the ranks compute.
         self._forward_pre_hooks, self._forward_hooks = module._forward_pre_hooks, module._forward_hooks
 
+        dtype = getattr(module, "gate_up_proj_bias", module.down_proj).dtype  # of biases; the gate still holds `module`
+
         def taken(name: str) -> list[Any]:
             weights, biases = getattr(module, name).detach(), getattr(module, f"{name}_bias", None)
             delattr(module, name)
+            if biases is not None:
+                delattr(module, f"{name}_bias")
             turns = module.is_transposed and weights.dtype is not torch.uint8  # packed ones have their outputs first
             weights = weights.transpose(1, 2) if turns else weights
-            biases = [None] * len(weights) if biases is None else biases.detach().to(module.gate_up_proj_bias.dtype)
+            biases = [None] * len(weights) if biases is None else biases.detach().to(dtype)
             return [
                 kernel(weight_OI.clone(memory_format=torch.contiguous_format), bias_O)
                 for weight_OI, bias_O in zip(weights, biases, strict=True)
@@ -110,16 +119,21 @@ class OwnExperts(nn.Module):
 
     def forward(self, x_ME: Tensor, chosen_MK: Tensor, weights_MK: Tensor) -> Tensor:
         """Add up what the chosen experts compute, weighted; one more than there are stands for those of other ranks."""
-        few = self._of_few if len(x_ME) <= FEW_ROWS else None
-        y_PE = self._of_pairs(*few, x_ME, chosen_MK) if few else self._one_by_one(x_ME, chosen_MK)
+        if self._of_few and (self.in_round or len(x_ME) <= FEW_ROWS):
+            y_PE = self._in_pieces(*self._of_few, x_ME, chosen_MK)
+        else:
+            y_PE = self._one_by_one(x_ME, chosen_MK)
         return (y_PE.view(*chosen_MK.shape, -1) * weights_MK[..., None]).sum(1).to(x_ME.dtype)
 
-    def _of_pairs(self, gate_up: GroupedProduct, down: GroupedProduct, x_ME: Tensor, chosen_MK: Tensor) -> Tensor:
-        """On a GPU and for few tokens: without the host, so that a round may be captured."""
+    def _in_pieces(self, gate_up: JoinedExperts, down: JoinedExperts, x_ME: Tensor, chosen_MK: Tensor) -> Tensor:
+        """On a GPU, `FEW_ROWS` tokens at a time: without the host, so that a round may be captured."""
         from llama_ssp.kernels.linear_gpu import choose  # noqa: PLC0415 - imports Triton
 
-        chosen = choose(chosen_MK, self.num_experts, value_bytes=x_ME.element_size())
-        return down(self._gate(gate_up(x_ME, chosen)), chosen)
+        pieces = []
+        for x_RE, chosen_RK in zip(x_ME.split(FEW_ROWS), chosen_MK.split(FEW_ROWS), strict=True):
+            chosen = choose(chosen_RK, self.num_experts, value_bytes=x_RE.element_size())
+            pieces.append(down(self._gate(gate_up(x_RE, chosen)), chosen))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _one_by_one(self, x_ME: Tensor, chosen_MK: Tensor) -> Tensor:
         chosen_P = chosen_MK.flatten()

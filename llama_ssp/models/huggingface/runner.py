@@ -17,7 +17,7 @@ from llama_ssp.architectures.family import OTHER, record_of
 from llama_ssp.errors import ConfigError
 from llama_ssp.kernels.parts import rows_of
 from llama_ssp.models.cache import CachedRunner, LibraryCache, Taps
-from llama_ssp.models.huggingface.experts import ExpertCounter
+from llama_ssp.models.huggingface.experts import ExpertCounter, OwnExperts
 from llama_ssp.models.huggingface.families import mask_argument
 from llama_ssp.models.huggingface.modules import layers_of
 from llama_ssp.models.huggingface.recurrent import mixers_of, state_of, use_own_kernels
@@ -61,6 +61,7 @@ class ModuleRunner(CachedRunner):
         self._rows_BR: Tensor | None = None
         model.get_output_embeddings().register_forward_pre_hook(self._keep_wanted_rows)
         self._counter = ExpertCounter(model, self.device)
+        self._experts = [module for module in model.modules() if isinstance(module, OwnExperts)]
         if self._counter.num_experts:
             self.experts_read_3 = self._counter.sums_3
         if not record_of(model.config.model_type).is_written:
@@ -141,6 +142,8 @@ class ModuleRunner(CachedRunner):
             masks = self._masks.rows(positions_BT, bucket=bucket)
         mask = mask_argument(self._model.config, masks)
         self._counter.chosen.clear()
+        for experts in self._experts:
+            experts.in_round = cache_rows_B is None
         head: Any = self._model.get_output_embeddings()
         head = getattr(head, "shared", None) or head
         if is_cut := isinstance(head, GatheredLinear):

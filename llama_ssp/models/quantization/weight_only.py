@@ -30,10 +30,6 @@ _UNPACKED_ELEMENTS = {"cpu": 2**20, "cuda": UNPACKED_WEIGHTS}
 _LARGEST_BYTE, _STEPS, _E4M3 = 127, 15, torch.float8_e4m3fn
 
 
-GroupedProduct = Callable[[Tensor, "Chosen"], Tensor]
-"""A product of inputs (M, I) and pairs, as `linear_gpu.product_of_few_rows` takes them."""
-
-
 class _WeightOnlyLinear(Linear):
     """Base class of forms whose inputs are not quantized.
 
@@ -154,43 +150,54 @@ class _Reordered(Linear):
         return self._linear(x_MI.index_select(1, self._order_I), residual_MO)
 
 
-def join_experts(linears: Sequence[Linear]) -> GroupedProduct | None:
-    """Put the weights of experts, which keep views of them, one behind the other for products of few pairs on a GPU.
+class JoinedExperts:
+    """The weights of experts one after the other, whose linear layers keep views of them.
 
-    Returns `linear_gpu.product_of_few_rows` of inputs, and of pairs of tokens and experts; None where a layer has no
-    such kernel.
+    It maps inputs (M, I) and pairs of tokens and experts to `linear_gpu.product_of_few_rows`. An update of the weights
+    finds all of its tensors, and no closure holds any (see `workspaces.InPlace`).
     """
+
+    def __init__(self, experts: Sequence[_WeightOnlyLinear], few_rows: ProductOfFewRows) -> None:
+        self._few_rows = few_rows
+        columns = zip(*(expert._operands for expert in experts), strict=True)
+        # Numbers of 8 bits are concatenated as bytes.
+        self._operands = operands = tuple(
+            torch.cat(
+                [part.view(torch.uint8) if part.itemsize == 1 else part for part in parts], dim=-1 if number else 0
+            ).view(parts[0].dtype)
+            for number, parts in enumerate(columns)
+        )
+        biases = [expert._bias_O for expert in experts if expert._bias_O is not None]
+        self._bias_O = torch.cat(biases) if biases else None
+        num_outputs = len(operands[0]) // len(experts)
+        for number, expert in enumerate(experts):
+            start = number * num_outputs
+            expert._operands = operands[0].narrow(0, start, num_outputs), *(
+                scales.narrow(-1, start, num_outputs) for scales in operands[1:]
+            )  # fmt: skip
+            if self._bias_O is not None:
+                expert._bias_O = self._bias_O.narrow(0, start, num_outputs)
+
+    def __call__(self, x_MI: Tensor, chosen: "Chosen") -> Tensor:
+        """Compute the product of each pair."""
+        return self._few_rows(x_MI, *self._operands, bias_O=self._bias_O, chosen=chosen)
+
+
+def join_experts(linears: Sequence[Linear]) -> JoinedExperts | None:
+    """Join the weights of experts for products of few pairs on a GPU; None where a layer has no such kernel."""
     experts = [linear for linear in linears if isinstance(linear, _WeightOnlyLinear)]
     if len(experts) < len(linears) or not (few_rows := experts[0]._few_rows):
         return None
-    columns = zip(*(expert._operands for expert in experts), strict=True)
-    # Numbers of 8 bits are concatenated as bytes.
-    operands = tuple(
-        torch.cat(
-            [part.view(torch.uint8) if part.itemsize == 1 else part for part in parts], dim=-1 if number else 0
-        ).view(parts[0].dtype)
-        for number, parts in enumerate(columns)
-    )
-    biases = [expert._bias_O for expert in experts if expert._bias_O is not None]
-    bias_O = torch.cat(biases) if biases else None
-    num_outputs = len(operands[0]) // len(experts)
-    for number, expert in enumerate(experts):
-        start = number * num_outputs
-        expert._operands = operands[0].narrow(0, start, num_outputs), *(
-            scales.narrow(-1, start, num_outputs) for scales in operands[1:]
-        )  # fmt: skip
+    joined = JoinedExperts(experts, few_rows)
 
-    def product(x_MI: Tensor, chosen: "Chosen") -> Tensor:
-        return few_rows(x_MI, *operands, bias_O=bias_O, chosen=chosen)
-
-    def tried() -> GroupedProduct:
+    def tried() -> JoinedExperts:
         from llama_ssp.kernels.linear_gpu import choose  # noqa: PLC0415 - imports Triton
 
-        device = operands[0].device
+        device = experts[0]._operands[0].device
         x_1I = torch.ones(1, experts[0]._num_inputs, dtype=torch.float16, device=device)
         first_11 = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        product(x_1I, choose(first_11, len(experts), value_bytes=x_1I.element_size()))
-        return product
+        joined(x_1I, choose(first_11, len(experts), value_bytes=x_1I.element_size()))
+        return joined
 
     return attempt(tried, instead="continuing with one product for each expert, without CUDA graphs")
 

@@ -16,15 +16,23 @@ from llama_ssp import load
 from llama_ssp.api.pair import Pair
 from llama_ssp.cpu.tracing import Traced
 from llama_ssp.errors import CheckpointError, ConfigError
+from llama_ssp.models.huggingface.runner import ModuleRunner
+from llama_ssp.models.loading import load_model
+from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.models.runner import Runner
+from llama_ssp.models.weights import Loading
 from llama_ssp.run import decoders
 from llama_ssp.speculate.engine.executors import GraphExecutor
-from llama_ssp.workspaces import find_tensors
+from llama_ssp.weights.checkpoint import inspect
+from llama_ssp.workspaces import NOWHERE, InPlace, find_tensors
 from tests.helpers import one_pass_heads
 from tests.helpers.draft_heads import save_small_pair
 from tests.helpers.edits import edit_tensors
-from tests.helpers.lanes import first, slow
-from tests.helpers.models import VOCAB_SIZE, build_checkpoint
+from tests.helpers.joined_experts import join_on_cpu
+from tests.helpers.lanes import first, heavy, slow
+from tests.helpers.models import FAMILIES, VOCAB_SIZE, build_checkpoint
 from tests.helpers.mtp_layers import save_with_mtp
+from tests.helpers.reachable import contents
 from tests.helpers.recorded import FakeRecorder
 from tests.helpers.tokenizers import save_tokenizer
 
@@ -72,6 +80,16 @@ def train(model: PreTrainedModel, *, seed: int) -> None:
         values.add_(0.05 * torch.randn(values.shape, generator=torch.Generator().manual_seed(seed)))
 
 
+WHOLE_GROUPS = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "vocab_size": 224}
+KINDS = [
+    ("gpt_oss", "int8_weight_only"), ("gpt_neox", "none"),
+    *(heavy(family, "int4_weight_only") for family in ("llama", "mixtral", "gpt_oss")),
+    *(slow("gpt_oss", form) for form in ("fp8_weight_only", "nf4", "fp4")),
+    *(slow(family, form) for family in ("qwen2", "glm4_moe") for form in ("fp8_weight_only", "nf4")),
+    *(slow(family, "none") for family in FAMILIES if family != "gpt_neox"),
+]  # fmt: skip
+
+
 def texts(pair: Pair) -> list[tuple[list[int], list[int], int]]:
     found = pair.generate(PROMPTS, max_new_tokens=12, seed=1, num_samples=2)
     return [(done.token_ids, done.accepted_lengths, done.num_reused_tokens) for done in found]
@@ -97,6 +115,36 @@ def test_an_update_gives_the_texts_of_a_fresh_load(tmp_path: Path, kind: str) ->
     assert pair.models.draft is models.draft
     after = texts(pair)
     assert after == texts(load(new_target, new_draft, dtype="fp32", quantization=form)) != before
+
+
+@pytest.mark.parametrize(("family", "form"), KINDS)
+def test_after_an_update_nothing_holds_old_weights_and_code_least_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, form: str
+) -> None:
+    """All tensors that a model leads to, those of closures too, are those of a fresh load."""
+    join_on_cpu(monkeypatch)
+    monkeypatch.setattr(ModuleRunner, "_compare", lambda _: None)  # which leaves a cache
+    sizes = {"moe_intermediate_size": 128} | FAMILIES[family] | WHOLE_GROUPS if form != "none" else {}
+    build_checkpoint(tmp_path / "model", family, **sizes)
+
+    def loaded(folder: Path, into: InPlace = NOWHERE) -> Runner:
+        how = {"dtype": torch.float32, "precision": Precision(quantization=form), "into": into}
+        return load_model(Loading(inspect(folder), **how))
+
+    runner, other = loaded(tmp_path / "model"), trained(tmp_path / "model")
+    before = contents(runner)
+    assert loaded(other, InPlace(runner)) is runner
+    assert contents(runner) == contents(loaded(other)) != before
+
+
+@pytest.mark.parametrize("kind", first(["head", "mtp qwen2", *one_pass_heads.CONFIGS]))
+def test_after_an_update_nothing_of_a_head_holds_old_weights(tmp_path: Path, kind: str) -> None:
+    target, draft = save_pair(tmp_path, kind)
+    pair = load(target, draft, dtype="fp32")
+    new_target, new_draft = trained(target), trained(draft) if isinstance(draft, Path) else None
+    pair.update(new_target, new_draft)
+    fresh = load(new_target, new_draft or draft, dtype="fp32")
+    assert contents([pair.models.target, pair.models.draft]) == contents([fresh.models.target, fresh.models.draft])
 
 
 @pytest.mark.heavy
