@@ -125,9 +125,9 @@ def _chunk(state_BHNP: Tensor, steps: Steps, *, keeps_all: bool) -> tuple[Tensor
 
     if rates is not None:
         overlaps_BHTT = rates[..., None] * of_keys(keys)
-        added = torch.linalg.solve_triangular(
-            overlaps_BHTT, rates[..., None] * (added - of_state(keys)), upper=False, unitriangular=True
-        )
+        # A GPU's rounds may be captured, and what cuBLAS does for a solution may not be.
+        solve = _substituted if keeps_all and keys.is_cuda else _solved
+        added = solve(overlaps_BHTT, rates[..., None] * (added - of_state(keys)))
     outputs = of_state(queries) + of_keys(queries) @ added
     if not keeps_all:
         decayed_keys = keys * between_BHTTD[:, :, -1]
@@ -136,3 +136,17 @@ def _chunk(state_BHNP: Tensor, steps: Steps, *, keeps_all: bool) -> tuple[Tensor
     decayed_keys = keys[:, :, None] * between_BHTTD  # behind each token
     states = decays_BHTD[..., None] * state_BHNP[:, :, None] + decayed_keys.transpose(-1, -2) @ added[:, :, None]
     return outputs, states.transpose(1, 2)
+
+
+def _solved(lower_BHTT: Tensor, values_BHTP: Tensor) -> Tensor:
+    """Solve (1 + L) x = v, where of L the part below the diagonal counts."""
+    return torch.linalg.solve_triangular(lower_BHTT, values_BHTP, upper=False, unitriangular=True)
+
+
+def _substituted(lower_BHTT: Tensor, values_BHTP: Tensor) -> Tensor:
+    """Do the same with products alone, token by token: for the few tokens of a round."""
+    found_BHTP = values_BHTP[:, :, :1]
+    for token in range(1, values_BHTP.shape[2]):
+        known_BH1P = lower_BHTT[:, :, token : token + 1, :token] @ found_BHTP
+        found_BHTP = torch.cat([found_BHTP, values_BHTP[:, :, token : token + 1] - known_BH1P], 2)
+    return found_BHTP

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.disturbed import lines, wait_for
 from tests.helpers.gpu_faults import AT_MOST_S, CELLS, FULL, KILLED, STUCK, Cell, arguments, check_sentence, steps
-from tests.stub_gpu.build import Stub, end, find_stub
+from tests.stub_gpu.build import Stub, end
 from tests.stub_gpu.settings import BROKEN, GROUPS, PLAIN, Group, Setting
 
 pytestmark = pytest.mark.gpu_stub
@@ -22,15 +22,6 @@ CASES = [
     for setting in group.settings
     if setting is not BROKEN
 ]
-
-
-@pytest.fixture(scope="module")
-def stub() -> Stub:
-    """The stub device, built from source; skips where there is no CUDA build of torch or no compiler."""
-    found = find_stub()
-    if isinstance(found, str):
-        pytest.skip(found)
-    return found
 
 
 @pytest.fixture(scope="module")

@@ -80,6 +80,19 @@ cublasStatus_t cublasGetPointerMode_v2(cublasHandle_t handle, cublasPointerMode_
 cublasStatus_t cublasSetWorkspace_v2(cublasHandle_t, void*, size_t) { return CUBLAS_STATUS_SUCCESS; }
 cublasStatus_t cublasSetSmCountTarget(cublasHandle_t, int) { return CUBLAS_STATUS_SUCCESS; }
 
+// Solutions of triangular systems: they use workspaces of their own, and may not be captured.
+cublasStatus_t cublasStrsm_v2(cublasHandle_t handle, cublasSideMode_t, cublasFillMode_t, cublasOperation_t,
+                              cublasDiagType_t, int m, int n, const float*, const float*, int, float*, int) {
+  return refuse_in_capture("cublasStrsm") ? CUBLAS_STATUS_NOT_SUPPORTED : product(handle, "Strsm", m, n, m);
+}
+
+cublasStatus_t cublasStrsmBatched(cublasHandle_t handle, cublasSideMode_t, cublasFillMode_t, cublasOperation_t,
+                                  cublasDiagType_t, int m, int n, const float*, const float* const[], int,
+                                  float* const[], int, int batch) {
+  if (refuse_in_capture("cublasStrsmBatched")) return CUBLAS_STATUS_NOT_SUPPORTED;
+  return product(handle, "StrsmBatched", m, n, m, batch);
+}
+
 cublasStatus_t cublasGemmEx(cublasHandle_t handle, cublasOperation_t, cublasOperation_t, int m, int n, int k,
                             const void*, const void*, cudaDataType, int, const void*, cudaDataType, int, const void*,
                             void*, cudaDataType, int, cublasComputeType_t, cublasGemmAlgo_t) {

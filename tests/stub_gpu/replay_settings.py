@@ -1,0 +1,218 @@
+"""The pairs of models and the ways of decoding whose replays are compared with Python, on the stub device."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from llama_ssp.settings.schema import RowSteps, SamplingConfig, SpeculationConfig, VerificationConfig
+from tests.helpers import one_pass_heads
+from tests.helpers.models import FAMILIES, VOCAB_SIZE, build_checkpoint
+from tests.helpers.mtp_layers import save_with_mtp
+from tests.helpers.tokenizers import save_tokenizer
+from tests.stub_gpu.settings import TREE_OF_60
+
+GREEDY = SamplingConfig(temperature=0.0)
+ROWS = (
+    SamplingConfig(), SamplingConfig(temperature=0.7, top_p=0.8), GREEDY,
+    SamplingConfig(temperature=0.9, frequency_penalty=0.2), SamplingConfig(top_k=5, logit_bias={5: 1.0}),
+)  # fmt: skip
+"""Settings of rows beside each other: with and without truncation and penalties, as a server gets them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How a pair decodes.
+
+    Attributes:
+        config: other values of the `RunConfig`, by name.
+        draft: other values of its draft's config.
+        by_row: rows have `ROWS` in turn.
+        long: some prompts have more tokens than one chunk.
+        updates: the pair gets its weights once more between runs, after which nothing is captured again.
+        calls: arguments of `Pair.generate`, which then decodes in place of a decoder.
+    """
+
+    name: str
+    config: dict[str, Any] = field(default_factory=dict)
+    draft: dict[str, Any] = field(default_factory=dict)
+    batch_size: int = 2
+    by_row: bool = False
+    long: bool = False
+    updates: bool = False
+    calls: dict[str, Any] | None = None
+
+
+def _speculation(**values: Any) -> dict[str, Any]:  # noqa: ANN401 - of the config
+    return {"speculation": SpeculationConfig(**values)}
+
+
+_BY_ROW = {"sampling": SamplingConfig(temperature=1.0, by_row=RowSteps())}
+SAMPLED, ONE_GREEDY = Way(name="sampled"), Way(name="greedy", config={"sampling": GREEDY}, batch_size=3)
+LONG = Way(name="long prompts", batch_size=4, long=True)
+TREE, DYNAMIC = (
+    Way(name="tree", config=_speculation(tree="2x2x1")),
+    Way(name="dynamic tree", config=_speculation(tree="dynamic-20x4x4")),
+)
+AUTO = Way(name="K = auto", config=_speculation(num_draft_tokens="auto"))
+BY_ROW = Way(name="settings by row", config=_BY_ROW, batch_size=4, by_row=True)
+MANY = Way(name="more tokens than a pass of the kernel", batch_size=32)
+UPDATED = Way(name="updated", updates=True)
+_OF_PAIR = (
+    SAMPLED, LONG, ONE_GREEDY, TREE, AUTO, BY_ROW, UPDATED,
+    Way(name="tree of 60", config=_speculation(tree=TREE_OF_60)),
+    Way(name="settings by row, K = auto", config=_BY_ROW | _speculation(num_draft_tokens="auto"), by_row=True),
+    *(Way(name=rule, config={"verification": VerificationConfig(rule=rule)}) for rule in ("block", "coupled")),
+    Way(name="forced lengths", config=_speculation(forced_lengths=[3, 0, 2])),
+    Way(
+        name="bias and bans",
+        config={
+            "sampling": SamplingConfig(logit_bias={5: 1.0}, bad_ids=[(5, 6), (7,)], min_new_tokens=3, eos_ids=(1,))
+        },
+    ),
+    Way(name="top-k and top-p", config={"sampling": SamplingConfig(top_k=20, top_p=0.9, min_p=0.05)}),
+    Way(name="greedy drafts", draft={"greedy": True}),
+    Way(name="greedy drafts, trees", draft={"greedy": True}, config=_speculation(tree="2x2x1")),
+    Way(name="copied drafts too", draft={"fallback": "ngram"}, config=_speculation(num_draft_tokens="auto")),
+    Way(name="log-probabilities", calls={"logprobs": 2, "prompt_logprobs": 1}),
+)  # fmt: skip
+_COPIES = (LONG, ONE_GREEDY, BY_ROW, Way(name="tree", config=_speculation(tree="3x2x1")))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A pair of models, and the ways in which it decodes.
+
+    Attributes:
+        arguments: makes those of `llama_ssp.load`, in a folder, and the file of a `corpus`.
+        num_ranks: processes, each with a device.
+        asks_host: long prompts of experts are read one expert after the other, which waits for the device.
+    """
+
+    name: str
+    arguments: Callable[[Path], dict[str, Any]]
+    ways: tuple[Way, ...]
+    num_ranks: int = 1
+    asks_host: bool = False
+
+
+def _shipped(**arguments: Any) -> Callable[[Path], dict[str, Any]]:  # noqa: ANN401 - of `load`
+    return lambda _folder: {"model": "tiny", "draft": "tiny-draft", "dtype": "fp16", **arguments}
+
+
+def _family(family: str, *, draft: str | None = None, **arguments: Any) -> Callable[[Path], dict[str, Any]]:  # noqa: ANN401
+    """A target of a family, and a draft of the same one or of this kind."""
+
+    def make(folder: Path) -> dict[str, Any]:
+        sizes = {"hidden_size": 128, "head_dim": 16} if "experts" in arguments else {}
+        for part in ("target",) if draft else ("target", "draft"):
+            build_checkpoint(folder / part, family, max_position_embeddings=1024, **sizes)
+            save_tokenizer(folder / part, VOCAB_SIZE)
+        others = {name: value for name, value in arguments.items() if name != "experts"}
+        return {"model": folder / "target", "draft": draft or folder / "draft", "dtype": "bf16", **others}
+
+    return make
+
+
+def _one_pass(layout: str, dtype: str) -> Callable[[Path], dict[str, Any]]:
+    def make(folder: Path) -> dict[str, Any]:
+        one_pass_heads.save_pair(folder, layout)
+        save_tokenizer(folder / "target", one_pass_heads.VOCABULARY)
+        return {"model": folder / "target", "draft": folder / "head", "dtype": dtype}
+
+    return make
+
+
+def _mtp(family: str) -> Callable[[Path], dict[str, Any]]:
+    def make(folder: Path) -> dict[str, Any]:
+        save_with_mtp(folder, family, max_position_embeddings=1024)
+        save_tokenizer(folder, VOCAB_SIZE)
+        return {"model": folder, "draft": "mtp", "dtype": "bf16"}
+
+    return make
+
+
+def _corpus(folder: Path) -> dict[str, Any]:
+    (folder / "corpus.txt").write_text("import os\nimport sys\ndef f(x): return x\n" * 200)
+    return {"model": "tiny", "draft": "ngram", "dtype": "fp16", "corpus": folder / "corpus.txt"}
+
+
+def _short_draft(family: str) -> Callable[[Path], dict[str, Any]]:
+    def make(folder: Path) -> dict[str, Any]:
+        found = _family(family)(folder)
+        build_checkpoint(folder / "short", family, max_position_embeddings=40)
+        save_tokenizer(folder / "short", VOCAB_SIZE)
+        return found | {"draft": folder / "short"}
+
+    return make
+
+
+HYBRIDS = (
+    "qwen3_next, dense", "qwen3_5_text", "kimi_linear, dense", "olmo_hybrid", "lfm2", "bamba",
+    "granitemoehybrid, dense", "falcon_h1", "nemotron_h",
+)  # fmt: skip
+EXPERTS = (
+    "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "granitemoe", "glm4_moe", "lfm2_moe",
+    "gemma4_text, keys",
+)  # fmt: skip
+FORMS = ("int8_weight_only", "int4_weight_only", "fp8_weight_only")
+
+
+def _of_experts(family: str, form: str) -> Kind:
+    is_wide = family in {"mixtral", "gpt_oss"}
+    return Kind(
+        name=f"experts, {family}, {form}", asks_host=form != "none", ways=(SAMPLED, MANY) if is_wide else (SAMPLED,),
+        arguments=_family(family, draft="ngram", quantization=form, **{"experts": True} if is_wide else {}),
+    )  # fmt: skip
+
+
+_LAYOUTS = [(layout, "fp16") for layout in one_pass_heads.CONFIGS] + [("peagle", "fp32"), ("dflash", "fp32")]
+_OF_HEAD = (LONG, TREE, DYNAMIC, BY_ROW)
+_INT8 = ("int8_weight_only", "none")
+KINDS = (
+    Kind(name="pair", arguments=_shipped(), ways=_OF_PAIR),
+    *(
+        Kind(name=f"head, {dtype}", arguments=_shipped(draft="tiny-eagle", dtype=dtype), ways=_OF_HEAD)
+        for dtype in ("fp16", "fp32")
+    ),
+    Kind(name="copies", arguments=_shipped(draft="ngram"), ways=_COPIES),
+    Kind(name="copies of a corpus", arguments=_corpus, ways=(SAMPLED, BY_ROW)),
+    *(
+        Kind(name=f"one pass, {layout}, {dtype}", arguments=_one_pass(layout, dtype), ways=(ONE_GREEDY, TREE, BY_ROW))
+        for layout, dtype in _LAYOUTS
+    ),
+    *(
+        Kind(name=f"MTP, {family}", arguments=_mtp(family), ways=(SAMPLED, ONE_GREEDY, BY_ROW, LONG))
+        for family in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+    ),
+    Kind(name="MTP, glm4_moe", arguments=_mtp("glm4_moe"), ways=(SAMPLED, ONE_GREEDY, BY_ROW, TREE)),
+    *(Kind(name=f"hybrid, {family}", arguments=_family(family), ways=(LONG, BY_ROW, AUTO)) for family in HYBRIDS),
+    Kind(name="hybrid, copies", arguments=_family(HYBRIDS[0], draft="ngram"), ways=(SAMPLED,)),
+    Kind(name="hybrid, int8", arguments=_family(HYBRIDS[0], quantization=_INT8), ways=(SAMPLED,)),
+    *(_of_experts(family, form) for family in EXPERTS for form in ("none", "int8_weight_only")),
+    *(_of_experts(family, form) for family in ("mixtral", "gpt_oss") for form in FORMS[1:2]),
+    *(
+        Kind(name=f"cache in {form}", arguments=_shipped(cache_dtype=(form, "auto")), ways=(LONG, TREE))
+        for form in ("int8", "fp8")
+    ),
+    *(
+        Kind(name=form, arguments=_shipped(quantization=(form, "none")), ways=(SAMPLED, MANY, UPDATED))
+        for form in (*FORMS, "nf4", "fp4")
+    ),
+    Kind(name="short draft", arguments=_short_draft("llama"), ways=(SAMPLED,)),
+    Kind(name="short draft of a hybrid", arguments=_short_draft(HYBRIDS[0]), ways=(SAMPLED,)),
+    *(
+        Kind(name=f"family, {family}", arguments=_family(family, draft="ngram"), ways=(SAMPLED,))
+        for family in FAMILIES if family not in {*HYBRIDS, *EXPERTS}
+    ),
+    Kind(
+        name="overlapped", arguments=_shipped(placement="own_gpu"), num_ranks=2,
+        ways=tuple(
+            replace(way, config={**way.config, **_speculation(overlap=True)}) for way in (SAMPLED, ONE_GREEDY, BY_ROW)
+        ),
+    ),
+    Kind(
+        name="draws over shards", arguments=_shipped(placement="sharded"), num_ranks=2,
+        ways=(SAMPLED, ONE_GREEDY, Way(name="coupled", config={"verification": VerificationConfig(rule="coupled")})),
+    ),
+)  # fmt: skip

@@ -1,0 +1,175 @@
+"""On the stub device: decodes with a pair in all of its ways, and says what was wrong with its graphs.
+
+`python -m tests.stub_gpu.replays OUT KIND [WAY...]` writes the sentences about each way to OUT, as JSON, and rank 0 of
+several ranks does.
+"""
+
+import json
+import logging
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.decoding import load_pair
+from llama_ssp import Pair, load
+from llama_ssp.architectures import engine
+from llama_ssp.kernels import draw_gpu
+from llama_ssp.models.huggingface.experts import OwnExperts
+from llama_ssp.run import decoders
+from llama_ssp.run.tuning import make_ready
+from llama_ssp.settings.drafters import NGRAM_DRAFT, NgramConfig
+from llama_ssp.speculate.engine.loop import Decoder
+from llama_ssp.speculate.engine.round import Executor, Round
+from llama_ssp.speculate.engine.state import Request
+from llama_ssp.speculate.sampling import processors
+from tests.stub_gpu import device
+from tests.stub_gpu.reads import ComparedGraphs
+from tests.stub_gpu.replay_settings import KINDS, ROWS, Kind, Way
+
+PROMPTS = ["import os", "def f(x): return", "class A"]
+_LEAST_COMPARED = 8
+
+
+def requests_for(way: Way, num: int, num_new: int, *, num_prompt: int = 20) -> list[Request]:
+    return [
+        Request(
+            index=row, prompt_ids=tuple((5 + place * (row + 1)) % 150 + 3 for place in range(num_prompt + row)),
+            max_new_tokens=num_new, sampling=ROWS[row % len(ROWS)] if way.by_row else None, seed=row,
+        )
+        for row in range(num)
+    ]  # fmt: skip
+
+
+def runs_of(way: Way) -> Iterator[list[Request]]:
+    """As many texts as rows, fewer, more and longer ones, which take rows over, and other prompts."""
+    num = way.batch_size
+    yield requests_for(way, num, 16)
+    yield requests_for(way, max(num - 1, 1), 16)
+    yield requests_for(way, num + 2, 40)
+    yield requests_for(way, num, 12, num_prompt=50)
+    if way.long:
+        yield requests_for(way, num + 1, 20, num_prompt=600)
+
+
+@contextmanager
+def _heard(problems: set[str]) -> Iterator[None]:
+    """Add each warning to the problems."""
+    handler, logger = logging.Handler(logging.WARNING), logging.getLogger("llama_ssp")
+    handler.emit = lambda record: problems.add(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            yield
+    finally:
+        logger.removeHandler(handler)
+        problems |= {str(warning.message) for warning in found}
+
+
+def decode(pair: Pair, way: Way, *, asks_host: bool) -> list[str]:
+    """Decode in one way; returns sentences about what was wrong."""
+    problems, made = set[str](), list[ComparedGraphs]()
+
+    def compared(round_: Round, *, cuda_graphs: bool) -> Executor:
+        assert cuda_graphs
+        made.append(ComparedGraphs(round_, problems))
+        return made[-1]
+
+    decoders.make_executor = compared
+    device.reset()
+    with _heard(problems), torch.inference_mode():
+        (_call if way.calls is not None else _run)(pair, way, problems)
+    num_captured = 0
+    for record in device.log():
+        num_captured += record.kind == "captured"
+        if record.kind == "fault":
+            problems.add(f"fault: {record.text}")
+    recorders = [executor.recorder for executor in made]
+    if sum(recorder.num_compared for recorder in recorders) < _LEAST_COMPARED:
+        problems.add(f"replays: {[(recorder.num_replayed, recorder.num_compared) for recorder in recorders]}")
+    if not asks_host and (num := sum(record == ("wait", "stream") for record in device.log())):
+        problems.add(f"{num} waits for a stream")
+    return sorted(problems)
+
+
+def _run(pair: Pair, way: Way, problems: set[str]) -> None:
+    config = replace(
+        pair.config, batch_size=way.batch_size, draft=replace(pair.config.draft, **way.draft), **way.config
+    )
+    decoder = decoders.build_decoder(pair.models, config, speculative=pair.models.drafts)
+    runs = [*runs_of(way)]
+    longest = max((each for run in runs for each in run), key=lambda each: len(each.prompt_ids) + each.max_new_tokens)
+    make_ready(decoder, [longest], config, comm=pair.models.mesh.world)
+    _finish(decoder, runs, problems)
+    if way.updates:
+        device.reset()
+        models = pair.models
+        pair.update("tiny", "tiny-draft")
+        if (pair.models.target, pair.models.draft) != (models.target, models.draft):
+            problems.add("an update makes other models")
+        _finish(decoder, runs[:2], problems)
+        if any(record.kind == "captured" for record in device.log()):
+            problems.add("an update drops graphs")
+
+
+def _finish(decoder: Decoder, runs: Sequence[list[Request]], problems: set[str]) -> None:
+    for requests in runs:
+        found = {update.completion.request.index for updates in decoder.run(requests) for update in updates}
+        if len(found) < len(requests):
+            problems.add(f"{len(found)} of {len(requests)} texts are there")
+
+
+def _call(pair: Pair, way: Way, problems: set[str]) -> None:
+    for num in (1, 3, 3):
+        found = pair.generate(PROMPTS[:num], max_new_tokens=24, num_draft_tokens=3, **way.calls or {})
+        if len(found) < num:
+            problems.add(f"{len(found)} of {num} texts are there")
+
+
+def load_kind(kind: Kind, folder: Path) -> Pair:
+    arguments = kind.arguments(folder)
+    corpus = arguments.pop("corpus", None)
+    pair: Pair = load(**arguments, device="cuda")
+    if corpus:
+        pair = load_pair(replace(pair.config, draft=NgramConfig(kind=NGRAM_DRAFT, corpus=str(corpus))))
+    return pair
+
+
+def take_what_is_right_on_gpus() -> None:
+    """Take the kernels whose values are checked, and counts that follow from values: the stub computes none."""
+    processors._tried_kernels = lambda: draw_gpu  # type: ignore[assignment]
+    engine.LEAST_SHARED_BYTES = 0
+    many = OwnExperts._one_by_one
+
+    def one_by_one(experts: OwnExperts, x_ME: Tensor, chosen_MK: Tensor) -> Tensor:
+        counts = chosen_MK.flatten().bincount(minlength=experts.num_experts + 1).tolist()
+        if sum(counts) == chosen_MK.numel():
+            return many(experts, x_ME, chosen_MK)
+        return x_ME.new_zeros(chosen_MK.numel(), x_ME.shape[1])
+
+    OwnExperts._one_by_one = one_by_one  # type: ignore[method-assign]
+
+
+def main() -> None:
+    out, (kind,) = Path(sys.argv[1]), [kind for kind in KINDS if kind.name == sys.argv[2]]
+    take_what_is_right_on_gpus()
+    left: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        pair = load_kind(kind, Path(folder))
+        for way in kind.ways:
+            if way.name in (sys.argv[3:] or [way.name]):
+                left[way.name] = decode(pair, way, asks_host=kind.asks_host)
+            if pair.rank == 0:
+                out.write_text(json.dumps(left))
+
+
+if __name__ == "__main__":
+    main()
