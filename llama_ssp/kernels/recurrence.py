@@ -140,7 +140,8 @@ def _chunk(state_BHNP: Tensor, steps: Steps, *, keeps_all: bool) -> tuple[Tensor
 
 def _solved(lower_BHTT: Tensor, values_BHTP: Tensor) -> Tensor:
     """Solve (1 + L) x = v, where of L the part below the diagonal counts."""
-    return torch.linalg.solve_triangular(lower_BHTT, values_BHTP, upper=False, unitriangular=True)
+    solved_BHTP: Tensor = torch.linalg.solve_triangular(lower_BHTT, values_BHTP, upper=False, unitriangular=True)
+    return solved_BHTP
 
 
 def _substituted(lower_BHTT: Tensor, values_BHTP: Tensor) -> Tensor:

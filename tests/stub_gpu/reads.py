@@ -98,10 +98,16 @@ class _ComparingRecorder(Recorder):
     """Captures, and compares before replays; `name` and `piece` are those of the stage that runs now."""
 
     def __init__(self, problems: set[str], **options: Any) -> None:  # noqa: ANN401 - of `Recorder`
+        self.num_forgotten = 0
         super().__init__(**options)
         self.name, self.piece = "", lambda: None
         self.num_compared, self.num_replayed = 0, 0
         self._problems = problems
+
+    def forget(self) -> None:
+        """See `Recorder`."""
+        self.num_forgotten += 1
+        super().forget()
 
     def record(self, piece: Callable[[], _T]) -> tuple[_T, Callable[[], None]]:
         """See `Recorder`."""

@@ -29,7 +29,7 @@ class Way:
         draft: other values of its draft's config.
         by_row: rows have `ROWS` in turn.
         long: some prompts have more tokens than one chunk.
-        updates: the pair gets its weights once more between runs, after which nothing is captured again.
+        updates: the pair gets its weights once more between runs, which drops no graph.
         calls: arguments of `Pair.generate`, which then decodes in place of a decoder.
     """
 
@@ -86,7 +86,8 @@ class Kind:
     Attributes:
         arguments: makes those of `llama_ssp.load`, in a folder, and the file of a `corpus`.
         num_ranks: processes, each with a device.
-        asks_host: long prompts of experts are read one expert after the other, which waits for the device.
+        asks_host: long prompts of experts are read one expert after the other, which waits for the device. So does what
+            `Pair.generate` is asked for beside the text.
     """
 
     name: str
@@ -170,7 +171,8 @@ _LAYOUTS = [(layout, "fp16") for layout in one_pass_heads.CONFIGS] + [("peagle",
 _OF_HEAD = (LONG, TREE, DYNAMIC, BY_ROW)
 _INT8 = ("int8_weight_only", "none")
 KINDS = (
-    Kind(name="pair", arguments=_shipped(), ways=_OF_PAIR),
+    Kind(name="pair", arguments=_shipped(), ways=_OF_PAIR[:7]),
+    Kind(name="pair, further ways", arguments=_shipped(), ways=_OF_PAIR[7:]),
     *(
         Kind(name=f"head, {dtype}", arguments=_shipped(draft="tiny-eagle", dtype=dtype), ways=_OF_HEAD)
         for dtype in ("fp16", "fp32")

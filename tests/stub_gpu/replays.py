@@ -87,17 +87,17 @@ def decode(pair: Pair, way: Way, *, asks_host: bool) -> list[str]:
     device.reset()
     with _heard(problems), torch.inference_mode():
         (_call if way.calls is not None else _run)(pair, way, problems)
-    num_captured = 0
-    for record in device.log():
-        num_captured += record.kind == "captured"
-        if record.kind == "fault":
-            problems.add(f"fault: {record.text}")
+    problems |= _faults()
     recorders = [executor.recorder for executor in made]
     if sum(recorder.num_compared for recorder in recorders) < _LEAST_COMPARED:
         problems.add(f"replays: {[(recorder.num_replayed, recorder.num_compared) for recorder in recorders]}")
-    if not asks_host and (num := sum(record == ("wait", "stream") for record in device.log())):
+    if not asks_host and way.calls is None and (num := sum(record == ("wait", "stream") for record in device.log())):
         problems.add(f"{num} waits for a stream")
     return sorted(problems)
+
+
+def _faults() -> set[str]:
+    return {f"fault: {record.text}" for record in device.log() if record.kind == "fault"}
 
 
 def _run(pair: Pair, way: Way, problems: set[str]) -> None:
@@ -108,16 +108,21 @@ def _run(pair: Pair, way: Way, problems: set[str]) -> None:
     runs = [*runs_of(way)]
     longest = max((each for run in runs for each in run), key=lambda each: len(each.prompt_ids) + each.max_new_tokens)
     make_ready(decoder, [longest], config, comm=pair.models.mesh.world)
+    problems |= _faults()
+    device.reset()  # what precedes the runs may wait
     _finish(decoder, runs, problems)
     if way.updates:
-        device.reset()
-        models = pair.models
+        problems |= _faults()
+        executor, models = decoder.executor, pair.models
+        assert isinstance(executor, ComparedGraphs)
+        num_forgotten = executor.recorder.num_forgotten
         pair.update("tiny", "tiny-draft")
+        device.reset()
+        _finish(decoder, runs[:2], problems)
+        if executor.recorder.num_forgotten > num_forgotten:
+            problems.add("an update drops graphs")
         if (pair.models.target, pair.models.draft) != (models.target, models.draft):
             problems.add("an update makes other models")
-        _finish(decoder, runs[:2], problems)
-        if any(record.kind == "captured" for record in device.log()):
-            problems.add("an update drops graphs")
 
 
 def _finish(decoder: Decoder, runs: Sequence[list[Request]], problems: set[str]) -> None:
