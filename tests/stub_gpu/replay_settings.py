@@ -67,7 +67,7 @@ _OF_PAIR = (
     Way(
         name="bias and bans",
         config={
-            "sampling": SamplingConfig(logit_bias={5: 1.0}, bad_ids=[(5, 6), (7,)], min_new_tokens=3, eos_ids=(1,))
+            "sampling": SamplingConfig(logit_bias={5: 1.0}, bad_ids=((5, 6), (7,)), min_new_tokens=3, eos_ids=(1,))
         },
     ),
     Way(name="top-k and top-p", config={"sampling": SamplingConfig(top_k=20, top_p=0.9, min_p=0.05)}),
@@ -105,7 +105,7 @@ def _family(family: str, *, draft: str | None = None, **arguments: Any) -> Calla
     """A target of a family, and a draft of the same one or of this kind."""
 
     def make(folder: Path) -> dict[str, Any]:
-        sizes = {"hidden_size": 128, "head_dim": 16} if "experts" in arguments else {}
+        sizes: dict[str, Any] = {"hidden_size": 128, "head_dim": 16} if "experts" in arguments else {}
         for part in ("target",) if draft else ("target", "draft"):
             build_checkpoint(folder / part, family, max_position_embeddings=1024, **sizes)
             save_tokenizer(folder / part, VOCAB_SIZE)

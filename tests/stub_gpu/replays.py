@@ -83,7 +83,7 @@ def decode(pair: Pair, way: Way, *, asks_host: bool) -> list[str]:
         made.append(ComparedGraphs(round_, problems))
         return made[-1]
 
-    decoders.make_executor = compared
+    vars(decoders)["make_executor"] = compared
     device.reset()
     with _heard(problems), torch.inference_mode():
         (_call if way.calls is not None else _run)(pair, way, problems)
@@ -160,7 +160,7 @@ def take_what_is_right_on_gpus() -> None:
             return many(experts, x_ME, chosen_MK)
         return x_ME.new_zeros(chosen_MK.numel(), x_ME.shape[1])
 
-    OwnExperts._one_by_one = one_by_one  # type: ignore[method-assign]
+    OwnExperts._one_by_one = one_by_one  # type: ignore[assignment, method-assign]
 
 
 def main() -> None:

@@ -128,8 +128,8 @@ def test_after_an_update_nothing_holds_old_weights_and_code_least_of_all(
     build_checkpoint(tmp_path / "model", family, **sizes)
 
     def loaded(folder: Path, into: InPlace = NOWHERE) -> Runner:
-        how = {"dtype": torch.float32, "precision": Precision(quantization=form), "into": into}
-        return load_model(Loading(inspect(folder), **how))
+        precision = Precision(quantization=form)
+        return load_model(Loading(inspect(folder), dtype=torch.float32, precision=precision, into=into))
 
     runner, other = loaded(tmp_path / "model"), trained(tmp_path / "model")
     before = contents(runner)
