@@ -125,9 +125,11 @@ def _chunk(state_BHNP: Tensor, steps: Steps, *, keeps_all: bool) -> tuple[Tensor
 
     if rates is not None:
         overlaps_BHTT = rates[..., None] * of_keys(keys)
-        # A GPU's rounds may be captured, and what cuBLAS does for a solution may not be.
-        solve = _substituted if keeps_all and keys.is_cuda else _solved
-        added = solve(overlaps_BHTT, rates[..., None] * (added - of_state(keys)))
+        wanted = rates[..., None] * (added - of_state(keys))
+        if keeps_all and keys.is_cuda:  # a round, which may be captured: what cuBLAS does for a solution may not be
+            added = _substituted(overlaps_BHTT, wanted)
+        else:
+            added = torch.linalg.solve_triangular(overlaps_BHTT, wanted, upper=False, unitriangular=True)
     outputs = of_state(queries) + of_keys(queries) @ added
     if not keeps_all:
         decayed_keys = keys * between_BHTTD[:, :, -1]
@@ -138,14 +140,8 @@ def _chunk(state_BHNP: Tensor, steps: Steps, *, keeps_all: bool) -> tuple[Tensor
     return outputs, states.transpose(1, 2)
 
 
-def _solved(lower_BHTT: Tensor, values_BHTP: Tensor) -> Tensor:
-    """Solve (1 + L) x = v, where of L the part below the diagonal counts."""
-    solved_BHTP: Tensor = torch.linalg.solve_triangular(lower_BHTT, values_BHTP, upper=False, unitriangular=True)
-    return solved_BHTP
-
-
 def _substituted(lower_BHTT: Tensor, values_BHTP: Tensor) -> Tensor:
-    """Do the same with products alone, token by token: for the few tokens of a round."""
+    """Solve (1 + L) x = v, where of L the part below the diagonal counts, by products alone, token by token."""
     found_BHTP = values_BHTP[:, :, :1]
     for token in range(1, values_BHTP.shape[2]):
         known_BH1P = lower_BHTT[:, :, token : token + 1, :token] @ found_BHTP
