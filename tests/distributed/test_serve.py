@@ -91,8 +91,9 @@ def test_a_lost_rank_ends_the_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_interrupt_ends_what_runs_on_one_rank(tmp_path: Path) -> None:
-    with serving(1, tmp_path, "timeouts.drain_s=600") as (process, address), ThreadPoolExecutor(1) as pool:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_second_interrupt_ends_what_runs(num_ranks: int, tmp_path: Path) -> None:
+    with serving(num_ranks, tmp_path, "timeouts.drain_s=600") as (process, address), ThreadPoolExecutor(1) as pool:
         long = pool.submit(ask, address, {"prompt": PROMPTS[0], "max_tokens": 1900, "n": 100, "ignore_eos": True})
         wait_for(lambda: "llama_ssp_running 8.0" in page(address))
         process.send_signal(signal.SIGINT)
@@ -100,8 +101,9 @@ def test_a_second_interrupt_ends_what_runs_on_one_rank(tmp_path: Path) -> None:
         assert not long.done()
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 4
-        with pytest.raises(HTTPError, match="503"):
+        with pytest.raises(HTTPError, match="503") as caught:
             long.result()
+        caught.value.close()
 
 
 def page(address: str) -> str:

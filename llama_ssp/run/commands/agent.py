@@ -4,7 +4,7 @@ torchrun itself listens on all interfaces, reports every failure as 1 with a tra
 what differs here (tests/distributed/test_own_ranks.py, test_everyday.py):
 
     rendezvous   a store on the loopback, without the pickled state of torchrun's
-    signals      the first one goes to every rank, later ones do nothing; ranks answer it once they can
+    signals      the first one goes to every rank, of later ones each Ctrl-C; ranks answer it once they can
     exit code    that of the run; a rank whose loss no rank has reported is named
 """
 
@@ -12,6 +12,8 @@ import logging
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from threading import Event, Thread
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -46,7 +48,16 @@ class _Loopback(StaticTCPRendezvous):
 def _stop(number: int, _frame: object) -> None:
     """Let torch pass the signal on to the ranks, which lead sessions of their own."""
     ignore_signals()
+    signal.signal(signal.SIGINT, _pass_on)
     raise SignalException(f"process {os.getpid()} got signal {number}", sigval=signal.Signals(number))
+
+
+def _pass_on(number: int, _frame: object) -> None:
+    """Send the ranks, which are the children of this process, another signal."""
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # one has ended meanwhile
+            if int(file.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                os.kill(int(file.parent.name), number)
 
 
 def run_ranks(command: Sequence[str], *, num_ranks: int) -> int:
