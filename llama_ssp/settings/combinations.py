@@ -5,6 +5,7 @@ when the settings are known, and again when the files have said what the models 
 """
 
 from collections.abc import Callable, Iterator
+from functools import cache
 
 from llama_ssp.catalogue import ModelConfig, ModelShape
 from llama_ssp.settings.drafters import DRAFTERS, NGRAM_DRAFT, drafter_of, drafts, has_own_tokenizer
@@ -122,9 +123,8 @@ def clashes(config: RunConfig) -> Iterator[str]:
     """Yield a sentence for each pair of the table that a run has; nothing for an unknown kind of draft, or rule."""
     if DRAFTERS.problem_of(config.draft.kind) or RULES.problem_of(config.verification.rule):
         return
-    found = [
-        sentence for (one, other), sentence in CLASHES.items() if ABILITIES[one](config) and ABILITIES[other](config)
-    ]
+    has = cache(lambda ability: bool(ABILITIES[ability](config)))
+    found = [sentence for (one, other), sentence in CLASHES.items() if has(one) and has(other)]
     words = _words(config) if found else {}
     yield from (sentence.format_map(words) for sentence in found)
 

@@ -1,6 +1,6 @@
 """Which cases of a table run always, and which wait for the heavy lane."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import combinations, product
 from typing import Any
@@ -24,6 +24,12 @@ def slow(*values: object) -> object:
 def first(values: Iterable[object], *, num: int = 1) -> list[object]:
     """The first values of one argument run always, and the others with --heavy."""
     return [value if place < num else heavy(value) for place, value in enumerate(values)]
+
+
+def sample(values: Iterable[str], *, always: Collection[str], every: int = 4) -> list[object]:
+    """Some values run always; of the others one in so many with --heavy, and the rest with --slow."""
+    others = [value for value in values if value not in always]
+    return [*sorted(always), *(slow(value) if place % every else heavy(value) for place, value in enumerate(others))]
 
 
 def grid(**axes: Sequence[object]) -> pytest.MarkDecorator:

@@ -38,7 +38,7 @@ from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.fake_comm import on_ranks, thread_comms
-from tests.helpers.lanes import heavy, slow
+from tests.helpers.lanes import heavy, sample, slow
 from tests.helpers.library_kinds import tiny_sizes
 from tests.helpers.models import (
     FAMILIES,
@@ -182,9 +182,7 @@ OTHERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [
-    kind if kind in {"bart", "bert", "gpt_neox_japanese", "longcat_flash"} else heavy(kind) for kind in OTHERS
-])  # fmt: skip
+@pytest.mark.parametrize("kind", sample(OTHERS, always={"bart", "bert", "gpt_neox_japanese", "longcat_flash"}))
 def test_every_kind_of_the_library_gives_its_greedy_text_or_is_refused_by_plan_and_run_alike(
     tmp_path: Path, kind: str
 ) -> None:
@@ -261,11 +259,11 @@ def test_narrow_formats_come_as_close_as_their_rounding_allows(tmp_path: Path, k
     assert (found - wanted).abs().max() < TOLERANCES[dtype] * wanted.std()
 
 
+RUNS = [kind for kind in {**FAMILIES, **MORE} if kind not in REFUSED]
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("kind", [
-    kind if kind in {"xglm", "falcon_h1", "gemma4_text", "nemotron_h, experts"} else heavy(kind)
-    for kind in {**FAMILIES, **MORE} if kind not in REFUSED
-])  # fmt: skip
+@pytest.mark.parametrize("kind", sample(RUNS, always={"xglm", "falcon_h1", "gemma4_text", "nemotron_h, experts"}))
 def test_every_family_runs_in_16_bits_with_the_dtypes_of_the_librarys_buffers(
     tmp_path: Path, kind: str, dtype: torch.dtype
 ) -> None:

@@ -24,7 +24,7 @@ from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.drafters.ngram import NgramDrafter
 from llama_ssp.speculate.drafters.one_pass import OnePassDrafter
-from llama_ssp.speculate.drafters.shared import BroadcastDrafter, TapsSender
+from llama_ssp.speculate.drafters.shared import BroadcastDrafter, ProbsReceiver, TapsSender
 from llama_ssp.speculate.engine.executors import TracedExecutor
 from llama_ssp.speculate.engine.likelihoods import ScoredText
 from llama_ssp.speculate.engine.loop import Decoder
@@ -36,7 +36,7 @@ from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.head import mtp_of
 from tests.helpers import one_pass_heads
 from tests.helpers.decoders import ScriptedLength, make_decoder, outcome, parts_of, tree_of
-from tests.helpers.draft_heads import SMALL_WIDTH, save_small_pair
+from tests.helpers.draft_heads import SMALL_WIDTH, inspect_pair, save_small_pair
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.kinds import KINDS, near_pair
 from tests.helpers.lanes import heavy
@@ -261,9 +261,9 @@ def test_draws_over_shards(ngram: bool) -> None:
 
 @pytest.mark.heavy
 def test_a_head_on_a_rank_of_its_own(tmp_path: Path) -> None:
-    files, origin = save_small_pair(tmp_path)
+    expected = outcomes(with_head(tmp_path, "eagle")(batch_size=2, temperature=0.9, replay=False))
+    files, origin = inspect_pair(tmp_path)
     target = loaded(files)
-    expected = outcomes(with_head(tmp_path / "alone", "eagle")(batch_size=2, temperature=0.9, replay=False))
 
     def one_rank(comm: ThreadComm) -> list[list[object]]:
         taps = Taps(origin.layers, width=SMALL_WIDTH, dtype=torch.float32, device=CPU)
@@ -273,7 +273,8 @@ def test_a_head_on_a_rank_of_its_own(tmp_path: Path) -> None:
                 head=loaded(origin) if comm.rank else None, taps=taps, rule=rule, vocab_size=target.vocab_size
             )
             inner = HeadDrafter(parts) if comm.rank else None
-            return BroadcastDrafter(inner, parts, comm=comm, src=1, taps=TapsSender(taps, 0, most_accepted=3))
+            receiver, sender = ProbsReceiver(0, target.vocab_size), TapsSender(taps, 0, most_accepted=3)
+            return BroadcastDrafter(inner, parts, comm=comm, src=1, receiver=receiver, taps=sender)
 
         own = NullRunner(device=CPU, vocab_size=target.vocab_size, max_position_embeddings=512) if comm.rank else target
         return outcomes(make_decoder(
