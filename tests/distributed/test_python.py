@@ -13,7 +13,7 @@ import pytest
 from llama_ssp import load
 from tests.helpers.commands import TORCHRUN, Popen, started
 from tests.helpers.disturbed import is_alive, wait_for
-from tests.helpers.lanes import heavy
+from tests.helpers.lanes import heavy, slow
 from tests.helpers.repository import ROOT
 from tests.helpers.sockets import family_of
 from tests.helpers.starters import PROGRAM, environment
@@ -199,7 +199,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("num_ranks", [heavy(1), heavy(2)])
+@pytest.mark.parametrize("num_ranks", [slow(1), heavy(2)])
 def test_a_pair_belongs_to_the_process_that_loaded_it(num_ranks: int, tmp_path: Path) -> None:
     words = [sys.executable, "-W", "ignore", "-c", _FORK, f"{num_ranks}"]
     ended = subprocess.run(

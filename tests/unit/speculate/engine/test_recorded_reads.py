@@ -39,7 +39,7 @@ from tests.helpers.decoders import ScriptedLength, make_decoder, outcome, parts_
 from tests.helpers.draft_heads import SMALL_WIDTH, inspect_pair, save_small_pair
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.kinds import KINDS, near_pair
-from tests.helpers.lanes import heavy
+from tests.helpers.lanes import heavy, slow
 from tests.helpers.models import build_checkpoint
 from tests.helpers.mtp_layers import save_with_mtp
 from tests.helpers.overlapped import overlapped_decoder
@@ -213,9 +213,13 @@ LIGHT = ("none", "model", "overlapped", "a choice for each round", "greedy draft
 
 
 def cases(kinds: Sequence[str], modes: Sequence[str], *, light: Sequence[str]) -> list[Any]:
-    """Every kind in every mode: `light` ones always in the first mode, and the first of them in all."""
+    """Every kind in every mode: `light` ones always in the first mode, and the first of them in all.
+
+    Kinds that are not light run in the first mode with --heavy, in others with --slow.
+    """
+    lanes = {(True, True): lambda *case: case, (True, False): heavy, (False, True): heavy, (False, False): slow}
     return [
-        (kind, mode) if kind == light[0] or (kind in light and mode == modes[0]) else heavy(kind, mode)
+        (kind, mode) if kind == light[0] else lanes[kind in light, mode == modes[0]](kind, mode)
         for kind, mode in product(kinds, modes)
     ]
 
