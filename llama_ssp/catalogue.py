@@ -21,6 +21,7 @@ import yaml
 
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.fields import required, setting
+from llama_ssp.manifest import FOLDER, conf_of_rooms
 from llama_ssp.storage.formats import CACHES, NO_QUANTIZATION, OWN_DTYPE, format_of, problem_of
 from llama_ssp.storage.stored import StoredFormat
 
@@ -251,8 +252,8 @@ def own_folders() -> list[Path]:
 
 
 def folders() -> list[Path]:
-    """Return all folders that exist, the first to be searched first; the package's is the last."""
-    return [*own_folders(), conf_dir()]
+    """Return all folders that exist, the first to be searched first; the package's own is the last."""
+    return [*own_folders(), *filter(_is_dir, conf_of_rooms()), conf_dir()]
 
 
 def names(group: str) -> list[str]:
@@ -262,7 +263,7 @@ def names(group: str) -> list[str]:
 
 def find(group: str, name: str) -> Path | None:
     """Return the file of an option; None if no folder has it."""
-    for folder in (*_given, user_dir(), conf_dir()):
+    for folder in (*_given, user_dir(), *conf_of_rooms(), conf_dir()):
         if _is_file(file := folder / group / f"{name}.yaml"):
             return file
     return None
@@ -311,12 +312,16 @@ def head_of(file: Path) -> str:
 
 def is_own(file: Path) -> bool:
     """Whether a file is the user's."""
-    return not file.is_relative_to(conf_dir())
+    return not any(map(file.is_relative_to, (conf_dir(), FOLDER)))
 
 
 def shown(file: Path) -> str:
     """Name a file in a message: those of the package as `conf/...`."""
-    return str(file) if is_own(file) else str(file.relative_to(conf_dir().parent))
+    return (
+        str(file)
+        if is_own(file)
+        else str(file.relative_to(conf_dir().parent if file.is_relative_to(conf_dir()) else FOLDER.parent))
+    )
 
 
 def read(file: Path) -> dict[str, Any]:

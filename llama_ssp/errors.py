@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
+from llama_ssp.manifest import absent
 from llama_ssp.words import to_library
 
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -116,7 +117,12 @@ def _contains(name: str, wanted: str) -> bool:
 
 
 def unknown_name(kind: str, given: str, known: Iterable[str]) -> str:
-    """Report an unknown name of a kind such as "model", the known names, and a similar one; without a full stop."""
+    """Report an unknown name of a kind such as "model", the known names, and a similar one; without a full stop.
+
+    The name of a room that is missing here is said to be one.
+    """
+    if sentence := absent(kind, given):
+        return sentence
     names = sorted(known)
     close = similar_name(given, names)
     hint = f"; did you mean {close}?" if close else ""

@@ -1,4 +1,4 @@
-"""Registries of records by name: the package's own, and those that plugins `register`.
+"""Registries of records by name: the core's, those of the rooms, and those that plugins `register`.
 
 Records name code as `module:function` where it needs torch, so that they import nothing slow.
 """
@@ -8,7 +8,7 @@ import os
 import pkgutil
 from typing import Any, Generic, Protocol, TypeVar
 
-from llama_ssp import words
+from llama_ssp import manifest, words
 from llama_ssp.errors import ConfigError, SspError, unknown_name
 
 PLUGINS = "LLAMA_SSP_PLUGINS"  # Environment variable with the module names, separated by commas.
@@ -25,12 +25,13 @@ Record = TypeVar("Record", bound=_Named)
 class Registry(Generic[Record]):
     """The records of one kind; error messages begin with their `setting`.
 
-    With `modules`, they are also the values of a `kind` in these modules and in those of these packages, which are read
-    when a record is first asked for; those that plugins have registered take their place.
+    The values of a `kind` are records too: in `modules`, in the modules of those that are packages, and in `records` of
+    every room. They are read when a record is first asked for; those that plugins have registered take their place.
     """
 
     def __init__(self, *, setting: str, modules: tuple[str, ...] = (), kind: type[Record] | None = None) -> None:
-        self._setting, self._unread, self._kind = setting, modules, kind
+        self._setting, self._kind = setting, kind
+        self._unread = (*modules, *manifest.records_of_rooms()) if kind else ()
         self.records: dict[str, Record] = {}
 
     def register(self, record: Record) -> None:

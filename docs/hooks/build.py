@@ -14,6 +14,7 @@ def pages() -> dict[str, str]:
         "changelog.md": _from_root("CHANGELOG.md"),
         "contributing.md": _from_root("CONTRIBUTING.md"),
     }
+    made |= repository.pages_of_rooms()
     return made | {f"reference/{path}": page for path, page in repository.api_pages().items()}
 
 
@@ -29,6 +30,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, path, content=page))
     lists = {
         "reference/api/index.md": repository.api_navigation([path for path in made if "/api/" in path]),
+        "rooms/index.md": [path for path in made if path.startswith("rooms/")],
     }
     _expand(config.nav or [], lists)
     return files

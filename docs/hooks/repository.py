@@ -16,6 +16,7 @@ from llama_ssp.catalogue import head_of
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("llama_ssp", "launch", "conf", "benchmarks", "training", "tests", "docs")
 PACKAGE = "llama_ssp"
+ROOMS = ROOT / PACKAGE / "rooms"
 _SKIPPED = re.compile(r"/(__pycache__|shipped|results)(/|$)|/conf/hardware/this_machine")
 _SENTENCE = re.compile(r"(.+?[.!?:])(?=\s+[A-Z`(*]|\s*$)", re.DOTALL)
 
@@ -88,6 +89,16 @@ def _link(folder: PurePosixPath, name: str) -> str:
         return f"`{name}`"
     below = PurePosixPath(*folder.parts[1:], name).with_suffix(".md")
     return f"[`{name}`](api/{below})"
+
+
+def pages_of_rooms() -> dict[str, str]:
+    """Make the page that lists the rooms; returns it with the page of each room, by their paths below `docs`."""
+    pages = {
+        f"rooms/{file.parent.name}.md": file.read_text(encoding="utf-8") for file in sorted(ROOMS.glob("*/page.md"))
+    }
+    lines = ["# Rooms", docstring(ROOMS / "__init__.py")]
+    lines += [f"- [{page.splitlines()[0].lstrip('# ')}]({PurePosixPath(path).name})" for path, page in pages.items()]
+    return {"rooms/index.md": "\n\n".join(lines) + "\n", **pages}
 
 
 def api_pages() -> dict[str, str]:

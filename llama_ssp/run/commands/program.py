@@ -5,25 +5,16 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from types import FrameType
 from typing import NoReturn
 
 from llama_ssp.errors import ConfigError, InterruptedRun, unknown_name
 from llama_ssp.ranks.process import handle_signals, heeded_signals, ignore_signals, read_ranks
+from llama_ssp.registry import imported
 from llama_ssp.terminal.unread import complain, until_unread
 
-HELP = """\
-    llama-ssp run [SETTING=VALUE ...] [ranks=N]   complete prompts; N ranks, by default one for each GPU
-    llama-ssp run [ranks=N] --script FILE [ARG ...]  run a Python script, whose load() takes all ranks
-    llama-ssp serve [SETTING=VALUE ...] [ranks=N] answer requests by HTTP, as OpenAI's API does
-    llama-ssp plan [SETTING=VALUE ...]            memory and time of a run, on a machine that is only described
-    llama-ssp report FOLDER... [--output=DIR]     a page of figures and tables of finished runs
-    llama-ssp calibrate [ranks=N]                 measure this machine, for forecasts
-    llama-ssp --version
-
+_AFTER = """
 `llama-ssp COMMAND --help` explains a command. Several nodes: launch/slurm.sbatch, or torchrun with launch/run.py."""
-COMMANDS = ("calibrate", "plan", "report", "run", "serve")
 
 
 def main(words: Sequence[str] | None = None, *, num_ranks: int | None = None) -> NoReturn:
@@ -51,44 +42,47 @@ def _end_at_once(_number: int, _frame: FrameType | None) -> None:
 
 
 def _exit_code(words: list[str], num_ranks: int | None) -> int:
-    command, *rest = words or ["--help"]
+    from llama_ssp.settings.commands import COMMANDS  # noqa: PLC0415 - see main
+
+    name, *rest = words or ["--help"]
     if "--version" in words[:2]:
         return _show(_version())
-    if command in {"--help", "-h"}:
-        return _show(HELP)
-    if command in {"run", "calibrate", "serve"}:
-        from llama_ssp.run.commands import own_ranks  # noqa: PLC0415 - see main
-
-        return own_ranks.main(_of_run(command, rest), num_ranks=num_ranks)
-    if command in {"-sc", "--shell-completion"}:
+    if name in {"--help", "-h"}:
+        return _show(
+            "\n".join([*(command.line for command in COMMANDS.all().values()), "    llama-ssp --version", _AFTER])
+        )
+    if name in {"-sc", "--shell-completion"}:
         from llama_ssp.run.commands import run  # noqa: PLC0415 - see main
 
         return run.main(words)
-    if command in COMMANDS:
-        return int(import_module(f"llama_ssp.run.commands.{command}").main(rest))
-    complain(_unknown_command(words))
-    return 2
+    command = COMMANDS.find(name)
+    if command is None:
+        complain(_unknown_command(words, sorted(COMMANDS.all())))
+        return 2
+    if command.run:
+        return int(imported(command.run, setting=name)(rest))
+    from llama_ssp.run.commands import own_ranks  # noqa: PLC0415 - see main
+
+    return own_ranks.main(_of_run(command.task, rest) if command.task else rest, num_ranks=num_ranks)
 
 
-def _unknown_command(words: Sequence[str]) -> str:
+def _unknown_command(words: Sequence[str], known: Sequence[str]) -> str:
     """Report a first word that is no command of the program."""
     from llama_ssp.settings.compose import as_settings  # noqa: PLC0415 - see main
 
     if "=" in words[0] or words[0].startswith("-"):
-        return f"{words[0]} follows a command, such as llama-ssp run {words[0]}; the commands are {', '.join(COMMANDS)}"
+        return f"{words[0]} follows a command, such as llama-ssp run {words[0]}; the commands are {', '.join(known)}"
     if settings := as_settings([word for word in words if "=" not in word]):
         others = [word for word in words if "=" in word]
         return f"{words[0]!r} is no command: write llama-ssp run {' '.join([settings, *others])}"
-    return unknown_name("command", words[0], COMMANDS)
+    return unknown_name("command", words[0], known)
 
 
-def _of_run(command: str, words: list[str]) -> list[str]:
-    """Return the words of `run` that do what the command says: `calibrate` and `serve` are tasks."""
-    if command == "run":
-        return words
+def _of_run(task: str, words: list[str]) -> list[str]:
+    """Return the words of `run` that do what the command of a task says."""
     if {"--help", "-h"} & {*words}:
-        return ["--help", f"task={command}"]
-    return [f"task={command}", *(word for word in words if word != f"task={command}")]
+        return ["--help", f"task={task}"]
+    return [f"task={task}", *(word for word in words if word != f"task={task}")]
 
 
 def _show(text: str) -> int:

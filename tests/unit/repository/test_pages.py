@@ -58,9 +58,8 @@ TWO_COMMANDS = [
 @cache
 def pages() -> dict[Path, str]:
     """README, CONTRIBUTING and every page of the site that is written by hand."""
-    paths = [
-        path for path in files() if path.suffix == ".md" and path.parts[0] in {"README.md", "CONTRIBUTING.md", "docs"}
-    ]
+    tops = {"README.md", "CONTRIBUTING.md", "docs"}
+    paths = [path for path in files() if path.suffix == ".md" and (path.parts[0] in tops or path.name == "page.md")]
     return {path: (ROOT / path).read_text() for path in paths}
 
 

@@ -34,7 +34,7 @@ KNOW_RECORDING = (
     "llama_ssp/speculate/engine/executors.py",
     "llama_ssp/cpu/",
     "llama_ssp/run/decoders.py",
-    "llama_ssp/run/calibration.py",
+    "llama_ssp/rooms/calibrate/measures.py",
 )
 """Executors and who makes them, and what times pieces as executors run them."""
 

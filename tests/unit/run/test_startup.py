@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from llama_ssp.errors import InterruptedRun
+from llama_ssp.manifest import present
 from llama_ssp.ranks.process import signals_kept
 from llama_ssp.run import opening
 from llama_ssp.run.interruption import interruptible, stopping_on_signals
@@ -32,7 +33,7 @@ AFTER_RESULTS = ("matplotlib", "llama_ssp.reports.html")
 NEVER = (
     "bitsandbytes", "deepspeed", "matplotlib.pyplot", "datasets", "pandas", "sklearn", "tensorboard",
     "llama_ssp.weights.synthetic", "llama_ssp.weights.expansion", "llama_ssp.run.tasks.benchmark",
-    "llama_ssp.run.tasks.calibrate", "llama_ssp.run.calibration",
+    "llama_ssp.run.calibration", *(f"llama_ssp.rooms.{room}.task" for room in present()),
 )  # fmt: skip
 
 

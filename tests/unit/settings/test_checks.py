@@ -139,10 +139,6 @@ BAD = {
     "sampling=greedy num_samples=2": "num_samples has no effect at temperature 0",
     "prompt=a task.default_prompts=[b]": "task.default_prompts has no effect with prompt= or prompts=",
     "model.path=DIR model.revision=main": "model.revision has no effect with model.path",
-    "task=calibrate speculation.num_draft_tokens=2": "num_draft_tokens has no effect on task=calibrate, which",
-    "task=calibrate device=cpu cuda_graphs=false": "cuda_graphs has no effect on task=calibrate, which",
-    "task=calibrate model=7B": "model has no effect on task=calibrate, which reads no model",
-    "task=calibrate dry_run=true": "dry_run has no effect on task=calibrate, which",
     "synthetic.agreement=0.7": "synthetic.agreement has no effect without weights=synthetic",
     "weights=synthetic synthetic.agreement=0.2": "synthetic.agreement=0.2 must be between 0.3 and 1",
     "weights=synthetic draft=tiny-eagle synthetic.agreement=0.8": "at most 0.768 is possible with draft=tiny-eagle",
@@ -357,9 +353,3 @@ def test_at_a_point_of_a_sweep_what_its_suite_cannot_use_is_a_warning(
     assert any(str(each).startswith(f"{unread[0]} has no effect on suite={suite}") for each in found)
     assert (config.num_samples, config.prompt) == left
     assert [prompt.text.count("*") for prompt in read_prompts(config)] == ([4] * 5 if suite == "arithmetic" else [0])
-
-
-def test_a_plan_that_is_none_is_refused_in_a_sweep_too() -> None:
-    config, explicit = compose_run("task=calibrate", "dry_run=true")
-    with pytest.raises(ConfigError, match="dry_run has no effect on task=calibrate"):
-        checks.check(config, explicit, world_size=1, of_sweep=True)

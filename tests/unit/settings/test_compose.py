@@ -158,7 +158,6 @@ OF_TASKS = {
     "picture=a=b.svg": "task.picture",
     "experiment=llama_2023 num_warmup=0": "task.num_warmup",
     "task=benchmark num_draft_tokens=[2,4]": "task.num_draft_tokens",
-    "task=calibrate run_dir=a": "run_dir",
 }
 
 

@@ -15,6 +15,7 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.ranks import process
 from llama_ssp.ranks.process import STOP_SIGNALS, signals_kept
 from llama_ssp.run.commands import program
+from llama_ssp.settings.commands import COMMANDS
 from tests.helpers import in_process
 from tests.helpers.commands import command
 from tests.helpers.disturbed import wait_for
@@ -39,13 +40,13 @@ def python(*words: str, before: tuple[str, ...] = (), **environment: str) -> "su
 def test_help_names_every_command_and_each_explains_itself() -> None:
     ended = call()
     assert (ended.code, ended.err) == (0, "")
-    assert [name for name in program.COMMANDS if f"llama-ssp {name} " not in ended.out] == []
-    for name in program.COMMANDS:
+    assert [name for name in COMMANDS.all() if f"llama-ssp {name} " not in ended.out] == []
+    for name, record in COMMANDS.all().items():
         ended = call(name, "--help").well()
         assert ended.err == ""
-        is_task = name in {"calibrate", "serve"}
-        assert (f"task={name}" if is_task else f"llama-ssp {name}") in ended.out
-        assert not is_task or set(re.findall("task=([a-z]+)", ended.out)) == {name}, "that of other tasks is elsewhere"
+        assert (f"task={name}" if record.task else f"llama-ssp {name}") in ended.out
+        others = set(re.findall("task=([a-z]+)", ended.out)) - {record.task}
+        assert not (record.task and others), "that of other tasks is elsewhere"
 
 
 @pytest.mark.parametrize("words", [["--version"], ["run", "--version"]])
@@ -58,18 +59,18 @@ def test_the_version_comes_with_those_that_decide_results(words: list[str]) -> N
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["rnu"], "unknown command 'rnu': there are calibrate, plan, report, run, serve; did you mean run?"),
-        (["model=30B"], "model=30B follows a command, such as llama-ssp run model=30B; the commands are calibrate, "),
-        (["-m", "model=7B,13B"], "-m follows a command, such as llama-ssp run -m; the commands are calibrate, "),
+        (["rnu"], "unknown command 'rnu': there are {names}; did you mean run?"),
+        (["model=30B"], "model=30B follows a command, such as llama-ssp run model=30B; the commands are {names}"),
+        (["-m", "model=7B,13B"], "-m follows a command, such as llama-ssp run -m; the commands are {names}"),
         (["compare", "30B", "7B"], "'compare' is no command: write llama-ssp run task=compare model=30B draft=7B"),
         (["eval", "13B"], "'eval' is no command: write llama-ssp run task=evaluate suite=arithmetic model=13B"),
         (["30B"], "'30B' is no command: write llama-ssp run model=30B"),
-        (["compare", "30B", "nosuch"], "unknown command 'compare': there are calibrate, "),
+        (["compare", "30B", "nosuch"], "unknown command 'compare': there are {names}"),
     ],
 )
 def test_a_word_that_is_no_command_is_answered_with_what_to_type(words: list[str], sentence: str) -> None:
     ended = call(*words)
-    ended.check_refusal(sentence)
+    ended.check_refusal(sentence.format(names=", ".join(sorted(COMMANDS.all()))))
     assert ended.out == ""
 
 
@@ -79,7 +80,7 @@ def test_commands_keep_their_exit_codes(tmp_path: Path) -> None:
     assert call("report", str(tmp_path)).code == 2
     assert call("report", str(tmp_path / "nothing")).code == 2
     assert call("run", "seed=abc").code == 2
-    assert re.search(r"^task:\n  name: calibrate$", call("calibrate", "--cfg", "job").out, re.MULTILINE)
+    assert re.search(r"^task:\n  name: serve$", call("serve", "--cfg", "job").out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -136,10 +137,9 @@ def test_what_needs_no_model_is_answered_without_torch_on_any_number_of_ranks(wo
     [
         (["launch/run.py", "run_dir={}"], 2, "Python removes docstrings (PYTHONOPTIMIZE=2, or python -OO), and tran"),
         heavy(["-m", "llama_ssp", "run", "ranks=2", "run_dir={}"], 2, "leave it out, or use PYTHONOPTIMIZE=1\n"),
-        heavy(["-m", "llama_ssp", "calibrate"], 2, "leave it out, or use PYTHONOPTIMIZE=1\n"),
         (["launch/plan.py", "model=7B", "draft=none", "hardware=p4d_24xlarge"], 0, "ms/token"),
         heavy(["launch/run.py", "dry_run=true"], 0, "per round"),
-        heavy(["-m", "llama_ssp", "--help"], 0, "llama-ssp calibrate"),
+        heavy(["-m", "llama_ssp", "--help"], 0, "llama-ssp report"),
     ],
 )
 def test_a_run_without_docstrings_is_refused_and_planning_and_help_need_none(

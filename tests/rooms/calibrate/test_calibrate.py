@@ -11,18 +11,20 @@ import yaml
 from torch import Tensor
 
 from llama_ssp import catalogue
-from llama_ssp.errors import SspError
+from llama_ssp.errors import ConfigError, SspError
 from llama_ssp.kernels.linear import product_of
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import Link, MeasuredSum
 from llama_ssp.planning.timing import timing
 from llama_ssp.ranks.comms import Comm
+from llama_ssp.rooms.calibrate import measures, task
+from llama_ssp.rooms.calibrate.records import CalibrateConfig
+from llama_ssp.rooms.calibrate.task import calibrate
 from llama_ssp.run import calibration
-from llama_ssp.run.tasks import calibrate as task
-from llama_ssp.run.tasks.calibrate import calibrate
-from llama_ssp.run.tasks.records import CalibrateConfig
+from llama_ssp.settings import checks
 from llama_ssp.storage.formats import formats
 from llama_ssp.terminal.terminal import Terminal
+from tests.helpers.composed import compose_run
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.planning import make_spec
 from tests.helpers.worlds import ONE_CORE
@@ -57,15 +59,15 @@ def test_the_file_is_a_sound_description_from_which_a_run_can_be_planned(
 def test_ranks_measure_the_sums_in_their_node_or_one_between_two(
     num_local: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibration, "_NUM_BUNCHES", 3)
+    monkeypatch.setattr(measures, "_NUM_BUNCHES", 3)
 
     def one_rank(comm: ThreadComm) -> tuple[list[MeasuredSum], Link | None]:
         cpu = torch.device("cpu")
-        return calibration.sums(comm, cpu, num_local=num_local), calibration.network(comm, cpu, num_local=num_local)
+        return measures.sums(comm, cpu, num_local=num_local), measures.network(comm, cpu, num_local=num_local)
 
     for sums, network in on_ranks(thread_comms(2), one_rank):
         assert [(found.num_ranks, found.num_bytes) for found in sums] == [
-            (2, size) for size in (calibration.MESSAGE_BYTES if num_local == 2 else ())
+            (2, size) for size in (measures.MESSAGE_BYTES if num_local == 2 else ())
         ]
         assert (network is None) == (num_local == 2)
         assert network is None or min(network.latency_s, network.bandwidth_bytes_per_s) > 0
@@ -91,11 +93,12 @@ def test_a_file_that_cannot_be_written_is_one_sentence_before_anything_is_measur
 
 
 def test_rates_are_bytes_operations_and_calls_over_the_time_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "seconds_per_call", lambda *_: 0.5)
+    for module in (calibration, measures):
+        monkeypatch.setattr(module, "seconds_per_call", lambda *_: 0.5)
     device = torch.device("cpu")
     assert calibration.copy_bytes_per_s(device, num_bytes=4096) == 2 * 4096 / 0.5, "read once and written once"
-    assert calibration.flops_per_s(torch.float32, device) == 2 * 1024**3 / 0.5, "a product and a sum"
-    assert calibration.launch_s(device) == calibration.kernel_s(device) == 0.5 / 200
+    assert measures.flops_per_s(torch.float32, device) == 2 * 1024**3 / 0.5, "a product and a sum"
+    assert measures.launch_s(device) == measures.kernel_s(device) == 0.5 / 200
 
 
 def test_every_format_that_has_a_kernel_has_a_speed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,10 +121,32 @@ def test_a_message_that_a_neighbour_delays_does_not_count(monkeypatch: pytest.Mo
         now_s += work_s + (1.0 if num_calls % 40 == 0 else 1e-5)
         return values
 
-    monkeypatch.setattr(calibration, "seconds_per_call", lambda _call: work_s)
+    monkeypatch.setattr(measures, "seconds_per_call", lambda _call: work_s)
     monkeypatch.setattr(time, "perf_counter", lambda: now_s)
     comm = Comm.single()
     object.__setattr__(comm, "all_reduce", all_reduce)  # the class is frozen
-    found = calibration._summed_s(comm, torch.zeros(2))
+    found = measures._summed_s(comm, torch.zeros(2))
     assert num_calls > 40
     assert found == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("speculation.num_draft_tokens=2", "num_draft_tokens has no effect on task=calibrate, which"),
+        ("device=cpu cuda_graphs=false", "cuda_graphs has no effect on task=calibrate, which"),
+        ("model=7B", "model has no effect on task=calibrate, which reads no model"),
+        ("dry_run=true", "dry_run has no effect on task=calibrate, which"),
+        ("run_dir=a", "run_dir has no effect on task=calibrate, which"),
+    ],
+)
+def test_what_it_does_not_read_is_refused(words: str, sentence: str) -> None:
+    config, explicit = compose_run("task=calibrate", *words.split())
+    with pytest.raises(ConfigError, match=sentence):
+        checks.check(config, explicit, world_size=1)
+
+
+def test_a_plan_that_is_none_is_refused_in_a_sweep_too() -> None:
+    config, explicit = compose_run("task=calibrate", "dry_run=true")
+    with pytest.raises(ConfigError, match="dry_run has no effect on task=calibrate"):
+        checks.check(config, explicit, world_size=1, of_sweep=True)

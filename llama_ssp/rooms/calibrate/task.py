@@ -1,8 +1,8 @@
 """`task=calibrate`: measures this machine and writes a file of the group `hardware`, which plans use.
 
-`run.calibration` holds the measurements. All ranks measure at the same time, so that the figures of a CPU are
-those of a rank with its share of cores and memory; rank 0 writes its own. Several ranks on one node measure the sums
-between them, by NCCL and by the program's kernel, and those of several nodes one between nodes.
+`measures` and `run.calibration` hold the measurements. All ranks measure at the same time, so that the figures of a
+CPU are those of a rank with its share of cores and memory; rank 0 writes its own. Several ranks on one node measure the
+sums between them, by NCCL and by the program's kernel, and those of several nodes one between nodes.
 """
 
 import os
@@ -27,8 +27,9 @@ from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.gpu import capture_stream
 from llama_ssp.ranks.memory import anonymous_bytes
 from llama_ssp.ranks.world import World
+from llama_ssp.rooms.calibrate import measures
+from llama_ssp.rooms.calibrate.records import CalibrateConfig
 from llama_ssp.run import calibration
-from llama_ssp.run.tasks.records import CalibrateConfig
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.terminal.terminal import ShowProgress, Terminal
 
@@ -60,9 +61,9 @@ def calibrate(world: World, file: Path, show: ShowProgress) -> str | None:
     context_bytes, is_gpu = _context_bytes(world.device), world.device.type == "cuda"
     show(_SUMS, 0, 2)
     num_local = world.ranks.local_size
-    measured = partial(calibration.sums, world.comm, world.device, num_local=num_local)
+    measured = partial(measures.sums, world.comm, world.device, num_local=num_local)
     sums, own_sums = measured(), measured(is_own=True) if is_gpu else []
-    network = calibration.network(world.comm, world.device, num_local=num_local)
+    network = measures.network(world.comm, world.device, num_local=num_local)
     show(_SUMS, 1, 2)
     figures = _figures(world, sums, network) | {"context_bytes": context_bytes}
     figures["own_sums"] = [asdict(found) for found in own_sums]
@@ -93,11 +94,11 @@ def _figures(world: World, sums: list[MeasuredSum], network: Link | None) -> dic
         "system_bytes": 0 if is_gpu else system_bytes(host_memory_bytes()),
         "bandwidth_bytes_per_s": copy_bytes_per_s,
         "copy_bytes_per_s": copy_bytes_per_s,
-        "flops_per_s": {dtype.name: calibration.flops_per_s(getattr(torch, dtype.value), device) for dtype in dtypes},
+        "flops_per_s": {dtype.name: measures.flops_per_s(getattr(torch, dtype.value), device) for dtype in dtypes},
         "flops_share": PROMPT_SHARE,
         "products": {} if is_gpu else {name: asdict(speed) for name, speed in calibration.cpu_speeds().items()},
-        "kernel_s": calibration.kernel_s(device),
-        "launch_s": calibration.launch_s(device),
+        "kernel_s": measures.kernel_s(device),
+        "launch_s": measures.launch_s(device),
         "link": {"bandwidth_bytes_per_s": bandwidth, "latency_s": latency_s},
         "network": network and asdict(network),
         "sums": [asdict(found) for found in sums],

@@ -1,0 +1,38 @@
+"""The manifest: the name of every room of the package, and the words that ask for it.
+
+Whoever asks for a room that was taken out of this installation gets a sentence with its name.
+"""
+
+from functools import cache
+from pathlib import Path
+from pkgutil import iter_modules
+
+ROOMS: dict[str, tuple[str, ...]] = {
+    "calibrate": ("task=calibrate", "command=calibrate"),
+}
+"""What asks for a room: kind and name, as `unknown_name` is given them."""
+FOLDER = Path(__file__).parent / "rooms"
+
+
+@cache
+def present() -> tuple[str, ...]:
+    """The names of the rooms of this installation, sorted."""
+    return tuple(found.name for found in iter_modules([str(FOLDER)]))
+
+
+def records_of_rooms() -> tuple[str, ...]:
+    """The modules with the records of the rooms of this installation."""
+    return tuple(f"llama_ssp.rooms.{name}.records" for name in present())
+
+
+def conf_of_rooms() -> tuple[Path, ...]:
+    """The folders with the options of the rooms of this installation."""
+    return tuple(FOLDER / name / "conf" for name in present())
+
+
+def absent(kind: str, name: str) -> str | None:
+    """The sentence for a name that a missing room has; None if no missing room has it."""
+    for room, asked in ROOMS.items():
+        if f"{kind}={name}" in asked and room not in present():
+            return f"{kind}={name} needs llama_ssp/rooms/{room}, which this installation lacks: install it whole"
+    return None

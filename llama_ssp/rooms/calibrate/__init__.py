@@ -1,0 +1,1 @@
+"""Calibration: `task=calibrate` measures a machine and writes its description for plans."""

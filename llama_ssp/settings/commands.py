@@ -1,0 +1,51 @@
+"""The records of commands of the program: `llama-ssp NAME`. Imports nothing slow."""
+
+from dataclasses import dataclass
+
+from llama_ssp.registry import Registry
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """One command.
+
+    Attributes:
+        name: the word after `llama-ssp`.
+        usage: what may follow it, in `llama-ssp --help`.
+        purpose: what it does, there.
+        order: where it stands there.
+        run: `module:function` that takes the words after the name and returns the exit code; None for a run on ranks.
+        task: of such a run, the task that the command is short for.
+    """
+
+    name: str
+    usage: str
+    purpose: str
+    order: int = 9
+    run: str | None = None
+    task: str | None = None
+
+    @property
+    def line(self) -> str:
+        """Its line in `llama-ssp --help`."""
+        return f"    {f'llama-ssp {self.name} {self.usage}':<45} {self.purpose}"
+
+
+COMMANDS: Registry[Command] = Registry(setting="command", modules=("llama_ssp.settings.commands",), kind=Command)
+RUN = Command(
+    name="run", usage="[SETTING=VALUE ...] [ranks=N]", order=1,
+    purpose="complete prompts; N ranks, by default one for each GPU\n"
+    "    llama-ssp run [ranks=N] --script FILE [ARG ...]  run a Python script, whose load() takes all ranks",
+)  # fmt: skip
+SERVE = Command(
+    name="serve", usage="[SETTING=VALUE ...] [ranks=N]", purpose="answer requests by HTTP, as OpenAI's API does",
+    order=2, task="serve",
+)  # fmt: skip
+PLAN = Command(
+    name="plan", usage="[SETTING=VALUE ...]", purpose="memory and time of a run, on a machine that is only described",
+    order=3, run="llama_ssp.run.commands.plan:main",
+)  # fmt: skip
+REPORT = Command(
+    name="report", usage="FOLDER... [--output=DIR]", purpose="a page of figures and tables of finished runs", order=4,
+    run="llama_ssp.run.commands.report:main",
+)  # fmt: skip

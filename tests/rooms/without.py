@@ -1,0 +1,119 @@
+"""Takes rooms out of a copy of the repository, and checks that everything else stands.
+
+    python -m tests.rooms.without                # all rooms at once, quickly: imports, types, a run, a plan, fast tests
+    python -m tests.rooms.without serve slurm    # these
+    python -m tests.rooms.without --whole serve  # these, with lint and all default tests of what is left
+
+The texts and figures of the copy are compared with those of the repository. Ends with 1 if something does not stand.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from llama_ssp import manifest
+from tests.helpers.repository import ROOT, files
+
+RUN = ["run", "ranks=1", "task=generate", "format=jsonl", "sampling=greedy", "prompt=import", "model.dtype=fp32"]
+PLAN = ["plan", "model=30B", "draft=7B", "hardware=8xa100_80gb", "format=json"]
+ADVICE = {"advice", "notes"}
+"""Parts of a plan that may name what a room offers."""
+FAST_TESTS = ["tests/unit/speculate/sampling", "tests/unit/settings"]
+OF_RUNS = {"text", "token_ids", "accepted_lengths"}
+
+
+def copy_without(rooms: Sequence[str], folder: Path) -> Path:
+    """Copy every file of the repository but those of the rooms and of their tests."""
+    gone = tuple(f"{place}/{room}/" for room in rooms for place in ("llama_ssp/rooms", "tests/rooms"))
+    for path in files():
+        if not path.as_posix().startswith(gone):
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / path, folder / path)
+    subprocess.run(["git", "init", "--quiet"], cwd=folder, check=True)  # tests list the files by git
+    return folder
+
+
+def python(folder: Path, *words: str) -> str:
+    """Run Python in a folder; returns what it printed, or ends this program with it."""
+    ended = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        sys.exit(f"{' '.join(words)}\n{ended.stdout[-6000:]}{ended.stderr[-6000:]}")
+    return ended.stdout
+
+
+def imports(folder: Path) -> None:
+    """Import every module; kernels of GPUs need Triton."""
+    names = [".".join(path.relative_to(folder).with_suffix("").parts) for path in folder.glob("llama_ssp/**/*.py")]
+    names = [name for name in names if not name.endswith(("_gpu", "__main__"))]
+    python(folder, "-c", f"import importlib; [importlib.import_module(name) for name in {sorted(names)}]")
+
+
+def texts(folder: Path) -> list[dict[str, object]]:
+    """The completions of a greedy run of the shipped pair."""
+    with tempfile.TemporaryDirectory() as run_dir:
+        printed = python(folder, "-m", "llama_ssp", *RUN, f"run_dir={run_dir}/run")
+    return [{key: value for key, value in json.loads(line).items() if key in OF_RUNS} for line in printed.splitlines()]
+
+
+def figures(folder: Path) -> dict[str, object]:
+    """A plan's document, without advice."""
+    document = json.loads(python(folder, "-m", "llama_ssp", *PLAN))
+    return {key: value for key, value in document.items() if key not in ADVICE}
+
+
+def names_none(folder: Path, rooms: Sequence[str]) -> None:
+    """Check that help names nothing that asks for the rooms, and that who asks gets a sentence that names the room."""
+    shown = python(folder, "-m", "llama_ssp", "--help") + python(folder, "-m", "llama_ssp", "run", "--help", "all")
+    for room in rooms:
+        for asked in manifest.ROOMS[room]:
+            kind, _, name = asked.partition("=")
+            words = [name] if kind == "command" else ["run", asked]
+            if (asked if kind != "command" else f"llama-ssp {name}") in shown:
+                sys.exit(f"help names {asked}")
+            ended = subprocess.run(
+                [sys.executable, "-m", "llama_ssp", *words], cwd=folder, capture_output=True, text=True, check=False
+            )
+            if ended.returncode != 2 or f"rooms/{room}" not in ended.stderr:
+                sys.exit(f"{asked}: exit code {ended.returncode}, {ended.stderr}")
+
+
+def main(words: Sequence[str]) -> None:
+    """Check a copy without the rooms that the words name."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rooms", nargs="*", metavar="ROOM", help="by default all")
+    parser.add_argument("--whole", action="store_true", help="lint, and all default tests")
+    given = parser.parse_args(words)
+    rooms = given.rooms or manifest.present()
+    with tempfile.TemporaryDirectory() as folder:
+        copy = copy_without(rooms, Path(folder))
+        steps: dict[str, Callable[[], object]] = {
+            "imports": lambda: imports(copy),
+            "contracts": lambda: python(
+                copy, "-c", "from importlinter.cli import lint_imports_command as lint; lint(['--no-cache'])"
+            ),
+            "types": lambda: python(
+                copy, "-m", "mypy", "llama_ssp", "--cache-dir", str(ROOT / ".mypy_cache" / "without")
+            ),
+            "text": lambda: texts(copy) == texts(ROOT) or sys.exit("another text"),
+            "plan": lambda: figures(copy) == figures(ROOT) or sys.exit("another plan"),
+            "names": lambda: names_none(copy, rooms),
+            "tests": lambda: python(
+                copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", *([] if given.whole else FAST_TESTS)
+            ),
+        }
+        if given.whole:
+            steps["lint"] = lambda: python(copy, "-m", "ruff", "check")
+        for name, step in steps.items():
+            began = time.monotonic()
+            step()
+            print(f"without {', '.join(rooms)}: {name} stands ({time.monotonic() - began:.0f} s)", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
