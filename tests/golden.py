@@ -27,12 +27,15 @@ DRAFTS = (None, "tiny-draft", "tiny-eagle", "ngram")
 RULES = ("speculative", "block", "coupled")
 PLACEMENTS = {
     1: ["task=compare", "task=latency num_warmup=0 prompt=x", "draft=tiny-eagle speculation.tree=2x2x1"],
-    2: ["placement=sharded", "placement=one_rank", "placement=own_gpu speculation.overlap=true", "placement=replicated"],
+    2: ["placement=sharded", "placement=one_rank", "placement=own_gpu speculation.overlap=true",
+        "placement=replicated"],
     3: ["placement=sharded", "placement=replicas"],
     4: ["placement=own_gpu", "model.quantization=int8_weight_only"],
-}
-MODELS = ("7B", "30B draft=7B", "65B_8bit draft=7B", "llama3_70B draft=llama3_1B", "llama3_8B draft=eagle3_llama3_8B",
-          "mixtral_8x7B", "qwen3_30B_A3B draft=qwen3_0.6B", "tiny", "tiny draft=ngram speculation.tree=3x1x1")  # fmt: skip
+}  # fmt: skip
+MODELS = (
+    "7B", "30B draft=7B", "65B_8bit draft=7B", "llama3_70B draft=llama3_1B", "llama3_8B draft=eagle3_llama3_8B",
+    "mixtral_8x7B", "qwen3_30B_A3B draft=qwen3_0.6B", "tiny", "tiny draft=ngram speculation.tree=3x1x1",
+)  # fmt: skip
 MACHINES = ("h100", "8xa100_80gb", "p4d_24xlarge", "laptop_cpu", "2xh200")
 CHOICES = ("", "placement=sharded", "batch_size=16 speculation.num_draft_tokens=auto")
 MISTAKES = (

@@ -1,0 +1,32 @@
+"""Every room is in the manifest, and who asks for one that was taken out reads its name."""
+
+import pytest
+
+from llama_ssp import manifest
+from llama_ssp.errors import unknown_name
+from llama_ssp.settings.commands import COMMANDS
+from llama_ssp.settings.tasks import TASKS
+
+
+def test_the_manifest_names_the_rooms_that_there_are() -> None:
+    assert [*manifest.ROOMS] == [*manifest.present()]
+
+
+def test_what_asks_for_a_room_is_a_record_of_that_room() -> None:
+    registries = {"task": TASKS, "command": COMMANDS}
+    for room, asked in manifest.ROOMS.items():
+        for kind, name in (words.split("=") for words in asked):
+            record = registries[kind].of(name)
+            found = record.run or f"llama_ssp.rooms.{room}"  # a command may be short for a task
+            assert found.startswith(f"llama_ssp.rooms.{room}"), (kind, name)
+
+
+ASKED = [(room, words) for room, asked in manifest.ROOMS.items() for words in asked]
+
+
+@pytest.mark.parametrize(("room", "asked"), ASKED)
+def test_a_room_that_was_taken_out_is_named(room: str, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, _, name = asked.partition("=")
+    assert f"rooms/{room}" not in unknown_name(kind, name, ["compare"])
+    monkeypatch.setattr(manifest, "present", lambda: ())
+    assert f"{asked} needs llama_ssp/rooms/{room}" in unknown_name(kind, name, ["compare"])
