@@ -383,8 +383,7 @@ class RunConfig:
     )
     hardware: dict[str, Any] = made(
         dict,
-        "machine of the forecast, an entry of conf/hardware; without one, the measurements of task=calibrate here, "
-        "else a guess.",
+        "machine of the forecast, an entry of conf/hardware; without one, what was measured here, else a guess.",
     )
     dry_run: bool = setting(False, "true prints the plan of exactly this run and loads nothing.")
     run_dir: str | None = setting(

@@ -24,7 +24,7 @@ RUN = ["run", "ranks=1", "task=generate", "format=jsonl", "sampling=greedy", "pr
 PLAN = ["plan", "model=30B", "draft=7B", "hardware=8xa100_80gb", "format=json"]
 ADVICE = {"advice", "notes"}
 """Parts of a plan that may name what a room offers."""
-FAST_TESTS = ["tests/unit/speculate/sampling", "tests/unit/settings"]
+FAST_TESTS = ["-m", "not (seconds or heavy or slow)", "tests/unit/speculate/sampling", "tests/unit/settings"]
 OF_RUNS = {"text", "token_ids", "accepted_lengths"}
 
 
