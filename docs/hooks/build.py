@@ -28,7 +28,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     made = pages()
     for path, page in made.items():
         files.append(File.generated(config, path, content=page))
-    lists = {
+    lists: dict[str, list[object]] = {
         "reference/api/index.md": repository.api_navigation([path for path in made if "/api/" in path]),
         "rooms/index.md": [path for path in made if path.startswith("rooms/")],
     }

@@ -1,5 +1,7 @@
 """Every room is in the manifest, and who asks for one that was taken out reads its name."""
 
+from typing import Any
+
 import pytest
 
 from llama_ssp import manifest
@@ -13,7 +15,7 @@ def test_the_manifest_names_the_rooms_that_there_are() -> None:
 
 
 def test_what_asks_for_a_room_is_a_record_of_that_room() -> None:
-    registries = {"task": TASKS, "command": COMMANDS}
+    registries: dict[str, Any] = {"task": TASKS, "command": COMMANDS}
     for room, asked in manifest.ROOMS.items():
         for kind, name in (words.split("=") for words in asked):
             record = registries[kind].of(name)
