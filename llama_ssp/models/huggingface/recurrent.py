@@ -168,9 +168,11 @@ def _mamba2(mixer: Any, x_BTE: Tensor, states: StateView) -> Tensor:  # noqa: AN
         read_BTHP = own.recur(projected, times, None, layout, places, mixer=mixer, dtype=torch.float32)
     else:
         read_BTHP = _recurred_by_mamba2(mixer, _convolved(mixer, mixed_BTC, states), times_BTH, states)
+    # Rows of tokens: the norms of some releases drop a dimension of one token.
+    read_NC, gates_NC = read_BTHP.flatten(2).flatten(0, 1), gates.flatten(0, 1)
     has_norm = not isinstance(mixer.norm, nn.Identity)
-    normed_BTC = mixer.norm(read_BTHP.flatten(2), gates) if has_norm else read_BTHP.flatten(2) * functional.silu(gates)
-    mixed_BTE: Tensor = mixer.out_proj(normed_BTC.to(x_BTE.dtype))
+    normed_NC = mixer.norm(read_NC, gates_NC) if has_norm else read_NC * functional.silu(gates_NC)
+    mixed_BTE: Tensor = mixer.out_proj(normed_NC.to(x_BTE.dtype).unflatten(0, gates.shape[:2]))
     return mixed_BTE
 
 
