@@ -26,7 +26,7 @@ def first(values: Iterable[object], *, num: int = 1) -> list[object]:
     return [value if place < num else heavy(value) for place, value in enumerate(values)]
 
 
-def sample(values: Iterable[str], *, always: Collection[str], every: int = 4) -> list[object]:
+def sample(values: Iterable[str], *, always: Collection[str], every: int = 12) -> list[object]:
     """Some values run always; of the others one in so many with --heavy, and the rest with --slow."""
     others = [value for value in values if value not in always]
     return [*sorted(always), *(slow(value) if place % every else heavy(value) for place, value in enumerate(others))]
