@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from llama_ssp.run.tasks.records import CompareConfig
 from llama_ssp.settings.schema import RowSteps, SamplingConfig, SpeculationConfig, VerificationConfig
 from tests.helpers import one_pass_heads
 from tests.helpers.models import FAMILIES, VOCAB_SIZE, build_checkpoint
@@ -63,7 +64,7 @@ _OF_PAIR = (
     Way(name="tree of 60", config=_speculation(tree=TREE_OF_60)),
     Way(name="settings by row, K = auto", config=_BY_ROW | _speculation(num_draft_tokens="auto"), by_row=True),
     *(Way(name=rule, config={"verification": VerificationConfig(rule=rule)}) for rule in ("block", "coupled")),
-    Way(name="forced lengths", config=_speculation(forced_lengths=[3, 0, 2])),
+    Way(name="forced lengths", config={"task": CompareConfig(), **_speculation(forced_lengths=[3, 0, 2])}),
     Way(
         name="bias and bans",
         config={
