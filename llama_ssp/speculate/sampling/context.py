@@ -74,11 +74,10 @@ class _Changes:
     def _biased(self, logits_BTV: Tensor, ids: range) -> Tensor:
         key = vocab_size, device = logits_BTV.shape[-1], logits_BTV.device
         if key not in self._biases:
-            # A draft may know fewer tokens.
-            known = {token - ids.start: bias for token, bias in self._sampling.logit_bias.items() if token in ids}
-            bias_V = torch.zeros(vocab_size)
-            bias_V[[*known]] = torch.tensor([*known.values()])
-            self._biases[key] = bias_V.to(device)
+            self._biases[key] = torch.zeros(vocab_size, device=device)
+            for token, bias in self._sampling.logit_bias.items():
+                if token in ids:  # a draft may know fewer
+                    self._biases[key][token - ids.start].fill_(bias)
         return logits_BTV + self._biases[key]
 
     def _counted(self, logits_BTV: Tensor, context: Context, ids: range) -> Tensor:
