@@ -1,13 +1,14 @@
 """Compares what replays read with what Python would read now: the same operators, addresses, offsets and shapes.
 
-A graph replays addresses. So every stage is also run from Python, before its capture and before some of its replays,
-and the tensors are written down that its operators and Triton's kernels get from outside. The stub computes nothing, so
-this changes no values.
+A graph replays addresses. So every stage is also run from Python before some of its replays. What its operators and
+Triton's kernels get from outside is written down then, and while it is captured. The stub computes nothing, so this
+changes no values.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable
 from functools import partial
-from itertools import count, zip_longest
+from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -21,8 +22,8 @@ from llama_ssp.speculate.engine.round import Round, Stage
 from llama_ssp.speculate.engine.state import BatchState
 
 _T = TypeVar("_T")
-_FIRST, _EVERY = 4, 12
-"""The first replays of a graph that are compared, and one of how many later ones."""
+_FIRST, _EVERY = range(2, 6), 12
+"""The turns of a stage with its operators that are compared, and one of how many later ones."""
 _INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 
 
@@ -95,12 +96,17 @@ def _reads_of(piece: Callable[[], object]) -> _Reads:
 
 
 class _ComparingRecorder(Recorder):
-    """Captures, and compares before replays; `name` and `piece` are those of the stage that runs now."""
+    """Captures, and writes down what is read meanwhile; replays compare that with `now`, if it is there.
+
+    Attributes:
+        name: of the stage that runs now.
+        now: what Python has read in this turn.
+    """
 
     def __init__(self, problems: set[str], **options: Any) -> None:  # noqa: ANN401 - of `Recorder`
         self.num_forgotten = 0
         super().__init__(**options)
-        self.name, self.piece = "", lambda: None
+        self.name, self.now = "", None
         self.num_compared, self.num_replayed = 0, 0
         self._problems = problems
 
@@ -111,36 +117,43 @@ class _ComparingRecorder(Recorder):
 
     def record(self, piece: Callable[[], _T]) -> tuple[_T, Callable[[], None]]:
         """See `Recorder`."""
-        recorded = _reads_of(piece)
+        captured = list[tuple[_T, Callable[[], None]]]()
+        recorded = _reads_of(lambda: captured.append(super(_ComparingRecorder, self).record(piece)))
         self._problems |= {f"{self.name}: {problem}" for problem in recorded.problems}
-        outputs, replay = super().record(piece)
-        turns = count()
+        [(outputs, replay)] = captured
 
         def compared() -> None:
-            turn = next(turns)
             self.num_replayed += 1
-            if 0 < turn < _FIRST or (turn and turn % _EVERY == 0):
-                self._compare(recorded.found)
+            if self.now is not None:
+                self._compare(recorded.found, self.now.found)
             replay()
 
         return outputs, compared
 
-    def _compare(self, recorded: list[Read]) -> None:
+    def _compare(self, recorded: list[Read], found: list[Read]) -> None:
         self.num_compared += 1
-        for read, now in zip_longest(recorded, _reads_of(self.piece).found):
+        for read, now in zip_longest(recorded, found):
             if read != now:
                 self._problems.add(f"{self.name}: a replay reads {read}, and Python would read {now}")
                 return
 
 
 class ComparedGraphs(GraphExecutor):
-    """Graphs whose replays are compared; `problems` gets a sentence for each fault."""
+    """Graphs whose replays are compared; `problems` gets a sentence for each fault.
+
+    All ranks run a stage once more from Python in the same turns, whether it is a graph yet or not: its messages meet.
+    """
 
     def __init__(self, round_: Round, problems: set[str]) -> None:
         self.recorder = _ComparingRecorder(problems, finish=round_.verifier.comm.finish)
         super().__init__(round_, recorder=self.recorder)
+        self._turns: Counter[Hashable] = Counter()
 
     def run(self, stage: Stage, state: BatchState, *values: Any) -> Any:  # noqa: ANN401 - see `Executor`
         """See `Executor`."""
-        self.recorder.name, self.recorder.piece = stage.name, partial(stage.function, state, *values)
+        self.recorder.name, key = stage.name, (stage.name, stage.operators, stage.bucket)
+        turn = self._turns[key]
+        self._turns[key] += 1
+        is_compared = turn in _FIRST or turn % _EVERY == 0
+        self.recorder.now = _reads_of(partial(stage.function, state, *values)) if is_compared else None
         return super().run(stage, state, *values)

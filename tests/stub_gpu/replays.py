@@ -22,6 +22,7 @@ from benchmarks.decoding import load_pair
 from llama_ssp import Pair, load
 from llama_ssp.kernels import draw_gpu
 from llama_ssp.models.huggingface.experts import OwnExperts
+from llama_ssp.ranks.gpu import selected
 from llama_ssp.run import decoders
 from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings.drafters import NGRAM_DRAFT, NgramConfig
@@ -84,7 +85,7 @@ def decode(pair: Pair, way: Way, *, asks_host: bool) -> list[str]:
 
     vars(decoders)["make_executor"] = compared
     device.reset()
-    with _heard(problems), torch.inference_mode():
+    with _heard(problems), selected(pair.models.target.device), torch.inference_mode():
         (_call if way.calls is not None else _run)(pair, way, problems)
     problems |= _faults()
     recorders = [executor.recorder for executor in made]
