@@ -214,4 +214,8 @@ KINDS = (
             replace(way, config={**way.config, **_speculation(overlap=True)}) for way in (SAMPLED, ONE_GREEDY, BY_ROW)
         ),
     ),
+    Kind(
+        name="draws over shards", arguments=_shipped(placement="sharded"), num_ranks=2,
+        ways=(SAMPLED, ONE_GREEDY, Way(name="coupled", config={"verification": VerificationConfig(rule="coupled")})),
+    ),
 )  # fmt: skip
