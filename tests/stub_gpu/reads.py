@@ -106,7 +106,8 @@ class _ComparingRecorder(Recorder):
     def __init__(self, problems: set[str], **options: Any) -> None:  # noqa: ANN401 - of `Recorder`
         self.num_forgotten = 0
         super().__init__(**options)
-        self.name, self.now = "", None
+        self.name = ""
+        self.now: _Reads | None = None
         self.num_compared, self.num_replayed = 0, 0
         self._problems = problems
 
@@ -151,9 +152,9 @@ class ComparedGraphs(GraphExecutor):
 
     def run(self, stage: Stage, state: BatchState, *values: Any) -> Any:  # noqa: ANN401 - see `Executor`
         """See `Executor`."""
-        self.recorder.name, key = stage.name, (stage.name, stage.operators, stage.bucket)
-        turn = self._turns[key]
-        self._turns[key] += 1
+        self.recorder.name = stage.name
+        turn = self._turns[stage.key]
+        self._turns[stage.key] += 1
         is_compared = turn in _FIRST or turn % _EVERY == 0
         self.recorder.now = _reads_of(partial(stage.function, state, *values)) if is_compared else None
         return super().run(stage, state, *values)

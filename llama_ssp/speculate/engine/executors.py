@@ -9,9 +9,12 @@
     rounds at a bucket   1st: run from Python   2nd: recorded, then replayed   3rd, 4th, ...: replayed
 
 The first round is the warm-up: it creates what is created lazily (communicators, compiled kernels, workspaces). Capture
-computes nothing, so every round runs exactly once. A graph reads and writes the addresses of its capture. Values that
-stages hand on are part of its key by their addresses. Whatever else a round reads must stay in place: when a tensor is
-allocated again, all graphs are dropped. A stage that cannot be captured runs from Python, the others as graphs.
+computes nothing, so every round runs exactly once. A graph reads and writes the addresses of its capture: those of
+values that other stages hand on are fixed by the graphs of these, which are part of its key. Whatever else a round
+reads must stay in place: when a tensor is allocated again, all graphs are dropped. A stage that cannot be captured runs
+from Python, the others as graphs. NCCL wants a message captured by all of its ranks or by none, so all that decides
+here is the same on each, and ranks ask each other whether a capture has failed there, or a tensor has
+moved.
 """
 
 import logging
@@ -136,57 +139,62 @@ class GraphExecutor(Executor):
 
     def __init__(self, round_: Round, *, recorder: Recorder) -> None:
         self.failed: set[tuple[str, Hashable]] = set()
-        self._round = round_
+        self._round, self._comm = round_, round_.verifier.comm
         self._recorder = recorder
         self._state: BatchState | None = None
-        self._allocations: tuple[int, ...] = ()
+        self._allocations = [""]
         self._forget()
+
+    def make_room(self) -> None:
+        """See `Executor`."""
+        allocations = self._comm.gather_text(str(self._round.num_allocations))
+        if allocations != self._allocations:
+            self._state, self._allocations = None, allocations
 
     def run(self, stage: Stage, state: BatchState, *values: Any) -> Any:  # noqa: ANN401 - see `Stage`
         """Run a stage: the first time from Python, the second time captured, then replayed; see `Executor`."""
-        allocations = self._round.num_allocations
-        if state is not self._state or allocations != self._allocations:
+        if state is not self._state:
             self._forget()
-            self._state, self._allocations = state, allocations
-        operators, inputs = (stage.name, stage.operators), tensors_of(values)
-        key = *operators, stage.bucket, *[(tensor.data_ptr(), tensor.shape) for tensor in inputs]
+            self._state = state
         function = partial(stage.function, state, *values)
-        if graph := self._graphs.get(key) or self._capture(key, function, inputs):
-            self._moving.pop(stage.name, None)
+        if graph := self._graphs.get(stage.key) or self._capture(stage, function):
             outputs, replay = graph
             replay()
             return outputs
         found = function()
-        if operators in self.failed:
-            return self._in_place(operators, found)
-        self._moving[stage.name] = tensors_of(found)
-        return found
+        return self._in_place(stage, found) if self._fails(stage) else found
 
-    def _capture(self, key: Any, function: Callable[[], Any], inputs: tuple[Tensor, ...]) -> _Graph | None:  # noqa: ANN401
+    def _capture(self, stage: Stage, function: Callable[[], Any]) -> _Graph | None:
         """Capture a stage; returns None if it must run from Python, as on values that will be elsewhere next time."""
-        name, operators, bucket, *_ = key
-        is_first = (name, operators, bucket) not in self._met
-        self._met.add((name, operators, bucket))
-        moving = {tensor.untyped_storage().data_ptr() for tensor in chain(*self._moving.values())}
-        moves = not moving.isdisjoint([tensor.untyped_storage().data_ptr() for tensor in inputs])
-        if is_first or moves or (name, operators) in self.failed:
+        is_first = stage.key[:3] not in self._met
+        self._met.add(stage.key[:3])
+        moves = any(one.key not in self._graphs and not self._fails(one) for one in stage.behind)
+        if is_first or moves or self._fails(stage):
             return None
+        reason = ""
         try:
-            self._graphs[key] = self._recorder.record(function)
+            graph = self._recorder.record(function)
         except RuntimeError as error:
             if ends_run(error):
                 raise
-            if name not in [failed for failed, _ in self.failed]:
-                reason = str(error).strip().partition("\n")[0]
-                _log.warning("%s runs from Python, since it could not be captured as a graph: %s", name, reason)
-            self.failed.add((name, operators))
-            self._moving.pop(name, None)
-        return self._graphs.get(key)
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        if stage.is_shared:
+            reason = next(filter(None, self._comm.gather_text(reason)), "")
+        if not reason:
+            self._graphs[stage.key] = graph
+            return graph
+        if stage.name not in [name for name, _ in self.failed]:
+            _log.warning("%s runs from Python, since it could not be captured as a graph: %s", stage.name, reason)
+        self.failed.add((stage.name, stage.operators))
+        return None
 
-    def _in_place(self, operators: Hashable, found: Any) -> Any:  # noqa: ANN401 - see `Stage`
+    def _fails(self, stage: Stage) -> bool:
+        return (stage.name, stage.operators) in self.failed
+
+    def _in_place(self, stage: Stage, found: Any) -> Any:  # noqa: ANN401 - see `Stage`
         """Copy the results of a stage that stays with Python to where graphs read them."""
         tensors = tensors_of(found)
-        key = operators, *[tensor.shape for tensor in tensors]
+        key = stage.name, stage.operators, *[tensor.shape for tensor in tensors]
         if key not in self._places:
             self._places[key] = filled(found, iter([tensor.clone() for tensor in tensors]))
         for place, tensor in zip(tensors_of(self._places[key]), tensors, strict=True):
@@ -197,5 +205,4 @@ class GraphExecutor(Executor):
         self._recorder.forget()
         self._graphs: dict[Hashable, _Graph] = {}
         self._places: dict[Hashable, Any] = {}  # of results of stages that have failed
-        self._moving: dict[str, tuple[Tensor, ...]] = {}  # results of stages that may be captured the next time
         self._met: set[Hashable] = set()

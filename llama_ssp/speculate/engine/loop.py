@@ -202,6 +202,7 @@ class Decoder:
         target = self.round.target
         others_came = target.num_uses != self._num_uses
         self.round.allocate(batch_size=self.batch_size, num_slots=self._num_slots)
+        self.executor.make_room()
         self._num_uses = target.num_uses
         if others_came or not self.reuses:
             step = 1 if target.is_invariant and not target.keeps_states else PREFILL_CHUNK

@@ -69,14 +69,16 @@ class OverlappedRound(Round):
             return super().step(executor, state, choice=choice, bucket=bucket, clock=clock)
 
         number, keeps, reads = choice.num_tokens, executor.keeps_state, (self.verifier, self._in_flight_A)
+        drafting = self.draft_stage(choice, bucket=bucket)
         scoring = self._of_target("score", self._score, number, bucket=bucket)
-        exchanging = self._stage("exchange", self._exchange, reads=reads, repeats=False)
+        exchanging = self._stage("exchange", self._exchange, reads=reads, repeats=False, behind=(drafting,))
         deciding = self._stage(
-            "decide", self._verify_ahead, number, self.longest(choice), keeps, reads=reads, repeats=True
-        )
+            "decide", self._verify_ahead, number, self.longest(choice), keeps, reads=reads, repeats=True,
+            behind=(scoring, exchanging),
+        )  # fmt: skip
         clock.start()
         ran_s = time.thread_time()
-        drafted = executor.run(self.draft_stage(choice, bucket=bucket), state)
+        drafted = executor.run(drafting, state)
         clock.add("draft")
         if self._drafter.drafts_here:
             clock.draft_cpu_s += time.thread_time() - ran_s

@@ -72,6 +72,8 @@ class Stage(NamedTuple):
         bucket: cache slots that it reads; 0 if it reads no cache.
         reads: objects whose tensors it reads in addition to its arguments.
         repeats: it calls the same operators every time, on tensors of its arguments and of `reads`, and can be traced.
+        behind: stages of this round whose results are among its values.
+        is_shared: all ranks run it.
     """
 
     name: str
@@ -80,6 +82,16 @@ class Stage(NamedTuple):
     bucket: int = 0
     reads: Sequence[object] = ()
     repeats: bool = True
+    behind: tuple["Stage", ...] = ()
+    is_shared: bool = False
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """What decides, with the sizes of the batch, which operators are called and on whose results.
+
+        The same on all ranks.
+        """
+        return self.name, self.operators, self.bucket, *[stage.key for stage in self.behind]
 
 
 class Executor:
@@ -96,6 +108,9 @@ class Executor:
     def run(self, stage: Stage, state: BatchState, *values: Any) -> Any:  # noqa: ANN401 - see `Stage`
         """Call the function of a stage, or do what it does; returns what it returns."""
         return stage.function(state, *values)
+
+    def make_room(self) -> None:
+        """Take note that stages may read other tensors from now on; all ranks call it."""
 
 
 class Round:
@@ -146,11 +161,12 @@ class Round:
         that the next round verifies, if any.
         """
         clock.start()
-        drafted = ()
-        if choice.num_tokens:
-            drafted = executor.run(self.draft_stage(choice, bucket=bucket), state)
+        drafted: tuple[Any, ...] = ()
+        behind = [self.draft_stage(choice, bucket=bucket)] if choice.num_tokens else []
+        for drafting in behind:
+            drafted = executor.run(drafting, state)
             clock.add("draft")
-        result = executor.run(self.verify_stage(choice, bucket=bucket), state, *drafted)
+        result = executor.run(self.verify_stage(choice, *behind, bucket=bucket), state, *drafted)
         clock.add("verify")
         return result, POINT_MASS
 
@@ -176,11 +192,12 @@ class Round:
             rows.tokens_BS.scatter_(1, behind_BK, draft.ids_BK)
         return uniforms_BN, draft
 
-    def verify_stage(self, choice: DraftChoice, *, bucket: int) -> Stage:
+    def verify_stage(self, choice: DraftChoice, *behind: Stage, bucket: int) -> Stage:
         """Score the drafted tokens with the target, verify and commit; without any, decode one token."""
         if not choice.num_tokens:
             return self._of_target("verify", self._decode, bucket=bucket)
-        return self._of_target("verify", self._verify, choice.num_tokens, self.longest(choice), bucket=bucket)
+        arguments = choice.num_tokens, self.longest(choice)
+        return self._of_target("verify", self._verify, *arguments, bucket=bucket, behind=behind)
 
     def _verify(  # noqa: PLR0917 - a stage's
         self, num_tokens: int, longest: int | None, bucket: int, state: BatchState, uniforms_BN: Tensor, draft: Draft
@@ -243,15 +260,17 @@ class Round:
         logits_B1V, context = self.score(state, num_drafted=0, bucket=bucket)
         return state.commit(self.verifier.draw(logits_B1V, uniforms_B1P, context))
 
-    def _of_target(self, name: str, function: Callable[..., Any], *arguments: Hashable, bucket: int) -> Stage:
+    def _of_target(
+        self, name: str, function: Callable[..., Any], *arguments: Hashable, bucket: int, behind: Sequence[Stage] = (),
+    ) -> Stage:  # fmt: skip
         of_trees = (self.tree, self._nodes, self._steps_D) if self.tree else ()
         reads = (self.target, self.verifier, self.last_and_drafted_W, self.taps, *of_trees)
         repeats = self.target.repeats_operators
-        return self._stage(name, function, *arguments, bucket=bucket, reads=reads, repeats=repeats)
+        return self._stage(name, function, *arguments, bucket=bucket, reads=reads, repeats=repeats, behind=behind)
 
     def _stage(
         self, name: str, function: Callable[..., Any], *arguments: Hashable, bucket: int = 0, reads: Sequence[object],
-        repeats: bool,
+        repeats: bool, behind: Sequence[Stage] = (),
     ) -> Stage:  # fmt: skip
         """Make a stage of a function of these arguments, its bucket if it reads a cache, the batch and values.
 
@@ -259,7 +278,8 @@ class Round:
         """
         needs = (*vars(self.steps).values(),) if self.steps else ()
         given = (*arguments, bucket) if bucket else arguments
-        return Stage(name, partial(function, *given), (function, arguments, needs), bucket, reads, repeats)
+        operators = function, arguments, needs
+        return Stage(name, partial(function, *given), operators, bucket, reads, repeats, (*behind,), is_shared=True)
 
     def longest(self, choice: DraftChoice) -> int | None:
         """The longest rows that a round drafts for, which decodes longer ones plainly; None for all.

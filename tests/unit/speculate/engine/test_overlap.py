@@ -8,6 +8,7 @@ from torch import Tensor
 
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.engine.executors import GraphExecutor
+from llama_ssp.speculate.engine.round import Stage
 from llama_ssp.speculate.engine.state import BatchState
 from tests.helpers.decoders import complete, ids_of, make_decoder, outcome, requests, requests_of
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
@@ -139,6 +140,49 @@ def test_ranks_that_replay_give_the_text_of_one_that_does_not(
 
     assert on_ranks(thread_comms(num_ranks), one_rank) == [alone] * num_ranks
     assert [recorder.num_recorded for recorder in recorders] == [PIECES] * num_ranks
+
+
+class _Stages(FakeRecorder):
+    """Writes down, of each turn of a stage, whether it was a replay."""
+
+    def __init__(self, unrecordable: str | None = None) -> None:
+        super().__init__(unrecordable)
+        self.turns: list[tuple[str, bool]] = []
+
+    def seen(self, executor: GraphExecutor) -> None:
+        run = executor.run
+
+        def seen(stage: Stage, *values: Any) -> Any:  # noqa: ANN401 - see `Stage`
+            before = self.num_replayed
+            result = run(stage, *values)
+            if stage.is_shared:
+                self.turns.append((stage.name, self.num_replayed > before))
+            return result
+
+        vars(executor)["run"] = seen
+
+
+@pytest.mark.parametrize("fault", ["capture", "allocation"])
+def test_what_one_rank_cannot_replay_no_rank_does(fault: str) -> None:
+    """NCCL wants a message to be part of a graph on all of its ranks, or on none."""
+    recorders = [_Stages("aten::argmax" if (fault, rank) == ("capture", 1) else None) for rank in range(2)]
+
+    def one_rank(comm: ThreadComm) -> None:
+        target, draft = near_pair(1.0)
+        made = overlapped_decoder(target, draft, comm=comm, replay=recorders[comm.rank], num_draft_tokens=4)
+        assert isinstance(made.executor, GraphExecutor)
+        recorders[comm.rank].seen(made.executor)
+        complete(made, requests(24))
+        draft.num_allocations += fault == "allocation"  # as by a decoder of more drafted tokens
+        complete(made, requests(24))
+
+    on_ranks(thread_comms(2), one_rank)
+    first, second = (recorder.turns for recorder in recorders)
+    assert first == second
+    is_replayed = dict(first)
+    assert is_replayed == {"draft": fault != "capture", "score": True, "exchange": True, "decide": True}
+    num_of_draft = sum(name == "draft" and not replayed for name, replayed in first)
+    assert num_of_draft == 2 or fault == "capture"
 
 
 @pytest.mark.parametrize("unrecordable", ["aten::gather", "aten::cumprod"], ids=["in the draft", "in the rule"])
