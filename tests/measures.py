@@ -1,0 +1,101 @@
+"""Measures how much of the package its core is, and how much the core says of rooms.
+
+    python -m tests.measures
+
+Prints a table: lines of Python with and without rooms, references to rooms outside them, attributes that are set on
+objects from outside their classes, and exceptions from the formatter and the linter.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from llama_ssp import manifest
+from tests.helpers.repository import ROOT
+
+PACKAGE = ROOT / "llama_ssp"
+ROOMS = PACKAGE / "rooms"
+
+
+def num_lines(files: list[Path]) -> int:
+    """Count lines of files."""
+    return sum(len(file.read_text().splitlines()) for file in files)
+
+
+def words_of(room: str) -> set[str]:
+    """Names that belong to a room: what its records define, and what asks for it."""
+    tree = ast.parse((ROOMS / room / "records.py").read_text())
+    classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    return classes | {f"llama_ssp.rooms.{room}"} | {asked.partition("=")[2] for asked in manifest.ROOMS[room]}
+
+
+def references(file: Path, words: set[str]) -> Iterator[str]:
+    """Yield the places where a file's syntax tree has one of these words as a name, an import or a whole string."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        match node:
+            case (
+                ast.Name(id=found) | ast.Attribute(attr=found) | ast.alias(name=found) | ast.Constant(value=str(found))
+            ):
+                pass
+            case ast.ImportFrom(module=str(found)):
+                pass
+            case _:
+                continue
+        if found in words or any(found.startswith(f"{word}.") for word in words):
+            yield f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)} {found}"
+
+
+def assigned(tree: ast.AST) -> Iterator[ast.Attribute]:
+    """Yield the attributes that statements assign to."""
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in (part for each in targets if each for part in getattr(each, "elts", [each])):
+            if isinstance(target, ast.Attribute):
+                yield target
+
+
+def is_own(target: ast.Attribute) -> bool:
+    """Whether an attribute is one of the object whose method assigns to it."""
+    return isinstance(target.value, ast.Name) and target.value.id in {"self", "cls"}
+
+
+def set_from_outside(trees: dict[Path, ast.Module]) -> Iterator[str]:
+    """Yield assignments to attributes of objects whose classes stand in other files of the package."""
+    owners: dict[str, set[Path]] = {}
+    for file, tree in trees.items():
+        fields = [
+            node.target.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        ]
+        for name in (*fields, *(target.attr for target in assigned(tree) if is_own(target))):
+            owners.setdefault(name, set()).add(file)
+    for file, tree in trees.items():
+        for target in assigned(tree):
+            if not is_own(target) and file not in owners.get(target.attr, {file}):
+                yield f"{file.relative_to(ROOT)}:{target.lineno} {ast.unparse(target)}"
+
+
+def main() -> None:
+    """Print the table, and what it counts where that should be nothing."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    core = [file for file in files if ROOMS not in file.parents or file == ROOMS / "__init__.py"]
+    words = set[str]().union(*map(words_of, manifest.present()))
+    named = [found for file in core if file.name != "manifest.py" for found in references(file, words)]
+    outside = [*set_from_outside({file: ast.parse(file.read_text()) for file in files})]
+    text = "".join(file.read_text() for file in files)
+    rows = {
+        "lines of Python": num_lines(files),
+        "lines of Python without rooms": num_lines(core),
+        "references to rooms outside them": len(named),
+        "attributes set from other files": len(outside),
+        "# fmt: skip": text.count("# fmt: skip"),
+        "noqa": text.count("# noqa"),
+    }
+    for name, number in rows.items():
+        print(f"{name:<34}{number:>7,}")
+    print(*named, *outside, sep="\n")
+
+
+if __name__ == "__main__":
+    main()
