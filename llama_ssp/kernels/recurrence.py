@@ -96,18 +96,23 @@ def recur(state_BHNP: Tensor, steps: Steps, *, keeps_all: bool) -> tuple[Tensor,
     Returns:
         The outputs (B, H, T, P), and the states (B, T, H, N, P), or the last one (B, 1, H, N, P).
     """
+    num_tokens = steps.keys.shape[2]
+    # What cuBLAS does for a solution may not be capturable, and what is captured has at most these tokens.
+    solve = _substituted if steps.keys.is_cuda and num_tokens <= _CHUNK else _solved
     if keeps_all:
-        return _chunk(state_BHNP, steps, keeps_all=True)
-    outputs, num_tokens, states_B1HNP = [], steps.keys.shape[2], state_BHNP[:, None]
+        return _chunk(state_BHNP, steps, solve, keeps_all=True)
+    outputs, states_B1HNP = [], state_BHNP[:, None]
     chunk = _CHUNK if steps.log_decays.shape[-1] == 1 else _CHUNK_OF_ROWS
     for start in range(0, num_tokens, chunk):
         part = steps.part(slice(start, start + chunk))
-        output, states_B1HNP = _chunk(states_B1HNP[:, 0], part, keeps_all=False)
+        output, states_B1HNP = _chunk(states_B1HNP[:, 0], part, solve, keeps_all=False)
         outputs.append(output)
     return torch.cat(outputs, 2), states_B1HNP
 
 
-def _chunk(state_BHNP: Tensor, steps: Steps, *, keeps_all: bool) -> tuple[Tensor, Tensor]:
+def _chunk(
+    state_BHNP: Tensor, steps: Steps, solve: Callable[[Tensor, Tensor], Tensor], *, keeps_all: bool
+) -> tuple[Tensor, Tensor]:
     queries, keys, added, log_decays, rates = steps
     since_start_BHDT = log_decays.cumsum(2).transpose(-1, -2)
     decays_BHTD = since_start_BHDT.exp().transpose(-1, -2)
@@ -126,10 +131,7 @@ def _chunk(state_BHNP: Tensor, steps: Steps, *, keeps_all: bool) -> tuple[Tensor
     if rates is not None:
         overlaps_BHTT = rates[..., None] * of_keys(keys)
         wanted = rates[..., None] * (added - of_state(keys))
-        if keeps_all and keys.is_cuda:  # a round, which may be captured: what cuBLAS does for a solution may not be
-            added = _substituted(overlaps_BHTT, wanted)
-        else:
-            added = torch.linalg.solve_triangular(overlaps_BHTT, wanted, upper=False, unitriangular=True)
+        added = solve(overlaps_BHTT, wanted)
     outputs = of_state(queries) + of_keys(queries) @ added
     if not keeps_all:
         decayed_keys = keys * between_BHTTD[:, :, -1]
@@ -140,10 +142,15 @@ def _chunk(state_BHNP: Tensor, steps: Steps, *, keeps_all: bool) -> tuple[Tensor
     return outputs, states.transpose(1, 2)
 
 
+def _solved(lower_BHTT: Tensor, values_BHTP: Tensor) -> Tensor:
+    """Solve (1 + L) x = v, where of L the part below the diagonal counts."""
+    return torch.linalg.solve_triangular(lower_BHTT, values_BHTP, upper=False, unitriangular=True)
+
+
 def _substituted(lower_BHTT: Tensor, values_BHTP: Tensor) -> Tensor:
-    """Solve (1 + L) x = v, where of L the part below the diagonal counts, by products alone, token by token."""
+    """Solve as `_solved`, token by token."""
     found_BHTP = values_BHTP[:, :, :1]
     for token in range(1, values_BHTP.shape[2]):
-        known_BH1P = lower_BHTT[:, :, token : token + 1, :token] @ found_BHTP
+        known_BH1P = (lower_BHTT[:, :, token, :token, None] * found_BHTP).sum(2, keepdim=True)
         found_BHTP = torch.cat([found_BHTP, values_BHTP[:, :, token : token + 1] - known_BH1P], 2)
     return found_BHTP
