@@ -144,7 +144,8 @@ def _chunk(
 
 def _solved(lower_BHTT: Tensor, values_BHTP: Tensor) -> Tensor:
     """Solve (1 + L) x = v, where of L the part below the diagonal counts."""
-    return torch.linalg.solve_triangular(lower_BHTT, values_BHTP, upper=False, unitriangular=True)
+    found_BHTP: Tensor = torch.linalg.solve_triangular(lower_BHTT, values_BHTP, upper=False, unitriangular=True)
+    return found_BHTP
 
 
 def _substituted(lower_BHTT: Tensor, values_BHTP: Tensor) -> Tensor:
