@@ -1,5 +1,6 @@
 """`task=evaluate`: its settings, checks and record, and the evidence of suites, each a module of this package."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
@@ -14,6 +15,9 @@ if TYPE_CHECKING:  # plans need none of them
     from llama_ssp.evaluation.martingales import TextSums
     from llama_ssp.reports.records import Evaluation, LineKey
     from llama_ssp.reports.summary import CompletionPair
+
+MOST_PROMPTS = 90 * 90
+"""All products of two numbers of two digits."""
 
 
 @dataclass(kw_only=True)
@@ -129,6 +133,15 @@ EVALUATE = TaskSpec(
     run="llama_ssp.run.tasks.evaluate:evaluate",
     needs_draft=True,
     has_both_modes=True,
+    ranges=(
+        ("num_prompts", lambda n: 1 <= n <= MOST_PROMPTS, f"at least 1 and at most {MOST_PROMPTS}, for example 1000"),
+        ("margin", lambda m: 0 < m < 1, "a difference of two rates, between 0 and 1, for example 0.1"),
+        ("near_tie", lambda t: 0 <= t < math.inf, "0 or more nats, or {null} for the number format's own"),
+    ),
+    changeable=("gate", "margin", "near_tie", "num_prompts"),
+    variant="suite",
+    failure="an evaluation with gate=true failed",
+    former={"eval": "task=evaluate suite=arithmetic"},
     fill_in=_fill_in_for_evaluate,
     prompts=_prompts_of_evaluate,
     problems=_problems_of_evaluate,
