@@ -77,9 +77,8 @@ class TaskSpec:
 
 
 TASKS: Registry[TaskSpec] = Registry(
-    setting="task", kind=TaskSpec,
-    modules=("llama_ssp.evaluation.task", "llama_ssp.run.tasks.records", "llama_ssp.run.serve.settings"),
-)  # fmt: skip
+    setting="task", modules=("llama_ssp.run.tasks.records", "llama_ssp.run.serve.settings"), kind=TaskSpec
+)
 register, task_specs = TASKS.register, TASKS.all
 
 

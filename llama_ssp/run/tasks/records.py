@@ -1,4 +1,4 @@
-"""The tasks but `evaluate`: their settings, checks and records. Imports no torch; each names its code."""
+"""The tasks of the core: their settings, checks and records. Imports no torch; each names its code."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -251,7 +251,6 @@ FAULTS = [
     ("llama_ssp/weights/byte_rows.py", "llama_ssp.cpu.kinds", "CPUs have one room"),
     ("llama_ssp/architectures/matrices.py", "torch", NO_TORCH),
     ("llama_ssp/settings/checks.py", "transformers", NO_TORCH),
-    ("llama_ssp/evaluation/statistics.py", "torch", NO_TORCH),
     ("llama_ssp/terminal/terminal.py", "llama_ssp.speculate.engine", "Imports run one way"),
     ("llama_ssp/settings/checks.py", "omegaconf", "hydra and omegaconf are known to"),
     ("llama_ssp/models/huggingface/runner.py", "bitsandbytes", BACKENDS),

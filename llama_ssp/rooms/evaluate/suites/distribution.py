@@ -9,11 +9,11 @@ over all tokens. Each kind gets half of the rate of false alarms, in equal share
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
-from llama_ssp.evaluation import statistics
-from llama_ssp.evaluation.martingales import SCORES, moves, powers, sums_of
-from llama_ssp.evaluation.task import Evidence, Suite
 from llama_ssp.reports.records import CompletionLine, Evaluation, Measure
 from llama_ssp.reports.summary import CompletionPair
+from llama_ssp.rooms.evaluate import statistics
+from llama_ssp.rooms.evaluate.martingales import SCORES, moves, powers, sums_of
+from llama_ssp.rooms.evaluate.records import Evidence, Suite
 from llama_ssp.settings.schema import RunConfig
 
 FALSE_ALARM_RATE = 1e-3

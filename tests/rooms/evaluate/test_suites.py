@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from llama_ssp.catalogue import Dtype, ModelConfig
-from llama_ssp.evaluation import agreement, arithmetic, distribution
-from llama_ssp.evaluation.martingales import FAULTS, SCORES, Role, TextSums, roles_of, sums_of
-from llama_ssp.evaluation.task import EvaluateConfig, Evidence
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine, Measure
 from llama_ssp.reports.summary import CompletionPair, pairs_of
+from llama_ssp.rooms.evaluate.martingales import FAULTS, SCORES, Role, TextSums, roles_of, sums_of
+from llama_ssp.rooms.evaluate.records import EvaluateConfig, Evidence
+from llama_ssp.rooms.evaluate.suites import agreement, arithmetic, distribution
 from llama_ssp.settings.schema import RunConfig, VerificationConfig
 from tests.helpers import runs
 

@@ -1,4 +1,4 @@
-"""`task=evaluate`: its settings, checks and record, and the evidence of suites, each a module of this package."""
+"""The records of evaluation: its task with settings and checks, and the registry of suites. Imports no torch."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,9 +12,9 @@ from llama_ssp.settings.schema import RunConfig, TaskConfig
 from llama_ssp.settings.tasks import NoEffect, TaskSpec, default_of, default_prompts
 
 if TYPE_CHECKING:  # plans need none of them
-    from llama_ssp.evaluation.martingales import TextSums
     from llama_ssp.reports.records import Evaluation, LineKey
     from llama_ssp.reports.summary import CompletionPair
+    from llama_ssp.rooms.evaluate.martingales import TextSums
 
 MOST_PROMPTS = 90 * 90
 """All products of two numbers of two digits."""
@@ -71,7 +71,7 @@ class Suite:
     judge: "Callable[[Evidence], Evaluation]"
     # which completions of such pairs the target scores, token by token, before the judge is called.
     scored: Callable[[Any], Iterable[Any]] = lambda pairs: ()  # noqa: ARG005
-    # the draft scores the speculative ones too, and the judge has their sums (`evaluation.martingales`).
+    # the draft scores the speculative ones too, and the judge has their sums (`martingales`).
     needs_sums: bool = False
     # makes the prompts; None for those of the user, or `task.default_prompts`.
     prompts: Callable[[RunConfig], Sequence[str]] | None = None
@@ -84,7 +84,7 @@ class Suite:
     problems: Callable[[RunConfig], Iterable[str]] = lambda config: ()  # noqa: ARG005
 
 
-SUITES: Registry[Suite] = Registry(setting="suite", modules=("llama_ssp.evaluation",), kind=Suite)
+SUITES: Registry[Suite] = Registry(setting="suite", modules=("llama_ssp.rooms.evaluate.suites",), kind=Suite)
 register_suite = SUITES.register
 
 
@@ -130,7 +130,7 @@ def _problems_of_evaluate(config: RunConfig, explicit: frozenset[str]) -> Iterat
 
 EVALUATE = TaskSpec(
     config=EvaluateConfig,
-    run="llama_ssp.run.tasks.evaluate:evaluate",
+    run="llama_ssp.rooms.evaluate.task:evaluate",
     needs_draft=True,
     has_both_modes=True,
     ranges=(

@@ -3,7 +3,7 @@
 A score is a function of the next token that the text before it decides. With p the target's probabilities after that
 text, f(token) - E_p f has expectation 0 and the variance that p gives, whatever was drawn before: its sum over a text
 is a martingale. Each score is large on tokens that one kind of fault makes too frequent. After a rejection, the
-residual takes the place of p. Texts are only read here; `evaluation.martingales` judges the sums.
+residual takes the place of p. Texts are only read here; `martingales` judges the sums.
 
 With q the draft's probabilities and w the weight of the block before it (1 unless the rule verifies blocks), a token is
 drafted and accepted with probability min(w p, q) / w, and otherwise drawn from the residual, (w p - q)+ normalised:
@@ -24,7 +24,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from llama_ssp.architectures.matrices import tokens_of_a_block
-from llama_ssp.evaluation.martingales import BIASES, BLOCK, CERTAIN, FAULTS, RESIDUALS, SCORES, Role, Rounds, TextSums
+from llama_ssp.rooms.evaluate.martingales import (
+    BIASES,
+    BLOCK,
+    CERTAIN,
+    FAULTS,
+    RESIDUALS,
+    SCORES,
+    Role,
+    Rounds,
+    TextSums,
+)
 
 NUM_NEWEST = 8
 """N: a penalty that forgets drafted tokens forgets the newest ones."""

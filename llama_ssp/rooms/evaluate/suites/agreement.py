@@ -9,10 +9,10 @@ narrow.
 from collections.abc import Iterable, Iterator
 
 from llama_ssp.catalogue import Dtype
-from llama_ssp.evaluation.statistics import wilson
-from llama_ssp.evaluation.task import Evidence, Suite
 from llama_ssp.reports.records import CompletionLine, Evaluation, Measure
 from llama_ssp.reports.summary import CompletionPair, counted_rounds
+from llama_ssp.rooms.evaluate.records import Evidence, Suite
+from llama_ssp.rooms.evaluate.statistics import wilson
 from llama_ssp.settings.schema import RunConfig
 
 NEAR_TIES = {Dtype.fp32: 1e-3, Dtype.fp16: 0.1, Dtype.bf16: 0.5}

@@ -1,14 +1,14 @@
 """`task=evaluate`: completes all prompts in both modes, and lets a suite judge the completions."""
 
 from llama_ssp.catalogue import Dtype
-from llama_ssp.evaluation.martingales import ANY_ROUNDS, BLOCK, CERTAIN, Role, Rounds, roles_of
-from llama_ssp.evaluation.task import Evidence, task_and_suite
 from llama_ssp.ranks.failures import from_rank_0
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
 from llama_ssp.reports.summary import pairs_of
+from llama_ssp.rooms.evaluate.martingales import ANY_ROUNDS, BLOCK, CERTAIN, Role, Rounds, roles_of
+from llama_ssp.rooms.evaluate.probabilities import SampledText, score
+from llama_ssp.rooms.evaluate.records import Evidence, task_and_suite
 from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session, Viewer
-from llama_ssp.run.tasks.probabilities import SampledText, score
 from llama_ssp.settings.drafters import drafter_of, drafts_greedily, has_own_tokenizer
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import RunConfig

@@ -7,9 +7,9 @@ one-sided tests show that the rates differ by less than `task.margin`.
 import random
 import re
 
-from llama_ssp.evaluation.statistics import rate_difference, wilson
-from llama_ssp.evaluation.task import Evidence, Suite, task_and_suite
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine, Evaluation, Measure
+from llama_ssp.rooms.evaluate.records import Evidence, Suite, task_and_suite
+from llama_ssp.rooms.evaluate.statistics import rate_difference, wilson
 from llama_ssp.settings.schema import RunConfig
 
 NUM_EXAMPLES = 3

@@ -1,6 +1,6 @@
 """The target's probabilities of finished texts: how probable each new token was, as the run samples.
 
-Of texts with roles the draft's probabilities are found too, and `sampling.law` adds up the differences between the text
+Of texts with roles the draft's probabilities are found too, and `law` adds up the differences between the text
 and the target's distribution.
 
 The ranks of a target compute together; with replicas, each scores its share of the texts. Every prompt is read once
@@ -22,10 +22,11 @@ from torch.nn.functional import pad
 
 from llama_ssp.architectures.engine import BUCKET_STEP, whole_steps
 from llama_ssp.errors import InterruptedRun
-from llama_ssp.evaluation.martingales import ANY_ROUNDS, Role, Rounds, TextSums
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
+from llama_ssp.rooms.evaluate.law import NUM_NEWEST, LawSums
+from llama_ssp.rooms.evaluate.martingales import ANY_ROUNDS, Role, Rounds, TextSums
 from llama_ssp.run.session import Session
 from llama_ssp.settings.drafters import NgramConfig
 from llama_ssp.settings.rules import DEFAULT
@@ -34,7 +35,6 @@ from llama_ssp.speculate.drafters.drafter import Drafter
 from llama_ssp.speculate.drafters.maker import make_drafters
 from llama_ssp.speculate.engine.likelihoods import Law, log_probs_of
 from llama_ssp.speculate.sampling.context import Rows
-from llama_ssp.speculate.sampling.law import NUM_NEWEST, LawSums
 from llama_ssp.speculate.sampling.uniforms import PER_DRAW
 from llama_ssp.terminal.progress import Pace
 
