@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from statistics import NormalDist
+from typing import NamedTuple
 
 from llama_ssp.settings.rules import DEFAULT
 
@@ -95,8 +96,7 @@ class Rounds:
 ANY_ROUNDS = Rounds()
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextSums:
+class TextSums(NamedTuple):
     """The sums of one text; lists have a number for each of `SCORES`.
 
     Attributes:

@@ -16,8 +16,7 @@ if TYPE_CHECKING:  # plans need none of them
     from llama_ssp.reports.summary import CompletionPair
     from llama_ssp.rooms.evaluate.martingales import TextSums
 
-MOST_PROMPTS = 90 * 90
-"""All products of two numbers of two digits."""
+MOST_PROMPTS = 90 * 90  # All products of two numbers of two digits.
 
 
 @dataclass(kw_only=True)
@@ -57,11 +56,6 @@ class Evidence:
     log_probs: "Mapping[LineKey, Sequence[float]]"
     sums: "Sequence[TextSums]" = ()
 
-    @property
-    def task(self) -> EvaluateConfig:
-        """The task's settings."""
-        return cast("EvaluateConfig", self.config.task)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
@@ -73,8 +67,8 @@ class Suite:
     scored: Callable[[Any], Iterable[Any]] = lambda pairs: ()  # noqa: ARG005
     # the draft scores the speculative ones too, and the judge has their sums (`martingales`).
     needs_sums: bool = False
-    # makes the prompts; None for those of the user, or `task.default_prompts`.
-    prompts: Callable[[RunConfig], Sequence[str]] | None = None
+    # the prompts; by default those of the user, or `task.default_prompts`.
+    prompts: Callable[[RunConfig], Sequence[str]] = default_prompts
     # values of the run's settings, by dotted key, where neither the user nor a bundle has set one.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     settings: tuple[str, ...] = ()  # those of the task that this suite reads, apart from `suite` and `gate`.
@@ -94,7 +88,7 @@ def task_and_suite(config: RunConfig) -> tuple[EvaluateConfig, Suite]:
     return task, SUITES.of(task.suite)
 
 
-def _fill_in_for_evaluate(config: RunConfig, explicit: frozenset[str]) -> None:
+def _fill_in(config: RunConfig, explicit: frozenset[str]) -> None:
     """Set each default of the suite unless its key or group is in `explicit`, or a bundle has set another value."""
     suite = SUITES.find(cast("EvaluateConfig", config.task).suite)
     for key, value in suite.defaults.items() if suite else ():
@@ -104,12 +98,7 @@ def _fill_in_for_evaluate(config: RunConfig, explicit: frozenset[str]) -> None:
             setattr(part, name, value)
 
 
-def _prompts_of_evaluate(config: RunConfig) -> Sequence[str]:
-    _, suite = task_and_suite(config)
-    return suite.prompts(config) if suite.prompts else default_prompts(config)
-
-
-def _problems_of_evaluate(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoEffect]:
+def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoEffect]:
     task = cast("EvaluateConfig", config.task)
     if config.prompts == "-":
         yield "prompts=- has no effect on task=evaluate, which finds its prompts again when resumed: give prompts=FILE"
@@ -121,7 +110,7 @@ def _problems_of_evaluate(config: RunConfig, explicit: frozenset[str]) -> Iterat
     read = {"name", "suite", "gate", *suite.settings}
     for name in [entry.name for entry in fields(task) if entry.name not in read and f"task.{entry.name}" in explicit]:
         yield NoEffect(f"task.{name}", f"on suite={suite.name}")
-    if suite.prompts:
+    if suite.prompts is not default_prompts:
         for name in [name for name in ("prompt", "prompts") if getattr(config, name) not in {None, "-"}]:
             yield NoEffect(name, f"on suite={suite.name}, which makes its own prompts")
     if suite.why_one_sample and config.num_samples > 1:
@@ -142,7 +131,7 @@ EVALUATE = TaskSpec(
     variant="suite",
     failure="an evaluation with gate=true failed",
     former={"eval": "task=evaluate suite=arithmetic"},
-    fill_in=_fill_in_for_evaluate,
-    prompts=_prompts_of_evaluate,
-    problems=_problems_of_evaluate,
+    fill_in=_fill_in,
+    prompts=lambda config: task_and_suite(config)[1].prompts(config),
+    problems=_problems,
 )

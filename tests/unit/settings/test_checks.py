@@ -1,7 +1,7 @@
 """Bad configs of runs and plans: each gets its sentence, all problems of one config come together."""
 
 import shlex
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
@@ -10,6 +10,7 @@ from llama_ssp.settings import checks, drafters
 from llama_ssp.settings.checks import check_plan
 from llama_ssp.settings.compose import compose, to_run_config
 from llama_ssp.settings.schema import PlanConfig
+from llama_ssp.settings.tasks import task_specs
 from tests.helpers.composed import compose_run
 from tests.helpers.own_conf import OwnConf
 
@@ -76,6 +77,7 @@ BAD = {
     "speculation.forced_lengths=[1] speculation.tree=2x2": "needs chains: leave speculation.tree out",
     "speculation.forced_lengths=[1] speculation.num_draft_tokens=auto": "needs equal rounds: leave",
     "task=generate speculation.forced_lengths=[1]": "needs a task that shows times, and the texts of task=generate mus",
+    "task=generate speculation.forced_lengths=[2]": "of task=generate must be the target's: use task=compare",
     "task=latency task.store=true speculation.forced_lengths=[1]": "needs an acceptance that is not measured: leave",
     "speculation.forced_lengths=[1] speculation.acceptance=0.5": "speculation.acceptance has no effect with speculati",
     "task=benchmark task.num_draft_tokens=[2,4] speculation.forced_lengths=[3]": "numbers from 0 to K, here 2",
@@ -231,6 +233,12 @@ def test_heads_may_be_padded_to_different_widths() -> None:
     config.draft.model.shape.vocab_size = 4160
     with pytest.raises(ConfigError, match="draft=tiny-draft 4160"):
         checks.check(config, explicit, world_size=1)
+
+
+def test_what_the_record_of_a_task_names_are_its_settings() -> None:
+    for task in task_specs().values():
+        named = {*(name for name, _, _ in task.ranges), *task.paths, *task.changeable, task.variant} - {None}
+        assert named <= {setting.name for setting in fields(task.config)}, task.name
 
 
 ALL = {
