@@ -64,7 +64,7 @@ class NumericError(SspError):
 
 
 class FailedEvaluation(SspError):  # noqa: N818 - no error, but a verdict
-    """A suite of `task=evaluate` that failed, where the task has a gate; all records are complete."""
+    """A verdict of a task that is against the run, where it has a gate; all records are complete."""
 
     exit_code = 1
 

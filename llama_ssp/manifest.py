@@ -9,6 +9,7 @@ from pkgutil import iter_modules
 
 ROOMS: dict[str, tuple[str, ...]] = {
     "calibrate": ("task=calibrate", "command=calibrate"),
+    "evaluate": ("task=evaluate",),
 }
 """What asks for a room: kind and name, as `unknown_name` is given them."""
 FOLDER = Path(__file__).parent / "rooms"

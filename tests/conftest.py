@@ -38,7 +38,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 MOST_WORKERS = 8
 """Each of them imports torch, which takes about 0.6 GB."""
-JOBS = ("tests/distributed/", "tests/slurm/", "tests/stub_gpu/")
+JOBS, OF_ROOMS = ("tests/distributed/", "tests/slurm/", "tests/stub_gpu/"), "/test_distributed.py"
 """Tests that start several ranks: one worker runs them one after the other, so that their time limits hold."""
 UNTIMED = tuple(f"tests/distributed/test_{name}.py" for name in ("placement", "deepspeed"))
 """Those that share groups of ranks and have no time limits: another worker may run them at the same time."""
@@ -54,7 +54,7 @@ class JobsOnOneWorker(LoadScopeScheduling):  # type: ignore[misc] # xdist is unt
             return UNTIMED[0]
         if nodeid.startswith(FILES):
             return nodeid.partition("::")[0]
-        return JOBS[0] if nodeid.startswith(JOBS) else nodeid
+        return JOBS[0] if nodeid.startswith(JOBS) or OF_ROOMS in nodeid else nodeid
 
 
 @pytest.fixture

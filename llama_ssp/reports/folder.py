@@ -18,6 +18,7 @@ from typing import BinaryIO, TypeVar
 from llama_ssp.errors import FULL_DISK, ConfigError, SspError
 from llama_ssp.reports.reading import read_settings
 from llama_ssp.reports.records import PLAIN, BenchmarkCell, CompletionLine, LineKey, LogProbLine, Summary
+from llama_ssp.settings.tasks import TASKS
 from llama_ssp.words import visible
 
 COSTS_FILE, MODELS_FILE, LOG_PROBS_FILE = "round_costs.json", "models.json", "logprobs.jsonl"
@@ -25,11 +26,10 @@ BATCH_FILE = "batch_output.jsonl"
 CHANGEABLE = (
     "run_dir", "resume", "quiet", "logprobs", "prompt_logprobs", "timeouts", "hardware", "dry_run",
     "speculation.acceptance",
-    "task.picture", "task.store", "task.gate", "task.margin", "task.near_tie", "task.num_prompts",
     "model.path", "draft.model.path",
     "model.adapter", "draft.model.adapter",
 )  # fmt: skip
-"""Keys of a config, with all below them, that may change when a run is resumed: no completion depends on them."""
+"""Keys of a config, with all below them, that may change when a run is resumed; each task adds some of its own."""
 MOST_STATUS_BYTES = 4096
 _MOST_CHANGED, _MOST_SHOWN_CHARS = 10, 200
 """Most changed settings that are named, and most characters shown of each value."""
@@ -184,10 +184,12 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 def _changes(old: dict[str, object], new: dict[str, object]) -> list[str]:
     """Describe each changed setting in a clause. A list that the old settings lack was empty."""
     old = {key: value for key, value in new.items() if value == []} | old
+    tasks = filter(None, (TASKS.find(str(settings.get("task.name"))) for settings in (old, new)))
+    changeable = [*CHANGEABLE, *(f"task.{name}" for task in tasks for name in task.changeable)]
     changed = [
         key
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not any(f"{key}.".startswith(f"{parent}.") for parent in CHANGEABLE)
+        if old.get(key) != new.get(key) and not any(f"{key}.".startswith(f"{parent}.") for parent in changeable)
     ]
 
     def shown(value: object) -> str:

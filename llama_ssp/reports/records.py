@@ -295,7 +295,7 @@ MEASURE_COLUMNS = ["", "value", "95 % interval"]
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The verdict of a suite of `task=evaluate`.
+    """The verdict of a task that judges its completions by a suite of checks.
 
     Attributes:
         reason: a clause that says why it passed or failed.
@@ -421,7 +421,7 @@ class Summary(RunFacts):
 
     `cells` holds those of task=benchmark, whose prompts and new tokens count one completion of each cell's prompts.
     `startup`, `prompt_tokens` and `experts` describe the last part of a resumed run. `evaluation` is the verdict of
-    task=evaluate, `excerpts` are a few completions for the report.
+    a task that has one, `excerpts` are a few completions for the report.
     """
 
     schema_version: int = SCHEMA_VERSION

@@ -16,6 +16,7 @@ from llama_ssp.reports.folder import MOST_STATUS_BYTES, read_lines, read_regular
 from llama_ssp.reports.measures import RunMeasures, measure
 from llama_ssp.reports.reading import MOST_BYTES, MOST_CHARS, read_settings
 from llama_ssp.reports.records import CompletionLine, Summary
+from llama_ssp.settings.tasks import task_specs
 from llama_ssp.words import visible
 
 _NAMED_BY_FACTS = {"task.name", "model.name", "draft.kind", "draft.model.name"}
@@ -26,10 +27,7 @@ _NAMES = {
     "speculation.num_draft_tokens": "K", "hardware.name": "hardware", "placement.target.kind": "placement",
     "placement.draft.kind": "draft placement",
 }  # fmt: skip
-_ENTRIES = (
-    ("model.", "model"), ("draft.", "draft"), ("hardware.", "hardware.name"),
-    ("task.", "task"), ("task.", "task.suite"),
-)  # fmt: skip
+_ENTRIES = (("model.", "model"), ("draft.", "draft"), ("hardware.", "hardware.name"), ("task.", "task"))
 """Groups whose entries fix several settings, and the settings that name the entry."""
 _DESCRIPTION = re.compile(
     r"hardware\.|(draft\.)?model\.(hub_id|revision|shipped|stored_dtype|gpu_dtype|default_draft|chat|gated|shape\b)"
@@ -185,9 +183,10 @@ def _shown(value: object) -> str:
 
 def _follows(key: str, changing: Mapping[str, tuple[object, ...]]) -> bool:
     """Whether a setting follows from the name of an entry that changes: a description, or what other entries lack."""
-    if key in {name for _, name in _ENTRIES} or not (_DESCRIPTION.match(key) or NO_VALUE in changing[key]):
+    entries = [*_ENTRIES, *(("task.", f"task.{task.variant}") for task in task_specs().values() if task.variant)]
+    if key in {name for _, name in entries} or not (_DESCRIPTION.match(key) or NO_VALUE in changing[key]):
         return False
-    return any(key.startswith(group) and name in changing for group, name in _ENTRIES)
+    return any(key.startswith(group) and name in changing for group, name in entries)
 
 
 def _short_name(key: str, keys: Sequence[str]) -> str:

@@ -58,7 +58,7 @@ class Session:
         finished: completions recorded by earlier parts of this run.
         num_prompts: None if they are typed one by one.
         plan: None for an unknown machine.
-        evaluation: the verdict of `task=evaluate`, on rank 0, once there is one.
+        evaluation: the verdict of a task that has one, on rank 0, once there is one.
         num_read_tokens, num_reused_tokens: see `PromptTokens`; of this replica.
         experts_read_3: see `Runner`, of the completions of this run; None without experts on this rank.
         has_gate: a failed evaluation ends the run with an error, once all is recorded.

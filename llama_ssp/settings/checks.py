@@ -6,7 +6,7 @@ The only file that it looks at is that of the prompts; checkpoints and tokenizer
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
@@ -18,11 +18,10 @@ from llama_ssp.settings import drafters, layout, schema, trees
 from llama_ssp.settings.combinations import clashes
 from llama_ssp.settings.rules import RULES
 from llama_ssp.settings.schema import PlanConfig, RunConfig
-from llama_ssp.settings.tasks import NoEffect, default_of, task_of
+from llama_ssp.settings.tasks import TASKS, NoEffect, Range, default_of, task_of
 from llama_ssp.storage.formats import CACHES, FORMATS
 from llama_ssp.words import key_of, said, value_of
 
-MOST_PROMPTS = 90 * 90  # All products of two numbers of two digits.
 _NEVER_IGNORED = {"dry_run"}
 LEAST_AGREEMENT = 0.3  # Lowest `synthetic.agreement` accepted.
 
@@ -103,7 +102,7 @@ _MOST_BIAS, _MOST_REPETITION = 10**4, 100  # logits stay finite
 _REPETITION = f"from 1/{_MOST_REPETITION} to {_MOST_REPETITION}, for example 1.1; 1 switches it off"
 _PENALTY = f"from -{_MOST_BIAS} to {_MOST_BIAS}, for example 0.5; 0 switches it off"
 _BIASES = f"numbers from -{_MOST_BIAS} to {_MOST_BIAS}, such as {{{{198: -100}}}}"
-_RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+_RANGES: tuple[Range, ...] = (
     ("speculation.num_draft_tokens", lambda k: k == schema.ADAPTIVE or k in _NUM_DRAFTED, _DRAFTED),
     ("speculation.acceptance", lambda a: 0 <= a <= 1, "a probability, between 0 and 1"),
     ("synthetic.agreement", lambda a: LEAST_AGREEMENT <= a <= 1, f"between {LEAST_AGREEMENT} and 1"),
@@ -128,17 +127,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("seed", lambda s: 0 <= s < 2**63, "between 0 and 2^63 - 1"),
     ("timeouts.load_s", lambda s: 0 < s <= _MAX_TIMEOUT_S, _TIMEOUT),
     ("timeouts.decode_s", lambda s: 0 < s <= _MAX_TIMEOUT_S, _TIMEOUT),
-    ("task.num_warmup", lambda n: n >= 0, "0 or more prompts"),
-    ("task.repetitions", lambda n: n >= 1, "at least 1"),
-    ("task.num_prompts", lambda n: 1 <= n <= MOST_PROMPTS, f"at least 1 and at most {MOST_PROMPTS}, for example 1000"),
-    ("task.port", lambda n: 0 <= n < 1 << 16, "between 0 and 65535, for example 8000"),
-    ("task.max_length", lambda n: n > 1, "at least 2, for example 4096"),
-    ("task.max_waiting", lambda n: n >= 1, "at least 1, for example 256"),
-    ("task.request_s", lambda s: 0 < s < math.inf, "a positive number of seconds"),
-    ("task.margin", lambda m: 0 < m < 1, "a difference of two rates, between 0 and 1, for example 0.1"),
-    ("task.near_tie", lambda t: 0 <= t < math.inf, "0 or more nats, or {null} for the number format's own"),
 )
-"""Conditions on numbers: key, what must hold, and what is required in words; a missing or null value passes."""
 
 
 def required_of(name: str) -> str | None:
@@ -155,7 +144,9 @@ def _values(config: RunConfig) -> Iterator[str]:
 
 
 def _ranges(config: RunConfig) -> Iterator[str]:
-    for key, holds, required in _RANGES:
+    task = TASKS.find(config.task.name)
+    of_task = [(f"task.{name}", holds, required) for name, holds, required in task.ranges] if task else []
+    for key, holds, required in [*_RANGES, *of_task]:
         value: Any = config
         for name in key.split("."):
             value = getattr(value, name, None)

@@ -4,17 +4,17 @@
 when the settings are known, and again when the files have said what the models are (`ModelConfig.shape`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
 from llama_ssp.catalogue import ModelConfig, ModelShape
 from llama_ssp.settings.drafters import DRAFTERS, NGRAM_DRAFT, drafter_of, drafts, has_own_tokenizer
 from llama_ssp.settings.rules import AT_ZERO, RULES, at_every_temperature, rule_of, rules
 from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, DraftLayout, PlanConfig, RunConfig, TargetKind
+from llama_ssp.settings.tasks import task_of, task_specs
 from llama_ssp.settings.trees import TreeShape, tree_shape
 from llama_ssp.words import key_of, said
 
-_TIMES = {"compare", "latency", "benchmark"}
 _NO_MODEL = ModelConfig(name="none")
 ABILITIES: dict[str, Callable[[RunConfig], object]] = {
     "a tree": lambda config: _tree(config) is not None,
@@ -48,7 +48,7 @@ ABILITIES: dict[str, Callable[[RunConfig], object]] = {
     "penalties": lambda config: config.sampling.penalizes,
     "requests by row": lambda config: config.sampling.by_row,
     "chats": lambda config: config.chat,
-    "texts of the target": lambda config: config.task.name not in _TIMES and not isinstance(config, PlanConfig),
+    "texts of the target": lambda config: not (task_of(config).shows_times or isinstance(config, PlanConfig)),
     "a measured acceptance": lambda config: getattr(config.task, "store", False),
 }
 """What a run can have, and whether it does; unknown shapes count as if they had nothing."""
@@ -79,8 +79,8 @@ CLASHES: dict[tuple[str, str], str] = {
     ("forced lengths", "overlap"): "{forced} needs rounds one after the other: leave {overlap} out",
     ("forced lengths", "requests by row"): "requests keep the target's distribution: leave {forced} out",
     ("forced lengths", "texts of the target"):
-        "{forced} needs a task that shows times, and the texts of task={task} must be the target's: use task=compare, "
-        "task=latency or task=benchmark",
+        "{forced} needs a task that shows times, and the texts of task={task} must be the target's: use "
+        "{timed}",
     ("forced lengths", "a measured acceptance"):
         "{forced} needs an acceptance that is not measured: leave task.store=true out",
     ("overlap", "a draft without a model"):
@@ -132,7 +132,7 @@ def clashes(config: RunConfig) -> Iterator[str]:
 def _words(config: RunConfig) -> dict[str, object]:
     speculation, draft, placement, model = config.speculation, config.draft, config.placement, _draft(config)
     temperature, greedy = config.sampling.temperature, said("sampling", "greedy")
-    *others, last = at_every_temperature()
+    timed = sorted((f"task={name}" for name, task in task_specs().items() if task.shows_times), key=len)
     state = _recurrent(config.model, model) if speculation.tree else _recurrent(model)
     chosen = "placement=auto" if placement.auto else f"placement.draft.kind={placement.draft.kind.name}"
     return {
@@ -144,13 +144,18 @@ def _words(config: RunConfig) -> dict[str, object]:
         "forced": said("speculation.forced_lengths", speculation.forced_lengths),
         "rule": said("verification", config.verification.rule), "greedy": greedy,
         "rules_of_trees": " or ".join(said("verification", name) for name in _rules_of_trees()),
-        "exact_rules": f"{', '.join(others)} or {last}",
+        "exact_rules": _either(at_every_temperature()), "timed": _either(timed),
         "temperature": key_of("sampling.temperature"), "degrees": temperature, "task": config.task.name,
         "target_kind": placement.target.kind.name, "draft_placement": chosen,
         "block": _block(config), "steps": _num_steps(config),
         "whole_block": said("speculation.num_draft_tokens", _block(config)),
         "layer": state and state.recurrent, "family": state and state.model_type,
     }  # fmt: skip
+
+
+def _either(names: Sequence[str]) -> str:
+    """Names as alternatives, such as "a, b or c"."""
+    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _draft(config: RunConfig) -> ModelConfig:

@@ -442,7 +442,7 @@ def as_settings(words: Sequence[str]) -> str | None:
     """Names alone, such as `compare 30B 7B`, as settings; None if one of the words is no name."""
     settings, roles = [], ["model", "draft"]
     tasks = {name: f"task={name}" for name in task_specs()}
-    tasks["eval"] = "task=evaluate suite=arithmetic"  # its name in the first llama-ssp
+    tasks |= {name: settings for task in task_specs().values() for name, settings in task.former.items()}
     for word in words:
         if word in tasks:
             settings.append(tasks[word])

@@ -1,11 +1,14 @@
 """The records of tasks, which stand with their code."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from llama_ssp.registry import Registry
 from llama_ssp.settings.schema import RunConfig, TaskConfig
+
+Range = tuple[str, Callable[[Any], bool], str]
+"""A condition on a number: its key, what must hold, and what is required in words; a missing or null value passes."""
 
 
 def default_prompts(config: RunConfig) -> Sequence[str]:
@@ -41,7 +44,11 @@ class TaskSpec:
     has_both_modes: bool = False  # with a draft, it completes every prompt plainly and speculatively.
     shares_baseline: bool = False  # points of a sweep take over plain completions of earlier ones.
     takes_turns: bool = True  # its prompts may be conversations, whose later turns follow the answers to earlier ones.
+    shows_times: bool = False  # it shows times, for which `speculation.forced_lengths` may make other texts.
     paths: tuple[str, ...] = ()  # settings that are paths, which the command line does not parse.
+    ranges: tuple[Range, ...] = ()  # of its settings, whose keys stand without `task.`.
+    changeable: tuple[str, ...] = ()  # settings that may change when a run is resumed: no completion depends on them.
+    variant: str | None = None  # setting that says which kind of such a run it is: reports show it where it differs.
     # fills in settings of the run, apart from the keys that the user gave.
     fill_in: Callable[[RunConfig, frozenset[str]], None] = lambda config, explicit: None  # noqa: ARG005
     # the prompts of a run without `prompt=` and `prompts=`.
@@ -58,6 +65,8 @@ class TaskSpec:
     # `world_size`.
     check_files: str | None = None
     finalize: str | None = None  # `module:function` that rank 0 calls with the session at the end.
+    failure: str = ""  # what ends such a run with exit code 1, a clause of `--help`.
+    former: Mapping[str, str] = field(default_factory=dict)  # words of the first llama-ssp, and the settings for them.
 
     @property
     def name(self) -> str:
@@ -68,9 +77,8 @@ class TaskSpec:
 
 
 TASKS: Registry[TaskSpec] = Registry(
-    setting="task", kind=TaskSpec,
-    modules=("llama_ssp.evaluation.task", "llama_ssp.run.tasks.records", "llama_ssp.run.serve.settings"),
-)  # fmt: skip
+    setting="task", modules=("llama_ssp.run.tasks.records", "llama_ssp.run.serve.settings"), kind=TaskSpec
+)
 register, task_specs = TASKS.register, TASKS.all
 
 

@@ -85,7 +85,6 @@ FOREIGN = [
     Typed("assistant_model=7B", r"unknown setting 'assistant_model': draft=NAME is the draft"),
     Typed("load_in_8bit=true", r"unknown setting 'load_in_8bit': model\.quantization=int8"),
     Typed("compare 30B 7B", r"'compare 30B 7B' names no settings: write task=compare model=30B draft=7B"),
-    Typed("eval 13B", r"'eval 13B' names no settings: write task=evaluate suite=arithmetic model=13B"),
     Typed("latency 30B", r"'latency 30B' names no settings: write task=latency model=30B"),
     Typed("30B", r"'30B' names no settings: write model=30B"),
 ]

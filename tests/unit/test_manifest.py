@@ -9,21 +9,21 @@ from llama_ssp.errors import unknown_name
 from llama_ssp.settings.commands import COMMANDS
 from llama_ssp.settings.tasks import TASKS
 
+ASKED = [(room, words) for room, asked in manifest.ROOMS.items() for words in asked if room in manifest.present()]
+
 
 def test_the_manifest_names_the_rooms_that_there_are() -> None:
-    assert [*manifest.ROOMS] == [*manifest.present()]
+    """In order; some may be taken out."""
+    assert [*manifest.ROOMS] == sorted({*manifest.ROOMS, *manifest.present()})
 
 
 def test_what_asks_for_a_room_is_a_record_of_that_room() -> None:
     registries: dict[str, Any] = {"task": TASKS, "command": COMMANDS}
-    for room, asked in manifest.ROOMS.items():
-        for kind, name in (words.split("=") for words in asked):
-            record = registries[kind].of(name)
-            found = record.run or f"llama_ssp.rooms.{room}"  # a command may be short for a task
-            assert found.startswith(f"llama_ssp.rooms.{room}"), (kind, name)
-
-
-ASKED = [(room, words) for room, asked in manifest.ROOMS.items() for words in asked]
+    for room, words in ASKED:
+        kind, _, name = words.partition("=")
+        record = registries[kind].of(name)
+        found = record.run or f"llama_ssp.rooms.{room}"  # a command may be short for a task
+        assert found.startswith(f"llama_ssp.rooms.{room}"), words
 
 
 @pytest.mark.parametrize(("room", "asked"), ASKED)

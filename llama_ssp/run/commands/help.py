@@ -41,7 +41,8 @@ def show(words: Sequence[str]) -> None:
         print(visible(f"{_of_tasks(tasks)}\n\nAll other settings are those of a run: llama-ssp run --help"))
         return
     file = Path(__file__).with_name("help.txt").read_text(encoding="utf-8")
-    text = _PLACE.sub(lambda place: _filled(place[1], place[2].split()), file)
+    failures = "".join(f" {task.failure}," for task in task_specs().values() if task.failure)
+    text = _PLACE.sub(lambda place: _filled(place[1], place[2].split()), file).replace("{failures}", failures)
     head, *parts = (part.strip("\n") for part in re.split(r"^(?=[A-Z]+: )", text, flags=re.MULTILINE))
     topics = {part.partition(":")[0].lower(): part for part in parts}
     if _ALL in words:

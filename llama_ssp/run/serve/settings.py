@@ -1,5 +1,6 @@
 """`task=serve`: its settings, checks and record. Imports no torch."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -102,6 +103,12 @@ SERVE = TaskSpec(
     run="llama_ssp.run.serve.service:serve",
     reads_prompts=False,
     paths=("api_key_file",),
+    ranges=(
+        ("port", lambda n: 0 <= n < 1 << 16, "between 0 and 65535, for example 8000"),
+        ("max_length", lambda n: n > 1, "at least 2, for example 4096"),
+        ("max_waiting", lambda n: n >= 1, "at least 1, for example 256"),
+        ("request_s", lambda s: 0 < s < math.inf, "a positive number of seconds"),
+    ),
     fill_in=_fill_in,
     problems=_problems,
     largest_cell=_full_rows,

@@ -1,4 +1,4 @@
-"""The tasks but `evaluate`: their settings, checks and records. Imports no torch; each names its code."""
+"""The tasks of the core: their settings, checks and records. Imports no torch; each names its code."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -29,7 +29,9 @@ COMPARE = TaskSpec(
     needs_draft=True,
     has_both_modes=True,
     shares_baseline=True,
+    shows_times=True,
     paths=("picture",),
+    changeable=("picture",),
     finalize="llama_ssp.run.tasks.compare:draw",
 )
 
@@ -100,6 +102,9 @@ def _problems_of_latency(config: RunConfig, _explicit: frozenset[str]) -> Iterat
 LATENCY = TaskSpec(
     config=LatencyConfig,
     run="llama_ssp.run.tasks.latency:latency",
+    shows_times=True,
+    ranges=(("num_warmup", lambda n: n >= 0, "0 or more prompts"),),
+    changeable=("store",),
     problems=_problems_of_latency,
     finalize="llama_ssp.run.tasks.latency:store_pair",
 )
@@ -162,6 +167,8 @@ BENCHMARK = TaskSpec(
     config=BenchmarkConfig,
     run="llama_ssp.run.tasks.benchmark:benchmark",
     takes_turns=False,
+    shows_times=True,
+    ranges=(("repetitions", lambda n: n >= 1, "at least 1"),),
     check_files="llama_ssp.run.tasks.benchmark:check_peers",
     problems=_problems_of_benchmark,
     largest_cell=_largest_cell_of_benchmark,

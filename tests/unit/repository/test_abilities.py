@@ -22,7 +22,8 @@ from tests.helpers.runs import FAST, PLAIN, write_run
 
 pytestmark = pytest.mark.heavy
 
-ABILITIES = tomllib.loads((ROOT / "tests" / "abilities.toml").read_text())["abilities"]
+FILES = [ROOT / "tests" / "abilities.toml", *sorted((ROOT / "tests" / "rooms").glob("*/abilities.toml"))]
+ABILITIES = [ability for file in FILES for ability in tomllib.loads(file.read_text())["abilities"]]
 
 
 @pytest.fixture(scope="module")

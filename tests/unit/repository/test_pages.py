@@ -18,6 +18,7 @@ import yaml
 
 from benchmarks.readme import TEXTS, filled
 from docs.hooks import repository, settings
+from llama_ssp import manifest
 from llama_ssp import plan as load_plan
 from llama_ssp.run.commands import plan
 from llama_ssp.run.commands.own_ranks import read_start
@@ -79,12 +80,17 @@ def lines(text: str | None = None) -> list[list[str]]:
 
 
 def launches() -> list[str]:
-    """What follows launch/run.py, or the batch job that starts it, in every such command."""
+    """What follows launch/run.py, or the batch job that starts it, in every such command that needs no missing room."""
     found = [
         f"task={task} {match['words']}" if (task := match["task"]) else match["words"]
         for line in lines() for command in line if (match := LAUNCH.fullmatch(command))
     ]  # fmt: skip
-    return [*dict.fromkeys(found)]
+    return [words for words in dict.fromkeys(found) if not any(map(_is_of_missing_room, words.split()))]
+
+
+def _is_of_missing_room(word: str) -> bool:
+    kind, _, name = word.partition("=")
+    return manifest.absent(kind, name) is not None
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
@@ -199,6 +205,19 @@ def test_every_package_says_what_it_is_for() -> None:
     packages = [folder for folder in repository.folders() if folder.path.parts[0] == repository.PACKAGE]
     packages = [folder for folder in packages if any(name.endswith(".py") for name in folder.files)]
     assert [str(folder.path) for folder in packages if not folder.sentence] == []
+
+
+def test_a_room_has_its_page_or_one_that_says_that_it_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other pages link to it."""
+    wanted = {"rooms/index.md", *(f"rooms/{name}.md" for name in manifest.ROOMS)}
+    assert repository.pages_of_rooms().keys() == wanted
+    (tmp_path / "__init__.py").write_text('"""Rooms."""')
+    monkeypatch.setattr(repository, "ROOMS", tmp_path)
+    pages = repository.pages_of_rooms()
+    assert pages.keys() == wanted
+    assert all(f"has no `llama_ssp/rooms/{name}`" in pages[f"rooms/{name}.md"] for name in manifest.ROOMS)
 
 
 def test_every_public_module_has_a_page_of_the_api() -> None:

@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from llama_ssp.manifest import present
 from tests.helpers.lanes import grid
 from tests.helpers.private_names import PRIVATE_NAMES
 from tests.helpers.repository import PYTHON_FOLDERS, ROOT, files, modules, tree_of
@@ -251,13 +252,12 @@ FAULTS = [
     ("llama_ssp/weights/byte_rows.py", "llama_ssp.cpu.kinds", "CPUs have one room"),
     ("llama_ssp/architectures/matrices.py", "torch", NO_TORCH),
     ("llama_ssp/settings/checks.py", "transformers", NO_TORCH),
-    ("llama_ssp/evaluation/statistics.py", "torch", NO_TORCH),
     ("llama_ssp/terminal/terminal.py", "llama_ssp.speculate.engine", "Imports run one way"),
     ("llama_ssp/settings/checks.py", "omegaconf", "hydra and omegaconf are known to"),
     ("llama_ssp/models/huggingface/runner.py", "bitsandbytes", BACKENDS),
     ("llama_ssp/kernels/linear.py", "llvmlite", BACKENDS),
     ("llama_ssp/kernels/attention_gpu.py", "llama_ssp.kernels.attention_by_length", "kernels of GPUs import nothing"),
-    ("llama_ssp/run/pipeline.py", "llama_ssp.rooms.calibrate.records", "nothing imports a room"),
+    *(("llama_ssp/run/pipeline.py", f"llama_ssp.rooms.{room}.records", "nothing imports a room") for room in present()),
 ]
 
 

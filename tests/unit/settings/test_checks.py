@@ -1,16 +1,16 @@
-"""Bad configs of runs, plans and evaluations: each gets its sentence, all problems of one config come together."""
+"""Bad configs of runs and plans: each gets its sentence, all problems of one config come together."""
 
 import shlex
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.run.prompts import read_prompts
 from llama_ssp.settings import checks, drafters
 from llama_ssp.settings.checks import check_plan
 from llama_ssp.settings.compose import compose, to_run_config
 from llama_ssp.settings.schema import PlanConfig
+from llama_ssp.settings.tasks import task_specs
 from tests.helpers.composed import compose_run
 from tests.helpers.own_conf import OwnConf
 
@@ -77,6 +77,7 @@ BAD = {
     "speculation.forced_lengths=[1] speculation.tree=2x2": "needs chains: leave speculation.tree out",
     "speculation.forced_lengths=[1] speculation.num_draft_tokens=auto": "needs equal rounds: leave",
     "task=generate speculation.forced_lengths=[1]": "needs a task that shows times, and the texts of task=generate mus",
+    "task=generate speculation.forced_lengths=[2]": "of task=generate must be the target's: use task=compare",
     "task=latency task.store=true speculation.forced_lengths=[1]": "needs an acceptance that is not measured: leave",
     "speculation.forced_lengths=[1] speculation.acceptance=0.5": "speculation.acceptance has no effect with speculati",
     "task=benchmark task.num_draft_tokens=[2,4] speculation.forced_lengths=[3]": "numbers from 0 to K, here 2",
@@ -155,19 +156,6 @@ BAD = {
     "model.revision=main": "model.revision has no effect on an entry that comes with the package: use model=OWNER/",
     "draft.model.hub_id=a/b": "draft.model.hub_id has no effect on an entry that comes with the package: use ",
     "draft.model.path=DIR draft.model.hub_id=a": "draft.model.hub_id has no effect with draft.model.path",
-    "task=evaluate suite=agreements": "unknown suite 'agreements': there are agreement, arithmetic, distribution; did",
-    "task=evaluate sampling=greedy": "at temperature 0 all samples of a prompt are equal: use suite=agreement",
-    "task=evaluate num_samples=2": "num_samples=2 is too few for suite=distribution: give at least 20",
-    "task=evaluate task.num_prompts=5": "task.num_prompts has no effect on suite=distribution",
-    "task=evaluate suite=agreement task.margin=0.2": "task.margin has no effect on suite=agreement",
-    "task=evaluate suite=arithmetic task.near_tie=0": "task.near_tie has no effect on suite=arithmetic",
-    "task=evaluate suite=arithmetic prompt=a": "prompt has no effect on suite=arithmetic, which makes its own",
-    "task=evaluate suite=arithmetic num_samples=2": "num_samples has no effect on suite=arithmetic, which co",
-    "task=evaluate suite=arithmetic task.num_prompts=0": "task.num_prompts=0 must be at least 1 and at most 8100",
-    "task=evaluate suite=arithmetic task.margin=1": "task.margin=1.0 must be a difference of two rates",
-    "task=evaluate suite=agreement task.near_tie=-1": "task.near_tie=-1.0 must be 0 or more nats",
-    "task=evaluate suite=agreement sampling.temperature=1": "suite=agreement compares greedy text, and sampling.temp",
-    "task=evaluate prompts=-": "prompts=- has no effect on task=evaluate",
     "speculation.overlap=true": "on ranks of its own, and placement.draft.kind=one_rank was given: use placement=",
     "speculation.overlap=true placement=auto": "needs a draft on ranks of its own, and placement=auto was given",
     "speculation.overlap=true draft=ngram": "needs a draft model, and draft=ngram has none: give one with draft=NAME",
@@ -247,6 +235,12 @@ def test_heads_may_be_padded_to_different_widths() -> None:
         checks.check(config, explicit, world_size=1)
 
 
+def test_what_the_record_of_a_task_names_are_its_settings() -> None:
+    for task in task_specs().values():
+        named = {*(name for name, _, _ in task.ranges), *task.paths, *task.changeable, task.variant} - {None}
+        assert named <= {setting.name for setting in fields(task.config)}, task.name
+
+
 ALL = {
     "speculation.num_draft_tokens=0 sampling.temperature=-1 placement.draft.ranks=[5] draft=7B": [
         "num_draft_tokens=0", "temperature=-1.0", "placement.draft.ranks=[5]", "draft=7B",
@@ -301,55 +295,3 @@ def test_problems_of_hardware_and_settings_are_one_message(own_conf: OwnConf) ->
     with pytest.raises(ConfigError, match=r"^5 problems") as caught:
         check(" ".join(["model=mine", *words]))
     assert all(word in str(caught.value) for word in [*words, "hidden_size=-1"])
-
-
-EVALUATE = "task=evaluate"
-
-
-FILLED = {"distribution": (48, 500, [], 0.8), "arithmetic": (8, 1, ["\n"], 0.8), "agreement": (64, 1, [], 0.0)}
-
-
-@pytest.mark.parametrize(("suite", "wanted"), FILLED.items())
-def test_a_suite_fills_in_what_was_left_out_and_takes_every_rule(suite: str, wanted: tuple[object, ...]) -> None:
-    for rule in ("speculative", "block", "coupled"):
-        config, explicit = compose_run(EVALUATE, f"task.suite={suite}", f"verification={rule}")
-        assert (config.max_new_tokens, config.num_samples, config.stop_strings, config.sampling.temperature) == wanted
-        checks.check(config, explicit, world_size=1)
-
-
-def test_what_the_user_or_a_bundle_has_set_stays() -> None:
-    config, _ = compose_run(EVALUATE, "num_samples=30", "max_new_tokens=64")
-    assert (config.num_samples, config.max_new_tokens) == (30, 64)
-    assert compose_run(EVALUATE, "task.suite=agreement", "sampling=nucleus")[0].sampling.temperature == 0.8
-    assert compose_run(EVALUATE, "task.suite=arithmetic", "experiment=llama_2023")[0].sampling.temperature == 0.5
-
-
-def test_the_prompts_are_those_of_the_suite_or_the_users() -> None:
-    def texts(*words: str) -> list[str]:
-        return [prompt.text for prompt in read_prompts(compose_run(EVALUATE, *words)[0])]
-
-    assert [text.count("\n") for text in texts("task.suite=arithmetic", "task.num_prompts=5")] == [3] * 5
-    assert "def factorial(n):\n    " in texts()
-    assert texts("prompt=import") == ["import"]
-
-
-SWEPT = ("num_samples=20", "prompt=import", "task.num_prompts=5", "task.near_tie=0.01")
-
-
-@pytest.mark.parametrize(
-    ("suite", "unread", "left"),
-    [
-        ("distribution", ["task.num_prompts", "task.near_tie"], (20, "import")),
-        ("agreement", ["task.num_prompts", "num_samples"], (1, "import")),
-        ("arithmetic", ["task.near_tie", "prompt", "num_samples"], (1, None)),
-    ],
-)
-def test_at_a_point_of_a_sweep_what_its_suite_cannot_use_is_a_warning(
-    suite: str, unread: list[str], left: tuple[int, str | None]
-) -> None:
-    config, explicit = compose_run(EVALUATE, f"task.suite={suite}", *SWEPT)
-    found = checks.check(config, explicit, world_size=1, of_sweep=True)
-    assert {each.key for each in found} == set(unread)
-    assert any(str(each).startswith(f"{unread[0]} has no effect on suite={suite}") for each in found)
-    assert (config.num_samples, config.prompt) == left
-    assert [prompt.text.count("*") for prompt in read_prompts(config)] == ([4] * 5 if suite == "arithmetic" else [0])

@@ -23,11 +23,9 @@ from llama_ssp.models.weights import Loading
 from llama_ssp.planning.model import PlannedModel
 from llama_ssp.planning.weights import model_bytes, rank_shares, shares
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.run.tasks.probabilities import SampledText, Scorer
-from llama_ssp.settings.schema import SamplingConfig, TargetKind
+from llama_ssp.settings.schema import TargetKind
 from llama_ssp.speculate.engine import loop
 from llama_ssp.speculate.engine.completion import RowCompletion
-from llama_ssp.speculate.engine.likelihoods import log_probs_of
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights.checkpoint import inspect, shape_of
@@ -210,26 +208,6 @@ def test_the_text_model_of_a_multimodal_checkpoint_runs_alone(tmp_path: Path, ki
     with torch.inference_mode():
         wanted, found = model(input_ids=ids_1T).logits, runner.forward(ids_1T, torch.arange(24)[None], bucket=24)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4 * float(wanted.std()))
-
-
-@pytest.mark.parametrize("kind", ["lfm2", *map(slow, HYBRIDS)])
-def test_several_texts_of_a_prompt_are_scored_from_the_state_behind_it(saved: SavedModels, kind: str) -> None:
-    folder, model = saved(kind)
-    prompt, *new = requests()[4].prompt_ids, *[tuple(range(start, start + 9)) for start in (3, 50, 90)]
-    scorer = Scorer(
-        load(folder), log_probs_of(SamplingConfig(temperature=1.0)), batch_size=1, longest=len(prompt) + 9,
-        num_positions=4,
-    )  # fmt: skip
-    with torch.inference_mode():
-        found = [
-            score.log_probs
-            for scores in scorer.score([SampledText(prompt_ids=prompt, token_ids=ids) for ids in new])
-            for score in scores
-        ]
-        for ids, log_probs in zip(new, found, strict=True):
-            logits_TV = model(torch.tensor([[*prompt, *ids]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
-            wanted = logits_TV.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
-            torch.testing.assert_close(torch.tensor(log_probs), wanted.double(), rtol=0, atol=1e-4, check_dtype=False)
 
 
 @pytest.mark.parametrize("family", HYBRIDS)

@@ -63,7 +63,6 @@ def test_the_version_comes_with_those_that_decide_results(words: list[str]) -> N
         (["model=30B"], "model=30B follows a command, such as llama-ssp run model=30B; the commands are {names}"),
         (["-m", "model=7B,13B"], "-m follows a command, such as llama-ssp run -m; the commands are {names}"),
         (["compare", "30B", "7B"], "'compare' is no command: write llama-ssp run task=compare model=30B draft=7B"),
-        (["eval", "13B"], "'eval' is no command: write llama-ssp run task=evaluate suite=arithmetic model=13B"),
         (["30B"], "'30B' is no command: write llama-ssp run model=30B"),
         (["compare", "30B", "nosuch"], "unknown command 'compare': there are {names}"),
     ],

@@ -170,10 +170,12 @@ def test_rank_zero_leaves_the_name_of_its_run_folder_where_a_batch_script_can_re
 
 
 def test_what_only_some_points_of_a_sweep_read_is_a_warning_at_the_others(launch: Launch) -> None:
-    ended = launch("-m", "task=evaluate", "suite=agreement,arithmetic", "num_prompts=5")
+    words = ("task=generate", "prompt=import", "speculation.num_draft_tokens=5")
+    ended = launch("-m", *words, "draft=none,tiny-draft")
     assert (ended.code, len(ended.runs)) == (0, 2), ended.err
-    assert ended.err == "warning: at point 1 of 2, task.num_prompts has no effect on suite=agreement\n"
-    assert launch("task=evaluate", "suite=agreement", "num_prompts=5").code == 2
+    without = "without a draft: give one with draft=NAME"
+    assert ended.err == f"warning: at point 1 of 2, speculation.num_draft_tokens has no effect {without}\n"
+    assert launch(*words, "draft=none").code == 2
 
 
 @pytest.mark.heavy

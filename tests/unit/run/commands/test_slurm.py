@@ -140,12 +140,11 @@ def test_a_prompt_reaches_the_job_as_it_was_typed_which_asks_for_the_gpus_that_i
 
 
 def test_a_job_does_not_get_the_settings_that_only_other_points_read(sweep: Sweep) -> None:
-    ended = sweep(CPU, "task=evaluate", "suite=agreement,arithmetic", "num_prompts=5", "prompt=import").well()
-    assert [word for job in ended.jobs for word in job if word.startswith(("task.num_prompts", "prompt="))] == [
-        "prompt=import", "task.num_prompts=5",
-    ]  # fmt: skip
+    drafted = "speculation.num_draft_tokens=5"
+    ended = sweep(CPU, "task=generate", "draft=none,tiny-draft", drafted, "prompt=import").well()
+    assert [drafted in job for job in ended.jobs] == [False, True]
     assert "warning: job 0 (" in ended.err
-    assert ended.err.count(" has no effect on suite=") == 2
+    assert ended.err.count(" has no effect without a draft") == 1
 
 
 @pytest.mark.parametrize(

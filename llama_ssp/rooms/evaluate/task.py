@@ -1,14 +1,14 @@
 """`task=evaluate`: completes all prompts in both modes, and lets a suite judge the completions."""
 
 from llama_ssp.catalogue import Dtype
-from llama_ssp.evaluation.martingales import ANY_ROUNDS, BLOCK, CERTAIN, Role, Rounds, roles_of
-from llama_ssp.evaluation.task import Evidence, task_and_suite
 from llama_ssp.ranks.failures import from_rank_0
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
 from llama_ssp.reports.summary import pairs_of
+from llama_ssp.rooms.evaluate.martingales import ANY_ROUNDS, BLOCK, CERTAIN, Role, Rounds, roles_of
+from llama_ssp.rooms.evaluate.probabilities import SampledText, score
+from llama_ssp.rooms.evaluate.records import Evidence, task_and_suite
 from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session, Viewer
-from llama_ssp.run.tasks.probabilities import SampledText, score
 from llama_ssp.settings.drafters import drafter_of, drafts_greedily, has_own_tokenizer
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import RunConfig
@@ -17,7 +17,7 @@ from llama_ssp.storage.formats import NO_QUANTIZATION, OWN_DTYPE
 
 def evaluate(session: Session, requests: list[PromptRequest]) -> None:
     """Complete all requests in both modes and judge them; the verdict, `session.evaluation`, exists on rank 0."""
-    (task, suite), config = task_and_suite(session.config), session.config
+    (task, suite), config, comm = task_and_suite(session.config), session.config, session.world.comm
     session.has_gate = task.gate
     modes = (PLAIN, SPECULATIVE)
     # Plain decoding uses the run's own seed, and samples must not share their draws.
@@ -35,9 +35,7 @@ def evaluate(session: Session, requests: list[PromptRequest]) -> None:
         return roles_of(*lengths, num_tokens=line.num_new_tokens, overlaps=config.speculation.overlap)
 
     # Rank 0 knows the completions that the suite wants scored.
-    lines = from_rank_0(
-        session.world.comm, lambda: [(line.key, line.token_ids, roles(line)) for line in suite.scored(pairs)]
-    )
+    lines = from_rank_0(comm, lambda: [(line.key, line.token_ids, roles(line)) for line in suite.scored(pairs)])
     prompts = {(request.index, request.sample): request.prompt_ids for request in requests}
     texts = [
         SampledText(prompt_ids=prompts[index, sample], token_ids=tuple(ids), roles=tuple(roles))
@@ -60,11 +58,8 @@ def rounds_of(config: RunConfig, *, has_head: bool) -> Rounds:
     num_known = 1 if has_head else ANY_ROUNDS.num_known
     if draft.fallback or has_own_tokenizer(draft) or config.speculation.overlap:
         num_known = 0
-    models = [config.model, *([draft.model] if draft.model else [])]
-    is_exact = all(
-        (model.dtype, model.quantization, model.cache_dtype) == (Dtype.fp32, NO_QUANTIZATION, OWN_DTYPE)
-        for model in models
-    )
+    exact, models = (Dtype.fp32, NO_QUANTIZATION, OWN_DTYPE), filter(None, (config.model, draft.model))
+    is_exact = all((model.dtype, model.quantization, model.cache_dtype) == exact for model in models)
     return Rounds(
         rule=rule, widths=tree.widths if tree else (), penalizes=config.sampling.penalizes, num_known=num_known,
         sees_rejections=rule in {DEFAULT, BLOCK} and not tree and num_known > 1 and is_exact,

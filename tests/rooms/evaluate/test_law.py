@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from llama_ssp.evaluation.martingales import FAULTS, SCORES, Role, Rounds, TextSums
+from llama_ssp.rooms.evaluate import law
+from llama_ssp.rooms.evaluate.martingales import FAULTS, SCORES, Role, Rounds, TextSums
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
-from llama_ssp.speculate.sampling import law
 from llama_ssp.speculate.sampling.draft import Draft, Topology
 from llama_ssp.speculate.sampling.rules import Rule, make_rule
 from llama_ssp.speculate.sampling.trees import Tree, verify_tree
 from llama_ssp.speculate.sampling.uniforms import Draws
 from tests.helpers.decoders import tree_of
 from tests.helpers.lanes import slow
-from tests.helpers.law_faults import plant
+from tests.rooms.evaluate.law_faults import plant
 
 VOCAB_SIZE, NUM_SYMBOLS, NUM_ROUNDS, NUM_DRAFTED, TREE = 64, 8, 512, 2, "2x1"
 PAIRS = {"sharp": (4.0, 3.0, 1.0), "flat": (1.0, 0.6, 0.5)}

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from llama_ssp.catalogue import Dtype, ModelConfig
-from llama_ssp.evaluation import agreement, arithmetic, distribution
-from llama_ssp.evaluation.martingales import FAULTS, SCORES, Role, TextSums, roles_of, sums_of
-from llama_ssp.evaluation.task import EvaluateConfig, Evidence
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine, Measure
 from llama_ssp.reports.summary import CompletionPair, pairs_of
+from llama_ssp.rooms.evaluate.martingales import FAULTS, SCORES, Role, TextSums, roles_of, sums_of
+from llama_ssp.rooms.evaluate.records import EvaluateConfig, Evidence
+from llama_ssp.rooms.evaluate.suites import agreement, arithmetic, distribution
 from llama_ssp.settings.schema import RunConfig, VerificationConfig
 from tests.helpers import runs
 
@@ -209,7 +209,7 @@ def test_samples_that_agree_with_each_other_must_agree_with_the_target_too() -> 
 def test_a_verdict_names_the_faults_that_it_could_not_have_found() -> None:
     known = samples(random.Random(1), (LAW, LAW))
     of_some = [[0.5 if fault == 0 else 1e-2 if fault == 1 else 0.0] * len(SCORES) for fault in range(len(FAULTS))]
-    found = distribution.judge(replace(known, sums=[replace(text_sums(0.0), shifts=of_some)] * 300))
+    found = distribution.judge(replace(known, sums=[text_sums(0.0)._replace(shifts=of_some)] * 300))
     first, second, *others = FAULTS
     assert found.outcome == f"suite=distribution passed, but could not have found {second} (0.00)"
     assert replace(found, passed=False).outcome == "suite=distribution failed"
@@ -221,7 +221,7 @@ def test_a_verdict_names_the_faults_that_it_could_not_have_found() -> None:
 
 def test_a_bound_holds_for_sums_of_rare_tokens_too() -> None:
     """A proposal of probability 1e-4 in 20000 texts: it comes up 8 times or more with probability 0.001."""
-    [rare, *_] = sums_of([replace(text_sums(0.0), values=[6.0 / 20000] * len(SCORES), variances=[1e-4] * len(SCORES),
+    [rare, *_] = sums_of([text_sums(0.0)._replace(values=[6.0 / 20000] * len(SCORES), variances=[1e-4] * len(SCORES),
                                   reaches=[1.0] * len(SCORES))] * 20000).values()  # fmt: skip
     assert rare.z > 4
     assert rare.p_value > 0.001

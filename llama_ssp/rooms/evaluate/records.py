@@ -1,5 +1,6 @@
-"""`task=evaluate`: its settings, checks and record, and the evidence of suites, each a module of this package."""
+"""The records of evaluation: its task with settings and checks, and the registry of suites. Imports no torch."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
@@ -11,9 +12,11 @@ from llama_ssp.settings.schema import RunConfig, TaskConfig
 from llama_ssp.settings.tasks import NoEffect, TaskSpec, default_of, default_prompts
 
 if TYPE_CHECKING:  # plans need none of them
-    from llama_ssp.evaluation.martingales import TextSums
     from llama_ssp.reports.records import Evaluation, LineKey
     from llama_ssp.reports.summary import CompletionPair
+    from llama_ssp.rooms.evaluate.martingales import TextSums
+
+MOST_PROMPTS = 90 * 90  # All products of two numbers of two digits.
 
 
 @dataclass(kw_only=True)
@@ -53,11 +56,6 @@ class Evidence:
     log_probs: "Mapping[LineKey, Sequence[float]]"
     sums: "Sequence[TextSums]" = ()
 
-    @property
-    def task(self) -> EvaluateConfig:
-        """The task's settings."""
-        return cast("EvaluateConfig", self.config.task)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
@@ -67,10 +65,10 @@ class Suite:
     judge: "Callable[[Evidence], Evaluation]"
     # which completions of such pairs the target scores, token by token, before the judge is called.
     scored: Callable[[Any], Iterable[Any]] = lambda pairs: ()  # noqa: ARG005
-    # the draft scores the speculative ones too, and the judge has their sums (`evaluation.martingales`).
+    # the draft scores the speculative ones too, and the judge has their sums (`martingales`).
     needs_sums: bool = False
-    # makes the prompts; None for those of the user, or `task.default_prompts`.
-    prompts: Callable[[RunConfig], Sequence[str]] | None = None
+    # the prompts; by default those of the user, or `task.default_prompts`.
+    prompts: Callable[[RunConfig], Sequence[str]] = default_prompts
     # values of the run's settings, by dotted key, where neither the user nor a bundle has set one.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     settings: tuple[str, ...] = ()  # those of the task that this suite reads, apart from `suite` and `gate`.
@@ -80,7 +78,7 @@ class Suite:
     problems: Callable[[RunConfig], Iterable[str]] = lambda config: ()  # noqa: ARG005
 
 
-SUITES: Registry[Suite] = Registry(setting="suite", modules=("llama_ssp.evaluation",), kind=Suite)
+SUITES: Registry[Suite] = Registry(setting="suite", modules=("llama_ssp.rooms.evaluate.suites",), kind=Suite)
 register_suite = SUITES.register
 
 
@@ -90,7 +88,7 @@ def task_and_suite(config: RunConfig) -> tuple[EvaluateConfig, Suite]:
     return task, SUITES.of(task.suite)
 
 
-def _fill_in_for_evaluate(config: RunConfig, explicit: frozenset[str]) -> None:
+def _fill_in(config: RunConfig, explicit: frozenset[str]) -> None:
     """Set each default of the suite unless its key or group is in `explicit`, or a bundle has set another value."""
     suite = SUITES.find(cast("EvaluateConfig", config.task).suite)
     for key, value in suite.defaults.items() if suite else ():
@@ -100,12 +98,7 @@ def _fill_in_for_evaluate(config: RunConfig, explicit: frozenset[str]) -> None:
             setattr(part, name, value)
 
 
-def _prompts_of_evaluate(config: RunConfig) -> Sequence[str]:
-    _, suite = task_and_suite(config)
-    return suite.prompts(config) if suite.prompts else default_prompts(config)
-
-
-def _problems_of_evaluate(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoEffect]:
+def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoEffect]:
     task = cast("EvaluateConfig", config.task)
     if config.prompts == "-":
         yield "prompts=- has no effect on task=evaluate, which finds its prompts again when resumed: give prompts=FILE"
@@ -117,7 +110,7 @@ def _problems_of_evaluate(config: RunConfig, explicit: frozenset[str]) -> Iterat
     read = {"name", "suite", "gate", *suite.settings}
     for name in [entry.name for entry in fields(task) if entry.name not in read and f"task.{entry.name}" in explicit]:
         yield NoEffect(f"task.{name}", f"on suite={suite.name}")
-    if suite.prompts:
+    if suite.prompts is not default_prompts:
         for name in [name for name in ("prompt", "prompts") if getattr(config, name) not in {None, "-"}]:
             yield NoEffect(name, f"on suite={suite.name}, which makes its own prompts")
     if suite.why_one_sample and config.num_samples > 1:
@@ -126,10 +119,19 @@ def _problems_of_evaluate(config: RunConfig, explicit: frozenset[str]) -> Iterat
 
 EVALUATE = TaskSpec(
     config=EvaluateConfig,
-    run="llama_ssp.run.tasks.evaluate:evaluate",
+    run="llama_ssp.rooms.evaluate.task:evaluate",
     needs_draft=True,
     has_both_modes=True,
-    fill_in=_fill_in_for_evaluate,
-    prompts=_prompts_of_evaluate,
-    problems=_problems_of_evaluate,
+    ranges=(
+        ("num_prompts", lambda n: 1 <= n <= MOST_PROMPTS, f"at least 1 and at most {MOST_PROMPTS}, for example 1000"),
+        ("margin", lambda m: 0 < m < 1, "a difference of two rates, between 0 and 1, for example 0.1"),
+        ("near_tie", lambda t: 0 <= t < math.inf, "0 or more nats, or {null} for the number format's own"),
+    ),
+    changeable=("gate", "margin", "near_tie", "num_prompts"),
+    variant="suite",
+    failure="an evaluation with gate=true failed",
+    former={"eval": "task=evaluate suite=arithmetic"},
+    fill_in=_fill_in,
+    prompts=lambda config: task_and_suite(config)[1].prompts(config),
+    problems=_problems,
 )

@@ -7,9 +7,9 @@ one-sided tests show that the rates differ by less than `task.margin`.
 import random
 import re
 
-from llama_ssp.evaluation.statistics import rate_difference, wilson
-from llama_ssp.evaluation.task import Evidence, Suite, task_and_suite
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine, Evaluation, Measure
+from llama_ssp.rooms.evaluate.records import Evidence, Suite, task_and_suite
+from llama_ssp.rooms.evaluate.statistics import rate_difference, wilson
 from llama_ssp.settings.schema import RunConfig
 
 NUM_EXAMPLES = 3
@@ -40,15 +40,15 @@ def is_right(line: CompletionLine) -> bool:
 
 def judge(evidence: Evidence) -> Evaluation:
     """Compare the rates of right answers."""
-    margin = evidence.task.margin
+    margin = task_and_suite(evidence.config)[0].margin
     right = [(is_right(pair.plain), is_right(pair.speculative)) for pair in evidence.pairs]
-    num_pairs, num_plain, num_speculative = len(right), sum(plain for plain, _ in right), sum(fast for _, fast in right)
+    num_pairs, num_plain, num_fast = len(right), sum(plain for plain, _ in right), sum(fast for _, fast in right)
     alone = right.count((True, False)), right.count((False, True))
     confidence = 1 - 2 * FALSE_PASS_RATE
     tested = rate_difference(*alone, num_pairs, confidence=confidence)
     is_equivalent = -margin < tested.low and tested.high < margin
     shown = f"the rates of right answers, plain {num_plain / num_pairs:.1%} and speculative "
-    shown += f"{num_speculative / num_pairs:.1%} of {num_pairs}, "
+    shown += f"{num_fast / num_pairs:.1%} of {num_pairs}, "
     verdict = f"are shown to differ by less than {margin:g}"
     if not is_equivalent:
         is_different = tested.low > 0 or tested.high < 0
@@ -57,12 +57,10 @@ def judge(evidence: Evidence) -> Evaluation:
         verdict = f"differ by {interval}, not within the margin of {margin:g}{more}"
     difference = (alone[1] - alone[0]) / num_pairs
     measures = [
-        Measure.within(f"right answers, {mode}", num_right / num_pairs, wilson(num_right, num_pairs))
-        for mode, num_right in ((PLAIN, num_plain), (SPECULATIVE, num_speculative))
+        Measure.within(f"right answers, {PLAIN}", num_plain / num_pairs, wilson(num_plain, num_pairs)),
+        Measure.within(f"right answers, {SPECULATIVE}", num_fast / num_pairs, wilson(num_fast, num_pairs)),
+        Measure.within("difference, speculative minus plain", difference, rate_difference(*alone, num_pairs)),
     ]
-    measures.append(
-        Measure.within("difference, speculative minus plain", difference, rate_difference(*alone, num_pairs))
-    )
     return Evaluation(suite=SUITE.name, passed=is_equivalent, reason=shown + verdict, measures=measures)
 
 

@@ -9,11 +9,11 @@ over all tokens. Each kind gets half of the rate of false alarms, in equal share
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
-from llama_ssp.evaluation import statistics
-from llama_ssp.evaluation.martingales import SCORES, moves, powers, sums_of
-from llama_ssp.evaluation.task import Evidence, Suite
 from llama_ssp.reports.records import CompletionLine, Evaluation, Measure
 from llama_ssp.reports.summary import CompletionPair
+from llama_ssp.rooms.evaluate import statistics
+from llama_ssp.rooms.evaluate.martingales import SCORES, moves, powers, sums_of
+from llama_ssp.rooms.evaluate.records import Evidence, Suite
 from llama_ssp.settings.schema import RunConfig
 
 FALSE_ALARM_RATE = 1e-3
@@ -62,9 +62,7 @@ def judge(evidence: Evidence) -> Evaluation:
     worst = min(p_values, key=lambda name: p_values[name] / least[name])
     passed = p_values[worst] > least[worst]
     power, moved = powers(sums.values(), least_p=of_sum), moves(sums.values())
-    verdict = "plain and speculative samples can come from one distribution" if passed else (
-        "plain and speculative samples come from different distributions"
-    )  # fmt: skip
+    verdict = "can come from one distribution" if passed else "come from different distributions"
     missed = [f"{fault} ({chance:.2f})" for fault, chance in power.items() if chance < LEAST_POWER]
     apart = statistics.total_variation(groups, seed=_SEED)
     difference = statistics.mean_interval([group.differences for group in groups])
@@ -73,8 +71,8 @@ def judge(evidence: Evidence) -> Evaluation:
         passed=passed,
         unseen=missed,
         reason=(
-            f"{verdict}: of {len(p_values)} p-values the worst is {p_values[worst]:.2g} for {worst}, "
-            f"{'above' if passed else 'not above'} {least[worst]:.2g} ({len(evidence.pairs)} pairs)"
+            f"plain and speculative samples {verdict}: of {len(p_values)} p-values the worst is {p_values[worst]:.2g} "
+            f"for {worst}, {'above' if passed else 'not above'} {least[worst]:.2g} ({len(evidence.pairs)} pairs)"
         ),
         measures=[
             *(Measure(name=f"p-value, {name}", value=p_values[name]) for name in tests),

@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy import stats
 
-from llama_ssp.evaluation.statistics import (
+from llama_ssp.rooms.evaluate.statistics import (
     PairedGroup,
     count_statistic,
     mean_interval,

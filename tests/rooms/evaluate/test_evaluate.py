@@ -12,12 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.evaluation.martingales import CERTAIN, FAULTS, SCORES, Rounds, Sum, roles_of, sums_of
+from llama_ssp.architectures import engine
+from llama_ssp.architectures.family import record_of
+from llama_ssp.models import prefill
+from llama_ssp.models.loading import load_model
+from llama_ssp.models.weights import Loading
 from llama_ssp.reports.records import CompletionLine
 from llama_ssp.reports.summary import CompletionPair, pairs_of
+from llama_ssp.rooms.evaluate import task
+from llama_ssp.rooms.evaluate.martingales import CERTAIN, FAULTS, SCORES, Rounds, Sum, roles_of, sums_of
+from llama_ssp.rooms.evaluate.probabilities import SampledText, Scorer
 from llama_ssp.run.commands import report
-from llama_ssp.run.tasks import evaluate
-from llama_ssp.run.tasks.probabilities import SampledText, Scorer
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.drafters.ngram import NgramDrafter
@@ -27,12 +32,14 @@ from llama_ssp.speculate.sampling import rules
 from llama_ssp.speculate.sampling.draft import Draft, Verdict
 from llama_ssp.speculate.sampling.rules import make_rule
 from llama_ssp.speculate.sampling.uniforms import Draws
+from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.composed import compose_run
 from tests.helpers.decoders import complete, make_decoder, parts_of, tree_of
 from tests.helpers.in_process import Ended, launch
 from tests.helpers.lanes import grid, heavy, slow
-from tests.helpers.law_faults import plant
+from tests.helpers.models import FAMILIES, build_checkpoint
 from tests.helpers.prefix_runner import PrefixRunner
+from tests.rooms.evaluate.law_faults import plant
 
 SMALL = ("task=evaluate", "prompt=for i in range(", "num_samples=20", "max_new_tokens=3")
 
@@ -59,7 +66,7 @@ def test_an_interrupted_evaluation_is_resumed_to_the_verdict_of_an_undisturbed_o
         return pairs_of(recorded)
 
     with monkeypatch.context() as patch:
-        patch.setattr(evaluate, "pairs_of", stopping)
+        patch.setattr(task, "pairs_of", stopping)
         ended = launch(*SMALL, f"run_dir={cut}")
     assert (ended.code, ended.summary["evaluation"], ended.status) == (4, None, "interrupted\n"), ended.err
     file = cut / "run.jsonl"
@@ -144,8 +151,8 @@ def test_scores_follow_how_rounds_draft_and_verify(arguments: tuple[str, ...], r
     if not any("dtype" in argument for argument in arguments):
         given.append("model.dtype=fp32")
     config, _ = compose_run(*given)
-    assert evaluate.rounds_of(config, has_head=False) == rounds
-    of_head = evaluate.rounds_of(config, has_head=True)
+    assert task.rounds_of(config, has_head=False) == rounds
+    of_head = task.rounds_of(config, has_head=True)
     assert (of_head.sees_rejections, of_head.num_known) == (False, min(rounds.num_known, 1))
 
 
@@ -193,6 +200,34 @@ def test_a_prompt_is_read_once_for_all_its_texts() -> None:
     with torch.inference_mode():
         list(scorer.score([SampledText(prompt_ids=PROMPT, token_ids=(1, 2))] * 5))
     assert runner.num_forwards == 1 + 5
+
+
+HYBRIDS = [kind for kind in FAMILIES if record_of(kind.partition(",")[0]).recurrent]
+
+
+@pytest.mark.parametrize("kind", ["lfm2", *map(slow, HYBRIDS)])
+def test_several_texts_of_a_prompt_are_scored_from_the_state_after_it(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts are read in chunks of 8."""
+    for module in (engine, prefill):
+        monkeypatch.setattr(module, "PREFILL_CHUNK", 8)
+    model, prompt = build_checkpoint(tmp_path, kind), tuple(range(2, 32))
+    new = [tuple(range(start, start + 9)) for start in (3, 50, 90)]
+    scorer = Scorer(
+        load_model(Loading(inspect(tmp_path))), log_probs_of(SamplingConfig(temperature=1.0)), batch_size=1,
+        longest=len(prompt) + 9, num_positions=4,
+    )  # fmt: skip
+    with torch.inference_mode():
+        found = [
+            score.log_probs
+            for scores in scorer.score([SampledText(prompt_ids=prompt, token_ids=ids) for ids in new])
+            for score in scores
+        ]
+        for ids, log_probs in zip(new, found, strict=True):
+            logits_TV = model(torch.tensor([[*prompt, *ids]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+            wanted = logits_TV.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(log_probs), wanted.double(), rtol=0, atol=1e-4, check_dtype=False)
 
 
 VOCAB_SIZE, NUM_DRAFT_TOKENS, BATCH_SIZE, NUM_TOKENS = 48, 4, 256, 48

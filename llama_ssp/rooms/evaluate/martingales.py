@@ -1,6 +1,6 @@
 """Judges sums over texts that have expectation 0 if the texts have the target's distribution; without torch.
 
-`sampling.law` computes them. Most scores need the text alone: with the tokens before it, and where the round began,
+`law` computes them. Most scores need the text alone: with the tokens before it, and where the round began,
 each token has the target's probabilities. Those after a rejection need the residual, whose probabilities a resampled
 token has whatever was rejected. The sum of a score over all tokens is a martingale, whose variance is known: the sum of
 the variances that the target's own probabilities give at each token. Bernstein's inequality for martingales bounds how
@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from statistics import NormalDist
+from typing import NamedTuple
 
 from llama_ssp.settings.rules import DEFAULT
 
@@ -95,8 +96,7 @@ class Rounds:
 ANY_ROUNDS = Rounds()
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextSums:
+class TextSums(NamedTuple):
     """The sums of one text; lists have a number for each of `SCORES`.
 
     Attributes:

@@ -7,12 +7,13 @@ narrow.
 """
 
 from collections.abc import Iterable, Iterator
+from itertools import zip_longest
 
 from llama_ssp.catalogue import Dtype
-from llama_ssp.evaluation.statistics import wilson
-from llama_ssp.evaluation.task import Evidence, Suite
 from llama_ssp.reports.records import CompletionLine, Evaluation, Measure
 from llama_ssp.reports.summary import CompletionPair, counted_rounds
+from llama_ssp.rooms.evaluate.records import Evidence, Suite, task_and_suite
+from llama_ssp.rooms.evaluate.statistics import wilson
 from llama_ssp.settings.schema import RunConfig
 
 NEAR_TIES = {Dtype.fp32: 1e-3, Dtype.fp16: 0.1, Dtype.bf16: 0.5}
@@ -21,11 +22,8 @@ NEAR_TIES = {Dtype.fp32: 1e-3, Dtype.fp16: 0.1, Dtype.bf16: 0.5}
 
 def place_of_difference(pair: CompletionPair) -> int | None:
     """The first place where the new tokens differ; None if they are equal."""
-    plain, fast = pair.plain.token_ids, pair.speculative.token_ids
-    if plain == fast:
-        return None
-    places = [place for place, (first, second) in enumerate(zip(plain, fast, strict=False)) if first != second]
-    return min([*places, len(plain), len(fast)])
+    both = enumerate(zip_longest(pair.plain.token_ids, pair.speculative.token_ids))
+    return next((place for place, (plain, fast) in both if plain != fast), None)
 
 
 def scored(pairs: Iterable[CompletionPair]) -> list[CompletionLine]:
@@ -35,7 +33,7 @@ def scored(pairs: Iterable[CompletionPair]) -> list[CompletionLine]:
 
 def judge(evidence: Evidence) -> Evaluation:
     """Count equal texts, near ties and others."""
-    near_tie = evidence.task.near_tie
+    near_tie = task_and_suite(evidence.config)[0].near_tie
     if near_tie is None:
         near_tie = NEAR_TIES.get(evidence.config.model.dtype, 0.0)
     gaps = [_gap(evidence, pair) for pair in evidence.pairs if place_of_difference(pair) is not None]

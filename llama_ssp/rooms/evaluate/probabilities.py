@@ -1,6 +1,6 @@
 """The target's probabilities of finished texts: how probable each new token was, as the run samples.
 
-Of texts with roles the draft's probabilities are found too, and `sampling.law` adds up the differences between the text
+Of texts with roles the draft's probabilities are found too, and `law` adds up the differences between the text
 and the target's distribution.
 
 The ranks of a target compute together; with replicas, each scores its share of the texts. Every prompt is read once
@@ -12,20 +12,22 @@ Shapes: B sequences, S slots, T positions of a forward, V vocabulary.
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import groupby, repeat
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from llama_ssp.architectures.engine import BUCKET_STEP, whole_steps
 from llama_ssp.errors import InterruptedRun
-from llama_ssp.evaluation.martingales import ANY_ROUNDS, Role, Rounds, TextSums
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
+from llama_ssp.rooms.evaluate.law import NUM_NEWEST, LawSums
+from llama_ssp.rooms.evaluate.martingales import ANY_ROUNDS, Role, Rounds, TextSums
 from llama_ssp.run.session import Session
 from llama_ssp.settings.drafters import NgramConfig
 from llama_ssp.settings.rules import DEFAULT
@@ -34,7 +36,6 @@ from llama_ssp.speculate.drafters.drafter import Drafter
 from llama_ssp.speculate.drafters.maker import make_drafters
 from llama_ssp.speculate.engine.likelihoods import Law, log_probs_of
 from llama_ssp.speculate.sampling.context import Rows
-from llama_ssp.speculate.sampling.law import NUM_NEWEST, LawSums
 from llama_ssp.speculate.sampling.uniforms import PER_DRAW
 from llama_ssp.terminal.progress import Pace
 
@@ -103,14 +104,12 @@ class Scorer:
             if start and self._target.keeps_states:  # those behind the prompt are gone
                 read_prompts(self._target, prompts, rows=rows, buckets=self._buckets, taps=self._taps)
             batch = texts[start : start + len(rows)]
-            num_new = max(len(text.token_ids) for text in batch)
-            tokens_BS = torch.zeros(len(rows), length + num_new, dtype=torch.int64)
-            roles_BT = torch.zeros(len(rows), num_new, dtype=torch.int64)
-            tokens_BS[:, :length] = prompt_BS
-            for row, text in enumerate(batch):
-                tokens_BS[row, length : length + len(text.token_ids)] = torch.tensor(text.token_ids)
-                roles_BT[row, : len(text.roles)] = torch.tensor(text.roles)
-            tokens_BS, roles_BT = tokens_BS.to(device), roles_BT.to(device)
+            filled = [*batch, *[SampledText(prompt_ids=prompt_ids, token_ids=())] * (len(rows) - len(batch))]
+            ids, roles = zip(*((text.prompt_ids + text.token_ids, text.roles) for text in filled), strict=True)
+            tokens_BS, roles_BT = (
+                pad_sequence([torch.tensor(row, dtype=torch.int64) for row in of_all], batch_first=True).to(device)
+                for of_all in (ids, roles)
+            )
             drafter = self._drafter if batch[0].roles else None
             if drafter:
                 drafter.prefill(prompts, rows=rows, buckets=self._buckets)
@@ -123,9 +122,7 @@ class Scorer:
                 if self._reports:
                     values.append(log_probs_BV.gather(1, next_B1))
                 if drafter and place > length:
-                    draft_BV = self._draft(
-                        drafter, tokens_BS, place, num_given=length, vocab_size=log_probs_BV.shape[-1]
-                    )
+                    draft_BV = self._draft(drafter, tokens_BS, place, first=length, vocab_size=log_probs_BV.shape[-1])
                     if law:
                         law.add(
                             next_B1, log_probs_BV.exp(), draft_BV, roles_B=roles_BT[:, place - length],
@@ -162,12 +159,10 @@ class Scorer:
             positions_BT = torch.arange(last, stop, device=tokens_BS.device).expand(self._batch_size, -1)
             logits_BTV = self._target.forward(tokens_BS[:, last:stop], positions_BT, bucket=bucket, taps=self._taps)
 
-    def _draft(
-        self, drafter: Drafter, tokens_BS: Tensor, length: int, *, num_given: int, vocab_size: int
-    ) -> Tensor:  # fmt: skip
+    def _draft(self, drafter: Drafter, tokens_BS: Tensor, length: int, *, first: int, vocab_size: int) -> Tensor:
         """The draft's probabilities (B, V) of the token after `length` tokens; a certain proposal has 1."""
         uniforms_BKP = torch.full((self._batch_size, 1, PER_DRAW), 0.5, dtype=torch.float64, device=tokens_BS.device)
-        rows = _rows(tokens_BS.clone(), length, num_given=num_given)  # the drafter writes into the tokens
+        rows = _rows(tokens_BS.clone(), length, num_given=first)  # the drafter writes into the tokens
         draft = drafter.propose(
             rows, num_tokens=1, uniforms_BKP=uniforms_BKP, bucket=self._buckets.covering(length + 1)
         )
@@ -206,7 +201,7 @@ def score(session: Session, texts: Sequence[SampledText], *, rounds: Rounds) -> 
             num_positions=config.speculation.most_draft_tokens + 1, drafter=drafter, reports=is_reporting,
             taps=taps if drafter else None, rounds=rounds,
         )  # fmt: skip
-    found: list[tuple[int, list[float], dict[str, Any] | None]] = []
+    found: list[tuple[int, TextScore]] = []
     paces, stopped = {_SCORED: Pace(num_total=len(share))}, False
     with session.terminal.decoding(
         paces, max_new_tokens=config.max_new_tokens, unit="texts", shows_texts=False
@@ -215,35 +210,30 @@ def score(session: Session, texts: Sequence[SampledText], *, rounds: Rounds) -> 
             entries = list(of_prompt)
             scores = scorer.score([text for _, text in entries]) if scorer else repeat([TextScore([])] * len(entries))
             for start in range(0, 0 if stopped else len(entries), config.batch_size):
-                # The deciding rank of this replica says whether to stop.
-                wish_1 = torch.tensor([int(session.stop_request.requested)], device=session.world.device)
-                stopped = bool(mesh.replica.read(mesh.replica.broadcast(wish_1, src=mesh.layout.verify_rank)))
+                stopped = any(mesh.replica.gather_text("stop" if session.stop_request.requested else ""))
                 if stopped:
                     break
                 batch, began_s = entries[start : start + config.batch_size], time.perf_counter()
                 values = next(scores)
                 ms = 1e3 * (time.perf_counter() - began_s) / len(batch)
-                for (number, text), (log_probs, sums) in zip(batch, values, strict=False):
-                    found.append((number, log_probs, asdict(sums) if sums else None))
+                for (number, text), scored in zip(batch, values, strict=False):
+                    found.append((number, scored))
                     progress.advance(_SCORED, len(text.token_ids))
                     progress.end(_SCORED, num_tokens=len(text.token_ids), ms=ms)
     gathered = session.world.comm.gather_text(json.dumps([stopped, found if is_reporting else []]))
     results = [json.loads(text) for text in gathered]
     if any(was_stopped for was_stopped, _ in results):
         raise InterruptedRun.in_folder(config.run_dir)
-    rows = sorted((row for _, found in results for row in found), key=lambda row: row[0])
-    return [TextScore(log_probs, sums and TextSums(**sums)) for _, log_probs, sums in rows]
+    rows = sorted(row for _, found in results for row in found)
+    return [TextScore(log_probs, sums and TextSums(*sums)) for _, (log_probs, sums) in rows]
 
 
 def _drafter(session: Session, taps: Taps | None) -> Drafter:
     """The run's first drafter, with its probabilities, which all ranks of a replica ask together."""
-    models, speculation = session.models, replace(session.config.speculation, overlap=False, tree=None)
-    draft = session.config.draft
-    if isinstance(draft, NgramConfig):  # a score depends on its own text alone
-        draft = replace(draft, history=0)
-    config = replace(
-        session.config, draft=draft, verification=VerificationConfig(rule=DEFAULT), speculation=speculation
-    )  # fmt: skip
+    models, config = session.models, replace(session.config, verification=VerificationConfig(rule=DEFAULT))
+    config = replace(config, speculation=replace(config.speculation, overlap=False, tree=None))
+    if isinstance(config.draft, NgramConfig):  # a score depends on its own text alone
+        config = replace(config, draft=replace(config.draft, history=0))
     drafter, *_ = make_drafters(
         config, mesh=models.mesh, target=models.target, runner=models.draft, tokenizers=models.tokenizers, taps=taps
     )  # fmt: skip

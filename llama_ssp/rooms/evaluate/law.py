@@ -3,7 +3,7 @@
 A score is a function of the next token that the text before it decides. With p the target's probabilities after that
 text, f(token) - E_p f has expectation 0 and the variance that p gives, whatever was drawn before: its sum over a text
 is a martingale. Each score is large on tokens that one kind of fault makes too frequent. After a rejection, the
-residual takes the place of p. Texts are only read here; `evaluation.martingales` judges the sums.
+residual takes the place of p. Texts are only read here; `martingales` judges the sums.
 
 With q the draft's probabilities and w the weight of the block before it (1 unless the rule verifies blocks), a token is
 drafted and accepted with probability min(w p, q) / w, and otherwise drawn from the residual, (w p - q)+ normalised:
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from llama_ssp.architectures.matrices import tokens_of_a_block
-from llama_ssp.evaluation.martingales import BIASES, BLOCK, CERTAIN, FAULTS, RESIDUALS, SCORES, Role, Rounds, TextSums
+from llama_ssp.rooms.evaluate.martingales import BIASES, BLOCK, CERTAIN, FAULTS, SCORES, Role, Rounds, TextSums
 
 NUM_NEWEST = 8
 """N: a penalty that forgets drafted tokens forgets the newest ones."""
@@ -100,7 +100,7 @@ class LawSums:
         is_rest_B1 = (roles_B1 == Role.resampled) & (1 - laws.accepted_BA.sum(1, keepdim=True) > _LEAST_REST)
         of_texts_BXF = _moments(scores_BFA, laws.target_BA, laws.of_texts_BGA, symbol_B1) * is_used_B1[..., None]
         of_rests_BXE = _moments(ratios_BEA, laws.rest_BA, laws.residuals_BEA, symbol_B1) * is_rest_B1[..., None]
-        of_rests_BXE = pad(of_rests_BXE, (0, 0, 0, len(FAULTS) - len(RESIDUALS)))
+        of_rests_BXE = pad(of_rests_BXE, (0, 0, 0, of_texts_BXF.shape[1] - of_rests_BXE.shape[1]))
         new_BXF = torch.cat([of_texts_BXF, of_rests_BXE * self._rounds.sees_rejections], dim=2)
         new_BXF[:, 3:] *= is_moved_BG[..., None]
         reaches_BF = torch.maximum(self._sums_BXF[:, 2], new_BXF[:, 2])
@@ -116,10 +116,7 @@ class LawSums:
 
     def of_texts(self) -> list[TextSums]:
         """The sums of each row."""
-        return [
-            TextSums(values=values, variances=variances, reaches=reaches, shifts=shifts)
-            for values, variances, reaches, *shifts in self._sums_BXF.tolist()
-        ]
+        return [TextSums._make([*numbers[:3], numbers[3:]]) for numbers in self._sums_BXF.tolist()]
 
     def _having(self, roles_B1: Tensor, is_drafted_B1: Tensor) -> tuple[Tensor, Tensor]:
         """Whether these tokens can have each fault, and whether the text says how it moves their law, both (B, G)."""

@@ -1,1 +1,0 @@
-"""Suites of `task=evaluate`: their prompts, their statistics and their verdicts, without torch."""

@@ -1,0 +1,1 @@
+"""Evaluation: `task=evaluate` completes prompts in both modes, and a suite judges whether they are equally good."""

@@ -1,0 +1,1 @@
+"""Suites of `task=evaluate`: their prompts and their verdicts, without torch."""
