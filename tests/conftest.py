@@ -38,11 +38,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 MOST_WORKERS = 8
 """Each of them imports torch, which takes about 0.6 GB."""
-JOBS = ("tests/distributed/", "tests/slurm/", "tests/stub_gpu/")
-"""Tests that start several ranks: one worker runs them one after the other, so that their time limits hold."""
+JOBS = ("/distributed/", "/slurm/", "/stub_gpu/")
+"""Folders of tests that start several ranks: one worker runs them one by one, so that their time limits hold."""
 UNTIMED = tuple(f"tests/distributed/test_{name}.py" for name in ("placement", "deepspeed"))
 """Those that share groups of ranks and have no time limits: another worker may run them at the same time."""
-FILES = tuple(f"tests/unit/{folder}/" for folder in ("api", "models", "repository", "run", "settings", "weights"))
+_OF_UNIT = ("api", "models", "repository", "run", "settings", "weights")
+FILES = ("tests/rooms/", *(f"tests/unit/{folder}/" for folder in _OF_UNIT))
 """Tests of one file share what they have parsed or made; all others, one by one, fill up the workers in the end."""
 
 
@@ -52,9 +53,9 @@ class JobsOnOneWorker(LoadScopeScheduling):  # type: ignore[misc] # xdist is unt
     def _split_scope(self, nodeid: str) -> str:
         if nodeid.startswith(UNTIMED):
             return UNTIMED[0]
-        if nodeid.startswith(FILES):
-            return nodeid.partition("::")[0]
-        return JOBS[0] if nodeid.startswith(JOBS) else nodeid
+        if any(folder in nodeid for folder in JOBS):
+            return JOBS[0]
+        return nodeid.partition("::")[0] if nodeid.startswith(FILES) else nodeid
 
 
 @pytest.fixture

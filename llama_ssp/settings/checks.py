@@ -6,7 +6,7 @@ The only file that it looks at is that of the prompts; checkpoints and tokenizer
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
@@ -16,9 +16,10 @@ from llama_ssp.errors import refuse, unknown_name
 from llama_ssp.machines import hardware
 from llama_ssp.settings import drafters, layout, schema, trees
 from llama_ssp.settings.combinations import clashes
+from llama_ssp.settings.request_files import request_file
 from llama_ssp.settings.rules import RULES
 from llama_ssp.settings.schema import PlanConfig, RunConfig
-from llama_ssp.settings.tasks import NoEffect, default_of, task_of
+from llama_ssp.settings.tasks import NoEffect, Range, default_of, task_of
 from llama_ssp.storage.formats import CACHES, FORMATS
 from llama_ssp.words import key_of, said, value_of
 
@@ -39,6 +40,8 @@ def check(
     then returned, and has its default again.
     """
     of_task = [*task_of(config).problems(config, explicit)]
+    if kind := request_file(config):
+        of_task += kind.problems(config, explicit)
     of_both = [*(found for found in of_task if isinstance(found, NoEffect)), *_unread(config, explicit)]
     unread = [*{found.key: found for found in reversed(of_both)}.values()][::-1]  # the task's reason is the first
     problems = [
@@ -103,7 +106,7 @@ _MOST_BIAS, _MOST_REPETITION = 10**4, 100  # logits stay finite
 _REPETITION = f"from 1/{_MOST_REPETITION} to {_MOST_REPETITION}, for example 1.1; 1 switches it off"
 _PENALTY = f"from -{_MOST_BIAS} to {_MOST_BIAS}, for example 0.5; 0 switches it off"
 _BIASES = f"numbers from -{_MOST_BIAS} to {_MOST_BIAS}, such as {{{{198: -100}}}}"
-_RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+_RANGES: tuple[Range, ...] = (
     ("speculation.num_draft_tokens", lambda k: k == schema.ADAPTIVE or k in _NUM_DRAFTED, _DRAFTED),
     ("speculation.acceptance", lambda a: 0 <= a <= 1, "a probability, between 0 and 1"),
     ("synthetic.agreement", lambda a: LEAST_AGREEMENT <= a <= 1, f"between {LEAST_AGREEMENT} and 1"),
@@ -131,14 +134,10 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("task.num_warmup", lambda n: n >= 0, "0 or more prompts"),
     ("task.repetitions", lambda n: n >= 1, "at least 1"),
     ("task.num_prompts", lambda n: 1 <= n <= MOST_PROMPTS, f"at least 1 and at most {MOST_PROMPTS}, for example 1000"),
-    ("task.port", lambda n: 0 <= n < 1 << 16, "between 0 and 65535, for example 8000"),
-    ("task.max_length", lambda n: n > 1, "at least 2, for example 4096"),
-    ("task.max_waiting", lambda n: n >= 1, "at least 1, for example 256"),
-    ("task.request_s", lambda s: 0 < s < math.inf, "a positive number of seconds"),
     ("task.margin", lambda m: 0 < m < 1, "a difference of two rates, between 0 and 1, for example 0.1"),
     ("task.near_tie", lambda t: 0 <= t < math.inf, "0 or more nats, or {null} for the number format's own"),
 )
-"""Conditions on numbers: key, what must hold, and what is required in words; a missing or null value passes."""
+"""Conditions on numbers; a missing setting passes. Those of a task stand in its record."""
 
 
 def required_of(name: str) -> str | None:
@@ -155,7 +154,7 @@ def _values(config: RunConfig) -> Iterator[str]:
 
 
 def _ranges(config: RunConfig) -> Iterator[str]:
-    for key, holds, required in _RANGES:
+    for key, holds, required in (*_RANGES, *task_of(config).ranges):
         value: Any = config
         for name in key.split("."):
             value = getattr(value, name, None)

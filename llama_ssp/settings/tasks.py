@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import Any
+from typing import Any, TypeAlias
 
 from llama_ssp.registry import Registry
 from llama_ssp.settings.schema import RunConfig, TaskConfig
@@ -12,6 +12,10 @@ def default_prompts(config: RunConfig) -> Sequence[str]:
     """The setting `default_prompts` of the task; empty if it has none."""
     prompts: Sequence[str] = getattr(config.task, "default_prompts", ())
     return prompts
+
+
+Range: TypeAlias = tuple[str, Callable[[Any], bool], str]
+"""A condition on a number: its key, what must hold, and what is required in words; a null value passes."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ class TaskSpec:
     # yields the problems of a config and the keys that the user gave, and a `NoEffect` for a setting that has none,
     # which is a warning at a point of a sweep.
     problems: Callable[[RunConfig, frozenset[str]], Iterable[str | NoEffect]] = lambda config, explicit: ()  # noqa: ARG005
+    # conditions on its numbers, as those of `settings.checks`.
+    ranges: tuple[Range, ...] = ()
     # for a task that measures several sizes, and has a forecast for each, the config of the one that needs the most
     # memory, and its prompt tokens.
     largest_cell: Callable[[RunConfig], tuple[RunConfig, int]] | None = None
@@ -69,7 +75,7 @@ class TaskSpec:
 
 TASKS: Registry[TaskSpec] = Registry(
     setting="task", kind=TaskSpec,
-    modules=("llama_ssp.evaluation.task", "llama_ssp.run.tasks.records", "llama_ssp.run.serve.settings"),
+    modules=("llama_ssp.evaluation.task", "llama_ssp.run.tasks.records"),
 )  # fmt: skip
 register, task_specs = TASKS.register, TASKS.all
 

@@ -1,29 +1,32 @@
 """Every room is in the manifest, and who asks for one that was taken out reads its name."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llama_ssp import manifest
-from llama_ssp.errors import unknown_name
+from llama_ssp.errors import ConfigError, unknown_name
+from llama_ssp.run.prompts import read_prompts
 from llama_ssp.settings.commands import COMMANDS
+from llama_ssp.settings.request_files import REQUEST_FILES
 from llama_ssp.settings.tasks import TASKS
+from tests.helpers.composed import compose_run
+
+ASKED = [(room, words) for room in manifest.present() for words in manifest.ROOMS[room]]
 
 
 def test_the_manifest_names_the_rooms_that_there_are() -> None:
-    assert [*manifest.ROOMS] == [*manifest.present()]
+    assert [room for room in manifest.ROOMS if room in manifest.present()] == [*manifest.present()]
 
 
 def test_what_asks_for_a_room_is_a_record_of_that_room() -> None:
-    registries: dict[str, Any] = {"task": TASKS, "command": COMMANDS}
-    for room, asked in manifest.ROOMS.items():
-        for kind, name in (words.split("=") for words in asked):
-            record = registries[kind].of(name)
-            found = record.run or f"llama_ssp.rooms.{room}"  # a command may be short for a task
-            assert found.startswith(f"llama_ssp.rooms.{room}"), (kind, name)
-
-
-ASKED = [(room, words) for room, asked in manifest.ROOMS.items() for words in asked]
+    registries: dict[str, Any] = {"task": TASKS, "command": COMMANDS, "field": REQUEST_FILES}
+    for room, asked in ASKED:
+        kind, _, name = asked.partition("=")
+        record = registries[kind].of(name)
+        found = record.run or f"llama_ssp.rooms.{room}"  # a command may be short for a task
+        assert found.startswith(f"llama_ssp.rooms.{room}"), (kind, name)
 
 
 @pytest.mark.parametrize(("room", "asked"), ASKED)
@@ -32,3 +35,12 @@ def test_a_room_that_was_taken_out_is_named(room: str, asked: str, monkeypatch: 
     assert f"rooms/{room}" not in unknown_name(kind, name, ["compare"])
     monkeypatch.setattr(manifest, "present", lambda: ())
     assert f"{asked} needs llama_ssp/rooms/{room}" in unknown_name(kind, name, ["compare"])
+
+
+def test_prompts_with_a_field_of_a_missing_room_are_refused_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest, "present", lambda: ())
+    (tmp_path / "batch.jsonl").write_text('{"custom_id": "1", "body": {}}')
+    with pytest.raises(ConfigError, match=r"^line 1 of prompts=.*: field=custom_id needs llama_ssp/rooms/serve"):
+        read_prompts(compose_run("task=compare", f"prompts={tmp_path / 'batch.jsonl'}")[0])

@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerBase
 from llama_ssp.continuation import TextAfter
 from llama_ssp.errors import ConfigError, SspError, unknown_name
 from llama_ssp.log_probs import LogProbs
+from llama_ssp.rooms.serve.inbox import Part, RequestError
 from llama_ssp.run.prompts import Prompt, read_messages
 from llama_ssp.run.requests import RequestMaker, check_vocabulary, encode, encode_messages
-from llama_ssp.run.serve.inbox import Part, RequestError
 from llama_ssp.settings.checks import check_values
 from llama_ssp.settings.schema import MOST_BIASES, RunConfig
 from llama_ssp.speculate.engine.state import count_equal_before
