@@ -55,7 +55,7 @@ class _Batch:
                     self.num_wrong += 1
                     self._write(head, error.status, error.body())
                 else:
-                    lengths = (len(one["prompt_ids"]) + one["max_new_tokens"] for one in asked.completions)
+                    lengths = (len(one.prompt_ids) + one.max_new_tokens for one in asked.completions)
                     self.length = max(self.length, *lengths, 2)
                     inbox.put(asked.completions, partial(self._take, head, asked))
             seen.add(head["custom_id"])

@@ -14,8 +14,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, cast
 
@@ -24,6 +23,7 @@ from llama_ssp.errors import ConfigError, SspError
 from llama_ssp.ranks.failures import from_rank_0
 from llama_ssp.rooms.serve.inbox import Inbox, Part, RequestError
 from llama_ssp.rooms.serve.records import ServeTimeouts
+from llama_ssp.rooms.serve.requests import ServedRequest
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.session import Session
 from llama_ssp.run.tuning import make_ready
@@ -31,31 +31,12 @@ from llama_ssp.settings.schema import RowSteps, SamplingConfig
 from llama_ssp.speculate.engine.likelihoods import ScoredText, TokenScores
 from llama_ssp.speculate.engine.loop import Update
 from llama_ssp.speculate.engine.state import Request
-from llama_ssp.speculate.engine.text import StopStrings
 from llama_ssp.speculate.engine.verifier import NEWS
 
 _log = logging.getLogger(__name__)
 _BEAT_S = 1.0
 _WARM_UP_TOKENS = 8
 _INTERRUPTS = 2  # the second Ctrl-C does not wait for what runs
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServedRequest(Request):
-    """A completion that a client asked for; without new tokens only its prompt is scored.
-
-    Attributes:
-        num_top: log-probabilities of so many of the most probable tokens are wanted; None for none.
-        scores_prompt: also of the prompt's tokens.
-    """
-
-    num_top: int | None = None
-    scores_prompt: bool = False
-
-    def text(self, new_ids: Sequence[int] = ()) -> ScoredText:
-        """Prompt and completion, as they are scored."""
-        num_given = 1 if self.scores_prompt else len(self.prompt_ids)
-        return ScoredText(ids=(*self.prompt_ids, *new_ids), num_given=num_given)
 
 
 class Service:
@@ -120,7 +101,7 @@ class Service:
             self._unscored = deque(one for one in self._unscored if one[1].index not in dropped)
             if is_over:
                 return None
-            for request in map(self._request, new):
+            for request in (ServedRequest.from_json(given, self._tokenizer) for given in new):
                 if request.max_new_tokens:
                     found.append(request)
                 else:
@@ -149,14 +130,7 @@ class Service:
         may_wait = num_rows == self._decoder.batch_size and not (self._unscored or stops)
         new, dropped = self._inbox.take(num_rows, wait_s=_BEAT_S if may_wait else 0.0)
         is_over = self._is_over(self._inbox)
-        return new, [*dropped, *(self._inbox.give_up() if is_over else ())], is_over
-
-    def _request(self, new: dict[str, Any]) -> ServedRequest:
-        sampling = new.pop("sampling")
-        biases = {int(token): bias for token, bias in sampling.pop("logit_bias").items()}
-        stops = StopStrings(self._tokenizer, texts) if (texts := new.pop("stop")) else None
-        new["prompt_ids"] = tuple(new["prompt_ids"])
-        return ServedRequest(**new, stops=stops, sampling=SamplingConfig(**sampling, logit_bias=biases))
+        return [request.as_json() for request in new], [*dropped, *(self._inbox.give_up() if is_over else ())], is_over
 
     def _score(self, num_rows: int) -> int:
         """Begin to score texts in up to so many rows: those of one chunk, or a longer one; returns their number."""
