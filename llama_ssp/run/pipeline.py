@@ -41,9 +41,8 @@ from llama_ssp.run.slowness import CoreTimes, Surroundings, used_by_others
 from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tasks import dry_run
 from llama_ssp.settings.checks import check_values
-from llama_ssp.settings.request_files import request_file
 from llama_ssp.settings.schema import DraftLayout, DraftPlacement, PlacementConfig, RunConfig, TargetPlacement
-from llama_ssp.settings.tasks import task_of
+from llama_ssp.settings.tasks import request_file, task_of
 from llama_ssp.terminal.terminal import Terminal
 
 Task: TypeAlias = Callable[[Session, list[PromptRequest]], None]

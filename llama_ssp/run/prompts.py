@@ -20,9 +20,8 @@ from llama_ssp.catalogue import ENDINGS_WITH_FIELDS, ending_of
 from llama_ssp.errors import ConfigError
 from llama_ssp.manifest import absent
 from llama_ssp.reports.reading import is_storable, read_json
-from llama_ssp.settings.request_files import request_file
 from llama_ssp.settings.schema import RunConfig
-from llama_ssp.settings.tasks import task_of
+from llama_ssp.settings.tasks import request_file, task_of
 
 STANDARD_INPUT = "-"
 EXCERPT = 40

@@ -14,9 +14,8 @@ from llama_ssp.run.checkpoints import Source
 from llama_ssp.run.prompts import EXCERPT, Message, Prompt
 from llama_ssp.run.requests import RequestMaker, ids_of
 from llama_ssp.settings.drafters import drafts
-from llama_ssp.settings.request_files import REQUEST_FILES
 from llama_ssp.settings.schema import Resume, RunConfig, WeightsKind
-from llama_ssp.settings.tasks import task_of
+from llama_ssp.settings.tasks import REQUEST_FILES, task_of
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import summary
 from llama_ssp.weights.hashes import fingerprint, fingerprint_of_adapter

@@ -16,10 +16,9 @@ from llama_ssp.errors import refuse, unknown_name
 from llama_ssp.machines import hardware
 from llama_ssp.settings import drafters, layout, schema, trees
 from llama_ssp.settings.combinations import clashes
-from llama_ssp.settings.request_files import request_file
 from llama_ssp.settings.rules import RULES
 from llama_ssp.settings.schema import PlanConfig, RunConfig
-from llama_ssp.settings.tasks import NoEffect, Range, default_of, task_of
+from llama_ssp.settings.tasks import NoEffect, Range, default_of, request_file, task_of
 from llama_ssp.storage.formats import CACHES, FORMATS
 from llama_ssp.words import key_of, said, value_of
 

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from llama_ssp.registry import Registry
 
@@ -25,8 +24,3 @@ def whole(group: type) -> type:
     if not more:
         return group
     return dataclass(kw_only=True)(type(group.__name__, (*more, group), {"__doc__": group.__doc__}))
-
-
-def make(group: type) -> Any:  # noqa: ANN401 - an object of the group
-    """The defaults of a group, and of what rooms add to it."""
-    return whole(group)()

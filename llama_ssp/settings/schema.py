@@ -5,12 +5,11 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
 from typing import Any
 
 from llama_ssp.catalogue import ModelConfig
 from llama_ssp.fields import made, setting
-from llama_ssp.settings.groups import make
+from llama_ssp.settings.groups import whole
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.trees import TreeShape, tree_shape
 
@@ -333,7 +332,7 @@ class RunConfig:
         "without a download. Each computes the shipped small model or head; the context has 2048 tokens.",
     )
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
-    timeouts: TimeoutConfig = field(default_factory=partial(make, TimeoutConfig))
+    timeouts: TimeoutConfig = field(default_factory=lambda: whole(TimeoutConfig)())  # noqa: PLW0108 - rooms are read later
     max_new_tokens: int = setting(64, "new tokens per completion.")
     batch_size: int = setting(1, "sequences decoded together; the draws do not depend on it.")
     num_samples: int = setting(1, "completions per prompt.")

@@ -9,8 +9,7 @@ from llama_ssp import manifest
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.run.prompts import read_prompts
 from llama_ssp.settings.commands import COMMANDS
-from llama_ssp.settings.request_files import REQUEST_FILES
-from llama_ssp.settings.tasks import TASKS
+from llama_ssp.settings.tasks import REQUEST_FILES, TASKS
 from tests.helpers.composed import compose_run
 
 ASKED = [(room, words) for room in manifest.present() for words in manifest.ROOMS[room]]

@@ -3,13 +3,52 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import count
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
+
+from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.log_probs import LogProbs
-from llama_ssp.rooms.serve.requests import ServedRequest
+from llama_ssp.settings.schema import SamplingConfig
+from llama_ssp.speculate.engine.likelihoods import ScoredText
+from llama_ssp.speculate.engine.state import Request
+from llama_ssp.speculate.engine.text import StopStrings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedRequest(Request):
+    """A completion that a client asked for; without new tokens only its prompt is scored.
+
+    Attributes:
+        num_top: log-probabilities of so many of the most probable tokens are wanted; None for none.
+        scores_prompt: also of the prompt's tokens.
+    """
+
+    num_top: int | None = None
+    scores_prompt: bool = False
+
+    def text(self, new_ids: Sequence[int] = ()) -> ScoredText:
+        """Prompt and completion, as they are scored."""
+        num_given = 1 if self.scores_prompt else len(self.prompt_ids)
+        return ScoredText(ids=(*self.prompt_ids, *new_ids), num_given=num_given)
+
+    def as_json(self) -> dict[str, Any]:
+        """Its fields as JSON holds them: biases as pairs, since keys would become texts."""
+        sampling, default = self.sampling or SamplingConfig(), SamplingConfig()
+        changed = {name: value for name, value in vars(sampling).items() if value != getattr(default, name)}
+        changed["logit_bias"] = [*sampling.logit_bias.items()]
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        return given | {"sampling": changed, "stops": self.stops and self.stops.texts}
+
+    @classmethod
+    def from_json(cls, given: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> "ServedRequest":
+        """The request of these fields."""
+        stops = given["stops"] and StopStrings(tokenizer, given["stops"])
+        sampling = given["sampling"] | {"logit_bias": dict(given["sampling"]["logit_bias"])}
+        made = {"prompt_ids": tuple(given["prompt_ids"]), "sampling": SamplingConfig(**sampling), "stops": stops}
+        return cls(**given | made)
 
 
 class Part(NamedTuple):

@@ -17,14 +17,13 @@ from transformers import PreTrainedTokenizerBase
 from llama_ssp.continuation import TextAfter
 from llama_ssp.errors import ConfigError, SspError, unknown_name
 from llama_ssp.log_probs import LogProbs
-from llama_ssp.rooms.serve.inbox import Part, RequestError
-from llama_ssp.rooms.serve.requests import ServedRequest
+from llama_ssp.rooms.serve.inbox import Part, RequestError, ServedRequest
 from llama_ssp.run.prompts import Prompt, read_messages
 from llama_ssp.run.requests import RequestMaker, check_vocabulary, encode, encode_messages
 from llama_ssp.settings.checks import check_values
 from llama_ssp.settings.schema import MOST_BIASES, RunConfig, SamplingConfig
 from llama_ssp.speculate.engine.state import count_equal_before
-from llama_ssp.speculate.engine.text import IncrementalText
+from llama_ssp.speculate.engine.text import IncrementalText, StopStrings
 from llama_ssp.words import in_library_words
 
 MOST_SAMPLES, MOST_PROMPTS, MOST_STOPS, MOST_STOP, MOST_TOP = 128, 1024, 16, 256, 20
@@ -133,9 +132,10 @@ class BodyReader:
         if not 1 <= num_samples <= MOST_SAMPLES:
             raise RequestError(f"n={num_samples} must be 1 to {MOST_SAMPLES}", param="n")
         first = ServedRequest(
-            index=0, prompt_ids=prompts[0], max_new_tokens=0, sampling=self._sampling(given), stop=tuple(stops),
+            index=0, prompt_ids=prompts[0], max_new_tokens=0, sampling=self._sampling(given),
             ignores_eos=given.get("ignore_eos", False), seed=given.get("seed", secrets.randbits(63)),
             num_top=_num_top(given, is_chat=is_chat), scores_prompt=echoes,
+            stops=StopStrings(self._maker.tokenizer, stops) if stops else None,
         )  # fmt: skip
         completions = [
             replace(first, prompt_ids=ids, num_equal_before=before, sample=sample, max_new_tokens=number)
@@ -270,7 +270,8 @@ class Answer:
     def __init__(
         self, request: ServedRequest, tokenizer: PreTrainedTokenizerBase, index: int, *, is_chat: bool
     ) -> None:
-        self._tokenizer, self._index, self._is_chat, self._stops = tokenizer, index, is_chat, request.stop
+        self._tokenizer, self._index, self._is_chat = tokenizer, index, is_chat
+        self._stops = request.stops.texts if request.stops else ()
         self.prompt_ids = request.prompt_ids
         self._is_scored, self._echoes = request.num_top is not None, request.scores_prompt
         self._text, self._held, self._whole = IncrementalText(tokenizer, self.prompt_ids), "", ""

@@ -17,9 +17,8 @@ from llama_ssp.run.prompts import lines_of
 from llama_ssp.settings.combinations import clashes
 from llama_ssp.settings.commands import Command
 from llama_ssp.settings.groups import MoreSettings
-from llama_ssp.settings.request_files import RequestFile
 from llama_ssp.settings.schema import RowSteps, RunConfig, TaskConfig, TimeoutConfig
-from llama_ssp.settings.tasks import NoEffect, TaskSpec
+from llama_ssp.settings.tasks import NoEffect, RequestFile, TaskSpec
 from llama_ssp.words import said
 
 MOST_TOKENS, NUM_ROWS = 4096, 8

@@ -21,9 +21,8 @@ from typing import Any, cast
 from llama_ssp.architectures.engine import PREFILL_CHUNK
 from llama_ssp.errors import ConfigError, SspError
 from llama_ssp.ranks.failures import from_rank_0
-from llama_ssp.rooms.serve.inbox import Inbox, Part, RequestError
+from llama_ssp.rooms.serve.inbox import Inbox, Part, RequestError, ServedRequest
 from llama_ssp.rooms.serve.records import ServeTimeouts
-from llama_ssp.rooms.serve.requests import ServedRequest
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.session import Session
 from llama_ssp.run.tuning import make_ready

@@ -19,9 +19,8 @@ from llama_ssp.fields import help_of
 from llama_ssp.settings.commands import COMMANDS
 from llama_ssp.settings.drafters import drafters
 from llama_ssp.settings.groups import whole
-from llama_ssp.settings.request_files import REQUEST_FILES
 from llama_ssp.settings.schema import DERIVED, LAUNCHER, PlanConfig, RunConfig, SlurmConfig
-from llama_ssp.settings.tasks import task_specs
+from llama_ssp.settings.tasks import REQUEST_FILES, task_specs
 from llama_ssp.words import visible
 
 _ALL, _WIDTH = "all", 118

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from llama_ssp import Pair
+from llama_ssp.rooms.serve.inbox import ServedRequest
 from llama_ssp.rooms.serve.protocol import BodyReader
-from llama_ssp.rooms.serve.requests import ServedRequest
 
 BODIES: list[dict[str, Any]] = [
     {"prompt": "def f"}, {"prompt": ["a", "a", [5, 6]], "n": 2, "seed": 7, "stop": ["\n", "x"], "ignore_eos": True},
@@ -26,7 +26,8 @@ def test_a_request_reaches_other_ranks_with_all_its_fields(pair: Pair, body: dic
         found = ServedRequest.from_json(json.loads(json.dumps(request.as_json())), pair.tokenizer)
         differing = {one.name for one in fields(request) if getattr(found, one.name) != getattr(request, one.name)}
         assert differing == ({"stops"} if "stop" in body else set())
-        assert (found.stops.texts if found.stops else ()) == request.stop == tuple(body.get("stop", ()))
+        texts = [each.stops and [*each.stops.texts] for each in (request, found)]
+        assert texts == [body.get("stop")] * 2
         assert found.sampling
         assert found.sampling.logit_bias == {int(token): bias for token, bias in body.get("logit_bias", {}).items()}
         assert (found.sampling.frequency_penalty, found.sampling.min_new_tokens) == (0.5, None)

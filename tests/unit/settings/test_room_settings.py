@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from llama_ssp.fields import setting
-from llama_ssp.settings.groups import MORE, MoreSettings, make
-from llama_ssp.settings.request_files import REQUEST_FILES, RequestFile
-from llama_ssp.settings.tasks import NoEffect
+from llama_ssp.settings.groups import MORE, MoreSettings, whole
+from llama_ssp.settings.tasks import REQUEST_FILES, NoEffect, RequestFile
 from tests.helpers.in_process import launch
 
 
@@ -40,11 +39,11 @@ def test_two_rooms_add_settings_to_one_group(monkeypatch: pytest.MonkeyPatch) ->
     MORE.all()
     for config in (Pauses, Naps):
         monkeypatch.setitem(MORE.records, config.__name__, MoreSettings(name=config.__name__, config=config))
-    both = make(Waits)
+    both = whole(Waits)()
     assert vars(both) == {"load_s": 1.0, "pause_s": 2.0, "nap_s": 3.0}
     assert isinstance(both, Pauses)
     assert isinstance(both, Naps)
-    assert both == make(Waits)
+    assert both == whole(Waits)()
 
 
 def test_a_file_of_requests_is_checked_and_answered_by_code_of_its_own(
