@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from ipaddress import ip_address
 from typing import Any, cast
@@ -138,9 +139,9 @@ COMMAND = Command(
 
 
 def batch_lines(config: RunConfig) -> list[str]:
-    """The lines of `prompts` if it is a batch file of OpenAI's, one of whose lines is right."""
+    """The lines of `prompts` if it is a batch file of OpenAI's for task=generate, one of whose lines is right."""
     source = config.prompts or ""
-    if ending_of(source) != ".jsonl" or not os.path.isfile(source):  # noqa: PTH113 - Path raises for odd names
+    if config.task.name != "generate" or ending_of(source) != ".jsonl" or not os.path.isfile(source):  # noqa: PTH113 - Path raises for odd names
         return []
     lines, known = lines_of(source), {"custom_id", "method", "url", "body"}
     return lines if any('"custom_id"' in line and content_of(line).keys() >= known for line in lines) else []
@@ -154,17 +155,15 @@ def content_of(line: str) -> dict[str, Any]:
     return {}
 
 
-def _problems_of_batch(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoEffect]:
-    unread = ("prompts_column", "too_long", "task.format", "task.in_order")
-    yield from _problems_of_bodies(config, explicit, source="from a batch file", unread=unread)
-
-
 BATCH = RequestFile(
     name="custom_id",
-    task="generate",
     purpose="for task=generate the lines of OpenAI's batch files",
     output="batch_output.jsonl",
     is_one=lambda config: bool(batch_lines(config)),
-    problems=_problems_of_batch,
+    problems=partial(
+        _problems_of_bodies,
+        source="from a batch file",
+        unread=("prompts_column", "too_long", "task.format", "task.in_order"),
+    ),
     run="llama_ssp.rooms.serve.batch:complete_batch",
 )

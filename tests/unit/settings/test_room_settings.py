@@ -56,7 +56,7 @@ def test_a_file_of_requests_is_checked_and_answered_by_code_of_its_own(
     code.answer = answer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "toys", code)
     toys = RequestFile(
-        name="toy", task="generate", purpose="for task=generate a list of toys", output="toys.txt",
+        name="toy", purpose="for task=generate a list of toys", output="toys.txt",
         is_one=lambda config: (config.prompts or "").endswith(".toys"),
         problems=lambda _, explicit: [NoEffect(key, "with toys") for key in explicit & {"seed"}], run="toys:answer",
     )  # fmt: skip
