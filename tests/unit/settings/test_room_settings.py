@@ -68,5 +68,5 @@ def test_a_file_of_requests_is_checked_and_answered_by_code_of_its_own(
     launch("task=generate", "seed=1", *words).check_refusal("seed has no effect with toys")
     assert launch("task=generate", *words).code == 0
     assert (tmp_path / "run" / "toys.txt").read_text() == "0"
-    ended = launch("task=generate", "model.dtype=fp32", "draft=none", *words)
-    assert ended.code == 2, "the answers are those of other models"
+    (tmp_path / "run" / "models.json").write_text("{}")
+    launch("task=generate", *words).check_refusal("models.json is damaged")  # the answers may be those of other models
