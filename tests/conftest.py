@@ -38,8 +38,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 MOST_WORKERS = 8
 """Each of them imports torch, which takes about 0.6 GB."""
-JOBS = ("/distributed/", "/slurm/", "/stub_gpu/")
-"""Folders of tests that start several ranks: one worker runs them one by one, so that their time limits hold."""
+JOBS, OF_ROOMS = ("tests/distributed/", "tests/slurm/", "tests/stub_gpu/"), "/test_distributed.py"
+"""Tests that start several ranks: one worker runs them one after the other, so that their time limits hold."""
 UNTIMED = tuple(f"tests/distributed/test_{name}.py" for name in ("placement", "deepspeed"))
 """Those that share groups of ranks and have no time limits: another worker may run them at the same time."""
 _OF_UNIT = ("api", "models", "repository", "run", "settings", "weights")
@@ -53,7 +53,7 @@ class JobsOnOneWorker(LoadScopeScheduling):  # type: ignore[misc] # xdist is unt
     def _split_scope(self, nodeid: str) -> str:
         if nodeid.startswith(UNTIMED):
             return UNTIMED[0]
-        if any(folder in nodeid for folder in JOBS):
+        if nodeid.startswith(JOBS) or OF_ROOMS in nodeid:
             return JOBS[0]
         return nodeid.partition("::")[0] if nodeid.startswith(FILES) else nodeid
 

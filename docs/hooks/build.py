@@ -1,12 +1,9 @@
 """The hook of mkdocs that adds the pages which are made from the code; mkdocs.yml names it."""
 
-import re
-
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from docs.hooks import repository, settings
-from llama_ssp import manifest
 
 
 def pages() -> dict[str, str]:
@@ -37,15 +34,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     }
     _expand(config.nav or [], lists)
     return files
-
-
-def on_page_markdown(markdown: str, **_: object) -> str:
-    """Lead links to the page of a room that was taken out to the list of rooms."""
-    return re.sub(
-        r"rooms/(\w+)\.md(#[\w-]+)?",
-        lambda link: link[0] if link[1] in (*manifest.present(), "index") else "rooms/index.md",
-        markdown,
-    )
 
 
 def _expand(entries: list[object], lists: dict[str, list[object]]) -> None:

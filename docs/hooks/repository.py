@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path, PurePosixPath
 
+from llama_ssp import manifest
 from llama_ssp.catalogue import head_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,10 +93,11 @@ def _link(folder: PurePosixPath, name: str) -> str:
 
 
 def pages_of_rooms() -> dict[str, str]:
-    """Make the page that lists the rooms; returns it with the page of each room, by their paths below `docs`."""
-    pages = {
-        f"rooms/{file.parent.name}.md": file.read_text(encoding="utf-8") for file in sorted(ROOMS.glob("*/page.md"))
-    }
+    """Make the page that lists the rooms; returns it with that of each room, by their paths below `docs`."""
+    pages = {}
+    for name in manifest.ROOMS:
+        file, missing = ROOMS / name / "page.md", f"# {name}\n\nThis installation has no `llama_ssp/rooms/{name}`.\n"
+        pages[f"rooms/{name}.md"] = file.read_text(encoding="utf-8") if file.exists() else missing
     lines = ["# Rooms", docstring(ROOMS / "__init__.py")]
     lines += [f"- [{page.splitlines()[0].lstrip('# ')}]({PurePosixPath(path).name})" for path, page in pages.items()]
     return {"rooms/index.md": "\n\n".join(lines) + "\n", **pages}

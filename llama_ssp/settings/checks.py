@@ -18,7 +18,7 @@ from llama_ssp.settings import drafters, layout, schema, trees
 from llama_ssp.settings.combinations import clashes
 from llama_ssp.settings.rules import RULES
 from llama_ssp.settings.schema import PlanConfig, RunConfig
-from llama_ssp.settings.tasks import NoEffect, Range, default_of, request_file, task_of
+from llama_ssp.settings.tasks import TASKS, NoEffect, Range, default_of, request_file, task_of
 from llama_ssp.storage.formats import CACHES, FORMATS
 from llama_ssp.words import key_of, said, value_of
 
@@ -136,7 +136,6 @@ _RANGES: tuple[Range, ...] = (
     ("task.margin", lambda m: 0 < m < 1, "a difference of two rates, between 0 and 1, for example 0.1"),
     ("task.near_tie", lambda t: 0 <= t < math.inf, "0 or more nats, or {null} for the number format's own"),
 )
-"""Conditions on numbers; a missing setting passes. Those of a task stand in its record."""
 
 
 def required_of(name: str) -> str | None:
@@ -153,7 +152,9 @@ def _values(config: RunConfig) -> Iterator[str]:
 
 
 def _ranges(config: RunConfig) -> Iterator[str]:
-    for key, holds, required in (*_RANGES, *task_of(config).ranges):
+    task = TASKS.find(config.task.name)
+    of_task = [(f"task.{name}", holds, required) for name, holds, required in task.ranges] if task else []
+    for key, holds, required in [*_RANGES, *of_task]:
         value: Any = config
         for name in key.split("."):
             value = getattr(value, name, None)

@@ -2,20 +2,19 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, TypeAlias
+from typing import Any
 
 from llama_ssp.registry import Registry
 from llama_ssp.settings.schema import RunConfig, TaskConfig
+
+Range = tuple[str, Callable[[Any], bool], str]
+"""A condition on a number: its key, what must hold, and what is required in words; a missing or null value passes."""
 
 
 def default_prompts(config: RunConfig) -> Sequence[str]:
     """The setting `default_prompts` of the task; empty if it has none."""
     prompts: Sequence[str] = getattr(config.task, "default_prompts", ())
     return prompts
-
-
-Range: TypeAlias = tuple[str, Callable[[Any], bool], str]
-"""A condition on a number: its key, what must hold, and what is required in words; a null value passes."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,7 @@ class TaskSpec:
     shares_baseline: bool = False  # points of a sweep take over plain completions of earlier ones.
     takes_turns: bool = True  # its prompts may be conversations, whose later turns follow the answers to earlier ones.
     paths: tuple[str, ...] = ()  # settings that are paths, which the command line does not parse.
+    ranges: tuple[Range, ...] = ()  # of its settings, whose keys stand without `task.`.
     # fills in settings of the run, apart from the keys that the user gave.
     fill_in: Callable[[RunConfig, frozenset[str]], None] = lambda config, explicit: None  # noqa: ARG005
     # the prompts of a run without `prompt=` and `prompts=`.
@@ -53,8 +53,6 @@ class TaskSpec:
     # yields the problems of a config and the keys that the user gave, and a `NoEffect` for a setting that has none,
     # which is a warning at a point of a sweep.
     problems: Callable[[RunConfig, frozenset[str]], Iterable[str | NoEffect]] = lambda config, explicit: ()  # noqa: ARG005
-    # conditions on its numbers, as those of `settings.checks`.
-    ranges: tuple[Range, ...] = ()
     # for a task that measures several sizes, and has a forecast for each, the config of the one that needs the most
     # memory, and its prompt tokens.
     largest_cell: Callable[[RunConfig], tuple[RunConfig, int]] | None = None

@@ -120,15 +120,15 @@ SERVE = TaskSpec(
     run="llama_ssp.rooms.serve.http:serve",
     reads_prompts=False,
     paths=("api_key_file",),
+    ranges=(
+        ("port", lambda n: 0 <= n < 1 << 16, "between 0 and 65535, for example 8000"),
+        ("max_length", lambda n: n > 1, "at least 2, for example 4096"),
+        ("max_waiting", lambda n: n >= 1, "at least 1, for example 256"),
+        ("request_s", lambda s: 0 < s < math.inf, "a positive number of seconds"),
+    ),
     fill_in=_fill_in,
     problems=_problems,
     largest_cell=_full_rows,
-    ranges=(
-        ("task.port", lambda n: 0 <= n < 1 << 16, "between 0 and 65535, for example 8000"),
-        ("task.max_length", lambda n: n > 1, "at least 2, for example 4096"),
-        ("task.max_waiting", lambda n: n >= 1, "at least 1, for example 256"),
-        ("task.request_s", lambda s: 0 < s < math.inf, "a positive number of seconds"),
-    ),
 )
 COMMAND = Command(
     name="serve", usage="[SETTING=VALUE ...] [ranks=N]", purpose="answer requests by HTTP, as OpenAI's API does",

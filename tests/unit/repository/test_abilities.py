@@ -23,8 +23,8 @@ from tests.helpers.runs import FAST, PLAIN, write_run
 
 pytestmark = pytest.mark.heavy
 
-TABLES = [ROOT / "tests" / "abilities.toml", *sorted(ROOT.glob("tests/rooms/*/abilities.toml"))]
-ABILITIES = [each for table in TABLES for each in tomllib.loads(table.read_text())["abilities"]]
+FILES = [ROOT / "tests" / "abilities.toml", *sorted((ROOT / "tests" / "rooms").glob("*/abilities.toml"))]
+ABILITIES = [ability for file in FILES for ability in tomllib.loads(file.read_text())["abilities"]]
 
 
 @pytest.fixture(scope="module")
