@@ -42,7 +42,8 @@ JOBS, OF_ROOMS = ("tests/distributed/", "tests/slurm/", "tests/stub_gpu/"), "/te
 """Tests that start several ranks: one worker runs them one after the other, so that their time limits hold."""
 UNTIMED = tuple(f"tests/distributed/test_{name}.py" for name in ("placement", "deepspeed"))
 """Those that share groups of ranks and have no time limits: another worker may run them at the same time."""
-FILES = tuple(f"tests/unit/{folder}/" for folder in ("api", "models", "repository", "run", "settings", "weights"))
+_OF_UNIT = ("api", "models", "repository", "run", "settings", "weights")
+FILES = ("tests/rooms/", *(f"tests/unit/{folder}/" for folder in _OF_UNIT))
 """Tests of one file share what they have parsed or made; all others, one by one, fill up the workers in the end."""
 
 
@@ -52,9 +53,9 @@ class JobsOnOneWorker(LoadScopeScheduling):  # type: ignore[misc] # xdist is unt
     def _split_scope(self, nodeid: str) -> str:
         if nodeid.startswith(UNTIMED):
             return UNTIMED[0]
-        if nodeid.startswith(FILES):
-            return nodeid.partition("::")[0]
-        return JOBS[0] if nodeid.startswith(JOBS) or OF_ROOMS in nodeid else nodeid
+        if nodeid.startswith(JOBS) or OF_ROOMS in nodeid:
+            return JOBS[0]
+        return nodeid.partition("::")[0] if nodeid.startswith(FILES) else nodeid
 
 
 @pytest.fixture

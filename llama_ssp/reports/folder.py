@@ -22,7 +22,6 @@ from llama_ssp.settings.tasks import TASKS
 from llama_ssp.words import visible
 
 COSTS_FILE, MODELS_FILE, LOG_PROBS_FILE = "round_costs.json", "models.json", "logprobs.jsonl"
-BATCH_FILE = "batch_output.jsonl"
 CHANGEABLE = (
     "run_dir", "resume", "quiet", "logprobs", "prompt_logprobs", "timeouts", "hardware", "dry_run",
     "speculation.acceptance",

@@ -42,7 +42,7 @@ from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tasks import dry_run
 from llama_ssp.settings.checks import check_values
 from llama_ssp.settings.schema import DraftLayout, DraftPlacement, PlacementConfig, RunConfig, TargetPlacement
-from llama_ssp.settings.tasks import task_of
+from llama_ssp.settings.tasks import request_file, task_of
 from llama_ssp.terminal.terminal import Terminal
 
 Task: TypeAlias = Callable[[Session, list[PromptRequest]], None]
@@ -78,7 +78,7 @@ def run(config: RunConfig, clock: StartClock) -> bool:
             if message := do_alone(config, world, terminal):
                 terminal.say(message)
             return False
-        do_task: Task = imported(task.run, setting=setting)
+        do_task: Task = imported((request_file(config) or task).run, setting=setting)
         session, requests = _load(config, world, terminal, folder, phase=phase, clock=clock)
         interruption = None
         try:
@@ -123,7 +123,7 @@ def _load(
     requests = _read_requests(config, world, terminal, folder, maker)
     if note := note_on(config.sampling, generation or {}):
         terminal.say(note)
-    if requests != []:  # those of a server or a batch fill all rows
+    if requests != []:  # those of a task or a file without prompts fill all rows
         config = dry_run.with_filled_rows(config, num_completions=len(requests) if requests else config.num_samples)
     plan = _make_plan(config, world, terminal, requests)
     clock.reach("checked_s")

@@ -8,10 +8,8 @@ follows the answers to those before it, and so does each message of a user that 
 import csv
 import io
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -20,9 +18,10 @@ from typing import Any, TypeAlias
 
 from llama_ssp.catalogue import ENDINGS_WITH_FIELDS, ending_of
 from llama_ssp.errors import ConfigError
+from llama_ssp.manifest import absent
 from llama_ssp.reports.reading import is_storable, read_json
 from llama_ssp.settings.schema import RunConfig
-from llama_ssp.settings.tasks import task_of
+from llama_ssp.settings.tasks import request_file, task_of
 
 STANDARD_INPUT = "-"
 EXCERPT = 40
@@ -86,14 +85,14 @@ class Prompt:
 
 
 def read_prompts(config: RunConfig) -> list[Prompt]:
-    """Read the prompts of a run, each turn of a conversation on its own; none of a batch file, see `serve.batch`.
+    """Read the prompts of a run, each turn of a conversation on its own; none of a file of requests.
 
     Raises ConfigError if the file is unusable, an entry is no prompt, or the task takes no conversations.
     """
     task = task_of(config)
     if config.prompt is not None:
         return [Prompt(text=config.prompt)]
-    if batch_lines(config):
+    if request_file(config):
         return []
     if config.prompts is None:
         own_prompts = task.prompts(config)
@@ -114,22 +113,9 @@ def read_prompts(config: RunConfig) -> list[Prompt]:
     return prompts
 
 
-def batch_lines(config: RunConfig) -> list[str]:
-    """The lines of `prompts` if it is a batch file of OpenAI's for task=generate, one of whose lines is right."""
-    source = config.prompts or ""
-    if config.task.name != "generate" or ending_of(source) != ".jsonl" or not os.path.isfile(source):  # noqa: PTH113 - Path raises for odd names
-        return []
-    lines = [str(line) for _, line in _lines(_text_of(source), source)]
-    known = {"custom_id", "method", "url", "body"}
-    return lines if any('"custom_id"' in line and content_of(line).keys() >= known for line in lines) else []
-
-
-def content_of(line: str) -> dict[str, Any]:
-    """The fields of a line of a batch file; none if it is no JSON object."""
-    with suppress(ValueError):
-        if isinstance(content := read_json(line), dict):
-            return content
-    return {}
+def lines_of(source: str) -> list[str]:
+    """The lines of a file of prompts that are not blank; ConfigError if it is no text."""
+    return [str(line) for _, line in _lines(_text_of(source), source)]
 
 
 def is_interactive(config: RunConfig) -> bool:
@@ -281,6 +267,8 @@ def _content_field(where: str, content: Mapping[str, Any]) -> str:
             f"prompts_column={found[0]}"
         )
     if not found:
+        if room := next(filter(None, (absent("field", name) for name in content)), None):
+            raise ConfigError(f"{where}: {room}")
         texts = {name: len(value) for name, value in content.items() if isinstance(value, str)}
         hint = f": prompts_column={max(texts, key=texts.__getitem__)} takes that" if texts else ""
         raise ConfigError(

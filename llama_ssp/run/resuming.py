@@ -8,14 +8,14 @@ from itertools import takewhile
 from llama_ssp.continuation import TextAfter
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports import reading
-from llama_ssp.reports.folder import BATCH_FILE, MODELS_FILE, RunFolder
+from llama_ssp.reports.folder import MODELS_FILE, RunFolder
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
 from llama_ssp.run.checkpoints import Source
 from llama_ssp.run.prompts import EXCERPT, Message, Prompt
 from llama_ssp.run.requests import RequestMaker, ids_of
 from llama_ssp.settings.drafters import drafts
 from llama_ssp.settings.schema import Resume, RunConfig, WeightsKind
-from llama_ssp.settings.tasks import task_of
+from llama_ssp.settings.tasks import REQUEST_FILES, task_of
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import summary
 from llama_ssp.weights.hashes import fingerprint, fingerprint_of_adapter
@@ -45,7 +45,8 @@ def check_models(folder: RunFolder, sources: tuple[Source, Source | None], confi
     """
     target, draft = sources
     now = _Models(target=_files_of(target, config), draft=_files_of(draft, config) if draft else None)
-    if (folder.lines or folder.cells or folder.read_kept(BATCH_FILE)) and config.resume is not Resume.anyway:
+    has_answers = any(folder.read_kept(kind.output) for kind in REQUEST_FILES.all().values())
+    if (folder.lines or folder.cells or has_answers) and config.resume is not Resume.anyway:
         kept = folder.read_kept(MODELS_FILE)
         if kept is None:
             raise ConfigError(

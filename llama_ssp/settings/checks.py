@@ -18,7 +18,7 @@ from llama_ssp.settings import drafters, layout, schema, trees
 from llama_ssp.settings.combinations import clashes
 from llama_ssp.settings.rules import RULES
 from llama_ssp.settings.schema import PlanConfig, RunConfig
-from llama_ssp.settings.tasks import TASKS, NoEffect, Range, default_of, task_of
+from llama_ssp.settings.tasks import TASKS, NoEffect, Range, default_of, request_file, task_of
 from llama_ssp.storage.formats import CACHES, FORMATS
 from llama_ssp.words import key_of, said, value_of
 
@@ -38,6 +38,8 @@ def check(
     then returned, and has its default again.
     """
     of_task = [*task_of(config).problems(config, explicit)]
+    if kind := request_file(config):
+        of_task += kind.problems(config, explicit)
     of_both = [*(found for found in of_task if isinstance(found, NoEffect)), *_unread(config, explicit)]
     unread = [*{found.key: found for found in reversed(of_both)}.values()][::-1]  # the task's reason is the first
     problems = [

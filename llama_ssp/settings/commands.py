@@ -16,6 +16,7 @@ class Command:
         order: where it stands there.
         run: `module:function` that takes the words after the name and returns the exit code; None for a run on ranks.
         task: of such a run, the task that the command is short for.
+        example: a line on how to start it, in `--help`.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Command:
     order: int = 9
     run: str | None = None
     task: str | None = None
+    example: str | None = None
 
     @property
     def line(self) -> str:
@@ -36,10 +38,6 @@ RUN = Command(
     name="run", usage="[SETTING=VALUE ...] [ranks=N]", order=1,
     purpose="complete prompts; N ranks, by default one for each GPU\n"
     "    llama-ssp run [ranks=N] --script FILE [ARG ...]  run a Python script, whose load() takes all ranks",
-)  # fmt: skip
-SERVE = Command(
-    name="serve", usage="[SETTING=VALUE ...] [ranks=N]", purpose="answer requests by HTTP, as OpenAI's API does",
-    order=2, task="serve",
 )  # fmt: skip
 PLAN = Command(
     name="plan", usage="[SETTING=VALUE ...]", purpose="memory and time of a run, on a machine that is only described",

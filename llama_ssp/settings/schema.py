@@ -9,6 +9,7 @@ from typing import Any
 
 from llama_ssp.catalogue import ModelConfig
 from llama_ssp.fields import made, setting
+from llama_ssp.settings.groups import whole
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.trees import TreeShape, tree_shape
 
@@ -264,7 +265,6 @@ class TimeoutConfig:
 
     load_s: float = setting(1800.0, "while models are loaded.")
     decode_s: float = setting(60.0, "after that.")
-    drain_s: float = setting(30.0, "of task=serve and batch files: for what runs when a signal ends them.")
 
 
 class Resume(Enum):
@@ -332,7 +332,7 @@ class RunConfig:
         "without a download. Each computes the shipped small model or head; the context has 2048 tokens.",
     )
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
-    timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
+    timeouts: TimeoutConfig = field(default_factory=lambda: whole(TimeoutConfig)())  # noqa: PLW0108 - rooms are read later
     max_new_tokens: int = setting(64, "new tokens per completion.")
     batch_size: int = setting(1, "sequences decoded together; the draws do not depend on it.")
     num_samples: int = setting(1, "completions per prompt.")
@@ -346,9 +346,9 @@ class RunConfig:
         None,
         "a file. .txt has a prompt per line; .jsonl and .json have objects with a `prompt`, or `turns`, a list of "
         "texts of which each follows the answers to those before it (Spec-Bench), or `messages`, a list with roles "
-        "for the chat template, or for task=generate the lines of OpenAI's batch files; .csv, .tsv and .parquet have a "
-        "column `prompt`. - is standard input; on a terminal the run asks for one prompt after the other, until "
-        "Ctrl-D; a line that ends with \\ goes on in the next.",
+        "for the chat template{request_files}; .csv, .tsv and .parquet have a column `prompt`. - is standard input; on "
+        "a terminal the run asks for one prompt after the other, until Ctrl-D; a line that ends with \\ goes on in the "
+        "next.",
     )
     prompts_column: str | None = setting(None, "another column or field of that file.")
     too_long: TooLong = setting(

@@ -1,4 +1,4 @@
-"""The records of tasks, which stand with their code."""
+"""The records of tasks, which stand with their code, and of files whose lines a task does not complete itself."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
@@ -76,15 +76,42 @@ class TaskSpec:
         return name
 
 
-TASKS: Registry[TaskSpec] = Registry(
-    setting="task", modules=("llama_ssp.run.tasks.records", "llama_ssp.run.serve.settings"), kind=TaskSpec
-)
+TASKS: Registry[TaskSpec] = Registry(setting="task", modules=("llama_ssp.run.tasks.records",), kind=TaskSpec)
 register, task_specs = TASKS.register, TASKS.all
 
 
 def task_of(config: RunConfig) -> TaskSpec:
     """The task of a run; an unknown one raises ConfigError."""
     return TASKS.of(config.task.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestFile:
+    """A kind of file whose lines are requests, which code of its own answers in place of the task.
+
+    Attributes:
+        name: a field of its lines; where the room that reads them is missing, a line with this field names the room.
+        purpose: what it is for, in the help of `prompts`.
+        output: the file of the run folder with the answers.
+        is_one: whether the prompts of a run are such a file.
+        problems: of a run with such a file; as those of a task.
+        run: `module:function` that answers the lines on every rank: a `Task` of `run.pipeline`, without requests.
+    """
+
+    name: str
+    purpose: str
+    output: str
+    is_one: Callable[[RunConfig], bool]
+    problems: Callable[[RunConfig, frozenset[str]], Iterable[str | NoEffect]]
+    run: str
+
+
+REQUEST_FILES: Registry[RequestFile] = Registry(setting="prompts", kind=RequestFile)
+
+
+def request_file(config: RunConfig) -> RequestFile | None:
+    """The kind of a run's file of requests; None if it has none."""
+    return next((kind for kind in REQUEST_FILES.all().values() if kind.is_one(config)), None)
 
 
 def default_of(part: Any, name: str) -> object:  # noqa: ANN401 - any dataclass of settings

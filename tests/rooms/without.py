@@ -77,6 +77,9 @@ def names_none(folder: Path, rooms: Sequence[str]) -> None:
         for asked in manifest.ROOMS[room]:
             kind, _, name = asked.partition("=")
             words = [name] if kind == "command" else ["run", asked]
+            if kind == "field":
+                (folder / "field.jsonl").write_text(json.dumps({name: "1"}))
+                words = ["run", "task=generate", "prompts=field.jsonl"]
             if (asked if kind != "command" else f"llama-ssp {name}") in shown:
                 sys.exit(f"help names {asked}")
             ended = subprocess.run(

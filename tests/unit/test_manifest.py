@@ -1,13 +1,18 @@
 """Every room is in the manifest, and who asks for one that was taken out reads its name."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llama_ssp import manifest
-from llama_ssp.errors import unknown_name
+from llama_ssp.errors import ConfigError, unknown_name
+from llama_ssp.run.prompts import read_prompts
 from llama_ssp.settings.commands import COMMANDS
-from llama_ssp.settings.tasks import TASKS
+from llama_ssp.settings.tasks import REQUEST_FILES, TASKS
+from tests.helpers.composed import compose_run
+
+ASKED = [(room, words) for room, asked in manifest.ROOMS.items() for words in asked if room in manifest.present()]
 
 ASKED = [(room, words) for room, asked in manifest.ROOMS.items() for words in asked if room in manifest.present()]
 
@@ -18,7 +23,7 @@ def test_the_manifest_names_the_rooms_that_there_are() -> None:
 
 
 def test_what_asks_for_a_room_is_a_record_of_that_room() -> None:
-    registries: dict[str, Any] = {"task": TASKS, "command": COMMANDS}
+    registries: dict[str, Any] = {"task": TASKS, "command": COMMANDS, "field": REQUEST_FILES}
     for room, words in ASKED:
         kind, _, name = words.partition("=")
         record = registries[kind].of(name)
@@ -32,3 +37,12 @@ def test_a_room_that_was_taken_out_is_named(room: str, asked: str, monkeypatch: 
     assert f"rooms/{room}" not in unknown_name(kind, name, ["compare"])
     monkeypatch.setattr(manifest, "present", lambda: ())
     assert f"{asked} needs llama_ssp/rooms/{room}" in unknown_name(kind, name, ["compare"])
+
+
+def test_prompts_with_a_field_of_a_missing_room_are_refused_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest, "present", lambda: ())
+    (tmp_path / "batch.jsonl").write_text('{"custom_id": "1", "body": {}}')
+    with pytest.raises(ConfigError, match=r"^line 1 of prompts=.*: field=custom_id needs llama_ssp/rooms/serve"):
+        read_prompts(compose_run("task=compare", f"prompts={tmp_path / 'batch.jsonl'}")[0])

@@ -16,13 +16,15 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from llama_ssp import catalogue
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.fields import help_of
+from llama_ssp.settings.commands import COMMANDS
 from llama_ssp.settings.drafters import drafters
+from llama_ssp.settings.groups import whole
 from llama_ssp.settings.schema import DERIVED, LAUNCHER, PlanConfig, RunConfig, SlurmConfig
-from llama_ssp.settings.tasks import task_specs
+from llama_ssp.settings.tasks import REQUEST_FILES, task_specs
 from llama_ssp.words import visible
 
 _ALL, _WIDTH = "all", 118
-_PLACE = re.compile(r"^ *\{(\w+)([^}\n]*)\}$", re.MULTILINE)
+_PLACE = re.compile(r"^ *\{(\w+)([^}\n]*)\}\n", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +44,8 @@ def show(words: Sequence[str]) -> None:
         return
     file = Path(__file__).with_name("help.txt").read_text(encoding="utf-8")
     failures = "".join(f" {task.failure}," for task in task_specs().values() if task.failure)
-    text = _PLACE.sub(lambda place: _filled(place[1], place[2].split()), file).replace("{failures}", failures)
+    text = _PLACE.sub(lambda place: f"{_filled(place[1], place[2].split())}\n".lstrip("\n"), file)
+    text = text.replace("{failures}", failures)
     head, *parts = (part.strip("\n") for part in re.split(r"^(?=[A-Z]+: )", text, flags=re.MULTILINE))
     topics = {part.partition(":")[0].lower(): part for part in parts}
     if _ALL in words:
@@ -82,6 +85,8 @@ def _filled(kind: str, words: Sequence[str]) -> str:
         return "\n".join(_entry(f"{words[0]}={name}", said) for name, said in options_of(words[0]).items())
     if kind == "tasks":
         return _of_tasks(options_of("task"))
+    if kind == "commands":
+        return "\n".join(command.example for command in COMMANDS.all().values() if command.example)
     groups = tuple(word for word in words if word.endswith("."))
     return entries(one for one in _settings() if one.key in words or one.key.startswith(groups))
 
@@ -119,9 +124,15 @@ def settings_of(schema: type[Any], prefix: str = "") -> Iterator[DescribedSettin
             continue
         hint, key = hints[entry.name], f"{prefix}{entry.name}"
         if inner := next(filter(is_schema, (hint, *get_args(hint))), None):
-            yield from settings_of(inner, f"{key}.")
+            yield from settings_of(whole(inner), f"{key}.")
         else:
-            yield DescribedSetting(key=key, kind=_kind(hint), default=_default(entry), meaning=help_of(entry))
+            yield DescribedSetting(key=key, kind=_kind(hint), default=_default(entry), meaning=_meaning(entry))
+
+
+def _meaning(entry: dataclasses.Field[Any]) -> str:
+    """The help of a field, with the files of requests that there are."""
+    kinds = "".join(f", or {kind.purpose}" for kind in REQUEST_FILES.all().values())
+    return help_of(entry).replace("{request_files}", kinds)
 
 
 def settings_of_plan() -> list[DescribedSetting]:

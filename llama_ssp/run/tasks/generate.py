@@ -9,7 +9,6 @@ from dataclasses import asdict
 
 from llama_ssp.reports.records import CompletionLine, LineKey
 from llama_ssp.run.requests import PromptRequest
-from llama_ssp.run.serve.batch import complete_batch
 from llama_ssp.run.session import Session, Viewer
 from llama_ssp.run.tasks.records import GenerateConfig, OutputFormat
 from llama_ssp.speculate.engine.text import Piece
@@ -72,10 +71,7 @@ class _InOrder(Viewer):
 
 
 def generate(session: Session, requests: list[PromptRequest]) -> None:
-    """Complete all requests, speculatively if there is a draft; without any, those of a batch file."""
-    if not requests:
-        complete_batch(session)
-        return
+    """Complete all requests, speculatively if there is a draft."""
     task, mode, terminal = session.config.task, session.best_mode, session.terminal
     assert isinstance(task, GenerateConfig)
     has_names = len(requests) > 1 and terminal.is_screen

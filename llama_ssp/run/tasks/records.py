@@ -7,8 +7,6 @@ from typing import cast
 
 from llama_ssp.catalogue import LOCAL
 from llama_ssp.fields import made, setting
-from llama_ssp.run.prompts import batch_lines
-from llama_ssp.run.serve.settings import problems_of_bodies
 from llama_ssp.settings.drafters import drafts
 from llama_ssp.settings.schema import RunConfig, TaskConfig
 from llama_ssp.settings.tasks import NoEffect, TaskSpec
@@ -56,16 +54,9 @@ class GenerateConfig(TaskConfig):
     )
 
 
-def _problems_of_generate(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoEffect]:
-    if batch_lines(config):
-        unread = ("prompts_column", "too_long", "task.format", "task.in_order")
-        yield from problems_of_bodies(config, explicit, source="from a batch file", unread=unread)
-
-
 GENERATE = TaskSpec(
     config=GenerateConfig,
     run="llama_ssp.run.tasks.generate:generate",
-    problems=_problems_of_generate,
     shows_table=False,
 )
 

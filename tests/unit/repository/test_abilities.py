@@ -1,4 +1,4 @@
-"""Every ability that README, `--help` and the guides name still runs: the commands of tests/abilities.toml."""
+"""Every ability that README, `--help` and the guides name still runs: the commands of each abilities.toml."""
 
 import json
 import re
@@ -6,6 +6,7 @@ import shlex
 import shutil
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,8 +34,6 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     (folder / "prompts.txt").write_text("def factorial(n):\nimport os\n")
     (folder / "questions.jsonl").write_text(json.dumps({"turns": ["a = 1\n", "b = 2\n"]}) + "\n")
     (folder / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}) + "\n")
-    request = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "import"}}
-    (folder / "batch.jsonl").write_text(json.dumps(request) + "\n")
     (folder / "table.csv").write_text("text,other\nimport os,1\n")
     shutil.copytree(tiny, folder / "chat")
     template = "{% for each in messages %}{{ each.role }}: {{ each.content }}\n{% endfor %}"
@@ -53,8 +52,10 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("ability", ABILITIES, ids=[each["can"] for each in ABILITIES])
-def test_an_ability_runs(ability: dict[str, str | int], places: dict[str, Path], tmp_path: Path) -> None:
+def test_an_ability_runs(ability: dict[str, Any], places: dict[str, Path], tmp_path: Path) -> None:
     command = str(ability["run"])
+    for name, text in ability.get("files", {}).items():
+        (places["dir"] / name).write_text(text)
     for name, path in places.items():
         command = command.replace(f"{{{name}}}", str(path))
     if command.startswith(">>>"):

@@ -23,7 +23,7 @@ from llama_ssp import plan as load_plan
 from llama_ssp.run.commands import plan
 from llama_ssp.run.commands.own_ranks import read_start
 from llama_ssp.run.commands.run import read_options
-from llama_ssp.run.serve.settings import INSTALL as INSTALL_SERVER
+from llama_ssp.settings.commands import COMMANDS
 from llama_ssp.settings.compose import compose, to_run_config
 from llama_ssp.storage.formats import BITSANDBYTES
 from tests.helpers.repository import ROOT, files, modules
@@ -37,7 +37,7 @@ TESTED = {
     r"\.venv/bin/(python launch/report\.py|llama-ssp report) outputs/\w+": ("run/commands/test_report.py"),
     r"\.venv/bin/llama-ssp --version": "tests/unit/run/commands/test_program.py",
     r"\.venv/bin/python -m pip install -e '\.\[[a-z-]+\]' -c \.venv/constraints\.txt": "what the messages say",
-    r"(curl|lm-eval) .*": "tests/unit/run/serve",
+    r"(curl|lm-eval) .*": "tests/rooms/serve",
     r"\.venv/bin/python -m benchmarks\.\w+( --(store|write))?": "tests/unit/benchmarks",
     r"(\.venv/bin/llama-ssp run ranks=2 --script|torchrun --nproc-per-node 2|srun --ntasks 2 python) study\.py": (
         "tests/distributed/test_python.py"
@@ -45,9 +45,11 @@ TESTED = {
     r"\.venv/bin/pre-commit install": "CI runs the same checks",
     r"printf '[^']*' > prompts\.txt": "test_the_file_of_prompts_is_made_as_the_pages_say",
 }
+TASKS = "|".join(command.task for command in COMMANDS.all().values() if command.task) or "(?!)"
+"""Tasks for which a command is short."""
 LAUNCH = re.compile(
     r"([A-Z_]+=\S+ )*((\.venv/bin/)?(torchrun( --[a-z-]+ \S+)+|python) launch/run\.py|sbatch( --[a-z-]+ \S+)+ "
-    r"launch/slurm\.sbatch|\.venv/bin/llama-ssp (run|(?P<task>calibrate|serve)))(?P<words>((?!--script).)*)"
+    rf"launch/slurm\.sbatch|\.venv/bin/llama-ssp (run|(?P<task>{TASKS})))(?P<words>((?!--script).)*)"
 )
 PLAN = re.compile(r"(\.venv/bin/)?(python launch/plan\.py|llama-ssp plan)(?P<words>.*)")
 TWO_COMMANDS = [
@@ -64,9 +66,9 @@ def pages() -> dict[Path, str]:
     return {path: (ROOT / path).read_text() for path in paths}
 
 
-def blocks(language: str, *, page: str | None = None) -> list[str]:
-    """Every fenced block of this language, of all pages or of one."""
-    texts = pages().values() if page is None else [pages()[Path(page)]]
+def blocks(language: str, *, page: str | None = None, rooms: bool = True) -> list[str]:
+    """Every fenced block of this language, of all pages, without those of rooms, or of one."""
+    texts = [text for path, text in pages().items() if page in {None, str(path)} and (rooms or path.name != "page.md")]
     return [
         found for text in texts for found in re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     ]
@@ -130,8 +132,9 @@ def test_the_file_of_prompts_is_made_as_the_pages_say(tmp_path: Path) -> None:
 
 
 def test_a_package_is_installed_by_the_command_that_its_message_says() -> None:
-    commands = {command for line in lines() for command in line if "pip install" in command}
-    assert commands == {BITSANDBYTES.install, INSTALL_SERVER}
+    text = "\n".join(blocks("bash", rooms=False))
+    commands = {command for line in lines(text) for command in line if "pip install" in command}
+    assert commands == {BITSANDBYTES.install}
 
 
 def test_no_comment_at_the_end_of_a_command_is_off_the_screen() -> None:

@@ -24,11 +24,11 @@ import torch
 from llama_ssp import Pair, load
 from llama_ssp.architectures import engine
 from llama_ssp.errors import ConfigError
-from llama_ssp.run.serve import http
-from llama_ssp.run.serve.http import Front
-from llama_ssp.run.serve.inbox import Inbox
-from llama_ssp.run.serve.service import Service
-from llama_ssp.run.serve.settings import SERVE, ServeConfig, length_of
+from llama_ssp.rooms.serve import http
+from llama_ssp.rooms.serve.http import Front
+from llama_ssp.rooms.serve.inbox import Inbox
+from llama_ssp.rooms.serve.records import SERVE, ServeConfig, ServeTimeouts, length_of
+from llama_ssp.rooms.serve.service import Service
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.engine import likelihoods, state
 from llama_ssp.speculate.engine.completion import StopRequest
@@ -86,7 +86,7 @@ def serving(
     """Serve a pair while the block runs."""
     task = task or ServeConfig(port=0)
     config = replace(pair.config, task=task, batch_size=batch_size)
-    config.timeouts = replace(config.timeouts, drain_s=drain_s)
+    config.timeouts = ServeTimeouts(drain_s=drain_s)
     session: Any = SimpleNamespace(
         config=config, models=pair.models, world=pair.world, plan=None, folder=None,
         stop_request=StopRequest(),

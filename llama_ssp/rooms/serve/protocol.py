@@ -7,7 +7,7 @@ silence. Ranges, and the sentences about them, are those of the settings.
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 from uuid import uuid4
@@ -17,13 +17,13 @@ from transformers import PreTrainedTokenizerBase
 from llama_ssp.continuation import TextAfter
 from llama_ssp.errors import ConfigError, SspError, unknown_name
 from llama_ssp.log_probs import LogProbs
+from llama_ssp.rooms.serve.inbox import Part, RequestError, ServedRequest
 from llama_ssp.run.prompts import Prompt, read_messages
 from llama_ssp.run.requests import RequestMaker, check_vocabulary, encode, encode_messages
-from llama_ssp.run.serve.inbox import Part, RequestError
 from llama_ssp.settings.checks import check_values
-from llama_ssp.settings.schema import MOST_BIASES, RunConfig
+from llama_ssp.settings.schema import MOST_BIASES, RunConfig, SamplingConfig
 from llama_ssp.speculate.engine.state import count_equal_before
-from llama_ssp.speculate.engine.text import IncrementalText
+from llama_ssp.speculate.engine.text import IncrementalText, StopStrings
 from llama_ssp.words import in_library_words
 
 MOST_SAMPLES, MOST_PROMPTS, MOST_STOPS, MOST_STOP, MOST_TOP = 128, 1024, 16, 256, 20
@@ -61,12 +61,12 @@ class Asked:
     """What a body asks for, and the answer to it; `given` are its fields.
 
     Attributes:
-        completions: as `ServedRequest` has them, `num_samples` for each prompt.
+        completions: `num_samples` for each prompt.
         answers: one of each completion.
     """
 
     def __init__(
-        self, given: Mapping[str, Any], completions: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, *,
+        self, given: Mapping[str, Any], completions: list[ServedRequest], tokenizer: PreTrainedTokenizerBase, *,
         is_chat: bool, model: str,
     ) -> None:  # fmt: skip
         self.completions, self.num_samples = completions, given.get("n", 1)
@@ -131,20 +131,21 @@ class BodyReader:
         num_samples, echoes = given.get("n", 1), bool(given.get("echo"))
         if not 1 <= num_samples <= MOST_SAMPLES:
             raise RequestError(f"n={num_samples} must be 1 to {MOST_SAMPLES}", param="n")
-        same = {
-            "sampling": self._sampling(given), "stop": stops, "ignores_eos": given.get("ignore_eos", False),
-            "seed": given.get("seed", secrets.randbits(63)), "num_top": _num_top(given, is_chat=is_chat),
-            "scores_prompt": echoes,
-        }  # fmt: skip
+        first = ServedRequest(
+            index=0, prompt_ids=prompts[0], max_new_tokens=0, sampling=self._sampling(given),
+            ignores_eos=given.get("ignore_eos", False), seed=given.get("seed", secrets.randbits(63)),
+            num_top=_num_top(given, is_chat=is_chat), scores_prompt=echoes,
+            stops=StopStrings(self._maker.tokenizer, stops) if stops else None,
+        )  # fmt: skip
         completions = [
-            same | {"prompt_ids": ids, "num_equal_before": before, "sample": sample, "max_new_tokens": number}
+            replace(first, prompt_ids=ids, num_equal_before=before, sample=sample, max_new_tokens=number)
             for ids, before in zip(prompts, count_equal_before(prompts), strict=True)
             for number in [self._num_new(given, ids, echoes=echoes)]
             for sample in range(num_samples)
         ]
         return Asked(given, completions, self._maker.tokenizer, is_chat=is_chat, model=self.name)
 
-    def _sampling(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _sampling(self, given: Mapping[str, Any]) -> SamplingConfig:
         asked = {name: given[name] for name in _SAMPLING if name in given}
         asked = {name: None if value in _OFF.get(name, ()) else value for name, value in asked.items()}
         if "logit_bias" in asked:
@@ -156,7 +157,7 @@ class BodyReader:
         except ConfigError as error:
             named = str(error).partition("=")[0].split(" ")[-1]
             raise RequestError(str(error), param=named if named in _SAMPLING else None) from None
-        return {name: value for name, value in asdict(sampling).items() if name in _SAMPLING}
+        return SamplingConfig(**{name: getattr(sampling, name) for name in _SAMPLING})
 
     def _biases(self, given: Mapping[str, Any]) -> dict[int, float]:
         is_read = len(given) <= MOST_BIASES and all(
@@ -267,11 +268,12 @@ class Answer:
     """One completion on its way to the client: its text without a stop, its tokens and its scores."""
 
     def __init__(
-        self, completion: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, index: int, *, is_chat: bool
+        self, request: ServedRequest, tokenizer: PreTrainedTokenizerBase, index: int, *, is_chat: bool
     ) -> None:
-        self._tokenizer, self._index, self._is_chat, self._stops = tokenizer, index, is_chat, completion["stop"]
-        self.prompt_ids: Sequence[int] = completion["prompt_ids"]
-        self._is_scored, self._echoes = completion["num_top"] is not None, completion["scores_prompt"]
+        self._tokenizer, self._index, self._is_chat = tokenizer, index, is_chat
+        self._stops = request.stops.texts if request.stops else ()
+        self.prompt_ids = request.prompt_ids
+        self._is_scored, self._echoes = request.num_top is not None, request.scores_prompt
         self._text, self._held, self._whole = IncrementalText(tokenizer, self.prompt_ids), "", ""
         self._lead = TextAfter(tokenizer, ()).decode(self.prompt_ids) if self._echoes else ""
         self._has_begun = False

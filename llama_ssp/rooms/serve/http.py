@@ -1,4 +1,4 @@
-"""HTTP on rank 0: checks who asks, reads bodies, streams answers, and notices clients that have gone.
+"""`task=serve`: HTTP on rank 0 checks who asks, reads bodies, streams answers, and notices clients that have gone.
 
 It runs in a thread of its own, and knows the decoder by its `Inbox` alone. Nothing of requests is logged.
 """
@@ -10,12 +10,13 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from errno import EADDRINUSE
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
 
+import torch
 import uvicorn
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
@@ -27,13 +28,34 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llama_ssp.catalogue import read_path
-from llama_ssp.errors import ConfigError
-from llama_ssp.run.serve.inbox import Inbox, Part, RequestError
-from llama_ssp.run.serve.protocol import Answer, Asked, BodyReader
-from llama_ssp.run.serve.settings import ServeConfig, length_of
+from llama_ssp.errors import ConfigError, InterruptedRun
+from llama_ssp.ranks.failures import raise_on_all_ranks
+from llama_ssp.rooms.serve.inbox import Inbox, Part, RequestError
+from llama_ssp.rooms.serve.protocol import Answer, Asked, BodyReader
+from llama_ssp.rooms.serve.records import ServeConfig, length_of
+from llama_ssp.rooms.serve.service import Service, check_layout
+from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session
 
 _MOST_BYTES, _READ_S, _RETRY_S, _CLOSE_S, _MOST_OPEN = 8 << 20, 30.0, 1, 5.0, 1024
+
+
+@torch.inference_mode()
+def serve(session: Session, _requests: list[PromptRequest]) -> None:
+    """Serve until a signal comes, then raise InterruptedRun; the same on every rank, of which rank 0 answers."""
+    comm, inbox, front = session.world.comm, None, None
+    check_layout(session, "task=serve")
+    with raise_on_all_ranks(comm):
+        if comm.rank == 0:
+            inbox = Inbox(cast("ServeConfig", session.config.task).max_waiting)
+            front = Front(session, inbox)
+    service = Service(session, inbox, length=length_of(session.config, session.models.context))
+    service.warm_up()
+    with front or nullcontext():
+        if front:
+            session.terminal.say(f"serving on {front.address}; Ctrl-C ends it")
+        service.run()
+    raise InterruptedRun("a signal ended the server")
 
 
 class Front:

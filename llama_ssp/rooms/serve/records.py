@@ -1,17 +1,25 @@
-"""`task=serve`: its settings, checks and record. Imports no torch."""
+"""The records of the server: its task, its command, OpenAI's batch files, and what they add to `timeouts`."""
 
 import math
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from ipaddress import ip_address
-from typing import cast
+from typing import Any, cast
 
+from llama_ssp.catalogue import ending_of
 from llama_ssp.errors import ConfigError
 from llama_ssp.fields import setting
+from llama_ssp.reports.reading import read_json
+from llama_ssp.run.prompts import lines_of
 from llama_ssp.settings.combinations import clashes
-from llama_ssp.settings.schema import RowSteps, RunConfig, TaskConfig
-from llama_ssp.settings.tasks import NoEffect, TaskSpec
+from llama_ssp.settings.commands import Command
+from llama_ssp.settings.groups import MoreSettings
+from llama_ssp.settings.schema import RowSteps, RunConfig, TaskConfig, TimeoutConfig
+from llama_ssp.settings.tasks import NoEffect, RequestFile, TaskSpec
 from llama_ssp.words import said
 
 MOST_TOKENS, NUM_ROWS = 4096, 8
@@ -20,6 +28,16 @@ _OF_BODIES = (
     "chat", "num_samples", "ignore_eos", "stop_strings", "logprobs", "prompt_logprobs", "sampling.bad_words",
     "sampling.min_new_tokens",
 )  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class ServeTimeouts(TimeoutConfig):
+    """Those of a run, and that of requests."""
+
+    drain_s: float = setting(30.0, "of task=serve and batch files: for what runs when a signal ends them.")
+
+
+TIMEOUTS = MoreSettings(name="serve", config=ServeTimeouts)
 
 
 @dataclass(kw_only=True)
@@ -55,10 +73,9 @@ def length_of(config: RunConfig, context: int | None = None) -> int:
     return task.max_length or min(MOST_TOKENS, context)
 
 
-def problems_of_bodies(
+def _problems_of_bodies(
     config: RunConfig, explicit: frozenset[str], *, source: str, unread: Sequence[str]
 ) -> Iterator[str | NoEffect]:
-    """Yield the problems of a run whose requests are bodies of OpenAI's API, from a source such as "by HTTP"."""
     reason = f"on task={config.task.name}, whose requests come {source}"
     yield from (NoEffect(key, reason) for key in (*unread, *_OF_BODIES) if key in explicit)
     yield from clashes(replace(config, sampling=replace(config.sampling, by_row=RowSteps())))
@@ -70,7 +87,7 @@ def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoE
         length_of(config)
     except ConfigError as error:
         yield str(error)
-    yield from problems_of_bodies(config, explicit, source="by HTTP", unread=("prompt", "prompts", "seed"))
+    yield from _problems_of_bodies(config, explicit, source="by HTTP", unread=("prompt", "prompts", "seed"))
     if not all(map(find_spec, ("prometheus_client", "starlette", "uvicorn"))):
         yield f"task=serve needs starlette, uvicorn and prometheus_client: {INSTALL}"
     if not (_is_loopback(task.host) or task.api_key_file):
@@ -100,7 +117,7 @@ def _full_rows(config: RunConfig) -> tuple[RunConfig, int]:
 
 SERVE = TaskSpec(
     config=ServeConfig,
-    run="llama_ssp.run.serve.service:serve",
+    run="llama_ssp.rooms.serve.http:serve",
     reads_prompts=False,
     paths=("api_key_file",),
     ranges=(
@@ -112,4 +129,41 @@ SERVE = TaskSpec(
     fill_in=_fill_in,
     problems=_problems,
     largest_cell=_full_rows,
+)
+COMMAND = Command(
+    name="serve", usage="[SETTING=VALUE ...] [ranks=N]", purpose="answer requests by HTTP, as OpenAI's API does",
+    order=2, task="serve",
+    example="  llama-ssp serve model=30B draft=7B port=8000   "
+    "answers requests by HTTP as OpenAI's API does: task=serve",
+)  # fmt: skip
+
+
+def batch_lines(config: RunConfig) -> list[str]:
+    """The lines of `prompts` if it is a batch file of OpenAI's for task=generate, one of whose lines is right."""
+    source = config.prompts or ""
+    if config.task.name != "generate" or ending_of(source) != ".jsonl" or not os.path.isfile(source):  # noqa: PTH113 - Path raises for odd names
+        return []
+    lines, known = lines_of(source), {"custom_id", "method", "url", "body"}
+    return lines if any('"custom_id"' in line and content_of(line).keys() >= known for line in lines) else []
+
+
+def content_of(line: str) -> dict[str, Any]:
+    """The fields of a line of a batch file; none if it is no JSON object."""
+    with suppress(ValueError):
+        if isinstance(content := read_json(line), dict):
+            return content
+    return {}
+
+
+BATCH = RequestFile(
+    name="custom_id",
+    purpose="for task=generate the lines of OpenAI's batch files",
+    output="batch_output.jsonl",
+    is_one=lambda config: bool(batch_lines(config)),
+    problems=partial(
+        _problems_of_bodies,
+        source="from a batch file",
+        unread=("prompts_column", "too_long", "task.format", "task.in_order"),
+    ),
+    run="llama_ssp.rooms.serve.batch:complete_batch",
 )

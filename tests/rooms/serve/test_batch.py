@@ -13,9 +13,10 @@ import pytest
 
 from llama_ssp import Pair
 from llama_ssp.errors import ConfigError, InterruptedRun
-from llama_ssp.reports.folder import BATCH_FILE, RunFolder
+from llama_ssp.reports.folder import RunFolder
+from llama_ssp.rooms.serve.batch import complete_batch
+from llama_ssp.rooms.serve.records import BATCH, ServeTimeouts
 from llama_ssp.run.prompts import read_prompts
-from llama_ssp.run.tasks.generate import generate
 from llama_ssp.settings.checks import check
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.engine import state
@@ -47,15 +48,15 @@ def answered(pair: Pair, folder: Path, lines: Sequence[str], *, stops: bool = Fa
     """The answers in the run folder after a run, in the order in which they were written."""
     (folder / "batch.jsonl").write_text("\n".join(lines))
     config = replace(pair.config, prompts=str(folder / "batch.jsonl"), batch_size=3, seed=40)
-    config.timeouts = replace(config.timeouts, drain_s=0.0)
+    config.timeouts = ServeTimeouts(drain_s=0.0)
     assert read_prompts(config) == []
-    file = folder / "run" / BATCH_FILE
+    file = folder / "run" / BATCH.output
     with RunFolder(folder / "run", "") as run_folder:
         session: Any = SimpleNamespace(
             config=config, models=pair.models, world=pair.world, folder=run_folder,
             stop_request=StopRequest(requested=stops), terminal=SimpleNamespace(line=len, say=len),
         )  # fmt: skip
-        generate(session, [])
+        complete_batch(session, [])
     return [*map(json.loads, file.read_text().splitlines())]
 
 
@@ -67,7 +68,7 @@ def test_answers_have_the_texts_of_runs_of_their_own(
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(InterruptedRun, match="goes on from here"):
         answered(pair, tmp_path, [*LINES[:-1], *WRONG], stops=True)
-    with (tmp_path / "run" / BATCH_FILE).open("a") as file:
+    with (tmp_path / "run" / BATCH.output).open("a") as file:
         file.write('{"id": "batch_req_')
     lines = [*LINES[:-1], *WRONG, LINES[-1]]
     found = answered(pair, tmp_path, lines)

@@ -15,11 +15,12 @@ import torch
 
 from llama_ssp.errors import ConfigError, InterruptedRun
 from llama_ssp.ranks.failures import from_rank_0, raise_on_all_ranks
-from llama_ssp.reports.folder import BATCH_FILE, RunFolder
-from llama_ssp.run.prompts import batch_lines, content_of
-from llama_ssp.run.serve.inbox import ENDED, Inbox, Part, RequestError
-from llama_ssp.run.serve.protocol import Asked, BodyReader
-from llama_ssp.run.serve.service import Service, check_layout
+from llama_ssp.reports.folder import RunFolder
+from llama_ssp.rooms.serve.inbox import ENDED, Inbox, Part, RequestError
+from llama_ssp.rooms.serve.protocol import Asked, BodyReader
+from llama_ssp.rooms.serve.records import BATCH, batch_lines, content_of
+from llama_ssp.rooms.serve.service import Service, check_layout
+from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session
 
 _IS_CHAT = {"/v1/completions": False, "/v1/chat/completions": True}
@@ -54,17 +55,17 @@ class _Batch:
                     self.num_wrong += 1
                     self._write(head, error.status, error.body())
                 else:
-                    lengths = (len(one["prompt_ids"]) + one["max_new_tokens"] for one in asked.completions)
+                    lengths = (len(one.prompt_ids) + one.max_new_tokens for one in asked.completions)
                     self.length = max(self.length, *lengths, 2)
                     inbox.put(asked.completions, partial(self._take, head, asked))
             seen.add(head["custom_id"])
 
     def _done(self, ids: set[str]) -> set[str]:
         """The lines that an earlier part of this run has answered; a half-written answer is cut off."""
-        file, kept = self._folder.path / BATCH_FILE, self._folder.read_kept(BATCH_FILE) or ""
+        file, kept = self._folder.path / BATCH.output, self._folder.read_kept(BATCH.output) or ""
         *answers, torn = kept.split("\n")
         if torn:
-            self._folder.write_kept(BATCH_FILE, kept.removesuffix(torn))
+            self._folder.write_kept(BATCH.output, kept.removesuffix(torn))
         done = {str(content_of(answer).get("id")) for answer in answers}
         if not done <= ids:
             raise ConfigError(
@@ -85,7 +86,7 @@ class _Batch:
     def _write(self, head: Mapping[str, Any], status: int, body: Mapping[str, Any]) -> None:
         response = {"status_code": status, "request_id": uuid4().hex, "body": body}
         answer = json.dumps({**head, "response": response, "error": None})
-        self._folder.append_kept(BATCH_FILE, f"{answer}\n")
+        self._folder.append_kept(BATCH.output, f"{answer}\n")
         self._show(answer)
         self.num_left -= 1
 
@@ -107,7 +108,7 @@ def _read(reader: BodyReader, content: Mapping[str, Any], *, seed: int, seen: se
 
 
 @torch.inference_mode()
-def complete_batch(session: Session) -> None:
+def complete_batch(session: Session, _requests: list[PromptRequest]) -> None:
     """Answer the lines that have no answer yet; raises InterruptedRun on every rank if a signal came before."""
     comm, inbox, batch = session.world.comm, None, None
     check_layout(session, "a batch file")
@@ -122,4 +123,4 @@ def complete_batch(session: Session) -> None:
         raise InterruptedRun.in_folder(session.config.run_dir)
     if session.folder and batch:
         wrong = f", {batch.num_wrong} of them errors" if batch.num_wrong else ""
-        session.terminal.say(f"the answers are in {session.folder.path / BATCH_FILE}{wrong}")
+        session.terminal.say(f"the answers are in {session.folder.path / BATCH.output}{wrong}")

@@ -3,12 +3,52 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, Self
 
+from transformers import PreTrainedTokenizerBase
+
 from llama_ssp.log_probs import LogProbs
+from llama_ssp.settings.schema import SamplingConfig
+from llama_ssp.speculate.engine.likelihoods import ScoredText
+from llama_ssp.speculate.engine.state import Request
+from llama_ssp.speculate.engine.text import StopStrings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedRequest(Request):
+    """A completion that a client asked for; without new tokens only its prompt is scored.
+
+    Attributes:
+        num_top: log-probabilities of so many of the most probable tokens are wanted; None for none.
+        scores_prompt: also of the prompt's tokens.
+    """
+
+    num_top: int | None = None
+    scores_prompt: bool = False
+
+    def text(self, new_ids: Sequence[int] = ()) -> ScoredText:
+        """Prompt and completion, as they are scored."""
+        num_given = 1 if self.scores_prompt else len(self.prompt_ids)
+        return ScoredText(ids=(*self.prompt_ids, *new_ids), num_given=num_given)
+
+    def as_json(self) -> dict[str, Any]:
+        """Its fields as JSON holds them: biases as pairs, since keys would become texts."""
+        sampling, default = self.sampling or SamplingConfig(), SamplingConfig()
+        changed = {name: value for name, value in vars(sampling).items() if value != getattr(default, name)}
+        changed["logit_bias"] = [*sampling.logit_bias.items()]
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        return given | {"sampling": changed, "stops": self.stops and self.stops.texts}
+
+    @classmethod
+    def from_json(cls, given: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> "ServedRequest":
+        """The request of these fields."""
+        stops = given["stops"] and StopStrings(tokenizer, given["stops"])
+        sampling = given["sampling"] | {"logit_bias": dict(given["sampling"]["logit_bias"])}
+        made = {"prompt_ids": tuple(given["prompt_ids"]), "sampling": SamplingConfig(**sampling), "stops": stops}
+        return cls(**given | made)
 
 
 class Part(NamedTuple):
@@ -65,7 +105,7 @@ class Inbox:
 
     most_waiting: int
     is_closed: bool = False
-    _waiting: deque[dict[str, Any]] = field(default_factory=deque)
+    _waiting: deque[ServedRequest] = field(default_factory=deque)
     _dropped: list[int] = field(default_factory=list)
     _takers: dict[int, Callable[[Part], None]] = field(default_factory=dict)
     _numbers: "count[int]" = field(default_factory=count)
@@ -87,8 +127,8 @@ class Inbox:
         """Whether nothing waits or decodes."""
         return not self._takers
 
-    def put(self, completions: Sequence[dict[str, Any]], take: Callable[[int, Part], None]) -> list[int]:
-        """Enter completions, as `ServedRequest` has them; returns their numbers. `take` gets their places and parts.
+    def put(self, completions: Sequence[ServedRequest], take: Callable[[int, Part], None]) -> list[int]:
+        """Enter completions, numbered by `index`; returns the numbers. `take` gets their places and parts.
 
         Raises RequestError if it is closed or too many would wait, and then enters none.
         """
@@ -101,7 +141,7 @@ class Inbox:
             numbers = [next(self._numbers) for _ in completions]
             for place, (number, completion) in enumerate(zip(numbers, completions, strict=True)):
                 self._takers[number] = partial(take, place)
-                self._waiting.append(completion | {"index": number})
+                self._waiting.append(replace(completion, index=number))
             self._changed.notify()
         return numbers
 
@@ -109,7 +149,7 @@ class Inbox:
         """Forget completions whose client has gone."""
         with self._changed:
             self._dropped += [number for number in numbers if self._takers.pop(number, None)]
-            self._waiting = deque(completion for completion in self._waiting if completion["index"] in self._takers)
+            self._waiting = deque(completion for completion in self._waiting if completion.index in self._takers)
             self._changed.notify()
 
     def give_up(self) -> list[int]:
@@ -124,7 +164,7 @@ class Inbox:
         """Whether `take` would return anything."""
         return bool(self._dropped or (self._waiting and num_rows > 0))
 
-    def take(self, num_rows: int, *, wait_s: float) -> tuple[list[dict[str, Any]], list[int]]:
+    def take(self, num_rows: int, *, wait_s: float) -> tuple[list[ServedRequest], list[int]]:
         """The next completions for so many free rows, and those to drop; waits up to some seconds for any."""
         with self._changed:
             if not self.has_news(num_rows):

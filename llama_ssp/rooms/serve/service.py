@@ -1,4 +1,4 @@
-"""Serves on all ranks: rank 0 takes requests from HTTP, and every rank runs the same decoder.
+"""Decodes requests on all ranks: rank 0 takes them from its inbox, and every rank runs the same decoder.
 
 Ranks exchange nothing more per round: when rank 0 has news (new requests, or clients that have gone), it sets a flag of
 the decision that all ranks get anyway (`verifier.NEWS`), and broadcasts the news before the next round. While no row
@@ -14,52 +14,28 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, cast
 
-import torch
-
 from llama_ssp.architectures.engine import PREFILL_CHUNK
-from llama_ssp.errors import ConfigError, InterruptedRun, SspError
-from llama_ssp.ranks.failures import from_rank_0, raise_on_all_ranks
+from llama_ssp.errors import ConfigError, SspError
+from llama_ssp.ranks.failures import from_rank_0
+from llama_ssp.rooms.serve.inbox import Inbox, Part, RequestError, ServedRequest
+from llama_ssp.rooms.serve.records import ServeTimeouts
 from llama_ssp.run.decoders import build_decoder
-from llama_ssp.run.requests import PromptRequest
-from llama_ssp.run.serve.inbox import Inbox, Part, RequestError
-from llama_ssp.run.serve.settings import ServeConfig, length_of
 from llama_ssp.run.session import Session
 from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings.schema import RowSteps, SamplingConfig
 from llama_ssp.speculate.engine.likelihoods import ScoredText, TokenScores
 from llama_ssp.speculate.engine.loop import Update
 from llama_ssp.speculate.engine.state import Request
-from llama_ssp.speculate.engine.text import StopStrings
 from llama_ssp.speculate.engine.verifier import NEWS
 
 _log = logging.getLogger(__name__)
 _BEAT_S = 1.0
 _WARM_UP_TOKENS = 8
 _INTERRUPTS = 2  # the second Ctrl-C does not wait for what runs
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServedRequest(Request):
-    """A completion that a client asked for; without new tokens only its prompt is scored.
-
-    Attributes:
-        num_top: log-probabilities of so many of the most probable tokens are wanted; None for none.
-        scores_prompt: also of the prompt's tokens.
-    """
-
-    num_top: int | None = None
-    scores_prompt: bool = False
-
-    def text(self, new_ids: Sequence[int] = ()) -> ScoredText:
-        """Prompt and completion, as they are scored."""
-        num_given = 1 if self.scores_prompt else len(self.prompt_ids)
-        return ScoredText(ids=(*self.prompt_ids, *new_ids), num_given=num_given)
 
 
 class Service:
@@ -124,7 +100,7 @@ class Service:
             self._unscored = deque(one for one in self._unscored if one[1].index not in dropped)
             if is_over:
                 return None
-            for request in map(self._request, new):
+            for request in (ServedRequest.from_json(given, self._tokenizer) for given in new):
                 if request.max_new_tokens:
                     found.append(request)
                 else:
@@ -140,7 +116,9 @@ class Service:
         """Whether all has ended that is to, or has had its time since a signal came."""
         if self._session.stop_request.requested and self._drains_until == math.inf:
             inbox.is_closed = True
-            self._drains_until = time.monotonic() + self._session.config.timeouts.drain_s
+            timeouts = self._session.config.timeouts
+            assert isinstance(timeouts, ServeTimeouts), "every run has those of rooms"
+            self._drains_until = time.monotonic() + timeouts.drain_s
         has_time = time.monotonic() <= self._drains_until and self._session.stop_request.num_interrupts < _INTERRUPTS
         return inbox.is_closed and (inbox.is_empty or not has_time)
 
@@ -151,14 +129,7 @@ class Service:
         may_wait = num_rows == self._decoder.batch_size and not (self._unscored or stops)
         new, dropped = self._inbox.take(num_rows, wait_s=_BEAT_S if may_wait else 0.0)
         is_over = self._is_over(self._inbox)
-        return new, [*dropped, *(self._inbox.give_up() if is_over else ())], is_over
-
-    def _request(self, new: dict[str, Any]) -> ServedRequest:
-        sampling = new.pop("sampling")
-        biases = {int(token): bias for token, bias in sampling.pop("logit_bias").items()}
-        stops = StopStrings(self._tokenizer, texts) if (texts := new.pop("stop")) else None
-        new["prompt_ids"] = tuple(new["prompt_ids"])
-        return ServedRequest(**new, stops=stops, sampling=SamplingConfig(**sampling, logit_bias=biases))
+        return [request.as_json() for request in new], [*dropped, *(self._inbox.give_up() if is_over else ())], is_over
 
     def _score(self, num_rows: int) -> int:
         """Begin to score texts in up to so many rows: those of one chunk, or a longer one; returns their number."""
@@ -187,23 +158,3 @@ def check_layout(session: Session, asking: str) -> None:
             f"{asking} answers on rank 0, which has to verify a row of each round: place target and draft so that "
             "rank 0 has a part of both, with batch_size of at least the number of ranks"
         )
-
-
-@torch.inference_mode()
-def serve(session: Session, _requests: list[PromptRequest]) -> None:
-    """Serve until a signal comes, then raise InterruptedRun; the same on every rank, of which rank 0 answers."""
-    comm, inbox, front = session.world.comm, None, None
-    check_layout(session, "task=serve")
-    with raise_on_all_ranks(comm):
-        if comm.rank == 0:
-            from llama_ssp.run.serve.http import Front  # noqa: PLC0415 - of an extra
-
-            inbox = Inbox(cast("ServeConfig", session.config.task).max_waiting)
-            front = Front(session, inbox)
-    service = Service(session, inbox, length=length_of(session.config, session.models.context))
-    service.warm_up()
-    with front or nullcontext():
-        if front:
-            session.terminal.say(f"serving on {front.address}; Ctrl-C ends it")
-        service.run()
-    raise InterruptedRun("a signal ended the server")

@@ -1,0 +1,72 @@
+"""What rooms add to settings of the core: fields of a group, and files whose lines are requests."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from llama_ssp.fields import setting
+from llama_ssp.settings.groups import MORE, MoreSettings, whole
+from llama_ssp.settings.tasks import REQUEST_FILES, NoEffect, RequestFile
+from tests.helpers.in_process import launch
+
+
+@dataclass(kw_only=True)
+class Waits:
+    """A group of the core."""
+
+    load_s: float = setting(1.0, "loading.")
+
+
+@dataclass(kw_only=True)
+class Pauses(Waits):
+    """Of a room."""
+
+    pause_s: float = setting(2.0, "pausing.")
+
+
+@dataclass(kw_only=True)
+class Naps(Waits):
+    """Of another room."""
+
+    nap_s: float = setting(3.0, "napping.")
+
+
+def test_two_rooms_add_settings_to_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    MORE.all()
+    for config in (Pauses, Naps):
+        monkeypatch.setitem(MORE.records, config.__name__, MoreSettings(name=config.__name__, config=config))
+    both = whole(Waits)()
+    assert vars(both) == {"load_s": 1.0, "pause_s": 2.0, "nap_s": 3.0}
+    assert isinstance(both, Pauses)
+    assert isinstance(both, Naps)
+    assert both == whole(Waits)()
+
+
+def test_a_file_of_requests_is_checked_and_answered_by_code_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(session: Any, requests: list[object]) -> None:  # noqa: ANN401 - as a task gets it
+        session.folder.write_kept("toys.txt", f"{len(requests)}")
+
+    code = ModuleType("toys")
+    code.answer = answer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "toys", code)
+    toys = RequestFile(
+        name="toy", purpose="for task=generate a list of toys", output="toys.txt",
+        is_one=lambda config: (config.prompts or "").endswith(".toys"),
+        problems=lambda _, explicit: [NoEffect(key, "with toys") for key in explicit & {"seed"}], run="toys:answer",
+    )  # fmt: skip
+    REQUEST_FILES.all()
+    monkeypatch.setitem(REQUEST_FILES.records, "toy", toys)
+    (tmp_path / "a.toys").write_text("a top\n")
+    words = [f"prompts={tmp_path / 'a.toys'}", f"run_dir={tmp_path / 'run'}"]
+    assert "or for task=generate a list of toys" in " ".join(launch("--help", "prompts").out.split())
+    launch("task=generate", "seed=1", *words).check_refusal("seed has no effect with toys")
+    assert launch("task=generate", *words).code == 0
+    assert (tmp_path / "run" / "toys.txt").read_text() == "0"
+    (tmp_path / "run" / "models.json").write_text("{}")
+    launch("task=generate", *words).check_refusal("models.json is damaged")  # the answers may be those of other models
