@@ -100,6 +100,7 @@ def _problems_of_latency(config: RunConfig, _explicit: frozenset[str]) -> Iterat
 LATENCY = TaskSpec(
     config=LatencyConfig,
     run="llama_ssp.run.tasks.latency:latency",
+    reuses_prompts=False,
     problems=_problems_of_latency,
     finalize="llama_ssp.run.tasks.latency:store_pair",
 )
@@ -161,6 +162,7 @@ def _largest_cell_of_benchmark(config: RunConfig) -> tuple[RunConfig, int]:
 BENCHMARK = TaskSpec(
     config=BenchmarkConfig,
     run="llama_ssp.run.tasks.benchmark:benchmark",
+    reuses_prompts=False,
     takes_turns=False,
     check_files="llama_ssp.run.tasks.benchmark:check_peers",
     problems=_problems_of_benchmark,

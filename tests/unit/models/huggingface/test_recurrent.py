@@ -25,7 +25,7 @@ from llama_ssp.planning.weights import model_bytes, rank_shares, shares
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.run.tasks.probabilities import SampledText, Scorer
 from llama_ssp.settings.schema import SamplingConfig, TargetKind
-from llama_ssp.speculate.engine import loop
+from llama_ssp.speculate.engine import loop, room
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.likelihoods import log_probs_of
 from llama_ssp.speculate.engine.round import DraftChoice
@@ -49,7 +49,7 @@ NUM_NEW_TOKENS = 16
 @pytest.fixture(autouse=True)
 def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts are read in chunks of 8, between rounds of other rows."""
-    for module in (engine, prefill, loop):
+    for module in (engine, prefill, loop, room):
         monkeypatch.setattr(module, "PREFILL_CHUNK", 8)
 
 
