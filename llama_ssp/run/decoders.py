@@ -212,9 +212,9 @@ def agree_on_bits(models: Sequence[Runner | None], comm: Comm) -> None:
     """
     runners = [runner for runner in models if runner]
     are_invariant = all(comm.gather_text("invariant" if all(runner.is_invariant for runner in runners) else ""))
-    keep_states = any(comm.gather_text("states" if any(runner.keeps_states for runner in runners) else ""))
+    keep_states = any(comm.gather_text("states" if any(runner.is_recurrent for runner in runners) else ""))
     for runner in runners:
-        runner.is_invariant, runner.keeps_states = are_invariant, keep_states
+        runner.is_invariant, runner.is_recurrent = are_invariant, keep_states
 
 
 def agree_on_packing(runner: Runner, comm: Comm) -> None:

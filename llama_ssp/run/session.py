@@ -126,7 +126,7 @@ class Session:
         decoders = {mode: self.ready_decoder(mode, requests) for mode in modes}
         for decoder in decoders.values():
             decoder.warm_up(requests)
-        has_graphs = any(one.executor.keeps_state and one.round.target.packs_prompts for one in decoders.values())
+        has_graphs = any(one.executor.replays_addresses and one.round.target.packs_prompts for one in decoders.values())
         first, most = requests[0], SHORT_PROMPTS[-1] if has_graphs else _SHORT_PROMPT
         brief = [
             replace(request, max_new_tokens=min(_WARMUP_TOKENS, request.max_new_tokens))

@@ -80,7 +80,7 @@ class Service:
     def warm_up(self) -> None:
         """Complete a few tokens, so that the first request does not wait for traces or captures."""
         request = Request(index=0, prompt_ids=(0,), max_new_tokens=_WARM_UP_TOKENS, sampling=SamplingConfig())
-        for _ in range(1 + self._decoder.executor.keeps_state):
+        for _ in range(1 + self._decoder.executor.replays_addresses):
             deque(self._decoder.run([request], to_length=True), maxlen=0)
         self._decoder.round.forget_texts()
 

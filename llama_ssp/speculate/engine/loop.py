@@ -181,7 +181,7 @@ class Decoder:
         """
         longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
         widths = {self.room.buckets.covering(longest)}
-        if self.executor.keeps_state and len(self.length.choices) == 1:
+        if self.executor.replays_addresses and len(self.length.choices) == 1:
             shortest, ahead = min(len(request.prompt_ids) for request in requests), self.round.max_tokens_per_round
             widths = {self.room.buckets.covering(length) for length in range(shortest + ahead, longest + 2 * ahead)}
         for width in sorted(widths):
@@ -482,7 +482,7 @@ class Run:
         lengths, rows = [len(request.prompt_ids) for request in requests], [place.row for place in places]
         executor = self.decoder.executor
         late = [source for source in range(len(self.round.drafters)) if not self.decoder.length.reads_at_once(source)]
-        if rows == [*range(self.decoder.batch_size)] and not executor.keeps_state:
+        if rows == [*range(self.decoder.batch_size)] and not executor.replays_addresses:
             self._state = prompts
         elif is_first or not self._state:
             self._state = self.room.empty_state()
@@ -547,7 +547,7 @@ class Run:
         if reason or num_before + num_new == limit:
             owner.ended_in_draft = num_new <= num_chosen_by_draft
             row, target = self._free(owner, reason or "length"), self.round.target
-            if self.settings.reuses and not self.round.tree and target.is_invariant and not target.keeps_states:
+            if self.settings.reuses and not self.round.tree and target.is_invariant and not target.is_recurrent:
                 self.room.held.extend(row, owner.token_ids[:-1])  # the cache lacks the last one
         return Update(owner, new_ids, num_drafted)
 

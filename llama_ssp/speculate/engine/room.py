@@ -42,8 +42,8 @@ class Room:
         self._executor.make_room()
         self._num_uses = target.num_uses
         if others_came or not reuses:
-            step = 1 if target.is_invariant and not target.keeps_states else PREFILL_CHUNK
-            self.held = HeldTexts(self._batch_size, step=step, keeps_states=target.keeps_states)
+            step = 1 if target.is_invariant and not target.is_recurrent else PREFILL_CHUNK
+            self.held = HeldTexts(self._batch_size, step=step, is_recurrent=target.is_recurrent)
 
     def empty_state(self) -> BatchState:
         """The previous run's batch if the executor keeps it and its sizes fit; else a new one."""
@@ -55,7 +55,7 @@ class Room:
             self._batch_size, num_slots=num_slots, num_rounds=num_rounds, table=self._round.uniforms,
             num_settings=NUM_SETTINGS if self._round.steps else 0,
         )  # fmt: skip
-        self._kept = state if self._executor.keeps_state else None
+        self._kept = state if self._executor.replays_addresses else None
         return state
 
     def for_timing(self, num_slots: int) -> BatchState:

@@ -60,7 +60,7 @@ def test_packed_prompts_give_the_logits_of_padded_ones_and_fill_the_same_slots(
 def test_few_operators_stand_around_the_forward_of_a_prompt() -> None:
     """On a CPU each takes tens of microseconds behind the weights of a forward."""
     forward = Mock(return_value=torch.zeros(1, 1, 7))
-    runner = Mock(is_invariant=True, keeps_states=False, packs_prompts=False, forward=forward)
+    runner = Mock(is_invariant=True, is_recurrent=False, packs_prompts=False, forward=forward)
     prompt, counting = Prompts(random_ids(1, 64), torch.tensor([5]), [5], longest=5), OperatorCount()
     with counting:
         read_prompts(runner, prompt, rows=[0], buckets=BUCKETS)

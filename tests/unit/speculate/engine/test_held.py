@@ -351,7 +351,7 @@ def test_logits_behind_whole_chunks_have_the_same_bits_with_any_kernel(monkeypat
 def test_states_are_saved_where_prompts_were_seen_to_part_else_at_their_end(
     first: list[Ids], later: list[range | Ids], held: list[int]
 ) -> None:
-    texts = HeldTexts(3, step=8, keeps_states=True)
+    texts = HeldTexts(3, step=8, is_recurrent=True)
     texts.place(first, [1, 2])
     for ids, num_tokens in zip(map(tuple, later), held, strict=True):
         [place] = texts.place([ids], [0])
