@@ -138,10 +138,9 @@ def requests(pair: Pair, *, number: int, prompt_tokens: int, new_tokens: int) ->
 @torch.inference_mode()
 def decode_once(decoder: Decoder, wanted: list[Request], *, seed: int) -> tuple[float, int, list[RowCompletion]]:
     """Seconds between the prefill's result and the last one, the rounds in between, and the completions."""
-    decoder.seed = seed
     completions: dict[int, RowCompletion] = {}
     arrivals = []
-    for updates in decoder.run(wanted):
+    for updates in decoder.run(wanted, replace(decoder.settings, seed=seed)):
         arrivals.append(time.perf_counter())
         completions |= {update.completion.request.sample: update.completion for update in updates}
     return arrivals[-1] - arrivals[0], len(arrivals) - 1, list(completions.values())

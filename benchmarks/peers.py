@@ -104,10 +104,9 @@ def pass_bytes_per_s(values: Tensor) -> float:
 
 def ms_at_context(decoder: Decoder, num_prompt_tokens: int, repetition: int) -> float:
     """Milliseconds per token of the rounds behind a long prompt, without its prefill."""
-    decoder.seed = repetition + 1
     ids = tuple(int(token) for token in torch.arange(num_prompt_tokens) % 512 + 64)
     request = Request(index=0, prompt_ids=ids, max_new_tokens=NUM_NEW_TOKENS)
-    [completion] = complete(decoder, [request])
+    [completion] = complete(decoder, [request], seed=repetition + 1)
     return 1e3 * sum(completion.part_s.values()) / (len(completion.token_ids) - 1)
 
 

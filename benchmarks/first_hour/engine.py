@@ -37,7 +37,7 @@ from llama_ssp.models.weights import Loading
 from llama_ssp.settings.drafters import NGRAM_DRAFT, NgramConfig
 from llama_ssp.settings.schema import SpeculationConfig, SyntheticConfig
 from llama_ssp.speculate.engine.executors import GraphExecutor, Recorder
-from llama_ssp.speculate.engine.loop import Decoder
+from llama_ssp.speculate.engine.loop import Decoder, Run
 from llama_ssp.speculate.engine.state import BatchState
 from llama_ssp.storage.formats import OWN_DTYPE
 from llama_ssp.weights.checkpoint import inspect
@@ -122,7 +122,7 @@ def path_faults(where: Where, pair: Pair, decoder: Decoder | None = None, *, has
 
 def texts(where: Where, decoder: Decoder, pair: Pair, *, number: int) -> list[list[int]]:
     """New ids of some samples."""
-    decoder.bucket_step = BUCKET_STEP
+    decoder.room.bucket_step = BUCKET_STEP
     wanted = requests(pair, number=number, prompt_tokens=40, new_tokens=num_tokens(where))
     return ids_of(complete(decoder, wanted))
 
@@ -201,9 +201,9 @@ def waits_in_a_round(where: Where, *, cuda_graphs: bool) -> Iterator[str]:
         texts(where, decoder, pair, number=2)
         executor = decoder.executor
         executor.run = no_waits()(executor.run)  # type: ignore[method-assign]
-        decoder._read = no_waits()(decoder._read)  # type: ignore[method-assign]
+        freed = patch.object(BatchState, "vacate", no_waits()(BatchState.vacate))
         try:
-            with patch.object(BatchState, "vacate", no_waits()(BatchState.vacate)):
+            with freed, patch.object(Run, "_read", no_waits()(Run._read)):
                 texts(where, decoder, pair, number=5)  # some end while others decode, and rows are taken again
         except RuntimeError as error:
             yield f"a round, an admission or the end of a row waits for the device: {error}"

@@ -32,7 +32,7 @@ from llama_ssp.ranks.process import signals_kept
 from llama_ssp.ranks.world import World
 from llama_ssp.run.chat import NO_ARGUMENTS
 from llama_ssp.run.checkpoints import find_update
-from llama_ssp.run.decoders import Models, build_decoder, update_models
+from llama_ssp.run.decoders import Models, build_decoder, run_settings, update_models
 from llama_ssp.run.generation import note_on, with_ids, with_model_sampling
 from llama_ssp.run.interruption import stopping_on_signals
 from llama_ssp.run.log_probs import score_completions
@@ -47,7 +47,7 @@ from llama_ssp.settings.schema import RunConfig, SamplingConfig, SpeculationConf
 from llama_ssp.speculate.engine.completion import FinishReason, RowCompletion, StopRequest
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
-from llama_ssp.speculate.engine.text import StopStrings, StreamerAdapter
+from llama_ssp.speculate.engine.text import StreamerAdapter
 from llama_ssp.terminal.unread import complain
 from llama_ssp.weights.head import MtpSource
 from llama_ssp.weights.in_memory import WeightsInMemory, weights_like, weights_of
@@ -378,8 +378,8 @@ class Pair:
         """The completions of requests in order, fewer after a stop."""
         done = {}
         with torch.inference_mode(), selected(self.device), self._decoder(config, requests, plain=plain) as decoder:
-            decoder.stop_request = stop
-            for update in chain.from_iterable(decoder.run(requests)):
+            settings = run_settings(self.models, config, stop)
+            for update in chain.from_iterable(decoder.run(requests, settings)):
                 if update.completion.finish_reason:
                     done[update.completion.request.index, update.completion.request.sample] = update.completion
                 if adapter:
@@ -457,8 +457,6 @@ class Pair:
         kept.move_to_end(key)
         if len(kept) > _MOST_KEPT:
             kept.popitem(last=False)
-        decoder.seed = config.seed
-        decoder.stops = StopStrings(models.tokenizer, config.stop_strings) if config.stop_strings else None
         try:
             decoder.make_room([_room(requests, context=models.context)])
             make_ready(decoder, requests, config, comm=models.mesh.world)

@@ -355,7 +355,7 @@ class CachedRunner:
     """
 
     is_invariant = False
-    keeps_states = False
+    is_recurrent = False
     layer_states: Sequence[LayerState] = ()
     reads_by_length = False
     packs_prompts = False

@@ -143,7 +143,7 @@ def read_prompts(
         The logits (R, V) after each row's last prompt token.
     """
     padded = (
-        _read_by_length if runner.is_invariant and not runner.keeps_states else partial(_read_padded, num_left=num_left)
+        _read_by_length if runner.is_invariant and not runner.is_recurrent else partial(_read_padded, num_left=num_left)
     )
     read = partial(_read_packed if runner.packs_prompts else padded, runner, buckets=buckets, taps=taps)
     if not any(prompts.starts):
@@ -169,7 +169,7 @@ def read_prompts(
     found = [read_some(fresh)] if fresh else []
     copy(begun)
     # A state can only be read behind the token that it follows, so that rows begin at one position.
-    starts = {prompts.starts[place] if runner.keeps_states else 0 for place in begun}
+    starts = {prompts.starts[place] if runner.is_recurrent else 0 for place in begun}
     groups = [[place for place in begun if start in {0, prompts.starts[place]}] for start in sorted(starts)]
     found += map(read_some, groups)
     copy(equal)
@@ -248,7 +248,7 @@ def _read_padded(
         positions_RT = first_R1 + positions_RT if any(first) else positions_RT.contiguous()
         # On a CPU an operator behind another model's forward takes up to 70 us: few where one chunk is all.
         score_R1 = last_R1 if stop - start == width else (last_R1 - start).clamp(0, stop - start - 1)
-        taken_R = (last_R1[:, 0] + 1 - num_left - start).clamp(0, stop - start) if runner.keeps_states else None
+        taken_R = (last_R1[:, 0] + 1 - num_left - start).clamp(0, stop - start) if runner.is_recurrent else None
         chunk_R1V = runner.forward(
             tokens_RS.gather(1, positions_RT), positions_RT, bucket=buckets.covering(max(first) + stop),
             score_positions_BR=score_R1, cache_rows_B=rows_R, taps=taps, taken_B=taken_R,

@@ -83,7 +83,7 @@ class Cached(Protocol):
     Attributes:
         repeats_operators: a forward of the same shape calls the same operators on tensors that this object holds.
         reads_by_length: a forward reads each row up to its own length and ignores `bucket`.
-        keeps_states: layers keep states (`models.states`), so that tokens that do not count must leave no trace, and a
+        is_recurrent: layers keep states (`models.states`), so that tokens that do not count must leave no trace, and a
             row is taken back no further than was allocated for.
         num_allocations: how often `allocate` has replaced the cache, which changes its addresses.
     """
@@ -93,7 +93,7 @@ class Cached(Protocol):
     num_allocations: int
     repeats_operators: bool
     reads_by_length: bool
-    keeps_states: bool
+    is_recurrent: bool
 
     def allocate(self, *, batch_size: int, capacity: int, reads: Reads = Reads.all, num_rolled_back: int = 0) -> None:
         """Allocate a cache for `batch_size` rows of `capacity` tokens, unless the current one suffices.
@@ -252,7 +252,7 @@ class NullRunner:
     is_invariant: bool = True
     reads_by_length: bool = True
     packs_prompts: bool = False
-    keeps_states: bool = False
+    is_recurrent: bool = False
     experts_read_3: Tensor | None = None
 
     def allocate(self, **_how: object) -> None:

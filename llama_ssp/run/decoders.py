@@ -27,13 +27,14 @@ from llama_ssp.settings.drafters import NgramConfig, drafts, drafts_greedily, ha
 from llama_ssp.settings.layout import Layout, lay_out
 from llama_ssp.settings.rules import AT_ZERO
 from llama_ssp.settings.schema import RunConfig, TargetKind
+from llama_ssp.settings.tasks import task_of
 from llama_ssp.speculate.drafters.limited import DraftLimit
 from llama_ssp.speculate.drafters.maker import make_drafters, tree_of
 from llama_ssp.speculate.drafters.shared import AheadDrafter, BatchSplit
 from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
 from llama_ssp.speculate.engine.completion import StopRequest
 from llama_ssp.speculate.engine.executors import make_executor
-from llama_ssp.speculate.engine.loop import Decoder
+from llama_ssp.speculate.engine.loop import Decoder, RunSettings
 from llama_ssp.speculate.engine.overlap import OverlappedRound
 from llama_ssp.speculate.engine.round import Round
 from llama_ssp.speculate.engine.text import StopStrings
@@ -211,9 +212,9 @@ def agree_on_bits(models: Sequence[Runner | None], comm: Comm) -> None:
     """
     runners = [runner for runner in models if runner]
     are_invariant = all(comm.gather_text("invariant" if all(runner.is_invariant for runner in runners) else ""))
-    keep_states = any(comm.gather_text("states" if any(runner.keeps_states for runner in runners) else ""))
+    keep_states = any(comm.gather_text("states" if any(runner.is_recurrent for runner in runners) else ""))
     for runner in runners:
-        runner.is_invariant, runner.keeps_states = are_invariant, keep_states
+        runner.is_invariant, runner.is_recurrent = are_invariant, keep_states
 
 
 def agree_on_packing(runner: Runner, comm: Comm) -> None:
@@ -283,17 +284,19 @@ def build_decoder(
     else:
         round_ = Round(models.target, *drafters, verifier=verifier, taps=taps, tree=tree, limit=limit)
     captures = config.cuda_graphs and config.placement.target.kind is TargetKind.tensor
-    decoder = Decoder(
+    # Nothing may fix the number of threads: the user, other ranks that wait, or bits that depend on it.
+    is_free = mesh.replica.size == 1 and not has_own_threads(mesh.world.size) and device.type == "cpu"
+    return Decoder(
         round_,
+        settings=run_settings(models, config, stop_request or StopRequest()),
         executor=make_executor(round_, cuda_graphs=captures),
         batch_size=config.batch_size,
         eos_ids=() if config.ignore_eos else models.eos_ids,
-        seed=config.seed,
-        stops=StopStrings(models.tokenizer, config.stop_strings) if config.stop_strings else None,
-        stop_request=stop_request,
+        threads=ThreadChoice.up_to(torch.get_num_threads()) if is_free and models.target.is_invariant else None,
     )
-    # Nothing may fix the number of threads: the user, other ranks that wait, or bits that depend on it.
-    is_free = mesh.replica.size == 1 and not has_own_threads(mesh.world.size) and device.type == "cpu"
-    if is_free and models.target.is_invariant:
-        decoder.threads = ThreadChoice.up_to(torch.get_num_threads())
-    return decoder
+
+
+def run_settings(models: Models, config: RunConfig, stop_request: StopRequest) -> RunSettings:
+    """What completions of a config follow, whichever decoder makes them."""
+    stops = StopStrings(models.tokenizer, config.stop_strings) if config.stop_strings else None
+    return RunSettings(seed=config.seed, stops=stops, stop_request=stop_request, reuses=task_of(config).reuses_prompts)

@@ -28,7 +28,8 @@ from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
-from llama_ssp.speculate.engine.loop import Decoder, More, Update
+from llama_ssp.speculate.engine.loop import Decoder, More, Run, RunSettings
+from llama_ssp.speculate.engine.results import Update
 from llama_ssp.speculate.engine.text import IncrementalText, Piece
 from llama_ssp.terminal.progress import Pace, RunProgress
 from llama_ssp.terminal.terminal import Terminal
@@ -125,7 +126,7 @@ class Session:
         decoders = {mode: self.ready_decoder(mode, requests) for mode in modes}
         for decoder in decoders.values():
             decoder.warm_up(requests)
-        has_graphs = any(one.executor.keeps_state and one.round.target.packs_prompts for one in decoders.values())
+        has_graphs = any(one.executor.replays_addresses and one.round.target.packs_prompts for one in decoders.values())
         first, most = requests[0], SHORT_PROMPTS[-1] if has_graphs else _SHORT_PROMPT
         brief = [
             replace(request, max_new_tokens=min(_WARMUP_TOKENS, request.max_new_tokens))
@@ -157,7 +158,9 @@ class Session:
             yield
 
     @torch.inference_mode()
-    def complete(self, requests: Sequence[PromptRequest], mode: str, viewer: Viewer) -> None:
+    def complete(
+        self, requests: Sequence[PromptRequest], mode: str, viewer: Viewer, settings: RunSettings | None = None
+    ) -> None:
         """Decode, show and record the requests without a record; one by one and streamed if the batch size is one.
 
         A later turn of a conversation follows the answers to earlier ones, of the same mode and sample, which
@@ -174,14 +177,16 @@ class Session:
             self.ready_decoder(mode, whole)
             if self.progress:
                 self.progress.restart_clock()
-            self._decode(whole, _Recorder(self, viewer, mode))
+            self._decode(whole, _Recorder(self, viewer, mode), settings)
 
-    def _decode(self, requests: list[PromptRequest], recorder: "_Recorder") -> None:
+    def _decode(
+        self, requests: list[PromptRequest], recorder: "_Recorder", settings: RunSettings | None = None
+    ) -> None:
         """Decode requests, of which each replica does a part; raises as `complete`."""
         decoder = self.decoder(recorder.mode)
         share, more = self._shared_out(requests, recorder)
         self._count_experts(-1)
-        for updates in decoder.run(share, more=more) if share else ():
+        for updates in decoder.run(share, settings, more=more) if share else ():
             for update in updates:
                 recorder.take(update)
         self._count_experts(1)
@@ -198,7 +203,7 @@ class Session:
         num_first = num_replicas * self.config.batch_size
         first, rest = requests[:num_first], requests[num_first:]
 
-        def more(number: int) -> list[PromptRequest] | None:
+        def more(_run: Run, number: int) -> list[PromptRequest] | None:
             if number < 1:
                 return []
             start = exchange.claim(number)

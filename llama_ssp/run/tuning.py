@@ -67,7 +67,7 @@ def make_ready(
         in_the_middle = max(len(request.prompt_ids) + request.max_new_tokens // 2 for request in requests)
         measured = _measure_costs(decoder, choices, comm=comm, num_slots=in_the_middle)
         content = from_rank_0(comm, keep)
-    decoder.length = AdaptiveLength(_read_costs(content, choices), acceptance=acceptance)
+    decoder.choose_by(AdaptiveLength(_read_costs(content, choices), acceptance=acceptance))
 
 
 def _expected_acceptance(config: RunConfig) -> list[float]:

@@ -3,6 +3,7 @@
 `settings.compose` makes them, and `settings.checks` checks them. Enum members are written as on the command line.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -141,6 +142,11 @@ class RowSteps:
 
     truncates: bool = False
     penalizes: bool = False
+
+    def follow(self, samplings: Sequence["SamplingConfig"]) -> None:
+        """Do what these settings of rows need."""
+        self.truncates = any(sampling.truncates for sampling in samplings)
+        self.penalizes = any(sampling.penalizes for sampling in samplings)
 
 
 @dataclass(kw_only=True)

@@ -43,6 +43,7 @@ class TaskSpec:
     needs_draft: bool = False  # a run without a draft is refused.
     has_both_modes: bool = False  # with a draft, it completes every prompt plainly and speculatively.
     shares_baseline: bool = False  # points of a sweep take over plain completions of earlier ones.
+    reuses_prompts: bool = True  # False for a task that measures how long prompts are read.
     takes_turns: bool = True  # its prompts may be conversations, whose later turns follow the answers to earlier ones.
     shows_times: bool = False  # it shows times, for which `speculation.forced_lengths` may make other texts.
     paths: tuple[str, ...] = ()  # settings that are paths, which the command line does not parse.

@@ -1,6 +1,7 @@
 """Decoders over small models, as the tasks build them."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from typing import Any
@@ -21,7 +22,7 @@ from llama_ssp.speculate.drafters.shared import BroadcastDrafter
 from llama_ssp.speculate.engine.adaptive import FixedLength
 from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
 from llama_ssp.speculate.engine.executors import GraphExecutor, Recorder, TracedExecutor
-from llama_ssp.speculate.engine.loop import Decoder
+from llama_ssp.speculate.engine.loop import Decoder, RunSettings
 from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round
 from llama_ssp.speculate.engine.state import BatchState, Request
 from llama_ssp.speculate.engine.verifier import Verifier
@@ -74,8 +75,8 @@ def make_decoder(  # noqa: PLR0913
     verifier = Verifier(rule, comm=comm, verify_rank=0, device=target.device)
     round_ = Round(target, *drafters, verifier=verifier, taps=taps, tree=tree, limit=limit)
     return Decoder(
-        round_, executor=executor_of(round_, replay), batch_size=batch_size, eos_ids=eos_ids, seed=7,
-        stop_request=stop_request,
+        round_, executor=executor_of(round_, replay), batch_size=batch_size, eos_ids=eos_ids,
+        settings=RunSettings(seed=7, stop_request=stop_request or StopRequest()),
     )  # fmt: skip
 
 
@@ -124,10 +125,16 @@ def advance(decoder: Decoder, state: BatchState, *, bucket: int) -> torch.Tensor
     return result
 
 
+def change_runs(decoder: Decoder, **settings: Any) -> None:  # noqa: ANN401 - those of `RunSettings`
+    """Let later runs of a decoder follow other settings."""
+    decoder.settings = replace(decoder.settings, **settings)
+
+
 @torch.inference_mode()
-def complete(decoder: Decoder, requests: Sequence[Request]) -> list[RowCompletion]:
-    """Run the decoder to its end; completions in order of the requests."""
-    completions = [update.completion for updates in decoder.run(requests) for update in updates]
+def complete(decoder: Decoder, requests: Sequence[Request], **settings: Any) -> list[RowCompletion]:  # noqa: ANN401
+    """Run the decoder to its end, by these of its `RunSettings`; completions in order of the requests."""
+    runs = decoder.run(requests, replace(decoder.settings, **settings))
+    completions = [update.completion for updates in runs for update in updates]
     found = {(done.request.index, done.request.sample): done for done in completions}
     return [found[request.index, request.sample] for request in requests]
 

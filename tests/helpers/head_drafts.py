@@ -15,7 +15,16 @@ from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.sampling.trees import Tree
-from tests.helpers.decoders import ScriptedLength, complete, ids_of, make_decoder, parts_of, requests_of, tree_of
+from tests.helpers.decoders import (
+    ScriptedLength,
+    change_runs,
+    complete,
+    ids_of,
+    make_decoder,
+    parts_of,
+    requests_of,
+    tree_of,
+)
 
 TEMPERATURE, NUM_DRAFTED = 0.8, 3
 Seen = list[tuple[list[int], Tensor, Tensor]]
@@ -50,7 +59,7 @@ def decode(  # noqa: PLR0913
     decoder = make_decoder(
         target, None, make_drafter=make_drafter, taps=taps, tree=tree, num_draft_tokens=num_drafted, **given
     )
-    decoder.reuses = reuses
+    change_runs(decoder, reuses=reuses)
     if choices:
         decoder.length = ScriptedLength(choices)
     return complete(decoder, requests_of(prompts, num_new))

@@ -11,7 +11,7 @@ from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.drafters.shared import AheadDrafter, ProbsReceiver
 from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
 from llama_ssp.speculate.engine.executors import Recorder
-from llama_ssp.speculate.engine.loop import Decoder
+from llama_ssp.speculate.engine.loop import Decoder, RunSettings
 from llama_ssp.speculate.engine.overlap import OverlappedRound
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.verifier import Verifier
@@ -62,8 +62,8 @@ def overlapped_decoder(  # noqa: PLR0913
     verifier = Verifier(rule, comm=comm, verify_rank=VERIFY_RANK, device=target.device)
     round_ = OverlappedRound(target, drafter, verifier=verifier, limit=limit)
     return Decoder(
-        round_, executor=executor_of(round_, replay), batch_size=batch_size, eos_ids=eos_ids, seed=7,
-        stop_request=stop_request,
+        round_, executor=executor_of(round_, replay), batch_size=batch_size, eos_ids=eos_ids,
+        settings=RunSettings(seed=7, stop_request=stop_request or StopRequest()),
     )  # fmt: skip
 
 

@@ -44,7 +44,7 @@ class PrefixRunner:
     is_invariant = True
     reads_by_length = False
     packs_prompts = False
-    keeps_states = False
+    is_recurrent = False
     experts_read_3: Tensor | None = None
     comm = Comm.single()
 

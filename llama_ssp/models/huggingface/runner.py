@@ -55,8 +55,8 @@ class ModuleRunner(CachedRunner):
         self._library_cache = LibraryCache(self._slot_layers)
         if record_of(model.config.model_type).recurrent:
             self.layer_states = [*map(state_of, mixers_of(model))]
-        self.keeps_states = bool(self.layer_states)
-        if self.keeps_states and self.device.type == "cuda":
+        self.is_recurrent = bool(self.layer_states)
+        if self.is_recurrent and self.device.type == "cuda":
             use_own_kernels(model)
         self._rows_BR: Tensor | None = None
         model.get_output_embeddings().register_forward_pre_hook(self._keep_wanted_rows)
@@ -100,7 +100,7 @@ class ModuleRunner(CachedRunner):
             for ids, positions in zip(
                 *(each.split(_COMPARED_PIECE, 1) for each in (ids_BT, positions_BT)), strict=True
             ):
-                for read in [ids.flip(1), ids] if self.keeps_states else [ids]:
+                for read in [ids.flip(1), ids] if self.is_recurrent else [ids]:
                     logits_BTV = self.forward(read, positions, bucket=_COMPARED_TOKENS)
                 found.append(logits_BTV)
             apart = float((torch.cat(found, 1) - wanted_BTV).norm() / wanted_BTV.norm())

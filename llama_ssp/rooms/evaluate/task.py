@@ -1,5 +1,7 @@
 """`task=evaluate`: completes all prompts in both modes, and lets a suite judge the completions."""
 
+from dataclasses import replace
+
 from llama_ssp.catalogue import Dtype
 from llama_ssp.ranks.failures import from_rank_0
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
@@ -21,11 +23,12 @@ def evaluate(session: Session, requests: list[PromptRequest]) -> None:
     session.has_gate = task.gate
     modes = (PLAIN, SPECULATIVE)
     # Plain decoding uses the run's own seed, and samples must not share their draws.
-    session.decoder(SPECULATIVE).seed = (config.seed + (1 << 62)) % (1 << 63)
+    settings = session.decoder(SPECULATIVE).settings
+    of_mode = {SPECULATIVE: replace(settings, seed=(config.seed + (1 << 62)) % (1 << 63))}
     session.warm_up(requests, modes, num_requests=1)
     with session.showing_progress(requests, modes, shows_texts=False):
         for mode in modes:
-            session.complete(requests, mode, Viewer())
+            session.complete(requests, mode, Viewer(), of_mode.get(mode))
     pairs = pairs_of(session.folder.lines) if session.folder else []
 
     def roles(line: CompletionLine) -> list[Role]:

@@ -28,7 +28,8 @@ from llama_ssp.run.session import Session
 from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings.schema import RowSteps, SamplingConfig
 from llama_ssp.speculate.engine.likelihoods import ScoredText, TokenScores
-from llama_ssp.speculate.engine.loop import Update
+from llama_ssp.speculate.engine.loop import Run
+from llama_ssp.speculate.engine.results import Update
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.verifier import NEWS
 
@@ -55,7 +56,7 @@ class Service:
     def warm_up(self) -> None:
         """Complete a few tokens, so that the first request does not wait for traces or captures."""
         request = Request(index=0, prompt_ids=(0,), max_new_tokens=_WARM_UP_TOKENS, sampling=SamplingConfig())
-        for _ in range(1 + self._decoder.executor.keeps_state):
+        for _ in range(1 + self._decoder.executor.replays_addresses):
             deque(self._decoder.run([request], to_length=True), maxlen=0)
         self._decoder.round.forget_texts()
 
@@ -86,17 +87,15 @@ class Service:
         """Answer a request with the error that ended it alone."""
         self._deliver(request, Part.failed(RequestError(str(error), status=500)))
 
-    def _more(self, num_rows: int) -> list[Request] | None:
+    def _more(self, run: Run, num_rows: int) -> list[Request] | None:
         """Drop requests whose clients have gone, score texts, and return new requests; see `loop.More`."""
-        decoder = self._decoder
-        if self._unscored and num_rows > 0 and not decoder.scoring:
-            num_rows -= self._score(num_rows)
-        has_news = decoder.has_news if self._comm.size > 1 else self._has_news(num_rows)
+        if self._unscored and num_rows > 0 and not run.scoring:
+            num_rows -= self._score(run, num_rows)
+        has_news = run.take_news() if self._comm.size > 1 else self._has_news(num_rows)
         found: list[Request] = []
-        if decoder.is_idle or has_news:
-            decoder.has_news = False
+        if run.is_idle or has_news:
             new, dropped, is_over = from_rank_0(self._comm, lambda: self._news(num_rows))
-            decoder.drop(dropped)
+            run.drop(dropped)
             self._unscored = deque(one for one in self._unscored if one[1].index not in dropped)
             if is_over:
                 return None
@@ -105,7 +104,7 @@ class Service:
                     found.append(request)
                 else:
                     self._unscored.append((request.text(), request, Part(finish_reason="length")))
-        decoder.round.verifier.announce(NEWS if self._has_news(num_rows - len(found)) else 0)
+        run.round.verifier.announce(NEWS if self._has_news(num_rows - len(found)) else 0)
         return found
 
     def _has_news(self, num_rows: int) -> bool:
@@ -131,7 +130,7 @@ class Service:
         is_over = self._is_over(self._inbox)
         return [request.as_json() for request in new], [*dropped, *(self._inbox.give_up() if is_over else ())], is_over
 
-    def _score(self, num_rows: int) -> int:
+    def _score(self, run: Run, num_rows: int) -> int:
         """Begin to score texts in up to so many rows: those of one chunk, or a longer one; returns their number."""
         longest = accumulate((len(text.ids) for text, *_ in self._unscored), max)
         num_of_a_chunk = sum(number * length <= PREFILL_CHUNK for number, length in enumerate(longest, start=1))
@@ -146,7 +145,7 @@ class Service:
                 self._deliver(request, part._replace(log_probs=log_probs))
 
         num_top = max(request.num_top or 0 for _, request, _ in some)
-        self._decoder.score([text for text, *_ in some], num_top=num_top, deliver=deliver)
+        run.score([text for text, *_ in some], num_top=num_top, deliver=deliver)
         return len(some)
 
 

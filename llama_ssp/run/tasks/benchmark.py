@@ -58,13 +58,10 @@ class Ours:
     num_new_tokens: int
     done: list[list[RowCompletion]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.decoder.reuses = False
-
     @torch.inference_mode()
     def ms_per_token(self, repetition: int) -> float:
         """Complete all prompts; returns milliseconds per new token, with prefill; raises InterruptedRun if stopped."""
-        self.decoder.seed = repetition + 1
+        settings = replace(self.decoder.settings, seed=repetition + 1)
         requests = [
             Request(index=index, prompt_ids=ids, max_new_tokens=self.num_new_tokens, num_equal_before=number)
             for index, (ids, number) in enumerate(zip(self.prompts, count_equal_before(self.prompts), strict=True))
@@ -74,7 +71,7 @@ class Ours:
             self.decoder.warm_up(requests)
         self.decoder.round.forget_texts()  # greedy text is the same in every repetition
         started = time.perf_counter()
-        last = [update.completion for updates in self.decoder.run(requests) for update in updates]
+        last = [update.completion for updates in self.decoder.run(requests, settings) for update in updates]
         seconds = time.perf_counter() - started
         if self.decoder.stopped:
             raise InterruptedRun("interrupted; the same command with this run_dir measures the cells that are left")

@@ -20,7 +20,6 @@ def latency(session: Session, requests: list[PromptRequest]) -> None:
     """Complete all requests, speculatively if there is a draft."""
     task, modes = session.config.task, [session.best_mode]
     assert isinstance(task, LatencyConfig)
-    session.decoder(session.best_mode).reuses = False
     session.warm_up(requests, modes, num_requests=task.num_warmup)
     with session.showing_progress(requests, modes, shows_texts=False):
         session.complete(requests, session.best_mode, Viewer())

@@ -93,6 +93,7 @@ def _problems_of_latency(config: RunConfig, _explicit: frozenset[str]) -> Iterat
 LATENCY = TaskSpec(
     config=LatencyConfig,
     run="llama_ssp.run.tasks.latency:latency",
+    reuses_prompts=False,
     shows_times=True,
     ranges=(("num_warmup", lambda n: n >= 0, "0 or more prompts"),),
     changeable=("store",),
@@ -157,6 +158,7 @@ def _largest_cell_of_benchmark(config: RunConfig) -> tuple[RunConfig, int]:
 BENCHMARK = TaskSpec(
     config=BenchmarkConfig,
     run="llama_ssp.run.tasks.benchmark:benchmark",
+    reuses_prompts=False,
     takes_turns=False,
     shows_times=True,
     ranges=(("repetitions", lambda n: n >= 1, "at least 1"),),

@@ -44,19 +44,19 @@ class ModelDrafter(StepwiseDrafter):
         """Read new prompts into the draft's own cache."""
         known = prompts._replace(tokens_RS=self._known(prompts.tokens_RS))
         read_prompts(self.runner, known, rows=rows, buckets=buckets, num_left=1)
-        if self.runner.keeps_states:
+        if self.runner.is_recurrent:
             self._tables.unread_B.index_copy_(0, to_device(rows, self.runner.device), prompts.lengths_R - 1)
 
     def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> ReadLevel:
         tokens_BS, lengths_B1 = rows.tokens_BS, rows.lengths_B[:, None]
-        unread_B, keeps_states = self._tables.unread_B, self.runner.keeps_states
+        unread_B, is_recurrent = self._tables.unread_B, self.runner.is_recurrent
         if num_unread > _NUM_READ:
             known_BS = self._known(tokens_BS)
-            if keeps_states:
+            if is_recurrent:
                 take_in(self.runner, known_BS, lengths_B1, unread_B=unread_B, num_unread=num_unread, bucket=bucket)
             else:
                 catch_up(self.runner, known_BS, lengths_B1, num_unread=num_unread, num_kept=_NUM_READ, bucket=bucket)
-        if keeps_states:  # the first step takes in the last two
+        if is_recurrent:  # the first step takes in the last two
             unread_B.copy_(rows.lengths_B)
 
         def logits_of(level: Level | None) -> Tensor:

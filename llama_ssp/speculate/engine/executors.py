@@ -135,7 +135,7 @@ class GraphExecutor(Executor):
             results are copied to fixed places, where graphs of other stages read them.
     """
 
-    keeps_state = True
+    replays_addresses = True
 
     def __init__(self, round_: Round, *, recorder: Recorder) -> None:
         self.failed: set[tuple[str, Hashable]] = set()

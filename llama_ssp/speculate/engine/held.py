@@ -49,11 +49,11 @@ class PromptRow(NamedTuple):
 class HeldTexts:
     """The texts that rows hold, whose beginnings can be taken in multiples of `step` tokens.
 
-    With `keeps_states`, they can be taken where a state was saved.
+    With `is_recurrent`, they can be taken where a state was saved.
     """
 
-    def __init__(self, num_rows: int, *, step: int, keeps_states: bool = False) -> None:
-        self._texts, self._step, self._keeps_states = [_Text()] * num_rows, step, keeps_states
+    def __init__(self, num_rows: int, *, step: int, is_recurrent: bool = False) -> None:
+        self._texts, self._step, self._is_recurrent = [_Text()] * num_rows, step, is_recurrent
 
     def forget(self, rows: Iterable[int]) -> None:
         """Mark these rows as empty."""
@@ -108,7 +108,7 @@ class HeldTexts:
     def _to_save(self, ids: tuple[int, ...], others: Iterable[tuple[int, ...]]) -> int:
         """Behind how many tokens of a prompt the state is saved."""
         whole = self._whole_steps(ids, len(ids))
-        if not self._keeps_states or not whole:
+        if not self._is_recurrent or not whole:
             return 0
         shared, goes_on = max((num_common(other, ids), ids[: len(other)] == other) for other in (*others, ()))
         return whole if goes_on else self._whole_steps(ids, shared) or whole
@@ -119,7 +119,7 @@ class HeldTexts:
         if source is None or num_tokens < LEAST_TOKENS:
             return PromptRow(row, Held(), Held())
         num_of_prompt = min(num_tokens, texts[source].num_prompt)
-        target, draft = (Held(number, source, self._keeps_states) for number in (num_tokens, num_of_prompt))
+        target, draft = (Held(number, source, self._is_recurrent) for number in (num_tokens, num_of_prompt))
         return PromptRow(row, target, draft)
 
     def _whole_steps(self, ids: tuple[int, ...], most: int) -> int:
@@ -129,9 +129,9 @@ class HeldTexts:
         """The first row of those that hold most of a prompt, and how much; None if all hold too little."""
         found, most = None, LEAST_TOKENS - 1
         for row, text in texts.items():
-            given = text.ids[: text.saved] if self._keeps_states else text.ids
+            given = text.ids[: text.saved] if self._is_recurrent else text.ids
             if len(given) > most and given[: most + 1] == ids[: most + 1]:
                 common = num_common(given, ids)
-                if common == len(given) < len(ids) or not self._keeps_states:
+                if common == len(given) < len(ids) or not self._is_recurrent:
                     found, most = row, common
         return found, most

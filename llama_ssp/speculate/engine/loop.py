@@ -13,57 +13,58 @@ turns, of texts that are scored in free rows.
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, islice
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from llama_ssp.architectures.engine import BUCKET_STEP, CATCH_UP_CHUNK, PREFILL_CHUNK, whole_steps
+from llama_ssp.architectures.engine import CATCH_UP_CHUNK, PREFILL_CHUNK
 from llama_ssp.cpu.threads import ThreadChoice
 from llama_ssp.errors import LOGITS_ARE_NAN, NumericError, SspError
-from llama_ssp.models.prefill import Buckets, Held, forwards_per_prompt
+from llama_ssp.models.prefill import Held, forwards_per_prompt
 from llama_ssp.models.upload import to_device
 from llama_ssp.ranks.memory import exhaustion
 from llama_ssp.speculate.engine.adaptive import FixedLength, num_chunks
 from llama_ssp.speculate.engine.clock import EventClock, HostClock
 from llama_ssp.speculate.engine.completion import PARTS, FinishReason, RowCompletion, StopRequest
-from llama_ssp.speculate.engine.held import HeldTexts, PromptRow
+from llama_ssp.speculate.engine.held import PromptRow
 from llama_ssp.speculate.engine.likelihoods import ScoredText, TokenScores, score_in_rows
+from llama_ssp.speculate.engine.results import Launched, RowResult, Update
+from llama_ssp.speculate.engine.room import Room
 from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round
+from llama_ssp.speculate.engine.rows import RowTable, Unread
 from llama_ssp.speculate.engine.state import BatchState, Request
 from llama_ssp.speculate.engine.text import StopStrings
-from llama_ssp.speculate.engine.verifier import GOES_ON, NEWS, NOT_A_NUMBER, STOP_REQUESTED
-from llama_ssp.speculate.sampling.by_row import NUM_SETTINGS
+from llama_ssp.speculate.engine.verifier import STOP_REQUESTED
 from llama_ssp.speculate.sampling.draft import POINT_MASS, Law
 
-More = Callable[[int], Sequence[Request] | None]
-"""Gives further requests before a round, of which so many find a free row; None once there will be no more."""
+More = Callable[["Run", int], Sequence[Request] | None]
+"""Called before each round with the number of free rows; returns new requests, or None when there will be no more."""
 Failed = Callable[[Request, SspError], None]
 """Takes a request that ended by an error of its own."""
 
 
-class Update(NamedTuple):
-    """New tokens of one completion; the first `num_drafted` were drafted, the target chose the rest."""
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What all completions of a run follow.
 
-    completion: RowCompletion
-    new_ids: list[int]
-    num_drafted: int
+    Attributes:
+        seed: of their draws.
+        stops: strings that end those of requests without their own.
+        stop_request: a wish to end the run.
+        reuses: False makes every prompt be read whole, for measurements of prefill.
+    """
 
-
-class _PendingRound(NamedTuple):
-    """A prefill or a round that was launched but not read yet; `passed` follows the copy of the result to the host."""
-
-    result: Tensor
-    owners: list[RowCompletion | None]
-    choice: DraftChoice
-    is_prefill: bool
-    passed: torch.cuda.Event | None
+    seed: int
+    stops: StopStrings | None = None
+    stop_request: StopRequest = field(default_factory=StopRequest)
+    reuses: bool = True
 
 
 class _Reading(NamedTuple):
-    """A prompt that is read chunk by chunk, while other rows decode; its row is none of theirs yet."""
+    """A prompt that is read chunk by chunk into a reserved row, while other rows decode."""
 
     request: Request
     prompts: BatchState
@@ -72,7 +73,7 @@ class _Reading(NamedTuple):
 
 
 class _Scoring(NamedTuple):
-    """Texts that are scored chunk by chunk, in rows of no completion."""
+    """Texts that are scored chunk by chunk in reserved rows."""
 
     rows: Sequence[int]
     chunks: Iterator[list[TokenScores | SspError]]
@@ -87,51 +88,47 @@ class Decoder:
     Attributes:
         length: chooses what each round drafts.
         threads: chooses how many threads compute a round.
-        reuses: what caches hold of a prompt is not read again, as measurements of prefill want it to be.
+        settings: of its runs, unless they have others.
+        room: caches, and the batch that runs share.
+        lag: rounds that are launched before the oldest one is read.
         rounds_s, num_rounds: time and number of all rounds so far.
-        scoring: texts that are being scored; further ones have to wait.
-        has_news: the deciding rank has announced `NEWS`; `more` resets it.
     """
 
     def __init__(
         self,
         round_: Round,
         *,
-        executor: Executor | None = None,
+        settings: RunSettings,
         batch_size: int,
         eos_ids: Sequence[int],
-        seed: int,
-        stops: StopStrings | None = None,
-        stop_request: StopRequest | None = None,
+        executor: Executor | None = None,
+        length: FixedLength | None = None,
+        threads: ThreadChoice | None = None,
     ) -> None:
-        self.round = round_
+        self.round, self.settings, self.batch_size = round_, settings, batch_size
         self.executor = executor or Executor()
-        self.length = FixedLength(round_.max_tokens_per_round - 1)
-        self.threads = ThreadChoice()
-        self.batch_size, self.seed, self.stops = batch_size, seed, stops
-        self._eos_ids = frozenset(eos_ids)
-        self.stop_request = stop_request or StopRequest()
-        self.stopped = self.has_news = False
+        self.length = length or FixedLength(round_.max_tokens_per_round - 1)
+        self.threads = threads or ThreadChoice()
+        self.eos_ids = frozenset(eos_ids)
+        self.is_cuda = round_.target.device.type == "cuda"
+        self.clock = EventClock() if self.is_cuda else HostClock()
+        self.lag = 1 if self.is_cuda else 0
+        self.room = Room(round_, self.executor, batch_size=batch_size)
         self.rounds_s, self.num_rounds = 0.0, 0
-        self.reuses = True
-        self._num_uses = -1
-        self._comm = round_.verifier.comm
-        self._device = round_.target.device
-        self._is_cuda = self._device.type == "cuda"
-        self.clock = EventClock() if self._is_cuda else HostClock()
-        self._lag = 1 if self._is_cuda else 0
-        self.bucket_step = BUCKET_STEP["cuda" if self._is_cuda else "cpu"]
-        self._most_ahead = round_.max_tokens_per_round + round_.num_ahead
-        self._num_slots = self._num_rounds = 0
-        self._kept: BatchState | None = None
-        self._reading: _Reading | None = None
-        self.scoring: _Scoring | None = None
-        self._error: SspError | None = None
-        self._reads_first = False
+        self._latest: Run | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the latest run has ended by a wish to stop."""
+        return self._latest is not None and self._latest.stopped
+
+    def choose_by(self, length: FixedLength) -> None:
+        """Let rounds draft from now on what this chooses, once their costs are known."""
+        self.length = length
 
     def run(
-        self, requests: Sequence[Request], *, to_length: bool = False, more: More | None = None,
-        failed: Failed | None = None,
+        self, requests: Sequence[Request], settings: RunSettings | None = None, *, to_length: bool = False,
+        more: More | None = None, failed: Failed | None = None,
     ) -> Iterator[list[Update]]:  # fmt: skip
         """Decode all requests, in list order as rows become free.
 
@@ -145,84 +142,31 @@ class Decoder:
         or CapacityError.
         """
         assert torch.is_inference_mode_enabled()
-        self.make_room(requests)
-        self._to_length = to_length
-        self._waiting = deque(requests)
-        self._more, self._failed = more, failed
-        self._rows: list[RowCompletion | None] = [None] * self.batch_size
-        self._pending: deque[_PendingRound] = deque()
-        self._num_skipped = [0 for _ in self.round.drafters]
-        # Of each drafter, the rows whose prompts it has not read, and their lengths.
-        self._unread: list[dict[int, int]] = [{} for _ in self.round.drafters]
-        self._reading = self.scoring = self._error = None
-        # Rows that are read or scored chunk by chunk, and the lengths of their texts.
-        self._reserved: dict[int, int] = {}
-        in_flight: Law = POINT_MASS
-        was_round = True
-        with self.threads.in_use():
-            while not self.stopped and (self._refill() or not self.is_idle or self._more):
-                if self.is_idle and not (self._waiting or self.scoring):
-                    continue
-                started = time.perf_counter()
-                if self.stop_request.requested:
-                    self.round.verifier.announce(STOP_REQUESTED)
-                was_round = not (
-                    (self._waiting or self._reserved) and (was_round or not any(self._rows)) and self._take_turn()
-                )
-                if was_round:
-                    if not all(self._rows):
-                        self._held.forget(self._free_rows())
-                    for row, length in self._reserved.items():  # rounds write behind the text there
-                        self._state.vacate(row, length=length)
-                    choice = self._choose()
-                    bucket = self._bucket(choice)
-                    result, in_flight = self.round.step(
-                        self.executor, self._state, in_flight, choice=choice, bucket=bucket, clock=self.clock
-                    )
-                    self._launch(result, list(self._rows), choice, is_prefill=False)
-                running, launched = self._running(), time.perf_counter()
-                reads_prompts = bool(self._pending) and self._pending[0].is_prefill
-                updates = self._collect() if len(self._pending) > self._lag else []
-                ended = time.perf_counter()
-                # A GPU still reads prompts when the round behind them has been launched.
-                round_s = (launched if reads_prompts else ended) - started if was_round else None
-                if round_s is not None:
-                    self.threads.after_round((choice, bucket), round_s)
-                self._record_time(running, ended - started, round_s=round_s)
-                if updates:
-                    yield updates
+        settings = settings or self.settings
+        self.room.make(requests, reuses=settings.reuses)
+        self._latest = Run(self, requests, settings, to_length=to_length, more=more, failed=failed)
+        return self._latest.updates()
 
     def make_room(self, requests: Sequence[Request]) -> None:
         """Allocate caches for these and all earlier requests; call it first to avoid later reallocation."""
-        longest = max((len(request.prompt_ids) + request.max_new_tokens for request in requests), default=0)
-        self._num_slots = max(self._num_slots, whole_steps(longest + self._most_ahead))
-        self._num_rounds = max(self._num_rounds, max((request.max_new_tokens for request in requests), default=0) + 1)
-        by_length = self._is_cuda and self.round.reads_by_length
-        self._buckets = Buckets(step=self._num_slots if by_length else self.bucket_step, num_slots=self._num_slots)
-        target = self.round.target
-        others_came = target.num_uses != self._num_uses
-        self.round.allocate(batch_size=self.batch_size, num_slots=self._num_slots)
-        self.executor.make_room()
-        self._num_uses = target.num_uses
-        if others_came or not self.reuses:
-            step = 1 if target.is_invariant and not target.keeps_states else PREFILL_CHUNK
-            self._held = HeldTexts(self.batch_size, step=step, keeps_states=target.keeps_states)
+        self.room.make(requests, reuses=self.settings.reuses)
 
     def time_rounds(self, choices: Sequence[DraftChoice], *, num_slots: int) -> list[float]:
         """Run one round of each choice over vacant rows, reading `num_slots` slots, after `make_room`.
 
         Returns the seconds of each. The first two calls warm up executors; later ones measure.
         """
-        self._held.forget(range(self.batch_size))
-        state, bucket, clock = self._empty_state(), self._buckets.covering(num_slots), type(self.clock)()
-        if self._is_cuda and self.round.reads_by_length:
-            state.vacate(slice(None), length=max(num_slots - self._most_ahead, 2))
+        state, bucket, clock = (
+            self.room.for_timing(num_slots),
+            self.room.buckets.covering(num_slots),
+            type(self.clock)(),
+        )
 
         def time_round(choice: DraftChoice) -> float:
             started = time.perf_counter()
             self.round.step(self.executor, state, choice=choice, bucket=bucket, clock=clock)
-            if self._is_cuda:
-                self._comm.finish()
+            if self.is_cuda:
+                self.round.verifier.comm.finish()
             return time.perf_counter() - started
 
         with self.threads.in_use():
@@ -236,89 +180,92 @@ class Decoder:
         A run of one K captures every width of the cache that these requests will read; any other gets one width.
         """
         longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
-        widths = {self._buckets.covering(longest)}
-        if self.executor.keeps_state and len(self.length.choices) == 1:
+        widths = {self.room.buckets.covering(longest)}
+        if self.executor.replays_addresses and len(self.length.choices) == 1:
             shortest, ahead = min(len(request.prompt_ids) for request in requests), self.round.max_tokens_per_round
-            widths = {self._buckets.covering(length) for length in range(shortest + ahead, longest + 2 * ahead)}
+            widths = {self.room.buckets.covering(length) for length in range(shortest + ahead, longest + 2 * ahead)}
         for width in sorted(widths):
             self.time_rounds(self.length.choices * 2, num_slots=width)
 
-    def _choose(self) -> DraftChoice:
-        """Choose what the next round drafts, and count what each drafter will have skipped after it.
 
-        A drafter that has not read all prompts reads them now if it drafts.
-        """
-        self._use_steps(owner.request for owner in self._rows if owner)
-        choice = self.length.choose(
-            [
-                skipped + max(lengths.values(), default=0)
-                for skipped, lengths in zip(self._num_skipped, self._unread, strict=True)
-            ]
-        )
-        if self.round.limit and all(self._outgrew(owner, choice) for owner in self._rows if owner):
-            return DraftChoice(0)  # no row will be drafted for again, so that nothing is skipped
-        if choice.num_tokens:
-            if unread := self._unread[choice.source]:
-                self.round.read_late(
-                    self.executor, choice.source, self._state, [*unread],
-                    lengths=[*unread.values()], buckets=self._buckets,
-                )  # fmt: skip
-                unread.clear()
-            num_unread = 2 + CATCH_UP_CHUNK * num_chunks(self._num_skipped[choice.source])
-            choice = choice._replace(num_unread=num_unread)
-        for source, skipped in enumerate(self._num_skipped):
-            drafted = choice.num_tokens and source == choice.source
-            self._num_skipped[source] = 0 if drafted else skipped + choice.num_tokens + 1
-        return choice
+class Run:
+    """One run of a decoder: from requests that wait to completions that have ended.
 
-    def _empty_state(self) -> BatchState:
-        """The previous run's batch if the executor keeps it and its sizes fit; else a new one."""
-        num_slots, num_rounds = sizes = self._num_slots, self._num_rounds
-        if self._kept and sizes == (self._kept.tokens_BS.shape[1], self._kept.uniforms_BMN.shape[1]):
-            self._kept.vacate(slice(None))
-            return self._kept
-        state = BatchState.empty(
-            self.batch_size, num_slots=num_slots, num_rounds=num_rounds, table=self.round.uniforms,
-            num_settings=NUM_SETTINGS if self.round.steps else 0,
-        )  # fmt: skip
-        self._kept = state if self.executor.keeps_state else None
-        return state
+    Attributes:
+        rows: which completion decodes in which row.
+        scoring: texts that are being scored; further ones have to wait.
+        stopped: the deciding rank has announced a wish to stop.
+    """
 
-    def _running(self) -> list[RowCompletion]:
-        being_read = [self._reading.owner] if self._reading else []
-        return [owner for owner in self._rows if owner] + being_read
+    def __init__(
+        self, decoder: Decoder, requests: Sequence[Request], settings: RunSettings, *, to_length: bool,
+        more: More | None, failed: Failed | None,
+    ) -> None:  # fmt: skip
+        self.decoder, self.round, self.room = decoder, decoder.round, decoder.room
+        self.settings = settings
+        self.rows, self.stopped = RowTable(decoder.batch_size), False
+        self.scoring: _Scoring | None = None
+        self._to_length, self._more, self._failed = to_length, more, failed
+        self._waiting, self._pending = deque(requests), deque[Launched]()
+        self._unread = Unread(len(self.round.drafters))
+        self._reading: _Reading | None = None
+        self._error: SspError | None = None
+        self._has_news = self._reads_first = False
+        self._comm = self.round.verifier.comm
+        self._state: BatchState | None = None
 
-    def _free_rows(self) -> list[int]:
-        return [row for row, owner in enumerate(self._rows) if owner is None and row not in self._reserved]
-
-    def _release(self, rows: Iterable[int]) -> None:
-        """Make reserved rows free again."""
-        for row in rows:
-            del self._reserved[row]
-            if any(self._rows):
-                self._state.vacate(row)
-
-    def _refill(self) -> bool:
-        """Ask for further requests; returns whether any wait. Raises an error that nobody took, once all rows ended."""
-        if self._error and self.is_idle:
-            raise self._error
-        if self._more:
-            found = self._more(len(self._free_rows()) - len(self._waiting))
-            self._waiting.extend(found or ())
-            self._more = self._more if found is not None else None
-        return bool(self._waiting)
-
-    def _use_steps(self, requests: Iterable[Request]) -> None:
-        """Let the next draws do what these requests need, if rows have settings of their own."""
-        if steps := self.round.steps:
-            found = [request.sampling for request in requests if request.sampling]
-            steps.truncates = any(sampling.truncates for sampling in found)
-            steps.penalizes = any(sampling.penalizes for sampling in found)
+    def updates(self) -> Iterator[list[Update]]:
+        """See `Decoder.run`."""
+        decoder = self.decoder
+        in_flight: Law = POINT_MASS
+        was_round = True
+        with decoder.threads.in_use():
+            while not self.stopped and (self._refill() or not self.is_idle or self._more):
+                if self.is_idle and not (self._waiting or self.scoring):
+                    continue
+                started = time.perf_counter()
+                if self.settings.stop_request.requested:
+                    self.round.verifier.announce(STOP_REQUESTED)
+                was_round = not (
+                    (self._waiting or self.rows.reserved)
+                    and (was_round or not any(self.rows.owners))
+                    and self._take_turn()
+                )
+                if was_round:
+                    assert self._state, "a round has rows"
+                    if not all(self.rows.owners):
+                        self.room.held.forget(self.rows.free)
+                    for row, length in self.rows.reserved.items():  # rounds write behind the text there
+                        self._state.vacate(row, length=length)
+                    choice = self._choose()
+                    bucket = self._bucket(choice)
+                    result, in_flight = self.round.step(
+                        decoder.executor, self._state, in_flight, choice=choice, bucket=bucket, clock=decoder.clock
+                    )
+                    self._pending.append(Launched.of(result, [*self.rows.owners], choice, is_prefill=False))
+                running, launched = self.rows.decoding, time.perf_counter()
+                if self._reading:
+                    running.append(self._reading.owner)
+                reads_prompts = bool(self._pending) and self._pending[0].is_prefill
+                updates = self._collect() if len(self._pending) > decoder.lag else []
+                ended = time.perf_counter()
+                # A GPU still reads prompts when the round behind them has been launched.
+                round_s = (launched if reads_prompts else ended) - started if was_round else None
+                if round_s is not None:
+                    decoder.threads.after_round((choice, bucket), round_s)
+                self._record_time(running, ended - started, round_s=round_s)
+                if updates:
+                    yield updates
 
     @property
     def is_idle(self) -> bool:
         """Whether no row decodes or is being read."""
-        return not any(self._rows) and self._reading is None
+        return not any(self.rows.owners) and self._reading is None
+
+    def take_news(self) -> bool:
+        """Whether the deciding rank has announced news since the last call."""
+        has_news, self._has_news = self._has_news, False
+        return has_news
 
     def drop(self, indices: Collection[int]) -> None:
         """End requests with these indices, on all ranks alike, between two rounds."""
@@ -326,19 +273,62 @@ class Decoder:
             self._release([self._reading.place.row])
             self._reading = None
         self._waiting = deque(request for request in self._waiting if request.index not in indices)
-        for owner in self._rows:
-            if owner and owner.request.index in indices:
+        for owner in self.rows.decoding:
+            if owner.request.index in indices:
                 self._free(owner, "stop")
 
     def score(
         self, texts: Sequence[ScoredText], *, num_top: int, deliver: Callable[[list[TokenScores | SspError]], None]
     ) -> None:
         """Score texts in free rows, on all ranks alike, a chunk between two rounds; `deliver` gets scores or errors."""
-        rows, src = self._free_rows()[: len(texts)], self.round.verifier.verify_rank
-        self._held.forget(rows)
-        self._reserved.update(zip(rows, (len(text.ids) for text in texts), strict=True))
-        chunks = score_in_rows(self.round.target, texts, rows, self._buckets, comm=self._comm, src=src, num_top=num_top)
+        rows, src = self.rows.free[: len(texts)], self.round.verifier.verify_rank
+        self.room.held.forget(rows)
+        self.rows.reserved.update(zip(rows, (len(text.ids) for text in texts), strict=True))
+        chunks = score_in_rows(
+            self.round.target, texts, rows, self.room.buckets, comm=self._comm, src=src, num_top=num_top
+        )
         self.scoring = _Scoring(rows, chunks, deliver)
+
+    def _choose(self) -> DraftChoice:
+        """Choose what the next round drafts; a drafter that has not read all prompts reads them now if it drafts."""
+        if self.round.steps:
+            self._use_steps([owner.request for owner in self.rows.decoding])
+        choice = self.decoder.length.choose(self._unread.num_tokens)
+        if self.round.limit and all(self._outgrew(owner, choice) for owner in self.rows.decoding):
+            return DraftChoice(0)  # no row will be drafted for again, so that nothing is skipped
+        if choice.num_tokens:
+            if self._state and (unread := self._unread.take_prompts(choice.source)):
+                self.round.read_late(
+                    self.decoder.executor, choice.source, self._state, [*unread],
+                    lengths=[*unread.values()], buckets=self.room.buckets,
+                )  # fmt: skip
+            num_skipped = self._unread.num_tokens[choice.source]
+            choice = choice._replace(num_unread=2 + CATCH_UP_CHUNK * num_chunks(num_skipped))
+        if self.round.drafters:
+            self._unread.count(choice)
+        return choice
+
+    def _release(self, rows: Iterable[int]) -> None:
+        """Make reserved rows free again."""
+        for row in rows:
+            del self.rows.reserved[row]
+            if self._state and any(self.rows.owners):
+                self._state.vacate(row)
+
+    def _refill(self) -> bool:
+        """Ask for further requests; returns whether any wait. Raises an error that nobody took, once all rows ended."""
+        if self._error and self.is_idle:
+            raise self._error
+        if self._more:
+            found = self._more(self, len(self.rows.free) - len(self._waiting))
+            self._waiting.extend(found or ())
+            self._more = self._more if found is not None else None
+        return bool(self._waiting)
+
+    def _use_steps(self, requests: Sequence[Request]) -> None:
+        """Let the next draws do what these requests need, if rows have settings of their own."""
+        if steps := self.round.steps:
+            steps.follow([request.sampling for request in requests if request.sampling])
 
     def _fail(self, request: Request, error: SspError) -> None:
         """Let a request end by an error of its own."""
@@ -351,17 +341,16 @@ class Decoder:
 
     def _forget(self, rows: Sequence[int]) -> None:
         """Let nobody read what rows hold."""
-        self._held.forget(rows)
+        self.room.held.forget(rows)
         self.round.clear(rows)
 
     def _free(self, owner: RowCompletion, reason: FinishReason) -> int:
         """End a completion, and free its row; returns that."""
         owner.finish_reason = reason
-        row = self._rows.index(owner)
-        self._rows[row] = None
-        for unread in self._unread:
-            unread.pop(row, None)
-        self._state.vacate(row)
+        row = self.rows.leave(owner)
+        self._unread.forget(row)
+        if self._state:
+            self._state.vacate(row)
         return row
 
     def _take_turn(self) -> bool:
@@ -388,11 +377,11 @@ class Decoder:
     def _read(self) -> bool:
         """Read a chunk of new prompts, or all that rows are free for if none decodes."""
         if not self._reading:
-            waiting, free = self._waiting, self._free_rows()
+            waiting, free = self._waiting, self.rows.free
             most = min(len(waiting), len(free))
             if not most:
                 return False
-            if any(self._rows):
+            if any(self.rows.owners):
                 most = self._num_of_a_chunk([*islice(waiting, most)])
             if most:
                 self._admit_new([waiting.popleft() for _ in range(most)])
@@ -402,13 +391,13 @@ class Decoder:
         request, _, place, owner = self._reading
         if error := self._out_of_memory(self._read_more, [place], [owner]):
             self._reading = None
-            self._release({place.row} & {*self._reserved})
+            self._release({place.row} & {*self.rows.reserved})
             self._fail(request, error)
         return True
 
     def _admit_new(self, requests: Sequence[Request]) -> None:
         """Read prompts together, or one by one if memory is too small for that."""
-        places, owners = self._place(requests, self._free_rows())
+        places, owners = self._place(requests, self.rows.free)
         admit = partial(self._admit, requests, self._state_of(requests), places, owners)
         error = self._out_of_memory(admit, places, owners)
         if error and len(requests) == 1:
@@ -437,7 +426,7 @@ class Decoder:
     def _num_of_a_chunk(self, requests: Sequence[Request]) -> int:
         """How many of these requests, from the first on, have prompts that are read in one chunk."""
         num_tokens = accumulate(
-            len(request.prompt_ids) - (self._held.num_held(request.prompt_ids) if self.reuses else 0)
+            len(request.prompt_ids) - (self.room.held.num_held(request.prompt_ids) if self.settings.reuses else 0)
             for request in requests
         )
         return sum(number <= PREFILL_CHUNK for number in num_tokens)
@@ -445,8 +434,8 @@ class Decoder:
     def _begin(self, request: Request, free: list[int]) -> None:
         """Take a row for a prompt that is read chunk by chunk."""
         [place], [owner] = self._place([request], free)
-        self._held.forget([place.row])
-        self._reserved[place.row] = len(request.prompt_ids)
+        self.room.held.forget([place.row])
+        self.rows.reserved[place.row] = len(request.prompt_ids)
         # What the draft could copy from another row may be gone by its turn.
         self._reading = _Reading(request, self._state_of([request]), place._replace(draft=Held()), owner)
 
@@ -456,23 +445,21 @@ class Decoder:
         request, prompts, place, owner = self._reading
         num_tokens = place.target.num_tokens + PREFILL_CHUNK
         if num_tokens < len(request.prompt_ids):
-            self.round.read(prompts, place, num_tokens=num_tokens, buckets=self._buckets)
+            self.round.read(prompts, place, num_tokens=num_tokens, buckets=self.room.buckets)
             self._reading = self._reading._replace(place=place._replace(target=Held(num_tokens, place.row)))
             return
         self._reading = None
-        del self._reserved[place.row]
-        self._held.enter(place, request.prompt_ids)  # from now on
+        del self.rows.reserved[place.row]
+        self.room.held.enter(place, request.prompt_ids)  # from now on
         self._admit([request], prompts, [place], [owner])
 
     def _state_of(self, requests: Sequence[Request]) -> BatchState:
-        return BatchState.of(
-            requests, num_slots=self._num_slots, num_rounds=self._num_rounds, table=self.round.uniforms, seed=self.seed
-        )
+        return self.room.state_of(requests, seed=self.settings.seed)
 
     def _place(self, requests: Sequence[Request], free: Sequence[int]) -> tuple[list[PromptRow], list[RowCompletion]]:
         """Give each request a free row and a completion."""
-        if self.reuses:
-            places = self._held.place([request.prompt_ids for request in requests], free)
+        if self.settings.reuses:
+            places = self.room.held.place([request.prompt_ids for request in requests], free)
         else:
             places = [PromptRow(row, Held(), Held()) for row in free[: len(requests)]]
         forwards = forwards_per_prompt(self.round.target, [len(request.prompt_ids) for request in requests])
@@ -480,7 +467,7 @@ class Decoder:
             RowCompletion(
                 request=request, num_target_forwards=number, num_reused_tokens=place.target.num_tokens,
                 has_bonus=self.round.has_bonus,
-                stop_watch=stops.watch(request.prompt_ids) if (stops := request.stops or self.stops) else None,
+                stop_watch=stops.watch(request.prompt_ids) if (stops := request.stops or self.settings.stops) else None,
             )
             for place, request, number in zip(places, requests, forwards, strict=True)
         ]  # fmt: skip
@@ -490,84 +477,79 @@ class Decoder:
         owners: Sequence[RowCompletion],
     ) -> None:  # fmt: skip
         """Read these prompts, or what is left of them, and let their rows decode."""
-        if is_first := not any(self._rows):  # all rows are new
-            self._num_skipped = [0 for _ in self.round.drafters]  # so all drafters will have read them whole
+        if is_first := not any(self.rows.owners):
+            self._unread.begin()
         lengths, rows = [len(request.prompt_ids) for request in requests], [place.row for place in places]
-        late = [source for source in range(len(self.round.drafters)) if not self.length.reads_at_once(source)]
-        if rows == [*range(self.batch_size)] and not self.executor.keeps_state:
+        executor = self.decoder.executor
+        late = [source for source in range(len(self.round.drafters)) if not self.decoder.length.reads_at_once(source)]
+        if rows == [*range(self.decoder.batch_size)] and not executor.replays_addresses:
             self._state = prompts
-        elif is_first:
-            self._state = self._empty_state()
+        elif is_first or not self._state:
+            self._state = self.room.empty_state()
         self._use_steps(requests)
         self.round.prefill(
-            self.executor, self._state, prompts, places, lengths=lengths, buckets=self._buckets, late=late,
-            deliver=partial(self._launch, owners=[*owners], choice=DraftChoice(0), is_prefill=True),
+            executor, self._state, prompts, places, lengths=lengths, buckets=self.room.buckets, late=late,
+            deliver=lambda result: self._pending.append(
+                Launched.of(result, [*owners], DraftChoice(0), is_prefill=True)
+            ),
         )  # fmt: skip
-        if late and self.reuses:
-            self._held.forget_drafts(rows)
+        if late and self.settings.reuses:
+            self.room.held.forget_drafts(rows)
         for source in late:
-            self._unread[source].update(zip(rows, lengths, strict=True))
+            self._unread.add_prompts(source, rows, lengths)
         if self._state is not prompts:
-            self._state.put(to_device(rows, self._device), prompts)
-        for row, owner in zip(rows, owners, strict=True):
-            self._rows[row] = owner
+            self._state.put(to_device(rows, self.round.target.device), prompts)
+        self.rows.take(rows, owners)
 
     def _bucket(self, choice: DraftChoice) -> int:
         """Cache slots that the next round reads if it drafts by `choice`."""
-        lengths = [len(owner.request.prompt_ids) + len(owner.token_ids) for owner in self._rows if owner]
-        known = max([*lengths, *self._reserved.values()])
+        lengths = [len(owner.request.prompt_ids) + len(owner.token_ids) for owner in self.rows.owners if owner]
+        known = max([*lengths, *self.rows.reserved.values()])
         unread = sum([pending.choice.num_tokens + 1 for pending in self._pending])
-        return self._buckets.covering(known + unread + choice.num_tokens + 1 + self.round.num_ahead)
-
-    def _launch(
-        self, result: Tensor, owners: list[RowCompletion | None], choice: DraftChoice, *, is_prefill: bool
-    ) -> None:
-        passed = None
-        if self._is_cuda:
-            host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
-            result = host.copy_(result, non_blocking=True)
-            passed = torch.cuda.Event()
-            passed.record()
-        self._pending.append(_PendingRound(result, owners, choice, is_prefill, passed))
+        return self.room.buckets.covering(known + unread + choice.num_tokens + 1 + self.round.num_ahead)
 
     def _collect(self) -> list[Update]:
+        """Read the oldest round, and add to its completions."""
         pending = self._pending.popleft()
-        if pending.passed:
-            self._comm.wait(pending.passed)
-        updates, observed = [], []
-        results = pending.result.tolist()
-        for owner, (*drafted, num_accepted, next_id, flags) in zip(pending.owners, results, strict=True):
-            self.stopped |= bool(flags & STOP_REQUESTED)
-            self.has_news |= bool(flags & NEWS)
-            if owner and not owner.finish_reason:
-                num_before, limit = len(owner.token_ids), owner.request.max_new_tokens
-                if flags & NOT_A_NUMBER:
-                    self._forget([self._free(owner, "stop")])
-                    self._fail(owner.request, NumericError(f"token {num_before + 1}: {LOGITS_ARE_NAN}"))
-                    continue
-                new_ids, reason = self._up_to_end(owner, [*drafted[:num_accepted], next_id][: limit - num_before])
-                num_new = len(new_ids)
-                goes_on = bool(flags & GOES_ON)  # the next token was drafted as well
-                num_drafted = min(num_accepted + goes_on, num_new)
-                if not pending.is_prefill:
-                    owner.num_target_forwards += 1
-                    if self.round.drafters:
-                        owner.accepted_lengths.append(num_drafted)
-                        num_examined = self._num_examined(owner, pending.choice, len(drafted))
-                        owner.draft_lengths.append(num_examined)
-                        observed += [num_accepted] * (num_examined > 0)
-                        owner.num_ahead = goes_on * self.round.num_ahead
-                owner.token_ids += new_ids
-                if reason or num_before + num_new == limit:
-                    owner.ended_in_draft = num_new <= num_accepted + goes_on
-                    row = self._free(owner, reason or "length")
-                    target = self.round.target
-                    if self.reuses and not self.round.tree and target.is_invariant and not target.keeps_states:
-                        self._held.extend(row, owner.token_ids[:-1])  # the cache lacks the last one
-                updates.append(Update(owner, new_ids, num_drafted))
-        self.length.observe(pending.choice, observed)
+        found = pending.read(self._comm)
+        self.stopped |= found.stops
+        self._has_news |= found.has_news
+        updates, observed = list[Update](), list[int]()
+        for owner, result in zip(pending.owners, found.rows, strict=True):
+            if not owner or owner.finish_reason:
+                continue
+            if result.is_nan:
+                self._forget([self._free(owner, "stop")])
+                self._fail(owner.request, NumericError(f"token {len(owner.token_ids) + 1}: {LOGITS_ARE_NAN}"))
+                continue
+            num_examined = None
+            if self.round.drafters and not pending.is_prefill:
+                num_examined = self._num_examined(owner, pending.choice, result.num_drafted)
+                observed += [result.num_accepted] * (num_examined > 0)
+            owner.num_target_forwards += not pending.is_prefill
+            updates.append(self._extend(owner, result, num_examined))
+        self.decoder.length.observe(pending.choice, observed)
         # A prompt takes the row that holds most of it, so rows are not in the order of prompts.
         return sorted(updates, key=lambda update: (update.completion.request.index, update.completion.request.sample))
+
+    def _extend(self, owner: RowCompletion, result: RowResult, num_examined: int | None) -> Update:
+        """Add new tokens to a completion, and free its row if it ends with them; for `num_examined` see its method."""
+        num_before, limit = len(owner.token_ids), owner.request.max_new_tokens
+        new_ids, reason = self._up_to_end(owner, result.ids[: limit - num_before])
+        num_new = len(new_ids)
+        num_chosen_by_draft = result.num_accepted + result.goes_on
+        num_drafted = min(num_chosen_by_draft, num_new)
+        if num_examined is not None:
+            owner.accepted_lengths.append(num_drafted)
+            owner.draft_lengths.append(num_examined)
+            owner.num_ahead = result.goes_on * self.round.num_ahead
+        owner.token_ids += new_ids
+        if reason or num_before + num_new == limit:
+            owner.ended_in_draft = num_new <= num_chosen_by_draft
+            row, target = self._free(owner, reason or "length"), self.round.target
+            if self.settings.reuses and not self.round.tree and target.is_invariant and not target.is_recurrent:
+                self.room.held.extend(row, owner.token_ids[:-1])  # the cache lacks the last one
+        return Update(owner, new_ids, num_drafted)
 
     def _outgrew(self, owner: RowCompletion, choice: DraftChoice, *, num_ahead: int = 0) -> bool:
         """Whether a row, as far as it is known, and what is in flight are longer than a round drafts for."""
@@ -585,8 +567,8 @@ class Decoder:
         reason: FinishReason | None = None
         if self._to_length:
             return ids, reason
-        if not (owner.request.ignores_eos or self._eos_ids.isdisjoint(ids)):
-            ids = ids[: next(place for place, token in enumerate(ids, start=1) if token in self._eos_ids)]
+        if not (owner.request.ignores_eos or self.decoder.eos_ids.isdisjoint(ids)):
+            ids = ids[: next(place for place, token in enumerate(ids, start=1) if token in self.decoder.eos_ids)]
             reason = "eos"
         if owner.stop_watch and (num_until_stop := owner.stop_watch.num_until_stop(ids)):
             ids, reason = ids[:num_until_stop], "stop"
@@ -601,9 +583,9 @@ class Decoder:
             if completion.token_ids and not completion.first_token_s:
                 completion.first_token_s = completion.busy_s
         if round_s is not None:
-            self.rounds_s += round_s
-            self.num_rounds += 1
-            draft_s, verify_s = self.clock.take()
+            self.decoder.rounds_s += round_s
+            self.decoder.num_rounds += 1
+            draft_s, verify_s = self.decoder.clock.take()
             for part, part_s in zip(PARTS, (draft_s, verify_s, round_s - draft_s - verify_s), strict=True):
                 for completion in running:
                     completion.part_s[part] += part_s * share

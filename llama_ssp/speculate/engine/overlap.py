@@ -68,7 +68,7 @@ class OverlappedRound(Round):
         if not choice.num_tokens:
             return super().step(executor, state, choice=choice, bucket=bucket, clock=clock)
 
-        number, keeps, reads = choice.num_tokens, executor.keeps_state, (self.verifier, self._in_flight_A)
+        number, keeps, reads = choice.num_tokens, executor.replays_addresses, (self.verifier, self._in_flight_A)
         drafting = self.draft_stage(choice, bucket=bucket)
         scoring = self._of_target("score", self._score, number, bucket=bucket)
         exchanging = self._stage("exchange", self._exchange, reads=reads, repeats=False, behind=(drafting,))
@@ -98,7 +98,7 @@ class OverlappedRound(Round):
         """
         if isinstance(following, PointMass) or isinstance(in_flight, Tensor):
             return in_flight
-        if not executor.keeps_state:
+        if not executor.replays_addresses:
             return following
         batch_size, _, vocab_size = following.shape
         shape = batch_size, self.num_ahead + 2, vocab_size

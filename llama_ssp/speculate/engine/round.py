@@ -98,11 +98,11 @@ class Executor:
     """Runs the stages of a round, here from Python.
 
     Attributes:
-        keeps_state: it depends on the addresses of the tensors, so that runs should share one batch.
+        replays_addresses: it reads and writes the tensors of its first rounds, so that runs share one batch.
         repeats_prompts: forwards of a few tokens of prompts have few shapes; see `ShortForwards`.
     """
 
-    keeps_state = False
+    replays_addresses = False
     repeats_prompts = True
 
     def run(self, stage: Stage, state: BatchState, *values: Any) -> Any:  # noqa: ANN401 - see `Stage`
@@ -220,7 +220,7 @@ class Round:
         positions_BW = state.lengths_B[:, None] + self.last_and_drafted_W[: num_drafted + 1]
         ids_BW = state.tokens_BS.gather(1, positions_BW)
         taken_B = None
-        if self.target.keeps_states:  # none in rows that ended, or whose prompt is being read
+        if self.target.is_recurrent:  # none in rows that ended, or whose prompt is being read
             taken_B = (state.lengths_B < state.limits_B) * (num_drafted + 1)
         logits_BWV = self.target.forward(ids_BW, positions_BW, bucket=bucket, taps=self.taps, taken_B=taken_B)
         return logits_BWV, state.rows.before(positions_BW) if self.verifier.needs_context else None

@@ -34,7 +34,7 @@ from llama_ssp.speculate.sampling.rules import make_rule
 from llama_ssp.speculate.sampling.uniforms import Draws
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.composed import compose_run
-from tests.helpers.decoders import complete, make_decoder, parts_of, tree_of
+from tests.helpers.decoders import change_runs, complete, make_decoder, parts_of, tree_of
 from tests.helpers.in_process import Ended, launch
 from tests.helpers.lanes import grid, heavy, slow
 from tests.helpers.models import FAMILIES, build_checkpoint
@@ -250,7 +250,7 @@ def sums_of_samples(
         target, draft, sampling=sampling, num_draft_tokens=NUM_DRAFT_TOKENS, batch_size=BATCH_SIZE, rule_name=rule_name,
         ngram=ngram, tree=shape,
     )  # fmt: skip
-    decoder.seed = seed
+    change_runs(decoder, seed=seed)
     requests = [
         Request(index=index, sample=sample, prompt_ids=ids, max_new_tokens=NUM_TOKENS)
         for index, ids in enumerate([(3, 1, 4), (5, 9)])

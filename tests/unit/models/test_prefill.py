@@ -1,7 +1,7 @@
 """Packed prompts give what padded ones give, with no token more than they have."""
 
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from llama_ssp.models.prefill import Buckets, Held, Prompts, ShortForwards, read
 from llama_ssp.models.runner import NullRunner
 from llama_ssp.run.decoders import agree_on_packing
 from llama_ssp.speculate.engine.executors import GraphExecutor
+from llama_ssp.speculate.engine.results import Launched
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.decoders import complete, make_decoder, outcome
 from tests.helpers.lanes import heavy, pairs
@@ -59,7 +60,7 @@ def test_packed_prompts_give_the_logits_of_padded_ones_and_fill_the_same_slots(
 def test_few_operators_stand_around_the_forward_of_a_prompt() -> None:
     """On a CPU each takes tens of microseconds behind the weights of a forward."""
     forward = Mock(return_value=torch.zeros(1, 1, 7))
-    runner = Mock(is_invariant=True, keeps_states=False, packs_prompts=False, forward=forward)
+    runner = Mock(is_invariant=True, is_recurrent=False, packs_prompts=False, forward=forward)
     prompt, counting = Prompts(random_ids(1, 64), torch.tensor([5]), [5], longest=5), OperatorCount()
     with counting:
         read_prompts(runner, prompt, rows=[0], buckets=BUCKETS)
@@ -178,6 +179,6 @@ def test_one_rank_gives_the_first_token_away_before_its_draft_reads_the_prompt()
     decoder, calls = make_decoder(target, draft, replay=False), Mock()
     target.forward = calls.target = Mock(wraps=target.forward)  # type: ignore[method-assign]
     draft.forward = calls.draft = Mock(wraps=draft.forward)  # type: ignore[method-assign]
-    decoder._launch = calls.launch = Mock(wraps=decoder._launch)  # type: ignore[method-assign]
-    complete(decoder, [Request(index=0, prompt_ids=(3, 4, 5), max_new_tokens=1)])
+    with patch.object(Launched, "of", Mock(wraps=Launched.of)) as calls.launch:
+        complete(decoder, [Request(index=0, prompt_ids=(3, 4, 5), max_new_tokens=1)])
     assert [name for name, *_ in calls.mock_calls] == ["target", "launch", "draft"]

@@ -26,6 +26,7 @@ from llama_ssp.settings.drafters import NgramConfig
 from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, PlacementConfig, SpeculationConfig
 from llama_ssp.speculate.drafters.drafter import Drafter
 from llama_ssp.speculate.drafters.ngram import NgramDrafter
+from llama_ssp.speculate.engine.adaptive import FixedLength
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import DraftChoice
@@ -127,11 +128,15 @@ class TimedRounds:
     """Stands for a decoder whose rounds take planted times: a plain one 1 s, others by K and by the measurement."""
 
     def __init__(self, seconds: Callable[[int, int], float]) -> None:
-        self.round, self.length = SimpleNamespace(drafters=[object()]), None
+        self.round, self.length = SimpleNamespace(drafters=[object()]), FixedLength(0)
         self.seconds, self.timed = seconds, list[list[int]]()
 
     def make_room(self, requests: Sequence[PromptRequest]) -> None:
         """Needs none."""
+
+    def choose_by(self, length: FixedLength) -> None:
+        """Keep what chooses K."""
+        self.length = length
 
     def time_rounds(self, choices: Sequence[DraftChoice], *, num_slots: int) -> list[float]:  # noqa: ARG002
         """The planted times, and those to read a chunk that was skipped."""

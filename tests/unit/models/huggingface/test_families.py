@@ -280,7 +280,7 @@ def test_every_family_runs_in_16_bits_with_the_dtypes_of_the_librarys_buffers(
     with torch.inference_mode():
         logits_TV, wanted_TV = runner.forward(ids_BT, positions_BT, bucket=24)[0], model(ids_BT).logits[0].float()
     assert (logits_TV - wanted_TV).norm() < 0.3 * wanted_TV.norm()
-    kept = [*runner._cache._wholes, *(runner._states.inputs.values() if runner.keeps_states else ())]
+    kept = [*runner._cache._wholes, *(runner._states.inputs.values() if runner.is_recurrent else ())]
     assert {whole.dtype for whole in kept} == {dtype}
     for is_looked_up in (False, True):
         decoder = make_decoder(runner, None, ngram=is_looked_up, batch_size=2)

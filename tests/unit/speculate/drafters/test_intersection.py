@@ -73,7 +73,7 @@ def test_every_draft_is_the_models_own_after_its_own_text(batch_size: int, num_d
         num_draft_tokens=num_draft_tokens, kind=Checked, sharpness=0.3, batch_size=batch_size, sampling=SAMPLING,
         replay=False,
     )  # fmt: skip
-    made._lag = lag
+    made.lag = lag
     done = complete(made, requests())
     accepted = [length for each in done for length in each.accepted_lengths]
     assert {0, num_draft_tokens} <= {*accepted}, "whole drafts are accepted and rejected"

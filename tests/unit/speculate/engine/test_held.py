@@ -28,7 +28,7 @@ from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights.checkpoint import inspect
-from tests.helpers.decoders import ScriptedLength, complete, ids_of, make_decoder, outcome, requests_of
+from tests.helpers.decoders import ScriptedLength, change_runs, complete, ids_of, make_decoder, outcome, requests_of
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.kinds import Make, kinds
 from tests.helpers.lanes import slow
@@ -81,7 +81,7 @@ class Conversations:
 
 
 def read_in_chunks(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("architectures.engine", "models.prefill", "speculate.engine.loop"):
+    for module in ("architectures.engine", "models.prefill", "speculate.engine.loop", "speculate.engine.room"):
         monkeypatch.setattr(f"llama_ssp.{module}.PREFILL_CHUNK", num_tokens)
 
 
@@ -94,7 +94,7 @@ def test_texts_are_the_target_s_own_whatever_earlier_runs_have_left(
     """And while prompts that are longer than a chunk are read next to rows that decode."""
     read_in_chunks(chunk, monkeypatch)
     target, made = PrefixRunner(), make(3.0, batch_size=batch_size, eos_ids=[4])
-    made._lag = lag
+    made.lag = lag
     talk, num_reused = Conversations(7, most_tokens=40), 0
     for _ in range(25):
         done = complete(made, talk.requests())
@@ -113,7 +113,7 @@ def test_drafts_and_decisions_are_those_behind_prompts_that_are_read(
 ) -> None:
     read_in_chunks(chunk, monkeypatch)
     reuses, reads = (make(1.0, batch_size=3, temperature=0.9) for _ in range(2))
-    reads.reuses = False
+    change_runs(reads, reuses=False)
     talk, num_reused = Conversations(11, most_tokens=40), 0
     for _ in range(10):
         requests = talk.requests()
@@ -154,10 +154,10 @@ def test_samples_of_a_prompt_read_it_once_in_both_models() -> None:
     decoder = make_decoder(target, draft, batch_size=4)
     samples = [Request(index=0, sample=sample, prompt_ids=(1, 2, 3, 4, 5, 6), max_new_tokens=1) for sample in range(9)]
     for model in (target, draft):
-        decoder.reuses = True
+        change_runs(decoder, reuses=True)
         # Of the first four one reads all, of the next four and of the last one, one reads the last token.
         assert tokens_read(model, lambda: complete(decoder, samples)) == 6 + 1 + 1
-        decoder.reuses = False
+        change_runs(decoder, reuses=False)
         assert tokens_read(model, lambda: complete(decoder, samples)) == 9 * 6
 
 
@@ -231,7 +231,7 @@ def test_a_row_that_ends_while_a_prompt_is_read_chunk_by_chunk_gives_the_draft_n
     for reuses in (True, False):
         target, draft = PrefixRunner(sharpness=1.0), PrefixRunner(sharpness=1.0)
         decoder = make_decoder(target, draft, batch_size=3, temperature=0.9)
-        decoder.reuses = reuses
+        change_runs(decoder, reuses=reuses)
         found.append(outcome(complete(decoder, [replace(each, index=i) for i, each in enumerate(prompts)])))
     assert found[0] == found[1]
 
@@ -294,7 +294,7 @@ def same_bits(make: Callable[[], Decoder], logits: FirstLogits) -> int:
     """Check that a decoder that reuses has the logits and decisions of one that reads; returns how much it reuses."""
     runs = runs_of(make())
     reuses, reads = make(), make()
-    reads.reuses = False
+    change_runs(reads, reuses=False)
     (found, decided, num_reused), (wanted_ones, wanted_decisions, none) = (
         logits.of(each, runs) for each in (reuses, reads)
     )
@@ -351,7 +351,7 @@ def test_logits_behind_whole_chunks_have_the_same_bits_with_any_kernel(monkeypat
 def test_states_are_saved_where_prompts_were_seen_to_part_else_at_their_end(
     first: list[Ids], later: list[range | Ids], held: list[int]
 ) -> None:
-    texts = HeldTexts(3, step=8, keeps_states=True)
+    texts = HeldTexts(3, step=8, is_recurrent=True)
     texts.place(first, [1, 2])
     for ids, num_tokens in zip(map(tuple, later), held, strict=True):
         [place] = texts.place([ids], [0])
@@ -371,7 +371,7 @@ def pair_of(target: Runner, draft: Runner | None) -> tuple[Runner, Runner | None
 def same_texts(make: Callable[[], Decoder]) -> int:
     """Check that a decoder that reuses decides as one that reads; returns how much it reuses."""
     reuses, reads = make(), make()
-    reads.reuses = False
+    change_runs(reads, reuses=False)
     runs = runs_of(reads, num_runs=4)
     found, others = ([*chain(*(complete(decoder, requests) for requests in runs))] for decoder in (reuses, reads))
     assert outcome(found) == outcome(others)

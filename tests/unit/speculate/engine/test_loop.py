@@ -16,7 +16,8 @@ from llama_ssp.reports.summary import acceptance_rate
 from llama_ssp.speculate.drafters.shared import BroadcastDrafter
 from llama_ssp.speculate.engine import loop
 from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
-from llama_ssp.speculate.engine.loop import Decoder, Update
+from llama_ssp.speculate.engine.loop import Decoder, Run
+from llama_ssp.speculate.engine.results import Update
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.uniforms import Draws, UniformTable
 from tests.helpers.decoders import complete, ids_of, make_decoder, outcome, requests, requests_of
@@ -43,7 +44,7 @@ def test_a_wish_to_stop_counts_where_every_row_ends_in_its_prefill(max_new_token
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
 def test_greedy_text_is_the_targets_own(make: Make, batch_size: int, lag: int) -> None:
     target, made = PrefixRunner(), make(3.0, batch_size=batch_size)
-    made._lag = lag
+    made.lag = lag
     done = complete(made, requests())
     assert ids_of(done) == target.texts(requests())
     assert {each.finish_reason for each in done} == {"length"}
@@ -53,12 +54,12 @@ def test_greedy_text_is_the_targets_own(make: Make, batch_size: int, lag: int) -
 @pytest.mark.parametrize("lag", [0, 1])
 def test_further_requests_are_taken_only_for_free_rows_and_end_in_the_same_texts(make: Make, lag: int) -> None:
     made, whole = make(1.0, batch_size=3, temperature=0.9), make(1.0, batch_size=3, temperature=0.9)
-    made._lag, wanted, running, asked = lag, requests(), 3, list[int]()
+    made.lag, wanted, asked = lag, requests(), list[int]()
     rest = deque(wanted[3:])
 
-    def more(number: int) -> list[Request] | None:
+    def more(run: Run, number: int) -> list[Request] | None:
         asked.append(number)
-        assert number <= 3 - running, "rows are free"
+        assert number <= 3 - len(run.rows.decoding), "rows are free"
         return [rest.popleft() for _ in range(min(number, len(rest)))] if rest else None
 
     found = []
@@ -66,7 +67,6 @@ def test_further_requests_are_taken_only_for_free_rows_and_end_in_the_same_texts
         for updates in made.run(wanted[:3], more=more):
             ended = [update.completion for update in updates if update.completion.finish_reason]
             found += ended
-            running = sum(row is not None for row in made._rows)
     assert sum(asked) >= len(wanted) - 3
     assert not rest
     in_order = sorted(found, key=lambda completion: completion.request.index)
@@ -83,7 +83,7 @@ def test_greedy_text_is_that_of_every_k_however_finely_the_width_follows_it(
     """A round reads all that is filled."""
     target, draft = PrefixRunner(), PrefixRunner(seed=draft_seed)
     decoder = make_decoder(target, draft, num_draft_tokens=num_draft_tokens, batch_size=1 if step == 1 else 3)
-    decoder.bucket_step, decoder._lag = step, lag
+    decoder.room.bucket_step, decoder.lag = step, lag
     assert ids_of(complete(decoder, requests())) == target.texts(requests())
 
 
@@ -91,7 +91,7 @@ def test_greedy_text_is_that_of_every_k_however_finely_the_width_follows_it(
 def test_reading_results_a_round_late_changes_nothing(make: Make) -> None:
     """As on a GPU."""
     prompt, late = (make(1.0, batch_size=3, eos_ids=[4], temperature=0.9) for _ in range(2))
-    late._lag = 1
+    late.lag = 1
     assert outcome(complete(late, requests())) == outcome(complete(prompt, requests()))
 
 
@@ -99,16 +99,16 @@ def test_reading_results_a_round_late_changes_nothing(make: Make) -> None:
 def test_rounds_do_not_count_the_wait_for_prompts(lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU still reads them when the next round has been launched."""
     decoder, slow_s = make_decoder(PrefixRunner(), PrefixRunner(), batch_size=8), 5.0
-    decoder._lag, collect = lag, decoder._collect
+    decoder.lag, collect = lag, Run._collect
 
-    def collect_slowly() -> list[Update]:
-        if decoder._pending[0].is_prefill:
+    def collect_slowly(run: Run) -> list[Update]:
+        if run._pending[0].is_prefill:
             late_s.append(slow_s)
-        return collect()
+        return collect(run)
 
     late_s: list[float] = []
     clock = time.perf_counter
-    monkeypatch.setattr(decoder, "_collect", collect_slowly)
+    monkeypatch.setattr(Run, "_collect", collect_slowly)
     monkeypatch.setattr("time.perf_counter", lambda: clock() + sum(late_s))
     done = complete(decoder, requests())
     assert late_s
@@ -138,7 +138,7 @@ def test_an_end_of_sequence_token_ends_the_row_at_once_also_inside_a_draft(make:
 @pytest.mark.parametrize("lag", [0, 1])
 def test_logits_that_are_no_numbers_end_the_run(make: Make, lag: int, temperature: float) -> None:
     made = make(3.0, batch_size=2, temperature=temperature)
-    made._lag = lag
+    made.lag = lag
     wanted = requests_of([(2, 3)] * 2, 30)
     assert len(complete(made, wanted)) == 2
     drafter: Any = made.round.drafters[0] if made.round.drafters else None
@@ -185,7 +185,7 @@ def test_a_row_that_fails_ends_alone(make: Make, lag: int, fault: str, monkeypat
     wanted, wrong = requests_of(prompts, 12), [2, 5, 7]
     failed = dict[int, SspError]()
     made, others = make(3.0, batch_size=3), [request for request in wanted if request.index not in wrong]
-    made._lag = lag
+    made.lag = lag
     break_token(made, fault)
     with torch.inference_mode():
         updates = [*chain.from_iterable(made.run(wanted, failed=lambda one, error: failed.update({one.index: error})))]

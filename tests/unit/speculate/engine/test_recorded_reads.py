@@ -27,7 +27,7 @@ from llama_ssp.speculate.drafters.one_pass import OnePassDrafter
 from llama_ssp.speculate.drafters.shared import BroadcastDrafter, ProbsReceiver, TapsSender
 from llama_ssp.speculate.engine.executors import TracedExecutor
 from llama_ssp.speculate.engine.likelihoods import ScoredText
-from llama_ssp.speculate.engine.loop import Decoder
+from llama_ssp.speculate.engine.loop import Decoder, Run
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.rules import make_rule
@@ -84,11 +84,11 @@ def decoded(decoder: Decoder, num_more: int, *, mode: str) -> list[object]:
     by_row, scores, num_asked = mode == "by row", list[Any](), 0
     requests = wanted(num_more) if by_row else [replace(request, sampling=None) for request in wanted(num_more)]
 
-    def more(num_free: int) -> list[Request] | None:
+    def more(run: Run, num_free: int) -> list[Request] | None:
         nonlocal num_asked
         num_asked += 1
-        if num_asked > 1 and num_free > 0 and not decoder.scoring:
-            decoder.score([ScoredText(ids=(5, 6, 7, 8))], num_top=2, deliver=scores.append)
+        if num_asked > 1 and num_free > 0 and not run.scoring:
+            run.score([ScoredText(ids=(5, 6, 7, 8))], num_top=2, deliver=scores.append)
         return None if scores else []
 
     done = dict[int, Any]()
@@ -99,7 +99,7 @@ def decoded(decoder: Decoder, num_more: int, *, mode: str) -> list[object]:
 
 def outcomes(decoder: Decoder, *, mode: str = "sampled", is_shared: bool = False) -> list[list[object]]:
     """What each run decides; of a target `is_shared`, another decoder has a larger cache made before the last one."""
-    decoder.bucket_step, found = BUCKET_STEP, []
+    decoder.room.bucket_step, found = BUCKET_STEP, []
     for number, num_more in enumerate(RUNS):
         if is_shared and number == len(RUNS) - 1:
             decoder.round.target.allocate(batch_size=2, capacity=300)
@@ -363,7 +363,7 @@ def test_what_waits_for_the_device_is_not_recorded(name: str) -> None:
 def test_rows_are_freed_without_a_wait() -> None:
     decoder = make_decoder(near_pair()[0], None, batch_size=2)
     decoder.make_room(wanted(0))
-    state = decoder._empty_state()
+    state = decoder.room.empty_state()
     for rows, length in ((1, 2), (0, 40), (slice(None), 7)):
         _, replay = FakeRecorder().record(partial(state.vacate, rows, length=length))
         replay()

@@ -13,7 +13,7 @@ from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.text import StopStrings
 from llama_ssp.weights import hub
-from tests.helpers.decoders import complete, ids_of, make_decoder, requests_of
+from tests.helpers.decoders import change_runs, complete, ids_of, make_decoder, requests_of
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import grid
 from tests.helpers.prefix_runner import PrefixRunner
@@ -79,7 +79,7 @@ def test_a_special_token_is_a_stop_though_it_has_no_text() -> None:
 def stopping(words: PreTrainedTokenizerFast, stops: list[str], **options: Any) -> Decoder:  # noqa: ANN401
     """A decoder that looks for stops."""
     decoder = make_decoder(PrefixRunner(), PrefixRunner(seed=options.pop("draft_seed", 0)), **options)
-    decoder.stops = StopStrings(words, stops)
+    change_runs(decoder, stops=StopStrings(words, stops))
     return decoder
 
 
@@ -92,7 +92,7 @@ def test_a_row_ends_at_its_stop_also_inside_a_draft(
     for stop in range(2, target.vocab_size):
         # The blank before the first word is there as the continuation of a prompt alone.
         decoder = stopping(words, [f" t{stop}"], draft_seed=draft_seed, batch_size=batch_size, num_draft_tokens=4)
-        decoder._lag = lag
+        decoder.lag = lag
         for completion in complete(decoder, wanted):
             ids = target.greedy(completion.request.prompt_ids, 30)
             expected = ids[: ids.index(stop) + 1] if stop in ids else ids
@@ -113,7 +113,9 @@ def test_a_row_that_has_stopped_stays_as_long_as_it_is(words: PreTrainedTokenize
     running, stopped = complete(decoder, requests)
     assert len(running.token_ids) == 60
     assert stopped.finish_reason == "stop"
-    assert decoder._state.lengths_B.tolist() == [2, 2], "vacant rows are as short as they can be"
+    assert decoder._latest
+    assert decoder._latest._state
+    assert decoder._latest._state.lengths_B.tolist() == [2, 2], "vacant rows are as short as they can be"
 
 
 def test_a_stop_in_the_prompt_ends_nothing(words: PreTrainedTokenizerFast) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from llama_ssp.settings.schema import RowSteps, SamplingConfig, VerificationConfig
-from llama_ssp.speculate.engine import loop
-from llama_ssp.speculate.engine.loop import Decoder
+from llama_ssp.speculate.engine import room
+from llama_ssp.speculate.engine.loop import Decoder, Run
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling import by_row
 from llama_ssp.speculate.sampling.by_row import ByRow, settings_of
@@ -38,7 +38,7 @@ PROMPT = (3, 1, 1)
 @pytest.fixture(autouse=True)
 def _few_biases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(by_row, "MOST_BIASES", 3)
-    monkeypatch.setattr(loop, "NUM_SETTINGS", len(settings_of(MIXED[0])))
+    monkeypatch.setattr(room, "NUM_SETTINGS", len(settings_of(MIXED[0])))
 
 
 def by_rows() -> SamplingConfig:
@@ -113,7 +113,7 @@ def served(*, batch_size: int, lag: int = 0) -> Decoder:
         PrefixRunner(), PrefixRunner(seed=1), batch_size=batch_size, eos_ids=[4], replay=False,
         sampling=SamplingConfig(temperature=1.0, by_row=RowSteps()),
     )  # fmt: skip
-    made._lag = lag
+    made.lag = lag
     return made
 
 
@@ -138,7 +138,7 @@ def test_a_request_has_the_text_of_a_batch_of_its_own(lag: int) -> None:
             eos_ids=[] if request.ignores_eos else [4],
         )
         assert request.seed is not None
-        run.seed = request.seed
+        run.settings = replace(run.settings, seed=request.seed)
         [in_run] = complete(run, [replace(request, sampling=None, seed=None)])
         assert done.token_ids == one.token_ids == in_run.token_ids
 
@@ -150,10 +150,10 @@ def test_a_dropped_request_frees_its_row_for_the_next() -> None:
     )
     dropped = False
 
-    def more(_number: int) -> list[Request] | None:
+    def more(run: Run, _number: int) -> list[Request] | None:
         nonlocal dropped
-        if not dropped and any(row and len(row.token_ids) > 3 for row in made._rows):
-            made.drop([0, 3])
+        if not dropped and any(len(row.token_ids) > 3 for row in run.rows.decoding):
+            run.drop([0, 3])
             dropped = True
         return None if dropped else []
 

@@ -1,0 +1,84 @@
+"""Results of rounds, from a tensor of the device to the new tokens of completions."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.speculate.engine.completion import RowCompletion
+from llama_ssp.speculate.engine.round import DraftChoice
+from llama_ssp.speculate.engine.verifier import GOES_ON, NEWS, NOT_A_NUMBER, STOP_REQUESTED
+
+
+class Update(NamedTuple):
+    """New tokens of one completion; the first `num_drafted` were drafted, the target chose the rest."""
+
+    completion: RowCompletion
+    new_ids: list[int]
+    num_drafted: int
+
+
+class RowResult(NamedTuple):
+    """What a round has decided for one row; see `BatchState.commit`.
+
+    Attributes:
+        num_drafted, num_accepted: of its drafted tokens.
+        ids: the accepted ones and the next one.
+        goes_on: the next one was drafted too, and what was drafted after it is in flight.
+        is_nan: its logits are not numbers.
+    """
+
+    num_drafted: int
+    num_accepted: int
+    ids: list[int]
+    goes_on: bool
+    is_nan: bool
+
+
+class RoundResult(NamedTuple):
+    """What a round has decided, by row, and whether the deciding rank has announced a wish to stop, and news."""
+
+    rows: list[RowResult]
+    stops: bool
+    has_news: bool
+
+
+class Launched(NamedTuple):
+    """A prefill or a round that was launched, and not read yet.
+
+    Attributes:
+        result: (R, K + 3), on the way to the host.
+        owners: the completions of the R rows.
+        passed: an event that follows the copy to the host; None on a CPU.
+    """
+
+    result: Tensor
+    owners: list[RowCompletion | None]
+    choice: DraftChoice
+    is_prefill: bool
+    passed: torch.cuda.Event | None
+
+    @classmethod
+    def of(
+        cls, result: Tensor, owners: list[RowCompletion | None], choice: DraftChoice, *, is_prefill: bool
+    ) -> "Launched":
+        """Begin to copy a result to the host."""
+        passed = None
+        if result.is_cuda:
+            host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+            result = host.copy_(result, non_blocking=True)
+            passed = torch.cuda.Event()
+            passed.record()
+        return cls(result, owners, choice, is_prefill, passed)
+
+    def read(self, comm: Comm) -> RoundResult:
+        """Wait for the result, and read it."""
+        if self.passed:
+            comm.wait(self.passed)
+        found, announced = list[RowResult](), 0
+        for *drafted, num_accepted, next_id, flags in self.result.tolist():
+            announced |= flags
+            ids = [*drafted[:num_accepted], next_id]
+            found.append(RowResult(len(drafted), num_accepted, ids, bool(flags & GOES_ON), bool(flags & NOT_A_NUMBER)))
+        return RoundResult(found, bool(announced & STOP_REQUESTED), bool(announced & NEWS))
