@@ -7,7 +7,7 @@ objects from outside their classes, and exceptions from the formatter and the li
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from llama_ssp import manifest
@@ -22,27 +22,29 @@ def num_lines(files: list[Path]) -> int:
     return sum(len(file.read_text().splitlines()) for file in files)
 
 
-def words_of(room: str) -> set[str]:
-    """Names that belong to a room: what its records define, and what asks for it."""
+def names_of(room: str) -> set[str]:
+    """Public names that a room's records define."""
     tree = ast.parse((ROOMS / room / "records.py").read_text())
-    classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-    return classes | {f"llama_ssp.rooms.{room}"} | {asked.partition("=")[2] for asked in manifest.ROOMS[room]}
+    defined = [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    return {name for name in defined if not name.startswith("_")}
 
 
-def references(file: Path, words: set[str]) -> Iterator[str]:
-    """Yield the places where a file's syntax tree has one of these words as a name, an import or a whole string."""
+def references(file: Path, rooms: Sequence[str]) -> Iterator[str]:
+    """Yield the places where a file's syntax tree has a name of rooms, imports from one, or says what asks for it."""
+    names = set[str]().union(*map(names_of, rooms))
+    asked = {word.partition("=")[2] for room in rooms for word in manifest.ROOMS[room] if not word.startswith("field=")}
+    modules = tuple(f"llama_ssp.rooms.{room}" for room in rooms)
     for node in ast.walk(ast.parse(file.read_text())):
         match node:
-            case (
-                ast.Name(id=found) | ast.Attribute(attr=found) | ast.alias(name=found) | ast.Constant(value=str(found))
-            ):
+            case ast.Name(id=found) | ast.Attribute(attr=found) | ast.alias(name=found) if found in names:
                 pass
-            case ast.ImportFrom(module=str(found)):
+            case ast.Constant(value=str(found)) if found in asked or found.startswith(modules):
+                pass
+            case ast.ImportFrom(module=str(found)) if found.startswith(modules):
                 pass
             case _:
                 continue
-        if found in words or any(found.startswith(f"{word}.") for word in words):
-            yield f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)} {found}"
+        yield f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)} {found}"
 
 
 def assigned(tree: ast.AST) -> Iterator[ast.Attribute]:
@@ -80,8 +82,7 @@ def main() -> None:
     """Print the table, and what it counts where that should be nothing."""
     files = sorted(PACKAGE.rglob("*.py"))
     core = [file for file in files if ROOMS not in file.parents or file == ROOMS / "__init__.py"]
-    words = set[str]().union(*map(words_of, manifest.present()))
-    named = [found for file in core if file.name != "manifest.py" for found in references(file, words)]
+    named = [found for file in core if file.name != "manifest.py" for found in references(file, manifest.present())]
     outside = [*set_from_outside({file: ast.parse(file.read_text()) for file in files})]
     text = "".join(file.read_text() for file in files)
     rows = {
