@@ -232,6 +232,8 @@ def make_rule(
         return Rule(None, None, penalize=penalize, reads_best=is_cut and sampling.takes_best, shard=shard)
     process = None if sampling.by_row else processor(sampling, breaks_ties=breaks_ties and record.needs_probs)
     if not shard.is_whole:
+        assert not sampling.truncates, "a shard's law is a softmax"
+        assert not sampling.by_row, "of all rows"
         process = partial(shard.softmax, scale=scale_of(sampling.temperature))
     if record.draws_by_position:
         return Rule(process, None, penalize=penalize, races=True, shard=shard)

@@ -1,6 +1,7 @@
 """The processors keep what transformers' warpers keep, and a draw has exactly the law of its weights."""
 
 import math
+from dataclasses import fields
 from typing import Any, cast
 
 import pytest
@@ -15,7 +16,7 @@ from transformers import (
 )
 
 from llama_ssp.architectures.matrices import tokens_of_a_block
-from llama_ssp.settings.schema import SamplingConfig
+from llama_ssp.settings.schema import RowSteps, SamplingConfig
 from llama_ssp.speculate.sampling.processors import draw, processor
 from tests.helpers.exact_law import LARGEST_UNIFORM
 from tests.helpers.lanes import grid
@@ -69,6 +70,23 @@ def test_every_token_that_ties_with_the_last_kept_one_is_kept(
     assert (probs_BV[0] > 0).nonzero()[:, 0].tolist() == kept
     if as_library:
         torch.testing.assert_close(probs_BV, warped(logits_BV, config))
+
+
+CHANGED: dict[str, Any] = {
+    "temperature": 0.5, "top_k": 2, "top_p": 0.5, "min_p": 0.5, "repetition_penalty": 1.5, "frequency_penalty": 0.5,
+    "presence_penalty": 0.5, "logit_bias": {3: 1.0}, "bad_words": ["x"], "min_new_tokens": 3, "bad_ids": ((3,),),
+    "eos_ids": (3,), "by_row": RowSteps(), "from_model": ["top_k"],
+}  # fmt: skip
+"""Every setting, changed."""
+
+
+@pytest.mark.parametrize("name", [one.name for one in fields(SamplingConfig)])
+def test_a_setting_that_leaves_out_tokens_is_said_to(name: str) -> None:
+    """Else draws over shards, whose law is a softmax, would take no note of it."""
+    sampling = SamplingConfig(**{"temperature": 1.0, name: CHANGED[name]})
+    logits = torch.randn(3, 11, generator=torch.Generator().manual_seed(1))
+    softmax = (logits / sampling.temperature).softmax(-1)
+    assert sampling.truncates != torch.allclose(processor(sampling)(logits), softmax)
 
 
 @pytest.mark.parametrize("top_p", [None, 0.8])
