@@ -37,7 +37,7 @@ from llama_ssp.models.weights import Loading
 from llama_ssp.settings.drafters import NGRAM_DRAFT, NgramConfig
 from llama_ssp.settings.schema import SpeculationConfig, SyntheticConfig
 from llama_ssp.speculate.engine.executors import GraphExecutor, Recorder
-from llama_ssp.speculate.engine.loop import Decoder, Run
+from llama_ssp.speculate.engine.loop import Decoder, Decoding
 from llama_ssp.speculate.engine.state import BatchState
 from llama_ssp.storage.formats import OWN_DTYPE
 from llama_ssp.weights.checkpoint import inspect
@@ -203,7 +203,7 @@ def waits_in_a_round(where: Where, *, cuda_graphs: bool) -> Iterator[str]:
         executor.run = no_waits()(executor.run)  # type: ignore[method-assign]
         freed = patch.object(BatchState, "vacate", no_waits()(BatchState.vacate))
         try:
-            with freed, patch.object(Run, "_read", no_waits()(Run._read)):
+            with freed, patch.object(Decoding, "_read", no_waits()(Decoding._read)):
                 texts(where, decoder, pair, number=5)  # some end while others decode, and rows are taken again
         except RuntimeError as error:
             yield f"a round, an admission or the end of a row waits for the device: {error}"

@@ -28,7 +28,7 @@ from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
-from llama_ssp.speculate.engine.loop import Decoder, More, Run, RunSettings
+from llama_ssp.speculate.engine.loop import Decoder, Decoding, More, RunSettings
 from llama_ssp.speculate.engine.results import Update
 from llama_ssp.speculate.engine.text import IncrementalText, Piece
 from llama_ssp.terminal.progress import Pace, RunProgress
@@ -203,7 +203,7 @@ class Session:
         num_first = num_replicas * self.config.batch_size
         first, rest = requests[:num_first], requests[num_first:]
 
-        def more(_run: Run, number: int) -> list[PromptRequest] | None:
+        def more(_run: Decoding, number: int) -> list[PromptRequest] | None:
             if number < 1:
                 return []
             start = exchange.claim(number)

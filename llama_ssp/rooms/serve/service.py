@@ -28,7 +28,7 @@ from llama_ssp.run.session import Session
 from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings.schema import RowSteps, SamplingConfig
 from llama_ssp.speculate.engine.likelihoods import ScoredText, TokenScores
-from llama_ssp.speculate.engine.loop import Run
+from llama_ssp.speculate.engine.loop import Decoding
 from llama_ssp.speculate.engine.results import Update
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.verifier import NEWS
@@ -87,7 +87,7 @@ class Service:
         """Answer a request with the error that ended it alone."""
         self._deliver(request, Part.failed(RequestError(str(error), status=500)))
 
-    def _more(self, run: Run, num_rows: int) -> list[Request] | None:
+    def _more(self, run: Decoding, num_rows: int) -> list[Request] | None:
         """Drop requests whose clients have gone, score texts, and return new requests; see `loop.More`."""
         if self._unscored and num_rows > 0 and not run.scoring:
             num_rows -= self._score(run, num_rows)
@@ -130,7 +130,7 @@ class Service:
         is_over = self._is_over(self._inbox)
         return [request.as_json() for request in new], [*dropped, *(self._inbox.give_up() if is_over else ())], is_over
 
-    def _score(self, run: Run, num_rows: int) -> int:
+    def _score(self, run: Decoding, num_rows: int) -> int:
         """Begin to score texts in up to so many rows: those of one chunk, or a longer one; returns their number."""
         longest = accumulate((len(text.ids) for text, *_ in self._unscored), max)
         num_of_a_chunk = sum(number * length <= PREFILL_CHUNK for number, length in enumerate(longest, start=1))

@@ -34,13 +34,13 @@ from llama_ssp.speculate.engine.likelihoods import ScoredText, TokenScores, scor
 from llama_ssp.speculate.engine.results import Launched, RowResult, Update
 from llama_ssp.speculate.engine.room import Room
 from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round
-from llama_ssp.speculate.engine.rows import RowTable, Unread
+from llama_ssp.speculate.engine.rows import Backlog, RowTable
 from llama_ssp.speculate.engine.state import BatchState, Request
 from llama_ssp.speculate.engine.text import StopStrings
 from llama_ssp.speculate.engine.verifier import STOP_REQUESTED
 from llama_ssp.speculate.sampling.draft import POINT_MASS, Law
 
-More = Callable[["Run", int], Sequence[Request] | None]
+More = Callable[["Decoding", int], Sequence[Request] | None]
 """Called before each round with the number of free rows; returns new requests, or None when there will be no more."""
 Failed = Callable[[Request, SspError], None]
 """Takes a request that ended by an error of its own."""
@@ -115,7 +115,7 @@ class Decoder:
         self.lag = 1 if self.is_cuda else 0
         self.room = Room(round_, self.executor, batch_size=batch_size)
         self.rounds_s, self.num_rounds = 0.0, 0
-        self._latest: Run | None = None
+        self._latest: Decoding | None = None
 
     @property
     def stopped(self) -> bool:
@@ -144,7 +144,7 @@ class Decoder:
         assert torch.is_inference_mode_enabled()
         settings = settings or self.settings
         self.room.make(requests, reuses=settings.reuses)
-        self._latest = Run(self, requests, settings, to_length=to_length, more=more, failed=failed)
+        self._latest = Decoding(self, requests, settings, to_length=to_length, more=more, failed=failed)
         return self._latest.updates()
 
     def make_room(self, requests: Sequence[Request]) -> None:
@@ -175,10 +175,11 @@ class Decoder:
             return [time_round(choice) for choice in choices]
 
     def warm_up(self, requests: Sequence[Request]) -> None:
-        """Run rounds over vacant rows, after `make_room`, so that none is traced or captured while rounds are timed.
+        """Run rounds over vacant rows, so that none is traced or captured while rounds are timed.
 
         A run of one K captures every width of the cache that these requests will read; any other gets one width.
         """
+        self.make_room(requests)  # another decoder may have allocated the caches since
         longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
         widths = {self.room.buckets.covering(longest)}
         if self.executor.replays_addresses and len(self.length.choices) == 1:
@@ -188,7 +189,7 @@ class Decoder:
             self.time_rounds(self.length.choices * 2, num_slots=width)
 
 
-class Run:
+class Decoding:
     """One run of a decoder: from requests that wait to completions that have ended.
 
     Attributes:
@@ -207,7 +208,7 @@ class Run:
         self.scoring: _Scoring | None = None
         self._to_length, self._more, self._failed = to_length, more, failed
         self._waiting, self._pending = deque(requests), deque[Launched]()
-        self._unread = Unread(len(self.round.drafters))
+        self._unread = Backlog(len(self.round.drafters))
         self._reading: _Reading | None = None
         self._error: SspError | None = None
         self._has_news = self._reads_first = False

@@ -40,7 +40,7 @@ class RowTable:
         return row
 
 
-class Unread:
+class Backlog:
     """What drafters have not read of the rows' texts: whole prompts, and the tokens of rounds without them.
 
     Attributes:

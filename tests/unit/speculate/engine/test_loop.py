@@ -16,7 +16,7 @@ from llama_ssp.reports.summary import acceptance_rate
 from llama_ssp.speculate.drafters.shared import BroadcastDrafter
 from llama_ssp.speculate.engine import loop
 from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
-from llama_ssp.speculate.engine.loop import Decoder, Run
+from llama_ssp.speculate.engine.loop import Decoder, Decoding
 from llama_ssp.speculate.engine.results import Update
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.uniforms import Draws, UniformTable
@@ -57,7 +57,7 @@ def test_further_requests_are_taken_only_for_free_rows_and_end_in_the_same_texts
     made.lag, wanted, asked = lag, requests(), list[int]()
     rest = deque(wanted[3:])
 
-    def more(run: Run, number: int) -> list[Request] | None:
+    def more(run: Decoding, number: int) -> list[Request] | None:
         asked.append(number)
         assert number <= 3 - len(run.rows.decoding), "rows are free"
         return [rest.popleft() for _ in range(min(number, len(rest)))] if rest else None
@@ -99,16 +99,16 @@ def test_reading_results_a_round_late_changes_nothing(make: Make) -> None:
 def test_rounds_do_not_count_the_wait_for_prompts(lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU still reads them when the next round has been launched."""
     decoder, slow_s = make_decoder(PrefixRunner(), PrefixRunner(), batch_size=8), 5.0
-    decoder.lag, collect = lag, Run._collect
+    decoder.lag, collect = lag, Decoding._collect
 
-    def collect_slowly(run: Run) -> list[Update]:
+    def collect_slowly(run: Decoding) -> list[Update]:
         if run._pending[0].is_prefill:
             late_s.append(slow_s)
         return collect(run)
 
     late_s: list[float] = []
     clock = time.perf_counter
-    monkeypatch.setattr(Run, "_collect", collect_slowly)
+    monkeypatch.setattr(Decoding, "_collect", collect_slowly)
     monkeypatch.setattr("time.perf_counter", lambda: clock() + sum(late_s))
     done = complete(decoder, requests())
     assert late_s

@@ -27,7 +27,7 @@ from llama_ssp.speculate.drafters.one_pass import OnePassDrafter
 from llama_ssp.speculate.drafters.shared import BroadcastDrafter, ProbsReceiver, TapsSender
 from llama_ssp.speculate.engine.executors import TracedExecutor
 from llama_ssp.speculate.engine.likelihoods import ScoredText
-from llama_ssp.speculate.engine.loop import Decoder, Run
+from llama_ssp.speculate.engine.loop import Decoder, Decoding
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.rules import make_rule
@@ -84,7 +84,7 @@ def decoded(decoder: Decoder, num_more: int, *, mode: str) -> list[object]:
     by_row, scores, num_asked = mode == "by row", list[Any](), 0
     requests = wanted(num_more) if by_row else [replace(request, sampling=None) for request in wanted(num_more)]
 
-    def more(run: Run, num_free: int) -> list[Request] | None:
+    def more(run: Decoding, num_free: int) -> list[Request] | None:
         nonlocal num_asked
         num_asked += 1
         if num_asked > 1 and num_free > 0 and not run.scoring:

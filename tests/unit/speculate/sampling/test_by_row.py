@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llama_ssp.settings.schema import RowSteps, SamplingConfig, VerificationConfig
 from llama_ssp.speculate.engine import room
-from llama_ssp.speculate.engine.loop import Decoder, Run
+from llama_ssp.speculate.engine.loop import Decoder, Decoding
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling import by_row
 from llama_ssp.speculate.sampling.by_row import ByRow, settings_of
@@ -150,7 +150,7 @@ def test_a_dropped_request_frees_its_row_for_the_next() -> None:
     )
     dropped = False
 
-    def more(run: Run, _number: int) -> list[Request] | None:
+    def more(run: Decoding, _number: int) -> list[Request] | None:
         nonlocal dropped
         if not dropped and any(len(row.token_ids) > 3 for row in run.rows.decoding):
             run.drop([0, 3])
