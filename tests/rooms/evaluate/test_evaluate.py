@@ -326,7 +326,7 @@ FAST = [
 
 @pytest.mark.parametrize(
     ("rule_name", "ngram", "fault", "num_seeds"),
-    [*(heavy(*case, 1) for case in FAST), *(slow(*case, 10) for case in APPLIES)],
+    [*(heavy(*case, 1) for case in FAST[:2]), *(slow(*case, 10) for case in APPLIES)],
 )
 def test_a_planted_fault_is_found_with_every_seed(
     rule_name: str, ngram: bool, fault: str, num_seeds: int, monkeypatch: pytest.MonkeyPatch

@@ -129,7 +129,7 @@ state.settings_of, Round.prefill = of, read
 """
 
 
-@pytest.mark.parametrize("num_ranks", [slow(1), heavy(2)])
+@pytest.mark.parametrize("num_ranks", [heavy(1), slow(2)])
 def test_lines_that_fail_end_alone_on_all_ranks(num_ranks: int, tmp_path: Path) -> None:
     """But where memory is too small on one rank alone, which ends the run on all."""
     (tmp_path / "faulty.py").write_text(_FAULTY)

@@ -53,8 +53,11 @@ def whole(value: Any) -> Any:  # noqa: ANN401 - YAML
 
 
 @pytest.mark.parametrize("given", [
-    pytest.param(each, id=each["name"].partition("/")[2], marks=() if each.get("light") else pytest.mark.heavy)
-    for each in CONFIGS
+    pytest.param(
+        each, id=each["name"].partition("/")[2],
+        marks=() if each.get("light") else pytest.mark.slow if place % 3 else pytest.mark.heavy,
+    )
+    for place, each in enumerate(CONFIGS)
 ])  # fmt: skip
 def test_plan_and_run_have_one_verdict_and_count_the_bytes_of_the_modules(
     given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
