@@ -29,7 +29,9 @@ def texts(decoder: Decoder) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("num_ranks", [slow(1), 2])
-@pytest.mark.parametrize("family", ["mistral", *map(heavy, ("gpt_oss", "gpt_neo")), *map(slow, ("cohere2", "gemma3_text"))])
+@pytest.mark.parametrize(
+    "family", ["mistral", *map(heavy, ("gpt_oss", "gpt_neo")), *map(slow, ("cohere2", "gemma3_text"))]
+)
 def test_greedy_text_is_plain_text(family: str, num_ranks: int, tmp_path: Path) -> None:
     size: dict[str, Any] = {"window_size" if family == "gpt_neo" else "sliding_window": WINDOWS[family]}
     build_checkpoint(tmp_path, family, **size)
