@@ -92,6 +92,7 @@ class Decoder:
         room: caches, and the batch that runs share.
         lag: rounds that are launched before the oldest one is read.
         rounds_s, num_rounds: time and number of all rounds so far.
+        stopped: the latest run has ended by a wish to stop that the deciding rank announced.
     """
 
     def __init__(
@@ -115,12 +116,7 @@ class Decoder:
         self.lag = 1 if self.is_cuda else 0
         self.room = Room(round_, self.executor, batch_size=batch_size)
         self.rounds_s, self.num_rounds = 0.0, 0
-        self._latest: Decoding | None = None
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the latest run has ended by a wish to stop."""
-        return self._latest is not None and self._latest.stopped
+        self.stopped = False
 
     def choose_by(self, length: FixedLength) -> None:
         """Let rounds draft from now on what this chooses, once their costs are known."""
@@ -144,8 +140,9 @@ class Decoder:
         assert torch.is_inference_mode_enabled()
         settings = settings or self.settings
         self.room.make(requests, reuses=settings.reuses)
-        self._latest = Decoding(self, requests, settings, to_length=to_length, more=more, failed=failed)
-        return self._latest.updates()
+        self.stopped = False
+        # Not kept: a decoder that nobody has any more is gone at once, with its caches.
+        return Decoding(self, requests, settings, to_length=to_length, more=more, failed=failed).updates()
 
     def make_room(self, requests: Sequence[Request]) -> None:
         """Allocate caches for these and all earlier requests; call it first to avoid later reallocation."""
@@ -195,7 +192,6 @@ class Decoding:
     Attributes:
         rows: which completion decodes in which row.
         scoring: texts that are being scored; further ones have to wait.
-        stopped: the deciding rank has announced a wish to stop.
     """
 
     def __init__(
@@ -204,7 +200,7 @@ class Decoding:
     ) -> None:  # fmt: skip
         self.decoder, self.round, self.room = decoder, decoder.round, decoder.room
         self.settings = settings
-        self.rows, self.stopped = RowTable(decoder.batch_size), False
+        self.rows = RowTable(decoder.batch_size)
         self.scoring: _Scoring | None = None
         self._to_length, self._more, self._failed = to_length, more, failed
         self._waiting, self._pending = deque(requests), deque[Launched]()
@@ -221,7 +217,7 @@ class Decoding:
         in_flight: Law = POINT_MASS
         was_round = True
         with decoder.threads.in_use():
-            while not self.stopped and (self._refill() or not self.is_idle or self._more):
+            while not decoder.stopped and (self._refill() or not self.is_idle or self._more):
                 if self.is_idle and not (self._waiting or self.scoring):
                     continue
                 started = time.perf_counter()
@@ -513,7 +509,7 @@ class Decoding:
         """Read the oldest round, and add to its completions."""
         pending = self._pending.popleft()
         found = pending.read(self._comm)
-        self.stopped |= found.stops
+        self.decoder.stopped |= found.stops
         self._has_news |= found.has_news
         updates, observed = list[Update](), list[int]()
         for owner, result in zip(pending.owners, found.rows, strict=True):

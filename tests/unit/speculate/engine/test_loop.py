@@ -1,5 +1,6 @@
 """The loop writes the target's own text, whatever the draft, the batch, the lengths and the ends of its rows."""
 
+import gc
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -7,6 +8,7 @@ from dataclasses import replace
 from itertools import chain, count, groupby
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -363,3 +365,16 @@ def test_rounds_near_the_length_limit_do_not_bias_the_acceptance_rate() -> None:
         lines.append(replace(FAST, num_rounds=len(accepted), accepted_lengths=accepted, examined_lengths=examined))
     expected = sum(outcomes) / sum(min(outcome + 1, 4) for outcome in outcomes)
     assert acceptance_rate(lines) == pytest.approx(expected, abs=0.03)
+
+
+def test_a_decoder_that_nobody_has_any_more_is_gone_at_once_with_its_caches() -> None:
+    decoder = make_decoder(PrefixRunner(), PrefixRunner(seed=1))
+    complete(decoder, requests()[:1])
+    is_there = ref(decoder)
+    gc.collect()
+    gc.disable()
+    try:
+        del decoder
+        assert is_there() is None
+    finally:
+        gc.enable()

@@ -9,7 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from llama_ssp import catalogue, load
-from llama_ssp.speculate.engine.loop import Decoder
+from llama_ssp.speculate.engine.completion import RowCompletion
+from llama_ssp.speculate.engine.loop import Decoder, Decoding
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.text import StopStrings
 from llama_ssp.weights import hub
@@ -110,12 +111,15 @@ def test_a_row_that_has_stopped_stays_as_long_as_it_is(words: PreTrainedTokenize
     stop = next(pair for pair in pairwise(target.greedy((2, 3), 20)) if pair not in others and min(pair) > 1)
     requests = requests_of([(4,), (2, 3)], 60)
     decoder = stopping(words, [f"t{stop[0]} t{stop[1]}"], batch_size=2, num_draft_tokens=4)
-    running, stopped = complete(decoder, requests)
+    runs, done = list[Decoding](), dict[int, RowCompletion]()
+    with torch.inference_mode():
+        for updates in decoder.run(requests, more=lambda run, _num_free: runs.append(run)):
+            done |= {update.completion.request.index: update.completion for update in updates}
+    running, stopped = done[0], done[1]
     assert len(running.token_ids) == 60
     assert stopped.finish_reason == "stop"
-    assert decoder._latest
-    assert decoder._latest._state
-    assert decoder._latest._state.lengths_B.tolist() == [2, 2], "vacant rows are as short as they can be"
+    assert runs[0]._state
+    assert runs[0]._state.lengths_B.tolist() == [2, 2], "vacant rows are as short as they can be"
 
 
 def test_a_stop_in_the_prompt_ends_nothing(words: PreTrainedTokenizerFast) -> None:
