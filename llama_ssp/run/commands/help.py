@@ -16,12 +16,13 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from llama_ssp import catalogue
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.fields import help_of
+from llama_ssp.reports.formats import FORMATS
 from llama_ssp.settings.commands import COMMANDS
 from llama_ssp.settings.drafters import drafters
 from llama_ssp.settings.groups import whole
 from llama_ssp.settings.schema import DERIVED, LAUNCHER, PlanConfig, RunConfig, SlurmConfig
 from llama_ssp.settings.tasks import REQUEST_FILES, task_specs
-from llama_ssp.words import visible
+from llama_ssp.words import listed, visible
 
 _ALL, _WIDTH = "all", 118
 _PLACE = re.compile(r"^ *\{(\w+)([^}\n]*)\}\n", re.MULTILINE)
@@ -45,7 +46,8 @@ def show(words: Sequence[str]) -> None:
     file = Path(__file__).with_name("help.txt").read_text(encoding="utf-8")
     failures = "".join(f" {task.failure}," for task in task_specs().values() if task.failure)
     text = _PLACE.sub(lambda place: f"{_filled(place[1], place[2].split())}\n".lstrip("\n"), file)
-    text = text.replace("{failures}", failures)
+    run_files, reports = _reports()
+    text = text.replace("{failures}", failures).replace("{run_files}", run_files).replace("{reports}", reports)
     head, *parts = (part.strip("\n") for part in re.split(r"^(?=[A-Z]+: )", text, flags=re.MULTILINE))
     topics = {part.partition(":")[0].lower(): part for part in parts}
     if _ALL in words:
@@ -89,6 +91,16 @@ def _filled(kind: str, words: Sequence[str]) -> str:
         return "\n".join(command.example for command in COMMANDS.all().values() if command.example)
     groups = tuple(word for word in words if word.endswith("."))
     return entries(one for one in _settings() if one.key in words or one.key.startswith(groups))
+
+
+def _reports() -> tuple[str, str]:
+    """The files of reports in every run's folder, and the commands that report a sweep with what they write."""
+    forms = [form for form in FORMATS.all().values() if form.file]
+    files = "".join(f" {form.file} ({form.purpose})," for form in forms if form.purpose)
+    written = listed([str(form.file) for form in forms])
+    commands = [command for command in COMMANDS.all().values() if command.of_sweeps]
+    said = "".join(f"llama-ssp {command.name} run_dir {command.of_sweeps}, {written}. " for command in commands)
+    return files, f"{';' * bool(said)}\n{' ' * 25}{said}"
 
 
 def _of_tasks(names: Iterable[str]) -> str:
@@ -138,7 +150,7 @@ def _meaning(entry: dataclasses.Field[Any]) -> str:
 def settings_of_plan() -> list[DescribedSetting]:
     """Describe the settings that a plan has and a run has not."""
     of_runs = {entry.name for entry in dataclasses.fields(RunConfig)}
-    return [one for one in settings_of(PlanConfig) if one.key.partition(".")[0] not in of_runs]
+    return [one for one in settings_of(whole(PlanConfig)) if one.key.partition(".")[0] not in of_runs]
 
 
 def task_settings(name: str) -> list[DescribedSetting]:
