@@ -1,4 +1,4 @@
-"""The records of commands of the program: `llama-ssp NAME`. Imports nothing slow."""
+"""The records of commands of the program, `llama-ssp NAME`, and of topics of `--help`. Imports nothing slow."""
 
 from dataclasses import dataclass
 
@@ -45,3 +45,21 @@ PLAN = Command(
     name="plan", usage="[SETTING=VALUE ...]", purpose="memory and time of a run, on a machine that is only described",
     order=3, run="llama_ssp.run.commands.plan:main",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topic:
+    """A topic of `llama-ssp run --help` beside those of help.txt.
+
+    Attributes:
+        name: the word that asks for it, which its text has in capitals.
+        after: the topic of help.txt after which it stands.
+        text: as in help.txt.
+    """
+
+    name: str
+    after: str
+    text: str
+
+
+TOPICS: Registry[Topic] = Registry(setting="topic", kind=Topic)
