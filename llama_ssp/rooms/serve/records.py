@@ -104,9 +104,8 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _fill_in(config: RunConfig, explicit: frozenset[str]) -> None:
-    if "batch_size" not in explicit:
-        config.batch_size = NUM_ROWS
+def _fill_in(config: RunConfig, explicit: frozenset[str]) -> RunConfig:
+    return config if "batch_size" in explicit else replace(config, batch_size=NUM_ROWS)
 
 
 def _full_rows(config: RunConfig) -> tuple[RunConfig, int]:

@@ -114,7 +114,7 @@ class Service:
     def _is_over(self, inbox: Inbox) -> bool:
         """Whether all has ended that is to, or has had its time since a signal came."""
         if self._session.stop_request.requested and self._drains_until == math.inf:
-            inbox.is_closed = True
+            inbox.close()
             timeouts = self._session.config.timeouts
             assert isinstance(timeouts, ServeTimeouts), "every run has those of rooms"
             self._drains_until = time.monotonic() + timeouts.drain_s

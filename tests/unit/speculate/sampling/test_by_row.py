@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.settings.schema import RowSteps, SamplingConfig, VerificationConfig
-from llama_ssp.speculate.engine import room
+from llama_ssp.speculate.engine import batch_space
 from llama_ssp.speculate.engine.loop import Decoder, Decoding
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling import by_row
@@ -38,7 +38,7 @@ PROMPT = (3, 1, 1)
 @pytest.fixture(autouse=True)
 def _few_biases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(by_row, "MOST_BIASES", 3)
-    monkeypatch.setattr(room, "NUM_SETTINGS", len(settings_of(MIXED[0])))
+    monkeypatch.setattr(batch_space, "NUM_SETTINGS", len(settings_of(MIXED[0])))
 
 
 def by_rows() -> SamplingConfig:
