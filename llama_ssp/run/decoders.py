@@ -40,6 +40,7 @@ from llama_ssp.speculate.engine.overlap import OverlappedRound
 from llama_ssp.speculate.engine.round import Round
 from llama_ssp.speculate.engine.text import StopStrings
 from llama_ssp.speculate.engine.verifier import Verifier
+from llama_ssp.speculate.sampling.by_row import RowSteps
 from llama_ssp.speculate.sampling.rules import ForcedLengths, make_rule
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.trees import verify_tree
@@ -248,14 +249,17 @@ def build_decoder(
     taps, tree = (models.make_taps(), tree_of(config, device)) if speculative else (None, None)
     of_trees = partial(verify_tree, tree) if tree else None
     of_target, of_draft = _shards(models, config) if is_cut else (WHOLE, WHOLE)
-    rule = make_rule(config.sampling, config.verification, is_cut=is_cut, of_trees=of_trees, shard=of_target)
+    steps = RowSteps() if config.sampling.by_row else None
+    rule = make_rule(
+        config.sampling, config.verification, is_cut=is_cut, of_trees=of_trees, shard=of_target, steps=steps
+    )
     drafters, limit = [], None
     if speculative:
         if models.draft_context:
             limit = DraftLimit(models.draft_context, depth=tree.depth if tree else None)
         drafters = make_drafters(
             config, mesh=mesh, target=models.target, runner=models.draft, split=split,
-            tokenizers=models.tokenizers, taps=taps, corpus_C=models.corpus_C, shard=of_draft,
+            tokenizers=models.tokenizers, taps=taps, corpus_C=models.corpus_C, shard=of_draft, steps=steps,
         )  # fmt: skip
     if lengths := config.speculation.forced_lengths if speculative else []:
         _log.info("not lossless: speculation.forced_lengths=%s says what rounds accept", lengths)

@@ -1,7 +1,6 @@
 """Decoders of ranks that are threads, over the parts of two models that a layout gives them."""
 
 from collections.abc import Sequence
-from copy import deepcopy
 from typing import Any
 
 from llama_ssp.models.runner import NullRunner
@@ -65,7 +64,6 @@ def texts_of_ranks(
             tokenizer=tokenizer, eos_ids=(3,), context=512, tokenizers=tokenizers,
             reuse=Reuse.of([target, draft], comm),
         )  # fmt: skip
-        own = deepcopy(config)  # ranks change the steps of rows with settings of their own
-        return [done.token_ids for done in complete(build_decoder(models, own, speculative=speculative), requests)]
+        return [done.token_ids for done in complete(build_decoder(models, config, speculative=speculative), requests)]
 
     return on_ranks(thread_comms(len(layout.ranks)), one_rank)

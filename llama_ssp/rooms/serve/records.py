@@ -18,7 +18,7 @@ from llama_ssp.run.prompts import lines_of
 from llama_ssp.settings.combinations import clashes
 from llama_ssp.settings.commands import Command
 from llama_ssp.settings.groups import MoreSettings
-from llama_ssp.settings.schema import RowSteps, RunConfig, TaskConfig, TimeoutConfig
+from llama_ssp.settings.schema import RunConfig, TaskConfig, TimeoutConfig
 from llama_ssp.settings.tasks import NoEffect, RequestFile, TaskSpec
 from llama_ssp.words import said
 
@@ -78,7 +78,7 @@ def _problems_of_bodies(
 ) -> Iterator[str | NoEffect]:
     reason = f"on task={config.task.name}, whose requests come {source}"
     yield from (NoEffect(key, reason) for key in (*unread, *_OF_BODIES) if key in explicit)
-    yield from clashes(replace(config, sampling=replace(config.sampling, by_row=RowSteps())))
+    yield from clashes(replace(config, sampling=replace(config.sampling, by_row=True)))
 
 
 def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoEffect]:

@@ -19,7 +19,7 @@ from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import NullRunner, Runner
 from llama_ssp.models.weights import Loading
 from llama_ssp.settings.drafters import NgramConfig
-from llama_ssp.settings.schema import RowSteps, SamplingConfig, VerificationConfig
+from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.drafters.ngram import NgramDrafter
@@ -56,7 +56,7 @@ Make = Callable[..., Decoder]
 A, B = SamplingConfig(temperature=1.0), SamplingConfig(temperature=0.9, top_p=0.8)
 C = SamplingConfig(temperature=0.0, frequency_penalty=0.3)
 MODES: dict[str, SamplingConfig] = {
-    "by row": SamplingConfig(temperature=1.0, by_row=RowSteps()),
+    "by row": SamplingConfig(temperature=1.0, by_row=True),
     "sampled": SamplingConfig(temperature=0.9),
     "greedy": SamplingConfig(temperature=0.0),
     "penalties": SamplingConfig(
