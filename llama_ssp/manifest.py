@@ -10,6 +10,7 @@ from pkgutil import iter_modules
 ROOMS: dict[str, tuple[str, ...]] = {
     "calibrate": ("task=calibrate", "command=calibrate"),
     "evaluate": ("task=evaluate",),
+    "python_ranks": ("argument=ranks",),
     "reports": ("command=report", "setting=figure"),
     "serve": ("task=serve", "command=serve", "field=custom_id"),
     "slurm": ("hydra/launcher=slurm",),
