@@ -315,7 +315,7 @@ class Decoding:
                 self._state.vacate(row)
 
     def _refill(self) -> bool:
-        """Ask for more requests; returns whether any wait. Once all rows ended, raises an error that no `failed` took."""
+        """Ask for requests; returns whether any wait. Raises an untaken error, once all rows ended."""
         if self._error and self.is_idle:
             raise self._error
         if self._more:
