@@ -10,6 +10,7 @@ from pkgutil import iter_modules
 ROOMS: dict[str, tuple[str, ...]] = {
     "calibrate": ("task=calibrate", "command=calibrate"),
     "evaluate": ("task=evaluate",),
+    "python_ranks": ("argument=ranks",),
     "slurm": ("hydra/launcher=slurm",),
     "serve": ("task=serve", "command=serve", "field=custom_id"),
 }
