@@ -76,4 +76,4 @@ _NAMES: dict[str, Counterpart] = {
     "machine": Counterpart("hardware", "hardware=NAME is the machine of a forecast"),
 }
 FOREIGN = {name: counterpart for names, counterpart in _NAMES.items() for name in names.split()}
-"""By name."""
+"""Counterparts by name."""
