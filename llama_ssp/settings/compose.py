@@ -41,7 +41,8 @@ from llama_ssp.foreign import counterparts
 from llama_ssp.machines import hardware
 from llama_ssp.settings import schema
 from llama_ssp.settings.drafters import MTP_DRAFTS, ModelDraftConfig, drafter_of, drafters, problem_of
-from llama_ssp.settings.schema import DERIVED, MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig, SlurmConfig
+from llama_ssp.settings.launchers import LAUNCHERS
+from llama_ssp.settings.schema import DERIVED, MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import task_of, task_specs
 
 _STOPS = "stop_strings"
@@ -61,7 +62,7 @@ class Composed:
     settings: tuple[str, ...]  # the words that set them, with full keys.
     explicit: frozenset[str]  # the dotted keys and groups that they set.
     config: DictConfig  # as Hydra composed it.
-    launcher: SlurmConfig | None = None  # settings of `hydra/launcher=slurm`; None without it.
+    launcher: object = None  # settings of `hydra/launcher`; None if no word is for Hydra.
 
     def to_yaml(self, *, resolve: bool = False) -> str:
         """The composed settings, with ${...} filled in if `resolve`."""
@@ -189,10 +190,7 @@ def _composed(config: DictConfig, words: Sequence[_Word], chosen: Sequence[str],
         with read_write(config), open_dict(config):
             launcher = OmegaConf.to_object(config.hydra.launcher)
             del config["hydra"]
-    return Composed(
-        settings=tuple(settings), explicit=frozenset(explicit), config=config,
-        launcher=launcher if isinstance(launcher, SlurmConfig) else None,
-    )  # fmt: skip
+    return Composed(settings=tuple(settings), explicit=frozenset(explicit), config=config, launcher=launcher)
 
 
 def keys_of(config: DictConfig) -> set[str]:
@@ -315,7 +313,8 @@ def _default_draft(config: DictConfig, explicit: frozenset[str]) -> DictConfig:
 def register(root: str = "config") -> None:
     """Register with Hydra what a file in `conf` and the options refer to; repeated calls are harmless."""
     schemas: dict[str, Any] = {"plan": PlanConfig} if root == "plan" else {"run": RunConfig}
-    schemas |= {"slurm": SlurmConfig, **{name: task.config for name, task in task_specs().items()}}
+    schemas |= {name: launcher.config for name, launcher in LAUNCHERS.all().items()}
+    schemas |= {name: task.config for name, task in task_specs().items()}
     schemas |= {f"draft_{name}": draft.config for name, draft in drafters().items()}
     for name, node in schemas.items():
         ConfigStore.instance().store(group="schema", name=name, node=node)

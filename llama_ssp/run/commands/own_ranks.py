@@ -22,6 +22,7 @@ from llama_ssp.run.lengths import check_lengths
 from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tasks.dry_run import check_models
 from llama_ssp.settings.backends import backends
+from llama_ssp.settings.launchers import LAUNCHER, LAUNCHERS
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.terminal.unread import complain
 
@@ -54,11 +55,10 @@ def read_start(words: Sequence[str], environ: Mapping[str, str], *, default: int
         if wanted not in {None, size}:
             raise ConfigError(f"ranks={wanted}: {launcher} has started {size} already, so leave ranks= out")
         return Start(words=others, num_ranks=None)
-    if any(word.startswith("hydra/launcher=") for word in others):
+    if launchers := [word.partition("=")[2] for word in others if word.startswith("hydra/launcher=")]:
         if given:
-            raise ConfigError(
-                f"ranks={wanted} has no effect on jobs: hydra.launcher.ranks_per_node={wanted} sets theirs"
-            )
+            key = f"{LAUNCHER}.{LAUNCHERS.of(launchers[-1]).ranks_setting}"
+            raise ConfigError(f"ranks={wanted} has no effect on jobs: {key}={wanted} sets theirs")
         return Start(words=others, num_ranks=1)
     if wanted is None and default is not None:
         return Start(words=others, num_ranks=default)
