@@ -1,9 +1,6 @@
 """Counts the bytes of a model's weights, whole and on each rank, and those that one forward reads.
 
-They are exact: the loader places slices and layers by the same arithmetic. Layer-wise placement, which the loader does
-by `split_layers` too:
-
-    device 0: embeddings, layers 0-9    device 1: layers 10-19    last device: layers 20-27, norm, head
+They are exact: the loader places slices by the same arithmetic.
 """
 
 from collections.abc import Sequence

@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
 from copy import deepcopy
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from itertools import product
 from typing import Any, cast, get_args, get_type_hints
@@ -278,10 +278,10 @@ def to_run_config(composed: Composed) -> RunConfig:
             raise ConfigError(f"{error.full_key}=??? stands for a value that is still missing: give one") from None
     _check_groups(run)
     # A shell makes line ends and tabs hard to write.
-    run.stop_strings = [_ESCAPES.sub(lambda escape: _ESCAPED[escape[1]], text) for text in run.stop_strings]
-    run.sampling.from_model = [name for name in run.sampling.from_model if f"sampling.{name}" not in explicit]
-    task_of(run).fill_in(run, explicit)
-    return run
+    stop_strings = [_ESCAPES.sub(lambda escape: _ESCAPED[escape[1]], text) for text in run.stop_strings]
+    from_model = [name for name in run.sampling.from_model if f"sampling.{name}" not in explicit]
+    run = replace(run, stop_strings=stop_strings, sampling=replace(run.sampling, from_model=from_model))
+    return task_of(run).fill_in(run, explicit)
 
 
 def _check_groups(part: object, prefix: str = "") -> None:

@@ -3,7 +3,6 @@
 `settings.compose` makes them, and `settings.checks` checks them. Enum members are written as on the command line.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -123,19 +122,6 @@ MOST_BIASES = 300
 
 
 @dataclass(kw_only=True)
-class RowSteps:
-    """What the rows of a batch need now, if each has settings of its own (`speculate.sampling.by_row`)."""
-
-    truncates: bool = False
-    penalizes: bool = False
-
-    def follow(self, samplings: Sequence["SamplingConfig"]) -> None:
-        """Do what these settings of rows need."""
-        self.truncates = any(sampling.truncates for sampling in samplings)
-        self.penalizes = any(sampling.penalizes for sampling in samplings)
-
-
-@dataclass(kw_only=True)
 class SamplingConfig:
     """Sampling from the logits of target and draft."""
 
@@ -161,7 +147,7 @@ class SamplingConfig:
     bad_ids: tuple[tuple[int, ...], ...] = field(default=(), metadata={"omegaconf_ignore": True})
     eos_ids: tuple[int, ...] = field(default=(), metadata={"omegaconf_ignore": True})
     # of batches whose rows have settings of their own, in place of these; no setting.
-    by_row: RowSteps | None = field(default=None, metadata={"omegaconf_ignore": True})
+    by_row: bool = field(default=False, metadata={"omegaconf_ignore": True})
     from_model: list[str] = made(
         list,
         "of these settings, those that take the values of the model's generation_config.json, unless you give them.",

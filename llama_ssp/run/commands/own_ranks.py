@@ -167,16 +167,17 @@ def _check_script(script: Sequence[str], others: Sequence[str]) -> None:
 
 def _run_script(script: Sequence[str]) -> int:
     """Run a Python script on this rank, as `python FILE ARGUMENT ...` does; returns the exit code."""
-    ended = SystemExit()
+    code: object = None
 
     def do(_: object) -> None:
+        nonlocal code
         sys.argv[:], sys.path[0] = script, str(Path(script[0]).resolve().parent)
         try:
             runpy.run_path(script[0], run_name="__main__")
         except SystemExit as error:
-            ended.code = error.code
+            code = error.code
 
     exit_code = run.as_rank(read_ranks(os.environ), do)
-    if isinstance(ended.code, str):
-        complain(ended.code)
-    return exit_code or (ended.code if isinstance(ended.code, int) else bool(ended.code))
+    if isinstance(code, str):
+        complain(code)
+    return exit_code or (code if isinstance(code, int) else bool(code))

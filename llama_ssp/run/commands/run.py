@@ -203,7 +203,7 @@ def _check(point: Point, ranks: Ranks, *, of_sweep: bool, warns: bool) -> tuple[
     clock = startup.StartClock(age_s=0.0 if point.number else startup.process_age_s())
     run = replace(point.run, run_dir=str(point.run_dir), place=point.place) if of_sweep else point.run
     if run.is_synthetic:
-        dry_run.fill_in_sizes(run)
+        run = dry_run.with_sizes(run)
     for unread in checks.check(run, point.explicit, world_size=ranks.size, of_sweep=of_sweep):
         if ranks.rank == 0 and (warns or run.dry_run):
             complain(f"warning: at {point.place.name}, {unread}")
