@@ -16,7 +16,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "slurm": ("hydra/launcher=slurm",),
     "serve": ("task=serve", "command=serve", "field=custom_id"),
 }
-"""What asks for a room: kind and name, as `unknown_name` is given them; a field is one of a line of prompts."""
+"""Requests for a room: kind and name, as `unknown_name` is given them; a field is one of a line of prompts."""
 FOLDER = Path(__file__).parent / "rooms"
 
 
