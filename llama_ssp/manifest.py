@@ -10,6 +10,7 @@ from pkgutil import iter_modules
 ROOMS: dict[str, tuple[str, ...]] = {
     "calibrate": ("task=calibrate", "command=calibrate"),
     "evaluate": ("task=evaluate",),
+    "gpu": (),
     "serve": ("task=serve", "command=serve", "field=custom_id"),
 }
 """What asks for a room: kind and name, as `unknown_name` is given them; a field is one of a line of prompts."""

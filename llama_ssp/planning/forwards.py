@@ -254,7 +254,7 @@ def _attention_s(
 def _more_layers(placement: ModelPlacement, hardware: HardwareConfig, num_positions: int) -> float:
     """How many layers of the library's modules have as many operators as recurrent layers have more than one.
 
-    On a GPU a kernel takes in the tokens of a round (`kernels.recurrence_gpu`); those of a prompt have the operators.
+    On a GPU a kernel takes in the tokens of a round; those of a prompt have the operators.
     """
     if hardware.device == "cuda" and num_positions <= MOST_DRAFT_TOKENS + 1:
         return 0.0
