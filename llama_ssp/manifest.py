@@ -11,6 +11,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "calibrate": ("task=calibrate", "command=calibrate"),
     "evaluate": ("task=evaluate",),
     "gpu": (),
+    "slurm": ("hydra/launcher=slurm",),
     "serve": ("task=serve", "command=serve", "field=custom_id"),
 }
 """What asks for a room: kind and name, as `unknown_name` is given them; a field is one of a line of prompts."""

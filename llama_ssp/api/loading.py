@@ -109,7 +109,7 @@ def _loaded(config: RunConfig, world: World, loaded: tuple[Loaded, Loaded]) -> P
     if world.note and comm.rank == 0:
         warnings.warn(world.note, stacklevel=4)
     if config.placement.auto:
-        choose_placement(config, world, _log.info)
+        config = replace(config, placement=choose_placement(config, world, _log.info))
     sources = find_sources(config, world, loaded=loaded)
     models = load_models(config, world, sources)
     config = with_number_formats(config, sources)

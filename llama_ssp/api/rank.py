@@ -65,11 +65,11 @@ class Caller(BaseStreamer):
         with suppress(OSError):
             for line in self._lines:
                 if (message := json.loads(line)) == "stop":
-                    stop.requested = self.was_asked = True
+                    self.was_asked = stop.ask()
                 else:
                     stop, self.was_asked = StopRequest(), False
                     self.calls.put((message, stop))
-        stop.requested = True
+        stop.ask()
         self.calls.put(None)
         if self.is_busy:  # it may be loading
             os.kill(os.getpid(), signal.SIGTERM)

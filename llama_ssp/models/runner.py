@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from llama_ssp.models.cache import Taps
-from llama_ssp.ranks.comms import Reads
+from llama_ssp.models.cache import Taps, agreed
+from llama_ssp.ranks.comms import Comm, Reads
 
 
 class Pieces(NamedTuple):
@@ -158,6 +158,15 @@ class Runner(Cached, Protocol):
             Logits (B, R, V) in fp32, over the full vocabulary, on every rank of the model; see `allocate`.
         """
 
+    def agree(self, comm: Comm) -> None:
+        """Call this model invariant, and pack prompts, only if all ranks of `comm` can: their messages need one shape.
+
+        All ranks must call this together, also those without a part of the model.
+        """
+
+    def forget(self) -> None:
+        """Count a use: nobody knows any more what the rows hold."""
+
     def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
         """Copy what the cache holds in some slots of each row to others."""
 
@@ -255,8 +264,16 @@ class NullRunner:
     is_recurrent: bool = False
     experts_read_3: Tensor | None = None
 
+    def agree(self, comm: Comm) -> None:
+        """See `Runner`."""
+        self.is_invariant, self.packs_prompts = agreed(comm, is_invariant=True, packs_prompts=True)
+
     def allocate(self, **_how: object) -> None:
         """Count the use."""
+        self.num_uses += 1
+
+    def forget(self) -> None:
+        """See `Runner`."""
         self.num_uses += 1
 
     def forward(

@@ -100,6 +100,10 @@ class Session:
         """Speculative with a draft, else plain."""
         return SPECULATIVE if self.models.drafts else PLAIN
 
+    def judge(self, evaluation: Evaluation | None, *, has_gate: bool) -> None:
+        """Enter the verdict on the run, which rank 0 knows, and whether a bad one ends the run with an error."""
+        self.evaluation, self.has_gate = evaluation, has_gate
+
     def heading(self, name: str, *, prompt: int, sample: int) -> None:
         """Begin a completion on the terminal; prompts and samples count from 0."""
         self.terminal.heading(

@@ -76,7 +76,7 @@ def names_none(folder: Path, rooms: Sequence[str]) -> None:
     for room in rooms:
         for asked in manifest.ROOMS[room]:
             kind, _, name = asked.partition("=")
-            words = [name] if kind == "command" else ["run", asked]
+            words = [name] if kind == "command" else ["run", *(["-m"] if kind == "hydra/launcher" else []), asked]
             if kind == "field":
                 (folder / "field.jsonl").write_text(json.dumps({name: "1"}))
                 words = ["run", "task=generate", "prompts=field.jsonl"]

@@ -127,6 +127,10 @@ class Inbox:
         """Whether nothing waits or decodes."""
         return not self._takers
 
+    def close(self) -> None:
+        """Refuse further completions."""
+        self.is_closed = True
+
     def put(self, completions: Sequence[ServedRequest], take: Callable[[int, Part], None]) -> list[int]:
         """Enter completions, numbered by `index`; returns the numbers. `take` gets their places and parts.
 

@@ -26,7 +26,7 @@ from llama_ssp.rooms.serve.records import ServeTimeouts
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.session import Session
 from llama_ssp.run.tuning import make_ready
-from llama_ssp.settings.schema import RowSteps, SamplingConfig
+from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.engine.likelihoods import ScoredText, TokenScores
 from llama_ssp.speculate.engine.loop import Decoding
 from llama_ssp.speculate.engine.results import Update
@@ -48,7 +48,7 @@ class Service:
         # Texts whose last parts wait for scores.
         self._unscored: deque[tuple[ScoredText, ServedRequest, Part]] = deque()
         self._drains_until = math.inf
-        config = replace(session.config, sampling=SamplingConfig(temperature=1.0, by_row=RowSteps()))
+        config = replace(session.config, sampling=SamplingConfig(temperature=1.0, by_row=True))
         self._decoder = build_decoder(session.models, config, speculative=session.models.drafts)
         longest = Request(index=0, prompt_ids=(0,), max_new_tokens=length - 1)
         make_ready(self._decoder, [longest], config, comm=self._comm, folder=session.folder)
@@ -114,7 +114,7 @@ class Service:
     def _is_over(self, inbox: Inbox) -> bool:
         """Whether all has ended that is to, or has had its time since a signal came."""
         if self._session.stop_request.requested and self._drains_until == math.inf:
-            inbox.is_closed = True
+            inbox.close()
             timeouts = self._session.config.timeouts
             assert isinstance(timeouts, ServeTimeouts), "every run has those of rooms"
             self._drains_until = time.monotonic() + timeouts.drain_s
