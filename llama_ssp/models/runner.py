@@ -38,7 +38,7 @@ class Pieces(NamedTuple):
 
 
 class TreePlaces(NamedTuple):
-    """Where the tokens of a forward stand that are nodes of trees, one tree in each row.
+    """Slots of the tokens of a forward that are nodes of trees, one tree in each row.
 
     Attributes:
         slots_BT: the slots of the cache that they are written to, side by side; several can have one position.
@@ -53,7 +53,7 @@ class TreePlaces(NamedTuple):
 
     @property
     def seen_slots(self) -> Tensor:
-        """Which of the slots that are read each of them sees, (B, T, U)."""
+        """Whether each token sees each slot of `slots_U`, (B, T, U)."""
         _, num_nodes, num_behind = self.sees_BTA.shape
         behind_BU = self.slots_U - (self.slots_BT[:, -1:] - (num_behind - 1))
         at_BTU = behind_BU.clamp(0, num_behind - 1)[:, None].expand(-1, num_nodes, -1)

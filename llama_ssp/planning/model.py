@@ -130,7 +130,7 @@ class PlannedModel:
 
     @cached_property
     def layout(self) -> PackedLayout | None:
-        """That of files that are kept as they are; None for others."""
+        """The packed layout of files that are kept as they are; None for others."""
         layout = self.stored_format.layout if self.stored_format else None
         return layout if layout and layout.storage == self.quantization else None
 

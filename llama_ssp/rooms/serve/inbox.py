@@ -178,7 +178,7 @@ class Inbox:
             return taken, dropped
 
     def deliver(self, number: int, part: Part) -> None:
-        """Hand a part to who waits for it."""
+        """Hand a part to the taker of a completion, if it still waits."""
         with self._changed:
             taker = self._takers.get(number)
             if taker and part.finish_reason:

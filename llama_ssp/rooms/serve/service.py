@@ -112,7 +112,7 @@ class Service:
         return self._inbox is not None and (self._is_over(self._inbox) or self._inbox.has_news(num_rows))
 
     def _is_over(self, inbox: Inbox) -> bool:
-        """Whether all has ended that is to, or has had its time since a signal came."""
+        """Whether the closed inbox is empty, or its time after a signal is over."""
         if self._session.stop_request.requested and self._drains_until == math.inf:
             inbox.close()
             timeouts = self._session.config.timeouts
@@ -122,7 +122,7 @@ class Service:
         return inbox.is_closed and (inbox.is_empty or not has_time)
 
     def _news(self, num_rows: int) -> tuple[list[dict[str, Any]], list[int], bool]:
-        """Of rank 0: new completions, those to drop, and whether the server ends; waits for any if all is idle."""
+        """News of rank 0: new completions, numbers to drop, whether the server ends; waits for any if all is idle."""
         assert self._inbox, "rank 0 has one"
         stops = self._session.stop_request.requested or self._inbox.is_closed
         may_wait = num_rows == self._decoder.batch_size and not (self._unscored or stops)

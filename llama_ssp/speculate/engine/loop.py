@@ -48,11 +48,11 @@ Failed = Callable[[Request, SspError], None]
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What all completions of a run follow.
+    """Settings that all completions of a run follow.
 
     Attributes:
         seed: of their draws.
-        stops: strings that end those of requests without their own.
+        stops: strings that end completions of requests without their own.
         stop_request: a wish to end the run.
         reuses: False makes every prompt be read whole, for measurements of prefill.
     """
