@@ -11,6 +11,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "calibrate": ("task=calibrate", "command=calibrate"),
     "evaluate": ("task=evaluate",),
     "gpu": (),
+    "python_ranks": ("argument=ranks",),
     "slurm": ("hydra/launcher=slurm",),
     "serve": ("task=serve", "command=serve", "field=custom_id"),
 }

@@ -64,7 +64,7 @@ class DrafterConfig:
 
 
 class TargetKind(Enum):
-    """How the target is split; `TargetPlacement` says more."""
+    """Ways to split the target; `TargetPlacement` says more."""
 
     tensor = "tensor"
     accelerate = "accelerate"
@@ -72,7 +72,7 @@ class TargetKind(Enum):
 
 
 class ExpertParts(Enum):
-    """How ranks share a layer's experts: some units of each, or some experts whole."""
+    """Shares of a layer's experts on a rank: some units of each, or some experts whole."""
 
     cut = "cut"
     spread = "spread"
@@ -265,7 +265,7 @@ class Resume(Enum):
 
 
 class TooLong(Enum):
-    """How to treat a prompt that leaves no room for its new tokens in the context."""
+    """Ways to treat a prompt that leaves no room for its new tokens in the context."""
 
     refuse = "refuse"
     skip = "skip"
@@ -281,7 +281,7 @@ class TaskConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPlace:
-    """Where a run stands in a sweep: its number from 1, and the settings in which points differ.
+    """Place of a run in a sweep: its number from 1, and the settings in which points differ.
 
     Attributes:
         baseline: the folder of the point whose plain completions this one takes over, since they would be the same.
