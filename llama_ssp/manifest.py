@@ -9,6 +9,7 @@ from pkgutil import iter_modules
 
 ROOMS: dict[str, tuple[str, ...]] = {
     "accelerate": ("placement=accelerate", "placement.target.kind=accelerate"),
+    "benchmark": ("task=benchmark", "task=latency", "experiment=llama_2023"),
     "calibrate": ("task=calibrate", "command=calibrate"),
     "deepspeed": ("placement=deepspeed", "placement.target.kind=deepspeed"),
     "evaluate": ("task=evaluate",),
