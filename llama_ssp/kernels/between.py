@@ -69,7 +69,7 @@ def gated(gate_up_M2U: Tensor) -> Tensor:
 
 @dataclass
 class OwnKernels:
-    """Those of `between_gpu` that work on this device; None where the reference runs instead."""
+    """Kernels of `between_gpu` that work on this device; None where the reference runs instead."""
 
     rotate_write: Callable[..., None] | None = None
     add_norm: Callable[..., Tensor] | None = None
@@ -78,7 +78,7 @@ class OwnKernels:
 
 @torch.inference_mode()
 def find_own_kernels(norm: RmsNorm, heads: Heads, head_norms: Sequence[RmsNorm], kept: KeptRows) -> OwnKernels:
-    """Those of our kernels that run here and are right; a warning says of each other one why it is not used.
+    """Find our kernels that run here and are right; a warning says of each other kernel why it is not used.
 
     Raises:
         ImportError: Triton is missing.

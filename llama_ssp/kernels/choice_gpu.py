@@ -34,7 +34,7 @@ _MEASURED = ("H200",)
 _SLOWER = {(10240, 5120), (49152, 576)}
 """Outputs and inputs of the only ones of 105 matrices for which cuBLAS was faster by more than 2 % at up to 5 rows."""
 _NARROW, _MOST_ROWS = 4096, (8, 16)
-"""Up to how many rows ours were faster, in general and with so many outputs at most."""
+"""Most outputs of a narrow product, and the most rows at which ours were faster, in general and for narrow ones."""
 _HALVES = (torch.float16, torch.bfloat16)
 TOLERANCE = 0.02
 """Share of the largest value: sums in another order, and one rounding more or less, differ by less."""
@@ -72,7 +72,7 @@ def reason(error: Exception) -> str:
             "Triton needs a C compiler and Python.h, which this machine lacks; "
             f"sudo {command} install {' '.join(packages)} installs them"
         )
-    cause = getattr(error, "inner_exception", error)  # torch's compiler wraps those of Triton
+    cause = getattr(error, "inner_exception", error)  # torch's compiler wraps Triton's errors
     if isinstance(cause, subprocess.CalledProcessError):
         return f"{cause.cmd[0]} failed, and its own message stands above"
     return str(error).strip().partition("\n")[0][:_MOST_LETTERS] or type(error).__name__
@@ -98,9 +98,8 @@ def _is_red_hat() -> bool:
 def find_few_rows(name: str, operands: Sequence[Tensor]) -> ProductOfFewRows | None:
     """The product of a few rows with the weights of a format, tried with small operands; None on a CPU.
 
-    `operands` are those of a layer, which the small ones resemble: weights with their outputs first, then scales or
-    words, a row for each group of inputs. Without the product a warning says, once, what the format of this `name`
-    costs.
+    `operands` are a layer's, which the small ones resemble: weights with their outputs first, then scales or words, a
+    row for each group of inputs. Without the product a warning says, once, what the format of this `name` costs.
     """
     weights_OI, *scales = operands
     if not weights_OI.is_cuda:

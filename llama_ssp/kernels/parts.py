@@ -30,7 +30,7 @@ class Heads(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """Where the sequences of a forward lie; tensors are int32 on the device.
+    """Places of the sequences of a forward; tensors are int32 on the device.
 
     Attributes:
         first_query_C1: the running sum of their queries.
@@ -79,7 +79,7 @@ class RmsNorm:
 
 
 class KeptRows(NamedTuple):
-    """How rows are kept.
+    """Format of kept rows.
 
     Attributes:
         dtype: of a number.

@@ -126,7 +126,7 @@ class LeanRunner(CachedRunner):
         return all(vars(self._own).values())
 
     def _use_own_kernels(self) -> None:
-        """Take those of our kernels that work on this GPU."""
+        """Take our kernels, as far as they work on this GPU."""
         layer = self._layers[0]
         find = partial(find_own_kernels, self._norm, self._heads, layer.head_norms, self._kept)
         found = attempt(find, instead="continuing with more kernels in every layer")
@@ -213,7 +213,7 @@ class LeanRunner(CachedRunner):
         return sum(self._head_sizes[: self._comm.rank])
 
     def _joined(self, logits: Tensor) -> Tensor:
-        """All logits (..., V) in fp32, or what is read of them, from those of this rank."""
+        """All logits (..., V) in fp32, or what is read of them, from this rank's."""
         if self.reads is Reads.best:
             return best_of(logits, first=self._first_output, comm=self._comm)
         if self.reads is Reads.own:

@@ -115,7 +115,7 @@ def _to_bytes(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Int4WeightOnly(_WeightOnlyLinear):
-    """Its operands are the bytes of codes (O, I / 2) and the words (G, O): the kernel reads those of neighbours."""
+    """Its operands are the bytes of codes (O, I / 2) and the words (G, O): the kernel reads neighbours' words."""
 
     def _unpack(self, outputs: slice, into_CI: Tensor) -> None:
         codes_OI, words_GO, *scales = self._operands
@@ -203,7 +203,7 @@ def join_experts(linears: Sequence[Linear]) -> JoinedExperts | None:
 
 
 class _Beside(Linear):
-    """Layers with one input whose outputs stand one behind the other."""
+    """Layers with one input, whose outputs follow each other."""
 
     def __init__(self, linears: list[Linear]) -> None:
         self._linears = linears
