@@ -12,7 +12,7 @@ from llama_ssp.settings.schema import DrafterConfig
 
 NGRAM_DRAFT = "ngram"
 MOST_CORPUS_TOKENS = 2**20
-"""Of the longest corpus."""
+"""Tokens of the longest corpus."""
 MTP_DRAFTS = {"MTP", "nextn", "NEXTN"}
 """Names that other engines give the layers that predict further tokens."""
 

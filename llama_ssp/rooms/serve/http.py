@@ -202,7 +202,7 @@ class Front:
 
 
 _Parts = asyncio.Queue[tuple[Answer, Part] | None]
-"""Of a request; None once its client has gone."""
+"""Parts of the answers to a request; None once its client has gone."""
 
 
 async def _until_gone(request: Request, parts: _Parts) -> None:

@@ -26,7 +26,7 @@ DRAW_UNITS = 2.0**62
 COMPILED_DRAW_NEEDS = ("avx512dq",)
 """Instructions of a CPU that its operator needs: CPUs without them convert one number at a time."""
 _TOLERANCE = 1e-4
-"""Of probabilities that a kernel makes, whose exponentials differ from torch's in the last bits."""
+"""Tolerance of a kernel's probabilities, whose exponentials differ from torch's in the last bits."""
 
 
 def scale_of(temperature: float) -> float:
