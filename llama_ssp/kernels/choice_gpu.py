@@ -111,7 +111,7 @@ def find_few_rows(name: str, operands: Sequence[Tensor]) -> ProductOfFewRows | N
 
 @cache
 def few_rows_of(name: str, dtypes: tuple[torch.dtype, ...], groups: tuple[int, ...]) -> ProductOfFewRows | None:
-    """`find_few_rows` for operands of these dtypes; the others than weights by inputs of a group, 0 for all.
+    """`find_few_rows` for operands of these dtypes; `groups` are the inputs per row of each scale or word, 0 for all.
 
     It is tried for one row and for the most, since these have tiles of their own, with inputs in fp16 and in bf16, if
     the GPU computes in that.

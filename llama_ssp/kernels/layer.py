@@ -62,7 +62,7 @@ class WholeLayers:
     ) -> Tensor:  # fmt: skip
         """The residual stream after as many layers as there are caches; writes keys and values of the tokens.
 
-        `first` is the number of the first one, whose cache is that of `place` too.
+        `first` is the number of the first one, whose cache `place` has too.
         """
         layers = self._weights[first - self.first :][: len(caches)]
         return self._operator(

@@ -106,7 +106,7 @@ class PackedLinear(Linear):
 class HalfLinear(Linear):
     """FBGEMM's product of fp32 rows with a weight in fp16, which is widened in registers: half the bytes to read.
 
-    Sums are in fp32, so the result equals that of the fp32 weight if fp16 holds it: check `half_scale` first. The fp32
+    Sums are in fp32, so the result equals the fp32 weight's if fp16 holds it: check `half_scale` first. The fp32
     weight is multiplied by `scale`, a power of two, before it is stored.
     """
 

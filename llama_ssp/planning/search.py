@@ -8,8 +8,8 @@ The ranks form one block per replica, and the blocks have equal sizes. Inside a 
 16 ranks are 1 replica of 16, 2 of 8 (a node each), 4 of 4, 8 of 2, or 16 of 1.
 
 A search ranks them by speed for one machine: the asked model first, then the smaller ones of its series, each in every
-precision, with every draft of its vocabulary and the best K; what does not fit comes last. A search
-varies no setting of the command line.
+precision, with every draft of its vocabulary and the best K; what does not fit comes last. It varies no setting of the
+command line.
 """
 
 import math

@@ -90,7 +90,7 @@ class StorageFormat:
     # `module:name` of a `kernels.linear.Kernel`, which makes a layer of a weight and a bias; None for unquantized
     # weights.
     kernel: str | None = None
-    # the layout in files of what a `quantization_config` describes; None of what it leaves to other formats.
+    # the layout in files that a `quantization_config` describes; None for layouts of other formats.
     layout: Callable[[Mapping[str, Any]], Found | None] | None = None
     reader: str | None = None  # `module:name` of a `weights.packed.PackedTensor`.
     stored_kind: str = ""  # files' word for the dtype of its weights, or of the scales of floats of 4 bits.
@@ -99,7 +99,7 @@ class StorageFormat:
     row_bytes: int = 0  # per output.
     word_bytes: int = 4  # of what a group of inputs shares: by default a scale in fp32.
     # numbers of inputs that may share a word, the largest first: a layer has the largest that its inputs consist of, or
-    # that of its file. Its inputs are a multiple of the smallest.
+    # its file's. Its inputs are a multiple of the smallest.
     groups: tuple[int, ...] = ()
     loading_copies: int = 2  # times its bytes that a product takes while its kernel lays it out.
     unpacks_matrix: bool = False  # a product unpacks the whole matrix, so a forward needs room for the largest one.
@@ -232,7 +232,7 @@ class CacheFormat:
 
     name: str  # value of `model.cache_dtype`.
     order: int = 100  # position in lists of formats.
-    dtype: str | None = None  # of a number, as torch names it; None for that of the model.
+    dtype: str | None = None  # of a number, as torch names it; None for the model's.
     number_bytes: int = 0  # of a number, with a dtype of its own.
     # what the largest number becomes; a scale in fp32 is kept after the numbers. None keeps numbers as they are.
     largest: float | None = None

@@ -68,7 +68,7 @@ class StoredFormat:
 
 
 def kept_format(quantization: str, storage: str | None, *, where: object) -> str:
-    """The storage format of a run: that of the files, if they have one, else the one that was asked for.
+    """The storage format of a run: the files', if they have one, else the one that was asked for.
 
     ConfigError if both are given and differ, or weights are not quantized to what was given.
     """

@@ -33,7 +33,7 @@ def experts_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _is_silu(gate: Callable[[Tensor], Tensor]) -> bool:
-    """Whether a gate is that of the compiled product."""
+    """Whether a gate is silu(gate) * up, as in the compiled product."""
     gated_1I = torch.arange(-4.0, 4.0)[None]
     gate_1I, up_1I = gated_1I.chunk(2, 1)
     return torch.allclose(gate(gated_1I), functional.silu(gate_1I) * up_1I)

@@ -45,7 +45,7 @@ class LeanRunner(CachedRunner):
     Args:
         loading: its weights, all of which are taken, and how; the output keeps its dtype.
         kernel: of all linear layers; None takes the fastest for each shape.
-        varlen: reads the cache by lengths of rows; None for that of this device, or masks if it has none.
+        varlen: reads the cache by lengths of rows; None for this device's, or masks if it has none.
     """
 
     layer_class = Layer

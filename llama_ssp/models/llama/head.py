@@ -125,7 +125,7 @@ class PairRunner(LeanRunner):
 
 
 class HeadRunner(PairRunner):
-    """A head of EAGLE-3, and what others share with it; its origin is a `HeadSource`."""
+    """A head of EAGLE-3, and the code that other heads share with it; its origin is a `HeadSource`."""
 
     layer_class: type[Layer] = HeadLayer
 

@@ -261,7 +261,7 @@ class PairOnRanks(Pair):
             self._ranks.call("update", sent, _warn)
 
     def _complete(self, read: Mapping[str, Any], stop: StopRequest) -> list[Completion]:
-        del stop  # that of the ranks counts
+        del stop  # the ranks' own counts
         streamer = read["streamer"]
 
         def hear(heard: Mapping[str, Any]) -> None:

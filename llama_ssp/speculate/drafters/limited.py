@@ -19,7 +19,7 @@ from llama_ssp.speculate.sampling.context import Rows
 
 
 class DraftLimit(NamedTuple):
-    """The context of a draft model; `depth` is that of its trees, None for chains."""
+    """The context of a draft model; `depth` is its trees', None for chains."""
 
     context: int
     depth: int | None = None

@@ -1,4 +1,4 @@
-"""A draft on some of the ranks: who drafts, and how the others get its tokens.
+"""A draft on some of the ranks: the ranks that draft, and how all ranks get its tokens.
 
     BroadcastDrafter    the ids of one rank are broadcast to all, once in a round
     AheadDrafter        the draft has ranks of its own and drafts while the target verifies; then they exchange
@@ -77,7 +77,7 @@ class TapsSender:
 
 
 class _SharedDrafter:
-    """The drafter of some ranks, which the others follow; `inner` is that of this rank, None on ranks without one."""
+    """The drafter of some ranks, which all other ranks follow; `inner` is this rank's, None on ranks without one."""
 
     def __init__(self, inner: Drafter | None, parts: DrafterParts) -> None:
         self._inner, self._tree = inner, parts.tree

@@ -167,6 +167,6 @@ class TokenizerPair:
     def into_draft(self, ids: Sequence[int], *, size: int) -> list[int]:
         """Write a text of the target in the draft's ids, below the `size` of its head: at least one token."""
         begins = bool(ids) and ids[0] == self._target.bos_token_id
-        text = TextAfter(self._target, (), names_special=True).decode(ids[begins:])  # that of special tokens: names
+        text = TextAfter(self._target, (), names_special=True).decode(ids[begins:])  # special tokens' text: names
         known = [token for token in self._draft(text).input_ids if token < size]
         return known or [neutral_id(self._draft, size=size)]
