@@ -64,8 +64,8 @@ class Held(NamedTuple):
 
     Attributes:
         num_tokens: how many tokens; all of a prompt that is equal to another one of the same `Prompts`.
-        row: of the cache: the prompt's own, which needs no copy; one that is not being read into; or the row of a prompt
-            of the same `Prompts` of which nothing is held, or of the equal one.
+        row: of the cache: the prompt's own, which needs no copy; one that is not being read into; or the row of a
+            prompt of the same `Prompts` of which nothing is held, or of the equal one.
         from_saved: the states after it are the ones that `Runner.save` kept.
     """
 
