@@ -1,6 +1,6 @@
 """The modules of transformers for families that run on them: built empty, sharded, and filled from a weight source.
 
-Modules `device_map` and `auto_tp` build targets that accelerate or DeepSpeed places from the same modules.
+Rooms build targets that libraries place from the same modules.
 
 Shapes: B sequences, T positions, I inputs, O outputs.
 """
