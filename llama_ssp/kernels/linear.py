@@ -7,7 +7,7 @@ product of a CPU stays far below memory bandwidth. `make_linear` takes the first
     `NativeLinear`  fp32 of whole blocks, in 16 bits where fp16 holds them   `cpu.linear` writes it
     `HalfLinear`    fp32 that fp16 holds, of any size                        FBGEMM
     `PackedLinear`  others that may be copied (tied ones may not)            oneDNN
-    `HalvesLinear`  fp16 and bf16 of GPUs on which it was faster             `halves_gpu`, and torch for more rows
+    an operator     of a GPU: fp16 and bf16 where it was faster              `operators`
     `PlainLinear`   all                                                      torch
 
 Shapes: M rows (tokens), I inputs, O outputs.
@@ -17,15 +17,15 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llama_ssp import operators
 from llama_ssp.cpu.kinds import BLOCK, DOTS, E2M1, E4M3, E4M3_DTYPE, E4M3_SHRINK, IN_FP16, IN_FP32, SIGN_BIT
 from llama_ssp.cpu.operators import Operator, find_operator
-from llama_ssp.kernels.choice_gpu import ProductOfFewRows, find_halves
 from llama_ssp.storage.formats import FP4_GROUP, Product, format_of
 from llama_ssp.weights import byte_rows
 
@@ -37,6 +37,15 @@ _FEW_ROWS = 5
 _HALF_TOP = 14
 """Exponent of a scaled weight's largest value; fp16 ends at 2^16."""
 _BLOCK_ROWS = 512
+
+
+class FewRows(Protocol):
+    """Products of a few rows of a GPU with packed weights: a module of kernels."""
+
+    product_of_few_rows: Callable[..., Tensor]
+    unpack_bytes: Callable[..., None]
+    unpack_codes: Callable[..., None]
+    choose: Callable[..., Any]
 
 
 class Linear(Protocol):
@@ -68,20 +77,6 @@ class PlainLinear(Linear):
         if residual_MO is not None and self.bias_O is None:
             return residual_MO.addmm_(x_MI, self._weight_IO)
         return added(functional.linear(x_MI, self.weight_OI, self.bias_O), residual_MO)
-
-
-class HalvesLinear(PlainLinear):
-    """torch's product, and for up to `most_rows` rows, for which it was faster on this kind of GPU, our own."""
-
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, *, few_rows: ProductOfFewRows, most_rows: int) -> None:
-        super().__init__(weight_OI, bias_O)
-        self._few_rows, self._most_rows = few_rows, most_rows
-
-    def __call__(self, x_MI: Tensor, residual_MO: Tensor | None = None) -> Tensor:
-        """See `Linear`."""
-        if len(x_MI) > self._most_rows:
-            return super().__call__(x_MI, residual_MO)
-        return self._few_rows(x_MI, self.weight_OI, bias_O=self.bias_O, residual_MO=residual_MO)
 
 
 class PackedLinear(Linear):
@@ -357,8 +352,7 @@ def make_linear(
 
 def _choose(weight_OI: Tensor, *, keeps_weight: bool) -> Kernel:
     if weight_OI.device.type != "cpu":
-        few_rows, most_rows = find_halves(weight_OI) or (None, 0)
-        return partial(HalvesLinear, few_rows=few_rows, most_rows=most_rows) if few_rows else PlainLinear
+        return operators.made("linear", weight_OI.device.type, weight_OI) or PlainLinear
     if weight_OI.dtype == torch.float32 and (scale := half_scale(weight_OI)):
         if fits(IN_FP16, weight_OI.shape):
             return partial(native_floats, IN_FP16, scale=scale)

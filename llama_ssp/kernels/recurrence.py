@@ -5,7 +5,7 @@
 
 Tokens of a chunk are computed together; a token with d = 1 and w = 0 leaves the state as it is. All is in fp32.
 
-`Places` and `HeadLayout` are for a kernel of GPUs, `recurrence_gpu`, which takes in a layer's tokens whole.
+`Places` and `HeadLayout` are for a kernel of GPUs, which takes in a layer's tokens whole.
 
 Shapes: B sequences, T tokens, H heads, N width of a key, P width of a value, D decays of a head: 1, or N for one of
 each row of the state; C channels, R kept states, I kept inputs.

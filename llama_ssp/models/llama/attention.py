@@ -62,7 +62,7 @@ def place_and_attend(
 ) -> Tensor:  # fmt: skip
     """A `LayerAttention` of two parts: heads are turned and written to the cache, then attended to.
 
-    `rotate_write` comes from `kernels.between` or `between_gpu`, for the tokens of this forward; `buffer` gives a
+    `rotate_write` is that of `kernels.between` or of the device, for the tokens of this forward; `buffer` gives a
     layer's part of the cache. For `cache_rows_B` see `CacheView`.
     """
     qkv_MXD = qkv_MO.view(-1, heads.num + 2 * heads.num_kv, heads.dim)

@@ -2,11 +2,11 @@
 
     rows       kernel                                       the weights of a block, and how they arrive
     1          `row_kernel`, by fused multiply-add          8 outputs x 1024 inputs in registers, one step ahead
-    2 to 16    `linear_gpu`, as for 8 and 4 bits            16 outputs x 512 inputs in shared memory, two steps ahead
+    2 to 16    `linear`, as those of 8 and 4 bits           16 outputs x 512 inputs in shared memory, two steps ahead
 
 `row_kernel` reads its first weights while the kernel before it ends. Where the last few of its blocks would run alone,
 the other one takes one row too. From 2 rows on a row has the same bits, whatever the others hold.
-`choice_gpu.find_halves` says where both are used.
+`find_halves` says where both are used.
 
 Shapes: M rows, I inputs, O outputs.
 """
@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llama_ssp.kernels.chain_gpu import chained, release, wait
-from llama_ssp.kernels.linear_gpu import product_of_few_rows, store
+from llama_ssp.rooms.gpu.kernels.chain import chained, release, wait
+from llama_ssp.rooms.gpu.kernels.linear import product_of_few_rows, store
 
 _OUTPUTS, _INPUTS, _NUM_WARPS = 8, 1024, 4
 _UNEVEN = range(6337, 8870)

@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llama_ssp.kernels.chain_gpu import chained, release, wait
+from llama_ssp.rooms.gpu.kernels.chain import chained, release, wait
 from llama_ssp.storage.formats import FP4_GROUP, INT4_ZERO_BITS
 
 _BYTES_TO_FP16 = tl.constexpr("""

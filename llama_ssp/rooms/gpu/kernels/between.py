@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llama_ssp.kernels.chain_gpu import chained, release, wait
 from llama_ssp.kernels.parts import Heads, KeptRows, RmsNorm
+from llama_ssp.rooms.gpu.kernels.chain import chained, release, wait
 
 _HEADS_OF_A_PROGRAM = 8
 _UNITS_OF_A_PROGRAM = 1024

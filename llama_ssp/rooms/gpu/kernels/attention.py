@@ -24,8 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from llama_ssp.architectures.engine import PART_SLOTS, most_parts
-from llama_ssp.kernels.chain_gpu import chained, release, wait
 from llama_ssp.kernels.parts import KeptRows, Sequences, left_of
+from llama_ssp.rooms.gpu.kernels.chain import chained, release, wait
 
 MOST_ROWS = 64
 """Queries of a tile: the positions of a row times G."""
