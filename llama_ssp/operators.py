@@ -23,7 +23,7 @@ from llama_ssp.registry import Registry, imported
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceOperator:
-    """What computes an operation on a kind of device."""
+    """A record of code that computes an operation on a kind of device."""
 
     operation: str  # see above.
     device: str  # torch's name of the kind: cpu or cuda.

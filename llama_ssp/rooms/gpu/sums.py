@@ -154,7 +154,7 @@ def check_sums(
     sums: "PeerSums", comm: Comm, shapes: Sequence[tuple[int, int]] = ((1, 4096), (5, 1000), (3, 7)),
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16, torch.bfloat16),
 ) -> None:  # fmt: skip
-    """RuntimeError unless sums of all shapes and formats, alone and with norm, are those of a known order."""
+    """RuntimeError unless sums of all shapes and formats, alone and with norm, have a known order's bits."""
     from llama_ssp.rooms.gpu.kernels.between import add_norm  # noqa: PLC0415 - imports Triton
 
     generator = torch.Generator().manual_seed(0)  # the same parts on all ranks
