@@ -125,6 +125,6 @@ _MAKE_MODEL = "llama_ssp.speculate.drafters.model:make"
 register(
     DrafterRecord(name=schema.MODEL_DRAFT, make=_MAKE_MODEL, config=ModelDraftConfig, has_model=True, has_trees=True)
 )
-# Copies what followed the last tokens where they stood before. Source: Saxena 2023, "Prompt Lookup Decoding".
+# Copies tokens that followed the last ones where these stood before. Source: Saxena 2023, "Prompt Lookup Decoding".
 _MAKE_NGRAM = "llama_ssp.speculate.drafters.ngram:NgramDrafter"
 register(DrafterRecord(name=NGRAM_DRAFT, make=_MAKE_NGRAM, config=NgramConfig, has_trees=True))
