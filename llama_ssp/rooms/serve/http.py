@@ -1,4 +1,4 @@
-"""`task=serve`: HTTP on rank 0 checks who asks, reads bodies, streams answers, and notices clients that have gone.
+"""`task=serve`: HTTP on rank 0 checks keys, reads bodies, streams answers, and notices clients that have gone.
 
 It runs in a thread of its own, and knows the decoder by its `Inbox` alone. Nothing of requests is logged.
 """
@@ -112,7 +112,7 @@ class Front:
         self._socket.close()
 
     async def _close_idle(self) -> None:
-        """Close connections that since the last time have sent no whole headers, or read nothing of what waits."""
+        """Close connections that since the last time have sent no whole headers, or read none of the waiting bytes."""
         connections: set[Any] = {*self._server.server_state.connections}
         idle = {
             (connection, connection.cycle, num_unread)
@@ -205,7 +205,7 @@ class Front:
 
 
 _Parts = asyncio.Queue[tuple[Answer, Part] | None]
-"""Of a request; None once its client has gone."""
+"""Parts of the answers to a request; None once its client has gone."""
 
 
 async def _until_gone(request: Request, parts: _Parts) -> None:

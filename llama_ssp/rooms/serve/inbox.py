@@ -160,7 +160,7 @@ class Inbox:
             self._changed.notify()
 
     def give_up(self) -> list[int]:
-        """Let everybody know that the server ends; returns the numbers of what waited or decoded."""
+        """Tell all takers that the server ends; returns the numbers of completions that waited or decoded."""
         with self._changed:
             takers, self._takers = self._takers, {}
         for taker in takers.values():
