@@ -85,7 +85,8 @@ class Front:
         )  # fmt: skip
         server = uvicorn.Config(
             app, log_config=None, access_log=False, server_header=False, limit_concurrency=_MOST_OPEN,
-            timeout_graceful_shutdown=int(_CLOSE_S), lifespan="off", ws="none", http="h11",
+            timeout_graceful_shutdown=int(_CLOSE_S), timeout_keep_alive=int(2 * _READ_S), lifespan="off", ws="none",
+            http="h11",
             callback_notify=self._close_idle, timeout_notify=int(_READ_S),
         )  # fmt: skip
         self._server, self._idle = uvicorn.Server(server), set[tuple[Any, ...]]()
@@ -103,7 +104,9 @@ class Front:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind:  # such as a lost rank: nobody else tells who waits
+            self._inbox.give_up()
         self._server.should_exit = True
         self._thread.join(2 * _CLOSE_S)
         self._socket.close()
@@ -225,8 +228,9 @@ class _WithKey:
         self._app, self._key = app, key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = dict(scope.get("headers", ())).get(b"authorization", b"")
-        if self._key is None or scope.get("path") == "/health" or hmac.compare_digest(given, b"Bearer " + self._key):
+        scheme, _, given = dict(scope.get("headers", ())).get(b"authorization", b"").partition(b" ")
+        has_key = scheme.lower() == b"bearer" and self._key is not None and hmac.compare_digest(given, self._key)
+        if self._key is None or scope.get("path") == "/health" or has_key:
             await self._app(scope, receive, send)
         else:
             error = RequestError("the key is missing or wrong: send it as Authorization: Bearer KEY", status=401)
