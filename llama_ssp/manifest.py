@@ -8,6 +8,7 @@ from pathlib import Path
 from pkgutil import iter_modules
 
 ROOMS: dict[str, tuple[str, ...]] = {
+    "copies": ("draft=ngram",),
     "calibrate": ("task=calibrate", "command=calibrate"),
     "evaluate": ("task=evaluate",),
     "serve": ("task=serve", "command=serve", "field=custom_id"),

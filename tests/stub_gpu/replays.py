@@ -26,11 +26,11 @@ from llama_ssp.models.huggingface.experts import OwnExperts
 from llama_ssp.ranks.gpu import selected
 from llama_ssp.run import decoders
 from llama_ssp.run.tuning import make_ready
-from llama_ssp.settings.drafters import NGRAM_DRAFT, NgramConfig
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import Executor, Round
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling import processors
+from tests.helpers.rooms import copies
 from tests.stub_gpu import device
 from tests.stub_gpu.reads import ComparedGraphs
 from tests.stub_gpu.replay_settings import KINDS, ROWS, Kind, Way
@@ -145,7 +145,7 @@ def load_kind(kind: Kind, folder: Path) -> Pair:
     corpus = arguments.pop("corpus", None)
     pair: Pair = load(**arguments, device="cuda")
     if corpus:
-        pair = load_pair(replace(pair.config, draft=NgramConfig(kind=NGRAM_DRAFT, corpus=str(corpus))))
+        pair = load_pair(replace(pair.config, draft=copies(corpus=str(corpus))))
     return pair
 
 

@@ -17,7 +17,7 @@ from llama_ssp import catalogue
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.fields import help_of
 from llama_ssp.settings.commands import COMMANDS
-from llama_ssp.settings.drafters import drafters
+from llama_ssp.settings.drafters import drafters, free_drafts
 from llama_ssp.settings.groups import whole
 from llama_ssp.settings.schema import DERIVED, LAUNCHER, PlanConfig, RunConfig, SlurmConfig
 from llama_ssp.settings.tasks import REQUEST_FILES, task_specs
@@ -130,9 +130,10 @@ def settings_of(schema: type[Any], prefix: str = "") -> Iterator[DescribedSettin
 
 
 def _meaning(entry: dataclasses.Field[Any]) -> str:
-    """The help of a field, with the files of requests that there are."""
+    """The help of a field, with the files of requests and the drafts without a model that there are."""
     kinds = "".join(f", or {kind.purpose}" for kind in REQUEST_FILES.all().values())
-    return help_of(entry).replace("{request_files}", kinds)
+    free = "".join(f", for example {name}" for name in free_drafts()[:1])
+    return help_of(entry).replace("{request_files}", kinds).replace("{free_drafts}", free)
 
 
 def settings_of_plan() -> list[DescribedSetting]:
