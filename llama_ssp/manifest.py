@@ -11,6 +11,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "copies": ("draft=ngram",),
     "calibrate": ("task=calibrate", "command=calibrate"),
     "evaluate": ("task=evaluate",),
+    "python_ranks": ("argument=ranks",),
+    "slurm": ("hydra/launcher=slurm",),
     "serve": ("task=serve", "command=serve", "field=custom_id"),
 }
 """What asks for a room: kind and name, as `unknown_name` is given them; a field is one of a line of prompts."""

@@ -178,21 +178,22 @@ def entry_of(what: str, given: object, *, target: object = None, **formats: obje
 
 
 def in_format(entry: ModelConfig, *, dtype: object, **formats: object) -> ModelConfig:
-    """Change the number format, ours or that of torch, and the formats of weights and cache; None changes nothing.
+    """A model in a number format, ours or that of torch, and formats of weights and cache; None changes nothing.
 
     Raises ConfigError for an unknown one.
     """
+    changes: dict[str, Any] = {}
     if dtype is not None:
         found = dtype if isinstance(dtype, Dtype) else Dtype.find(dtype)
         if found is None:
             raise ConfigError(unknown_name("dtype", str(dtype), Dtype.__members__))
-        entry.dtype = found
+        changes["dtype"] = found
     for key, registry in (("quantization", FORMATS), ("cache_dtype", CACHES)):
         if formats[key] is not None:
             if problem := registry.problem_of(str(formats[key]), key=key):
                 raise ConfigError(problem)
-            setattr(entry, key, str(formats[key]))
-    return entry
+            changes[key] = str(formats[key])
+    return replace(entry, **changes)
 
 
 def drafter_without_model(given: object) -> DrafterConfig | None:

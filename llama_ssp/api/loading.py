@@ -9,14 +9,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llama_ssp.api import arguments
+from llama_ssp.api.elsewhere import ELSEWHERE
 from llama_ssp.api.pair import Pair, check_alike, on_all_ranks
-from llama_ssp.api.started import PairOnRanks
 from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import ConfigError
 from llama_ssp.ranks.gpu import selection_kept
 from llama_ssp.ranks.process import check_docstrings
 from llama_ssp.ranks.world import World, start
-from llama_ssp.registry import load_plugins
+from llama_ssp.registry import imported, load_plugins
 from llama_ssp.run.checkpoints import Loaded, find_sources, with_number_formats
 from llama_ssp.run.decoders import load_models
 from llama_ssp.run.pipeline import choose_placement
@@ -76,7 +76,8 @@ def load(
         check_docstrings()
         num_ranks = arguments.check_types(load, {"ranks": given.pop("ranks")})["ranks"]
         if num_ranks not in {None, 1}:
-            return PairOnRanks(given, num_ranks=num_ranks)
+            pair: Pair = imported(ELSEWHERE.of("ranks").load, setting="ranks")(num_ranks, given)
+            return pair
         load_plugins()
         kind, gpu = _read_device(device)
         choice, tokenizers = _read_tokenizers(tokenizer)
@@ -109,7 +110,7 @@ def _loaded(config: RunConfig, world: World, loaded: tuple[Loaded, Loaded]) -> P
     if world.note and comm.rank == 0:
         warnings.warn(world.note, stacklevel=4)
     if config.placement.auto:
-        choose_placement(config, world, _log.info)
+        config = replace(config, placement=choose_placement(config, world, _log.info))
     sources = find_sources(config, world, loaded=loaded)
     models = load_models(config, world, sources)
     config = with_number_formats(config, sources)

@@ -368,8 +368,7 @@ class Pair:
             raise ConfigError(
                 f"a streamer shows one completion, and {len(requests)} were asked for: leave the streamer out"
             )
-        config.batch_size = min(config.batch_size, len(requests))
-        return config, requests
+        return replace(config, batch_size=min(config.batch_size, len(requests))), requests
 
     def _decode(
         self, config: RunConfig, requests: Sequence[PromptRequest], adapter: StreamerAdapter | None, stop: StopRequest,
@@ -431,7 +430,7 @@ class Pair:
         """The sampling of a call; warns once of what it does not follow in the target's generation_config.json."""
         drawn = SamplingConfig(**{name: read[name] for name in _SAMPLING})
         if read["sampling"] == arguments.FROM_MODEL:
-            drawn.from_model = [name for name in schema.FROM_MODEL if read[name] == _SAMPLING[name]]
+            drawn = replace(drawn, from_model=[name for name in schema.FROM_MODEL if read[name] == _SAMPLING[name]])
         drawn = with_model_sampling(drawn, self.generation)
         vocab_size = self.models.target.vocab_size
         drawn = with_ids(drawn, self.tokenizer, eos_ids=self.models.eos_ids, vocab_size=vocab_size)

@@ -72,7 +72,7 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
         sizes = {name: read[name] for name in ("num_gpus", "num_nodes") if read[name] is not None}
         machine = replace(_machine(hardware), **sizes)
         config = _config(read, machine)
-        resolve(config)
+        config = resolve(config)
         return plan_on(config, machine)
 
 

@@ -195,7 +195,7 @@ def _pack_groups(product: Product, codes_OI: Tensor, words_OG: Tensor) -> Tensor
     codes = (low | high << 4).permute(0, 2, 3, 1, 4).flatten(2)
     if product.codes == E2M1:
         return _with_heads(words_OG, codes)
-    # The zero's share is subtracted from a sum, so a group of zeros yields none only if its scale is none.
+    # The zero's share is subtracted from a sum, so a group of zeros yields zero only if its scale is zero.
     zeros_OG1 = byte_rows.zeros_of(words_OG)[..., None].to(torch.uint8)  # as int32 they would widen the codes
     is_zero_OG = (codes_OI.unflatten(1, (num_groups, -1)) == zeros_OG1).all(2)
     return _with_heads(words_OG.masked_fill(is_zero_OG, 0), codes)
@@ -243,7 +243,7 @@ class NativeLinear(Linear):
         return self._operator(x_MI, self._packed, scales_O, bias_O, residual_MO, self._none, 0.0, False)
 
     def take_in(self, norm: Tensor, least_square: float, *, gates: bool) -> bool:
-        """From now on `fused` does what stands around the product too: the RMS norm before it, the gate after it.
+        """Make `fused` compute the RMS norm before the product, and the gate after it, too.
 
         Args:
             norm: weight (I,) of the norm, in fp32.

@@ -343,6 +343,12 @@ class Taps(Workspace):
             self._kept_MX.index_copy_(0, self.slots(positions_BT, rows_B), taps_BTX.flatten(0, 1))
 
 
+def agreed(comm: Comm, *, is_invariant: bool, packs_prompts: bool) -> tuple[bool, bool]:
+    """What all ranks say of these."""
+    answers = comm.gather_text(f"{is_invariant:d}{packs_prompts:d}")
+    return all(answer[0] == "1" for answer in answers), all(answer[1] == "1" for answer in answers)
+
+
 class CachedRunner:
     """Base class of runners with a `StaticCache`; `parameter` decides their device and dtype.
 
@@ -396,6 +402,15 @@ class CachedRunner:
             self._cache.take(before)
         if self.uses_masks:
             self._masks = Masks(self._windows, capacity=capacity, dtype=self.dtype, device=self.device)
+
+    def agree(self, comm: Comm) -> None:
+        """See `Runner.agree`."""
+        own = {"is_invariant": self.is_invariant, "packs_prompts": self.packs_prompts}
+        self.is_invariant, self.packs_prompts = agreed(comm, **own)
+
+    def forget(self) -> None:
+        """See `Runner.forget`."""
+        self.num_uses += 1
 
     def _allocate_states(self, *, batch_size: int, num_kept: int, saves: bool) -> None:
         make = partial(StateCache, self.layer_states, batch_size=batch_size, dtype=self.dtype)

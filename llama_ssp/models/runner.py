@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from llama_ssp.models.cache import Taps
-from llama_ssp.ranks.comms import Reads
+from llama_ssp.models.cache import Taps, agreed
+from llama_ssp.ranks.comms import Comm, Reads
 
 
 class Pieces(NamedTuple):
@@ -38,7 +38,7 @@ class Pieces(NamedTuple):
 
 
 class TreePlaces(NamedTuple):
-    """Where the tokens of a forward stand that are nodes of trees, one tree in each row.
+    """Slots of the tokens of a forward that are nodes of trees, one tree in each row.
 
     Attributes:
         slots_BT: the slots of the cache that they are written to, side by side; several can have one position.
@@ -53,7 +53,7 @@ class TreePlaces(NamedTuple):
 
     @property
     def seen_slots(self) -> Tensor:
-        """Which of the slots that are read each of them sees, (B, T, U)."""
+        """Whether each token sees each slot of `slots_U`, (B, T, U)."""
         _, num_nodes, num_behind = self.sees_BTA.shape
         behind_BU = self.slots_U - (self.slots_BT[:, -1:] - (num_behind - 1))
         at_BTU = behind_BU.clamp(0, num_behind - 1)[:, None].expand(-1, num_nodes, -1)
@@ -158,6 +158,15 @@ class Runner(Cached, Protocol):
             Logits (B, R, V) in fp32, over the full vocabulary, on every rank of the model; see `allocate`.
         """
 
+    def agree(self, comm: Comm) -> None:
+        """Call this model invariant, and pack prompts, only if all ranks of `comm` can: their messages need one shape.
+
+        All ranks must call this together, also those without a part of the model.
+        """
+
+    def forget(self) -> None:
+        """Count a use: nobody knows any more what the rows hold."""
+
     def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
         """Copy what the cache holds in some slots of each row to others."""
 
@@ -255,8 +264,16 @@ class NullRunner:
     is_recurrent: bool = False
     experts_read_3: Tensor | None = None
 
+    def agree(self, comm: Comm) -> None:
+        """See `Runner`."""
+        self.is_invariant, self.packs_prompts = agreed(comm, is_invariant=True, packs_prompts=True)
+
     def allocate(self, **_how: object) -> None:
         """Count the use."""
+        self.num_uses += 1
+
+    def forget(self) -> None:
+        """See `Runner`."""
         self.num_uses += 1
 
     def forward(

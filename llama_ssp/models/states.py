@@ -141,7 +141,7 @@ class StateView:
         rows_B1 = self._rows_B[:, None] * num_inputs
         before_BW = first_B1 + torch.arange(-num_before, 0, device=first_B1.device)
         read_M = (rows_B1 + before_BW.remainder(num_inputs)).flatten()
-        # Perhaps some of those before: they are written again.
+        # May include inputs before the first token, which are rewritten.
         last_BI = (self._taken_rows - num_last + self._offsets[:num_last]).clamp_min(-num_before)
         written_M = (rows_B1 + (first_B1 + last_BI).remainder(num_inputs)).flatten()
         return (before_BW < 0)[..., None], read_M, (last_BI + num_before)[..., None], written_M

@@ -258,7 +258,7 @@ _SAME_STYLES = {"rowwise_split_input": "rowwise", "mla_kv_a_proj": "replicated",
 
 
 def _style(model: PreTrainedModel, plan: dict[str, str], name: str) -> str:
-    """The style of a module; a recurrent layer is cut as one, and attention can have the name of one."""
+    """The style of a module; `replicated` inside recurrent layers, which are cut whole, and for attention named so."""
     parent, style = name.rpartition(".")[0], plan.get(_LAYER.sub(".*", name), "replicated")
     if plan.get(_LAYER.sub(".*", parent)) == RECURRENT and shared_heads(model.get_submodule(parent)):
         return "replicated"
@@ -356,7 +356,7 @@ _CUT_AS_ONE = {EXPERTS: _cut_experts, RECURRENT: _cut_recurrent}
 
 
 def _keep_own(shard: RankShard, experts: Any, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401
-    """Leave what other ranks compute to them; the library's modules multiply their first expert by 0 instead."""
+    """Drop the experts of other ranks; the library's modules multiply their first expert by 0 instead."""
     x_ME, chosen_MK, weights_MK = args
     is_own_MK = chosen_MK % shard.num_ranks == shard.rank
     elsewhere = experts.num_experts if isinstance(experts, OwnExperts) else 0

@@ -130,7 +130,7 @@ class PlannedModel:
 
     @cached_property
     def layout(self) -> PackedLayout | None:
-        """That of files that are kept as they are; None for others."""
+        """The packed layout of files that are kept as they are; None for others."""
         layout = self.stored_format.layout if self.stored_format else None
         return layout if layout and layout.storage == self.quantization else None
 
@@ -158,15 +158,18 @@ class PlannedModel:
         return Dtype.fp16 if is_kept and self.stored.is_short else self.dtype
 
 
-def resolve_shapes(config: PlanConfig) -> None:
+def resolved(config: PlanConfig) -> PlanConfig:
     """Fill in the shape and the stored number format of models that have only a folder, of any family.
 
     Raises as `planned_model`.
     """
-    for model in (config.model, config.draft.model):
-        if model:
-            resolved = planned_model(model, device="cpu")
-            model.shape, model.stored_dtype = resolved.shape, resolved.stored
+
+    def filled(model: ModelConfig) -> ModelConfig:
+        found = planned_model(model, device="cpu")
+        return replace(model, shape=found.shape, stored_dtype=found.stored)
+
+    draft = replace(config.draft, model=config.draft.model and filled(config.draft.model))
+    return replace(config, model=filled(config.model), draft=draft)
 
 
 def number_format(model: ModelConfig, *, device: str) -> Dtype:

@@ -47,10 +47,10 @@ Ends: TypeAlias = tuple[float, float]
 """The smaller and the larger end, of seconds or of factors of them."""
 
 NEAR, PACKED, MANY, SHORT, OTHER = (0.87, 1.25), (0.90, 1.27), (0.80, 1.75), (0.90, 2.30), (0.76, 1.56)
-"""Published over forecast time of a token: of 16 bits up to 64 rows, of 8 and 4 bits up to 32, of more rows, of steps
-below 2.5 ms, whose time an engine's host decides, and of GPUs without published rows: the squares of the first."""
+"""Published over forecast time per token, least and most: in 16 bits up to 64 rows; in 8 and 4 bits up to 32 rows; at
+more rows; at steps below 2.5 ms, whose time an engine's host decides; on GPUs without published rows (NEAR squared)."""
 FAR, FIRST, GAINS = (0.70, 2.24), (0.85, 1.75), (0.70, 1.05)
-"""Of what has no published row, of first tokens, and of the gains of drafts."""
+"""The same where nothing is published, for first tokens, and for the gains of drafts."""
 MOST_NEAR, MOST_PACKED, LEAST_STEP_S = 64, 32, 0.0025
 PUBLISHED_GPUS = ("A100", "H100", "H200", "B200", "MI250", "RTX 4090")
 PUBLISHED_FORMATS = (NO_QUANTIZATION, "int8_weight_only", "int4_weight_only")

@@ -89,10 +89,10 @@ def to_message(error: SspError) -> str:
     return f"{type(error).__name__}\n{error}"
 
 
-def from_message(text: str) -> SspError:
+def from_message(text: str, *, speaks: bool | None = None) -> SspError:
     """The error of a text by `to_message`."""
     kind, _, message = text.partition("\n")
-    return _ERRORS[kind](message)
+    return _ERRORS[kind](message, speaks=speaks)
 
 
 _KEY = "llama_ssp/heartbeat"
@@ -224,11 +224,17 @@ class ControlChannel:
         if self._store:
             Thread(target=self._in_time, args=(forward,), daemon=True).start()
 
-    def be_alert(self) -> None:
+    def wait_only_for(self, peers: Collection[int]) -> None:
+        """Enter the ranks that this rank's GPU may wait for from now on."""
+        self.peers = peers
+
+    def be_alert(self, *, is_busy: Callable[[], bool] = lambda: False) -> None:
         """Start the heartbeat, which detects a killed rank without a collective; all ranks call this, in any order.
 
         When a rank is killed, this rank receives a SIGTERM, so that it ends its round, and `has_failed` becomes true.
+        `is_busy` tells other ranks whether this one is at work.
         """
+        self.is_busy = is_busy
         if self._store and self._heartbeat is None:
             host, own = meeting_host(os.environ), _connected(self._store)
             self._heartbeat = Heartbeat(own, host=host, rank=self.rank, alarm=self._raise_alarm)
@@ -388,6 +394,10 @@ class Phase:
     limit: str
     remedy: str = "run the same command with the same run_dir to resume"
 
+    def go_on(self, doing: str, *, limit: str) -> None:
+        """Enter that the run does something else now."""
+        self.doing, self.limit = doing, limit
+
 
 @contextmanager
 def unify_failure(watch: ControlChannel, phase: Phase) -> Iterator[None]:
@@ -426,9 +436,8 @@ def _ending_of(error: _E, watch: ControlChannel, phase: Phase) -> SspError | _E:
             mine = LostRankError(f"rank {watch.rank} failed while {phase.doing}: {type(error).__name__}: {reason}")
         words = watch.agree_on(to_message(mine), without=missing)
         is_unforeseen &= words == to_message(mine)
-    ending = from_message(words)
-    ending.speaks = watch.is_error_reporter(without=missing)
-    return error if is_unforeseen else ending
+    speaks = watch.is_error_reporter(without=missing)
+    return error if is_unforeseen else from_message(words, speaks=speaks)
 
 
 def _loss(error: BaseException, missing: tuple[int, ...], phase: Phase, watch: ControlChannel) -> SspError | None:

@@ -86,10 +86,16 @@ class DeviceWait:
         passed_s: when this rank last got past a wait, on the monotonic clock.
     """
 
-    def __init__(self, has_failed: Callable[[], bool], *, has_busy_peer: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        has_failed: Callable[[], bool],
+        *,
+        has_busy_peer: Callable[[], bool] = lambda: False,
+        timeout_s: float = 60.0,
+    ) -> None:
         self._has_failed = has_failed
         self._has_busy_peer = has_busy_peer
-        self.timeout_s = 60.0
+        self.timeout_s = timeout_s
         self.is_waiting = False
         self.passed_s = time.monotonic()
 

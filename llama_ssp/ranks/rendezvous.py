@@ -59,9 +59,8 @@ def _opened(ranks: Ranks, *, timeout_s: float) -> Store:
         reason = f"{host}:{port} does not answer within timeouts.load_s={timeout_s:g}"
         if isinstance(error, OSError):
             reason = f"{host}:{port}: {(error.strerror or str(error)).lower()}"
-        lost = LostRankError(f"rank {ranks.rank} cannot reach the others, {reason}; another MASTER_PORT may be free")
-        lost.speaks = _may_speak_first(ranks)
-        raise lost from error
+        sentence = f"rank {ranks.rank} cannot reach the others, {reason}; another MASTER_PORT may be free"
+        raise LostRankError(sentence, speaks=_may_speak_first(ranks)) from error
 
 
 def _may_speak_first(ranks: Ranks) -> bool:
@@ -201,9 +200,7 @@ def wait_for_all(store: Store, keys: Sequence[str], *, ranks: Ranks, timeout_s: 
                 continue
             came, late = _came(store, keys)
             cause = f"within timeouts.load_s={timeout_s:g}" if is_there else "before the store of the ranks had ended"
-            lost = LostRankError(f"{late} did not connect {cause}")
-            lost.speaks = ranks.rank == came[0]
-            raise lost from error
+            raise LostRankError(f"{late} did not connect {cause}", speaks=ranks.rank == came[0]) from error
         return
 
 

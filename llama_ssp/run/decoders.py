@@ -1,7 +1,7 @@
 """From checked sources to the models on this rank, and from models and settings to a decoder."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import NullRunner, Runner
 from llama_ssp.models.weights import Loading
 from llama_ssp.planning.spec import draws_over_shards
-from llama_ssp.ranks.comms import Comm, Mesh, build_mesh
+from llama_ssp.ranks.comms import Mesh, build_mesh
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World, has_own_threads, on_all_cores
 from llama_ssp.registry import imported
@@ -34,11 +34,13 @@ from llama_ssp.speculate.drafters.shared import AheadDrafter, BatchSplit
 from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
 from llama_ssp.speculate.engine.completion import StopRequest
 from llama_ssp.speculate.engine.executors import make_executor
+from llama_ssp.speculate.engine.held import Reuse
 from llama_ssp.speculate.engine.loop import Decoder, RunSettings
 from llama_ssp.speculate.engine.overlap import OverlappedRound
 from llama_ssp.speculate.engine.round import Round
 from llama_ssp.speculate.engine.text import StopStrings
 from llama_ssp.speculate.engine.verifier import Verifier
+from llama_ssp.speculate.sampling.by_row import RowSteps
 from llama_ssp.speculate.sampling.rules import ForcedLengths, make_rule
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.trees import verify_tree
@@ -59,6 +61,7 @@ class Models:
         context: most tokens of prompt and completion together.
         sources: the target's, and the draft's if there is one.
         tokenizers: both, if the draft has its own.
+        reuse: what both can take from earlier texts.
         prepared: what the drafter reads besides the models, as its record says.
     """
 
@@ -66,6 +69,7 @@ class Models:
     draft: Runner | None
     drafts: bool
     mesh: Mesh
+    reuse: Reuse
     tokenizer: PreTrainedTokenizerBase
     eos_ids: tuple[int, ...]
     context: int
@@ -150,15 +154,14 @@ def load_models(
             draft = loaded(
                 "draft", draft_source, load_model, comm=mesh.draft, whole=DRAFT_WHOLE, target=target if shares else None
             )
-    agree_on_bits([target, draft], mesh.replica)
-    if world.device.type == "cuda":
-        agree_on_packing(target, mesh.replica)
-        if draft and mesh.draft:
-            agree_on_packing(draft, mesh.draft)
+    target.agree(mesh.replica)
+    if draft and mesh.draft:
+        draft.agree(mesh.draft)
+    reuse = Reuse.of([target, draft], mesh.replica)
     mesh.set_timeout(config.timeouts.decode_s)
-    world.watch.peers = mesh.replica_ranks
+    world.watch.wait_only_for(mesh.replica_ranks)
     return Models(
-        target=target, draft=draft, drafts=drafts(config.draft), mesh=mesh,
+        target=target, draft=draft, drafts=drafts(config.draft), mesh=mesh, reuse=reuse,
         tokenizer=target_source.tokenizer, eos_ids=target_source.eos_ids,
         context=context, prepared=prepared,
         sources=tuple(source for source in sources if source),
@@ -178,7 +181,7 @@ def update_models(
     """
     mesh, target, draft = models.mesh, models.target, models.draft
     target_source, draft_source = sources
-    target.num_uses += 1
+    target.forget()
     mesh.set_timeout(config.timeouts.load_s)
     with raise_on_all_ranks(world.comm):
         if target_source and mesh.target:
@@ -187,11 +190,14 @@ def update_models(
             shared = target if mesh.layout.draft_ranks == mesh.layout.target_ranks else None
             how = {"comm": mesh.draft, "device": world.device, "whole": DRAFT_WHOLE, "target": shared}
             draft = _updated(draft, draft_source, **how)
-    agree_on_bits([target, draft], mesh.replica)
+    target.agree(mesh.replica)
+    if draft and mesh.draft:
+        draft.agree(mesh.draft)
+    reuse = Reuse.of([target, draft], mesh.replica)
     is_kept = target is models.target and draft is models.draft
     all_keep = all(world.comm.gather_text("kept" if is_kept else ""))
     mesh.set_timeout(config.timeouts.decode_s)
-    return replace(models, target=target, draft=draft), all_keep
+    return replace(models, target=target, draft=draft, reuse=reuse), all_keep
 
 
 def _updated(runner: Any, source: Source, **how: Any) -> Runner:  # noqa: ANN401 - with a dtype; fields of `Loading`
@@ -205,27 +211,6 @@ def _make_mesh(config: RunConfig, layout: Layout, world: World) -> Mesh:
     with on_all_cores(world.cores):
         mesh = build_mesh(layout, world.comm, num_replicas=config.placement.num_replicas)
     return with_peer_sums(mesh) if config.own_sums and world.device.type == "cuda" else mesh
-
-
-def agree_on_bits(models: Sequence[Runner | None], comm: Comm) -> None:
-    """Call models invariant only if all parts of all of them are, on every rank: ranks must reuse the same prompts.
-
-    So they do if none keeps states. All ranks of `comm` must call this together, also those without a part of a model.
-    """
-    runners = [runner for runner in models if runner]
-    are_invariant = all(comm.gather_text("invariant" if all(runner.is_invariant for runner in runners) else ""))
-    keep_states = any(comm.gather_text("states" if any(runner.is_recurrent for runner in runners) else ""))
-    for runner in runners:
-        runner.is_invariant, runner.is_recurrent = are_invariant, keep_states
-
-
-def agree_on_packing(runner: Runner, comm: Comm) -> None:
-    """Pack prompts only if all ranks of a model can, since their messages need one shape.
-
-    All ranks of `comm` must call this together, also those without a part of the model.
-    """
-    can_pack = isinstance(runner, NullRunner) or runner.packs_prompts
-    runner.packs_prompts = all(comm.gather_text("packed" if can_pack else ""))
 
 
 def _shards(models: Models, config: RunConfig) -> tuple[Shard, Shard]:
@@ -266,14 +251,17 @@ def build_decoder(
     taps, tree = (models.make_taps(), tree_of(config, device)) if speculative else (None, None)
     of_trees = partial(verify_tree, tree) if tree else None
     of_target, of_draft = _shards(models, config) if is_cut else (WHOLE, WHOLE)
-    rule = make_rule(config.sampling, config.verification, is_cut=is_cut, of_trees=of_trees, shard=of_target)
+    steps = RowSteps() if config.sampling.by_row else None
+    rule = make_rule(
+        config.sampling, config.verification, is_cut=is_cut, of_trees=of_trees, shard=of_target, steps=steps
+    )
     drafters, limit = [], None
     if speculative:
         if models.draft_context:
             limit = DraftLimit(models.draft_context, depth=tree.depth if tree else None)
         drafters = make_drafters(
             config, mesh=mesh, target=models.target, runner=models.draft, split=split,
-            tokenizers=models.tokenizers, taps=taps, prepared=models.prepared, shard=of_draft,
+            tokenizers=models.tokenizers, taps=taps, prepared=models.prepared, shard=of_draft, steps=steps,
         )  # fmt: skip
     if lengths := config.speculation.forced_lengths if speculative else []:
         _log.info("not lossless: speculation.forced_lengths=%s says what rounds accept", lengths)
@@ -294,7 +282,8 @@ def build_decoder(
         executor=make_executor(round_, cuda_graphs=captures),
         batch_size=config.batch_size,
         eos_ids=() if config.ignore_eos else models.eos_ids,
-        threads=ThreadChoice.up_to(torch.get_num_threads()) if is_free and models.target.is_invariant else None,
+        reuse=models.reuse,
+        threads=ThreadChoice.up_to(torch.get_num_threads()) if is_free and models.reuse.are_invariant else None,
     )
 
 

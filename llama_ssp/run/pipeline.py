@@ -105,7 +105,7 @@ def _load(
 ) -> tuple[Session, list[PromptRequest] | None]:
     """Read the prompts, forecast the run and load its models; requests are None if prompts are typed one by one."""
     if config.placement.auto:
-        choose_placement(config, world, terminal.say)
+        config = replace(config, placement=choose_placement(config, world, terminal.say))
     sources = find_sources(config, world)
     config, generation = with_number_formats(config, sources), sources[0].generation
     with raise_on_all_ranks(world.comm):
@@ -137,7 +137,7 @@ def _load(
         said = outgrown(config.draft.model.name, models.draft_context, config.speculation.most_steps, longest=longest)
         if said:
             terminal.say(said)
-    phase.doing, phase.limit = "decoding", f"timeouts.decode_s={config.timeouts.decode_s:g}"
+    phase.go_on("decoding", limit=f"timeouts.decode_s={config.timeouts.decode_s:g}")
     num_prompts = None if requests is None else len({request.index for request in requests})
     session = Session(
         config, world=world, models=models, terminal=terminal, folder=folder, finished=finished,
@@ -162,7 +162,7 @@ def _checked(config: RunConfig, sources: tuple[Source, Source | None], folder: R
     return config
 
 
-def choose_placement(config: RunConfig, world: World, say: Callable[[str], None]) -> None:
+def choose_placement(config: RunConfig, world: World, say: Callable[[str], None]) -> PlacementConfig:
     """Let rank 0 choose for all ranks: nodes may differ in what they know of the machine."""
 
     def choose() -> list[object]:
@@ -171,7 +171,7 @@ def choose_placement(config: RunConfig, world: World, say: Callable[[str], None]
         return [spec.target_ranks, spec.draft_ranks, spec.draft_kind.name]
 
     target_ranks, draft_ranks, kind = from_rank_0(world.comm, choose)
-    config.placement = PlacementConfig(
+    return PlacementConfig(
         target=TargetPlacement(ranks=target_ranks),
         draft=DraftPlacement(kind=DraftLayout[kind], ranks=draft_ranks or None),
         num_replicas=config.placement.num_replicas,

@@ -100,6 +100,10 @@ class Session:
         """Speculative with a draft, else plain."""
         return SPECULATIVE if self.models.drafts else PLAIN
 
+    def judge(self, evaluation: Evaluation | None, *, has_gate: bool) -> None:
+        """Enter the verdict on the run, which rank 0 knows, and whether a bad one ends the run with an error."""
+        self.evaluation, self.has_gate = evaluation, has_gate
+
     def heading(self, name: str, *, prompt: int, sample: int) -> None:
         """Begin a completion on the terminal; prompts and samples count from 0."""
         self.terminal.heading(
@@ -118,9 +122,9 @@ class Session:
     def warm_up(self, requests: Sequence[PromptRequest], modes: Sequence[str], *, num_requests: int = 0) -> None:
         """Make caches for all requests and modes; keep tracing, capture and first uses out of the times that follow.
 
-        A mode that is not warm yet completes `num_requests` requests by a few tokens, or without any the beginning of
-        the first prompt by one; nothing of them is shown or recorded. Where a graph can read that prompt, the second
-        time captures it.
+        A mode that is not warm yet adds a few tokens to each of `num_requests` requests; with 0, one token to the
+        beginning of the first prompt. Nothing is shown or recorded. If a graph can read that prompt, the second time
+        captures it.
         """
         # All caches come first: one that grows for a later mode would drop what an earlier one has captured.
         decoders = {mode: self.ready_decoder(mode, requests) for mode in modes}

@@ -1,4 +1,4 @@
-"""The records of commands of the program: `llama-ssp NAME`. Imports nothing slow."""
+"""The records of commands of the program, `llama-ssp NAME`, and of topics of `--help`. Imports nothing slow."""
 
 from dataclasses import dataclass
 
@@ -47,3 +47,21 @@ REPORT = Command(
     name="report", usage="FOLDER... [--output=DIR]", purpose="a page of figures and tables of finished runs", order=4,
     run="llama_ssp.run.commands.report:main",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topic:
+    """A topic of `llama-ssp run --help` beside those of help.txt.
+
+    Attributes:
+        name: the word that asks for it, which its text has in capitals.
+        after: the topic of help.txt after which it stands.
+        text: as in help.txt.
+    """
+
+    name: str
+    after: str
+    text: str
+
+
+TOPICS: Registry[Topic] = Registry(setting="topic", kind=Topic)

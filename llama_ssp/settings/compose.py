@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
 from copy import deepcopy
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from itertools import product
 from typing import Any, cast, get_args, get_type_hints
@@ -41,7 +41,8 @@ from llama_ssp.foreign import FOREIGN
 from llama_ssp.machines import hardware
 from llama_ssp.settings import schema
 from llama_ssp.settings.drafters import MTP_DRAFTS, ModelDraftConfig, drafter_of, drafters, problem_of
-from llama_ssp.settings.schema import DERIVED, MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig, SlurmConfig
+from llama_ssp.settings.launchers import LAUNCHERS
+from llama_ssp.settings.schema import DERIVED, MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import task_of, task_specs
 
 _STOPS = "stop_strings"
@@ -61,7 +62,7 @@ class Composed:
     settings: tuple[str, ...]  # the words that set them, with full keys.
     explicit: frozenset[str]  # the dotted keys and groups that they set.
     config: DictConfig  # as Hydra composed it.
-    launcher: SlurmConfig | None = None  # settings of `hydra/launcher=slurm`; None without it.
+    launcher: object = None  # settings of `hydra/launcher`; None if no word is for Hydra.
 
     def to_yaml(self, *, resolve: bool = False) -> str:
         """The composed settings, with ${...} filled in if `resolve`."""
@@ -189,10 +190,7 @@ def _composed(config: DictConfig, words: Sequence[_Word], chosen: Sequence[str],
         with read_write(config), open_dict(config):
             launcher = OmegaConf.to_object(config.hydra.launcher)
             del config["hydra"]
-    return Composed(
-        settings=tuple(settings), explicit=frozenset(explicit), config=config,
-        launcher=launcher if isinstance(launcher, SlurmConfig) else None,
-    )  # fmt: skip
+    return Composed(settings=tuple(settings), explicit=frozenset(explicit), config=config, launcher=launcher)
 
 
 def keys_of(config: DictConfig) -> set[str]:
@@ -280,10 +278,10 @@ def to_run_config(composed: Composed) -> RunConfig:
             raise ConfigError(f"{error.full_key}=??? stands for a value that is still missing: give one") from None
     _check_groups(run)
     # A shell makes line ends and tabs hard to write.
-    run.stop_strings = [_ESCAPES.sub(lambda escape: _ESCAPED[escape[1]], text) for text in run.stop_strings]
-    run.sampling.from_model = [name for name in run.sampling.from_model if f"sampling.{name}" not in explicit]
-    task_of(run).fill_in(run, explicit)
-    return run
+    stop_strings = [_ESCAPES.sub(lambda escape: _ESCAPED[escape[1]], text) for text in run.stop_strings]
+    from_model = [name for name in run.sampling.from_model if f"sampling.{name}" not in explicit]
+    run = replace(run, stop_strings=stop_strings, sampling=replace(run.sampling, from_model=from_model))
+    return task_of(run).fill_in(run, explicit)
 
 
 def _check_groups(part: object, prefix: str = "") -> None:
@@ -315,7 +313,8 @@ def _default_draft(config: DictConfig, explicit: frozenset[str]) -> DictConfig:
 def register(root: str = "config") -> None:
     """Register with Hydra what a file in `conf` and the options refer to; repeated calls are harmless."""
     schemas: dict[str, Any] = {"plan": PlanConfig} if root == "plan" else {"run": RunConfig}
-    schemas |= {"slurm": SlurmConfig, **{name: task.config for name, task in task_specs().items()}}
+    schemas |= {name: launcher.config for name, launcher in LAUNCHERS.all().items()}
+    schemas |= {name: task.config for name, task in task_specs().items()}
     schemas |= {f"draft_{name}": draft.config for name, draft in drafters().items()}
     for name, node in schemas.items():
         ConfigStore.instance().store(group="schema", name=name, node=node)

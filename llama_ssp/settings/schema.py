@@ -3,7 +3,6 @@
 `settings.compose` makes them, and `settings.checks` checks them. Enum members are written as on the command line.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -20,8 +19,6 @@ DERIVED = ("task.name", "model.name", "model.shape", "draft.kind", "draft.model.
 """Settings that follow from the choice of an option: task=, model= and draft= set them."""
 AGREEMENT, HEAD_AGREEMENT = 0.8, 0.768
 """The default of `synthetic.agreement`, and the most that a draft head can have, its default."""
-LAUNCHER = "hydra.launcher"
-"""Where Hydra keeps a `SlurmConfig`."""
 FROM_MODEL = frozenset({"temperature", "top_k", "top_p", "min_p", "repetition_penalty"})
 """Settings of `sampling` that a model's generation_config.json can have."""
 ADAPTIVE = "auto"
@@ -137,19 +134,6 @@ MOST_BIASES = 300
 
 
 @dataclass(kw_only=True)
-class RowSteps:
-    """What the rows of a batch need now, if each has settings of its own (`speculate.sampling.by_row`)."""
-
-    truncates: bool = False
-    penalizes: bool = False
-
-    def follow(self, samplings: Sequence["SamplingConfig"]) -> None:
-        """Do what these settings of rows need."""
-        self.truncates = any(sampling.truncates for sampling in samplings)
-        self.penalizes = any(sampling.penalizes for sampling in samplings)
-
-
-@dataclass(kw_only=True)
 class SamplingConfig:
     """Sampling from the logits of target and draft."""
 
@@ -175,7 +159,7 @@ class SamplingConfig:
     bad_ids: tuple[tuple[int, ...], ...] = field(default=(), metadata={"omegaconf_ignore": True})
     eos_ids: tuple[int, ...] = field(default=(), metadata={"omegaconf_ignore": True})
     # of batches whose rows have settings of their own, in place of these; no setting.
-    by_row: RowSteps | None = field(default=None, metadata={"omegaconf_ignore": True})
+    by_row: bool = field(default=False, metadata={"omegaconf_ignore": True})
     from_model: list[str] = made(
         list,
         "of these settings, those that take the values of the model's generation_config.json, unless you give them.",
@@ -445,31 +429,3 @@ class PlanConfig(RunConfig):
     search: bool = setting(
         False, "true ranks precisions, drafts, layouts and K of the model here, then of smaller ones."
     )
-
-
-@dataclass(kw_only=True)
-class SlurmConfig:
-    """Resources of every job of a sweep with `hydra/launcher=slurm`, in conf/hydra/launcher/slurm.yaml."""
-
-    nodes: int = setting(1, "nodes of one job.")
-    ranks_per_node: int | None = setting(None, "processes per node; null takes the GPUs of a node of hardware=.")
-    partition: str | None = setting(None, "as sbatch takes it; null takes the cluster's default.")
-    account: str | None = setting(None, "as sbatch takes it; null takes the cluster's default.")
-    time: str | None = setting(
-        None, "time limit, 30 (minutes), 4:00:00 or 1-12:00; near it a run stops and its job requeues itself."
-    )
-    memory: str | None = setting(None, "memory per node, such as 64G.")
-    gres: str | None = setting(
-        None, "generic resources, such as gpu:a100:8; null asks for gpu:RANKS_PER_NODE on GPUs and for nothing on CPUs."
-    )
-    constraint: str | None = setting(None, "features of the nodes, as sbatch takes them; null takes any.")
-    cpus_per_rank: int | None = setting(None, "cores per rank.")
-    max_running: int | None = setting(None, "jobs that may run at the same time; null sets no limit.")
-    container: list[str] = made(list, "words in front of python, such as [apptainer,exec,--nv,image.sif].")
-    python: str | None = setting(
-        None, "interpreter on the nodes; null takes the submitting one, in a container `python`."
-    )
-    stage_to: str | None = setting(
-        None, "folder on every node's own disk, such as /scratch/me; the job copies the weights there first."
-    )
-    sbatch: list[str] = made(list, 'further arguments, each `--name=value` or `--name`, such as ["--mail-type=END"].')

@@ -11,8 +11,8 @@
 
 An int4 weight is scale * (code - zero): codes are 0 to 15, zeros 0 to 16. Scales from 16-bit files are exact, since
 they have none of these bits. Inputs of scattered groups are sorted by them; a part of these inputs has parts of all
-groups: groups of 32 with GAP for inputs that there are none of. A weight in mxfp4 or nvfp4 is the number of its code in
-E2M1, times its scale, times its factor, in fp32.
+groups: groups of 32, padded with GAP. A weight in mxfp4 or nvfp4 is the number of its code in E2M1, times its scale,
+times its factor, in fp32.
 
 Shapes: O outputs, I inputs, of a group or of all, G groups, S scales, B bytes of a group's weights, W = B + 4.
 

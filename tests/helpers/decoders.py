@@ -20,6 +20,7 @@ from llama_ssp.speculate.drafters.shared import BroadcastDrafter
 from llama_ssp.speculate.engine.adaptive import FixedLength
 from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
 from llama_ssp.speculate.engine.executors import GraphExecutor, Recorder, TracedExecutor
+from llama_ssp.speculate.engine.held import Reuse
 from llama_ssp.speculate.engine.loop import Decoder, RunSettings
 from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round
 from llama_ssp.speculate.engine.state import BatchState, Request
@@ -75,6 +76,7 @@ def make_decoder(  # noqa: PLR0913
     round_ = Round(target, *drafters, verifier=verifier, taps=taps, tree=tree, limit=limit)
     return Decoder(
         round_, executor=executor_of(round_, replay), batch_size=batch_size, eos_ids=eos_ids,
+        reuse=Reuse.of([target, draft], Comm.single()),
         settings=RunSettings(seed=7, stop_request=stop_request or StopRequest()),
     )  # fmt: skip
 

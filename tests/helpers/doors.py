@@ -11,7 +11,7 @@ from llama_ssp.architectures.reading import read_config
 from llama_ssp.settings import drafters
 from llama_ssp.settings.combinations import CLASHES
 from llama_ssp.settings.compose import compose, to_run_config
-from llama_ssp.settings.schema import RowSteps, RunConfig
+from llama_ssp.settings.schema import RunConfig
 from tests.helpers import one_pass_heads
 from tests.helpers.models import build_checkpoint
 from tests.helpers.mtp_layers import save_with_mtp
@@ -73,7 +73,7 @@ def config_of(words: list[str], abilities: Collection[str] = ()) -> RunConfig:
     for model in filter(None, (config.model, config.draft.model)):
         model.shape = read_config(Path(model.path))[0] if model.path else model.shape
     if "requests by row" in abilities:
-        config.sampling.by_row = RowSteps()
+        config.sampling.by_row = True
     return config
 
 

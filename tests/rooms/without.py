@@ -76,10 +76,13 @@ def names_none(folder: Path, rooms: Sequence[str]) -> None:
     for room in rooms:
         for asked in manifest.ROOMS[room]:
             kind, _, name = asked.partition("=")
-            words = [name] if kind == "command" else ["run", asked]
+            words = [name] if kind == "command" else ["run", *(["-m"] if kind == "hydra/launcher" else []), asked]
             if kind == "field":
                 (folder / "field.jsonl").write_text(json.dumps({name: "1"}))
                 words = ["run", "task=generate", "prompts=field.jsonl"]
+            if kind == "argument":
+                (folder / "argument.py").write_text(f"from llama_ssp import load\nload('tiny', {name}=2)\n")
+                words = ["run", "ranks=1", "--script", "argument.py"]
             if (asked if kind != "command" else f"llama-ssp {name}") in shown:
                 sys.exit(f"help names {asked}")
             ended = subprocess.run(

@@ -249,7 +249,7 @@ def _recurred(mixer: Any, steps: Steps, states: StateView) -> Tensor:  # noqa: A
 
 
 def _by_heads(x_BTC: Tensor, width: int, num_heads: int) -> Tensor:
-    """The parts of all heads (B, H, T, width) in fp32; several heads may have one of them."""
+    """The parts of all heads (B, H, T, width) in fp32; heads may share a part."""
     x_BGTN: Tensor = x_BTC.unflatten(-1, (-1, width)).transpose(1, 2).float()
     return x_BGTN.repeat_interleave(num_heads // x_BGTN.shape[1], dim=1)
 

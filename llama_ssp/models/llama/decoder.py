@@ -183,9 +183,9 @@ class LeanRunner(CachedRunner):
         return self._scored(stream, ids_BT.shape[0], score_positions_BR)[1]
 
     def _at_once(self, num_tokens: int, tapped: Collection[int] = ()) -> Iterator[tuple[Layer, int | None, int]]:
-        """The layers that take so many tokens, each with its window and the number up to which others follow at once.
+        """Yield runs of layers that one call computes: the first layer, its window and the number where the run stops.
 
-        Inputs of the layers `tapped` are wanted.
+        A run stops before a layer of `tapped`, whose inputs are wanted.
         """
         stop = 0
         for layer, window in zip(self._layers, self._windows, strict=True):
@@ -231,9 +231,9 @@ class LeanRunner(CachedRunner):
         tree: TreePlaces | None = None,
         seen_BT: Tensor | None = None,
     ) -> dict[int | None, LayerAttention]:
-        """How one forward writes to the cache and attends, by window; without an operator nodes of trees by masks.
+        """Make calls, by window, that write to the cache and attend in one forward; trees without operator use masks.
 
-        `seen_BT` are the last positions that tokens see, None for their own, which that of a row's first token is.
+        `seen_BT` are the last positions that tokens see, by default their own; for a row's first token always its own.
         """
         assert self._cache is not None, "allocate comes first"
         if self._compiled:
@@ -272,7 +272,7 @@ class LeanRunner(CachedRunner):
         self, operator: Attention, positions_BT: Tensor, tree: TreePlaces | None, view: CacheView,
         seen_BT: Tensor | None,
     ) -> dict[int | None, LayerAttention]:  # fmt: skip
-        """How one forward attends by the compiled operator, by window."""
+        """Make calls, by window, that attend by the compiled operator in one forward."""
         positions_BT = positions_BT.contiguous()
         slots_BT = tree.slots_BT.contiguous() if tree else positions_BT
         where = self._rotations.freqs_cis_S1P, positions_BT, slots_BT if seen_BT is None else seen_BT

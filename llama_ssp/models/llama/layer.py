@@ -200,7 +200,7 @@ class Layer:
     def forward(self, stream: Stream, attend: LayerAttention, stop: int, wanted_BR: Tensor | None = None) -> Stream:
         """Add attention, by `attend` for the window of this layer, then the MLP, to the stream, or to wanted positions.
 
-        The others are not in the result. All layers up to `stop` follow, which is not behind `stop_of`.
+        Returns only wanted positions. One call computes all layers up to `stop`, at most `stop_of`.
         """
         x_ME, _ = stream
         if self.whole and x_ME.shape[0] <= WHOLE_LAYER_TOKENS and isinstance(attend, CompiledAttention):

@@ -32,7 +32,7 @@ from llama_ssp.models.weights import Loading, Weights
 
 
 class _Markov:
-    """The logits (B, M, O) of what follows a token, by its embedding, in some by hidden states and a state as well."""
+    """Logits (B, M, O) of the next token, from the embedding of one; some heads add hidden states, some a state."""
 
     def __init__(self, weights: Weights, outputs: slice) -> None:
         names = [name for name in weights.names(f"model.{MARKOV}.") if name.endswith("_proj.weight")]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
-from llama_ssp.fields import made, setting
+from llama_ssp.fields import made, setting, with_value
 from llama_ssp.registry import Registry
 from llama_ssp.settings.schema import RunConfig, TaskConfig
 from llama_ssp.settings.tasks import NoEffect, TaskSpec, default_of, default_prompts
@@ -88,14 +88,15 @@ def task_and_suite(config: RunConfig) -> tuple[EvaluateConfig, Suite]:
     return task, SUITES.of(task.suite)
 
 
-def _fill_in(config: RunConfig, explicit: frozenset[str]) -> None:
+def _fill_in(config: RunConfig, explicit: frozenset[str]) -> RunConfig:
     """Set each default of the suite unless its key or group is in `explicit`, or a bundle has set another value."""
     suite = SUITES.find(cast("EvaluateConfig", config.task).suite)
     for key, value in suite.defaults.items() if suite else ():
         group, _, name = key.rpartition(".")
         part: Any = attrgetter(group)(config) if group else config
         if not {key, group} & explicit and getattr(part, name) == default_of(part, name):
-            setattr(part, name, value)
+            config = with_value(config, key, value)
+    return config
 
 
 def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoEffect]:

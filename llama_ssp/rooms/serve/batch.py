@@ -116,7 +116,7 @@ def complete_batch(session: Session, _requests: list[PromptRequest]) -> None:
         if session.folder:
             inbox = Inbox(sys.maxsize)
             batch = _Batch(session, session.folder, inbox)
-            inbox.is_closed = True
+            inbox.close()
     if length := from_rank_0(comm, lambda: batch and batch.length):
         Service(session, inbox, length=length).run()
     if from_rank_0(comm, lambda: batch and batch.num_left):

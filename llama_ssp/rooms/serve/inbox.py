@@ -127,6 +127,10 @@ class Inbox:
         """Whether nothing waits or decodes."""
         return not self._takers
 
+    def close(self) -> None:
+        """Refuse further completions."""
+        self.is_closed = True
+
     def put(self, completions: Sequence[ServedRequest], take: Callable[[int, Part], None]) -> list[int]:
         """Enter completions, numbered by `index`; returns the numbers. `take` gets their places and parts.
 
@@ -174,7 +178,7 @@ class Inbox:
             return taken, dropped
 
     def deliver(self, number: int, part: Part) -> None:
-        """Hand a part to who waits for it."""
+        """Hand a part to the taker of a completion, if it still waits."""
         with self._changed:
             taker = self._takers.get(number)
             if taker and part.finish_reason:

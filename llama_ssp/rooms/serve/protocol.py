@@ -1,7 +1,7 @@
 """Reads the bodies of OpenAI's API, completions and chats, and writes its answers.
 
 Every field is known, known to change nothing, or refused by its name: a request never gets less than it asks for in
-silence. Ranges, and the sentences about them, are those of the settings.
+silence. Ranges, and the sentences about them, come from the settings.
 """
 
 import secrets
@@ -58,7 +58,7 @@ _CONTEXT = 16
 
 
 class Asked:
-    """What a body asks for, and the answer to it; `given` are its fields.
+    """Completions that a body asks for, and the answer to it; `given` are its fields.
 
     Attributes:
         completions: `num_samples` for each prompt.
@@ -281,7 +281,7 @@ class Answer:
         self.last: Part | None = None
 
     def push(self, part: Part) -> str:
-        """Take a part; returns new text, behind which no stop can begin."""
+        """Take a part; returns the new text that can no longer become part of a stop string."""
         self.token_ids += part.new_ids
         held = self._held + "".join(piece.text for piece in self._text.push(part.new_ids))
         kept = max(map(len, self._stops), default=1) - 1

@@ -18,7 +18,7 @@ from llama_ssp.run.prompts import lines_of
 from llama_ssp.settings.combinations import clashes
 from llama_ssp.settings.commands import Command
 from llama_ssp.settings.groups import MoreSettings
-from llama_ssp.settings.schema import RowSteps, RunConfig, TaskConfig, TimeoutConfig
+from llama_ssp.settings.schema import RunConfig, TaskConfig, TimeoutConfig
 from llama_ssp.settings.tasks import NoEffect, RequestFile, TaskSpec
 from llama_ssp.words import said
 
@@ -78,7 +78,7 @@ def _problems_of_bodies(
 ) -> Iterator[str | NoEffect]:
     reason = f"on task={config.task.name}, whose requests come {source}"
     yield from (NoEffect(key, reason) for key in (*unread, *_OF_BODIES) if key in explicit)
-    yield from clashes(replace(config, sampling=replace(config.sampling, by_row=RowSteps())))
+    yield from clashes(replace(config, sampling=replace(config.sampling, by_row=True)))
 
 
 def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoEffect]:
@@ -104,9 +104,8 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _fill_in(config: RunConfig, explicit: frozenset[str]) -> None:
-    if "batch_size" not in explicit:
-        config.batch_size = NUM_ROWS
+def _fill_in(config: RunConfig, explicit: frozenset[str]) -> RunConfig:
+    return config if "batch_size" in explicit else replace(config, batch_size=NUM_ROWS)
 
 
 def _full_rows(config: RunConfig) -> tuple[RunConfig, int]:

@@ -26,7 +26,7 @@ from llama_ssp.rooms.serve.records import ServeTimeouts
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.session import Session
 from llama_ssp.run.tuning import make_ready
-from llama_ssp.settings.schema import RowSteps, SamplingConfig
+from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.engine.likelihoods import ScoredText, TokenScores
 from llama_ssp.speculate.engine.loop import Decoding
 from llama_ssp.speculate.engine.results import Update
@@ -48,7 +48,7 @@ class Service:
         # Texts whose last parts wait for scores.
         self._unscored: deque[tuple[ScoredText, ServedRequest, Part]] = deque()
         self._drains_until = math.inf
-        config = replace(session.config, sampling=SamplingConfig(temperature=1.0, by_row=RowSteps()))
+        config = replace(session.config, sampling=SamplingConfig(temperature=1.0, by_row=True))
         self._decoder = build_decoder(session.models, config, speculative=session.models.drafts)
         longest = Request(index=0, prompt_ids=(0,), max_new_tokens=length - 1)
         make_ready(self._decoder, [longest], config, comm=self._comm, folder=session.folder)
@@ -112,9 +112,9 @@ class Service:
         return self._inbox is not None and (self._is_over(self._inbox) or self._inbox.has_news(num_rows))
 
     def _is_over(self, inbox: Inbox) -> bool:
-        """Whether all has ended that is to, or has had its time since a signal came."""
+        """Whether the closed inbox is empty, or its time after a signal is over."""
         if self._session.stop_request.requested and self._drains_until == math.inf:
-            inbox.is_closed = True
+            inbox.close()
             timeouts = self._session.config.timeouts
             assert isinstance(timeouts, ServeTimeouts), "every run has those of rooms"
             self._drains_until = time.monotonic() + timeouts.drain_s
@@ -122,7 +122,7 @@ class Service:
         return inbox.is_closed and (inbox.is_empty or not has_time)
 
     def _news(self, num_rows: int) -> tuple[list[dict[str, Any]], list[int], bool]:
-        """Of rank 0: new completions, those to drop, and whether the server ends; waits for any if all is idle."""
+        """News of rank 0: new completions, numbers to drop, whether the server ends; waits for any if all is idle."""
         assert self._inbox, "rank 0 has one"
         stops = self._session.stop_request.requested or self._inbox.is_closed
         may_wait = num_rows == self._decoder.batch_size and not (self._unscored or stops)

@@ -34,7 +34,7 @@ _END_S = "86400"  # ranks end their round and write their records, however long 
 
 
 class _Loopback(StaticTCPRendezvous):
-    """The only agent meets nobody, and holds the store of its ranks. torch's own would listen on all interfaces."""
+    """Rendezvous of a single agent, which holds the store of its ranks. torch's own listens on all interfaces."""
 
     def get_backend(self) -> str:
         return _BACKEND

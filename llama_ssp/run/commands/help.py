@@ -16,10 +16,11 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from llama_ssp import catalogue
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.fields import help_of
-from llama_ssp.settings.commands import COMMANDS
+from llama_ssp.settings.commands import COMMANDS, TOPICS
 from llama_ssp.settings.drafters import drafters, free_drafts
 from llama_ssp.settings.groups import whole
-from llama_ssp.settings.schema import DERIVED, LAUNCHER, PlanConfig, RunConfig, SlurmConfig
+from llama_ssp.settings.launchers import LAUNCHER, LAUNCHERS
+from llama_ssp.settings.schema import DERIVED, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import REQUEST_FILES, task_specs
 from llama_ssp.words import visible
 
@@ -43,10 +44,11 @@ def show(words: Sequence[str]) -> None:
         print(visible(f"{_of_tasks(tasks)}\n\nAll other settings are those of a run: llama-ssp run --help"))
         return
     file = Path(__file__).with_name("help.txt").read_text(encoding="utf-8")
-    failures = "".join(f" {task.failure}," for task in task_specs().values() if task.failure)
-    text = _PLACE.sub(lambda place: f"{_filled(place[1], place[2].split())}\n".lstrip("\n"), file)
-    text = text.replace("{failures}", failures)
-    head, *parts = (part.strip("\n") for part in re.split(r"^(?=[A-Z]+: )", text, flags=re.MULTILINE))
+    head, *parts = re.split(r"^(?=[A-Z]+: )", file, flags=re.MULTILINE)
+    for topic in TOPICS.all().values():
+        place = next(number for number, part in enumerate(parts) if part.startswith(f"{topic.after.upper()}: "))
+        parts.insert(place + 1, topic.text)
+    head, *parts = map(_with_places, (head, *parts))
     topics = {part.partition(":")[0].lower(): part for part in parts}
     if _ALL in words:
         shown = [head, *parts]
@@ -58,6 +60,13 @@ def show(words: Sequence[str]) -> None:
         listed = "\n".join(["TOPICS: --help TOPIC, --help SETTING, or --help all", *titles])
         shown = [head, topics["start"], listed, topics["examples"], topics["exit"]]
     print(visible("\n\n".join(shown)))
+
+
+def _with_places(text: str) -> str:
+    """A part of the help with its places filled."""
+    failures = "".join(f" {task.failure}," for task in task_specs().values() if task.failure)
+    filled = _PLACE.sub(lambda place: f"{_filled(place[1], place[2].split())}\n".lstrip("\n"), text)
+    return filled.replace("{failures}", failures).strip("\n")
 
 
 def _topics_of(word: str, topics: dict[str, str]) -> list[str]:
@@ -100,7 +109,7 @@ def _of_tasks(names: Iterable[str]) -> str:
 
 def _settings() -> Iterable[DescribedSetting]:
     """All settings, without those that follow from others, and without the fields of `model` once more."""
-    found = [*settings_of(RunConfig), *settings_of(SlurmConfig, f"{LAUNCHER}.")]
+    found = [*settings_of(RunConfig), *settings_of_launchers()]
     found += [one for draft in drafters().values() for one in settings_of(draft.config, "draft.")]
     kept = {(one.key, one.meaning): one for one in found}.values()
     return (one for one in kept if not one.key.startswith((*DERIVED, "draft.model.")))
@@ -134,6 +143,12 @@ def _meaning(entry: dataclasses.Field[Any]) -> str:
     kinds = "".join(f", or {kind.purpose}" for kind in REQUEST_FILES.all().values())
     free = "".join(f", for example {name}" for name in free_drafts()[:1])
     return help_of(entry).replace("{request_files}", kinds).replace("{free_drafts}", free)
+
+
+def settings_of_launchers() -> Iterator[DescribedSetting]:
+    """Describe the settings of all launchers."""
+    for launcher in LAUNCHERS.all().values():
+        yield from settings_of(launcher.config, f"{LAUNCHER}.")
 
 
 def settings_of_plan() -> list[DescribedSetting]:

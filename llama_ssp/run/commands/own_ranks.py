@@ -21,6 +21,7 @@ from llama_ssp.run.commands import run
 from llama_ssp.run.lengths import check_lengths
 from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tasks.dry_run import check_models
+from llama_ssp.settings.launchers import LAUNCHER, LAUNCHERS
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.terminal.unread import complain
 
@@ -54,11 +55,10 @@ def read_start(words: Sequence[str], environ: Mapping[str, str], *, default: int
         if wanted not in {None, size}:
             raise ConfigError(f"ranks={wanted}: {launcher} has started {size} already, so leave ranks= out")
         return Start(words=others, num_ranks=None)
-    if any(word.startswith("hydra/launcher=") for word in others):
+    if launchers := [word.partition("=")[2] for word in others if word.startswith("hydra/launcher=")]:
         if given:
-            raise ConfigError(
-                f"ranks={wanted} has no effect on jobs: hydra.launcher.ranks_per_node={wanted} sets theirs"
-            )
+            key = f"{LAUNCHER}.{LAUNCHERS.of(launchers[-1]).ranks_setting}"
+            raise ConfigError(f"ranks={wanted} has no effect on jobs: {key}={wanted} sets theirs")
         return Start(words=others, num_ranks=1)
     if wanted is None and default is not None:
         return Start(words=others, num_ranks=default)
@@ -165,16 +165,17 @@ def _check_script(script: Sequence[str], others: Sequence[str]) -> None:
 
 def _run_script(script: Sequence[str]) -> int:
     """Run a Python script on this rank, as `python FILE ARGUMENT ...` does; returns the exit code."""
-    ended = SystemExit()
+    code: object = None
 
     def do(_: object) -> None:
+        nonlocal code
         sys.argv[:], sys.path[0] = script, str(Path(script[0]).resolve().parent)
         try:
             runpy.run_path(script[0], run_name="__main__")
         except SystemExit as error:
-            ended.code = error.code
+            code = error.code
 
     exit_code = run.as_rank(read_ranks(os.environ), do)
-    if isinstance(ended.code, str):
-        complain(ended.code)
-    return exit_code or (ended.code if isinstance(ended.code, int) else bool(ended.code))
+    if isinstance(code, str):
+        complain(code)
+    return exit_code or (code if isinstance(code, int) else bool(code))

@@ -53,7 +53,7 @@ def _show(given: argparse.Namespace) -> None:
             raise ConfigError(f"{asked} takes one machine, and hardware= names {len(configs)}: give one of them")
         show_machines(configs)
         return
-    resolve(config)
+    config = resolve(config)
     machine = hardware.build(config.hardware)
     if config.search:
         show_search(config, machine, given.settings)

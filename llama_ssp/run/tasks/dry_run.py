@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from llama_ssp.architectures.reading import check_readable, read_config, read_stored_format
 from llama_ssp.catalogue import ModelConfig, read_path
@@ -17,7 +17,7 @@ from llama_ssp.errors import CapacityError, ConfigError, refuse
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.machines.machine import detect_hardware, machine_of_run
-from llama_ssp.planning.model import resolve_shapes
+from llama_ssp.planning.model import resolved
 from llama_ssp.planning.plan import PLAN_VERSION, Plan, Search, document, make_plan, require_room, shortage
 from llama_ssp.planning.search import choose_placement, search
 from llama_ssp.planning.spec import PlanSpec, make_spec, spec_of_plan
@@ -29,6 +29,8 @@ from llama_ssp.settings.layout import lay_out
 from llama_ssp.settings.schema import DeviceKind, DraftLayout, PlanConfig, PlanFormat, RunConfig, TargetKind
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.words import lasting
+
+_Config = TypeVar("_Config", bound=RunConfig)
 
 CHARACTERS_PER_TOKEN = 3
 TYPED_TOKENS = 128
@@ -63,10 +65,7 @@ def show_machines(configs: Sequence[PlanConfig]) -> None:
     """
     described = [(config.hardware.get("name"), hardware.problems_of(config.hardware)) for config in configs]
     refuse([f"{name}: {problem}" for name, problems in described for problem in problems])
-    plans = []
-    for config in configs:
-        resolve(config)
-        plans.append(plan_on(config, hardware.build(config.hardware)))
+    plans = [plan_on(config, hardware.build(config.hardware)) for config in map(resolve, configs)]
     _show(plans, lambda: {"plan_version": PLAN_VERSION, "plans": [*map(document, plans)]}, configs[0].format)
     if not any(plan.fits for plan in plans):
         nearest = min(plans, key=lambda plan: plan.fullest.needed_bytes / plan.fullest.capacity_bytes)
@@ -148,11 +147,11 @@ def plan_ahead(config: RunConfig, *, world_size: int, machine: HardwareConfig | 
     return _plan(config, spec, machine or own, num_ranks=world_size)
 
 
-def resolve(config: PlanConfig) -> None:
-    """Fill in the sizes of a plan's models, and check the config; raises ConfigError, or as `fill_in_sizes`."""
-    fill_in_sizes(config, is_plan=True)
-    resolve_shapes(config)
+def resolve(config: PlanConfig) -> PlanConfig:
+    """Fill in the sizes of a plan's models, and check the config; raises ConfigError, or as `with_sizes`."""
+    config = resolved(with_sizes(config, is_plan=True))
     check_plan(config)
+    return config
 
 
 def plan_on(config: PlanConfig, machine: HardwareConfig) -> Plan:
@@ -168,7 +167,7 @@ def _plan(config: RunConfig, spec: PlanSpec, machine: HardwareConfig, *, num_ran
     return make_plan(chosen, machine, remark=sentence)
 
 
-def fill_in_sizes(config: RunConfig, *, is_plan: bool = False) -> None:
+def with_sizes(config: _Config, *, is_plan: bool = False) -> _Config:
     """Fill in the shapes and number formats of models that only the hub knows, from their config.json alone.
 
     Raises CheckpointError if one cannot be downloaded and is not in the hub's cache; otherwise as `read_config`.
@@ -183,8 +182,8 @@ def fill_in_sizes(config: RunConfig, *, is_plan: bool = False) -> None:
         shape, stored = read_config(folder, is_mtp=model.is_mtp)
         return replace(model, shape=shape, stored_dtype=stored, stored_format=read_stored_format(folder, shape))
 
-    config.model = filled(config.model)
-    config.draft.model = config.draft.model and filled(config.draft.model)
+    draft = replace(config.draft, model=config.draft.model and filled(config.draft.model))
+    return replace(config, model=filled(config.model), draft=draft)
 
 
 def choose_for_run(config: RunConfig, *, world_size: int, on_cpu: bool) -> tuple[PlanSpec, str]:
@@ -200,8 +199,7 @@ def _spec_ahead(config: RunConfig, *, world_size: int, on_cpu: bool) -> tuple[Pl
     that are unknown yet count TYPED_TOKENS each, and fill all rows. Models of the hub get their sizes.
     """
     machine = machine_of_run(hardware_of(config, on_cpu=on_cpu), world_size)
-    config, lengths = replace(config, draft=replace(config.draft)), [TYPED_TOKENS]
-    fill_in_sizes(config)
+    config, lengths = with_sizes(config), [TYPED_TOKENS]
     if prompts := known_prompts(config):
         lengths = [
             prompt.num_characters // CHARACTERS_PER_TOKEN + 1 + len(prompt.earlier) * config.max_new_tokens

@@ -115,7 +115,7 @@ class Remembering(Protocol):
 class _Tables(Workspace):
     """Constants of a batch size: the index of the second token of a row, and zero probabilities.
 
-    Of a draft that keeps states also the first token of each row that they have not taken in.
+    For recurrent drafts also the position of each row's first token that their states have not taken in.
     """
 
     rows_B: Tensor  # of a head: its rows among those of the target.

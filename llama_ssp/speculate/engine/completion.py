@@ -1,5 +1,6 @@
 """The state of one request, and the stop request of a signal handler."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,6 +21,16 @@ class StopRequest:
 
     requested: bool = False
     num_interrupts: int = 0
+
+    def ask(self, *, by_interrupt: bool = False) -> bool:
+        """Ask for a stop; returns whether nobody had asked."""
+        self.num_interrupts += by_interrupt
+        is_first, self.requested = not self.requested, True
+        return is_first
+
+    def settle(self, *, is_agreed: bool) -> None:
+        """Enter what the ranks have agreed on."""
+        self.requested = is_agreed
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,6 +66,21 @@ class RowCompletion:
     stop_watch: StopWatch | None = None
     has_bonus: bool = True
     num_ahead: int = 0
+
+    def end(self, reason: FinishReason) -> None:
+        """Enter why nothing follows."""
+        self.finish_reason = reason
+
+    def draft(self, num_accepted: int, num_examined: int, *, num_ahead: int) -> None:
+        """Enter what became of the tokens that a round has drafted, and how many are in flight after it."""
+        self.accepted_lengths.append(num_accepted)
+        self.draft_lengths.append(num_examined)
+        self.num_ahead = num_ahead
+
+    def extend(self, new_ids: Sequence[int], *, num_forwards: int) -> None:
+        """Add what a round, of so many forwards of the target for this row, has added to the text."""
+        self.token_ids += new_ids
+        self.num_target_forwards += num_forwards
 
     @property
     def examined_lengths(self) -> list[int]:

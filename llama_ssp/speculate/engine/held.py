@@ -18,9 +18,13 @@ tokens are taken from it: those that another prompt shares, or all whole chunks 
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Self
 
+from llama_ssp.architectures.engine import PREFILL_CHUNK
 from llama_ssp.models.prefill import Held, num_common
+from llama_ssp.models.runner import Runner
+from llama_ssp.ranks.comms import Comm
 
 LEAST_TOKENS = 32
 """A shorter beginning is read again: that is as fast."""
@@ -46,14 +50,45 @@ class PromptRow(NamedTuple):
     saved: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reuse:
+    """What the models of a round can take from the texts that rows hold, the same on every rank.
+
+    Attributes:
+        are_invariant: every part of every model is (`Runner.is_invariant`).
+        from_states: a layer of a model keeps states, so that beginnings are taken where a state was saved.
+    """
+
+    are_invariant: bool
+    from_states: bool
+
+    @classmethod
+    def of(cls, models: Sequence[Runner | None], comm: Comm) -> Self:
+        """Ask all ranks of `comm`, also those without a part of a model, which call this together."""
+        held = [model for model in models if model]
+        are_invariant = comm.gather_text("invariant" if all(model.is_invariant for model in held) else "")
+        keep_states = comm.gather_text("states" if any(model.is_recurrent for model in held) else "")
+        return cls(are_invariant=all(are_invariant), from_states=any(keep_states))
+
+    @property
+    def any_length(self) -> bool:
+        """Whether beginnings of any length can be taken."""
+        return self.are_invariant and not self.from_states
+
+    @property
+    def step(self) -> int:
+        """Beginnings are taken in multiples of so many tokens."""
+        return 1 if self.any_length else PREFILL_CHUNK
+
+
 class HeldTexts:
     """The texts that rows hold, whose beginnings can be taken in multiples of `step` tokens.
 
-    With `is_recurrent`, they can be taken where a state was saved.
+    With `from_states`, they can be taken where a state was saved.
     """
 
-    def __init__(self, num_rows: int, *, step: int, is_recurrent: bool = False) -> None:
-        self._texts, self._step, self._is_recurrent = [_Text()] * num_rows, step, is_recurrent
+    def __init__(self, num_rows: int, *, step: int, from_states: bool = False) -> None:
+        self._texts, self._step, self._from_states = [_Text()] * num_rows, step, from_states
 
     def forget(self, rows: Iterable[int]) -> None:
         """Mark these rows as empty."""
@@ -108,7 +143,7 @@ class HeldTexts:
     def _to_save(self, ids: tuple[int, ...], others: Iterable[tuple[int, ...]]) -> int:
         """Behind how many tokens of a prompt the state is saved."""
         whole = self._whole_steps(ids, len(ids))
-        if not self._is_recurrent or not whole:
+        if not self._from_states or not whole:
             return 0
         shared, goes_on = max((num_common(other, ids), ids[: len(other)] == other) for other in (*others, ()))
         return whole if goes_on else self._whole_steps(ids, shared) or whole
@@ -119,7 +154,7 @@ class HeldTexts:
         if source is None or num_tokens < LEAST_TOKENS:
             return PromptRow(row, Held(), Held())
         num_of_prompt = min(num_tokens, texts[source].num_prompt)
-        target, draft = (Held(number, source, self._is_recurrent) for number in (num_tokens, num_of_prompt))
+        target, draft = (Held(number, source, self._from_states) for number in (num_tokens, num_of_prompt))
         return PromptRow(row, target, draft)
 
     def _whole_steps(self, ids: tuple[int, ...], most: int) -> int:
@@ -129,9 +164,9 @@ class HeldTexts:
         """The first row of those that hold most of a prompt, and how much; None if all hold too little."""
         found, most = None, LEAST_TOKENS - 1
         for row, text in texts.items():
-            given = text.ids[: text.saved] if self._is_recurrent else text.ids
+            given = text.ids[: text.saved] if self._from_states else text.ids
             if len(given) > most and given[: most + 1] == ids[: most + 1]:
                 common = num_common(given, ids)
-                if common == len(given) < len(ids) or not self._is_recurrent:
+                if common == len(given) < len(ids) or not self._from_states:
                     found, most = row, common
         return found, most

@@ -38,7 +38,7 @@ _LEAST = 1e-30
 _NEVER = math.log(_LEAST) + 1
 """Tokens with a smaller log-probability are never drawn."""
 _OF_LAW = 4
-"""How many times fewer positions a chunk has for a law, whose processors make further tensors of a vocabulary."""
+"""Chunks have this many times fewer positions for a law, whose processors make more tensors (..., V)."""
 
 
 def log_probs_of(sampling: SamplingConfig) -> Law:

@@ -121,7 +121,7 @@ class Round:
         num_ahead: the most drafted tokens that wait for verification when a round begins.
         has_bonus: a round that accepts all its drafted tokens adds one of the target's.
         steps: what rows need now; None if their settings are those of the run.
-        tree: of the drafts; None for chains. It reads a token of its text in a tree, and not as a prompt's is read.
+        tree: of the drafts; None for chains. With a tree, text tokens are read by its mask too, not as a prompt's are.
     """
 
     has_bonus = True

@@ -152,7 +152,7 @@ class BatchState(NamedTuple):
         return self.uniforms_BMN.flatten(0, 1).index_select(0, self.first_round_B + self.lengths_B)
 
     def plain_uniforms(self, num_tokens: int) -> Tensor:
-        """The uniforms (B, T, P) by which plain decoding draws the next T tokens; those behind a row's end are any."""
+        """The uniforms (B, T, P) by which plain decoding draws the next T tokens; arbitrary after a row's end."""
         from_now_T = torch.arange(num_tokens, device=self.lengths_B.device)
         # Limits, not the size of the table, which a trace would keep.
         starts_BT = (self.lengths_B[:, None] + from_now_T).minimum(self.limits_B[:, None])

@@ -11,10 +11,13 @@ a vocabulary and counting tokens cost time: rounds do so only while a row needs 
 Shapes: B sequences, T scored positions, V vocabulary, X settings of a row, M biases, S logits in descending order.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from llama_ssp.settings.schema import MOST_BIASES, RowSteps, SamplingConfig
+from llama_ssp.settings.schema import MOST_BIASES, SamplingConfig
 from llama_ssp.speculate.sampling.context import Context, count_tokens
 from llama_ssp.speculate.sampling.processors import scale_of
 
@@ -34,6 +37,19 @@ def settings_of(sampling: SamplingConfig | None) -> list[float]:
         sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty,
         *sampling.logit_bias, *missing, *sampling.logit_bias.values(), *missing,
     ]  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class RowSteps:
+    """What the rows of a batch need now: rules of one round, of target and drafts, share it."""
+
+    truncates: bool = False
+    penalizes: bool = False
+
+    def follow(self, samplings: Sequence[SamplingConfig]) -> None:
+        """Do what these settings of rows need."""
+        self.truncates = any(sampling.truncates for sampling in samplings)
+        self.penalizes = any(sampling.penalizes for sampling in samplings)
 
 
 class ByRow:

@@ -195,14 +195,14 @@ def rows_at(positions_B1: Tensor, *, num_rows: int, num_positions: int) -> Tenso
 
 
 def rows_after(node_B1: Tensor, *probs_BTV: Tensor) -> list[Tensor]:
-    """Of each of the probabilities the row (B, V) after one node of each sequence."""
+    """Take from each tensor of probabilities the row (B, V) after one node per sequence."""
     num_rows, num_positions, _ = probs_BTV[0].shape
     rows_B = rows_at(node_B1, num_rows=num_rows, num_positions=num_positions)
     return [of_all.flatten(0, 1).index_select(0, rows_B) for of_all in probs_BTV]
 
 
 def token_of_blocks(blocks_B2C: Tensor, uniforms_BP: Tensor) -> Tensor:
-    """The token (B, 1) of the block that the first uniform picks, of the sums of all blocks and the token of each."""
+    """Pick a block by the first uniform, from the sums and tokens of all blocks; returns the block's token (B, 1)."""
     sums_BC, ids_BC = blocks_B2C.unbind(1)
     return ids_BC.gather(1, _pick(sums_BC, uniforms_BP[:, :1], num_places=sums_BC.shape[1]))
 

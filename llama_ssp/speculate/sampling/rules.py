@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from llama_ssp.ranks.comms import Reads
 from llama_ssp.settings.rules import rule_of
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
-from llama_ssp.speculate.sampling.by_row import ByRow
+from llama_ssp.speculate.sampling.by_row import ByRow, RowSteps
 from llama_ssp.speculate.sampling.context import Context, Penalty, penalty
 from llama_ssp.speculate.sampling.draft import Draft, Verdict
 from llama_ssp.speculate.sampling.processors import DRAW_UNITS, processor, rows_after, scale_of
@@ -219,15 +219,16 @@ class ForcedLengths:
 
 def make_rule(
     sampling: SamplingConfig, verification: VerificationConfig, *, breaks_ties: bool = False, is_cut: bool = False,
-    of_trees: Callable[..., Verdict] | None = None, shard: Shard = WHOLE,
+    of_trees: Callable[..., Verdict] | None = None, shard: Shard = WHOLE, steps: RowSteps | None = None,
 ) -> Rule:  # fmt: skip
     """Make the rule of a run; at temperature 0 all coincide, and `greedy` is for no other (`settings.combinations`).
 
     For `breaks_ties` see `processor`. `is_cut` says that several ranks share the model whose logits it reads.
     `of_trees` verifies drawn trees, if drafts are trees. `shard` is of the logits (`planning.spec.draws_over_shards`).
+    `steps` is what rules of one round share if rows have settings of their own.
     """
     record = rule_of(verification.rule)
-    penalize = ByRow(sampling.by_row) if sampling.by_row and sampling.temperature else penalty(sampling, shard)
+    penalize = ByRow(steps or RowSteps()) if sampling.by_row and sampling.temperature else penalty(sampling, shard)
     if sampling.temperature == 0:
         return Rule(None, None, penalize=penalize, reads_best=is_cut and sampling.takes_best, shard=shard)
     process = None if sampling.by_row else processor(sampling, breaks_ties=breaks_ties and record.needs_probs)

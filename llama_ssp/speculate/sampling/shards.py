@@ -39,11 +39,11 @@ class Shard:
             self._own = self._parts[self._comm.rank]
 
     def ids(self, num_tokens: int) -> range:
-        """The ids of this rank's tokens, of which there are so many."""
+        """The ids of the `num_tokens` tokens of this rank."""
         return range(num_tokens) if self.is_whole else self._own
 
     def num_of_all(self, num_tokens: int) -> int:
-        """The number of the tokens of all ranks, of which this one has so many."""
+        """The number of tokens of all ranks together, `num_tokens` of them on this one."""
         return num_tokens if self.is_whole else self._vocab_size
 
     def softmax(self, logits: Tensor, *, scale: float) -> Tensor:
@@ -61,11 +61,11 @@ class Shard:
         return (logits - peak).exp_().div_((totals * (peaks - peak).exp()).sum(-1, keepdim=True))
 
     def _joined(self, own: Tensor, *, tokens: int) -> Tensor:
-        """Join the columns of all ranks, each of which stands for so many tokens or fewer."""
+        """Join the columns of all ranks, each for at most `tokens` tokens."""
         return self._comm.all_gather_last(own, tuple([-(-len(part) // tokens) for part in self._parts]))
 
     def at(self, ids_BK: Tensor, *numbers: Tensor) -> list[Tensor]:
-        """Of each of the numbers (B, K or more, V) those of the given tokens, (B, K, 1)."""
+        """Take the values of tokens from each tensor (B, K or more, V) of `numbers`, as (B, K, 1)."""
         if self.is_whole:
             return [of_all.gather(-1, ids_BK[..., None]) for of_all in numbers]
         places_BK1 = ids_BK[..., None] - self._own.start

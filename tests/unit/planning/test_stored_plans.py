@@ -17,7 +17,7 @@ from llama_ssp.machines import hardware
 from llama_ssp.planning.advice import changes_that_fit
 from llama_ssp.planning.forwards import ModelPlacement, forward_time
 from llama_ssp.planning.memory import fits
-from llama_ssp.planning.model import PlannedModel, planned_model, resolve_shapes
+from llama_ssp.planning.model import PlannedModel, planned_model, resolved
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.search import search
 from llama_ssp.planning.spec import spec_of_plan
@@ -46,9 +46,7 @@ def config_of(folder: Path, sizes: dict[str, Any], described: object, **changes:
     common = {"max_position_embeddings": 131072, "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(common | sizes | quantized))
     entry = ModelConfig(name="local", path=str(folder), quantization=changes.pop("quantization", "none"))
-    config = PlanConfig(model=entry, draft=DrafterConfig(kind=NO_DRAFT), hardware={}, **changes)
-    resolve_shapes(config)
-    return config
+    return resolved(PlanConfig(model=entry, draft=DrafterConfig(kind=NO_DRAFT), hardware={}, **changes))
 
 
 def planned(folder: Path, sizes: dict[str, Any], described: object, quantization: str = "none") -> PlannedModel:

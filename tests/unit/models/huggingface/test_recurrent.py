@@ -24,7 +24,7 @@ from llama_ssp.planning.model import PlannedModel
 from llama_ssp.planning.weights import model_bytes, rank_shares, shares
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import TargetKind
-from llama_ssp.speculate.engine import loop, room
+from llama_ssp.speculate.engine import batch_space, loop
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
@@ -47,7 +47,7 @@ NUM_NEW_TOKENS = 16
 @pytest.fixture(autouse=True)
 def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts are read in chunks of 8, between rounds of other rows."""
-    for module in (engine, prefill, loop, room):
+    for module in (engine, prefill, loop, batch_space):
         monkeypatch.setattr(module, "PREFILL_CHUNK", 8)
 
 

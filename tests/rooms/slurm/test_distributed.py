@@ -28,11 +28,11 @@ from tests.helpers.disturbed import (
 from tests.helpers.in_process import launch
 from tests.helpers.lanes import heavy, slow
 from tests.helpers.repository import ROOT
-from tests.helpers.slurm import Cluster
 from tests.helpers.starters import PROGRAM, environment
 from tests.helpers.terminals import OnTerminal
+from tests.rooms.slurm.cluster import Cluster, why_not
 
-pytestmark = pytest.mark.slurm
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 
 FOUR = [
     "hydra.launcher.ranks_per_node=2", "hydra.launcher.max_running=2", "speculation.num_draft_tokens=2,4", "seed=0,1",
@@ -215,7 +215,7 @@ def test_a_cancelled_job_stays_cancelled_and_leaves_nothing_but_its_run(cluster:
 TESTS = """
 import sys, time
 from pathlib import Path
-from tests.helpers.slurm import Cluster
+from tests.rooms.slurm.cluster import Cluster
 with Cluster(Path(sys.argv[1])) as cluster:
     cluster.run("sbatch", "--wrap", "sleep 100", cwd=cluster.folder)
     print(*(daemon.pid for daemon in cluster._daemons), cluster._run, flush=True)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.helpers.slurm import Cluster
+from tests.rooms.slurm.cluster import Cluster
 
 
 @pytest.fixture(scope="session")

@@ -12,12 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from llama_ssp.errors import ConfigError
+from llama_ssp.run.commands.own_ranks import Start, read_start
 from llama_ssp.settings import checks
 from llama_ssp.settings.schema import RunConfig
 from tests.helpers.composed import compose_run
 from tests.helpers.hub import COMMIT, put, shipped
 from tests.helpers.in_process import Ended, launch
+from tests.helpers.installed import install, llama_ssp
 from tests.helpers.lanes import heavy, slow
+from tests.helpers.own_conf import OwnConf, write_all, writer
+from tests.unit.run.commands.test_control_characters import HOSTILE, assert_harmless
 
 CPU = "hardware=laptop_cpu"
 STAGED = (CPU, "hydra.launcher.stage_to=/scratch/of me")
@@ -280,3 +285,37 @@ def test_a_job_reads_a_copy_instead_of_a_revision_on_the_hub_if_it_is_here(
     absent = sweep(*asked, "draft=none", "task=generate")
     absent.check_refusal(f"not in the hub's cache: hf download acme/tiny --revision {COMMIT}")
     assert len(absent.jobs) == 1
+
+
+def test_a_sweep_is_submitted_by_one_rank_and_its_jobs_have_a_setting_for_theirs() -> None:
+    words = ("-m", "hydra/launcher=slurm")
+    assert read_start(words, {}, default=None) == Start(words=[*words], num_ranks=1)
+    with pytest.raises(ConfigError, match=r"ranks=8 has no effect on jobs: hydra.launcher.ranks_per_node=8 sets"):
+        read_start([*words, "ranks=8"], {}, default=None)
+
+
+DRY = ("-m", "hydra/launcher=slurm", "dry_run=true")
+
+
+def test_jobs_read_the_folder_of_options_that_was_given(tmp_path: Path, own_conf: OwnConf) -> None:
+    del own_conf  # this user has no folder of their own
+    write_all(writer(tmp_path / "conf"))
+    words = ("model=mine", "hardware=mybox", "draft=none", "task=generate", "prompt=a", "max_new_tokens=1")
+    ended = launch("--config-dir", str(tmp_path / "conf"), *DRY, *words).well()
+    assert f" -- --config-dir {tmp_path / 'conf'} " in ended.out
+
+
+@pytest.mark.heavy
+def test_an_installed_program_submits_the_script_and_the_entry_of_its_package(tmp_path: Path) -> None:
+    install(tmp_path / "installed")
+    (tmp_path / "here").mkdir()
+    words = (*DRY, "hardware=8xh100", "model=7B", "draft=none", "task=generate", "prompt=x")
+    ended = llama_ssp(tmp_path / "installed", "run", *words, cwd=tmp_path / "here")
+    assert ended.returncode == 0, ended.stderr
+    package = tmp_path / "installed" / "llama_ssp"
+    assert f"{package / 'launch' / 'slurm.sbatch'} --root {package} " in ended.stdout
+
+
+@pytest.mark.heavy
+def test_the_plans_of_jobs_hold_no_control_characters(tmp_path: Path) -> None:
+    assert_harmless(launch(*DRY, "hardware=p4d_24xlarge", f"prompt={HOSTILE}", f"run_dir={tmp_path}/run").well())

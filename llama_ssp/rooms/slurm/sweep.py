@@ -27,12 +27,14 @@ from llama_ssp.errors import CapacityError, ConfigError, refuse
 from llama_ssp.machines import hardware
 from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.ranks.process import AGENT
-from llama_ssp.reports.plan_tables import print_jobs
+from llama_ssp.rooms.slurm.records import SlurmConfig
+from llama_ssp.rooms.slurm.tables import print_jobs
 from llama_ssp.run.commands.points import Point, for_all
 from llama_ssp.run.prompts import STANDARD_INPUT
 from llama_ssp.run.tasks.dry_run import expected_hours, plan_ahead, settings_of_run, show_plan
 from llama_ssp.settings import checks
-from llama_ssp.settings.schema import LAUNCHER, PlanFormat, RunConfig, SlurmConfig
+from llama_ssp.settings.launchers import LAUNCHER
+from llama_ssp.settings.schema import PlanFormat, RunConfig
 from llama_ssp.terminal.unread import complain
 from llama_ssp.words import visible
 

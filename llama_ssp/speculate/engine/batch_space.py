@@ -1,16 +1,16 @@
-"""Room for the rows of a batch: how many slots caches have, what they hold of texts, and the batch that runs share."""
+"""The space of a batch: how many slots its caches have, what they hold of texts, and the state that runs share."""
 
 from collections.abc import Sequence
 
-from llama_ssp.architectures.engine import BUCKET_STEP, PREFILL_CHUNK, whole_steps
+from llama_ssp.architectures.engine import BUCKET_STEP, whole_steps
 from llama_ssp.models.prefill import Buckets
-from llama_ssp.speculate.engine.held import HeldTexts
+from llama_ssp.speculate.engine.held import HeldTexts, Reuse
 from llama_ssp.speculate.engine.round import Executor, Round
 from llama_ssp.speculate.engine.state import BatchState, Request
 from llama_ssp.speculate.sampling.by_row import NUM_SETTINGS
 
 
-class Room:
+class BatchSpace:
     """The sizes of caches and batches, which grow with the requests.
 
     Attributes:
@@ -19,8 +19,8 @@ class Room:
         held: the texts that rows of the caches hold.
     """
 
-    def __init__(self, round_: Round, executor: Executor, *, batch_size: int) -> None:
-        self._round, self._executor, self._batch_size = round_, executor, batch_size
+    def __init__(self, round_: Round, executor: Executor, *, batch_size: int, reuse: Reuse) -> None:
+        self._round, self._executor, self._batch_size, self._reuse = round_, executor, batch_size, reuse
         self._is_cuda = round_.target.device.type == "cuda"
         self.bucket_step = BUCKET_STEP["cuda" if self._is_cuda else "cpu"]
         self._most_ahead = round_.max_tokens_per_round + round_.num_ahead
@@ -42,8 +42,7 @@ class Room:
         self._executor.make_room()
         self._num_uses = target.num_uses
         if others_came or not reuses:
-            step = 1 if target.is_invariant and not target.is_recurrent else PREFILL_CHUNK
-            self.held = HeldTexts(self._batch_size, step=step, is_recurrent=target.is_recurrent)
+            self.held = HeldTexts(self._batch_size, step=self._reuse.step, from_states=self._reuse.from_states)
 
     def empty_state(self) -> BatchState:
         """The previous run's batch if the executor keeps it and its sizes fit; else a new one."""

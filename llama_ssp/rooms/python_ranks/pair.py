@@ -218,7 +218,7 @@ def _plain(value: Any) -> object:  # noqa: ANN401 - of numpy or torch
 class PairOnRanks(Pair):
     """A pair on ranks that this process has started, for notebooks and scripts without a launcher."""
 
-    def __init__(self, given: Mapping[str, Any], *, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, given: Mapping[str, Any]) -> None:
         if launcher := launcher_of(os.environ):
             size = read_ranks(os.environ).size
             raise ConfigError(f"ranks={num_ranks}: {launcher} has started {size} already, so leave ranks= out")

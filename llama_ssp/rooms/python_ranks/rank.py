@@ -1,6 +1,6 @@
 """A rank that `load(..., ranks=N)` has started: loads the pair, and makes the calls of the process that started it.
 
-`started` has the messages. The connection's end, a signal, and an error after which ranks cannot go on end the rank.
+`pair` has the messages. The connection's end, a signal, and an error after which ranks cannot go on end the rank.
 """
 
 import json
@@ -21,10 +21,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from llama_ssp.api.loading import load
 from llama_ssp.api.pair import Pair
-from llama_ssp.api.started import CALLER
 from llama_ssp.errors import InterruptedRun, LostRankError, SspError
 from llama_ssp.ranks.failures import to_message
 from llama_ssp.ranks.process import read_ranks
+from llama_ssp.rooms.python_ranks.pair import CALLER
 from llama_ssp.speculate.engine.completion import StopRequest
 from llama_ssp.words import in_library_words
 
@@ -65,11 +65,11 @@ class Caller(BaseStreamer):
         with suppress(OSError):
             for line in self._lines:
                 if (message := json.loads(line)) == "stop":
-                    stop.requested = self.was_asked = True
+                    self.was_asked = stop.ask()
                 else:
                     stop, self.was_asked = StopRequest(), False
                     self.calls.put((message, stop))
-        stop.requested = True
+        stop.ask()
         self.calls.put(None)
         if self.is_busy:  # it may be loading
             os.kill(os.getpid(), signal.SIGTERM)
@@ -104,7 +104,7 @@ def serve(caller: Caller) -> None:
 
 
 def _called(pair: Pair, name: str, given: Mapping[str, Any], caller: Caller, stop: StopRequest) -> object:
-    """Make a call of `started.PairOnRanks`; returns what its caller gets."""
+    """Make a call of `pair.PairOnRanks`; returns what its caller gets."""
     if name == "update":
         files = {what: load_file(new["tensors"]) for what, new in given.items() if isinstance(new, dict)}
         pair.update(**{**given, **files})
