@@ -30,7 +30,7 @@ from llama_ssp.speculate.sampling.rules import Rule, make_rule
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.trees import Tree, verify_tree
 from tests.helpers.recorded import WatchedGraphs
-from tests.helpers.rooms import copies, copying
+from tests.helpers.rooms import copying
 
 
 def make_decoder(  # noqa: PLR0913
@@ -71,7 +71,7 @@ def make_decoder(  # noqa: PLR0913
         parts = parts_of(draft, **how)
         drafters += [BroadcastDrafter(ModelDrafter(parts), parts, comm=comm, src=0)]
     if ngram:
-        drafters += [copying(parts_of(config=copies(longest=3, history=0), **how))]
+        drafters += [copying(parts_of(**how))]
     verifier = Verifier(rule, comm=comm, verify_rank=0, device=target.device)
     round_ = Round(target, *drafters, verifier=verifier, taps=taps, tree=tree, limit=limit)
     return Decoder(
