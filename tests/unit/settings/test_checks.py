@@ -1,12 +1,12 @@
 """Bad configs of runs and plans: each gets its sentence, all problems of one config come together."""
 
 import shlex
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import pytest
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.settings import checks, drafters
+from llama_ssp.settings import checks
 from llama_ssp.settings.checks import check_plan
 from llama_ssp.settings.compose import compose, to_run_config
 from llama_ssp.settings.schema import PlanConfig
@@ -111,8 +111,6 @@ BAD = {
     "placement=own_gpu placement.num_replicas=2": "a GPU in addition to the target's, and each replica has one",
     "placement=auto placement.target.tp_size=1": "placement.target.tp_size has no effect with placement=auto",
     "weights=synthetic placement.target.experts=spread": "weights=synthetic, whose models have no experts",
-    "draft.fallback=ngrams speculation.num_draft_tokens=auto": "'ngrams': there are ngram; did you mean ngram?",
-    "draft.fallback=model speculation.num_draft_tokens=auto": "unknown draft.fallback 'model': there are ngram",
     "task=generate draft=none speculation.num_draft_tokens=2": "num_draft_tokens has no effect without a draft",
     "task=generate draft=none verification=speculative": "verification has no effect without a draft",
     "task=generate draft=none placement.draft.ranks=[0]": "placement.draft.ranks has no effect without a draft",
@@ -189,13 +187,6 @@ def test_a_bad_setting_gets_its_sentence(words: str, sentence: str) -> None:
 @pytest.mark.parametrize("words", GOOD)
 def test_a_sound_config_passes(words: str) -> None:
     checks.check(*compose_run(*words.split()), world_size=2)
-
-
-def test_a_kind_of_draft_without_trees_is_refused_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    records = drafters.DRAFTERS.records
-    monkeypatch.setitem(records, "ngram", replace(records["ngram"], has_trees=False))
-    with pytest.raises(ConfigError, match="needs a draft with trees, and draft=ngram has none: give a draft model"):
-        checks.check(*compose_run("speculation.tree=2x2", "draft=ngram"), world_size=1)
 
 
 def test_more_ranks_than_heads_are_refused() -> None:
