@@ -59,7 +59,7 @@ PUBLISHED_FORMATS = (NO_QUANTIZATION, "int8_weight_only", "int4_weight_only")
 
 @dataclass(frozen=True, kw_only=True)
 class OverlappedTime:
-    """Seconds of a round's pieces: both models at once, then what either waits for.
+    """Seconds of a round's pieces: both models at once, then the pieces that either waits for.
 
     Attributes:
         hides_exchange: the exchange takes no time of the target, which computes meanwhile.
@@ -73,7 +73,7 @@ class OverlappedTime:
 
     @property
     def arrived_s(self) -> float:
-        """From the start of a round until the target has ended its forward and received the drafted tokens."""
+        """Seconds from the start of a round until the target has ended its forward and has the drafted tokens."""
         forward_s = self.forward_s + (0.0 if self.hides_exchange else self.exchange_s)
         return max(self.draft_s + self.exchange_s, forward_s)
 

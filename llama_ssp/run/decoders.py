@@ -1,4 +1,4 @@
-"""From checked sources to the models on this rank, and from models and settings to a decoder."""
+"""Makes the models on this rank from checked sources, and a decoder from models and settings."""
 
 import logging
 from collections.abc import Callable
@@ -61,7 +61,7 @@ class Models:
         context: most tokens of prompt and completion together.
         sources: the target's, and the draft's if there is one.
         tokenizers: both, if the draft has its own.
-        reuse: what both can take from earlier texts.
+        reuse: of earlier texts by both.
         prepared: what the drafter reads besides the models, as its record says.
     """
 
@@ -167,7 +167,7 @@ def update_models(
 ) -> tuple[Models, bool]:
     """Copy other weights of the same shapes into this rank's share of the models; None leaves one as it is.
 
-    Caches then count as empty. Returns the models, and whether all ranks keep what they captured and traced: a model
+    Caches then count as empty. Returns the models, and whether all ranks keep their graphs and traces: a model
     some of whose weights need another kernel is another object. Raises SspError on every rank if reading fails on one;
     the models then hold weights of both.
     """

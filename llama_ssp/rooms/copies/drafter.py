@@ -1,4 +1,4 @@
-"""Prompt look-up as the drafter: what followed the last tokens where they stood before.
+"""Prompt look-up as the drafter: it copies tokens that followed the last ones where these stood before.
 
     text     ... a b c d e f ... a b c | d e f      the longest match ends at c, so d e f is drafted
                        ^               ^

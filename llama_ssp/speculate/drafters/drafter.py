@@ -1,4 +1,4 @@
-"""The interface of a drafter, which extends every row of a batch by K tokens, and what drafters have in common.
+"""The interface of a drafter, which extends every row of a batch by K tokens, and code that drafters share.
 
 Module `shared` decides which ranks draft.
 
