@@ -304,7 +304,7 @@ def _saved(what: str, new: Any, folder: Path) -> object:  # noqa: ANN401 - an ar
 
 
 def _sent(name: str, value: Any) -> object:  # noqa: ANN401 - an argument of `load`
-    """An argument of `load` as JSON holds it; ConfigError for what is in the memory of this process."""
+    """An argument of `load` as JSON holds it; ConfigError for objects in the memory of this process."""
     if isinstance(value, tuple):
         return [_sent(name, part) for part in value]
     if name == "dtype" and value is not None and (found := Dtype.find(value)):

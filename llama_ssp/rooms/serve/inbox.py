@@ -56,7 +56,7 @@ class Part(NamedTuple):
 
     Attributes:
         num_accepted, num_rejected: at the end, the examined drafted tokens.
-        logprobs: at the end, what was asked for, under the model; of the prompt's tokens too if these were.
+        logprobs: at the end, if asked for, under the model; of the prompt's tokens too if asked for.
         error: in place of an end.
     """
 

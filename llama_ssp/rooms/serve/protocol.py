@@ -197,7 +197,7 @@ class BodyReader:
         return [self._encoded(one) for one in many]
 
     def _check_bytes(self, texts: Sequence[str], param: str) -> None:
-        """Refuse what is too long in any tokens, which may take seconds to find."""
+        """Refuse texts with too many bytes for any tokens; to encode them could take seconds."""
         if sum(len(text.encode(errors="replace")) for text in texts) > self._most_bytes:
             reason = f"more than {self._most_bytes} bytes do not fit into the {self._length} tokens of a row"
             raise RequestError(reason, param=param, code=_TOO_LONG)
