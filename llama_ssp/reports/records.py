@@ -392,7 +392,7 @@ class RunFacts:
         weights: "checkpoint" or "synthetic".
         baseline: where plain completions are from, if not from this run.
         machine: processors or GPUs of the ranks.
-        disturbed: why the machine was disturbed while it was timed; None if nothing was noticed.
+        disturbed: what disturbed the machine while it was timed; None if nothing was noticed.
     """
 
     task: str

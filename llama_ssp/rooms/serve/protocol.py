@@ -347,7 +347,7 @@ class Answer:
         }  # fmt: skip
 
     def _offsets(self, num_tokens: int) -> list[int]:
-        """Where the text of the last tokens begins; tokens of one character begin with it."""
+        """Offsets at which the text of the last tokens begins; tokens of one character begin with it."""
         first = () if self._echoes else self.prompt_ids
         text, end, offsets = IncrementalText(self._tokenizer, first), 0, []
         for token in [*self.prompt_ids, *self.token_ids][len(first) :]:
@@ -356,7 +356,7 @@ class Answer:
         return offsets[len(offsets) - num_tokens :]
 
     def _of_token(self, scored: "_Scored") -> dict[str, object]:
-        """A token in the form of chats; its bytes are those of its text, unless a character has several tokens."""
+        """A token in the form of chats; its bytes are its text's, unless a character has several tokens."""
         token, text, log_prob = scored
         added = self._tokenizer.added_tokens_decoder.get(token)
         written = str(self._tokenizer.convert_ids_to_tokens(token))

@@ -62,7 +62,7 @@ def law_of(sampling: SamplingConfig) -> Law | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredText:
-    """A text to score, of at least two tokens, of which the first `num_given`, at least one, are not scored.
+    """A text of at least two tokens to score; the first `num_given`, at least one, are not scored.
 
     Its first `num_prompt` tokens are the prompt, as penalties see it; None for `num_given`.
     """
