@@ -11,6 +11,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "accelerate": ("placement=accelerate", "placement.target.kind=accelerate"),
     "benchmark": ("task=benchmark", "task=latency", "experiment=llama_2023"),
     "calibrate": ("task=calibrate", "command=calibrate"),
+    "copies": ("draft=ngram", "draft.fallback=ngram"),
     "deepspeed": ("placement=deepspeed", "placement.target.kind=deepspeed"),
     "evaluate": ("task=evaluate",),
     "gpu": (),

@@ -28,7 +28,7 @@ Attention = Callable[..., Tensor]
 """Turns queries and keys, writes keys and values, and attends to the slots of a token's row up to its own position.
 
 Takes fp32 and int64, contiguous: queries, keys and values (M, X * D), the complex rotary factors of all positions
-(S, 1, P), positions (B, T), slots_M among those of all rows, and the cache (2 N, S, W). Then the last slot (B, T) of
+(S, 1, P), positions (B, T), slots_M among all rows' slots, and the cache (2 N, S, W). Then the last slot (B, T) of
 its row that each token sees, which for a row's first token is its own; and `sees` (B, T, A), which of the A slots up to
 the last token's each token sees, or `ALL`. Then H, what scores are multiplied by, and how many positions a token sees,
 0 for all: of the A slots `sees` knows that already. Returns (M, H * D).
@@ -70,7 +70,7 @@ def by_torch(  # noqa: PLR0913, PLR0917 - the arguments of an operator
 def find_attention(
     device: torch.device, dtype: torch.dtype, head_dim: int, rows: KeptRows = SINGLES
 ) -> Attention | None:
-    """The operator for such heads and rows of the cache, compiled at the first call; None where there is none."""
+    """The operator for these heads and rows of the cache, compiled at the first call; None if it cannot be had."""
     if device.type != "cpu" or dtype is not torch.float32 or head_dim % LANES or head_dim > _WIDEST:
         return None
     if rows.kind not in _KINDS:
@@ -84,7 +84,7 @@ def find_attention(
 
 
 def _check(rows: KeptRows, head_dim: int, attention: Attention) -> None:
-    """RuntimeError if two tokens behind twenty others get something else than from the reference."""
+    """RuntimeError if two tokens after twenty others get something else than from the reference."""
     num_slots, positions_BT = 40, torch.tensor([[20, 21]])
     cache_2SW = rows.pack(torch.arange(2.0 * num_slots * head_dim).sin_().view(2, num_slots, head_dim))
     qkv_ME = torch.arange(2.0 * 4 * head_dim).cos_().view(2, -1)

@@ -123,7 +123,7 @@ class LogProbLine(CompletionLogProbs, Line):
     def num_top(self) -> tuple[float | None, float | None]:
         """Numbers of most probable tokens for new tokens and for the prompt's; None without figures."""
         new, given = (
-            max(map(len, found.top_ids), default=math.inf) if found else None
+            None if found is None else max((len(one.top) for one in found), default=math.inf)
             for found in (self.logprobs, self.prompt_logprobs)
         )
         return new, given
@@ -384,7 +384,7 @@ class Baseline:
     """Plain completions of another point of a sweep.
 
     Attributes:
-        folder: that of the point that made them.
+        folder: of the point that made them.
         ms_per_token: of the same completions, made again by the last point that has them; else None.
     """
 
@@ -403,7 +403,7 @@ class RunFacts:
         weights: "checkpoint" or "synthetic".
         baseline: where plain completions are from, if not from this run.
         machine: processors or GPUs of the ranks.
-        disturbed: why the machine was disturbed while it was timed; None if nothing was noticed.
+        disturbed: what disturbed the machine while it was timed; None if nothing was noticed.
     """
 
     task: str

@@ -20,7 +20,7 @@ from llama_ssp.storage.formats import FEW_ROWS
 
 
 def can_be_own(module: Any) -> bool:  # noqa: ANN401 - any module
-    """Whether a module holds experts with a gate, as (X, 2 I, E) and (X, E, I) or transposed, and nothing else."""
+    """Whether a module holds experts with a gate, as (X, 2 I, E) and (X, E, I) or transposed, and no norm after."""
     has_gate = getattr(module, "has_gate", False) and hasattr(module, "gate_up_proj")
     return bool(has_gate) and not getattr(module, "has_post_expert_norm", False)
 
@@ -33,7 +33,7 @@ def experts_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _is_silu(gate: Callable[[Tensor], Tensor]) -> bool:
-    """Whether a gate is that of the compiled product."""
+    """Whether a gate is silu(gate) * up, as in the compiled product."""
     gated_1I = torch.arange(-4.0, 4.0)[None]
     gate_1I, up_1I = gated_1I.chunk(2, 1)
     return torch.allclose(gate(gated_1I), functional.silu(gate_1I) * up_1I)

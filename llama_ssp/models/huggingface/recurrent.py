@@ -115,7 +115,7 @@ def _steps_of_delta(mixer: Any, mixed_BTC: Tensor, rates_BTH: Tensor, decays: Te
 def _projected(mixer: Any, x_BTE: Tensor, *, is_whole: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # noqa: ANN401
     """Inputs of the convolution, gates, and rates and decays before their functions, these two by key heads.
 
-    Unless the inputs must be `is_whole`, they can stand between others; see `_layout_of`.
+    Unless the inputs must be `is_whole`, other numbers may stand between them; see `_layout_of`.
     """
     num_keys = shared_heads(mixer)
     if hasattr(mixer, "in_proj_qkvz"):

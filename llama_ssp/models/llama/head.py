@@ -30,7 +30,7 @@ from llama_ssp.ranks.comms import Reads
 from llama_ssp.weights.head import HeadSource
 
 Attention = Mapping[int | None, LayerAttention]
-"""That of a forward, by window."""
+"""The attention of a forward, by window."""
 
 
 class _JoinedProduct:
@@ -51,7 +51,7 @@ class _JoinedProduct:
 
 
 class HeadLayer(Layer):
-    """A layer of a head, of which the first one reads pairs; it may overwrite the hidden states."""
+    """A layer of a head; the first one reads pairs. It may overwrite the hidden states."""
 
     qkv: Any
 
@@ -106,7 +106,7 @@ class PairRunner(LeanRunner):
     def _read(
         self, ids_BT: Tensor, hidden_BTE: Tensor, attention: Attention, wanted_B1: Tensor | None = None
     ) -> Stream:
-        """Read pairs through all layers, of which the last one leaves the wanted positions."""
+        """Read pairs through all layers; the last one leaves the wanted positions."""
         stream: Stream = self.embed(ids_BT.flatten()), hidden_BTE.flatten(0, 1)
         for layer, window, stop in self._at_once(ids_BT.numel()):
             wanted = wanted_B1 if stop == len(self._layers) else None
@@ -114,7 +114,7 @@ class PairRunner(LeanRunner):
         return stream
 
     def _of_target(self, logits_BRD: Tensor) -> Tensor:
-        """Logits over the target's tokens, or the best one, from those over the head's own."""
+        """Logits over the target's tokens, or the best one, from logits over the head's own tokens."""
         if self._token_ids_D is None:
             return logits_BRD
         if self.reads is Reads.best:
@@ -125,7 +125,7 @@ class PairRunner(LeanRunner):
 
 
 class HeadRunner(PairRunner):
-    """A head of EAGLE-3, and what others share with it; its origin is a `HeadSource`."""
+    """A head of EAGLE-3, and the code that other heads share with it; its origin is a `HeadSource`."""
 
     layer_class: type[Layer] = HeadLayer
 

@@ -20,7 +20,7 @@ class BenchmarkCell(Line):
         ms_per_token: median over repetitions, by candidate (plain, speculative, generate, assisted).
         forecast_ms_per_token: the plan's forecast for our own candidates; empty without a plan.
         other_share: share of our rounds' time that is neither drafting nor verification.
-        copy_share: time to copy a rank's weights of a plain step, over that of a step; above 1 if a cache holds them.
+        copy_share: time to copy a rank's weights of a plain step, over a step's time; above 1 if a cache holds them.
         text_sha256: hash of the token ids that prompts were cut from.
     """
 

@@ -55,7 +55,7 @@ _GENERATED_ID = re.compile(r' id="[a-z0-9.]+_\d+"')
 logging.getLogger("matplotlib").setLevel(logging.ERROR)  # its notes on fonts and cache folders do not help our users
 MOST_BARS = 40
 _APART = 0.16
-"""Vertical distance of two modes of a bar, of which the next one is 1 below."""
+"""Vertical distance of two modes of a bar; the next bar is 1 below."""
 _BAR_INCHES, _FRAME_INCHES = 0.5, 1.0
 _MARGIN = 1.06
 

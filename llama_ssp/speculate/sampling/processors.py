@@ -133,7 +133,7 @@ def _compiled_draw() -> Operator | None:
 
 
 def own_operator(operation: str, numbers: Tensor) -> Callable[..., Tensor] | None:
-    """What the device has for numbers of up to 32 bits in place of a function of this module or of `shards`."""
+    """The device's operator for numbers of up to 32 bits in place of a function of this module or of `shards`."""
     is_short = numbers.dtype.itemsize <= torch.float32.itemsize
     return _made(operation, numbers.device.type) if is_short else None
 

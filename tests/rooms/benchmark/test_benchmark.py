@@ -8,15 +8,14 @@ import pytest
 
 from llama_ssp.rooms.benchmark.benchmark import Ours
 from llama_ssp.settings.combinations import clashes
-from llama_ssp.settings.drafters import NgramConfig
 from llama_ssp.speculate.drafters.drafter import Drafter
-from llama_ssp.speculate.drafters.ngram import NgramDrafter
 from llama_ssp.speculate.sampling.rules import Rule
 from tests.helpers.decoders import make_decoder, parts_of
 from tests.helpers.doors import BLOCK, config_of, save_models
 from tests.helpers.in_process import Ended, launch
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.reports import report
+from tests.helpers.rooms import copies, copying
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +77,7 @@ def test_a_benchmark_measures_only_cells_that_are_left_and_ends_with_a_summary_o
 
 
 def copies_of_other_texts(_rule: Rule) -> Drafter:
-    return NgramDrafter(parts_of(config=NgramConfig(kind="ngram", longest=3, history=3)))
+    return copying(parts_of(config=copies(longest=3, history=3)))
 
 
 def test_no_repetition_of_a_benchmark_copies_from_an_earlier_one() -> None:
