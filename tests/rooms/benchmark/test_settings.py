@@ -63,11 +63,13 @@ def test_the_experiment_of_2023_sets_what_was_published() -> None:
 @pytest.mark.heavy
 def test_a_benchmark_takes_no_conversations(tmp_path: Path) -> None:
     (tmp_path / "q.jsonl").write_text('{"turns": ["a", "b"]}\n')
-    launch("task=benchmark", f"prompts={tmp_path}/q.jsonl").check_refusal("task=benchmark takes prompts of one turn")
+    launch("task=benchmark", f"prompts={tmp_path}/q.jsonl", f"run_dir={tmp_path}/run").check_refusal(
+        "task=benchmark takes prompts of one turn"
+    )
 
 
 def test_a_generation_config_that_transformers_refuses_is_a_sentence(tmp_path: Path) -> None:
     folder = shutil.copytree(hub.resolve(catalogue.load("tiny")), tmp_path / "tiny")
     (folder / "generation_config.json").write_text('{"early_stopping": 5}')
-    ended = launch("task=benchmark", f"model={folder}", "draft=none")
+    ended = launch("task=benchmark", f"model={folder}", "draft=none", f"run_dir={tmp_path}/run")
     ended.check_refusal(f"refuses {folder}/generation_config.json (`early_stopping` must be")
