@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import pytest
+
 from llama_ssp.reports.records import (
     CompletionLine,
     Forecast,
@@ -18,7 +20,7 @@ from llama_ssp.reports.records import (
 from llama_ssp.reports.runs import Run
 from llama_ssp.reports.summary import summarise
 from llama_ssp.settings.schema import TaskConfig
-from llama_ssp.settings.tasks import TaskSpec
+from llama_ssp.settings.tasks import TASKS, TaskSpec
 
 PLAIN = CompletionLine(
     index=0, sample=0, mode="plain", prompt="<b>p</b>", text="t", token_ids=[1] * 10, num_new_tokens=10,
@@ -60,7 +62,17 @@ class ToyConfig(TaskConfig):
     name: str = "toys"
 
 
-TOYS = TaskSpec(config=ToyConfig, run="toys:run", results="tests.helpers.runs:ToyCell")
+TOYS = TaskSpec(
+    config=ToyConfig, run="toys:run", results="tests.helpers.runs:ToyCell", stores_acceptance="task.keep=true"
+)
+
+
+def with_toys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let that task be the only one with results of its own that stores the acceptance of pairs."""
+    kept = {name: task for name, task in TASKS.all().items() if not (task.results or task.stores_acceptance)}
+    monkeypatch.setattr(TASKS, "records", kept | {"toys": TOYS})
+
+
 CELL = ToyCell(
     name="prompt 16", ms_per_token={"plain": 2.0, "speculative": 2.5}, forecast_ms_per_token={"plain": 600.5}
 )

@@ -21,11 +21,10 @@ from llama_ssp.planning.acceptance import (
     tree_tokens,
 )
 from llama_ssp.planning.plan import document, make_plan
-from llama_ssp.settings.tasks import TASKS
 from llama_ssp.settings.trees import tree_shape
 from tests.helpers.own_conf import OwnConf
 from tests.helpers.planning import make_spec, times_of
-from tests.helpers.runs import TOYS
+from tests.helpers.runs import with_toys
 
 A100 = hardware.load("8xa100_80gb")
 
@@ -94,8 +93,7 @@ def test_every_measured_pair_has_a_source_and_its_figure_is_that_of_plans(pair: 
 def test_a_plan_of_a_pair_that_nobody_measured_shows_low_and_high_and_how_to_measure_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    TASKS.all()
-    monkeypatch.setitem(TASKS.records, "toys", replace(TOYS, stores_acceptance="task.keep=true"))
+    with_toys(monkeypatch)
     spec = make_spec("llama3_70B", "llama3_1B", num_ranks=8, acceptance=None)
     plan = make_plan(spec, A100)
     time, low_high = document(plan)["time"], (0.5, 0.88)
@@ -127,12 +125,15 @@ def test_no_k_is_recommended_on_a_guess() -> None:
 
 
 @pytest.mark.parametrize(("name", "stores"), [("tinyllama_1B", [True]), ("local", [False]), ("7B", [])])
-def test_a_pair_is_stored_by_the_names_of_its_models_and_local_names_any_folder(name: str, stores: list[bool]) -> None:
-    """task.store=true refuses the latter; a published pair need not be measured."""
+def test_a_pair_is_stored_by_the_names_of_its_models_and_local_names_any_folder(
+    name: str, stores: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stores pairs refuses the latter; a published pair need not be measured."""
+    with_toys(monkeypatch)
     spec = make_spec("65B", "tinyllama_1B", num_ranks=8, acceptance=None, of_draft={"name": name})
     plan = make_plan(spec, A100)
     said = [note for note in plan.notes if "measure the pair" in note]
-    assert ["task.store=true" in sentence for sentence in said] == stores
+    assert ["task.keep=true" in sentence for sentence in said] == stores
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.8, 0.99])
