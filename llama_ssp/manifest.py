@@ -11,8 +11,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "calibrate": ("task=calibrate", "command=calibrate"),
     "evaluate": ("task=evaluate",),
     "python_ranks": ("argument=ranks",),
-    "slurm": ("hydra/launcher=slurm",),
+    "reports": ("command=report", "setting=figure"),
     "serve": ("task=serve", "command=serve", "field=custom_id"),
+    "slurm": ("hydra/launcher=slurm",),
 }
 """What asks for a room: kind and name, as `unknown_name` is given them; a field is one of a line of prompts."""
 FOLDER = Path(__file__).parent / "rooms"

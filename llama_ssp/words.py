@@ -5,7 +5,7 @@ of the library as an argument.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -70,6 +70,11 @@ def counted(number: int, noun: str) -> str:
 def count(number: int, noun: str) -> str:
     """A number with its noun in figures and tables, as in "1 prompt" and "8 prompts"."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def listed(names: Sequence[str], last: str = "and") -> str:
+    """Names in a sentence, as in "a, b and c"."""
+    return f" {last} ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
 def decimal(value: float | None, places: int = 2, *, unit: str = "", missing: str = "-") -> str:

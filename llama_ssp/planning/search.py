@@ -15,6 +15,7 @@ search varies no setting of the command line.
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -27,6 +28,7 @@ from llama_ssp.planning.memory import RankMemoryPlan, fits, fullest_rank
 from llama_ssp.planning.model import PlannedModel, planned_model
 from llama_ssp.planning.spec import PlanSpec, block_sizes, on_block
 from llama_ssp.planning.timing import Timing, timing
+from llama_ssp.settings.groups import MORE
 from llama_ssp.settings.layout import named
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT
 from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, DraftLayout, TargetKind
@@ -39,7 +41,12 @@ MOST_NODES = 4
 TREES = tuple(map(tree_shape, ("2x1x1", "2x2x1", "3x2x1x1", "4x2x2x1x1")))
 FEW_ROWS = 4
 """Trees that a search tries, and the most rows that it tries them for: each row has a tree of its own."""
-_OF_SEARCHES = frozenset({"search", "format", "figure"})
+
+
+@cache
+def _of_searches() -> tuple[str, ...]:
+    """Settings of a search that a plan of one of its choices lacks."""
+    return ("search", "format", *(name for more in MORE.all().values() if more.draw for name in more.paths))
 
 
 def layouts(spec: PlanSpec, *, num_ranks: int, divides: bool, thorough: bool) -> Iterator[PlanSpec]:
@@ -226,7 +233,7 @@ def search(spec: PlanSpec, hardware: HardwareConfig, given: Sequence[str] = ()) 
 def _settings(spec: PlanSpec, asked: PlanSpec, words: Mapping[str, str]) -> tuple[str, ...]:
     """The settings of the command line, with those of a choice in place of what it changes."""
     settings: list[str] = []
-    replaced = [*_OF_SEARCHES, "model.quantization", "draft.model.quantization", "speculation.overlap"]
+    replaced = [*_of_searches(), "model.quantization", "draft.model.quantization", "speculation.overlap"]
     if spec.target.name != asked.target.name or "model" not in words:
         replaced, settings = [*replaced, "model"], [*settings, f"model={spec.target.name}"]
     if spec.draft_name != asked.draft_name or "draft" not in words:

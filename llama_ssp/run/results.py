@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from llama_ssp.errors import ConfigError, FailedEvaluation
 from llama_ssp.registry import imported
 from llama_ssp.reports import records
+from llama_ssp.reports.formats import FORMATS
 from llama_ssp.reports.provenance import processor
 from llama_ssp.reports.runs import Run
 from llama_ssp.reports.summary import round_gains, summarise
@@ -95,13 +96,13 @@ def finalize(session: Session) -> None:
         terminal.say(slow)
     if task.finalize:
         imported(task.finalize, setting=f"task={task.name}")(session)
-    try:
-        from llama_ssp.reports.html import report  # noqa: PLC0415 - slow to import, needed at the end of a run only
-
-        run = Run(name=folder.path.name, status="", summary=summary, lines=tuple(folder.lines))
-        folder.write_kept("report.html", report([run]))
-    except ConfigError as error:  # the run is complete without its figures
-        terminal.say(f"{error}; llama-ssp report writes report.html later")
+    run = Run(name=folder.path.name, status="", summary=summary, lines=tuple(folder.lines))
+    for form in FORMATS.all().values():
+        if form.file and form.purpose:
+            try:
+                folder.write_kept(form.file, form.text([run]))
+            except ConfigError as error:  # the run is complete without its figures
+                terminal.say(f"{error}; {form.remedy}")
 
 
 def _machine(session: Session) -> str:

@@ -4,7 +4,7 @@
 when the settings are known, and again when the files have said what the models are (`ModelConfig.shape`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache
 
 from llama_ssp.catalogue import ModelConfig, ModelShape
@@ -13,7 +13,7 @@ from llama_ssp.settings.rules import AT_ZERO, RULES, at_every_temperature, rule_
 from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, DraftLayout, PlanConfig, RunConfig, TargetKind
 from llama_ssp.settings.tasks import task_of, task_specs
 from llama_ssp.settings.trees import TreeShape, tree_shape
-from llama_ssp.words import key_of, said
+from llama_ssp.words import key_of, listed, said
 
 _NO_MODEL = ModelConfig(name="none")
 ABILITIES: dict[str, Callable[[RunConfig], object]] = {
@@ -144,18 +144,13 @@ def _words(config: RunConfig) -> dict[str, object]:
         "forced": said("speculation.forced_lengths", speculation.forced_lengths),
         "rule": said("verification", config.verification.rule), "greedy": greedy,
         "rules_of_trees": " or ".join(said("verification", name) for name in _rules_of_trees()),
-        "exact_rules": _either(at_every_temperature()), "timed": _either(timed),
+        "exact_rules": listed(at_every_temperature(), "or"), "timed": listed(timed, "or"),
         "temperature": key_of("sampling.temperature"), "degrees": temperature, "task": config.task.name,
         "target_kind": placement.target.kind.name, "draft_placement": chosen,
         "block": _block(config), "steps": _num_steps(config),
         "whole_block": said("speculation.num_draft_tokens", _block(config)),
         "layer": state and state.recurrent, "family": state and state.model_type,
     }  # fmt: skip
-
-
-def _either(names: Sequence[str]) -> str:
-    """Names as alternatives, such as "a, b or c"."""
-    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _draft(config: RunConfig) -> ModelConfig:

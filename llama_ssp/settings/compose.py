@@ -39,17 +39,16 @@ from llama_ssp.catalogue import GGUF, GGUF_ALONE, GROUPS, LOCAL, is_folder, is_h
 from llama_ssp.errors import ConfigError, refuse, similar_name, unknown_name
 from llama_ssp.foreign import FOREIGN
 from llama_ssp.machines import hardware
+from llama_ssp.manifest import absent
 from llama_ssp.settings import schema
 from llama_ssp.settings.drafters import MTP_DRAFTS, ModelDraftConfig, drafter_of, drafters, problem_of
+from llama_ssp.settings.groups import MORE, whole
 from llama_ssp.settings.launchers import LAUNCHERS
 from llama_ssp.settings.schema import DERIVED, MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import task_of, task_specs
 
 _STOPS = "stop_strings"
-_PATHS = {
-    "run_dir", "prompts", "figure", "model.path", "model.adapter", "draft.model.path",
-    "draft.model.adapter",
-}  # fmt: skip
+_PATHS = {"run_dir", "prompts", "model.path", "model.adapter", "draft.model.path", "draft.model.adapter"}
 _OPEN = {"chat_arguments": "{enable_thinking: false}", "sampling.logit_bias": "{198: -2.5}"}  # have keys of their own
 _QUOTES = "'\""
 _ESCAPES, _ESCAPED = re.compile(r"\\([nt\\])"), {"n": "\n", "t": "\t", "\\": "\\"}
@@ -117,7 +116,8 @@ class _Word:
 def _read(text: str, *, multirun: bool = False) -> _Word | None:
     """Read a word; None if it is no setting."""
     key, sign, value = text.partition("=")
-    is_path = key in _PATHS or any(key.rpartition(".")[2] in task.paths for task in task_specs().values())
+    is_path = key in _PATHS or any(key in more.paths for more in MORE.all().values())
+    is_path = is_path or any(key.rpartition(".")[2] in task.paths for task in task_specs().values())
     is_one = not (multirun and "," in value) and "${" not in value
     is_literal = value not in {"", "null"} and not value.startswith((*_QUOTES,)) and is_one
     if key in GROUPS and is_one and is_folder(value.strip(_QUOTES)):
@@ -312,7 +312,7 @@ def _default_draft(config: DictConfig, explicit: frozenset[str]) -> DictConfig:
 
 def register(root: str = "config") -> None:
     """Register with Hydra what a file in `conf` and the options refer to; repeated calls are harmless."""
-    schemas: dict[str, Any] = {"plan": PlanConfig} if root == "plan" else {"run": RunConfig}
+    schemas: dict[str, Any] = {"plan": whole(PlanConfig)} if root == "plan" else {"run": RunConfig}
     schemas |= {name: launcher.config for name, launcher in LAUNCHERS.all().items()}
     schemas |= {name: task.config for name, task in task_specs().items()}
     schemas |= {f"draft_{name}": draft.config for name, draft in drafters().items()}
@@ -417,6 +417,8 @@ def _unknown_key(key: str, keys: frozenset[str]) -> str:
         if key.removeprefix("draft.") in keys and key.startswith("draft.model."):
             return f"{key} has no effect without a draft model: give one with draft=NAME"
     last = key.rpartition(".")[2]
+    if sentence := absent("setting", last):
+        return sentence
     if counterpart := FOREIGN.get(last):
         return f"unknown setting {key!r}: {counterpart.sentence}"
     last_words = {name.rpartition(".")[2]: name for name in sorted(keys, key=len, reverse=True)}

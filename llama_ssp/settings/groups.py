@@ -8,10 +8,17 @@ from llama_ssp.registry import Registry
 
 @dataclass(frozen=True, kw_only=True)
 class MoreSettings:
-    """Settings of a room in a group of the core: `config` is a dataclass derived from the group's."""
+    """Settings of a room in a group of the core, or of a plan: `config` is a dataclass derived from the group's.
+
+    Attributes:
+        paths: those that are paths, which the command line does not parse.
+        draw: of plans, `module:function` that draws a plan or a search into the file that each of the paths names.
+    """
 
     name: str
     config: type
+    paths: tuple[str, ...] = ()
+    draw: str = ""
 
 
 MORE: Registry[MoreSettings] = Registry(setting="group", kind=MoreSettings)

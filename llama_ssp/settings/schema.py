@@ -423,9 +423,6 @@ class PlanConfig(RunConfig):
     format: PlanFormat = setting(
         PlanFormat.table, "json prints the document that docs/reference/plan-document.md describes."
     )
-    figure: str | None = setting(
-        None, "a file (.png, .svg, .pdf): memory by rank, ms/token by K; of a search ms/token by GPUs."
-    )
     search: bool = setting(
         False, "true ranks precisions, drafts, layouts and K of the model here, then of smaller ones."
     )

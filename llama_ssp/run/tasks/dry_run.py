@@ -1,6 +1,6 @@
 """Plans as a task: for a described machine, or for the spec that a run is about to start. Never imports torch.
 
-`planning` computes plans and searches; `reports.plan_tables` and `plan_figures` show them.
+`planning` computes plans and searches; `reports.plan_tables` shows them, and rooms draw them (`MoreSettings.draw`).
 """
 
 import json
@@ -22,9 +22,11 @@ from llama_ssp.planning.plan import PLAN_VERSION, Plan, Search, document, make_p
 from llama_ssp.planning.search import choose_placement, search
 from llama_ssp.planning.spec import PlanSpec, make_spec, spec_of_plan
 from llama_ssp.planning.timing import CostModel, Timing
+from llama_ssp.registry import imported
 from llama_ssp.reports.records import Forecast
 from llama_ssp.run.prompts import STANDARD_INPUT, Prompt, read_prompts
 from llama_ssp.settings.checks import check_plan, check_values
+from llama_ssp.settings.groups import MORE
 from llama_ssp.settings.layout import lay_out
 from llama_ssp.settings.schema import DeviceKind, DraftLayout, PlanConfig, PlanFormat, RunConfig, TargetKind
 from llama_ssp.settings.tasks import task_of
@@ -35,16 +37,19 @@ _Config = TypeVar("_Config", bound=RunConfig)
 CHARACTERS_PER_TOKEN = 3
 TYPED_TOKENS = 128
 
+Figures = Mapping[str, tuple[Path, str]]
+"""Files of figures, and `module:function` that draws each, by the words that ask for them, such as figure=plan.png."""
+_NO_FIGURES: Figures = {}
+
 
 def show_plan(
-    plan: Plan, form: PlanFormat, *, figure: str | None = None, words: Mapping[str, str] | None = None
+    plan: Plan, form: PlanFormat, *, figures: Figures = _NO_FIGURES, words: Mapping[str, str] | None = None
 ) -> None:
-    """Print a plan, and draw it into a file if `figure` is given; raises CapacityError afterwards if it does not fit.
+    """Print a plan, and draw its figures; raises CapacityError afterwards if it does not fit.
 
-    Raises ConfigError if the figure cannot be drawn.
+    Raises ConfigError if a figure cannot be drawn.
     """
-    _check_figure(figure)
-    _show(plan, partial(document, plan), form, figure)
+    _show(plan, partial(document, plan), form, figures)
     require_room(plan, words=words)
 
 
@@ -53,9 +58,9 @@ def show_search(config: PlanConfig, machine: HardwareConfig, settings: Sequence[
 
     Raises ConfigError as `show_plan`.
     """
-    _check_figure(config.figure)
+    figures = figures_of(config)
     found = Search(machine=machine, choices=search(spec_of_plan(config, machine), machine, settings))
-    _show(found, found.document, config.format, config.figure)
+    _show(found, found.document, config.format, figures)
 
 
 def show_machines(configs: Sequence[PlanConfig]) -> None:
@@ -74,27 +79,32 @@ def show_machines(configs: Sequence[PlanConfig]) -> None:
         )
 
 
-def _check_figure(figure: str | None) -> None:
-    """Refuse a figure in a folder that does not exist; a search takes long, and this is asked before."""
-    if figure and not Path(figure).parent.is_dir():
-        raise ConfigError(f"figure={figure}: create the folder {Path(figure).parent} first, or name another file")
+def figures_of(config: PlanConfig) -> Figures:
+    """The figures of a plan that the settings of rooms ask for.
+
+    Raises ConfigError for one in a folder that does not exist: a search takes long, and this is asked before.
+    """
+    chosen = [(more, name) for more in MORE.all().values() for name in more.paths if more.draw]
+    found = {f"{name}={file}": (Path(file), more.draw) for more, name in chosen if (file := getattr(config, name))}
+    for asked, (file, _) in found.items():
+        if not file.parent.is_dir():
+            raise ConfigError(f"{asked}: create the folder {file.parent} first, or name another file")
+    return found
 
 
 def _show(
     content: Plan | Search | list[Plan], as_json: Callable[[], dict[str, Any]], form: PlanFormat,
-    figure: str | None = None,
+    figures: Figures = _NO_FIGURES,
 ) -> None:  # fmt: skip
-    """Draw a figure, and print plans as JSON or as text, whose reader may end early."""
-    needs_rich = "format=table" if form is PlanFormat.table else f"figure={figure}" if figure else None
+    """Draw figures, and print plans as JSON or as text, whose reader may end early."""
+    needs_rich = ["format=table"] if form is PlanFormat.table else [*figures]
     try:
         if needs_rich:
             from llama_ssp.reports import plan_tables  # noqa: PLC0415 - JSON needs no rich
     except ImportError as error:
-        raise ConfigError(f"{needs_rich} needs rich: pip install rich, or use format=json alone") from error
-    if figure and not isinstance(content, list):
-        from llama_ssp.reports import plan_figures  # noqa: PLC0415 - only figures need matplotlib
-
-        plan_figures.draw(content, Path(figure))
+        raise ConfigError(f"{needs_rich[0]} needs rich: pip install rich, or use format=json alone") from error
+    for asked, (file, draw) in figures.items():
+        imported(draw, setting=asked)(content, file)
     if form is PlanFormat.json:
         print(json.dumps(as_json(), indent=2))  # noqa: T201 - the requested output
     else:

@@ -34,7 +34,7 @@ TESTED = {
     r"\./machine-install\.sh( --dev| --check)?": ".ci/run, tests/unit/repository/test_machine_install.py",
     r"\.venv/bin/pytest": ".ci/run",
     r"bash \.ci/run": "itself",
-    r"\.venv/bin/(python launch/report\.py|llama-ssp report) outputs/\w+": ("run/commands/test_report.py"),
+    r"\.venv/bin/(python launch/report\.py|llama-ssp report) outputs/\w+": "tests/rooms/reports/test_report.py",
     r"\.venv/bin/llama-ssp --version": "tests/unit/run/commands/test_program.py",
     r"\.venv/bin/python -m pip install -e '\.\[[a-z-]+\]' -c \.venv/constraints\.txt": "what the messages say",
     r"(curl|lm-eval) .*": "tests/rooms/serve",
