@@ -8,7 +8,9 @@ from pathlib import Path
 from pkgutil import iter_modules
 
 ROOMS: dict[str, tuple[str, ...]] = {
+    "accelerate": ("placement=accelerate", "placement.target.kind=accelerate"),
     "calibrate": ("task=calibrate", "command=calibrate"),
+    "deepspeed": ("placement=deepspeed", "placement.target.kind=deepspeed"),
     "evaluate": ("task=evaluate",),
     "python_ranks": ("argument=ranks",),
     "reports": ("command=report", "setting=figure"),

@@ -30,7 +30,7 @@ class Registry(Generic[Record]):
     """
 
     def __init__(self, *, setting: str, modules: tuple[str, ...] = (), kind: type[Record] | None = None) -> None:
-        self._setting, self._kind = setting, kind
+        self.setting, self._kind = setting, kind
         self._unread = (*modules, *manifest.records_of_rooms()) if kind else ()
         self.records: dict[str, Record] = {}
 
@@ -58,7 +58,7 @@ class Registry(Generic[Record]):
 
     def problem_of(self, name: str, *, key: str | None = None) -> str | None:
         """An error sentence if no record has this name; it begins with `key`, by default the setting."""
-        return None if self.find(name) else unknown_name(words.key_of(key or self._setting), name, self.all())
+        return None if self.find(name) else unknown_name(words.key_of(key or self.setting), name, self.all())
 
     def _read(self) -> None:
         unread, self._unread = self._unread, ()

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 from llama_ssp import catalogue
 from llama_ssp.catalogue import LOCAL, MTP, Dtype, ModelConfig, is_hub_id, read_path
 from llama_ssp.errors import ConfigError, refuse, similar_name, unknown_name
-from llama_ssp.foreign import FOREIGN
+from llama_ssp.foreign import counterparts
 from llama_ssp.settings.checks import required_of
 from llama_ssp.settings.drafters import drafters
 from llama_ssp.settings.schema import NO_DRAFT, DrafterConfig, DraftLayout, DraftPlacement, PlacementConfig
@@ -74,7 +74,7 @@ def known_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Argume
     names = [name for name in signature(function).parameters if name != "self"]
 
     def unknown(name: str) -> str:
-        counterpart = FOREIGN.get(name.casefold())
+        counterpart = counterparts().get(name.casefold())
         other = counterpart and key_of(counterpart.key)
         meant = other if other in names else similar_name(name, names)
         here = (

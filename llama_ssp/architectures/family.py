@@ -16,8 +16,6 @@ from llama_ssp.architectures.matrices import Inventory, WholeParts, decoder
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import ConfigError, PlacementError
 from llama_ssp.registry import Registry
-from llama_ssp.storage.formats import format_of
-from llama_ssp.words import said
 
 
 @cache
@@ -253,24 +251,6 @@ def check_ranks(model_type: str, num_ranks: int) -> None:
     """Raise PlacementError for a family that runs on fewer ranks: no tensor-parallel plan can be followed."""
     if num_ranks > 1 and kinds().get(model_type, {}).get("without_plan"):
         raise PlacementError(no_plan(model_type, num_ranks))
-
-
-def check_deepspeed(shape: ModelShape, quantization: str, *, num_ranks: int) -> None:
-    """Raise PlacementError if DeepSpeed cannot split a model evenly; it would leave recurrent states whole."""
-    kind, heads = "placement.target.kind=deepspeed", shape.num_key_value_heads
-    problem = ""
-    if num_ranks > 1 and record_of(shape.model_type).recurrent:
-        problem = f"cannot split the recurrent layers of {shape.model_type} models: use "
-    elif format_of(quantization).is_quantized:
-        problem = (
-            f"splits only unquantized layers, and those of the target are {quantization}: use "
-            f"{said('model.quantization', 'none')} on unquantized files, or "
-        )
-    elif heads % num_ranks:
-        sizes = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
-        problem = f"splits {heads} key-value heads evenly, and {num_ranks} ranks were given: use {sizes} ranks, or "
-    if problem:
-        raise PlacementError(f"{kind} {problem}placement.target.kind=tensor")
 
 
 def no_plan(model_type: str, num_ranks: int) -> str:

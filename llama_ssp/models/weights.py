@@ -62,6 +62,7 @@ class Loading:
     Attributes:
         origin: of the values.
         device: of weights and cache.
+        devices: that of this rank, and the GPUs of its node that no rank uses.
         comm: the ranks that share the model.
         dtype: of weights and cache; None for that of the origin. Stored buffers keep theirs.
         progress: see `Progress`.
@@ -74,6 +75,7 @@ class Loading:
     origin: WeightSource
     _: KW_ONLY
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    devices: tuple[torch.device, ...] = ()
     comm: Comm = field(default_factory=Comm.single)
     dtype: torch.dtype | None = None
     progress: Progress | None = None

@@ -21,8 +21,8 @@ from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.collectives import ID_BYTES, PROBABILITY_BYTES, all_reduce_s, message_s
 from llama_ssp.planning.model import DTYPE_BYTES, PlannedModel
 from llama_ssp.planning.weights import rank_shares
+from llama_ssp.settings.backends import TENSOR, Backend
 from llama_ssp.settings.rules import AT_ZERO, rule_of
-from llama_ssp.settings.schema import TargetKind
 from llama_ssp.storage.formats import NO_QUANTIZATION, StorageFormat, format_of
 
 MOST_DRAFT_TOKENS = 16
@@ -60,7 +60,7 @@ class ModelPlacement:
     """
 
     model: PlannedModel
-    kind: TargetKind
+    backend: Backend = TENSOR
     ranks: tuple[int, ...]
     cuda_graphs: bool
     kernels: engine.Kernels = engine.ENGINE_KERNELS
@@ -74,7 +74,7 @@ class ModelPlacement:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.model, self.kind, self.ranks, self.whole, self.own_sums, self.draws))
+        return hash((self.model, self.backend, self.ranks, self.whole, self.own_sums, self.draws))
 
     def sum_bytes(self, tokens: int) -> int:
         """Bytes of a sum of the ranks, or of a residual that goes on to the next device."""
@@ -82,7 +82,7 @@ class ModelPlacement:
 
     def collectives(self, num_rows: int, num_positions: int, num_scored: int) -> tuple[int, int]:
         """How many sums and gathers a forward and its draws have, and their bytes on each rank."""
-        if len(self.ranks) == 1 or self.kind is TargetKind.accelerate:
+        if len(self.ranks) == 1 or self.backend.is_layer_wise:
             return 0, 0
         sums, of_draws = self.shares[0].num_all_reduces, self.draw_messages(num_rows, num_scored)
         sum_bytes = self.sum_bytes(num_rows * num_positions)
@@ -119,15 +119,15 @@ class ModelPlacement:
     @cached_property
     def shares(self) -> tuple[Inventory, ...]:
         """Parameters of the ranks, without duplicates if they work at the same time; raises as `rank_shares`."""
-        held = rank_shares(self.model, num_ranks=len(self.ranks), kind=self.kind, whole=self.whole)
-        return held if self.kind is TargetKind.accelerate else tuple(dict.fromkeys(held))
+        held = rank_shares(self.model, num_ranks=len(self.ranks), backend=self.backend, whole=self.whole)
+        return held if self.backend.is_layer_wise else tuple(dict.fromkeys(held))
 
     @cached_property
     def most_heads(self) -> tuple[int, int]:
         """Query and key-value heads of the rank with the most; groups are cut only where ranks outnumber them."""
         num_ranks, shape = len(self.ranks), self.model.shape
         num_heads, num_kv_heads = shape.num_attention_heads, shape.num_key_value_heads
-        if self.kind is TargetKind.accelerate or self.whole is WholeParts.attention:
+        if self.backend.is_layer_wise or self.whole is WholeParts.attention:
             return num_heads, num_kv_heads
         own = -(-num_kv_heads // num_ranks)
         return own * (num_heads // num_kv_heads) if num_ranks <= num_kv_heads else -(-num_heads // num_ranks), own
@@ -159,7 +159,7 @@ def forward_time(
     `num_scored` positions per row get logits, and attention reads `bucket` cache slots.
     """
     tokens, scored = batch_size * num_positions, batch_size * num_scored
-    layer_wise, last = placement.kind is TargetKind.accelerate, placement.shares[-1]
+    layer_wise, last = placement.backend.is_layer_wise, placement.shares[-1]
     matrices = [
         _matrices_s(placement, hardware, held, tokens=tokens, scored=scored, has_head=not layer_wise or held is last)
         for held in placement.shares
@@ -284,7 +284,7 @@ def _collectives_s(
     if len(placement.ranks) == 1:
         return 0.0
     sum_bytes = placement.sum_bytes(tokens)
-    if placement.kind is TargetKind.accelerate:
+    if placement.backend.is_layer_wise:
         return sum(message_s(hardware, neighbours, sum_bytes) for neighbours in pairwise(placement.ranks))
     reduce_s = all_reduce_s(hardware, placement.ranks, sum_bytes, is_own=placement.own_sums)
     of_draws = placement.draw_messages(num_rows, num_scored)

@@ -18,8 +18,9 @@ from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.model import DTYPE_BYTES, PlannedModel
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.weights import WeightBytes, model_bytes, rank_shares, split
+from llama_ssp.settings.backends import TENSOR, Backend
 from llama_ssp.settings.rules import rule_of
-from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, TargetKind
+from llama_ssp.settings.schema import ADAPTIVE_LENGTHS
 
 GB, GIB = 10**9, 2**30
 
@@ -53,19 +54,19 @@ _NOTHING = _Part()
 
 @lru_cache(maxsize=1024)  # a search asks for each target with every draft, and a plan with every batch and context
 def _parts(
-    model: PlannedModel, device: str, *, num_ranks: int, kind: TargetKind, whole: WholeParts = WholeParts.none,
+    model: PlannedModel, device: str, *, num_ranks: int, backend: Backend = TENSOR, whole: WholeParts = WholeParts.none,
     num_shared: int = 0, num_kept: tuple[int, ...] = (),
 ) -> tuple[_Part, ...]:  # fmt: skip
     """The parts by rank or device, without tables that are shared; for `num_kept` see `PlanSpec.kept_states`."""
     shape, size, storage = model.shape, DTYPE_BYTES[model.dtype], model.storage
-    num_slices = 1 if kind is TargetKind.accelerate else num_ranks
+    num_slices = 1 if backend.is_layer_wise else num_ranks
     shards, _ = split(tuple(vars(shape).items()), num_ranks=num_slices, quantization=model.quantization, whole=whole)
-    # DeepSpeed splits a whole model in each rank's host memory, which on a CPU is the planned memory.
-    is_whole_first = kind is TargetKind.deepspeed and device == "cpu"
+    # On a CPU the host memory, into which it reads, is the planned memory.
+    is_whole_first = backend.reads_whole and device == "cpu"
     whole_bytes = model_bytes(inventory(shape), model, device=device).total_bytes if is_whole_first else 0
     most_unpacked = math.inf if storage.unpacks_matrix else storage.gpu_unpacks if device == "cuda" else 0
     parts = []
-    shares = rank_shares(model, num_ranks=num_ranks, kind=kind, whole=whole)
+    shares = rank_shares(model, num_ranks=num_ranks, backend=backend, whole=whole)
     for held, shard in zip(shares, cycle(shards), strict=False):
         num_heads, num_kv_heads = len(shard.heads.query_heads), len(shard.heads.kv_heads)
         weights = model_bytes(held.without_tables(num_shared), model, device=device)
@@ -86,7 +87,7 @@ def _parts(
 
 def _target_parts(spec: PlanSpec) -> dict[int, _Part]:
     parts = _parts(
-        spec.target, spec.device, num_ranks=len(spec.target_devices), kind=spec.target_kind,
+        spec.target, spec.device, num_ranks=len(spec.target_devices), backend=spec.backend,
         num_kept=spec.kept_states[0],
     )  # fmt: skip
     return dict(zip(spec.target_devices, parts, strict=True))
@@ -97,7 +98,7 @@ def _draft_parts(spec: PlanSpec) -> dict[int, _Part]:
         return {}
     num_ranks = 1 if spec.layout.splits_batch else len(spec.draft_ranks)
     parts = _parts(
-        spec.draft, spec.device, num_ranks=num_ranks, kind=TargetKind.tensor, whole=spec.draft_whole,
+        spec.draft, spec.device, num_ranks=num_ranks, whole=spec.draft_whole,
         num_shared=spec.num_shared_tables, num_kept=spec.kept_states[1],
     )  # fmt: skip
     return dict(zip(spec.draft_ranks, cycle(parts), strict=False))

@@ -31,7 +31,7 @@ from llama_ssp.planning.timing import Timing, timing
 from llama_ssp.settings.groups import MORE
 from llama_ssp.settings.layout import named
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT
-from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, DraftLayout, TargetKind
+from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, DraftLayout
 from llama_ssp.settings.trees import tree_shape
 from llama_ssp.storage.formats import NO_QUANTIZATION, format_of, formats
 from llama_ssp.words import rounded
@@ -328,7 +328,7 @@ def _has(words: Mapping[str, str], *names: str) -> bool:
 
 def without_draft(spec: PlanSpec) -> PlanSpec:
     """The spec without a draft, whose own ranks the target has then."""
-    ranks = spec.layout.ranks if spec.target_kind is TargetKind.tensor else spec.target_ranks
+    ranks = spec.target_ranks if spec.backend.by_library else spec.layout.ranks
     return replace(
         spec, draft=None, free_draft=None, own_tokenizer=False, draft_ranks=(), target_ranks=ranks, tree=None,
         overlap=False,

@@ -11,6 +11,7 @@ from llama_ssp.architectures.matrices import DRAFT_WHOLE, WholeParts, tokens_of_
 from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.model import DTYPE_BYTES, PlannedModel, number_format, planned_model
+from llama_ssp.settings.backends import TENSOR, Backend, backend_of
 from llama_ssp.settings.drafters import (
     NGRAM_DRAFT,
     NgramConfig,
@@ -21,7 +22,7 @@ from llama_ssp.settings.drafters import (
 )
 from llama_ssp.settings.layout import Layout, lay_out
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT, rule_of
-from llama_ssp.settings.schema import DraftLayout, ExpertParts, PlanConfig, RunConfig, TargetKind
+from llama_ssp.settings.schema import DraftLayout, ExpertParts, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.settings.trees import TreeShape
 
@@ -54,7 +55,6 @@ class PlanSpec:
 
     target: PlannedModel
     draft: PlannedModel | None
-    target_kind: TargetKind
     target_ranks: tuple[int, ...]
     draft_kind: DraftLayout
     draft_ranks: tuple[int, ...]
@@ -81,6 +81,7 @@ class PlanSpec:
     truncates: bool = False
     scores_texts: bool = False
     spare_devices: tuple[int, ...] = ()
+    backend: Backend = TENSOR
     own_sums: bool = False
     kernels: engine.Kernels = engine.ENGINE_KERNELS
 
@@ -110,7 +111,7 @@ class PlanSpec:
     @cached_property
     def draws_over_shards(self) -> tuple[bool, bool]:
         """See the function."""
-        gathers = self.target_kind is not TargetKind.tensor or self.truncates or self.takes_best
+        gathers = self.backend.by_library or self.truncates or self.takes_best
         if gathers or self.tree or self.overlap:
             return False, False
         draft = None if self.has_head or self.own_tokenizer else self.draft
@@ -184,7 +185,7 @@ class PlanSpec:
         target, draft = self.target, self.draft
         if draft is None or not draft.shape.shares_embedding or self.target_ranks != self.draft_ranks:
             return 0
-        if self.target_kind is not TargetKind.tensor or target.dtype is not draft.dtype:
+        if self.backend.by_library or target.dtype is not draft.dtype:
             return 0
         if target.is_lean:
             return int(len(self.target_ranks) == 1)
@@ -301,12 +302,14 @@ def make_spec(
     target = replace(target, shape=replace(target.shape, spreads_experts=spreads))
     layout = lay_out(placement, world_size=world_size, has_draft=draft is not None)
     first = layout.target_ranks[0] // num_gpus * num_gpus
-    is_layer_wise = placement.target.kind is TargetKind.accelerate
+    backend = backend_of(placement.target.kind)
     return PlanSpec(
-        target=replace(target, by_library=placement.target.kind is not TargetKind.tensor),
-        target_kind=placement.target.kind,
+        target=replace(target, by_library=backend.by_library),
+        backend=backend,
         target_ranks=layout.target_ranks,
-        spare_devices=tuple(gpu for gpu in range(first, first + num_gpus) if is_layer_wise and gpu not in layout.ranks),
+        spare_devices=tuple(
+            gpu for gpu in range(first, first + num_gpus) if backend.is_layer_wise and gpu not in layout.ranks
+        ),
         draft=draft,
         free_draft=None if draft else draft_name(config.draft),
         copies=copies if isinstance(copies, NgramConfig) else None,
@@ -329,7 +332,7 @@ def make_spec(
         batch_size=config.batch_size,
         prompt_tokens=prompt_tokens,
         max_new_tokens=config.max_new_tokens,
-        cuda_graphs=config.cuda_graphs and device == "cuda" and placement.target.kind is TargetKind.tensor,
+        cuda_graphs=config.cuda_graphs and device == "cuda" and not backend.by_library,
         own_sums=config.own_sums and device == "cuda",
         device=device,
     )

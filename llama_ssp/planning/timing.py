@@ -39,8 +39,9 @@ from llama_ssp.planning.memory import bucket_of
 from llama_ssp.planning.model import DTYPE_BYTES
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.weights import step_bytes
+from llama_ssp.settings.backends import TENSOR, Backend
 from llama_ssp.settings.rules import AT_ZERO, rule_of
-from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, TargetKind
+from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout
 from llama_ssp.storage.formats import NO_QUANTIZATION
 
 Ends: TypeAlias = tuple[float, float]
@@ -107,19 +108,24 @@ class CostModel:
         self.spec = spec
         self.hardware = hardware
 
-        def place(*, kind: TargetKind, ranks: tuple[int, ...], **of_model: Any) -> ModelPlacement:  # noqa: ANN401 - fields
-            is_own = kind is TargetKind.tensor and spec.takes_own_sums(hardware, ranks)
+        def place(*, backend: Backend = TENSOR, ranks: tuple[int, ...], **of_model: Any) -> ModelPlacement:  # noqa: ANN401 - fields
+            is_own = not backend.by_library and spec.takes_own_sums(hardware, ranks)
             return _placement(
-                kind=kind, ranks=ranks, own_sums=is_own, cuda_graphs=spec.cuda_graphs, kernels=spec.kernels, **of_model
+                backend=backend,
+                ranks=ranks,
+                own_sums=is_own,
+                cuda_graphs=spec.cuda_graphs,
+                kernels=spec.kernels,
+                **of_model,
             )
 
         best, over_target, over_draft = ShardDraws(AT_ZERO), *spec.draws_over_shards
         over = ShardDraws(spec.rule, spec.is_certain or not spec.draft, spec.device == "cuda")
-        takes_best = spec.takes_best and spec.target_kind is TargetKind.tensor
+        takes_best = spec.takes_best and not spec.backend.by_library
         of_target = best if takes_best else over if over_target else None
-        self.target = place(model=spec.target, kind=spec.target_kind, ranks=spec.target_devices, draws=of_target)
+        self.target = place(model=spec.target, backend=spec.backend, ranks=spec.target_devices, draws=of_target)
         ranks = spec.draft_ranks[:1] if spec.draft_kind is DraftLayout.replicated else spec.draft_ranks
-        of_draft = partial(place, kind=TargetKind.tensor, ranks=ranks, whole=spec.draft_whole)
+        of_draft = partial(place, ranks=ranks, whole=spec.draft_whole)
         draws = best if spec.draft_finds_best else over if over_draft else None
         self.draft = of_draft(model=spec.draft, draws=draws) if spec.draft else None
         self._middle = spec.prompt_tokens + spec.max_new_tokens // 2
@@ -136,7 +142,7 @@ class CostModel:
         limit.
         """
         spec, placement = self.spec, self.target
-        shares = placement.shares if placement.kind is not TargetKind.accelerate else [inventory(spec.target.shape)]
+        shares = [inventory(spec.target.shape)] if placement.backend.is_layer_wise else placement.shares
         weights = max(step_bytes(held, spec.target, device=spec.device) for held in shares)
         return weights + spec.batch_size * self._middle * spec.target.slot_bytes(placement.most_heads[1])
 

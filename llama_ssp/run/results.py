@@ -54,7 +54,7 @@ def finalize(session: Session) -> None:
     num_experts, num_expected, num_layers = map(sum, zip(*experts, strict=True))
     kind, ranks = config.placement.target.kind, layout.target_ranks
     baseline = config.place.baseline if config.place else None
-    placement: dict[str, Any] = {"target": {"kind": kind.name, "ranks": [*ranks], "tp_size": len(ranks)}}
+    placement: dict[str, Any] = {"target": {"kind": kind, "ranks": [*ranks], "tp_size": len(ranks)}}
     if ranks := layout.draft_ranks:
         tp_size = 1 if layout.splits_batch else len(ranks)
         placement["draft"] = {"kind": layout.draft_kind.name, "ranks": [*ranks], "tp_size": tp_size}

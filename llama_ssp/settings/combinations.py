@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from functools import cache
 
 from llama_ssp.catalogue import ModelConfig, ModelShape
+from llama_ssp.settings.backends import backend_of
 from llama_ssp.settings.drafters import DRAFTERS, NGRAM_DRAFT, drafter_of, drafts, has_own_tokenizer
 from llama_ssp.settings.rules import AT_ZERO, RULES, at_every_temperature, rule_of, rules
-from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, DraftLayout, PlanConfig, RunConfig, TargetKind
+from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, DraftLayout, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import task_of, task_specs
 from llama_ssp.settings.trees import TreeShape, tree_shape
 from llama_ssp.words import key_of, listed, said
@@ -38,7 +39,7 @@ ABILITIES: dict[str, Callable[[RunConfig], object]] = {
     "a draft on shared ranks": lambda config: (
         config.draft.model and (config.placement.auto or config.placement.draft.kind is not DraftLayout.own_gpu)
     ),
-    "a library's placement": lambda config: config.placement.target.kind is not TargetKind.tensor,
+    "a library's placement": lambda config: backend_of(config.placement.target.kind).by_library,
     "replicas": lambda config: config.placement.num_replicas > 1,
     "sampling": lambda config: config.sampling.temperature > 0,
     "sampling by a rule without trees": lambda config: (
@@ -146,7 +147,7 @@ def _words(config: RunConfig) -> dict[str, object]:
         "rules_of_trees": " or ".join(said("verification", name) for name in _rules_of_trees()),
         "exact_rules": listed(at_every_temperature(), "or"), "timed": listed(timed, "or"),
         "temperature": key_of("sampling.temperature"), "degrees": temperature, "task": config.task.name,
-        "target_kind": placement.target.kind.name, "draft_placement": chosen,
+        "target_kind": placement.target.kind, "draft_placement": chosen,
         "block": _block(config), "steps": _num_steps(config),
         "whole_block": said("speculation.num_draft_tokens", _block(config)),
         "layer": state and state.recurrent, "family": state and state.model_type,

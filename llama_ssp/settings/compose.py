@@ -37,7 +37,7 @@ from omegaconf.errors import OmegaConfBaseException
 from llama_ssp import catalogue
 from llama_ssp.catalogue import GGUF, GGUF_ALONE, GROUPS, LOCAL, is_folder, is_hub_id
 from llama_ssp.errors import ConfigError, refuse, similar_name, unknown_name
-from llama_ssp.foreign import FOREIGN
+from llama_ssp.foreign import counterparts
 from llama_ssp.machines import hardware
 from llama_ssp.manifest import absent
 from llama_ssp.settings import schema
@@ -419,7 +419,7 @@ def _unknown_key(key: str, keys: frozenset[str]) -> str:
     last = key.rpartition(".")[2]
     if sentence := absent("setting", last):
         return sentence
-    if counterpart := FOREIGN.get(last):
+    if counterpart := counterparts().get(last):
         return f"unknown setting {key!r}: {counterpart.sentence}"
     last_words = {name.rpartition(".")[2]: name for name in sorted(keys, key=len, reverse=True)}
     similar = similar_name(last, last_words)

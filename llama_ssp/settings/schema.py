@@ -9,6 +9,7 @@ from typing import Any
 
 from llama_ssp.catalogue import ModelConfig
 from llama_ssp.fields import made, setting
+from llama_ssp.settings.backends import TENSOR
 from llama_ssp.settings.groups import whole
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.trees import TreeShape, tree_shape
@@ -63,14 +64,6 @@ class DrafterConfig:
     )
 
 
-class TargetKind(Enum):
-    """How the target is split; `TargetPlacement` says more."""
-
-    tensor = "tensor"
-    accelerate = "accelerate"
-    deepspeed = "deepspeed"
-
-
 class ExpertParts(Enum):
     """How ranks share a layer's experts: some units of each, or some experts whole."""
 
@@ -82,12 +75,7 @@ class ExpertParts(Enum):
 class TargetPlacement:
     """Ranks of the target."""
 
-    kind: TargetKind = setting(
-        TargetKind.tensor,
-        "tensor is tensor parallel over its ranks; heads may divide unevenly. accelerate is layer-wise on one rank, "
-        "over the GPUs that no other rank has. deepspeed is AutoTP over all ranks (./machine-install.sh --deepspeed)."
-        " The last two are also placements, and both are slower than tensor.",
-    )
+    kind: str = setting(TENSOR.name, "{backends} Each is also a placement, and tensor is the fastest.")
     ranks: list[int] | None = setting(None, "ranks of the target; null takes all that an own_gpu draft leaves.")
     tp_size: int | None = setting(None, "or how many of them.")
     experts: ExpertParts = setting(

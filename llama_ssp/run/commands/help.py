@@ -17,6 +17,7 @@ from llama_ssp import catalogue
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.fields import help_of
 from llama_ssp.reports.formats import FORMATS
+from llama_ssp.settings.backends import backends
 from llama_ssp.settings.commands import COMMANDS, TOPICS
 from llama_ssp.settings.drafters import drafters
 from llama_ssp.settings.groups import whole
@@ -152,9 +153,10 @@ def settings_of(schema: type[Any], prefix: str = "") -> Iterator[DescribedSettin
 
 
 def _meaning(entry: dataclasses.Field[Any]) -> str:
-    """The help of a field, with the files of requests that there are."""
+    """The help of a field, with the files of requests and the backends that there are."""
     kinds = "".join(f", or {kind.purpose}" for kind in REQUEST_FILES.all().values())
-    return help_of(entry).replace("{request_files}", kinds)
+    placed = " ".join(backend.purpose for backend in backends().values())
+    return help_of(entry).replace("{request_files}", kinds).replace("{backends}", placed)
 
 
 def settings_of_launchers() -> Iterator[DescribedSetting]:

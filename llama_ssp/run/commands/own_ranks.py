@@ -21,6 +21,7 @@ from llama_ssp.run.commands import run
 from llama_ssp.run.lengths import check_lengths
 from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tasks.dry_run import check_models
+from llama_ssp.settings.backends import backends
 from llama_ssp.settings.launchers import LAUNCHER, LAUNCHERS
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.terminal.unread import complain
@@ -29,9 +30,8 @@ _NODES = "several nodes are started by sbatch launch/slurm.sbatch, or by torchru
 _MOST_PER_CORE = 8
 _SCRIPT = "--script"
 _DEVICES = Path("/dev")
+_KINDS = ("placement", "placement.target.kind")
 _AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
-# Each keeps the ranks of this machine in one process, which takes the GPUs itself or needs none.
-_ON_ONE_RANK = {"placement=accelerate", "placement.target.kind=accelerate", "device=cpu"}
 
 
 class Start(NamedTuple):
@@ -63,7 +63,9 @@ def read_start(words: Sequence[str], environ: Mapping[str, str], *, default: int
     if wanted is None and default is not None:
         return Start(words=others, num_ranks=default)
     num_ranks, why = wanted or 1, ""
-    if wanted is None and _ON_ONE_RANK & set(others):
+    # Each keeps the ranks of this machine in one process, which takes the GPUs itself or needs none.
+    on_one_rank = {f"{key}={name}" for name, backend in backends().items() if backend.is_layer_wise for key in _KINDS}
+    if wanted is None and {"device=cpu", *on_one_rank} & set(others):
         why = " (ranks=N starts more)"
     elif wanted is None:
         gpus = num_gpus(environ)

@@ -25,10 +25,11 @@ from llama_ssp.planning.timing import CostModel, Timing
 from llama_ssp.registry import imported
 from llama_ssp.reports.records import Forecast
 from llama_ssp.run.prompts import STANDARD_INPUT, Prompt, read_prompts
+from llama_ssp.settings.backends import backend_of
 from llama_ssp.settings.checks import check_plan, check_values
 from llama_ssp.settings.groups import MORE
 from llama_ssp.settings.layout import lay_out
-from llama_ssp.settings.schema import DeviceKind, DraftLayout, PlanConfig, PlanFormat, RunConfig, TargetKind
+from llama_ssp.settings.schema import DeviceKind, DraftLayout, PlanConfig, PlanFormat, RunConfig
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.words import lasting
 
@@ -244,7 +245,7 @@ def check_models(config: RunConfig, *, world_size: int = 1) -> None:
     Raises as `check_readable`.
     """
     placement, sizes = config.placement, (1, 1)
-    if world_size > 1 and not placement.auto and placement.target.kind is TargetKind.tensor:
+    if world_size > 1 and not placement.auto and not backend_of(placement.target.kind).by_library:
         layout = lay_out(placement, world_size=world_size, has_draft=config.draft.model is not None)
         is_whole = layout.draft_kind is DraftLayout.replicated
         sizes = len(layout.target_ranks), 1 if is_whole else len(layout.draft_ranks)
