@@ -8,6 +8,7 @@ from pathlib import Path
 from pkgutil import iter_modules
 
 ROOMS: dict[str, tuple[str, ...]] = {
+    "advice": ("setting=search",),
     "accelerate": ("placement=accelerate", "placement.target.kind=accelerate"),
     "calibrate": ("task=calibrate", "command=calibrate"),
     "deepspeed": ("placement=deepspeed", "placement.target.kind=deepspeed"),

@@ -6,11 +6,12 @@ search  ms/token of the asked model against GPUs, by number format, with and wit
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from llama_ssp.errors import ConfigError
+from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.memory import GIB
-from llama_ssp.planning.plan import Plan, Search
+from llama_ssp.planning.plan import Plan
 from llama_ssp.reports.plan_tables import ITEMS, headline, short_name
 from llama_ssp.rooms.reports.figures import COLOURS, GREY, look, panels, save, styled
 
@@ -22,6 +23,15 @@ ITEM_COLOURS = (
     "#1f4e79", "#2e86c1", "#b9770e", "#f0b27a", "#7d3c98", "#c39bd3", "#7f8c8d", "#95a5a6", "#bdc3c7", "#d5d8dc",
 )  # fmt: skip
 RED, GREEN = COLOURS[4], COLOURS[2]
+
+
+class Search(Protocol):
+    """What a search has found for a machine, as docs/reference/plan-document.md describes it."""
+
+    @property
+    def machine(self) -> HardwareConfig: ...  # noqa: D102 - see the class
+    @property
+    def choices(self) -> Sequence[Mapping[str, Any]]: ...  # noqa: D102
 
 
 def draw(content: Plan | Search, file: Path) -> None:
