@@ -181,7 +181,7 @@ class ModelConfig:
     chat: bool = setting(False, "whether the model has a chat template.")
     gated: bool = setting(False, "whether the hub asks for a login.")
     shape: ModelShape | None = setting(None, "sizes in the words of config.json; null reads them from the folder.")
-    # the format of linear layers that its files quantize, once somebody has read their config.json; no setting.
+    # the format of linear layers that its files quantize, once their config.json has been read; no setting.
     stored_format: StoredFormat | None = field(default=None, metadata={"omegaconf_ignore": True})
 
     @property
@@ -301,7 +301,7 @@ def option(group: str, name: str) -> tuple[dict[str, Any], str | None] | None:
 _INHERITING, _MERGED = ("model", "hardware"), ("shape", "sources")
 """Groups whose files have an entry that they are based on, and their fields that are merged with its."""
 _COUNTED = re.compile(r"([1-8])x(.+)", re.DOTALL)
-"""A machine with so many GPUs of a file that describes one, as 4xh100."""
+"""A machine with several of the GPUs that a file describes, as 4xh100."""
 
 
 def head_of(file: Path) -> str:
@@ -316,7 +316,7 @@ def is_own(file: Path) -> bool:
 
 
 def shown(file: Path) -> str:
-    """Name a file in a message: those of the package as `conf/...`."""
+    """Name a file in a message: a file of the package as `conf/...`."""
     return (
         str(file)
         if is_own(file)
@@ -378,7 +378,7 @@ LOCAL, MTP = "local", "mtp"
 MTP_KINDS = (
     "deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen2", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
 )  # fmt: skip
-"""Families whose MTP layers are read; those of `qwen2` are MiMo's."""
+"""Families whose MTP layers are read; `qwen2` is MiMo's."""
 OTHER_DRAFTS = "give an EAGLE-3 head of the target, or a smaller model, as draft=NAME"
 
 
@@ -482,7 +482,7 @@ def _file(name: str) -> Path | None:
 
 
 def _fields(group: str, name: str, *, names_below: tuple[str, ...] = ()) -> dict[str, Any] | None:
-    """The fields of an entry, merged over those of its base; `names_below` are the entries that inherit them."""
+    """The fields of an entry, merged over its base's; `names_below` are the entries that inherit them."""
     file = find(group, name)
     if file is None:
         counted = _COUNTED.fullmatch(name) if group == "hardware" else None

@@ -18,7 +18,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "serve": ("task=serve", "command=serve", "field=custom_id"),
     "slurm": ("hydra/launcher=slurm",),
 }
-"""What asks for a room: kind and name, as `unknown_name` is given them; a field is one of a line of prompts."""
+"""Requests for a room: kind and name, as `unknown_name` is given them; a field is one of a line of prompts."""
 FOLDER = Path(__file__).parent / "rooms"
 
 

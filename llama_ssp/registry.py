@@ -1,4 +1,4 @@
-"""Registries of records by name: the core's, those of the rooms, and those that plugins `register`.
+"""Registries of records by name: the core's, the rooms', and records that plugins `register`.
 
 Records name code as `module:function` where it needs torch, so that they import nothing slow.
 """
@@ -25,8 +25,8 @@ Record = TypeVar("Record", bound=_Named)
 class Registry(Generic[Record]):
     """The records of one kind; error messages begin with their `setting`.
 
-    The values of a `kind` are records too: in `modules`, in the modules of those that are packages, and in `records` of
-    every room. They are read when a record is first asked for; those that plugins have registered take their place.
+    The values of a `kind` are records too: in `modules`, in the modules of packages among them, and in `records` of
+    every room. They are read when a record is first asked for; records that plugins register take their place.
     """
 
     def __init__(self, *, setting: str, modules: tuple[str, ...] = (), kind: type[Record] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Checks the types of arguments, and reads those that other libraries spell in their own way. Imports no torch."""
+"""Checks the types of arguments, and reads arguments as other libraries spell them. Imports no torch."""
 
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ _KINDS: dict[object, tuple[type, Callable[[Any], object], str]] = {
     int: (Integral, int, "a whole number"), float: (Real, float, "a number"), str: (str, str, "a text"),
     bool: (bool, bool, "True or False"), NoneType: (NoneType, lambda _: None, "None"),
 }  # fmt: skip
-"""Of an annotation: the type of values, which booleans are not unless it says so, their reader, and words for them."""
+"""For an annotation: the type of values (booleans count only as `bool`), their reader, and words for them."""
 
 
 def _texts(value: object) -> object:
@@ -100,7 +100,7 @@ def _kinds_of(function: Callable[..., object]) -> dict[str, tuple[object, ...]]:
 
 
 def check_types(function: Callable[..., object], given: Mapping[str, object]) -> dict[str, Any]:
-    """Read the arguments of a function, numbers as Python's own; those of other types than `_KINDS` stay as they are.
+    """Read the arguments of a function, numbers as Python's own; arguments of types not in `_KINDS` stay as they are.
 
     Raises ConfigError for all of a wrong type together.
     """
@@ -151,7 +151,7 @@ def entry_of(what: str, given: object, *, target: object = None, **formats: obje
     """Make the entry of a model: a name of the catalogue, a folder, or an id of the hub; `what` is model or draft.
 
     A draft may also be the MTP layers of its `target`.
-    `formats` are those of `in_format`. Raises ConfigError for anything else, and as `in_format`.
+    For `formats` see `in_format`. Raises ConfigError for anything else, and as `in_format`.
     """
     if not isinstance(given, str | Path):
         raise ConfigError(

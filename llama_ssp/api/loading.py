@@ -61,8 +61,8 @@ def load(
             a tuple of two the target's and the draft's, which is its own if the vocabularies differ; needed with
             loaded models without a folder.
         placement: auto, one_rank, sharded, replicated, own_gpu, or a `PlacementConfig`; None for one_rank.
-        ranks: so many processes of this machine are started for the pair, whose calls go to them; None for this
-            process, or those of its launcher.
+        ranks: number of processes of this machine to start for the pair, whose calls go to them; None for this
+            process, or its launcher's.
 
     Raises:
         ConfigError: an argument has a wrong type or value, a plugin cannot be imported, the vocabularies differ, or

@@ -329,7 +329,7 @@ def _cut_recurrent(mixer: Any, shard: RankShard, comm: Comm) -> None:  # noqa: A
     heads = split_blocks(num_heads, shard.num_ranks)[shard.rank]
 
     def own(size: int, *, behind: int = 0) -> range:
-        """The features of the own heads among those of all, which stand behind others."""
+        """The features of the own heads among all heads' `size` features, which begin at `behind`."""
         return range(behind + heads.start * size // num_heads, behind + heads.stop * size // num_heads)
 
     num_channels = len(mixer.conv1d.weight)
@@ -352,7 +352,7 @@ def _cut_recurrent(mixer: Any, shard: RankShard, comm: Comm) -> None:  # noqa: A
 
 
 _CUT_AS_ONE = {EXPERTS: _cut_experts, RECURRENT: _cut_recurrent}
-"""By style: what cuts a module with all that is in it."""
+"""Functions by style that cut a module with all that is in it."""
 
 
 def _keep_own(shard: RankShard, experts: Any, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401

@@ -50,7 +50,7 @@ _PASSED_OVER = re.compile(
     r"(?:^|\.)(?:mtp|vision|visual|audio|image|multi_modal|mm_|embed_vision|embed_audio)|^(?:d2t|t2d)$|^verifier_|^model\.confidence_head\."
     r"|\.rotary_emb\.inv_freq$|\.(?:attn|attention)\.(?:masked_)?bias$"
 )
-"""Stored tensors of parts that are known not to run, and those that follow from the config."""
+"""Stored tensors of parts that are known not to run, or that follow from the config."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _WHILE_LOADING_BYTES, _AFTERWARDS_BYTES = 2**16, 2**25
 
@@ -69,7 +69,7 @@ class Loading:
         precision: of the linear layers; they are quantized as they are read.
         whole: what each of several ranks holds whole; by default nothing.
         target: of a head: the model on this rank whose embedding it shares, if it has none, and both are alike.
-        into: the model on this rank that gets these weights in place of those that it has.
+        into: the model on this rank that gets these weights in place of its own.
     """
 
     origin: WeightSource
@@ -91,7 +91,7 @@ class Loading:
 
     @property
     def kept_whole(self) -> WholeParts:
-        """What each of several ranks holds whole, also because the family cannot cut it."""
+        """Parts that each of several ranks holds whole, also because the family cannot cut them."""
         return kept_whole(self.origin.shape, self.whole)
 
     @property
@@ -353,7 +353,7 @@ class Matched:
             )
 
     def unread(self, ignored: Iterable[str] = ()) -> list[str]:
-        """The stored tensors that no parameter takes, except those of images, of further tokens, and of constants.
+        """The stored tensors that no parameter takes, except tensors of images, of further tokens, and of constants.
 
         `ignored` has patterns of others that the library leaves out.
         """
@@ -369,7 +369,7 @@ class Matched:
         """Check that weights which are stored packed belong to the layers that may be; returns the layers of others.
 
         ConfigError if `quantization` is another format; CheckpointError if others than linear layers of the decoder
-        layers are packed, or only some of those with one input.
+        layers are packed, or only some layers with one input.
         """
         table, origin = self.table, self.origin
         packed = {name: kept for name, source in self.sources.items() if (kept := origin.tensors[source].storage)}

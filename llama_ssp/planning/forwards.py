@@ -30,14 +30,14 @@ MOST_DRAFT_TOKENS = 16
 OPERATORS_PER_LAYER = 25
 """Operators that the lean decoder launches per layer, including views."""
 COMPILED_OPERATORS = 7
-"""Those of a compiled layer that is not in one operator: four products, attention, and two sums of the ranks."""
+"""Operators of a compiled layer that is not one operator: four products, attention, and two sums of the ranks."""
 LIBRARY_SHARE = {"cuda": 2.0, "cpu": 4.0}
 """Operators of the library's modules, relative to that: on a GPU kernels count, about 50, and on a CPU all that Python
-calls, 57 to 142 in the families with records, those of experts included."""
+calls, 57 to 142 in the families with records, with experts' operators."""
 CPU_SLOWDOWN_16_BITS = 3.0
 """Products in bf16 relative to fp32 with 16-bit weights; estimated from whole models on one CPU, 2.5 to 3.7."""
 USUAL_SHARE = 0.75
-"""Of the rate of the best product, what prompts and large batches reach (`flops_share`)."""
+"""Share of the best product's rate that prompts and large batches reach (`flops_share`)."""
 UNPACKING_S = 0.8e-9
 """Time in which bitsandbytes 0.50 unpacks a weight on one core: 0.44 ns in caches, 0.73 in 16 MiB, more beyond."""
 BEST_BYTES = 8
@@ -45,7 +45,7 @@ BEST_BYTES = 8
 
 
 class ShardDraws(NamedTuple):
-    """How ranks that share a model draw by a rule without gathering logits: over shards, or the best token of each."""
+    """Draws by a rule of ranks that share a model, without gathering logits: over shards, or each rank's best token."""
 
     rule: str
     is_certain: bool = False
@@ -81,7 +81,7 @@ class ModelPlacement:
         return tokens * self.model.shape.hidden_size * DTYPE_BYTES[self.model.dtype]
 
     def collectives(self, num_rows: int, num_positions: int, num_scored: int) -> tuple[int, int]:
-        """How many sums and gathers a forward and its draws have, and their bytes on each rank."""
+        """Number of sums and gathers of a forward and its draws, and their bytes on each rank."""
         if len(self.ranks) == 1 or self.backend.is_layer_wise:
             return 0, 0
         sums, of_draws = self.shares[0].num_all_reduces, self.draw_messages(num_rows, num_scored)
@@ -89,7 +89,7 @@ class ModelPlacement:
         return sums + len(of_draws), sums * sum_bytes + sum(of_draws)
 
     def draw_messages(self, num_rows: int, num_scored: int) -> list[int]:
-        """Bytes of each message of the draws at so many positions of each row, of which the first ones are drafted.
+        """Bytes of each message of the draws at `num_scored` positions of each row, the first of which are drafted.
 
         All logits; or peaks and sums of exponentials, the probabilities of drafted tokens and the residuals of a rule
         that compares them, and the sums of blocks with a token of each; or each rank's best token.
@@ -135,7 +135,7 @@ class ModelPlacement:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardTime:
-    """Seconds of one forward on the slowest rank, by cause; attention's include those of recurrent states."""
+    """Seconds of one forward on the slowest rank, by cause; attention includes recurrent states."""
 
     matrices_s: float
     attention_s: float
@@ -197,7 +197,7 @@ def _matrices_s(
 def _roofline_s(
     sizes: Mapping[int, int], model: PlannedModel, storage: StorageFormat, hardware: HardwareConfig, *, tokens: int
 ) -> float:
-    """Matrix products with so many inputs, by `matrix_sizes`: the longer of reading a matrix and multiplying."""
+    """Matrix products with `tokens` inputs, by `matrix_sizes`: the longer of reading a matrix and multiplying."""
     matrix_dtype = model.matrix_dtype(hardware.device)
     value_bytes = DTYPE_BYTES[matrix_dtype]
     slowdown = CPU_SLOWDOWN_16_BITS if hardware.device == "cpu" and model.dtype.is_short else 1.0
@@ -238,8 +238,8 @@ def _attention_s(
 ) -> float:
     """Attention to `num_slots` slots in all layers, on the rank with the most heads: reading them, or the products.
 
-    A position attends to itself and those before it, which are half of a block of positions. Of states each row reads
-    the first, and writes those behind its tokens, of a prompt the last.
+    A position attends to itself and earlier ones, on average half of a block of positions. Each row reads its first
+    state, and writes the states after its tokens, of a prompt the last.
     """
     model, (num_heads, num_kv_heads) = placement.model, placement.most_heads
     shape, num_pairs = model.shape, num_slots - (num_positions - 1) / 2
@@ -252,9 +252,9 @@ def _attention_s(
 
 
 def _more_layers(placement: ModelPlacement, hardware: HardwareConfig, num_positions: int) -> float:
-    """How many layers of the library's modules have as many operators as recurrent layers have more than one.
+    """Number of layers of the library's modules with as many operators as recurrent layers have in excess of one.
 
-    On a GPU a kernel takes in the tokens of a round (`kernels.recurrence_gpu`); those of a prompt have the operators.
+    On a GPU a kernel takes in the tokens of a round (`kernels.recurrence_gpu`); prompts need the operators.
     """
     if hardware.device == "cuda" and num_positions <= MOST_DRAFT_TOKENS + 1:
         return 0.0

@@ -45,7 +45,7 @@ class _Part:
     temporary_bytes: int = 0
 
     def cache_bytes(self, num_slots: int, num_rows: int) -> int:
-        """Bytes of its cache with so many slots of all rows."""
+        """Bytes of its cache with `num_slots` slots of all rows."""
         return (num_slots * self.slot_bytes + num_rows * self.row_bytes) // self.of_layers
 
 
@@ -183,7 +183,7 @@ def fullest_rank(spec: PlanSpec, hardware: HardwareConfig) -> RankMemoryPlan:
 
 @lru_cache(maxsize=256)  # a search asks more than once
 def _equal_ranks(spec: PlanSpec, hardware: HardwareConfig) -> tuple[tuple[RankMemoryPlan, list[int]], ...]:
-    """The bytes of ranks of a replica that need the same, as those of the first one, with all of these ranks."""
+    """The bytes of ranks of a replica, grouped if equal: the first rank's bytes, with all ranks of the group."""
     targets, drafts = _target_parts(spec), _draft_parts(spec)
     found: dict[tuple[object, ...], tuple[RankMemoryPlan, list[int]]] = {}
     for rank in sorted({*targets, *drafts}):
@@ -274,7 +274,7 @@ def _logits_bytes(spec: PlanSpec, rank: int) -> int:
         rule += 8  # the draft's logits with one more column, and what is moved to the target's ids
     if decides and spec.tree and not spec.is_certain:  # what is left of both models' rows at the nodes of a level
         rule += 4 * 3 * max((1, *spec.tree.read))
-    if decides and spec.overlaps:  # of what is in flight, while those of the next block arrive
+    if decides and spec.overlaps:  # probabilities in flight, while the next block's arrive
         rule += 4 * positions
     if decides:  # counts, penalized logits and a mask; the bits of a race and what is made of them
         rule += positions * (9 * spec.counts_tokens + 16 * rule_of(spec.rule).draws_by_position)
@@ -288,8 +288,8 @@ def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedMo
     If the attention of a round or of short prompts splits a sequence into parts, each part has its own sums in fp32.
     With masks the lean decoder copies queries and attended values, and needs a line of the mask for each query of a
     group. The library's modules repeat keys and values for each head of a group. A cache format that attention cannot
-    read is unpacked layer by layer, keys and values in turn, through fp32. Of the states behind the tokens of a round,
-    three copies of a layer's are made at once.
+    read is unpacked layer by layer, keys and values in turn, through fp32. Three copies of a layer's states after the
+    tokens of a round exist at once.
     """
     shape, size = model.shape, DTYPE_BYTES[model.dtype]
     positions = min(engine.PREFILL_CHUNK, spec.prompt_tokens)
@@ -357,7 +357,7 @@ def fits(spec: PlanSpec, hardware: HardwareConfig) -> bool:
 
 
 def _free_bytes(spec: PlanSpec, hardware: HardwareConfig) -> float:
-    """Of the fullest rank; minus infinity for what cannot be laid out."""
+    """Free bytes of the fullest rank; minus infinity for a spec that cannot be laid out."""
     try:
         return fullest_rank(spec, hardware).free_bytes
     except PlacementError:

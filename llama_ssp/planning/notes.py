@@ -1,4 +1,4 @@
-"""What a plan says of its models and its machine: families, states, contexts, storage, placement, overlap."""
+"""Notes of a plan on its models and its machine: families, states, contexts, storage, placement, overlap."""
 
 from collections.abc import Iterator
 from dataclasses import replace

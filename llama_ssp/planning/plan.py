@@ -226,7 +226,7 @@ _RATIOS = (
     "speedup", "speedup_range", "cost_ratio", "num_draft_tokens", "tokens_per_round", "tokens_per_round_range",
     "best_num_draft_tokens", "best_num_draft_tokens_range", "overlap", "limit_share",
 )  # fmt: skip
-"""Fields of the document: those of `PlanSpec`, `RankMemoryPlan` and `Timing` by the names that they have there."""
+"""Fields of the document, from `PlanSpec`, `RankMemoryPlan` and `Timing`, by their names there."""
 
 
 def document(plan: Plan) -> dict[str, Any]:

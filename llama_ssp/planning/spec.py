@@ -122,7 +122,7 @@ class PlanSpec:
 
     @property
     def num_copying_kernels(self) -> int:
-        """Kernels that look for text to copy in a round; those of a tree within a quarter."""
+        """Kernels that look for text to copy in a round; for a tree within a quarter."""
         if not (self.copies and self.drafts and (self.free_draft or self.adapts)):
             return 0
         own, kernels = self.kernels.own_copies, self.kernels
@@ -193,7 +193,7 @@ class PlanSpec:
 
     @property
     def draft_whole(self) -> WholeParts:
-        """Which parts of a draft every rank holds whole."""
+        """Parts of a draft that every rank holds whole."""
         return WholeParts.none if self.num_shared_tables > 1 else DRAFT_WHOLE
 
     @cached_property
@@ -246,7 +246,7 @@ class PlanSpec:
     def kept_states(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The states of a row that the target keeps, and the draft.
 
-        They are those behind the last tokens, which it may take back, and where prompts may have whole chunks one more.
+        They follow the last tokens, which it may take back; one more is kept where prompts may have whole chunks.
         """
         in_flight, saved = self.num_draft_tokens - 1 if self.overlaps else 0, (1,) * engine.saves_states(self.num_slots)
         return (self.round_positions, *saved), (self.round_positions + in_flight, *saved)
@@ -279,7 +279,7 @@ def make_spec(
         world_size: number of ranks.
         device: cpu or cuda.
         prompt_tokens: of the longest prompt.
-        num_gpus: of a node, None for one per rank. A layer-wise target also uses those that no rank has.
+        num_gpus: of a node, None for one per rank. A layer-wise target also uses GPUs that no rank has.
     """
     if largest_cell := task_of(config).largest_cell:
         config, prompt_tokens = largest_cell(config)
@@ -341,7 +341,7 @@ def make_spec(
 def draws_over_shards(
     layout: Layout, *, rule: str, is_certain: bool, num_scored: int, vocab_size: int, draft_vocab_size: int | None
 ) -> tuple[bool, bool]:
-    """Whether the ranks of the target, and those of the draft, draw over shards of the vocabulary (`sampling.shards`).
+    """Whether the ranks of the target, and the draft's, draw over shards of the vocabulary (`sampling.shards`).
 
     Else they gather logits. A rule that reads the draft's probabilities reads them where they are, so that both draw
     over shards, on the same ranks, or neither. Only for chains without top-k, top-p and min-p, of a target that is cut

@@ -155,7 +155,7 @@ class CostModel:
         )  # fmt: skip
 
     def collectives(self, num_draft_tokens: int) -> tuple[int, int]:
-        """How many collectives a round has, those between the models included, and their bytes on each rank."""
+        """Number of collectives of a round, with the ones between the models, and their bytes on each rank."""
         forwards = [(self.target, num_draft_tokens + (not self.spec.overlaps))]
         if self.draft and num_draft_tokens:
             drafting = self.spec.first_draft_positions, *self.spec.later_draft_forwards(num_draft_tokens)
@@ -281,7 +281,7 @@ class CostModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Seconds and ratios; those of the draft are None without one.
+    """Seconds and ratios; the draft's are None without one.
 
     Attributes:
         target_forward, verify_forward: the target's forward of one token per row, and of K + 1.
@@ -295,7 +295,7 @@ class Timing:
         speedup: plain over speculative, while decoding.
         cost_ratio: c, a draft step over a plain target step.
         by_num_draft_tokens: speculative seconds per token for K = 1, 2, ...
-        best_num_draft_tokens: the fastest K; None for trees, as are those of other K.
+        best_num_draft_tokens: the fastest K; None for trees, as are figures of other K.
         tokens_per_round_range, best_num_draft_tokens_range: what follows from the low and from the high acceptance, the
             smaller figure first; None for a single figure of it.
         speculative_s_range: what follows from the range of the acceptance, if it has one, and from `error`.

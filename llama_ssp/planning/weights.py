@@ -1,9 +1,6 @@
-"""Counts the bytes of a model's weights, whole and on each rank, and those that one forward reads.
+"""Counts the bytes of a model's weights, whole and on each rank, and the bytes that one forward reads.
 
-They are exact: the loader places slices and layers by the same arithmetic. Layer-wise placement, which the loader does
-by `split_layers` too:
-
-    device 0: embeddings, layers 0-9    device 1: layers 10-19    last device: layers 20-27, norm, head
+They are exact: the loader places slices by the same arithmetic.
 """
 
 from collections.abc import Sequence
@@ -138,7 +135,7 @@ def model_bytes(held: Inventory, model: PlannedModel, *, device: str) -> WeightB
 def _temporary_bytes(products: Sequence[Sequence[tuple[int, int]]], storage: StorageFormat, *, is_half: bool) -> int:
     """Temporary bytes of the loader, at the largest product of the last layer; each is made before the next is read.
 
-    Products are lists of matrices: the bytes that are read, and those that stay. The loader joins the matrices of a
+    Products are lists of matrices: the bytes that are read, and the bytes that stay. The loader joins the matrices of a
     product and frees them one by one. Quantizing and halving make copies. GPUs, where nothing is halved, read two
     matrices ahead.
     """

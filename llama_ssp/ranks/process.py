@@ -53,7 +53,7 @@ def check_docstrings() -> None:
 
 
 def read_ranks(environ: Mapping[str, str]) -> Ranks:
-    """Read the ranks from torchrun's variables, else from those of a SLURM step; by default a single rank.
+    """Read the ranks from torchrun's variables, else from a SLURM step's; by default a single rank.
 
     A batch script outside a step also has SLURM_PROCID; only a step has SLURM_STEP_ID. Raises ConfigError for variables
     that are no such numbers.
@@ -123,7 +123,7 @@ def stay_on_loopback() -> None:
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """Open a socket for those who connect to `host`, which is this machine.
+    """Open a socket for connections to `host`, which is this machine.
 
     An address is bound alone. A name, or the address of a router that leads here, may mean any interface.
     """

@@ -44,7 +44,7 @@ LEAST_SHOWN_MS = 0.005
 class StandardOutput(Console):
     """Standard output; lines are wrapped for a terminal alone, or for $COLUMNS.
 
-    Raises BrokenPipeError when nobody reads any more, where rich would end the process.
+    Raises BrokenPipeError when its reader is gone, where rich would end the process.
     """
 
     def __init__(self) -> None:

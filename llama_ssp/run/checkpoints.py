@@ -115,10 +115,9 @@ def find_sources(
 def find_update(
     config: RunConfig, world: World, sources: Sequence[Source], given: Sequence[ModelConfig | WeightsInMemory | None]
 ) -> tuple[Source | None, Source | None]:
-    """Find and check other weights for the models of a run, with the same outcome on every rank; None keeps those.
+    """Find and check new weights for the models of a run, with the same outcome on every rank; None keeps a model's.
 
-    An MTP draft takes those of its target. Raises as `find_sources`, and ConfigError for a model with other sizes or
-    settings.
+    An MTP draft takes its target's. Raises as `find_sources`, and ConfigError for a model with other sizes or settings.
     """
     if backend_of(kind := config.placement.target.kind).by_library:
         raise ConfigError(f"no weights can be replaced with {said('placement.target.kind', kind)}: load another pair")
@@ -222,7 +221,7 @@ def _check(
     entry: ModelConfig, origin: WeightSource, tokenizer: PreTrainedTokenizerBase | None, num_ranks: int,
     whole: WholeParts = WholeParts.none, *, device: str,
 ) -> Source:  # fmt: skip
-    """Check a model for so many ranks; a `tokenizer` of None is read from its folder, or a head's from its target's."""
+    """Check a model for `num_ranks`; a `tokenizer` of None is read from its folder, or a head's from its target's."""
     from llama_ssp.models.loading import check_model  # noqa: PLC0415 - slow import
 
     compiles = device == "cpu"

@@ -280,6 +280,6 @@ def build_decoder(
 
 
 def run_settings(models: Models, config: RunConfig, stop_request: StopRequest) -> RunSettings:
-    """What completions of a config follow, whichever decoder makes them."""
+    """Settings that completions of a config follow, whichever decoder makes them."""
     stops = StopStrings(models.tokenizer, config.stop_strings) if config.stop_strings else None
     return RunSettings(seed=config.seed, stops=stops, stop_request=stop_request, reuses=task_of(config).reuses_prompts)

@@ -1,8 +1,8 @@
 """Prompts from one text, a file, standard input or the task's own list. Imports no torch; `requests` encodes them.
 
 The ending of a file's name says how it is read: JSON lines, JSON, CSV and Parquet as records, others as lines. A record
-has a text, the turns of a question (Spec-Bench's format), or a list of messages. Each turn becomes a prompt that
-follows the answers to those before it, and so does each message of a user that another one follows.
+has a text, the turns of a question (Spec-Bench's format), or a list of messages. Each turn becomes a prompt after the
+answers to earlier turns, and so does each message of a user that another one follows.
 """
 
 import csv
@@ -52,9 +52,9 @@ class Prompt:
     Attributes:
         text: as the user wrote it; of a list of messages, the last one's content.
         role: of that message; the model continues the text of an assistant.
-        messages: of a list of messages, those before the last; None for a prompt that is none.
+        messages: of a list of messages, all before the last; None for other prompts.
         earlier: the turns before it in its conversation that the model answers first.
-        question_id, category: those of the file, where it has them.
+        question_id, category: the file's, where it has them.
         fields: the other fields of its record.
         ids: its token ids, if the library's user has encoded it.
         place: where it stands, such as a line of a file; empty if it stands alone.

@@ -109,7 +109,7 @@ class RequestMaker:
 def in_turns(requests: Sequence[PromptRequest], *, keeps_order: bool) -> Iterator[list[PromptRequest]]:
     """Divide requests so that earlier turns of a conversation come in earlier groups: as few as possible, or in order.
 
-    Jobs without conversations are one group. `keeps_order` is for texts that somebody reads as they come.
+    Jobs without conversations are one group. `keeps_order` is for texts that are read as they come.
     """
     if not keeps_order:
         by_turn = sorted(requests, key=_turn)

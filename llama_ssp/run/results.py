@@ -86,7 +86,7 @@ def finalize(session: Session) -> None:
     slow, disturbed = (
         _disturbance(session, summary, now, ranks_s=sum(used_s[: session.world.ranks.local_size]))
         if any(num_read) or folder.cells
-        else (None, None)  # the times are those of an earlier part, which has said why
+        else (None, None)  # an earlier part of the run measured the times, and has said why
     )
     summary = replace(summary, disturbed=disturbed or folder.disturbed_before(baseline))
     folder.write_summary(summary)

@@ -253,7 +253,7 @@ class Session:
 
 
 class _Recorder:
-    """Shows requests as they are decoded, and records them: those of this replica, and on rank 0 those of all."""
+    """Shows requests as they are decoded, and records them: this replica's, and on rank 0 all."""
 
     def __init__(self, session: Session, viewer: Viewer, mode: str) -> None:
         self._session, self._viewer, self.mode = session, viewer, mode
@@ -314,7 +314,7 @@ class _Recorder:
 
 
 class _Timer(_Recorder):
-    """Adds up milliseconds and new tokens of completions, on rank 0 those of all replicas, and records nothing."""
+    """Adds up milliseconds and new tokens of completions, on rank 0 for all replicas, and records nothing."""
 
     def __init__(self, session: Session, sums: list[float]) -> None:
         super().__init__(session, Viewer(), PLAIN)

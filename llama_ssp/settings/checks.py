@@ -79,8 +79,8 @@ def check_plan(config: PlanConfig) -> None:
 def check_values(config: RunConfig, *shapes: ModelShape | None) -> None:
     """Raise ConfigError for values that are invalid, and for abilities that do not combine (`combinations`).
 
-    Every door calls this once it knows more of a run; `shapes` are those of the target and the draft, if they are not
-    in the config.
+    Every door calls this once it knows more of a run; `shapes` are the target's and the draft's, if the config lacks
+    them.
     """
     target, draft = (*shapes, None, None)[:2]
     if target:
@@ -91,7 +91,7 @@ def check_values(config: RunConfig, *shapes: ModelShape | None) -> None:
 
 
 def check_placement(config: RunConfig, *, world_size: int) -> None:
-    """Raise ConfigError for a placement that so many ranks cannot have."""
+    """Raise ConfigError for a placement that `world_size` ranks cannot have."""
     refuse([*_placement(config, world_size)])
 
 

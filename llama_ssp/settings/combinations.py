@@ -1,4 +1,4 @@
-"""What does not combine: pairs of abilities of a run, each with the sentence that refuses them together.
+"""Pairs of abilities that do not combine in a run, each with the sentence that refuses them together.
 
 `checks.check_values` reads the table for every door: command line, plan, library, server and batch file. They call it
 when the settings are known, and again when the files have said what the models are (`ModelConfig.shape`).
@@ -52,7 +52,7 @@ ABILITIES: dict[str, Callable[[RunConfig], object]] = {
     "texts of the target": lambda config: not (task_of(config).shows_times or isinstance(config, PlanConfig)),
     "a measured acceptance": lambda config: getattr(config.task, "store", False),
 }
-"""What a run can have, and whether it does; unknown shapes count as if they had nothing."""
+"""Abilities of a run, and whether it has them; unknown shapes count as if they had none."""
 
 CLASHES: dict[tuple[str, str], str] = {
     ("a tree", "a draft without trees"):
@@ -117,7 +117,7 @@ CLASHES: dict[tuple[str, str], str] = {
     ("chats", "synthetic weights"):
         "chat=true needs a chat template, and synthetic weights use the shipped model's tokenizer, which has none",
 }  # fmt: skip
-"""Two abilities, and why no run has both; words in braces are those of `_words`."""
+"""Two abilities, and why no run has both; `_words` fills in the words in braces."""
 
 
 def clashes(config: RunConfig) -> Iterator[str]:

@@ -49,7 +49,7 @@ PLAN = Command(
 
 @dataclass(frozen=True, kw_only=True)
 class Topic:
-    """A topic of `llama-ssp run --help` beside those of help.txt.
+    """A topic of `llama-ssp run --help` that help.txt does not have.
 
     Attributes:
         name: the word that asks for it, which its text has in capitals.

@@ -229,12 +229,12 @@ def _escaped(text: str) -> str:
 
 
 def groups_of(root: str = "config") -> dict[str, list[str]]:
-    """Return the options of every group that can be chosen: those of the defaults list of a file of `conf`."""
+    """Return the options of every group in the defaults list of a file of `conf`."""
     defaults = catalogue.read(catalogue.conf_dir() / f"{root}.yaml")["defaults"]
     names = [name for part in defaults if isinstance(part, dict) for name in part if " " not in name]
     groups = {name: catalogue.names(name) for name in names}
     groups["draft"] += catalogue.names("model")
-    groups["task"] = [*task_specs()]  # those of plugins too
+    groups["task"] = [*task_specs()]  # tasks of plugins too
     return groups
 
 
@@ -262,7 +262,7 @@ def _sentence(error: Exception) -> str:
 def to_run_config(composed: Composed) -> RunConfig:
     """Turn composed settings into a `RunConfig` or `PlanConfig`, resolve the draft, and let the task fill in.
 
-    Of the dotted keys that the user gave, those below `draft` apply to the default draft too. The result's
+    The user's dotted keys below `draft` apply to the default draft too. The result's
     `draft.kind` is never `default`, and its `draft.model` is null for kinds without a model. An unknown default draft,
     a plain value in place of a group of settings, and a missing value raise ConfigError.
     """

@@ -31,7 +31,7 @@ MORE: Registry[MoreSettings] = Registry(setting="group", kind=MoreSettings)
 
 @cache
 def whole(group: type) -> type:
-    """A dataclass of settings with those that rooms add to it."""
+    """A dataclass of settings, with the settings that rooms add to it."""
     more = [record.config for record in MORE.all().values() if issubclass(record.config, group)]
     if not more:
         return group

@@ -65,7 +65,7 @@ class DrafterConfig:
 
 
 class ExpertParts(Enum):
-    """How ranks share a layer's experts: some units of each, or some experts whole."""
+    """Shares of a layer's experts on a rank: some units of each, or some experts whole."""
 
     cut = "cut"
     spread = "spread"
@@ -253,7 +253,7 @@ class Resume(Enum):
 
 
 class TooLong(Enum):
-    """How to treat a prompt that leaves no room for its new tokens in the context."""
+    """Ways to treat a prompt that leaves no room for its new tokens in the context."""
 
     refuse = "refuse"
     skip = "skip"
@@ -269,7 +269,7 @@ class TaskConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPlace:
-    """Where a run stands in a sweep: its number from 1, and the settings in which points differ.
+    """Place of a run in a sweep: its number from 1, and the settings in which points differ.
 
     Attributes:
         baseline: the folder of the point whose plain completions this one takes over, since they would be the same.

@@ -1,6 +1,6 @@
 """The interface of a weight source: files (`checkpoint.Checkpoint`), a recipe (`synthetic.Synthetic`), a loaded model.
 
-Also the tensors of a checkpoint, and those of a safetensors file.
+Also the tensors of a checkpoint, and of a safetensors file.
 """
 
 from abc import abstractmethod
@@ -72,7 +72,7 @@ class WeightSource(Protocol):
 
 
 PACKED = attrgetter("storage")
-"""Whether a tensor is packed; those of a source have one storage format."""
+"""Whether a tensor is packed; all packed tensors of a source have one storage format."""
 
 
 def storage_of(origin: WeightSource) -> str | None:

@@ -81,11 +81,11 @@ def names_none(folder: Path, rooms: Sequence[str]) -> None:
             if kind == "field":
                 (folder / "field.jsonl").write_text(json.dumps({name: "1"}))
                 words = ["run", "task=generate", "prompts=field.jsonl"]
+            if kind == "setting":
+                words = ["plan", "hardware=h100", f"{name}=x"]
             if kind == "argument":
                 (folder / "argument.py").write_text(f"from llama_ssp import load\nload('tiny', {name}=2)\n")
                 words = ["run", "ranks=1", "--script", "argument.py"]
-            if kind == "setting":
-                words = ["plan", "hardware=h100", f"{name}=x"]
             said = {"command": f"llama-ssp {name}", "setting": f" {name}="}.get(kind, asked)
             if said in shown:
                 sys.exit(f"help names {asked}")

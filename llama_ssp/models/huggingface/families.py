@@ -24,8 +24,8 @@ from llama_ssp.weights.source import WeightSource
 def adapt(model: PreTrainedModel) -> None:
     """Apply the family's changes to the modules of transformers, before weights are matched.
 
-    Rotary frequencies stay those of the first positions (`family.num_positions`): otherwise every forward would look
-    for the largest position, and some would change those of all rows.
+    Rotary frequencies stay as at the first positions (`family.num_positions`): otherwise every forward would look for
+    the largest position, and some would change the frequencies of all rows.
     """
     module: Any
     for module in model.modules():

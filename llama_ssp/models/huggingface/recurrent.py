@@ -32,7 +32,7 @@ def adapt(model: PreTrainedModel) -> None:
 
 
 def mixers_of(model: nn.Module) -> Iterator[Any]:
-    """All recurrent layers, in order; those of a model that `adapt` has changed."""
+    """All recurrent layers, in order, of a model that `adapt` has changed."""
     return (module for module in model.modules() if isinstance(_convolution_of(module), nn.Conv1d))
 
 
@@ -138,7 +138,7 @@ def _projected(mixer: Any, x_BTE: Tensor, *, is_whole: bool) -> tuple[Tensor, Te
 
 
 def _layout_of(mixer: Any) -> HeadLayout:  # noqa: ANN401
-    """Where a layer's queries, keys and values stand."""
+    """The layout of a layer's queries, keys and values."""
     num_heads, key_dim, value_dim = state_of(mixer).shape
     if _is_delta(mixer):
         num_keys = shared_heads(mixer)
@@ -150,7 +150,7 @@ def _layout_of(mixer: Any) -> HeadLayout:  # noqa: ANN401
         return HeadLayout(channels, (key_dim, of_values), channels, num_keys)
     value_width = num_heads * value_dim
     num_keys = (len(mixer.conv1d.weight) - value_width) // (2 * key_dim)
-    channels = value_width + num_keys * key_dim, value_width, 0  # behind the gates
+    channels = value_width + num_keys * key_dim, value_width, 0  # after the gates
     first, second, third = (value_width + channel for channel in channels)
     return HeadLayout((first, second, third), (key_dim, value_width // num_keys), channels, num_keys)
 
@@ -197,13 +197,13 @@ def _short_convolution(mixer: Any, x_BTE: Tensor, states: StateView) -> Tensor: 
 
 
 def _own_kernels(mixer: Any, states: StateView) -> Any:  # noqa: ANN401
-    """`kernels.recurrence_gpu`, if a layer has it and a forward keeps the states behind all of its tokens."""
+    """`kernels.recurrence_gpu`, if a layer has it and a forward keeps the states after all of its tokens."""
     return getattr(mixer, "own_kernels", None) if states.keeps_all else None
 
 
 @torch.inference_mode()
 def use_own_kernels(model: PreTrainedModel) -> None:
-    """Let recurrent layers compute few tokens by our kernels, if those are right here; else a warning says why not."""
+    """Let recurrent layers compute few tokens by our kernels, if they are right here; else a warning says why not."""
     mixers = [mixer for mixer in mixers_of(model) if getattr(mixer, "activation", "") == "silu"]
     if mixers:
         instead = "continuing with torch's operators instead of the kernel of recurrent layers"

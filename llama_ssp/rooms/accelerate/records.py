@@ -1,4 +1,9 @@
-"""The records of layer-wise placement: the backend, and what other programs call it."""
+"""The records of layer-wise placement: the backend, and what other programs call it.
+
+Each device has consecutive layers:
+
+    device 0: embeddings, layers 0-9    device 1: layers 10-19    last device: layers 20-27, norm, head
+"""
 
 from collections.abc import Iterator
 

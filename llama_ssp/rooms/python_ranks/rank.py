@@ -42,7 +42,7 @@ class Caller(BaseStreamer):
         Thread(target=self._listen, daemon=True, name="caller").start()
 
     def say(self, **message: object) -> None:
-        """Send a message; nobody reads it once the caller has ended."""
+        """Send a message, which is lost once the caller has ended."""
         with suppress(OSError):
             self._lines.write(f"{json.dumps(message)}\n")
             self._lines.flush()

@@ -65,7 +65,7 @@ def _by_kind(runs: Sequence[Run]) -> Table:
 
 
 def _notes(runs: Sequence[Run]) -> str:
-    """What a reader needs to repeat the runs."""
+    """Notes that a reader needs to repeat the runs."""
     summaries = [run.summary for run in runs]
     models = "; ".join(dict.fromkeys(run.pair for run in runs))
     versions = dict.fromkeys(

@@ -95,7 +95,7 @@ class Front:
 
     @property
     def address(self) -> str:
-        """Where it answers."""
+        """The address that clients use."""
         host, port = self._socket.getsockname()[:2]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
@@ -219,7 +219,7 @@ class _Json(JSONResponse):
 
 
 class _WithKey:
-    """Lets requests with the key pass, and those for /health; all if there is no key."""
+    """Lets requests with the key pass, and requests for /health; all if there is no key."""
 
     def __init__(self, app: ASGIApp, *, key: bytes | None) -> None:
         self._app, self._key = app, key
@@ -257,7 +257,7 @@ class _Metrics:
                     named(f"llama_ssp_forecast_{mode}_ms_per_token", "when rows are full and long").set(1e3 * seconds)
 
     def ended(self, answer: Answer, seconds: float) -> None:
-        """Count a completion that has ended, so many seconds after its first token."""
+        """Count a completion that has ended, `seconds` after its first token."""
         assert answer.last
         num_new = len(answer.token_ids)
         self._prompt.inc(len(answer.prompt_ids))

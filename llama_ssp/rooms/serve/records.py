@@ -32,7 +32,7 @@ _OF_BODIES = (
 
 @dataclass(kw_only=True)
 class ServeTimeouts(TimeoutConfig):
-    """Those of a run, and that of requests."""
+    """Timeouts of a run, with the time to drain requests."""
 
     drain_s: float = setting(30.0, "of task=serve and batch files: for what runs when a signal ends them.")
 

@@ -7,7 +7,7 @@ decodes, the others wait for a broadcast, at least one every second.
     rank 0    | round | round, flag | news | round | a chunk of scores | round |
     others    | round | round, flag | news | round | a chunk of scores | round |
 
-Log-probabilities are those that the target gives once more to prompt and completion, in free rows between rounds.
+For log-probabilities, the target reads prompt and completion once more, in free rows between rounds.
 """
 
 import logging
@@ -131,7 +131,7 @@ class Service:
         return [request.as_json() for request in new], [*dropped, *(self._inbox.give_up() if is_over else ())], is_over
 
     def _score(self, run: Decoding, num_rows: int) -> int:
-        """Begin to score texts in up to so many rows: those of one chunk, or a longer one; returns their number."""
+        """Begin to score texts in up to `num_rows` rows: texts of one chunk, or a longer one; returns their number."""
         longest = accumulate((len(text.ids) for text, *_ in self._unscored), max)
         num_of_a_chunk = sum(number * length <= PREFILL_CHUNK for number, length in enumerate(longest, start=1))
         some = [self._unscored.popleft() for _ in range(min(max(num_of_a_chunk, 1), num_rows))]

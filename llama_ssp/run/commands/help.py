@@ -74,7 +74,7 @@ def _with_places(text: str) -> str:
 
 
 def _topics_of(word: str, topics: dict[str, str]) -> list[str]:
-    """The topic itself, or those that explain a setting, or else those that mention the word."""
+    """The topic itself, or the topics that explain a setting, or else all that mention the word."""
     if word.lower() in topics:
         return [word.lower()]
     for before in (r"^ +(?:[\w.]+\.)?", r"(?<!\w)"):
@@ -122,7 +122,7 @@ def _of_tasks(names: Iterable[str]) -> str:
 
 
 def _settings() -> Iterable[DescribedSetting]:
-    """All settings, without those that follow from others, and without the fields of `model` once more."""
+    """All settings, without derived ones, and without the fields of `model` once more."""
     found = [*settings_of(RunConfig), *settings_of_launchers()]
     found += [one for draft in drafters().values() for one in settings_of(draft.config, "draft.")]
     kept = {(one.key, one.meaning): one for one in found}.values()
@@ -140,7 +140,7 @@ def _wrapped(text: str, first: str, later: str) -> str:
 
 
 def settings_of(schema: type[Any], prefix: str = "") -> Iterator[DescribedSetting]:
-    """Describe every setting of a dataclass and of those inside it; a prefix stands before their keys."""
+    """Describe every setting of a dataclass and of dataclasses inside it; a prefix stands before their keys."""
     hints = get_type_hints(schema)
     for entry in dataclasses.fields(schema):
         if entry.metadata.get("omegaconf_ignore"):

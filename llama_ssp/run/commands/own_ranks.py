@@ -90,7 +90,7 @@ def _number(given: Sequence[str]) -> int:
 
 
 def num_gpus(environ: Mapping[str, str]) -> int:
-    """Count the GPUs that torch would see, without torch: those of the environment, else of the device files."""
+    """Count the GPUs that torch would see, without torch: by the environment, else by the device files."""
     with suppress(PackageNotFoundError):  # a torch without metadata
         if version("torch").endswith("+cpu"):
             return 0
@@ -110,7 +110,7 @@ def _is_gpu(properties: Path) -> bool:
 
 
 def main(words: Sequence[str], *, num_ranks: int | None) -> int:
-    """Run the command line, on so many ranks without `ranks=`, None as in `read_start`; returns the exit code."""
+    """Run the command line, on `num_ranks` without `ranks=`, None as in `read_start`; returns the exit code."""
     place = [*words, _SCRIPT].index(_SCRIPT)
     words, script = words[:place], words[place + 1 :] if place < len(words) else None
     try:

@@ -164,7 +164,7 @@ def plan_on(config: PlanConfig, machine: HardwareConfig) -> Plan:
 
 
 def _plan(config: RunConfig, spec: PlanSpec, machine: HardwareConfig, *, num_ranks: int, divides: bool = False) -> Plan:
-    """Plan a spec; with `placement=auto` over so many ranks, in the fastest way, which the plan then notes."""
+    """Plan a spec; with `placement=auto` over `num_ranks`, in the fastest way, which the plan then notes."""
     if not config.placement.auto:
         return make_plan(spec, machine)
     chosen, sentence = choose_placement(spec, machine, num_ranks=num_ranks, divides=divides)
@@ -226,7 +226,7 @@ def _spec_on(machine: HardwareConfig, config: RunConfig, *, world_size: int, len
 
 
 def known_prompts(config: RunConfig) -> list[Prompt]:
-    """The prompts of a run; none if somebody will type them. Raises as `read_prompts`."""
+    """The prompts of a run; none if they will be typed. Raises as `read_prompts`."""
     has_prompts = config.prompt is not None or config.prompts or task_of(config).prompts(config)
     is_read_later = config.prompt is None and config.prompts == STANDARD_INPUT
     return read_prompts(config) if has_prompts and not is_read_later else []

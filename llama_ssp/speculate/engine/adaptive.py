@@ -44,7 +44,7 @@ class FixedLength:
         return self.choices[0]
 
     def reads_at_once(self, source: int) -> bool:  # noqa: ARG002
-        """Whether a drafter reads new prompts as they come, and not only once it drafts behind them."""
+        """Whether a drafter reads new prompts as they come, not only once it drafts for them."""
         return True
 
     def observe(self, choice: DraftChoice, num_accepted: Sequence[int]) -> None:
@@ -91,7 +91,7 @@ class AdaptiveLength(FixedLength):
         return probe
 
     def reads_at_once(self, source: int) -> bool:
-        """See `FixedLength`: not if it would lose with all tokens accepted, since others may be worth a try."""
+        """See `FixedLength`: False if it would lose with all tokens accepted, as other choices may be worth a try."""
         return self._sources[source].may_gain(self._plain_cost)
 
     def observe(self, choice: DraftChoice, num_accepted: Sequence[int]) -> None:

@@ -88,7 +88,7 @@ class Decoder:
     Attributes:
         length: chooses what each round drafts.
         threads: chooses how many threads compute a round.
-        settings: of its runs, unless they have others.
+        settings: of its runs without settings of their own.
         reuse: what runs may take from texts of earlier ones.
         space: caches, and the batch that runs share.
         lag: rounds that are launched before the oldest one is read.
@@ -143,7 +143,7 @@ class Decoder:
         settings = settings or self.settings
         self.space.make(requests, reuses=settings.reuses)
         self.stopped = False
-        # Not kept: a decoder that nobody has any more is gone at once, with its caches.
+        # Not kept: an unreferenced decoder is gone at once, with its caches.
         return Decoding(self, requests, settings, to_length=to_length, more=more, failed=failed).updates()
 
     def make_room(self, requests: Sequence[Request]) -> None:
@@ -176,7 +176,7 @@ class Decoder:
     def warm_up(self, requests: Sequence[Request]) -> None:
         """Run rounds over vacant rows, so that none is traced or captured while rounds are timed.
 
-        A run of one K captures every width of the cache that these requests will read; any other gets one width.
+        A run of one K captures every width of the cache that these requests will read; any other run gets one width.
         """
         self.make_room(requests)  # another decoder may have allocated the caches since
         longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
@@ -234,7 +234,7 @@ class Decoding:
                     assert self._state, "a round has rows"
                     if not all(self.rows.owners):
                         self.space.held.forget(self.rows.free)
-                    for row, length in self.rows.reserved.items():  # rounds write behind the text there
+                    for row, length in self.rows.reserved.items():  # rounds write after the text there
                         self._state.vacate(row, length=length)
                     choice = self._choose()
                     bucket = self._bucket(choice)
@@ -248,7 +248,7 @@ class Decoding:
                 reads_prompts = bool(self._pending) and self._pending[0].is_prefill
                 updates = self._collect() if len(self._pending) > decoder.lag else []
                 ended = time.perf_counter()
-                # A GPU still reads prompts when the round behind them has been launched.
+                # A GPU still reads prompts when the round after them has been launched.
                 round_s = (launched if reads_prompts else ended) - started if was_round else None
                 if round_s is not None:
                     decoder.threads.after_round((choice, bucket), round_s)
@@ -315,7 +315,7 @@ class Decoding:
                 self._state.vacate(row)
 
     def _refill(self) -> bool:
-        """Ask for further requests; returns whether any wait. Raises an error that nobody took, once all rows ended."""
+        """Ask for requests; returns whether any wait. Raises an untaken error, once all rows ended."""
         if self._error and self.is_idle:
             raise self._error
         if self._more:
@@ -339,7 +339,7 @@ class Decoding:
             self._more = None
 
     def _forget(self, rows: Sequence[int]) -> None:
-        """Let nobody read what rows hold."""
+        """Forget the texts of rows, so that no prompt takes them."""
         self.space.held.forget(rows)
         self.round.clear(rows)
 
@@ -423,7 +423,7 @@ class Decoding:
         return found
 
     def _num_of_a_chunk(self, requests: Sequence[Request]) -> int:
-        """How many of these requests, from the first on, have prompts that are read in one chunk."""
+        """Number of requests, from the first on, whose prompts are read in one chunk."""
         num_tokens = accumulate(
             len(request.prompt_ids) - (self.space.held.num_held(request.prompt_ids) if self.settings.reuses else 0)
             for request in requests
@@ -555,7 +555,7 @@ class Decoding:
         return longest is not None and len(owner.request.prompt_ids) + len(owner.token_ids) + num_ahead > longest
 
     def _num_examined(self, owner: RowCompletion, choice: DraftChoice, num_drafted: int) -> int:
-        """How many drafted tokens of a row a round could accept, before its new tokens are known."""
+        """Number of drafted tokens of a row that a round could accept, before its new tokens are known."""
         if not choice.num_tokens or self._outgrew(owner, choice, num_ahead=owner.num_ahead):
             return 0
         return num_drafted if owner.has_bonus else owner.num_ahead + 1

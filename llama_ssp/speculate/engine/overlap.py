@@ -1,25 +1,25 @@
 """Rounds in which drafting overlaps verification: while the target verifies a block, the draft goes on from it.
 
-The draft holds ranks of its own. In every round it drafts K tokens behind the K - 1 that are in flight, which the
-target scores at the same time. All of them and the first new token are then verified:
+The draft holds ranks of its own. In every round it drafts K tokens after the K - 1 in flight, which the target scores
+at the same time. All of them and the first new token are then verified:
 
     K = 4               L-1   L    L+1   L+2   L+3   L+4   L+5   L+6
     the target reads     t    d1    d2    d3
     the draft writes                             e0    e1    e2    e3
     all accepted              d1    d2    d3     e0 |  e1    e2    e3  in flight in the next round, no bonus token
-    d2 is rejected            d1    x |                                all others are dropped, the next has x alone
+    d2 is rejected            d1    x |                                all others dropped, the next round has x alone
 
 So every row gains at least one token in a round (docs/design/overlap.md). A round is a fixed sequence of four stages,
 and only the last two need what other ranks did:
 
     draft      on the draft's ranks
-    score      of the last token and of those in flight, on the target's ranks, at the same time
+    score      of the last token and the tokens in flight, on the target's ranks, at the same time
     exchange   ids to all ranks, probabilities to the rank that verifies
     decide     the rule, its decision to all ranks, commit
 
-Ids in flight stand in the batch behind the text. Of the probabilities of a block, all but the first row belong to what
-is in flight in the next round. An executor that keeps its state writes results to the same addresses in every round:
-there the last stage copies these probabilities to a second place, since the next round receives its own block first.
+Ids in flight stand in the batch after the text. All rows of a block's probabilities but the first belong to the ids in
+flight in the next round. An executor that keeps its state writes results to the same addresses in every round: there
+the last stage copies these probabilities to a second place, since the next round receives its own block first.
 
 Source: Liu et al. 2024, arXiv:2408.11850, whose pre-verify and post-verify happen here in one kind of round.
 

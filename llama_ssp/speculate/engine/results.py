@@ -20,7 +20,7 @@ class Update(NamedTuple):
 
 
 class RowResult(NamedTuple):
-    """What a round has decided for one row; see `BatchState.commit`.
+    """Decision of a round for one row; see `BatchState.commit`.
 
     Attributes:
         num_drafted, num_accepted: of its drafted tokens.
@@ -37,7 +37,7 @@ class RowResult(NamedTuple):
 
 
 class RoundResult(NamedTuple):
-    """What a round has decided, by row, and whether the deciding rank has announced a wish to stop, and news."""
+    """Decisions of a round, by row, and whether the deciding rank has announced a wish to stop, and news."""
 
     rows: list[RowResult]
     stops: bool

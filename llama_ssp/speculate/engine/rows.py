@@ -41,7 +41,7 @@ class RowTable:
 
 
 class Backlog:
-    """What drafters have not read of the rows' texts: whole prompts, and the tokens of rounds without them.
+    """Tokens of the rows' texts that drafters have not read: whole prompts, and the tokens of rounds without them.
 
     Attributes:
         num_tokens: of each drafter, the tokens that it has to read before it drafts.

@@ -32,7 +32,7 @@ class Decision(NamedTuple):
         node_B1: see `Verdict`.
         next_ids_B1: the token that follows.
         flags_B1: STOP_REQUESTED or NEWS if the deciding rank has announced it, plus NOT_A_NUMBER in rows whose logits
-            are NaN, plus GOES_ON where the next token is drafted too, so that the tokens behind it stay in flight
+            are NaN, plus GOES_ON where the next token is drafted too, so that the tokens after it stay in flight
             (`overlap`).
     """
 

@@ -27,7 +27,7 @@ NUM_SETTINGS = _NUM_NUMBERS + 2 * MOST_BIASES
 
 
 def settings_of(sampling: SamplingConfig | None) -> list[float]:
-    """The X settings of a row; none in batches whose rows have those of the run."""
+    """The X settings of a row; none in batches whose rows have the settings of the run."""
     if sampling is None:
         return []
     missing = [0.0] * (MOST_BIASES - len(sampling.logit_bias))
@@ -41,7 +41,7 @@ def settings_of(sampling: SamplingConfig | None) -> list[float]:
 
 @dataclass(kw_only=True)
 class RowSteps:
-    """What the rows of a batch need now: rules of one round, of target and drafts, share it."""
+    """Steps that the rows of a batch need now; the rules of one round, of target and drafts, share this object."""
 
     truncates: bool = False
     penalizes: bool = False
@@ -55,7 +55,7 @@ class RowSteps:
 class ByRow:
     """Maps logits (B, T, V) and their context to the probabilities that each row's settings ask for.
 
-    For each row they are those of `context.penalty` and `processors.processor`; fp32, or fp64 of logits in fp64.
+    Each row equals the result of `context.penalty` and `processors.processor`; fp32, or fp64 of logits in fp64.
     `steps` says what any row of the batch needs now.
     """
 

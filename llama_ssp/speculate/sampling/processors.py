@@ -1,8 +1,8 @@
 """Turns logits into probabilities and draws one token per row from two uniforms.
 
 The processors run in the order temperature, top-k, top-p, min-p, and keep the same tokens as the warpers of
-transformers. Ties: logits equal to the smallest kept one are kept too (transformers' top-p keeps those that its sort
-puts last).
+transformers. Ties: logits equal to the smallest kept one are kept too (transformers' top-p keeps the ones that its
+sort puts last).
 
 Shapes: B sequences, V vocabulary, P = 2 uniforms per draw, C blocks of M tokens, S logits sorted in descending order;
 `...` stands for any leading dimensions.
@@ -24,13 +24,13 @@ from llama_ssp.settings.schema import SamplingConfig
 # Weights become multiples of 2^-62; their sums are below 2, so they fit into int64 and are exact in any order.
 DRAW_UNITS = 2.0**62
 COMPILED_DRAW_NEEDS = ("avx512dq",)
-"""Instructions of a CPU that its operator needs: others convert one number at a time."""
+"""Instructions of a CPU that its operator needs: CPUs without them convert one number at a time."""
 _TOLERANCE = 1e-4
 """Of probabilities that a kernel makes, whose exponentials differ from torch's in the last bits."""
 
 
 def scale_of(temperature: float) -> float:
-    """What logits are multiplied by: never 0 in fp32, which would make NaN of a logit of minus infinity."""
+    """The factor of logits: never 0 in fp32, which would make NaN of a logit of minus infinity."""
     return max(1 / temperature, torch.finfo(torch.float32).tiny)
 
 
@@ -38,8 +38,8 @@ def processor(sampling: SamplingConfig, *, breaks_ties: bool = False) -> Callabl
     """Compose the processors of a sampling config with a temperature above 0 (greedy has no probabilities).
 
     Returns a function from logits (..., V), left unchanged, to probabilities (..., V) in fp32, or fp64 for logits in
-    fp64. A logit of minus infinity has probability 0. With `breaks_ties`, top-k leaves just so many tokens: of equal
-    logits some. A draft may do so, since verification is exact whatever it draws from.
+    fp64. A logit of minus infinity has probability 0. With `breaks_ties`, top-k leaves exactly k tokens, so some of the
+    equal ones. A draft may do so, since verification is exact whatever it draws from.
 
     Source: Fan et al. 2018, arXiv:1805.04833 (top-k); Holtzman et al. 2020, arXiv:1904.09751 (top-p);
         Minh et al. 2024, arXiv:2407.01082 (min-p).
