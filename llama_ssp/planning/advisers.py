@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # records are read before anything is planned
     from llama_ssp.planning.timing import Timing
 
 
-class Change(Protocol):
+class ChangeOfPlan(Protocol):
     """A change that would fit: settings to add to the command line, and the memory and the times that they lead to."""
 
     @property
@@ -55,7 +55,7 @@ def said(kind: str, spec: "PlanSpec", hardware: "HardwareConfig", timed: "Timing
             yield from imported(code, setting="plan")(spec, hardware, timed)
 
 
-def changes_of(spec: "PlanSpec", hardware: "HardwareConfig") -> tuple[Change, ...] | None:
+def changes_of(spec: "PlanSpec", hardware: "HardwareConfig") -> tuple[ChangeOfPlan, ...] | None:
     """The changes that make a plan fit, the best first; None if nobody tries any."""
     found = [one.changes for one in ADVISERS.all().values() if one.changes]
     return tuple(way for code in found for way in imported(code, setting="plan")(spec, hardware)) if found else None

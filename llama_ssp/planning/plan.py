@@ -13,7 +13,7 @@ from llama_ssp.architectures.family import inventory
 from llama_ssp.errors import CapacityError
 from llama_ssp.machines.hardware import MEASURED, HardwareConfig
 from llama_ssp.planning.acceptance import remarks
-from llama_ssp.planning.advisers import Change, changes_of
+from llama_ssp.planning.advisers import ChangeOfPlan, changes_of
 from llama_ssp.planning.advisers import said as advised
 from llama_ssp.planning.collectives import all_reduce_s, round_messages
 from llama_ssp.planning.forwards import ForwardTime
@@ -58,7 +58,7 @@ class Plan:
     largest_context: int
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
-    changes: tuple[Change, ...] | None
+    changes: tuple[ChangeOfPlan, ...] | None
     whole_run: str | None = None
 
     @property
@@ -198,7 +198,7 @@ def shortage(plan: Plan, *, words: Mapping[str, str] | None = None) -> str:
     return f"{start}; the smallest change that fits: {smallest}{also}"
 
 
-def _said(change: Change, words: Mapping[str, str]) -> str:
+def _said(change: ChangeOfPlan, words: Mapping[str, str]) -> str:
     named = [setting.split("=", 1) for setting in change.settings]
     settings = " ".join((words[name].format(value) if name in words else said(name, value)) for name, value in named)
     tight, ms = ", tight" if change.fullest.is_tight else "", rounded(1e3 * change.timed.best_s)

@@ -25,7 +25,7 @@ ITEM_COLOURS = (
 RED, GREEN = COLOURS[4], COLOURS[2]
 
 
-class Search(Protocol):
+class Choices(Protocol):
     """What a search has found for a machine, as docs/reference/plan-document.md describes it."""
 
     @property
@@ -34,7 +34,7 @@ class Search(Protocol):
     def choices(self) -> Sequence[Mapping[str, Any]]: ...  # noqa: D102
 
 
-def draw(content: Plan | Search, file: Path) -> None:
+def draw(content: Plan | Choices, file: Path) -> None:
     """Draw a plan or a search into a file; raises ConfigError if the file or its suffix is unusable."""
     with styled():
         figure = draw_plan(content) if isinstance(content, Plan) else draw_search(content)
@@ -72,7 +72,7 @@ def draw_plan(plan: Plan) -> "Figure":
     return figure
 
 
-def draw_search(found: Search) -> "Figure":
+def draw_search(found: Choices) -> "Figure":
     """Draw the fastest choice of the asked model for every size of a replica: a line by number format and draft."""
     target = found.choices[0]["target"]
     figure, (axes,) = panels(f"{target} on {found.machine.name}")
