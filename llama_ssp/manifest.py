@@ -8,11 +8,13 @@ from pathlib import Path
 from pkgutil import iter_modules
 
 ROOMS: dict[str, tuple[str, ...]] = {
-    "advice": ("setting=search",),
     "accelerate": ("placement=accelerate", "placement.target.kind=accelerate"),
+    "advice": ("setting=search",),
     "calibrate": ("task=calibrate", "command=calibrate"),
+    "copies": ("draft=ngram", "draft.fallback=ngram"),
     "deepspeed": ("placement=deepspeed", "placement.target.kind=deepspeed"),
     "evaluate": ("task=evaluate",),
+    "gpu": (),
     "python_ranks": ("argument=ranks",),
     "reports": ("command=report", "setting=figure"),
     "serve": ("task=serve", "command=serve", "field=custom_id"),

@@ -94,15 +94,15 @@ class Completion:
 
     Attributes:
         index: the place of its prompt in the list.
-        prompt_ids: what the model read.
+        prompt_ids: the ids that the model read.
         text: continues the prompt exactly; special tokens are left out.
         accepted_lengths, draft_lengths: for each round, the accepted and the drafted tokens.
         is_drafted: for each new token, whether it was drafted and accepted; the target chose the others.
         acceptance: share of the examined drafted tokens that were accepted; None without any.
         num_target_forwards: forwards of the target, including the reading of the whole prompt.
-        num_reused_tokens: of the prompt, what the target had read already: for another completion, or in the call
-            before, whose texts stay in the cache for prompts that begin alike.
-        log_probs: what `logprobs` and `prompt_logprobs` asked for; None without them.
+        num_reused_tokens: tokens of the prompt that the target had read already: for another completion, or in the
+            call before, whose texts stay in the cache for prompts that begin alike.
+        log_probs: as asked for by `logprobs` and `prompt_logprobs`; None without them.
     """
 
     index: int
@@ -194,7 +194,7 @@ CLOSED = "this pair was closed: load it again"
 class Pair:
     """A target and its draft in memory, made by `load`.
 
-    Its decoders are kept: a call with the settings of an earlier one replays what that one traced or captured. Where
+    Its decoders are kept: a call with the settings of an earlier one replays its traces and graphs. Where
     this process is one of several ranks, all of them make every call, with the same arguments. Ctrl-C then ends a call
     after its round, and the loss of a rank raises LostRankError on the others. Calls of several threads wait for each
     other.
@@ -391,8 +391,8 @@ class Pair:
     def update(self, model: NewWeights | None = None, draft: NewWeights | None = None) -> None:
         """Replace the weights of the target, of the draft or of both in memory, for example after a step of training.
 
-        What rounds have captured or traced reads the new weights, and what was read of prompts is forgotten. Sampling
-        and tokenizers stay. MTP layers come with the target's weights, and stay if these lack them.
+        Graphs and traces of rounds read the new weights, and prompts in caches are forgotten. Sampling and tokenizers
+        stay. MTP layers come with the target's weights, and stay if these lack them.
 
         Args:
             model: a folder, a name of the catalogue, an id of the hub, a loaded model of transformers, or tensors by
@@ -540,7 +540,7 @@ def _plain(prompt: object) -> object:
 
 
 def _as_prompt(number: int, prompt: object, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> Prompt:
-    """Read a prompt, the `number`th counted from 1; raises ConfigError for what is none."""
+    """Read a prompt, the `number`th counted from 1; raises ConfigError for anything else."""
     if isinstance(prompt, str):
         return Prompt(text=prompt)
     ids: tuple[int, ...] = ()

@@ -120,7 +120,7 @@ class StaticCache(Workspace):
                 whole[:, :, row].zero_()
 
     def take(self, other: "StaticCache") -> None:
-        """Take over what a smaller cache of as many rows holds, layer by layer, and leave that one empty."""
+        """Take over the contents of a smaller cache of as many rows, layer by layer, and leave that one empty."""
         other.shown.clear()
         other.shown_in_rows.clear()
         for number, whole in enumerate(other._wholes):
@@ -242,7 +242,7 @@ def _causal_rows(capacity: int, *, window: int | None, dtype: torch.dtype, devic
         line              | 0 0 0 0 - - - - |      position 3 reads from 0, position 0 from 3: | 0 - - - |
         a window of two   | - - 0 0 - - - - |      position 3: | - - 0 0 |
 
-    Returns the mask rows (S, S) for S = `capacity`, that of the last position first. `window` is how many positions a
+    Returns the mask rows (S, S) for S = `capacity`, the last position's first. `window` is how many positions a
     token sees, including its own.
     """
     line = torch.zeros(2 * capacity, dtype=dtype, device=device)
@@ -356,7 +356,7 @@ class CachedRunner:
 
     Attributes:
         uses_masks: attention takes masks; they are made with the cache.
-        layer_states: what recurrent layers keep.
+        layer_states: states that recurrent layers keep.
         reads: see `Runner.allocate`.
     """
 

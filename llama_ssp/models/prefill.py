@@ -8,10 +8,10 @@ are padded to the longest, or packed where attention goes by the lengths of rows
               | prompt 2 ....... - - -  |
 
 A packed chunk holds as many tokens as a padded one of the same prompts, so it needs no more memory, and there are never
-more of them. Where bits do not depend on what is read together, prompts of nearly one length share a chunk: it is
-padded little, and what it computes stays in a processor's caches.
+more of them. Where bits do not depend on the tokens read together, prompts of nearly one length share a chunk: it is
+padded little, and its results stay in a processor's caches.
 
-What a row of the cache holds already is not read again (`Held`): a prompt copies it from there, then reads the rest.
+Tokens that a row of the cache holds are not read again (`Held`): a prompt copies them from there, then reads the rest.
 
     read first    | prompt 0 .......................... |       holds nothing
     read second   | copied from 0 ..... | prompt 1 .. |         and all others of which a part is held
@@ -64,8 +64,8 @@ class Held(NamedTuple):
 
     Attributes:
         num_tokens: how many tokens; all of a prompt that is equal to another one of the same `Prompts`.
-        row: of the cache: the prompt's own, which needs no copy; one that is not being read into; or that of one of the
-            same `Prompts` of which nothing is held, or of the equal one.
+        row: of the cache: the prompt's own, which needs no copy; one that is not being read into; or the row of a
+            prompt of the same `Prompts` of which nothing is held, or of the equal one.
         from_saved: the states after it are the ones that `Runner.save` kept.
     """
 
@@ -95,7 +95,7 @@ class Prompts(NamedTuple):
         tokens_RS: token ids; row r holds a prompt in its first lengths_R[r] slots.
         lengths_R: lengths of the prompts, on the device.
         lengths: the same, known to the host.
-        longest: the length that padded prompts are read to; that of the longest, here or on other ranks.
+        longest: the length that padded prompts are read to: of the longest, here or on other ranks.
         held: of each prompt; empty if nothing is held of any.
         saved: of each prompt, the number of tokens (whole chunks, held or not) after which the state is kept; 0 for
             none. Empty if layers keep no states.

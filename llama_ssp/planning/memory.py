@@ -30,7 +30,7 @@ class _Part:
     """One model's part on one rank, or on one device of a layer-wise target; by default none.
 
     A slot of its cache has `slot_bytes / of_layers`, and a row `row_bytes / of_layers` more. `width` is the size of
-    queries, keys and values of a position, `working_bytes` that of the largest unpacked matrix. `temporary_bytes` are
+    queries, keys and values of a position, `working_bytes` of the largest unpacked matrix. `temporary_bytes` are
     needed in addition to the weights while loading.
     """
 
@@ -210,7 +210,7 @@ def _rank_memory(spec: PlanSpec, hardware: HardwareConfig, rank: int, target: _P
         "target_cache_bytes": target.cache_bytes(num_slots, spec.batch_size),
         "draft_cache_bytes": draft.cache_bytes(spec.draft_rows * spec.draft_slots, spec.draft_rows)
         + taps_bytes * (rank in spec.draft_ranks or spec.sends_taps)
-        + spec.copies_bytes,
+        + spec.free_terms.held_bytes,
         "logits_bytes": _logits_bytes(spec, rank) + uniforms_bytes,
         "activations_bytes": max(_activation_bytes(spec, hardware, model, part) for model, part in held),
     }

@@ -17,6 +17,7 @@ from llama_ssp.planning.memory import GIB, RankMemoryPlan
 from llama_ssp.planning.model import PlannedModel
 from llama_ssp.planning.plan import Plan
 from llama_ssp.planning.spec import PlanSpec
+from llama_ssp.settings.drafters import DRAFTERS
 from llama_ssp.settings.schema import ADAPTIVE
 from llama_ssp.storage.formats import NO_QUANTIZATION, formats
 from llama_ssp.words import rounded, visible
@@ -214,7 +215,8 @@ def _times_of_parts(plan: Plan) -> Iterator[str]:
         drafting_ms = timed.overlap["draft_ms"] if timed.overlap else 1e3 * (timed.round_s - timed.verify_s)
         steps = f"{timed.num_draft_tokens} x {drafting_ms / timed.num_draft_tokens:.2f} draft"
         if tree or plan.spec.free_draft:
-            steps = f"draft of a tree {tree.text} {drafting_ms:.2f}" if tree else f"search of copies {drafting_ms:.2f}"
+            step = f"draft of a tree {tree.text}" if tree else DRAFTERS.of(str(plan.spec.free_draft)).step_name
+            steps = f"{step} {drafting_ms:.2f}"
         share = f" (c = {timed.cost_ratio:.3f})" if timed.cost_ratio else ""
         yield f"round of {1e3 * timed.round_s:.1f} ms: {steps}{share}, verify {1e3 * timed.verify_s:.1f}"
 

@@ -23,7 +23,7 @@ from llama_ssp.registry import imported
 from llama_ssp.run.prompts import reason_of
 from llama_ssp.settings.backends import BACKENDS, backend_of
 from llama_ssp.settings.checks import check_values
-from llama_ssp.settings.drafters import has_own_tokenizer
+from llama_ssp.settings.drafters import free_drafts, has_own_tokenizer
 from llama_ssp.settings.layout import Layout, lay_out
 from llama_ssp.settings.schema import ExpertParts, RunConfig, WeightsKind
 from llama_ssp.speculate.drafters.tokenizers import align, num_disagreeing
@@ -41,7 +41,7 @@ from llama_ssp.words import said
 class Source:
     """One model of the run, checked but not loaded.
 
-    `origin` is where its weights come from, `dtype` the number format to load it in, None for that of the files.
+    `origin` is where its weights come from, `dtype` the number format to load it in, None for the files'.
     `generation` has the fields of its generation_config.json, and is None without that file.
     """
 
@@ -231,7 +231,7 @@ def _check(
 
         origin = with_modules(origin)
     dtype = number_format(entry, device=device)
-    of_texts: WeightSource = getattr(origin, "target", origin)  # that of a head
+    of_texts: WeightSource = getattr(origin, "target", origin)  # a head's target
     folder, file = of_texts.folder, of_texts.folder / GENERATION_CONFIG_FILE
     generation = of_texts.generation if isinstance(of_texts, WeightsInMemory) else None
     if generation is None and file.is_file():
@@ -292,8 +292,8 @@ def _check_vocabularies(target: Source, draft: Source, *, own_tokenizer: bool) -
         if {*align(target.tokenizer, draft.tokenizer, **sizes).shared} == {None}:
             raise ConfigError(
                 f"{said('draft.tokenizer', 'own')} drafts the tokens that both vocabularies have, and "
-                f"draft={draft.entry.name} shares none with {said('model', target.entry.name)}: choose another draft, "
-                f"or {said('draft', 'ngram')}"
+                f"draft={draft.entry.name} shares none with {said('model', target.entry.name)}: choose another draft"
+                + "".join(f", or {said('draft', name)}" for name in free_drafts())
             )
     elif number := num_disagreeing(target_ids, draft_ids):
         raise ConfigError(

@@ -146,7 +146,7 @@ def _load(
 
 
 def _checked(config: RunConfig, sources: tuple[Source, Source | None], folder: RunFolder | None) -> RunConfig:
-    """Fill in and check what the models' files decide, and compare them with the folder's; raises ConfigError."""
+    """Fill in and check settings that the models' files decide, and compare with the folder's; raises ConfigError."""
     target = sources[0]
     sampling = with_model_sampling(config.sampling, target.generation)
     vocab_size = target.origin.shape.vocab_size
@@ -162,7 +162,7 @@ def _checked(config: RunConfig, sources: tuple[Source, Source | None], folder: R
 
 
 def choose_placement(config: RunConfig, world: World, say: Callable[[str], None]) -> PlacementConfig:
-    """Let rank 0 choose for all ranks: nodes may differ in what they know of the machine."""
+    """Let rank 0 choose for all ranks: nodes may know different facts of the machine."""
 
     def choose() -> list[object]:
         spec, sentence = dry_run.choose_for_run(config, world_size=world.comm.size, on_cpu=world.device.type == "cpu")

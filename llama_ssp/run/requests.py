@@ -1,22 +1,17 @@
 """Makes the requests of a run from prompts: token ids as the model expects them, turns of conversations in order."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from llama_ssp.catalogue import read_path
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports.records import LineKey
 from llama_ssp.run.chat import NO_ARGUMENTS, in_template
 from llama_ssp.run.lengths import problem_of_length, refuse
 from llama_ssp.run.prompts import EXCERPT, Message, Prompt
-from llama_ssp.settings.drafters import NgramConfig
 from llama_ssp.settings.schema import RunConfig, TooLong
 from llama_ssp.speculate.engine.state import Request, count_equal_before
 
@@ -143,7 +138,7 @@ def ids_of(
         return encode("".join((*earlier, prompt.text)), tokenizer)
     before = [{"role": "user", "content": turn} for turn in prompt.earlier]
     whole, given = list[Message](), iter(answers)
-    for message in (*(prompt.messages or before), {"role": prompt.role, "content": prompt.text}):
+    for message in (*(prompt.messages or before), {"role": prompt.role, "content": prompt.text} | prompt.more):
         if whole and whole[-1]["role"] == message["role"] == "user":
             whole.append({"role": "assistant", "content": next(given)})
         whole.append(message)
@@ -158,30 +153,6 @@ def encode(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """
     _check_unicode(text)
     return _never_empty(tokenizer(text).input_ids, tokenizer)
-
-
-def read_corpus(draft: NgramConfig, tokenizer: PreTrainedTokenizerBase) -> Tensor | None:
-    """Encode the texts of `draft.corpus`, each with a token that ends it; the last tokens that there is room for.
-
-    Raises ConfigError if it is no text in UTF-8, or no run.jsonl.
-    """
-    most = draft.num_corpus_tokens
-    if draft.corpus is None:
-        return None
-    file, ids = read_path(draft.corpus), list[int]()
-    try:
-        texts = [file.read_text(encoding="utf-8")]
-        if file.suffix == ".jsonl":
-            records = [json.loads(line) for line in texts[0].split("\n") if line.strip()]
-            texts = [record["prompt"] + record["text"] for record in records]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"draft.corpus={draft.corpus} cannot be read ({type(error).__name__}: {error}): give the run.jsonl of a "
-            "run, or a text in UTF-8"
-        ) from None
-    for text in texts:
-        ids += [*tokenizer(text, add_special_tokens=False, verbose=False).input_ids, tokenizer.eos_token_id or 0]
-    return torch.tensor(ids[-most:])
 
 
 def encode_messages(
@@ -202,8 +173,12 @@ def encode_messages(
 def _encode_in_template(
     messages: list[Message], tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    for message in messages:
-        _check_unicode(message["content"])
+    for text in chain.from_iterable(message.values() for message in messages):
+        _check_unicode(text)
+    for name, value in arguments.items():
+        for text in (name, value):
+            if isinstance(text, str):
+                _check_unicode(text, f"chat_arguments.{name!r}")
     text = in_template(messages, tokenizer, goes_on=messages[-1]["role"] == "assistant", arguments=arguments)
     return _never_empty(tokenizer(text, add_special_tokens=False).input_ids, tokenizer)
 
@@ -214,13 +189,12 @@ def _never_empty(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> tupl
     return tuple(ids) or (tokenizer.bos_token_id,)
 
 
-def _check_unicode(text: str) -> None:
+def _check_unicode(text: str, said: str = "") -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"prompt {text[:EXCERPT]!r} holds {text[error.start]!r}, a lone surrogate: write it in UTF-8"
-        ) from None
+        said = said or f"prompt {text[:EXCERPT]!r}"
+        raise ConfigError(f"{said} holds {text[error.start]!r}, a lone surrogate: write it in UTF-8") from None
 
 
 def check_vocabulary(prompt: Prompt, ids: Sequence[int], *, vocab_size: int) -> None:

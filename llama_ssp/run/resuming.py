@@ -1,4 +1,4 @@
-"""May this run go on in its folder? Compares what the folder holds with its models, its prompts and its settings."""
+"""Checks whether a run may go on in its folder: compares the contents with its models, prompts and settings."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -122,7 +122,7 @@ def check_lines(lines: Sequence[CompletionLine], config: RunConfig, prompts: Seq
 def check_texts(
     lines: Sequence[CompletionLine], config: RunConfig, prompts: Sequence[Prompt] | None, maker: RequestMaker
 ) -> None:
-    """Raise ConfigError for a completion that has an id the model lacks, or a text that is not that of its ids.
+    """Raise ConfigError for a completion that has an id the model lacks, or a text that does not match its ids.
 
     `prompts` are None if they are typed. Texts of resume=anyway may come from another tokenizer.
     """

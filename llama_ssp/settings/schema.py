@@ -59,8 +59,8 @@ class DrafterConfig:
     model: ModelConfig | None = setting(None, "the fields of a model's entry.")
     fallback: str | None = setting(
         None,
-        "with speculation.num_draft_tokens=auto, a draft without a model for rounds in which it gains more, for "
-        "example ngram.",
+        "with speculation.num_draft_tokens=auto, a draft without a model for rounds in which it gains more"
+        "{free_drafts}.",
     )
 
 

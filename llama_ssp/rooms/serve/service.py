@@ -36,11 +36,11 @@ from llama_ssp.speculate.engine.verifier import NEWS
 _log = logging.getLogger(__name__)
 _BEAT_S = 1.0
 _WARM_UP_TOKENS = 8
-_INTERRUPTS = 2  # the second Ctrl-C does not wait for what runs
+_INTERRUPTS = 2  # the second Ctrl-C does not wait for running requests
 
 
 class Service:
-    """The decoder of a server on one rank; `inbox` is that of rank 0, `length` the most tokens of a row."""
+    """The decoder of a server on one rank; `inbox` is rank 0's, `length` the most tokens of a row."""
 
     def __init__(self, session: Session, inbox: Inbox | None, *, length: int) -> None:
         self._session, self._inbox = session, inbox
@@ -61,7 +61,7 @@ class Service:
         self._decoder.round.forget_texts()
 
     def run(self) -> None:
-        """Decode until the inbox is closed and empty; a signal closes it, and ends after a while what still runs."""
+        """Decode until the inbox is closed and empty; a signal closes it, and ends running requests after a while."""
         for updates in self._decoder.run([], more=self._more, failed=self._fail):
             for update in updates:
                 self._take(update)

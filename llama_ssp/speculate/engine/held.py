@@ -42,7 +42,7 @@ class _Text(NamedTuple):
 
 
 class PromptRow(NamedTuple):
-    """The row of a prompt, what the caches of the target and of the draft hold of it, and `Prompts.saved`."""
+    """The row of a prompt, its parts in the caches of the target and of the draft, and `Prompts.saved`."""
 
     row: int
     target: Held

@@ -10,7 +10,7 @@ at the same time. All of them and the first new token are then verified:
     d2 is rejected            d1    x |                                all others dropped, the next round has x alone
 
 So every row gains at least one token in a round (docs/design/overlap.md). A round is a fixed sequence of four stages,
-and only the last two need what other ranks did:
+and only the last two need other ranks' results:
 
     draft      on the draft's ranks
     score      of the last token and the tokens in flight, on the target's ranks, at the same time
@@ -44,7 +44,7 @@ from llama_ssp.speculate.sampling.rules import verify_ahead
 
 
 class OverlappedRound(Round):
-    """A round whose drafter works while the target verifies; one that drafts nothing is that of `Round`."""
+    """A round whose drafter works while the target verifies; if it drafts nothing, it is as in `Round`."""
 
     has_bonus = False
 
@@ -92,7 +92,7 @@ class OverlappedRound(Round):
         return result, before if keeps else following.law
 
     def _before(self, executor: Executor, in_flight: Law, following: Law) -> Law:
-        """The law of what is in flight; at first a place for it, for an executor that needs one.
+        """The law of the tokens in flight; at first a place for it, for an executor that needs one.
 
         Before the first round nothing is in flight in any row, so that its values do not count.
         """
@@ -107,7 +107,7 @@ class OverlappedRound(Round):
         return self._kept_BTV
 
     def draft_rows(self, state: BatchState) -> Rows:
-        """The rows as the draft sees them: what is in flight counts as text."""
+        """The rows as the draft sees them: tokens in flight count as text."""
         return state.rows._replace(lengths_B=state.lengths_B + state.ahead_B)
 
     def _score(self, num_tokens: int, bucket: int, state: BatchState) -> Tensor:

@@ -143,12 +143,6 @@ def test_a_draft_is_also_tried_in_the_format_that_is_read_fastest_and_a_head_is_
     assert "draft.model.quantization=int4_weight_only" in packed["settings"]
 
 
-def test_a_draft_without_a_model_is_named_with_its_settings() -> None:
-    spec = make_spec("7B", free_draft="ngram")
-    found = choice(search(spec, replace(A10G, num_gpus=1)), "7B", "ngram", None, num_ranks=1)
-    assert found["settings"] == ("model=7B", "draft=ngram", f"speculation.num_draft_tokens={found['num_draft_tokens']}")
-
-
 def test_a_pair_that_nobody_measured_chooses_k_while_it_runs() -> None:
     spec = make_spec("65B", "tinyllama_1B", num_ranks=8, acceptance=None)
     timed = times_of(spec, A100)

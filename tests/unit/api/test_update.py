@@ -222,5 +222,3 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) ->
         with pytest.raises(error, match=sentence):
             pair.update(model, new_draft)
     assert [found[:2] for found in texts(pair)] == [found[:2] for found in before]
-    with pytest.raises(ConfigError, match="draft=ngram has no weights of its own"):
-        load(target, "ngram").update(draft=draft)

@@ -16,7 +16,7 @@ from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.models.prefill import Buckets
-from llama_ssp.planning.acceptance import overlapped_corrections, overlapped_tokens, tree_tokens
+from llama_ssp.planning.acceptance import overlapped_corrections, overlapped_tokens
 from llama_ssp.planning.collectives import round_messages
 from llama_ssp.planning.forwards import OPERATORS_PER_LAYER
 from llama_ssp.planning.memory import kv_bytes_per_token, memory
@@ -25,9 +25,7 @@ from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.timing import CostModel, OverlappedTime
 from llama_ssp.planning.weights import model_bytes, step_bytes
-from llama_ssp.settings.drafters import NgramConfig
 from llama_ssp.settings.schema import DraftLayout, SamplingConfig, VerificationConfig
-from llama_ssp.settings.trees import tree_shape
 from llama_ssp.speculate.sampling.rules import make_rule
 from tests.helpers.own_vocabulary import intersection_drafter
 from tests.helpers.planning import make_spec, small_model, times_of
@@ -150,20 +148,6 @@ def test_the_bytes_of_a_round_follow_from_the_placement(
     assert [found[kind].received_bytes if kind in found else 0 for kind in kinds] == arriving
     assert "probabilities" not in round_messages(replace(spec, rule="greedy"), K)
     assert [*round_messages(spec, 0)] == ["verdict"] * (len(target + draft) > 2), "of a plain token"
-
-
-def test_a_tree_by_look_up_costs_its_verification_and_the_kernels_of_a_search() -> None:
-    plain, tree = make_spec("13B", num_ranks=2, num_draft_tokens=9), tree_shape("3x1x1")
-    spec = replace(plain, free_draft="ngram", tree=tree, copies=NgramConfig(kind="ngram"))
-    timed, clock = times_of(spec, A100), CostModel(spec, A100)
-    searched_s = spec.num_copying_kernels * A100.kernel_s
-    assert timed.round_s == pytest.approx(clock.forward(clock.target, 10).total_s + clock.verdict_s(9) + searched_s)
-    beside = replace(make_spec("13B", "7B"), copies=spec.copies, adapts=True)
-    own_s = times_of(replace(beside, copies=None), A100).round_s
-    assert times_of(beside, A100).round_s - own_s == pytest.approx(beside.num_copying_kernels * A100.kernel_s)
-    assert replace(beside, adapts=False).num_copying_kernels == 0, "a fallback is for a K that is chosen"
-    assert timed.tokens_per_round == pytest.approx(tree_tokens((0.8,) * 3, tree), rel=0.01)
-    assert round_messages(spec, 0) == round_messages(plain, 0)
 
 
 def test_the_physical_limit_is_a_copy_of_what_a_step_reads_and_its_shares_follow() -> None:
