@@ -123,7 +123,7 @@ class PlanSpec:
 
     @cached_property
     def free_terms(self) -> DraftTerms:
-        """What a draft without a model costs; a search may have changed K and the draft."""
+        """Costs of a draft without a model; a search may have changed K and the draft."""
         if not (self.free_settings and self.drafts and (self.free_draft or self.adapts)):
             return DraftTerms()
         return drafter_of(self.free_settings).terms(self.free_settings, self)

@@ -149,7 +149,7 @@ def _values(config: RunConfig) -> Iterator[str]:
 
 
 def _of_draft(config: RunConfig) -> Sequence[str | NoEffect]:
-    """What the record of the draft says of a run."""
+    """Problems of a run by the record of its draft."""
     record = drafters.DRAFTERS.find(config.draft.kind)
     return [*record.problems(config)] if record else []
 
