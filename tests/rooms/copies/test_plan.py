@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from llama_ssp.planning.search import search
 
 from llama_ssp.machines import hardware
 from llama_ssp.planning.acceptance import tree_tokens
@@ -31,6 +30,7 @@ def test_a_tree_by_look_up_costs_its_verification_and_the_kernels_of_a_search() 
 
 
 def test_a_search_names_it_with_its_settings() -> None:
+    search = pytest.importorskip("llama_ssp.rooms.advice.search").search
     machine = replace(hardware.load("g5_12xlarge"), num_gpus=1)
     found = next(
         one
