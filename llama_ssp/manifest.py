@@ -8,9 +8,10 @@ from pathlib import Path
 from pkgutil import iter_modules
 
 ROOMS: dict[str, tuple[str, ...]] = {
-    "copies": ("draft=ngram", "draft.fallback=ngram"),
     "accelerate": ("placement=accelerate", "placement.target.kind=accelerate"),
+    "advice": ("setting=search",),
     "calibrate": ("task=calibrate", "command=calibrate"),
+    "copies": ("draft=ngram", "draft.fallback=ngram"),
     "deepspeed": ("placement=deepspeed", "placement.target.kind=deepspeed"),
     "evaluate": ("task=evaluate",),
     "gpu": (),
