@@ -9,6 +9,7 @@ from pkgutil import iter_modules
 
 ROOMS: dict[str, tuple[str, ...]] = {
     "calibrate": ("task=calibrate", "command=calibrate"),
+    "cpu": (),
     "evaluate": ("task=evaluate",),
     "gpu": (),
     "slurm": ("hydra/launcher=slurm",),

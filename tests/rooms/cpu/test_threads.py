@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llama_ssp import Pair
-from llama_ssp.cpu.threads import ThreadChoice
+from llama_ssp.rooms.cpu.threads import ThreadChoice
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.requests import encode
 from llama_ssp.speculate.engine.state import Request
