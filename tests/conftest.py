@@ -39,7 +39,10 @@ MOST_WORKERS = 8
 """Each of them imports torch, which takes about 0.6 GB."""
 JOBS, OF_ROOMS = ("tests/distributed/", "tests/stub_gpu/"), "/test_distributed.py"
 """Tests that start several ranks: one worker runs them one after the other, so that their time limits hold."""
-UNTIMED = tuple(f"tests/distributed/test_{name}.py" for name in ("placement", "deepspeed"))
+UNTIMED = (
+    "tests/distributed/test_placement.py",
+    *(f"tests/rooms/{name}/test_distributed.py" for name in ("accelerate", "deepspeed")),
+)
 """Those that share groups of ranks and have no time limits: another worker may run them at the same time."""
 _OF_UNIT = ("api", "models", "repository", "run", "settings", "weights")
 FILES = ("tests/rooms/", *(f"tests/unit/{folder}/" for folder in _OF_UNIT))

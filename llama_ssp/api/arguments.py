@@ -1,4 +1,4 @@
-"""Checks the types of arguments, and reads those that other libraries spell in their own way. Imports no torch."""
+"""Checks the types of arguments, and reads arguments as other libraries spell them. Imports no torch."""
 
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 from llama_ssp import catalogue
 from llama_ssp.catalogue import LOCAL, MTP, Dtype, ModelConfig, is_hub_id, read_path
 from llama_ssp.errors import ConfigError, refuse, similar_name, unknown_name
-from llama_ssp.foreign import FOREIGN
+from llama_ssp.foreign import counterparts
 from llama_ssp.settings.checks import required_of
 from llama_ssp.settings.drafters import drafters
 from llama_ssp.settings.schema import NO_DRAFT, DrafterConfig, DraftLayout, DraftPlacement, PlacementConfig
@@ -31,7 +31,7 @@ _KINDS: dict[object, tuple[type, Callable[[Any], object], str]] = {
     int: (Integral, int, "a whole number"), float: (Real, float, "a number"), str: (str, str, "a text"),
     bool: (bool, bool, "True or False"), NoneType: (NoneType, lambda _: None, "None"),
 }  # fmt: skip
-"""Of an annotation: the type of values, which booleans are not unless it says so, their reader, and words for them."""
+"""For an annotation: the type of values (booleans count only as `bool`), their reader, and words for them."""
 
 
 def _texts(value: object) -> object:
@@ -74,7 +74,7 @@ def known_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Argume
     names = [name for name in signature(function).parameters if name != "self"]
 
     def unknown(name: str) -> str:
-        counterpart = FOREIGN.get(name.casefold())
+        counterpart = counterparts().get(name.casefold())
         other = counterpart and key_of(counterpart.key)
         meant = other if other in names else similar_name(name, names)
         here = (
@@ -100,7 +100,7 @@ def _kinds_of(function: Callable[..., object]) -> dict[str, tuple[object, ...]]:
 
 
 def check_types(function: Callable[..., object], given: Mapping[str, object]) -> dict[str, Any]:
-    """Read the arguments of a function, numbers as Python's own; those of other types than `_KINDS` stay as they are.
+    """Read the arguments of a function, numbers as Python's own; arguments of types not in `_KINDS` stay as they are.
 
     Raises ConfigError for all of a wrong type together.
     """
@@ -151,7 +151,7 @@ def entry_of(what: str, given: object, *, target: object = None, **formats: obje
     """Make the entry of a model: a name of the catalogue, a folder, or an id of the hub; `what` is model or draft.
 
     A draft may also be the MTP layers of its `target`.
-    `formats` are those of `in_format`. Raises ConfigError for anything else, and as `in_format`.
+    For `formats` see `in_format`. Raises ConfigError for anything else, and as `in_format`.
     """
     if not isinstance(given, str | Path):
         raise ConfigError(
@@ -178,7 +178,7 @@ def entry_of(what: str, given: object, *, target: object = None, **formats: obje
 
 
 def in_format(entry: ModelConfig, *, dtype: object, **formats: object) -> ModelConfig:
-    """A model in a number format, ours or that of torch, and formats of weights and cache; None changes nothing.
+    """A model in a number format, ours or torch's, and formats of weights and cache; None changes nothing.
 
     Raises ConfigError for an unknown one.
     """

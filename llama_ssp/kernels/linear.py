@@ -93,7 +93,7 @@ class PackedLinear(Linear):
 class HalfLinear(Linear):
     """FBGEMM's product of fp32 rows with a weight in fp16, which is widened in registers: half the bytes to read.
 
-    Sums are in fp32, so the result equals that of the fp32 weight if fp16 holds it: check `half_scale` first. The fp32
+    Sums are in fp32, so the result equals the fp32 weight's if fp16 holds it: check `half_scale` first. The fp32
     weight is multiplied by `scale`, a power of two, before it is stored.
     """
 
@@ -127,7 +127,7 @@ class NativeLinear(Linear):
 
     @abstractmethod
     def take_in(self, norm: Tensor, least_square: float, *, gates: bool) -> bool:
-        """From now on `fused` does what stands around the product too: the RMS norm before it, the gate after it.
+        """Make `fused` compute the RMS norm before the product, and the gate after it, too.
 
         Args:
             norm: weight (I,) of the norm, in fp32; empty for none.

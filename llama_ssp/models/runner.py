@@ -24,7 +24,7 @@ class Pieces(NamedTuple):
 
     Attributes:
         rows_M: the row of the cache of each token.
-        rows_C: that of each piece.
+        rows_C: the row of each piece.
         used_C: the slots that its last token sees, int32.
         first_C1: where each piece begins among the tokens, and M at the end, int32.
         longest: the most tokens of a piece.
@@ -98,9 +98,9 @@ class Cached(Protocol):
     def allocate(self, *, batch_size: int, capacity: int, reads: Reads = Reads.all, num_rolled_back: int = 0) -> None:
         """Allocate a cache for `batch_size` rows of `capacity` tokens, unless the current one suffices.
 
-        A larger one for as many rows holds what the current one does, but for states. Forwards up to the next call
+        A larger one for as many rows takes over the current one's slots, but no states. Forwards up to the next call
         return what the caller `reads` of their logits; the next one of a row may begin up to `num_rolled_back` tokens
-        before the end of those that it holds.
+        before the end of its held tokens.
         """
 
 
@@ -108,13 +108,12 @@ class Runner(Cached, Protocol):
     """A model on this rank.
 
     Attributes:
-        is_invariant: what a forward computes for a token has the same bits with any number of threads, and whatever
-            other tokens it reads at once.
+        is_invariant: a forward's results for a token have the same bits with any number of threads, and with any other
+            tokens read at once.
         packs_prompts: a forward takes `pieces`, on every rank of the model.
-        experts_read_3: sums over all layers of verifications: distinct experts that were read, those expected of tokens
-            that choose evenly, and layers; None without experts.
-        num_uses: how often `allocate` was called, as everybody does before use; only the last caller knows what the
-            rows hold.
+        experts_read_3: sums over all layers of verifications: distinct experts that were read, experts expected if
+            tokens choose evenly, and layers; None without experts.
+        num_uses: how often `allocate` was called, which comes first; only the last caller knows what the rows hold.
     """
 
     max_position_embeddings: int
@@ -161,23 +160,23 @@ class Runner(Cached, Protocol):
     def agree(self, comm: Comm) -> None:
         """Call this model invariant, and pack prompts, only if all ranks of `comm` can: their messages need one shape.
 
-        All ranks must call this together, also those without a part of the model.
+        All ranks must call this together, with or without a part of the model.
         """
 
     def forget(self) -> None:
-        """Count a use: nobody knows any more what the rows hold."""
+        """Count a use: from now on no caller knows what the rows hold."""
 
     def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
-        """Copy what the cache holds in some slots of each row to others."""
+        """Copy the cache's contents from some slots of each row to others."""
 
     def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int, *, from_saved: bool = False) -> None:
-        """Copy what the cache holds in the first slots of a row to those of others, which can include this row.
+        """Copy the cache's contents from the first slots of a row to other rows, which can include this row.
 
-        The states are those behind all that the row holds, or what `save` kept if `from_saved`.
+        The states are the ones after all that the row holds, or what `save` kept if `from_saved`.
         """
 
     def save(self, row: int, num_tokens: int) -> None:
-        """Keep the state of a row behind its first tokens, the last that it has read, until the next call or copy."""
+        """Keep the state of a row after its first tokens, the last that it has read, until the next call or copy."""
 
 
 class Head(Cached, Protocol):
@@ -207,7 +206,7 @@ class Head(Cached, Protocol):
         """Read pairs into the cache.
 
         Args:
-            ids_BT: the token behind each position.
+            ids_BT: the token after each position.
             hidden_BTE: hidden states at the positions, from `hidden_of` or the call before; may be overwritten.
             positions_BT: of the pairs.
             bucket: see `Runner.forward`.
@@ -223,26 +222,26 @@ class Head(Cached, Protocol):
 
 
 Following = Callable[[int, Tensor, Tensor | None], Tensor]
-"""Maps a depth, tokens (B, M) that were drafted before it, and their parents' places among those of the call before, or
-None in chains, to the logits (B, M, V) of the tokens behind them. Depth 0 comes first, with the newest token."""
+"""Maps a depth, tokens (B, M) that were drafted before it, and their parents' places in the call before, or None in
+chains, to the logits (B, M, V) of the tokens after them. Depth 0 comes first, with the newest token."""
 
 
 class OnePassHead(Head, Protocol):
     """A draft head that drafts a block of tokens in one forward; see `models.llama.one_pass`.
 
-    The token of a position stands `tokens_ahead` behind it; `mask_token_id` stands for tokens to come.
+    The token of a position stands `tokens_ahead` after it; `mask_token_id` stands for tokens to come.
     """
 
     mask_token_id: int
     tokens_ahead: int
 
     def block_size(self, num_drafted: int) -> int:
-        """The positions behind the context that drafting so many tokens reads."""
+        """Number of positions after the context that drafting `num_drafted` tokens reads."""
 
     def draft(
         self, ids_BT: Tensor, context_BCE: Tensor, positions_BT: Tensor, *, num_drafted: int, bucket: int
     ) -> Following:
-        """Read the newest positions of the context, with what `hidden_of` makes of their taps, and those of the block.
+        """Read the newest positions of the context, with what `hidden_of` makes of their taps, and the block.
 
         Several positions of the context may be the same one.
         """

@@ -57,7 +57,7 @@ class PlannedModel:
 
     @cached_property
     def storage(self) -> StorageFormat:
-        """In which runs keep its linear layers."""
+        """The format in which runs keep its linear layers."""
         return format_of(self.quantization)
 
     @cached_property
@@ -66,7 +66,7 @@ class PlannedModel:
         return record_of(self.shape.model_type).is_llama_kind and not self.by_library
 
     def slot_bytes(self, num_kv_heads: int) -> int:
-        """Bytes of the keys and values of a token in all layers, on a rank with so many key-value heads.
+        """Bytes of the keys and values of a token in all layers, on a rank with `num_kv_heads`.
 
         Layers that share the cache of an earlier layer have no bytes of their own. Where global layers have other
         heads, every rank has all heads.
@@ -85,9 +85,9 @@ class PlannedModel:
         return 2 * (of_local + kinds.count("g") * of_global * of_head(shape.global_head_dim))
 
     def state_bytes(self, *num_kept: int, held: Inventory | None = None) -> int:
-        """Bytes of the states of a row, if those behind its last `num_kept` tokens are kept, in each of several places.
+        """Bytes of a row's states, kept after its last `num_kept` tokens in each of several places.
 
-        They are those of a rank that holds `held`, by default of all; 0 without such layers.
+        They are of a rank that holds `held`, by default of all ranks; 0 without such layers.
         """
         value_bytes, states = DTYPE_BYTES[self.dtype], (held or inventory(self.shape)).states
         if not states:
@@ -119,7 +119,7 @@ class PlannedModel:
 
     @property
     def weights_name(self) -> str:
-        """The format of its linear layers in a table: that of the quantization, or of the numbers."""
+        """The format of its linear layers in a table: the quantization's, or the numbers'."""
         storage = self.storage
         return storage.name if storage.is_quantized else self.dtype.name
 
@@ -153,7 +153,7 @@ class PlannedModel:
         return replace(self, quantization=quantization, dtype=dtype)
 
     def matrix_dtype(self, device: str) -> Dtype:
-        """The number format of the linear layers; a CPU keeps those of 16-bit files in 16 bits even in fp32."""
+        """The number format of the linear layers; a CPU keeps weights of 16-bit files in 16 bits even in fp32."""
         is_kept = device == "cpu" and self.dtype is Dtype.fp32 and not self.by_library
         return Dtype.fp16 if is_kept and self.stored.is_short else self.dtype
 

@@ -228,7 +228,7 @@ class Comm:
         return self.gather_text(text if self.rank == 0 else "")[0]
 
     def all_say(self, words: str) -> bool:
-        """Whether all ranks say the same within seconds, each behind equal work of its device.
+        """Whether all ranks say the same within seconds, each after equal work of its device.
 
         No collective asks: a rank without anything to say may wait in one for this rank.
         """
@@ -284,7 +284,7 @@ class Comm:
 
 
 class Reads(Enum):
-    """What is read of a model's logits on each of its ranks."""
+    """Part of a model's logits that is read on each of its ranks."""
 
     all = "all, gathered"
     best = "`best_of` them"
@@ -299,7 +299,7 @@ def best_of(logits: Tensor, *, first: int = 0, comm: Comm | None = None) -> Tens
     Args:
         logits: of the tokens (..., O) from id `first` on.
         first: see above.
-        comm: ranks that have the other tokens, in the order of their ids; None if there are none.
+        comm: ranks that have the other tokens, in the order of their ids; None for a single rank.
     """
     largest, ids = logits.max(-1, keepdim=True)
     best = torch.cat([largest.float(), ids + first], dim=-1)  # which makes floats of the ids

@@ -1,4 +1,4 @@
-"""How a run ends when a rank fails: one error, the same on every rank that is still alive, which one rank reports.
+"""Ends a run when a rank fails: by one error, the same on every rank that is still alive, which one rank reports.
 
 torchrun, as `llama-ssp run` uses it too, notices that a process of its node has ended, and ends the others by SIGTERM.
 Its exit code is 1 for every failure; it notices no rank that is stopped, and none that srun has started. The rest is
@@ -59,7 +59,7 @@ _log = logging.getLogger(__name__)
 def raise_on_all_ranks(comm: Comm) -> Iterator[None]:
     """Run a block on every rank of `comm`, then raise the first user error of any rank on all of them.
 
-    It is that of the lowest rank that raised one, or ran out of memory or disk; it names the rank if others succeeded.
+    The lowest rank that raised one, or ran out of memory or disk, counts; the error names it if other ranks succeeded.
     """
     mine: SspError | None = None
     try:
@@ -166,7 +166,7 @@ _T = TypeVar("_T")
 _PATIENCE = timedelta(days=20)  # in milliseconds it has to fit into 32 bits
 _LOOK_EVERY_S = 0.02
 ANSWER_S = 1.0
-"""How long a rank has to answer a call."""
+"""Time that a rank has to answer a call."""
 _STOP, _ROLL, _END, _LEAVE = "stop", "roll", "end", "leave"
 _BUSY = "busy"
 _NUM_CALLS = 2  # a rank may be inside a library that does not let its other threads run
@@ -180,7 +180,7 @@ class ControlChannel:
 
     Attributes:
         is_busy: whether the main thread of this rank is at work, rather than waiting for its GPU.
-        peers: the ranks that this rank's GPU may wait for, with itself: all at first, then those of its replica.
+        peers: the ranks that this rank's GPU may wait for, with itself: all at first, then its replica's.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class ControlChannel:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether this rank knows that somebody has stopped the run; does not use the store."""
+        """Whether this rank knows that the run was interrupted; does not use the store."""
         return self._verdict is not None and isinstance(from_message(self._verdict), InterruptedRun)
 
     @property
@@ -370,7 +370,7 @@ class ControlChannel:
 
 
 def _send(store: Store, rank: int, words: str) -> int:
-    """Call one rank; returns the number of the call among those of that rank."""
+    """Call one rank; returns the number of the call among that rank's calls."""
     number: int = store.add(f"llama_ssp/calls/{rank}", 1) - 1
     store.set(f"llama_ssp/call/{rank}/{number}", words)
     return number
@@ -421,7 +421,7 @@ def unify_failure(watch: ControlChannel, phase: Phase) -> Iterator[None]:
 
 
 def _ending_of(error: _E, watch: ControlChannel, phase: Phase) -> SspError | _E:
-    """The error that ends the run, agreed on with the other ranks; `error` itself if nobody has foreseen it."""
+    """The error that ends the run, agreed on with the other ranks; `error` itself if it is unforeseen."""
     words, missing, is_unforeseen = watch.verdict, tuple[int, ...](), False
     if words is None:
         mine = error if isinstance(error, SspError) else exhaustion(error)

@@ -1,7 +1,7 @@
-"""Where ranks meet: the rendezvous store, the facts that they exchange, their devices, and the process group.
+"""Rendezvous of ranks: the store, the facts that they exchange, their devices, and the process group.
 
 CPUs    gloo
-GPUs    NCCL for tensors on GPUs, gloo for those on the host, in one group; if there is one for every rank of every node
+GPUs    NCCL for tensors on GPUs, gloo for tensors on the host, in one group; if every rank of every node has a GPU
 """
 
 import json
@@ -32,7 +32,7 @@ _OWN_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONI
 _QUIET_S = 10.0  # how long ranks wait for others without a word
 _HEED_EVERY_S = 1.0
 _MOST_NAMED = 4
-"""How long torch may keep the main thread, which must answer signals meanwhile."""
+"""Time that torch may keep the main thread, which must answer signals meanwhile."""
 
 
 def open_store(ranks: Ranks, *, timeout_s: float) -> Store:

@@ -58,10 +58,10 @@ class World:
 def share_cores(ranks: Ranks, *, cores: frozenset[int], sharers: tuple[int, ...]) -> None:
     """Bind this rank to its share of the cores, with one thread per core.
 
-    The calling thread, and those that it starts later, stay on the share. The threads of gloo, which exist by then, do
-    not: if they shared a core with a computing thread, a small all-reduce would take milliseconds. A single process
-    keeps the user's OMP_NUM_THREADS; that of torchrun, 1, is ignored. `sharers` are the ranks with the same available
-    cores, including this one.
+    The calling thread, and threads that it starts later, stay on the share. The threads of gloo, which exist by then,
+    do not: if they shared a core with a computing thread, a small all-reduce would take milliseconds. A single process
+    keeps the user's OMP_NUM_THREADS; torchrun's, 1, is ignored. `sharers` are the ranks with the same available cores,
+    including this one.
     """
     if has_own_threads(ranks.local_size):
         return

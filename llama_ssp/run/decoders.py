@@ -1,4 +1,4 @@
-"""From checked sources to the models on this rank, and from models and settings to a decoder."""
+"""Makes the models on this rank from checked sources, and a decoder from models and settings."""
 
 import logging
 from collections.abc import Callable
@@ -19,13 +19,15 @@ from llama_ssp.planning.spec import draws_over_shards
 from llama_ssp.ranks.comms import Mesh, build_mesh
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World, has_own_threads, on_all_cores
+from llama_ssp.registry import imported
 from llama_ssp.run.checkpoints import Source
 from llama_ssp.run.requests import RequestMaker, read_corpus
+from llama_ssp.settings.backends import BACKENDS, backend_of
 from llama_ssp.settings.checks import check_values
 from llama_ssp.settings.drafters import NgramConfig, drafts, drafts_greedily, has_own_tokenizer
 from llama_ssp.settings.layout import Layout, lay_out
 from llama_ssp.settings.rules import AT_ZERO
-from llama_ssp.settings.schema import RunConfig, TargetKind
+from llama_ssp.settings.schema import RunConfig
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.speculate.drafters.limited import DraftLimit
 from llama_ssp.speculate.drafters.maker import make_drafters, tree_of
@@ -60,7 +62,7 @@ class Models:
         context: most tokens of prompt and completion together.
         sources: the target's, and the draft's if there is one.
         tokenizers: both, if the draft has its own.
-        reuse: what both can take from earlier texts.
+        reuse: of earlier texts by both.
         corpus_C: the tokens of `draft.corpus`, if there is one.
     """
 
@@ -112,7 +114,7 @@ def load_models(
     """
     target_source, draft_source = sources
     layout = lay_out(config.placement, world_size=world.comm.size, has_draft=draft_source is not None)
-    mesh = _make_mesh(config, layout, world)
+    mesh, backend = _make_mesh(config, layout, world), backend_of(config.placement.target.kind)
     if world.comm.rank == 0:
         _log.info("placement: %s; replicas: %d", layout, config.placement.num_replicas)
     parts = [
@@ -135,19 +137,11 @@ def load_models(
         vocab_size, context = target_source.origin.shape.vocab_size, target_source.origin.context
         target: Runner = NullRunner(device=world.device, vocab_size=vocab_size, max_position_embeddings=context)
         if mesh.target:
-            load: Callable[[Loading], Runner] = load_model
-            if config.placement.target.kind is TargetKind.accelerate:
-                from llama_ssp.models.huggingface.device_map import load_device_map  # noqa: PLC0415 - see above
-
-                load = partial(load_device_map, devices=world.free_devices)
-            elif config.placement.target.kind is TargetKind.deepspeed:
-                from llama_ssp.models.huggingface.auto_tp import load_auto_tp  # noqa: PLC0415 - see above
-
-                load = load_auto_tp
-            target = loaded("target", target_source, load, comm=mesh.target)
+            load = imported(backend.load, setting=BACKENDS.setting)
+            target = loaded("target", target_source, load, comm=mesh.target, devices=world.free_devices)
         draft = None
         if draft_source and mesh.draft:
-            shares = layout.draft_ranks == layout.target_ranks and config.placement.target.kind is TargetKind.tensor
+            shares = layout.draft_ranks == layout.target_ranks and not backend.by_library
             draft = loaded(
                 "draft", draft_source, load_model, comm=mesh.draft, whole=DRAFT_WHOLE, target=target if shares else None
             )
@@ -172,7 +166,7 @@ def update_models(
 ) -> tuple[Models, bool]:
     """Copy other weights of the same shapes into this rank's share of the models; None leaves one as it is.
 
-    Caches then count as empty. Returns the models, and whether all ranks keep what they captured and traced: a model
+    Caches then count as empty. Returns the models, and whether all ranks keep their graphs and traces: a model
     some of whose weights need another kernel is another object. Raises SspError on every rank if reading fails on one;
     the models then hold weights of both.
     """
@@ -246,7 +240,7 @@ def build_decoder(
     """
     check_values(config)
     mesh, device = models.mesh, models.target.device
-    is_cut = len(mesh.layout.target_ranks) > 1 and config.placement.target.kind is TargetKind.tensor
+    is_cut = len(mesh.layout.target_ranks) > 1 and not backend_of(config.placement.target.kind).by_library
     split = BatchSplit(mesh.replica, mesh.layout.draft_ranks) if speculative and mesh.layout.splits_batch else None
     taps, tree = (models.make_taps(), tree_of(config, device)) if speculative else (None, None)
     of_trees = partial(verify_tree, tree) if tree else None
@@ -273,7 +267,7 @@ def build_decoder(
         round_: Round = OverlappedRound(models.target, drafters[0], verifier=verifier, limit=limit)
     else:
         round_ = Round(models.target, *drafters, verifier=verifier, taps=taps, tree=tree, limit=limit)
-    captures = config.cuda_graphs and config.placement.target.kind is TargetKind.tensor
+    captures = config.cuda_graphs and not backend_of(config.placement.target.kind).by_library
     # Nothing may fix the number of threads: the user, other ranks that wait, or bits that depend on it.
     is_free = mesh.replica.size == 1 and not has_own_threads(mesh.world.size) and models.reuse.are_invariant
     return Decoder(
@@ -288,6 +282,6 @@ def build_decoder(
 
 
 def run_settings(models: Models, config: RunConfig, stop_request: StopRequest) -> RunSettings:
-    """What completions of a config follow, whichever decoder makes them."""
+    """Settings that completions of a config follow, whichever decoder makes them."""
     stops = StopStrings(models.tokenizer, config.stop_strings) if config.stop_strings else None
     return RunSettings(seed=config.seed, stops=stops, stop_request=stop_request, reuses=task_of(config).reuses_prompts)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from llama_ssp.registry import Registry
 
 LAUNCHER = "hydra.launcher"
-"""Where Hydra keeps the settings of a launcher."""
+"""Key of Hydra's config with the settings of a launcher."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,5 +29,5 @@ LAUNCHERS: Registry[Launcher] = Registry(setting="hydra/launcher", kind=Launcher
 
 
 def launcher_with(settings: object) -> Launcher | None:
-    """The launcher that has these settings; None for those of Hydra's own."""
+    """The launcher that has these settings; None for Hydra's own."""
     return next((one for one in LAUNCHERS.all().values() if isinstance(settings, one.config)), None)

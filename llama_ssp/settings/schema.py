@@ -9,6 +9,7 @@ from typing import Any
 
 from llama_ssp.catalogue import ModelConfig
 from llama_ssp.fields import made, setting
+from llama_ssp.settings.backends import TENSOR
 from llama_ssp.settings.groups import whole
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.trees import TreeShape, tree_shape
@@ -63,16 +64,8 @@ class DrafterConfig:
     )
 
 
-class TargetKind(Enum):
-    """How the target is split; `TargetPlacement` says more."""
-
-    tensor = "tensor"
-    accelerate = "accelerate"
-    deepspeed = "deepspeed"
-
-
 class ExpertParts(Enum):
-    """How ranks share a layer's experts: some units of each, or some experts whole."""
+    """Shares of a layer's experts on a rank: some units of each, or some experts whole."""
 
     cut = "cut"
     spread = "spread"
@@ -82,12 +75,7 @@ class ExpertParts(Enum):
 class TargetPlacement:
     """Ranks of the target."""
 
-    kind: TargetKind = setting(
-        TargetKind.tensor,
-        "tensor is tensor parallel over its ranks; heads may divide unevenly. accelerate is layer-wise on one rank, "
-        "over the GPUs that no other rank has. deepspeed is AutoTP over all ranks (./machine-install.sh --deepspeed)."
-        " The last two are also placements, and both are slower than tensor.",
-    )
+    kind: str = setting(TENSOR.name, "{backends} Each is also a placement, and tensor is the fastest.")
     ranks: list[int] | None = setting(None, "ranks of the target; null takes all that an own_gpu draft leaves.")
     tp_size: int | None = setting(None, "or how many of them.")
     experts: ExpertParts = setting(
@@ -265,7 +253,7 @@ class Resume(Enum):
 
 
 class TooLong(Enum):
-    """How to treat a prompt that leaves no room for its new tokens in the context."""
+    """Ways to treat a prompt that leaves no room for its new tokens in the context."""
 
     refuse = "refuse"
     skip = "skip"
@@ -281,7 +269,7 @@ class TaskConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPlace:
-    """Where a run stands in a sweep: its number from 1, and the settings in which points differ.
+    """Place of a run in a sweep: its number from 1, and the settings in which points differ.
 
     Attributes:
         baseline: the folder of the point whose plain completions this one takes over, since they would be the same.
@@ -422,9 +410,6 @@ class PlanConfig(RunConfig):
     prompt_tokens: int = setting(128, "length of the longest prompt.")
     format: PlanFormat = setting(
         PlanFormat.table, "json prints the document that docs/reference/plan-document.md describes."
-    )
-    figure: str | None = setting(
-        None, "a file (.png, .svg, .pdf): memory by rank, ms/token by K; of a search ms/token by GPUs."
     )
     search: bool = setting(
         False, "true ranks precisions, drafts, layouts and K of the model here, then of smaller ones."

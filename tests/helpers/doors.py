@@ -9,6 +9,7 @@ import pytest
 
 from llama_ssp.architectures.reading import read_config
 from llama_ssp.settings import drafters
+from llama_ssp.settings.backends import BACKENDS, Backend
 from llama_ssp.settings.combinations import CLASHES
 from llama_ssp.settings.compose import compose, to_run_config
 from llama_ssp.settings.schema import RunConfig
@@ -30,7 +31,7 @@ ALONE = {
     "an adapter of the target": "model.adapter={hybrid}",
     "synthetic weights": "weights=synthetic model=smollm2_135M draft=none task=generate",
     "a replicated draft": "placement=replicated", "a draft on shared ranks": "", "replicas": "placement=replicas",
-    "a library's placement": "placement=accelerate", "sampling": "sampling.temperature=0.7",
+    "a library's placement": "placement.target.kind=toy", "sampling": "sampling.temperature=0.7",
     "sampling by a rule without trees": "verification=coupled",
     "a rule without sampling": "verification=greedy sampling=greedy", "penalties": "sampling.presence_penalty=1",
     "requests by row": "", "chats": "chat=true model=smollm2_1.7B draft=none task=generate",
@@ -82,7 +83,10 @@ def has_sentence(message: str, both: tuple[str, str]) -> bool:
 
 
 def patch(names: Collection[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """No draft of the package lacks trees."""
+    """No draft of the package lacks trees, and no backend of the core is a library's."""
     if "a draft without trees" in names:
         records = drafters.DRAFTERS.records
         monkeypatch.setitem(records, "ngram", replace(records["ngram"], has_trees=False))
+    if "a library's placement" in names:
+        toy = Backend(name="toy", purpose="", load="", shares=lambda *_, **__: ())
+        monkeypatch.setitem(BACKENDS.records, "toy", toy)

@@ -72,7 +72,8 @@ def figures(folder: Path) -> dict[str, object]:
 
 def names_none(folder: Path, rooms: Sequence[str]) -> None:
     """Check that help names nothing that asks for the rooms, and that who asks gets a sentence that names the room."""
-    shown = python(folder, "-m", "llama_ssp", "--help") + python(folder, "-m", "llama_ssp", "run", "--help", "all")
+    helps = (["--help"], ["run", "--help", "all"], ["plan", "--help"])
+    shown = "".join(python(folder, "-m", "llama_ssp", *words) for words in helps)
     for room in rooms:
         for asked in manifest.ROOMS[room]:
             kind, _, name = asked.partition("=")
@@ -80,7 +81,13 @@ def names_none(folder: Path, rooms: Sequence[str]) -> None:
             if kind == "field":
                 (folder / "field.jsonl").write_text(json.dumps({name: "1"}))
                 words = ["run", "task=generate", "prompts=field.jsonl"]
-            if (asked if kind != "command" else f"llama-ssp {name}") in shown:
+            if kind == "setting":
+                words = ["plan", "hardware=h100", f"{name}=x"]
+            if kind == "argument":
+                (folder / "argument.py").write_text(f"from llama_ssp import load\nload('tiny', {name}=2)\n")
+                words = ["run", "ranks=1", "--script", "argument.py"]
+            said = {"command": f"llama-ssp {name}", "setting": f" {name}="}.get(kind, asked)
+            if said in shown:
                 sys.exit(f"help names {asked}")
             ended = subprocess.run(
                 [sys.executable, "-m", "llama_ssp", *words], cwd=folder, capture_output=True, text=True, check=False

@@ -32,7 +32,7 @@ def adapt(model: PreTrainedModel) -> None:
 
 
 def mixers_of(model: nn.Module) -> Iterator[Any]:
-    """All recurrent layers, in order; those of a model that `adapt` has changed."""
+    """All recurrent layers, in order, of a model that `adapt` has changed."""
     return (module for module in model.modules() if isinstance(convolution_of(module), nn.Conv1d))
 
 
@@ -115,7 +115,7 @@ def _steps_of_delta(mixer: Any, mixed_BTC: Tensor, rates_BTH: Tensor, decays: Te
 def _projected(mixer: Any, x_BTE: Tensor, *, is_whole: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # noqa: ANN401
     """Inputs of the convolution, gates, and rates and decays before their functions, these two by key heads.
 
-    Unless the inputs must be `is_whole`, they can stand between others; see `_layout_of`.
+    Unless the inputs must be `is_whole`, other numbers may stand between them; see `_layout_of`.
     """
     num_keys = shared_heads(mixer)
     if hasattr(mixer, "in_proj_qkvz"):
@@ -140,7 +140,7 @@ def _projected(mixer: Any, x_BTE: Tensor, *, is_whole: bool) -> tuple[Tensor, Te
 
 
 def _layout_of(mixer: Any) -> HeadLayout:  # noqa: ANN401
-    """Where a layer's queries, keys and values stand."""
+    """The layout of a layer's queries, keys and values."""
     num_heads, key_dim, value_dim = state_of(mixer).shape
     if _is_delta(mixer):
         num_keys = shared_heads(mixer)
@@ -152,7 +152,7 @@ def _layout_of(mixer: Any) -> HeadLayout:  # noqa: ANN401
         return HeadLayout(channels, (key_dim, of_values), channels, num_keys)
     value_width = num_heads * value_dim
     num_keys = (len(mixer.conv1d.weight) - value_width) // (2 * key_dim)
-    channels = value_width + num_keys * key_dim, value_width, 0  # behind the gates
+    channels = value_width + num_keys * key_dim, value_width, 0  # after the gates
     first, second, third = (value_width + channel for channel in channels)
     return HeadLayout((first, second, third), (key_dim, value_width // num_keys), channels, num_keys)
 
@@ -199,7 +199,7 @@ def _short_convolution(mixer: Any, x_BTE: Tensor, states: StateView) -> Tensor: 
 
 
 def _own_kernels(mixer: Any, states: StateView) -> Any:  # noqa: ANN401
-    """Our kernels, if a layer has them and a forward keeps the states behind all of its tokens."""
+    """Our kernels, if a layer has them and a forward keeps the states after all of its tokens."""
     return getattr(mixer, "own_kernels", None) if states.keeps_all else None
 
 

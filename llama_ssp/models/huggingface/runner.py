@@ -163,7 +163,7 @@ class ModuleRunner(CachedRunner):
 
     @contextmanager
     def _tapped(self, taps: Taps | None, slots_BT: Tensor, cache_rows_B: Tensor | None) -> Iterator[None]:
-        """Keep the inputs of the tapped layers, or of the output behind them, in a forward."""
+        """Keep the inputs of the tapped layers, or of the output after them, in a forward."""
         if taps is None:
             yield
             return
@@ -215,7 +215,7 @@ class MtpRunner(ModuleRunner):
         return self._hidden_BRE, logits_BRV
 
     def _keep_wanted_rows(self, head: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: ANN401 - of torch
-        """Keep those hidden states, which the next step reads."""
+        """Keep the hidden states of wanted rows, which the next step reads."""
         args = super()._keep_wanted_rows(head, args) or args
         (self._hidden_BRE,) = args
         return args

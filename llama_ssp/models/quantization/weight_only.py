@@ -95,7 +95,7 @@ def int8_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
 
 
 def _few_rows_of(storage: str, operands: Sequence[Tensor]) -> FewRows | None:
-    """What the device has for a few rows by weights in a format; see `operators`."""
+    """The device's product of a few rows and weights in a format; see `operators`."""
     found: FewRows | None = operators.made("few_rows", operands[0].device.type, storage, operands)
     return found
 
@@ -116,7 +116,7 @@ def _to_bytes(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Int4WeightOnly(_WeightOnlyLinear):
-    """Its operands are the bytes of codes (O, I / 2) and the words (G, O): the kernel reads those of neighbours."""
+    """Its operands are the bytes of codes (O, I / 2) and the words (G, O): the kernel reads neighbours' words."""
 
     def _unpack(self, outputs: slice, into_CI: Tensor) -> None:
         codes_OI, words_GO, *scales = self._operands
@@ -180,11 +180,11 @@ class JoinedExperts:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self._operands[0].device
 
     def choose(self, experts_MK: Tensor, num_experts: int, *, value_bytes: int) -> object:
-        """The pairs of tokens and the experts that they chose, for products of numbers of so many bytes."""
+        """The pairs of tokens and the experts that they chose, for products of numbers of `value_bytes`."""
         return self._few_rows.choose(experts_MK, num_experts, value_bytes=value_bytes)
 
     def __call__(self, x_MI: Tensor, chosen: object) -> Tensor:
@@ -204,7 +204,7 @@ def join_experts(linears: Sequence[Linear]) -> JoinedExperts | None:
 
 
 class _Beside(Linear):
-    """Layers with one input whose outputs stand one behind the other."""
+    """Layers with one input, whose outputs follow each other."""
 
     def __init__(self, linears: list[Linear]) -> None:
         self._linears = linears

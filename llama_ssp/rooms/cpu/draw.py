@@ -12,7 +12,7 @@ from llama_ssp.rooms.cpu.operators import Operator, find_operator
 from llama_ssp.speculate.sampling.processors import DRAW_UNITS, draw_units, some_draws
 
 COMPILED_DRAW_NEEDS = ("avx512dq",)
-"""Instructions of a CPU that its operator needs: others convert one number at a time."""
+"""Instructions of a CPU that its operator needs: CPUs without them convert one number at a time."""
 
 
 def find_draw() -> Operator | None:

@@ -71,7 +71,7 @@ def sample(product: Product, weight_OI: Tensor, scale: float) -> tuple[Tensor, T
 
 
 def operands(product: Product, values_OI: Tensor, scales_O: Tensor) -> tuple[Tensor, Tensor]:
-    """What `CompiledLinear` is given, as operators take it: weights in blocks (see `code.linear`), and scales."""
+    """Weights and scales of `CompiledLinear` as operators take them: weights in blocks, as `code.linear` draws them."""
     if product.codes == E2M1:
         codes, scales_OS, _ = byte_rows.split_fp4(values_OI)
         halves = byte_rows.unpack_codes(codes.unflatten(1, (-1, FP4_GROUP // 2)))
@@ -90,7 +90,7 @@ def operands(product: Product, values_OI: Tensor, scales_O: Tensor) -> tuple[Ten
 def _pack_groups(product: Product, codes_OI: Tensor, words_OG: Tensor) -> Tensor:
     """Lay the bytes of E4M3, or codes (0 to 15, in bytes), and the words of their groups in blocks of outputs.
 
-    In words of E4M3 are the scales times 2^8, in those of 4-bit floats their bytes.
+    Words of E4M3 are the scales times 2^8, words of 4-bit floats the bytes of the scales.
     """
     num_groups = words_OG.shape[1]
     codes_BOGI = codes_OI.view(-1, BLOCK, num_groups, codes_OI.shape[1] // num_groups)
@@ -118,7 +118,7 @@ class CompiledLinear(NativeLinear):
     Args:
         product: of which it has the operator.
         values_OI: weights in int8, fp16 or fp32, the bytes of FP8, or codes of 4 bits; of floats of 4 bits `byte_rows`.
-        scales_O: one an output; of fp16 and fp32 one number; of FP8 those, of int4 the words of all groups.
+        scales_O: one an output; of fp16 and fp32 one number; of FP8 the scales, of int4 the words of all groups.
         bias_O: None for none.
     """
 
@@ -138,7 +138,7 @@ class CompiledLinear(NativeLinear):
         return added(y_MO, None if self._bias_O is self._none else self._bias_O, residual_MO)
 
     def _call(self, x_MI: Tensor, bias_O: Tensor, residual_MO: Tensor) -> Tensor:
-        # The kernel reads rows one behind the other.
+        # The kernel reads rows that follow each other.
         x_MI, residual_MO = (part if part.is_contiguous() else part.contiguous() for part in (x_MI, residual_MO))
         scales_O = self._scales_O if self._scales_O.dtype is torch.float32 else self._scales_O.float()
         return self._operator(x_MI, self._packed, scales_O, bias_O, residual_MO, self._none, 0.0, False)

@@ -67,11 +67,11 @@ class Suite:
     scored: Callable[[Any], Iterable[Any]] = lambda pairs: ()  # noqa: ARG005
     # the draft scores the speculative ones too, and the judge has their sums (`martingales`).
     needs_sums: bool = False
-    # the prompts; by default those of the user, or `task.default_prompts`.
+    # the prompts; by default the user's, or `task.default_prompts`.
     prompts: Callable[[RunConfig], Sequence[str]] = default_prompts
     # values of the run's settings, by dotted key, where neither the user nor a bundle has set one.
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    settings: tuple[str, ...] = ()  # those of the task that this suite reads, apart from `suite` and `gate`.
+    settings: tuple[str, ...] = ()  # the task's settings that this suite reads, apart from `suite` and `gate`.
     # why more than one sample of a prompt has no effect, a relative clause; empty if it has one.
     why_one_sample: str = ""
     # yields the problems of a config.

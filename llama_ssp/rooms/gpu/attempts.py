@@ -57,7 +57,7 @@ def reason(error: Exception) -> str:
             "Triton needs a C compiler and Python.h, which this machine lacks; "
             f"sudo {command} install {' '.join(packages)} installs them"
         )
-    cause = getattr(error, "inner_exception", error)  # torch's compiler wraps those of Triton
+    cause = getattr(error, "inner_exception", error)  # torch's compiler wraps Triton's errors
     if isinstance(cause, subprocess.CalledProcessError):
         return f"{cause.cmd[0]} failed, and its own message stands above"
     return str(error).strip().partition("\n")[0][:_MOST_LETTERS] or type(error).__name__

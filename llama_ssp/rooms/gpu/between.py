@@ -19,14 +19,14 @@ _STEP = 0.08
 
 
 def find_between(norm: RmsNorm, heads: Heads, head_norms: Sequence[RmsNorm], kept: KeptRows) -> OwnKernels | None:
-    """Those of our kernels that work on this GPU; None if Triton is missing."""
+    """Our kernels that work on this GPU; None if Triton is missing."""
     find = partial(find_own_kernels, norm, heads, head_norms, kept)
     return attempt(find, instead="continuing with more kernels in every layer")
 
 
 @torch.inference_mode()
 def find_own_kernels(norm: RmsNorm, heads: Heads, head_norms: Sequence[RmsNorm], kept: KeptRows) -> OwnKernels:
-    """Those of our kernels that run here and are right; a warning says of each other one why it is not used.
+    """Find our kernels that run here and are right; a warning says of each other kernel why it is not used.
 
     Raises:
         ImportError: Triton is missing.

@@ -69,7 +69,7 @@ def _halves_of(dtype: torch.dtype) -> Callable[..., Tensor] | None:
 def find_few_rows(name: str, operands: Sequence[Tensor]) -> FewRows | None:
     """The products of a few rows with the weights of a format, tried with small operands.
 
-    `operands` are those of a layer, which the small ones resemble: weights with their outputs first, then scales or
+    `operands` are a layer's, which the small ones resemble: weights with their outputs first, then scales or
     words, a row for each group of inputs. Without the product a warning says, once, what the format of this `name`
     costs.
     """

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 class CudaMemory:
     """Memory of the current GPU that other processes map, by CUDA's own runtime.
 
-    Torch's would map another GPU's memory as that of a device of this process. RuntimeError for what does not work.
+    Torch's would map another GPU's memory as a device's of this process. RuntimeError if something does not work.
     """
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ def check_sums(
     sums: "PeerSums", comm: Comm, shapes: Sequence[tuple[int, int]] = ((1, 4096), (5, 1000), (3, 7)),
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16, torch.bfloat16),
 ) -> None:  # fmt: skip
-    """RuntimeError unless sums of all shapes and formats, alone and with norm, are those of a known order."""
+    """RuntimeError unless sums of all shapes and formats, alone and with norm, have a known order's bits."""
     from llama_ssp.rooms.gpu.kernels.between import add_norm  # noqa: PLC0415 - imports Triton
 
     generator = torch.Generator().manual_seed(0)  # the same parts on all ranks

@@ -31,7 +31,7 @@ class _Batch:
 
     Attributes:
         length: the tokens of the longest completion with its prompt; 0 if nothing is left to decode.
-        num_left, num_wrong: lines without an answer, and those that this run answers by an error.
+        num_left, num_wrong: lines without an answer, and lines that this run answers by an error.
 
     Raises ConfigError if the folder has answers to other lines.
     """

@@ -1,4 +1,4 @@
-"""The records of the server: its task, its command, OpenAI's batch files, and what they add to `timeouts`."""
+"""The records of the server: its task, its command, OpenAI's batch files, and their settings in `timeouts`."""
 
 import math
 import os
@@ -32,7 +32,7 @@ _OF_BODIES = (
 
 @dataclass(kw_only=True)
 class ServeTimeouts(TimeoutConfig):
-    """Those of a run, and that of requests."""
+    """Timeouts of a run, with the time to drain requests."""
 
     drain_s: float = setting(30.0, "of task=serve and batch files: for what runs when a signal ends them.")
 
@@ -59,7 +59,7 @@ class ServeConfig(TaskConfig):
 
 
 def length_of(config: RunConfig, context: int | None = None) -> int:
-    """The most tokens of a row; `context` is that of the target, by default as its entry says.
+    """The most tokens of a row; `context` is the target's, by default as its entry says.
 
     Raises ConfigError if there are to be more than the context has.
     """

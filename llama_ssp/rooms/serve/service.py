@@ -7,7 +7,7 @@ decodes, the others wait for a broadcast, at least one every second.
     rank 0    | round | round, flag | news | round | a chunk of scores | round |
     others    | round | round, flag | news | round | a chunk of scores | round |
 
-Log-probabilities are those that the target gives once more to prompt and completion, in free rows between rounds.
+For log-probabilities, the target reads prompt and completion once more, in free rows between rounds.
 """
 
 import logging
@@ -36,11 +36,11 @@ from llama_ssp.speculate.engine.verifier import NEWS
 _log = logging.getLogger(__name__)
 _BEAT_S = 1.0
 _WARM_UP_TOKENS = 8
-_INTERRUPTS = 2  # the second Ctrl-C does not wait for what runs
+_INTERRUPTS = 2  # the second Ctrl-C does not wait for running requests
 
 
 class Service:
-    """The decoder of a server on one rank; `inbox` is that of rank 0, `length` the most tokens of a row."""
+    """The decoder of a server on one rank; `inbox` is rank 0's, `length` the most tokens of a row."""
 
     def __init__(self, session: Session, inbox: Inbox | None, *, length: int) -> None:
         self._session, self._inbox = session, inbox
@@ -61,7 +61,7 @@ class Service:
         self._decoder.round.forget_texts()
 
     def run(self) -> None:
-        """Decode until the inbox is closed and empty; a signal closes it, and ends after a while what still runs."""
+        """Decode until the inbox is closed and empty; a signal closes it, and ends running requests after a while."""
         for updates in self._decoder.run([], more=self._more, failed=self._fail):
             for update in updates:
                 self._take(update)
@@ -131,7 +131,7 @@ class Service:
         return [request.as_json() for request in new], [*dropped, *(self._inbox.give_up() if is_over else ())], is_over
 
     def _score(self, run: Decoding, num_rows: int) -> int:
-        """Begin to score texts in up to so many rows: those of one chunk, or a longer one; returns their number."""
+        """Begin to score texts in up to `num_rows` rows: texts of one chunk, or a longer one; returns their number."""
         longest = accumulate((len(text.ids) for text, *_ in self._unscored), max)
         num_of_a_chunk = sum(number * length <= PREFILL_CHUNK for number, length in enumerate(longest, start=1))
         some = [self._unscored.popleft() for _ in range(min(max(num_of_a_chunk, 1), num_rows))]

@@ -107,7 +107,7 @@ def _check(settings: SlurmConfig) -> None:
 
 
 def _words(point: Point) -> dict[str, str]:
-    """How messages name the settings that a job does not have."""
+    """Names in messages for settings that a job does not have."""
     return settings_of_run(point.run) | {"hardware.num_nodes": f"{LAUNCHER}.nodes={{}}"}
 
 

@@ -32,14 +32,14 @@ from llama_ssp.terminal.unread import complain, until_unread
 from llama_ssp.words import visible
 
 SILENCE_S = 5.0
-"""How long ranks above 0 wait after an error: launchers end all when one has ended, and rank 0 must report first."""
+"""Time that ranks above 0 wait after an error: launchers end all when one has ended; rank 0 must report first."""
 RUN_DIR_FILE = "RUN_DIR_FILE"
 """Environment variable: a file for the run folder, where launch/slurm.sbatch checks whether a job makes progress."""
 
 _failures: list[SspError] = []  # hold the frames of a failed run: freeing its graphs could wait for a stuck GPU
 
 Act = Callable[[RunConfig, startup.StartClock], bool]
-"""Does what a checked config says; returns whether somebody stopped it too late for its task."""
+"""Does what a checked config says; returns whether a stop came too late for its task."""
 
 
 def task_code() -> Act:
@@ -55,7 +55,7 @@ def main(
     """Run the command line; returns the exit code of this rank.
 
     Args:
-        words: settings and options; by default those of this process.
+        words: settings and options; by default this process's.
         ranks: this rank among all; by default as torchrun or srun has set it.
         act: what to do with each checked point; by default its task.
         warns: whether rank 0 warns of settings without effect, also where nothing is printed of a point.
@@ -102,7 +102,7 @@ class _Interrupt:
             self.heed()
 
     def heed(self) -> None:
-        """Raise what has come so far, and from now on at once."""
+        """Raise an interrupt that has come so far, and later ones at once."""
         self.waits = False
         if self._is_due:
             self.has_come = True

@@ -1,4 +1,4 @@
-"""The space of a batch: how many slots its caches have, what they hold of texts, and the state that runs share."""
+"""Space of a batch: slots of its caches, the texts that they hold, and the state that runs share."""
 
 from collections.abc import Sequence
 
@@ -58,7 +58,7 @@ class BatchSpace:
         return state
 
     def for_timing(self, num_slots: int) -> BatchState:
-        """A batch of vacant rows that cost what rows of so many slots do; caches hold nothing of texts afterwards."""
+        """A batch of vacant rows that cost as much as rows of `num_slots`; caches hold no texts afterwards."""
         self.held.forget(range(self._batch_size))
         state = self.empty_state()
         if self._is_cuda and self._round.reads_by_length:

@@ -23,13 +23,13 @@ class StopRequest:
     num_interrupts: int = 0
 
     def ask(self, *, by_interrupt: bool = False) -> bool:
-        """Ask for a stop; returns whether nobody had asked."""
+        """Ask for a stop; returns whether this is the first time."""
         self.num_interrupts += by_interrupt
         is_first, self.requested = not self.requested, True
         return is_first
 
     def settle(self, *, is_agreed: bool) -> None:
-        """Enter what the ranks have agreed on."""
+        """Enter the ranks' agreement on whether a stop was asked for."""
         self.requested = is_agreed
 
 
@@ -38,8 +38,8 @@ class RowCompletion:
     """One request and its result so far.
 
     Attributes:
-        num_target_forwards: forwards of the target for this row, those that read its whole prompt included.
-        num_reused_tokens: of its prompt, those that the target's cache held already.
+        num_target_forwards: forwards of the target for this row, with the ones that read its whole prompt.
+        num_reused_tokens: tokens of its prompt that the target's cache held already.
         accepted_lengths, draft_lengths: drafted tokens that became text, and all, of each speculative round.
         ended_in_draft: the last accepted token ended the row, so the tokens after it were not verified.
         finish_reason: None while it is running.
@@ -72,13 +72,13 @@ class RowCompletion:
         self.finish_reason = reason
 
     def draft(self, num_accepted: int, num_examined: int, *, num_ahead: int) -> None:
-        """Enter what became of the tokens that a round has drafted, and how many are in flight after it."""
+        """Enter a round's accepted and examined drafted tokens, and the number in flight after it."""
         self.accepted_lengths.append(num_accepted)
         self.draft_lengths.append(num_examined)
         self.num_ahead = num_ahead
 
     def extend(self, new_ids: Sequence[int], *, num_forwards: int) -> None:
-        """Add what a round, of so many forwards of the target for this row, has added to the text."""
+        """Add the new tokens of a round, which ran the target `num_forwards` times for this row."""
         self.token_ids += new_ids
         self.num_target_forwards += num_forwards
 

@@ -88,7 +88,7 @@ class Decoder:
     Attributes:
         length: chooses what each round drafts.
         threads: chooses how many threads compute a round.
-        settings: of its runs, unless they have others.
+        settings: of its runs without settings of their own.
         reuse: what runs may take from texts of earlier ones.
         space: caches, and the batch that runs share.
         lag: rounds that are launched before the oldest one is read.
@@ -121,7 +121,7 @@ class Decoder:
         self.stopped = False
 
     def choose_by(self, length: FixedLength) -> None:
-        """Let rounds draft from now on what this chooses, once their costs are known."""
+        """Let `length` choose what later rounds draft, once their costs are known."""
         self.length = length
 
     def run(
@@ -143,7 +143,7 @@ class Decoder:
         settings = settings or self.settings
         self.space.make(requests, reuses=settings.reuses)
         self.stopped = False
-        # Not kept: a decoder that nobody has any more is gone at once, with its caches.
+        # Not kept: an unreferenced decoder is gone at once, with its caches.
         return Decoding(self, requests, settings, to_length=to_length, more=more, failed=failed).updates()
 
     def make_room(self, requests: Sequence[Request]) -> None:
@@ -176,7 +176,7 @@ class Decoder:
     def warm_up(self, requests: Sequence[Request]) -> None:
         """Run rounds over vacant rows, so that none is traced or captured while rounds are timed.
 
-        A run of one K captures every width of the cache that these requests will read; any other gets one width.
+        A run of one K captures every width of the cache that these requests will read; any other run gets one width.
         """
         self.make_room(requests)  # another decoder may have allocated the caches since
         longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
@@ -234,7 +234,7 @@ class Decoding:
                     assert self._state, "a round has rows"
                     if not all(self.rows.owners):
                         self.space.held.forget(self.rows.free)
-                    for row, length in self.rows.reserved.items():  # rounds write behind the text there
+                    for row, length in self.rows.reserved.items():  # rounds write after the text there
                         self._state.vacate(row, length=length)
                     choice = self._choose()
                     bucket = self._bucket(choice)
@@ -248,7 +248,7 @@ class Decoding:
                 reads_prompts = bool(self._pending) and self._pending[0].is_prefill
                 updates = self._collect() if len(self._pending) > decoder.lag else []
                 ended = time.perf_counter()
-                # A GPU still reads prompts when the round behind them has been launched.
+                # A GPU still reads prompts when the round after them has been launched.
                 round_s = (launched if reads_prompts else ended) - started if was_round else None
                 if round_s is not None:
                     decoder.threads.after_round((choice, bucket), round_s)
@@ -315,7 +315,7 @@ class Decoding:
                 self._state.vacate(row)
 
     def _refill(self) -> bool:
-        """Ask for further requests; returns whether any wait. Raises an error that nobody took, once all rows ended."""
+        """Ask for requests; returns whether any wait. Raises an untaken error, once all rows ended."""
         if self._error and self.is_idle:
             raise self._error
         if self._more:
@@ -325,7 +325,7 @@ class Decoding:
         return bool(self._waiting)
 
     def _use_steps(self, requests: Sequence[Request]) -> None:
-        """Let the next draws do what these requests need, if rows have settings of their own."""
+        """Let the next draws take the steps that these requests need, if rows have settings of their own."""
         if steps := self.round.steps:
             steps.follow([request.sampling for request in requests if request.sampling])
 
@@ -339,7 +339,7 @@ class Decoding:
             self._more = None
 
     def _forget(self, rows: Sequence[int]) -> None:
-        """Let nobody read what rows hold."""
+        """Forget the texts of rows, so that no prompt takes them."""
         self.space.held.forget(rows)
         self.round.clear(rows)
 
@@ -423,7 +423,7 @@ class Decoding:
         return found
 
     def _num_of_a_chunk(self, requests: Sequence[Request]) -> int:
-        """How many of these requests, from the first on, have prompts that are read in one chunk."""
+        """Number of requests, from the first on, whose prompts are read in one chunk."""
         num_tokens = accumulate(
             len(request.prompt_ids) - (self.space.held.num_held(request.prompt_ids) if self.settings.reuses else 0)
             for request in requests
@@ -435,7 +435,7 @@ class Decoding:
         [place], [owner] = self._place([request], free)
         self.space.held.forget([place.row])
         self.rows.reserved[place.row] = len(request.prompt_ids)
-        # What the draft could copy from another row may be gone by its turn.
+        # Tokens that the draft could copy from another row may be gone by its turn.
         self._reading = _Reading(request, self._state_of([request]), place._replace(draft=Held()), owner)
 
     def _read_more(self) -> None:
@@ -475,7 +475,7 @@ class Decoding:
         self, requests: Sequence[Request], prompts: BatchState, places: Sequence[PromptRow],
         owners: Sequence[RowCompletion],
     ) -> None:  # fmt: skip
-        """Read these prompts, or what is left of them, and let their rows decode."""
+        """Read these prompts, or the rest of them, and let their rows decode."""
         if is_first := not any(self.rows.owners):
             self._unread.begin()
         lengths, rows = [len(request.prompt_ids) for request in requests], [place.row for place in places]
@@ -550,12 +550,12 @@ class Decoding:
         return Update(owner, new_ids, num_drafted)
 
     def _outgrew(self, owner: RowCompletion, choice: DraftChoice, *, num_ahead: int = 0) -> bool:
-        """Whether a row, as far as it is known, and what is in flight are longer than a round drafts for."""
+        """Whether a row's known tokens and its tokens in flight are more than a round drafts for."""
         longest = self.round.longest(choice) if self.round.limit else None
         return longest is not None and len(owner.request.prompt_ids) + len(owner.token_ids) + num_ahead > longest
 
     def _num_examined(self, owner: RowCompletion, choice: DraftChoice, num_drafted: int) -> int:
-        """How many drafted tokens of a row a round could accept, before its new tokens are known."""
+        """Number of drafted tokens of a row that a round could accept, before its new tokens are known."""
         if not choice.num_tokens or self._outgrew(owner, choice, num_ahead=owner.num_ahead):
             return 0
         return num_drafted if owner.has_bonus else owner.num_ahead + 1
@@ -573,7 +573,7 @@ class Decoding:
         return ids, reason
 
     def _record_time(self, running: list[RowCompletion], seconds: float, *, round_s: float | None) -> None:
-        """Add the time of one pass of the loop to all rows that ran in it; that of its round, if any, by parts."""
+        """Add the time of one pass of the loop to all rows that ran in it; its round's time, if any, by parts."""
         share = 1 / max(len(running), 1)
         for completion in running:
             completion.busy_s += seconds

@@ -19,8 +19,8 @@ class Verdict(NamedTuple):
 
     Attributes:
         node_B1: the path's last node, 0 for none; of a chain this is how many tokens are accepted.
-        weights_B1: the weight of the next token: NaN if the logits after the accepted tokens contain NaN, or others
-            that the rule has decided by.
+        weights_B1: the weight of the next token: NaN if the logits after the accepted tokens contain NaN, or any other
+            logits that the rule has decided by.
     """
 
     node_B1: Tensor
@@ -55,7 +55,7 @@ class Chain(NamedTuple):
     def accept(self, ids_BK: Tensor, chosen_BT: Tensor, weights_BT: Tensor) -> Verdict:
         """Accept the path of certain tokens that the target chooses; the next token is its choice too.
 
-        The target chooses by numbers of each place alone, or its best tokens, so the text is that of plain decoding,
+        The target chooses by numbers of each place alone, or its best tokens, so the text is plain decoding's,
         whatever is drafted.
 
         Args:

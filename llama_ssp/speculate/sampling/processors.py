@@ -1,8 +1,8 @@
 """Turns logits into probabilities and draws one token per row from two uniforms.
 
 The processors run in the order temperature, top-k, top-p, min-p, and keep the same tokens as the warpers of
-transformers. Ties: logits equal to the smallest kept one are kept too (transformers' top-p keeps those that its sort
-puts last).
+transformers. Ties: logits equal to the smallest kept one are kept too (transformers' top-p keeps the ones that its
+sort puts last).
 
 Shapes: B sequences, V vocabulary, P = 2 uniforms per draw, C blocks of M tokens, S logits sorted in descending order;
 `...` stands for any leading dimensions.
@@ -24,7 +24,7 @@ DRAW_UNITS = 2.0**62
 
 
 def scale_of(temperature: float) -> float:
-    """What logits are multiplied by: never 0 in fp32, which would make NaN of a logit of minus infinity."""
+    """The factor of logits: never 0 in fp32, which would make NaN of a logit of minus infinity."""
     return max(1 / temperature, torch.finfo(torch.float32).tiny)
 
 
@@ -32,8 +32,8 @@ def processor(sampling: SamplingConfig, *, breaks_ties: bool = False) -> Callabl
     """Compose the processors of a sampling config with a temperature above 0 (greedy has no probabilities).
 
     Returns a function from logits (..., V), left unchanged, to probabilities (..., V) in fp32, or fp64 for logits in
-    fp64. A logit of minus infinity has probability 0. With `breaks_ties`, top-k leaves just so many tokens: of equal
-    logits some. A draft may do so, since verification is exact whatever it draws from.
+    fp64. A logit of minus infinity has probability 0. With `breaks_ties`, top-k leaves exactly k tokens, so some of the
+    equal ones. A draft may do so, since verification is exact whatever it draws from.
 
     Source: Fan et al. 2018, arXiv:1805.04833 (top-k); Holtzman et al. 2020, arXiv:1904.09751 (top-p);
         Minh et al. 2024, arXiv:2407.01082 (min-p).
@@ -107,7 +107,7 @@ def draw(weights_BV: Tensor, uniforms_BP: Tensor, *, units: float = DRAW_UNITS) 
 
 
 def own_operator(operation: str, numbers: Tensor) -> Callable[..., Tensor] | None:
-    """What the device has for numbers of up to 32 bits in place of a function of this module or of `shards`."""
+    """The device's operator for numbers of up to 32 bits in place of a function of this module or of `shards`."""
     is_short = numbers.dtype.itemsize <= torch.float32.itemsize
     return made(operation, numbers.device.type) if is_short else None
 

@@ -7,9 +7,9 @@
     best      the largest number of each part, and its token
 
 Parts begin where blocks of a draw do, and sums of weights are whole numbers. So from the same weights any number of
-ranks draws the token that one rank draws; probabilities are those of one rank within rounding.
+ranks draws the token that one rank draws; probabilities equal one rank's within rounding.
 
-Every rank of the group must call each method together with the others, and all get the same results.
+All ranks of the group must call each method together, and get the same results.
 
 Shapes: B sequences, K drafted tokens, V tokens of this rank, P = 2 uniforms per draw, R ranks, C blocks of M tokens;
 `...` stands for any leading dimensions.

@@ -79,6 +79,7 @@ def test_a_sweep_ends_with_a_run_folder_for_every_point_and_one_report(cluster: 
         assert summary["world_size"] == 2
         points.append((len(summary["speculative"]["accepted_histogram"]) - 1, summary["seed"]))
     assert points == [(2, 0), (2, 1), (4, 0), (4, 1)]
+    pytest.importorskip("llama_ssp.rooms.reports.command")
     said = cluster.run(sys.executable, ROOT / "launch" / "report.py", "a sweep", cwd=tmp_path)
     assert said == "wrote a sweep/report.html and runs.csv: 4 runs"
     report = (tmp_path / "a sweep" / "report.html").read_text()

@@ -63,7 +63,7 @@ def _unpacked(rows, starts, dims, is_slot, dtype: tl.constexpr, HEAD_DIM: tl.con
         codes = numbers.to(tl.int8, bitcast=True)
         if KIND == 1:
             numbers = codes.to(tl.float32)
-        else:  # the bits of a code, moved, are those of an fp16 number that is 2^-8 times as large
+        else:  # the bits of a code, moved, are of an fp16 number that is 2^-8 times as large
             bits = (codes.to(tl.int16) << 7) & -16385
             numbers = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
         scales = (rows + starts + HEAD_DIM).to(tl.pointer_type(tl.float32))

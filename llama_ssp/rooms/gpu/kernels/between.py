@@ -47,7 +47,7 @@ def add_norm(
 ) -> Tensor:
     """Add to x in place, if there is something to add, and return its RMS norm.
 
-    With ids, x becomes those rows of `added_ME`, which is an embedding (V, E) then, contiguous.
+    With ids, x becomes rows `ids` of `added_ME`, which is an embedding (V, E) then, contiguous.
     """
     num_rows, width = x_ME.shape
     normed_ME = torch.empty_like(x_ME)

@@ -42,7 +42,6 @@ def _machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ([], 8, 8, "starting 8 ranks, one for each GPU (ranks=N starts another number)…"),
         (["ranks=2"], 8, 2, "starting 2 ranks…"),
         (["device=cpu"], 8, 1, "starting 1 rank (ranks=N starts more)…"),
-        (["placement=accelerate"], 8, 1, "starting 1 rank (ranks=N starts more)…"),
     ],
 )
 def test_without_a_number_there_is_a_rank_for_each_gpu_and_that_is_said(

@@ -1,18 +1,15 @@
 """Tables of finished runs for a paper, in Markdown or LaTeX: times, and acceptance by position and kind of prompt."""
 
 import re
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
-from llama_ssp.errors import ConfigError
 from llama_ssp.reports.measures import measure, ratio
 from llama_ssp.reports.records import DISTURBED, NOT_LOSSLESS, SPECULATIVE
-from llama_ssp.reports.runs import Run, find_runs, names_of
+from llama_ssp.reports.runs import Run, names_of
 from llama_ssp.reports.summary import accepted_by_position, counted_rounds
 from llama_ssp.reports.tables import Cell, Table, estimated, number, runs_table, table
 from llama_ssp.words import visible
 
-MARKDOWN, LATEX = "markdown", "latex"
 _ESCAPED = {
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}", DISTURBED: r"$\dagger$",
     NOT_LOSSLESS: r"$\ddagger$",
@@ -20,19 +17,24 @@ _ESCAPED = {
 _SPECIAL = re.compile(rf"[&%$#_{{}}~^\\{DISTURBED}{NOT_LOSSLESS}]")
 
 
-def paper_tables(folders: Sequence[Path], form: str) -> str:
-    """Lay out the tables of all runs in the folders as `form`; raises ConfigError if none can be read."""
-    runs, missing = find_runs(folders)
-    if not runs:
-        raise ConfigError("; ".join(missing))
+def to_markdown(runs: Sequence[Run], _missing: Sequence[str] = ()) -> str:
+    """Lay out the tables in Markdown."""
+    return _laid_out(runs, _markdown, str)
+
+
+def to_latex(runs: Sequence[Run], _missing: Sequence[str] = ()) -> str:
+    """Lay out the tables in LaTeX."""
+    return _laid_out(runs, _latex, _tex)
+
+
+def _laid_out(runs: Sequence[Run], lay_out: Callable[[str, Table], str], escape: Callable[[str], str]) -> str:
     found = {
         "Medians over prompts": runs_table(runs, brief=True),
         "Share of rounds that accepted the token at each position": _by_position(runs),
         "Kinds of prompts": _by_kind(runs),
     }
-    lay_out = {MARKDOWN: _markdown, LATEX: _latex}[form]
     texts = [lay_out(title, shown) for title, shown in found.items() if shown.rows]
-    return "\n\n".join([*texts, _notes(runs, form)])
+    return "\n\n".join([*texts, escape(_notes(runs))])
 
 
 def _by_position(runs: Sequence[Run]) -> Table:
@@ -62,8 +64,8 @@ def _by_kind(runs: Sequence[Run]) -> Table:
     return table([*heads, "kind", "speed-up", "accepted", "tokens/round", "prompts"], rows, len(heads) + 1)
 
 
-def _notes(runs: Sequence[Run], form: str) -> str:
-    """What a reader needs to repeat the runs."""
+def _notes(runs: Sequence[Run]) -> str:
+    """Notes that a reader needs to repeat the runs."""
     summaries = [run.summary for run in runs]
     models = "; ".join(dict.fromkeys(run.pair for run in runs))
     versions = dict.fromkeys(
@@ -80,8 +82,7 @@ def _notes(runs: Sequence[Run], form: str) -> str:
         *([f"{DISTURBED} The machine was disturbed."] if any(one.disturbed for one in summaries) else []),
         *dict.fromkeys(f"{NOT_LOSSLESS} {one.caveat[:1].upper()}{one.caveat[1:]}." for one in summaries if one.caveat),
     ]
-    text = visible(" ".join(sentences))
-    return _tex(text) if form == LATEX else text
+    return visible(" ".join(sentences))
 
 
 def _markdown(title: str, shown: Table) -> str:

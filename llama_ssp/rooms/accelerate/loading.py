@@ -1,28 +1,32 @@
 """A target with layer-wise placement over the devices of one rank, dispatched by accelerate (`kind=accelerate`).
 
-`planning.weights` assigns layers to devices. Our loader reads each layer directly to its device, so that neither a
+`records` assigns layers to devices. Our loader reads each layer directly to its device, so that neither a
 device nor the host ever holds more than its part. Hooks of accelerate move hidden states between devices.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from transformers import PreTrainedModel
 
+from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.huggingface.modules import fill_modules, layers_of, match_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.weights import Loading
-from llama_ssp.planning.weights import split_layers
 from llama_ssp.ranks.comms import Comm
+from llama_ssp.ranks.world import World
+from llama_ssp.rooms.accelerate.records import split_layers
+from llama_ssp.settings.layout import Layout
 from llama_ssp.storage.formats import NO_QUANTIZATION, format_of, formats
 
 _log = logging.getLogger(__name__)
 
 
-def check_device_map(devices: Sequence[torch.device], quantization: str) -> None:
-    """PlacementError if a format works on one GPU per rank only; `loading.check_model` checks the rest."""
+def check(world: World, layout: Layout, _shape: ModelShape, quantization: str) -> None:
+    """PlacementError if a format works on one GPU per rank only; `models.loading.check_model` checks the rest."""
+    devices = world.free_devices if world.comm.rank in layout.target_ranks else (world.device,)
     if format_of(quantization).one_gpu_per_rank and devices[0].type == "cuda" and len(devices) > 1:
         others = [record.name for record in formats().values() if record.change_weight and not record.one_gpu_per_rank]
         raise PlacementError(
@@ -31,11 +35,12 @@ def check_device_map(devices: Sequence[torch.device], quantization: str) -> None
         )
 
 
-def load_device_map(loading: Loading, devices: Sequence[torch.device]) -> ModuleRunner:
+def load(loading: Loading) -> ModuleRunner:
     """Load a whole model onto the devices of this rank; the first takes the ids and returns the logits.
 
-    For errors see `loading.load_model` and `check_device_map`.
+    For errors see `models.loading.load_model` and `check`.
     """
+    devices = loading.devices
     model, matched = match_modules(loading.origin)
     before, layers, after = _names(model)
     held = split_layers(len(layers), num_devices=len(devices))

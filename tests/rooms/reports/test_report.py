@@ -1,15 +1,22 @@
 """launch/report.py as a user calls it, and its tables for a paper."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from llama_ssp.reports.papers import paper_tables
+from llama_ssp.errors import ConfigError
+from llama_ssp.registry import PLUGINS
+from llama_ssp.reports.formats import FORMATS
+from llama_ssp.reports.runs import find_runs
 from llama_ssp.reports.summary import accepted_by_position
-from llama_ssp.run.commands import report
+from llama_ssp.rooms.reports import command, html
+from llama_ssp.rooms.reports.papers import to_latex, to_markdown
+from tests.helpers.in_process import launch
 from tests.helpers.lanes import heavy
+from tests.helpers.repository import ROOT
 from tests.helpers.runs import FAST, PLAIN, write_run
 from tests.helpers.starters import run_file
 
@@ -27,19 +34,19 @@ def test_a_sweep_becomes_one_page_and_one_table_and_says_what_is_left_out(
     damaged = write_run(sweep / "\udcff", PLAIN, FAST, model="\ud800") / "summary.json"
     damaged.write_text(damaged.read_text().replace('"world_size": 2', '"world_size": {}'))
     for _ in range(2):  # a report is no run, and can be made again
-        assert report.main([str(sweep)]) == 0
+        assert command.main([str(sweep)]) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"wrote {sweep}/report.html and runs.csv: 3 runs; left out: ")
     assert "cannot be read (world_size holds {}): a run of this version is required; " in said
     assert said.endswith("sweep/3 has no summary yet: done\n")
     assert "3 runs of big + small" in (sweep / "report.html").read_text()
     assert len((sweep / "runs.csv").read_text().splitlines()) == 1 + 3
-    assert (report.main([str(damaged.parent)]), capsys.readouterr().err.count("\n")) == (2, 1)
+    assert (command.main([str(damaged.parent)]), capsys.readouterr().err.count("\n")) == (2, 1)
 
 
 def test_several_folders_become_one_report_where_the_user_says(tmp_path: Path) -> None:
     folders = [str(write_run(tmp_path / name, PLAIN, FAST)) for name in ("a", "b")]
-    assert report.main([*folders, f"--output={tmp_path / 'c'}"]) == 0
+    assert command.main([*folders, f"--output={tmp_path / 'c'}"]) == 0
     page = (tmp_path / "c" / "report.html").read_text()
     assert ">a</td>" in page
     assert ">b</td>" in page
@@ -62,7 +69,7 @@ def test_a_mistake_is_one_sentence_with_code_2(
 ) -> None:
     places = {"run": write_run(tmp_path / "run", PLAIN), "empty": tmp_path / "empty"}
     places["empty"].mkdir()
-    assert report.main([argument.format(**places) for argument in arguments]) == 2
+    assert command.main([argument.format(**places) for argument in arguments]) == 2
     said = capsys.readouterr()
     assert complaint in said.err
     assert (len(said.err.splitlines()), said.out) == (1, "")
@@ -112,7 +119,7 @@ def test_points_that_differ_in_their_prompts_say_which_they_had(sweep: Path) -> 
     """Its name is that of a figure that these tables leave out."""
     for number in range(2):
         (sweep / str(number) / "config.yaml").write_text(f"prompts: file{number}.txt\n")
-    times, _, _ = paper_tables([sweep], "markdown").partition("\n\nShare")
+    times, _, _ = to_markdown(find_runs([sweep])[0]).partition("\n\nShare")
     assert "| # | prompts | plain, ms/token |" in times
     assert "\n| --- | --- | ---: |" in times
     assert "\n| 1 | file0.txt | " in times
@@ -121,7 +128,7 @@ def test_points_that_differ_in_their_prompts_say_which_they_had(sweep: Path) -> 
 def test_markdown_has_figures_with_intervals_kinds_and_what_repeats_them(
     sweep: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert report.main([str(sweep), "--table=markdown"]) == 0
+    assert command.main([str(sweep), "--table=markdown"]) == 0
     text = capsys.readouterr().out
     assert not (sweep / "report.html").exists()
     times, positions, kinds, notes = [*text.split("\n\n| ")[1:], text.rpartition("\n\n")[2]]
@@ -135,7 +142,7 @@ def test_markdown_has_figures_with_intervals_kinds_and_what_repeats_them(
 
 
 def test_latex_is_balanced_and_escaped(sweep: Path) -> None:
-    text = paper_tables([sweep], "latex")
+    text = to_latex(find_runs([sweep])[0])
     tables = re.findall(r"\\begin\{tabular\}\{([lr]+)\}\n(.*?)\\end\{tabular\}", text, flags=re.DOTALL)
     assert len(tables) == 3
     for places, body in tables:
@@ -150,5 +157,56 @@ def test_latex_is_balanced_and_escaped(sweep: Path) -> None:
 
 
 def test_a_table_is_printed_and_not_written(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert report.main([str(sweep), "--table=latex", "--output=elsewhere"]) == 2
+    assert command.main([str(sweep), "--table=latex", "--output=elsewhere"]) == 2
     assert "--table prints: leave --output out" in capsys.readouterr().err
+
+
+def test_a_run_that_cannot_draw_its_report_is_done_and_says_how_to_get_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_: object) -> None:
+        raise ConfigError("drawing needs matplotlib: pip install matplotlib")
+
+    monkeypatch.setattr(html, "report", fail)
+    ended = launch("task=generate", "prompt=import os", "max_new_tokens=2", f"run_dir={tmp_path}/run")
+    assert (ended.code, ended.status) == (0, "done\n")
+    last = ended.err.splitlines()[-1]
+    assert last == "drawing needs matplotlib: pip install matplotlib; llama-ssp report writes report.html later"
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_format_from_outside_is_written_printed_and_in_every_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The example of the page."""
+    page = (ROOT / "docs/extending.md").read_text().partition("## A report format")[2]
+    example = page.partition("```python\n")[2].partition("```")[0]
+    more = """
+register(ReportFormat(name="names", write="my_reports:to_names"))
+register(ReportFormat(name="each", write="my_reports:to_names", file="names.txt", purpose="its name"))
+
+
+def to_names(runs, missing):
+    return " ".join([*(run.name for run in runs), *missing])
+"""
+    (tmp_path / "my_reports.py").write_text(example + more)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv(PLUGINS, "my_reports")
+    monkeypatch.setattr(FORMATS, "records", dict(FORMATS.all()))
+    folder = write_run(tmp_path / "run", PLAIN, FAST)
+    assert command.main([str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert said == f"wrote {folder}/report.html, runs.csv, names.txt and runs.json: 1 run\n"
+    assert json.loads((folder / "runs.json").read_text())["run"]["model"] == "big"
+    assert (command.main([str(folder), "--table=names"]), capsys.readouterr().out) == (0, "run\n")
+    assert "its name" in launch("--help", "all").out
+    launch("task=generate", "prompt=x", "max_new_tokens=1", f"run_dir={tmp_path}/each").well()
+    assert (tmp_path / "each" / "names.txt").read_text() == "each"
+
+
+def test_a_plugin_that_cannot_be_imported_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(PLUGINS, "no_such_reports")
+    assert command.main(["--help"]) == 2
+    assert "no_such_reports, which cannot be imported" in capsys.readouterr().err

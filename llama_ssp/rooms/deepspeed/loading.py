@@ -18,40 +18,38 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from llama_ssp.architectures.family import check_deepspeed
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import ConfigError, PlacementError
 from llama_ssp.models.huggingface.modules import load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.comms import Comm
+from llama_ssp.ranks.world import World
+from llama_ssp.rooms.deepspeed.records import check_split
+from llama_ssp.settings.layout import Layout
 
 
-def check_auto_tp(shape: ModelShape, *, quantization: str, num_ranks: int) -> None:
+def check(world: World, layout: Layout, shape: ModelShape, quantization: str) -> None:
     """Check that DeepSpeed can split a model, without loading weights: ConfigError if it is not installed.
 
     PlacementError if the model's heads do not divide evenly, or quantization was requested.
     """
+    if world.device.type == "cpu":  # also if there are GPUs; it reads this when it is imported.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if find_spec("deepspeed") is None:
         raise ConfigError(
             "placement.target.kind=deepspeed needs the package deepspeed: ./machine-install.sh --deepspeed installs "
             "it, and placement.target.kind=tensor needs none"
         )
-    check_deepspeed(shape, quantization, num_ranks=num_ranks)
+    check_split(shape, quantization, num_ranks=len(layout.target_ranks))
 
 
-def choose_accelerator(device: torch.device) -> None:
-    """Make DeepSpeed use the CPU even if there are GPUs; must run before DeepSpeed is imported."""
-    if device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
-
-def load_auto_tp(loading: Loading) -> ModuleRunner:
+def load(loading: Loading) -> ModuleRunner:
     """Load a whole model, and let DeepSpeed keep this rank's part of it; PlacementError if it cannot split the model.
 
     Its `comm` has all ranks of the world, and its `precision` is unquantized. For other errors see `load_model`.
     """
-    assert loading.precision.kernel is None, "check_auto_tp comes first"
+    assert loading.precision.kernel is None, "`check` comes first"
     model = load_modules(replace(loading, device=torch.device("cpu"), comm=Comm.single()))
     buffers = {name: (model.get_submodule(name.rpartition(".")[0]), buffer) for name, buffer in model.named_buffers()}
     with redirect_stdout(io.StringIO()):  # it prints, but standard output is reserved for texts

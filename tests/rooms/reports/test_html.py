@@ -15,13 +15,14 @@ import matplotlib as mpl
 import numpy as np
 import pytest
 
-from llama_ssp.reports import figures
-from llama_ssp.reports.figures import MOST_BARS, Bar, bars_of
-from llama_ssp.reports.html import report
-from llama_ssp.reports.measures import Estimate, measure
+from llama_ssp.reports.measures import Estimate
 from llama_ssp.reports.records import CompletionLine, Evaluation, Excerpt, Measure, Span, Summary
 from llama_ssp.reports.runs import Run
-from llama_ssp.reports.tables import percentiles_table, runs_table, runs_to_csv
+from llama_ssp.reports.tables import runs_table
+from llama_ssp.rooms.reports import figures
+from llama_ssp.rooms.reports.figures import MOST_BARS, Bar, bars_of
+from llama_ssp.rooms.reports.html import report
+from llama_ssp.rooms.reports.tables import percentiles_table, runs_to_csv
 from tests.helpers.lanes import heavy
 from tests.helpers.runs import CELL, FAST, PLAIN, run
 from tests.helpers.sweeps import PLAIN_MS, simulated_sweep
@@ -191,27 +192,6 @@ def test_tables_have_a_cell_for_every_column() -> None:
         assert {len(row) for row in table.rows} == {len(table.columns)}
     assert len(tables[0].rows) == 5
     assert len(tables[1].rows) == 9
-
-
-def test_columns_that_no_run_fills_are_left_out() -> None:
-    runs = [replace(run(PLAIN), status=""), replace(run(PLAIN, name="s/1"), status="")]
-    table = runs_table(runs)
-    assert table.columns == ["#", "plain, ms/token", "prompts", "tokens", "run"]
-    assert {len(row) for row in table.rows} == {5}
-
-
-def test_speedups_are_paired_by_prompt_and_not_by_totals() -> None:
-    slow, fast, alone = replace(PLAIN, index=1, ms=1000.0), replace(FAST, index=1, ms=100.0), replace(FAST, index=2)
-    measured = measure([PLAIN, FAST, slow, fast, replace(alone, ms=1.0)])
-    assert measured.speedup
-    assert measured.speedup.value == pytest.approx((2.5 + 10.0) / 2)
-    assert (len(measured.pairs), measured.num_faster) == (2, 2)
-
-
-def test_turns_of_a_conversation_and_samples_of_a_prompt_are_one_prompt() -> None:
-    turns = [replace(PLAIN, index=index, turn=index, sample=sample) for index in range(2) for sample in range(3)]
-    (mode,) = measure([*turns, replace(PLAIN, index=2, ms=200.0)]).modes.values()
-    assert (mode.ms_per_token.value, mode.num_completions) == (15.0, 7), "the median of two prompts"
 
 
 time_per_token = figures.styled()(figures.time_per_token)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from llama_ssp.errors import ConfigError
 from llama_ssp.planning.memory import GIB
 from llama_ssp.planning.plan import Plan, Search
-from llama_ssp.reports.figures import COLOURS, GREY, look, panels, save, styled
 from llama_ssp.reports.plan_tables import ITEMS, headline, short_name
+from llama_ssp.rooms.reports.figures import COLOURS, GREY, look, panels, save, styled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,7 +1,6 @@
 """`report.html`: one self-contained page of finished runs; no script, no font, no other file.
 
 `figures` draws its figures, `templates/report.html` is the page; `runs.csv` has the same figures for other programs.
-Import this module only to write a report: matplotlib and jinja2 take a second.
 """
 
 from collections.abc import Sequence
@@ -10,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.reports import figures
-from llama_ssp.reports.figures import Bar, bars_of, time_per_token
 from llama_ssp.reports.measures import LEAST_PROMPTS
 from llama_ssp.reports.records import DISTURBED, MEASURE_COLUMNS, NOT_LOSSLESS
-from llama_ssp.reports.runs import Run, find_runs, names_of, varying_settings
-from llama_ssp.reports.tables import number, percentiles_table, runs_table, runs_to_csv, table
+from llama_ssp.reports.runs import Run, names_of, varying_settings
+from llama_ssp.reports.tables import number, runs_table, table
+from llama_ssp.rooms.reports import figures
+from llama_ssp.rooms.reports.figures import Bar, bars_of, time_per_token
+from llama_ssp.rooms.reports.tables import percentiles_table
 from llama_ssp.words import count, decimal, share, visible
 
 try:
@@ -27,30 +27,7 @@ except ImportError as error:
 _CELL_COLUMNS = ("cell", "plain", "forecast", "generate", "speculative", "forecast", "assisted", "tokens/round")
 
 
-def write_report(folders: Sequence[Path], output: Path | None) -> str:
-    """Write the page and `runs.csv` into `output`, or into the only folder; returns a sentence that names them.
-
-    Raises:
-        ConfigError: a folder holds no run, several folders lack an `output`, or the output cannot be written.
-    """
-    if output is None and len(folders) > 1:
-        raise ConfigError(f"{len(folders)} folders need --output=DIR, the folder of their common report")
-    output = output or folders[0]
-    runs, missing = find_runs(folders)
-    if not runs:
-        raise ConfigError("; ".join(missing))
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        for name, text in ("report.html", report(runs, missing=missing)), ("runs.csv", runs_to_csv(runs)):
-            # A model's text can end in half a surrogate pair.
-            (output / name).write_text(text, encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise ConfigError(f"{output} cannot be written: {(error.strerror or str(error)).lower()}") from error
-    left_out = f"; left out: {'; '.join(missing)}" if missing else ""
-    return f"wrote {output / 'report.html'} and runs.csv: {count(len(runs), 'run')}{left_out}"
-
-
-def report(runs: Sequence[Run], *, missing: Sequence[str] = ()) -> str:
+def report(runs: Sequence[Run], missing: Sequence[str] = ()) -> str:
     """Render the page of at least one run; `missing` holds sentences about runs that could not be read."""
     sweep, ((_, *heads), names) = None, names_of(runs)
     labels = [", ".join(map("{}={}".format, heads, own[1:])) or run.name for run, own in zip(runs, names, strict=True)]

@@ -1,6 +1,6 @@
 """A rank that `load(..., ranks=N)` has started: loads the pair, and makes the calls of the process that started it.
 
-`started` has the messages. The connection's end, a signal, and an error after which ranks cannot go on end the rank.
+`pair` has the messages. The connection's end, a signal, and an error after which ranks cannot go on end the rank.
 """
 
 import json
@@ -21,16 +21,16 @@ from transformers.generation.streamers import BaseStreamer
 
 from llama_ssp.api.loading import load
 from llama_ssp.api.pair import Pair
-from llama_ssp.api.started import CALLER
 from llama_ssp.errors import InterruptedRun, LostRankError, SspError
 from llama_ssp.ranks.failures import to_message
 from llama_ssp.ranks.process import read_ranks
+from llama_ssp.rooms.python_ranks.pair import CALLER
 from llama_ssp.speculate.engine.completion import StopRequest
 from llama_ssp.words import in_library_words
 
 
 class Caller(BaseStreamer):
-    """The connection to the process that calls; for rank 0 also what shows it new tokens."""
+    """The connection to the process that calls; for rank 0 also the streamer of new tokens."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.is_busy, self.was_asked = rank, False, False
@@ -42,7 +42,7 @@ class Caller(BaseStreamer):
         Thread(target=self._listen, daemon=True, name="caller").start()
 
     def say(self, **message: object) -> None:
-        """Send a message; nobody reads it once the caller has ended."""
+        """Send a message, which is lost once the caller has ended."""
         with suppress(OSError):
             self._lines.write(f"{json.dumps(message)}\n")
             self._lines.flush()
@@ -76,7 +76,7 @@ class Caller(BaseStreamer):
 
 
 def serve(caller: Caller) -> None:
-    """Make calls until the caller ends; raises what ends the ranks."""
+    """Make calls until the caller ends; raises errors that end the ranks."""
     pair: Pair | None = None
     while call := caller.calls.get():
         caller.is_busy, (message, stop) = True, call
@@ -104,7 +104,7 @@ def serve(caller: Caller) -> None:
 
 
 def _called(pair: Pair, name: str, given: Mapping[str, Any], caller: Caller, stop: StopRequest) -> object:
-    """Make a call of `started.PairOnRanks`; returns what its caller gets."""
+    """Make a call of `pair.PairOnRanks`; returns its caller's result."""
     if name == "update":
         files = {what: load_file(new["tensors"]) for what, new in given.items() if isinstance(new, dict)}
         pair.update(**{**given, **files})
