@@ -17,7 +17,7 @@ from llama_ssp.models.cache import CacheView
 from llama_ssp.models.llama.attention import LayerAttention
 from llama_ssp.models.runner import TreePlaces, nearest
 from llama_ssp.rooms.cpu.attention import ALL, Attention, TokenPlaces, find_attention
-from llama_ssp.rooms.cpu.layer import WholeLayers, whole_layers
+from llama_ssp.rooms.cpu.layer import CompiledLayers, whole_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class CompiledAttention:
 
     def whole_layers(
         self, layers: Sequence[Sequence[NativeLinear | None]], windows: Sequence[int | None]
-    ) -> Iterator[WholeLayers]:
+    ) -> Iterator[CompiledLayers]:
         """The layers of these products that one operator computes, as many at once as possible."""
         return whole_layers(layers, self._head_dim, self._rows, windows)
 

@@ -5,8 +5,6 @@ Shapes: B sequences, V vocabulary, P = 2 uniforms per draw.
 
 from functools import cache
 
-from torch import Tensor
-
 from llama_ssp.architectures.matrices import tokens_of_a_block
 from llama_ssp.rooms.cpu.operators import Operator, find_operator
 from llama_ssp.speculate.sampling.processors import DRAW_UNITS, draw_units, some_draws
@@ -15,19 +13,8 @@ COMPILED_DRAW_NEEDS = ("avx512dq",)
 """Instructions of a CPU that its operator needs: CPUs without them convert one number at a time."""
 
 
-def find_draw() -> Operator | None:
-    """Draws a token for each row; see `processors.draw`."""
-    compiled = compiled_draw()
-
-    def draw(weights_BV: Tensor, uniforms_BP: Tensor, units: float, block_size: int) -> Tensor:
-        assert compiled
-        return compiled(weights_BV.contiguous(), uniforms_BP.contiguous(), units, block_size)
-
-    return draw if compiled else None
-
-
 @cache
-def compiled_draw() -> Operator | None:
+def find_draw() -> Operator | None:
     """The draw in one operator, on a CPU that it compiles for, compared with torch's operators.
 
     It takes contiguous weights in fp32, uniforms, what a weight is multiplied by before it becomes a whole number, and

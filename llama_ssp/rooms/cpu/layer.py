@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _CHECKED_WIDTH = 128
 
 
-class WholeLayers:
+class CompiledLayers:
     """Layers in one operator, for at most `engine.WHOLE_LAYER_TOKENS` tokens.
 
     Args:
@@ -82,7 +82,7 @@ def _least_squares(parts: Sequence[CompiledLinear]) -> tuple[float, float]:
 
 def whole_layers(
     layers: Sequence[Sequence[NativeLinear | None]], head_dim: int, rows: KeptRows, windows: Sequence[int | None]
-) -> Iterator[WholeLayers]:
+) -> Iterator[CompiledLayers]:
     """The layers of these parts that can be computed so on this machine, as many at once as possible."""
     for (_, form), group in groupby(range(len(layers)), key=lambda number: (windows[number], _form(layers[number]))):
         numbers = [*group]
@@ -91,7 +91,7 @@ def whole_layers(
         attention = find_attention(torch.float32, head_dim, rows)
         if operator := _operator_of(form[0], rows, head_dim, attention) if attention else None:
             found = [[part for part in layers[number] if isinstance(part, CompiledLinear)] for number in numbers]
-            yield WholeLayers(numbers[0], found, operator)
+            yield CompiledLayers(numbers[0], found, operator)
 
 
 def _form(parts: Sequence[NativeLinear | None]) -> tuple[Product, Hashable, Hashable] | None:
@@ -140,7 +140,7 @@ def _check(product: Product, rows: KeptRows, head_dim: int, attention: Attention
         attended_ME = attention(qkv.fused(wanted_ME), *place._replace(cache_2NSW=own_2NSW), num_heads, 1.0, 0)
         middle_ME = output(attended_ME, wanted_ME.clone())
         wanted_ME = down(gated.fused(middle_ME), middle_ME)
-    layers = WholeLayers(0, [parts, parts], operator)
+    layers = CompiledLayers(0, [parts, parts], operator)
     found_ME = layers.compute(x_ME, place, found, first=0, num_heads=num_heads, scale=1.0, window=0)
     if not (torch.equal(found_ME, wanted_ME) and all(map(torch.equal, found, wanted))):
         raise RuntimeError("compiled layers are wrong on this CPU")

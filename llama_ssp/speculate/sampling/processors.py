@@ -101,7 +101,8 @@ def draw(weights_BV: Tensor, uniforms_BP: Tensor, *, units: float = DRAW_UNITS) 
     if weights_BV.dtype is torch.float32:
         block_size = tokens_of_a_block(vocab_size)
         if own := made("draw", weights_BV.device.type):
-            return own(weights_BV, uniforms_BP, units, block_size)  # type: ignore[no-any-return]
+            uniforms_BP = uniforms_BP.contiguous() if uniforms_BP.is_cpu else uniforms_BP  # a kernel more on a GPU
+            return own(weights_BV.contiguous(), uniforms_BP, units, block_size)  # type: ignore[no-any-return]
     units_BV = weights_BV if units == 1.0 else weights_BV * units
     return draw_units(units_BV, uniforms_BP, vocab_size=vocab_size)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from llama_ssp.architectures.matrices import tokens_of_a_block
 from llama_ssp.rooms.cpu.code import compiled
 from llama_ssp.rooms.cpu.code.compiled import has_features
-from llama_ssp.rooms.cpu.draw import COMPILED_DRAW_NEEDS, compiled_draw
+from llama_ssp.rooms.cpu.draw import COMPILED_DRAW_NEEDS, find_draw
 from llama_ssp.rooms.cpu.operators import Operator
 from llama_ssp.rooms.cpu.tracing import Traced
 from llama_ssp.speculate.sampling import processors
@@ -30,7 +30,7 @@ ONE = {"llama_ssp.draw.default": 1}
 def made() -> Operator:
     if not has_features(COMPILED_DRAW_NEEDS):
         pytest.skip("this processor has no such draw")
-    found = compiled_draw()
+    found = find_draw()
     assert found
     return found
 
@@ -84,7 +84,7 @@ def forgotten() -> Iterator[None]:
 
 
 def forget() -> None:
-    compiled_draw.cache_clear()
+    find_draw.cache_clear()
     processors.made.cache_clear()
 
 

@@ -15,7 +15,7 @@ from llama_ssp.models.llama.layer import join
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.rooms.cpu.attention import NEEDS
 from llama_ssp.rooms.cpu.code.compiled import has_features
-from llama_ssp.rooms.cpu.layer import WholeLayers
+from llama_ssp.rooms.cpu.layer import CompiledLayers
 from llama_ssp.storage.formats import CACHES, formats
 from tests.helpers.lanes import pairs
 from tests.helpers.models import load_lean, tiny_model
@@ -61,13 +61,13 @@ def join_layers(model: LeanRunner) -> None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of tokens of the calls of whole layers."""
     found: list[int] = []
-    call = WholeLayers.__call__
+    call = CompiledLayers.__call__
 
-    def counted(layer: WholeLayers, x: Tensor, *given: object, **named: object) -> Tensor:
+    def counted(layer: CompiledLayers, x: Tensor, *given: object, **named: object) -> Tensor:
         found.append(len(x))
         return call(layer, x, *given, **named)  # type: ignore[arg-type]  # as the method takes them
 
-    monkeypatch.setattr(WholeLayers, "__call__", counted)
+    monkeypatch.setattr(CompiledLayers, "__call__", counted)
     return found
 
 

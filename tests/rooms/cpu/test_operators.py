@@ -26,7 +26,7 @@ def _nothing_is_chosen_yet() -> Iterator[None]:
 
 
 def forget() -> None:
-    for found in (linear.product_of, attention.find_attention, layer._operator_of, draw.compiled_draw):
+    for found in (linear.product_of, attention.find_attention, layer._operator_of, draw.find_draw):
         found.cache_clear()
     processors.made.cache_clear()
     operators._say_what_is_missing.cache_clear()
@@ -55,7 +55,7 @@ def test_without_the_compiler_the_references_give_the_same(
 FINDERS: dict[str, tuple[object, Callable[[], object]]] = {
     "linear": (linear, lambda: linear.product_of(format_of("int8_weight_only").product)),
     "attention": (attention, lambda: attention.find_attention(torch.float32, 32)),
-    "draw": (draw, draw.compiled_draw),
+    "draw": (draw, draw.find_draw),
     "layer": (layer, lambda: layer._operator_of(IN_FP16, SINGLES, 32, _parts_of_layer())),
 }
 
