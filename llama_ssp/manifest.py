@@ -9,7 +9,9 @@ from pkgutil import iter_modules
 
 ROOMS: dict[str, tuple[str, ...]] = {
     "accelerate": ("placement=accelerate", "placement.target.kind=accelerate"),
+    "advice": ("setting=search",),
     "calibrate": ("task=calibrate", "command=calibrate"),
+    "copies": ("draft=ngram", "draft.fallback=ngram"),
     "cpu": (),
     "deepspeed": ("placement=deepspeed", "placement.target.kind=deepspeed"),
     "evaluate": ("task=evaluate",),

@@ -19,7 +19,7 @@ from llama_ssp.fields import help_of
 from llama_ssp.reports.formats import FORMATS
 from llama_ssp.settings.backends import backends
 from llama_ssp.settings.commands import COMMANDS, TOPICS
-from llama_ssp.settings.drafters import drafters
+from llama_ssp.settings.drafters import drafters, free_drafts
 from llama_ssp.settings.groups import whole
 from llama_ssp.settings.launchers import LAUNCHER, LAUNCHERS
 from llama_ssp.settings.schema import DERIVED, PlanConfig, RunConfig
@@ -153,10 +153,16 @@ def settings_of(schema: type[Any], prefix: str = "") -> Iterator[DescribedSettin
 
 
 def _meaning(entry: dataclasses.Field[Any]) -> str:
-    """The help of a field, with the files of requests and the backends that there are."""
-    kinds = "".join(f", or {kind.purpose}" for kind in REQUEST_FILES.all().values())
-    placed = " ".join(backend.purpose for backend in backends().values())
-    return help_of(entry).replace("{request_files}", kinds).replace("{backends}", placed)
+    """The help of a field, with the files of requests, the free drafts and the backends that there are."""
+    more = {
+        "{request_files}": "".join(f", or {kind.purpose}" for kind in REQUEST_FILES.all().values()),
+        "{free_drafts}": "".join(f", for example {name}" for name in free_drafts()[:1]),
+        "{backends}": " ".join(backend.purpose for backend in backends().values()),
+    }
+    meaning = help_of(entry)
+    for place, text in more.items():
+        meaning = meaning.replace(place, text)
+    return meaning
 
 
 def settings_of_launchers() -> Iterator[DescribedSetting]:

@@ -37,9 +37,8 @@ from llama_ssp.models.cache import StaticCache, Taps
 from llama_ssp.models.prefill import Buckets, Prompts, ShortForwards, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.upload import to_device
-from llama_ssp.speculate.drafters.drafter import Drafter, TreeTables
+from llama_ssp.speculate.drafters.drafter import Drafter, Remembering, TreeTables
 from llama_ssp.speculate.drafters.limited import DraftLimit
-from llama_ssp.speculate.drafters.ngram import NgramDrafter
 from llama_ssp.speculate.engine.clock import HostClock
 from llama_ssp.speculate.engine.held import PromptRow
 from llama_ssp.speculate.engine.state import BatchState
@@ -323,7 +322,7 @@ class Round:
     def forget_texts(self) -> None:
         """Let no drafter copy from texts of earlier runs, where the same ones follow."""
         for drafter in self.drafters:
-            if isinstance(drafter, NgramDrafter):
+            if isinstance(drafter, Remembering):
                 drafter.forget()
 
     def clear(self, rows: Sequence[int]) -> None:
