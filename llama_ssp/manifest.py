@@ -13,6 +13,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "benchmark": ("task=benchmark", "task=latency", "experiment=llama_2023"),
     "calibrate": ("task=calibrate", "command=calibrate"),
     "copies": ("draft=ngram", "draft.fallback=ngram"),
+    "cpu": (),
     "deepspeed": ("placement=deepspeed", "placement.target.kind=deepspeed"),
     "evaluate": ("task=evaluate",),
     "gpu": (),

@@ -27,7 +27,7 @@ def find_operator(
 
     Args:
         signature: name and arguments, as `torch.library` takes them.
-        emitter: the module of this package whose `emit` writes the code.
+        emitter: the module of `code` whose `emit` writes the code.
         kinds: arguments of `emit`.
         entry: the function of the code that torch calls.
         shared: functions that operators compiled later may call; see `compiled.add_operator`.
@@ -37,13 +37,13 @@ def find_operator(
     """
     name = signature.partition("(")[0]
     try:
-        from llama_ssp.cpu import compiled  # noqa: PLC0415 - imports LLVM
+        from llama_ssp.rooms.cpu.code import compiled  # noqa: PLC0415 - imports LLVM
 
         if not compiled.has_features(needs):
             return None
         if not hasattr(torch.ops.llama_ssp, name):
             _library.define(signature)
-        emit = import_module(f"{__package__}.{emitter}").emit
+        emit = import_module(f"{__package__}.code.{emitter}").emit
         compiled.add_operator(name, partial(emit, *kinds), entry, shared=shared, key=repr(kinds))
         operator: Operator = getattr(torch.ops.llama_ssp, name).default
         check(operator)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+from llama_ssp.speculate.engine.threads import Threads
+
 _NUM_UNTIMED = 2
 """First rounds of a kind of work that do not count: one calls Python, one is traced."""
 _LEAST_ROUNDS, _LEAST_S = 2, 0.015
@@ -48,7 +50,7 @@ class _Candidate:
     pause_s: float = _FIRST_PAUSE_S
 
 
-class ThreadChoice:
+class ThreadChoice(Threads):
     """The number of threads of a decoder's rounds.
 
     Args:
@@ -139,6 +141,11 @@ class ThreadChoice:
                 one.pause_s = min(2 * one.pause_s, _LONGEST_PAUSE_S)
                 return one
         return None
+
+
+def find_threads(most: int) -> ThreadChoice:
+    """The choice among at most so many threads."""
+    return ThreadChoice.up_to(most)
 
 
 def _use(number: int) -> None:

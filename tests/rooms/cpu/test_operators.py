@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.cpu import operators
-from llama_ssp.cpu.kinds import IN_FP16
-from llama_ssp.kernels import attention, layer, linear
 from llama_ssp.kernels.parts import SINGLES
+from llama_ssp.rooms.cpu import attention, draw, layer, linear, operators
+from llama_ssp.rooms.cpu.code.kinds import IN_FP16
 from llama_ssp.speculate.sampling import processors
 from llama_ssp.storage.formats import format_of
-from tests.unit.kernels.test_layer import logits, runner
+from tests.rooms.cpu.test_layer import logits, runner
 
 
 @pytest.fixture(autouse=True)
@@ -27,8 +26,9 @@ def _nothing_is_chosen_yet() -> Iterator[None]:
 
 
 def forget() -> None:
-    for found in (linear.product_of, attention.find_attention, layer._operator_of, processors._compiled_draw):
+    for found in (linear.product_of, attention.find_attention, layer._operator_of, draw.find_draw):
         found.cache_clear()
+    processors.made.cache_clear()
     operators._say_what_is_missing.cache_clear()
 
 
@@ -40,8 +40,8 @@ def test_without_the_compiler_the_references_give_the_same(
     ids = processors.draw(weights, uniforms)
     forget()
     for name in ("compiled", "emit", "linear", "attention", "layer", "draw"):
-        monkeypatch.delitem(sys.modules, f"llama_ssp.cpu.{name}", raising=False)
-        monkeypatch.delattr(f"llama_ssp.cpu.{name}", raising=False)
+        monkeypatch.delitem(sys.modules, f"llama_ssp.rooms.cpu.code.{name}", raising=False)
+        monkeypatch.delattr(f"llama_ssp.rooms.cpu.code.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "llvmlite", None)
     with caplog.at_level(logging.WARNING):
         found = logits(runner(form), 5)
@@ -54,15 +54,15 @@ def test_without_the_compiler_the_references_give_the_same(
 
 FINDERS: dict[str, tuple[object, Callable[[], object]]] = {
     "linear": (linear, lambda: linear.product_of(format_of("int8_weight_only").product)),
-    "attention": (attention, lambda: attention.find_attention(torch.device("cpu"), torch.float32, 32)),
-    "draw": (processors, processors._compiled_draw),
+    "attention": (attention, lambda: attention.find_attention(torch.float32, 32)),
+    "draw": (draw, draw.find_draw),
     "layer": (layer, lambda: layer._operator_of(IN_FP16, SINGLES, 32, _parts_of_layer())),
 }
 
 
 def _parts_of_layer() -> attention.Attention:
     linear.product_of(IN_FP16)
-    found = attention.find_attention(torch.device("cpu"), torch.float32, 32)
+    found = attention.find_attention(torch.float32, 32)
     return found or pytest.skip("this processor has no such layer")
 
 

@@ -8,26 +8,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.cpu import kinds
-from llama_ssp.cpu.compiled import has_features
 from llama_ssp.kernels.linear import (
     HalfLinear,
     Linear,
-    NativeLinear,
     PackedLinear,
     PlainLinear,
     can_halve,
     can_pack,
-    fits,
     half_scale,
     make_linear,
-    native_floats,
     native_of,
-    product_of,
 )
 from llama_ssp.kernels.parts import RmsNorm
 from llama_ssp.models.quantization import precision, weight_only
 from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.rooms.cpu.code import kinds
+from llama_ssp.rooms.cpu.code.compiled import has_features
+from llama_ssp.rooms.cpu.linear import CompiledLinear, fits, native_floats, product_of
 from llama_ssp.storage.formats import Product, formats
 from tests.helpers.four_bits import rounded
 from tests.helpers.lanes import pairs
@@ -54,11 +51,11 @@ def made(version: str, weight: Tensor, bias: Tensor | None = None) -> Linear:
     return native(version, weight, bias)
 
 
-def native(kind: str, weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
+def native(kind: str, weight: Tensor, bias: Tensor | None = None) -> CompiledLinear:
     if not has_features((product := PRODUCTS[kind]).needs):
         pytest.skip("this processor has no such product")
     found = native_of(quantized(kind, weight, bias) if kind in QUANTIZED else native_floats(product, weight, bias))
-    assert found
+    assert isinstance(found, CompiledLinear)
     return found
 
 
@@ -162,7 +159,7 @@ def test_without_the_private_operators_nothing_is_packed(monkeypatch: pytest.Mon
 NORM = RmsNorm(numbers(256), 1e-5)
 
 
-def fused(kind: str, *, gates: bool) -> NativeLinear:
+def fused(kind: str, *, gates: bool) -> CompiledLinear:
     """A layer with the norm before it, and the gate behind it."""
     found = native(kind, numbers(544, 256))
     assert found.take_in(NORM.weight_E, NORM.least_square, gates=gates)

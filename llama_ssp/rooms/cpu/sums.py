@@ -39,6 +39,11 @@ def call(name: str, group: object, values: Tensor, *more: int | tuple[int, ...])
     return result
 
 
+def find_collectives() -> Callable[..., Tensor]:
+    """What calls collectives as operators."""
+    return call
+
+
 def take_error() -> BaseException | None:
     """Return and clear the error that a collective raised during a replay, to raise it again."""
     error: BaseException | None = _this_thread.__dict__.pop("error", None)

@@ -12,7 +12,7 @@ from functools import partial
 from llvmlite import ir
 
 from llama_ssp.architectures.engine import LANES
-from llama_ssp.cpu.emit import F32, F32S, I64, INT64, Code, Operator, Value, constant
+from llama_ssp.rooms.cpu.code.emit import F32, F32S, I64, INT64, Code, Operator, Value, constant
 
 _F64 = ir.DoubleType()
 _I64S = ir.VectorType(I64, LANES)

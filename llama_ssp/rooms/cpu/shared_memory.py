@@ -30,8 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llama_ssp.ranks.comms import Comm
+
 SLOT_BYTES = 2**20
-"""Larger messages go through the backend."""
 _FOLDER = Path("/dev/shm")
 _LINE_BYTES = 64
 _NUM_SPINS = 2000
@@ -47,8 +48,11 @@ class SharedMemoryGroup:
         crowded: ranks share cores, so do not spin.
 
     Attributes:
+        most_bytes: larger messages go through the backend.
         timeout_s: how long to wait for a peer.
     """
+
+    most_bytes = SLOT_BYTES
 
     def __init__(self, file: int, *, rank: int, size: int, crowded: bool) -> None:
         memory = mmap.mmap(file, _num_bytes(size))
@@ -171,6 +175,11 @@ class SharedMemoryGroup:
             return False
         fcntl.lockf(self._file, fcntl.LOCK_UN, 1, peer)
         return True
+
+
+def find_board(comm: Comm) -> SharedMemoryGroup | None:
+    """The memory that a group's ranks share, if all of them can; they must call this together."""
+    return SharedMemoryGroup.join(comm.gather_text, rank=comm.rank, size=comm.size, crowded=comm.crowded)
 
 
 def _num_bytes(size: int) -> int:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from llama_ssp.cpu.sums import recording, take_error
+from llama_ssp.rooms.cpu.sums import recording, take_error
 from llama_ssp.workspaces import Leaf, find_tensors
 
 _Result = TypeVar("_Result", bound=Tensor | tuple[Tensor, ...])

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from llama_ssp.cpu import shared_memory
-from llama_ssp.cpu.shared_memory import SharedMemoryGroup
+from llama_ssp.rooms.cpu import shared_memory
+from llama_ssp.rooms.cpu.shared_memory import SharedMemoryGroup
 from tests.helpers.lanes import heavy, slow
 from tests.helpers.repository import ROOT
 
@@ -23,7 +23,7 @@ from itertools import count
 from pathlib import Path
 import torch
 from torch.distributed import FileStore
-from llama_ssp.cpu.shared_memory import SharedMemoryGroup
+from llama_ssp.rooms.cpu.shared_memory import SharedMemoryGroup
 
 scenario, size, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 

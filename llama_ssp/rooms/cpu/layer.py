@@ -1,4 +1,4 @@
-"""Whole layers in one operator: `cpu.layer`, for a few tokens on one rank, where all their parts are compiled.
+"""Whole layers in one operator: `code.layer`, for a few tokens on one rank, where all their parts are compiled.
 
 Layers that follow each other, with equal shapes, norms and windows, are one call. The reference is an operator for each
 part; the bits are the same.
@@ -11,33 +11,26 @@ import math
 from collections.abc import Hashable, Iterator, Sequence
 from functools import cache, partial
 from itertools import chain, groupby
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from llama_ssp.cpu.kinds import PRODUCTS, TENSORS
-from llama_ssp.cpu.operators import Operator, find_operator
-from llama_ssp.kernels.attention import ALL, Attention, find_attention
-from llama_ssp.kernels.linear import NativeLinear, sample
-from llama_ssp.kernels.parts import KeptRows
+from llama_ssp.kernels.linear import NativeLinear
+from llama_ssp.kernels.parts import Heads, KeptRows
+from llama_ssp.rooms.cpu.attention import ALL, Attention, TokenPlaces, find_attention
+from llama_ssp.rooms.cpu.code.kinds import PRODUCTS, TENSORS
+from llama_ssp.rooms.cpu.linear import CompiledLinear, sample
+from llama_ssp.rooms.cpu.operators import Operator, find_operator
 from llama_ssp.storage.formats import Product
+
+if TYPE_CHECKING:
+    from llama_ssp.rooms.cpu.decoder import LayerOperator
 
 _CHECKED_WIDTH = 128
 
 
-class TokenPlaces(NamedTuple):
-    """Places of the tokens of a forward; see `attention.Attention`."""
-
-    turns_S1P: Tensor
-    positions_BT: Tensor
-    slots_M: Tensor
-    cache_2NSW: Tensor
-    own_slots_BT: Tensor
-    sees_BTA: Tensor
-
-
-class WholeLayers:
+class CompiledLayers:
     """Layers in one operator, for at most `engine.WHOLE_LAYER_TOKENS` tokens.
 
     Args:
@@ -50,13 +43,13 @@ class WholeLayers:
         stop: the number after the last layer's.
     """
 
-    def __init__(self, first: int, layers: Sequence[Sequence[NativeLinear]], operator: Operator) -> None:
+    def __init__(self, first: int, layers: Sequence[Sequence[CompiledLinear]], operator: Operator) -> None:
         self.first, self.stop = first, first + len(layers)
         self._operator = operator
         self._weights = [[tensor for part in parts for tensor in part.operands] for parts in layers]
         self._least_squares = _least_squares(layers[0])
 
-    def __call__(
+    def compute(
         self, x_ME: Tensor, place: TokenPlaces, caches: Sequence[Tensor], *, first: int, num_heads: int, scale: float,
         window: int,
     ) -> Tensor:  # fmt: skip
@@ -70,36 +63,47 @@ class WholeLayers:
             [*chain.from_iterable(layers)], *self._least_squares, num_heads, scale, window,
         )  # fmt: skip
 
+    def __call__(self, x_ME: Tensor, attend: "LayerOperator", numbers: range, heads: Heads) -> Tensor:
+        """The residual stream behind layers of these numbers, whose attention is that of a forward."""
 
-def _least_squares(parts: Sequence[NativeLinear]) -> tuple[float, float]:
+        def like() -> Tensor:
+            return x_ME.new_empty(x_ME.shape[0], 2 * heads.num_kv, heads.dim)
+
+        place = attend.place(numbers.start, like)
+        caches = [attend.view.buffer(number, like).parts for number in numbers]
+        return self.compute(
+            x_ME, place, caches, first=numbers.start, num_heads=heads.num, scale=heads.scale, window=attend.window or 0
+        )
+
+
+def _least_squares(parts: Sequence[CompiledLinear]) -> tuple[float, float]:
     return parts[0].least_square, parts[2].least_square
 
 
 def whole_layers(
     layers: Sequence[Sequence[NativeLinear | None]], head_dim: int, rows: KeptRows, windows: Sequence[int | None]
-) -> Iterator[WholeLayers]:
+) -> Iterator[CompiledLayers]:
     """The layers of these parts that can be computed so on this machine, as many at once as possible."""
     for (_, form), group in groupby(range(len(layers)), key=lambda number: (windows[number], _form(layers[number]))):
         numbers = [*group]
         if form is None:
             continue
-        product, device, *_ = form
-        attention = find_attention(device, torch.float32, head_dim, rows)
-        if operator := _operator_of(product, rows, head_dim, attention) if attention else None:
-            found = [[part for part in layers[number] if part] for number in numbers]
-            yield WholeLayers(numbers[0], found, operator)
+        attention = find_attention(torch.float32, head_dim, rows)
+        if operator := _operator_of(form[0], rows, head_dim, attention) if attention else None:
+            found = [[part for part in layers[number] if isinstance(part, CompiledLinear)] for number in numbers]
+            yield CompiledLayers(numbers[0], found, operator)
 
 
-def _form(parts: Sequence[NativeLinear | None]) -> tuple[Product, torch.device, Hashable, Hashable] | None:
+def _form(parts: Sequence[NativeLinear | None]) -> tuple[Product, Hashable, Hashable] | None:
     """Common form of layers that one call may compute; None for a layer of other parts."""
-    found = [part for part in parts if part]
+    found = [part for part in parts if isinstance(part, CompiledLinear)]
     if len(found) < len(PRODUCTS) or len({part.product for part in found}) > 1:
         return None
     _, scales, _, norms = zip(*(part.operands for part in found), strict=True)
     if not (len(norms[0]) and len(norms[2]) and all(part.dtype is torch.float32 for part in scales)):
         return None
     shapes = tuple(tensor.shape for part in found for tensor in part.operands)
-    return found[0].product, scales[0].device, _least_squares(found), shapes
+    return found[0].product, _least_squares(found), shapes
 
 
 @cache
@@ -121,7 +125,7 @@ def _check(product: Product, rows: KeptRows, head_dim: int, attention: Attention
     attended = num_heads * head_dim
     shapes = (3 * attended, width), (width, attended), (2 * width, width), (width, width)
     weights = (torch.arange(math.prod(shape)).view(shape).remainder(13).sub(6) for shape in shapes)
-    parts = [NativeLinear(product, *sample(product, weight_OI, 2.0**-6), None) for weight_OI in weights]
+    parts = [CompiledLinear(product, *sample(product, weight_OI, 2.0**-6), None) for weight_OI in weights]
     qkv, output, gated, down = parts
     qkv.take_in(torch.ones(width), 1.0, gates=False)
     gated.take_in(torch.ones(width), 1.0, gates=True)
@@ -136,7 +140,7 @@ def _check(product: Product, rows: KeptRows, head_dim: int, attention: Attention
         attended_ME = attention(qkv.fused(wanted_ME), *place._replace(cache_2NSW=own_2NSW), num_heads, 1.0, 0)
         middle_ME = output(attended_ME, wanted_ME.clone())
         wanted_ME = down(gated.fused(middle_ME), middle_ME)
-    layers = WholeLayers(0, [parts, parts], operator)
-    found_ME = layers(x_ME, place, found, first=0, num_heads=num_heads, scale=1.0, window=0)
+    layers = CompiledLayers(0, [parts, parts], operator)
+    found_ME = layers.compute(x_ME, place, found, first=0, num_heads=num_heads, scale=1.0, window=0)
     if not (torch.equal(found_ME, wanted_ME) and all(map(torch.equal, found, wanted))):
         raise RuntimeError("compiled layers are wrong on this CPU")

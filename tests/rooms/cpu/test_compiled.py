@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp import cpu
-from llama_ssp.cpu import compiled
-from llama_ssp.cpu.compiled import keep
+from llama_ssp.rooms.cpu import code
+from llama_ssp.rooms.cpu.code import compiled
+from llama_ssp.rooms.cpu.code.compiled import keep
 from tests.helpers.repository import ROOT
 
-FOLDER = Path(cpu.__file__).parent
+FOLDER = Path(code.__file__).parent
 
 
 @pytest.fixture(name="made")

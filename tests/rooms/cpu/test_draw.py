@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from llama_ssp.architectures.matrices import tokens_of_a_block
-from llama_ssp.cpu import compiled
-from llama_ssp.cpu.compiled import has_features
-from llama_ssp.cpu.operators import Operator
-from llama_ssp.cpu.tracing import Traced
+from llama_ssp.rooms.cpu.code import compiled
+from llama_ssp.rooms.cpu.code.compiled import has_features
+from llama_ssp.rooms.cpu.draw import COMPILED_DRAW_NEEDS, find_draw
+from llama_ssp.rooms.cpu.operators import Operator
+from llama_ssp.rooms.cpu.tracing import Traced
 from llama_ssp.speculate.sampling import processors
-from llama_ssp.speculate.sampling.processors import COMPILED_DRAW_NEEDS, DRAW_UNITS, draw
+from llama_ssp.speculate.sampling.processors import DRAW_UNITS, draw
 from tests.helpers.lanes import pairs
 from tests.helpers.operator_count import OperatorCount
 
@@ -29,7 +30,7 @@ ONE = {"llama_ssp.draw.default": 1}
 def made() -> Operator:
     if not has_features(COMPILED_DRAW_NEEDS):
         pytest.skip("this processor has no such draw")
-    found = processors._compiled_draw()
+    found = find_draw()
     assert found
     return found
 
@@ -77,9 +78,14 @@ def operators_of(call: Callable[[], object]) -> Counter[str]:
 @pytest.fixture
 def forgotten() -> Iterator[None]:
     """A draw that is looked for again, in the test and after it."""
-    processors._compiled_draw.cache_clear()
+    forget()
     yield
-    processors._compiled_draw.cache_clear()
+    forget()
+
+
+def forget() -> None:
+    find_draw.cache_clear()
+    processors.made.cache_clear()
 
 
 @pytest.mark.usefixtures("forgotten")

@@ -1,7 +1,6 @@
 """Attention of a layer with all that stands between the products around it: the rotary turn, the write to the cache.
 
-`by_torch` is the reference; on a CPU in fp32, for heads of whole vectors, `cpu.attention` computes it in one operator.
-Elsewhere the decoder has its own ways (`models.llama.attention`).
+`by_torch` is the reference; in fp32, for heads of whole vectors, `code.attention` computes it in one operator.
 
 Shapes: B rows, T positions of a row, M = B * T tokens, H query heads, N key-value heads, X = H + 2 N, S slots of all
 rows, D head dim, P = D / 2, W width of a cache's row.
@@ -9,14 +8,15 @@ rows, D head dim, P = D / 2, W width of a cache's row.
 
 from collections.abc import Callable
 from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from llama_ssp.architectures.engine import LANES
-from llama_ssp.cpu.operators import find_operator
 from llama_ssp.kernels.parts import SINGLES, KeptRows
+from llama_ssp.rooms.cpu.operators import find_operator
 
 _WIDEST = 256
 _KINDS = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn")
@@ -35,6 +35,17 @@ the last token's each token sees, or `ALL`. Then H, what scores are multiplied b
 """
 ALL = torch.empty(0, 0, 0, dtype=torch.bool)
 """A token sees all slots up to its own: no trees."""
+
+
+class TokenPlaces(NamedTuple):
+    """Places of the tokens of a forward; see `Attention`."""
+
+    turns_S1P: Tensor
+    positions_BT: Tensor
+    slots_M: Tensor
+    cache_2NSW: Tensor
+    own_slots_BT: Tensor
+    sees_BTA: Tensor
 
 
 def by_torch(  # noqa: PLR0913, PLR0917 - the arguments of an operator
@@ -67,13 +78,9 @@ def by_torch(  # noqa: PLR0913, PLR0917 - the arguments of an operator
 
 
 @cache
-def find_attention(
-    device: torch.device, dtype: torch.dtype, head_dim: int, rows: KeptRows = SINGLES
-) -> Attention | None:
+def find_attention(dtype: torch.dtype, head_dim: int, rows: KeptRows = SINGLES) -> Attention | None:
     """The operator for these heads and rows of the cache, compiled at the first call; None if it cannot be had."""
-    if device.type != "cpu" or dtype is not torch.float32 or head_dim % LANES or head_dim > _WIDEST:
-        return None
-    if rows.kind not in _KINDS:
+    if dtype is not torch.float32 or head_dim % LANES or head_dim > _WIDEST or rows.kind not in _KINDS:
         return None
     return find_operator(
         f"attention_{rows.kind}_{head_dim}(Tensor qkv, Tensor turns, Tensor positions, Tensor slots, Tensor(a!) cache, "

@@ -41,10 +41,23 @@ from collections.abc import Sequence
 from llvmlite import ir
 
 from llama_ssp.architectures.engine import LANES
-from llama_ssp.cpu.emit import F32, F32S, I8S, I32, I32S, I64, NO_POINTER, POINTER, Code, Operator, Value, constant
-from llama_ssp.cpu.kinds import BYTES, DOTS, E2M1, E4M3, E4M3_DTYPE, NIBBLES, SIGN_BIT
-from llama_ssp.cpu.kinds import HALVES as FP16
-from llama_ssp.cpu.kinds import SINGLES as FP32
+from llama_ssp.rooms.cpu.code.emit import (
+    F32,
+    F32S,
+    I8S,
+    I32,
+    I32S,
+    I64,
+    NO_POINTER,
+    POINTER,
+    Code,
+    Operator,
+    Value,
+    constant,
+)
+from llama_ssp.rooms.cpu.code.kinds import BYTES, DOTS, E2M1, E4M3, E4M3_DTYPE, NIBBLES, SIGN_BIT
+from llama_ssp.rooms.cpu.code.kinds import HALVES as FP16
+from llama_ssp.rooms.cpu.code.kinds import SINGLES as FP32
 from llama_ssp.storage.formats import FP4_NUMBERS, INT4_ZERO_BITS, WORD_BYTES, Product
 
 _VALUE_BITS = {FP32: 32, FP16: 16, BYTES: 8, DOTS: 8, E4M3: 8, NIBBLES: 4, E2M1: 4}
@@ -81,7 +94,7 @@ def emit(product: Product) -> ir.Module:
         for blocks in _numbers_of_blocks(product, rows)
     }
     part = _part(module, product, tiles, _finish(module, product))
-    part.linkage = "external"  # `cpu.layer` calls it too
+    part.linkage = "external"  # `layer` calls it too
     _entry(module, product, _preparation(module, product), part)
     return module
 

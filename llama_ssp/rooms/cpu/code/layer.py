@@ -8,7 +8,7 @@
     gated    pairs of blocks                   middle, normed   gated
     down     blocks of 16 outputs              gated, middle    y, the x of the next layer
 
-The steps run the functions of `cpu.linear` and `cpu.attention`, which the operators of a product and of attention run
+The steps run the functions of `linear` and `attention`, which the operators of a product and of attention run
 too, so the bits are the same. Each thread norms and quantizes the few rows for itself.
 
 Threads share a step: each takes the next units until none is left, then waits for the others. libgomp needs some
@@ -28,10 +28,22 @@ from contextlib import contextmanager
 from llvmlite import ir
 
 from llama_ssp.architectures.engine import LANES
-from llama_ssp.cpu import attention as attending
-from llama_ssp.cpu import linear
-from llama_ssp.cpu.emit import F32, I32, I64, INT64, NO_POINTER, POINTER, VOID, Code, Operator, Value, constant
-from llama_ssp.cpu.kinds import PARTS, PRODUCTS, TENSORS
+from llama_ssp.rooms.cpu.code import attention as attending
+from llama_ssp.rooms.cpu.code import linear
+from llama_ssp.rooms.cpu.code.emit import (
+    F32,
+    I32,
+    I64,
+    INT64,
+    NO_POINTER,
+    POINTER,
+    VOID,
+    Code,
+    Operator,
+    Value,
+    constant,
+)
+from llama_ssp.rooms.cpu.code.kinds import PARTS, PRODUCTS, TENSORS
 from llama_ssp.storage.formats import Product
 
 STEPS = ("qkv", "place", "attend", "output", "gated", "down")

@@ -1,12 +1,13 @@
 """Rounds take the number of threads that is fastest on the machine as it is now."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from llama_ssp import Pair
-from llama_ssp.cpu.threads import ThreadChoice
+from llama_ssp.rooms.cpu.threads import ThreadChoice
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.requests import encode
 from llama_ssp.speculate.engine.state import Request
@@ -124,6 +125,6 @@ def test_a_user_who_names_a_number_keeps_it(pair: Pair, monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_a_model_whose_bits_depend_on_the_number_keeps_all_cores(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair.models.target, "is_invariant", False)
-    assert not build_decoder(pair.models, pair.config, speculative=True).threads.is_undecided
+def test_a_model_whose_bits_depend_on_the_number_keeps_all_cores(pair: Pair) -> None:
+    models = replace(pair.models, reuse=replace(pair.models.reuse, are_invariant=False))
+    assert not build_decoder(models, pair.config, speculative=True).threads.is_undecided

@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.cpu.compiled import has_features
-from llama_ssp.kernels.attention import NEEDS
-from llama_ssp.kernels.layer import WholeLayers
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.llama import layer as layers
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.layer import join
 from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.rooms.cpu.attention import NEEDS
+from llama_ssp.rooms.cpu.code.compiled import has_features
+from llama_ssp.rooms.cpu.layer import CompiledLayers
 from llama_ssp.storage.formats import CACHES, formats
 from tests.helpers.lanes import pairs
 from tests.helpers.models import load_lean, tiny_model
-from tests.unit.kernels.test_attention import case
-from tests.unit.kernels.test_linear import COMPILED, native, numbers
+from tests.rooms.cpu.test_attention import case
+from tests.rooms.cpu.test_linear import COMPILED, native, numbers
 
 FORMS = ("none", "fp32", *(form.name for form in formats().values() if form.compiled and not form.is_stored_alone))
 VOCABULARY = 208
@@ -51,17 +51,23 @@ def logits(model: LeanRunner, num_tokens: int, *, batch_size: int = 1, taps: tup
     return model.forward(ids[:, BEHIND:], positions[:, BEHIND:], bucket=BEHIND + num_tokens, taps=kept)
 
 
+def join_layers(model: LeanRunner) -> None:
+    """Join the layers that a model has now."""
+    assert model._compiled
+    join(model._layers, model._compiled.whole_layers([layer.parts for layer in model._layers], model._windows))
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of tokens of the calls of whole layers."""
     found: list[int] = []
-    call = WholeLayers.__call__
+    call = CompiledLayers.__call__
 
-    def counted(layer: WholeLayers, x: Tensor, *given: object, **named: object) -> Tensor:
+    def counted(layer: CompiledLayers, x: Tensor, *given: object, **named: object) -> Tensor:
         found.append(len(x))
         return call(layer, x, *given, **named)  # type: ignore[arg-type]  # as the method takes them
 
-    monkeypatch.setattr(WholeLayers, "__call__", counted)
+    monkeypatch.setattr(CompiledLayers, "__call__", counted)
     return found
 
 
@@ -85,7 +91,7 @@ def test_layers_are_as_many_calls_as_their_windows_and_taps_ask_for(
 ) -> None:
     model = runner(num_hidden_layers=6)
     model._windows = (None, None, None, 40, 40, None)
-    join(model._layers, model._kept, model._windows)
+    join_layers(model)
     tapped, taps = (0, 2, 4), []
     monkeypatch.setattr(Taps, "write", lambda _, layer, x, __: taps.append((layer, x.clone())))
     for number, wanted in (((), 3), (tapped, 5)):
@@ -105,7 +111,7 @@ def test_layers_of_other_sizes_or_formats_are_not_one_call(calls: list[int]) -> 
     model, other = runner(num_hidden_layers=5), runner("int8_weight_only", num_hidden_layers=5)
     model._layers[1] = other._layers[1]
     model._layers[4] = runner(num_hidden_layers=5, intermediate_size=512)._layers[4]
-    join(model._layers, model._kept, model._windows)
+    join_layers(model)
     calls.clear()  # some check operators
     logits(model, 1)
     assert len(calls) == 4  # 0 | 1 | 2 3 | 4

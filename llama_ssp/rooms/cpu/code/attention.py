@@ -23,8 +23,23 @@ from collections.abc import Callable, Iterator
 from llvmlite import ir
 
 from llama_ssp.architectures.engine import LANES
-from llama_ssp.cpu.emit import F16S, F32, F32S, I8, I8S, I16S, I32, I32S, I64, POINTER, Code, Operator, Value, constant
-from llama_ssp.cpu.kinds import E4M3_DTYPE, E4M3_SHRINK
+from llama_ssp.rooms.cpu.code.emit import (
+    F16S,
+    F32,
+    F32S,
+    I8,
+    I8S,
+    I16S,
+    I32,
+    I32S,
+    I64,
+    POINTER,
+    Code,
+    Operator,
+    Value,
+    constant,
+)
+from llama_ssp.rooms.cpu.code.kinds import E4M3_DTYPE, E4M3_SHRINK
 from llama_ssp.storage.formats import CACHES, CacheFormat
 
 _SERIAL = 2**17
@@ -52,7 +67,7 @@ def emit(kind: str, head_dim: int) -> ir.Module:
     module = ir.Module(name=f"attention of {kind} and {head_dim}")
     form = next(form for form in CACHES.all().values() if (form.dtype or "float32") == kind)
     place, units = _place(module, form, head_dim), _units(module, form, head_dim)
-    place.linkage = units.linkage = "external"  # `cpu.layer` calls them too
+    place.linkage = units.linkage = "external"  # `layer` calls them too
     _entry(module, head_dim, place, units)
     return module
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.cpu.compiled import has_features
-from llama_ssp.kernels.attention import ALL, NEEDS, Attention, by_torch, find_attention
 from llama_ssp.kernels.parts import SINGLES, KeptRows, rows_of
 from llama_ssp.models.runner import nearest
+from llama_ssp.rooms.cpu.attention import ALL, NEEDS, Attention, by_torch, find_attention
+from llama_ssp.rooms.cpu.code.compiled import has_features
 from llama_ssp.speculate.sampling.draft import find_topology
 from llama_ssp.storage.formats import CACHES
 from tests.helpers.lanes import pairs
@@ -27,7 +27,7 @@ FORMATS = {name: rows_of(name, torch.float32) for name in CACHES.all()}
 def made(head_dim: int, rows: KeptRows = SINGLES) -> Attention:
     if not has_features(NEEDS):
         pytest.skip("this processor has no such attention")
-    attention = find_attention(torch.device("cpu"), torch.float32, head_dim, rows)
+    attention = find_attention(torch.float32, head_dim, rows)
     assert attention
     return attention
 
