@@ -10,8 +10,10 @@ from pkgutil import iter_modules
 ROOMS: dict[str, tuple[str, ...]] = {
     "accelerate": ("placement=accelerate", "placement.target.kind=accelerate"),
     "advice": ("setting=search",),
+    "benchmark": ("task=benchmark", "task=latency", "experiment=llama_2023"),
     "calibrate": ("task=calibrate", "command=calibrate"),
     "copies": ("draft=ngram", "draft.fallback=ngram"),
+    "cpu": (),
     "deepspeed": ("placement=deepspeed", "placement.target.kind=deepspeed"),
     "evaluate": ("task=evaluate",),
     "gpu": (),
