@@ -9,6 +9,7 @@ from pkgutil import iter_modules
 
 ROOMS: dict[str, tuple[str, ...]] = {
     "copies": ("draft=ngram",),
+    "heads": ("draft=mtp", "draft=tiny-eagle", "draft=eagle3_llama3_8B", "config.json=draft_vocab_size"),
     "calibrate": ("task=calibrate", "command=calibrate"),
     "evaluate": ("task=evaluate",),
     "serve": ("task=serve", "command=serve", "field=custom_id"),

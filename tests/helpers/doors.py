@@ -9,7 +9,7 @@ import pytest
 
 from llama_ssp.architectures.reading import read_config
 from llama_ssp.settings import drafters
-from llama_ssp.settings.combinations import CLASHES
+from llama_ssp.settings.combinations import table
 from llama_ssp.settings.compose import compose, to_run_config
 from llama_ssp.settings.schema import RowSteps, RunConfig
 from tests.helpers import one_pass_heads
@@ -78,7 +78,7 @@ def config_of(words: list[str], abilities: Collection[str] = ()) -> RunConfig:
 
 
 def has_sentence(message: str, both: tuple[str, str]) -> bool:
-    return all(part in message for part in re.split(r"\{\w+\}", CLASHES[both]))
+    return all(part in message for part in re.split(r"\{\w+\}", table()[both]))
 
 
 def patch(names: Collection[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """What tests of the core take from rooms; without the room they are skipped."""
 
 import re
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -35,3 +36,9 @@ def copying(parts: DrafterParts) -> Drafter:
     from llama_ssp.rooms.copies.drafter import NgramDrafter
 
     return NgramDrafter(parts)
+
+
+def of_heads(module: str) -> Any:  # noqa: ANN401 - a module
+    """A module of the room of draft heads."""
+    need("heads")
+    return import_module(f"llama_ssp.rooms.heads.{module}")
