@@ -23,7 +23,7 @@ test *arguments:
 
 # run the tests that take less than a minute together on two cores, or those of them that the arguments name
 quick *arguments=("tests/unit" + whole_runs_models_and_kernels):
-    "{{bin}}/pytest" -m "not (seconds or heavy or slow or distributed or slurm)" {{arguments}}
+    "{{bin}}/pytest" -m "not (seconds or heavy or slow or distributed)" {{arguments}}
 
 # run what .ci/run adds to the default tests
 heavy *arguments:
@@ -39,7 +39,7 @@ gpu-stub *arguments:
 
 # GPU kernels in every variant, compiled ahead of time with the Triton that .ci/run installs
 triton *arguments:
-    PYTHONPATH="{{justfile_directory()}}/.venv/triton" "{{bin}}/python" -m pytest --slow -m triton tests/unit/kernels {{arguments}}
+    PYTHONPATH="{{justfile_directory()}}/.venv/triton" "{{bin}}/python" -m pytest --slow -m triton tests/rooms/gpu {{arguments}}
 
 # everything that a commit must pass, the tests apart
 check:

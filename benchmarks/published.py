@@ -31,7 +31,8 @@ from llama_ssp.planning.forwards import LIBRARY_SHARE
 from llama_ssp.planning.model import planned_model
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.timing import FIRST, Ends, decoding_error, timing
-from llama_ssp.settings.schema import DraftLayout, TargetKind
+from llama_ssp.settings.backends import backend_of
+from llama_ssp.settings.schema import DraftLayout
 from llama_ssp.storage.formats import NO_QUANTIZATION, READ_SLOWDOWN, format_of
 
 A100 = "8xa100_80gb"
@@ -128,7 +129,7 @@ def job(
     drafting = planned_model(catalogue.load(draft), device="cuda") if draft else None
     return PlanSpec(
         target=planned_model(catalogue.load(target), device="cuda"), draft=drafting,
-        own_tokenizer=draft == "gpt_neo_1.3B", target_kind=TargetKind.tensor, target_ranks=ranks,
+        own_tokenizer=draft == "gpt_neo_1.3B", target_ranks=ranks,
         draft_kind=DraftLayout[kind], draft_ranks=(ranks if kind == "sharded" else ranks[:1]) if draft else (),
         num_draft_tokens=4, acceptance=None, batch_size=1, prompt_tokens=5, max_new_tokens=200, cuda_graphs=not eager,
         device="cuda", kernels=OTHER_ENGINES,
@@ -197,7 +198,7 @@ def job_of(row: Row) -> PlanSpec:
     )  # fmt: skip
     if row.by_library:
         ranks = planned.target_ranks
-        return replace(planned, target_kind=TargetKind.accelerate, target_ranks=ranks[:1], spare_devices=ranks[1:])
+        return replace(planned, backend=backend_of("accelerate"), target_ranks=ranks[:1], spare_devices=ranks[1:])
     return planned
 
 

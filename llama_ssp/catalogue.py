@@ -26,7 +26,7 @@ from llama_ssp.storage.formats import CACHES, NO_QUANTIZATION, OWN_DTYPE, format
 from llama_ssp.storage.stored import StoredFormat
 
 CONFIG_FILE, ADAPTER_CONFIG_FILE = "config.json", "adapter_config.json"
-"""Files of the folder of a model, and of that of an adapter."""
+"""Files of the folder of a model, and of an adapter's."""
 GGUF = ".gguf"
 GGUF_ALONE = "holds GGUF weights, which are not read: use the repository of this model with safetensors weights"
 _given: list[Path] = []
@@ -181,12 +181,12 @@ class ModelConfig:
     chat: bool = setting(False, "whether the model has a chat template.")
     gated: bool = setting(False, "whether the hub asks for a login.")
     shape: ModelShape | None = setting(None, "sizes in the words of config.json; null reads them from the folder.")
-    # the format of linear layers that its files quantize, once somebody has read their config.json; no setting.
+    # the format of linear layers that its files quantize, once their config.json has been read; no setting.
     stored_format: StoredFormat | None = field(default=None, metadata={"omegaconf_ignore": True})
 
     @property
     def label(self) -> str:
-        """Its name in reports: that of a folder for the entry that stands for any."""
+        """Its name in reports: a folder's for the entry that stands for any."""
         return Path(self.path).absolute().name if self.name == LOCAL and self.path else self.name
 
 
@@ -214,7 +214,7 @@ def user_dir() -> Path:
 
 
 def cache_dir() -> Path:
-    """Return the user's folder for what can be made again, which need not exist."""
+    """Return the user's folder for files that can be made again, which need not exist."""
     return base_dir("CACHE", "~/.cache") / "llama_ssp"
 
 
@@ -272,7 +272,7 @@ def groups(group: str) -> list[str]:
 def new_file(group: str, name: str) -> Path:
     """Name the file of an option that the package writes: where it is, else `conf` in a checkout, else `user_dir`.
 
-    A checkout that this user cannot write, such as that of an image, is used as an installed package is.
+    A checkout that this user cannot write, such as an image's, is used as an installed package is.
     """
     is_checkout = conf_dir().parent != Path(__file__).resolve().parent and os.access(conf_dir(), os.W_OK)
     return find(group, name) or (conf_dir() if is_checkout else user_dir()) / group / f"{name}.yaml"
@@ -296,7 +296,7 @@ def option(group: str, name: str) -> tuple[dict[str, Any], str | None] | None:
 _INHERITING, _MERGED = ("model", "hardware"), ("shape", "sources")
 """Groups whose files have an entry that they are based on, and their fields that are merged with its."""
 _COUNTED = re.compile(r"([1-8])x(.+)", re.DOTALL)
-"""A machine with so many GPUs of a file that describes one, as 4xh100."""
+"""A machine with several of the GPUs that a file describes, as 4xh100."""
 
 
 def head_of(file: Path) -> str:
@@ -311,7 +311,7 @@ def is_own(file: Path) -> bool:
 
 
 def shown(file: Path) -> str:
-    """Name a file in a message: those of the package as `conf/...`."""
+    """Name a file in a message: a file of the package as `conf/...`."""
     return (
         str(file)
         if is_own(file)
@@ -465,7 +465,7 @@ def _file(name: str) -> Path | None:
 
 
 def _fields(group: str, name: str, *, names_below: tuple[str, ...] = ()) -> dict[str, Any] | None:
-    """The fields of an entry, merged over those of its base; `names_below` are the entries that inherit them."""
+    """The fields of an entry, merged over its base's; `names_below` are the entries that inherit them."""
     file = find(group, name)
     if file is None:
         counted = _COUNTED.fullmatch(name) if group == "hardware" else None

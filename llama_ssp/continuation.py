@@ -1,6 +1,6 @@
 """The text that token ids add to the ids before them: the only way in which new ids become text.
 
-Tokenizers decode the beginning of a text differently: those of the SentencePiece layout drop its first space. So new
+Tokenizers decode the beginning of a text differently: the SentencePiece layout's drop its first space. So new
 ids are decoded together with a context, the last ids before them, and the context's own text is taken off:
 
     ids   ... | context | new ids          text = decode(context + new ids) without decode(context)
@@ -20,7 +20,7 @@ MOST_BYTES = 4  # Of a UTF-8 character; the ids of a context may begin within on
 
 
 class TextAfter:
-    """Decodes what follows some ids of a tokenizer.
+    """Decodes ids that follow some ids of a tokenizer.
 
     `context` are the last of the ids, which are decoded together with new ones, and `context_text` is their text. With
     `names_special`, special tokens appear in the text by their names; otherwise they add nothing.
@@ -40,7 +40,7 @@ class TextAfter:
         for text in (self.context_text, self.context_text.rstrip(INCOMPLETE)):
             if whole.startswith(text):
                 return whole[len(text) :]
-        return self._decode(new_ids)  # bytes that are no character spoil those before them, in some tokenizers
+        return self._decode(new_ids)  # bytes that are no character spoil earlier ones, in some tokenizers
 
     def _choose_context(self, ids: Sequence[int]) -> tuple[list[int], str]:
         """The last ids that have text, which special tokens lack, and begin with a whole character; or all ids."""

@@ -24,7 +24,14 @@ class SspError(Exception):
     """
 
     exit_code = 2
-    speaks: bool | None = None
+
+    def __init__(self, sentence: str, *, speaks: bool | None = None) -> None:
+        super().__init__(sentence)
+        self.speaks = speaks
+
+    def hush(self) -> None:
+        """Leave the report to other ranks."""
+        self.speaks = False
 
 
 class ConfigError(SspError):
@@ -73,14 +80,16 @@ class InterruptedRun(SspError):  # noqa: N818 - no error, but an end
     """A run that was stopped on request, and can be resumed."""
 
     exit_code = 4
-    run_dir: str | None = None
+
+    def __init__(self, sentence: str, *, speaks: bool | None = None, run_dir: str | None = None) -> None:
+        super().__init__(sentence, speaks=speaks)
+        self.run_dir = run_dir
 
     @classmethod
     def in_folder(cls, run_dir: str | None) -> "InterruptedRun":
         """An interruption whose sentence says how to go on, with the run folder quoted for a shell."""
-        error = cls(f"interrupted; {shlex.quote(f'run_dir={run_dir}')} with the same settings goes on from here")
-        error.run_dir = run_dir
-        return error
+        how = f"{shlex.quote(f'run_dir={run_dir}')} with the same settings goes on from here"
+        return cls(f"interrupted; {how}", run_dir=run_dir)
 
 
 def one_message(problems: Sequence[str]) -> str:

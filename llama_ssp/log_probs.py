@@ -15,7 +15,7 @@ class LogProbs:
     top_log_probs: list[list[float]]
 
     def part(self, tokens: slice, num_top: int) -> "LogProbs":
-        """Those of some tokens, with so many of the most probable ones."""
+        """Log-probabilities of some tokens, with `num_top` of the most probable tokens in place of each."""
         return LogProbs(
             log_probs=self.log_probs[tokens], top_ids=[top[:num_top] for top in self.top_ids[tokens]],
             top_log_probs=[top[:num_top] for top in self.top_log_probs[tokens]],
@@ -24,7 +24,7 @@ class LogProbs:
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionLogProbs:
-    """Of a completion, what `logprobs` and `prompt_logprobs` ask for; None for what was not asked.
+    """Log-probabilities of a completion, as `logprobs` and `prompt_logprobs` ask; None for what was not asked.
 
     Attributes:
         logprobs: of the new tokens under the model, at temperature 1 and before all processors.

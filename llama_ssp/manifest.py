@@ -8,13 +8,19 @@ from pathlib import Path
 from pkgutil import iter_modules
 
 ROOMS: dict[str, tuple[str, ...]] = {
-    "copies": ("draft=ngram",),
     "heads": ("draft=mtp", "draft=tiny-eagle", "draft=eagle3_llama3_8B", "config.json=draft_vocab_size"),
+    "copies": ("draft=ngram", "draft.fallback=ngram"),
+    "accelerate": ("placement=accelerate", "placement.target.kind=accelerate"),
     "calibrate": ("task=calibrate", "command=calibrate"),
+    "deepspeed": ("placement=deepspeed", "placement.target.kind=deepspeed"),
     "evaluate": ("task=evaluate",),
+    "gpu": (),
+    "python_ranks": ("argument=ranks",),
+    "reports": ("command=report", "setting=figure"),
     "serve": ("task=serve", "command=serve", "field=custom_id"),
+    "slurm": ("hydra/launcher=slurm",),
 }
-"""What asks for a room: kind and name, as `unknown_name` is given them; a field is one of a line of prompts."""
+"""Requests for a room: kind and name, as `unknown_name` is given them; a field is one of a line of prompts."""
 FOLDER = Path(__file__).parent / "rooms"
 
 

@@ -1,4 +1,4 @@
-"""Registries of records by name: the core's, those of the rooms, and those that plugins `register`.
+"""Registries of records by name: the core's, the rooms', and records that plugins `register`.
 
 Records name code as `module:function` where it needs torch, so that they import nothing slow.
 """
@@ -25,12 +25,12 @@ Record = TypeVar("Record", bound=_Named)
 class Registry(Generic[Record]):
     """The records of one kind; error messages begin with their `setting`.
 
-    The values of a `kind` are records too: in `modules`, in the modules of those that are packages, and in `records` of
-    every room. They are read when a record is first asked for; those that plugins have registered take their place.
+    The values of a `kind` are records too: in `modules`, in the modules of packages among them, and in `records` of
+    every room. They are read when a record is first asked for; records that plugins register take their place.
     """
 
     def __init__(self, *, setting: str, modules: tuple[str, ...] = (), kind: type[Record] | None = None) -> None:
-        self._setting, self._kind = setting, kind
+        self.setting, self._kind = setting, kind
         self._unread = (*modules, *manifest.records_of_rooms()) if kind else ()
         self.records: dict[str, Record] = {}
 
@@ -58,7 +58,7 @@ class Registry(Generic[Record]):
 
     def problem_of(self, name: str, *, key: str | None = None) -> str | None:
         """An error sentence if no record has this name; it begins with `key`, by default the setting."""
-        return None if self.find(name) else unknown_name(words.key_of(key or self._setting), name, self.all())
+        return None if self.find(name) else unknown_name(words.key_of(key or self.setting), name, self.all())
 
     def _read(self) -> None:
         unread, self._unread = self._unread, ()

@@ -5,7 +5,7 @@ of the library as an argument.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -72,8 +72,13 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
+def listed(names: Sequence[str], last: str = "and") -> str:
+    """Names in a sentence, as in "a, b and c"."""
+    return f" {last} ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+
+
 def decimal(value: float | None, places: int = 2, *, unit: str = "", missing: str = "-") -> str:
-    """A measured figure of a table with so many decimals; `missing` for one that was not measured."""
+    """A measured figure of a table with `places` decimals; `missing` for one that was not measured."""
     return missing if value is None else f"{value:.{places}f}{unit}"
 
 
@@ -83,7 +88,7 @@ def share(value: float | None) -> str:
 
 
 def rounded(value: float, digits: int = 3) -> str:
-    """A number to so many digits, as in "0.554", "9.40" and "70.0"; a larger one keeps all before the point."""
+    """A number to `digits` digits, as in "0.554", "9.40" and "70.0"; a larger one keeps all before the point."""
     has_decimals = abs(value) < 10 ** (digits - 1) - 0.05
     return f"{value:#.{digits}g}" if has_decimals else f"{value:.0f}"
 

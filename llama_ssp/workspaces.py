@@ -1,7 +1,7 @@
 """Tensors that a stage of a round reads: weights, which stay in place, and workspaces, which `allocate` makes.
 
 Executors need both lists: a trace takes the tensors of workspaces as arguments, and a CUDA graph is dropped when one of
-them has been replaced. Other weights are copied into the tensors of those before, so that traces and graphs read them.
+them has been replaced. New weights are copied into the earlier ones' tensors, so that traces and graphs read them.
 """
 
 from abc import ABC, abstractmethod
@@ -19,7 +19,7 @@ _OF_ANY_MODULE = vars(nn.Module()).keys() - {"_parameters", "_buffers", "_module
 
 
 class Workspace:
-    """Base class of what `allocate` makes; unlike weights, its tensors are replaced by the next `allocate`."""
+    """Base class of objects that `allocate` makes; unlike weights, its tensors are replaced by the next `allocate`."""
 
 
 class PerBucket(dict[int, _T], Generic[_T]):
@@ -38,7 +38,7 @@ class PerBucket(dict[int, _T], Generic[_T]):
 
 
 class OwnBuckets(ABC):
-    """Base class of what reads other buckets than the round; tracing follows it into objects that it holds."""
+    """Base class of objects that read other buckets than the round; tracing follows it into objects that it holds."""
 
     @abstractmethod
     def own_bucket(self, bucket: int) -> int:
@@ -73,7 +73,7 @@ def find_tensors(roots: Sequence[object], *, bucket: int) -> tuple[list[Leaf], l
 
 
 def find_parts(root: object, kind: type[_T], *, seen: set[int]) -> Iterator[_T]:
-    """Yield the objects of a kind that an object holds, but for those `seen`."""
+    """Yield the objects of a kind that an object holds, without the ones `seen`."""
     if id(root) not in seen:
         seen.add(id(root))
         if isinstance(root, kind):
@@ -95,7 +95,7 @@ class InPlace:
         self.fits = model is not None
 
     def keep(self, new: _T, *path: str | int) -> _T:
-        """Copy the tensors of a part into those of the part of `model` at this path, and return that one.
+        """Copy the tensors of a part into the part of `model` at this path, and return the latter.
 
         Returns the new part if their structures differ.
         """

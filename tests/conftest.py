@@ -21,7 +21,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from llama_ssp import catalogue
 from llama_ssp.ranks.process import signals_kept
-from tests.helpers import rooms, slurm
+from tests.helpers import rooms
 from tests.helpers.own_conf import OwnConf, writer
 
 # Read when the libraries are first imported, and inherited by the processes that tests start.
@@ -38,9 +38,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 MOST_WORKERS = 8
 """Each of them imports torch, which takes about 0.6 GB."""
-JOBS, OF_ROOMS = ("tests/distributed/", "tests/slurm/", "tests/stub_gpu/"), "/test_distributed.py"
+JOBS, OF_ROOMS = ("tests/distributed/", "tests/stub_gpu/"), "/test_distributed.py"
 """Tests that start several ranks: one worker runs them one after the other, so that their time limits hold."""
-UNTIMED = tuple(f"tests/distributed/test_{name}.py" for name in ("placement", "deepspeed"))
+UNTIMED = (
+    "tests/distributed/test_placement.py",
+    *(f"tests/rooms/{name}/test_distributed.py" for name in ("accelerate", "deepspeed")),
+)
 """Those that share groups of ranks and have no time limits: another worker may run them at the same time."""
 _OF_UNIT = ("api", "models", "repository", "run", "settings", "weights")
 FILES = ("tests/rooms/", *(f"tests/unit/{folder}/" for folder in _OF_UNIT))
@@ -160,8 +163,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=[*left_out])
     items[:] = [item for item in items if item not in left_out]
     for item in items:
-        if item.get_closest_marker("slurm") and (reason := slurm.why_not()):
-            item.add_marker(pytest.mark.skip(reason=reason))
         if item.get_closest_marker("triton") and not find_spec("triton"):
             item.add_marker(pytest.mark.skip(reason="torch for CPUs comes without Triton; .ci/run has it"))
         if marker := item.get_closest_marker("gpu"):

@@ -122,7 +122,7 @@ def path_faults(where: Where, pair: Pair, decoder: Decoder | None = None, *, has
 
 def texts(where: Where, decoder: Decoder, pair: Pair, *, number: int) -> list[list[int]]:
     """New ids of some samples."""
-    decoder.room.bucket_step = BUCKET_STEP
+    decoder.space.bucket_step = BUCKET_STEP
     wanted = requests(pair, number=number, prompt_tokens=40, new_tokens=num_tokens(where))
     return ids_of(complete(decoder, wanted))
 

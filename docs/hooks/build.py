@@ -30,7 +30,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, path, content=page))
     lists: dict[str, list[object]] = {
         "reference/api/index.md": repository.api_navigation([path for path in made if "/api/" in path]),
-        "rooms/index.md": [path for path in made if path.startswith("rooms/")],
+        "rooms/index.md": [path for path in made if path.startswith("rooms/") and path.endswith(".md")],
     }
     _expand(config.nav or [], lists)
     return files

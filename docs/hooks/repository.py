@@ -93,14 +93,15 @@ def _link(folder: PurePosixPath, name: str) -> str:
 
 
 def pages_of_rooms() -> dict[str, str]:
-    """Make the page that lists the rooms; returns it with that of each room, by their paths below `docs`."""
+    """Make the page that lists the rooms; returns it with those of each room, by their paths below `docs`."""
     pages = {}
     for name in manifest.ROOMS:
         file, missing = ROOMS / name / "page.md", f"# {name}\n\nThis installation has no `llama_ssp/rooms/{name}`.\n"
         pages[f"rooms/{name}.md"] = file.read_text(encoding="utf-8") if file.exists() else missing
     lines = ["# Rooms", docstring(ROOMS / "__init__.py")]
+    notebooks = {f"rooms/{file.name}": file.read_text(encoding="utf-8") for file in ROOMS.glob("*/*.ipynb")}
     lines += [f"- [{page.splitlines()[0].lstrip('# ')}]({PurePosixPath(path).name})" for path, page in pages.items()]
-    return {"rooms/index.md": "\n\n".join(lines) + "\n", **pages}
+    return {"rooms/index.md": "\n\n".join(lines) + "\n", **pages, **notebooks}
 
 
 def api_pages() -> dict[str, str]:

@@ -13,11 +13,13 @@ from llama_ssp.run.commands.help import (
     DescribedSetting,
     is_schema,
     settings_of,
+    settings_of_launchers,
     settings_of_plan,
     task_settings,
 )
 from llama_ssp.settings.drafters import drafters
-from llama_ssp.settings.schema import DERIVED, LAUNCHER, DrafterConfig, RunConfig, SlurmConfig
+from llama_ssp.settings.launchers import LAUNCHER, LAUNCHERS
+from llama_ssp.settings.schema import DERIVED, DrafterConfig, RunConfig
 from llama_ssp.settings.tasks import task_specs
 
 CONF = ROOT / "conf"
@@ -86,7 +88,7 @@ def described() -> list[DescribedSetting]:
     """Return every setting that must have a meaning."""
     found = [each for group in groups() if group != "task" for each in group_settings(group)]
     found += [each for group in ("draft", "task") for _, own in option_settings(group) for each in own]
-    found += [*top_settings(RunConfig), *settings_of_plan(), *settings_of(SlurmConfig, f"{LAUNCHER}.")]
+    found += [*top_settings(RunConfig), *settings_of_plan(), *settings_of_launchers()]
     return [*found, *hardware_settings()]
 
 
@@ -115,5 +117,6 @@ def page() -> str:
     parts.append("## `launch/plan.py`")
     parts.append("A plan has the settings of a run, and these.")
     parts.append(table(settings_of_plan()))
-    parts += ["## `-m hydra/launcher=slurm`", table(settings_of(SlurmConfig, f"{LAUNCHER}."))]
+    for launcher in LAUNCHERS.all().values():
+        parts += [f"## `-m hydra/launcher={launcher.name}`", table(settings_of(launcher.config, f"{LAUNCHER}."))]
     return "\n\n".join(parts) + "\n"

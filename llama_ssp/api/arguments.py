@@ -1,4 +1,4 @@
-"""Checks the types of arguments, and reads those that other libraries spell in their own way. Imports no torch."""
+"""Checks the types of arguments, and reads arguments as other libraries spell them. Imports no torch."""
 
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from llama_ssp import catalogue
 from llama_ssp.catalogue import LOCAL, Dtype, ModelConfig, is_hub_id, read_path
 from llama_ssp.draft_heads import head_in_target
 from llama_ssp.errors import ConfigError, refuse, similar_name, unknown_name
-from llama_ssp.foreign import FOREIGN
+from llama_ssp.foreign import counterparts
 from llama_ssp.settings.checks import required_of
 from llama_ssp.settings.drafters import drafters
 from llama_ssp.settings.schema import NO_DRAFT, DrafterConfig, DraftLayout, DraftPlacement, PlacementConfig
@@ -32,7 +32,7 @@ _KINDS: dict[object, tuple[type, Callable[[Any], object], str]] = {
     int: (Integral, int, "a whole number"), float: (Real, float, "a number"), str: (str, str, "a text"),
     bool: (bool, bool, "True or False"), NoneType: (NoneType, lambda _: None, "None"),
 }  # fmt: skip
-"""Of an annotation: the type of values, which booleans are not unless it says so, their reader, and words for them."""
+"""For an annotation: the type of values (booleans count only as `bool`), their reader, and words for them."""
 
 
 def _texts(value: object) -> object:
@@ -75,7 +75,7 @@ def known_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Argume
     names = [name for name in signature(function).parameters if name != "self"]
 
     def unknown(name: str) -> str:
-        counterpart = FOREIGN.get(name.casefold())
+        counterpart = counterparts().get(name.casefold())
         other = counterpart and key_of(counterpart.key)
         meant = other if other in names else similar_name(name, names)
         here = (
@@ -101,7 +101,7 @@ def _kinds_of(function: Callable[..., object]) -> dict[str, tuple[object, ...]]:
 
 
 def check_types(function: Callable[..., object], given: Mapping[str, object]) -> dict[str, Any]:
-    """Read the arguments of a function, numbers as Python's own; those of other types than `_KINDS` stay as they are.
+    """Read the arguments of a function, numbers as Python's own; arguments of types not in `_KINDS` stay as they are.
 
     Raises ConfigError for all of a wrong type together.
     """
@@ -151,8 +151,8 @@ def formats_of(given: Mapping[str, Any]) -> tuple[dict[str, object], dict[str, o
 def entry_of(what: str, given: object, *, target: object = None, **formats: object) -> ModelConfig:
     """Make the entry of a model: a name of the catalogue, a folder, or an id of the hub; `what` is model or draft.
 
-    A draft may also be a head in the files of its `target`.
-    `formats` are those of `in_format`. Raises ConfigError for anything else, and as `in_format`.
+        A draft may also be a head in the files of its `target`.
+    For `formats` see `in_format`. Raises ConfigError for anything else, and as `in_format`.
     """
     if not isinstance(given, str | Path):
         raise ConfigError(
@@ -179,21 +179,22 @@ def entry_of(what: str, given: object, *, target: object = None, **formats: obje
 
 
 def in_format(entry: ModelConfig, *, dtype: object, **formats: object) -> ModelConfig:
-    """Change the number format, ours or that of torch, and the formats of weights and cache; None changes nothing.
+    """A model in a number format, ours or torch's, and formats of weights and cache; None changes nothing.
 
     Raises ConfigError for an unknown one.
     """
+    changes: dict[str, Any] = {}
     if dtype is not None:
         found = dtype if isinstance(dtype, Dtype) else Dtype.find(dtype)
         if found is None:
             raise ConfigError(unknown_name("dtype", str(dtype), Dtype.__members__))
-        entry.dtype = found
+        changes["dtype"] = found
     for key, registry in (("quantization", FORMATS), ("cache_dtype", CACHES)):
         if formats[key] is not None:
             if problem := registry.problem_of(str(formats[key]), key=key):
                 raise ConfigError(problem)
-            setattr(entry, key, str(formats[key]))
-    return entry
+            changes[key] = str(formats[key])
+    return replace(entry, **changes)
 
 
 def drafter_without_model(given: object) -> DrafterConfig | None:

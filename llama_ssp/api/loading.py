@@ -9,14 +9,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llama_ssp.api import arguments
+from llama_ssp.api.elsewhere import ELSEWHERE
 from llama_ssp.api.pair import Pair, check_alike, on_all_ranks
-from llama_ssp.api.started import PairOnRanks
 from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import ConfigError
 from llama_ssp.ranks.gpu import selection_kept
 from llama_ssp.ranks.process import check_docstrings
 from llama_ssp.ranks.world import World, start
-from llama_ssp.registry import load_plugins
+from llama_ssp.registry import imported, load_plugins
 from llama_ssp.run.checkpoints import Loaded, find_sources, with_number_formats
 from llama_ssp.run.decoders import load_models
 from llama_ssp.run.pipeline import choose_placement
@@ -54,15 +54,15 @@ def load(
         draft: the same for the draft, "mtp" or "ngram"; None decodes with the target alone.
         dtype: number format of both, or a tuple with the target's and the draft's; None for the device's default
             (`planning.model.number_format`).
-        quantization: storage format of the linear layers, of both or as a tuple; None for that of the catalogue.
-        cache_dtype: format of keys and values, of both or as a tuple; None for that of the catalogue.
+        quantization: storage format of the linear layers, of both or as a tuple; None for the catalogue's.
+        cache_dtype: format of keys and values, of both or as a tuple; None for the catalogue's.
         device: to compute on: auto, cpu, cuda, cuda:1, or a device of torch.
-        tokenizer: `own` allows a draft whose tokenizer is not the target's. A loaded tokenizer is that of both models,
+        tokenizer: `own` allows a draft whose tokenizer is not the target's. A loaded tokenizer serves both models,
             a tuple of two the target's and the draft's, which is its own if the vocabularies differ; needed with
             loaded models without a folder.
         placement: auto, one_rank, sharded, replicated, own_gpu, or a `PlacementConfig`; None for one_rank.
-        ranks: so many processes of this machine are started for the pair, whose calls go to them; None for this
-            process, or those of its launcher.
+        ranks: number of processes of this machine to start for the pair, whose calls go to them; None for this
+            process, or its launcher's.
 
     Raises:
         ConfigError: an argument has a wrong type or value, a plugin cannot be imported, the vocabularies differ, or
@@ -76,7 +76,8 @@ def load(
         check_docstrings()
         num_ranks = arguments.check_types(load, {"ranks": given.pop("ranks")})["ranks"]
         if num_ranks not in {None, 1}:
-            return PairOnRanks(given, num_ranks=num_ranks)
+            pair: Pair = imported(ELSEWHERE.of("ranks").load, setting="ranks")(num_ranks, given)
+            return pair
         load_plugins()
         kind, gpu = _read_device(device)
         choice, tokenizers = _read_tokenizers(tokenizer)
@@ -109,7 +110,7 @@ def _loaded(config: RunConfig, world: World, loaded: tuple[Loaded, Loaded]) -> P
     if world.note and comm.rank == 0:
         warnings.warn(world.note, stacklevel=4)
     if config.placement.auto:
-        choose_placement(config, world, _log.info)
+        config = replace(config, placement=choose_placement(config, world, _log.info))
     sources = find_sources(config, world, loaded=loaded)
     models = load_models(config, world, sources)
     config = with_number_formats(config, sources)

@@ -67,7 +67,7 @@ _SHOWN = 40
 _MOST_KEPT = 4
 """Decoders that a pair keeps, each with CUDA graphs or traces of its own."""
 _ROOM_STEP, _NEW_STEP = 256, 64
-"""Rows have room for a multiple of so many tokens and new tokens: larger caches would drop all graphs."""
+"""Rows have room for multiples of these numbers of tokens and new tokens: larger caches would drop all graphs."""
 _WANTED = (
     "a text, a chat such as [{'role': 'user', 'content': 'Hello'}], or token ids such as "
     "pair.tokenizer('Hello').input_ids, or a list of these"
@@ -94,15 +94,15 @@ class Completion:
 
     Attributes:
         index: the place of its prompt in the list.
-        prompt_ids: what the model read.
+        prompt_ids: the ids that the model read.
         text: continues the prompt exactly; special tokens are left out.
         accepted_lengths, draft_lengths: for each round, the accepted and the drafted tokens.
         is_drafted: for each new token, whether it was drafted and accepted; the target chose the others.
         acceptance: share of the examined drafted tokens that were accepted; None without any.
-        num_target_forwards: forwards of the target, including those that read the whole prompt.
-        num_reused_tokens: of the prompt, what the target had read already: for another completion, or in the call
-            before, whose texts stay in the cache for prompts that begin alike.
-        log_probs: what `logprobs` and `prompt_logprobs` asked for; None without them.
+        num_target_forwards: forwards of the target, including the reading of the whole prompt.
+        num_reused_tokens: tokens of the prompt that the target had read already: for another completion, or in the
+            call before, whose texts stay in the cache for prompts that begin alike.
+        log_probs: as asked for by `logprobs` and `prompt_logprobs`; None without them.
     """
 
     index: int
@@ -161,7 +161,7 @@ def _of_request(
 
 
 class OneCall:
-    """Lets one call of a pair go on at a time: those of other threads wait, and a call inside a call is refused.
+    """Lets one call of a pair go on at a time: calls of other threads wait, and a call inside a call is refused.
 
     A call of another process, which has forked, is refused too: it would read this one's answers.
     """
@@ -194,7 +194,7 @@ CLOSED = "this pair was closed: load it again"
 class Pair:
     """A target and its draft in memory, made by `load`.
 
-    Its decoders are kept: a call with the settings of an earlier one replays what that one traced or captured. Where
+    Its decoders are kept: a call with the settings of an earlier one replays its traces and graphs. Where
     this process is one of several ranks, all of them make every call, with the same arguments. Ctrl-C then ends a call
     after its round, and the loss of a rank raises LostRankError on the others. Calls of several threads wait for each
     other.
@@ -285,7 +285,7 @@ class Pair:
             num_draft_tokens: K, tokens drafted per round; "auto" chooses K for each round.
             tree: shape of the tree of tokens that is drafted instead, such as "2x2x1" (`settings.trees`).
             temperature: 0 is greedy.
-            top_k: keep so many of the most probable tokens.
+            top_k: keep this number of the most probable tokens.
             top_p: keep the most probable tokens that together have this probability.
             min_p: keep tokens with at least this share of the highest probability.
             repetition_penalty: divides the logits of tokens that prompt or text has; 1 switches it off.
@@ -293,12 +293,12 @@ class Pair:
             presence_penalty: taken off the logits of tokens that the new text has.
             logit_bias: numbers added to the logits of tokens, by their ids, such as {198: -2.5}.
             bad_words: texts that are not written: the token that would complete the ids of one has probability 0.
-            min_new_tokens: no end-of-sequence token before so many new tokens.
+            min_new_tokens: no end-of-sequence token before this number of new tokens.
             sampling: "model" takes the target's generation_config.json, as transformers' `generate` does, for
                 temperature, top_k, top_p, min_p and repetition_penalty where they have their defaults.
             seed: the same seed gives the same text. A prompt's text depends on the seed, its tokens, and how many equal
                 prompts came before it in the list, as in `llama-ssp run`.
-            num_samples: completions of each prompt; those of one prompt follow one another in the result.
+            num_samples: completions of each prompt, which follow one another in the result.
             stop_strings: texts that end a completion, which keeps them.
             chat: prompts that are texts are a user's messages, for the tokenizer's chat template.
             chat_arguments: arguments of the chat template, such as {"enable_thinking": False}.
@@ -306,7 +306,7 @@ class Pair:
             batch_size: the most rows that are decoded together.
             verification: name of a rule.
             plain: decode with the target alone, for comparison.
-            logprobs: log-probabilities of every new token, and of so many of the most probable ones in its place
+            logprobs: log-probabilities of every new token, and of this number of the most probable ones in its place
                 (`log_probs.CompletionLogProbs`); the target reads every text once more.
             prompt_logprobs: the same of the prompt's tokens.
 
@@ -368,8 +368,7 @@ class Pair:
             raise ConfigError(
                 f"a streamer shows one completion, and {len(requests)} were asked for: leave the streamer out"
             )
-        config.batch_size = min(config.batch_size, len(requests))
-        return config, requests
+        return replace(config, batch_size=min(config.batch_size, len(requests))), requests
 
     def _decode(
         self, config: RunConfig, requests: Sequence[PromptRequest], adapter: StreamerAdapter | None, stop: StopRequest,
@@ -392,8 +391,8 @@ class Pair:
     def update(self, model: NewWeights | None = None, draft: NewWeights | None = None) -> None:
         """Replace the weights of the target, of the draft or of both in memory, for example after a step of training.
 
-        What rounds have captured or traced reads the new weights, and what was read of prompts is forgotten. Sampling
-        and tokenizers stay. MTP layers come with the target's weights, and stay if these lack them.
+        Graphs and traces of rounds read the new weights, and prompts in caches are forgotten. Sampling and tokenizers
+        stay. MTP layers come with the target's weights, and stay if these lack them.
 
         Args:
             model: a folder, a name of the catalogue, an id of the hub, a loaded model of transformers, or tensors by
@@ -431,7 +430,7 @@ class Pair:
         """The sampling of a call; warns once of what it does not follow in the target's generation_config.json."""
         drawn = SamplingConfig(**{name: read[name] for name in _SAMPLING})
         if read["sampling"] == arguments.FROM_MODEL:
-            drawn.from_model = [name for name in schema.FROM_MODEL if read[name] == _SAMPLING[name]]
+            drawn = replace(drawn, from_model=[name for name in schema.FROM_MODEL if read[name] == _SAMPLING[name]])
         drawn = with_model_sampling(drawn, self.generation)
         vocab_size = self.models.target.vocab_size
         drawn = with_ids(drawn, self.tokenizer, eos_ids=self.models.eos_ids, vocab_size=vocab_size)
@@ -541,7 +540,7 @@ def _plain(prompt: object) -> object:
 
 
 def _as_prompt(number: int, prompt: object, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> Prompt:
-    """Read a prompt, the `number`th counted from 1; raises ConfigError for what is none."""
+    """Read a prompt, the `number`th counted from 1; raises ConfigError for anything else."""
     if isinstance(prompt, str):
         return Prompt(text=prompt)
     ids: tuple[int, ...] = ()

@@ -11,7 +11,7 @@ SHORT_SLOTS = 2**14
 _MOST_SCORED = 2**26  # Logits of a forward that scores whole texts, 256 MiB in fp32.
 SLOT_STEP = 8  # Cache slots are multiples of it: attention kernels copy masks of any other width first.
 BUCKET_STEP = {"cuda": 256, "cpu": 64}
-"""By device: the widths at which a cache is read are multiples of it. Wider on GPUs, where each width is a graph."""
+"""Steps by device: caches are read at widths that are multiples. Wider on GPUs, where each width is a graph."""
 LANES = 16
 """Numbers of a vector of the compiled kernels of CPUs; attention is compiled for heads of whole vectors."""
 WHOLE_LAYER_TOKENS = 16
@@ -34,26 +34,26 @@ LEAST_SHARED_BYTES = 2**22
 FUSED_SUMS = 2  # Of a layer, that also add to the residual and compute the next norm.
 MOST_PIECES = 4  # The most tokens of a draft with its own tokenizer that spell one token of the target.
 OWN_SLOTS_PER_SLOT = 2
-"""Cache slots of such a draft per slot of the target; its text has at most so many tokens per token of the target."""
+"""Cache slots of such a draft per slot of the target; also the most tokens of its text per token of the target."""
 
 STATE_VALUE_BYTES = 4  # Recurrent states are in fp32, whatever the model is in.
 
 
 def saves_states(num_slots: int) -> bool:
-    """Whether rows of so many slots have room for the state behind whole chunks of a prompt; see `engine.held`."""
+    """Whether rows of `num_slots` have room for the state after whole chunks of a prompt; see `engine.held`."""
     return num_slots > PREFILL_CHUNK
 
 
 def kept_inputs(num_kept: int, width: int) -> int:
     """Inputs of a convolution over `width` tokens that a row keeps, to go back as far as its `num_kept` states.
 
-    A forward of so many tokens writes none of those before it, which other programs of a kernel may still read.
+    A forward of `num_kept` tokens overwrites no input before it, which other programs of a kernel may still read.
     """
     return num_kept + width - 1
 
 
 def most_drafted_for(context: int, num_steps: int) -> int:
-    """The longest text that a draft of this context drafts so many tokens for, in sequence."""
+    """The longest text that a draft of this context drafts `num_steps` tokens for, in sequence."""
     return max(context - num_steps + 1, 2)
 
 
@@ -73,7 +73,7 @@ class Kernels:
 
 
 ENGINE_KERNELS = Kernels(layer=10, library_layer=50, frame=8, draw=8, verify=38)
-"""Launches of this engine: a stub device counted those of a layer and of a draw, torch's dispatcher the others."""
+"""Launches of this engine: a stub device counted layers' and draws', torch's dispatcher the rest."""
 
 
 def reads_by_length(*, capability: float, value_bytes: int, head_dim: int, rounds_inputs: bool) -> bool:
@@ -92,7 +92,7 @@ def most_parts(num_kv_heads: int) -> int:
 
 
 def short_size(num_tokens: int) -> int:
-    """The size of `SHORT_PROMPTS` that reads so many tokens; 0 if none does."""
+    """The size of `SHORT_PROMPTS` that reads `num_tokens`; 0 if none does."""
     return next((size for size in SHORT_PROMPTS if size >= num_tokens), 0)
 
 

@@ -25,7 +25,7 @@ DOTS1 = replace(MIXTRAL, model_type="dots1", parameters=partial(decoder, head_no
 GLM4_MOE = replace(GRANITE, model_type="glm4_moe", parameters=partial(decoder, routes_by_bias=True))
 
 LATENT_PLAN = layer_plan("self_attn", ["q_proj", "q_b_proj", "kv_b_proj"], ["o_proj"])
-"""Every rank has the latents that keys and values are made of, and makes those of its heads."""
+"""Every rank has the latents that keys and values are made of, and makes keys and values of its heads."""
 DEEPSEEK_V3 = unwritten("deepseek_v3", tp_plan=LATENT_PLAN)
 GPT_OSS = unwritten(
     "gpt_oss", tp_plan={**VOCABULARY_PLAN, **GRANITE_MOE.tp_plan, "model.layers.*.mlp.experts": "moe_tp_experts"}

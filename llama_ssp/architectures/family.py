@@ -16,13 +16,11 @@ from llama_ssp.architectures.matrices import Inventory, WholeParts, decoder
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import ConfigError, PlacementError
 from llama_ssp.registry import Registry
-from llama_ssp.storage.formats import format_of
-from llama_ssp.words import said
 
 
 @cache
 def kinds() -> Mapping[str, Mapping[str, Any]]:
-    """By kind: `names` of fields that are others in its files, `defaults` of absent ones, and what bars it from runs.
+    """Facts by kind: `names` of fields that its files rename, `defaults` of absent ones, and what bars it from runs.
 
     `without_plan`: neither the library nor a record of ours has a tensor-parallel plan. `is_encoder`: it is one unless
     its files say `is_decoder`. `fails`: why it does not run with the static cache.
@@ -39,7 +37,7 @@ def windows_of_layers(config: Any) -> tuple[int | None, ...]:  # noqa: ANN401 - 
 
 
 def with_slots(config: Any) -> list[int]:  # noqa: ANN401 - the library's config
-    """The layers that have keys and values; those of a kind `hybrid` have a state as well."""
+    """The layers that have keys and values; layers of a kind `hybrid` have a state as well."""
     kinds = getattr(config, "layer_types", None) or [""] * int(config.num_hidden_layers)
     without = {*record_of(config.model_type).recurrent} - {"hybrid"}
     return [number for number, kind in enumerate(kinds) if kind not in without]
@@ -52,7 +50,7 @@ class Family:
     model_type: str
     parameters: Callable[[ModelShape], Inventory]  # lists the parameters of a model of given sizes.
     is_llama_kind: bool = False  # the lean decoder runs it.
-    # modules of a Llama kind that have biases, by the field of its config that says so; none, those of `parameters`.
+    # modules of a Llama kind that have biases, by the field of its config that says so; none: as in `parameters`.
     biased_by: Mapping[str, Collection[str]] = field(default_factory=dict)
     norms_heads: bool = False  # query and key heads of a Llama kind are normed.
     is_head: bool = False  # it is no model, but a draft head that reads hidden states of its target.
@@ -69,14 +67,14 @@ class Family:
     cuts_own_embedding: bool = False  # also if the embedding is a class of the family itself.
     # kinds of layers without keys and values: they keep a state (`models.states`), or nothing; `hybrid` ones keep both.
     recurrent: tuple[str, ...] = ()
-    gates_queries: bool = False  # the matrix of queries also makes a gate of each head, behind it.
+    gates_queries: bool = False  # the matrix of queries also makes a gate of each head, after it.
     keeps_attention: bool = False  # every rank computes attention: its norms need the outputs of all heads.
     # tensor-parallel plan, style by module, beside the library's.
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     # `module:function` that compares a checkpoint with its config before the model is built.
     check_files: str | None = None
     adapt: str | None = None  # `module:function` that adds what the library's modules lack.
-    is_written: bool = True  # somebody wrote this record; a run checks other families against the library.
+    is_written: bool = True  # a record written by hand; a run checks other families against the library.
 
     @property
     def name(self) -> str:
@@ -111,7 +109,7 @@ def record_of(model_type: str) -> Family:
 
 
 def unwritten(model_type: str, **known: Any) -> Family:  # noqa: ANN401 - fields of a record
-    """A record that says nothing of parameters: a plan counts the library's modules, else those of a Llama."""
+    """A record that says nothing of parameters: a plan counts the library's modules, else a Llama's."""
     return Family(
         model_type=model_type, parameters=decoder, windows=windows_of_layers, is_written=False, cuts_vocabulary=True,
         **known,
@@ -131,7 +129,7 @@ _OF_BOTH = (
 
 
 def text_part(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config.json that describes the decoder of text; that of a text model is all of it."""
+    """The part of a config.json that describes the decoder of text; all of a text model's."""
     text = content.get("text_config")
     model_type = content.get("model_type")
     if isinstance(text, dict) and isinstance(text.get("model_type"), str):
@@ -141,7 +139,7 @@ def text_part(content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def num_positions(field: Callable[[str], Any]) -> Any:  # noqa: ANN401 - a field of a config
-    """The positions that a model is read at, from the fields of a config: those with one set of rotary frequencies.
+    """The number of positions that a model is read at, from a config's fields: with one set of rotary frequencies.
 
     LongRoPE has a second set for longer texts, which would turn all positions again (arXiv:2402.13753).
     """
@@ -152,7 +150,7 @@ def num_positions(field: Callable[[str], Any]) -> Any:  # noqa: ANN401 - a field
 
 
 def kept_whole(shape: ModelShape, whole: WholeParts) -> WholeParts:
-    """Parts that every rank of a model holds whole: those asked for, and those its family cannot cut."""
+    """Parts that every rank of a model holds whole: the ones asked for, and the ones its family cannot cut."""
     record = record_of(shape.model_type)
     has_others = shape.num_global_key_value_heads not in {0, shape.num_key_value_heads}  # which split elsewhere
     if has_others or record.keeps_attention:
@@ -253,24 +251,6 @@ def check_ranks(model_type: str, num_ranks: int) -> None:
     """Raise PlacementError for a family that runs on fewer ranks: no tensor-parallel plan can be followed."""
     if num_ranks > 1 and kinds().get(model_type, {}).get("without_plan"):
         raise PlacementError(no_plan(model_type, num_ranks))
-
-
-def check_deepspeed(shape: ModelShape, quantization: str, *, num_ranks: int) -> None:
-    """Raise PlacementError if DeepSpeed cannot split a model evenly; it would leave recurrent states whole."""
-    kind, heads = "placement.target.kind=deepspeed", shape.num_key_value_heads
-    problem = ""
-    if num_ranks > 1 and record_of(shape.model_type).recurrent:
-        problem = f"cannot split the recurrent layers of {shape.model_type} models: use "
-    elif format_of(quantization).is_quantized:
-        problem = (
-            f"splits only unquantized layers, and those of the target are {quantization}: use "
-            f"{said('model.quantization', 'none')} on unquantized files, or "
-        )
-    elif heads % num_ranks:
-        sizes = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
-        problem = f"splits {heads} key-value heads evenly, and {num_ranks} ranks were given: use {sizes} ranks, or "
-    if problem:
-        raise PlacementError(f"{kind} {problem}placement.target.kind=tensor")
 
 
 def no_plan(model_type: str, num_ranks: int) -> str:

@@ -13,7 +13,7 @@ _LINEAR = ("linear_attention",)
 def _plan(mlp: str = "feed_forward") -> dict[str, str]:
     """The tensor-parallel plan of attention and MLPs; every rank has Mamba 2 and convolutions whole.
 
-    The norm behind Mamba 2 goes over all heads of a group, and most models have one group.
+    The norm after Mamba 2 goes over all heads of a group, and most models have one group.
     """
     of_attention = layer_plan("self_attn", QKV, ["o_proj", "out_proj"])
     of_mlp = layer_plan(mlp, ["gate_proj", "up_proj", "w1", "w3", "input_linear"], ["down_proj", "w2", "output_linear"])

@@ -197,7 +197,7 @@ class RankShard:
                 return (split_blocks(size, self.num_ranks, block=block)[self.rank],)
 
     def num_of(self, num_units: int) -> int:
-        """How many of some units this rank holds that are cut one by one."""
+        """Number of units that this rank holds, of `num_units` that are cut one by one."""
         return len(split_blocks(num_units, self.num_ranks)[self.rank])
 
     def num_features(self, cut: Cut, size: int) -> int:
@@ -251,8 +251,7 @@ def check_inputs(
 ) -> None:
     """Raise PlacementError if a number of inputs of a layer, or of its slices, is no multiple of a packed group.
 
-    `widths` are those of the ranks if they share the inputs (`is_cut`); `is_stored` says that files hold the quantized
-    weights.
+    `widths` are the ranks' if they share the inputs (`is_cut`); `is_stored` says that files hold the quantized weights.
     """
     if odd := [width for width in widths if width % group]:
         where, remedy = (f" on one of {num_ranks} ranks", "another number of ranks, or ") if is_cut else ("", "")
@@ -267,7 +266,7 @@ class Matrix:
     """One weight matrix (outputs x inputs, or token ids x width) as the library stores it, or a slice of it.
 
     `module` is the last part of the module's name, `cut` the dimension that is sharded, None for no dimension. A layer
-    has `copies` of it in the mean, as one for each expert; of those a token uses `num_chosen`, 0 for all. Each of
+    has `copies` of it in the mean, as one for each expert; a token uses `num_chosen` of them, 0 for all. Each of
     `num_sharers` ranks may have as many copies of its own. A slice is of a matrix with `whole_columns`.
     """
 
@@ -288,7 +287,7 @@ class Matrix:
         return round(self.copies * self.num_rows * self.num_columns)
 
     def num_used(self, num_tokens: float) -> float:
-        """The copies that some of so many tokens use, on the rank with the most of several that have some."""
+        """Copies that any of `num_tokens` uses; with several `num_sharers`, on the rank where most are used."""
         if not self.num_chosen:
             return self.copies
         mean = distinct(self.copies, self.num_chosen, num_tokens)
@@ -316,7 +315,7 @@ class Matrix:
 
 
 def distinct(num_experts: float, num_chosen: float, num_tokens: float) -> float:
-    """The experts that some of so many tokens choose, if each chooses `num_chosen` of them evenly, and on its own.
+    """Expected experts that any of `num_tokens` chooses, if each token chooses `num_chosen` evenly, on its own.
 
     Source: arXiv:2506.20675.
     """
@@ -325,7 +324,7 @@ def distinct(num_experts: float, num_chosen: float, num_tokens: float) -> float:
 
 
 def most_of(num_ranks: int, number: int, chance: float) -> float:
-    """The most successes of any rank that are expected, if each has so many independent trials."""
+    """Expected largest number of successes on any rank, if each has `number` independent trials."""
     at_most = accumulate(
         math.comb(number, count) * chance**count * (1 - chance) ** (number - count) for count in range(number)
     )
@@ -354,7 +353,7 @@ class KeptStates:
         return replace(self, num_channels=channels, num_values=values)
 
     def row_bytes(self, num_kept: int, *, value_bytes: int) -> int:
-        """Bytes of all layers for a row that keeps the states behind its last `num_kept` tokens."""
+        """Bytes of all layers for a row that keeps the states after its last `num_kept` tokens."""
         state_bytes = STATE_VALUE_BYTES * num_kept * self.num_values
         return self.num_layers * (state_bytes + value_bytes * kept_inputs(num_kept, self.width) * self.num_channels)
 
@@ -365,7 +364,7 @@ FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv") | dict.fromkeys(("g
 
 @dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """All parameters of a model, or those of one rank."""
+    """All parameters of a model, or the parameters on one rank."""
 
     layer: tuple[Matrix, ...]  # matrices of each layer, which quantization applies to.
     layer_vectors: int  # elements of the norms of each layer, whole on every rank.
@@ -373,7 +372,7 @@ class Inventory:
     head: Matrix | None  # the output matrix; None if it is tied to the embedding.
     final_vectors: int  # elements of the last norm.
     num_layers: int
-    cached_values: int = 0  # of a token in all layers, where a cache keeps others than the heads of the shape say.
+    cached_values: int = 0  # of a token in all layers, where a cache keeps other values than the shape's heads.
     states: tuple[KeptStates, ...] = ()  # of recurrent layers.
 
     def __hash__(self) -> int:
@@ -386,7 +385,7 @@ class Inventory:
 
     @cached_property
     def matrix_sizes(self) -> Mapping[int, int]:
-        """How many matrices of a layer have so many elements."""
+        """Numbers of matrices of a layer by their number of elements."""
         return Counter(matrix.num_elements for matrix in self.layer if not matrix.num_chosen)
 
     @cached_property
@@ -410,7 +409,7 @@ class Inventory:
 
     @cached_property
     def num_all_reduces(self) -> int:
-        """Those of a forward under tensor parallelism: behind each row-parallel matrix, and behind a cut embedding."""
+        """All-reduces of a forward under tensor parallelism: after each row-parallel matrix and a cut embedding."""
         has_cut_embedding = any(table.cut is not None for table in self.embeddings)
         return self.num_layers * len({matrix.module for matrix in self.layer if matrix.cut == 1}) + has_cut_embedding
 
@@ -467,14 +466,14 @@ def decoder(
     biased: Collection[str] = (), norms: int = 2, final_norms: int = 1, head_norms: int = 0,
     routes_by_bias: bool = False,
 ) -> Inventory:  # fmt: skip
-    """List the parameters of a decoder with grouped-query attention and one MLP in each layer; those of Llama.
+    """List the parameters of a decoder with grouped-query attention and one MLP in each layer, such as Llama.
 
     Args:
         shape: of the model.
         modules: the matrices of a layer.
-        biased: those of them with a bias.
+        biased: the modules with a bias.
         norms: vectors of the model's width in a layer.
-        final_norms: and behind the last layer.
+        final_norms: and after the last layer.
         head_norms: vectors of the head dim in a layer.
         routes_by_bias: experts have a bias each that they are chosen by.
     """
@@ -525,4 +524,4 @@ def _with_experts(dense: Inventory, shape: ModelShape, *, routes_by_bias: bool) 
 
 
 _OF_HEADS = ("o_proj", "out_proj", "dense")
-"""Matrices behind attention."""
+"""Matrices after attention."""

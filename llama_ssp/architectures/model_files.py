@@ -28,7 +28,7 @@ TOKENIZER_FILES = (
 _MAX_DEPTH = 64  # Nesting of objects and lists; files of published models have fewer than 10 levels.
 _MAX_BYTES, _MAX_TOKENIZER_BYTES = 2**26, 2**28  # About ten times the largest published files.
 INNER_CONFIGS = ("decoder", "generator", "text_config")
-"""Where transformers searches for settings that a model config itself lacks."""
+"""Inner configs in which transformers searches for settings that a model config itself lacks."""
 MISTRAL_ALONE = (
     "holds Mistral's own layout (params.json, consolidated.safetensors), which is not read: use a repository with "
     "config.json and model.safetensors"
@@ -72,7 +72,7 @@ def _is_counted_kinds(value: Any) -> bool:  # noqa: ANN401 - JSON
 
 
 def _is_rope(value: object) -> bool:
-    """Whether these are parameters of rotary frequencies, or those of several kinds of layers."""
+    """Whether a value has parameters of rotary frequencies, alone or by kind of layer."""
     if not isinstance(value, dict):
         return False
     return all(
@@ -149,7 +149,7 @@ _FIELDS: Mapping[str, Mapping[str, _Kind]] = {
         "clean_up_tokenization_spaces": _FLAG,
     },
 }
-"""By file, the fields with a known type; a field may be missing or null."""
+"""Fields with a known type, by file; a field may be missing or null."""
 
 
 def require_folder(folder: Path) -> None:
@@ -247,7 +247,7 @@ def _read_bytes(file: Path) -> bytes:
 
 
 def is_deep(content: object, most: int) -> bool:
-    """Whether more than so many objects and lists stand inside each other."""
+    """Whether more than `most` objects and lists stand inside each other."""
     level = [content]
     for _ in range(most):
         outer = [item for item in level if isinstance(item, dict | list)]

@@ -55,7 +55,7 @@ def fields_of(content: Mapping[str, Any]) -> Field:
 
 
 def shape_from(field: Field, *, ties: bool, derives_units: bool = True) -> ModelShape:
-    """The sizes of a model; those that a config does not have are derived from others.
+    """The sizes of a model; sizes that a config does not have are derived from its other fields.
 
     The head is the embedding if it `ties` them. With `derives_units` a config without `intermediate_size` has four
     times the model's width. Raises KeyError with the names of the sizes that it lacks.
@@ -87,8 +87,8 @@ def read_config(folder: Path, *, describes: bool = True, of: DraftHead | None = 
 
     A file that is missing, not JSON, or without a size raises CheckpointError, a family that is not read
     PlacementError. The sentence of a run that refuses the model is in `refusal`. If a plan `describes` it, a family
-    without a record has the modules of the library, where that is installed. With `of` the sizes are those of such
-    a head in its files, which need the library.
+    without a record has the modules of the library, where that is installed. With `of` the sizes are those of such a
+    head in its files, which need the library.
     """
     file = folder / CONFIG_FILE
     refuse_other_kinds(folder)
@@ -143,7 +143,7 @@ def _by_modules(folder: Path) -> tuple[ModelShape | None, str]:
 
 
 def read_stored_format(folder: Path, shape: ModelShape) -> StoredFormat | None:
-    """How linear layers are stored, by config.json, None if it says nothing; CheckpointError for a faulty file."""
+    """The storage of linear layers by config.json, None if it says nothing; CheckpointError for a faulty file."""
     modules = [matrix.module for matrix in inventory(shape).layer]
     return stored_format(
         read_model_config(folder), modules=modules, num_layers=shape.num_hidden_layers,
@@ -154,7 +154,7 @@ def read_stored_format(folder: Path, shape: ModelShape) -> StoredFormat | None:
 def check_readable(
     folder: Path, quantization: str, *, num_ranks: int = 1, of: DraftHead | None = None
 ) -> ModelShape | None:
-    """Check by config.json alone that runs read a checkpoint, with this quantization, and on so many ranks.
+    """Check by config.json alone that runs read a checkpoint, with this quantization, on `num_ranks`.
 
     Returns the sizes of a model or a head; with `of` such a head in its files alone is checked. Raises what
     `read_config` does, CheckpointError for weights that cannot be read, and ConfigError for another quantization than

@@ -15,7 +15,7 @@ from torch import Tensor
 
 _ARGUMENTS = {"all_reduce": "", "all_gather_last": "int[] sizes, ", "broadcast": "int src, ", "send": "int dst, ",
               "receive": "int src, "}  # fmt: skip
-"""The collectives, and what they take after the values."""
+"""The collectives, and their arguments after the values."""
 _library = torch.library.Library("llama_ssp", "DEF")
 _groups: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _this_thread = threading.local()
@@ -46,7 +46,7 @@ def take_error() -> BaseException | None:
 
 
 def _operator(name: str) -> Callable[..., Tensor]:
-    def operate(values: Tensor, *more: Any) -> Tensor:  # noqa: ANN401 - those of the schema
+    def operate(values: Tensor, *more: Any) -> Tensor:  # noqa: ANN401 - of the schema
         group = more[-1]
         given = [tuple(part) if isinstance(part, list) else part for part in more[:-1]]
         if getattr(_this_thread, "is_recording", False):

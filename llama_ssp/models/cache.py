@@ -102,7 +102,7 @@ class StaticCache(Workspace):
             parts.index_copy_(1, to_M.to(parts.device), parts.index_select(1, from_M.to(parts.device)))
 
     def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int) -> None:
-        """Copy keys and values of the first slots of a row to those of others.
+        """Copy keys and values of the first slots of a row to other rows.
 
         A copy, and no reference: kernels read a row as one piece of memory, and a token's copy takes a hundredth of the
         time of reading it.
@@ -120,7 +120,7 @@ class StaticCache(Workspace):
                 whole[:, :, row].zero_()
 
     def take(self, other: "StaticCache") -> None:
-        """Take over what a smaller cache of as many rows holds, layer by layer, and leave that one empty."""
+        """Take over the contents of a smaller cache of as many rows, layer by layer, and leave that one empty."""
         other.shown.clear()
         other.shown_in_rows.clear()
         for number, whole in enumerate(other._wholes):
@@ -199,7 +199,7 @@ class LibraryCache(Cache):
     """The cache interface of transformers over a `StaticCache`, whose slots some `layers` have.
 
     Attributes:
-        view, states: those of the current forward; None without recurrent layers.
+        view, states: of the current forward; `states` is None without recurrent layers.
     """
 
     view: CacheView
@@ -242,7 +242,7 @@ def _causal_rows(capacity: int, *, window: int | None, dtype: torch.dtype, devic
         line              | 0 0 0 0 - - - - |      position 3 reads from 0, position 0 from 3: | 0 - - - |
         a window of two   | - - 0 0 - - - - |      position 3: | - - 0 0 |
 
-    Returns the mask rows (S, S) for S = `capacity`, that of the last position first. `window` is how many positions a
+    Returns the mask rows (S, S) for S = `capacity`, the last position's first. `window` is how many positions a
     token sees, including its own.
     """
     line = torch.zeros(2 * capacity, dtype=dtype, device=device)
@@ -282,7 +282,7 @@ class Masks(Workspace):
 class Taps(Workspace):
     """The inputs of some layers of a target, kept for every slot of its cache: a draft head reads them.
 
-    A forward writes those of its tokens, wherever it writes their keys and values; a rollback is the same as there.
+    A forward writes the taps of its tokens wherever it writes their keys and values, and rolls them back alike.
 
     Shapes: M tokens, B sequences, T positions, E the target's width, X = E times the number of layers.
 
@@ -331,7 +331,7 @@ class Taps(Workspace):
         self._kept_MX.index_copy_(0, self.slots(to_BD), self.read(from_BD).flatten(0, 1))
 
     def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int) -> None:
-        """Copy the taps of the first slots of a row to those of others."""
+        """Copy the taps of the first slots of a row to other rows."""
         kept_BSX = self._in_rows()
         for row in to_rows:
             kept_BSX[row, :num_tokens].copy_(kept_BSX[from_row, :num_tokens])
@@ -343,6 +343,12 @@ class Taps(Workspace):
             self._kept_MX.index_copy_(0, self.slots(positions_BT, rows_B), taps_BTX.flatten(0, 1))
 
 
+def agreed(comm: Comm, *, is_invariant: bool, packs_prompts: bool) -> tuple[bool, bool]:
+    """Whether all ranks of `comm` are invariant, and whether all pack prompts."""
+    answers = comm.gather_text(f"{is_invariant:d}{packs_prompts:d}")
+    return all(answer[0] == "1" for answer in answers), all(answer[1] == "1" for answer in answers)
+
+
 class CachedRunner:
     """Base class of runners with a `StaticCache`; `parameter` decides their device and dtype.
 
@@ -350,7 +356,7 @@ class CachedRunner:
 
     Attributes:
         uses_masks: attention takes masks; they are made with the cache.
-        layer_states: what recurrent layers keep.
+        layer_states: states that recurrent layers keep.
         reads: see `Runner.allocate`.
     """
 
@@ -396,6 +402,15 @@ class CachedRunner:
             self._cache.take(before)
         if self.uses_masks:
             self._masks = Masks(self._windows, capacity=capacity, dtype=self.dtype, device=self.device)
+
+    def agree(self, comm: Comm) -> None:
+        """See `Runner.agree`."""
+        own = {"is_invariant": self.is_invariant, "packs_prompts": self.packs_prompts}
+        self.is_invariant, self.packs_prompts = agreed(comm, **own)
+
+    def forget(self) -> None:
+        """See `Runner.forget`."""
+        self.num_uses += 1
 
     def _allocate_states(self, *, batch_size: int, num_kept: int, saves: bool) -> None:
         make = partial(StateCache, self.layer_states, batch_size=batch_size, dtype=self.dtype)

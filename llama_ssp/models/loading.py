@@ -93,7 +93,7 @@ def check_model(
 ) -> None:  # fmt: skip
     """Raise every error that `load_model` would raise, without loading weights.
 
-    `compiles` says that layers take compiled products where those fit, as on a CPU.
+    `compiles` says that layers take compiled products where these fit, as on a CPU.
 
     Raises:
         CheckpointError: tensors are missing or have another shape.
@@ -154,7 +154,7 @@ def _check_quantizable(
     storage = format_of(quantization)
 
     def sizes(weight: Parameter, dim: int) -> set[int]:
-        """Those of a layer, or of its slices on all ranks."""
+        """The sizes of a layer, or of its slices on all ranks."""
         if weight.dim == dim and weight.units:
             return {shard.num_features(weight.units, weight.shape[dim]) for shard in shards}
         return {weight.shape[dim]}

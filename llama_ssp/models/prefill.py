@@ -8,10 +8,10 @@ are padded to the longest, or packed where attention goes by the lengths of rows
               | prompt 2 ....... - - -  |
 
 A packed chunk holds as many tokens as a padded one of the same prompts, so it needs no more memory, and there are never
-more of them. Where bits do not depend on what is read together, prompts of nearly one length share a chunk: it is
-padded little, and what it computes stays in a processor's caches.
+more of them. Where bits do not depend on the tokens read together, prompts of nearly one length share a chunk: it is
+padded little, and its results stay in a processor's caches.
 
-What a row of the cache holds already is not read again (`Held`): a prompt copies it from there, then reads the rest.
+Tokens that a row of the cache holds are not read again (`Held`): a prompt copies them from there, then reads the rest.
 
     read first    | prompt 0 .......................... |       holds nothing
     read second   | copied from 0 ..... | prompt 1 .. |         and all others of which a part is held
@@ -64,9 +64,9 @@ class Held(NamedTuple):
 
     Attributes:
         num_tokens: how many tokens; all of a prompt that is equal to another one of the same `Prompts`.
-        row: of the cache: the prompt's own, which needs no copy; one that is not being read into; or that of one of the
-            same `Prompts` of which nothing is held, or of the equal one.
-        from_saved: the states behind it are those that `Runner.save` kept.
+        row: of the cache: the prompt's own, which needs no copy; one that is not being read into; or the row of a
+            prompt of the same `Prompts` of which nothing is held, or of the equal one.
+        from_saved: the states after it are the ones that `Runner.save` kept.
     """
 
     num_tokens: int = 0
@@ -78,9 +78,9 @@ class ShortForwards(NamedTuple):
     """Runs forwards of few tokens, whose inputs are always in one place.
 
     Attributes:
-        inputs_4M: ids, positions and rows of the tokens, and the numbers of those that are scored; for the most tokens.
+        inputs_4M: ids, positions and rows of the tokens, and the numbers of the scored ones; for the most tokens.
         most_scored: prompts of a forward.
-        run: calls a function of the inputs of so many tokens, or replays what it did; a replay overwrites the result.
+        run: calls a function of the inputs of a number of tokens, or replays the call, which overwrites the result.
     """
 
     inputs_4M: Tensor
@@ -95,9 +95,9 @@ class Prompts(NamedTuple):
         tokens_RS: token ids; row r holds a prompt in its first lengths_R[r] slots.
         lengths_R: lengths of the prompts, on the device.
         lengths: the same, known to the host.
-        longest: the length that padded prompts are read to; that of the longest, here or on other ranks.
+        longest: the length that padded prompts are read to: of the longest, here or on other ranks.
         held: of each prompt; empty if nothing is held of any.
-        saved: of each prompt, behind how many tokens the state is kept, whole chunks, also if those are held; 0 for
+        saved: of each prompt, the number of tokens (whole chunks, held or not) after which the state is kept; 0 for
             none. Empty if layers keep no states.
         short: reads a few tokens; None reads them like many.
     """
@@ -121,7 +121,7 @@ class Prompts(NamedTuple):
 
     @property
     def starts(self) -> Sequence[int]:
-        """How many tokens of each are not read."""
+        """Numbers of tokens of each prompt that are not read."""
         return [place.num_tokens for place in self.held] or [0] * len(self.lengths)
 
 
@@ -129,7 +129,7 @@ def read_prompts(
     runner: Runner, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets, taps: Taps | None = None,
     num_left: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Fill the cache with each row's prompt, first of those of which it holds nothing, then of the others.
+    """Fill the cache with each row's prompt, first the prompts of which it holds nothing, then the rest.
 
     Args:
         runner: the model.
@@ -168,7 +168,7 @@ def read_prompts(
 
     found = [read_some(fresh)] if fresh else []
     copy(begun)
-    # A state can only be read behind the token that it follows, so that rows begin at one position.
+    # A state can only be read after the token that it follows, so that rows begin at one position.
     starts = {prompts.starts[place] if runner.is_recurrent else 0 for place in begun}
     groups = [[place for place in begun if start in {0, prompts.starts[place]}] for start in sorted(starts)]
     found += map(read_some, groups)
@@ -178,13 +178,13 @@ def read_prompts(
 
 
 def _in_order(found: list[Tensor], read: Iterable[int], wanted: Iterable[int]) -> Tensor:
-    """The logits of wanted rows, or places, from those that were read in another order."""
+    """The logits of `wanted` rows, or places, from logits that were read in another order."""
     numbers = {row: number for number, row in enumerate(read)}
     return torch.cat(found).index_select(0, to_device([numbers[row] for row in wanted], found[0].device))
 
 
 def num_common(ids: Sequence[int], other_ids: Sequence[int]) -> int:
-    """How many tokens two texts have in common before they part; of texts of one type, which are compared whole."""
+    """Number of tokens that two texts have in common before they part; for texts of one type, compared by slices."""
     low, high = 0, min(len(ids), len(other_ids))
     while low < high:
         middle = (low + high + 1) // 2
@@ -196,7 +196,7 @@ def num_common(ids: Sequence[int], other_ids: Sequence[int]) -> int:
 
 
 def forwards_per_prompt(runner: Runner, lengths: Sequence[int]) -> list[int]:
-    """How many forwards read some of each prompt, for prompts that `read_prompts` reads together, nothing held."""
+    """Numbers of forwards that read some of each prompt, if `read_prompts` reads them together, with nothing held."""
     if runner.packs_prompts:
         chunk = PREFILL_CHUNK * len(lengths)
         ends = accumulate(lengths)
@@ -207,7 +207,7 @@ def forwards_per_prompt(runner: Runner, lengths: Sequence[int]) -> list[int]:
 
 
 def _by_length(widths: Sequence[int]) -> list[list[int]]:
-    """Divide prompts of so many tokens to read: each group is one prompt, or fits into a chunk."""
+    """Divide prompts with `widths` tokens to read: each group is one prompt, or fits into a chunk."""
     groups: list[list[int]] = []
     for place in sorted(range(len(widths)), key=widths.__getitem__):
         if groups and (len(groups[-1]) + 1) * widths[place] <= PREFILL_CHUNK:
@@ -236,7 +236,7 @@ def _read_padded(
     device, width, last_R1 = tokens_RS.device, longest, lengths_R[:, None] - 1
     if any(prompts.starts):
         width = max(length - start for length, start in zip(lengths, prompts.starts, strict=True))
-        # A row with less to read than others begins earlier, so that none goes on behind the longest prompt.
+        # A row with less to read than others begins earlier, so that none goes on past the longest prompt.
         first = [min(start, longest - width) for start in prompts.starts]
         first_R1 = to_device(first, device)[:, None]
         last_R1 = last_R1 - first_R1
@@ -246,7 +246,7 @@ def _read_padded(
         stop = min(start + PREFILL_CHUNK, width)
         positions_RT = torch.arange(start, stop, device=device).expand(len(rows), -1)
         positions_RT = first_R1 + positions_RT if any(first) else positions_RT.contiguous()
-        # On a CPU an operator behind another model's forward takes up to 70 us: few where one chunk is all.
+        # On a CPU an operator after another model's forward takes up to 70 us: few where one chunk is all.
         score_R1 = last_R1 if stop - start == width else (last_R1 - start).clamp(0, stop - start - 1)
         taken_R = (last_R1[:, 0] + 1 - num_left - start).clamp(0, stop - start) if runner.is_recurrent else None
         chunk_R1V = runner.forward(

@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from llama_ssp.models.cache import Taps
-from llama_ssp.ranks.comms import Reads
+from llama_ssp.models.cache import Taps, agreed
+from llama_ssp.ranks.comms import Comm, Reads
 
 
 class Pieces(NamedTuple):
@@ -24,7 +24,7 @@ class Pieces(NamedTuple):
 
     Attributes:
         rows_M: the row of the cache of each token.
-        rows_C: that of each piece.
+        rows_C: the row of each piece.
         used_C: the slots that its last token sees, int32.
         first_C1: where each piece begins among the tokens, and M at the end, int32.
         longest: the most tokens of a piece.
@@ -38,7 +38,7 @@ class Pieces(NamedTuple):
 
 
 class TreePlaces(NamedTuple):
-    """Where the tokens of a forward stand that are nodes of trees, one tree in each row.
+    """Slots of the tokens of a forward that are nodes of trees, one tree in each row.
 
     Attributes:
         slots_BT: the slots of the cache that they are written to, side by side; several can have one position.
@@ -53,7 +53,7 @@ class TreePlaces(NamedTuple):
 
     @property
     def seen_slots(self) -> Tensor:
-        """Which of the slots that are read each of them sees, (B, T, U)."""
+        """Whether each token sees each slot of `slots_U`, (B, T, U)."""
         _, num_nodes, num_behind = self.sees_BTA.shape
         behind_BU = self.slots_U - (self.slots_BT[:, -1:] - (num_behind - 1))
         at_BTU = behind_BU.clamp(0, num_behind - 1)[:, None].expand(-1, num_nodes, -1)
@@ -98,9 +98,9 @@ class Cached(Protocol):
     def allocate(self, *, batch_size: int, capacity: int, reads: Reads = Reads.all, num_rolled_back: int = 0) -> None:
         """Allocate a cache for `batch_size` rows of `capacity` tokens, unless the current one suffices.
 
-        A larger one for as many rows holds what the current one does, but for states. Forwards up to the next call
+        A larger one for as many rows takes over the current one's slots, but no states. Forwards up to the next call
         return what the caller `reads` of their logits; the next one of a row may begin up to `num_rolled_back` tokens
-        before the end of those that it holds.
+        before the end of its held tokens.
         """
 
 
@@ -108,13 +108,12 @@ class Runner(Cached, Protocol):
     """A model on this rank.
 
     Attributes:
-        is_invariant: what a forward computes for a token has the same bits with any number of threads, and whatever
-            other tokens it reads at once.
+        is_invariant: a forward's results for a token have the same bits with any number of threads, and with any other
+            tokens read at once.
         packs_prompts: a forward takes `pieces`, on every rank of the model.
-        experts_read_3: sums over all layers of verifications: distinct experts that were read, those expected of tokens
-            that choose evenly, and layers; None without experts.
-        num_uses: how often `allocate` was called, as everybody does before use; only the last caller knows what the
-            rows hold.
+        experts_read_3: sums over all layers of verifications: distinct experts that were read, experts expected if
+            tokens choose evenly, and layers; None without experts.
+        num_uses: how often `allocate` was called, which comes first; only the last caller knows what the rows hold.
     """
 
     max_position_embeddings: int
@@ -158,17 +157,26 @@ class Runner(Cached, Protocol):
             Logits (B, R, V) in fp32, over the full vocabulary, on every rank of the model; see `allocate`.
         """
 
+    def agree(self, comm: Comm) -> None:
+        """Call this model invariant, and pack prompts, only if all ranks of `comm` can: their messages need one shape.
+
+        All ranks must call this together, with or without a part of the model.
+        """
+
+    def forget(self) -> None:
+        """Count a use: from now on no caller knows what the rows hold."""
+
     def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
-        """Copy what the cache holds in some slots of each row to others."""
+        """Copy the cache's contents from some slots of each row to others."""
 
     def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int, *, from_saved: bool = False) -> None:
-        """Copy what the cache holds in the first slots of a row to those of others, which can include this row.
+        """Copy the cache's contents from the first slots of a row to other rows, which can include this row.
 
-        The states are those behind all that the row holds, or what `save` kept if `from_saved`.
+        The states are the ones after all that the row holds, or what `save` kept if `from_saved`.
         """
 
     def save(self, row: int, num_tokens: int) -> None:
-        """Keep the state of a row behind its first tokens, the last that it has read, until the next call or copy."""
+        """Keep the state of a row after its first tokens, the last that it has read, until the next call or copy."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -187,8 +195,16 @@ class NullRunner:
     is_recurrent: bool = False
     experts_read_3: Tensor | None = None
 
+    def agree(self, comm: Comm) -> None:
+        """See `Runner`."""
+        self.is_invariant, self.packs_prompts = agreed(comm, is_invariant=True, packs_prompts=True)
+
     def allocate(self, **_how: object) -> None:
         """Count the use."""
+        self.num_uses += 1
+
+    def forget(self) -> None:
+        """See `Runner`."""
         self.num_uses += 1
 
     def forward(

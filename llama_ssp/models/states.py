@@ -1,10 +1,10 @@
-"""States of recurrent layers, kept behind each of the last tokens of a row, so that a rollback copies nothing.
+"""States of recurrent layers, kept after each of the last tokens of a row, so that a rollback copies nothing.
 
-A layer of the cache keeps slots (`models.cache`), or what this module has, or both: the last inputs of a convolution,
+A layer of the cache keeps slots (`models.cache`), or states of this module, or both: the last inputs of a convolution,
 and a recurrent state. Both stand in a ring by position:
 
-    R = 5 states, slot p mod R   | 10 | 11 | 7 | 8 | 9 |     behind the token at position p
-    a forward from position p    reads the state behind p - 1, zeros at position 0; writes those behind its tokens
+    R = 5 states, slot p mod R   | 10 | 11 | 7 | 8 | 9 |     after the token at position p
+    a forward from position p    reads the state after p - 1, zeros at position 0; writes the states after its tokens
     rollback                     = the next forward begins at a smaller position, at most R - 1 tokens back
 
 So a forward depends on its positions alone, as with slots of keys and values. Of more than R tokens only the last state
@@ -86,7 +86,7 @@ class StateCache(Workspace):
                 in_rows[row].copy_(in_rows[from_row])
 
     def take(self, other: "StateCache", from_row: int, to_rows: Sequence[int], num_tokens: int) -> None:
-        """Copy what a row of a cache of as many rows keeps behind its first tokens to rows of this one."""
+        """Copy inputs and states after the first tokens of a row of a cache of as many rows to rows of this one."""
         places_W = torch.arange(num_tokens - self.width + 1, num_tokens, device=self._rows_B.device)
         for own, others, places in ((self.inputs, other.inputs, places_W), (self.states, other.states, places_W[-1:])):
             for number, whole in own.items():
@@ -101,7 +101,7 @@ class StateView:
     """The part of a `StateCache` that one forward reads and writes.
 
     Attributes:
-        keeps_all: states behind each of the tokens are kept.
+        keeps_all: states after each of the tokens are kept.
     """
 
     def __init__(self, cache: StateCache, positions_BT: Tensor, taken_B: Tensor | None, rows_B: Tensor) -> None:
@@ -125,7 +125,7 @@ class StateView:
 
     @cached_property
     def _state_rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Which sequences begin, the state that each reads, and those that are written."""
+        """Whether each sequence begins, the rows of the states to read, and the rows to write."""
         num_kept, first_B1, offsets_T = self._cache.num_kept, self._first_B1, self._offsets
         counts_N = offsets_T + 1 if self.keeps_all else offsets_T[-1:] + 1
         behind_BN = first_B1 - 1 + counts_N.minimum(self._taken_rows)
@@ -135,19 +135,19 @@ class StateView:
 
     @cached_property
     def _input_rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Which inputs stand before the text, those that are read, the last ones that count, and where those go."""
+        """Whether inputs stand before the text, the rows to read, the last inputs that count, and the rows to write."""
         num_inputs, first_B1 = self._cache.num_inputs, self._first_B1
         num_before, num_last = self._cache.width - 1, min(self._num_tokens, num_inputs)
         rows_B1 = self._rows_B[:, None] * num_inputs
         before_BW = first_B1 + torch.arange(-num_before, 0, device=first_B1.device)
         read_M = (rows_B1 + before_BW.remainder(num_inputs)).flatten()
-        # Perhaps some of those before: they are written again.
+        # May include inputs before the first token, which are rewritten.
         last_BI = (self._taken_rows - num_last + self._offsets[:num_last]).clamp_min(-num_before)
         written_M = (rows_B1 + (first_B1 + last_BI).remainder(num_inputs)).flatten()
         return (before_BW < 0)[..., None], read_M, (last_BI + num_before)[..., None], written_M
 
     def with_inputs_before(self, number: int, x_BTC: Tensor) -> Tensor:
-        """The inputs (B, W - 1 + T, C) of a layer's convolution, with those before the first token; keeps the last."""
+        """The inputs (B, W - 1 + T, C) of a layer's convolution, with W - 1 before the first token; keeps the last."""
         inputs, device = self._cache.inputs[number], x_BTC.device
         is_before_BW1, read_M, last_BI1, written_M = (part.to(device) for part in self._input_rows)
         before_BWC = inputs.index_select(0, read_M).unflatten(0, (len(x_BTC), -1))
@@ -157,14 +157,14 @@ class StateView:
         return x_BTC
 
     def state(self, number: int) -> Tensor:
-        """The state (B, ...) of a layer behind the token before the first."""
+        """The state (B, ...) of a layer after the token before the first."""
         states = self._cache.states[number]
         is_new_B, read_B, _ = (part.to(states.device) for part in self._state_rows)
         is_new_B = is_new_B.view(-1, *[1] * (states.dim() - 1))
         return states.index_select(0, read_B).masked_fill(is_new_B, 0)
 
     def keep(self, number: int, states_BN: Tensor) -> None:
-        """Keep the states (B, N, ...) of a layer behind each token if `keeps_all`, else behind the last that counts."""
+        """Keep the states (B, N, ...) of a layer after each token if `keeps_all`, else after the last that counts."""
         states = self._cache.states[number]
         states.index_copy_(0, self._state_rows[2].to(states.device), states_BN.flatten(0, 1))
 

@@ -121,7 +121,7 @@ class RowLinear(LocalModule):
 class VocabularyEmbedding(LocalModule):
     """Some of the rows of an embedding; ranks without a token's row contribute zeros.
 
-    That of Gemma multiplies its output by `embed_scale`.
+    Gemma's multiplies its output by `embed_scale`.
     """
 
     embed_scale: Tensor | None
@@ -230,7 +230,7 @@ def _check_heads(name: str, size: int, cut: Cut, shape: ModelShape, head_dim: in
 
 
 def cut_dim(model: PreTrainedModel, name: str, *, whole: WholeParts) -> int | None:
-    """The dimension of a linear layer's weight that `shard` cuts, and 0 of experts; None for what stays whole."""
+    """The dimension of a linear layer's weight that `shard` cuts, and 0 of experts; None for whole modules."""
     style = _style(model, _plan_of(model), name)
     if style == EXPERTS:
         return 0
@@ -258,7 +258,7 @@ _SAME_STYLES = {"rowwise_split_input": "rowwise", "mla_kv_a_proj": "replicated",
 
 
 def _style(model: PreTrainedModel, plan: dict[str, str], name: str) -> str:
-    """The style of a module; a recurrent layer is cut as one, and attention can have the name of one."""
+    """The style of a module; `replicated` inside recurrent layers, which are cut whole, and for attention named so."""
     parent, style = name.rpartition(".")[0], plan.get(_LAYER.sub(".*", name), "replicated")
     if plan.get(_LAYER.sub(".*", parent)) == RECURRENT and shared_heads(model.get_submodule(parent)):
         return "replicated"
@@ -291,7 +291,7 @@ def _size_of(module: nn.Module, style: str) -> int:
 
 
 def _cut_experts(experts: Any, shard: RankShard, comm: Comm) -> None:  # noqa: ANN401 - of transformers
-    """Keep this rank's units of each expert, or its experts, and add up what the ranks compute.
+    """Keep this rank's units of each expert, or its experts, and add up the ranks' results.
 
     The first one adds the last bias of experts that are cut.
     """
@@ -324,12 +324,12 @@ def _cut_experts(experts: Any, shard: RankShard, comm: Comm) -> None:  # noqa: A
 
 
 def _cut_recurrent(mixer: Any, shard: RankShard, comm: Comm) -> None:  # noqa: ANN401 - of transformers
-    """Keep this rank's key heads of a recurrence, with their value heads, and add up what the ranks compute."""
+    """Keep this rank's key heads of a recurrence, with their value heads, and add up the ranks' results."""
     num_heads = shared_heads(mixer)
     heads = split_blocks(num_heads, shard.num_ranks)[shard.rank]
 
     def own(size: int, *, behind: int = 0) -> range:
-        """The features of the own heads among those of all, which stand behind others."""
+        """The features of the own heads among all heads' `size` features, which begin at `behind`."""
         return range(behind + heads.start * size // num_heads, behind + heads.stop * size // num_heads)
 
     num_channels = len(mixer.conv1d.weight)
@@ -352,11 +352,11 @@ def _cut_recurrent(mixer: Any, shard: RankShard, comm: Comm) -> None:  # noqa: A
 
 
 _CUT_AS_ONE = {EXPERTS: _cut_experts, RECURRENT: _cut_recurrent}
-"""By style: what cuts a module with all that is in it."""
+"""Functions by style that cut a module with all that is in it."""
 
 
 def _keep_own(shard: RankShard, experts: Any, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401
-    """Leave what other ranks compute to them; the library's modules multiply their first expert by 0 instead."""
+    """Drop the experts of other ranks; the library's modules multiply their first expert by 0 instead."""
     x_ME, chosen_MK, weights_MK = args
     is_own_MK = chosen_MK % shard.num_ranks == shard.rank
     elsewhere = experts.num_experts if isinstance(experts, OwnExperts) else 0
@@ -373,7 +373,7 @@ def _cut_parameters(module: Any, slices: dict[str, Slice]) -> None:  # noqa: ANN
 
 
 def _cut_heads(attention: Any, own: RankShard) -> None:  # noqa: ANN401 - of transformers
-    """Keep what attention has for each of this rank's heads, and set its numbers of heads.
+    """Keep attention's parameters of this rank's heads, and set its numbers of heads.
 
     Its own vectors (sinks, biases of gates) have a number for each head, matrices of norms a row, and lists a module.
     """

@@ -10,7 +10,7 @@ def to_device(values: Sequence[object] | Tensor, device: torch.device) -> Tensor
     """Return numbers, in nested lists or a tensor on the host, as a tensor on a device.
 
     A copy from ordinary memory would wait until a GPU has done everything launched before; one from pinned memory is
-    queued behind it, and torch keeps that memory until it is done.
+    queued after it, and torch keeps that memory until it is done.
     """
     if device.type != "cuda":
         return values.to(device) if isinstance(values, Tensor) else torch.tensor(values, device=device)

@@ -50,7 +50,7 @@ _PASSED_OVER = re.compile(
     r"(?:^|\.)(?:mtp|vision|visual|audio|image|multi_modal|mm_|embed_vision|embed_audio)|^(?:d2t|t2d)$|^verifier_|^model\.confidence_head\."
     r"|\.rotary_emb\.inv_freq$|\.(?:attn|attention)\.(?:masked_)?bias$"
 )
-"""Stored tensors of parts that are known not to run, and those that follow from the config."""
+"""Stored tensors of parts that are known not to run, or that follow from the config."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _WHILE_LOADING_BYTES, _AFTERWARDS_BYTES = 2**16, 2**25
 
@@ -62,18 +62,20 @@ class Loading:
     Attributes:
         origin: of the values.
         device: of weights and cache.
+        devices: that of this rank, and the GPUs of its node that no rank uses.
         comm: the ranks that share the model.
-        dtype: of weights and cache; None for that of the origin. Stored buffers keep theirs.
+        dtype: of weights and cache; None for the origin's. Stored buffers keep theirs.
         progress: see `Progress`.
         precision: of the linear layers; they are quantized as they are read.
         whole: what each of several ranks holds whole; by default nothing.
         target: of a head: the model on this rank whose embedding it shares, if it has none, and both are alike.
-        into: the model on this rank that gets these weights in place of those that it has.
+        into: the model on this rank that gets these weights in place of its own.
     """
 
     origin: WeightSource
     _: KW_ONLY
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    devices: tuple[torch.device, ...] = ()
     comm: Comm = field(default_factory=Comm.single)
     dtype: torch.dtype | None = None
     progress: Progress | None = None
@@ -84,12 +86,12 @@ class Loading:
 
     @property
     def weights_dtype(self) -> torch.dtype:
-        """The dtype, also that of the origin."""
+        """The dtype, by default the origin's."""
         return self.dtype or self.origin.dtype
 
     @property
     def kept_whole(self) -> WholeParts:
-        """What each of several ranks holds whole, also because the family cannot cut it."""
+        """Parts that each of several ranks holds whole, also because the family cannot cut them."""
         return kept_whole(self.origin.shape, self.whole)
 
     @property
@@ -351,9 +353,9 @@ class Matched:
             )
 
     def unread(self, ignored: Iterable[str] = ()) -> list[str]:
-        """The stored tensors that no parameter takes, except those of images, of further tokens, and of constants.
+        """The stored tensors that no parameter takes, except tensors of images, of further tokens, and of constants.
 
-        `ignored` has patterns of others that the library leaves out.
+        `ignored` has patterns of more tensors that the library leaves out.
         """
         known = [_PASSED_OVER, *map(re.compile, ignored)]
         return [
@@ -364,10 +366,10 @@ class Matched:
         ]
 
     def check_packed(self, quantization: str) -> frozenset[str]:
-        """Check that weights which are stored packed belong to the layers that may be; returns the layers of others.
+        """Check that packed weights belong to layers that may be packed; returns the layers of other weights.
 
-        ConfigError if `quantization` is another format; CheckpointError if others than linear layers of the decoder
-        layers are packed, or only some of those with one input.
+        ConfigError if `quantization` is another format; CheckpointError if weights outside the linear layers of decoder
+        layers are packed, or only some layers with one input.
         """
         table, origin = self.table, self.origin
         packed = {name: kept for name, source in self.sources.items() if (kept := origin.tensors[source].storage)}

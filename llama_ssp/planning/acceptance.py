@@ -46,9 +46,9 @@ class Acceptance:
     Attributes:
         source: where it is from.
         ends: the low and the high figure, where the table has both; None for a single figure.
-        is_forecast: nobody has measured the pair.
+        is_forecast: the pair is not measured.
         num_draft_tokens: K at which it was measured.
-        known: by position, of a token whose predecessors were accepted; empty where nobody knows.
+        known: by position, of a token whose predecessors were accepted; empty where nothing is known.
         decline: by each further position.
     """
 
@@ -90,13 +90,13 @@ def expected_of_spec(spec: PlanSpec) -> Acceptance:
 
 
 def acceptance_of(num_accepted: float, num_draft_tokens: int) -> float:
-    """The acceptance, the same at every position, of which a round accepts so many of K tokens on average."""
+    """The acceptance, equal at every position, by which a round accepts `num_accepted` of K tokens on average."""
     powers = range(1, num_draft_tokens + 1)
     return _solved(lambda acceptance: sum(acceptance**power for power in powers), num_accepted, num_halvings=50)
 
 
 def _solved(rising: Callable[[float], float], wanted: float, *, least: float = 0.0, num_halvings: int) -> float:
-    """Where a rising function reaches `wanted`, between `least` and 1."""
+    """The argument at which a rising function reaches `wanted`, between `least` and 1."""
     low, high = least, 1.0
     for _ in range(num_halvings):
         middle = (low + high) / 2
@@ -117,7 +117,7 @@ def expected(target: str, draft: str, *, has_model: bool = True, temperature: fl
 
 
 def remarks(spec: PlanSpec, acceptance: Acceptance | None, best_ks: tuple[int, int] | None) -> Iterator[str]:
-    """A note of a plan on an acceptance that nobody has measured; `best_ks` are the best K at its ends."""
+    """A note of a plan on an acceptance that is not measured; `best_ks` are the best K at its ends."""
     if not (acceptance and acceptance.is_forecast):
         return
     draft, best = spec.draft_name, ""
@@ -281,7 +281,7 @@ def overlapped_corrections(acceptance: float, num_draft_tokens: int) -> float:
 def tree_tokens(by_depth: Sequence[float], tree: TreeShape) -> float:
     """Expected tokens of a round that drafts a tree.
 
-    `by_depth` is the acceptance of a node's first child. One that is examined after r others were rejected is taken to
+    `by_depth` is the acceptance of a node's first child. A child that is examined after r rejected ones is taken to
     be accepted 2 r times less often, as measured on the shipped models (docs/findings/acceptance.md). Of a dynamic tree
     the nodes that are most often accepted count.
     """

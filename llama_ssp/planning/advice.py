@@ -7,8 +7,8 @@ Changes are judged by what the user loses:
     more      linear layers in 4 bits, a shorter prompt, more GPUs or nodes, another machine
     model     a smaller target, if nothing else fits
 
-At most three changes are named, one of each kind: first those that lose least, then those that keep a draft, those with
-the fewest settings, and the fastest. A change is left out if its plan has a warning that the asked plan does not have.
+At most three changes are named, one of each kind, ordered by loss, then with a draft first, by number of settings, and
+by speed. A change is left out if its plan has a warning that the asked plan does not have.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,7 +23,7 @@ from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware as machines
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.planning.memory import GB, GIB, RankMemoryPlan, fits, fullest_rank, largest_batch, largest_context
+from llama_ssp.planning.memory import GIB, RankMemoryPlan, fits, fullest_rank, largest_batch, largest_context
 from llama_ssp.planning.model import planned_model
 from llama_ssp.planning.search import (
     MOST_NODES,
@@ -35,8 +35,7 @@ from llama_ssp.planning.search import (
 )
 from llama_ssp.planning.spec import PlanSpec, block_sizes, on_block, same_kind
 from llama_ssp.planning.timing import Timing, timing
-from llama_ssp.planning.weights import model_bytes
-from llama_ssp.settings.schema import DraftLayout, TargetKind
+from llama_ssp.settings.schema import DraftLayout
 from llama_ssp.storage.formats import OWN_DTYPE, formats
 from llama_ssp.words import counted, rounded, said
 
@@ -53,16 +52,7 @@ def notes(spec: PlanSpec, hardware: HardwareConfig, heads: tuple[int, ...], full
             f"{hardware.system_bytes / GIB:.3g} of {hardware.memory_bytes / GIB:.3g} GiB are left to the operating "
             "system and other programs (hardware.system_bytes)"
         )
-    if spec.target_kind is TargetKind.accelerate:
-        num_devices = len(spec.target_devices)
-        where = "on one device" if num_devices == 1 else f"over {num_devices} GPUs of rank {spec.target_ranks[0]}"
-        yield f"the target is placed layer-wise {where}"
-    if spec.target_kind is TargetKind.deepspeed:
-        whole = model_bytes(inventory(spec.target.shape), spec.target, device=spec.device).total_bytes
-        yield (
-            f"while loading, DeepSpeed keeps the whole target in host memory on every rank, {whole / GB:.4g} GB each, "
-            "whose capacity is checked on a CPU only"
-        )
+    yield from spec.backend.notes(spec) if spec.backend.notes else ()
     has_experts = bool(inventory(spec.target.shape).experts) and not spec.target.storage.is_quantized
     if has_experts and spec.cuda_graphs:
         launched_s = timing(without_draft(replace(spec, cuda_graphs=False)), hardware).plain_s
@@ -158,7 +148,7 @@ def better_draft(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Ite
 def faster_on_fewer(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
     """A sentence if smaller blocks of ranks, all in use, decode the same rows clearly faster."""
     size, best_spec, best = len(spec.layout.ranks), spec, timed
-    if spec.target_kind is not TargetKind.tensor or size == 1:
+    if spec.backend.by_library or size == 1:
         return
     for smaller in block_sizes(size)[1:]:
         times = size // smaller
@@ -258,7 +248,7 @@ class Change:
 
     @property
     def order(self) -> tuple[int, bool, int, bool, float]:
-        """Sort key of changes, the best first; without a draft comes last of those that lose as much."""
+        """Sort key of changes, the best first; of changes that lose as much, draft=none comes last."""
         row_s = self.timed.best_s / self.spec.num_rows
         return self.loss, "draft=none" in self.settings, len(self.settings), self.fullest.is_tight, row_s
 
@@ -303,7 +293,7 @@ def _fitting(ways: Iterable[Change]) -> list[Change]:
 
 
 def _accepted(change: Change, known: set[str]) -> Change | None:
-    """The change, or else the change with the best K, if its plan has no other warnings than those that are known."""
+    """The change, or else the change with the best K, if its plan has only warnings that are known."""
     if change.faults <= known:
         return change
     if change.timed.best_num_draft_tokens is None or change.spec.adapts:
@@ -332,7 +322,7 @@ def _placed(step: Change) -> Iterator[Change]:
     spec = step.spec
     if spec.draft is None:
         return
-    places = on_block(spec, len(spec.layout.ranks)) if spec.target_kind is TargetKind.tensor else ()
+    places = () if spec.backend.by_library else on_block(spec, len(spec.layout.ranks))
     others = [other for other in places if other.layout != spec.layout]
     for other in others:
         yield step.then(*placement_settings(replace(other, num_replicas=1)), spec=other)
@@ -385,7 +375,7 @@ def _formats(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
 
 
 def _more_ranks(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
-    if spec.target_kind is TargetKind.accelerate:  # one rank has the GPUs of one node already
+    if spec.backend.is_layer_wise:  # one rank has the GPUs of one node already
         return
     start = Change(kind="ranks", loss=Loss.more, spec=spec, hardware=hardware)
     used, known = len(spec.layout.ranks), hardware.num_gpus
@@ -405,8 +395,8 @@ def _more_ranks(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
 
 
 def _other_machines(spec: PlanSpec, hardware: HardwareConfig) -> list[Change]:
-    """The spec on each other machine of the catalogue: first those of fewest GPUs, then of least memory."""
-    if hardware.device != "cuda" or spec.target_kind is not TargetKind.tensor:
+    """The spec on each other machine of the catalogue, by number of GPUs, then by memory, the least first."""
+    if hardware.device != "cuda" or spec.backend.by_library:
         return []
     found, is_as_named = [], machines.entry_of(hardware.name)[0] == hardware.num_gpus
     has_own_memory = is_as_named and machines.load(hardware.name).memory_bytes != hardware.memory_bytes

@@ -26,8 +26,8 @@ PROBABILITY_BYTES = 4
 def all_reduce_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: float, *, is_own: bool = False) -> float:
     """One all-reduce: within each node, then between nodes. An all-gather moves half of the bytes.
 
-    A ring of n ranks sends 2 (n - 1) / n times the bytes over every link; a measured sum takes the place of those in a
-    node, and with `is_own` one by the program's kernel, if it takes so many bytes.
+    A ring of n ranks sends 2 (n - 1) / n times the bytes over every link. A measured sum takes the place of a node's
+    ring; with `is_own` it is a sum by the program's kernel, if that takes `num_bytes`.
     """
     num_nodes = len({rank // hardware.num_gpus for rank in ranks})
     inside = -(-len(ranks) // num_nodes)
@@ -47,7 +47,7 @@ def _measured_s(hardware: HardwareConfig, num_ranks: int, num_bytes: float, *, i
     """
     if num_ranks == 1 or not (measured := _sums_of(hardware, num_ranks, is_own=is_own)):
         return None
-    if len(measured) == 1:  # the time of a small sum, and that of further bytes on the links
+    if len(measured) == 1:  # the time of a small sum, and of further bytes on the links
         # A rank of the program's kernel reads the parts of all others.
         (small,), share = measured, num_ranks - 1 if is_own else 2 * (num_ranks - 1) / num_ranks
         return small.s + share * max(num_bytes - small.num_bytes, 0) / hardware.link.bandwidth_bytes_per_s
@@ -59,7 +59,7 @@ def _measured_s(hardware: HardwareConfig, num_ranks: int, num_bytes: float, *, i
 
 @lru_cache(maxsize=256)
 def _sums_of(hardware: HardwareConfig, num_ranks: int, *, is_own: bool) -> list[MeasuredSum]:
-    """Those of the nearest number of ranks, by size; none of a machine without any."""
+    """Measured sums of the nearest number of ranks, by size; none of a machine without any."""
     sums = hardware.own_sums if is_own else hardware.sums
     numbers = sorted({found.num_ranks for found in sums}, key=lambda number: (abs(number - num_ranks), -number))
     return [found for found in sums if found.num_ranks == numbers[0]]

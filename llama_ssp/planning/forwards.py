@@ -21,8 +21,8 @@ from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.collectives import ID_BYTES, PROBABILITY_BYTES, all_reduce_s, message_s
 from llama_ssp.planning.model import DTYPE_BYTES, PlannedModel
 from llama_ssp.planning.weights import rank_shares
+from llama_ssp.settings.backends import TENSOR, Backend
 from llama_ssp.settings.rules import AT_ZERO, rule_of
-from llama_ssp.settings.schema import TargetKind
 from llama_ssp.storage.formats import NO_QUANTIZATION, StorageFormat, format_of
 
 MOST_DRAFT_TOKENS = 16
@@ -30,14 +30,14 @@ MOST_DRAFT_TOKENS = 16
 OPERATORS_PER_LAYER = 25
 """Operators that the lean decoder launches per layer, including views."""
 COMPILED_OPERATORS = 7
-"""Those of a compiled layer that is not in one operator: four products, attention, and two sums of the ranks."""
+"""Operators of a compiled layer that is not one operator: four products, attention, and two sums of the ranks."""
 LIBRARY_SHARE = {"cuda": 2.0, "cpu": 4.0}
 """Operators of the library's modules, relative to that: on a GPU kernels count, about 50, and on a CPU all that Python
-calls, 57 to 142 in the families with records, those of experts included."""
+calls, 57 to 142 in the families with records, with experts' operators."""
 CPU_SLOWDOWN_16_BITS = 3.0
 """Products in bf16 relative to fp32 with 16-bit weights; estimated from whole models on one CPU, 2.5 to 3.7."""
 USUAL_SHARE = 0.75
-"""Of the rate of the best product, what prompts and large batches reach (`flops_share`)."""
+"""Share of the best product's rate that prompts and large batches reach (`flops_share`)."""
 UNPACKING_S = 0.8e-9
 """Time in which bitsandbytes 0.50 unpacks a weight on one core: 0.44 ns in caches, 0.73 in 16 MiB, more beyond."""
 BEST_BYTES = 8
@@ -45,7 +45,7 @@ BEST_BYTES = 8
 
 
 class ShardDraws(NamedTuple):
-    """How ranks that share a model draw by a rule without gathering logits: over shards, or the best token of each."""
+    """Draws by a rule of ranks that share a model, without gathering logits: over shards, or each rank's best token."""
 
     rule: str
     is_certain: bool = False
@@ -60,7 +60,7 @@ class ModelPlacement:
     """
 
     model: PlannedModel
-    kind: TargetKind
+    backend: Backend = TENSOR
     ranks: tuple[int, ...]
     cuda_graphs: bool
     kernels: engine.Kernels = engine.ENGINE_KERNELS
@@ -74,22 +74,22 @@ class ModelPlacement:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.model, self.kind, self.ranks, self.whole, self.own_sums, self.draws))
+        return hash((self.model, self.backend, self.ranks, self.whole, self.own_sums, self.draws))
 
     def sum_bytes(self, tokens: int) -> int:
         """Bytes of a sum of the ranks, or of a residual that goes on to the next device."""
         return tokens * self.model.shape.hidden_size * DTYPE_BYTES[self.model.dtype]
 
     def collectives(self, num_rows: int, num_positions: int, num_scored: int) -> tuple[int, int]:
-        """How many sums and gathers a forward and its draws have, and their bytes on each rank."""
-        if len(self.ranks) == 1 or self.kind is TargetKind.accelerate:
+        """Number of sums and gathers of a forward and its draws, and their bytes on each rank."""
+        if len(self.ranks) == 1 or self.backend.is_layer_wise:
             return 0, 0
         sums, of_draws = self.shares[0].num_all_reduces, self.draw_messages(num_rows, num_scored)
         sum_bytes = self.sum_bytes(num_rows * num_positions)
         return sums + len(of_draws), sums * sum_bytes + sum(of_draws)
 
     def draw_messages(self, num_rows: int, num_scored: int) -> list[int]:
-        """Bytes of each message of the draws at so many positions of each row, of which the first ones are drafted.
+        """Bytes of each message of the draws at `num_scored` positions of each row, the first of which are drafted.
 
         All logits; or peaks and sums of exponentials, the probabilities of drafted tokens and the residuals of a rule
         that compares them, and the sums of blocks with a token of each; or each rank's best token.
@@ -119,15 +119,15 @@ class ModelPlacement:
     @cached_property
     def shares(self) -> tuple[Inventory, ...]:
         """Parameters of the ranks, without duplicates if they work at the same time; raises as `rank_shares`."""
-        held = rank_shares(self.model, num_ranks=len(self.ranks), kind=self.kind, whole=self.whole)
-        return held if self.kind is TargetKind.accelerate else tuple(dict.fromkeys(held))
+        held = rank_shares(self.model, num_ranks=len(self.ranks), backend=self.backend, whole=self.whole)
+        return held if self.backend.is_layer_wise else tuple(dict.fromkeys(held))
 
     @cached_property
     def most_heads(self) -> tuple[int, int]:
         """Query and key-value heads of the rank with the most; groups are cut only where ranks outnumber them."""
         num_ranks, shape = len(self.ranks), self.model.shape
         num_heads, num_kv_heads = shape.num_attention_heads, shape.num_key_value_heads
-        if self.kind is TargetKind.accelerate or self.whole is WholeParts.attention:
+        if self.backend.is_layer_wise or self.whole is WholeParts.attention:
             return num_heads, num_kv_heads
         own = -(-num_kv_heads // num_ranks)
         return own * (num_heads // num_kv_heads) if num_ranks <= num_kv_heads else -(-num_heads // num_ranks), own
@@ -135,7 +135,7 @@ class ModelPlacement:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardTime:
-    """Seconds of one forward on the slowest rank, by cause; attention's include those of recurrent states."""
+    """Seconds of one forward on the slowest rank, by cause; attention includes recurrent states."""
 
     matrices_s: float
     attention_s: float
@@ -159,7 +159,7 @@ def forward_time(
     `num_scored` positions per row get logits, and attention reads `bucket` cache slots.
     """
     tokens, scored = batch_size * num_positions, batch_size * num_scored
-    layer_wise, last = placement.kind is TargetKind.accelerate, placement.shares[-1]
+    layer_wise, last = placement.backend.is_layer_wise, placement.shares[-1]
     matrices = [
         _matrices_s(placement, hardware, held, tokens=tokens, scored=scored, has_head=not layer_wise or held is last)
         for held in placement.shares
@@ -197,7 +197,7 @@ def _matrices_s(
 def _roofline_s(
     sizes: Mapping[int, int], model: PlannedModel, storage: StorageFormat, hardware: HardwareConfig, *, tokens: int
 ) -> float:
-    """Matrix products with so many inputs, by `matrix_sizes`: the longer of reading a matrix and multiplying."""
+    """Matrix products with `tokens` inputs, by `matrix_sizes`: the longer of reading a matrix and multiplying."""
     matrix_dtype = model.matrix_dtype(hardware.device)
     value_bytes = DTYPE_BYTES[matrix_dtype]
     slowdown = CPU_SLOWDOWN_16_BITS if hardware.device == "cpu" and model.dtype.is_short else 1.0
@@ -238,8 +238,8 @@ def _attention_s(
 ) -> float:
     """Attention to `num_slots` slots in all layers, on the rank with the most heads: reading them, or the products.
 
-    A position attends to itself and those before it, which are half of a block of positions. Of states each row reads
-    the first, and writes those behind its tokens, of a prompt the last.
+    A position attends to itself and earlier ones, on average half of a block of positions. Each row reads its first
+    state, and writes the states after its tokens, of a prompt the last.
     """
     model, (num_heads, num_kv_heads) = placement.model, placement.most_heads
     shape, num_pairs = model.shape, num_slots - (num_positions - 1) / 2
@@ -252,9 +252,9 @@ def _attention_s(
 
 
 def _more_layers(placement: ModelPlacement, hardware: HardwareConfig, num_positions: int) -> float:
-    """How many layers of the library's modules have as many operators as recurrent layers have more than one.
+    """Number of layers of the library's modules with as many operators as recurrent layers have in excess of one.
 
-    On a GPU a kernel takes in the tokens of a round (`kernels.recurrence_gpu`); those of a prompt have the operators.
+    On a GPU a kernel takes in the tokens of a round; prompts need the operators.
     """
     if hardware.device == "cuda" and num_positions <= MOST_DRAFT_TOKENS + 1:
         return 0.0
@@ -284,7 +284,7 @@ def _collectives_s(
     if len(placement.ranks) == 1:
         return 0.0
     sum_bytes = placement.sum_bytes(tokens)
-    if placement.kind is TargetKind.accelerate:
+    if placement.backend.is_layer_wise:
         return sum(message_s(hardware, neighbours, sum_bytes) for neighbours in pairwise(placement.ranks))
     reduce_s = all_reduce_s(hardware, placement.ranks, sum_bytes, is_own=placement.own_sums)
     of_draws = placement.draw_messages(num_rows, num_scored)

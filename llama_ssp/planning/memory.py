@@ -18,8 +18,9 @@ from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.model import DTYPE_BYTES, PlannedModel
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.weights import WeightBytes, model_bytes, rank_shares, split
+from llama_ssp.settings.backends import TENSOR, Backend
 from llama_ssp.settings.rules import rule_of
-from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, TargetKind
+from llama_ssp.settings.schema import ADAPTIVE_LENGTHS
 
 GB, GIB = 10**9, 2**30
 
@@ -29,7 +30,7 @@ class _Part:
     """One model's part on one rank, or on one device of a layer-wise target; by default none.
 
     A slot of its cache has `slot_bytes / of_layers`, and a row `row_bytes / of_layers` more. `width` is the size of
-    queries, keys and values of a position, `working_bytes` that of the largest unpacked matrix. `temporary_bytes` are
+    queries, keys and values of a position, `working_bytes` of the largest unpacked matrix. `temporary_bytes` are
     needed in addition to the weights while loading.
     """
 
@@ -44,7 +45,7 @@ class _Part:
     temporary_bytes: int = 0
 
     def cache_bytes(self, num_slots: int, num_rows: int) -> int:
-        """Bytes of its cache with so many slots of all rows."""
+        """Bytes of its cache with `num_slots` slots of all rows."""
         return (num_slots * self.slot_bytes + num_rows * self.row_bytes) // self.of_layers
 
 
@@ -53,19 +54,19 @@ _NOTHING = _Part()
 
 @lru_cache(maxsize=1024)  # a search asks for each target with every draft, and a plan with every batch and context
 def _parts(
-    model: PlannedModel, device: str, *, num_ranks: int, kind: TargetKind, whole: WholeParts = WholeParts.none,
+    model: PlannedModel, device: str, *, num_ranks: int, backend: Backend = TENSOR, whole: WholeParts = WholeParts.none,
     num_shared: int = 0, num_kept: tuple[int, ...] = (),
 ) -> tuple[_Part, ...]:  # fmt: skip
     """The parts by rank or device, without tables that are shared; for `num_kept` see `PlanSpec.kept_states`."""
     shape, size, storage = model.shape, DTYPE_BYTES[model.dtype], model.storage
-    num_slices = 1 if kind is TargetKind.accelerate else num_ranks
+    num_slices = 1 if backend.is_layer_wise else num_ranks
     shards, _ = split(tuple(vars(shape).items()), num_ranks=num_slices, quantization=model.quantization, whole=whole)
-    # DeepSpeed splits a whole model in each rank's host memory, which on a CPU is the planned memory.
-    is_whole_first = kind is TargetKind.deepspeed and device == "cpu"
+    # On a CPU the host memory, into which it reads, is the planned memory.
+    is_whole_first = backend.reads_whole and device == "cpu"
     whole_bytes = model_bytes(inventory(shape), model, device=device).total_bytes if is_whole_first else 0
     most_unpacked = math.inf if storage.unpacks_matrix else storage.gpu_unpacks if device == "cuda" else 0
     parts = []
-    shares = rank_shares(model, num_ranks=num_ranks, kind=kind, whole=whole)
+    shares = rank_shares(model, num_ranks=num_ranks, backend=backend, whole=whole)
     for held, shard in zip(shares, cycle(shards), strict=False):
         num_heads, num_kv_heads = len(shard.heads.query_heads), len(shard.heads.kv_heads)
         weights = model_bytes(held.without_tables(num_shared), model, device=device)
@@ -86,7 +87,7 @@ def _parts(
 
 def _target_parts(spec: PlanSpec) -> dict[int, _Part]:
     parts = _parts(
-        spec.target, spec.device, num_ranks=len(spec.target_devices), kind=spec.target_kind,
+        spec.target, spec.device, num_ranks=len(spec.target_devices), backend=spec.backend,
         num_kept=spec.kept_states[0],
     )  # fmt: skip
     return dict(zip(spec.target_devices, parts, strict=True))
@@ -97,7 +98,7 @@ def _draft_parts(spec: PlanSpec) -> dict[int, _Part]:
         return {}
     num_ranks = 1 if spec.layout.splits_batch else len(spec.draft_ranks)
     parts = _parts(
-        spec.draft, spec.device, num_ranks=num_ranks, kind=TargetKind.tensor, whole=spec.draft_whole,
+        spec.draft, spec.device, num_ranks=num_ranks, whole=spec.draft_whole,
         num_shared=spec.num_shared_tables, num_kept=spec.kept_states[1],
     )  # fmt: skip
     return dict(zip(spec.draft_ranks, cycle(parts), strict=False))
@@ -182,7 +183,7 @@ def fullest_rank(spec: PlanSpec, hardware: HardwareConfig) -> RankMemoryPlan:
 
 @lru_cache(maxsize=256)  # a search asks more than once
 def _equal_ranks(spec: PlanSpec, hardware: HardwareConfig) -> tuple[tuple[RankMemoryPlan, list[int]], ...]:
-    """The bytes of ranks of a replica that need the same, as those of the first one, with all of these ranks."""
+    """The bytes of ranks of a replica, grouped if equal: the first rank's bytes, with all ranks of the group."""
     targets, drafts = _target_parts(spec), _draft_parts(spec)
     found: dict[tuple[object, ...], tuple[RankMemoryPlan, list[int]]] = {}
     for rank in sorted({*targets, *drafts}):
@@ -273,7 +274,7 @@ def _logits_bytes(spec: PlanSpec, rank: int) -> int:
         rule += 8  # the draft's logits with one more column, and what is moved to the target's ids
     if decides and spec.tree and not spec.is_certain:  # what is left of both models' rows at the nodes of a level
         rule += 4 * 3 * max((1, *spec.tree.read))
-    if decides and spec.overlaps:  # of what is in flight, while those of the next block arrive
+    if decides and spec.overlaps:  # probabilities in flight, while the next block's arrive
         rule += 4 * positions
     if decides:  # counts, penalized logits and a mask; the bits of a race and what is made of them
         rule += positions * (9 * spec.counts_tokens + 16 * rule_of(spec.rule).draws_by_position)
@@ -287,8 +288,8 @@ def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedMo
     If the attention of a round or of short prompts splits a sequence into parts, each part has its own sums in fp32.
     With masks the lean decoder copies queries and attended values, and needs a line of the mask for each query of a
     group. The library's modules repeat keys and values for each head of a group. A cache format that attention cannot
-    read is unpacked layer by layer, keys and values in turn, through fp32. Of the states behind the tokens of a round,
-    three copies of a layer's are made at once.
+    read is unpacked layer by layer, keys and values in turn, through fp32. Three copies of a layer's states after the
+    tokens of a round exist at once.
     """
     shape, size = model.shape, DTYPE_BYTES[model.dtype]
     positions = min(engine.PREFILL_CHUNK, spec.prompt_tokens)
@@ -356,7 +357,7 @@ def fits(spec: PlanSpec, hardware: HardwareConfig) -> bool:
 
 
 def _free_bytes(spec: PlanSpec, hardware: HardwareConfig) -> float:
-    """Of the fullest rank; minus infinity for what cannot be laid out."""
+    """Free bytes of the fullest rank; minus infinity for a spec that cannot be laid out."""
     try:
         return fullest_rank(spec, hardware).free_bytes
     except PlacementError:

@@ -58,7 +58,7 @@ class PlannedModel:
 
     @cached_property
     def storage(self) -> StorageFormat:
-        """In which runs keep its linear layers."""
+        """The format in which runs keep its linear layers."""
         return format_of(self.quantization)
 
     @cached_property
@@ -67,7 +67,7 @@ class PlannedModel:
         return record_of(self.shape.model_type).is_llama_kind and not self.by_library
 
     def slot_bytes(self, num_kv_heads: int) -> int:
-        """Bytes of the keys and values of a token in all layers, on a rank with so many key-value heads.
+        """Bytes of the keys and values of a token in all layers, on a rank with `num_kv_heads`.
 
         Layers that share the cache of an earlier layer have no bytes of their own. Where global layers have other
         heads, every rank has all heads.
@@ -86,9 +86,9 @@ class PlannedModel:
         return 2 * (of_local + kinds.count("g") * of_global * of_head(shape.global_head_dim))
 
     def state_bytes(self, *num_kept: int, held: Inventory | None = None) -> int:
-        """Bytes of the states of a row, if those behind its last `num_kept` tokens are kept, in each of several places.
+        """Bytes of a row's states, kept after its last `num_kept` tokens in each of several places.
 
-        They are those of a rank that holds `held`, by default of all; 0 without such layers.
+        They are of a rank that holds `held`, by default of all ranks; 0 without such layers.
         """
         value_bytes, states = DTYPE_BYTES[self.dtype], (held or inventory(self.shape)).states
         if not states:
@@ -120,7 +120,7 @@ class PlannedModel:
 
     @property
     def weights_name(self) -> str:
-        """The format of its linear layers in a table: that of the quantization, or of the numbers."""
+        """The format of its linear layers in a table: the quantization's, or the numbers'."""
         storage = self.storage
         return storage.name if storage.is_quantized else self.dtype.name
 
@@ -131,7 +131,7 @@ class PlannedModel:
 
     @cached_property
     def layout(self) -> PackedLayout | None:
-        """That of files that are kept as they are; None for others."""
+        """The packed layout of files that are kept as they are; None for others."""
         layout = self.stored_format.layout if self.stored_format else None
         return layout if layout and layout.storage == self.quantization else None
 
@@ -154,20 +154,23 @@ class PlannedModel:
         return replace(self, quantization=quantization, dtype=dtype)
 
     def matrix_dtype(self, device: str) -> Dtype:
-        """The number format of the linear layers; a CPU keeps those of 16-bit files in 16 bits even in fp32."""
+        """The number format of the linear layers; a CPU keeps weights of 16-bit files in 16 bits even in fp32."""
         is_kept = device == "cpu" and self.dtype is Dtype.fp32 and not self.by_library
         return Dtype.fp16 if is_kept and self.stored.is_short else self.dtype
 
 
-def resolve_shapes(config: PlanConfig) -> None:
+def resolved(config: PlanConfig) -> PlanConfig:
     """Fill in the shape and the stored number format of models that have only a folder, of any family.
 
     Raises as `planned_model`.
     """
-    for model in (config.model, config.draft.model):
-        if model:
-            resolved = planned_model(model, device="cpu")
-            model.shape, model.stored_dtype = resolved.shape, resolved.stored
+
+    def filled(model: ModelConfig) -> ModelConfig:
+        found = planned_model(model, device="cpu")
+        return replace(model, shape=found.shape, stored_dtype=found.stored)
+
+    draft = replace(config.draft, model=config.draft.model and filled(config.draft.model))
+    return replace(config, model=filled(config.model), draft=draft)
 
 
 def number_format(model: ModelConfig, *, device: str) -> Dtype:

@@ -1,4 +1,4 @@
-"""What a plan says of its models: families, states, contexts, storage."""
+"""Notes of a plan on its models: families, states, contexts, storage."""
 
 from collections.abc import Iterator
 

@@ -23,7 +23,6 @@ from llama_ssp.planning.notes import notes_on_contexts, notes_on_families, notes
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.timing import CostModel, Timing, timing
 from llama_ssp.planning.weights import model_bytes
-from llama_ssp.settings.schema import TargetKind
 from llama_ssp.words import counted, rounded, said
 
 PLAN_VERSION = 5
@@ -129,7 +128,7 @@ def _notes_on_sums(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:
     costs, num_draft_tokens = CostModel(spec, hardware), spec.num_draft_tokens * spec.drafts
     number, num_bytes = costs.collectives(num_draft_tokens)
     summing = costs.target if len(costs.target.ranks) > 1 else costs.draft
-    if hardware.device != "cuda" or not number or summing is None or summing.kind is TargetKind.accelerate:
+    if hardware.device != "cuda" or not number or summing is None or summing.backend.is_layer_wise:
         return
     rows = spec.batch_size * (num_draft_tokens + 1 if summing is costs.target else 1)
     sum_bytes, num_ranks = summing.sum_bytes(rows), len(summing.ranks)
@@ -222,7 +221,7 @@ _RATIOS = (
     "speedup", "speedup_range", "cost_ratio", "num_draft_tokens", "tokens_per_round", "tokens_per_round_range",
     "best_num_draft_tokens", "best_num_draft_tokens_range", "overlap", "limit_share",
 )  # fmt: skip
-"""Fields of the document: those of `PlanSpec`, `RankMemoryPlan` and `Timing` by the names that they have there."""
+"""Fields of the document, from `PlanSpec`, `RankMemoryPlan` and `Timing`, by their names there."""
 
 
 def document(plan: Plan) -> dict[str, Any]:
@@ -240,7 +239,7 @@ def document(plan: Plan) -> dict[str, Any]:
         "usd_per_million_tokens": plan.usd_per_million_tokens,
         "hardware": asdict(plan.hardware),
         "target": _model(spec.target, plan, prefix="target") | {
-            "kind": spec.target_kind.name,
+            "kind": spec.backend.name,
             "ranks": [*spec.target_ranks],
             "devices": [*spec.target_devices],
             "heads_per_rank": [rank.target_heads for rank in plan.ranks if rank.rank in spec.target_devices],

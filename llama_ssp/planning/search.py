@@ -8,13 +8,14 @@ The ranks form one block per replica, and the blocks have equal sizes. Inside a 
 16 ranks are 1 replica of 16, 2 of 8 (a node each), 4 of 4, 8 of 2, or 16 of 1.
 
 A search ranks them by speed for one machine: the asked model first, then the smaller ones of its series, each in every
-precision, with every draft of its vocabulary and the best K, those that do not fit last. What the user gave stays: a
-search varies no setting of the command line.
+precision, with every draft of its vocabulary and the best K; what does not fit comes last. It varies no setting of the
+command line.
 """
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -27,9 +28,10 @@ from llama_ssp.planning.memory import RankMemoryPlan, fits, fullest_rank
 from llama_ssp.planning.model import PlannedModel, planned_model
 from llama_ssp.planning.spec import PlanSpec, block_sizes, on_block
 from llama_ssp.planning.timing import Timing, timing
+from llama_ssp.settings.groups import MORE
 from llama_ssp.settings.layout import named
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT
-from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, DraftLayout, TargetKind
+from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, DraftLayout
 from llama_ssp.settings.trees import tree_shape
 from llama_ssp.storage.formats import NO_QUANTIZATION, format_of, formats
 from llama_ssp.words import rounded
@@ -39,7 +41,12 @@ MOST_NODES = 4
 TREES = tuple(map(tree_shape, ("2x1x1", "2x2x1", "3x2x1x1", "4x2x2x1x1")))
 FEW_ROWS = 4
 """Trees that a search tries, and the most rows that it tries them for: each row has a tree of its own."""
-_OF_SEARCHES = frozenset({"search", "format", "figure"})
+
+
+@cache
+def _of_searches() -> tuple[str, ...]:
+    """Settings of a search that a plan of one of its choices lacks."""
+    return ("search", "format", *(name for more in MORE.all().values() if more.draw for name in more.paths))
 
 
 def layouts(spec: PlanSpec, *, num_ranks: int, divides: bool, thorough: bool) -> Iterator[PlanSpec]:
@@ -224,9 +231,9 @@ def search(spec: PlanSpec, hardware: HardwareConfig, given: Sequence[str] = ()) 
 
 
 def _settings(spec: PlanSpec, asked: PlanSpec, words: Mapping[str, str]) -> tuple[str, ...]:
-    """The settings of the command line, with those of a choice in place of what it changes."""
+    """The settings of the command line, with a choice's settings in place of what it changes."""
     settings: list[str] = []
-    replaced = [*_OF_SEARCHES, "model.quantization", "draft.model.quantization", "speculation.overlap"]
+    replaced = [*_of_searches(), "model.quantization", "draft.model.quantization", "speculation.overlap"]
     if spec.target.name != asked.target.name or "model" not in words:
         replaced, settings = [*replaced, "model"], [*settings, f"model={spec.target.name}"]
     if spec.draft_name != asked.draft_name or "draft" not in words:
@@ -279,7 +286,7 @@ def _targets(
 def _drafted(
     spec: PlanSpec, model: ModelConfig, known: list[ModelConfig], words: Mapping[str, str], *, is_asked: bool
 ) -> Iterator[PlanSpec]:
-    """The spec with each draft to try: the one that was given, or those that the catalogue has for a model."""
+    """The spec with each draft to try: the given one, or the catalogue's drafts for a model."""
     is_given, own = words.get("draft", "draft=default") != "draft=default", spec.draft
     if spec.free_draft:
         yield spec
@@ -321,7 +328,7 @@ def _has(words: Mapping[str, str], *names: str) -> bool:
 
 def without_draft(spec: PlanSpec) -> PlanSpec:
     """The spec without a draft, whose own ranks the target has then."""
-    ranks = spec.layout.ranks if spec.target_kind is TargetKind.tensor else spec.target_ranks
+    ranks = spec.target_ranks if spec.backend.by_library else spec.layout.ranks
     return replace(
         spec, draft=None, free_draft=None, own_tokenizer=False, draft_ranks=(), target_ranks=ranks, tree=None,
         overlap=False,

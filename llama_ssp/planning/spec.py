@@ -11,6 +11,7 @@ from llama_ssp.architectures.matrices import DRAFT_WHOLE, WholeParts, tokens_of_
 from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.model import DTYPE_BYTES, PlannedModel, number_format, planned_model
+from llama_ssp.settings.backends import TENSOR, Backend, backend_of
 from llama_ssp.settings.drafters import (
     DraftTerms,
     draft_name,
@@ -22,7 +23,7 @@ from llama_ssp.settings.drafters import (
 )
 from llama_ssp.settings.layout import Layout, lay_out
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT, rule_of
-from llama_ssp.settings.schema import DrafterConfig, DraftLayout, ExpertParts, PlanConfig, RunConfig, TargetKind
+from llama_ssp.settings.schema import DrafterConfig, DraftLayout, ExpertParts, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.settings.trees import TreeShape
 
@@ -55,7 +56,6 @@ class PlanSpec:
 
     target: PlannedModel
     draft: PlannedModel | None
-    target_kind: TargetKind
     target_ranks: tuple[int, ...]
     draft_kind: DraftLayout
     draft_ranks: tuple[int, ...]
@@ -82,6 +82,7 @@ class PlanSpec:
     truncates: bool = False
     scores_texts: bool = False
     spare_devices: tuple[int, ...] = ()
+    backend: Backend = TENSOR
     own_sums: bool = False
     kernels: engine.Kernels = engine.ENGINE_KERNELS
 
@@ -111,7 +112,7 @@ class PlanSpec:
     @cached_property
     def draws_over_shards(self) -> tuple[bool, bool]:
         """See the function."""
-        gathers = self.target_kind is not TargetKind.tensor or self.truncates or self.takes_best
+        gathers = self.backend.by_library or self.truncates or self.takes_best
         if gathers or self.tree or self.overlap:
             return False, False
         draft = None if self.has_head or self.own_tokenizer else self.draft
@@ -167,7 +168,7 @@ class PlanSpec:
         target, draft = self.target, self.draft
         if draft is None or not draft.shape.shares_embedding or self.target_ranks != self.draft_ranks:
             return 0
-        if self.target_kind is not TargetKind.tensor or target.dtype is not draft.dtype:
+        if self.backend.by_library or target.dtype is not draft.dtype:
             return 0
         if target.is_lean:
             return int(len(self.target_ranks) == 1)
@@ -175,7 +176,7 @@ class PlanSpec:
 
     @property
     def draft_whole(self) -> WholeParts:
-        """Which parts of a draft every rank holds whole."""
+        """Parts of a draft that every rank holds whole."""
         return WholeParts.none if self.num_shared_tables > 1 else DRAFT_WHOLE
 
     @cached_property
@@ -228,7 +229,7 @@ class PlanSpec:
     def kept_states(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The states of a row that the target keeps, and the draft.
 
-        They are those behind the last tokens, which it may take back, and where prompts may have whole chunks one more.
+        They follow the last tokens, which it may take back; one more is kept where prompts may have whole chunks.
         """
         in_flight, saved = self.num_draft_tokens - 1 if self.overlaps else 0, (1,) * engine.saves_states(self.num_slots)
         return (self.round_positions, *saved), (self.round_positions + in_flight, *saved)
@@ -261,7 +262,7 @@ def make_spec(
         world_size: number of ranks.
         device: cpu or cuda.
         prompt_tokens: of the longest prompt.
-        num_gpus: of a node, None for one per rank. A layer-wise target also uses those that no rank has.
+        num_gpus: of a node, None for one per rank. A layer-wise target also uses GPUs that no rank has.
     """
     if largest_cell := task_of(config).largest_cell:
         config, prompt_tokens = largest_cell(config)
@@ -284,12 +285,14 @@ def make_spec(
     target = replace(target, shape=replace(target.shape, spreads_experts=spreads))
     layout = lay_out(placement, world_size=world_size, has_draft=draft is not None)
     first = layout.target_ranks[0] // num_gpus * num_gpus
-    is_layer_wise = placement.target.kind is TargetKind.accelerate
+    backend = backend_of(placement.target.kind)
     return PlanSpec(
-        target=replace(target, by_library=placement.target.kind is not TargetKind.tensor),
-        target_kind=placement.target.kind,
+        target=replace(target, by_library=backend.by_library),
+        backend=backend,
         target_ranks=layout.target_ranks,
-        spare_devices=tuple(gpu for gpu in range(first, first + num_gpus) if is_layer_wise and gpu not in layout.ranks),
+        spare_devices=tuple(
+            gpu for gpu in range(first, first + num_gpus) if backend.is_layer_wise and gpu not in layout.ranks
+        ),
         draft=draft,
         free_draft=None if draft else draft_name(config.draft),
         free_settings=None if drafter_of(free).has_model else free,
@@ -312,7 +315,7 @@ def make_spec(
         batch_size=config.batch_size,
         prompt_tokens=prompt_tokens,
         max_new_tokens=config.max_new_tokens,
-        cuda_graphs=config.cuda_graphs and device == "cuda" and placement.target.kind is TargetKind.tensor,
+        cuda_graphs=config.cuda_graphs and device == "cuda" and not backend.by_library,
         own_sums=config.own_sums and device == "cuda",
         device=device,
     )
@@ -321,7 +324,7 @@ def make_spec(
 def draws_over_shards(
     layout: Layout, *, rule: str, is_certain: bool, num_scored: int, vocab_size: int, draft_vocab_size: int | None
 ) -> tuple[bool, bool]:
-    """Whether the ranks of the target, and those of the draft, draw over shards of the vocabulary (`sampling.shards`).
+    """Whether the ranks of the target, and the draft's, draw over shards of the vocabulary (`sampling.shards`).
 
     Else they gather logits. A rule that reads the draft's probabilities reads them where they are, so that both draw
     over shards, on the same ranks, or neither. Only for chains without top-k, top-p and min-p, of a target that is cut

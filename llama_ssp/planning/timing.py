@@ -3,7 +3,7 @@
     plain token   target forward of 1 row, a draw, one message
     round         K draft forwards (the first reads two tokens) with a draw each, the ids to all ranks,
                   target forward of K + 1 rows, the rule, the verdict to all ranks
-    prompt        chunks of 512 through the target and the draft; packed prompts have their mean length, others that of
+    prompt        chunks of 512 through the target and the draft; packed prompts have their mean length, padded ones
                   the longest
 
 Where drafting overlaps verification, a round takes as long as the slower of K draft steps and a forward of K positions,
@@ -39,18 +39,19 @@ from llama_ssp.planning.memory import bucket_of
 from llama_ssp.planning.model import DTYPE_BYTES
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.weights import step_bytes
+from llama_ssp.settings.backends import TENSOR, Backend
 from llama_ssp.settings.rules import AT_ZERO, rule_of
-from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, TargetKind
+from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout
 from llama_ssp.storage.formats import NO_QUANTIZATION
 
 Ends: TypeAlias = tuple[float, float]
 """The smaller and the larger end, of seconds or of factors of them."""
 
 NEAR, PACKED, MANY, SHORT, OTHER = (0.87, 1.25), (0.90, 1.27), (0.80, 1.75), (0.90, 2.30), (0.76, 1.56)
-"""Published over forecast time of a token: of 16 bits up to 64 rows, of 8 and 4 bits up to 32, of more rows, of steps
-below 2.5 ms, whose time an engine's host decides, and of GPUs without published rows: the squares of the first."""
+"""Published over forecast time per token, least and most: in 16 bits up to 64 rows; in 8 and 4 bits up to 32 rows; at
+more rows; at steps below 2.5 ms, whose time an engine's host decides; on GPUs without published rows (NEAR squared)."""
 FAR, FIRST, GAINS = (0.70, 2.24), (0.85, 1.75), (0.70, 1.05)
-"""Of what has no published row, of first tokens, and of the gains of drafts."""
+"""The same where nothing is published, for first tokens, and for the gains of drafts."""
 MOST_NEAR, MOST_PACKED, LEAST_STEP_S = 64, 32, 0.0025
 PUBLISHED_GPUS = ("A100", "H100", "H200", "B200", "MI250", "RTX 4090")
 PUBLISHED_FORMATS = (NO_QUANTIZATION, "int8_weight_only", "int4_weight_only")
@@ -58,7 +59,7 @@ PUBLISHED_FORMATS = (NO_QUANTIZATION, "int8_weight_only", "int4_weight_only")
 
 @dataclass(frozen=True, kw_only=True)
 class OverlappedTime:
-    """Seconds of a round's pieces: both models at once, then what either waits for.
+    """Seconds of a round's pieces: both models at once, then the pieces that either waits for.
 
     Attributes:
         hides_exchange: the exchange takes no time of the target, which computes meanwhile.
@@ -72,7 +73,7 @@ class OverlappedTime:
 
     @property
     def arrived_s(self) -> float:
-        """From the start of a round until the target has ended its forward and received the drafted tokens."""
+        """Seconds from the start of a round until the target has ended its forward and has the drafted tokens."""
         forward_s = self.forward_s + (0.0 if self.hides_exchange else self.exchange_s)
         return max(self.draft_s + self.exchange_s, forward_s)
 
@@ -107,19 +108,24 @@ class CostModel:
         self.spec = spec
         self.hardware = hardware
 
-        def place(*, kind: TargetKind, ranks: tuple[int, ...], **of_model: Any) -> ModelPlacement:  # noqa: ANN401 - fields
-            is_own = kind is TargetKind.tensor and spec.takes_own_sums(hardware, ranks)
+        def place(*, backend: Backend = TENSOR, ranks: tuple[int, ...], **of_model: Any) -> ModelPlacement:  # noqa: ANN401 - fields
+            is_own = not backend.by_library and spec.takes_own_sums(hardware, ranks)
             return _placement(
-                kind=kind, ranks=ranks, own_sums=is_own, cuda_graphs=spec.cuda_graphs, kernels=spec.kernels, **of_model
+                backend=backend,
+                ranks=ranks,
+                own_sums=is_own,
+                cuda_graphs=spec.cuda_graphs,
+                kernels=spec.kernels,
+                **of_model,
             )
 
         best, over_target, over_draft = ShardDraws(AT_ZERO), *spec.draws_over_shards
         over = ShardDraws(spec.rule, spec.is_certain or not spec.draft, spec.device == "cuda")
-        takes_best = spec.takes_best and spec.target_kind is TargetKind.tensor
+        takes_best = spec.takes_best and not spec.backend.by_library
         of_target = best if takes_best else over if over_target else None
-        self.target = place(model=spec.target, kind=spec.target_kind, ranks=spec.target_devices, draws=of_target)
+        self.target = place(model=spec.target, backend=spec.backend, ranks=spec.target_devices, draws=of_target)
         ranks = spec.draft_ranks[:1] if spec.draft_kind is DraftLayout.replicated else spec.draft_ranks
-        of_draft = partial(place, kind=TargetKind.tensor, ranks=ranks, whole=spec.draft_whole)
+        of_draft = partial(place, ranks=ranks, whole=spec.draft_whole)
         draws = best if spec.draft_finds_best else over if over_draft else None
         self.draft = of_draft(model=spec.draft, draws=draws) if spec.draft else None
         self._middle = spec.prompt_tokens + spec.max_new_tokens // 2
@@ -136,7 +142,7 @@ class CostModel:
         limit.
         """
         spec, placement = self.spec, self.target
-        shares = placement.shares if placement.kind is not TargetKind.accelerate else [inventory(spec.target.shape)]
+        shares = [inventory(spec.target.shape)] if placement.backend.is_layer_wise else placement.shares
         weights = max(step_bytes(held, spec.target, device=spec.device) for held in shares)
         return weights + spec.batch_size * self._middle * spec.target.slot_bytes(placement.most_heads[1])
 
@@ -149,7 +155,7 @@ class CostModel:
         )  # fmt: skip
 
     def collectives(self, num_draft_tokens: int) -> tuple[int, int]:
-        """How many collectives a round has, those between the models included, and their bytes on each rank."""
+        """Number of collectives of a round, with the ones between the models, and their bytes on each rank."""
         forwards = [(self.target, num_draft_tokens + (not self.spec.overlaps))]
         if self.draft and num_draft_tokens:
             drafting = self.spec.first_draft_positions, *self.spec.later_draft_forwards(num_draft_tokens)
@@ -275,7 +281,7 @@ class CostModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Seconds and ratios; those of the draft are None without one.
+    """Seconds and ratios; the draft's are None without one.
 
     Attributes:
         target_forward, verify_forward: the target's forward of one token per row, and of K + 1.
@@ -289,7 +295,7 @@ class Timing:
         speedup: plain over speculative, while decoding.
         cost_ratio: c, a draft step over a plain target step.
         by_num_draft_tokens: speculative seconds per token for K = 1, 2, ...
-        best_num_draft_tokens: the fastest K; None for trees, as are those of other K.
+        best_num_draft_tokens: the fastest K; None for trees, as are figures of other K.
         tokens_per_round_range, best_num_draft_tokens_range: what follows from the low and from the high acceptance, the
             smaller figure first; None for a single figure of it.
         speculative_s_range: what follows from the range of the acceptance, if it has one, and from `error`.

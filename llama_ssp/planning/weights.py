@@ -1,9 +1,6 @@
-"""Counts the bytes of a model's weights, whole and on each rank, and those that one forward reads.
+"""Counts the bytes of a model's weights, whole and on each rank, and the bytes that one forward reads.
 
-They are exact: the loader places slices and layers by the same arithmetic. Layer-wise placement, which the loader does
-by `split_layers` too:
-
-    device 0: embeddings, layers 0-9    device 1: layers 10-19    last device: layers 20-27, norm, head
+They are exact: the loader places slices by the same arithmetic.
 """
 
 from collections.abc import Sequence
@@ -12,7 +9,7 @@ from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Any
 
-from llama_ssp.architectures.family import check_deepspeed, check_ranks, inventory, kept_whole, record_of
+from llama_ssp.architectures.family import check_ranks, inventory, kept_whole, record_of
 from llama_ssp.architectures.matrices import (
     FUSED,
     Inventory,
@@ -20,12 +17,11 @@ from llama_ssp.architectures.matrices import (
     RankShard,
     WholeParts,
     check_inputs,
-    split_blocks,
     split_model,
 )
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.planning.model import DTYPE_BYTES, PlannedModel
-from llama_ssp.settings.schema import TargetKind
+from llama_ssp.settings.backends import TENSOR, Backend
 from llama_ssp.storage.formats import NO_QUANTIZATION, ORDER_BYTES, StorageFormat
 
 HALF_BLOCK = 512
@@ -139,7 +135,7 @@ def model_bytes(held: Inventory, model: PlannedModel, *, device: str) -> WeightB
 def _temporary_bytes(products: Sequence[Sequence[tuple[int, int]]], storage: StorageFormat, *, is_half: bool) -> int:
     """Temporary bytes of the loader, at the largest product of the last layer; each is made before the next is read.
 
-    Products are lists of matrices: the bytes that are read, and those that stay. The loader joins the matrices of a
+    Products are lists of matrices: the bytes that are read, and the bytes that stay. The loader joins the matrices of a
     product and frees them one by one. Quantizing and halving make copies. GPUs, where nothing is halved, read two
     matrices ahead.
     """
@@ -173,31 +169,16 @@ def step_bytes(held: Inventory, model: PlannedModel, *, device: str) -> int:
     )
 
 
-def split_layers(num_layers: int, *, num_devices: int) -> tuple[range, ...]:
-    """Split the layers of a layer-wise target evenly; devices beyond the layers have none."""
-    used = min(num_devices, num_layers)
-    return split_blocks(num_layers, used) + (range(num_layers, num_layers),) * (num_devices - used)
-
-
 def rank_shares(
-    model: PlannedModel, *, num_ranks: int, kind: TargetKind, whole: WholeParts = WholeParts.none
+    model: PlannedModel, *, num_ranks: int, backend: Backend = TENSOR, whole: WholeParts = WholeParts.none
 ) -> tuple[Inventory, ...]:
     """The parameters on each rank, or layer-wise on each device; PlacementError if impossible.
 
     `whole` is what each rank of our own tensor parallelism holds whole.
     """
-    shape, uncut = model.shape, inventory(model.shape)
-    if kind is TargetKind.accelerate:
-        layers = split_layers(shape.num_hidden_layers, num_devices=num_ranks)
-        return tuple(
-            uncut.of_layers(len(held), first=device == 0, last=device == num_ranks - 1)
-            for device, held in enumerate(layers)
-        )
-    if kind is TargetKind.deepspeed:
-        check_deepspeed(shape, model.quantization, num_ranks=num_ranks)
-        return tuple(
-            replace(share, embeddings=uncut.embeddings, head=uncut.head) for share in shares(shape, num_ranks=num_ranks)
-        )
+    shape = model.shape
+    if backend.shares:
+        return backend.shares(model, num_ranks=num_ranks)
     check_ranks(shape.model_type, num_ranks)
     held = shares(shape, num_ranks=num_ranks, quantization=model.quantization, whole=whole)
     _check_groups(model, held)

@@ -1,4 +1,4 @@
-"""How a run ends when a rank fails: one error, the same on every rank that is still alive, which one rank reports.
+"""Ends a run when a rank fails: by one error, the same on every rank that is still alive, which one rank reports.
 
 torchrun, as `llama-ssp run` uses it too, notices that a process of its node has ended, and ends the others by SIGTERM.
 Its exit code is 1 for every failure; it notices no rank that is stopped, and none that srun has started. The rest is
@@ -59,7 +59,7 @@ _log = logging.getLogger(__name__)
 def raise_on_all_ranks(comm: Comm) -> Iterator[None]:
     """Run a block on every rank of `comm`, then raise the first user error of any rank on all of them.
 
-    It is that of the lowest rank that raised one, or ran out of memory or disk; it names the rank if others succeeded.
+    The lowest rank that raised one, or ran out of memory or disk, counts; the error names it if other ranks succeeded.
     """
     mine: SspError | None = None
     try:
@@ -89,10 +89,10 @@ def to_message(error: SspError) -> str:
     return f"{type(error).__name__}\n{error}"
 
 
-def from_message(text: str) -> SspError:
+def from_message(text: str, *, speaks: bool | None = None) -> SspError:
     """The error of a text by `to_message`."""
     kind, _, message = text.partition("\n")
-    return _ERRORS[kind](message)
+    return _ERRORS[kind](message, speaks=speaks)
 
 
 _KEY = "llama_ssp/heartbeat"
@@ -166,7 +166,7 @@ _T = TypeVar("_T")
 _PATIENCE = timedelta(days=20)  # in milliseconds it has to fit into 32 bits
 _LOOK_EVERY_S = 0.02
 ANSWER_S = 1.0
-"""How long a rank has to answer a call."""
+"""Time that a rank has to answer a call."""
 _STOP, _ROLL, _END, _LEAVE = "stop", "roll", "end", "leave"
 _BUSY = "busy"
 _NUM_CALLS = 2  # a rank may be inside a library that does not let its other threads run
@@ -180,7 +180,7 @@ class ControlChannel:
 
     Attributes:
         is_busy: whether the main thread of this rank is at work, rather than waiting for its GPU.
-        peers: the ranks that this rank's GPU may wait for, with itself: all at first, then those of its replica.
+        peers: the ranks that this rank's GPU may wait for, with itself: all at first, then its replica's.
     """
 
     def __init__(
@@ -224,11 +224,17 @@ class ControlChannel:
         if self._store:
             Thread(target=self._in_time, args=(forward,), daemon=True).start()
 
-    def be_alert(self) -> None:
+    def wait_only_for(self, peers: Collection[int]) -> None:
+        """Enter the ranks that this rank's GPU may wait for from now on."""
+        self.peers = peers
+
+    def be_alert(self, *, is_busy: Callable[[], bool] = lambda: False) -> None:
         """Start the heartbeat, which detects a killed rank without a collective; all ranks call this, in any order.
 
         When a rank is killed, this rank receives a SIGTERM, so that it ends its round, and `has_failed` becomes true.
+        `is_busy` tells other ranks whether this one is at work.
         """
+        self.is_busy = is_busy
         if self._store and self._heartbeat is None:
             host, own = meeting_host(os.environ), _connected(self._store)
             self._heartbeat = Heartbeat(own, host=host, rank=self.rank, alarm=self._raise_alarm)
@@ -245,7 +251,7 @@ class ControlChannel:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether this rank knows that somebody has stopped the run; does not use the store."""
+        """Whether this rank knows that the run was interrupted; does not use the store."""
         return self._verdict is not None and isinstance(from_message(self._verdict), InterruptedRun)
 
     @property
@@ -364,7 +370,7 @@ class ControlChannel:
 
 
 def _send(store: Store, rank: int, words: str) -> int:
-    """Call one rank; returns the number of the call among those of that rank."""
+    """Call one rank; returns the number of the call among that rank's calls."""
     number: int = store.add(f"llama_ssp/calls/{rank}", 1) - 1
     store.set(f"llama_ssp/call/{rank}/{number}", words)
     return number
@@ -387,6 +393,10 @@ class Phase:
     doing: str
     limit: str
     remedy: str = "run the same command with the same run_dir to resume"
+
+    def go_on(self, doing: str, *, limit: str) -> None:
+        """Enter that the run does something else now."""
+        self.doing, self.limit = doing, limit
 
 
 @contextmanager
@@ -411,7 +421,7 @@ def unify_failure(watch: ControlChannel, phase: Phase) -> Iterator[None]:
 
 
 def _ending_of(error: _E, watch: ControlChannel, phase: Phase) -> SspError | _E:
-    """The error that ends the run, agreed on with the other ranks; `error` itself if nobody has foreseen it."""
+    """The error that ends the run, agreed on with the other ranks; `error` itself if it is unforeseen."""
     words, missing, is_unforeseen = watch.verdict, tuple[int, ...](), False
     if words is None:
         mine = error if isinstance(error, SspError) else exhaustion(error)
@@ -426,9 +436,8 @@ def _ending_of(error: _E, watch: ControlChannel, phase: Phase) -> SspError | _E:
             mine = LostRankError(f"rank {watch.rank} failed while {phase.doing}: {type(error).__name__}: {reason}")
         words = watch.agree_on(to_message(mine), without=missing)
         is_unforeseen &= words == to_message(mine)
-    ending = from_message(words)
-    ending.speaks = watch.is_error_reporter(without=missing)
-    return error if is_unforeseen else ending
+    speaks = watch.is_error_reporter(without=missing)
+    return error if is_unforeseen else from_message(words, speaks=speaks)
 
 
 def _loss(error: BaseException, missing: tuple[int, ...], phase: Phase, watch: ControlChannel) -> SspError | None:

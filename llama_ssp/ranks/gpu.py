@@ -1,8 +1,8 @@
 """GPUs: which one is current, streams for captures, waits that end, and the errors after which a run cannot go on.
 
-torch's own waits have no limit, a kernel that waits for a lost rank never ends, and torch's watchdog of collectives
-does not know those that a CUDA graph replays. So the host asks whether an event has passed, and gives up when a
-collective on CPUs would. `failures.guard` is for waits that a library makes by itself.
+torch's own waits have no limit, a kernel that waits for a lost rank never ends, and torch's watchdog does not know the
+collectives that a CUDA graph replays. So the host asks whether an event has passed, and gives up when a collective on
+CPUs would. `failures.guard` is for waits that a library makes by itself.
 
     a result that is there      one query
     a result that is not        a few queries, then naps, each followed by a query and a look at the control channel
@@ -30,7 +30,7 @@ _NUM_QUERIES = 32
 _NAP_S = 5e-5  # short against a round: the device has the next one already
 _GRACE_S = 1.0  # for a wait of this replica, when a rank of another one has ended
 MOST_WORK_S = 600.0
-"""How long a host may be at work while others wait for its GPU; compilers take minutes at most."""
+"""Time that a host may be at work while other ranks wait for its GPU; compilers take minutes at most."""
 
 
 def selected(device: torch.device) -> AbstractContextManager[None]:
@@ -86,10 +86,16 @@ class DeviceWait:
         passed_s: when this rank last got past a wait, on the monotonic clock.
     """
 
-    def __init__(self, has_failed: Callable[[], bool], *, has_busy_peer: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        has_failed: Callable[[], bool],
+        *,
+        has_busy_peer: Callable[[], bool] = lambda: False,
+        timeout_s: float = 60.0,
+    ) -> None:
         self._has_failed = has_failed
         self._has_busy_peer = has_busy_peer
-        self.timeout_s = 60.0
+        self.timeout_s = timeout_s
         self.is_waiting = False
         self.passed_s = time.monotonic()
 

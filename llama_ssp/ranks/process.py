@@ -1,4 +1,4 @@
-"""A rank as a process: who it is by the environment of torchrun or SLURM, where it may listen, and what stops it.
+"""A rank as a process: its number by the environment of torchrun or SLURM, where it may listen, and what stops it.
 
 The ranks of one machine listen on its loopback. Between several machines whoever reaches a port can take part in the
 run, so their network has to be trusted. The end of the torchrun agent stops a run as signals do; `run.interruption` and
@@ -53,7 +53,7 @@ def check_docstrings() -> None:
 
 
 def read_ranks(environ: Mapping[str, str]) -> Ranks:
-    """Read the ranks from torchrun's variables, else from those of a SLURM step; by default a single rank.
+    """Read the ranks from torchrun's variables, else from a SLURM step's; by default a single rank.
 
     A batch script outside a step also has SLURM_PROCID; only a step has SLURM_STEP_ID. Raises ConfigError for variables
     that are no such numbers.
@@ -123,7 +123,7 @@ def stay_on_loopback() -> None:
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """Open a socket for those who connect to `host`, which is this machine.
+    """Open a socket for connections to `host`, which is this machine.
 
     An address is bound alone. A name, or the address of a router that leads here, may mean any interface.
     """
@@ -142,7 +142,7 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 AGENT = "LLAMA_SSP_AGENT"
-"""Environment variable: the process id of the agent, where it is that of `llama-ssp run`."""
+"""Environment variable: the process id of the agent, if `llama-ssp run` started it."""
 _LOOK_EVERY_S = 0.2
 
 

@@ -1,7 +1,7 @@
-"""Where ranks meet: the rendezvous store, the facts that they exchange, their devices, and the process group.
+"""Rendezvous of ranks: the store, the facts that they exchange, their devices, and the process group.
 
 CPUs    gloo
-GPUs    NCCL for tensors on GPUs, gloo for those on the host, in one group; if there is one for every rank of every node
+GPUs    NCCL for tensors on GPUs, gloo for tensors on the host, in one group; if every rank of every node has a GPU
 """
 
 import json
@@ -32,7 +32,7 @@ _OWN_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONI
 _QUIET_S = 10.0  # how long ranks wait for others without a word
 _HEED_EVERY_S = 1.0
 _MOST_NAMED = 4
-"""How long torch may keep the main thread, which must answer signals meanwhile."""
+"""Time that torch may keep the main thread, which must answer signals meanwhile."""
 
 
 def open_store(ranks: Ranks, *, timeout_s: float) -> Store:
@@ -59,9 +59,8 @@ def _opened(ranks: Ranks, *, timeout_s: float) -> Store:
         reason = f"{host}:{port} does not answer within timeouts.load_s={timeout_s:g}"
         if isinstance(error, OSError):
             reason = f"{host}:{port}: {(error.strerror or str(error)).lower()}"
-        lost = LostRankError(f"rank {ranks.rank} cannot reach the others, {reason}; another MASTER_PORT may be free")
-        lost.speaks = _may_speak_first(ranks)
-        raise lost from error
+        sentence = f"rank {ranks.rank} cannot reach the others, {reason}; another MASTER_PORT may be free"
+        raise LostRankError(sentence, speaks=_may_speak_first(ranks)) from error
 
 
 def _may_speak_first(ranks: Ranks) -> bool:
@@ -201,9 +200,7 @@ def wait_for_all(store: Store, keys: Sequence[str], *, ranks: Ranks, timeout_s: 
                 continue
             came, late = _came(store, keys)
             cause = f"within timeouts.load_s={timeout_s:g}" if is_there else "before the store of the ranks had ended"
-            lost = LostRankError(f"{late} did not connect {cause}")
-            lost.speaks = ranks.rank == came[0]
-            raise lost from error
+            raise LostRankError(f"{late} did not connect {cause}", speaks=ranks.rank == came[0]) from error
         return
 
 

@@ -47,7 +47,7 @@ class ResultQueue:
             self._num_sent += 1
 
     def claim(self, number: int) -> int:
-        """Take so many places of a list for this replica, whose ranks ask together; returns the first of them."""
+        """Take `number` places of a list for this replica, whose ranks ask together; returns the first of them."""
         first = self._store.add(f"{self._prefix}/claimed", number) - number if self._speaks else 0
         return int(self._replica.broadcast_text(str(first)))
 

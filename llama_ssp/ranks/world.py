@@ -58,10 +58,10 @@ class World:
 def share_cores(ranks: Ranks, *, cores: frozenset[int], sharers: tuple[int, ...]) -> None:
     """Bind this rank to its share of the cores, with one thread per core.
 
-    The calling thread, and those that it starts later, stay on the share. The threads of gloo, which exist by then, do
-    not: if they shared a core with a computing thread, a small all-reduce would take milliseconds. A single process
-    keeps the user's OMP_NUM_THREADS; that of torchrun, 1, is ignored. `sharers` are the ranks with the same available
-    cores, including this one.
+    The calling thread, and threads that it starts later, stay on the share. The threads of gloo, which exist by then,
+    do not: if they shared a core with a computing thread, a small all-reduce would take milliseconds. A single process
+    keeps the user's OMP_NUM_THREADS; torchrun's, 1, is ignored. `sharers` are the ranks with the same available cores,
+    including this one.
     """
     if has_own_threads(ranks.local_size):
         return
@@ -114,9 +114,8 @@ def start(
         yield World(comm=Comm.single(), ranks=ranks, device=chosen, note=note, cores=cores)
         return
     watch, limit = _watch(ranks, open_store(ranks, timeout_s=timeout_s)), f"timeouts.load_s={timeout_s:g}"
-    watch.peers = range(ranks.size)
-    waits = DeviceWait(lambda: watch.has_failed, has_busy_peer=watch.has_busy_rank)
-    waits.timeout_s = timeout_s
+    watch.wait_only_for(range(ranks.size))
+    waits = DeviceWait(lambda: watch.has_failed, has_busy_peer=watch.has_busy_rank, timeout_s=timeout_s)
     device_wait = waits if chosen.type == "cuda" else None
     phase = Phase(doing="connecting", limit=limit)
     with unify_failure(watch, phase), guard(watch, waits, phase, report=report):
@@ -125,8 +124,8 @@ def start(
             form_group(ranks, device=chosen, timeout_s=timeout_s)
             at_exit(partial(_part, watch, is_on_gpu=chosen.type == "cuda"))
         if device_wait:
-            watch.be_alert()  # a wait for the GPU does not notice a killed rank, as one for gloo does
-            watch.is_busy = lambda: not waits.is_waiting
+            # A wait for the GPU does not notice a killed rank, as one for gloo does.
+            watch.be_alert(is_busy=lambda: not waits.is_waiting)
         elif is_first:
             share_cores(ranks, cores=cores, sharers=sharers)
         comm = Comm.of_world(

@@ -43,13 +43,13 @@ ITEMS = {
 }
 SUMS = {"peak while loading": "loading_peak_bytes", "capacity": "capacity_bytes", "free": "free_bytes"}
 _UNLIMITED = 10**4
-LEAST_SHOWN_MS = LEAST_SHOWN_HOURS = 0.005
+LEAST_SHOWN_MS = 0.005
 
 
-class _Output(Console):
+class StandardOutput(Console):
     """Standard output; lines are wrapped for a terminal alone, or for $COLUMNS.
 
-    Raises BrokenPipeError when nobody reads any more, where rich would end the process.
+    Raises BrokenPipeError when its reader is gone, where rich would end the process.
     """
 
     def __init__(self) -> None:
@@ -58,10 +58,11 @@ class _Output(Console):
             self.width = _UNLIMITED
 
     def on_broken_pipe(self) -> None:
+        """Let the caller end."""
         raise BrokenPipeError
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
     """Escape text of settings and of catalogue entries: it must be neither markup nor control characters."""
     return escape(visible(text))
 
@@ -74,7 +75,7 @@ def short_name(quantization: str) -> str:
 
 def show(content: Plan | Search | list[Plan], console: Console | None = None) -> None:
     """Print a plan, a search, or the plans of several machines on a console, or on standard output."""
-    console = console or _Output()
+    console = console or StandardOutput()
     if isinstance(content, Plan):
         _print_plan(content, console)
     elif isinstance(content, Search):
@@ -84,18 +85,18 @@ def show(content: Plan | Search | list[Plan], console: Console | None = None) ->
 
 
 def _print_plan(plan: Plan, console: Console) -> None:
-    console.print(f"\n[bold]{_literal(verdict(plan))}[/bold]")
-    console.print(_literal(headline(plan)))
+    console.print(f"\n[bold]{literal(verdict(plan))}[/bold]")
+    console.print(literal(headline(plan)))
     if plan.whole_run:
-        console.print(_literal(plan.whole_run))
+        console.print(literal(plan.whole_run))
     for part in (*_memory_table(plan), *_time_table(plan)):
         console.print(part)
     for line in (*_times_of_parts(plan), *_basis(plan)):
-        console.print(_literal(line))
+        console.print(literal(line))
     for warning in plan.warnings:
-        console.print(f"[yellow]warning:[/yellow] {_literal(warning)}")
+        console.print(f"[yellow]warning:[/yellow] {literal(warning)}")
     for note in plan.notes:
-        console.print(f"[cyan]note:[/cyan] {_literal(note)}")
+        console.print(f"[cyan]note:[/cyan] {literal(note)}")
 
 
 def verdict(plan: Plan) -> str:
@@ -249,32 +250,6 @@ def _basis(plan: Plan) -> Iterator[str]:
         yield f"drafting overlaps verification: {', '.join(idle)}, {dropped}"
 
 
-def print_jobs(jobs: Sequence[tuple[str, Plan, float | None]]) -> None:
-    """Print one table of all jobs of a sweep: name, plan, and hours of decoding where they are known."""
-    spent = [
-        (hours, hours * plan.hardware.num_ranks if hours is not None and plan.hardware.device == "cuda" else None)
-        for _, plan, hours in jobs
-    ]
-    sums = (_shown_hours(None if None in column else sum(filter(None, column))) for column in zip(*spent, strict=True))
-    table = Table(show_footer=True)
-    table.add_column("job", footer=f"{len(jobs)} jobs", overflow="fold")
-    table.add_column("fits", footer=f"{sum(plan.fits for _, plan, _ in jobs)} of {len(jobs)}", no_wrap=True)
-    for name, footer in zip(("ms/token", "hours", "GPU-hours"), ("", *sums), strict=True):
-        table.add_column(name, justify="right", footer=footer, no_wrap=True)
-    for (name, plan, _), hours in zip(jobs, spent, strict=True):
-        fits = "[green]yes[/green]" if plan.fits else "[red]no[/red]"
-        table.add_row(_literal(name), fits, f"{1e3 * plan.timing.best_s:.2f}", *map(_shown_hours, hours))
-    console = _Output()
-    console.print("All jobs; ms/token of a completion in its faster mode; hours of decoding at most, without loading")
-    console.print(table)
-
-
-def _shown_hours(hours: float | None) -> str:
-    if hours is None:
-        return "-"
-    return "<0.01" if 0 < hours < LEAST_SHOWN_HOURS else f"{hours:.2f}"
-
-
 MOST_CHOICES = 5
 """Choices of a search that are printed; JSON has all of them."""
 
@@ -283,7 +258,7 @@ def _print_search(found: Search, console: Console) -> None:
     """Print the best choices, with what does not fit struck out."""
     choices, unit = found.choices, found.machine.unit
     title = (
-        f"Choices on {_literal(found.machine.name)}, the fastest of each precision first: {MOST_CHOICES} of "
+        f"Choices on {literal(found.machine.name)}, the fastest of each precision first: {MOST_CHOICES} of "
         f"{len(choices)}, which format=json has. ms/token of a completion after its first token, tokens/s over all "
         f"rows and replicas, replicas x {unit}s of each, GiB of the fullest rank"
     )
@@ -296,7 +271,7 @@ def _print_search(found: Search, console: Console) -> None:
         table.add_row(*_row(choice))
     console.print(title)
     console.print(table)
-    console.print(_literal(basis(found.machine)))
+    console.print(literal(basis(found.machine)))
     console.print("\nThese commands plan the choices, and with run in place of plan they run them:")
     for choice in shown:
         if choice["reason"] is None:
@@ -305,7 +280,7 @@ def _print_search(found: Search, console: Console) -> None:
 
 
 def printed(choices: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The choices that a table shows: of the asked model, or if it does not fit the nearest misfit and the others."""
+    """The choices of a table: of the asked model, or if it does not fit, the nearest misfit and all fitting ones."""
     fitting = [choice for choice in choices if choice["reason"] is None]
     misfits = [choice for choice in choices if choice["reason"] is not None]
     asked = choices[0]["target"]
@@ -321,11 +296,11 @@ def printed(choices: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _row(choice: Mapping[str, Any]) -> list[str]:
-    target = f"{_literal(choice['target'])} {short_name(choice['quantization'])}"
+    target = f"{literal(choice['target'])} {short_name(choice['quantization'])}"
     quantization = choice["draft_quantization"]
     packed = short_name(quantization) if quantization in formats() else None
     kind = f"{choice['draft_kind']}, overlaps" if choice["overlaps"] else choice["draft_kind"]
-    draft = " ".join(filter(None, (_literal(choice["draft"] or "none"), packed, kind)))
+    draft = " ".join(filter(None, (literal(choice["draft"] or "none"), packed, kind)))
     ranks = f"{choice['num_replicas']} x {choice['num_ranks']}".removeprefix("1 x ")
     needed, capacity = choice["needed_bytes"], choice["capacity_bytes"]
     if choice["reason"]:
@@ -348,17 +323,17 @@ def _print_machines(plans: Sequence[Plan], console: Console) -> None:
     for plan in plans:
         table.add_row(*_machine_cells(plan))
     meaning = "ms/token of a completion, ms to its first token, tokens/s with prompts"
-    console.print(f"\n{_literal(_models(plans[0].spec))}: {meaning}\n")
+    console.print(f"\n{literal(_models(plans[0].spec))}: {meaning}\n")
     console.print(table)
     for rests_on, group in groupby(sorted(plans, key=lambda plan: plan.basis), key=lambda plan: plan.basis):
-        console.print(_literal(f"{', '.join(plan.hardware.name for plan in group)}: {rests_on}"))
+        console.print(literal(f"{', '.join(plan.hardware.name for plan in group)}: {rests_on}"))
     console.print("hardware= with one of them prints its plan, with ranges, warnings and notes")
 
 
 def _machine_cells(plan: Plan) -> Iterator[str]:
     timed, full, usd = plan.timing, plan.fullest, plan.usd_per_million_tokens
     colour = "red" if not plan.fits else "yellow" if full.is_tight else "green"
-    yield from (_literal(plan.hardware.name), str(len(plan.ranks)))
+    yield from (literal(plan.hardware.name), str(len(plan.ranks)))
     yield from (f"[{colour}]{full.needed_bytes / GIB:.1f}[/{colour}]", f"{full.capacity_bytes / GIB:.1f}")
     if not plan.fits:
         yield "[red]does not fit[/red]"

@@ -1,6 +1,6 @@
 """Reads JSON and YAML of a run folder back, checking every field's type, every number's size and all nesting.
 
-A run folder may be damaged, edited or made by somebody else. Values that pass can be summed, printed and drawn without
+A run folder may be damaged, edited or foreign. Values that pass can be summed, printed and drawn without
 further checks: no NaN or infinity, no list in place of a number, no endless nesting. Messages truncate their quotes.
 """
 
@@ -27,7 +27,7 @@ _MOST, _LEAST = 2.0**63, 1e-30
 _MOST_DEPTH = 32
 """Deepest nesting of a config, and where a record does not specify types."""
 _SIGNED = {"other_s", "other_share", "value", "low", "high", "log_probs", "top_log_probs"}
-"""Logarithms, differences of a whole and its parts, below 0 if these were rounded up, and those of an evaluation."""
+"""Logarithms, evaluations' numbers, and differences of a whole and its parts, below 0 if these were rounded up."""
 
 _Record = TypeVar("_Record")
 
@@ -47,7 +47,7 @@ def read_json(text: str | bytes) -> object:
 def restore(kind: type[_Record], content: object, *, where: str = "") -> _Record:
     """Build a dataclass record from parsed JSON; raises ValueError that names the first wrong field, after `where`.
 
-    Fields have simple types; those with a default may be missing.
+    Fields have simple types; fields with a default may be missing.
     """
     hints, needed = _fields_of(cast("Any", kind))
     if not isinstance(content, Mapping) or not needed <= content.keys() <= hints.keys():
@@ -58,7 +58,7 @@ def restore(kind: type[_Record], content: object, *, where: str = "") -> _Record
 
 @cache
 def _fields_of(kind: Any) -> tuple[dict[str, Any], set[str]]:  # noqa: ANN401 - a dataclass
-    """Return the types of all fields, and the names of those without a default."""
+    """Return the types of all fields, and the names of fields without a default."""
     needed = {field.name for field in fields(kind) if field.default is field.default_factory is MISSING}
     return get_type_hints(kind), needed
 

@@ -21,7 +21,7 @@ MOST_DRAFTED = 1024
 PLAIN = "plain"
 SPECULATIVE = "speculative"
 DISTURBED = "†"
-"""Marks a run whose times are not those of an undisturbed machine."""
+"""Marks a run whose machine was disturbed while it was timed."""
 NOT_LOSSLESS = "‡"
 """Marks a run whose texts are not the target's: `speculation.forced_lengths`."""
 
@@ -119,7 +119,7 @@ class LogProbLine(CompletionLogProbs, _Line):
 
     @property
     def num_top(self) -> tuple[float | None, float | None]:
-        """How many of the most probable tokens new tokens and the prompt's have; None without figures."""
+        """Numbers of most probable tokens for new tokens and for the prompt's; None without figures."""
         new, given = (
             max(map(len, found.top_ids), default=math.inf) if found else None
             for found in (self.logprobs, self.prompt_logprobs)
@@ -168,7 +168,7 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTokens:
-    """Tokens of the prompts of completions: those that the target read, and those that its cache held already."""
+    """Tokens of the prompts of completions that the target read, and that its cache held already."""
 
     num_read: int = 0
     num_reused: int = 0
@@ -176,7 +176,7 @@ class PromptTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsRead:
-    """Distinct experts of a layer that a verification read, in the mean, and those that plans expect."""
+    """Mean number of distinct experts of a layer that a verification read, and the number that plans expect."""
 
     num_read: float
     num_expected: float
@@ -208,7 +208,7 @@ class BenchmarkCell(_Line):
         ms_per_token: median over repetitions, by candidate (plain, speculative, generate, assisted).
         forecast_ms_per_token: the plan's forecast for our own candidates; empty without a plan.
         other_share: share of our rounds' time that is neither drafting nor verification.
-        copy_share: time to copy a rank's weights of a plain step, over that of a step; above 1 if a cache holds them.
+        copy_share: time to copy a rank's weights of a plain step, over a step's time; above 1 if a cache holds them.
         text_sha256: hash of the token ids that prompts were cut from.
     """
 
@@ -349,7 +349,7 @@ class OverlapSummary:
         target_idle_share, draft_idle_share: mean over the ranks of a model, of the last part of a resumed run; None
             without rounds.
         num_dropped_tokens: drafted tokens that did not become text.
-        ranks: the times behind the shares.
+        ranks: the times that the shares are made from.
     """
 
     target_idle_share: float | None
@@ -373,7 +373,7 @@ class Baseline:
     """Plain completions of another point of a sweep.
 
     Attributes:
-        folder: that of the point that made them.
+        folder: of the point that made them.
         ms_per_token: of the same completions, made again by the last point that has them; else None.
     """
 
@@ -392,7 +392,7 @@ class RunFacts:
         weights: "checkpoint" or "synthetic".
         baseline: where plain completions are from, if not from this run.
         machine: processors or GPUs of the ranks.
-        disturbed: why the times are not those of an undisturbed machine; None if nothing was noticed.
+        disturbed: why the machine was disturbed while it was timed; None if nothing was noticed.
     """
 
     task: str
@@ -419,7 +419,7 @@ class RunFacts:
 class Summary(RunFacts):
     """All of `summary.json`; `plain`, `speculative` and `speedup` are null for a mode that did not run.
 
-    `cells` holds those of task=benchmark, whose prompts and new tokens count one completion of each cell's prompts.
+    `cells` are of task=benchmark, whose prompts and new tokens count one completion of each cell's prompts.
     `startup`, `prompt_tokens` and `experts` describe the last part of a resumed run. `evaluation` is the verdict of
     a task that has one, `excerpts` are a few completions for the report.
     """
@@ -439,7 +439,7 @@ class Summary(RunFacts):
 
     @property
     def drafting(self) -> str:
-        """How rounds draft: `K = 4`, `K = auto` if each has its own, or `tree 2x2x1`; empty without a draft."""
+        """The draft's form: `K = 4`, `K = auto` if each round has its own, or `tree 2x2x1`; empty without a draft."""
         if not self.speculative:
             return ""
         adapts, most = self.speculative.drafted_histogram, len(self.speculative.accepted_histogram) - 1

@@ -32,7 +32,7 @@ _ENTRIES = (("model.", "model"), ("draft.", "draft"), ("hardware.", "hardware.na
 _DESCRIPTION = re.compile(
     r"hardware\.|(draft\.)?model\.(hub_id|revision|shipped|stored_dtype|gpu_dtype|default_draft|chat|gated|shape\b)"
 )
-"""Fields of an entry that describe it and that nobody sweeps."""
+"""Fields of an entry that describe it and that no sweep varies."""
 _LONGEST_TEXT = 40
 
 

@@ -19,10 +19,10 @@ def summarise(
     evaluation: records.Evaluation | None = None,
     excerpts: Sequence[records.Excerpt] = (),
 ) -> records.Summary:
-    """Make the summary of a run from its lines, including those of earlier parts of a resumed run.
+    """Make the summary of a run from its lines, including the ones of earlier parts of a resumed run.
 
-    A number without measurements is None. `cells` are those of a benchmark, which has no lines; `num_draft_tokens` is 0
-    without a draft; `activities` are those of the ranks of a run that overlaps.
+    A number without measurements is None. `cells` are a benchmark's, which has no lines; `num_draft_tokens` is 0
+    without a draft; `activities` are of the ranks of a run that overlaps.
     """
     by_mode = {mode: [line for line in lines if line.mode == mode] for mode in (PLAIN, SPECULATIVE)}
     plain, fast = by_mode[PLAIN], by_mode[SPECULATIVE]
@@ -62,7 +62,7 @@ class CompletionPair(NamedTuple):
 
 
 def pairs_of(lines: Iterable[CompletionLine]) -> list[CompletionPair]:
-    """Pair the lines of a run, whatever their order; those without a counterpart are left out."""
+    """Pair the lines of a run, whatever their order; lines without a counterpart are left out."""
     by_mode: dict[str, dict[tuple[int, int], CompletionLine]] = {PLAIN: {}, SPECULATIVE: {}}
     for line in lines:
         by_mode[line.mode][line.index, line.sample] = line
@@ -81,7 +81,7 @@ def counted_rounds(lines: Sequence[CompletionLine]) -> list[tuple[int, int]]:
 
 
 def accepted_by_position(lines: Sequence[CompletionLine]) -> list[float]:
-    """Of the rounds that count, the share that accepted the token at each position, from the first on."""
+    """The share of counted rounds that accepted the token at each position, from the first on."""
     accepted = [number for number, _ in counted_rounds(lines)]
     most = max((examined for _, examined in counted_rounds(lines)), default=0)
     return [sum(number >= place for number in accepted) / len(accepted) for place in range(1, most + 1)]

@@ -30,7 +30,7 @@ _LOOK_EVERY_S = 0.02
 NO_ARGUMENTS: Mapping[str, Any] = {}
 _PLAIN = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
 _FUNCTIONS = {*_PLAIN.globals, "raise_exception", "strftime_now"}
-"""What transformers and jinja2 give to templates."""
+"""Names that transformers and jinja2 give to templates."""
 
 
 class _TooMuchError(BaseException):

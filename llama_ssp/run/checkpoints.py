@@ -21,10 +21,11 @@ from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World
 from llama_ssp.registry import imported
 from llama_ssp.run.prompts import reason_of
+from llama_ssp.settings.backends import BACKENDS, backend_of
 from llama_ssp.settings.checks import check_values
 from llama_ssp.settings.drafters import free_drafts, has_own_tokenizer
 from llama_ssp.settings.layout import Layout, lay_out
-from llama_ssp.settings.schema import ExpertParts, RunConfig, TargetKind, WeightsKind
+from llama_ssp.settings.schema import ExpertParts, RunConfig, WeightsKind
 from llama_ssp.speculate.drafters.tokenizers import align, num_disagreeing
 from llama_ssp.storage.stored import kept_format
 from llama_ssp.weights import hub
@@ -39,7 +40,7 @@ from llama_ssp.words import said
 class Source:
     """One model of the run, checked but not loaded.
 
-    `origin` is where its weights come from, `dtype` the number format to load it in, None for that of the files.
+    `origin` is where its weights come from, `dtype` the number format to load it in, None for the files'.
     `generation` has the fields of its generation_config.json, and is None without that file.
     """
 
@@ -72,7 +73,7 @@ def find_sources(
     PlacementError if one cannot be split over these ranks, or not in its precision.
     """
     layout, num_target_ranks, num_draft_ranks = _num_ranks(config, world)
-    kind, device = config.placement.target.kind, world.device.type
+    backend, device = backend_of(config.placement.target.kind), world.device.type
     entries, weights = [config.model, *filter(None, [config.draft.model])], [own.weights for own in loaded]
     with raise_on_all_ranks(world.comm):
         if config.weights is WeightsKind.checkpoint and world.ranks.local_rank == 0:
@@ -97,19 +98,13 @@ def find_sources(
         ]
         if config.placement.target.experts is ExpertParts.spread and isinstance(files := origins[0], Checkpoint):
             origins[0] = replace(files, shape=replace(files.shape, spreads_experts=True))
-        if kind is TargetKind.deepspeed:
-            from llama_ssp.models.huggingface.auto_tp import check_auto_tp, choose_accelerator  # noqa: PLC0415 - slow import
-
-            choose_accelerator(world.device)
-            check_auto_tp(origins[0].shape, quantization=entries[0].quantization, num_ranks=len(layout.target_ranks))
+        if backend.check:
+            check = imported(backend.check, setting=BACKENDS.setting)
+            check(world, layout, origins[0].shape, entries[0].quantization)
         target = _check(entries[0], origins[0], loaded[0].tokenizer, num_target_ranks, device=device)
         draft = None
         if len(entries) > 1:
             draft = _check(entries[1], origins[1], loaded[1].tokenizer, num_draft_ranks, DRAFT_WHOLE, device=device)
-        if kind is TargetKind.accelerate and world.comm.rank in layout.target_ranks:
-            from llama_ssp.models.huggingface.device_map import check_device_map  # noqa: PLC0415 - slow import
-
-            check_device_map(world.free_devices, target.entry.quantization)
         check_values(config, target.origin.shape, draft.origin.shape if draft else None)
         _warn_of_heads(target.origin, draft.entry.name if draft else None)
         if draft and not draft.origin.shape.is_head:
@@ -120,15 +115,13 @@ def find_sources(
 def find_update(
     config: RunConfig, world: World, sources: Sequence[Source], given: Sequence[ModelConfig | WeightsInMemory | None]
 ) -> tuple[Source | None, Source | None]:
-    """Find and check other weights for the models of a run, with the same outcome on every rank; None keeps those.
+    """Find and check new weights for the models of a run, with the same outcome on every rank; None keeps a model's.
 
-    A draft head in the files of its target takes those of the target. Raises as `find_sources`, and ConfigError for a
-    model with other sizes or settings.
+    A draft head in the files of its target takes the target's. Raises as `find_sources`, and ConfigError for a model
+    with other sizes or settings.
     """
-    if (kind := config.placement.target.kind) is not TargetKind.tensor:
-        raise ConfigError(
-            f"no weights can be replaced with {said('placement.target.kind', kind.name)}: load another pair"
-        )
+    if backend_of(kind := config.placement.target.kind).by_library:
+        raise ConfigError(f"no weights can be replaced with {said('placement.target.kind', kind)}: load another pair")
     _, *num_ranks = _num_ranks(config, world)
     found: list[Source | None] = [None, None]
     with raise_on_all_ranks(world.comm):
@@ -179,7 +172,7 @@ def _check_alike(what: str, new: WeightSource, running: WeightSource) -> None:
 def _num_ranks(config: RunConfig, world: World) -> tuple[Layout, int, int]:
     """The layout of a replica, and the ranks that share the target and the draft."""
     layout = lay_out(config.placement, world_size=world.comm.size, has_draft=config.draft.model is not None)
-    num_target_ranks = len(layout.target_ranks) if config.placement.target.kind is TargetKind.tensor else 1
+    num_target_ranks = 1 if backend_of(config.placement.target.kind).by_library else len(layout.target_ranks)
     return layout, num_target_ranks, 1 if layout.splits_batch else len(layout.draft_ranks)
 
 
@@ -238,7 +231,7 @@ def _check(
     entry: ModelConfig, origin: WeightSource, tokenizer: PreTrainedTokenizerBase | None, num_ranks: int,
     whole: WholeParts = WholeParts.none, *, device: str,
 ) -> Source:  # fmt: skip
-    """Check a model for so many ranks; a `tokenizer` of None is read from its folder, or a head's from its target's."""
+    """Check a model for `num_ranks`; a `tokenizer` of None is read from its folder, or a head's from its target's."""
     from llama_ssp.models.loading import check_model  # noqa: PLC0415 - slow import
 
     compiles = device == "cpu"
@@ -248,7 +241,7 @@ def _check(
 
         origin = with_modules(origin)
     dtype = number_format(entry, device=device)
-    of_texts: WeightSource = getattr(origin, "target", origin)  # that of a head
+    of_texts: WeightSource = getattr(origin, "target", origin)  # a head's target
     folder, file = of_texts.folder, of_texts.folder / GENERATION_CONFIG_FILE
     generation = of_texts.generation if isinstance(of_texts, WeightsInMemory) else None
     if generation is None and file.is_file():

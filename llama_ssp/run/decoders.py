@@ -1,7 +1,7 @@
-"""From checked sources to the models on this rank, and from models and settings to a decoder."""
+"""Makes the models on this rank from checked sources, and a decoder from models and settings."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,22 +11,22 @@ from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.architectures.matrices import DRAFT_WHOLE
 from llama_ssp.cpu.threads import ThreadChoice
-from llama_ssp.kernels.sums import with_peer_sums
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import NullRunner, Runner
 from llama_ssp.models.weights import Loading
 from llama_ssp.planning.spec import draws_over_shards
-from llama_ssp.ranks.comms import Comm, Mesh, build_mesh
+from llama_ssp.ranks.comms import Mesh, build_mesh
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World, has_own_threads, on_all_cores
 from llama_ssp.registry import imported
 from llama_ssp.run.checkpoints import Source
 from llama_ssp.run.requests import RequestMaker
+from llama_ssp.settings.backends import BACKENDS, backend_of
 from llama_ssp.settings.checks import check_values
 from llama_ssp.settings.drafters import drafter_of, drafts, drafts_greedily, has_own_tokenizer
 from llama_ssp.settings.layout import Layout, lay_out
 from llama_ssp.settings.rules import AT_ZERO
-from llama_ssp.settings.schema import RunConfig, TargetKind
+from llama_ssp.settings.schema import RunConfig
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.speculate.drafters.limited import DraftLimit
 from llama_ssp.speculate.drafters.maker import make_drafters, tree_of
@@ -34,11 +34,13 @@ from llama_ssp.speculate.drafters.shared import AheadDrafter, BatchSplit
 from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
 from llama_ssp.speculate.engine.completion import StopRequest
 from llama_ssp.speculate.engine.executors import make_executor
+from llama_ssp.speculate.engine.held import Reuse
 from llama_ssp.speculate.engine.loop import Decoder, RunSettings
 from llama_ssp.speculate.engine.overlap import OverlappedRound
 from llama_ssp.speculate.engine.round import Round
 from llama_ssp.speculate.engine.text import StopStrings
 from llama_ssp.speculate.engine.verifier import Verifier
+from llama_ssp.speculate.sampling.by_row import RowSteps
 from llama_ssp.speculate.sampling.rules import ForcedLengths, make_rule
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.trees import verify_tree
@@ -59,6 +61,7 @@ class Models:
         context: most tokens of prompt and completion together.
         sources: the target's, and the draft's if there is one.
         tokenizers: both, if the draft has its own.
+        reuse: of earlier texts by both.
         prepared: what the drafter reads besides the models, as its record says.
     """
 
@@ -66,6 +69,7 @@ class Models:
     draft: Runner | None
     drafts: bool
     mesh: Mesh
+    reuse: Reuse
     tokenizer: PreTrainedTokenizerBase
     eos_ids: tuple[int, ...]
     context: int
@@ -109,7 +113,7 @@ def load_models(
     """
     target_source, draft_source = sources
     layout = lay_out(config.placement, world_size=world.comm.size, has_draft=draft_source is not None)
-    mesh = _make_mesh(config, layout, world)
+    mesh, backend = _make_mesh(config, layout, world), backend_of(config.placement.target.kind)
     if world.comm.rank == 0:
         _log.info("placement: %s; replicas: %d", layout, config.placement.num_replicas)
     parts = [
@@ -134,31 +138,22 @@ def load_models(
         vocab_size, context = target_source.origin.shape.vocab_size, target_source.origin.context
         target: Runner = NullRunner(device=world.device, vocab_size=vocab_size, max_position_embeddings=context)
         if mesh.target:
-            load: Callable[[Loading], Runner] = load_model
-            if config.placement.target.kind is TargetKind.accelerate:
-                from llama_ssp.models.huggingface.device_map import load_device_map  # noqa: PLC0415 - see above
-
-                load = partial(load_device_map, devices=world.free_devices)
-            elif config.placement.target.kind is TargetKind.deepspeed:
-                from llama_ssp.models.huggingface.auto_tp import load_auto_tp  # noqa: PLC0415 - see above
-
-                load = load_auto_tp
-            target = loaded("target", target_source, load, comm=mesh.target)
+            load = imported(backend.load, setting=BACKENDS.setting)
+            target = loaded("target", target_source, load, comm=mesh.target, devices=world.free_devices)
         draft = None
         if draft_source and mesh.draft:
-            shares = layout.draft_ranks == layout.target_ranks and config.placement.target.kind is TargetKind.tensor
+            shares = layout.draft_ranks == layout.target_ranks and not backend.by_library
             draft = loaded(
                 "draft", draft_source, load_model, comm=mesh.draft, whole=DRAFT_WHOLE, target=target if shares else None
             )
-    agree_on_bits([target, draft], mesh.replica)
-    if world.device.type == "cuda":
-        agree_on_packing(target, mesh.replica)
-        if draft and mesh.draft:
-            agree_on_packing(draft, mesh.draft)
+    target.agree(mesh.replica)
+    if draft and mesh.draft:
+        draft.agree(mesh.draft)
+    reuse = Reuse.of([target, draft], mesh.replica)
     mesh.set_timeout(config.timeouts.decode_s)
-    world.watch.peers = mesh.replica_ranks
+    world.watch.wait_only_for(mesh.replica_ranks)
     return Models(
-        target=target, draft=draft, drafts=drafts(config.draft), mesh=mesh,
+        target=target, draft=draft, drafts=drafts(config.draft), mesh=mesh, reuse=reuse,
         tokenizer=target_source.tokenizer, eos_ids=target_source.eos_ids,
         context=context, prepared=prepared,
         sources=tuple(source for source in sources if source),
@@ -172,13 +167,13 @@ def update_models(
 ) -> tuple[Models, bool]:
     """Copy other weights of the same shapes into this rank's share of the models; None leaves one as it is.
 
-    Caches then count as empty. Returns the models, and whether all ranks keep what they captured and traced: a model
+    Caches then count as empty. Returns the models, and whether all ranks keep their graphs and traces: a model
     some of whose weights need another kernel is another object. Raises SspError on every rank if reading fails on one;
     the models then hold weights of both.
     """
     mesh, target, draft = models.mesh, models.target, models.draft
     target_source, draft_source = sources
-    target.num_uses += 1
+    target.forget()
     mesh.set_timeout(config.timeouts.load_s)
     with raise_on_all_ranks(world.comm):
         if target_source and mesh.target:
@@ -187,11 +182,14 @@ def update_models(
             shared = target if mesh.layout.draft_ranks == mesh.layout.target_ranks else None
             how = {"comm": mesh.draft, "device": world.device, "whole": DRAFT_WHOLE, "target": shared}
             draft = _updated(draft, draft_source, **how)
-    agree_on_bits([target, draft], mesh.replica)
+    target.agree(mesh.replica)
+    if draft and mesh.draft:
+        draft.agree(mesh.draft)
+    reuse = Reuse.of([target, draft], mesh.replica)
     is_kept = target is models.target and draft is models.draft
     all_keep = all(world.comm.gather_text("kept" if is_kept else ""))
     mesh.set_timeout(config.timeouts.decode_s)
-    return replace(models, target=target, draft=draft), all_keep
+    return replace(models, target=target, draft=draft, reuse=reuse), all_keep
 
 
 def _updated(runner: Any, source: Source, **how: Any) -> Runner:  # noqa: ANN401 - with a dtype; fields of `Loading`
@@ -204,28 +202,10 @@ def _updated(runner: Any, source: Source, **how: Any) -> Runner:  # noqa: ANN401
 def _make_mesh(config: RunConfig, layout: Layout, world: World) -> Mesh:
     with on_all_cores(world.cores):
         mesh = build_mesh(layout, world.comm, num_replicas=config.placement.num_replicas)
-    return with_peer_sums(mesh) if config.own_sums and world.device.type == "cuda" else mesh
-
-
-def agree_on_bits(models: Sequence[Runner | None], comm: Comm) -> None:
-    """Call models invariant only if all parts of all of them are, on every rank: ranks must reuse the same prompts.
-
-    So they do if none keeps states. All ranks of `comm` must call this together, also those without a part of a model.
-    """
-    runners = [runner for runner in models if runner]
-    are_invariant = all(comm.gather_text("invariant" if all(runner.is_invariant for runner in runners) else ""))
-    keep_states = any(comm.gather_text("states" if any(runner.is_recurrent for runner in runners) else ""))
-    for runner in runners:
-        runner.is_invariant, runner.is_recurrent = are_invariant, keep_states
-
-
-def agree_on_packing(runner: Runner, comm: Comm) -> None:
-    """Pack prompts only if all ranks of a model can, since their messages need one shape.
-
-    All ranks of `comm` must call this together, also those without a part of the model.
-    """
-    can_pack = isinstance(runner, NullRunner) or runner.packs_prompts
-    runner.packs_prompts = all(comm.gather_text("packed" if can_pack else ""))
+    if not config.own_sums:
+        return mesh
+    target, draft = (comm and comm.with_peers() for comm in (mesh.target, mesh.draft))
+    return replace(mesh, target=target, draft=draft)
 
 
 def _shards(models: Models, config: RunConfig) -> tuple[Shard, Shard]:
@@ -261,19 +241,22 @@ def build_decoder(
     """
     check_values(config)
     mesh, device = models.mesh, models.target.device
-    is_cut = len(mesh.layout.target_ranks) > 1 and config.placement.target.kind is TargetKind.tensor
+    is_cut = len(mesh.layout.target_ranks) > 1 and not backend_of(config.placement.target.kind).by_library
     split = BatchSplit(mesh.replica, mesh.layout.draft_ranks) if speculative and mesh.layout.splits_batch else None
     taps, tree = (models.make_taps(), tree_of(config, device)) if speculative else (None, None)
     of_trees = partial(verify_tree, tree) if tree else None
     of_target, of_draft = _shards(models, config) if is_cut else (WHOLE, WHOLE)
-    rule = make_rule(config.sampling, config.verification, is_cut=is_cut, of_trees=of_trees, shard=of_target)
+    steps = RowSteps() if config.sampling.by_row else None
+    rule = make_rule(
+        config.sampling, config.verification, is_cut=is_cut, of_trees=of_trees, shard=of_target, steps=steps
+    )
     drafters, limit = [], None
     if speculative:
         if models.draft_context:
             limit = DraftLimit(models.draft_context, depth=tree.depth if tree else None)
         drafters = make_drafters(
             config, mesh=mesh, target=models.target, runner=models.draft, split=split,
-            tokenizers=models.tokenizers, taps=taps, prepared=models.prepared, shard=of_draft,
+            tokenizers=models.tokenizers, taps=taps, prepared=models.prepared, shard=of_draft, steps=steps,
         )  # fmt: skip
     if lengths := config.speculation.forced_lengths if speculative else []:
         _log.info("not lossless: speculation.forced_lengths=%s says what rounds accept", lengths)
@@ -285,7 +268,7 @@ def build_decoder(
         round_: Round = OverlappedRound(models.target, drafters[0], verifier=verifier, limit=limit)
     else:
         round_ = Round(models.target, *drafters, verifier=verifier, taps=taps, tree=tree, limit=limit)
-    captures = config.cuda_graphs and config.placement.target.kind is TargetKind.tensor
+    captures = config.cuda_graphs and not backend_of(config.placement.target.kind).by_library
     # Nothing may fix the number of threads: the user, other ranks that wait, or bits that depend on it.
     is_free = mesh.replica.size == 1 and not has_own_threads(mesh.world.size) and device.type == "cpu"
     return Decoder(
@@ -294,11 +277,12 @@ def build_decoder(
         executor=make_executor(round_, cuda_graphs=captures),
         batch_size=config.batch_size,
         eos_ids=() if config.ignore_eos else models.eos_ids,
-        threads=ThreadChoice.up_to(torch.get_num_threads()) if is_free and models.target.is_invariant else None,
+        reuse=models.reuse,
+        threads=ThreadChoice.up_to(torch.get_num_threads()) if is_free and models.reuse.are_invariant else None,
     )
 
 
 def run_settings(models: Models, config: RunConfig, stop_request: StopRequest) -> RunSettings:
-    """What completions of a config follow, whichever decoder makes them."""
+    """Settings that completions of a config follow, whichever decoder makes them."""
     stops = StopStrings(models.tokenizer, config.stop_strings) if config.stop_strings else None
     return RunSettings(seed=config.seed, stops=stops, stop_request=stop_request, reuses=task_of(config).reuses_prompts)

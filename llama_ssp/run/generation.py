@@ -20,7 +20,7 @@ _CHANGES_NO_TEXT = (
     "use_", "cache_", "output_", "return_", "num_return_", "num_assistant_", "assistant_", "is_assistant", "prefill_",
     "compile_", "disable_compile", "prompt_lookup_", "continuous_", "low_memory", "trust_remote_code",
 )  # fmt: skip
-"""How the names of fields begin that have no part in the choice of tokens."""
+"""Beginnings of the names of fields that have no part in the choice of tokens."""
 
 
 def with_model_sampling(sampling: SamplingConfig, generation: Mapping[str, Any] | None) -> SamplingConfig:

@@ -22,9 +22,7 @@ def stopping_on_signals(stop_request: StopRequest, world: World) -> Iterator[Cal
     """
 
     def stop(number: int = signal.SIGTERM) -> None:
-        stop_request.num_interrupts += number == signal.SIGINT
-        if not stop_request.requested:
-            stop_request.requested = True
+        if stop_request.ask(by_interrupt=number == signal.SIGINT):
             world.watch.ask_to_stop()
 
     before = {number: signal.signal(number, lambda number, _: stop(number)) for number in heeded_signals()}
@@ -40,9 +38,9 @@ def stopping_on_signals(stop_request: StopRequest, world: World) -> Iterator[Cal
             for number, handler in before.items():
                 signal.signal(number, handler)
     if stop_request.requested and not is_agreed:  # it came after the agreement: raise it again for later code
-        stop_request.requested = False
+        stop_request.settle(is_agreed=False)
         signal.raise_signal(signal.SIGTERM)
-    stop_request.requested = is_agreed
+    stop_request.settle(is_agreed=is_agreed)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Opens a run on every rank, its folder and its logs, and writes to the folder how the run ended.
 
-`ranks/NNN.log` is the log of a rank. `run.log` is that of rank 0, whose warnings also go to standard error.
+`ranks/NNN.log` is the log of a rank. `run.log` is rank 0's, whose warnings also go to standard error.
 """
 
 import logging
@@ -116,7 +116,7 @@ def _write_end(run_dir: Path, folder: RunFolder | None, error: Exception | Keybo
     """Write the status: rank 0 does, or if it may be lost, the rank that reports the error."""
     if isinstance(error, LostRankError):
         if read_status(run_dir) not in {"running", f"{error.exit_code}: {error}"}:
-            error.speaks = False  # this rank was paused, and the others have already reported its loss
+            error.hush()  # this rank was paused, and the others have already reported its loss
         elif folder or error.speaks:
             write_failure(run_dir, exit_code=error.exit_code, sentence=str(error))
     elif folder and isinstance(error, InterruptedRun | KeyboardInterrupt):

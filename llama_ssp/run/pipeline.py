@@ -46,7 +46,7 @@ from llama_ssp.settings.tasks import request_file, task_of
 from llama_ssp.terminal.terminal import Terminal
 
 Task: TypeAlias = Callable[[Session, list[PromptRequest]], None]
-"""A task with loaded models, the same on every rank, for all requests or for those of one typed prompt.
+"""A task with loaded models, the same on every rank, for all requests or for the ones of a typed prompt.
 
 It raises InterruptedRun on every rank if stopped.
 """
@@ -60,7 +60,7 @@ _log = logging.getLogger(__name__)
 def run(config: RunConfig, clock: StartClock) -> bool:
     """Run a checked config, the same on every rank.
 
-    Returns whether somebody stopped the run too late for its task, the same on every rank: a sweep must end here.
+    Returns whether a stop came too late for its task, the same on every rank: a sweep must end here.
     Raises SspError on every rank alike; rank 0 also writes it to the run folder's `status`.
     """
     clock.reach("imported_s")
@@ -105,7 +105,7 @@ def _load(
 ) -> tuple[Session, list[PromptRequest] | None]:
     """Read the prompts, forecast the run and load its models; requests are None if prompts are typed one by one."""
     if config.placement.auto:
-        choose_placement(config, world, terminal.say)
+        config = replace(config, placement=choose_placement(config, world, terminal.say))
     sources = find_sources(config, world)
     config, generation = with_number_formats(config, sources), sources[0].generation
     with raise_on_all_ranks(world.comm):
@@ -123,7 +123,7 @@ def _load(
     requests = _read_requests(config, world, terminal, folder, maker)
     if note := note_on(config.sampling, generation or {}):
         terminal.say(note)
-    if requests != []:  # those of a task or a file without prompts fill all rows
+    if requests != []:  # requests of a task or a file without prompts fill all rows
         config = dry_run.with_filled_rows(config, num_completions=len(requests) if requests else config.num_samples)
     plan = _make_plan(config, world, terminal, requests)
     clock.reach("checked_s")
@@ -137,7 +137,7 @@ def _load(
         said = outgrown(config.draft.model.name, models.draft_context, config.speculation.most_steps, longest=longest)
         if said:
             terminal.say(said)
-    phase.doing, phase.limit = "decoding", f"timeouts.decode_s={config.timeouts.decode_s:g}"
+    phase.go_on("decoding", limit=f"timeouts.decode_s={config.timeouts.decode_s:g}")
     num_prompts = None if requests is None else len({request.index for request in requests})
     session = Session(
         config, world=world, models=models, terminal=terminal, folder=folder, finished=finished,
@@ -147,7 +147,7 @@ def _load(
 
 
 def _checked(config: RunConfig, sources: tuple[Source, Source | None], folder: RunFolder | None) -> RunConfig:
-    """Fill in and check what the models' files decide, and compare them with the folder's; raises ConfigError."""
+    """Fill in and check settings that the models' files decide, and compare with the folder's; raises ConfigError."""
     target = sources[0]
     sampling = with_model_sampling(config.sampling, target.generation)
     vocab_size = target.origin.shape.vocab_size
@@ -162,8 +162,8 @@ def _checked(config: RunConfig, sources: tuple[Source, Source | None], folder: R
     return config
 
 
-def choose_placement(config: RunConfig, world: World, say: Callable[[str], None]) -> None:
-    """Let rank 0 choose for all ranks: nodes may differ in what they know of the machine."""
+def choose_placement(config: RunConfig, world: World, say: Callable[[str], None]) -> PlacementConfig:
+    """Let rank 0 choose for all ranks: nodes may know different facts of the machine."""
 
     def choose() -> list[object]:
         spec, sentence = dry_run.choose_for_run(config, world_size=world.comm.size, on_cpu=world.device.type == "cpu")
@@ -171,7 +171,7 @@ def choose_placement(config: RunConfig, world: World, say: Callable[[str], None]
         return [spec.target_ranks, spec.draft_ranks, spec.draft_kind.name]
 
     target_ranks, draft_ranks, kind = from_rank_0(world.comm, choose)
-    config.placement = PlacementConfig(
+    return PlacementConfig(
         target=TargetPlacement(ranks=target_ranks),
         draft=DraftPlacement(kind=DraftLayout[kind], ranks=draft_ranks or None),
         num_replicas=config.placement.num_replicas,
@@ -210,7 +210,7 @@ def _read_requests(
 
 
 def _measure_once(world: World) -> None:
-    """Measure the products of a CPU that nobody has calibrated, on its first run: a few seconds."""
+    """Measure the products of a CPU without calibration, on its first run: a few seconds."""
     if from_rank_0(world.comm, speeds_are_due):
         from llama_ssp.run.calibration import cpu_speeds, rank_0_alone  # noqa: PLC0415 - once on a machine
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from llama_ssp.errors import ConfigError, FailedEvaluation
 from llama_ssp.registry import imported
 from llama_ssp.reports import records
+from llama_ssp.reports.formats import FORMATS
 from llama_ssp.reports.provenance import processor
 from llama_ssp.reports.runs import Run
 from llama_ssp.reports.summary import round_gains, summarise
@@ -53,7 +54,7 @@ def finalize(session: Session) -> None:
     num_experts, num_expected, num_layers = map(sum, zip(*experts, strict=True))
     kind, ranks = config.placement.target.kind, layout.target_ranks
     baseline = config.place.baseline if config.place else None
-    placement: dict[str, Any] = {"target": {"kind": kind.name, "ranks": [*ranks], "tp_size": len(ranks)}}
+    placement: dict[str, Any] = {"target": {"kind": kind, "ranks": [*ranks], "tp_size": len(ranks)}}
     if ranks := layout.draft_ranks:
         tp_size = 1 if layout.splits_batch else len(ranks)
         placement["draft"] = {"kind": layout.draft_kind.name, "ranks": [*ranks], "tp_size": tp_size}
@@ -85,7 +86,7 @@ def finalize(session: Session) -> None:
     slow, disturbed = (
         _disturbance(session, summary, now, ranks_s=sum(used_s[: session.world.ranks.local_size]))
         if any(num_read) or folder.cells
-        else (None, None)  # the times are those of an earlier part, which has said why
+        else (None, None)  # an earlier part of the run measured the times, and has said why
     )
     summary = replace(summary, disturbed=disturbed or folder.disturbed_before(baseline))
     folder.write_summary(summary)
@@ -95,13 +96,13 @@ def finalize(session: Session) -> None:
         terminal.say(slow)
     if task.finalize:
         imported(task.finalize, setting=f"task={task.name}")(session)
-    try:
-        from llama_ssp.reports.html import report  # noqa: PLC0415 - slow to import, needed at the end of a run only
-
-        run = Run(name=folder.path.name, status="", summary=summary, lines=tuple(folder.lines))
-        folder.write_kept("report.html", report([run]))
-    except ConfigError as error:  # the run is complete without its figures
-        terminal.say(f"{error}; llama-ssp report writes report.html later")
+    run = Run(name=folder.path.name, status="", summary=summary, lines=tuple(folder.lines))
+    for form in FORMATS.all().values():
+        if form.file and form.purpose:
+            try:
+                folder.write_kept(form.file, form.text([run]))
+            except ConfigError as error:  # the run is complete without its figures
+                terminal.say(f"{error}; {form.remedy}")
 
 
 def _machine(session: Session) -> str:
@@ -140,7 +141,7 @@ def _activities(session: Session) -> list[records.RankActivity]:
 def excerpts(
     lines: Sequence[records.CompletionLine], tokenizer: PreTrainedTokenizerBase, *, overlapped: int | None = None
 ) -> list[records.Excerpt]:
-    """The first completions of a run, one a prompt, with their text split by who chose each token.
+    """The first completions of a run, one a prompt, with their text split by the model that chose each token.
 
     The speculative ones if there are any. `overlapped` is the K of rounds that overlap; all others add one of the
     target's tokens to the accepted ones.

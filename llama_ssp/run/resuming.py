@@ -1,4 +1,4 @@
-"""May this run go on in its folder? Compares what the folder holds with its models, its prompts and its settings."""
+"""Checks whether a run may go on in its folder: compares the contents with its models, prompts and settings."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -39,9 +39,9 @@ class _Models:
 
 
 def check_models(folder: RunFolder, sources: tuple[Source, Source | None], config: RunConfig) -> None:
-    """Compare the models' files with those of the folder's completions, and record them in a folder without any.
+    """Compare the models' files with the ones that the folder records, and record them in a folder without any.
 
-    Raises ConfigError if they are others, unless resume=anyway, which records them.
+    Raises ConfigError if they differ, unless resume=anyway, which records them.
     """
     target, draft = sources
     now = _Models(target=_files_of(target, config), draft=_files_of(draft, config) if draft else None)
@@ -122,9 +122,9 @@ def check_lines(lines: Sequence[CompletionLine], config: RunConfig, prompts: Seq
 def check_texts(
     lines: Sequence[CompletionLine], config: RunConfig, prompts: Sequence[Prompt] | None, maker: RequestMaker
 ) -> None:
-    """Raise ConfigError for a completion that has an id the model lacks, or a text that is not that of its ids.
+    """Raise ConfigError for a completion that has an id the model lacks, or a text that does not match its ids.
 
-    `prompts` are None if they are typed. Texts of resume=anyway may be those of another tokenizer.
+    `prompts` are None if they are typed. Texts of resume=anyway may come from another tokenizer.
     """
     if config.resume is Resume.anyway:
         return

@@ -100,6 +100,10 @@ class Session:
         """Speculative with a draft, else plain."""
         return SPECULATIVE if self.models.drafts else PLAIN
 
+    def judge(self, evaluation: Evaluation | None, *, has_gate: bool) -> None:
+        """Enter the verdict on the run, which rank 0 knows, and whether a bad one ends the run with an error."""
+        self.evaluation, self.has_gate = evaluation, has_gate
+
     def heading(self, name: str, *, prompt: int, sample: int) -> None:
         """Begin a completion on the terminal; prompts and samples count from 0."""
         self.terminal.heading(
@@ -118,11 +122,11 @@ class Session:
     def warm_up(self, requests: Sequence[PromptRequest], modes: Sequence[str], *, num_requests: int = 0) -> None:
         """Make caches for all requests and modes; keep tracing, capture and first uses out of the times that follow.
 
-        A mode that is not warm yet completes `num_requests` requests by a few tokens, or without any the beginning of
-        the first prompt by one; nothing of them is shown or recorded. Where a graph can read that prompt, the second
-        time captures it.
+        A mode that is not warm yet adds a few tokens to each of `num_requests` requests; with 0, one token to the
+        beginning of the first prompt. Nothing is shown or recorded. If a graph can read that prompt, the second time
+        captures it.
         """
-        # All caches come first: one that grows for a later mode would drop what an earlier one has captured.
+        # All caches come first: one that grows for a later mode would drop an earlier one's graphs.
         decoders = {mode: self.ready_decoder(mode, requests) for mode in modes}
         for decoder in decoders.values():
             decoder.warm_up(requests)
@@ -196,7 +200,7 @@ class Session:
     def _shared_out(
         self, requests: list[PromptRequest], recorder: "_Recorder"
     ) -> tuple[list[PromptRequest], More | None]:
-        """The requests that fill this replica's rows at first, and what gives it others as its rows become free."""
+        """The requests that fill this replica's rows at first, and a call for more as its rows become free."""
         num_replicas, exchange = self.config.placement.num_replicas, recorder.exchange
         if exchange is None:
             return requests, None
@@ -224,7 +228,7 @@ class Session:
         self.again_ms_per_token = ms / num_tokens if num_tokens else None  # on rank 0
 
     def _count_experts(self, sign: int) -> None:
-        """Add what the target has counted so far, or subtract it, so that warm-ups are left out."""
+        """Add the target's counts so far, or subtract them, so that warm-ups are left out."""
         counted_3 = self.models.target.experts_read_3
         if self.experts_read_3 is not None and counted_3 is not None:
             self.experts_read_3.add_(counted_3, alpha=sign)
@@ -249,7 +253,7 @@ class Session:
 
 
 class _Recorder:
-    """Shows requests as they are decoded, and records them: those of this replica, and on rank 0 those of all."""
+    """Shows requests as they are decoded, and records them: this replica's, and on rank 0 all."""
 
     def __init__(self, session: Session, viewer: Viewer, mode: str) -> None:
         self._session, self._viewer, self.mode = session, viewer, mode
@@ -279,7 +283,7 @@ class _Recorder:
             self._enter(completion)
 
     def _enter(self, completion: RowCompletion) -> None:
-        """Record a completion of this replica, or send it to rank 0, and record what others have sent."""
+        """Record a completion of this replica, or send it to rank 0, and record other replicas' completions."""
         session, exchange = self._session, self.exchange
         session.memory.sample()
         session.num_reused_tokens += completion.num_reused_tokens
@@ -310,7 +314,7 @@ class _Recorder:
 
 
 class _Timer(_Recorder):
-    """Adds up milliseconds and new tokens of completions, on rank 0 those of all replicas, and records nothing."""
+    """Adds up milliseconds and new tokens of completions, on rank 0 for all replicas, and records nothing."""
 
     def __init__(self, session: Session, sums: list[float]) -> None:
         super().__init__(session, Viewer(), PLAIN)

@@ -19,7 +19,7 @@ _MUCH_SLOWER = 3.0
 _LEAST_TOKENS = 32
 """Shorter runs mostly show their fixed costs."""
 _RUNNING_SHARE = 0.6
-"""Share of its time that a rank that drafts runs, where nobody disturbs it."""
+"""Share of its time that a drafting rank runs, where nothing disturbs it."""
 _BUSY_SHARE = 0.25
 """Share of the cores that other programs must use to be named."""
 _LEAST_S = 0.3
@@ -77,7 +77,7 @@ class Surroundings:
 
     @classmethod
     def of(cls, world: World, slowness: Mapping[int, float], others: float | None) -> "Surroundings":
-        """Those of this process and the ranks that share its cores."""
+        """Make the surroundings of this process and the ranks that share its cores."""
         num_ranks, num_cores = world.num_sharers, len(world.cores)
         return cls(
             device=world.device.type, num_ranks=num_ranks, num_threads=torch.get_num_threads() * num_ranks,

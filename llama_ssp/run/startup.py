@@ -30,5 +30,5 @@ def process_age_s() -> float:
     """Seconds since this process began, including its interpreter's start; 0 on a system without /proc."""
     if not _STATISTICS.exists():
         return 0.0
-    ticks = int(_STATISTICS.read_text(encoding="utf-8").rpartition(")")[2].split()[19])  # behind the name
+    ticks = int(_STATISTICS.read_text(encoding="utf-8").rpartition(")")[2].split()[19])  # after the name
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from llama_ssp.reports.runs import find_runs
 from llama_ssp.reports.tables import runs_table
+from llama_ssp.settings.commands import COMMANDS
 from llama_ssp.terminal.terminal import Terminal
 from llama_ssp.words import decimal
 
@@ -26,4 +27,7 @@ def show_table(folders: Sequence[Path]) -> None:
                 f"plain decoding was measured once, in {found.folder}, and again at the end: "
                 f"{decimal(plain.ms_per_token)} and {decimal(found.ms_per_token)} ms/token ({100 * drift:+.0f} %)"
             )
-    terminal.say(f"llama-ssp report {shlex.quote(str(folders[0].parent))} makes one report of all points")
+    for command in COMMANDS.all().values():
+        if command.of_sweeps:
+            sweep = shlex.quote(str(folders[0].parent))
+            terminal.say(f"llama-ssp {command.name} {sweep} {command.of_sweeps} of all points")

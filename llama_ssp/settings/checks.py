@@ -1,7 +1,7 @@
 """Validates a run config before any rank starts work. Reports all problems at once and imports nothing slow.
 
 Tables list ranges, and settings without effect; other checks are functions from the config to error sentences.
-The only file that it looks at is that of the prompts; checkpoints and tokenizers are checked where they are read.
+The only file that it looks at has the prompts; checkpoints and tokenizers are checked where they are read.
 """
 
 import math
@@ -15,6 +15,7 @@ from llama_ssp.catalogue import ENDINGS_WITH_FIELDS, ModelConfig, ModelShape, en
 from llama_ssp.errors import refuse, unknown_name
 from llama_ssp.machines import hardware
 from llama_ssp.settings import drafters, layout, schema, trees
+from llama_ssp.settings.backends import backend_of, backends
 from llama_ssp.settings.combinations import MORE, clashes
 from llama_ssp.settings.rules import RULES
 from llama_ssp.settings.schema import PlanConfig, RunConfig
@@ -73,8 +74,8 @@ def check_plan(config: PlanConfig) -> None:
 def check_values(config: RunConfig, *shapes: ModelShape | None) -> None:
     """Raise ConfigError for values that are invalid, and for abilities that do not combine (`combinations`).
 
-    Every door calls this once it knows more of a run; `shapes` are those of the target and the draft, if they are not
-    in the config.
+    Every door calls this once it knows more of a run; `shapes` are the target's and the draft's, if the config lacks
+    them.
     """
     target, draft = (*shapes, None, None)[:2]
     if target:
@@ -85,7 +86,7 @@ def check_values(config: RunConfig, *shapes: ModelShape | None) -> None:
 
 
 def check_placement(config: RunConfig, *, world_size: int) -> None:
-    """Raise ConfigError for a placement that so many ranks cannot have."""
+    """Raise ConfigError for a placement that `world_size` ranks cannot have."""
     refuse([*_placement(config, world_size)])
 
 
@@ -344,7 +345,8 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
     never_drafts = not drafters.drafts(config.draft) and not task.needs_draft
     has_no_model = config.draft.model is None and not task.needs_draft
     is_greedy = config.sampling.temperature == 0
-    is_cut = config.placement.target.kind is schema.TargetKind.tensor
+    is_cut = not backend_of(config.placement.target.kind).by_library
+    libraries = " or ".join(name for name, backend in backends().items() if backend.by_library)
     no_draft, no_model = (f"without a draft{model}: give one with draft=NAME" for model in ("", " model"))
     yield from [
         ("speculation", never_drafts, no_draft),
@@ -373,7 +375,7 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
         ("task.default_prompts", (config.prompt, config.prompts) != (None, None), "with prompt= or prompts="),
         ("cuda_graphs own_sums", config.device is schema.DeviceKind.cpu, "with device=cpu"),
         ("cuda_graphs", not is_cut,
-         "with a target that accelerate or deepspeed places: its operators are launched from Python"),
+         f"with a target that {libraries} places: its operators are launched from Python"),
         ("own_sums", not is_cut, "without placement.target.kind=tensor, which cuts a target"),
         ("task.format", config.quiet, "with quiet=true, which prints tables alone; run.jsonl has the completions"),
         ("dry_run", config.dry_run and not task.needs_models, f"on task={task.name}, {task.why_no_plan}"),

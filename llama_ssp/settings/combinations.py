@@ -1,21 +1,22 @@
-"""What does not combine: pairs of abilities of a run, each with the sentence that refuses them together.
+"""Pairs of abilities that do not combine in a run, each with the sentence that refuses them together.
 
 `checks.check_values` reads the table for every door: command line, plan, library, server and batch file. They call it
 when the settings are known, and again when the files have said what the models are (`ModelConfig.shape`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
 from llama_ssp.catalogue import ModelConfig, ModelShape
 from llama_ssp.registry import Registry
+from llama_ssp.settings.backends import backend_of
 from llama_ssp.settings.drafters import DRAFTERS, drafter_of, drafts, free_drafts, has_own_tokenizer
 from llama_ssp.settings.rules import AT_ZERO, RULES, at_every_temperature, rule_of, rules
-from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, DraftLayout, PlanConfig, RunConfig, TargetKind
+from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, DraftLayout, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import task_of, task_specs
 from llama_ssp.settings.trees import TreeShape, tree_shape
-from llama_ssp.words import key_of, said
+from llama_ssp.words import key_of, listed, said
 
 _NO_MODEL = ModelConfig(name="none")
 ABILITIES: dict[str, Callable[[RunConfig], object]] = {
@@ -36,7 +37,7 @@ ABILITIES: dict[str, Callable[[RunConfig], object]] = {
     "a draft on shared ranks": lambda config: (
         config.draft.model and (config.placement.auto or config.placement.draft.kind is not DraftLayout.own_gpu)
     ),
-    "a library's placement": lambda config: config.placement.target.kind is not TargetKind.tensor,
+    "a library's placement": lambda config: backend_of(config.placement.target.kind).by_library,
     "replicas": lambda config: config.placement.num_replicas > 1,
     "sampling": lambda config: config.sampling.temperature > 0,
     "sampling by a rule without trees": lambda config: (
@@ -49,7 +50,7 @@ ABILITIES: dict[str, Callable[[RunConfig], object]] = {
     "texts of the target": lambda config: not (task_of(config).shows_times or isinstance(config, PlanConfig)),
     "a measured acceptance": lambda config: getattr(config.task, "store", False),
 }
-"""What a run can have, and whether it does; unknown shapes count as if they had nothing."""
+"""Abilities of a run, and whether it has them; unknown shapes count as if they had none."""
 
 CLASHES: dict[tuple[str, str], str] = {
     ("a tree", "a draft without trees"):
@@ -103,7 +104,7 @@ CLASHES: dict[tuple[str, str], str] = {
     ("chats", "synthetic weights"):
         "chat=true needs a chat template, and synthetic weights use the shipped model's tokenizer, which has none",
 }  # fmt: skip
-"""Two abilities, and why no run has both; words in braces are those of `_words`."""
+"""Two abilities, and why no run has both; `_words` fills in the words in braces."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,17 +169,12 @@ def _words(config: RunConfig) -> dict[str, object]:
         "forced": said("speculation.forced_lengths", speculation.forced_lengths),
         "rule": said("verification", config.verification.rule), "greedy": greedy,
         "rules_of_trees": " or ".join(said("verification", name) for name in _rules_of_trees()),
-        "exact_rules": _either(at_every_temperature()), "timed": _either(timed),
+        "exact_rules": listed(at_every_temperature(), "or"), "timed": listed(timed, "or"),
         "temperature": key_of("sampling.temperature"), "degrees": temperature, "task": config.task.name,
-        "target_kind": placement.target.kind.name, "draft_placement": chosen,
+        "target_kind": placement.target.kind, "draft_placement": chosen,
         "layer": state and state.recurrent, "family": state and state.model_type,
         **{name: value for ability in MORE.all().values() for name, value in ability.words(config).items()},
     }  # fmt: skip
-
-
-def _either(names: Sequence[str]) -> str:
-    """Names as alternatives, such as "a, b or c"."""
-    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _draft(config: RunConfig) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""The records of commands of the program: `llama-ssp NAME`. Imports nothing slow."""
+"""The records of commands of the program, `llama-ssp NAME`, and of topics of `--help`. Imports nothing slow."""
 
 from dataclasses import dataclass
 
@@ -17,6 +17,7 @@ class Command:
         run: `module:function` that takes the words after the name and returns the exit code; None for a run on ranks.
         task: of such a run, the task that the command is short for.
         example: a line on how to start it, in `--help`.
+        of_sweeps: what it does with the folder of a sweep, for `--help` and the end of a sweep.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Command:
     run: str | None = None
     task: str | None = None
     example: str | None = None
+    of_sweeps: str | None = None
 
     @property
     def line(self) -> str:
@@ -43,7 +45,21 @@ PLAN = Command(
     name="plan", usage="[SETTING=VALUE ...]", purpose="memory and time of a run, on a machine that is only described",
     order=3, run="llama_ssp.run.commands.plan:main",
 )  # fmt: skip
-REPORT = Command(
-    name="report", usage="FOLDER... [--output=DIR]", purpose="a page of figures and tables of finished runs", order=4,
-    run="llama_ssp.run.commands.report:main",
-)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topic:
+    """A topic of `llama-ssp run --help` that help.txt does not have.
+
+    Attributes:
+        name: the word that asks for it, which its text has in capitals.
+        after: the topic of help.txt after which it stands.
+        text: as in help.txt.
+    """
+
+    name: str
+    after: str
+    text: str
+
+
+TOPICS: Registry[Topic] = Registry(setting="topic", kind=Topic)

@@ -1,4 +1,4 @@
-"""From the words of a command line to the dataclasses of `schema`: the only module that knows Hydra.
+"""Turns the words of a command line into the dataclasses of `schema`: the only module that knows Hydra.
 
 Hydra composes the options that the words choose, such as `model=7B`, which `catalogue` reads for it. Every other word
 sets a value in the result, so that all mistakes are reported at once.
@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
 from copy import deepcopy
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from itertools import product
 from typing import Any, cast, get_args, get_type_hints
@@ -38,18 +38,18 @@ from llama_ssp import catalogue
 from llama_ssp.catalogue import GGUF, GGUF_ALONE, GROUPS, LOCAL, is_folder, is_hub_id
 from llama_ssp.draft_heads import heads_in_targets
 from llama_ssp.errors import ConfigError, refuse, similar_name, unknown_name
-from llama_ssp.foreign import FOREIGN
+from llama_ssp.foreign import counterparts
 from llama_ssp.machines import hardware
+from llama_ssp.manifest import absent
 from llama_ssp.settings import schema
 from llama_ssp.settings.drafters import ModelDraftConfig, drafter_of, drafters, problem_of
-from llama_ssp.settings.schema import DERIVED, MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig, SlurmConfig
+from llama_ssp.settings.groups import MORE, whole
+from llama_ssp.settings.launchers import LAUNCHERS
+from llama_ssp.settings.schema import DERIVED, MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import task_of, task_specs
 
 _STOPS = "stop_strings"
-_PATHS = {
-    "run_dir", "prompts", "figure", "model.path", "model.adapter", "draft.model.path",
-    "draft.model.adapter",
-}  # fmt: skip
+_PATHS = {"run_dir", "prompts", "model.path", "model.adapter", "draft.model.path", "draft.model.adapter"}
 _OPEN = {"chat_arguments": "{enable_thinking: false}", "sampling.logit_bias": "{198: -2.5}"}  # have keys of their own
 _QUOTES = "'\""
 _ESCAPES, _ESCAPED = re.compile(r"\\([nt\\])"), {"n": "\n", "t": "\t", "\\": "\\"}
@@ -62,7 +62,7 @@ class Composed:
     settings: tuple[str, ...]  # the words that set them, with full keys.
     explicit: frozenset[str]  # the dotted keys and groups that they set.
     config: DictConfig  # as Hydra composed it.
-    launcher: SlurmConfig | None = None  # settings of `hydra/launcher=slurm`; None without it.
+    launcher: object = None  # settings of `hydra/launcher`; None if no word is for Hydra.
 
     def to_yaml(self, *, resolve: bool = False) -> str:
         """The composed settings, with ${...} filled in if `resolve`."""
@@ -117,7 +117,8 @@ class _Word:
 def _read(text: str, *, multirun: bool = False) -> _Word | None:
     """Read a word; None if it is no setting."""
     key, sign, value = text.partition("=")
-    is_path = key in _PATHS or any(key.rpartition(".")[2] in task.paths for task in task_specs().values())
+    is_path = key in _PATHS or any(key in more.paths for more in MORE.all().values())
+    is_path = is_path or any(key.rpartition(".")[2] in task.paths for task in task_specs().values())
     is_one = not (multirun and "," in value) and "${" not in value
     is_literal = value not in {"", "null"} and not value.startswith((*_QUOTES,)) and is_one
     if key in GROUPS and is_one and is_folder(value.strip(_QUOTES)):
@@ -173,7 +174,7 @@ def _expanded(word: _Word) -> list[_Word]:
 
 
 def _composed(config: DictConfig, words: Sequence[_Word], chosen: Sequence[str], problems: list[str]) -> Composed:
-    """Set what the words say beyond the chosen options, and note in `problems` what cannot be set."""
+    """Set values that the words give beyond the chosen options, and note in `problems` words that cannot be set."""
     keys, settings, explicit = frozenset(keys_of(config)), [], []
     for word in words:
         if word.is_for_hydra:
@@ -190,10 +191,7 @@ def _composed(config: DictConfig, words: Sequence[_Word], chosen: Sequence[str],
         with read_write(config), open_dict(config):
             launcher = OmegaConf.to_object(config.hydra.launcher)
             del config["hydra"]
-    return Composed(
-        settings=tuple(settings), explicit=frozenset(explicit), config=config,
-        launcher=launcher if isinstance(launcher, SlurmConfig) else None,
-    )  # fmt: skip
+    return Composed(settings=tuple(settings), explicit=frozenset(explicit), config=config, launcher=launcher)
 
 
 def keys_of(config: DictConfig) -> set[str]:
@@ -232,18 +230,18 @@ def _escaped(text: str) -> str:
 
 
 def groups_of(root: str = "config") -> dict[str, list[str]]:
-    """Return the options of every group that can be chosen: those of the defaults list of a file of `conf`."""
+    """Return the options of every group in the defaults list of a file of `conf`."""
     defaults = catalogue.read(catalogue.conf_dir() / f"{root}.yaml")["defaults"]
     names = [name for part in defaults if isinstance(part, dict) for name in part if " " not in name]
     groups = {name: catalogue.names(name) for name in names}
     groups["draft"] += catalogue.names("model")
-    groups["task"] = [*task_specs()]  # those of plugins too
+    groups["task"] = [*task_specs()]  # tasks of plugins too
     return groups
 
 
 @contextmanager
 def _sentences() -> Iterator[None]:
-    """Raise what Hydra and OmegaConf have found as a ConfigError of one sentence."""
+    """Raise errors of Hydra and OmegaConf as a ConfigError of one sentence."""
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
@@ -265,7 +263,7 @@ def _sentence(error: Exception) -> str:
 def to_run_config(composed: Composed) -> RunConfig:
     """Turn composed settings into a `RunConfig` or `PlanConfig`, resolve the draft, and let the task fill in.
 
-    Of the dotted keys that the user gave, those below `draft` apply to the default draft too. The result's
+    The user's dotted keys below `draft` apply to the default draft too. The result's
     `draft.kind` is never `default`, and its `draft.model` is null for kinds without a model. An unknown default draft,
     a plain value in place of a group of settings, and a missing value raise ConfigError.
     """
@@ -281,10 +279,10 @@ def to_run_config(composed: Composed) -> RunConfig:
             raise ConfigError(f"{error.full_key}=??? stands for a value that is still missing: give one") from None
     _check_groups(run)
     # A shell makes line ends and tabs hard to write.
-    run.stop_strings = [_ESCAPES.sub(lambda escape: _ESCAPED[escape[1]], text) for text in run.stop_strings]
-    run.sampling.from_model = [name for name in run.sampling.from_model if f"sampling.{name}" not in explicit]
-    task_of(run).fill_in(run, explicit)
-    return run
+    stop_strings = [_ESCAPES.sub(lambda escape: _ESCAPED[escape[1]], text) for text in run.stop_strings]
+    from_model = [name for name in run.sampling.from_model if f"sampling.{name}" not in explicit]
+    run = replace(run, stop_strings=stop_strings, sampling=replace(run.sampling, from_model=from_model))
+    return task_of(run).fill_in(run, explicit)
 
 
 def _check_groups(part: object, prefix: str = "") -> None:
@@ -314,9 +312,10 @@ def _default_draft(config: DictConfig, explicit: frozenset[str]) -> DictConfig:
 
 
 def register(root: str = "config") -> None:
-    """Register with Hydra what a file in `conf` and the options refer to; repeated calls are harmless."""
-    schemas: dict[str, Any] = {"plan": PlanConfig} if root == "plan" else {"run": RunConfig}
-    schemas |= {"slurm": SlurmConfig, **{name: task.config for name, task in task_specs().items()}}
+    """Register with Hydra all that files in `conf` and options refer to; repeated calls are harmless."""
+    schemas: dict[str, Any] = {"plan": whole(PlanConfig)} if root == "plan" else {"run": RunConfig}
+    schemas |= {name: launcher.config for name, launcher in LAUNCHERS.all().items()}
+    schemas |= {name: task.config for name, task in task_specs().items()}
     schemas |= {f"draft_{name}": draft.config for name, draft in drafters().items()}
     for name, node in schemas.items():
         ConfigStore.instance().store(group="schema", name=name, node=node)
@@ -419,7 +418,9 @@ def _unknown_key(key: str, keys: frozenset[str]) -> str:
         if key.removeprefix("draft.") in keys and key.startswith("draft.model."):
             return f"{key} has no effect without a draft model: give one with draft=NAME"
     last = key.rpartition(".")[2]
-    if counterpart := FOREIGN.get(last):
+    if sentence := absent("setting", last):
+        return sentence
+    if counterpart := counterparts().get(last):
         return f"unknown setting {key!r}: {counterpart.sentence}"
     last_words = {name.rpartition(".")[2]: name for name in sorted(keys, key=len, reverse=True)}
     similar = similar_name(last, last_words)

@@ -97,7 +97,7 @@ def draft_name(draft: DrafterConfig) -> str | None:
 
 
 def draft_label(draft: DrafterConfig) -> str | None:
-    """The draft's name in reports, as `draft_name`, with that of a model's folder."""
+    """The draft's name in reports, as `draft_name`, with the name of a model's folder."""
     return draft.model.label if draft.model else draft_name(draft)
 
 

@@ -8,10 +8,17 @@ from llama_ssp.registry import Registry
 
 @dataclass(frozen=True, kw_only=True)
 class MoreSettings:
-    """Settings of a room in a group of the core: `config` is a dataclass derived from the group's."""
+    """Settings of a room in a group of the core, or of a plan: `config` is a dataclass derived from the group's.
+
+    Attributes:
+        paths: settings that are paths, which the command line does not parse.
+        draw: of plans, `module:function` that draws a plan or a search into the file that each of the paths names.
+    """
 
     name: str
     config: type
+    paths: tuple[str, ...] = ()
+    draw: str = ""
 
 
 MORE: Registry[MoreSettings] = Registry(setting="group", kind=MoreSettings)
@@ -19,7 +26,7 @@ MORE: Registry[MoreSettings] = Registry(setting="group", kind=MoreSettings)
 
 @cache
 def whole(group: type) -> type:
-    """A dataclass of settings with those that rooms add to it."""
+    """A dataclass of settings, with the settings that rooms add to it."""
     more = [record.config for record in MORE.all().values() if issubclass(record.config, group)]
     if not more:
         return group

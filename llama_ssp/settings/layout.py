@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from llama_ssp.settings.schema import DraftLayout, DraftPlacement, PlacementConfig, TargetKind, TargetPlacement
+from llama_ssp.settings.backends import Backend, backend_of
+from llama_ssp.settings.schema import DraftLayout, DraftPlacement, PlacementConfig, TargetPlacement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ def lay_out(placement: PlacementConfig, *, world_size: int, has_draft: bool) -> 
         free = [rank for rank in everyone if rank not in (target.ranks or ())]
         draft_ranks = free[-(draft.tp_size or 1) :]
     left = [rank for rank in everyone if not (apart and rank in draft_ranks)]
-    target_ranks = sorted(target.ranks or left[: 1 if target.kind is TargetKind.accelerate else target.tp_size])
+    target_ranks = sorted(target.ranks or left[: 1 if backend_of(target.kind).is_layer_wise else target.tp_size])
     if has_draft and not apart and not draft_ranks:
         draft_ranks = target_ranks[: 1 if draft.kind is DraftLayout.one_rank else draft.tp_size]
     return Layout(
@@ -72,10 +73,11 @@ def problems_of(
 ) -> Iterator[str]:
     """Yield what is impossible in a placement on `world_size` ranks, or in a search for one."""
     target, draft, num_replicas = placement.target, placement.draft, placement.num_replicas
-    if target.kind is not TargetKind.tensor and (placement.auto or searched):
+    backend = backend_of(target.kind)
+    if backend.by_library and (placement.auto or searched):
         asked = "search=true" if searched else "placement.auto=true"
         yield (
-            f"{asked} chooses among targets of placement.target.kind=tensor, and {target.kind.name} was given: remove "
+            f"{asked} chooses among targets of placement.target.kind=tensor, and {target.kind} was given: remove "
             "one of the two"
         )
     if num_replicas < 1 or world_size % num_replicas:
@@ -83,12 +85,16 @@ def problems_of(
         yield f"placement.num_replicas={num_replicas} must share {world_size} ranks out evenly: use {divisors}"
         return
     num_ranks = world_size // num_replicas
-    faults = [*_faults("target", target, num_ranks), *_faults_of_library(target, num_replicas)]
+    faults = [*_faults("target", target, num_ranks)]
+    if backend.by_library:
+        faults += _faults_of_library(backend, target, num_replicas)
     if has_draft:
         faults += [*_faults("draft", draft, num_ranks), *_faults_of_kind(draft, num_ranks)]
     yield from faults
     if not faults and has_draft:
-        yield from _clashes(lay_out(placement, world_size=world_size, has_draft=True), target.kind)
+        layout = lay_out(placement, world_size=world_size, has_draft=True)
+        yield from _clashes(layout)
+        yield from backend.problems(layout.target_ranks, layout.draft_ranks) if backend.problems else ()
 
 
 def _faults(part: str, given: TargetPlacement | DraftPlacement, num_ranks: int) -> Iterator[str]:
@@ -101,18 +107,18 @@ def _faults(part: str, given: TargetPlacement | DraftPlacement, num_ranks: int) 
         yield f"placement.{part}.tp_size={size} and placement.{part}.ranks={ranks} contradict each other: give one"
 
 
-def _faults_of_library(target: TargetPlacement, num_replicas: int) -> Iterator[str]:
-    """Problems with a target that a library places, or with its settings on another target."""
-    ranks, size, is_layer_wise = target.ranks, target.tp_size, target.kind is TargetKind.accelerate
+def _faults_of_library(backend: Backend, target: TargetPlacement, num_replicas: int) -> Iterator[str]:
+    """Problems with a target that a library places."""
+    kind, ranks, size, is_layer_wise = backend.name, target.ranks, target.tp_size, backend.is_layer_wise
     if is_layer_wise and (len(ranks or [0]) > 1 or (size or 1) > 1):
         yield (
-            f"placement.target.kind=accelerate has one rank, which spreads the layers over all GPUs that no other rank "
+            f"placement.target.kind={kind} has one rank, which spreads the layers over all GPUs that no other rank "
             f"has, and {f'ranks={ranks}' if ranks else f'tp_size={size}'} was given: leave it out, or use kind=tensor"
         )
-    if target.kind is not TargetKind.tensor and num_replicas > 1:
+    if num_replicas > 1:
         taken = "all free GPUs of a node" if is_layer_wise else "all ranks"
         yield (
-            f"placement.target.kind={target.kind.name} takes {taken} for one replica: use placement.num_replicas=1, or "
+            f"placement.target.kind={kind} takes {taken} for one replica: use placement.num_replicas=1, or "
             "placement.target.kind=tensor"
         )
 
@@ -135,7 +141,7 @@ def _faults_of_kind(draft: DraftPlacement, num_ranks: int) -> Iterator[str]:
         yield "placement.draft.kind=own_gpu needs a GPU in addition to the target's, and each replica has one rank"
 
 
-def _clashes(layout: Layout, target: TargetKind) -> Iterator[str]:
+def _clashes(layout: Layout) -> Iterator[str]:
     """Conflicts between the ranks of the two models."""
     both = {*layout.target_ranks} & {*layout.draft_ranks}
     of_target, of_draft = named(layout.target_ranks), named(layout.draft_ranks)
@@ -148,12 +154,6 @@ def _clashes(layout: Layout, target: TargetKind) -> Iterator[str]:
         yield (
             f"a replicated draft drafts and verifies rows on ranks of the target, and placement.draft.ranks="
             f"{list(layout.draft_ranks)} are not all among {of_target}"
-        )
-    if target is TargetKind.deepspeed and len(both) < len(layout.draft_ranks):
-        yield (
-            "placement.target.kind=deepspeed needs all ranks, since DeepSpeed communicates over all of them, and the "
-            f"draft is on {of_draft}, the target on {of_target}: use a draft on the target's ranks, or "
-            "placement.target.kind=tensor"
         )
 
 

@@ -23,8 +23,8 @@ class RuleRecord:
     draws_by_position: bool = False
     over_shards: bool = False  # `verify` takes `shard`, so that ranks which share a model need not gather its logits.
     keeps_all_rows: bool = False  # it keeps the vocabulary's fp32 numbers of every position instead of one.
-    more_kernels: int = 0  # launched kernels beyond those of `speculative`.
-    more_passes: int = 0  # passes over a position's probabilities beyond those of `speculative`.
+    more_kernels: int = 0  # launched kernels in addition to `speculative`.
+    more_passes: int = 0  # passes over a position's probabilities in addition to `speculative`.
 
     @property
     def needs_probs(self) -> bool:

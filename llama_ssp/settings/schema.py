@@ -3,13 +3,13 @@
 `settings.compose` makes them, and `settings.checks` checks them. Enum members are written as on the command line.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from llama_ssp.catalogue import ModelConfig
 from llama_ssp.fields import made, setting
+from llama_ssp.settings.backends import TENSOR
 from llama_ssp.settings.groups import whole
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.trees import TreeShape, tree_shape
@@ -20,8 +20,6 @@ DERIVED = ("task.name", "model.name", "model.shape", "draft.kind", "draft.model.
 """Settings that follow from the choice of an option: task=, model= and draft= set them."""
 AGREEMENT, HEAD_AGREEMENT = 0.8, 0.768
 """The default of `synthetic.agreement`, and the most that a draft head can have, its default."""
-LAUNCHER = "hydra.launcher"
-"""Where Hydra keeps a `SlurmConfig`."""
 FROM_MODEL = frozenset({"temperature", "top_k", "top_p", "min_p", "repetition_penalty"})
 """Settings of `sampling` that a model's generation_config.json can have."""
 ADAPTIVE = "auto"
@@ -66,16 +64,8 @@ class DrafterConfig:
     )
 
 
-class TargetKind(Enum):
-    """How the target is split; `TargetPlacement` says more."""
-
-    tensor = "tensor"
-    accelerate = "accelerate"
-    deepspeed = "deepspeed"
-
-
 class ExpertParts(Enum):
-    """How ranks share a layer's experts: some units of each, or some experts whole."""
+    """Shares of a layer's experts on a rank: some units of each, or some experts whole."""
 
     cut = "cut"
     spread = "spread"
@@ -85,12 +75,7 @@ class ExpertParts(Enum):
 class TargetPlacement:
     """Ranks of the target."""
 
-    kind: TargetKind = setting(
-        TargetKind.tensor,
-        "tensor is tensor parallel over its ranks; heads may divide unevenly. accelerate is layer-wise on one rank, "
-        "over the GPUs that no other rank has. deepspeed is AutoTP over all ranks (./machine-install.sh --deepspeed)."
-        " The last two are also placements, and both are slower than tensor.",
-    )
+    kind: str = setting(TENSOR.name, "{backends} Each is also a placement, and tensor is the fastest.")
     ranks: list[int] | None = setting(None, "ranks of the target; null takes all that an own_gpu draft leaves.")
     tp_size: int | None = setting(None, "or how many of them.")
     experts: ExpertParts = setting(
@@ -137,19 +122,6 @@ MOST_BIASES = 300
 
 
 @dataclass(kw_only=True)
-class RowSteps:
-    """What the rows of a batch need now, if each has settings of its own (`speculate.sampling.by_row`)."""
-
-    truncates: bool = False
-    penalizes: bool = False
-
-    def follow(self, samplings: Sequence["SamplingConfig"]) -> None:
-        """Do what these settings of rows need."""
-        self.truncates = any(sampling.truncates for sampling in samplings)
-        self.penalizes = any(sampling.penalizes for sampling in samplings)
-
-
-@dataclass(kw_only=True)
 class SamplingConfig:
     """Sampling from the logits of target and draft."""
 
@@ -175,7 +147,7 @@ class SamplingConfig:
     bad_ids: tuple[tuple[int, ...], ...] = field(default=(), metadata={"omegaconf_ignore": True})
     eos_ids: tuple[int, ...] = field(default=(), metadata={"omegaconf_ignore": True})
     # of batches whose rows have settings of their own, in place of these; no setting.
-    by_row: RowSteps | None = field(default=None, metadata={"omegaconf_ignore": True})
+    by_row: bool = field(default=False, metadata={"omegaconf_ignore": True})
     from_model: list[str] = made(
         list,
         "of these settings, those that take the values of the model's generation_config.json, unless you give them.",
@@ -281,7 +253,7 @@ class Resume(Enum):
 
 
 class TooLong(Enum):
-    """How to treat a prompt that leaves no room for its new tokens in the context."""
+    """Ways to treat a prompt that leaves no room for its new tokens in the context."""
 
     refuse = "refuse"
     skip = "skip"
@@ -297,7 +269,7 @@ class TaskConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPlace:
-    """Where a run stands in a sweep: its number from 1, and the settings in which points differ.
+    """Place of a run in a sweep: its number from 1, and the settings in which points differ.
 
     Attributes:
         baseline: the folder of the point whose plain completions this one takes over, since they would be the same.
@@ -439,37 +411,6 @@ class PlanConfig(RunConfig):
     format: PlanFormat = setting(
         PlanFormat.table, "json prints the document that docs/reference/plan-document.md describes."
     )
-    figure: str | None = setting(
-        None, "a file (.png, .svg, .pdf): memory by rank, ms/token by K; of a search ms/token by GPUs."
-    )
     search: bool = setting(
         False, "true ranks precisions, drafts, layouts and K of the model here, then of smaller ones."
     )
-
-
-@dataclass(kw_only=True)
-class SlurmConfig:
-    """Resources of every job of a sweep with `hydra/launcher=slurm`, in conf/hydra/launcher/slurm.yaml."""
-
-    nodes: int = setting(1, "nodes of one job.")
-    ranks_per_node: int | None = setting(None, "processes per node; null takes the GPUs of a node of hardware=.")
-    partition: str | None = setting(None, "as sbatch takes it; null takes the cluster's default.")
-    account: str | None = setting(None, "as sbatch takes it; null takes the cluster's default.")
-    time: str | None = setting(
-        None, "time limit, 30 (minutes), 4:00:00 or 1-12:00; near it a run stops and its job requeues itself."
-    )
-    memory: str | None = setting(None, "memory per node, such as 64G.")
-    gres: str | None = setting(
-        None, "generic resources, such as gpu:a100:8; null asks for gpu:RANKS_PER_NODE on GPUs and for nothing on CPUs."
-    )
-    constraint: str | None = setting(None, "features of the nodes, as sbatch takes them; null takes any.")
-    cpus_per_rank: int | None = setting(None, "cores per rank.")
-    max_running: int | None = setting(None, "jobs that may run at the same time; null sets no limit.")
-    container: list[str] = made(list, "words in front of python, such as [apptainer,exec,--nv,image.sif].")
-    python: str | None = setting(
-        None, "interpreter on the nodes; null takes the submitting one, in a container `python`."
-    )
-    stage_to: str | None = setting(
-        None, "folder on every node's own disk, such as /scratch/me; the job copies the weights there first."
-    )
-    sbatch: list[str] = made(list, 'further arguments, each `--name=value` or `--name`, such as ["--mail-type=END"].')

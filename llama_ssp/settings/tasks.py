@@ -51,7 +51,7 @@ class TaskSpec:
     changeable: tuple[str, ...] = ()  # settings that may change when a run is resumed: no completion depends on them.
     variant: str | None = None  # setting that says which kind of such a run it is: reports show it where it differs.
     # fills in settings of the run, apart from the keys that the user gave.
-    fill_in: Callable[[RunConfig, frozenset[str]], None] = lambda config, explicit: None  # noqa: ARG005
+    fill_in: Callable[[RunConfig, frozenset[str]], RunConfig] = lambda config, explicit: config  # noqa: ARG005
     # the prompts of a run without `prompt=` and `prompts=`.
     prompts: Callable[[RunConfig], Sequence[str]] = default_prompts
     # yields the problems of a config and the keys that the user gave, and a `NoEffect` for a setting that has none,
@@ -95,7 +95,7 @@ class RequestFile:
         purpose: what it is for, in the help of `prompts`.
         output: the file of the run folder with the answers.
         is_one: whether the prompts of a run are such a file.
-        problems: of a run with such a file; as those of a task.
+        problems: of a run with such a file; as of a task.
         run: `module:function` that answers the lines on every rank: a `Task` of `run.pipeline`, without requests.
     """
 

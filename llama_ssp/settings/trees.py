@@ -1,6 +1,6 @@
 """The shape of a tree of drafted tokens as settings write it.
 
-`2x2x1` means that the newest token of the text has two children, each of them two, and each of those one. `1x1x1` is
+`2x2x1` means that the newest token of the text has two children, each of them two, and these one each. `1x1x1` is
 a chain of three tokens. The children of a node are drawn without replacement.
 `dynamic-60x6x10` is the best 60 tokens of a tree that is 6 deep, in which the best 10 tokens of a level have 10
 children each; `dynamic` means this one. `sampling.trees` has the trees themselves.

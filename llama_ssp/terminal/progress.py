@@ -73,7 +73,7 @@ class Pace:
 
     Attributes:
         num_ended: completions.
-        num_tokens, num_ended_tokens: new tokens, with and without those of open completions.
+        num_tokens, num_ended_tokens: new tokens, with and without open completions.
         ended_ms: sum over the ended completions of the time from first prefill to last token.
         busy_s: wall time.
     """

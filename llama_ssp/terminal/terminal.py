@@ -41,7 +41,7 @@ ShowProgress: TypeAlias = Callable[[str, int, int], None]
 
 
 class Output(Console):
-    """A console that becomes silent when nobody reads it any more: after `| head`, or when its terminal has hung up."""
+    """A console that becomes silent when its reader is gone: after `| head`, or when its terminal has hung up."""
 
     when_unread: Callable[[], None] | None = None
     """Called when the reader of a pipe closes it."""
@@ -104,7 +104,7 @@ class Terminal:
 
     @contextmanager
     def while_read(self, stop: Callable[[], None]) -> Iterator[None]:
-        """Call `stop` when nobody reads standard output any more."""
+        """Call `stop` when the reader of standard output is gone."""
         self._out.when_unread = stop
         try:
             yield
@@ -113,7 +113,7 @@ class Terminal:
 
     @property
     def is_screen(self) -> bool:
-        """Whether somebody sees standard output on a terminal."""
+        """Whether standard output is shown on a terminal."""
         return self._out.is_terminal and not self._out.quiet
 
     def point(self, title: str, *, is_first: bool) -> None:
@@ -127,7 +127,7 @@ class Terminal:
     ) -> None:
         """Begin a completion with a line across the screen; prompts and samples count from 0.
 
-        `name` is that of a mode or an excerpt of the prompt; `num_prompts` is None if unknown.
+        `name` is a mode's, or an excerpt of the prompt; `num_prompts` is None if unknown.
         """
         if self._is_quiet:
             return

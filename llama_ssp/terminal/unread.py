@@ -1,4 +1,4 @@
-"""Detects that nobody can read a stream any more: the reader closed the pipe, or the terminal hung up.
+"""Detects that the reader of a stream is gone: it closed the pipe, or the terminal hung up.
 
 A closed pipe ends a run (`terminal`). A terminal that hangs up does not; SIGHUP ends the runs that must end with it.
 """
@@ -19,7 +19,7 @@ _USUAL_COLUMNS = 80
 
 @contextmanager
 def until_unread(stream: IO[str] | None) -> Iterator[None]:
-    """End the block silently when nobody reads a stream any more: after `| head`, or a terminal that hung up."""
+    """End the block silently when the reader of a stream is gone: after `| head`, or a terminal that hung up."""
     try:
         yield
         if stream is not None:  # it may have been closed before

@@ -171,7 +171,7 @@ class Int4Tensor(BlockTensor):
         return byte_rows.codes_of_words(self._matrix(self.layout.weight, outputs, self._words(inputs)))
 
     def _along_outputs(self, leaf: str, outputs: range, columns: range) -> Tensor:
-        """Codes (O, C) of a matrix whose words join those of eight outputs."""
+        """Codes (O, C) of a matrix whose words join the codes of eight outputs."""
         words = self._words(outputs)
         codes_CO = byte_rows.codes_of_words(self._matrix(leaf, words, columns).t())
         if self.layout.joins_outputs:

@@ -11,8 +11,8 @@
 
 An int4 weight is scale * (code - zero): codes are 0 to 15, zeros 0 to 16. Scales from 16-bit files are exact, since
 they have none of these bits. Inputs of scattered groups are sorted by them; a part of these inputs has parts of all
-groups: groups of 32 with GAP for inputs that there are none of. A weight in mxfp4 or nvfp4 is the number of its code in
-E2M1, times its scale, times its factor, in fp32.
+groups: groups of 32, padded with GAP. A weight in mxfp4 or nvfp4 is the number of its code in E2M1, times its scale,
+times its factor, in fp32.
 
 Shapes: O outputs, I inputs, of a group or of all, G groups, S scales, B bytes of a group's weights, W = B + 4.
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from llama_ssp.storage.formats import FP4_GROUP, INT4_GROUPS, INT4_ZERO_BITS, WORD_BYTES, Product
 
 GAP = 2**16 - 1
-"""In an order; inputs are fewer."""
+"""Stands for no input in an order; inputs are fewer."""
 _BORDERS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 """Between the numbers of neighbouring codes of E2M1."""
 

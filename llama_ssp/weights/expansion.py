@@ -10,7 +10,7 @@ The indices and factors:
     heads, MLP  copies of the small ones, each of which contributes a part of the output, so that every rank has a part
     layers      the small ones, spread evenly; in between, layers whose contributions cancel, but not within a rank
     vocabulary  a token that the small model lacks gets a large negative logit from the last residual dimension alone
-    taps        of a draft head: layers whose inputs are those of the small one's, so its matrices are gathered alike
+    taps        of a draft head: layers with the inputs of the small one's taps, so its matrices are gathered alike
 
 Factors are powers of two if the shapes allow it, so that the large matrices hold the small numbers exactly in any
 dtype. Weights are read in `synthetic`. Shapes: O rows and I columns of the large matrix; a norm is a single row.
@@ -32,7 +32,7 @@ _LOWEST, _LIFT = -(2.0**14), 32.0
 
 @dataclass(frozen=True, kw_only=True)
 class Gather:
-    """How a large matrix is made from a small one."""
+    """Recipe of a large matrix from a small one."""
 
     source: str  # name of the small tensor.
     rows_O: Tensor  # indices of the small rows; SPARE for none.
@@ -133,7 +133,7 @@ def _copies(sources: Sequence[int], parts: Callable[[int], list[float]]) -> tupl
 class Implant:
     """A small Llama or draft head, with its `rms_norm_eps` and rotary base, in a large shape without `obstacle`.
 
-    `eps` and `theta` are those of the large model; `layers` has for each large layer the index of the small one that it
+    `eps` and `theta` are the large model's; `layers` has for each large layer the index of the small one that it
     copies, and whether it contributes.
     """
 
@@ -145,7 +145,7 @@ class Implant:
         self._spread = math.sqrt(self._num_copies * small.hidden_size / large.hidden_size)
         self._gain = 2.0 ** round(-math.log2(self._spread))
         budget = (self._gain * self._spread) ** 2 * small_eps
-        # The reserved dimension adds its mean square to that of every token; eps supplies the rest of the budget.
+        # The reserved dimension adds its mean square to every token's; eps supplies the rest of the budget.
         self._constant = 2.0 ** math.floor(math.log2(0.75 * budget * large.hidden_size) / 2) if self._reserved else 0.0
         self.eps = budget - self._constant**2 / large.hidden_size
         self._pairs, self.theta = _rotary(small.head_dim, large.head_dim, theta=small_theta)
@@ -206,10 +206,10 @@ class Implant:
         return Gather(source=source, rows_O=rows_O, columns_I=columns_I, weights_I=weights_I, scale=scale)
 
     def _taps_gather(self, name: str) -> Gather:
-        """That of the first matrix of a head: all copies of its hidden state, and the reserved dimension of a tap."""
+        """Gather the first matrix of a head: all copies of its hidden state, and the reserved dimension of a tap."""
         rows_O, last_column = self._residual(self._num_copies), None
         if self._reserved:
-            rows_O[rows_O == SPARE] = self._small.hidden_size  # behind the last row: zeros too, but not SPARE
+            rows_O[rows_O == SPARE] = self._small.hidden_size  # after the last row: zeros too, but not SPARE
             rows_O[-1], last_column = SPARE, (0.0, 1.0)
         return Gather(source=name, rows_O=rows_O, columns_I=self._states(NUM_TAPS), last_column=last_column)
 
@@ -235,7 +235,7 @@ class Implant:
         return features
 
     def _states(self, number: int) -> Tensor:
-        """The small dimension of each dimension of so many hidden states in a row, to read."""
+        """The small dimension of each dimension of `number` hidden states in a row, to read."""
         one = self._residual(1)
         return torch.cat([one.where(one == SPARE, one + place * self._small.hidden_size) for place in range(number)])
 

@@ -45,7 +45,7 @@ class JoinedTensor(ListedTensor):
         return joined.to(wanted.get("device"))
 
     def _pieces(self, matrices: Sequence[ListedTensor], wanted: Wanted) -> list[Tensor]:
-        """What is wanted of an expert, whose parts stand one below the other."""
+        """The wanted parts of an expert, which stand one below the other."""
         dim, dtype, num_rows = wanted.get("dim"), wanted.get("dtype"), matrices[0].shape[0]
         if dim == 1:
             return [

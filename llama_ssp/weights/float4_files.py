@@ -1,9 +1,9 @@
 """Weights that are floats of 4 bits, as files have them; layouts are drawn in `packed`.
 
-Those of bitsandbytes, nf4 or fp4:
+Layout of bitsandbytes, nf4 or fp4:
 
     weight                                     (O I / 2, 1), two codes a byte, row by row
-    weight.absmax                              (O I / 64,), the scales in fp32, or in bytes if those are quantized too:
+    weight.absmax                              (O I / 64,), the scales in fp32, or in bytes if they are quantized too:
     weight.nested_quant_map, .nested_absmax    the number of each byte, and the scale of each 256 bytes
     weight.quant_state.bitsandbytes__KIND      JSON: the shape, and what is added to all scales
 
@@ -31,7 +31,7 @@ _NESTED = 256
 
 
 class Fp4Tensor(PackedTensor):
-    """A weight (O, I), or those of all experts (X, I, O)."""
+    """A weight (O, I), or the weights of all experts (X, I, O)."""
 
     @staticmethod
     def _facts(parts: Mapping[str, StoredTensor], layout: PackedLayout) -> Facts | None:

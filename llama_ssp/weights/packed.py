@@ -11,7 +11,7 @@
     NVFP4 of modelopt    weight (O, I / 2), weight_scale (O, S), weight_scale_2 (), which multiplies
     mxfp4 of gpt-oss     NAME_blocks (X, O, S, 16), NAME_scales (X, O, S) of the tensor NAME (X, I, O) of all experts
 
-Eight codes are an int32, the first in the lowest bits; AWQ's are those of the outputs 0, 2, 4, 6, 1, 3, 5, 7. A code
+Eight codes are an int32, the first in the lowest bits; AWQ's order of outputs is 0, 2, 4, 6, 1, 3, 5, 7. A code
 without a zero has the zero 8; version 1 of GPTQ stores zeros that are 1 too small. Packed int8 weights are bytes that
 are 128 too large. GPTQ and compressed-tensors may sort the inputs by importance (desc_act, actorder), which scatters
 the groups, so that they are read in the order of `byte_rows`. A static actorder, or weight, keeps them in place.
@@ -69,7 +69,7 @@ class PackedTensor(ListedTensor):
     def read(self, **wanted: Unpack[Wanted]) -> Tensor:
         """Read rows, as `byte_rows` describes them, of all or some outputs (dim 0), or one part of the inputs (dim 1).
 
-        This part has whole groups. CheckpointError if a file has changed, or its groups are others than it describes.
+        This part has whole groups. CheckpointError if a file has changed, or its groups are not as it describes.
         """
         dim = wanted.get("dim")
         if len(self.shape) == 3:  # noqa: PLR2004 - experts, inputs and outputs

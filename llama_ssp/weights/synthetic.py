@@ -49,15 +49,14 @@ class Synthetic:
     # standard deviation of the noise on the small output head, or its tied embedding, in units of the head's root mean
     # square.
     noise: float = 0.0
-    # whether fp32 matrices have values that fp16 holds, like those of a 16-bit checkpoint, so that a CPU keeps them in
-    # 16 bits.
+    # whether fp32 matrices hold fp16 values, as from a 16-bit checkpoint, so that a CPU keeps them in 16 bits.
     in_16_bits: bool = False
     folder = property(attrgetter("small.folder"))
     dtype = property(attrgetter("small.dtype"))
 
     @property
     def context(self) -> int:
-        """The maximum sequence length, at most that of the small model."""
+        """The maximum sequence length, at most the small model's."""
         return min(self.shape.max_position_embeddings, self.small.context)
 
     @cached_property
@@ -106,7 +105,7 @@ class Synthetic:
         return values[0] if small.ndim == 1 else values
 
     def layers_of(self, small_layers: Sequence[int]) -> tuple[int, ...]:
-        """The layers whose inputs are those of these layers of the small model."""
+        """The layers that have the inputs of these layers of the small model."""
         starts = {small: layer for layer, (small, counts) in enumerate(self._implant.layers) if counts}
         return tuple(starts[layer] for layer in small_layers)
 

@@ -5,10 +5,9 @@ from functools import partial
 
 import pytest
 
-from llama_ssp.settings.schema import DraftLayout, TargetKind
+from llama_ssp.settings.schema import DraftLayout
 from tests.distributed.ranks import ONE_PASS, SYNTHETIC, Cell
 
-ACCELERATE, DEEPSPEED = TargetKind.accelerate, TargetKind.deepspeed
 ONE_RANK, SHARDED, REPLICATED, OWN_GPU = DraftLayout
 BOTH, ALL_3, ALL_4 = (0, 1), (0, 1, 2), (0, 1, 2, 3)
 HEAVY_PAIRS, SLOW_PAIRS = ("llama", "gpt_neox", "gpt_neo"), ("qwen2", "qwen3", "mistral", "gemma2", "gemma3_text")
@@ -25,8 +24,6 @@ def greedy(cell: Cell) -> Cell:
 _SAMPLED = [
     slow((0,), (0,), SHARDED),
     slow((0,), (0,), REPLICATED),
-    heavy((0,), (0,), pair="llama", batch_size=1, target_kind=ACCELERATE),
-    heavy((0,), (0,), pair="gpt_neo", batch_size=3, target_kind=ACCELERATE),
     # Chains on two ranks.
     heavy(BOTH, (1,)),
     slow(BOTH, (0,), SHARDED),
@@ -43,7 +40,6 @@ _SAMPLED = [
     heavy((0,), (1,), OWN_GPU, pair=f"{ONE_PASS}dflash of its authors", batch_size=3, tree="2x2x1"),
     slow(BOTH, BOTH, REPLICATED, pair=f"{ONE_PASS}recurrent dspark", batch_size=3),
     slow((1,), BOTH, SHARDED),
-    heavy((0,), BOTH, SHARDED, target_kind=ACCELERATE),
     slow(BOTH, BOTH, SHARDED, pair="llama", batch_size=1),
     heavy(BOTH, BOTH, SHARDED, pair="gpt_neox", batch_size=3, updates=True),
     slow(BOTH, BOTH, REPLICATED, pair="llama", batch_size=1),
@@ -51,7 +47,6 @@ _SAMPLED = [
     slow(BOTH, BOTH, SHARDED, pair="gpt_neo", batch_size=1),
     slow(BOTH, BOTH, REPLICATED, pair="gpt_neo", batch_size=3),
     slow((0,), (1,), OWN_GPU, pair="gpt_neo", batch_size=3),
-    slow((1,), (0,), OWN_GPU, pair="gpt_neox", batch_size=3, target_kind=ACCELERATE),
     # Trees.
     Cell(BOTH, BOTH, SHARDED, tree="3x2x1", batch_size=5),
     Cell(BOTH, (), REPLICATED, tree="3x2x1", batch_size=5),
@@ -83,7 +78,6 @@ _SAMPLED = [
     slow((0, 2), (1, 2), SHARDED),
     slow((1,), (0, 2), OWN_GPU),
     slow(BOTH, (2,), OWN_GPU, pair="gpt_neox", batch_size=1),
-    slow((1,), (0, 2), OWN_GPU, pair="gpt_neo", batch_size=1, target_kind=ACCELERATE),
     Cell(ALL_4, (3,)),
     Cell(ALL_4, (2,), SHARDED),
     Cell(ALL_4, (1, 2), SHARDED),
@@ -129,16 +123,6 @@ ALONE = [
     )
 ]  # fmt: skip
 """One for each pair, all others of the pair are compared with."""
-DEEPSPEED_CELLS = [
-    each
-    for cell in (
-        slow((0,), (0,), target_kind=DEEPSPEED, batch_size=9),
-        slow(BOTH, (0,), target_kind=DEEPSPEED),
-        slow(BOTH, BOTH, SHARDED, pair="llama", batch_size=3, target_kind=DEEPSPEED),
-        slow(BOTH, BOTH, REPLICATED, pair="gpt_neox", batch_size=3, target_kind=DEEPSPEED),
-    )
-    for each in (cell, greedy(cell))
-]
 
 
 def each_of(cells: list[Cell]) -> pytest.MarkDecorator:

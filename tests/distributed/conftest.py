@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from llama_ssp.settings.schema import TargetKind
 from tests.distributed.ranks import ONE_PASS, SYNTHETIC, Case, Cell, FromPython, Quantized, Seen, Together, see_all
 from tests.helpers.draft_heads import make_tensors, save_original
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
@@ -17,8 +16,15 @@ from tests.helpers.tokenizers import save_tokenizer
 
 @pytest.fixture(scope="session")
 def asked(request: pytest.FixtureRequest) -> list[Case]:
-    """All cases of the tests of this session, cells that share models one after the other."""
-    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    """All cases of the tests of this folder."""
+    return cases_of(request.session, Path(__file__).parent)
+
+
+def cases_of(session: pytest.Session, folder: Path) -> list[Case]:
+    """All cases of a session's tests in a folder, cells that share models one after the other."""
+    params = [
+        item.callspec.params for item in session.items if hasattr(item, "callspec") and folder in item.path.parents
+    ]
     cases = {each["case"] for each in params if isinstance(each.get("case"), Cell | FromPython | Quantized | Together)}
     return sorted(cases | {case.alone for case in cases if isinstance(case, Cell)}, key=str)
 
@@ -54,15 +60,11 @@ def pairs(asked: list[Case], tmp_path_factory: pytest.TempPathFactory) -> Path:
 def seen(asked: list[Case], pairs: Path) -> Seen:
     """What each rank has seen of a case; its group does all other cases of the session at the same time."""
 
-    def group_of(case: Case) -> tuple[int, bool]:
-        """DeepSpeed's ranks are apart: where the package is missing, nobody asks for them."""
-        return case.num_ranks, isinstance(case, Cell) and case.target_kind is TargetKind.deepspeed
-
     @cache
-    def started(group: tuple[int, bool]) -> list[dict[Case, Any]]:
-        return see_all(group[0], [case for case in asked if group_of(case) == group], pairs)
+    def started(num_ranks: int) -> list[dict[Case, Any]]:
+        return see_all(num_ranks, [case for case in asked if case.num_ranks == num_ranks], pairs)
 
     def find(case: Case) -> list[Any]:
-        return [rank[case] for rank in started(group_of(case))]
+        return [rank[case] for rank in started(case.num_ranks)]
 
     return find

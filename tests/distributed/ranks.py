@@ -38,7 +38,6 @@ from llama_ssp.settings.schema import (
     PlacementConfig,
     RunConfig,
     SamplingConfig,
-    TargetKind,
     TargetPlacement,
     WeightsKind,
 )
@@ -124,7 +123,7 @@ class Cell:
     draft: tuple[int, ...]
     kind: DraftLayout = DraftLayout.one_rank
     pair: str = "tiny"
-    target_kind: TargetKind = TargetKind.tensor
+    target_kind: str = "tensor"
     tree: str | None = None
     batch_size: int = 17
     rule: str = "speculative"
@@ -157,7 +156,7 @@ class Cell:
         if self.overlaps and self.rule == "speculative" and self.temperature:
             return replace(self, target=(0,), draft=(1,), batch_size=5)
         return replace(
-            self, target=(0,), draft=self.draft and (0,), kind=DraftLayout.one_rank, target_kind=TargetKind.tensor,
+            self, target=(0,), draft=self.draft and (0,), kind=DraftLayout.one_rank, target_kind="tensor",
             batch_size=4, adapts=False, overlaps=False, updates=False,
         )  # fmt: skip
 

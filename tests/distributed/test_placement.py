@@ -38,6 +38,22 @@ def check_texts(case: Cell, folder: Path, wanted: list[list[int]], texts: list[l
     assert num_near_ties <= max(1, len(prompts) / 50)
 
 
+def check_text_of_one_rank(case: Cell, pairs: Path, seen: Seen) -> None:
+    """All ranks have one text, that of one rank alone."""
+    (texts, _), *others = seen(case)
+    assert all(other.texts == texts for other in others)
+    check_texts(case, pairs, seen(case.alone)[0].texts, texts)
+
+
+def check_bytes(case: Cell, pairs: Path, seen: Seen) -> None:
+    """As many bytes arrive in a round as the planner says."""
+    arriving = [placed.round_bytes for placed in seen(case)]
+    assert all(len(sizes) == 1 for sizes in arriving), "every round of a cell has the same messages"
+    job = make_spec(case.config(pairs), world_size=case.num_ranks, prompt_tokens=8, device="cpu")
+    messages = round_messages(job, job.num_draft_tokens).values()
+    assert sum(size for (size,) in arriving) == sum(message.received_bytes for message in messages)
+
+
 @each_of(ALONE)
 def test_greedy_text_is_the_librarys(case: Cell, pairs: Path, seen: Seen) -> None:
     model, tokenizer = library(case.pair, pairs)
@@ -50,18 +66,12 @@ def test_greedy_text_is_the_librarys(case: Cell, pairs: Path, seen: Seen) -> Non
 @each_of(CELLS)
 def test_text_is_that_of_one_rank_wherever_target_and_draft_sit(case: Cell, pairs: Path, seen: Seen) -> None:
     """On one rank it is the library's, if it is greedy."""
-    (texts, _), *others = seen(case)
-    assert all(other.texts == texts for other in others)
-    check_texts(case, pairs, seen(case.alone)[0].texts, texts)
+    check_text_of_one_rank(case, pairs, seen)
 
 
 @each_of([cell for cell in CELLS if not (cell.adapts or cell.overlaps)])
 def test_as_many_bytes_arrive_in_a_round_as_the_planner_says(case: Cell, pairs: Path, seen: Seen) -> None:
-    arriving = [placed.round_bytes for placed in seen(case)]
-    assert all(len(sizes) == 1 for sizes in arriving), "every round of a cell has the same messages"
-    job = make_spec(case.config(pairs), world_size=case.num_ranks, prompt_tokens=8, device="cpu")
-    messages = round_messages(job, job.num_draft_tokens).values()
-    assert sum(size for (size,) in arriving) == sum(message.received_bytes for message in messages)
+    check_bytes(case, pairs, seen)
 
 
 @pytest.mark.distributed(2)

@@ -20,6 +20,7 @@ from llama_ssp.speculate.drafters.shared import BroadcastDrafter
 from llama_ssp.speculate.engine.adaptive import FixedLength
 from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
 from llama_ssp.speculate.engine.executors import GraphExecutor, Recorder, TracedExecutor
+from llama_ssp.speculate.engine.held import Reuse
 from llama_ssp.speculate.engine.loop import Decoder, RunSettings
 from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round
 from llama_ssp.speculate.engine.state import BatchState, Request
@@ -29,7 +30,7 @@ from llama_ssp.speculate.sampling.rules import Rule, make_rule
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.trees import Tree, verify_tree
 from tests.helpers.recorded import WatchedGraphs
-from tests.helpers.rooms import copies, copying
+from tests.helpers.rooms import copying
 
 
 def make_decoder(  # noqa: PLR0913
@@ -70,11 +71,12 @@ def make_decoder(  # noqa: PLR0913
         parts = parts_of(draft, **how)
         drafters += [BroadcastDrafter(ModelDrafter(parts), parts, comm=comm, src=0)]
     if ngram:
-        drafters += [copying(parts_of(config=copies(longest=3, history=0), **how))]
+        drafters += [copying(parts_of(**how))]
     verifier = Verifier(rule, comm=comm, verify_rank=0, device=target.device)
     round_ = Round(target, *drafters, verifier=verifier, taps=taps, tree=tree, limit=limit)
     return Decoder(
         round_, executor=executor_of(round_, replay), batch_size=batch_size, eos_ids=eos_ids,
+        reuse=Reuse.of([target, draft], Comm.single()),
         settings=RunSettings(seed=7, stop_request=stop_request or StopRequest()),
     )  # fmt: skip
 

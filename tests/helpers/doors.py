@@ -9,12 +9,14 @@ import pytest
 
 from llama_ssp.architectures.reading import read_config
 from llama_ssp.settings import drafters
+from llama_ssp.settings.backends import BACKENDS, Backend
 from llama_ssp.settings.combinations import table
 from llama_ssp.settings.compose import compose, to_run_config
-from llama_ssp.settings.schema import RowSteps, RunConfig
+from llama_ssp.settings.schema import RunConfig
 from tests.helpers import one_pass_heads
 from tests.helpers.models import build_checkpoint
 from tests.helpers.mtp_layers import save_with_mtp
+from tests.helpers.rooms import need
 from tests.helpers.tokenizers import save_tokenizer
 
 _OVERLAP, BLOCK = "speculation.overlap=true placement=own_gpu", "model={target} draft={block}"
@@ -30,7 +32,7 @@ ALONE = {
     "an adapter of the target": "model.adapter={hybrid}",
     "synthetic weights": "weights=synthetic model=smollm2_135M draft=none task=generate",
     "a replicated draft": "placement=replicated", "a draft on shared ranks": "", "replicas": "placement=replicas",
-    "a library's placement": "placement=accelerate", "sampling": "sampling.temperature=0.7",
+    "a library's placement": "placement.target.kind=toy", "sampling": "sampling.temperature=0.7",
     "sampling by a rule without trees": "verification=coupled",
     "a rule without sampling": "verification=greedy sampling=greedy", "penalties": "sampling.presence_penalty=1",
     "requests by row": "", "chats": "chat=true model=smollm2_1.7B draft=none task=generate",
@@ -73,7 +75,7 @@ def config_of(words: list[str], abilities: Collection[str] = ()) -> RunConfig:
     for model in filter(None, (config.model, config.draft.model)):
         model.shape = read_config(Path(model.path))[0] if model.path else model.shape
     if "requests by row" in abilities:
-        config.sampling.by_row = RowSteps()
+        config.sampling.by_row = True
     return config
 
 
@@ -82,7 +84,11 @@ def has_sentence(message: str, both: tuple[str, str]) -> bool:
 
 
 def patch(names: Collection[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """No draft of the package lacks trees."""
+    """No draft of the package lacks trees, and no backend of the core is a library's."""
     if "a draft without trees" in names:
+        need("copies")
         records = drafters.DRAFTERS.records
         monkeypatch.setitem(records, "ngram", replace(records["ngram"], has_trees=False))
+    if "a library's placement" in names:
+        toy = Backend(name="toy", purpose="", load="", shares=lambda *_, **__: ())
+        monkeypatch.setitem(BACKENDS.records, "toy", toy)

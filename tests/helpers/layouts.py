@@ -1,7 +1,6 @@
 """Decoders of ranks that are threads, over the parts of two models that a layout gives them."""
 
 from collections.abc import Sequence
-from copy import deepcopy
 from typing import Any
 
 from llama_ssp.models.runner import NullRunner
@@ -10,6 +9,7 @@ from llama_ssp.run.decoders import Models, build_decoder
 from llama_ssp.settings.layout import Layout
 from llama_ssp.settings.schema import DraftLayout, RunConfig
 from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
+from llama_ssp.speculate.engine.held import Reuse
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.decoders import complete
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
@@ -62,8 +62,8 @@ def texts_of_ranks(
             target=target if rank in layout.target_ranks else nowhere, draft=draft, drafts=True,
             mesh=Mesh(world=comm, replica=comm, number=0, layout=layout, target=Comm.single(), draft=draft_comm),
             tokenizer=tokenizer, eos_ids=(3,), context=512, tokenizers=tokenizers,
+            reuse=Reuse.of([target, draft], comm),
         )  # fmt: skip
-        own = deepcopy(config)  # ranks change the steps of rows with settings of their own
-        return [done.token_ids for done in complete(build_decoder(models, own, speculative=speculative), requests)]
+        return [done.token_ids for done in complete(build_decoder(models, config, speculative=speculative), requests)]
 
     return on_ranks(thread_comms(len(layout.ranks)), one_rank)

@@ -11,6 +11,7 @@ from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.drafters.shared import AheadDrafter, ProbsReceiver
 from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
 from llama_ssp.speculate.engine.executors import Recorder
+from llama_ssp.speculate.engine.held import Reuse
 from llama_ssp.speculate.engine.loop import Decoder, RunSettings
 from llama_ssp.speculate.engine.overlap import OverlappedRound
 from llama_ssp.speculate.engine.state import Request
@@ -63,6 +64,7 @@ def overlapped_decoder(  # noqa: PLR0913
     round_ = OverlappedRound(target, drafter, verifier=verifier, limit=limit)
     return Decoder(
         round_, executor=executor_of(round_, replay), batch_size=batch_size, eos_ids=eos_ids,
+        reuse=Reuse.of([target, draft], Comm.single()),
         settings=RunSettings(seed=7, stop_request=stop_request or StopRequest()),
     )  # fmt: skip
 

@@ -11,7 +11,8 @@ from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.model import PlannedModel, planned_model
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.timing import timing
-from llama_ssp.settings.schema import DraftLayout, TargetKind
+from llama_ssp.settings.backends import backend_of
+from llama_ssp.settings.schema import DraftLayout
 
 
 def make_spec(
@@ -20,7 +21,7 @@ def make_spec(
     *,
     num_ranks: int = 1,
     draft_kind: DraftLayout = DraftLayout.one_rank,
-    target_kind: TargetKind = TargetKind.tensor,
+    target_kind: str = "tensor",
     device: str = "cuda",
     of_target: Mapping[str, Any] = MappingProxyType({}),
     of_draft: Mapping[str, Any] = MappingProxyType({}),
@@ -31,20 +32,19 @@ def make_spec(
     A layer-wise target has the first rank, and the GPUs of the others. `of_target` and `of_draft` are fields of the
     models to be changed.
     """
-    ranks = tuple(range(num_ranks))
-    is_layer_wise = target_kind is TargetKind.accelerate
+    ranks, backend = tuple(range(num_ranks)), backend_of(target_kind)
     model = planned_model(catalogue.load(target), device=device) if isinstance(target, str) else target
     chosen: dict[str, Any] = {
-        "target_ranks": ranks[:1] if is_layer_wise else ranks,
-        "spare_devices": ranks[1:] if is_layer_wise else (),
+        "target_ranks": ranks[:1] if backend.is_layer_wise else ranks,
+        "spare_devices": ranks[1:] if backend.is_layer_wise else (),
         "draft_ranks": (ranks[:1] if draft_kind is DraftLayout.one_rank else ranks) if draft else (),
         "num_draft_tokens": 4, "acceptance": 0.8, "batch_size": 1, "prompt_tokens": 128, "max_new_tokens": 64,
         "cuda_graphs": True,
     }  # fmt: skip
     return PlanSpec(
-        target=replace(model, by_library=target_kind is not TargetKind.tensor, **of_target),
+        target=replace(model, by_library=backend.by_library, **of_target),
         draft=replace(planned_model(catalogue.load(draft), device=device), **of_draft) if draft else None,
-        target_kind=target_kind, draft_kind=draft_kind, device=device, **chosen | fields,
+        backend=backend, draft_kind=draft_kind, device=device, **chosen | fields,
     )  # fmt: skip
 
 

@@ -60,6 +60,13 @@ class PrefixRunner:
         self.head = (torch.randn(8, vocab_size, generator=generator, dtype=torch.float64) * sharpness).to(self.device)
         self.num_forwards = 0
 
+    def agree(self, comm: Comm) -> None:
+        """Do nothing: every rank has the whole model."""
+
+    def forget(self) -> None:
+        """Count a use."""
+        self.num_uses += 1
+
     def allocate(
         self,
         *,

@@ -1,6 +1,7 @@
 """What tests of the core take from rooms; without the room they are skipped."""
 
 import re
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -31,11 +32,11 @@ def copies(**settings: Any) -> DrafterConfig:  # noqa: ANN401 - of `NgramConfig`
 
 
 def copying(parts: DrafterParts) -> Drafter:
-    """A drafter by prompt look-up."""
-    need("copies")
+    """A drafter by prompt look-up, by default in a row's own text."""
+    own = copies(longest=3, history=0)
     from llama_ssp.rooms.copies.drafter import NgramDrafter
 
-    return NgramDrafter(parts)
+    return NgramDrafter(parts if isinstance(parts.config, type(own)) else replace(parts, config=own))
 
 
 def of_heads(module: str) -> Any:  # noqa: ANN401 - a module

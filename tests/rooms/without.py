@@ -53,7 +53,7 @@ def python(folder: Path, *words: str) -> str:
 def imports(folder: Path) -> None:
     """Import every module; kernels of GPUs need Triton."""
     names = [".".join(path.relative_to(folder).with_suffix("").parts) for path in folder.glob("llama_ssp/**/*.py")]
-    names = [name for name in names if not name.endswith(("_gpu", "__main__"))]
+    names = [name for name in names if not (name.endswith("__main__") or ".gpu.kernels." in name)]
     python(folder, "-c", f"import importlib; [importlib.import_module(name) for name in {sorted(names)}]")
 
 
@@ -72,15 +72,22 @@ def figures(folder: Path) -> dict[str, object]:
 
 def names_none(folder: Path, rooms: Sequence[str]) -> None:
     """Check that help names nothing that asks for the rooms, and that who asks gets a sentence that names the room."""
-    shown = python(folder, "-m", "llama_ssp", "--help") + python(folder, "-m", "llama_ssp", "run", "--help", "all")
+    helps = (["--help"], ["run", "--help", "all"], ["plan", "--help"])
+    shown = "".join(python(folder, "-m", "llama_ssp", *words) for words in helps)
     for room in rooms:
         for asked in manifest.ROOMS[room]:
             kind, _, name = asked.partition("=")
-            words = [name] if kind == "command" else ["run", asked]
+            words = [name] if kind == "command" else ["run", *(["-m"] if kind == "hydra/launcher" else []), asked]
             if kind == "field":
                 (folder / "field.jsonl").write_text(json.dumps({name: "1"}))
                 words = ["run", "task=generate", "prompts=field.jsonl"]
-            if (asked if kind != "command" else f"llama-ssp {name}") in shown:
+            if kind == "setting":
+                words = ["plan", "hardware=h100", f"{name}=x"]
+            if kind == "argument":
+                (folder / "argument.py").write_text(f"from llama_ssp import load\nload('tiny', {name}=2)\n")
+                words = ["run", "ranks=1", "--script", "argument.py"]
+            said = {"command": f"llama-ssp {name}", "setting": f" {name}="}.get(kind, asked)
+            if said in shown:
                 sys.exit(f"help names {asked}")
             ended = subprocess.run(
                 [sys.executable, "-m", "llama_ssp", *words], cwd=folder, capture_output=True, text=True, check=False

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_ssp.run.tasks.records import CompareConfig
-from llama_ssp.settings.schema import RowSteps, SamplingConfig, SpeculationConfig, VerificationConfig
+from llama_ssp.settings.schema import SamplingConfig, SpeculationConfig, VerificationConfig
 from tests.helpers import one_pass_heads
 from tests.helpers.models import FAMILIES, VOCAB_SIZE, build_checkpoint
 from tests.helpers.mtp_layers import save_with_mtp
@@ -48,7 +48,7 @@ def _speculation(**values: Any) -> dict[str, Any]:  # noqa: ANN401 - of the conf
     return {"speculation": SpeculationConfig(**values)}
 
 
-_BY_ROW = {"sampling": SamplingConfig(temperature=1.0, by_row=RowSteps())}
+_BY_ROW = {"sampling": SamplingConfig(temperature=1.0, by_row=True)}
 SAMPLED, ONE_GREEDY = Way(name="sampled"), Way(name="greedy", config={"sampling": GREEDY}, batch_size=3)
 LONG = Way(name="long prompts", batch_size=4, long=True)
 TREE, DYNAMIC = (

@@ -1,5 +1,6 @@
 """Every room is in the manifest, and who asks for one that was taken out reads its name."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,9 @@ from llama_ssp import manifest
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.run.prompts import read_prompts
 from llama_ssp.settings.commands import COMMANDS
+from llama_ssp.settings.groups import MORE
 from llama_ssp.settings.tasks import REQUEST_FILES, TASKS
 from tests.helpers.composed import compose_run
-
-ASKED = [(room, words) for room, asked in manifest.ROOMS.items() for words in asked if room in manifest.present()]
 
 ASKED = [(room, words) for room, asked in manifest.ROOMS.items() for words in asked if room in manifest.present()]
 
@@ -26,9 +26,11 @@ def test_what_asks_for_a_room_is_a_record_of_that_room() -> None:
     registries: dict[str, Any] = {"task": TASKS, "command": COMMANDS, "field": REQUEST_FILES}
     for room, words in ASKED:
         kind, _, name = words.partition("=")
-        record = registries[kind].of(name)
-        found = record.run or f"llama_ssp.rooms.{room}"  # a command may be short for a task
-        assert found.startswith(f"llama_ssp.rooms.{room}"), words
+        if kind == "setting":  # of a group of the core
+            assert name in {setting.name for setting in fields(MORE.of(room).config)}
+        elif kind in registries:
+            found = registries[kind].of(name).run or f"llama_ssp.rooms.{room}"  # a command may be short for a task
+            assert found.startswith(f"llama_ssp.rooms.{room}"), words
 
 
 @pytest.mark.parametrize(("room", "asked"), ASKED)

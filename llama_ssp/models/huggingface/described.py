@@ -1,4 +1,4 @@
-"""The modules of a model by transformers, on the meta device: what a plan counts of a family without a record."""
+"""The modules of a model by transformers, on the meta device, which a plan counts for a family without a record."""
 
 import math
 import re
@@ -46,7 +46,7 @@ def with_modules(origin: _Origin) -> _Origin:
 def modules_of(model: PreTrainedModel, shape: ModelShape) -> Inventory:
     """List the parameters of a whole model without weights; layers that differ are counted in their mean.
 
-    The matrices of a layer are those of its linear layers and experts, and its vectors everything else.
+    The matrices of a layer are its linear layers' and experts' weights, and its vectors everything else.
     """
     head, num_layers = model.get_output_embeddings(), shape.num_hidden_layers
     is_tied = bool(model.config.tie_word_embeddings)
@@ -100,7 +100,7 @@ def modules_of(model: PreTrainedModel, shape: ModelShape) -> Inventory:
 
 
 def _states(model: PreTrainedModel) -> tuple[KeptStates, ...]:
-    """The states of recurrent layers, those alike together; none of a family whose layers run as they are."""
+    """The states of recurrent layers, grouped if alike; none of a family whose layers run as they are."""
     if not record_of(model.config.model_type).recurrent:
         return ()
     alike = Counter((*state_of(mixer)[1:4], shared_heads(mixer)) for mixer in mixers_of(model))

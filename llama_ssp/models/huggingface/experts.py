@@ -20,7 +20,7 @@ from llama_ssp.storage.formats import FEW_ROWS
 
 
 def can_be_own(module: Any) -> bool:  # noqa: ANN401 - any module
-    """Whether a module holds experts with a gate, as (X, 2 I, E) and (X, E, I) or transposed, and nothing behind."""
+    """Whether a module holds experts with a gate, as (X, 2 I, E) and (X, E, I) or transposed, and nothing else."""
     has_gate = getattr(module, "has_gate", False) and hasattr(module, "gate_up_proj")
     return bool(has_gate) and not getattr(module, "has_post_expert_norm", False)
 
@@ -33,7 +33,7 @@ def experts_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _is_silu(gate: Callable[[Tensor], Tensor]) -> bool:
-    """Whether a gate is that of the compiled product."""
+    """Whether a gate is silu(gate) * up, as in the compiled product."""
     gated_1I = torch.arange(-4.0, 4.0)[None]
     gate_1I, up_1I = gated_1I.chunk(2, 1)
     return torch.allclose(gate(gated_1I), functional.silu(gate_1I) * up_1I)
@@ -43,7 +43,7 @@ class ExpertCounter:
     """Counts the distinct experts that forwards read, on the device and at fixed addresses, as graphs need it.
 
     Attributes:
-        sums_3: experts of all layers and forwards, those expected of tokens that choose evenly, and layers.
+        sums_3: experts of all layers and forwards, experts expected if tokens choose evenly, and layers.
         num_experts: of a layer; 0 of a model without experts.
         chosen: (M, K) by layer since it was cleared.
     """
@@ -118,7 +118,7 @@ class OwnExperts(nn.Module):
         )
 
     def forward(self, x_ME: Tensor, chosen_MK: Tensor, weights_MK: Tensor) -> Tensor:
-        """Add up what the chosen experts compute, weighted; one more than there are stands for those of other ranks."""
+        """Add up what the chosen experts compute, weighted; number `num_experts` stands for other ranks'."""
         if self._of_few and (self.in_round or len(x_ME) <= FEW_ROWS):
             y_PE = self._in_pieces(*self._of_few, x_ME, chosen_MK)
         else:
@@ -127,11 +127,9 @@ class OwnExperts(nn.Module):
 
     def _in_pieces(self, gate_up: JoinedExperts, down: JoinedExperts, x_ME: Tensor, chosen_MK: Tensor) -> Tensor:
         """On a GPU, `FEW_ROWS` tokens at a time: without the host, so that a round may be captured."""
-        from llama_ssp.kernels.linear_gpu import choose  # noqa: PLC0415 - imports Triton
-
         pieces = []
         for x_RE, chosen_RK in zip(x_ME.split(FEW_ROWS), chosen_MK.split(FEW_ROWS), strict=True):
-            chosen = choose(chosen_RK, self.num_experts, value_bytes=x_RE.element_size())
+            chosen = gate_up.choose(chosen_RK, self.num_experts, value_bytes=x_RE.element_size())
             pieces.append(down(self._gate(gate_up(x_RE, chosen)), chosen))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 

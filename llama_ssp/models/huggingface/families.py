@@ -24,8 +24,8 @@ from llama_ssp.weights.source import WeightSource
 def adapt(model: PreTrainedModel) -> None:
     """Apply the family's changes to the modules of transformers, before weights are matched.
 
-    Rotary frequencies stay those of the first positions (`family.num_positions`): otherwise every forward would look
-    for the largest position, and some would change those of all rows.
+    Rotary frequencies stay as at the first positions (`family.num_positions`): otherwise every forward would look for
+    the largest position, and some would change the frequencies of all rows.
     """
     module: Any
     for module in model.modules():
@@ -59,7 +59,7 @@ def check_gpt_neo(origin: WeightSource) -> None:
 def adapt_gpt_neo(model: PreTrainedModel) -> None:
     """Replace the attention of every layer, and clamp positions to the table of position embeddings.
 
-    Its attention takes our masks, where that of transformers slices its own by length. A round computes a few positions
+    Its attention takes our masks, where transformers' slices its own by length. A round computes a few positions
     beyond the context, but their tokens are never kept.
     """
     windows = GPT_NEO.windows_of(model.config)

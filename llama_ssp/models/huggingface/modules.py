@@ -1,6 +1,6 @@
 """The modules of transformers for families that run on them: built empty, sharded, and filled from a weight source.
 
-Modules `device_map` and `auto_tp` build targets that accelerate or DeepSpeed places from the same modules.
+Rooms build targets that libraries place from the same modules.
 
 Shapes: B sequences, T positions, I inputs, O outputs.
 """
@@ -176,7 +176,7 @@ def fill_modules(
 
     Args:
         model: with its sharded modules, parameters on the meta device.
-        sources: the stored name of each parameter; those that only other ranks hold are left out.
+        sources: the stored name of each parameter, without parameters that only other ranks hold.
         devices: of modules by name; the last one whose name fits counts.
         kernel: of the linear layers of decoder layers, and of experts; None leaves them the library's.
         loading: the origin of the values, and how they are loaded.
@@ -201,7 +201,7 @@ def fill_modules(
         rows[name] = StoredSlice(sources[name], cut, parameter.numel(), dtype, device)
     into = loading.into
     weights = Weights(loading, rows, places=into.model.parameters if into.model else {})
-    # Built in the dtype of the weights: those that meet activations have it, and rotary frequencies are in fp32.
+    # Built in the dtype of the weights: buffers that meet activations have it, and rotary frequencies are in fp32.
     with torch.device("meta"), local_torch_dtype(loading.weights_dtype), no_init_weights():
         alike = type(model)(deepcopy(loading.origin.config))
     dtypes = {name: buffer.dtype for name, buffer in alike.named_buffers()}
@@ -297,6 +297,6 @@ def linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
 
 
 def is_linear(name: str, module: nn.Module) -> bool:
-    """Whether a module is a linear layer, and no router: some of those have a forward of their own, or are read."""
+    """Whether a module is a linear layer, and no router: some routers have a forward of their own, or are read."""
     is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     return is_plain and not name.endswith((".router.proj", ".router.classifier", ".gate.wg"))

@@ -55,8 +55,8 @@ class ModuleRunner(CachedRunner):
         if record_of(model.config.model_type).recurrent:
             self.layer_states = [*map(state_of, mixers_of(model))]
         self.is_recurrent = bool(self.layer_states)
-        if self.is_recurrent and self.device.type == "cuda":
-            use_own_kernels(model)
+        if self.is_recurrent:
+            use_own_kernels(model, self.device)
         self._rows_BR: Tensor | None = None
         model.get_output_embeddings().register_forward_pre_hook(self._keep_wanted_rows)
         self._counter = ExpertCounter(model, self.device)
@@ -162,7 +162,7 @@ class ModuleRunner(CachedRunner):
 
     @contextmanager
     def _tapped(self, taps: Taps | None, slots_BT: Tensor, cache_rows_B: Tensor | None) -> Iterator[None]:
-        """Keep the inputs of the tapped layers, or of the output behind them, in a forward."""
+        """Keep the inputs of the tapped layers, or of the output after them, in a forward."""
         if taps is None:
             yield
             return

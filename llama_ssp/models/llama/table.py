@@ -122,7 +122,7 @@ def lean_weights(loading: Loading, *, has_embedding: bool, places: Mapping[str, 
 def rotary_of(config: Any) -> tuple[Tensor, float]:  # noqa: ANN401 - of transformers
     """The inverse frequencies (D / 2,) of the rotary embedding, and the factor of its sines and cosines.
 
-    Frequencies are those of the first positions; see `family.num_positions`.
+    Frequencies hold for the first positions; see `family.num_positions`.
     """
     kind = config.rope_parameters["rope_type"]
     if kind != "default":

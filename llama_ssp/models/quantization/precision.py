@@ -33,7 +33,7 @@ _STEPS = 127
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """How the linear layers of a model, and its cache, are stored."""
+    """Storage of the linear layers of a model, and of its cache."""
 
     quantization: str = NO_QUANTIZATION
     is_stored: bool = False  # the files have packed weights, and their other weights are not quantized.

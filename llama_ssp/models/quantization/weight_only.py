@@ -9,19 +9,15 @@ Shapes: M rows (tokens), I inputs, O outputs, C outputs of one block, G groups o
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.kernels.choice_gpu import ProductOfFewRows, attempt, find_few_rows
-from llama_ssp.kernels.linear import Linear, NativeLinear, added, compiled_for
+from llama_ssp import operators
+from llama_ssp.kernels.linear import FewRows, Linear, NativeLinear, added, compiled_for
 from llama_ssp.storage.formats import FEW_ROWS, FP4_GROUP, FP4_NUMBERS, FP8_GROUP, UNPACKED_WEIGHTS, format_of
 from llama_ssp.weights import byte_rows
-
-if TYPE_CHECKING:
-    from llama_ssp.kernels.linear_gpu import Chosen
 
 _QUANTIZED_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
 """Weights that are quantized at a time: few enough to need little memory, enough to keep a GPU busy."""
@@ -34,10 +30,10 @@ class _WeightOnlyLinear(Linear):
     """Base class of forms whose inputs are not quantized.
 
     `operands` are the packed weights with their outputs first, and all their scales, as the kernel takes them;
-    `few_rows` is the kernel for up to `FEW_ROWS` rows of a GPU.
+    `few_rows` has the kernel for up to `FEW_ROWS` rows of a GPU.
     """
 
-    def __init__(self, operands: tuple[Tensor, ...], bias_O: Tensor | None, few_rows: ProductOfFewRows | None) -> None:
+    def __init__(self, operands: tuple[Tensor, ...], bias_O: Tensor | None, few_rows: FewRows | None) -> None:
         self._operands, self._bias_O, self._few_rows = operands, bias_O, few_rows
         byte_weights = 2 if operands[0].dtype is torch.uint8 else 1
         self._num_inputs = byte_weights * operands[0].shape[1]  # a trace keeps it as a constant
@@ -49,7 +45,8 @@ class _WeightOnlyLinear(Linear):
     def __call__(self, x_MI: Tensor, residual_MO: Tensor | None = None) -> Tensor:
         """See `Linear`; a GPU's kernel adds bias and residual itself."""
         if self._few_rows and x_MI.shape[0] <= FEW_ROWS:
-            return self._few_rows(x_MI, *self._operands, bias_O=self._bias_O, residual_MO=residual_MO)
+            product = self._few_rows.product_of_few_rows
+            return product(x_MI, *self._operands, bias_O=self._bias_O, residual_MO=residual_MO)
         return added(self._unpacked(x_MI), self._bias_O, residual_MO)
 
     def _unpacked(self, x_MI: Tensor) -> Tensor:
@@ -74,9 +71,7 @@ class _Int8WeightOnly(_WeightOnlyLinear):
     def _unpack(self, outputs: slice, into_CI: Tensor) -> None:
         bytes_OI, scales_O = self._operands
         if into_CI.dtype is torch.float16 and into_CI.is_cuda and self._few_rows:
-            from llama_ssp.kernels.linear_gpu import unpack_bytes  # noqa: PLC0415 - imports Triton
-
-            unpack_bytes(bytes_OI[outputs], scales_O[outputs], into_CI)
+            self._few_rows.unpack_bytes(bytes_OI[outputs], scales_O[outputs], into_CI)
             return
         into_CI.copy_(bytes_OI[outputs])
         if into_CI.dtype is torch.float16:
@@ -96,7 +91,13 @@ def int8_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         operands = quantize_by_blocks(weight_OI, _to_bytes)
     if product := compiled_for("int8_weight_only", operands[0].shape, weight_OI.device):
         return NativeLinear(product, *operands, bias_O)
-    return _Int8WeightOnly(operands, bias_O, find_few_rows("int8_weight_only", operands))
+    return _Int8WeightOnly(operands, bias_O, _few_rows_of("int8_weight_only", operands))
+
+
+def _few_rows_of(storage: str, operands: Sequence[Tensor]) -> FewRows | None:
+    """The device's product of a few rows and weights in a format; see `operators`."""
+    found: FewRows | None = operators.made("few_rows", operands[0].device.type, storage, operands)
+    return found
 
 
 def quantize_by_blocks(weight_OI: Tensor, quantize: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -115,14 +116,13 @@ def _to_bytes(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Int4WeightOnly(_WeightOnlyLinear):
-    """Its operands are the bytes of codes (O, I / 2) and the words (G, O): the kernel reads those of neighbours."""
+    """Its operands are the bytes of codes (O, I / 2) and the words (G, O): the kernel reads neighbours' words."""
 
     def _unpack(self, outputs: slice, into_CI: Tensor) -> None:
         codes_OI, words_GO, *scales = self._operands
         if into_CI.is_cuda and self._few_rows:
-            from llama_ssp.kernels.linear_gpu import unpack_codes  # noqa: PLC0415 - imports Triton
-
-            unpack_codes(codes_OI[outputs], words_GO[:, outputs], into_CI, *(scales_O[outputs] for scales_O in scales))
+            of_outputs = [scales_O[outputs] for scales_O in scales]
+            self._few_rows.unpack_codes(codes_OI[outputs], words_GO[:, outputs], into_CI, *of_outputs)
         else:
             self._write(codes_OI[outputs], words_GO[:, outputs].t(), outputs, into_CI)
 
@@ -153,11 +153,11 @@ class _Reordered(Linear):
 class JoinedExperts:
     """The weights of experts one after the other, whose linear layers keep views of them.
 
-    It maps inputs (M, I) and pairs of tokens and experts to `linear_gpu.product_of_few_rows`. An update of the weights
-    finds all of its tensors, and no closure holds any (see `workspaces.InPlace`).
+    It maps inputs (M, I) and pairs of tokens and experts, as `choose` finds them, to their products. An update of the
+    weights finds all of its tensors, and no closure holds any (see `workspaces.InPlace`).
     """
 
-    def __init__(self, experts: Sequence[_WeightOnlyLinear], few_rows: ProductOfFewRows) -> None:
+    def __init__(self, experts: Sequence[_WeightOnlyLinear], few_rows: FewRows) -> None:
         self._few_rows = few_rows
         columns = zip(*(expert._operands for expert in experts), strict=True)
         # Numbers of 8 bits are concatenated as bytes.
@@ -178,9 +178,18 @@ class JoinedExperts:
             if self._bias_O is not None:
                 expert._bias_O = self._bias_O.narrow(0, start, num_outputs)
 
-    def __call__(self, x_MI: Tensor, chosen: "Chosen") -> Tensor:
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self._operands[0].device
+
+    def choose(self, experts_MK: Tensor, num_experts: int, *, value_bytes: int) -> object:
+        """The pairs of tokens and the experts that they chose, for products of numbers of `value_bytes`."""
+        return self._few_rows.choose(experts_MK, num_experts, value_bytes=value_bytes)
+
+    def __call__(self, x_MI: Tensor, chosen: object) -> Tensor:
         """Compute the product of each pair."""
-        return self._few_rows(x_MI, *self._operands, bias_O=self._bias_O, chosen=chosen)
+        return self._few_rows.product_of_few_rows(x_MI, *self._operands, bias_O=self._bias_O, chosen=chosen)
 
 
 def join_experts(linears: Sequence[Linear]) -> JoinedExperts | None:
@@ -189,21 +198,13 @@ def join_experts(linears: Sequence[Linear]) -> JoinedExperts | None:
     if len(experts) < len(linears) or not (few_rows := experts[0]._few_rows):
         return None
     joined = JoinedExperts(experts, few_rows)
-
-    def tried() -> JoinedExperts:
-        from llama_ssp.kernels.linear_gpu import choose  # noqa: PLC0415 - imports Triton
-
-        device = experts[0]._operands[0].device
-        x_1I = torch.ones(1, experts[0]._num_inputs, dtype=torch.float16, device=device)
-        first_11 = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        joined(x_1I, choose(first_11, len(experts), value_bytes=x_1I.element_size()))
-        return joined
-
-    return attempt(tried, instead="continuing with one product for each expert, without CUDA graphs")
+    how = {"num_experts": len(experts), "num_inputs": experts[0]._num_inputs}
+    found: JoinedExperts | None = operators.made("joined_experts", joined.device.type, joined, **how)
+    return found
 
 
 class _Beside(Linear):
-    """Layers with one input whose outputs stand one behind the other."""
+    """Layers with one input, whose outputs follow each other."""
 
     def __init__(self, linears: list[Linear]) -> None:
         self._linears = linears
@@ -246,7 +247,7 @@ def _int4_linear(codes_OI: Tensor, words_OG: Tensor, bias_O: Tensor | None) -> L
         codes_OGI = torch.cat(byte_rows.unpack_codes(codes_OI.unflatten(1, (num_groups, -1))), dim=2)
         return NativeLinear(product, codes_OGI.flatten(1), words_OG, bias_O)
     operands = codes_OI, words_OG.t().contiguous()
-    return _Int4WeightOnly(operands, bias_O, find_few_rows("int4_weight_only", operands))
+    return _Int4WeightOnly(operands, bias_O, _few_rows_of("int4_weight_only", operands))
 
 
 class _ScaledGroups(_WeightOnlyLinear):
@@ -277,7 +278,7 @@ def fp8_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
     if product := compiled_for("fp8_weight_only", bytes_OI.shape, weight_OI.device):
         return NativeLinear(product, bytes_OI, scales_OG, bias_O)
     operands = bytes_OI.view(_E4M3), scales_OG.t().contiguous()
-    return _ScaledGroups(operands, bias_O, find_few_rows("fp8_weight_only", operands))
+    return _ScaledGroups(operands, bias_O, _few_rows_of("fp8_weight_only", operands))
 
 
 def _to_fp8(weight_CI: Tensor) -> tuple[Tensor, Tensor]:
@@ -307,7 +308,7 @@ def _fp4_linear(storage: str, weight_OI: Tensor, bias_O: Tensor | None) -> Linea
         return NativeLinear(product, weight_OI, factors_O, bias_O)
     scales_SO = scales_OS.t().contiguous().view(byte_rows.dtype_of_scales(format_of(storage).product))
     operands = codes_OI, scales_SO, factors_O
-    return _Fp4WeightOnly(operands, bias_O, find_few_rows(storage, operands))
+    return _Fp4WeightOnly(operands, bias_O, _few_rows_of(storage, operands))
 
 
 mxfp4_linear, nvfp4_linear = partial(_fp4_linear, "mxfp4"), partial(_fp4_linear, "nvfp4")

@@ -10,7 +10,6 @@ from torch.nn import functional
 
 from llama_ssp import catalogue
 from llama_ssp.architectures.engine import OWN_SUM_BYTES
-from llama_ssp.kernels.sums import with_peers
 from llama_ssp.machines.hardware import Link, MeasuredSum
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.weights import Loading
@@ -79,7 +78,7 @@ def kernel_s(device: torch.device) -> float:
 
 
 def _captured(call: Call, times: int = 1) -> Call:
-    """Make a call, and capture it so many times in a CUDA graph; returns what replays that."""
+    """Make a call, and capture it `times` times in a CUDA graph; returns the graph's replay."""
     call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=capture_stream(), capture_error_mode="thread_local"):
@@ -91,14 +90,14 @@ def _captured(call: Call, times: int = 1) -> Call:
 def sums(comm: Comm, device: torch.device, *, num_local: int, is_own: bool = False) -> list[MeasuredSum]:
     """Time all-reduces of 2, 4, ... and of all ranks of a node by size, as rounds run them; all ranks call this.
 
-    They follow matrices, as those of a layer do: a message takes longer then than in a tight loop. On a GPU both are
-    captured, and with `is_own` the program's kernel sums, where it can.
+    They follow matrices, as in a layer: a message takes longer then than in a tight loop. On a GPU both are captured,
+    and with `is_own` the program's kernel sums, where it can.
     """
     found = []
     for number in sorted({size for size in (2, 4, 8) if size < num_local} | ({num_local} - {1})):
         group = comm.subgroup(tuple(range(number)))
         if group and is_own:
-            group = with_peers(group)
+            group = group.with_peers()
         for num_bytes in MESSAGE_BYTES if group and bool(group.peers) is is_own else ():
             if num_bytes <= OWN_SUM_BYTES or not is_own:
                 assert group

@@ -1,8 +1,8 @@
 """`task=calibrate`: measures this machine and writes a file of the group `hardware`, which plans use.
 
-`measures` and `run.calibration` hold the measurements. All ranks measure at the same time, so that the figures of a
-CPU are those of a rank with its share of cores and memory; rank 0 writes its own. Several ranks on one node measure the
-sums between them, by NCCL and by the program's kernel, and those of several nodes one between nodes.
+`measures` and `run.calibration` hold the measurements. All ranks measure at the same time, so that a CPU's figures hold
+for a rank with its share of cores and memory; rank 0 writes its own. Several ranks on one node measure the sums between
+them, by NCCL and by the program's kernel, and ranks of several nodes one sum between nodes.
 """
 
 import os

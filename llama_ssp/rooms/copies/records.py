@@ -13,7 +13,7 @@ from llama_ssp.settings.tasks import NoEffect, Range
 from llama_ssp.words import said
 
 MOST_CORPUS_TOKENS = 2**20
-"""Of the longest corpus."""
+"""Tokens of the longest corpus."""
 TABLE_BITS = 16
 """Places of a table for copied sequences of one length, as a power of 2."""
 OWN_KERNELS, NODE_KERNELS, OTHER_KERNELS, CORPUS_KERNELS = 30, 9, 68, 30

@@ -40,7 +40,7 @@ _LEAST_REST = 1e-3
 
 
 class _Laws(NamedTuple):
-    """Probabilities of the symbols: those of the tokens, added up.
+    """Probabilities of the symbols: sums over their tokens.
 
     Attributes:
         ids_BA: of all symbols but the last.
@@ -212,7 +212,7 @@ def _with_drafts_race(rest_BV: Tensor, draft_BV: Tensor) -> Tensor:
     """The residual if each token's race (exponential, or Gumbel noise) goes on where the draft's has ended.
 
     The draft's race ends after a time T, of exponential law, whoever wins. A token of draft q and residual r starts a
-    race of speed r late by T q / r. With G(v) the integral of the speeds of those that have started, and T integrated
+    race of speed r late by T q / r. With G(v) the integral of the speeds of races that have started, and T integrated
     out, the race is open at v with probability 1 / (1 + G(v)).
     """
     speeds_BV = rest_BV.double() / rest_BV.sum(1, keepdim=True, dtype=torch.float64).clamp_min(_TINY)

@@ -1,7 +1,7 @@
 """Judges sums over texts that have expectation 0 if the texts have the target's distribution; without torch.
 
 `law` computes them. Most scores need the text alone: with the tokens before it, and where the round began,
-each token has the target's probabilities. Those after a rejection need the residual, whose probabilities a resampled
+each token has the target's probabilities. After a rejection, scores need the residual, whose probabilities a resampled
 token has whatever was rejected. The sum of a score over all tokens is a martingale, whose variance is known: the sum of
 the variances that the target's own probabilities give at each token. Bernstein's inequality for martingales bounds how
 improbable a sum is, also where few and rare tokens make it up, as with the proposals of an n-gram draft.
@@ -19,7 +19,7 @@ from llama_ssp.settings.rules import DEFAULT
 
 BIASES = (0.95, 1.05)
 BLOCK, CERTAIN = "block", ""
-"""The rule that verifies blocks, and that of drafts without probabilities."""
+"""The rule that verifies blocks, and the rule for drafts without probabilities."""
 FAULTS = {
     "a residual drawn from the target": (DEFAULT, BLOCK),
     "a residual that forgets the block's weight": (BLOCK,),
@@ -46,7 +46,7 @@ _LEAST_SHIFT, _NO_VARIANCE = 1e-3, 1e-6
 
 
 class Role(IntEnum):
-    """How a token came about."""
+    """Ways in which a token came about."""
 
     unused = 0
     """The first of a text, which no draft comes before, and what stands after the end."""
@@ -62,7 +62,7 @@ class Role(IntEnum):
 def roles_of(
     accepted_lengths: Sequence[int], examined_lengths: Sequence[int], *, num_tokens: int, overlaps: bool = False
 ) -> list[Role]:
-    """The roles of a text's tokens, from the lengths of its rounds; those of rounds that overlap are all `other`."""
+    """The roles of a text's tokens, from the lengths of its rounds; all `other` if rounds overlap."""
     roles = [Role.unused]
     for num_accepted, num_examined in zip(accepted_lengths, examined_lengths, strict=True):
         of_round = [Role.accepted] * num_accepted
@@ -74,7 +74,7 @@ def roles_of(
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """How the rounds of the texts drafted and verified, as far as scores and faults depend on it.
+    """Drafting and verification of the texts' rounds, as far as scores and faults depend on them.
 
     Attributes:
         rule: the name of the rule, or CERTAIN.
@@ -103,7 +103,7 @@ class TextSums(NamedTuple):
         values: of the scores, minus their expectations.
         variances: of the values, as the target's probabilities give them.
         reaches: the farthest that one token can move a value.
-        shifts: what each of `FAULTS` adds to the values on average; 0 for those that such rounds cannot have.
+        shifts: what each of `FAULTS` adds to the values on average; 0 for faults that such rounds cannot have.
     """
 
     values: Sequence[float]
@@ -163,7 +163,7 @@ def sums_of(texts: Iterable[TextSums]) -> dict[str, Sum]:
 
 
 def moves(sums: Collection[Sum]) -> dict[str, float]:
-    """By how many standard errors each fault that these rounds can have moves the sum that it moves most."""
+    """Standard errors by which each fault that these rounds can have moves the sum that it moves most."""
     errors = [[abs(shift) / math.sqrt(max(text.variance, _LEAST_VARIANCE)) for shift in text.shifts] for text in sums]
     moved = {fault: max(of_fault) for fault, of_fault in zip(FAULTS, zip(*errors, strict=True), strict=False)}
     return {fault: most for fault, most in moved.items() if most > _LEAST_SHIFT}

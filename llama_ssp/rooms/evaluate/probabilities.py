@@ -101,7 +101,7 @@ class Scorer:
         prompts = Prompts(prompt_BS, lengths_B, [length] * len(rows), longest=length)
         first_BV = read_prompts(self._target, prompts, rows=rows, buckets=self._buckets, taps=self._taps)
         for start in range(0, len(texts), len(rows)):
-            if start and self._target.is_recurrent:  # those behind the prompt are gone
+            if start and self._target.is_recurrent:  # states after the prompt are gone
                 read_prompts(self._target, prompts, rows=rows, buckets=self._buckets, taps=self._taps)
             batch = texts[start : start + len(rows)]
             filled = [*batch, *[SampledText(prompt_ids=prompt_ids, token_ids=())] * (len(rows) - len(batch))]

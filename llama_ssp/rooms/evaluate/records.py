@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
-from llama_ssp.fields import made, setting
+from llama_ssp.fields import made, setting, with_value
 from llama_ssp.registry import Registry
 from llama_ssp.settings.schema import RunConfig, TaskConfig
 from llama_ssp.settings.tasks import NoEffect, TaskSpec, default_of, default_prompts
@@ -67,11 +67,11 @@ class Suite:
     scored: Callable[[Any], Iterable[Any]] = lambda pairs: ()  # noqa: ARG005
     # the draft scores the speculative ones too, and the judge has their sums (`martingales`).
     needs_sums: bool = False
-    # the prompts; by default those of the user, or `task.default_prompts`.
+    # the prompts; by default the user's, or `task.default_prompts`.
     prompts: Callable[[RunConfig], Sequence[str]] = default_prompts
     # values of the run's settings, by dotted key, where neither the user nor a bundle has set one.
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    settings: tuple[str, ...] = ()  # those of the task that this suite reads, apart from `suite` and `gate`.
+    settings: tuple[str, ...] = ()  # the task's settings that this suite reads, apart from `suite` and `gate`.
     # why more than one sample of a prompt has no effect, a relative clause; empty if it has one.
     why_one_sample: str = ""
     # yields the problems of a config.
@@ -88,14 +88,15 @@ def task_and_suite(config: RunConfig) -> tuple[EvaluateConfig, Suite]:
     return task, SUITES.of(task.suite)
 
 
-def _fill_in(config: RunConfig, explicit: frozenset[str]) -> None:
+def _fill_in(config: RunConfig, explicit: frozenset[str]) -> RunConfig:
     """Set each default of the suite unless its key or group is in `explicit`, or a bundle has set another value."""
     suite = SUITES.find(cast("EvaluateConfig", config.task).suite)
     for key, value in suite.defaults.items() if suite else ():
         group, _, name = key.rpartition(".")
         part: Any = attrgetter(group)(config) if group else config
         if not {key, group} & explicit and getattr(part, name) == default_of(part, name):
-            setattr(part, name, value)
+            config = with_value(config, key, value)
+    return config
 
 
 def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoEffect]:

@@ -20,7 +20,6 @@ from llama_ssp.storage.formats import NO_QUANTIZATION, OWN_DTYPE
 def evaluate(session: Session, requests: list[PromptRequest]) -> None:
     """Complete all requests in both modes and judge them; the verdict, `session.evaluation`, exists on rank 0."""
     (task, suite), config, comm = task_and_suite(session.config), session.config, session.world.comm
-    session.has_gate = task.gate
     modes = (PLAIN, SPECULATIVE)
     # Plain decoding uses the run's own seed, and samples must not share their draws.
     settings = session.decoder(SPECULATIVE).settings
@@ -46,10 +45,12 @@ def evaluate(session: Session, requests: list[PromptRequest]) -> None:
     ]
     has_head = any(source.origin.shape.is_head for source in session.models.sources)
     scores = score(session, texts, rounds=rounds_of(config, has_head=has_head))
+    evaluation = None
     if session.folder:
         log_probs = {tuple(key): found.log_probs for (key, *_), found in zip(lines, scores, strict=True)}
         sums = [found.sums for found in scores if found.sums]
-        session.evaluation = suite.judge(Evidence(config=config, pairs=pairs, log_probs=log_probs, sums=sums))
+        evaluation = suite.judge(Evidence(config=config, pairs=pairs, log_probs=log_probs, sums=sums))
+    session.judge(evaluation, has_gate=task.gate)
 
 
 def rounds_of(config: RunConfig, *, has_head: bool) -> Rounds:

@@ -2,7 +2,7 @@
 
 A head reads the inputs of some layers of the target, its taps. One of EAGLE-3 joins them with the embedding of the
 token that follows, and drafts the token after that; later tokens need its own output. Heads of one pass draft a block
-at once, from mask tokens in place of those to come:
+at once, from mask tokens in place of tokens to come:
 
     kind      public layouts                                    reads                     blocks
     eagle3    of the authors; `speculators`                     pairs of tap and token    one token
@@ -72,19 +72,19 @@ class HeadConfig:
     norm_before_residual: bool  # the first layer adds to its normed hidden state, not to the hidden state itself.
     norm_output: bool  # the next step reads the normed output.
     norms_taps: str | None  # `fc_norm`, an RMS norm of each tap, or `input_norm`, one of all taps together.
-    mask_token_id: int | None  # the token that stands for those to come.
+    mask_token_id: int | None  # the token that stands for tokens to come.
     most_drafted: int  # tokens of a block; 0 for any number.
-    drafts_at_anchor: bool  # the position of the newest token drafts the first token, else that of the first mask does.
+    drafts_at_anchor: bool  # the position of the newest token drafts the first token, else the first mask's does.
     markov_rank: int  # width of the Markov head; 0 without.
     markov_head: str  # one of `MARKOV_HEADS`.
     source = "llama_ssp.rooms.heads.sources:source_of"
 
     def layers_of(self, num_layers: int) -> tuple[int, ...]:
-        """The tapped layers of a target of so many layers, counted from 0."""
+        """The tapped layers of a target of `num_layers`, counted from 0."""
         return self.layers or (2, num_layers // 2, num_layers - 3)
 
     def shape_over(self, layers: ModelShape) -> ModelShape:
-        """The sizes of the head, from those of a model whose layers are as its own."""
+        """The sizes of the head, from the sizes `layers` of a model whose layers are as its own."""
         return replace(
             layers, model_type=self.kind, vocab_size=self.draft_vocab_size, tie_word_embeddings=False,
             target_vocab_size=layers.vocab_size, target_hidden_size=self.target_hidden_size,
@@ -93,7 +93,7 @@ class HeadConfig:
         )  # fmt: skip
 
     def markov_sizes(self, width: int, vocab_size: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of the Markov head's tensors, over so many tokens of the target."""
+        """The shapes of the Markov head's tensors, over `vocab_size` tokens of the target."""
         rank = self.markov_rank
         inner = {"gated": ("gate", rank, rank + width), "rnn": ("joint", 3 * rank, 2 * rank + width)}
         sizes: dict[str, tuple[int, ...]] = {
@@ -106,7 +106,7 @@ class HeadConfig:
 
 
 def read_head_config(content: Mapping[str, Any], file: Path) -> HeadConfig | None:
-    """Read the config.json of a head; None if it is that of a model. CheckpointError for a faulty one."""
+    """Read the config.json of a head; None if it is a model's. CheckpointError for a faulty one."""
     _refuse_other_heads(content, file)
     found = _kind_of(content, file)
     if found is None:

@@ -3,7 +3,7 @@
     token i + 1, embedded by the target | enorm \
     hidden state of token i             | hnorm - eh_proj | decoder layer, as of the target | norm | the target's output
 
-The hidden state is the target's behind its final norm, or in later steps the head's own behind `norm`, as in vLLM,
+The hidden state is the target's after its final norm, or in later steps the head's own after `norm`, as in vLLM,
 SGLang and transformers. Layouts by the names of their tensors:
 
     ours                   DeepSeek V3, GLM 4.5    MiMo                      Qwen3-Next, Qwen3.5
@@ -75,7 +75,7 @@ def of_one_layer(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_join(shape: ModelShape) -> ModelShape:
-    """The sizes of a head, from those of a model of one layer, with the modules of a record that somebody wrote."""
+    """The sizes of a head, from the sizes of a model of one layer, with the modules of a written record."""
     if not record_of(shape.model_type).is_written:
         return shape
     held, width = inventory(shape), shape.hidden_size
@@ -85,7 +85,7 @@ def with_join(shape: ModelShape) -> ModelShape:
 
 
 def our_name(stored: str, num_layers: int) -> str | None:
-    """Our name of a tensor of the first MTP layer of a model of so many layers; None for other tensors."""
+    """Our name of a tensor of the first MTP layer of a model of `num_layers`; None for other tensors."""
     place = re.match(rf"model\.(?:layers\.{num_layers}|mtp_layers\.0)\.|mtp\.(?:layers\.0\.)?", stored)
     rest = stored[place.end() :] if place else ""
     if not rest or rest.startswith(("shared_head.head.", "embed_tokens.", "layers.")):  # also copies of the target's

@@ -1,8 +1,8 @@
 """Draft heads as a `WeightSource`, with their target's embedding and output where their files have none.
 
-All public layouts (`layouts`) are read as they are: their tensors get the names of the modules that
-`models.llama` builds. So do those of the first MTP layer of a checkpoint (`mtp`), which is the draft head
-of its own model. `d2t` and `t2d` map the vocabulary of a head to that of the target:
+All public layouts (`layouts`) are read as they are: their tensors get the names of the modules that `models.llama`
+builds. So do tensors of the first MTP layer of a checkpoint (`mtp`), which is the draft head of its own model. `d2t`
+and `t2d` map the vocabulary of a head to the target's:
 
     d2t    (D,)  the target's id of token i is i + d2t[i]
     t2d    (V,)  whether the head can draft a token of the target
@@ -94,7 +94,7 @@ class HeadSource:
 
     @property
     def shares_output(self) -> bool:
-        """Whether its files have no output of their own, so that it has that of its target."""
+        """Whether its files have no output of their own, so that it has its target's."""
         return OUTPUT not in self.files.tensors
 
     @property
@@ -244,7 +244,7 @@ class MtpSource:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layer whose input the head reads: the output behind the last one."""
+        """The layer whose input the head reads: the one after the last, for the last one's output."""
         return (self.target.shape.num_hidden_layers,)
 
     def more_parameters(self) -> Mapping[str, tuple[int, ...]]:

@@ -31,7 +31,7 @@ class _Batch:
 
     Attributes:
         length: the tokens of the longest completion with its prompt; 0 if nothing is left to decode.
-        num_left, num_wrong: lines without an answer, and those that this run answers by an error.
+        num_left, num_wrong: lines without an answer, and lines that this run answers by an error.
 
     Raises ConfigError if the folder has answers to other lines.
     """
@@ -116,7 +116,7 @@ def complete_batch(session: Session, _requests: list[PromptRequest]) -> None:
         if session.folder:
             inbox = Inbox(sys.maxsize)
             batch = _Batch(session, session.folder, inbox)
-            inbox.is_closed = True
+            inbox.close()
     if length := from_rank_0(comm, lambda: batch and batch.length):
         Service(session, inbox, length=length).run()
     if from_rank_0(comm, lambda: batch and batch.num_left):

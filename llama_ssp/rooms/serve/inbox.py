@@ -1,4 +1,4 @@
-"""What HTTP's thread and the decoder's thread of rank 0 pass to each other: new completions, dropped ones, results."""
+"""Inbox between HTTP's thread and the decoder's thread of rank 0: new completions, dropped ones, results."""
 
 import threading
 from collections import deque
@@ -22,7 +22,7 @@ class ServedRequest(Request):
     """A completion that a client asked for; without new tokens only its prompt is scored.
 
     Attributes:
-        num_top: log-probabilities of so many of the most probable tokens are wanted; None for none.
+        num_top: number of the most probable tokens whose log-probabilities are wanted; None for none.
         scores_prompt: also of the prompt's tokens.
     """
 
@@ -56,7 +56,7 @@ class Part(NamedTuple):
 
     Attributes:
         num_accepted, num_rejected: at the end, the examined drafted tokens.
-        log_probs: at the end, what was asked for, under the model; of the prompt's tokens too if these were.
+        log_probs: at the end, if asked for, under the model; of the prompt's tokens too if asked for.
         error: in place of an end.
     """
 
@@ -85,7 +85,7 @@ class RequestError(Exception):
 
     @classmethod
     def ending(cls) -> "RequestError":
-        """That of a server that ends."""
+        """Make the error of a server that ends."""
         return cls("the server ends", status=503, code=ENDED)
 
     def body(self) -> dict[str, object]:
@@ -96,7 +96,7 @@ class RequestError(Exception):
 
 @dataclass(eq=False)
 class Inbox:
-    """Completions that wait for rows, and those that decode; all methods may be called from any thread.
+    """Waiting and decoding completions; all methods may be called from any thread.
 
     Attributes:
         most_waiting: further ones are refused.
@@ -113,12 +113,12 @@ class Inbox:
 
     @property
     def num_waiting(self) -> int:
-        """How many completions wait for a row."""
+        """Number of completions that wait for a row."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
-        """How many completions the decoder has."""
+        """Number of completions that the decoder has."""
         with self._changed:
             return len(self._takers) - len(self._waiting)
 
@@ -126,6 +126,10 @@ class Inbox:
     def is_empty(self) -> bool:
         """Whether nothing waits or decodes."""
         return not self._takers
+
+    def close(self) -> None:
+        """Refuse further completions."""
+        self.is_closed = True
 
     def put(self, completions: Sequence[ServedRequest], take: Callable[[int, Part], None]) -> list[int]:
         """Enter completions, numbered by `index`; returns the numbers. `take` gets their places and parts.
@@ -135,6 +139,9 @@ class Inbox:
         with self._changed:
             if self.is_closed:
                 raise RequestError.ending()
+            if len(completions) > self.most_waiting:
+                reason = f"{len(completions)} completions are asked for, and at most {self.most_waiting} may wait"
+                raise RequestError(f"{reason}: ask for fewer", param="n" if completions[-1].sample else "prompt")
             if len(self._waiting) + len(completions) > self.most_waiting:
                 reason = f"{self.most_waiting} completions wait for a row already: ask again"
                 raise RequestError(reason, status=429, code="rate_limit_exceeded")
@@ -153,7 +160,7 @@ class Inbox:
             self._changed.notify()
 
     def give_up(self) -> list[int]:
-        """Let everybody know that the server ends; returns the numbers of what waited or decoded."""
+        """Tell all takers that the server ends; returns the numbers of completions that waited or decoded."""
         with self._changed:
             takers, self._takers = self._takers, {}
         for taker in takers.values():
@@ -165,7 +172,7 @@ class Inbox:
         return bool(self._dropped or (self._waiting and num_rows > 0))
 
     def take(self, num_rows: int, *, wait_s: float) -> tuple[list[ServedRequest], list[int]]:
-        """The next completions for so many free rows, and those to drop; waits up to some seconds for any."""
+        """The next completions for `num_rows` free rows, and numbers to drop; waits up to `wait_s` for any."""
         with self._changed:
             if not self.has_news(num_rows):
                 self._changed.wait(wait_s)
@@ -174,7 +181,7 @@ class Inbox:
             return taken, dropped
 
     def deliver(self, number: int, part: Part) -> None:
-        """Hand a part to who waits for it."""
+        """Hand a part to the taker of a completion, if it still waits."""
         with self._changed:
             taker = self._takers.get(number)
             if taker and part.finish_reason:

@@ -1,4 +1,4 @@
-"""The records of the server: its task, its command, OpenAI's batch files, and what they add to `timeouts`."""
+"""The records of the server: its task, its command, OpenAI's batch files, and their settings in `timeouts`."""
 
 import math
 import os
@@ -18,7 +18,7 @@ from llama_ssp.run.prompts import lines_of
 from llama_ssp.settings.combinations import clashes
 from llama_ssp.settings.commands import Command
 from llama_ssp.settings.groups import MoreSettings
-from llama_ssp.settings.schema import RowSteps, RunConfig, TaskConfig, TimeoutConfig
+from llama_ssp.settings.schema import RunConfig, TaskConfig, TimeoutConfig
 from llama_ssp.settings.tasks import NoEffect, RequestFile, TaskSpec
 from llama_ssp.words import said
 
@@ -32,7 +32,7 @@ _OF_BODIES = (
 
 @dataclass(kw_only=True)
 class ServeTimeouts(TimeoutConfig):
-    """Those of a run, and that of requests."""
+    """Timeouts of a run, with the time to drain requests."""
 
     drain_s: float = setting(30.0, "of task=serve and batch files: for what runs when a signal ends them.")
 
@@ -59,7 +59,7 @@ class ServeConfig(TaskConfig):
 
 
 def length_of(config: RunConfig, context: int | None = None) -> int:
-    """The most tokens of a row; `context` is that of the target, by default as its entry says.
+    """The most tokens of a row; `context` is the target's, by default as its entry says.
 
     Raises ConfigError if there are to be more than the context has.
     """
@@ -78,7 +78,7 @@ def _problems_of_bodies(
 ) -> Iterator[str | NoEffect]:
     reason = f"on task={config.task.name}, whose requests come {source}"
     yield from (NoEffect(key, reason) for key in (*unread, *_OF_BODIES) if key in explicit)
-    yield from clashes(replace(config, sampling=replace(config.sampling, by_row=RowSteps())))
+    yield from clashes(replace(config, sampling=replace(config.sampling, by_row=True)))
 
 
 def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoEffect]:
@@ -104,9 +104,8 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _fill_in(config: RunConfig, explicit: frozenset[str]) -> None:
-    if "batch_size" not in explicit:
-        config.batch_size = NUM_ROWS
+def _fill_in(config: RunConfig, explicit: frozenset[str]) -> RunConfig:
+    return config if "batch_size" in explicit else replace(config, batch_size=NUM_ROWS)
 
 
 def _full_rows(config: RunConfig) -> tuple[RunConfig, int]:

@@ -7,7 +7,7 @@ decodes, the others wait for a broadcast, at least one every second.
     rank 0    | round | round, flag | news | round | a chunk of scores | round |
     others    | round | round, flag | news | round | a chunk of scores | round |
 
-Log-probabilities are those that the target gives once more to prompt and completion, in free rows between rounds.
+For log-probabilities, the target reads prompt and completion once more, in free rows between rounds.
 """
 
 import logging
@@ -26,7 +26,7 @@ from llama_ssp.rooms.serve.records import ServeTimeouts
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.session import Session
 from llama_ssp.run.tuning import make_ready
-from llama_ssp.settings.schema import RowSteps, SamplingConfig
+from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.engine.likelihoods import ScoredText, TokenScores
 from llama_ssp.speculate.engine.loop import Decoding
 from llama_ssp.speculate.engine.results import Update
@@ -36,11 +36,11 @@ from llama_ssp.speculate.engine.verifier import NEWS
 _log = logging.getLogger(__name__)
 _BEAT_S = 1.0
 _WARM_UP_TOKENS = 8
-_INTERRUPTS = 2  # the second Ctrl-C does not wait for what runs
+_INTERRUPTS = 2  # the second Ctrl-C does not wait for running requests
 
 
 class Service:
-    """The decoder of a server on one rank; `inbox` is that of rank 0, `length` the most tokens of a row."""
+    """The decoder of a server on one rank; `inbox` is rank 0's, `length` the most tokens of a row."""
 
     def __init__(self, session: Session, inbox: Inbox | None, *, length: int) -> None:
         self._session, self._inbox = session, inbox
@@ -48,7 +48,7 @@ class Service:
         # Texts whose last parts wait for scores.
         self._unscored: deque[tuple[ScoredText, ServedRequest, Part]] = deque()
         self._drains_until = math.inf
-        config = replace(session.config, sampling=SamplingConfig(temperature=1.0, by_row=RowSteps()))
+        config = replace(session.config, sampling=SamplingConfig(temperature=1.0, by_row=True))
         self._decoder = build_decoder(session.models, config, speculative=session.models.drafts)
         longest = Request(index=0, prompt_ids=(0,), max_new_tokens=length - 1)
         make_ready(self._decoder, [longest], config, comm=self._comm, folder=session.folder)
@@ -61,7 +61,7 @@ class Service:
         self._decoder.round.forget_texts()
 
     def run(self) -> None:
-        """Decode until the inbox is closed and empty; a signal closes it, and ends after a while what still runs."""
+        """Decode until the inbox is closed and empty; a signal closes it, and ends running requests after a while."""
         for updates in self._decoder.run([], more=self._more, failed=self._fail):
             for update in updates:
                 self._take(update)
@@ -112,9 +112,9 @@ class Service:
         return self._inbox is not None and (self._is_over(self._inbox) or self._inbox.has_news(num_rows))
 
     def _is_over(self, inbox: Inbox) -> bool:
-        """Whether all has ended that is to, or has had its time since a signal came."""
+        """Whether the closed inbox is empty, or its time after a signal is over."""
         if self._session.stop_request.requested and self._drains_until == math.inf:
-            inbox.is_closed = True
+            inbox.close()
             timeouts = self._session.config.timeouts
             assert isinstance(timeouts, ServeTimeouts), "every run has those of rooms"
             self._drains_until = time.monotonic() + timeouts.drain_s
@@ -122,7 +122,7 @@ class Service:
         return inbox.is_closed and (inbox.is_empty or not has_time)
 
     def _news(self, num_rows: int) -> tuple[list[dict[str, Any]], list[int], bool]:
-        """Of rank 0: new completions, those to drop, and whether the server ends; waits for any if all is idle."""
+        """News of rank 0: new completions, numbers to drop, whether the server ends; waits for any if all is idle."""
         assert self._inbox, "rank 0 has one"
         stops = self._session.stop_request.requested or self._inbox.is_closed
         may_wait = num_rows == self._decoder.batch_size and not (self._unscored or stops)
@@ -131,7 +131,7 @@ class Service:
         return [request.as_json() for request in new], [*dropped, *(self._inbox.give_up() if is_over else ())], is_over
 
     def _score(self, run: Decoding, num_rows: int) -> int:
-        """Begin to score texts in up to so many rows: those of one chunk, or a longer one; returns their number."""
+        """Begin to score texts in up to `num_rows` rows: texts of one chunk, or a longer one; returns their number."""
         longest = accumulate((len(text.ids) for text, *_ in self._unscored), max)
         num_of_a_chunk = sum(number * length <= PREFILL_CHUNK for number, length in enumerate(longest, start=1))
         some = [self._unscored.popleft() for _ in range(min(max(num_of_a_chunk, 1), num_rows))]

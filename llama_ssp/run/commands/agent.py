@@ -5,7 +5,7 @@ what differs here (tests/distributed/test_own_ranks.py, test_everyday.py):
 
     rendezvous   a store on the loopback, without the pickled state of torchrun's
     signals      the first one goes to every rank, of later ones each Ctrl-C; ranks answer it once they can
-    exit code    that of the run; a rank whose loss no rank has reported is named
+    exit code    the run's; a rank whose loss no rank has reported is named
 """
 
 import logging
@@ -34,7 +34,7 @@ _END_S = "86400"  # ranks end their round and write their records, however long 
 
 
 class _Loopback(StaticTCPRendezvous):
-    """The only agent meets nobody, and holds the store of its ranks. torch's own would listen on all interfaces."""
+    """Rendezvous of a single agent, which holds the store of its ranks. torch's own listens on all interfaces."""
 
     def get_backend(self) -> str:
         return _BACKEND
@@ -65,7 +65,7 @@ def run_ranks(command: Sequence[str], *, num_ranks: int) -> int:
     logging.disable(logging.CRITICAL)  # the agent's own words
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as under torchrun: each rank sets its number of threads itself
     os.environ |= {AGENT: str(os.getpid()), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": _END_S}
-    # Ranks inherit the blocked signals, which wait until a rank can answer them; this thread gets those of the agent.
+    # Ranks inherit the blocked signals, which wait until a rank can answer them; this thread gets the agent's signals.
     Thread(target=Event().wait, daemon=True, name="signals").start()
     signal.pthread_sigmask(signal.SIG_BLOCK, heeded_signals())
     rendezvous_handler_registry.register(_BACKEND, lambda _: _Loopback(LOOPBACK, 0, 0, num_ranks, _RUN_ID, _STORE_S))
@@ -92,7 +92,7 @@ def run_ranks(command: Sequence[str], *, num_ranks: int) -> int:
 def exit_code_of(failures: Mapping[int, ProcessFailure]) -> int:
     """Return the exit code of the lowest rank that has one, after naming a rank whose loss no rank has reported.
 
-    The agent ends all ranks when one has ended, so those that wait for a killed one may only say `interrupted`.
+    The agent ends all ranks when one has ended, so ranks that wait for a killed one may only say `interrupted`.
     """
     codes = [failures[rank].exitcode for rank in sorted(failures) if failures[rank].exitcode > 0]
     killed = [rank for rank in sorted(failures) if failures[rank].exitcode < 0]

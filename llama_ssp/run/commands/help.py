@@ -16,12 +16,15 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from llama_ssp import catalogue
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.fields import help_of
-from llama_ssp.settings.commands import COMMANDS
+from llama_ssp.reports.formats import FORMATS
+from llama_ssp.settings.backends import backends
+from llama_ssp.settings.commands import COMMANDS, TOPICS
 from llama_ssp.settings.drafters import drafters, free_drafts
 from llama_ssp.settings.groups import whole
-from llama_ssp.settings.schema import DERIVED, LAUNCHER, PlanConfig, RunConfig, SlurmConfig
+from llama_ssp.settings.launchers import LAUNCHER, LAUNCHERS
+from llama_ssp.settings.schema import DERIVED, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import REQUEST_FILES, task_specs
-from llama_ssp.words import visible
+from llama_ssp.words import listed, visible
 
 _ALL, _WIDTH = "all", 118
 _PLACE = re.compile(r"^ *\{(\w+)([^}\n]*)\}\n", re.MULTILINE)
@@ -43,10 +46,11 @@ def show(words: Sequence[str]) -> None:
         print(visible(f"{_of_tasks(tasks)}\n\nAll other settings are those of a run: llama-ssp run --help"))
         return
     file = Path(__file__).with_name("help.txt").read_text(encoding="utf-8")
-    failures = "".join(f" {task.failure}," for task in task_specs().values() if task.failure)
-    text = _PLACE.sub(lambda place: f"{_filled(place[1], place[2].split())}\n".lstrip("\n"), file)
-    text = text.replace("{failures}", failures)
-    head, *parts = (part.strip("\n") for part in re.split(r"^(?=[A-Z]+: )", text, flags=re.MULTILINE))
+    head, *parts = re.split(r"^(?=[A-Z]+: )", file, flags=re.MULTILINE)
+    for topic in TOPICS.all().values():
+        place = next(number for number, part in enumerate(parts) if part.startswith(f"{topic.after.upper()}: "))
+        parts.insert(place + 1, topic.text)
+    head, *parts = map(_with_places, (head, *parts))
     topics = {part.partition(":")[0].lower(): part for part in parts}
     if _ALL in words:
         shown = [head, *parts]
@@ -60,8 +64,17 @@ def show(words: Sequence[str]) -> None:
     print(visible("\n\n".join(shown)))
 
 
+def _with_places(text: str) -> str:
+    """A part of the help with its places filled."""
+    failures = "".join(f" {task.failure}," for task in task_specs().values() if task.failure)
+    filled = _PLACE.sub(lambda place: f"{_filled(place[1], place[2].split())}\n".lstrip("\n"), text)
+    run_files, reports = _reports()
+    filled = filled.replace("{failures}", failures).replace("{run_files}", run_files).replace("{reports}", reports)
+    return filled.strip("\n")
+
+
 def _topics_of(word: str, topics: dict[str, str]) -> list[str]:
-    """The topic itself, or those that explain a setting, or else those that mention the word."""
+    """The topic itself, or the topics that explain a setting, or else all that mention the word."""
     if word.lower() in topics:
         return [word.lower()]
     for before in (r"^ +(?:[\w.]+\.)?", r"(?<!\w)"):
@@ -91,6 +104,16 @@ def _filled(kind: str, words: Sequence[str]) -> str:
     return entries(one for one in _settings() if one.key in words or one.key.startswith(groups))
 
 
+def _reports() -> tuple[str, str]:
+    """The files of reports in every run's folder, and the commands that report a sweep with what they write."""
+    forms = [form for form in FORMATS.all().values() if form.file]
+    files = "".join(f" {form.file} ({form.purpose})," for form in forms if form.purpose)
+    written = listed([str(form.file) for form in forms])
+    commands = [command for command in COMMANDS.all().values() if command.of_sweeps]
+    said = "".join(f"llama-ssp {command.name} run_dir {command.of_sweeps}, {written}. " for command in commands)
+    return files, f"{';' * bool(said)}\n{' ' * 25}{said}"
+
+
 def _of_tasks(names: Iterable[str]) -> str:
     said = options_of("task")
     return "\n".join(
@@ -99,8 +122,8 @@ def _of_tasks(names: Iterable[str]) -> str:
 
 
 def _settings() -> Iterable[DescribedSetting]:
-    """All settings, without those that follow from others, and without the fields of `model` once more."""
-    found = [*settings_of(RunConfig), *settings_of(SlurmConfig, f"{LAUNCHER}.")]
+    """All settings, without derived ones, and without the fields of `model` once more."""
+    found = [*settings_of(RunConfig), *settings_of_launchers()]
     found += [one for draft in drafters().values() for one in settings_of(draft.config, "draft.")]
     kept = {(one.key, one.meaning): one for one in found}.values()
     return (one for one in kept if not one.key.startswith((*DERIVED, "draft.model.")))
@@ -117,7 +140,7 @@ def _wrapped(text: str, first: str, later: str) -> str:
 
 
 def settings_of(schema: type[Any], prefix: str = "") -> Iterator[DescribedSetting]:
-    """Describe every setting of a dataclass and of those inside it; a prefix stands before their keys."""
+    """Describe every setting of a dataclass and of dataclasses inside it; a prefix stands before their keys."""
     hints = get_type_hints(schema)
     for entry in dataclasses.fields(schema):
         if entry.metadata.get("omegaconf_ignore"):
@@ -130,16 +153,28 @@ def settings_of(schema: type[Any], prefix: str = "") -> Iterator[DescribedSettin
 
 
 def _meaning(entry: dataclasses.Field[Any]) -> str:
-    """The help of a field, with the files of requests and the drafts without a model that there are."""
-    kinds = "".join(f", or {kind.purpose}" for kind in REQUEST_FILES.all().values())
-    free = "".join(f", for example {name}" for name in free_drafts()[:1])
-    return help_of(entry).replace("{request_files}", kinds).replace("{free_drafts}", free)
+    """The help of a field, with the files of requests, the free drafts and the backends that there are."""
+    more = {
+        "{request_files}": "".join(f", or {kind.purpose}" for kind in REQUEST_FILES.all().values()),
+        "{free_drafts}": "".join(f", for example {name}" for name in free_drafts()[:1]),
+        "{backends}": " ".join(backend.purpose for backend in backends().values()),
+    }
+    meaning = help_of(entry)
+    for place, text in more.items():
+        meaning = meaning.replace(place, text)
+    return meaning
+
+
+def settings_of_launchers() -> Iterator[DescribedSetting]:
+    """Describe the settings of all launchers."""
+    for launcher in LAUNCHERS.all().values():
+        yield from settings_of(launcher.config, f"{LAUNCHER}.")
 
 
 def settings_of_plan() -> list[DescribedSetting]:
     """Describe the settings that a plan has and a run has not."""
     of_runs = {entry.name for entry in dataclasses.fields(RunConfig)}
-    return [one for one in settings_of(PlanConfig) if one.key.partition(".")[0] not in of_runs]
+    return [one for one in settings_of(whole(PlanConfig)) if one.key.partition(".")[0] not in of_runs]
 
 
 def task_settings(name: str) -> list[DescribedSetting]:

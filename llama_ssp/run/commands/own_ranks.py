@@ -21,6 +21,8 @@ from llama_ssp.run.commands import run
 from llama_ssp.run.lengths import check_lengths
 from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tasks.dry_run import check_models
+from llama_ssp.settings.backends import backends
+from llama_ssp.settings.launchers import LAUNCHER, LAUNCHERS
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.terminal.unread import complain
 
@@ -28,9 +30,8 @@ _NODES = "several nodes are started by sbatch launch/slurm.sbatch, or by torchru
 _MOST_PER_CORE = 8
 _SCRIPT = "--script"
 _DEVICES = Path("/dev")
+_KINDS = ("placement", "placement.target.kind")
 _AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
-# Each keeps the ranks of this machine in one process, which takes the GPUs itself or needs none.
-_ON_ONE_RANK = {"placement=accelerate", "placement.target.kind=accelerate", "device=cpu"}
 
 
 class Start(NamedTuple):
@@ -54,16 +55,17 @@ def read_start(words: Sequence[str], environ: Mapping[str, str], *, default: int
         if wanted not in {None, size}:
             raise ConfigError(f"ranks={wanted}: {launcher} has started {size} already, so leave ranks= out")
         return Start(words=others, num_ranks=None)
-    if any(word.startswith("hydra/launcher=") for word in others):
+    if launchers := [word.partition("=")[2] for word in others if word.startswith("hydra/launcher=")]:
         if given:
-            raise ConfigError(
-                f"ranks={wanted} has no effect on jobs: hydra.launcher.ranks_per_node={wanted} sets theirs"
-            )
+            key = f"{LAUNCHER}.{LAUNCHERS.of(launchers[-1]).ranks_setting}"
+            raise ConfigError(f"ranks={wanted} has no effect on jobs: {key}={wanted} sets theirs")
         return Start(words=others, num_ranks=1)
     if wanted is None and default is not None:
         return Start(words=others, num_ranks=default)
     num_ranks, why = wanted or 1, ""
-    if wanted is None and _ON_ONE_RANK & set(others):
+    # Each keeps the ranks of this machine in one process, which takes the GPUs itself or needs none.
+    on_one_rank = {f"{key}={name}" for name, backend in backends().items() if backend.is_layer_wise for key in _KINDS}
+    if wanted is None and {"device=cpu", *on_one_rank} & set(others):
         why = " (ranks=N starts more)"
     elif wanted is None:
         gpus = num_gpus(environ)
@@ -88,7 +90,7 @@ def _number(given: Sequence[str]) -> int:
 
 
 def num_gpus(environ: Mapping[str, str]) -> int:
-    """Count the GPUs that torch would see, without torch: those of the environment, else of the device files."""
+    """Count the GPUs that torch would see, without torch: by the environment, else by the device files."""
     with suppress(PackageNotFoundError):  # a torch without metadata
         if version("torch").endswith("+cpu"):
             return 0
@@ -108,7 +110,7 @@ def _is_gpu(properties: Path) -> bool:
 
 
 def main(words: Sequence[str], *, num_ranks: int | None) -> int:
-    """Run the command line, on so many ranks without `ranks=`, None as in `read_start`; returns the exit code."""
+    """Run the command line, on `num_ranks` without `ranks=`, None as in `read_start`; returns the exit code."""
     place = [*words, _SCRIPT].index(_SCRIPT)
     words, script = words[:place], words[place + 1 :] if place < len(words) else None
     try:
@@ -165,16 +167,17 @@ def _check_script(script: Sequence[str], others: Sequence[str]) -> None:
 
 def _run_script(script: Sequence[str]) -> int:
     """Run a Python script on this rank, as `python FILE ARGUMENT ...` does; returns the exit code."""
-    ended = SystemExit()
+    code: object = None
 
     def do(_: object) -> None:
+        nonlocal code
         sys.argv[:], sys.path[0] = script, str(Path(script[0]).resolve().parent)
         try:
             runpy.run_path(script[0], run_name="__main__")
         except SystemExit as error:
-            ended.code = error.code
+            code = error.code
 
     exit_code = run.as_rank(read_ranks(os.environ), do)
-    if isinstance(ended.code, str):
-        complain(ended.code)
-    return exit_code or (ended.code if isinstance(ended.code, int) else bool(ended.code))
+    if isinstance(code, str):
+        complain(code)
+    return exit_code or (code if isinstance(code, int) else bool(code))

@@ -24,7 +24,7 @@ from llama_ssp.machines import hardware
 from llama_ssp.registry import load_plugins
 from llama_ssp.run.commands import help as help_page
 from llama_ssp.run.commands.options import Options, act_on
-from llama_ssp.run.tasks.dry_run import plan_on, resolve, show_machines, show_plan, show_search
+from llama_ssp.run.tasks.dry_run import figures_of, plan_on, resolve, show_machines, show_plan, show_search
 from llama_ssp.settings.compose import compose, to_run_config
 from llama_ssp.settings.schema import PlanConfig
 
@@ -48,14 +48,13 @@ def _show(given: argparse.Namespace) -> None:
     catalogue.use(given.config_dir)
     config, *others = configs = read_settings(given.settings)
     if others:
-        if config.search or config.figure:
-            asked = "search=true" if config.search else f"figure={config.figure}"
+        if asked := "search=true" if config.search else "".join(figures_of(config)):
             raise ConfigError(f"{asked} takes one machine, and hardware= names {len(configs)}: give one of them")
         show_machines(configs)
         return
-    resolve(config)
+    config = resolve(config)
     machine = hardware.build(config.hardware)
     if config.search:
         show_search(config, machine, given.settings)
     else:
-        show_plan(plan_on(config, machine), config.format, figure=config.figure)
+        show_plan(plan_on(config, machine), config.format, figures=figures_of(config))

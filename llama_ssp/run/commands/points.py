@@ -1,6 +1,6 @@
 """The points of a sweep: all are checked before the first one starts.
 
-`slurm` plans for the machine of the jobs, `check_here` for this one.
+A launcher plans for the machine of its jobs, `check_here` for this one.
 """
 
 import os

@@ -18,7 +18,7 @@ from types import FrameType
 from llama_ssp import catalogue
 from llama_ssp.errors import ConfigError, InterruptedRun, SspError
 from llama_ssp.ranks.process import Ranks, check_docstrings, find_agent, handle_signals, ignore_signals, read_ranks
-from llama_ssp.registry import load_plugins
+from llama_ssp.registry import imported, load_plugins
 from llama_ssp.run import startup
 from llama_ssp.run.commands import help as help_page
 from llama_ssp.run.commands.options import Options
@@ -26,19 +26,20 @@ from llama_ssp.run.commands.points import Point, check_here, for_all, points_of,
 from llama_ssp.run.tasks import dry_run
 from llama_ssp.settings import checks
 from llama_ssp.settings.compose import COMPLETIONS, complete, compose
-from llama_ssp.settings.schema import RunConfig, SlurmConfig
+from llama_ssp.settings.launchers import launcher_with
+from llama_ssp.settings.schema import RunConfig
 from llama_ssp.terminal.unread import complain, until_unread
 from llama_ssp.words import visible
 
 SILENCE_S = 5.0
-"""How long ranks above 0 wait after an error: launchers end all when one has ended, and rank 0 must report first."""
+"""Time that ranks above 0 wait after an error: launchers end all when one has ended; rank 0 must report first."""
 RUN_DIR_FILE = "RUN_DIR_FILE"
 """Environment variable: a file for the run folder, where launch/slurm.sbatch checks whether a job makes progress."""
 
 _failures: list[SspError] = []  # hold the frames of a failed run: freeing its graphs could wait for a stuck GPU
 
 Act = Callable[[RunConfig, startup.StartClock], bool]
-"""Does what a checked config says; returns whether somebody stopped it too late for its task."""
+"""Does what a checked config says; returns whether a stop came too late for its task."""
 
 
 def task_code() -> Act:
@@ -54,7 +55,7 @@ def main(
     """Run the command line; returns the exit code of this rank.
 
     Args:
-        words: settings and options; by default those of this process.
+        words: settings and options; by default this process's.
         ranks: this rank among all; by default as torchrun or srun has set it.
         act: what to do with each checked point; by default its task.
         warns: whether rank 0 warns of settings without effect, also where nothing is printed of a point.
@@ -101,7 +102,7 @@ class _Interrupt:
             self.heed()
 
     def heed(self) -> None:
-        """Raise what has come so far, and from now on at once."""
+        """Raise an interrupt that has come so far, and later ones at once."""
         self.waits = False
         if self._is_due:
             self.has_come = True
@@ -181,18 +182,19 @@ def _show(options: argparse.Namespace) -> None:
         print(visible(composed.to_yaml(resolve=options.resolve)), end="")
 
 
-def _is_submitted(points: Sequence[Point], launcher: SlurmConfig | None, ranks: Ranks) -> bool:
+def _is_submitted(points: Sequence[Point], settings: object, ranks: Ranks) -> bool:
     """Check all points of a sweep, and submit them if they are jobs."""
     for sentence in repeated(points) if ranks.rank == 0 else ():
         complain(f"warning: {sentence}")
+    launcher = launcher_with(settings)
     if launcher is None:
         for_all(points, lambda point: check_here(point, ranks))
         return False
     if ranks.size > 1:
-        raise ConfigError("hydra/launcher=slurm submits each job once: start it with plain python, on one rank")
-    from llama_ssp.run.commands import slurm  # noqa: PLC0415 - few runs need it
-
-    slurm.submit_sweep(points, launcher)
+        raise ConfigError(
+            f"hydra/launcher={launcher.name} submits each job once: start it with plain python, on one rank"
+        )
+    imported(launcher.run, setting=f"hydra/launcher={launcher.name}")(points, settings)
     return True
 
 
@@ -201,7 +203,7 @@ def _check(point: Point, ranks: Ranks, *, of_sweep: bool, warns: bool) -> tuple[
     clock = startup.StartClock(age_s=0.0 if point.number else startup.process_age_s())
     run = replace(point.run, run_dir=str(point.run_dir), place=point.place) if of_sweep else point.run
     if run.is_synthetic:
-        dry_run.fill_in_sizes(run)
+        run = dry_run.with_sizes(run)
     for unread in checks.check(run, point.explicit, world_size=ranks.size, of_sweep=of_sweep):
         if ranks.rank == 0 and (warns or run.dry_run):
             complain(f"warning: at {point.place.name}, {unread}")

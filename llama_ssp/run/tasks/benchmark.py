@@ -1,7 +1,7 @@
 """`task=benchmark`: one table over K, prompt lengths and batch sizes, with transformers' own generation as a peer.
 
-All candidates of a cell decode the same prompts with the same sampling, in turns. Milliseconds per token are those of
-whole completions, including prefill, over the tokens of all rows. A resumed run skips the cells in `benchmark.jsonl`.
+All candidates of a cell decode the same prompts with the same sampling, in turns. Milliseconds per token cover whole
+completions, with prefill, over the tokens of all rows. A resumed run skips the cells in `benchmark.jsonl`.
 
 The peer, transformers' generation, plain and assisted, gets the same prompts, sampling and number of drafted tokens, in
 a constant schedule without early stops and without end-of-sequence tokens. It reads checkpoints, in one process.
@@ -312,6 +312,6 @@ def _pass_s(session: Session) -> float:
     if session.plan is None:
         return 0.0
     spec = session.plan.spec
-    shares = rank_shares(spec.target, num_ranks=len(spec.target_ranks), kind=spec.target_kind)
+    shares = rank_shares(spec.target, num_ranks=len(spec.target_ranks), backend=spec.backend)
     most_bytes = max(step_bytes(held, spec.target, device=spec.device) for held in shares)
     return most_bytes / copy_bytes_per_s(session.world.device)

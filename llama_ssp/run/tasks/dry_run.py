@@ -1,6 +1,6 @@
 """Plans as a task: for a described machine, or for the spec that a run is about to start. Never imports torch.
 
-`planning` computes plans and searches; `reports.plan_tables` and `plan_figures` show them.
+`planning` computes plans and searches; `reports.plan_tables` shows them, and rooms draw them (`MoreSettings.draw`).
 """
 
 import json
@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from llama_ssp.architectures.reading import check_readable, read_config, read_stored_format
 from llama_ssp.catalogue import ModelConfig, read_path
@@ -18,43 +18,51 @@ from llama_ssp.errors import CapacityError, ConfigError, refuse
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.machines.machine import detect_hardware, machine_of_run
-from llama_ssp.planning.model import resolve_shapes
+from llama_ssp.planning.model import resolved
 from llama_ssp.planning.plan import PLAN_VERSION, Plan, Search, document, make_plan, require_room, shortage
 from llama_ssp.planning.search import choose_placement, search
 from llama_ssp.planning.spec import PlanSpec, make_spec, spec_of_plan
 from llama_ssp.planning.timing import CostModel, Timing
+from llama_ssp.registry import imported
 from llama_ssp.reports.records import Forecast
 from llama_ssp.run.prompts import STANDARD_INPUT, Prompt, read_prompts
+from llama_ssp.settings.backends import backend_of
 from llama_ssp.settings.checks import check_plan, check_values
+from llama_ssp.settings.groups import MORE
 from llama_ssp.settings.layout import lay_out
-from llama_ssp.settings.schema import DeviceKind, DraftLayout, PlanConfig, PlanFormat, RunConfig, TargetKind
+from llama_ssp.settings.schema import DeviceKind, DraftLayout, PlanConfig, PlanFormat, RunConfig
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.words import lasting
+
+_Config = TypeVar("_Config", bound=RunConfig)
 
 CHARACTERS_PER_TOKEN = 3
 TYPED_TOKENS = 128
 
+Figures = Mapping[str, tuple[Path, str]]
+"""Files of figures, and `module:function` that draws each, by the words that ask for them, such as figure=plan.png."""
+_NO_FIGURES: Figures = {}
+
 
 def show_plan(
-    plan: Plan, form: PlanFormat, *, figure: str | None = None, words: Mapping[str, str] | None = None
+    plan: Plan, form: PlanFormat, *, figures: Figures = _NO_FIGURES, words: Mapping[str, str] | None = None
 ) -> None:
-    """Print a plan, and draw it into a file if `figure` is given; raises CapacityError afterwards if it does not fit.
+    """Print a plan, and draw its figures; raises CapacityError afterwards if it does not fit.
 
-    Raises ConfigError if the figure cannot be drawn.
+    Raises ConfigError if a figure cannot be drawn.
     """
-    _check_figure(figure)
-    _show(plan, partial(document, plan), form, figure)
+    _show(plan, partial(document, plan), form, figures)
     require_room(plan, words=words)
 
 
 def show_search(config: PlanConfig, machine: HardwareConfig, settings: Sequence[str]) -> None:
-    """Print every sensible use of a machine, the asked model first, and draw it; `settings` are those that were given.
+    """Print every sensible use of a machine, the asked model first, and draw it; `settings` are the user's.
 
     Raises ConfigError as `show_plan`.
     """
-    _check_figure(config.figure)
+    figures = figures_of(config)
     found = Search(machine=machine, choices=search(spec_of_plan(config, machine), machine, settings))
-    _show(found, found.document, config.format, config.figure)
+    _show(found, found.document, config.format, figures)
 
 
 def show_machines(configs: Sequence[PlanConfig]) -> None:
@@ -64,10 +72,7 @@ def show_machines(configs: Sequence[PlanConfig]) -> None:
     """
     described = [(config.hardware.get("name"), hardware.problems_of(config.hardware)) for config in configs]
     refuse([f"{name}: {problem}" for name, problems in described for problem in problems])
-    plans = []
-    for config in configs:
-        resolve(config)
-        plans.append(plan_on(config, hardware.build(config.hardware)))
+    plans = [plan_on(config, hardware.build(config.hardware)) for config in map(resolve, configs)]
     _show(plans, lambda: {"plan_version": PLAN_VERSION, "plans": [*map(document, plans)]}, configs[0].format)
     if not any(plan.fits for plan in plans):
         nearest = min(plans, key=lambda plan: plan.fullest.needed_bytes / plan.fullest.capacity_bytes)
@@ -76,27 +81,32 @@ def show_machines(configs: Sequence[PlanConfig]) -> None:
         )
 
 
-def _check_figure(figure: str | None) -> None:
-    """Refuse a figure in a folder that does not exist; a search takes long, and this is asked before."""
-    if figure and not Path(figure).parent.is_dir():
-        raise ConfigError(f"figure={figure}: create the folder {Path(figure).parent} first, or name another file")
+def figures_of(config: PlanConfig) -> Figures:
+    """The figures of a plan that the settings of rooms ask for.
+
+    Raises ConfigError for one in a folder that does not exist: a search takes long, and this is asked before.
+    """
+    chosen = [(more, name) for more in MORE.all().values() for name in more.paths if more.draw]
+    found = {f"{name}={file}": (Path(file), more.draw) for more, name in chosen if (file := getattr(config, name))}
+    for asked, (file, _) in found.items():
+        if not file.parent.is_dir():
+            raise ConfigError(f"{asked}: create the folder {file.parent} first, or name another file")
+    return found
 
 
 def _show(
     content: Plan | Search | list[Plan], as_json: Callable[[], dict[str, Any]], form: PlanFormat,
-    figure: str | None = None,
+    figures: Figures = _NO_FIGURES,
 ) -> None:  # fmt: skip
-    """Draw a figure, and print plans as JSON or as text, whose reader may end early."""
-    needs_rich = "format=table" if form is PlanFormat.table else f"figure={figure}" if figure else None
+    """Draw figures, and print plans as JSON or as text, whose reader may end early."""
+    needs_rich = ["format=table"] if form is PlanFormat.table else [*figures]
     try:
         if needs_rich:
             from llama_ssp.reports import plan_tables  # noqa: PLC0415 - JSON needs no rich
     except ImportError as error:
-        raise ConfigError(f"{needs_rich} needs rich: pip install rich, or use format=json alone") from error
-    if figure and not isinstance(content, list):
-        from llama_ssp.reports import plan_figures  # noqa: PLC0415 - only figures need matplotlib
-
-        plan_figures.draw(content, Path(figure))
+        raise ConfigError(f"{needs_rich[0]} needs rich: pip install rich, or use format=json alone") from error
+    for asked, (file, draw) in figures.items():
+        imported(draw, setting=asked)(content, file)
     if form is PlanFormat.json:
         print(json.dumps(as_json(), indent=2))  # noqa: T201 - the requested output
     else:
@@ -149,11 +159,11 @@ def plan_ahead(config: RunConfig, *, world_size: int, machine: HardwareConfig | 
     return _plan(config, spec, machine or own, num_ranks=world_size)
 
 
-def resolve(config: PlanConfig) -> None:
-    """Fill in the sizes of a plan's models, and check the config; raises ConfigError, or as `fill_in_sizes`."""
-    fill_in_sizes(config, is_plan=True)
-    resolve_shapes(config)
+def resolve(config: PlanConfig) -> PlanConfig:
+    """Fill in the sizes of a plan's models, and check the config; raises ConfigError, or as `with_sizes`."""
+    config = resolved(with_sizes(config, is_plan=True))
     check_plan(config)
+    return config
 
 
 def plan_on(config: PlanConfig, machine: HardwareConfig) -> Plan:
@@ -162,14 +172,14 @@ def plan_on(config: PlanConfig, machine: HardwareConfig) -> Plan:
 
 
 def _plan(config: RunConfig, spec: PlanSpec, machine: HardwareConfig, *, num_ranks: int, divides: bool = False) -> Plan:
-    """Plan a spec; with `placement=auto` over so many ranks, in the fastest way, which the plan then notes."""
+    """Plan a spec; with `placement=auto` over `num_ranks`, in the fastest way, which the plan then notes."""
     if not config.placement.auto:
         return make_plan(spec, machine)
     chosen, sentence = choose_placement(spec, machine, num_ranks=num_ranks, divides=divides)
     return make_plan(chosen, machine, remark=sentence)
 
 
-def fill_in_sizes(config: RunConfig, *, is_plan: bool = False) -> None:
+def with_sizes(config: _Config, *, is_plan: bool = False) -> _Config:
     """Fill in the shapes and number formats of models that only the hub knows, from their config.json alone.
 
     Raises CheckpointError if one cannot be downloaded and is not in the hub's cache; otherwise as `read_config`.
@@ -184,8 +194,8 @@ def fill_in_sizes(config: RunConfig, *, is_plan: bool = False) -> None:
         shape, stored = read_config(folder, of=head_in_target(model.name))
         return replace(model, shape=shape, stored_dtype=stored, stored_format=read_stored_format(folder, shape))
 
-    config.model = filled(config.model)
-    config.draft.model = config.draft.model and filled(config.draft.model)
+    draft = replace(config.draft, model=config.draft.model and filled(config.draft.model))
+    return replace(config, model=filled(config.model), draft=draft)
 
 
 def choose_for_run(config: RunConfig, *, world_size: int, on_cpu: bool) -> tuple[PlanSpec, str]:
@@ -201,8 +211,7 @@ def _spec_ahead(config: RunConfig, *, world_size: int, on_cpu: bool) -> tuple[Pl
     that are unknown yet count TYPED_TOKENS each, and fill all rows. Models of the hub get their sizes.
     """
     machine = machine_of_run(hardware_of(config, on_cpu=on_cpu), world_size)
-    config, lengths = replace(config, draft=replace(config.draft)), [TYPED_TOKENS]
-    fill_in_sizes(config)
+    config, lengths = with_sizes(config), [TYPED_TOKENS]
     if prompts := known_prompts(config):
         lengths = [
             prompt.num_characters // CHARACTERS_PER_TOKEN + 1 + len(prompt.earlier) * config.max_new_tokens
@@ -225,7 +234,7 @@ def _spec_on(machine: HardwareConfig, config: RunConfig, *, world_size: int, len
 
 
 def known_prompts(config: RunConfig) -> list[Prompt]:
-    """The prompts of a run; none if somebody will type them. Raises as `read_prompts`."""
+    """The prompts of a run; none if they will be typed. Raises as `read_prompts`."""
     has_prompts = config.prompt is not None or config.prompts or task_of(config).prompts(config)
     is_read_later = config.prompt is None and config.prompts == STANDARD_INPUT
     return read_prompts(config) if has_prompts and not is_read_later else []
@@ -237,7 +246,7 @@ def check_models(config: RunConfig, *, world_size: int = 1) -> None:
     Raises as `check_readable`.
     """
     placement, sizes = config.placement, (1, 1)
-    if world_size > 1 and not placement.auto and placement.target.kind is TargetKind.tensor:
+    if world_size > 1 and not placement.auto and not backend_of(placement.target.kind).by_library:
         layout = lay_out(placement, world_size=world_size, has_draft=config.draft.model is not None)
         is_whole = layout.draft_kind is DraftLayout.replicated
         sizes = len(layout.target_ranks), 1 if is_whole else len(layout.draft_ranks)

@@ -62,7 +62,7 @@ class VocabularyMap(NamedTuple):
     def to_target(self, logits_BMD: Tensor) -> Tensor:
         """Move the draft's logits to the target's ids (B, M, V): minus infinity for tokens that the draft lacks.
 
-        Processors normalise what is left, so that the draft draws among the tokens of both vocabularies.
+        Processors normalise the rest, so that the draft draws among the tokens of both vocabularies.
 
         Source: Timor et al. 2025, arXiv:2502.05202, Algorithm 4.
         """
@@ -80,7 +80,7 @@ class _OwnText(Workspace):
         self._nowhere, self._most = torch.tensor([num_slots, most_tokens], device=device).unbind()
 
     def put(self, rows_R: Tensor, own_tokens_RX: Tensor, own_lengths_R: Tensor, *, lengths_R: Tensor) -> None:
-        """Begin new rows with their own prompts; `lengths_R` are those of the target's."""
+        """Begin new rows with their own prompts; `lengths_R` are the target's."""
         self.tokens_BX[rows_R, : own_tokens_RX.shape[1]] = own_tokens_RX
         self._prompt_lengths_B.index_copy_(0, rows_R, lengths_R)
         self._own_prompt_lengths_B.index_copy_(0, rows_R, own_lengths_R)
@@ -92,7 +92,7 @@ class _OwnText(Workspace):
         stops_BS = torch.ones_like(tokens_BS).cumsum(1)  # unlike a range, right for any number of slots in a trace
         is_new_BS = (stops_BS > self._prompt_lengths_B[:, None]) & (stops_BS <= lengths_B1)
         spelled_BS = own_prompt_B1 + (vocabularies.num_pieces_V[tokens_BS] * is_new_BS).cumsum(1)
-        # What exceeds the limit of any earlier token is cut from all later ones.
+        # Tokens past the limit of any earlier token are cut from all later ones.
         limits_BS = (stops_BS * OWN_SLOTS_PER_SLOT).minimum(self._most)
         excess_BS = ((limits_BS - spelled_BS) * is_new_BS).clamp_max(0)
         ends_BS = spelled_BS + excess_BS.cummin(1).values
@@ -134,7 +134,7 @@ class IntersectionDrafter(StepwiseDrafter, OwnBuckets):
         return self.runner.num_allocations + self._num_texts
 
     def own_bucket(self, bucket: int) -> int:
-        """Slots of the draft's cache that hold all texts whose target has so many slots."""
+        """Slots of the draft's cache that hold all texts in `bucket` slots of the target's."""
         return min(bucket * OWN_SLOTS_PER_SLOT, self._text.num_slots)
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
@@ -159,7 +159,7 @@ class IntersectionDrafter(StepwiseDrafter, OwnBuckets):
         rows_R, own_lengths_R = to_device(rows, device), to_device(lengths, device)
         self._text.put(rows_R, own_RX, own_lengths_R, lengths_R=prompts.lengths_R)
         own_buckets = Buckets(step=buckets.step, num_slots=self._text.num_slots)
-        # Equal prompts have equal tokens here as well; those of others' common beginnings may differ.
+        # Equal prompts have equal tokens here as well; tokens of other prompts' common beginnings may differ.
         held = [
             Held(own_length, place.row) if place.num_tokens == length else Held()
             for place, length, own_length in zip(prompts.held, prompts.lengths, lengths, strict=False)

@@ -21,12 +21,13 @@ from llama_ssp.speculate.drafters.shared import (
     TapsSender,
 )
 from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
+from llama_ssp.speculate.sampling.by_row import RowSteps
 from llama_ssp.speculate.sampling.rules import make_rule
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.trees import Tree
 
 
-def make_drafters(
+def make_drafters(  # noqa: PLR0913 - what drafts of all kinds need
     config: RunConfig,
     *,
     mesh: Mesh,
@@ -37,13 +38,14 @@ def make_drafters(
     taps: Taps | None = None,
     shard: Shard = WHOLE,
     prepared: object = None,
+    steps: RowSteps | None = None,
 ) -> list[Drafter]:
     """Make the drafters of a rank, in a run with a draft: the draft's, then the fallback's if rounds choose.
 
     `runner` is the draft model or this rank's slice of it, None on ranks without one. `split` divides the rows among
-    ranks that each hold the whole draft model. `tokenizers` are those of both models, if the draft has its own; `taps`
-    those of the target, if it is a head; for `prepared` see `DrafterParts`. `shard` is of the draft's logits. Raises
-    ConfigError if the code of a kind of draft cannot be imported.
+    ranks that each hold the whole draft model. `tokenizers` are both models', if the draft has its own; `taps` the
+    target's, if it is a head; for `prepared` see `DrafterParts`. `shard` is of the draft's logits, `steps` shared with
+    the target's rule. Raises ConfigError if the code of a kind of draft cannot be imported.
     """
     layout, num_draft_tokens = mesh.layout, config.speculation.most_draft_tokens
     vocab_size, device = target.vocab_size, target.device
@@ -55,7 +57,7 @@ def make_drafters(
     takes_all = not mesh.draft or not runner or tree or tokenizers or runner.vocab_size > vocab_size
     rule = make_rule(
         sampling, config.verification, breaks_ties=bool(receiver and receiver.num_left),
-        is_cut=not takes_all and mesh.draft is not None and mesh.draft.size > 1, shard=shard,
+        is_cut=not takes_all and mesh.draft is not None and mesh.draft.size > 1, shard=shard, steps=steps,
     )  # fmt: skip
 
     parts = DrafterParts(

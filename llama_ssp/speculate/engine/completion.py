@@ -1,5 +1,6 @@
 """The state of one request, and the stop request of a signal handler."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,14 +22,24 @@ class StopRequest:
     requested: bool = False
     num_interrupts: int = 0
 
+    def ask(self, *, by_interrupt: bool = False) -> bool:
+        """Ask for a stop; returns whether this is the first time."""
+        self.num_interrupts += by_interrupt
+        is_first, self.requested = not self.requested, True
+        return is_first
+
+    def settle(self, *, is_agreed: bool) -> None:
+        """Enter the ranks' agreement on whether a stop was asked for."""
+        self.requested = is_agreed
+
 
 @dataclass(kw_only=True, slots=True)
 class RowCompletion:
     """One request and its result so far.
 
     Attributes:
-        num_target_forwards: forwards of the target for this row, those that read its whole prompt included.
-        num_reused_tokens: of its prompt, those that the target's cache held already.
+        num_target_forwards: forwards of the target for this row, with the ones that read its whole prompt.
+        num_reused_tokens: tokens of its prompt that the target's cache held already.
         accepted_lengths, draft_lengths: drafted tokens that became text, and all, of each speculative round.
         ended_in_draft: the last accepted token ended the row, so the tokens after it were not verified.
         finish_reason: None while it is running.
@@ -55,6 +66,21 @@ class RowCompletion:
     stop_watch: StopWatch | None = None
     has_bonus: bool = True
     num_ahead: int = 0
+
+    def end(self, reason: FinishReason) -> None:
+        """Enter why nothing follows."""
+        self.finish_reason = reason
+
+    def draft(self, num_accepted: int, num_examined: int, *, num_ahead: int) -> None:
+        """Enter a round's accepted and examined drafted tokens, and the number in flight after it."""
+        self.accepted_lengths.append(num_accepted)
+        self.draft_lengths.append(num_examined)
+        self.num_ahead = num_ahead
+
+    def extend(self, new_ids: Sequence[int], *, num_forwards: int) -> None:
+        """Add the new tokens of a round, which ran the target `num_forwards` times for this row."""
+        self.token_ids += new_ids
+        self.num_target_forwards += num_forwards
 
     @property
     def examined_lengths(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""How the stages of a round are run: as traces on CPUs, as CUDA graphs on GPUs, else from Python.
+"""Executors run the stages of a round: as traces on CPUs, as CUDA graphs on GPUs, else from Python.
 
     a CPU    torch's interpreter replays a trace without Python (`tracing`). Each batch size and each choice of a draft
              has its own. A stage whose model may change its operators runs from Python, as do messages of overlapped
@@ -9,12 +9,11 @@
     rounds at a bucket   1st: run from Python   2nd: recorded, then replayed   3rd, 4th, ...: replayed
 
 The first round is the warm-up: it creates what is created lazily (communicators, compiled kernels, workspaces). Capture
-computes nothing, so every round runs exactly once. A graph reads and writes the addresses of its capture: those of
-values that other stages hand on are fixed by the graphs of these, which are part of its key. Whatever else a round
-reads must stay in place: when a tensor is allocated again, all graphs are dropped. A stage that cannot be captured runs
-from Python, the others as graphs. NCCL wants a message captured by all of its ranks or by none, so all that decides
-here is the same on each, and ranks ask each other whether a capture has failed there, or a tensor has
-moved.
+computes nothing, so every round runs exactly once. A graph reads and writes the addresses of its capture. Values of
+other stages have addresses fixed by the graphs of these stages, which are part of its key. Whatever else a round reads
+must stay in place: when a tensor is allocated again, all graphs are dropped. A stage that cannot be captured runs from
+Python, other stages as graphs. NCCL wants a message captured by all of its ranks or by none, so every decision here is
+the same on each rank, and ranks ask each other whether a capture has failed there, or a tensor has moved.
 """
 
 import logging
@@ -35,7 +34,7 @@ _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 _STATE = len(BatchState._fields)
 _Graph = tuple[Any, Callable[[], None]]
-"""The results of a stage, and what computes them again."""
+"""The results of a stage, and a call that computes them again."""
 
 
 def make_executor(round_: Round, *, cuda_graphs: bool) -> Executor:
@@ -87,7 +86,7 @@ def tensors_of(value: Any) -> tuple[Tensor, ...]:  # noqa: ANN401 - see `Stage`
 
 
 def filled(form: Any, tensors: Iterator[Any]) -> Any:  # noqa: ANN401 - see `Stage`
-    """A value like `form`, with others in place of its tensors."""
+    """A value like `form`, with the next tensors in place of its own."""
     if not isinstance(form, tuple):
         return next(tensors)
     parts = [filled(part, tensors) if isinstance(part, tuple) else next(tensors) for part in form]
@@ -122,7 +121,7 @@ class Recorder:
         return outputs, graph.replay
 
     def forget(self) -> None:
-        """Prepare for the end of all replays: wait for those that run, and begin a new pool."""
+        """Prepare for the end of all replays: wait for running ones, and begin a new pool."""
         self._finish()
         self._pool = torch.cuda.graph_pool_handle()
 

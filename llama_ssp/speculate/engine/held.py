@@ -7,20 +7,24 @@
     a later turn     | header ........ | question 1 | answer | more |   takes row 1 as it is, and reads what is new
 
 Texts stay in the static cache until their row is used, so no memory is added. All ranks know the tokens of all rows, so
-they decide alike without a message. Bits stay the same: where those of a token depend on what else is read with it,
-only whole chunks of prompts are taken.
+they decide alike without a message. Bits stay the same: if a token's bits depend on the other tokens of a forward, only
+whole chunks of prompts are taken.
 
-Where layers keep states (`models.states`), a row also saves one, behind whole chunks of its prompt, and only these
-tokens are taken from it: those that another prompt shares, or all whole chunks if none does or it is a later turn.
+If layers keep states (`models.states`), a row also saves one after whole chunks of its prompt, and only these tokens
+are taken from it: chunks that another prompt shares, or all whole chunks if none does or it is a later turn.
 
     row 0    | header .... S question 0 | answer       another prompt has the header as well
     row 1    | first turn ....... S     | answer       the next turn goes on from S; the rest of the chunk is read again
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Self
 
+from llama_ssp.architectures.engine import PREFILL_CHUNK
 from llama_ssp.models.prefill import Held, num_common
+from llama_ssp.models.runner import Runner
+from llama_ssp.ranks.comms import Comm
 
 LEAST_TOKENS = 32
 """A shorter beginning is read again: that is as fast."""
@@ -29,7 +33,7 @@ LEAST_TOKENS = 32
 class _Text(NamedTuple):
     """Tokens that a row of the target's cache holds; the draft's cache has the first `num_prompt`.
 
-    A state is saved behind the first `saved` of them; 0 for none.
+    A state is saved after the first `saved` of them; 0 for none.
     """
 
     ids: tuple[int, ...] = ()
@@ -38,7 +42,7 @@ class _Text(NamedTuple):
 
 
 class PromptRow(NamedTuple):
-    """Where a prompt goes: its row, what the caches of the target and of the draft hold of it, and `Prompts.saved`."""
+    """The row of a prompt, its parts in the caches of the target and of the draft, and `Prompts.saved`."""
 
     row: int
     target: Held
@@ -46,14 +50,45 @@ class PromptRow(NamedTuple):
     saved: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reuse:
+    """Reuse of texts that rows hold by the models of a round, the same on every rank.
+
+    Attributes:
+        are_invariant: every part of every model is (`Runner.is_invariant`).
+        from_states: a layer of a model keeps states, so that beginnings are taken where a state was saved.
+    """
+
+    are_invariant: bool
+    from_states: bool
+
+    @classmethod
+    def of(cls, models: Sequence[Runner | None], comm: Comm) -> Self:
+        """Ask all ranks of `comm`, which call this together; a rank may have no part of a model."""
+        held = [model for model in models if model]
+        are_invariant = comm.gather_text("invariant" if all(model.is_invariant for model in held) else "")
+        keep_states = comm.gather_text("states" if any(model.is_recurrent for model in held) else "")
+        return cls(are_invariant=all(are_invariant), from_states=any(keep_states))
+
+    @property
+    def any_length(self) -> bool:
+        """Whether beginnings of any length can be taken."""
+        return self.are_invariant and not self.from_states
+
+    @property
+    def step(self) -> int:
+        """Tokens of whose multiples beginnings are taken."""
+        return 1 if self.any_length else PREFILL_CHUNK
+
+
 class HeldTexts:
     """The texts that rows hold, whose beginnings can be taken in multiples of `step` tokens.
 
-    With `is_recurrent`, they can be taken where a state was saved.
+    With `from_states`, they can be taken where a state was saved.
     """
 
-    def __init__(self, num_rows: int, *, step: int, is_recurrent: bool = False) -> None:
-        self._texts, self._step, self._is_recurrent = [_Text()] * num_rows, step, is_recurrent
+    def __init__(self, num_rows: int, *, step: int, from_states: bool = False) -> None:
+        self._texts, self._step, self._from_states = [_Text()] * num_rows, step, from_states
 
     def forget(self, rows: Iterable[int]) -> None:
         """Mark these rows as empty."""
@@ -66,12 +101,12 @@ class HeldTexts:
             self._texts[row] = self._texts[row]._replace(num_prompt=0)
 
     def extend(self, row: int, ids: Sequence[int]) -> None:
-        """Enter that a row holds new tokens behind its prompt."""
+        """Enter that a row holds new tokens after its prompt."""
         text = self._texts[row]
         self._texts[row] = text._replace(ids=(*text.ids, *ids))
 
     def num_held(self, ids: tuple[int, ...]) -> int:
-        """How many tokens of a prompt a row holds that it can take."""
+        """Number of tokens of a prompt that some row holds and it can take."""
         return self._begun(0, ids, dict(enumerate(self._texts))).target.num_tokens
 
     def place(self, prompts: Sequence[tuple[int, ...]], free: Sequence[int]) -> list[PromptRow]:
@@ -81,7 +116,7 @@ class HeldTexts:
             row, _ = self._longest(ids, {row: self._texts[row] for row in left})
             rows.append(min(left, key=lambda row: len(self._texts[row].ids)) if row is None else row)
             left.remove(rows[-1])
-        # What stays while these prompts are read: other rows, and prompts that are read from their first token on.
+        # These stay while the prompts are read: other rows, and prompts that are read from their first token on.
         sources = {row: text for row, text in enumerate(self._texts) if text.ids and row not in rows}
         held = {text.ids for text in self._texts}
         seen: dict[tuple[int, ...], int] = {}
@@ -106,9 +141,9 @@ class HeldTexts:
         self._texts[place.row] = _Text(ids, len(ids), place.saved)
 
     def _to_save(self, ids: tuple[int, ...], others: Iterable[tuple[int, ...]]) -> int:
-        """Behind how many tokens of a prompt the state is saved."""
+        """Number of tokens of a prompt after which the state is saved."""
         whole = self._whole_steps(ids, len(ids))
-        if not self._is_recurrent or not whole:
+        if not self._from_states or not whole:
             return 0
         shared, goes_on = max((num_common(other, ids), ids[: len(other)] == other) for other in (*others, ()))
         return whole if goes_on else self._whole_steps(ids, shared) or whole
@@ -119,19 +154,19 @@ class HeldTexts:
         if source is None or num_tokens < LEAST_TOKENS:
             return PromptRow(row, Held(), Held())
         num_of_prompt = min(num_tokens, texts[source].num_prompt)
-        target, draft = (Held(number, source, self._is_recurrent) for number in (num_tokens, num_of_prompt))
+        target, draft = (Held(number, source, self._from_states) for number in (num_tokens, num_of_prompt))
         return PromptRow(row, target, draft)
 
     def _whole_steps(self, ids: tuple[int, ...], most: int) -> int:
         return min(most, len(ids) - 1) // self._step * self._step  # the last one is read, for its logits
 
     def _longest(self, ids: tuple[int, ...], texts: dict[int, _Text]) -> tuple[int | None, int]:
-        """The first row of those that hold most of a prompt, and how much; None if all hold too little."""
+        """The first row that holds most of a prompt, and how much; None if all hold too little."""
         found, most = None, LEAST_TOKENS - 1
         for row, text in texts.items():
-            given = text.ids[: text.saved] if self._is_recurrent else text.ids
+            given = text.ids[: text.saved] if self._from_states else text.ids
             if len(given) > most and given[: most + 1] == ids[: most + 1]:
                 common = num_common(given, ids)
-                if common == len(given) < len(ids) or not self._is_recurrent:
+                if common == len(given) < len(ids) or not self._from_states:
                     found, most = row, common
         return found, most

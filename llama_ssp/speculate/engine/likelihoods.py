@@ -6,7 +6,7 @@ Several texts go through the target at once, sorted by length, in chunks. Nothin
     inputs   0                                    T       all tokens but the last one
     logits                        ^ of the input before the first scored token, up to the last input
 
-Shapes: B sequences, T inputs of a chunk, L laws, the model's and that of the draws, N most probable tokens,
+Shapes: B sequences, T inputs of a chunk, L laws, the model's and the draws', N most probable tokens,
 C = 1 + 2 N figures of a token, V vocabulary.
 """
 
@@ -38,11 +38,11 @@ _LEAST = 1e-30
 _NEVER = math.log(_LEAST) + 1
 """Tokens with a smaller log-probability are never drawn."""
 _OF_LAW = 4
-"""How many times fewer positions a chunk has for a law, whose processors make further tensors of a vocabulary."""
+"""Chunks have this many times fewer positions for a law, whose processors make more tensors (..., V)."""
 
 
 def log_probs_of(sampling: SamplingConfig) -> Law:
-    """Compose the log-probabilities that tokens are drawn with; those of temperature 1 for greedy text."""
+    """Compose the log-probabilities that tokens are drawn with; at temperature 1 for greedy text."""
     penalize = penalty(sampling)
     process = processor(sampling) if sampling.temperature > 0 else None
 
@@ -64,7 +64,7 @@ def law_of(sampling: SamplingConfig) -> Law | None:
 class ScoredText:
     """A text to score, of at least two tokens, of which the first `num_given`, at least one, are not scored.
 
-    Its first `num_prompt` tokens are the prompt, as penalties see it; None for those that are given.
+    Its first `num_prompt` tokens are the prompt, as penalties see it; None for `num_given`.
     """
 
     ids: Sequence[int]
@@ -75,7 +75,7 @@ class ScoredText:
 class TokenScores(NamedTuple):
     """Scores of each token that is not given, at temperature 1.
 
-    `drawn` holds those of the law, if one was given, without tokens that it never draws.
+    `drawn` holds scores under the law, if there is one, without tokens that it never draws.
     """
 
     model: LogProbs
@@ -127,10 +127,10 @@ def score_in_rows(
     target: Runner, texts: Sequence[ScoredText], rows: Sequence[int], buckets: Buckets, *, comm: Comm, src: int,
     num_top: int = 0, law: Law | None = None,
 ) -> Iterator[list[TokenScores | SspError]]:  # fmt: skip
-    """Score texts in so many rows of the target's cache, which has room for them; see `log_likelihoods`.
+    """Score texts in rows of the target's cache, one each, which has room for them; see `log_likelihoods`.
 
-    Yields an empty list after each chunk but the last, and then all scores, NumericError for those of a text that are
-    NaN. Other rows may be computed in between.
+    Yields an empty list after each chunk but the last, and then all scores, NumericError for a text with NaN scores.
+    Other rows may be computed in between.
     """
     ids_BS = to_device(pad_sequence([torch.tensor(text.ids) for text in texts], batch_first=True), target.device)
     rows_B = to_device(rows, target.device)
@@ -172,7 +172,7 @@ def score_in_rows(
 
 
 def _read(scores_TC: Tensor, above: float, *, num_top: int) -> LogProbs:
-    """Read the figures of a text; the best tokens are those with log-probabilities `above` a number."""
+    """Read the figures of a text; the best tokens have log-probabilities above `above`."""
     log_probs, found = scores_TC[:, 0].tolist(), scores_TC[:, 1:].tolist()
     pairs = [zip(map(int, row[:num_top]), row[num_top:], strict=True) for row in found]
     tops = [[pair for pair in row if pair[1] > above] for row in pairs]

@@ -27,12 +27,12 @@ from llama_ssp.models.prefill import Held, forwards_per_prompt
 from llama_ssp.models.upload import to_device
 from llama_ssp.ranks.memory import exhaustion
 from llama_ssp.speculate.engine.adaptive import FixedLength, num_chunks
+from llama_ssp.speculate.engine.batch_space import BatchSpace
 from llama_ssp.speculate.engine.clock import EventClock, HostClock
 from llama_ssp.speculate.engine.completion import PARTS, FinishReason, RowCompletion, StopRequest
-from llama_ssp.speculate.engine.held import PromptRow
+from llama_ssp.speculate.engine.held import PromptRow, Reuse
 from llama_ssp.speculate.engine.likelihoods import ScoredText, TokenScores, score_in_rows
 from llama_ssp.speculate.engine.results import Launched, RowResult, Update
-from llama_ssp.speculate.engine.room import Room
 from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round
 from llama_ssp.speculate.engine.rows import Backlog, RowTable
 from llama_ssp.speculate.engine.state import BatchState, Request
@@ -48,11 +48,11 @@ Failed = Callable[[Request, SspError], None]
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What all completions of a run follow.
+    """Settings that all completions of a run follow.
 
     Attributes:
         seed: of their draws.
-        stops: strings that end those of requests without their own.
+        stops: strings that end completions of requests without their own.
         stop_request: a wish to end the run.
         reuses: False makes every prompt be read whole, for measurements of prefill.
     """
@@ -88,8 +88,9 @@ class Decoder:
     Attributes:
         length: chooses what each round drafts.
         threads: chooses how many threads compute a round.
-        settings: of its runs, unless they have others.
-        room: caches, and the batch that runs share.
+        settings: of its runs without settings of their own.
+        reuse: what runs may take from texts of earlier ones.
+        space: caches, and the batch that runs share.
         lag: rounds that are launched before the oldest one is read.
         rounds_s, num_rounds: time and number of all rounds so far.
         stopped: the latest run has ended by a wish to stop that the deciding rank announced.
@@ -102,11 +103,12 @@ class Decoder:
         settings: RunSettings,
         batch_size: int,
         eos_ids: Sequence[int],
+        reuse: Reuse,
         executor: Executor | None = None,
         length: FixedLength | None = None,
         threads: ThreadChoice | None = None,
     ) -> None:
-        self.round, self.settings, self.batch_size = round_, settings, batch_size
+        self.round, self.settings, self.batch_size, self.reuse = round_, settings, batch_size, reuse
         self.executor = executor or Executor()
         self.length = length or FixedLength(round_.max_tokens_per_round - 1)
         self.threads = threads or ThreadChoice()
@@ -114,12 +116,12 @@ class Decoder:
         self.is_cuda = round_.target.device.type == "cuda"
         self.clock = EventClock() if self.is_cuda else HostClock()
         self.lag = 1 if self.is_cuda else 0
-        self.room = Room(round_, self.executor, batch_size=batch_size)
+        self.space = BatchSpace(round_, self.executor, batch_size=batch_size, reuse=reuse)
         self.rounds_s, self.num_rounds = 0.0, 0
         self.stopped = False
 
     def choose_by(self, length: FixedLength) -> None:
-        """Let rounds draft from now on what this chooses, once their costs are known."""
+        """Let `length` choose what later rounds draft, once their costs are known."""
         self.length = length
 
     def run(
@@ -139,14 +141,14 @@ class Decoder:
         """
         assert torch.is_inference_mode_enabled()
         settings = settings or self.settings
-        self.room.make(requests, reuses=settings.reuses)
+        self.space.make(requests, reuses=settings.reuses)
         self.stopped = False
-        # Not kept: a decoder that nobody has any more is gone at once, with its caches.
+        # Not kept: an unreferenced decoder is gone at once, with its caches.
         return Decoding(self, requests, settings, to_length=to_length, more=more, failed=failed).updates()
 
     def make_room(self, requests: Sequence[Request]) -> None:
         """Allocate caches for these and all earlier requests; call it first to avoid later reallocation."""
-        self.room.make(requests, reuses=self.settings.reuses)
+        self.space.make(requests, reuses=self.settings.reuses)
 
     def time_rounds(self, choices: Sequence[DraftChoice], *, num_slots: int) -> list[float]:
         """Run one round of each choice over vacant rows, reading `num_slots` slots, after `make_room`.
@@ -154,8 +156,8 @@ class Decoder:
         Returns the seconds of each. The first two calls warm up executors; later ones measure.
         """
         state, bucket, clock = (
-            self.room.for_timing(num_slots),
-            self.room.buckets.covering(num_slots),
+            self.space.for_timing(num_slots),
+            self.space.buckets.covering(num_slots),
             type(self.clock)(),
         )
 
@@ -174,14 +176,14 @@ class Decoder:
     def warm_up(self, requests: Sequence[Request]) -> None:
         """Run rounds over vacant rows, so that none is traced or captured while rounds are timed.
 
-        A run of one K captures every width of the cache that these requests will read; any other gets one width.
+        A run of one K captures every width of the cache that these requests will read; any other run gets one width.
         """
         self.make_room(requests)  # another decoder may have allocated the caches since
         longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
-        widths = {self.room.buckets.covering(longest)}
+        widths = {self.space.buckets.covering(longest)}
         if self.executor.replays_addresses and len(self.length.choices) == 1:
             shortest, ahead = min(len(request.prompt_ids) for request in requests), self.round.max_tokens_per_round
-            widths = {self.room.buckets.covering(length) for length in range(shortest + ahead, longest + 2 * ahead)}
+            widths = {self.space.buckets.covering(length) for length in range(shortest + ahead, longest + 2 * ahead)}
         for width in sorted(widths):
             self.time_rounds(self.length.choices * 2, num_slots=width)
 
@@ -198,7 +200,7 @@ class Decoding:
         self, decoder: Decoder, requests: Sequence[Request], settings: RunSettings, *, to_length: bool,
         more: More | None, failed: Failed | None,
     ) -> None:  # fmt: skip
-        self.decoder, self.round, self.room = decoder, decoder.round, decoder.room
+        self.decoder, self.round, self.space = decoder, decoder.round, decoder.space
         self.settings = settings
         self.rows = RowTable(decoder.batch_size)
         self.scoring: _Scoring | None = None
@@ -231,8 +233,8 @@ class Decoding:
                 if was_round:
                     assert self._state, "a round has rows"
                     if not all(self.rows.owners):
-                        self.room.held.forget(self.rows.free)
-                    for row, length in self.rows.reserved.items():  # rounds write behind the text there
+                        self.space.held.forget(self.rows.free)
+                    for row, length in self.rows.reserved.items():  # rounds write after the text there
                         self._state.vacate(row, length=length)
                     choice = self._choose()
                     bucket = self._bucket(choice)
@@ -246,7 +248,7 @@ class Decoding:
                 reads_prompts = bool(self._pending) and self._pending[0].is_prefill
                 updates = self._collect() if len(self._pending) > decoder.lag else []
                 ended = time.perf_counter()
-                # A GPU still reads prompts when the round behind them has been launched.
+                # A GPU still reads prompts when the round after them has been launched.
                 round_s = (launched if reads_prompts else ended) - started if was_round else None
                 if round_s is not None:
                     decoder.threads.after_round((choice, bucket), round_s)
@@ -279,10 +281,10 @@ class Decoding:
     ) -> None:
         """Score texts in free rows, on all ranks alike, a chunk between two rounds; `deliver` gets scores or errors."""
         rows, src = self.rows.free[: len(texts)], self.round.verifier.verify_rank
-        self.room.held.forget(rows)
+        self.space.held.forget(rows)
         self.rows.reserved.update(zip(rows, (len(text.ids) for text in texts), strict=True))
         chunks = score_in_rows(
-            self.round.target, texts, rows, self.room.buckets, comm=self._comm, src=src, num_top=num_top
+            self.round.target, texts, rows, self.space.buckets, comm=self._comm, src=src, num_top=num_top
         )
         self.scoring = _Scoring(rows, chunks, deliver)
 
@@ -297,7 +299,7 @@ class Decoding:
             if self._state and (unread := self._unread.take_prompts(choice.source)):
                 self.round.read_late(
                     self.decoder.executor, choice.source, self._state, [*unread],
-                    lengths=[*unread.values()], buckets=self.room.buckets,
+                    lengths=[*unread.values()], buckets=self.space.buckets,
                 )  # fmt: skip
             num_skipped = self._unread.num_tokens[choice.source]
             choice = choice._replace(num_unread=2 + CATCH_UP_CHUNK * num_chunks(num_skipped))
@@ -313,7 +315,7 @@ class Decoding:
                 self._state.vacate(row)
 
     def _refill(self) -> bool:
-        """Ask for further requests; returns whether any wait. Raises an error that nobody took, once all rows ended."""
+        """Ask for requests; returns whether any wait. Raises an untaken error, once all rows ended."""
         if self._error and self.is_idle:
             raise self._error
         if self._more:
@@ -323,7 +325,7 @@ class Decoding:
         return bool(self._waiting)
 
     def _use_steps(self, requests: Sequence[Request]) -> None:
-        """Let the next draws do what these requests need, if rows have settings of their own."""
+        """Let the next draws take the steps that these requests need, if rows have settings of their own."""
         if steps := self.round.steps:
             steps.follow([request.sampling for request in requests if request.sampling])
 
@@ -337,13 +339,13 @@ class Decoding:
             self._more = None
 
     def _forget(self, rows: Sequence[int]) -> None:
-        """Let nobody read what rows hold."""
-        self.room.held.forget(rows)
+        """Forget the texts of rows, so that no prompt takes them."""
+        self.space.held.forget(rows)
         self.round.clear(rows)
 
     def _free(self, owner: RowCompletion, reason: FinishReason) -> int:
         """End a completion, and free its row; returns that."""
-        owner.finish_reason = reason
+        owner.end(reason)
         row = self.rows.leave(owner)
         self._unread.forget(row)
         if self._state:
@@ -416,14 +418,14 @@ class Decoding:
         else:
             return None
         for owner in owners:
-            owner.finish_reason = "stop"
+            owner.end("stop")
         self._forget([place.row for place in places])  # the error no longer holds tensors
         return found
 
     def _num_of_a_chunk(self, requests: Sequence[Request]) -> int:
-        """How many of these requests, from the first on, have prompts that are read in one chunk."""
+        """Number of requests, from the first on, whose prompts are read in one chunk."""
         num_tokens = accumulate(
-            len(request.prompt_ids) - (self.room.held.num_held(request.prompt_ids) if self.settings.reuses else 0)
+            len(request.prompt_ids) - (self.space.held.num_held(request.prompt_ids) if self.settings.reuses else 0)
             for request in requests
         )
         return sum(number <= PREFILL_CHUNK for number in num_tokens)
@@ -431,9 +433,9 @@ class Decoding:
     def _begin(self, request: Request, free: list[int]) -> None:
         """Take a row for a prompt that is read chunk by chunk."""
         [place], [owner] = self._place([request], free)
-        self.room.held.forget([place.row])
+        self.space.held.forget([place.row])
         self.rows.reserved[place.row] = len(request.prompt_ids)
-        # What the draft could copy from another row may be gone by its turn.
+        # Tokens that the draft could copy from another row may be gone by its turn.
         self._reading = _Reading(request, self._state_of([request]), place._replace(draft=Held()), owner)
 
     def _read_more(self) -> None:
@@ -442,21 +444,21 @@ class Decoding:
         request, prompts, place, owner = self._reading
         num_tokens = place.target.num_tokens + PREFILL_CHUNK
         if num_tokens < len(request.prompt_ids):
-            self.round.read(prompts, place, num_tokens=num_tokens, buckets=self.room.buckets)
+            self.round.read(prompts, place, num_tokens=num_tokens, buckets=self.space.buckets)
             self._reading = self._reading._replace(place=place._replace(target=Held(num_tokens, place.row)))
             return
         self._reading = None
         del self.rows.reserved[place.row]
-        self.room.held.enter(place, request.prompt_ids)  # from now on
+        self.space.held.enter(place, request.prompt_ids)  # from now on
         self._admit([request], prompts, [place], [owner])
 
     def _state_of(self, requests: Sequence[Request]) -> BatchState:
-        return self.room.state_of(requests, seed=self.settings.seed)
+        return self.space.state_of(requests, seed=self.settings.seed)
 
     def _place(self, requests: Sequence[Request], free: Sequence[int]) -> tuple[list[PromptRow], list[RowCompletion]]:
         """Give each request a free row and a completion."""
         if self.settings.reuses:
-            places = self.room.held.place([request.prompt_ids for request in requests], free)
+            places = self.space.held.place([request.prompt_ids for request in requests], free)
         else:
             places = [PromptRow(row, Held(), Held()) for row in free[: len(requests)]]
         forwards = forwards_per_prompt(self.round.target, [len(request.prompt_ids) for request in requests])
@@ -473,7 +475,7 @@ class Decoding:
         self, requests: Sequence[Request], prompts: BatchState, places: Sequence[PromptRow],
         owners: Sequence[RowCompletion],
     ) -> None:  # fmt: skip
-        """Read these prompts, or what is left of them, and let their rows decode."""
+        """Read these prompts, or the rest of them, and let their rows decode."""
         if is_first := not any(self.rows.owners):
             self._unread.begin()
         lengths, rows = [len(request.prompt_ids) for request in requests], [place.row for place in places]
@@ -482,16 +484,16 @@ class Decoding:
         if rows == [*range(self.decoder.batch_size)] and not executor.replays_addresses:
             self._state = prompts
         elif is_first or not self._state:
-            self._state = self.room.empty_state()
+            self._state = self.space.empty_state()
         self._use_steps(requests)
         self.round.prefill(
-            executor, self._state, prompts, places, lengths=lengths, buckets=self.room.buckets, late=late,
+            executor, self._state, prompts, places, lengths=lengths, buckets=self.space.buckets, late=late,
             deliver=lambda result: self._pending.append(
                 Launched.of(result, [*owners], DraftChoice(0), is_prefill=True)
             ),
         )  # fmt: skip
         if late and self.settings.reuses:
-            self.room.held.forget_drafts(rows)
+            self.space.held.forget_drafts(rows)
         for source in late:
             self._unread.add_prompts(source, rows, lengths)
         if self._state is not prompts:
@@ -503,7 +505,7 @@ class Decoding:
         lengths = [len(owner.request.prompt_ids) + len(owner.token_ids) for owner in self.rows.owners if owner]
         known = max([*lengths, *self.rows.reserved.values()])
         unread = sum([pending.choice.num_tokens + 1 for pending in self._pending])
-        return self.room.buckets.covering(known + unread + choice.num_tokens + 1 + self.round.num_ahead)
+        return self.space.buckets.covering(known + unread + choice.num_tokens + 1 + self.round.num_ahead)
 
     def _collect(self) -> list[Update]:
         """Read the oldest round, and add to its completions."""
@@ -523,13 +525,14 @@ class Decoding:
             if self.round.drafters and not pending.is_prefill:
                 num_examined = self._num_examined(owner, pending.choice, result.num_drafted)
                 observed += [result.num_accepted] * (num_examined > 0)
-            owner.num_target_forwards += not pending.is_prefill
-            updates.append(self._extend(owner, result, num_examined))
+            updates.append(self._extend(owner, result, num_examined, num_forwards=int(not pending.is_prefill)))
         self.decoder.length.observe(pending.choice, observed)
         # A prompt takes the row that holds most of it, so rows are not in the order of prompts.
         return sorted(updates, key=lambda update: (update.completion.request.index, update.completion.request.sample))
 
-    def _extend(self, owner: RowCompletion, result: RowResult, num_examined: int | None) -> Update:
+    def _extend(
+        self, owner: RowCompletion, result: RowResult, num_examined: int | None, *, num_forwards: int
+    ) -> Update:
         """Add new tokens to a completion, and free its row if it ends with them; for `num_examined` see its method."""
         num_before, limit = len(owner.token_ids), owner.request.max_new_tokens
         new_ids, reason = self._up_to_end(owner, result.ids[: limit - num_before])
@@ -537,24 +540,22 @@ class Decoding:
         num_chosen_by_draft = result.num_accepted + result.goes_on
         num_drafted = min(num_chosen_by_draft, num_new)
         if num_examined is not None:
-            owner.accepted_lengths.append(num_drafted)
-            owner.draft_lengths.append(num_examined)
-            owner.num_ahead = result.goes_on * self.round.num_ahead
-        owner.token_ids += new_ids
+            owner.draft(num_drafted, num_examined, num_ahead=result.goes_on * self.round.num_ahead)
+        owner.extend(new_ids, num_forwards=num_forwards)
         if reason or num_before + num_new == limit:
             owner.ended_in_draft = num_new <= num_chosen_by_draft
-            row, target = self._free(owner, reason or "length"), self.round.target
-            if self.settings.reuses and not self.round.tree and target.is_invariant and not target.is_recurrent:
-                self.room.held.extend(row, owner.token_ids[:-1])  # the cache lacks the last one
+            row = self._free(owner, reason or "length")
+            if self.settings.reuses and not self.round.tree and self.decoder.reuse.any_length:
+                self.space.held.extend(row, owner.token_ids[:-1])  # the cache lacks the last one
         return Update(owner, new_ids, num_drafted)
 
     def _outgrew(self, owner: RowCompletion, choice: DraftChoice, *, num_ahead: int = 0) -> bool:
-        """Whether a row, as far as it is known, and what is in flight are longer than a round drafts for."""
+        """Whether a row's known tokens and its tokens in flight are more than a round drafts for."""
         longest = self.round.longest(choice) if self.round.limit else None
         return longest is not None and len(owner.request.prompt_ids) + len(owner.token_ids) + num_ahead > longest
 
     def _num_examined(self, owner: RowCompletion, choice: DraftChoice, num_drafted: int) -> int:
-        """How many drafted tokens of a row a round could accept, before its new tokens are known."""
+        """Number of drafted tokens of a row that a round could accept, before its new tokens are known."""
         if not choice.num_tokens or self._outgrew(owner, choice, num_ahead=owner.num_ahead):
             return 0
         return num_drafted if owner.has_bonus else owner.num_ahead + 1
@@ -572,7 +573,7 @@ class Decoding:
         return ids, reason
 
     def _record_time(self, running: list[RowCompletion], seconds: float, *, round_s: float | None) -> None:
-        """Add the time of one pass of the loop to all rows that ran in it; that of its round, if any, by parts."""
+        """Add the time of one pass of the loop to all rows that ran in it; its round's time, if any, by parts."""
         share = 1 / max(len(running), 1)
         for completion in running:
             completion.busy_s += seconds

@@ -1,25 +1,25 @@
 """Rounds in which drafting overlaps verification: while the target verifies a block, the draft goes on from it.
 
-The draft holds ranks of its own. In every round it drafts K tokens behind the K - 1 that are in flight, which the
-target scores at the same time. All of them and the first new token are then verified:
+The draft holds ranks of its own. In every round it drafts K tokens after the K - 1 in flight, which the target scores
+at the same time. All of them and the first new token are then verified:
 
     K = 4               L-1   L    L+1   L+2   L+3   L+4   L+5   L+6
     the target reads     t    d1    d2    d3
     the draft writes                             e0    e1    e2    e3
     all accepted              d1    d2    d3     e0 |  e1    e2    e3  in flight in the next round, no bonus token
-    d2 is rejected            d1    x |                                all others are dropped, the next has x alone
+    d2 is rejected            d1    x |                                all others dropped, the next round has x alone
 
 So every row gains at least one token in a round (docs/design/overlap.md). A round is a fixed sequence of four stages,
-and only the last two need what other ranks did:
+and only the last two need other ranks' results:
 
     draft      on the draft's ranks
-    score      of the last token and of those in flight, on the target's ranks, at the same time
+    score      of the last token and the tokens in flight, on the target's ranks, at the same time
     exchange   ids to all ranks, probabilities to the rank that verifies
     decide     the rule, its decision to all ranks, commit
 
-Ids in flight stand in the batch behind the text. Of the probabilities of a block, all but the first row belong to what
-is in flight in the next round. An executor that keeps its state writes results to the same addresses in every round:
-there the last stage copies these probabilities to a second place, since the next round receives its own block first.
+Ids in flight stand in the batch after the text. All rows of a block's probabilities but the first belong to the ids in
+flight in the next round. An executor that keeps its state writes results to the same addresses in every round: there
+the last stage copies these probabilities to a second place, since the next round receives its own block first.
 
 Source: Liu et al. 2024, arXiv:2408.11850, whose pre-verify and post-verify happen here in one kind of round.
 
@@ -44,7 +44,7 @@ from llama_ssp.speculate.sampling.rules import verify_ahead
 
 
 class OverlappedRound(Round):
-    """A round whose drafter works while the target verifies; one that drafts nothing is that of `Round`."""
+    """A round whose drafter works while the target verifies; if it drafts nothing, it is as in `Round`."""
 
     has_bonus = False
 
@@ -92,7 +92,7 @@ class OverlappedRound(Round):
         return result, before if keeps else following.law
 
     def _before(self, executor: Executor, in_flight: Law, following: Law) -> Law:
-        """The law of what is in flight; at first a place for it, for an executor that needs one.
+        """The law of the tokens in flight; at first a place for it, for an executor that needs one.
 
         Before the first round nothing is in flight in any row, so that its values do not count.
         """
@@ -107,7 +107,7 @@ class OverlappedRound(Round):
         return self._kept_BTV
 
     def draft_rows(self, state: BatchState) -> Rows:
-        """The rows as the draft sees them: what is in flight counts as text."""
+        """The rows as the draft sees them: tokens in flight count as text."""
         return state.rows._replace(lengths_B=state.lengths_B + state.ahead_B)
 
     def _score(self, num_tokens: int, bucket: int, state: BatchState) -> Tensor:

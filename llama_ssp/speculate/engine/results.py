@@ -20,12 +20,12 @@ class Update(NamedTuple):
 
 
 class RowResult(NamedTuple):
-    """What a round has decided for one row; see `BatchState.commit`.
+    """Decision of a round for one row; see `BatchState.commit`.
 
     Attributes:
         num_drafted, num_accepted: of its drafted tokens.
         ids: the accepted ones and the next one.
-        goes_on: the next one was drafted too, and what was drafted after it is in flight.
+        goes_on: the next one was drafted too, and later drafted tokens are in flight.
         is_nan: its logits are not numbers.
     """
 
@@ -37,7 +37,7 @@ class RowResult(NamedTuple):
 
 
 class RoundResult(NamedTuple):
-    """What a round has decided, by row, and whether the deciding rank has announced a wish to stop, and news."""
+    """Decisions of a round, by row, and whether the deciding rank has announced a wish to stop, and news."""
 
     rows: list[RowResult]
     stops: bool

@@ -12,9 +12,9 @@ which rows, and which bucket of the cache. Every draft is a tree; a chain has on
     a tree, slot                                  L-1    L    L+1   L+2   L+3        the target reads the root and all
       nodes   | 1 3                                t     1     2     3     4         nodes, each of which sees the text
               ` 2 4                                                                  and its ancestors;
-      the path 2, 4 is accepted                    t     2     4                     it moves to the slots behind
+      the path 2, 4 is accepted                    t     2     4                     it moves to the slots after t
 
-Node j stands j slots behind the newest token, at the position of its depth. An accepted path moves in the cache of the
+Node j stands j slots after the newest token, at the position of its depth. An accepted path moves in the cache of the
 target, and in the taps of a head; the draft reads it again.
 
 A round has two stages, `draft` and `verify`; one that overlaps has more (`overlap`). An executor runs each stage, and
@@ -51,7 +51,7 @@ from llama_ssp.workspaces import find_parts
 
 
 class DraftChoice(NamedTuple):
-    """How a round drafts: K tokens, or none, by the drafter at a place in `Round.drafters`.
+    """A way to draft in a round: K tokens, or none, by the drafter at a place in `Round.drafters`.
 
     For `num_unread` see `Drafter.propose`.
     """
@@ -86,10 +86,7 @@ class Stage(NamedTuple):
 
     @property
     def key(self) -> tuple[Hashable, ...]:
-        """What decides, with the sizes of the batch, which operators are called and on whose results.
-
-        The same on all ranks.
-        """
+        """Decides, with the batch's sizes, which operators run on whose results; the same on all ranks."""
         return self.name, self.operators, self.bucket, *[stage.key for stage in self.behind]
 
 
@@ -105,7 +102,7 @@ class Executor:
     repeats_prompts = True
 
     def run(self, stage: Stage, state: BatchState, *values: Any) -> Any:  # noqa: ANN401 - see `Stage`
-        """Call the function of a stage, or do what it does; returns what it returns."""
+        """Call the function of a stage, or compute the same; returns its result."""
         return stage.function(state, *values)
 
     def make_room(self) -> None:
@@ -116,12 +113,12 @@ class Round:
     """The target, the drafters (none for plain decoding) and the verifier, applied to a batch.
 
     Attributes:
-        taps: what a draft head reads of the target; None without one.
+        taps: layer inputs of the target that a draft head reads; None without one.
         limit: the rows that the first drafter drafts for; None for all.
         num_ahead: the most drafted tokens that wait for verification when a round begins.
         has_bonus: a round that accepts all its drafted tokens adds one of the target's.
-        steps: what rows need now; None if their settings are those of the run.
-        tree: of the drafts; None for chains. It reads a token of its text in a tree, and not as a prompt's is read.
+        steps: steps that rows need now; None if all rows have the settings of the run.
+        tree: of the drafts; None for chains. With a tree, text tokens are read by its mask too, not as a prompt's are.
     """
 
     has_bonus = True
@@ -155,9 +152,9 @@ class Round:
     ) -> tuple[Tensor, Law]:
         """Run one round on a batch whose rows have at least two tokens.
 
-        It reads `bucket` cache slots, at least the longest row's length + K. In rounds that overlap, `in_flight` is
-        what the round before has returned. Returns the result (see `BatchState.commit`), and the law of drafted tokens
-        that the next round verifies, if any.
+        It reads `bucket` cache slots, at least the longest row's length + K. In rounds that overlap, `in_flight` is the
+        law that the round before has returned. Returns the result (see `BatchState.commit`), and the law of drafted
+        tokens that the next round verifies, if any.
         """
         clock.start()
         drafted: tuple[Any, ...] = ()
@@ -232,7 +229,7 @@ class Round:
         return self.target.forward(ids_BW, positions_BW, bucket=bucket, taps=self.taps, tree=places)
 
     def _follow(self, state: BatchState, draft: Draft, decision: Decision) -> tuple[Decision, Tensor]:
-        """Move what is kept of a tree's path behind the text; returns the decision on this chain, and its tokens."""
+        """Move the accepted path of a tree to follow the text; returns the decision on this chain, and its tokens."""
         if not isinstance(draft.nodes, Topology):
             return decision, draft.ids_BK
         lengths_B1 = state.lengths_B[:, None]
@@ -246,7 +243,7 @@ class Round:
         return decision._replace(node_B1=num_accepted_B1), path_ids_BD
 
     def _draws(self, state: BatchState, uniforms_BN: Tensor, draft: Draft, num_tokens: int) -> Draws:
-        """The draws of a round; certain tokens are verified by those of plain decoding, at every depth."""
+        """The draws of a round; certain tokens are verified by the draws of plain decoding, at every depth."""
         draws = self.uniforms.split(uniforms_BN, num_tokens)
         if draft.is_certain and not self.verifier.rule.takes_best:
             depth = self.tree.depth if self.tree else num_tokens
@@ -273,7 +270,7 @@ class Round:
     ) -> Stage:  # fmt: skip
         """Make a stage of a function of these arguments, its bucket if it reads a cache, the batch and values.
 
-        All that decides which operators the function calls is among its arguments, or is what rows need now.
+        All that decides which operators the function calls is among its arguments, or the steps that rows need now.
         """
         needs = (*vars(self.steps).values(),) if self.steps else ()
         given = (*arguments, bucket) if bucket else arguments
@@ -283,7 +280,7 @@ class Round:
     def longest(self, choice: DraftChoice) -> int | None:
         """The longest rows that a round drafts for, which decodes longer ones plainly; None for all.
 
-        What is in flight counts as text.
+        Tokens in flight count as text.
         """
         limit = self._limit_of(choice.source) if choice.num_tokens else None
         return limit.longest(choice.num_tokens) if limit else None
@@ -292,7 +289,7 @@ class Round:
         return None if source else self.limit
 
     def _is_plain(self, longest: int | None, state: BatchState) -> Tensor | None:
-        """Which rows (B, 1) the draft cannot serve in this round; None if it serves all."""
+        """Rows (B, 1) that the draft cannot serve in this round; None if it serves all."""
         return None if longest is None else self.draft_rows(state).lengths_B[:, None] > longest
 
     def draft_rows(self, state: BatchState) -> Rows:
@@ -301,7 +298,7 @@ class Round:
 
     @property
     def num_allocations(self) -> tuple[int, ...]:
-        """How often each part has replaced what its stages read."""
+        """Number of times that each part has replaced what its stages read."""
         of_taps = self.taps.num_allocations if self.taps else 0
         return self.target.num_allocations, of_taps, *[drafter.num_allocations for drafter in self.drafters]
 
@@ -329,7 +326,7 @@ class Round:
                 drafter.forget()
 
     def clear(self, rows: Sequence[int]) -> None:
-        """Forget what the caches of models hold of rows, and what drafters copy from."""
+        """Forget the rows' contents of the models' caches, and texts that drafters copy from."""
         first_own = self.verifier.own_rows(self._batch_size).start
         for cache in find_parts((self.target, self.drafters), StaticCache, seen=set()):
             first = first_own if cache.num_rows < self._batch_size else 0
@@ -343,9 +340,9 @@ class Round:
     ) -> None:  # fmt: skip
         """Read R prompts into their rows of the caches and sample each one's first token; see `read_prompts`.
 
-        They become rows of the batch `state`. `lengths` are those of the prompts, which the device knows as well. The
-        drafters at the places `late` read them later (`read_late`). `deliver` gets the result of these rows; see
-        `BatchState.commit`. One rank gives it away before its drafters read; several would wait for each other there.
+        They become rows of the batch `state`. The host knows their `lengths` as well. The drafters at the places `late`
+        read them later (`read_late`). `deliver` gets the result of these rows; see `BatchState.commit`. A single rank
+        gives it away before its drafters read; several would wait for each other there.
         """
         rows, held, draft_held, saved = zip(*places, strict=True)
         short = self._short(executor, state, "the target's prompts")
@@ -367,7 +364,7 @@ class Round:
             read_by_drafters()
 
     def read(self, prompts: BatchState, place: PromptRow, *, num_tokens: int, buckets: Buckets) -> None:
-        """Read the first tokens of one prompt into its row of the target's cache, those that are not held."""
+        """Read the first tokens of one prompt that are not held into its row of the target's cache."""
         held = [place.target] if place.target.num_tokens else ()
         lengths_1 = prompts.lengths_B.new_full((1,), num_tokens)
         part = Prompts(prompts.tokens_BS, lengths_1, [num_tokens], num_tokens, held, [place.saved])

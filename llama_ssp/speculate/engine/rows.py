@@ -41,7 +41,7 @@ class RowTable:
 
 
 class Backlog:
-    """What drafters have not read of the rows' texts: whole prompts, and the tokens of rounds without them.
+    """Tokens of the rows' texts that drafters have not read: whole prompts, and the tokens of rounds without them.
 
     Attributes:
         num_tokens: of each drafter, the tokens that it has to read before it drafts.
@@ -64,7 +64,7 @@ class Backlog:
         self._add_up()
 
     def count(self, choice: DraftChoice) -> None:
-        """Count what each drafter will have skipped after a round."""
+        """Count the tokens that each drafter will have skipped after a round."""
         for source, skipped in enumerate(self._num_skipped):
             drafted = choice.num_tokens and source == choice.source
             self._num_skipped[source] = 0 if drafted else skipped + choice.num_tokens + 1

@@ -42,7 +42,7 @@ class Request:
         prompt_ids: token ids, at least one.
         sample: which of several samples of this prompt.
         num_equal_before: how many equal prompts came before it (`count_equal_before`).
-        seed, sampling, stops: in place of those of the run.
+        seed, sampling, stops: in place of the run's.
         ignores_eos: it goes on after an end-of-sequence token.
     """
 
@@ -79,8 +79,8 @@ class BatchState(NamedTuple):
         first_round_B: the row of the flattened `uniforms_BMN` for a round at length 0.
         keys_B: the key of each row's uniforms.
         prompt_lengths_B: how many tokens are the prompt.
-        ahead_B: drafted tokens behind the text that wait for verification; 0 but in rounds that overlap (`overlap`).
-        sampling_BX: settings of each row (`sampling.by_row`); X is 0 if they are those of the run.
+        ahead_B: drafted tokens after the text that wait for verification; 0 but in rounds that overlap (`overlap`).
+        sampling_BX: settings of each row (`sampling.by_row`); X is 0 if all rows have the settings of the run.
         uniforms_BMN: all uniforms the rows can need; index M is for the round that begins M tokens after the prompt.
     """
 
@@ -141,7 +141,7 @@ class BatchState(NamedTuple):
         return Rows(self.tokens_BS, self.lengths_B, self.keys_B, self.prompt_lengths_B, self.sampling_BX)
 
     def put(self, rows_R: Tensor, other: "BatchState") -> None:
-        """Overwrite rows `rows_R` with all rows of `other`, of as many slots and rounds, in order."""
+        """Overwrite rows `rows_R` with all rows of `other`, which has as many slots and rounds, in order."""
         moved_R = rows_R - torch.arange(other.tokens_BS.shape[0], device=rows_R.device)
         moved = other._replace(first_round_B=other.first_round_B + moved_R * self.uniforms_BMN.shape[1])
         for own, new in zip(self, moved, strict=True):
@@ -152,7 +152,7 @@ class BatchState(NamedTuple):
         return self.uniforms_BMN.flatten(0, 1).index_select(0, self.first_round_B + self.lengths_B)
 
     def plain_uniforms(self, num_tokens: int) -> Tensor:
-        """The uniforms (B, T, P) by which plain decoding draws the next T tokens; those behind a row's end are any."""
+        """The uniforms (B, T, P) by which plain decoding draws the next T tokens; arbitrary after a row's end."""
         from_now_T = torch.arange(num_tokens, device=self.lengths_B.device)
         # Limits, not the size of the table, which a trace would keep.
         starts_BT = (self.lengths_B[:, None] + from_now_T).minimum(self.limits_B[:, None])
@@ -161,7 +161,7 @@ class BatchState(NamedTuple):
         return found_XN[:, -PER_DRAW:].view(*rounds_BT.shape, PER_DRAW)
 
     def commit(self, decision: Decision, *drafted_ids_BK: Tensor) -> Tensor:
-        """Append what was decided on a chain to the text, up to each row's limit.
+        """Append the tokens decided on a chain to the text, up to each row's limit.
 
         The drafted tokens, if any, are in `tokens_BS` already. Returns the round's result (B, K + 3), int64: these,
         then the decision, not cut at the limits.
@@ -173,9 +173,9 @@ class BatchState(NamedTuple):
         return torch.cat([*drafted_ids_BK, *decision], dim=1)
 
     def vacate(self, rows: int | slice, *, length: int = 2) -> None:
-        """Reset rows in place to those of an empty batch: later rounds may read fewer slots than they have filled.
+        """Reset rows in place, as in an empty batch: later rounds may read fewer slots than these rows have filled.
 
-        Rows of another `length` cost what rows of that length do.
+        Rows of another `length` cost as much as rows of that length.
         """
         # A number that is assigned to an index is copied from the host, which waits for a GPU.
         self.lengths_B[rows].fill_(length)

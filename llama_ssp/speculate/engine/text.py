@@ -40,7 +40,7 @@ class IncrementalText:
         self._accepted = False
 
     def push(self, token_ids: Sequence[int], *, num_accepted: int = 0) -> list[Piece]:
-        """Add the row's new ids, also those that end the text; the first `num_accepted` were drafted and accepted.
+        """Add the row's new ids, with any that end the text; the first `num_accepted` were drafted and accepted.
 
         Returns the complete characters. Each belongs to the token that completes it.
         """
@@ -63,7 +63,7 @@ class IncrementalText:
         return self._emitted.decode(self._held).rstrip(INCOMPLETE) if self._held else ""
 
     def flush(self) -> list[Piece]:
-        """End the text: emit what was held back, an incomplete character as U+FFFD."""
+        """End the text: emit held-back tokens' text, an incomplete character as U+FFFD."""
         pieces: list[Piece] = []
         if self._held:
             self._emit(self._emitted.decode(self._held), pieces)

@@ -32,7 +32,7 @@ class Decision(NamedTuple):
         node_B1: see `Verdict`.
         next_ids_B1: the token that follows.
         flags_B1: STOP_REQUESTED or NEWS if the deciding rank has announced it, plus NOT_A_NUMBER in rows whose logits
-            are NaN, plus GOES_ON where the next token is drafted too, so that the tokens behind it stay in flight
+            are NaN, plus GOES_ON where the next token is drafted too, so that the tokens after it stay in flight
             (`overlap`).
     """
 
@@ -48,7 +48,7 @@ class Verifier:
         comm: the ranks that must agree.
         verify_rank: the rank in `comm` that decides; with a split, only for tokens without a draft.
         split: divides the rows among ranks that each hold the draft; None lets `verify_rank` decide all.
-        forced: decides what is accepted, once the rule has; None leaves it to the rule.
+        forced: decides the accepted lengths in place of the rule; None leaves them to it.
 
     Attributes:
         rule, verify_rank: of all decisions.
@@ -97,7 +97,7 @@ class Verifier:
     ) -> Decision:  # fmt: skip
         """Accept a path of the draft and choose the token that follows it; with a split, any rank can ask to stop.
 
-        Where `is_plain_B1` nothing is accepted, and the next token is that of plain decoding; elsewhere `forced_B1`
+        Where `is_plain_B1` nothing is accepted, and the next token is plain decoding's; elsewhere `forced_B1`
         tokens are, if it is given.
         """
         batch_size = draft.ids_BK.shape[0]
@@ -121,7 +121,7 @@ class Verifier:
         return _unpacked(self._split.gather(packed_R3, batch_size=batch_size))
 
     def decide(self, find: Callable[[], Verdict], *, batch_size: int) -> Decision:
-        """Find a verdict on the ranks that run the rule, and give all that of one in a message."""
+        """Find a verdict on the ranks that run the rule, and give all ranks one rank's verdict in a message."""
         decision = self._decision(find()) if self._runs_rule else None
         if decision and self.comm.size == 1:
             return decision

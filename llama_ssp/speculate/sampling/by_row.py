@@ -5,16 +5,19 @@ are a law too: probability 1 at the best token, which every rule then drafts, ac
 
     settings of a row   | 1 / temperature | top_k | top_p | min_p | three penalties | M ids | M biases |
 
-What a row's settings leave out changes no bit of its probabilities, so its text is that of a batch of its own. Sorting
+What a row's settings leave out changes no bit of its probabilities, so its text is as in a batch of its own. Sorting
 a vocabulary and counting tokens cost time: rounds do so only while a row needs it (`RowSteps`).
 
 Shapes: B sequences, T scored positions, V vocabulary, X settings of a row, M biases, S logits in descending order.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from llama_ssp.settings.schema import MOST_BIASES, RowSteps, SamplingConfig
+from llama_ssp.settings.schema import MOST_BIASES, SamplingConfig
 from llama_ssp.speculate.sampling.context import Context, count_tokens
 from llama_ssp.speculate.sampling.processors import scale_of
 
@@ -24,7 +27,7 @@ NUM_SETTINGS = _NUM_NUMBERS + 2 * MOST_BIASES
 
 
 def settings_of(sampling: SamplingConfig | None) -> list[float]:
-    """The X settings of a row; none in batches whose rows have those of the run."""
+    """The X settings of a row; none in batches whose rows have the settings of the run."""
     if sampling is None:
         return []
     missing = [0.0] * (MOST_BIASES - len(sampling.logit_bias))
@@ -36,11 +39,24 @@ def settings_of(sampling: SamplingConfig | None) -> list[float]:
     ]  # fmt: skip
 
 
+@dataclass(kw_only=True)
+class RowSteps:
+    """Steps that the rows of a batch need now; the rules of one round, of target and drafts, share this object."""
+
+    truncates: bool = False
+    penalizes: bool = False
+
+    def follow(self, samplings: Sequence[SamplingConfig]) -> None:
+        """Take the steps that any of these settings of rows needs."""
+        self.truncates = any(sampling.truncates for sampling in samplings)
+        self.penalizes = any(sampling.penalizes for sampling in samplings)
+
+
 class ByRow:
     """Maps logits (B, T, V) and their context to the probabilities that each row's settings ask for.
 
-    For each row they are those of `context.penalty` and `processors.processor`; fp32, or fp64 of logits in fp64.
-    `steps` says what any row of the batch needs now.
+    Each row equals the result of `context.penalty` and `processors.processor`; fp32, or fp64 of logits in fp64.
+    `steps` has the steps that any row of the batch needs now.
     """
 
     def __init__(self, steps: RowSteps) -> None:
@@ -81,7 +97,7 @@ def _penalized(logits_BTV: Tensor, context: Context, penalties_3B11: Tensor) -> 
 
 
 def _truncated(probs_BTV: Tensor, scaled_BTV: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Keep what top-k, then top-p, then min-p leave, in rows that have them; see `processors.processor`."""
+    """Keep the tokens of top-k, then top-p, then min-p, in rows that have them; see `processors.processor`."""
 
     def kept(is_kept_BTV: Tensor, is_on_B11: Tensor) -> Tensor:
         left_BTV = probs_BTV * is_kept_BTV

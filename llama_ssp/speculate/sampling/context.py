@@ -21,7 +21,7 @@ _OF_THE_RUN = torch.empty(0, 0)
 class Rows(NamedTuple):
     """Rows of a batch: token ids, of which `lengths_B` are prompt and text, the keys of their uniforms, the prompts.
 
-    Drafted tokens may stand behind the text; the slots behind them are undefined. For `sampling_BX` see `by_row`.
+    Drafted tokens may follow the text; later slots are undefined. For `sampling_BX` see `by_row`.
     """
 
     tokens_BS: Tensor
@@ -36,7 +36,7 @@ class Rows(NamedTuple):
 
 
 class Context(NamedTuple):
-    """The tokens before each scored position: those of `Rows` up to the one at `last_BT`, which grows by 1 along T."""
+    """The tokens before each scored position: `Rows` up to the token at `last_BT`, which grows by 1 along T."""
 
     tokens_BS: Tensor
     keys_B: Tensor
@@ -83,9 +83,8 @@ class _Changes:
     def _counted(self, logits_BTV: Tensor, context: Context, ids: range) -> Tensor:
         """Apply the penalties that count tokens.
 
-        Source: Keskar et al. 2019, arXiv:1909.05858 (repetition, over prompt and text as in transformers); the
-            frequency and presence penalties are those of OpenAI's API and of vLLM, counted over the text without its
-            prompt.
+        Source: Keskar et al. 2019, arXiv:1909.05858 (repetition, over prompt and text as in transformers);
+            frequency and presence penalties as in OpenAI's API and vLLM, counted over the text without its prompt.
         """
         sampling, own, first_B = self._sampling, slice(ids.start, ids.stop), context.prompt_lengths_B
         repetition, frequency, presence = (

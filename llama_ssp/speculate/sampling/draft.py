@@ -19,8 +19,8 @@ class Verdict(NamedTuple):
 
     Attributes:
         node_B1: the path's last node, 0 for none; of a chain this is how many tokens are accepted.
-        weights_B1: the weight of the next token: NaN if the logits after the accepted tokens contain NaN, or others
-            that the rule has decided by.
+        weights_B1: the weight of the next token: NaN if the logits after the accepted tokens contain NaN, or any other
+            logits that the rule has decided by.
     """
 
     node_B1: Tensor
@@ -28,7 +28,7 @@ class Verdict(NamedTuple):
     weights_B1: Tensor
 
     def noting(self, numbers_BX: Tensor) -> "Verdict":
-        """Make the weight NaN if one of the numbers is that a rule has compared: no path passes with NaN."""
+        """Make the weight NaN if one of these compared numbers is NaN: no path is accepted by comparing NaN."""
         return self._replace(weights_B1=torch.add(self.weights_B1, numbers_BX.sum(1, keepdim=True), alpha=0.0))
 
     def where(self, is_other_B1: Tensor, other: "Verdict") -> "Verdict":
@@ -55,7 +55,7 @@ class Chain(NamedTuple):
     def accept(self, ids_BK: Tensor, chosen_BT: Tensor, weights_BT: Tensor) -> Verdict:
         """Accept the path of certain tokens that the target chooses; the next token is its choice too.
 
-        The target chooses by numbers of each place alone, or its best tokens, so the text is that of plain decoding,
+        The target chooses by numbers of each place alone, or its best tokens, so the text is plain decoding's,
         whatever is drafted.
 
         Args:
@@ -67,12 +67,12 @@ class Chain(NamedTuple):
         return Verdict(node_B1, chosen_BT.gather(-1, node_B1), weights_BT.gather(-1, node_B1))
 
     def at_nodes(self, places_BTP: Tensor) -> Tensor:
-        """Numbers of places behind the text, for each node the number of its children's place."""
+        """Take numbers of T places after the text; returns for each node the number at its children's place."""
         return places_BTP
 
 
 class Topology(NamedTuple):
-    """Which node is whose child, in the trees of some rows.
+    """Parents, depths and paths of the nodes, in the trees of some rows.
 
     Attributes:
         parents_BN: the parent of each drafted node, int64.

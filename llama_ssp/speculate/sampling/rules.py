@@ -4,7 +4,7 @@ The rules are pure functions on tensors, vectorised over rows; the host reads no
 with the way its drafts are drawn, because a rule is lossless only for drafts drawn as it expects.
 
 Where drafting overlaps verification (`verify_ahead`), the target scores K positions. A row with a block in flight has
-K - 1 drafted tokens at the first of them, and the first token of the next block follows. Other rows have that alone.
+K - 1 drafted tokens at the first positions, then the first token of the next block. Other rows have only the latter.
 
     in flight        | d1 | d2 | d3 | next |     K = 4: four examined
     none in flight   | next |                    one examined
@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from llama_ssp.ranks.comms import Reads
 from llama_ssp.settings.rules import rule_of
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
-from llama_ssp.speculate.sampling.by_row import ByRow
+from llama_ssp.speculate.sampling.by_row import ByRow, RowSteps
 from llama_ssp.speculate.sampling.context import Context, Penalty, penalty
 from llama_ssp.speculate.sampling.draft import Draft, Verdict
 from llama_ssp.speculate.sampling.processors import DRAW_UNITS, processor, rows_after, scale_of
@@ -38,9 +38,9 @@ _HINT_OF_TARGET = 2.0**-50
 def verify_speculative(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws, shard: Shard = WHOLE) -> Verdict:
     """Accept the longest prefix of the draft that keeps the target's distribution.
 
-    The target's probabilities are those at K + 1 positions, after the same processors as the draft's; both are of the
-    tokens of `shard`, whose ranks find the same verdict together. At the first rejection the next token is drawn from
-    the residual, the positive part of target minus draft. After K acceptances, or if rounding leaves no residual, it is
+    The target's probabilities are of K + 1 positions, after the same processors as the draft's; both are of the tokens
+    of `shard`, whose ranks find the same verdict together. At the first rejection the next token is drawn from the
+    residual, the positive part of target minus draft. After K acceptances, or if rounding leaves no residual, it is
     drawn from the target's row.
 
     Source: Chen et al. 2023, arXiv:2302.01318, Algorithm 2; Leviathan et al. 2023, arXiv:2211.17192, Algorithm 1.
@@ -110,7 +110,7 @@ class Rule:
         shard: of the logits, probabilities and scores of this rank.
 
     Attributes:
-        reads: what it reads of a model's logits.
+        reads: the part of a model's logits that it reads.
         needs_context: `draw` and `process` need the context of their positions.
         takes_best: a token is the one with the largest score.
         steps: of rows that have settings of their own.
@@ -188,7 +188,7 @@ class Rule:
         return draft.nodes.accept(draft.ids_BK, chosen_BT, self._weights(target_BTV, chosen_BT))
 
     def accepting(self, lengths_B1: Tensor, target_BTV: Tensor, *, draws: Draws) -> Verdict:
-        """Accept so many drafted tokens, whatever the target says, and draw the next one as plain decoding does."""
+        """Accept `lengths_B1` drafted tokens, whatever the target says, and draw the next one as in plain decoding."""
         index_B1V = lengths_B1[..., None].expand(-1, -1, target_BTV.shape[-1])
         return self.plain(target_BTV.gather(1, index_B1V), draws.plain_BTP[:, :1], lengths_B1)
 
@@ -200,12 +200,12 @@ class Rule:
 
 
 class ForcedLengths:
-    """How many drafted tokens each round of a row accepts, for times at a given acceptance; the text is not lossless.
+    """Numbers of drafted tokens that rounds of a row accept, for times at a given acceptance; the text is not lossless.
 
     A row's place in the list follows from its new tokens, so that no round needs a number.
 
     Args:
-        lengths: of one round after the other, and then from the first again.
+        lengths: of successive rounds; after the last one, the first again.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
@@ -213,21 +213,22 @@ class ForcedLengths:
         self._by_place_S = torch.tensor([*by_place], device=device)
 
     def lengths(self, num_new_B: Tensor) -> Tensor:
-        """The lengths (B, 1) of rounds that begin after so many new tokens, of which the prompt's forward has one."""
+        """The lengths (B, 1) of rounds that begin after `num_new_B` tokens, the first of the prompt's forward."""
         return self._by_place_S[(num_new_B - 1) % len(self._by_place_S)][:, None]
 
 
 def make_rule(
     sampling: SamplingConfig, verification: VerificationConfig, *, breaks_ties: bool = False, is_cut: bool = False,
-    of_trees: Callable[..., Verdict] | None = None, shard: Shard = WHOLE,
+    of_trees: Callable[..., Verdict] | None = None, shard: Shard = WHOLE, steps: RowSteps | None = None,
 ) -> Rule:  # fmt: skip
-    """Make the rule of a run; at temperature 0 all coincide, and `greedy` is for no other (`settings.combinations`).
+    """Make the rule of a run; at temperature 0 all rules coincide, and `greedy` needs it (`settings.combinations`).
 
     For `breaks_ties` see `processor`. `is_cut` says that several ranks share the model whose logits it reads.
     `of_trees` verifies drawn trees, if drafts are trees. `shard` is of the logits (`planning.spec.draws_over_shards`).
+    Rules of one round share `steps` if rows have settings of their own.
     """
     record = rule_of(verification.rule)
-    penalize = ByRow(sampling.by_row) if sampling.by_row and sampling.temperature else penalty(sampling, shard)
+    penalize = ByRow(steps or RowSteps()) if sampling.by_row and sampling.temperature else penalty(sampling, shard)
     if sampling.temperature == 0:
         return Rule(None, None, penalize=penalize, reads_best=is_cut and sampling.takes_best, shard=shard)
     process = None if sampling.by_row else processor(sampling, breaks_ties=breaks_ties and record.needs_probs)

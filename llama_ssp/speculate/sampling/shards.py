@@ -7,9 +7,9 @@
     best      the largest number of each part, and its token
 
 Parts begin where blocks of a draw do, and sums of weights are whole numbers. So from the same weights any number of
-ranks draws the token that one rank draws; probabilities are those of one rank within rounding.
+ranks draws the token that one rank draws; probabilities equal one rank's within rounding.
 
-Every rank of the group must call each method together with the others, and all get the same results.
+All ranks of the group must call each method together, and get the same results.
 
 Shapes: B sequences, K drafted tokens, V tokens of this rank, P = 2 uniforms per draw, R ranks, C blocks of M tokens;
 `...` stands for any leading dimensions.
@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from llama_ssp.architectures.matrices import tokens_of_a_block, vocabulary_parts
 from llama_ssp.ranks.comms import Comm, best_of
-from llama_ssp.speculate.sampling.processors import DRAW_UNITS, draw, own_kernels, token_of_blocks
+from llama_ssp.speculate.sampling.processors import DRAW_UNITS, draw, own_operator, token_of_blocks
 
 
 class Shard:
@@ -39,19 +39,18 @@ class Shard:
             self._own = self._parts[self._comm.rank]
 
     def ids(self, num_tokens: int) -> range:
-        """The ids of this rank's tokens, of which there are so many."""
+        """The ids of the `num_tokens` tokens of this rank."""
         return range(num_tokens) if self.is_whole else self._own
 
     def num_of_all(self, num_tokens: int) -> int:
-        """The number of the tokens of all ranks, of which this one has so many."""
+        """The number of tokens of all ranks together, `num_tokens` of them on this one."""
         return num_tokens if self.is_whole else self._vocab_size
 
     def softmax(self, logits: Tensor, *, scale: float) -> Tensor:
         """The probabilities (..., V) of logits times `scale`; fp32, or fp64 of logits in fp64."""
-        if own := own_kernels(logits):
+        if own := own_operator("softmax", logits):
             rows = logits.reshape(-1, logits.shape[-1])
-            probs: Tensor = own.softmax(rows, scale=scale, join=self._joined).view(logits.shape)
-            return probs
+            return own(rows, scale=scale, join=self._joined).view(logits.shape)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
         peak = logits.amax(-1, keepdim=True)
         below = logits - peak.masked_fill(peak == float("-inf"), 0.0)
@@ -61,11 +60,11 @@ class Shard:
         return (logits - peak).exp_().div_((totals * (peaks - peak).exp()).sum(-1, keepdim=True))
 
     def _joined(self, own: Tensor, *, tokens: int) -> Tensor:
-        """Join the columns of all ranks, each of which stands for so many tokens or fewer."""
+        """Join the columns of all ranks, each for at most `tokens` tokens."""
         return self._comm.all_gather_last(own, tuple([-(-len(part) // tokens) for part in self._parts]))
 
     def at(self, ids_BK: Tensor, *numbers: Tensor) -> list[Tensor]:
-        """Of each of the numbers (B, K or more, V) those of the given tokens, (B, K, 1)."""
+        """Take the values of tokens from each tensor (B, K or more, V) of `numbers`, as (B, K, 1)."""
         if self.is_whole:
             return [of_all.gather(-1, ids_BK[..., None]) for of_all in numbers]
         places_BK1 = ids_BK[..., None] - self._own.start
@@ -95,9 +94,8 @@ WHOLE = Shard()
 
 def draw_in_blocks(weights_BV: Tensor, uniforms_BP: Tensor, *, units: float, block_size: int) -> Tensor:
     """The sum of each block of weights, and the token that the second uniform draws in it: int64 (B, 2, C)."""
-    if own := own_kernels(weights_BV):
-        found_B2C: Tensor = own.draw_in_blocks(weights_BV, uniforms_BP, units=units, tokens_of_a_block=block_size)
-        return found_B2C
+    if own := own_operator("draw_in_blocks", weights_BV):
+        return own(weights_BV, uniforms_BP, units, block_size)
     vocab_size = weights_BV.shape[-1]
     whole_BV = (weights_BV if units == 1.0 else weights_BV * units).long()
     blocks_BCM = pad(whole_BV, (0, -vocab_size % block_size)).unflatten(1, (-1, block_size))

@@ -1,6 +1,6 @@
 """Trees of drafted tokens: their shape, the choice of a node's children, and the rules that accept one path.
 
-Nodes are numbered level by level; node 0 is the row's newest text token, the others are drafted. A chain is a tree in
+Nodes are numbered level by level; node 0 is the row's newest text token, later nodes are drafted. A chain is a tree in
 which every node has one child. A static tree has one shape, a dynamic one another shape in every row and round, but
 always as many nodes, so that a round is the same operators every time.
 
@@ -14,7 +14,7 @@ most probable tokens. The rules are pure functions on tensors, vectorised over r
 only; the host reads no value.
 
 Shapes: B sequences, N drafted tokens of a tree (K in `Draft` and `Draws`), T = N + 1 nodes with the root, D depth, W
-children of a node, M nodes of a level, X children of a level, I nodes that have children, A slots behind the text, C
+children of a node, M nodes of a level, X children of a level, I nodes that have children, A slots after the text, C
 candidates, V vocabulary, P = 2 uniforms per draw.
 """
 
@@ -38,7 +38,7 @@ _LEAST_MASS = 2.0**-100
 class Level(NamedTuple):
     """Nodes of one depth, which the draft reads for the probabilities of their children.
 
-    Those of a tree stand behind the text in the order in which the draft reads them.
+    Nodes of a tree follow the text in the order in which the draft reads them.
 
     Attributes:
         depth: of these nodes.
@@ -101,7 +101,7 @@ class Tree:
     def draft(self, read: ReadLevel, uniforms_BKP: Tensor, *, takes_best: bool) -> Draft:
         """Draft a static tree, level by level: drawn children, or the most probable ones.
 
-        What they are drawn from stands in the order of their parents.
+        The probabilities that they are drawn from stand in the order of their parents.
 
         Args:
             read: see `ReadLevel`.
@@ -138,15 +138,15 @@ class Tree:
         """Draft a dynamic tree: the N most probable of the candidates, by the draft's probability of their paths.
 
         The root has W candidates as children, and so have the W most probable candidates of each level but the last.
-        Probabilities are those of the logits if the rule takes the best token, else those that it draws from. A parent
-        comes before its children among equal ones, so the chosen ones are a tree.
+        Probabilities are softmax of the logits if the rule takes the best token, else the ones that it draws from. A
+        parent comes before its children among equal candidates, so the chosen ones are a tree.
 
         Source: Li et al. 2024, arXiv:2406.16858, section 4.
         """
         width, _ = self._same_WW.shape
         given_BMV = read(None)
         num_rows = given_BMV.shape[0]
-        # Of the nodes that were read last: their numbers as candidates, the logarithms of their paths, what they see.
+        # The nodes that were read last: their numbers as candidates, the logarithms of their paths, what they see.
         numbers_BM = torch.zeros_like(given_BMV[..., 0], dtype=torch.int64)
         paths_BM = torch.zeros_like(given_BMV[..., 0])
         sees_BMA = self._root_11.expand(num_rows, 1, 1)
@@ -182,13 +182,13 @@ def _children_first(children: list[list[int]], node: int = 0) -> list[int]:
 def draw_children(probs_BMV: Tensor, uniforms_BXP: Tensor) -> Tensor:
     """Draw the children of each node of a level by the uniforms of these children.
 
-    The first child has the probabilities of its node, the second those without the first's token, and so on. A node
+    The first child has the probabilities of its node, the second the same without the first's token, and so on. A node
     with fewer possible tokens than children has some token again; `verify_tree` never accepts it. A node's only child
     is the token that `draw` draws.
 
     Args:
         probs_BMV: the draft's probabilities after each node of a level, after the processors.
-        uniforms_BXP: those of the children, at their places in `Draws.draft_BKP`.
+        uniforms_BXP: the children's uniforms, at their places in `Draws.draft_BKP`.
 
     Returns:
         The ids (B, X), the children of a node side by side, as nodes are numbered.
@@ -222,7 +222,7 @@ def verify_tree(tree: Tree, draft: Draft, target_probs_BTV: Tensor, *, draws: Dr
     and the first that passes ends the path: children come before their parent. The next token is drawn from the p
     that is left there. A tree with one child each is verified as by `verify_block`.
 
-    Which a and p are left does not depend on what is accepted, so all nodes of a level are examined at once.
+    The a and p that are left do not depend on acceptances, so all nodes of a level are examined at once.
 
     Args:
         tree: the shape of the draft.
@@ -290,7 +290,7 @@ class NodeLaws(NamedTuple):
         return (self.target_XV * self.factor_X1).sub_(self.draft_XV).clamp_min_(0)
 
     def without(self, ids_X1: Tensor | None) -> "NodeLaws":
-        """What a rejected child leaves, with all below it; None is the last child."""
+        """The laws after a rejected child and all nodes below it; None is the last child."""
         rest_XV = self.rest()
         sums_X1 = rest_XV.sum(-1, keepdim=True)
         # Where both agree nothing is left, and no child is rejected.

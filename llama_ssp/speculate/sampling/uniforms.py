@@ -1,7 +1,7 @@
 """Uniforms that are a pure function of their key, computed by tensor operations on the batch's device.
 
 A uniform depends only on (seed, prompt, sample index, start of the round, offset in the round, purpose), not on the
-batch, the placement, a refill, a resumption, or other prompts. A prompt is its token ids and how many equal ones came
+batch, the placement, a refill, a resumption, or other prompts. A prompt is its token ids and the number of equal ones
 before it. There is no generator state and the host reads nothing, so a round can run on the meta device and inside a
 CUDA graph. Module `processors` turns uniforms into tokens.
 
@@ -43,9 +43,9 @@ PER_DRAW = 2
 class Draws(NamedTuple):
     """The uniforms of one round, fp64 in [0, 1), multiples of 2^-53.
 
-    `residual_BP` draws the token after the accepted ones, resampled or bonus. `plain_BTP` are those of rounds without a
-    draft that begin now and at each of the next T - 1 tokens: they draw the tokens at these places where drafts are
-    certain, so that the text is that of plain decoding. T is 1 in other rounds.
+    `residual_BP` draws the token after the accepted ones, resampled or bonus. `plain_BTP` are the uniforms of rounds
+    without a draft that begin now and at each of the next T - 1 tokens: they draw the tokens at these places if drafts
+    are certain, so that the text is plain decoding's. T is 1 in other rounds.
     """
 
     draft_BKP: Tensor
@@ -92,13 +92,13 @@ def _mixed(bits: int) -> int:
 def exponentials(keys_B: Tensor, positions_BT: Tensor, *, vocab_size: int, first_id: int = 0) -> Tensor:
     """Make a number for every token of every position: standard exponential, above 0, fp32 (B, T, V).
 
-    It is a function of key, position and token, of which there are V from `first_id` on.
+    It is a function of key, position and token; the V tokens begin at `first_id`.
     """
     first = _NUM_PURPOSES * _MAX_OFFSETS + first_id  # after the counters of all purposes
     steps_V = torch.arange(first, first + vocab_size, device=keys_B.device)
     starts_BT = torch.add(keys_B[:, None], positions_BT, alpha=_START_STEP)
     bits_BTV = _mix_(starts_BT[..., None] + steps_V * _COUNTER_STEP).bitwise_and_(_TOP_53_BITS)
-    # Exact in fp64: multiples of 2^-53 in (0, 1]. The logarithm of 1, and no other, is replaced by a tiny number.
+    # Exact in fp64: multiples of 2^-53 in (0, 1]. Only the logarithm of 1 is replaced, by a tiny number.
     uniforms_BTV = bits_BTV.double().mul_(-(2.0**-64)).add_(0.5)
     return uniforms_BTV.log_().neg_().clamp_min_(2.0**-60).float()
 

@@ -32,5 +32,9 @@ def test_a_tree_by_look_up_costs_its_verification_and_the_kernels_of_a_search() 
 
 def test_a_search_names_it_with_its_settings() -> None:
     machine = replace(hardware.load("g5_12xlarge"), num_gpus=1)
-    found = next(one for one in search(make_spec("7B", free_draft="ngram"), machine) if one["draft"] == "ngram")
+    found = next(
+        one
+        for one in search(make_spec("7B", free_draft="ngram"), machine)
+        if (one["draft"], one["quantization"]) == ("ngram", "fp16")
+    )
     assert found["settings"] == ("model=7B", "draft=ngram", f"speculation.num_draft_tokens={found['num_draft_tokens']}")

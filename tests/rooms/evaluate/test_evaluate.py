@@ -22,7 +22,6 @@ from llama_ssp.reports.summary import CompletionPair, pairs_of
 from llama_ssp.rooms.evaluate import task
 from llama_ssp.rooms.evaluate.martingales import CERTAIN, FAULTS, SCORES, Rounds, Sum, roles_of, sums_of
 from llama_ssp.rooms.evaluate.probabilities import SampledText, Scorer
-from llama_ssp.run.commands import report
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.engine.likelihoods import log_probs_of
@@ -38,6 +37,7 @@ from tests.helpers.in_process import Ended, launch
 from tests.helpers.lanes import grid, heavy, slow
 from tests.helpers.models import FAMILIES, build_checkpoint
 from tests.helpers.prefix_runner import PrefixRunner
+from tests.helpers.reports import report
 from tests.helpers.rooms import copying
 from tests.rooms.evaluate.law_faults import plant
 
@@ -74,7 +74,7 @@ def test_an_interrupted_evaluation_is_resumed_to_the_verdict_of_an_undisturbed_o
     ended = launch(*SMALL, "gate=true", f"run_dir={cut}")
     assert (ended.code, ended.summary["evaluation"], ids(ended)) == (0, verdict, drawn)
 
-    assert report.main([str(alone)]) == 0
+    assert report([str(alone)]) == 0
     page = (alone / "report.html").read_text()
     assert "<b>suite=distribution passed</b>: plain and speculative samples can come from one distribution" in page
     assert re.search(r"<td[^>]*>p-value, next tokens</td><td[^>]*>[0-9.]+</td>", page)
@@ -85,7 +85,6 @@ def test_a_closed_gate_ends_with_1_after_all_is_recorded(tmp_path: Path) -> None
     assert (closed.code, closed.summary["evaluation"]["passed"], len(closed.lines)) == (1, False, 8)
     assert closed.status.startswith("1: suite=arithmetic failed: the rates of right answers, plain ")
     assert closed.status.removeprefix("1: ").strip() in closed.err
-    assert (tmp_path / "run" / "report.html").exists()
 
 
 VERIFY = rules.verify_speculative

@@ -24,7 +24,6 @@ from llama_ssp.planning.model import PlannedModel, planned_model
 from llama_ssp.planning.weights import model_bytes, rank_shares
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.run.checkpoints import read_tokenizer
-from llama_ssp.settings.schema import TargetKind
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import Checkpoint, inspect, shape_of
 from tests.helpers import library_kinds
@@ -38,7 +37,6 @@ CONFIGS = yaml.safe_load(Path(__file__).with_name("configs.yaml").read_text())
 of_523 = pytest.mark.skipif(
     not transformers.__version__.startswith("5.23."), reason="kinds.json is of transformers 5.23"
 )
-TENSOR = TargetKind.tensor
 
 
 def whole(value: Any) -> Any:  # noqa: ANN401 - YAML
@@ -74,7 +72,7 @@ def test_plan_and_run_have_one_verdict_and_count_the_bytes_of_the_modules(
         assert bool(wanted) == bool(said), said
         if not said:
             model = planned_model(ModelConfig(name="mine", path=str(tmp_path), dtype=Dtype.bf16), device="cuda")
-            shares, origin = rank_shares(model, num_ranks=num_ranks, kind=TENSOR), inspect(tmp_path, config_alone=True)
+            shares, origin = rank_shares(model, num_ranks=num_ranks), inspect(tmp_path, config_alone=True)
             planned = model_bytes(shares[-1], model, device="cuda").total_bytes
             assert planned == pytest.approx(held_bytes(origin, num_ranks - 1, num_ranks), rel=0.01)
 

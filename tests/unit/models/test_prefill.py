@@ -12,7 +12,6 @@ from llama_ssp.models.cache import Taps
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.prefill import Buckets, Held, Prompts, ShortForwards, read_prompts
 from llama_ssp.models.runner import NullRunner
-from llama_ssp.run.decoders import agree_on_packing
 from llama_ssp.speculate.engine.executors import GraphExecutor
 from llama_ssp.speculate.engine.results import Launched
 from llama_ssp.speculate.engine.state import Request
@@ -105,14 +104,15 @@ def test_prompts_admitted_while_others_decode_give_the_texts_that_they_give_alon
     assert [completion.token_ids for completion in found] == texts
 
 
-@pytest.mark.parametrize(("others", "packs"), [(["packed"], True), ([""], False)])
+@pytest.mark.parametrize(("others", "packs"), [(["11"], True), (["10"], False)])
 def test_ranks_of_a_model_pack_only_if_all_can(others: list[str], packs: bool) -> None:
     """Otherwise their all-reduces would have other shapes, and wait for each other for ever."""
     runner, _ = pair("llama", batch_size=1)
-    agree_on_packing(runner, Mock(gather_text=lambda text: [text, *others]))
+    runner.packs_prompts = True
+    runner.agree(Mock(gather_text=lambda text: [text, *others]))
     assert runner.packs_prompts is packs
     absent = NullRunner(device=torch.device("cpu"), vocab_size=11, max_position_embeddings=64)
-    agree_on_packing(absent, Mock(gather_text=lambda text: [text, *others]))
+    absent.agree(Mock(gather_text=lambda text: [text, *others]))
     assert absent.packs_prompts is packs
 
 

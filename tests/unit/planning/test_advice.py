@@ -14,7 +14,7 @@ from llama_ssp.planning.memory import fits, fullest_rank, memory
 from llama_ssp.planning.plan import document, make_plan, shortage
 from llama_ssp.planning.search import without_draft
 from llama_ssp.planning.spec import PlanSpec, same_kind
-from llama_ssp.settings.schema import DraftLayout, TargetKind
+from llama_ssp.settings.schema import DraftLayout
 from llama_ssp.words import rounded
 from tests.helpers.planning import make_spec, small_model, times_of
 
@@ -70,10 +70,6 @@ def test_a_smaller_draft_that_gains_clearly_more_is_named() -> None:
 @pytest.mark.parametrize(
     ("spec", "num_notes", "note"),
     [
-        (make_spec("65B", num_ranks=8, target_kind=TargetKind.accelerate, cuda_graphs=False), 1,
-         "the target is placed layer-wise over 8 GPUs of rank 0"),
-        (make_spec("65B", num_ranks=8, target_kind=TargetKind.deepspeed), 2,
-         "while loading, DeepSpeed keeps the whole target in host memory on every rank, 130.6 GB each, whose capacity"),
         (make_spec("30B", num_ranks=8, cuda_graphs=False), 2,
          "52 heads over 8 ranks: 7 7 7 7 6 6 6 6; rank 0 needs most"),
     ],
@@ -275,14 +271,6 @@ def test_a_job_without_any_way_out_says_so() -> None:
     plan = make_plan(make_spec(small_model(), device="cpu", cuda_graphs=False), tiny)
     assert plan.changes == ()
     assert "hardware=NAME" in shortage(plan)
-
-
-def test_every_change_leaves_a_layer_wise_target_on_one_rank_and_in_the_librarys_modules() -> None:
-    spec = make_spec("65B", "7B", num_ranks=4, target_kind=TargetKind.accelerate, cuda_graphs=False)
-    machine = hardware.load("p4d_24xlarge")
-    for way in (*changes._ways(spec, machine), *changes._smaller_targets(spec, machine)):
-        assert way.spec.target_ranks == (0,), way.settings
-        assert way.spec.target.by_library, way.settings
 
 
 def test_a_cache_in_8_bits_is_named_where_the_cache_is_what_does_not_fit() -> None:

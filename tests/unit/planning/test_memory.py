@@ -11,7 +11,6 @@ from llama_ssp.architectures.engine import BUCKET_STEP, ENGINE_KERNELS
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.matrices import WholeParts, split_model
 from llama_ssp.catalogue import Dtype
-from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.models.prefill import Buckets
@@ -27,9 +26,9 @@ from llama_ssp.planning.memory import (
 )
 from llama_ssp.planning.model import PlannedModel, planned_model
 from llama_ssp.planning.plan import document, make_plan
-from llama_ssp.planning.weights import model_bytes, shares, split_layers
+from llama_ssp.planning.weights import model_bytes, shares
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.schema import DraftLayout, TargetKind
+from llama_ssp.settings.schema import DraftLayout
 from llama_ssp.weights.checkpoint import shape_of
 from tests.helpers.models import tiny_config
 from tests.helpers.planning import make_spec, small_model
@@ -103,11 +102,6 @@ def test_a_draft_is_held_once_unless_it_is_replicated_but_for_norms_and_the_embe
     assert sum(rank.draft_weights_bytes - rank.draft_repeated_bytes for rank in ranks) == copies * (
         13_476_831_232 - repeated
     )
-
-
-def test_deepspeed_refuses_heads_that_do_not_divide_and_says_what_does_not() -> None:
-    with pytest.raises(PlacementError, match=r"placement\.target\.kind=tensor"):
-        memory(make_spec("30B", num_ranks=8, target_kind=TargetKind.deepspeed), A100)
 
 
 @pytest.mark.parametrize(("form", "weight_bytes", "num_copies"), [("nf4", 9 / 16, 2), ("int4_weight_only", 17 / 32, 4)])
@@ -217,16 +211,6 @@ def test_a_package_that_a_cpu_needs_for_its_kernel_is_counted_once() -> None:
             (held,) = memory(make_spec("7B", "7B", device=device, of_target=given, of_draft=given), machine)
             more = 90_000_000 if quantization in ("nf4", "fp4") and device == "cpu" else 0
             assert held.context_bytes == machine.context_bytes + more
-
-
-@pytest.mark.parametrize("num_devices", [1, 2, 3, 9])
-def test_every_layer_is_in_one_place_and_devices_hold_as_many(num_devices: int) -> None:
-    split = split_layers(7, num_devices=num_devices)
-    assert [layer for part in split for layer in part] == list(range(7))
-    assert len(split) == num_devices
-    assert max(map(len, split)) - min(len(part) for part in split if part) <= 1
-    spec = make_spec("13B", num_ranks=num_devices, target_kind=TargetKind.accelerate, cuda_graphs=False)
-    assert sum(rank.target_weights_bytes for rank in memory(spec, A100)) == 26_031_728_640
 
 
 INT8_GB = {"7B": 7.006, "13B": 13.352, "30B": 32.972, "65B": 65.838}

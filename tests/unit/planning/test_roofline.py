@@ -22,7 +22,6 @@ from llama_ssp.planning.forwards import (
     forward_time,
 )
 from llama_ssp.planning.model import PlannedModel
-from llama_ssp.settings.schema import TargetKind
 from llama_ssp.storage.formats import format_of
 from tests.helpers.planning import make_spec, small_model, times_of
 
@@ -39,7 +38,7 @@ LAYER, HEAD = 64 * (64 + 32 + 32 + 64 + 3 * 512), 64 * 512
 
 def seat(num_ranks: int, *, model: PlannedModel = MODEL, cuda_graphs: bool = False) -> ModelPlacement:
     ranks = tuple(range(num_ranks))
-    return ModelPlacement(model=model, kind=TargetKind.tensor, ranks=ranks, cuda_graphs=cuda_graphs)
+    return ModelPlacement(model=model, ranks=ranks, cuda_graphs=cuda_graphs)
 
 
 def forward(num_ranks: int, machine: HardwareConfig = MACHINE, *, num_slots: int = 100, **of_seat: Any) -> ForwardTime:  # noqa: ANN401 - as `seat` has

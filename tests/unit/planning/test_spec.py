@@ -18,14 +18,13 @@ from llama_ssp.planning.model import planned_model
 from llama_ssp.planning.notes import notes_on_families
 from llama_ssp.planning.spec import PlanSpec, spec_of_plan
 from llama_ssp.planning.weights import model_bytes
+from llama_ssp.settings.backends import backends
 from llama_ssp.settings.schema import (
     MODEL_DRAFT,
     DrafterConfig,
-    DraftLayout,
     DraftPlacement,
     PlacementConfig,
     PlanConfig,
-    TargetKind,
     TargetPlacement,
 )
 
@@ -89,27 +88,10 @@ def test_a_cpu_keeps_the_linear_layers_of_16_bit_files_in_16_bits() -> None:
     assert replace(target, dtype=Dtype.bf16).matrix_dtype("cpu") is Dtype.bf16
 
 
-@pytest.mark.parametrize(
-    ("draft", "devices", "draft_ranks"),
-    [
-        (DraftPlacement(), range(8), [0]),
-        (DraftPlacement(kind=DraftLayout.own_gpu), range(7), [7]),
-        (DraftPlacement(kind=DraftLayout.own_gpu, ranks=[1, 2]), [0, 3, 4, 5, 6, 7], [1, 2]),
-    ],
-)
-def test_a_layer_wise_target_has_one_rank_and_the_gpus_of_its_node_that_no_rank_has(
-    draft: DraftPlacement, devices: range | list[int], draft_ranks: list[int]
-) -> None:
-    spec = _job(TargetPlacement(kind=TargetKind.accelerate), draft)
-    assert spec.target_ranks == (0,)
-    assert spec.target_devices == tuple(devices)
-    assert spec.draft_ranks == tuple(draft_ranks)
-
-
 def test_a_target_that_a_library_places_runs_in_its_modules_and_without_graphs() -> None:
-    for kind in TargetKind:
+    for kind in backends():
         spec = _job(TargetPlacement(kind=kind), DraftPlacement())
-        assert spec.target.is_lean == spec.cuda_graphs == (kind is TargetKind.tensor)
+        assert spec.target.is_lean == spec.cuda_graphs == (kind == "tensor")
         assert spec.draft
         assert spec.draft.is_lean
 

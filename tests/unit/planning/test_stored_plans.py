@@ -17,12 +17,12 @@ from llama_ssp.machines import hardware
 from llama_ssp.planning.advice import changes_that_fit
 from llama_ssp.planning.forwards import ModelPlacement, forward_time
 from llama_ssp.planning.memory import fits
-from llama_ssp.planning.model import PlannedModel, planned_model, resolve_shapes
+from llama_ssp.planning.model import PlannedModel, planned_model, resolved
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.search import search
 from llama_ssp.planning.spec import spec_of_plan
 from llama_ssp.planning.weights import model_bytes, rank_shares
-from llama_ssp.settings.schema import NO_DRAFT, DrafterConfig, PlanConfig, SyntheticConfig, TargetKind, WeightsKind
+from llama_ssp.settings.schema import NO_DRAFT, DrafterConfig, PlanConfig, SyntheticConfig, WeightsKind
 from llama_ssp.storage.formats import READ_SLOWDOWN
 from tests.helpers.packed_checkpoints import WEIGHTS, changed, quantization_config
 
@@ -46,9 +46,7 @@ def config_of(folder: Path, sizes: dict[str, Any], described: object, **changes:
     common = {"max_position_embeddings": 131072, "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(common | sizes | quantized))
     entry = ModelConfig(name="local", path=str(folder), quantization=changes.pop("quantization", "none"))
-    config = PlanConfig(model=entry, draft=DrafterConfig(kind=NO_DRAFT), hardware={}, **changes)
-    resolve_shapes(config)
-    return config
+    return resolved(PlanConfig(model=entry, draft=DrafterConfig(kind=NO_DRAFT), hardware={}, **changes))
 
 
 def planned(folder: Path, sizes: dict[str, Any], described: object, quantization: str = "none") -> PlannedModel:
@@ -93,7 +91,7 @@ def test_a_forward_reads_the_stored_bytes_and_those_of_layers_that_stay(tmp_path
     model = planned(tmp_path, LLAMA_8B, W8A8)
 
     def matrices_s(of: PlannedModel, rows: int) -> float:
-        placement = ModelPlacement(model=of, kind=TargetKind.tensor, ranks=(0,), cuda_graphs=True)
+        placement = ModelPlacement(model=of, ranks=(0,), cuda_graphs=True)
         forward = forward_time(placement, H100, batch_size=rows, num_positions=1, num_scored=1, bucket=128)
         return forward.matrices_s
 
@@ -174,7 +172,7 @@ def test_groups_are_left_to_the_run_where_a_plan_does_not_know_the_matrices(tmp_
     for model_type, is_known in ("llama", True), ("nanochat", False):
         model = planned(tmp_path, SMALL | {"num_key_value_heads": 8, "model_type": model_type}, AWQ)
         with pytest.raises(PlacementError, match="o_proj has 64 on one of 8") if is_known else nullcontext():
-            rank_shares(model, num_ranks=8, kind=TargetKind.tensor)
+            rank_shares(model, num_ranks=8)
 
 
 def test_a_70b_in_fp8_fits_on_one_h100(tmp_path: Path) -> None:

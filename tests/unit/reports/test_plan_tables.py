@@ -1,24 +1,20 @@
-"""The tables and figures of plans and searches."""
+"""The tables of plans and searches."""
 
 import io
 import re
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from rich.console import Console
 
 from llama_ssp.catalogue import Dtype
-from llama_ssp.errors import ConfigError
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.memory import GIB
 from llama_ssp.planning.plan import Plan, Search, document, make_plan
 from llama_ssp.planning.search import search
-from llama_ssp.reports.plan_figures import draw, draw_plan, draw_search
 from llama_ssp.reports.plan_tables import ITEMS, printed, show
 from llama_ssp.settings.schema import DraftLayout
 from llama_ssp.words import rounded
@@ -135,26 +131,6 @@ def test_a_laptop_leaves_memory_to_its_operating_system_and_has_no_gpus() -> Non
     assert all("GPU" not in sentence for sentence in (*plan.warnings, *plan.notes, plan.basis))
 
 
-@pytest.mark.parametrize("draft", ["7B", None])
-def test_a_figure_is_drawn_with_and_without_a_draft(draft: str | None, tmp_path: Path) -> None:
-    plan, file = _plan("30B", draft, num_ranks=8), tmp_path / "plan.svg"
-    draw(plan, file)
-    assert "<svg" in file.read_text()
-    memory, by_k = draw_plan(plan).axes
-    for place, rank in enumerate(plan.ranks):
-        stacked = [group.patches[place] for group in memory.containers]  # type: ignore[attr-defined]
-        assert sum(patch.get_height() for patch in stacked) * GIB == pytest.approx(rank.needed_bytes)
-    expected = [*document(plan)["time"]["speculative_ms_per_token_by_k"]]
-    times = [np.asarray(line.get_ydata()).tolist() for line in by_k.lines if line.get_label() == "speculative"]
-    assert times == ([expected] if expected else [])
-
-
-def test_a_figure_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
-    for file in (tmp_path / "missing" / "plan.png", tmp_path / "plan.docx"):
-        with pytest.raises(ConfigError, match="cannot be written"):
-            draw(_plan("7B", None, num_ranks=1), file)
-
-
 @pytest.mark.parametrize("width", [60, 80])
 def test_a_narrow_terminal_shortens_no_figure(width: int) -> None:
     plan = _plan("65B", "7B", num_ranks=8)
@@ -228,22 +204,3 @@ def test_a_model_that_does_not_fit_is_struck_out_above_smaller_ones_that_do() ->
 def test_every_row_has_its_command_in_one_line() -> None:
     lines = [line.split() for line in _console(80).export_text().splitlines()]
     assert all([str(one["rank"]), "llama-ssp", "plan", *one["settings"]] in lines for one in printed(choices()))
-
-
-def test_the_figure_has_the_fastest_choice_of_the_asked_model_for_every_size() -> None:
-    (axes,) = draw_search(searched()).axes
-    dots = {(x, y) for line in axes.lines for x, y in np.asarray(line.get_xydata()).tolist()}
-    for size in (1, 2, 4):
-        fitting = [
-            one["ms_per_token"]
-            for one in choices()
-            if one["target"] == "65B" and one["num_ranks"] == size and one["ms_per_token"]
-        ]
-        assert (size, min(fitting)) in dots if fitting else all(x != size for x, _ in dots)
-    assert any("with a draft" in str(line.get_label()) for line in axes.lines)
-
-
-def test_a_search_in_which_nothing_fits_is_drawn_empty(tmp_path: Path) -> None:
-    small = replace(A10G, num_gpus=1, memory_bytes=2**30)
-    found = search(make_spec("65B", "7B"), small)
-    draw(Search(machine=small, choices=found), tmp_path / "search.svg")

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from llama_ssp.reports.measures import measure
 from llama_ssp.reports.reading import read_settings, to_yaml
 from llama_ssp.reports.runs import Run, Setting, find_runs, names_of, read_run, varying_settings
+from llama_ssp.reports.tables import runs_table
+from tests.helpers import runs as made
 from tests.helpers.composed import compose_run
 from tests.helpers.runs import FAST, PLAIN, summary, write_run
 
@@ -163,3 +166,24 @@ def test_what_follows_from_the_name_of_an_entry_is_left_out(key: str, first: str
         model, draft = (word.partition("=")[2] for word in words.split()[:2])
         runs.append(run_of(read_settings(to_yaml(config)), model=model, draft=draft))
     assert [setting.key for setting in varying_settings(runs)] == [key]
+
+
+def test_columns_that_no_run_fills_are_left_out() -> None:
+    runs = [replace(made.run(PLAIN), status=""), replace(made.run(PLAIN, name="s/1"), status="")]
+    table = runs_table(runs)
+    assert table.columns == ["#", "plain, ms/token", "prompts", "tokens", "run"]
+    assert {len(row) for row in table.rows} == {5}
+
+
+def test_speedups_are_paired_by_prompt_and_not_by_totals() -> None:
+    slow, fast, alone = replace(PLAIN, index=1, ms=1000.0), replace(FAST, index=1, ms=100.0), replace(FAST, index=2)
+    measured = measure([PLAIN, FAST, slow, fast, replace(alone, ms=1.0)])
+    assert measured.speedup
+    assert measured.speedup.value == pytest.approx((2.5 + 10.0) / 2)
+    assert (len(measured.pairs), measured.num_faster) == (2, 2)
+
+
+def test_turns_of_a_conversation_and_samples_of_a_prompt_are_one_prompt() -> None:
+    turns = [replace(PLAIN, index=index, turn=index, sample=sample) for index in range(2) for sample in range(3)]
+    (mode,) = measure([*turns, replace(PLAIN, index=2, ms=200.0)]).modes.values()
+    assert (mode.ms_per_token.value, mode.num_completions) == (15.0, 7), "the median of two prompts"

@@ -24,7 +24,6 @@ from llama_ssp.settings.schema import (
     MODEL_DRAFT,
     DraftPlacement,
     PlacementConfig,
-    RowSteps,
     RunConfig,
     SamplingConfig,
     SpeculationConfig,
@@ -71,7 +70,7 @@ SHAPES["hybrid"] = SHAPES["hybrid target"] = (replace(_KNOWN, recurrent="conv"),
 def combined(config: RunConfig, mode: str, rule: str, process: str) -> RunConfig:
     sampling = SamplingConfig(temperature=RULES[rule], **PROCESSES[process])
     if process == "by row":
-        sampling = SamplingConfig(temperature=1.0, by_row=RowSteps())
+        sampling = SamplingConfig(temperature=1.0, by_row=True)
     draft = replace(config.draft, fallback=next(iter(free_drafts()), None) if mode == "fallback" else None)
     return replace(
         config, draft=draft, sampling=sampling, verification=VerificationConfig(rule=rule), batch_size=3,

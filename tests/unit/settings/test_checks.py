@@ -1,12 +1,12 @@
 """Bad configs of runs and plans: each gets its sentence, all problems of one config come together."""
 
 import shlex
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import pytest
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.settings import checks, drafters
+from llama_ssp.settings import checks
 from llama_ssp.settings.checks import check_plan
 from llama_ssp.settings.compose import compose, to_run_config
 from llama_ssp.settings.schema import PlanConfig
@@ -77,7 +77,6 @@ BAD = {
     "speculation.forced_lengths=[1] speculation.acceptance=0.5": "speculation.acceptance has no effect with speculati",
     "task=benchmark task.num_draft_tokens=[2,4] speculation.forced_lengths=[3]": "numbers from 0 to K, here 2",
     "draft.greedy=true sampling=greedy": "draft.greedy has no effect at temperature 0",
-    "placement=deepspeed own_sums=true": "own_sums has no effect without placement.target.kind=tensor",
     "task=generate quiet=true task.format=jsonl": "task.format has no effect with quiet=true, which prints tables",
     "draft.tokenizer=own": "draft.tokenizer=own has no effect with draft=tiny-draft, which has the target's tokeni",
     "model=30B draft=7B draft.tokenizer=own": "has no effect with draft=7B, which has the target's tokenizer",
@@ -111,18 +110,7 @@ BAD = {
     "placement.num_replicas=2 placement.draft.ranks=[1]": "must name different ranks between 0 and 0",
     "placement=own_gpu placement.num_replicas=2": "a GPU in addition to the target's, and each replica has one",
     "placement=auto placement.target.tp_size=1": "placement.target.tp_size has no effect with placement=auto",
-    "placement=deepspeed placement.target.experts=spread": "has no effect without placement.target.kind=tensor",
     "weights=synthetic placement.target.experts=spread": "weights=synthetic, whose models have no experts",
-    "placement=accelerate": "rank 1 would hold nothing: the target is on rank 0, the draft on rank 0; name",
-    "placement=accelerate placement.target.ranks=[0,1]": "has one rank, which spreads the layers over all GPUs that no",
-    "placement=accelerate placement.target.tp_size=2": "and tp_size=2 was given: leave it out, or use kind=tensor",
-    "placement=accelerate placement.num_replicas=2": "all free GPUs of a node for one replica: use placement.num_rep",
-    "placement.target.kind=accelerate placement=own_gpu cuda_graphs=true": "no effect with a target that accelerate",
-    "placement=deepspeed placement.num_replicas=2": "takes all ranks for one replica: use placement.num_repl",
-    "placement=deepspeed placement.draft.kind=own_gpu": "the draft is on rank 1, the target on rank 0: use a",
-    "placement=deepspeed placement.auto=true": "placement.auto=true chooses among targets of placement.target.k",
-    "draft.fallback=ngrams speculation.num_draft_tokens=auto": "'ngrams': there are ngram; did you mean ngram?",
-    "draft.fallback=model speculation.num_draft_tokens=auto": "unknown draft.fallback 'model': there are ngram",
     "task=generate draft=none speculation.num_draft_tokens=2": "num_draft_tokens has no effect without a draft",
     "task=generate draft=none verification=speculative": "verification has no effect without a draft",
     "task=generate draft=none placement.draft.ranks=[0]": "placement.draft.ranks has no effect without a draft",
@@ -175,7 +163,7 @@ GOOD = [
     "model=7B draft=qwen2.5_0.5B draft.tokenizer=own verification=coupled",
     "model=qwen2.5_7B draft=llama3_1B draft.tokenizer=own placement=own_gpu",
     "draft.model.path=DIR draft.tokenizer=own",
-    *(f"placement={name}" for name in ("sharded", "own_gpu", "replicas", "auto", "deepspeed")),
+    *(f"placement={name}" for name in ("sharded", "own_gpu", "replicas", "auto")),
     "placement=replicated placement.draft.ranks=[1]",
     "speculation.tree=3x1x1 draft=ngram placement=replicated",
     "model=qwen3_32B draft=eagle3_qwen3_32B",
@@ -199,13 +187,6 @@ def test_a_bad_setting_gets_its_sentence(words: str, sentence: str) -> None:
 @pytest.mark.parametrize("words", GOOD)
 def test_a_sound_config_passes(words: str) -> None:
     checks.check(*compose_run(*words.split()), world_size=2)
-
-
-def test_a_kind_of_draft_without_trees_is_refused_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    records = drafters.DRAFTERS.records
-    monkeypatch.setitem(records, "ngram", replace(records["ngram"], has_trees=False))
-    with pytest.raises(ConfigError, match="needs a draft with trees, and draft=ngram has none: give a draft model"):
-        checks.check(*compose_run("speculation.tree=2x2", "draft=ngram"), world_size=1)
 
 
 def test_more_ranks_than_heads_are_refused() -> None:
@@ -259,7 +240,6 @@ REFUSED = {
     "draft=llama3_1B": "model=30B has 32000 tokens, draft=llama3_1B 128256; drafts that fit: tiny",
     "model=qwen2.5_7B draft=llama3_1B": "drafts that fit: qwen2.5_0.5B; draft.tokenizer=own allows any",
     "draft=7B draft.tokenizer=own": "draft.tokenizer=own has no effect with draft=7B, which has the target's tokenizer",
-    "placement=accelerate search=true": "search=true chooses among targets of placement.target.kind=tensor",
 }
 
 
@@ -276,9 +256,7 @@ def test_what_cannot_be_planned_is_refused(words: str, sentence: str) -> None:
         check(words)
 
 
-@pytest.mark.parametrize(
-    "words", ["", "draft=llama3_1B draft.tokenizer=own", "placement=accelerate", "model=qwen2.5_7B draft=qwen2.5_0.5B"]
-)
+@pytest.mark.parametrize("words", ["", "draft=llama3_1B draft.tokenizer=own", "model=qwen2.5_7B draft=qwen2.5_0.5B"])
 def test_sound_settings_pass(words: str) -> None:
     check(words)
 

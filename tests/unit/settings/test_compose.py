@@ -198,7 +198,7 @@ def test_a_setting_of_the_chosen_task_needs_no_prefix(words: str, key: str) -> N
         (["~draft"], r"~draft: all settings exist already"),
         (["model@draft.model=13B"], r"model@draft.model=13B: all settings exist already"),
         (["task=generate", "format=a,b"], r"format=a,b gives several values: add -m"),
-        (["hydra/launcher=slurm"], r"hydra/launcher is for sweeps: add -m"),
+        (["hydra/launcher=basic"], r"hydra/launcher is for sweeps: add -m"),
         (["model._target_=os.system"], r"_target_ is refused"),
         (["hydra.launcher._target_=os.system"], r"_target_ is refused"),
         (["+hydra.callbacks.a={_target_:os.system}"], r"_target_ is refused"),

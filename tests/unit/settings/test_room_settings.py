@@ -3,12 +3,14 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from llama_ssp.errors import ConfigError
 from llama_ssp.fields import setting
+from llama_ssp.run.tasks.dry_run import figures_of
 from llama_ssp.settings.groups import MORE, MoreSettings, whole
 from llama_ssp.settings.tasks import REQUEST_FILES, NoEffect, RequestFile
 from tests.helpers.in_process import launch
@@ -44,6 +46,19 @@ def test_two_rooms_add_settings_to_one_group(monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(both, Pauses)
     assert isinstance(both, Naps)
     assert both == whole(Waits)()
+
+
+def test_a_setting_of_a_room_draws_a_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    MORE.all()
+    toy = MoreSettings(name="toy", config=Pauses, paths=("sketch",), draw="toys:draw")
+    monkeypatch.setattr(MORE, "records", {"toy": toy})
+    plan: Any = SimpleNamespace(sketch=None)
+    assert figures_of(plan) == {}
+    plan.sketch = f"{tmp_path}/a.txt"
+    assert figures_of(plan) == {f"sketch={tmp_path}/a.txt": (tmp_path / "a.txt", "toys:draw")}
+    plan.sketch = "/no/a.txt"
+    with pytest.raises(ConfigError, match=r"sketch=/no/a\.txt: create the folder /no first"):
+        figures_of(plan)
 
 
 def test_a_file_of_requests_is_checked_and_answered_by_code_of_its_own(

@@ -53,7 +53,7 @@ def judge(evidence: Evidence) -> Evaluation:
 
 
 def _gap(evidence: Evidence, pair: CompletionPair) -> float:
-    """How much more probable one token is than the other where the texts part; infinite where one of them ends."""
+    """Difference of the log-probabilities of two tokens where the texts part; infinite where one of them ends."""
     place = place_of_difference(pair)
     both = [evidence.log_probs[line.key] for line in pair]
     if place is None or any(place >= len(log_probs) for log_probs in both):
@@ -62,7 +62,7 @@ def _gap(evidence: Evidence, pair: CompletionPair) -> float:
 
 
 def _drafted(evidence: Evidence) -> list[Measure]:
-    """How often the draft's best token is the target's, over the tokens that verification examined."""
+    """Measure how often the draft's best token is the target's, over the tokens that verification examined."""
     rounds = counted_rounds([pair.speculative for pair in evidence.pairs])
     if not rounds:
         return []

@@ -33,7 +33,6 @@ from llama_ssp.planning.model import PlannedModel
 from llama_ssp.planning.notes import notes_on_families
 from llama_ssp.planning.weights import rank_shares
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.schema import TargetKind
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import complete, make_decoder
@@ -168,7 +167,7 @@ def test_a_plan_refuses_what_a_run_refuses_in_the_same_words(tmp_path: Path, kin
     shape = read_config(tmp_path)[0]
     noted = [*notes_on_families(ModelConfig(name="mine", shape=shape))]
     model = PlannedModel(name="mine", shape=shape, dtype=Dtype.fp32, quantization="none")
-    planned = refusal(lambda: rank_shares(model, num_ranks=num_ranks, kind=TargetKind.tensor))
+    planned = refusal(lambda: rank_shares(model, num_ranks=num_ranks))
     assert found in {planned, *(note.removeprefix("runs refuse mine: ") for note in noted)}
     assert bool(found) == (kind in REFUSED or (num_ranks == 2 and kind in ON_ONE))
 

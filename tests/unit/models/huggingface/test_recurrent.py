@@ -12,7 +12,6 @@ from llama_ssp.architectures import engine
 from llama_ssp.architectures.family import inventory, record_of
 from llama_ssp.architectures.reading import read_config
 from llama_ssp.catalogue import Dtype
-from llama_ssp.errors import PlacementError
 from llama_ssp.models import prefill
 from llama_ssp.models.huggingface.described import with_modules
 from llama_ssp.models.huggingface.modules import build_empty
@@ -23,8 +22,7 @@ from llama_ssp.models.weights import Loading
 from llama_ssp.planning.model import PlannedModel
 from llama_ssp.planning.weights import model_bytes, rank_shares, shares
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.schema import TargetKind
-from llama_ssp.speculate.engine import loop, room
+from llama_ssp.speculate.engine import batch_space, loop
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
@@ -47,7 +45,7 @@ NUM_NEW_TOKENS = 16
 @pytest.fixture(autouse=True)
 def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts are read in chunks of 8, between rounds of other rows."""
-    for module in (engine, prefill, loop, room):
+    for module in (engine, prefill, loop, batch_space):
         monkeypatch.setattr(module, "PREFILL_CHUNK", 8)
 
 
@@ -177,7 +175,7 @@ def test_ranks_keep_the_states_of_their_heads_as_planned(saved: SavedModels, num
     held = [sum(each.nbytes for each in kept_by(runner)) for runner in runners]
     shape = read_config(folder)[0]
     model = PlannedModel(name="mine", shape=shape, dtype=Dtype.fp32, quantization="none")
-    parts = rank_shares(model, num_ranks=num_ranks, kind=TargetKind.tensor)
+    parts = rank_shares(model, num_ranks=num_ranks)
     assert held == [3 * model.state_bytes(5, 1, held=part) for part in parts]
     assert sum(held) == 3 * model.state_bytes(5, 1)
 
@@ -215,13 +213,3 @@ def test_the_shape_of_a_hybrid_names_a_kind_of_its_layers(family: str, saved: Sa
     """Trees and drafts with tokenizers of their own are refused for it."""
     (folder, model), kinds = saved(family), record_of(family.partition(",")[0]).recurrent
     assert read_config(folder)[0].recurrent == shape_of(model.config).recurrent == kinds[0]
-
-
-def test_deepspeed_is_refused_for_recurrent_layers(saved: SavedModels) -> None:
-    """It would cut their matrices alone."""
-    shape = read_config(saved("qwen3_next")[0])[0]
-    model = PlannedModel(name="mine", shape=shape, dtype=Dtype.fp32, quantization="none")
-    with pytest.raises(
-        PlacementError, match="deepspeed cannot split the recurrent layers of qwen3_next models: use pl"
-    ):
-        rank_shares(model, num_ranks=2, kind=TargetKind.deepspeed)

@@ -25,7 +25,6 @@ from llama_ssp.models.weights import Loading
 from llama_ssp.planning.model import PlannedModel, planned_model
 from llama_ssp.planning.weights import model_bytes, rank_shares, shares
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.schema import TargetKind
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
 from llama_ssp.weights.source import storage_of
 from tests.helpers.edits import edit_config
@@ -244,4 +243,4 @@ def assert_refused(packed: Path, num_ranks: int, sentence: str) -> None:
     with pytest.raises(PlacementError, match=sentence):
         check_model(inspect(packed), num_ranks=num_ranks, quantization="int4_weight_only")
     with pytest.raises(PlacementError, match=sentence):
-        rank_shares(planned_of(packed), num_ranks=num_ranks, kind=TargetKind.tensor)
+        rank_shares(planned_of(packed), num_ranks=num_ranks)

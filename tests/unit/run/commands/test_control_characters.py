@@ -46,7 +46,6 @@ def test_json_lines_hold_none_and_are_exact_and_so_are_records(tmp_path: Path) -
     "settings",
     [
         ["--cfg", "job", "prompt=\u202e"],
-        heavy(["-m", "hydra/launcher=slurm", "hardware=p4d_24xlarge", "dry_run=true", f"prompt={HOSTILE}"]),
         [f"--{HOSTILE}"],
         heavy([f"model={HOSTILE}"]),
         heavy([f"prompts={HOSTILE}"]),

@@ -28,7 +28,7 @@ from llama_ssp.errors import SspError
 from llama_ssp.reports.folder import RunFolder
 from llama_ssp.reports.records import RunFacts
 from llama_ssp.reports.summary import summarise
-from llama_ssp.run.commands import plan, report
+from llama_ssp.run.commands import plan
 from llama_ssp.run.prompts import Prompt
 from llama_ssp.run.resuming import check_lines
 from llama_ssp.run.tasks.records import CompareConfig
@@ -37,6 +37,7 @@ from llama_ssp.settings.schema import DrafterConfig
 from llama_ssp.terminal.terminal import Output, Terminal
 from tests.helpers.in_process import Ended, call, launch
 from tests.helpers.odd_json import mutated, to_text
+from tests.helpers.reports import report
 from tests.helpers.runs import CELL, FAST, PLAIN, summary, write_run
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def runs() -> st.SearchStrategy[list[str]]:
 
 
 Run = Callable[[list[str]], Ended]
-run_plan, run_report = partial(call, plan.main), partial(call, report.main)
+run_plan, run_report = partial(call, plan.main), partial(call, report)
 
 
 def run_dry(arguments: list[str]) -> Ended:
@@ -313,8 +314,8 @@ def check_folder(tmp_path: Path, number: int) -> None:
     damage(folder, chance)
     both = [str(sound.parent), f"--output={tmp_path / 'both'}"]
     for main, arguments, codes in (
-        (report.main, [str(folder), f"--output={tmp_path / 'alone'}"], {0, 2}), (report.main, both, {0}),
-        (lambda _: resume(folder), [], {0, 2}), (report.main, both, {0}),
+        (report, [str(folder), f"--output={tmp_path / 'alone'}"], {0, 2}), (report, both, {0}),
+        (lambda _: resume(folder), [], {0, 2}), (report, both, {0}),
     ):  # fmt: skip
         ended = call(main, arguments)
         assert ended.code in codes, f"folder {number}: {ended.err}"

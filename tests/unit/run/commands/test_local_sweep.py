@@ -19,6 +19,7 @@ from llama_ssp.settings.compose import compose
 from llama_ssp.settings.schema import RunConfig
 from tests.helpers.in_process import launch
 from tests.helpers.lanes import heavy
+from tests.helpers.reports import without_reports
 from tests.helpers.repository import ROOT
 
 TOO_LARGE = ("-m", "hardware=g5_12xlarge", "model=tiny,65B", "draft=default")
@@ -99,7 +100,7 @@ def test_a_sweep_says_where_it_is_and_ends_with_one_table(tmp_path: Path, monkey
     """Of folders by their names; what disturbed a run is still said when it is resumed."""
     for name, model in (("mine", "tiny"), ("theirs", "tiny-draft")):
         (tmp_path / name).symlink_to(ROOT / "llama_ssp" / "shipped" / model)
-    monkeypatch.setattr("llama_ssp.reports.html.report", lambda _: "")  # figures take seconds
+    without_reports(monkeypatch)
     seen = iter(["others ran"])
     monkeypatch.setattr("llama_ssp.run.results.disturbance", lambda *_: next(seen, None))
     words = [f"model={tmp_path}/mine", f"draft={tmp_path}/theirs", "prompt=import secret", "max_new_tokens=3"]
@@ -129,7 +130,7 @@ def test_points_share_one_baseline_which_the_last_one_makes_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Coupled draws make another plain text, and so does another seed: they have a baseline of their own."""
-    monkeypatch.setattr("llama_ssp.reports.html.report", lambda _: "")
+    without_reports(monkeypatch)
     disturbed = iter(["others ran"])
     monkeypatch.setattr("llama_ssp.run.results.disturbance", lambda *_: next(disturbed, None))
     made: list[str] = []

@@ -29,16 +29,13 @@ def test_outside_the_repository_a_plan_knows_the_users_model_machine_and_pair(tm
     assert content["time"]["acceptance"] == 0.61
 
 
-def test_a_given_folder_does_the_same_also_for_jobs_of_a_sweep(tmp_path: Path, own_conf: OwnConf) -> None:
+def test_a_given_folder_does_the_same(tmp_path: Path, own_conf: OwnConf) -> None:
     del own_conf  # this user has no folder of their own
     write_all(writer(tmp_path / "conf"))
     given = ("--config-dir", str(tmp_path / "conf"))
     assert json.loads(call(plan.main, [*PLAN, *given]).out)["time"]["acceptance"] == 0.61
     assert "unknown model 'mine'" in call(plan.main, [*PLAN]).err, "the folder of another call is forgotten"
     assert "max_new_tokens: 7" in launch(*given, "experiment=paper", "--cfg", "job").well().out
-    words = ("model=mine", "hardware=mybox", "draft=none", "task=generate", "prompt=a", "max_new_tokens=1")
-    ended = launch("-m", *given, "hydra/launcher=slurm", "dry_run=true", *words).well()
-    assert f" -- --config-dir {given[1]} " in ended.out
 
 
 def test_a_users_option_replaces_the_packages_for_hydra_too(own_conf: OwnConf) -> None:

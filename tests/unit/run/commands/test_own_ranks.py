@@ -42,7 +42,6 @@ def _machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ([], 8, 8, "starting 8 ranks, one for each GPU (ranks=N starts another number)…"),
         (["ranks=2"], 8, 2, "starting 2 ranks…"),
         (["device=cpu"], 8, 1, "starting 1 rank (ranks=N starts more)…"),
-        (["placement=accelerate"], 8, 1, "starting 1 rank (ranks=N starts more)…"),
     ],
 )
 def test_without_a_number_there_is_a_rank_for_each_gpu_and_that_is_said(
@@ -66,12 +65,9 @@ def test_ranks_that_exist_already_stay_as_they_are(environ: dict[str, str]) -> N
     )
 
 
-def test_a_file_of_the_checkout_starts_one_rank_and_jobs_of_a_sweep_have_a_setting_of_their_own() -> None:
+def test_a_file_of_the_checkout_starts_one_rank() -> None:
     assert read(default=1) == Start(words=[], num_ranks=1)
     assert read("ranks=2", default=1).num_ranks == 2
-    assert read("-m", "hydra/launcher=slurm").num_ranks == 1
-    with pytest.raises(ConfigError, match=r"ranks=8 has no effect on jobs: hydra.launcher.ranks_per_node=8 sets"):
-        read("-m", "hydra/launcher=slurm", "ranks=8")
 
 
 @pytest.mark.parametrize(

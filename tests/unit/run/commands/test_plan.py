@@ -2,11 +2,11 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -36,18 +36,14 @@ def test_json_needs_nothing_beyond_hydra_and_imports_no_torch_and_nothing_that_o
     assert finished.returncode == 0, finished.stderr
     imported = set(json.loads(finished.stderr.replace("'", '"')))
     assert not {name.partition(".")[0] for name in imported} & set(BLOCKED)
-    assert not imported & {"llama_ssp.run.commands.slurm", "llama_ssp.run.commands.points", "importlib.metadata"}
+    assert not imported & {"llama_ssp.run.commands.points", "importlib.metadata"}
+    assert {name for name in imported if re.match(r"llama_ssp\.rooms\.\w+\.(?!records)", name)} == set()
 
 
-@pytest.mark.parametrize(
-    ("package", "setting"),
-    [("rich", "format=table"), slow("rich", "figure=plan.png"), ("matplotlib", "figure=plan.png")],
-)
-def test_a_missing_package_is_named_with_what_installs_it(package: str, setting: str, tmp_path: Path) -> None:
-    other = ["format=json"] if setting.startswith("figure") else []
-    finished = run_file("plan.py", "model=7B", setting, *other, without=[package], cwd=tmp_path)
+def test_a_missing_package_is_named_with_what_installs_it(tmp_path: Path) -> None:
+    finished = run_file("plan.py", "model=7B", "format=table", without=["rich"], cwd=tmp_path)
     assert finished.returncode == 2
-    assert f"needs {package}: pip install {package}" in finished.stderr
+    assert "needs rich: pip install rich" in finished.stderr
 
 
 def test_it_runs_in_any_folder_within_two_seconds_of_processor_time(tmp_path: Path) -> None:
@@ -115,8 +111,6 @@ def test_a_pair_with_two_tokenizers_is_planned_where_they_may_differ() -> None:
         ("placement.target.tp_size=16", "tp_size=16 must be between 1 and the number of ranks, here 8"),
         ("model=local draft=none", "model.path=DIR"),
         ("search=true model=local model.path=nowhere draft=none", "config.json cannot be read"),
-        ("search=true figure=/missing/a.png", "figure=/missing/a.png: create the folder /missing first, or name"),
-        (f"{LIST} figure=a.png", "figure=a.png takes one machine, and hardware= names 2: give one of them"),
         (f"{LIST} search=true", "search=true takes one machine, and hardware= names 2: give one of them"),
         ("hardware=8xh100,dgx", "unknown hardware 'dgx'"),
         ("hardware=8xh100 hardware.usd_per_hour=-1", "usd_per_hour=-1 must be above 0"),
@@ -240,18 +234,6 @@ def test_a_model_of_the_hub_is_searched_and_planned_by_its_config_file(
     for plan in (*listed["plans"], alone):
         notes = plan["notes"]
         assert any(note.startswith("acme/other is planned as a Llama of its sizes") for note in notes)
-
-
-def test_a_figure_is_drawn_though_the_reader_of_the_table_ends_early(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def end(_plan: object) -> None:
-        raise BrokenPipeError
-
-    monkeypatch.setattr("llama_ssp.reports.plan_tables.show", end)
-    with suppress(BrokenPipeError):
-        call("model=7B", "hardware=h100", f"figure={tmp_path / 'plan.png'}")
-    assert (tmp_path / "plan.png").is_file()
 
 
 def test_a_tree_of_one_level_is_planned() -> None:

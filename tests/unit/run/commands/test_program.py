@@ -140,7 +140,7 @@ def test_what_needs_no_model_is_answered_without_torch_on_any_number_of_ranks(wo
         heavy(["-m", "llama_ssp", "run", "ranks=2", "run_dir={}"], 2, "leave it out, or use PYTHONOPTIMIZE=1\n"),
         (["launch/plan.py", "model=7B", "draft=none", "hardware=p4d_24xlarge"], 0, "ms/token"),
         heavy(["launch/run.py", "dry_run=true"], 0, "per round"),
-        heavy(["-m", "llama_ssp", "--help"], 0, "llama-ssp report"),
+        heavy(["-m", "llama_ssp", "--help"], 0, "llama-ssp plan"),
     ],
 )
 def test_a_run_without_docstrings_is_refused_and_planning_and_help_need_none(
@@ -210,7 +210,7 @@ def test_a_shell_asks_for_candidates(line: str, candidates: str, monkeypatch: py
         ("run.py model=nosuch", subprocess.STDOUT, 2, None), heavy("plan.py model=nosuch", subprocess.STDOUT, 2, None),
         ("run.py --cfg job", subprocess.PIPE, 0, b""), heavy("run.py model=7B dry_run=true", subprocess.PIPE, 0, b""),
         ("plan.py model=7B", subprocess.PIPE, 0, b""), heavy("plan.py model=7B format=json", subprocess.PIPE, 0, b""),
-        heavy("report.py --help", subprocess.PIPE, 0, b""),
+        heavy("plan.py --help", subprocess.PIPE, 0, b""),
     ],
 )  # fmt: skip
 def test_a_program_of_which_nobody_reads_a_word_ends_in_silence_and_keeps_its_code(

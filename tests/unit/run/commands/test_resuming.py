@@ -15,7 +15,6 @@ import pytest
 from torch import Tensor
 
 from llama_ssp.architectures.model_files import ADAPTER_FILE
-from llama_ssp.run.commands import report
 from tests.helpers.adapters import round_weights, save_adapter, save_merged
 from tests.helpers.disturbed import lines
 from tests.helpers.edits import edit_json, edit_tensors
@@ -23,6 +22,7 @@ from tests.helpers.hub import shipped
 from tests.helpers.in_process import Ended, launch
 from tests.helpers.lanes import heavy, slow
 from tests.helpers.models import build_checkpoint
+from tests.helpers.reports import report
 
 SMALL = ("task=generate", "model=tiny-draft", "draft=none", "max_new_tokens=2", "batch_size=4")
 
@@ -213,7 +213,7 @@ def test_a_benchmark_measures_only_cells_that_are_left_and_ends_with_a_summary_o
         assert list(cell["forecast_ms_per_token"]) == list(cell["ms_per_token"]) == ["plain", "speculative"]
     alone, both = (cell["forecast_ms_per_token"]["plain"] for cell in cells)
     assert both < alone, "forecasts too are over the tokens of all rows"
-    assert report.main([str(tmp_path / "run")]) == 0
+    assert report([str(tmp_path / "run")]) == 0
     page = (tmp_path / "run" / "report.html").read_text()
     assert f"<td>{cells[1]['ms_per_token']['plain']:.2f}</td>" in page
     assert len(re.findall(r" forecast, [0-9.]+ measured</title>", page)) >= 4, "of two modes in two cells"

@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,9 +14,10 @@ from omegaconf.errors import OmegaConfBaseException
 from llama_ssp import catalogue
 from llama_ssp.errors import CapacityError, CheckpointError, ConfigError, InterruptedRun
 from llama_ssp.run.commands import run
+from llama_ssp.run.commands.help import settings_of_launchers
 from llama_ssp.run.startup import StartClock
 from llama_ssp.settings import compose
-from llama_ssp.settings.schema import LAUNCHER, RunConfig, SlurmConfig
+from llama_ssp.settings.schema import RunConfig
 from tests.helpers import in_process
 from tests.helpers.in_process import Ended
 from tests.helpers.lanes import heavy
@@ -190,7 +191,7 @@ def test_help_tells_every_setting_and_every_option(launch: Launch) -> None:
     shown = launch("--help", "all").out
     keys = {key for key in compose.keys_of(compose.compose([])[0].config) if not key.startswith("draft.model")}
     leaves = {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
-    leaves |= {"task.format", "task.num_warmup"} | {f"{LAUNCHER}.{field.name}" for field in fields(SlurmConfig)}
+    leaves |= {"task.format", "task.num_warmup"} | {one.key for one in settings_of_launchers()}
     assert {key for key in leaves if not re.search(rf"(?<![\w.]){re.escape(key)}\b", shown)} == set()
     for group, options in compose.groups_of().items():
         assert {option for option in options if option not in shown} == set(), group

@@ -23,7 +23,7 @@ from llama_ssp.planning.forwards import ModelPlacement, ShardDraws
 from llama_ssp.planning.model import planned_model
 from llama_ssp.planning.timing import CostModel
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.schema import DraftLayout, SamplingConfig, TargetKind, VerificationConfig
+from llama_ssp.settings.schema import DraftLayout, SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.drafters.shared import BroadcastDrafter
 from llama_ssp.speculate.sampling.context import Rows
@@ -123,7 +123,7 @@ def test_ranks_draft_as_one_does_with_the_collectives_that_are_planned(
         assert ids_BK.tolist() == wanted.tolist()
     model = planned_model(ModelConfig(name="one", path=str(tmp_path), dtype=Dtype.fp32), device="cpu")
     placement = ModelPlacement(
-        model=model, kind=TargetKind.tensor, ranks=(*range(num_ranks),), cuda_graphs=False,
+        model=model, ranks=(*range(num_ranks),), cuda_graphs=False,
         draws={"greedy": ShardDraws("greedy"), "over shards": ShardDraws("speculative")}.get(draws),
     )  # fmt: skip
     assert all(comm.gathered == placement.draw_messages(3, 1) * K for comm in comms)

@@ -21,9 +21,8 @@ from llama_ssp.models.runner import Runner
 from llama_ssp.models.states import StateCache
 from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.run.decoders import agree_on_bits
 from llama_ssp.speculate.engine.completion import RowCompletion
-from llama_ssp.speculate.engine.held import HeldTexts
+from llama_ssp.speculate.engine.held import HeldTexts, Reuse
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
@@ -81,7 +80,7 @@ class Conversations:
 
 
 def read_in_chunks(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("architectures.engine", "models.prefill", "speculate.engine.loop", "speculate.engine.room"):
+    for module in ("architectures.engine", "models.prefill", "speculate.engine.loop", "speculate.engine.held"):
         monkeypatch.setattr(f"llama_ssp.{module}.PREFILL_CHUNK", num_tokens)
 
 
@@ -351,7 +350,7 @@ def test_logits_behind_whole_chunks_have_the_same_bits_with_any_kernel(monkeypat
 def test_states_are_saved_where_prompts_were_seen_to_part_else_at_their_end(
     first: list[Ids], later: list[range | Ids], held: list[int]
 ) -> None:
-    texts = HeldTexts(3, step=8, is_recurrent=True)
+    texts = HeldTexts(3, step=8, from_states=True)
     texts.place(first, [1, 2])
     for ids, num_tokens in zip(map(tuple, later), held, strict=True):
         [place] = texts.place([ids], [0])
@@ -360,12 +359,6 @@ def test_states_are_saved_where_prompts_were_seen_to_part_else_at_their_end(
 
 def load(folder: Path) -> Runner:
     return load_model(Loading(inspect(folder)))
-
-
-def pair_of(target: Runner, draft: Runner | None) -> tuple[Runner, Runner | None]:
-    """Both, once they agree what they reuse."""
-    agree_on_bits([target, draft], Comm.single())
-    return target, draft
 
 
 def same_texts(make: Callable[[], Decoder]) -> int:
@@ -394,7 +387,7 @@ def test_texts_go_on_from_states_that_were_saved(
     build_checkpoint(tmp_path, kind)
     hybrid, draft = load(tmp_path), load(tmp_path)
     pairs = {"both": (hybrid, draft), "target": (hybrid, lean()), "draft": (lean(), draft), "plain": (hybrid, None)}
-    pair = pair_of(*pairs[models])
+    pair = pairs[models]
 
     def make() -> Decoder:
         return make_decoder(*pair, batch_size=batch_size, temperature=0.8)
@@ -417,7 +410,7 @@ def test_ranks_go_on_from_states_that_were_saved(tmp_path: Path, kind: str, monk
     read_in_chunks(8, monkeypatch)
     build_checkpoint(tmp_path, kind)
     comms = thread_comms(2)
-    pairs = [pair_of(target, load(tmp_path)) for target in load_ranks(tmp_path, comms)]
+    pairs = [(target, load(tmp_path)) for target in load_ranks(tmp_path, comms)]
 
     def one_rank(comm: Comm) -> int:
         def make() -> Decoder:
@@ -434,5 +427,6 @@ def test_ranks_reuse_all_or_only_chunks_together() -> None:
     for own, others, agreed in [(True, "invariant", True), (True, "", False), (False, "invariant", False)]:
         target, draft = PrefixRunner(), PrefixRunner()
         draft.is_invariant = own
-        agree_on_bits([target, draft], Mock(gather_text=lambda text, others=others: [text, others]))
-        assert target.is_invariant is draft.is_invariant is agreed
+        reuse = Reuse.of([target, draft], Mock(gather_text=lambda text, others=others: [text, others]))
+        assert reuse.are_invariant is agreed
+        assert target.is_invariant, "a model stays what it is"

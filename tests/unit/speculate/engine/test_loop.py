@@ -85,7 +85,7 @@ def test_greedy_text_is_that_of_every_k_however_finely_the_width_follows_it(
     """A round reads all that is filled."""
     target, draft = PrefixRunner(), PrefixRunner(seed=draft_seed)
     decoder = make_decoder(target, draft, num_draft_tokens=num_draft_tokens, batch_size=1 if step == 1 else 3)
-    decoder.room.bucket_step, decoder.lag = step, lag
+    decoder.space.bucket_step, decoder.lag = step, lag
     assert ids_of(complete(decoder, requests())) == target.texts(requests())
 
 

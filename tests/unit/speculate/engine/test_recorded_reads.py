@@ -18,7 +18,7 @@ from llama_ssp.models.cache import Taps
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import NullRunner, Runner
 from llama_ssp.models.weights import Loading
-from llama_ssp.settings.schema import RowSteps, SamplingConfig, VerificationConfig
+from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.drafters.shared import BroadcastDrafter, ProbsReceiver, TapsSender
 from llama_ssp.speculate.engine.executors import TracedExecutor
@@ -52,7 +52,7 @@ Make = Callable[..., Decoder]
 A, B = SamplingConfig(temperature=1.0), SamplingConfig(temperature=0.9, top_p=0.8)
 C = SamplingConfig(temperature=0.0, frequency_penalty=0.3)
 MODES: dict[str, SamplingConfig] = {
-    "by row": SamplingConfig(temperature=1.0, by_row=RowSteps()),
+    "by row": SamplingConfig(temperature=1.0, by_row=True),
     "sampled": SamplingConfig(temperature=0.9),
     "greedy": SamplingConfig(temperature=0.0),
     "penalties": SamplingConfig(
@@ -95,7 +95,7 @@ def decoded(decoder: Decoder, num_more: int, *, mode: str) -> list[object]:
 
 def outcomes(decoder: Decoder, *, mode: str = "sampled", is_shared: bool = False) -> list[list[object]]:
     """What each run decides; of a target `is_shared`, another decoder has a larger cache made before the last one."""
-    decoder.room.bucket_step, found = BUCKET_STEP, []
+    decoder.space.bucket_step, found = BUCKET_STEP, []
     for number, num_more in enumerate(RUNS):
         if is_shared and number == len(RUNS) - 1:
             decoder.round.target.allocate(batch_size=2, capacity=300)
@@ -362,7 +362,7 @@ def test_what_waits_for_the_device_is_not_recorded(name: str) -> None:
 def test_rows_are_freed_without_a_wait() -> None:
     decoder = make_decoder(near_pair()[0], None, batch_size=2)
     decoder.make_room(wanted(0))
-    state = decoder.room.empty_state()
+    state = decoder.space.empty_state()
     for rows, length in ((1, 2), (0, 40), (slice(None), 7)):
         _, replay = FakeRecorder().record(partial(state.vacate, rows, length=length))
         replay()

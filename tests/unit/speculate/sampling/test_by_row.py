@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.settings.schema import RowSteps, SamplingConfig, VerificationConfig
-from llama_ssp.speculate.engine import room
+from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
+from llama_ssp.speculate.engine import batch_space
 from llama_ssp.speculate.engine.loop import Decoder, Decoding
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling import by_row
-from llama_ssp.speculate.sampling.by_row import ByRow, settings_of
+from llama_ssp.speculate.sampling.by_row import ByRow, RowSteps, settings_of
 from llama_ssp.speculate.sampling.context import Context, penalty
 from llama_ssp.speculate.sampling.processors import processor
 from llama_ssp.speculate.sampling.rules import make_rule
@@ -38,11 +38,7 @@ PROMPT = (3, 1, 1)
 @pytest.fixture(autouse=True)
 def _few_biases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(by_row, "MOST_BIASES", 3)
-    monkeypatch.setattr(room, "NUM_SETTINGS", len(settings_of(MIXED[0])))
-
-
-def by_rows() -> SamplingConfig:
-    return SamplingConfig(temperature=1.0, by_row=RowSteps(truncates=True, penalizes=True))
+    monkeypatch.setattr(batch_space, "NUM_SETTINGS", len(settings_of(MIXED[0])))
 
 
 def settings(samplings: list[SamplingConfig]) -> Tensor:
@@ -62,7 +58,9 @@ def law_error(rule_name: str, *, is_point_mass: bool = False) -> Tensor:
     """The largest error (G,) of the law of each row's text."""
     num_draft_tokens, num_tables = 1, len(MIXED)
     target, draft = (random_table(seed=seed, num_tables=num_tables, max_length=num_draft_tokens) for seed in (13, 23))
-    rule = make_rule(by_rows(), VerificationConfig(rule=rule_name))
+    steps = RowSteps(truncates=True, penalizes=True)
+    sampling = SamplingConfig(temperature=1.0, by_row=True)
+    rule = make_rule(sampling, VerificationConfig(rule=rule_name), steps=steps)
     measured = exact_law(
         rule, target=target, draft=draft, num_draft_tokens=num_draft_tokens, is_point_mass=is_point_mass, prompt=PROMPT,
         settings_GX=settings(MIXED),
@@ -111,7 +109,7 @@ def test_steps_of_other_rows_change_no_bit(steps: RowSteps) -> None:
 def served(*, batch_size: int, lag: int = 0) -> Decoder:
     made = make_decoder(
         PrefixRunner(), PrefixRunner(seed=1), batch_size=batch_size, eos_ids=[4], replay=False,
-        sampling=SamplingConfig(temperature=1.0, by_row=RowSteps()),
+        sampling=SamplingConfig(temperature=1.0, by_row=True),
     )  # fmt: skip
     made.lag = lag
     return made

@@ -1,0 +1,1 @@
+"""DeepSpeed: AutoTP splits a target over all ranks."""

@@ -1,0 +1,18 @@
+"""`llama-ssp report` for tests of other rooms and of the core, which are skipped where its room is missing."""
+
+import pytest
+
+from llama_ssp.reports.formats import FORMATS
+
+
+def report(arguments: list[str]) -> int:
+    """Run the command; returns its exit code."""
+    command = pytest.importorskip("llama_ssp.rooms.reports.command")
+    code: int = command.main(arguments)
+    return code
+
+
+def without_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let runs write no reports, whose figures take seconds."""
+    FORMATS.all()
+    monkeypatch.setattr(FORMATS, "records", {})

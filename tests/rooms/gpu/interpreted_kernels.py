@@ -1,0 +1,547 @@
+"""Computes our Triton kernels in Triton's interpreter, on the CPU, and holds them to torch's operators.
+
+`TRITON_INTERPRET=1 python -m tests.rooms.gpu.interpreted_kernels PART...` fails unless the parts are right.
+"""
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache, partial
+from itertools import accumulate, chain, product
+from pathlib import Path
+from threading import Lock
+from typing import Any, TypeVar
+from unittest.mock import Mock, patch
+
+import numpy
+import pytest
+import torch
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from triton.runtime import interpreter
+
+from llama_ssp.architectures.matrices import tokens_of_a_block
+from llama_ssp.kernels import attention_by_length as varlen
+from llama_ssp.kernels import linear
+from llama_ssp.kernels.attention_by_length import CHECKED, VarlenAttention
+from llama_ssp.kernels.between import rotate_write
+from llama_ssp.kernels.parts import Heads, KeptRows, RmsNorm, Sequences, rows_of
+from llama_ssp.models.huggingface import recurrent
+from llama_ssp.models.huggingface.experts import OwnExperts
+from llama_ssp.models.llama.decoder import LeanRunner
+from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
+from llama_ssp.models.quantization import weight_only
+from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
+from llama_ssp.models.states import StateCache
+from llama_ssp.operators import OPERATORS
+from llama_ssp.rooms.gpu import attention as choice
+from llama_ssp.rooms.gpu import records
+from llama_ssp.rooms.gpu import recurrence as choice_of_recurrence
+from llama_ssp.rooms.gpu.kernels import attention as attention_gpu
+from llama_ssp.rooms.gpu.kernels import between as between_gpu
+from llama_ssp.rooms.gpu.kernels import draw as draw_gpu
+from llama_ssp.rooms.gpu.kernels import linear as linear_gpu
+from llama_ssp.rooms.gpu.kernels import recurrence as recurrence_gpu
+from llama_ssp.rooms.gpu.kernels.draw import draw_in_blocks, draw_tokens, softmax
+from llama_ssp.rooms.gpu.kernels.halves import product_of_halves
+from llama_ssp.rooms.gpu.kernels.linear import choose, product_of_few_rows, unpack_bytes, unpack_codes
+from llama_ssp.speculate.sampling import processors
+from tests.helpers.fake_comm import on_ranks, thread_comms
+from tests.helpers.few_rows import OPERANDS
+from tests.helpers.four_bits import rounded
+from tests.helpers.models import build_checkpoint, load_lean, tiny_model
+from tests.helpers.varlen_attention import varlen_attention
+from tests.unit.models.llama.test_decoder import KINDS, modules, random_ids
+
+Result = TypeVar("Result")
+CPU = torch.device("cpu")
+DTYPE = torch.float16
+"""The interpreter computes no products in bf16."""
+INTERPRETER = Lock()
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+KEPT = [rows_of(name, DTYPE) for name in ("auto", "int8", "fp8")]
+"""Not bf16, which the interpreter cuts off rather than rounds."""
+
+
+def some(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=GENERATOR).to(DTYPE)
+
+
+def assert_near(found: Tensor, wanted: Tensor, *, tolerance: float = 0.01) -> None:
+    assert found.shape == wanted.shape
+    assert ((found - wanted).abs() <= tolerance * wanted.abs().max()).all()
+
+
+def by_lengths(
+    attend: VarlenAttention, heads: Heads,
+    *, queries: Sequence[int], lengths: Sequence[int], window: int | None, kept: KeptRows | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention of rows of so many queries and slots, which lie as in a cache; the same values for each call."""
+    generator = torch.Generator().manual_seed(1)
+    num_rows, num_slots = len(lengths), max(lengths) + 3
+
+    def numbers(values: Iterable[int]) -> Tensor:
+        return torch.tensor([*values], dtype=torch.int32)
+
+    cache = torch.randn(2, heads.num_kv, num_rows * num_slots, heads.dim, generator=generator).to(DTYPE)
+    tokens = torch.randn(num_rows, 8, heads.num, heads.dim, generator=generator).to(DTYPE)
+    # The last queries of a row are the same, however many it has.
+    own = torch.cat([row[8 - number :] for row, number in zip(tokens, queries, strict=True)])
+    keys, values = (kept.pack(cache) if kept else cache).transpose(1, 2).unbind()
+    first_slots = [*(row * num_slots for row in reversed(range(num_rows))), 0]
+    first_queries = numbers(accumulate(queries, initial=0))
+    sequences = Sequences(first_queries, numbers(first_slots), numbers(lengths), max(queries), num_slots)
+    return attend(own, keys, values, sequences, scale=heads.scale, window=window)
+
+
+def split_rows() -> None:
+    """Rows of any length, with and without a window; the last query of a row gets the same bits alone.
+
+    With few parts, those of longer rows have several steps.
+    """
+    for parts, (num, num_kv, dim), window in ((128, (1, 1, 16), None), (2, (6, 2, 24), 3), (4, (8, 1, 16), 40)):
+        heads = Heads(num, num_kv, dim, dim**-0.5)
+        with patch.object(attention_gpu, "most_parts", return_value=parts):
+            for queries, lengths in (((1, 1, 1), (1, 17, 70)), ((5, 2, 5), (5, 16, 65))):
+                found, wanted = (
+                    by_lengths(attend, heads, queries=queries, lengths=lengths, window=window)
+                    for attend in (attention_gpu.attend, varlen_attention)
+                )
+                assert_near(found, wanted, tolerance=2e-3)
+            if window is None:
+                one, five = (
+                    by_lengths(attention_gpu.attend, heads, queries=(number,), lengths=(70,), window=None)
+                    for number in (1, 5)
+                )
+                assert torch.equal(one[-1], five[-1])
+    heads = Heads(6, 2, 24, 24**-0.5)
+    for kept in KEPT:
+        found, wanted = (
+            by_lengths(attend, heads, queries=(5, 2), lengths=(65, 17), window=None, kept=kept)
+            for attend in (partial(attention_gpu.attend, kept=kept), varlen.unpacking(varlen_attention, kept))
+        )
+        assert_near(found, wanted, tolerance=2e-3)
+
+
+@contextmanager
+def operators_of_gpus() -> Iterator[None]:
+    """In the block a CPU has the operators of a GPU that are chosen when a model is built."""
+    chosen = records.BETWEEN, records.ATTENTION_BY_LENGTH, records.RECURRENCE, records.JOINED_EXPERTS
+    with patch.dict(OPERATORS.records):
+        for record in chosen:
+            OPERATORS.register(replace(record, device="cpu"))
+        yield
+
+
+def rotary_and_cache() -> None:
+    """Rows at different positions, in order or in rows of their own, with and without norms of heads."""
+    both = False, True
+    cases = [*product((8, 12), both, both, KEPT[:1]), *product((12,), both[:1], both, KEPT[1:])]
+    for head_dim, has_norms, in_order, kept in cases:
+        num_heads, num_kv, num_slots = 6, 2, 10
+        positions = torch.tensor([[3, 4], [0, 1], [8, 9]])
+        rows = torch.tensor([[0], [1], [2]] if in_order else [[2], [0], [1]])
+        slots = (rows * num_slots + positions).flatten()
+        angles = torch.randn(num_slots, head_dim // 2, generator=GENERATOR)
+        freqs = torch.polar(torch.full_like(angles, 1.5), angles)
+        norms = [RmsNorm(some(head_dim), 1e-2) for _ in range(2 if has_norms else 0)]
+        qkv, found = some(positions.numel(), num_heads + 2 * num_kv, head_dim), []
+        turns = torch.view_as_real(freqs)
+        by_kernel = partial(between_gpu.rotate_write, turns_SP2=turns, positions_BT=positions)
+        for place in (
+            partial(by_kernel, slots_M=None if in_order else slots),
+            partial(rotate_write, freqs_cis_M1P=freqs[positions.flatten()][:, None], slots_M=slots),
+        ):
+            own, sizes = qkv.clone(), (2 * num_kv, len(rows) * num_slots, kept.width(head_dim))
+            parts = torch.zeros(sizes, dtype=kept.stored_dtype)
+            place(own, parts=parts, heads=Heads(num_heads, num_kv, head_dim, 1.0), norms=norms, kept=kept)
+            found.append((own[:, :num_heads], kept.unpack(parts, torch.float32)))
+        (ours, our_parts), (theirs, their_parts) = found
+        assert_near(ours, theirs, tolerance=2e-3)
+        assert_near(our_parts, their_parts, tolerance=0.08 if kept.largest else 2e-3)
+        # Values are not turned, so that both round the same numbers; a turned key may be a step apart.
+        assert torch.equal(our_parts[num_kv:], their_parts[num_kv:])
+
+
+def wrong_kernels_are_not_used() -> None:
+    """Each is held to torch's operators, and takes no other with it."""
+    model = modules("qwen3", DTYPE)
+    turn, normed, gate = between_gpu.rotate_write, between_gpu.add_norm, between_gpu.gated
+    wrongs: dict[str, Any] = {
+        "rotate_write": lambda qkv, *, turns_SP2, **options: turn(qkv, turns_SP2=-turns_SP2, **options),
+        "add_norm": lambda *arguments, **options: normed(*arguments, **options) * 1.1,
+        "gated": lambda gate_up: gate(gate_up) / 0,
+    }
+    for name, wrong in wrongs.items():
+        right = getattr(between_gpu, name)
+        setattr(between_gpu, name, wrong)
+        runner = load_lean(model)
+        with operators_of_gpus():
+            runner._use_own_kernels()
+        setattr(between_gpu, name, right)
+        assert [each for each, kernel in vars(runner._own).items() if not kernel] == [name]
+
+
+def choice_of_attention() -> None:
+    """Ours is compared with a mask, and serves the queries of rounds."""
+    theirs, right, none = Mock(), attention_gpu.attend, torch.empty(0)
+    tried = partial(
+        choice._with_ours, theirs, Heads(16, 1, 16, 0.25), device=CPU, dtype=DTYPE, has_windows=True,
+        kept=KeptRows(DTYPE),
+    )  # fmt: skip
+    with patch.object(attention_gpu, "attend", side_effect=right) as ours:
+        chosen = tried()
+        ours.side_effect = None
+        for most_queries in (1, 4, 5):
+            ours.reset_mock()
+            chosen(none, none, none, Sequences(none, none, none, most_queries, 50))
+            assert ours.called == (most_queries < 5) != theirs.called, most_queries
+        ours.side_effect = lambda *arguments, **options: right(*arguments, **options) * 1.2
+        with pytest.raises(RuntimeError, match="split attention gives wrong values in row 0 where rows have 1 queries"):
+            tried()
+
+
+def on_gpu(runner: LeanRunner) -> LeanRunner:
+    """The same runner as on a GPU."""
+    with operators_of_gpus():
+        runner._use_own_kernels()
+    assert runner.is_fused
+    return runner
+
+
+def rounds(runner: LeanRunner) -> list[Tensor]:
+    """A prompt for each row, ragged rounds, of which one scores some tokens, and prompts of two lengths."""
+    runner.allocate(batch_size=2, capacity=40)
+    ids = random_ids(2, 30)
+    starts = torch.tensor([[4], [11]])
+    prompts = Prompts(ids, torch.tensor([12, 9]), [12, 9], longest=12)
+    return [
+        runner.forward(ids[:, :12], torch.arange(12).expand(2, -1), bucket=40, cache_rows_B=torch.tensor([1, 0])),
+        runner.forward(ids.gather(1, starts + torch.arange(3)), starts + torch.arange(3), bucket=40),
+        runner.forward(ids[:, :2], starts + torch.arange(2), bucket=40, score_positions_BR=torch.tensor([[1], [0]])),
+        runner.forward(ids[:, 12:13], starts + 1, bucket=40),
+        read_prompts(runner, prompts, rows=[1, 0], buckets=Buckets(step=40, num_slots=40)),
+    ]
+
+
+def residual_and_norm() -> None:
+    x, added, weight = some(3, 100), some(3, 100), some(100)
+    wanted = x + added
+    found = between_gpu.add_norm(x, added, weight, 1e-2)
+    assert torch.equal(x, wanted)
+    for each in (found, between_gpu.add_norm(x, None, weight, 1e-2)):
+        assert_near(each, functional.rms_norm(wanted.float(), (100,), weight.float(), 1e-2).to(DTYPE), tolerance=2e-3)
+    of_tokens = between_gpu.add_norm(torch.empty_like(x), wanted, weight, 1e-2, ids_M=torch.tensor([2, 0, 2]))
+    assert torch.equal(of_tokens, between_gpu.add_norm(x, None, weight, 1e-2)[[2, 0, 2]])
+
+
+def gate() -> None:
+    gate_up = some(3, 2200) * 5
+    wanted = functional.silu(gate_up[:, :1100]) * gate_up[:, 1100:]
+    assert_near(between_gpu.gated(gate_up), wanted, tolerance=2e-3)
+
+
+def whole_model(
+    kind: str, attend: VarlenAttention | None = varlen_attention,
+    *, precision: Precision = UNQUANTIZED, tolerance: float = 0.02,
+) -> None:  # fmt: skip
+    """Forwards of 40 tokens, then of few, by lengths or by masks, next to torch's operators by masks."""
+    by_operators, runner = (
+        load_lean(modules(kind, DTYPE), precision=precision, varlen=varlen) for varlen in (None, attend)
+    )
+    wanted = rounds(by_operators)
+    with patch.object(functional, "embedding", side_effect=AssertionError("the norm looks tokens up")):
+        found = rounds(on_gpu(runner))
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert_near(ours, theirs, tolerance=tolerance)
+
+
+def several_ranks() -> None:
+    """The sum of the ranks waits in the stream for the next product; uneven heads, and biases after the sum."""
+    family, changes = KINDS["llama, biases"]
+    comms = thread_comms(3)
+    with tempfile.TemporaryDirectory() as name:
+        model = build_checkpoint(Path(name), family, dtype=DTYPE, **changes)
+        model.config._attn_implementation = "sdpa"
+        runners = [on_gpu(load_lean(Path(name), comm=comm, varlen=varlen_attention)) for comm in comms]
+    wanted = rounds(load_lean(model))
+    for found in on_ranks(comms, lambda comm: rounds(runners[comm.rank])):
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert_near(ours, theirs, tolerance=0.02)
+
+
+def one_at_a_time(kernel: Callable[..., Result]) -> Callable[..., Result]:
+    """Triton interprets on one thread only."""
+
+    def launch(*arguments: object, **options: object) -> Result:
+        with INTERPRETER:
+            return kernel(*arguments, **options)
+
+    return launch
+
+
+def softmax_of_parts(parts: Sequence[torch.Tensor], *, scale: float) -> torch.Tensor:
+    stats: list[torch.Tensor] = []
+
+    def kept(own: torch.Tensor, *, tokens: int) -> torch.Tensor:
+        assert tokens >= parts[0].shape[1] / own.shape[2]
+        stats.append(own)
+        return own
+
+    for part in parts:
+        softmax(part, scale=scale, join=kept)
+    joined = torch.cat(stats, dim=-1)
+    return torch.cat([softmax(part, scale=scale, join=lambda _own, **_: joined) for part in parts], dim=1)
+
+
+def draws() -> None:
+    """The same ids as torch's operators draw, for every size of a vocabulary, and for weights that vanish."""
+    for vocab_size in (3, 1001):
+        weights = (4 * torch.randn(4, vocab_size, generator=GENERATOR)).softmax(-1)
+        weights *= torch.rand(4, vocab_size, generator=GENERATOR) < 0.5
+        weights[:, -1] += 1e-9
+        uniforms = torch.rand(4, 3, 2, generator=GENERATOR, dtype=torch.float64)[:, 1]
+        uniforms[0], uniforms[1] = 0.0, 1 - 2.0**-53
+        size = tokens_of_a_block(vocab_size)
+        wanted = processors.draw(weights, uniforms)
+        assert torch.equal(draw_tokens(weights, uniforms, processors.DRAW_UNITS, size), wanted)
+        blocks = draw_in_blocks(weights, uniforms, processors.DRAW_UNITS, size)
+        assert torch.equal(processors.token_of_blocks(blocks, uniforms), wanted)
+        units = weights * processors.DRAW_UNITS
+        assert torch.equal(draw_tokens(units, uniforms, 1.0, size), wanted)
+        logits = torch.randn(4, vocab_size, generator=GENERATOR).mul_(9).to(torch.float16)
+        logits[2, : vocab_size // 2] = float("-inf")
+        logits[3] = float("-inf")
+        logits[3, -1] = 5.0
+        with patch.object(draw_gpu, "SOFTMAX_TOKENS", size):
+            found = softmax(logits, scale=1 / 0.7)
+            first = [2 * size, vocab_size - 2 * size] if vocab_size > 3 else [2, 1]
+            assert torch.equal(softmax_of_parts(logits.split(first, dim=1), scale=1 / 0.7), found)
+        torch.testing.assert_close(found, (logits.float() * (1 / 0.7)).softmax(-1), rtol=3e-6, atol=0)
+    for number in ("nan", "inf"):
+        logits = torch.zeros(2, 100)
+        logits[0, 3] = float(number)
+        assert softmax(logits, scale=2.0).isnan().all(1).tolist() == [True, False]
+    nothing = torch.full((2, 100), float("nan"))
+    ids = draw_tokens(nothing, uniforms[:2], processors.DRAW_UNITS, 8)
+    assert ((ids >= 0) & (ids < 100)).all()
+
+
+def dot_of_bf16() -> None:
+    """Teach the interpreter, which keeps bf16 as its bits, to multiply them."""
+    create_dot = interpreter.InterpreterBuilder.create_dot
+
+    def widened(handle: Any) -> Any:  # noqa: ANN401 - Triton is untyped
+        if handle.dtype.scalar is not tl.bfloat16:
+            return handle
+        return interpreter.TensorHandle((handle.data.astype(numpy.uint32) << 16).view(numpy.float32), tl.float32)
+
+    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *others: create_dot(
+        self, widened(a), widened(b), *others
+    )
+
+
+def product_on(num_processors: int, *operands: Tensor, **options: Any) -> Tensor:  # noqa: ANN401
+    """The product on a GPU with so many multiprocessors."""
+    with patch.object(linear_gpu, "_num_processors", return_value=num_processors):
+        return product_of_few_rows(*operands, **options)
+
+
+def few_rows() -> None:
+    """Borders of all kinds, tiles of all sizes, splits. Sums are exact, so that the order of the sums does not show."""
+    borders = [("int8", 33, 80), *((form, 33, 128) for form in ("int4, 128", "fp8")),
+               *((form, 33, 96) for form in ("mxfp4", "nvfp4"))]  # fmt: skip
+    splits = [("int8", 20, 2100), *((form, 20, 2176) for form in ("int4, 128", "fp8")),
+              *((form, 20, 2080) for form in ("int4, 32", "mxfp4", "nvfp4"))]  # fmt: skip
+    of_dtypes = product((torch.float32, torch.bfloat16), splits)
+    for dtype, (form, num_outputs, num_inputs) in chain(
+        product([DTYPE], [*borders, *splits, ("int4, 64", 20, 2112)]), of_dtypes
+    ):
+        operands, numbers = OPERANDS[form](num_outputs, num_inputs)
+        x = (torch.randint(-8, 9, (40, num_inputs)) / 8).to(dtype)
+        wanted = x.double() @ numbers.t()
+        cut = ((1, 1), (9, 1), (40, 1), (5, 132))
+        for num_rows, num_processors in cut if dtype is torch.float16 else cut[1::2]:
+            y = product_on(num_processors, x[:num_rows], *operands)
+            if dtype is torch.bfloat16:  # which the interpreter cuts off rather than rounds
+                assert ((y - wanted[:num_rows]).abs() <= wanted[:num_rows].abs() / 128).all()
+            else:
+                assert torch.equal(y, wanted[:num_rows].to(dtype)), (dtype, form, num_inputs, num_rows)
+    for form in ("int8", "int4, 128", "nvfp4"):
+        operands, numbers = OPERANDS[form](16, 2176)
+        x, bias, residual = (torch.randint(-8, 9, shape).to(torch.float16) for shape in ((3, 2176), (16,), (3, 16)))
+        wanted = (x.double() @ numbers.t() + bias.double() + residual.double()).half()
+        for num_processors in (1, 132):
+            y = product_on(num_processors, x, *operands, bias_O=bias, residual_MO=residual)
+            assert torch.equal(y, wanted)
+        operands, numbers = OPERANDS[form](40, 768)
+        x = torch.randn(3, 768)
+        wanted = x.double() @ numbers.t()
+        y = product_on(1, x, *operands)
+        assert (y - wanted).abs().max() < 1e-6 * wanted.abs().max(), "fp32 inputs lost digits"
+
+
+def unpacked_weights() -> None:
+    """Some outputs of a matrix, whole groups of inputs and less."""
+    for form, dtype, num_outputs, num_inputs in (
+        ("int4, 128", torch.float16, 5, 128), ("int4, 128", torch.float32, 9, 17 * 128),
+        ("int4, 32", torch.float16, 5, 1056), ("mxfp4", torch.float16, 5, 1056), ("nvfp4", torch.float32, 9, 96),
+    ):  # fmt: skip
+        (codes, words, *scales), numbers = OPERANDS[form](num_outputs, num_inputs)
+        found = torch.empty(num_outputs - 2, num_inputs, dtype=dtype)
+        unpack_codes(codes[2:], words[:, 2:], found, *(each[2:] for each in scales))
+        assert torch.equal(found, numbers[2:].to(dtype))
+    (weights, scales_O), numbers = OPERANDS["int8"](20, 5000)
+    found = torch.empty(18, 5000, dtype=torch.float16)
+    unpack_bytes(weights[2:], scales_O[2:], found)
+    assert torch.equal(found, numbers[2:].half())
+
+
+def halves() -> None:
+    """Exact sums for borders of all kinds, and a row's own bits whatever other rows are there, in both kernels."""
+    for dtype, num_outputs, num_inputs in ((torch.float16, 18, 1104), (torch.bfloat16, 9, 80)):
+        weight, x = ((torch.randint(-8, 9, (size, num_inputs)) / 8).to(dtype) for size in (num_outputs, 16))
+        bias, residual = (torch.randint(-8, 9, shape).to(dtype) for shape in ((num_outputs,), (16, num_outputs)))
+        wanted = x.double() @ weight.double().t() + bias.double() + residual.double()
+        for num_rows in (1, 2, 16):
+            y = product_of_halves(x[:num_rows], weight, bias_O=bias, residual_MO=residual[:num_rows])
+            # The interpreter cuts bf16 off rather than rounds.
+            allowed = wanted[:num_rows].abs() * (2.0**-7 if dtype is torch.bfloat16 else 2.0**-11)
+            assert ((y - wanted[:num_rows]).abs() <= allowed).all(), (dtype, num_outputs, num_inputs, num_rows)
+    weight, x = some(16, 592), some(16, 592)
+    alone, together = product_of_halves(x[:2], weight), product_of_halves(x, weight)
+    assert torch.equal(alone, together[:2])
+
+
+def experts() -> None:
+    """Experts with one pair, with several blocks, with none, and of other ranks; sums are exact."""
+    num_experts, num_outputs = 5, 20
+    for form, num_inputs in (
+        ("int8", 2100), ("fp8", 384), ("int4, 128", 2176), ("int4, 32", 160), ("mxfp4", 96), ("nvfp4", 2080),
+    ):  # fmt: skip
+        operands, numbers = OPERANDS[form](num_experts * num_outputs, num_inputs)
+        weights, bias = numbers.unflatten(0, (num_experts, -1)), torch.randint(-8, 9, (num_experts * num_outputs,))
+        for num_tokens, num_processors in ((1, 1), (40, 264)):
+            scores = torch.rand(num_tokens, num_experts + 1)
+            scores[:, 3], scores[:, 0] = -1.0, 2.0  # of the five one is never chosen, and one always
+            ids = scores.topk(2).indices
+            chosen = choose(ids, num_experts, value_bytes=DTYPE.itemsize)
+            x = (torch.randint(-8, 9, (num_tokens, num_inputs)) / 8).to(DTYPE)
+            y = product_on(num_processors, x, *operands, bias_O=bias.to(DTYPE), chosen=chosen)
+            of_each = torch.einsum("mi,xoi->mxo", x.double(), weights) + bias.view(num_experts, -1)
+            of_each = functional.pad(of_each, (0, 0, 0, 1))
+            assert torch.equal(y, of_each.gather(1, ids[..., None].expand(-1, -1, num_outputs)).flatten(0, 1).to(DTYPE))
+
+
+def modules_of_experts() -> None:
+    """Experts of a module, joined, and one by one from their views of the same weights; the last id is elsewhere."""
+    config: Any = MixtralConfig(hidden_size=64, intermediate_size=160, num_local_experts=3)
+    x, ids, weights = some(4, 64), torch.tensor([[0, 2], [2, 3], [3, 0], [2, 0]]), some(4, 2)
+    own_kernels: Any = weight_only
+    own_kernels._few_rows_of, own_kernels.compiled_for = (lambda *_: linear_gpu), (lambda *_: None)
+    for kind in ("int8_weight_only", "int4_weight_only", "mxfp4"):
+        module: Any = MixtralExperts(config).to(DTYPE)
+        for name, parameter in module.named_parameters():
+            parameter.data = some(*parameter.shape) / (8 if name == "down_proj" else 4)
+        kernel = Precision(quantization=kind).kernel
+        assert kernel
+        packing = (lambda w, b, make=kernel: make(rounded("mxfp4", w), b)) if kind == "mxfp4" else kernel
+        with operators_of_gpus():
+            own = OwnExperts(module, packing)
+        assert own._of_few, kind
+        found = own(x, ids, weights)
+        own._of_few = None
+        assert_near(found, own(x, ids, weights), tolerance=2e-3)
+
+
+def of_each_row(x: Tensor, weight: Tensor, _bias: Tensor | None = None) -> Tensor:
+    """A linear layer whose bits do not depend on the number of rows."""
+    return (x[..., None, :] * weight).sum(-1)
+
+
+RECURRENT: dict[str, dict[str, int]] = {
+    "qwen3_next, dense": {"linear_num_key_heads": 1, "linear_num_value_heads": 2},
+    "kimi_linear, dense": {"linear_num_heads": 2},
+    "falcon_h1": {"mamba_n_heads": 2, "mamba_d_head": 64, "mamba_n_groups": 1},
+}
+
+
+def recurrent_layers() -> None:
+    """Each kind of recurrence and of layout, with states, inputs and the bits of a row and of a token alone."""
+    for kind, heads in RECURRENT.items():
+        model = tiny_model(kind, **heads)
+        recurrent.adapt(model)
+        mixer: Any = next(recurrent.mixers_of(model))
+        right = choice_of_recurrence._tried(mixer, model.config.hidden_size)
+        layer, x_BTE = recurrent.state_of(mixer), torch.randn(2, 3, model.config.hidden_size, generator=GENERATOR)
+        found: dict[str, list[Tensor]] = {}
+        for name, batch_size, width in (("all", 2, 3), ("a row", 1, 3), ("a token", 2, 1), ("operators", 2, 3)):
+            mixer.own_kernels = None if name == "operators" else right
+            cache = StateCache([layer], batch_size=batch_size, num_kept=3, dtype=torch.float32)
+            outputs = []
+            for x, positions in zip(x_BTE.split(width, 1), torch.arange(3).split(width), strict=True):
+                view = cache.view(positions.expand(batch_size, -1), taken_B=None, cache_rows_B=None)
+                with patch.object(functional, "linear", of_each_row):
+                    outputs.append(recurrent.mix_of(mixer)(mixer, x[:batch_size], view))
+            rings = [ring.unflatten(0, (batch_size, -1)) for ring in (*cache.inputs.values(), *cache.states.values())]
+            found[name] = [torch.cat(outputs, 1), *rings]
+        for *own, wanted in zip(*(found[name] for name in ("all", "a row", "a token", "operators")), strict=True):
+            assert torch.equal(own[0][:1], own[1]), kind
+            assert torch.equal(own[0], own[2]), kind
+            assert ((own[0] - wanted).abs() <= 1e-5 * wanted.abs().max()).all(), kind
+
+
+def wrong_recurrence_is_not_used() -> None:
+    """It is held to torch's operators at load."""
+    model = tiny_model("qwen3_next, dense", **RECURRENT["qwen3_next, dense"])
+    right, wrong = recurrence_gpu.recur, lambda *places, **options: -right(*places, **options)
+    for kernel in (right, wrong):
+        vars(recurrence_gpu)["recur"] = kernel
+        with operators_of_gpus():
+            recurrent.use_own_kernels(model, CPU)
+        assert bool(next(recurrent.mixers_of(model)).own_kernels) is (kernel is right)
+    vars(recurrence_gpu)["recur"] = right
+
+
+def check(*parts: str) -> None:
+    dot_of_bf16()
+    linear_gpu._num_processors = cache(lambda _: 132)
+    linear.can_pack = cache(lambda _: False)  # plain weights, as on a GPU: some CPUs pack 16 bits
+    for name in ("rotate_write", "add_norm", "gated"):
+        setattr(between_gpu, name, one_at_a_time(getattr(between_gpu, name)))
+    attention_gpu.attend = one_at_a_time(attention_gpu.attend)
+    vars(varlen)["_CHECKED_LENGTHS"] = 300, 100, 77
+    if "operators" not in parts:  # models here have rows of a few slots
+        vars(varlen)["_CHECKED_LENGTHS"] = 70, 20, 7
+        vars(varlen)["CHECKED"] = CHECKED[:-1]
+    for each in chain.from_iterable(PARTS[part] for part in parts):
+        each()
+
+
+PARTS: dict[str, Sequence[Callable[[], None]]] = {
+    "operators": [
+        rotary_and_cache, residual_and_norm, gate, split_rows, choice_of_attention,
+        wrong_kernels_are_not_used, draws, few_rows, unpacked_weights, halves,
+        experts, modules_of_experts,
+    ],
+    "recurrent layers": [recurrent_layers, wrong_recurrence_is_not_used],
+    "several ranks": [several_ranks],
+    "llama, no groups": [partial(whole_model, "llama, no groups")],
+    "mistral, window": [partial(whole_model, "mistral, window")],
+    "qwen3": [partial(whole_model, "qwen3")],
+    "qwen3 by masks": [partial(whole_model, "qwen3", None)],
+    "quantized weights": [partial(whole_model, "llama", precision=Precision(quantization="int8_weight_only"))],
+    "quantized cache": [partial(whole_model, "llama", precision=Precision(cache_dtype="int8"), tolerance=0.05)],
+}  # fmt: skip
+
+
+if __name__ == "__main__":
+    check(*sys.argv[1:])
