@@ -43,7 +43,7 @@ TOGETHER = {
     ("a dynamic tree", "a draft without a model"): "draft=ngram speculation.tree=dynamic-8x3x3",
     ("a tree", "overlap"): f"speculation.tree=2x1 {_OVERLAP}",
     ("a rule without sampling", "sampling"): "verification=greedy sampling.temperature=0.7",
-    ("an own tokenizer", "a head"): "draft=tiny-eagle draft.tokenizer=own",
+    ("a head", "an own tokenizer"): "draft=tiny-eagle draft.tokenizer=own",
     ("overlap", "a draft on shared ranks"): "speculation.overlap=true placement=sharded",
     ("chats", "synthetic weights"): "chat=true weights=synthetic model=smollm2_135M draft=none task=generate",
     ("MTP layers", "synthetic weights"): "weights=synthetic model={mtp} draft=mtp",

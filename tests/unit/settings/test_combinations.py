@@ -27,7 +27,7 @@ OF_LIBRARY: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
     ("a tree", "adaptive K"): ({}, {"tree": "2x1", "num_draft_tokens": "auto"}),
     ("a tree", "a replicated draft"): ({"placement": "replicated"}, {"tree": "2x1"}),
     ("a tree", "a recurrent model"): ({"model": "{hybrid}", "draft": "{hybrid}"}, {"tree": "2x1", "temperature": 0}),
-    ("an own tokenizer", "a head"): ({"draft": "tiny-eagle", "tokenizer": "own"}, {}),
+    ("a head", "an own tokenizer"): ({"draft": "tiny-eagle", "tokenizer": "own"}, {}),
     ("an own tokenizer", "a recurrent draft"): ({"draft": "{hybrid}", "tokenizer": "own"}, {}),
     ("a block", "more than a block"): ({"model": "{target}", "draft": "{block}"}, {"num_draft_tokens": 5}),
     ("a rule without sampling", "sampling"): ({}, {"verification": "greedy", "temperature": 0.7}),
