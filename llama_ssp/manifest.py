@@ -8,13 +8,14 @@ from pathlib import Path
 from pkgutil import iter_modules
 
 ROOMS: dict[str, tuple[str, ...]] = {
-    "heads": ("draft=mtp", "draft=tiny-eagle", "draft=eagle3_llama3_8B", "config.json=draft_vocab_size"),
-    "copies": ("draft=ngram", "draft.fallback=ngram"),
     "accelerate": ("placement=accelerate", "placement.target.kind=accelerate"),
+    "advice": ("setting=search",),
     "calibrate": ("task=calibrate", "command=calibrate"),
+    "copies": ("draft=ngram", "draft.fallback=ngram"),
     "deepspeed": ("placement=deepspeed", "placement.target.kind=deepspeed"),
     "evaluate": ("task=evaluate",),
     "gpu": (),
+    "heads": ("draft=mtp", "draft=tiny-eagle", "draft=eagle3_llama3_8B", "config.json=draft_vocab_size"),
     "python_ranks": ("argument=ranks",),
     "reports": ("command=report", "setting=figure"),
     "serve": ("task=serve", "command=serve", "field=custom_id"),

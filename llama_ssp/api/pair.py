@@ -89,7 +89,7 @@ class CompletionTimes:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Completion:
+class Completion(CompletionLogProbs):
     """A completion by `Pair.generate`, without its prompt.
 
     Attributes:
@@ -102,7 +102,6 @@ class Completion:
         num_target_forwards: forwards of the target, including the reading of the whole prompt.
         num_reused_tokens: tokens of the prompt that the target had read already: for another completion, or in the
             call before, whose texts stay in the cache for prompts that begin alike.
-        log_probs: as asked for by `logprobs` and `prompt_logprobs`; None without them.
     """
 
     index: int
@@ -118,7 +117,6 @@ class Completion:
     num_target_forwards: int
     num_reused_tokens: int
     times: CompletionTimes
-    log_probs: CompletionLogProbs | None = None
 
     @property
     def accepted_ids(self) -> list[int]:
@@ -156,7 +154,7 @@ def _of_request(
         times=CompletionTimes(
             total_s=done.busy_s, first_token_s=done.first_token_s, **{f"{part}_s": s for part, s in done.part_s.items()}
         ),
-        log_probs=scores,
+        **(vars(scores) if scores else {}),
     )  # fmt: skip
 
 
@@ -307,7 +305,7 @@ class Pair:
             verification: name of a rule.
             plain: decode with the target alone, for comparison.
             logprobs: log-probabilities of every new token, and of this number of the most probable ones in its place
-                (`log_probs.CompletionLogProbs`); the target reads every text once more.
+                (`Completion.logprobs`); the target reads every text once more.
             prompt_logprobs: the same of the prompt's tokens.
 
         Raises:

@@ -123,7 +123,7 @@ class PlanSpec:
 
     @cached_property
     def free_terms(self) -> DraftTerms:
-        """What a draft without a model costs; a search may have changed K and the draft."""
+        """Costs of a draft without a model; a search may have changed K and the draft."""
         if not (self.free_settings and self.drafts and (self.free_draft or self.adapts)):
             return DraftTerms()
         return drafter_of(self.free_settings).terms(self.free_settings, self)
@@ -380,3 +380,12 @@ def same_kind(spec: PlanSpec, size: int) -> PlanSpec | None:
     """The spec on a block of another size, its draft placed as before; None if such a block has no such place."""
     kinds = {DraftLayout.one_rank} if size == 1 else {spec.draft_kind}
     return next((found for found in on_block(spec, size) if not spec.draft or found.draft_kind in kinds), None)
+
+
+def without_draft(spec: PlanSpec) -> PlanSpec:
+    """The spec without a draft, whose own ranks the target has then."""
+    ranks = spec.target_ranks if spec.backend.by_library else spec.layout.ranks
+    return replace(
+        spec, draft=None, free_draft=None, own_tokenizer=False, draft_ranks=(), target_ranks=ranks, tree=None,
+        overlap=False,
+    )  # fmt: skip

@@ -17,8 +17,7 @@ import transformers
 
 from llama_ssp.errors import ConfigError, InterruptedRun
 from llama_ssp.machines.machine import keep_speeds, note_on_links, speeds_are_due
-from llama_ssp.planning.advice import slower_overlapped
-from llama_ssp.planning.notes import outgrown
+from llama_ssp.planning.notes import outgrown, slower_overlapped
 from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.ranks.failures import Phase, from_rank_0, raise_on_all_ranks
 from llama_ssp.ranks.memory import MemoryWatch

@@ -186,7 +186,7 @@ class Session:
     def _decode(
         self, requests: list[PromptRequest], recorder: "_Recorder", settings: RunSettings | None = None
     ) -> None:
-        """Decode requests, of which each replica does a part; raises as `complete`."""
+        """Decode requests, a part on each replica; raises as `complete`."""
         decoder = self.decoder(recorder.mode)
         share, more = self._shared_out(requests, recorder)
         self._count_experts(-1)

@@ -17,6 +17,7 @@ from llama_ssp.machines import hardware
 from llama_ssp.settings import drafters, layout, schema, trees
 from llama_ssp.settings.backends import backend_of, backends
 from llama_ssp.settings.combinations import MORE, clashes
+from llama_ssp.settings.groups import chooser_of
 from llama_ssp.settings.rules import RULES
 from llama_ssp.settings.schema import PlanConfig, RunConfig
 from llama_ssp.settings.tasks import TASKS, NoEffect, Range, default_of, request_file, task_of
@@ -64,9 +65,13 @@ def check_plan(config: PlanConfig) -> None:
     of_machine = hardware.problems_of(config.hardware)
     problems = [*of_machine, *_values(config), *_draft(config), *_formats(config), *_sizes(config)]
     if not of_machine:
+        chooser = chooser_of(config)
         num_ranks = int(config.hardware["num_gpus"]) * int(config.hardware.get("num_nodes", 1))
         problems += layout.problems_of(
-            config.placement, world_size=num_ranks, has_draft=config.draft.model is not None, searched=config.search
+            config.placement,
+            world_size=num_ranks,
+            has_draft=config.draft.model is not None,
+            chooser=f"{chooser.name}=true" if chooser else None,
         )
     refuse(problems)
 
@@ -144,7 +149,7 @@ def _values(config: RunConfig) -> Iterator[str]:
 
 
 def _of_draft(config: RunConfig) -> Sequence[str | NoEffect]:
-    """What the record of the draft says of a run."""
+    """Problems of a run by the record of its draft."""
     record = drafters.DRAFTERS.find(config.draft.kind)
     return [*record.problems(config)] if record else []
 

@@ -31,7 +31,7 @@ class RoundSizes(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class DraftTerms:
-    """What a plan counts on every rank for a draft without a model: kernels of a round, and bytes."""
+    """Terms of a plan on every rank for a draft without a model: kernels of a round, and bytes."""
 
     num_kernels: int = 0
     held_bytes: int = 0

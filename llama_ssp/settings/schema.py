@@ -411,6 +411,3 @@ class PlanConfig(RunConfig):
     format: PlanFormat = setting(
         PlanFormat.table, "json prints the document that docs/reference/plan-document.md describes."
     )
-    search: bool = setting(
-        False, "true ranks precisions, drafts, layouts and K of the model here, then of smaller ones."
-    )

@@ -330,9 +330,8 @@ class FromPython:
         pair.update(_negative(pair.models)[0].parameters)
         pair.update("tiny")
         found += pair.generate("class A", max_new_tokens=12, temperature=0)
-        assert found[0].log_probs
-        assert found[0].log_probs.logprobs
-        return [one.token_ids for one in found], found[0].log_probs.logprobs.log_probs, sentences
+        assert found[0].logprobs
+        return [one.token_ids for one in found], [one.logprob for one in found[0].logprobs], sentences
 
 
 Seen = Callable[[Case], list[Any]]

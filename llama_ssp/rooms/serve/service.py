@@ -20,6 +20,7 @@ from typing import Any, cast
 
 from llama_ssp.architectures.engine import PREFILL_CHUNK
 from llama_ssp.errors import ConfigError, SspError
+from llama_ssp.log_probs import part as some_of
 from llama_ssp.ranks.failures import from_rank_0
 from llama_ssp.rooms.serve.inbox import Inbox, Part, RequestError, ServedRequest
 from llama_ssp.rooms.serve.records import ServeTimeouts
@@ -141,8 +142,8 @@ class Service:
                 if isinstance(scores, SspError):
                     self._fail(request, scores)
                     continue
-                log_probs = scores.model.part(slice(None), request.num_top or 0)
-                self._deliver(request, part._replace(log_probs=log_probs))
+                logprobs = some_of(scores.model, slice(None), num_top=request.num_top or 0)
+                self._deliver(request, part._replace(logprobs=logprobs))
 
         num_top = max(request.num_top or 0 for _, request, _ in some)
         run.score([text for text, *_ in some], num_top=num_top, deliver=deliver)

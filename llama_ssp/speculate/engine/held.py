@@ -77,7 +77,7 @@ class Reuse:
 
     @property
     def step(self) -> int:
-        """Tokens of whose multiples beginnings are taken."""
+        """Number of tokens; beginnings are taken in multiples of it."""
         return 1 if self.any_length else PREFILL_CHUNK
 
 

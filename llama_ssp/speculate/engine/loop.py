@@ -315,7 +315,7 @@ class Decoding:
                 self._state.vacate(row)
 
     def _refill(self) -> bool:
-        """Ask for requests; returns whether any wait. Raises an untaken error, once all rows ended."""
+        """Ask for requests; returns whether any wait. Without `failed`, raises an error once all rows ended."""
         if self._error and self.is_idle:
             raise self._error
         if self._more:

