@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llama_ssp import operators
-from llama_ssp.kernels.linear import FewRows, Linear, NativeLinear, added, compiled_for
+from llama_ssp.kernels.linear import FewRows, Linear, added, compiled_for
 from llama_ssp.storage.formats import FEW_ROWS, FP4_GROUP, FP4_NUMBERS, FP8_GROUP, UNPACKED_WEIGHTS, format_of
 from llama_ssp.weights import byte_rows
 
@@ -89,8 +89,8 @@ def int8_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         operands = bytes_OI.view(torch.int8), words_O1.view(torch.float32).squeeze(1)
     else:
         operands = quantize_by_blocks(weight_OI, _to_bytes)
-    if product := compiled_for("int8_weight_only", operands[0].shape, weight_OI.device):
-        return NativeLinear(product, *operands, bias_O)
+    if compiled := compiled_for("int8_weight_only", operands[0].shape, weight_OI.device):
+        return compiled(*operands, bias_O)
     return _Int8WeightOnly(operands, bias_O, _few_rows_of("int8_weight_only", operands))
 
 
@@ -243,9 +243,9 @@ def int4_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
 def _int4_linear(codes_OI: Tensor, words_OG: Tensor, bias_O: Tensor | None) -> Linear:
     """A layer of the bytes of codes (O, I / 2) and words (O, G)."""
     num_inputs, num_groups = 2 * codes_OI.shape[1], words_OG.shape[1]
-    if product := compiled_for("int4_weight_only", torch.Size((len(codes_OI), num_inputs)), codes_OI.device):
+    if compiled := compiled_for("int4_weight_only", torch.Size((len(codes_OI), num_inputs)), codes_OI.device):
         codes_OGI = torch.cat(byte_rows.unpack_codes(codes_OI.unflatten(1, (num_groups, -1))), dim=2)
-        return NativeLinear(product, codes_OGI.flatten(1), words_OG, bias_O)
+        return compiled(codes_OGI.flatten(1), words_OG, bias_O)
     operands = codes_OI, words_OG.t().contiguous()
     return _Int4WeightOnly(operands, bias_O, _few_rows_of("int4_weight_only", operands))
 
@@ -275,8 +275,8 @@ def fp8_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         scales_OG = words_OG.view(torch.float32)
     else:
         bytes_OI, scales_OG = quantize_by_blocks(weight_OI, _to_fp8)
-    if product := compiled_for("fp8_weight_only", bytes_OI.shape, weight_OI.device):
-        return NativeLinear(product, bytes_OI, scales_OG, bias_O)
+    if compiled := compiled_for("fp8_weight_only", bytes_OI.shape, weight_OI.device):
+        return compiled(bytes_OI, scales_OG, bias_O)
     operands = bytes_OI.view(_E4M3), scales_OG.t().contiguous()
     return _ScaledGroups(operands, bias_O, _few_rows_of("fp8_weight_only", operands))
 
@@ -304,8 +304,8 @@ def _fp4_linear(storage: str, weight_OI: Tensor, bias_O: Tensor | None) -> Linea
     """A layer of floats of 4 bits, of `byte_rows`."""
     codes_OI, scales_OS, factors_O = byte_rows.split_fp4(weight_OI)
     shape = torch.Size((len(codes_OI), 2 * codes_OI.shape[1]))
-    if product := compiled_for(storage, shape, weight_OI.device):
-        return NativeLinear(product, weight_OI, factors_O, bias_O)
+    if compiled := compiled_for(storage, shape, weight_OI.device):
+        return compiled(weight_OI, factors_O, bias_O)
     scales_SO = scales_OS.t().contiguous().view(byte_rows.dtype_of_scales(format_of(storage).product))
     operands = codes_OI, scales_SO, factors_O
     return _Fp4WeightOnly(operands, bias_O, _few_rows_of(storage, operands))
