@@ -9,9 +9,15 @@ from pkgutil import iter_modules
 
 ROOMS: dict[str, tuple[str, ...]] = {
     "accelerate": ("placement=accelerate", "placement.target.kind=accelerate"),
+    "bitsandbytes": tuple(f"model.quantization={name}" for name in ("int8", "nf4", "fp4")),
     "calibrate": ("task=calibrate", "command=calibrate"),
     "deepspeed": ("placement=deepspeed", "placement.target.kind=deepspeed"),
+    "eight_bits": (
+        *(f"model.quantization={name}" for name in ("int8_weight_only", "int8_groups", "fp8_weight_only")),
+        *(f"model={name}_8bit" for name in ("7B", "13B", "30B", "65B")),
+    ),
     "evaluate": ("task=evaluate",),
+    "four_bits": tuple(f"model.quantization={name}" for name in ("int4_weight_only", "mxfp4", "nvfp4")),
     "python_ranks": ("argument=ranks",),
     "reports": ("command=report", "setting=figure"),
     "serve": ("task=serve", "command=serve", "field=custom_id"),

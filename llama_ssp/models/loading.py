@@ -31,7 +31,7 @@ from llama_ssp.models.runner import Runner
 from llama_ssp.models.tensor_parallel import shard
 from llama_ssp.models.weights import LINEAR, Loading, Parameter, returning_memory
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.storage.formats import NO_QUANTIZATION, format_of
+from llama_ssp.storage.formats import NO_QUANTIZATION, easiest_format, format_of
 from llama_ssp.weights.checkpoint import summary
 from llama_ssp.weights.head import HeadSource, MtpSource
 from llama_ssp.weights.source import PACKED, WeightSource
@@ -170,7 +170,7 @@ def _check_quantizable(
             where = f" for {summary(odd)}, whose sizes are no multiples of {BLOCK}" if has_product else ""
             raise ConfigError(
                 f"quantization={quantization} needs the package {package.name}{where}: {package.install} installs it, "
-                "or use quantization=int8_weight_only, which needs none"
+                f"or use quantization={easiest_format()}, which needs none"
             )
     for name, weight in linears.items():
         check(name, sizes(weight, 1), is_cut=len(shards) > 1 and weight.dim == 1)

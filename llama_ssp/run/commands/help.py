@@ -24,6 +24,7 @@ from llama_ssp.settings.groups import whole
 from llama_ssp.settings.launchers import LAUNCHER, LAUNCHERS
 from llama_ssp.settings.schema import DERIVED, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import REQUEST_FILES, task_specs
+from llama_ssp.storage.formats import formats
 from llama_ssp.words import listed, visible
 
 _ALL, _WIDTH = "all", 118
@@ -153,10 +154,17 @@ def settings_of(schema: type[Any], prefix: str = "") -> Iterator[DescribedSettin
 
 
 def _meaning(entry: dataclasses.Field[Any]) -> str:
-    """The help of a field, with the files of requests and the backends that there are."""
-    kinds = "".join(f", or {kind.purpose}" for kind in REQUEST_FILES.all().values())
-    placed = " ".join(backend.purpose for backend in backends().values())
-    return help_of(entry).replace("{request_files}", kinds).replace("{backends}", placed)
+    """The help of a field, with the files of requests, the backends and the storage formats that there are."""
+    kept = [name for name, storage in formats().items() if not storage.is_stored_alone]
+    there = {
+        "{request_files}": "".join(f", or {kind.purpose}" for kind in REQUEST_FILES.all().values()),
+        "{backends}": " ".join(backend.purpose for backend in backends().values()),
+        "{formats}": " or ".join(filter(None, [", ".join(kept[:-1]), kept[-1]])),
+    }
+    said = help_of(entry)
+    for place, text in there.items():
+        said = said.replace(place, text)
+    return said
 
 
 def settings_of_launchers() -> Iterator[DescribedSetting]:

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llama_ssp import Pair, load
 from llama_ssp.errors import ConfigError
-from llama_ssp.models.quantization.weight_only import _to_bytes
+from llama_ssp.rooms.eight_bits.linear import _to_bytes
 from llama_ssp.settings.schema import SamplingConfig
 from tests.helpers.hub import shipped
 from tests.helpers.lanes import heavy

@@ -240,7 +240,7 @@ def test_int8_decodes_on_a_cpu_without_its_package(monkeypatch: pytest.MonkeyPat
         raise AssertionError("bitsandbytes is asked for")
 
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    monkeypatch.setattr("llama_ssp.models.quantization.precision.bitsandbytes", refuse)
+    monkeypatch.setattr("llama_ssp.rooms.bitsandbytes.linear.bitsandbytes", refuse)
     pair = load_pair("tiny", "tiny-draft", quantization="int8", device="cpu")
     [completion] = pair.generate("import os", max_new_tokens=4, temperature=0)
     assert len(completion.token_ids) == 4

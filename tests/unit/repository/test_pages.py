@@ -20,12 +20,12 @@ from benchmarks.readme import TEXTS, filled
 from docs.hooks import repository, settings
 from llama_ssp import manifest
 from llama_ssp import plan as load_plan
+from llama_ssp.rooms.bitsandbytes.records import BITSANDBYTES
 from llama_ssp.run.commands import plan
 from llama_ssp.run.commands.own_ranks import read_start
 from llama_ssp.run.commands.run import read_options
 from llama_ssp.settings.commands import COMMANDS
 from llama_ssp.settings.compose import compose, to_run_config
-from llama_ssp.storage.formats import BITSANDBYTES
 from tests.helpers.repository import ROOT, files, modules
 
 TESTED = {

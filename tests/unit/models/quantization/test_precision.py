@@ -10,7 +10,7 @@ from torch import Tensor
 from llama_ssp.kernels.linear import Linear, make_linear
 from llama_ssp.models.quantization import weight_only
 from llama_ssp.models.quantization.precision import Precision
-from llama_ssp.models.quantization.weight_only import int4_weight_only_linear
+from llama_ssp.rooms.four_bits.linear import int4_weight_only_linear
 from llama_ssp.storage.formats import INT4_GROUPS, formats
 from llama_ssp.weights import byte_rows
 from tests.helpers.lanes import pairs
