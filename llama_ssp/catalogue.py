@@ -26,7 +26,7 @@ from llama_ssp.storage.formats import CACHES, NO_QUANTIZATION, OWN_DTYPE, format
 from llama_ssp.storage.stored import StoredFormat
 
 CONFIG_FILE, ADAPTER_CONFIG_FILE = "config.json", "adapter_config.json"
-"""Files of the folder of a model, and of that of an adapter."""
+"""Files of the folder of a model, and of an adapter's."""
 GGUF = ".gguf"
 GGUF_ALONE = "holds GGUF weights, which are not read: use the repository of this model with safetensors weights"
 _given: list[Path] = []
@@ -190,7 +190,7 @@ class ModelConfig:
 
     @property
     def label(self) -> str:
-        """Its name in reports: that of a folder for the entry that stands for any."""
+        """Its name in reports: a folder's for the entry that stands for any."""
         return Path(self.path).absolute().name if self.name == LOCAL and self.path else self.name
 
 
@@ -276,7 +276,7 @@ def groups(group: str) -> list[str]:
 def new_file(group: str, name: str) -> Path:
     """Name the file of an option that the package writes: where it is, else `conf` in a checkout, else `user_dir`.
 
-    A checkout that this user cannot write, such as that of an image, is used as an installed package is.
+    A checkout that this user cannot write, such as an image's, is used as an installed package is.
     """
     is_checkout = conf_dir().parent != Path(__file__).resolve().parent and os.access(conf_dir(), os.W_OK)
     return find(group, name) or (conf_dir() if is_checkout else user_dir()) / group / f"{name}.yaml"
@@ -373,7 +373,7 @@ def read_path(text: str) -> Path:
 ENDINGS_WITH_FIELDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 """Endings of files of prompts whose entries have fields."""
 LOCAL, MTP = "local", "mtp"
-"""The entry that stands for any folder, and the name of a model from one; that of a draft in the target's own files."""
+"""The entry for any folder, which also names a model from one; the entry of a draft in the target's own files."""
 MTP_KINDS = (
     "deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen2", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
 )  # fmt: skip

@@ -18,6 +18,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "evaluate": ("task=evaluate",),
     "four_bits": tuple(f"model.quantization={name}" for name in ("int4_weight_only", "mxfp4", "nvfp4")),
+    "gpu": (),
     "python_ranks": ("argument=ranks",),
     "reports": ("command=report", "setting=figure"),
     "serve": ("task=serve", "command=serve", "field=custom_id"),

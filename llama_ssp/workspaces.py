@@ -19,7 +19,7 @@ _OF_ANY_MODULE = vars(nn.Module()).keys() - {"_parameters", "_buffers", "_module
 
 
 class Workspace:
-    """Base class of what `allocate` makes; unlike weights, its tensors are replaced by the next `allocate`."""
+    """Base class of objects that `allocate` makes; unlike weights, its tensors are replaced by the next `allocate`."""
 
 
 class PerBucket(dict[int, _T], Generic[_T]):
@@ -38,7 +38,7 @@ class PerBucket(dict[int, _T], Generic[_T]):
 
 
 class OwnBuckets(ABC):
-    """Base class of what reads other buckets than the round; tracing follows it into objects that it holds."""
+    """Base class of objects that read other buckets than the round; tracing follows it into objects that it holds."""
 
     @abstractmethod
     def own_bucket(self, bucket: int) -> int:

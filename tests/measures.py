@@ -32,7 +32,12 @@ def names_of(room: str) -> set[str]:
 def references(file: Path, rooms: Sequence[str]) -> Iterator[str]:
     """Yield the places where a file's syntax tree has a name of rooms, imports from one, or says what asks for it."""
     names = set[str]().union(*map(names_of, rooms))
-    asked = {word.partition("=")[2] for room in rooms for word in manifest.ROOMS[room] if not word.startswith("field=")}
+    asked = {
+        word.partition("=")[2]
+        for room in rooms
+        for word in manifest.ROOMS[room]
+        if not word.startswith(("argument=", "field="))
+    }
     modules = tuple(f"llama_ssp.rooms.{room}" for room in rooms)
     for node in ast.walk(ast.parse(file.read_text())):
         match node:

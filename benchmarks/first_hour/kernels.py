@@ -21,7 +21,7 @@ from benchmarks.first_hour.step import Check, Where, main, say, skip
 from llama_ssp.architectures.engine import FIRST_CAPABILITY_BY_LENGTH
 from llama_ssp.kernels.attention_by_length import VarlenAttention, capability_of, flash_attention
 from llama_ssp.kernels.between import rotate_write
-from llama_ssp.kernels.linear import HalvesLinear, Linear, PlainLinear
+from llama_ssp.kernels.linear import Linear, PlainLinear
 from llama_ssp.kernels.parts import Heads, RmsNorm, Sequences
 from llama_ssp.rooms.eight_bits.linear import int8_weight_only_linear
 from llama_ssp.rooms.four_bits.linear import int4_weight_only_linear
@@ -169,9 +169,9 @@ def _one_attention(  # noqa: PLR0917 - as they are used
 def _ours(where: Where) -> Iterable[str]:
     if not where.is_gpu:
         skip("our attention is for GPUs")
-    from llama_ssp.kernels import attention_gpu  # noqa: PLC0415 - imports Triton
+    from llama_ssp.rooms.gpu.kernels.attention import MOST_ROWS, attend  # noqa: PLC0415 - imports Triton
 
-    return attention(attention_gpu.attend, where, most_queries=attention_gpu.MOST_ROWS)
+    return attention(attend, where, most_queries=MOST_ROWS)
 
 
 def _torch_s(where: Where) -> Iterable[str]:
@@ -200,10 +200,11 @@ def products(
 
 
 def _own_products(where: Where) -> Iterable[str]:
-    """Ours of 16-bit weights for up to 16 rows, also where `choice_gpu.find_halves` leaves them to cuBLAS."""
+    """Ours of 16-bit weights for up to 16 rows, also where `find_halves` leaves them to cuBLAS."""
     if not where.is_gpu:
         skip("our products of 16-bit weights are for GPUs")
-    from llama_ssp.kernels.halves_gpu import product_of_halves  # noqa: PLC0415 - imports Triton
+    from llama_ssp.rooms.gpu.kernels.halves import product_of_halves  # noqa: PLC0415 - imports Triton
+    from llama_ssp.rooms.gpu.linear import HalvesLinear  # noqa: PLC0415 - of a room
 
     ours = partial(HalvesLinear, few_rows=product_of_halves, most_rows=16)
     return products(where, kind=ours, bits=16, all_rows=(1, 2, 5, 8, 16))
@@ -227,10 +228,10 @@ def rotary(where: Where) -> Iterator[str]:
         wanted = torch.cat([turned, qkv[:, -num_kv:].double()], 1)
         ways = {"in order": partial(rotate_write, freqs_cis_M1P=turns, slots_M=slots)}
         if where.is_gpu:
-            from llama_ssp.kernels import between_gpu  # noqa: PLC0415 - imports Triton
+            from llama_ssp.rooms.gpu.kernels import between  # noqa: PLC0415 - imports Triton
 
             own = partial(
-                between_gpu.rotate_write, turns_SP2=torch.view_as_real(freqs_SP), positions_BT=positions.contiguous()
+                between.rotate_write, turns_SP2=torch.view_as_real(freqs_SP), positions_BT=positions.contiguous()
             )
             ways = {"in order": own, "by slots": partial(own, slots_M=slots)}
         for way, place in ways.items():
@@ -284,9 +285,9 @@ def _add_norm(x_ME: Tensor, added_ME: Tensor, weight_E: Tensor) -> Tensor:
     """The norm of a sum, which overwrites x, as the engine computes it on this device."""
     if not x_ME.is_cuda:
         return RmsNorm(weight_E, EPS)(x_ME.add_(added_ME))
-    from llama_ssp.kernels import between_gpu  # noqa: PLC0415 - imports Triton
+    from llama_ssp.rooms.gpu.kernels.between import add_norm  # noqa: PLC0415 - imports Triton
 
-    return between_gpu.add_norm(x_ME, added_ME, weight_E, EPS)
+    return add_norm(x_ME, added_ME, weight_E, EPS)
 
 
 def _some(*shape: int, like: tuple[Where, torch.dtype]) -> Tensor:

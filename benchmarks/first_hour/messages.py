@@ -7,14 +7,12 @@ graph in which messages of two communicators take turns, as a round has them wit
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import product
 
 import torch
 from torch import Tensor
 
 from benchmarks.first_hour.step import say
-from llama_ssp.kernels.sums import CudaMemory, find_peer_sums
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.world import start
 from llama_ssp.settings.schema import DeviceKind
@@ -119,8 +117,8 @@ def faults_of_two(world: Comm, *, is_captured: bool) -> Iterator[str]:
 def faults(world: Comm) -> Iterator[str]:
     """Make all checks."""
     ways = (False, True) if world.device.type == "cuda" else (False,)
-    peers = find_peer_sums(world, CudaMemory) if world.device.type == "cuda" else None
-    for comm in (world, *([replace(world, peers=peers)] if peers else [])):
+    own = world.with_peers()
+    for comm in (world, *([own] if own.peers else [])):
         yield from filter(None, (fault_of_a_sum(comm, kib, is_captured=way) for kib, way in product((8, 16, 64), ways)))
     for way in ways:
         yield from faults_of_others(world, is_captured=way)

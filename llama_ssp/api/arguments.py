@@ -178,7 +178,7 @@ def entry_of(what: str, given: object, *, target: object = None, **formats: obje
 
 
 def in_format(entry: ModelConfig, *, dtype: object, **formats: object) -> ModelConfig:
-    """A model in a number format, ours or that of torch, and formats of weights and cache; None changes nothing.
+    """A model in a number format, ours or torch's, and formats of weights and cache; None changes nothing.
 
     Raises ConfigError for an unknown one.
     """

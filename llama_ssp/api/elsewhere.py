@@ -1,4 +1,4 @@
-"""The records of what loads a pair elsewhere than in the process that calls `load`. Imports no torch."""
+"""Records of code that loads a pair elsewhere than in the process that calls `load`. Imports no torch."""
 
 from dataclasses import dataclass
 

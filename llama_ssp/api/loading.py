@@ -54,10 +54,10 @@ def load(
         draft: the same for the draft, "mtp" or "ngram"; None decodes with the target alone.
         dtype: number format of both, or a tuple with the target's and the draft's; None for the device's default
             (`planning.model.number_format`).
-        quantization: storage format of the linear layers, of both or as a tuple; None for that of the catalogue.
-        cache_dtype: format of keys and values, of both or as a tuple; None for that of the catalogue.
+        quantization: storage format of the linear layers, of both or as a tuple; None for the catalogue's.
+        cache_dtype: format of keys and values, of both or as a tuple; None for the catalogue's.
         device: to compute on: auto, cpu, cuda, cuda:1, or a device of torch.
-        tokenizer: `own` allows a draft whose tokenizer is not the target's. A loaded tokenizer is that of both models,
+        tokenizer: `own` allows a draft whose tokenizer is not the target's. A loaded tokenizer serves both models,
             a tuple of two the target's and the draft's, which is its own if the vocabularies differ; needed with
             loaded models without a folder.
         placement: auto, one_rank, sharded, replicated, own_gpu, or a `PlacementConfig`; None for one_rank.

@@ -54,7 +54,7 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
         cache_dtype: format of keys and values, of both or as a tuple.
         tokenizer: `own` plans a draft whose tokenizer is not the target's.
         num_draft_tokens: K, or "auto".
-        acceptance: probability that a drafted token is accepted; None takes that of the pair, or the default.
+        acceptance: probability that a drafted token is accepted; None takes the pair's, or the default.
         temperature: of the draws, which that figure depends on; 0 is greedy.
         batch_size: rows that are decoded together.
         prompt_tokens: of the longest prompt.

@@ -32,7 +32,7 @@ QWEN3 = replace(
 
 
 def _with_learned_bends(shape: ModelShape, modules: tuple[str, ...], *, head_norms: int) -> Inventory:
-    """Two learned numbers and two others of the activation in each layer."""
+    """The inventory with two learned numbers and two constants of the activation in each layer."""
     found = decoder(shape, modules, head_norms=head_norms)
     return replace(found, layer_vectors=found.layer_vectors + 4)
 

@@ -129,7 +129,7 @@ _OF_BOTH = (
 
 
 def text_part(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config.json that describes the decoder of text; that of a text model is all of it."""
+    """The part of a config.json that describes the decoder of text; all of a text model's."""
     text = content.get("text_config")
     model_type = content.get("model_type")
     if isinstance(text, dict) and isinstance(text.get("model_type"), str):

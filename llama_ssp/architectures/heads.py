@@ -57,7 +57,7 @@ class HeadConfig:
     norms_taps: str | None  # `fc_norm`, an RMS norm of each tap, or `input_norm`, one of all taps together.
     mask_token_id: int | None  # the token that stands for tokens to come.
     most_drafted: int  # tokens of a block; 0 for any number.
-    drafts_at_anchor: bool  # the position of the newest token drafts the first token, else that of the first mask does.
+    drafts_at_anchor: bool  # the position of the newest token drafts the first token, else the first mask's does.
     markov_rank: int  # width of the Markov head; 0 without.
     markov_head: str  # one of `MARKOV_HEADS`.
 
@@ -88,7 +88,7 @@ class HeadConfig:
 
 
 def read_head_config(content: Mapping[str, Any], file: Path) -> HeadConfig | None:
-    """Read the config.json of a head; None if it is that of a model. CheckpointError for a faulty one."""
+    """Read the config.json of a head; None if it is a model's. CheckpointError for a faulty one."""
     refuse_other_heads(content, file)
     found = _kind_of(content, file)
     if found is None:

@@ -372,7 +372,7 @@ class Inventory:
     head: Matrix | None  # the output matrix; None if it is tied to the embedding.
     final_vectors: int  # elements of the last norm.
     num_layers: int
-    cached_values: int = 0  # of a token in all layers, where a cache keeps others than the heads of the shape say.
+    cached_values: int = 0  # of a token in all layers, where a cache keeps other values than the shape's heads.
     states: tuple[KeptStates, ...] = ()  # of recurrent layers.
 
     def __hash__(self) -> int:

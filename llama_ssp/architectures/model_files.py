@@ -182,7 +182,7 @@ def other_kind(where: str, folder: Path, names: Iterable[str] = ()) -> str | Non
 _OTHER_HEADS = {
     r".*medusa.*": "Medusa heads", r"mlp|.*mlp_?speculator.*": "an MLP speculator", r"eagle": "a head of EAGLE-1 or 2",
 }  # fmt: skip
-"""Heads that are not read, by what their files call them."""
+"""Heads that are not read, by their name in files."""
 HEADS_READ = "of draft heads those of EAGLE-3, P-EAGLE, DFlash and DSpark are read"
 
 

@@ -56,7 +56,7 @@ def fields_of(content: Mapping[str, Any]) -> Field:
 
 
 def shape_from(field: Field, *, ties: bool, derives_units: bool = True) -> ModelShape:
-    """The sizes of a model; sizes that a config does not have are derived from others.
+    """The sizes of a model; sizes that a config does not have are derived from its other fields.
 
     The head is the embedding if it `ties` them. With `derives_units` a config without `intermediate_size` has four
     times the model's width. Raises KeyError with the names of the sizes that it lacks.

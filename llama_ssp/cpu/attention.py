@@ -36,7 +36,7 @@ CONTEXT |= dict.fromkeys(("num_heads", "num_kv", "row_tokens", "num_slots", "num
 QUERIES, CHUNK = 32, 128
 """Queries that are taken at a time, and slots."""
 _AHEAD = 256
-"""How many slots before its use a key is asked for; a value is while the keys of its chunk are read."""
+"""Slots before its use at which a key is asked for; a value is while the keys of its chunk are read."""
 _LINE = 64
 """Bytes that memory gives at a time."""
 _LOWEST = -3e38
@@ -84,13 +84,13 @@ def _entry(module: ir.Module, head_dim: int, place: Value, units: Value) -> None
 
 
 def num_units(code: Code, given: dict[str, Value], num_tokens: Value) -> Value:
-    """How many key-value heads of rows there are, each with as many of its queries as are taken at a time."""
+    """Number of units: key-value heads of rows, each with as many of its queries as are taken at a time."""
     num_rows = code.sdiv(num_tokens, given["row_tokens"])
     return code.mul(code.mul(num_rows, given["num_kv"]), _passes(code, _queries_of_row(code, given)))
 
 
 def _grain(code: Code, cost: Value, times: Value) -> Value:
-    """How many units of a cost a thread takes at least."""
+    """Least number of units of a cost that a thread takes."""
     return code.add(code.sdiv(_SERIAL, code.mul(cost, times)), 1)
 
 
@@ -306,7 +306,7 @@ def _tiles(code: Code, count: Value, functions: dict[int, Value]) -> Iterator[tu
 
 
 def _range(code: Code, places: Value, positions: Value, count: Value, window: Value) -> tuple[Value, Value]:
-    """The first chunk that one of the queries sees, and the slot behind the last that one sees."""
+    """The first chunk that one of the queries sees, and the slot after the last that one sees."""
     with code.loop(0, count, 1, [code.read(positions, I64), code.read(places, I64)]) as values:
         position, place = (code.read(numbers, I64, values[0]) for numbers in (positions, places))
         values[1:] = [code.smaller(values[1], position), code.larger(values[2], place)]
@@ -317,9 +317,9 @@ def _range(code: Code, places: Value, positions: Value, count: Value, window: Va
 
 
 def _lay(module: ir.Module, form: CacheFormat, head_dim: int) -> Value:
-    """Transpose 16 keys, of which the last one stands for those that are not there: (keys, their number, room).
+    """Transpose 16 keys, the last of which stands for missing ones: (keys, their number, room).
 
-    The scales of the keys, if they have some, come behind them.
+    The scales of the keys, if they have some, come after them.
     """
     code, (keys, number, room) = Code.begin(module, "lay", [POINTER, I64, POINTER])
     last = code.sub(number, 1)
@@ -335,7 +335,7 @@ def _lay(module: ir.Module, form: CacheFormat, head_dim: int) -> Value:
 
 
 def _transposed(code: Code, rows: list[Value]) -> list[Value]:
-    """The columns of 16 vectors, by those shuffles of two vectors that processors have as one instruction."""
+    """The columns of 16 vectors, by shuffles of two vectors that processors have as one instruction."""
     fours = range(0, LANES, 4)
     ones, twos = ([four + lane for four in fours for lane in lanes] for lanes in ((0, 16, 1, 17), (0, 1, 16, 17)))
     halves = [source + four + lane for source in (0, LANES) for four in (0, 8) for lane in range(4)]

@@ -59,7 +59,7 @@ def machine() -> binding.TargetMachine:
 
 
 def has_features(names: tuple[str, ...]) -> bool:
-    """Whether this CPU has instructions, by LLVM's names; the names are those of x86 and ask nothing of other CPUs."""
+    """Whether this CPU has instructions, by LLVM's names; the names are x86's and ask nothing of other CPUs."""
     found = binding.get_host_cpu_features()
     return not names or all(found.get(name, False) for name in names)
 

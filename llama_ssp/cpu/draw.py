@@ -1,7 +1,7 @@
 """The draw of one token a row as torch calls it, in integers, to the ids of `sampling.processors.draw`.
 
-Weights become whole numbers, whose sums are exact in any order: first those of all blocks of tokens, then those of the
-tokens of the block that is drawn.
+Weights become whole numbers, whose sums are exact in any order: first the sums of all blocks of tokens, then of the
+tokens of the drawn block.
 
 Shapes: B rows, V vocabulary, C blocks.
 """

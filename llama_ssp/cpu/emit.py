@@ -98,7 +98,7 @@ class Code(ir.IRBuilder):  # type: ignore[misc]  # llvmlite comes without types
         return self.shuffled(self.insert_element(nothing, number, ir.Constant(I32, 0)), nothing, [0] * LANES)
 
     def shuffled(self, one: Value, other: Value, lanes: Sequence[int]) -> Value:
-        """Lanes of two vectors; those of the second follow those of the first."""
+        """Lanes of two vectors; the second's follow the first's."""
         return self.shuffle_vector(one, other, ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes)))
 
     def intrinsic(self, name: str, result: Value, *arguments: Value) -> Value:
@@ -161,7 +161,7 @@ class Code(ir.IRBuilder):  # type: ignore[misc]  # llvmlite comes without types
         }
 
     def widened(self, dtype: str | None, place: Value, index: Value | None = None) -> Value:
-        """16 numbers of a format of torch as fp32, which None stands for; those of E4M3 by `from_e4m3`."""
+        """16 numbers of a format of torch as fp32, which None stands for; E4M3 by `from_e4m3`."""
         if dtype is None:
             return self.read(place, F32S, index)
         if dtype == "float16":
@@ -183,7 +183,7 @@ class Code(ir.IRBuilder):  # type: ignore[misc]  # llvmlite comes without types
     def from_e4m3(self, codes: Value) -> Value:
         """A vector of codes of E4M3 as numbers, divided by `kinds.E4M3_SHRINK`; NaN codes become finite.
 
-        The bits of a code, moved, are those of an fp16 number.
+        The bits of a code, moved, are an fp16 number's.
         """
         bits = self.and_(self.shl(self.sext(codes, I16S), 7), ~(1 << 14))
         return self.fpext(self.bitcast(bits, F16S), F32S)
@@ -266,16 +266,16 @@ class Operator:
         self._lists: list[Value] = []
 
     def argument(self, place: int, kind: Value = I64) -> Value:
-        """A tensor, or a number behind the tensors."""
+        """A tensor, or a number after the tensors."""
         return self.code.load(self.code.at(self._stack, place, I64), typ=kind)
 
     def list_of(self, place: int) -> Value:
-        """A list of tensors behind the tensors."""
+        """A list of tensors after the tensors."""
         self._lists.append(self.argument(place, POINTER))
         return self._lists[-1]
 
     def length(self, tensors: Value) -> Value:
-        """How many tensors a list has."""
+        """Number of tensors of a list."""
         return self.ask("torch_list_size", tensors, kind=I64)
 
     def item(self, tensors: Value, place: Value) -> Value:
@@ -283,7 +283,7 @@ class Operator:
         return self.ask("torch_list_get_item", tensors, place)
 
     def ask(self, name: str, *arguments: Value, kind: Value = POINTER) -> Value:
-        """What a function of torch's interface answers."""
+        """The answer of a function of torch's interface."""
         self.code.intrinsic(name, I32, *arguments, self._answer)
         return self.code.load(self._answer, typ=kind)
 

@@ -6,7 +6,7 @@
     attend   key-value heads of rows           cache            attended
     output   blocks of 16 outputs              attended, x      middle
     gated    pairs of blocks                   middle, normed   gated
-    down     blocks of 16 outputs              gated, middle    y, the x of the layer behind
+    down     blocks of 16 outputs              gated, middle    y, the x of the next layer
 
 The steps run the functions of `cpu.linear` and `cpu.attention`, which the operators of a product and of attention run
 too, so the bits are the same. Each thread norms and quantizes the few rows for itself.
@@ -40,7 +40,7 @@ _AT_ONCE = 8
 _MOST_THREADS = 2**10
 
 _OPERANDS = tuple(f"{name}_{part}" for name in PRODUCTS for part in PARTS)
-"""What a layer has of its own, in the order in which the operator gets it."""
+"""Operands of a layer, in the order in which the operator gets them."""
 _SIZES = "num_inputs", "num_outputs", "num_groups"
 _CONTEXT = dict.fromkeys(
     ("counters", "attention", "rooms", "own", "x", "qkv", "attended", "middle", "gated", "y"), POINTER
@@ -54,7 +54,7 @@ _OF_LAYER = dict.fromkeys(("cache", *_OPERANDS), POINTER)
 COUNTERS = 16
 """Words of a step: how many units are taken, and in another line of the cache, how many are done and who sleeps."""
 _OF_STEPS = len(STEPS) * COUNTERS
-"""Words of the steps of a layer; behind all layers there are as many again, of which the last meeting takes some."""
+"""Words of the steps of a layer; after all layers there are as many again, of which the last meeting takes some."""
 _LINE = 8
 _SPINS = 2**16
 """Looks at the counter before a waiting thread sleeps, some 10 ns each."""
@@ -229,7 +229,7 @@ def finish(code: Code, counters: Value, number: Value, count: Value) -> None:
 
 
 def wait(code: Code, counters: Value, count: Value) -> None:
-    """Return once so many units are done."""
+    """Return once `count` units are done."""
     done = code.at(counters, _LINE, I64)
     sleepers = code.at(counters, _LINE + 1, I64)
     before = code.block
@@ -255,7 +255,7 @@ def wait(code: Code, counters: Value, count: Value) -> None:
 
 
 def _futex(code: Code, word: Value, operation: int, number: Value) -> None:
-    """Sleep while the lower half of a word is `number`, or wake so many that sleep on it."""
+    """Sleep while the lower half of a word is `number`, or wake `number` threads that sleep on it."""
     form = ir.FunctionType(I64, [I64], var_arg=True)
     found = code.module.globals.get("syscall") or ir.Function(code.module, form, "syscall")
     code.call(found, [_FUTEX, word, constant(I32, operation), number, NO_POINTER])

@@ -53,7 +53,7 @@ _ONE_SCALE = {FP32, FP16, E4M3, NIBBLES}
 _MOST_ROWS = 6
 """Rows whose sums stay in registers; more are cut."""
 _BLOCKS = {1: 8, 2: 8, 3: 4, 4: 4, 5: 4, 6: 4}
-"""Blocks whose sums stay in registers with so many rows: 8 are needed to hide the latency of one sum."""
+"""Blocks whose sums stay in registers, by number of rows: 8 are needed to hide the latency of one sum."""
 _UNROLLED = 2
 _CHUNK = 8
 """Blocks that meet all rows before the next ones are read."""
@@ -69,7 +69,7 @@ SERIAL = 2**16
 _INPUTS_OF_WORD = 8
 _CODE_BITS, _MIDDLE = 4, 8
 _NUMBERS = {NIBBLES: [code - _MIDDLE for code in range(LANES)], E2M1: FP4_NUMBERS}
-"""By kind of 4-bit codes: the number of each code."""
+"""The number of each code, by kind of 4-bit codes."""
 
 
 def emit(product: Product) -> ir.Module:
@@ -125,7 +125,7 @@ def _preparation(module: ir.Module, product: Product) -> Value:
 def prepared(code: Code, product: Product, given: dict[str, Value], begin: Value, end: Value) -> dict[str, Value]:
     """Write the rows from `begin` to `end` as a product of this kind takes them; all rows, by their names in CONTEXT.
 
-    `given` is named in _UNPREPARED. Where there is a norm, normed rows are written into the room; those of `dots` are
+    `given` is named in _UNPREPARED. Where there is a norm, normed rows are written into the room; rows of `dots` are
     rounded into the second half of the room.
     """
     num_rows, num_inputs, room = given["num_rows"], given["num_inputs"], given["room"]
@@ -173,8 +173,8 @@ def _round_row(code: Code, x: Value, into: Value, num_inputs: Value) -> tuple[Va
 
 
 def _numbers_of_blocks(product: Product, num_rows: int) -> list[int]:
-    """How many blocks of outputs a tile may have, the most first."""
-    # The sums of 6 rows and 4 blocks, with those of a group, do not fit into registers, which halves FP8's speed.
+    """Numbers of blocks of outputs that a tile may have, the most first."""
+    # The sums of 6 rows and 4 blocks, with a group's, do not fit into registers, which halves FP8's speed.
     most = 2 if product.codes == E4M3 and num_rows == _MOST_ROWS else _BLOCKS[num_rows]
     return sorted({1, 2, most}, reverse=True)
 
@@ -337,7 +337,7 @@ def _part(module: ir.Module, product: Product, tiles: dict[tuple[int, int], Valu
 def _sums_of_groups(
     code: Code, product: Product, blocks: list[Value], rows: list[Value], sizes: tuple[Value, Value]
 ) -> list[Value]:
-    """Sum over all inputs, group by group; returns the vectors, rows first. `sizes` are those and the groups."""
+    """Sum over all inputs, group by group; returns the vectors, rows first. `sizes` are inputs and groups."""
     num_inputs, num_groups = sizes
     group = code.sdiv(num_inputs, num_groups)
     group_bytes = code.add(code.mul(group, _input_bytes(product)), _head_bytes(product))
@@ -367,7 +367,7 @@ def _scales(code: Code, product: Product, head: Value) -> Value:
 
 
 def _zeros(code: Code, head: Value) -> Value:
-    """What is added for each input, once for a group: the middle less the zeros of 16 outputs."""
+    """The term added for each input, once for a group: the middle less the zeros of 16 outputs."""
     return code.sitofp(code.sub(_MIDDLE, code.and_(code.read(head, I32S), INT4_ZERO_BITS)), F32S)
 
 

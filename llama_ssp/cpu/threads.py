@@ -20,7 +20,7 @@ _NUM_UNTIMED = 2
 _LEAST_ROUNDS, _LEAST_S = 2, 0.015
 """Least rounds and time of a trial. A thread loses its core for some milliseconds at a time."""
 _MOST_SLOWNESS = 4.0
-"""A trial ends early once its rounds take so many times as long as those of the number in use."""
+"""A trial ends early once its rounds take this many times as long as rounds of the number in use."""
 _WEIGHT = 1 / 64
 """Weight of a round in the average, so that one late round alone changes nothing."""
 _MARGIN = 0.9

@@ -9,12 +9,7 @@
 `cpu.operators.find_operator` decides: this CPU has the instructions, llvmlite is there, and the operator computes what
 its reference computes on a small case; otherwise the run goes on with the reference, and one sentence says so.
 
-On a GPU, kernels in Triton replace torch's operators. `choice_gpu.attempt` tries each before its first use:
-
-    between              `between`                        `between_gpu`: norms, rotary embedding and cache, gate
-    linear               torch's; weights are unpacked    `halves_gpu`, `linear_gpu`: a few rows by 16, 8 or 4 bits
-    attention by length  torch's                          `attention_gpu`: the queries of a round
-    draw                 `sampling.processors`            `draw_gpu`: the draw of a token
+What a GPU has instead is in `operators`.
 
 The kernels are our own because no library was fast with rows that do not depend on each other: `docs/findings/cpus.md`.
 """

@@ -28,7 +28,7 @@ Attention = Callable[..., Tensor]
 """Turns queries and keys, writes keys and values, and attends to the slots of a token's row up to its own position.
 
 Takes fp32 and int64, contiguous: queries, keys and values (M, X * D), the complex rotary factors of all positions
-(S, 1, P), positions (B, T), slots_M among those of all rows, and the cache (2 N, S, W). Then the last slot (B, T) of
+(S, 1, P), positions (B, T), slots_M among all rows' slots, and the cache (2 N, S, W). Then the last slot (B, T) of
 its row that each token sees, which for a row's first token is its own; and `sees` (B, T, A), which of the A slots up to
 the last token's each token sees, or `ALL`. Then H, what scores are multiplied by, and how many positions a token sees,
 0 for all: of the A slots `sees` knows that already. Returns (M, H * D).
@@ -84,7 +84,7 @@ def find_attention(
 
 
 def _check(rows: KeptRows, head_dim: int, attention: Attention) -> None:
-    """RuntimeError if two tokens behind twenty others get something else than from the reference."""
+    """RuntimeError if two tokens after twenty others get something else than from the reference."""
     num_slots, positions_BT = 40, torch.tensor([[20, 21]])
     cache_2SW = rows.pack(torch.arange(2.0 * num_slots * head_dim).sin_().view(2, num_slots, head_dim))
     qkv_ME = torch.arange(2.0 * 4 * head_dim).cos_().view(2, -1)

@@ -3,7 +3,7 @@
 A mask excludes flash attention, and other kernels walk all slots of a row with one thread block for each key-value
 head: few blocks for a GPU with a hundred and more multiprocessors. These kernels read no slot beyond a row's length:
 
-    the queries of a round     ours (`attention_gpu`), which splits a row over many thread blocks
+    the queries of a round     ours (`operators`), which splits a row over many thread blocks; else torch's
     prompts                    torch's flash attention
 
 On an H200 torch's took 68 us for 5 queries over 2048 slots of 32 heads of 128 dimensions, ours 17; for a few slots 6
@@ -19,7 +19,7 @@ Shapes: Q queries of all sequences, H query heads, N key-value heads, D head dim
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate, pairwise, starmap
 from typing import Any
 
@@ -103,29 +103,6 @@ def unpacking(attend: VarlenAttention, kept: KeptRows) -> VarlenAttention:
         return attend(queries, *numbers, sequences, **how)
 
     return unpacked
-
-
-def with_ours(
-    torch_s: VarlenAttention, heads: Heads,
-    *, device: torch.device, dtype: torch.dtype, has_windows: bool, kept: KeptRows,
-) -> VarlenAttention:  # fmt: skip
-    """Our kernel for the queries of rounds, torch's for more; RuntimeError if ours is wrong for these heads."""
-    from llama_ssp.kernels import attention_gpu  # noqa: PLC0415 - imports Triton
-
-    most_queries = attention_gpu.MOST_ROWS * heads.num_kv // heads.num
-    # Steps, rounds, and ragged queries up to the largest tile.
-    checked = [queries for queries in (*CHECKED, (most_queries, 1)) if max(queries) <= most_queries]
-    ours = partial(attention_gpu.attend, kept=kept)
-    if fault := fault_of(
-        ours, device=device, dtype=dtype, heads=heads, has_windows=has_windows, checked=checked, kept=kept
-    ):
-        raise RuntimeError(f"the kernel of split attention gives {fault}")
-
-    def attend(queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, **how: Any) -> Tensor:  # noqa: ANN401
-        kernel = ours if sequences.most_queries <= most_queries else torch_s
-        return kernel(queries, keys, values, sequences, **how)
-
-    return attend
 
 
 @torch.inference_mode()

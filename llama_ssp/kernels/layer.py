@@ -27,7 +27,7 @@ _CHECKED_WIDTH = 128
 
 
 class TokenPlaces(NamedTuple):
-    """Where the tokens of a forward are; see `attention.Attention`."""
+    """Places of the tokens of a forward; see `attention.Attention`."""
 
     turns_S1P: Tensor
     positions_BT: Tensor
@@ -47,7 +47,7 @@ class WholeLayers:
 
     Attributes:
         first: see above.
-        stop: the number behind that of the last layer.
+        stop: the number after the last layer's.
     """
 
     def __init__(self, first: int, layers: Sequence[Sequence[NativeLinear]], operator: Operator) -> None:
@@ -60,9 +60,9 @@ class WholeLayers:
         self, x_ME: Tensor, place: TokenPlaces, caches: Sequence[Tensor], *, first: int, num_heads: int, scale: float,
         window: int,
     ) -> Tensor:  # fmt: skip
-        """The residual stream behind as many layers as there are caches; writes keys and values of the tokens.
+        """The residual stream after as many layers as there are caches; writes keys and values of the tokens.
 
-        `first` is the number of the first one, whose cache is that of `place` too.
+        `first` is the number of the first one, whose cache `place` has too.
         """
         layers = self._weights[first - self.first :][: len(caches)]
         return self._operator(
@@ -91,7 +91,7 @@ def whole_layers(
 
 
 def _form(parts: Sequence[NativeLinear | None]) -> tuple[Product, torch.device, Hashable, Hashable] | None:
-    """What layers have in common that one call may compute; None for a layer of other parts."""
+    """Common form of layers that one call may compute; None for a layer of other parts."""
     found = [part for part in parts if part]
     if len(found) < len(PRODUCTS) or len({part.product for part in found}) > 1:
         return None
@@ -115,7 +115,7 @@ def _operator_of(product: Product, rows: KeptRows, head_dim: int, attention: Att
 
 
 def _check(product: Product, rows: KeptRows, head_dim: int, attention: Attention, operator: Operator) -> None:
-    """RuntimeError if two tokens behind three others get other bits from two layers than from all their parts."""
+    """RuntimeError if two tokens after three others get other bits from two layers than from all their parts."""
     width, num_slots = math.lcm(product.group or 1, _CHECKED_WIDTH), 5
     num_heads = width // math.gcd(width, head_dim)
     attended = num_heads * head_dim

@@ -7,7 +7,7 @@ product of a CPU stays far below memory bandwidth. `make_linear` takes the first
     `NativeLinear`  fp32 of whole blocks, in 16 bits where fp16 holds them   `cpu.linear` writes it
     `HalfLinear`    fp32 that fp16 holds, of any size                        FBGEMM
     `PackedLinear`  others that may be copied (tied ones may not)            oneDNN
-    `HalvesLinear`  fp16 and bf16 of GPUs on which it was faster             `halves_gpu`, and torch for more rows
+    an operator     of a GPU: fp16 and bf16 where it was faster              `operators`
     `PlainLinear`   all                                                      torch
 
 Shapes: M rows (tokens), I inputs, O outputs.
@@ -17,15 +17,15 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llama_ssp import operators
 from llama_ssp.cpu.kinds import BLOCK, DOTS, E2M1, E4M3, E4M3_DTYPE, E4M3_SHRINK, IN_FP16, IN_FP32, SIGN_BIT
 from llama_ssp.cpu.operators import Operator, find_operator
-from llama_ssp.kernels.choice_gpu import ProductOfFewRows, find_halves
 from llama_ssp.storage.formats import FP4_GROUP, Product, format_of
 from llama_ssp.weights import byte_rows
 
@@ -37,6 +37,15 @@ _FEW_ROWS = 5
 _HALF_TOP = 14
 """Exponent of a scaled weight's largest value; fp16 ends at 2^16."""
 _BLOCK_ROWS = 512
+
+
+class FewRows(Protocol):
+    """Products of a few rows of a GPU with packed weights: a module of kernels."""
+
+    product_of_few_rows: Callable[..., Tensor]
+    unpack_bytes: Callable[..., None]
+    unpack_codes: Callable[..., None]
+    choose: Callable[..., Any]
 
 
 class Linear(Protocol):
@@ -70,20 +79,6 @@ class PlainLinear(Linear):
         return added(functional.linear(x_MI, self.weight_OI, self.bias_O), residual_MO)
 
 
-class HalvesLinear(PlainLinear):
-    """torch's product, and for up to `most_rows` rows, for which it was faster on this kind of GPU, our own."""
-
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, *, few_rows: ProductOfFewRows, most_rows: int) -> None:
-        super().__init__(weight_OI, bias_O)
-        self._few_rows, self._most_rows = few_rows, most_rows
-
-    def __call__(self, x_MI: Tensor, residual_MO: Tensor | None = None) -> Tensor:
-        """See `Linear`."""
-        if len(x_MI) > self._most_rows:
-            return super().__call__(x_MI, residual_MO)
-        return self._few_rows(x_MI, self.weight_OI, bias_O=self.bias_O, residual_MO=residual_MO)
-
-
 class PackedLinear(Linear):
     """oneDNN's product on a packed weight. The operators are private to torch: check `can_pack` first."""
 
@@ -106,7 +101,7 @@ class PackedLinear(Linear):
 class HalfLinear(Linear):
     """FBGEMM's product of fp32 rows with a weight in fp16, which is widened in registers: half the bytes to read.
 
-    Sums are in fp32, so the result equals that of the fp32 weight if fp16 holds it: check `half_scale` first. The fp32
+    Sums are in fp32, so the result equals the fp32 weight's if fp16 holds it: check `half_scale` first. The fp32
     weight is multiplied by `scale`, a power of two, before it is stored.
     """
 
@@ -166,7 +161,7 @@ def sample(product: Product, weight_OI: Tensor, scale: float) -> tuple[Tensor, T
 
 
 def operands(product: Product, values_OI: Tensor, scales_O: Tensor) -> tuple[Tensor, Tensor]:
-    """What `NativeLinear` is given as operators take it: weights in blocks, as `cpu.linear` draws them, and scales."""
+    """Weights and scales of `NativeLinear` as operators take them: weights in blocks, as `cpu.linear` draws them."""
     if product.codes == E2M1:
         codes, scales_OS, _ = byte_rows.split_fp4(values_OI)
         halves = byte_rows.unpack_codes(codes.unflatten(1, (-1, FP4_GROUP // 2)))
@@ -185,7 +180,7 @@ def operands(product: Product, values_OI: Tensor, scales_O: Tensor) -> tuple[Ten
 def _pack_groups(product: Product, codes_OI: Tensor, words_OG: Tensor) -> Tensor:
     """Lay the bytes of E4M3, or codes (0 to 15, in bytes), and the words of their groups in blocks of outputs.
 
-    In words of E4M3 are the scales times 2^8, in those of 4-bit floats their bytes.
+    Words of E4M3 are the scales times 2^8, words of 4-bit floats the bytes of the scales.
     """
     num_groups = words_OG.shape[1]
     codes_BOGI = codes_OI.view(-1, BLOCK, num_groups, codes_OI.shape[1] // num_groups)
@@ -215,7 +210,7 @@ class NativeLinear(Linear):
     Args:
         product: of which it has the operator.
         values_OI: weights in int8, fp16 or fp32, the bytes of FP8, or codes of 4 bits; of floats of 4 bits `byte_rows`.
-        scales_O: one an output; of fp16 and fp32 one number; of FP8 those, of int4 the words of all groups.
+        scales_O: one an output; of fp16 and fp32 one number; of FP8 the scales, of int4 the words of all groups.
         bias_O: None for none.
     """
 
@@ -237,7 +232,7 @@ class NativeLinear(Linear):
         return added(y_MO, None if self._bias_O is self._none else self._bias_O, residual_MO)
 
     def _call(self, x_MI: Tensor, bias_O: Tensor, residual_MO: Tensor) -> Tensor:
-        # The kernel reads rows one behind the other.
+        # The kernel reads rows that follow each other.
         x_MI, residual_MO = (part if part.is_contiguous() else part.contiguous() for part in (x_MI, residual_MO))
         scales_O = self._scales_O if self._scales_O.dtype is torch.float32 else self._scales_O.float()
         return self._operator(x_MI, self._packed, scales_O, bias_O, residual_MO, self._none, 0.0, False)
@@ -357,8 +352,7 @@ def make_linear(
 
 def _choose(weight_OI: Tensor, *, keeps_weight: bool) -> Kernel:
     if weight_OI.device.type != "cpu":
-        few_rows, most_rows = find_halves(weight_OI) or (None, 0)
-        return partial(HalvesLinear, few_rows=few_rows, most_rows=most_rows) if few_rows else PlainLinear
+        return operators.made("linear", weight_OI.device.type, weight_OI) or PlainLinear
     if weight_OI.dtype == torch.float32 and (scale := half_scale(weight_OI)):
         if fits(IN_FP16, weight_OI.shape):
             return partial(native_floats, IN_FP16, scale=scale)

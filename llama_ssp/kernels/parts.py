@@ -5,8 +5,7 @@ A row of a cache is the key or the value of a head, as a format of `storage.form
     no scale   | D numbers |
     a scale    | D numbers of a byte | 4 bytes: the fp32 number that they are multiplied by |
 
-It depends on its own numbers alone. `KeptRows` is the reference; `cpu.attention` and `attention_gpu` read rows as they
-are.
+It depends on its own numbers alone. `KeptRows` is the reference; operators of devices read rows as they are.
 
 Shapes: H query heads, N key-value heads, D head dim, C sequences, E width of what is normalized, W width of a row.
 """
@@ -30,7 +29,7 @@ class Heads(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """Where the sequences of a forward lie; tensors are int32 on the device.
+    """Places of the sequences of a forward; tensors are int32 on the device.
 
     Attributes:
         first_query_C1: the running sum of their queries.
@@ -53,7 +52,7 @@ def left_of(window: int | None) -> int:
 
 
 class RmsNorm:
-    """The root-mean-square norm over the last dimension; `cpu.linear` and `between_gpu` compute it with what is around.
+    """The root-mean-square norm over the last dimension; operators of devices compute it with what is around.
 
     torch has one operator for it on a GPU only. In fp32 on the CPU, where each small operator costs as much as the
     arithmetic, the vector's length is used: x / sqrt(mean(x^2) + eps) = sqrt(E) x / hypot(|x|, sqrt(E eps)).
@@ -79,7 +78,7 @@ class RmsNorm:
 
 
 class KeptRows(NamedTuple):
-    """How rows are kept.
+    """Format of kept rows.
 
     Attributes:
         dtype: of a number.

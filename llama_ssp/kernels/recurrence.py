@@ -1,11 +1,11 @@
 """Linear recurrences over a state matrix of each head: the gated delta rule, and Mamba 2, which has no correction.
 
-    state behind token t   S_t = d_t S_{t-1} + k_t w_t        w_t = v_t in Mamba 2
+    state after token t    S_t = d_t S_{t-1} + k_t w_t        w_t = v_t in Mamba 2
     output                 o_t = q_t S_t                      w_t = b_t (v_t - k_t d_t S_{t-1}) with the delta rule
 
 Tokens of a chunk are computed together; a token with d = 1 and w = 0 leaves the state as it is. All is in fp32.
 
-`Places` and `HeadLayout` are for a kernel of GPUs, `recurrence_gpu`, which takes in a layer's tokens whole.
+`Places` and `HeadLayout` are for a kernel of GPUs, which takes in a layer's tokens whole.
 
 Shapes: B sequences, T tokens, H heads, N width of a key, P width of a value, D decays of a head: 1, or N for one of
 each row of the state; C channels, R kept states, I kept inputs.
@@ -74,7 +74,7 @@ class Places(NamedTuple):
 
 
 class HeadLayout(NamedTuple):
-    """Where queries, keys and values of the first key head stand among the numbers of a token, and among channels.
+    """Places of queries, keys and values of the first key head among the numbers of a token, and among channels.
 
     `steps` lead to the next key head's queries and keys, and values; among channels heads follow each other.
     """
@@ -89,9 +89,9 @@ def recur(state_BHNP: Tensor, steps: Steps, *, keeps_all: bool) -> tuple[Tensor,
     """Take in tokens.
 
     Args:
-        state_BHNP: behind the token before the first.
+        state_BHNP: after the token before the first.
         steps: at least one token.
-        keeps_all: whether the state behind each token is wanted, and not only that behind the last one.
+        keeps_all: whether the state after each token is wanted, not only after the last one.
 
     Returns:
         The outputs (B, H, T, P), and the states (B, T, H, N, P), or the last one (B, 1, H, N, P).
@@ -137,7 +137,7 @@ def _chunk(
         decayed_keys = keys * between_BHTTD[:, :, -1]
         last = decays_BHTD[:, :, -1, :, None] * state_BHNP + decayed_keys.transpose(-1, -2) @ added
         return outputs, last[:, None]
-    decayed_keys = keys[:, :, None] * between_BHTTD  # behind each token
+    decayed_keys = keys[:, :, None] * between_BHTTD  # after each token
     states = decays_BHTD[..., None] * state_BHNP[:, :, None] + decayed_keys.transpose(-1, -2) @ added[:, :, None]
     return outputs, states.transpose(1, 2)
 

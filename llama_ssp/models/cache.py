@@ -242,7 +242,7 @@ def _causal_rows(capacity: int, *, window: int | None, dtype: torch.dtype, devic
         line              | 0 0 0 0 - - - - |      position 3 reads from 0, position 0 from 3: | 0 - - - |
         a window of two   | - - 0 0 - - - - |      position 3: | - - 0 0 |
 
-    Returns the mask rows (S, S) for S = `capacity`, that of the last position first. `window` is how many positions a
+    Returns the mask rows (S, S) for S = `capacity`, the last position's first. `window` is how many positions a
     token sees, including its own.
     """
     line = torch.zeros(2 * capacity, dtype=dtype, device=device)

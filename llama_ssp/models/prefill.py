@@ -64,8 +64,8 @@ class Held(NamedTuple):
 
     Attributes:
         num_tokens: how many tokens; all of a prompt that is equal to another one of the same `Prompts`.
-        row: of the cache: the prompt's own, which needs no copy; one that is not being read into; or that of one of the
-            same `Prompts` of which nothing is held, or of the equal one.
+        row: of the cache: the prompt's own, which needs no copy; one that is not being read into; or the row of a
+            prompt of the same `Prompts` of which nothing is held, or of the equal one.
         from_saved: the states after it are the ones that `Runner.save` kept.
     """
 
@@ -95,7 +95,7 @@ class Prompts(NamedTuple):
         tokens_RS: token ids; row r holds a prompt in its first lengths_R[r] slots.
         lengths_R: lengths of the prompts, on the device.
         lengths: the same, known to the host.
-        longest: the length that padded prompts are read to; that of the longest, here or on other ranks.
+        longest: the length that padded prompts are read to: of the longest, here or on other ranks.
         held: of each prompt; empty if nothing is held of any.
         saved: of each prompt, the number of tokens (whole chunks, held or not) after which the state is kept; 0 for
             none. Empty if layers keep no states.

@@ -24,7 +24,7 @@ class Pieces(NamedTuple):
 
     Attributes:
         rows_M: the row of the cache of each token.
-        rows_C: that of each piece.
+        rows_C: the row of each piece.
         used_C: the slots that its last token sees, int32.
         first_C1: where each piece begins among the tokens, and M at the end, int32.
         longest: the most tokens of a piece.

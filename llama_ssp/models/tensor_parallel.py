@@ -121,7 +121,7 @@ class RowLinear(LocalModule):
 class VocabularyEmbedding(LocalModule):
     """Some of the rows of an embedding; ranks without a token's row contribute zeros.
 
-    That of Gemma multiplies its output by `embed_scale`.
+    Gemma's multiplies its output by `embed_scale`.
     """
 
     embed_scale: Tensor | None

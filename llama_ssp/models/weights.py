@@ -64,7 +64,7 @@ class Loading:
         device: of weights and cache.
         devices: that of this rank, and the GPUs of its node that no rank uses.
         comm: the ranks that share the model.
-        dtype: of weights and cache; None for that of the origin. Stored buffers keep theirs.
+        dtype: of weights and cache; None for the origin's. Stored buffers keep theirs.
         progress: see `Progress`.
         precision: of the linear layers; they are quantized as they are read.
         whole: what each of several ranks holds whole; by default nothing.
@@ -86,7 +86,7 @@ class Loading:
 
     @property
     def weights_dtype(self) -> torch.dtype:
-        """The dtype, also that of the origin."""
+        """The dtype, by default the origin's."""
         return self.dtype or self.origin.dtype
 
     @property
@@ -355,7 +355,7 @@ class Matched:
     def unread(self, ignored: Iterable[str] = ()) -> list[str]:
         """The stored tensors that no parameter takes, except tensors of images, of further tokens, and of constants.
 
-        `ignored` has patterns of others that the library leaves out.
+        `ignored` has patterns of more tensors that the library leaves out.
         """
         known = [_PASSED_OVER, *map(re.compile, ignored)]
         return [
@@ -366,9 +366,9 @@ class Matched:
         ]
 
     def check_packed(self, quantization: str) -> frozenset[str]:
-        """Check that weights which are stored packed belong to the layers that may be; returns the layers of others.
+        """Check that packed weights belong to layers that may be packed; returns the layers of other weights.
 
-        ConfigError if `quantization` is another format; CheckpointError if others than linear layers of the decoder
+        ConfigError if `quantization` is another format; CheckpointError if weights outside the linear layers of decoder
         layers are packed, or only some layers with one input.
         """
         table, origin = self.table, self.origin

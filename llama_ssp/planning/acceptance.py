@@ -281,7 +281,7 @@ def overlapped_corrections(acceptance: float, num_draft_tokens: int) -> float:
 def tree_tokens(by_depth: Sequence[float], tree: TreeShape) -> float:
     """Expected tokens of a round that drafts a tree.
 
-    `by_depth` is the acceptance of a node's first child. One that is examined after r others were rejected is taken to
+    `by_depth` is the acceptance of a node's first child. A child that is examined after r rejected ones is taken to
     be accepted 2 r times less often, as measured on the shipped models (docs/findings/acceptance.md). Of a dynamic tree
     the nodes that are most often accepted count.
     """

@@ -7,8 +7,8 @@ Changes are judged by what the user loses:
     more      linear layers in 4 bits, a shorter prompt, more GPUs or nodes, another machine
     model     a smaller target, if nothing else fits
 
-At most three changes are named, one of each kind: first those that lose least, then those that keep a draft, those with
-the fewest settings, and the fastest. A change is left out if its plan has a warning that the asked plan does not have.
+At most three changes are named, one of each kind, ordered by loss, then with a draft first, by number of settings, and
+by speed. A change is left out if its plan has a warning that the asked plan does not have.
 """
 
 from collections.abc import Iterable, Iterator
@@ -248,7 +248,7 @@ class Change:
 
     @property
     def order(self) -> tuple[int, bool, int, bool, float]:
-        """Sort key of changes, the best first; without a draft comes last of those that lose as much."""
+        """Sort key of changes, the best first; of changes that lose as much, draft=none comes last."""
         row_s = self.timed.best_s / self.spec.num_rows
         return self.loss, "draft=none" in self.settings, len(self.settings), self.fullest.is_tight, row_s
 
@@ -293,7 +293,7 @@ def _fitting(ways: Iterable[Change]) -> list[Change]:
 
 
 def _accepted(change: Change, known: set[str]) -> Change | None:
-    """The change, or else the change with the best K, if its plan has no other warnings than those that are known."""
+    """The change, or else the change with the best K, if its plan has only warnings that are known."""
     if change.faults <= known:
         return change
     if change.timed.best_num_draft_tokens is None or change.spec.adapts:
@@ -395,7 +395,7 @@ def _more_ranks(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
 
 
 def _other_machines(spec: PlanSpec, hardware: HardwareConfig) -> list[Change]:
-    """The spec on each other machine of the catalogue: first those of fewest GPUs, then of least memory."""
+    """The spec on each other machine of the catalogue, by number of GPUs, then by memory, the least first."""
     if hardware.device != "cuda" or spec.backend.by_library:
         return []
     found, is_as_named = [], machines.entry_of(hardware.name)[0] == hardware.num_gpus

@@ -47,7 +47,7 @@ def _measured_s(hardware: HardwareConfig, num_ranks: int, num_bytes: float, *, i
     """
     if num_ranks == 1 or not (measured := _sums_of(hardware, num_ranks, is_own=is_own)):
         return None
-    if len(measured) == 1:  # the time of a small sum, and that of further bytes on the links
+    if len(measured) == 1:  # the time of a small sum, and of further bytes on the links
         # A rank of the program's kernel reads the parts of all others.
         (small,), share = measured, num_ranks - 1 if is_own else 2 * (num_ranks - 1) / num_ranks
         return small.s + share * max(num_bytes - small.num_bytes, 0) / hardware.link.bandwidth_bytes_per_s

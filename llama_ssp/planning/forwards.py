@@ -254,7 +254,7 @@ def _attention_s(
 def _more_layers(placement: ModelPlacement, hardware: HardwareConfig, num_positions: int) -> float:
     """Number of layers of the library's modules with as many operators as recurrent layers have in excess of one.
 
-    On a GPU a kernel takes in the tokens of a round (`kernels.recurrence_gpu`); prompts need the operators.
+    On a GPU a kernel takes in the tokens of a round; prompts need the operators.
     """
     if hardware.device == "cuda" and num_positions <= MOST_DRAFT_TOKENS + 1:
         return 0.0

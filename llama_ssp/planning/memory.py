@@ -30,7 +30,7 @@ class _Part:
     """One model's part on one rank, or on one device of a layer-wise target; by default none.
 
     A slot of its cache has `slot_bytes / of_layers`, and a row `row_bytes / of_layers` more. `width` is the size of
-    queries, keys and values of a position, `working_bytes` that of the largest unpacked matrix. `temporary_bytes` are
+    queries, keys and values of a position, `working_bytes` of the largest unpacked matrix. `temporary_bytes` are
     needed in addition to the weights while loading.
     """
 

@@ -119,7 +119,7 @@ class PlannedModel:
 
     @property
     def weights_name(self) -> str:
-        """The format of its linear layers in a table: that of the quantization, or of the numbers."""
+        """The format of its linear layers in a table: the quantization's, or the numbers'."""
         storage = self.storage
         return storage.name if storage.is_quantized else self.dtype.name
 

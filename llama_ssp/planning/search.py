@@ -8,8 +8,8 @@ The ranks form one block per replica, and the blocks have equal sizes. Inside a 
 16 ranks are 1 replica of 16, 2 of 8 (a node each), 4 of 4, 8 of 2, or 16 of 1.
 
 A search ranks them by speed for one machine: the asked model first, then the smaller ones of its series, each in every
-precision, with every draft of its vocabulary and the best K, those that do not fit last. What the user gave stays: a
-search varies no setting of the command line.
+precision, with every draft of its vocabulary and the best K; what does not fit comes last. It varies no setting of the
+command line.
 """
 
 import math
@@ -231,7 +231,7 @@ def search(spec: PlanSpec, hardware: HardwareConfig, given: Sequence[str] = ()) 
 
 
 def _settings(spec: PlanSpec, asked: PlanSpec, words: Mapping[str, str]) -> tuple[str, ...]:
-    """The settings of the command line, with those of a choice in place of what it changes."""
+    """The settings of the command line, with a choice's settings in place of what it changes."""
     settings: list[str] = []
     replaced = [*_of_searches(), "model.quantization", "draft.model.quantization", "speculation.overlap"]
     if spec.target.name != asked.target.name or "model" not in words:
@@ -286,7 +286,7 @@ def _targets(
 def _drafted(
     spec: PlanSpec, model: ModelConfig, known: list[ModelConfig], words: Mapping[str, str], *, is_asked: bool
 ) -> Iterator[PlanSpec]:
-    """The spec with each draft to try: the one that was given, or those that the catalogue has for a model."""
+    """The spec with each draft to try: the given one, or the catalogue's drafts for a model."""
     is_given, own = words.get("draft", "draft=default") != "draft=default", spec.draft
     if spec.free_draft:
         yield spec

@@ -3,7 +3,7 @@
     plain token   target forward of 1 row, a draw, one message
     round         K draft forwards (the first reads two tokens) with a draw each, the ids to all ranks,
                   target forward of K + 1 rows, the rule, the verdict to all ranks
-    prompt        chunks of 512 through the target and the draft; packed prompts have their mean length, others that of
+    prompt        chunks of 512 through the target and the draft; packed prompts have their mean length, padded ones
                   the longest
 
 Where drafting overlaps verification, a round takes as long as the slower of K draft steps and a forward of K positions,

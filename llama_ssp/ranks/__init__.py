@@ -1,1 +1,1 @@
-"""Processes: who takes part, what they exchange, and what each of them logs."""
+"""Processes: the ranks of a run, what they exchange, and what each of them logs."""

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llama_ssp import operators
 from llama_ssp.cpu import sums
 from llama_ssp.cpu.shared_memory import SLOT_BYTES, SharedMemoryGroup
 from llama_ssp.ranks.gpu import MOST_WORK_S, DeviceWait
@@ -29,7 +30,7 @@ _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 
 
 class OwnSums(Protocol):
-    """Sums over the GPUs of a node without NCCL; see `kernels.sums`."""
+    """Sums over the GPUs of a node without NCCL; see `operators`."""
 
     def takes(self, values: Tensor) -> bool:
         """Whether it sums these values."""
@@ -116,6 +117,10 @@ class Comm:
                 self.gather_text, rank=self.rank, size=self.size, crowded=self.crowded
             )
         return replace(self, board=_boards[self.members])
+
+    def with_peers(self) -> "Comm":
+        """The same group, which sums by an operator of its device if it has one; all its ranks call this together."""
+        return replace(self, peers=operators.made("sums", self.device.type, self)) if self.size > 1 else self
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Sum `values` over the group, in place if possible; returns the sum, bit-identical on all ranks."""

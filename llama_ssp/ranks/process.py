@@ -1,4 +1,4 @@
-"""A rank as a process: who it is by the environment of torchrun or SLURM, where it may listen, and what stops it.
+"""A rank as a process: its number by the environment of torchrun or SLURM, where it may listen, and what stops it.
 
 The ranks of one machine listen on its loopback. Between several machines whoever reaches a port can take part in the
 run, so their network has to be trusted. The end of the torchrun agent stops a run as signals do; `run.interruption` and
@@ -142,7 +142,7 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 AGENT = "LLAMA_SSP_AGENT"
-"""Environment variable: the process id of the agent, where it is that of `llama-ssp run`."""
+"""Environment variable: the process id of the agent, if `llama-ssp run` started it."""
 _LOOK_EVERY_S = 0.2
 
 

@@ -146,7 +146,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self.close()
 
     def _keep_config(self, config_yaml: str) -> None:
-        """Write the config of a new folder, or compare it with that of an old one."""
+        """Write the config of a new folder, or compare it with an old folder's."""
         old_yaml = self.read_kept("config.yaml")
         if old_yaml is None:
             self.write_kept("config.yaml", config_yaml)

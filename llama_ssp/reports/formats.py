@@ -31,7 +31,7 @@ class ReportFormat:
     order: int = 9
 
     def text(self, runs: "Sequence[Run]", missing: Sequence[str] = ()) -> str:
-        """Write the runs; `missing` are sentences about those that cannot be read."""
+        """Write the runs; `missing` are sentences about runs that cannot be read."""
         return str(imported(self.write, setting=f"the format {self.name}")(runs, missing))
 
 

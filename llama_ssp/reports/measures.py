@@ -109,7 +109,7 @@ def median(prompts: Sequence[float]) -> Estimate:
 
 
 def ratio(prompts: Sequence[tuple[float, float]]) -> Estimate:
-    """The sum of the first numbers over that of the second, and its interval by the bootstrap.
+    """The sum of the first numbers over the sum of the second, and its interval by the bootstrap.
 
     Source: Efron 1979, "Bootstrap methods: another look at the jackknife"; for the widening of `_tail` Hesterberg 2015,
     "What teachers should know about the bootstrap", section 5.3.

@@ -278,7 +278,7 @@ def _print_search(found: Search, console: Console) -> None:
 
 
 def printed(choices: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The choices that a table shows: of the asked model, or if it does not fit the nearest misfit and the others."""
+    """The choices of a table: of the asked model, or if it does not fit, the nearest misfit and all fitting ones."""
     fitting = [choice for choice in choices if choice["reason"] is None]
     misfits = [choice for choice in choices if choice["reason"] is not None]
     asked = choices[0]["target"]

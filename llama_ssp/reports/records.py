@@ -208,7 +208,7 @@ class BenchmarkCell(_Line):
         ms_per_token: median over repetitions, by candidate (plain, speculative, generate, assisted).
         forecast_ms_per_token: the plan's forecast for our own candidates; empty without a plan.
         other_share: share of our rounds' time that is neither drafting nor verification.
-        copy_share: time to copy a rank's weights of a plain step, over that of a step; above 1 if a cache holds them.
+        copy_share: time to copy a rank's weights of a plain step, over a step's time; above 1 if a cache holds them.
         text_sha256: hash of the token ids that prompts were cut from.
     """
 
@@ -373,7 +373,7 @@ class Baseline:
     """Plain completions of another point of a sweep.
 
     Attributes:
-        folder: that of the point that made them.
+        folder: of the point that made them.
         ms_per_token: of the same completions, made again by the last point that has them; else None.
     """
 

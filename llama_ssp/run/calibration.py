@@ -49,7 +49,7 @@ def interleave(
 
 
 def undisturbed(seconds: Sequence[float]) -> float:
-    """The lower quartile: others only ever add time, and the quartile excludes most of it."""
+    """The lower quartile: other programs only ever add time, and the quartile excludes most of it."""
     return statistics.quantiles(seconds, n=4, method="inclusive")[0]
 
 

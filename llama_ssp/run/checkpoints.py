@@ -41,7 +41,7 @@ from llama_ssp.words import said
 class Source:
     """One model of the run, checked but not loaded.
 
-    `origin` is where its weights come from, `dtype` the number format to load it in, None for that of the files.
+    `origin` is where its weights come from, `dtype` the number format to load it in, None for the files'.
     `generation` has the fields of its generation_config.json, and is None without that file.
     """
 
@@ -231,7 +231,7 @@ def _check(
 
         origin = with_modules(origin)
     dtype = number_format(entry, device=device)
-    of_texts: WeightSource = getattr(origin, "target", origin)  # that of a head
+    of_texts: WeightSource = getattr(origin, "target", origin)  # a head's target
     folder, file = of_texts.folder, of_texts.folder / GENERATION_CONFIG_FILE
     generation = of_texts.generation if isinstance(of_texts, WeightsInMemory) else None
     if generation is None and file.is_file():

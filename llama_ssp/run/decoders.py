@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.architectures.matrices import DRAFT_WHOLE
 from llama_ssp.cpu.threads import ThreadChoice
-from llama_ssp.kernels.sums import with_peer_sums
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import NullRunner, Runner
 from llama_ssp.models.weights import Loading
@@ -202,7 +201,10 @@ def _updated(runner: Any, source: Source, **how: Any) -> Runner:  # noqa: ANN401
 def _make_mesh(config: RunConfig, layout: Layout, world: World) -> Mesh:
     with on_all_cores(world.cores):
         mesh = build_mesh(layout, world.comm, num_replicas=config.placement.num_replicas)
-    return with_peer_sums(mesh) if config.own_sums and world.device.type == "cuda" else mesh
+    if not config.own_sums:
+        return mesh
+    target, draft = (comm and comm.with_peers() for comm in (mesh.target, mesh.draft))
+    return replace(mesh, target=target, draft=draft)
 
 
 def _shards(models: Models, config: RunConfig) -> tuple[Shard, Shard]:

@@ -1,6 +1,6 @@
 """Opens a run on every rank, its folder and its logs, and writes to the folder how the run ended.
 
-`ranks/NNN.log` is the log of a rank. `run.log` is that of rank 0, whose warnings also go to standard error.
+`ranks/NNN.log` is the log of a rank. `run.log` is rank 0's, whose warnings also go to standard error.
 """
 
 import logging

@@ -27,7 +27,9 @@ STANDARD_INPUT = "-"
 EXCERPT = 40
 """Longest excerpt of a prompt in an error."""
 Message: TypeAlias = dict[str, str]
-"""One turn of a conversation: its `role` and its `content`."""
+"""One turn of a conversation: its `role`, its `content`, and what else of `MORE_FIELDS` it has."""
+MORE_FIELDS = ("name", "reasoning_content")
+"""Fields of a message that its template may read."""
 _Record: TypeAlias = tuple[str, dict[str, Any] | str]
 """One entry of a file: its place, for messages, and its fields by name, or the text of a line or an entry."""
 
@@ -52,6 +54,7 @@ class Prompt:
     Attributes:
         text: as the user wrote it; of a list of messages, the last one's content.
         role: of that message; the model continues the text of an assistant.
+        more: of that message, the other fields.
         messages: of a list of messages, all before the last; None for other prompts.
         earlier: the turns before it in its conversation that the model answers first.
         question_id, category: the file's, where it has them.
@@ -62,6 +65,7 @@ class Prompt:
 
     text: str
     role: str = "user"
+    more: Message = field(default_factory=dict)
     messages: list[Message] | None = None
     earlier: list[str] = field(default_factory=list)
     question_id: str | None = None
@@ -299,7 +303,8 @@ def read_messages(given: object, where: str) -> list[Message]:
             )
         if not isinstance(role, str) or not isinstance(content, str):
             return []
-        messages.append({"role": role, "content": content})
+        more = {name: message[name] for name in MORE_FIELDS if isinstance(message.get(name), str)}
+        messages.append({"role": role, "content": content} | more)
     return messages
 
 
@@ -308,6 +313,7 @@ def _of_messages(messages: Sequence[Message], common: dict[str, Any]) -> Iterato
     earlier: list[str] = []
     for number, (message, following) in enumerate(zip(messages, [*messages[1:], None], strict=True)):
         if following is None or message["role"] == following["role"] == "user":
+            more = {name: message[name] for name in MORE_FIELDS if name in message}
             text, role, before = message["content"], message["role"], list(messages[:number])
-            yield Prompt(text=text, role=role, messages=before, earlier=[*earlier], **common)
+            yield Prompt(text=text, role=role, more=more, messages=before, earlier=[*earlier], **common)
             earlier.append(text)

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import torch
@@ -143,7 +143,7 @@ def ids_of(
         return encode("".join((*earlier, prompt.text)), tokenizer)
     before = [{"role": "user", "content": turn} for turn in prompt.earlier]
     whole, given = list[Message](), iter(answers)
-    for message in (*(prompt.messages or before), {"role": prompt.role, "content": prompt.text}):
+    for message in (*(prompt.messages or before), {"role": prompt.role, "content": prompt.text} | prompt.more):
         if whole and whole[-1]["role"] == message["role"] == "user":
             whole.append({"role": "assistant", "content": next(given)})
         whole.append(message)
@@ -202,8 +202,12 @@ def encode_messages(
 def _encode_in_template(
     messages: list[Message], tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    for message in messages:
-        _check_unicode(message["content"])
+    for text in chain.from_iterable(message.values() for message in messages):
+        _check_unicode(text)
+    for name, value in arguments.items():
+        for text in (name, value):
+            if isinstance(text, str):
+                _check_unicode(text, f"chat_arguments.{name!r}")
     text = in_template(messages, tokenizer, goes_on=messages[-1]["role"] == "assistant", arguments=arguments)
     return _never_empty(tokenizer(text, add_special_tokens=False).input_ids, tokenizer)
 
@@ -214,13 +218,12 @@ def _never_empty(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> tupl
     return tuple(ids) or (tokenizer.bos_token_id,)
 
 
-def _check_unicode(text: str) -> None:
+def _check_unicode(text: str, said: str = "") -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"prompt {text[:EXCERPT]!r} holds {text[error.start]!r}, a lone surrogate: write it in UTF-8"
-        ) from None
+        said = said or f"prompt {text[:EXCERPT]!r}"
+        raise ConfigError(f"{said} holds {text[error.start]!r}, a lone surrogate: write it in UTF-8") from None
 
 
 def check_vocabulary(prompt: Prompt, ids: Sequence[int], *, vocab_size: int) -> None:

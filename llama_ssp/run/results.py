@@ -141,7 +141,7 @@ def _activities(session: Session) -> list[records.RankActivity]:
 def excerpts(
     lines: Sequence[records.CompletionLine], tokenizer: PreTrainedTokenizerBase, *, overlapped: int | None = None
 ) -> list[records.Excerpt]:
-    """The first completions of a run, one a prompt, with their text split by who chose each token.
+    """The first completions of a run, one a prompt, with their text split by the model that chose each token.
 
     The speculative ones if there are any. `overlapped` is the K of rounds that overlap; all others add one of the
     target's tokens to the accepted ones.

@@ -122,7 +122,7 @@ def check_lines(lines: Sequence[CompletionLine], config: RunConfig, prompts: Seq
 def check_texts(
     lines: Sequence[CompletionLine], config: RunConfig, prompts: Sequence[Prompt] | None, maker: RequestMaker
 ) -> None:
-    """Raise ConfigError for a completion that has an id the model lacks, or a text that is not that of its ids.
+    """Raise ConfigError for a completion that has an id the model lacks, or a text that does not match its ids.
 
     `prompts` are None if they are typed. Texts of resume=anyway may come from another tokenizer.
     """

@@ -200,7 +200,7 @@ class Session:
     def _shared_out(
         self, requests: list[PromptRequest], recorder: "_Recorder"
     ) -> tuple[list[PromptRequest], More | None]:
-        """The requests that fill this replica's rows at first, and what gives it others as its rows become free."""
+        """The requests that fill this replica's rows at first, and a call for more as its rows become free."""
         num_replicas, exchange = self.config.placement.num_replicas, recorder.exchange
         if exchange is None:
             return requests, None

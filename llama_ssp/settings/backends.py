@@ -9,7 +9,7 @@ from llama_ssp.registry import Registry
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Backend:
-    """One way of placing a target; its functions and facts are those of a library, which needs its own modules."""
+    """One way of placing a target, as a rule by a library, which needs its own modules."""
 
     name: str  # value of `placement.target.kind`.
     purpose: str  # what `--help` says of it.

@@ -1,7 +1,7 @@
 """Validates a run config before any rank starts work. Reports all problems at once and imports nothing slow.
 
 Tables list ranges, and settings without effect; other checks are functions from the config to error sentences.
-The only file that it looks at is that of the prompts; checkpoints and tokenizers are checked where they are read.
+The only file that it looks at has the prompts; checkpoints and tokenizers are checked where they are read.
 """
 
 import math

@@ -12,7 +12,7 @@ from llama_ssp.settings.schema import DrafterConfig
 
 NGRAM_DRAFT = "ngram"
 MOST_CORPUS_TOKENS = 2**20
-"""Of the longest corpus."""
+"""Tokens of the longest corpus."""
 MTP_DRAFTS = {"MTP", "nextn", "NEXTN"}
 """Names that other engines give the layers that predict further tokens."""
 
@@ -54,7 +54,7 @@ def draft_name(draft: DrafterConfig) -> str | None:
 
 
 def draft_label(draft: DrafterConfig) -> str | None:
-    """The draft's name in reports, as `draft_name`, with that of a model's folder."""
+    """The draft's name in reports, as `draft_name`, with the name of a model's folder."""
     return draft.model.label if draft.model else draft_name(draft)
 
 

@@ -11,7 +11,7 @@ class MoreSettings:
     """Settings of a room in a group of the core, or of a plan: `config` is a dataclass derived from the group's.
 
     Attributes:
-        paths: those that are paths, which the command line does not parse.
+        paths: settings that are paths, which the command line does not parse.
         draw: of plans, `module:function` that draws a plan or a search into the file that each of the paths names.
     """
 

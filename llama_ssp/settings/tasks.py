@@ -95,7 +95,7 @@ class RequestFile:
         purpose: what it is for, in the help of `prompts`.
         output: the file of the run folder with the answers.
         is_one: whether the prompts of a run are such a file.
-        problems: of a run with such a file; as those of a task.
+        problems: of a run with such a file; as of a task.
         run: `module:function` that answers the lines on every rank: a `Task` of `run.pipeline`, without requests.
     """
 

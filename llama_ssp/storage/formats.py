@@ -24,7 +24,7 @@ class Package(NamedTuple):
 
 
 class Product(NamedTuple):
-    """What a compiled product of a CPU reads; `cpu.linear` writes one for each."""
+    """Weights that a compiled product of a CPU reads; `cpu.linear` writes one for each."""
 
     kind: str  # its name.
     codes: str  # how weights are stored, one of `cpu.kinds`.
@@ -40,7 +40,7 @@ Block: TypeAlias = tuple[int | None, int | None]
 
 @dataclass(frozen=True, kw_only=True)
 class PackedLayout:
-    """How a checkpoint stores weights that runs keep as they are; tensors by the last parts of their names."""
+    """Layout of weights in a checkpoint that runs keep as they are; tensors by the last parts of their names."""
 
     name: str  # for tables.
     storage: str  # the storage format that they are read in.
@@ -90,7 +90,7 @@ class StorageFormat:
     # `module:name` of a `kernels.linear.Kernel`, which makes a layer of a weight and a bias; None for unquantized
     # weights.
     kernel: str | None = None
-    # the layout in files of what a `quantization_config` describes; None of what it leaves to other formats.
+    # the layout in files that a `quantization_config` describes; None for layouts of other formats.
     layout: Callable[[Mapping[str, Any]], Found | None] | None = None
     reader: str | None = None  # `module:name` of a `weights.packed.PackedTensor`.
     reads: str = ""  # the layouts that it reads, for messages.
@@ -98,11 +98,11 @@ class StorageFormat:
     has_published_times: bool = False  # ranges of forecasts follow published rows with it.
     stored_kind: str = ""  # files' word for the dtype of its weights, or of the scales of floats of 4 bits.
     compiled: Product | None = None  # the compiled product that a CPU may have.
-    weight_bytes: float | None = None  # of a weight; None for those of the model's number format.
+    weight_bytes: float | None = None  # of a weight; None for the model's number format.
     row_bytes: int = 0  # per output.
     word_bytes: int = 4  # of what a group of inputs shares: by default a scale in fp32.
     # numbers of inputs that may share a word, the largest first: a layer has the largest that its inputs consist of, or
-    # that of its file. Its inputs are a multiple of the smallest.
+    # its file's. Its inputs are a multiple of the smallest.
     groups: tuple[int, ...] = ()
     loading_copies: int = 2  # times its bytes that a product takes while its kernel lays it out.
     unpacks_matrix: bool = False  # a product unpacks the whole matrix, so a forward needs room for the largest one.
@@ -153,13 +153,13 @@ class StorageFormat:
         return min(self.groups, default=1)
 
     def group_of(self, num_inputs: int) -> int:
-        """The number of inputs that share a word in a layer with so many; 0 for all."""
+        """The number of inputs that share a word in a layer with `num_inputs`; 0 for all."""
         return next((group for group in self.groups if num_inputs % group == 0), min(self.groups, default=0))
 
     def matrix_bytes(self, num_weights: int, value_bytes: int, *, group: int = 0) -> int:
         """Bytes of a matrix without what is kept per output.
 
-        `value_bytes` are those of a number in the model's number format; `group` inputs share a word, 0 for the most.
+        `value_bytes` are of a number in the model's number format; `group` inputs share a word, 0 for the most.
         """
         if self.weight_bytes is None:
             return num_weights * value_bytes
@@ -201,7 +201,7 @@ ORDER_BYTES = 4  # Of an input, where the groups of files are scattered.
 INT4_GROUPS = 128, 64, 32  # Inputs that share a word; most public checkpoints have 128.
 FP8_GROUP = 128  # The same; public checkpoints have blocks of 128 inputs, or none.
 FP4_GROUP = 32  # The same.
-INT4_ZERO_BITS = 31  # Those bits of a word that hold the zero.
+INT4_ZERO_BITS = 31  # The bits of a word that hold the zero.
 FP4_NUMBERS = tuple(sign * number for sign in (1.0, -1.0) for number in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 """Values of the codes of floats of 4 bits, E2M1."""
 
@@ -241,9 +241,9 @@ class CacheFormat:
 
     name: str  # value of `model.cache_dtype`.
     order: int = 100  # position in lists of formats.
-    dtype: str | None = None  # of a number, as torch names it; None for that of the model.
+    dtype: str | None = None  # of a number, as torch names it; None for the model's.
     number_bytes: int = 0  # of a number, with a dtype of its own.
-    # what the largest number becomes; a scale in fp32 is kept behind the numbers. None keeps numbers as they are.
+    # what the largest number becomes; a scale in fp32 is kept after the numbers. None keeps numbers as they are.
     largest: float | None = None
 
     def row_bytes(self, head_dim: int, *, value_bytes: int) -> int:

@@ -57,7 +57,7 @@ class Pattern:
         return len(self._steps) in self._reached(set(states), "^$" if not name else "$")
 
     def _reached(self, states: set[int], edges: str) -> frozenset[int]:
-        """The states, and those that follow without a character, of which `edges` of the name stand here."""
+        """The states, and states that follow without a character, where `edges` of the name stand here."""
         found, left = set(states), list(states)
         while left:
             if (state := left.pop()) == len(self._steps):

@@ -1,4 +1,4 @@
-"""How a checkpoint stores its linear layers, from the `quantization_config` of its config.json.
+"""Storage of a checkpoint's linear layers, from the `quantization_config` of its config.json.
 
 Runs keep weights as they are stored where a storage format has a layout, and refuse others; plans say the same.
 """
@@ -58,7 +58,7 @@ class StoredFormat:
 
 
 def kept_format(quantization: str, storage: str | None, *, where: object) -> str:
-    """The storage format of a run: that of the files, if they have one, else the one that was asked for.
+    """The storage format of a run: the files', if they have one, else the one that was asked for.
 
     ConfigError if both are given and differ, or weights are not quantized to what was given.
     """
@@ -120,7 +120,7 @@ _KEPT = ("ignore", "ignored_layers", "modules_to_not_convert", "llm_int8_skip_mo
 
 
 def _patterns(described: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """The modules that are not quantized, and those that are."""
+    """The modules that are not quantized, and the modules that are."""
     kept = [name for field in _KEPT for name in _texts(described.get(field))]
     kept += [f"re:{pattern.removeprefix('-:')}" for pattern in described.get("dynamic") or ()]
     kept += tools.left_out(described.get("extra_config") or {}) or []
@@ -149,7 +149,7 @@ _PREFIXES = ("model", "model.language_model", "language_model.model", "language_
 
 
 def _names(module: str, num_layers: int) -> list[list[str]]:
-    """By layer, the names that files may give a module of it: of a text model, or of the text part of another."""
+    """Names by layer that files may give a module of it: of a text model, or of the text part of another."""
     parent = "self_attn" if module in _ATTENTION else "mlp"
     leaves = [module, *([_FUSED[module]] if module in _FUSED else [])]
     return [

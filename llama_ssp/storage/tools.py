@@ -83,7 +83,7 @@ def gptq(
 
 
 def of_auto_round(described: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
-    """Layouts that auto-round describes as the tool does whose packing they have, and those that no format reads."""
+    """Layouts of auto-round in the words of the tool whose packing they have, and layouts that no format reads."""
     if described.get("quant_method") != AUTO_ROUND:
         return described, []
     packing, extra = described.get("packing_format"), described.get("extra_config") or {}

@@ -127,7 +127,7 @@ class Terminal:
     ) -> None:
         """Begin a completion with a line across the screen; prompts and samples count from 0.
 
-        `name` is that of a mode or an excerpt of the prompt; `num_prompts` is None if unknown.
+        `name` is a mode's, or an excerpt of the prompt; `num_prompts` is None if unknown.
         """
         if self._is_quiet:
             return

@@ -112,13 +112,13 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _target(tensors: Mapping[str, object], module: str) -> str | None:
-    """The stored name of a module's weight, which may lack the prefix of the base model, or be that of a text part."""
+    """The stored name of a module's weight, which may lack the prefix of the base model, or be a text part's."""
     parts = of_text(f"{module}.weight").split(".")
     return next((name for begin in range(2) if (name := ".".join(parts[begin:])) in tensors), None)
 
 
 def _by_pattern(config: Mapping[str, Any], field: str, default: float, folder: Path) -> Callable[[str], float]:
-    """The value of a module: that of the first pattern that matches the end of its name, as PEFT reads them."""
+    """The value of a module: of the first pattern that matches the end of its name, as PEFT reads them."""
     values, where = config.get(field) or {}, f"{folder}: {field} has"
     if odd := [value for value in values.values() if type(value) not in {int, float} or not value > 0]:
         raise CheckpointError(f"{where} {shown(odd[0])}, and a number above 0 is required: copy or download it again")

@@ -104,7 +104,7 @@ def of_text(name: str) -> str:
 
 
 def shape_of(config: PretrainedConfig) -> ModelShape:
-    """The sizes of a model; sizes that its family does not store are derived from others."""
+    """The sizes of a model; sizes that its family does not store are derived from the rest."""
     content = config.to_dict()
 
     def field(name: str) -> Any:  # noqa: ANN401 - any field

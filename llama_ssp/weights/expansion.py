@@ -145,7 +145,7 @@ class Implant:
         self._spread = math.sqrt(self._num_copies * small.hidden_size / large.hidden_size)
         self._gain = 2.0 ** round(-math.log2(self._spread))
         budget = (self._gain * self._spread) ** 2 * small_eps
-        # The reserved dimension adds its mean square to that of every token; eps supplies the rest of the budget.
+        # The reserved dimension adds its mean square to every token's; eps supplies the rest of the budget.
         self._constant = 2.0 ** math.floor(math.log2(0.75 * budget * large.hidden_size) / 2) if self._reserved else 0.0
         self.eps = budget - self._constant**2 / large.hidden_size
         self._pairs, self.theta = _rotary(small.head_dim, large.head_dim, theta=small_theta)

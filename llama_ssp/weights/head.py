@@ -79,7 +79,7 @@ class HeadSource:
 
     @property
     def shares_output(self) -> bool:
-        """Whether its files have no output of their own, so that it has that of its target."""
+        """Whether its files have no output of their own, so that it has its target's."""
         return OUTPUT not in self.files.tensors
 
     @property

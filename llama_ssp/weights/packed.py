@@ -69,7 +69,7 @@ class PackedTensor(ListedTensor):
     def read(self, **wanted: Unpack[Wanted]) -> Tensor:
         """Read rows, as `byte_rows` describes them, of all or some outputs (dim 0), or one part of the inputs (dim 1).
 
-        This part has whole groups. CheckpointError if a file has changed, or its groups are others than it describes.
+        This part has whole groups. CheckpointError if a file has changed, or its groups are not as it describes.
         """
         dim = wanted.get("dim")
         if len(self.shape) == 3:  # noqa: PLR2004 - experts, inputs and outputs

@@ -25,7 +25,7 @@ _FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.floa
 class TensorFacts:
     """Facts of a tensor before it is read."""
 
-    dtype: torch.dtype | None  # None if weights cannot have it; of a packed tensor, that of its scales.
+    dtype: torch.dtype | None  # None if weights cannot have it; of a packed tensor, its scales'.
     shape: tuple[int, ...]  # of the whole tensor, unpacked.
     storage: str | None = None  # the storage format of a packed one, which is read as `byte_rows`.
     group: int = 0  # of which a slice of its inputs has a multiple; 0 for any slice.
@@ -36,7 +36,7 @@ class Wanted(TypedDict, total=False):
 
     dim: int | None  # the dimension that is cut; None for the whole tensor.
     parts: Sequence[range]  # what to keep of that dimension, in this order.
-    dtype: torch.dtype | None  # None for that of the tensor; has no effect on packed ones.
+    dtype: torch.dtype | None  # None for the tensor's; has no effect on packed ones.
     device: torch.device | None  # None for the CPU.
 
 

@@ -55,7 +55,7 @@ class Synthetic:
 
     @property
     def context(self) -> int:
-        """The maximum sequence length, at most that of the small model."""
+        """The maximum sequence length, at most the small model's."""
         return min(self.shape.max_position_embeddings, self.small.context)
 
     @cached_property

@@ -4,8 +4,8 @@ Shapes: M tokens, P pairs of a token and one of the K experts that it chose, X e
 """
 
 import sys
-from types import SimpleNamespace
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,10 +13,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from llama_ssp.models.quantization import weight_only
+from llama_ssp.operators import OPERATORS, DeviceOperator
+
+_num_tokens: list[int] = []
 
 
 class Pairs(NamedTuple):
-    """The pairs of a product, as `linear_gpu.choose` is asked for them."""
+    """The pairs of a product, as `choose` is asked for them."""
 
     experts_MK: Tensor
     num_experts: int
@@ -27,22 +30,36 @@ def join_on_cpu(patch: pytest.MonkeyPatch) -> list[int]:
 
     Products are right in int8, and zeros in other formats.
     """
-    num_tokens: list[int] = []
-
-    def choose(experts_MK: Tensor, num_experts: int, *, value_bytes: int) -> Pairs:  # noqa: ARG001 - as the kernel's
-        num_tokens.append(len(experts_MK))
-        return Pairs(experts_MK, num_experts)
-
-    patch.setitem(sys.modules, "llama_ssp.kernels.linear_gpu", SimpleNamespace(choose=choose))
-    patch.setattr(weight_only, "find_few_rows", lambda *_: _product)
+    _num_tokens.clear()
+    for operation, make in {"few_rows": "find_few_rows", "joined_experts": "tried_experts"}.items():
+        record = DeviceOperator(operation=operation, device="cpu", make=f"{__name__}:{make}")
+        patch.setitem(OPERATORS.records, record.name, record)
     patch.setattr(weight_only, "compiled_for", lambda *_: None)
-    return num_tokens
+    return _num_tokens
 
 
-def _product(
+def find_few_rows(*_case: object) -> ModuleType:
+    """This module, as a `FewRows`."""
+    return sys.modules[__name__]
+
+
+def tried_experts(joined: Any, *, num_experts: int, num_inputs: int) -> Any:  # noqa: ANN401 - experts that are joined
+    """The experts, after a first product."""
+    joined(torch.ones(1, num_inputs), joined.choose(torch.zeros(1, 1, dtype=torch.int64), num_experts, value_bytes=4))
+    return joined
+
+
+def choose(experts_MK: Tensor, num_experts: int, *, value_bytes: int) -> Pairs:  # noqa: ARG001 - as the kernel's
+    """The pairs."""
+    _num_tokens.append(len(experts_MK))
+    return Pairs(experts_MK, num_experts)
+
+
+def product_of_few_rows(
     x_MI: Tensor, weight_OI: Tensor, scales: Tensor, *_others: Tensor, bias_O: Tensor | None = None,
     residual_MO: Tensor | None = None, chosen: Pairs | None = None,
 ) -> Tensor:  # fmt: skip
+    """The product of rows, or of chosen pairs."""
     numbers_OI = torch.zeros(len(weight_OI), x_MI.shape[1])
     if weight_OI.dtype is torch.int8:
         numbers_OI = weight_OI.float() * scales[:, None]

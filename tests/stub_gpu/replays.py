@@ -21,16 +21,16 @@ from torch import Tensor
 from benchmarks.decoding import load_pair
 from llama_ssp import Pair, load
 from llama_ssp.architectures import engine
-from llama_ssp.kernels import draw_gpu
 from llama_ssp.models.huggingface.experts import OwnExperts
 from llama_ssp.ranks.gpu import selected
+from llama_ssp.rooms.gpu import draw as draws_of_gpus
+from llama_ssp.rooms.gpu.kernels import draw as draw_kernels
 from llama_ssp.run import decoders
 from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings.drafters import NGRAM_DRAFT, NgramConfig
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import Executor, Round
 from llama_ssp.speculate.engine.state import Request
-from llama_ssp.speculate.sampling import processors
 from tests.stub_gpu import device
 from tests.stub_gpu.reads import ComparedGraphs
 from tests.stub_gpu.replay_settings import KINDS, ROWS, Kind, Way
@@ -151,7 +151,7 @@ def load_kind(kind: Kind, folder: Path) -> Pair:
 
 def take_what_is_right_on_gpus() -> None:
     """Take the kernels whose values are checked, and counts that follow from values: the stub computes none."""
-    processors._tried_kernels = lambda: draw_gpu  # type: ignore[assignment]
+    draws_of_gpus.tried_kernels = lambda: draw_kernels  # type: ignore[assignment]
     engine.LEAST_SHARED_BYTES = 0
     many = OwnExperts._one_by_one
 

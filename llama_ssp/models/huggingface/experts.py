@@ -33,7 +33,7 @@ def experts_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _is_silu(gate: Callable[[Tensor], Tensor]) -> bool:
-    """Whether a gate is that of the compiled product."""
+    """Whether a gate is silu(gate) * up, as in the compiled product."""
     gated_1I = torch.arange(-4.0, 4.0)[None]
     gate_1I, up_1I = gated_1I.chunk(2, 1)
     return torch.allclose(gate(gated_1I), functional.silu(gate_1I) * up_1I)
@@ -127,11 +127,9 @@ class OwnExperts(nn.Module):
 
     def _in_pieces(self, gate_up: JoinedExperts, down: JoinedExperts, x_ME: Tensor, chosen_MK: Tensor) -> Tensor:
         """On a GPU, `FEW_ROWS` tokens at a time: without the host, so that a round may be captured."""
-        from llama_ssp.kernels.linear_gpu import choose  # noqa: PLC0415 - imports Triton
-
         pieces = []
         for x_RE, chosen_RK in zip(x_ME.split(FEW_ROWS), chosen_MK.split(FEW_ROWS), strict=True):
-            chosen = choose(chosen_RK, self.num_experts, value_bytes=x_RE.element_size())
+            chosen = gate_up.choose(chosen_RK, self.num_experts, value_bytes=x_RE.element_size())
             pieces.append(down(self._gate(gate_up(x_RE, chosen)), chosen))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 

@@ -59,7 +59,7 @@ def check_gpt_neo(origin: WeightSource) -> None:
 def adapt_gpt_neo(model: PreTrainedModel) -> None:
     """Replace the attention of every layer, and clamp positions to the table of position embeddings.
 
-    Its attention takes our masks, where that of transformers slices its own by length. A round computes a few positions
+    Its attention takes our masks, where transformers' slices its own by length. A round computes a few positions
     beyond the context, but their tokens are never kept.
     """
     windows = GPT_NEO.windows_of(model.config)

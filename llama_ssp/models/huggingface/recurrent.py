@@ -16,9 +16,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from llama_ssp.kernels.choice_gpu import attempt, check
+from llama_ssp import operators
 from llama_ssp.kernels.recurrence import HeadLayout, Steps, recur
-from llama_ssp.models.states import LayerState, StateCache, StateView
+from llama_ssp.models.states import LayerState, StateView
 
 _Mix = Callable[[Any, Tensor, StateView], Tensor]
 _SAME_PARTS = ("norm", "o_norm"), ("out_proj", "o_proj")
@@ -33,12 +33,12 @@ def adapt(model: PreTrainedModel) -> None:
 
 def mixers_of(model: nn.Module) -> Iterator[Any]:
     """All recurrent layers, in order, of a model that `adapt` has changed."""
-    return (module for module in model.modules() if isinstance(_convolution_of(module), nn.Conv1d))
+    return (module for module in model.modules() if isinstance(convolution_of(module), nn.Conv1d))
 
 
 def state_of(mixer: Any) -> LayerState:  # noqa: ANN401 - of transformers
     """The sizes of a layer's state on this rank."""
-    weight_C1W = _convolution_of(mixer).weight
+    weight_C1W = convolution_of(mixer).weight
     shape: tuple[int, ...] = ()
     if _is_delta(mixer):
         widths = (mixer.head_k_dim, mixer.head_v_dim) if hasattr(mixer, "head_v_dim") else (mixer.head_dim,) * 2
@@ -57,7 +57,8 @@ def _is_delta(mixer: Any) -> bool:  # noqa: ANN401 - of transformers
     return hasattr(mixer, "head_v_dim") or hasattr(mixer, "forget_gate")
 
 
-def _convolution_of(mixer: Any) -> Any:  # noqa: ANN401 - of transformers
+def convolution_of(mixer: Any) -> Any:  # noqa: ANN401 - of transformers
+    """The convolution of a layer; None of other modules."""
     return getattr(mixer, "conv1d", None) or getattr(mixer, "conv", None)
 
 
@@ -66,10 +67,11 @@ def _forward(mixer: Any, library: Callable[..., Tensor], hidden_states: Tensor, 
     states: StateView | None = getattr(cache, "states", None)
     if states is None:
         return library(hidden_states, **options)
-    return _mix_of(mixer)(mixer, hidden_states, states)
+    return mix_of(mixer)(mixer, hidden_states, states)
 
 
-def _mix_of(mixer: Any) -> _Mix:  # noqa: ANN401 - of transformers
+def mix_of(mixer: Any) -> _Mix:  # noqa: ANN401 - of transformers
+    """The forward of a layer on our states."""
     if _is_delta(mixer):
         return _gated_delta
     return _mamba2 if hasattr(mixer, "ssm_state_size") else _short_convolution
@@ -113,7 +115,7 @@ def _steps_of_delta(mixer: Any, mixed_BTC: Tensor, rates_BTH: Tensor, decays: Te
 def _projected(mixer: Any, x_BTE: Tensor, *, is_whole: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # noqa: ANN401
     """Inputs of the convolution, gates, and rates and decays before their functions, these two by key heads.
 
-    Unless the inputs must be `is_whole`, they can stand between others; see `_layout_of`.
+    Unless the inputs must be `is_whole`, other numbers may stand between them; see `_layout_of`.
     """
     num_keys = shared_heads(mixer)
     if hasattr(mixer, "in_proj_qkvz"):
@@ -197,43 +199,22 @@ def _short_convolution(mixer: Any, x_BTE: Tensor, states: StateView) -> Tensor: 
 
 
 def _own_kernels(mixer: Any, states: StateView) -> Any:  # noqa: ANN401
-    """`kernels.recurrence_gpu`, if a layer has it and a forward keeps the states after all of its tokens."""
+    """Our kernels, if a layer has them and a forward keeps the states after all of its tokens."""
     return getattr(mixer, "own_kernels", None) if states.keeps_all else None
 
 
-@torch.inference_mode()
-def use_own_kernels(model: PreTrainedModel) -> None:
-    """Let recurrent layers compute few tokens by our kernels, if they are right here; else a warning says why not."""
+def use_own_kernels(model: PreTrainedModel, device: torch.device) -> None:
+    """Let recurrent layers compute few tokens by the kernels of a device, if it has them; see `operators`."""
     mixers = [mixer for mixer in mixers_of(model) if getattr(mixer, "activation", "") == "silu"]
     if mixers:
-        instead = "continuing with torch's operators instead of the kernel of recurrent layers"
-        found = attempt(partial(_tried, mixers[0], model.config.hidden_size), instead=instead)
+        found = operators.made("recurrence", device.type, mixers[0], model.config.hidden_size)
         for mixer in mixers:
             mixer.own_kernels = found
 
 
-def _tried(mixer: Any, width: int) -> Any:  # noqa: ANN401
-    """Our kernels, once a layer has the outputs and the states of torch's operators, and goes back in one row."""
-    from llama_ssp.kernels import recurrence_gpu  # noqa: PLC0415 - CPU builds of torch come without Triton
-
-    like, layer = _convolution_of(mixer).weight, state_of(mixer)
-    numbers = torch.randn(2, 2, 3, width, generator=torch.Generator().manual_seed(0)).to(like)
-    positions_BT = torch.arange(3, device=like.device).repeat(2, 1)
-    taken_B = torch.tensor([3, 2], device=like.device)
-    found: list[list[Tensor]] = []
-    for mixer.own_kernels in (None, recurrence_gpu):
-        cache = StateCache([layer], batch_size=2, num_kept=3, dtype=like.dtype)
-        _mix_of(mixer)(mixer, numbers[0], cache.view(positions_BT, taken_B=taken_B, cache_rows_B=None))
-        behind = cache.view(positions_BT + 2, taken_B=None, cache_rows_B=None)
-        found.append([_mix_of(mixer)(mixer, numbers[1], behind), *cache.inputs.values(), *cache.states.values()])
-    for wanted, own in zip(*found, strict=True):
-        check("recurrence", own, wanted)
-    return recurrence_gpu
-
-
 def _convolved(mixer: Any, x_BTC: Tensor, states: StateView) -> Tensor:  # noqa: ANN401
     """Each channel's sum over the newest tokens, and its activation if it has one."""
-    conv = _convolution_of(mixer)
+    conv = convolution_of(mixer)
     x_BTC = states.with_inputs_before(mixer.layer_idx, x_BTC)
     y_BCT: Tensor = functional.conv1d(x_BTC.transpose(1, 2), conv.weight, conv.bias, groups=len(conv.weight))
     activation = getattr(mixer, "activation", None)

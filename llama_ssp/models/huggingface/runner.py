@@ -56,8 +56,8 @@ class ModuleRunner(CachedRunner):
         if record_of(model.config.model_type).recurrent:
             self.layer_states = [*map(state_of, mixers_of(model))]
         self.is_recurrent = bool(self.layer_states)
-        if self.is_recurrent and self.device.type == "cuda":
-            use_own_kernels(model)
+        if self.is_recurrent:
+            use_own_kernels(model, self.device)
         self._rows_BR: Tensor | None = None
         model.get_output_embeddings().register_forward_pre_hook(self._keep_wanted_rows)
         self._counter = ExpertCounter(model, self.device)

@@ -62,7 +62,7 @@ def place_and_attend(
 ) -> Tensor:  # fmt: skip
     """A `LayerAttention` of two parts: heads are turned and written to the cache, then attended to.
 
-    `rotate_write` is that of `kernels.between` or of `between_gpu`, for the tokens of this forward; `buffer` gives a
+    `rotate_write` is that of `kernels.between` or of the device, for the tokens of this forward; `buffer` gives a
     layer's part of the cache. For `cache_rows_B` see `CacheView`.
     """
     qkv_MXD = qkv_MO.view(-1, heads.num + 2 * heads.num_kv, heads.dim)
@@ -128,7 +128,7 @@ def attend_by_mask(
     *,
     mask_B1QS: Tensor, batch_size: int, by_position: bool, kept: KeptRows,
 ) -> Tensor:  # fmt: skip
-    """`Attend` by a mask, whose rows are those of the queries of a group; `by_position`, one position after another."""
+    """`Attend` by a mask with a row for each query of a group; `by_position`, one position after another."""
     group = heads.num // heads.num_kv
     keys_BNSD, values_BNSD = (kept.unpack(rows, queries_MHD.dtype) for rows in (keys_BNSW, values_BNSW))
     grouped_BTNGD = queries_MHD.view(batch_size, -1, heads.num_kv, group, heads.dim)
@@ -198,7 +198,7 @@ class LengthTables(Workspace):
         return {window: partial(attend, window=window) for window in windows}
 
     def _running_sum(self, number: int, step: int) -> Tensor:
-        """The running sum of so many equal steps, from 0 on."""
+        """The running sum of `number` equal steps, from 0 on."""
         if (number, step) not in self._sums:
             stop = (number + 1) * step
             self._sums[number, step] = torch.arange(0, stop, step, dtype=torch.int32, device=self._device)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llama_ssp import operators
 from llama_ssp.architectures.matrices import Cut, vocabulary_parts
 from llama_ssp.kernels.attention import ALL, Attention, find_attention
-from llama_ssp.kernels.attention_by_length import VarlenAttention, find_varlen, unpacking, with_ours
-from llama_ssp.kernels.between import OwnKernels, find_own_kernels, rotate_write
-from llama_ssp.kernels.choice_gpu import attempt
+from llama_ssp.kernels.attention_by_length import VarlenAttention, find_varlen, unpacking
+from llama_ssp.kernels.between import OwnKernels, rotate_write
 from llama_ssp.kernels.linear import Kernel, make_linear, native_of
 from llama_ssp.kernels.parts import Heads, RmsNorm
 from llama_ssp.models.cache import CachedRunner, CacheView, Taps
@@ -45,7 +45,7 @@ class LeanRunner(CachedRunner):
     Args:
         loading: its weights, all of which are taken, and how; the output keeps its dtype.
         kernel: of all linear layers; None takes the fastest for each shape.
-        varlen: reads the cache by lengths of rows; None for that of this device, or masks if it has none.
+        varlen: reads the cache by lengths of rows; None for this device's, or masks if it has none.
     """
 
     layer_class = Layer
@@ -94,8 +94,7 @@ class LeanRunner(CachedRunner):
         # A ring of more than two ranks adds the numbers of a tensor in an order that depends on their places in it.
         adds_alike = comm.size <= 2  # noqa: PLR2004
         self.is_invariant = adds_alike and self._compiled is not None and all(map(native_of, linears))
-        if self.device.type == "cuda":
-            self._use_own_kernels()
+        self._use_own_kernels()
         self._take_others(weights, loading)
 
     def _take_others(self, weights: Weights, loading: Loading) -> None:
@@ -126,19 +125,18 @@ class LeanRunner(CachedRunner):
         return all(vars(self._own).values())
 
     def _use_own_kernels(self) -> None:
-        """Take those of our kernels that work on this GPU."""
-        layer = self._layers[0]
-        find = partial(find_own_kernels, self._norm, self._heads, layer.head_norms, self._kept)
-        found = attempt(find, instead="continuing with more kernels in every layer")
+        """Take what this device has in place of torch's operators between products; see `operators`."""
+        norms, device = self._layers[0].head_norms, self.device.type
+        found: OwnKernels | None = operators.made("between", device, self._norm, self._heads, norms, self._kept)
         if found is None or not any(vars(found).values()):
             return  # without Triton one sentence is enough
         vars(self._own).update(vars(found))
         if self._varlen:
-            both = partial(
-                with_ours, self._varlen, self._heads, device=self.device, dtype=self.dtype,
+            ours: VarlenAttention | None = operators.made(
+                "attention_by_length", device, self._varlen, self._heads, device=self.device, dtype=self.dtype,
                 has_windows=any(self._windows), kept=self._kept,
             )  # fmt: skip
-            self._varlen = attempt(both, instead="continuing with torch's attention in rounds too") or self._varlen
+            self._varlen = ours or self._varlen
 
     def allocate(self, *, batch_size: int, capacity: int, **how: Any) -> None:  # noqa: ANN401 - of `Runner`
         """See `Runner.allocate`."""
@@ -213,7 +211,7 @@ class LeanRunner(CachedRunner):
         return sum(self._head_sizes[: self._comm.rank])
 
     def _joined(self, logits: Tensor) -> Tensor:
-        """All logits (..., V) in fp32, or what is read of them, from those of this rank."""
+        """All logits (..., V) in fp32, or what is read of them, from this rank's."""
         if self.reads is Reads.best:
             return best_of(logits, first=self._first_output, comm=self._comm)
         if self.reads is Reads.own:

@@ -30,7 +30,7 @@ from llama_ssp.ranks.comms import Reads
 from llama_ssp.weights.head import HeadSource
 
 Attention = Mapping[int | None, LayerAttention]
-"""That of a forward, by window."""
+"""The attention of a forward, by window."""
 
 
 class _JoinedProduct:
@@ -114,7 +114,7 @@ class PairRunner(LeanRunner):
         return stream
 
     def _of_target(self, logits_BRD: Tensor) -> Tensor:
-        """Logits over the target's tokens, or the best one, from those over the head's own."""
+        """Logits over the target's tokens, or the best one, from logits over the head's own tokens."""
         if self._token_ids_D is None:
             return logits_BRD
         if self.reads is Reads.best:
@@ -125,7 +125,7 @@ class PairRunner(LeanRunner):
 
 
 class HeadRunner(PairRunner):
-    """A head of EAGLE-3, and what others share with it; its origin is a `HeadSource`."""
+    """A head of EAGLE-3, and the code that other heads share with it; its origin is a `HeadSource`."""
 
     layer_class: type[Layer] = HeadLayer
 

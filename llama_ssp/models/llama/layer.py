@@ -66,7 +66,7 @@ def rows_at(x_MO: Tensor, positions_BR: Tensor | None) -> Tensor:
 
 
 class NormedProduct:
-    """A linear layer behind an RMS norm, and the gate if it is gate and up of an MLP.
+    """A linear layer after an RMS norm, and the gate if it is gate and up of an MLP.
 
     Args:
         norm: before it.
@@ -128,7 +128,7 @@ class Layer:
     """Attention and MLP of one layer.
 
     Args:
-        weights: of which those of the layer are taken, one product after the other.
+        weights: from which the layer's are taken, one product after the other.
         number: of the layer.
         heads: of this rank.
         eps: of the norms.
@@ -185,11 +185,11 @@ class Layer:
         return [native_of(linear) for linear in self.linears] if is_whole else []
 
     def stop_of(self, num_tokens: int) -> int:
-        """The number behind the last layer that computes so many tokens at once with this one."""
+        """The number after the last layer that computes `num_tokens` at once with this one."""
         return self.whole.stop if self.whole and num_tokens <= WHOLE_LAYER_TOKENS else self.number + 1
 
     def _first_product(self, norm: Callable[[str], RmsNorm], linear: Linear, own: OwnKernels) -> Any:  # noqa: ANN401
-        """Queries, keys and values behind the first norm; `norm` takes one by name."""
+        """Queries, keys and values after the first norm; `norm` takes one by name."""
         return NormedProduct(norm("input_layernorm"), linear, own)
 
     @property

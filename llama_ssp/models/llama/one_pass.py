@@ -1,10 +1,10 @@
 """Draft heads of one pass on this rank: P-EAGLE, DFlash and DSpark; see `architectures.heads`.
 
-    P-EAGLE    pairs of taps and tokens, then pairs of one learned tap and the mask token; each sees those before it
+    P-EAGLE    pairs of taps and tokens, then pairs of one learned tap and the mask token; each sees earlier pairs
     DFlash     taps, whose keys and values each layer computes, then newest token and mask tokens, which see everything
     DSpark     the same, and for each position the logits of what follows the token drafted before it
 
-A forward writes the positions that the target has verified, and those of the block behind them, which the next one
+A forward writes the positions that the target has verified, and the block's positions after them, which the next one
 overwrites. Source: see there.
 
 Shapes: B sequences, C positions of the context, N of the block, T = C + N, K drafted tokens, M nodes of a tree, E
@@ -109,7 +109,7 @@ class BlockLayer(Layer):
         return SimpleNamespace(norm=norm("input_layernorm"), linear=linear)  # which only the block's positions pass
 
     def read(self, x_ME: Tensor, context_BCE: Tensor, attend: LayerAttention) -> Tensor:
-        """The stream (M, E) of the block, M = B * N, behind the layer, which writes the context as well."""
+        """The stream (M, E) of the block, M = B * N, after the layer, which writes the context as well."""
         num_rows, num_context, width = context_BCE.shape
         both_BTE = torch.cat([context_BCE, self.qkv.norm(x_ME).view(num_rows, -1, width)], dim=1)
         attended_TE = attend(self.qkv.linear(both_BTE.flatten(0, 1)), self.number, self.heads, self.head_norms)
@@ -145,7 +145,7 @@ class BlockRunner(ParallelRunner):
 
     def _seen(self, positions_BT: Tensor, num_context: int) -> Tensor:
         first_B1, last_B1 = positions_BT[:, :1], positions_BT[:, -1:]
-        seen_BC = functional.pad(first_B1, (0, num_context - 1))  # nobody looks at what the context sees
+        seen_BC = functional.pad(first_B1, (0, num_context - 1))  # what the context sees has no effect
         return torch.cat([seen_BC, last_B1.expand(-1, positions_BT.shape[1] - num_context)], dim=1)
 
     def _read(

@@ -101,7 +101,7 @@ def _linear(place: str, matrix: Matrix, *, has_bias: bool) -> Iterator[tuple[str
 
 
 def _of_head(head: HeadConfig, shape: ModelShape) -> dict[str, Parameter]:
-    """What a head has besides layers: norms of taps, the tap of a mask token, and a Markov head."""
+    """Parameters of a head outside its layers: norms of taps, the tap of a mask token, and a Markov head."""
     tap, width = head.target_hidden_size, shape.hidden_size
     sizes: dict[str, tuple[int, ...]] = {}
     if head.norms_taps == "fc_norm":
@@ -149,7 +149,7 @@ def lean_weights(loading: Loading, *, has_embedding: bool, places: Mapping[str, 
 def rotary_of(config: Any) -> tuple[Tensor, float]:  # noqa: ANN401 - of transformers
     """The inverse frequencies (D / 2,) of the rotary embedding, and the factor of its sines and cosines.
 
-    Frequencies are those of the first positions; see `family.num_positions`.
+    Frequencies hold for the first positions; see `family.num_positions`.
     """
     kind = config.rope_parameters["rope_type"]
     if kind != "default":

@@ -15,7 +15,7 @@ from llama_ssp.storage.formats import NO_QUANTIZATION, OWN_DTYPE, format_of
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """How the linear layers of a model, and its cache, are stored."""
+    """Storage of the linear layers of a model, and of its cache."""
 
     quantization: str = NO_QUANTIZATION
     is_stored: bool = False  # the files have packed weights, and their other weights are not quantized.

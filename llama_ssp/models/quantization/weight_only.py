@@ -8,17 +8,13 @@ Shapes: M rows (tokens), I inputs, O outputs, C outputs of one block, G groups o
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from llama_ssp.kernels.choice_gpu import ProductOfFewRows, attempt
-from llama_ssp.kernels.linear import Linear, added
+from llama_ssp import operators
+from llama_ssp.kernels.linear import FewRows, Linear, added
 from llama_ssp.storage.formats import FEW_ROWS, UNPACKED_WEIGHTS
-
-if TYPE_CHECKING:
-    from llama_ssp.kernels.linear_gpu import Chosen
 
 _QUANTIZED_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
 """Weights that are quantized at a time: few enough to need little memory, enough to keep a GPU busy."""
@@ -30,10 +26,10 @@ class WeightOnlyLinear(Linear):
     """Base class of forms whose inputs are not quantized.
 
     `operands` are the packed weights with their outputs first, and all their scales, as the kernel takes them;
-    `few_rows` is the kernel for up to `FEW_ROWS` rows of a GPU.
+    `few_rows` has the kernel for up to `FEW_ROWS` rows of a GPU.
     """
 
-    def __init__(self, operands: tuple[Tensor, ...], bias_O: Tensor | None, few_rows: ProductOfFewRows | None) -> None:
+    def __init__(self, operands: tuple[Tensor, ...], bias_O: Tensor | None, few_rows: FewRows | None) -> None:
         self._operands, self._bias_O, self._few_rows = operands, bias_O, few_rows
         byte_weights = 2 if operands[0].dtype is torch.uint8 else 1
         self._num_inputs = byte_weights * operands[0].shape[1]  # a trace keeps it as a constant
@@ -45,7 +41,8 @@ class WeightOnlyLinear(Linear):
     def __call__(self, x_MI: Tensor, residual_MO: Tensor | None = None) -> Tensor:
         """See `Linear`; a GPU's kernel adds bias and residual itself."""
         if self._few_rows and x_MI.shape[0] <= FEW_ROWS:
-            return self._few_rows(x_MI, *self._operands, bias_O=self._bias_O, residual_MO=residual_MO)
+            product = self._few_rows.product_of_few_rows
+            return product(x_MI, *self._operands, bias_O=self._bias_O, residual_MO=residual_MO)
         return added(self._unpacked(x_MI), self._bias_O, residual_MO)
 
     def _unpacked(self, x_MI: Tensor) -> Tensor:
@@ -64,6 +61,12 @@ class WeightOnlyLinear(Linear):
         return y_MO
 
 
+def few_rows_of(storage: str, operands: Sequence[Tensor]) -> FewRows | None:
+    """The device's product of a few rows and weights in a format; see `operators`."""
+    found: FewRows | None = operators.made("few_rows", operands[0].device.type, storage, operands)
+    return found
+
+
 def quantize_by_blocks(weight_OI: Tensor, quantize: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Quantize a few rows at a time, which gives the same result as all at once."""
     num_rows = max(_QUANTIZED_ELEMENTS[weight_OI.device.type] // weight_OI.shape[1], 1)
@@ -74,11 +77,11 @@ def quantize_by_blocks(weight_OI: Tensor, quantize: Callable[[Tensor], tuple[Ten
 class JoinedExperts:
     """The weights of experts one after the other, whose linear layers keep views of them.
 
-    It maps inputs (M, I) and pairs of tokens and experts to `linear_gpu.product_of_few_rows`. An update of the weights
-    finds all of its tensors, and no closure holds any (see `workspaces.InPlace`).
+    It maps inputs (M, I) and pairs of tokens and experts, as `choose` finds them, to their products. An update of the
+    weights finds all of its tensors, and no closure holds any (see `workspaces.InPlace`).
     """
 
-    def __init__(self, experts: Sequence[WeightOnlyLinear], few_rows: ProductOfFewRows) -> None:
+    def __init__(self, experts: Sequence[WeightOnlyLinear], few_rows: FewRows) -> None:
         self._few_rows = few_rows
         columns = zip(*(expert._operands for expert in experts), strict=True)
         # Numbers of 8 bits are concatenated as bytes.
@@ -99,9 +102,18 @@ class JoinedExperts:
             if self._bias_O is not None:
                 expert._bias_O = self._bias_O.narrow(0, start, num_outputs)
 
-    def __call__(self, x_MI: Tensor, chosen: "Chosen") -> Tensor:
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self._operands[0].device
+
+    def choose(self, experts_MK: Tensor, num_experts: int, *, value_bytes: int) -> object:
+        """The pairs of tokens and the experts that they chose, for products of numbers of `value_bytes`."""
+        return self._few_rows.choose(experts_MK, num_experts, value_bytes=value_bytes)
+
+    def __call__(self, x_MI: Tensor, chosen: object) -> Tensor:
         """Compute the product of each pair."""
-        return self._few_rows(x_MI, *self._operands, bias_O=self._bias_O, chosen=chosen)
+        return self._few_rows.product_of_few_rows(x_MI, *self._operands, bias_O=self._bias_O, chosen=chosen)
 
 
 def join_experts(linears: Sequence[Linear]) -> JoinedExperts | None:
@@ -110,14 +122,6 @@ def join_experts(linears: Sequence[Linear]) -> JoinedExperts | None:
     if len(experts) < len(linears) or not (few_rows := experts[0]._few_rows):
         return None
     joined = JoinedExperts(experts, few_rows)
-
-    def tried() -> JoinedExperts:
-        from llama_ssp.kernels.linear_gpu import choose  # noqa: PLC0415 - imports Triton
-
-        device = experts[0]._operands[0].device
-        x_1I = torch.ones(1, experts[0]._num_inputs, dtype=torch.float16, device=device)
-        first_11 = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        joined(x_1I, choose(first_11, len(experts), value_bytes=x_1I.element_size()))
-        return joined
-
-    return attempt(tried, instead="continuing with one product for each expert, without CUDA graphs")
+    how = {"num_experts": len(experts), "num_inputs": experts[0]._num_inputs}
+    found: JoinedExperts | None = operators.made("joined_experts", joined.device.type, joined, **how)
+    return found

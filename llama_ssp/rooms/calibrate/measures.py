@@ -10,7 +10,6 @@ from torch.nn import functional
 
 from llama_ssp import catalogue
 from llama_ssp.architectures.engine import OWN_SUM_BYTES
-from llama_ssp.kernels.sums import with_peers
 from llama_ssp.machines.hardware import Link, MeasuredSum
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.weights import Loading
@@ -98,7 +97,7 @@ def sums(comm: Comm, device: torch.device, *, num_local: int, is_own: bool = Fal
     for number in sorted({size for size in (2, 4, 8) if size < num_local} | ({num_local} - {1})):
         group = comm.subgroup(tuple(range(number)))
         if group and is_own:
-            group = with_peers(group)
+            group = group.with_peers()
         for num_bytes in MESSAGE_BYTES if group and bool(group.peers) is is_own else ():
             if num_bytes <= OWN_SUM_BYTES or not is_own:
                 assert group

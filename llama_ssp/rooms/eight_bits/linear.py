@@ -6,9 +6,8 @@ Shapes: M rows (tokens), I inputs, O outputs, C outputs of one block, G groups o
 import torch
 from torch import Tensor
 
-from llama_ssp.kernels.choice_gpu import find_few_rows
 from llama_ssp.kernels.linear import Linear, NativeLinear, compiled_for
-from llama_ssp.models.quantization.weight_only import WeightOnlyLinear, quantize_by_blocks
+from llama_ssp.models.quantization.weight_only import WeightOnlyLinear, few_rows_of, quantize_by_blocks
 from llama_ssp.storage.formats import FP8_GROUP
 from llama_ssp.weights import byte_rows
 
@@ -21,9 +20,7 @@ class _Int8WeightOnly(WeightOnlyLinear):
     def _unpack(self, outputs: slice, into_CI: Tensor) -> None:
         bytes_OI, scales_O = self._operands
         if into_CI.dtype is torch.float16 and into_CI.is_cuda and self._few_rows:
-            from llama_ssp.kernels.linear_gpu import unpack_bytes  # noqa: PLC0415 - imports Triton
-
-            unpack_bytes(bytes_OI[outputs], scales_O[outputs], into_CI)
+            self._few_rows.unpack_bytes(bytes_OI[outputs], scales_O[outputs], into_CI)
             return
         into_CI.copy_(bytes_OI[outputs])
         if into_CI.dtype is torch.float16:
@@ -43,7 +40,7 @@ def int8_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         operands = quantize_by_blocks(weight_OI, _to_bytes)
     if product := compiled_for("int8_weight_only", operands[0].shape, weight_OI.device):
         return NativeLinear(product, *operands, bias_O)
-    return _Int8WeightOnly(operands, bias_O, find_few_rows("int8_weight_only", operands))
+    return _Int8WeightOnly(operands, bias_O, few_rows_of("int8_weight_only", operands))
 
 
 def _to_bytes(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,7 +79,7 @@ def fp8_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
     if product := compiled_for("fp8_weight_only", bytes_OI.shape, weight_OI.device):
         return NativeLinear(product, bytes_OI, scales_OG, bias_O)
     operands = bytes_OI.view(_E4M3), scales_OG.t().contiguous()
-    return _ScaledGroups(operands, bias_O, find_few_rows("fp8_weight_only", operands))
+    return _ScaledGroups(operands, bias_O, few_rows_of("fp8_weight_only", operands))
 
 
 def _to_fp8(weight_CI: Tensor) -> tuple[Tensor, Tensor]:

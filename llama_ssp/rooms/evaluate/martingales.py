@@ -19,7 +19,7 @@ from llama_ssp.settings.rules import DEFAULT
 
 BIASES = (0.95, 1.05)
 BLOCK, CERTAIN = "block", ""
-"""The rule that verifies blocks, and that of drafts without probabilities."""
+"""The rule that verifies blocks, and the rule for drafts without probabilities."""
 FAULTS = {
     "a residual drawn from the target": (DEFAULT, BLOCK),
     "a residual that forgets the block's weight": (BLOCK,),

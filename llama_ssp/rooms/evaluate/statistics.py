@@ -78,7 +78,7 @@ class PairedGroup(NamedTuple):
 
     Attributes:
         columns: symbols of the first and of the second member of each pair; one list of pairs for each position.
-        differences: a number of the second member minus that of the first.
+        differences: a number of the second member minus the first's.
     """
 
     columns: Sequence[Sequence[tuple[Hashable, Hashable]]]

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.kernels.choice_gpu import find_few_rows
 from llama_ssp.kernels.linear import Linear, NativeLinear, added, compiled_for
-from llama_ssp.models.quantization.weight_only import WeightOnlyLinear, quantize_by_blocks
+from llama_ssp.models.quantization.weight_only import WeightOnlyLinear, few_rows_of, quantize_by_blocks
 from llama_ssp.storage.formats import FP4_GROUP, FP4_NUMBERS, format_of
 from llama_ssp.weights import byte_rows
 
@@ -19,14 +18,13 @@ _STEPS = 15
 
 
 class _Int4WeightOnly(WeightOnlyLinear):
-    """Its operands are the bytes of codes (O, I / 2) and the words (G, O): the kernel reads those of neighbours."""
+    """Its operands are the bytes of codes (O, I / 2) and the words (G, O): the kernel reads neighbours' words."""
 
     def _unpack(self, outputs: slice, into_CI: Tensor) -> None:
         codes_OI, words_GO, *scales = self._operands
         if into_CI.is_cuda and self._few_rows:
-            from llama_ssp.kernels.linear_gpu import unpack_codes  # noqa: PLC0415 - imports Triton
-
-            unpack_codes(codes_OI[outputs], words_GO[:, outputs], into_CI, *(scales_O[outputs] for scales_O in scales))
+            of_outputs = [scales_O[outputs] for scales_O in scales]
+            self._few_rows.unpack_codes(codes_OI[outputs], words_GO[:, outputs], into_CI, *of_outputs)
         else:
             self._write(codes_OI[outputs], words_GO[:, outputs].t(), outputs, into_CI)
 
@@ -55,7 +53,7 @@ class _Reordered(Linear):
 
 
 class _Beside(Linear):
-    """Layers with one input whose outputs stand one behind the other."""
+    """Layers with one input, whose outputs follow each other."""
 
     def __init__(self, linears: list[Linear]) -> None:
         self._linears = linears
@@ -98,7 +96,7 @@ def _int4_linear(codes_OI: Tensor, words_OG: Tensor, bias_O: Tensor | None) -> L
         codes_OGI = torch.cat(byte_rows.unpack_codes(codes_OI.unflatten(1, (num_groups, -1))), dim=2)
         return NativeLinear(product, codes_OGI.flatten(1), words_OG, bias_O)
     operands = codes_OI, words_OG.t().contiguous()
-    return _Int4WeightOnly(operands, bias_O, find_few_rows("int4_weight_only", operands))
+    return _Int4WeightOnly(operands, bias_O, few_rows_of("int4_weight_only", operands))
 
 
 def _rounded(weight_CI: Tensor, *, group: int) -> tuple[Tensor, Tensor]:
@@ -132,7 +130,7 @@ def _fp4_linear(storage: str, weight_OI: Tensor, bias_O: Tensor | None) -> Linea
         return NativeLinear(product, weight_OI, factors_O, bias_O)
     scales_SO = scales_OS.t().contiguous().view(byte_rows.dtype_of_scales(format_of(storage).product))
     operands = codes_OI, scales_SO, factors_O
-    return _Fp4WeightOnly(operands, bias_O, find_few_rows(storage, operands))
+    return _Fp4WeightOnly(operands, bias_O, few_rows_of(storage, operands))
 
 
 mxfp4_linear, nvfp4_linear = partial(_fp4_linear, "mxfp4"), partial(_fp4_linear, "nvfp4")

@@ -1,8 +1,8 @@
 """Ranks that this process starts, and a pair on them: `load(..., ranks=4)`.
 
-They are those of `llama-ssp run ranks=4 --script rank.py`, and this process is none of them: it holds a connection to
-each, which also says which one is lost. Ranks end when theirs closes. The socket is in a folder of this user alone.
-Messages are lines of JSON:
+They are the ranks of `llama-ssp run ranks=4 --script rank.py`, without this process: it holds a connection to each,
+which also says which one is lost. Ranks end when theirs closes. The socket is in a folder of this user alone. Messages
+are lines of JSON:
 
     call, arguments                  -> every rank, which acts as soon as it has answered the last call
     stop                             -> every rank, if Ctrl-C comes before all have answered
@@ -51,7 +51,7 @@ CALLER = "LLAMA_SSP_CALLER"
 """Environment variable of the ranks: the socket of this process."""
 _LOOK_EVERY_S = 0.2
 _NOTICE_S = 15.0
-"""How long ranks have to notice that another is lost, or that they are to stop or to end."""
+"""Time that ranks have to notice that another is lost, or that they are to stop or to end."""
 _Hear = Callable[[Mapping[str, Any]], None]
 
 
@@ -66,7 +66,7 @@ class StartedRanks:
         self._calls = OneCall()
         self._said = deque[str](maxlen=20)
         script = Path(__file__).with_name("rank.py")
-        # Its name has at most 107 bytes, which those of $TMPDIR may be.
+        # Its name has at most 107 bytes, which $TMPDIR alone may have.
         with TemporaryDirectory(dir="/tmp") as folder, socket(AF_UNIX) as server:
             server.bind(address := f"{folder}/caller")
             server.listen()
@@ -134,7 +134,7 @@ class StartedRanks:
                 connection.sendall(f"{message}\n".encode())
 
     def _answers(self, hear: _Hear, patience_s: float | None = None) -> dict[int, Any]:
-        """The answers of all ranks, None of those that are lost; without those that keep silent after a loss."""
+        """The answers of all ranks, None of lost ones; without ranks that keep silent after a loss."""
         answers = dict[int, Any]()
         with suppress(Empty):
             while len(answers) < len(self._connections):
@@ -261,7 +261,7 @@ class PairOnRanks(Pair):
             self._ranks.call("update", sent, _warn)
 
     def _complete(self, read: Mapping[str, Any], stop: StopRequest) -> list[Completion]:
-        del stop  # that of the ranks counts
+        del stop  # the ranks' own counts
         streamer = read["streamer"]
 
         def hear(heard: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`task=serve`: HTTP on rank 0 checks who asks, reads bodies, streams answers, and notices clients that have gone.
+"""`task=serve`: HTTP on rank 0 checks keys, reads bodies, streams answers, and notices clients that have gone.
 
 It runs in a thread of its own, and knows the decoder by its `Inbox` alone. Nothing of requests is logged.
 """
@@ -85,7 +85,8 @@ class Front:
         )  # fmt: skip
         server = uvicorn.Config(
             app, log_config=None, access_log=False, server_header=False, limit_concurrency=_MOST_OPEN,
-            timeout_graceful_shutdown=int(_CLOSE_S), lifespan="off", ws="none", http="h11",
+            timeout_graceful_shutdown=int(_CLOSE_S), timeout_keep_alive=int(2 * _READ_S), lifespan="off", ws="none",
+            http="h11",
             callback_notify=self._close_idle, timeout_notify=int(_READ_S),
         )  # fmt: skip
         self._server, self._idle = uvicorn.Server(server), set[tuple[Any, ...]]()
@@ -103,13 +104,15 @@ class Front:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind:  # such as a lost rank: nobody else tells who waits
+            self._inbox.give_up()
         self._server.should_exit = True
         self._thread.join(2 * _CLOSE_S)
         self._socket.close()
 
     async def _close_idle(self) -> None:
-        """Close connections that since the last time have sent no whole headers, or read nothing of what waits."""
+        """Close connections that since the last time have sent no whole headers, or read none of the waiting bytes."""
         connections: set[Any] = {*self._server.server_state.connections}
         idle = {
             (connection, connection.cycle, num_unread)
@@ -202,7 +205,7 @@ class Front:
 
 
 _Parts = asyncio.Queue[tuple[Answer, Part] | None]
-"""Of a request; None once its client has gone."""
+"""Parts of the answers to a request; None once its client has gone."""
 
 
 async def _until_gone(request: Request, parts: _Parts) -> None:
@@ -225,8 +228,9 @@ class _WithKey:
         self._app, self._key = app, key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = dict(scope.get("headers", ())).get(b"authorization", b"")
-        if self._key is None or scope.get("path") == "/health" or hmac.compare_digest(given, b"Bearer " + self._key):
+        scheme, _, given = dict(scope.get("headers", ())).get(b"authorization", b"").partition(b" ")
+        has_key = scheme.lower() == b"bearer" and self._key is not None and hmac.compare_digest(given, self._key)
+        if self._key is None or scope.get("path") == "/health" or has_key:
             await self._app(scope, receive, send)
         else:
             error = RequestError("the key is missing or wrong: send it as Authorization: Bearer KEY", status=401)

@@ -139,6 +139,9 @@ class Inbox:
         with self._changed:
             if self.is_closed:
                 raise RequestError.ending()
+            if len(completions) > self.most_waiting:
+                reason = f"{len(completions)} completions are asked for, and at most {self.most_waiting} may wait"
+                raise RequestError(f"{reason}: ask for fewer", param="n" if completions[-1].sample else "prompt")
             if len(self._waiting) + len(completions) > self.most_waiting:
                 reason = f"{self.most_waiting} completions wait for a row already: ask again"
                 raise RequestError(reason, status=429, code="rate_limit_exceeded")
@@ -157,7 +160,7 @@ class Inbox:
             self._changed.notify()
 
     def give_up(self) -> list[int]:
-        """Let everybody know that the server ends; returns the numbers of what waited or decoded."""
+        """Tell all takers that the server ends; returns the numbers of completions that waited or decoded."""
         with self._changed:
             takers, self._takers = self._takers, {}
         for taker in takers.values():

@@ -8,8 +8,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from transformers import PreTrainedTokenizerBase
@@ -18,12 +17,13 @@ from llama_ssp.continuation import TextAfter
 from llama_ssp.errors import ConfigError, SspError, unknown_name
 from llama_ssp.log_probs import LogProbs
 from llama_ssp.rooms.serve.inbox import Part, RequestError, ServedRequest
-from llama_ssp.run.prompts import Prompt, read_messages
+from llama_ssp.run.prompts import MORE_FIELDS, Prompt, read_messages
 from llama_ssp.run.requests import RequestMaker, check_vocabulary, encode, encode_messages
 from llama_ssp.settings.checks import check_values
 from llama_ssp.settings.schema import MOST_BIASES, RunConfig, SamplingConfig
 from llama_ssp.speculate.engine.state import count_equal_before
 from llama_ssp.speculate.engine.text import IncrementalText, StopStrings
+from llama_ssp.token_bytes import reader_of
 from llama_ssp.words import in_library_words
 
 MOST_SAMPLES, MOST_PROMPTS, MOST_STOPS, MOST_STOP, MOST_TOP = 128, 1024, 16, 256, 20
@@ -216,14 +216,25 @@ class BodyReader:
     def _chat(self, given: Mapping[str, Any]) -> tuple[int, ...]:
         arguments = {**self._config.chat_arguments, **given.get("chat_template_kwargs", {})}
         try:
+            _check_fields(given.get("messages"))
             if messages := read_messages(given.get("messages"), "the body"):
-                self._check_bytes([message["content"] for message in messages], "messages")
+                self._check_bytes([text for message in messages for text in message.values()], "messages")
                 return encode_messages(messages, self._maker.tokenizer, arguments)
         except SspError as error:
             param = "chat_template_kwargs" if str(error).startswith("chat_arguments.") else "messages"
             place = f"chat template in {self._maker.tokenizer.name_or_path}"  # whose path is not for clients
             raise RequestError(str(error).replace(place, "chat template"), param=param) from None
         raise RequestError(f"messages must be {_OF_CHATS['messages']}", param="messages")
+
+
+def _check_fields(messages: object) -> None:
+    """Refuse fields of messages that no template gets; empty ones change nothing."""
+    for number, message in enumerate(messages if isinstance(messages, list) else (), start=1):
+        for name, value in message.items() if isinstance(message, dict) else ():
+            is_kept = name in {"role", "content", "tool_calls"} or (name in MORE_FIELDS and isinstance(value, str))
+            if value and not is_kept:
+                wanted = f"a message has role, content, {' and '.join(MORE_FIELDS)}, which are texts"
+                raise RequestError(f"{wanted}: leave {name[:MOST_STOP]!r} of message {number} out", param="messages")
 
 
 def _checked(given: dict[str, Any], *, is_chat: bool) -> dict[str, Any]:
@@ -312,32 +323,54 @@ class Answer:
         """Log-probabilities in the form of chats or of completions."""
         scores = (self.last and self.last.log_probs) or LogProbs(log_probs=[], top_ids=[], top_log_probs=[])
         ids = [*self.prompt_ids, *self.token_ids]
-        found: list[tuple[str, float | None, list[tuple[str, float]] | None]] = []
+        found: list[tuple[_Scored, list[_Scored] | None]] = []
         of_tokens = zip(scores.log_probs, scores.top_ids, scores.top_log_probs, strict=True)
         for place, (log_prob, *top) in enumerate(of_tokens, start=len(ids) - len(scores.log_probs)):
             after = TextAfter(self._tokenizer, ids[max(place - _CONTEXT, 0) : place], names_special=True)
-            of_top = [(after.decode([token]), scored) for token, scored in zip(*top, strict=True)]
-            found.append((after.decode([ids[place]]), log_prob, of_top))
+            of_top = [_Scored(token, after.decode([token]), scored) for token, scored in zip(*top, strict=True)]
+            found.append((_Scored(ids[place], after.decode([ids[place]]), log_prob), of_top))
         if self._is_chat:
             return {
                 "content": [
-                    _of_token(text, log_prob) | {"top_logprobs": [_of_token(*one) for one in top or ()]}
-                    for text, log_prob, top in found
+                    self._of_token(one) | {"top_logprobs": [self._of_token(other) for other in top or ()]}
+                    for one, top in found
                 ]
             }
         if self._echoes:
-            found.insert(0, (TextAfter(self._tokenizer, (), names_special=True).decode(ids[:1]), None, None))
-        texts = [text for text, *_ in found]
-        # Names of special tokens, such as <bos>, are not in the text.
-        hidden, of_found = {*self._tokenizer.all_special_ids}, zip(ids[len(ids) - len(found) :], texts, strict=True)
-        shown = ["" if token in hidden else text for token, text in of_found]
+            first = TextAfter(self._tokenizer, (), names_special=True).decode(ids[:1])
+            found.insert(0, (_Scored(ids[0], first, None), None))
         return {
-            "tokens": texts, "token_logprobs": [log_prob for _, log_prob, _ in found],
-            # Of tokens with one text the most probable.
-            "top_logprobs": [None if top is None else dict(reversed(top)) for *_, top in found],
-            "text_offset": [0, *accumulate(map(len, shown[:-1]))] if shown else [],
+            "tokens": [one.text for one, _ in found], "token_logprobs": [one.log_prob for one, _ in found],
+            # Of tokens with one text the most probable; also the token itself.
+            "top_logprobs": [
+                None if top is None else dict(other[1:] for other in (one, *reversed(top))) for one, top in found
+            ],
+            "text_offset": self._offsets(len(found)),
         }  # fmt: skip
 
+    def _offsets(self, num_tokens: int) -> list[int]:
+        """Where the text of the last tokens begins; tokens of one character begin with it."""
+        first = () if self._echoes else self.prompt_ids
+        text, end, offsets = IncrementalText(self._tokenizer, first), 0, []
+        for token in [*self.prompt_ids, *self.token_ids][len(first) :]:
+            offsets.append(min(end, len(self._whole)))
+            end += sum(len(piece.text) for piece in text.push([token]))
+        return offsets[len(offsets) - num_tokens :]
 
-def _of_token(text: str, log_prob: float | None) -> dict[str, object]:
-    return {"token": text, "logprob": log_prob, "bytes": [*text.encode()]}
+    def _of_token(self, scored: "_Scored") -> dict[str, object]:
+        """A token in the form of chats; its bytes are those of its text, unless a character has several tokens."""
+        token, text, log_prob = scored
+        added = self._tokenizer.added_tokens_decoder.get(token)
+        written = str(self._tokenizer.convert_ids_to_tokens(token))
+        own, known = str(added.content).encode() if added else reader_of(self._tokenizer)(written), text.encode()
+        return {
+            "token": text,
+            "logprob": log_prob,
+            "bytes": [*(known if own.lstrip(b" ") == known.lstrip(b" ") else own)],
+        }
+
+
+class _Scored(NamedTuple):
+    token: int
+    text: str
+    log_prob: float | None

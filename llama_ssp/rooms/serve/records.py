@@ -59,7 +59,7 @@ class ServeConfig(TaskConfig):
 
 
 def length_of(config: RunConfig, context: int | None = None) -> int:
-    """The most tokens of a row; `context` is that of the target, by default as its entry says.
+    """The most tokens of a row; `context` is the target's, by default as its entry says.
 
     Raises ConfigError if there are to be more than the context has.
     """

@@ -40,7 +40,7 @@ _INTERRUPTS = 2  # the second Ctrl-C does not wait for what runs
 
 
 class Service:
-    """The decoder of a server on one rank; `inbox` is that of rank 0, `length` the most tokens of a row."""
+    """The decoder of a server on one rank; `inbox` is rank 0's, `length` the most tokens of a row."""
 
     def __init__(self, session: Session, inbox: Inbox | None, *, length: int) -> None:
         self._session, self._inbox = session, inbox

@@ -5,7 +5,7 @@ what differs here (tests/distributed/test_own_ranks.py, test_everyday.py):
 
     rendezvous   a store on the loopback, without the pickled state of torchrun's
     signals      the first one goes to every rank, of later ones each Ctrl-C; ranks answer it once they can
-    exit code    that of the run; a rank whose loss no rank has reported is named
+    exit code    the run's; a rank whose loss no rank has reported is named
 """
 
 import logging

@@ -18,7 +18,7 @@ _AFTER = """
 
 
 def main(words: Sequence[str] | None = None, *, num_ranks: int | None = None) -> NoReturn:
-    """Do what the command line says, by default that of this process, and end the process.
+    """Do what the command line says, by default this process's, and end the process.
 
     Nothing slow is imported before Ctrl-C is handled; each command imports what it needs. `num_ranks` is the number of
     ranks of `run` where the words do not say; by default one for each GPU.

@@ -29,7 +29,7 @@ from llama_ssp.workspaces import PerBucket, Workspace
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterParts:
-    """What a drafter is made of.
+    """Parts that a drafter is made of.
 
     Attributes:
         num_draft_tokens: the most tokens that a round drafts.
@@ -76,7 +76,7 @@ class Drafter(Protocol):
 
     @property
     def num_allocations(self) -> int:
-        """How often `allocate` has replaced tensors that `propose` reads on this rank."""
+        """Number of times that `allocate` has replaced tensors that `propose` reads on this rank."""
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Allocate caches for `batch_size` rows of `num_slots` tokens."""
@@ -110,7 +110,7 @@ class _Tables(Workspace):
     For recurrent drafts also the position of each row's first token that their states have not taken in.
     """
 
-    rows_B: Tensor  # of a head: its rows among those of the target.
+    rows_B: Tensor  # of a head: its rows among the target's.
 
     def __init__(self, batch_size: int, num_tokens: int, device: torch.device) -> None:
         self.second_B1 = torch.ones(batch_size, 1, dtype=torch.int64, device=device)
@@ -144,7 +144,7 @@ class StepwiseDrafter:
         self.runner.allocate(
             batch_size=batch_size, capacity=num_slots, num_rolled_back=self._num_rolled_back, reads=self._rule.reads
         )
-        if batch_size != self._batch_size:  # else graphs read those that are there
+        if batch_size != self._batch_size:  # else graphs read the present tables
             num_tokens = len(self._rule.shard.ids(self.vocab_size))
             self._tables, self._batch_size = _Tables(batch_size, num_tokens, self.runner.device), batch_size
 
@@ -200,7 +200,7 @@ class TreeTables(Workspace):
     ) -> tuple[Tensor, TreePlaces]:
         """Positions (B, M) and places of nodes side by side, in rows whose root stands in slot `root_B1`.
 
-        The first of them stands `first` slots behind it. For `sees_BMA` see `TreePlaces`.
+        The first node stands `first` slots after it. For `sees_BMA` see `TreePlaces`.
         """
         num_rows, num_nodes, _ = sees_BMA.shape
         slots_BM = root_B1 + self._numbers_T.narrow(0, first, num_nodes)
@@ -227,7 +227,7 @@ def take_in(
 ) -> None:
     """Let states take in each row's tokens from `unread_B` on, but for the last two, in chunks; see `catch_up`.
 
-    There are up to `num_unread`, and those of the last round that drafted. Each token is taken in once, so chunks begin
+    There are up to `num_unread`, and the tokens of the last round that drafted. Each is taken in once, so chunks begin
     where the states are, and the last ones count in part.
     """
     offsets_T, first_B1 = torch.arange(CATCH_UP_CHUNK, device=lengths_B1.device), torch.zeros_like(lengths_B1)

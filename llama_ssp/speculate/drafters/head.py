@@ -1,4 +1,4 @@
-"""A draft head as the drafter: it reads hidden states of the target, and its own output in place of those to come.
+"""A draft head as the drafter: it reads hidden states of the target, and its own output in place of later ones.
 
     a round, K = 3, all pairs in slots of the head's cache      L-2-K ....... L-2   L-1    L
       the first step reads the pairs that may be new, of taps        g ....... g
@@ -79,7 +79,7 @@ class HeadDrafter(StepwiseDrafter):
             self._extend(rows.tokens_BS, positions_BT, first_B1, bucket=bucket, consecutive=False)
 
     def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> ReadLevel:
-        """A node's pair has the output of its parent, and stands as far behind the newest pair as the node does."""
+        """A node's pair has its parent's output, as far after the newest pair as the node is after the root."""
         lengths_B1 = rows.lengths_B[:, None]
         hidden_BME: Tensor | None = None
 

@@ -80,7 +80,7 @@ class _OwnText(Workspace):
         self._nowhere, self._most = torch.tensor([num_slots, most_tokens], device=device).unbind()
 
     def put(self, rows_R: Tensor, own_tokens_RX: Tensor, own_lengths_R: Tensor, *, lengths_R: Tensor) -> None:
-        """Begin new rows with their own prompts; `lengths_R` are those of the target's."""
+        """Begin new rows with their own prompts; `lengths_R` are the target's."""
         self.tokens_BX[rows_R, : own_tokens_RX.shape[1]] = own_tokens_RX
         self._prompt_lengths_B.index_copy_(0, rows_R, lengths_R)
         self._own_prompt_lengths_B.index_copy_(0, rows_R, own_lengths_R)
@@ -134,7 +134,7 @@ class IntersectionDrafter(StepwiseDrafter, OwnBuckets):
         return self.runner.num_allocations + self._num_texts
 
     def own_bucket(self, bucket: int) -> int:
-        """Slots of the draft's cache that hold all texts whose target has so many slots."""
+        """Slots of the draft's cache that hold all texts in `bucket` slots of the target's."""
         return min(bucket * OWN_SLOTS_PER_SLOT, self._text.num_slots)
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
@@ -159,7 +159,7 @@ class IntersectionDrafter(StepwiseDrafter, OwnBuckets):
         rows_R, own_lengths_R = to_device(rows, device), to_device(lengths, device)
         self._text.put(rows_R, own_RX, own_lengths_R, lengths_R=prompts.lengths_R)
         own_buckets = Buckets(step=buckets.step, num_slots=self._text.num_slots)
-        # Equal prompts have equal tokens here as well; those of others' common beginnings may differ.
+        # Equal prompts have equal tokens here as well; tokens of other prompts' common beginnings may differ.
         held = [
             Held(own_length, place.row) if place.num_tokens == length else Held()
             for place, length, own_length in zip(prompts.held, prompts.lengths, lengths, strict=False)

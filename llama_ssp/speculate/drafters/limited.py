@@ -19,7 +19,7 @@ from llama_ssp.speculate.sampling.context import Rows
 
 
 class DraftLimit(NamedTuple):
-    """The context of a draft model; `depth` is that of its trees, None for chains."""
+    """The context of a draft model; `depth` is its trees', None for chains."""
 
     context: int
     depth: int | None = None
@@ -34,13 +34,13 @@ class DraftLimit(NamedTuple):
         return prompts._replace(
             lengths_R=prompts.lengths_R.clamp_max(most), lengths=[min(length, most) for length in prompts.lengths],
             longest=min(prompts.longest, most),
-            # A prompt that is cut is no longer equal to another one, and no state was saved behind what is left.
+            # A prompt that is cut is no longer equal to another one, and no state was saved after what is left.
             held=[held if length <= most else
                   held._replace(num_tokens=0 if held.from_saved else min(held.num_tokens, most - 1))
                   for held, length in zip(prompts.held, prompts.lengths, strict=False)],
         )  # fmt: skip
 
     def of_rows(self, rows: Rows, num_tokens: int) -> Rows:
-        """Every row, or its beginning, with room for drafted ids that are not those of the whole row."""
+        """Every row, or its beginning, with room for drafted ids of its own."""
         lengths_B = rows.lengths_B.clamp_max(self.longest(num_tokens))
         return rows._replace(tokens_BS=rows.tokens_BS.clone(), lengths_B=lengths_B)

@@ -45,10 +45,9 @@ def make_drafters(  # noqa: PLR0913 - what drafts of all kinds need
     """Make the drafters of a rank, in a run with a draft: the draft's, then the fallback's if rounds choose.
 
     `runner` is the draft model or this rank's slice of it, None on ranks without one. `split` divides the rows among
-    ranks that each hold the whole draft model. `tokenizers` are those of both models, if the draft has its own; `taps`
-    those of the target, if it is a head; for `corpus_C` see `DrafterParts`. `shard` is of the draft's logits,
-    `steps` shared with the target's rule. Raises
-    ConfigError if the code of a kind of draft cannot be imported.
+    ranks that each hold the whole draft model. `tokenizers` are both models', if the draft has its own; `taps` the
+    target's, if it is a head; for `corpus_C` see `DrafterParts`. `shard` is of the draft's logits, `steps` shared with
+    the target's rule. Raises ConfigError if the code of a kind of draft cannot be imported.
     """
     layout, num_draft_tokens = mesh.layout, config.speculation.most_draft_tokens
     vocab_size, device = target.vocab_size, target.device

@@ -17,7 +17,7 @@ by the numbers of its place.
 A tree copies from several matches of its own text: the children of a node are what followed the best ones, as far as
 that differs. The first child goes on with the copy that its node belongs to.
 
-Shapes: B sequences, S slots, K drafted tokens, N those of a tree, R = B * M rows of the M nodes of a level, G tokens
+Shapes: B sequences, S slots, K drafted tokens, N in a tree, R = B * M rows of the M nodes of a level, G tokens
 compared, H texts kept, X places of the table, W tokens added, C tokens of the corpus.
 """
 
@@ -66,7 +66,7 @@ class NgramDrafter:
         self._last_G = torch.arange(config.longest, device=device)
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
-        """Make room for other texts; those that are kept stay if the sizes do."""
+        """Make room for other texts; kept texts stay if the sizes do."""
         sizes = self._num_texts + batch_size, batch_size, num_slots
         if self._num_texts and (self._history is None or self._history.sizes != sizes):
             self._history = History(sizes, **self._sizes)
@@ -202,7 +202,7 @@ class Corpus(_Sequences):
 class History(_Sequences, Workspace):
     """The newest texts of a run, and a table of where each sequence of tokens stood last in them.
 
-    Texts have serial numbers from 1; text n stands in row n % H. Those up to `_dropped_11` are no longer kept and share
+    Texts have serial numbers from 1; text n stands in row n % H. Texts up to `_dropped_11` are no longer kept and share
     one more row. A place of the table holds n * S + slot for the token that followed a sequence, 0 if none did;
     sequences that share a place are distinguished by their tokens.
 
@@ -255,7 +255,7 @@ class History(_Sequences, Workspace):
         self._latest_X.scatter_reduce_(0, keys_RWG.flatten(), values_RWG.flatten(), "amax")
 
     def find(self, tokens_BS: Tensor, lengths_B1: Tensor, offsets_K: Tensor) -> tuple[Tensor, Tensor]:
-        """Find the longest match of each row's end: its length (B, 1), 0 without one, and K tokens behind it."""
+        """Find the longest match of each row's end: its length (B, 1), 0 without one, and K tokens after it."""
         num_texts, _, num_slots = self.sizes
         last_B1G = self._before(tokens_BS, lengths_B1)
         values_BG = self._latest_X[self._keys(last_B1G)[:, 0]]

@@ -1,8 +1,8 @@
 """A draft head of one pass as the drafter: every round is one forward of it, however many tokens it drafts.
 
     a round, K = 3, positions of the head's cache    L-2-K ...... L-2   L-1    L    L+1   L+2
-      context: those that may be new, of taps           g ......... g
-      P-EAGLE: pairs, with the token behind each        t ......... t   mask  mask
+      context: positions that may be new, of taps       g ......... g
+      P-EAGLE: pairs, with the token after each         t ......... t   mask  mask
       DFlash: the newest token and masks                                 t    mask  mask  mask
 
 Each position of the block has the law of one drafted token, given the text; with a Markov head, given the token drafted

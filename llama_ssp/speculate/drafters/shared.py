@@ -1,4 +1,4 @@
-"""A draft on some of the ranks: who drafts, and how the others get its tokens.
+"""A draft on some of the ranks: the ranks that draft, and how all ranks get its tokens.
 
     BroadcastDrafter    the ids of one rank are broadcast to all, once in a round
     AheadDrafter        the draft has ranks of its own and drafts while the target verifies; then they exchange
@@ -51,7 +51,7 @@ class ProbsReceiver(NamedTuple):
 
 
 class TapsSender:
-    """Sends the target's taps from one of its ranks to those of a draft head that have no target.
+    """Sends the target's taps from one of its ranks to the draft head's ranks that have no target.
 
     `most_accepted` is the most drafted tokens that a round accepts.
     """
@@ -61,14 +61,14 @@ class TapsSender:
         self._offsets: dict[int, Tensor] = {}
 
     def send_prompts(self, prompts: Prompts, rows: Sequence[int], *, comm: Comm) -> None:
-        """Send those of whole prompts, which become these rows."""
+        """Send the taps of whole prompts, which become these rows."""
         device, rows_R = prompts.tokens_RS.device, to_device(rows, prompts.tokens_RS.device)
         for start in range(0, prompts.longest, PREFILL_CHUNK):
             positions_T = torch.arange(start, min(start + PREFILL_CHUNK, prompts.longest), device=device)
             self._taps.share(positions_T.expand(len(rows), -1), rows_R, comm=comm, src=self._src)
 
     def send_newest(self, rows: Rows, *, num_unread: int, comm: Comm) -> None:
-        """Send those of the newest tokens of each row but the last, which the target has not read."""
+        """Send the taps of the newest tokens of each row but the last, which the target has not read."""
         number = self._most_accepted + num_unread - 1
         if number not in self._offsets:
             self._offsets[number] = torch.arange(number, device=rows.lengths_B.device)
@@ -77,7 +77,7 @@ class TapsSender:
 
 
 class _SharedDrafter:
-    """The drafter of some ranks, which the others follow; `inner` is that of this rank, None on ranks without one."""
+    """The drafter of some ranks, which all other ranks follow; `inner` is this rank's, None on ranks without one."""
 
     def __init__(self, inner: Drafter | None, parts: DrafterParts) -> None:
         self._inner, self._tree = inner, parts.tree
@@ -151,7 +151,7 @@ class BroadcastDrafter(_SharedDrafter):
         return draft
 
     def _own_draft(self, rows: Rows, *, num_tokens: int, **how: Any) -> Draft:  # noqa: ANN401 - of `propose`
-        """What this rank drafts; on a rank without the draft, room for the ids of another."""
+        """The draft of this rank; on a rank without the draft, room for the ids of another."""
         if self._inner:
             return self._inner.propose(rows, num_tokens=num_tokens, **how)
         num_rows, tree = rows.lengths_B.shape[0], self._tree
@@ -172,7 +172,7 @@ class AheadDrafter(BroadcastDrafter):
         return self._own_draft(rows, **how)
 
     def exchange(self, draft: Draft, rows: Rows) -> Draft:
-        """Give all ranks the drafted ids, behind the rows, and the rank that verifies their probabilities."""
+        """Give all ranks the drafted ids, after the rows, and the rank that verifies their probabilities."""
         if self._comm.size == 1:
             return draft
         ids_BK, width = self._announced(draft)
@@ -197,7 +197,7 @@ class AheadDrafter(BroadcastDrafter):
     def _delivered(self, draft: Draft, width: int, receiver: ProbsReceiver) -> Law:
         """The law on the rank that verifies, elsewhere a point mass.
 
-        Only those above zero are sent, with their ids, if there are few; a float of 24 bits holds any id.
+        Only probabilities above zero are sent, with their ids, if there are few; a float of 24 bits holds any id.
         """
         is_receiver = self._comm.rank == receiver.rank
         shape, values = (*draft.ids_BK.shape, 2 * width or receiver.vocab_size), None
@@ -263,7 +263,7 @@ class BatchSplitDrafter(_SharedDrafter):
             super().prefill(some._replace(held=held, longest=prompts.longest), rows=own_rows, buckets=buckets)
 
     def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
-        """Draft this rank's rows and gather the ids of all; the probabilities are those of its own rows only."""
+        """Draft this rank's rows and gather the ids of all; the probabilities are of its own rows only."""
         batch_size, own = rows.lengths_B.shape[0], self._own
         draft = Draft(rows.lengths_B.new_empty(0, num_tokens))
         if self._inner and own.start < own.stop:

@@ -48,7 +48,7 @@ class Alignment:
 
 
 def num_disagreeing(target_ids: Mapping[str, int], draft_ids: Mapping[str, int]) -> int:
-    """How many tokens of two vocabularies have different ids, of those that both have; all if they share few.
+    """Number of tokens in both vocabularies that have different ids; all if they share few.
 
     Vocabularies that differ only in tokens that one of them has added, such as `[PAD]`, disagree in none.
     """
@@ -62,7 +62,7 @@ def num_disagreeing(target_ids: Mapping[str, int], draft_ids: Mapping[str, int])
 def align(
     target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, *, target_size: int, draft_size: int
 ) -> Alignment:
-    """Compare two tokenizers; the sizes are those of the models' heads, whose further ids no token has."""
+    """Compare two tokenizers; the sizes are the models' heads', whose further ids no token has."""
     target_meanings, draft_ids = meanings_of(target), _ids_by_meaning(meanings_of(draft), size=draft_size)
     target_ids = _ids_by_meaning(target_meanings, size=target_size)
     longest = max((len(meaning) for meaning in draft_ids if isinstance(meaning, bytes)), default=0)
@@ -147,7 +147,7 @@ def _marked_bytes(text: str) -> bytes:
 
 
 def _steps(decoder: Any) -> Iterable[dict[str, Any]]:  # noqa: ANN401 - JSON
-    """A decoder, and those that it is made of."""
+    """A decoder, and the decoders that it is made of."""
     if decoder:
         yield decoder
         for part in decoder.get("decoders", ()):
@@ -167,6 +167,6 @@ class TokenizerPair:
     def into_draft(self, ids: Sequence[int], *, size: int) -> list[int]:
         """Write a text of the target in the draft's ids, below the `size` of its head: at least one token."""
         begins = bool(ids) and ids[0] == self._target.bos_token_id
-        text = TextAfter(self._target, (), names_special=True).decode(ids[begins:])  # that of special tokens: names
+        text = TextAfter(self._target, (), names_special=True).decode(ids[begins:])  # special tokens' text: names
         known = [token for token in self._draft(text).input_ids if token < size]
         return known or [neutral_id(self._draft, size=size)]

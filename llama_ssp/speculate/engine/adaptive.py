@@ -141,7 +141,7 @@ class _Source:
         return choice, gain, self._costs[choice] + more
 
     def probe(self, gain: float, chunks: int) -> tuple[float, DraftChoice]:
-        """The round that loses least against a gain, and what it loses."""
+        """The round that loses least against a gain, and its loss."""
         more = self._catch_up * chunks
         return min((cost + more - self._tokens[choice] / gain, choice) for choice, cost in self._costs.items())
 

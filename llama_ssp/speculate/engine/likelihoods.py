@@ -6,7 +6,7 @@ Several texts go through the target at once, sorted by length, in chunks. Nothin
     inputs   0                                    T       all tokens but the last one
     logits                        ^ of the input before the first scored token, up to the last input
 
-Shapes: B sequences, T inputs of a chunk, L laws, the model's and that of the draws, N most probable tokens,
+Shapes: B sequences, T inputs of a chunk, L laws, the model's and the draws', N most probable tokens,
 C = 1 + 2 N figures of a token, V vocabulary.
 """
 

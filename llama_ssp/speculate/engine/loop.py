@@ -573,7 +573,7 @@ class Decoding:
         return ids, reason
 
     def _record_time(self, running: list[RowCompletion], seconds: float, *, round_s: float | None) -> None:
-        """Add the time of one pass of the loop to all rows that ran in it; that of its round, if any, by parts."""
+        """Add the time of one pass of the loop to all rows that ran in it; its round's time, if any, by parts."""
         share = 1 / max(len(running), 1)
         for completion in running:
             completion.busy_s += seconds

@@ -44,7 +44,7 @@ from llama_ssp.speculate.sampling.rules import verify_ahead
 
 
 class OverlappedRound(Round):
-    """A round whose drafter works while the target verifies; one that drafts nothing is that of `Round`."""
+    """A round whose drafter works while the target verifies; if it drafts nothing, it is as in `Round`."""
 
     has_bonus = False
 
@@ -92,7 +92,7 @@ class OverlappedRound(Round):
         return result, before if keeps else following.law
 
     def _before(self, executor: Executor, in_flight: Law, following: Law) -> Law:
-        """The law of what is in flight; at first a place for it, for an executor that needs one.
+        """The law of the tokens in flight; at first a place for it, for an executor that needs one.
 
         Before the first round nothing is in flight in any row, so that its values do not count.
         """

@@ -97,7 +97,7 @@ class Verifier:
     ) -> Decision:  # fmt: skip
         """Accept a path of the draft and choose the token that follows it; with a split, any rank can ask to stop.
 
-        Where `is_plain_B1` nothing is accepted, and the next token is that of plain decoding; elsewhere `forced_B1`
+        Where `is_plain_B1` nothing is accepted, and the next token is plain decoding's; elsewhere `forced_B1`
         tokens are, if it is given.
         """
         batch_size = draft.ids_BK.shape[0]
@@ -121,7 +121,7 @@ class Verifier:
         return _unpacked(self._split.gather(packed_R3, batch_size=batch_size))
 
     def decide(self, find: Callable[[], Verdict], *, batch_size: int) -> Decision:
-        """Find a verdict on the ranks that run the rule, and give all that of one in a message."""
+        """Find a verdict on the ranks that run the rule, and give all ranks one rank's verdict in a message."""
         decision = self._decision(find()) if self._runs_rule else None
         if decision and self.comm.size == 1:
             return decision

@@ -5,7 +5,7 @@ are a law too: probability 1 at the best token, which every rule then drafts, ac
 
     settings of a row   | 1 / temperature | top_k | top_p | min_p | three penalties | M ids | M biases |
 
-What a row's settings leave out changes no bit of its probabilities, so its text is that of a batch of its own. Sorting
+What a row's settings leave out changes no bit of its probabilities, so its text is as in a batch of its own. Sorting
 a vocabulary and counting tokens cost time: rounds do so only while a row needs it (`RowSteps`).
 
 Shapes: B sequences, T scored positions, V vocabulary, X settings of a row, M biases, S logits in descending order.

@@ -55,7 +55,7 @@ class Chain(NamedTuple):
     def accept(self, ids_BK: Tensor, chosen_BT: Tensor, weights_BT: Tensor) -> Verdict:
         """Accept the path of certain tokens that the target chooses; the next token is its choice too.
 
-        The target chooses by numbers of each place alone, or its best tokens, so the text is that of plain decoding,
+        The target chooses by numbers of each place alone, or its best tokens, so the text is plain decoding's,
         whatever is drafted.
 
         Args:

@@ -10,23 +10,20 @@ Shapes: B sequences, V vocabulary, P = 2 uniforms per draw, C blocks of M tokens
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from llama_ssp import operators
 from llama_ssp.architectures.matrices import tokens_of_a_block
 from llama_ssp.cpu.operators import Operator, find_operator
-from llama_ssp.kernels.choice_gpu import attempt
 from llama_ssp.settings.schema import SamplingConfig
 
 # Weights become multiples of 2^-62; their sums are below 2, so they fit into int64 and are exact in any order.
 DRAW_UNITS = 2.0**62
 COMPILED_DRAW_NEEDS = ("avx512dq",)
 """Instructions of a CPU that its operator needs: CPUs without them convert one number at a time."""
-_TOLERANCE = 1e-4
-"""Of probabilities that a kernel makes, whose exponentials differ from torch's in the last bits."""
 
 
 def scale_of(temperature: float) -> float:
@@ -50,8 +47,8 @@ def processor(sampling: SamplingConfig, *, breaks_ties: bool = False) -> Callabl
 
     def process(logits: Tensor) -> Tensor:
         vocab_size = logits.shape[-1]
-        if top_k is top_p is None and (own := own_kernels(logits)):
-            probs: Tensor = own.softmax(logits.reshape(-1, vocab_size), scale=scale_of(temperature)).view(logits.shape)
+        if top_k is top_p is None and (own := own_operator("softmax", logits)):
+            probs = own(logits.reshape(-1, vocab_size), scale=scale_of(temperature)).view(logits.shape)
         else:
             dtype = torch.promote_types(logits.dtype, torch.float32)
             logits = logits.to(dtype) * scale_of(temperature)
@@ -108,11 +105,10 @@ def draw(weights_BV: Tensor, uniforms_BP: Tensor, *, units: float = DRAW_UNITS) 
         block_size = tokens_of_a_block(vocab_size)
         if weights_BV.is_cpu and (compiled := _compiled_draw()):
             return compiled(weights_BV.contiguous(), uniforms_BP.contiguous(), units, block_size)
-        if own := own_kernels(weights_BV):
-            ids_B1: Tensor = own.draw_tokens(weights_BV, uniforms_BP, units=units, tokens_of_a_block=block_size)
-            return ids_B1
+        if own := own_operator("draw", weights_BV):
+            return own(weights_BV, uniforms_BP, units, block_size)
     units_BV = weights_BV if units == 1.0 else weights_BV * units
-    return _draw_units(units_BV, uniforms_BP, vocab_size=vocab_size)
+    return draw_units(units_BV, uniforms_BP, vocab_size=vocab_size)
 
 
 @cache
@@ -124,9 +120,9 @@ def _compiled_draw() -> Operator | None:
     """
 
     def check(draw: Operator) -> None:
-        weights_BV, uniforms_BP = _some_draws(8)
+        weights_BV, uniforms_BP = some_draws(8)
         found_B1 = draw(weights_BV, uniforms_BP, DRAW_UNITS, tokens_of_a_block(1000))
-        wanted_B1 = _draw_units(weights_BV * DRAW_UNITS, uniforms_BP, vocab_size=1000)
+        wanted_B1 = draw_units(weights_BV * DRAW_UNITS, uniforms_BP, vocab_size=1000)
         if bool((found_B1 != wanted_B1).any()):
             raise RuntimeError("the compiled one is wrong on this CPU")
 
@@ -136,41 +132,24 @@ def _compiled_draw() -> Operator | None:
     )  # fmt: skip
 
 
-def own_kernels(numbers: Tensor) -> Any:  # noqa: ANN401 - a module, which CPU builds of torch cannot import
-    """`kernels.draw_gpu`, for numbers of up to 32 bits on a GPU where Triton works; else None."""
+def own_operator(operation: str, numbers: Tensor) -> Callable[..., Tensor] | None:
+    """The device's operator for numbers of up to 32 bits in place of a function of this module or of `shards`."""
     is_short = numbers.dtype.itemsize <= torch.float32.itemsize
-    return _tried_kernels() if numbers.is_cuda and is_short else None
+    return _made(operation, numbers.device.type) if is_short else None
 
 
-@cache
-def _tried_kernels() -> Any:  # noqa: ANN401 - see `own_kernels`
-    """They are compared with torch's operators."""
-
-    def tried() -> Any:  # noqa: ANN401 - see `own_kernels`
-        from llama_ssp.kernels import draw_gpu  # noqa: PLC0415 - CPU builds of torch lack Triton
-
-        (weights_BV, uniforms_BP), size = (drawn.cuda() for drawn in _some_draws(64)), tokens_of_a_block(1000)
-        found_B1 = draw_gpu.draw_tokens(weights_BV, uniforms_BP, units=DRAW_UNITS, tokens_of_a_block=size)
-        wanted_B1 = _draw_units(weights_BV * DRAW_UNITS, uniforms_BP, vocab_size=1000)
-        blocks_B2C = draw_gpu.draw_in_blocks(weights_BV, uniforms_BP, units=DRAW_UNITS, tokens_of_a_block=size)
-        in_blocks_B1 = token_of_blocks(blocks_B2C, uniforms_BP)
-        probs_BV = draw_gpu.softmax(weights_BV.log(), scale=1.0)
-        is_near_BV = (probs_BV - weights_BV).abs() <= _TOLERANCE * weights_BV
-        if bool(((found_B1 != wanted_B1) | (in_blocks_B1 != wanted_B1)).any() or not is_near_BV.all()):
-            raise RuntimeError("ids or probabilities are wrong")
-        return draw_gpu
-
-    return attempt(tried, instead="continuing with draws of twenty kernels instead of two")
+_made = cache(operators.made)
 
 
-def _some_draws(num_rows: int) -> tuple[Tensor, Tensor]:
+def some_draws(num_rows: int) -> tuple[Tensor, Tensor]:
     """Weights of 1000 tokens, and uniforms, that a draw is tried with."""
     generator = torch.Generator().manual_seed(0)
     weights_BV = torch.randn(num_rows, 1000, generator=generator).softmax(-1)
     return weights_BV, torch.rand(num_rows, 2, generator=generator, dtype=torch.float64)
 
 
-def _draw_units(units_BV: Tensor, uniforms_BP: Tensor, *, vocab_size: int) -> Tensor:
+def draw_units(units_BV: Tensor, uniforms_BP: Tensor, *, vocab_size: int) -> Tensor:
+    """`draw` by torch's operators, of weights in units."""
     block_size = tokens_of_a_block(vocab_size)
     num_blocks = -(-vocab_size // block_size)
     num_missing = num_blocks * block_size - vocab_size

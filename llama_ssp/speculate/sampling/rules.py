@@ -110,7 +110,7 @@ class Rule:
         shard: of the logits, probabilities and scores of this rank.
 
     Attributes:
-        reads: what it reads of a model's logits.
+        reads: the part of a model's logits that it reads.
         needs_context: `draw` and `process` need the context of their positions.
         takes_best: a token is the one with the largest score.
         steps: of rows that have settings of their own.

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from llama_ssp.architectures.matrices import tokens_of_a_block, vocabulary_parts
 from llama_ssp.ranks.comms import Comm, best_of
-from llama_ssp.speculate.sampling.processors import DRAW_UNITS, draw, own_kernels, token_of_blocks
+from llama_ssp.speculate.sampling.processors import DRAW_UNITS, draw, own_operator, token_of_blocks
 
 
 class Shard:
@@ -48,10 +48,9 @@ class Shard:
 
     def softmax(self, logits: Tensor, *, scale: float) -> Tensor:
         """The probabilities (..., V) of logits times `scale`; fp32, or fp64 of logits in fp64."""
-        if own := own_kernels(logits):
+        if own := own_operator("softmax", logits):
             rows = logits.reshape(-1, logits.shape[-1])
-            probs: Tensor = own.softmax(rows, scale=scale, join=self._joined).view(logits.shape)
-            return probs
+            return own(rows, scale=scale, join=self._joined).view(logits.shape)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
         peak = logits.amax(-1, keepdim=True)
         below = logits - peak.masked_fill(peak == float("-inf"), 0.0)
@@ -95,9 +94,8 @@ WHOLE = Shard()
 
 def draw_in_blocks(weights_BV: Tensor, uniforms_BP: Tensor, *, units: float, block_size: int) -> Tensor:
     """The sum of each block of weights, and the token that the second uniform draws in it: int64 (B, 2, C)."""
-    if own := own_kernels(weights_BV):
-        found_B2C: Tensor = own.draw_in_blocks(weights_BV, uniforms_BP, units=units, tokens_of_a_block=block_size)
-        return found_B2C
+    if own := own_operator("draw_in_blocks", weights_BV):
+        return own(weights_BV, uniforms_BP, units, block_size)
     vocab_size = weights_BV.shape[-1]
     whole_BV = (weights_BV if units == 1.0 else weights_BV * units).long()
     blocks_BCM = pad(whole_BV, (0, -vocab_size % block_size)).unflatten(1, (-1, block_size))

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from llama_ssp import Pair
-from llama_ssp.rooms.serve.inbox import ServedRequest
-from llama_ssp.rooms.serve.protocol import BodyReader
+from llama_ssp.log_probs import LogProbs
+from llama_ssp.rooms.serve.inbox import Part, ServedRequest
+from llama_ssp.rooms.serve.protocol import Answer, BodyReader
+from llama_ssp.speculate.engine.text import StopStrings
 
 BODIES: list[dict[str, Any]] = [
     {"prompt": "def f"}, {"prompt": ["a", "a", [5, 6]], "n": 2, "seed": 7, "stop": ["\n", "x"], "ignore_eos": True},
@@ -31,3 +33,46 @@ def test_a_request_reaches_other_ranks_with_all_its_fields(pair: Pair, body: dic
         assert found.sampling
         assert found.sampling.logit_bias == {int(token): bias for token, bias in body.get("logit_bias", {}).items()}
         assert (found.sampling.frequency_penalty, found.sampling.min_new_tokens) == (0.5, None)
+
+
+def answered(pair: Pair, text: str, *, is_chat: bool, stop: str = "", echoes: bool = False) -> dict[str, Any]:
+    """The choice of an answer that is a text, each token of which has log-probability -1, another one -0.5."""
+    ids = pair.tokenizer(text, add_special_tokens=False).input_ids
+    prompt_ids = tuple(ids) if echoes else (pair.tokenizer.bos_token_id, 80)
+    new_ids = [80] if echoes else ids
+    num_scored = len(ids) if echoes else len(new_ids)
+    request = ServedRequest(
+        index=0, prompt_ids=prompt_ids, max_new_tokens=len(new_ids), num_top=1, scores_prompt=echoes,
+        stops=StopStrings(pair.tokenizer, [stop]) if stop else None,
+    )  # fmt: skip
+    answer = Answer(request, pair.tokenizer, 0, is_chat=is_chat)
+    for token in new_ids[:-1]:
+        answer.push(Part([token]))
+    scores = LogProbs(log_probs=[-1.0] * num_scored, top_ids=[[9]] * num_scored, top_log_probs=[[-0.5]] * num_scored)
+    answer.push(Part(new_ids[-1:], "stop" if stop else "length", log_probs=scores))
+    return answer.choice()
+
+
+TEXTS = ("def f(x):", "é€ x", "naïve 漢字 = 5", "a\n\n")
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_bytes_of_tokens_are_those_of_the_text(pair: Pair, text: str) -> None:
+    """Also where a character has several tokens."""
+    content = answered(pair, text, is_chat=True)["logprobs"]["content"]
+    assert bytes(byte for token in content for byte in token["bytes"]) == text.encode()
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize(("stop", "echoes"), [("", False), ("", True), ("x", False)])
+def test_tokens_begin_within_the_text_and_are_among_the_most_probable(
+    pair: Pair, text: str, stop: str, echoes: bool
+) -> None:
+    choice = answered(pair, text, is_chat=False, stop=stop, echoes=echoes)
+    scores, shown = choice["logprobs"], choice["text"]
+    assert [*scores["text_offset"]] == sorted(scores["text_offset"])
+    for token, offset, top in zip(scores["tokens"], scores["text_offset"], scores["top_logprobs"], strict=True):
+        assert offset <= len(shown)
+        begins = shown[offset:].startswith(token) or "\N{REPLACEMENT CHARACTER}" in token
+        assert begins or (stop and stop in text)
+        assert top is None or (top[token], len(top)) == (-1.0, 2)

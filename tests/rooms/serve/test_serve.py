@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from http.client import HTTPConnection
@@ -23,7 +23,7 @@ import torch
 
 from llama_ssp import Pair, load
 from llama_ssp.architectures import engine
-from llama_ssp.errors import ConfigError
+from llama_ssp.errors import ConfigError, LostRankError
 from llama_ssp.rooms.serve import http
 from llama_ssp.rooms.serve.http import Front
 from llama_ssp.rooms.serve.inbox import Inbox
@@ -52,11 +52,13 @@ class Server:
         """A connection of its own."""
         return HTTPConnection("127.0.0.1", self.port, timeout=60)
 
-    def ask(self, path: str, body: object = None, *, raw: bytes | None = None, key: str = "") -> tuple[int, Any]:
+    def ask(
+        self, path: str, body: object = None, *, raw: bytes | None = None, key: str = "", scheme: str = "Bearer"
+    ) -> tuple[int, Any]:
         """The status and the answer, JSON or text, of a request."""
         connection = self.connect()
         content = json.dumps(body).encode() if raw is None else raw
-        method, headers = ("GET" if body is raw is None else "POST"), {"authorization": f"Bearer {key}"}
+        method, headers = ("GET" if body is raw is None else "POST"), {"authorization": f"{scheme} {key}"}
         connection.request(method, path, content if method == "POST" else None, headers)
         answer = connection.getresponse()
         text = answer.read().decode()
@@ -157,7 +159,7 @@ def test_the_openai_package_completes_chats_and_streams(server: Server) -> None:
         scores = whole.choices[0].logprobs
         assert scores
         assert scores.token_logprobs
-        assert all(len(top) <= 2 for top in scores.top_logprobs or [])
+        assert all(len(top) in {2, 3} for top in scores.top_logprobs or []), "the token is among them"
         with pytest.raises(openai.BadRequestError, match="chat template"):
             client.chat.completions.create(model=model.id, messages=[{"role": "user", "content": "x"}])
 
@@ -174,6 +176,16 @@ def test_chats_stream_with_their_template(served: Pair, server: Server, monkeypa
     assert "".join(event["choices"][0]["delta"]["content"] for event in events) == choice["message"]["content"]
     assert last["usage"] == whole["usage"]
     assert events[-1]["choices"][0]["finish_reason"] == choice["finish_reason"]
+
+
+def test_a_template_reads_names_and_reasoning(served: Pair, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "{% for m in messages %}{{ m.name }} {{ m.reasoning_content }}{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(served.tokenizer, "chat_template", said)
+    message = {"role": "user", "content": "c" * 9, "name": "n" * 9, "reasoning_content": "r" * 9, "tool_calls": []}
+    status, answer = server.ask("/v1/chat/completions", {"messages": [message], "max_tokens": 1})
+    assert status == 200, answer
+    expected = served.tokenizer(f"{'n' * 9} {'r' * 9}{'c' * 9}", add_special_tokens=False).input_ids
+    assert answer["usage"]["prompt_tokens"] == len(expected)
 
 
 def test_echo_scores_the_prompt_without_new_tokens(pair: Pair, server: Server) -> None:
@@ -331,6 +343,7 @@ def test_a_full_queue_a_key_and_the_end(pair: Pair, tmp_path: Path) -> None:
         body = {"prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True}
         assert server.ask("/v1/completions", body)[0] == 401
         assert server.ask("/v1/models", key="secre")[0] == 401
+        assert [server.ask("/v1/models", key="secret", scheme=name)[0] for name in ("bearer", "Basic")] == [200, 401]
         assert server.ask("/health")[0] == 200
         with ThreadPoolExecutor(2) as pool:
             long = [pool.submit(server.ask, "/v1/completions", body, key="secret")]
@@ -478,6 +491,14 @@ def test_a_request_that_fails_ends_alone(pair: Pair, server: Server, wrong: dict
         ("chat/completions", {"chat_template_kwargs": {"raise_exception": 1}}, "chat_template_kwargs"),
         ("chat/completions", {"messages": [{"role": "cook", "content": "x"}]}, "messages"),
         ("chat/completions", {"messages": [{"role": "thief", "content": "x"}]}, "messages"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x", "refusal": "no"}]}, "messages"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x", "name": 5}]}, "messages"),
+        ("chat/completions", {"messages": [{"role": "\ud800", "content": "x"}]}, "messages"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x", "name": "\ud800"}]}, "messages"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "\ud800"}]}]}, "messages"),
+        ("chat/completions", {"chat_template_kwargs": {"\ud800": 1}}, "chat_template_kwargs"),
+        ("completions", {"\ud800": 1}, "\ud800"), ("completions", {"prompt": ["x"] * 257}, "prompt"),
+        ("completions", {"prompt": ["x", "y", "z"], "n": 128}, "n"),
     ],
 )  # fmt: skip
 def test_what_would_have_no_effect_is_named_and_no_path_is_shown(
@@ -522,6 +543,31 @@ def test_a_method_that_a_path_lacks_is_answered_with_those_that_it_has(server: S
             connection.request(method, path)
             answer = connection.getresponse()
             assert (answer.status, {*answer.headers["allow"].split(", ")}) == (405, allowed)
+
+
+def test_clients_of_a_server_that_fails_get_an_error_in_json(pair: Pair) -> None:
+    task = ServeConfig(port=0)
+    session: Any = SimpleNamespace(
+        config=replace(pair.config, task=task), models=pair.models, world=pair.world, plan=None
+    )
+    inbox = Inbox(task.max_waiting)
+    with ThreadPoolExecutor(1) as pool:
+        with suppress(LostRankError), Front(session, inbox) as front:
+            server = Server(int(front.address.rpartition(":")[2].partition("/")[0]), inbox, session, front._socket)
+            asked = pool.submit(server.ask, "/v1/completions", {"prompt": PROMPT})
+            wait_for(lambda: inbox.num_waiting == 1)
+            raise LostRankError("rank 1 is missing")
+        status, answer = asked.result(timeout=20)
+    assert (status, answer["error"]["type"]) == (503, "server_error")
+
+
+def test_idle_connections_stay_open_as_long_as_the_page_says(pair: Pair) -> None:
+    """Only what closes silent ones, after 30 to 60 s, ends them."""
+    with serving(pair) as server, closing(server.connect()) as connection:
+        for _ in range(2):
+            connection.request("GET", "/health")
+            assert connection.getresponse().read()
+            time.sleep(6.0)
 
 
 def test_the_second_interrupt_ends_what_runs(pair: Pair) -> None:

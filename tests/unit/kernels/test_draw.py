@@ -40,7 +40,7 @@ def drawn(weights: Tensor, uniforms: Tensor, *, units: float = DRAW_UNITS) -> Te
 
 def by_torch(weights: Tensor, uniforms: Tensor) -> Tensor:
     """The ids of torch's operators."""
-    return processors._draw_units(weights * DRAW_UNITS, uniforms, vocab_size=weights.shape[1])
+    return processors.draw_units(weights * DRAW_UNITS, uniforms, vocab_size=weights.shape[1])
 
 
 @pairs(vocab_size=SIZES, num_rows=[1, 6], temperature=[0.05, 1.0, 50.0])

@@ -10,10 +10,8 @@ from torch.nn import functional
 
 from llama_ssp.cpu import kinds
 from llama_ssp.cpu.compiled import has_features
-from llama_ssp.kernels import linear as linears
 from llama_ssp.kernels.linear import (
     HalfLinear,
-    HalvesLinear,
     Linear,
     NativeLinear,
     PackedLinear,
@@ -159,28 +157,6 @@ def test_without_the_private_operators_nothing_is_packed(monkeypatch: pytest.Mon
         assert isinstance(make_linear(numbers(40, 24), None), PlainLinear)
     finally:
         can_pack.cache_clear()
-
-
-def test_our_product_of_a_gpu_takes_the_rows_for_which_it_was_faster_and_torch_s_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def few_rows(
-        x_MI: Tensor, weight_OI: Tensor, *, bias_O: Tensor | None, residual_MO: Tensor | None = None
-    ) -> Tensor:
-        taken.append(len(x_MI))
-        y_MO = functional.linear(x_MI, weight_OI, bias_O)
-        return y_MO if residual_MO is None else y_MO + residual_MO
-
-    monkeypatch.setattr(linears, "find_halves", lambda _weight: (few_rows, 8))
-    weight, bias, taken = numbers(40, 24).double(), numbers(40).double(), list[int]()
-    layer = linears._choose(weight.to("meta"), keeps_weight=False)(weight, bias)
-    assert isinstance(layer, HalvesLinear)
-    for num_rows in (1, 8, 9):
-        x, residual = numbers(num_rows, 24).double(), numbers(num_rows, 40).double()
-        wanted = x @ weight.t() + bias
-        assert_close(layer(x), wanted)
-        assert_close(layer(x, residual.clone()), wanted + residual)
-    assert taken == [1, 1, 8, 8]
 
 
 NORM = RmsNorm(numbers(256), 1e-5)

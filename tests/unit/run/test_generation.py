@@ -19,7 +19,6 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.log_probs import LogProbs
 from llama_ssp.reports.folder import RunFolder
 from llama_ssp.reports.records import LogProbLine
-from llama_ssp.run.commands import report
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.sampling.rules import ForcedLengths
 from llama_ssp.weights import hub
@@ -30,6 +29,7 @@ from tests.helpers.in_process import launch, planned
 from tests.helpers.lanes import slow
 from tests.helpers.log_probs import check_completion
 from tests.helpers.prefix_runner import PrefixRunner
+from tests.helpers.reports import report, without_reports
 
 ASKED: dict[str, Any] = {
     "eos_token_id": 1, "pad_token_id": 2, "do_sample": False, "repetition_penalty": 1.3, "max_new_tokens": 9,
@@ -127,19 +127,19 @@ def test_every_output_says_that_the_text_is_not_the_targets(
     assert [line["is_lossless"] for line in ended.lines] == [True, False]
     assert ended.summary["forced_lengths"] == LENGTHS
     assert sum(ended.summary["speculative"]["accepted_histogram"][1:]) > 0
-    for name in ("run.log", "report.html"):
-        assert caveat in (folders[0] / name).read_text()
-        assert "lossless" not in (folders[1] / name).read_text()
+    assert caveat in (folders[0] / "run.log").read_text()
+    assert "lossless" not in (folders[1] / "run.log").read_text()
     both = [str(folder) for folder in folders]
     for form, mark in (("markdown", "| 1 ‡ |"), ("latex", r"1 $\ddagger$ &")):
-        assert report.main([*both, f"--table={form}"]) == 0
+        assert report([*both, f"--table={form}"]) == 0
         table = capsys.readouterr().out
         assert mark in table
         assert "Not lossless: speculation.forced" in table.replace("\\", "")
-    assert report.main([*both, f"--output={tmp_path}/both"]) == 0
+    assert report([*both, f"--output={tmp_path}/both"]) == 0
     with (tmp_path / "both" / "runs.csv").open(newline="") as stream:
         assert [row["not_lossless"] for row in csv.DictReader(stream)] == [caveat, ""]
-    assert f"‡</b> {caveat}" in (tmp_path / "both" / "report.html").read_text()
+    for folder, said in zip((tmp_path / "both", *folders), (True, True, False), strict=True):
+        assert (f"‡</b> {caveat}" in (folder / "report.html").read_text()) is said
 
 
 def test_a_plan_counts_what_is_accepted() -> None:
@@ -179,7 +179,7 @@ def check(folder: Path, *, num_texts: int) -> None:
 def test_figures_are_printed_and_recorded_and_a_run_that_was_stopped_goes_on_with_them(
     prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llama_ssp.reports.html.report", lambda _: "")  # figures take seconds
+    without_reports(monkeypatch)
     append, file = RunFolder.append_log_probs, tmp_path / "run" / "logprobs.jsonl"
 
     def interrupt(folder: RunFolder, found: list[LogProbLine]) -> None:

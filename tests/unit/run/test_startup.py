@@ -28,7 +28,7 @@ BEFORE_CHECKPOINTS = (
     "accelerate", "llama_ssp.models.loading", "llama_ssp.models.llama.decoder",
 )  # fmt: skip
 # What the report at the end needs, after everything else has been shown.
-AFTER_RESULTS = ("matplotlib", "llama_ssp.reports.html")
+AFTER_RESULTS = ("matplotlib", "llama_ssp.rooms.reports.html") if "reports" in present() else ()
 # What completions do not need at all.
 NEVER = (
     "bitsandbytes", "deepspeed", "matplotlib.pyplot", "datasets", "pandas", "sklearn", "tensorboard",

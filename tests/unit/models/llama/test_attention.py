@@ -123,7 +123,6 @@ def test_the_layers_of_gpus_give_in_fp16_the_text_of_fp32_by_masks(
             for runner in (pair.models.target, pair.models.draft):
                 assert isinstance(runner, LeanRunner)
                 assert runner.reads_by_length
-                runner._use_own_kernels()
         decoder.executor = Executor()
         lengths = (40, 65, 90)
         wanted = [Request(index=row, prompt_ids=prompt(pair, lengths[row]), max_new_tokens=24) for row in range(3)]

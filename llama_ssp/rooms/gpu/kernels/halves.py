@@ -2,11 +2,11 @@
 
     rows       kernel                                       the weights of a block, and how they arrive
     1          `row_kernel`, by fused multiply-add          8 outputs x 1024 inputs in registers, one step ahead
-    2 to 16    `linear_gpu`, as those of 8 and 4 bits       16 outputs x 512 inputs in shared memory, two steps ahead
+    2 to 16    `linear`, as for 8 and 4 bits                16 outputs x 512 inputs in shared memory, two steps ahead
 
 `row_kernel` reads its first weights while the kernel before it ends. Where the last few of its blocks would run alone,
 the other one takes one row too. From 2 rows on a row has the same bits, whatever the others hold.
-`choice_gpu.find_halves` says where both are used.
+`find_halves` says where both are used.
 
 Shapes: M rows, I inputs, O outputs.
 """
@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llama_ssp.kernels.chain_gpu import chained, release, wait
-from llama_ssp.kernels.linear_gpu import product_of_few_rows, store
+from llama_ssp.rooms.gpu.kernels.chain import chained, release, wait
+from llama_ssp.rooms.gpu.kernels.linear import product_of_few_rows, store
 
 _OUTPUTS, _INPUTS, _NUM_WARPS = 8, 1024, 4
 _UNEVEN = range(6337, 8870)
@@ -30,7 +30,7 @@ def row_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Compute some outputs of one row; a thread adds 8 neighbours of each step at once."""
     outputs, inputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, INPUTS)
-    # Rows of the weight behind the last one are read as the last one, and not stored.
+    # Rows of the weight after the last one are read as the last one, and not stored.
     read = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
     places = weight + (read * num_inputs)[:, None] + inputs[None, :]
     coming = tl.load(places, mask=(inputs < num_inputs)[None, :], other=0.0, eviction_policy="evict_first")

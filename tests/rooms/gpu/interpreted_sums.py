@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.testing import assert_close
 
-from llama_ssp.kernels import sums_gpu
-from llama_ssp.kernels.sums import check_sums
+from llama_ssp.rooms.gpu.kernels import sums as sums_gpu
+from llama_ssp.rooms.gpu.sums import check_sums
 
 EPS = 1e-2
 FIRST_COUNT = 2**31 - 4

@@ -59,7 +59,7 @@ def sum_kernel(  # type: ignore[no-untyped-def]
         seen_R = tl.atomic_add(own_flags, zeros_R, mask=is_rank, sem="acquire", scope="sys")
         behind = tl.min(tl.where(is_rank, seen_R - count, 0), 0)
         looks -= 1
-    tl.debug_barrier()  # the flags that some threads have acquired are those of all
+    tl.debug_barrier()  # the flags that some threads have acquired are all threads' now
     total = tl.zeros([PLACES], dtype=tl.float32)
     for other in tl.static_range(SIZE):
         theirs = (tl.load(memories + other) + first_byte).to(tl.pointer_type(dtype))

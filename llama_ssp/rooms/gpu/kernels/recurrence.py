@@ -2,8 +2,8 @@
 
 The gated delta rule and Mamba 2: convolution, norms of heads, decays. Each program has some values of one head of one
 row, so that no row depends on others. It reads the state and the inputs before its first token from the rings of
-`models.states`, and writes those behind each token there. Tokens that do not count are not written; their outputs are
-finite, and nobody reads them.
+`models.states`, and writes the states after each token there. Tokens that do not count are not written; their outputs
+are finite, and are not read.
 
 Shapes: B sequences, T tokens, X numbers of a projected token, C channels, W width of the convolution, H heads, N width
 of a key, P width of a value, D decays of a head (1 or N), R kept states, I kept inputs.
@@ -135,7 +135,7 @@ def recur(
     x_BTX: Tensor, decays: Tensor, rates: Tensor | None, layout: HeadLayout, places: Places, *, mixer: Any,  # noqa: ANN401
     dtype: torch.dtype, rate_factor: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """Take in tokens, and keep the states behind each.
+    """Take in tokens, and keep the states after each.
 
     Args:
         x_BTX: the projected tokens.

@@ -13,25 +13,25 @@ import pytest
 import torch
 
 from llama_ssp.architectures.engine import ENDLESS
-from llama_ssp.kernels import sums
-from llama_ssp.kernels.sums import CudaMemory, find_peer_sums
 from llama_ssp.ranks.comms import Comm
-from tests.helpers.ahead_of_time import CAPABILITIES, compile_kernel
+from llama_ssp.rooms.gpu import sums
+from llama_ssp.rooms.gpu.sums import CudaMemory, find_peer_sums
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import grid, slow
+from tests.rooms.gpu.ahead_of_time import CAPABILITIES, compile_kernel
 
 if TYPE_CHECKING:
-    from llama_ssp.kernels.sums_gpu import PeerSums
+    from llama_ssp.rooms.gpu.kernels.sums import PeerSums
 
 pytestmark = pytest.mark.triton
-sums_gpu = pytest.importorskip("llama_ssp.kernels.sums_gpu")
+sums_gpu = pytest.importorskip("llama_ssp.rooms.gpu.kernels.sums")
 
 
 @pytest.mark.parametrize("sizes", ["few 2 3", slow("few 4 5 6 7 8"), slow("many 2")])
 def test_all_ranks_get_the_bits_of_a_sum_in_their_order_alone_and_with_residual_and_norm(sizes: str) -> None:
     """Ranks are processes; formats, shapes, halves and counts that wrap around are in the helper."""
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.interpreted_sums", *sizes.split()],
+        [sys.executable, "-m", "tests.rooms.gpu.interpreted_sums", *sizes.split()],
         env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr

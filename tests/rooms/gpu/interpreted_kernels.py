@@ -1,11 +1,14 @@
 """Computes our Triton kernels in Triton's interpreter, on the CPU, and holds them to torch's operators.
 
-`TRITON_INTERPRET=1 python -m tests.helpers.interpreted_kernels PART...` fails unless the parts are right.
+`TRITON_INTERPRET=1 python -m tests.rooms.gpu.interpreted_kernels PART...` fails unless the parts are right.
 """
 
+import importlib
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate, chain, product
 from pathlib import Path
@@ -25,20 +28,28 @@ from triton.runtime import interpreter
 
 from llama_ssp.architectures.matrices import tokens_of_a_block
 from llama_ssp.kernels import attention_by_length as varlen
-from llama_ssp.kernels import attention_gpu, between_gpu, draw_gpu, linear, linear_gpu, recurrence_gpu
+from llama_ssp.kernels import linear
 from llama_ssp.kernels.attention_by_length import CHECKED, VarlenAttention
 from llama_ssp.kernels.between import rotate_write
-from llama_ssp.kernels.draw_gpu import draw_in_blocks, draw_tokens, softmax
-from llama_ssp.kernels.halves_gpu import product_of_halves
-from llama_ssp.kernels.linear_gpu import choose, product_of_few_rows, unpack_bytes, unpack_codes
 from llama_ssp.kernels.parts import Heads, KeptRows, RmsNorm, Sequences, rows_of
 from llama_ssp.models.huggingface import recurrent
 from llama_ssp.models.huggingface.experts import OwnExperts
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
-from llama_ssp.models.quantization import weight_only
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.states import StateCache
+from llama_ssp.operators import OPERATORS
+from llama_ssp.rooms.gpu import attention as choice
+from llama_ssp.rooms.gpu import records
+from llama_ssp.rooms.gpu import recurrence as choice_of_recurrence
+from llama_ssp.rooms.gpu.kernels import attention as attention_gpu
+from llama_ssp.rooms.gpu.kernels import between as between_gpu
+from llama_ssp.rooms.gpu.kernels import draw as draw_gpu
+from llama_ssp.rooms.gpu.kernels import linear as linear_gpu
+from llama_ssp.rooms.gpu.kernels import recurrence as recurrence_gpu
+from llama_ssp.rooms.gpu.kernels.draw import draw_in_blocks, draw_tokens, softmax
+from llama_ssp.rooms.gpu.kernels.halves import product_of_halves
+from llama_ssp.rooms.gpu.kernels.linear import choose, product_of_few_rows, unpack_bytes, unpack_codes
 from llama_ssp.speculate.sampling import processors
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.few_rows import OPERANDS
@@ -120,6 +131,16 @@ def split_rows() -> None:
         assert_near(found, wanted, tolerance=2e-3)
 
 
+@contextmanager
+def operators_of_gpus() -> Iterator[None]:
+    """In the block a CPU has the operators of a GPU that are chosen when a model is built."""
+    chosen = records.BETWEEN, records.ATTENTION_BY_LENGTH, records.RECURRENCE, records.JOINED_EXPERTS
+    with patch.dict(OPERATORS.records):
+        for record in chosen:
+            OPERATORS.register(replace(record, device="cpu"))
+        yield
+
+
 def rotary_and_cache() -> None:
     """Rows at different positions, in order or in rows of their own, with and without norms of heads."""
     both = False, True
@@ -163,7 +184,8 @@ def wrong_kernels_are_not_used() -> None:
         right = getattr(between_gpu, name)
         setattr(between_gpu, name, wrong)
         runner = load_lean(model)
-        runner._use_own_kernels()
+        with operators_of_gpus():
+            runner._use_own_kernels()
         setattr(between_gpu, name, right)
         assert [each for each, kernel in vars(runner._own).items() if not kernel] == [name]
 
@@ -172,7 +194,7 @@ def choice_of_attention() -> None:
     """Ours is compared with a mask, and serves the queries of rounds."""
     theirs, right, none = Mock(), attention_gpu.attend, torch.empty(0)
     tried = partial(
-        varlen.with_ours, theirs, Heads(16, 1, 16, 0.25), device=CPU, dtype=DTYPE, has_windows=True,
+        choice._with_ours, theirs, Heads(16, 1, 16, 0.25), device=CPU, dtype=DTYPE, has_windows=True,
         kept=KeptRows(DTYPE),
     )  # fmt: skip
     with patch.object(attention_gpu, "attend", side_effect=right) as ours:
@@ -189,7 +211,8 @@ def choice_of_attention() -> None:
 
 def on_gpu(runner: LeanRunner) -> LeanRunner:
     """The same runner as on a GPU."""
-    runner._use_own_kernels()
+    with operators_of_gpus():
+        runner._use_own_kernels()
     assert runner.is_fused
     return runner
 
@@ -289,11 +312,11 @@ def draws() -> None:
         uniforms[0], uniforms[1] = 0.0, 1 - 2.0**-53
         size = tokens_of_a_block(vocab_size)
         wanted = processors.draw(weights, uniforms)
-        assert torch.equal(draw_tokens(weights, uniforms, units=processors.DRAW_UNITS, tokens_of_a_block=size), wanted)
-        blocks = draw_in_blocks(weights, uniforms, units=processors.DRAW_UNITS, tokens_of_a_block=size)
+        assert torch.equal(draw_tokens(weights, uniforms, processors.DRAW_UNITS, size), wanted)
+        blocks = draw_in_blocks(weights, uniforms, processors.DRAW_UNITS, size)
         assert torch.equal(processors.token_of_blocks(blocks, uniforms), wanted)
         units = weights * processors.DRAW_UNITS
-        assert torch.equal(draw_tokens(units, uniforms, units=1.0, tokens_of_a_block=size), wanted)
+        assert torch.equal(draw_tokens(units, uniforms, 1.0, size), wanted)
         logits = torch.randn(4, vocab_size, generator=GENERATOR).mul_(9).to(torch.float16)
         logits[2, : vocab_size // 2] = float("-inf")
         logits[3] = float("-inf")
@@ -308,7 +331,7 @@ def draws() -> None:
         logits[0, 3] = float(number)
         assert softmax(logits, scale=2.0).isnan().all(1).tolist() == [True, False]
     nothing = torch.full((2, 100), float("nan"))
-    ids = draw_tokens(nothing, uniforms[:2], units=processors.DRAW_UNITS, tokens_of_a_block=8)
+    ids = draw_tokens(nothing, uniforms[:2], processors.DRAW_UNITS, 8)
     assert ((ids >= 0) & (ids < 100)).all()
 
 
@@ -422,8 +445,9 @@ def modules_of_experts() -> None:
     """Experts of a module, joined, and one by one from their views of the same weights; the last id is elsewhere."""
     config: Any = MixtralConfig(hidden_size=64, intermediate_size=160, num_local_experts=3)
     x, ids, weights = some(4, 64), torch.tensor([[0, 2], [2, 3], [3, 0], [2, 0]]), some(4, 2)
-    own_kernels: Any = weight_only
-    own_kernels.find_few_rows, own_kernels.compiled_for = (lambda *_: product_of_few_rows), (lambda *_: None)
+    for room in ("eight_bits", "four_bits"):
+        own_kernels: Any = importlib.import_module(f"llama_ssp.rooms.{room}.linear")
+        own_kernels.few_rows_of, own_kernels.compiled_for = (lambda *_: linear_gpu), (lambda *_: None)
     for kind in ("int8_weight_only", "int4_weight_only", "mxfp4"):
         module: Any = MixtralExperts(config).to(DTYPE)
         for name, parameter in module.named_parameters():
@@ -431,7 +455,8 @@ def modules_of_experts() -> None:
         kernel = Precision(quantization=kind).kernel
         assert kernel
         packing = (lambda w, b, make=kernel: make(rounded("mxfp4", w), b)) if kind == "mxfp4" else kernel
-        own = OwnExperts(module, packing)
+        with operators_of_gpus():
+            own = OwnExperts(module, packing)
         assert own._of_few, kind
         found = own(x, ids, weights)
         own._of_few = None
@@ -456,7 +481,7 @@ def recurrent_layers() -> None:
         model = tiny_model(kind, **heads)
         recurrent.adapt(model)
         mixer: Any = next(recurrent.mixers_of(model))
-        right = recurrent._tried(mixer, model.config.hidden_size)
+        right = choice_of_recurrence._tried(mixer, model.config.hidden_size)
         layer, x_BTE = recurrent.state_of(mixer), torch.randn(2, 3, model.config.hidden_size, generator=GENERATOR)
         found: dict[str, list[Tensor]] = {}
         for name, batch_size, width in (("all", 2, 3), ("a row", 1, 3), ("a token", 2, 1), ("operators", 2, 3)):
@@ -466,7 +491,7 @@ def recurrent_layers() -> None:
             for x, positions in zip(x_BTE.split(width, 1), torch.arange(3).split(width), strict=True):
                 view = cache.view(positions.expand(batch_size, -1), taken_B=None, cache_rows_B=None)
                 with patch.object(functional, "linear", of_each_row):
-                    outputs.append(recurrent._mix_of(mixer)(mixer, x[:batch_size], view))
+                    outputs.append(recurrent.mix_of(mixer)(mixer, x[:batch_size], view))
             rings = [ring.unflatten(0, (batch_size, -1)) for ring in (*cache.inputs.values(), *cache.states.values())]
             found[name] = [torch.cat(outputs, 1), *rings]
         for *own, wanted in zip(*(found[name] for name in ("all", "a row", "a token", "operators")), strict=True):
@@ -481,7 +506,8 @@ def wrong_recurrence_is_not_used() -> None:
     right, wrong = recurrence_gpu.recur, lambda *places, **options: -right(*places, **options)
     for kernel in (right, wrong):
         vars(recurrence_gpu)["recur"] = kernel
-        recurrent.use_own_kernels(model)
+        with operators_of_gpus():
+            recurrent.use_own_kernels(model, CPU)
         assert bool(next(recurrent.mixers_of(model)).own_kernels) is (kernel is right)
     vars(recurrence_gpu)["recur"] = right
 

@@ -13,10 +13,10 @@ inputs of a warp and a split depend on the matrix alone.
 
 In int4 the inputs of a warp are one group of `weights.byte_rows`: its first half is in the low halves of bytes, the
 others in the high halves, so that both are multiplied where they are. The warp scales their sum. So it does in FP8,
-where its inputs are half a group. A number's bits, moved, are those of an fp16 number that is 2^-8 times as large; of
-a float of 4 bits 2^-14 times. A warp has 32 of those, whose halves have scales of their own in NVFP4.
+where its inputs are half a group. A number's bits, moved, are of an fp16 number that is 2^-8 times as large; of a float
+of 4 bits 2^-14 times. A warp has 32 such floats, whose halves have scales of their own in NVFP4.
 
-Experts are matrices of one shape whose outputs stand one behind the other. The rows of a block are then pairs of a
+Experts are matrices of one shape whose outputs follow each other. The rows of a block are then pairs of a
 token and an expert, the same one, which `choose` finds without the host; there are as many blocks as there may be.
 
 Shapes: M rows, I inputs, O outputs, S splits, G groups of 128, 64 or 32 inputs; P pairs of a token and one of the K
@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llama_ssp.kernels.chain_gpu import chained, release, wait
+from llama_ssp.rooms.gpu.kernels.chain import chained, release, wait
 from llama_ssp.storage.formats import FP4_GROUP, INT4_ZERO_BITS
 
 _BYTES_TO_FP16 = tl.constexpr("""
@@ -220,7 +220,7 @@ def _product(  # type: ignore[no-untyped-def]
     warps = tl.arange(0, WARPS)[:, None]
     bytes_ = tl.arange(0, warp_bytes)[None, :]
     inputs = warps * INPUTS + bytes_
-    # Rows of the weight behind the last one are read as the last one, and not stored.
+    # Rows of the weight after the last one are read as the last one, and not stored.
     read = before + tl.minimum(outputs, num_outputs - 1).to(tl.int64)
     x_places = x + (x_rows * num_inputs)[None, :, None] + inputs[:, None, :]
     weight_places = (
@@ -277,7 +277,7 @@ def _sum_of_splits(  # type: ignore[no-untyped-def]
     parts, scales, bias, residual, y, experts, num_splits, num_elements, num_outputs, num_experts,
     ELEMENTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Add the splits (S, M, O) in order; with `experts` of the rows, those of the experts that are here."""
+    """Add the splits (S, M, O) in order; with `experts` of the rows, only of experts that are here."""
     places = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
     is_element = places < num_elements
     outputs = places % num_outputs
@@ -307,7 +307,7 @@ def _find_block(  # type: ignore[no-untyped-def]
     numbers = tl.arange(0, EXPERTS)
     sizes = tl.where(numbers < num_experts, tl.cdiv(counts, ROWS), 0)
     ends = tl.cumsum(sizes, 0)
-    expert = tl.sum((ends <= tl.program_id(0)).to(tl.int32), 0)  # behind the last block none of these
+    expert = tl.sum((ends <= tl.program_id(0)).to(tl.int32), 0)  # after the last block no expert's number
     is_own = numbers == expert
     passed = (tl.program_id(0) - tl.sum(tl.where(is_own, ends - sizes, 0), 0)) * ROWS
     num_left = tl.sum(tl.where(is_own, counts, 0), 0) - passed
@@ -399,7 +399,7 @@ _HAS_PTX = torch.version.hip is None and not triton.knobs.runtime.interpret
 
 
 class Tiles(NamedTuple):
-    """How a product is cut.
+    """Tiles of a product.
 
     Attributes:
         rows: of a block, padded.
@@ -424,7 +424,7 @@ def tiles_of(
     *, num_rows: int, num_outputs: int, num_inputs: int, num_processors: int, value_bytes: int, weight_bits: int = 8,
     group: int = 0,
 ) -> Tiles:  # fmt: skip
-    """Cut a product for a GPU with so many multiprocessors; only the tile of rows depends on the number of rows.
+    """Cut a product for a GPU with `num_processors`; only the tile of rows depends on the number of rows.
 
     Matrices that would leave half of the multiprocessors idle have small blocks, and if these do, too, they are split
     over the inputs. On an H200, 4096 outputs of int4 took 6.4 us in blocks of 32, and 7.4 in blocks of 16.
@@ -463,8 +463,8 @@ class Chosen(NamedTuple):
     """The pairs of tokens and experts, in blocks; see `choose`.
 
     Attributes:
-        experts_P: of the pairs, those of a token one behind the other.
-        blocks_NR: int32; of each block its expert, the number of its pairs, and these; the number is 0 behind the last.
+        experts_P: of the pairs; a token's follow each other.
+        blocks_NR: int32; of each block its expert, the number of its pairs, and these; the number is 0 after the last.
         num_experts: that are here.
         num_chosen: of a token.
     """
@@ -507,14 +507,14 @@ def product_of_few_rows(
 ) -> Tensor:
     """Compute x W^T + bias + residual, rounded once.
 
-    With `chosen` experts the operands are those of all experts, whose outputs stand one behind the other. The products
-    (P, O) of the pairs are 0 where an expert is not here.
+    With `chosen` experts the operands are of all experts, whose outputs follow each other. The products (P, O) of the
+    pairs are 0 where an expert is not here.
 
     Args:
         x_MI: inputs in fp32, bf16 or fp16; with `chosen` of the tokens, or of the pairs (P, I).
         weight_OI: int8, E4M3 or the dtype of x (O, I), or the bytes of codes (O, I / 2) in uint8; contiguous.
-        scales: of the outputs (O,), in fp32; of E4M3 those of the groups (G, O), of int4 their words, of floats of 4
-            bits those of the groups in E8M0 or E4M3; rows are contiguous. None for weights in the dtype of x.
+        scales: of the outputs (O,), in fp32; of E4M3 of the groups (G, O), of int4 their words, of floats of 4 bits of
+            the groups in E8M0 or E4M3; rows are contiguous. None for weights in the dtype of x.
         scales_O: of the outputs of floats of 4 bits, in fp32.
         bias_O: in the dtype of x, as the residual; None for no bias.
         residual_MO: None for no residual.

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llama_ssp.kernels.chain_gpu import chained, release, wait
 from llama_ssp.kernels.parts import Heads, KeptRows, RmsNorm
+from llama_ssp.rooms.gpu.kernels.chain import chained, release, wait
 
 _HEADS_OF_A_PROGRAM = 8
 _UNITS_OF_A_PROGRAM = 1024
@@ -47,7 +47,7 @@ def add_norm(
 ) -> Tensor:
     """Add to x in place, if there is something to add, and return its RMS norm.
 
-    With ids, x becomes those rows of `added_ME`, which is an embedding (V, E) then, contiguous.
+    With ids, x becomes rows `ids` of `added_ME`, which is an embedding (V, E) then, contiguous.
     """
     num_rows, width = x_ME.shape
     normed_ME = torch.empty_like(x_ME)

@@ -22,7 +22,7 @@ def operands(form: str, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Ten
 
 @every_case
 def test_products_are_those_of_the_numbers(form: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    from llama_ssp.kernels.linear_gpu import product_of_few_rows
+    from llama_ssp.rooms.gpu.kernels.linear import product_of_few_rows
 
     x_MI, weights, numbers_OI = operands(form, shape, dtype)
     wanted = x_MI.double() @ numbers_OI.t()
@@ -35,7 +35,7 @@ def test_products_are_those_of_the_numbers(form: str, shape: tuple[int, int], dt
 
 @every_case
 def test_a_row_has_the_same_bits_alone_and_among_others(form: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    from llama_ssp.kernels.linear_gpu import product_of_few_rows
+    from llama_ssp.rooms.gpu.kernels.linear import product_of_few_rows
 
     x_MI, weights, _ = operands(form, shape, dtype)
     whole_MO = product_of_few_rows(x_MI, *weights)
@@ -47,7 +47,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(form: str, shape: tuple[
 def test_pairs_of_experts_have_the_products_of_their_matrices_whatever_others_choose(
     form: str, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    from llama_ssp.kernels.linear_gpu import choose, product_of_few_rows
+    from llama_ssp.rooms.gpu.kernels.linear import choose, product_of_few_rows
 
     x_MI, weights, numbers_OI = operands(form, shape, dtype)
     num_experts = 8 if shape[1] > 768 else 128

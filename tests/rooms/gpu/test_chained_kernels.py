@@ -14,7 +14,7 @@ SHAPES = [(4096, 4096), (2048, 5632), (576, 1536), (1000, 1104), (128, 8192)]
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_row_has_the_product_and_from_2_rows_on_the_same_bits(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    from llama_ssp.kernels.halves_gpu import product_of_halves
+    from llama_ssp.rooms.gpu.kernels.halves import product_of_halves
 
     generator = torch.Generator().manual_seed(0)
     weight_OI, x_MI = (torch.randn(size, shape[1], generator=generator).to("cuda", dtype) for size in (shape[0], 16))
@@ -29,8 +29,8 @@ def test_a_row_has_the_product_and_from_2_rows_on_the_same_bits(shape: tuple[int
 def test_a_captured_kernel_may_start_while_the_one_before_it_ends() -> None:
     if capability_of(torch.device("cuda")) < 9:
         pytest.skip("there is no programmatic dependent launch")
-    from llama_ssp.kernels.between_gpu import add_norm, gated
-    from llama_ssp.kernels.halves_gpu import product_of_halves
+    from llama_ssp.rooms.gpu.kernels.between import add_norm, gated
+    from llama_ssp.rooms.gpu.kernels.halves import product_of_halves
 
     x_ME, weight_OE = torch.ones(2, 512, 512, dtype=torch.float16, device="cuda")
     norm_E = torch.ones_like(x_ME[0])

@@ -24,8 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from llama_ssp.architectures.engine import PART_SLOTS, most_parts
-from llama_ssp.kernels.chain_gpu import chained, release, wait
 from llama_ssp.kernels.parts import KeptRows, Sequences, left_of
+from llama_ssp.rooms.gpu.kernels.chain import chained, release, wait
 
 MOST_ROWS = 64
 """Queries of a tile: the positions of a row times G."""
@@ -63,7 +63,7 @@ def _unpacked(rows, starts, dims, is_slot, dtype: tl.constexpr, HEAD_DIM: tl.con
         codes = numbers.to(tl.int8, bitcast=True)
         if KIND == 1:
             numbers = codes.to(tl.float32)
-        else:  # the bits of a code, moved, are those of an fp16 number that is 2^-8 times as large
+        else:  # the bits of a code, moved, are of an fp16 number that is 2^-8 times as large
             bits = (codes.to(tl.int16) << 7) & -16385
             numbers = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
         scales = (rows + starts + HEAD_DIM).to(tl.pointer_type(tl.float32))

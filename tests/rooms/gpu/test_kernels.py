@@ -17,13 +17,13 @@ from llama_ssp.architectures.engine import PART_SLOTS, most_parts
 from llama_ssp.architectures.matrices import tokens_of_a_block
 from llama_ssp.kernels.parts import rows_of
 from llama_ssp.storage.formats import CACHES
-from tests.helpers.ahead_of_time import CAPABILITIES, CHAINED, Compiled, compile_kernel
 from tests.helpers.lanes import grid, slow
+from tests.rooms.gpu.ahead_of_time import CAPABILITIES, CHAINED, Compiled, compile_kernel
 
 pytestmark = pytest.mark.triton
 NAMES = ("between", "linear", "halves", "attention", "draw", "recurrence")
 between_gpu, linear_gpu, halves_gpu, attention_gpu, draw_gpu, recurrence_gpu = (
-    pytest.importorskip(f"llama_ssp.kernels.{name}_gpu") for name in NAMES
+    pytest.importorskip(f"llama_ssp.rooms.gpu.kernels.{name}") for name in NAMES
 )
 
 MOST_SHARED = 163 * 1024
@@ -154,7 +154,7 @@ def test_norms_and_gates_need_no_stack_and_read_weights_alone_before_they_wait(
 def test_values_are_those_of_torch_s_operators(parts: list[str]) -> None:
     """In a process of its own, because Triton reads at its import that it is to interpret."""
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.interpreted_kernels", *parts],
+        [sys.executable, "-m", "tests.rooms.gpu.interpreted_kernels", *parts],
         env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llama_ssp.architectures.engine import SOFTMAX_TOKENS
-from llama_ssp.kernels.chain_gpu import chained, release, wait
+from llama_ssp.rooms.gpu.kernels.chain import chained, release, wait
 
 SOFTMAX_WARPS = 4
 
@@ -133,7 +133,7 @@ def softmax(logits_NV: Tensor, *, scale: float, join: Callable[..., Tensor] | No
     return probs_NV
 
 
-def draw_tokens(weights_BV: Tensor, uniforms_BP: Tensor, *, units: float, tokens_of_a_block: int) -> Tensor:
+def draw_tokens(weights_BV: Tensor, uniforms_BP: Tensor, units: float, tokens_of_a_block: int) -> Tensor:
     """Draw one token per row, int64 (B, 1), by weights in fp32 that are multiplied by `units`."""
     weights_BV = weights_BV.contiguous()
     sums_BC = _summed(weights_BV, uniforms_BP, units=units, tokens=tokens_of_a_block, num_kinds=1)[:, 0]
@@ -146,7 +146,7 @@ def draw_tokens(weights_BV: Tensor, uniforms_BP: Tensor, *, units: float, tokens
     return ids_B1
 
 
-def draw_in_blocks(weights_BV: Tensor, uniforms_BP: Tensor, *, units: float, tokens_of_a_block: int) -> Tensor:
+def draw_in_blocks(weights_BV: Tensor, uniforms_BP: Tensor, units: float, tokens_of_a_block: int) -> Tensor:
     """The units of each block, and the token that is drawn in it, int64 (B, 2, C)."""
     return _summed(weights_BV.contiguous(), uniforms_BP, units=units, tokens=tokens_of_a_block, num_kinds=2)
 

@@ -1,4 +1,4 @@
-"""Chooses who sums small tensors over the GPUs of a node: the kernel of `sums_gpu`, after a check, or NCCL.
+"""Chooses who sums small tensors over the GPUs of a node: our kernel, after a check, or NCCL.
 
 All ranks of a group take the kernel, or none. It needs GPUs of one node that map each other's memory by CUDA's
 inter-process handles, and Triton; AMD's GPUs keep their library's sums.
@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from llama_ssp.architectures.engine import OWN_SUM_RANKS
-from llama_ssp.kernels.choice_gpu import reason
-from llama_ssp.ranks.comms import Comm, Mesh
+from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.gpu import ends_run
+from llama_ssp.rooms.gpu.attempts import reason
 
 if TYPE_CHECKING:
-    from llama_ssp.kernels.sums_gpu import PeerSums
+    from llama_ssp.rooms.gpu.kernels.sums import PeerSums
 
 _PATIENCE = 2**25  # looks at a flag, about half a minute: the other ranks may still compile
 _HANDLE_BYTES = 64
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 class CudaMemory:
     """Memory of the current GPU that other processes map, by CUDA's own runtime.
 
-    Torch's would map another GPU's memory as that of a device of this process. RuntimeError for what does not work.
+    Torch's would map another GPU's memory as a device's of this process. RuntimeError for what does not work.
     """
 
     def __init__(self) -> None:
@@ -79,19 +79,11 @@ class _UnusableError(Exception):
 _found: dict[tuple[int, ...], "PeerSums | None"] = {}
 
 
-def with_peer_sums(mesh: Mesh) -> Mesh:
-    """Let the groups of both models sum by the kernel, where it is right; all ranks must call this together."""
-    target, draft = (comm and with_peers(comm) for comm in (mesh.target, mesh.draft))
-    return replace(mesh, target=target, draft=draft)
-
-
-def with_peers(comm: Comm) -> Comm:
-    """The same group, which sums by the kernel where it is right; all its ranks must call this together."""
-    if comm.size == 1:
-        return comm
+def find_sums(comm: Comm) -> "PeerSums | None":
+    """The kernel for a group, where it is right; all its ranks must call this together."""
     if comm.members not in _found:
         _found[comm.members] = find_peer_sums(comm, CudaMemory)
-    return replace(comm, peers=_found[comm.members])
+    return _found[comm.members]
 
 
 def find_peer_sums(comm: Comm, open_device: Callable[[], CudaMemory]) -> "PeerSums | None":
@@ -113,13 +105,13 @@ def _mapped(comm: Comm, open_device: Callable[[], CudaMemory]) -> "PeerSums":
     """Map the memories of all ranks; _UnusableError on every rank if one cannot."""
 
     def make() -> tuple[Any, CudaMemory, int, str]:
-        from llama_ssp.kernels import sums_gpu  # noqa: PLC0415 - CPU builds come without Triton
+        from llama_ssp.rooms.gpu.kernels import sums as kernels  # noqa: PLC0415 - imports Triton
 
         device = open_device()
         if comm.size > OWN_SUM_RANKS:
             raise RuntimeError(f"it sums over {OWN_SUM_RANKS} ranks at most")
-        address, handle = device.make(sums_gpu.MEMORY_BYTES)
-        return sums_gpu, device, address, handle.hex()
+        address, handle = device.make(kernels.MEMORY_BYTES)
+        return kernels, device, address, handle.hex()
 
     kernels, device, own, handle = _on_all(comm, make)
     said = [text.split() for text in comm.gather_text(f"{_node()} {handle}")]
@@ -162,8 +154,8 @@ def check_sums(
     sums: "PeerSums", comm: Comm, shapes: Sequence[tuple[int, int]] = ((1, 4096), (5, 1000), (3, 7)),
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16, torch.bfloat16),
 ) -> None:  # fmt: skip
-    """RuntimeError unless sums of all shapes and formats, alone and with norm, are those of a known order."""
-    from llama_ssp.kernels.between_gpu import add_norm  # noqa: PLC0415 - see above
+    """RuntimeError unless sums of all shapes and formats, alone and with norm, have a known order's bits."""
+    from llama_ssp.rooms.gpu.kernels.between import add_norm  # noqa: PLC0415 - imports Triton
 
     generator = torch.Generator().manual_seed(0)  # the same parts on all ranks
     for dtype in dtypes:

@@ -1,0 +1,45 @@
+"""Operators of a device: what a room or a plugin computes in place of torch's version, which is the reference.
+
+Who builds a model or a decoder asks once for an operation on its device, with what decides the case, and keeps what it
+gets: None where torch's version is to run. `make` says so itself, by the number format, the sizes, the instructions of
+this machine, or because the operator does not compute what its reference computes.
+
+    operation             asked by                                what is made
+    linear                `kernels.linear.make_linear`            the kernel of a weight
+    few_rows              `models.quantization.weight_only`       products with packed weights, a `FewRows`
+    joined_experts        the same                                experts whose weights are joined
+    between               `models.llama.decoder`                  what stands between products, `OwnKernels`
+    attention_by_length   the same                                attention of rounds by the lengths of rows
+    recurrence            `models.huggingface.recurrent`          a layer's tokens taken in whole
+    draw, softmax, draw_in_blocks   `speculate.sampling`          the functions of `processors` and `shards`
+    sums                  `ranks.comms`                           sums over ranks, an `OwnSums`
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from llama_ssp.registry import Registry, imported
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceOperator:
+    """A record of code that computes an operation on a kind of device."""
+
+    operation: str  # see above.
+    device: str  # torch's name of the kind: cpu or cuda.
+    make: str  # `module:function`, which takes the case and returns the operator, or None.
+
+    @property
+    def name(self) -> str:
+        """Operation and device."""
+        return f"{self.operation} on {self.device}"
+
+
+OPERATORS: Registry[DeviceOperator] = Registry(setting="operator", kind=DeviceOperator)
+register = OPERATORS.register
+
+
+def made(operation: str, device: str, /, *case: Any, **how: Any) -> Any:  # noqa: ANN401 - as the operation has them
+    """The operator of an operation on a kind of device for a case; None if torch's version is to run."""
+    record = OPERATORS.find(f"{operation} on {device}")
+    return record and imported(record.make, setting=record.name)(*case, **how)

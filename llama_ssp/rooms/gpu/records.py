@@ -1,0 +1,18 @@
+"""The records of GPUs: what takes the place of torch's operators there."""
+
+from llama_ssp.operators import DeviceOperator
+
+_ROOM = "llama_ssp.rooms.gpu"
+
+LINEAR = DeviceOperator(operation="linear", device="cuda", make=f"{_ROOM}.linear:find_halves")
+FEW_ROWS = DeviceOperator(operation="few_rows", device="cuda", make=f"{_ROOM}.linear:find_few_rows")
+JOINED_EXPERTS = DeviceOperator(operation="joined_experts", device="cuda", make=f"{_ROOM}.linear:tried_experts")
+BETWEEN = DeviceOperator(operation="between", device="cuda", make=f"{_ROOM}.between:find_between")
+ATTENTION_BY_LENGTH = DeviceOperator(
+    operation="attention_by_length", device="cuda", make=f"{_ROOM}.attention:find_ours"
+)
+RECURRENCE = DeviceOperator(operation="recurrence", device="cuda", make=f"{_ROOM}.recurrence:find_recurrence")
+DRAW = DeviceOperator(operation="draw", device="cuda", make=f"{_ROOM}.draw:find_draw")
+SOFTMAX = DeviceOperator(operation="softmax", device="cuda", make=f"{_ROOM}.draw:find_softmax")
+DRAW_IN_BLOCKS = DeviceOperator(operation="draw_in_blocks", device="cuda", make=f"{_ROOM}.draw:find_draw_in_blocks")
+SUMS = DeviceOperator(operation="sums", device="cuda", make=f"{_ROOM}.sums:find_sums")

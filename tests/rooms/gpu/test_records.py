@@ -1,0 +1,29 @@
+"""The room's parts: kernels import nothing that chooses them, and who chooses needs no Triton to be imported."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from llama_ssp.operators import OPERATORS, DeviceOperator
+from llama_ssp.registry import imported
+from llama_ssp.rooms.gpu import records
+
+OWN = [record for record in vars(records).values() if isinstance(record, DeviceOperator)]
+KERNELS = "llama_ssp.rooms.gpu.kernels"
+FOLDER = Path(records.__file__).parent / "kernels"
+
+
+def test_kernels_import_nothing_that_chooses_them() -> None:
+    trees = [ast.parse(path.read_text()) for path in FOLDER.glob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    found = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    of_rooms = {name for name in found if name.startswith("llama_ssp.rooms")}
+    assert of_rooms
+    assert all(name.startswith(KERNELS) for name in of_rooms)
+
+
+@pytest.mark.parametrize("record", OWN, ids=lambda record: record.name)
+def test_who_chooses_an_operator_can_be_imported_without_triton(record: DeviceOperator) -> None:
+    assert OPERATORS.of(record.name) is record
+    assert callable(imported(record.make, setting=record.name))
