@@ -20,7 +20,6 @@ from benchmarks.readme import TEXTS, filled
 from docs.hooks import repository, settings
 from llama_ssp import manifest
 from llama_ssp import plan as load_plan
-from llama_ssp.rooms.bitsandbytes.records import BITSANDBYTES
 from llama_ssp.run.commands import plan
 from llama_ssp.run.commands.own_ranks import read_start
 from llama_ssp.run.commands.run import read_options
@@ -129,12 +128,6 @@ def test_the_file_of_prompts_is_made_as_the_pages_say(tmp_path: Path) -> None:
     (command,) = [command for line in lines() for command in line if command.startswith("printf")]
     subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
     assert (tmp_path / "prompts.txt").read_text() == "def factorial(n):\nimport os\n"
-
-
-def test_a_package_is_installed_by_the_command_that_its_message_says() -> None:
-    text = "\n".join(blocks("bash", rooms=False))
-    commands = {command for line in lines(text) for command in line if "pip install" in command}
-    assert commands == {BITSANDBYTES.install}
 
 
 def test_no_comment_at_the_end_of_a_command_is_off_the_screen() -> None:
