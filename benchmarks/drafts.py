@@ -29,11 +29,12 @@ from llama_ssp import Pair, catalogue, load
 from llama_ssp.catalogue import Dtype
 from llama_ssp.machines.machine import detect_hardware, keep_speeds, known_speeds
 from llama_ssp.planning.timing import Timing
+from llama_ssp.rooms.copies.records import NGRAM as LOOK_UP
+from llama_ssp.rooms.copies.records import NgramConfig
 from llama_ssp.run.calibration import cpu_speeds, interleave, median_ratio
 from llama_ssp.run.requests import encode
 from llama_ssp.run.tasks.benchmark import Ours, Peers
 from llama_ssp.run.tasks.dry_run import plan_of_run
-from llama_ssp.settings.drafters import NGRAM_DRAFT, NgramConfig
 from llama_ssp.settings.schema import ADAPTIVE, DrafterConfig, RunConfig, SamplingConfig, SpeculationConfig
 from llama_ssp.weights import hub
 
@@ -102,7 +103,7 @@ def candidates(pairs: Mapping[str, Pair], *, temperature: float = 0.8) -> dict[s
         config = replace(base(pair), speculation=SpeculationConfig(**speculation))
         return pair, replace(config, draft=draft or config.draft)
 
-    copying = NgramConfig(kind=NGRAM_DRAFT)
+    copying = NgramConfig(kind=LOOK_UP.name)
     found = {PLAIN: (model, base(model))} | {f"K={k}": of(model, num_draft_tokens=k) for k in FIXED}
     found |= {
         AUTO: of(model, num_draft_tokens=ADAPTIVE),
@@ -111,7 +112,7 @@ def candidates(pairs: Mapping[str, Pair], *, temperature: float = 0.8) -> dict[s
         NGRAM_OWN: of(model, replace(copying, history=0), num_draft_tokens=NGRAM_K),
         NGRAM_AUTO: of(model, copying, num_draft_tokens=ADAPTIVE),
         NGRAM_TREE: of(model, copying, tree="3x1x1"),
-        BEHIND: of(model, replace(model.config.draft, fallback=NGRAM_DRAFT), num_draft_tokens=ADAPTIVE),
+        BEHIND: of(model, replace(model.config.draft, fallback=LOOK_UP.name), num_draft_tokens=ADAPTIVE),
     }
     for name, head in zip([*pairs][1:], heads, strict=True):
         found |= {f"`{name}`, K={k}": of(head, num_draft_tokens=k) for k in HEAD_LENGTHS}
@@ -238,7 +239,8 @@ def main() -> None:
     pairs = {draft: load("tiny", draft, dtype=Dtype.fp32) for draft in ("tiny-draft", *HEADS)}
     folders = [hub.resolve(catalogue.load(name)) for name in ("tiny", "tiny-draft")]
     assisted = peers_of(folders, torch.float32)
-    copying = Peers(target=assisted.target, draft=None, longest_match=NgramConfig().longest)
+    assert LOOK_UP.of_library
+    copying = Peers(target=assisted.target, draft=None, own_draft=partial(LOOK_UP.of_library, NgramConfig()))
     peers = {PEER_ASSISTED: assisted, PEER_NGRAM: copying}
     results, repetitions, texts = {}, arguments.repetitions, kinds_of_text()
     every, cold = candidates(pairs), candidates(pairs, temperature=COLD)

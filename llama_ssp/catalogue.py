@@ -218,7 +218,7 @@ def user_dir() -> Path:
 
 
 def cache_dir() -> Path:
-    """Return the user's folder for what can be made again, which need not exist."""
+    """Return the user's folder for files that can be made again, which need not exist."""
     return base_dir("CACHE", "~/.cache") / "llama_ssp"
 
 

@@ -20,7 +20,7 @@ MOST_BYTES = 4  # Of a UTF-8 character; the ids of a context may begin within on
 
 
 class TextAfter:
-    """Decodes what follows some ids of a tokenizer.
+    """Decodes ids that follow some ids of a tokenizer.
 
     `context` are the last of the ids, which are decoded together with new ones, and `context_text` is their text. With
     `names_special`, special tokens appear in the text by their names; otherwise they add nothing.

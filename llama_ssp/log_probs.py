@@ -1,25 +1,33 @@
 """Log-probabilities of the tokens of a text, as records and the library hold them. Imports no torch."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 
-@dataclass(frozen=True, kw_only=True)
-class LogProbs:
-    """Log-probabilities of tokens of a text, in nats, and for each the most probable tokens in its place, best first.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TopLogprob:
+    """A token that a place could have had, and its log-probability in nats."""
 
-    Tokens of probability 0 are not among these.
+    token: int
+    logprob: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLogprob:
+    """A token of a text and its log-probability in nats.
+
+    Attributes:
+        top: the most probable tokens in its place, best first; none of probability 0.
     """
 
-    log_probs: list[float]
-    top_ids: list[list[int]]
-    top_log_probs: list[list[float]]
+    token: int
+    logprob: float
+    top: list[TopLogprob]
 
-    def part(self, tokens: slice, num_top: int) -> "LogProbs":
-        """Log-probabilities of some tokens, with `num_top` of the most probable tokens in place of each."""
-        return LogProbs(
-            log_probs=self.log_probs[tokens], top_ids=[top[:num_top] for top in self.top_ids[tokens]],
-            top_log_probs=[top[:num_top] for top in self.top_log_probs[tokens]],
-        )  # fmt: skip
+
+def part(logprobs: Sequence[TokenLogprob], tokens: slice, *, num_top: int) -> list[TokenLogprob]:
+    """Log-probabilities of some tokens, with `num_top` of the most probable tokens in place of each."""
+    return [replace(one, top=one.top[:num_top]) for one in logprobs[tokens]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +41,6 @@ class CompletionLogProbs:
         prompt_logprobs: of the prompt's tokens but the first, under the model.
     """
 
-    logprobs: LogProbs | None
-    drawn_logprobs: LogProbs | None
-    prompt_logprobs: LogProbs | None
+    logprobs: list[TokenLogprob] | None = None
+    drawn_logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None

@@ -1,8 +1,8 @@
-"""Operators of a device: what a room or a plugin computes in place of torch's version, which is the reference.
+"""Operators of a device, by a room or a plugin, in place of torch's version, which is the reference.
 
-Who builds a model or a decoder asks once for an operation on its device, with what decides the case, and keeps what it
-gets: None where torch's version is to run. `make` says so itself, by the number format, the sizes, the instructions of
-this machine, or because the operator does not compute what its reference computes.
+Code that builds a model or a decoder asks once for an operation on its device, with all that decides the case, and
+keeps the answer: None where torch's version is to run. `make` says so itself, by the number format, the sizes, the
+instructions of this machine, or because the operator does not agree with its reference.
 
     operation             asked by                                what is made
     linear                `kernels.linear.make_linear`            the kernel of a weight

@@ -49,7 +49,7 @@ def _marked_bytes(text: str) -> bytes:
 
 
 def _steps(decoder: Any) -> Iterable[dict[str, Any]]:  # noqa: ANN401 - JSON
-    """A decoder, and those that it is made of."""
+    """A decoder, and the decoders that it is made of."""
     if decoder:
         yield decoder
         for part in decoder.get("decoders", ()):

@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from llama_ssp import catalogue
 from llama_ssp.ranks.process import signals_kept
+from tests.helpers import rooms
 from tests.helpers.own_conf import OwnConf, writer
 
 # Read when the libraries are first imported, and inherited by the processes that tests start.
@@ -166,6 +167,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="torch for CPUs comes without Triton; .ci/run has it"))
         if marker := item.get_closest_marker("gpu"):
             _skip_without_gpus(item, needed=marker.args[0])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Skip a test that asked for a room which this installation lacks, and was told so."""
+    report = yield
+    if report.failed and (room := rooms.missing_in(report.longreprtext)):
+        report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"needs {room}")
+    return report
 
 
 def pytest_collection_finish() -> None:

@@ -34,7 +34,7 @@ from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.weights import Loading
-from llama_ssp.settings.drafters import NGRAM_DRAFT, NgramConfig
+from llama_ssp.rooms.copies.records import NGRAM, NgramConfig
 from llama_ssp.settings.schema import SpeculationConfig, SyntheticConfig
 from llama_ssp.speculate.engine.executors import GraphExecutor, Recorder
 from llama_ssp.speculate.engine.loop import Decoder, Decoding
@@ -139,7 +139,7 @@ def same_as_launched(
         skip("rounds in 16 bits are for GPUs")
     pair, number = pair_of(where, dtype, draft=draft), batch_size + 1
     if draft is None:
-        pair = replace(pair, config=replace(pair.config, draft=NgramConfig(kind=NGRAM_DRAFT)))
+        pair = replace(pair, config=replace(pair.config, draft=NgramConfig(kind=NGRAM.name)))
     made = partial(make_decoder, pair, batch_size=batch_size, speculation=SpeculationConfig(tree=tree))
     for temperature, speculative in product(temperatures, modes):
         captured = made(speculative=speculative, temperature=temperature)

@@ -89,20 +89,19 @@ class CompletionTimes:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Completion:
+class Completion(CompletionLogProbs):
     """A completion by `Pair.generate`, without its prompt.
 
     Attributes:
         index: the place of its prompt in the list.
-        prompt_ids: what the model read.
+        prompt_ids: the ids that the model read.
         text: continues the prompt exactly; special tokens are left out.
         accepted_lengths, draft_lengths: for each round, the accepted and the drafted tokens.
         is_drafted: for each new token, whether it was drafted and accepted; the target chose the others.
         acceptance: share of the examined drafted tokens that were accepted; None without any.
         num_target_forwards: forwards of the target, including the reading of the whole prompt.
-        num_reused_tokens: of the prompt, what the target had read already: for another completion, or in the call
-            before, whose texts stay in the cache for prompts that begin alike.
-        log_probs: what `logprobs` and `prompt_logprobs` asked for; None without them.
+        num_reused_tokens: tokens of the prompt that the target had read already: for another completion, or in the
+            call before, whose texts stay in the cache for prompts that begin alike.
     """
 
     index: int
@@ -118,7 +117,6 @@ class Completion:
     num_target_forwards: int
     num_reused_tokens: int
     times: CompletionTimes
-    log_probs: CompletionLogProbs | None = None
 
     @property
     def accepted_ids(self) -> list[int]:
@@ -156,7 +154,7 @@ def _of_request(
         times=CompletionTimes(
             total_s=done.busy_s, first_token_s=done.first_token_s, **{f"{part}_s": s for part, s in done.part_s.items()}
         ),
-        log_probs=scores,
+        **(vars(scores) if scores else {}),
     )  # fmt: skip
 
 
@@ -194,7 +192,7 @@ CLOSED = "this pair was closed: load it again"
 class Pair:
     """A target and its draft in memory, made by `load`.
 
-    Its decoders are kept: a call with the settings of an earlier one replays what that one traced or captured. Where
+    Its decoders are kept: a call with the settings of an earlier one replays its traces and graphs. Where
     this process is one of several ranks, all of them make every call, with the same arguments. Ctrl-C then ends a call
     after its round, and the loss of a rank raises LostRankError on the others. Calls of several threads wait for each
     other.
@@ -307,7 +305,7 @@ class Pair:
             verification: name of a rule.
             plain: decode with the target alone, for comparison.
             logprobs: log-probabilities of every new token, and of this number of the most probable ones in its place
-                (`log_probs.CompletionLogProbs`); the target reads every text once more.
+                (`Completion.logprobs`); the target reads every text once more.
             prompt_logprobs: the same of the prompt's tokens.
 
         Raises:
@@ -391,8 +389,8 @@ class Pair:
     def update(self, model: NewWeights | None = None, draft: NewWeights | None = None) -> None:
         """Replace the weights of the target, of the draft or of both in memory, for example after a step of training.
 
-        What rounds have captured or traced reads the new weights, and what was read of prompts is forgotten. Sampling
-        and tokenizers stay. MTP layers come with the target's weights, and stay if these lack them.
+        Graphs and traces of rounds read the new weights, and prompts in caches are forgotten. Sampling and tokenizers
+        stay. MTP layers come with the target's weights, and stay if these lack them.
 
         Args:
             model: a folder, a name of the catalogue, an id of the hub, a loaded model of transformers, or tensors by
@@ -540,7 +538,7 @@ def _plain(prompt: object) -> object:
 
 
 def _as_prompt(number: int, prompt: object, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> Prompt:
-    """Read a prompt, the `number`th counted from 1; raises ConfigError for what is none."""
+    """Read a prompt, the `number`th counted from 1; raises ConfigError for anything else."""
     if isinstance(prompt, str):
         return Prompt(text=prompt)
     ids: tuple[int, ...] = ()

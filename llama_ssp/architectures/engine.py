@@ -19,7 +19,7 @@ WHOLE_LAYER_TOKENS = 16
 LARGEST_HEAD_BY_LENGTH, FIRST_CAPABILITY_BY_LENGTH = 256, 8.0
 """The most dimensions of a head, and the first compute capability, that attention by lengths runs on."""
 PART_SLOTS, ROW_PROGRAMS = 16, 256
-"""The least slots of a part of a row, of which each has its own program on a GPU, and about the most programs of a row.
+"""The least slots of a part of a row, each with its own program on a GPU, and about the most programs of a row.
 
 On an H200, 5 queries over 2048 slots of 32 heads took 25 us with 128 programs, 17 with 256, 15 with 512; and 32 rows
 of 1000 slots and 8 key-value heads took 48, 52 and 74.
@@ -57,7 +57,6 @@ def most_drafted_for(context: int, num_steps: int) -> int:
     return max(context - num_steps + 1, 2)
 
 
-TABLE_BITS = 16  # Places of a table for copied sequences of one length, as a power of 2.
 CATCH_UP_CHUNK = 64  # Tokens that a draft model reads at once after rounds in which it did not draft.
 
 
@@ -71,10 +70,6 @@ class Kernels:
     draw: int  # a sampled draw
     verify: int  # a verification with commit
     recurrent_layer: int = 120  # of the library's modules, with a recurrent state
-    own_copies: int = 30  # a search for text to copy in a row's own
-    node_copies: int = 9  # for each child that a node of a level may have, in a tree
-    other_copies: int = 68  # in other texts of the run as well
-    corpus_copies: int = 30  # in a corpus as well
 
 
 ENGINE_KERNELS = Kernels(layer=10, library_layer=50, frame=8, draw=8, verify=38)

@@ -70,7 +70,7 @@ def of_one_layer(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_join(shape: ModelShape) -> ModelShape:
-    """The sizes of a head, from the sizes of a model of one layer, with the modules of a written record."""
+    """The sizes of a head, from the sizes of a model of one layer, with the modules of a record that `is_written`."""
     if not record_of(shape.model_type).is_written:
         return shape
     held, width = inventory(shape), shape.hidden_size

@@ -2,7 +2,7 @@
 
 Three places choose, and everything else goes through them:
 
-    what                     chosen by                        instead
+    part                     chosen by                        instead
     an operator              `operators.find_operator`        torch's operators, see `kernels`
     how stages are run       `speculate.engine.executors`     `tracing`, else Python
     how ranks sum            `ranks.comms`                    `sums` through `shared_memory`, else gloo

@@ -74,7 +74,7 @@ def _decides_code() -> str:
 
 
 def optimized(module: ir.Module) -> binding.ModuleRef:
-    """Check and optimize a module; RuntimeError if it is none."""
+    """Check and optimize a module; RuntimeError if it is invalid."""
     module.triple = machine().triple
     module.data_layout = str(machine().target_data)
     parsed = binding.parse_assembly(str(module))

@@ -194,7 +194,7 @@ class Code(ir.IRBuilder):  # type: ignore[misc]  # llvmlite comes without types
         return self.lshr(self.add(bits, self.add(odd, 2 ** (number - 1) - 1)), number)
 
     def exponential(self, x: Value) -> Value:
-        """e^x of a vector to the last bit or two; the ends of its range stand for what is beyond.
+        """e^x of a vector to the last bit or two; the ends of its range stand for numbers beyond.
 
         Source: the polynomial of expf in Cephes.
         """
@@ -236,7 +236,7 @@ class Code(ir.IRBuilder):  # type: ignore[misc]  # llvmlite comes without types
 
 
 def _taking_numbers(name: str, num_others: int) -> Value:
-    """An operation of the builder, whose operands may be numbers; before them comes what is none."""
+    """An operation of the builder, whose operands may be numbers; other arguments come before them."""
     operation = getattr(ir.IRBuilder, name)
 
     def operate(code: Code, *given: Value) -> Value:

@@ -135,7 +135,7 @@ def _entry(module: ir.Module, head_dim: int, steps: Value) -> None:
 
 
 def _num_threads(code: Code, given: dict[str, Value], num_rows: Value) -> Value:
-    """As many as torch has, or fewer if there is little to do."""
+    """The number of threads: torch's, or fewer if there is little to do."""
     cost = 0
     for name in PRODUCTS:
         cost = code.add(cost, code.mul(given[f"{name}_num_inputs"], given[f"{name}_num_outputs"]))

@@ -16,7 +16,7 @@ no sum crosses lanes. The sum of an output of a row therefore takes the same ste
     dots      block 0: | output 0: inputs 0-3 | output 1: inputs 0-3 | ...  | output 0: inputs 4-7 | ...
     others    block 0: | input 0: 16 outputs | input 1: 16 outputs | ...    block 1: ...
 
-What surrounds a product is done with it: before it the RMS norm of the rows, after it bias and residual, or the gate of
+Operations around a product join it: before it the RMS norm of the rows, after it bias and residual, or the gate of
 the MLP, whose gate and up blocks alternate.
 
 A block has as many groups as the second dimension of the weights. Of `nibbles`, whose groups have 32 inputs or a

@@ -32,7 +32,7 @@ def find_operator(
         entry: the function of the code that torch calls.
         shared: functions that operators compiled later may call; see `compiled.add_operator`.
         needs: instructions, by LLVM's names.
-        check: raises RuntimeError if the operator does not compute what its reference computes.
+        check: raises RuntimeError if the operator's results are not its reference's.
         instead: says what the run does without the operator; a clause.
     """
     name = signature.partition("(")[0]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 _ARGUMENTS = {"all_reduce": "", "all_gather_last": "int[] sizes, ", "broadcast": "int src, ", "send": "int dst, ",
               "receive": "int src, "}  # fmt: skip
-"""The collectives, and what they take after the values."""
+"""The collectives, and their arguments after the values."""
 _library = torch.library.Library("llama_ssp", "DEF")
 _groups: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _this_thread = threading.local()

@@ -135,7 +135,7 @@ _shape = Tensor.shape.__get__  # type: ignore[attr-defined]
 
 
 class _Recordable(TorchFunctionMode):
-    """Calls what a trace can hold in place of what it cannot, and makes shapes constants: the key covers them."""
+    """Calls operators that a trace can hold in place of others, and makes shapes constants: the key covers them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         """See `TorchFunctionMode`."""

@@ -70,7 +70,7 @@ def by_torch(  # noqa: PLR0913, PLR0917 - the arguments of an operator
 def find_attention(
     device: torch.device, dtype: torch.dtype, head_dim: int, rows: KeptRows = SINGLES
 ) -> Attention | None:
-    """The operator for such heads and rows of the cache, compiled at the first call; None where there is none."""
+    """The operator for these heads and rows of the cache, compiled at the first call; None if it cannot be had."""
     if device.type != "cpu" or dtype is not torch.float32 or head_dim % LANES or head_dim > _WIDEST:
         return None
     if rows.kind not in _KINDS:

@@ -111,7 +111,7 @@ def fault_of(
     device: torch.device, dtype: torch.dtype, heads: Heads, has_windows: bool = False,
     checked: Sequence[tuple[int, ...]] = CHECKED, kept: KeptRows | None = None,
 ) -> str | None:  # fmt: skip
-    """The first case in which it does not compute what masks give, in words; None if it is right.
+    """The first case in which its results are not as with masks, in words; None if it is right.
 
     `checked` are the queries of each row, case after case; each case is also tried with a window if there are any.
     Keys and values are kept as `kept` says; None for `dtype`.

@@ -52,7 +52,7 @@ def left_of(window: int | None) -> int:
 
 
 class RmsNorm:
-    """The root-mean-square norm over the last dimension; operators of devices compute it with what is around.
+    """The root-mean-square norm over the last dimension; operators of devices compute it with its neighbours.
 
     torch has one operator for it on a GPU only. In fp32 on the CPU, where each small operator costs as much as the
     arithmetic, the vector's length is used: x / sqrt(mean(x^2) + eps) = sqrt(E) x / hypot(|x|, sqrt(E eps)).

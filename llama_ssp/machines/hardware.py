@@ -133,7 +133,7 @@ _NODE_GPUS = 8
 
 
 def names() -> list[str]:
-    """Return the sorted names of all machines, one per file of the group `hardware`; 4xh100 is none of its own."""
+    """Return the sorted names of all machines, one per file of the group `hardware`; 4xh100 has no file of its own."""
     return catalogue.names("hardware")
 
 

@@ -25,7 +25,7 @@ THIS_MACHINE = "this_machine"  # Name of the hardware file that `task=calibrate`
 _OTHER_BOARDS = {"PCIE", "NVL", "MIG", "TI", "SUPER", "D", "LAPTOP", "MAX", "144G"}
 """Variants of a GPU with another bandwidth or memory."""
 _LAPTOP_CORES = 8
-"""Cores of laptop_cpu; each is taken to be as fast as on other CPUs."""
+"""Cores of laptop_cpu; other CPUs get its rates in proportion to their cores."""
 _BY_A_RUN, _DISTURBED, _AGAIN_S = "measured by a run on this machine", "disturbed", 3600.0
 _LINKS_S = 20.0
 _LINKS = ("NV", "PIX", "PXB", "PHB", "NODE", "SYS")

@@ -120,7 +120,7 @@ class StaticCache(Workspace):
                 whole[:, :, row].zero_()
 
     def take(self, other: "StaticCache") -> None:
-        """Take over what a smaller cache of as many rows holds, layer by layer, and leave that one empty."""
+        """Take over the contents of a smaller cache of as many rows, layer by layer, and leave that one empty."""
         other.shown.clear()
         other.shown_in_rows.clear()
         for number, whole in enumerate(other._wholes):
@@ -356,7 +356,7 @@ class CachedRunner:
 
     Attributes:
         uses_masks: attention takes masks; they are made with the cache.
-        layer_states: what recurrent layers keep.
+        layer_states: states that recurrent layers keep.
         reads: see `Runner.allocate`.
     """
 

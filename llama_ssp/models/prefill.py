@@ -8,10 +8,10 @@ are padded to the longest, or packed where attention goes by the lengths of rows
               | prompt 2 ....... - - -  |
 
 A packed chunk holds as many tokens as a padded one of the same prompts, so it needs no more memory, and there are never
-more of them. Where bits do not depend on what is read together, prompts of nearly one length share a chunk: it is
-padded little, and what it computes stays in a processor's caches.
+more of them. Where bits do not depend on the tokens read together, prompts of nearly one length share a chunk: it is
+padded little, and its results stay in a processor's caches.
 
-What a row of the cache holds already is not read again (`Held`): a prompt copies it from there, then reads the rest.
+Tokens that a row of the cache holds are not read again (`Held`): a prompt copies them from there, then reads the rest.
 
     read first    | prompt 0 .......................... |       holds nothing
     read second   | copied from 0 ..... | prompt 1 .. |         and all others of which a part is held

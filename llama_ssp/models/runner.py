@@ -98,7 +98,7 @@ class Cached(Protocol):
     def allocate(self, *, batch_size: int, capacity: int, reads: Reads = Reads.all, num_rolled_back: int = 0) -> None:
         """Allocate a cache for `batch_size` rows of `capacity` tokens, unless the current one suffices.
 
-        A larger one for as many rows holds what the current one does, but for states. Forwards up to the next call
+        A larger one for as many rows takes over the current one's slots, but no states. Forwards up to the next call
         return what the caller `reads` of their logits; the next one of a row may begin up to `num_rolled_back` tokens
         before the end of its held tokens.
         """
@@ -108,8 +108,8 @@ class Runner(Cached, Protocol):
     """A model on this rank.
 
     Attributes:
-        is_invariant: what a forward computes for a token has the same bits with any number of threads, and whatever
-            other tokens it reads at once.
+        is_invariant: a forward's results for a token have the same bits with any number of threads, and with any other
+            tokens read at once.
         packs_prompts: a forward takes `pieces`, on every rank of the model.
         experts_read_3: sums over all layers of verifications: distinct experts that were read, experts expected if
             tokens choose evenly, and layers; None without experts.
@@ -167,10 +167,10 @@ class Runner(Cached, Protocol):
         """Count a use: from now on no caller knows what the rows hold."""
 
     def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
-        """Copy what the cache holds in some slots of each row to others."""
+        """Copy the cache's contents from some slots of each row to others."""
 
     def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int, *, from_saved: bool = False) -> None:
-        """Copy what the cache holds in the first slots of a row to other rows, which can include this row.
+        """Copy the cache's contents from the first slots of a row to other rows, which can include this row.
 
         The states are the ones after all that the row holds, or what `save` kept if `from_saved`.
         """

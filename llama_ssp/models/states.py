@@ -1,6 +1,6 @@
 """States of recurrent layers, kept after each of the last tokens of a row, so that a rollback copies nothing.
 
-A layer of the cache keeps slots (`models.cache`), or what this module has, or both: the last inputs of a convolution,
+A layer of the cache keeps slots (`models.cache`), or states of this module, or both: the last inputs of a convolution,
 and a recurrent state. Both stand in a ring by position:
 
     R = 5 states, slot p mod R   | 10 | 11 | 7 | 8 | 9 |     after the token at position p
@@ -86,7 +86,7 @@ class StateCache(Workspace):
                 in_rows[row].copy_(in_rows[from_row])
 
     def take(self, other: "StateCache", from_row: int, to_rows: Sequence[int], num_tokens: int) -> None:
-        """Copy what a row of a cache of as many rows keeps after its first tokens to rows of this one."""
+        """Copy inputs and states after the first tokens of a row of a cache of as many rows to rows of this one."""
         places_W = torch.arange(num_tokens - self.width + 1, num_tokens, device=self._rows_B.device)
         for own, others, places in ((self.inputs, other.inputs, places_W), (self.states, other.states, places_W[-1:])):
             for number, whole in own.items():

@@ -230,7 +230,7 @@ def _check_heads(name: str, size: int, cut: Cut, shape: ModelShape, head_dim: in
 
 
 def cut_dim(model: PreTrainedModel, name: str, *, whole: WholeParts) -> int | None:
-    """The dimension of a linear layer's weight that `shard` cuts, and 0 of experts; None for what stays whole."""
+    """The dimension of a linear layer's weight that `shard` cuts, and 0 of experts; None for whole modules."""
     style = _style(model, _plan_of(model), name)
     if style == EXPERTS:
         return 0
@@ -291,7 +291,7 @@ def _size_of(module: nn.Module, style: str) -> int:
 
 
 def _cut_experts(experts: Any, shard: RankShard, comm: Comm) -> None:  # noqa: ANN401 - of transformers
-    """Keep this rank's units of each expert, or its experts, and add up what the ranks compute.
+    """Keep this rank's units of each expert, or its experts, and add up the ranks' results.
 
     The first one adds the last bias of experts that are cut.
     """
@@ -324,7 +324,7 @@ def _cut_experts(experts: Any, shard: RankShard, comm: Comm) -> None:  # noqa: A
 
 
 def _cut_recurrent(mixer: Any, shard: RankShard, comm: Comm) -> None:  # noqa: ANN401 - of transformers
-    """Keep this rank's key heads of a recurrence, with their value heads, and add up what the ranks compute."""
+    """Keep this rank's key heads of a recurrence, with their value heads, and add up the ranks' results."""
     num_heads = shared_heads(mixer)
     heads = split_blocks(num_heads, shard.num_ranks)[shard.rank]
 
@@ -373,7 +373,7 @@ def _cut_parameters(module: Any, slices: dict[str, Slice]) -> None:  # noqa: ANN
 
 
 def _cut_heads(attention: Any, own: RankShard) -> None:  # noqa: ANN401 - of transformers
-    """Keep what attention has for each of this rank's heads, and set its numbers of heads.
+    """Keep attention's parameters of this rank's heads, and set its numbers of heads.
 
     Its own vectors (sinks, biases of gates) have a number for each head, matrices of norms a row, and lists a module.
     """

@@ -252,7 +252,7 @@ def _attention_s(
 
 
 def _more_layers(placement: ModelPlacement, hardware: HardwareConfig, num_positions: int) -> float:
-    """Number of layers of the library's modules with as many operators as recurrent layers have in excess of one.
+    """Operators that recurrent layers have beyond other layers', counted in layers of the library's modules.
 
     On a GPU a kernel takes in the tokens of a round; prompts need the operators.
     """

@@ -210,7 +210,7 @@ def _rank_memory(spec: PlanSpec, hardware: HardwareConfig, rank: int, target: _P
         "target_cache_bytes": target.cache_bytes(num_slots, spec.batch_size),
         "draft_cache_bytes": draft.cache_bytes(spec.draft_rows * spec.draft_slots, spec.draft_rows)
         + taps_bytes * (rank in spec.draft_ranks or spec.sends_taps)
-        + spec.copies_bytes,
+        + spec.free_terms.held_bytes,
         "logits_bytes": _logits_bytes(spec, rank) + uniforms_bytes,
         "activations_bytes": max(_activation_bytes(spec, hardware, model, part) for model, part in held),
     }

@@ -57,7 +57,7 @@ class PlannedModel:
 
     @cached_property
     def storage(self) -> StorageFormat:
-        """In which runs keep its linear layers."""
+        """The format in which runs keep its linear layers."""
         return format_of(self.quantization)
 
     @cached_property

@@ -1,13 +1,19 @@
-"""Notes of a plan on its models: families, states, contexts, storage."""
+"""Notes of a plan on its models and its machine: families, states, contexts, storage, placement, overlap."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from llama_ssp.architectures import engine
 from llama_ssp.architectures.family import inventory, record_of
 from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import CheckpointError, ConfigError
+from llama_ssp.machines.hardware import HardwareConfig
+from llama_ssp.planning.advisers import Adviser
+from llama_ssp.planning.memory import GIB, RankMemoryPlan
 from llama_ssp.planning.model import PlannedModel
-from llama_ssp.planning.spec import PlanSpec
+from llama_ssp.planning.spec import PlanSpec, without_draft
+from llama_ssp.planning.timing import Timing, timing
+from llama_ssp.words import rounded
 
 
 def notes_on_families(*models: PlannedModel | ModelConfig) -> Iterator[str]:
@@ -64,3 +70,44 @@ def notes_on_storage(spec: PlanSpec) -> Iterator[str]:
             yield f"runs refuse this model, whose matrices are counted as {model.weights_name}: {error}"
         except ConfigError as error:
             yield f"runs refuse this model: {error}"
+
+
+def notes_on_machine(
+    spec: PlanSpec, hardware: HardwareConfig, heads: tuple[int, ...], fullest: RankMemoryPlan
+) -> Iterator[str]:
+    """Say how tight it is, how the target is placed, and what of a machine or a round is not as usual."""
+    if fullest.is_tight:
+        share = 100 * fullest.free_bytes / fullest.capacity_bytes
+        yield f"a tight fit: {share:.1f} % of the memory of rank {fullest.rank} is left, and some items are estimates"
+    if hardware.device == "cpu" and hardware.system_bytes:
+        yield (
+            f"{hardware.system_bytes / GIB:.3g} of {hardware.memory_bytes / GIB:.3g} GiB are left to the operating "
+            "system and other programs (hardware.system_bytes)"
+        )
+    yield from spec.backend.notes(spec) if spec.backend.notes else ()
+    has_experts = bool(inventory(spec.target.shape).experts) and not spec.target.storage.is_quantized
+    if has_experts and spec.cuda_graphs:
+        launched_s = timing(without_draft(replace(spec, cuda_graphs=False)), hardware).plain_s
+        yield (
+            f"rounds with unquantized experts may not be captured as CUDA graphs: launched from Python, a token takes "
+            f"{rounded(1e3 * launched_s)} ms"
+        )
+    if len(set(heads)) > 1:
+        num_heads, shares = spec.target.shape.num_attention_heads, " ".join(map(str, heads))
+        yield f"{num_heads} heads over {len(heads)} ranks: {shares}; rank {fullest.rank} needs most"
+
+
+def slower_overlapped(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
+    """Warn if drafting while the target verifies takes longer than one after the other."""
+    if not spec.overlaps or timed.speculative_s is None:
+        return
+    in_turn_s = timing(replace(spec, overlap=False), hardware).speculative_s
+    if in_turn_s and timed.speculative_s > in_turn_s:
+        with_overlap, in_turn = (rounded(1e3 * seconds) for seconds in (timed.speculative_s, in_turn_s))
+        yield (
+            f"overlapping drafting and verification does not gain: forecast {with_overlap} ms/token with "
+            f"speculation.overlap=true, {in_turn} with speculation.overlap=false"
+        )
+
+
+OVERLAP = Adviser(name="overlap", order=1, warnings="llama_ssp.planning.notes:slower_overlapped")

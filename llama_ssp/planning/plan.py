@@ -1,6 +1,6 @@
 """Makes a plan, the memory, time and advice for one spec on one machine, and its JSON document.
 
-`reports.plan_tables` and `plan_figures` show it. `plan_version` changes when a field of the document is renamed or
+`reports.plan_tables` shows it. `plan_version` changes when a field of the document is renamed or
 removed.
 """
 
@@ -12,14 +12,20 @@ from llama_ssp.architectures.engine import OWN_SUM_BYTES
 from llama_ssp.architectures.family import inventory
 from llama_ssp.errors import CapacityError
 from llama_ssp.machines.hardware import MEASURED, HardwareConfig
-from llama_ssp.planning import advice
 from llama_ssp.planning.acceptance import remarks
-from llama_ssp.planning.advice import Change, changes_that_fit, faster_on_fewer
+from llama_ssp.planning.advisers import ChangeOfPlan, changes_of
+from llama_ssp.planning.advisers import said as advised
 from llama_ssp.planning.collectives import all_reduce_s, round_messages
 from llama_ssp.planning.forwards import ForwardTime
 from llama_ssp.planning.memory import GIB, RankMemoryPlan, kv_bytes_per_token, largest_batch, largest_context, memory
 from llama_ssp.planning.model import PlannedModel
-from llama_ssp.planning.notes import notes_on_contexts, notes_on_families, notes_on_states, notes_on_storage
+from llama_ssp.planning.notes import (
+    notes_on_contexts,
+    notes_on_families,
+    notes_on_machine,
+    notes_on_states,
+    notes_on_storage,
+)
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.timing import CostModel, Timing, timing
 from llama_ssp.planning.weights import model_bytes
@@ -37,8 +43,9 @@ class Plan:
         basis: where the times are from.
         largest_batch: the largest batch that fits at this context; 0 if none does.
         largest_context: the longest row that fits at this batch size.
-        warnings, notes: see `advice`.
-        changes: up to three changes that would make it fit, the best first; empty if it fits.
+        warnings: choices that cost more than they gain.
+        notes: facts that the figures do not show.
+        changes: changes that would make it fit, the best first; empty if it fits, None if nobody has tried any.
         whole_run: the time of a run whose prompts are known, in a sentence.
     """
 
@@ -51,7 +58,7 @@ class Plan:
     largest_context: int
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
-    changes: tuple[Change, ...]
+    changes: tuple[ChangeOfPlan, ...] | None
     whole_run: str | None = None
 
     @property
@@ -94,24 +101,20 @@ def make_plan(spec: PlanSpec, hardware: HardwareConfig, *, remark: str | None = 
         basis=basis(hardware),
         largest_batch=largest_batch(spec, hardware),
         largest_context=largest_context(spec, hardware),
-        warnings=(
-            *advice.warnings(spec, hardware, timed),
-            *advice.slower_overlapped(spec, hardware, timed),
-            *faster_on_fewer(spec, hardware, timed),
-        ),
+        warnings=(*advised("warnings", spec, hardware, timed),),
         notes=(
             *([remark] if remark else []),
             *notes_on_families(*filter(None, (spec.target, spec.draft))),
             *notes_on_storage(spec),
             *notes_on_states(spec),
             *notes_on_contexts(spec),
-            *advice.notes(spec, hardware, heads, fullest),
+            *notes_on_machine(spec, hardware, heads, fullest),
             *_notes_on_scoring(spec, hardware),
             *_notes_on_sums(spec, hardware),
-            *advice.better_draft(spec, hardware, timed),
+            *advised("notes", spec, hardware, timed),
             *remarks(spec, timed.acceptance, timed.best_num_draft_tokens_range),
         ),
-        changes=() if fullest.fits else tuple(changes_that_fit(spec, hardware)),
+        changes=() if fullest.fits else changes_of(spec, hardware),
     )
 
 
@@ -186,6 +189,8 @@ def shortage(plan: Plan, *, words: Mapping[str, str] | None = None) -> str:
     loading = " while loading" if full.loading_peak_bytes > full.total_bytes else ""
     needed, capacity = full.needed_bytes / GIB, full.capacity_bytes / GIB
     start = f"rank {full.rank} needs {needed:.1f} GiB{loading} ({items}) of {capacity:.1f} GiB"
+    if plan.changes is None:
+        return f"{start}: use a larger machine, hardware=NAME"
     if not plan.changes:
         return f"{start}; none of the changes that were tried fits: use a larger machine, hardware=NAME"
     smallest, *others = (_said(change, words or {}) for change in plan.changes)
@@ -193,7 +198,7 @@ def shortage(plan: Plan, *, words: Mapping[str, str] | None = None) -> str:
     return f"{start}; the smallest change that fits: {smallest}{also}"
 
 
-def _said(change: Change, words: Mapping[str, str]) -> str:
+def _said(change: ChangeOfPlan, words: Mapping[str, str]) -> str:
     named = [setting.split("=", 1) for setting in change.settings]
     settings = " ".join((words[name].format(value) if name in words else said(name, value)) for name, value in named)
     tight, ms = ", tight" if change.fullest.is_tight else "", rounded(1e3 * change.timed.best_s)
@@ -275,7 +280,7 @@ def document(plan: Plan) -> dict[str, Any]:
         "warnings": [*plan.warnings],
         "notes": [*plan.notes],
         "shortage": None if plan.fits else shortage(plan),
-        "changes": [change.document() for change in plan.changes],
+        "changes": [change.document() for change in plan.changes or ()],
     }  # fmt: skip
 
 
@@ -304,15 +309,3 @@ def _in_ms(seconds: float | tuple[float, ...] | None) -> Any:  # noqa: ANN401 - 
 def _parts(forward: ForwardTime | None) -> dict[str, float] | None:
     parts = vars(forward) | {"total_s": forward.total_s} if forward else {}
     return {f"{name.removesuffix('_s')}_ms": 1e3 * seconds for name, seconds in parts.items()} or None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Search:
-    """The choices that `search.search` has found for a machine."""
-
-    machine: HardwareConfig
-    choices: list[dict[str, Any]]
-
-    def document(self) -> dict[str, Any]:
-        """A JSON document, which docs/reference/plan-document.md describes."""
-        return {"plan_version": PLAN_VERSION, "basis": basis(self.machine), "search": self.choices}

@@ -13,16 +13,17 @@ from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.model import DTYPE_BYTES, PlannedModel, number_format, planned_model
 from llama_ssp.settings.backends import TENSOR, Backend, backend_of
 from llama_ssp.settings.drafters import (
-    NGRAM_DRAFT,
-    NgramConfig,
+    DraftTerms,
     draft_name,
+    drafter_of,
     drafts,
     drafts_greedily,
     has_own_tokenizer,
+    of_kind,
 )
 from llama_ssp.settings.layout import Layout, lay_out
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT, rule_of
-from llama_ssp.settings.schema import DraftLayout, ExpertParts, PlanConfig, RunConfig
+from llama_ssp.settings.schema import DrafterConfig, DraftLayout, ExpertParts, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.settings.trees import TreeShape
 
@@ -35,7 +36,7 @@ class PlanSpec:
         target_ranks, draft_ranks: ranks of each replica, increasing.
         spare_devices: GPUs without a rank that hold layers of a layer-wise target.
         free_draft: the kind of a draft without a model; None without one.
-        copies: prompt look-up of the draft, or of its fallback where K is chosen.
+        free_settings: of a draft without a model, or of the fallback where K is chosen.
         own_tokenizer: the draft has a tokenizer of its own.
         is_certain: drafted tokens are the most probable ones, without probabilities.
         tree: of a round, with `num_draft_tokens` nodes; None drafts chains.
@@ -75,7 +76,7 @@ class PlanSpec:
     temperature: float | None = None
     rule: str = DEFAULT
     free_draft: str | None = None
-    copies: NgramConfig | None = field(default=None, hash=False)
+    free_settings: DrafterConfig | None = field(default=None, hash=False)
     own_tokenizer: bool = False
     counts_tokens: bool = False
     truncates: bool = False
@@ -120,30 +121,12 @@ class PlanSpec:
             vocab_size=self.target.shape.vocab_size, draft_vocab_size=draft.shape.vocab_size if draft else None,
         )  # fmt: skip
 
-    @property
-    def num_copying_kernels(self) -> int:
-        """Kernels that look for text to copy in a round; for a tree within a quarter."""
-        if not (self.copies and self.drafts and (self.free_draft or self.adapts)):
-            return 0
-        own, kernels = self.kernels.own_copies, self.kernels
-        if self.tree:
-            return own + kernels.node_copies * sum(self.tree.widths)
-        others = kernels.other_copies * bool(self.copies.history)
-        return own + others + kernels.corpus_copies * bool(self.copies.corpus)
-
-    @property
-    def copies_bytes(self) -> int:
-        """Bytes of other texts that a row is copied from, on every rank; `drafters.ngram` allocates them.
-
-        A search may have changed K and the draft. Raises as `num_corpus_tokens`.
-        """
-        has_copies = self.drafts and not self.tree and (self.free_draft or self.adapts)
-        if not (self.copies and has_copies):
-            return 0
-        num_lengths, num_texts = self.copies.longest - self.copies.shortest + 1, self.copies.history
-        rows, table = num_texts + self.batch_size + 1, num_lengths << engine.TABLE_BITS
-        texts_bytes = 8 * (rows * self.num_slots + table) if num_texts else 0
-        return texts_bytes + self.copies.num_corpus_tokens * (4 + 12 * num_lengths)
+    @cached_property
+    def free_terms(self) -> DraftTerms:
+        """Costs of a draft without a model; a search may have changed K and the draft."""
+        if not (self.free_settings and self.drafts and (self.free_draft or self.adapts)):
+            return DraftTerms()
+        return drafter_of(self.free_settings).terms(self.free_settings, self)
 
     @property
     def num_rows(self) -> int:
@@ -289,7 +272,7 @@ def make_spec(
     if config.is_synthetic and acceptance is None:
         acceptance = config.agreement
     tree = speculation.tree_shape if drafts(config.draft) else None
-    copies = NgramConfig(kind=NGRAM_DRAFT) if config.draft.fallback == NGRAM_DRAFT else config.draft
+    free = of_kind(fallback) if (fallback := config.draft.fallback) else config.draft
 
     def planned(model: ModelConfig) -> PlannedModel:
         if not config.is_synthetic:
@@ -312,7 +295,7 @@ def make_spec(
         ),
         draft=draft,
         free_draft=None if draft else draft_name(config.draft),
-        copies=copies if isinstance(copies, NgramConfig) else None,
+        free_settings=None if drafter_of(free).has_model else free,
         own_tokenizer=has_own_tokenizer(config.draft),
         draft_kind=layout.draft_kind,
         draft_ranks=layout.draft_ranks,
@@ -397,3 +380,12 @@ def same_kind(spec: PlanSpec, size: int) -> PlanSpec | None:
     """The spec on a block of another size, its draft placed as before; None if such a block has no such place."""
     kinds = {DraftLayout.one_rank} if size == 1 else {spec.draft_kind}
     return next((found for found in on_block(spec, size) if not spec.draft or found.draft_kind in kinds), None)
+
+
+def without_draft(spec: PlanSpec) -> PlanSpec:
+    """The spec without a draft, whose own ranks the target has then."""
+    ranks = spec.target_ranks if spec.backend.by_library else spec.layout.ranks
+    return replace(
+        spec, draft=None, free_draft=None, own_tokenizer=False, draft_ranks=(), target_ranks=ranks, tree=None,
+        overlap=False,
+    )  # fmt: skip

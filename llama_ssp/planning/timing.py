@@ -58,7 +58,7 @@ PUBLISHED_GPUS = ("A100", "H100", "H200", "B200", "MI250", "RTX 4090")
 
 @dataclass(frozen=True, kw_only=True)
 class OverlappedTime:
-    """Seconds of a round's pieces: both models at once, then what either waits for.
+    """Seconds of a round's pieces: both models at once, then the pieces that either waits for.
 
     Attributes:
         hides_exchange: the exchange takes no time of the target, which computes meanwhile.
@@ -72,7 +72,7 @@ class OverlappedTime:
 
     @property
     def arrived_s(self) -> float:
-        """From the start of a round until the target has ended its forward and received the drafted tokens."""
+        """Seconds from the start of a round until the target has ended its forward and has the drafted tokens."""
         forward_s = self.forward_s + (0.0 if self.hides_exchange else self.exchange_s)
         return max(self.draft_s + self.exchange_s, forward_s)
 
@@ -234,17 +234,17 @@ class CostModel:
         return messages_s + self.rule_s(num_draft_tokens + 1)
 
     def drafting_s(self, num_draft_tokens: int) -> float:
-        """All draft steps of a round; the first finds the caches as the target has left them. Or a search of copies."""
-        copying_s = self._kernels_s(self.spec.num_copying_kernels, 0, 0) if num_draft_tokens else 0.0
+        """All draft steps of a round, or a free draft's; the first finds the caches as the target has left them."""
+        free_s = self._kernels_s(self.spec.free_terms.num_kernels, 0, 0) if num_draft_tokens else 0.0
         if not (self.draft and num_draft_tokens):
-            return copying_s
+            return free_s
         first_s, later_s = self._draft_steps_s
         if tree := self.spec.tree:
             later = self.spec.later_draft_forwards(num_draft_tokens)
             forwards_s = sum(self.forward(self.draft, nodes).total_s for nodes in later)
             num_draws = sum(tree.read) if self.spec.is_certain else num_draft_tokens - 1
             return first_s + forwards_s + num_draws * self.draw_s(self.draft)
-        return first_s + (num_draft_tokens - 1) * later_s + copying_s
+        return first_s + (num_draft_tokens - 1) * later_s + free_s
 
     @cached_property
     def _draft_steps_s(self) -> tuple[float, float]:

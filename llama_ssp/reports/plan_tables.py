@@ -1,16 +1,12 @@
-"""Prints plans, searches, and plans of several machines with rich.
+"""Prints plans, and plans of several machines, with rich.
 
-Ranks with equal figures share a column. Bytes are shown in GiB (in MiB if all are small), times in ms. A search has the
-settings that plan or run each of its choices.
+Ranks with equal figures share a column. Bytes are shown in GiB (in MiB if all are small), times in ms.
 """
 
-import math
 import os
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -19,8 +15,9 @@ from rich.table import Table
 
 from llama_ssp.planning.memory import GIB, RankMemoryPlan
 from llama_ssp.planning.model import PlannedModel
-from llama_ssp.planning.plan import Plan, Search, basis
+from llama_ssp.planning.plan import Plan
 from llama_ssp.planning.spec import PlanSpec
+from llama_ssp.settings.drafters import DRAFTERS
 from llama_ssp.settings.schema import ADAPTIVE
 from llama_ssp.storage.formats import NO_QUANTIZATION, formats
 from llama_ssp.words import rounded, visible
@@ -72,13 +69,11 @@ def short_name(quantization: str) -> str:
     return (storage and storage.short_name) or quantization
 
 
-def show(content: Plan | Search | list[Plan], console: Console | None = None) -> None:
-    """Print a plan, a search, or the plans of several machines on a console, or on standard output."""
+def show(content: Plan | list[Plan], console: Console | None = None) -> None:
+    """Print a plan, or the plans of several machines, on a console or on standard output."""
     console = console or StandardOutput()
     if isinstance(content, Plan):
         _print_plan(content, console)
-    elif isinstance(content, Search):
-        _print_search(content, console)
     else:
         _print_machines(content, console)
 
@@ -159,11 +154,11 @@ def _memory_table(plan: Plan) -> tuple[str, Table]:
         table.add_column(f"{group}{heads}", justify="right", no_wrap=True)
     for label, item in ITEMS.items():
         if any(sizes := [getattr(rank, item) for rank in ranks]):
-            table.add_row(label, *(_amount(size, unit) for size in sizes))
+            table.add_row(label, *(amount(size, unit) for size in sizes))
     table.add_section()
-    table.add_row("total", *(f"[bold]{_amount(rank.total_bytes, unit)}[/bold]" for rank in ranks))
+    table.add_row("total", *(f"[bold]{amount(rank.total_bytes, unit)}[/bold]" for rank in ranks))
     for label, item in SUMS.items():
-        table.add_row(label, *(_amount(getattr(rank, item), unit) for rank in ranks))
+        table.add_row(label, *(amount(getattr(rank, item), unit) for rank in ranks))
     table.add_row("verdict", *(_VERDICTS[rank.fits, rank.is_tight] for rank in ranks))
     return f"Memory per rank, {name}{replicas}", table
 
@@ -175,7 +170,8 @@ _VERDICTS = {
 }
 
 
-def _amount(num_bytes: int, unit: int) -> str:
+def amount(num_bytes: int, unit: int) -> str:
+    """Bytes in a cell, by their unit."""
     if not num_bytes:
         return "[dim]-[/dim]"
     return "<0.01" if 0 < num_bytes < unit / 200 else f"{num_bytes / unit:.2f}"
@@ -219,7 +215,8 @@ def _times_of_parts(plan: Plan) -> Iterator[str]:
         drafting_ms = timed.overlap["draft_ms"] if timed.overlap else 1e3 * (timed.round_s - timed.verify_s)
         steps = f"{timed.num_draft_tokens} x {drafting_ms / timed.num_draft_tokens:.2f} draft"
         if tree or plan.spec.free_draft:
-            steps = f"draft of a tree {tree.text} {drafting_ms:.2f}" if tree else f"search of copies {drafting_ms:.2f}"
+            step = f"draft of a tree {tree.text}" if tree else DRAFTERS.of(str(plan.spec.free_draft)).step_name
+            steps = f"{step} {drafting_ms:.2f}"
         share = f" (c = {timed.cost_ratio:.3f})" if timed.cost_ratio else ""
         yield f"round of {1e3 * timed.round_s:.1f} ms: {steps}{share}, verify {1e3 * timed.verify_s:.1f}"
 
@@ -246,69 +243,6 @@ def _basis(plan: Plan) -> Iterator[str]:
         idle = (f"{model} idle {100 * overlap[f'{model}_idle_share']:.0f} %" for model in ("target", "draft"))
         dropped = f"{100 * overlap['dropped_share']:.0f} % of drafted tokens dropped"
         yield f"drafting overlaps verification: {', '.join(idle)}, {dropped}"
-
-
-MOST_CHOICES = 5
-"""Choices of a search that are printed; JSON has all of them."""
-
-
-def _print_search(found: Search, console: Console) -> None:
-    """Print the best choices, with what does not fit struck out."""
-    choices, unit = found.choices, found.machine.unit
-    title = (
-        f"Choices on {literal(found.machine.name)}, the fastest of each precision first: {MOST_CHOICES} of "
-        f"{len(choices)}, which format=json has. ms/token of a completion after its first token, tokens/s over all "
-        f"rows and replicas, replicas x {unit}s of each, GiB of the fullest rank"
-    )
-    table = Table(padding=0, pad_edge=False, box=box.SIMPLE_HEAD)
-    for name in ("#", "target", "draft", "K", f"{unit}s", "ms/token", "tokens/s", "gain", "GiB"):
-        is_text = name in {"target", "draft"}
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text)
-    shown = printed(choices)
-    for choice in shown:
-        table.add_row(*_row(choice))
-    console.print(title)
-    console.print(table)
-    console.print(literal(basis(found.machine)))
-    console.print("\nThese commands plan the choices, and with run in place of plan they run them:")
-    for choice in shown:
-        if choice["reason"] is None:
-            command = shlex.join(["llama-ssp", "plan", *choice["settings"]])
-            console.print(f"{choice['rank']:>4}  {escape(command)}", soft_wrap=True)
-
-
-def printed(choices: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The choices of a table: of the asked model, or if it does not fit, the nearest misfit and all fitting ones."""
-    fitting = [choice for choice in choices if choice["reason"] is None]
-    misfits = [choice for choice in choices if choice["reason"] is not None]
-    asked = choices[0]["target"]
-    of_asked = [choice for choice in fitting if choice["target"] == asked]
-    nearest = min(
-        misfits, key=lambda choice: (choice["target"] != asked, choice["needed_bytes"] or math.inf), default=None
-    )
-    known, shown = of_asked or fitting, [] if of_asked or nearest is None else [nearest]
-    best = {(choice["target"], choice["quantization"]): choice for choice in reversed(known)}
-    firsts = [choice for choice in known if choice in best.values()]
-    others = [choice for choice in known if choice not in firsts]
-    return [*shown, *sorted([*firsts, *others][: MOST_CHOICES - len(shown)], key=lambda choice: choice["rank"])]
-
-
-def _row(choice: Mapping[str, Any]) -> list[str]:
-    target = f"{literal(choice['target'])} {short_name(choice['quantization'])}"
-    quantization = choice["draft_quantization"]
-    packed = short_name(quantization) if quantization in formats() else None
-    kind = f"{choice['draft_kind']}, overlaps" if choice["overlaps"] else choice["draft_kind"]
-    draft = " ".join(filter(None, (literal(choice["draft"] or "none"), packed, kind)))
-    ranks = f"{choice['num_replicas']} x {choice['num_ranks']}".removeprefix("1 x ")
-    needed, capacity = choice["needed_bytes"], choice["capacity_bytes"]
-    if choice["reason"]:
-        struck = [f"[strike]{name}[/strike]" for name in (target, draft)]
-        shortage = "cannot be shared" if needed is None else f"{needed / GIB:.1f} of {capacity / GIB:.1f}"
-        return ["", *struck, "", ranks, "", "", "", f"[red]{shortage}[/red]"]
-    length = ADAPTIVE if choice["adapts"] else choice["tree"] or str(choice["num_draft_tokens"] or "")
-    room = f"[yellow]{_amount(needed, GIB)} tight[/yellow]" if choice["is_tight"] else _amount(needed, GIB)
-    times = [f"{choice['ms_per_token']:.2f}", f"{choice['tokens_per_s']:.1f}", f"{choice['speedup']:.2f}x"]
-    return [str(choice["rank"]), target, draft, length, ranks, *times, room]
 
 
 def _print_machines(plans: Sequence[Plan], console: Console) -> None:

@@ -26,7 +26,7 @@ _MOST, _LEAST = 2.0**63, 1e-30
 """Bounds of numbers in a record, larger than any seed, size or time; 0 is allowed."""
 _MOST_DEPTH = 32
 """Deepest nesting of a config, and where a record does not specify types."""
-_SIGNED = {"other_s", "other_share", "value", "low", "high", "log_probs", "top_log_probs"}
+_SIGNED = {"other_s", "other_share", "value", "low", "high", "logprob"}
 """Logarithms, evaluations' numbers, and differences of a whole and its parts, below 0 if these were rounded up."""
 
 _Record = TypeVar("_Record")

@@ -121,7 +121,7 @@ class LogProbLine(CompletionLogProbs, _Line):
     def num_top(self) -> tuple[float | None, float | None]:
         """Numbers of most probable tokens for new tokens and for the prompt's; None without figures."""
         new, given = (
-            max(map(len, found.top_ids), default=math.inf) if found else None
+            None if found is None else max((len(one.top) for one in found), default=math.inf)
             for found in (self.logprobs, self.prompt_logprobs)
         )
         return new, given
@@ -392,7 +392,7 @@ class RunFacts:
         weights: "checkpoint" or "synthetic".
         baseline: where plain completions are from, if not from this run.
         machine: processors or GPUs of the ranks.
-        disturbed: why the machine was disturbed while it was timed; None if nothing was noticed.
+        disturbed: what disturbed the machine while it was timed; None if nothing was noticed.
     """
 
     task: str

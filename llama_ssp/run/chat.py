@@ -117,7 +117,7 @@ def _variables(source: str) -> frozenset[str]:
 
 
 def _has_power(source: str) -> bool:
-    """Whether a template computes a power; ** before the arguments of a call is none."""
+    """Whether a template computes a power, which ** before the arguments of a call is not."""
     words = [
         text for _, kind, text in _PLAIN.lex(source) if kind not in {"whitespace", "comment", "data"}
     ]  # fmt: skip

@@ -23,7 +23,7 @@ from llama_ssp.registry import imported
 from llama_ssp.run.prompts import reason_of
 from llama_ssp.settings.backends import BACKENDS, backend_of
 from llama_ssp.settings.checks import check_values
-from llama_ssp.settings.drafters import has_own_tokenizer
+from llama_ssp.settings.drafters import free_drafts, has_own_tokenizer
 from llama_ssp.settings.layout import Layout, lay_out
 from llama_ssp.settings.schema import ExpertParts, RunConfig, WeightsKind
 from llama_ssp.speculate.drafters.tokenizers import align, num_disagreeing
@@ -292,8 +292,8 @@ def _check_vocabularies(target: Source, draft: Source, *, own_tokenizer: bool) -
         if {*align(target.tokenizer, draft.tokenizer, **sizes).shared} == {None}:
             raise ConfigError(
                 f"{said('draft.tokenizer', 'own')} drafts the tokens that both vocabularies have, and "
-                f"draft={draft.entry.name} shares none with {said('model', target.entry.name)}: choose another draft, "
-                f"or {said('draft', 'ngram')}"
+                f"draft={draft.entry.name} shares none with {said('model', target.entry.name)}: choose another draft"
+                + "".join(f", or {said('draft', name)}" for name in free_drafts())
             )
     elif number := num_disagreeing(target_ids, draft_ids):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""From checked sources to the models on this rank, and from models and settings to a decoder."""
+"""Makes the models on this rank from checked sources, and a decoder from models and settings."""
 
 import logging
 from collections.abc import Callable
@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.architectures.matrices import DRAFT_WHOLE
@@ -21,10 +20,10 @@ from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World, has_own_threads, on_all_cores
 from llama_ssp.registry import imported
 from llama_ssp.run.checkpoints import Source
-from llama_ssp.run.requests import RequestMaker, read_corpus
+from llama_ssp.run.requests import RequestMaker
 from llama_ssp.settings.backends import BACKENDS, backend_of
 from llama_ssp.settings.checks import check_values
-from llama_ssp.settings.drafters import NgramConfig, drafts, drafts_greedily, has_own_tokenizer
+from llama_ssp.settings.drafters import drafter_of, drafts, drafts_greedily, has_own_tokenizer
 from llama_ssp.settings.layout import Layout, lay_out
 from llama_ssp.settings.rules import AT_ZERO
 from llama_ssp.settings.schema import RunConfig
@@ -62,8 +61,8 @@ class Models:
         context: most tokens of prompt and completion together.
         sources: the target's, and the draft's if there is one.
         tokenizers: both, if the draft has its own.
-        reuse: what both can take from earlier texts.
-        corpus_C: the tokens of `draft.corpus`, if there is one.
+        reuse: of earlier texts by both.
+        prepared: what the drafter reads besides the models, as its record says.
     """
 
     target: Runner
@@ -76,7 +75,7 @@ class Models:
     context: int
     sources: tuple[Source, ...] = ()
     tokenizers: TokenizerPair | None = None
-    corpus_C: Tensor | None = None
+    prepared: Any = None
 
     def make_taps(self) -> Taps | None:
         """The taps of the target that a draft head will read, on the ranks that keep them; None elsewhere."""
@@ -133,7 +132,9 @@ def load_models(
         return runner
 
     with raise_on_all_ranks(world.comm):
-        corpus_C = read_corpus(config.draft, target_source.tokenizer) if isinstance(config.draft, NgramConfig) else None
+        prepare = drafter_of(config.draft).prepare
+        read = imported(prepare, setting=f"draft.kind={config.draft.kind}") if prepare else None
+        prepared = read(config.draft, target_source.tokenizer) if read else None
         vocab_size, context = target_source.origin.shape.vocab_size, target_source.origin.context
         target: Runner = NullRunner(device=world.device, vocab_size=vocab_size, max_position_embeddings=context)
         if mesh.target:
@@ -154,7 +155,7 @@ def load_models(
     return Models(
         target=target, draft=draft, drafts=drafts(config.draft), mesh=mesh, reuse=reuse,
         tokenizer=target_source.tokenizer, eos_ids=target_source.eos_ids,
-        context=context, corpus_C=corpus_C,
+        context=context, prepared=prepared,
         sources=tuple(source for source in sources if source),
         tokenizers=TokenizerPair(target_source.tokenizer, draft_source.tokenizer)
         if draft_source and has_own_tokenizer(config.draft) else None,
@@ -166,7 +167,7 @@ def update_models(
 ) -> tuple[Models, bool]:
     """Copy other weights of the same shapes into this rank's share of the models; None leaves one as it is.
 
-    Caches then count as empty. Returns the models, and whether all ranks keep what they captured and traced: a model
+    Caches then count as empty. Returns the models, and whether all ranks keep their graphs and traces: a model
     some of whose weights need another kernel is another object. Raises SspError on every rank if reading fails on one;
     the models then hold weights of both.
     """
@@ -255,7 +256,7 @@ def build_decoder(
             limit = DraftLimit(models.draft_context, depth=tree.depth if tree else None)
         drafters = make_drafters(
             config, mesh=mesh, target=models.target, runner=models.draft, split=split,
-            tokenizers=models.tokenizers, taps=taps, corpus_C=models.corpus_C, shard=of_draft, steps=steps,
+            tokenizers=models.tokenizers, taps=taps, prepared=models.prepared, shard=of_draft, steps=steps,
         )  # fmt: skip
     if lengths := config.speculation.forced_lengths if speculative else []:
         _log.info("not lossless: speculation.forced_lengths=%s says what rounds accept", lengths)

@@ -58,7 +58,7 @@ def named(prompts: Sequence[Prompt]) -> str:
 def check_lengths(config: RunConfig) -> None:
     """Refuse prompts whose own text is too long for the target before a rank starts, where its files are here.
 
-    What templates and answers add is counted in `requests`. Raises ConfigError, and as `read_prompts`.
+    `requests` counts the tokens that templates and answers add. Raises ConfigError, and as `read_prompts`.
     """
     # A pipe can be read once only.
     is_known = config.prompt is not None or (config.prompts is not None and Path(config.prompts).is_file())

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from itertools import islice
 
 from llama_ssp.errors import InterruptedRun
-from llama_ssp.log_probs import CompletionLogProbs
+from llama_ssp.log_probs import CompletionLogProbs, part
 from llama_ssp.ranks.failures import from_rank_0
 from llama_ssp.reports.records import LineKey, LogProbLine
 from llama_ssp.run.decoders import Models
@@ -48,9 +48,9 @@ def score_completions(
         num_new = len(texts[place][1])
         new, before = slice(-num_new, None), slice(0, -num_new)
         yield place, CompletionLogProbs(
-            logprobs=None if num_top is None else scores.model.part(new, num_top),
-            drawn_logprobs=scores.drawn.part(new, num_top) if scores.drawn and num_top is not None else None,
-            prompt_logprobs=None if num_of_prompt is None else scores.model.part(before, num_of_prompt),
+            logprobs=None if num_top is None else part(scores.model, new, num_top=num_top),
+            drawn_logprobs=part(scores.drawn, new, num_top=num_top) if scores.drawn and num_top is not None else None,
+            prompt_logprobs=None if num_of_prompt is None else part(scores.model, before, num_top=num_of_prompt),
         )  # fmt: skip
 
 

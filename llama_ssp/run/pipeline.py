@@ -17,8 +17,7 @@ import transformers
 
 from llama_ssp.errors import ConfigError, InterruptedRun
 from llama_ssp.machines.machine import keep_speeds, note_on_links, speeds_are_due
-from llama_ssp.planning.advice import slower_overlapped
-from llama_ssp.planning.notes import outgrown
+from llama_ssp.planning.notes import outgrown, slower_overlapped
 from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.ranks.failures import Phase, from_rank_0, raise_on_all_ranks
 from llama_ssp.ranks.memory import MemoryWatch
@@ -147,7 +146,7 @@ def _load(
 
 
 def _checked(config: RunConfig, sources: tuple[Source, Source | None], folder: RunFolder | None) -> RunConfig:
-    """Fill in and check what the models' files decide, and compare them with the folder's; raises ConfigError."""
+    """Fill in and check settings that the models' files decide, and compare with the folder's; raises ConfigError."""
     target = sources[0]
     sampling = with_model_sampling(config.sampling, target.generation)
     vocab_size = target.origin.shape.vocab_size
@@ -163,7 +162,7 @@ def _checked(config: RunConfig, sources: tuple[Source, Source | None], folder: R
 
 
 def choose_placement(config: RunConfig, world: World, say: Callable[[str], None]) -> PlacementConfig:
-    """Let rank 0 choose for all ranks: nodes may differ in what they know of the machine."""
+    """Let rank 0 choose for all ranks: nodes may know different facts of the machine."""
 
     def choose() -> list[object]:
         spec, sentence = dry_run.choose_for_run(config, world_size=world.comm.size, on_cpu=world.device.type == "cpu")

@@ -1,22 +1,17 @@
 """Makes the requests of a run from prompts: token ids as the model expects them, turns of conversations in order."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from llama_ssp.catalogue import read_path
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports.records import LineKey
 from llama_ssp.run.chat import NO_ARGUMENTS, in_template
 from llama_ssp.run.lengths import problem_of_length, refuse
 from llama_ssp.run.prompts import EXCERPT, Message, Prompt
-from llama_ssp.settings.drafters import NgramConfig
 from llama_ssp.settings.schema import RunConfig, TooLong
 from llama_ssp.speculate.engine.state import Request, count_equal_before
 
@@ -158,30 +153,6 @@ def encode(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """
     _check_unicode(text)
     return _never_empty(tokenizer(text).input_ids, tokenizer)
-
-
-def read_corpus(draft: NgramConfig, tokenizer: PreTrainedTokenizerBase) -> Tensor | None:
-    """Encode the texts of `draft.corpus`, each with a token that ends it; the last tokens that there is room for.
-
-    Raises ConfigError if it is no text in UTF-8, or no run.jsonl.
-    """
-    most = draft.num_corpus_tokens
-    if draft.corpus is None:
-        return None
-    file, ids = read_path(draft.corpus), list[int]()
-    try:
-        texts = [file.read_text(encoding="utf-8")]
-        if file.suffix == ".jsonl":
-            records = [json.loads(line) for line in texts[0].split("\n") if line.strip()]
-            texts = [record["prompt"] + record["text"] for record in records]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"draft.corpus={draft.corpus} cannot be read ({type(error).__name__}: {error}): give the run.jsonl of a "
-            "run, or a text in UTF-8"
-        ) from None
-    for text in texts:
-        ids += [*tokenizer(text, add_special_tokens=False, verbose=False).input_ids, tokenizer.eos_token_id or 0]
-    return torch.tensor(ids[-most:])
 
 
 def encode_messages(

@@ -1,4 +1,4 @@
-"""May this run go on in its folder? Compares what the folder holds with its models, its prompts and its settings."""
+"""Checks whether a run may go on in its folder: compares the contents with its models, prompts and settings."""
 
 import json
 from collections.abc import Iterator, Sequence

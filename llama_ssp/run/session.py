@@ -126,7 +126,7 @@ class Session:
         beginning of the first prompt. Nothing is shown or recorded. If a graph can read that prompt, the second time
         captures it.
         """
-        # All caches come first: one that grows for a later mode would drop what an earlier one has captured.
+        # All caches come first: one that grows for a later mode would drop an earlier one's graphs.
         decoders = {mode: self.ready_decoder(mode, requests) for mode in modes}
         for decoder in decoders.values():
             decoder.warm_up(requests)
@@ -186,7 +186,7 @@ class Session:
     def _decode(
         self, requests: list[PromptRequest], recorder: "_Recorder", settings: RunSettings | None = None
     ) -> None:
-        """Decode requests, of which each replica does a part; raises as `complete`."""
+        """Decode requests, a part on each replica; raises as `complete`."""
         decoder = self.decoder(recorder.mode)
         share, more = self._shared_out(requests, recorder)
         self._count_experts(-1)
@@ -228,7 +228,7 @@ class Session:
         self.again_ms_per_token = ms / num_tokens if num_tokens else None  # on rank 0
 
     def _count_experts(self, sign: int) -> None:
-        """Add what the target has counted so far, or subtract it, so that warm-ups are left out."""
+        """Add the target's counts so far, or subtract them, so that warm-ups are left out."""
         counted_3 = self.models.target.experts_read_3
         if self.experts_read_3 is not None and counted_3 is not None:
             self.experts_read_3.add_(counted_3, alpha=sign)
@@ -283,7 +283,7 @@ class _Recorder:
             self._enter(completion)
 
     def _enter(self, completion: RowCompletion) -> None:
-        """Record a completion of this replica, or send it to rank 0, and record what others have sent."""
+        """Record a completion of this replica, or send it to rank 0, and record other replicas' completions."""
         session, exchange = self._session, self.exchange
         session.memory.sample()
         session.num_reused_tokens += completion.num_reused_tokens

@@ -1,4 +1,4 @@
-"""Measures rounds before a run begins that adapts K, and gives the decoder what it found.
+"""Measures rounds before a run begins that adapts K, and gives the decoder their costs.
 
 All ranks use the times that rank 0 measured. A run folder keeps them for when the run is resumed.
 """

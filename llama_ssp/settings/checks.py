@@ -17,6 +17,7 @@ from llama_ssp.machines import hardware
 from llama_ssp.settings import drafters, layout, schema, trees
 from llama_ssp.settings.backends import backend_of, backends
 from llama_ssp.settings.combinations import clashes
+from llama_ssp.settings.groups import chooser_of
 from llama_ssp.settings.rules import RULES
 from llama_ssp.settings.schema import PlanConfig, RunConfig
 from llama_ssp.settings.tasks import TASKS, NoEffect, Range, default_of, request_file, task_of
@@ -64,9 +65,13 @@ def check_plan(config: PlanConfig) -> None:
     of_machine = hardware.problems_of(config.hardware)
     problems = [*of_machine, *_values(config), *_draft(config), *_formats(config), *_sizes(config)]
     if not of_machine:
+        chooser = chooser_of(config)
         num_ranks = int(config.hardware["num_gpus"]) * int(config.hardware.get("num_nodes", 1))
         problems += layout.problems_of(
-            config.placement, world_size=num_ranks, has_draft=config.draft.model is not None, searched=config.search
+            config.placement,
+            world_size=num_ranks,
+            has_draft=config.draft.model is not None,
+            chooser=f"{chooser.name}=true" if chooser else None,
         )
     refuse(problems)
 
@@ -100,7 +105,6 @@ _DRAFTED = "at least 1 and at most 1024, for example 4, or auto"
 _TEMPERATURE = f"0 (greedy) or at least {_COLDEST}, for example 0.8"
 _SHARE = "above 0 and at most 1, or {null} to switch it off"
 _TIMEOUT = f"a positive number of seconds, at most {_MAX_TIMEOUT_S}"
-_MOST_COMPARED = 64
 _MOST_BIAS, _MOST_REPETITION = 10**4, 100  # logits stay finite
 _REPETITION = f"from 1/{_MOST_REPETITION} to {_MOST_REPETITION}, for example 1.1; 1 switches it off"
 _PENALTY = f"from -{_MOST_BIAS} to {_MOST_BIAS}, for example 0.5; 0 switches it off"
@@ -109,9 +113,6 @@ _RANGES: tuple[Range, ...] = (
     ("speculation.num_draft_tokens", lambda k: k == schema.ADAPTIVE or k in _NUM_DRAFTED, _DRAFTED),
     ("speculation.acceptance", lambda a: 0 <= a <= 1, "a probability, between 0 and 1"),
     ("synthetic.agreement", lambda a: LEAST_AGREEMENT <= a <= 1, f"between {LEAST_AGREEMENT} and 1"),
-    ("draft.longest", lambda n: 1 <= n <= _MOST_COMPARED, f"1 to {_MOST_COMPARED} tokens"),
-    ("draft.shortest", lambda n: n >= 1, "at least 1"),
-    ("draft.history", lambda n: n >= 0, "at least 0, which looks at no other text"),
     ("sampling.temperature", lambda t: t == 0 or _COLDEST <= t < math.inf, _TEMPERATURE),
     ("sampling.top_k", lambda k: k >= 1, "at least 1, or {null} for the whole vocabulary"),
     ("sampling.top_p", lambda p: 0 < p <= 1, _SHARE),
@@ -143,22 +144,26 @@ def _values(config: RunConfig) -> Iterator[str]:
     yield from (*_ranges(config), *_shapes_of_rounds(config))
     draft, rule = config.draft.kind, config.verification.rule
     yield from filter(None, (drafters.DRAFTERS.problem_of(draft), RULES.problem_of(rule)))
+    yield from (found for found in _of_draft(config) if isinstance(found, str))
     yield from clashes(config)
+
+
+def _of_draft(config: RunConfig) -> Sequence[str | NoEffect]:
+    """Problems of a run by the record of its draft."""
+    record = drafters.DRAFTERS.find(config.draft.kind)
+    return [*record.problems(config)] if record else []
 
 
 def _ranges(config: RunConfig) -> Iterator[str]:
     task = TASKS.find(config.task.name)
     of_task = [(f"task.{name}", holds, required) for name, holds, required in task.ranges] if task else []
-    for key, holds, required in [*_RANGES, *of_task]:
+    kind = drafters.DRAFTERS.find(config.draft.kind)
+    for key, holds, required in [*_RANGES, *(kind.ranges if kind else ()), *of_task]:
         value: Any = config
         for name in key.split("."):
             value = getattr(value, name, None)
         if value is not None and not holds(value):
             yield f"{said(key, value)} must be {required.format(null=value_of(None))}"
-    draft = config.draft
-    if isinstance(draft, drafters.NgramConfig) and draft.shortest > draft.longest:
-        fewest, most = said("draft.shortest", draft.shortest), said("draft.longest", draft.longest)
-        yield f"{fewest} is more than {most}: give fewer"
     for name in {*config.sampling.from_model} - schema.FROM_MODEL:
         yield unknown_name("name in sampling.from_model", name, schema.FROM_MODEL)
     if not all(map(str.strip, config.sampling.bad_words)):
@@ -204,7 +209,7 @@ def _files(config: RunConfig) -> Iterator[str]:
 def _draft(config: RunConfig) -> Iterator[str]:
     if drafters.DRAFTERS.problem_of(config.draft.kind):
         return
-    free = [name for name, record in drafters.DRAFTERS.all().items() if record.make and not record.has_model]
+    free = drafters.free_drafts()
     if config.draft.fallback not in {None, *free}:
         yield unknown_name("draft.fallback", str(config.draft.fallback), free)
     if not drafters.drafts(config.draft) and task_of(config).needs_draft:
@@ -355,7 +360,8 @@ def _heads(group: str, model: ModelConfig, ranks: tuple[int, ...], *, remedy: st
 
 def _unread(config: RunConfig, explicit: frozenset[str]) -> Iterator[NoEffect]:
     """Yield the settings of `explicit` that have no effect."""
-    for keys, has_none, reason in _without_effect(config):
+    of_draft = [(found.key, True, found.reason) for found in _of_draft(config) if isinstance(found, NoEffect)]
+    for keys, has_none, reason in [*_without_effect(config), *of_draft]:
         for key in sorted(explicit) if has_none else ():
             if any(key == top or key.startswith(f"{top}.") for top in keys.split()):
                 yield NoEffect(key, reason)
@@ -380,8 +386,6 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
          "with speculation.tree, whose shape says how many tokens are drafted"),
         ("draft.fallback", not speculation.adapts, "without speculation.num_draft_tokens=auto"),
         ("draft.greedy", is_greedy, "at temperature 0, where every draft is greedy"),
-        ("draft.history draft.corpus", speculation.tree is not None,
-         "with speculation.tree, which copies its own text"),
         ("placement.draft draft.model", has_no_model, no_model),
         ("draft.tokenizer", config.is_synthetic and config.draft.model is not None,
          "with weights=synthetic, which gives both models one tokenizer"),

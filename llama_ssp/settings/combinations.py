@@ -9,7 +9,7 @@ from functools import cache
 
 from llama_ssp.catalogue import ModelConfig, ModelShape
 from llama_ssp.settings.backends import backend_of
-from llama_ssp.settings.drafters import DRAFTERS, NGRAM_DRAFT, drafter_of, drafts, has_own_tokenizer
+from llama_ssp.settings.drafters import DRAFTERS, drafter_of, drafts, free_drafts, has_own_tokenizer
 from llama_ssp.settings.rules import AT_ZERO, RULES, at_every_temperature, rule_of, rules
 from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, DraftLayout, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import task_of, task_specs
@@ -56,8 +56,7 @@ ABILITIES: dict[str, Callable[[RunConfig], object]] = {
 
 CLASHES: dict[tuple[str, str], str] = {
     ("a tree", "a draft without trees"):
-        "{tree} needs a draft with trees, and draft={kind} has none: give a draft model or head with draft=NAME, or "
-        "draft={ngram}",
+        "{tree} needs a draft with trees, and draft={kind} has none: give a draft model or head with {with_trees}",
     ("a dynamic tree", "a draft without a model"):
         "{tree} needs a draft model or head, whose probabilities shape it, and draft={kind} has none: give one with "
         "draft=NAME, or numbers of children such as {fixed_tree}",
@@ -136,9 +135,11 @@ def _words(config: RunConfig) -> dict[str, object]:
     timed = sorted((f"task={name}" for name, task in task_specs().items() if task.shows_times), key=len)
     state = _recurrent(config.model, model) if speculation.tree else _recurrent(model)
     chosen = "placement=auto" if placement.auto else f"placement.draft.kind={placement.draft.kind.name}"
+    with_trees = [f"draft={name}" for name in free_drafts() if DRAFTERS.of(name).has_trees]
     return {
-        "kind": draft.kind, "draft": model.name, "ngram": NGRAM_DRAFT, "own": said("draft.tokenizer", "own"),
+        "kind": draft.kind, "draft": model.name, "own": said("draft.tokenizer", "own"),
         "fallback": said("draft.fallback", draft.fallback), "adapter": said("model.adapter", config.model.adapter),
+        "with_trees": ", or ".join(["draft=NAME", *with_trees]),
         "tree": said("speculation.tree", speculation.tree), "tree_key": key_of("speculation.tree"),
         "fixed_tree": said("speculation.tree", "3x1x1"), "auto": said("speculation.num_draft_tokens", ADAPTIVE),
         "overlap": said("speculation.overlap", True),

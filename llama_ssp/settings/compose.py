@@ -1,4 +1,4 @@
-"""From the words of a command line to the dataclasses of `schema`: the only module that knows Hydra.
+"""Turns the words of a command line into the dataclasses of `schema`: the only module that knows Hydra.
 
 Hydra composes the options that the words choose, such as `model=7B`, which `catalogue` reads for it. Every other word
 sets a value in the result, so that all mistakes are reported at once.
@@ -173,7 +173,7 @@ def _expanded(word: _Word) -> list[_Word]:
 
 
 def _composed(config: DictConfig, words: Sequence[_Word], chosen: Sequence[str], problems: list[str]) -> Composed:
-    """Set what the words say beyond the chosen options, and note in `problems` what cannot be set."""
+    """Set values that the words give beyond the chosen options, and note in `problems` words that cannot be set."""
     keys, settings, explicit = frozenset(keys_of(config)), [], []
     for word in words:
         if word.is_for_hydra:
@@ -240,7 +240,7 @@ def groups_of(root: str = "config") -> dict[str, list[str]]:
 
 @contextmanager
 def _sentences() -> Iterator[None]:
-    """Raise what Hydra and OmegaConf have found as a ConfigError of one sentence."""
+    """Raise errors of Hydra and OmegaConf as a ConfigError of one sentence."""
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
@@ -311,7 +311,7 @@ def _default_draft(config: DictConfig, explicit: frozenset[str]) -> DictConfig:
 
 
 def register(root: str = "config") -> None:
-    """Register with Hydra what a file in `conf` and the options refer to; repeated calls are harmless."""
+    """Register with Hydra all that files in `conf` and options refer to; repeated calls are harmless."""
     schemas: dict[str, Any] = {"plan": whole(PlanConfig)} if root == "plan" else {"run": RunConfig}
     schemas |= {name: launcher.config for name, launcher in LAUNCHERS.all().items()}
     schemas |= {name: task.config for name, task in task_specs().items()}

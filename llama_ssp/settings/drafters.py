@@ -1,20 +1,43 @@
 """Kinds of draft: their records and settings."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, Protocol
 
-from llama_ssp.catalogue import read_path
-from llama_ssp.errors import ConfigError
 from llama_ssp.fields import setting
 from llama_ssp.registry import Registry
 from llama_ssp.settings import schema
-from llama_ssp.settings.schema import DrafterConfig
+from llama_ssp.settings.schema import DrafterConfig, RunConfig
+from llama_ssp.settings.tasks import NoEffect, Range
+from llama_ssp.settings.trees import TreeShape
 
-NGRAM_DRAFT = "ngram"
-MOST_CORPUS_TOKENS = 2**20
-"""Tokens of the longest corpus."""
 MTP_DRAFTS = {"MTP", "nextn", "NEXTN"}
 """Names that other engines give the layers that predict further tokens."""
+
+
+class RoundSizes(Protocol):
+    """The sizes of planned rounds, as `planning.spec.PlanSpec` has them."""
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of a replica."""
+
+    @property
+    def num_slots(self) -> int:
+        """Cache slots of a row."""
+
+    @property
+    def tree(self) -> TreeShape | None:
+        """The tree of a round; None for chains."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftTerms:
+    """Terms of a plan on every rank for a draft without a model: kernels of a round, and bytes."""
+
+    num_kernels: int = 0
+    held_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,15 +53,38 @@ class DrafterRecord:
     # itself.
     has_model: bool = False
     has_trees: bool = False  # it drafts what `DrafterParts.tree` says.
+    # `module:function` that reads what it needs besides the models, once, when they are loaded, from its settings and
+    # the target's tokenizer; `DrafterParts.prepared` has what it returns.
+    prepare: str | None = None
+    ranges: tuple[Range, ...] = ()  # of its settings, whose keys begin with `draft.`.
+    # yields further problems of a run with such a draft, and a `NoEffect` for each setting that has none.
+    problems: Callable[[RunConfig], Iterable[str | NoEffect]] = lambda _config: ()
+    # without a model, what plans count for it, from its settings.
+    terms: Callable[[Any, RoundSizes], DraftTerms] = lambda _draft, _round: DraftTerms()
+    step_name: str = "draft"  # without a model, what it does in a round, in the table of a plan.
+    # its settings with which it drafts from a row's own text alone.
+    alone: Callable[[Any], Any] = lambda draft: draft
+    # without a model, arguments of transformers' `generate`, which then drafts K tokens as it does; None for none.
+    of_library: Callable[[Any, int], dict[str, object]] | None = None
 
 
-DRAFTERS: Registry[DrafterRecord] = Registry(setting="draft.kind")
+DRAFTERS: Registry[DrafterRecord] = Registry(setting="draft.kind", kind=DrafterRecord)
 register, drafters, problem_of = DRAFTERS.register, DRAFTERS.all, DRAFTERS.problem_of
 
 
 def drafter_of(draft: DrafterConfig) -> DrafterRecord:
     """The record of a draft; an unknown kind raises ConfigError."""
     return DRAFTERS.of(draft.kind)
+
+
+def of_kind(kind: str) -> DrafterConfig:
+    """The settings of a kind of draft, all by default; an unknown kind raises ConfigError."""
+    return DRAFTERS.of(kind).config(kind=kind)
+
+
+def free_drafts() -> list[str]:
+    """The kinds of draft without a model."""
+    return [name for name, record in drafters().items() if record.make and not record.has_model]
 
 
 def drafts(draft: DrafterConfig) -> bool:
@@ -89,42 +135,9 @@ def has_own_tokenizer(draft: DrafterConfig) -> bool:
     return isinstance(draft, ModelDraftConfig) and draft.tokenizer is DraftTokenizer.own
 
 
-@dataclass(kw_only=True)
-class NgramConfig(DrafterConfig):
-    """Prompt look-up."""
-
-    longest: int = setting(
-        4, "the most of the last tokens that are compared; a longer match is preferred to a shorter one."
-    )
-    shortest: int = setting(1, "the fewest of them that make a match.")
-    history: int = setting(
-        64,
-        "newest other texts of the run that longer matches are copied from, such as samples of one prompt; 0 for none.",
-    )
-    corpus: str | None = setting(
-        None, "a run.jsonl, or a file of text, that still longer matches are copied from, the most frequent ones."
-    )
-
-    @property
-    def num_corpus_tokens(self) -> int:
-        """Tokens of the corpus that there is room for: one for two bytes of the file; the last ones are kept.
-
-        Raises ConfigError if there is no such file.
-        """
-        if self.corpus is None:
-            return 0
-        file = read_path(self.corpus)
-        if not file.is_file():
-            raise ConfigError(f"draft.corpus={self.corpus} is no file: give a run.jsonl or a text")
-        return min(file.stat().st_size // 2 + 1, MOST_CORPUS_TOKENS)
-
-
 register(DrafterRecord(name=schema.NO_DRAFT, make=None))
 # Source: arXiv:2302.01318, arXiv:2211.17192; with a tokenizer of its own: arXiv:2502.05202.
 _MAKE_MODEL = "llama_ssp.speculate.drafters.model:make"
 register(
     DrafterRecord(name=schema.MODEL_DRAFT, make=_MAKE_MODEL, config=ModelDraftConfig, has_model=True, has_trees=True)
 )
-# Copies what followed the last tokens where they stood before. Source: Saxena 2023, "Prompt Lookup Decoding".
-_MAKE_NGRAM = "llama_ssp.speculate.drafters.ngram:NgramDrafter"
-register(DrafterRecord(name=NGRAM_DRAFT, make=_MAKE_NGRAM, config=NgramConfig, has_trees=True))

@@ -69,16 +69,15 @@ def lay_out(placement: PlacementConfig, *, world_size: int, has_draft: bool) -> 
 
 
 def problems_of(
-    placement: PlacementConfig, *, world_size: int, has_draft: bool, searched: bool = False
+    placement: PlacementConfig, *, world_size: int, has_draft: bool, chooser: str | None = None
 ) -> Iterator[str]:
-    """Yield what is impossible in a placement on `world_size` ranks, or in a search for one."""
+    """Yield what is impossible in a placement on `world_size` ranks; `chooser` is a setting that chooses another."""
     target, draft, num_replicas = placement.target, placement.draft, placement.num_replicas
     backend = backend_of(target.kind)
-    if backend.by_library and (placement.auto or searched):
-        asked = "search=true" if searched else "placement.auto=true"
+    if backend.by_library and (placement.auto or chooser):
         yield (
-            f"{asked} chooses among targets of placement.target.kind=tensor, and {target.kind} was given: remove "
-            "one of the two"
+            f"{chooser or 'placement.auto=true'} chooses among targets of placement.target.kind=tensor, and "
+            f"{target.kind} was given: remove one of the two"
         )
     if num_replicas < 1 or world_size % num_replicas:
         divisors = " or ".join(str(number) for number in range(1, world_size + 1) if world_size % number == 0)

@@ -59,8 +59,8 @@ class DrafterConfig:
     model: ModelConfig | None = setting(None, "the fields of a model's entry.")
     fallback: str | None = setting(
         None,
-        "with speculation.num_draft_tokens=auto, a draft without a model for rounds in which it gains more, for "
-        "example ngram.",
+        "with speculation.num_draft_tokens=auto, a draft without a model for rounds in which it gains more"
+        "{free_drafts}.",
     )
 
 
@@ -410,7 +410,4 @@ class PlanConfig(RunConfig):
     prompt_tokens: int = setting(128, "length of the longest prompt.")
     format: PlanFormat = setting(
         PlanFormat.table, "json prints the document that docs/reference/plan-document.md describes."
-    )
-    search: bool = setting(
-        False, "true ranks precisions, drafts, layouts and K of the model here, then of smaller ones."
     )

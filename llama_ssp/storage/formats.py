@@ -1,4 +1,4 @@
-"""Storage formats of linear layers, and formats of the cache: what planner, checks and runs read in their records.
+"""Storage formats of linear layers, and formats of the cache: records that planner, checks and runs read.
 
 Rooms have the records of storage formats.
 """
@@ -157,7 +157,7 @@ class StorageFormat:
         return next((group for group in self.groups if num_inputs % group == 0), min(self.groups, default=0))
 
     def matrix_bytes(self, num_weights: int, value_bytes: int, *, group: int = 0) -> int:
-        """Bytes of a matrix without what is kept per output.
+        """Bytes of a matrix without the bytes per output.
 
         `value_bytes` are of a number in the model's number format; `group` inputs share a word, 0 for the most.
         """

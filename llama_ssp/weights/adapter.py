@@ -34,7 +34,7 @@ _OTHER_METHODS = (
     "use_dora", "modules_to_save", "fan_in_fan_out", "lora_bias", "layer_replication",
     "target_parameters", "trainable_token_indices", "use_qalora", "alora_invocation_tokens", "megatron_config",
 )  # fmt: skip
-"""Fields that change what is merged; all are refused."""
+"""Fields that change the merged weights; all are refused."""
 _KEEPS_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of init_lora_weights that leave the weights of the base as they are; others, such as pissa, change them."""
 

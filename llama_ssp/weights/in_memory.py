@@ -1,5 +1,6 @@
 """A model of transformers that is in memory already, as a weight source."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -17,6 +18,9 @@ from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import ConfigError
 from llama_ssp.weights.checkpoint import shape_of
 from llama_ssp.weights.source import TensorFacts, Wanted, WeightSource
+
+_WRAPPED = re.compile(r"^module\.|_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.")
+"""Parts of a name that torch adds for DistributedDataParallel, `torch.compile` and FSDP."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,6 +61,8 @@ def weights_of(model: nn.Module, *, what: str) -> WeightsInMemory:
     """The weights of a loaded causal language model; raises ConfigError for any other. `what` is target or draft."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel  # noqa: PLC0415 - slow, and few need it
 
+    model = getattr(model, "_orig_mod", model)
+    model = model.module if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel) else model
     kind = type(model).__name__
     causal: Any = ()
     if isinstance(model, PreTrainedModel):
@@ -74,21 +80,33 @@ def weights_of(model: nn.Module, *, what: str) -> WeightsInMemory:
     config.dtype = model.dtype  # which `save_pretrained` leaves as a string
     return WeightsInMemory(
         name=Path(path).name or kind, folder=Path(path or kind), config=config, shape=shape_of(config),
-        parameters=parameters, generation=model.generation_config.to_dict(),
+        parameters=_unwrapped(parameters), generation=model.generation_config.to_dict(),
     )  # fmt: skip
 
 
 def check_tensors(parameters: Mapping[str, Any], *, what: str) -> None:
-    """Raise ConfigError for anything but tensors by name."""
+    """Raise ConfigError for anything but tensors by name that are in memory."""
     if odd := [name for name, values in parameters.items() if not isinstance(values, Tensor)]:
         raise ConfigError(f"{what} must be tensors by name, as of state_dict(), and {odd[0]!r:.60} has none")
+    if empty := [name for name, values in parameters.items() if values.is_meta]:
+        raise ConfigError(
+            f"{what} must be tensors in memory, and {empty[0]!r:.60} is on the meta device, which holds no values: "
+            "give weights that are loaded"
+        )
+
+
+def _unwrapped(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Tensors by the names that the model itself gives them."""
+    found = {_WRAPPED.sub("", name): values for name, values in parameters.items()}
+    return found if len(found) == len(parameters) else parameters
 
 
 def weights_like(running: WeightSource, parameters: Mapping[str, Any], *, what: str) -> WeightsInMemory:
     """Tensors by name as other weights of a model; ConfigError for anything else. `what` is model or draft."""
     check_tensors(parameters, what=what)
     return WeightsInMemory(
-        name=what, folder=Path(f"{what}={{...}}"), config=running.config, shape=running.shape, parameters=parameters,
+        name=what, folder=Path(f"{what}={{...}}"), config=running.config, shape=running.shape,
+        parameters=_unwrapped(parameters),
         generation={},
     )  # fmt: skip
 

@@ -30,7 +30,6 @@ from llama_ssp.run.checkpoints import find_sources, find_update
 from llama_ssp.run.decoders import Models, build_decoder, load_models, update_models
 from llama_ssp.run.requests import encode
 from llama_ssp.run.tuning import make_ready
-from llama_ssp.settings.drafters import NGRAM_DRAFT, NgramConfig
 from llama_ssp.settings.schema import (
     ADAPTIVE,
     DeviceKind,
@@ -48,6 +47,7 @@ from llama_ssp.weights.in_memory import WeightsInMemory, weights_like
 from tests.helpers.commands import on_forks
 from tests.helpers.decoders import complete, ids_of
 from tests.helpers.prompts import PROMPTS
+from tests.helpers.rooms import copies
 from tests.helpers.shapes import SHAPES
 
 
@@ -176,9 +176,9 @@ class Cell:
         if self.pair == SYNTHETIC:
             config.weights = WeightsKind.synthetic
         if not self.draft:
-            config.draft = NgramConfig(kind=NGRAM_DRAFT)
+            config.draft = copies()
         if self.adapts:
-            config.speculation.num_draft_tokens, config.draft.fallback = ADAPTIVE, NGRAM_DRAFT
+            config.speculation.num_draft_tokens, config.draft.fallback = ADAPTIVE, copies().kind
         config.run_dir = str(folder / "run")  # layers on disk go there
         return config
 
@@ -330,9 +330,8 @@ class FromPython:
         pair.update(_negative(pair.models)[0].parameters)
         pair.update("tiny")
         found += pair.generate("class A", max_new_tokens=12, temperature=0)
-        assert found[0].log_probs
-        assert found[0].log_probs.logprobs
-        return [one.token_ids for one in found], found[0].log_probs.logprobs.log_probs, sentences
+        assert found[0].logprobs
+        return [one.token_ids for one in found], [one.logprob for one in found[0].logprobs], sentences
 
 
 Seen = Callable[[Case], list[Any]]

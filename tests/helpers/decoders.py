@@ -11,13 +11,11 @@ import torch
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.drafters import NgramConfig
-from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
+from llama_ssp.settings.schema import DrafterConfig, SamplingConfig, VerificationConfig
 from llama_ssp.settings.trees import tree_shape
 from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts
 from llama_ssp.speculate.drafters.limited import DraftLimit
 from llama_ssp.speculate.drafters.model import ModelDrafter
-from llama_ssp.speculate.drafters.ngram import NgramDrafter
 from llama_ssp.speculate.drafters.shared import BroadcastDrafter
 from llama_ssp.speculate.engine.adaptive import FixedLength
 from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
@@ -32,6 +30,7 @@ from llama_ssp.speculate.sampling.rules import Rule, make_rule
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.trees import Tree, verify_tree
 from tests.helpers.recorded import WatchedGraphs
+from tests.helpers.rooms import copying
 
 
 def make_decoder(  # noqa: PLR0913
@@ -72,7 +71,7 @@ def make_decoder(  # noqa: PLR0913
         parts = parts_of(draft, **how)
         drafters += [BroadcastDrafter(ModelDrafter(parts), parts, comm=comm, src=0)]
     if ngram:
-        drafters += [NgramDrafter(parts_of(**how))]
+        drafters += [copying(parts_of(**how))]
     verifier = Verifier(rule, comm=comm, verify_rank=0, device=target.device)
     round_ = Round(target, *drafters, verifier=verifier, taps=taps, tree=tree, limit=limit)
     return Decoder(
@@ -88,8 +87,8 @@ def tree_of(shape: Tree | str | None) -> Tree | None:
 
 
 def parts_of(runner: Any = None, *, tree: Tree | str | None = None, **parts: Any) -> DrafterParts:  # noqa: ANN401
-    """What makes a drafter of three tokens, or of those of a tree, on a CPU; of look-up unless something is given."""
-    known = {"config": NgramConfig(kind="ngram", longest=3, history=0), "device": torch.device("cpu"), "runner": runner}
+    """What makes a drafter of three tokens, or of those of a tree, on a CPU."""
+    known = {"config": DrafterConfig(), "device": torch.device("cpu"), "runner": runner}
     known |= {"rule": make_rule(SamplingConfig(), VerificationConfig()), "num_draft_tokens": 3}
     known |= {"vocab_size": runner.vocab_size if runner else 0, "tree": tree_of(tree)} | parts
     if drafted := known["tree"]:

@@ -16,6 +16,7 @@ from llama_ssp.settings.schema import RunConfig
 from tests.helpers import one_pass_heads
 from tests.helpers.models import build_checkpoint
 from tests.helpers.mtp_layers import save_with_mtp
+from tests.helpers.rooms import need
 from tests.helpers.tokenizers import save_tokenizer
 
 _OVERLAP, BLOCK = "speculation.overlap=true placement=own_gpu", "model={target} draft={block}"
@@ -85,6 +86,7 @@ def has_sentence(message: str, both: tuple[str, str]) -> bool:
 def patch(names: Collection[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """No draft of the package lacks trees, and no backend of the core is a library's."""
     if "a draft without trees" in names:
+        need("copies")
         records = drafters.DRAFTERS.records
         monkeypatch.setitem(records, "ngram", replace(records["ngram"], has_trees=False))
     if "a library's placement" in names:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from llama_ssp.log_probs import CompletionLogProbs, LogProbs
+from llama_ssp.log_probs import CompletionLogProbs, TokenLogprob
 from llama_ssp.settings.schema import SamplingConfig
 
 EXACT = SamplingConfig(temperature=1.0)
@@ -33,13 +33,14 @@ def laws(
     return logits_TV.log_softmax(-1), drawn_TV.log_softmax(-1)
 
 
-def check(found: LogProbs | None, wanted_TV: Tensor, ids: Sequence[int], *, num_top: int) -> None:
+def check(found: Sequence[TokenLogprob] | None, wanted_TV: Tensor, ids: Sequence[int], *, num_top: int) -> None:
     """Compare figures of the tokens `ids` with the law before each."""
     assert found is not None
     next_T1 = torch.tensor(ids)[:, None]
-    assert found.log_probs == pytest.approx(wanted_TV.gather(1, next_T1)[:, 0].tolist(), abs=1e-4)
-    assert len(found.top_ids) == len(ids)
-    for top_ids, top, wanted_V in zip(found.top_ids, found.top_log_probs, wanted_TV, strict=True):
+    assert [one.token for one in found] == [*ids]
+    assert [one.logprob for one in found] == pytest.approx(wanted_TV.gather(1, next_T1)[:, 0].tolist(), abs=1e-4)
+    for one, wanted_V in zip(found, wanted_TV, strict=True):
+        top_ids, top = [other.token for other in one.top], [other.logprob for other in one.top]
         best = [value for value in wanted_V.topk(min(num_top, len(wanted_V))).values.tolist() if value > -60]
         assert top == pytest.approx(best, abs=1e-4)
         assert wanted_V[top_ids].tolist() == pytest.approx(best, abs=1e-4)

@@ -22,8 +22,8 @@ from tests.helpers.repository import ROOT, files
 
 RUN = ["run", "ranks=1", "task=generate", "format=jsonl", "sampling=greedy", "prompt=import", "model.dtype=fp32"]
 PLAN = ["plan", "model=30B", "draft=7B", "hardware=8xa100_80gb", "format=json"]
-ADVICE = {"advice", "notes"}
-"""Parts of a plan that may name what a room offers."""
+ADVICE = {"warnings", "notes", "changes", "shortage"}
+"""Parts of a plan's document that may name what a room offers."""
 FAST_TESTS = ["-m", "not (seconds or heavy or slow)", "tests/unit/speculate/sampling", "tests/unit/settings"]
 _TYPES = ".mypy_cache"
 OF_RUNS = {"text", "token_ids", "accepted_lengths"}

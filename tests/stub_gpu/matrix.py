@@ -19,13 +19,14 @@ from llama_ssp import Pair, catalogue
 from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.tuning import make_ready
-from llama_ssp.settings.drafters import NGRAM_DRAFT, DraftTokenizer, ModelDraftConfig, NgramConfig
+from llama_ssp.settings.drafters import DraftTokenizer, ModelDraftConfig
 from llama_ssp.settings.schema import MODEL_DRAFT, DeviceKind, SpeculationConfig, VerificationConfig
 from llama_ssp.speculate.engine.executors import GraphExecutor
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers import other_tokenizer
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
+from tests.helpers.rooms import copies
 from tests.helpers.tokenizers import save_tokenizer
 from tests.stub_gpu import device
 from tests.stub_gpu.device import Record
@@ -109,7 +110,7 @@ def decode(pair: Pair, setting: Setting) -> dict[str, Any]:
         verification=VerificationConfig(rule=setting.rule),
         speculation=SpeculationConfig(num_draft_tokens=setting.num_draft_tokens, tree=setting.tree),
         batch_size=setting.batch_size,
-        draft=NgramConfig(kind=NGRAM_DRAFT) if setting.drafter == NGRAM else pair.config.draft,
+        draft=copies() if setting.drafter == NGRAM else pair.config.draft,
     )
     decoder = build_decoder(pair.models, config, speculative=setting.drafter != PLAIN)
     if setting.breaks:

@@ -27,10 +27,10 @@ from llama_ssp.rooms.gpu import draw as draws_of_gpus
 from llama_ssp.rooms.gpu.kernels import draw as draw_kernels
 from llama_ssp.run import decoders
 from llama_ssp.run.tuning import make_ready
-from llama_ssp.settings.drafters import NGRAM_DRAFT, NgramConfig
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import Executor, Round
 from llama_ssp.speculate.engine.state import Request
+from tests.helpers.rooms import copies
 from tests.stub_gpu import device
 from tests.stub_gpu.reads import ComparedGraphs
 from tests.stub_gpu.replay_settings import KINDS, ROWS, Kind, Way
@@ -145,7 +145,7 @@ def load_kind(kind: Kind, folder: Path) -> Pair:
     corpus = arguments.pop("corpus", None)
     pair: Pair = load(**arguments, device="cuda")
     if corpus:
-        pair = load_pair(replace(pair.config, draft=NgramConfig(kind=NGRAM_DRAFT, corpus=str(corpus))))
+        pair = load_pair(replace(pair.config, draft=copies(corpus=str(corpus))))
     return pair
 
 

@@ -1,4 +1,4 @@
-"""The modules of a model by transformers, on the meta device: what a plan counts of a family without a record."""
+"""The modules of a model by transformers, on the meta device, which a plan counts for a family without a record."""
 
 import math
 import re

@@ -20,7 +20,7 @@ from llama_ssp.storage.formats import FEW_ROWS
 
 
 def can_be_own(module: Any) -> bool:  # noqa: ANN401 - any module
-    """Whether a module holds experts with a gate, as (X, 2 I, E) and (X, E, I) or transposed, and nothing else."""
+    """Whether a module holds experts with a gate, as (X, 2 I, E) and (X, E, I) or transposed, and no norm after."""
     has_gate = getattr(module, "has_gate", False) and hasattr(module, "gate_up_proj")
     return bool(has_gate) and not getattr(module, "has_post_expert_norm", False)
 

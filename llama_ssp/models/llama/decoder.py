@@ -98,7 +98,7 @@ class LeanRunner(CachedRunner):
         self._take_others(weights, loading)
 
     def _take_others(self, weights: Weights, loading: Loading) -> None:
-        """Take what a head has beside its layer."""
+        """Take the parameters of a head outside its layer."""
 
     def _choose_attention(self, varlen: VarlenAttention | None) -> None:
         """Attend by lengths of rows, by the compiled operator, or by masks; see `attention`."""
@@ -125,7 +125,7 @@ class LeanRunner(CachedRunner):
         return all(vars(self._own).values())
 
     def _use_own_kernels(self) -> None:
-        """Take what this device has in place of torch's operators between products; see `operators`."""
+        """Take this device's operators between products, in place of torch's; see `operators`."""
         norms, device = self._layers[0].head_norms, self.device.type
         found: OwnKernels | None = operators.made("between", device, self._norm, self._heads, norms, self._kept)
         if found is None or not any(vars(found).values()):
@@ -211,7 +211,7 @@ class LeanRunner(CachedRunner):
         return sum(self._head_sizes[: self._comm.rank])
 
     def _joined(self, logits: Tensor) -> Tensor:
-        """All logits (..., V) in fp32, or what is read of them, from this rank's."""
+        """All logits (..., V) in fp32, or the part of them that is read, from this rank's."""
         if self.reads is Reads.best:
             return best_of(logits, first=self._first_output, comm=self._comm)
         if self.reads is Reads.own:

@@ -51,7 +51,7 @@ class _JoinedProduct:
 
 
 class HeadLayer(Layer):
-    """A layer of a head, of which the first one reads pairs; it may overwrite the hidden states."""
+    """A layer of a head; the first one reads pairs. It may overwrite the hidden states."""
 
     qkv: Any
 
@@ -106,7 +106,7 @@ class PairRunner(LeanRunner):
     def _read(
         self, ids_BT: Tensor, hidden_BTE: Tensor, attention: Attention, wanted_B1: Tensor | None = None
     ) -> Stream:
-        """Read pairs through all layers, of which the last one leaves the wanted positions."""
+        """Read pairs through all layers; the last one leaves the wanted positions."""
         stream: Stream = self.embed(ids_BT.flatten()), hidden_BTE.flatten(0, 1)
         for layer, window, stop in self._at_once(ids_BT.numel()):
             wanted = wanted_B1 if stop == len(self._layers) else None

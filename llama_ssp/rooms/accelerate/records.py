@@ -1,4 +1,4 @@
-"""The records of layer-wise placement: the backend, and what other programs call it.
+"""The records of layer-wise placement: the backend, and its names in other programs.
 
 Each device has consecutive layers:
 

@@ -1,4 +1,4 @@
-"""The record of DeepSpeed's AutoTP: what it splits, what a rank then holds, and what it refuses."""
+"""The record of DeepSpeed's AutoTP: the models that it splits, the bytes of a rank, and refusals."""
 
 from collections.abc import Iterator
 from dataclasses import replace

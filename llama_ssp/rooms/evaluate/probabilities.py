@@ -29,7 +29,7 @@ from llama_ssp.models.runner import Runner
 from llama_ssp.rooms.evaluate.law import NUM_NEWEST, LawSums
 from llama_ssp.rooms.evaluate.martingales import ANY_ROUNDS, Role, Rounds, TextSums
 from llama_ssp.run.session import Session
-from llama_ssp.settings.drafters import NgramConfig
+from llama_ssp.settings.drafters import drafter_of
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import VerificationConfig
 from llama_ssp.speculate.drafters.drafter import Drafter
@@ -232,8 +232,7 @@ def _drafter(session: Session, taps: Taps | None) -> Drafter:
     """The run's first drafter, with its probabilities, which all ranks of a replica ask together."""
     models, config = session.models, replace(session.config, verification=VerificationConfig(rule=DEFAULT))
     config = replace(config, speculation=replace(config.speculation, overlap=False, tree=None))
-    if isinstance(config.draft, NgramConfig):  # a score depends on its own text alone
-        config = replace(config, draft=replace(config.draft, history=0))
+    config = replace(config, draft=drafter_of(config.draft).alone(config.draft))  # a score depends on no other text
     drafter, *_ = make_drafters(
         config, mesh=models.mesh, target=models.target, runner=models.draft, tokenizers=models.tokenizers, taps=taps
     )  # fmt: skip

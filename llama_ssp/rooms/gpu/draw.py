@@ -14,7 +14,7 @@ from llama_ssp.rooms.gpu.attempts import attempt
 from llama_ssp.speculate.sampling.processors import DRAW_UNITS, draw_units, some_draws, token_of_blocks
 
 _TOLERANCE = 1e-4
-"""Of probabilities that a kernel makes, whose exponentials differ from torch's in the last bits."""
+"""Tolerance of a kernel's probabilities, whose exponentials differ from torch's in the last bits."""
 
 
 def find_draw() -> Callable[..., Tensor] | None:

@@ -81,7 +81,7 @@ def find_few_rows(name: str, operands: Sequence[Tensor]) -> FewRows | None:
 
 @cache
 def few_rows_of(name: str, dtypes: tuple[torch.dtype, ...], groups: tuple[int, ...]) -> FewRows | None:
-    """`find_few_rows` for operands of these dtypes; the others than weights by inputs of a group, 0 for all.
+    """`find_few_rows` for operands of these dtypes; `groups` are the inputs per row of scales and words, 0 for all.
 
     It is tried for one row and for the most, since these have tiles of their own, with inputs in fp16 and in bf16, if
     the GPU computes in that.

@@ -1,4 +1,4 @@
-"""The records of GPUs: what takes the place of torch's operators there."""
+"""The records of GPUs: operators that take the place of torch's there."""
 
 from llama_ssp.operators import DeviceOperator
 

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 class CudaMemory:
     """Memory of the current GPU that other processes map, by CUDA's own runtime.
 
-    Torch's would map another GPU's memory as a device's of this process. RuntimeError for what does not work.
+    Torch's would map another GPU's memory as a device's of this process. RuntimeError if something does not work.
     """
 
     def __init__(self) -> None:

@@ -19,6 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import fields
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
@@ -38,9 +39,10 @@ from llama_ssp.api.arguments import known_arguments
 from llama_ssp.api.pair import CLOSED, Completion, CompletionTimes, NewWeights, OneCall, Pair, as_list
 from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import CapacityError, ConfigError, InterruptedRun, LostRankError, SspError
-from llama_ssp.log_probs import CompletionLogProbs, LogProbs
+from llama_ssp.log_probs import CompletionLogProbs
 from llama_ssp.ranks.failures import from_message
 from llama_ssp.ranks.process import launcher_of, read_ranks
+from llama_ssp.reports.reading import restore
 from llama_ssp.run.checkpoints import read_tokenizer
 from llama_ssp.settings.schema import TimeoutConfig
 from llama_ssp.speculate.engine.completion import StopRequest
@@ -284,9 +286,8 @@ def _warn(heard: Mapping[str, Any]) -> None:
 
 
 def _completion(content: Mapping[str, Any]) -> Completion:
-    scores, times = content["log_probs"], CompletionTimes(**content["times"])
-    log_probs = scores and CompletionLogProbs(**{name: of and LogProbs(**of) for name, of in scores.items()})
-    return Completion(**{**content, "times": times, "log_probs": log_probs})
+    scores = restore(CompletionLogProbs, {one.name: content[one.name] for one in fields(CompletionLogProbs)})
+    return Completion(**{**content, "times": CompletionTimes(**content["times"]), **vars(scores)})
 
 
 def _saved(what: str, new: Any, folder: Path) -> object:  # noqa: ANN401 - an argument of `update`
@@ -303,7 +304,7 @@ def _saved(what: str, new: Any, folder: Path) -> object:  # noqa: ANN401 - an ar
 
 
 def _sent(name: str, value: Any) -> object:  # noqa: ANN401 - an argument of `load`
-    """An argument of `load` as JSON holds it; ConfigError for what is in the memory of this process."""
+    """An argument of `load` as JSON holds it; ConfigError for objects in the memory of this process."""
     if isinstance(value, tuple):
         return [_sent(name, part) for part in value]
     if name == "dtype" and value is not None and (found := Dtype.find(value)):

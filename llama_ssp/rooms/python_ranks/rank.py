@@ -30,7 +30,7 @@ from llama_ssp.words import in_library_words
 
 
 class Caller(BaseStreamer):
-    """The connection to the process that calls; for rank 0 also what shows it new tokens."""
+    """The connection to the process that calls; for rank 0 also the streamer of new tokens."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.is_busy, self.was_asked = rank, False, False
@@ -76,7 +76,7 @@ class Caller(BaseStreamer):
 
 
 def serve(caller: Caller) -> None:
-    """Make calls until the caller ends; raises what ends the ranks."""
+    """Make calls until the caller ends; raises errors that end the ranks."""
     pair: Pair | None = None
     while call := caller.calls.get():
         caller.is_busy, (message, stop) = True, call
@@ -104,7 +104,7 @@ def serve(caller: Caller) -> None:
 
 
 def _called(pair: Pair, name: str, given: Mapping[str, Any], caller: Caller, stop: StopRequest) -> object:
-    """Make a call of `pair.PairOnRanks`; returns what its caller gets."""
+    """Make a call of `pair.PairOnRanks`; returns its caller's result."""
     if name == "update":
         files = {what: load_file(new["tensors"]) for what, new in given.items() if isinstance(new, dict)}
         pair.update(**{**given, **files})

@@ -59,7 +59,7 @@ _LOOKS = {
     "assisted": (COLOURS[2], SHAPES[3]),
 }  # fmt: skip
 _APART = 0.16
-"""Vertical distance of two modes of a bar, of which the next one is 1 below."""
+"""Vertical distance of two modes of a bar; the next bar is 1 below."""
 _BAR_INCHES, _FRAME_INCHES = 0.5, 1.0
 _MARGIN = 1.06
 

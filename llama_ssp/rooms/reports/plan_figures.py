@@ -6,11 +6,12 @@ search  ms/token of the asked model against GPUs, by number format, with and wit
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from llama_ssp.errors import ConfigError
+from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.memory import GIB
-from llama_ssp.planning.plan import Plan, Search
+from llama_ssp.planning.plan import Plan
 from llama_ssp.reports.plan_tables import ITEMS, headline, short_name
 from llama_ssp.rooms.reports.figures import COLOURS, GREY, look, panels, save, styled
 
@@ -24,7 +25,16 @@ ITEM_COLOURS = (
 RED, GREEN = COLOURS[4], COLOURS[2]
 
 
-def draw(content: Plan | Search, file: Path) -> None:
+class Choices(Protocol):
+    """What a search has found for a machine, as docs/reference/plan-document.md describes it."""
+
+    @property
+    def machine(self) -> HardwareConfig: ...  # noqa: D102 - see the class
+    @property
+    def choices(self) -> Sequence[Mapping[str, Any]]: ...  # noqa: D102
+
+
+def draw(content: Plan | Choices, file: Path) -> None:
     """Draw a plan or a search into a file; raises ConfigError if the file or its suffix is unusable."""
     with styled():
         figure = draw_plan(content) if isinstance(content, Plan) else draw_search(content)
@@ -62,7 +72,7 @@ def draw_plan(plan: Plan) -> "Figure":
     return figure
 
 
-def draw_search(found: Search) -> "Figure":
+def draw_search(found: Choices) -> "Figure":
     """Draw the fastest choice of the asked model for every size of a replica: a line by number format and draft."""
     target = found.choices[0]["target"]
     figure, (axes,) = panels(f"{target} on {found.machine.name}")

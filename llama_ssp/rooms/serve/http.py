@@ -42,7 +42,7 @@ _MOST_BYTES, _READ_S, _RETRY_S, _CLOSE_S, _MOST_OPEN = 8 << 20, 30.0, 1, 5.0, 10
 
 @torch.inference_mode()
 def serve(session: Session, _requests: list[PromptRequest]) -> None:
-    """Serve until a signal comes, then raise InterruptedRun; the same on every rank, of which rank 0 answers."""
+    """Serve until a signal comes, then raise InterruptedRun; the same on every rank; rank 0 answers."""
     comm, inbox, front = session.world.comm, None, None
     check_layout(session, "task=serve")
     with raise_on_all_ranks(comm):
@@ -105,7 +105,7 @@ class Front:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind:  # such as a lost rank: nobody else tells who waits
+        if kind:  # such as a lost rank: nothing else tells waiting clients
             self._inbox.give_up()
         self._server.should_exit = True
         self._thread.join(2 * _CLOSE_S)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 
 from transformers import PreTrainedTokenizerBase
 
-from llama_ssp.log_probs import LogProbs
+from llama_ssp.log_probs import TokenLogprob
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.engine.likelihoods import ScoredText
 from llama_ssp.speculate.engine.state import Request
@@ -56,7 +56,7 @@ class Part(NamedTuple):
 
     Attributes:
         num_accepted, num_rejected: at the end, the examined drafted tokens.
-        log_probs: at the end, what was asked for, under the model; of the prompt's tokens too if these were.
+        logprobs: at the end, if asked for, under the model; of the prompt's tokens too if asked for.
         error: in place of an end.
     """
 
@@ -64,7 +64,7 @@ class Part(NamedTuple):
     finish_reason: str | None = None
     num_accepted: int = 0
     num_rejected: int = 0
-    log_probs: LogProbs | None = None
+    logprobs: list[TokenLogprob] | None = None
     error: "RequestError | None" = None
 
     @classmethod

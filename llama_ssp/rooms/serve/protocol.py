@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.continuation import TextAfter
 from llama_ssp.errors import ConfigError, SspError, unknown_name
-from llama_ssp.log_probs import LogProbs
 from llama_ssp.rooms.serve.inbox import Part, RequestError, ServedRequest
 from llama_ssp.run.prompts import MORE_FIELDS, Prompt, read_messages
 from llama_ssp.run.requests import RequestMaker, check_vocabulary, encode, encode_messages
@@ -198,7 +197,7 @@ class BodyReader:
         return [self._encoded(one) for one in many]
 
     def _check_bytes(self, texts: Sequence[str], param: str) -> None:
-        """Refuse what is too long in any tokens, which may take seconds to find."""
+        """Refuse texts with too many bytes for any tokens; to encode them could take seconds."""
         if sum(len(text.encode(errors="replace")) for text in texts) > self._most_bytes:
             reason = f"more than {self._most_bytes} bytes do not fit into the {self._length} tokens of a row"
             raise RequestError(reason, param=param, code=_TOO_LONG)
@@ -321,14 +320,13 @@ class Answer:
 
     def _scores(self) -> dict[str, object]:
         """Log-probabilities in the form of chats or of completions."""
-        scores = (self.last and self.last.log_probs) or LogProbs(log_probs=[], top_ids=[], top_log_probs=[])
+        scores = (self.last and self.last.logprobs) or []
         ids = [*self.prompt_ids, *self.token_ids]
         found: list[tuple[_Scored, list[_Scored] | None]] = []
-        of_tokens = zip(scores.log_probs, scores.top_ids, scores.top_log_probs, strict=True)
-        for place, (log_prob, *top) in enumerate(of_tokens, start=len(ids) - len(scores.log_probs)):
+        for place, one in enumerate(scores, start=len(ids) - len(scores)):
             after = TextAfter(self._tokenizer, ids[max(place - _CONTEXT, 0) : place], names_special=True)
-            of_top = [_Scored(token, after.decode([token]), scored) for token, scored in zip(*top, strict=True)]
-            found.append((_Scored(ids[place], after.decode([ids[place]]), log_prob), of_top))
+            of_top = [_Scored(other.token, after.decode([other.token]), other.logprob) for other in one.top]
+            found.append((_Scored(one.token, after.decode([one.token]), one.logprob), of_top))
         if self._is_chat:
             return {
                 "content": [
@@ -349,7 +347,7 @@ class Answer:
         }  # fmt: skip
 
     def _offsets(self, num_tokens: int) -> list[int]:
-        """Where the text of the last tokens begins; tokens of one character begin with it."""
+        """Offsets at which the text of the last tokens begins; tokens of one character begin with it."""
         first = () if self._echoes else self.prompt_ids
         text, end, offsets = IncrementalText(self._tokenizer, first), 0, []
         for token in [*self.prompt_ids, *self.token_ids][len(first) :]:
@@ -358,7 +356,7 @@ class Answer:
         return offsets[len(offsets) - num_tokens :]
 
     def _of_token(self, scored: "_Scored") -> dict[str, object]:
-        """A token in the form of chats; its bytes are those of its text, unless a character has several tokens."""
+        """A token in the form of chats; its bytes are its text's, unless a character has several tokens."""
         token, text, log_prob = scored
         added = self._tokenizer.added_tokens_decoder.get(token)
         written = str(self._tokenizer.convert_ids_to_tokens(token))

@@ -1,4 +1,4 @@
-"""The records of the server: its task, its command, OpenAI's batch files, and what they add to `timeouts`."""
+"""The records of the server: its task, its command, OpenAI's batch files, and their settings in `timeouts`."""
 
 import math
 import os

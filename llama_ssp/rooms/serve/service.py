@@ -20,6 +20,7 @@ from typing import Any, cast
 
 from llama_ssp.architectures.engine import PREFILL_CHUNK
 from llama_ssp.errors import ConfigError, SspError
+from llama_ssp.log_probs import part as some_of
 from llama_ssp.ranks.failures import from_rank_0
 from llama_ssp.rooms.serve.inbox import Inbox, Part, RequestError, ServedRequest
 from llama_ssp.rooms.serve.records import ServeTimeouts
@@ -36,7 +37,7 @@ from llama_ssp.speculate.engine.verifier import NEWS
 _log = logging.getLogger(__name__)
 _BEAT_S = 1.0
 _WARM_UP_TOKENS = 8
-_INTERRUPTS = 2  # the second Ctrl-C does not wait for what runs
+_INTERRUPTS = 2  # the second Ctrl-C does not wait for running requests
 
 
 class Service:
@@ -61,7 +62,7 @@ class Service:
         self._decoder.round.forget_texts()
 
     def run(self) -> None:
-        """Decode until the inbox is closed and empty; a signal closes it, and ends after a while what still runs."""
+        """Decode until the inbox is closed and empty; a signal closes it, and ends running requests after a while."""
         for updates in self._decoder.run([], more=self._more, failed=self._fail):
             for update in updates:
                 self._take(update)
@@ -141,8 +142,8 @@ class Service:
                 if isinstance(scores, SspError):
                     self._fail(request, scores)
                     continue
-                log_probs = scores.model.part(slice(None), request.num_top or 0)
-                self._deliver(request, part._replace(log_probs=log_probs))
+                logprobs = some_of(scores.model, slice(None), num_top=request.num_top or 0)
+                self._deliver(request, part._replace(logprobs=logprobs))
 
         num_top = max(request.num_top or 0 for _, request, _ in some)
         run.score([text for text, *_ in some], num_top=num_top, deliver=deliver)

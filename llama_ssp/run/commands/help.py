@@ -19,7 +19,7 @@ from llama_ssp.fields import help_of
 from llama_ssp.reports.formats import FORMATS
 from llama_ssp.settings.backends import backends
 from llama_ssp.settings.commands import COMMANDS, TOPICS
-from llama_ssp.settings.drafters import drafters
+from llama_ssp.settings.drafters import drafters, free_drafts
 from llama_ssp.settings.groups import whole
 from llama_ssp.settings.launchers import LAUNCHER, LAUNCHERS
 from llama_ssp.settings.schema import DERIVED, PlanConfig, RunConfig
@@ -154,17 +154,18 @@ def settings_of(schema: type[Any], prefix: str = "") -> Iterator[DescribedSettin
 
 
 def _meaning(entry: dataclasses.Field[Any]) -> str:
-    """The help of a field, with the files of requests, the backends and the storage formats that there are."""
+    """The help of a field, with the files of requests, the free drafts, the formats and the backends there are."""
     kept = [name for name, storage in formats().items() if not storage.is_stored_alone]
-    there = {
+    more = {
         "{request_files}": "".join(f", or {kind.purpose}" for kind in REQUEST_FILES.all().values()),
-        "{backends}": " ".join(backend.purpose for backend in backends().values()),
+        "{free_drafts}": "".join(f", for example {name}" for name in free_drafts()[:1]),
         "{formats}": " or ".join(filter(None, [", ".join(kept[:-1]), kept[-1]])),
+        "{backends}": " ".join(backend.purpose for backend in backends().values()),
     }
-    said = help_of(entry)
-    for place, text in there.items():
-        said = said.replace(place, text)
-    return said
+    meaning = help_of(entry)
+    for place, text in more.items():
+        meaning = meaning.replace(place, text)
+    return meaning
 
 
 def settings_of_launchers() -> Iterator[DescribedSetting]:

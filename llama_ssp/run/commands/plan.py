@@ -2,8 +2,7 @@
 
     llama-ssp plan model=30B draft=7B placement=sharded hardware=p4d_24xlarge
     llama-ssp plan model=65B_8bit hardware=g5_12xlarge format=json
-    llama-ssp plan model=30B hardware=8xa100_80gb search=true
-    llama-ssp plan model=./DIR draft=none hardware=laptop_cpu
+{examples}    llama-ssp plan model=./DIR draft=none hardware=laptop_cpu
     llama-ssp plan model=OWNER/NAME draft=none hardware=h200
     llama-ssp plan model=llama3_70B workload=chat batch_size=8 hardware=8xh100,8xh200
 
@@ -21,11 +20,12 @@ from typing import cast
 from llama_ssp import catalogue
 from llama_ssp.errors import ConfigError
 from llama_ssp.machines import hardware
-from llama_ssp.registry import load_plugins
+from llama_ssp.registry import imported, load_plugins
 from llama_ssp.run.commands import help as help_page
 from llama_ssp.run.commands.options import Options, act_on
-from llama_ssp.run.tasks.dry_run import figures_of, plan_on, resolve, show_machines, show_plan, show_search
+from llama_ssp.run.tasks.dry_run import figures_of, plan_on, resolve, show_machines, show_plan
 from llama_ssp.settings.compose import compose, to_run_config
+from llama_ssp.settings.groups import MORE, chooser_of
 from llama_ssp.settings.schema import PlanConfig
 
 
@@ -37,7 +37,8 @@ def read_settings(settings: Sequence[str]) -> list[PlanConfig]:
 def main(arguments: list[str]) -> int:
     """Print the plan; returns the exit code."""
     own = help_page.entries(help_page.settings_of_plan()) if {"-h", "--help"} & {*arguments} else ""
-    parser = Options("llama-ssp plan [SETTING=VALUE ...]", f"{__doc__}\n{own}")
+    examples = "".join(f"    {more.example}\n" for more in MORE.all().values() if more.example)
+    parser = Options("llama-ssp plan [SETTING=VALUE ...]", f"{(__doc__ or '').replace('{examples}', examples)}\n{own}")
     parser.add_argument("--config-dir", metavar="DIR", help="a folder of your own models, machines and pairs")
     parser.add_argument("settings", metavar="SETTING=VALUE", nargs="*", help="for example model=7B")
     return act_on(parser, arguments, _show)
@@ -47,14 +48,15 @@ def _show(given: argparse.Namespace) -> None:
     load_plugins()
     catalogue.use(given.config_dir)
     config, *others = configs = read_settings(given.settings)
+    chooser = chooser_of(config)
     if others:
-        if asked := "search=true" if config.search else "".join(figures_of(config)):
+        if asked := f"{chooser.name}=true" if chooser else "".join(figures_of(config)):
             raise ConfigError(f"{asked} takes one machine, and hardware= names {len(configs)}: give one of them")
         show_machines(configs)
         return
     config = resolve(config)
     machine = hardware.build(config.hardware)
-    if config.search:
-        show_search(config, machine, given.settings)
+    if chooser:
+        imported(chooser.choose, setting=f"{chooser.name}=true")(config, machine, given.settings)
     else:
         show_plan(plan_on(config, machine), config.format, figures=figures_of(config))

@@ -102,7 +102,7 @@ class _Interrupt:
             self.heed()
 
     def heed(self) -> None:
-        """Raise what has come so far, and from now on at once."""
+        """Raise an interrupt that has come so far, and later ones at once."""
         self.waits = False
         if self._is_due:
             self.has_come = True

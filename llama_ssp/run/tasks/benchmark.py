@@ -35,7 +35,7 @@ from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session
 from llama_ssp.run.tasks.dry_run import forecast
 from llama_ssp.run.tasks.records import BenchmarkConfig
-from llama_ssp.settings.drafters import NgramConfig, draft_label, has_own_tokenizer
+from llama_ssp.settings.drafters import draft_label, drafter_of, has_own_tokenizer
 from llama_ssp.settings.schema import RunConfig, SamplingConfig, WeightsKind
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.loop import Decoder
@@ -110,11 +110,11 @@ def _rounds_s(done: Sequence[RowCompletion]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """A target and what assists it in transformers: a draft model, or prompt look-up with so long a match."""
+    """A target and what assists it in transformers: a draft model, or arguments of `generate` for K drafted tokens."""
 
     target: PreTrainedModel
     draft: PreTrainedModel | None
-    longest_match: int | None = None
+    own_draft: Callable[[int], dict[str, object]] | None = None
 
     def ms_per_token(
         self, prompts: Sequence[tuple[int, ...]], *, num_new_tokens: int, sampling: SamplingConfig,
@@ -140,7 +140,7 @@ class Peers:
             self.draft.generation_config.num_assistant_tokens = num_draft_tokens
             options["assistant_model"] = self.draft
         elif num_draft_tokens:
-            options |= {"prompt_lookup_num_tokens": num_draft_tokens, "max_matching_ngram_size": self.longest_match}
+            options |= self.own_draft(num_draft_tokens) if self.own_draft else {}
         num_tokens, started = 0, time.perf_counter()
         for rows in batches:
             ids_BT = torch.tensor(rows, device=self.target.device)
@@ -237,13 +237,14 @@ def _peers(session: Session) -> Peers | None:
         load_peer(source.origin.folder, dtype=source.dtype or source.origin.dtype, device=session.world.device)
         for source in session.models.sources[:num_models]
     )
-    longest_match = drafting.longest if isinstance(drafting, NgramConfig) else None
-    return Peers(target=target, draft=drafts[0] if drafts else None, longest_match=longest_match)
+    of_library = drafter_of(drafting).of_library
+    own_draft = partial(of_library, drafting) if of_library else None
+    return Peers(target=target, draft=drafts[0] if drafts else None, own_draft=own_draft)
 
 
 def _candidates(num_draft_tokens: int | None, *, batch_size: int, peers: Peers | None) -> list[str]:
     # The library assists one row at a time.
-    is_assisted = num_draft_tokens and batch_size == 1 and peers and (peers.draft or peers.longest_match)
+    is_assisted = num_draft_tokens and batch_size == 1 and peers and (peers.draft or peers.own_draft)
     named = {PLAIN: True, SPECULATIVE: num_draft_tokens, GENERATE: peers, ASSISTED: is_assisted}
     return [name for name, is_candidate in named.items() if is_candidate]
 

@@ -1,6 +1,6 @@
 """Plans as a task: for a described machine, or for the spec that a run is about to start. Never imports torch.
 
-`planning` computes plans and searches; `reports.plan_tables` shows them, and rooms draw them (`MoreSettings.draw`).
+`planning` computes plans; `reports.plan_tables` shows them, and rooms draw them (`MoreSettings.draw`).
 """
 
 import json
@@ -17,9 +17,9 @@ from llama_ssp.errors import CapacityError, ConfigError, refuse
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.machines.machine import detect_hardware, machine_of_run
+from llama_ssp.planning.layouts import choose_placement
 from llama_ssp.planning.model import resolved
-from llama_ssp.planning.plan import PLAN_VERSION, Plan, Search, document, make_plan, require_room, shortage
-from llama_ssp.planning.search import choose_placement, search
+from llama_ssp.planning.plan import PLAN_VERSION, Plan, document, make_plan, require_room, shortage
 from llama_ssp.planning.spec import PlanSpec, make_spec, spec_of_plan
 from llama_ssp.planning.timing import CostModel, Timing
 from llama_ssp.registry import imported
@@ -40,28 +40,18 @@ TYPED_TOKENS = 128
 
 Figures = Mapping[str, tuple[Path, str]]
 """Files of figures, and `module:function` that draws each, by the words that ask for them, such as figure=plan.png."""
-_NO_FIGURES: Figures = {}
+NO_FIGURES: Figures = {}
 
 
 def show_plan(
-    plan: Plan, form: PlanFormat, *, figures: Figures = _NO_FIGURES, words: Mapping[str, str] | None = None
+    plan: Plan, form: PlanFormat, *, figures: Figures = NO_FIGURES, words: Mapping[str, str] | None = None
 ) -> None:
     """Print a plan, and draw its figures; raises CapacityError afterwards if it does not fit.
 
     Raises ConfigError if a figure cannot be drawn.
     """
-    _show(plan, partial(document, plan), form, figures)
+    show(plan, partial(document, plan), form, figures)
     require_room(plan, words=words)
-
-
-def show_search(config: PlanConfig, machine: HardwareConfig, settings: Sequence[str]) -> None:
-    """Print every sensible use of a machine, the asked model first, and draw it; `settings` are the user's.
-
-    Raises ConfigError as `show_plan`.
-    """
-    figures = figures_of(config)
-    found = Search(machine=machine, choices=search(spec_of_plan(config, machine), machine, settings))
-    _show(found, found.document, config.format, figures)
 
 
 def show_machines(configs: Sequence[PlanConfig]) -> None:
@@ -72,7 +62,7 @@ def show_machines(configs: Sequence[PlanConfig]) -> None:
     described = [(config.hardware.get("name"), hardware.problems_of(config.hardware)) for config in configs]
     refuse([f"{name}: {problem}" for name, problems in described for problem in problems])
     plans = [plan_on(config, hardware.build(config.hardware)) for config in map(resolve, configs)]
-    _show(plans, lambda: {"plan_version": PLAN_VERSION, "plans": [*map(document, plans)]}, configs[0].format)
+    show(plans, lambda: {"plan_version": PLAN_VERSION, "plans": [*map(document, plans)]}, configs[0].format)
     if not any(plan.fits for plan in plans):
         nearest = min(plans, key=lambda plan: plan.fullest.needed_bytes / plan.fullest.capacity_bytes)
         raise CapacityError(
@@ -93,15 +83,18 @@ def figures_of(config: PlanConfig) -> Figures:
     return found
 
 
-def _show(
-    content: Plan | Search | list[Plan], as_json: Callable[[], dict[str, Any]], form: PlanFormat,
-    figures: Figures = _NO_FIGURES,
+def show(
+    content: object, as_json: Callable[[], dict[str, Any]], form: PlanFormat, figures: Figures = NO_FIGURES, *,
+    tables: str = "llama_ssp.reports.plan_tables:show",
 ) -> None:  # fmt: skip
-    """Draw figures, and print plans as JSON or as text, whose reader may end early."""
+    """Draw figures, and print plans as JSON or as text, whose reader may end early.
+
+    `tables` is `module:function` that prints the content with rich.
+    """
     needs_rich = ["format=table"] if form is PlanFormat.table else [*figures]
     try:
         if needs_rich:
-            from llama_ssp.reports import plan_tables  # noqa: PLC0415 - JSON needs no rich
+            import rich  # noqa: F401, PLC0415 - JSON needs none
     except ImportError as error:
         raise ConfigError(f"{needs_rich[0]} needs rich: pip install rich, or use format=json alone") from error
     for asked, (file, draw) in figures.items():
@@ -109,7 +102,7 @@ def _show(
     if form is PlanFormat.json:
         print(json.dumps(as_json(), indent=2))  # noqa: T201 - the requested output
     else:
-        plan_tables.show(content)
+        imported(tables, setting="format=table")(content)
 
 
 def settings_of_run(config: RunConfig) -> dict[str, str]:

@@ -17,7 +17,7 @@ from llama_ssp.speculate.engine.text import Piece
 class Texts(Viewer):
     """Prints completions as text: streamed with one row at a time, else whole in the order in which they end.
 
-    `head` prints what precedes a completion, of the index, the sample and the text of its prompt, and its mode.
+    `head` prints the head of a completion, from the index, the sample and the text of its prompt, and its mode.
     """
 
     def __init__(self, session: Session, head: Callable[[int, int, str, str], None]) -> None:
@@ -65,7 +65,7 @@ class _InOrder(Viewer):
             self._viewer.end(self._waiting.pop(self._missing.popleft()))
 
     def release(self) -> None:
-        """Show what is held back of a run that was stopped."""
+        """Show held-back texts of a run that was stopped."""
         for key in sorted(self._waiting):
             self._viewer.end(self._waiting.pop(key))
 

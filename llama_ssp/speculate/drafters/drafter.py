@@ -1,4 +1,4 @@
-"""The interface of a drafter, which extends every row of a batch by K tokens, and what drafters have in common.
+"""The interface of a drafter, which extends every row of a batch by K tokens, and code that drafters share.
 
 Module `shared` decides which ranks draft.
 
@@ -8,7 +8,7 @@ tokens of a chunk, V vocabulary.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class DrafterParts:
         num_ahead: the most drafted tokens that wait for verification when a round begins.
         first_row: the first of the rows that this rank drafts, by the number of all; 0 where it drafts all.
         tokenizers: both models' tokenizers, if the draft has its own.
-        corpus_C: the tokens of `draft.corpus`, on the CPU.
+        prepared: what `DrafterRecord.prepare` has read; None without it.
     """
 
     config: DrafterConfig
@@ -58,7 +58,7 @@ class DrafterParts:
     tree: Tree | None = None
     num_ahead: int = 0
     first_row: Callable[[int], int] = lambda _num_rows: 0
-    corpus_C: Tensor | None = None
+    prepared: Any = None
 
 
 class Drafter(Protocol):
@@ -96,12 +96,20 @@ class Drafter(Protocol):
             uniforms_BKP: one draw for each token, at least K; see `processors.draw`.
             bucket: number of cache slots to read, at least length + K.
             num_unread: how many tokens at the end of the rows the drafter may not have read yet: 2 after its own round;
-                2 and whole chunks of `sizes.CATCH_UP_CHUNK` after rounds that it did not draft.
+                2 and whole chunks of `CATCH_UP_CHUNK` after rounds that it did not draft.
 
         Returns:
             The drafted ids, the same on every rank, their tree, and their law, a point mass also where the rule needs
             none.
         """
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    """A drafter that also drafts from other texts of the run."""
+
+    def forget(self) -> None:
+        """Draft from no text that has begun so far but a row's own."""
 
 
 class _Tables(Workspace):

@@ -62,7 +62,7 @@ class VocabularyMap(NamedTuple):
     def to_target(self, logits_BMD: Tensor) -> Tensor:
         """Move the draft's logits to the target's ids (B, M, V): minus infinity for tokens that the draft lacks.
 
-        Processors normalise what is left, so that the draft draws among the tokens of both vocabularies.
+        Processors normalise the rest, so that the draft draws among the tokens of both vocabularies.
 
         Source: Timor et al. 2025, arXiv:2502.05202, Algorithm 4.
         """
@@ -92,7 +92,7 @@ class _OwnText(Workspace):
         stops_BS = torch.ones_like(tokens_BS).cumsum(1)  # unlike a range, right for any number of slots in a trace
         is_new_BS = (stops_BS > self._prompt_lengths_B[:, None]) & (stops_BS <= lengths_B1)
         spelled_BS = own_prompt_B1 + (vocabularies.num_pieces_V[tokens_BS] * is_new_BS).cumsum(1)
-        # What exceeds the limit of any earlier token is cut from all later ones.
+        # Tokens past the limit of any earlier token are cut from all later ones.
         limits_BS = (stops_BS * OWN_SLOTS_PER_SLOT).minimum(self._most)
         excess_BS = ((limits_BS - spelled_BS) * is_new_BS).clamp_max(0)
         ends_BS = spelled_BS + excess_BS.cummin(1).values

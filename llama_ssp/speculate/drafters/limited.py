@@ -6,7 +6,7 @@ next token as in plain decoding, whatever was drafted. Its text depends on no ot
     text, context of the draft 8, K = 3     | 0 1 2 3 4 5 | d d d |      the longest that is drafted for
                                             | 0 1 2 3 4 5 6 | x          goes on plainly
 
-What is in flight in a round that overlaps counts as text, and is dropped from a row that is too long with it.
+Tokens in flight in a round that overlaps count as text, and are dropped from a row that is too long with them.
 
 Shapes: B sequences, S slots, K drafted tokens.
 """

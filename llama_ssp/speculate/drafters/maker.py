@@ -4,13 +4,12 @@ from dataclasses import replace
 from typing import cast
 
 import torch
-from torch import Tensor
 
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import Head, Runner
 from llama_ssp.ranks.comms import Mesh
 from llama_ssp.registry import imported
-from llama_ssp.settings.drafters import drafter_of, drafters, drafts_greedily
+from llama_ssp.settings.drafters import drafter_of, drafts_greedily, of_kind
 from llama_ssp.settings.rules import rule_of
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts
@@ -39,14 +38,14 @@ def make_drafters(  # noqa: PLR0913 - what drafts of all kinds need
     tokenizers: TokenizerPair | None = None,
     taps: Taps | None = None,
     shard: Shard = WHOLE,
-    corpus_C: Tensor | None = None,
+    prepared: object = None,
     steps: RowSteps | None = None,
 ) -> list[Drafter]:
     """Make the drafters of a rank, in a run with a draft: the draft's, then the fallback's if rounds choose.
 
     `runner` is the draft model or this rank's slice of it, None on ranks without one. `split` divides the rows among
     ranks that each hold the whole draft model. `tokenizers` are both models', if the draft has its own; `taps` the
-    target's, if it is a head; for `corpus_C` see `DrafterParts`. `shard` is of the draft's logits, `steps` shared with
+    target's, if it is a head; for `prepared` see `DrafterParts`. `shard` is of the draft's logits, `steps` shared with
     the target's rule. Raises ConfigError if the code of a kind of draft cannot be imported.
     """
     layout, num_draft_tokens = mesh.layout, config.speculation.most_draft_tokens
@@ -65,7 +64,7 @@ def make_drafters(  # noqa: PLR0913 - what drafts of all kinds need
     parts = DrafterParts(
         config=config.draft, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=vocab_size, device=device,
         runner=None if taps else cast("Runner | None", runner), head=cast("Head", runner) if taps else None,
-        comm=mesh.draft, tokenizers=tokenizers, taps=taps, tree=tree, corpus_C=corpus_C,
+        comm=mesh.draft, tokenizers=tokenizers, taps=taps, tree=tree, prepared=prepared,
         num_ahead=(num_draft_tokens - 1) * config.speculation.overlap,
         first_row=(lambda num_rows: split.own_rows(num_rows).start) if split else (lambda _num_rows: 0),
     )  # fmt: skip
@@ -84,7 +83,7 @@ def make_drafters(  # noqa: PLR0913 - what drafts of all kinds need
     assert own
     if not (fallback := config.speculation.adapts and config.draft.fallback):
         return [own]
-    return [own, _made(replace(parts, config=drafters()[fallback].config(kind=fallback), runner=None, head=None))]
+    return [own, _made(replace(parts, config=of_kind(fallback), runner=None, head=None, prepared=None))]
 
 
 def _made(parts: DrafterParts) -> Drafter:

@@ -1,4 +1,4 @@
-"""A target's and a draft's tokenizers: a text in the other's tokens, what continues it, and which tokens are equal.
+"""A target's and a draft's tokenizers: a text in the other's tokens, its continuation, and equal tokens.
 
 All of it runs on the host and gives the same result on every rank. Tokens are equal if they add the same bytes to a
 text, however their tokenizers write them:
@@ -81,7 +81,7 @@ def align(
 
 
 def neutral_id(tokenizer: PreTrainedTokenizerBase, *, size: int) -> int:
-    """The id for what a tokenizer cannot spell: a token that begins or ends a text, else the first."""
+    """The id for text that a tokenizer cannot spell: a token that begins or ends a text, else the first."""
     special = (tokenizer.bos_token_id, tokenizer.eos_token_id)
     return next((token for token in special if isinstance(token, int) and token < size), 0)
 

@@ -7,8 +7,8 @@ of its own.
 
     gain of a choice = (1 + h1 + h1 h2 + ... + h1 ... hK) / cost        h_i: drafted token i is accepted if i - 1 were
 
-The largest gain wins; drafting nothing gains 1 / cost. What is not chosen teaches nothing about drafts, so now and then
-a round probes a drafter that is not in use. Probes may take `PROBE_SHARE` of the time.
+The largest gain wins; drafting nothing gains 1 / cost. An unused drafter teaches nothing about drafts, so now and then
+a round probes one. Probes may take `PROBE_SHARE` of the time.
 """
 
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ class RoundCosts:
 
 
 class AdaptiveLength(FixedLength):
-    """Drafts what gains most; `DraftChoice(0)` is a choice, and `acceptance` is expected of each drafter at first."""
+    """Takes the choice that gains most, also `DraftChoice(0)`; `acceptance` is expected of each drafter at first."""
 
     def __init__(self, costs: RoundCosts, *, acceptance: Sequence[float]) -> None:
         self.choices = tuple(costs.rounds)
@@ -101,7 +101,7 @@ class AdaptiveLength(FixedLength):
             self._plans.clear()
 
     def _planned(self, num_skipped: Sequence[int]) -> tuple[DraftChoice, float, DraftChoice | None, float]:
-        """The choice that gains most, its cost, the one to probe with another drafter, and what that loses.
+        """The choice that gains most, its cost, the one to probe with another drafter, and the probe's loss.
 
         They stay until a drafted round was observed or more was skipped.
         """

@@ -29,7 +29,7 @@ class StopRequest:
         return is_first
 
     def settle(self, *, is_agreed: bool) -> None:
-        """Enter what the ranks have agreed on."""
+        """Enter the ranks' agreement on whether a stop was asked for."""
         self.requested = is_agreed
 
 
@@ -72,7 +72,7 @@ class RowCompletion:
         self.finish_reason = reason
 
     def draft(self, num_accepted: int, num_examined: int, *, num_ahead: int) -> None:
-        """Enter what became of the tokens that a round has drafted, and how many are in flight after it."""
+        """Enter a round's accepted and examined drafted tokens, and the number in flight after it."""
         self.accepted_lengths.append(num_accepted)
         self.draft_lengths.append(num_examined)
         self.num_ahead = num_ahead

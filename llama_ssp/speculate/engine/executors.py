@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 _STATE = len(BatchState._fields)
 _Graph = tuple[Any, Callable[[], None]]
-"""The results of a stage, and what computes them again."""
+"""The results of a stage, and a call that computes them again."""
 
 
 def make_executor(round_: Round, *, cuda_graphs: bool) -> Executor:

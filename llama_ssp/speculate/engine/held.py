@@ -42,7 +42,7 @@ class _Text(NamedTuple):
 
 
 class PromptRow(NamedTuple):
-    """The row of a prompt, what the caches of the target and of the draft hold of it, and `Prompts.saved`."""
+    """The row of a prompt, its parts in the caches of the target and of the draft, and `Prompts.saved`."""
 
     row: int
     target: Held
@@ -77,7 +77,7 @@ class Reuse:
 
     @property
     def step(self) -> int:
-        """Tokens of whose multiples beginnings are taken."""
+        """Number of tokens; beginnings are taken in multiples of it."""
         return 1 if self.any_length else PREFILL_CHUNK
 
 

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from llama_ssp.architectures.engine import BUCKET_STEP, scored_positions, whole_steps
 from llama_ssp.errors import LOGITS_ARE_NAN, NumericError, SspError
-from llama_ssp.log_probs import LogProbs
+from llama_ssp.log_probs import TokenLogprob, TopLogprob
 from llama_ssp.models.prefill import Buckets
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.upload import to_device
@@ -62,7 +62,7 @@ def law_of(sampling: SamplingConfig) -> Law | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredText:
-    """A text to score, of at least two tokens, of which the first `num_given`, at least one, are not scored.
+    """A text of at least two tokens to score; the first `num_given`, at least one, are not scored.
 
     Its first `num_prompt` tokens are the prompt, as penalties see it; None for `num_given`.
     """
@@ -78,8 +78,8 @@ class TokenScores(NamedTuple):
     `drawn` holds scores under the law, if there is one, without tokens that it never draws.
     """
 
-    model: LogProbs
-    drawn: LogProbs | None = None
+    model: list[TokenLogprob]
+    drawn: list[TokenLogprob] | None = None
 
 
 def log_likelihoods(
@@ -167,19 +167,19 @@ def score_in_rows(
             found.append(NumericError(f"scoring a text: {LOGITS_ARE_NAN}"))
             continue
         of_laws = zip(scores_TLC.unbind(1), leasts, strict=False)
-        found.append(TokenScores(*(_read(*one, num_top=num_top) for one in of_laws)))
+        ids = text.ids[text.num_given :]
+        found.append(TokenScores(*(_read(ids, *one, num_top=num_top) for one in of_laws)))
     yield found
 
 
-def _read(scores_TC: Tensor, above: float, *, num_top: int) -> LogProbs:
-    """Read the figures of a text; the best tokens have log-probabilities above `above`."""
-    log_probs, found = scores_TC[:, 0].tolist(), scores_TC[:, 1:].tolist()
-    pairs = [zip(map(int, row[:num_top]), row[num_top:], strict=True) for row in found]
-    tops = [[pair for pair in row if pair[1] > above] for row in pairs]
-    return LogProbs(
-        log_probs=log_probs, top_ids=[[token for token, _ in top] for top in tops],
-        top_log_probs=[[log_prob for _, log_prob in top] for top in tops],
-    )  # fmt: skip
+def _read(ids: Sequence[int], scores_TC: Tensor, above: float, *, num_top: int) -> list[TokenLogprob]:
+    """Read the figures of the tokens `ids` of a text; the best tokens have log-probabilities above `above`."""
+    found = []
+    for token, (logprob, *row) in zip(ids, scores_TC.tolist(), strict=True):
+        pairs = zip(map(int, row[:num_top]), row[num_top:], strict=True)
+        top = [TopLogprob(token=other, logprob=value) for other, value in pairs if value > above]
+        found.append(TokenLogprob(token=token, logprob=logprob, top=top))
+    return found
 
 
 def _figures(logits_BTV: Tensor, next_BT1: Tensor, num_top: int) -> Tensor:

@@ -121,7 +121,7 @@ class Decoder:
         self.stopped = False
 
     def choose_by(self, length: FixedLength) -> None:
-        """Let rounds draft from now on what this chooses, once their costs are known."""
+        """Let `length` choose what later rounds draft, once their costs are known."""
         self.length = length
 
     def run(
@@ -315,7 +315,7 @@ class Decoding:
                 self._state.vacate(row)
 
     def _refill(self) -> bool:
-        """Ask for requests; returns whether any wait. Raises an untaken error, once all rows ended."""
+        """Ask for requests; returns whether any wait. Without `failed`, raises an error once all rows ended."""
         if self._error and self.is_idle:
             raise self._error
         if self._more:
@@ -325,7 +325,7 @@ class Decoding:
         return bool(self._waiting)
 
     def _use_steps(self, requests: Sequence[Request]) -> None:
-        """Let the next draws do what these requests need, if rows have settings of their own."""
+        """Let the next draws take the steps that these requests need, if rows have settings of their own."""
         if steps := self.round.steps:
             steps.follow([request.sampling for request in requests if request.sampling])
 
@@ -435,7 +435,7 @@ class Decoding:
         [place], [owner] = self._place([request], free)
         self.space.held.forget([place.row])
         self.rows.reserved[place.row] = len(request.prompt_ids)
-        # What the draft could copy from another row may be gone by its turn.
+        # Tokens that the draft could copy from another row may be gone by its turn.
         self._reading = _Reading(request, self._state_of([request]), place._replace(draft=Held()), owner)
 
     def _read_more(self) -> None:
@@ -475,7 +475,7 @@ class Decoding:
         self, requests: Sequence[Request], prompts: BatchState, places: Sequence[PromptRow],
         owners: Sequence[RowCompletion],
     ) -> None:  # fmt: skip
-        """Read these prompts, or what is left of them, and let their rows decode."""
+        """Read these prompts, or the rest of them, and let their rows decode."""
         if is_first := not any(self.rows.owners):
             self._unread.begin()
         lengths, rows = [len(request.prompt_ids) for request in requests], [place.row for place in places]
@@ -550,7 +550,7 @@ class Decoding:
         return Update(owner, new_ids, num_drafted)
 
     def _outgrew(self, owner: RowCompletion, choice: DraftChoice, *, num_ahead: int = 0) -> bool:
-        """Whether a row, as far as it is known, and what is in flight are longer than a round drafts for."""
+        """Whether a row's known tokens and its tokens in flight are more than a round drafts for."""
         longest = self.round.longest(choice) if self.round.limit else None
         return longest is not None and len(owner.request.prompt_ids) + len(owner.token_ids) + num_ahead > longest
 

@@ -10,7 +10,7 @@ at the same time. All of them and the first new token are then verified:
     d2 is rejected            d1    x |                                all others dropped, the next round has x alone
 
 So every row gains at least one token in a round (docs/design/overlap.md). A round is a fixed sequence of four stages,
-and only the last two need what other ranks did:
+and only the last two need other ranks' results:
 
     draft      on the draft's ranks
     score      of the last token and the tokens in flight, on the target's ranks, at the same time
@@ -107,7 +107,7 @@ class OverlappedRound(Round):
         return self._kept_BTV
 
     def draft_rows(self, state: BatchState) -> Rows:
-        """The rows as the draft sees them: what is in flight counts as text."""
+        """The rows as the draft sees them: tokens in flight count as text."""
         return state.rows._replace(lengths_B=state.lengths_B + state.ahead_B)
 
     def _score(self, num_tokens: int, bucket: int, state: BatchState) -> Tensor:

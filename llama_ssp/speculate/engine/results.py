@@ -25,7 +25,7 @@ class RowResult(NamedTuple):
     Attributes:
         num_drafted, num_accepted: of its drafted tokens.
         ids: the accepted ones and the next one.
-        goes_on: the next one was drafted too, and what was drafted after it is in flight.
+        goes_on: the next one was drafted too, and later drafted tokens are in flight.
         is_nan: its logits are not numbers.
     """
 

@@ -37,9 +37,8 @@ from llama_ssp.models.cache import StaticCache, Taps
 from llama_ssp.models.prefill import Buckets, Prompts, ShortForwards, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.upload import to_device
-from llama_ssp.speculate.drafters.drafter import Drafter, TreeTables
+from llama_ssp.speculate.drafters.drafter import Drafter, Remembering, TreeTables
 from llama_ssp.speculate.drafters.limited import DraftLimit
-from llama_ssp.speculate.drafters.ngram import NgramDrafter
 from llama_ssp.speculate.engine.clock import HostClock
 from llama_ssp.speculate.engine.held import PromptRow
 from llama_ssp.speculate.engine.state import BatchState
@@ -114,7 +113,7 @@ class Round:
     """The target, the drafters (none for plain decoding) and the verifier, applied to a batch.
 
     Attributes:
-        taps: what a draft head reads of the target; None without one.
+        taps: layer inputs of the target that a draft head reads; None without one.
         limit: the rows that the first drafter drafts for; None for all.
         num_ahead: the most drafted tokens that wait for verification when a round begins.
         has_bonus: a round that accepts all its drafted tokens adds one of the target's.
@@ -153,9 +152,9 @@ class Round:
     ) -> tuple[Tensor, Law]:
         """Run one round on a batch whose rows have at least two tokens.
 
-        It reads `bucket` cache slots, at least the longest row's length + K. In rounds that overlap, `in_flight` is
-        what the round before has returned. Returns the result (see `BatchState.commit`), and the law of drafted tokens
-        that the next round verifies, if any.
+        It reads `bucket` cache slots, at least the longest row's length + K. In rounds that overlap, `in_flight` is the
+        law that the round before has returned. Returns the result (see `BatchState.commit`), and the law of drafted
+        tokens that the next round verifies, if any.
         """
         clock.start()
         drafted: tuple[Any, ...] = ()
@@ -271,7 +270,7 @@ class Round:
     ) -> Stage:  # fmt: skip
         """Make a stage of a function of these arguments, its bucket if it reads a cache, the batch and values.
 
-        All that decides which operators the function calls is among its arguments, or is what rows need now.
+        All that decides which operators the function calls is among its arguments, or the steps that rows need now.
         """
         needs = (*vars(self.steps).values(),) if self.steps else ()
         given = (*arguments, bucket) if bucket else arguments
@@ -281,7 +280,7 @@ class Round:
     def longest(self, choice: DraftChoice) -> int | None:
         """The longest rows that a round drafts for, which decodes longer ones plainly; None for all.
 
-        What is in flight counts as text.
+        Tokens in flight count as text.
         """
         limit = self._limit_of(choice.source) if choice.num_tokens else None
         return limit.longest(choice.num_tokens) if limit else None
@@ -323,11 +322,11 @@ class Round:
     def forget_texts(self) -> None:
         """Let no drafter copy from texts of earlier runs, where the same ones follow."""
         for drafter in self.drafters:
-            if isinstance(drafter, NgramDrafter):
+            if isinstance(drafter, Remembering):
                 drafter.forget()
 
     def clear(self, rows: Sequence[int]) -> None:
-        """Forget what the caches of models hold of rows, and what drafters copy from."""
+        """Forget the rows' contents of the models' caches, and texts that drafters copy from."""
         first_own = self.verifier.own_rows(self._batch_size).start
         for cache in find_parts((self.target, self.drafters), StaticCache, seen=set()):
             first = first_own if cache.num_rows < self._batch_size else 0

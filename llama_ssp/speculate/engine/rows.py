@@ -64,7 +64,7 @@ class Backlog:
         self._add_up()
 
     def count(self, choice: DraftChoice) -> None:
-        """Count what each drafter will have skipped after a round."""
+        """Count the tokens that each drafter will have skipped after a round."""
         for source, skipped in enumerate(self._num_skipped):
             drafted = choice.num_tokens and source == choice.source
             self._num_skipped[source] = 0 if drafted else skipped + choice.num_tokens + 1

@@ -161,7 +161,7 @@ class BatchState(NamedTuple):
         return found_XN[:, -PER_DRAW:].view(*rounds_BT.shape, PER_DRAW)
 
     def commit(self, decision: Decision, *drafted_ids_BK: Tensor) -> Tensor:
-        """Append what was decided on a chain to the text, up to each row's limit.
+        """Append the tokens decided on a chain to the text, up to each row's limit.
 
         The drafted tokens, if any, are in `tokens_BS` already. Returns the round's result (B, K + 3), int64: these,
         then the decision, not cut at the limits.
@@ -175,7 +175,7 @@ class BatchState(NamedTuple):
     def vacate(self, rows: int | slice, *, length: int = 2) -> None:
         """Reset rows in place, as in an empty batch: later rounds may read fewer slots than these rows have filled.
 
-        Rows of another `length` cost what rows of that length do.
+        Rows of another `length` cost as much as rows of that length.
         """
         # A number that is assigned to an index is copied from the host, which waits for a GPU.
         self.lengths_B[rows].fill_(length)

@@ -63,7 +63,7 @@ class IncrementalText:
         return self._emitted.decode(self._held).rstrip(INCOMPLETE) if self._held else ""
 
     def flush(self) -> list[Piece]:
-        """End the text: emit what was held back, an incomplete character as U+FFFD."""
+        """End the text: emit held-back tokens' text, an incomplete character as U+FFFD."""
         pieces: list[Piece] = []
         if self._held:
             self._emit(self._emitted.decode(self._held), pieces)

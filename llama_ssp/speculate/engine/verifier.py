@@ -48,7 +48,7 @@ class Verifier:
         comm: the ranks that must agree.
         verify_rank: the rank in `comm` that decides; with a split, only for tokens without a draft.
         split: divides the rows among ranks that each hold the draft; None lets `verify_rank` decide all.
-        forced: decides what is accepted, once the rule has; None leaves it to the rule.
+        forced: decides the accepted lengths in place of the rule; None leaves them to it.
 
     Attributes:
         rule, verify_rank: of all decisions.

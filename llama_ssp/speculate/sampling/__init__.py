@@ -1,1 +1,1 @@
-"""From logits to tokens: processors, keyed draws, rules."""
+"""Sampling turns logits into tokens: processors, keyed draws, rules."""

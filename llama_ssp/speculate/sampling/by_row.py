@@ -47,7 +47,7 @@ class RowSteps:
     penalizes: bool = False
 
     def follow(self, samplings: Sequence[SamplingConfig]) -> None:
-        """Do what these settings of rows need."""
+        """Take the steps that any of these settings of rows needs."""
         self.truncates = any(sampling.truncates for sampling in samplings)
         self.penalizes = any(sampling.penalizes for sampling in samplings)
 
@@ -56,7 +56,7 @@ class ByRow:
     """Maps logits (B, T, V) and their context to the probabilities that each row's settings ask for.
 
     Each row equals the result of `context.penalty` and `processors.processor`; fp32, or fp64 of logits in fp64.
-    `steps` says what any row of the batch needs now.
+    `steps` has the steps that any row of the batch needs now.
     """
 
     def __init__(self, steps: RowSteps) -> None:
@@ -97,7 +97,7 @@ def _penalized(logits_BTV: Tensor, context: Context, penalties_3B11: Tensor) -> 
 
 
 def _truncated(probs_BTV: Tensor, scaled_BTV: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Keep what top-k, then top-p, then min-p leave, in rows that have them; see `processors.processor`."""
+    """Keep the tokens of top-k, then top-p, then min-p, in rows that have them; see `processors.processor`."""
 
     def kept(is_kept_BTV: Tensor, is_on_B11: Tensor) -> Tensor:
         left_BTV = probs_BTV * is_kept_BTV

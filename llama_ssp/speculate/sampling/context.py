@@ -19,7 +19,7 @@ _OF_THE_RUN = torch.empty(0, 0)
 
 
 class Rows(NamedTuple):
-    """Rows of a batch: token ids, of which `lengths_B` are prompt and text, the keys of their uniforms, the prompts.
+    """Rows of a batch: token ids, `lengths_B` of them prompt and text, the keys of their uniforms, the prompts.
 
     Drafted tokens may follow the text; later slots are undefined. For `sampling_BX` see `by_row`.
     """

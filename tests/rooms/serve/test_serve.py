@@ -193,10 +193,11 @@ def test_echo_scores_the_prompt_without_new_tokens(pair: Pair, server: Server) -
     [choice] = answer["choices"]
     [own] = pair.generate(PROMPT, max_new_tokens=1, prompt_logprobs=3)
     assert choice["text"] == PROMPT
-    assert own.log_probs
-    assert own.log_probs.prompt_logprobs
+    assert own.prompt_logprobs
     assert choice["logprobs"]["token_logprobs"][0] is None
-    assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(own.log_probs.prompt_logprobs.log_probs, abs=1e-4)
+    assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(
+        [one.logprob for one in own.prompt_logprobs], abs=1e-4
+    )
     assert "".join(choice["logprobs"]["tokens"]).endswith(PROMPT)
     tokens, offsets = choice["logprobs"]["tokens"][1:], choice["logprobs"]["text_offset"][1:]
     assert all(PROMPT[at:].startswith(token) for token, at in zip(tokens, offsets, strict=True)), "<bos> is not in it"

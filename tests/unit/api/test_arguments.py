@@ -102,7 +102,7 @@ def test_numbers_of_other_libraries_are_numbers(pair: Pair) -> None:
     ("function", "models", "given", "message"),
     [
         (load, ["tini"], {}, "unknown model 'tini': .* did you mean tiny"),
-        (load, ["tiny", "tini"], {}, "unknown draft 'tini': .* ngram, .* did you mean tiny"),
+        (load, ["tiny", "tini"], {}, "unknown draft 'tini': .* none, .* did you mean tiny"),
         (load, ["/missing/model"], {}, "model=/missing/model is no folder that exists; a name"),
         (load, [""], {}, "unknown model ''"),
         (load, ["local"], {}, "unknown model 'local'"),

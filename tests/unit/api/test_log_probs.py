@@ -37,7 +37,7 @@ def scored(pair: Pair, model: PreTrainedModel, sampling: SamplingConfig, **setti
         PROMPTS, max_new_tokens=10, batch_size=2, logprobs=4, prompt_logprobs=2, **drawn, **settings
     )
     for done in completions:
-        check_completion(done.log_probs, model, done.prompt_ids, done.token_ids, sampling, num_top=4, num_of_prompt=2)
+        check_completion(done, model, done.prompt_ids, done.token_ids, sampling, num_top=4, num_of_prompt=2)
     return [done.token_ids for done in completions]
 
 
@@ -73,13 +73,12 @@ def test_quantized_weights_have_the_figures_of_what_they_hold() -> None:
 
 def test_greedy_text_has_no_law_of_draws_and_what_is_not_asked_for_is_none(pair: Pair) -> None:
     (done,) = pair.generate("import", temperature=0, max_new_tokens=3, logprobs=0)
-    assert done.log_probs is not None
-    assert (done.log_probs.drawn_logprobs, done.log_probs.prompt_logprobs) == (None, None)
-    assert done.log_probs.logprobs is not None
-    assert done.log_probs.logprobs.top_ids == [[], [], []]
+    assert (done.drawn_logprobs, done.prompt_logprobs) == (None, None)
+    assert done.logprobs is not None
+    assert [one.top for one in done.logprobs] == [[], [], []]
+    assert [one.token for one in done.logprobs] == done.token_ids
     (alone,) = pair.generate("import", max_new_tokens=3, prompt_logprobs=1)
-    assert alone.log_probs is not None
-    assert alone.log_probs.logprobs is None
-    assert pair.generate("import", max_new_tokens=3)[0].log_probs is None
+    assert (alone.logprobs is None, alone.prompt_logprobs is None) == (True, False)
+    assert pair.generate("import", max_new_tokens=3)[0].logprobs is None
     with pytest.raises(ConfigError, match=r"logprobs=101 must be 0 to 100 of the most probable tokens"):
         pair.generate("import", logprobs=101)

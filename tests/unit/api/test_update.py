@@ -1,6 +1,7 @@
 """`Pair.update`: other weights in the tensors of a pair that runs, as if it had been loaded with them."""
 
 import gc
+import re
 import shutil
 from itertools import chain
 from pathlib import Path
@@ -214,6 +215,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) ->
         ("nowhere", None, ConfigError, "nowhere"),
         (7, None, ConfigError, "model=7 must be"),
         ({"lm_head.weight": 3}, None, ConfigError, "tensors by name"),
+        ({"lm_head.weight": torch.empty(3, device="meta")}, None, ConfigError, "lm_head.weight' is on the meta device"),
         (narrow, None, CheckpointError, r"lm_head.weight is \[10, 64\], not \[224, 64\]"),
         (trained(target), renamed, CheckpointError, r"lacks 2 of the 21 tensors .*q_proj.* and has others .*query"),
         (trained(target, seed=1), other, ConfigError, "draft=.* must have the sizes"),
@@ -222,5 +224,19 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) ->
         with pytest.raises(error, match=sentence):
             pair.update(model, new_draft)
     assert [found[:2] for found in texts(pair)] == [found[:2] for found in before]
-    with pytest.raises(ConfigError, match="draft=ngram has no weights of its own"):
-        load(target, "ngram").update(draft=draft)
+
+
+@pytest.mark.parametrize("wrapped", ["module.{}", "_orig_mod.{}", "module._orig_mod.{}", "layers"])
+def test_names_that_torch_s_wrappers_add_to_are_read(tmp_path: Path, wrapped: str) -> None:
+    target, draft = save_pair(tmp_path, "llama")
+    pair, plain = load(target, draft, dtype="fp32"), load_file(trained(target, seed=3) / "model.safetensors")
+    if wrapped == "layers":  # each compiled by itself
+        named = {re.sub(r"(layers\.\d+\.)", r"\1_orig_mod.", name): values for name, values in plain.items()}
+    else:
+        named = {wrapped.format(name): values for name, values in plain.items()}
+    pair.update(plain)
+    expected = texts(pair)
+    pair.update(trained(target, seed=4))
+    assert texts(pair) != expected
+    pair.update(named)
+    assert texts(pair) == expected

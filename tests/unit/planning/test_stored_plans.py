@@ -14,12 +14,9 @@ from llama_ssp.architectures.reading import check_readable
 from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.machines import hardware
-from llama_ssp.planning.advice import changes_that_fit
 from llama_ssp.planning.forwards import ModelPlacement, forward_time
-from llama_ssp.planning.memory import fits
 from llama_ssp.planning.model import PlannedModel, planned_model, resolved
 from llama_ssp.planning.plan import document, make_plan
-from llama_ssp.planning.search import search
 from llama_ssp.planning.spec import spec_of_plan
 from llama_ssp.planning.weights import model_bytes, rank_shares
 from llama_ssp.settings.schema import NO_DRAFT, DrafterConfig, PlanConfig, SyntheticConfig, WeightsKind
@@ -141,24 +138,6 @@ def test_plan_and_run_take_the_stored_format_unless_another_is_given(tmp_path: P
     assert said.startswith("runs refuse this model: local holds int4_weight_only weights, ")
     with pytest.raises(ConfigError, match=r"holds int4_weight_only weights, .*leave it out"):
         check_readable(tmp_path, "int8_weight_only")
-
-
-def test_no_change_quantizes_files_again(tmp_path: Path) -> None:
-    """With 60 GB int4_weight_only would have room."""
-    machine = replace(H100, memory_bytes=60 * 10**9)
-    spec = spec_of_plan(config_of(tmp_path, LLAMA_70B, FP8), machine)
-    assert fits(replace(spec, target=spec.target.quantized("int4_weight_only")), machine)
-    found = changes_that_fit(spec, machine)
-    assert found
-    assert "quantization" not in " ".join(setting for change in found for setting in change.settings)
-
-
-def test_searches_name_no_format_that_a_run_would_refuse(tmp_path: Path) -> None:
-    for described, name in ((W8A8_ZEROS, "int8_weight_only"), (AWQ, "int4_weight_only")):
-        config = config_of(tmp_path, LLAMA_70B, described)
-        rows = search(spec_of_plan(config, H100), H100)
-        assert {row["quantization"] for row in rows} == {name}
-        assert not any(setting.startswith("model.quantization") for row in rows for setting in row["settings"])
 
 
 def test_synthetic_weights_have_only_the_sizes_of_a_checkpoint(tmp_path: Path) -> None:

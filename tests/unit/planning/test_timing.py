@@ -16,19 +16,16 @@ from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.models.prefill import Buckets
-from llama_ssp.planning.acceptance import overlapped_corrections, overlapped_tokens, tree_tokens
+from llama_ssp.planning.acceptance import overlapped_corrections, overlapped_tokens
 from llama_ssp.planning.collectives import round_messages
 from llama_ssp.planning.forwards import OPERATORS_PER_LAYER
 from llama_ssp.planning.memory import kv_bytes_per_token, memory
 from llama_ssp.planning.model import planned_model
 from llama_ssp.planning.plan import document, make_plan
-from llama_ssp.planning.search import search
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.timing import CostModel, OverlappedTime
 from llama_ssp.planning.weights import model_bytes, step_bytes
-from llama_ssp.settings.drafters import NgramConfig
 from llama_ssp.settings.schema import DraftLayout, SamplingConfig, VerificationConfig
-from llama_ssp.settings.trees import tree_shape
 from llama_ssp.speculate.sampling.rules import make_rule
 from tests.helpers.own_vocabulary import intersection_drafter
 from tests.helpers.planning import make_spec, small_model, times_of
@@ -153,20 +150,6 @@ def test_the_bytes_of_a_round_follow_from_the_placement(
     assert [*round_messages(spec, 0)] == ["verdict"] * (len(target + draft) > 2), "of a plain token"
 
 
-def test_a_tree_by_look_up_costs_its_verification_and_the_kernels_of_a_search() -> None:
-    plain, tree = make_spec("13B", num_ranks=2, num_draft_tokens=9), tree_shape("3x1x1")
-    spec = replace(plain, free_draft="ngram", tree=tree, copies=NgramConfig(kind="ngram"))
-    timed, clock = times_of(spec, A100), CostModel(spec, A100)
-    searched_s = spec.num_copying_kernels * A100.kernel_s
-    assert timed.round_s == pytest.approx(clock.forward(clock.target, 10).total_s + clock.verdict_s(9) + searched_s)
-    beside = replace(make_spec("13B", "7B"), copies=spec.copies, adapts=True)
-    own_s = times_of(replace(beside, copies=None), A100).round_s
-    assert times_of(beside, A100).round_s - own_s == pytest.approx(beside.num_copying_kernels * A100.kernel_s)
-    assert replace(beside, adapts=False).num_copying_kernels == 0, "a fallback is for a K that is chosen"
-    assert timed.tokens_per_round == pytest.approx(tree_tokens((0.8,) * 3, tree), rel=0.01)
-    assert round_messages(spec, 0) == round_messages(plain, 0)
-
-
 def test_the_physical_limit_is_a_copy_of_what_a_step_reads_and_its_shares_follow() -> None:
     """13B in fp16: all weights but the embedding's rows, and keys and values of 100 tokens."""
     machine = replace(A100, copy_bytes_per_s=1e12, bandwidth_bytes_per_s=2e12)
@@ -265,9 +248,6 @@ def apart(**changes: Any) -> PlanSpec:  # noqa: ANN401 - fields
 
 
 def test_a_plan_of_rounds_that_overlap_has_their_time_and_shares() -> None:
-    ranked = [choice for choice in search(apart(), CPUS) if choice["overlaps"]]
-    assert {choice["draft_kind"] for choice in ranked} == {"own_gpu"}
-    assert all("speculation.overlap=true" in choice["settings"] for choice in ranked)
     one_by_one, at_once = times_of(apart(), CPUS), times_of(apart(overlap=True), CPUS)
     pieces = CostModel(apart(overlap=True), CPUS).overlapped(4)
     assert at_once.verify_s == pytest.approx(pieces.forward_s + pieces.verdict_s), "of K positions"

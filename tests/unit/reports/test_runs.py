@@ -156,7 +156,7 @@ def test_values_of_one_kind_are_distinguished() -> None:
     [
         ("model", "model=7B draft=tinyllama_1B", "model=13B draft=tinyllama_1B"),
         ("model.quantization", "model=7B draft=tinyllama_1B", "model=7B draft=tinyllama_1B model.quantization=int8"),
-        ("draft", "model=tiny draft=tiny-draft", "model=tiny draft=ngram"),
+        ("draft", "model=tiny draft=tiny-draft", "model=tiny draft=none"),
     ],
 )
 def test_what_follows_from_the_name_of_an_entry_is_left_out(key: str, first: str, second: str) -> None:

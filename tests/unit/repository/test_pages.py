@@ -91,7 +91,7 @@ def launches() -> list[str]:
 
 def _is_of_missing_room(word: str) -> bool:
     kind, _, name = word.partition("=")
-    return manifest.absent(kind, name) is not None
+    return any(manifest.absent(*asked) for asked in ((kind, name), ("setting", kind)))
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
@@ -121,6 +121,8 @@ def test_every_plan_on_a_page_composes() -> None:
     commands = [match["words"] for line in lines() for command in line if (match := PLAN.fullmatch(command))]
     assert commands != []
     for words in commands:
+        if any(map(_is_of_missing_room, words.split())):
+            continue
         assert plan.read_settings(shlex.split(words))[0].model.name
 
 

@@ -18,7 +18,7 @@ from llama_ssp import Pair, catalogue, load
 from llama_ssp.catalogue import ModelConfig
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.settings.combinations import clashes
-from llama_ssp.settings.drafters import DraftTokenizer, ModelDraftConfig, NgramConfig
+from llama_ssp.settings.drafters import DraftTokenizer, ModelDraftConfig, free_drafts, of_kind
 from llama_ssp.settings.layout import Layout
 from llama_ssp.settings.schema import (
     MODEL_DRAFT,
@@ -56,7 +56,7 @@ DRAFTS = {
     "model": ModelDraftConfig(kind=MODEL_DRAFT, model=ModelConfig(name="draft")),
     "greedy": ModelDraftConfig(kind=MODEL_DRAFT, model=ModelConfig(name="draft"), greedy=True),
     "own": ModelDraftConfig(kind=MODEL_DRAFT, model=ModelConfig(name="draft"), tokenizer=DraftTokenizer.own),
-    "ngram": NgramConfig(kind="ngram"),
+    **{kind: of_kind(kind) for kind in free_drafts()},
 }
 OWN_LAYOUTS = [ALONE, *(LAYOUTS[place] for place in (0, 2, 4, 6))]
 _KNOWN = catalogue.load("tiny").shape
@@ -71,7 +71,7 @@ def combined(config: RunConfig, mode: str, rule: str, process: str) -> RunConfig
     sampling = SamplingConfig(temperature=RULES[rule], **PROCESSES[process])
     if process == "by row":
         sampling = SamplingConfig(temperature=1.0, by_row=True)
-    draft = replace(config.draft, fallback="ngram" if mode == "fallback" else None)
+    draft = replace(config.draft, fallback=next(iter(free_drafts()), None) if mode == "fallback" else None)
     return replace(
         config, draft=draft, sampling=sampling, verification=VerificationConfig(rule=rule), batch_size=3,
         speculation=SpeculationConfig(**MODES[mode]), ignore_eos=False,
@@ -105,7 +105,7 @@ def test_what_the_table_allows_on_ranks_has_the_plain_text(
     layout: Layout, draft: str, mode: str, rule: str, process: str
 ) -> None:
     config = combined(config_on(layout, draft), mode, rule, process)
-    layout = replace(layout, draft_ranks=()) if draft == "ngram" else layout
+    layout = replace(layout, draft_ranks=()) if draft in free_drafts() else layout
     tokenizers = TokenizerPair(byte_level(), sentencepiece_like()) if draft == "own" else None
     sizes = (len(byte_level()), len(sentencepiece_like())) if tokenizers else (11, 11)
     requests = requests_for(rule, process, vocab_size=sizes[0])

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llama_ssp import catalogue, load
 from llama_ssp.errors import ConfigError
-from llama_ssp.log_probs import LogProbs
+from llama_ssp.log_probs import TokenLogprob, TopLogprob
 from llama_ssp.reports.folder import RunFolder
 from llama_ssp.reports.records import LogProbLine
 from llama_ssp.settings.schema import SamplingConfig
@@ -203,7 +203,8 @@ def test_figures_are_printed_and_recorded_and_a_run_that_was_stopped_goes_on_wit
 
 
 def test_a_folder_with_fewer_figures_than_are_asked_now_is_refused(tmp_path: Path) -> None:
-    figures = LogProbs(log_probs=[-1.0], top_ids=[[5, 7]], top_log_probs=[[-1.0, -2.0]])
+    top = [TopLogprob(token=5, logprob=-1.0), TopLogprob(token=7, logprob=-2.0)]
+    figures = [TokenLogprob(token=5, logprob=-1.0, top=top)]
     line = LogProbLine(
         index=0, mode="plain", sample=0, logprobs=figures, drawn_logprobs=None, prompt_logprobs=None
     )  # fmt: skip

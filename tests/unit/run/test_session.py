@@ -20,10 +20,8 @@ from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.results import excerpts
 from llama_ssp.run.session import Session, to_line
 from llama_ssp.run.tuning import make_ready
-from llama_ssp.settings.drafters import NgramConfig
 from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, PlacementConfig, SpeculationConfig
 from llama_ssp.speculate.drafters.drafter import Drafter
-from llama_ssp.speculate.drafters.ngram import NgramDrafter
 from llama_ssp.speculate.engine.adaptive import FixedLength
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.loop import Decoder
@@ -34,6 +32,7 @@ from tests.helpers.decoders import make_decoder, parts_of
 from tests.helpers.in_process import launch
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.recorded import FakeRecorder
+from tests.helpers.rooms import copies, copying
 from tests.helpers.runs import FAST, PLAIN
 
 LETTERS: Any = SimpleNamespace(decode=lambda ids, **_: "".join("abc"[token] for token in ids))
@@ -86,11 +85,11 @@ def test_nothing_is_copied_from_the_text_of_a_warm_up() -> None:
     """It is the begin of the first completion, whose acceptance would be that of no other."""
     target = PrefixRunner(sharpness=1.0)
 
-    def copies(_rule: Rule) -> Drafter:
-        return NgramDrafter(parts_of(config=NgramConfig(kind="ngram", longest=3, history=3)))
+    def copying_texts(_rule: Rule) -> Drafter:
+        return copying(parts_of(config=copies(longest=3, history=3)))
 
     def accepted(num_warm: int) -> list[int]:
-        decoder = make_decoder(target, None, make_drafter=copies)
+        decoder = make_decoder(target, None, make_drafter=copying_texts)
         session: Any = SimpleNamespace(ready_decoder=lambda *_: decoder, _warm=set())
         one = replace(request(20), prompt_ids=(2, 3, 4, 5, 6))
         with torch.inference_mode():

@@ -1,12 +1,12 @@
 """Bad configs of runs and plans: each gets its sentence, all problems of one config come together."""
 
 import shlex
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import pytest
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.settings import checks, drafters
+from llama_ssp.settings import checks
 from llama_ssp.settings.checks import check_plan
 from llama_ssp.settings.compose import compose, to_run_config
 from llama_ssp.settings.schema import PlanConfig
@@ -64,12 +64,7 @@ BAD = {
     "speculation.tree=2 verification=coupled": "needs verification=speculative or verification=block, or sampling=gre",
     "speculation.tree=2 sampling.presence_penalty=1": "speculation.tree=2 needs sampling without penalties",
     "speculation.tree=2 placement=replicated": "needs one draft for all rows: use placement=one_rank",
-    "draft=ngram draft.longest=65": "draft.longest=65 must be 1 to 64 tokens",
-    "draft=ngram draft.shortest=5": "draft.shortest=5 is more than draft.longest=4: give fewer",
-    "draft=ngram draft.history=-1": "draft.history=-1 must be at least 0, which looks at no other text",
     "speculation.tree=2x2 speculation.num_draft_tokens=3": "num_draft_tokens has no effect with speculation.tree",
-    "draft=ngram draft.history=3 speculation.tree=2x2": "draft.history has no effect with speculation.tree",
-    "draft=ngram draft.corpus=x speculation.tree=2x2": "draft.corpus has no effect with speculation.tree",
     "speculation.forced_lengths=[1,5]": "speculation.forced_lengths=[1, 5] needs numbers from 0 to K, here 4",
     "speculation.forced_lengths=[1] speculation.num_draft_tokens=0": "num_draft_tokens=0 must be at least 1",
     "speculation.forced_lengths=[1] speculation.num_draft_tokens=some": "speculation.num_draft_tokens=some must be at",
@@ -116,9 +111,6 @@ BAD = {
     "placement=own_gpu placement.num_replicas=2": "a GPU in addition to the target's, and each replica has one",
     "placement=auto placement.target.tp_size=1": "placement.target.tp_size has no effect with placement=auto",
     "weights=synthetic placement.target.experts=spread": "weights=synthetic, whose models have no experts",
-    "draft.fallback=ngram": "draft.fallback has no effect without speculation.num_draft_tokens=auto",
-    "draft.fallback=ngrams speculation.num_draft_tokens=auto": "'ngrams': there are ngram; did you mean ngram?",
-    "draft.fallback=model speculation.num_draft_tokens=auto": "unknown draft.fallback 'model': there are ngram",
     "task=generate draft=none speculation.num_draft_tokens=2": "num_draft_tokens has no effect without a draft",
     "task=generate draft=none verification=speculative": "verification has no effect without a draft",
     "task=generate draft=none placement.draft.ranks=[0]": "placement.draft.ranks has no effect without a draft",
@@ -195,13 +187,6 @@ def test_a_bad_setting_gets_its_sentence(words: str, sentence: str) -> None:
 @pytest.mark.parametrize("words", GOOD)
 def test_a_sound_config_passes(words: str) -> None:
     checks.check(*compose_run(*words.split()), world_size=2)
-
-
-def test_a_kind_of_draft_without_trees_is_refused_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    records = drafters.DRAFTERS.records
-    monkeypatch.setitem(records, "ngram", replace(records["ngram"], has_trees=False))
-    with pytest.raises(ConfigError, match="needs a draft with trees, and draft=ngram has none: give a draft model"):
-        checks.check(*compose_run("speculation.tree=2x2", "draft=ngram"), world_size=1)
 
 
 def test_more_ranks_than_heads_are_refused() -> None:

@@ -20,7 +20,7 @@ _ANSWER = re.compile(r"\s*(\d+)\b")
 
 
 def prompts(config: RunConfig) -> list[str]:
-    """Make prompts, of which the seed alone decides: more of them begin with the same ones."""
+    """Make prompts that depend on the seed alone: more of them begin with the same ones."""
     task, _ = task_and_suite(config)
     products = [(first, second) for first in range(10, 100) for second in range(10, 100)]
     random.Random(config.seed).shuffle(products)

@@ -33,7 +33,7 @@ from llama_ssp.run.prompts import Prompt
 from llama_ssp.run.resuming import check_lines
 from llama_ssp.run.tasks.records import CompareConfig
 from llama_ssp.settings.compose import compose, groups_of, keys_of
-from llama_ssp.settings.drafters import NgramConfig
+from llama_ssp.settings.schema import DrafterConfig
 from llama_ssp.terminal.terminal import Output, Terminal
 from tests.helpers.in_process import Ended, call, launch
 from tests.helpers.odd_json import mutated, to_text
@@ -290,7 +290,7 @@ def resume(folder: Path) -> int:
     try:
         with RunFolder(folder, CONFIG) as opened:
             json.dumps([sorted(opened.finished), [row.key for row in opened.cells]])
-            draft, task = NgramConfig(kind="ngram"), CompareConfig()
+            draft, task = DrafterConfig(kind="none"), CompareConfig()
             named = SimpleNamespace(prompts="p.txt", run_dir="run", num_samples=1, draft=draft, task=task)
             with contextlib.suppress(SspError):  # other prompts are refused; what follows would read the lines too
                 check_lines(opened.lines, cast("RunConfig", named), [Prompt(text=PLAIN.prompt)])

@@ -60,7 +60,7 @@ def test_a_point_that_does_not_fit_keeps_all_points_from_starting(
     monkeypatch.setattr("llama_ssp.run.commands.run.SILENCE_S", 0.1)
     ended = launch(*TOO_LARGE)
     assert (ended.code, ended.err.startswith("job 1 (")) == (3, rank != 1)
-    assert ("the smallest change that fits" in ended.err) == (rank != 1)
+    assert ("rank 0 needs" in ended.err) == (rank != 1)
 
 
 def test_a_sweep_is_checked_for_the_ranks_that_it_will_have(

@@ -75,6 +75,22 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_the_drafter_of_the_page_drafts_from_its_protocol_alone(tmp_path: Path) -> None:
+    section = (ROOT / "docs" / "extending.md").read_text().partition("## A drafter")[2].partition("\n## ")[0]
+    drafter, record, option = re.findall(r"```\w+\n(.*?)```", section, re.DOTALL)
+    (tmp_path / "my_drafters.py").write_text(drafter)
+    (tmp_path / "my_records.py").write_text(record)
+    (tmp_path / "conf" / "draft").mkdir(parents=True)
+    (tmp_path / "conf" / "draft" / "repeat.yaml").write_text(option)
+    words = ["task=generate", "format=jsonl", "sampling=greedy", "max_new_tokens=12", "prompt=import"]
+    texts = []
+    for draft in ("repeat", "none"):
+        ended = launch(tmp_path, *words, f"draft={draft}", f"run_dir={tmp_path / draft}", plugins="my_records")
+        assert ended.returncode == 0, ended.stderr
+        texts.append(lines(tmp_path / draft)[0]["text"])
+    assert texts[0] == texts[1]
+
+
 @pytest.mark.heavy
 def test_a_rule_a_format_and_a_family_from_outside_judge_store_and_decode(folder: Path) -> None:
     model = folder / "model"

@@ -4,17 +4,17 @@ Its law is then that of plain decoding, and what is drafted, by whom and in whic
 """
 
 from functools import partial
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
 import torch
 
 from llama_ssp.run.tasks.benchmark import Ours
-from llama_ssp.settings.drafters import NgramConfig
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.drafter import Drafter
 from llama_ssp.speculate.drafters.model import ModelDrafter
-from llama_ssp.speculate.drafters.ngram import Corpus, NgramDrafter
 from llama_ssp.speculate.sampling.draft import Draft
 from llama_ssp.speculate.sampling.processors import processor
 from llama_ssp.speculate.sampling.rules import Rule, make_rule, verify_ahead, verify_speculative
@@ -23,6 +23,7 @@ from tests.helpers.decoders import complete, ids_of, make_decoder, parts_of, req
 from tests.helpers.lanes import heavy
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.recorded import WatchedGraphs
+from tests.helpers.rooms import copies, copying
 
 CPU = torch.device("cpu")
 PENALIZED = SamplingConfig(temperature=0.9, repetition_penalty=1.2)
@@ -35,16 +36,17 @@ def best_of_draft(_rule: Rule) -> Drafter:
 
 
 def copies_of_other_texts(_rule: Rule) -> Drafter:
-    return NgramDrafter(parts_of(config=NgramConfig(kind="ngram", longest=3, history=3)))
+    return copying(parts_of(config=copies(longest=3, history=3)))
 
 
 def copies_of_the_future(_rule: Rule) -> Drafter:
     """From a corpus that has every text in full."""
     plain = complete(make_decoder(PrefixRunner(sharpness=1.0), None, temperature=0.9), requests(24))
     ids = [token for done in plain for token in (*done.request.prompt_ids, *done.token_ids)]
-    drafter = NgramDrafter(parts_of(config=NgramConfig(kind="ngram", history=3)))
-    drafter._corpus = Corpus(torch.tensor(ids), num_tokens=len(ids), longest=4, shortest=1, device=CPU)
-    return drafter
+    folder = Path(mkdtemp())
+    (folder / "corpus").write_bytes(bytes(2 * len(ids)))
+    config = copies(history=3, corpus=str(folder / "corpus"))
+    return copying(parts_of(config=config, prepared=torch.tensor(ids)))
 
 
 @pytest.mark.parametrize("batch_size", [heavy(1), 5])

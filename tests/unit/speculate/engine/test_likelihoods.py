@@ -56,8 +56,8 @@ def test_a_certain_model_has_as_many_tokens_as_are_asked_for() -> None:
     """Their log-probabilities are far below any that sampling draws."""
     text = ScoredText(ids=[1, 2, 3, 4])
     (found,) = scores_of(PrefixRunner(sharpness=1e4), [text], batch_size=1)
-    assert [len(ids) for ids in found.model.top_ids] == [NUM_TOP] * 3
-    assert min(found.model.top_log_probs[0]) < -100
+    assert [len(one.top) for one in found.model] == [NUM_TOP] * 3
+    assert min(other.logprob for other in found.model[0].top) < -100
 
 
 @torch.inference_mode()
@@ -68,7 +68,7 @@ def check(model: PreTrainedModel, texts: list[ScoredText], scores: list[TokenSco
         ids = text.ids[text.num_given :]
         compare(found.model, log_probs_TV, ids, num_top=NUM_TOP)
         wanted_T = log_probs_TV.gather(-1, torch.tensor(ids)[:, None])[:, 0]
-        assert found.model.log_probs == pytest.approx(wanted_T.tolist(), abs=1e-4)
+        assert [one.logprob for one in found.model] == pytest.approx(wanted_T.tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
@@ -96,7 +96,8 @@ def test_chunks_of_any_length_give_the_same_scores(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(engine, "_MOST_SCORED", num_logits)
     together = scores_of(PrefixRunner(), texts, batch_size=3)
     for one, other in zip(alone, together, strict=True):
-        assert one.model.log_probs == pytest.approx(other.model.log_probs, abs=1e-5)
+        logprobs = [[token.logprob for token in each.model] for each in (one, other)]
+        assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-5)
 
 
 @pytest.mark.parametrize("is_shared", [True, False], ids=["a target of both", "a rank without it"])

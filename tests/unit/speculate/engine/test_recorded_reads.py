@@ -18,11 +18,9 @@ from llama_ssp.models.cache import Taps
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import NullRunner, Runner
 from llama_ssp.models.weights import Loading
-from llama_ssp.settings.drafters import NgramConfig
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.drafters.model import ModelDrafter
-from llama_ssp.speculate.drafters.ngram import NgramDrafter
 from llama_ssp.speculate.drafters.one_pass import OnePassDrafter
 from llama_ssp.speculate.drafters.shared import BroadcastDrafter, ProbsReceiver, TapsSender
 from llama_ssp.speculate.engine.executors import TracedExecutor
@@ -44,6 +42,7 @@ from tests.helpers.models import build_checkpoint
 from tests.helpers.mtp_layers import save_with_mtp
 from tests.helpers.overlapped import overlapped_decoder
 from tests.helpers.recorded import FakeRecorder, WatchedGraphs
+from tests.helpers.rooms import copies, copying
 
 CPU = torch.device("cpu")
 RUNS = (0, 0, 60)
@@ -141,11 +140,11 @@ def of_texts(folder: Path) -> Make:
     """A decoder that copies from earlier texts and from a corpus."""
     corpus_C = torch.tensor([5, 9, 1, 4, 2, 7, 8, 7, 3, 1, 2, 3, 6] * 4)
     (folder / "corpus").write_bytes(bytes(2 * len(corpus_C)))
-    config = NgramConfig(kind="ngram", longest=3, history=4, corpus=str(folder / "corpus"))
-    how: dict[str, Any] = {"num_draft_tokens": 4, "vocab_size": 11, "config": config, "corpus_C": corpus_C}
+    config = copies(longest=3, history=4, corpus=str(folder / "corpus"))
+    how: dict[str, Any] = {"num_draft_tokens": 4, "vocab_size": 11, "config": config, "prepared": corpus_C}
     return partial(
         make_decoder, near_pair(1.0)[0], None, num_draft_tokens=4,
-        make_drafter=lambda rule: NgramDrafter(parts_of(rule=rule, **how)),
+        make_drafter=lambda rule: copying(parts_of(rule=rule, **how)),
     )  # fmt: skip
 
 

@@ -1,20 +1,13 @@
-"""All ways to use ranks for a spec: `placement=auto`, `search=true` and advice choose among these layouts.
+"""`search=true`: ranks what a machine can do by speed: models, precisions, drafts, layouts and K.
 
-The ranks form one block per replica, and the blocks have equal sizes. Inside a block:
-
-    target   all ranks of the block; all but the last few, if the draft has ranks of its own
-    draft    whole on the first rank; sharded; whole on every rank, for its share of the rows; on the last ranks
-
-16 ranks are 1 replica of 16, 2 of 8 (a node each), 4 of 4, 8 of 2, or 16 of 1.
-
-A search ranks them by speed for one machine: the asked model first, then the smaller ones of its series, each in every
+A search ranks uses of one machine by speed: the asked model first, then the smaller ones of its series, each in every
 precision, with every draft of its vocabulary and the best K; what does not fit comes last. It varies no setting of the
 command line.
 """
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -24,17 +17,18 @@ from llama_ssp.architectures.family import inventory
 from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
+from llama_ssp.planning.layouts import layouts
 from llama_ssp.planning.memory import RankMemoryPlan, fits, fullest_rank
 from llama_ssp.planning.model import PlannedModel, planned_model
-from llama_ssp.planning.spec import PlanSpec, block_sizes, on_block
+from llama_ssp.planning.plan import PLAN_VERSION, basis
+from llama_ssp.planning.spec import PlanSpec, on_block, spec_of_plan, without_draft
 from llama_ssp.planning.timing import Timing, timing
+from llama_ssp.run.tasks import dry_run
 from llama_ssp.settings.groups import MORE
-from llama_ssp.settings.layout import named
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT
-from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, DraftLayout
+from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, DraftLayout, PlanConfig
 from llama_ssp.settings.trees import tree_shape
 from llama_ssp.storage.formats import NO_QUANTIZATION, format_of, formats
-from llama_ssp.words import rounded
 
 MOST_NODES = 4
 """Nodes that are tried if one has too little room."""
@@ -47,17 +41,6 @@ FEW_ROWS = 4
 def _of_searches() -> tuple[str, ...]:
     """Settings of a search that a plan of one of its choices lacks."""
     return ("search", "format", *(name for more in MORE.all().values() if more.draw for name in more.paths))
-
-
-def layouts(spec: PlanSpec, *, num_ranks: int, divides: bool, thorough: bool) -> Iterator[PlanSpec]:
-    """The spec in every layout of `num_ranks`; its own ranks and draft kind are ignored.
-
-    It keeps its number of replicas, the most ranks each; `divides` also allows more replicas of fewer ranks. A draft
-    has one rank or all; if `thorough` also every number between.
-    """
-    most = num_ranks // spec.num_replicas
-    for size in block_sizes(most) if divides else [most]:
-        yield from on_block(replace(spec, num_replicas=num_ranks // size), size, thorough=thorough)
 
 
 def placement_settings(spec: PlanSpec) -> list[str]:
@@ -95,63 +78,6 @@ def length_setting(spec: PlanSpec) -> str:
     if spec.tree:
         return f"speculation.tree={spec.tree.text}"
     return f"speculation.num_draft_tokens={ADAPTIVE if spec.adapts else spec.num_draft_tokens}"
-
-
-def choose_placement(
-    spec: PlanSpec, hardware: HardwareConfig, *, num_ranks: int, divides: bool = False
-) -> tuple[PlanSpec, str]:
-    """Choose by the forecast time of a completion, prompt included, among the placements that fit.
-
-    The ranks and draft kind of `spec` are ignored. Each replica uses an equal block of `num_ranks`, of which `hardware`
-    may have more; `divides` allows more replicas on smaller blocks. A target that fits into a node stays in it: what
-    sums over slower links take is a guess.
-
-    Returns:
-        The spec with the chosen ranks, and a sentence that gives the reason. If nothing fits, it is the first placement
-        that can be laid out; its plan says what is missing.
-
-    Raises:
-        PlacementError: none can be laid out.
-    """
-    possible: list[PlanSpec] = []
-    timed: list[tuple[float, PlanSpec]] = []
-    error = None
-    for candidate in layouts(spec, num_ranks=num_ranks, divides=divides, thorough=True):
-        try:
-            if fullest_rank(candidate, hardware).fits:
-                forecast = timing(candidate, hardware)
-                timed.append((forecast.speculative_run_s or forecast.plain_run_s, candidate))
-            possible.append(candidate)
-        except PlacementError as found:
-            error = error or found
-    if error and not possible:
-        raise error
-    if not timed:
-        return possible[0], f"placement=auto: none fits, this plan has {_described(possible[0])}"
-    near = [pair for pair in timed if not _crosses_slow_links(pair[1], hardware)]
-    (run_s, chosen), *others = sorted(near or timed, key=lambda pair: pair[0])
-    compared = ", the only one that fits"
-    if others:
-        second_s, second = others[0]
-        compared = f"; the second of {len(timed)} that fit is {_described(second)} at {rounded(1e3 * second_s)}"
-    return chosen, f"placement=auto: {_described(chosen)}, forecast at {rounded(1e3 * run_s)} ms per token{compared}"
-
-
-def _crosses_slow_links(spec: PlanSpec, hardware: HardwareConfig) -> bool:
-    network, size, ranks = hardware.network, len(spec.layout.ranks), spec.target_ranks
-    if network is None or network.latency_s <= hardware.link.latency_s or len(ranks) == 1:
-        return False
-    starts = range(0, size * spec.num_replicas, size)
-    return any((start + ranks[0]) // hardware.num_gpus != (start + ranks[-1]) // hardware.num_gpus for start in starts)
-
-
-def _described(spec: PlanSpec) -> str:
-    copies = f"{spec.num_replicas} replicas, each with " if spec.num_replicas > 1 else ""
-    target = f"{copies}the target on {named(spec.target_ranks)}"
-    if not spec.draft:
-        return target
-    kind = "" if spec.draft_kind is DraftLayout.one_rank else f" ({spec.draft_kind.name})"
-    return f"{target} and the draft on {named(spec.draft_ranks)}{kind}"
 
 
 def priced(spec: PlanSpec, machine: HardwareConfig, *, given: Collection[str] = ()) -> tuple[PlanSpec, dict[str, Any]]:
@@ -326,15 +252,6 @@ def _has(words: Mapping[str, str], *names: str) -> bool:
     return any(key == name or key.startswith(f"{name}.") for key in words for name in names)
 
 
-def without_draft(spec: PlanSpec) -> PlanSpec:
-    """The spec without a draft, whose own ranks the target has then."""
-    ranks = spec.target_ranks if spec.backend.by_library else spec.layout.ranks
-    return replace(
-        spec, draft=None, free_draft=None, own_tokenizer=False, draft_ranks=(), target_ranks=ranks, tree=None,
-        overlap=False,
-    )  # fmt: skip
-
-
 def in_formats(plain: PlannedModel, *, device: str) -> Iterator[PlannedModel]:
     """A draft, and the same in the storage format that a single row reads fastest; heads stay as they are."""
     yield plain
@@ -418,3 +335,25 @@ def _heads_of(model: ModelConfig, known: list[ModelConfig]) -> Iterator[str]:
             fits = target.shape == model.shape and model.hub_id in {None, trained_for}
         if fits:
             yield other.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """The choices that `search` has found for a machine."""
+
+    machine: HardwareConfig
+    choices: list[dict[str, Any]]
+
+    def document(self) -> dict[str, Any]:
+        """A JSON document, which docs/reference/plan-document.md describes."""
+        return {"plan_version": PLAN_VERSION, "basis": basis(self.machine), "search": self.choices}
+
+
+def show(config: PlanConfig, machine: HardwareConfig, settings: Sequence[str]) -> None:
+    """Print every sensible use of a machine, the asked model first, and draw it; `settings` are those that were given.
+
+    Raises ConfigError if a figure cannot be drawn.
+    """
+    figures = dry_run.figures_of(config)
+    found = Search(machine=machine, choices=search(spec_of_plan(config, machine), machine, settings))
+    dry_run.show(found, found.document, config.format, figures, tables="llama_ssp.rooms.advice.tables:print_search")

@@ -1,4 +1,4 @@
-"""Advice of a plan: choices that cannot gain, facts that the figures do not show, and changes that would fit.
+"""Advice of a plan: choices that cannot gain, and changes that would fit.
 
 Changes are judged by what the user loses:
 
@@ -23,46 +23,16 @@ from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware as machines
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.planning.memory import GIB, RankMemoryPlan, fits, fullest_rank, largest_batch, largest_context
+from llama_ssp.planning.memory import RankMemoryPlan, fits, fullest_rank, largest_batch, largest_context
 from llama_ssp.planning.model import planned_model
-from llama_ssp.planning.search import (
-    MOST_NODES,
-    by_length,
-    in_formats,
-    length_setting,
-    placement_settings,
-    without_draft,
-)
-from llama_ssp.planning.spec import PlanSpec, block_sizes, on_block, same_kind
+from llama_ssp.planning.spec import PlanSpec, block_sizes, on_block, same_kind, without_draft
 from llama_ssp.planning.timing import Timing, timing
+from llama_ssp.rooms.advice.search import MOST_NODES, by_length, in_formats, length_setting, placement_settings
 from llama_ssp.settings.schema import DraftLayout
 from llama_ssp.storage.formats import OWN_DTYPE, formats
 from llama_ssp.words import counted, rounded, said
 
 WORTHWHILE_GAIN, CLEAR_GAIN = 1.03, 1.1
-
-
-def notes(spec: PlanSpec, hardware: HardwareConfig, heads: tuple[int, ...], fullest: RankMemoryPlan) -> Iterator[str]:
-    """Facts that the figures of a plan do not show."""
-    if fullest.is_tight:
-        share = 100 * fullest.free_bytes / fullest.capacity_bytes
-        yield f"a tight fit: {share:.1f} % of the memory of rank {fullest.rank} is left, and some items are estimates"
-    if hardware.device == "cpu" and hardware.system_bytes:
-        yield (
-            f"{hardware.system_bytes / GIB:.3g} of {hardware.memory_bytes / GIB:.3g} GiB are left to the operating "
-            "system and other programs (hardware.system_bytes)"
-        )
-    yield from spec.backend.notes(spec) if spec.backend.notes else ()
-    has_experts = bool(inventory(spec.target.shape).experts) and not spec.target.storage.is_quantized
-    if has_experts and spec.cuda_graphs:
-        launched_s = timing(without_draft(replace(spec, cuda_graphs=False)), hardware).plain_s
-        yield (
-            f"rounds with unquantized experts may not be captured as CUDA graphs: launched from Python, a token takes "
-            f"{rounded(1e3 * launched_s)} ms"
-        )
-    if len(set(heads)) > 1:
-        num_heads, shares = spec.target.shape.num_attention_heads, " ".join(map(str, heads))
-        yield f"{num_heads} heads over {len(heads)} ranks: {shares}; rank {fullest.rank} needs most"
 
 
 def warnings(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
@@ -93,19 +63,6 @@ def warnings(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterato
         yield f"the draft would gain more elsewhere: {asked:.2f}x here{better}"
     elif best / asked >= WORTHWHILE_GAIN and not spec.adapts and timed.knows_best_k:
         yield f"K={spec.num_draft_tokens} gives {asked:.2f}x; speculation.num_draft_tokens={number} gives {best:.2f}x"
-
-
-def slower_overlapped(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
-    """A sentence if drafting while the target verifies takes longer than doing one after the other."""
-    if not spec.overlaps or timed.speculative_s is None:
-        return
-    in_turn_s = timing(replace(spec, overlap=False), hardware).speculative_s
-    if in_turn_s and timed.speculative_s > in_turn_s:
-        with_overlap, in_turn = (rounded(1e3 * seconds) for seconds in (timed.speculative_s, in_turn_s))
-        yield (
-            f"overlapping drafting and verification does not gain: forecast {with_overlap} ms/token with "
-            f"speculation.overlap=true, {in_turn} with speculation.overlap=false"
-        )
 
 
 def _place(hardware: HardwareConfig, num_ranks: int) -> str:

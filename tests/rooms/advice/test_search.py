@@ -1,4 +1,4 @@
-"""The ranking of all choices."""
+"""Searches: what they try, in which order they rank it, and with which settings."""
 
 from dataclasses import replace
 from functools import cache
@@ -7,25 +7,14 @@ from typing import Any
 import pytest
 
 from llama_ssp import catalogue
-from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware
-from llama_ssp.machines.hardware import Link
+from llama_ssp.planning.layouts import layouts
 from llama_ssp.planning.memory import fits, memory
-from llama_ssp.planning.search import (
-    _drafts_of,
-    by_length,
-    choose_placement,
-    layouts,
-    length_setting,
-    placement_settings,
-    search,
-)
-from llama_ssp.planning.spec import PlanSpec, block_sizes, on_block, same_kind
+from llama_ssp.planning.spec import PlanSpec
+from llama_ssp.rooms.advice.search import _drafts_of, by_length, length_setting, placement_settings, search
 from llama_ssp.settings.layout import lay_out
 from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, DraftPlacement, PlacementConfig
 from llama_ssp.storage.formats import formats
-from llama_ssp.words import rounded
-from tests.helpers.lanes import pairs
 from tests.helpers.planning import make_spec, small_model, times_of
 
 A10G, A100 = hardware.load("g5_12xlarge"), hardware.load("8xa100_80gb")
@@ -154,12 +143,6 @@ def test_a_draft_is_also_tried_in_the_format_that_is_read_fastest_and_a_head_is_
     assert "draft.model.quantization=int4_weight_only" in packed["settings"]
 
 
-def test_a_draft_without_a_model_is_named_with_its_settings() -> None:
-    spec = make_spec("7B", free_draft="ngram")
-    found = choice(search(spec, replace(A10G, num_gpus=1)), "7B", "ngram", None, num_ranks=1)
-    assert found["settings"] == ("model=7B", "draft=ngram", f"speculation.num_draft_tokens={found['num_draft_tokens']}")
-
-
 def test_a_pair_that_nobody_measured_chooses_k_while_it_runs() -> None:
     spec = make_spec("65B", "tinyllama_1B", num_ranks=8, acceptance=None)
     timed = times_of(spec, A100)
@@ -171,27 +154,6 @@ def test_a_pair_that_nobody_measured_chooses_k_while_it_runs() -> None:
 
 
 PAIR, ALONE = make_spec("13B", "7B"), make_spec("13B")
-
-
-def test_ranks_are_used_by_equal_blocks_in_each_of_which_a_draft_has_every_place() -> None:
-    assert (block_sizes(16), block_sizes(6)) == ([16, 8, 4, 2, 1], [6, 3, 2, 1])
-
-    def replicas(num_replicas: int, *, divides: bool) -> list[tuple[int, int]]:
-        found = layouts(replace(ALONE, num_replicas=num_replicas), num_ranks=4, divides=divides, thorough=False)
-        return [(one.num_replicas, len(one.target_ranks)) for one in found]
-
-    assert replicas(1, divides=True) == [(1, 4), (2, 2), (4, 1)]
-    assert (replicas(2, divides=False), replicas(2, divides=True)) == ([(2, 2)], [(2, 2), (4, 1)])
-    assert [(one.draft_kind, one.target_ranks, one.draft_ranks) for one in on_block(PAIR, 2)] == [
-        (DraftLayout.one_rank, (0, 1), (0,)),
-        (DraftLayout.sharded, (0, 1), (0, 1)),
-        (DraftLayout.own_gpu, (0,), (1,)),
-    ]
-    rows = replace(PAIR, batch_size=2)
-    kinds = [{one.draft_kind for one in on_block(rows, size)} for size in (2, 1)]
-    assert kinds == [set(DraftLayout), {DraftLayout.one_rank}]
-    sizes = {(one.draft_kind, len(one.draft_ranks)) for one in on_block(PAIR, 4, thorough=True)}
-    assert {(DraftLayout.sharded, size) for size in (2, 3, 4)} | {(DraftLayout.own_gpu, 3)} < sizes
 
 
 @pytest.mark.parametrize("spec", [PAIR, ALONE])
@@ -206,59 +168,16 @@ def test_the_settings_of_a_layout_lead_back_to_it(spec: PlanSpec) -> None:
         assert (found, num_replicas) == (one.layout, one.num_replicas)
 
 
-def test_a_block_of_another_size_keeps_the_kind_of_the_draft() -> None:
-    sharded = make_spec("13B", "7B", num_ranks=4, draft_kind=DraftLayout.sharded)
-    assert same_kind(sharded, 2) == make_spec("13B", "7B", num_ranks=2, draft_kind=DraftLayout.sharded)
-    assert same_kind(sharded, 1) == make_spec("13B", "7B")
-
-
-@pairs(kind=[*DraftLayout], batch_size=[1, 4])
-def test_no_other_placement_is_faster(kind: DraftLayout, batch_size: int) -> None:
-    spec = make_spec("13B", "7B", num_ranks=8, batch_size=batch_size)
-    chosen, sentence = choose_placement(spec, A100, num_ranks=8)
-    targets = spec.target_ranks[:-1] if kind is DraftLayout.own_gpu else spec.target_ranks
-    drafts = {DraftLayout.one_rank: (0,), DraftLayout.own_gpu: (7,)}.get(kind, targets)
-    other = replace(spec, draft_kind=kind, target_ranks=targets, draft_ranks=drafts)
-    least, rival = times_of(chosen, A100).speculative_run_s, times_of(other, A100).speculative_run_s
-    assert least <= rival
-    assert f"{rounded(1e3 * least)} ms per token" in sentence
-
-
-@pytest.mark.parametrize(("model", "is_possible"), [("30B", True), ("65B", False)])
-def test_what_does_not_fit_is_chosen_only_where_nothing_fits_and_that_is_said(model: str, is_possible: bool) -> None:
-    spec = make_spec(model, "7B", num_ranks=4)
-    assert not fits(spec, A10G)
-    chosen, sentence = choose_placement(spec, A10G, num_ranks=4)
-    assert (fits(chosen, A10G), "none fits" in sentence) == (is_possible, not is_possible)
-
-
-def test_replicas_on_fewer_ranks_are_chosen_where_they_are_faster_and_where_that_is_allowed() -> None:
-    two_nodes = replace(hardware.load("8xh100"), num_nodes=2)
-    spec = make_spec("llama3_70B", num_ranks=16)
-    chosen, sentence = choose_placement(spec, two_nodes, num_ranks=16, divides=True)
-    assert (chosen.num_replicas, chosen.target_ranks) == (2, tuple(range(8)))
-    assert "2 replicas, each with the target on ranks 0 1 2 3 4 5 6 7" in sentence
-    kept = choose_placement(spec, two_nodes, num_ranks=16)[0]
-    assert (kept.num_replicas, kept.target_ranks) == (1, tuple(range(16)))
-
-
-@pytest.mark.parametrize(("latency_s", "num_replicas"), [(4e-6, 2), (2e-6, 1)])
-def test_a_target_stays_in_a_node_that_holds_it_unless_nodes_are_linked_as_well(
-    latency_s: float, num_replicas: int
-) -> None:
-    """By its forecast alone one target over both nodes would be faster."""
-    node = replace(hardware.load("8xh100"), sums=[], link=Link(bandwidth_bytes_per_s=4.5e11, latency_s=2e-6))
-    two_nodes = replace(node, num_nodes=2, network=Link(bandwidth_bytes_per_s=4.5e11, latency_s=latency_s))
-    chosen, _ = choose_placement(make_spec("llama3_70B", num_ranks=16), two_nodes, num_ranks=16, divides=True)
-    assert chosen.num_replicas == num_replicas
-
-
-def test_what_cannot_be_laid_out_at_all_is_refused() -> None:
-    with pytest.raises(PlacementError, match="attention heads"):
-        choose_placement(make_spec(small_model(num_attention_heads=4)), A100, num_ranks=8)
-
-
 def test_a_model_beyond_the_catalogue_is_searched_alone_with_the_draft_of_the_job() -> None:
     found = search(make_spec(small_model(), "7B"), replace(A10G, num_gpus=1))
     assert {choice["target"] for choice in found} == {"small"}
     assert {choice["draft"] for choice in found} == {None, "7B"}
+
+
+def test_a_search_also_tries_rounds_that_overlap() -> None:
+    machine = replace(hardware.load("laptop_cpu"), num_gpus=2)
+    placed: dict[str, Any] = {"draft_kind": DraftLayout.own_gpu, "draft_ranks": (1,)}
+    spec = make_spec("tiny", "tiny-draft", device="cpu", cuda_graphs=False, **placed)
+    ranked = [choice for choice in search(spec, machine) if choice["overlaps"]]
+    assert {choice["draft_kind"] for choice in ranked} == {"own_gpu"}
+    assert all("speculation.overlap=true" in choice["settings"] for choice in ranked)

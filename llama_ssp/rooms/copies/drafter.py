@@ -1,4 +1,4 @@
-"""Prompt look-up as the drafter: what followed the last tokens where they stood before.
+"""Prompt look-up as the drafter: it copies tokens that followed the last ones where these stood before.
 
     text     ... a b c d e f ... a b c | d e f      the longest match ends at c, so d e f is drafted
                        ^               ^
@@ -28,10 +28,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from llama_ssp.architectures.engine import TABLE_BITS
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.upload import to_device
-from llama_ssp.settings.drafters import NgramConfig
+from llama_ssp.rooms.copies.records import TABLE_BITS, NgramConfig
 from llama_ssp.speculate.drafters.drafter import DrafterParts
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.draft import Draft
@@ -59,8 +58,8 @@ class NgramDrafter:
         self._sizes: Any = {"longest": config.longest, "shortest": config.shortest, "device": device}
         self._history: History | None = None
         self._corpus: Corpus | None = None
-        if parts.corpus_C is not None and not parts.tree:
-            self._corpus = Corpus(parts.corpus_C, num_tokens=config.num_corpus_tokens, **self._sizes)
+        if parts.prepared is not None and not parts.tree:
+            self._corpus = Corpus(parts.prepared, num_tokens=config.num_corpus_tokens, **self._sizes)
         self._longest, self._shortest = config.longest, config.shortest
         self._offsets_K = torch.arange(parts.num_draft_tokens, device=device)
         self._last_G = torch.arange(config.longest, device=device)

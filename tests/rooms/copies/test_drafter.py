@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.models.prefill import Prompts
-from llama_ssp.run.requests import read_corpus
-from llama_ssp.settings.drafters import NgramConfig
+from llama_ssp.rooms.copies.corpus import read_corpus
+from llama_ssp.rooms.copies.drafter import Corpus, History, NgramDrafter
+from llama_ssp.rooms.copies.records import NgramConfig
 from llama_ssp.settings.trees import tree_shape
-from llama_ssp.speculate.drafters.ngram import Corpus, History, NgramDrafter
 from llama_ssp.speculate.sampling.context import Rows
 from tests.helpers.decoders import parts_of, tree_of
 from tests.helpers.operator_count import OperatorCount
@@ -69,13 +69,13 @@ def test_a_plan_counts_the_kernels_of_a_search(
     config = NgramConfig(kind="ngram", history=history, corpus=str(tmp_path / "corpus") if num_corpus_tokens else None)
     tree, corpus_C = tree_of(shape), torch.arange(num_corpus_tokens) if num_corpus_tokens else None
     num_tokens = tree.num_drafted if tree else 4
-    drafter = NgramDrafter(parts_of(config=config, num_draft_tokens=num_tokens, tree=tree, corpus_C=corpus_C))
+    drafter = NgramDrafter(parts_of(config=config, num_draft_tokens=num_tokens, tree=tree, prepared=corpus_C))
     drafter.allocate(batch_size=1, num_slots=64)
     rows = Rows(torch.arange(64)[None], *3 * [torch.tensor([40])])
     with OperatorCount() as count:
         drafter.propose(rows, num_tokens=num_tokens, uniforms_BKP=torch.zeros(1, num_tokens, 2), bucket=64)
-    spec = make_spec("7B", free_draft="ngram", copies=config, tree=tree_shape(shape) if shape else None)
-    assert spec.num_copying_kernels == pytest.approx(count.num_kernels, rel=0.25 if shape else 0.05)
+    spec = make_spec("7B", free_draft="ngram", free_settings=config, tree=tree_shape(shape) if shape else None)
+    assert spec.free_terms.num_kernels == pytest.approx(count.num_kernels, rel=0.25 if shape else 0.05)
 
 
 def test_what_followed_the_last_tokens_is_copied() -> None:
@@ -139,7 +139,7 @@ def test_a_chain_is_drafted_as_a_tree_of_one_child_each(texts: list[list[int]], 
 
 def test_no_value_is_read_on_the_host() -> None:
     meta = torch.device("meta")
-    drafter = NgramDrafter(parts_of(device=meta, tree="3x2x1"))
+    drafter = NgramDrafter(parts_of(config=NgramConfig(kind="ngram"), device=meta, tree="3x2x1"))
     rows = Rows(*(torch.zeros(shape, dtype=torch.int64, device=meta) for shape in ((2, 40), (2,), (2,), (2,))))
     draft = drafter.propose(rows, num_tokens=15, uniforms_BKP=torch.empty(2, 15, 2, device=meta), bucket=32)
     assert draft.ids_BK.shape == (2, 15)
@@ -277,11 +277,11 @@ def test_other_texts_and_a_corpus_take_the_planned_bytes(tmp_path: Path) -> None
     held = [History((7, 2, 40), **sizes), Corpus(torch.arange(90), num_tokens=config.num_corpus_tokens, **sizes)]
     allocated = sum(part.nbytes for texts in held for part in vars(texts).values() if isinstance(part, torch.Tensor))
     numbers = 8 * (2 + 1 + 3 + 2 * (3 + 4 + 4))  # serials, the newest one, offsets of the table, and lengths of both
-    spec = make_spec("7B", free_draft="ngram", copies=config, batch_size=2, prompt_tokens=20, max_new_tokens=15)
-    assert (spec.num_slots, spec.copies_bytes) == (40, allocated - numbers)
-    nowhere = replace(spec, copies=NgramConfig(kind="ngram", corpus="nowhere"))
+    spec = make_spec("7B", free_draft="ngram", free_settings=config, batch_size=2, prompt_tokens=20, max_new_tokens=15)
+    assert (spec.num_slots, spec.free_terms.held_bytes) == (40, allocated - numbers)
+    nowhere = replace(spec, free_settings=NgramConfig(kind="ngram", corpus="nowhere"))
     with pytest.raises(ConfigError, match=r"draft\.corpus=nowhere is no file"):
-        assert nowhere.copies_bytes
+        _ = nowhere.free_terms
 
 
 def test_a_corpus_is_the_texts_of_a_run_or_a_file(tmp_path: Path) -> None:

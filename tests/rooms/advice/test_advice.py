@@ -1,21 +1,27 @@
-"""Warnings of choices that cannot gain, notes, and changes that fit: those that lose least come first."""
+"""Warnings of choices that cannot gain, and changes that fit: those that lose least come first."""
 
+import io
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from llama_ssp.catalogue import Dtype
 from llama_ssp.machines import hardware
-from llama_ssp.machines.hardware import MEASURED, HardwareConfig
-from llama_ssp.planning import advice as changes
-from llama_ssp.planning.advice import Loss, changes_that_fit, faster_on_fewer
+from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.memory import fits, fullest_rank, memory
-from llama_ssp.planning.plan import document, make_plan, shortage
-from llama_ssp.planning.search import without_draft
-from llama_ssp.planning.spec import PlanSpec, same_kind
+from llama_ssp.planning.plan import make_plan, shortage
+from llama_ssp.planning.spec import PlanSpec, same_kind, without_draft
+from llama_ssp.reports.plan_tables import show
+from llama_ssp.rooms.advice import advice as changes
+from llama_ssp.rooms.advice.advice import Loss, changes_that_fit, faster_on_fewer
+from llama_ssp.run.commands import plan
 from llama_ssp.settings.schema import DraftLayout
 from llama_ssp.words import rounded
+from tests.helpers.in_process import call, launch, planned
 from tests.helpers.planning import make_spec, small_model, times_of
 
 A100 = replace(hardware.load("8xa100_80gb"), sums=[])
@@ -46,16 +52,6 @@ def test_a_plan_warns_of_what_cannot_gain_and_names_a_better_choice(
     assert not (unsaid and unsaid in warnings)
 
 
-def test_a_plan_says_how_long_a_token_takes_if_its_experts_are_not_captured() -> None:
-    """48 layers of 50 launches, 18 us each on an H100, are 43 ms; quantized experts are captured."""
-    h100, spec = hardware.load("h100"), make_spec("qwen3_30B_A3B")
-    (note,) = (note for note in make_plan(spec, h100).notes if "experts" in note)
-    assert 43 <= float(note.split()[-2]) <= 48
-    packed = make_spec("qwen3_30B_A3B", of_target={"quantization": "int8_weight_only"})
-    for other in (packed, replace(spec, cuda_graphs=False), make_spec("llama3_8B")):
-        assert not [note for note in make_plan(other, h100).notes if "experts" in note]
-
-
 def test_a_smaller_draft_that_gains_clearly_more_is_named() -> None:
     smaller, asked = (make_spec("13B", draft, acceptance=None) for draft in ("tinyllama_1B", "7B"))
     gains = [
@@ -65,45 +61,6 @@ def test_a_smaller_draft_that_gains_clearly_more_is_named() -> None:
     assert said in make_plan(asked, A100).notes
     for others in (smaller, replace(asked, acceptance=0.6)):  # nobody knows how often the other one is accepted
         assert not [note for note in make_plan(others, A100).notes if note.startswith("draft=")]
-
-
-@pytest.mark.parametrize(
-    ("spec", "num_notes", "note"),
-    [
-        (make_spec("30B", num_ranks=8, cuda_graphs=False), 2,
-         "52 heads over 8 ranks: 7 7 7 7 6 6 6 6; rank 0 needs most"),
-    ],
-)  # fmt: skip
-def test_a_plan_says_how_a_target_is_placed_and_what_that_needs(spec: PlanSpec, num_notes: int, note: str) -> None:
-    notes = make_plan(spec, A100).notes
-    assert len(notes) == num_notes
-    assert notes[0].startswith(note)
-
-
-@pytest.mark.parametrize(
-    ("machine", "own_sums", "said"),
-    [
-        ("4xh100", False, ["NCCL sums 65 KiB over 4 GPUs in 20.3 us, by figures of other programs"]),
-        ("4xh100", True, ["the program's kernel sums 65 KiB over 4 GPUs in 12.2 us, by figures of other programs"]),
-        ("4xl4", True, ["NCCL sums 65 KiB over 4 GPUs in 38.3 us, by guess", "own_sums=true is planned with NCCL's"]),
-        ("2xh100", False, ["NCCL sums 65 KiB over 4 GPUs in 71.9 us, 60 of it between nodes, by guess"]),
-        ("measured", False, ["NCCL sums 65 KiB over 4 GPUs in 71.9 us, 60 of it between nodes, as measured"]),
-    ],
-)
-def test_a_plan_of_several_gpus_says_its_collectives_and_whose_sums_it_counts(
-    machine: str, own_sums: bool, said: list[str]
-) -> None:
-    """121 sums of five rows of 6656 values, a gather of five rows of logits, the drafted ids, and the verdict."""
-    asked = hardware.load("2xh100" if machine == "measured" else machine)
-    sources = {"all": "measured by task=calibrate", "network": MEASURED} if machine == "measured" else asked.sources
-    spec = make_spec("30B", "7B", num_ranks=4, own_sums=own_sums)
-    plan = make_plan(spec, replace(asked, num_nodes=4 // asked.num_gpus, sources=sources))
-    first, *more = said
-    (note,) = (note for note in plan.notes if "collectives in a round" in note)
-    assert note.startswith(f"124 collectives in a round, of 8.37 MB on each rank; {first}")
-    assert all(note.startswith(sentence) for note, sentence in zip(plan.notes[1 : 1 + len(more)], more, strict=True))
-    sent = document(plan)["messages"]
-    assert (sent["collectives"], sent["collectives_bytes"]) == (124, 121 * 66560 + 5 * 32000 * 2 + 4 * 8 + 24)
 
 
 H100 = hardware.load("8xh100")
@@ -179,6 +136,7 @@ def test_what_loses_less_comes_first_then_fewer_changes_then_the_fastest(
 
 def test_changes_are_said_in_the_words_of_the_command() -> None:
     plan = make_plan(make_spec("65B", "7B", num_ranks=4), A10G)
+    assert plan.changes
     name, value = plan.changes[0].settings[0].split("=")
     assert f"that fits: {name}={value}" in shortage(plan)
     assert f"that fits: about {value} of it" in shortage(plan, words={name: "about {} of it"})
@@ -280,3 +238,26 @@ def test_a_cache_in_8_bits_is_named_where_the_cache_is_what_does_not_fit() -> No
     narrow = make_spec("llama3_8B", prompt_tokens=60_000, of_target={"cache_dtype": "int8"})
     assert found.fullest.needed_bytes == memory(narrow, one)[0].needed_bytes
     assert "model.cache_dtype=int8" not in {way.settings[0] for way in changes._ways(narrow, one) if way.settings}
+
+
+def test_the_warnings_of_a_plan_stand_in_its_table() -> None:
+    console = Console(record=True, width=110, file=io.StringIO())
+    show(make_plan(make_spec("30B", "7B", num_ranks=8), hardware.load("p4d_24xlarge")), console)
+    assert "warning: the draft cannot gain" in console.export_text()
+
+
+def test_a_run_that_does_not_fit_ends_with_the_smallest_change_that_does(tmp_path: Path) -> None:
+    ended = launch("model=65B", "draft=7B", "hardware=t4", f"run_dir={tmp_path}", "dry_run=true")
+    assert (ended.code, "the smallest change that fits" in ended.err) == (3, True)
+
+
+def test_a_plan_that_does_not_fit_names_changes_that_do() -> None:
+    asked = ["model=65B", "draft=7B", "hardware=g5_12xlarge"]
+    content = json.loads(call(plan.main, [*asked, "format=json"]).out)
+    assert content["changes"]
+    for change in content["changes"]:
+        replaced = {setting.partition("=")[0] for setting in change["settings"]}
+        kept = [setting for setting in asked if setting.partition("=")[0] not in replaced]
+        changed = planned(*kept, *change["settings"])
+        assert changed["fits"]
+        assert max(rank["needed_bytes"] for rank in changed["memory"]) == change["needed_bytes"]

@@ -1,0 +1,61 @@
+"""The records of advisers, which say what would be better than a plan, or would fit where it does not."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from llama_ssp.registry import Registry, imported
+
+if TYPE_CHECKING:  # records are read before anything is planned
+    from llama_ssp.machines.hardware import HardwareConfig
+    from llama_ssp.planning.memory import RankMemoryPlan
+    from llama_ssp.planning.spec import PlanSpec
+    from llama_ssp.planning.timing import Timing
+
+
+class ChangeOfPlan(Protocol):
+    """A change that would fit: settings to add to the command line, and the memory and the times that they lead to."""
+
+    @property
+    def settings(self) -> tuple[str, ...]: ...  # noqa: D102 - see the class
+    @property
+    def fullest(self) -> "RankMemoryPlan": ...  # noqa: D102
+    @property
+    def timed(self) -> "Timing": ...  # noqa: D102
+
+    def document(self) -> dict[str, Any]:
+        """Its fields in the document of a plan."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adviser:
+    """One adviser; each attribute names code as `module:function`, which takes a spec and a machine.
+
+    Attributes:
+        warnings: yields choices that cost more than they gain, from the times as well.
+        notes: yields sentences that are no warnings, from the times as well.
+        changes: returns changes that make a plan fit, the best first; asked only where it does not.
+    """
+
+    name: str
+    order: int = 0
+    warnings: str = ""
+    notes: str = ""
+    changes: str = ""
+
+
+ADVISERS: Registry[Adviser] = Registry(setting="plan", modules=("llama_ssp.planning.notes",), kind=Adviser)
+
+
+def said(kind: str, spec: "PlanSpec", hardware: "HardwareConfig", timed: "Timing") -> Iterator[str]:
+    """Yield the warnings or notes of all advisers."""
+    for one in ADVISERS.all().values():
+        if code := getattr(one, kind):
+            yield from imported(code, setting="plan")(spec, hardware, timed)
+
+
+def changes_of(spec: "PlanSpec", hardware: "HardwareConfig") -> tuple[ChangeOfPlan, ...] | None:
+    """The changes that make a plan fit, the best first; None if nobody tries any."""
+    found = [one.changes for one in ADVISERS.all().values() if one.changes]
+    return tuple(way for code in found for way in imported(code, setting="plan")(spec, hardware)) if found else None

@@ -1,0 +1,38 @@
+"""What tests of the core take from rooms; without the room they are skipped."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from llama_ssp import manifest
+from llama_ssp.settings.drafters import DRAFTERS
+from llama_ssp.settings.schema import DrafterConfig
+from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts
+
+
+def need(room: str) -> None:
+    """Skip the test if this installation lacks a room."""
+    if room not in manifest.present():
+        pytest.skip(f"needs llama_ssp/rooms/{room}")
+
+
+def missing_in(text: str) -> str | None:
+    """The missing room that a failure names, as `manifest.absent` does; None if there is none."""
+    found = re.search(r"needs (llama_ssp/rooms/\w+), which this installation lacks", text)
+    return found and found[1]
+
+
+def copies(**settings: Any) -> DrafterConfig:  # noqa: ANN401 - of `NgramConfig`
+    """The settings of prompt look-up."""
+    need("copies")
+    return DRAFTERS.of("ngram").config(kind="ngram", **settings)
+
+
+def copying(parts: DrafterParts) -> Drafter:
+    """A drafter by prompt look-up, by default in a row's own text."""
+    own = copies(longest=3, history=0)
+    from llama_ssp.rooms.copies.drafter import NgramDrafter
+
+    return NgramDrafter(parts if isinstance(parts.config, type(own)) else replace(parts, config=own))
