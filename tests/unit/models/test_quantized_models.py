@@ -28,10 +28,12 @@ from llama_ssp.storage.formats import format_of, formats
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import on_ranks, thread_comms
+from tests.helpers.format_rooms import of_all_formats
 from tests.helpers.held import held_bytes
 from tests.helpers.lanes import pairs
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, load_lean
 
+pytestmark = of_all_formats
 CPU = torch.device("cpu")
 # Wide enough for groups of 128 inputs on two ranks.
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256}
