@@ -10,9 +10,11 @@ from pkgutil import iter_modules
 ROOMS: dict[str, tuple[str, ...]] = {
     "accelerate": ("placement=accelerate", "placement.target.kind=accelerate"),
     "advice": ("setting=search",),
+    "benchmark": ("task=benchmark", "task=latency", "experiment=llama_2023"),
     "bitsandbytes": tuple(f"model.quantization={name}" for name in ("int8", "nf4", "fp4")),
     "calibrate": ("task=calibrate", "command=calibrate"),
     "copies": ("draft=ngram", "draft.fallback=ngram"),
+    "cpu": (),
     "deepspeed": ("placement=deepspeed", "placement.target.kind=deepspeed"),
     "eight_bits": (
         *(f"model.quantization={name}" for name in ("int8_weight_only", "int8_groups", "fp8_weight_only")),

@@ -6,6 +6,9 @@ instructions of this machine, or because the operator does not agree with its re
 
     operation             asked by                                what is made
     linear                `kernels.linear.make_linear`            the kernel of a weight
+    packed_linear         `kernels.linear.compiled_for`           the kernel of packed weights of a format
+    packed_block          `models.loading`                        the number whose multiples sizes of such layers are
+    attention             `models.llama.decoder`                  attention, and whole layers, an `OperatorAttention`
     few_rows              `models.quantization.weight_only`       products with packed weights, a `FewRows`
     joined_experts        the same                                experts whose weights are joined
     between               `models.llama.decoder`                  what stands between products, `OwnKernels`
@@ -13,6 +16,10 @@ instructions of this machine, or because the operator does not agree with its re
     recurrence            `models.huggingface.recurrent`          a layer's tokens taken in whole
     draw, softmax, draw_in_blocks   `speculate.sampling`          the functions of `processors` and `shards`
     sums                  `ranks.comms`                           sums over ranks, an `OwnSums`
+    messages              the same                                memory that ranks share, a `Board`
+    collectives           the same                                what calls collectives so that a trace holds them
+    executor              `speculate.engine.executors`            what runs the stages of a round, an `Executor`
+    threads               `run.decoders`                          the choice of a number of threads, a `Threads`
 """
 
 from dataclasses import dataclass

@@ -13,13 +13,13 @@ from typing import Any, cast
 from torch import nn
 from transformers import PretrainedConfig
 
+from llama_ssp import operators
 from llama_ssp.architectures.family import kept_whole, record_of
 from llama_ssp.architectures.heads import DFLASH, EAGLE3, PEAGLE
 from llama_ssp.architectures.matrices import Cut, RankShard, WholeParts, check_inputs, split_model
 from llama_ssp.catalogue import ModelShape
-from llama_ssp.cpu.kinds import BLOCK
 from llama_ssp.errors import ConfigError
-from llama_ssp.kernels.linear import make_linear, product_of
+from llama_ssp.kernels.linear import make_linear
 from llama_ssp.models.huggingface.experts import can_be_own, experts_of
 from llama_ssp.models.huggingface.modules import OwnLinear, load_modules, match_modules, name_of
 from llama_ssp.models.huggingface.runner import ModuleRunner, MtpRunner
@@ -163,11 +163,11 @@ def _check_quantizable(
         return {weight.shape[dim]}
 
     if (package := storage.package) and find_spec(package.name) is None:
-        has_product = compiles and storage.compiled is not None and product_of(storage.compiled) is not None
+        block: int | None = operators.made("packed_block", "cpu", storage) if compiles else None
         odd = [name for name, weight in linears.items()
-               if any(size % BLOCK for size in sizes(weight, 0) | sizes(weight, 1))]  # fmt: skip
-        if odd or not has_product:
-            where = f" for {summary(odd)}, whose sizes are no multiples of {BLOCK}" if has_product else ""
+               if block and any(size % block for size in sizes(weight, 0) | sizes(weight, 1))]  # fmt: skip
+        if odd or not block:
+            where = f" for {summary(odd)}, whose sizes are no multiples of {block}" if block else ""
             raise ConfigError(
                 f"quantization={quantization} needs the package {package.name}{where}: {package.install} installs it, "
                 f"or use quantization={easiest_format()}, which needs none"

@@ -3,7 +3,7 @@
 In a group of one rank they do nothing, so callers need not check the number of ranks. `build_mesh` decides which ranks
 form a group. Between GPUs, tensors go through NCCL, and texts through gloo, where a lost rank is an error.
 
-On CPUs, collectives are operators (`cpu.sums`), and small messages go through shared memory (`cpu.shared_memory`).
+A device may have collectives that a trace can hold, and memory that ranks share for small messages; see `operators`.
 """
 
 import gc
@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import Enum
+from functools import cache, partial
 from typing import Protocol, Self
 
 import torch
@@ -20,13 +21,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llama_ssp import operators
-from llama_ssp.cpu import sums
-from llama_ssp.cpu.shared_memory import SLOT_BYTES, SharedMemoryGroup
 from llama_ssp.ranks.gpu import MOST_WORK_S, DeviceWait
 from llama_ssp.settings.layout import Layout
 
 _ALIKE_S, _LOOK_EVERY_S = 5.0, 0.02
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # older torch
+
+
+class Board(Protocol):
+    """Memory that the ranks of a group share for messages of up to `most_bytes`."""
+
+    most_bytes: int
+    timeout_s: float
+
+    def all_reduce(self, values: Tensor) -> None:
+        """Sum contiguous values over the group, in place; the same bits on all ranks."""
+
+    def all_gather_last(self, values: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """See `Comm.all_gather_last`."""
+
+    def deliver(self, values: Tensor | None, *, src: int) -> None:
+        """Copy the contiguous values of rank `src` to the ranks that give values; the others, with None, count it."""
 
 
 class OwnSums(Protocol):
@@ -63,7 +78,7 @@ class Comm:
     members: tuple[int, ...] = ()
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     crowded: bool = False
-    board: SharedMemoryGroup | None = None
+    board: Board | None = None
     peers: OwnSums | None = None
     device_wait: DeviceWait | None = None
 
@@ -109,13 +124,9 @@ class Comm:
         return alike._with_shared_memory()
 
     def _with_shared_memory(self) -> "Comm":
-        """Add shared memory to a group on CPUs, if possible; it is made once for all points of a sweep."""
-        if self.device.type != "cpu":
-            return self
+        """Add shared memory, if the device has it; it is made once for all points of a sweep."""
         if self.members not in _boards:
-            _boards[self.members] = SharedMemoryGroup.join(
-                self.gather_text, rank=self.rank, size=self.size, crowded=self.crowded
-            )
+            _boards[self.members] = operators.made("messages", self.device.type, self)
         return replace(self, board=_boards[self.members])
 
     def with_peers(self) -> "Comm":
@@ -143,16 +154,15 @@ class Comm:
         return self._run("receive", values, src)
 
     def _run(self, name: str, values: Tensor, *more: int | tuple[int, ...]) -> Tensor:
-        if values.is_cuda:
-            result: Tensor = getattr(self, f"do_{name}")(values, *more)
-            return result
-        return sums.call(name, self, values, *more)
+        call = _collectives(values.device.type)
+        result: Tensor = call(name, self, values, *more) if call else getattr(self, f"do_{name}")(values, *more)
+        return result
 
     def do_all_reduce(self, values: Tensor) -> Tensor:
         """See `all_reduce`."""
         if self.peers and self.peers.takes(values):
             return self.peers.all_reduce(values)
-        if self.board and values.nbytes <= SLOT_BYTES:
+        if self.board and values.nbytes <= self.board.most_bytes:
             self.board.all_reduce(values)
         else:
             dist.all_reduce(values, group=self.group)
@@ -161,7 +171,7 @@ class Comm:
     def do_all_gather_last(self, values: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """See `all_gather_last`."""
         widest = max(sizes)
-        if self.board and widest * values.shape[:-1].numel() * values.itemsize <= SLOT_BYTES:
+        if self.board and widest * values.shape[:-1].numel() * values.itemsize <= self.board.most_bytes:
             return self.board.all_gather_last(values, sizes)
         if values.shape[-1] < widest:
             values = torch.nn.functional.pad(values, (0, widest - values.shape[-1]))
@@ -177,7 +187,7 @@ class Comm:
 
     def do_broadcast(self, values: Tensor, src: int) -> Tensor:
         """See `broadcast`."""
-        if self.board and values.nbytes <= SLOT_BYTES:
+        if self.board and values.nbytes <= self.board.most_bytes:
             self.board.deliver(values, src=src)
         else:
             dist.broadcast(values, group=self.group, group_src=src)
@@ -195,7 +205,7 @@ class Comm:
 
     def deliver(self, values: Tensor | None, *, shape: tuple[int, ...], src: int, dst: int) -> None:
         """Copy contiguous fp32 values of a shape from rank `src` to rank `dst`; all ranks call it, others with None."""
-        if self.board and math.prod(shape) * torch.float32.itemsize <= SLOT_BYTES:
+        if self.board and math.prod(shape) * torch.float32.itemsize <= self.board.most_bytes:
             self.board.deliver(values, src=src)
         elif values is not None and self.rank == src:
             self.send(values, dst=dst)
@@ -301,9 +311,11 @@ def best_of(logits: Tensor, *, first: int = 0, comm: Comm | None = None) -> Tens
     return found
 
 
+# Every message asks: what calls the methods `do_...` of a group, as operators that a trace holds.
+_collectives = cache(partial(operators.made, "collectives"))
 # By members, made once for all points of a sweep.
 _groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-_boards: dict[tuple[int, ...], SharedMemoryGroup | None] = {}
+_boards: dict[tuple[int, ...], Board | None] = {}
 
 
 def leave_groups() -> None:

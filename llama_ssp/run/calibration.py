@@ -16,7 +16,8 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from llama_ssp.kernels.linear import Linear, make_linear, product_of
+from llama_ssp import operators
+from llama_ssp.kernels.linear import Linear, make_linear
 from llama_ssp.machines.hardware import Speed
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.ranks.world import World, on_all_cores
@@ -94,7 +95,7 @@ def cpu_speeds(num_bytes: int = 2**28) -> dict[str, Speed]:
     has the speed of a measured one with as many bits.
     """
     speeds = dict[str, Speed]()
-    compiled = [record for record in formats().values() if record.compiled and product_of(record.compiled)]
+    compiled = [record for record in formats().values() if operators.made("packed_block", "cpu", record)]
     measured = {record.name: record for record in compiled if not record.is_stored_alone}
     side, few = _SPEED_SIDE, _FEW_ROWS
     num_weights = 2 * side**2

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from llama_ssp import operators
 from llama_ssp.architectures.matrices import DRAFT_WHOLE
-from llama_ssp.cpu.threads import ThreadChoice
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import NullRunner, Runner
 from llama_ssp.models.weights import Loading
@@ -270,7 +270,7 @@ def build_decoder(
         round_ = Round(models.target, *drafters, verifier=verifier, taps=taps, tree=tree, limit=limit)
     captures = config.cuda_graphs and not backend_of(config.placement.target.kind).by_library
     # Nothing may fix the number of threads: the user, other ranks that wait, or bits that depend on it.
-    is_free = mesh.replica.size == 1 and not has_own_threads(mesh.world.size) and device.type == "cpu"
+    is_free = mesh.replica.size == 1 and not has_own_threads(mesh.world.size) and models.reuse.are_invariant
     return Decoder(
         round_,
         settings=run_settings(models, config, stop_request or StopRequest()),
@@ -278,7 +278,7 @@ def build_decoder(
         batch_size=config.batch_size,
         eos_ids=() if config.ignore_eos else models.eos_ids,
         reuse=models.reuse,
-        threads=ThreadChoice.up_to(torch.get_num_threads()) if is_free and models.reuse.are_invariant else None,
+        threads=operators.made("threads", device.type, torch.get_num_threads()) if is_free else None,
     )
 
 

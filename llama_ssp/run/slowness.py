@@ -65,7 +65,7 @@ class Surroundings:
         num_ranks: ranks that share the cores of this one.
         num_threads: of all these ranks.
         others: cores that other programs used; None if unknown.
-        slowness: by number of threads, where the run chose it; see `ThreadChoice`.
+        slowness: by number of threads, where the run chose it; see `Threads`.
     """
 
     device: str

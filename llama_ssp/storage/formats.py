@@ -24,10 +24,10 @@ class Package(NamedTuple):
 
 
 class Product(NamedTuple):
-    """Weights that a compiled product of a CPU reads; `cpu.linear` writes one for each."""
+    """Weights that a compiled product of a CPU reads; a room writes one for each."""
 
     kind: str  # its name.
-    codes: str  # how weights are stored, one of `cpu.kinds`.
+    codes: str  # how weights are stored, a name of its room.
     needs: tuple[str, ...] = ()  # instructions of a CPU, by LLVM's names.
     group: int = 0  # the fewest inputs that share a word; 0 where all of an output do.
     scaled: int = 0  # inputs that share a scale, where a word consists of scales; else 0.

@@ -19,7 +19,7 @@ from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.drafters.shared import BroadcastDrafter
 from llama_ssp.speculate.engine.adaptive import FixedLength
 from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
-from llama_ssp.speculate.engine.executors import GraphExecutor, Recorder, TracedExecutor
+from llama_ssp.speculate.engine.executors import GraphExecutor, Recorder, make_executor
 from llama_ssp.speculate.engine.held import Reuse
 from llama_ssp.speculate.engine.loop import Decoder, RunSettings
 from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round
@@ -101,7 +101,7 @@ def executor_of(round_: Round, replay: Recorder | type[WatchedGraphs] | bool) ->
         return replay(round_)
     if not isinstance(replay, bool):
         return GraphExecutor(round_, recorder=replay)
-    return TracedExecutor(round_) if replay else Executor()
+    return make_executor(round_, cuda_graphs=False) if replay else Executor()
 
 
 class ScriptedLength(FixedLength):

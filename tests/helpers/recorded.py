@@ -8,8 +8,10 @@ that was released is an AssertionError, and so is, with `WatchedGraphs`, one tha
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -19,11 +21,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from llama_ssp.cpu.sums import recording
+from llama_ssp.manifest import present
 from llama_ssp.speculate.engine.executors import GraphExecutor, Recorder
 from llama_ssp.speculate.engine.round import Round, Stage
 from llama_ssp.speculate.engine.state import BatchState
 
+recording: Callable[[], AbstractContextManager[None]] = nullcontext
+if "cpu" in present():  # whose collectives are operators, which send nothing then
+    recording = import_module("llama_ssp.rooms.cpu.sums").recording
 _T = TypeVar("_T")
 _Call = tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]
 """An operator, its arguments, and the tensors that it has made."""

@@ -1,16 +1,16 @@
-"""The three ways in which the lean decoder attends over its cache: compiled, by masks, and by the lengths of its rows.
+"""The three ways in which the lean decoder attends to its cache: by an operator, by masks, by lengths of rows.
 
-                    compiled               by masks                     by lengths
-    kernel          `kernels.attention`,   torch's, for masked          ours, and torch's flash attention for
+                    by an operator         by masks                     by lengths
+    kernel          `OperatorAttention`,   torch's, for masked          ours, and torch's flash attention for
                     with rotary and cache  queries                      prompts; see `kernels.attention_by_length`
     reads           each row up to each    a bucket of slots, some of   each row up to its last position,
                     token's own position   them masked
     grouped heads   in the kernel          queries folded into rows     in the kernel
     CUDA graphs     none                   one for each bucket          one for all lengths
     chosen for      CPUs in fp32, where    other CPUs; fp32 on GPUs;    fp16 and bf16 on GPUs that have
-                    llvmlite works         older GPUs; trees on GPUs    the kernel
+                    `operators` has one    older GPUs; trees on GPUs    the kernel
 
-Rounded inputs need the bits of single steps: the compiled way gives them anyhow, masks position by position.
+Rounded inputs need the bits of single steps: the operator gives them anyhow, masks position by position.
 `LeanRunner` chooses once, when it is built. Each forward prepares one `LayerAttention` for each window of the layers.
 
 Shapes: B sequences, T positions, M = B * T tokens, Q = T * G queries of a group, S slots, H query heads, N key-value
@@ -19,21 +19,19 @@ C sequences of the kernel, E = H * D.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.kernels.attention import Attention
 from llama_ssp.kernels.attention_by_length import VarlenAttention
-from llama_ssp.kernels.between import norm_heads
-from llama_ssp.kernels.layer import TokenPlaces, WholeLayers
+from llama_ssp.kernels.linear import NativeLinear
 from llama_ssp.kernels.parts import Heads, KeptRows, RmsNorm, Sequences
 from llama_ssp.models.attention import attend_by_position
 from llama_ssp.models.cache import BufferOf, CacheView
-from llama_ssp.models.runner import Pieces
+from llama_ssp.models.runner import Pieces, TreePlaces
 from llama_ssp.workspaces import Workspace
 
 Attend = Callable[[Tensor, Tensor, Tensor, Heads], Tensor]
@@ -45,6 +43,36 @@ LayerAttention = Callable[[Tensor, int, Heads, Sequence[RmsNorm]], Tensor]
 Maps queries, keys and values (M, O) of a layer, its number, its heads, and the norms of query and key heads in models
 that have them, to (M, H * D).
 """
+
+
+class WholeLayers(Protocol):
+    """Layers that an operator of a device computes at once, for at most `engine.WHOLE_LAYER_TOKENS` tokens.
+
+    Attributes:
+        first: the number of the first layer.
+        stop: the number behind that of the last layer.
+    """
+
+    first: int
+    stop: int
+
+    def __call__(self, x_ME: Tensor, attend: Any, numbers: range, heads: Heads) -> Tensor:  # noqa: ANN401 - its own
+        """The residual stream behind layers of these numbers, by the attention of the same operator."""
+
+
+class OperatorAttention(Protocol):
+    """Attention by an operator of a device, whose bits do not depend on other tokens."""
+
+    def of_forward(
+        self, freqs_cis_S1P: Tensor, positions_BT: Tensor, view: CacheView, *,
+        tree: TreePlaces | None, seen_BT: Tensor | None, windows: Sequence[int | None],
+    ) -> dict[int | None, LayerAttention]:  # fmt: skip
+        """How one forward attends, by window; for arguments see `LeanRunner`."""
+
+    def whole_layers(
+        self, layers: Sequence[Sequence[NativeLinear | None]], windows: Sequence[int | None]
+    ) -> Iterable[WholeLayers]:
+        """The layers of these products that one operator computes with their attention, as many as possible."""
 
 
 class Rotations(Workspace):
@@ -69,58 +97,6 @@ def place_and_attend(
     held = buffer(number, lambda: qkv_MXD.narrow(1, heads.num, 2 * heads.num_kv))
     rotate_write(qkv_MXD, parts=held.parts, heads=heads, norms=norms)
     return attend(qkv_MXD.narrow(1, 0, heads.num), *held.rows(cache_rows_B), heads)
-
-
-@dataclass(frozen=True, slots=True)
-class CompiledAttention:
-    """A `LayerAttention` of one operator, whose bits do not depend on other tokens.
-
-    Attributes:
-        attention: the operator.
-        freqs_cis_S1P: the rotary factors of all positions.
-        positions_BT: of the tokens, contiguous.
-        own_slots_BT: their slots in their rows, contiguous.
-        sees_BTA: what nodes of trees see, contiguous, or `attention.ALL`.
-        view: of the cache.
-        window: how many positions a token sees, including its own.
-    """
-
-    attention: Attention
-    freqs_cis_S1P: Tensor
-    positions_BT: Tensor
-    own_slots_BT: Tensor
-    sees_BTA: Tensor
-    view: CacheView
-    window: int | None
-
-    def __call__(self, qkv_MO: Tensor, number: int, heads: Heads, norms: Sequence[RmsNorm]) -> Tensor:
-        """See `LayerAttention`."""
-
-        def split() -> Tensor:
-            return qkv_MO.view(-1, heads.num + 2 * heads.num_kv, heads.dim)
-
-        if norms:
-            norm_heads(split(), norms, heads)
-        place = self._place(number, lambda: split().narrow(1, heads.num, 2 * heads.num_kv))
-        return self.attention(qkv_MO, *place, heads.num, heads.scale, self.window or 0)
-
-    def with_products(self, layers: WholeLayers, x_ME: Tensor, numbers: range, heads: Heads) -> Tensor:
-        """Layers of these numbers in one operator, products included."""
-
-        def like() -> Tensor:
-            return x_ME.new_empty(x_ME.shape[0], 2 * heads.num_kv, heads.dim)
-
-        place = self._place(numbers.start, like)
-        caches = [self.view.buffer(number, like).parts for number in numbers]
-        return layers(
-            x_ME, place, caches, first=numbers.start, num_heads=heads.num, scale=heads.scale, window=self.window or 0
-        )
-
-    def _place(self, number: int, like: Callable[[], Tensor]) -> TokenPlaces:
-        parts = self.view.buffer(number, like).parts
-        return TokenPlaces(
-            self.freqs_cis_S1P, self.positions_BT, self.view.slots_M, parts, self.own_slots_BT, self.sees_BTA
-        )
 
 
 def attend_by_mask(

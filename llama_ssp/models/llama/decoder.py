@@ -16,24 +16,23 @@ from torch.nn import functional
 
 from llama_ssp import operators
 from llama_ssp.architectures.matrices import Cut, vocabulary_parts
-from llama_ssp.kernels.attention import ALL, Attention, find_attention
 from llama_ssp.kernels.attention_by_length import VarlenAttention, find_varlen, unpacking
 from llama_ssp.kernels.between import OwnKernels, rotate_write
 from llama_ssp.kernels.linear import Kernel, make_linear, native_of
 from llama_ssp.kernels.parts import Heads, RmsNorm
-from llama_ssp.models.cache import CachedRunner, CacheView, Taps
+from llama_ssp.models.cache import CachedRunner, Taps
 from llama_ssp.models.llama.attention import (
     Attend,
-    CompiledAttention,
     LayerAttention,
     LengthTables,
+    OperatorAttention,
     Rotations,
     attend_by_mask,
     place_and_attend,
 )
 from llama_ssp.models.llama.layer import Layer, NormedProduct, Stream, Unread, added, join, rows_at
 from llama_ssp.models.llama.table import EMBEDDING, OUTPUT, lean_weights, rotary_of
-from llama_ssp.models.runner import Pieces, TreePlaces, masks_of, nearest
+from llama_ssp.models.runner import Pieces, TreePlaces, masks_of
 from llama_ssp.models.tensor_parallel import embed, own_part
 from llama_ssp.models.weights import Loading, Weights
 from llama_ssp.ranks.comms import Reads, best_of
@@ -101,16 +100,17 @@ class LeanRunner(CachedRunner):
         """Take the parameters of a head outside its layer."""
 
     def _choose_attention(self, varlen: VarlenAttention | None) -> None:
-        """Attend by lengths of rows, by the compiled operator, or by masks; see `attention`."""
+        """Attend by lengths of rows, by an operator, or by masks; see `attention`."""
         self._varlen = varlen = varlen or find_varlen(
             self.device, self.dtype, self._heads, rounds_inputs=self._by_position, has_windows=any(self._windows)
         )
         if varlen and self._kept.dtype is not self.dtype:
             self._varlen = unpacking(varlen, self._kept)
-        self._compiled = None if varlen else find_attention(self.device, self.dtype, self._heads.dim, self._kept)
-        self._sees_all = ALL  # traces find the tensors that runners hold
+        self._compiled: OperatorAttention | None = None
+        if not varlen:
+            self._compiled = operators.made("attention", self.device.type, self.dtype, self._heads.dim, self._kept)
         if self._compiled:
-            join(self._layers, self._kept, self._windows)
+            join(self._layers, self._compiled.whole_layers([layer.parts for layer in self._layers], self._windows))
         self.reads_by_length = self.packs_prompts = varlen is not None
         self.uses_masks = varlen is None and self._compiled is None
 
@@ -237,7 +237,8 @@ class LeanRunner(CachedRunner):
         if self._compiled:
             assert pieces is None
             view = self._cache.view(tree.slots_BT if tree else positions_BT, bucket=bucket, cache_rows_B=cache_rows_B)
-            return self._by_operator(self._compiled, positions_BT, tree, view, seen_BT)
+            where = self._rotations.freqs_cis_S1P, positions_BT, view
+            return self._compiled.of_forward(*where, tree=tree, seen_BT=seen_BT, windows=self._windows)
         seen_BT = positions_BT if seen_BT is None else seen_BT
         freqs_cis_S1P, placed_BT, rows_B = self._rotations.freqs_cis_S1P, positions_BT, cache_rows_B
         if pieces:
@@ -265,20 +266,6 @@ class LeanRunner(CachedRunner):
         place = partial(place, slots_M=slots_M)
         way = partial(place_and_attend, rotate_write=place, buffer=buffer, cache_rows_B=rows_B)
         return {window: partial(way, attend=attend) for window, attend in attends.items()}
-
-    def _by_operator(
-        self, operator: Attention, positions_BT: Tensor, tree: TreePlaces | None, view: CacheView,
-        seen_BT: Tensor | None,
-    ) -> dict[int | None, LayerAttention]:  # fmt: skip
-        """Make calls, by window, that attend by the compiled operator in one forward."""
-        positions_BT = positions_BT.contiguous()
-        slots_BT = tree.slots_BT.contiguous() if tree else positions_BT
-        where = self._rotations.freqs_cis_S1P, positions_BT, slots_BT if seen_BT is None else seen_BT
-        sees = {window: nearest(tree.sees_BTA, window).contiguous() if tree else self._sees_all
-                for window in dict.fromkeys(self._windows)}  # fmt: skip
-        return {
-            window: CompiledAttention(operator, *where, sees_BTA, view, window) for window, sees_BTA in sees.items()
-        }
 
     def _masked(self, positions_BT: Tensor, tree: TreePlaces | None, *, bucket: int) -> dict[int | None, Attend]:
         batch_size, group = positions_BT.shape[0], self._heads.num // self._heads.num_kv

@@ -5,13 +5,13 @@
 One matrix product gives queries, keys and values, another gate and up. With tensor parallelism an all-reduce follows
 output and down, and the next norm adds the sum of the ranks to the residual. What else becomes one operator:
 
-    CPU    norm, product and gate; for a few tokens on one rank whole layers
+    CPU    norm, product and gate; for a few tokens on one rank whole layers; see `NativeLinear`, `WholeLayers`
     GPU    all that stands between two products; see `kernels.between`
 
 Shapes: M tokens, X heads, I inputs, O outputs, E embedding width, D head dim, all of this rank.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +21,9 @@ from torch.nn import functional
 from llama_ssp.architectures.engine import WHOLE_LAYER_TOKENS
 from llama_ssp.architectures.matrices import FUSED
 from llama_ssp.kernels.between import OwnKernels, gated
-from llama_ssp.kernels.layer import WholeLayers, whole_layers
 from llama_ssp.kernels.linear import Kernel, Linear, NativeLinear, make_linear, native_of
-from llama_ssp.kernels.parts import Heads, KeptRows, RmsNorm
-from llama_ssp.models.llama.attention import CompiledAttention, LayerAttention
+from llama_ssp.kernels.parts import Heads, RmsNorm
+from llama_ssp.models.llama.attention import LayerAttention, WholeLayers
 from llama_ssp.models.weights import Weights
 from llama_ssp.ranks.comms import Comm
 
@@ -178,7 +177,7 @@ class Layer:
 
     @property
     def parts(self) -> list[NativeLinear | None]:
-        """Its compiled products if nothing else stands between them; see `whole_layers`."""
+        """Its compiled products if nothing else stands between them; see `OperatorAttention.whole_layers`."""
         is_whole = isinstance(self.qkv, NormedProduct) and not (
             self.head_norms or self.output.is_shared or self.down.is_shared
         )
@@ -203,18 +202,17 @@ class Layer:
         Returns only wanted positions. One call computes all layers up to `stop`, at most `stop_of`.
         """
         x_ME, _ = stream
-        if self.whole and x_ME.shape[0] <= WHOLE_LAYER_TOKENS and isinstance(attend, CompiledAttention):
-            x_ME = attend.with_products(self.whole, x_ME, range(self.number, stop), self.heads)
-            return rows_at(x_ME, wanted_BR), None
+        if self.whole and x_ME.shape[0] <= WHOLE_LAYER_TOKENS:
+            return rows_at(self.whole(x_ME, attend, range(self.number, stop), self.heads), wanted_BR), None
         x_ME, qkv_MO = self.qkv(stream)
         attended_ME = rows_at(attend(qkv_MO, self.number, self.heads, self.head_norms), wanted_BR)
         x_ME, gated_MI = self.gate_up(self.output(attended_ME, rows_at(x_ME, wanted_BR)))
         return self.down(gated_MI, x_ME)
 
 
-def join(layers: Sequence[Layer], kept: KeptRows, windows: Sequence[int | None]) -> None:
-    """Let a few tokens go through these layers of a model in as few operators as possible, over a cache kept so."""
-    for whole in whole_layers([layer.parts for layer in layers], layers[0].heads.dim, kept, windows):
+def join(layers: Sequence[Layer], wholes: Iterable[WholeLayers]) -> None:
+    """Let a few tokens go through these layers of a model in as few operators as possible."""
+    for whole in wholes:
         for layer in layers[whole.first : whole.stop]:
             layer.whole = whole
 

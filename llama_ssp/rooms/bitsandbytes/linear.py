@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from llama_ssp.kernels.linear import Linear, NativeLinear, added, compiled_for
+from llama_ssp.kernels.linear import Linear, added, compiled_for
 from llama_ssp.models.quantization.weight_only import quantize_by_blocks
 from llama_ssp.rooms.bitsandbytes.records import NF4_GROUP
 from llama_ssp.weights import byte_rows
@@ -44,8 +44,8 @@ def int8_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
 
     Source: Dettmers et al. 2022, arXiv:2208.07339.
     """
-    if product := compiled_for("int8", weight_OI.shape, weight_OI.device):
-        return NativeLinear(product, *quantize_by_blocks(weight_OI, _to_steps), bias_O)
+    if compiled := compiled_for("int8", weight_OI.shape, weight_OI.device):
+        return compiled(*quantize_by_blocks(weight_OI, _to_steps), bias_O)
     return _Int8Linear(weight_OI, bias_O)
 
 

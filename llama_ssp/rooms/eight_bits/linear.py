@@ -6,7 +6,7 @@ Shapes: M rows (tokens), I inputs, O outputs, C outputs of one block, G groups o
 import torch
 from torch import Tensor
 
-from llama_ssp.kernels.linear import Linear, NativeLinear, compiled_for
+from llama_ssp.kernels.linear import Linear, compiled_for
 from llama_ssp.models.quantization.weight_only import WeightOnlyLinear, few_rows_of, quantize_by_blocks
 from llama_ssp.storage.formats import FP8_GROUP
 from llama_ssp.weights import byte_rows
@@ -38,8 +38,8 @@ def int8_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         operands = bytes_OI.view(torch.int8), words_O1.view(torch.float32).squeeze(1)
     else:
         operands = quantize_by_blocks(weight_OI, _to_bytes)
-    if product := compiled_for("int8_weight_only", operands[0].shape, weight_OI.device):
-        return NativeLinear(product, *operands, bias_O)
+    if compiled := compiled_for("int8_weight_only", operands[0].shape, weight_OI.device):
+        return compiled(*operands, bias_O)
     return _Int8WeightOnly(operands, bias_O, few_rows_of("int8_weight_only", operands))
 
 
@@ -76,8 +76,8 @@ def fp8_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         scales_OG = words_OG.view(torch.float32)
     else:
         bytes_OI, scales_OG = quantize_by_blocks(weight_OI, _to_fp8)
-    if product := compiled_for("fp8_weight_only", bytes_OI.shape, weight_OI.device):
-        return NativeLinear(product, bytes_OI, scales_OG, bias_O)
+    if compiled := compiled_for("fp8_weight_only", bytes_OI.shape, weight_OI.device):
+        return compiled(bytes_OI, scales_OG, bias_O)
     operands = bytes_OI.view(_E4M3), scales_OG.t().contiguous()
     return _ScaledGroups(operands, bias_O, few_rows_of("fp8_weight_only", operands))
 

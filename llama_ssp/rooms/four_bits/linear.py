@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.kernels.linear import Linear, NativeLinear, added, compiled_for
+from llama_ssp.kernels.linear import Linear, added, compiled_for
 from llama_ssp.models.quantization.weight_only import WeightOnlyLinear, few_rows_of, quantize_by_blocks
 from llama_ssp.storage.formats import FP4_GROUP, FP4_NUMBERS, format_of
 from llama_ssp.weights import byte_rows
@@ -92,9 +92,9 @@ def int4_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
 def _int4_linear(codes_OI: Tensor, words_OG: Tensor, bias_O: Tensor | None) -> Linear:
     """A layer of the bytes of codes (O, I / 2) and words (O, G)."""
     num_inputs, num_groups = 2 * codes_OI.shape[1], words_OG.shape[1]
-    if product := compiled_for("int4_weight_only", torch.Size((len(codes_OI), num_inputs)), codes_OI.device):
+    if compiled := compiled_for("int4_weight_only", torch.Size((len(codes_OI), num_inputs)), codes_OI.device):
         codes_OGI = torch.cat(byte_rows.unpack_codes(codes_OI.unflatten(1, (num_groups, -1))), dim=2)
-        return NativeLinear(product, codes_OGI.flatten(1), words_OG, bias_O)
+        return compiled(codes_OGI.flatten(1), words_OG, bias_O)
     operands = codes_OI, words_OG.t().contiguous()
     return _Int4WeightOnly(operands, bias_O, few_rows_of("int4_weight_only", operands))
 
@@ -126,8 +126,8 @@ def _fp4_linear(storage: str, weight_OI: Tensor, bias_O: Tensor | None) -> Linea
     """A layer of floats of 4 bits, of `byte_rows`."""
     codes_OI, scales_OS, factors_O = byte_rows.split_fp4(weight_OI)
     shape = torch.Size((len(codes_OI), 2 * codes_OI.shape[1]))
-    if product := compiled_for(storage, shape, weight_OI.device):
-        return NativeLinear(product, weight_OI, factors_O, bias_O)
+    if compiled := compiled_for(storage, shape, weight_OI.device):
+        return compiled(weight_OI, factors_O, bias_O)
     scales_SO = scales_OS.t().contiguous().view(byte_rows.dtype_of_scales(format_of(storage).product))
     operands = codes_OI, scales_SO, factors_O
     return _Fp4WeightOnly(operands, bias_O, few_rows_of(storage, operands))

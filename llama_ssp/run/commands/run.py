@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from llama_ssp import catalogue
-from llama_ssp.errors import ConfigError, InterruptedRun, SspError
+from llama_ssp.errors import ConfigError, InterruptedRun, LostRankError, SspError
 from llama_ssp.ranks.process import Ranks, check_docstrings, find_agent, handle_signals, ignore_signals, read_ranks
 from llama_ssp.registry import imported, load_plugins
 from llama_ssp.run import startup
@@ -129,7 +129,7 @@ def fail(error: SspError, ranks: Ranks) -> int:
 
 
 def _launch(arguments: list[str], ranks: Ranks, act: Act | None, interrupt: _Interrupt, *, warns: bool) -> None:
-    """Do what the options say, by default run one point after the other, until one of them fails or is stopped."""
+    """Do what the options say, by default run one point after the other."""
     interrupt.waits = ranks.rank > 0
     load_plugins()
     options = read_options(arguments)
@@ -138,10 +138,31 @@ def _launch(arguments: list[str], ranks: Ranks, act: Act | None, interrupt: _Int
             _show(options)
         return
     composed = compose(options.words, multirun=options.multirun)
-    points = points_of(composed)
-    if options.multirun and _is_submitted(points, composed[0].launcher, ranks):
+    points, of_sweep = points_of(composed), options.multirun
+    if of_sweep and _is_submitted(points, composed[0].launcher, ranks):
         return
-    is_to_stop = False
+    failed = _run_points(points, ranks, act, interrupt, of_sweep=of_sweep, warns=warns)
+    if of_sweep and ranks.rank == 0 and warns:
+        from llama_ssp.run.sweep import show_table  # noqa: PLC0415 - slow to import, needed here only
+
+        with until_unread(sys.stdout):
+            show_table([point.run_dir for point in points])
+    if failed:
+        reasons = "".join(f"\n  {error}" for error in failed)
+        raise type(failed[0])(
+            f"{len(failed)} of {len(points)} points failed; the same command with the same run_dir repeats only "
+            f"{'it' if len(failed) == 1 else 'them'}:{reasons}"
+        )
+
+
+def _run_points(
+    points: Sequence[Point], ranks: Ranks, act: Act | None, interrupt: _Interrupt, *, of_sweep: bool, warns: bool
+) -> list[SspError]:
+    """Run one point after the other until one of them is stopped; returns an error for each that failed.
+
+    An error is raised if a single run fails, or a point on several ranks, whose groups may then be in any state.
+    """
+    is_to_stop, failed = False, list[SspError]()
     for point in points:
         if interrupt.has_come:  # and is not handled yet
             raise KeyboardInterrupt
@@ -150,14 +171,16 @@ def _launch(arguments: list[str], ranks: Ranks, act: Act | None, interrupt: _Int
             raise InterruptedRun(f"{sentence} goes on from here")
         if point.number:
             gc.collect()  # frees the models of the last point: its objects refer to each other
-        checked = _check(point, ranks, of_sweep=options.multirun, warns=warns)
-        interrupt.heed()
-        is_to_stop = checked is not None and _act(act or task_code(), *checked, of_sweep=options.multirun)
-    if options.multirun and ranks.rank == 0 and warns:
-        from llama_ssp.run.sweep import show_table  # noqa: PLC0415 - slow to import, needed here only
-
-        with until_unread(sys.stdout):
-            show_table([point.run_dir for point in points])
+        try:
+            checked = _check(point, ranks, of_sweep=of_sweep, warns=warns)
+            interrupt.heed()
+            is_to_stop = checked is not None and _act(act or task_code(), *checked, of_sweep=of_sweep)
+        except SspError as error:
+            if not of_sweep or ranks.size > 1 or isinstance(error, InterruptedRun | LostRankError):
+                raise
+            failed.append(type(error)(f"{point.name}: {error}"))  # another error, since this one holds the models
+            complain(str(failed[-1]))
+    return failed
 
 
 def _act(act: Act, run: RunConfig, clock: startup.StartClock, *, of_sweep: bool) -> bool:

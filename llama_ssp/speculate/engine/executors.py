@@ -1,8 +1,5 @@
-"""Executors run the stages of a round: as traces on CPUs, as CUDA graphs on GPUs, else from Python.
+"""Executors run the stages of a round: one of the device (`operators`), CUDA graphs, else Python.
 
-    a CPU    torch's interpreter replays a trace without Python (`tracing`). Each batch size and each choice of a draft
-             has its own. A stage whose model may change its operators runs from Python, as do messages of overlapped
-             rounds.
     a GPU    a stage is a graph, so that events between graphs can time the stages. Each bucket of the cache and each
              choice of a draft has its own, and so has each size of `SHORT_PROMPTS`. Longer prompts are not captured.
 
@@ -19,13 +16,13 @@ the same on each rank, and ranks ask each other whether a capture has failed the
 import logging
 from collections.abc import Callable, Hashable, Iterator
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from llama_ssp.cpu.tracing import Traced
+from llama_ssp import operators
 from llama_ssp.ranks.gpu import capture_stream, ends_run
 from llama_ssp.speculate.engine.round import Executor, Round, Stage
 from llama_ssp.speculate.engine.state import BatchState
@@ -39,42 +36,11 @@ _Graph = tuple[Any, Callable[[], None]]
 
 def make_executor(round_: Round, *, cuda_graphs: bool) -> Executor:
     """Choose by the device of the target; `cuda_graphs` says whether a GPU's rounds are captured."""
-    if round_.target.device.type == "cpu":
-        return TracedExecutor(round_)
-    if not cuda_graphs:
-        return Executor()
+    device = round_.target.device.type
+    own: Executor | None = operators.made("executor", device, round_)
+    if own or device == "cpu" or not cuda_graphs:
+        return own or Executor()
     return GraphExecutor(round_, recorder=Recorder(finish=round_.verifier.comm.finish))
-
-
-class TracedExecutor(Executor):
-    """Runs the stages of a round in torch's interpreter; `traced` has them by name."""
-
-    repeats_prompts = False
-
-    def __init__(self, round_: Round) -> None:
-        self._round = round_
-        self.traced: dict[str, Traced[Any]] = {}
-        self._forms: dict[Hashable, Any] = {}
-
-    def run(self, stage: Stage, state: BatchState, *values: Any) -> Any:  # noqa: ANN401 - see `Stage`
-        """See `Executor`."""
-        if not stage.repeats:
-            return stage.function(state, *values)
-        tensors = tensors_of(values)
-        key = stage.operators, state.tokens_BS.shape, *[tensor.shape for tensor in tensors]
-
-        def flat(*inputs: Tensor) -> Any:  # noqa: ANN401 - tensors, whose places in the result `_forms` keeps
-            found = stage.function(BatchState(*inputs[:_STATE]), *filled(values, iter(inputs[_STATE:])))
-            if isinstance(found, Tensor):
-                return found
-            self._forms[key] = filled(found, repeat(...))
-            return tensors_of(found)
-
-        if stage.name not in self.traced:
-            self.traced[stage.name] = Traced(reads=stage.reads)
-        version = self._round.num_allocations
-        found = self.traced[stage.name](flat, key, *state, *tensors, bucket=stage.bucket, version=version)
-        return found if isinstance(found, Tensor) else filled(self._forms[key], iter(found))
 
 
 def tensors_of(value: Any) -> tuple[Tensor, ...]:  # noqa: ANN401 - see `Stage`

@@ -21,7 +21,6 @@ from typing import NamedTuple
 import torch
 
 from llama_ssp.architectures.engine import CATCH_UP_CHUNK, PREFILL_CHUNK
-from llama_ssp.cpu.threads import ThreadChoice
 from llama_ssp.errors import LOGITS_ARE_NAN, NumericError, SspError
 from llama_ssp.models.prefill import Held, forwards_per_prompt
 from llama_ssp.models.upload import to_device
@@ -37,6 +36,7 @@ from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round
 from llama_ssp.speculate.engine.rows import Backlog, RowTable
 from llama_ssp.speculate.engine.state import BatchState, Request
 from llama_ssp.speculate.engine.text import StopStrings
+from llama_ssp.speculate.engine.threads import Threads
 from llama_ssp.speculate.engine.verifier import STOP_REQUESTED
 from llama_ssp.speculate.sampling.draft import POINT_MASS, Law
 
@@ -106,12 +106,12 @@ class Decoder:
         reuse: Reuse,
         executor: Executor | None = None,
         length: FixedLength | None = None,
-        threads: ThreadChoice | None = None,
+        threads: Threads | None = None,
     ) -> None:
         self.round, self.settings, self.batch_size, self.reuse = round_, settings, batch_size, reuse
         self.executor = executor or Executor()
         self.length = length or FixedLength(round_.max_tokens_per_round - 1)
-        self.threads = threads or ThreadChoice()
+        self.threads = threads or Threads()
         self.eos_ids = frozenset(eos_ids)
         self.is_cuda = round_.target.device.type == "cuda"
         self.clock = EventClock() if self.is_cuda else HostClock()

@@ -17,13 +17,10 @@ from torch.nn.functional import pad
 
 from llama_ssp import operators
 from llama_ssp.architectures.matrices import tokens_of_a_block
-from llama_ssp.cpu.operators import Operator, find_operator
 from llama_ssp.settings.schema import SamplingConfig
 
 # Weights become multiples of 2^-62; their sums are below 2, so they fit into int64 and are exact in any order.
 DRAW_UNITS = 2.0**62
-COMPILED_DRAW_NEEDS = ("avx512dq",)
-"""Instructions of a CPU that its operator needs: CPUs without them convert one number at a time."""
 
 
 def scale_of(temperature: float) -> float:
@@ -103,42 +100,21 @@ def draw(weights_BV: Tensor, uniforms_BP: Tensor, *, units: float = DRAW_UNITS) 
     vocab_size = weights_BV.shape[-1]
     if weights_BV.dtype is torch.float32:
         block_size = tokens_of_a_block(vocab_size)
-        if weights_BV.is_cpu and (compiled := _compiled_draw()):
-            return compiled(weights_BV.contiguous(), uniforms_BP.contiguous(), units, block_size)
-        if own := own_operator("draw", weights_BV):
-            return own(weights_BV, uniforms_BP, units, block_size)
+        if own := made("draw", weights_BV.device.type):
+            uniforms_BP = uniforms_BP.contiguous() if uniforms_BP.is_cpu else uniforms_BP  # a kernel more on a GPU
+            return own(weights_BV.contiguous(), uniforms_BP, units, block_size)  # type: ignore[no-any-return]
     units_BV = weights_BV if units == 1.0 else weights_BV * units
     return draw_units(units_BV, uniforms_BP, vocab_size=vocab_size)
-
-
-@cache
-def _compiled_draw() -> Operator | None:
-    """The draw in one operator, on a CPU that it compiles for, compared with torch's operators.
-
-    It takes contiguous weights in fp32, uniforms, what a weight is multiplied by before it becomes a whole number, and
-    the tokens of a block.
-    """
-
-    def check(draw: Operator) -> None:
-        weights_BV, uniforms_BP = some_draws(8)
-        found_B1 = draw(weights_BV, uniforms_BP, DRAW_UNITS, tokens_of_a_block(1000))
-        wanted_B1 = draw_units(weights_BV * DRAW_UNITS, uniforms_BP, vocab_size=1000)
-        if bool((found_B1 != wanted_B1).any()):
-            raise RuntimeError("the compiled one is wrong on this CPU")
-
-    return find_operator(
-        "draw(Tensor weights, Tensor uniforms, float units, int tokens_of_a_block) -> Tensor",
-        "draw", entry="draw", needs=COMPILED_DRAW_NEEDS, check=check, instead="with a draw of twenty operators",
-    )  # fmt: skip
 
 
 def own_operator(operation: str, numbers: Tensor) -> Callable[..., Tensor] | None:
     """The device's operator for numbers of up to 32 bits in place of a function of this module or of `shards`."""
     is_short = numbers.dtype.itemsize <= torch.float32.itemsize
-    return _made(operation, numbers.device.type) if is_short else None
+    return made(operation, numbers.device.type) if is_short else None
 
 
-_made = cache(operators.made)
+made = cache(operators.made)
+"""Draws ask in every round."""
 
 
 def some_draws(num_rows: int) -> tuple[Tensor, Tensor]:

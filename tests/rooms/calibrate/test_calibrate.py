@@ -10,9 +10,8 @@ import torch
 import yaml
 from torch import Tensor
 
-from llama_ssp import catalogue
+from llama_ssp import catalogue, operators
 from llama_ssp.errors import ConfigError, SspError
-from llama_ssp.kernels.linear import product_of
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import Link, MeasuredSum
 from llama_ssp.planning.timing import timing
@@ -106,7 +105,7 @@ def test_every_format_that_has_a_kernel_has_a_speed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(calibration, "BUDGET_S", 0.0)
     monkeypatch.setattr(calibration, "_SPEED_SIDE", 128)
     found = calibration.cpu_speeds(num_bytes=2**16)
-    compiled = [record for record in formats().values() if record.compiled and product_of(record.compiled)]
+    compiled = [record for record in formats().values() if operators.made("packed_block", "cpu", record)]
     assert found.keys() == {"fp32", "fp16", *(record.name for record in compiled)}
     assert found.get("mxfp4") == found.get("int4_weight_only")
 

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer, TextStreamer
 
 import llama_ssp
 from llama_ssp import Completion, Pair, load
-from llama_ssp.cpu.tracing import Traced
 from llama_ssp.errors import ConfigError, NumericError
+from llama_ssp.rooms.cpu.tracing import Traced
 from llama_ssp.run import decoders
 from llama_ssp.speculate.engine.executors import GraphExecutor
 from llama_ssp.speculate.engine.round import Round

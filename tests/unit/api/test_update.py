@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llama_ssp import load
 from llama_ssp.api.pair import Pair
-from llama_ssp.cpu.tracing import Traced
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.weights import Loading
+from llama_ssp.rooms.cpu.tracing import Traced
 from llama_ssp.run import decoders
 from llama_ssp.speculate.engine.executors import GraphExecutor
 from llama_ssp.weights.checkpoint import inspect

@@ -34,7 +34,8 @@ MEASURE = """
 import json, os, sys, threading, traceback
 from pathlib import Path
 import torch
-from llama_ssp.kernels.linear import can_halve, product_of
+from llama_ssp import operators
+from llama_ssp.kernels.linear import can_halve
 from llama_ssp.catalogue import Dtype
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.memory import anonymous_bytes
@@ -50,8 +51,7 @@ from llama_ssp.planning.weights import model_bytes, shares
 folder, num_ranks, cases = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
 bitsandbytes()
 for form in formats().values():
-    if form.compiled:
-        product_of(form.compiled)
+    operators.made("packed_block", "cpu", form)
 check_model(inspect(folder), num_ranks=num_ranks)
 
 def measure(rank, form, name):

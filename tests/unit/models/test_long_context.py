@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.cpu.compiled import has_features
-from llama_ssp.kernels.attention import NEEDS
+from llama_ssp import operators
+from llama_ssp.kernels.parts import SINGLES
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.quantization.precision import Precision
@@ -29,8 +29,13 @@ CAPACITIES = 8192, CONTEXT
 
 def runner(*, head_dim: int = 16, cache_dtype: str = "auto", num_layers: int = 2) -> LeanRunner:
     """Groups of four queries; attention is compiled for heads of 16 dimensions, and takes masks for others."""
-    if not has_features(NEEDS):
+    if not operators.made("attention", "cpu", torch.float32, 16, SINGLES):
         pytest.skip("this processor has no compiled attention")
+    return load_small(head_dim=head_dim, cache_dtype=cache_dtype, num_layers=num_layers)
+
+
+def load_small(*, head_dim: int = 16, cache_dtype: str = "auto", num_layers: int = 2) -> LeanRunner:
+    """The same, whatever computes it."""
     sizes = {"num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "rope_parameters": ROPE}
     model = tiny_model("llama", head_dim=head_dim, num_hidden_layers=num_layers, **sizes)
     return load_lean(model, precision=Precision(cache_dtype=cache_dtype))
@@ -74,8 +79,8 @@ def test_the_last_positions_of_32k_are_attended_to_as_by_masks(monkeypatch: pyte
     found = []
     for is_compiled in (True, False):
         if not is_compiled:
-            monkeypatch.setattr("llama_ssp.models.llama.decoder.find_attention", lambda *_: None)
-        model = runner()
+            monkeypatch.setattr(operators, "made", lambda *_case, **_how: None)
+        model = load_small()
         assert model.uses_masks == (not is_compiled)
         read(model, CONTEXT, PROMPT)
         model.move(torch.arange(PROMPT)[None], torch.arange(CONTEXT - 5 - PROMPT, CONTEXT - 5)[None])

@@ -10,21 +10,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp import catalogue
+from llama_ssp import catalogue, operators
 from llama_ssp import load as load_pair
 from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import ConfigError, PlacementError
-from llama_ssp.kernels.linear import PlainLinear, product_of
+from llama_ssp.kernels.linear import PlainLinear
 from llama_ssp.models.huggingface.modules import OwnLinear, load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loading import check_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.weights import Loading
+from llama_ssp.operators import OPERATORS, DeviceOperator
 from llama_ssp.planning.model import PlannedModel
 from llama_ssp.planning.weights import model_bytes, shares
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.storage.formats import format_of, formats
+from llama_ssp.storage.formats import StorageFormat, format_of, formats
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import on_ranks, thread_comms
@@ -203,12 +204,26 @@ def test_a_whole_layer_that_fills_no_group_is_refused_too(tmp_path: Path) -> Non
         check_model(inspect(tmp_path), num_ranks=1, quantization="nf4")
 
 
+def blocks_of_16(storage: StorageFormat) -> int | None:
+    """Sizes of layers that an operator of CPUs takes."""
+    return 16 if storage.compiled else None
+
+
+def no_blocks(_storage: StorageFormat) -> None:
+    """No operator."""
+
+
+def _have_products(monkeypatch: pytest.MonkeyPatch, make: Callable[..., int | None]) -> None:
+    record = DeviceOperator(operation="packed_block", device="cpu", make=f"{__name__}:{make.__name__}")
+    monkeypatch.setitem(OPERATORS.records, record.name, record)
+
+
 @pairs(num_ranks=[1, 2], compiles=[True, False], has_product=[True, False])
 def test_int8_needs_its_package_only_where_no_compiled_product_serves(
     saved: Saved, monkeypatch: pytest.MonkeyPatch, *, num_ranks: int, compiles: bool, has_product: bool
 ) -> None:
     monkeypatch.setattr("llama_ssp.models.loading.find_spec", lambda _name: None)
-    monkeypatch.setattr("llama_ssp.models.loading.product_of", lambda _kind: has_product or None)
+    _have_products(monkeypatch, blocks_of_16 if has_product else no_blocks)
     checkpoint = inspect(saved("llama"))
     if compiles and has_product:
         check_model(checkpoint, num_ranks=num_ranks, quantization="int8", compiles=compiles)
@@ -226,7 +241,7 @@ def test_layers_that_compiled_products_do_not_fit_are_named_with_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("llama_ssp.models.loading.find_spec", lambda _name: None)
-    monkeypatch.setattr("llama_ssp.models.loading.product_of", lambda _kind: True)
+    _have_products(monkeypatch, blocks_of_16)
     build_checkpoint(tmp_path, "llama", head_dim=8, num_key_value_heads=8)
     check_model(inspect(tmp_path), num_ranks=2, quantization="int8", compiles=True)
     sentence = r"needs the package bitsandbytes for .*0.self_attn.q_proj.* no multiples of 16: .* -m pip install"
@@ -235,7 +250,7 @@ def test_layers_that_compiled_products_do_not_fit_are_named_with_the_package(
 
 
 def test_int8_decodes_on_a_cpu_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    if product_of(format_of("int8").product) is None:
+    if not operators.made("packed_block", "cpu", format_of("int8")):
         pytest.skip("this CPU has no integer products")
 
     def refuse() -> None:

@@ -29,11 +29,11 @@ MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|home/\w+)/")
 INSTALL_FILES = re.compile(r"pyproject\.toml|constraints.*\.txt|machine-install\.sh|\.ci/run|justfile|\.pre-commit.*")
 PUBLIC_HOSTS = {"download.pytorch.org"}
 RECORDS = re.compile(
-    r"cpu\.tracing|is_recording|engine\.executors|torch\.jit|torch\._C|CUDAGraph|cuda\.graph|capturing"
+    r"rooms\.cpu\.tracing|is_recording|engine\.executors|torch\.jit|torch\._C|CUDAGraph|cuda\.graph|capturing"
 )
 KNOW_RECORDING = (
     "llama_ssp/speculate/engine/executors.py",
-    "llama_ssp/cpu/",
+    "llama_ssp/rooms/cpu/",
     "llama_ssp/run/decoders.py",
     "llama_ssp/rooms/calibrate/measures.py",
 )
@@ -248,8 +248,6 @@ FAULTS = [
     ("llama_ssp/speculate/sampling/processors.py", "llama_ssp.models", "Imports run one way"),
     ("llama_ssp/machines/hardware.py", "llama_ssp.settings.schema", "Imports run one way"),
     ("llama_ssp/run/commands/run.py", "llama_ssp.run.commands.program", "commands have no circle"),
-    ("llama_ssp/cpu/emit.py", "llama_ssp.kernels", "Imports run one way"),
-    ("llama_ssp/weights/byte_rows.py", "llama_ssp.cpu.kinds", "CPUs have one room"),
     ("llama_ssp/architectures/matrices.py", "torch", NO_TORCH),
     ("llama_ssp/settings/checks.py", "transformers", NO_TORCH),
     ("llama_ssp/terminal/terminal.py", "llama_ssp.speculate.engine", "Imports run one way"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.errors import InterruptedRun
+from llama_ssp.errors import CapacityError, InterruptedRun
 from llama_ssp.reports.runs import read_run
 from llama_ssp.run.commands import own_ranks
 from llama_ssp.run.commands.points import points_of
@@ -85,6 +85,24 @@ def test_a_point_that_was_interrupted_names_the_folder_of_the_sweep(act: Act, tm
 
 
 @pytest.mark.heavy
+def test_other_points_run_where_one_fails_and_the_next_call_repeats_it(act: Act, tmp_path: Path) -> None:
+    begun: list[int] = []
+
+    def run(config: RunConfig, _clock: object) -> bool:
+        begun.append(config.seed)
+        if config.seed == 2 and begun.count(2) == 1:
+            raise CapacityError("too large")
+        return False
+
+    act(run)
+    words = ("-m", "seed=1,2,3", f"run_dir={tmp_path}/sweep")
+    ended = launch(*words)
+    assert (ended.code, begun) == (3, [1, 2, 3])
+    assert ended.err.count("job 1 (seed=2") == 2, "when it fails, and at the end"
+    assert "1 of 3 points failed" in ended.err
+    assert launch(*words).code == 0
+
+
 def test_identical_points_of_a_sweep_are_named(act: Act, tmp_path: Path) -> None:
     started = []
     act(lambda config, _: started.append(config.seed))

@@ -12,13 +12,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import yaml
 
 from llama_ssp import catalogue
 from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import InterruptedRun
 from llama_ssp.machines import hardware
-from llama_ssp.planning.acceptance import known
 from llama_ssp.planning.spec import make_spec
 from llama_ssp.reports.records import CompletionLine
 from llama_ssp.run.prompts import Prompt
@@ -32,7 +30,6 @@ from llama_ssp.weights import hub
 from llama_ssp.words import lasting
 from tests.helpers.composed import compose_run
 from tests.helpers.in_process import Ended, launch
-from tests.helpers.own_conf import OwnConf
 from tests.helpers.runs import PLAIN
 from tests.unit.run.test_prompts import requests_of
 
@@ -114,42 +111,6 @@ def test_messages_are_completed_recorded_and_compared_when_a_run_is_resumed(tmp_
     refused = ask("chat", {"messages": [{**system, "content": "t"}, *turns]})
     assert refused.code == 2
     assert "was 'system: s\\na'" in refused.err
-
-
-RUN = ("task=latency", "task.num_warmup=0", "max_new_tokens=16", "speculation.num_draft_tokens=3", "device=cpu")
-
-
-def test_a_run_stores_the_acceptance_that_its_summary_says_and_plans_take_it(own_conf: OwnConf, tmp_path: Path) -> None:
-    own_conf("pairs.yaml", "pairs: []\n")
-    ended = launch(*RUN, "store=true", f"run_dir={tmp_path}/run")
-    assert ended.code == 0, ended.err
-    (entry,) = yaml.safe_load((tmp_path / "home" / "llama-ssp" / "measured_pairs.yaml").read_text())["pairs"]
-    assert entry["acceptance"] == pytest.approx(ended.summary["speculative"]["acceptance_rate"], abs=5e-4)
-    assert (entry["target"], entry["draft"], entry["temperature"]) == ("tiny", "tiny-draft", 0.8)
-    assert "15 prompts, K=3, temperature 0.8, speculative" in entry["source"]
-    found = known("tiny", "tiny-draft", temperature=0.8)
-    assert found
-    assert (found.probability, found.ends) == (entry["acceptance"], None)
-    assert found.known == tuple(entry["by_position"])
-    rounds = [
-        one for line in ended.lines for one in zip(line["accepted_lengths"], line["examined_lengths"], strict=True)
-    ]
-    first = [accepted > 0 for accepted, examined in rounds if examined]
-    assert len(found.known) == 3
-    assert found.known[0] == pytest.approx(sum(first) / len(first), abs=5e-4)
-    assert f"stored an acceptance of {found.probability:.2f} in " in ended.err
-
-
-@pytest.mark.heavy
-def test_a_latency_is_that_of_prompts_that_are_read(tmp_path: Path) -> None:
-    """A completion of another task reads the last token alone of a prompt that has been read before."""
-    words = ("max_new_tokens=2", "num_samples=2", "batch_size=1", "device=cpu", f"prompt={'import os, ' * 20}")
-    read, reused = (
-        launch(f"task={task}", *words, f"run_dir={tmp_path}/{task}").summary["prompt_tokens"]
-        for task in ("latency", "generate")
-    )
-    assert (read["num_reused"], read["num_read"] > 80) == (0, True)
-    assert reused["num_reused"] == read["num_read"] // 2 - 1
 
 
 PAIR = ("task=compare", "model=tiny", "draft=tiny-draft", "hardware=laptop_cpu")

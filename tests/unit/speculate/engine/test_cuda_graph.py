@@ -9,8 +9,8 @@ import torch
 
 from llama_ssp import load
 from llama_ssp.models.runner import Runner
+from llama_ssp.rooms.cpu.executor import TracedExecutor
 from llama_ssp.speculate.engine.completion import StopRequest
-from llama_ssp.speculate.engine.executors import TracedExecutor
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.decoders import complete, make_decoder, outcome, requests
 from tests.helpers.kinds import Make, kinds

@@ -18,12 +18,12 @@ from llama_ssp.models.cache import Taps
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import NullRunner, Runner
 from llama_ssp.models.weights import Loading
+from llama_ssp.rooms.cpu.executor import TracedExecutor
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.drafters.one_pass import OnePassDrafter
 from llama_ssp.speculate.drafters.shared import BroadcastDrafter, ProbsReceiver, TapsSender
-from llama_ssp.speculate.engine.executors import TracedExecutor
 from llama_ssp.speculate.engine.likelihoods import ScoredText
 from llama_ssp.speculate.engine.loop import Decoder, Decoding
 from llama_ssp.speculate.engine.round import DraftChoice

@@ -1,0 +1,1 @@
+"""The code of compiled operators, written with llvmlite, a file each."""

@@ -1,0 +1,30 @@
+"""The threads that compute the rounds of a decoder: as many as torch has, unless an operator of its device chooses."""
+
+from collections.abc import Hashable
+from contextlib import AbstractContextManager, nullcontext
+
+
+class Threads:
+    """Torch's own number of threads.
+
+    Attributes:
+        slowness: average time of a round by number of threads, where numbers are compared; see `run.slowness`.
+        is_undecided: a number has not been tried yet.
+    """
+
+    @property
+    def slowness(self) -> dict[int, float]:
+        """See above."""
+        return {}
+
+    @property
+    def is_undecided(self) -> bool:
+        """See above."""
+        return False
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """Compute the block with the chosen number of threads, and what follows with as many as before."""
+        return nullcontext()
+
+    def after_round(self, work: Hashable, seconds: float) -> None:
+        """Take in the time of a round; rounds of equal `work` do the same."""
