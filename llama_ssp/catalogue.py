@@ -163,10 +163,9 @@ class ModelConfig:
     gpu_dtype: Dtype = setting(Dtype.auto, "meaning of dtype=auto on a GPU; auto takes the format of the files.")
     quantization: str = setting(
         NO_QUANTIZATION,
-        "storage of the linear layers in the decoder layers: none, int8, nf4 or fp4 (bitsandbytes), int8_weight_only,"
-        " int4_weight_only and fp8_weight_only. Each rank quantizes its own slice while it reads it. "
-        "none keeps a quantized checkpoint as it is stored (compressed-tensors, GPTQ, AWQ, FP8, MXFP4, NVFP4, "
-        "bitsandbytes).",
+        "storage of the linear layers in the decoder layers: {formats}. Each rank quantizes its own slice while it "
+        "reads it. none keeps a quantized checkpoint as it is stored (compressed-tensors, GPTQ, AWQ, FP8, MXFP4, "
+        "NVFP4, bitsandbytes).",
     )
     cache_dtype: str = setting(
         OWN_DTYPE,

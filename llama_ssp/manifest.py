@@ -11,11 +11,17 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "accelerate": ("placement=accelerate", "placement.target.kind=accelerate"),
     "advice": ("setting=search",),
     "benchmark": ("task=benchmark", "task=latency", "experiment=llama_2023"),
+    "bitsandbytes": tuple(f"model.quantization={name}" for name in ("int8", "nf4", "fp4")),
     "calibrate": ("task=calibrate", "command=calibrate"),
     "copies": ("draft=ngram", "draft.fallback=ngram"),
     "cpu": (),
     "deepspeed": ("placement=deepspeed", "placement.target.kind=deepspeed"),
+    "eight_bits": (
+        *(f"model.quantization={name}" for name in ("int8_weight_only", "int8_groups", "fp8_weight_only")),
+        *(f"model={name}_8bit" for name in ("7B", "13B", "30B", "65B")),
+    ),
     "evaluate": ("task=evaluate",),
+    "four_bits": tuple(f"model.quantization={name}" for name in ("int4_weight_only", "mxfp4", "nvfp4")),
     "gpu": (),
     "heads": (
         "draft=mtp",

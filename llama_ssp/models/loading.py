@@ -29,7 +29,7 @@ from llama_ssp.models.tensor_parallel import shard
 from llama_ssp.models.weights import LINEAR, Loading, Parameter, returning_memory
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.registry import imported
-from llama_ssp.storage.formats import NO_QUANTIZATION, format_of
+from llama_ssp.storage.formats import NO_QUANTIZATION, easiest_format, format_of
 from llama_ssp.weights.checkpoint import summary
 from llama_ssp.weights.source import PACKED, WeightSource, tap_source
 from llama_ssp.words import said
@@ -167,7 +167,7 @@ def _check_quantizable(
             where = f" for {summary(odd)}, whose sizes are no multiples of {block}" if block else ""
             raise ConfigError(
                 f"quantization={quantization} needs the package {package.name}{where}: {package.install} installs it, "
-                "or use quantization=int8_weight_only, which needs none"
+                f"or use quantization={easiest_format()}, which needs none"
             )
     for name, weight in linears.items():
         check(name, sizes(weight, 1), is_cut=len(shards) > 1 and weight.dim == 1)

@@ -42,6 +42,7 @@ from llama_ssp.models.weights import (
     returning_memory,
 )
 from llama_ssp.registry import imported
+from llama_ssp.storage.formats import NO_QUANTIZATION, easiest_format
 from llama_ssp.weights.source import WeightSource, tap_source
 from llama_ssp.words import said
 
@@ -228,7 +229,7 @@ def _attend_by_position(model: PreTrainedModel) -> None:
     if attention not in BY_POSITION:
         raise ConfigError(
             f"{model.config.model_type} models have no attention that keeps the steps of rounded inputs: use "
-            f"{said('model.quantization', 'none')} or int8_weight_only"
+            f"{' or '.join(dict.fromkeys([said('model.quantization', NO_QUANTIZATION), easiest_format()]))}"
         )
     model.config._attn_implementation = BY_POSITION[attention]
 

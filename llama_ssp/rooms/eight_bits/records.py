@@ -1,6 +1,6 @@
-"""Integers of 8 bits: LLM.int8(), which quantizes inputs too, weights alone by outputs, and weights alone by groups.
+"""The records of weights in a byte each: int8 with a scale per output or per group, and E4M3, a float of 8 bits.
 
-Source: Dettmers et al. 2022, arXiv:2208.07339.
+E4M3 has an fp32 scale per 128 weights, and is for checkpoints that are stored so.
 """
 
 from collections.abc import Mapping
@@ -10,23 +10,21 @@ from typing import Any
 from llama_ssp.errors import shown
 from llama_ssp.storage import tools
 from llama_ssp.storage.formats import (
-    BITSANDBYTES,
+    FP8_GROUP,
     INT4_GROUPS,
     WORD_BYTES,
     Block,
     Found,
     PackedLayout,
     Product,
-    StorageFormat,
     of_few_rows,
 )
 
 BNB_FORM = "weight_format"
 """Last part of the name of a tensor with the order of int8 weights; 0 for row by row."""
-_BY_OUTPUTS, _BY_GROUPS = "int8_weight_only", "int8_groups"
+_BY_OUTPUTS, _BY_GROUPS, _FP8 = "int8_weight_only", "int8_groups", "fp8_weight_only"
 _PER_OUTPUT: tuple[Block, ...] = ((1, None), (None, None))
 """Blocks without a border within a row."""
-_SLOWDOWN = 4.0  # Relative to fp16 on GPUs: 3-5x as published, nearly constant from 1 to K + 1 rows.
 
 
 def _layout(described: Mapping[str, Any]) -> Found | None:
@@ -54,33 +52,19 @@ def _layout(described: Mapping[str, Any]) -> Found | None:
     return found
 
 
-INT8 = StorageFormat(
-    name="int8",
-    order=1,
-    kernel="llama_ssp.models.quantization.precision:int8_linear",
-    compiled=Product("dots", "dots", ("avx512vnni",)),
-    weight_bytes=1,
-    row_bytes=WORD_BYTES,
-    fp32_on_cpus=True,
-    gpu_read_bytes=lambda rows, packed, unquantized: _SLOWDOWN * unquantized,  # noqa: ARG005
-    rounds_inputs=True,
-    package=BITSANDBYTES,
-    change_weight=3,
-    draft_advice=(
-        "an int8 draft through bitsandbytes cannot gain: it decodes 3-5x slower than {dtype} "
-        "(published); use draft.model.quantization=none or int8_weight_only"
-    ),
-    target_advice=(
-        "an int8 target through bitsandbytes saves memory, not time: it decodes 3-5x slower than {dtype} (published)"
-    ),
-)
 INT8_WEIGHT_ONLY = of_few_rows(
     _BY_OUTPUTS,
     order=3,
     short_name="int8wo",
+    reads=(
+        "int8 with a scale per output or matrix (compressed-tensors int-quantized, pack-quantized; bitsandbytes) or "
+        "per group without zeros (gptq)"
+    ),
+    counted_bits=8,
+    has_published_times=True,
     layout=_layout,
-    reader="llama_ssp.weights.block_files:ByteTensor",
-    kernel="llama_ssp.models.quantization.weight_only:int8_weight_only_linear",
+    reader="llama_ssp.rooms.eight_bits.files:ByteTensor",
+    kernel="llama_ssp.rooms.eight_bits.linear:int8_weight_only_linear",
     compiled=Product("bytes", "bytes"),
     stored_kind="I8",
     weight_bytes=1,
@@ -92,13 +76,55 @@ INT8_GROUPS = replace(  # a scale per group; every product unpacks the matrix
     name=_BY_GROUPS,
     order=9,
     short_name=None,
+    reads="",
+    counted_bits=None,
+    has_published_times=False,
     layout=None,
-    kernel="llama_ssp.models.quantization.weight_only:int8_groups_linear",
+    kernel="llama_ssp.rooms.eight_bits.linear:int8_groups_linear",
     compiled=None,
     row_bytes=0,
     groups=INT4_GROUPS,
     fp32_on_cpus=False,
     is_stored_alone=True,
-    gpu_read_bytes=lambda rows, packed, unquantized: packed + 2 * unquantized,  # noqa: ARG005
+    gpu_read_bytes=lambda rows, packed, unquantized, slowdown: packed + 2 * unquantized,  # noqa: ARG005
     change_weight=None,
+)
+
+
+def _fp8_layout(described: Mapping[str, Any]) -> Found | None:
+    if (said := tools.compressed(described)) and said.form == "float-quantized":
+        return _in_blocks(said.block, said.problems, name="compressed-tensors fp8")
+    match described.get("quant_method"):
+        case "fp8":
+            block = described.get("weight_block_size")
+            return _in_blocks((None, None) if block is None else tools.pair(block), [], name="fp8")
+        case "fbgemm_fp8":
+            return _in_blocks((1, None), [], name="fbgemm fp8")
+        case tools.MODELOPT if described.get("quant_algo") == "FP8":
+            return _in_blocks((None, None), [], name="modelopt fp8")
+        case _:
+            return None
+
+
+def _in_blocks(block: Block | None, problems: list[str], *, name: str) -> Found:
+    if block is None or (block[1] or FP8_GROUP) % FP8_GROUP:
+        problems = [*problems, f"blocks of {shown(block and block[1])} inputs"]
+    return problems or PackedLayout(
+        name=name, storage=_FP8, block=block or (None, None), weight="weight",
+        group=FP8_GROUP if block and block[1] else 0, scale="weight_scale", others=tools.OF_ACTIVATIONS,
+    )  # fmt: skip
+
+
+FP8_WEIGHT_ONLY = of_few_rows(
+    _FP8,
+    order=5,
+    short_name="fp8wo",
+    reads="FP8 (fp8, fbgemm_fp8, compressed-tensors float-quantized)",
+    layout=_fp8_layout,
+    reader="llama_ssp.rooms.eight_bits.files:ByteTensor",
+    kernel="llama_ssp.rooms.eight_bits.linear:fp8_weight_only_linear",
+    compiled=Product("fp8", "e4m3", ("f16c",), FP8_GROUP),
+    stored_kind="F8_E4M3",
+    weight_bytes=1,
+    groups=(FP8_GROUP,),
 )

@@ -1,13 +1,11 @@
-"""Weights that are floats of 4 bits, as files have them; layouts are drawn in `packed`.
-
-Layout of bitsandbytes, nf4 or fp4:
+"""Weights in nf4 or fp4 as bitsandbytes stores them.
 
     weight                                     (O I / 2, 1), two codes a byte, row by row
     weight.absmax                              (O I / 64,), the scales in fp32, or in bytes if they are quantized too:
     weight.nested_quant_map, .nested_absmax    the number of each byte, and the scale of each 256 bytes
     weight.quant_state.bitsandbytes__KIND      JSON: the shape, and what is added to all scales
 
-Shapes: X experts, O outputs, I inputs, G groups of 64 inputs.
+Shapes: O outputs, I inputs, G groups of 64 inputs.
 
 Source: Dettmers et al. 2023, arXiv:2305.14314.
 """
@@ -19,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama_ssp.storage.formats import NF4_GROUP, PackedLayout, format_of
-from llama_ssp.storage.nf4 import BNB_STATE
+from llama_ssp.rooms.bitsandbytes.records import BNB_STATE, NF4_GROUP
+from llama_ssp.storage.formats import PackedLayout
 from llama_ssp.weights import byte_rows
 from llama_ssp.weights.packed import Facts, PackedTensor
 from llama_ssp.weights.source import StoredTensor
@@ -28,38 +26,6 @@ from llama_ssp.weights.source import StoredTensor
 _SCALES, _NUMBERS, _OUTER = "weight.absmax", "weight.nested_quant_map", "weight.nested_absmax"
 _NESTED = 256
 """Scales that share a scale."""
-
-
-class Fp4Tensor(PackedTensor):
-    """A weight (O, I), or the weights of all experts (X, I, O)."""
-
-    @staticmethod
-    def _facts(parts: Mapping[str, StoredTensor], layout: PackedLayout) -> Facts | None:
-        weight, scale, factor = (parts.get(leaf) for leaf in (layout.weight, layout.scale, layout.factor))
-        size = layout.block[1] or 0
-        if not (weight and scale and bool(layout.factor) == bool(factor)):
-            return None
-        if len(scale.shape) != 2 + (not layout.joint):
-            return None
-        *experts, num_outputs, num_scales = scale.shape
-        num_inputs, kinds = num_scales * size, ("U8", format_of(layout.storage).stored_kind)
-        fits = (weight.kind, scale.kind) == kinds and num_inputs % layout.group == 0
-        codes = (num_scales, size // 2) if experts else (num_inputs // 2,)
-        fits &= weight.shape == (*experts, num_outputs, *codes) and (not factor or factor.shape in ((), (1,)))
-        shape = (*experts, num_inputs, num_outputs) if experts else (num_outputs, num_inputs)
-        return (torch.bfloat16, shape) if fits else None
-
-    def _rows(self, outputs: range, inputs: range) -> Tensor:
-        codes, scales = (
-            self.parts[leaf].mapped(outputs, range(inputs.start // width, inputs.stop // width))
-            for leaf in (self.layout.weight, self.layout.scale)
-            for width in [self.shape[1] // self.parts[leaf].shape[1]]
-        )
-        factor = self.parts[self.layout.factor].mapped().float().view(1) if self.layout.factor else torch.ones(1)
-        factor = 1 / factor if self.layout.divides else factor
-        return byte_rows.pack_fp4(
-            byte_rows.codes_of_words(codes.flatten(1)), scales.view(torch.uint8), factor.expand(len(outputs))
-        )
 
 
 class BnbTensor(PackedTensor):
