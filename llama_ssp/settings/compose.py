@@ -36,12 +36,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp import catalogue
 from llama_ssp.catalogue import GGUF, GGUF_ALONE, GROUPS, LOCAL, is_folder, is_hub_id
+from llama_ssp.draft_heads import heads_in_targets
 from llama_ssp.errors import ConfigError, refuse, similar_name, unknown_name
 from llama_ssp.foreign import counterparts
 from llama_ssp.machines import hardware
 from llama_ssp.manifest import absent
 from llama_ssp.settings import schema
-from llama_ssp.settings.drafters import MTP_DRAFTS, ModelDraftConfig, drafter_of, drafters, problem_of
+from llama_ssp.settings.drafters import ModelDraftConfig, drafter_of, drafters, problem_of
 from llama_ssp.settings.groups import MORE, whole
 from llama_ssp.settings.launchers import LAUNCHERS
 from llama_ssp.settings.schema import DERIVED, MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig
@@ -84,7 +85,7 @@ def compose(words: Sequence[str], *, multirun: bool = False, root: str = "config
         values = []
         for word in filter(None, (word for _, word in read)):
             sweeps = multirun or (root, word.key) == ("plan", "hardware")
-            found = [*_problems(word, groups, multirun=multirun, sweeps=sweeps)]
+            found = [*_problems(word, groups, root=root, multirun=multirun, sweeps=sweeps)]
             problems += found
             values += [] if found else [_values(word)]
         options: dict[tuple[str, ...], DictConfig] = {}
@@ -131,7 +132,9 @@ def _read(text: str, *, multirun: bool = False) -> _Word | None:
     return _Word(text=text, key=override.key_or_group, override=override)
 
 
-def _problems(word: _Word, groups: Mapping[str, Sequence[str]], *, multirun: bool, sweeps: bool) -> Iterator[str]:
+def _problems(
+    word: _Word, groups: Mapping[str, Sequence[str]], *, root: str, multirun: bool, sweeps: bool
+) -> Iterator[str]:
     """Yield why a word is refused whatever the other words are; `sweeps` allows it several values."""
     text, key, override = word.text, word.key, word.override
     if override is None:
@@ -148,6 +151,7 @@ def _problems(word: _Word, groups: Mapping[str, Sequence[str]], *, multirun: boo
         yield f"{text}: all settings exist already and are changed by name=value, without +, ~ or @"
     elif override.is_sweep_override() and not (sweeps and override.is_discrete_sweep()):
         ways = "separate values by commas" if sweeps else "add -m to run one after the other"
+        ways = ways if sweeps or root == "config" else "a plan takes several of hardware= alone, so give one"
         yield f"{text} gives several values: {ways}, or write a list as [a,b]"
     elif key in groups:
         names = [value.text.partition("=")[2].strip(" '\"") for value in _values(word) if value.override]
@@ -457,8 +461,9 @@ def as_settings(words: Sequence[str]) -> str | None:
 def _problems_of_option(group: str, name: str, known: Collection[str]) -> Iterator[str]:
     """Yield what is wrong with an option of a group, its name or a user's file; `known` lacks ids of the hub."""
     try:
-        if name in MTP_DRAFTS and group == "draft" and name not in known:
-            yield f"draft={name} is draft={catalogue.MTP} here: give that"
+        of_targets = [kind.name for kind in heads_in_targets() if name in kind.other_names]
+        if of_targets and group == "draft" and name not in known:
+            yield f"draft={name} is draft={of_targets[0]} here: give that"
         elif group == "hardware":
             hardware.load(name)
         elif name not in known and group in GROUPS:

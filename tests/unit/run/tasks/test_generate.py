@@ -66,16 +66,23 @@ def written(
     return cast("StringIO", out.file).getvalue()
 
 
+def texts_of(shown: str) -> list[str]:
+    return [line for line in shown.splitlines() if line and not line.startswith("prompt")]
+
+
 def test_completions_come_as_they_end_or_in_the_order_of_the_prompts() -> None:
     ends, in_order = [3, 1, 0, 2, 5, 4], GenerateConfig(in_order=True)
-    assert written(GenerateConfig(), ends).split() == ["11", "01", "00", "10", "21", "20"]
-    assert written(in_order, ends).split() == ["00", "01", "10", "11", "20", "21"]
-    assert written(in_order, [3, 2], finished=2).split() == ["10", "11"]
-    assert written(in_order, [0, 5, 3], stops=True).split() == ["00", "11", "21"], "a stopped run held them back"
+    assert texts_of(written(GenerateConfig(), ends)) == ["11", "01", "00", "10", "21", "20"]
+    assert texts_of(written(in_order, ends)) == ["00", "01", "10", "11", "20", "21"]
+    assert texts_of(written(in_order, [3, 2], finished=2)) == ["10", "11"]
+    stopped = written(in_order, [0, 5, 3], stops=True)
+    assert texts_of(stopped) == ["00", "11", "21"], "a stopped run held them back"
 
 
-def test_completions_have_names_on_a_screen_alone() -> None:
-    shown = written(GenerateConfig(), [0, 3], is_screen=True)
+@pytest.mark.parametrize("is_screen", [True, False])
+def test_several_completions_have_names(is_screen: bool) -> None:
+    """Also in a file, where they would run into each other."""
+    shown = written(GenerateConfig(), [0, 3], is_screen=is_screen)
     assert "prompt 1 of 3, sample 1 of 2, first of all" in shown
     assert "prompt 2 of 3, sample 2 of 2, second" in shown
 
