@@ -117,7 +117,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     def append_result(self, result: Result) -> None:
         """Write a result of the task to disk; raises SspError as `append` does."""
-        _append(self.path / result.file, result.to_json())
+        _append(self.path / type(result).file, result.to_json())
         self.results.append(result)
 
     def read_kept(self, name: str) -> str | None:

@@ -60,7 +60,8 @@ def restore(kind: type[_Record], content: object, *, where: str = "") -> _Record
 def _fields_of(kind: Any) -> tuple[dict[str, Any], set[str]]:  # noqa: ANN401 - a dataclass
     """Return the types of all fields, and the names of fields without a default."""
     needed = {field.name for field in fields(kind) if field.default is field.default_factory is MISSING}
-    return get_type_hints(kind), needed
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}, needed
 
 
 def _restored(expected: Any, value: object, *, where: str) -> object:  # noqa: ANN401 - a type as annotations have it

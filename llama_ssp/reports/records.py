@@ -7,9 +7,9 @@ of most fields. Names end in `_s` for seconds and contain `ms` for milliseconds.
 import json
 import math
 import reprlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, Self, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeAlias
 
 from llama_ssp.log_probs import CompletionLogProbs
 from llama_ssp.registry import imported
@@ -210,47 +210,32 @@ class ResultTable(NamedTuple):
     rows: Sequence[Sequence[str]]
 
 
+class ResultFigures(NamedTuple):
+    """Figures of a result: its name in a report, what it counts, and times in ms/token by mode or other candidate."""
+
+    name: str
+    num_prompts: int
+    num_new_tokens: int
+    measured: Mapping[str, float]
+    forecast: Mapping[str, float]
+
+
 class Result(Protocol):
-    """A line of what a task measures beyond completions (`TaskSpec.results`): a dataclass of simple types."""
+    """A line of what a task measures beyond completions (`TaskSpec.results`): a dataclass of simple types.
+
+    `Line` reads and writes it. `file` and `noun`, of the class, are its file in the run folder, and what one is called;
+    `key` identifies it when a run is resumed.
+    """
+
+    file: ClassVar[str]
+    noun: ClassVar[str]
 
     @property
-    def file(self) -> str:
-        """File of the run folder that has a line for each; of the class."""
-
-    @property
-    def noun(self) -> str:
-        """Noun for one of them; of the class."""
-
-    @property
-    def key(self) -> Hashable:
-        """Key when a run is resumed."""
-
-    @property
-    def name(self) -> str:
-        """Name in a report."""
-
-    @property
-    def num_prompts(self) -> int:
-        """Prompts that it measured."""
-
-    @property
-    def num_new_tokens(self) -> int:
-        """New tokens of one completion of each prompt."""
-
-    @property
-    def ms_per_token(self) -> Mapping[str, float]:
-        """Time by mode or other candidate."""
-
-    @property
-    def forecast_ms_per_token(self) -> Mapping[str, float]:
-        """Forecast time, where there is one."""
+    def figures(self) -> ResultFigures:
+        """Figures that every task's results have."""
 
     def to_json(self) -> bytes:
-        """Return its line, as `Line` does."""
-
-    @classmethod
-    def from_json(cls, line: bytes) -> Self:
-        """Read its line back, as `Line` does."""
+        """Return the line."""
 
     @classmethod
     def on_screen(cls, results: "Sequence[Any]") -> ResultTable:

@@ -28,8 +28,8 @@ def summarise(
     plain, fast = by_mode[PLAIN], by_mode[SPECULATIVE]
     return records.Summary(
         **vars(facts), versions=versions(), git_commit=git_commit(),
-        num_prompts=len({line.index for line in lines}) + sum(cell.num_prompts for cell in cells),
-        num_new_tokens=_num_new_tokens(lines) + sum(cell.num_new_tokens for cell in cells),
+        num_prompts=len({line.index for line in lines}) + sum(cell.figures.num_prompts for cell in cells),
+        num_new_tokens=_num_new_tokens(lines) + sum(cell.figures.num_new_tokens for cell in cells),
         plain=_plain(plain) if plain else None, speculative=_speculative(fast, num_draft_tokens) if fast else None,
         speedup=speedup(lines), cells=[*cells], evaluation=evaluation, excerpts=[*excerpts],
         overlap=_overlap(facts, fast, activities, num_draft_tokens) if activities else None,

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -12,6 +13,7 @@ from llama_ssp.reports.records import (
     Forecast,
     Line,
     RankMemory,
+    ResultFigures,
     ResultTable,
     RunFacts,
     StartUp,
@@ -37,16 +39,19 @@ FAST = replace(
 class ToyCell(Line):
     """A result of a task that there is not."""
 
-    file, noun = "toys.jsonl", "cell"
+    file: ClassVar[str] = "toys.jsonl"
+    noun: ClassVar[str] = "cell"
     name: str
     ms_per_token: dict[str, float]
     forecast_ms_per_token: dict[str, float]
-    num_prompts: int = 1
-    num_new_tokens: int = 64
 
     @property
     def key(self) -> str:
         return self.name
+
+    @property
+    def figures(self) -> ResultFigures:
+        return ResultFigures(self.name, 1, 64, self.ms_per_token, self.forecast_ms_per_token)
 
     @classmethod
     def on_screen(cls, results: Sequence["ToyCell"]) -> ResultTable:

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
-from llama_ssp.reports.records import PLAIN, SPECULATIVE, Line, ResultTable
+from llama_ssp.reports.records import PLAIN, SPECULATIVE, Line, ResultFigures, ResultTable
 from llama_ssp.reports.tables import number
 from llama_ssp.words import decimal, share
 
@@ -24,7 +24,8 @@ class BenchmarkCell(Line):
         text_sha256: hash of the token ids that prompts were cut from.
     """
 
-    file, noun = "benchmark.jsonl", "cell"
+    file: ClassVar[str] = "benchmark.jsonl"
+    noun: ClassVar[str] = "cell"
 
     model: str
     draft: str | None
@@ -57,14 +58,10 @@ class BenchmarkCell(Line):
         return f"prompt {self.prompt_tokens}, batch {self.batch_size}{drafting}"
 
     @property
-    def num_prompts(self) -> int:
-        """Rows of its batch."""
-        return self.batch_size
-
-    @property
-    def num_new_tokens(self) -> int:
-        """New tokens of one completion of each row."""
-        return self.batch_size * self.max_new_tokens
+    def figures(self) -> ResultFigures:
+        """Its figures, of one completion of each row."""
+        num_new_tokens = self.batch_size * self.max_new_tokens
+        return ResultFigures(self.name, self.batch_size, num_new_tokens, self.ms_per_token, self.forecast_ms_per_token)
 
     @property
     def columns(self) -> list[float | None]:

@@ -127,10 +127,10 @@ def bars_of(run: Run, name: str) -> list[Bar]:
     if run.summary.cells:
         return [
             Bar(
-                f"{cell.name}{run.summary.marks}", {mode: Estimate(ms) for mode, ms in cell.ms_per_token.items()},
-                {**cell.forecast_ms_per_token},
+                f"{found.name}{run.summary.marks}", {mode: Estimate(ms) for mode, ms in found.measured.items()},
+                {**found.forecast},
             )
-            for cell in run.summary.cells
+            for found in (cell.figures for cell in run.summary.cells)
         ]  # fmt: skip
     expected = run.summary.forecast
     forecasts = {PLAIN: expected.plain_ms_per_token, SPECULATIVE: expected.speculative_ms_per_token}
