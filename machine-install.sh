@@ -212,6 +212,8 @@ check_fabric_manager() {
 
 check_disk() {
     local needed=3 free
+    # Other indexes may have builds for GPUs alone, which bring CUDA along.
+    [ "$gpu" != none ] || [ -n "$torch_index" ] || needed=6
     [ "$gpu" = none ] || needed=10
     free=$(($(df -Pk . | awk 'NR == 2 {print $4}') / 1000000))
     say Disk "$free GB free, $needed GB needed"
@@ -307,8 +309,10 @@ main() {
     torch_range=$(sed -n 's/^ *"\(torch[<>=][^"]*\)",$/\1/p' pyproject.toml)
     project_key=$(cat pyproject.toml constraints.txt | cksum | tr ' ' -)
 
+    local found="none was found"
+    [ -z "${PYTHON:-}" ] || found="PYTHON=$PYTHON is none"
     find_python || { ! $check && install_python; } || fail "Python 3.11 or newer with its venv module is needed, and \
-${PYTHON:-none} was found; install it (sudo apt-get install python3-venv, or sudo dnf install python3.11), or name one \
+$found; install it (sudo apt-get install python3-venv, or sudo dnf install python3.11), or name one \
 with PYTHON=/path/to/python"
     say Python "$("$python" -c 'import platform, sys; print(platform.python_version(), sys.executable)')"
     find_gpu
@@ -321,8 +325,8 @@ with PYTHON=/path/to/python"
     if [ "$cuda" = 12.8 ]; then torch_wanted=$torch_range; fi
 
     if $check || ! remembered torch "$torch_source"; then
-        check_disk
         choose_torch_index
+        check_disk
         if $check; then exit 0; fi
         make_venv
         install_torch

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,7 +14,6 @@ from llama_ssp.ranks.world import start
 from llama_ssp.run.checkpoints import find_sources
 from llama_ssp.run.decoders import build_decoder, load_models
 from llama_ssp.run.requests import encode
-from llama_ssp.run.tasks.benchmark import Ours, Peers, load_peer
 from llama_ssp.run.tasks.records import GenerateConfig
 from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings.schema import (
@@ -33,6 +32,9 @@ from llama_ssp.settings.schema import (
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
+
+if TYPE_CHECKING:
+    from llama_ssp.rooms.benchmark.benchmark import Ours, Peers
 
 AGREEMENT, CPU = 0.8, torch.device("cpu")
 TEXT = '''\
@@ -102,8 +104,10 @@ def make_decoder(
 
 def ours(
     pair: Pair, config: RunConfig, prompts: Sequence[tuple[int, ...]], *, num_new_tokens: int, speculative: bool
-) -> Ours:
+) -> "Ours":
     """A candidate of the program's own, whose costs are measured if it chooses K."""
+    from llama_ssp.rooms.benchmark.benchmark import Ours  # noqa: PLC0415 - of a room
+
     decoder = build_decoder(pair.models, config, speculative=speculative)
     wanted = [Request(index=0, prompt_ids=ids, max_new_tokens=num_new_tokens) for ids in prompts]
     with torch.inference_mode():
@@ -111,8 +115,10 @@ def ours(
     return Ours(decoder=decoder, prompts=prompts, num_new_tokens=num_new_tokens)
 
 
-def peers_of(folders: Iterable[Path], dtype: torch.dtype, device: torch.device = CPU) -> Peers:
+def peers_of(folders: Iterable[Path], dtype: torch.dtype, device: torch.device = CPU) -> "Peers":
     """A target and its draft in transformers."""
+    from llama_ssp.rooms.benchmark.benchmark import Peers, load_peer  # noqa: PLC0415 - of a room
+
     target, draft = (load_peer(folder, dtype=dtype, device=device) for folder in folders)
     return Peers(target=target, draft=draft)
 

@@ -26,10 +26,10 @@ from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.planning.model import planned_model
 from llama_ssp.planning.weights import step_bytes
 from llama_ssp.reports.provenance import processor, versions
+from llama_ssp.rooms.benchmark.benchmark import Ours
 from llama_ssp.run.calibration import copy_bytes_per_s, interleave, seconds_per_call
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.requests import encode
-from llama_ssp.run.tasks.benchmark import Ours
 from llama_ssp.settings.schema import SamplingConfig, SpeculationConfig
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import BatchState, Request

@@ -7,6 +7,7 @@ after the prefill.
 import argparse
 import statistics
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
@@ -21,7 +22,9 @@ from llama_ssp.planning.model import planned_model
 from llama_ssp.planning.weights import model_bytes
 from llama_ssp.reports.provenance import processor
 from llama_ssp.run.calibration import interleave
-from llama_ssp.run.tasks.benchmark import Ours
+
+if TYPE_CHECKING:
+    from llama_ssp.rooms.benchmark.benchmark import Ours
 
 TARGET, DRAFT, NUM_DRAFT_TOKENS = "tiny", "tiny-draft", 4
 PROMPT_TOKENS, NEW_TOKENS = 32, 40
@@ -52,7 +55,7 @@ def target_bytes(form: str) -> int:
 
 def measure(num_repetitions: int) -> list[Row]:
     """Measure plain steps and rounds in every precision that this machine has."""
-    candidates = dict[tuple[str, str], Ours]()
+    candidates: dict[tuple[str, str], Ours] = {}
     for form, (dtype, _) in FORMS.items():
         try:
             pair = load_pair(run_config(target_of(form), replace(catalogue.load(DRAFT), dtype=dtype)))

@@ -10,6 +10,7 @@ from pkgutil import iter_modules
 ROOMS: dict[str, tuple[str, ...]] = {
     "accelerate": ("placement=accelerate", "placement.target.kind=accelerate"),
     "advice": ("setting=search",),
+    "benchmark": ("task=benchmark", "task=latency", "experiment=llama_2023"),
     "calibrate": ("task=calibrate", "command=calibrate"),
     "copies": ("draft=ngram", "draft.fallback=ngram"),
     "cpu": (),

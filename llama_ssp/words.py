@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 
 _TO_LIBRARY: ContextVar[bool] = ContextVar("to_library", default=False)
 _ARGUMENTS = {"verification.rule": "verification"}
@@ -52,6 +53,13 @@ def value_of(value: object) -> str:
     """A value, as the user writes it."""
     is_word = not to_library() and (value is None or isinstance(value, bool))
     return {"None": "null", "True": "true", "False": "false"}[str(value)] if is_word else str(value)
+
+
+def installing(extra: str) -> str:
+    """The command that installs an extra of this package: into the environment of a checkout, or from an index."""
+    if (Path(__file__).parents[1] / "machine-install.sh").is_file():
+        return f".venv/bin/python -m pip install -e '.[{extra}]' -c .venv/constraints.txt"
+    return f"pip install 'llama-ssp[{extra}]'"
 
 
 def lasting(seconds: float) -> str:

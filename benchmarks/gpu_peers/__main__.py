@@ -36,7 +36,6 @@ from llama_ssp.api.arguments import entry_of
 from llama_ssp.architectures.model_files import GENERATION_CONFIG_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from llama_ssp.reports.provenance import processor
 from llama_ssp.run.calibration import copy_bytes_per_s
-from llama_ssp.run.tasks.benchmark import cut
 from llama_ssp.weights.checkpoint import SINGLE_FILE
 from llama_ssp.weights.hub import WEIGHTS
 from llama_ssp.weights.source import WeightSource
@@ -157,6 +156,8 @@ def turns_of(arguments: argparse.Namespace, ids: Sequence[int], *, num_tokens: i
 
     A completion of one token takes as long as the first token of a longer one. Ours would not read a prompt twice.
     """
+    from llama_ssp.rooms.benchmark.benchmark import cut  # noqa: PLC0415 - of a room
+
     kinds = [*product(range(arguments.turns + 2), arguments.temperatures, (1, arguments.max_new_tokens))]
     prompts = cut(ids, num_prompts=len(kinds), num_tokens=num_tokens)
     requests = [

@@ -1,7 +1,8 @@
 """The share of drafted tokens that a target accepts: a figure of the user's, a measured one of the pair, or a default.
 
 Every folder of options may have `pairs.yaml`, a table of measured pairs with their sources, and `measured_pairs.yaml`,
-which `store` writes. Of a pair in neither, a plan takes the default of the package's table, with its low and its high.
+which a task writes that measures pairs. Of a pair in neither, a plan takes the default of the package's table, with its
+low and its high.
 
 A drafted token is accepted less often the further it is from the round's first: a figure without positions declines as
 published ones do, and has the tokens per round of a constant at the K at which it was measured.
@@ -18,12 +19,11 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from llama_ssp import catalogue
 from llama_ssp.catalogue import LOCAL
-from llama_ssp.errors import ConfigError, SspError, one_message
+from llama_ssp.errors import ConfigError, one_message
 from llama_ssp.planning.spec import PlanSpec
+from llama_ssp.settings.tasks import task_specs
 from llama_ssp.settings.trees import TreeShape
 
 PAIRS, MEASURED = "pairs.yaml", "measured_pairs.yaml"
@@ -34,9 +34,6 @@ DECLINE, HEAD_DECLINE = 0.99, 0.97
 pair and of 14 published curves (docs/findings/acceptance.md)."""
 USUAL_K = 4
 """K of a figure that names none."""
-_HEAD = (
-    "# Acceptance of pairs as measured here: written by task=latency with task.store=true. pairs.yaml comes first.\n"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,22 +110,24 @@ def expected(target: str, draft: str, *, has_model: bool = True, temperature: fl
         return found
     if not has_model:
         return _UNKNOWN_KIND
-    return replace(_figure(_files(tuple(catalogue.folders()))[-1]["default"], None), is_forecast=True)
+    return replace(_figure(all_pairs(tuple(catalogue.folders()))[-1]["default"], None), is_forecast=True)
 
 
 def remarks(spec: PlanSpec, acceptance: Acceptance | None, best_ks: tuple[int, int] | None) -> Iterator[str]:
     """A note of a plan on an acceptance that is not measured; `best_ks` are the best K at its ends."""
     if not (acceptance and acceptance.is_forecast):
         return
-    draft, best = spec.draft_name, ""
+    draft, said = spec.draft_name, list[str]()
     if best_ks and best_ks[0] < best_ks[1]:
-        best = f"the best K is {best_ks[0]} to {best_ks[1]}, which speculation.num_draft_tokens=auto finds; "
-    if LOCAL in (spec.target.name, draft):  # a name of any folder, which no pair is stored by
-        yield f"{best}measure the pair once with task=latency: speculation.acceptance= takes what it prints"
-        return
-    own = " draft.tokenizer=own" if spec.own_tokenizer else ""
-    command = f"llama-ssp run task=latency task.store=true model={spec.target.name} draft={draft}{own}"
-    yield f"{best}measure the pair once: {command}"
+        said = [f"the best K is {best_ks[0]} to {best_ks[1]}, which speculation.num_draft_tokens=auto finds"]
+    for task in task_specs().values():
+        if task.stores_acceptance and LOCAL in (spec.target.name, draft):  # names of any folder, which store no pair
+            said.append(f"measure the pair once with task={task.name}: speculation.acceptance= takes what it prints")
+        elif task.stores_acceptance:
+            own = " draft.tokenizer=own" if spec.own_tokenizer else ""
+            command = f"llama-ssp run task={task.name} {task.stores_acceptance} model={spec.target.name} draft={draft}"
+            said.append(f"measure the pair once: {command}{own}")
+    yield from ["; ".join(said)] if said else []
 
 
 def known(target: str, draft: str, *, temperature: float | None = None) -> Acceptance | None:
@@ -143,7 +142,7 @@ def known(target: str, draft: str, *, temperature: float | None = None) -> Accep
         known_at = entry.get("temperature")
         return abs(known_at - temperature) if known_at is not None and temperature is not None else 0.0
 
-    files = _files(tuple(catalogue.folders()))
+    files = all_pairs(tuple(catalogue.folders()))
     pairs = ([one for one in content.get("pairs", []) if (one["target"], one["draft"]) == names] for content in files)
     of_pair = (min(found, key=distance, default=None) for found in pairs)
     of_draft = (content.get("drafts", {}).get(draft) for content in files)
@@ -167,35 +166,14 @@ def _figure(entry: Mapping[str, Any], temperature: float | None) -> Acceptance:
     )  # fmt: skip
 
 
-def store(entry: Mapping[str, Any]) -> Path:
-    """Write a measured pair to the user's own file in place of an earlier one at its temperature; returns the file.
-
-    Raises SspError if it cannot be written, ConfigError if the file is there and has another form.
-    """
-
-    def key(pair: Mapping[str, Any]) -> tuple[object, ...]:
-        return pair["target"], pair["draft"], pair.get("temperature")
-
-    file = catalogue.user_dir() / MEASURED
-    old = _read(file).get("pairs", []) if file.is_file() else []
-    kept = [pair for pair in old if key(pair) != key(entry)]
-    text = yaml.safe_dump({"pairs": [*kept, dict(entry)]}, sort_keys=False, allow_unicode=True, width=160)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(_HEAD + text, encoding="utf-8")
-    except OSError as error:
-        raise SspError(f"{file} cannot be written ({error.strerror}): make its folder writable") from error
-    _files.cache_clear()
-    return file
-
-
 @cache
-def _files(where: tuple[Path, ...]) -> list[dict[str, Any]]:
+def all_pairs(where: tuple[Path, ...]) -> list[dict[str, Any]]:
     """The contents of the files of several folders, the first to be asked first; the package's table is the last."""
-    return [_read(file) for folder in where for name in (PAIRS, MEASURED) if (file := folder / name).is_file()]
+    return [read_pairs(file) for folder in where for name in (PAIRS, MEASURED) if (file := folder / name).is_file()]
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_pairs(file: Path) -> dict[str, Any]:
+    """Read a table of pairs; raises ConfigError for one of another form."""
     content = catalogue.read(file)
     parts = {"pairs": list, "drafts": dict, "default": dict}
     problems = [f"{key} is none of {', '.join(parts)}" for key in content if key not in parts]

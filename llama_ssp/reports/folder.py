@@ -13,11 +13,11 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, Protocol, Self, TypeVar
 
 from llama_ssp.errors import FULL_DISK, ConfigError, SspError
 from llama_ssp.reports.reading import read_settings
-from llama_ssp.reports.records import PLAIN, BenchmarkCell, CompletionLine, LineKey, LogProbLine, Summary
+from llama_ssp.reports.records import PLAIN, CompletionLine, LineKey, LogProbLine, Result, Summary
 from llama_ssp.settings.tasks import TASKS
 from llama_ssp.words import visible
 
@@ -33,13 +33,21 @@ MOST_STATUS_BYTES = 4096
 _MOST_CHANGED, _MOST_SHOWN_CHARS = 10, 200
 """Most changed settings that are named, and most characters shown of each value."""
 
-_Keyed = TypeVar("_Keyed", CompletionLine, BenchmarkCell, LogProbLine)
+
+class _HasKey(Protocol):
+    @property
+    def key(self) -> Hashable: ...
+    @classmethod
+    def from_json(cls, line: bytes) -> Self: ...
+
+
+_Keyed = TypeVar("_Keyed", bound=_HasKey)
 
 
 class RunFolder(AbstractContextManager["RunFolder"]):
-    """An open run folder: its path, finished completions and cells; a context manager that releases the lock."""
+    """An open run folder: its path, completions, results of the task; a context manager that releases the lock."""
 
-    def __init__(self, path: Path, config_yaml: str) -> None:
+    def __init__(self, path: Path, config_yaml: str, results: type[Any] | None = None) -> None:
         """Create the folder, or reopen it to resume its run, and mark it as running.
 
         Raises ConfigError if another run uses the folder, it belongs to another config, or its files are damaged;
@@ -52,7 +60,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         try:
             self._keep_config(config_yaml)
             self.lines = self._recover("run.jsonl", CompletionLine, made="completion")
-            self.cells = self._recover("benchmark.jsonl", BenchmarkCell, made="cell")
+            self.results: list[Any] = self._recover(results.file, results, made=results.noun) if results else []
             figures = self._recover(LOG_PROBS_FILE, LogProbLine, made="figures")
             self.scored = {line.key: line.num_top for line in figures}
             self.write_status("running")
@@ -69,7 +77,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     def disturbed_before(self, baseline: str | None) -> str | None:
         """Why an earlier part of this run was disturbed, or the run of its baseline, whose lines are here."""
-        own = [self.path] if self.lines or self.cells else []
+        own = [self.path] if self.lines or self.results else []
         for folder in (*own, *map(Path, [baseline] if baseline else [])):
             file = folder / "summary.json"
             with suppress(ValueError):
@@ -107,10 +115,10 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         for line in [line for line in others if line.mode == PLAIN and line.key not in self.finished]:
             self.append(line)
 
-    def append_cell(self, cell: BenchmarkCell) -> None:
-        """Write a measured cell to disk; raises SspError as `append` does."""
-        _append(self.path / "benchmark.jsonl", cell.to_json())
-        self.cells.append(cell)
+    def append_result(self, result: Result) -> None:
+        """Write a result of the task to disk; raises SspError as `append` does."""
+        _append(self.path / result.file, result.to_json())
+        self.results.append(result)
 
     def read_kept(self, name: str) -> str | None:
         """The content of such a file as `models.json`, None if there is none; raises SspError if it cannot be read."""

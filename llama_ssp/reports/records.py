@@ -1,4 +1,4 @@
-"""The records of a run, typed: lines of `run.jsonl` and `benchmark.jsonl`, and `summary.json`.
+"""The records of a run, typed: lines of `run.jsonl`, results of tasks, and `summary.json`.
 
 `folder` reads, writes and locks them; `summary` computes a summary from lines. docs/reference/runs.md has the meaning
 of most fields. Names end in `_s` for seconds and contain `ms` for milliseconds.
@@ -7,13 +7,15 @@ of most fields. Names end in `_s` for seconds and contain `ms` for milliseconds.
 import json
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Self, TypeAlias
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias
 
 from llama_ssp.log_probs import CompletionLogProbs
+from llama_ssp.registry import imported
 from llama_ssp.reports.reading import read_json, restore
 from llama_ssp.settings.schema import ADAPTIVE
+from llama_ssp.settings.tasks import TASKS, TaskSpec
 
 SCHEMA_VERSION = 1
 MOST_DRAFTED = 1024
@@ -27,12 +29,12 @@ NOT_LOSSLESS = "‡"
 
 LineKey: TypeAlias = tuple[int, str, int]
 """The (index, mode, sample) that identifies a finished completion when a run is resumed."""
-CellKey: TypeAlias = tuple[int, int, int | None]
-"""The (prompt_tokens, batch_size, num_draft_tokens) that identifies a measured cell when a benchmark is resumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Line:
+class Line:
+    """A line of a file of the run folder."""
+
     def to_json(self) -> bytes:
         """Return the line as UTF-8 with its line feed; lone surrogates become question marks."""
         return json.dumps(asdict(self), ensure_ascii=False).encode("utf-8", errors="replace") + b"\n"
@@ -44,7 +46,7 @@ class _Line:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompletionLine(_Line):
+class CompletionLine(Line):
     """One line of `run.jsonl`: one completion of one prompt.
 
     Attributes:
@@ -105,7 +107,7 @@ class CompletionLine(_Line):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogProbLine(CompletionLogProbs, _Line):
+class LogProbLine(CompletionLogProbs, Line):
     """One line of `logprobs.jsonl`: the log-probabilities of one completion."""
 
     index: int
@@ -187,8 +189,8 @@ class StartUp:
     """Seconds from the start of rank 0 to the end of each step; null for a step that was not reached.
 
     A run starts with its process; a later point of a sweep starts after the point before it. `checked_s` ends the
-    checks of checkpoints and prompts and the plan. The first token may follow a warm-up; typed prompts and benchmarks
-    have none.
+    checks of checkpoints and prompts and the plan. The first token may follow a warm-up; typed prompts and tasks with
+    results of their own have none.
     """
 
     began_unix_s: float
@@ -200,54 +202,63 @@ class StartUp:
     first_token_s: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class BenchmarkCell(_Line):
-    """One line of `benchmark.jsonl`: a cell of the table. None means not measured.
+class ResultTable(NamedTuple):
+    """A table of results: the sentences above it, its columns, and a row of texts for each result."""
 
-    Attributes:
-        ms_per_token: median over repetitions, by candidate (plain, speculative, generate, assisted).
-        forecast_ms_per_token: the plan's forecast for our own candidates; empty without a plan.
-        other_share: share of our rounds' time that is neither drafting nor verification.
-        copy_share: time to copy a rank's weights of a plain step, over a step's time; above 1 if a cache holds them.
-        text_sha256: hash of the token ids that prompts were cut from.
-    """
+    sentences: Sequence[str]
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
-    model: str
-    draft: str | None
-    dtype: str
-    quantization: str
-    world_size: int
-    temperature: float
-    max_new_tokens: int
-    num_draft_tokens: int | None
-    prompt_tokens: int
-    batch_size: int
-    ms_per_token: dict[str, float]
-    forecast_ms_per_token: dict[str, float]
-    tokens_per_round: float | None
-    other_share: float | None
-    copy_share: float | None
-    text_sha256: str
-    versions: dict[str, str | None]
-    git_commit: str | None
+
+class Result(Protocol):
+    """A line of what a task measures beyond completions (`TaskSpec.results`): a dataclass of simple types."""
 
     @property
-    def key(self) -> CellKey:
-        """Its key when a benchmark is resumed."""
-        return self.prompt_tokens, self.batch_size, self.num_draft_tokens
+    def file(self) -> str:
+        """File of the run folder that has a line for each; of the class."""
+
+    @property
+    def noun(self) -> str:
+        """Noun for one of them; of the class."""
+
+    @property
+    def key(self) -> Hashable:
+        """Key when a run is resumed."""
 
     @property
     def name(self) -> str:
-        """Its name in a report."""
-        drafting = f", K = {self.num_draft_tokens}" if self.num_draft_tokens else ""
-        return f"prompt {self.prompt_tokens}, batch {self.batch_size}{drafting}"
+        """Name in a report."""
 
     @property
-    def columns(self) -> list[float | None]:
-        """Its times in ms/token, for a table: plain, forecast, generate, speculative, forecast, assisted."""
-        measured, forecast = self.ms_per_token, self.forecast_ms_per_token
-        ours = [(measured.get(mode), forecast.get(mode)) for mode in (PLAIN, SPECULATIVE)]
-        return [*ours[0], measured.get("generate"), *ours[1], measured.get("assisted")]
+    def num_prompts(self) -> int:
+        """Prompts that it measured."""
+
+    @property
+    def num_new_tokens(self) -> int:
+        """New tokens of one completion of each prompt."""
+
+    @property
+    def ms_per_token(self) -> Mapping[str, float]:
+        """Time by mode or other candidate."""
+
+    @property
+    def forecast_ms_per_token(self) -> Mapping[str, float]:
+        """Forecast time, where there is one."""
+
+    def to_json(self) -> bytes:
+        """Return its line, as `Line` does."""
+
+    @classmethod
+    def from_json(cls, line: bytes) -> Self:
+        """Read its line back, as `Line` does."""
+
+    @classmethod
+    def on_screen(cls, results: "Sequence[Any]") -> ResultTable:
+        """Lay out results for a terminal."""
+
+    @classmethod
+    def on_page(cls, results: "Sequence[Any]") -> ResultTable:
+        """Lay out results for a report."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -419,7 +430,7 @@ class RunFacts:
 class Summary(RunFacts):
     """All of `summary.json`; `plain`, `speculative` and `speedup` are null for a mode that did not run.
 
-    `cells` are of task=benchmark, whose prompts and new tokens count one completion of each cell's prompts.
+    `cells` holds the results of a task beyond completions, which count among its prompts and new tokens.
     `startup`, `prompt_tokens` and `experts` describe the last part of a resumed run. `evaluation` is the verdict of
     a task that has one, `excerpts` are a few completions for the report.
     """
@@ -433,7 +444,7 @@ class Summary(RunFacts):
     speculative: SpeculativeSummary | None
     speedup: float | None
     overlap: OverlapSummary | None = None
-    cells: list[BenchmarkCell] = field(default_factory=list)
+    cells: list[Any] = field(default_factory=list)
     evaluation: Evaluation | None = None
     excerpts: list[Excerpt] = field(default_factory=list)
 
@@ -465,7 +476,20 @@ class Summary(RunFacts):
         if not isinstance(content, dict) or version != SCHEMA_VERSION:
             raise ValueError(f"its schema_version is {reprlib.repr(version)}, not {SCHEMA_VERSION}")
         summary = restore(cls, content)
+        if summary.cells:
+            if problem := TASKS.problem_of(summary.task):
+                raise ValueError(problem)
+            kind = kind_of_results(TASKS.of(summary.task))
+            if kind is None:
+                raise ValueError(f"task={summary.task} has no cells")
+            cells = [restore(kind, cell, where=f"cells[{place}].") for place, cell in enumerate(summary.cells)]
+            summary = replace(summary, cells=cells)
         fast = summary.speculative
         if fast and not 1 <= len(fast.accepted_histogram) - 1 <= MOST_DRAFTED:
             raise ValueError("speculative.accepted_histogram should hold a count for each of 0..K accepted tokens")
         return summary
+
+
+def kind_of_results(task: TaskSpec) -> type[Any] | None:
+    """The class of a task's results, a `Result`; None for a task that measures completions alone."""
+    return imported(task.results, setting=f"task={task.name}") if task.results else None

@@ -12,7 +12,7 @@ from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
 def summarise(
     facts: records.RunFacts,
     lines: Sequence[CompletionLine],
-    cells: Sequence[records.BenchmarkCell] = (),
+    cells: Sequence[records.Result] = (),
     *,
     num_draft_tokens: int,
     activities: Sequence[records.RankActivity] = (),
@@ -21,15 +21,15 @@ def summarise(
 ) -> records.Summary:
     """Make the summary of a run from its lines, including the ones of earlier parts of a resumed run.
 
-    A number without measurements is None. `cells` are a benchmark's, which has no lines; `num_draft_tokens` is 0
+    A number without measurements is None. `cells` are results of a task that has no lines; `num_draft_tokens` is 0
     without a draft; `activities` are of the ranks of a run that overlaps.
     """
     by_mode = {mode: [line for line in lines if line.mode == mode] for mode in (PLAIN, SPECULATIVE)}
     plain, fast = by_mode[PLAIN], by_mode[SPECULATIVE]
     return records.Summary(
         **vars(facts), versions=versions(), git_commit=git_commit(),
-        num_prompts=len({line.index for line in lines}) + sum(cell.batch_size for cell in cells),
-        num_new_tokens=_num_new_tokens(lines) + sum(cell.batch_size * cell.max_new_tokens for cell in cells),
+        num_prompts=len({line.index for line in lines}) + sum(cell.num_prompts for cell in cells),
+        num_new_tokens=_num_new_tokens(lines) + sum(cell.num_new_tokens for cell in cells),
         plain=_plain(plain) if plain else None, speculative=_speculative(fast, num_draft_tokens) if fast else None,
         speedup=speedup(lines), cells=[*cells], evaluation=evaluation, excerpts=[*excerpts],
         overlap=_overlap(facts, fast, activities, num_draft_tokens) if activities else None,

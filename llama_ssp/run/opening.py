@@ -22,6 +22,7 @@ from llama_ssp.ranks.world import World, start
 from llama_ssp.reports.folder import RunFolder, read_status, write_failure
 from llama_ssp.reports.provenance import git_commit, processor, versions
 from llama_ssp.reports.reading import to_yaml
+from llama_ssp.reports.records import kind_of_results
 from llama_ssp.run.startup import StartClock
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.settings.tasks import task_of
@@ -89,7 +90,8 @@ def _open_folder(config: RunConfig, world: World, stack: ExitStack) -> RunFolder
     folder = None
     with raise_on_all_ranks(world.comm):
         if world.comm.rank == 0:
-            folder = stack.enter_context(RunFolder(Path(str(config.run_dir)), to_yaml(config)))
+            kind = kind_of_results(task_of(config))
+            folder = stack.enter_context(RunFolder(Path(str(config.run_dir)), to_yaml(config), kind))
     config.run_dir = world.comm.broadcast_text(str(config.run_dir))
     stack.callback(_close_logs)
     _open_logs(Path(config.run_dir), rank=world.comm.rank)

@@ -112,7 +112,7 @@ def read_prompts(config: RunConfig) -> list[Prompt]:
     if any(prompt.earlier for prompt in prompts) and not task.takes_turns:
         raise ConfigError(
             f"task={config.task.name} takes prompts of one turn, and prompts={config.prompts} has conversations: "
-            "use task=generate, compare or latency for them"
+            "use task=generate or task=compare for them"
         )
     return prompts
 

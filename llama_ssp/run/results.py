@@ -79,13 +79,13 @@ def finalize(session: Session) -> None:
         startup=session.start_clock.times,
     )  # fmt: skip
     summary = summarise(
-        facts, folder.lines, folder.cells, evaluation=session.evaluation, activities=activities,
+        facts, folder.lines, folder.results, evaluation=session.evaluation, activities=activities,
         excerpts=excerpts(folder.lines, session.models.tokenizer, overlapped=most_drafted if activities else None),
         num_draft_tokens=most_drafted if session.models.drafts else 0,
     )  # fmt: skip
     slow, disturbed = (
         _disturbance(session, summary, now, ranks_s=sum(used_s[: session.world.ranks.local_size]))
-        if any(num_read) or folder.cells
+        if any(num_read) or folder.results
         else (None, None)  # an earlier part of the run measured the times, and has said why
     )
     summary = replace(summary, disturbed=disturbed or folder.disturbed_before(baseline))

@@ -46,7 +46,7 @@ def check_models(folder: RunFolder, sources: tuple[Source, Source | None], confi
     target, draft = sources
     now = _Models(target=_files_of(target, config), draft=_files_of(draft, config) if draft else None)
     has_answers = any(folder.read_kept(kind.output) for kind in REQUEST_FILES.all().values())
-    if (folder.lines or folder.cells or has_answers) and config.resume is not Resume.anyway:
+    if (folder.lines or folder.results or has_answers) and config.resume is not Resume.anyway:
         kept = folder.read_kept(MODELS_FILE)
         if kept is None:
             raise ConfigError(

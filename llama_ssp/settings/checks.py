@@ -21,7 +21,7 @@ from llama_ssp.settings.combinations import clashes
 from llama_ssp.settings.groups import chooser_of
 from llama_ssp.settings.rules import RULES
 from llama_ssp.settings.schema import PlanConfig, RunConfig
-from llama_ssp.settings.tasks import TASKS, NoEffect, Range, default_of, request_file, task_of
+from llama_ssp.settings.tasks import TASKS, NoEffect, Range, default_of, drafted_of, request_file, task_of
 from llama_ssp.storage.formats import CACHES, FORMATS
 from llama_ssp.words import key_of, said, value_of
 
@@ -186,7 +186,7 @@ def _shapes_of_rounds(config: RunConfig) -> Iterator[str]:
     except ValueError as error:
         yield f"{said('speculation.tree', speculation.tree)}: {error}"
     if lengths := speculation.forced_lengths:
-        drafted = getattr(config.task, "num_draft_tokens", None) or [speculation.num_draft_tokens]
+        drafted = drafted_of(config)
         most = min([int(number) for number in drafted if number in _NUM_DRAFTED], default=max(lengths))
         if min(lengths) < 0 or max(lengths) > most:
             yield f"{said('speculation.forced_lengths', lengths)} needs numbers from 0 to K, here {most}"

@@ -12,7 +12,7 @@ from llama_ssp.settings.backends import backend_of
 from llama_ssp.settings.drafters import DRAFTERS, drafter_of, drafts, free_drafts, has_own_tokenizer
 from llama_ssp.settings.rules import AT_ZERO, RULES, at_every_temperature, rule_of, rules
 from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, DraftLayout, PlanConfig, RunConfig
-from llama_ssp.settings.tasks import task_of, task_specs
+from llama_ssp.settings.tasks import drafted_of, task_of, task_specs
 from llama_ssp.settings.trees import TreeShape, tree_shape
 from llama_ssp.words import key_of, listed, said
 
@@ -50,7 +50,6 @@ ABILITIES: dict[str, Callable[[RunConfig], object]] = {
     "requests by row": lambda config: config.sampling.by_row,
     "chats": lambda config: config.chat,
     "texts of the target": lambda config: not (task_of(config).shows_times or isinstance(config, PlanConfig)),
-    "a measured acceptance": lambda config: getattr(config.task, "store", False),
 }
 """Abilities of a run, and whether it has them; unknown shapes count as if they had none."""
 
@@ -81,8 +80,6 @@ CLASHES: dict[tuple[str, str], str] = {
     ("forced lengths", "texts of the target"):
         "{forced} needs a task that shows times, and the texts of task={task} must be the target's: use "
         "{timed}",
-    ("forced lengths", "a measured acceptance"):
-        "{forced} needs an acceptance that is not measured: leave task.store=true out",
     ("overlap", "a draft without a model"):
         "{overlap} needs a draft model, and draft={kind} has none: give one with draft=NAME",
     ("overlap", "a draft on shared ranks"):
@@ -173,9 +170,8 @@ def _block(config: RunConfig) -> int:
 
 
 def _num_steps(config: RunConfig) -> int:
-    """The most drafted tokens that follow one another in a round; of a benchmark, in any."""
-    asked = getattr(config.task, "num_draft_tokens", None) or [config.speculation.num_draft_tokens]
-    numbers = [max(ADAPTIVE_LENGTHS) if number == ADAPTIVE else number for number in asked]
+    """The most drafted tokens that follow one another in a round."""
+    numbers = [max(ADAPTIVE_LENGTHS) if number == ADAPTIVE else number for number in drafted_of(config)]
     tree = _tree(config)
     return tree.depth if tree else max((number for number in numbers if isinstance(number, int)), default=0)
 

@@ -84,7 +84,7 @@ def compose(words: Sequence[str], *, multirun: bool = False, root: str = "config
         values = []
         for word in filter(None, (word for _, word in read)):
             sweeps = multirun or (root, word.key) == ("plan", "hardware")
-            found = [*_problems(word, groups, multirun=multirun, sweeps=sweeps)]
+            found = [*_problems(word, groups, root=root, multirun=multirun, sweeps=sweeps)]
             problems += found
             values += [] if found else [_values(word)]
         options: dict[tuple[str, ...], DictConfig] = {}
@@ -131,7 +131,9 @@ def _read(text: str, *, multirun: bool = False) -> _Word | None:
     return _Word(text=text, key=override.key_or_group, override=override)
 
 
-def _problems(word: _Word, groups: Mapping[str, Sequence[str]], *, multirun: bool, sweeps: bool) -> Iterator[str]:
+def _problems(
+    word: _Word, groups: Mapping[str, Sequence[str]], *, root: str, multirun: bool, sweeps: bool
+) -> Iterator[str]:
     """Yield why a word is refused whatever the other words are; `sweeps` allows it several values."""
     text, key, override = word.text, word.key, word.override
     if override is None:
@@ -148,6 +150,7 @@ def _problems(word: _Word, groups: Mapping[str, Sequence[str]], *, multirun: boo
         yield f"{text}: all settings exist already and are changed by name=value, without +, ~ or @"
     elif override.is_sweep_override() and not (sweeps and override.is_discrete_sweep()):
         ways = "separate values by commas" if sweeps else "add -m to run one after the other"
+        ways = ways if sweeps or root == "config" else "a plan takes several of hardware= alone, so give one"
         yield f"{text} gives several values: {ways}, or write a list as [a,b]"
     elif key in groups:
         names = [value.text.partition("=")[2].strip(" '\"") for value in _values(word) if value.override]

@@ -60,6 +60,11 @@ class TaskSpec:
     # for a task that measures several sizes, and has a forecast for each, the config of the one that needs the most
     # memory, and its prompt tokens.
     largest_cell: Callable[[RunConfig], tuple[RunConfig, int]] | None = None
+    # the numbers of drafted tokens of its rounds.
+    drafted: Callable[[RunConfig], Sequence[int | str]] = lambda config: [config.speculation.num_draft_tokens]
+    # `module:class` of what it measures beyond completions, a `reports.records.Result`.
+    results: str | None = None
+    stores_acceptance: str | None = None  # setting with which it stores the acceptance of its pair, which plans take.
     batch_size_setting: str | None = None  # setting that advice suggests for a smaller batch; None for `batch_size`.
     shows_table: bool = True  # the table of completions is shown at the end.
     # `module:function` that checks the checkpoint folders before any weight is loaded, from the config, the folders and
@@ -84,6 +89,11 @@ register, task_specs = TASKS.register, TASKS.all
 def task_of(config: RunConfig) -> TaskSpec:
     """The task of a run; an unknown one raises ConfigError."""
     return TASKS.of(config.task.name)
+
+
+def drafted_of(config: RunConfig) -> Sequence[int | str]:
+    """The numbers of drafted tokens of a run's rounds."""
+    return (TASKS.find(config.task.name) or TaskSpec(config=TaskConfig, run="")).drafted(config)
 
 
 @dataclass(frozen=True, kw_only=True)

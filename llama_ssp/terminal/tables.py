@@ -72,24 +72,11 @@ def summary_table(summary: records.Summary) -> RenderableType:
     return Group(*parts)
 
 
-def benchmark_table(cells: Sequence[records.BenchmarkCell]) -> RenderableType:
-    """Lay out the cells of a benchmark, one per line."""
-    headings = (
-        "K", "prompt", "batch", "plain", "fore-\ncast", "gene-\nrate", "specu-\nlative", "fore-\ncast", "assis-\nted",
-        "tokens\n/round", "other", "copy",
-    )  # fmt: skip
-    found = [
-        [
-            "-" if cell.num_draft_tokens is None else str(cell.num_draft_tokens), str(cell.prompt_tokens),
-            str(cell.batch_size), *(decimal(time) for time in cell.columns), decimal(cell.tokens_per_round),
-            share(cell.other_share), share(cell.copy_share),
-        ]
-        for cell in cells
-    ]  # fmt: skip
-    title = "ms/token of a completion, prompt included; generate and assisted are transformers'"
-    meaning = "other: of a round, outside both models; copy: time to copy the weights, over a plain step's"
-    lines = Text(title, style="bold"), Text(meaning, style="bright_black"), Text()
-    return Group(*lines, _figures(headings, found, padding=0))
+def results_table(results: Sequence[records.Result]) -> RenderableType:
+    """Lay out the results of a task, one per line."""
+    (title, *meanings), headings, rows = type(results[0]).on_screen(results)
+    lines = [Text(title, style="bold"), *(Text(meaning, style="bright_black") for meaning in meanings), Text()]
+    return Group(*lines, _figures(headings, rows, padding=0))
 
 
 def runs_table(shown: reports.Table) -> RenderableType:
@@ -124,7 +111,9 @@ def verdict_table(evaluation: records.Evaluation) -> RenderableType:
 def closing_line(summary: records.Summary) -> Text:
     """Sum up in one line what was generated and how fast; of two modes the speculative one."""
     if summary.cells:
-        return Text("; ".join(filter(None, [f"{count(len(summary.cells), 'cell')} measured", summary.caveat])))
+        return Text(
+            "; ".join(filter(None, [f"{count(len(summary.cells), summary.cells[0].noun)} measured", summary.caveat]))
+        )
     mode = summary.speculative or summary.plain
     if mode is None:
         return Text("nothing was completed")

@@ -170,7 +170,7 @@ class Terminal:
         """Show the tables of a run that has ended, and on standard error how fast it was and where its records are."""
         self.end_of_text()  # an interruption may leave one open
         if summary.cells:
-            self._show(tables.benchmark_table(summary.cells))
+            self._show(tables.results_table(summary.cells))
         if shows_table:
             self._show(tables.summary_table(summary))
         if summary.disturbed and (shows_table or summary.cells):

@@ -1,12 +1,26 @@
 """Finished runs for tests of reports: on disk as a run leaves them, with figures that are easy to check."""
 
 import json
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from llama_ssp.reports.records import BenchmarkCell, CompletionLine, Forecast, RankMemory, RunFacts, StartUp, Summary
+import pytest
+
+from llama_ssp.reports.records import (
+    CompletionLine,
+    Forecast,
+    Line,
+    RankMemory,
+    ResultTable,
+    RunFacts,
+    StartUp,
+    Summary,
+)  # fmt: skip
 from llama_ssp.reports.runs import Run
 from llama_ssp.reports.summary import summarise
+from llama_ssp.settings.schema import TaskConfig
+from llama_ssp.settings.tasks import TASKS, TaskSpec
 
 PLAIN = CompletionLine(
     index=0, sample=0, mode="plain", prompt="<b>p</b>", text="t", token_ids=[1] * 10, num_new_tokens=10,
@@ -17,12 +31,51 @@ FAST = replace(
     PLAIN, mode="speculative", num_rounds=3, num_target_forwards=4, accepted_lengths=[2, 0, 1],
     examined_lengths=[2, 1, 2], ms=40.0, share_s=0.04, draft_s=0.012, verify_s=0.018, other_s=0.003,
 )  # fmt: skip
-CELL = BenchmarkCell(
-    model="big", draft="small", dtype="fp32", quantization="none", world_size=1, temperature=0.8, max_new_tokens=64,
-    num_draft_tokens=4, prompt_tokens=16, batch_size=1, ms_per_token={"plain": 2.0, "speculative": 2.5},
-    forecast_ms_per_token={"plain": 600.5}, tokens_per_round=2.9, other_share=0.04, copy_share=0.99, text_sha256="",
-    versions={"torch": "2.13.0"}, git_commit=None,
-)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyCell(Line):
+    """A result of a task that there is not."""
+
+    file, noun = "toys.jsonl", "cell"
+    name: str
+    ms_per_token: dict[str, float]
+    forecast_ms_per_token: dict[str, float]
+    num_prompts: int = 1
+    num_new_tokens: int = 64
+
+    @property
+    def key(self) -> str:
+        return self.name
+
+    @classmethod
+    def on_screen(cls, results: Sequence["ToyCell"]) -> ResultTable:
+        return ResultTable(("toys", "assis-"), ("toy",), [[cell.name] for cell in results])
+
+    on_page = on_screen
+
+
+@dataclass(kw_only=True)
+class ToyConfig(TaskConfig):
+    """Settings of that task."""
+
+    name: str = "toys"
+
+
+TOYS = TaskSpec(
+    config=ToyConfig, run="toys:run", results="tests.helpers.runs:ToyCell", stores_acceptance="task.keep=true"
+)
+
+
+def with_toys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let that task be the only one with results of its own that stores the acceptance of pairs."""
+    kept = {name: task for name, task in TASKS.all().items() if not (task.results or task.stores_acceptance)}
+    monkeypatch.setattr(TASKS, "records", kept | {"toys": TOYS})
+
+
+CELL = ToyCell(
+    name="prompt 16", ms_per_token={"plain": 2.0, "speculative": 2.5}, forecast_ms_per_token={"plain": 600.5}
+)
 FACTS = RunFacts(
     task="compare", model="big", draft="small", placement={}, world_size=2, seed=7,
     memory=[RankMemory(rank=rank, planned_bytes=3 << 30, measured_peak_bytes=2 << 30) for rank in range(2)],

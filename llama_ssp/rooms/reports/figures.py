@@ -1,4 +1,4 @@
-"""The figure of a report, time per token of every run or of every cell of a benchmark, and the style of all figures.
+"""The figure of a report, time per token of every run or of each of its results, and the style of all figures.
 
 `plan_figures` draws in the same style. Import this module only to draw: matplotlib takes a second. The same figures
 give the same bytes.
@@ -54,10 +54,6 @@ _HALF_WIDTH_NAME, _LONGEST_NAME = 28, 40
 _GENERATED_ID = re.compile(r' id="[a-z0-9.]+_\d+"')
 logging.getLogger("matplotlib").setLevel(logging.ERROR)  # its notes on fonts and cache folders do not help our users
 MOST_BARS = 40
-_LOOKS = {
-    PLAIN: (GREY, SHAPES[0]), SPECULATIVE: (COLOURS[0], SHAPES[1]), "generate": (COLOURS[1], SHAPES[2]),
-    "assisted": (COLOURS[2], SHAPES[3]),
-}  # fmt: skip
 _APART = 0.16
 """Vertical distance of two modes of a bar; the next bar is 1 below."""
 _BAR_INCHES, _FRAME_INCHES = 0.5, 1.0
@@ -127,7 +123,7 @@ class Bar(NamedTuple):
 
 
 def bars_of(run: Run, name: str) -> list[Bar]:
-    """The bars of a run: one, or one for each cell of a benchmark."""
+    """The bars of a run: one, or one for each result of its task."""
     if run.summary.cells:
         return [
             Bar(
@@ -149,9 +145,11 @@ def time_per_token(bars: Sequence[Bar]) -> Figure | None:
     title = "Time per token" + (f", the first {MOST_BARS} of {num_bars}" if num_bars > MOST_BARS else "")
     figure, (axes,) = panels(title)
     figure.set_figheight(_FRAME_INCHES + _BAR_INCHES * len(bars))
-    modes = [mode for mode in _LOOKS if any(mode in bar.measured for bar in bars)]
+    known = [*dict.fromkeys((PLAIN, SPECULATIVE, *(mode for bar in bars for mode in bar.measured)))]
+    modes = [mode for mode in known if any(mode in bar.measured for bar in bars)]
     for number, mode in enumerate(modes):
-        colour, shape = _LOOKS[mode]
+        rank = known.index(mode)
+        colour, shape = (GREY, *COLOURS)[rank % len(COLOURS)], SHAPES[rank % len(SHAPES)]
         offset = _APART * (number - (len(modes) - 1) / 2)
         for place, bar in enumerate(bars):
             if found := bar.measured.get(mode):

@@ -5,14 +5,15 @@
 
 from collections.abc import Sequence
 from functools import cache
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports.measures import LEAST_PROMPTS
-from llama_ssp.reports.records import DISTURBED, MEASURE_COLUMNS, NOT_LOSSLESS
+from llama_ssp.reports.records import DISTURBED, MEASURE_COLUMNS, NOT_LOSSLESS, ResultTable
 from llama_ssp.reports.runs import Run, names_of, varying_settings
-from llama_ssp.reports.tables import number, runs_table, table
+from llama_ssp.reports.tables import runs_table, table
 from llama_ssp.rooms.reports import figures
 from llama_ssp.rooms.reports.figures import Bar, bars_of, time_per_token
 from llama_ssp.rooms.reports.tables import percentiles_table
@@ -23,8 +24,6 @@ try:
     from markupsafe import Markup
 except ImportError as error:
     raise ConfigError(f"a report needs jinja2: pip install jinja2 ({error})") from error
-
-_CELL_COLUMNS = ("cell", "plain", "forecast", "generate", "speculative", "forecast", "assisted", "tokens/round")
 
 
 def report(runs: Sequence[Run], missing: Sequence[str] = ()) -> str:
@@ -71,10 +70,11 @@ def _section(run: Run, name: str) -> dict[str, Any]:
     verdict, cells = run.summary.evaluation, run.summary.cells
     words = {DISTURBED: "disturbed", NOT_LOSSLESS: "not lossless"}
     mark = ", ".join(f"{mark} {words[mark]}" for mark in run.summary.marks.split())
-    figures_of = [[cell.name, *map(number, [*cell.columns, cell.tokens_per_round])] for cell in cells]
+    shown = type(cells[0]).on_page(cells) if cells else ResultTable((), (), ())
     return {
         "name": name, "run": run, "medians": runs_table([run]), "percentiles": percentiles_table([run]),
-        "measured": bool(run.measures.modes), "cells": table(_CELL_COLUMNS, figures_of),
+        "measured": bool(run.measures.modes), "results": table(shown.columns, shown.rows),
+        "meaning": Markup(escape(" ".join(shown.sentences), quote=False)),
         "figure": _drawn(bars_of(run, mark)),
         "measures": table(MEASURE_COLUMNS, [one.cells for one in verdict.measures] if verdict else []),
     }  # fmt: skip

@@ -20,10 +20,9 @@ from llama_ssp.settings.commands import Command
 from llama_ssp.settings.groups import MoreSettings
 from llama_ssp.settings.schema import RunConfig, TaskConfig, TimeoutConfig
 from llama_ssp.settings.tasks import NoEffect, RequestFile, TaskSpec
-from llama_ssp.words import said
+from llama_ssp.words import installing, said
 
 MOST_TOKENS, NUM_ROWS = 4096, 8
-INSTALL = ".venv/bin/python -m pip install -e '.[serve]' -c .venv/constraints.txt"
 _OF_BODIES = (
     "chat", "num_samples", "ignore_eos", "stop_strings", "logprobs", "prompt_logprobs", "sampling.bad_words",
     "sampling.min_new_tokens",
@@ -89,7 +88,7 @@ def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoE
         yield str(error)
     yield from _problems_of_bodies(config, explicit, source="by HTTP", unread=("prompt", "prompts", "seed"))
     if not all(map(find_spec, ("prometheus_client", "starlette", "uvicorn"))):
-        yield f"task=serve needs starlette, uvicorn and prometheus_client: {INSTALL}"
+        yield f"task=serve needs starlette, uvicorn and prometheus_client: {installing('serve')}"
     if not (_is_loopback(task.host) or task.api_key_file):
         yield (
             f"task.host={task.host} is open to other machines: give task.api_key_file=FILE, whose first line is a key, "

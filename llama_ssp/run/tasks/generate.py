@@ -74,7 +74,7 @@ def generate(session: Session, requests: list[PromptRequest]) -> None:
     """Complete all requests, speculatively if there is a draft."""
     task, mode, terminal = session.config.task, session.best_mode, session.terminal
     assert isinstance(task, GenerateConfig)
-    has_names = len(requests) > 1 and terminal.is_screen
+    has_names = len(requests) > 1
 
     def name(index: int, sample: int, prompt: str, _mode: str) -> None:
         if has_names:

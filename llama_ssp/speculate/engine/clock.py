@@ -34,6 +34,10 @@ class HostClock:
         before, self._last = self._last, time.perf_counter()
         self._add(part, self._last - before, waits=waits)
 
+    def add_cpu(self, seconds: float) -> None:
+        """Add the time that this thread ran while it drafted."""
+        self.draft_cpu_s += seconds
+
     def _add(self, part: str, seconds: float, *, waits: bool) -> None:
         self._seconds[part] += seconds
         self.waited_s += waits * seconds

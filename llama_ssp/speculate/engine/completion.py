@@ -1,6 +1,6 @@
 """The state of one request, and the stop request of a signal handler."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -67,9 +67,18 @@ class RowCompletion:
     has_bonus: bool = True
     num_ahead: int = 0
 
-    def end(self, reason: FinishReason) -> None:
-        """Enter why nothing follows."""
-        self.finish_reason = reason
+    def end(self, reason: FinishReason, *, in_draft: bool = False) -> None:
+        """Enter why nothing follows, and whether the last token was a drafted one."""
+        self.finish_reason, self.ended_in_draft = reason, in_draft
+
+    def run_for(self, seconds: float, *, share: float, by_part: Mapping[str, float]) -> None:
+        """Add the time of a pass of the loop, of which this row has a share, and of its round's parts."""
+        self.busy_s += seconds
+        self.share_s += seconds * share
+        if self.token_ids and not self.first_token_s:
+            self.first_token_s = self.busy_s
+        for part, part_s in by_part.items():
+            self.part_s[part] += part_s * share
 
     def draft(self, num_accepted: int, num_examined: int, *, num_ahead: int) -> None:
         """Enter a round's accepted and examined drafted tokens, and the number in flight after it."""

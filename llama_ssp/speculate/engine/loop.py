@@ -339,13 +339,13 @@ class Decoding:
             self._more = None
 
     def _forget(self, rows: Sequence[int]) -> None:
-        """Forget the texts of rows, so that no prompt takes them."""
+        """Forget the texts of rows, and clear what caches hold of them."""
         self.space.held.forget(rows)
         self.round.clear(rows)
 
-    def _free(self, owner: RowCompletion, reason: FinishReason) -> int:
+    def _free(self, owner: RowCompletion, reason: FinishReason, *, in_draft: bool = False) -> int:
         """End a completion, and free its row; returns that."""
-        owner.end(reason)
+        owner.end(reason, in_draft=in_draft)
         row = self.rows.leave(owner)
         self._unread.forget(row)
         if self._state:
@@ -543,8 +543,7 @@ class Decoding:
             owner.draft(num_drafted, num_examined, num_ahead=result.goes_on * self.round.num_ahead)
         owner.extend(new_ids, num_forwards=num_forwards)
         if reason or num_before + num_new == limit:
-            owner.ended_in_draft = num_new <= num_chosen_by_draft
-            row = self._free(owner, reason or "length")
+            row = self._free(owner, reason or "length", in_draft=num_new <= num_chosen_by_draft)
             if self.settings.reuses and not self.round.tree and self.decoder.reuse.any_length:
                 self.space.held.extend(row, owner.token_ids[:-1])  # the cache lacks the last one
         return Update(owner, new_ids, num_drafted)
@@ -574,16 +573,11 @@ class Decoding:
 
     def _record_time(self, running: list[RowCompletion], seconds: float, *, round_s: float | None) -> None:
         """Add the time of one pass of the loop to all rows that ran in it; its round's time, if any, by parts."""
-        share = 1 / max(len(running), 1)
-        for completion in running:
-            completion.busy_s += seconds
-            completion.share_s += seconds * share
-            if completion.token_ids and not completion.first_token_s:
-                completion.first_token_s = completion.busy_s
+        by_part: dict[str, float] = {}
         if round_s is not None:
             self.decoder.rounds_s += round_s
             self.decoder.num_rounds += 1
             draft_s, verify_s = self.decoder.clock.take()
-            for part, part_s in zip(PARTS, (draft_s, verify_s, round_s - draft_s - verify_s), strict=True):
-                for completion in running:
-                    completion.part_s[part] += part_s * share
+            by_part = dict(zip(PARTS, (draft_s, verify_s, round_s - draft_s - verify_s), strict=True))
+        for completion in running:
+            completion.run_for(seconds, share=1 / len(running), by_part=by_part)

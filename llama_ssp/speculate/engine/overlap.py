@@ -81,7 +81,7 @@ class OverlappedRound(Round):
         drafted = executor.run(drafting, state)
         clock.add("draft")
         if self._drafter.drafts_here:
-            clock.draft_cpu_s += time.thread_time() - ran_s
+            clock.add_cpu(time.thread_time() - ran_s)
         target_BKV = executor.run(scoring, state)
         clock.add("verify")
         uniforms_BN, following = executor.run(exchanging, state, *drafted)

@@ -46,8 +46,8 @@ def test_a_bad_setting_gets_its_sentence(words: str, sentence: str) -> None:
     ("words", "sentence"),
     [
         ("task=evaluate gat=true", "unknown setting 'gat': did you mean"),
-        ("task=latency suite=agreement", "suite has no effect here: it is a setting of task=evaluate"),
-        ("task=generate task.default_prompts=[a]", "and task=compare and task=evaluate and task=latency"),
+        ("task=compare suite=agreement", "suite has no effect here: it is a setting of task=evaluate"),
+        ("task=generate task.default_prompts=[a]", "task=compare and task=evaluate"),
         ("eval 13B", "'eval 13B' names no settings: write task=evaluate suite=arithmetic model=13B"),
     ],
 )

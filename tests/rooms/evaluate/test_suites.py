@@ -100,7 +100,8 @@ def products(num_both: int, num_plain: int, num_fast: int, num_none: int) -> lis
     ("counts", "passed", "words"),
     [
         ((200, 100, 100, 600), True, "shown to differ by less than 0.1"),
-        ((0, 0, 0, 100), True, "plain 0.0% and speculative 0.0% of 100"),
+        ((0, 0, 0, 100), False, "are both 0, which shows nothing"),
+        ((1, 0, 0, 99), True, "plain 1.0% and speculative 1.0% of 100"),
         ((100, 400, 100, 400), False, "not within the margin of 0.1"),
         ((2, 3, 3, 2), False, "more prompts, as num_prompts="),
         ((200, 60, 180, 560), False, "differ by 0.0"),

@@ -156,7 +156,7 @@ class Elements(HTMLParser):
 def test_names_from_records_cannot_become_markup(is_one: bool) -> None:
     def page(text: str) -> str:
         named = replace(run(PLAIN, FAST, model=text, name=text), status=text)
-        cells = [replace(CELL, quantization=text)]
+        cells = [replace(CELL, name=text)]
         found = replace(named.summary, task=text, git_commit=text, draft=text, cells=cells, versions={text: text})
         named = replace(named, summary=found)
         return report([named] if is_one else [named, run(PLAIN, FAST, name=text)], missing=[text])
@@ -221,8 +221,8 @@ def test_a_run_is_a_row_with_both_modes_and_their_forecasts() -> None:
     assert points(drawn(*bars_of(run(PLAIN), "mine")), "forecast") == [(9.0, 0)], "of modes that ran"
 
 
-def test_a_benchmark_has_a_row_for_each_cell_with_all_candidates() -> None:
-    cells = [CELL, replace(CELL, prompt_tokens=512, ms_per_token={"plain": 3.0, "generate": 7.0})]
+def test_a_task_with_results_has_a_row_for_each_with_all_candidates() -> None:
+    cells = [CELL, replace(CELL, name="prompt 512", ms_per_token={"plain": 3.0, "generate": 7.0})]
     found = run(PLAIN)
     found = replace(found, summary=replace(found.summary, cells=cells), lines=())
     axes = drawn(*bars_of(found, "mine"))

@@ -12,8 +12,8 @@ from llama_ssp.settings.combinations import CLASHES
 from tests.helpers.doors import config_of, has_sentence, patch, save_models, words_of
 from tests.helpers.in_process import launch
 
-NOT_ASKED = [both for both in CLASHES if "a measured acceptance" in both or both == ("a tree", "a recurrent model")]
-"""Of task=latency; and a server takes no tree, whatever the files say."""
+NOT_ASKED = [("a tree", "a recurrent model")]
+"""A server takes no tree, whatever the files say."""
 
 
 @pytest.fixture(scope="module")

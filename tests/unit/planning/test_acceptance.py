@@ -8,7 +8,6 @@ import pytest
 import yaml
 
 from llama_ssp import catalogue
-from llama_ssp.errors import SspError
 from llama_ssp.machines import hardware
 from llama_ssp.planning import acceptance as module
 from llama_ssp.planning.acceptance import (
@@ -18,7 +17,6 @@ from llama_ssp.planning.acceptance import (
     acceptance_of,
     expected,
     known,
-    store,
     tokens_by_length,
     tree_tokens,
 )
@@ -26,6 +24,7 @@ from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.settings.trees import tree_shape
 from tests.helpers.own_conf import OwnConf
 from tests.helpers.planning import make_spec, times_of
+from tests.helpers.runs import with_toys
 
 A100 = hardware.load("8xa100_80gb")
 
@@ -42,26 +41,21 @@ def entry(acceptance: float, **others: float) -> dict[str, Any]:
     return {"target": "7B", "draft": "tinyllama_1B", "acceptance": acceptance, "source": "measured", **others}
 
 
+def keep(own_conf: OwnConf, *pairs: dict[str, Any]) -> None:
+    """Write pairs as a task does that has measured them."""
+    own_conf("measured_pairs.yaml", yaml.safe_dump({"pairs": [*pairs]}))
+    module.all_pairs.cache_clear()
+
+
 def test_a_quantized_target_shares_the_figure_of_the_pair_with_its_source() -> None:
     found = of_pair("65B_8bit", "7B", 0.5)
     assert (found.probability, found.is_forecast, found.ends) == (0.79, False, None)
     assert "610 -> 270" in found.source
 
 
-def test_what_is_stored_is_found_and_measuring_again_replaces_it(own_conf: OwnConf) -> None:
-    own_conf("pairs.yaml", "pairs: []\n")
-    file = store(entry(0.7, low=0.66, high=0.74, temperature=0.8))
-    assert file == catalogue.user_dir() / "measured_pairs.yaml"
-    assert of_pair("7B", "tinyllama_1B") == Acceptance(probability=0.7, ends=(0.66, 0.74), source="measured")
-    store(entry(0.71, temperature=0.8))
-    assert of_pair("7B", "tinyllama_1B").probability == 0.71
-    assert len(yaml.safe_load(file.read_text())["pairs"]) == 1
-
-
 def test_the_figure_at_the_nearest_temperature_is_taken_and_moved(own_conf: OwnConf) -> None:
     own_conf("pairs.yaml", "pairs: []\n")
-    store(entry(0.8, temperature=0.0))
-    store(entry(0.6, low=0.1, high=0.99, temperature=1.0))
+    keep(own_conf, entry(0.8, temperature=0.0), entry(0.6, low=0.1, high=0.99, temperature=1.0))
     found = {at: of_pair("7B", "tinyllama_1B", at) for at in (0.0, 0.4, 0.9, 8.0, None)}
     expected_at = {0.0: 0.8, 0.4: 0.74, 0.9: 0.615, 8.0: 0.0, None: 0.8}
     assert {at: one.probability for at, one in found.items()} == pytest.approx(expected_at)
@@ -71,18 +65,11 @@ def test_the_figure_at_the_nearest_temperature_is_taken_and_moved(own_conf: OwnC
 
 
 def test_what_a_user_wrote_comes_before_what_was_measured_and_both_before_the_package(own_conf: OwnConf) -> None:
-    store(entry(0.5) | {"target": "30B", "draft": "7B"})
+    keep(own_conf, entry(0.5) | {"target": "30B", "draft": "7B"})
     assert of_pair("30B", "7B").probability == 0.5
     own_conf("pairs.yaml", "pairs: [{target: 30B, draft: 7B, acceptance: 0.4}]\n")
-    module._files.cache_clear()
+    module.all_pairs.cache_clear()
     assert of_pair("30B", "7B").probability == 0.4
-
-
-def test_a_folder_that_cannot_be_written_is_one_sentence(own_conf: OwnConf) -> None:
-    own_conf("pairs.yaml", "pairs: []\n")
-    catalogue.user_dir().joinpath("measured_pairs.yaml").mkdir()
-    with pytest.raises(SspError, match=r"measured_pairs.yaml cannot be written \(.*\): make its folder writable"):
-        store(entry(0.5))
 
 
 def test_a_pair_that_nobody_measured_has_the_default_which_the_table_bears_out(own_conf: OwnConf) -> None:
@@ -103,7 +90,10 @@ def test_every_measured_pair_has_a_source_and_its_figure_is_that_of_plans(pair: 
     assert len(pair["source"]) > 20
 
 
-def test_a_plan_of_a_pair_that_nobody_measured_shows_low_and_high_and_how_to_measure_it() -> None:
+def test_a_plan_of_a_pair_that_nobody_measured_shows_low_and_high_and_how_to_measure_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_toys(monkeypatch)
     spec = make_spec("llama3_70B", "llama3_1B", num_ranks=8, acceptance=None)
     plan = make_plan(spec, A100)
     time, low_high = document(plan)["time"], (0.5, 0.88)
@@ -112,7 +102,7 @@ def test_a_plan_of_a_pair_that_nobody_measured_shows_low_and_high_and_how_to_mea
         low, high = time[f"{name}_range"]
         assert low <= time[name] <= high, name
     assert time["acceptance_is_forecast"]
-    assert "llama-ssp run task=latency task.store=true model=llama3_70B draft=llama3_1B" in "\n".join(plan.notes)
+    assert "llama-ssp run task=toys task.keep=true model=llama3_70B draft=llama3_1B" in "\n".join(plan.notes)
 
 
 def test_a_figure_that_the_user_gave_has_no_range_and_an_adaptive_run_is_never_slower_than_plain() -> None:
@@ -135,12 +125,15 @@ def test_no_k_is_recommended_on_a_guess() -> None:
 
 
 @pytest.mark.parametrize(("name", "stores"), [("tinyllama_1B", [True]), ("local", [False]), ("7B", [])])
-def test_a_pair_is_stored_by_the_names_of_its_models_and_local_names_any_folder(name: str, stores: list[bool]) -> None:
-    """task.store=true refuses the latter; a published pair need not be measured."""
+def test_a_pair_is_stored_by_the_names_of_its_models_and_local_names_any_folder(
+    name: str, stores: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stores pairs refuses the latter; a published pair need not be measured."""
+    with_toys(monkeypatch)
     spec = make_spec("65B", "tinyllama_1B", num_ranks=8, acceptance=None, of_draft={"name": name})
     plan = make_plan(spec, A100)
     said = [note for note in plan.notes if "measure the pair" in note]
-    assert ["task.store=true" in sentence for sentence in said] == stores
+    assert ["task.keep=true" in sentence for sentence in said] == stores
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.8, 0.99])
@@ -185,7 +178,7 @@ def test_a_figure_of_k_3_gives_the_published_tokens_of_k_7() -> None:
 
 def test_a_pair_with_positions_has_theirs_and_further_ones_decline(own_conf: OwnConf) -> None:
     own_conf("pairs.yaml", "pairs: []\n")
-    store(entry(0.7, temperature=0.8, low=0.35, high=0.77) | {"by_position": [0.8, 0.7, 0.6]})
+    keep(own_conf, entry(0.7, temperature=0.8, low=0.35, high=0.77) | {"by_position": [0.8, 0.7, 0.6]})
     found = of_pair("7B", "tinyllama_1B")
     assert found.by_position(0.7, 5) == pytest.approx((0.8, 0.7, 0.6, 0.6 * DECLINE, 0.6 * DECLINE**2))
     assert found.by_position(0.35, 3) == pytest.approx((0.4, 0.35, 0.3))

@@ -16,6 +16,7 @@ from llama_ssp.planning.plan import Plan, document, make_plan
 from llama_ssp.reports.plan_tables import ITEMS, show
 from llama_ssp.words import rounded
 from tests.helpers.planning import make_spec
+from tests.helpers.runs import with_toys
 
 
 def _plan(target: str, draft: str | None, *, num_ranks: int, machine: str = "p4d_24xlarge") -> Plan:
@@ -139,7 +140,8 @@ def test_a_narrow_terminal_shortens_no_figure(width: int) -> None:
     assert f"4 x {time['draft_step_ms']:.2f} draft" in " ".join(text.split())
 
 
-def test_a_pair_that_nobody_measured_has_its_low_and_high_figures_in_brackets() -> None:
+def test_a_pair_that_nobody_measured_has_its_low_and_high_figures_in_brackets(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_toys(monkeypatch)
     spec = replace(make_spec("llama3_70B", "llama3_1B", num_ranks=8), acceptance=None)
     text = _printed(make_plan(spec, hardware.load("8xa100_80gb")), width=400)
     (line,) = (line for line in text.splitlines() if "tokens per round" in line)

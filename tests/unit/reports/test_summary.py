@@ -18,7 +18,7 @@ from llama_ssp.reports.records import CompletionLine, Forecast, RankActivity, Ra
 from llama_ssp.reports.summary import round_gains, speedup, summarise
 from llama_ssp.terminal.tables import summary_table
 from tests.helpers import runs
-from tests.helpers.runs import PLAIN
+from tests.helpers.runs import PLAIN, ToyCell
 
 FACTS = replace(runs.FACTS, memory=[RankMemory(rank=0, measured_peak_bytes=5)])
 FAST = replace(runs.FAST, accepted_lengths=[4, 1, 2], examined_lengths=[4, 2, 0], draft_s=0.01, verify_s=0.02)
@@ -251,13 +251,13 @@ def test_a_config_that_no_run_has_written_is_one_sentence(text: str, tmp_path: P
         RunFolder(tmp_path, CONFIG)
 
 
-@pytest.mark.parametrize("file", ["config.yaml", "run.jsonl", "benchmark.jsonl"])
+@pytest.mark.parametrize("file", ["config.yaml", "run.jsonl", "toys.jsonl"])
 def test_what_is_no_file_is_one_sentence(file: str, tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / file).unlink(missing_ok=True)
     os.mkfifo(tmp_path / file)
     with pytest.raises(SspError, match="not a regular file"):
-        RunFolder(tmp_path, CONFIG)
+        RunFolder(tmp_path, CONFIG, ToyCell)
 
 
 def test_a_second_job_is_kept_out_and_let_in_afterwards(tmp_path: Path) -> None:

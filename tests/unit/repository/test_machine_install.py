@@ -35,6 +35,26 @@ def nvidia_smi(driver: str, capabilities: list[str]) -> str:
     return "\n".join(['case "$*" in', *cases, "*topo*) printf 'GPU0  X   NV18\\nGPU1 NV18  X\\n' ;;", "esac"])
 
 
+def checked(tmp_path: Path, programs: dict[str, str], **env: str) -> subprocess.CompletedProcess[str]:
+    """`machine-install.sh --check` with no other programs on PATH, in a folder with a space in its name."""
+    folder, path = tmp_path / "llama ssp", tmp_path / "programs"
+    folder.mkdir()
+    path.mkdir()
+    for name in ["machine-install.sh", "pyproject.toml", "constraints.txt"]:
+        shutil.copy(ROOT / name, folder / name)
+    for name in SYSTEM_TOOLS.split():
+        (path / name).symlink_to(shutil.which(name) or f"/bin/{name}")
+    for name, body in (PROGRAMS | programs).items():
+        (path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (path / name).chmod(0o755)
+    done = subprocess.run(
+        [folder / "machine-install.sh", "--check"],
+        cwd=path, env={"PATH": str(path), **env}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert {found.name for found in folder.iterdir()} == {"machine-install.sh", "pyproject.toml", "constraints.txt"}
+    return done
+
+
 @pytest.mark.parametrize(
     ("driver", "capabilities", "wanted"),
     [
@@ -56,21 +76,20 @@ def nvidia_smi(driver: str, capabilities: list[str]) -> str:
 def test_the_wheel_is_one_that_the_driver_runs_and_that_knows_the_gpus(
     driver: str, capabilities: list[str], wanted: str, tmp_path: Path
 ) -> None:
-    """With no other programs on PATH, in a folder with a space in its name."""
-    folder, programs = tmp_path / "llama ssp", tmp_path / "programs"
-    folder.mkdir()
-    programs.mkdir()
-    for name in ["machine-install.sh", "pyproject.toml", "constraints.txt"]:
-        shutil.copy(ROOT / name, folder / name)
-    for name in SYSTEM_TOOLS.split():
-        (programs / name).symlink_to(shutil.which(name) or f"/bin/{name}")
-    for name, body in (PROGRAMS | {"nvidia-smi": nvidia_smi(driver, capabilities)}).items():
-        (programs / name).write_text(f"#!/bin/sh\n{body}\n")
-        (programs / name).chmod(0o755)
-    done = subprocess.run(
-        [folder / "machine-install.sh", "--check"],
-        cwd=programs, env={"PATH": str(programs)}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = checked(tmp_path, {"nvidia-smi": nvidia_smi(driver, capabilities)})
     assert f"torch    {wanted.format(WHEELS)}\n" in done.stdout
     assert done.stderr == ""
-    assert {path.name for path in folder.iterdir()} == {"machine-install.sh", "pyproject.toml", "constraints.txt"}
+
+
+@pytest.mark.parametrize(("is_reachable", "needed"), [(True, 3), (False, 6)])
+def test_an_index_with_builds_for_gpus_alone_needs_more_disk(is_reachable: bool, needed: int, tmp_path: Path) -> None:
+    python = PROGRAMS["python3.11"]
+    if not is_reachable:
+        python = python.replace("*urllib* |", "*urllib*) exit 1 ;;\n")
+    assert f"50 GB free, {needed} GB needed" in checked(tmp_path, {"python3.11": python}).stdout
+
+
+def test_a_python_that_is_none_is_named(tmp_path: Path) -> None:
+    done = checked(tmp_path, {}, PYTHON="/nowhere/python")
+    assert done.returncode == 1
+    assert "is needed, and PYTHON=/nowhere/python is none; install it" in done.stderr

@@ -11,7 +11,7 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.run.checkpoints import find_update
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.settings.combinations import ABILITIES, CLASHES, clashes
-from tests.helpers.doors import ALONE, BLOCK, config_of, has_sentence, patch, save_models, words_of
+from tests.helpers.doors import ALONE, config_of, has_sentence, patch, save_models, words_of
 from tests.helpers.in_process import launch
 from tests.helpers.lanes import first
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
@@ -67,13 +67,6 @@ def test_no_decoder_is_built_for_two_abilities(
     with pytest.raises(ConfigError) as caught:
         build_decoder(pair.models, config_of(words_of(both, folders), both), speculative=True)
     assert has_sentence(str(caught.value), both)
-
-
-def test_a_benchmark_drafts_no_more_than_a_block_in_any_cell(folders: dict[str, Path]) -> None:
-    words = f"{BLOCK} task=benchmark".format_map(folders).split()
-    whole, more = (config_of([*words, f"task.num_draft_tokens=[2,{number}]"]) for number in (4, 5))
-    assert not [*clashes(whole)]
-    assert "blocks of 4 tokens, and 5" in "".join(clashes(more))
 
 
 @pytest.mark.parametrize(("both", "of_load", "of_generate"), [(both, *given) for both, given in OF_LIBRARY.items()])

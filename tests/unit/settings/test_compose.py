@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from llama_ssp import catalogue
 from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import ConfigError
+from llama_ssp.run.tasks.records import CompareConfig
 from llama_ssp.settings.compose import Composed, compose, groups_of, run_id
 from llama_ssp.settings.schema import MODEL_DRAFT, NO_DRAFT, RunConfig
 from llama_ssp.settings.tasks import default_of
@@ -48,7 +49,7 @@ def test_the_catalogue_alone_reads_the_files_of_options(monkeypatch: pytest.Monk
         return load(file)
 
     monkeypatch.setattr(OmegaConf, "load", noted)
-    run, _ = compose_run("model=65B_8bit", "draft=7B", "experiment=llama_2023", "hardware=laptop_cpu")
+    run, _ = compose_run("model=65B_8bit", "draft=7B", "experiment=picture", "hardware=laptop_cpu")
     assert (run.model.shape, run.model.hub_id) == (catalogue.load("65B").shape, catalogue.load("65B").hub_id)
     assert [file for file in opened if str(catalogue.conf_dir()) in file] == []
 
@@ -66,12 +67,10 @@ def test_every_option_composes(option: str) -> None:
     assert isinstance(run.model, ModelConfig)
 
 
-def test_an_experiment_sets_what_was_published_and_the_user_has_the_last_word() -> None:
-    run, _ = compose_run("experiment=llama_2023")
-    assert (run.task.name, run.sampling.temperature, run.speculation.num_draft_tokens) == ("latency", 0.5, 4)
-    given = ("model=30B", "sampling.temperature=0", "timeouts.load_s=9")
-    run, _ = compose_run("experiment=llama_2023", "debug=small", *given)
-    assert (run.model.name, run.sampling.temperature, run.max_new_tokens) == ("30B", 0, 8)
+def test_an_experiment_sets_several_values_and_the_user_has_the_last_word() -> None:
+    run, _ = compose_run("experiment=picture", "debug=small", "model=30B", "timeouts.load_s=9")
+    assert isinstance(run.task, CompareConfig)
+    assert (run.model.name, run.task.picture, run.max_new_tokens) == ("30B", "docs/compare.svg", 8)
     assert (run.cuda_graphs, run.timeouts.load_s) == (False, 9)
 
 
@@ -147,17 +146,16 @@ def test_a_sweep_has_a_point_for_each_combination_of_values() -> None:
     assert [each.config.model.name for each in sweep("model=glob(tiny*)")] == [
         "tiny", "tiny-draft", "tiny-eagle", "tinyllama_1B"
     ]  # fmt: skip
-    tasks = [each.config.task.name for each in sweep("task=compare,latency", "default_prompts=[a]")]
-    assert tasks == ["compare", "latency"]
+    tasks = [each.config.task.name for each in sweep("task=compare,generate", "seed=1")]
+    assert tasks == ["compare", "generate"]
 
 
 OF_TASKS = {
-    "task=latency num_warmup=2": "task.num_warmup",
-    "num_warmup=2 task=latency": "task.num_warmup",
-    "task=latency latency.store=true": "task.store",
+    "task=generate in_order=true": "task.in_order",
+    "in_order=true task=generate": "task.in_order",
+    "task=generate generate.in_order=true": "task.in_order",
     "picture=a=b.svg": "task.picture",
-    "experiment=llama_2023 num_warmup=0": "task.num_warmup",
-    "task=benchmark num_draft_tokens=[2,4]": "task.num_draft_tokens",
+    "experiment=picture default_prompts=[a]": "task.default_prompts",
 }
 
 
@@ -173,26 +171,26 @@ def test_a_setting_of_the_chosen_task_needs_no_prefix(words: str, key: str) -> N
         (["model=7b"], r"unknown model '7b': there are .*; did you mean 7B\?"),
         (["draft=tiny_draft"], r"unknown draft 'tiny_draft': .*\bnone\b.*; did you mean tiny-draft\?"),
         (["draft=nextn"], r"draft=nextn is draft=mtp here: give that"),
-        (["task=comprae"], r"unknown task 'comprae': there are benchmark, .*, latency.*; did you mean compare\?"),
+        (["task=comprae"], r"unknown task 'comprae': there are .*compare.*generate.*; did you mean compare\?"),
         (["hardware=laptop"], r"unknown hardware 'laptop': there are .*; did you mean laptop_cpu\?"),
         (["hardware=acme/box"], "unknown hardware 'acme/box'"),
         (["placement=pipeline"], r"unknown placement 'pipeline': there are accelerate, auto, .*, tensor"),
         (["verification=couple"], r"unknown verification 'couple': there are block, coupled, greedy, speculative"),
-        (["experiment=../task/compare"], r"unknown experiment '../task/compare': there are llama_2023, picture"),
+        (["experiment=../task/compare"], r"unknown experiment '../task/compare': there are .*picture"),
         (["experiment=null"], r"unknown experiment 'null'"),
         (["draft.model.pth=DIR"], r"unknown setting 'draft.model.pth': did you mean draft.model.path"),
         (["xyzzy=1"], r"unknown setting 'xyzzy': --help all lists all settings"),
         (["sampling.no_repeat_ngram_size=3"], r"is not supported; sampling.repetition_penalty=1.1 or"),
         (["draft.kind=none"], r"unknown setting 'draft.kind'"),
         (["model.shape.vocab_size=3"], r"unknown setting 'model.shape.vocab_size'"),
-        (["task.name=latency"], r"unknown setting 'task.name'"),
-        (["task=latency", "name=x"], r"unknown setting 'name'"),
-        (["task=latency", "stor=true"], r"unknown setting 'stor': did you mean"),
+        (["task.name=compare"], r"unknown setting 'task.name'"),
+        (["task=compare", "name=x"], r"unknown setting 'name'"),
+        (["task=generate", "in_orde=true"], r"unknown setting 'in_orde': did you mean"),
         (["num_draft_tokens=2"], r"unknown setting 'num_draft_tokens': did you mean speculation.num_draft_tokens\?"),
-        (["latency.num_warmup=2"], r"latency.num_warmup has no effect here: it is a setting of task=latency"),
+        (["generate.in_order=true"], r"generate.in_order has no effect here: it is a setting of task=generate"),
         (["task.format=jsonl"], r"task.format has no effect here: it is a setting of task=generate"),
-        (["experiment=picture", "task.num_warmup=2"], r"it is a setting of task=latency"),
-        (["task=generate", "task.default_prompts=[a]"], r"of task=benchmark and task=compare and .*task=latency"),
+        (["experiment=picture", "task.in_order=true"], r"it is a setting of task=generate"),
+        (["task=generate", "task.default_prompts=[a]"], r"of .*task=compare"),
         (["draft=ngram", "draft.model.dtype=bf16"], r"draft.model.dtype has no effect without a draft model: give one"),
         (["+extra=1"], r"\+extra=1: all settings exist already"),
         (["~draft"], r"~draft: all settings exist already"),

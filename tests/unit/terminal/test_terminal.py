@@ -16,7 +16,7 @@ from llama_ssp.errors import SspError
 from llama_ssp.reports.records import Evaluation, Forecast, PlainSummary, SpeculativeSummary
 from llama_ssp.reports.tables import Cell, Table
 from llama_ssp.terminal.progress import Pace, ProgressView, RunProgress
-from llama_ssp.terminal.tables import benchmark_table, closing_line, summary_table
+from llama_ssp.terminal.tables import closing_line, summary_table
 from llama_ssp.terminal.terminal import Output, Terminal
 from tests.helpers import runs
 from tests.helpers.runs import CELL, FAST, PLAIN, summary
@@ -229,11 +229,6 @@ def test_bars_are_for_terminals_without_texts_and_lines_for_log_files(
     assert ("plain: 1 of 2 prompts at 2.00 ms/token; 3 tokens" in written(said)) == lines
 
 
-FULL_ROW = replace(
-    CELL, num_draft_tokens=8, prompt_tokens=2048, batch_size=64, tokens_per_round=12.25,
-    ms_per_token={"plain": 701.25, "speculative": 702.25, "generate": 703.25, "assisted": 704.25},
-    forecast_ms_per_token={"plain": 600.5, "speculative": 500.5},
-)  # fmt: skip
 BOTH = replace(
     runs.summary(PLAIN, FAST), model="llama2_70B", draft="tinyllama_1B", world_size=8, num_new_tokens=384, memory=[],
     plain=PlainSummary(ms_per_token=240.2, tokens_per_s=4.163, num_target_forwards=192), speedup=2.127,
@@ -279,11 +274,6 @@ def test_a_mode_or_a_forecast_that_does_not_exist_has_no_line_or_a_dash() -> Non
     assert re.search(r"plain +240\.20 +- +4\.2 ", text)
     assert "speculative" not in text
     assert "a round" not in text
-
-
-def test_a_benchmarks_table_has_forecasts_next_to_measurements() -> None:
-    cells = shown(benchmark_table([FULL_ROW])).splitlines()[-1].split()
-    assert " ".join(cells) == "8 2048 64 701.25 600.50 703.25 702.25 500.50 704.25 12.25 4 % 99 %"
 
 
 def test_the_time_to_the_first_token_names_its_mode() -> None:

@@ -1,7 +1,7 @@
 """`suite=arithmetic`: products of two numbers of two digits, after three worked examples.
 
 Both modes complete the same prompts. The rates of right answers come with Wilson's intervals. The suite passes if two
-one-sided tests show that the rates differ by less than `task.margin`.
+one-sided tests show that the rates differ by less than `task.margin`, and a product was right.
 """
 
 import random
@@ -55,13 +55,16 @@ def judge(evidence: Evidence) -> Evaluation:
         more = "" if is_different else ": more prompts, as num_prompts=, narrow the interval"
         interval = f"{tested.low:.3f} to {tested.high:.3f} ({confidence:.0%})"
         verdict = f"differ by {interval}, not within the margin of {margin:g}{more}"
+    shows = bool(num_plain or num_fast)
+    if not shows:
+        verdict = "are both 0, which shows nothing: use a model that can multiply"
     difference = (alone[1] - alone[0]) / num_pairs
     measures = [
         Measure.within(f"right answers, {PLAIN}", num_plain / num_pairs, wilson(num_plain, num_pairs)),
         Measure.within(f"right answers, {SPECULATIVE}", num_fast / num_pairs, wilson(num_fast, num_pairs)),
         Measure.within("difference, speculative minus plain", difference, rate_difference(*alone, num_pairs)),
     ]
-    return Evaluation(suite=SUITE.name, passed=is_equivalent, reason=shown + verdict, measures=measures)
+    return Evaluation(suite=SUITE.name, passed=is_equivalent and shows, reason=shown + verdict, measures=measures)
 
 
 SUITE = Suite(

@@ -69,7 +69,6 @@ def test_a_later_turn_has_the_text_of_the_whole_conversation_as_one_prompt_and_i
     [
         heavy(1, ("task=generate", "model=tiny-draft", "draft=none", "batch_size=2", "num_samples=2")),
         slow(4, ("task=compare", "batch_size=1")),
-        slow(1, ("task=latency", "batch_size=3")),
     ],
 )
 def test_a_resumed_conversation_goes_on_after_its_recorded_answers_and_refuses_other_questions(
@@ -90,7 +89,6 @@ def test_a_resumed_conversation_goes_on_after_its_recorded_answers_and_refuses_o
     ("setting", "code", "said"),
     [
         ("max_new_tokens=1000", 2, "max_new_tokens=1000 for each of 3 answers that is more than the context of 2048"),
-        heavy("task=benchmark", 2, "task=benchmark takes prompts of one turn"),
         heavy("max_new_tokens=500 dry_run=true", 0, "batch 1, 1009 + 500 tokens"),
     ],
 )

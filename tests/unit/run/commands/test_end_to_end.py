@@ -99,21 +99,6 @@ def test_prompts_come_from_standard_input_in_order(launch: Launch, monkeypatch: 
     assert "speculative: 1 of 2 prompts at " in ended.err
 
 
-@pytest.mark.heavy
-def test_a_benchmark_writes_a_row_per_cell_beside_transformers(launch: Launch) -> None:
-    lists = ["task.num_draft_tokens=[2]", "task.prompt_tokens=[5]", "task.batch_sizes=[1,2]", "task.repetitions=1"]
-    ended = launch("task=benchmark", *lists, "max_new_tokens=4").well()
-    rows = [json.loads(line) for line in (ended.run_dir / "benchmark.jsonl").read_text().splitlines()]
-    cells = [(row["num_draft_tokens"], row["prompt_tokens"], row["batch_size"]) for row in rows]
-    assert cells == [(2, 5, 1), (2, 5, 2)]
-    candidates = [list(row["ms_per_token"]) for row in rows]
-    assert candidates == [["plain", "speculative", "generate", "assisted"], ["plain", "speculative", "generate"]]
-    assert (ended.summary["cells"], ended.summary["plain"]) == (rows, None)
-    assert "2 cells measured; records in" in ended.err
-    assert "plain: 1 of 2 runs at " in ended.err
-    assert "; assisted: 1 of 1 runs at " in ended.err
-
-
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [

@@ -38,7 +38,7 @@ from llama_ssp.terminal.terminal import Output, Terminal
 from tests.helpers.in_process import Ended, call, launch
 from tests.helpers.odd_json import mutated, to_text
 from tests.helpers.reports import report
-from tests.helpers.runs import CELL, FAST, PLAIN, summary, write_run
+from tests.helpers.runs import CELL, FAST, PLAIN, ToyCell, summary, with_toys, write_run
 
 if TYPE_CHECKING:
     from llama_ssp.settings.schema import RunConfig
@@ -79,7 +79,7 @@ NESTED = st.recursive(
     max_leaves=5,
 )
 RUN_KEYS = sorted(
-    {*keys_of(compose([])[0].config), *groups_of(), "task.format", "task.num_warmup", "hardware.num_gpus"} - {"dry_run"}
+    {*keys_of(compose([])[0].config), *groups_of(), "task.format", "task.in_order", "hardware.num_gpus"} - {"dry_run"}
 )
 PLAN_KEYS = sorted(
     {*keys_of(compose([], root="plan")[0].config), "model.path", "model.shape.num_layers", "hardware.num_gpus"}
@@ -94,7 +94,7 @@ OPTIONS = (
 )  # fmt: skip
 SHORT_RUN = ("max_new_tokens=2", "device=cpu")
 SOUND = (
-    "task=generate", "task=generate task.format=jsonl", "task=latency task.num_warmup=0", "task=generate draft=none",
+    "task=generate", "task=generate task.format=jsonl", "task=generate task.in_order=true", "task=generate draft=none",
     "sampling=greedy", "sampling=greedy verification=greedy", "sampling=nucleus", "sampling.temperature=0",
     "sampling.top_k=1", "placement=replicated", "placement=one_rank", "hardware=laptop_cpu", "model.dtype=bf16",
     "model.quantization=int8", "draft.model.quantization=int8_weight_only", "speculation.num_draft_tokens=2",
@@ -237,15 +237,15 @@ YAML = [
     "!!str {a: b}",
     "seed: !!omap [a]", "seed: !!pairs [[a]]", "seed: !!null x", "\ufeffseed: 7", "\x85", "\u2028", "seed: 1_", "_: -_",
 ]  # fmt: skip
-FILES = ("summary.json", "run.jsonl", "config.yaml", "benchmark.jsonl", "status")
+FILES = ("summary.json", "run.jsonl", "config.yaml", "toys.jsonl", "status")
 
 
 def odd_content(chance: random.Random, file: str) -> bytes:
     """What stands in a damaged file."""
     documents = {
-        "summary.json": [asdict(replace(summary(PLAIN, FAST), cells=[CELL]))],
+        "summary.json": [asdict(replace(summary(PLAIN, FAST), task="toys", cells=[CELL]))],
         "run.jsonl": [asdict(PLAIN), asdict(FAST), asdict(replace(FAST, index=3))],
-        "benchmark.jsonl": [asdict(CELL), asdict(replace(CELL, prompt_tokens=512))],
+        "toys.jsonl": [asdict(CELL), asdict(replace(CELL, name="other"))],
     }
     if chance.random() < 0.1:
         return chance.choice(BYTES)
@@ -286,16 +286,16 @@ def resume(folder: Path) -> int:
     """Do what a resumed run does with the files of its folder: read them, and end with a summary of all."""
     consoles = [Output(file=io.StringIO(), width=80) for _ in range(2)]
     terminal = Terminal(out=consoles[0], err=consoles[1])
-    run_facts = RunFacts(task="compare", model="big", draft="small", placement={}, world_size=1, seed=7, memory=[])
+    run_facts = RunFacts(task="toys", model="big", draft="small", placement={}, world_size=1, seed=7, memory=[])
     try:
-        with RunFolder(folder, CONFIG) as opened:
-            json.dumps([sorted(opened.finished), [row.key for row in opened.cells]])
+        with RunFolder(folder, CONFIG, ToyCell) as opened:
+            json.dumps([sorted(opened.finished), [row.key for row in opened.results]])
             draft, task = DrafterConfig(kind="none"), CompareConfig()
             named = SimpleNamespace(prompts="p.txt", run_dir="run", num_samples=1, draft=draft, task=task)
             with contextlib.suppress(SspError):  # other prompts are refused; what follows would read the lines too
                 check_lines(opened.lines, cast("RunConfig", named), [Prompt(text=PLAIN.prompt)])
             opened.put_in_order()
-            made = summarise(run_facts, opened.lines, opened.cells, num_draft_tokens=2)
+            made = summarise(run_facts, opened.lines, opened.results, num_draft_tokens=2)
             opened.write_summary(made)
             terminal.results(made, run_dir=folder)
             opened.write_status("done")
@@ -310,7 +310,7 @@ def check_folder(tmp_path: Path, number: int) -> None:
     shutil.rmtree(tmp_path / "sweep", ignore_errors=True)
     sound, folder = (write_run(tmp_path / "sweep" / name, PLAIN, FAST) for name in ("0", "1"))
     (folder / "config.yaml").write_text(CONFIG)
-    (folder / "benchmark.jsonl").write_bytes(CELL.to_json())
+    (folder / "toys.jsonl").write_bytes(CELL.to_json())
     damage(folder, chance)
     both = [str(sound.parent), f"--output={tmp_path / 'both'}"]
     for main, arguments, codes in (
@@ -321,6 +321,12 @@ def check_folder(tmp_path: Path, number: int) -> None:
         assert ended.code in codes, f"folder {number}: {ended.err}"
         assert "Traceback" not in ended.err
         assert len(ended.err) < 20_000
+
+
+@pytest.fixture(autouse=True)
+def toys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task with results of its own."""
+    with_toys(monkeypatch)
 
 
 @pytest.mark.slow

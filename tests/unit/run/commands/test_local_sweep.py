@@ -84,7 +84,6 @@ def test_a_point_that_was_interrupted_names_the_folder_of_the_sweep(act: Act, tm
     assert f"'run_dir={tmp_path}/my sweep' with the same settings" in ended.err
 
 
-@pytest.mark.heavy
 def test_other_points_run_where_one_fails_and_the_next_call_repeats_it(act: Act, tmp_path: Path) -> None:
     begun: list[int] = []
 
@@ -103,6 +102,7 @@ def test_other_points_run_where_one_fails_and_the_next_call_repeats_it(act: Act,
     assert launch(*words).code == 0
 
 
+@pytest.mark.heavy
 def test_identical_points_of_a_sweep_are_named(act: Act, tmp_path: Path) -> None:
     started = []
     act(lambda config, _: started.append(config.seed))

@@ -148,10 +148,6 @@ def test_how_the_library_returns_its_logits_is_not_up_to_the_config(family: str,
     ("fault", "setting", "sentence"),
     [
         (with_fields("tokenizer_config.json", chat_template="{% for %}"), "chat=true", "the chat template in {} fails"),
-        (
-            with_fields("generation_config.json", early_stopping=5), "task=benchmark",
-            "refuses {}/generation_config.json (`early_stopping` must be",
-        ),
     ],
 )  # fmt: skip
 def test_a_fault_of_what_a_setting_reads_is_a_sentence(

@@ -22,7 +22,6 @@ from tests.helpers.hub import shipped
 from tests.helpers.in_process import Ended, launch
 from tests.helpers.lanes import heavy, slow
 from tests.helpers.models import build_checkpoint
-from tests.helpers.reports import report
 
 SMALL = ("task=generate", "model=tiny-draft", "draft=none", "max_new_tokens=2", "batch_size=4")
 
@@ -185,44 +184,6 @@ def test_typed_prompts_are_counted_on_and_one_typed_twice_is_the_second_equal_on
     typed_texts, (first, second, other, third) = texts(tmp_path / "typed"), texts(tmp_path / "run").values()
     assert typed_texts == {0: first, 1: other, 2: second, 3: third}
     assert len({first, second, third}) == 3
-
-
-def measure(folder: Path, *settings: str, text: str = "import os") -> Ended:
-    (folder / "p.txt").write_text(f"{text}\n")
-    lists = ["num_draft_tokens=[2]", "prompt_tokens=[5]", "batch_sizes=[1,2]", "repetitions=1", "peers=false"]
-    words = [f"task.{words}" for words in lists]
-    return launch("task=benchmark", *words, "max_new_tokens=4", f"prompts={folder}/p.txt", *settings)
-
-
-@pytest.mark.slow
-def test_a_benchmark_measures_only_cells_that_are_left_and_ends_with_a_summary_of_all(tmp_path: Path) -> None:
-    here = f"run_dir={tmp_path}/run"
-    measure(tmp_path, here).well()
-    file = tmp_path / "run" / "benchmark.jsonl"
-    first, second = file.read_bytes().splitlines(keepends=True)
-    file.write_bytes(first + second[:-20])
-    assert measure(tmp_path, here).code == 0
-    kept, again = file.read_bytes().splitlines(keepends=True)
-    assert (kept, json.loads(again)["batch_size"], again != second) == (first, 2, True), "half a line is no cell"
-    assert measure(tmp_path, here).code == 0
-    assert file.read_bytes() == first + again
-
-    cells = json.loads((tmp_path / "run" / "summary.json").read_text())["cells"]
-    assert cells == [json.loads(kept), json.loads(again)]
-    for cell in cells:
-        assert list(cell["forecast_ms_per_token"]) == list(cell["ms_per_token"]) == ["plain", "speculative"]
-    alone, both = (cell["forecast_ms_per_token"]["plain"] for cell in cells)
-    assert both < alone, "forecasts too are over the tokens of all rows"
-    assert report([str(tmp_path / "run")]) == 0
-    page = (tmp_path / "run" / "report.html").read_text()
-    assert f"<td>{cells[1]['ms_per_token']['plain']:.2f}</td>" in page
-    assert len(re.findall(r" forecast, [0-9.]+ measured</title>", page)) >= 4, "of two modes in two cells"
-
-    other = measure(tmp_path, here, text="class A:")
-    assert (other.code, "measured with another text" in other.err) == (2, True)
-    assert "max_new_tokens was 4 and is now 3" in measure(tmp_path, here, "max_new_tokens=3").err
-    file.write_bytes(first.replace(b'"batch_size": 1', b'"batch_size": "1"') + again)
-    assert "line 1 is damaged" in measure(tmp_path, here).err
 
 
 @pytest.mark.parametrize("num_bytes", [slow(1), heavy(3000)], ids=["not even for a lock", "for some completions"])

@@ -191,7 +191,7 @@ def test_help_tells_every_setting_and_every_option(launch: Launch) -> None:
     shown = launch("--help", "all").out
     keys = {key for key in compose.keys_of(compose.compose([])[0].config) if not key.startswith("draft.model")}
     leaves = {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
-    leaves |= {"task.format", "task.num_warmup"} | {one.key for one in settings_of_launchers()}
+    leaves |= {"task.format", "task.in_order"} | {one.key for one in settings_of_launchers()}
     assert {key for key in leaves if not re.search(rf"(?<![\w.]){re.escape(key)}\b", shown)} == set()
     for group, options in compose.groups_of().items():
         assert {option for option in options if option not in shown} == set(), group

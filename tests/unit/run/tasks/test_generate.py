@@ -12,13 +12,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import yaml
 
 from llama_ssp import catalogue
 from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import InterruptedRun
 from llama_ssp.machines import hardware
-from llama_ssp.planning.acceptance import known
 from llama_ssp.planning.spec import make_spec
 from llama_ssp.reports.records import CompletionLine
 from llama_ssp.run.prompts import Prompt
@@ -32,7 +30,6 @@ from llama_ssp.weights import hub
 from llama_ssp.words import lasting
 from tests.helpers.composed import compose_run
 from tests.helpers.in_process import Ended, launch
-from tests.helpers.own_conf import OwnConf
 from tests.helpers.runs import PLAIN
 from tests.unit.run.test_prompts import requests_of
 
@@ -69,16 +66,23 @@ def written(
     return cast("StringIO", out.file).getvalue()
 
 
+def texts_of(shown: str) -> list[str]:
+    return [line for line in shown.splitlines() if line and not line.startswith("prompt")]
+
+
 def test_completions_come_as_they_end_or_in_the_order_of_the_prompts() -> None:
     ends, in_order = [3, 1, 0, 2, 5, 4], GenerateConfig(in_order=True)
-    assert written(GenerateConfig(), ends).split() == ["11", "01", "00", "10", "21", "20"]
-    assert written(in_order, ends).split() == ["00", "01", "10", "11", "20", "21"]
-    assert written(in_order, [3, 2], finished=2).split() == ["10", "11"]
-    assert written(in_order, [0, 5, 3], stops=True).split() == ["00", "11", "21"], "a stopped run held them back"
+    assert texts_of(written(GenerateConfig(), ends)) == ["11", "01", "00", "10", "21", "20"]
+    assert texts_of(written(in_order, ends)) == ["00", "01", "10", "11", "20", "21"]
+    assert texts_of(written(in_order, [3, 2], finished=2)) == ["10", "11"]
+    stopped = written(in_order, [0, 5, 3], stops=True)
+    assert texts_of(stopped) == ["00", "11", "21"], "a stopped run held them back"
 
 
-def test_completions_have_names_on_a_screen_alone() -> None:
-    shown = written(GenerateConfig(), [0, 3], is_screen=True)
+@pytest.mark.parametrize("is_screen", [True, False])
+def test_several_completions_have_names(is_screen: bool) -> None:
+    """Also in a file, where they would run into each other."""
+    shown = written(GenerateConfig(), [0, 3], is_screen=is_screen)
     assert "prompt 1 of 3, sample 1 of 2, first of all" in shown
     assert "prompt 2 of 3, sample 2 of 2, second" in shown
 
@@ -114,42 +118,6 @@ def test_messages_are_completed_recorded_and_compared_when_a_run_is_resumed(tmp_
     refused = ask("chat", {"messages": [{**system, "content": "t"}, *turns]})
     assert refused.code == 2
     assert "was 'system: s\\na'" in refused.err
-
-
-RUN = ("task=latency", "task.num_warmup=0", "max_new_tokens=16", "speculation.num_draft_tokens=3", "device=cpu")
-
-
-def test_a_run_stores_the_acceptance_that_its_summary_says_and_plans_take_it(own_conf: OwnConf, tmp_path: Path) -> None:
-    own_conf("pairs.yaml", "pairs: []\n")
-    ended = launch(*RUN, "store=true", f"run_dir={tmp_path}/run")
-    assert ended.code == 0, ended.err
-    (entry,) = yaml.safe_load((tmp_path / "home" / "llama-ssp" / "measured_pairs.yaml").read_text())["pairs"]
-    assert entry["acceptance"] == pytest.approx(ended.summary["speculative"]["acceptance_rate"], abs=5e-4)
-    assert (entry["target"], entry["draft"], entry["temperature"]) == ("tiny", "tiny-draft", 0.8)
-    assert "15 prompts, K=3, temperature 0.8, speculative" in entry["source"]
-    found = known("tiny", "tiny-draft", temperature=0.8)
-    assert found
-    assert (found.probability, found.ends) == (entry["acceptance"], None)
-    assert found.known == tuple(entry["by_position"])
-    rounds = [
-        one for line in ended.lines for one in zip(line["accepted_lengths"], line["examined_lengths"], strict=True)
-    ]
-    first = [accepted > 0 for accepted, examined in rounds if examined]
-    assert len(found.known) == 3
-    assert found.known[0] == pytest.approx(sum(first) / len(first), abs=5e-4)
-    assert f"stored an acceptance of {found.probability:.2f} in " in ended.err
-
-
-@pytest.mark.heavy
-def test_a_latency_is_that_of_prompts_that_are_read(tmp_path: Path) -> None:
-    """A completion of another task reads the last token alone of a prompt that has been read before."""
-    words = ("max_new_tokens=2", "num_samples=2", "batch_size=1", "device=cpu", f"prompt={'import os, ' * 20}")
-    read, reused = (
-        launch(f"task={task}", *words, f"run_dir={tmp_path}/{task}").summary["prompt_tokens"]
-        for task in ("latency", "generate")
-    )
-    assert (read["num_reused"], read["num_read"] > 80) == (0, True)
-    assert reused["num_reused"] == read["num_read"] // 2 - 1
 
 
 PAIR = ("task=compare", "model=tiny", "draft=tiny-draft", "hardware=laptop_cpu")

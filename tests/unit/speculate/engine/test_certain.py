@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from llama_ssp.run.tasks.benchmark import Ours
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.drafter import Drafter
 from llama_ssp.speculate.drafters.model import ModelDrafter
@@ -75,17 +74,6 @@ def test_sampled_text_is_that_of_plain_decoding(drafted: dict[str, Any], rule_na
     found = complete(made, requests(24))
     assert ids_of(found) == ids_of(plain)
     assert sum(map(sum, (done.accepted_lengths for done in found))) > 5
-
-
-def test_no_repetition_of_a_benchmark_copies_from_an_earlier_one() -> None:
-    """Greedy text is the same in each: all of it would be accepted."""
-    made = make_decoder(PrefixRunner(sharpness=1.0), None, make_drafter=copies_of_other_texts, num_draft_tokens=3)
-    measured = Ours(decoder=made, prompts=[(2, 3, 4, 5, 6)], num_new_tokens=30)
-    for repetition in (-1, 0, 1):
-        measured.ms_per_token(repetition)
-    first, second = (done.accepted_lengths for (done,) in measured.done)
-    assert first == second
-    assert sum(first) < 15
 
 
 def test_of_what_is_in_flight_what_plain_decoding_draws_is_kept() -> None:

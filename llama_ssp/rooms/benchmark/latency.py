@@ -1,17 +1,26 @@
 """`task=latency`: milliseconds per token over a fixed list of prompts, and the acceptance of the pair to be stored."""
 
 import platform
+from collections.abc import Mapping
 from datetime import date
+from pathlib import Path
+from typing import Any
 
+import yaml
+
+from llama_ssp import catalogue
 from llama_ssp.errors import SspError
-from llama_ssp.planning.acceptance import store
+from llama_ssp.planning.acceptance import MEASURED, all_pairs, read_pairs
 from llama_ssp.reports.records import SPECULATIVE
 from llama_ssp.reports.summary import counted_rounds
+from llama_ssp.rooms.benchmark.records import LatencyConfig
 from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session, Viewer
-from llama_ssp.run.tasks.records import LatencyConfig
 from llama_ssp.settings.drafters import draft_name
 
+_HEAD = (
+    "# Acceptance of pairs as measured here: written by task=latency with task.store=true. pairs.yaml comes first.\n"
+)
 _LEAST_EXAMINED = 10
 """Drafted tokens of a position whose acceptance is stored."""
 
@@ -60,3 +69,25 @@ def store_pair(session: Session) -> None:
         session.terminal.say(str(error))
         return
     session.terminal.say(f"stored an acceptance of {acceptance:.2f} in {file}: plans of this pair now take it")
+
+
+def store(entry: Mapping[str, Any]) -> Path:
+    """Write a measured pair to the user's own file in place of an earlier one at its temperature; returns the file.
+
+    Raises SspError if it cannot be written, ConfigError if the file is there and has another form.
+    """
+
+    def key(pair: Mapping[str, Any]) -> tuple[object, ...]:
+        return pair["target"], pair["draft"], pair.get("temperature")
+
+    file = catalogue.user_dir() / MEASURED
+    old = read_pairs(file).get("pairs", []) if file.is_file() else []
+    kept = [pair for pair in old if key(pair) != key(entry)]
+    text = yaml.safe_dump({"pairs": [*kept, dict(entry)]}, sort_keys=False, allow_unicode=True, width=160)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(_HEAD + text, encoding="utf-8")
+    except OSError as error:
+        raise SspError(f"{file} cannot be written ({error.strerror}): make its folder writable") from error
+    all_pairs.cache_clear()
+    return file

@@ -27,14 +27,15 @@ from llama_ssp.planning.timing import timing
 from llama_ssp.planning.weights import rank_shares, step_bytes
 from llama_ssp.ranks.failures import from_rank_0
 from llama_ssp.reports.provenance import git_commit, versions
-from llama_ssp.reports.records import PLAIN, SPECULATIVE, BenchmarkCell, CellKey, Forecast
+from llama_ssp.reports.records import PLAIN, SPECULATIVE, Forecast
+from llama_ssp.rooms.benchmark.cells import BenchmarkCell, CellKey
+from llama_ssp.rooms.benchmark.records import BenchmarkConfig
 from llama_ssp.run.calibration import copy_bytes_per_s, interleave, median_ratio
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.prompts import reason_of
 from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session
 from llama_ssp.run.tasks.dry_run import forecast
-from llama_ssp.run.tasks.records import BenchmarkConfig
 from llama_ssp.settings.drafters import draft_label, drafter_of, has_own_tokenizer
 from llama_ssp.settings.schema import RunConfig, SamplingConfig, WeightsKind
 from llama_ssp.speculate.engine.completion import RowCompletion
@@ -194,12 +195,12 @@ def benchmark(session: Session, requests: list[PromptRequest]) -> None:
     text = [token for request in requests for token in request.prompt_ids]
 
     def recorded() -> list[CellKey]:
-        if folder and any(cell.text_sha256 != _digest(text) for cell in folder.cells):
+        if folder and any(cell.text_sha256 != _digest(text) for cell in folder.results):
             raise ConfigError(
                 f"run_dir={folder.path} holds cells that were measured with another text: "
                 "give the old prompts to measure the cells that are left, or name another run_dir"
             )
-        return [cell.key for cell in folder.cells] if folder else []
+        return [cell.key for cell in folder.results] if folder else []
 
     measured = {tuple(key) for key in from_rank_0(session.world.comm, recorded)}
     all_drafted: list[int | None] = [*task.num_draft_tokens] if session.models.drafts else [None]
@@ -214,7 +215,7 @@ def benchmark(session: Session, requests: list[PromptRequest]) -> None:
         for cell in cells:
             measured_cell = _measure(session, text, cell, peers=peers, progress=progress)
             if folder:
-                folder.append_cell(measured_cell)
+                folder.append_result(measured_cell)
 
 
 def _digest(text: Sequence[int]) -> str:

@@ -1,0 +1,1 @@
+"""Measurements: a table over K, prompts and batches beside transformers' generation, and latency with acceptance."""
