@@ -163,10 +163,9 @@ class ModelConfig:
     gpu_dtype: Dtype = setting(Dtype.auto, "meaning of dtype=auto on a GPU; auto takes the format of the files.")
     quantization: str = setting(
         NO_QUANTIZATION,
-        "storage of the linear layers in the decoder layers: none, int8, nf4 or fp4 (bitsandbytes), int8_weight_only,"
-        " int4_weight_only and fp8_weight_only. Each rank quantizes its own slice while it reads it. "
-        "none keeps a quantized checkpoint as it is stored (compressed-tensors, GPTQ, AWQ, FP8, MXFP4, NVFP4, "
-        "bitsandbytes).",
+        "storage of the linear layers in the decoder layers: {formats}. Each rank quantizes its own slice while it "
+        "reads it. none keeps a quantized checkpoint as it is stored (compressed-tensors, GPTQ, AWQ, FP8, MXFP4, "
+        "NVFP4, bitsandbytes).",
     )
     cache_dtype: str = setting(
         OWN_DTYPE,
@@ -183,11 +182,6 @@ class ModelConfig:
     shape: ModelShape | None = setting(None, "sizes in the words of config.json; null reads them from the folder.")
     # the format of linear layers that its files quantize, once their config.json has been read; no setting.
     stored_format: StoredFormat | None = field(default=None, metadata={"omegaconf_ignore": True})
-
-    @property
-    def is_mtp(self) -> bool:
-        """Whether it stands for the MTP layers of the target."""
-        return self.name == MTP
 
     @property
     def label(self) -> str:
@@ -373,20 +367,8 @@ def read_path(text: str) -> Path:
 
 ENDINGS_WITH_FIELDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 """Endings of files of prompts whose entries have fields."""
-LOCAL, MTP = "local", "mtp"
-"""The entry for any folder, which also names a model from one; the entry of a draft in the target's own files."""
-MTP_KINDS = (
-    "deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen2", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
-)  # fmt: skip
-"""Families whose MTP layers are read; `qwen2` is MiMo's."""
-OTHER_DRAFTS = "give an EAGLE-3 head of the target, or a smaller model, as draft=NAME"
-
-
-def no_mtp(where: object) -> str:
-    """The sentence for a target without MTP layers."""
-    return f"draft=mtp drafts with the MTP layers of the target, and {where} has none: {OTHER_DRAFTS}"
-
-
+LOCAL = "local"
+"""The entry that stands for any folder, and the name of a model from one."""
 GROUPS = ("model", "draft")  # Groups whose options may be ids of the hub, and folders.
 _PART = r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
 _ID = re.compile(rf"{_PART}/{_PART}", flags=re.ASCII)

@@ -83,10 +83,6 @@ _NAMES = {
         "hardware.num_nodes",
         "several nodes are started by sbatch --nodes N launch/slurm.sbatch, or by torchrun --nnodes N launch/run.py",
     ),
-    "load_in_8bit load_in_4bit int8 bits": (
-        "model.quantization",
-        "model.quantization=int8 or nf4 stores the target so, and draft.model.quantization the draft",
-    ),
     "target target_model model_name model": ("model", "model=NAME is the target"),
     "draft_model assistant_model speculative_model": ("draft", "draft=NAME is the draft"),
     "do_sample": ("sampling.temperature", "sampling=greedy draws nothing, and all other sampling draws"),

@@ -23,7 +23,8 @@ from llama_ssp.kernels.attention_by_length import VarlenAttention, capability_of
 from llama_ssp.kernels.between import rotate_write
 from llama_ssp.kernels.linear import Linear, PlainLinear
 from llama_ssp.kernels.parts import Heads, RmsNorm, Sequences
-from llama_ssp.models.quantization.weight_only import int4_weight_only_linear, int8_weight_only_linear
+from llama_ssp.rooms.eight_bits.linear import int8_weight_only_linear
+from llama_ssp.rooms.four_bits.linear import int4_weight_only_linear
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.engine.executors import Recorder
 from llama_ssp.speculate.sampling.rules import make_rule

@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from llama_ssp.architectures.engine import STATE_VALUE_BYTES, kept_inputs
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import PlacementError
-from llama_ssp.storage.formats import NO_QUANTIZATION, format_of
+from llama_ssp.storage.formats import NO_QUANTIZATION, easiest_format, format_of
 
 # Matrix units prefer multiples of 64, and nf4 packs weights in groups of 64.
 BLOCK = 64
@@ -255,7 +255,7 @@ def check_inputs(
     """
     if odd := [width for width in widths if width % group]:
         where, remedy = (f" on one of {num_ranks} ranks", "another number of ranks, or ") if is_cut else ("", "")
-        other = "an unquantized checkpoint" if is_stored else "quantization=int8_weight_only"
+        other = "an unquantized checkpoint" if is_stored else f"quantization={easiest_format()}"
         raise PlacementError(
             f"{quantization} packs {group} inputs at a time, and {name} has {min(odd)}{where}: use {remedy}{other}"
         )

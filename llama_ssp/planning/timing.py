@@ -54,7 +54,6 @@ FAR, FIRST, GAINS = (0.70, 2.24), (0.85, 1.75), (0.70, 1.05)
 """The same where nothing is published, for first tokens, and for the gains of drafts."""
 MOST_NEAR, MOST_PACKED, LEAST_STEP_S = 64, 32, 0.0025
 PUBLISHED_GPUS = ("A100", "H100", "H200", "B200", "MI250", "RTX 4090")
-PUBLISHED_FORMATS = (NO_QUANTIZATION, "int8_weight_only", "int4_weight_only")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -458,7 +457,7 @@ def decoding_error(spec: PlanSpec, hardware: HardwareConfig, step_s: float) -> E
     if hardware.is_measured or hardware.device != "cuda":
         return None
     is_packed, has_rows = spec.target.quantization != NO_QUANTIZATION, hardware.gpu.startswith(PUBLISHED_GPUS)
-    if not spec.target.is_lean or spec.target.quantization not in PUBLISHED_FORMATS or not (has_rows or not is_packed):
+    if not spec.target.is_lean or not spec.target.storage.has_published_times or not (has_rows or not is_packed):
         return FAR
     if not has_rows:
         return OTHER

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from llama_ssp.errors import FULL_DISK, CapacityError, SspError
+from llama_ssp.storage.formats import NO_QUANTIZATION, easiest_format
 
 _EVERY_S = 0.005
 _STATUS = Path("/proc/self/status")
@@ -88,9 +89,11 @@ def exhaustion(error: BaseException) -> SspError | None:
     if isinstance(error, RuntimeError) and not is_of_nccl(error):
         is_memory |= any(words in str(error).lower() for words in _MEMORY_WORDS)
     if is_memory:
+        narrow = easiest_format()
+        narrower = "" if narrow == NO_QUANTIZATION else f"model.quantization={narrow}, "
         return CapacityError(
-            "out of memory: end other programs on this machine, or need less by model.quantization=int8_weight_only, "
-            "a smaller batch_size or more ranks"
+            f"out of memory: end other programs on this machine, or need less by {narrower}a smaller batch_size or "
+            "more ranks"
         )
     if isinstance(error, OSError) and error.errno in FULL_DISK:
         file = f" {error.filename}" if error.filename else ""

@@ -1,6 +1,6 @@
 """Storage formats of linear layers, and formats of the cache: records that planner, checks and runs read.
 
-The records of storage formats are in `storage`, a module each.
+Rooms have the records of storage formats.
 """
 
 import math
@@ -93,6 +93,9 @@ class StorageFormat:
     # the layout in files that a `quantization_config` describes; None for layouts of other formats.
     layout: Callable[[Mapping[str, Any]], Found | None] | None = None
     reader: str | None = None  # `module:name` of a `weights.packed.PackedTensor`.
+    reads: str = ""  # the layouts that it reads, for messages.
+    counted_bits: int | None = None  # of weights that runs cannot read, which a plan counts in this format.
+    has_published_times: bool = False  # ranges of forecasts follow published rows with it.
     stored_kind: str = ""  # files' word for the dtype of its weights, or of the scales of floats of 4 bits.
     compiled: Product | None = None  # the compiled product that a CPU may have.
     weight_bytes: float | None = None  # of a weight; None for the model's number format.
@@ -104,9 +107,9 @@ class StorageFormat:
     loading_copies: int = 2  # times its bytes that a product takes while its kernel lays it out.
     unpacks_matrix: bool = False  # a product unpacks the whole matrix, so a forward needs room for the largest one.
     gpu_unpacks: int = 0  # weights that a product of many rows unpacks at a time on a GPU.
-    # cost of a product on a GPU as bytes read, from the number of rows and the bytes of the matrix in this format and
-    # unquantized.
-    gpu_read_bytes: Callable[[int, int, int], float] = lambda rows, packed, unquantized: packed  # noqa: ARG005
+    # cost of a product on a GPU as bytes read, from the number of rows, the bytes of the matrix in this format and
+    # unquantized, and `slowdown` of the machine.
+    gpu_read_bytes: Callable[[int, int, int, Mapping[str, float]], float] = lambda rows, packed, *_: packed  # noqa: ARG005
     # the kernel for CPUs computes in fp32, so the other layers do too unless a number format is given.
     fp32_on_cpus: bool = False
     is_stored_alone: bool = False  # weights are not quantized to it: it is for checkpoints that are stored so.
@@ -131,9 +134,7 @@ class StorageFormat:
         """
         if device == "cpu" and self.fp32_on_cpus:
             return packed
-        if self.gpu_read_bytes is few_rows_bytes:
-            return few_rows_bytes(rows, packed, unquantized, slowdown)
-        return self.gpu_read_bytes(rows, packed, unquantized)
+        return self.gpu_read_bytes(rows, packed, unquantized, slowdown)
 
     @cached_property
     def is_quantized(self) -> bool:
@@ -170,11 +171,21 @@ class StorageFormat:
         return reference and imported(reference, setting=f"model.quantization={self.name}")
 
 
-FORMATS: Registry[StorageFormat] = Registry(
-    setting="model.quantization", modules=("llama_ssp.storage",), kind=StorageFormat
-)
+FORMATS: Registry[StorageFormat] = Registry(setting="model.quantization", modules=(__name__,), kind=StorageFormat)
 register, formats, format_of, problem_of = FORMATS.register, FORMATS.all, FORMATS.of, FORMATS.problem_of
-UNQUANTIZED = StorageFormat(name=NO_QUANTIZATION, order=0)  # weights in the model's number format
+UNQUANTIZED = StorageFormat(name=NO_QUANTIZATION, order=0, has_published_times=True)  # in the model's number format
+
+
+def counted_in(bits: object) -> str | None:
+    """The storage format that stands for weights of so many bits; None if there is none."""
+    return next((name for name, record in formats().items() if bits and record.counted_bits == bits), None)
+
+
+def easiest_format() -> str:
+    """The storage format that any layer can have, without a package."""
+    found = (record for record in formats().values() if record.change_weight and not record.package)
+    return next((record.name for record in found if not record.groups), NO_QUANTIZATION)
+
 
 ROWS_OF_A_PASS = 32  # Rows that our kernel computes while it reads the weights once.
 FEW_ROWS = 4 * ROWS_OF_A_PASS
@@ -187,14 +198,12 @@ UNPACKED_WEIGHTS = 2**26
 """Weights that a GPU unpacks at a time, 128 MiB in 16 bits: a matrix of 65B in at most six steps."""
 WORD_BYTES = 4  # Of an fp32 scale, which in int4 has the zero in its last bits.
 ORDER_BYTES = 4  # Of an input, where the groups of files are scattered.
-NF4_GROUP = 64  # Inputs that share a word.
-INT4_GROUPS = 128, 64, 32  # The same; most public checkpoints have 128.
+INT4_GROUPS = 128, 64, 32  # Inputs that share a word; most public checkpoints have 128.
 FP8_GROUP = 128  # The same; public checkpoints have blocks of 128 inputs, or none.
 FP4_GROUP = 32  # The same.
 INT4_ZERO_BITS = 31  # The bits of a word that hold the zero.
 FP4_NUMBERS = tuple(sign * number for sign in (1.0, -1.0) for number in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 """Values of the codes of floats of 4 bits, E2M1."""
-BITSANDBYTES = Package("bitsandbytes", ".venv/bin/python -m pip install -e '.[bitsandbytes]' -c .venv/constraints.txt")
 
 
 READ_SLOWDOWN = {8: 1.2, 4: 1.6}
@@ -204,7 +213,7 @@ ROW_SHARE = {8: 0.0206, 4: 0.0137}
 int8 17 and 32 us, in int4 12 and 22 (docs/findings/gpus.md)."""
 
 
-def few_rows_bytes(rows: int, packed: int, unquantized: int, slowdown: Mapping[str, float] = NO_SLOWDOWN) -> float:
+def few_rows_bytes(rows: int, packed: int, unquantized: int, slowdown: Mapping[str, float]) -> float:
     """Our kernel's time grows with the rows, until a matrix that is unpacked, written and read again takes no longer.
 
     Packed weights of less than a third of the unquantized bytes have 4 bits.

@@ -10,21 +10,11 @@ from typing import Any
 
 from llama_ssp.errors import CheckpointError, ConfigError, shown
 from llama_ssp.storage import tools
-from llama_ssp.storage.formats import NO_QUANTIZATION, Found, PackedLayout, format_of, formats
+from llama_ssp.storage.formats import NO_QUANTIZATION, Found, PackedLayout, counted_in, format_of, formats
 from llama_ssp.storage.patterns import Pattern
 from llama_ssp.words import said
 
 QUANTIZATION = "quantization_config"
-READ = (
-    "unquantized weights are required, or int4 in groups of 32 inputs or a multiple (compressed-tensors "
-    "pack-quantized, gptq, awq gemm, auto-round), int8 with a scale per output or matrix (compressed-tensors "
-    "int-quantized, pack-quantized) or per group without zeros (gptq), FP8 (fp8, fbgemm_fp8, compressed-tensors "
-    "float-quantized), bitsandbytes nf4, fp4 or 8 bits, MXFP4 (mxfp4, compressed-tensors), or NVFP4 "
-    "(compressed-tensors, modelopt)"
-)
-"""Layouts that runs read, for messages."""
-_COUNTED = {4: "int4_weight_only", 8: "int8_weight_only"}
-"""Storage formats, by the bits of weights that runs refuse."""
 
 
 def layout_of(described: object) -> PackedLayout | str:
@@ -73,9 +63,10 @@ def kept_format(quantization: str, storage: str | None, *, where: object) -> str
     ConfigError if both are given and differ, or weights are not quantized to what was given.
     """
     if not storage and format_of(quantization).is_stored_alone:
+        other = "".join(f"{name}, or " for name in [counted_in(4) or counted_in(8)] if name)
         raise ConfigError(
             f"{where} holds no {quantization} weights, and {said('model.quantization', quantization)} is for "
-            "checkpoints that do: use int4_weight_only, or another checkpoint"
+            f"checkpoints that do: use {other}another checkpoint"
         )
     if storage and quantization not in (NO_QUANTIZATION, storage):
         raise ConfigError(
@@ -87,7 +78,8 @@ def kept_format(quantization: str, storage: str | None, *, where: object) -> str
 
 def unreadable(problem: str) -> str:
     """Say what is wrong with a checkpoint of this problem; a predicate."""
-    return f"describes quantized weights that cannot be read ({problem}): {READ}"
+    reads = "".join(f", or {record.reads}" for record in formats().values() if record.reads)
+    return f"describes quantized weights that cannot be read ({problem}): unquantized weights are required{reads}"
 
 
 def stored_format(
@@ -108,7 +100,7 @@ def stored_format(
     if isinstance(layout, str):
         weights = tools.weights_of(described)
         bits = tools.field_of(described, "bits") or (weights and tools.field_of(weights[0], "num_bits"))
-        return StoredFormat(name=named, problem=layout, counted=_COUNTED.get(bits) if type(bits) is int else None)
+        return StoredFormat(name=named, problem=layout, counted=counted_in(bits))
     kept, quantized = _patterns(described)
     kept += [] if layout.joint else ["self_attn", "lm_head"]  # experts alone are quantized
     try:

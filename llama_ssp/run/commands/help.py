@@ -24,6 +24,7 @@ from llama_ssp.settings.groups import whole
 from llama_ssp.settings.launchers import LAUNCHER, LAUNCHERS
 from llama_ssp.settings.schema import DERIVED, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import REQUEST_FILES, task_specs
+from llama_ssp.storage.formats import formats
 from llama_ssp.words import listed, visible
 
 _ALL, _WIDTH = "all", 118
@@ -153,10 +154,12 @@ def settings_of(schema: type[Any], prefix: str = "") -> Iterator[DescribedSettin
 
 
 def _meaning(entry: dataclasses.Field[Any]) -> str:
-    """The help of a field, with the files of requests, the free drafts and the backends that there are."""
+    """The help of a field, with the files of requests, the free drafts, the formats and the backends there are."""
+    kept = [name for name, storage in formats().items() if not storage.is_stored_alone]
     more = {
         "{request_files}": "".join(f", or {kind.purpose}" for kind in REQUEST_FILES.all().values()),
         "{free_drafts}": "".join(f", for example {name}" for name in free_drafts()[:1]),
+        "{formats}": " or ".join(filter(None, [", ".join(kept[:-1]), kept[-1]])),
         "{backends}": " ".join(backend.purpose for backend in backends().values()),
     }
     meaning = help_of(entry)

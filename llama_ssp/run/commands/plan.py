@@ -1,7 +1,7 @@
 """Plans a run on a described machine: memory per GPU, time per token, the best K. Needs no torch.
 
     llama-ssp plan model=30B draft=7B placement=sharded hardware=p4d_24xlarge
-    llama-ssp plan model=65B_8bit hardware=g5_12xlarge format=json
+    llama-ssp plan model=65B hardware=8xa100_80gb format=json
 {examples}    llama-ssp plan model=./DIR draft=none hardware=laptop_cpu
     llama-ssp plan model=OWNER/NAME draft=none hardware=h200
     llama-ssp plan model=llama3_70B workload=chat batch_size=8 hardware=8xh100,8xh200

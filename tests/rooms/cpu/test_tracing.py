@@ -18,12 +18,13 @@ from torch import Tensor
 from llama_ssp.kernels.linear import HalfLinear, Kernel, PackedLinear, PlainLinear, can_halve, can_pack
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.quantization.precision import Nf4Linear
-from llama_ssp.models.quantization.weight_only import int4_weight_only_linear, int8_weight_only_linear
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.memory import anonymous_bytes
+from llama_ssp.rooms.bitsandbytes.linear import Nf4Linear
 from llama_ssp.rooms.cpu.executor import TracedExecutor
 from llama_ssp.rooms.cpu.tracing import Traced
+from llama_ssp.rooms.eight_bits.linear import int8_weight_only_linear
+from llama_ssp.rooms.four_bits.linear import int4_weight_only_linear
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.workspaces import Workspace

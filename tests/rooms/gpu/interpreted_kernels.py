@@ -3,6 +3,7 @@
 `TRITON_INTERPRET=1 python -m tests.rooms.gpu.interpreted_kernels PART...` fails unless the parts are right.
 """
 
+import importlib
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,7 +36,6 @@ from llama_ssp.models.huggingface import recurrent
 from llama_ssp.models.huggingface.experts import OwnExperts
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
-from llama_ssp.models.quantization import weight_only
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.states import StateCache
 from llama_ssp.operators import OPERATORS
@@ -445,8 +445,9 @@ def modules_of_experts() -> None:
     """Experts of a module, joined, and one by one from their views of the same weights; the last id is elsewhere."""
     config: Any = MixtralConfig(hidden_size=64, intermediate_size=160, num_local_experts=3)
     x, ids, weights = some(4, 64), torch.tensor([[0, 2], [2, 3], [3, 0], [2, 0]]), some(4, 2)
-    own_kernels: Any = weight_only
-    own_kernels._few_rows_of, own_kernels.compiled_for = (lambda *_: linear_gpu), (lambda *_: None)
+    for room in ("eight_bits", "four_bits"):
+        own_kernels: Any = importlib.import_module(f"llama_ssp.rooms.{room}.linear")
+        own_kernels.few_rows_of, own_kernels.compiled_for = (lambda *_: linear_gpu), (lambda *_: None)
     for kind in ("int8_weight_only", "int4_weight_only", "mxfp4"):
         module: Any = MixtralExperts(config).to(DTYPE)
         for name, parameter in module.named_parameters():

@@ -8,7 +8,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llama_ssp import Pair, load
 from llama_ssp.errors import ConfigError
-from llama_ssp.models.quantization.weight_only import _to_bytes
 from llama_ssp.settings.schema import SamplingConfig
 from tests.helpers.hub import shipped
 from tests.helpers.lanes import heavy
@@ -59,16 +58,6 @@ def test_heads_trees_and_copies_change_no_figure(model: PreTrainedModel, draft: 
     pair = load("tiny", draft)
     for settings in ({}, {"tree": "3x2x1"}):
         scored(pair, model, EXACT, **settings)
-
-
-@pytest.mark.heavy
-def test_quantized_weights_have_the_figures_of_what_they_hold() -> None:
-    reference = library()
-    for module in reference.model.layers.modules():
-        if isinstance(module, torch.nn.Linear):
-            codes_OI, scales_O = _to_bytes(module.weight.data)
-            module.weight.data = codes_OI.float() * scales_O[:, None]
-    scored(load("tiny", "tiny-draft", quantization="int8_weight_only"), reference, EXACT)
 
 
 def test_greedy_text_has_no_law_of_draws_and_what_is_not_asked_for_is_none(pair: Pair) -> None:

@@ -43,7 +43,8 @@ from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.models.weights import Loading
 from llama_ssp.storage.formats import formats
 from llama_ssp.weights.checkpoint import inspect
-from llama_ssp.models.quantization.precision import Precision, bitsandbytes
+from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.rooms.bitsandbytes.linear import bitsandbytes
 from llama_ssp.planning.model import PlannedModel
 from llama_ssp.planning.weights import model_bytes, shares
 

@@ -29,10 +29,12 @@ from llama_ssp.storage.formats import StorageFormat, format_of, formats
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import on_ranks, thread_comms
+from tests.helpers.format_rooms import of_all_formats
 from tests.helpers.held import held_bytes
 from tests.helpers.lanes import pairs
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, load_lean
 
+pytestmark = of_all_formats
 CPU = torch.device("cpu")
 # Wide enough for groups of 128 inputs on two ranks.
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256}
@@ -255,7 +257,7 @@ def test_int8_decodes_on_a_cpu_without_its_package(monkeypatch: pytest.MonkeyPat
         raise AssertionError("bitsandbytes is asked for")
 
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    monkeypatch.setattr("llama_ssp.models.quantization.precision.bitsandbytes", refuse)
+    monkeypatch.setattr("llama_ssp.rooms.bitsandbytes.linear.bitsandbytes", refuse)
     pair = load_pair("tiny", "tiny-draft", quantization="int8", device="cpu")
     [completion] = pair.generate("import os", max_new_tokens=4, temperature=0)
     assert len(completion.token_ids) == 4

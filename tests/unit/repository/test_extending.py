@@ -116,7 +116,8 @@ FORMAT = Addition(
     name="halves",
     section="format",
     files={
-        "llama_ssp/models/quantization/halves.py": '''
+        "llama_ssp/rooms/halves/__init__.py": "",
+        "llama_ssp/rooms/halves/linear.py": '''
 """Weights in bf16, whatever the number format of the model."""
 
 import torch
@@ -135,13 +136,13 @@ class HalvesLinear(Linear):
         y_MO = torch.nn.functional.linear(x_MI, self._weight_OI.to(x_MI.dtype), self._bias_O)
         return y_MO if residual_MO is None else y_MO + residual_MO
 ''',
-        "llama_ssp/storage/halves.py": '''
+        "llama_ssp/rooms/halves/records.py": '''
 """Weights in bf16."""
 
 from llama_ssp.storage.formats import StorageFormat
 
 HALVES = StorageFormat(
-    name="halves", kernel="llama_ssp.models.quantization.halves:HalvesLinear", weight_bytes=2
+    name="halves", kernel="llama_ssp.rooms.halves.linear:HalvesLinear", weight_bytes=2
 )
 ''',
     },

@@ -25,7 +25,6 @@ from llama_ssp.run.commands.own_ranks import read_start
 from llama_ssp.run.commands.run import read_options
 from llama_ssp.settings.commands import COMMANDS
 from llama_ssp.settings.compose import compose, to_run_config
-from llama_ssp.storage.formats import BITSANDBYTES
 from tests.helpers.repository import ROOT, files, modules
 
 TESTED = {
@@ -131,12 +130,6 @@ def test_the_file_of_prompts_is_made_as_the_pages_say(tmp_path: Path) -> None:
     (command,) = [command for line in lines() for command in line if command.startswith("printf")]
     subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
     assert (tmp_path / "prompts.txt").read_text() == "def factorial(n):\nimport os\n"
-
-
-def test_a_package_is_installed_by_the_command_that_its_message_says() -> None:
-    text = "\n".join(blocks("bash", rooms=False))
-    commands = {command for line in lines(text) for command in line if "pip install" in command}
-    assert commands == {BITSANDBYTES.install}
 
 
 def test_no_comment_at_the_end_of_a_command_is_off_the_screen() -> None:

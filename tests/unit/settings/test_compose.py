@@ -49,7 +49,7 @@ def test_the_catalogue_alone_reads_the_files_of_options(monkeypatch: pytest.Monk
         return load(file)
 
     monkeypatch.setattr(OmegaConf, "load", noted)
-    run, _ = compose_run("model=65B_8bit", "draft=7B", "experiment=picture", "hardware=laptop_cpu")
+    run, _ = compose_run("model=65B", "draft=7B", "experiment=picture", "hardware=laptop_cpu")
     assert (run.model.shape, run.model.hub_id) == (catalogue.load("65B").shape, catalogue.load("65B").hub_id)
     assert [file for file in opened if str(catalogue.conf_dir()) in file] == []
 

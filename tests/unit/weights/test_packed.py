@@ -13,11 +13,12 @@ from llama_ssp.errors import CheckpointError
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.edits import Edit, edit_config, edit_tensors
+from tests.helpers.format_rooms import of_all_formats
 from tests.helpers.lanes import first, pairs
 from tests.helpers.models import build_checkpoint
 from tests.helpers.packed_checkpoints import LAYOUTS, WEIGHTS, changed, pack_checkpoint
 
-pytestmark = pytest.mark.seconds
+pytestmark = [pytest.mark.seconds, of_all_formats]
 
 NAME = "model.layers.1.self_attn.k_proj.weight"
 Made = Callable[[str], tuple[Path, Path]]

@@ -10,11 +10,12 @@ from torch import Tensor
 from llama_ssp.kernels.linear import Linear, make_linear
 from llama_ssp.models.quantization import weight_only
 from llama_ssp.models.quantization.precision import Precision
-from llama_ssp.models.quantization.weight_only import int4_weight_only_linear
 from llama_ssp.storage.formats import INT4_GROUPS, formats
 from llama_ssp.weights import byte_rows
+from tests.helpers.format_rooms import of_all_formats
 from tests.helpers.lanes import pairs
 
+pytestmark = of_all_formats
 FORMS = [form.name for form in formats().values() if form.is_quantized and not form.is_stored_alone]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 every_form = pytest.mark.parametrize("form", FORMS)
@@ -181,7 +182,7 @@ def test_no_group_is_further_off_than_half_a_step_and_groups_are_as_large_as_the
 ) -> None:
     weight = torch.randn(48, num_inputs, generator=torch.Generator().manual_seed(1))
     weight[:, 128:256] += 3  # all positive, so that the least step is zero
-    found = int4_weight_only_linear(weight, None)(torch.eye(num_inputs)).t()
+    found = make("int4_weight_only", weight)(torch.eye(num_inputs)).t()
     groups = weight.unflatten(1, (-1, group))
     steps = (groups.amax(2).clamp(min=0) - groups.amin(2).clamp(max=0)) / 15
     errors = (found - weight).unflatten(1, (-1, group)).abs().amax(2)

@@ -29,12 +29,14 @@ from llama_ssp.weights.checkpoint import Checkpoint, inspect
 from llama_ssp.weights.source import storage_of
 from tests.helpers.edits import edit_config
 from tests.helpers.fake_comm import on_ranks, thread_comms
+from tests.helpers.format_rooms import of_all_formats
 from tests.helpers.held import held_bytes
 from tests.helpers.lanes import first, heavy, pairs, slow
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.packed_checkpoints import LAYOUTS, MXFP4, pack_checkpoint
 from tests.unit.weights.test_packed import edited
 
+pytestmark = of_all_formats
 CPU = torch.device("cpu")
 NUM_NEW_TOKENS = 10
 GPT_OSS: dict[str, Any] = {"intermediate_size": 96, "head_dim": 64}

@@ -1,0 +1,1 @@
+"""Formats of bitsandbytes: LLM.int8(), nf4 and fp4."""

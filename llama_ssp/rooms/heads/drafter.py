@@ -1,0 +1,108 @@
+"""A draft head as the drafter: it reads hidden states of the target, and its own output in place of later ones.
+
+    a round, K = 3, all pairs in slots of the head's cache      L-2-K ....... L-2   L-1    L
+      the first step reads the pairs that may be new, of taps        g ....... g
+      later steps read pairs of the head's own output                               h1    h2
+      their tokens                                                  t ....... t     d1    d2
+
+The pair of slot i joins the hidden state of token i with token i + 1. After a round at most K + 1 pairs are new; the
+first step reads as many whatever was accepted, so that shapes stay the same, and rewrites what drafted pairs have left.
+
+Shapes: B sequences, S slots, K drafted tokens, T pairs of a chunk, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from llama_ssp.architectures.engine import CATCH_UP_CHUNK, PREFILL_CHUNK
+from llama_ssp.models.prefill import Buckets, Prompts
+from llama_ssp.models.upload import to_device
+from llama_ssp.speculate.drafters.drafter import DrafterParts, StepwiseDrafter
+from llama_ssp.speculate.sampling.context import Rows
+from llama_ssp.speculate.sampling.trees import Level, ReadLevel
+
+if TYPE_CHECKING:
+    from llama_ssp.rooms.heads.protocol import Head
+
+
+class HeadDrafter(StepwiseDrafter):
+    """Drafts with a head, under the same processors as the target."""
+
+    def __init__(self, parts: DrafterParts) -> None:
+        assert parts.taps
+        head = cast("Head", parts.runner)
+        super().__init__(head, parts)
+        self._head, self._taps, self._first_row = head, parts.taps, parts.first_row
+        self._own_rows = range(0)
+        self._width = (parts.tree.depth if parts.tree else parts.num_draft_tokens) + 1
+        self._pairs_T = torch.arange(max(self._width, CATCH_UP_CHUNK), device=parts.device)
+
+    def allocate(self, *, batch_size: int, num_slots: int) -> None:
+        """Allocate the cache."""
+        super().allocate(batch_size=batch_size, num_slots=num_slots)
+        first = self._first_row(self._taps.num_rows)
+        if self._own_rows != (own_rows := range(first, first + batch_size)):  # else graphs read what is there
+            self._tables.rows_B = torch.arange(first, first + batch_size, device=self._head.device)
+            self._own_rows = own_rows
+
+    def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
+        """Read all pairs of the prompts but the last, whose token is not drawn yet."""
+        rows_R = to_device(rows, self._head.device)
+        for start in range(0, prompts.longest - 1, PREFILL_CHUNK):
+            stop = min(start + PREFILL_CHUNK, prompts.longest - 1)
+            positions_RT = torch.arange(start, stop, device=self._head.device).expand(len(rows), -1)
+            self._head.extend(
+                prompts.tokens_RS[:, start + 1 : stop + 1],
+                self._hidden(positions_RT, self._tables.rows_B.index_select(0, rows_R)),
+                positions_RT,
+                bucket=buckets.covering(stop),
+                score_positions_B1=torch.zeros_like(rows_R)[:, None],
+                cache_rows_B=rows_R,
+            )
+
+    def _hidden(self, positions_BT: Tensor, rows_B: Tensor) -> Tensor:
+        return self._head.hidden_of(self._taps.read(positions_BT, rows_B))
+
+    def _extend(
+        self, tokens_BS: Tensor, positions_BT: Tensor, score_B1: Tensor, *, bucket: int, consecutive: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        return self._head.extend(
+            tokens_BS.gather(1, positions_BT + 1), self._hidden(positions_BT, self._tables.rows_B), positions_BT,
+            bucket=bucket, score_positions_B1=score_B1, consecutive=consecutive,
+        )  # fmt: skip
+
+    def _catch_up(self, rows: Rows, *, bucket: int, num_unread: int) -> None:
+        """Read pairs that are new since rounds that did not draft; a shorter row reads its first one several times."""
+        lengths_B1 = rows.lengths_B[:, None]
+        for distance in range(self._width + num_unread - 2, self._width, -CATCH_UP_CHUNK):
+            positions_BT = (lengths_B1 - 1 - distance + self._pairs_T[:CATCH_UP_CHUNK]).clamp_min(0)
+            first_B1 = torch.zeros_like(lengths_B1)
+            self._extend(rows.tokens_BS, positions_BT, first_B1, bucket=bucket, consecutive=False)
+
+    def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> ReadLevel:
+        """A node's pair has its parent's output, as far after the newest pair as the node is after the root."""
+        lengths_B1 = rows.lengths_B[:, None]
+        hidden_BME: Tensor | None = None
+
+        def logits_of(level: Level | None) -> Tensor:
+            nonlocal hidden_BME
+            if level is None:  # the pairs that may be new
+                self._catch_up(rows, bucket=bucket, num_unread=num_unread)
+                start_B1 = (lengths_B1 - 1 - self._width).clamp_min(0)
+                hidden_BME, logits_BMV = self._extend(
+                    rows.tokens_BS, start_B1 + self._pairs_T[: self._width], lengths_B1 - 2 - start_B1, bucket=bucket
+                )
+                return logits_BMV
+            assert hidden_BME is not None
+            positions_BM, places = self._places(level, lengths_B1, before=2, bucket=bucket)
+            if level.parents_BM is not None:
+                hidden_BME = hidden_BME.gather(1, level.parents_BM[..., None].expand(-1, -1, hidden_BME.shape[2]))
+            hidden_BME, logits_BMV = self._head.extend(
+                level.ids_BM, hidden_BME, positions_BM, bucket=bucket, tree=places
+            )
+            return logits_BMV
+
+        return logits_of

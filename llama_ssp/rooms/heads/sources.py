@@ -1,0 +1,306 @@
+"""Draft heads as a `WeightSource`, with their target's embedding and output where their files have none.
+
+All public layouts (`layouts`) are read as they are: their tensors get the names of the modules that `models.llama`
+builds. So do tensors of the first MTP layer of a checkpoint (`mtp`), which is the draft head of its own model. `d2t`
+and `t2d` map the vocabulary of a head to the target's:
+
+    d2t    (D,)  the target's id of token i is i + d2t[i]
+    t2d    (V,)  whether the head can draft a token of the target
+
+Shapes: D tokens that the head drafts, V vocabulary of the target.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import attrgetter
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Unpack, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from llama_ssp.catalogue import ModelShape
+from llama_ssp.errors import CheckpointError, ConfigError
+from llama_ssp.models.huggingface.described import with_modules
+from llama_ssp.models.huggingface.modules import vocabulary_of
+from llama_ssp.rooms.heads.layouts import DFLASH, EAGLE3, FC, MARKOV, MASK, PEAGLE, HeadConfig
+from llama_ssp.rooms.heads.mtp import HIDDEN_FIRST, JOIN, JOINED_NORMS, check_mtp, of_one_layer, our_name, with_join
+from llama_ssp.weights.checkpoint import Checkpoint, inspect, shape_of
+from llama_ssp.weights.source import TensorFacts, Wanted, WeightSource
+
+_ROOM = "llama_ssp.rooms.heads"
+_RUNNERS = {
+    EAGLE3: f"{_ROOM}.runner:HeadRunner",
+    PEAGLE: f"{_ROOM}.one_pass:ParallelRunner",
+    DFLASH: f"{_ROOM}.one_pass:BlockRunner",
+}
+EMBEDDING, OUTPUT, TOKEN_MAP = "model.embed_tokens.weight", "lm_head.weight", "d2t"
+_JOIN = f"model.layers.0.{JOIN}.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSource:
+    """The files of a head, or its recipe, for the target that it drafts for; a `WeightSource`."""
+
+    files: WeightSource
+    head: HeadConfig
+    target: WeightSource
+    folder = property(attrgetter("files.folder"))
+    config = property(attrgetter("files.config"))  # of a model whose one layer the head has; `vocab_size` is D.
+    context = property(attrgetter("target.context"))  # The head's rotary positions go as far.
+    dtype = property(attrgetter("files.dtype"))
+    ties, places = False, MappingProxyType({FC: f"model.{FC}"})
+    library_runner = ""  # its layers are those of the lean decoder.
+
+    @property
+    def lean_runner(self) -> str:
+        """See `TapSource`."""
+        return _RUNNERS[self.head.kind]
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """See `WeightSource`."""
+        return replace(self.files.shape, shares_embedding=EMBEDDING not in self._stored)
+
+    @cached_property
+    def _stored(self) -> Mapping[str, str]:
+        """The stored names by ours."""
+        return {_named(name): name for name in self.files.tensors}
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorFacts]:
+        """All tensors by the names of our modules."""
+        own = {ours: self.files.tensors[name] for ours, name in self._stored.items()}
+        if mask := own.get(MASK):
+            own[MASK] = TensorFacts(dtype=mask.dtype, shape=(math.prod(mask.shape),))
+        shared = (name for name in (EMBEDDING, OUTPUT) if self.files.tensors and name not in own)
+        return own | {name: self.target.tensors[self._of_target[name]] for name in shared}
+
+    def read(self, name: str, **wanted: Unpack[Wanted]) -> Tensor:
+        """See `WeightSource.read`."""
+        if name not in self._stored:
+            return self.target.read(self._of_target[name], **wanted)
+        found = self.files.read(self._stored[name], **wanted)
+        return found.flatten() if name == MASK else found
+
+    @cached_property
+    def _of_target(self) -> Mapping[str, str]:
+        """The stored names in the target of the embedding and the output."""
+        return dict(zip((EMBEDDING, OUTPUT), vocabulary_of(self.target), strict=True))
+
+    @property
+    def shares_output(self) -> bool:
+        """Whether its files have no output of their own, so that it has its target's."""
+        return OUTPUT not in self.files.tensors
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers of the target whose inputs the head reads."""
+        return self.head.layers_of(self.target.shape.num_hidden_layers)
+
+    @property
+    def first_norms(self) -> Sequence[str]:
+        """See `TapSource`."""
+        return () if self.head.kind == DFLASH else ("hidden_norm",)
+
+    def more_parameters(self) -> Mapping[str, tuple[int, ...]]:
+        """Norms of taps, the tap of a mask token, and a Markov head; see `TapSource`."""
+        head, shape = self.head, self.shape
+        tap, width = head.target_hidden_size, shape.hidden_size
+        sizes: dict[str, tuple[int, ...]] = {}
+        if head.norms_taps == "fc_norm":
+            sizes |= {f"fc_norm.{number}.weight": (tap,) for number in range(shape.num_taps)}
+        elif head.norms_taps:
+            sizes["input_norm.weight"] = (shape.num_taps * tap,)
+        if head.kind == DFLASH:
+            sizes["hidden_norm.weight"] = (width,)
+        if head.kind == PEAGLE:
+            sizes[MASK] = (shape.num_taps * tap,)
+        sizes |= {f"{MARKOV}.{name}": size for name, size in head.markov_sizes(width, shape.num_token_ids).items()}
+        return {f"model.{name}": size for name, size in sizes.items()}
+
+    def extend(self, model: PreTrainedModel) -> None:
+        """See `TapSource`."""
+        raise NotImplementedError
+
+    def updated(self, target: WeightSource | None, files: WeightSource | None) -> WeightSource | None:
+        """See `TapSource`."""
+        if files is None and (target is None or not self.shares_output):
+            return None
+        files = files or self.files
+        return of_target(files, getattr(files, "head", None) or self.head, target or self.target)
+
+    def token_ids(self) -> Tensor:
+        """The target's id of each token that the head drafts, (D,).
+
+        CheckpointError if the map is missing, leads out of the target's vocabulary or twice to one token, or
+        contradicts `t2d`.
+        """
+        size, vocab_size = self.shape.vocab_size, self.shape.num_token_ids
+        steps_D, known_V = self._map(TOKEN_MAP, size), self._map("t2d", vocab_size)
+        if steps_D is None:
+            if size == vocab_size:
+                return torch.arange(size)
+            raise CheckpointError(
+                f"{self.folder} drafts {size} of {vocab_size} tokens and lacks d2t, which says which: copy it again"
+            )
+        ids_D = torch.arange(size) + steps_D.long()
+        problem = None
+        if int(ids_D.min()) < 0 or int(ids_D.max()) >= vocab_size:
+            problem = f"leads to token {int(ids_D.max())} of {vocab_size}"
+        elif len(ids_D.unique()) < size:
+            problem = "leads twice to one token"
+        elif known_V is not None and not torch.equal(known_V.bool().nonzero()[:, 0], ids_D.sort().values):
+            problem = "contradicts t2d"
+        if problem:
+            raise CheckpointError(f"{self.folder}: d2t {problem}: copy or download the head again")
+        return ids_D
+
+    def _map(self, name: str, size: int) -> Tensor | None:
+        tensor = self.files.tensors.get(name)
+        if tensor is None:
+            return None
+        if tensor.shape != (size,):
+            raise CheckpointError(f"{self.folder}: {name} is {list(tensor.shape)}, not [{size}]: copy it again")
+        return self.files.read(name)
+
+
+def of_target(files: WeightSource, head: HeadConfig, target: WeightSource) -> HeadSource:
+    """The head of a target; CheckpointError if it is another one's, or its map of tokens is faulty."""
+    sizes = target.shape.hidden_size, target.shape.vocab_size
+    own = files.shape.target_hidden_size, files.shape.target_vocab_size
+    if sizes != own:
+        raise CheckpointError(
+            f"{files.folder} is the head of a target of width {own[0]} with {own[1]} tokens, and this target has width "
+            f"{sizes[0]} and {sizes[1]} tokens: choose a head of this target"
+        )
+    if own[0] != files.shape.hidden_size:
+        raise CheckpointError(
+            f"{files.folder} is {files.shape.hidden_size} wide and its target {own[0]}: a head of the target's width "
+            "is required"
+        )
+    if head.kind != DFLASH and "fc_norm.0.weight" in map(_bare, files.tensors):
+        head = replace(head, norms_taps="fc_norm")  # which some config.json leave out
+    source = HeadSource(files=files, head=head, target=target)
+    num_layers = target.shape.num_hidden_layers
+    if not all(0 <= layer < num_layers for layer in source.layers):
+        raise CheckpointError(
+            f"{files.folder} reads the layers {list(source.layers)}, and this target has {num_layers}: choose a head "
+            "of this target"
+        )
+    source.token_ids()
+    return source
+
+
+def _bare(name: str) -> str:
+    return name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
+
+
+def _named(name: str) -> str:
+    """The name of a stored tensor among our modules."""
+    name = _bare(name)
+    return name if name.startswith(("lm_head.", "verifier_")) or "." not in name else f"model.{name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpSource:
+    """The MTP layer of a target, with its target's embedding and output; a `WeightSource`."""
+
+    target: Checkpoint  # which has it in its files.
+    config: PretrainedConfig  # of a model whose one layer it is.
+    shape: ModelShape  # of the head.
+    folder = property(attrgetter("target.folder"))
+    context = property(attrgetter("target.context"))
+    dtype = property(attrgetter("target.dtype"))
+    ties, first_norms, places = True, JOINED_NORMS, MappingProxyType({JOIN: f"model.layers.0.{JOIN}"})
+    lean_runner, library_runner = f"{_ROOM}.runner:PairRunner", f"{_ROOM}.library:MtpRunner"
+
+    @cached_property
+    def _stored(self) -> Mapping[str, str]:
+        """The stored names by ours."""
+        files = self.target.tensors
+        own = {ours: name for name in files if (ours := our_name(name, self.target.shape.num_hidden_layers))}
+        return own | {name: name for name in (EMBEDDING, OUTPUT) if name in files}
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorFacts]:
+        """All tensors by the names of our modules."""
+        return {ours: self.target.tensors[name] for ours, name in self._stored.items()}
+
+    def read(self, name: str, **wanted: Unpack[Wanted]) -> Tensor:
+        """See `WeightSource.read`."""
+        found = self.target.read(stored := self._stored[name], **wanted)
+        swaps = name == _JOIN and HIDDEN_FIRST in stored
+        return found.roll(found.shape[1] // 2, 1) if swaps else found
+
+    @property
+    def has_layer(self) -> bool:
+        """Whether the target's files have it."""
+        return _JOIN in self.tensors
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layer whose input the head reads: the one after the last, for the last one's output."""
+        return (self.target.shape.num_hidden_layers,)
+
+    def more_parameters(self) -> Mapping[str, tuple[int, ...]]:
+        """See `TapSource`."""
+        return {}
+
+    def extend(self, model: PreTrainedModel) -> None:
+        """Add the norms of both inputs and their product; see `TapSource`."""
+        width: int = model.config.hidden_size
+        layer: Any = model.get_decoder().layers[0]
+        norm: Any = type(layer.input_layernorm)
+        layer.enorm, layer.hnorm = (norm(width, eps=model.config.rms_norm_eps) for _ in range(2))
+        layer.eh_proj = nn.Linear(2 * width, width, bias=False)
+
+    def updated(self, target: WeightSource | None, files: WeightSource | None) -> WeightSource | None:
+        """See `TapSource`; weights of a target without the layer leave it as it is."""
+        if target is None:
+            return files
+        own = replace(self, target=cast("Checkpoint", target))
+        return own if own.has_layer else None
+
+
+def source_of(files: WeightSource | None, target: WeightSource) -> HeadSource | MtpSource:
+    """The source of a head, in its own files or in those of its target; raises as `of_target` and `mtp_of`."""
+    if files is None:
+        return mtp_of(target)
+    head = getattr(files, "head", None)
+    assert isinstance(head, HeadConfig)
+    return of_target(files, head, target)
+
+
+def describe_mtp(folder: Path) -> ModelShape:
+    """The sizes of a target's MTP head, with its modules, from its config.json alone; raises what a run would."""
+    head = mtp_of(inspect(folder, config_alone=True))
+    return head.shape if head.shape.modules else with_modules(head).shape
+
+
+def mtp_of(target: WeightSource) -> MtpSource:
+    """The head that a target's own MTP layer is; ConfigError if none is read, CheckpointError if files lack it."""
+    if not isinstance(target, Checkpoint):
+        raise ConfigError(
+            "draft=mtp reads the files of the target: give a folder, or an id of the hub, without an adapter"
+        )
+    config = target.config
+    check_mtp(lambda name: getattr(config, name, None), target.folder)
+    one = type(config).from_dict(of_one_layer(config.to_dict()))
+    vocab_size, width = target.shape.vocab_size, target.shape.hidden_size
+    shape = replace(
+        shape_of(one), shares_embedding=True, target_vocab_size=vocab_size, target_hidden_size=width, num_taps=1
+    )
+    source = MtpSource(target=target, config=one, shape=with_join(shape))
+    if target.tensors and not source.has_layer:
+        raise CheckpointError(
+            f"{target.folder} lacks the MTP layer that its config.json calls for: copy or download it again, or give "
+            "another draft"
+        )
+    if target.tensors and source.tensors[_JOIN].storage and HIDDEN_FIRST in source._stored[_JOIN]:
+        raise CheckpointError(f"{target.folder} stores packed MTP layers, which are not read: give another draft")
+    return source

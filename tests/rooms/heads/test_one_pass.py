@@ -1,0 +1,196 @@
+"""Heads of one pass draft as their public definitions say, whatever was accepted before, and faults are sentences."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from benchmarks.families import MORE
+from llama_ssp import load as load_pair
+from llama_ssp.architectures.family import inventory
+from llama_ssp.architectures.reading import check_readable, read_config
+from llama_ssp.catalogue import Dtype, ModelConfig
+from llama_ssp.errors import CheckpointError, ConfigError
+from llama_ssp.machines import hardware
+from llama_ssp.models.loading import check_model, load_model
+from llama_ssp.models.runner import Runner
+from llama_ssp.models.weights import Loading
+from llama_ssp.planning.plan import Plan
+from llama_ssp.planning.timing import CostModel
+from llama_ssp.rooms.heads.one_pass_drafter import OnePassDrafter
+from llama_ssp.rooms.heads.sources import HeadSource
+from llama_ssp.run.tasks.dry_run import plan_of_run
+from llama_ssp.run.tasks.records import GenerateConfig
+from llama_ssp.settings.schema import MODEL_DRAFT, DrafterConfig, RunConfig
+from llama_ssp.speculate.engine.round import DraftChoice
+from tests.helpers import head_drafts
+from tests.helpers.head_drafts import NUM_DRAFTED, Seen, check_greedy
+from tests.helpers.lanes import heavy, slow
+from tests.helpers.models import FAMILIES, VOCAB_SIZE, build_checkpoint, refusal
+from tests.helpers.one_pass_heads import (
+    CONFIGS,
+    SHARING,
+    VOCABULARY,
+    WIDTH,
+    make_tensors,
+    reference,
+    save_head,
+    save_pair,
+    taps_of,
+)
+from tests.helpers.recorded import WatchedGraphs
+from tests.helpers.tokenizers import save_tokenizer
+
+OF_OTHER_NAMES = ("gpt_neox", "gpt2", "mpt", "falcon", "gemma3n_text")
+PROMPTS = ((5, 100, 17, 4, 56), (31,), tuple(range(40, 70)))
+
+
+def load(origin: Any, target: Runner | None = None) -> Any:  # noqa: ANN401 - a model or a head
+    return load_model(Loading(origin, dtype=torch.float32, target=target))
+
+
+def decode(target: Runner, origin: HeadSource, **how: Any) -> list[Any]:  # noqa: ANN401
+    """Texts with a head; see `head_drafts.decode`."""
+    head = load(origin, target)
+    return head_drafts.decode(target, OnePassDrafter, head, origin.layers, width=WIDTH, prompts=PROMPTS, **how)
+
+
+def check(folder: Path, layout: str, **how: Any) -> int:  # noqa: ANN401
+    """Compare the distributions of all drafts with the reference; returns how many there were."""
+    (target, origin), seen, tree = save_pair(folder, layout), Seen(), how.get("tree")
+    library: Any = AutoModelForCausalLM.from_pretrained(folder / "target", dtype="float32")
+    decode(load(target), origin, seen=seen, batch_size=2, **how)
+    parts = library.get_input_embeddings(), library.get_output_embeddings()
+    table_VE, output_VE = (part.weight.detach() for part in parts)
+    wanted = partial(
+        reference, layout, load_file(folder / "head" / "model.safetensors"), table_VE=table_VE, output_VE=output_VE,
+        num_drafted=len(tree.split("x")) if tree else NUM_DRAFTED,
+    )  # fmt: skip
+    return head_drafts.check(seen, library, taps_of(layout), tree, wanted)
+
+
+ALWAYS = {"peagle": None, "dflash of its authors": None, "dspark": "2x2x1"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape"),
+    [
+        *ALWAYS.items(),
+        *(slow(layout, shape) for layout in CONFIGS for shape in (None, "2x2x1") if ALWAYS.get(layout, 0) != shape),
+    ],
+)
+def test_every_position_of_every_round_has_the_distribution_of_the_reference(
+    layout: str, shape: str | None, tmp_path: Path
+) -> None:
+    assert check(tmp_path, layout, tree=shape) > 40
+
+
+@pytest.mark.parametrize("layout", ["dflash", heavy("peagle of the authors")])
+def test_a_head_reads_what_it_has_missed_in_rounds_that_did_not_draft(layout: str, tmp_path: Path) -> None:
+    choices = [*[DraftChoice(0)] * 33, DraftChoice(3), DraftChoice(2)]
+    assert check(tmp_path, layout, num_new=40, choices=choices) > 10
+
+
+@pytest.mark.parametrize("kind", [
+    *("gpt_neo", "nemotron_h"), *map(heavy, OF_OTHER_NAMES),
+    *(slow(kind) for kind in {**FAMILIES, **MORE} if kind not in {"gpt_neo", "nemotron_h", *OF_OTHER_NAMES}),
+])  # fmt: skip
+def test_a_head_with_the_tables_of_its_target_drafts_for_every_family(tmp_path: Path, kind: str) -> None:
+    """Of embedding, output and layers whatever their names."""
+    build_checkpoint(tmp_path / "target", kind, **MORE.get(kind, {}))
+    save_tokenizer(tmp_path / "target", VOCAB_SIZE)
+    if refusal(lambda: check_readable(tmp_path / "target", "none")):
+        return
+    layers = {"mask_token_id": VOCAB_SIZE - 1, "target_layer_ids": [0, 0, 0]}
+    save_head(tmp_path / "head", SHARING, vocab_size=VOCAB_SIZE, dflash_config=layers)
+    texts = [
+        [done.token_ids for done in pair.generate(["t5 t9 t3 " * 7, "t7 t8"], max_new_tokens=8, temperature=0)]
+        for pair in (
+            load_pair(tmp_path / "target", dtype="fp32"),
+            load_pair(tmp_path / "target", tmp_path / "head", dtype="fp32"),
+        )
+    ]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    "layout", [*map(heavy, ("recurrent dspark", "peagle")), *map(slow, (SHARING, "dflash of DeepSpec"))]
+)
+def test_greedy_text_is_that_of_plain_decoding(layout: str, tmp_path: Path) -> None:
+    """Launched and recorded, in batches of one and of three, which refill rows; accepted or not."""
+    target, origin = save_pair(tmp_path, layout, likely=8)
+    ways = [{"batch_size": size, "replay": replay} for size, replay in ((1, False), (2, True), (3, WatchedGraphs))]
+    runner = load(target)
+    assert check_greedy(runner, PROMPTS, partial(decode, runner, origin), ways) >= 3
+
+
+@pytest.mark.parametrize("layout", CONFIGS)
+def test_a_plan_counts_the_head_by_config_json_alone(layout: str, tmp_path: Path) -> None:
+    folder, tensors = save_head(tmp_path / "head", layout), make_tensors(layout)
+    known, _ = read_config(folder)
+    (folder / "model.safetensors").unlink()
+    shape, _ = read_config(folder)
+    assert shape == known
+    assert shape.num_taps == len(taps_of(layout))
+    own = {name: tensor for name, tensor in tensors.items() if name not in {"d2t", "t2d", "mask_hidden"}}
+    own = {name: tensor for name, tensor in own.items() if not name.startswith(("confidence_head", "fc_norm"))}
+    stored = sum(tensor.numel() for tensor in own.values()) + WIDTH * ("mask_hidden" in tensors)
+    stored += 2 * VOCABULARY * WIDTH if layout == SHARING else 0
+    assert inventory(shape).num_parameters == stored
+
+
+FAULTS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no mask token": ("peagle", {"mask_token_id": None}, "lacks mask_token_id of the head"),
+    "a mask token beyond": ("dflash", {"mask_token_id": 224}, "has mask_token_id 224 of 224 tokens"),
+    "no block": (SHARING, {"block_size": None}, "lacks block_size of the head"),
+    "no taps": ("dspark of DeepSpec", {"target_layer_ids": None}, "lacks target_layer_ids, the layers that"),
+    "a tap beyond": ("dspark of DeepSpec", {"target_layer_ids": [1, 6]}, r"reads the layers \[2, 7\], and this target"),
+    "windows": ("dflash of DeepSpec", {"layer_types": ["sliding_attention", "full_attention"]}, "in a block"),
+    "other masks": (SHARING, {"dflash_config": {"causal": True}}, "has causal in dflash_config, which engines read"),
+    "another Markov head": ("dspark", {"markov_head_type": "lstm"}, "and vanilla or gated or rnn is read"),
+    "another family": ("dflash of DeepSpec", {"architectures": ["Gemma4DSparkModel"]}, "in a layout that is not read"),
+    "another target": ("dflash of DeepSpec", {"vocab_size": 300},
+                       "of a target of width 64 with 300 tokens, and this target has width 64 and 224"),
+    "other taps": ("dflash of DeepSpec", {"target_layer_ids": [0, 1]}, r"fc.weight is \[64, 256\], not \[64, 128\]"),
+    "EAGLE-1": ("peagle", {"speculators_model_type": "eagle"}, "describes a head of EAGLE-1 or 2, and of draft heads"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_faulty_head_is_refused_with_what_is_wrong(name: str, tmp_path: Path) -> None:
+    layout, changed, message = FAULTS[name]
+    with pytest.raises(CheckpointError, match=message):
+        check_model(save_pair(tmp_path, layout, **changed)[1], num_ranks=1)
+
+
+def test_norms_of_taps_are_read_without_their_flag(tmp_path: Path) -> None:
+    _, origin = save_pair(tmp_path, "peagle", fc_norm=None)
+    assert origin.head.norms_taps == "fc_norm"
+
+
+def test_a_round_is_planned_with_one_forward_of_the_head_and_no_longer_than_its_block(tmp_path: Path) -> None:
+    save_pair(tmp_path, "dspark of DeepSpec")
+
+    def planned(number: int) -> Plan:
+        model, draft = (
+            ModelConfig(name="local", path=str(path), dtype=Dtype.fp32, shape=read_config(path)[0])
+            for path in (tmp_path / "target", tmp_path / "head")
+        )
+        config = RunConfig(model=model, draft=DrafterConfig(kind=MODEL_DRAFT, model=draft), task=GenerateConfig())
+        config.speculation.num_draft_tokens = number
+        return plan_of_run(config, world_size=1, machine=hardware.load("h100"), lengths=[8])
+
+    one, four = map(planned, (1, 4))
+    assert one.spec.later_draft_forwards(4) == four.spec.later_draft_forwards(4) == ()
+    costs = [CostModel(plan.spec, hardware.load("h100")) for plan in (one, four)]
+    first_s, last_s = (cost.drafting_s(number) for cost, number in zip(costs, (1, 4), strict=True))
+    assert costs[1].draft
+    forward_s = costs[1].forward(costs[1].draft, four.spec.first_draft_positions).total_s
+    assert last_s == pytest.approx(forward_s + 4 * costs[1].draw_s(costs[1].draft), rel=0.05)
+    assert last_s < 4 * first_s
+    with pytest.raises(ConfigError, match="the draft head drafts blocks of 4 tokens, and 5 are asked for"):
+        planned(5)
