@@ -184,11 +184,6 @@ class ModelConfig:
     stored_format: StoredFormat | None = field(default=None, metadata={"omegaconf_ignore": True})
 
     @property
-    def is_mtp(self) -> bool:
-        """Whether it stands for the MTP layers of the target."""
-        return self.name == MTP
-
-    @property
     def label(self) -> str:
         """Its name in reports: a folder's for the entry that stands for any."""
         return Path(self.path).absolute().name if self.name == LOCAL and self.path else self.name
@@ -372,20 +367,8 @@ def read_path(text: str) -> Path:
 
 ENDINGS_WITH_FIELDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 """Endings of files of prompts whose entries have fields."""
-LOCAL, MTP = "local", "mtp"
-"""The entry for any folder, which also names a model from one; the entry of a draft in the target's own files."""
-MTP_KINDS = (
-    "deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen2", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
-)  # fmt: skip
-"""Families whose MTP layers are read; `qwen2` is MiMo's."""
-OTHER_DRAFTS = "give an EAGLE-3 head of the target, or a smaller model, as draft=NAME"
-
-
-def no_mtp(where: object) -> str:
-    """The sentence for a target without MTP layers."""
-    return f"draft=mtp drafts with the MTP layers of the target, and {where} has none: {OTHER_DRAFTS}"
-
-
+LOCAL = "local"
+"""The entry that stands for any folder, and the name of a model from one."""
 GROUPS = ("model", "draft")  # Groups whose options may be ids of the hub, and folders.
 _PART = r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
 _ID = re.compile(rf"{_PART}/{_PART}", flags=re.ASCII)

@@ -86,13 +86,15 @@ def _options_are_composed_once() -> Iterator[None]:
 
     from llama_ssp.settings.compose import register
     from llama_ssp.settings.drafters import drafters
+    from llama_ssp.settings.launchers import LAUNCHERS
     from llama_ssp.settings.tasks import task_specs
 
     known: dict[object, Any] = {}
     registered: dict[str, object] = {}
 
     def kinds() -> list[object]:
-        return [*(task.config for task in task_specs().values()), *(draft.config for draft in drafters().values())]
+        records: list[Any] = [*task_specs().values(), *drafters().values(), *LAUNCHERS.all().values()]
+        return [record.config for record in records]
 
     def register_once(root: str = "config") -> None:
         if registered.get("kinds") != kinds():

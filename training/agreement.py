@@ -25,14 +25,16 @@ from llama_ssp.catalogue import Dtype
 from llama_ssp.models.huggingface.modules import load_modules
 from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.world import start
+from llama_ssp.rooms.heads.sources import HeadSource
+from llama_ssp.rooms.heads.synthetic import SMALL_HEAD
 from llama_ssp.run.checkpoints import find_sources
 from llama_ssp.run.decoders import build_decoder, load_models
 from llama_ssp.run.requests import encode
 from llama_ssp.settings.schema import DeviceKind, SyntheticConfig, WeightsKind
 from llama_ssp.speculate.engine.state import Request
+from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
-from llama_ssp.weights.head import HeadSource
-from llama_ssp.weights.synthetic import SMALL_HEAD, SMALL_MODELS, Synthetic
+from llama_ssp.weights.synthetic import SMALL_MODELS, Synthetic
 from tests.helpers.decoders import complete
 
 TEMPERATURE = 0.8
@@ -175,7 +177,8 @@ def main() -> None:
             points.append(point)
             print(name, point, flush=True)
         content = {"temperature": TEMPERATURE, "points": points}
-        (options.pair / name / AGREEMENT_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        folder = hub.resolve(catalogue.load(name)) if name == SMALL_HEAD else options.pair / name
+        (folder / AGREEMENT_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

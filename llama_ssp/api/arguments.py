@@ -12,7 +12,8 @@ from types import NoneType
 from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
 from llama_ssp import catalogue
-from llama_ssp.catalogue import LOCAL, MTP, Dtype, ModelConfig, is_hub_id, read_path
+from llama_ssp.catalogue import LOCAL, Dtype, ModelConfig, is_hub_id, read_path
+from llama_ssp.draft_heads import head_in_target
 from llama_ssp.errors import ConfigError, refuse, similar_name, unknown_name
 from llama_ssp.foreign import counterparts
 from llama_ssp.settings.checks import required_of
@@ -150,7 +151,7 @@ def formats_of(given: Mapping[str, Any]) -> tuple[dict[str, object], dict[str, o
 def entry_of(what: str, given: object, *, target: object = None, **formats: object) -> ModelConfig:
     """Make the entry of a model: a name of the catalogue, a folder, or an id of the hub; `what` is model or draft.
 
-    A draft may also be the MTP layers of its `target`.
+        A draft may also be a head in the files of its `target`.
     For `formats` see `in_format`. Raises ConfigError for anything else, and as `in_format`.
     """
     if not isinstance(given, str | Path):
@@ -159,10 +160,10 @@ def entry_of(what: str, given: object, *, target: object = None, **formats: obje
             "the hub, or a causal language model of transformers"
         )
     name = str(given)
-    if isinstance(target, ModelConfig) and given == MTP:
-        if target.shape and target.shape.model_type not in catalogue.MTP_KINDS:
-            raise ConfigError(catalogue.no_mtp(said("model", target.name)))
-        return in_format(replace(target, name=MTP, shape=None, default_draft=None), **formats)
+    if isinstance(target, ModelConfig) and (head := head_in_target(name)):
+        if target.shape and target.shape.model_type not in head.families:
+            raise ConfigError(head.lacks(said("model", target.name)))
+        return in_format(replace(target, name=head.name, shape=None, default_draft=None), **formats)
     is_named = isinstance(given, str) and name in catalogue.names("model") and name != LOCAL
     if name and not is_named and (folder := read_path(name)).is_dir():
         entry = ModelConfig(name=LOCAL, path=str(folder))

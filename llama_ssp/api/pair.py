@@ -23,6 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 from llama_ssp.api import arguments
 from llama_ssp.catalogue import ModelConfig
 from llama_ssp.continuation import decode_after
+from llama_ssp.draft_heads import head_in_target
 from llama_ssp.errors import ConfigError, SspError
 from llama_ssp.log_probs import CompletionLogProbs
 from llama_ssp.ranks.comms import Comm
@@ -49,7 +50,6 @@ from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.text import StreamerAdapter
 from llama_ssp.terminal.unread import complain
-from llama_ssp.weights.head import MtpSource
 from llama_ssp.weights.in_memory import WeightsInMemory, weights_like, weights_of
 from llama_ssp.words import in_library_words
 
@@ -412,7 +412,7 @@ class Pair:
 
     def _read_weights(self, given: Mapping[str, NewWeights | None]) -> list[ModelConfig | WeightsInMemory | None]:
         sources, found = self.models.sources, list[ModelConfig | WeightsInMemory | None]()
-        if given["draft"] is not None and (len(sources) == 1 or isinstance(sources[1].origin, MtpSource)):
+        if given["draft"] is not None and (len(sources) == 1 or head_in_target(sources[1].entry.name)):
             drafted = draft_label(self.config.draft)
             raise ConfigError(f"draft={drafted} has no weights of its own: leave draft out of the update")
         for (what, new), source in zip(given.items(), sources, strict=False):

@@ -5,7 +5,6 @@ Files that a library reads itself are read here first, so that a fault gives one
 
 import json
 import math
-import re
 import stat
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -179,22 +178,6 @@ def other_kind(where: str, folder: Path, names: Iterable[str] = ()) -> str | Non
     return f"{where} {MISTRAL_ALONE}" if "params.json" in files else None
 
 
-_OTHER_HEADS = {
-    r".*medusa.*": "Medusa heads", r"mlp|.*mlp_?speculator.*": "an MLP speculator", r"eagle": "a head of EAGLE-1 or 2",
-}  # fmt: skip
-"""Heads that are not read, by their name in files."""
-HEADS_READ = "of draft heads those of EAGLE-3, P-EAGLE, DFlash and DSpark are read"
-
-
-def refuse_other_heads(content: Mapping[str, Any], file: Path) -> None:
-    """Raise CheckpointError for the config.json of a draft head of a kind that is not read."""
-    named = [content.get("speculators_model_type"), content.get("model_type"), *(content.get("architectures") or [])]
-    for name in ["medusa"] * ("medusa_num_heads" in content) + named:
-        for pattern, what in _OTHER_HEADS.items():
-            if re.fullmatch(pattern, str(name).lower()):
-                raise CheckpointError(f"{file} describes {what}, and {HEADS_READ}")
-
-
 def adapter_alone(where: str, config: Path) -> str:
     """The sentence for an adapter in place of a model; `where` is its folder or its id, `config` its file."""
     base = read_json(config).get("base_model_name_or_path")
@@ -274,3 +257,11 @@ def is_deep(content: object, most: int) -> bool:
 
 def _too_deep(file: Path) -> CheckpointError:
     return CheckpointError(f"{file} is nested more than {_MAX_DEPTH} deep: copy or download it again")
+
+
+LAYERS_AHEAD = "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"
+
+
+def num_layers_ahead(field: Callable[[str], Any]) -> int:
+    """The layers stored with a model that predict further tokens; `field` gives a field of its config by name."""
+    return max((size for name in LAYERS_AHEAD if type(size := field(name)) is int), default=0)

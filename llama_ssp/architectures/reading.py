@@ -19,10 +19,9 @@ from llama_ssp.architectures.family import (
     record_of,
     text_part,
 )
-from llama_ssp.architectures.heads import read_head_config
 from llama_ssp.architectures.model_files import read_json, read_model_config, refuse_other_kinds, require_folder
-from llama_ssp.architectures.mtp import check_mtp
 from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelShape
+from llama_ssp.draft_heads import DraftHead, head_file
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError, SspError
 from llama_ssp.registry import imported
 from llama_ssp.storage.formats import PackedLayout
@@ -83,18 +82,18 @@ def shape_from(field: Field, *, ties: bool, derives_units: bool = True) -> Model
     )
 
 
-def read_config(folder: Path, *, describes: bool = True, is_mtp: bool = False) -> tuple[ModelShape, Dtype]:
+def read_config(folder: Path, *, describes: bool = True, of: DraftHead | None = None) -> tuple[ModelShape, Dtype]:
     """Read the sizes and the number format of a checkpoint from its config.json.
 
     A file that is missing, not JSON, or without a size raises CheckpointError, a family that is not read
     PlacementError. The sentence of a run that refuses the model is in `refusal`. If a plan `describes` it, a family
-    without a record has the modules of the library, where that is installed. With `is_mtp` the sizes are the MTP
-    head's, which need the library.
+    without a record has the modules of the library, where that is installed. With `of` the sizes are those of such a
+    head in its files, which need the library.
     """
     file = folder / CONFIG_FILE
     refuse_other_kinds(folder)
     content: Mapping[str, Any] = read_model_config(folder)
-    head = read_head_config(content, file)
+    head = head_file(content, file)
     whole, content = content, text_part(content) if head is None else head.sizes
     model_type = content.get("model_type")
     if not isinstance(model_type, str):
@@ -123,8 +122,8 @@ def read_config(folder: Path, *, describes: bool = True, is_mtp: bool = False) -
         wanted = f"at least the {shape.num_attention_heads} of num_attention_heads is required"
         raise CheckpointError(f"{file} has hidden_size {shape.hidden_size}, and {wanted}: copy or download it again")
     shape = shape if head is None else head.shape_over(shape)
-    if is_mtp:
-        shape = imported(_DESCRIBE, setting="draft=mtp")(folder, is_mtp=True)
+    if of:
+        shape = imported(of.describe, setting=f"draft={of.name}")(folder)
     layout = layout_of(content.get(QUANTIZATION))
     unsaid_dtype = Dtype.bf16 if isinstance(layout, PackedLayout) else Dtype.fp32
     stored = str(content.get("dtype") or content.get("torch_dtype") or unsaid_dtype.value)
@@ -152,18 +151,20 @@ def read_stored_format(folder: Path, shape: ModelShape) -> StoredFormat | None:
     )  # fmt: skip
 
 
-def check_readable(folder: Path, quantization: str, *, num_ranks: int = 1, is_mtp: bool = False) -> ModelShape | None:
+def check_readable(
+    folder: Path, quantization: str, *, num_ranks: int = 1, of: DraftHead | None = None
+) -> ModelShape | None:
     """Check by config.json alone that runs read a checkpoint, with this quantization, on `num_ranks`.
 
-    Returns the sizes of a model or a head; with `is_mtp` its MTP layers alone are checked. Raises what `read_config`
-    does, CheckpointError for weights that cannot be read, and ConfigError for another quantization than the stored
-    one. A file without a family is left to the run.
+    Returns the sizes of a model or a head; with `of` such a head in its files alone is checked. Raises what
+    `read_config` does, CheckpointError for weights that cannot be read, and ConfigError for another quantization than
+    the stored one. A file without a family is left to the run.
     """
     require_folder(folder)
     content = read_json(folder / CONFIG_FILE)
-    if is_mtp:
-        check_mtp(fields_of(text_part(content)), folder)
-    elif read_head_config(content, folder / CONFIG_FILE):
+    if of:
+        of.check(fields_of(text_part(content)), folder)
+    elif head_file(content, folder / CONFIG_FILE):
         return read_config(folder)[0]
     elif isinstance(content.get("model_type"), str):
         shape, _ = read_config(folder, describes=False)

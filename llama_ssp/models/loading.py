@@ -15,33 +15,32 @@ from transformers import PretrainedConfig
 
 from llama_ssp import operators
 from llama_ssp.architectures.family import kept_whole, record_of
-from llama_ssp.architectures.heads import DFLASH, EAGLE3, PEAGLE
 from llama_ssp.architectures.matrices import Cut, RankShard, WholeParts, check_inputs, split_model
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import ConfigError
 from llama_ssp.kernels.linear import make_linear
 from llama_ssp.models.huggingface.experts import can_be_own, experts_of
 from llama_ssp.models.huggingface.modules import OwnLinear, load_modules, match_modules, name_of
-from llama_ssp.models.huggingface.runner import ModuleRunner, MtpRunner
+from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.llama.head import HeadRunner, PairRunner
-from llama_ssp.models.llama.one_pass import BlockRunner, ParallelRunner
 from llama_ssp.models.llama.table import match_lean
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.tensor_parallel import shard
 from llama_ssp.models.weights import LINEAR, Loading, Parameter, returning_memory
 from llama_ssp.ranks.comms import Comm
+from llama_ssp.registry import imported
 from llama_ssp.storage.formats import NO_QUANTIZATION, easiest_format, format_of
 from llama_ssp.weights.checkpoint import summary
-from llama_ssp.weights.head import HeadSource, MtpSource
-from llama_ssp.weights.source import PACKED, WeightSource
+from llama_ssp.weights.source import PACKED, WeightSource, tap_source
 from llama_ssp.words import said
 
 _log = logging.getLogger(__name__)
 
 
-def load_model(loading: Loading) -> Runner | PairRunner:
+def load_model(loading: Loading) -> Runner:
     """Load this rank's slices of a model, in the lean decoder if that supports the family.
+
+    Of a draft head, the result is what its source names, whose forwards are not those of a `Runner`.
 
     Weights that go into a model that runs give another one if some layer needs another kernel for them.
 
@@ -53,21 +52,19 @@ def load_model(loading: Loading) -> Runner | PairRunner:
     origin = loading.origin
     if not is_llama_kind(origin.config):
         return _load_library(loading)
-    kind: type[LeanRunner] = PairRunner if isinstance(origin, MtpSource) else LeanRunner
+    head = tap_source(origin)
+    kind: type[LeanRunner] = imported(head.lean_runner, setting="draft") if head else LeanRunner
     with returning_memory():
-        lean = (_HEADS[origin.head.kind] if isinstance(origin, HeadSource) else kind)(loading)
+        lean = kind(loading)
     return cast("LeanRunner", loading.into.model) if loading.into.fits else lean
-
-
-_HEADS: dict[str, type[HeadRunner]] = {EAGLE3: HeadRunner, PEAGLE: ParallelRunner, DFLASH: BlockRunner}
 
 
 def _load_library(loading: Loading) -> ModuleRunner:
     """See `load_model`: the modules of transformers."""
-    is_head, into, on_cpu = loading.origin.shape.is_head, loading.into, loading.device.type == "cpu"
+    head_source, into, on_cpu = tap_source(loading.origin), loading.into, loading.device.type == "cpu"
     target = loading.alike(ModuleRunner)
-    # Embedding and output of the target, if this is its MTP head on the same ranks.
-    tables = target.tables if target and is_head and target.comm.size == loading.comm.size else None
+    # Embedding and output of the target, if this is its head on the same ranks.
+    tables = target.tables if target and head_source and target.comm.size == loading.comm.size else None
     model = load_modules(loading, kernel=make_linear if on_cpu else None, tables=tables)
     if on_cpu and not tables:
         head: Any = model.get_output_embeddings()
@@ -78,7 +75,7 @@ def _load_library(loading: Loading) -> ModuleRunner:
     parameters = model.named_parameters(remove_duplicate=False)
     if into.fits and all(before.parameters.get(name) is values for name, values in parameters):
         return before
-    kind = MtpRunner if is_head else ModuleRunner
+    kind = imported(head_source.library_runner, setting="draft") if head_source else ModuleRunner
     return kind(model, comm=loading.comm, cache_dtype=loading.precision.cache_dtype)
 
 

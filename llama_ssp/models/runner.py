@@ -1,9 +1,9 @@
-"""The interfaces of a model, which every implementation and backend provides, and of a draft head.
+"""The interface of a model, which every implementation and backend provides.
 
 Shapes: B sequences, T positions of a forward, R positions to score, V vocabulary; M packed tokens, C pieces of them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -177,74 +177,6 @@ class Runner(Cached, Protocol):
 
     def save(self, row: int, num_tokens: int) -> None:
         """Keep the state of a row after its first tokens, the last that it has read, until the next call or copy."""
-
-
-class Head(Cached, Protocol):
-    """A draft head on this rank, whose cache holds pair i in slot i; `models.llama.head` says what pairs are.
-
-    Attributes:
-        num_token_ids: V of the target.
-    """
-
-    num_token_ids: int
-
-    def hidden_of(self, taps_BTX: Tensor) -> Tensor:
-        """The hidden states (B, T, E) that the target's taps stand for."""
-
-    def extend(
-        self,
-        ids_BT: Tensor,
-        hidden_BTE: Tensor,
-        positions_BT: Tensor,
-        *,
-        bucket: int,
-        score_positions_B1: Tensor | None = None,
-        cache_rows_B: Tensor | None = None,
-        consecutive: bool = True,
-        tree: TreePlaces | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Read pairs into the cache.
-
-        Args:
-            ids_BT: the token after each position.
-            hidden_BTE: hidden states at the positions, from `hidden_of` or the call before; may be overwritten.
-            positions_BT: of the pairs.
-            bucket: see `Runner.forward`.
-            score_positions_B1: which of the T pairs to score; None for all.
-            cache_rows_B: see `Runner.forward`.
-            consecutive: see `Runner.forward`.
-            tree: see `Runner.forward`.
-
-        Returns:
-            The head's own hidden states (B, R, E) of the scored pairs, and logits (B, R, V) in fp32, minus infinity for
-            tokens that it cannot draft; see `Runner.allocate`.
-        """
-
-
-Following = Callable[[int, Tensor, Tensor | None], Tensor]
-"""Maps a depth, tokens (B, M) that were drafted before it, and their parents' places in the call before, or None in
-chains, to the logits (B, M, V) of the tokens after them. Depth 0 comes first, with the newest token."""
-
-
-class OnePassHead(Head, Protocol):
-    """A draft head that drafts a block of tokens in one forward; see `models.llama.one_pass`.
-
-    The token of a position stands `tokens_ahead` after it; `mask_token_id` stands for tokens to come.
-    """
-
-    mask_token_id: int
-    tokens_ahead: int
-
-    def block_size(self, num_drafted: int) -> int:
-        """Number of positions after the context that drafting `num_drafted` tokens reads."""
-
-    def draft(
-        self, ids_BT: Tensor, context_BCE: Tensor, positions_BT: Tensor, *, num_drafted: int, bucket: int
-    ) -> Following:
-        """Read the newest positions of the context, with what `hidden_of` makes of their taps, and the block.
-
-        Several positions of the context may be the same one.
-        """
 
 
 @dataclass(kw_only=True, eq=False)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from llama_ssp.architectures.family import kept_whole
 from llama_ssp.architectures.matrices import FUSED, Cut, RankShard, WholeParts, split_model
-from llama_ssp.architectures.mtp import num_mtp_layers
+from llama_ssp.architectures.model_files import num_layers_ahead
 from llama_ssp.errors import CheckpointError
 from llama_ssp.models.cache import CachedRunner
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
@@ -310,7 +310,7 @@ class Matched:
     def _mtp_layers(self) -> range:
         """The numbers of layers that predict further tokens, which are not read."""
         first = self.origin.shape.num_hidden_layers
-        return range(first, first + num_mtp_layers(lambda name: getattr(self.origin.config, name, None)))
+        return range(first, first + num_layers_ahead(lambda name: getattr(self.origin.config, name, None)))
 
     def _found(self, sources: Mapping[str, str | None], *, others: Sequence[str]) -> dict[str, str]:
         """The sources, if all are there and fit."""

@@ -14,18 +14,22 @@ if TYPE_CHECKING:  # records are read before anything is planned
 
 
 class ChangeOfPlan(Protocol):
-    """A change that would fit: settings to add to the command line, and the memory and the times that they lead to."""
+    """A change that would fit."""
 
     @property
-    def settings(self) -> tuple[str, ...]: ...  # noqa: D102 - see the class
+    def settings(self) -> tuple[str, ...]:
+        """Settings to add to the command line."""
+
     @property
-    def fullest(self) -> "RankMemoryPlan": ...  # noqa: D102
+    def fullest(self) -> "RankMemoryPlan":
+        """The fullest rank."""
+
     @property
-    def timed(self) -> "Timing": ...  # noqa: D102
+    def timed(self) -> "Timing":
+        """The times of a completion."""
 
     def document(self) -> dict[str, Any]:
         """Its fields in the document of a plan."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

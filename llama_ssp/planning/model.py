@@ -12,6 +12,7 @@ from llama_ssp.architectures.family import inventory, record_of
 from llama_ssp.architectures.matrices import Inventory
 from llama_ssp.architectures.reading import read_config, read_stored_format
 from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelConfig, ModelShape, read_path
+from llama_ssp.draft_heads import head_in_target
 from llama_ssp.errors import ConfigError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.settings.schema import PlanConfig
@@ -199,7 +200,7 @@ def planned_model(model: ModelConfig, *, device: str) -> PlannedModel:
             raise ConfigError(
                 f"{said('model', model.name)} needs {said('model.path', 'DIR')}, a folder with config.json"
             )
-        shape, stored = read_config(read_path(model.path), is_mtp=model.is_mtp)
+        shape, stored = read_config(read_path(model.path), of=head_in_target(model.name))
         model = replace(model, stored_dtype=stored)
     packed = model.stored_format
     if model.path is not None and (read_path(model.path) / CONFIG_FILE).is_file():

@@ -376,12 +376,6 @@ def on_block(spec: PlanSpec, size: int, *, thorough: bool = False) -> Iterator[P
         yield replace(spec, target_ranks=ranks[:-num_ranks], draft_kind=DraftLayout.own_gpu, draft_ranks=apart)
 
 
-def same_kind(spec: PlanSpec, size: int) -> PlanSpec | None:
-    """The spec on a block of another size, its draft placed as before; None if such a block has no such place."""
-    kinds = {DraftLayout.one_rank} if size == 1 else {spec.draft_kind}
-    return next((found for found in on_block(spec, size) if not spec.draft or found.draft_kind in kinds), None)
-
-
 def without_draft(spec: PlanSpec) -> PlanSpec:
     """The spec without a draft, whose own ranks the target has then."""
     ranks = spec.target_ranks if spec.backend.by_library else spec.layout.ranks

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -12,8 +12,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from llama_ssp.architectures.family import record_of
 from llama_ssp.architectures.matrices import DRAFT_WHOLE, WholeParts
 from llama_ssp.architectures.model_files import GENERATION_CONFIG_FILE, INNER_CONFIGS, TOKENIZER_FILES, read_json
-from llama_ssp.architectures.mtp import num_mtp_layers
 from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelConfig
+from llama_ssp.draft_heads import DraftHead, head_in_target, heads_in_targets
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.planning.model import number_format
@@ -31,9 +31,8 @@ from llama_ssp.storage.stored import kept_format
 from llama_ssp.weights import hub
 from llama_ssp.weights.adapter import with_adapter
 from llama_ssp.weights.checkpoint import Checkpoint, check_shape, inspect, summary
-from llama_ssp.weights.head import HeadSource, MtpSource, mtp_of, of_target
 from llama_ssp.weights.in_memory import WeightsInMemory, as_eos_ids
-from llama_ssp.weights.source import WeightSource, storage_of
+from llama_ssp.weights.source import WeightSource, storage_of, tap_source
 from llama_ssp.words import said
 
 
@@ -78,7 +77,8 @@ def find_sources(
     entries, weights = [config.model, *filter(None, [config.draft.model])], [own.weights for own in loaded]
     with raise_on_all_ranks(world.comm):
         if config.weights is WeightsKind.checkpoint and world.ranks.local_rank == 0:
-            for entry in [entry for entry, own in zip(entries, weights, strict=False) if not (own or entry.is_mtp)]:
+            of_files = [entry for entry, own in zip(entries, weights, strict=False) if not own]
+            for entry in [entry for entry in of_files if not head_in_target(entry.name)]:
                 hub.resolve(entry)
                 hub.resolve_adapter(entry)
     with raise_on_all_ranks(world.comm):
@@ -89,8 +89,9 @@ def find_sources(
             shapes, agreement = [entry.shape for entry in entries if entry.shape], config.agreement
             origins: list[WeightSource] = [*synthesize(shapes, agreement=agreement, in_16_bits=device == "cpu")]
         else:
-            origins = [own or _inspect(entry) for entry, own in zip(entries, weights, strict=False) if not entry.is_mtp]
-            origins = _with_head(*origins, is_mtp=len(origins) < len(entries))
+            in_target = head_in_target(entries[-1].name)
+            with_files = zip(entries[:1] if in_target else entries, weights, strict=False)
+            origins = _with_head(*(own or _inspect(entry) for entry, own in with_files), in_target=in_target)
         entries = [
             replace(entry, quantization=kept_format(entry.quantization, storage_of(origin), where=origin.folder))
             for entry, origin in zip(entries, origins, strict=True)
@@ -105,8 +106,7 @@ def find_sources(
         if len(entries) > 1:
             draft = _check(entries[1], origins[1], loaded[1].tokenizer, num_draft_ranks, DRAFT_WHOLE, device=device)
         check_values(config, target.origin.shape, draft.origin.shape if draft else None)
-        if _has_mtp(target.origin) and not (draft and isinstance(draft.origin, MtpSource)):
-            _log.warning("continuing without the MTP layers of %s, which draft=mtp reads", target.origin.folder)
+        _warn_of_heads(target.origin, draft.entry.name if draft else None)
         if draft and not draft.origin.shape.is_head:
             _check_vocabularies(target, draft, own_tokenizer=has_own_tokenizer(config.draft))
     return target, draft
@@ -117,7 +117,8 @@ def find_update(
 ) -> tuple[Source | None, Source | None]:
     """Find and check new weights for the models of a run, with the same outcome on every rank; None keeps a model's.
 
-    An MTP draft takes its target's. Raises as `find_sources`, and ConfigError for a model with other sizes or settings.
+    A draft head in the files of its target takes the target's. Raises as `find_sources`, and ConfigError for a model
+    with other sizes or settings.
     """
     if backend_of(kind := config.placement.target.kind).by_library:
         raise ConfigError(f"no weights can be replaced with {said('placement.target.kind', kind)}: load another pair")
@@ -133,12 +134,8 @@ def find_update(
         origins: list[WeightSource | None] = [
             _inspect(entry) if isinstance(entry, ModelConfig) else entry for entry in given
         ]
-        if len(sources) > 1 and isinstance(head := sources[1].origin, MtpSource) and origins[0]:
-            own = replace(head, target=cast("Checkpoint", origins[0]))
-            origins[1] = own if own.has_layer else None
-        elif len(sources) > 1 and isinstance(head, HeadSource) and (origins[1] or (origins[0] and head.shares_output)):
-            files, target = origins[1] or head.files, origins[0] or head.target
-            origins[1] = of_target(files, getattr(files, "head", None) or head.head, target)
+        if len(sources) > 1 and (head := tap_source(sources[1].origin)):
+            origins[1] = head.updated(*origins)
         for number, (source, origin) in enumerate(zip(sources, origins, strict=False)):
             if origin is None:
                 continue
@@ -200,21 +197,34 @@ def _inspect(entry: ModelConfig) -> WeightSource:
     return with_adapter(checkpoint, adapter) if adapter else checkpoint
 
 
-def _with_head(target: WeightSource, draft: WeightSource | None = None, *, is_mtp: bool = False) -> list[WeightSource]:
+def _with_head(
+    target: WeightSource, draft: WeightSource | None = None, *, in_target: DraftHead | None = None
+) -> list[WeightSource]:
     """The sources of a run, where a draft that is a head is joined with its target; ConfigError for a head alone."""
     if isinstance(target, Checkpoint) and target.head:
         raise ConfigError(f"{target.folder} is a draft head: give it as the draft of its target")
-    if isinstance(draft, Checkpoint) and draft.head:
-        draft = of_target(draft, draft.head, target)
-    if is_mtp:
-        draft = mtp_of(target)
-    elif draft and _has_mtp(draft) and draft.folder.resolve() == target.folder.resolve():
-        raise ConfigError(f"{draft.folder} is the target and the draft: draft=mtp drafts with its MTP layers")
+    own = draft.head if isinstance(draft, Checkpoint) else None
+    if head := in_target or own:
+        draft = imported(head.source, setting="draft")(draft, target)
+    for kind in heads_in_targets():
+        if draft and not in_target and _has_head(draft, kind) and draft.folder.resolve() == target.folder.resolve():
+            raise ConfigError(
+                f"{draft.folder} is the target and the draft: draft={kind.name} drafts with its {kind.in_target}"
+            )
     return [source for source in (target, draft) if source]
 
 
-def _has_mtp(origin: WeightSource) -> bool:
-    return isinstance(origin, Checkpoint) and num_mtp_layers(lambda name: getattr(origin.config, name, None)) > 0
+def _warn_of_heads(target: WeightSource, draft: str | None) -> None:
+    """Name the heads in a target's files that do not draft for it."""
+    for kind in heads_in_targets():
+        if _has_head(target, kind) and draft != kind.name:
+            words = kind.in_target, target.folder, kind.name
+            _log.warning("continuing without the %s of %s, which draft=%s reads", *words)
+
+
+def _has_head(origin: WeightSource, kind: DraftHead) -> bool:
+    """Whether the files of a model have a head of a kind."""
+    return isinstance(origin, Checkpoint) and kind.is_in(lambda name: getattr(origin.config, name, None))
 
 
 def _check(
@@ -226,7 +236,7 @@ def _check(
 
     compiles = device == "cpu"
     check_model(origin, num_ranks=num_ranks, quantization=entry.quantization, whole=whole, compiles=compiles)
-    if not record_of(origin.shape.model_type).is_written and isinstance(origin, Checkpoint | MtpSource):
+    if not record_of(origin.shape.model_type).is_written and (isinstance(origin, Checkpoint) or tap_source(origin)):
         from llama_ssp.models.huggingface.described import with_modules  # noqa: PLC0415 - slow import
 
         origin = with_modules(origin)

@@ -44,7 +44,7 @@ from llama_ssp.speculate.sampling.by_row import RowSteps
 from llama_ssp.speculate.sampling.rules import ForcedLengths, make_rule
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.trees import verify_tree
-from llama_ssp.weights.head import HeadSource, MtpSource
+from llama_ssp.weights.source import tap_source
 from llama_ssp.workspaces import InPlace
 
 _log = logging.getLogger(__name__)
@@ -79,8 +79,8 @@ class Models:
 
     def make_taps(self) -> Taps | None:
         """The taps of the target that a draft head will read, on the ranks that keep them; None elsewhere."""
-        head = self.sources[-1].origin if self.sources else None
-        if not isinstance(head, HeadSource | MtpSource) or not (self.draft or self.mesh.layout.is_apart):
+        head = tap_source(self.sources[-1].origin) if self.sources else None
+        if head is None or not (self.draft or self.mesh.layout.is_apart):
             return None
         dtype, width = self.sources[0].dtype or head.target.dtype, head.target.shape.hidden_size
         return Taps(head.layers, width=width, dtype=dtype, device=self.target.device)
@@ -220,7 +220,7 @@ def _shards(models: Models, config: RunConfig) -> tuple[Shard, Shard]:
     )
     if gathers or not models.sources:
         return WHOLE, WHOLE
-    has_others = isinstance(models.sources[-1].origin, HeadSource | MtpSource) or models.tokenizers
+    has_others = models.sources[-1].origin.shape.is_head or models.tokenizers
     found = draws_over_shards(
         mesh.layout, rule=config.verification.rule if sampling.temperature else AT_ZERO,
         is_certain=drafts_greedily(config.draft), vocab_size=vocab_size,

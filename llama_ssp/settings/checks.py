@@ -14,9 +14,10 @@ from llama_ssp import catalogue
 from llama_ssp.catalogue import ENDINGS_WITH_FIELDS, ModelConfig, ModelShape, ending_of, is_hub_id
 from llama_ssp.errors import refuse, unknown_name
 from llama_ssp.machines import hardware
+from llama_ssp.operators import OPERATORS
 from llama_ssp.settings import drafters, layout, schema, trees
 from llama_ssp.settings.backends import backend_of, backends
-from llama_ssp.settings.combinations import clashes
+from llama_ssp.settings.combinations import MORE, clashes
 from llama_ssp.settings.groups import chooser_of
 from llama_ssp.settings.rules import RULES
 from llama_ssp.settings.schema import PlanConfig, RunConfig
@@ -220,7 +221,8 @@ def _draft(config: RunConfig) -> Iterator[str]:
             f"give {ways}, or use task=generate"
         )
     yield from _pair(config)
-    yield from _heads_of_targets(config)
+    for ability in MORE.all().values():
+        yield from ability.problems(config)
 
 
 def _pair(config: RunConfig) -> Iterator[str]:
@@ -243,31 +245,6 @@ def _pair(config: RunConfig) -> Iterator[str]:
             f"the draft must have the target's vocabulary: {said('model', target.name)} has {target.shape.vocab_size} "
             f"tokens, draft={model.name} {model.shape.vocab_size}; drafts that fit: {names}{otherwise}"
         )
-
-
-def _heads_of_targets(config: RunConfig) -> Iterator[str]:
-    """Why a draft head cannot stand where it is given."""
-    target, draft = config.model, config.draft.model
-    if target.shape and target.shape.is_head:
-        yield f"{said('model', target.name)} is a draft head: give its target as the model, and draft={target.name}"
-    if draft and draft.is_mtp and target.shape and target.shape.model_type not in catalogue.MTP_KINDS:
-        yield catalogue.no_mtp(said("model", target.name))
-    if draft is None or not (draft.is_mtp or (draft.shape and draft.shape.is_head)):
-        return
-    own = draft.shape and (draft.shape.target_hidden_size, draft.shape.target_vocab_size)
-    if own and target.shape and (target.shape.hidden_size, target.shape.vocab_size) != own:
-        yield (
-            f"draft={draft.name} is the head of a target of width {own[0]} with {own[1]} tokens, and "
-            f"{said('model', target.name)} has width {target.shape.hidden_size} and {target.shape.vocab_size} tokens: "
-            "choose a head of this target"
-        )
-    elif draft.target and target.shape and (own_shape := catalogue.load(draft.target).shape):
-        num_layers, own_layers = target.shape.num_hidden_layers, own_shape.num_hidden_layers
-        if num_layers != own_layers and not config.is_synthetic:
-            yield (
-                f"draft={draft.name} is the head of {draft.target}, which has {own_layers} layers, and "
-                f"{said('model', target.name)} has {num_layers}: choose a head of this target"
-            )
 
 
 def _models(config: RunConfig) -> Iterator[str]:
@@ -406,6 +383,8 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
         ("cuda_graphs", not is_cut,
          f"with a target that {libraries} places: its operators are launched from Python"),
         ("own_sums", not is_cut, "without placement.target.kind=tensor, which cuts a target"),
+        ("own_sums", config.own_sums and config.device is not schema.DeviceKind.cpu
+         and OPERATORS.find("sums on cuda") is None, "without the sums of llama_ssp/rooms/gpu"),
         ("task.format", config.quiet, "with quiet=true, which prints tables alone; run.jsonl has the completions"),
         ("dry_run", config.dry_run and not task.needs_models, f"on task={task.name}, {task.why_no_plan}"),
         ("resume", not task.needs_models, f"on task={task.name}, which has no run folder"),

@@ -4,10 +4,12 @@
 when the settings are known, and again when the files have said what the models are (`ModelConfig.shape`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 
 from llama_ssp.catalogue import ModelConfig, ModelShape
+from llama_ssp.registry import Registry
 from llama_ssp.settings.backends import backend_of
 from llama_ssp.settings.drafters import DRAFTERS, drafter_of, drafts, free_drafts, has_own_tokenizer
 from llama_ssp.settings.rules import AT_ZERO, RULES, at_every_temperature, rule_of, rules
@@ -26,10 +28,6 @@ ABILITIES: dict[str, Callable[[RunConfig], object]] = {
     "forced lengths": lambda config: config.speculation.forced_lengths,
     "a draft without trees": lambda config: not drafter_of(config.draft).has_trees,
     "a draft without a model": lambda config: config.draft.model is None,
-    "a head": lambda config: _draft(config).is_mtp or ((shape := _draft(config).shape) and shape.is_head),
-    "MTP layers": lambda config: _draft(config).is_mtp,
-    "a block": lambda config: _block(config) > 0,
-    "more than a block": lambda config: _num_steps(config) > _block(config),
     "an own tokenizer": lambda config: has_own_tokenizer(config.draft),
     "a recurrent model": lambda config: _recurrent(config.model, _draft(config)),
     "a recurrent draft": lambda config: _recurrent(_draft(config)),
@@ -90,19 +88,9 @@ CLASHES: dict[tuple[str, str], str] = {
         "into a forward of the target",
     ("overlap", "a fallback"): "{overlap} drafts with the model alone: leave {fallback} out",
     ("overlap", "an own tokenizer"): "{overlap} needs a draft with the target's tokenizer: leave {own} out",
-    ("overlap", "a head"):
-        "draft={draft} is a draft head, which drafts from what the target has verified: leave {overlap} out",
-    ("an own tokenizer", "a head"): "draft={draft} is a draft head, which reads the target's tokens: leave {own} out",
     ("an own tokenizer", "a recurrent draft"):
         "{own} respells a text from several tokens back, and a layer of kind {layer}, as this {family} draft has, "
         "keeps no state there: give a draft without such layers, or with the target's tokenizer",
-    ("a block", "more than a block"):
-        "the draft head drafts blocks of {block} tokens, and {steps} are asked for: use {whole_block} or fewer, or a "
-        "tree that is no deeper",
-    ("MTP layers", "synthetic weights"):
-        "draft=mtp reads the files of the target, and weights=synthetic has none: give another draft",
-    ("MTP layers", "an adapter of the target"):
-        "draft=mtp reads the files of the target without {adapter}: leave one out",
     ("a rule without sampling", "sampling"):
         "{rule} keeps the target's distribution at temperature 0 only, and {temperature} is {degrees}: use "
         "{greedy}, {exact_rules}",
@@ -116,12 +104,47 @@ CLASHES: dict[tuple[str, str], str] = {
 """Two abilities, and why no run has both; `_words` fills in the words in braces."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ability:
+    """An ability that a room or a plugin adds to the table.
+
+    Attributes:
+        name: in the table.
+        has: whether a run has it; unknown shapes count as if they had nothing.
+        clashes: the sentences for the abilities that no run has with it, by their names; absent ones count for nothing.
+        words: those in braces of its sentences, beside `_words`.
+        problems: error sentences of a run with a draft, whatever its abilities.
+    """
+
+    name: str
+    has: Callable[[RunConfig], object]
+    clashes: Mapping[str, str] = field(default_factory=dict)
+    words: Callable[[RunConfig], Mapping[str, object]] = lambda _config: {}
+    problems: Callable[[RunConfig], Iterable[str]] = lambda _config: ()
+
+
+MORE: Registry[Ability] = Registry(setting="ability", kind=Ability)
+
+
+@cache
+def abilities() -> dict[str, Callable[[RunConfig], object]]:
+    """All abilities of the table by name, as `ABILITIES`."""
+    return ABILITIES | {name: ability.has for name, ability in MORE.all().items()}
+
+
+@cache
+def table() -> dict[tuple[str, str], str]:
+    """All pairs that no run has, as `CLASHES`."""
+    more = {(name, other): said for name, one in MORE.all().items() for other, said in one.clashes.items()}
+    return CLASHES | {both: sentence for both, sentence in more.items() if both[1] in abilities()}
+
+
 def clashes(config: RunConfig) -> Iterator[str]:
     """Yield a sentence for each pair of the table that a run has; nothing for an unknown kind of draft, or rule."""
     if DRAFTERS.problem_of(config.draft.kind) or RULES.problem_of(config.verification.rule):
         return
-    has = cache(lambda ability: bool(ABILITIES[ability](config)))
-    found = [sentence for (one, other), sentence in CLASHES.items() if has(one) and has(other)]
+    has = cache(lambda ability: bool(abilities()[ability](config)))
+    found = [sentence for (one, other), sentence in table().items() if has(one) and has(other)]
     words = _words(config) if found else {}
     yield from (sentence.format_map(words) for sentence in found)
 
@@ -146,9 +169,8 @@ def _words(config: RunConfig) -> dict[str, object]:
         "exact_rules": listed(at_every_temperature(), "or"), "timed": listed(timed, "or"),
         "temperature": key_of("sampling.temperature"), "degrees": temperature, "task": config.task.name,
         "target_kind": placement.target.kind, "draft_placement": chosen,
-        "block": _block(config), "steps": _num_steps(config),
-        "whole_block": said("speculation.num_draft_tokens", _block(config)),
         "layer": state and state.recurrent, "family": state and state.model_type,
+        **{name: value for ability in MORE.all().values() for name, value in ability.words(config).items()},
     }  # fmt: skip
 
 
@@ -164,12 +186,7 @@ def _tree(config: RunConfig) -> TreeShape | None:
         return None
 
 
-def _block(config: RunConfig) -> int:
-    shape = _draft(config).shape
-    return shape.most_drafted if shape else 0
-
-
-def _num_steps(config: RunConfig) -> int:
+def num_steps(config: RunConfig) -> int:
     """The most drafted tokens that follow one another in a round."""
     numbers = [max(ADAPTIVE_LENGTHS) if number == ADAPTIVE else number for number in drafted_of(config)]
     tree = _tree(config)

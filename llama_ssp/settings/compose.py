@@ -36,12 +36,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp import catalogue
 from llama_ssp.catalogue import GGUF, GGUF_ALONE, GROUPS, LOCAL, is_folder, is_hub_id
+from llama_ssp.draft_heads import heads_in_targets
 from llama_ssp.errors import ConfigError, refuse, similar_name, unknown_name
 from llama_ssp.foreign import counterparts
 from llama_ssp.machines import hardware
 from llama_ssp.manifest import absent
 from llama_ssp.settings import schema
-from llama_ssp.settings.drafters import MTP_DRAFTS, ModelDraftConfig, drafter_of, drafters, problem_of
+from llama_ssp.settings.drafters import ModelDraftConfig, drafter_of, drafters, problem_of
 from llama_ssp.settings.groups import MORE, whole
 from llama_ssp.settings.launchers import LAUNCHERS
 from llama_ssp.settings.schema import DERIVED, MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig
@@ -460,8 +461,9 @@ def as_settings(words: Sequence[str]) -> str | None:
 def _problems_of_option(group: str, name: str, known: Collection[str]) -> Iterator[str]:
     """Yield what is wrong with an option of a group, its name or a user's file; `known` lacks ids of the hub."""
     try:
-        if name in MTP_DRAFTS and group == "draft" and name not in known:
-            yield f"draft={name} is draft={catalogue.MTP} here: give that"
+        of_targets = [kind.name for kind in heads_in_targets() if name in kind.other_names]
+        if of_targets and group == "draft" and name not in known:
+            yield f"draft={name} is draft={of_targets[0]} here: give that"
         elif group == "hardware":
             hardware.load(name)
         elif name not in known and group in GROUPS:

@@ -12,9 +12,6 @@ from llama_ssp.settings.schema import DrafterConfig, RunConfig
 from llama_ssp.settings.tasks import NoEffect, Range
 from llama_ssp.settings.trees import TreeShape
 
-MTP_DRAFTS = {"MTP", "nextn", "NEXTN"}
-"""Names that other engines give the layers that predict further tokens."""
-
 
 class RoundSizes(Protocol):
     """The sizes of planned rounds, as `planning.spec.PlanSpec` has them."""

@@ -18,7 +18,6 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from llama_ssp.architectures.family import check_servable, text_part
-from llama_ssp.architectures.heads import HeadConfig, read_head_config
 from llama_ssp.architectures.model_files import (
     MISTRAL_ALONE,
     adapter_alone,
@@ -28,6 +27,7 @@ from llama_ssp.architectures.model_files import (
 )
 from llama_ssp.architectures.reading import shape_from
 from llama_ssp.catalogue import ADAPTER_CONFIG_FILE, CONFIG_FILE, GGUF, GGUF_ALONE, ModelConfig, ModelShape
+from llama_ssp.draft_heads import HeadFile, head_file
 from llama_ssp.errors import CheckpointError, shown
 from llama_ssp.storage.formats import PackedLayout
 from llama_ssp.storage.stored import QUANTIZATION, layout_of, unreadable
@@ -49,7 +49,7 @@ class Checkpoint:
     config: PretrainedConfig
     shape: ModelShape
     tensors: Mapping[str, ListedTensor]
-    head: HeadConfig | None = None  # of a draft head, which `weights.head` joins with its target.
+    head: HeadFile | None = None  # of a draft head, which its room joins with its target.
     context = property(attrgetter("shape.max_position_embeddings"))
 
     @property
@@ -71,7 +71,7 @@ def inspect(folder: Path, *, config_alone: bool = False) -> Checkpoint:
     """
     require_folder(folder)
     content = read_model_config(folder)
-    head = read_head_config(content, folder / CONFIG_FILE)
+    head = head_file(content, folder / CONFIG_FILE)
     text = text_part(content)
     config, layout = _read_config(folder, text if head is None else head.sizes)
     try:

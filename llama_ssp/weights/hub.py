@@ -11,10 +11,10 @@ from pathlib import Path
 
 from huggingface_hub import constants, errors, get_token, model_info, snapshot_download, try_to_load_from_cache
 
-from llama_ssp import words
-from llama_ssp.architectures.heads import read_head_config
+from llama_ssp import manifest, words
 from llama_ssp.architectures.model_files import ADAPTER_FILE, MODELOPT_FILE, other_kind, read_json
 from llama_ssp.catalogue import ADAPTER_CONFIG_FILE, CONFIG_FILE, ModelConfig, is_hub_id, read_path
+from llama_ssp.draft_heads import head_file
 from llama_ssp.errors import CheckpointError
 
 WEIGHTS = "model*.safetensors"
@@ -30,7 +30,9 @@ def resolve(model: ModelConfig) -> Path:
     if model.path is not None:
         return read_path(model.path)
     if model.shipped:
-        return Path(str(files("llama_ssp"))) / "shipped" / model.name
+        places = Path(str(files("llama_ssp"))), *(manifest.FOLDER / room for room in manifest.present())
+        folders = [place / "shipped" / model.name for place in places]
+        return next(filter(Path.is_dir, folders), folders[0])
     if model.hub_id is None:
         raise CheckpointError(f"model {model.name} names no files: {words.said('model.path', 'DIR')} is required")
     with _one_sentence(model):
@@ -145,7 +147,7 @@ def _without_weights(model: ModelConfig, folder: Path, *, has_them: bool) -> str
         "no others are read: choose another repository, or "
     )
     file = folder / CONFIG_FILE
-    if file.is_file() and read_head_config(read_json(file), file):
+    if file.is_file() and head_file(read_json(file), file):
         download = f"{download_command(model)} --local-dir DIR"
         return fault + f"run {download} and give {words.said('draft.model.path', 'DIR')}, which says how to convert it"
     return fault + f"save it with save_pretrained and give {words.said('model.path', 'DIR')}"

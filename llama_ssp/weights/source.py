@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Protocol, TypedDict, Unpack
+from typing import Protocol, TypedDict, Unpack, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import CheckpointError
@@ -69,6 +69,44 @@ class WeightSource(Protocol):
 
     def read(self, name: str, **wanted: Unpack[Wanted]) -> Tensor:
         """Return one of `tensors` or a slice of it, contiguous and not shared."""
+
+
+class TapSource(WeightSource, Protocol):
+    """The source of a draft head, which reads hidden states of its target; `shape.is_head` tells it from a model's.
+
+    Attributes:
+        target: the source of the model that it drafts for.
+        layers: those of the target whose inputs it reads; their number for the output behind the last one.
+        lean_runner, library_runner: `module:class` of the head as our decoder, and on the library's modules.
+        ties: whether its output can be its embedding.
+        first_norms: the names of norms that its first layer alone has.
+        places: where modules of its first layer stand that no other one has, by their names in its inventory.
+    """
+
+    target: WeightSource
+    lean_runner: str
+    library_runner: str
+    ties: bool
+    first_norms: Sequence[str]
+    places: Mapping[str, str]
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """See the class."""
+
+    def more_parameters(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of parameters besides its layers and vocabularies, by name."""
+
+    def extend(self, model: PreTrainedModel) -> None:
+        """Add the modules that a model of its layers in the library lacks."""
+
+    def updated(self, target: WeightSource | None, files: WeightSource | None) -> WeightSource | None:
+        """The source with other weights of the target, or of its own files; None if it goes on with those it has."""
+
+
+def tap_source(origin: WeightSource) -> TapSource | None:
+    """A source as that of a draft head; None for a model's."""
+    return cast("TapSource", origin) if origin.shape.is_head else None
 
 
 PACKED = attrgetter("storage")

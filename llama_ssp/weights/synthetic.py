@@ -2,9 +2,9 @@
 
 Target and draft compute the same small model, `tiny`, or `tiny-draft` if one of the shapes is too narrow for `tiny` or
 has tied embeddings. Noise on the draft's output head sets the agreement of the two; `training.agreement` measured which
-noise gives which agreement, and stored it in a file. A draft head computes the shipped head `tiny-eagle`, with noise on
-its output head too: one layer cannot compute `tiny`, so it agrees as often as `tiny-eagle` at most. Module `expansion`
-places the numbers. A tensor or slice is made on its device when it is read.
+noise gives which agreement, and stored it in a file. A draft head computes a shipped head, which its room names,
+with noise on its output head too: one layer cannot compute `tiny`, so it agrees as often as that head at most. Module
+`expansion` places the numbers. A tensor or slice is made on its device when it is read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,15 +22,16 @@ from transformers import LlamaConfig, PretrainedConfig
 from llama_ssp import catalogue
 from llama_ssp.architectures.model_files import AGREEMENT_FILE, read_json
 from llama_ssp.catalogue import ModelShape
+from llama_ssp.draft_heads import head_synthesis
 from llama_ssp.errors import ConfigError
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
 from llama_ssp.weights.expansion import Implant, obstacle
-from llama_ssp.weights.head import TOKEN_MAP, HeadSource, of_target
 from llama_ssp.weights.source import TensorFacts, Wanted, WeightSource
 
 SMALL_MODELS = ("tiny", "tiny-draft")
-SMALL_HEAD = "tiny-eagle"  # of the first one.
+TOKEN_MAP = "d2t"
+"""The tensor of a head with the tokens of its target that it drafts."""
 _LAYER_TENSORS = (
     *(f"self_attn.{kind}_proj" for kind in "qkvo"),
     *(f"mlp.{kind}_proj" for kind in ("gate", "up", "down")),
@@ -122,9 +123,7 @@ class Synthetic:
         return Implant(self.small.shape, self.shape, small_eps=config.rms_norm_eps, small_theta=theta)
 
 
-def synthesize(
-    shapes: Sequence[ModelShape], *, agreement: float, in_16_bits: bool = False
-) -> list[Synthetic | HeadSource]:
+def synthesize(shapes: Sequence[ModelShape], *, agreement: float, in_16_bits: bool = False) -> list[WeightSource]:
     """Make the sources of a target, or of a target and its draft, which may be a head; no tensor is made yet.
 
     `agreement` is the probability that a drafted token is accepted, as measured by `training.agreement`. ConfigError if
@@ -133,23 +132,12 @@ def synthesize(
     target_shape, *others = shapes
     small = choose_small(shapes)
     target = Synthetic(small=small, shape=target_shape, in_16_bits=in_16_bits)
-    drafts = [
-        _head_of(target, shape, agreement) if shape.is_head
+    drafts: list[WeightSource] = [
+        head_synthesis()(target, shape, agreement) if shape.is_head
         else replace(target, shape=shape, noise=noise_for(small.folder, agreement))
         for shape in others
     ]  # fmt: skip
     return [target, *drafts]
-
-
-def _head_of(target: Synthetic, shape: ModelShape, agreement: float) -> HeadSource:
-    files = inspect(hub.resolve(catalogue.load(SMALL_HEAD)))
-    assert files.head
-    small = of_target(files, files.head, target.small)
-    if reason := obstacle(small.shape, shape):
-        raise ConfigError(f"weights=synthetic needs the shape of a head that can hold {SMALL_HEAD} ({reason})")
-    recipe = replace(target, small=small, shape=shape, noise=noise_for(files.folder, agreement))
-    head = replace(small.head, layers=target.layers_of(small.layers), target_hidden_size=shape.hidden_size)
-    return of_target(recipe, head, target)
 
 
 def choose_small(shapes: Sequence[ModelShape]) -> Checkpoint:

@@ -10,7 +10,7 @@ import pytest
 from llama_ssp.architectures.reading import read_config
 from llama_ssp.settings import drafters
 from llama_ssp.settings.backends import BACKENDS, Backend
-from llama_ssp.settings.combinations import CLASHES
+from llama_ssp.settings.combinations import table
 from llama_ssp.settings.compose import compose, to_run_config
 from llama_ssp.settings.schema import RunConfig
 from tests.helpers import one_pass_heads
@@ -43,7 +43,7 @@ TOGETHER = {
     ("a dynamic tree", "a draft without a model"): "draft=ngram speculation.tree=dynamic-8x3x3",
     ("a tree", "overlap"): f"speculation.tree=2x1 {_OVERLAP}",
     ("a rule without sampling", "sampling"): "verification=greedy sampling.temperature=0.7",
-    ("an own tokenizer", "a head"): "draft=tiny-eagle draft.tokenizer=own",
+    ("a head", "an own tokenizer"): "draft=tiny-eagle draft.tokenizer=own",
     ("overlap", "a draft on shared ranks"): "speculation.overlap=true placement=sharded",
     ("chats", "synthetic weights"): "chat=true weights=synthetic model=smollm2_135M draft=none task=generate",
     ("MTP layers", "synthetic weights"): "weights=synthetic model={mtp} draft=mtp",
@@ -80,7 +80,7 @@ def config_of(words: list[str], abilities: Collection[str] = ()) -> RunConfig:
 
 
 def has_sentence(message: str, both: tuple[str, str]) -> bool:
-    return all(part in message for part in re.split(r"\{\w+\}", CLASHES[both]))
+    return all(part in message for part in re.split(r"\{\w+\}", table()[both]))
 
 
 def patch(names: Collection[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ Shapes: L pairs of a row, E width, X taps, D drafted tokens, V vocabulary, H hea
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -14,8 +14,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
-from llama_ssp.weights.head import HeadSource, of_target
 from tests.helpers import models
+from tests.helpers.rooms import of_heads
+
+if TYPE_CHECKING:
+    from llama_ssp.rooms.heads.sources import HeadSource
 
 SIZES = {
     "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 320,
@@ -63,7 +66,7 @@ def save_original(folder: Path, tensors: Mapping[str, Tensor], **changed: Any) -
 
 def save_small_pair(
     folder: Path, family: str = "llama", changed: dict[str, Any] | None = None, of_head: dict[str, Any] | None = None
-) -> tuple[Checkpoint, HeadSource]:
+) -> "tuple[Checkpoint, HeadSource]":
     """Save a target of six layers and a head for it, all of whole blocks; fields of their configs may be changed."""
     of_both = {"hidden_size": SMALL_WIDTH, "head_dim": 16, "vocab_size": 224}
     models.build_checkpoint(folder / "target", family, **of_both | {"num_hidden_layers": 6} | (changed or {}))
@@ -72,11 +75,11 @@ def save_small_pair(
     return inspect_pair(folder)
 
 
-def inspect_pair(folder: Path) -> tuple[Checkpoint, HeadSource]:
+def inspect_pair(folder: Path) -> "tuple[Checkpoint, HeadSource]":
     """The target and the head for it in a folder."""
     head, target = inspect(folder / "head"), inspect(folder / "target")
     assert head.head
-    return target, of_target(head, head.head, target)
+    return target, of_heads("sources").of_target(head, head.head, target)
 
 
 def save_speculator(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import Runner
-from llama_ssp.speculate.drafters.head import HeadDrafter
+from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.sampling.trees import Tree
@@ -32,7 +32,7 @@ Seen = list[tuple[list[int], Tensor, Tensor]]
 
 
 def decode(  # noqa: PLR0913
-    target: Runner, kind: type[HeadDrafter], head: Any, layers: Sequence[int], *, width: int,  # noqa: ANN401
+    target: Runner, kind: Callable[[DrafterParts], Drafter], head: Any, layers: Sequence[int], *, width: int,  # noqa: ANN401
     prompts: Sequence[tuple[int, ...]],
     num_new: int = 12, tree: Tree | str | None = None, seen: Seen | None = None,
     choices: Sequence[DraftChoice] = (), reuses: bool = True, num_drafted: int = NUM_DRAFTED, **how: Any,  # noqa: ANN401
@@ -42,7 +42,7 @@ def decode(  # noqa: PLR0913
 
     def make_drafter(rule: Any) -> Any:  # noqa: ANN401 - any rule
         sizes: Any = {"num_draft_tokens": num_drafted, "tree": tree, "vocab_size": target.vocab_size}
-        drafter: Any = kind(parts_of(head=head, taps=taps, rule=rule, **sizes))
+        drafter: Any = kind(parts_of(head, taps=taps, rule=rule, **sizes))
         propose = drafter.propose
 
         def watched(rows: Any, **named: Any) -> Any:  # noqa: ANN401

@@ -7,17 +7,19 @@ X taps, D drafted tokens, V vocabulary, S width of the Markov head.
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.weights.checkpoint import Checkpoint
-from llama_ssp.weights.head import HeadSource
 from tests.helpers import models
 from tests.helpers.draft_heads import inspect_pair, norm, turned
+
+if TYPE_CHECKING:
+    from llama_ssp.rooms.heads.sources import HeadSource
+    from llama_ssp.weights.checkpoint import Checkpoint
 
 WIDTH, HEADS, KEYS, DIM, UNITS, VOCABULARY, DRAFTED, MASK, RANK = 64, 4, 2, 16, 96, 224, 112, 220, 16
 LAYERS, FOUR_LAYERS = (1, 2, 4), (1, 2, 3, 4)
@@ -110,7 +112,7 @@ def save_head(folder: Path, layout: str, tensors: Mapping[str, Tensor] | None = 
 
 def save_pair(
     folder: Path, layout: str, *, likely: int = VOCABULARY, **changed: Any  # noqa: ANN401
-) -> tuple[Checkpoint, HeadSource]:  # fmt: skip
+) -> "tuple[Checkpoint, HeadSource]":  # fmt: skip
     """Save a target of six layers, and a head for it; both mostly choose the first `likely` tokens."""
     models.build_checkpoint(folder / "target", "llama", hidden_size=WIDTH, head_dim=DIM, vocab_size=VOCABULARY,
                             num_hidden_layers=6)  # fmt: skip

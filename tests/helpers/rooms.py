@@ -2,14 +2,17 @@
 
 import re
 from dataclasses import replace
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from llama_ssp import manifest
 from llama_ssp.settings.drafters import DRAFTERS
 from llama_ssp.settings.schema import DrafterConfig
-from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts
+
+if TYPE_CHECKING:  # the configuration of the tests imports no torch, and no client of the hub
+    from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts
 
 
 def need(room: str) -> None:
@@ -30,9 +33,15 @@ def copies(**settings: Any) -> DrafterConfig:  # noqa: ANN401 - of `NgramConfig`
     return DRAFTERS.of("ngram").config(kind="ngram", **settings)
 
 
-def copying(parts: DrafterParts) -> Drafter:
+def copying(parts: "DrafterParts") -> "Drafter":
     """A drafter by prompt look-up, by default in a row's own text."""
     own = copies(longest=3, history=0)
     from llama_ssp.rooms.copies.drafter import NgramDrafter
 
     return NgramDrafter(parts if isinstance(parts.config, type(own)) else replace(parts, config=own))
+
+
+def of_heads(module: str) -> Any:  # noqa: ANN401 - a module
+    """A module of the room of draft heads."""
+    need("heads")
+    return import_module(f"llama_ssp.rooms.heads.{module}")

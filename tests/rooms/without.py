@@ -81,6 +81,10 @@ def names_none(folder: Path, rooms: Sequence[str]) -> None:
             if kind == "field":
                 (folder / "field.jsonl").write_text(json.dumps({name: "1"}))
                 words = ["run", "task=generate", "prompts=field.jsonl"]
+            if kind == "config.json":
+                (folder / "other").mkdir(exist_ok=True)
+                (folder / "other" / "config.json").write_text(json.dumps({name: 1}))
+                words = ["run", "draft=local", "draft.model.path=other"]
             if kind == "setting":
                 words = ["plan", "hardware=h100", f"{name}=x"]
             if kind == "argument":

@@ -6,7 +6,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,30 +22,25 @@ from llama_ssp.models.huggingface.experts import experts_of
 from llama_ssp.models.huggingface.modules import build_empty, is_linear
 from llama_ssp.models.huggingface.recurrent import mixers_of, shared_heads, state_of
 from llama_ssp.models.tensor_parallel import RECURRENT, cut_dim
-from llama_ssp.weights.checkpoint import Checkpoint, inspect
-from llama_ssp.weights.head import MtpSource, mtp_of
+from llama_ssp.weights.checkpoint import inspect
+from llama_ssp.weights.source import WeightSource
 
-_Origin = TypeVar("_Origin", bound=Checkpoint | MtpSource)
+_Origin = TypeVar("_Origin", bound=WeightSource)
 
 _LAYER = re.compile(r"\.\d+\.")
 _IN_LAYER = re.compile(r"\.\d+\.(?:(?!self_attn\.gate_proj)\w+\.(?=.*\.))?")
 """The prefix of the name of a module's parameter within a layer, with the name of the layer's part if it has parts."""
 
 
-def describe(folder: Path, *, is_mtp: bool = False) -> ModelShape:
-    """The sizes of a model, or of its MTP head, with its modules, from its config.json alone.
-
-    Raises what a run on one rank would.
-    """
-    origin = inspect(folder, config_alone=True)
-    if not is_mtp:
-        return with_modules(origin).shape
-    return head.shape if (head := mtp_of(origin)).shape.modules else with_modules(head).shape
+def describe(folder: Path) -> ModelShape:
+    """The sizes of a model, with its modules, from its config.json alone; raises what a run on one rank would."""
+    return with_modules(inspect(folder, config_alone=True)).shape
 
 
 def with_modules(origin: _Origin) -> _Origin:
     """A checkpoint, or an MTP head, whose shape has the modules of its model."""
-    return replace(origin, shape=replace(origin.shape, modules=modules_of(build_empty(origin), origin.shape)))
+    shape = replace(origin.shape, modules=modules_of(build_empty(origin), origin.shape))
+    return replace(cast("Any", origin), shape=shape)  # type: ignore[no-any-return]
 
 
 def modules_of(model: PreTrainedModel, shape: ModelShape) -> Inventory:

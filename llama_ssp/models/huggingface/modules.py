@@ -43,7 +43,7 @@ from llama_ssp.models.weights import (
 )
 from llama_ssp.registry import imported
 from llama_ssp.storage.formats import NO_QUANTIZATION, easiest_format
-from llama_ssp.weights.source import WeightSource
+from llama_ssp.weights.source import WeightSource, tap_source
 from llama_ssp.words import said
 
 
@@ -92,12 +92,8 @@ def build_empty(origin: WeightSource) -> PreTrainedModel:
     with config_errors(origin.folder), _parameters_on_meta():
         model: PreTrainedModel = model_class(config)
         model.tie_weights(recompute_mapping=False)
-        if origin.shape.is_head:  # see `architectures.mtp`
-            width: int = config.hidden_size
-            layer: Any = model.get_decoder().layers[0]
-            norm: Any = type(layer.input_layernorm)
-            layer.enorm, layer.hnorm = (norm(width, eps=config.rms_norm_eps) for _ in range(2))
-            layer.eh_proj = nn.Linear(2 * width, width, bias=False)
+        if head := tap_source(origin):
+            head.extend(model)
     adapt(model)
     for name in model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys():
         path, _, leaf = name.rpartition(".")

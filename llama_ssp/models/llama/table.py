@@ -11,14 +11,13 @@
     model.norm                         (E,)
     lm_head                            (V, E)    vocabulary
 
-The first layer of a head that reads pairs has products of embedding and hidden state; `model.fc` with its norms reads
-taps. For heads of one pass see `llama.one_pass`, for MTP layers `architectures.mtp`.
+What a draft head has besides, its source says (`weights.source.TapSource`).
 
 Shapes: V vocabulary, E hidden size, D head dim.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,13 +25,10 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from llama_ssp.architectures.family import check_servable, inventory, record_of
-from llama_ssp.architectures.heads import DFLASH, MASK, PEAGLE, HeadConfig
 from llama_ssp.architectures.matrices import HEAD_CUTS, Inventory, Matrix, WholeParts, cut_of
-from llama_ssp.architectures.mtp import JOIN, JOINED_NORMS
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.models.weights import LINEAR, OTHER, Loading, Matched, Parameter, StoredSlice, Weights, config_errors
-from llama_ssp.weights.head import HeadSource
-from llama_ssp.weights.source import WeightSource
+from llama_ssp.weights.source import TapSource, WeightSource, tap_source
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -42,7 +38,7 @@ def llama_table(
     shape: ModelShape,
     *,
     whole: WholeParts = WholeParts.none,
-    head: HeadConfig | None = None,
+    head: TapSource | None = None,
 ) -> dict[str, Parameter]:
     """The parameters of a whole model, of a Llama kind (`loading.is_llama_kind`), in the order of the decoder.
 
@@ -50,7 +46,7 @@ def llama_table(
         config: of the model, or of the model whose layers a head has.
         shape: of the model or the head.
         whole: parts that every rank holds.
-        head: None for a model, and for MTP layers.
+        head: the source of a draft head; None for a model.
     """
     family, held = record_of(config.model_type), inventory(shape).keeping(whole)
     biased = {matrix.module for matrix in held.layer if matrix.has_bias}
@@ -58,29 +54,28 @@ def llama_table(
         biased = {name for field, names in family.biased_by.items() if getattr(config, field, False) for name in names}
     (embedding,), norm = held.embeddings, Parameter((shape.hidden_size,))
     head_norms = dict.fromkeys(_HEAD_NORMS if family.norms_heads else (), Parameter((shape.head_dim,)))
-    of_pairs = ("hidden_norm",) if head and head.kind != DFLASH else JOINED_NORMS if shape.is_head and not head else ()
+    of_first, places = (head.first_norms, head.places) if head else ((), {})
     table = {OUTPUT: _weight(held.head or embedding, OTHER), EMBEDDING: _weight(embedding, OTHER)}
     for number in range(shape.num_hidden_layers):
         place = f"model.layers.{number}"
-        for matrix in _of_layer(held, number):
-            table |= _linear(place, matrix, has_bias=matrix.module in biased)
-        norms = dict.fromkeys((*_NORMS, *(of_pairs if number == 0 else ())), norm)
+        for matrix in _of_layer(held, number, places):
+            table |= _linear(place, matrix, places.get(matrix.module), has_bias=matrix.module in biased)
+        norms = dict.fromkeys((*_NORMS, *(of_first if number == 0 else ())), norm)
         table |= {f"{place}.{name}.weight": parameter for name, parameter in (head_norms | norms).items()}
-    return {**table, **(_of_head(head, shape) if head else {}), "model.norm.weight": norm}
+    more = {name: Parameter(size) for name, size in head.more_parameters().items()} if head else {}
+    return {**table, **more, "model.norm.weight": norm}
 
 
-def _of_layer(held: Inventory, number: int) -> list[Matrix]:
-    """The matrices of a layer; of two of one name, the first is the first layer's."""
+def _of_layer(held: Inventory, number: int, places: Collection[str]) -> list[Matrix]:
+    """The matrices of a layer; of two of one name, the first is the first layer's, which has the `places` alone."""
     found: dict[str, Matrix] = {}
     for matrix in held.layer:
         if matrix.module not in found or number:
             found[matrix.module] = matrix
-    return [matrix for matrix in found.values() if matrix.module != FC or number == 0]
+    return [matrix for matrix in found.values() if matrix.module not in places or number == 0]
 
 
 _NORMS, _HEAD_NORMS = ("input_layernorm", "post_attention_layernorm"), ("self_attn.q_norm", "self_attn.k_norm")
-FC = "fc"
-"""The product of a head that maps taps to a hidden state."""
 
 
 def _weight(matrix: Matrix, role: str = LINEAR) -> Parameter:
@@ -88,35 +83,13 @@ def _weight(matrix: Matrix, role: str = LINEAR) -> Parameter:
     return Parameter((matrix.num_rows, matrix.num_columns), role, matrix.cut, units)
 
 
-def _linear(place: str, matrix: Matrix, *, has_bias: bool) -> Iterator[tuple[str, Parameter]]:
-    """Weight and bias of a linear layer at its place."""
-    name, weight = f"model.{FC}", _weight(matrix)
-    if matrix.module == JOIN:
-        name = f"{place}.{JOIN}"
-    elif matrix.module != FC:
-        name = f"{place}.{'self_attn' if cut_of(matrix.module) in HEAD_CUTS else 'mlp'}.{matrix.module}"
+def _linear(layer: str, matrix: Matrix, place: str | None, *, has_bias: bool) -> Iterator[tuple[str, Parameter]]:
+    """Weight and bias of a linear layer, at its place in attention or MLP unless another one is given."""
+    weight = _weight(matrix)
+    name = place or f"{layer}.{'self_attn' if cut_of(matrix.module) in HEAD_CUTS else 'mlp'}.{matrix.module}"
     yield f"{name}.weight", weight
     if has_bias:
         yield f"{name}.bias", Parameter((matrix.num_rows,), dim=0 if matrix.cut == 0 else None, units=weight.units)
-
-
-def _of_head(head: HeadConfig, shape: ModelShape) -> dict[str, Parameter]:
-    """Parameters of a head outside its layers: norms of taps, the tap of a mask token, and a Markov head."""
-    tap, width = head.target_hidden_size, shape.hidden_size
-    sizes: dict[str, tuple[int, ...]] = {}
-    if head.norms_taps == "fc_norm":
-        sizes |= {f"fc_norm.{number}.weight": (tap,) for number in range(shape.num_taps)}
-    elif head.norms_taps:
-        sizes["input_norm.weight"] = (shape.num_taps * tap,)
-    if head.kind == DFLASH:
-        sizes["hidden_norm.weight"] = (width,)
-    if head.kind == PEAGLE:
-        sizes[MASK] = (shape.num_taps * tap,)
-    sizes |= {f"{MARKOV}.{name}": size for name, size in head.markov_sizes(width, shape.num_token_ids).items()}
-    return {f"model.{name}": Parameter(size) for name, size in sizes.items()}
-
-
-MARKOV = "markov_head"
 
 
 def match_lean(origin: WeightSource, whole: WholeParts) -> Matched:
@@ -124,10 +97,10 @@ def match_lean(origin: WeightSource, whole: WholeParts) -> Matched:
     check_servable(lambda name: getattr(origin.config, name, None))
     with config_errors(origin.folder):
         rotary_of(origin.config)
-    head = origin.head if isinstance(origin, HeadSource) else None
+    head = tap_source(origin)
     table = llama_table(origin.config, origin.shape, whole=whole, head=head)
     named = {name if name in table else f"model.{name}": name for name in origin.tensors}
-    ties = {OUTPUT: EMBEDDING} if origin.config.tie_word_embeddings and not head else {}
+    ties = {OUTPUT: EMBEDDING} if origin.config.tie_word_embeddings and (head is None or head.ties) else {}
     return Matched(origin, table, named=named, ties=ties)
 
 

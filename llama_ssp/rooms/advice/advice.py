@@ -25,7 +25,7 @@ from llama_ssp.machines import hardware as machines
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.memory import RankMemoryPlan, fits, fullest_rank, largest_batch, largest_context
 from llama_ssp.planning.model import planned_model
-from llama_ssp.planning.spec import PlanSpec, block_sizes, on_block, same_kind, without_draft
+from llama_ssp.planning.spec import PlanSpec, block_sizes, on_block, without_draft
 from llama_ssp.planning.timing import Timing, timing
 from llama_ssp.rooms.advice.search import MOST_NODES, by_length, in_formats, length_setting, placement_settings
 from llama_ssp.settings.schema import DraftLayout
@@ -100,6 +100,12 @@ def better_draft(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Ite
             f"draft={gains[most]} is forecast to give {most:.2f}x with its best K, {spec.draft.name} {here:.2f}x with "
             "its own"
         )
+
+
+def same_kind(spec: PlanSpec, size: int) -> PlanSpec | None:
+    """The spec on a block of another size, its draft placed as before; None if such a block has no such place."""
+    kinds = {DraftLayout.one_rank} if size == 1 else {spec.draft_kind}
+    return next((found for found in on_block(spec, size) if not spec.draft or found.draft_kind in kinds), None)
 
 
 def faster_on_fewer(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:

@@ -29,9 +29,12 @@ class Choices(Protocol):
     """What a search has found for a machine, as docs/reference/plan-document.md describes it."""
 
     @property
-    def machine(self) -> HardwareConfig: ...  # noqa: D102 - see the class
+    def machine(self) -> HardwareConfig:
+        """The machine."""
+
     @property
-    def choices(self) -> Sequence[Mapping[str, Any]]: ...  # noqa: D102
+    def choices(self) -> Sequence[Mapping[str, Any]]:
+        """Uses of it, the best first."""
 
 
 def draw(content: Plan | Choices, file: Path) -> None:

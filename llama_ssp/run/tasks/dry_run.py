@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from llama_ssp.architectures.reading import check_readable, read_config, read_stored_format
 from llama_ssp.catalogue import ModelConfig, read_path
+from llama_ssp.draft_heads import head_in_target
 from llama_ssp.errors import CapacityError, ConfigError, refuse
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
@@ -183,7 +184,7 @@ def with_sizes(config: _Config, *, is_plan: bool = False) -> _Config:
         from llama_ssp.weights import hub  # noqa: PLC0415 - other plans need no client of the hub
 
         folder = hub.find_config(model, is_enough=is_plan)
-        shape, stored = read_config(folder, is_mtp=model.is_mtp)
+        shape, stored = read_config(folder, of=head_in_target(model.name))
         return replace(model, shape=shape, stored_dtype=stored, stored_format=read_stored_format(folder, shape))
 
     draft = replace(config.draft, model=config.draft.model and filled(config.draft.model))
@@ -253,7 +254,7 @@ def check_models(config: RunConfig, *, world_size: int = 1) -> None:
             folder = hub.find_config(model)
         shape = model.shape
         if folder:
-            shape = check_readable(folder, model.quantization, num_ranks=num_ranks, is_mtp=model.is_mtp)
+            shape = check_readable(folder, model.quantization, num_ranks=num_ranks, of=head_in_target(model.name))
         shapes.append(shape)
     check_values(config, *shapes)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from llama_ssp.architectures.engine import CATCH_UP_CHUNK
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.prefill import Buckets, Prompts
-from llama_ssp.models.runner import Head, Runner, TreePlaces
+from llama_ssp.models.runner import Cached, Runner, TreePlaces
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import DrafterConfig
 from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
@@ -34,8 +34,8 @@ class DrafterParts:
     Attributes:
         num_draft_tokens: the most tokens that a round drafts.
         vocab_size: V of the target.
-        runner: the draft model or this rank's slice of it, for kinds of draft that have a model.
-        head: the same of a draft that is a head.
+        runner: the draft model or this rank's slice of it, for kinds of draft that have a model; of a draft head what
+            its source names.
         comm: the ranks that share the draft model; None if it is not split.
         taps: of the target, for a draft head.
         tree: of the drafted tokens; None for a chain.
@@ -50,8 +50,7 @@ class DrafterParts:
     num_draft_tokens: int
     vocab_size: int
     device: torch.device
-    runner: Runner | None = None
-    head: Head | None = None
+    runner: Any = None
     comm: Comm | None = None
     tokenizers: TokenizerPair | None = None
     taps: Taps | None = None
@@ -132,7 +131,7 @@ class StepwiseDrafter:
     They draft chains of K tokens, or trees, level by level.
     """
 
-    def __init__(self, runner: Runner | Head, parts: DrafterParts) -> None:
+    def __init__(self, runner: Cached, parts: DrafterParts) -> None:
         self._tree, self._num_rolled_back = parts.tree, parts.num_draft_tokens + parts.num_ahead
         self.runner, self.num_draft_tokens, self.vocab_size = runner, parts.num_draft_tokens, parts.vocab_size
         self.repeats_operators, self.reads_by_length = runner.repeats_operators, runner.reads_by_length

@@ -1,12 +1,11 @@
 """Makes the drafters of a rank from the run's settings and placement."""
 
 from dataclasses import replace
-from typing import cast
 
 import torch
 
 from llama_ssp.models.cache import Taps
-from llama_ssp.models.runner import Head, Runner
+from llama_ssp.models.runner import Cached, Runner
 from llama_ssp.ranks.comms import Mesh
 from llama_ssp.registry import imported
 from llama_ssp.settings.drafters import drafter_of, drafts_greedily, of_kind
@@ -33,7 +32,7 @@ def make_drafters(  # noqa: PLR0913 - what drafts of all kinds need
     *,
     mesh: Mesh,
     target: Runner,
-    runner: Runner | Head | None,
+    runner: Cached | None,
     split: BatchSplit | None = None,
     tokenizers: TokenizerPair | None = None,
     taps: Taps | None = None,
@@ -63,8 +62,7 @@ def make_drafters(  # noqa: PLR0913 - what drafts of all kinds need
 
     parts = DrafterParts(
         config=config.draft, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=vocab_size, device=device,
-        runner=None if taps else cast("Runner | None", runner), head=cast("Head", runner) if taps else None,
-        comm=mesh.draft, tokenizers=tokenizers, taps=taps, tree=tree, prepared=prepared,
+        runner=runner, comm=mesh.draft, tokenizers=tokenizers, taps=taps, tree=tree, prepared=prepared,
         num_ahead=(num_draft_tokens - 1) * config.speculation.overlap,
         first_row=(lambda num_rows: split.own_rows(num_rows).start) if split else (lambda _num_rows: 0),
     )  # fmt: skip
@@ -83,7 +81,7 @@ def make_drafters(  # noqa: PLR0913 - what drafts of all kinds need
     assert own
     if not (fallback := config.speculation.adapts and config.draft.fallback):
         return [own]
-    return [own, _made(replace(parts, config=of_kind(fallback), runner=None, head=None, prepared=None))]
+    return [own, _made(replace(parts, config=of_kind(fallback), runner=None, prepared=None))]
 
 
 def _made(parts: DrafterParts) -> Drafter:

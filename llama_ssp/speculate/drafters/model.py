@@ -14,9 +14,7 @@ from llama_ssp.models.runner import Runner, TreePlaces
 from llama_ssp.models.upload import to_device
 from llama_ssp.ranks.comms import Reads
 from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts, StepwiseDrafter, catch_up, take_in
-from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.drafters.intersection import IntersectionDrafter
-from llama_ssp.speculate.drafters.one_pass import OnePassDrafter
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.trees import Level, ReadLevel
 
@@ -91,5 +89,6 @@ class ModelDrafter(StepwiseDrafter):
 def make(parts: DrafterParts) -> Drafter:
     """Make the drafter on a rank that holds the draft model or a slice of it; see `drafters.maker`."""
     if parts.taps:  # which only a head reads
-        return OnePassDrafter(parts) if hasattr(parts.head, "draft") else HeadDrafter(parts)
+        drafter: Drafter = parts.runner.make_drafter(parts)
+        return drafter
     return IntersectionDrafter(parts) if parts.tokenizers else ModelDrafter(parts)

@@ -14,10 +14,10 @@ from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.memory import fits, fullest_rank, memory
 from llama_ssp.planning.plan import make_plan, shortage
-from llama_ssp.planning.spec import PlanSpec, same_kind, without_draft
+from llama_ssp.planning.spec import PlanSpec, without_draft
 from llama_ssp.reports.plan_tables import show
 from llama_ssp.rooms.advice import advice as changes
-from llama_ssp.rooms.advice.advice import Loss, changes_that_fit, faster_on_fewer
+from llama_ssp.rooms.advice.advice import Loss, changes_that_fit, faster_on_fewer, same_kind
 from llama_ssp.run.commands import plan
 from llama_ssp.settings.schema import DraftLayout
 from llama_ssp.words import rounded
@@ -261,3 +261,9 @@ def test_a_plan_that_does_not_fit_names_changes_that_do() -> None:
         changed = planned(*kept, *change["settings"])
         assert changed["fits"]
         assert max(rank["needed_bytes"] for rank in changed["memory"]) == change["needed_bytes"]
+
+
+def test_a_block_of_another_size_keeps_the_kind_of_the_draft() -> None:
+    sharded = make_spec("13B", "7B", num_ranks=4, draft_kind=DraftLayout.sharded)
+    assert same_kind(sharded, 2) == make_spec("13B", "7B", num_ranks=2, draft_kind=DraftLayout.sharded)
+    assert same_kind(sharded, 1) == make_spec("13B", "7B")

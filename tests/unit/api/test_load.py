@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from benchmarks.families import MORE
 from llama_ssp import load
+from llama_ssp.api.elsewhere import ELSEWHERE, Elsewhere
 from llama_ssp.api.pair import Pair
 from llama_ssp.architectures.reading import check_readable
 from llama_ssp.errors import ConfigError
@@ -158,6 +159,21 @@ def test_a_quantized_checkpoint_is_loaded_as_it_is_stored(tmp_path: Path) -> Non
     assert texts[0] == texts[1]
     with pytest.raises(ConfigError, match="holds fp8_weight_only weights, which are read as they are"):
         load(tmp_path / "packed", quantization=("nf4", None))
+
+
+def far(num_ranks: int, given: dict[str, object]) -> tuple[int, object]:
+    return num_ranks, given["draft"]
+
+
+def test_ranks_are_for_the_record_that_loads_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    ELSEWHERE.find("")  # read those that there are
+    monkeypatch.setitem(ELSEWHERE.records, "ranks", Elsewhere(name="ranks", load=f"{__name__}:far"))
+    found: object = load("tiny", "tiny-draft", ranks=3)
+    assert found == (3, "tiny-draft")
+    assert isinstance(load("tiny", ranks=1), Pair)
+    monkeypatch.delitem(ELSEWHERE.records, "ranks")
+    with pytest.raises(ConfigError, match="ranks"):
+        load("tiny", ranks=2)
 
 
 def test_a_number_of_ranks_is_a_whole_number() -> None:

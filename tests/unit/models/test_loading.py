@@ -15,17 +15,18 @@ from benchmarks.families import MORE
 from llama_ssp import catalogue
 from llama_ssp.errors import CheckpointError
 from llama_ssp.models.huggingface.modules import load_modules
+from llama_ssp.models.llama.table import EMBEDDING, OUTPUT
 from llama_ssp.models.loading import check_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.weights import Loading, StoredSlice, Weights
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import SINGLE_FILE, Checkpoint, inspect
-from llama_ssp.weights.head import EMBEDDING, OUTPUT, of_target
 from tests.helpers.draft_heads import make_tensors, save_original
 from tests.helpers.lanes import sample
 from tests.helpers.models import FAMILIES, VOCAB_SIZE, build_checkpoint, refusal, tiny_config
 from tests.helpers.one_pass_heads import SHARING, save_head
+from tests.helpers.rooms import of_heads
 from tests.unit.models.conftest import Saved
 
 
@@ -128,7 +129,7 @@ def test_a_head_without_embedding_and_output_has_those_of_any_target(tmp_path: P
     target = inspect(tmp_path / "target")
     if refusal(lambda: check_model(target, num_ranks=1)):
         return
-    source = of_target(head, head.head, target)
+    source = of_heads("sources").of_target(head, head.head, target)
     check_model(source, num_ranks=1)
     tables: Any = model.get_input_embeddings(), model.get_output_embeddings()
     for name, module in zip((EMBEDDING, OUTPUT), tables, strict=True):
@@ -143,7 +144,7 @@ def test_tensors_of_a_head_that_no_module_takes_are_named(tmp_path: Path, caplog
     for name, stored in (("head", tensors), ("odd", tensors | strays)):
         files = inspect(save_original(tmp_path / name, stored))
         assert files.head
-        check_model(of_target(files, files.head, target), num_ranks=1)
+        check_model(of_heads("sources").of_target(files, files.head, target), num_ranks=1)
     named = "mask_hidden, model.layers.0.self_attn.q_proj.bias"
     assert caplog.messages == [f"{tmp_path / 'odd'} holds tensors that no module takes, which are not read: {named}"]
 

@@ -9,7 +9,7 @@ from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import Link
 from llama_ssp.planning.layouts import choose_placement, layouts
 from llama_ssp.planning.memory import fits
-from llama_ssp.planning.spec import block_sizes, on_block, same_kind
+from llama_ssp.planning.spec import block_sizes, on_block
 from llama_ssp.settings.schema import DraftLayout
 from llama_ssp.words import rounded
 from tests.helpers.lanes import pairs
@@ -38,12 +38,6 @@ def test_ranks_are_used_by_equal_blocks_in_each_of_which_a_draft_has_every_place
     assert kinds == [set(DraftLayout), {DraftLayout.one_rank}]
     sizes = {(one.draft_kind, len(one.draft_ranks)) for one in on_block(PAIR, 4, thorough=True)}
     assert {(DraftLayout.sharded, size) for size in (2, 3, 4)} | {(DraftLayout.own_gpu, 3)} < sizes
-
-
-def test_a_block_of_another_size_keeps_the_kind_of_the_draft() -> None:
-    sharded = make_spec("13B", "7B", num_ranks=4, draft_kind=DraftLayout.sharded)
-    assert same_kind(sharded, 2) == make_spec("13B", "7B", num_ranks=2, draft_kind=DraftLayout.sharded)
-    assert same_kind(sharded, 1) == make_spec("13B", "7B")
 
 
 @pairs(kind=[*DraftLayout], batch_size=[1, 4])

@@ -7,6 +7,7 @@ import pytest
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import MEASURED
 from llama_ssp.planning import plan as plans
+from llama_ssp.planning.advisers import ADVISERS, Adviser
 from llama_ssp.planning.plan import document, make_plan, shortage
 from llama_ssp.planning.spec import PlanSpec
 from tests.helpers.planning import make_spec
@@ -68,3 +69,16 @@ def test_without_anybody_who_tries_changes_a_shortage_names_none(monkeypatch: py
     plan = make_plan(make_spec("65B", "7B", num_ranks=4), hardware.load("g5_12xlarge"))
     assert shortage(plan).endswith(" GiB: use a larger machine, hardware=NAME")
     assert document(plan)["changes"] == []
+
+
+def mine(spec: PlanSpec, *_: object) -> list[str]:
+    return [f"{spec.target.name} is large"]
+
+
+def test_whoever_registers_advice_is_heard_in_every_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    ADVISERS.find("")  # read those that there are
+    adviser = Adviser(name="mine", warnings=f"{__name__}:mine", notes=f"{__name__}:mine")
+    monkeypatch.setitem(ADVISERS.records, "mine", adviser)
+    plan = make_plan(make_spec("7B"), A100)
+    assert "7B is large" in plan.warnings
+    assert "7B is large" in plan.notes

@@ -13,6 +13,7 @@ from llama_ssp.machines import machine
 from llama_ssp.planning.acceptance import known
 from llama_ssp.storage.formats import format_of
 from tests.helpers.own_conf import MACHINE, PAIRS, OwnConf, writer
+from tests.helpers.rooms import need
 
 # Published counts of parameters; those of Llama 1 are exact to the byte of its checkpoints.
 NUM_PARAMETERS = {
@@ -59,6 +60,7 @@ def test_a_head_has_the_published_size_of_its_file_but_for_the_header(name: str,
 
 
 def test_a_head_fits_the_entry_that_it_names_as_its_target() -> None:
+    need("heads")
     heads = [entry for entry in catalogue.entries() if entry.shape and entry.shape.is_head]
     assert len(heads) == 7
     for head in heads:

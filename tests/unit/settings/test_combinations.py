@@ -10,7 +10,7 @@ from llama_ssp import Pair, load
 from llama_ssp.errors import ConfigError
 from llama_ssp.run.checkpoints import find_update
 from llama_ssp.run.decoders import build_decoder
-from llama_ssp.settings.combinations import ABILITIES, CLASHES, clashes
+from llama_ssp.settings.combinations import abilities, clashes, table
 from tests.helpers.doors import ALONE, config_of, has_sentence, patch, save_models, words_of
 from tests.helpers.in_process import launch
 from tests.helpers.lanes import first
@@ -27,7 +27,7 @@ OF_LIBRARY: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
     ("a tree", "adaptive K"): ({}, {"tree": "2x1", "num_draft_tokens": "auto"}),
     ("a tree", "a replicated draft"): ({"placement": "replicated"}, {"tree": "2x1"}),
     ("a tree", "a recurrent model"): ({"model": "{hybrid}", "draft": "{hybrid}"}, {"tree": "2x1", "temperature": 0}),
-    ("an own tokenizer", "a head"): ({"draft": "tiny-eagle", "tokenizer": "own"}, {}),
+    ("a head", "an own tokenizer"): ({"draft": "tiny-eagle", "tokenizer": "own"}, {}),
     ("an own tokenizer", "a recurrent draft"): ({"draft": "{hybrid}", "tokenizer": "own"}, {}),
     ("a block", "more than a block"): ({"model": "{target}", "draft": "{block}"}, {"num_draft_tokens": 5}),
     ("a rule without sampling", "sampling"): ({}, {"verification": "greedy", "temperature": 0.7}),
@@ -40,16 +40,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return save_models(tmp_path_factory.mktemp("doors"))
 
 
-@pytest.mark.parametrize("name", ABILITIES)
+@pytest.mark.parametrize("name", abilities())
 def test_an_ability_alone_is_not_refused(name: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     patch([name], monkeypatch)
     config = config_of(ALONE[name].format_map(folders).split(), [name])
-    assert ABILITIES[name](config)
+    assert abilities()[name](config)
     assert not [*clashes(config)]
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("both", [both for both in CLASHES if "requests by row" not in both], ids=" x ".join)
+@pytest.mark.parametrize("both", [both for both in table() if "requests by row" not in both], ids=" x ".join)
 def test_the_command_line_refuses_two_abilities_with_their_sentence(
     both: tuple[str, str], folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,7 +58,7 @@ def test_the_command_line_refuses_two_abilities_with_their_sentence(
     assert (ended.code, has_sentence(ended.err, both)) == (2, True), ended.err
 
 
-@pytest.mark.parametrize("both", CLASHES, ids=" x ".join)
+@pytest.mark.parametrize("both", table(), ids=" x ".join)
 def test_no_decoder_is_built_for_two_abilities(
     both: tuple[str, str], folders: dict[str, Path], pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,6 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.kernels.linear import PlainLinear, half_scale
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.llama.head import HeadRunner
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.weights import Loading
@@ -25,13 +24,13 @@ from llama_ssp.settings.schema import HEAD_AGREEMENT
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.expansion import obstacle
-from llama_ssp.weights.head import HeadSource, of_target
 from llama_ssp.weights.source import WeightSource
-from llama_ssp.weights.synthetic import SMALL_HEAD, Synthetic, choose_small, llama_config, synthesize
+from llama_ssp.weights.synthetic import Synthetic, choose_small, llama_config, synthesize
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import heavy, slow
 from tests.helpers.models import load_lean
 from tests.helpers.operator_count import LargestTensor
+from tests.helpers.rooms import of_heads
 from tests.helpers.shapes import SHAPES, llama_shape
 
 pytestmark = pytest.mark.seconds
@@ -185,15 +184,15 @@ def test_a_pair_computes_one_small_model_that_both_shapes_can_hold() -> None:
         choose_small([replace(wide, hidden_size=64)])
 
 
-def load_pair(target: WeightSource, origin: HeadSource, comm: Comm) -> tuple[Runner, HeadRunner]:
+def load_pair(target: WeightSource, origin: WeightSource, comm: Comm) -> tuple[Runner, Any]:
     """A target and its head, or this rank's slices of them."""
     runner, head = (load_model(Loading(each, dtype=torch.float32, comm=comm)) for each in (target, origin))
-    assert isinstance(head, HeadRunner)
-    assert not isinstance(runner, HeadRunner)
+    assert isinstance(head, of_heads("runner").HeadRunner)
+    assert not isinstance(runner, of_heads("runner").HeadRunner)
     return runner, head
 
 
-def drafts(runner: Runner, head: HeadRunner, origin: HeadSource) -> tuple[Tensor, Tensor]:
+def drafts(runner: Runner, head: Any, origin: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - of a room
     """Logits over the target's vocabulary, from the taps of all pairs and from the head's own states of them."""
     taps = Taps(origin.layers, width=origin.target.shape.hidden_size, dtype=torch.float32, device=CPU)
     taps.allocate(batch_size=len(TEXTS), num_slots=NUM_TOKENS)
@@ -216,10 +215,10 @@ def test_a_larger_head_drafts_as_the_small_one_from_the_taps_of_a_larger_target(
 ) -> None:
     shape = SHAPES[name]
     target, origin = synthesize([shape, head_shape(shape, num_drafted=num_drafted)], agreement=HEAD_AGREEMENT)
-    small, files = (inspect(hub.resolve(catalogue.load(name))) for name in ("tiny", SMALL_HEAD))
+    small, files = (inspect(hub.resolve(catalogue.load(name))) for name in ("tiny", "tiny-eagle"))
     assert files.head
-    small_head = of_target(files, files.head, small)
-    assert isinstance(origin, HeadSource)
+    small_head = of_heads("sources").of_target(files, files.head, small)
+    assert isinstance(origin, of_heads("sources").HeadSource)
     assert isinstance(origin.files, Synthetic)
     assert origin.files.noise == 0
     assert origin.shape.vocab_size == num_drafted

@@ -18,11 +18,8 @@ from llama_ssp.models.cache import Taps
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import NullRunner, Runner
 from llama_ssp.models.weights import Loading
-from llama_ssp.rooms.cpu.executor import TracedExecutor
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
-from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.drafters.model import ModelDrafter
-from llama_ssp.speculate.drafters.one_pass import OnePassDrafter
 from llama_ssp.speculate.drafters.shared import BroadcastDrafter, ProbsReceiver, TapsSender
 from llama_ssp.speculate.engine.likelihoods import ScoredText
 from llama_ssp.speculate.engine.loop import Decoder, Decoding
@@ -31,7 +28,6 @@ from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.rules import make_rule
 from llama_ssp.speculate.sampling.shards import Shard
 from llama_ssp.weights.checkpoint import inspect
-from llama_ssp.weights.head import mtp_of
 from tests.helpers import one_pass_heads
 from tests.helpers.decoders import ScriptedLength, make_decoder, outcome, parts_of, tree_of
 from tests.helpers.draft_heads import SMALL_WIDTH, inspect_pair, save_small_pair
@@ -42,7 +38,7 @@ from tests.helpers.models import build_checkpoint
 from tests.helpers.mtp_layers import save_with_mtp
 from tests.helpers.overlapped import overlapped_decoder
 from tests.helpers.recorded import FakeRecorder, WatchedGraphs
-from tests.helpers.rooms import copies, copying
+from tests.helpers.rooms import copies, copying, of_heads
 
 CPU = torch.device("cpu")
 RUNS = (0, 0, 60)
@@ -115,7 +111,7 @@ def check_recorded(make: Make, mode: str, *, is_whole: bool = True) -> None:
     assert recorded.executor.num_compared > 4
     assert {name for name, _ in recorded.executor.failed} == (set() if is_whole else {"verify"})
     assert outcomes(traced, mode=mode) == expected
-    assert isinstance(traced.executor, TracedExecutor)
+    assert isinstance(traced.executor, pytest.importorskip("llama_ssp.rooms.cpu.executor").TracedExecutor)
     assert not any(stage.failed for stage in traced.executor.traced.values())
 
 
@@ -163,14 +159,14 @@ def with_head(folder: Path, kind: str, shape: str | None = None) -> Make:
     """A target and a head for it: EAGLE, one of one pass, or a target's own layer."""
     origin: Any
     if kind == "eagle":
-        (files, origin), drafter, width = save_small_pair(folder), HeadDrafter, SMALL_WIDTH
+        (files, origin), drafter, width = save_small_pair(folder), of_heads("drafter").HeadDrafter, SMALL_WIDTH
     elif kind == "mtp":
         save_with_mtp(folder, "qwen3_5_text", vocab_size=32, **IN_BLOCKS)
-        files, drafter, width = inspect(folder), HeadDrafter, 64
-        origin = mtp_of(files)
+        files, drafter, width = inspect(folder), of_heads("drafter").HeadDrafter, 64
+        origin = of_heads("sources").mtp_of(files)
     else:
         files, origin = one_pass_heads.save_pair(folder, kind)
-        drafter, width = OnePassDrafter, one_pass_heads.WIDTH
+        drafter, width = of_heads("one_pass_drafter").OnePassDrafter, one_pass_heads.WIDTH
     target, tree = loaded(files), tree_of(shape)
     head = loaded(origin, target)
 
@@ -180,7 +176,7 @@ def with_head(folder: Path, kind: str, shape: str | None = None) -> Make:
         return make_decoder(
             target, None, taps=taps, tree=tree, num_draft_tokens=number, **options,
             make_drafter=lambda rule: drafter(parts_of(
-                head=head, taps=taps, rule=rule, tree=tree, num_draft_tokens=number, vocab_size=target.vocab_size
+                runner=head, taps=taps, rule=rule, tree=tree, num_draft_tokens=number, vocab_size=target.vocab_size
             )),
         )  # fmt: skip
 
@@ -276,9 +272,9 @@ def test_a_head_on_a_rank_of_its_own(tmp_path: Path) -> None:
 
         def make(rule: Any) -> Any:  # noqa: ANN401
             parts = parts_of(
-                head=loaded(origin) if comm.rank else None, taps=taps, rule=rule, vocab_size=target.vocab_size
+                runner=loaded(origin) if comm.rank else None, taps=taps, rule=rule, vocab_size=target.vocab_size
             )
-            inner = HeadDrafter(parts) if comm.rank else None
+            inner = of_heads("drafter").HeadDrafter(parts) if comm.rank else None
             receiver, sender = ProbsReceiver(0, target.vocab_size), TapsSender(taps, 0, most_accepted=3)
             return BroadcastDrafter(inner, parts, comm=comm, src=1, receiver=receiver, taps=sender)
 

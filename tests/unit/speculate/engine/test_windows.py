@@ -7,16 +7,15 @@ import pytest
 import torch
 
 from llama_ssp.models.cache import Taps
-from llama_ssp.models.llama.head import HeadRunner
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.weights import Loading
-from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.engine.loop import Decoder
 from tests.helpers.decoders import complete, ids_of, make_decoder, parts_of, requests_of
 from tests.helpers.draft_heads import SMALL_WIDTH, save_small_pair
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import heavy, slow
 from tests.helpers.models import build_checkpoint, load_ranks
+from tests.helpers.rooms import of_heads
 
 CPU = torch.device("cpu")
 WINDOWS = {"gpt_oss": 9, "cohere2": 8, "mistral": 24, "gemma3_text": 6, "gpt_neo": 2}
@@ -56,15 +55,15 @@ def test_greedy_text_with_a_heads_trees_is_plain_text(tmp_path: Path) -> None:
         tmp_path, "mistral", {"sliding_window": 9}, of_head={"model_type": "mistral", "sliding_window": 5}
     )
     target, head = (load_model(Loading(each)) for each in origins)
-    assert isinstance(head, HeadRunner)
-    assert not isinstance(target, HeadRunner)
+    assert isinstance(head, of_heads("runner").HeadRunner)
+    assert not isinstance(target, of_heads("runner").HeadRunner)
     plain = texts(make_decoder(target, None, batch_size=2))
     for shape in ("2x2x1", "dynamic-9x4x3"):
         taps = Taps(origins[1].layers, width=SMALL_WIDTH, dtype=torch.float32, device=CPU)
         made = make_decoder(
             target, None, batch_size=2, taps=taps, tree=shape,
-            make_drafter=lambda rule, shape=shape, taps=taps: HeadDrafter(  # type: ignore[misc]
-                parts_of(head=head, taps=taps, rule=rule, tree=shape, vocab_size=target.vocab_size)
+            make_drafter=lambda rule, shape=shape, taps=taps: of_heads("drafter").HeadDrafter(  # type: ignore[misc]
+                parts_of(head, taps=taps, rule=rule, tree=shape, vocab_size=target.vocab_size)
             ),
         )  # fmt: skip
         assert texts(made) == plain

@@ -17,13 +17,15 @@ from llama_ssp.architectures.reading import check_readable, read_config
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.huggingface.modules import load_modules
-from llama_ssp.models.huggingface.runner import ModuleRunner, MtpRunner
+from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.weights import Loading
-from llama_ssp.speculate.drafters.head import HeadDrafter
+from llama_ssp.rooms.heads.drafter import HeadDrafter
+from llama_ssp.rooms.heads.library import MtpRunner
+from llama_ssp.rooms.heads.records import OF_TARGET
+from llama_ssp.rooms.heads.sources import MtpSource, mtp_of
 from llama_ssp.weights.checkpoint import inspect
-from llama_ssp.weights.head import MtpSource, mtp_of
 from tests.helpers import head_drafts
 from tests.helpers.edits import edit_config
 from tests.helpers.fake_comm import on_ranks, thread_comms
@@ -155,9 +157,9 @@ def test_two_ranks_compute_what_one_does_with_the_target_s_tables(family: str, t
 def test_a_plan_counts_the_layer_by_config_json_alone(family: str, tmp_path: Path) -> None:
     save_with_mtp(tmp_path, family)
     origin = mtp_of(inspect(tmp_path))
-    check_readable(tmp_path, "none", is_mtp=True)
+    check_readable(tmp_path, "none", of=OF_TARGET)
     (tmp_path / "model.safetensors").unlink()
-    shape, _ = read_config(tmp_path, is_mtp=True)
+    shape, _ = read_config(tmp_path, of=OF_TARGET)
     assert shape.is_head
     stored = sum(torch.Size(facts.shape).numel() for facts in origin.tensors.values())
     assert inventory(shape).num_parameters == stored
@@ -196,4 +198,4 @@ def test_other_families_are_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         mtp_of(inspect(tmp_path))
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "ernie4_5"
-    assert "is a ernie4_5 model" in refusal(lambda: check_readable(tmp_path, "none", is_mtp=True))
+    assert "is a ernie4_5 model" in refusal(lambda: check_readable(tmp_path, "none", of=OF_TARGET))

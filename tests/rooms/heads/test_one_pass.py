@@ -21,12 +21,12 @@ from llama_ssp.models.runner import Runner
 from llama_ssp.models.weights import Loading
 from llama_ssp.planning.plan import Plan
 from llama_ssp.planning.timing import CostModel
+from llama_ssp.rooms.heads.one_pass_drafter import OnePassDrafter
+from llama_ssp.rooms.heads.sources import HeadSource
 from llama_ssp.run.tasks.dry_run import plan_of_run
 from llama_ssp.run.tasks.records import GenerateConfig
 from llama_ssp.settings.schema import MODEL_DRAFT, DrafterConfig, RunConfig
-from llama_ssp.speculate.drafters.one_pass import OnePassDrafter
 from llama_ssp.speculate.engine.round import DraftChoice
-from llama_ssp.weights.head import HeadSource
 from tests.helpers import head_drafts
 from tests.helpers.head_drafts import NUM_DRAFTED, Seen, check_greedy
 from tests.helpers.lanes import heavy, slow

@@ -7,7 +7,7 @@
                        hidden | norm \
     token | embedding | norm -------- query-key-value | attention, output + hidden | MLP + | ... norm | logits
 
-Source: arXiv:2503.01840; `weights.head` reads the public layouts.
+Source: arXiv:2503.01840; `sources` reads the public layouts.
 
 Shapes: B sequences, T positions, R scored ones, M = B * T tokens, E width, X taps, D drafted tokens, V vocabulary.
 """
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama_ssp.architectures.mtp import JOIN, JOINED_NORMS
 from llama_ssp.kernels.between import OwnKernels
 from llama_ssp.kernels.linear import Kernel, Linear, make_linear
 from llama_ssp.kernels.parts import RmsNorm
@@ -27,7 +26,9 @@ from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.layer import Layer, Stream
 from llama_ssp.models.weights import Loading, Weights
 from llama_ssp.ranks.comms import Reads
-from llama_ssp.weights.head import HeadSource
+from llama_ssp.rooms.heads.drafter import HeadDrafter
+from llama_ssp.rooms.heads.mtp import JOIN, JOINED_NORMS
+from llama_ssp.rooms.heads.sources import HeadSource
 
 Attention = Mapping[int | None, LayerAttention]
 """The attention of a forward, by window."""
@@ -60,7 +61,7 @@ class HeadLayer(Layer):
 
 
 class MtpLayer(Layer):
-    """An MTP layer; see `architectures.mtp`."""
+    """An MTP layer; see `mtp`."""
 
     def __init__(self, weights: Weights, number: int, *, eps: float, kernel: Kernel | None, **parts: Any) -> None:  # noqa: ANN401
         super().__init__(weights, number, eps=eps, kernel=kernel, **parts)
@@ -83,6 +84,7 @@ class PairRunner(LeanRunner):
     layer_class: type[Layer] = MtpLayer
     _feeds_norm = True
     _token_ids_D: Tensor | None = None
+    make_drafter = HeadDrafter
 
     def __init__(self, loading: Loading) -> None:
         super().__init__(loading)

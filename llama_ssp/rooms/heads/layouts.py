@@ -11,7 +11,7 @@ at once, from mask tokens in place of tokens to come:
               of its authors; DeepSpec's, of DFlash and DSpark  then anchor and masks
 
 DSpark is a DFlash with a Markov head, which adds to the logits of a position what follows the token drafted before it.
-`weights.head` reads the tensors.
+`sources` reads the tensors.
 
 Source: arXiv:2503.01840 (EAGLE-3), 2602.01469 (P-EAGLE), 2602.06036 (DFlash), 2607.05147 (DSpark); `speculators` 0.6,
 github.com/z-lab/dflash and github.com/deepseek-ai/DeepSpec.
@@ -26,7 +26,6 @@ from typing import Any
 
 from llama_ssp.architectures.family import Family
 from llama_ssp.architectures.matrices import Inventory, Matrix, decoder
-from llama_ssp.architectures.model_files import HEADS_READ, refuse_other_heads
 from llama_ssp.catalogue import NUM_TAPS, ModelShape
 from llama_ssp.errors import CheckpointError
 
@@ -36,9 +35,27 @@ _LAYERS_BEFORE = "target_layer_ids"
 _MASKS = "mask_token_id", "ptd_token_id"
 _DEEPSPEC = "Qwen3DSparkModel"
 _ONE_PASS = re.compile(r"dflash|dspark|p-?eagle", re.IGNORECASE)
+FC, MARKOV = "fc", "markov_head"
+"""The product of a head that maps taps to a hidden state, and the head that joins drafted tokens."""
 MASK = "mask_hidden"
 """The tensor of taps that mask tokens are read with."""
 MARKOV_HEADS = "vanilla", "gated", "rnn"
+
+
+_OTHER_HEADS = {
+    r".*medusa.*": "Medusa heads", r"mlp|.*mlp_?speculator.*": "an MLP speculator", r"eagle": "a head of EAGLE-1 or 2",
+}  # fmt: skip
+"""Heads that are not read, by what their files call them."""
+_HEADS_READ = "of draft heads those of EAGLE-3, P-EAGLE, DFlash and DSpark are read"
+
+
+def _refuse_other_heads(content: Mapping[str, Any], file: Path) -> None:
+    """Raise CheckpointError for the config.json of a draft head of a kind that is not read."""
+    named = [content.get("speculators_model_type"), content.get("model_type"), *(content.get("architectures") or [])]
+    for name in ["medusa"] * ("medusa_num_heads" in content) + named:
+        for pattern, what in _OTHER_HEADS.items():
+            if re.fullmatch(pattern, str(name).lower()):
+                raise CheckpointError(f"{file} describes {what}, and {_HEADS_READ}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +77,7 @@ class HeadConfig:
     drafts_at_anchor: bool  # the position of the newest token drafts the first token, else the first mask's does.
     markov_rank: int  # width of the Markov head; 0 without.
     markov_head: str  # one of `MARKOV_HEADS`.
+    source = "llama_ssp.rooms.heads.sources:source_of"
 
     def layers_of(self, num_layers: int) -> tuple[int, ...]:
         """The tapped layers of a target of `num_layers`, counted from 0."""
@@ -89,7 +107,7 @@ class HeadConfig:
 
 def read_head_config(content: Mapping[str, Any], file: Path) -> HeadConfig | None:
     """Read the config.json of a head; None if it is a model's. CheckpointError for a faulty one."""
-    refuse_other_heads(content, file)
+    _refuse_other_heads(content, file)
     found = _kind_of(content, file)
     if found is None:
         return None
@@ -138,7 +156,7 @@ def _kind_of(content: Mapping[str, Any], file: Path) -> tuple[str, Mapping[str, 
     speculator, classes, blocks = content.get(_SPECULATOR), _classes(content), content.get("dflash_config")
     problem, kind = None, _KINDS.get(str(speculator))
     if speculator is not None:
-        problem = None if kind else f"describes a speculator of type {speculator}, and {HEADS_READ}"
+        problem = None if kind else f"describes a speculator of type {speculator}, and {_HEADS_READ}"
     elif isinstance(blocks, dict):
         kind = DFLASH
         found = [name for name in ("causal", "use_swa", "attention_sink_bias") if blocks.get(name) is not None]
@@ -146,7 +164,7 @@ def _kind_of(content: Mapping[str, Any], file: Path) -> tuple[str, Mapping[str, 
     elif _DEEPSPEC in classes:
         kind = DFLASH
     elif any(map(_ONE_PASS.search, classes)) and _MASKS[1] not in content:
-        problem = f"describes {' '.join(classes)}, a head of one pass in a layout that is not read, and {HEADS_READ}"
+        problem = f"describes {' '.join(classes)}, a head of one pass in a layout that is not read, and {_HEADS_READ}"
     elif "draft_vocab_size" in content or any("eagle3" in name.lower() for name in classes):
         kind = PEAGLE if any(content.get(name) is not None for name in _MASKS) else EAGLE3
     sizes = content.get("transformer_layer_config") or content
@@ -194,7 +212,7 @@ def _with_taps(held: Inventory, shape: ModelShape) -> Inventory:
     """A head's parameters: with the product and the norm of its taps, its embedding, and its Markov head."""
     width = shape.hidden_size
     columns = shape.num_taps * (shape.target_hidden_size or width)
-    fc = Matrix(module="fc", num_rows=width, num_columns=columns, copies=1 / shape.num_hidden_layers)
+    fc = Matrix(module=FC, num_rows=width, num_columns=columns, copies=1 / shape.num_hidden_layers)
     embedding = Matrix(module="embed_tokens", num_rows=shape.num_token_ids, num_columns=width)
     vectors = held.final_vectors + width + shape.markov_size + width * (shape.model_type == PEAGLE)
     return replace(held, layer=(*held.layer, fc), embeddings=(embedding,), final_vectors=vectors)

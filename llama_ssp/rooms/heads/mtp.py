@@ -24,12 +24,17 @@ from typing import Any
 
 from llama_ssp.architectures.family import inventory, record_of
 from llama_ssp.architectures.matrices import Matrix
-from llama_ssp.catalogue import MTP_KINDS, OTHER_DRAFTS, ModelShape, no_mtp
+from llama_ssp.architectures.model_files import LAYERS_AHEAD, num_layers_ahead
+from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import ConfigError
 
+MTP_KINDS = (
+    "deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen2", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
+)  # fmt: skip
+"""Families whose MTP layers are read; those of `qwen2` are MiMo's."""
+_OTHER_DRAFTS = "give an EAGLE-3 head of the target, or a smaller model, as draft=NAME"
 _UNSAID = {"qwen3_next": 1}
 """MTP layers of a family whose config.json does not say it."""
-_COUNTS = "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"
 _OURS = (
     (r"(?:enorm|token_layernorm|pre_fc_norm_embedding)\.", "model.layers.0.enorm."),
     (r"(?:hnorm|hidden_layernorm|pre_fc_norm_hidden)\.", "model.layers.0.hnorm."),
@@ -43,20 +48,20 @@ HIDDEN_FIRST = ".mtp_layers."
 """A part of the names of layers whose product has the columns of the hidden state first."""
 
 
-def num_mtp_layers(field: Callable[[str], Any]) -> int:
-    """The MTP layers that are stored with a model; `field` gives a field of its config by name."""
-    return max((size for name in _COUNTS if type(size := field(name)) is int), default=0)
+def no_mtp(where: object) -> str:
+    """The sentence for a target without MTP layers."""
+    return f"draft=mtp drafts with the MTP layers of the target, and {where} has none: {_OTHER_DRAFTS}"
 
 
 def check_mtp(field: Callable[[str], Any], where: object) -> None:
     """Raise ConfigError unless config.json, whose fields `field` gives, describes MTP layers that are read."""
     model_type = str(field("model_type"))
-    if not (num_mtp_layers(field) or _UNSAID.get(model_type)):
+    if not (num_layers_ahead(field) or _UNSAID.get(model_type)):
         raise ConfigError(no_mtp(where))
     if model_type not in MTP_KINDS:
         raise ConfigError(
             f"draft=mtp reads the MTP layers of {', '.join(MTP_KINDS)} models, and {where} is a {model_type} model: "
-            f"{OTHER_DRAFTS}"
+            f"{_OTHER_DRAFTS}"
         )
 
 
@@ -65,7 +70,7 @@ def of_one_layer(content: Mapping[str, Any]) -> dict[str, Any]:
     one = {"layer_types": ["full_attention"], "mlp_layer_types": ["sparse"]}
     return {
         **content, "num_hidden_layers": 1, "first_k_dense_replace": 0, "mlp_only_layers": [], "decoder_sparse_step": 1,
-        **{name: kinds for name, kinds in one.items() if content.get(name)}, **dict.fromkeys(_COUNTS, 0),
+        **{name: kinds for name, kinds in one.items() if content.get(name)}, **dict.fromkeys(LAYERS_AHEAD, 0),
     }  # fmt: skip
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.cache import Taps
-from llama_ssp.models.runner import Following
+from llama_ssp.rooms.heads.one_pass_drafter import OnePassDrafter
+from llama_ssp.rooms.heads.protocol import Following
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
-from llama_ssp.speculate.drafters.one_pass import OnePassDrafter
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.draft import Draft
 from llama_ssp.speculate.sampling.rules import make_rule
@@ -92,9 +92,7 @@ def errors(sampling: SamplingConfig, rule_name: str, *, joins: bool, num_drafted
     rule: Any = make_rule(sampling, VerificationConfig(rule=rule_name))
     head: Any = TableHead(tables, joins=joins)
     taps = Taps((0,), width=1, dtype=torch.float64, device=CPU)
-    drafter = OnePassDrafter(
-        parts_of(head=head, taps=taps, rule=rule, num_draft_tokens=num_drafted, vocab_size=NUM_TOKENS)
-    )
+    drafter = OnePassDrafter(parts_of(head, taps=taps, rule=rule, num_draft_tokens=num_drafted, vocab_size=NUM_TOKENS))
 
     def drafted(rows_B: Tensor, uniforms_BC: Tensor) -> Draft:
         taps.allocate(batch_size=len(rows_B), num_slots=16)

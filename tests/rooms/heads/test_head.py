@@ -14,15 +14,15 @@ from llama_ssp import catalogue
 from llama_ssp.architectures.reading import read_config
 from llama_ssp.errors import CheckpointError
 from llama_ssp.models.cache import Taps
-from llama_ssp.models.llama.head import HeadRunner
 from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.weights import Loading
-from llama_ssp.speculate.drafters.head import HeadDrafter
+from llama_ssp.rooms.heads.drafter import HeadDrafter
+from llama_ssp.rooms.heads.runner import HeadRunner
+from llama_ssp.rooms.heads.sources import HeadSource, source_of
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
-from llama_ssp.weights.head import HeadSource, of_target
 from tests.helpers import head_drafts
 from tests.helpers.decoders import outcome
 from tests.helpers.draft_heads import make_tensors, reference, save_original, save_speculator
@@ -64,9 +64,9 @@ def tiny() -> Any:  # noqa: ANN401 - a checkpoint
 
 def source(folder: Path) -> HeadSource:
     """The head in a folder, for `tiny`."""
-    files = inspect(folder)
-    assert files.head
-    return of_target(files, files.head, tiny())
+    found = source_of(inspect(folder), tiny())
+    assert isinstance(found, HeadSource)
+    return found
 
 
 def decode(target: Runner, origin: HeadSource, **how: Any) -> list[Any]:  # noqa: ANN401

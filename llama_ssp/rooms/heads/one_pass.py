@@ -1,4 +1,4 @@
-"""Draft heads of one pass on this rank: P-EAGLE, DFlash and DSpark; see `architectures.heads`.
+"""Draft heads of one pass on this rank: P-EAGLE, DFlash and DSpark; see `layouts`.
 
     P-EAGLE    pairs of taps and tokens, then pairs of one learned tap and the mask token; each sees earlier pairs
     DFlash     taps, whose keys and values each layer computes, then newest token and mask tokens, which see everything
@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.architectures.heads import MASK
 from llama_ssp.kernels.between import OwnKernels
 from llama_ssp.kernels.linear import Linear, make_linear
 from llama_ssp.kernels.parts import RmsNorm
 from llama_ssp.models.llama.attention import LayerAttention
-from llama_ssp.models.llama.head import Attention, HeadRunner
 from llama_ssp.models.llama.layer import Layer, Stream, added, rows_at
-from llama_ssp.models.llama.table import MARKOV
-from llama_ssp.models.runner import Following
 from llama_ssp.models.weights import Loading, Weights
+from llama_ssp.rooms.heads.layouts import MARKOV, MASK
+from llama_ssp.rooms.heads.one_pass_drafter import OnePassDrafter
+from llama_ssp.rooms.heads.protocol import Following
+from llama_ssp.rooms.heads.runner import Attention, HeadRunner
 
 
 class _Markov:
@@ -60,6 +60,7 @@ class ParallelRunner(HeadRunner):
     """A head of P-EAGLE; see `OnePassHead`."""
 
     tokens_ahead = 1
+    make_drafter = OnePassDrafter
     _mask_11E: Tensor
 
     def _take_others(self, weights: Weights, loading: Loading) -> None:

@@ -1,8 +1,8 @@
 """Draft heads as a `WeightSource`, with their target's embedding and output where their files have none.
 
-All public layouts (`architectures.heads`) are read as they are: their tensors get the names of the modules that
-`models.llama` builds. So do tensors of the first MTP layer of a checkpoint (`architectures.mtp`), which is the draft
-head of its own model. `d2t` and `t2d` map the vocabulary of a head to the target's:
+All public layouts (`layouts`) are read as they are: their tensors get the names of the modules that `models.llama`
+builds. So do tensors of the first MTP layer of a checkpoint (`mtp`), which is the draft head of its own model. `d2t`
+and `t2d` map the vocabulary of a head to the target's:
 
     d2t    (D,)  the target's id of token i is i + d2t[i]
     t2d    (V,)  whether the head can draft a token of the target
@@ -11,24 +11,33 @@ Shapes: D tokens that the head drafts, V vocabulary of the target.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import Unpack
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Unpack, cast
 
 import torch
-from torch import Tensor
-from transformers import PretrainedConfig
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
 
-from llama_ssp.architectures.heads import DFLASH, MASK, HeadConfig
-from llama_ssp.architectures.mtp import HIDDEN_FIRST, JOIN, check_mtp, of_one_layer, our_name, with_join
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import CheckpointError, ConfigError
-from llama_ssp.registry import imported
-from llama_ssp.weights.checkpoint import Checkpoint, shape_of
+from llama_ssp.models.huggingface.described import with_modules
+from llama_ssp.models.huggingface.modules import vocabulary_of
+from llama_ssp.rooms.heads.layouts import DFLASH, EAGLE3, FC, MARKOV, MASK, PEAGLE, HeadConfig
+from llama_ssp.rooms.heads.mtp import HIDDEN_FIRST, JOIN, JOINED_NORMS, check_mtp, of_one_layer, our_name, with_join
+from llama_ssp.weights.checkpoint import Checkpoint, inspect, shape_of
 from llama_ssp.weights.source import TensorFacts, Wanted, WeightSource
 
+_ROOM = "llama_ssp.rooms.heads"
+_RUNNERS = {
+    EAGLE3: f"{_ROOM}.runner:HeadRunner",
+    PEAGLE: f"{_ROOM}.one_pass:ParallelRunner",
+    DFLASH: f"{_ROOM}.one_pass:BlockRunner",
+}
 EMBEDDING, OUTPUT, TOKEN_MAP = "model.embed_tokens.weight", "lm_head.weight", "d2t"
 _JOIN = f"model.layers.0.{JOIN}.weight"
 
@@ -44,6 +53,13 @@ class HeadSource:
     config = property(attrgetter("files.config"))  # of a model whose one layer the head has; `vocab_size` is D.
     context = property(attrgetter("target.context"))  # The head's rotary positions go as far.
     dtype = property(attrgetter("files.dtype"))
+    ties, places = False, MappingProxyType({FC: f"model.{FC}"})
+    library_runner = ""  # its layers are those of the lean decoder.
+
+    @property
+    def lean_runner(self) -> str:
+        """See `TapSource`."""
+        return _RUNNERS[self.head.kind]
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -74,7 +90,6 @@ class HeadSource:
     @cached_property
     def _of_target(self) -> Mapping[str, str]:
         """The stored names in the target of the embedding and the output."""
-        vocabulary_of = imported("llama_ssp.models.huggingface.modules:vocabulary_of", setting="draft")
         return dict(zip((EMBEDDING, OUTPUT), vocabulary_of(self.target), strict=True))
 
     @property
@@ -86,6 +101,38 @@ class HeadSource:
     def layers(self) -> tuple[int, ...]:
         """The layers of the target whose inputs the head reads."""
         return self.head.layers_of(self.target.shape.num_hidden_layers)
+
+    @property
+    def first_norms(self) -> Sequence[str]:
+        """See `TapSource`."""
+        return () if self.head.kind == DFLASH else ("hidden_norm",)
+
+    def more_parameters(self) -> Mapping[str, tuple[int, ...]]:
+        """Norms of taps, the tap of a mask token, and a Markov head; see `TapSource`."""
+        head, shape = self.head, self.shape
+        tap, width = head.target_hidden_size, shape.hidden_size
+        sizes: dict[str, tuple[int, ...]] = {}
+        if head.norms_taps == "fc_norm":
+            sizes |= {f"fc_norm.{number}.weight": (tap,) for number in range(shape.num_taps)}
+        elif head.norms_taps:
+            sizes["input_norm.weight"] = (shape.num_taps * tap,)
+        if head.kind == DFLASH:
+            sizes["hidden_norm.weight"] = (width,)
+        if head.kind == PEAGLE:
+            sizes[MASK] = (shape.num_taps * tap,)
+        sizes |= {f"{MARKOV}.{name}": size for name, size in head.markov_sizes(width, shape.num_token_ids).items()}
+        return {f"model.{name}": size for name, size in sizes.items()}
+
+    def extend(self, model: PreTrainedModel) -> None:
+        """See `TapSource`."""
+        raise NotImplementedError
+
+    def updated(self, target: WeightSource | None, files: WeightSource | None) -> WeightSource | None:
+        """See `TapSource`."""
+        if files is None and (target is None or not self.shares_output):
+            return None
+        files = files or self.files
+        return of_target(files, getattr(files, "head", None) or self.head, target or self.target)
 
     def token_ids(self) -> Tensor:
         """The target's id of each token that the head drafts, (D,).
@@ -169,6 +216,8 @@ class MtpSource:
     folder = property(attrgetter("target.folder"))
     context = property(attrgetter("target.context"))
     dtype = property(attrgetter("target.dtype"))
+    ties, first_norms, places = True, JOINED_NORMS, MappingProxyType({JOIN: f"model.layers.0.{JOIN}"})
+    lean_runner, library_runner = f"{_ROOM}.runner:PairRunner", f"{_ROOM}.library:MtpRunner"
 
     @cached_property
     def _stored(self) -> Mapping[str, str]:
@@ -197,6 +246,40 @@ class MtpSource:
     def layers(self) -> tuple[int, ...]:
         """The layer whose input the head reads: the one after the last, for the last one's output."""
         return (self.target.shape.num_hidden_layers,)
+
+    def more_parameters(self) -> Mapping[str, tuple[int, ...]]:
+        """See `TapSource`."""
+        return {}
+
+    def extend(self, model: PreTrainedModel) -> None:
+        """Add the norms of both inputs and their product; see `TapSource`."""
+        width: int = model.config.hidden_size
+        layer: Any = model.get_decoder().layers[0]
+        norm: Any = type(layer.input_layernorm)
+        layer.enorm, layer.hnorm = (norm(width, eps=model.config.rms_norm_eps) for _ in range(2))
+        layer.eh_proj = nn.Linear(2 * width, width, bias=False)
+
+    def updated(self, target: WeightSource | None, files: WeightSource | None) -> WeightSource | None:
+        """See `TapSource`; weights of a target without the layer leave it as it is."""
+        if target is None:
+            return files
+        own = replace(self, target=cast("Checkpoint", target))
+        return own if own.has_layer else None
+
+
+def source_of(files: WeightSource | None, target: WeightSource) -> HeadSource | MtpSource:
+    """The source of a head, in its own files or in those of its target; raises as `of_target` and `mtp_of`."""
+    if files is None:
+        return mtp_of(target)
+    head = getattr(files, "head", None)
+    assert isinstance(head, HeadConfig)
+    return of_target(files, head, target)
+
+
+def describe_mtp(folder: Path) -> ModelShape:
+    """The sizes of a target's MTP head, with its modules, from its config.json alone; raises what a run would."""
+    head = mtp_of(inspect(folder, config_alone=True))
+    return head.shape if head.shape.modules else with_modules(head).shape
 
 
 def mtp_of(target: WeightSource) -> MtpSource:

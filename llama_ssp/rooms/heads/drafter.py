@@ -12,6 +12,7 @@ Shapes: B sequences, S slots, K drafted tokens, T pairs of a chunk, V vocabulary
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -23,15 +24,18 @@ from llama_ssp.speculate.drafters.drafter import DrafterParts, StepwiseDrafter
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.trees import Level, ReadLevel
 
+if TYPE_CHECKING:
+    from llama_ssp.rooms.heads.protocol import Head
+
 
 class HeadDrafter(StepwiseDrafter):
     """Drafts with a head, under the same processors as the target."""
 
     def __init__(self, parts: DrafterParts) -> None:
-        assert parts.head
         assert parts.taps
-        super().__init__(parts.head, parts)
-        self._head, self._taps, self._first_row = parts.head, parts.taps, parts.first_row
+        head = cast("Head", parts.runner)
+        super().__init__(head, parts)
+        self._head, self._taps, self._first_row = head, parts.taps, parts.first_row
         self._own_rows = range(0)
         self._width = (parts.tree.depth if parts.tree else parts.num_draft_tokens) + 1
         self._pairs_T = torch.arange(max(self._width, CATCH_UP_CHUNK), device=parts.device)

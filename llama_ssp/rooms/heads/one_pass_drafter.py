@@ -14,9 +14,9 @@ Shapes: B sequences, C = K + 1 positions of the context, T of the forward, M nod
 import torch
 from torch import Tensor
 
-from llama_ssp.models.runner import OnePassHead
+from llama_ssp.rooms.heads.drafter import HeadDrafter
+from llama_ssp.rooms.heads.protocol import OnePassHead
 from llama_ssp.speculate.drafters.drafter import DrafterParts
-from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.trees import Level, ReadLevel
 

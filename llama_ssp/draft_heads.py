@@ -1,0 +1,98 @@
+"""Draft heads as the core knows them: drafts that read hidden states of their target, the taps, and are no models.
+
+A record says how a kind of head is recognized, read and refused; its code is imported by name.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from llama_ssp.catalogue import ModelShape
+from llama_ssp.errors import CheckpointError, ConfigError
+from llama_ssp.manifest import absent
+from llama_ssp.registry import Registry, imported
+
+Field = Callable[[str], Any]
+"""Gives a field of a config by name."""
+
+
+class HeadFile(Protocol):
+    """What the config.json of a head says."""
+
+    @property
+    def source(self) -> str:
+        """`module:function` that makes the `weights.source.TapSource` of the head's files and of its target."""
+
+    @property
+    def sizes(self) -> Mapping[str, Any]:
+        """Fields of a config.json of a model whose layers are as the head's."""
+
+    def shape_over(self, layers: ModelShape) -> ModelShape:
+        """The sizes of the head, from those of such a model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftHead:
+    """A kind of draft head.
+
+    Attributes:
+        name: of the kind; of one in the files of its target, the entry that `draft=` names.
+        read_config: reads the config.json of a head with files of its own, None for that of a model; CheckpointError
+            for one that is not read.
+        in_target: it lies in the files of its target, as layers of this name; the fields below are for such heads.
+        source: `module:function` that makes its `weights.source.TapSource`, from None and the target's source.
+        other_names: that other engines give the entry.
+        families: of the targets that have it.
+        lacks: the sentence for a target, such as a setting or a folder, without it.
+        is_in: whether a target has it, by its config.
+        check: raises ConfigError unless a config describes such layers; also takes what names the target.
+        describe: `module:function` that reads the sizes of the head from the folder of its target.
+        synthesize: `module:function` that makes the source of a head of generated weights, from the target's, its sizes
+            and the agreement.
+    """
+
+    name: str
+    read_config: Callable[[Mapping[str, Any], Path], HeadFile | None] = lambda _content, _file: None
+    in_target: str = ""
+    source: str = ""
+    other_names: frozenset[str] = frozenset()
+    families: tuple[str, ...] = ()
+    lacks: Callable[[object], str] = str
+    is_in: Callable[[Field], bool] = lambda _field: False
+    check: Callable[[Field, object], None] = lambda _field, _where: None
+    describe: str = ""
+    synthesize: str = ""
+
+
+HEADS: Registry[DraftHead] = Registry(setting="draft", kind=DraftHead)
+_MARK = "draft_vocab_size"
+"""A field of the config.json of a head, of which the installation may lack the room."""
+
+
+def head_file(content: Mapping[str, Any], file: Path) -> HeadFile | None:
+    """What a config.json says of a head; None if it is a model's, CheckpointError for a head that is not read."""
+    found = (kind.read_config(content, file) for kind in HEADS.all().values())
+    head = next(filter(None, found), None)
+    if head is None and _MARK in content and (sentence := absent("config.json", _MARK)):
+        raise CheckpointError(f"{file} describes a draft head, and {sentence}")
+    return head
+
+
+def head_in_target(entry: str | None) -> DraftHead | None:
+    """The kind of head that an entry stands for if it lies in the files of the target."""
+    found = HEADS.find(entry) if entry else None
+    return found if found and found.in_target else None
+
+
+def heads_in_targets() -> list[DraftHead]:
+    """The kinds of heads that lie in the files of their targets."""
+    return [kind for kind in HEADS.all().values() if kind.in_target]
+
+
+def head_synthesis() -> Callable[..., Any]:
+    """What makes heads of generated weights; ConfigError if no kind of head has it."""
+    found = next(filter(None, (kind.synthesize for kind in HEADS.all().values())), None)
+    if found is None:
+        raise ConfigError("weights=synthetic has no draft heads here: give a draft model, as in draft=7B")
+    return cast("Callable[..., Any]", imported(found, setting="weights"))

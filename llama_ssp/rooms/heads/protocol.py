@@ -1,0 +1,82 @@
+"""The interfaces of a draft head on a rank.
+
+Shapes: B sequences, T positions of a forward, R positions to score, E width, X taps, M nodes of a level, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from llama_ssp.models.runner import Cached, TreePlaces
+from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts
+
+
+class Head(Cached, Protocol):
+    """A draft head on this rank, whose cache holds pair i in slot i; `runner` says what pairs are.
+
+    Attributes:
+        num_token_ids: V of the target.
+        make_drafter: makes the drafter of its kind.
+    """
+
+    num_token_ids: int
+    make_drafter: Callable[[DrafterParts], Drafter]
+
+    def hidden_of(self, taps_BTX: Tensor) -> Tensor:
+        """The hidden states (B, T, E) that the target's taps stand for."""
+
+    def extend(
+        self,
+        ids_BT: Tensor,
+        hidden_BTE: Tensor,
+        positions_BT: Tensor,
+        *,
+        bucket: int,
+        score_positions_B1: Tensor | None = None,
+        cache_rows_B: Tensor | None = None,
+        consecutive: bool = True,
+        tree: TreePlaces | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Read pairs into the cache.
+
+        Args:
+            ids_BT: the token behind each position.
+            hidden_BTE: hidden states at the positions, from `hidden_of` or the call before; may be overwritten.
+            positions_BT: of the pairs.
+            bucket: see `Runner.forward`.
+            score_positions_B1: which of the T pairs to score; None for all.
+            cache_rows_B: see `Runner.forward`.
+            consecutive: see `Runner.forward`.
+            tree: see `Runner.forward`.
+
+        Returns:
+            The head's own hidden states (B, R, E) of the scored pairs, and logits (B, R, V) in fp32, minus infinity for
+            tokens that it cannot draft; see `Runner.allocate`.
+        """
+
+
+Following = Callable[[int, Tensor, Tensor | None], Tensor]
+"""Maps a depth, tokens (B, M) that were drafted before it, and their parents' places among those of the call before, or
+None in chains, to the logits (B, M, V) of the tokens behind them. Depth 0 comes first, with the newest token."""
+
+
+class OnePassHead(Head, Protocol):
+    """A draft head that drafts a block of tokens in one forward; see `one_pass`.
+
+    The token of a position stands `tokens_ahead` behind it; `mask_token_id` stands for tokens to come.
+    """
+
+    mask_token_id: int
+    tokens_ahead: int
+
+    def block_size(self, num_drafted: int) -> int:
+        """The positions behind the context that drafting so many tokens reads."""
+
+    def draft(
+        self, ids_BT: Tensor, context_BCE: Tensor, positions_BT: Tensor, *, num_drafted: int, bucket: int
+    ) -> Following:
+        """Read the newest positions of the context, with what `hidden_of` makes of their taps, and those of the block.
+
+        Several positions of the context may be the same one.
+        """
