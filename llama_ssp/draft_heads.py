@@ -66,16 +66,15 @@ class DraftHead:
 
 
 HEADS: Registry[DraftHead] = Registry(setting="draft", kind=DraftHead)
-_MARK = "draft_vocab_size"
-"""A field of the config.json of a head, of which the installation may lack the room."""
 
 
 def head_file(content: Mapping[str, Any], file: Path) -> HeadFile | None:
     """What a config.json says of a head; None if it is a model's, CheckpointError for a head that is not read."""
     found = (kind.read_config(content, file) for kind in HEADS.all().values())
     head = next(filter(None, found), None)
-    if head is None and _MARK in content and (sentence := absent("config.json", _MARK)):
-        raise CheckpointError(f"{file} describes a draft head, and {sentence}")
+    missing = next(filter(None, (absent("config.json", name) for name in content)), None)
+    if head is None and missing:
+        raise CheckpointError(f"{file} describes a draft head, and {missing}")
     return head
 
 

@@ -14,6 +14,7 @@ from llama_ssp import catalogue
 from llama_ssp.catalogue import ENDINGS_WITH_FIELDS, ModelConfig, ModelShape, ending_of, is_hub_id
 from llama_ssp.errors import refuse, unknown_name
 from llama_ssp.machines import hardware
+from llama_ssp.operators import OPERATORS
 from llama_ssp.settings import drafters, layout, schema, trees
 from llama_ssp.settings.backends import backend_of, backends
 from llama_ssp.settings.combinations import MORE, clashes
@@ -382,6 +383,8 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
         ("cuda_graphs", not is_cut,
          f"with a target that {libraries} places: its operators are launched from Python"),
         ("own_sums", not is_cut, "without placement.target.kind=tensor, which cuts a target"),
+        ("own_sums", config.own_sums and config.device is not schema.DeviceKind.cpu
+         and OPERATORS.find("sums on cuda") is None, "without the sums of llama_ssp/rooms/gpu"),
         ("task.format", config.quiet, "with quiet=true, which prints tables alone; run.jsonl has the completions"),
         ("dry_run", config.dry_run and not task.needs_models, f"on task={task.name}, {task.why_no_plan}"),
         ("resume", not task.needs_models, f"on task={task.name}, which has no run folder"),

@@ -16,6 +16,7 @@ from llama_ssp.rooms.accelerate.loading import check, load
 from llama_ssp.settings.layout import Layout
 from llama_ssp.settings.schema import DraftLayout
 from llama_ssp.weights.checkpoint import inspect
+from tests.helpers.format_rooms import of_all_formats
 from tests.helpers.models import build_checkpoint
 from tests.helpers.shapes import llama_shape
 from tests.unit.models.conftest import Saved
@@ -36,6 +37,7 @@ def test_ragged_rows_get_the_librarys_logits(saved: SavedModels, family: str) ->
         torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0)
 
 
+@of_all_formats
 @pytest.mark.parametrize("form", ["int8", "nf4", "int8_weight_only", "int4_weight_only"])
 def test_quantized_layers_run_layer_wise(form: str, tmp_path: Path) -> None:
     build_checkpoint(tmp_path, "llama", hidden_size=128, intermediate_size=256)
@@ -72,6 +74,7 @@ def check_on(devices: tuple[torch.device, ...], quantization: str, *, rank: int 
     check(world, layout, llama_shape(), quantization)
 
 
+@of_all_formats
 def test_the_kernel_for_one_gpu_per_rank_is_refused_over_several() -> None:
     with pytest.raises(PlacementError, match="use int8, nf4 or none"):
         check_on(GPUS, "int8_weight_only")

@@ -17,7 +17,6 @@ from transformers import AutoTokenizer, TextStreamer
 import llama_ssp
 from llama_ssp import Completion, Pair, load
 from llama_ssp.errors import ConfigError, NumericError
-from llama_ssp.rooms.cpu.tracing import Traced
 from llama_ssp.run import decoders
 from llama_ssp.speculate.engine.executors import GraphExecutor
 from llama_ssp.speculate.engine.round import Round
@@ -48,13 +47,14 @@ def ids(completions: list[Completion]) -> list[list[int]]:
 
 def test_ten_calls_are_traced_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     traced = []
-    trace = Traced._trace
+    traced_of_cpus = pytest.importorskip("llama_ssp.rooms.cpu.tracing").Traced
+    trace = traced_of_cpus._trace
 
     def counted(self: Any, *arguments: Any) -> Any:  # noqa: ANN401 - passed on
         traced.append(self)
         return trace(self, *arguments)
 
-    monkeypatch.setattr(Traced, "_trace", counted)
+    monkeypatch.setattr(traced_of_cpus, "_trace", counted)
     fresh = replace(pair)
     for seed in range(10):
         fresh.generate(PROMPTS[seed % 3], max_new_tokens=8, seed=seed, stop_strings="never found" if seed % 2 else ())

@@ -21,7 +21,6 @@ from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.weights import Loading
-from llama_ssp.rooms.cpu.tracing import Traced
 from llama_ssp.run import decoders
 from llama_ssp.speculate.engine.executors import GraphExecutor
 from llama_ssp.weights.checkpoint import inspect
@@ -166,13 +165,14 @@ def test_a_loop_of_updates_allocates_and_captures_nothing_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: bool
 ) -> None:  # fmt: skip
     recorder, traces = FakeRecorder(), list[None]()
-    trace = Traced._trace
+    traced_of_cpus = pytest.importorskip("llama_ssp.rooms.cpu.tracing").Traced
+    trace = traced_of_cpus._trace
 
     def counted(*arguments: Any) -> object:  # noqa: ANN401
         traces.append(None)
         return trace(*arguments)
 
-    monkeypatch.setattr(Traced, "_trace", counted)
+    monkeypatch.setattr(traced_of_cpus, "_trace", counted)
     if graphs:
         monkeypatch.setattr(decoders, "make_executor", lambda round_, **_: GraphExecutor(round_, recorder=recorder))
     target, draft = save_pair(tmp_path, "llama")
