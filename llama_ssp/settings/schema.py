@@ -147,7 +147,7 @@ class SamplingConfig:
     bad_ids: tuple[tuple[int, ...], ...] = field(default=(), metadata={"omegaconf_ignore": True})
     eos_ids: tuple[int, ...] = field(default=(), metadata={"omegaconf_ignore": True})
     # of batches whose rows have settings of their own, in place of these; no setting.
-    by_row: bool = field(default=False, metadata={"omegaconf_ignore": True})
+    by_row: bool | None = field(default=None, metadata={"omegaconf_ignore": True})
     from_model: list[str] = made(
         list,
         "of these settings, those that take the values of the model's generation_config.json, unless you give them.",

@@ -31,9 +31,12 @@ class BatchSpace:
 
     def make(self, requests: Sequence[Request], *, reuses: bool) -> None:
         """Allocate caches for these and all earlier requests; unless it `reuses` texts, nothing is held of any."""
-        longest = max((len(request.prompt_ids) + request.max_new_tokens for request in requests), default=0)
+        longest = most_new = 0
+        for request in requests:
+            most_new = max(most_new, request.max_new_tokens)
+            longest = max(longest, len(request.prompt_ids) + request.max_new_tokens)
         self._num_slots = max(self._num_slots, whole_steps(longest + self._most_ahead))
-        self._num_rounds = max(self._num_rounds, max((request.max_new_tokens for request in requests), default=0) + 1)
+        self._num_rounds = max(self._num_rounds, most_new + 1)
         by_length = self._is_cuda and self._round.reads_by_length
         self.buckets = Buckets(step=self._num_slots if by_length else self.bucket_step, num_slots=self._num_slots)
         target = self._round.target

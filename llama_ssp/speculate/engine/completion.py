@@ -71,25 +71,19 @@ class RowCompletion:
         """Enter why nothing follows, and whether the last token was a drafted one."""
         self.finish_reason, self.ended_in_draft = reason, in_draft
 
-    def run_for(self, seconds: float, *, share: float, by_part: Mapping[str, float]) -> None:
-        """Add the time of a pass of the loop, of which this row has a share, and of its round's parts."""
-        self.busy_s += seconds
-        self.share_s += seconds * share
-        if self.token_ids and not self.first_token_s:
-            self.first_token_s = self.busy_s
-        for part, part_s in by_part.items():
-            self.part_s[part] += part_s * share
+    def extend(
+        self, new_ids: Sequence[int], *, num_forwards: int, num_accepted: int, num_examined: int | None, num_ahead: int
+    ) -> None:
+        """Add the new tokens of a round, which ran the target `num_forwards` times for this row.
 
-    def draft(self, num_accepted: int, num_examined: int, *, num_ahead: int) -> None:
-        """Enter a round's accepted and examined drafted tokens, and the number in flight after it."""
-        self.accepted_lengths.append(num_accepted)
-        self.draft_lengths.append(num_examined)
-        self.num_ahead = num_ahead
-
-    def extend(self, new_ids: Sequence[int], *, num_forwards: int) -> None:
-        """Add the new tokens of a round, which ran the target `num_forwards` times for this row."""
+        `num_accepted` and `num_examined` drafted tokens are entered if the round drafted; `num_ahead` are in flight.
+        """
         self.token_ids += new_ids
         self.num_target_forwards += num_forwards
+        if num_examined is not None:
+            self.accepted_lengths.append(num_accepted)
+            self.draft_lengths.append(num_examined)
+            self.num_ahead = num_ahead
 
     @property
     def examined_lengths(self) -> list[int]:
@@ -108,3 +102,15 @@ class RowCompletion:
             examined.append(num_examined if room >= most else 0)
             room -= min(num_accepted + 1, most)
         return examined
+
+
+def share_time(running: Sequence[RowCompletion], seconds: float, by_part: Mapping[str, float]) -> None:
+    """Add the time of a pass of the loop, and of its round's parts, to all rows that ran in it."""
+    share = 1 / max(len(running), 1)
+    for row in running:
+        row.busy_s += seconds
+        row.share_s += seconds * share
+        if row.token_ids and not row.first_token_s:
+            row.first_token_s = row.busy_s
+        for part, part_s in by_part.items():
+            row.part_s[part] += part_s * share

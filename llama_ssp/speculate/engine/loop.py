@@ -28,7 +28,7 @@ from llama_ssp.ranks.memory import exhaustion
 from llama_ssp.speculate.engine.adaptive import FixedLength, num_chunks
 from llama_ssp.speculate.engine.batch_space import BatchSpace
 from llama_ssp.speculate.engine.clock import EventClock, HostClock
-from llama_ssp.speculate.engine.completion import PARTS, FinishReason, RowCompletion, StopRequest
+from llama_ssp.speculate.engine.completion import PARTS, FinishReason, RowCompletion, StopRequest, share_time
 from llama_ssp.speculate.engine.held import PromptRow, Reuse
 from llama_ssp.speculate.engine.likelihoods import ScoredText, TokenScores, score_in_rows
 from llama_ssp.speculate.engine.results import Launched, RowResult, Update
@@ -89,7 +89,7 @@ class Decoder:
         length: chooses what each round drafts.
         threads: chooses how many threads compute a round.
         settings: of its runs without settings of their own.
-        reuse: what runs may take from texts of earlier ones.
+        reuses_any_length: runs may take beginnings of any length from texts of earlier ones.
         space: caches, and the batch that runs share.
         lag: rounds that are launched before the oldest one is read.
         rounds_s, num_rounds: time and number of all rounds so far.
@@ -108,7 +108,8 @@ class Decoder:
         length: FixedLength | None = None,
         threads: Threads | None = None,
     ) -> None:
-        self.round, self.settings, self.batch_size, self.reuse = round_, settings, batch_size, reuse
+        self.round, self.settings, self.batch_size = round_, settings, batch_size
+        self.reuses_any_length = reuse.any_length
         self.executor = executor or Executor()
         self.length = length or FixedLength(round_.max_tokens_per_round - 1)
         self.threads = threads or Threads()
@@ -250,9 +251,14 @@ class Decoding:
                 ended = time.perf_counter()
                 # A GPU still reads prompts when the round after them has been launched.
                 round_s = (launched if reads_prompts else ended) - started if was_round else None
+                by_part: dict[str, float] = {}
                 if round_s is not None:
                     decoder.threads.after_round((choice, bucket), round_s)
-                self._record_time(running, ended - started, round_s=round_s)
+                    decoder.rounds_s += round_s
+                    decoder.num_rounds += 1
+                    draft_s, verify_s = decoder.clock.take()
+                    by_part = dict(zip(PARTS, (draft_s, verify_s, round_s - draft_s - verify_s), strict=True))
+                share_time(running, ended - started, by_part)
                 if updates:
                     yield updates
 
@@ -539,12 +545,13 @@ class Decoding:
         num_new = len(new_ids)
         num_chosen_by_draft = result.num_accepted + result.goes_on
         num_drafted = min(num_chosen_by_draft, num_new)
-        if num_examined is not None:
-            owner.draft(num_drafted, num_examined, num_ahead=result.goes_on * self.round.num_ahead)
-        owner.extend(new_ids, num_forwards=num_forwards)
+        owner.extend(
+            new_ids, num_forwards=num_forwards, num_accepted=num_drafted, num_examined=num_examined,
+            num_ahead=result.goes_on * self.round.num_ahead,
+        )  # fmt: skip
         if reason or num_before + num_new == limit:
             row = self._free(owner, reason or "length", in_draft=num_new <= num_chosen_by_draft)
-            if self.settings.reuses and not self.round.tree and self.decoder.reuse.any_length:
+            if self.settings.reuses and not self.round.tree and self.decoder.reuses_any_length:
                 self.space.held.extend(row, owner.token_ids[:-1])  # the cache lacks the last one
         return Update(owner, new_ids, num_drafted)
 
@@ -570,14 +577,3 @@ class Decoding:
         if owner.stop_watch and (num_until_stop := owner.stop_watch.num_until_stop(ids)):
             ids, reason = ids[:num_until_stop], "stop"
         return ids, reason
-
-    def _record_time(self, running: list[RowCompletion], seconds: float, *, round_s: float | None) -> None:
-        """Add the time of one pass of the loop to all rows that ran in it; its round's time, if any, by parts."""
-        by_part: dict[str, float] = {}
-        if round_s is not None:
-            self.decoder.rounds_s += round_s
-            self.decoder.num_rounds += 1
-            draft_s, verify_s = self.decoder.clock.take()
-            by_part = dict(zip(PARTS, (draft_s, verify_s, round_s - draft_s - verify_s), strict=True))
-        for completion in running:
-            completion.run_for(seconds, share=1 / len(running), by_part=by_part)
