@@ -233,7 +233,9 @@ def _peers(session: Session) -> Peers | None:
         return None
     drafting = session.config.draft
     # The library takes two tokenizers for one where their vocabularies are of one size, and then refuses to assist.
-    num_models = 1 if has_own_tokenizer(drafting) else 2
+    # Nor does it take a head, which is no model by itself.
+    has_head = any(source.origin.shape.is_head for source in session.models.sources)
+    num_models = 1 if has_own_tokenizer(drafting) or has_head else 2
     target, *drafts = (
         load_peer(source.origin.folder, dtype=source.dtype or source.origin.dtype, device=session.world.device)
         for source in session.models.sources[:num_models]

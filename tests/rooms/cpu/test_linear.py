@@ -20,12 +20,11 @@ from llama_ssp.kernels.linear import (
     native_of,
 )
 from llama_ssp.kernels.parts import RmsNorm
-from llama_ssp.models.quantization import precision, weight_only
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.rooms.cpu.code import kinds
 from llama_ssp.rooms.cpu.code.compiled import has_features
 from llama_ssp.rooms.cpu.linear import CompiledLinear, fits, native_floats, product_of
-from llama_ssp.storage.formats import Product, formats
+from llama_ssp.storage.formats import Product, format_of, formats
 from tests.helpers.four_bits import rounded
 from tests.helpers.lanes import pairs
 
@@ -66,8 +65,8 @@ def stands_for(version: str, weight: Tensor) -> Tensor:
     if version == "dots":  # elsewhere LLM.int8()
         return in_steps(weight)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (precision, weight_only):
-            patch.setattr(module, "compiled_for", lambda *_: None)
+        module, _, _ = str(format_of(QUANTIZED[version]).kernel).partition(":")
+        patch.setattr(f"{module}.compiled_for", lambda *_: None)
         linear = quantized(version, weight)
     assert native_of(linear) is None
     return linear(torch.eye(weight.shape[1])).t().double()
