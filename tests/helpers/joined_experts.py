@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.models.quantization import weight_only
 from llama_ssp.operators import OPERATORS, DeviceOperator
 
 _num_tokens: list[int] = []
@@ -31,11 +30,15 @@ def join_on_cpu(patch: pytest.MonkeyPatch) -> list[int]:
     Products are right in int8, and zeros in other formats.
     """
     _num_tokens.clear()
-    for operation, make in {"few_rows": "find_few_rows", "joined_experts": "tried_experts"}.items():
+    made_by = {"few_rows": "find_few_rows", "joined_experts": "tried_experts", "packed_linear": "no_product"}
+    for operation, make in made_by.items():
         record = DeviceOperator(operation=operation, device="cpu", make=f"{__name__}:{make}")
         patch.setitem(OPERATORS.records, record.name, record)
-    patch.setattr(weight_only, "compiled_for", lambda *_: None)
     return _num_tokens
+
+
+def no_product(*_case: object) -> None:
+    """None: compiled products take no part."""
 
 
 def find_few_rows(*_case: object) -> ModuleType:

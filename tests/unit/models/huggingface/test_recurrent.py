@@ -22,7 +22,7 @@ from llama_ssp.models.weights import Loading
 from llama_ssp.planning.model import PlannedModel
 from llama_ssp.planning.weights import model_bytes, rank_shares, shares
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.speculate.engine import batch_space, loop
+from llama_ssp.speculate.engine import held, loop
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
@@ -45,7 +45,7 @@ NUM_NEW_TOKENS = 16
 @pytest.fixture(autouse=True)
 def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts are read in chunks of 8, between rounds of other rows."""
-    for module in (engine, prefill, loop, batch_space):
+    for module in (engine, prefill, loop, held):
         monkeypatch.setattr(module, "PREFILL_CHUNK", 8)
 
 

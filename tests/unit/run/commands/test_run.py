@@ -12,7 +12,7 @@ import pytest
 from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp import catalogue
-from llama_ssp.errors import CapacityError, CheckpointError, ConfigError, InterruptedRun
+from llama_ssp.errors import CapacityError, CheckpointError, ConfigError, InterruptedRun, LostRankError
 from llama_ssp.run.commands import run
 from llama_ssp.run.commands.help import settings_of_launchers
 from llama_ssp.run.startup import StartClock
@@ -94,14 +94,18 @@ def test_ranks_above_zero_let_rank_zero_speak_first_and_end_alike(
 
 
 @pytest.mark.parametrize(
-    ("error", "code"),
-    [(CheckpointError("no file"), 2), heavy(CapacityError("no file"), 3), heavy(InterruptedRun("no file"), 4)],
-)
-def test_a_sweep_ends_with_its_first_failure_and_the_exit_code_of_that(
-    error: Exception, code: int, launch: Launch, tmp_path: Path
+    ("error", "code", "num_runs"),
+    [
+        (CheckpointError("no file"), 2, 2), heavy(CapacityError("no file"), 3, 2),
+        heavy(InterruptedRun("no file"), 4, 1), heavy(LostRankError("no file"), 1, 1),
+    ],
+)  # fmt: skip
+def test_a_sweep_goes_on_after_a_failure_but_for_an_interrupt_and_ends_with_its_exit_code(
+    error: Exception, code: int, num_runs: int, launch: Launch, tmp_path: Path
 ) -> None:
     ended = launch("-m", "seed=0,1", fails=error)
-    assert (ended.code, len(ended.runs), ended.err) == (code, 1, "no file\n")
+    assert (ended.code, len(ended.runs)) == (code, num_runs)
+    assert ended.err.count("no file") == (1 if num_runs == 1 else 2 * num_runs), "when it fails, and at the end"
     assert list(tmp_path.iterdir()) == [], "Hydra leaves no file"
 
 
