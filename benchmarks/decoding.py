@@ -125,7 +125,8 @@ def peers_of(folders: Iterable[Path], dtype: torch.dtype, device: torch.device =
 
 def default_prompts(task: str) -> list[str]:
     """The prompts of a run of a task without others."""
-    prompts: list[str] = catalogue.read(catalogue.conf_dir() / "task" / f"{task}.yaml")["default_prompts"]
+    files = (folder / "task" / f"{task}.yaml" for folder in catalogue.folders())
+    prompts: list[str] = catalogue.read(next(filter(Path.is_file, files)))["default_prompts"]
     return prompts
 
 

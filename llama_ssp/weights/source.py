@@ -8,15 +8,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Protocol, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Protocol, TypedDict, Unpack, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import CheckpointError
+
+if TYPE_CHECKING:  # slow to import
+    from transformers import PreTrainedModel
 
 _FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
@@ -97,7 +100,7 @@ class TapSource(WeightSource, Protocol):
     def more_parameters(self) -> Mapping[str, tuple[int, ...]]:
         """The shapes of parameters besides its layers and vocabularies, by name."""
 
-    def extend(self, model: PreTrainedModel) -> None:
+    def extend(self, model: "PreTrainedModel") -> None:
         """Add the modules that a model of its layers in the library lacks."""
 
     def updated(self, target: WeightSource | None, files: WeightSource | None) -> WeightSource | None:
