@@ -20,7 +20,16 @@ from pathlib import Path
 from llama_ssp import manifest
 from tests.helpers.repository import ROOT, files
 
-RUN = ["run", "ranks=1", "task=generate", "format=jsonl", "sampling=greedy", "prompt=import", "model.dtype=fp32"]
+RUN = [
+    "run",
+    "ranks=1",
+    "task=generate",
+    "format=jsonl",
+    "sampling=greedy",
+    "prompt=import",
+    "model.dtype=fp32",
+    "max_new_tokens=64",
+]
 PLAN = ["plan", "model=30B", "draft=7B", "hardware=8xa100_80gb", "format=json"]
 ADVICE = {"warnings", "notes", "changes", "shortage"}
 """Parts of a plan's document that may name what a room offers."""
@@ -70,34 +79,50 @@ def figures(folder: Path) -> dict[str, object]:
     return {key: value for key, value in document.items() if key not in ADVICE}
 
 
+ASK = """
+import json, os, sys
+from llama_ssp.run.commands import plan, program, run
+for number, words in enumerate(json.loads(sys.argv[1])):
+    if not (child := os.fork()):
+        os.dup2(os.open(f"said{number}.txt", os.O_CREAT | os.O_WRONLY), 2)
+        program.main(words)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+"""A program that gives each list of words to the program of the copy, in a process that has imported it already."""
+
+
+def words_for(asked: str, folder: Path) -> list[str]:
+    """The command line that asks for what a room has, with the file that it reads."""
+    kind, _, name = asked.partition("=")
+    if kind == "field":
+        (folder / "field.jsonl").write_text(json.dumps({name: "1"}))
+        return ["run", "task=generate", "prompts=field.jsonl"]
+    if kind == "config.json":
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "config.json").write_text(json.dumps({name: 1}))
+        return ["run", "draft=local", f"draft.model.path={name}"]
+    if kind == "setting":
+        return ["plan", "hardware=h100", f"{name}=x"]
+    if kind == "argument":
+        (folder / "argument.py").write_text(f"from llama_ssp import load\nload('tiny', {name}=2)\n")
+        return ["run", "ranks=1", "--script", "argument.py"]
+    return [name] if kind == "command" else ["run", *(["-m"] if kind == "hydra/launcher" else []), asked]
+
+
 def names_none(folder: Path, rooms: Sequence[str]) -> None:
     """Check that help names nothing that asks for the rooms, and that who asks gets a sentence that names the room."""
     helps = (["--help"], ["run", "--help", "all"], ["plan", "--help"])
     shown = "".join(python(folder, "-m", "llama_ssp", *words) for words in helps)
-    for room in rooms:
-        for asked in manifest.ROOMS[room]:
-            kind, _, name = asked.partition("=")
-            words = [name] if kind == "command" else ["run", *(["-m"] if kind == "hydra/launcher" else []), asked]
-            if kind == "field":
-                (folder / "field.jsonl").write_text(json.dumps({name: "1"}))
-                words = ["run", "task=generate", "prompts=field.jsonl"]
-            if kind == "config.json":
-                (folder / "other").mkdir(exist_ok=True)
-                (folder / "other" / "config.json").write_text(json.dumps({name: 1}))
-                words = ["run", "draft=local", "draft.model.path=other"]
-            if kind == "setting":
-                words = ["plan", "hardware=h100", f"{name}=x"]
-            if kind == "argument":
-                (folder / "argument.py").write_text(f"from llama_ssp import load\nload('tiny', {name}=2)\n")
-                words = ["run", "ranks=1", "--script", "argument.py"]
-            said = {"command": f"llama-ssp {name}", "setting": f" {name}="}.get(kind, asked)
-            if said in shown:
-                sys.exit(f"help names {asked}")
-            ended = subprocess.run(
-                [sys.executable, "-m", "llama_ssp", *words], cwd=folder, capture_output=True, text=True, check=False
-            )
-            if ended.returncode != 2 or f"rooms/{room}" not in ended.stderr:
-                sys.exit(f"{asked}: exit code {ended.returncode}, {ended.stderr}")
+    all_asked = [(room, asked) for room in rooms for asked in manifest.ROOMS[room]]
+    for _, asked in all_asked:
+        kind, _, name = asked.partition("=")
+        if {"command": f"llama-ssp {name}", "setting": f" {name}="}.get(kind, asked) in shown:
+            sys.exit(f"help names {asked}")
+    codes = python(folder, "-c", ASK, json.dumps([words_for(asked, folder) for _, asked in all_asked])).split()
+    for number, (room, asked) in enumerate(all_asked):
+        said = (folder / f"said{number}.txt").read_text()
+        if codes[number] != "2" or f"rooms/{room}" not in said:
+            sys.exit(f"{asked}: exit code {codes[number]}, {said}")
 
 
 def main(words: Sequence[str]) -> None:

@@ -121,7 +121,7 @@ def test_a_requeued_task_of_an_array_resumes_and_ends_like_an_undisturbed_run(cl
     assert settled(lines(folders[1])) == settled(lines(tmp_path / "alone"))
 
 
-@pytest.mark.heavy
+@pytest.mark.slow  # a minute, and the time limits of SLURM want a quiet machine
 def test_a_run_that_is_warned_and_stopped_ends_like_an_undisturbed_one(cluster: Cluster, tmp_path: Path) -> None:
     """The warning before the time limit comes while it loads; each end leaves a line in the log."""
     words = [*LONG, "num_samples=12"]

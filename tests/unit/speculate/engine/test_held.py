@@ -95,14 +95,14 @@ def test_texts_are_the_target_s_own_whatever_earlier_runs_have_left(
     target, made = PrefixRunner(), make(3.0, batch_size=batch_size, eos_ids=[4])
     made.lag = lag
     talk, num_reused = Conversations(7, most_tokens=40), 0
-    for _ in range(25):
+    for _ in range(12):
         done = complete(made, talk.requests())
         talk.take(done)
         num_reused += sum(reused(done))
         for each in done:
             [greedy] = target.texts([each.request])
             assert each.token_ids == (greedy[: greedy.index(4) + 1] if 4 in greedy else greedy)
-    assert num_reused > 300
+    assert num_reused > 100
 
 
 @kinds
@@ -114,13 +114,13 @@ def test_drafts_and_decisions_are_those_behind_prompts_that_are_read(
     reuses, reads = (make(1.0, batch_size=3, temperature=0.9) for _ in range(2))
     change_runs(reads, reuses=False)
     talk, num_reused = Conversations(11, most_tokens=40), 0
-    for _ in range(10):
+    for _ in range(6):
         requests = talk.requests()
         done = complete(reuses, requests)
         talk.take(done)
         num_reused += sum(reused(done))
         assert outcome(done) == outcome(complete(reads, requests))
-    assert num_reused > 100
+    assert num_reused > 50
 
 
 @pytest.mark.parametrize("shape", [None, "2x2x1"])
@@ -280,7 +280,7 @@ class FirstLogits:
         return found, outcome(done), sum(reused(done))
 
 
-def runs_of(decoder: Decoder, *, most_tokens: int = 60, num_runs: int = 8) -> list[list[Request]]:
+def runs_of(decoder: Decoder, *, most_tokens: int = 60, num_runs: int = 6) -> list[list[Request]]:
     """Requests of several runs, which go on from the texts that this decoder gives them."""
     talk, runs = Conversations(5, most_tokens=most_tokens), list[list[Request]]()
     for _ in range(num_runs):
@@ -334,7 +334,7 @@ def test_logits_behind_whole_chunks_have_the_same_bits_with_any_kernel(monkeypat
     read_in_chunks(8, monkeypatch)
     target = lean(kernel=PlainLinear)
     assert not target.is_invariant
-    assert same_bits(lambda: make_decoder(target, None, temperature=0.8), FirstLogits(monkeypatch)) > 50
+    assert same_bits(lambda: make_decoder(target, None, temperature=0.8), FirstLogits(monkeypatch)) > 30
 
 
 @pytest.mark.parametrize(

@@ -210,13 +210,13 @@ LIGHT = ("none", "model", "overlapped", "a choice for each round", "greedy draft
 def cases(kinds: Sequence[str], modes: Sequence[str], *, light: Sequence[str]) -> list[Any]:
     """Every kind in every mode: `light` ones always in the first mode, and the first of them in all.
 
-    Of light kinds in other modes, and of other kinds in the first one, a third runs with --heavy; the rest with --slow.
+    Of light kinds in other modes, and of other kinds in the first one, a sixth runs with --heavy; the rest with --slow.
     """
 
     def lane(place: int, kind: str, mode: str) -> object:
         if kind == light[0] or (kind in light and mode == modes[0]):
             return kind, mode
-        is_chosen = (kind in light or mode == modes[0]) and (place + modes.index(mode)) % 3 == 0
+        is_chosen = (kind in light or mode == modes[0]) and (place + modes.index(mode)) % 6 == 0
         return (heavy if is_chosen else slow)(kind, mode)
 
     return [lane(place, kind, mode) for (place, kind), mode in product(enumerate(kinds), modes)]
