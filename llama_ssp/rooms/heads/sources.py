@@ -124,8 +124,8 @@ class HeadSource:
         return {f"model.{name}": size for name, size in sizes.items()}
 
     def extend(self, model: PreTrainedModel) -> None:
-        """See `TapSource`."""
-        raise NotImplementedError
+        """See `TapSource`; never called, since heads with files of their own run as our decoder alone."""
+        raise AssertionError(f"{type(model).__name__} stands for no head with files of its own")
 
     def updated(self, target: WeightSource | None, files: WeightSource | None) -> WeightSource | None:
         """See `TapSource`."""

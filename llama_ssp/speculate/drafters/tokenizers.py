@@ -1,36 +1,26 @@
 """A target's and a draft's tokenizers: a text in the other's tokens, its continuation, and equal tokens.
 
 All of it runs on the host and gives the same result on every rank. Tokens are equal if they add the same bytes to a
-text, however their tokenizers write them:
-
-    byte-level        Ġreturn   Ċ        a character stands for a byte
-    SentencePiece     ▁return   <0x0A>   a space is a letter, unknown characters are bytes
-    words             return             the decoder puts a space between tokens
-
-Special tokens are equal if they have the same name or both end a sequence.
+text, however their tokenizers write them (`token_bytes`). Special tokens are equal if they have the same name or both
+end a sequence.
 """
 
-import json
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from llama_ssp.architectures.engine import MOST_PIECES
 from llama_ssp.continuation import TextAfter
+from llama_ssp.token_bytes import reader_of
 
 Meaning = bytes | str
 """The bytes that a token adds to a text; for a special token, which adds nothing, its name."""
 
 _END = "end of sequence"
 _LEAST_SHARED = 0.9  # Of the smaller vocabulary: reserved tokens may have been renamed.
-_SPACE = "▁"
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-_BYTE_OF_LETTER = {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +96,7 @@ def _ids_by_meaning(meanings: Mapping[int, Meaning], *, size: int) -> dict[Meani
 def meanings_of(tokenizer: PreTrainedTokenizerBase) -> dict[int, Meaning]:
     """The meaning of each token of a tokenizer, by id."""
     added: Mapping[int, Any] = tokenizer.added_tokens_decoder
-    read = _reader(tokenizer)
+    read = reader_of(tokenizer)
     found: dict[int, Meaning] = {}
     for text, token in tokenizer.get_vocab().items():
         if token not in added:
@@ -118,40 +108,6 @@ def meanings_of(tokenizer: PreTrainedTokenizerBase) -> dict[int, Meaning]:
     if isinstance(tokenizer.eos_token_id, int) and tokenizer.eos_token_id in found:
         found[tokenizer.eos_token_id] = _END
     return found
-
-
-def _reader(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bytes]:
-    """Makes the bytes of a token from the way it is written, as the tokenizer's decoder does.
-
-    One without a file of its own marks spaces, as SentencePiece does.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return _marked_bytes
-    steps = [*_steps(json.loads(backend.to_str())["decoder"])]
-    names = {step["type"] for step in steps}
-    if "ByteLevel" in names:
-        return _bytes_of_letters
-    marks_spaces = "Metaspace" in names or any(step.get("pattern") == {"String": _SPACE} for step in steps)
-    return _marked_bytes if marks_spaces else lambda text: f" {text}".encode()
-
-
-def _bytes_of_letters(text: str) -> bytes:
-    known = [_BYTE_OF_LETTER[letter] for letter in text if letter in _BYTE_OF_LETTER]
-    return bytes(known) if len(known) == len(text) else text.encode()
-
-
-def _marked_bytes(text: str) -> bytes:
-    byte = _BYTE.fullmatch(text)
-    return bytes.fromhex(byte[1]) if byte else text.replace(_SPACE, " ").encode()
-
-
-def _steps(decoder: Any) -> Iterable[dict[str, Any]]:  # noqa: ANN401 - JSON
-    """A decoder, and the decoders that it is made of."""
-    if decoder:
-        yield decoder
-        for part in decoder.get("decoders", ()):
-            yield from _steps(part)
 
 
 class TokenizerPair:
