@@ -2,7 +2,7 @@
 
 bin := justfile_directory() / ".venv/bin"
 whole_runs_models_and_kernels := replace(
-    " api benchmarks cpu kernels models repository run speculate/drafters speculate/engine", " ", " --ignore=tests/unit/"
+    " api benchmarks kernels models repository run speculate/drafters speculate/engine", " ", " --ignore=tests/unit/"
 )
 
 _list:

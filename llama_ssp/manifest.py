@@ -34,6 +34,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "draft=eagle3_vicuna_13B",
         "draft=tiny-eagle",
         "config.json=draft_vocab_size",
+        "config.json=dflash_config",
+        "config.json=speculators_model_type",
     ),
     "python_ranks": ("argument=ranks",),
     "reports": ("command=report", "setting=figure"),

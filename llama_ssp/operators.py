@@ -7,7 +7,7 @@ instructions of this machine, or because the operator does not agree with its re
     operation             asked by                                what is made
     linear                `kernels.linear.make_linear`            the kernel of a weight
     packed_linear         `kernels.linear.compiled_for`           the kernel of packed weights of a format
-    packed_block          `models.loading`                        the number whose multiples sizes of such layers are
+    packed_block          `models.loading`, `run.calibration`     the number whose multiples sizes of such layers are
     attention             `models.llama.decoder`                  attention, and whole layers, an `OperatorAttention`
     few_rows              `models.quantization.weight_only`       products with packed weights, a `FewRows`
     joined_experts        the same                                experts whose weights are joined

@@ -62,7 +62,14 @@ class Registry(Generic[Record]):
 
     def _read(self) -> None:
         unread, self._unread = self._unread, ()
-        for name in unread:
+        try:
+            self._take(unread)
+        except BaseException:  # later calls must not go on with some of the records
+            self._unread = unread
+            raise
+
+    def _take(self, modules: tuple[str, ...]) -> None:
+        for name in modules:
             module = importlib.import_module(name)
             inner = [f"{name}.{one.name}" for one in pkgutil.iter_modules(getattr(module, "__path__", ()))]
             for found in [module, *map(importlib.import_module, inner)]:

@@ -151,8 +151,8 @@ def formats_of(given: Mapping[str, Any]) -> tuple[dict[str, object], dict[str, o
 def entry_of(what: str, given: object, *, target: object = None, **formats: object) -> ModelConfig:
     """Make the entry of a model: a name of the catalogue, a folder, or an id of the hub; `what` is model or draft.
 
-        A draft may also be a head in the files of its `target`.
-    For `formats` see `in_format`. Raises ConfigError for anything else, and as `in_format`.
+    A draft may also be a head in the files of its `target`. For `formats` see `in_format`. Raises ConfigError for
+    anything else, and as `in_format`.
     """
     if not isinstance(given, str | Path):
         raise ConfigError(

@@ -165,9 +165,11 @@ def _check_quantizable(
                if block and any(size % block for size in sizes(weight, 0) | sizes(weight, 1))]  # fmt: skip
         if odd or not block:
             where = f" for {summary(odd)}, whose sizes are no multiples of {block}" if block else ""
+            other = easiest_format()
+            remedy = "" if other == NO_QUANTIZATION else f", or use quantization={other}, which needs none"
             raise ConfigError(
-                f"quantization={quantization} needs the package {package.name}{where}: {package.install} installs it, "
-                f"or use quantization={easiest_format()}, which needs none"
+                f"quantization={quantization} needs the package {package.name}{where}: {package.install} installs it"
+                f"{remedy}"
             )
     for name, weight in linears.items():
         check(name, sizes(weight, 1), is_cut=len(shards) > 1 and weight.dim == 1)

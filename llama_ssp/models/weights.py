@@ -62,7 +62,7 @@ class Loading:
     Attributes:
         origin: of the values.
         device: of weights and cache.
-        devices: that of this rank, and the GPUs of its node that no rank uses.
+        devices: of a target: this rank's, and the GPUs of its node that no rank uses; else empty.
         comm: the ranks that share the model.
         dtype: of weights and cache; None for the origin's. Stored buffers keep theirs.
         progress: see `Progress`.

@@ -228,13 +228,13 @@ class ControlChannel:
         """Enter the ranks that this rank's GPU may wait for from now on."""
         self.peers = peers
 
-    def be_alert(self, *, is_busy: Callable[[], bool] = lambda: False) -> None:
+    def be_alert(self, *, is_busy: Callable[[], bool] | None = None) -> None:
         """Start the heartbeat, which detects a killed rank without a collective; all ranks call this, in any order.
 
         When a rank is killed, this rank receives a SIGTERM, so that it ends its round, and `has_failed` becomes true.
-        `is_busy` tells other ranks whether this one is at work.
+        `is_busy` tells other ranks whether this one is at work; None changes nothing.
         """
-        self.is_busy = is_busy
+        self.is_busy = is_busy or self.is_busy
         if self._store and self._heartbeat is None:
             host, own = meeting_host(os.environ), _connected(self._store)
             self._heartbeat = Heartbeat(own, host=host, rank=self.rank, alarm=self._raise_alarm)

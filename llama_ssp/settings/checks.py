@@ -16,7 +16,7 @@ from llama_ssp.errors import refuse, unknown_name
 from llama_ssp.machines import hardware
 from llama_ssp.operators import OPERATORS
 from llama_ssp.settings import drafters, layout, schema, trees
-from llama_ssp.settings.backends import backend_of, backends
+from llama_ssp.settings.backends import BACKENDS, backends
 from llama_ssp.settings.combinations import MORE, clashes
 from llama_ssp.settings.groups import chooser_of
 from llama_ssp.settings.rules import RULES
@@ -144,7 +144,8 @@ def required_of(name: str) -> str | None:
 def _values(config: RunConfig) -> Iterator[str]:
     yield from (*_ranges(config), *_shapes_of_rounds(config))
     draft, rule = config.draft.kind, config.verification.rule
-    yield from filter(None, (drafters.DRAFTERS.problem_of(draft), RULES.problem_of(rule)))
+    kind = BACKENDS.problem_of(config.placement.target.kind)
+    yield from filter(None, (drafters.DRAFTERS.problem_of(draft), RULES.problem_of(rule), kind))
     yield from (found for found in _of_draft(config) if isinstance(found, str))
     yield from clashes(config)
 
@@ -319,6 +320,8 @@ def _placement(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from found
     if found or placement.auto:
         return
+    if BACKENDS.find(placement.target.kind) is None:  # `_values` names it
+        return
     laid_out = layout.lay_out(placement, world_size=world_size, has_draft=has_draft)
     if sentence := layout.idle(laid_out, num_ranks=world_size // placement.num_replicas):
         yield sentence
@@ -351,7 +354,8 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
     never_drafts = not drafters.drafts(config.draft) and not task.needs_draft
     has_no_model = config.draft.model is None and not task.needs_draft
     is_greedy = config.sampling.temperature == 0
-    is_cut = not backend_of(config.placement.target.kind).by_library
+    backend = BACKENDS.find(config.placement.target.kind)
+    is_cut = not (backend and backend.by_library)
     libraries = " or ".join(name for name, backend in backends().items() if backend.by_library)
     no_draft, no_model = (f"without a draft{model}: give one with draft=NAME" for model in ("", " model"))
     yield from [

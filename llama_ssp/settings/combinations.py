@@ -10,7 +10,7 @@ from functools import cache
 
 from llama_ssp.catalogue import ModelConfig, ModelShape
 from llama_ssp.registry import Registry
-from llama_ssp.settings.backends import backend_of
+from llama_ssp.settings.backends import BACKENDS
 from llama_ssp.settings.drafters import DRAFTERS, drafter_of, drafts, free_drafts, has_own_tokenizer
 from llama_ssp.settings.rules import AT_ZERO, RULES, at_every_temperature, rule_of, rules
 from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, DraftLayout, PlanConfig, RunConfig
@@ -37,7 +37,9 @@ ABILITIES: dict[str, Callable[[RunConfig], object]] = {
     "a draft on shared ranks": lambda config: (
         config.draft.model and (config.placement.auto or config.placement.draft.kind is not DraftLayout.own_gpu)
     ),
-    "a library's placement": lambda config: backend_of(config.placement.target.kind).by_library,
+    "a library's placement": lambda config: (
+        (backend := BACKENDS.find(config.placement.target.kind)) and backend.by_library
+    ),
     "replicas": lambda config: config.placement.num_replicas > 1,
     "sampling": lambda config: config.sampling.temperature > 0,
     "sampling by a rule without trees": lambda config: (
@@ -113,7 +115,7 @@ class Ability:
         has: whether a run has it; unknown shapes count as if they had nothing.
         clashes: the sentences for the abilities that no run has with it, by their names; absent ones count for nothing.
         words: those in braces of its sentences, beside `_words`.
-        problems: error sentences of a run with a draft, whatever its abilities.
+        problems: error sentences of a run, whatever its abilities.
     """
 
     name: str

@@ -62,7 +62,7 @@ class Composed:
     settings: tuple[str, ...]  # the words that set them, with full keys.
     explicit: frozenset[str]  # the dotted keys and groups that they set.
     config: DictConfig  # as Hydra composed it.
-    launcher: object = None  # settings of `hydra/launcher`; None if no word is for Hydra.
+    launcher: object = None  # settings of `hydra/launcher`, by default Hydra's own; None if no word is for Hydra.
 
     def to_yaml(self, *, resolve: bool = False) -> str:
         """The composed settings, with ${...} filled in if `resolve`."""

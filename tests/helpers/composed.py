@@ -19,5 +19,5 @@ def check_refused(words: str, sentence: str) -> None:
     """Check that a run of two ranks is refused, by one problem that has this sentence in it."""
     with pytest.raises(ConfigError) as caught:
         checks.check(*compose_run(*shlex.split(words)), world_size=2)
-    assert sentence in str(caught.value)
+    assert sentence in str(caught.value), caught.value
     assert "\n" not in str(caught.value), "one mistake must give one problem"

@@ -25,12 +25,13 @@ from llama_ssp.speculate.engine.loop import Decoder, RunSettings
 from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round
 from llama_ssp.speculate.engine.state import BatchState, Request
 from llama_ssp.speculate.engine.verifier import Verifier
+from llama_ssp.speculate.sampling.by_row import RowSteps
 from llama_ssp.speculate.sampling.draft import POINT_MASS
 from llama_ssp.speculate.sampling.rules import Rule, make_rule
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.trees import Tree, verify_tree
 from tests.helpers.recorded import WatchedGraphs
-from tests.helpers.rooms import copying
+from tests.helpers.rooms import PRESENT, copying
 
 
 def make_decoder(  # noqa: PLR0913
@@ -63,6 +64,7 @@ def make_decoder(  # noqa: PLR0913
         sampling or SamplingConfig(temperature=temperature),
         VerificationConfig(rule=rule_name),
         shard=shard,
+        steps=RowSteps(),
         of_trees=partial(verify_tree, tree) if tree else None,
     )
     drafters: list[Drafter] = [make_drafter(rule)] if make_drafter else []
@@ -101,7 +103,9 @@ def executor_of(round_: Round, replay: Recorder | type[WatchedGraphs] | bool) ->
         return replay(round_)
     if not isinstance(replay, bool):
         return GraphExecutor(round_, recorder=replay)
-    return make_executor(round_, cuda_graphs=False) if replay else Executor()
+    made = make_executor(round_, cuda_graphs=False) if replay else Executor()
+    assert not (replay and "cpu" in PRESENT) or type(made) is not Executor, "it replays"
+    return made
 
 
 class ScriptedLength(FixedLength):

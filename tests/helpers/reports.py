@@ -3,11 +3,12 @@
 import pytest
 
 from llama_ssp.reports.formats import FORMATS
+from tests.helpers.rooms import module_of
 
 
 def report(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
-    command = pytest.importorskip("llama_ssp.rooms.reports.command")
+    command = module_of("reports.command")
     code: int = command.main(arguments)
     return code
 

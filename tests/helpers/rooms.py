@@ -15,16 +15,20 @@ if TYPE_CHECKING:  # the configuration of the tests imports no torch, and no cli
     from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts
 
 
+PRESENT = manifest.present()
+"""The rooms of this installation, whatever tests put in their place."""
+
+
 def need(room: str) -> None:
     """Skip the test if this installation lacks a room."""
-    if room not in manifest.present():
+    if room not in PRESENT:
         pytest.skip(f"needs llama_ssp/rooms/{room}")
 
 
 def missing_in(text: str) -> str | None:
     """The missing room that a failure names, as `manifest.absent` does; None if there is none."""
-    found = re.search(r"needs (llama_ssp/rooms/\w+), which this installation lacks", text)
-    return found and found[1]
+    found = re.search(r"needs llama_ssp/rooms/(\w+), which this installation lacks", text)
+    return f"llama_ssp/rooms/{found[1]}" if found and found[1] not in PRESENT else None
 
 
 def copies(**settings: Any) -> DrafterConfig:  # noqa: ANN401 - of `NgramConfig`
@@ -41,7 +45,12 @@ def copying(parts: "DrafterParts") -> "Drafter":
     return NgramDrafter(parts if isinstance(parts.config, type(own)) else replace(parts, config=own))
 
 
+def module_of(name: str) -> Any:  # noqa: ANN401 - a module
+    """A module of a room, such as `heads.sources`."""
+    need(name.partition(".")[0])
+    return import_module(f"llama_ssp.rooms.{name}")
+
+
 def of_heads(module: str) -> Any:  # noqa: ANN401 - a module
     """A module of the room of draft heads."""
-    need("heads")
-    return import_module(f"llama_ssp.rooms.heads.{module}")
+    return module_of(f"heads.{module}")

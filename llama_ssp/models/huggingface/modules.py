@@ -229,7 +229,7 @@ def _attend_by_position(model: PreTrainedModel) -> None:
     if attention not in BY_POSITION:
         raise ConfigError(
             f"{model.config.model_type} models have no attention that keeps the steps of rounded inputs: use "
-            f"{' or '.join(dict.fromkeys([said('model.quantization', NO_QUANTIZATION), easiest_format()]))}"
+            f"{said('model.quantization', ' or '.join(dict.fromkeys([NO_QUANTIZATION, easiest_format()])))}"
         )
     model.config._attn_implementation = BY_POSITION[attention]
 

@@ -137,7 +137,7 @@ def _figures(
 def search(spec: PlanSpec, hardware: HardwareConfig, given: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Price all candidates for a spec like this one: the asked model first, the fastest first, misfits of each last.
 
-    `given` are the settings of the command line. docs/reference/plan-document.md describes the fields.
+    `given` are the settings of the command line. The page of this room describes the fields.
     """
     words = {setting.partition("=")[0].lstrip("+"): setting for setting in given}
     choices = [priced(candidate, hardware, given=words) for candidate in _candidates(spec, hardware, words)]
@@ -345,7 +345,7 @@ class Search:
     choices: list[dict[str, Any]]
 
     def document(self) -> dict[str, Any]:
-        """A JSON document, which docs/reference/plan-document.md describes."""
+        """A JSON document, which the page of this room describes."""
         return {"plan_version": PLAN_VERSION, "basis": basis(self.machine), "search": self.choices}
 
 

@@ -144,15 +144,7 @@ class CompiledLinear(NativeLinear):
         return self._operator(x_MI, self._packed, scales_O, bias_O, residual_MO, self._none, 0.0, False)
 
     def take_in(self, norm: Tensor, least_square: float, *, gates: bool) -> bool:
-        """Make `fused` compute the RMS norm before the product, and the gate after it, too.
-
-        Args:
-            norm: weight (I,) of the norm, in fp32.
-            least_square: what is added to the sum of the squares of a row.
-            gates: outputs are gate and up of an MLP, and the result is silu(gate) * up.
-
-        Returns False, and changes nothing, if the kernel cannot do it.
-        """
+        """See `NativeLinear`."""
         num_blocks = self._packed.shape[0]
         if norm.dtype is not torch.float32 or (gates and (self._bias_O is not self._none or num_blocks % 2)):
             return False

@@ -159,7 +159,7 @@ def _meaning(entry: dataclasses.Field[Any]) -> str:
     more = {
         "{request_files}": "".join(f", or {kind.purpose}" for kind in REQUEST_FILES.all().values()),
         "{free_drafts}": "".join(f", for example {name}" for name in free_drafts()[:1]),
-        "{formats}": " or ".join(filter(None, [", ".join(kept[:-1]), kept[-1]])),
+        "{formats}": listed(kept, "or"),
         "{backends}": " ".join(backend.purpose for backend in backends().values()),
     }
     meaning = help_of(entry)

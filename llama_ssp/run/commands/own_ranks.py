@@ -57,8 +57,9 @@ def read_start(words: Sequence[str], environ: Mapping[str, str], *, default: int
         return Start(words=others, num_ranks=None)
     if launchers := [word.partition("=")[2] for word in others if word.startswith("hydra/launcher=")]:
         if given:
-            key = f"{LAUNCHER}.{LAUNCHERS.of(launchers[-1]).ranks_setting}"
-            raise ConfigError(f"ranks={wanted} has no effect on jobs: {key}={wanted} sets theirs")
+            launcher_of_jobs = LAUNCHERS.find(launchers[-1].strip("'\""))
+            sets = f": {LAUNCHER}.{launcher_of_jobs.ranks_setting}={wanted} sets theirs" if launcher_of_jobs else ""
+            raise ConfigError(f"ranks={wanted} has no effect on jobs{sets}")
         return Start(words=others, num_ranks=1)
     if wanted is None and default is not None:
         return Start(words=others, num_ranks=default)

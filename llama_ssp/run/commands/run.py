@@ -148,21 +148,20 @@ def _launch(arguments: list[str], ranks: Ranks, act: Act | None, interrupt: _Int
         with until_unread(sys.stdout):
             show_table([point.run_dir for point in points])
     if failed:
-        reasons = "".join(f"\n  {error}" for error in failed)
-        raise type(failed[0])(
-            f"{len(failed)} of {len(points)} points failed; the same command with the same run_dir repeats only "
-            f"{'it' if len(failed) == 1 else 'them'}:{reasons}"
+        raise type(failed[0][1])(
+            f"{len(failed)} of {len(points)} points failed, {', '.join(point.place.name for point, _ in failed)}; the "
+            "same command with the same run_dir repeats only what failed"
         )
 
 
 def _run_points(
     points: Sequence[Point], ranks: Ranks, act: Act | None, interrupt: _Interrupt, *, of_sweep: bool, warns: bool
-) -> list[SspError]:
-    """Run one point after the other until one of them is stopped; returns an error for each that failed.
+) -> list[tuple[Point, SspError]]:
+    """Run one point after the other until one of them is stopped; returns those that failed, each with its error.
 
     An error is raised if a single run fails, or a point on several ranks, whose groups may then be in any state.
     """
-    is_to_stop, failed = False, list[SspError]()
+    is_to_stop, failed = False, list[tuple[Point, SspError]]()
     for point in points:
         if interrupt.has_come:  # and is not handled yet
             raise KeyboardInterrupt
@@ -178,8 +177,8 @@ def _run_points(
         except SspError as error:
             if not of_sweep or ranks.size > 1 or isinstance(error, InterruptedRun | LostRankError):
                 raise
-            failed.append(type(error)(f"{point.name}: {error}"))  # another error, since this one holds the models
-            complain(str(failed[-1]))
+            complain(f"{point.name}: {error}")
+            failed.append((point, type(error)(str(error))))  # another error, since this one holds the models
     return failed
 
 

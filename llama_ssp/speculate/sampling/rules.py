@@ -228,7 +228,10 @@ def make_rule(
     Rules of one round share `steps` if rows have settings of their own.
     """
     record = rule_of(verification.rule)
-    penalize = ByRow(steps or RowSteps()) if sampling.by_row and sampling.temperature else penalty(sampling, shard)
+    penalize = penalty(sampling, shard)
+    if sampling.by_row and sampling.temperature:
+        assert steps, "rules of one round share them, or one would never learn what rows need"
+        penalize = ByRow(steps)
     if sampling.temperature == 0:
         return Rule(None, None, penalize=penalize, reads_best=is_cut and sampling.takes_best, shard=shard)
     process = None if sampling.by_row else processor(sampling, breaks_ties=breaks_ties and record.needs_probs)

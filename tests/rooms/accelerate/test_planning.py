@@ -25,6 +25,7 @@ from llama_ssp.settings.schema import (
 )
 from tests.helpers.composed import check_refused
 from tests.helpers.planning import make_spec, times_of
+from tests.helpers.rooms import module_of
 
 A100 = replace(hardware.load("8xa100_80gb"), sums=[])
 NODE = hardware.load("p4d_24xlarge")
@@ -53,7 +54,7 @@ def check_plan(words: str) -> None:
 
 
 def test_a_search_chooses_among_other_targets() -> None:
-    pytest.importorskip("llama_ssp.rooms.advice")
+    module_of("advice")
     check_plan("placement=accelerate")
     with pytest.raises(ConfigError, match=r"search=true chooses among targets of placement\.target\.kind=tensor"):
         check_plan("placement=accelerate search=true")
@@ -101,7 +102,7 @@ def test_a_plan_says_over_which_gpus_the_target_is_placed() -> None:
 
 
 def test_every_change_leaves_a_layer_wise_target_on_one_rank_and_in_the_librarys_modules() -> None:
-    advice = pytest.importorskip("llama_ssp.rooms.advice.advice")
+    advice = module_of("advice.advice")
     spec = make_spec("65B", "7B", num_ranks=4, target_kind=KIND, cuda_graphs=False)
     for way in (*advice._ways(spec, NODE), *advice._smaller_targets(spec, NODE)):
         assert way.spec.target_ranks == (0,), way.settings

@@ -11,6 +11,7 @@ from tests.helpers import in_process
 from tests.helpers.hub import put
 from tests.helpers.in_process import Ended, planned
 from tests.helpers.lanes import heavy, slow
+from tests.helpers.rooms import need
 from tests.unit.run.commands.test_control_characters import HOSTILE, assert_harmless
 from tests.unit.run.commands.test_plan import LIST, _folder
 
@@ -55,7 +56,7 @@ def test_what_a_search_prints_runs_byte_for_byte_and_keeps_what_was_given(
 ) -> None:
     for word, room in {"draft=ngram": "copies", "draft=eagle3_qwen3_8B": "heads"}.items():
         if word in given:
-            pytest.importorskip(f"llama_ssp.rooms.{room}")
+            need(room)
     folders = {"target": _folder(tmp_path / "it's a model", "llama3_8B"), "draft": _folder(tmp_path / "d", "llama3_1B")}
     settings = [setting.format_map(folders) for setting in (*given, "hardware=8xh100", "hardware.num_gpus=2")]
     shown, rows = call(*settings, "search=true").well().out, planned(*settings, "search=true")["search"]

@@ -16,6 +16,7 @@ from llama_ssp.settings.layout import lay_out
 from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, DraftPlacement, PlacementConfig
 from llama_ssp.storage.formats import formats
 from tests.helpers.planning import make_spec, small_model, times_of
+from tests.helpers.rooms import module_of
 
 A10G, A100 = hardware.load("g5_12xlarge"), hardware.load("8xa100_80gb")
 
@@ -38,7 +39,7 @@ def choice(
 
 
 def test_a_search_finds_a_tree_for_a_head_and_none_for_a_model_or_many_rows() -> None:
-    pytest.importorskip("llama_ssp.rooms.heads")
+    module_of("heads")
 
     def trees_of(batch_size: int) -> set[tuple[str | None, str | None]]:
         spec = make_spec("qwen3_8B", "qwen3_0.6B", batch_size=batch_size)
@@ -57,7 +58,7 @@ def heads_of(name: str, /, **changes: Any) -> set[str]:  # noqa: ANN401 - fields
 
 
 def test_a_search_tries_the_heads_of_the_model_and_none_of_another_one_as_wide_nor_of_instruct_for_the_base() -> None:
-    pytest.importorskip("llama_ssp.rooms.heads")
+    module_of("heads")
     instruct = "meta-llama/Llama-3.1-8B-Instruct"
     assert heads_of("qwen3_32B") == {"eagle3_qwen3_32B"}
     assert heads_of("llama3_8B", name=instruct, hub_id=instruct) == {"eagle3_llama3_8B"}
@@ -134,7 +135,7 @@ def test_what_has_no_room_for_cuda_graphs_is_tried_without_them() -> None:
 
 
 def test_a_draft_is_also_tried_in_the_format_that_is_read_fastest_and_a_head_is_not() -> None:
-    pytest.importorskip("llama_ssp.rooms.heads")
+    module_of("heads")
     spec = make_spec("qwen3_8B", "qwen3_0.6B")
     found = [one for one in search(spec, replace(A100, num_gpus=1)) if one["quantization"] == "bf16"]
     of_draft = {(one["draft"], one["draft_quantization"]): one for one in reversed(found) if not one["tree"]}

@@ -11,6 +11,7 @@ from llama_ssp.planning.timing import CostModel
 from llama_ssp.rooms.copies.records import NgramConfig
 from llama_ssp.settings.trees import tree_shape
 from tests.helpers.planning import make_spec, times_of
+from tests.helpers.rooms import module_of
 
 A100 = hardware.load("8xa100_80gb")
 
@@ -30,7 +31,7 @@ def test_a_tree_by_look_up_costs_its_verification_and_the_kernels_of_a_search() 
 
 
 def test_a_search_names_it_with_its_settings() -> None:
-    search = pytest.importorskip("llama_ssp.rooms.advice.search").search
+    search = module_of("advice.search").search
     machine = replace(hardware.load("g5_12xlarge"), num_gpus=1)
     found = next(
         one

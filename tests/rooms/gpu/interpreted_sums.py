@@ -1,7 +1,7 @@
 """Sums over ranks in Triton's interpreter: every rank is a process, all of them map the same memory.
 
-`TRITON_INTERPRET=1 python -m tests.helpers.interpreted_sums few 2 3` fails unless all ranks of 2 and of 3 get the right
-bits for a few shapes.
+`TRITON_INTERPRET=1 python -m tests.rooms.gpu.interpreted_sums few 2 3` fails unless all ranks of 2 and of 3 get the
+right bits for a few shapes.
 """
 
 import mmap

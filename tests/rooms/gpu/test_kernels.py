@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache, partial
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -21,9 +22,10 @@ from tests.helpers.lanes import grid, slow
 from tests.rooms.gpu.ahead_of_time import CAPABILITIES, CHAINED, Compiled, compile_kernel
 
 pytestmark = pytest.mark.triton
+pytest.importorskip("triton")
 NAMES = ("between", "linear", "halves", "attention", "draw", "recurrence")
 between_gpu, linear_gpu, halves_gpu, attention_gpu, draw_gpu, recurrence_gpu = (
-    pytest.importorskip(f"llama_ssp.rooms.gpu.kernels.{name}") for name in NAMES
+    import_module(f"llama_ssp.rooms.gpu.kernels.{name}") for name in NAMES
 )
 
 MOST_SHARED = 163 * 1024

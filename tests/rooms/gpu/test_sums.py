@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from llama_ssp.rooms.gpu.kernels.sums import PeerSums
 
 pytestmark = pytest.mark.triton
-sums_gpu = pytest.importorskip("llama_ssp.rooms.gpu.kernels.sums")
+pytest.importorskip("triton")
+sums_gpu = import_module("llama_ssp.rooms.gpu.kernels.sums")
 
 
 @pytest.mark.parametrize("sizes", ["few 2 3", slow("few 4 5 6 7 8"), slow("many 2")])

@@ -20,6 +20,7 @@ from tests.helpers import in_process
 from tests.helpers.in_process import Ended
 from tests.helpers.lanes import slow
 from tests.helpers.planning import make_spec
+from tests.helpers.rooms import module_of
 from tests.helpers.starters import run_file
 
 A10G = hardware.load("g5_12xlarge")
@@ -34,7 +35,7 @@ def _plan(target: str, draft: str | None, *, num_ranks: int) -> Plan:
 
 
 def searches() -> Any:  # noqa: ANN401 - a module of a room that may be missing
-    return pytest.importorskip("llama_ssp.rooms.advice.search")
+    return module_of("advice.search")
 
 
 @cache

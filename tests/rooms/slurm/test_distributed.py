@@ -28,6 +28,7 @@ from tests.helpers.disturbed import (
 from tests.helpers.in_process import launch
 from tests.helpers.lanes import heavy, slow
 from tests.helpers.repository import ROOT
+from tests.helpers.rooms import module_of
 from tests.helpers.starters import PROGRAM, environment
 from tests.helpers.terminals import OnTerminal
 from tests.rooms.slurm.cluster import Cluster, why_not
@@ -79,7 +80,7 @@ def test_a_sweep_ends_with_a_run_folder_for_every_point_and_one_report(cluster: 
         assert summary["world_size"] == 2
         points.append((len(summary["speculative"]["accepted_histogram"]) - 1, summary["seed"]))
     assert points == [(2, 0), (2, 1), (4, 0), (4, 1)]
-    pytest.importorskip("llama_ssp.rooms.reports.command")
+    module_of("reports.command")
     said = cluster.run(sys.executable, ROOT / "launch" / "report.py", "a sweep", cwd=tmp_path)
     assert said == "wrote a sweep/report.html and runs.csv: 4 runs"
     report = (tmp_path / "a sweep" / "report.html").read_text()
@@ -217,6 +218,7 @@ TESTS = """
 import sys, time
 from pathlib import Path
 from tests.rooms.slurm.cluster import Cluster
+from tests.helpers.rooms import module_of
 with Cluster(Path(sys.argv[1])) as cluster:
     cluster.run("sbatch", "--wrap", "sleep 100", cwd=cluster.folder)
     print(*(daemon.pid for daemon in cluster._daemons), cluster._run, flush=True)

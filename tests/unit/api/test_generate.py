@@ -25,6 +25,7 @@ from tests.helpers.in_process import launch
 from tests.helpers.lanes import heavy
 from tests.helpers.models import build_checkpoint, tiny_model
 from tests.helpers.recorded import FakeRecorder
+from tests.helpers.rooms import module_of
 from tests.helpers.tokenizers import layout
 
 TEMPLATE = (
@@ -47,7 +48,7 @@ def ids(completions: list[Completion]) -> list[list[int]]:
 
 def test_ten_calls_are_traced_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     traced = []
-    traced_of_cpus = pytest.importorskip("llama_ssp.rooms.cpu.tracing").Traced
+    traced_of_cpus = module_of("cpu.tracing").Traced
     trace = traced_of_cpus._trace
 
     def counted(self: Any, *arguments: Any) -> Any:  # noqa: ANN401 - passed on

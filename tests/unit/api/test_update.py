@@ -34,6 +34,7 @@ from tests.helpers.models import FAMILIES, VOCAB_SIZE, build_checkpoint
 from tests.helpers.mtp_layers import save_with_mtp
 from tests.helpers.reachable import contents
 from tests.helpers.recorded import FakeRecorder
+from tests.helpers.rooms import module_of
 from tests.helpers.tokenizers import save_tokenizer
 
 PROMPTS = ["t5 t9 t3 " * 12, "t7 t8"]
@@ -165,7 +166,7 @@ def test_a_loop_of_updates_allocates_and_captures_nothing_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: bool
 ) -> None:  # fmt: skip
     recorder, traces = FakeRecorder(), list[None]()
-    traced_of_cpus = pytest.importorskip("llama_ssp.rooms.cpu.tracing").Traced
+    traced_of_cpus = module_of("cpu.tracing").Traced
     trace = traced_of_cpus._trace
 
     def counted(*arguments: Any) -> object:  # noqa: ANN401

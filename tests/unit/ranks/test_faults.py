@@ -48,6 +48,13 @@ class Others:
         return self.verdict is None and 0 in without
 
 
+def test_who_starts_the_heartbeat_once_more_leaves_what_says_whether_this_rank_is_busy() -> None:
+    channel = ControlChannel.alone()
+    channel.be_alert(is_busy=lambda: True)
+    channel.be_alert()
+    assert channel.is_busy()
+
+
 def ended(error: BaseException, watch: Any) -> BaseException:  # noqa: ANN401 - a ControlChannel, or what stands for it
     with pytest.raises((Exception, KeyboardInterrupt)) as caught, unify_failure(watch, PHASE):
         raise error

@@ -152,6 +152,3 @@ def test_a_pair_that_nobody_measured_has_its_low_and_high_figures_in_brackets(mo
     assert sum("measure" in line for line in text.splitlines()) == 4, "the basis, the figure, how to get it, and sums"
     assert "batch up to" not in text
     assert "memory bandwidth" not in text
-
-
-A10G = hardware.load("g5_12xlarge")

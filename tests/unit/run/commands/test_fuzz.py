@@ -34,11 +34,12 @@ from llama_ssp.run.resuming import check_lines
 from llama_ssp.run.tasks.records import CompareConfig
 from llama_ssp.settings.compose import compose, groups_of, keys_of
 from llama_ssp.settings.schema import DrafterConfig
+from llama_ssp.settings.tasks import TASKS
 from llama_ssp.terminal.terminal import Output, Terminal
 from tests.helpers.in_process import Ended, call, launch
 from tests.helpers.odd_json import mutated, to_text
 from tests.helpers.reports import report
-from tests.helpers.runs import CELL, FAST, PLAIN, ToyCell, summary, with_toys, write_run
+from tests.helpers.runs import CELL, FAST, PLAIN, TOYS, ToyCell, summary, write_run
 
 if TYPE_CHECKING:
     from llama_ssp.settings.schema import RunConfig
@@ -325,8 +326,9 @@ def check_folder(tmp_path: Path, number: int) -> None:
 
 @pytest.fixture(autouse=True)
 def toys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A task with results of its own."""
-    with_toys(monkeypatch)
+    """One more task with results of its own."""
+    TASKS.all()
+    monkeypatch.setitem(TASKS.records, "toys", TOYS)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from tests.helpers.decoders import complete, make_decoder, outcome, requests
 from tests.helpers.kinds import Make, kinds
 from tests.helpers.lanes import heavy
 from tests.helpers.recorded import FakeRecorder
+from tests.helpers.rooms import module_of
 
 T = TypeVar("T")
 
@@ -39,7 +40,7 @@ def test_replayed_rounds_give_the_same_text(make: Make, batch_size: int, tempera
     for _ in range(2):
         assert outcome(complete(traced, requests())) == outcome(complete(captured, requests())) == expected
     assert recorder.num_replayed > 4 * recorder.num_recorded > 0
-    assert isinstance(traced.executor, pytest.importorskip("llama_ssp.rooms.cpu.executor").TracedExecutor)
+    assert isinstance(traced.executor, module_of("cpu.executor").TracedExecutor)
     for of_stage in traced.executor.traced.values():
         assert not of_stage.failed
         assert any(of_stage.replays.values())

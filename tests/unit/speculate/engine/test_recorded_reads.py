@@ -38,7 +38,7 @@ from tests.helpers.models import build_checkpoint
 from tests.helpers.mtp_layers import save_with_mtp
 from tests.helpers.overlapped import overlapped_decoder
 from tests.helpers.recorded import FakeRecorder, WatchedGraphs
-from tests.helpers.rooms import copies, copying, of_heads
+from tests.helpers.rooms import copies, copying, module_of, of_heads
 
 CPU = torch.device("cpu")
 RUNS = (0, 0, 60)
@@ -111,7 +111,7 @@ def check_recorded(make: Make, mode: str, *, is_whole: bool = True) -> None:
     assert recorded.executor.num_compared > 4
     assert {name for name, _ in recorded.executor.failed} == (set() if is_whole else {"verify"})
     assert outcomes(traced, mode=mode) == expected
-    assert isinstance(traced.executor, pytest.importorskip("llama_ssp.rooms.cpu.executor").TracedExecutor)
+    assert isinstance(traced.executor, module_of("cpu.executor").TracedExecutor)
     assert not any(stage.failed for stage in traced.executor.traced.values())
 
 
