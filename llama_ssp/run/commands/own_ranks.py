@@ -55,12 +55,13 @@ def read_start(words: Sequence[str], environ: Mapping[str, str], *, default: int
         if wanted not in {None, size}:
             raise ConfigError(f"ranks={wanted}: {launcher} has started {size} already, so leave ranks= out")
         return Start(words=others, num_ranks=None)
-    if launchers := [word.partition("=")[2] for word in others if word.startswith("hydra/launcher=")]:
-        if given:
-            launcher_of_jobs = LAUNCHERS.find(launchers[-1].strip("'\""))
-            sets = f": {LAUNCHER}.{launcher_of_jobs.ranks_setting}={wanted} sets theirs" if launcher_of_jobs else ""
-            raise ConfigError(f"ranks={wanted} has no effect on jobs{sets}")
-        return Start(words=others, num_ranks=1)
+    if launchers := [word.partition("=")[2].strip("'\"") for word in others if word.startswith("hydra/launcher=")]:
+        jobs = LAUNCHERS.find(launchers[-1])
+        if given and jobs:
+            key = f"{LAUNCHER}.{jobs.ranks_setting}"
+            raise ConfigError(f"ranks={wanted} has no effect on jobs: {key}={wanted} sets theirs")
+        if not given:
+            return Start(words=others, num_ranks=1)
     if wanted is None and default is not None:
         return Start(words=others, num_ranks=default)
     num_ranks, why = wanted or 1, ""

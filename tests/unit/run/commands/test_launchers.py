@@ -45,6 +45,9 @@ def test_a_setting_of_it_says_the_ranks_of_a_job() -> None:
         read_start(["-m", "hydra/launcher=toy", "ranks=8"], {}, default=None)
 
 
-def test_an_unknown_launcher_is_named_before_ranks_are_counted() -> None:
-    with pytest.raises(ConfigError, match="unknown hydra/launcher 'bus'"):
-        read_start(["-m", "hydra/launcher=bus", "ranks=8"], {}, default=None)
+@pytest.mark.parametrize(("launcher", "known"), [("bus", False), ("basic", True)])
+def test_ranks_are_refused_for_launchers_of_jobs_alone(launcher: str, known: bool) -> None:
+    start = read_start(["-m", f"hydra/launcher={launcher}", "ranks=2"], {}, default=None)
+    assert start.num_ranks == 2
+    ended = launch("-m", f"hydra/launcher={launcher}", "seed=1", "task=generate", "prompt=x", "dry_run=true")
+    assert ("unknown hydra/launcher" in ended.err) == (not known)
