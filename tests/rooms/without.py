@@ -106,6 +106,11 @@ def words_for(asked: str, folder: Path) -> list[str]:
     if kind == "argument":
         (folder / "argument.py").write_text(f"from llama_ssp import load\nload('tiny', {name}=2)\n")
         return ["run", "ranks=1", "--script", "argument.py"]
+    if kind == "tokenizer":
+        (folder / "named.py").write_text(
+            f"from llama_ssp import load\nload('tiny', 'tiny-draft', tokenizer='{name}')\n"
+        )
+        return ["run", "ranks=1", "--script", "named.py"]
     return [name] if kind == "command" else ["run", *(["-m"] if kind == "hydra/launcher" else []), asked]
 
 
