@@ -324,7 +324,7 @@ def register(root: str = "config") -> None:
     for name, settings in schemas.items():
         node = OmegaConf.structured(settings)
         if name in with_models:
-            node.model = OmegaConf.structured(whole(ModelConfig))
+            node["model"] = OmegaConf.structured(whole(ModelConfig))
         ConfigStore.instance().store(group="schema", name=name, node=node)
     OmegaConf.register_new_resolver("run_id", run_id, replace=True)
     plugins = Plugins.instance()

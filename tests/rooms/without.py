@@ -104,7 +104,7 @@ def words_for(asked: str, folder: Path) -> list[str]:
     if kind == "file":
         (folder / "alone").mkdir(exist_ok=True)
         (folder / "alone" / name).write_text("{}")
-        return ["run", "model=./alone"]
+        return ["run", "task=generate", "draft=none", "model=./alone"]
     if kind == "setting":
         return ["plan", "hardware=h100", f"{name}=x"]
     if kind == "argument":
