@@ -6,9 +6,9 @@ from enum import Enum
 
 from llama_ssp.catalogue import is_hub_id
 from llama_ssp.fields import setting
+from llama_ssp.groups import MoreSettings
 from llama_ssp.settings.combinations import Ability
 from llama_ssp.settings.drafters import DraftVocabulary, ModelDraftConfig, vocabulary_of
-from llama_ssp.settings.groups import MoreSettings
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.settings.tasks import NoEffect, task_of
 
@@ -35,7 +35,7 @@ class TokenizerConfig(ModelDraftConfig):
     )
 
 
-SETTINGS = MoreSettings(name="tokenizer", config=TokenizerConfig)
+SETTINGS = MoreSettings(name="tokenizer", config=TokenizerConfig, after="fallback")
 # Source: arXiv:2502.05202. Its logits have one more column, and are moved to the target's ids.
 OWN = DraftVocabulary(
     name="own", setting="tokenizer", value=DraftTokenizer.own,
