@@ -243,6 +243,11 @@ def check_servable(field: Callable[[str], Any]) -> None:
             raise ConfigError(
                 f"this {model} has rope_type {rope_type!r:.60}: the name of one is required, such as default or yarn"
             )
+    if record.is_llama_kind and rope and all(isinstance(values, dict) for values in rope.values()):
+        raise ConfigError(
+            f"this {model} has rope_parameters for {', '.join(rope)}, and its layers have one set: write the fields of "
+            "one of them, such as rope_type, in rope_parameters itself"
+        )
     if failure := facts.get("fails"):
         raise ConfigError(f"{model_type} models do not run with the static cache ({failure}): {OTHER}")
 
