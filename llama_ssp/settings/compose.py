@@ -52,6 +52,7 @@ _STOPS = "stop_strings"
 _PATHS = {"run_dir", "prompts", "model.path", "draft.model.path"}
 _OPEN = {"chat_arguments": "{enable_thinking: false}", "sampling.logit_bias": "{198: -2.5}"}  # have keys of their own
 _QUOTES = "'\""
+_MISSING = re.compile(r"\\*\?\?\?")  # stands for a missing value; a prompt of these signs gets one backslash more
 _ESCAPES, _ESCAPED = re.compile(r"\\([nt\\])"), {"n": "\n", "t": "\t", "\\": "\\"}
 
 
@@ -224,6 +225,8 @@ def _set(config: DictConfig, key: str, word: _Word, keys: frozenset[str]) -> Ite
         return
     text = word.text[len(word.key) :]
     value = _escaped(text[1:]) if word.override is None else word.override.value()
+    if key == "prompt" and isinstance(value, str) and _MISSING.fullmatch(value):
+        value = f"\\{value}"
     if key == _STOPS and isinstance(value, list):
         value = [*map(_escaped, value)]
     try:
@@ -291,6 +294,8 @@ def to_run_config(composed: Composed) -> RunConfig:
     # A shell makes line ends and tabs hard to write.
     stop_strings = [_ESCAPES.sub(lambda escape: _ESCAPED[escape[1]], text) for text in run.stop_strings]
     from_model = [name for name in run.sampling.from_model if f"sampling.{name}" not in explicit]
+    if run.prompt is not None and _MISSING.fullmatch(run.prompt):
+        run = replace(run, prompt=run.prompt[1:])
     run = replace(run, stop_strings=stop_strings, sampling=replace(run.sampling, from_model=from_model))
     return task_of(run).fill_in(run, explicit)
 
