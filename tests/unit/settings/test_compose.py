@@ -115,7 +115,7 @@ def test_texts_reach_the_run_as_they_were_typed(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["???", r"\???", r"\\???", "???!"])
 def test_a_prompt_of_question_marks_is_a_text(text: str) -> None:
-    assert compose_run(f"prompt={text}").prompt == text
+    assert compose_run(f"prompt={text}")[0].prompt == text
 
 
 def test_escapes_in_stops_are_ends_of_lines_tabs_and_backslashes() -> None:
