@@ -81,8 +81,10 @@ model=llama3_8B draft=llama3_1B draft.model.dtype=bf16 hardware=t4
 model=llama3_8B draft=llama3_1B max_new_tokens=2000 batch_size=256 hardware=h200
 model=llama3_8B draft=smollm2_135M draft.tokenizer=own hardware=a10
 """.strip().splitlines()
-NEEDED = {"draft=ngram": "copies", "draft=eagle3": "heads", "tokenizer=own": "tokenizers", "accelerate": "accelerate", "deepspeed": "deepspeed",
-          "quantization=int8": "bitsandbytes"}  # fmt: skip
+NEEDED = {
+    "draft=ngram": "copies", "draft=eagle3": "heads", "tokenizer=own": "tokenizers", "accelerate": "accelerate",
+    "deepspeed": "deepspeed", "quantization=int8": "bitsandbytes",
+}  # fmt: skip
 SETTINGS = re.compile(r"(?<![\w.])[a-z_]+(?:\.[a-z_]+)*=[^\s;:,)]+(?: [a-z_]+(?:\.[a-z_]+)*=[^\s;:,)]+)*")
 RUN = re.compile(r"llama-ssp run [^;]*")
 KNOWN: Known = {}
