@@ -180,6 +180,17 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Skip a file that imports a room which this installation lacks."""
+    report = yield
+    if report.failed and (room := rooms.missing_in(report.longreprtext)):
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, f"needs {room}")
+    return report
+
+
 def pytest_collection_finish() -> None:
     """Spare the garbage collector whatever was imported and collected: it takes half a second to look through that."""
     gc.collect()
