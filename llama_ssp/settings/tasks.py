@@ -125,6 +125,25 @@ def request_file(config: RunConfig) -> RequestFile | None:
     return next((kind for kind in REQUEST_FILES.all().values() if kind.is_one(config)), None)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServedField:
+    """A field of served requests beside OpenAI's.
+
+    Attributes:
+        name: in the body.
+        kind: what its value is: "a number", "a whole number", "true or false", "a text" or "an object".
+        read: `module:function` that takes the value and the request, and returns the request with what is asked for;
+            ConfigError refuses the value.
+    """
+
+    name: str
+    kind: str
+    read: str
+
+
+SERVED_FIELDS: Registry[ServedField] = Registry(setting="field", kind=ServedField)
+
+
 def default_of(part: Any, name: str) -> object:  # noqa: ANN401 - any dataclass of settings
     """The default of a field."""
     entry = next(entry for entry in fields(part) if entry.name == name)
