@@ -48,6 +48,8 @@ UNTIMED = (
 _OF_UNIT = ("api", "models", "repository", "run", "settings", "weights")
 FILES = ("tests/rooms/", *(f"tests/unit/{folder}/" for folder in _OF_UNIT))
 """Tests of one file share what they have parsed or made; all others, one by one, fill up the workers in the end."""
+COMPILED = "tests/rooms/gpu/test_kernels.py"
+"""Its tests take almost all of the time of .ci/run's step of Triton, and share hardly a kernel."""
 
 
 class JobsOnOneWorker(LoadScopeScheduling):  # type: ignore[misc] # xdist is untyped
@@ -58,7 +60,8 @@ class JobsOnOneWorker(LoadScopeScheduling):  # type: ignore[misc] # xdist is unt
             return UNTIMED[0]
         if nodeid.startswith(JOBS) or OF_ROOMS in nodeid:
             return JOBS[0]
-        return nodeid.partition("::")[0] if nodeid.startswith(FILES) else nodeid
+        is_of_file = nodeid.startswith(FILES) and not nodeid.startswith(COMPILED)
+        return nodeid.partition("::")[0] if is_of_file else nodeid
 
 
 @pytest.fixture

@@ -35,7 +35,8 @@ RUN = [
 PLAN = ["plan", "model=30B", "draft=7B", "hardware=8xa100_80gb", "format=json"]
 ADVICE = {"warnings", "notes", "changes", "shortage"}
 """Parts of a plan's document that may name what a room offers."""
-FAST_TESTS = ["-m", "not (seconds or heavy or slow)", "tests/unit/speculate/sampling", "tests/unit/settings"]
+FAST_TESTS = ["-n", "0", "-m", "not (seconds or heavy or slow)", "tests/unit/speculate/sampling", "tests/unit/settings"]
+"""In one process: the imports of further ones would take longer."""
 SKIPPED = re.compile(r"^SKIPPED \[(\d+)\] \S+ (.+)$", re.MULTILINE)
 OF_MACHINES = re.compile(r"needs \d+ GPUs?|[Tt]riton|this (build|processor|CPU|user)")
 """Reasons of skipped tests that hold with all rooms too."""

@@ -20,8 +20,8 @@ from llama_ssp.architectures.reading import check_readable, read_config
 from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.models import prefill
-from llama_ssp.models.attention import BY_POSITION, SOFTCAPPED
 from llama_ssp.models.cache import Masks
+from llama_ssp.models.huggingface.attention import BY_POSITION, SOFTCAPPED
 from llama_ssp.models.huggingface.families import mask_argument
 from llama_ssp.models.huggingface.modules import build_empty, load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
