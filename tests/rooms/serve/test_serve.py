@@ -426,7 +426,7 @@ def odd_bodies() -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("every", [slow(1), heavy(5)])
 def test_a_thousand_odd_bodies_are_answered_or_refused(pair: Pair, server: Server, every: int) -> None:
-    """None harms the server: it then has the texts that it had before. One in five have all odd numbers in some field."""
+    """None harms the server: it then has the texts that it had before. One in five have each odd number."""
     asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 20, "seed": 3, "temperature": 0.8}
     [wanted] = pair.generate(PROMPT, max_new_tokens=20, seed=3, temperature=0.8)
     bodies = odd_bodies()
