@@ -46,7 +46,7 @@ def runner(
 
 
 def of_format(room: str, kernel: str, **changes: int) -> LeanRunner:
-    return runner(kernel=getattr(module_of(f"{room}.linear"), kernel), **changes)
+    return runner("llama", getattr(module_of(f"{room}.linear"), kernel), **changes)
 
 
 RUNNERS: dict[str, tuple[Callable[[], LeanRunner], bool]] = {
