@@ -9,6 +9,7 @@ from pkgutil import iter_modules
 
 ROOMS: dict[str, tuple[str, ...]] = {
     "accelerate": ("placement=accelerate", "placement.target.kind=accelerate"),
+    "adapters": ("setting=adapter", "file=adapter_config.json"),
     "advice": ("setting=search",),
     "benchmark": ("task=benchmark", "task=latency", "experiment=llama_2023"),
     "bitsandbytes": tuple(f"model.quantization={name}" for name in ("int8", "nf4", "fp4")),
@@ -41,6 +42,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "reports": ("command=report", "setting=figure"),
     "serve": ("task=serve", "command=serve", "field=custom_id"),
     "slurm": ("hydra/launcher=slurm",),
+    "tokenizers": ("setting=draft.tokenizer", "tokenizer=own"),
 }
 """Requests for a room: kind and name, as `unknown_name` is given them; a field is one of a line of prompts."""
 FOLDER = Path(__file__).parent / "rooms"

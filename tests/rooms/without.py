@@ -107,11 +107,16 @@ def words_for(asked: str, folder: Path) -> list[str]:
         (folder / name).mkdir(exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps({name: 1}))
         return ["run", "draft=local", f"draft.model.path={name}"]
+    if kind == "file":
+        (folder / "alone").mkdir(exist_ok=True)
+        (folder / "alone" / name).write_text("{}")
+        return ["run", "task=generate", "draft=none", "model=./alone"]
     if kind == "setting":
         return ["plan", "hardware=h100", f"{name}=x"]
-    if kind == "argument":
-        (folder / "argument.py").write_text(f"from llama_ssp import load\nload('tiny', {name}=2)\n")
-        return ["run", "ranks=1", "--script", "argument.py"]
+    if kind in {"argument", "tokenizer"}:
+        given = f"{name}=2" if kind == "argument" else f"draft='tiny-draft', {kind}='{name}'"
+        (folder / f"{kind}.py").write_text(f"from llama_ssp import load\nload('tiny', {given})\n")
+        return ["run", "ranks=1", "--script", f"{kind}.py"]
     return [name] if kind == "command" else ["run", *(["-m"] if kind == "hydra/launcher" else []), asked]
 
 

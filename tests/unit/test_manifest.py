@@ -8,9 +8,9 @@ import pytest
 
 from llama_ssp import manifest
 from llama_ssp.errors import ConfigError, unknown_name
+from llama_ssp.groups import MORE
 from llama_ssp.run.prompts import read_prompts
 from llama_ssp.settings.commands import COMMANDS
-from llama_ssp.settings.groups import MORE
 from llama_ssp.settings.tasks import REQUEST_FILES, TASKS
 from tests.helpers.composed import compose_run
 
@@ -32,7 +32,7 @@ def test_what_asks_for_a_room_is_a_record_of_that_room() -> None:
                 for more in MORE.all().values()
                 if more.config.__module__ == f"llama_ssp.rooms.{room}.records"
             ]
-            assert name in {setting.name for config in added for setting in fields(config)}
+            assert name.rpartition(".")[2] in {setting.name for config in added for setting in fields(config)}
         elif kind in registries:
             found = registries[kind].of(name).run or f"llama_ssp.rooms.{room}"  # a command may be short for a task
             assert found.startswith(f"llama_ssp.rooms.{room}"), words

@@ -36,13 +36,14 @@ from llama_ssp.run.prompts import reason_of
 from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session
 from llama_ssp.run.tasks.dry_run import forecast
-from llama_ssp.settings.drafters import draft_label, drafter_of, has_own_tokenizer
+from llama_ssp.settings.drafters import SAME, draft_label, drafter_of, vocabulary_of
 from llama_ssp.settings.schema import RunConfig, SamplingConfig, WeightsKind
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request, count_equal_before
 from llama_ssp.storage.formats import format_of
 from llama_ssp.terminal.progress import Pace, RunProgress
+from llama_ssp.weight_changes import changes_of
 
 GENERATE, ASSISTED = "generate", "assisted"
 _PASS = "pass"
@@ -154,7 +155,7 @@ class Peers:
 def _has_peers(config: RunConfig, *, world_size: int) -> bool:
     """Whether a benchmark also measures transformers: one rank, files as they are, penalties that it has."""
     entries = [config.model, *([config.draft.model] if config.draft.model else [])]
-    is_whole = not any(format_of(entry.quantization).is_quantized or entry.adapter for entry in entries)
+    is_whole = not any(format_of(entry.quantization).is_quantized or changes_of(entry) for entry in entries)
     is_requested = isinstance(config.task, BenchmarkConfig) and config.task.peers
     is_known = not replace(config.sampling, repetition_penalty=1.0).penalizes
     return is_requested and world_size == 1 and config.weights is WeightsKind.checkpoint and is_whole and is_known
@@ -235,7 +236,7 @@ def _peers(session: Session) -> Peers | None:
     # The library takes two tokenizers for one where their vocabularies are of one size, and then refuses to assist.
     # Nor does it take a head, which is no model by itself.
     has_head = any(source.origin.shape.is_head for source in session.models.sources)
-    num_models = 1 if has_own_tokenizer(drafting) or has_head else 2
+    num_models = 1 if vocabulary_of(drafting) is not SAME or has_head else 2
     target, *drafts = (
         load_peer(source.origin.folder, dtype=source.dtype or source.origin.dtype, device=session.world.device)
         for source in session.models.sources[:num_models]
