@@ -61,7 +61,12 @@ def records_of_rooms() -> tuple[str, ...]:
 
 def conf_of_rooms() -> tuple[Path, ...]:
     """The folders with the options of the rooms of this installation."""
-    return tuple(FOLDER / name / "conf" for name in present())
+    return _conf_of(present())
+
+
+@cache
+def _conf_of(rooms: tuple[str, ...]) -> tuple[Path, ...]:
+    return tuple(folder for name in rooms if (folder := FOLDER / name / "conf").is_dir())
 
 
 def absent(kind: str, name: str) -> str | None:
