@@ -321,10 +321,12 @@ def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedMo
 def _graph_bytes(spec: PlanSpec, hardware: HardwareConfig, *, drafts: bool) -> int:
     """Captured graphs: the target's plain and round forwards, all K draft steps, and forwards of short prompts.
 
-    They serve all lengths where every model reads its cache by lengths; with masks there are some for each bucket.
+    They serve all lengths where every model reads its cache by lengths; with masks there are some for each bucket, up
+    to the number of buckets that have graphs at a time.
     """
     by_length = all(model.reads_by_length(hardware) for model in (spec.target, spec.draft) if model)
-    num_buckets = 1 if by_length else -(-spec.num_slots // engine.BUCKET_STEP[hardware.device])
+    num_buckets = min(-(-spec.num_slots // engine.BUCKET_STEP[hardware.device]), engine.MOST_GRAPHED_BUCKETS)
+    num_buckets = 1 if by_length else num_buckets
     lengths = ADAPTIVE_LENGTHS if spec.adapts else (spec.num_draft_tokens,)
     num_short = len(engine.SHORT_PROMPTS) * (by_length and spec.prompt_tokens <= engine.SHORT_PROMPTS[-1])
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llama_ssp import catalogue
-from llama_ssp.architectures.engine import BUCKET_STEP, ENGINE_KERNELS
+from llama_ssp.architectures.engine import BUCKET_STEP, ENGINE_KERNELS, MOST_GRAPHED_BUCKETS
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.matrices import WholeParts, split_model
 from llama_ssp.catalogue import Dtype
@@ -146,6 +146,13 @@ def test_masks_are_planned_with_slots_and_graphs_of_their_own_where_attention_ne
         assert rank.graphs_bytes == (1 if by_length else 3) * 32 * ENGINE_KERNELS.layer * GRAPH_NODE_BYTES
         masks = 0 if by_length else 32 // num_kv_heads * 300 * 512 * (1 + size)
         assert two_rows.activations_bytes - rank.activations_bytes == 300 * (3 * 4096 + 3 * units) * size + masks
+
+
+def test_long_contexts_are_planned_with_the_graphs_that_exist_at_a_time() -> None:
+    """128k slots are 512 widths of the cache, of which the last ones read have graphs."""
+    spec = make_spec("llama3_8B", prompt_tokens=128_000, of_target={"dtype": Dtype.fp32})
+    (rank,) = memory(spec, A100)
+    assert rank.graphs_bytes == MOST_GRAPHED_BUCKETS * 32 * ENGINE_KERNELS.layer * GRAPH_NODE_BYTES < 2**28
 
 
 def test_every_part_of_a_row_has_its_own_sums_in_a_round() -> None:
