@@ -17,11 +17,9 @@ from llama_ssp.words import rounded
 
 
 def notes_on_families(*models: PlannedModel | ModelConfig) -> Iterator[str]:
-    """Say which models runs refuse, and which are planned as a Llama of their sizes or compared with transformers."""
+    """Say which models are planned as a Llama of their sizes or compared with transformers."""
     for model in models:
-        if model.shape and model.shape.refusal:
-            yield f"runs refuse {model.name}: {model.shape.refusal}"
-        elif model.shape and not record_of(model.shape.model_type).is_written:
+        if model.shape and not model.shape.refusal and not record_of(model.shape.model_type).is_written:
             yield f"a run compares {model.shape.model_type} models with transformers before it begins"
         if model.shape and not (model.shape.modules or record_of(model.shape.model_type).is_written):
             yield (
@@ -59,10 +57,12 @@ def notes_on_contexts(spec: PlanSpec) -> Iterator[str]:
             yield note
 
 
-def notes_on_storage(spec: PlanSpec) -> Iterator[str]:
-    """Say how runs deal with models whose files are quantized, so that a plan does not promise what a run refuses."""
-    for model in (spec.target, spec.draft):
-        if model is None or (stored := model.stored_format) is None:
+def refusals(spec: PlanSpec) -> Iterator[str]:
+    """Say which models runs refuse, by their family or as their files are quantized."""
+    for model in filter(None, (spec.target, spec.draft)):
+        if model.shape.refusal:
+            yield f"runs refuse {model.name}: {model.shape.refusal}"
+        if (stored := model.stored_format) is None:
             continue
         try:
             stored.kept_format(model.quantization, where=model.name)
