@@ -1,7 +1,8 @@
 """Settings that rooms add to the groups of the core, such as `timeouts`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
+from typing import Any, cast
 
 from llama_ssp.registry import Registry
 
@@ -11,6 +12,7 @@ class MoreSettings:
     """Settings of a room in a group of the core, or of a plan: `config` is a dataclass derived from the group's.
 
     Attributes:
+        after: the setting of the group that these follow in help; empty for its last one.
         paths: settings that are paths, which the command line does not parse.
         draw: of plans, `module:function` that draws a plan or a search into the file that each of the paths names.
         choose: of plans, `module:function` that chooses among layouts from the config, the machine and the given words,
@@ -20,6 +22,7 @@ class MoreSettings:
 
     name: str
     config: type
+    after: str = ""
     paths: tuple[str, ...] = ()
     draw: str = ""
     choose: str = ""
@@ -32,10 +35,17 @@ MORE: Registry[MoreSettings] = Registry(setting="group", kind=MoreSettings)
 @cache
 def whole(group: type) -> type:
     """A dataclass of settings, with the settings that rooms add to it."""
-    more = [record.config for record in MORE.all().values() if issubclass(record.config, group)]
+    more = [record for record in MORE.all().values() if issubclass(record.config, group)]
     if not more:
         return group
-    return dataclass(kw_only=True)(type(group.__name__, (*reversed(more), group), {"__doc__": group.__doc__}))
+    bases = (*(record.config for record in reversed(more)), group)
+    found: Any = dataclass(kw_only=True)(type(group.__name__, bases, {"__doc__": group.__doc__}))
+    order = [entry.name for entry in fields(group)]
+    for record in more:
+        place = order.index(record.after) + 1 if record.after else len(order)
+        order[place:place] = [entry.name for entry in fields(record.config) if entry.name not in order]
+    found.__dataclass_fields__ = {name: found.__dataclass_fields__[name] for name in order}
+    return cast("type", found)
 
 
 def chooser_of(config: object) -> MoreSettings | None:
