@@ -133,7 +133,7 @@ def read_config(folder: Path, *, describes: bool = True, of: DraftHead | None = 
         raise PlacementError(
             f"no plan for {model_type} models: {file} does not give {error.args[0]}, as a Llama's would"
         ) from None
-    if family.modules and shape.modules is None:
+    if family.modules and shape.modules is None and head is None:
         shape = replace(shape, modules=family.modules(field, shape))
     shape = replace(shape, refusal=refusal)
     if shape.head_dim < 1:

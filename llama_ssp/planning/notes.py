@@ -12,8 +12,9 @@ from llama_ssp.planning.advisers import Adviser
 from llama_ssp.planning.memory import GIB, RankMemoryPlan
 from llama_ssp.planning.model import PlannedModel
 from llama_ssp.planning.spec import PlanSpec, without_draft
-from llama_ssp.planning.timing import Timing, timing
-from llama_ssp.words import rounded
+from llama_ssp.planning.timing import CostModel, Timing, timing
+from llama_ssp.storage.formats import NO_QUANTIZATION
+from llama_ssp.words import counted, rounded
 
 
 def notes_on_families(*models: PlannedModel | ModelConfig) -> Iterator[str]:
@@ -70,6 +71,19 @@ def refusals(spec: PlanSpec) -> Iterator[str]:
             yield f"runs refuse this model, whose matrices are counted as {model.weights_name}: {error}"
         except ConfigError as error:
             yield f"runs refuse this model: {error}"
+
+
+def notes_on_formats(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
+    """Say where a GPU decodes slower with quantized weights than with the numbers that they stand for."""
+    target = spec.target
+    if hardware.device != "cuda" or not target.storage.is_quantized or target.storage.target_advice:
+        return
+    whole = replace(spec, target=replace(target, quantization=NO_QUANTIZATION, stored_format=None))
+    if timed.plain_s > (whole_s := CostModel(whole, hardware).plain_s()):
+        yield (
+            f"{target.quantization} saves memory and no time at {counted(spec.batch_size, 'row')}: "
+            f"{rounded(1e3 * timed.plain_s)} ms/token plain, {rounded(1e3 * whole_s)} in {target.dtype.name}"
+        )
 
 
 def notes_on_machine(

@@ -22,6 +22,7 @@ from llama_ssp.planning.model import PlannedModel
 from llama_ssp.planning.notes import (
     notes_on_contexts,
     notes_on_families,
+    notes_on_formats,
     notes_on_machine,
     notes_on_states,
     refusals,
@@ -108,6 +109,7 @@ def make_plan(spec: PlanSpec, hardware: HardwareConfig, *, remark: str | None = 
         notes=(
             *([remark] if remark else []),
             *notes_on_families(*filter(None, (spec.target, spec.draft))),
+            *notes_on_formats(spec, hardware, timed),
             *notes_on_states(spec),
             *notes_on_contexts(spec),
             *notes_on_machine(spec, hardware, heads, fullest),

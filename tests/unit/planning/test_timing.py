@@ -303,3 +303,12 @@ def test_the_first_forward_of_a_round_reads_all_pieces_of_a_token() -> None:
     costs = CostModel(own, A100)
     drafting_s = costs.draft_step_s(MOST_PIECES + 1) + 3 * costs.draft_step_s(1)
     assert times_of(own, A100).round_s == pytest.approx(drafting_s + costs.verify_s(4))
+
+
+def test_the_prompt_of_several_samples_is_read_once() -> None:
+    one, eight, samples = (
+        times_of(make_spec("7B", "tinyllama_1B", prompt_tokens=2000, batch_size=rows, num_samples=number), A100)
+        for rows, number in ((1, 1), (8, 1), (8, 8))
+    )
+    assert samples.prefill_s == one.prefill_s < eight.prefill_s / 4
+    assert samples.plain_s == eight.plain_s
