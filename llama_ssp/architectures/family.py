@@ -74,6 +74,8 @@ class Family:
     # `module:function` that compares a checkpoint with its config before the model is built.
     check_files: str | None = None
     adapt: str | None = None  # `module:function` that adds what the library's modules lack.
+    # lists the parameters of a model by the fields of its config; a shape has too few sizes of some families.
+    modules: Callable[[Callable[[str], Any], ModelShape], Inventory] | None = None
     is_written: bool = True  # a record written by hand; a run checks other families against the library.
 
     @property

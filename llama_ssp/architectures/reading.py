@@ -4,7 +4,7 @@
 configuration classes. `weights.checkpoint` reads the library's own configurations with the same functions.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from llama_ssp.architectures.family import (
     record_of,
     text_part,
 )
+from llama_ssp.architectures.layers import Field
 from llama_ssp.architectures.model_files import read_json, read_model_config, refuse_other_kinds, require_folder
 from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelShape
 from llama_ssp.draft_heads import DraftHead, head_file
@@ -27,13 +28,18 @@ from llama_ssp.registry import imported
 from llama_ssp.storage.formats import PackedLayout
 from llama_ssp.storage.stored import QUANTIZATION, StoredFormat, layout_of, stored_format
 
-Field = Callable[[str], Any]
-"""Gives a field of a config by name, None if there is none."""
 _NAMES = {
     "num_hidden_layers": ("num_hidden_layers", "num_layers", "n_layer", "n_layers"),
     "num_attention_heads": ("num_attention_heads", "num_heads", "attention_heads", "n_head", "n_heads"),
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
-    "intermediate_size": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
+    "intermediate_size": (
+        "intermediate_size_mlp",
+        "block_ff_dim",
+        "intermediate_size",
+        "ffn_dim",
+        "n_inner",
+        "ffn_hidden_size",
+    ),
     "vocab_size": ("vocab_size",),
 }
 """Names of a size in the files of different families."""
@@ -72,14 +78,24 @@ def shape_from(field: Field, *, ties: bool, derives_units: bool = True) -> Model
         model_type=model_type,
         tie_word_embeddings=ties,
         num_key_value_heads=1 if shares_keys else of_keys or num_heads,
-        head_dim=field("head_dim") or width // num_heads,
         max_position_embeddings=num_positions(field),
-        latent_width=(field("kv_lora_rank") or 0) and field("kv_lora_rank") + (field("qk_rope_head_dim") or 0),
+        **{"head_dim": field("head_dim") or width // num_heads} | _latent_sizes(field, width // num_heads),
         **sizes | {"intermediate_size": sizes["intermediate_size"] or 4 * width},
         **expert_sizes(field, num_layers=sizes["num_hidden_layers"]),
         **(record.sizes(field) if record.sizes else {}),
         recurrent=next(iter(record.recurrent), ""),
     )
+
+
+def _latent_sizes(field: Field, head_dim: int) -> dict[str, int]:
+    """The sizes of attention to latents, whose heads the library gives the width of what has positions; else none."""
+    if not (rank := field("kv_lora_rank")):
+        return {}
+    rope, nope, value_dim = (field(name) or 0 for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+    return {
+        "latent_width": rank + rope, "qk_rope_head_dim": rope, "qk_nope_head_dim": nope,
+        "v_head_dim": value_dim or head_dim, **({"head_dim": rope} if rope else {}),
+    }  # fmt: skip
 
 
 def read_config(folder: Path, *, describes: bool = True, of: DraftHead | None = None) -> tuple[ModelShape, Dtype]:
@@ -117,6 +133,8 @@ def read_config(folder: Path, *, describes: bool = True, of: DraftHead | None = 
         raise PlacementError(
             f"no plan for {model_type} models: {file} does not give {error.args[0]}, as a Llama's would"
         ) from None
+    if family.modules and shape.modules is None and head is None:
+        shape = replace(shape, modules=family.modules(field, shape))
     shape = replace(shape, refusal=refusal)
     if shape.head_dim < 1:
         wanted = f"at least the {shape.num_attention_heads} of num_attention_heads is required"

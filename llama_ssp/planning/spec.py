@@ -50,6 +50,7 @@ class PlanSpec:
         counts_tokens: penalties count the tokens of the vocabulary.
         truncates: top-k, top-p or min-p leave few tokens.
         scores_texts: the target reads every text once more, for log-probabilities.
+        num_samples: rows of a prompt, which is read once for them.
         prompt_tokens, max_new_tokens: tokens of the longest row.
         mean_prompt_tokens: of all prompts, where they are known.
         cuda_graphs: whether forwards are captured; otherwise every operator is launched from Python.
@@ -71,6 +72,7 @@ class PlanSpec:
     tree: TreeShape | None = None
     is_certain: bool = False
     num_replicas: int = 1
+    num_samples: int = 1
     mean_prompt_tokens: float | None = None
     adapts: bool = False
     num_forced: float | None = None
@@ -315,6 +317,7 @@ def make_spec(
         truncates=config.sampling.truncates,
         scores_texts=config.scores_texts,
         batch_size=config.batch_size,
+        num_samples=config.num_samples,
         prompt_tokens=prompt_tokens,
         max_new_tokens=config.max_new_tokens,
         cuda_graphs=config.cuda_graphs and device == "cuda" and not backend.by_library,
