@@ -18,6 +18,7 @@ from llama_ssp.run.commands.help import (
     task_settings,
 )
 from llama_ssp.settings.drafters import drafters
+from llama_ssp.settings.groups import whole
 from llama_ssp.settings.launchers import LAUNCHER, LAUNCHERS
 from llama_ssp.settings.schema import DERIVED, DrafterConfig, RunConfig
 from llama_ssp.settings.tasks import task_specs
@@ -88,7 +89,7 @@ def described() -> list[DescribedSetting]:
     """Return every setting that must have a meaning."""
     found = [each for group in groups() if group != "task" for each in group_settings(group)]
     found += [each for group in ("draft", "task") for _, own in option_settings(group) for each in own]
-    found += [*top_settings(RunConfig), *settings_of_plan(), *settings_of_launchers()]
+    found += [*top_settings(whole(RunConfig)), *settings_of_plan(), *settings_of_launchers()]
     return [*found, *hardware_settings()]
 
 
@@ -99,7 +100,7 @@ def page() -> str:
         _INTRODUCTION,
         "## `launch/run.py`",
     ]
-    parts.append(table(top_settings(RunConfig)))
+    parts.append(table(top_settings(whole(RunConfig))))
     for group in groups():
         parts += [f"## `{group}=`", options(group)]
         if group != "task":

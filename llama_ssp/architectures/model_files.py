@@ -17,7 +17,6 @@ from llama_ssp.errors import CheckpointError, shown
 ADAPTER_FILE = "adapter_model.safetensors"
 MODELOPT_FILE = "hf_quant_config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
-AGREEMENT_FILE = "agreement.json"  # Of the shipped pair: which noise gives which agreement of synthetic weights.
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 TOKENIZER_FILES = (

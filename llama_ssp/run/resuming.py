@@ -14,7 +14,7 @@ from llama_ssp.run.checkpoints import Source
 from llama_ssp.run.prompts import EXCERPT, Message, Prompt
 from llama_ssp.run.requests import RequestMaker, ids_of
 from llama_ssp.settings.drafters import drafts
-from llama_ssp.settings.schema import Resume, RunConfig, WeightsKind
+from llama_ssp.settings.schema import Resume, RunConfig
 from llama_ssp.settings.tasks import REQUEST_FILES, task_of
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import summary
@@ -68,7 +68,7 @@ def check_models(folder: RunFolder, sources: tuple[Source, Source | None], confi
 
 def _files_of(source: Source, config: RunConfig) -> _Files:
     files = fingerprint(source.origin.folder)
-    if config.weights is WeightsKind.checkpoint and (adapter := hub.resolve_adapter(source.entry)):
+    if config.reads_files and (adapter := hub.resolve_adapter(source.entry)):
         files |= fingerprint_of_adapter(adapter)
     return _Files(files=files)
 

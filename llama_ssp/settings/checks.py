@@ -18,15 +18,15 @@ from llama_ssp.operators import OPERATORS
 from llama_ssp.settings import drafters, layout, schema, trees
 from llama_ssp.settings.backends import BACKENDS, backends
 from llama_ssp.settings.combinations import MORE, clashes
-from llama_ssp.settings.groups import chooser_of
+from llama_ssp.settings.groups import chooser_of, ranges
 from llama_ssp.settings.rules import RULES
 from llama_ssp.settings.schema import PlanConfig, RunConfig
 from llama_ssp.settings.tasks import TASKS, NoEffect, Range, default_of, drafted_of, request_file, task_of
+from llama_ssp.settings.weights import WEIGHTS
 from llama_ssp.storage.formats import CACHES, FORMATS
 from llama_ssp.words import key_of, said, value_of
 
 _NEVER_IGNORED = {"dry_run"}
-LEAST_AGREEMENT = 0.3  # Lowest `synthetic.agreement` accepted.
 
 
 def check(
@@ -50,7 +50,7 @@ def check(
         *_files(config),
         *_draft(config),
         *_models(config),
-        *_synthetic(config),
+        *(found for found in _of_weights(config) if isinstance(found, str)),
         *_placement(config, world_size),
         *(found for found in of_task if isinstance(found, str)),
         *(str(found) for found in unread if not of_sweep or found.key in _NEVER_IGNORED),
@@ -113,7 +113,6 @@ _BIASES = f"numbers from -{_MOST_BIAS} to {_MOST_BIAS}, such as {{{{198: -100}}}
 _RANGES: tuple[Range, ...] = (
     ("speculation.num_draft_tokens", lambda k: k == schema.ADAPTIVE or k in _NUM_DRAFTED, _DRAFTED),
     ("speculation.acceptance", lambda a: 0 <= a <= 1, "a probability, between 0 and 1"),
-    ("synthetic.agreement", lambda a: LEAST_AGREEMENT <= a <= 1, f"between {LEAST_AGREEMENT} and 1"),
     ("sampling.temperature", lambda t: t == 0 or _COLDEST <= t < math.inf, _TEMPERATURE),
     ("sampling.top_k", lambda k: k >= 1, "at least 1, or {null} for the whole vocabulary"),
     ("sampling.top_p", lambda p: 0 < p <= 1, _SHARE),
@@ -144,8 +143,8 @@ def required_of(name: str) -> str | None:
 def _values(config: RunConfig) -> Iterator[str]:
     yield from (*_ranges(config), *_shapes_of_rounds(config))
     draft, rule = config.draft.kind, config.verification.rule
-    kind = BACKENDS.problem_of(config.placement.target.kind)
-    yield from filter(None, (drafters.DRAFTERS.problem_of(draft), RULES.problem_of(rule), kind))
+    kind, weights = BACKENDS.problem_of(config.placement.target.kind), WEIGHTS.problem_of(config.weights)
+    yield from filter(None, (drafters.DRAFTERS.problem_of(draft), RULES.problem_of(rule), kind, weights))
     yield from (found for found in _of_draft(config) if isinstance(found, str))
     yield from clashes(config)
 
@@ -156,11 +155,16 @@ def _of_draft(config: RunConfig) -> Sequence[str | NoEffect]:
     return [*record.problems(config)] if record else []
 
 
+def _of_weights(config: RunConfig) -> Sequence[str | NoEffect]:
+    """Problems of a run by the records of sources of weights."""
+    return [found for source in WEIGHTS.all().values() for found in source.problems(config)]
+
+
 def _ranges(config: RunConfig) -> Iterator[str]:
     task = TASKS.find(config.task.name)
     of_task = [(f"task.{name}", holds, required) for name, holds, required in task.ranges] if task else []
     kind = drafters.DRAFTERS.find(config.draft.kind)
-    for key, holds, required in [*_RANGES, *(kind.ranges if kind else ()), *of_task]:
+    for key, holds, required in [*_RANGES, *ranges(), *(kind.ranges if kind else ()), *of_task]:
         value: Any = config
         for name in key.split("."):
             value = getattr(value, name, None)
@@ -234,14 +238,14 @@ def _pair(config: RunConfig) -> Iterator[str]:
     if drafters.has_own_tokenizer(config.draft):
         shapes = [(shape.model_type, shape.vocab_size) for shape in (target.shape, model.shape)]
         is_listed = not any(entry.path or is_hub_id(entry.name) for entry in (target, model))
-        if is_listed and shapes[0] == shapes[1] and not config.is_synthetic:
+        if is_listed and shapes[0] == shapes[1] and config.reads_files:
             yield (
                 f"{said('draft.tokenizer', 'own')} has no effect with draft={model.name}, which has the target's "
                 "tokenizer: leave it out"
             )
     elif not catalogue.may_share_vocabulary(target.shape, model.shape):
         names = ", ".join(catalogue.smaller_relatives(target)) or "none in the catalogue"
-        otherwise = "" if config.is_synthetic else f"; {said('draft.tokenizer', 'own')} allows any"
+        otherwise = f"; {said('draft.tokenizer', 'own')} allows any" if config.reads_files else ""
         yield (
             f"the draft must have the target's vocabulary: {said('model', target.name)} has {target.shape.vocab_size} "
             f"tokens, draft={model.name} {model.shape.vocab_size}; drafts that fit: {names}{otherwise}"
@@ -252,12 +256,11 @@ def _models(config: RunConfig) -> Iterator[str]:
     yield from _formats(config)
     chosen = _chosen_models(config)
     for group, key, model in chosen:
-        if not (config.is_synthetic or model.path or model.hub_id or model.shipped):
+        if config.reads_files and not (model.path or model.hub_id or model.shipped):
             yield f"{group}={model.name} needs {key}.path=DIR, a folder with config.json, a tokenizer and safetensors"
     shape = config.model.shape
     contexts = [(shape.max_position_embeddings, "model")] if shape and not shape.is_head else []
-    if config.is_synthetic and (shipped := catalogue.load("tiny").shape):
-        contexts.append((shipped.max_position_embeddings, "shipped model, which synthetic weights run,"))
+    contexts += filter(None, [config.source.context()])
     if contexts and config.max_new_tokens >= min(contexts)[0]:
         smallest, group = min(contexts)
         yield (
@@ -265,7 +268,7 @@ def _models(config: RunConfig) -> Iterator[str]:
             f"{smallest} tokens"
         )
     has_template = config.model.chat or config.model.path is not None or config.model.shape is None
-    if config.chat and not (has_template or config.is_synthetic):
+    if config.chat and config.reads_files and not has_template:
         chat_models = ", ".join(name for name in catalogue.names("model") if catalogue.load(name).chat)
         yield f"chat=true needs a model with a chat template, and model={config.model.name} has none: use {chat_models}"
 
@@ -298,22 +301,6 @@ def _chosen_models(config: RunConfig) -> list[tuple[str, str, ModelConfig]]:
     return [("model", "model", config.model), *([("draft", "draft.model", draft)] if draft else [])]
 
 
-def _synthetic(config: RunConfig) -> Iterator[str]:
-    for group, _, model in _chosen_models(config) if config.is_synthetic else ():
-        if model.shape is None:
-            yield f"weights=synthetic needs a shape of the catalogue, and {group}={model.name} has none: use {group}=7B"
-        elif model.shape.model_type not in {"llama", "eagle3"}:
-            yield (
-                f"weights=synthetic supports models of the Llama kind only, and {group}={model.name} is a "
-                f"{model.shape.model_type} model: use {group}=7B, or leave weights=synthetic out"
-            )
-        elif model.shape.is_head and config.agreement > schema.HEAD_AGREEMENT:
-            yield (
-                f"synthetic.agreement={config.agreement} is more than the shipped head has, which synthetic heads "
-                f"compute: at most {schema.HEAD_AGREEMENT} is possible with draft={model.name}"
-            )
-
-
 def _placement(config: RunConfig, world_size: int) -> Iterator[str]:
     placement, has_draft = config.placement, config.draft.model is not None
     found = [*layout.problems_of(placement, world_size=world_size, has_draft=has_draft)]
@@ -340,8 +327,8 @@ def _heads(group: str, model: ModelConfig, ranks: tuple[int, ...], *, remedy: st
 
 def _unread(config: RunConfig, explicit: frozenset[str]) -> Iterator[NoEffect]:
     """Yield the settings of `explicit` that have no effect."""
-    of_draft = [(found.key, True, found.reason) for found in _of_draft(config) if isinstance(found, NoEffect)]
-    for keys, has_none, reason in [*_without_effect(config), *of_draft]:
+    of_records = [found for found in (*_of_draft(config), *_of_weights(config)) if isinstance(found, NoEffect)]
+    for keys, has_none, reason in [*_without_effect(config), *((one.key, True, one.reason) for one in of_records)]:
         for key in sorted(explicit) if has_none else ():
             if any(key == top or key.startswith(f"{top}.") for top in keys.split()):
                 yield NoEffect(key, reason)
@@ -368,12 +355,9 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
         ("draft.fallback", not speculation.adapts, "without speculation.num_draft_tokens=auto"),
         ("draft.greedy", is_greedy, "at temperature 0, where every draft is greedy"),
         ("placement.draft draft.model", has_no_model, no_model),
-        ("draft.tokenizer", config.is_synthetic and config.draft.model is not None,
-         "with weights=synthetic, which gives both models one tokenizer"),
         ("draft.tokenizer", has_no_model, no_model),
         ("placement.target placement.draft", config.placement.auto, "with placement=auto, which chooses it"),
         ("placement.target.experts", not is_cut, "without placement.target.kind=tensor, which cuts a target"),
-        ("placement.target.experts", config.is_synthetic, "with weights=synthetic, whose models have no experts"),
         ("sampling.top_k sampling.top_p sampling.min_p", is_greedy,
          "at temperature 0, which always takes the most probable token"),
         ("sampling.min_new_tokens", config.ignore_eos, "with ignore_eos=true, where no token ends a text"),
@@ -392,13 +376,11 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
         ("task.format", config.quiet, "with quiet=true, which prints tables alone; run.jsonl has the completions"),
         ("dry_run", config.dry_run and not task.needs_models, f"on task={task.name}, {task.why_no_plan}"),
         ("resume", not task.needs_models, f"on task={task.name}, which has no run folder"),
-        ("synthetic", not config.is_synthetic, "without weights=synthetic"),
-        ("synthetic", config.is_synthetic and has_no_model, no_draft),
     ]  # fmt: skip
     for group, entry, model in _chosen_models(config):
         of_hub, has_path = f"{entry}.hub_id {entry}.revision", model.path is not None
-        reads_none = config.is_synthetic and model.shape is not None
-        yield f"{of_hub} {entry}.path {entry}.adapter", reads_none, "with weights=synthetic, which reads no files"
+        is_made, weights = model.shape is not None and not config.reads_files, f"weights={config.weights}"
+        yield f"{of_hub} {entry}.path {entry}.adapter", is_made, f"with {weights}, which reads no files"
         yield of_hub, has_path, f"with {entry}.path"
-        is_shipped = model.shipped and not has_path and not config.is_synthetic
+        is_shipped = model.shipped and not has_path and config.reads_files
         yield of_hub, is_shipped, f"on an entry that comes with the package: use {group}=OWNER/NAME"

@@ -2,8 +2,12 @@
 
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING, Any, cast
 
 from llama_ssp.registry import Registry
+
+if TYPE_CHECKING:
+    from llama_ssp.settings.tasks import Range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +20,8 @@ class MoreSettings:
         choose: of plans, `module:function` that chooses among layouts from the config, the machine and the given words,
             and shows what it has found. The setting with the record's name asks for it.
         example: a command line of `llama-ssp plan --help`.
+        after: the setting of the group that they follow; by default they follow all.
+        ranges: what their numbers must be, by whole keys.
     """
 
     name: str
@@ -24,6 +30,8 @@ class MoreSettings:
     draw: str = ""
     choose: str = ""
     example: str = ""
+    after: str = ""
+    ranges: "tuple[Range, ...]" = ()
 
 
 MORE: Registry[MoreSettings] = Registry(setting="group", kind=MoreSettings)
@@ -32,10 +40,25 @@ MORE: Registry[MoreSettings] = Registry(setting="group", kind=MoreSettings)
 @cache
 def whole(group: type) -> type:
     """A dataclass of settings, with the settings that rooms add to it."""
-    more = [record.config for record in MORE.all().values() if issubclass(record.config, group)]
-    if not more:
+    records = [record for record in MORE.all().values() if record.config.__base__ in group.__mro__]
+    if not records:
         return group
-    return dataclass(kw_only=True)(type(group.__name__, (*reversed(more), group), {"__doc__": group.__doc__}))
+    more = [record.config for record in reversed(records)]
+    of_group = [config for config in more if config.__base__ is group]
+    bases = (*of_group, group, *(config for config in more if config not in of_group))  # a group's defaults win
+    made: Any = dataclass(kw_only=True)(type(group.__name__, bases, {"__doc__": group.__doc__}))
+    for record in filter(lambda record: record.after, records):
+        own = vars(record.config)["__annotations__"]
+        names = [name for name in made.__dataclass_fields__ if name not in own]
+        place = names.index(record.after) + 1
+        ordered = (*names[:place], *own, *names[place:])
+        made.__dataclass_fields__ = {name: made.__dataclass_fields__[name] for name in ordered}
+    return cast("type", made)
+
+
+def ranges() -> "list[Range]":
+    """What numbers of the settings must be that rooms add."""
+    return [found for more in MORE.all().values() for found in more.ranges]
 
 
 def chooser_of(config: object) -> MoreSettings | None:
