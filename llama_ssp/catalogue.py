@@ -21,12 +21,12 @@ import yaml
 
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.fields import required, setting
+from llama_ssp.groups import whole
 from llama_ssp.manifest import FOLDER, conf_of_rooms
 from llama_ssp.storage.formats import CACHES, NO_QUANTIZATION, OWN_DTYPE, format_of, problem_of
 from llama_ssp.storage.stored import StoredFormat
 
-CONFIG_FILE, ADAPTER_CONFIG_FILE = "config.json", "adapter_config.json"
-"""Files of the folder of a model, and of an adapter's."""
+CONFIG_FILE = "config.json"
 GGUF = ".gguf"
 GGUF_ALONE = "holds GGUF weights, which are not read: use the repository of this model with safetensors weights"
 _given: list[Path] = []
@@ -146,11 +146,6 @@ class ModelConfig:
     hub_id: str | None = setting(None, "repository on the Hugging Face hub.")
     revision: str | None = setting(None, "its branch, tag or commit; null takes the newest.")
     path: str | None = setting(None, "a folder to read instead of the hub.")
-    adapter: str | None = setting(
-        None,
-        "a folder with a LoRA adapter as PEFT writes it, or its id on the hub; it is merged into the weights while "
-        "they are loaded.",
-    )
     shipped: bool = setting(False, "whether the weights come with the package.")
     dtype: Dtype = setting(
         Dtype.auto,
@@ -387,12 +382,12 @@ def is_hub_id(name: str) -> bool:
 def is_folder(name: str) -> bool:
     """Whether a value of `model=` or `draft=` is a folder: an existing path with a separator, or that begins so.
 
-    What could be an id of the hub is one, unless the folder holds a model or an adapter and no entry has this name.
+    What could be an id of the hub is one, unless the folder holds a config of a model and no entry has this name.
     """
     path = os.path.expanduser(name)  # noqa: PTH111 - as in `base_dir`
     if not ("/" in name or name.startswith((".", "~"))) or not os.path.isdir(path):  # noqa: PTH112 - as in `_is_dir`
         return False
-    holds_model = any(_is_file(Path(path) / file) for file in (CONFIG_FILE, ADAPTER_CONFIG_FILE))
+    holds_model = any(Path(path).glob(f"*{CONFIG_FILE}"))  # adapter_config.json too
     return not is_hub_id(name) or (holds_model and find("model", name) is None)
 
 
@@ -411,7 +406,7 @@ def load(name: str) -> ModelConfig:
     try:
         for key in ("dtype", "stored_dtype", "gpu_dtype"):
             fields[key] = Dtype[fields.get(key, "auto")]
-        model = ModelConfig(shape=ModelShape(**shape) if shape else None, **fields)
+        model: ModelConfig = whole(ModelConfig)(shape=ModelShape(**shape) if shape else None, **fields)
         problem = problem_of(model.quantization) or CACHES.problem_of(model.cache_dtype)
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{shown(file)} does not describe a model: {error}") from error

@@ -53,10 +53,6 @@ _NAMES = {
         "batch_size",
         "batch_size=8 decodes so many rows together; dry_run=true says whether they fit, and the most that would",
     ),
-    "lora lora_path enable_lora lora_modules": (
-        "",
-        "model.adapter=DIR merges a LoRA adapter into the weights; several at once are not here",
-    ),
     "guided_json guided_regex guided_grammar guided_choice response_format json_schema grammar": (
         "",
         "text in a given format is not here; stop_strings and sampling.bad_words are",

@@ -7,6 +7,7 @@ from typing import Any, get_type_hints
 from docs.hooks.repository import ROOT
 from llama_ssp.catalogue import head_of
 from llama_ssp.fields import help_of
+from llama_ssp.groups import whole
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.manifest import conf_of_rooms
 from llama_ssp.run.commands.help import (
@@ -18,7 +19,6 @@ from llama_ssp.run.commands.help import (
     task_settings,
 )
 from llama_ssp.settings.drafters import drafters
-from llama_ssp.settings.groups import whole
 from llama_ssp.settings.launchers import LAUNCHER, LAUNCHERS
 from llama_ssp.settings.schema import DERIVED, DrafterConfig, RunConfig
 from llama_ssp.settings.tasks import task_specs
@@ -60,7 +60,7 @@ def groups() -> list[str]:
 
 def group_settings(group: str) -> Iterator[DescribedSetting]:
     """Describe the settings of one group."""
-    listed = settings_of(get_type_hints(RunConfig)[group], f"{group}.")
+    listed = settings_of(whole(get_type_hints(RunConfig)[group]), f"{group}.")
     return (each for each in listed if not each.key.startswith(_NOT_LISTED))
 
 

@@ -9,12 +9,14 @@ import stat
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from llama_ssp.catalogue import ADAPTER_CONFIG_FILE, CONFIG_FILE, GGUF, GGUF_ALONE
+from llama_ssp.catalogue import CONFIG_FILE, GGUF, GGUF_ALONE
 from llama_ssp.errors import CheckpointError, shown
+from llama_ssp.manifest import absent
+from llama_ssp.weight_changes import CHANGES
 
-ADAPTER_FILE = "adapter_model.safetensors"
 MODELOPT_FILE = "hf_quant_config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -35,19 +37,19 @@ MISTRAL_ALONE = (
 
 
 _FLOATS = [{"__float__": name} for name in ("Infinity", "-Infinity", "NaN")]
-_Kind = tuple[str, Callable[[Any], bool]]  # What is required of a field, for an error, and whether a value meets it.
+Kind = tuple[str, Callable[[Any], bool]]  # What is required of a field, for an error, and whether a value meets it.
 
 
-def _whole(low: int, high: int) -> _Kind:
+def _whole(low: int, high: int) -> Kind:
     return f"a whole number from {low} to {high}", lambda value: type(value) is int and low <= value <= high
 
 
-def _in_layers(low: int, high: int) -> _Kind:
+def _in_layers(low: int, high: int) -> Kind:
     wanted, fits = _whole(low, high)
     return wanted, lambda value: all(map(fits, value)) if isinstance(value, list) else fits(value)
 
 
-def _number(low: float, high: float) -> _Kind:
+def _number(low: float, high: float) -> Kind:
     wanted = f"a number from {low:g} to {high:g}" if high < math.inf else f"a number of at least {low:g}"
     return wanted, lambda value: type(value) in {int, float} and low <= value <= high
 
@@ -83,69 +85,62 @@ def _is_rope(value: object) -> bool:
 
 
 _MAX_LAYERS = 1024
-_POSITIONS, _WINDOW = _whole(1, 2**30), _whole(0, 2**30)
-_SHARE, _LARGE = _number(0, 1), _number(0, 1e12)
-_POSITIVE: _Kind = ("a number above 0", lambda value: type(value) in {int, float} and 0 < value < math.inf)
-_ROPE: _Kind = ("an object with rope_type as a text, and factor and rope_theta above 0,", _is_rope)
-_FLAG: _Kind = ("true or false", lambda value: isinstance(value, bool))
-_TEXT: _Kind = ("a text", lambda value: isinstance(value, str))
-_TEXTS: _Kind = ("a list of texts", partial(_are, str))
-_OBJECT: _Kind = ("an object", lambda value: isinstance(value, dict))
-_TOKEN_IDS: _Kind = ("a token id or a list of them", _is_token_ids)
+POSITIONS, _WINDOW = _whole(1, 2**30), _whole(0, 2**30)
+_SHARE, LARGE = _number(0, 1), _number(0, 1e12)
+_POSITIVE: Kind = ("a number above 0", lambda value: type(value) in {int, float} and 0 < value < math.inf)
+_ROPE: Kind = ("an object with rope_type as a text, and factor and rope_theta above 0,", _is_rope)
+FLAG: Kind = ("true or false", lambda value: isinstance(value, bool))
+TEXT: Kind = ("a text", lambda value: isinstance(value, str))
+_TEXTS: Kind = ("a list of texts", partial(_are, str))
+OBJECT: Kind = ("an object", lambda value: isinstance(value, dict))
+_TOKEN_IDS: Kind = ("a token id or a list of them", _is_token_ids)
 _SPECIAL_IDS = "bos_token_id eos_token_id pad_token_id decoder_start_token_id"
-_OF_EVERY_PART: Mapping[str, _Kind] = {
-    "model_type": _TEXT,
+_OF_EVERY_PART: Mapping[str, Kind] = {
+    "model_type": TEXT,
     "rope_theta rotary_emb_base rope_local_base_freq": _POSITIVE,
     "rope_parameters rope_scaling": _ROPE,
 }
 """Fields of a config.json, and of the configs in it."""
-_FIELDS: Mapping[str, Mapping[str, _Kind]] = {
+_FIELDS: Mapping[str, Mapping[str, Kind]] = {
     CONFIG_FILE: {
         "num_hidden_layers num_layers n_layer": _whole(1, _MAX_LAYERS),
         "num_attention_heads num_heads n_head num_key_value_heads num_global_key_value_heads": _whole(1, 2**16),
         "hidden_size n_embd head_dim": _whole(1, 2**20),
         "intermediate_size moe_intermediate_size": _in_layers(1, 2**20),
         "vocab_size": _whole(1, 2**24),
-        "max_position_embeddings": _POSITIONS,
+        "max_position_embeddings": POSITIONS,
         "sliding_window window_size max_window_layers num_kv_shared_layers": _WINDOW,
         "hidden_size_per_layer_input vocab_size_per_layer_input global_head_dim": _WINDOW,
-        "tie_word_embeddings use_cache use_sliding_window attention_bias mlp_bias": _FLAG,
-        "is_causal use_parallel_residual qk_layernorm attention_k_eq_v use_double_wide_mlp enable_moe_block": _FLAG,
+        "tie_word_embeddings use_cache use_sliding_window attention_bias mlp_bias": FLAG,
+        "is_causal use_parallel_residual qk_layernorm attention_k_eq_v use_double_wide_mlp enable_moe_block": FLAG,
         "use_bidirectional_attention": ("true, false, all or vision", {True, False, "all", "vision"}.__contains__),
         "rms_norm_eps layer_norm_eps layer_norm_epsilon rotary_pct partial_rotary_factor": _SHARE,
-        "query_pre_attn_scalar": _LARGE,
-        "attn_logit_softcapping final_logit_softcapping": _LARGE,
-        "hidden_act hidden_activation activation_function dtype torch_dtype": _TEXT,
+        "query_pre_attn_scalar": LARGE,
+        "attn_logit_softcapping final_logit_softcapping": LARGE,
+        "hidden_act hidden_activation activation_function dtype torch_dtype": TEXT,
         "layer_types attention_layers architectures": _TEXTS,
         **_OF_EVERY_PART,
-        "per_layer_config": _OBJECT,
+        "per_layer_config": OBJECT,
         " ".join(INNER_CONFIGS): ("an object, with token ids as special tokens,", _is_inner),
         "attention_types": ("a list of pairs of kinds and a count", _is_counted_kinds),
         _SPECIAL_IDS: _TOKEN_IDS,
     },
-    ADAPTER_CONFIG_FILE: {
-        "r": _POSITIONS,
-        "lora_alpha": _LARGE,
-        "use_rslora use_dora fan_in_fan_out lora_bias": _FLAG,
-        "rank_pattern alpha_pattern": _OBJECT,
-        "base_model_name_or_path peft_type bias": _TEXT,
-    },
     GENERATION_CONFIG_FILE: {
-        "temperature repetition_penalty encoder_repetition_penalty guidance_scale": _LARGE,
+        "temperature repetition_penalty encoder_repetition_penalty guidance_scale": LARGE,
         "top_p min_p typical_p epsilon_cutoff eta_cutoff": _SHARE,
         "top_k no_repeat_ngram_size min_length min_new_tokens": _WINDOW,
-        "max_length max_new_tokens num_beams num_return_sequences": _POSITIONS,
-        "do_sample use_cache renormalize_logits remove_invalid_values": _FLAG,
-        "cache_implementation": _TEXT,
+        "max_length max_new_tokens num_beams num_return_sequences": POSITIONS,
+        "do_sample use_cache renormalize_logits remove_invalid_values": FLAG,
+        "cache_implementation": TEXT,
         _SPECIAL_IDS: _TOKEN_IDS,
     },
-    TOKENIZER_FILE: {"model": _OBJECT, "added_tokens": ("a list of objects", partial(_are, dict))},
+    TOKENIZER_FILE: {"model": OBJECT, "added_tokens": ("a list of objects", partial(_are, dict))},
     TOKENIZER_CONFIG_FILE: {
         "model_max_length": _number(1, math.inf),  # libraries write 10^30 for "no limit", some as a float
-        "padding_side truncation_side tokenizer_class": _TEXT,
+        "padding_side truncation_side tokenizer_class": TEXT,
         "model_input_names": _TEXTS,
-        "added_tokens_decoder": _OBJECT,
-        "clean_up_tokenization_spaces": _FLAG,
+        "added_tokens_decoder": OBJECT,
+        "clean_up_tokenization_spaces": FLAG,
     },
 }
 """Fields with a known type, by file; a field may be missing or null."""
@@ -161,33 +156,36 @@ def require_folder(folder: Path) -> None:
 
 
 def refuse_other_kinds(folder: Path) -> None:
-    """Raise CheckpointError if a folder without config.json holds an adapter, or weights of other layouts alone."""
+    """Raise CheckpointError if a folder without config.json holds a change of weights, or other layouts alone."""
     if not (folder / CONFIG_FILE).exists() and (said := other_kind(str(folder), folder)):
         raise CheckpointError(said)
 
 
 def other_kind(where: str, folder: Path, names: Iterable[str] = ()) -> str | None:
     """Say what `where` is instead of a model: a folder, or a repository of more `names`; None for nothing known."""
-    if (adapter := folder / ADAPTER_CONFIG_FILE).is_file():
-        return adapter_alone(where, adapter)
     files = {*names, *(file.name for file in folder.glob("*"))}
+    if said := change_alone(where, folder, files):
+        return said
     endings = {Path(name).suffix for name in files}
     if GGUF in endings and ".safetensors" not in endings:
         return f"{where} {GGUF_ALONE}"
     return f"{where} {MISTRAL_ALONE}" if "params.json" in files else None
 
 
-def adapter_alone(where: str, config: Path) -> str:
-    """The sentence for an adapter in place of a model; `where` is its folder or its id, `config` its file."""
-    base = read_json(config).get("base_model_name_or_path")
-    of_base = f"of {shown(base)}" if base else "of another model, which it does not name"
-    return (
-        f"{where} is an adapter {of_base}, not a model: give that one as the model, and the adapter as model.adapter="
-    )
+def change_alone(where: str, folder: Path, names: Iterable[str]) -> str | None:
+    """Say which change of weights a folder or a repository of these files holds; None for none."""
+    for change in CHANGES.all().values():
+        if (file := folder / change.config).is_file():
+            return change.alone(where, file)
+    missing = next(filter(None, (absent("file", name) for name in names)), None)
+    return missing and f"{where} is no model, and {missing}"
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object; CheckpointError if it is unreadable, too large or deep, or has a field of another type."""
+def read_json(file: Path, kinds: Mapping[str, Kind] = MappingProxyType({})) -> dict[str, Any]:
+    """Read a JSON object; CheckpointError if it is unreadable, too large or deep, or has a field of another type.
+
+    `kinds` are those of the fields of a file that this module does not know.
+    """
     try:
         content = json.loads(_read_bytes(file).decode("utf-8"), object_hook=_decoded)
     except OSError as error:
@@ -202,7 +200,7 @@ def read_json(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} holds no JSON object: copy or download it again")
     if is_deep(content, _MAX_DEPTH):
         raise _too_deep(file)
-    parts = [(content, _FIELDS.get(file.name, {}))]
+    parts = [(content, _FIELDS.get(file.name, kinds))]
     if file.name == CONFIG_FILE:
         parts += [(content[name], _OF_EVERY_PART) for name in INNER_CONFIGS if isinstance(content.get(name), dict)]
     if problems := [

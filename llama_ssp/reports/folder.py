@@ -19,6 +19,7 @@ from llama_ssp.errors import FULL_DISK, ConfigError, SspError
 from llama_ssp.reports.reading import read_settings
 from llama_ssp.reports.records import PLAIN, CompletionLine, LineKey, LogProbLine, Result, Summary
 from llama_ssp.settings.tasks import TASKS
+from llama_ssp.weight_changes import CHANGES
 from llama_ssp.words import visible
 
 COSTS_FILE, MODELS_FILE, LOG_PROBS_FILE = "round_costs.json", "models.json", "logprobs.jsonl"
@@ -26,7 +27,6 @@ CHANGEABLE = (
     "run_dir", "resume", "quiet", "logprobs", "prompt_logprobs", "timeouts", "hardware", "dry_run",
     "speculation.acceptance",
     "model.path", "draft.model.path",
-    "model.adapter", "draft.model.adapter",
 )  # fmt: skip
 """Keys of a config, with all below them, that may change when a run is resumed; each task adds some of its own."""
 MOST_STATUS_BYTES = 4096
@@ -192,7 +192,8 @@ def _changes(old: dict[str, object], new: dict[str, object]) -> list[str]:
     """Describe each changed setting in a clause. A list that the old settings lack was empty."""
     old = {key: value for key, value in new.items() if value == []} | old
     tasks = filter(None, (TASKS.find(str(settings.get("task.name"))) for settings in (old, new)))
-    changeable = [*CHANGEABLE, *(f"task.{name}" for task in tasks for name in task.changeable)]
+    files = [f"{entry}.{name}" for entry in ("model", "draft.model") for name in CHANGES.all()]
+    changeable = [*CHANGEABLE, *files, *(f"task.{name}" for task in tasks for name in task.changeable)]
     changed = [
         key
         for key in sorted(old.keys() | new.keys())

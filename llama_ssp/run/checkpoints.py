@@ -30,7 +30,6 @@ from llama_ssp.settings.weights import WEIGHTS
 from llama_ssp.speculate.drafters.tokenizers import align, num_disagreeing
 from llama_ssp.storage.stored import kept_format
 from llama_ssp.weights import hub
-from llama_ssp.weights.adapter import with_adapter
 from llama_ssp.weights.checkpoint import Checkpoint, check_shape, inspect, summary
 from llama_ssp.weights.in_memory import WeightsInMemory, as_eos_ids
 from llama_ssp.weights.source import WeightSource, storage_of, tap_source
@@ -81,7 +80,7 @@ def find_sources(
             of_files = [entry for entry, own in zip(entries, weights, strict=False) if not own]
             for entry in [entry for entry in of_files if not head_in_target(entry.name)]:
                 hub.resolve(entry)
-                hub.resolve_adapter(entry)
+                hub.resolve_changes(entry)
     with raise_on_all_ranks(world.comm):
         if made := config.source.make:
             origins: list[WeightSource] = imported(made, setting=WEIGHTS.setting)(config, device)
@@ -127,7 +126,7 @@ def find_update(
                 hub.resolve(entry)
     with raise_on_all_ranks(world.comm):
         if isinstance(entry := given[0], ModelConfig):
-            check_values(replace(config, model=replace(config.model, adapter=entry.adapter)))
+            check_values(replace(config, model=replace(entry, shape=config.model.shape)))
         origins: list[WeightSource | None] = [
             _inspect(entry) if isinstance(entry, ModelConfig) else entry for entry in given
         ]
@@ -187,11 +186,12 @@ def with_number_formats(config: RunConfig, sources: tuple[Source, Source | None]
 
 
 def _inspect(entry: ModelConfig) -> WeightSource:
-    """Inspect the files of a model and of its adapter, and compare them with the shape in its catalogue entry."""
+    """Inspect the files of a model, compare them with the shape in its catalogue entry, and apply its changes."""
     checkpoint = inspect(hub.resolve(entry))
     check_shape(entry, checkpoint)
-    adapter = hub.resolve_adapter(entry)
-    return with_adapter(checkpoint, adapter) if adapter else checkpoint
+    for change, folder in hub.resolve_changes(entry):
+        checkpoint = imported(change.apply, setting=f"model.{change.name}")(checkpoint, folder)
+    return checkpoint
 
 
 def _with_head(

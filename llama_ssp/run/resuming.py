@@ -18,7 +18,7 @@ from llama_ssp.settings.schema import Resume, RunConfig
 from llama_ssp.settings.tasks import REQUEST_FILES, task_of
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import summary
-from llama_ssp.weights.hashes import fingerprint, fingerprint_of_adapter
+from llama_ssp.weights.hashes import fingerprint, hashed
 
 _WAY_ON = "name another run_dir, or give resume=anyway to go on with texts of both"
 
@@ -68,8 +68,8 @@ def check_models(folder: RunFolder, sources: tuple[Source, Source | None], confi
 
 def _files_of(source: Source, config: RunConfig) -> _Files:
     files = fingerprint(source.origin.folder)
-    if config.reads_files and (adapter := hub.resolve_adapter(source.entry)):
-        files |= fingerprint_of_adapter(adapter)
+    for change, folder in hub.resolve_changes(source.entry) if config.reads_files else ():
+        files |= hashed(folder, [change.config], [change.weights])
     return _Files(files=files)
 
 

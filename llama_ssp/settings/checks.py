@@ -13,17 +13,18 @@ from typing import Any
 from llama_ssp import catalogue
 from llama_ssp.catalogue import ENDINGS_WITH_FIELDS, ModelConfig, ModelShape, ending_of, is_hub_id
 from llama_ssp.errors import refuse, unknown_name
+from llama_ssp.groups import Range, chooser_of, ranges
 from llama_ssp.machines import hardware
 from llama_ssp.operators import OPERATORS
 from llama_ssp.settings import drafters, layout, schema, trees
 from llama_ssp.settings.backends import BACKENDS, backends
 from llama_ssp.settings.combinations import MORE, clashes
-from llama_ssp.settings.groups import chooser_of, ranges
 from llama_ssp.settings.rules import RULES
 from llama_ssp.settings.schema import PlanConfig, RunConfig
-from llama_ssp.settings.tasks import TASKS, NoEffect, Range, default_of, drafted_of, request_file, task_of
+from llama_ssp.settings.tasks import TASKS, NoEffect, default_of, drafted_of, request_file, task_of
 from llama_ssp.settings.weights import WEIGHTS
 from llama_ssp.storage.formats import CACHES, FORMATS
+from llama_ssp.weight_changes import CHANGES
 from llama_ssp.words import key_of, said, value_of
 
 _NEVER_IGNORED = {"dry_run"}
@@ -380,7 +381,8 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
     for group, entry, model in _chosen_models(config):
         of_hub, has_path = f"{entry}.hub_id {entry}.revision", model.path is not None
         is_made, weights = model.shape is not None and not config.reads_files, f"weights={config.weights}"
-        yield f"{of_hub} {entry}.path {entry}.adapter", is_made, f"with {weights}, which reads no files"
+        files = " ".join(f"{entry}.{name}" for name in ("path", *CHANGES.all()))
+        yield f"{of_hub} {files}", is_made, f"with {weights}, which reads no files"
         yield of_hub, has_path, f"with {entry}.path"
         is_shipped = model.shipped and not has_path and config.reads_files
         yield of_hub, is_shipped, f"on an entry that comes with the package: use {group}=OWNER/NAME"

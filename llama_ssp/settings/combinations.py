@@ -31,7 +31,6 @@ ABILITIES: dict[str, Callable[[RunConfig], object]] = {
     "an own tokenizer": lambda config: has_own_tokenizer(config.draft),
     "a recurrent model": lambda config: _recurrent(config.model, _draft(config)),
     "a recurrent draft": lambda config: _recurrent(_draft(config)),
-    "an adapter of the target": lambda config: config.model.adapter,
     "a replicated draft": lambda config: config.draft.model and config.placement.draft.kind is DraftLayout.replicated,
     "a draft on shared ranks": lambda config: (
         config.draft.model and (config.placement.auto or config.placement.draft.kind is not DraftLayout.own_gpu)
@@ -157,7 +156,7 @@ def _words(config: RunConfig) -> dict[str, object]:
     with_trees = [f"draft={name}" for name in free_drafts() if DRAFTERS.of(name).has_trees]
     return {
         "kind": draft.kind, "draft": model.name, "own": said("draft.tokenizer", "own"),
-        "fallback": said("draft.fallback", draft.fallback), "adapter": said("model.adapter", config.model.adapter),
+        "fallback": said("draft.fallback", draft.fallback),
         "with_trees": ", or ".join(["draft=NAME", *with_trees]),
         "tree": said("speculation.tree", speculation.tree), "tree_key": key_of("speculation.tree"),
         "fixed_tree": said("speculation.tree", "3x1x1"), "auto": said("speculation.num_draft_tokens", ADAPTIVE),

@@ -35,21 +35,21 @@ from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf, open_dict, r
 from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp import catalogue
-from llama_ssp.catalogue import GGUF, GGUF_ALONE, GROUPS, LOCAL, is_folder, is_hub_id
+from llama_ssp.catalogue import GGUF, GGUF_ALONE, GROUPS, LOCAL, ModelConfig, is_folder, is_hub_id
 from llama_ssp.draft_heads import heads_in_targets
 from llama_ssp.errors import ConfigError, refuse, similar_name, unknown_name
 from llama_ssp.foreign import counterparts
+from llama_ssp.groups import MORE, whole
 from llama_ssp.machines import hardware
 from llama_ssp.manifest import absent
 from llama_ssp.settings import schema
 from llama_ssp.settings.drafters import ModelDraftConfig, drafter_of, drafters, problem_of
-from llama_ssp.settings.groups import MORE, whole
 from llama_ssp.settings.launchers import LAUNCHERS
 from llama_ssp.settings.schema import DERIVED, MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import task_of, task_specs
 
 _STOPS = "stop_strings"
-_PATHS = {"run_dir", "prompts", "model.path", "model.adapter", "draft.model.path", "draft.model.adapter"}
+_PATHS = {"run_dir", "prompts", "model.path", "draft.model.path"}
 _OPEN = {"chat_arguments": "{enable_thinking: false}", "sampling.logit_bias": "{198: -2.5}"}  # have keys of their own
 _QUOTES = "'\""
 _ESCAPES, _ESCAPED = re.compile(r"\\([nt\\])"), {"n": "\n", "t": "\t", "\\": "\\"}
@@ -320,7 +320,11 @@ def register(root: str = "config") -> None:
     schemas |= {name: launcher.config for name, launcher in LAUNCHERS.all().items()}
     schemas |= {name: task.config for name, task in task_specs().items()}
     schemas |= {f"draft_{name}": draft.config for name, draft in drafters().items()}
-    for name, node in schemas.items():
+    with_models = {"run", "plan", *(f"draft_{name}" for name, draft in drafters().items() if draft.has_model)}
+    for name, settings in schemas.items():
+        node = OmegaConf.structured(settings)
+        if name in with_models:
+            node["model"] = OmegaConf.structured(whole(ModelConfig))
         ConfigStore.instance().store(group="schema", name=name, node=node)
     OmegaConf.register_new_resolver("run_id", run_id, replace=True)
     plugins = Plugins.instance()

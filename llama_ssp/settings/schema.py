@@ -9,8 +9,8 @@ from typing import Any
 
 from llama_ssp.catalogue import ModelConfig
 from llama_ssp.fields import made, setting
+from llama_ssp.groups import whole
 from llama_ssp.settings.backends import TENSOR
-from llama_ssp.settings.groups import whole
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.trees import TreeShape, tree_shape
 from llama_ssp.settings.weights import CHECKPOINT, WEIGHTS, WeightsRecord

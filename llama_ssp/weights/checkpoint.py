@@ -20,13 +20,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from llama_ssp.architectures.family import check_servable, text_part
 from llama_ssp.architectures.model_files import (
     MISTRAL_ALONE,
-    adapter_alone,
+    change_alone,
     read_json,
     read_model_config,
     require_folder,
 )
 from llama_ssp.architectures.reading import shape_from
-from llama_ssp.catalogue import ADAPTER_CONFIG_FILE, CONFIG_FILE, GGUF, GGUF_ALONE, ModelConfig, ModelShape
+from llama_ssp.catalogue import CONFIG_FILE, GGUF, GGUF_ALONE, ModelConfig, ModelShape
 from llama_ssp.draft_heads import HeadFile, head_file
 from llama_ssp.errors import CheckpointError, shown
 from llama_ssp.storage.formats import PackedLayout
@@ -184,8 +184,8 @@ def _is_file_name(name: object) -> bool:
 
 
 def _no_weights(folder: Path, *, is_head: bool) -> CheckpointError:
-    if (folder / ADAPTER_CONFIG_FILE).is_file():
-        return CheckpointError(adapter_alone(str(folder), folder / ADAPTER_CONFIG_FILE))
+    if said_of_change := change_alone(str(folder), folder, []):
+        return CheckpointError(said_of_change)
     if pickles := sorted(file.name for file in folder.iterdir() if file.suffix in {".bin", ".pt", ".pth", ".ckpt"}):
         program = (
             f"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{folder}', dtype='auto')"

@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llama_ssp.architectures.model_files import (
-    ADAPTER_FILE,
     GENERATION_CONFIG_FILE,
     TOKENIZER_FILES,
     read_json,
 )
-from llama_ssp.catalogue import ADAPTER_CONFIG_FILE, CONFIG_FILE
+from llama_ssp.catalogue import CONFIG_FILE
 from llama_ssp.errors import CheckpointError
 from llama_ssp.settings.weights import WEIGHTS
 from llama_ssp.weights.checkpoint import INDEX_FILE, SINGLE_FILE
@@ -38,15 +37,11 @@ def fingerprint(folder: Path) -> dict[str, str]:
     else:
         small.append(INDEX_FILE)
         weights = sorted(set(read_json(folder / INDEX_FILE)["weight_map"].values()))
-    return _hashed(folder, small, weights)
+    return hashed(folder, small, weights)
 
 
-def fingerprint_of_adapter(folder: Path) -> dict[str, str]:
-    """The same for an adapter that is merged into the checkpoint."""
-    return _hashed(folder, [ADAPTER_CONFIG_FILE], [ADAPTER_FILE])
-
-
-def _hashed(folder: Path, small: Sequence[str], weights: Sequence[str]) -> dict[str, str]:
+def hashed(folder: Path, small: Sequence[str], weights: Sequence[str]) -> dict[str, str]:
+    """The hashes of small files of a folder, and of files of weights; raises as `fingerprint`."""
     try:
         hashes = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in small}
         return hashes | {name: _sampled(folder / name, most_blocks=_MOST_BLOCKS // len(weights)) for name in weights}

@@ -12,10 +12,11 @@ from pathlib import Path
 from huggingface_hub import constants, errors, get_token, model_info, snapshot_download, try_to_load_from_cache
 
 from llama_ssp import manifest, words
-from llama_ssp.architectures.model_files import ADAPTER_FILE, MODELOPT_FILE, other_kind, read_json
-from llama_ssp.catalogue import ADAPTER_CONFIG_FILE, CONFIG_FILE, ModelConfig, is_hub_id, read_path
+from llama_ssp.architectures.model_files import MODELOPT_FILE, other_kind, read_json
+from llama_ssp.catalogue import CONFIG_FILE, ModelConfig, is_hub_id, read_path
 from llama_ssp.draft_heads import head_file
 from llama_ssp.errors import CheckpointError
+from llama_ssp.weight_changes import CHANGES, WeightChange, changes_of
 
 WEIGHTS = "model*.safetensors"
 # Only weights named as by save_pretrained: some repositories hold a second copy under another name.
@@ -53,14 +54,16 @@ def folder_here(model: ModelConfig) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def resolve_adapter(model: ModelConfig) -> Path | None:
-    """Find a model's adapter: a folder that exists, or the hub's if it has the form of an id; raises as `resolve`."""
-    if (adapter := model.adapter) is None:
-        return None
-    if (folder := read_path(adapter)).is_dir() or not is_hub_id(adapter):
+def resolve_changes(model: ModelConfig) -> list[tuple[WeightChange, Path]]:
+    """Find the files of a model's changes: folders that exist, or the hub's for ids; raises as `resolve`."""
+    return [(change, _folder_of(change, given)) for change, given in changes_of(model)]
+
+
+def _folder_of(change: WeightChange, given: str) -> Path:
+    if (folder := read_path(given)).is_dir() or not is_hub_id(given):
         return folder
-    with _one_sentence(ModelConfig(name=adapter, hub_id=adapter)):
-        return Path(snapshot_download(adapter, allow_patterns=[ADAPTER_CONFIG_FILE, ADAPTER_FILE]))
+    with _one_sentence(ModelConfig(name=given, hub_id=given)):
+        return Path(snapshot_download(given, allow_patterns=[change.config, change.weights]))
 
 
 def find_config(model: ModelConfig, *, is_enough: bool = False) -> Path:
@@ -68,7 +71,7 @@ def find_config(model: ModelConfig, *, is_enough: bool = False) -> Path:
 
     `is_enough` says that nothing else will be read, so that an error asks for nothing else.
     """
-    wanted = [CONFIG_FILE, ADAPTER_CONFIG_FILE, MODELOPT_FILE]
+    wanted = [CONFIG_FILE, *(change.config for change in CHANGES.all().values()), MODELOPT_FILE]
     file = CONFIG_FILE if is_enough else None
     with _one_sentence(model, file):
         # Asks the hub once before it looks into the cache; `hf_hub_download` repeats a failed request for 23 s.

@@ -74,7 +74,6 @@ FOREIGN = [
     Typed("guided_json=x", r"unknown setting 'guided_json': text in a given format is not here"),
     Typed("max_model_len=9", r"unknown setting 'max_model_len': a run allocates what"),
     Typed("gpu_memory_utilization=0.9", r"unknown setting 'gpu_memory_utilization': batch_size=8"),
-    Typed("lora=x", r"unknown setting 'lora': model\.adapter=DIR merges"),
     Typed("wandb=x", r"unknown setting 'wandb': trackers are not here"),
     Typed("max_tokens=64", r"unknown setting 'max_tokens': max_new_tokens=64 limits"),
     Typed("K=6", r"unknown setting 'K': speculation\.num_draft_tokens=4 is K"),

@@ -101,6 +101,10 @@ def words_for(asked: str, folder: Path) -> list[str]:
         (folder / name).mkdir(exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps({name: 1}))
         return ["run", "draft=local", f"draft.model.path={name}"]
+    if kind == "file":
+        (folder / "alone").mkdir(exist_ok=True)
+        (folder / "alone" / name).write_text("{}")
+        return ["run", "task=generate", "draft=none", "model=./alone"]
     if kind == "setting":
         return ["plan", "hardware=h100", f"{name}=x"]
     if kind == "argument":

@@ -8,9 +8,9 @@ import pytest
 
 from llama_ssp import manifest
 from llama_ssp.errors import ConfigError, unknown_name
+from llama_ssp.groups import MORE
 from llama_ssp.run.prompts import read_prompts
 from llama_ssp.settings.commands import COMMANDS
-from llama_ssp.settings.groups import MORE
 from llama_ssp.settings.tasks import REQUEST_FILES, TASKS
 from tests.helpers.composed import compose_run
 

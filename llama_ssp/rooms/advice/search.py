@@ -16,6 +16,7 @@ from llama_ssp import catalogue
 from llama_ssp.architectures.family import inventory
 from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import PlacementError
+from llama_ssp.groups import MORE
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.layouts import layouts
 from llama_ssp.planning.memory import RankMemoryPlan, fits, fullest_rank
@@ -24,7 +25,6 @@ from llama_ssp.planning.plan import PLAN_VERSION, basis
 from llama_ssp.planning.spec import PlanSpec, on_block, spec_of_plan, without_draft
 from llama_ssp.planning.timing import Timing, timing
 from llama_ssp.run.tasks import dry_run
-from llama_ssp.settings.groups import MORE
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT
 from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, DraftLayout, PlanConfig
 from llama_ssp.settings.trees import tree_shape

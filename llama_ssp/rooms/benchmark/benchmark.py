@@ -43,6 +43,7 @@ from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request, count_equal_before
 from llama_ssp.storage.formats import format_of
 from llama_ssp.terminal.progress import Pace, RunProgress
+from llama_ssp.weight_changes import changes_of
 
 GENERATE, ASSISTED = "generate", "assisted"
 _PASS = "pass"
@@ -154,7 +155,7 @@ class Peers:
 def _has_peers(config: RunConfig, *, world_size: int) -> bool:
     """Whether a benchmark also measures transformers: one rank, files as they are, penalties that it has."""
     entries = [config.model, *([config.draft.model] if config.draft.model else [])]
-    is_whole = not any(format_of(entry.quantization).is_quantized or entry.adapter for entry in entries)
+    is_whole = not any(format_of(entry.quantization).is_quantized or changes_of(entry) for entry in entries)
     is_requested = isinstance(config.task, BenchmarkConfig) and config.task.peers
     is_known = not replace(config.sampling, repetition_penalty=1.0).penalizes
     return is_requested and world_size == 1 and config.reads_files and is_whole and is_known

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from llama_ssp.fields import setting
+from llama_ssp.groups import MoreSettings
 from llama_ssp.reports.formats import ReportFormat
 from llama_ssp.settings.commands import Command
-from llama_ssp.settings.groups import MoreSettings
 from llama_ssp.settings.schema import PlanConfig
 
 HTML = ReportFormat(

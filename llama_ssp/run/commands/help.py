@@ -16,11 +16,11 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from llama_ssp import catalogue
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.fields import help_of
+from llama_ssp.groups import whole
 from llama_ssp.reports.formats import FORMATS
 from llama_ssp.settings.backends import backends
 from llama_ssp.settings.commands import COMMANDS, TOPICS
 from llama_ssp.settings.drafters import drafters, free_drafts
-from llama_ssp.settings.groups import whole
 from llama_ssp.settings.launchers import LAUNCHER, LAUNCHERS
 from llama_ssp.settings.schema import DERIVED, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import REQUEST_FILES, task_specs

@@ -19,13 +19,13 @@ from typing import cast
 
 from llama_ssp import catalogue
 from llama_ssp.errors import ConfigError
+from llama_ssp.groups import MORE, chooser_of
 from llama_ssp.machines import hardware
 from llama_ssp.registry import imported, load_plugins
 from llama_ssp.run.commands import help as help_page
 from llama_ssp.run.commands.options import Options, act_on
 from llama_ssp.run.tasks.dry_run import figures_of, plan_on, resolve, show_machines, show_plan
 from llama_ssp.settings.compose import compose, to_run_config
-from llama_ssp.settings.groups import MORE, chooser_of
 from llama_ssp.settings.schema import PlanConfig
 
 

@@ -15,6 +15,7 @@ from llama_ssp.architectures.reading import check_readable, read_config, read_st
 from llama_ssp.catalogue import ModelConfig, read_path
 from llama_ssp.draft_heads import head_in_target
 from llama_ssp.errors import CapacityError, ConfigError, refuse
+from llama_ssp.groups import MORE
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.machines.machine import detect_hardware, machine_of_run
@@ -28,7 +29,6 @@ from llama_ssp.reports.records import Forecast
 from llama_ssp.run.prompts import STANDARD_INPUT, Prompt, read_prompts
 from llama_ssp.settings.backends import backend_of
 from llama_ssp.settings.checks import check_plan, check_values
-from llama_ssp.settings.groups import MORE
 from llama_ssp.settings.layout import lay_out
 from llama_ssp.settings.schema import DeviceKind, DraftLayout, PlanConfig, PlanFormat, RunConfig
 from llama_ssp.settings.tasks import task_of

@@ -22,7 +22,6 @@ BAD = {
     "weights=synthetic synthetic.agreement=1.1": "synthetic.agreement=1.1 must be between 0.3 and 1",
     "task=generate draft=none weights=synthetic synthetic.agreement=0.7": "agreement has no effect without a draft",
     "weights=synthetic model.path=DIR": "model.path has no effect with weights=synthetic, which reads no files",
-    "weights=synthetic draft.model.adapter=DIR": "draft.model.adapter has no effect with weights=synthetic",
     "weights=synthetic draft.model.hub_id=a": "draft.model.hub_id has no effect with weights=synthetic",
     "task=generate draft=none weights=synthetic model=local model.path=DIR": "needs a shape of the catalogue",
     "task=generate draft=none weights=synthetic model=gpt_neox_20B": "model=gpt_neox_20B is a gpt_neox model",

@@ -1,6 +1,5 @@
 """What does not combine is refused by every door with the same sentence, and what the table does not name runs."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,6 @@ import pytest
 
 from llama_ssp import Pair, load
 from llama_ssp.errors import ConfigError
-from llama_ssp.run.checkpoints import find_update
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.settings.combinations import abilities, clashes, table
 from tests.helpers.doors import ALONE, config_of, has_sentence, patch, save_models, words_of
@@ -90,10 +88,3 @@ def test_the_library_drafts_no_tree_for_a_hybrid(family: str, tmp_path: Path) ->
     assert chain == plain
     with pytest.raises(ConfigError, match=f"^tree scores several .* as this {family} model has.* leave tree out$"):
         hybrid.generate("t5 t6", temperature=0, tree="2x2")
-
-
-def test_an_update_brings_no_adapter_under_mtp_layers(folders: dict[str, Path]) -> None:
-    mtp = load(folders["mtp"], "mtp")
-    entry = replace(mtp.config.model, adapter=str(folders["hybrid"]))
-    with pytest.raises(ConfigError, match=r"reads the files of the target without model\.adapter="):
-        find_update(mtp.config, mtp.world, mtp.models.sources, [entry, None])

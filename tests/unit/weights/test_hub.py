@@ -96,7 +96,6 @@ def test_a_refusal_of_the_hub_is_one_sentence(
     assert "\n" not in str(caught.value)
 
 
-ADAPTER = {"adapter_config.json": '{"base_model_name_or_path": "acme/base"}'}
 HEAD = {"config.json": '{"draft_vocab_size": 9, "vocab_size": 9, "hidden_size": 8, "num_attention_heads": 1}'}
 OFFLINE = None
 Finds = Iterable[Callable[[ModelConfig], Path]]
@@ -118,7 +117,6 @@ Finds = Iterable[Callable[[ModelConfig], Path]]
         (BOTH[1:], {}, [], r"has no config\.json"),
         (BOTH[1:], {}, ["config.json"], "cannot be reached"),
         (BOTH, {}, ["llama-7b-q4.gguf", "README.md"], "owner/llama-7b on the hub holds GGUF weights, which are not"),
-        (BOTH, ADAPTER, [], 'owner/llama-7b on the hub is an adapter of "acme/base", not a model'),
         (BOTH, {"model-Q4_K_M.gguf": ""}, OFFLINE, "owner/llama-7b on the hub holds GGUF weights"),
         (BOTH, {"params.json": ""}, OFFLINE, "owner/llama-7b on the hub holds Mistral's own layout"),
     ],
@@ -143,18 +141,6 @@ def test_what_a_repository_has_in_place_of_a_model_is_named(
     for find in finds:
         with pytest.raises(CheckpointError, match=reason):
             find(ENTRY)
-
-
-def test_an_adapter_may_be_an_id_of_the_hub(
-    asked: dict[str, object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    assert hub.resolve_adapter(ModelConfig(name="7B", adapter="acme/lora")) == tmp_path
-    assert asked == {"repo_id": "acme/lora", "allow_patterns": ["adapter_config.json", "adapter_model.safetensors"]}
-    for adapter, found in ((None, None), (str(tmp_path), tmp_path), ("./nothing/here", Path("nothing/here"))):
-        assert hub.resolve_adapter(ModelConfig(name="7B", adapter=adapter)) == found
-    monkeypatch.setattr(hub, "snapshot_download", refuse(UNREACHABLE))
-    with pytest.raises(CheckpointError, match="acme/lora on the hub is not in CACHE"):
-        hub.resolve_adapter(ModelConfig(name="7B", adapter="acme/lora"))
 
 
 @pytest.mark.parametrize(("find", "ending"), [

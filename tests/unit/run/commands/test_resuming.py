@@ -14,8 +14,6 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from llama_ssp.architectures.model_files import ADAPTER_FILE
-from tests.helpers.adapters import round_weights, save_adapter, save_merged
 from tests.helpers.disturbed import lines
 from tests.helpers.edits import edit_json, edit_tensors
 from tests.helpers.hub import shipped
@@ -327,19 +325,3 @@ def test_a_copy_elsewhere_is_the_same_model(folder: Path) -> None:
     for file in folder.glob("*/*.*"):
         os.utime(file, (1, 1))
     assert complete_of_other_models(folder, target="copy").code == 0
-
-
-@pytest.mark.heavy
-def test_an_adapter_writes_what_the_merged_model_writes_and_is_compared_when_a_run_is_resumed(folder: Path) -> None:
-    for name in MODELS:
-        round_weights(folder / name)
-        save_adapter(folder / f"adapter-{name}", folder / name)
-        save_merged(folder / f"merged-{name}", folder / name, folder / f"adapter-{name}")
-    merged = ("draft.model.path=merged-tiny-draft", "run_dir=merged")
-    assert complete_of_other_models(folder, *merged, target="merged-tiny").code == 0
-    words = ("model.adapter=adapter-tiny", "draft.model.adapter=adapter-tiny-draft", "run_dir=adapted")
-    complete_of_other_models(folder, *words).well()
-    found = texts_of_other_models(folder, "adapted")
-    assert found == texts_of_other_models(folder, "merged") != texts_of_other_models(folder)
-    edit_tensors(folder / "adapter-tiny" / ADAPTER_FILE, lambda of: of.update({name: -of[name] for name in of}))
-    assert f"({ADAPTER_FILE} of model=local differs)" in complete_of_other_models(folder, *words).err

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llama_ssp.architectures.model_files import ADAPTER_FILE
 from llama_ssp.errors import CheckpointError
-from llama_ssp.weights.adapter import with_adapter
+from llama_ssp.rooms.adapters.merging import with_adapter
+from llama_ssp.rooms.adapters.records import WEIGHTS
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
 from tests.helpers.adapters import LAYERS, RANK, round_weights, save_adapter, save_merged
 from tests.helpers.edits import Edit, edit_json, edit_tensors
@@ -71,7 +71,7 @@ def test_slices_are_those_of_the_merged_matrices(
             parts = [range(size // 2, size), range(size // 4)]
             piece = found.read(name, dim=dim, parts=parts)
             assert torch.equal(piece, wanted.read(name, dim=dim, parts=parts)), name
-    assert changed == len(load_file(folders.adapter / ADAPTER_FILE)) // 2
+    assert changed == len(load_file(folders.adapter / WEIGHTS)) // 2
 
 
 @pytest.mark.parametrize(("part", "prefix"), [
@@ -91,10 +91,10 @@ def test_names_without_the_prefix_of_the_base_model_or_of_a_text_part_are_found(
 def test_patterns_of_modules_have_ranks_and_alphas_of_their_own(folders: Folders, tmp_path: Path) -> None:
     """As PEFT reads them: the first pattern that matches the end of a module's name."""
     adapter = Path(shutil.copytree(folders.adapter, tmp_path / "adapter"))
-    halved = load_file(adapter / ADAPTER_FILE)
+    halved = load_file(adapter / WEIGHTS)
     for name in [name for name in halved if "layers.0.self_attn.q_proj" in name]:
         halved[name] = (halved[name][:2] if "lora_A" in name else halved[name][:, :2]).contiguous()
-    save_file(halved, adapter / ADAPTER_FILE)
+    save_file(halved, adapter / WEIGHTS)
     config(rank_pattern={r"layers\.0\.self_attn\.q_proj": 2}, alpha_pattern={"o_proj": 2, ".*": 12})(adapter)
     found, base = with_adapter(inspect(folders.base), adapter), inspect(folders.base)
     for name, scale in ((Q_PROJ, 6), (Q_PROJ.replace(".0.", ".1."), 3), (Q_PROJ.replace("q_proj", "o_proj"), 0.5)):
@@ -111,7 +111,7 @@ def config(**changes: object) -> Fault:
 
 
 def tensors(edit: Edit) -> Fault:
-    return lambda folder: edit_tensors(folder / ADAPTER_FILE, edit)
+    return lambda folder: edit_tensors(folder / WEIGHTS, edit)
 
 
 KEY = f"base_model.model.{Q_PROJ.removesuffix('.weight')}.lora_A.weight"
@@ -134,11 +134,11 @@ KEY = f"base_model.model.{Q_PROJ.removesuffix('.weight')}.lora_A.weight"
         (config(r="four"), 'has r "four", and a whole number'),
         (config(r=RANK + 1), f"does not fit .* lora_A and lora_B of rank {RANK + 1}"),
         (
-            lambda folder: (folder / ADAPTER_FILE).rename(folder / "adapter_model.bin"),
+            lambda folder: (folder / WEIGHTS).rename(folder / "adapter_model.bin"),
             "pickle weights, adapter_model.bin",
         ),
-        (lambda folder: (folder / ADAPTER_FILE).unlink(), "holds no adapter_model.safetensors: save it"),
-        (lambda folder: (folder / ADAPTER_FILE).write_bytes(b"x"), "is truncated or corrupt"),
+        (lambda folder: (folder / WEIGHTS).unlink(), "holds no adapter_model.safetensors: save it"),
+        (lambda folder: (folder / WEIGHTS).write_bytes(b"x"), "is truncated or corrupt"),
         (tensors(dict.clear), "changes nothing"),
         (tensors(lambda found: found.update(other=torch.ones(2))), "holds other, and only lora_A and lora_B of linear"),
         (tensors(lambda found: found.pop(KEY)), "does not fit .*q_proj"),

@@ -1,13 +1,14 @@
 """Settings that rooms add to the groups of the core, such as `timeouts`."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from llama_ssp.registry import Registry
 
-if TYPE_CHECKING:
-    from llama_ssp.settings.tasks import Range
+Range = tuple[str, Callable[[Any], bool], str]
+"""A condition on a number: its key, what must hold, and what is required in words; a missing or null value passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,23 +16,23 @@ class MoreSettings:
     """Settings of a room in a group of the core, or of a plan: `config` is a dataclass derived from the group's.
 
     Attributes:
+        after: the setting of the group that these follow in help; empty for its last one.
         paths: settings that are paths, which the command line does not parse.
         draw: of plans, `module:function` that draws a plan or a search into the file that each of the paths names.
         choose: of plans, `module:function` that chooses among layouts from the config, the machine and the given words,
             and shows what it has found. The setting with the record's name asks for it.
         example: a command line of `llama-ssp plan --help`.
-        after: the setting of the group that they follow; by default they follow all.
         ranges: what their numbers must be, by whole keys.
     """
 
     name: str
     config: type
+    after: str = ""
     paths: tuple[str, ...] = ()
     draw: str = ""
     choose: str = ""
     example: str = ""
-    after: str = ""
-    ranges: "tuple[Range, ...]" = ()
+    ranges: tuple[Range, ...] = ()
 
 
 MORE: Registry[MoreSettings] = Registry(setting="group", kind=MoreSettings)
@@ -40,23 +41,22 @@ MORE: Registry[MoreSettings] = Registry(setting="group", kind=MoreSettings)
 @cache
 def whole(group: type) -> type:
     """A dataclass of settings, with the settings that rooms add to it."""
-    records = [record for record in MORE.all().values() if record.config.__base__ in group.__mro__]
-    if not records:
+    more = [record for record in MORE.all().values() if record.config.__base__ in group.__mro__]
+    if not more:
         return group
-    more = [record.config for record in reversed(records)]
-    of_group = [config for config in more if config.__base__ is group]
-    bases = (*of_group, group, *(config for config in more if config not in of_group))  # a group's defaults win
-    made: Any = dataclass(kw_only=True)(type(group.__name__, bases, {"__doc__": group.__doc__}))
-    for record in filter(lambda record: record.after, records):
-        own = vars(record.config)["__annotations__"]
-        names = [name for name in made.__dataclass_fields__ if name not in own]
-        place = names.index(record.after) + 1
-        ordered = (*names[:place], *own, *names[place:])
-        made.__dataclass_fields__ = {name: made.__dataclass_fields__[name] for name in ordered}
-    return cast("type", made)
+    configs = [record.config for record in reversed(more)]
+    of_group = [config for config in configs if config.__base__ is group]
+    bases = (*of_group, group, *(config for config in configs if config not in of_group))  # a group's defaults win
+    found: Any = dataclass(kw_only=True)(type(group.__name__, bases, {"__doc__": group.__doc__}))
+    order = [entry.name for entry in fields(group)]
+    for record in more:
+        place = order.index(record.after) + 1 if record.after else len(order)
+        order[place:place] = [entry.name for entry in fields(record.config) if entry.name not in order]
+    found.__dataclass_fields__ = {name: found.__dataclass_fields__[name] for name in order}
+    return cast("type", found)
 
 
-def ranges() -> "list[Range]":
+def ranges() -> list[Range]:
     """What numbers of the settings must be that rooms add."""
     return [found for more in MORE.all().values() for found in more.ranges]
 

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama_ssp.architectures.model_files import ADAPTER_FILE, read_json
-from llama_ssp.catalogue import ADAPTER_CONFIG_FILE
+from llama_ssp.architectures.model_files import read_json
 from llama_ssp.errors import CheckpointError, shown
+from llama_ssp.rooms.adapters.records import CONFIG, FIELDS, WEIGHTS
 from llama_ssp.storage.patterns import Pattern
 from llama_ssp.weights.checkpoint import Checkpoint, of_text, summary
 from llama_ssp.weights.source import ListedTensor, StoredTensor, read_header
@@ -59,16 +59,16 @@ class MergedTensor(StoredTensor):
 def with_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
     """The checkpoint with the adapter of a folder in its weights; CheckpointError if it cannot be merged exactly."""
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} does not exist: a folder with {ADAPTER_CONFIG_FILE} is required")
-    config = read_json(folder / ADAPTER_CONFIG_FILE)
+        raise CheckpointError(f"{folder} does not exist: a folder with {CONFIG} is required")
+    config = read_json(folder / CONFIG, FIELDS)
     if problems := [*_unsupported(config)]:
         raise CheckpointError(
             f"{folder} cannot be merged ({', '.join(problems)}): merge it with PEFT, or use plain LoRA"
         )
-    if not (folder / ADAPTER_FILE).is_file():
+    if not (folder / WEIGHTS).is_file():
         pickled = f" but pickle weights, {_PICKLE}, which are not read" if (folder / _PICKLE).is_file() else ""
-        raise CheckpointError(f"{folder} holds no {ADAPTER_FILE}{pickled}: save it in safetensors")
-    stored = read_header(folder / ADAPTER_FILE)
+        raise CheckpointError(f"{folder} holds no {WEIGHTS}{pickled}: save it in safetensors")
+    stored = read_header(folder / WEIGHTS)
     if strays := [name for name in stored if not _KEY.fullmatch(name)]:
         raise CheckpointError(
             f"{folder} holds {summary(strays)}, and only lora_A and lora_B of linear layers are merged"

@@ -1,0 +1,37 @@
+"""Changes of a model's weights while they are read, from files of their own, which rooms and plugins add."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from llama_ssp.catalogue import ModelConfig
+from llama_ssp.registry import Registry
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightChange:
+    """A change of a model's weights.
+
+    Attributes:
+        name: of the setting of a model that gives the folder of the files, or their id on the hub.
+        config: the file that describes the change.
+        weights: the file of its tensors.
+        alone: the sentence for a folder or an id with these files in place of a model's; also takes `config` there.
+        apply: `module:function` that gets a `Checkpoint` and the folder, and returns the changed one; raises
+            CheckpointError.
+    """
+
+    name: str
+    config: str
+    weights: str
+    alone: Callable[[str, Path], str]
+    apply: str
+
+
+CHANGES: Registry[WeightChange] = Registry(setting="model", kind=WeightChange)
+
+
+def changes_of(model: ModelConfig) -> list[tuple[WeightChange, str]]:
+    """The changes of a model, each with its folder or id."""
+    given = [(change, getattr(model, change.name, None)) for change in CHANGES.all().values()]
+    return [(change, place) for change, place in given if place is not None]
