@@ -41,12 +41,10 @@ MORE: Registry[MoreSettings] = Registry(setting="group", kind=MoreSettings)
 @cache
 def whole(group: type) -> type:
     """A dataclass of settings, with the settings that rooms add to it."""
-    more = [record for record in MORE.all().values() if record.config.__base__ in group.__mro__]
+    more = [record for record in MORE.all().values() if group in record.config.__bases__]
     if not more:
         return group
-    configs = [record.config for record in reversed(more)]
-    of_group = [config for config in configs if config.__base__ is group]
-    bases = (*of_group, group, *(config for config in configs if config not in of_group))  # a group's defaults win
+    bases = (*(record.config for record in reversed(more)), group)
     found: Any = dataclass(kw_only=True)(type(group.__name__, bases, {"__doc__": group.__doc__}))
     order = [entry.name for entry in fields(group)]
     for record in more:

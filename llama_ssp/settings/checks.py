@@ -11,7 +11,7 @@ from dataclasses import MISSING, fields, replace
 from typing import Any
 
 from llama_ssp import catalogue
-from llama_ssp.catalogue import ENDINGS_WITH_FIELDS, ModelConfig, ModelShape, ending_of, is_hub_id
+from llama_ssp.catalogue import ENDINGS_WITH_FIELDS, ModelConfig, ModelShape, ending_of
 from llama_ssp.errors import refuse, unknown_name
 from llama_ssp.groups import Range, chooser_of, ranges
 from llama_ssp.machines import hardware
@@ -51,7 +51,6 @@ def check(
         *_files(config),
         *_draft(config),
         *_models(config),
-        *(found for found in _of_weights(config) if isinstance(found, str)),
         *_placement(config, world_size),
         *(found for found in of_task if isinstance(found, str)),
         *(str(found) for found in unread if not of_sweep or found.key in _NEVER_IGNORED),
@@ -156,11 +155,6 @@ def _of_draft(config: RunConfig) -> Sequence[str | NoEffect]:
     return [*record.problems(config)] if record else []
 
 
-def _of_weights(config: RunConfig) -> Sequence[str | NoEffect]:
-    """Problems of a run by the records of sources of weights."""
-    return [found for source in WEIGHTS.all().values() for found in source.problems(config)]
-
-
 def _ranges(config: RunConfig) -> Iterator[str]:
     task = TASKS.find(config.task.name)
     of_task = [(f"task.{name}", holds, required) for name, holds, required in task.ranges] if task else []
@@ -227,8 +221,11 @@ def _draft(config: RunConfig) -> Iterator[str]:
             f"give {ways}, or use task=generate"
         )
     yield from _pair(config)
-    for ability in MORE.all().values():
-        yield from ability.problems(config)
+    yield from (found for found in _of_abilities(config) if isinstance(found, str))
+
+
+def _of_abilities(config: RunConfig) -> Sequence[str | NoEffect]:
+    return [found for ability in MORE.all().values() for found in ability.problems(config)]
 
 
 def _pair(config: RunConfig) -> Iterator[str]:
@@ -236,17 +233,11 @@ def _pair(config: RunConfig) -> Iterator[str]:
     target, model = config.model, config.draft.model
     if model is None or not (target.shape and model.shape) or model.shape.is_head:
         return
-    if drafters.has_own_tokenizer(config.draft):
-        shapes = [(shape.model_type, shape.vocab_size) for shape in (target.shape, model.shape)]
-        is_listed = not any(entry.path or is_hub_id(entry.name) for entry in (target, model))
-        if is_listed and shapes[0] == shapes[1] and config.reads_files:
-            yield (
-                f"{said('draft.tokenizer', 'own')} has no effect with draft={model.name}, which has the target's "
-                "tokenizer: leave it out"
-            )
-    elif not catalogue.may_share_vocabulary(target.shape, model.shape):
+    is_same = drafters.vocabulary_of(config.draft) is drafters.SAME
+    if is_same and not catalogue.may_share_vocabulary(target.shape, model.shape):
         names = ", ".join(catalogue.smaller_relatives(target)) or "none in the catalogue"
-        otherwise = f"; {said('draft.tokenizer', 'own')} allows any" if config.reads_files else ""
+        others = drafters.other_vocabularies() if config.reads_files else []
+        otherwise = "".join(f"; {one.asked} allows any" for one in others)
         yield (
             f"the draft must have the target's vocabulary: {said('model', target.name)} has {target.shape.vocab_size} "
             f"tokens, draft={model.name} {model.shape.vocab_size}; drafts that fit: {names}{otherwise}"
@@ -328,8 +319,9 @@ def _heads(group: str, model: ModelConfig, ranks: tuple[int, ...], *, remedy: st
 
 def _unread(config: RunConfig, explicit: frozenset[str]) -> Iterator[NoEffect]:
     """Yield the settings of `explicit` that have no effect."""
-    of_records = [found for found in (*_of_draft(config), *_of_weights(config)) if isinstance(found, NoEffect)]
-    for keys, has_none, reason in [*_without_effect(config), *((one.key, True, one.reason) for one in of_records)]:
+    of_records = [*_of_draft(config), *_of_abilities(config)]
+    more = [(found.key, True, found.reason) for found in of_records if isinstance(found, NoEffect)]
+    for keys, has_none, reason in [*_without_effect(config), *more]:
         for key in sorted(explicit) if has_none else ():
             if any(key == top or key.startswith(f"{top}.") for top in keys.split()):
                 yield NoEffect(key, reason)
@@ -356,7 +348,6 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
         ("draft.fallback", not speculation.adapts, "without speculation.num_draft_tokens=auto"),
         ("draft.greedy", is_greedy, "at temperature 0, where every draft is greedy"),
         ("placement.draft draft.model", has_no_model, no_model),
-        ("draft.tokenizer", has_no_model, no_model),
         ("placement.target placement.draft", config.placement.auto, "with placement=auto, which chooses it"),
         ("placement.target.experts", not is_cut, "without placement.target.kind=tensor, which cuts a target"),
         ("sampling.top_k sampling.top_p sampling.min_p", is_greedy,

@@ -1,13 +1,10 @@
 """Sources of the weights of target and draft: their records, by the value of `weights`."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llama_ssp.registry import Registry
-
-if TYPE_CHECKING:
-    from llama_ssp.settings.tasks import NoEffect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +21,6 @@ class WeightsRecord:
         acceptance_setting: the setting that says it.
         context: most tokens of its models, and what has them; None if the models' entries say it.
         small_files: files in the folder of a checkpoint, besides those of every model, that decide what is made.
-        problems: error sentences of a run, from its config, and a `NoEffect` for each setting that has none; asked
-            also of sources that the run does not have.
     """
 
     name: str
@@ -35,7 +30,6 @@ class WeightsRecord:
     acceptance_setting: str = ""
     context: Callable[[], tuple[int, str] | None] = lambda: None
     small_files: tuple[str, ...] = ()
-    problems: Callable[[Any], "Iterable[str | NoEffect]"] = lambda _config: ()
 
 
 CHECKPOINT = WeightsRecord(name="checkpoint")

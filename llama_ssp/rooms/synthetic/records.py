@@ -1,7 +1,7 @@
 """The records of synthetic weights: their source, their setting with its range, and their checks. Imports no torch."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from llama_ssp import catalogue
@@ -9,7 +9,7 @@ from llama_ssp.fields import setting
 from llama_ssp.groups import MoreSettings
 from llama_ssp.settings.combinations import Ability
 from llama_ssp.settings.commands import Topic
-from llama_ssp.settings.schema import RunConfig
+from llama_ssp.settings.schema import PlanConfig, RunConfig
 from llama_ssp.settings.tasks import NoEffect, task_of
 from llama_ssp.settings.weights import WeightsRecord
 
@@ -37,12 +37,18 @@ class SyntheticRun(RunConfig):
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
 
 
+@dataclass(kw_only=True)
+class SyntheticPlan(PlanConfig, SyntheticRun):
+    """A plan of such a run."""
+
+
 SETTINGS = MoreSettings(
     name=NAME, config=SyntheticRun, after="weights",
     ranges=(
         ("synthetic.agreement", lambda a: LEAST_AGREEMENT <= a <= 1, f"between {LEAST_AGREEMENT} and 1"),
     ),
 )  # fmt: skip
+OF_PLANS = replace(SETTINGS, name="synthetic plans", config=SyntheticPlan, ranges=())
 TOPIC = Topic(
     name=NAME,
     after="models",
@@ -75,7 +81,7 @@ def _problems(config: RunConfig) -> Iterator[str | NoEffect]:
         return
     draft = config.draft.model
     for group, model in ("model", config.model), ("draft", draft):
-        if model is None:
+        if model is None or isinstance(config, PlanConfig):
             continue
         if model.shape is None:
             yield f"weights=synthetic needs a shape of the catalogue, and {group}={model.name} has none: use {group}=7B"
@@ -89,8 +95,6 @@ def _problems(config: RunConfig) -> Iterator[str | NoEffect]:
                 f"synthetic.agreement={agreement_of(config)} is more than the shipped head has, which synthetic heads "
                 f"compute: at most {HEAD_AGREEMENT} is possible with draft={model.name}"
             )
-    if draft:
-        yield NoEffect("draft.tokenizer", "with weights=synthetic, which gives both models one tokenizer")
     yield NoEffect("placement.target.experts", "with weights=synthetic, whose models have no experts")
     if draft is None and not task_of(config).needs_draft:
         yield NoEffect(NAME, "without a draft: give one with draft=NAME")
@@ -105,7 +109,6 @@ SOURCE = WeightsRecord(
     acceptance_setting="synthetic.agreement",
     context=_context,
     small_files=(AGREEMENT_FILE,),
-    problems=_problems,
 )
 ABILITY = Ability(
     name="synthetic weights",
@@ -115,4 +118,5 @@ ABILITY = Ability(
         "none",
         "MTP layers": "draft=mtp reads the files of the target, and weights=synthetic has none: give another draft",
     },
+    problems=_problems,
 )

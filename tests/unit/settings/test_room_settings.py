@@ -37,6 +37,13 @@ class Naps(Waits):
     nap_s: float = setting(3.0, "napping.")
 
 
+@dataclass(kw_only=True)
+class Rests(Waits):
+    """Another group of the core."""
+
+    rest_s: float = setting(4.0, "resting.")
+
+
 def test_two_rooms_add_settings_to_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
     MORE.all()
     for config in (Pauses, Naps):
@@ -46,6 +53,7 @@ def test_two_rooms_add_settings_to_one_group(monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(both, Pauses)
     assert isinstance(both, Naps)
     assert both == whole(Waits)()
+    assert vars(whole(Rests)()) == {"load_s": 1.0, "rest_s": 4.0}, "another group of the core, derived from it"
 
 
 @dataclass(kw_only=True)
@@ -71,9 +79,17 @@ class More(Group):
     middle: int = 3
 
 
-def test_settings_of_a_room_stand_where_it_says_also_in_derived_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+@dataclass(kw_only=True)
+class MoreDerived(Derived, More):
+    """Of the same room, for the derived group."""
+
+
+def test_settings_of_a_room_stand_where_it_says_and_leave_the_defaults_of_a_derived_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     MORE.all()
-    monkeypatch.setitem(MORE.records, "more", MoreSettings(name="more", config=More, after="first"))
+    for config in (More, MoreDerived):
+        monkeypatch.setitem(MORE.records, config.__name__, MoreSettings(name="m", config=config, after="first"))
     assert [entry.name for entry in fields(whole(Group))] == ["first", "middle", "last"]
     made = whole(Derived)()
     assert vars(made) == {"first": 1, "middle": 3, "last": 4, "own": 5}
