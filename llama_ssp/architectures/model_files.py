@@ -19,7 +19,6 @@ from llama_ssp.weight_changes import CHANGES
 
 MODELOPT_FILE = "hf_quant_config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
-AGREEMENT_FILE = "agreement.json"  # Of the shipped pair: which noise gives which agreement of synthetic weights.
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 TOKENIZER_FILES = (

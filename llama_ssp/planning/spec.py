@@ -273,13 +273,13 @@ def make_spec(
     num_gpus = num_gpus or world_size
     placement, speculation, temperature = config.placement, config.speculation, config.sampling.temperature
     acceptance = speculation.acceptance
-    if config.is_synthetic and acceptance is None:
-        acceptance = config.agreement
+    if acceptance is None:
+        acceptance = config.source.acceptance(config)
     tree = speculation.tree_shape if drafts(config.draft) else None
     free = of_kind(fallback) if (fallback := config.draft.fallback) else config.draft
 
     def planned(model: ModelConfig) -> PlannedModel:
-        if not config.is_synthetic:
+        if config.reads_files:
             return planned_model(model, device=device)
         model = replace(model, dtype=number_format(model, device=device), stored_dtype=Dtype.bf16)
         return replace(planned_model(model, device=device), stored_format=None, quantization=model.quantization)

@@ -25,7 +25,8 @@ from llama_ssp.settings.backends import BACKENDS, backend_of
 from llama_ssp.settings.checks import check_values
 from llama_ssp.settings.drafters import other_vocabularies, vocabulary_of
 from llama_ssp.settings.layout import Layout, lay_out
-from llama_ssp.settings.schema import ExpertParts, RunConfig, WeightsKind
+from llama_ssp.settings.schema import ExpertParts, RunConfig
+from llama_ssp.settings.weights import WEIGHTS
 from llama_ssp.storage.stored import kept_format
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import Checkpoint, check_shape, inspect, summary
@@ -75,18 +76,14 @@ def find_sources(
     backend, device = backend_of(config.placement.target.kind), world.device.type
     entries, weights = [config.model, *filter(None, [config.draft.model])], [own.weights for own in loaded]
     with raise_on_all_ranks(world.comm):
-        if config.weights is WeightsKind.checkpoint and world.ranks.local_rank == 0:
+        if config.reads_files and world.ranks.local_rank == 0:
             of_files = [entry for entry, own in zip(entries, weights, strict=False) if not own]
             for entry in [entry for entry in of_files if not head_in_target(entry.name)]:
                 hub.resolve(entry)
                 hub.resolve_changes(entry)
     with raise_on_all_ranks(world.comm):
-        if config.is_synthetic:
-            from llama_ssp.weights.synthetic import synthesize  # noqa: PLC0415 - few runs need it
-
-            # On a CPU 16 bits hold the numbers, as planned.
-            shapes, agreement = [entry.shape for entry in entries if entry.shape], config.agreement
-            origins: list[WeightSource] = [*synthesize(shapes, agreement=agreement, in_16_bits=device == "cpu")]
+        if made := config.source.make:
+            origins: list[WeightSource] = imported(made, setting=WEIGHTS.setting)(config, device)
         else:
             in_target = head_in_target(entries[-1].name)
             with_files = zip(entries[:1] if in_target else entries, weights, strict=False)

@@ -62,7 +62,7 @@ def check_lengths(config: RunConfig) -> None:
     """
     # A pipe can be read once only.
     is_known = config.prompt is not None or (config.prompts is not None and Path(config.prompts).is_file())
-    if not is_known or config.too_long is not TooLong.refuse or config.is_synthetic:
+    if not is_known or config.too_long is not TooLong.refuse or not config.reads_files:
         return
     prompts = read_prompts(config)
     try:

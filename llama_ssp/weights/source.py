@@ -1,4 +1,4 @@
-"""The interface of a weight source: files (`checkpoint.Checkpoint`), a recipe (`synthetic.Synthetic`), a loaded model.
+"""The interface of a weight source: files (`checkpoint.Checkpoint`), a recipe, a loaded model.
 
 Also the tensors of a checkpoint, and of a safetensors file.
 """
@@ -72,6 +72,20 @@ class WeightSource(Protocol):
 
     def read(self, name: str, **wanted: Unpack[Wanted]) -> Tensor:
         """Return one of `tensors` or a slice of it, contiguous and not shared."""
+
+
+class MadeSource(WeightSource, Protocol):
+    """The source of made weights, which compute a small model in other sizes."""
+
+    @property
+    def small(self) -> WeightSource:
+        """The small model."""
+
+    def layers_of(self, small_layers: Sequence[int]) -> tuple[int, ...]:
+        """The layers that have the inputs of these layers of the small model."""
+
+    def of_head(self, small: WeightSource, shape: ModelShape, agreement: float) -> WeightSource:
+        """The source of a head of these sizes that computes a small one; ConfigError for sizes that cannot."""
 
 
 class TapSource(WeightSource, Protocol):

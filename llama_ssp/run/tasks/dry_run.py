@@ -248,7 +248,7 @@ def check_models(config: RunConfig, *, world_size: int = 1) -> None:
     for model, num_ranks in zip((config.model, config.draft.model), sizes, strict=True):
         if model is None:
             continue
-        folder = None if model.path is None or config.is_synthetic else read_path(model.path)
+        folder = read_path(model.path) if model.path is not None and config.reads_files else None
         if folder is None and model.shape is None and model.hub_id is not None:
             from llama_ssp.weights import hub  # noqa: PLC0415 - other checks need no client of the hub
 
