@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from llama_ssp import operators
 from llama_ssp.architectures.family import kept_whole, record_of
-from llama_ssp.architectures.matrices import Cut, RankShard, WholeParts, check_inputs, split_model
+from llama_ssp.architectures.matrices import Cut, RankShard, WholeParts, check_experts, check_inputs, split_model
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import ConfigError
 from llama_ssp.kernels.linear import make_linear
@@ -90,10 +90,12 @@ def is_llama_kind(config: PretrainedConfig) -> bool:
 def check_model(
     origin: WeightSource, *,
     num_ranks: int, quantization: str = NO_QUANTIZATION, whole: WholeParts = WholeParts.none, compiles: bool = False,
+    grouped_bytes: int = 0,
 ) -> None:  # fmt: skip
     """Raise every error that `load_model` would raise, without loading weights.
 
-    `compiles` says that layers take compiled products where these fit, as on a CPU.
+    `compiles` says that layers take compiled products where these fit, as on a CPU; `grouped_bytes` are those of a
+    number in the products of all experts at once, as on a GPU, and 0 without.
 
     Raises:
         CheckpointError: tensors are missing or have another shape.
@@ -116,6 +118,10 @@ def check_model(
     check = partial(check_inputs, quantization, group=group, num_ranks=num_ranks, is_stored=packed is not None)
     if model:
         _check_experts(model, origin.shape, quantization, num_ranks=num_ranks, check=check)
+        if grouped_bytes and not storage.is_quantized:
+            for _, module in experts_of(model):
+                turns = bool(getattr(module, "is_transposed", False))  # then a row has gates and units
+                check_experts(shards, module.down_proj.shape[2 - turns], value_bytes=grouped_bytes * (1 + turns))
     linears = {layer: weight for name, weight in matched.table.items()
                if weight.role is LINEAR and (layer := name.removesuffix(".weight")) not in kept}  # fmt: skip
     _check_quantizable(linears, shards, quantization, compiles=compiles, check=check)

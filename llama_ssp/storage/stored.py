@@ -108,10 +108,19 @@ def stored_format(
     except CheckpointError as error:
         return StoredFormat(name=layout.name, problem=str(error), counted=layout.storage)
     may_have_head = method in (tools.COMPRESSED, tools.MODELOPT) or described.get("lm_head") is True
-    if may_have_head and not ties_head and not _kept_share([["lm_head"]], are_kept, are_quantized):
+    if may_have_head and not ties_head and not all(_are_kept([["lm_head"]], are_kept, are_quantized)):
         return StoredFormat(name=layout.name, problem="a quantized output head", counted=layout.storage)
-    shares = {module: _kept_share(_names(module, num_layers), are_kept, are_quantized) for module in modules}
-    kept_shares = tuple((module, share) for module, share in shares.items() if share)
+    kept_of = {module: _are_kept(_names(module, num_layers), are_kept, are_quantized) for module in modules}
+    kept_shares = tuple((module, sum(found) / len(found)) for module, found in kept_of.items() if any(found))
+    for product in dict.fromkeys(_FUSED.values()):
+        group = [module for module in modules if _FUSED.get(module) == product]
+        odd = [layer for layer, found in enumerate(zip(*(kept_of[each] for each in group), strict=True))
+               if len({*found}) > 1]  # fmt: skip
+        if odd:
+            problem = f"some of {', '.join(group)} alone, in layer {odd[0]}"
+            return StoredFormat(
+                name=layout.name, problem=problem, counted=layout.storage, kept_shares=kept_shares
+            )  # fmt: skip
     return StoredFormat(name=layout.name, layout=layout, kept_shares=kept_shares)
 
 
@@ -158,10 +167,9 @@ def _names(module: str, num_layers: int) -> list[list[str]]:
     ]
 
 
-def _kept_share(names: list[list[str]], kept: "_Modules", quantized: "_Modules") -> float:
-    """The share of the layers, each with its names, in which a matrix is not quantized."""
-    left = [any(name in kept for name in same) or not any(name in quantized for name in same) for same in names]
-    return sum(left) / len(left)
+def _are_kept(names: list[list[str]], kept: "_Modules", quantized: "_Modules") -> list[bool]:
+    """Whether a matrix is not quantized, for each layer with the names that it may have there."""
+    return [any(name in kept for name in same) or not any(name in quantized for name in same) for same in names]
 
 
 class _Modules:
