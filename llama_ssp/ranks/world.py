@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import Store
 
 from llama_ssp.errors import SspError
 from llama_ssp.ranks.comms import Comm, leave_groups
+from llama_ssp.ranks.cores import LOAD, sleeps
 from llama_ssp.ranks.failures import ControlChannel, Phase, guard, unify_failure
 from llama_ssp.ranks.gpu import DeviceWait
 from llama_ssp.ranks.process import Ranks, at_exit, find_agent, read_ranks
@@ -89,6 +90,18 @@ def on_all_cores(cores: frozenset[int]) -> Iterator[None]:
 
 
 @contextmanager
+def on_free_cores(world: World) -> Iterator[None]:
+    """Compute a block that loads on the cores that other programs leave free, if this rank has its cores alone."""
+    before = torch.get_num_threads()
+    is_alone = world.device.type == "cpu" and world.num_sharers == 1
+    torch.set_num_threads(LOAD.num_free(before) if is_alone else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
 def start(
     *, device: DeviceKind, timeout_s: float, report: Callable[[SspError], None] = lambda _: None
 ) -> Iterator[World]:
@@ -129,7 +142,11 @@ def start(
         elif is_first:
             share_cores(ranks, cores=cores, sharers=sharers)
         comm = Comm.of_world(
-            rank=ranks.rank, size=ranks.size, device=chosen, crowded=len(sharers) > len(cores), device_wait=device_wait
+            rank=ranks.rank,
+            size=ranks.size,
+            device=chosen,
+            crowded=len(sharers) > len(cores) or sleeps(os.environ),
+            device_wait=device_wait,
         )
         comm.set_timeout(timeout_s)
     yield World(

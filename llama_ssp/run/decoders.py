@@ -17,7 +17,7 @@ from llama_ssp.models.weights import Loading
 from llama_ssp.planning.spec import draws_over_shards
 from llama_ssp.ranks.comms import Mesh, build_mesh
 from llama_ssp.ranks.failures import raise_on_all_ranks
-from llama_ssp.ranks.world import World, has_own_threads, on_all_cores
+from llama_ssp.ranks.world import World, has_own_threads, on_all_cores, on_free_cores
 from llama_ssp.registry import imported
 from llama_ssp.run.checkpoints import Source
 from llama_ssp.run.requests import RequestMaker
@@ -131,7 +131,7 @@ def load_models(
         _log.info("loaded %s %s", part, source.entry.label)
         return runner
 
-    with raise_on_all_ranks(world.comm):
+    with raise_on_all_ranks(world.comm), on_free_cores(world):
         prepare = drafter_of(config.draft).prepare
         read = imported(prepare, setting=f"draft.kind={config.draft.kind}") if prepare else None
         prepared = read(config.draft, target_source.tokenizer) if read else None

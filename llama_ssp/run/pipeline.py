@@ -19,6 +19,7 @@ from llama_ssp.errors import ConfigError, InterruptedRun
 from llama_ssp.machines.machine import keep_speeds, note_on_links, speeds_are_due
 from llama_ssp.planning.notes import outgrown, slower_overlapped
 from llama_ssp.planning.plan import Plan, require_room
+from llama_ssp.ranks.cores import CoreTimes, used_by_others
 from llama_ssp.ranks.failures import Phase, from_rank_0, raise_on_all_ranks
 from llama_ssp.ranks.memory import MemoryWatch
 from llama_ssp.ranks.world import World
@@ -36,7 +37,7 @@ from llama_ssp.run.requests import PromptRequest, RequestMaker
 from llama_ssp.run.results import finalize, pass_gate
 from llama_ssp.run.resuming import check_lines, check_models, check_texts
 from llama_ssp.run.session import Session
-from llama_ssp.run.slowness import CoreTimes, Surroundings, used_by_others
+from llama_ssp.run.slowness import Surroundings
 from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tasks import dry_run
 from llama_ssp.settings.checks import check_values

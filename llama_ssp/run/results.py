@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.errors import ConfigError, FailedEvaluation
+from llama_ssp.ranks.cores import CoreTimes, used_by_others
 from llama_ssp.registry import imported
 from llama_ssp.reports import records
 from llama_ssp.reports.formats import FORMATS
@@ -18,7 +19,7 @@ from llama_ssp.reports.provenance import processor
 from llama_ssp.reports.runs import Run
 from llama_ssp.reports.summary import round_gains, summarise
 from llama_ssp.run.session import Session
-from llama_ssp.run.slowness import CoreTimes, Surroundings, disturbance, unusual_times, used_by_others
+from llama_ssp.run.slowness import Surroundings, disturbance, unusual_times
 from llama_ssp.run.tasks.dry_run import forecast
 from llama_ssp.settings.drafters import draft_label
 from llama_ssp.settings.tasks import task_of

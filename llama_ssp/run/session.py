@@ -15,6 +15,7 @@ from llama_ssp.architectures.engine import SHORT_PROMPTS
 from llama_ssp.continuation import decode_after
 from llama_ssp.errors import InterruptedRun
 from llama_ssp.planning.plan import Plan
+from llama_ssp.ranks.cores import CoreTimes
 from llama_ssp.ranks.failures import from_rank_0
 from llama_ssp.ranks.memory import MemoryWatch
 from llama_ssp.ranks.result_queue import ResultQueue
@@ -23,7 +24,6 @@ from llama_ssp.reports.folder import RunFolder
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine, Evaluation, LineKey
 from llama_ssp.run.decoders import Models, build_decoder
 from llama_ssp.run.requests import PromptRequest, in_turns
-from llama_ssp.run.slowness import CoreTimes
 from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings.schema import RunConfig

@@ -1,11 +1,7 @@
 """Says why a run took another time than its forecast, as far as this machine shows it."""
 
-import os
-import time
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -22,39 +18,6 @@ _RUNNING_SHARE = 0.6
 """Share of its time that a drafting rank runs, where nothing disturbs it."""
 _BUSY_SHARE = 0.25
 """Share of the cores that other programs must use to be named."""
-_LEAST_S = 0.3
-"""The kernel counts the time of cores in steps of 10 ms."""
-_CORES = Path("/proc/stat")
-
-
-class CoreTimes(NamedTuple):
-    """Seconds so far: of a clock, of this process and its ended children, and of all programs on some cores.
-
-    The last one is None where the system does not count it.
-    """
-
-    clock_s: float
-    own_s: float
-    all_s: float | None
-
-    @classmethod
-    def read(cls, cores: Container[int]) -> "CoreTimes":
-        """Read the times of now."""
-        own, busy = os.times(), None
-        if _CORES.exists():
-            lines = [line.split() for line in _CORES.read_text(encoding="ascii").splitlines() if line.startswith("cpu")]
-            ticks = [map(int, line[1:8]) for line in lines if line[0][3:].isdecimal() and int(line[0][3:]) in cores]
-            busy = sum(user + nice + system + irq + soft for user, nice, system, _, _, irq, soft in ticks)
-        all_s = busy / os.sysconf("SC_CLK_TCK") if busy is not None else None
-        return cls(time.monotonic(), sum(own[:4]), all_s)
-
-
-def used_by_others(began: CoreTimes, ended: CoreTimes, *, ranks_s: float) -> float | None:
-    """The mean number of cores that other programs used; None if unknown or too short. The ranks used `ranks_s`."""
-    took_s = ended.clock_s - began.clock_s
-    if began.all_s is None or ended.all_s is None or took_s < _LEAST_S:
-        return None
-    return max(0.0, ended.all_s - began.all_s - ranks_s) / took_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +107,7 @@ def _late_draft(summary: Summary, timed: Timing, around: Surroundings) -> str | 
 def _reason(around: Surroundings) -> str:
     is_on_cpu, cores = around.device == "cpu", around.num_cores
     reasons = []
-    if is_on_cpu and around.num_ranks == 1 and around.num_threads < cores:
+    if is_on_cpu and around.num_ranks == 1 and around.num_threads < cores - round(around.others or 0.0):
         reasons.append(
             f"{around.num_threads} of {cores} cores compute (unset OMP_NUM_THREADS: "
             "the run then tries numbers of threads and keeps the fastest)"

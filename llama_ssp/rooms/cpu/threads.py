@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from llama_ssp.ranks.cores import LOAD
 from llama_ssp.speculate.engine.threads import Threads
 
 _NUM_UNTIMED = 2
@@ -55,22 +56,26 @@ class ThreadChoice(Threads):
 
     Args:
         numbers: to choose from, the largest first; none leaves torch's own number.
+        num_free: threads with a core of their own at first; larger numbers are tried after a pause.
     """
 
-    def __init__(self, numbers: Sequence[int] = ()) -> None:
-        self._candidates = [_Candidate(number) for number in numbers]
+    def __init__(self, numbers: Sequence[int] = (), *, num_free: int | None = None) -> None:
+        first = max((number for number in numbers if number <= (num_free or number)), default=None)
+        self._candidates = [
+            _Candidate(number, slowness=math.inf if first and number > first else 0.0) for number in numbers
+        ]
         self._works: dict[Hashable, tuple[int, float]] = {}
         self._now_s = 0.0
         self._tried: _Candidate | None = None
         self._trial = 0, 0.0, 0.0
         self._next_look_s = 0.0
         if numbers:
-            self._current = self._tried = self._candidates[0]
+            self._current = self._tried = next(one for one in self._candidates if not one.slowness)
 
     @classmethod
-    def up_to(cls, most: int) -> "ThreadChoice":
+    def up_to(cls, most: int, *, num_free: int | None = None) -> "ThreadChoice":
         """All cores, all but one, half of them, and one: as many as other programs may leave free."""
-        return cls(sorted({most, most - 1, most // 2, 1} - {0}, reverse=True) if most > 1 else ())
+        return cls(sorted({most, most - 1, most // 2, 1} - {0}, reverse=True) if most > 1 else (), num_free=num_free)
 
     @property
     def number(self) -> int:
@@ -80,7 +85,7 @@ class ThreadChoice(Threads):
     @property
     def slowness(self) -> dict[int, float]:
         """Average time of a round by number of threads, as a multiple of the fastest round of the same work."""
-        return {one.number: one.slowness for one in self._candidates if one.slowness}
+        return {one.number: one.slowness for one in self._candidates if 0 < one.slowness < math.inf}
 
     @property
     def is_undecided(self) -> bool:
@@ -144,8 +149,8 @@ class ThreadChoice(Threads):
 
 
 def find_threads(most: int) -> ThreadChoice:
-    """The choice among at most so many threads."""
-    return ThreadChoice.up_to(most)
+    """The choice among at most so many threads, which begins with those that have a core of their own."""
+    return ThreadChoice.up_to(most, num_free=LOAD.num_free(most))
 
 
 def _use(number: int) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llama_ssp.errors import ConfigError
+from llama_ssp.ranks.cores import LOAD, wait_by_load
 from llama_ssp.ranks.process import Ranks, launcher_of, read_ranks, signals_kept
 from llama_ssp.run.commands import run
 from llama_ssp.run.lengths import check_lengths
@@ -153,6 +154,7 @@ def _start_ranks(start: Start) -> int:
     assert start.num_ranks, "somebody starts them"
     if start.sentence:
         complain(start.sentence)
+    wait_by_load(LOAD, os.environ)
     from llama_ssp.run.commands import agent  # noqa: PLC0415 - torch takes seconds to import
 
     return agent.run_ranks([sys.executable, *sys.orig_argv[1:]], num_ranks=start.num_ranks)

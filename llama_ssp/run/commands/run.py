@@ -17,6 +17,7 @@ from types import FrameType
 
 from llama_ssp import catalogue
 from llama_ssp.errors import ConfigError, InterruptedRun, LostRankError, SspError
+from llama_ssp.ranks.cores import LOAD, wait_by_load
 from llama_ssp.ranks.process import Ranks, check_docstrings, find_agent, handle_signals, ignore_signals, read_ranks
 from llama_ssp.registry import imported, load_plugins
 from llama_ssp.run import startup
@@ -44,6 +45,7 @@ Act = Callable[[RunConfig, startup.StartClock], bool]
 
 def task_code() -> Act:
     """Import what runs one point on this rank."""
+    wait_by_load(LOAD, os.environ)
     from llama_ssp.run import pipeline  # noqa: PLC0415 - torch takes seconds to import
 
     return pipeline.run

@@ -54,6 +54,18 @@ def test_next_to_a_busy_core_rounds_take_at_most_a_third_more_than_on_one_thread
         assert machine.rounds(256) < 1.3 * 256 * ROUND_S[1]
 
 
+def test_a_run_that_starts_next_to_a_busy_core_begins_with_the_free_ones_and_tries_all_later() -> None:
+    machine = Machine()
+    machine.threads = ThreadChoice.up_to(2, num_free=1)
+    machine.is_busy = True
+    machine.rounds(256)
+    assert set(machine.numbers) == {1}
+    assert set(machine.threads.slowness) == {1}
+    machine.is_busy = False
+    machine.rounds(2000)
+    assert machine.numbers[-1000:] == [2] * 1000
+
+
 def test_a_core_that_becomes_busy_and_free_again_is_left_and_taken() -> None:
     machine = Machine()
     machine.rounds(300)
