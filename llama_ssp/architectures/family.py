@@ -67,6 +67,7 @@ class Family:
     cuts_own_embedding: bool = False  # also if the embedding is a class of the family itself.
     # kinds of layers without keys and values: they keep a state (`models.states`), or nothing; `hybrid` ones keep both.
     recurrent: tuple[str, ...] = ()
+    gates_experts: bool = True  # as storage formats need: no kernel has others.
     gates_queries: bool = False  # the matrix of queries also makes a gate of each head, after it.
     keeps_attention: bool = False  # every rank computes attention: its norms need the outputs of all heads.
     # tensor-parallel plan, style by module, beside the library's.

@@ -34,6 +34,6 @@ BAMBA = _linear("bamba", tp_plan=_plan())
 GRANITE_HYBRID = _linear("granitemoehybrid", tp_plan=_plan("shared_mlp"))
 FALCON_H1 = unwritten("falcon_h1", adapt=_MIXERS, recurrent=("hybrid",), tp_plan=_plan())
 NEMOTRON_H = unwritten(
-    "nemotron_h", adapt=_MIXERS, recurrent=(*_LINEAR, "mlp", "moe"),
+    "nemotron_h", adapt=_MIXERS, recurrent=(*_LINEAR, "mlp", "moe"), gates_experts=False,
     tp_plan=_plan("mixer") | {"model.layers.*.mixer.out_proj": "replicated"},
 )  # fmt: skip

@@ -150,6 +150,7 @@ def read_stored_format(folder: Path, shape: ModelShape) -> StoredFormat | None:
     return stored_format(
         read_model_config(folder), modules=modules, num_layers=shape.num_hidden_layers,
         ties_head=shape.tie_word_embeddings,
+        has_odd_experts=shape.num_experts > 0 and not record_of(shape.model_type).gates_experts,
     )  # fmt: skip
 
 

@@ -14,15 +14,17 @@ from llama_ssp.architectures import family, reading
 from llama_ssp.architectures.matrices import split_blocks, vocabulary_parts
 from llama_ssp.architectures.reading import check_readable, read_config, read_stored_format
 from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelConfig
-from llama_ssp.errors import PlacementError
+from llama_ssp.errors import CheckpointError, PlacementError
 from llama_ssp.machines import hardware
 from llama_ssp.models import loading
+from llama_ssp.models.huggingface.experts import can_be_own, experts_of
 from llama_ssp.models.weights import Matched
 from llama_ssp.planning.memory import memory
 from llama_ssp.planning.model import planned_model
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.edits import edit_config, edit_tensors
-from tests.helpers.models import build_checkpoint, refusal
+from tests.helpers.models import build_checkpoint, refusal, tiny_model
+from tests.helpers.packed_checkpoints import pack_checkpoint
 from tests.helpers.planning import make_spec
 
 SIZES = {
@@ -165,6 +167,25 @@ def test_a_file_with_one_dense_matrix_of_a_product_is_refused_by_plans_too(tmp_p
     assert found
     assert found.problem == "some of q_proj, k_proj, v_proj alone, in layer 1"
     assert "some of q_proj, k_proj, v_proj alone, in layer 1" in refusal(lambda: check_readable(tmp_path, "none"))
+
+
+def test_packed_experts_without_a_gate_are_refused_by_plans_too(tmp_path: Path) -> None:
+    """As of Nemotron 3 Nano in FP8: runs find it in the tensors."""
+    build_checkpoint(tmp_path / "origin", "nemotron_h, experts")
+    pack_checkpoint(tmp_path / "origin", tmp_path / "packed", tmp_path / "plain", "float, one scale")
+    with pytest.raises(CheckpointError, match=r"not so for .*experts\.down_proj, .*: use an unquantized checkpoint"):
+        loading.check_model(inspect(tmp_path / "packed"), num_ranks=1, quantization="fp8_weight_only")
+    said = refusal(lambda: check_readable(tmp_path / "packed", "none"))
+    assert "quantized weights that cannot be read (experts without a gate): unquantized weights are required" in said
+    described = json.loads((tmp_path / "packed" / CONFIG_FILE).read_text())["quantization_config"]
+    edit_config(tmp_path / "packed", quantization_config=described | {"ignore": ["lm_head", "re:.*experts.*"]})
+    assert not refusal(lambda: check_readable(tmp_path / "packed", "none"))
+
+
+def test_experts_that_formats_keep_are_those_of_the_library_with_a_gate() -> None:
+    model = tiny_model("nemotron_h, experts")
+    assert [can_be_own(module) for _, module in experts_of(model)] == [False]
+    assert [name for name, record in family.families().items() if not record.gates_experts] == ["nemotron_h"]
 
 
 def test_too_many_ranks_are_told_what_is_shared() -> None:
