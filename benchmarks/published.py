@@ -32,6 +32,7 @@ from llama_ssp.planning.model import planned_model
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.timing import FIRST, Ends, decoding_error, timing
 from llama_ssp.settings.backends import backend_of
+from llama_ssp.settings.drafters import VOCABULARIES
 from llama_ssp.settings.schema import DraftLayout
 from llama_ssp.storage.formats import NO_QUANTIZATION, READ_SLOWDOWN, format_of
 
@@ -129,7 +130,7 @@ def job(
     drafting = planned_model(catalogue.load(draft), device="cuda") if draft else None
     return PlanSpec(
         target=planned_model(catalogue.load(target), device="cuda"), draft=drafting,
-        own_tokenizer=draft == "gpt_neo_1.3B", target_ranks=ranks,
+        vocabulary=VOCABULARIES.of("own" if draft == "gpt_neo_1.3B" else "same"), target_ranks=ranks,
         draft_kind=DraftLayout[kind], draft_ranks=(ranks if kind == "sharded" else ranks[:1]) if draft else (),
         num_draft_tokens=4, acceptance=None, batch_size=1, prompt_tokens=5, max_new_tokens=200, cuda_graphs=not eager,
         device="cuda", kernels=OTHER_ENGINES,

@@ -35,7 +35,7 @@ MORE: Registry[MoreSettings] = Registry(setting="group", kind=MoreSettings)
 @cache
 def whole(group: type) -> type:
     """A dataclass of settings, with the settings that rooms add to it."""
-    more = [record for record in MORE.all().values() if issubclass(record.config, group)]
+    more = [record for record in MORE.all().values() if group in record.config.__bases__]
     if not more:
         return group
     bases = (*(record.config for record in reversed(more)), group)

@@ -42,6 +42,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "reports": ("command=report", "setting=figure"),
     "serve": ("task=serve", "command=serve", "field=custom_id"),
     "slurm": ("hydra/launcher=slurm",),
+    "tokenizers": ("setting=draft.tokenizer", "tokenizer=own"),
 }
 """Requests for a room: kind and name, as `unknown_name` is given them; a field is one of a line of prompts."""
 FOLDER = Path(__file__).parent / "rooms"

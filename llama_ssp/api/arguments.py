@@ -17,8 +17,8 @@ from llama_ssp.draft_heads import head_in_target
 from llama_ssp.errors import ConfigError, refuse, similar_name, unknown_name
 from llama_ssp.foreign import counterparts
 from llama_ssp.settings.checks import required_of
-from llama_ssp.settings.drafters import drafters
-from llama_ssp.settings.schema import NO_DRAFT, DrafterConfig, DraftLayout, DraftPlacement, PlacementConfig
+from llama_ssp.settings.drafters import VOCABULARIES, DraftVocabulary, drafters, of_kind
+from llama_ssp.settings.schema import MODEL_DRAFT, NO_DRAFT, DrafterConfig, DraftLayout, DraftPlacement, PlacementConfig
 from llama_ssp.storage.formats import CACHES, FORMATS
 from llama_ssp.words import in_library_words, key_of, said
 
@@ -202,6 +202,17 @@ def drafter_without_model(given: object) -> DrafterConfig | None:
     kinds = {name: record for name, record in drafters().items() if not record.has_model}
     name = NO_DRAFT if given is None else given
     return kinds[name].config(kind=name) if isinstance(name, str) and name in kinds else None
+
+
+def vocabulary_of(given: object) -> DraftVocabulary:
+    """The vocabulary of drafts that an argument names, by a name or by the value of its setting."""
+    return VOCABULARIES.of(given.name if isinstance(given, Enum) else str(given))
+
+
+def draft_model(entry: ModelConfig, vocabulary: DraftVocabulary) -> DrafterConfig:
+    """The settings of a draft model."""
+    asked: dict[str, Any] = {vocabulary.setting: vocabulary.value} if vocabulary.setting else {}
+    return replace(of_kind(MODEL_DRAFT), model=entry, **asked)
 
 
 def placement_of(given: object) -> PlacementConfig:

@@ -3,6 +3,7 @@
 import logging
 import warnings
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 
 import torch
@@ -17,14 +18,13 @@ from llama_ssp.ranks.gpu import selection_kept
 from llama_ssp.ranks.process import check_docstrings
 from llama_ssp.ranks.world import World, start
 from llama_ssp.registry import imported, load_plugins
-from llama_ssp.run.checkpoints import Loaded, find_sources, with_number_formats
+from llama_ssp.run.checkpoints import Loaded, find_sources, num_disagreeing, with_number_formats
 from llama_ssp.run.decoders import load_models
 from llama_ssp.run.pipeline import choose_placement
 from llama_ssp.run.tasks.records import GenerateConfig
 from llama_ssp.settings.checks import check_placement
-from llama_ssp.settings.drafters import DraftTokenizer, ModelDraftConfig
-from llama_ssp.settings.schema import MODEL_DRAFT, DeviceKind, PlacementConfig, RunConfig
-from llama_ssp.speculate.drafters.tokenizers import num_disagreeing
+from llama_ssp.settings.drafters import SAME, DraftVocabulary, other_vocabularies
+from llama_ssp.settings.schema import DeviceKind, PlacementConfig, RunConfig
 from llama_ssp.weights.in_memory import weights_of
 from llama_ssp.words import in_library_words
 
@@ -42,7 +42,7 @@ def load(
     quantization: str | tuple[str | None, str | None] | None = None,
     cache_dtype: str | tuple[str | None, str | None] | None = None,
     device: DeviceKind | torch.device | str = DeviceKind.auto,
-    tokenizer: DraftTokenizer | str | _OneTokenizer | tuple[_OneTokenizer, _OneTokenizer] = DraftTokenizer.same,
+    tokenizer: Enum | str | _OneTokenizer | tuple[_OneTokenizer, _OneTokenizer] = SAME.name,
     placement: str | PlacementConfig | None = None,
     ranks: int | None = None,
 ) -> Pair:
@@ -80,13 +80,13 @@ def load(
             return pair
         load_plugins()
         kind, gpu = _read_device(device)
-        choice, tokenizers = _read_tokenizers(tokenizer)
+        vocabulary, tokenizers = _read_tokenizers(tokenizer)
         formats = arguments.formats_of({"dtype": dtype, "quantization": quantization, "cache_dtype": cache_dtype})
         target_entry, loaded_target = _read_model("model", model, tokenizers[0], **formats[0])
         drafter, loaded_draft = arguments.drafter_without_model(draft), Loaded()
         if drafter is None:
             draft_entry, loaded_draft = _read_model("draft", draft, tokenizers[1], target=target_entry, **formats[1])
-            drafter = ModelDraftConfig(kind=MODEL_DRAFT, model=draft_entry, tokenizer=choice)
+            drafter = arguments.draft_model(draft_entry, vocabulary)
         config = RunConfig(
             task=GenerateConfig(), model=target_entry, draft=drafter, device=kind,
             placement=arguments.placement_of(placement),
@@ -146,10 +146,10 @@ def _read_device(given: object) -> tuple[DeviceKind, torch.device | None]:
     return kind, torch.device("cuda", int(number))
 
 
-def _read_tokenizers(given: object) -> tuple[DraftTokenizer, tuple[_OneTokenizer | None, _OneTokenizer | None]]:
-    """Whether the draft may have its own tokenizer, and the tokenizers that are loaded already."""
-    if isinstance(given, str | DraftTokenizer):
-        return arguments.member(DraftTokenizer, "tokenizer", given), (None, None)
+def _read_tokenizers(given: object) -> tuple[DraftVocabulary, tuple[_OneTokenizer | None, _OneTokenizer | None]]:
+    """The vocabulary that a draft model drafts in, and the tokenizers that are loaded already."""
+    if isinstance(given, str | Enum):
+        return arguments.vocabulary_of(given), (None, None)
     target, draft = arguments.for_each_model(given)
     if not (isinstance(target, PreTrainedTokenizerBase) and isinstance(draft, PreTrainedTokenizerBase)):
         raise ConfigError(
@@ -157,4 +157,4 @@ def _read_tokenizers(given: object) -> tuple[DraftTokenizer, tuple[_OneTokenizer
             "target's and the draft's"
         )
     has_own = target is not draft and num_disagreeing(target.get_vocab(), draft.get_vocab()) > 0
-    return DraftTokenizer.own if has_own else DraftTokenizer.same, (target, draft)
+    return next((one for one in other_vocabularies() if has_own), SAME), (target, draft)

@@ -3,6 +3,7 @@
 import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from llama_ssp.machines.machine import detect_hardware
 from llama_ssp.planning.plan import Plan
 from llama_ssp.registry import load_plugins
 from llama_ssp.run.tasks.dry_run import plan_on, resolve
-from llama_ssp.settings.drafters import DraftTokenizer, ModelDraftConfig
-from llama_ssp.settings.schema import MODEL_DRAFT, PlacementConfig, PlanConfig, SamplingConfig, SpeculationConfig
+from llama_ssp.settings.drafters import SAME
+from llama_ssp.settings.schema import PlacementConfig, PlanConfig, SamplingConfig, SpeculationConfig
 from llama_ssp.words import in_library_words
 
 
@@ -32,7 +33,7 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
     dtype: Dtype | str | tuple[Dtype | str | None, Dtype | str | None] | None = None,
     quantization: str | tuple[str | None, str | None] | None = None,
     cache_dtype: str | tuple[str | None, str | None] | None = None,
-    tokenizer: DraftTokenizer | str = DraftTokenizer.same,
+    tokenizer: Enum | str = SAME.name,
     num_draft_tokens: int | str = SpeculationConfig.num_draft_tokens,
     acceptance: float | None = None,
     temperature: float = SamplingConfig.temperature,
@@ -82,8 +83,7 @@ def _config(read: Mapping[str, Any], machine: HardwareConfig) -> PlanConfig:
     drafter = arguments.drafter_without_model(read["draft"])
     if drafter is None:
         entry = arguments.entry_of("draft", read["draft"], target=target, **formats[1])
-        choice = arguments.member(DraftTokenizer, "tokenizer", read["tokenizer"])
-        drafter = ModelDraftConfig(kind=MODEL_DRAFT, model=entry, tokenizer=choice)
+        drafter = arguments.draft_model(entry, arguments.vocabulary_of(read["tokenizer"]))
     return PlanConfig(
         model=target, draft=drafter, hardware=asdict(machine), placement=arguments.placement_of(read["placement"]),
         sampling=SamplingConfig(temperature=read["temperature"]),

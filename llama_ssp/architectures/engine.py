@@ -32,9 +32,6 @@ SOFTMAX_TOKENS = 1024
 LEAST_SHARED_BYTES = 2**22
 """Logits of a round in fp32 from which on ranks draw over shards: a gather of fewer costs less than more messages."""
 FUSED_SUMS = 2  # Of a layer, that also add to the residual and compute the next norm.
-MOST_PIECES = 4  # The most tokens of a draft with its own tokenizer that spell one token of the target.
-OWN_SLOTS_PER_SLOT = 2
-"""Cache slots of such a draft per slot of the target; also the most tokens of its text per token of the target."""
 
 STATE_VALUE_BYTES = 4  # Recurrent states are in fp32, whatever the model is in.
 
@@ -106,7 +103,7 @@ def scored_positions(batch_size: int, vocab_size: int) -> int:
     return max(1, min(PREFILL_CHUNK, _MOST_SCORED // (batch_size * vocab_size)))
 
 
-def own_slots(num_slots: int, *, max_position_embeddings: int) -> int:
-    """Slots of a draft with its own tokenizer whose target has `num_slots`, as far as the draft's positions go."""
+def draft_slots(num_slots: int, *, slots_per_slot: int, max_position_embeddings: int) -> int:
+    """Slots of a draft whose target has `num_slots`, as far as the draft's positions go."""
     positions = max_position_embeddings // SLOT_STEP * SLOT_STEP
-    return max(min(num_slots * OWN_SLOTS_PER_SLOT, positions), num_slots)
+    return max(min(num_slots * slots_per_slot, positions), num_slots)

@@ -23,6 +23,7 @@ from llama_ssp import catalogue
 from llama_ssp.catalogue import LOCAL
 from llama_ssp.errors import ConfigError, one_message
 from llama_ssp.planning.spec import PlanSpec
+from llama_ssp.settings.drafters import SAME
 from llama_ssp.settings.tasks import task_specs
 from llama_ssp.settings.trees import TreeShape
 
@@ -124,7 +125,8 @@ def remarks(spec: PlanSpec, acceptance: Acceptance | None, best_ks: tuple[int, i
         if task.stores_acceptance and LOCAL in (spec.target.name, draft):  # names of any folder, which store no pair
             said.append(f"measure the pair once with task={task.name}: speculation.acceptance= takes what it prints")
         elif task.stores_acceptance:
-            own = " draft.tokenizer=own" if spec.own_tokenizer else ""
+            other = spec.vocabulary if spec.vocabulary is not SAME else None
+            own = f" draft.{other.setting}={other.name}" if other else ""
             command = f"llama-ssp run task={task.name} {task.stores_acceptance} model={spec.target.name} draft={draft}"
             said.append(f"measure the pair once: {command}{own}")
     yield from ["; ".join(said)] if said else []

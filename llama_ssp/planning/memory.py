@@ -272,8 +272,7 @@ def _logits_bytes(spec: PlanSpec, rank: int) -> int:
     decides = decides or (is_over_shards and rank in spec.target_ranks)
     whole = 4 * positions * rule_of(spec.rule).keeps_all_rows
     rule = 4 * positions + 4 * num_draft_tokens + whole + 8 if decides else 4 * num_draft_tokens * drafts
-    if drafts and spec.own_tokenizer:
-        rule += 8  # the draft's logits with one more column, and what is moved to the target's ids
+    rule += drafts * spec.vocabulary.logits_bytes
     if decides and spec.tree and not spec.is_certain:  # what is left of both models' rows at the nodes of a level
         rule += 4 * 3 * max((1, *spec.tree.read))
     if decides and spec.overlaps:  # probabilities in flight, while the next block's arrive

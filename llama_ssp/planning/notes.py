@@ -13,6 +13,7 @@ from llama_ssp.planning.memory import GIB, RankMemoryPlan
 from llama_ssp.planning.model import PlannedModel
 from llama_ssp.planning.spec import PlanSpec, without_draft
 from llama_ssp.planning.timing import Timing, timing
+from llama_ssp.settings.drafters import SAME
 from llama_ssp.words import rounded
 
 
@@ -52,7 +53,7 @@ def outgrown(draft: str, context: int, num_steps: int, *, longest: int) -> str |
 
 def notes_on_contexts(spec: PlanSpec) -> Iterator[str]:
     """Say at which length rows outgrow the draft's context and go on without it."""
-    if spec.draft and not (spec.has_head or spec.own_tokenizer):
+    if spec.draft and not spec.has_head and spec.vocabulary is SAME:
         longest = spec.prompt_tokens + spec.max_new_tokens
         context = spec.draft.shape.max_position_embeddings
         if note := outgrown(spec.draft.name, context, spec.draft_depth, longest=longest):

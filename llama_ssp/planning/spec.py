@@ -13,13 +13,15 @@ from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.model import DTYPE_BYTES, PlannedModel, number_format, planned_model
 from llama_ssp.settings.backends import TENSOR, Backend, backend_of
 from llama_ssp.settings.drafters import (
+    SAME,
     DraftTerms,
+    DraftVocabulary,
     draft_name,
     drafter_of,
     drafts,
     drafts_greedily,
-    has_own_tokenizer,
     of_kind,
+    vocabulary_of,
 )
 from llama_ssp.settings.layout import Layout, lay_out
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT, rule_of
@@ -37,7 +39,7 @@ class PlanSpec:
         spare_devices: GPUs without a rank that hold layers of a layer-wise target.
         free_draft: the kind of a draft without a model; None without one.
         free_settings: of a draft without a model, or of the fallback where K is chosen.
-        own_tokenizer: the draft has a tokenizer of its own.
+        vocabulary: of the draft model.
         is_certain: drafted tokens are the most probable ones, without probabilities.
         tree: of a round, with `num_draft_tokens` nodes; None drafts chains.
         adapts: K is chosen for each round, up to `num_draft_tokens`, and may be 0.
@@ -77,7 +79,7 @@ class PlanSpec:
     rule: str = DEFAULT
     free_draft: str | None = None
     free_settings: DrafterConfig | None = field(default=None, hash=False)
-    own_tokenizer: bool = False
+    vocabulary: DraftVocabulary = SAME
     counts_tokens: bool = False
     truncates: bool = False
     scores_texts: bool = False
@@ -104,7 +106,7 @@ class PlanSpec:
     @property
     def draft_finds_best(self) -> bool:
         """Whether ranks of the draft exchange their best tokens instead of logits."""
-        if self.draft is None or self.tree or self.own_tokenizer:
+        if self.draft is None or self.tree or self.vocabulary is not SAME:
             return False
         takes_best = self.takes_best or (self.is_certain and not self.counts_tokens)
         return takes_best and self.draft.shape.vocab_size <= self.target.shape.vocab_size
@@ -115,7 +117,7 @@ class PlanSpec:
         gathers = self.backend.by_library or self.truncates or self.takes_best
         if gathers or self.tree or self.overlap:
             return False, False
-        draft = None if self.has_head or self.own_tokenizer else self.draft
+        draft = None if self.has_head or self.vocabulary is not SAME else self.draft
         return draws_over_shards(
             self.layout, rule=self.rule, is_certain=self.is_certain, num_scored=self.batch_size * self.round_positions,
             vocab_size=self.target.shape.vocab_size, draft_vocab_size=draft.shape.vocab_size if draft else None,
@@ -220,10 +222,10 @@ class PlanSpec:
     @property
     def draft_slots(self) -> int:
         """Cache slots per row of the draft, which has more for a text in its own tokens, as far as its context goes."""
-        if self.draft is None or not self.own_tokenizer:
+        if self.draft is None:
             return self.num_slots
-        context = self.draft.shape.max_position_embeddings
-        return engine.own_slots(self.num_slots, max_position_embeddings=context)
+        context, slots_per_slot = self.draft.shape.max_position_embeddings, self.vocabulary.slots_per_slot
+        return engine.draft_slots(self.num_slots, slots_per_slot=slots_per_slot, max_position_embeddings=context)
 
     @cached_property
     def kept_states(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -239,7 +241,7 @@ class PlanSpec:
         """Positions per row in the draft's first forward of a round: what its cache may lack."""
         if self.has_head or self.tree:
             return self.draft_depth * (1 + self.drafts_in_one_pass) + 1
-        return engine.MOST_PIECES + 1 if self.own_tokenizer else 2
+        return self.vocabulary.first_positions
 
     @property
     def scored_positions(self) -> int:
@@ -296,7 +298,7 @@ def make_spec(
         draft=draft,
         free_draft=None if draft else draft_name(config.draft),
         free_settings=None if drafter_of(free).has_model else free,
-        own_tokenizer=has_own_tokenizer(config.draft),
+        vocabulary=vocabulary_of(config.draft),
         draft_kind=layout.draft_kind,
         draft_ranks=layout.draft_ranks,
         num_replicas=placement.num_replicas,
@@ -380,6 +382,6 @@ def without_draft(spec: PlanSpec) -> PlanSpec:
     """The spec without a draft, whose own ranks the target has then."""
     ranks = spec.target_ranks if spec.backend.by_library else spec.layout.ranks
     return replace(
-        spec, draft=None, free_draft=None, own_tokenizer=False, draft_ranks=(), target_ranks=ranks, tree=None,
+        spec, draft=None, free_draft=None, vocabulary=SAME, draft_ranks=(), target_ranks=ranks, tree=None,
         overlap=False,
     )  # fmt: skip

@@ -129,9 +129,8 @@ class CostModel:
         self.draft = of_draft(model=spec.draft, draws=draws) if spec.draft else None
         self._middle = spec.prompt_tokens + spec.max_new_tokens // 2
         self._bucket = bucket_of(self._middle + spec.round_positions, spec.num_slots, hardware)
-        self._draft_bucket = self._bucket
-        if spec.own_tokenizer:  # the host knows only a bound of its texts' lengths
-            self._draft_bucket = min(self._bucket * engine.OWN_SLOTS_PER_SLOT, spec.draft_slots)
+        # Of a text in its own tokens the host knows only a bound of the length.
+        self._draft_bucket = min(self._bucket * spec.vocabulary.slots_per_slot, spec.draft_slots)
 
     @cached_property
     def least_bytes(self) -> int:

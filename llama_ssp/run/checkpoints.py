@@ -32,10 +32,9 @@ from llama_ssp.registry import imported
 from llama_ssp.run.prompts import reason_of
 from llama_ssp.settings.backends import BACKENDS, backend_of
 from llama_ssp.settings.checks import check_values
-from llama_ssp.settings.drafters import free_drafts, has_own_tokenizer
+from llama_ssp.settings.drafters import other_vocabularies, vocabulary_of
 from llama_ssp.settings.layout import Layout, lay_out
 from llama_ssp.settings.schema import ExpertParts, RunConfig, WeightsKind
-from llama_ssp.speculate.drafters.tokenizers import align, num_disagreeing
 from llama_ssp.storage.stored import kept_format
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import Checkpoint, check_shape, inspect, summary
@@ -69,6 +68,7 @@ class Loaded(NamedTuple):
 
 
 _log = logging.getLogger(__name__)
+_LEAST_SHARED = 0.9  # Of the smaller vocabulary: reserved tokens may have been renamed.
 
 
 def find_sources(
@@ -116,7 +116,7 @@ def find_sources(
         check_values(config, target.origin.shape, draft.origin.shape if draft else None)
         _warn_of_heads(target.origin, draft.entry.name if draft else None)
         if draft and not draft.origin.shape.is_head:
-            _check_vocabularies(target, draft, own_tokenizer=has_own_tokenizer(config.draft))
+            imported(vocabulary_of(config.draft).check, setting="draft")(target, draft)
     return target, draft
 
 
@@ -314,25 +314,23 @@ def find_eos_ids(folder: Path, generation: Mapping[str, Any] | None) -> tuple[in
     return as_eos_ids(inner.get("eos_token_id") if given is None else given)
 
 
-def _check_vocabularies(target: Source, draft: Source, *, own_tokenizer: bool) -> None:
+def check_same_tokens(target: Source, draft: Source) -> None:
     """Compare the tokenizers; output heads may be padded to different widths, and either may have tokens added."""
     target_ids, draft_ids = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
-    if target_ids == draft_ids and own_tokenizer:
-        raise ConfigError(
-            f"{said('draft.tokenizer', 'own')} has no effect with draft={draft.entry.name}, which has the target's "
-            "tokenizer: leave it out"
-        )
-    if own_tokenizer:
-        sizes = {"target_size": target.origin.shape.vocab_size, "draft_size": draft.origin.shape.vocab_size}
-        if {*align(target.tokenizer, draft.tokenizer, **sizes).shared} == {None}:
-            raise ConfigError(
-                f"{said('draft.tokenizer', 'own')} drafts the tokens that both vocabularies have, and "
-                f"draft={draft.entry.name} shares none with {said('model', target.entry.name)}: choose another draft"
-                + "".join(f", or {said('draft', name)}" for name in free_drafts())
-            )
-    elif number := num_disagreeing(target_ids, draft_ids):
+    if number := num_disagreeing(target_ids, draft_ids):
         raise ConfigError(
             f"the draft must have the target's vocabulary: of the target's {len(target_ids)} tokens {number} are "
-            "missing in the draft's or have another id; choose a draft of the target's family, or give "
-            f"{said('draft.tokenizer', 'own')}"
+            "missing in the draft's or have another id; choose a draft of the target's family"
+            + "".join(f", or give {one.asked}" for one in other_vocabularies())
         )
+
+
+def num_disagreeing(target_ids: Mapping[str, int], draft_ids: Mapping[str, int]) -> int:
+    """Number of tokens in both vocabularies that have different ids; all if they share few.
+
+    Vocabularies that differ only in tokens that one of them has added, such as `[PAD]`, disagree in none.
+    """
+    shared = target_ids.keys() & draft_ids.keys()
+    if len(shared) < _LEAST_SHARED * min(len(target_ids), len(draft_ids)):
+        return len(target_ids)
+    return sum(target_ids[token] != draft_ids[token] for token in shared)

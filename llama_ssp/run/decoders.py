@@ -23,7 +23,7 @@ from llama_ssp.run.checkpoints import Source
 from llama_ssp.run.requests import RequestMaker
 from llama_ssp.settings.backends import BACKENDS, backend_of
 from llama_ssp.settings.checks import check_values
-from llama_ssp.settings.drafters import drafter_of, drafts, drafts_greedily, has_own_tokenizer
+from llama_ssp.settings.drafters import SAME, DraftVocabulary, drafter_of, drafts, drafts_greedily, vocabulary_of
 from llama_ssp.settings.layout import Layout, lay_out
 from llama_ssp.settings.rules import AT_ZERO
 from llama_ssp.settings.schema import RunConfig
@@ -31,7 +31,6 @@ from llama_ssp.settings.tasks import task_of
 from llama_ssp.speculate.drafters.limited import DraftLimit
 from llama_ssp.speculate.drafters.maker import make_drafters, tree_of
 from llama_ssp.speculate.drafters.shared import AheadDrafter, BatchSplit
-from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
 from llama_ssp.speculate.engine.completion import StopRequest
 from llama_ssp.speculate.engine.executors import make_executor
 from llama_ssp.speculate.engine.held import Reuse
@@ -60,9 +59,9 @@ class Models:
         drafts: whether the run can decode speculatively.
         context: most tokens of prompt and completion together.
         sources: the target's, and the draft's if there is one.
-        tokenizers: both, if the draft has its own.
+        vocabulary: of the draft.
         reuse: of earlier texts by both.
-        prepared: what the drafter reads besides the models, as its record says.
+        prepared: what the drafter reads besides the models; see `DrafterParts`.
     """
 
     target: Runner
@@ -74,7 +73,7 @@ class Models:
     eos_ids: tuple[int, ...]
     context: int
     sources: tuple[Source, ...] = ()
-    tokenizers: TokenizerPair | None = None
+    vocabulary: DraftVocabulary = SAME
     prepared: Any = None
 
     def make_taps(self) -> Taps | None:
@@ -88,7 +87,7 @@ class Models:
     @property
     def draft_context(self) -> int | None:
         """The context of a draft model that reads the target's tokens, if it is shorter than the target's."""
-        if len(self.sources) == 1 or self.tokenizers or not self.sources:
+        if len(self.sources) < 2 or self.vocabulary is not SAME:  # noqa: PLR2004 - target and draft
             return None
         target, draft = (source.origin.context for source in self.sources)
         return draft if draft < target else None
@@ -132,9 +131,10 @@ def load_models(
         return runner
 
     with raise_on_all_ranks(world.comm), on_free_cores(world):
-        prepare = drafter_of(config.draft).prepare
+        vocabulary, tokenizers = vocabulary_of(config.draft), [source.tokenizer for source in sources if source]
+        prepare = drafter_of(config.draft).prepare or vocabulary.prepare
         read = imported(prepare, setting=f"draft.kind={config.draft.kind}") if prepare else None
-        prepared = read(config.draft, target_source.tokenizer) if read else None
+        prepared = read(config.draft, *tokenizers) if read else None
         vocab_size, context = target_source.origin.shape.vocab_size, target_source.origin.context
         target: Runner = NullRunner(device=world.device, vocab_size=vocab_size, max_position_embeddings=context)
         if mesh.target:
@@ -155,10 +155,8 @@ def load_models(
     return Models(
         target=target, draft=draft, drafts=drafts(config.draft), mesh=mesh, reuse=reuse,
         tokenizer=target_source.tokenizer, eos_ids=target_source.eos_ids,
-        context=context, prepared=prepared,
+        context=context, vocabulary=vocabulary, prepared=prepared,
         sources=tuple(source for source in sources if source),
-        tokenizers=TokenizerPair(target_source.tokenizer, draft_source.tokenizer)
-        if draft_source and has_own_tokenizer(config.draft) else None,
     )  # fmt: skip
 
 
@@ -220,7 +218,7 @@ def _shards(models: Models, config: RunConfig) -> tuple[Shard, Shard]:
     )
     if gathers or not models.sources:
         return WHOLE, WHOLE
-    has_others = models.sources[-1].origin.shape.is_head or models.tokenizers
+    has_others = models.sources[-1].origin.shape.is_head or models.vocabulary is not SAME
     found = draws_over_shards(
         mesh.layout, rule=config.verification.rule if sampling.temperature else AT_ZERO,
         is_certain=drafts_greedily(config.draft), vocab_size=vocab_size,
@@ -256,7 +254,7 @@ def build_decoder(
             limit = DraftLimit(models.draft_context, depth=tree.depth if tree else None)
         drafters = make_drafters(
             config, mesh=mesh, target=models.target, runner=models.draft, split=split,
-            tokenizers=models.tokenizers, taps=taps, prepared=models.prepared, shard=of_draft, steps=steps,
+            taps=taps, prepared=models.prepared, shard=of_draft, steps=steps,
         )  # fmt: skip
     if lengths := config.speculation.forced_lengths if speculative else []:
         _log.info("not lossless: speculation.forced_lengths=%s says what rounds accept", lengths)

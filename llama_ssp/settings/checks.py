@@ -11,7 +11,7 @@ from dataclasses import MISSING, fields, replace
 from typing import Any
 
 from llama_ssp import catalogue
-from llama_ssp.catalogue import ENDINGS_WITH_FIELDS, ModelConfig, ModelShape, ending_of, is_hub_id
+from llama_ssp.catalogue import ENDINGS_WITH_FIELDS, ModelConfig, ModelShape, ending_of
 from llama_ssp.errors import refuse, unknown_name
 from llama_ssp.groups import chooser_of
 from llama_ssp.machines import hardware
@@ -223,8 +223,11 @@ def _draft(config: RunConfig) -> Iterator[str]:
             f"give {ways}, or use task=generate"
         )
     yield from _pair(config)
-    for ability in MORE.all().values():
-        yield from ability.problems(config)
+    yield from (found for found in _of_abilities(config) if isinstance(found, str))
+
+
+def _of_abilities(config: RunConfig) -> Sequence[str | NoEffect]:
+    return [found for ability in MORE.all().values() for found in ability.problems(config)]
 
 
 def _pair(config: RunConfig) -> Iterator[str]:
@@ -232,17 +235,11 @@ def _pair(config: RunConfig) -> Iterator[str]:
     target, model = config.model, config.draft.model
     if model is None or not (target.shape and model.shape) or model.shape.is_head:
         return
-    if drafters.has_own_tokenizer(config.draft):
-        shapes = [(shape.model_type, shape.vocab_size) for shape in (target.shape, model.shape)]
-        is_listed = not any(entry.path or is_hub_id(entry.name) for entry in (target, model))
-        if is_listed and shapes[0] == shapes[1] and not config.is_synthetic:
-            yield (
-                f"{said('draft.tokenizer', 'own')} has no effect with draft={model.name}, which has the target's "
-                "tokenizer: leave it out"
-            )
-    elif not catalogue.may_share_vocabulary(target.shape, model.shape):
+    is_same = drafters.vocabulary_of(config.draft) is drafters.SAME
+    if is_same and not catalogue.may_share_vocabulary(target.shape, model.shape):
         names = ", ".join(catalogue.smaller_relatives(target)) or "none in the catalogue"
-        otherwise = "" if config.is_synthetic else f"; {said('draft.tokenizer', 'own')} allows any"
+        others = [] if config.is_synthetic else drafters.other_vocabularies()
+        otherwise = "".join(f"; {one.asked} allows any" for one in others)
         yield (
             f"the draft must have the target's vocabulary: {said('model', target.name)} has {target.shape.vocab_size} "
             f"tokens, draft={model.name} {model.shape.vocab_size}; drafts that fit: {names}{otherwise}"
@@ -341,8 +338,9 @@ def _heads(group: str, model: ModelConfig, ranks: tuple[int, ...], *, remedy: st
 
 def _unread(config: RunConfig, explicit: frozenset[str]) -> Iterator[NoEffect]:
     """Yield the settings of `explicit` that have no effect."""
-    of_draft = [(found.key, True, found.reason) for found in _of_draft(config) if isinstance(found, NoEffect)]
-    for keys, has_none, reason in [*_without_effect(config), *of_draft]:
+    of_records = [*_of_draft(config), *_of_abilities(config)]
+    more = [(found.key, True, found.reason) for found in of_records if isinstance(found, NoEffect)]
+    for keys, has_none, reason in [*_without_effect(config), *more]:
         for key in sorted(explicit) if has_none else ():
             if any(key == top or key.startswith(f"{top}.") for top in keys.split()):
                 yield NoEffect(key, reason)
@@ -369,9 +367,6 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
         ("draft.fallback", not speculation.adapts, "without speculation.num_draft_tokens=auto"),
         ("draft.greedy", is_greedy, "at temperature 0, where every draft is greedy"),
         ("placement.draft draft.model", has_no_model, no_model),
-        ("draft.tokenizer", config.is_synthetic and config.draft.model is not None,
-         "with weights=synthetic, which gives both models one tokenizer"),
-        ("draft.tokenizer", has_no_model, no_model),
         ("placement.target placement.draft", config.placement.auto, "with placement=auto, which chooses it"),
         ("placement.target.experts", not is_cut, "without placement.target.kind=tensor, which cuts a target"),
         ("placement.target.experts", config.is_synthetic, "with weights=synthetic, whose models have no experts"),

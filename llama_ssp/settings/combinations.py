@@ -11,10 +11,10 @@ from functools import cache
 from llama_ssp.catalogue import ModelConfig, ModelShape
 from llama_ssp.registry import Registry
 from llama_ssp.settings.backends import BACKENDS
-from llama_ssp.settings.drafters import DRAFTERS, drafter_of, drafts, free_drafts, has_own_tokenizer
+from llama_ssp.settings.drafters import DRAFTERS, drafter_of, drafts, free_drafts
 from llama_ssp.settings.rules import AT_ZERO, RULES, at_every_temperature, rule_of, rules
 from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, DraftLayout, PlanConfig, RunConfig
-from llama_ssp.settings.tasks import drafted_of, task_of, task_specs
+from llama_ssp.settings.tasks import NoEffect, drafted_of, task_of, task_specs
 from llama_ssp.settings.trees import TreeShape, tree_shape
 from llama_ssp.words import key_of, listed, said
 
@@ -28,7 +28,6 @@ ABILITIES: dict[str, Callable[[RunConfig], object]] = {
     "forced lengths": lambda config: config.speculation.forced_lengths,
     "a draft without trees": lambda config: not drafter_of(config.draft).has_trees,
     "a draft without a model": lambda config: config.draft.model is None,
-    "an own tokenizer": lambda config: has_own_tokenizer(config.draft),
     "a recurrent model": lambda config: _recurrent(config.model, _draft(config)),
     "a recurrent draft": lambda config: _recurrent(_draft(config)),
     "synthetic weights": lambda config: config.is_synthetic,
@@ -58,7 +57,6 @@ CLASHES: dict[tuple[str, str], str] = {
     ("a dynamic tree", "a draft without a model"):
         "{tree} needs a draft model or head, whose probabilities shape it, and draft={kind} has none: give one with "
         "draft=NAME, or numbers of children such as {fixed_tree}",
-    ("a tree", "an own tokenizer"): "{tree} needs a draft with the target's tokenizer: leave {own} out",
     ("a tree", "sampling by a rule without trees"):
         "{tree} needs {rules_of_trees}, or {greedy}, and {rule} has no exact rule for trees",
     ("a tree", "penalties"):
@@ -88,10 +86,6 @@ CLASHES: dict[tuple[str, str], str] = {
         "{overlap} needs one K for all rounds, and {auto} was given: use a number, about as many as draft steps fit "
         "into a forward of the target",
     ("overlap", "a fallback"): "{overlap} drafts with the model alone: leave {fallback} out",
-    ("overlap", "an own tokenizer"): "{overlap} needs a draft with the target's tokenizer: leave {own} out",
-    ("an own tokenizer", "a recurrent draft"):
-        "{own} respells a text from several tokens back, and a layer of kind {layer}, as this {family} draft has, "
-        "keeps no state there: give a draft without such layers, or with the target's tokenizer",
     ("a rule without sampling", "sampling"):
         "{rule} keeps the target's distribution at temperature 0 only, and {temperature} is {degrees}: use "
         "{greedy}, {exact_rules}",
@@ -114,14 +108,14 @@ class Ability:
         has: whether a run has it; unknown shapes count as if they had nothing.
         clashes: the sentences for the abilities that no run has with it, by their names; absent ones count for nothing.
         words: those in braces of its sentences, beside `_words`.
-        problems: error sentences of a run, whatever its abilities.
+        problems: of a run, whatever its abilities, and a `NoEffect` for each setting that has none.
     """
 
     name: str
     has: Callable[[RunConfig], object]
     clashes: Mapping[str, str] = field(default_factory=dict)
     words: Callable[[RunConfig], Mapping[str, object]] = lambda _config: {}
-    problems: Callable[[RunConfig], Iterable[str]] = lambda _config: ()
+    problems: Callable[[RunConfig], Iterable[str | NoEffect]] = lambda _config: ()
 
 
 MORE: Registry[Ability] = Registry(setting="ability", kind=Ability)
@@ -158,8 +152,7 @@ def _words(config: RunConfig) -> dict[str, object]:
     chosen = "placement=auto" if placement.auto else f"placement.draft.kind={placement.draft.kind.name}"
     with_trees = [f"draft={name}" for name in free_drafts() if DRAFTERS.of(name).has_trees]
     return {
-        "kind": draft.kind, "draft": model.name, "own": said("draft.tokenizer", "own"),
-        "fallback": said("draft.fallback", draft.fallback),
+        "kind": draft.kind, "draft": model.name, "fallback": said("draft.fallback", draft.fallback),
         "with_trees": ", or ".join(["draft=NAME", *with_trees]),
         "tree": said("speculation.tree", speculation.tree), "tree_key": key_of("speculation.tree"),
         "fixed_tree": said("speculation.tree", "3x1x1"), "auto": said("speculation.num_draft_tokens", ADAPTIVE),

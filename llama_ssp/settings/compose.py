@@ -43,7 +43,7 @@ from llama_ssp.groups import MORE, whole
 from llama_ssp.machines import hardware
 from llama_ssp.manifest import absent
 from llama_ssp.settings import schema
-from llama_ssp.settings.drafters import ModelDraftConfig, drafter_of, drafters, problem_of
+from llama_ssp.settings.drafters import drafter_of, drafters, problem_of
 from llama_ssp.settings.launchers import LAUNCHERS
 from llama_ssp.settings.schema import DERIVED, MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import task_of, task_specs
@@ -304,9 +304,9 @@ def _check_groups(part: object, prefix: str = "") -> None:
 def _default_draft(config: DictConfig, explicit: frozenset[str]) -> DictConfig:
     """The default draft of the target's entry, with the user's settings applied."""
     name = config.model.default_draft
-    kind = (
-        ModelDraftConfig(kind=MODEL_DRAFT, model=catalogue.load(name)) if name else DrafterConfig(kind=schema.NO_DRAFT)
-    )
+    kind = DrafterConfig(kind=schema.NO_DRAFT)
+    if name:
+        kind = drafters()[MODEL_DRAFT].settings(kind=MODEL_DRAFT, model=catalogue.load(name))
     draft: DictConfig = OmegaConf.structured(kind)
     for key in explicit:
         if name and key.startswith("draft."):
@@ -319,7 +319,7 @@ def register(root: str = "config") -> None:
     schemas: dict[str, Any] = {"plan": whole(PlanConfig)} if root == "plan" else {"run": RunConfig}
     schemas |= {name: launcher.config for name, launcher in LAUNCHERS.all().items()}
     schemas |= {name: task.config for name, task in task_specs().items()}
-    schemas |= {f"draft_{name}": draft.config for name, draft in drafters().items()}
+    schemas |= {f"draft_{name}": draft.settings for name, draft in drafters().items()}
     with_models = {"run", "plan", *(f"draft_{name}" for name, draft in drafters().items() if draft.has_model)}
     for name, settings in schemas.items():
         node = OmegaConf.structured(settings)
@@ -425,7 +425,7 @@ def _unknown_key(key: str, keys: frozenset[str]) -> str:
         if key.removeprefix("draft.") in keys and key.startswith("draft.model."):
             return f"{key} has no effect without a draft model: give one with draft=NAME"
     last = key.rpartition(".")[2]
-    if sentence := absent("setting", last):
+    if sentence := absent("setting", key) or absent("setting", last):
         return sentence
     if counterpart := counterparts().get(last):
         return f"unknown setting {key!r}: {counterpart.sentence}"

@@ -6,11 +6,13 @@ from enum import Enum
 from typing import Any, Protocol
 
 from llama_ssp.fields import setting
+from llama_ssp.groups import whole
 from llama_ssp.registry import Registry
 from llama_ssp.settings import schema
 from llama_ssp.settings.schema import DrafterConfig, RunConfig
 from llama_ssp.settings.tasks import NoEffect, Range
 from llama_ssp.settings.trees import TreeShape
+from llama_ssp.words import said
 
 
 class RoundSizes(Protocol):
@@ -51,7 +53,7 @@ class DrafterRecord:
     has_model: bool = False
     has_trees: bool = False  # it drafts what `DrafterParts.tree` says.
     # `module:function` that reads what it needs besides the models, once, when they are loaded, from its settings and
-    # the target's tokenizer; `DrafterParts.prepared` has what it returns.
+    # the tokenizers of the target and of a draft model; `DrafterParts.prepared` has what it returns.
     prepare: str | None = None
     ranges: tuple[Range, ...] = ()  # of its settings, whose keys begin with `draft.`.
     # yields further problems of a run with such a draft, and a `NoEffect` for each setting that has none.
@@ -63,6 +65,12 @@ class DrafterRecord:
     alone: Callable[[Any], Any] = lambda draft: draft
     # without a model, arguments of transformers' `generate`, which then drafts K tokens as it does; None for none.
     of_library: Callable[[Any, int], dict[str, object]] | None = None
+
+    @property
+    def settings(self) -> type[Any]:
+        """Its settings, with the settings that rooms add to them."""
+        config: Any = self.config
+        return whole(config)
 
 
 DRAFTERS: Registry[DrafterRecord] = Registry(setting="draft.kind", kind=DrafterRecord)
@@ -76,7 +84,8 @@ def drafter_of(draft: DrafterConfig) -> DrafterRecord:
 
 def of_kind(kind: str) -> DrafterConfig:
     """The settings of a kind of draft, all by default; an unknown kind raises ConfigError."""
-    return DRAFTERS.of(kind).config(kind=kind)
+    made: DrafterConfig = DRAFTERS.of(kind).settings(kind=kind)
+    return made
 
 
 def free_drafts() -> list[str]:
@@ -101,22 +110,60 @@ def draft_label(draft: DrafterConfig) -> str | None:
     return draft.model.label if draft.model else draft_name(draft)
 
 
-class DraftTokenizer(Enum):
-    """Whether the draft model must have the target's tokenizer, or has its own."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DraftVocabulary:
+    """The tokens that a draft model drafts in: the target's, or by a setting of the draft its own.
 
-    same = "same"
-    own = "own"
+    Attributes:
+        name: of the value of the setting.
+        setting: of `ModelDraftConfig`, which a room adds; empty for the target's tokens.
+        value: of the setting.
+        make: `module:class` of the drafter, called with `drafters.drafter.DrafterParts`.
+        check: `module:function` that raises ConfigError unless the draft can draft for the target, from the
+            `run.checkpoints.Source` of each.
+        prepare: as `DrafterRecord.prepare`.
+        slots_per_slot: of the draft's cache, for each slot of the target's, as far as its context goes.
+        first_positions: tokens of a row that the first step of a round reads.
+        logits_bytes: what a logit of a drafted token takes beyond one over the target's tokens.
+    """
+
+    name: str
+    setting: str = ""
+    value: Enum | None = None
+    make: str
+    check: str
+    prepare: str | None = None
+    slots_per_slot: int = 1
+    first_positions: int = 2
+    logits_bytes: int = 0
+
+    @property
+    def asked(self) -> str:
+        """The setting that asks for it, with its value."""
+        return said(f"draft.{self.setting}", self.name)
+
+
+SAME = DraftVocabulary(
+    name="same", make="llama_ssp.speculate.drafters.model:ModelDrafter",
+    check="llama_ssp.run.checkpoints:check_same_tokens",
+)  # fmt: skip
+VOCABULARIES: Registry[DraftVocabulary] = Registry(setting="tokenizer", modules=(__name__,), kind=DraftVocabulary)
+
+
+def other_vocabularies() -> list[DraftVocabulary]:
+    """The vocabularies that are not the target's."""
+    return [one for one in VOCABULARIES.all().values() if one.setting]
+
+
+def vocabulary_of(draft: DrafterConfig) -> DraftVocabulary:
+    """The vocabulary that the settings of a draft ask for."""
+    return next((one for one in other_vocabularies() if getattr(draft, one.setting, None) is one.value), SAME)
 
 
 @dataclass(kw_only=True)
 class ModelDraftConfig(DrafterConfig):
-    """The draft model and its tokenizer."""
+    """The draft model."""
 
-    tokenizer: DraftTokenizer = setting(
-        DraftTokenizer.same,
-        "own allows a draft whose tokenizer is not the target's, which same refuses: it drafts among the tokens that "
-        "both vocabularies have.",
-    )
     greedy: bool = setting(
         False, "true drafts the most probable tokens at every temperature; the rules take them as certain."
     )
@@ -127,13 +174,8 @@ def drafts_greedily(draft: DrafterConfig) -> bool:
     return isinstance(draft, ModelDraftConfig) and draft.greedy
 
 
-def has_own_tokenizer(draft: DrafterConfig) -> bool:
-    """Whether a draft model has a tokenizer of its own."""
-    return isinstance(draft, ModelDraftConfig) and draft.tokenizer is DraftTokenizer.own
-
-
 register(DrafterRecord(name=schema.NO_DRAFT, make=None))
-# Source: arXiv:2302.01318, arXiv:2211.17192; with a tokenizer of its own: arXiv:2502.05202.
+# Source: arXiv:2302.01318, arXiv:2211.17192.
 _MAKE_MODEL = "llama_ssp.speculate.drafters.model:make"
 register(
     DrafterRecord(name=schema.MODEL_DRAFT, make=_MAKE_MODEL, config=ModelDraftConfig, has_model=True, has_trees=True)

@@ -9,8 +9,8 @@ from llama_ssp.speculate.engine.loop import Decoder
 from tests.helpers.decoders import make_decoder
 from tests.helpers.lanes import first
 from tests.helpers.overlapped import overlapped_decoder
-from tests.helpers.own_vocabulary import NUM_OWN_IDS, intersection_drafter
 from tests.helpers.prefix_runner import PrefixRunner
+from tests.helpers.rooms import need
 
 Make = Callable[..., Decoder]
 """Makes a decoder of K = 4, from the sharpness of its models and the options of `make_decoder`."""
@@ -24,6 +24,9 @@ def near_pair(sharpness: float = 3.0) -> tuple[PrefixRunner, PrefixRunner]:
 
 
 def _other_tokenizer(sharpness: float, **options: object) -> Decoder:
+    need("tokenizers")
+    from tests.rooms.tokenizers.own_vocabulary import NUM_OWN_IDS, intersection_drafter
+
     draft = PrefixRunner(NUM_OWN_IDS, seed=1, sharpness=sharpness)
     return make_decoder(
         PrefixRunner(sharpness=sharpness), None,

@@ -6,9 +6,9 @@ from typing import Any
 from llama_ssp.models.runner import NullRunner
 from llama_ssp.ranks.comms import Comm, Mesh
 from llama_ssp.run.decoders import Models, build_decoder
+from llama_ssp.settings.drafters import vocabulary_of
 from llama_ssp.settings.layout import Layout
 from llama_ssp.settings.schema import DraftLayout, RunConfig
-from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
 from llama_ssp.speculate.engine.held import Reuse
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.decoders import complete
@@ -39,7 +39,7 @@ def texts_of_ranks(
     *,
     sizes: tuple[int, int] = (11, 11),
     sharpness: float = 1.0,
-    tokenizers: TokenizerPair | None = None,
+    prepared: object = None,
     speculative: bool = True,
 ) -> list[list[list[int]]]:
     """What each rank writes; drafts of ranks whose word does not count are other models.
@@ -61,7 +61,8 @@ def texts_of_ranks(
         models = Models(
             target=target if rank in layout.target_ranks else nowhere, draft=draft, drafts=True,
             mesh=Mesh(world=comm, replica=comm, number=0, layout=layout, target=Comm.single(), draft=draft_comm),
-            tokenizer=tokenizer, eos_ids=(3,), context=512, tokenizers=tokenizers,
+            tokenizer=tokenizer, eos_ids=(3,), context=512, prepared=prepared,
+            vocabulary=vocabulary_of(config.draft),
             reuse=Reuse.of([target, draft], comm),
         )  # fmt: skip
         return [done.token_ids for done in complete(build_decoder(models, config, speculative=speculative), requests)]

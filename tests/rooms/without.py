@@ -107,9 +107,10 @@ def words_for(asked: str, folder: Path) -> list[str]:
         return ["run", "task=generate", "draft=none", "model=./alone"]
     if kind == "setting":
         return ["plan", "hardware=h100", f"{name}=x"]
-    if kind == "argument":
-        (folder / "argument.py").write_text(f"from llama_ssp import load\nload('tiny', {name}=2)\n")
-        return ["run", "ranks=1", "--script", "argument.py"]
+    if kind in {"argument", "tokenizer"}:
+        given = f"{name}=2" if kind == "argument" else f"draft='tiny-draft', {kind}='{name}'"
+        (folder / f"{kind}.py").write_text(f"from llama_ssp import load\nload('tiny', {given})\n")
+        return ["run", "ranks=1", "--script", f"{kind}.py"]
     return [name] if kind == "command" else ["run", *(["-m"] if kind == "hydra/launcher" else []), asked]
 
 

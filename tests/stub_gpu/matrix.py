@@ -16,11 +16,11 @@ import torch
 
 from benchmarks.decoding import load_pair, run_config
 from llama_ssp import Pair, catalogue
+from llama_ssp.api.arguments import draft_model, vocabulary_of
 from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.tuning import make_ready
-from llama_ssp.settings.drafters import DraftTokenizer, ModelDraftConfig
-from llama_ssp.settings.schema import MODEL_DRAFT, DeviceKind, SpeculationConfig, VerificationConfig
+from llama_ssp.settings.schema import DeviceKind, SpeculationConfig, VerificationConfig
 from llama_ssp.speculate.engine.executors import GraphExecutor
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
@@ -88,8 +88,7 @@ def load_group(group: Group, folder: Path) -> Pair:
         _save(group.family, folder)
         entries = [ModelConfig(name="local", path=str(folder / part)) for part in ("target", "draft")]
     target, draft = (replace(entry, dtype=Dtype[group.dtype], quantization="none") for entry in entries)
-    tokenizer = DraftTokenizer.own if group.family == ANOTHER_TOKENIZER else DraftTokenizer.same
-    drafter = ModelDraftConfig(kind=MODEL_DRAFT, model=draft, tokenizer=tokenizer)
+    drafter = draft_model(draft, vocabulary_of("own" if group.family == ANOTHER_TOKENIZER else "same"))
     config = run_config(replace(target, quantization=group.quantization), draft, device=DeviceKind.cuda)
     return load_pair(replace(config, draft=drafter))
 

@@ -32,7 +32,7 @@ def test_what_asks_for_a_room_is_a_record_of_that_room() -> None:
                 for more in MORE.all().values()
                 if more.config.__module__ == f"llama_ssp.rooms.{room}.records"
             ]
-            assert name in {setting.name for config in added for setting in fields(config)}
+            assert name.rpartition(".")[2] in {setting.name for config in added for setting in fields(config)}
         elif kind in registries:
             found = registries[kind].of(name).run or f"llama_ssp.rooms.{room}"  # a command may be short for a task
             assert found.startswith(f"llama_ssp.rooms.{room}"), words

@@ -73,11 +73,11 @@ class LeanRunner(CachedRunner):
         eps: float = config.rms_norm_eps
         head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._heads = Heads(len(own.heads.query_heads), len(own.heads.kv_heads), head_dim, head_dim**-0.5)
-        parts: dict[str, Any] = {"comm": comm, "kernel": precision.kernel or kernel, "own": self._own}
+        parts: dict[str, Any] = {"comm": comm, "kernel": precision.kernel or kernel}
         self._layers: list[Layer] = []
         layers = self._layers
         for number in range(config.num_hidden_layers):
-            layer = self.layer_class(weights, number, heads=self._heads, eps=eps, **parts)
+            layer = self.layer_class(weights, number, heads=self._heads, eps=eps, own=self._own, **parts)
             layers.append(into.keep(layer, "_layers", number))
         self._width: int = config.hidden_size
         self._comm = comm

@@ -28,6 +28,7 @@ from llama_ssp.planning.model import planned_model
 from llama_ssp.planning.spec import PlanSpec, block_sizes, on_block, without_draft
 from llama_ssp.planning.timing import Timing, timing
 from llama_ssp.rooms.advice.search import MOST_NODES, by_length, in_formats, length_setting, placement_settings
+from llama_ssp.settings.drafters import SAME
 from llama_ssp.settings.schema import DraftLayout
 from llama_ssp.storage.formats import OWN_DTYPE, formats
 from llama_ssp.words import counted, rounded, said
@@ -86,7 +87,7 @@ def _better_place(spec: PlanSpec, hardware: HardwareConfig, best: float) -> str:
 def better_draft(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
     """A sentence about the smaller draft of the catalogue that gains most, if that is clearly more than this one."""
     is_given = spec.acceptance is not None  # a figure of this pair alone
-    if spec.draft is None or is_given or spec.own_tokenizer or spec.tree or not timed.by_num_draft_tokens:
+    if spec.draft is None or is_given or spec.vocabulary is not SAME or spec.tree or not timed.by_num_draft_tokens:
         return
     asked, gains = inventory(spec.draft.shape).num_parameters, {1.0: ""}
     for draft in (planned_model(catalogue.load(name), device=spec.device) for name in _smaller(spec.target.name)):

@@ -25,6 +25,7 @@ from llama_ssp.planning.plan import PLAN_VERSION, basis
 from llama_ssp.planning.spec import PlanSpec, on_block, spec_of_plan, without_draft
 from llama_ssp.planning.timing import Timing, timing
 from llama_ssp.run.tasks import dry_run
+from llama_ssp.settings.drafters import SAME
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT
 from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, DraftLayout, PlanConfig
 from llama_ssp.settings.trees import tree_shape
@@ -225,7 +226,7 @@ def _drafted(
         is_own = own is not None and draft.name == own.name
         tried = [draft] if is_own and "draft.model.quantization" in words else in_formats(draft, device=spec.device)
         for one in tried:
-            yield replace(spec, draft=one, free_draft=None, own_tokenizer=spec.own_tokenizer and is_own)
+            yield replace(spec, draft=one, free_draft=None, vocabulary=spec.vocabulary if is_own else SAME)
 
 
 def _with_draft(base: PlanSpec, way: PlanSpec, words: Mapping[str, str]) -> Iterator[PlanSpec]:
@@ -242,8 +243,8 @@ def _with_draft(base: PlanSpec, way: PlanSpec, words: Mapping[str, str]) -> Iter
         yield one
         if not _has(words, "speculation.tree", "speculation.num_draft_tokens"):
             yield from _with_trees(one)
-        in_turns = one.has_head or one.tree or one.own_tokenizer or _has(words, "speculation.overlap", "draft.fallback")
-        if is_apart and not in_turns:
+        in_turns = one.has_head or one.tree or _has(words, "speculation.overlap", "draft.fallback")
+        if is_apart and one.vocabulary is SAME and not in_turns:
             yield replace(one, overlap=True)
 
 
@@ -269,7 +270,7 @@ def in_formats(plain: PlannedModel, *, device: str) -> Iterator[PlannedModel]:
 
 
 def _with_trees(spec: PlanSpec) -> Iterator[PlanSpec]:
-    is_exact = spec.rule in {DEFAULT, AT_ZERO} and not spec.counts_tokens and not spec.own_tokenizer
+    is_exact = spec.rule in {DEFAULT, AT_ZERO} and not spec.counts_tokens and spec.vocabulary is SAME
     is_placed = spec.draft_kind in {DraftLayout.one_rank, DraftLayout.sharded}
     if spec.has_head and is_placed and is_exact and spec.batch_size <= FEW_ROWS:
         for tree in TREES:

@@ -36,7 +36,7 @@ from llama_ssp.run.prompts import reason_of
 from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session
 from llama_ssp.run.tasks.dry_run import forecast
-from llama_ssp.settings.drafters import draft_label, drafter_of, has_own_tokenizer
+from llama_ssp.settings.drafters import SAME, draft_label, drafter_of, vocabulary_of
 from llama_ssp.settings.schema import RunConfig, SamplingConfig, WeightsKind
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.loop import Decoder
@@ -236,7 +236,7 @@ def _peers(session: Session) -> Peers | None:
     # The library takes two tokenizers for one where their vocabularies are of one size, and then refuses to assist.
     # Nor does it take a head, which is no model by itself.
     has_head = any(source.origin.shape.is_head for source in session.models.sources)
-    num_models = 1 if has_own_tokenizer(drafting) or has_head else 2
+    num_models = 1 if vocabulary_of(drafting) is not SAME or has_head else 2
     target, *drafts = (
         load_peer(source.origin.folder, dtype=source.dtype or source.origin.dtype, device=session.world.device)
         for source in session.models.sources[:num_models]

@@ -234,6 +234,7 @@ def _drafter(session: Session, taps: Taps | None) -> Drafter:
     config = replace(config, speculation=replace(config.speculation, overlap=False, tree=None))
     config = replace(config, draft=drafter_of(config.draft).alone(config.draft))  # a score depends on no other text
     drafter, *_ = make_drafters(
-        config, mesh=models.mesh, target=models.target, runner=models.draft, tokenizers=models.tokenizers, taps=taps
+        config, mesh=models.mesh, target=models.target, runner=models.draft, taps=taps,
+        prepared=models.prepared if models.draft else None,
     )  # fmt: skip
     return drafter

@@ -11,7 +11,7 @@ from llama_ssp.rooms.evaluate.probabilities import SampledText, score
 from llama_ssp.rooms.evaluate.records import Evidence, task_and_suite
 from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session, Viewer
-from llama_ssp.settings.drafters import drafter_of, drafts_greedily, has_own_tokenizer
+from llama_ssp.settings.drafters import SAME, drafter_of, drafts_greedily, vocabulary_of
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.storage.formats import NO_QUANTIZATION, OWN_DTYPE
@@ -60,7 +60,7 @@ def rounds_of(config: RunConfig, *, has_head: bool) -> Rounds:
     if is_certain and rule in {DEFAULT, BLOCK}:
         rule = CERTAIN
     num_known = 1 if has_head else ANY_ROUNDS.num_known
-    if draft.fallback or has_own_tokenizer(draft) or config.speculation.overlap:
+    if draft.fallback or vocabulary_of(draft) is not SAME or config.speculation.overlap:
         num_known = 0
     exact, models = (Dtype.fp32, NO_QUANTIZATION, OWN_DTYPE), filter(None, (config.model, draft.model))
     is_exact = all((model.dtype, model.quantization, model.cache_dtype) == exact for model in models)

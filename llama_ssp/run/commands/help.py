@@ -125,7 +125,7 @@ def _of_tasks(names: Iterable[str]) -> str:
 def _settings() -> Iterable[DescribedSetting]:
     """All settings, without derived ones, and without the fields of `model` once more."""
     found = [*settings_of(RunConfig), *settings_of_launchers()]
-    found += [one for draft in drafters().values() for one in settings_of(draft.config, "draft.")]
+    found += [one for draft in drafters().values() for one in settings_of(draft.settings, "draft.")]
     kept = {(one.key, one.meaning): one for one in found}.values()
     return (one for one in kept if not one.key.startswith((*DERIVED, "draft.model.")))
 

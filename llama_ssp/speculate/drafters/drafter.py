@@ -19,7 +19,6 @@ from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import Cached, Runner, TreePlaces
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import DrafterConfig
-from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.draft import POINT_MASS, Draft
 from llama_ssp.speculate.sampling.rules import Rule
@@ -41,8 +40,7 @@ class DrafterParts:
         tree: of the drafted tokens; None for a chain.
         num_ahead: the most drafted tokens that wait for verification when a round begins.
         first_row: the first of the rows that this rank drafts, by the number of all; 0 where it drafts all.
-        tokenizers: both models' tokenizers, if the draft has its own.
-        prepared: what `DrafterRecord.prepare` has read; None without it.
+        prepared: what `prepare` of the record of the draft, or of its vocabulary, has read; None without it.
     """
 
     config: DrafterConfig
@@ -52,7 +50,6 @@ class DrafterParts:
     device: torch.device
     runner: Any = None
     comm: Comm | None = None
-    tokenizers: TokenizerPair | None = None
     taps: Taps | None = None
     tree: Tree | None = None
     num_ahead: int = 0

@@ -8,7 +8,7 @@ from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import Cached, Runner
 from llama_ssp.ranks.comms import Mesh
 from llama_ssp.registry import imported
-from llama_ssp.settings.drafters import drafter_of, drafts_greedily, of_kind
+from llama_ssp.settings.drafters import SAME, drafter_of, drafts_greedily, of_kind, vocabulary_of
 from llama_ssp.settings.rules import rule_of
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts
@@ -20,21 +20,19 @@ from llama_ssp.speculate.drafters.shared import (
     ProbsReceiver,
     TapsSender,
 )
-from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
 from llama_ssp.speculate.sampling.by_row import RowSteps
 from llama_ssp.speculate.sampling.rules import make_rule
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.trees import Tree
 
 
-def make_drafters(  # noqa: PLR0913 - what drafts of all kinds need
+def make_drafters(
     config: RunConfig,
     *,
     mesh: Mesh,
     target: Runner,
     runner: Cached | None,
     split: BatchSplit | None = None,
-    tokenizers: TokenizerPair | None = None,
     taps: Taps | None = None,
     shard: Shard = WHOLE,
     prepared: object = None,
@@ -43,9 +41,9 @@ def make_drafters(  # noqa: PLR0913 - what drafts of all kinds need
     """Make the drafters of a rank, in a run with a draft: the draft's, then the fallback's if rounds choose.
 
     `runner` is the draft model or this rank's slice of it, None on ranks without one. `split` divides the rows among
-    ranks that each hold the whole draft model. `tokenizers` are both models', if the draft has its own; `taps` the
-    target's, if it is a head; for `prepared` see `DrafterParts`. `shard` is of the draft's logits, `steps` shared with
-    the target's rule. Raises ConfigError if the code of a kind of draft cannot be imported.
+    ranks that each hold the whole draft model. `taps` are the target's, if the draft is a head; for `prepared` see
+    `DrafterParts`. `shard` is of the draft's logits, `steps` shared with the target's rule. Raises ConfigError if the
+    code of a kind of draft cannot be imported.
     """
     layout, num_draft_tokens = mesh.layout, config.speculation.most_draft_tokens
     vocab_size, device = target.vocab_size, target.device
@@ -54,7 +52,8 @@ def make_drafters(  # noqa: PLR0913 - what drafts of all kinds need
     receiver = _receiver(config, mesh, vocab_size=vocab_size, device=device) if has_model else None
     sampling = replace(config.sampling, temperature=0.0) if drafts_greedily(config.draft) else config.sampling
     # A tree takes more than the best token; another vocabulary is mapped or cut to the target's before one is taken.
-    takes_all = not mesh.draft or not runner or tree or tokenizers or runner.vocab_size > vocab_size
+    is_mapped = vocabulary_of(config.draft) is not SAME
+    takes_all = not mesh.draft or not runner or tree or is_mapped or runner.vocab_size > vocab_size
     rule = make_rule(
         sampling, config.verification, breaks_ties=bool(receiver and receiver.num_left),
         is_cut=not takes_all and mesh.draft is not None and mesh.draft.size > 1, shard=shard, steps=steps,
@@ -62,7 +61,7 @@ def make_drafters(  # noqa: PLR0913 - what drafts of all kinds need
 
     parts = DrafterParts(
         config=config.draft, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=vocab_size, device=device,
-        runner=runner, comm=mesh.draft, tokenizers=tokenizers, taps=taps, tree=tree, prepared=prepared,
+        runner=runner, comm=mesh.draft, taps=taps, tree=tree, prepared=prepared,
         num_ahead=(num_draft_tokens - 1) * config.speculation.overlap,
         first_row=(lambda num_rows: split.own_rows(num_rows).start) if split else (lambda _num_rows: 0),
     )  # fmt: skip

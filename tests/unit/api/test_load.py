@@ -18,12 +18,12 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.models.huggingface.modules import load_modules
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.weights import Loading
+from llama_ssp.settings.drafters import SAME
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.in_memory import weights_of
 from tests.helpers.hub import shipped
 from tests.helpers.lanes import sample
 from tests.helpers.models import FAMILIES, VOCAB_SIZE, build_checkpoint, refusal, tiny_model
-from tests.helpers.other_tokenizer import PROMPT, save_pair
 from tests.helpers.packed_checkpoints import pack_checkpoint
 from tests.helpers.repository import ROOT
 from tests.helpers.tokenizers import save_tokenizer
@@ -106,20 +106,7 @@ def test_a_loaded_tokenizer_is_that_of_the_pair(tokenizer: PreTrainedTokenizerBa
     assert pair.tokenizer is tokenizer
     again = load("tiny", "tiny-draft", tokenizer=(tokenizer, AutoTokenizer.from_pretrained(DRAFT)))
     assert again.tokenizer is tokenizer, "two of one vocabulary are as one"
-    assert again.models.tokenizers is None
-
-
-@pytest.mark.heavy
-def test_two_loaded_tokenizers_are_the_targets_and_the_drafts_own(tmp_path: Path) -> None:
-    save_pair(tmp_path)
-    folders = tmp_path / "target", tmp_path / "draft"
-    own, other = (AutoTokenizer.from_pretrained(folder) for folder in folders)
-    pair = load(*folders, tokenizer=(own, other))
-    assert pair.models.tokenizers
-    assert pair.tokenizer is own
-    (found,) = pair.generate(PROMPT, max_new_tokens=12, temperature=0)
-    (wanted,) = load(*folders, tokenizer="own").generate(PROMPT, max_new_tokens=12, temperature=0)
-    assert found.token_ids == wanted.token_ids
+    assert again.models.vocabulary is SAME
 
 
 def test_a_model_without_a_tokenizer_asks_for_one(models: tuple[PreTrainedModel, PreTrainedModel]) -> None:

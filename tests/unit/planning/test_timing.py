@@ -1,4 +1,4 @@
-"""Times: what each piece of a round must cost, also of rounds that overlap and of drafts with their own tokenizer."""
+"""Times: what each piece of a round must cost, also of rounds that overlap."""
 
 import random
 from dataclasses import replace
@@ -9,27 +9,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_ssp import catalogue
-from llama_ssp.architectures.engine import ENGINE_KERNELS, MOST_PIECES
+from llama_ssp.architectures.engine import ENGINE_KERNELS
 from llama_ssp.architectures.family import inventory
 from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.models.prefill import Buckets
 from llama_ssp.planning.acceptance import overlapped_corrections, overlapped_tokens
 from llama_ssp.planning.collectives import round_messages
 from llama_ssp.planning.forwards import OPERATORS_PER_LAYER
-from llama_ssp.planning.memory import kv_bytes_per_token, memory
+from llama_ssp.planning.memory import kv_bytes_per_token
 from llama_ssp.planning.model import planned_model
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.timing import CostModel, OverlappedTime
 from llama_ssp.planning.weights import model_bytes, step_bytes
-from llama_ssp.settings.schema import DraftLayout, SamplingConfig, VerificationConfig
-from llama_ssp.speculate.sampling.rules import make_rule
-from tests.helpers.own_vocabulary import intersection_drafter
+from llama_ssp.settings.schema import DraftLayout
 from tests.helpers.planning import make_spec, small_model, times_of
-from tests.helpers.prefix_runner import PrefixRunner
 
 A100 = hardware.load("8xa100_80gb")
 
@@ -273,33 +269,3 @@ def test_a_plan_warns_where_overlapping_makes_a_token_slower_and_nowhere_else() 
         assert not [text for text in make_plan(in_turn, CPUS).warnings if "speculation.overlap" in text]
         warned.add(slow_s > fast_s)
     assert warned == {True, False}
-
-
-def test_the_draft_has_two_slots_for_each_of_the_targets_as_far_as_its_context_goes() -> None:
-    spec = make_spec("gpt_neox_20B", "gpt_neo_1.3B", prompt_tokens=500)
-    own = replace(spec, own_tokenizer=True)
-    (before,), (after,) = memory(spec, A100), memory(own, A100)
-    assert after.draft_cache_bytes == 2 * before.draft_cache_bytes
-    assert after.target_cache_bytes == before.target_cache_bytes
-    assert after.logits_bytes >= before.logits_bytes
-    assert replace(own, prompt_tokens=1900).draft_slots == 2048
-    tight = replace(own, prompt_tokens=1984)
-    assert tight.draft_slots == tight.num_slots > 2048
-
-
-def test_the_engine_allocates_what_is_planned() -> None:
-    spec = replace(make_spec("gpt_neox_20B", "gpt_neo_1.3B", prompt_tokens=100), own_tokenizer=True)
-    runner = PrefixRunner(9)
-    drafter = intersection_drafter(runner, make_rule(SamplingConfig(), VerificationConfig()))
-    drafter.allocate(batch_size=1, num_slots=spec.num_slots)
-    assert runner.slots.cache.shape[1] == spec.draft_slots
-    buckets = Buckets(step=64, num_slots=spec.num_slots)
-    assert drafter.own_bucket(buckets.covering(100)) == 256
-    assert drafter.own_bucket(spec.num_slots) == spec.draft_slots
-
-
-def test_the_first_forward_of_a_round_reads_all_pieces_of_a_token() -> None:
-    own = replace(make_spec("gpt_neox_20B", "gpt_neo_1.3B"), own_tokenizer=True)
-    costs = CostModel(own, A100)
-    drafting_s = costs.draft_step_s(MOST_PIECES + 1) + 3 * costs.draft_step_s(1)
-    assert times_of(own, A100).round_s == pytest.approx(drafting_s + costs.verify_s(4))

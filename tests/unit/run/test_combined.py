@@ -15,10 +15,12 @@ import torch
 
 from benchmarks.decoding import run_config
 from llama_ssp import Pair, catalogue, load
+from llama_ssp.api.arguments import draft_model
 from llama_ssp.catalogue import ModelConfig
+from llama_ssp.registry import imported
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.settings.combinations import clashes
-from llama_ssp.settings.drafters import DraftTokenizer, ModelDraftConfig, free_drafts, of_kind
+from llama_ssp.settings.drafters import ModelDraftConfig, free_drafts, of_kind, other_vocabularies, vocabulary_of
 from llama_ssp.settings.layout import Layout
 from llama_ssp.settings.schema import (
     MODEL_DRAFT,
@@ -29,7 +31,6 @@ from llama_ssp.settings.schema import (
     SpeculationConfig,
     VerificationConfig,
 )
-from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers import one_pass_heads
 from tests.helpers.decoders import complete, ids_of
@@ -55,7 +56,7 @@ PROCESSES: dict[str, dict[str, Any]] = {
 DRAFTS = {
     "model": ModelDraftConfig(kind=MODEL_DRAFT, model=ModelConfig(name="draft")),
     "greedy": ModelDraftConfig(kind=MODEL_DRAFT, model=ModelConfig(name="draft"), greedy=True),
-    "own": ModelDraftConfig(kind=MODEL_DRAFT, model=ModelConfig(name="draft"), tokenizer=DraftTokenizer.own),
+    **{one.name: draft_model(ModelConfig(name="draft"), one) for one in other_vocabularies()},
     **{kind: of_kind(kind) for kind in free_drafts()},
 }
 OWN_LAYOUTS = [ALONE, *(LAYOUTS[place] for place in (0, 2, 4, 6))]
@@ -106,12 +107,14 @@ def test_what_the_table_allows_on_ranks_has_the_plain_text(
 ) -> None:
     config = combined(config_on(layout, draft), mode, rule, process)
     layout = replace(layout, draft_ranks=()) if draft in free_drafts() else layout
-    tokenizers = TokenizerPair(byte_level(), sentencepiece_like()) if draft == "own" else None
-    sizes = (len(byte_level()), len(sentencepiece_like())) if tokenizers else (11, 11)
+    tokenizers = (byte_level(), sentencepiece_like()) if draft == "own" else ()
+    prepare = vocabulary_of(config.draft).prepare
+    prepared = imported(prepare, setting="draft")(config.draft, *tokenizers) if prepare else None
+    sizes = (len(tokenizers[0]), len(tokenizers[1])) if tokenizers else (11, 11)
     requests = requests_for(rule, process, vocab_size=sizes[0])
     how: dict[str, Any] = {"sizes": sizes, "sharpness": 0.7 if tokenizers else 1.0}
     (plain,) = texts_of_ranks(ALONE, config, requests, speculative=False, **how)
-    found = texts_of_ranks(layout, config, requests, tokenizers=tokenizers, **how)
+    found = texts_of_ranks(layout, config, requests, prepared=prepared, **how)
     assert found == [plain] * len(layout.ranks)
 
 

@@ -37,6 +37,13 @@ class Naps(Waits):
     nap_s: float = setting(3.0, "napping.")
 
 
+@dataclass(kw_only=True)
+class Rests(Waits):
+    """Another group of the core."""
+
+    rest_s: float = setting(4.0, "resting.")
+
+
 def test_two_rooms_add_settings_to_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
     MORE.all()
     for config in (Pauses, Naps):
@@ -46,6 +53,7 @@ def test_two_rooms_add_settings_to_one_group(monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(both, Pauses)
     assert isinstance(both, Naps)
     assert both == whole(Waits)()
+    assert vars(whole(Rests)()) == {"load_s": 1.0, "rest_s": 4.0}, "another group of the core, derived from it"
 
 
 def test_a_setting_of_a_room_draws_a_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

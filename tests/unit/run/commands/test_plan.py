@@ -86,12 +86,6 @@ def test_a_local_folder_is_planned_from_its_config_file_alone(tmp_path: Path) ->
     assert (target["dtype"], target["matrix_dtype"]) == ("bf16", "bf16")
 
 
-def test_a_pair_with_two_tokenizers_is_planned_where_they_may_differ() -> None:
-    pair = ["model=gpt_neox_20B", "draft=gpt_neo_1.3B"]
-    call(*pair).check_refusal("drafts that fit: none in the catalogue; draft.tokenizer=own allows any")
-    assert planned(*pair, "draft.tokenizer=own")["time"]["speculative_ms_per_token"] > 0
-
-
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-from llama_ssp.architectures.engine import OWN_SLOTS_PER_SLOT
 from llama_ssp.models.runner import Runner
-from llama_ssp.speculate.drafters.intersection import IntersectionDrafter
-from llama_ssp.speculate.drafters.tokenizers import Alignment
+from llama_ssp.rooms.tokenizers.alignment import Alignment
+from llama_ssp.rooms.tokenizers.drafter import IntersectionDrafter
+from llama_ssp.rooms.tokenizers.records import OWN_SLOTS_PER_SLOT
 from llama_ssp.speculate.sampling.rules import Rule
 from tests.helpers.decoders import parts_of
 
@@ -52,5 +52,5 @@ def intersection_drafter(
     spelling: Spelling = Spelling(),  # noqa: B008
 ) -> IntersectionDrafter:  # fmt: skip
     """The drafter of a runner with 9 ids."""
-    parts = parts_of(runner, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=NUM_IDS, tokenizers=spelling)
+    parts = parts_of(runner, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=NUM_IDS, prepared=spelling)
     return kind(parts)

@@ -7,8 +7,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from llama_ssp.architectures.engine import MOST_PIECES
-from llama_ssp.speculate.drafters.tokenizers import Alignment, TokenizerPair, align, meanings_of, neutral_id
+from llama_ssp.rooms.tokenizers.alignment import Alignment, TokenizerPair, align, meanings_of, neutral_id
+from llama_ssp.rooms.tokenizers.records import MOST_PIECES
 from tests.helpers.tokenizers import byte_level, save_tokenizer, sentencepiece_like
 
 TEXTS = ["def return (n):", "Hello world", "the other\n  world", "é 日本 \t", "return return"]
@@ -22,7 +22,7 @@ def aligned(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> 
 def test_a_text_is_the_same_in_the_pieces_of_its_tokens(
     kinds: tuple[Callable[[], PreTrainedTokenizerFast], ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llama_ssp.speculate.drafters.tokenizers.MOST_PIECES", 20)  # nothing is cut
+    monkeypatch.setattr("llama_ssp.rooms.tokenizers.alignment.MOST_PIECES", 20)  # nothing is cut
     target, draft = (kind() for kind in kinds)
     found = aligned(target, draft)
     for text in TEXTS:

@@ -31,13 +31,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from llama_ssp.architectures.engine import OWN_SLOTS_PER_SLOT, own_slots
+from llama_ssp.architectures.engine import draft_slots
 from llama_ssp.models.prefill import Buckets, Held, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.upload import to_device
 from llama_ssp.ranks.comms import Comm
+from llama_ssp.rooms.tokenizers.alignment import Alignment
+from llama_ssp.rooms.tokenizers.records import OWN_SLOTS_PER_SLOT
 from llama_ssp.speculate.drafters.drafter import DrafterParts, StepwiseDrafter, catch_up
-from llama_ssp.speculate.drafters.tokenizers import Alignment
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.trees import Level, ReadLevel
 from llama_ssp.workspaces import OwnBuckets, Workspace
@@ -115,7 +116,7 @@ class IntersectionDrafter(StepwiseDrafter, OwnBuckets):
     _text: _OwnText  # after `allocate`
 
     def __init__(self, parts: DrafterParts) -> None:
-        runner, tokenizers = parts.runner, parts.tokenizers
+        runner, tokenizers = parts.runner, parts.prepared
         assert runner
         assert tokenizers
         super().__init__(runner, parts)
@@ -139,7 +140,9 @@ class IntersectionDrafter(StepwiseDrafter, OwnBuckets):
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Allocate the cache, as far as the model's positions go."""
-        capacity = own_slots(num_slots, max_position_embeddings=self.runner.max_position_embeddings)
+        capacity = draft_slots(
+            num_slots, slots_per_slot=OWN_SLOTS_PER_SLOT, max_position_embeddings=self.runner.max_position_embeddings
+        )
         super().allocate(batch_size=batch_size, num_slots=capacity)
         if not self._num_texts or self._text.tokens_BX.shape[0] != batch_size or self._text.num_slots < capacity:
             self._num_texts += 1

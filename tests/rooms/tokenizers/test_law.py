@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from llama_ssp.rooms.tokenizers.alignment import Alignment
+from llama_ssp.rooms.tokenizers.drafter import VocabularyMap
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
-from llama_ssp.speculate.drafters.intersection import VocabularyMap
-from llama_ssp.speculate.drafters.tokenizers import Alignment
 from llama_ssp.speculate.sampling.context import Context
 from llama_ssp.speculate.sampling.draft import Verdict
 from llama_ssp.speculate.sampling.processors import draw, processor

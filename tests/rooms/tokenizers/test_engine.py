@@ -10,13 +10,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.decoding import run_config
 from llama_ssp import load
+from llama_ssp.api.arguments import draft_model
 from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import ConfigError
+from llama_ssp.rooms.tokenizers.alignment import TokenizerPair
+from llama_ssp.rooms.tokenizers.records import OWN
 from llama_ssp.run.decoders import build_decoder
-from llama_ssp.settings.drafters import DraftTokenizer, ModelDraftConfig
 from llama_ssp.settings.layout import Layout
-from llama_ssp.settings.schema import MODEL_DRAFT, SamplingConfig, VerificationConfig
-from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
+from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.decoders import complete, ids_of, requests_of
 from tests.helpers.lanes import first, heavy
@@ -92,17 +93,29 @@ def test_pairs_that_cannot_be_are_refused(folder: Path) -> None:
         load(folder / "target", folder / "target", tokenizer="own")
 
 
+@pytest.mark.heavy
+def test_two_loaded_tokenizers_are_the_targets_and_the_drafts_own(folder: Path) -> None:
+    folders = folder / "target", folder / "draft"
+    own, other = (AutoTokenizer.from_pretrained(folder) for folder in folders)
+    pair = load(*folders, tokenizer=(own, other))
+    assert pair.models.vocabulary is OWN
+    assert pair.tokenizer is own
+    (found,) = pair.generate(PROMPT, max_new_tokens=12, temperature=0)
+    (wanted,) = load(*folders, tokenizer="own").generate(PROMPT, max_new_tokens=12, temperature=0)
+    assert found.token_ids == wanted.token_ids
+
+
 def _texts(layout: Layout, *, temperature: float, batch_size: int) -> list[list[list[int]]]:
     tokenizers = byte_level(), sentencepiece_like()
     config = replace(
         run_config(ModelConfig(name="target"), None, sampling=SamplingConfig(temperature=temperature)),
-        draft=ModelDraftConfig(kind=MODEL_DRAFT, tokenizer=DraftTokenizer.own),
+        draft=draft_model(ModelConfig(name="draft"), OWN),
         batch_size=batch_size, ignore_eos=False,
     )  # fmt: skip
     prompts = ["def return (n):", "Hello world", "n", "the other", "re"]
     requests = requests_of([tuple(tokenizers[0](text).input_ids) for text in prompts], 16)
     sizes = len(tokenizers[0]), len(tokenizers[1])
-    return texts_of_ranks(layout, config, requests, sizes=sizes, sharpness=0.7, tokenizers=TokenizerPair(*tokenizers))
+    return texts_of_ranks(layout, config, requests, sizes=sizes, sharpness=0.7, prepared=TokenizerPair(*tokenizers))
 
 
 @pytest.mark.parametrize("layout", first([LAYOUTS[place] for place in (0, 2, 3, 4, 6)], num=2))

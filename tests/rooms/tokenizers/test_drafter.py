@@ -8,9 +8,9 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
+from llama_ssp.rooms.tokenizers.alignment import Alignment
+from llama_ssp.rooms.tokenizers.drafter import IntersectionDrafter
 from llama_ssp.settings.schema import SamplingConfig
-from llama_ssp.speculate.drafters.intersection import IntersectionDrafter
-from llama_ssp.speculate.drafters.tokenizers import Alignment
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
@@ -20,9 +20,9 @@ from llama_ssp.speculate.sampling.processors import processor
 from llama_ssp.speculate.sampling.rules import Rule
 from tests.helpers.decoders import ScriptedLength, complete, make_decoder, requests
 from tests.helpers.lanes import grid, heavy
-from tests.helpers.own_vocabulary import ALIGNMENT, NUM_OWN_IDS, Spelling, intersection_drafter, own_text
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.text_laws import counted
+from tests.rooms.tokenizers.own_vocabulary import ALIGNMENT, NUM_OWN_IDS, Spelling, intersection_drafter, own_text
 
 SAMPLING = SamplingConfig(temperature=0.9)
 PENALIZED = SamplingConfig(temperature=1.2, top_p=0.95, repetition_penalty=1.3, frequency_penalty=0.2)

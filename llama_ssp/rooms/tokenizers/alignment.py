@@ -12,15 +12,19 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from llama_ssp.architectures.engine import MOST_PIECES
 from llama_ssp.continuation import TextAfter
+from llama_ssp.errors import ConfigError
+from llama_ssp.rooms.tokenizers.records import MOST_PIECES, OWN, no_effect
+from llama_ssp.run.checkpoints import Source
+from llama_ssp.settings.drafters import free_drafts
+from llama_ssp.settings.schema import DrafterConfig
 from llama_ssp.token_bytes import reader_of
+from llama_ssp.words import said
 
 Meaning = bytes | str
 """The bytes that a token adds to a text; for a special token, which adds nothing, its name."""
 
 _END = "end of sequence"
-_LEAST_SHARED = 0.9  # Of the smaller vocabulary: reserved tokens may have been renamed.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,17 +39,6 @@ class Alignment:
 
     shared: tuple[int | None, ...]
     pieces: tuple[tuple[int, ...], ...]
-
-
-def num_disagreeing(target_ids: Mapping[str, int], draft_ids: Mapping[str, int]) -> int:
-    """Number of tokens in both vocabularies that have different ids; all if they share few.
-
-    Vocabularies that differ only in tokens that one of them has added, such as `[PAD]`, disagree in none.
-    """
-    shared = target_ids.keys() & draft_ids.keys()
-    if len(shared) < _LEAST_SHARED * min(len(target_ids), len(draft_ids)):
-        return len(target_ids)
-    return sum(target_ids[token] != draft_ids[token] for token in shared)
 
 
 @lru_cache(maxsize=1)  # large vocabularies take a second, and checks come first
@@ -126,3 +119,21 @@ class TokenizerPair:
         text = TextAfter(self._target, (), names_special=True).decode(ids[begins:])  # special tokens' text: names
         known = [token for token in self._draft(text).input_ids if token < size]
         return known or [neutral_id(self._draft, size=size)]
+
+
+def pair_of(_: DrafterConfig, target: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase) -> TokenizerPair:
+    """The tokenizers as `DrafterParts.prepared` has them."""
+    return TokenizerPair(target, own)
+
+
+def check(target: Source, draft: Source) -> None:
+    """Raise ConfigError for a draft with the target's tokenizer, and for one that shares no token with it."""
+    if target.tokenizer.get_vocab() == draft.tokenizer.get_vocab():
+        raise ConfigError(no_effect(draft.entry.name))
+    sizes = {"target_size": target.origin.shape.vocab_size, "draft_size": draft.origin.shape.vocab_size}
+    if {*align(target.tokenizer, draft.tokenizer, **sizes).shared} == {None}:
+        raise ConfigError(
+            f"{OWN.asked} drafts the tokens that both vocabularies have, and draft={draft.entry.name} shares none with "
+            f"{said('model', target.entry.name)}: choose another draft"
+            + "".join(f", or {said('draft', name)}" for name in free_drafts())
+        )
