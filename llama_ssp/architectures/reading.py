@@ -11,6 +11,7 @@ from typing import Any
 
 from llama_ssp.architectures.experts import expert_sizes, first_size
 from llama_ssp.architectures.family import (
+    check_kind,
     check_ranks,
     check_servable,
     inventory,
@@ -44,8 +45,6 @@ _NAMES = {
 }
 """Names of a size in the files of different families."""
 _DESCRIBE = "llama_ssp.models.huggingface.described:describe"
-_DECODERS = ("CausalLM", "LMHeadModel", "ForConditionalGeneration")
-"""Endings of the library's classes that continue a text."""
 
 
 def fields_of(content: Mapping[str, Any]) -> Field:
@@ -114,8 +113,11 @@ def read_config(folder: Path, *, describes: bool = True, of: DraftHead | None = 
     model_type = content.get("model_type")
     if not isinstance(model_type, str):
         raise _incomplete(file, "model_type")
+    if head is None:
+        check_kind(whole, file)
     family, is_known, layers = record_of(model_type), model_type in kinds(), ""
-    content = content if is_known else _of_text(model_type, content, whole)
+    if not is_known and isinstance(text := content.get("text_config"), dict):  # which has no model_type of its own
+        content = {**content, **text}
     field = fields_of(content)
     by_library = not family.is_written and (describes or not is_known)
     shape, refusal = _by_modules(folder) if by_library else (None, "")
@@ -166,6 +168,7 @@ def read_stored_format(folder: Path, shape: ModelShape) -> StoredFormat | None:
     return stored_format(
         read_model_config(folder), modules=modules, num_layers=shape.num_hidden_layers,
         ties_head=shape.tie_word_embeddings,
+        has_odd_experts=shape.num_experts > 0 and not record_of(shape.model_type).gates_experts,
     )  # fmt: skip
 
 
@@ -193,16 +196,6 @@ def check_readable(
             stored.kept_format(quantization, where=folder)
         return shape
     return None
-
-
-def _of_text(model_type: str, content: Mapping[str, Any], whole: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of an unknown family's file that has the sizes; PlacementError if it is no decoder."""
-    text = content.get("text_config")
-    classes = whole.get("architectures") or []
-    if whole.get("is_encoder_decoder") or (classes and not any(name.endswith(_DECODERS) for name in classes)):
-        named = f" ({', '.join(classes)})" if classes else ""
-        raise PlacementError(f"{model_type} models{named} do not continue a text token by token: a decoder is required")
-    return {**content, **text} if isinstance(text, dict) else content
 
 
 def _incomplete(file: Path, missing: str) -> CheckpointError:

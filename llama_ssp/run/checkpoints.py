@@ -3,15 +3,24 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+import transformers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from llama_ssp.architectures.family import record_of
 from llama_ssp.architectures.matrices import DRAFT_WHOLE, WholeParts
-from llama_ssp.architectures.model_files import GENERATION_CONFIG_FILE, INNER_CONFIGS, TOKENIZER_FILES, read_json
+from llama_ssp.architectures.model_files import (
+    GENERATION_CONFIG_FILE,
+    INNER_CONFIGS,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+    TOKENIZER_FILES,
+    read_json,
+)
 from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelConfig
 from llama_ssp.draft_heads import DraftHead, head_in_target, heads_in_targets
 from llama_ssp.errors import CheckpointError, ConfigError
@@ -231,13 +240,17 @@ def _check(
     """Check a model for `num_ranks`; a `tokenizer` of None is read from its folder, or a head's from its target's."""
     from llama_ssp.models.loading import check_model  # noqa: PLC0415 - slow import
 
-    compiles = device == "cpu"
-    check_model(origin, num_ranks=num_ranks, quantization=entry.quantization, whole=whole, compiles=compiles)
+    dtype = number_format(entry, device=device)
+    torch_dtype = None if dtype is Dtype.auto else getattr(torch, dtype.value)
+    grouped_bytes = 0 if device == "cpu" else (torch_dtype or origin.dtype).itemsize
+    check_model(
+        origin, num_ranks=num_ranks, quantization=entry.quantization, whole=whole, compiles=device == "cpu",
+        grouped_bytes=grouped_bytes,
+    )  # fmt: skip
     if not record_of(origin.shape.model_type).is_written and (isinstance(origin, Checkpoint) or tap_source(origin)):
         from llama_ssp.models.huggingface.described import with_modules  # noqa: PLC0415 - slow import
 
         origin = with_modules(origin)
-    dtype = number_format(entry, device=device)
     of_texts: WeightSource = getattr(origin, "target", origin)  # a head's target
     folder, file = of_texts.folder, of_texts.folder / GENERATION_CONFIG_FILE
     generation = of_texts.generation if isinstance(of_texts, WeightsInMemory) else None
@@ -247,7 +260,7 @@ def _check(
         entry=entry, origin=origin,
         tokenizer=read_tokenizer(folder) if tokenizer is None else tokenizer,
         eos_ids=find_eos_ids(folder, generation), generation=generation,
-        dtype=None if dtype is Dtype.auto else getattr(torch, dtype.value),
+        dtype=torch_dtype,
         precision=Precision(
             quantization=entry.quantization, is_stored=storage_of(origin) is not None, cache_dtype=entry.cache_dtype,
         ),
@@ -255,21 +268,33 @@ def _check(
 
 
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Read a tokenizer, and try it as a run will use it."""
-    for name in TOKENIZER_FILES:
-        if (folder / name).is_file():
-            read_json(folder / name)
+    """Read a tokenizer, and try it as a run will use it; code that its files name is passed over for tokenizer.json."""
+    found = {name: read_json(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
+    config = found.get(TOKENIZER_CONFIG_FILE, {})
+    is_foreign = config.get("auto_map") and not hasattr(transformers, str(config.get("tokenizer_class")))
+    kind: Any = PreTrainedTokenizerFast if is_foreign and TOKENIZER_FILE in found else AutoTokenizer
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
         tokenizer.decode(tokenizer("a b").input_ids, skip_special_tokens=True)
     except Exception as error:  # tokenizer files fail in many ways
         raise CheckpointError(
-            f"the tokenizer in {folder} cannot be read ({reason_of(error)}); tokenizer.json and "
+            f"the tokenizer in {folder} cannot be read ({_alone(folder) or reason_of(error)}); tokenizer.json and "
             "tokenizer_config.json, as save_pretrained writes them, are required"
         ) from error
     return tokenizer
+
+
+def _alone(folder: Path) -> str | None:
+    """Why a tokenizer without tokenizer.json cannot be read here, where its files tell."""
+    if (folder / TOKENIZER_FILE).is_file():
+        return None
+    if any(folder.glob("tekken*.json")):
+        return "tekken.json is Mistral's own layout, which is not read"
+    if any(folder.glob("*.model")) and (find_spec("sentencepiece") is None or find_spec("google") is None):
+        return "a tokenizer.model alone needs two packages: pip install sentencepiece protobuf"
+    return None
 
 
 def find_eos_ids(folder: Path, generation: Mapping[str, Any] | None) -> tuple[int, ...]:

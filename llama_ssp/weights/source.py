@@ -181,6 +181,19 @@ class StoredTensor(ListedTensor):
             raise _unreadable(self.file, error) from error
 
 
+def read_small(tensors: Mapping[str, StoredTensor]) -> dict[str, list[int]]:
+    """Read the numbers of small tensors by name; each file is opened once."""
+    found = dict[str, list[int]]()
+    for file in sorted({tensor.file for tensor in tensors.values()}):
+        try:
+            with safe_open(file, framework="pt") as stored:
+                here = {name: tensor.name for name, tensor in tensors.items() if tensor.file == file}
+                found |= {name: stored.get_tensor(in_file).tolist() for name, in_file in here.items()}
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(file, error) from error
+    return found
+
+
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """List a file's tensors; on opening, safetensors checks the header against the size of the file."""
     try:

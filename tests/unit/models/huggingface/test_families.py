@@ -346,7 +346,7 @@ def test_masks_take_the_bytes_that_are_planned(kind: str) -> None:
         (
             "llama",
             {"rope_parameters": {"rope_type": ["default"], "rope_theta": 1e4}},
-            r"has rope_type \['default'\]: the name of one is required, such as default or yarn",
+            r"has rope_type \['default'\]: default, dynamic, linear, .*, yarn is required",
         ),
         ("llama", {"layer_types": ["chunked_attention", "full_attention"]}, "chunked_attention, whose tokens see no"),
         ("qwen3", {"layer_types": ["indexed_attention"]}, "indexed_attention, whose tokens read slots that an index"),
