@@ -280,6 +280,11 @@ def check_servable(field: Callable[[str], Any]) -> None:
         rope_type = found.get("rope_type", found.get("type", "default"))
         if rope_type not in _ROPE_TYPES:
             raise ConfigError(f"this {model} has rope_type {rope_type!r:.60}: {', '.join(_ROPE_TYPES[:7])} is required")
+    if record.is_llama_kind and rope and all(isinstance(values, dict) for values in rope.values()):
+        raise ConfigError(
+            f"this {model} has rope_parameters for {', '.join(rope)}, and its layers have one set: write the fields of "
+            "one of them, such as rope_type, in rope_parameters itself"
+        )
     if failure := facts.get("fails"):
         raise ConfigError(f"{model_type} models do not run with the static cache ({failure}): {OTHER}")
 

@@ -79,7 +79,7 @@ def _is_rope(value: object) -> bool:
         return False
     return all(
         all(isinstance(part.get(name) or "", str) for name in ("rope_type", "type"))
-        and all(part.get(name) is None or _POSITIVE[1](part[name]) for name in ("factor", "rope_theta"))
+        and all(part.get(name) is None or _POSITIVE[1](part[name]) for name in ("factor", "rope_theta", _ORIGINAL))
         for part in (value, *value.values())
         if isinstance(part, dict)
     )
@@ -89,7 +89,11 @@ _MAX_LAYERS = 1024
 POSITIONS, _WINDOW = _whole(1, 2**30), _whole(0, 2**30)
 _SHARE, LARGE = _number(0, 1), _number(0, 1e12)
 _POSITIVE: Kind = ("a number above 0", lambda value: type(value) in {int, float} and 0 < value < math.inf)
-_ROPE: Kind = ("an object with rope_type as a text, and factor and rope_theta above 0,", _is_rope)
+_ORIGINAL = "original_max_position_embeddings"
+_ROPE: Kind = (
+    f"an object with rope_type as a text, {_ORIGINAL} above 0, and factor and rope_theta above 0,",
+    _is_rope,
+)
 FLAG: Kind = ("true or false", lambda value: isinstance(value, bool))
 TEXT: Kind = ("a text", lambda value: isinstance(value, str))
 _TEXTS: Kind = ("a list of texts", partial(_are, str))
@@ -109,7 +113,7 @@ _FIELDS: Mapping[str, Mapping[str, Kind]] = {
         "hidden_size n_embd head_dim": _whole(1, 2**20),
         "intermediate_size moe_intermediate_size": _in_layers(1, 2**20),
         "vocab_size": _whole(1, 2**24),
-        "max_position_embeddings": POSITIONS,
+        f"max_position_embeddings {_ORIGINAL}": POSITIONS,
         "sliding_window window_size max_window_layers num_kv_shared_layers": _WINDOW,
         "hidden_size_per_layer_input vocab_size_per_layer_input global_head_dim": _WINDOW,
         "tie_word_embeddings use_cache use_sliding_window attention_bias mlp_bias": FLAG,

@@ -53,6 +53,7 @@ class PlanSpec:
         num_samples: rows of a prompt, which is read once for them.
         prompt_tokens, max_new_tokens: tokens of the longest row.
         mean_prompt_tokens: of all prompts, where they are known.
+        guesses_tokens: the tokens of the prompts are guesses.
         cuda_graphs: whether forwards are captured; otherwise every operator is launched from Python.
         own_sums: ranks in a node sum by the program's kernel, if the machine's GPUs can.
     """
@@ -74,6 +75,7 @@ class PlanSpec:
     num_replicas: int = 1
     num_samples: int = 1
     mean_prompt_tokens: float | None = None
+    guesses_tokens: bool = False
     adapts: bool = False
     num_forced: float | None = None
     overlap: bool = False

@@ -199,8 +199,9 @@ def _files(config: RunConfig) -> Iterator[str]:
     # Path raises for names that no file can have.
     if file != "-" and (not os.path.exists(file) or os.path.isdir(file)):  # noqa: PTH110, PTH112
         yield (
-            f"prompts={config.prompts} must be a file, .txt with a prompt per line or .jsonl with a field `prompt`, "
-            "`turns` or `messages` (.json, .csv, .tsv and .parquet are read too), or - for standard input"
+            f"prompts={config.prompts} {'is a folder' if os.path.isdir(file) else 'does not exist'}: give a file, .txt "  # noqa: PTH112
+            "with a prompt per line or .jsonl with a field `prompt`, `turns` or `messages` (.json, .csv, .tsv and "
+            ".parquet are read too), or - for standard input"
         )
     if not config.run_dir:
         given = "null" if config.run_dir is None else ""

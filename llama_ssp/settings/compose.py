@@ -48,7 +48,7 @@ from llama_ssp.settings.launchers import LAUNCHERS
 from llama_ssp.settings.schema import DERIVED, MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import task_of, task_specs
 
-_STOPS = "stop_strings"
+_STOPS, _GREEDY = "stop_strings", "sampling=greedy"
 _PATHS = {"run_dir", "prompts", "model.path", "draft.model.path"}
 _OPEN = {"chat_arguments": "{enable_thinking: false}", "sampling.logit_bias": "{198: -2.5}"}  # have keys of their own
 _QUOTES = "'\""
@@ -197,6 +197,8 @@ def _composed(config: DictConfig, words: Sequence[_Word], chosen: Sequence[str],
             problems += _set(config, key, word, keys)
         explicit.append(key)
         settings.append(f"{key}{word.text[len(word.key) :]}")
+    if _GREEDY in chosen and (temperature := config.sampling.temperature):
+        problems.append(f"{_GREEDY} is temperature 0, and sampling.temperature={temperature} was given: leave one out")
     launcher = None
     if "hydra" in config:
         with read_write(config), open_dict(config):

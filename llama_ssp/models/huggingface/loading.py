@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from llama_ssp.architectures.matrices import RankShard, check_experts, Cut, split_model
+from llama_ssp.architectures.matrices import Cut, RankShard, check_experts, split_model
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import ConfigError
 from llama_ssp.kernels.linear import make_linear

@@ -16,6 +16,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from llama_ssp import catalogue
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.fields import help_of
+from llama_ssp.foreign import counterparts
 from llama_ssp.groups import whole
 from llama_ssp.reports.formats import FORMATS
 from llama_ssp.settings.backends import backends
@@ -79,6 +80,8 @@ def _topics_of(word: str, topics: dict[str, str]) -> list[str]:
     """The topic itself, or the topics that explain a setting, or else all that mention the word."""
     if word.lower() in topics:
         return [word.lower()]
+    if (meant := counterparts().get(word)) and meant.key:
+        word = meant.key
     for before in (r"^ +(?:[\w.]+\.)?", r"(?<!\w)"):
         whole = re.compile(rf"{before}{re.escape(word)}(?!\w)", re.MULTILINE)
         if found := [topic for topic, part in topics.items() if whole.search(part)]:

@@ -84,6 +84,11 @@ DAMAGES: list[Callable[[bytes], bytes]] = [
         (config(rope_scaling={"rope_type": ["yarn"]}), "has rope_scaling .* rope_type as a text"),
         (config(rope_parameters={"rope_type": "linear", "factor": 0}), "rope_parameters .* and factor and rope"),
         (config(rope_parameters={"full_attention": {"rope_theta": 0}}), "rope_parameters .* rope_theta above 0"),
+        (
+            config(rope_parameters={"rope_type": "longrope", "original_max_position_embeddings": 0}),
+            "rope_parameters .* original_max_position_embeddings above 0",
+        ),
+        (config(original_max_position_embeddings=0), "has original_max_position_embeddings 0, and a whole number"),
         (config(rope_theta=0), "has rope_theta 0, and a number above 0 is required"),
         (
             config(model_type="step4", auto_map={"AutoConfig": "a.B"}),

@@ -147,6 +147,13 @@ def test_a_plan_counts_the_cache_of_each_of_two_ranks(saved: SavedModels, kind: 
     assert on_ranks(comms, held) == 2 * [3 * 24 * model.slot_bytes(num_heads)]
 
 
+def test_rope_parameters_by_kind_of_layer_are_refused_for_one_set() -> None:
+    nested = {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    with pytest.raises(ConfigError, match="this llama model has rope_parameters for full_attention, and its layers"):
+        check_servable({"model_type": "llama", "rope_parameters": nested}.get)
+    check_servable({"model_type": "llama", "rope_parameters": {"rope_type": "default", "factor": 1.0}}.get)
+
+
 def test_a_family_that_does_not_fit_the_cache_is_refused_by_a_short_text(tmp_path: Path) -> None:
     build_checkpoint(tmp_path, "bloom")
     with pytest.raises(ConfigError, match=r"^bloom models do not run with the static cache \(ValueError: "):
