@@ -59,7 +59,7 @@ def named(prompts: Sequence[Prompt]) -> str:
 
 def count_tokens(config: RunConfig, prompts: Sequence[Prompt]) -> list[int] | None:
     """The tokens of each prompt, by the target's tokenizer; None without it, and where templates add to the texts."""
-    has_templates = config.chat or config.is_synthetic or any(prompt.messages is not None for prompt in prompts)
+    has_templates = config.chat or not config.reads_files or any(prompt.messages is not None for prompt in prompts)
     is_long = sum(prompt.num_characters for prompt in prompts) > _MOST_COUNTED
     tokenizer = None if has_templates or is_long else _tokenizer(config.model)
     if tokenizer is None:
