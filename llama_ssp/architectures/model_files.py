@@ -15,11 +15,11 @@ from typing import Any
 from llama_ssp.catalogue import CONFIG_FILE, GGUF, GGUF_ALONE
 from llama_ssp.errors import CheckpointError, shown
 from llama_ssp.manifest import absent
+from llama_ssp.storage.stored import QUANTIZATION
 from llama_ssp.weight_changes import CHANGES
 
-MODELOPT_FILE = "hf_quant_config.json"
+MODELOPT_FILE, GPTQ_FILE = "hf_quant_config.json", "quantize_config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
-AGREEMENT_FILE = "agreement.json"  # Of the shipped pair: which noise gives which agreement of synthetic weights.
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 TOKENIZER_FILES = (
@@ -220,14 +220,22 @@ def read_json(file: Path, kinds: Mapping[str, Kind] = MappingProxyType({})) -> d
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """Read the config.json of a model, with the quantization that ModelOpt or MLX write elsewhere; as `read_json`."""
+    """Read the config.json of a model, with the quantization that tools write elsewhere; as `read_json`.
+
+    An empty quantization is none.
+    """
     content = read_json(folder / CONFIG_FILE)
-    if "quantization_config" not in content:
-        other = folder / MODELOPT_FILE
-        holder = read_json(other) if other.is_file() else content
-        method = "modelopt" if holder is not content else "mlx"
-        if isinstance(found := holder.get("quantization"), dict):
-            content["quantization_config"] = {"quant_method": method, **found}
+    others = {name: read_json(file) if (file := folder / name).is_file() else {} for name in (MODELOPT_FILE, GPTQ_FILE)}
+    for part in (content, content.get("text_config")):
+        if isinstance(part, dict) and QUANTIZATION in part and part[QUANTIZATION] in ({}, None):
+            del part[QUANTIZATION]
+    elsewhere = {
+        "compressed-tensors": content.get("compression_config"), "modelopt": others[MODELOPT_FILE].get("quantization"),
+        "mlx": content.get("quantization"), "gptq": others[GPTQ_FILE],
+    }  # fmt: skip
+    for method, found in elsewhere.items():
+        if isinstance(found, dict) and found:
+            content.setdefault(QUANTIZATION, {**found, "quant_method": method})
     return content
 
 

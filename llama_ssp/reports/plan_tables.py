@@ -79,7 +79,10 @@ def show(content: Plan | list[Plan], console: Console | None = None) -> None:
 
 
 def _print_plan(plan: Plan, console: Console) -> None:
-    console.print(f"\n[bold]{literal(verdict(plan))}[/bold]")
+    first, *others = map(literal, [*plan.refusals, verdict(plan)])
+    console.print(f"\n[bold]{first}[/bold]")
+    for line in others:
+        console.print(line)
     console.print(literal(headline(plan)))
     if plan.whole_run:
         console.print(literal(plan.whole_run))
@@ -263,6 +266,8 @@ def _print_machines(plans: Sequence[Plan], console: Console) -> None:
     for plan in plans:
         table.add_row(*_machine_cells(plan))
     meaning = "ms/token of a completion, ms to its first token, tokens/s with prompts"
+    for refusal in plans[0].refusals:
+        console.print(f"\n[bold]{literal(refusal)}[/bold]")
     console.print(f"\n{literal(_models(plans[0].spec))}: {meaning}\n")
     console.print(table)
     for rests_on, group in groupby(sorted(plans, key=lambda plan: plan.basis), key=lambda plan: plan.basis):

@@ -59,7 +59,7 @@ def named(prompts: Sequence[Prompt]) -> str:
 
 def count_tokens(config: RunConfig, prompts: Sequence[Prompt]) -> list[int] | None:
     """The tokens of each prompt, by the target's tokenizer; None without it, and where templates add to the texts."""
-    has_templates = config.chat or config.is_synthetic or any(prompt.messages is not None for prompt in prompts)
+    has_templates = config.chat or not config.reads_files or any(prompt.messages is not None for prompt in prompts)
     is_long = sum(prompt.num_characters for prompt in prompts) > _MOST_COUNTED
     tokenizer = None if has_templates or is_long else _tokenizer(config.model)
     if tokenizer is None:
@@ -75,7 +75,7 @@ def check_lengths(config: RunConfig) -> str | None:
     """
     # A pipe can be read once only.
     is_known = config.prompt is not None or (config.prompts is not None and Path(config.prompts).is_file())
-    if not is_known or config.too_long is not TooLong.refuse or config.is_synthetic:
+    if not is_known or config.too_long is not TooLong.refuse or not config.reads_files:
         return None
     prompts = read_prompts(config)
     try:

@@ -330,7 +330,7 @@ def _default_draft(config: DictConfig, explicit: frozenset[str]) -> DictConfig:
 
 def register(root: str = "config") -> None:
     """Register with Hydra all that files in `conf` and options refer to; repeated calls are harmless."""
-    schemas: dict[str, Any] = {"plan": whole(PlanConfig)} if root == "plan" else {"run": RunConfig}
+    schemas: dict[str, Any] = {"plan": whole(PlanConfig)} if root == "plan" else {"run": whole(RunConfig)}
     schemas |= {name: launcher.config for name, launcher in LAUNCHERS.all().items()}
     schemas |= {name: task.config for name, task in task_specs().items()}
     schemas |= {f"draft_{name}": draft.settings for name, draft in drafters().items()}

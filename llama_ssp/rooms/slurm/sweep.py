@@ -285,11 +285,11 @@ def _expected(plan: Plan) -> str:
 
 
 def _copies(run: RunConfig, folder: str | None) -> Iterator[_Copy]:
-    """Name the copies of target and draft below `folder`, except of shipped and synthetic weights.
+    """Name the copies of target and draft below `folder`, except of shipped weights, and of those that are made.
 
     launch/slurm.sbatch makes them. Raises ConfigError without weights.
     """
-    if folder is None or run.is_synthetic:
+    if folder is None or not run.reads_files:
         return
     for entry, model in (("model", run.model), ("draft.model", run.draft.model)):
         if model is not None and (model.path is not None or not model.shipped):

@@ -49,7 +49,7 @@ def show_plan(
 ) -> None:
     """Print a plan, and draw its figures; raises CapacityError afterwards if it does not fit.
 
-    Raises ConfigError if a figure cannot be drawn.
+    Raises ConfigError if a figure cannot be drawn, and afterwards for what runs refuse.
     """
     show(plan, partial(document, plan), form, figures)
     require_room(plan, words=words)
@@ -64,6 +64,7 @@ def show_machines(configs: Sequence[PlanConfig]) -> None:
     refuse([f"{name}: {problem}" for name, problems in described for problem in problems])
     plans = [plan_on(config, hardware.build(config.hardware)) for config in map(resolve, configs)]
     show(plans, lambda: {"plan_version": PLAN_VERSION, "plans": [*map(document, plans)]}, configs[0].format)
+    refuse(plans[0].refusals)
     if not any(plan.fits for plan in plans):
         nearest = min(plans, key=lambda plan: plan.fullest.needed_bytes / plan.fullest.capacity_bytes)
         raise CapacityError(
@@ -266,7 +267,7 @@ def check_models(config: RunConfig, *, world_size: int = 1) -> None:
     for model, num_ranks in zip((config.model, config.draft.model), sizes, strict=True):
         if model is None:
             continue
-        folder = None if model.path is None or config.is_synthetic else read_path(model.path)
+        folder = read_path(model.path) if model.path is not None and config.reads_files else None
         if folder is None and model.shape is None and model.hub_id is not None:
             from llama_ssp.weights import hub  # noqa: PLC0415 - other checks need no client of the hub
 

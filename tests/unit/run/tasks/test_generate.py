@@ -14,7 +14,6 @@ from typing import Any, cast
 import pytest
 
 from llama_ssp import catalogue
-from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import InterruptedRun
 from llama_ssp.machines import hardware
 from llama_ssp.planning.spec import make_spec
@@ -144,19 +143,6 @@ def test_a_forecast_counts_whole_completions_as_the_summary_does() -> None:
     assert forecast.speedup == pytest.approx(timed.plain_run_s / timed.speculative_run_s)
     alone = task.forecast(replace(timed, speculative_run_s=None))
     assert (alone.speculative_ms_per_token, alone.speedup) == (None, None)
-
-
-@pytest.mark.parametrize(("name", "on_gpu"), [("tinyllama_1B", Dtype.bf16), ("7B", Dtype.fp16)])
-def test_synthetic_weights_are_planned_in_16_bits_on_a_cpu_and_in_the_entrys_format_on_a_gpu(
-    name: str, on_gpu: Dtype
-) -> None:
-    config, _ = compose_run(*PAIR, f"model={name}", f"draft={name}", "weights=synthetic")
-    job = make_spec(config, world_size=1, prompt_tokens=50, device="cpu")
-    assert job.draft
-    for model in (job.target, job.draft):
-        assert (model.dtype, model.matrix_dtype("cpu")) == (Dtype.fp32, Dtype.fp16)
-    assert make_spec(config, world_size=1, prompt_tokens=50, device="cuda").target.dtype is on_gpu
-    task.check_models(config)  # before ranks are started, without files
 
 
 @pytest.mark.parametrize(
