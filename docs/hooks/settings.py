@@ -52,7 +52,7 @@ def options(group: str) -> str:
 
 
 def groups() -> list[str]:
-    """Return the groups of `launch/run.py` that have a dataclass and a folder."""
+    """Return the groups of `llama-ssp run` that have a dataclass and a folder."""
     hints = get_type_hints(RunConfig)
     return [name for name, kind in hints.items() if is_schema(kind) and (CONF / name).is_dir()]
 
@@ -97,7 +97,7 @@ def page() -> str:
     parts = [
         "# Settings",
         _INTRODUCTION,
-        "## `launch/run.py`",
+        "## `llama-ssp run`",
     ]
     parts.append(table(top_settings(RunConfig)))
     for group in groups():
@@ -114,7 +114,7 @@ def page() -> str:
             options(bundle),
         ]
     parts += ["## `hardware=`", options("hardware"), table(hardware_settings())]
-    parts.append("## `launch/plan.py`")
+    parts.append("## `llama-ssp plan`")
     parts.append("A plan has the settings of a run, and these.")
     parts.append(table(settings_of_plan()))
     for launcher in LAUNCHERS.all().values():

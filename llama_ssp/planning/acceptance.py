@@ -22,6 +22,7 @@ from typing import Any
 from llama_ssp import catalogue
 from llama_ssp.catalogue import LOCAL
 from llama_ssp.errors import ConfigError, one_message
+from llama_ssp.planning.printed import accepted, command
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.settings.drafters import SAME
 from llama_ssp.settings.tasks import task_specs
@@ -48,6 +49,7 @@ class Acceptance:
         num_draft_tokens: K at which it was measured.
         known: by position, of a token whose predecessors were accepted; empty where nothing is known.
         decline: by each further position.
+        between: the figures at two temperatures between which this one lies, each with its share; else empty.
     """
 
     probability: float
@@ -57,10 +59,16 @@ class Acceptance:
     num_draft_tokens: int = USUAL_K
     known: tuple[float, ...] = ()
     decline: float = DECLINE
+    between: tuple[tuple[float, "Acceptance"], ...] = ()
 
     def by_position(self, probability: float, number: int) -> tuple[float, ...]:
         """The acceptance at the first `number` positions where the figure is `probability`, or one of `ends`."""
         scale = probability / self.probability if self.probability else 1.0
+        if self.between:
+            shares, figures = zip(*self.between, strict=True)
+            both = [replace(one, decline=self.decline) for one in figures]
+            parts = zip(*(one.by_position(min(scale * one.probability, 1.0), number) for one in both), strict=True)
+            return tuple(sum(map(mul, shares, part)) for part in parts)
         first, decline = _declining(probability, self.num_draft_tokens, self.decline)
         known = [min(scale * one, 1.0) for one in self.known] or [first]
         further = accumulate(repeat(decline, number), mul, initial=known[-1])
@@ -120,37 +128,55 @@ def remarks(spec: PlanSpec, acceptance: Acceptance | None, best_ks: tuple[int, i
         return
     draft, said = spec.draft_name, list[str]()
     if best_ks and best_ks[0] < best_ks[1]:
-        said = [f"the best K is {best_ks[0]} to {best_ks[1]}, which speculation.num_draft_tokens=auto finds"]
+        finding = "speculation.num_draft_tokens=auto"
+        said = [f"the best K is {best_ks[0]} to {best_ks[1]}{f', which {finding} finds' * accepted(finding)}"]
     for task in task_specs().values():
         if task.stores_acceptance and LOCAL in (spec.target.name, draft):  # names of any folder, which store no pair
             said.append(f"measure the pair once with task={task.name}: speculation.acceptance= takes what it prints")
         elif task.stores_acceptance:
             other = spec.vocabulary if spec.vocabulary is not SAME else None
-            own = f" draft.{other.setting}={other.name}" if other else ""
-            command = f"llama-ssp run task={task.name} {task.stores_acceptance} model={spec.target.name} draft={draft}"
-            said.append(f"measure the pair once: {command}{own}")
+            own = [f"draft.{other.setting}={other.name}"] if other else []
+            pair = f"model={spec.target.name}", f"draft={draft}", *own
+            if measuring := command("run", f"task={task.name}", task.stores_acceptance, *pair):
+                said.append(f"measure the pair once: {measuring}")
     yield from ["; ".join(said)] if said else []
 
 
 def known(target: str, draft: str, *, temperature: float | None = None) -> Acceptance | None:
     """The figure of a pair, or of its draft with any target; quantized models have the figure of their base.
 
-    Of figures at several temperatures, the nearest is taken, and moved to the pair's. None if no file has one; a file
-    without the form of the package's raises ConfigError.
+    Between figures at several temperatures it follows a line; beyond them, the nearest is moved to the pair's. None if
+    no file has one; a file without the form of the package's raises ConfigError.
     """
     names = target.removesuffix("_8bit"), draft.removesuffix("_8bit")
-
-    def distance(entry: Mapping[str, Any]) -> float:
-        known_at = entry.get("temperature")
-        return abs(known_at - temperature) if known_at is not None and temperature is not None else 0.0
-
     files = all_pairs(tuple(catalogue.folders()))
     pairs = ([one for one in content.get("pairs", []) if (one["target"], one["draft"]) == names] for content in files)
-    of_pair = (min(found, key=distance, default=None) for found in pairs)
-    of_draft = (content.get("drafts", {}).get(draft) for content in files)
-    of_user = (content.get("default") for content in files[:-1])
-    entry = next(filter(None, (*of_pair, *of_draft, *of_user)), None)
-    return entry and _figure(entry, temperature)
+    of_draft = ([one] if (one := content.get("drafts", {}).get(draft)) else [] for content in files)
+    of_user = ([one] if (one := content.get("default")) else [] for content in files[:-1])
+    found = next(filter(None, (*pairs, *of_draft, *of_user)), None)
+    return _at(found, temperature) if found else None
+
+
+def _at(entries: Sequence[Mapping[str, Any]], temperature: float | None) -> Acceptance:
+    """The figure of a pair at a temperature, by its entries."""
+    by_temperature = {entry.get("temperature"): entry for entry in reversed(entries)}
+    if temperature is None or None in by_temperature:
+        return _figure(by_temperature[None] if None in by_temperature else entries[0], temperature)
+    known_at = sorted(map(float, by_temperature))
+    low = max((one for one in known_at if one <= temperature), default=known_at[0])
+    high = min((one for one in known_at if one >= temperature), default=known_at[-1])
+    if low == high:
+        return _figure(by_temperature[low], temperature)
+    share = (temperature - low) / (high - low)
+    parts = tuple((part, _figure(by_temperature[one], one)) for part, one in ((1 - share, low), (share, high)))
+    ends = [known.ends or (known.probability, known.probability) for _, known in parts]
+    below, above = (sum(part * one[end] for (part, _), one in zip(parts, ends, strict=True)) for end in (0, 1))
+    return Acceptance(
+        probability=sum(part * known.probability for part, known in parts),
+        source=f"between temperature {low:g} and {high:g}: {'; '.join(known.source for _, known in parts)}",
+        ends=(below, above) if any(known.ends for _, known in parts) else None,
+        between=parts,
+    )
 
 
 def _figure(entry: Mapping[str, Any], temperature: float | None) -> Acceptance:

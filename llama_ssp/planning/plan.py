@@ -104,19 +104,23 @@ def make_plan(spec: PlanSpec, hardware: HardwareConfig, *, remark: str | None = 
         basis=basis(hardware),
         largest_batch=largest_batch(spec, hardware),
         largest_context=largest_context(spec, hardware),
-        refusals=(*refusals(spec),),
+        refusals=tuple(dict.fromkeys(refusals(spec))),
         warnings=(*advised("warnings", spec, hardware, timed),),
-        notes=(
-            *([remark] if remark else []),
-            *notes_on_families(*filter(None, (spec.target, spec.draft))),
-            *notes_on_formats(spec, hardware, timed),
-            *notes_on_states(spec),
-            *notes_on_contexts(spec),
-            *notes_on_machine(spec, hardware, heads, fullest),
-            *_notes_on_scoring(spec, hardware),
-            *_notes_on_sums(spec, hardware),
-            *advised("notes", spec, hardware, timed),
-            *remarks(spec, timed.acceptance, timed.best_num_draft_tokens_range),
+        notes=tuple(
+            dict.fromkeys(
+                (
+                    *([remark] if remark else []),
+                    *notes_on_families(*filter(None, (spec.target, spec.draft))),
+                    *notes_on_formats(spec, hardware, timed),
+                    *notes_on_states(spec),
+                    *notes_on_contexts(spec),
+                    *notes_on_machine(spec, hardware, heads, fullest),
+                    *_notes_on_scoring(spec, hardware),
+                    *_notes_on_sums(spec, hardware),
+                    *advised("notes", spec, hardware, timed),
+                    *remarks(spec, timed.acceptance, timed.best_num_draft_tokens_range),
+                )
+            )
         ),
         changes=() if fullest.fits else changes_of(spec, hardware),
     )
@@ -137,6 +141,10 @@ def _notes_on_sums(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:
     summing = costs.target if len(costs.target.ranks) > 1 else costs.draft
     if hardware.device != "cuda" or not number or summing is None or summing.backend.is_layer_wise:
         return
+    sent = f"{counted(number, 'collective')} in a round, of {rounded(num_bytes / 1e6)} MB on each rank"
+    if len(summing.ranks) == 1:
+        yield sent
+        return
     rows = spec.batch_size * (num_draft_tokens + 1 if summing is costs.target else 1)
     sum_bytes, num_ranks = summing.sum_bytes(rows), len(summing.ranks)
     seconds = all_reduce_s(hardware, summing.ranks, sum_bytes, is_own=summing.own_sums)
@@ -149,10 +157,7 @@ def _notes_on_sums(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:
         origin = f"{1e6 * hardware.network.latency_s:.3g} of it between nodes, {known}"
     elif hardware.is_measured:
         origin = "as measured"
-    yield (
-        f"{counted(number, 'collective')} in a round, of {num_bytes / 1e6:.3g} MB on each rank; {by} "
-        f"{sum_bytes / 1024:.4g} KiB over {num_ranks} GPUs in {1e6 * seconds:.3g} us, {origin}"
-    )
+    yield (f"{sent}; {by} {sum_bytes / 1024:.6g} KiB over {num_ranks} GPUs in {rounded(1e6 * seconds)} us, {origin}")
     if spec.own_sums and not summing.own_sums:
         yield "own_sums=true is planned with NCCL's sums: it needs GPUs of one node that reach each other's memory"
 

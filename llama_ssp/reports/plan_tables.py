@@ -150,7 +150,7 @@ def _memory_table(plan: Plan) -> tuple[str, Table]:
     ranks = [rank for _, rank in groups]
     unit, name = (MIB, "MiB") if max(rank.needed_bytes for rank in ranks) < SMALL_BYTES else (GIB, "GiB")
     replicas = f", the same in each of {num_replicas} replicas" if num_replicas > 1 else ""
-    table = Table()
+    table = _narrow()
     table.add_column("", no_wrap=True, min_width=max(map(len, ITEMS)))
     for group, rank in groups:
         heads = f"\n{rank.target_heads} heads" if rank.target_heads else ""
@@ -158,11 +158,11 @@ def _memory_table(plan: Plan) -> tuple[str, Table]:
     for label, item in ITEMS.items():
         if any(sizes := [getattr(rank, item) for rank in ranks]):
             table.add_row(label, *(amount(size, unit) for size in sizes))
-    table.add_section()
     table.add_row("total", *(f"[bold]{amount(rank.total_bytes, unit)}[/bold]" for rank in ranks))
     for label, item in SUMS.items():
         table.add_row(label, *(amount(getattr(rank, item), unit) for rank in ranks))
-    table.add_row("verdict", *(_VERDICTS[rank.fits, rank.is_tight] for rank in ranks))
+    if not all(rank.fits and not rank.is_tight for rank in ranks):
+        table.add_row("verdict", *(_VERDICTS[rank.fits, rank.is_tight] for rank in ranks))
     return f"Memory per rank, {name}{replicas}", table
 
 
@@ -193,18 +193,25 @@ def _time_table(plan: Plan) -> tuple[str, Table]:
     timed, rows, num_replicas = plan.timing, plan.spec.batch_size, plan.spec.num_replicas
     over = f"{'one row' if rows == 1 else f'{rows} rows'}{f' of each of {num_replicas} replicas' * (num_replicas > 1)}"
     title = f"Time after the first token; tokens/s over {over}, then with prompts"
-    table = Table()
-    for name in ("", "ms/token", "first token", "tokens/s", "with prompts", "speed-up"):
-        table.add_column(name, justify="right" if name else "left", overflow="fold")
+    table = _narrow()
+    middle = "median\nspeed-up" if timed.speedup_range else "speed-up"
+    names = "", "ms/token", "first\ntoken", "tokens/s", "with\nprompts"
+    for name in (*names, middle) if plan.spec.drafts else names:
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
     colour = "green" if timed.gains else "red"
-    gain = "" if timed.speedup is None else f"[{colour}]{timed.speedup:.2f}x[/{colour}]"
-    plain = "plain", timed.plain_s, timed.plain_prefill_s, timed.plain_run_s, ""
+    gain = "" if timed.median_speedup is None else f"[{colour}]{timed.median_speedup:.2f}x[/{colour}]"
+    plain = "plain", timed.plain_s, timed.plain_prefill_s, timed.plain_run_s, "[dim]-[/dim]"
     speculative = "speculative", timed.speculative_s, timed.prefill_s, timed.speculative_run_s, gain
     for mode, token_s, first_s, run_s, shown in (plain, speculative):
         if token_s and run_s:
             rates = (f"{plan.spec.num_rows / seconds:.1f}" for seconds in (token_s, run_s))
-            table.add_row(mode, f"{1e3 * token_s:.2f}", f"{1e3 * first_s:.0f} ms", *rates, shown)
+            table.add_row(mode, f"{1e3 * token_s:.2f}", f"{1e3 * first_s:.0f} ms", *rates, *[shown] * plan.spec.drafts)
     return title, table
+
+
+def _narrow() -> Table:
+    """A table with a rule below its head alone, which leaves room in a terminal of 80 columns, and 24 lines."""
+    return Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
 
 
 def _times_of_parts(plan: Plan) -> Iterator[str]:
@@ -250,11 +257,11 @@ def _basis(plan: Plan) -> Iterator[str]:
 
 def _print_machines(plans: Sequence[Plan], console: Console) -> None:
     """Print a row for the plan of each machine, in the order given."""
-    names = ["machine", "ranks", "GiB of", "capacity", "plain", "speculative", "first token", "tokens/s"]
+    names = ["machine", "ranks", "GiB\nof", "capacity", "plain", "speculative", "first\ntoken", "tokens/s"]
     has_price = any(plan.usd_per_million_tokens is not None for plan in plans)
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0, pad_edge=False)
-    for name in [*names, *["USD/M tokens"] * has_price]:
-        table.add_column(name, justify="left" if name == "machine" else "right", overflow="fold")
+    for name in [*names, *["USD/M\ntokens"] * has_price]:
+        table.add_column(name, justify="left" if name == "machine" else "right", no_wrap=name != "machine")
     for plan in plans:
         table.add_row(*_machine_cells(plan))
     meaning = "ms/token of a completion, ms to its first token, tokens/s with prompts"

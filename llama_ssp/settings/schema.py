@@ -201,7 +201,7 @@ class SpeculationConfig:
         "drafted tokens that the rounds of a row accept, one number after the other and then from the first again, "
         "whatever the target says: times at a given acceptance. The text is not the target's: every output says so.",
     )
-    overlap: bool = setting(False, "true drafts while the target verifies; needs placement=own_gpu, so far on CPUs.")
+    overlap: bool = setting(False, "true drafts while the target verifies; needs placement=own_gpu, untried on GPUs.")
 
     @property
     def adapts(self) -> bool:

@@ -12,6 +12,7 @@ At most three changes are named, one of each kind, ordered by loss, then with a 
 by speed. A change is left out if its plan has a warning that the asked plan does not have.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -26,9 +27,10 @@ from llama_ssp.machines import hardware as machines
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.memory import RankMemoryPlan, fits, fullest_rank, largest_batch, largest_context
 from llama_ssp.planning.model import planned_model
+from llama_ssp.planning.printed import accepted, accepting
 from llama_ssp.planning.spec import PlanSpec, block_sizes, on_block, without_draft
 from llama_ssp.planning.timing import Timing, timing
-from llama_ssp.rooms.advice.search import MOST_NODES, by_length, in_formats, length_setting, placement_settings
+from llama_ssp.rooms.advice.search import MOST_NODES, by_length, in_formats, length_setting, moved, placement_settings
 from llama_ssp.settings.drafters import SAME
 from llama_ssp.settings.schema import DraftLayout
 from llama_ssp.storage.formats import OWN_DTYPE, formats
@@ -39,14 +41,8 @@ WORTHWHILE_GAIN, CLEAR_GAIN = 1.03, 1.1
 
 def warnings(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
     """Choices that cost more than they gain, each with a better one."""
-    if hardware.device == "cuda":
-        for model, setting in ((spec.target, "model.dtype"), (spec.draft, "draft.model.dtype")):
-            if model and model.dtype.name not in hardware.flops_per_s:
-                yield f"a {hardware.gpu} does not multiply in {model.dtype.name}: {said(setting, Dtype.fp16.name)} does"
-        if spec.draft and (advice := spec.draft.storage.draft_advice):
-            yield advice.format(dtype=spec.draft.dtype.name)
-        if advice := spec.target.storage.target_advice:
-            yield advice.format(dtype=spec.target.dtype.name)
+    yield from _of_formats(spec, hardware) if hardware.device == "cuda" else ()
+    yield from _of_free_draft(spec, timed) if spec.free_draft and not spec.draft else ()
     if spec.draft is None or timed.speedup is None or timed.best_num_draft_tokens is None:
         return
     asked, number = timed.speedup, timed.best_num_draft_tokens
@@ -55,16 +51,36 @@ def warnings(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterato
     if asked <= 1:
         alone = len(spec.draft_ranks) == 1 < len(spec.target_ranks)
         where = f"{'alone ' if alone else ''}on {_place(hardware, len(spec.draft_ranks))}"
-        most = "no K gains" if best <= 1 else f"the best, K={number}, {best:.2f}x"
+        verb, most = ("cannot gain", "no K gains") if best <= 1 else ("loses", f"the best, K={number}, {best:.2f}x")
         yield (
-            f"the draft cannot gain: {spec.draft.name} {where} costs {timed.cost_ratio:.2f} of a step of "
+            f"the draft {verb}: {spec.draft.name} {where} costs {timed.cost_ratio:.2f} of a step of "
             f"{spec.target.name} on {_place(hardware, len(spec.target_ranks))}; "
             f"K={timed.num_draft_tokens} gives {asked:.2f}x, {most}{better}"
         )
     elif better:
         yield f"the draft would gain more elsewhere: {asked:.2f}x here{better}"
     elif best / asked >= WORTHWHILE_GAIN and not spec.adapts and timed.knows_best_k:
-        yield f"K={spec.num_draft_tokens} gives {asked:.2f}x; speculation.num_draft_tokens={number} gives {best:.2f}x"
+        setting = length_setting(replace(spec, tree=None, num_draft_tokens=number))
+        yield from [f"K={spec.num_draft_tokens} gives {asked:.2f}x; {setting} gives {best:.2f}x"] * accepted(setting)
+
+
+def _of_formats(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:
+    for model, setting in ((spec.target, "model.dtype"), (spec.draft, "draft.model.dtype")):
+        fp16 = said(setting, Dtype.fp16.name)
+        if model and model.dtype.name not in hardware.flops_per_s and accepted(fp16):
+            yield f"a {hardware.gpu} does not multiply in {model.dtype.name}: {fp16} does"
+    if spec.draft and (advice := spec.draft.storage.draft_advice):
+        yield advice.format(dtype=spec.draft.dtype.name)
+    if advice := spec.target.storage.target_advice:
+        yield advice.format(dtype=spec.target.dtype.name)
+
+
+def _of_free_draft(spec: PlanSpec, timed: Timing) -> Iterator[str]:
+    if timed.speedup is None or timed.speedup > 1 or spec.adapts:  # an adaptive run goes on without drafts
+        return
+    best = timed.plain_s / min(timed.by_num_draft_tokens, default=math.inf)
+    most = f", the best, K={timed.best_num_draft_tokens}, {best:.2f}x" if best > 1 else ""
+    yield f"draft={spec.free_draft} loses: K={timed.num_draft_tokens} gives {timed.speedup:.2f}x{most}"
 
 
 def _place(hardware: HardwareConfig, num_ranks: int) -> str:
@@ -76,13 +92,15 @@ def _better_place(spec: PlanSpec, hardware: HardwareConfig, best: float) -> str:
     """A clause about sharding the draft like the target, if that gains clearly more than the best K does here."""
     if spec.draft_kind is DraftLayout.sharded or len(spec.target_ranks) == 1:
         return ""
+    other = replace(spec, draft_kind=DraftLayout.sharded, draft_ranks=spec.target_ranks)
+    settings = placement_settings(replace(other, num_replicas=1))
     try:
-        sharded = timing(replace(spec, draft_kind=DraftLayout.sharded, draft_ranks=spec.target_ranks), hardware)
+        sharded = timing(other, hardware)
     except PlacementError:
         return ""
-    if sharded.speedup is None or sharded.speedup < CLEAR_GAIN * best:
+    if sharded.speedup is None or sharded.speedup < CLEAR_GAIN * best or not accepted(*settings):
         return ""
-    return f"; placement.draft.kind=sharded costs {sharded.cost_ratio:.2f} and gives {sharded.speedup:.2f}x"
+    return f"; {' '.join(settings)} costs {sharded.cost_ratio:.2f} and gives {sharded.speedup:.2f}x"
 
 
 def better_draft(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
@@ -97,7 +115,7 @@ def better_draft(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Ite
             found = timing(other, hardware)
             gains[found.plain_s / min(found.by_num_draft_tokens)] = draft.name
     here, most = timed.plain_s / min(timed.by_num_draft_tokens), max(gains)
-    if gains[most] and most >= CLEAR_GAIN * here:
+    if gains[most] and most >= CLEAR_GAIN * here and accepted(f"draft={gains[most]}"):
         yield (
             f"draft={gains[most]} is forecast to give {most:.2f}x with its best K, {spec.draft.name} {here:.2f}x with "
             "its own"
@@ -125,11 +143,15 @@ def faster_on_fewer(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> 
         if best_spec is not spec and faster.best_s >= best.best_s:
             break
         best_spec, best = found, faster
-    if best_spec is not spec and timed.best_s >= CLEAR_GAIN * best.best_s:
-        yield _sentence(spec, hardware, timed, best_spec, best)
+    fewer = [f"batch_size={best_spec.batch_size}"] * (best_spec.batch_size != spec.batch_size)
+    settings = f"placement.num_replicas={best_spec.num_replicas}", *fewer, *moved(spec, best_spec)
+    if best_spec is not spec and timed.best_s >= CLEAR_GAIN * best.best_s and accepted(*settings):
+        yield _sentence(spec, hardware, timed, best_spec, best, settings=" ".join(settings))
 
 
-def _sentence(spec: PlanSpec, hardware: HardwareConfig, timed: Timing, best_spec: PlanSpec, best: Timing) -> str:
+def _sentence(
+    spec: PlanSpec, hardware: HardwareConfig, timed: Timing, best_spec: PlanSpec, best: Timing, *, settings: str
+) -> str:
     all_ranks, size = len(spec.layout.ranks), len(best_spec.layout.ranks)
     all_nodes, num_nodes = (-(-count // hardware.num_gpus) for count in (all_ranks, size))
     is_node = all_nodes > 1 and size == hardware.num_gpus * num_nodes
@@ -137,7 +159,6 @@ def _sentence(spec: PlanSpec, hardware: HardwareConfig, timed: Timing, best_spec
     where, verb = counted(number, unit), "is" if number == 1 else "are"
     num_replicas, rows = best_spec.num_replicas, best_spec.batch_size
     total = rows * num_replicas / best.best_s
-    settings = f"placement.num_replicas={num_replicas}" + (f" batch_size={rows}" if rows != spec.batch_size else "")
     if spec.batch_size > 1:
         here = spec.num_rows / timed.best_s
         return (
@@ -203,7 +224,8 @@ class Change:
     @property
     def faults(self) -> set[str]:
         """The warnings of its plan, without figures; another K that gains more is no fault."""
-        found = warnings(self.spec, self.hardware, self.timed)
+        with accepting(lambda _settings, _is_whole: True):  # what the asked command takes says nothing of this one
+            found = [*warnings(self.spec, self.hardware, self.timed)]
         return {sentence.partition(":")[0] for sentence in found if not sentence.startswith("K=")}
 
     @property
@@ -259,13 +281,15 @@ def _fitting(ways: Iterable[Change]) -> list[Change]:
 
 def _accepted(change: Change, known: set[str]) -> Change | None:
     """The change, or else the change with the best K, if its plan has only warnings that are known."""
+    if not accepted(*change.settings):
+        return None
     if change.faults <= known:
         return change
     if change.timed.best_num_draft_tokens is None or change.spec.adapts:
         return None
     _, drafting = next(by_length(change.spec, change.timed))
     better = _fitting([change.then(length_setting(drafting), spec=drafting)])
-    return next((one for one in better if one.faults <= known), None)
+    return next((one for one in better if one.faults <= known and accepted(*one.settings)), None)
 
 
 def _ways(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
@@ -294,7 +318,8 @@ def _placed(step: Change) -> Iterator[Change]:
     others = [other for other in places if other.layout != spec.layout]
     for other in others:
         yield step.then(*placement_settings(replace(other, num_replicas=1)), spec=other)
-    yield step.then("draft=none", spec=without_draft(spec))
+    kept = tuple(setting for setting in step.settings if not setting.startswith("placement.draft."))
+    yield replace(step, settings=kept).then("draft=none", spec=without_draft(spec))
 
 
 def _drafts(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
@@ -355,11 +380,12 @@ def _more_ranks(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
                 num_gpus = size * spec.num_replicas
                 setting = "placement.target.tp_size" if num_gpus <= hardware.num_gpus else "hardware.num_gpus"
                 machine = replace(hardware, num_gpus=max(num_gpus, hardware.num_gpus))
-                yield replace(start, hardware=machine).then(f"{setting}={num_gpus}", spec=larger)
+                yield replace(start, hardware=machine).then(f"{setting}={num_gpus}", *moved(spec, larger), spec=larger)
     for num_nodes in range(hardware.num_nodes + 1, MOST_NODES + 1) if hardware.network else ():
         if larger := same_kind(spec, hardware.num_gpus * num_nodes // spec.num_replicas):
             machine = replace(hardware, num_nodes=num_nodes)
-            yield replace(start, hardware=machine).then(f"hardware.num_nodes={num_nodes}", spec=larger)
+            settings = f"hardware.num_nodes={num_nodes}", *moved(spec, larger)
+            yield replace(start, hardware=machine).then(*settings, spec=larger)
 
 
 def _other_machines(spec: PlanSpec, hardware: HardwareConfig) -> list[Change]:
@@ -377,7 +403,7 @@ def _other_machines(spec: PlanSpec, hardware: HardwareConfig) -> list[Change]:
         settings += ["hardware.num_nodes=1"] if hardware.num_nodes > 1 else []
         settings += [f"hardware.memory_bytes={machine.memory_bytes}"] if has_own_memory else []
         start = Change(kind="machine", loss=Loss.more, spec=spec, hardware=machine)
-        found.append(start.then(*settings, spec=other))
+        found.append(start.then(*settings, *moved(spec, other), spec=other))
     return sorted(found, key=lambda way: (way.hardware.num_gpus, way.hardware.memory_bytes))
 
 

@@ -1,8 +1,8 @@
 """`search=true`: ranks what a machine can do by speed: models, precisions, drafts, layouts and K.
 
-A search ranks uses of one machine by speed: the asked model first, then the smaller ones of its series, each in every
-precision, with every draft of its vocabulary and the best K; what does not fit comes last. It varies no setting of the
-command line.
+A search ranks uses of one machine by speed: the asked model first, then the smaller ones of its series, the largest
+first, each in every precision, with every draft of its vocabulary and the best K; what does not fit comes last. It
+varies no setting of the command line.
 """
 
 import math
@@ -30,6 +30,7 @@ from llama_ssp.settings.rules import AT_ZERO, DEFAULT
 from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, DraftLayout, PlanConfig
 from llama_ssp.settings.trees import tree_shape
 from llama_ssp.storage.formats import NO_QUANTIZATION, format_of, formats
+from llama_ssp.words import value_of
 
 MOST_NODES = 4
 """Nodes that are tried if one has too little room."""
@@ -50,12 +51,18 @@ def placement_settings(spec: PlanSpec) -> list[str]:
     if spec.draft is None:
         return settings
     settings.append(f"placement.draft.kind={spec.draft_kind.name}")
-    if spec.overlaps:
-        settings.append("speculation.overlap=true")
+    if spec.overlap:
+        settings.append(f"speculation.overlap={value_of(spec.overlaps)}")
     num_default = {DraftLayout.one_rank: 1, DraftLayout.own_gpu: 1}.get(spec.draft_kind, len(spec.target_ranks))
     if len(spec.draft_ranks) != num_default:
         settings.append(f"placement.draft.tp_size={len(spec.draft_ranks)}")
     return settings
+
+
+def moved(spec: PlanSpec, other: PlanSpec) -> list[str]:
+    """The settings that place the draft of `other`, if it is placed otherwise than that of a spec."""
+    is_same = other.draft_kind is spec.draft_kind
+    return [] if is_same else placement_settings(replace(other, num_replicas=1))
 
 
 def by_length(spec: PlanSpec, timed: Timing) -> Iterator[tuple[float, PlanSpec]]:
@@ -136,20 +143,23 @@ def _figures(
 
 
 def search(spec: PlanSpec, hardware: HardwareConfig, given: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Price all candidates for a spec like this one: the asked model first, the fastest first, misfits of each last.
+    """Price all candidates for a spec like this one: the asked model first, then the largest, each the fastest first.
+
+    Misfits of each model come last.
 
     `given` are the settings of the command line. The page of this room describes the fields.
     """
     words = {setting.partition("=")[0].lstrip("+"): setting for setting in given}
     choices = [priced(candidate, hardware, given=words) for candidate in _candidates(spec, hardware, words)]
     asked = _unquantized(spec.target.name)
-    fastest: dict[str, float] = {}
-    for _, one in choices:
-        fastest[one["target"]] = min(one["ms_per_token"] or math.inf, fastest.get(one["target"], math.inf))
 
     def order(choice: tuple[PlanSpec, dict[str, Any]]) -> tuple[Any, ...]:
-        name, ms = choice[1]["target"], choice[1]["ms_per_token"]
-        return name != asked, fastest[name], name, ms or math.inf, choice[1]["num_ranks"]
+        name, ms, size = (
+            choice[1]["target"],
+            choice[1]["ms_per_token"],
+            inventory(choice[0].target.shape).num_parameters,
+        )
+        return name != asked, -size, name, ms or math.inf, choice[1]["num_ranks"]
 
     return [
         {"rank": rank} | figures | {"settings": _settings(chosen, spec, words)}
@@ -221,7 +231,8 @@ def _drafted(
     if own and own.name not in {draft.name for draft in drafts}:
         is_beyond = not {spec.target.name, own.name} <= set(catalogue.names("model"))
         is_smaller = model.shape and inventory(own.shape).num_parameters < inventory(model.shape).num_parameters
-        drafts += [own] if (is_asked and (is_given or is_beyond)) or (is_given and is_smaller) else []
+        is_for_it = not own.shape.is_head or own.name in _heads_of(model, known)
+        drafts += [own] if (is_asked and (is_given or is_beyond)) or (is_given and is_smaller and is_for_it) else []
     for draft in drafts:
         is_own = own is not None and draft.name == own.name
         tried = [draft] if is_own and "draft.model.quantization" in words else in_formats(draft, device=spec.device)
@@ -243,7 +254,8 @@ def _with_draft(base: PlanSpec, way: PlanSpec, words: Mapping[str, str]) -> Iter
         yield one
         if not _has(words, "speculation.tree", "speculation.num_draft_tokens"):
             yield from _with_trees(one)
-        in_turns = one.has_head or one.tree or _has(words, "speculation.overlap", "draft.fallback")
+        keeps_auto = one.adapts and _has(words, "speculation.num_draft_tokens")
+        in_turns = one.has_head or one.tree or keeps_auto or _has(words, "speculation.overlap", "draft.fallback")
         if is_apart and one.vocabulary is SAME and not in_turns:
             yield replace(one, overlap=True)
 

@@ -1,7 +1,6 @@
 """Prints a search with rich: the settings that plan or run each of its choices."""
 
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from rich.table import Table
 
 from llama_ssp.planning.memory import GIB
 from llama_ssp.planning.plan import basis
+from llama_ssp.planning.printed import command
 from llama_ssp.reports.plan_tables import StandardOutput, amount, literal, short_name
 from llama_ssp.rooms.advice.search import Search
 from llama_ssp.settings.schema import ADAPTIVE
@@ -19,6 +19,8 @@ from llama_ssp.storage.formats import formats
 
 MOST_CHOICES = 5
 """Choices of a search that are printed; JSON has all of them."""
+_WIDE = 100
+"""Columns in which a model stands in one line with its format."""
 
 
 def print_search(found: Search, console: Console | None = None) -> None:
@@ -32,43 +34,45 @@ def print_search(found: Search, console: Console | None = None) -> None:
     )
     table = Table(padding=0, pad_edge=False, box=box.SIMPLE_HEAD)
     for name in ("#", "target", "draft", "K", f"{unit}s", "ms/token", "tokens/s", "gain", "GiB"):
-        is_text = name in {"target", "draft"}
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text)
-    shown = printed(choices)
+        table.add_column(name, justify="left" if name in {"target", "draft"} else "right", no_wrap=True)
+    shown, between = printed(choices), " " if console.width >= _WIDE else "\n"
+    overlap = f"overlaps,{between}untried" if found.machine.device == "cuda" else "overlaps"
     for choice in shown:
-        table.add_row(*_row(choice))
+        table.add_row(*_row(choice, between, overlap))
     console.print(title)
     console.print(table)
     console.print(literal(basis(found.machine)))
+    if overlap != "overlaps" and any(choice["overlaps"] for choice in shown):
+        console.print("untried: drafting while the target verifies has never run on several GPUs")
     console.print("\nThese commands plan the choices, and with run in place of plan they run them:")
     for choice in shown:
         if choice["reason"] is None:
-            command = shlex.join(["llama-ssp", "plan", *choice["settings"]])
-            console.print(f"{choice['rank']:>4}  {escape(command)}", soft_wrap=True)
+            console.print(f"{choice['rank']:>4}  {escape(command('plan', *choice['settings']) or '')}", soft_wrap=True)
 
 
 def printed(choices: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The choices of a table: of the asked model, or if it does not fit, the nearest misfit and all fitting ones."""
+    """The choices of a table: of the asked model; if it does not fit, its nearest misfit and the largest that fits."""
     fitting = [choice for choice in choices if choice["reason"] is None]
     misfits = [choice for choice in choices if choice["reason"] is not None]
     asked = choices[0]["target"]
-    of_asked = [choice for choice in fitting if choice["target"] == asked]
+    known = [choice for choice in fitting if choice["target"] == fitting[0]["target"]]
     nearest = min(
         misfits, key=lambda choice: (choice["target"] != asked, choice["needed_bytes"] or math.inf), default=None
     )
-    known, shown = of_asked or fitting, [] if of_asked or nearest is None else [nearest]
+    shown = [] if nearest is None or (known and known[0]["target"] == asked) else [nearest]
     best = {(choice["target"], choice["quantization"]): choice for choice in reversed(known)}
     firsts = [choice for choice in known if choice in best.values()]
     others = [choice for choice in known if choice not in firsts]
     return [*shown, *sorted([*firsts, *others][: MOST_CHOICES - len(shown)], key=lambda choice: choice["rank"])]
 
 
-def _row(choice: Mapping[str, Any]) -> list[str]:
-    target = f"{literal(choice['target'])} {short_name(choice['quantization'])}"
+def _row(choice: Mapping[str, Any], between: str, overlap: str) -> list[str]:
+    target = f"{literal(choice['target'])}{between}{short_name(choice['quantization'])}"
     quantization = choice["draft_quantization"]
     packed = short_name(quantization) if quantization in formats() else None
-    kind = f"{choice['draft_kind']}, overlaps" if choice["overlaps"] else choice["draft_kind"]
-    draft = " ".join(filter(None, (literal(choice["draft"] or "none"), packed, kind)))
+    kind = f"{choice['draft_kind']}, {overlap}" if choice["overlaps"] else choice["draft_kind"]
+    way = " ".join(filter(None, (packed, kind)))
+    draft = between.join(filter(None, (literal(choice["draft"] or "none"), way)))
     ranks = f"{choice['num_replicas']} x {choice['num_ranks']}".removeprefix("1 x ")
     needed, capacity = choice["needed_bytes"], choice["capacity_bytes"]
     if choice["reason"]:

@@ -51,7 +51,8 @@ def read_start(words: Sequence[str], environ: Mapping[str, str], *, default: int
     given = [word.partition("=")[2] for word in words if word.startswith("ranks=")]
     others = [word for word in words if not word.startswith("ranks=")]
     wanted = _number(given) if given else None
-    if launcher := launcher_of(environ):
+    is_shell = bool(given) and "SLURM_PTY_PORT" in environ  # of `srun --pty`, whose further tasks have no terminal
+    if not is_shell and (launcher := launcher_of(environ)):
         size = read_ranks(environ).size
         if wanted not in {None, size}:
             raise ConfigError(f"ranks={wanted}: {launcher} has started {size} already, so leave ranks= out")

@@ -18,20 +18,23 @@ from collections.abc import Sequence
 from typing import cast
 
 from llama_ssp import catalogue
-from llama_ssp.errors import ConfigError
+from llama_ssp.errors import ConfigError, SspError
 from llama_ssp.groups import MORE, chooser_of
 from llama_ssp.machines import hardware
+from llama_ssp.planning.memory import fullest_rank
+from llama_ssp.planning.printed import accepting
+from llama_ssp.planning.spec import spec_of_plan
 from llama_ssp.registry import imported, load_plugins
 from llama_ssp.run.commands import help as help_page
 from llama_ssp.run.commands.options import Options, act_on
 from llama_ssp.run.tasks.dry_run import figures_of, plan_on, resolve, show_machines, show_plan
-from llama_ssp.settings.compose import compose, to_run_config
+from llama_ssp.settings.compose import Known, compose, to_run_config
 from llama_ssp.settings.schema import PlanConfig
 
 
-def read_settings(settings: Sequence[str]) -> list[PlanConfig]:
+def read_settings(settings: Sequence[str], known: Known | None = None) -> list[PlanConfig]:
     """Compose conf/plan.yaml with the settings, once for each machine; raises ConfigError for an invalid one."""
-    return cast("list[PlanConfig]", [*map(to_run_config, compose(settings, root="plan"))])
+    return cast("list[PlanConfig]", [*map(to_run_config, compose(settings, root="plan", known=known))])
 
 
 def main(arguments: list[str]) -> int:
@@ -47,7 +50,24 @@ def main(arguments: list[str]) -> int:
 def _show(given: argparse.Namespace) -> None:
     load_plugins()
     catalogue.use(given.config_dir)
-    config, *others = configs = read_settings(given.settings)
+    known: Known = {}
+    configs = read_settings(given.settings, known)
+
+    def accepts(settings: Sequence[str], is_whole: bool) -> bool:
+        try:
+            for one in map(resolve, read_settings([*([] if is_whole else given.settings), *settings], known)):
+                machine = hardware.build(one.hardware)
+                fullest_rank(spec_of_plan(one, machine), machine)
+        except SspError:
+            return False
+        return True
+
+    with accepting(accepts):
+        _show_plans(configs, given.settings)
+
+
+def _show_plans(configs: Sequence[PlanConfig], settings: Sequence[str]) -> None:
+    config, *others = configs
     chooser = chooser_of(config)
     if others:
         if asked := f"{chooser.name}=true" if chooser else "".join(figures_of(config)):
@@ -57,6 +77,6 @@ def _show(given: argparse.Namespace) -> None:
     config = resolve(config)
     machine = hardware.build(config.hardware)
     if chooser:
-        imported(chooser.choose, setting=f"{chooser.name}=true")(config, machine, given.settings)
+        imported(chooser.choose, setting=f"{chooser.name}=true")(config, machine, settings)
     else:
         show_plan(plan_on(config, machine), config.format, figures=figures_of(config))

@@ -36,5 +36,4 @@ def draw(session: Session) -> None:
     task, num_ranks = session.config.task, session.world.comm.size
     assert isinstance(task, CompareConfig)
     if task.picture:
-        start = f"torchrun --nproc-per-node {num_ranks}" if num_ranks > 1 else "python"
-        session.terminal.save_svg(Path(task.picture), title=f"{start} launch/run.py")
+        session.terminal.save_svg(Path(task.picture), title=f"llama-ssp run{f' ranks={num_ranks}' * (num_ranks > 1)}")

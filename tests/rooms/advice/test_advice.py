@@ -52,6 +52,16 @@ def test_a_plan_warns_of_what_cannot_gain_and_names_a_better_choice(
     assert not (unsaid and unsaid in warnings)
 
 
+def test_a_draft_that_gains_with_another_k_loses_and_one_without_a_model_too() -> None:
+    spec = make_spec("13B", "7B", num_ranks=4, draft_kind=SHARDED)
+    (warning,) = (said for said in make_plan(spec, A100).warnings if "the draft" in said)
+    assert warning.startswith("the draft loses: ")
+    assert ", the best, K=" in warning
+    copies = replace(make_spec("13B", batch_size=64), free_draft="ngram", num_draft_tokens=8, acceptance=0.1)
+    assert times_of(copies, A100).speedup < 1
+    assert any(said.startswith("draft=ngram loses: K=8 gives 0.") for said in make_plan(copies, A100).warnings)
+
+
 def test_a_smaller_draft_that_gains_clearly_more_is_named() -> None:
     smaller, asked = (make_spec("13B", draft, acceptance=None) for draft in ("tinyllama_1B", "7B"))
     gains = [

@@ -1,6 +1,7 @@
 """The table of a search."""
 
 import io
+import re
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -50,13 +51,22 @@ def test_five_rows_are_shown_the_fastest_of_each_precision_of_the_asked_model_be
     assert [one["rank"] for one in shown] == sorted(one["rank"] for one in shown)
 
 
-def test_a_model_that_does_not_fit_is_struck_out_above_smaller_ones_that_do() -> None:
+def test_a_model_that_does_not_fit_is_struck_out_above_the_largest_one_that_does() -> None:
     found = search(make_spec("65B", "7B"), replace(A10G, num_gpus=1))
     first, *others = printed(found)
     assert (first["target"], first["ms_per_token"]) == ("65B", None)
     assert len(others) == 4
-    assert all(one["target"] != "65B" and one["reason"] is None for one in others)
+    assert all(one["target"] == "30B" and one["reason"] is None for one in others)
     assert "line-through" in _console(110, found).export_html()
+
+
+def test_overlap_says_in_its_row_that_it_is_untried_on_several_gpus_and_80_columns_cut_nothing() -> None:
+    found = search(make_spec("65B", "7B", num_ranks=8), hardware.load("8xa100_80gb"))
+    best = next(choice for choice in found if choice["overlaps"])
+    text = _console(80, [best | {"rank": 1}, *found[:3]]).export_text()
+    assert re.search(r"own_gpu, overlaps,.*\n.*untried", text)
+    assert "untried: drafting while the target verifies has never run on several GPUs" in text
+    assert "…" not in text
 
 
 def test_every_row_has_its_command_in_one_line() -> None:

@@ -1,6 +1,7 @@
 """The acceptance of a pair: a measured figure, the user's, or the default, and what a plan makes of each."""
 
 from dataclasses import replace
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -25,6 +26,7 @@ from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.settings.trees import tree_shape
 from tests.helpers.own_conf import OwnConf
 from tests.helpers.planning import make_spec, times_of
+from tests.helpers.rooms import module_of
 from tests.helpers.runs import with_toys
 
 A100 = hardware.load("8xa100_80gb")
@@ -54,15 +56,35 @@ def test_a_quantized_target_shares_the_figure_of_the_pair_with_its_source() -> N
     assert "610 -> 270" in found.source
 
 
-def test_the_figure_at_the_nearest_temperature_is_taken_and_moved(own_conf: OwnConf) -> None:
+def test_acceptance_follows_a_line_between_temperatures_and_the_nearest_figure_beyond_them(own_conf: OwnConf) -> None:
     own_conf("pairs.yaml", "pairs: []\n")
     keep(own_conf, entry(0.8, temperature=0.0), entry(0.6, low=0.1, high=0.99, temperature=1.0))
     found = {at: of_pair("7B", "tinyllama_1B", at) for at in (0.0, 0.4, 0.9, 8.0, None)}
-    expected_at = {0.0: 0.8, 0.4: 0.74, 0.9: 0.615, 8.0: 0.0, None: 0.8}
+    expected_at = {0.0: 0.8, 0.4: 0.72, 0.9: 0.62, 8.0: 0.0, None: 0.8}
     assert {at: one.probability for at, one in found.items()} == pytest.approx(expected_at)
-    assert found[0.9].ends == pytest.approx((0.115, 1.0))
+    assert found[0.9].ends == pytest.approx((0.17, 0.971))
     assert found[0.0].source == "measured"
-    assert found[0.4].source == "measured; -0.06 from temperature 0 to 0.4"
+    assert found[0.4].source == "between temperature 0 and 1: measured; measured"
+    assert of_pair("7B", "tinyllama_1B", 1.2).source == "measured; -0.03 from temperature 1 to 1.2"
+
+
+@pytest.mark.parametrize("draft", ["eagle3_llama3_8B", "mine"])
+def test_acceptance_and_its_ends_are_continuous_in_temperature(draft: str, own_conf: OwnConf) -> None:
+    if draft == "mine":
+        entries = entry(0.8, temperature=0.2, num_draft_tokens=7), entry(0.6, low=0.5, high=0.7, temperature=0.9)
+        keep(own_conf, *({**one, "target": "llama3_8B", "draft": draft} for one in entries))
+    else:
+        module_of("heads")
+
+    def tokens_at(temperature: float) -> list[float]:
+        found = of_pair("llama3_8B", draft, temperature)
+        figures = found.probability, *(found.ends or ())
+        return [one for figure in figures for one in (figure, *tokens_by_length(found.by_position(figure, 7)))]
+
+    steps = [tokens_at(0.01 * number) for number in range(131)]
+    for before, after in pairwise(steps):
+        assert [*after[:8]] == pytest.approx(before[:8], abs=0.08)
+        assert len(after) != len(before) or after == pytest.approx(before, abs=0.08)
 
 
 def test_what_a_user_wrote_comes_before_what_was_measured_and_both_before_the_package(own_conf: OwnConf) -> None:

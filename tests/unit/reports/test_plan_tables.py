@@ -14,6 +14,7 @@ from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.memory import GIB
 from llama_ssp.planning.plan import Plan, document, make_plan
 from llama_ssp.reports.plan_tables import ITEMS, show
+from llama_ssp.settings.schema import DraftLayout
 from llama_ssp.words import rounded
 from tests.helpers.planning import make_spec
 from tests.helpers.runs import with_toys
@@ -33,7 +34,7 @@ def test_the_table_has_every_item_of_memory_a_column_for_equal_ranks_and_all_not
     text = _printed(replace(_plan("30B", "7B", num_ranks=8), warnings=("the draft cannot gain",)))
     assert re.search("rank 0.*rank 1 .*ranks 2-3.*ranks 4-7", text), "of 250 blocks of tokens two ranks have 32"
     assert [label for label in ITEMS if label not in text] == []
-    assert text.index("capacity") < text.index("verdict")
+    assert text.index("capacity") < text.index("free")
     for sentence in ("warning: the draft cannot gain", "note: 52 heads over 8 ranks"):
         assert sentence in text
     assert "MiB" in _printed(_plan("tiny", "tiny-draft", num_ranks=1, machine="laptop_cpu")), "of small models"
@@ -127,6 +128,36 @@ def test_a_laptop_leaves_memory_to_its_operating_system_and_has_no_gpus() -> Non
     assert "3 of 16 GiB are left to the operating system" in text
     assert "GPU" not in text
     assert all("GPU" not in sentence for sentence in (*plan.warnings, *plan.notes, plan.basis))
+
+
+def test_a_terminal_of_80_columns_breaks_no_word_and_scrolls_little() -> None:
+    text = _printed(_plan("30B", "7B", num_ranks=8, machine="8xa100_80gb"), width=80)
+    words = "ms/token", "tokens/s", "prompts", "speed-up", "peak while loading"
+    assert [word for word in words if word not in text] == []
+    assert len(text.splitlines()) <= 42
+    console = Console(record=True, width=80, file=io.StringIO())
+    machines = [replace(hardware.load(name), usd_per_hour=20.0) for name in ("p4d_24xlarge", "8xrtx_pro_6000")]
+    show([make_plan(make_spec("30B", "7B", num_ranks=8), machine) for machine in machines], console)
+    text = console.export_text()
+    assert [word for word in ("speculative", "capacity", "USD/M", "tokens/s", "p4d_24xlarge") if word not in text] == []
+
+
+def test_the_shown_gain_is_the_middle_of_its_range() -> None:
+    plan = _plan("30B", "tinyllama_1B", num_ranks=8)
+    low, high = document(plan)["time"]["speedup_range"]
+    (row,) = (line for line in _printed(plan).splitlines() if line.startswith("speculative"))
+    assert row.split()[-1] == f"{(low * high) ** 0.5:.2f}x"
+
+
+def test_a_note_is_printed_once_and_sums_need_several_gpus() -> None:
+    spec = make_spec("13B", "7B", num_ranks=1, draft_kind=DraftLayout.own_gpu, draft_ranks=(1,))
+    notes = make_plan(spec, hardware.load("2xl4")).notes
+    assert any("collectives in a round" in note for note in notes)
+    assert not any("over 1 GPU" in note for note in notes)
+    same = make_plan(make_spec("qwen3_30B_A3B", "qwen3_30B_A3B", num_ranks=8), hardware.load("8xh100")).notes
+    assert len({*same}) == len(same)
+    many = make_plan(make_spec("65B", num_ranks=8, batch_size=4096), hardware.load("8xh100")).notes
+    assert not any("e+0" in note for note in many)
 
 
 @pytest.mark.parametrize("width", [60, 80])

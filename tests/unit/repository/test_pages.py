@@ -99,6 +99,12 @@ def test_the_two_commands_of_a_newcomer_stand_in_the_first_block(page: str) -> N
     assert lines(blocks("bash", page=page)[0])[-2:] == TWO_COMMANDS
 
 
+def test_one_machine_is_started_by_the_program_and_nodes_by_torchrun() -> None:
+    commands = [command for line in lines() for command in line if re.search(r"launch/\w+\.py", command)]
+    assert commands
+    assert [command for command in commands if "torchrun --nnodes" not in command] == []
+
+
 def test_every_command_is_known_to_a_test() -> None:
     known = [*map(re.compile, TESTED), LAUNCH, PLAN]
     commands = [command for line in lines() for command in line]

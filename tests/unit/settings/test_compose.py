@@ -113,6 +113,11 @@ def test_texts_reach_the_run_as_they_were_typed(text: str) -> None:
     assert composed.settings == (f"prompt={text}", f"stop_strings=[{quoted}, end]")
 
 
+@pytest.mark.parametrize("text", ["???", r"\???", r"\\???", "???!"])
+def test_a_prompt_of_question_marks_is_a_text(text: str) -> None:
+    assert compose_run(f"prompt={text}")[0].prompt == text
+
+
 def test_escapes_in_stops_are_ends_of_lines_tabs_and_backslashes() -> None:
     run, _ = compose_run(r'stop_strings=["\n\n", "\\n", "a,b\t", def]')
     assert run.stop_strings == ["\n\n", r"\n", "a,b\t", "def"]

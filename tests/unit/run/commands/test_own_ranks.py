@@ -54,6 +54,13 @@ def test_without_a_number_there_is_a_rank_for_each_gpu_and_that_is_said(
     assert read("model=30B", *words) == Start(words=["model=30B", *others], num_ranks=num_ranks, sentence=sentence)
 
 
+@pytest.mark.parametrize("num_tasks", ["1", "2"])
+def test_a_shell_of_srun_starts_the_ranks_that_it_asks_for(num_tasks: str) -> None:
+    """`srun --pty bash` in an allocation of two tasks has two, of which one has the terminal."""
+    environ = {**STEP, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": num_tasks, "SLURM_PTY_PORT": "40000"}
+    assert read("ranks=2", environ=environ).num_ranks == 2
+
+
 @pytest.mark.parametrize("environ", [TORCHRUN, {**STEP, "SLURM_STEP_NUM_TASKS": "2"}], ids=["torchrun", "srun"])
 def test_ranks_that_exist_already_stay_as_they_are(environ: dict[str, str]) -> None:
     assert read("model=7B", environ=environ) == Start(words=["model=7B"], num_ranks=None)

@@ -1,0 +1,39 @@
+"""Settings and commands that a plan prints; each passes the checks of the command that prints it first.
+
+Commands say what they accept (`accepting`). Everybody who names a setting asks `accepted` or `command`, and leaves the
+sentence out, or looks for another choice, where it is refused.
+"""
+
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+Accepts = Callable[[Sequence[str], bool], bool]
+"""Whether settings can be planned: a whole command line, or settings that are added to the asked ones (False)."""
+_ACCEPTS: ContextVar[Accepts] = ContextVar("accepts", default=lambda _settings, _is_whole: True)
+
+
+@contextmanager
+def accepting(accepts: Accepts) -> Iterator[None]:
+    """Let the plans of the block name only settings that pass."""
+    token = _ACCEPTS.set(accepts)
+    try:
+        yield
+    finally:
+        _ACCEPTS.reset(token)
+
+
+def accepted(*settings: str) -> bool:
+    """Whether the asked command takes these settings as well."""
+    return _ACCEPTS.get()(settings, False)
+
+
+def command(verb: str, *settings: str) -> str | None:
+    """A command of this program for a shell; None for one that it would refuse.
+
+    A plan's settings are all that it needs; a run's are planned with the asked ones, since a plan names the machine.
+    """
+    is_plan = verb == "plan"
+    planned = settings if is_plan else [one for one in settings if not one.startswith("task")]
+    return shlex.join(["llama-ssp", verb, *settings]) if _ACCEPTS.get()(planned, is_plan) else None
