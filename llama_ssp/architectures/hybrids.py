@@ -37,6 +37,6 @@ BAMBA = _linear("bamba", tp_plan=_plan(), modules=layers.mamba)
 GRANITE_HYBRID = _linear("granitemoehybrid", tp_plan=_plan("shared_mlp"), modules=layers.mamba)
 FALCON_H1 = unwritten("falcon_h1", adapt=_MIXERS, recurrent=("hybrid",), tp_plan=_plan(), modules=layers.mamba)
 NEMOTRON_H = unwritten(
-    "nemotron_h", adapt=_MIXERS, recurrent=(*_LINEAR, "mlp", "moe"),
+    "nemotron_h", adapt=_MIXERS, recurrent=(*_LINEAR, "mlp", "moe"), gates_experts=False,
     tp_plan=_plan("mixer") | {"model.layers.*.mixer.out_proj": "replicated"}, modules=layers.nemotron,
 )  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any
 
 from llama_ssp.architectures.experts import expert_sizes, first_size
 from llama_ssp.architectures.family import (
+    check_kind,
     check_ranks,
     check_servable,
     inventory,
@@ -44,8 +45,6 @@ _NAMES = {
 }
 """Names of a size in the files of different families."""
 _DESCRIBE = "llama_ssp.models.huggingface.described:describe"
-_DECODERS = ("CausalLM", "LMHeadModel", "ForConditionalGeneration")
-"""Endings of the library's classes that continue a text."""
 
 
 def fields_of(content: Mapping[str, Any]) -> Field:
@@ -114,28 +113,17 @@ def read_config(folder: Path, *, describes: bool = True, of: DraftHead | None = 
     model_type = content.get("model_type")
     if not isinstance(model_type, str):
         raise _incomplete(file, "model_type")
-    family, is_known, layers = record_of(model_type), model_type in kinds(), ""
-    content = content if is_known else _of_text(model_type, content, whole)
+    if head is None:
+        check_kind(whole, file)
+    family, is_known = record_of(model_type), model_type in kinds()
+    if not is_known and isinstance(text := content.get("text_config"), dict):  # which has no model_type of its own
+        content = {**content, **text}
     field = fields_of(content)
     by_library = not family.is_written and (describes or not is_known)
     shape, refusal = _by_modules(folder) if by_library else (None, "")
-    try:
-        check_servable(field)
-    except ConfigError as error:
-        refusal = layers = str(error)
-    try:
-        shape = shape or shape_from(field, ties=bool(field("tie_word_embeddings")), derives_units=is_known)
-    except KeyError as error:
-        if family.is_written:
-            raise _incomplete(file, error.args[0]) from None
-        if layers:
-            raise PlacementError(layers) from None
-        raise PlacementError(
-            f"no plan for {model_type} models: {file} does not give {error.args[0]}, as a Llama's would"
-        ) from None
+    shape = _servable(field, file, shape, refusal, is_known=is_known)
     if family.modules and shape.modules is None and head is None:
         shape = replace(shape, modules=family.modules(field, shape))
-    shape = replace(shape, refusal=refusal)
     if shape.head_dim < 1:
         wanted = f"at least the {shape.num_attention_heads} of num_attention_heads is required"
         raise CheckpointError(f"{file} has hidden_size {shape.hidden_size}, and {wanted}: copy or download it again")
@@ -146,6 +134,24 @@ def read_config(folder: Path, *, describes: bool = True, of: DraftHead | None = 
     unsaid_dtype = Dtype.bf16 if isinstance(layout, PackedLayout) else Dtype.fp32
     stored = str(content.get("dtype") or content.get("torch_dtype") or unsaid_dtype.value)
     return shape, next((dtype for dtype in Dtype if dtype.value == stored), Dtype.fp32)
+
+
+def _servable(field: Field, file: Path, shape: ModelShape | None, refusal: str, *, is_known: bool) -> ModelShape:
+    """The sizes of a config, by its fields where the library gave none, with the sentence of a run that refuses it."""
+    model_type, said = field("model_type"), ""
+    try:
+        check_servable(field)
+    except ConfigError as error:
+        refusal = said = str(error)
+    try:
+        shape = shape or shape_from(field, ties=bool(field("tie_word_embeddings")), derives_units=is_known)
+    except KeyError as error:
+        if record_of(model_type).is_written:
+            raise _incomplete(file, error.args[0]) from None
+        raise PlacementError(
+            said or f"no plan for {model_type} models: {file} does not give {error.args[0]}, as a Llama's would"
+        ) from None
+    return replace(shape, refusal=refusal)
 
 
 def _by_modules(folder: Path) -> tuple[ModelShape | None, str]:
@@ -166,6 +172,7 @@ def read_stored_format(folder: Path, shape: ModelShape) -> StoredFormat | None:
     return stored_format(
         read_model_config(folder), modules=modules, num_layers=shape.num_hidden_layers,
         ties_head=shape.tie_word_embeddings,
+        has_odd_experts=shape.num_experts > 0 and not record_of(shape.model_type).gates_experts,
     )  # fmt: skip
 
 
@@ -193,16 +200,6 @@ def check_readable(
             stored.kept_format(quantization, where=folder)
         return shape
     return None
-
-
-def _of_text(model_type: str, content: Mapping[str, Any], whole: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of an unknown family's file that has the sizes; PlacementError if it is no decoder."""
-    text = content.get("text_config")
-    classes = whole.get("architectures") or []
-    if whole.get("is_encoder_decoder") or (classes and not any(name.endswith(_DECODERS) for name in classes)):
-        named = f" ({', '.join(classes)})" if classes else ""
-        raise PlacementError(f"{model_type} models{named} do not continue a text token by token: a decoder is required")
-    return {**content, **text} if isinstance(text, dict) else content
 
 
 def _incomplete(file: Path, missing: str) -> CheckpointError:

@@ -12,7 +12,7 @@ from itertools import cycle
 
 from llama_ssp.architectures import engine
 from llama_ssp.architectures.family import inventory, record_of
-from llama_ssp.architectures.matrices import Cut, WholeParts, vocabulary_parts
+from llama_ssp.architectures.matrices import Cut, WholeParts, check_experts, vocabulary_parts
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.model import DTYPE_BYTES, PlannedModel
@@ -67,6 +67,8 @@ def _parts(
     most_unpacked = math.inf if storage.unpacks_matrix else storage.gpu_unpacks if device == "cuda" else 0
     parts = []
     shares = rank_shares(model, num_ranks=num_ranks, backend=backend, whole=whole)
+    if device == "cuda" and shape.num_experts and not (storage.is_quantized or backend.by_library):
+        check_experts(shards, shape.moe_intermediate_size, value_bytes=size)
     for held, shard in zip(shares, cycle(shards), strict=False):
         num_heads, num_kv_heads = len(shard.heads.query_heads), len(shard.heads.kv_heads)
         weights = model_bytes(held.without_tables(num_shared), model, device=device)

@@ -53,6 +53,7 @@ class PlanSpec:
         num_samples: rows of a prompt, which is read once for them.
         prompt_tokens, max_new_tokens: tokens of the longest row.
         mean_prompt_tokens: of all prompts, where they are known.
+        guesses_tokens: the tokens of the prompts are guesses.
         cuda_graphs: whether forwards are captured; otherwise every operator is launched from Python.
         own_sums: ranks in a node sum by the program's kernel, if the machine's GPUs can.
     """
@@ -74,6 +75,7 @@ class PlanSpec:
     num_replicas: int = 1
     num_samples: int = 1
     mean_prompt_tokens: float | None = None
+    guesses_tokens: bool = False
     adapts: bool = False
     num_forced: float | None = None
     overlap: bool = False
@@ -273,13 +275,13 @@ def make_spec(
     num_gpus = num_gpus or world_size
     placement, speculation, temperature = config.placement, config.speculation, config.sampling.temperature
     acceptance = speculation.acceptance
-    if config.is_synthetic and acceptance is None:
-        acceptance = config.agreement
+    if acceptance is None:
+        acceptance = config.source.acceptance(config)
     tree = speculation.tree_shape if drafts(config.draft) else None
     free = of_kind(fallback) if (fallback := config.draft.fallback) else config.draft
 
     def planned(model: ModelConfig) -> PlannedModel:
-        if not config.is_synthetic:
+        if config.reads_files:
             return planned_model(model, device=device)
         model = replace(model, dtype=number_format(model, device=device), stored_dtype=Dtype.bf16)
         return replace(planned_model(model, device=device), stored_format=None, quantization=model.quantization)

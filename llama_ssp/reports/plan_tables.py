@@ -130,7 +130,8 @@ def _models(spec: PlanSpec, where: str = "") -> str:
         drafter = f"{_named(draft, spec.device)}{where and f' {placed}'}"
     length = f"tree {spec.tree.text}" if spec.tree else f"K={ADAPTIVE if spec.adapts else spec.num_draft_tokens}"
     drafting = f", draft {drafter}, {length}" if drafter else ""
-    sizes = f"batch {spec.batch_size}, {spec.prompt_tokens} + {spec.max_new_tokens} tokens"
+    about = "about " * spec.guesses_tokens
+    sizes = f"batch {spec.batch_size}, {about}{spec.prompt_tokens} + {spec.max_new_tokens} tokens"
     return f"{_named(spec.target, spec.device)}{where}{drafting}; {sizes}"
 
 

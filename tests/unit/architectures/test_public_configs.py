@@ -24,6 +24,7 @@ from llama_ssp.models.weights import Loading, Matched
 from llama_ssp.planning.model import PlannedModel, planned_model
 from llama_ssp.planning.weights import model_bytes, rank_shares
 from llama_ssp.ranks.comms import Comm
+from llama_ssp.run import checkpoints
 from llama_ssp.run.checkpoints import read_tokenizer
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import Checkpoint, inspect, shape_of
@@ -160,14 +161,28 @@ def test_a_quantization_that_another_file_or_field_names_is_planned(
             check_readable(tmp_path, "none")
 
 
-def test_code_that_a_tokenizer_names_is_passed_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [{}, {"tokenizer_class": "OtherTokenizer"}, {"tokenizer_class": None}])
+def test_code_that_a_tokenizer_names_is_passed_over(changes: dict[str, Any], tmp_path: Path) -> None:
     for file in hub.resolve(catalogue.load("tiny")).glob("*.json"):
         shutil.copy(file, tmp_path)
-    edit_json(
-        tmp_path / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_other.OtherTokenizer", None]}
-    )
+    code = {"AutoTokenizer": ["tokenization_other.OtherTokenizer", None]}
+    edit_json(tmp_path / "tokenizer_config.json", auto_map=code, **changes)
     wanted = read_tokenizer(hub.resolve(catalogue.load("tiny")))
     assert read_tokenizer(tmp_path)("def f").input_ids == wanted("def f").input_ids
+
+
+@pytest.mark.parametrize(("file", "reason"), [
+    ("tekken.json", r"tekken\.json is Mistral's own layout, which is not read"),
+    ("tokenizer.model", r"a tokenizer\.model alone needs two packages: pip install sentencepiece protobuf"),
+])  # fmt: skip
+def test_a_tokenizer_in_another_layout_is_refused_with_its_cause(
+    file: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "find_spec", lambda _: None)
+    (tmp_path / file).write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    with pytest.raises(CheckpointError, match=reason):
+        read_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe_lite"])

@@ -13,6 +13,7 @@ from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.reading import check_readable
 from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
+from llama_ssp.groups import whole
 from llama_ssp.machines import hardware
 from llama_ssp.planning.forwards import ModelPlacement, forward_time
 from llama_ssp.planning.model import PlannedModel, planned_model, resolved
@@ -20,10 +21,11 @@ from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.spec import spec_of_plan
 from llama_ssp.planning.weights import model_bytes, rank_shares
 from llama_ssp.run.commands import plan
-from llama_ssp.settings.schema import NO_DRAFT, DrafterConfig, PlanConfig, SyntheticConfig, WeightsKind
+from llama_ssp.settings.schema import NO_DRAFT, DrafterConfig, PlanConfig
 from llama_ssp.storage.formats import READ_SLOWDOWN
 from tests.helpers.in_process import call
 from tests.helpers.packed_checkpoints import WEIGHTS, changed, quantization_config
+from tests.helpers.rooms import need
 
 H100 = hardware.load("1xh100")
 FP8, W8A8, W4A16, AWQ, GPTQ = map(
@@ -45,7 +47,7 @@ def config_of(folder: Path, sizes: dict[str, Any], described: object, **changes:
     common = {"max_position_embeddings": 131072, "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(common | sizes | quantized))
     entry = ModelConfig(name="local", path=str(folder), quantization=changes.pop("quantization", "none"))
-    return resolved(PlanConfig(model=entry, draft=DrafterConfig(kind=NO_DRAFT), hardware={}, **changes))
+    return resolved(whole(PlanConfig)(model=entry, draft=DrafterConfig(kind=NO_DRAFT), hardware={}, **changes))
 
 
 def planned(folder: Path, sizes: dict[str, Any], described: object, quantization: str = "none") -> PlannedModel:
@@ -162,7 +164,8 @@ def test_plan_and_run_take_the_stored_format_unless_another_is_given(tmp_path: P
 
 
 def test_synthetic_weights_have_only_the_sizes_of_a_checkpoint(tmp_path: Path) -> None:
-    config = config_of(tmp_path, SMALL, AWQ, weights=WeightsKind.synthetic, synthetic=SyntheticConfig())
+    need("synthetic")
+    config = config_of(tmp_path, SMALL, AWQ, weights="synthetic")
     target = spec_of_plan(config, H100).target
     assert (target.stored_format, target.quantization) == (None, "none")
 

@@ -20,8 +20,8 @@ from llama_ssp.architectures.reading import check_readable, read_config
 from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.models import prefill
-from llama_ssp.models.attention import BY_POSITION, SOFTCAPPED
 from llama_ssp.models.cache import Masks
+from llama_ssp.models.huggingface.attention import BY_POSITION, SOFTCAPPED
 from llama_ssp.models.huggingface.families import mask_argument
 from llama_ssp.models.huggingface.modules import build_empty, load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
@@ -145,6 +145,13 @@ def test_a_plan_counts_the_cache_of_each_of_two_ranks(saved: SavedModels, kind: 
     shape = read_config(folder)[0]
     model = PlannedModel(name=kind, shape=shape, dtype=Dtype.fp32, quantization="none")
     assert on_ranks(comms, held) == 2 * [3 * 24 * model.slot_bytes(num_heads)]
+
+
+def test_rope_parameters_by_kind_of_layer_are_refused_for_one_set() -> None:
+    nested = {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    with pytest.raises(ConfigError, match="this llama model has rope_parameters for full_attention, and its layers"):
+        check_servable({"model_type": "llama", "rope_parameters": nested}.get)
+    check_servable({"model_type": "llama", "rope_parameters": {"rope_type": "default", "factor": 1.0}}.get)
 
 
 def test_a_family_that_does_not_fit_the_cache_is_refused_by_a_short_text(tmp_path: Path) -> None:
@@ -346,7 +353,7 @@ def test_masks_take_the_bytes_that_are_planned(kind: str) -> None:
         (
             "llama",
             {"rope_parameters": {"rope_type": ["default"], "rope_theta": 1e4}},
-            r"has rope_type \['default'\]: the name of one is required, such as default or yarn",
+            r"has rope_type \['default'\]: default, dynamic, linear, .*, yarn is required",
         ),
         ("llama", {"layer_types": ["chunked_attention", "full_attention"]}, "chunked_attention, whose tokens see no"),
         ("qwen3", {"layer_types": ["indexed_attention"]}, "indexed_attention, whose tokens read slots that an index"),
