@@ -110,6 +110,9 @@ class ModelShape:
     hidden_size_per_layer_input: int = 0  # of an embedding that each layer has for itself.
     vocab_size_per_layer_input: int = 0
     latent_width: int = 0  # numbers that every rank caches of a token in a layer, in place of keys and values.
+    qk_rope_head_dim: int = 0  # of such a model, numbers of a key with positions, which all heads share,
+    qk_nope_head_dim: int = 0  # without, which each head makes of the latent,
+    v_head_dim: int = 0  # and of a value.
     spreads_experts: bool = False  # of several ranks, each holds whole ones: placement.target.experts=spread.
     # of a draft head: the vocabulary and the width of its target; `vocab_size` counts the tokens that it can draft.
     target_vocab_size: int | None = None

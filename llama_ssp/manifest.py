@@ -42,6 +42,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "reports": ("command=report", "setting=figure"),
     "serve": ("task=serve", "command=serve", "field=custom_id"),
     "slurm": ("hydra/launcher=slurm",),
+    "synthetic": ("weights=synthetic", "setting=agreement"),
     "tokenizers": ("setting=draft.tokenizer", "tokenizer=own"),
 }
 """Requests for a room: kind and name, as `unknown_name` is given them; a field is one of a line of prompts."""

@@ -64,10 +64,12 @@ def is_llama_kind(config: PretrainedConfig) -> bool:
 def check_model(
     origin: WeightSource, *,
     num_ranks: int, quantization: str = NO_QUANTIZATION, whole: WholeParts = WholeParts.none, compiles: bool = False,
+    grouped_bytes: int = 0,
 ) -> None:  # fmt: skip
     """Raise every error that `load_model` would raise, without loading weights.
 
-    `compiles` says that layers take compiled products where these fit, as on a CPU.
+    `compiles` says that layers take compiled products where these fit, as on a CPU; `grouped_bytes` are those of a
+    number in the products of all experts at once, as on a GPU, and 0 without.
 
     Raises:
         CheckpointError: tensors are missing or have another shape.
@@ -80,7 +82,10 @@ def check_model(
     if is_llama_kind(origin.config):
         matched = match_lean(origin, whole)
     else:
-        from llama_ssp.models.huggingface.loading import check_quantized_experts  # noqa: PLC0415 - slow import
+        from llama_ssp.models.huggingface.loading import (  # noqa: PLC0415 - slow import
+            check_grouped_experts,
+            check_quantized_experts,
+        )
         from llama_ssp.models.huggingface.modules import match_modules  # noqa: PLC0415 - slow import
         from llama_ssp.models.tensor_parallel import shard  # noqa: PLC0415 - slow import
 
@@ -94,6 +99,8 @@ def check_model(
     check = partial(check_inputs, quantization, group=group, num_ranks=num_ranks, is_stored=packed is not None)
     if model:
         check_quantized_experts(model, origin.shape, quantization, num_ranks=num_ranks, check=check)
+        if grouped_bytes and not storage.is_quantized:
+            check_grouped_experts(model, shards, value_bytes=grouped_bytes)
     linears = {layer: weight for name, weight in matched.table.items()
                if weight.role is LINEAR and (layer := name.removesuffix(".weight")) not in kept}  # fmt: skip
     _check_quantizable(linears, shards, quantization, compiles=compiles, check=check)

@@ -4,11 +4,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
+from llama_ssp.groups import Range
 from llama_ssp.registry import Registry
 from llama_ssp.settings.schema import RunConfig, TaskConfig
-
-Range = tuple[str, Callable[[Any], bool], str]
-"""A condition on a number: its key, what must hold, and what is required in words; a missing or null value passes."""
 
 
 def default_prompts(config: RunConfig) -> Sequence[str]:

@@ -3,13 +3,13 @@
 A model that the lean decoder runs does not import this: the models of transformers take seconds to import.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
 from torch import nn
 
-from llama_ssp.architectures.matrices import Cut, split_model
+from llama_ssp.architectures.matrices import Cut, RankShard, check_experts, split_model
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import ConfigError
 from llama_ssp.kernels.linear import make_linear
@@ -60,3 +60,10 @@ def check_quantized_experts(
             matrices.shape[2 - module.is_transposed] for matrices in (module.gate_up_proj, module.down_proj)
         )
         check(name, {width, *(shard.num_features(Cut.mlp_units, units) for shard in shards)}, is_cut=num_cut > 1)
+
+
+def check_grouped_experts(model: nn.Module, shards: Sequence[RankShard], *, value_bytes: int) -> None:
+    """Check that a product of all experts at once can take the part of each rank; raises as `check_experts`."""
+    for _, module in experts_of(model):
+        turns = bool(getattr(module, "is_transposed", False))  # then a row has gates and units
+        check_experts(shards, module.down_proj.shape[2 - turns], value_bytes=value_bytes * (1 + turns))

@@ -33,8 +33,12 @@ AFTER_RESULTS = ("matplotlib", "llama_ssp.rooms.reports.html") if "reports" in p
 NEVER = (
     "transformers.modeling_utils", "scipy",
     "bitsandbytes", "deepspeed", "matplotlib.pyplot", "datasets", "pandas", "sklearn", "tensorboard",
-    "llama_ssp.weights.synthetic", "llama_ssp.weights.expansion", "llama_ssp.run.calibration",
-    *(f"llama_ssp.rooms.{room}.{name}" for room in present() for name in ("task", "benchmark", "latency")),
+    "llama_ssp.run.calibration",
+    *(
+        f"llama_ssp.rooms.{room}.{name}"
+        for room in present()
+        for name in ("task", "benchmark", "latency", "source", "expansion")
+    ),
 )  # fmt: skip
 
 
