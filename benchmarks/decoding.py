@@ -10,6 +10,7 @@ import torch
 
 from llama_ssp import Pair, catalogue
 from llama_ssp.catalogue import Dtype, ModelConfig
+from llama_ssp.groups import whole
 from llama_ssp.ranks.world import start
 from llama_ssp.run.checkpoints import find_sources
 from llama_ssp.run.decoders import build_decoder, load_models
@@ -25,9 +26,7 @@ from llama_ssp.settings.schema import (
     RunConfig,
     SamplingConfig,
     SpeculationConfig,
-    SyntheticConfig,
     VerificationConfig,
-    WeightsKind,
 )
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.loop import Decoder
@@ -69,17 +68,20 @@ def run_config(model: ModelConfig, draft: ModelConfig | None, **more: Any) -> Ru
         "verification": VerificationConfig(), "device": DeviceKind.cpu, "ignore_eos": True, "run_dir": "outputs",
     }  # fmt: skip
     drafter = DrafterConfig(kind=MODEL_DRAFT, model=draft) if draft else DrafterConfig(kind=NO_DRAFT)
-    return RunConfig(model=model, draft=drafter, **fields | more)
+    run: RunConfig = whole(RunConfig)(model=model, draft=drafter, **fields | more)
+    return run
 
 
 def config_of(
     target: str, draft: str | None, *, dtype: Dtype, device: torch.device, quantization: str = "none"
 ) -> RunConfig:
     """The run of a synthetic target, and of its draft, on a device; `quantization` is the target's."""
+    from llama_ssp.rooms.synthetic.records import NAME, SyntheticConfig  # noqa: PLC0415 - of a room
+
     return run_config(
         replace(catalogue.load(target), dtype=dtype, quantization=quantization),
         replace(catalogue.load(draft), dtype=dtype, quantization="none") if draft else None,
-        sampling=SamplingConfig(), weights=WeightsKind.synthetic, synthetic=SyntheticConfig(agreement=AGREEMENT),
+        sampling=SamplingConfig(), weights=NAME, synthetic=SyntheticConfig(agreement=AGREEMENT),
         device=DeviceKind[device.type],
     )  # fmt: skip
 

@@ -110,6 +110,9 @@ class ModelShape:
     hidden_size_per_layer_input: int = 0  # of an embedding that each layer has for itself.
     vocab_size_per_layer_input: int = 0
     latent_width: int = 0  # numbers that every rank caches of a token in a layer, in place of keys and values.
+    qk_rope_head_dim: int = 0  # of such a model, numbers of a key with positions, which all heads share,
+    qk_nope_head_dim: int = 0  # without, which each head makes of the latent,
+    v_head_dim: int = 0  # and of a value.
     spreads_experts: bool = False  # of several ranks, each holds whole ones: placement.target.experts=spread.
     # of a draft head: the vocabulary and the width of its target; `vocab_size` counts the tokens that it can draft.
     target_vocab_size: int | None = None
@@ -253,8 +256,9 @@ def names(group: str) -> list[str]:
 def find(group: str, name: str) -> Path | None:
     """Return the file of an option; None if no folder has it."""
     for folder in (*_given, user_dir(), *conf_of_rooms(), conf_dir()):
-        if _is_file(file := folder / group / f"{name}.yaml"):
-            return file
+        file = os.path.join(folder, group, f"{name}.yaml")  # noqa: PTH118 - a plan asks for hundreds of names
+        if os.path.isfile(file):  # noqa: PTH113 - as in `_is_file`
+            return Path(file)
     return None
 
 

@@ -6,12 +6,12 @@ A record says how a kind of head is recognized, read and refused; its code is im
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from llama_ssp.catalogue import ModelShape
-from llama_ssp.errors import CheckpointError, ConfigError
+from llama_ssp.errors import CheckpointError
 from llama_ssp.manifest import absent
-from llama_ssp.registry import Registry, imported
+from llama_ssp.registry import Registry
 
 Field = Callable[[str], Any]
 """Gives a field of a config by name."""
@@ -48,8 +48,8 @@ class DraftHead:
         is_in: whether a target has it, by its config.
         check: raises ConfigError unless a config describes such layers; also takes what names the target.
         describe: `module:function` that reads the sizes of the head from the folder of its target.
-        synthesize: `module:function` that makes the source of a head of generated weights, from the target's, its sizes
-            and the agreement.
+        synthesize: `module:function` that makes the source of a head from a target's `weights.source.MadeSource`, the
+            sizes of the head and the agreement.
     """
 
     name: str
@@ -87,11 +87,3 @@ def head_in_target(entry: str | None) -> DraftHead | None:
 def heads_in_targets() -> list[DraftHead]:
     """The kinds of heads that lie in the files of their targets."""
     return [kind for kind in HEADS.all().values() if kind.in_target]
-
-
-def head_synthesis() -> Callable[..., Any]:
-    """What makes heads of generated weights; ConfigError if no kind of head has it."""
-    found = next(filter(None, (kind.synthesize for kind in HEADS.all().values())), None)
-    if found is None:
-        raise ConfigError("weights=synthetic has no draft heads here: give a draft model, as in draft=7B")
-    return cast("Callable[..., Any]", imported(found, setting="weights"))

@@ -1,10 +1,14 @@
 """Settings that rooms add to the groups of the core, such as `timeouts`."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, cast
 
 from llama_ssp.registry import Registry
+
+Range = tuple[str, Callable[[Any], bool], str]
+"""A condition on a number: its key, what must hold, and what is required in words; a missing or null value passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +22,7 @@ class MoreSettings:
         choose: of plans, `module:function` that chooses among layouts from the config, the machine and the given words,
             and shows what it has found. The setting with the record's name asks for it.
         example: a command line of `llama-ssp plan --help`.
+        ranges: what their numbers must be, by whole keys.
     """
 
     name: str
@@ -27,6 +32,7 @@ class MoreSettings:
     draw: str = ""
     choose: str = ""
     example: str = ""
+    ranges: tuple[Range, ...] = ()
 
 
 MORE: Registry[MoreSettings] = Registry(setting="group", kind=MoreSettings)
@@ -46,6 +52,11 @@ def whole(group: type) -> type:
         order[place:place] = [entry.name for entry in fields(record.config) if entry.name not in order]
     found.__dataclass_fields__ = {name: found.__dataclass_fields__[name] for name in order}
     return cast("type", found)
+
+
+def ranges() -> list[Range]:
+    """What numbers of the settings must be that rooms add."""
+    return [found for more in MORE.all().values() for found in more.ranges]
 
 
 def chooser_of(config: object) -> MoreSettings | None:

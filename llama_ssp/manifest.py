@@ -42,6 +42,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "reports": ("command=report", "setting=figure"),
     "serve": ("task=serve", "command=serve", "field=custom_id"),
     "slurm": ("hydra/launcher=slurm",),
+    "synthetic": ("weights=synthetic", "setting=agreement"),
     "tokenizers": ("setting=draft.tokenizer", "tokenizer=own"),
 }
 """Requests for a room: kind and name, as `unknown_name` is given them; a field is one of a line of prompts."""
@@ -61,7 +62,12 @@ def records_of_rooms() -> tuple[str, ...]:
 
 def conf_of_rooms() -> tuple[Path, ...]:
     """The folders with the options of the rooms of this installation."""
-    return tuple(FOLDER / name / "conf" for name in present())
+    return _conf_of(present())
+
+
+@cache
+def _conf_of(rooms: tuple[str, ...]) -> tuple[Path, ...]:
+    return tuple(folder for name in rooms if (folder := FOLDER / name / "conf").is_dir())
 
 
 def absent(kind: str, name: str) -> str | None:

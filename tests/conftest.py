@@ -48,6 +48,8 @@ UNTIMED = (
 _OF_UNIT = ("api", "models", "repository", "run", "settings", "weights")
 FILES = ("tests/rooms/", *(f"tests/unit/{folder}/" for folder in _OF_UNIT))
 """Tests of one file share what they have parsed or made; all others, one by one, fill up the workers in the end."""
+COMPILED = "tests/rooms/gpu/test_kernels.py"
+"""Its tests take almost all of the time of .ci/run's step of Triton, and share hardly a kernel."""
 
 
 class JobsOnOneWorker(LoadScopeScheduling):  # type: ignore[misc] # xdist is untyped
@@ -58,7 +60,8 @@ class JobsOnOneWorker(LoadScopeScheduling):  # type: ignore[misc] # xdist is unt
             return UNTIMED[0]
         if nodeid.startswith(JOBS) or OF_ROOMS in nodeid:
             return JOBS[0]
-        return nodeid.partition("::")[0] if nodeid.startswith(FILES) else nodeid
+        is_of_file = nodeid.startswith(FILES) and not nodeid.startswith(COMPILED)
+        return nodeid.partition("::")[0] if is_of_file else nodeid
 
 
 @pytest.fixture
@@ -177,6 +180,17 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     report = yield
     if report.failed and (room := rooms.missing_in(report.longreprtext)):
         report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"needs {room}")
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Skip a file that imports a room which this installation lacks."""
+    report = yield
+    if report.failed and (room := rooms.missing_in(report.longreprtext)):
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, f"needs {room}")
     return report
 
 

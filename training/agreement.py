@@ -1,7 +1,7 @@
 """Finds how much noise on a model's output head makes it agree with itself to a wanted degree.
 
 What it does: lets each model of the pair write text after the default prompts of `task=compare` and `task=latency`, and
-bisects the noise of `llama_ssp.weights.synthetic` for each level of agreement: the chance that a drafted token is
+bisects the noise of `llama_ssp.rooms.synthetic` for each level of agreement: the chance that a drafted token is
 accepted, which is the sum of the smaller of both probabilities, on average over the text. Both tasks count alike.
 A head that drafts several tokens reads its own states, so the engine drafts with it and counts what is accepted.
 What it does not do: look at another temperature.
@@ -20,21 +20,21 @@ from torch import Tensor
 
 from benchmarks.decoding import default_prompts, run_config
 from llama_ssp import catalogue, load
-from llama_ssp.architectures.model_files import AGREEMENT_FILE
 from llama_ssp.catalogue import Dtype
 from llama_ssp.models.huggingface.modules import load_modules
 from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.world import start
 from llama_ssp.rooms.heads.sources import HeadSource
 from llama_ssp.rooms.heads.synthetic import SMALL_HEAD
+from llama_ssp.rooms.synthetic.records import AGREEMENT_FILE, NAME, SyntheticConfig
+from llama_ssp.rooms.synthetic.source import SMALL_MODELS, Synthetic
 from llama_ssp.run.checkpoints import find_sources
 from llama_ssp.run.decoders import build_decoder, load_models
 from llama_ssp.run.requests import encode
-from llama_ssp.settings.schema import DeviceKind, SyntheticConfig, WeightsKind
+from llama_ssp.settings.schema import DeviceKind
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
-from llama_ssp.weights.synthetic import SMALL_MODELS, Synthetic
 from tests.helpers.decoders import complete
 
 TEMPERATURE = 0.8
@@ -118,7 +118,7 @@ def acceptance(
     Target and draft have synthetic weights of this agreement, or the draft, then a head, of this noise.
     """
     config = run_config(
-        catalogue.load(model), catalogue.load(draft), weights=WeightsKind.synthetic,
+        catalogue.load(model), catalogue.load(draft), weights=NAME,
         synthetic=SyntheticConfig(agreement=agreement), batch_size=num_texts, ignore_eos=False,
     )  # fmt: skip
     with start(device=DeviceKind.cpu, timeout_s=60) as world:

@@ -35,7 +35,8 @@ from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.weights import Loading
 from llama_ssp.rooms.copies.records import NGRAM, NgramConfig
-from llama_ssp.settings.schema import SpeculationConfig, SyntheticConfig
+from llama_ssp.rooms.synthetic.records import SyntheticConfig
+from llama_ssp.settings.schema import SpeculationConfig
 from llama_ssp.speculate.engine.executors import GraphExecutor, Recorder
 from llama_ssp.speculate.engine.loop import Decoder, Decoding
 from llama_ssp.speculate.engine.state import BatchState
@@ -85,7 +86,7 @@ def pair_of(
     """The shipped models."""
     config = config_of(TARGET, draft, dtype=dtype, device=where.device, quantization=quantization)
     if draft == HEAD:
-        config = replace(config, synthetic=SyntheticConfig())
+        config.synthetic = SyntheticConfig()  # type: ignore[attr-defined] # of a room
     return load_pair(replace(config, model=replace(config.model, cache_dtype=cache_dtype)))
 
 

@@ -39,7 +39,6 @@ from llama_ssp.run.calibration import copy_bytes_per_s
 from llama_ssp.weights.checkpoint import SINGLE_FILE
 from llama_ssp.weights.hub import WEIGHTS
 from llama_ssp.weights.source import WeightSource
-from llama_ssp.weights.synthetic import synthesize
 
 LOGS = ROOT / "outputs" / "gpu_peers"
 VLLM_CACHE_BYTES, VLLM_MORE_BYTES = 2**30, 5 * 2**30
@@ -169,6 +168,8 @@ def turns_of(arguments: argparse.Namespace, ids: Sequence[int], *, num_tokens: i
 
 def prepare(names: Sequence[str], *, agreement: float) -> dict[Path, WeightSource]:
     """Make the folders of two names of the catalogue without weights; returns them, and what `write_weights` writes."""
+    from llama_ssp.rooms.synthetic.source import synthesize  # noqa: PLC0415 - of a room
+
     sources = synthesize([shape for name in names if (shape := catalogue.load(name).shape)], agreement=agreement)
     parent, found = LOGS / f"{'-'.join(names)}-{agreement:g}", dict[Path, WeightSource]()
     for name, source in zip(names, sources, strict=True):

@@ -7,6 +7,7 @@ from typing import Any, get_type_hints
 from docs.hooks.repository import ROOT
 from llama_ssp.catalogue import head_of
 from llama_ssp.fields import help_of
+from llama_ssp.groups import whole
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.manifest import conf_of_rooms
 from llama_ssp.run.commands.help import (
@@ -59,7 +60,7 @@ def groups() -> list[str]:
 
 def group_settings(group: str) -> Iterator[DescribedSetting]:
     """Describe the settings of one group."""
-    listed = settings_of(get_type_hints(RunConfig)[group], f"{group}.")
+    listed = settings_of(whole(get_type_hints(RunConfig)[group]), f"{group}.")
     return (each for each in listed if not each.key.startswith(_NOT_LISTED))
 
 
@@ -88,7 +89,7 @@ def described() -> list[DescribedSetting]:
     """Return every setting that must have a meaning."""
     found = [each for group in groups() if group != "task" for each in group_settings(group)]
     found += [each for group in ("draft", "task") for _, own in option_settings(group) for each in own]
-    found += [*top_settings(RunConfig), *settings_of_plan(), *settings_of_launchers()]
+    found += [*top_settings(whole(RunConfig)), *settings_of_plan(), *settings_of_launchers()]
     return [*found, *hardware_settings()]
 
 
@@ -99,7 +100,7 @@ def page() -> str:
         _INTRODUCTION,
         "## `llama-ssp run`",
     ]
-    parts.append(table(top_settings(RunConfig)))
+    parts.append(table(top_settings(whole(RunConfig))))
     for group in groups():
         parts += [f"## `{group}=`", options(group)]
         if group != "task":

@@ -12,6 +12,8 @@ _MOST_SCORED = 2**26  # Logits of a forward that scores whole texts, 256 MiB in 
 SLOT_STEP = 8  # Cache slots are multiples of it: attention kernels copy masks of any other width first.
 BUCKET_STEP = {"cuda": 256, "cpu": 64}
 """Steps by device: caches are read at widths that are multiples. Wider on GPUs, where each width is a graph."""
+MOST_GRAPHED_BUCKETS = 16
+"""Buckets that have CUDA graphs at a time, the latest that rounds have read: a long text passes through hundreds."""
 LANES = 16
 """Numbers of a vector of the compiled kernels of CPUs; attention is compiled for heads of whole vectors."""
 WHOLE_LAYER_TOKENS = 16

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from llama_ssp.architectures import layers
 from llama_ssp.architectures.decoders import GRANITE, MISTRAL, OLMO2, QKV, QWEN3
 from llama_ssp.architectures.family import VOCABULARY_PLAN, layer_plan, unwritten
 from llama_ssp.architectures.matrices import decoder
@@ -26,15 +27,18 @@ GLM4_MOE = replace(GRANITE, model_type="glm4_moe", parameters=partial(decoder, r
 
 LATENT_PLAN = layer_plan("self_attn", ["q_proj", "q_b_proj", "kv_b_proj"], ["o_proj"])
 """Every rank has the latents that keys and values are made of, and makes keys and values of its heads."""
-DEEPSEEK_V3 = unwritten("deepseek_v3", tp_plan=LATENT_PLAN)
+DEEPSEEK_V3 = unwritten("deepseek_v3", tp_plan=LATENT_PLAN, modules=layers.latent)
+DEEPSEEK_V2 = unwritten("deepseek_v2", modules=partial(layers.latent, biases_router=False))
+GLM4_MOE_LITE = unwritten("glm4_moe_lite", modules=partial(layers.latent, cuts_shared=False))
 GPT_OSS = unwritten(
-    "gpt_oss", tp_plan={**VOCABULARY_PLAN, **GRANITE_MOE.tp_plan, "model.layers.*.mlp.experts": "moe_tp_experts"}
-)
+    "gpt_oss", tp_plan={**VOCABULARY_PLAN, **GRANITE_MOE.tp_plan, "model.layers.*.mlp.experts": "moe_tp_experts"},
+    modules=layers.gpt_oss,
+)  # fmt: skip
 DOGE, FLEX_OLMO, LAGUNA, MIMO_V2_FLASH, MINIMAX_M2, MINIMAX_M3 = (
     unwritten(kind, keeps_attention=True)
     for kind in ("doge", "flex_olmo", "laguna", "mimo_v2_flash", "minimax_m2", "minimax_m3_vl_text")
 )
-MINICPM3 = unwritten("minicpm3", cuts_own_embedding=True)
+MINICPM3 = unwritten("minicpm3", cuts_own_embedding=True, modules=layers.latent)
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts", "moe_topk")
@@ -60,7 +64,7 @@ def expert_sizes(field: Callable[[str], Any], *, num_layers: int) -> dict[str, A
     if num_experts < 2 or not num_chosen or field("is_moe") is False:  # noqa: PLR2004 - one expert is an MLP
         return {}
     units = first(*_UNITS)
-    step, without = max(first("decoder_sparse_step"), 1), field("mlp_only_layers") or []
+    step, without = max(first("decoder_sparse_step", "interleave_moe_layer_step"), 1), field("mlp_only_layers") or []
     dense = {number for number in range(num_layers) if (number + 1) % step or number in without}
     dense |= {*range(first(*_DENSE))}
     return {

@@ -14,7 +14,7 @@ from typing import Any, cast
 from llama_ssp import architectures
 from llama_ssp.architectures.matrices import Inventory, WholeParts, decoder
 from llama_ssp.catalogue import ModelShape
-from llama_ssp.errors import ConfigError, PlacementError
+from llama_ssp.errors import ConfigError, PlacementError, shown
 from llama_ssp.registry import Registry
 
 
@@ -67,6 +67,7 @@ class Family:
     cuts_own_embedding: bool = False  # also if the embedding is a class of the family itself.
     # kinds of layers without keys and values: they keep a state (`models.states`), or nothing; `hybrid` ones keep both.
     recurrent: tuple[str, ...] = ()
+    gates_experts: bool = True  # as storage formats need: no kernel has others.
     gates_queries: bool = False  # the matrix of queries also makes a gate of each head, after it.
     keeps_attention: bool = False  # every rank computes attention: its norms need the outputs of all heads.
     # tensor-parallel plan, style by module, beside the library's.
@@ -74,6 +75,8 @@ class Family:
     # `module:function` that compares a checkpoint with its config before the model is built.
     check_files: str | None = None
     adapt: str | None = None  # `module:function` that adds what the library's modules lack.
+    # lists the parameters of a model by the fields of its config; a shape has too few sizes of some families.
+    modules: Callable[[Callable[[str], Any], ModelShape], Inventory] | None = None
     is_written: bool = True  # a record written by hand; a run checks other families against the library.
 
     @property
@@ -117,10 +120,10 @@ def unwritten(model_type: str, **known: Any) -> Family:  # noqa: ANN401 - fields
 
 
 _SAME_TEXT = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
-_LIKE_TEXT = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "mimo": "qwen2"}
+_LIKE_TEXT = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "mimo": "qwen2", "kimi_k2": "deepseek_v3"}
 """Text models of families with images, and families whose files have the fields of the text model on top.
 
-MiMo is a Qwen 2 with MTP layers.
+MiMo is a Qwen 2 with MTP layers, and Kimi K2 a DeepSeek V3.
 """
 _OF_BOTH = (
     "tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id",
@@ -130,12 +133,44 @@ _OF_BOTH = (
 
 def text_part(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a config.json that describes the decoder of text; all of a text model's."""
-    text = content.get("text_config")
-    model_type = content.get("model_type")
+    holder, part = content.get("thinker_config", content), content
+    text = holder.get("text_config") if isinstance(holder, dict) else None
     if isinstance(text, dict) and isinstance(text.get("model_type"), str):
-        shared = {name: content[name] for name in _OF_BOTH if name in content}
-        return shared | text | {"model_type": _SAME_TEXT.get(text["model_type"], text["model_type"])}
-    return {**content, "model_type": _LIKE_TEXT[model_type]} if model_type in _LIKE_TEXT else content
+        part = {**{name: content[name] for name in _OF_BOTH if name in content}, **text}
+    model_type = part.get("model_type")
+    same = (_SAME_TEXT | _LIKE_TEXT).get(str(model_type))
+    if part is content and same is None:
+        return content
+    ropes = {name: part[name] for name in ("rope_scaling", "rope_parameters") if isinstance(part.get(name), dict)}
+    # Tokens of text have one position in place of three, which turn all parts of a head alike.
+    one = {name: {key: "default" if each == "mrope" else each for key, each in rope.items()}
+           for name, rope in ropes.items()}  # fmt: skip
+    return {**part, "model_type": same or model_type, **one}
+
+
+_DECODERS = ("CausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""Endings of the library's classes that continue a text."""
+_OTHER_PARTS = "vision_config", "audio_config"
+
+
+def check_kind(content: Mapping[str, Any], where: object) -> None:
+    """Raise PlacementError for a model that transformers continues no text with, by its config.json alone.
+
+    Kinds that are unknown here are left to the installed transformers.
+    """
+    part, classes = text_part(content), content.get("architectures") or []
+    model_type = part.get("model_type")
+    if not isinstance(model_type, str) or model_type in kinds() or record_of(model_type).is_written:
+        return
+    if part is not content or any(name in content for name in _OTHER_PARTS):
+        raise PlacementError(
+            f"{where} has a text model of kind {shown(model_type)} inside a {content.get('model_type')} model, and "
+            "transformers has no causal language model for this part alone: a text model is required, or one that "
+            "reads images too with a text part of docs/guides/models.md"
+        )
+    if content.get("is_encoder_decoder") or (classes and not any(name.endswith(_DECODERS) for name in classes)):
+        named = f" ({', '.join(classes)})" if classes else ""
+        raise PlacementError(f"{model_type} models{named} do not continue a text token by token: a decoder is required")
 
 
 def num_positions(field: Callable[[str], Any]) -> Any:  # noqa: ANN401 - a field of a config
@@ -201,6 +236,10 @@ _STATES_OF = {
 """Recurrences that are not known here, in families whose files call them otherwise."""
 _SAME_LAYERS = {"mamba": "linear_attention", "attention": "full_attention"}
 """Kinds of layers by their names in older files."""
+_ROPE_TYPES = (
+    "default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn", "ntk_alpha", "su", "xdrope"
+)  # fmt: skip
+"""Rotary frequencies that transformers knows; the last three are names of single families."""
 OTHER = "one of the families of docs/guides/models.md is required"
 
 
@@ -236,13 +275,16 @@ def check_servable(field: Callable[[str], Any]) -> None:
     if is_encoder or field("use_bidirectional_attention") not in {None, False, "vision"} or field("is_causal") is False:
         wanted = "is_decoder=true" if is_encoder else "use_bidirectional_attention=false and is_causal=true"
         raise ConfigError(f"this {model} attends in both directions, and {wanted} is required")
-    rope = field("rope_parameters") or {}
+    rope = field("rope_parameters") or field("rope_scaling") or {}
     for found in (rope, *(values for values in rope.values() if isinstance(values, dict))):
-        rope_type = found.get("rope_type", "default")
-        if not isinstance(rope_type, str):
-            raise ConfigError(
-                f"this {model} has rope_type {rope_type!r:.60}: the name of one is required, such as default or yarn"
-            )
+        rope_type = found.get("rope_type", found.get("type", "default"))
+        if rope_type not in _ROPE_TYPES:
+            raise ConfigError(f"this {model} has rope_type {rope_type!r:.60}: {', '.join(_ROPE_TYPES[:7])} is required")
+    if record.is_llama_kind and rope and all(isinstance(values, dict) for values in rope.values()):
+        raise ConfigError(
+            f"this {model} has rope_parameters for {', '.join(rope)}, and its layers have one set: write the fields of "
+            "one of them, such as rope_type, in rope_parameters itself"
+        )
     if failure := facts.get("fails"):
         raise ConfigError(f"{model_type} models do not run with the static cache ({failure}): {OTHER}")
 

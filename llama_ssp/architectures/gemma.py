@@ -17,7 +17,7 @@ GEMMA3 = replace(
 )  # fmt: skip
 GEMMA2 = replace(  # its scores are softcapped
     GEMMA3, model_type="gemma2", parameters=partial(decoder, norms=4), attention="eager", keeps_scores=True,
-    adapt="llama_ssp.models.attention:use_softcapped",
+    adapt="llama_ssp.models.huggingface.attention:use_softcapped",
 )  # fmt: skip
 
 

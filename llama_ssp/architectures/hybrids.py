@@ -1,7 +1,8 @@
-"""Hybrids: layers of attention among layers that keep a recurrent state; a plan counts the library's modules."""
+"""Hybrids: layers of attention among layers that keep a recurrent state."""
 
 from functools import partial
 
+from llama_ssp.architectures import layers
 from llama_ssp.architectures.decoders import QKV
 from llama_ssp.architectures.experts import LATENT_PLAN
 from llama_ssp.architectures.family import layer_plan, unwritten
@@ -22,18 +23,20 @@ def _plan(mlp: str = "feed_forward") -> dict[str, str]:
 
 _DELTA = {"model.layers.*.linear_attn": "recurrent"}  # cut as one, with its convolution
 _linear = partial(unwritten, adapt=_MIXERS, recurrent=_LINEAR)
-_qwen = partial(_linear, tp_plan=_DELTA, gates_queries=True)
+_qwen = partial(_linear, tp_plan=_DELTA, gates_queries=True, modules=layers.delta)
 QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE = _qwen("qwen3_next"), _qwen("qwen3_5_text"), _qwen("qwen3_5_moe_text")
-KIMI_LINEAR = _linear("kimi_linear", tp_plan={"model.layers.*.self_attn": "recurrent"} | LATENT_PLAN)
-OLMO_HYBRID = _linear("olmo_hybrid", tp_plan=_DELTA, keeps_attention=True)
+KIMI_LINEAR = _linear(
+    "kimi_linear", tp_plan={"model.layers.*.self_attn": "recurrent"} | LATENT_PLAN, modules=layers.kimi
+)
+OLMO_HYBRID = _linear("olmo_hybrid", tp_plan=_DELTA, keeps_attention=True, modules=layers.delta)
 
-_convolved = partial(unwritten, adapt=_MIXERS, recurrent=("conv",), tp_plan=_plan())
+_convolved = partial(unwritten, adapt=_MIXERS, recurrent=("conv",), tp_plan=_plan(), modules=layers.convolved)
 LFM2, LFM2_MOE = _convolved("lfm2"), _convolved("lfm2_moe")
 
-BAMBA = _linear("bamba", tp_plan=_plan())
-GRANITE_HYBRID = _linear("granitemoehybrid", tp_plan=_plan("shared_mlp"))
-FALCON_H1 = unwritten("falcon_h1", adapt=_MIXERS, recurrent=("hybrid",), tp_plan=_plan())
+BAMBA = _linear("bamba", tp_plan=_plan(), modules=layers.mamba)
+GRANITE_HYBRID = _linear("granitemoehybrid", tp_plan=_plan("shared_mlp"), modules=layers.mamba)
+FALCON_H1 = unwritten("falcon_h1", adapt=_MIXERS, recurrent=("hybrid",), tp_plan=_plan(), modules=layers.mamba)
 NEMOTRON_H = unwritten(
-    "nemotron_h", adapt=_MIXERS, recurrent=(*_LINEAR, "mlp", "moe"),
-    tp_plan=_plan("mixer") | {"model.layers.*.mixer.out_proj": "replicated"},
+    "nemotron_h", adapt=_MIXERS, recurrent=(*_LINEAR, "mlp", "moe"), gates_experts=False,
+    tp_plan=_plan("mixer") | {"model.layers.*.mixer.out_proj": "replicated"}, modules=layers.nemotron,
 )  # fmt: skip

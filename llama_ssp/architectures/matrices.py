@@ -18,6 +18,7 @@ from llama_ssp.errors import PlacementError
 from llama_ssp.storage.formats import NO_QUANTIZATION, easiest_format, format_of
 
 # Matrix units prefer multiples of 64, and nf4 packs weights in groups of 64.
+_GROUPED_BYTES = 16  # Of which a row of torch's grouped products has a multiple.
 BLOCK = 64
 EVEN_BLOCKS = (64, 32, 16)  # where ranks then have equal parts, which the smallest product allows.
 
@@ -34,15 +35,15 @@ DRAFT_WHOLE = WholeParts.embedding  # Of a sharded draft, whose steps are short.
 
 
 @lru_cache(maxsize=4096)
-def split_blocks(size: int, num_parts: int, *, block: int = 1) -> tuple[range, ...]:
+def split_blocks(size: int, num_parts: int, *, block: int = 1, what: str = "units") -> tuple[range, ...]:
     """Split `size` units into consecutive, nearly equal parts, the largest first; fewer blocks than parts are refused.
 
-    Parts begin at multiples of `block`; only the last one may end between two.
+    Parts begin at multiples of `block`; only the last one may end between two. `what` names the units in errors.
     """
     num_blocks = -(-size // block)
     if num_blocks < num_parts:
         raise PlacementError(
-            f"{num_blocks} blocks cannot be shared by {num_parts} ranks: use at most {num_blocks} ranks"
+            f"{num_blocks} {what} cannot be shared by {num_parts} ranks: use at most {num_blocks} ranks"
         )
     smaller, num_bigger = divmod(num_blocks, num_parts)
     counts = [smaller + (part < num_bigger) for part in range(num_parts)]
@@ -66,7 +67,7 @@ def vocabulary_parts(vocab_size: int, num_ranks: int) -> tuple[range, ...]:
     """The tokens of each rank; parts begin where blocks of a draw do, if there are enough of these."""
     of_a_draw = tokens_of_a_block(vocab_size)
     block = _largest_block((max(BLOCK, of_a_draw), of_a_draw), vocab_size, num_ranks)
-    return split_blocks(vocab_size, num_ranks, block=block)
+    return split_blocks(vocab_size, num_ranks, block=block, what="tokens of the vocabulary")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,11 +195,11 @@ class RankShard:
             case Cut.mlp_units:
                 even = (block for block in self.even_blocks if size % (block * self.num_ranks) == 0)
                 block = next(even, _largest_block(self.blocks, size, self.num_ranks))
-                return (split_blocks(size, self.num_ranks, block=block)[self.rank],)
+                return (split_blocks(size, self.num_ranks, block=block, what="units of an MLP")[self.rank],)
 
     def num_of(self, num_units: int) -> int:
         """Number of units that this rank holds, of `num_units` that are cut one by one."""
-        return len(split_blocks(num_units, self.num_ranks)[self.rank])
+        return len(split_blocks(num_units, self.num_ranks, what="heads of a recurrent layer")[self.rank])
 
     def num_features(self, cut: Cut, size: int) -> int:
         """The number of them."""
@@ -258,6 +259,17 @@ def check_inputs(
         other = "an unquantized checkpoint" if is_stored else f"quantization={easiest_format()}"
         raise PlacementError(
             f"{quantization} packs {group} inputs at a time, and {name} has {min(odd)}{where}: use {remedy}{other}"
+        )
+
+
+def check_experts(shards: Sequence[RankShard], num_units: int, *, value_bytes: int) -> None:
+    """Raise PlacementError if a GPU's products of all experts, as torch has them, cannot read some rank's units."""
+    held = {shard.num_features(Cut.mlp_units, num_units) for shard in shards if not shard.spreads_experts}
+    if odd := [units for units in held if units * value_bytes % _GROUPED_BYTES]:
+        raise PlacementError(
+            f"experts of {num_units} units have {min(odd)} on one of {len(shards)} ranks, and GPUs multiply by "
+            f"multiples of {_GROUPED_BYTES // value_bytes}: use another number of ranks, or "
+            "placement.target.experts=spread"
         )
 
 

@@ -15,11 +15,11 @@ from typing import Any
 from llama_ssp.catalogue import CONFIG_FILE, GGUF, GGUF_ALONE
 from llama_ssp.errors import CheckpointError, shown
 from llama_ssp.manifest import absent
+from llama_ssp.storage.stored import QUANTIZATION
 from llama_ssp.weight_changes import CHANGES
 
-MODELOPT_FILE = "hf_quant_config.json"
+MODELOPT_FILE, GPTQ_FILE = "hf_quant_config.json", "quantize_config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
-AGREEMENT_FILE = "agreement.json"  # Of the shipped pair: which noise gives which agreement of synthetic weights.
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 TOKENIZER_FILES = (
@@ -79,7 +79,7 @@ def _is_rope(value: object) -> bool:
         return False
     return all(
         all(isinstance(part.get(name) or "", str) for name in ("rope_type", "type"))
-        and all(part.get(name) is None or _POSITIVE[1](part[name]) for name in ("factor", "rope_theta"))
+        and all(part.get(name) is None or _POSITIVE[1](part[name]) for name in ("factor", "rope_theta", _ORIGINAL))
         for part in (value, *value.values())
         if isinstance(part, dict)
     )
@@ -89,7 +89,11 @@ _MAX_LAYERS = 1024
 POSITIONS, _WINDOW = _whole(1, 2**30), _whole(0, 2**30)
 _SHARE, LARGE = _number(0, 1), _number(0, 1e12)
 _POSITIVE: Kind = ("a number above 0", lambda value: type(value) in {int, float} and 0 < value < math.inf)
-_ROPE: Kind = ("an object with rope_type as a text, and factor and rope_theta above 0,", _is_rope)
+_ORIGINAL = "original_max_position_embeddings"
+_ROPE: Kind = (
+    f"an object with rope_type as a text, {_ORIGINAL} above 0, and factor and rope_theta above 0,",
+    _is_rope,
+)
 FLAG: Kind = ("true or false", lambda value: isinstance(value, bool))
 TEXT: Kind = ("a text", lambda value: isinstance(value, str))
 _TEXTS: Kind = ("a list of texts", partial(_are, str))
@@ -109,7 +113,7 @@ _FIELDS: Mapping[str, Mapping[str, Kind]] = {
         "hidden_size n_embd head_dim": _whole(1, 2**20),
         "intermediate_size moe_intermediate_size": _in_layers(1, 2**20),
         "vocab_size": _whole(1, 2**24),
-        "max_position_embeddings": POSITIONS,
+        f"max_position_embeddings {_ORIGINAL}": POSITIONS,
         "sliding_window window_size max_window_layers num_kv_shared_layers": _WINDOW,
         "hidden_size_per_layer_input vocab_size_per_layer_input global_head_dim": _WINDOW,
         "tie_word_embeddings use_cache use_sliding_window attention_bias mlp_bias": FLAG,
@@ -216,14 +220,22 @@ def read_json(file: Path, kinds: Mapping[str, Kind] = MappingProxyType({})) -> d
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """Read the config.json of a model, with the quantization that ModelOpt or MLX write elsewhere; as `read_json`."""
+    """Read the config.json of a model, with the quantization that tools write elsewhere; as `read_json`.
+
+    An empty quantization is none.
+    """
     content = read_json(folder / CONFIG_FILE)
-    if "quantization_config" not in content:
-        other = folder / MODELOPT_FILE
-        holder = read_json(other) if other.is_file() else content
-        method = "modelopt" if holder is not content else "mlx"
-        if isinstance(found := holder.get("quantization"), dict):
-            content["quantization_config"] = {"quant_method": method, **found}
+    others = {name: read_json(file) if (file := folder / name).is_file() else {} for name in (MODELOPT_FILE, GPTQ_FILE)}
+    for part in (content, content.get("text_config")):
+        if isinstance(part, dict) and QUANTIZATION in part and part[QUANTIZATION] in ({}, None):
+            del part[QUANTIZATION]
+    elsewhere = {
+        "compressed-tensors": content.get("compression_config"), "modelopt": others[MODELOPT_FILE].get("quantization"),
+        "mlx": content.get("quantization"), "gptq": others[GPTQ_FILE],
+    }  # fmt: skip
+    for method, found in elsewhere.items():
+        if isinstance(found, dict) and found:
+            content.setdefault(QUANTIZATION, {**found, "quant_method": method})
     return content
 
 

@@ -4,13 +4,14 @@
 configuration classes. `weights.checkpoint` reads the library's own configurations with the same functions.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from llama_ssp.architectures.experts import expert_sizes, first_size
 from llama_ssp.architectures.family import (
+    check_kind,
     check_ranks,
     check_servable,
     inventory,
@@ -19,6 +20,7 @@ from llama_ssp.architectures.family import (
     record_of,
     text_part,
 )
+from llama_ssp.architectures.layers import Field
 from llama_ssp.architectures.model_files import read_json, read_model_config, refuse_other_kinds, require_folder
 from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelShape
 from llama_ssp.draft_heads import DraftHead, head_file
@@ -27,19 +29,22 @@ from llama_ssp.registry import imported
 from llama_ssp.storage.formats import PackedLayout
 from llama_ssp.storage.stored import QUANTIZATION, StoredFormat, layout_of, stored_format
 
-Field = Callable[[str], Any]
-"""Gives a field of a config by name, None if there is none."""
 _NAMES = {
     "num_hidden_layers": ("num_hidden_layers", "num_layers", "n_layer", "n_layers"),
     "num_attention_heads": ("num_attention_heads", "num_heads", "attention_heads", "n_head", "n_heads"),
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
-    "intermediate_size": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
+    "intermediate_size": (
+        "intermediate_size_mlp",
+        "block_ff_dim",
+        "intermediate_size",
+        "ffn_dim",
+        "n_inner",
+        "ffn_hidden_size",
+    ),
     "vocab_size": ("vocab_size",),
 }
 """Names of a size in the files of different families."""
 _DESCRIBE = "llama_ssp.models.huggingface.described:describe"
-_DECODERS = ("CausalLM", "LMHeadModel", "ForConditionalGeneration")
-"""Endings of the library's classes that continue a text."""
 
 
 def fields_of(content: Mapping[str, Any]) -> Field:
@@ -72,14 +77,24 @@ def shape_from(field: Field, *, ties: bool, derives_units: bool = True) -> Model
         model_type=model_type,
         tie_word_embeddings=ties,
         num_key_value_heads=1 if shares_keys else of_keys or num_heads,
-        head_dim=field("head_dim") or width // num_heads,
         max_position_embeddings=num_positions(field),
-        latent_width=(field("kv_lora_rank") or 0) and field("kv_lora_rank") + (field("qk_rope_head_dim") or 0),
+        **{"head_dim": field("head_dim") or width // num_heads} | _latent_sizes(field, width // num_heads),
         **sizes | {"intermediate_size": sizes["intermediate_size"] or 4 * width},
         **expert_sizes(field, num_layers=sizes["num_hidden_layers"]),
         **(record.sizes(field) if record.sizes else {}),
         recurrent=next(iter(record.recurrent), ""),
     )
+
+
+def _latent_sizes(field: Field, head_dim: int) -> dict[str, int]:
+    """The sizes of attention to latents, whose heads the library gives the width of what has positions; else none."""
+    if not (rank := field("kv_lora_rank")):
+        return {}
+    rope, nope, value_dim = (field(name) or 0 for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+    return {
+        "latent_width": rank + rope, "qk_rope_head_dim": rope, "qk_nope_head_dim": nope,
+        "v_head_dim": value_dim or head_dim, **({"head_dim": rope} if rope else {}),
+    }  # fmt: skip
 
 
 def read_config(folder: Path, *, describes: bool = True, of: DraftHead | None = None) -> tuple[ModelShape, Dtype]:
@@ -98,26 +113,17 @@ def read_config(folder: Path, *, describes: bool = True, of: DraftHead | None = 
     model_type = content.get("model_type")
     if not isinstance(model_type, str):
         raise _incomplete(file, "model_type")
-    family, is_known, layers = record_of(model_type), model_type in kinds(), ""
-    content = content if is_known else _of_text(model_type, content, whole)
+    if head is None:
+        check_kind(whole, file)
+    family, is_known = record_of(model_type), model_type in kinds()
+    if not is_known and isinstance(text := content.get("text_config"), dict):  # which has no model_type of its own
+        content = {**content, **text}
     field = fields_of(content)
     by_library = not family.is_written and (describes or not is_known)
     shape, refusal = _by_modules(folder) if by_library else (None, "")
-    try:
-        check_servable(field)
-    except ConfigError as error:
-        refusal = layers = str(error)
-    try:
-        shape = shape or shape_from(field, ties=bool(field("tie_word_embeddings")), derives_units=is_known)
-    except KeyError as error:
-        if family.is_written:
-            raise _incomplete(file, error.args[0]) from None
-        if layers:
-            raise PlacementError(layers) from None
-        raise PlacementError(
-            f"no plan for {model_type} models: {file} does not give {error.args[0]}, as a Llama's would"
-        ) from None
-    shape = replace(shape, refusal=refusal)
+    shape = _servable(field, file, shape, refusal, is_known=is_known)
+    if family.modules and shape.modules is None and head is None:
+        shape = replace(shape, modules=family.modules(field, shape))
     if shape.head_dim < 1:
         wanted = f"at least the {shape.num_attention_heads} of num_attention_heads is required"
         raise CheckpointError(f"{file} has hidden_size {shape.hidden_size}, and {wanted}: copy or download it again")
@@ -128,6 +134,24 @@ def read_config(folder: Path, *, describes: bool = True, of: DraftHead | None = 
     unsaid_dtype = Dtype.bf16 if isinstance(layout, PackedLayout) else Dtype.fp32
     stored = str(content.get("dtype") or content.get("torch_dtype") or unsaid_dtype.value)
     return shape, next((dtype for dtype in Dtype if dtype.value == stored), Dtype.fp32)
+
+
+def _servable(field: Field, file: Path, shape: ModelShape | None, refusal: str, *, is_known: bool) -> ModelShape:
+    """The sizes of a config, by its fields where the library gave none, with the sentence of a run that refuses it."""
+    model_type, said = field("model_type"), ""
+    try:
+        check_servable(field)
+    except ConfigError as error:
+        refusal = said = str(error)
+    try:
+        shape = shape or shape_from(field, ties=bool(field("tie_word_embeddings")), derives_units=is_known)
+    except KeyError as error:
+        if record_of(model_type).is_written:
+            raise _incomplete(file, error.args[0]) from None
+        raise PlacementError(
+            said or f"no plan for {model_type} models: {file} does not give {error.args[0]}, as a Llama's would"
+        ) from None
+    return replace(shape, refusal=refusal)
 
 
 def _by_modules(folder: Path) -> tuple[ModelShape | None, str]:
@@ -148,6 +172,7 @@ def read_stored_format(folder: Path, shape: ModelShape) -> StoredFormat | None:
     return stored_format(
         read_model_config(folder), modules=modules, num_layers=shape.num_hidden_layers,
         ties_head=shape.tie_word_embeddings,
+        has_odd_experts=shape.num_experts > 0 and not record_of(shape.model_type).gates_experts,
     )  # fmt: skip
 
 
@@ -175,16 +200,6 @@ def check_readable(
             stored.kept_format(quantization, where=folder)
         return shape
     return None
-
-
-def _of_text(model_type: str, content: Mapping[str, Any], whole: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of an unknown family's file that has the sizes; PlacementError if it is no decoder."""
-    text = content.get("text_config")
-    classes = whole.get("architectures") or []
-    if whole.get("is_encoder_decoder") or (classes and not any(name.endswith(_DECODERS) for name in classes)):
-        named = f" ({', '.join(classes)})" if classes else ""
-        raise PlacementError(f"{model_type} models{named} do not continue a text token by token: a decoder is required")
-    return {**content, **text} if isinstance(text, dict) else content
 
 
 def _incomplete(file: Path, missing: str) -> CheckpointError:

@@ -1,7 +1,7 @@
 """Loads this rank's part of a model, and checks before any rank starts that it can.
 
 Llama-like models and draft heads are built as our decoder at once, from a table of their parameters (`llama.table`).
-Other families run on the modules of transformers (`huggingface.modules`).
+Other families run on the modules of transformers (`huggingface.loading`), which are imported for them alone.
 """
 
 import logging
@@ -10,29 +10,21 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any, cast
 
-from torch import nn
 from transformers import PretrainedConfig
 
 from llama_ssp import operators
 from llama_ssp.architectures.family import kept_whole, record_of
-from llama_ssp.architectures.matrices import Cut, RankShard, WholeParts, check_inputs, split_model
-from llama_ssp.catalogue import ModelShape
+from llama_ssp.architectures.matrices import RankShard, WholeParts, check_inputs, split_model
 from llama_ssp.errors import ConfigError
-from llama_ssp.kernels.linear import make_linear
-from llama_ssp.models.huggingface.experts import can_be_own, experts_of
-from llama_ssp.models.huggingface.modules import OwnLinear, load_modules, match_modules, name_of
-from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.table import match_lean
 from llama_ssp.models.runner import Runner
-from llama_ssp.models.tensor_parallel import shard
 from llama_ssp.models.weights import LINEAR, Loading, Parameter, returning_memory
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.registry import imported
 from llama_ssp.storage.formats import NO_QUANTIZATION, easiest_format, format_of
 from llama_ssp.weights.checkpoint import summary
 from llama_ssp.weights.source import PACKED, WeightSource, tap_source
-from llama_ssp.words import said
 
 _log = logging.getLogger(__name__)
 
@@ -51,32 +43,14 @@ def load_model(loading: Loading) -> Runner:
     """
     origin = loading.origin
     if not is_llama_kind(origin.config):
-        return _load_library(loading)
+        from llama_ssp.models.huggingface.loading import load_library  # noqa: PLC0415 - slow import
+
+        return load_library(loading)
     head = tap_source(origin)
     kind: type[LeanRunner] = imported(head.lean_runner, setting="draft") if head else LeanRunner
     with returning_memory():
         lean = kind(loading)
     return cast("LeanRunner", loading.into.model) if loading.into.fits else lean
-
-
-def _load_library(loading: Loading) -> ModuleRunner:
-    """See `load_model`: the modules of transformers."""
-    head_source, into, on_cpu = tap_source(loading.origin), loading.into, loading.device.type == "cpu"
-    target = loading.alike(ModuleRunner)
-    # Embedding and output of the target, if this is its head on the same ranks.
-    tables = target.tables if target and head_source and target.comm.size == loading.comm.size else None
-    model = load_modules(loading, kernel=make_linear if on_cpu else None, tables=tables)
-    if on_cpu and not tables:
-        head: Any = model.get_output_embeddings()
-        is_tied = head.weight is getattr(model.get_input_embeddings(), "weight", None)
-        own_head = OwnLinear(head, partial(make_linear, keeps_weight=is_tied))
-        model.set_submodule(name := name_of(model, head), into.keep(own_head, "_model", *name.split(".")))
-    before = cast("ModuleRunner", into.model)
-    parameters = model.named_parameters(remove_duplicate=False)
-    if into.fits and all(before.parameters.get(name) is values for name, values in parameters):
-        return before
-    kind = imported(head_source.library_runner, setting="draft") if head_source else ModuleRunner
-    return kind(model, comm=loading.comm, cache_dtype=loading.precision.cache_dtype)
 
 
 def is_llama_kind(config: PretrainedConfig) -> bool:
@@ -90,10 +64,12 @@ def is_llama_kind(config: PretrainedConfig) -> bool:
 def check_model(
     origin: WeightSource, *,
     num_ranks: int, quantization: str = NO_QUANTIZATION, whole: WholeParts = WholeParts.none, compiles: bool = False,
+    grouped_bytes: int = 0,
 ) -> None:  # fmt: skip
     """Raise every error that `load_model` would raise, without loading weights.
 
-    `compiles` says that layers take compiled products where these fit, as on a CPU.
+    `compiles` says that layers take compiled products where these fit, as on a CPU; `grouped_bytes` are those of a
+    number in the products of all experts at once, as on a GPU, and 0 without.
 
     Raises:
         CheckpointError: tensors are missing or have another shape.
@@ -106,6 +82,13 @@ def check_model(
     if is_llama_kind(origin.config):
         matched = match_lean(origin, whole)
     else:
+        from llama_ssp.models.huggingface.loading import (  # noqa: PLC0415 - slow import
+            check_grouped_experts,
+            check_quantized_experts,
+        )
+        from llama_ssp.models.huggingface.modules import match_modules  # noqa: PLC0415 - slow import
+        from llama_ssp.models.tensor_parallel import shard  # noqa: PLC0415 - slow import
+
         model, matched = match_modules(origin, num_ranks=num_ranks, whole=whole)
         ignored = model._keys_to_ignore_on_load_unexpected or ()
     kept = matched.check_packed(quantization)
@@ -115,31 +98,14 @@ def check_model(
     group = (packed and packed.group) or storage.least_group
     check = partial(check_inputs, quantization, group=group, num_ranks=num_ranks, is_stored=packed is not None)
     if model:
-        _check_experts(model, origin.shape, quantization, num_ranks=num_ranks, check=check)
+        check_quantized_experts(model, origin.shape, quantization, num_ranks=num_ranks, check=check)
+        if grouped_bytes and not storage.is_quantized:
+            check_grouped_experts(model, shards, value_bytes=grouped_bytes)
     linears = {layer: weight for name, weight in matched.table.items()
                if weight.role is LINEAR and (layer := name.removesuffix(".weight")) not in kept}  # fmt: skip
     _check_quantizable(linears, shards, quantization, compiles=compiles, check=check)
     if model:
         shard(model, origin.shape, Comm(rank=0, size=num_ranks), own=shards[0], whole=whole)
-
-
-def _check_experts(
-    model: nn.Module, shape: ModelShape, quantization: str, *, num_ranks: int, check: Callable[..., None]
-) -> None:
-    """Check that experts can be quantized; raises as `_check_quantizable`."""
-    storage, model_type = format_of(quantization), shape.model_type
-    for name, module in experts_of(model) if storage.is_quantized else ():
-        if not can_be_own(module):
-            raise ConfigError(
-                f"the experts of {model_type} models cannot be quantized ({name}): use "
-                f"{said('model.quantization', 'none')}"
-            )
-        num_cut = 1 if shape.spreads_experts else num_ranks
-        shards = split_model(shape, num_ranks=num_cut, quantization=quantization)
-        width, units = (
-            matrices.shape[2 - module.is_transposed] for matrices in (module.gate_up_proj, module.down_proj)
-        )
-        check(name, {width, *(shard.num_features(Cut.mlp_units, units) for shard in shards)}, is_cut=num_cut > 1)
 
 
 def _check_quantizable(

@@ -38,6 +38,7 @@ from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.huggingface.experts import OwnExperts
 from llama_ssp.models.huggingface.recurrent import shared_heads
+from llama_ssp.models.vocabulary import embed
 from llama_ssp.models.weights import Slice
 from llama_ssp.ranks.comms import Comm
 
@@ -136,20 +137,6 @@ class VocabularyEmbedding(LocalModule):
         """Look token ids up; the result is (B, T, E)."""
         embedded_BTE = embed(ids_BT, self.weight, self._part, self._comm)
         return embedded_BTE if self.embed_scale is None else embedded_BTE * self.embed_scale.to(self.weight.dtype)
-
-
-def embed(ids: Tensor, weight_VE: Tensor, part: range, comm: Comm) -> Tensor:
-    """Look token ids (...) up in the parts of an embedding that ranks have; the result is (..., E)."""
-    rows = ids - part.start
-    elsewhere = (rows < 0) | (rows >= len(part))
-    embedded = functional.embedding(rows.masked_fill_(elsewhere, 0), weight_VE)
-    return comm.all_reduce(embedded.masked_fill_(elsewhere[..., None], 0))
-
-
-def own_part(logits: Tensor, vocab_size: int, comm: Comm) -> Tensor:
-    """The logits of this rank's part of the vocabulary, of these alone or of all."""
-    own = vocabulary_parts(vocab_size, comm.size)[comm.rank]
-    return logits[..., own.start : own.stop] if logits.shape[-1] == vocab_size else logits
 
 
 def shard(

@@ -36,7 +36,6 @@ from llama_ssp.ranks.comms import Comm
 from llama_ssp.storage.stored import kept_format
 from llama_ssp.weights.checkpoint import summary
 from llama_ssp.weights.source import WeightSource
-from llama_ssp.words import said
 from llama_ssp.workspaces import NOWHERE, InPlace
 
 Progress = Callable[[int, int], None]
@@ -387,7 +386,7 @@ class Matched:
         if odd:
             raise CheckpointError(
                 f"{origin.folder} must hold {quantization} weights for linear layers and experts of the decoder layers "
-                f"alone, and for all or none of those with one input, which is not so for {summary(odd)}: quantize the "
-                f"original checkpoint with {said('model.quantization', quantization)}"
+                f"alone, and for all or none of those with one input, which is not so for {summary(odd)}: use an "
+                "unquantized checkpoint"
             )
         return frozenset(name for name, is_packed in layers.items() if not is_packed)

@@ -8,13 +8,14 @@ Messages between the ranks of one replica in a round, in addition to the collect
     verdict          number of accepted tokens, the next token, and the stop request
 """
 
+import math
 from bisect import bisect_right
 from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
 from llama_ssp.architectures import engine
-from llama_ssp.machines.hardware import HardwareConfig, MeasuredSum
+from llama_ssp.machines.hardware import MEASURED, HardwareConfig, MeasuredSum
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.settings.rules import rule_of
 
@@ -26,8 +27,9 @@ PROBABILITY_BYTES = 4
 def all_reduce_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: float, *, is_own: bool = False) -> float:
     """One all-reduce: within each node, then between nodes. An all-gather moves half of the bytes.
 
-    A ring of n ranks sends 2 (n - 1) / n times the bytes over every link. A measured sum takes the place of a node's
-    ring; with `is_own` it is a sum by the program's kernel, if that takes `num_bytes`.
+    A ring of n ranks sends 2 (n - 1) / n times the bytes over every link. A guess of the time of few bytes is of two
+    GPUs of a node, and each doubling of them takes as long again, as NCCL's does. A measured sum takes the place of a
+    node's ring; with `is_own` it is a sum by the program's kernel, if that takes `num_bytes`.
     """
     num_nodes = len({rank // hardware.num_gpus for rank in ranks})
     inside = -(-len(ranks) // num_nodes)
@@ -35,9 +37,19 @@ def all_reduce_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: fl
     own = None if seconds else hardware.link
     for link, size, sent in (own, inside, num_bytes), (hardware.network, num_nodes, num_bytes / inside):
         if link and size > 1:
-            seconds += link.latency_s
+            grows = link is own and hardware.device == "cuda" and not hardware.is_measured
+            seconds += link.latency_s * (math.log2(size) if grows else 1)
             seconds += 2 * (size - 1) / size * sent / link.bandwidth_bytes_per_s
     return seconds
+
+
+def guesses_sums(hardware: HardwareConfig, ranks: tuple[int, ...]) -> bool:
+    """Whether nobody has measured sums over these ranks, on this machine or on GPUs of its kind."""
+    if len(ranks) == 1 or hardware.device != "cuda":
+        return False
+    if ranks[0] // hardware.num_gpus != ranks[-1] // hardware.num_gpus:
+        return hardware.sources.get("network") != MEASURED
+    return not (hardware.is_measured or hardware.sums)
 
 
 def _measured_s(hardware: HardwareConfig, num_ranks: int, num_bytes: float, *, is_own: bool = False) -> float | None:

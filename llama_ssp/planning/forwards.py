@@ -239,12 +239,22 @@ def _attention_s(
     """Attention to `num_slots` slots in all layers, on the rank with the most heads: reading them, or the products.
 
     A position attends to itself and earlier ones, on average half of a block of positions. Each row reads its first
-    state, and writes the states after its tokens, of a prompt the last.
+    state, and writes the states after its tokens, of a prompt the last. Of latents, keys and values of all heads are
+    made of all slots: each number is written and read, and the latents are copied first.
     """
     model, (num_heads, num_kv_heads) = placement.model, placement.most_heads
     shape, num_pairs = model.shape, num_slots - (num_positions - 1) / 2
-    operations = 4 * batch_size * num_positions * num_pairs * num_heads * shape.head_dim * shape.num_hidden_layers
-    read_bytes = num_slots * (batch_size * model.slot_bytes(num_kv_heads))
+    num_layers = model.num_attention_layers
+    widths = 2 * shape.head_dim
+    read_bytes: float = num_slots * (batch_size * model.slot_bytes(num_kv_heads))
+    operations = 0.0
+    if shape.latent_width:
+        key_dim, made = shape.qk_nope_head_dim + shape.qk_rope_head_dim, shape.qk_nope_head_dim + shape.v_head_dim
+        widths, rank = key_dim + shape.v_head_dim, shape.latent_width - shape.qk_rope_head_dim
+        moved = 2 * shape.latent_width + 2 * num_heads * (made + key_dim)
+        read_bytes += batch_size * num_slots * num_layers * moved * DTYPE_BYTES[model.dtype]
+        operations = 2.0 * batch_size * num_slots * num_layers * rank * num_heads * made
+    operations += 2 * batch_size * num_positions * num_pairs * num_heads * widths * num_layers
     num_moved = 1 + (num_positions if num_positions <= MOST_DRAFT_TOKENS + 1 else 1)
     states_bytes = batch_size * max(model.state_bytes(num_moved, held=held) for held in placement.shares)
     states_s = states_bytes / hardware.read_bytes_per_s

@@ -12,7 +12,7 @@ from itertools import cycle
 
 from llama_ssp.architectures import engine
 from llama_ssp.architectures.family import inventory, record_of
-from llama_ssp.architectures.matrices import Cut, WholeParts, vocabulary_parts
+from llama_ssp.architectures.matrices import Cut, WholeParts, check_experts, vocabulary_parts
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.model import DTYPE_BYTES, PlannedModel
@@ -67,6 +67,8 @@ def _parts(
     most_unpacked = math.inf if storage.unpacks_matrix else storage.gpu_unpacks if device == "cuda" else 0
     parts = []
     shares = rank_shares(model, num_ranks=num_ranks, backend=backend, whole=whole)
+    if device == "cuda" and shape.num_experts and not (storage.is_quantized or backend.by_library):
+        check_experts(shards, shape.moe_intermediate_size, value_bytes=size)
     for held, shard in zip(shares, cycle(shards), strict=False):
         num_heads, num_kv_heads = len(shard.heads.query_heads), len(shard.heads.kv_heads)
         weights = model_bytes(held.without_tables(num_shared), model, device=device)
@@ -288,7 +290,7 @@ def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedMo
     With masks the lean decoder copies queries and attended values, and needs a line of the mask for each query of a
     group. The library's modules repeat keys and values for each head of a group. A cache format that attention cannot
     read is unpacked layer by layer, keys and values in turn, through fp32. Three copies of a layer's states after the
-    tokens of a round exist at once.
+    tokens of a round exist at once. For latents see `_expanded_bytes`.
     """
     shape, size = model.shape, DTYPE_BYTES[model.dtype]
     positions = min(engine.PREFILL_CHUNK, spec.prompt_tokens)
@@ -311,19 +313,39 @@ def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedMo
     if model.unpacks_cache(hardware) or (spec.tree and model.has_own_cache):
         read = spec.num_slots if model.reads_by_length(hardware) else bucket
         repeated += read * (part.width - heads_width) * (size + 2)
+    if shape.latent_width:
+        chunk, round_ = (bucket, positions), (spec.num_slots, spec.round_positions)
+        repeated += max(_expanded_bytes(model, part, hardware, *each) for each in (chunk, round_))
     largest = max((kept.num_values for kept in inventory(shape).states), default=0)
     states_bytes = 3 * engine.STATE_VALUE_BYTES * spec.round_positions * largest
     wide = max(positions * attended * size + repeated, positions * 3 * part.units * size, parts_bytes, states_bytes)
     return spec.batch_size * (positions * 3 * shape.hidden_size * size + wide + masks) + part.working_bytes
 
 
+def _expanded_bytes(model: PlannedModel, part: _Part, hardware: HardwareConfig, num_slots: int, positions: int) -> int:
+    """What a layer makes of the latents of `num_slots` slots of a row, in every forward.
+
+    The latents in one piece, keys without positions and values of all heads by one product, and whole keys. Where keys
+    and values differ in width, CPUs have no fused attention: it copies the keys and keeps the scores, at last without
+    the keys as scores, probabilities, and a byte for each.
+    """
+    shape, size, scored = model.shape, DTYPE_BYTES[model.dtype], 0
+    key_dim = shape.qk_nope_head_dim + shape.qk_rope_head_dim
+    if hardware.device == "cpu" and key_dim != shape.v_head_dim:
+        scored = max(size * (key_dim + positions), (2 * size + 1) * positions)
+    of_head = size * (shape.qk_nope_head_dim + shape.v_head_dim + key_dim) + scored
+    return num_slots * (size * shape.latent_width + part.num_heads * of_head)
+
+
 def _graph_bytes(spec: PlanSpec, hardware: HardwareConfig, *, drafts: bool) -> int:
     """Captured graphs: the target's plain and round forwards, all K draft steps, and forwards of short prompts.
 
-    They serve all lengths where every model reads its cache by lengths; with masks there are some for each bucket.
+    They serve all lengths where every model reads its cache by lengths; with masks there are some for each bucket, up
+    to the number of buckets that have graphs at a time.
     """
     by_length = all(model.reads_by_length(hardware) for model in (spec.target, spec.draft) if model)
-    num_buckets = 1 if by_length else -(-spec.num_slots // engine.BUCKET_STEP[hardware.device])
+    num_buckets = min(-(-spec.num_slots // engine.BUCKET_STEP[hardware.device]), engine.MOST_GRAPHED_BUCKETS)
+    num_buckets = 1 if by_length else num_buckets
     lengths = ADAPTIVE_LENGTHS if spec.adapts else (spec.num_draft_tokens,)
     num_short = len(engine.SHORT_PROMPTS) * (by_length and spec.prompt_tokens <= engine.SHORT_PROMPTS[-1])
 

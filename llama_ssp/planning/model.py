@@ -66,6 +66,14 @@ class PlannedModel:
         """Whether the lean decoder runs the model."""
         return record_of(self.shape.model_type).is_llama_kind and not self.by_library
 
+    @cached_property
+    def num_attention_layers(self) -> int:
+        """Layers with keys and values; of a hybrid only some."""
+        shape = self.shape
+        if not (shape.recurrent and (values := inventory(shape).cached_values)):
+            return shape.num_hidden_layers
+        return values // (shape.latent_width or 2 * shape.num_key_value_heads * shape.head_dim)
+
     def slot_bytes(self, num_kv_heads: int) -> int:
         """Bytes of the keys and values of a token in all layers, on a rank with `num_kv_heads`.
 

@@ -12,17 +12,16 @@ from llama_ssp.planning.advisers import Adviser
 from llama_ssp.planning.memory import GIB, RankMemoryPlan
 from llama_ssp.planning.model import PlannedModel
 from llama_ssp.planning.spec import PlanSpec, without_draft
-from llama_ssp.planning.timing import Timing, timing
+from llama_ssp.planning.timing import CostModel, Timing, timing
 from llama_ssp.settings.drafters import SAME
-from llama_ssp.words import rounded
+from llama_ssp.storage.formats import NO_QUANTIZATION
+from llama_ssp.words import counted, rounded
 
 
 def notes_on_families(*models: PlannedModel | ModelConfig) -> Iterator[str]:
-    """Say which models runs refuse, and which are planned as a Llama of their sizes or compared with transformers."""
+    """Say which models are planned as a Llama of their sizes or compared with transformers."""
     for model in models:
-        if model.shape and model.shape.refusal:
-            yield f"runs refuse {model.name}: {model.shape.refusal}"
-        elif model.shape and not record_of(model.shape.model_type).is_written:
+        if model.shape and not model.shape.refusal and not record_of(model.shape.model_type).is_written:
             yield f"a run compares {model.shape.model_type} models with transformers before it begins"
         if model.shape and not (model.shape.modules or record_of(model.shape.model_type).is_written):
             yield (
@@ -60,10 +59,12 @@ def notes_on_contexts(spec: PlanSpec) -> Iterator[str]:
             yield note
 
 
-def notes_on_storage(spec: PlanSpec) -> Iterator[str]:
-    """Say how runs deal with models whose files are quantized, so that a plan does not promise what a run refuses."""
-    for model in (spec.target, spec.draft):
-        if model is None or (stored := model.stored_format) is None:
+def refusals(spec: PlanSpec) -> Iterator[str]:
+    """Say which models runs refuse, by their family or as their files are quantized."""
+    for model in filter(None, (spec.target, spec.draft)):
+        if model.shape.refusal:
+            yield f"runs refuse {model.name}: {model.shape.refusal}"
+        if (stored := model.stored_format) is None:
             continue
         try:
             stored.kept_format(model.quantization, where=model.name)
@@ -71,6 +72,19 @@ def notes_on_storage(spec: PlanSpec) -> Iterator[str]:
             yield f"runs refuse this model, whose matrices are counted as {model.weights_name}: {error}"
         except ConfigError as error:
             yield f"runs refuse this model: {error}"
+
+
+def notes_on_formats(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
+    """Say where a GPU decodes slower with quantized weights than with the numbers that they stand for."""
+    target = spec.target
+    if hardware.device != "cuda" or not target.storage.is_quantized or target.storage.target_advice:
+        return
+    whole = replace(spec, target=replace(target, quantization=NO_QUANTIZATION, stored_format=None))
+    if timed.plain_s > (whole_s := CostModel(whole, hardware).plain_s()):
+        yield (
+            f"{target.quantization} saves memory and no time at {counted(spec.batch_size, 'row')}: "
+            f"{rounded(1e3 * timed.plain_s)} ms/token plain, {rounded(1e3 * whole_s)} in {target.dtype.name}"
+        )
 
 
 def notes_on_machine(

@@ -10,7 +10,7 @@ from typing import Any
 
 from llama_ssp.architectures.engine import OWN_SUM_BYTES
 from llama_ssp.architectures.family import inventory
-from llama_ssp.errors import CapacityError
+from llama_ssp.errors import CapacityError, refuse
 from llama_ssp.machines.hardware import MEASURED, HardwareConfig
 from llama_ssp.planning.acceptance import remarks
 from llama_ssp.planning.advisers import ChangeOfPlan, changes_of
@@ -22,9 +22,10 @@ from llama_ssp.planning.model import PlannedModel
 from llama_ssp.planning.notes import (
     notes_on_contexts,
     notes_on_families,
+    notes_on_formats,
     notes_on_machine,
     notes_on_states,
-    notes_on_storage,
+    refusals,
 )
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.timing import CostModel, Timing, timing
@@ -43,6 +44,7 @@ class Plan:
         basis: where the times are from.
         largest_batch: the largest batch that fits at this context; 0 if none does.
         largest_context: the longest row that fits at this batch size.
+        refusals: why runs refuse the models, if they do.
         warnings: choices that cost more than they gain.
         notes: facts that the figures do not show.
         changes: changes that would make it fit, the best first; empty if it fits, None if nobody has tried any.
@@ -56,6 +58,7 @@ class Plan:
     basis: str
     largest_batch: int
     largest_context: int
+    refusals: tuple[str, ...]
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
     changes: tuple[ChangeOfPlan, ...] | None
@@ -81,7 +84,7 @@ class Plan:
     def __repr__(self) -> str:
         spec, machine, full, timed = self.spec, self.hardware, self.fullest, self.timing
         models = ", draft ".join(filter(None, (spec.target.label, spec.draft.label if spec.draft else spec.free_draft)))
-        verdict = "fits" if self.fits else "does not fit"
+        verdict = "refused by runs" if self.refusals else "fits" if self.fits else "does not fit"
         times = [timed.plain_s, *filter(None, [timed.speculative_s])]
         speed = " plain, ".join(f"{1e3 * seconds:.1f} ms/token" for seconds in times)
         where = f"on {machine.num_ranks} x {machine.gpu}"
@@ -101,13 +104,14 @@ def make_plan(spec: PlanSpec, hardware: HardwareConfig, *, remark: str | None = 
         basis=basis(hardware),
         largest_batch=largest_batch(spec, hardware),
         largest_context=largest_context(spec, hardware),
+        refusals=(*refusals(spec),),
         warnings=(*advised("warnings", spec, hardware, timed),),
         notes=tuple(
             dict.fromkeys(
                 (
                     *([remark] if remark else []),
                     *notes_on_families(*filter(None, (spec.target, spec.draft))),
-                    *notes_on_storage(spec),
+                    *notes_on_formats(spec, hardware, timed),
                     *notes_on_states(spec),
                     *notes_on_contexts(spec),
                     *notes_on_machine(spec, hardware, heads, fullest),
@@ -171,7 +175,8 @@ def basis(hardware: HardwareConfig) -> str:
 
 
 def require_room(plan: Plan, *, words: Mapping[str, str] | None = None) -> None:
-    """Raise CapacityError with its `shortage` for a plan that does not fit."""
+    """Raise ConfigError for a plan of what runs refuse, and CapacityError with its `shortage` if it does not fit."""
+    refuse(plan.refusals)
     if not plan.fits:
         raise CapacityError(shortage(plan, words=words))
 
@@ -244,6 +249,7 @@ def document(plan: Plan) -> dict[str, Any]:
     acceptance = timed.acceptance
     return {
         "plan_version": PLAN_VERSION,
+        "refusals": [*plan.refusals],
         "fits": plan.fits,
         "is_tight": plan.fits and plan.fullest.is_tight,
         "usd_per_million_tokens": plan.usd_per_million_tokens,

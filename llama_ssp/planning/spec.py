@@ -50,8 +50,10 @@ class PlanSpec:
         counts_tokens: penalties count the tokens of the vocabulary.
         truncates: top-k, top-p or min-p leave few tokens.
         scores_texts: the target reads every text once more, for log-probabilities.
+        num_samples: rows of a prompt, which is read once for them.
         prompt_tokens, max_new_tokens: tokens of the longest row.
         mean_prompt_tokens: of all prompts, where they are known.
+        guesses_tokens: the tokens of the prompts are guesses.
         cuda_graphs: whether forwards are captured; otherwise every operator is launched from Python.
         own_sums: ranks in a node sum by the program's kernel, if the machine's GPUs can.
     """
@@ -71,7 +73,9 @@ class PlanSpec:
     tree: TreeShape | None = None
     is_certain: bool = False
     num_replicas: int = 1
+    num_samples: int = 1
     mean_prompt_tokens: float | None = None
+    guesses_tokens: bool = False
     adapts: bool = False
     num_forced: float | None = None
     overlap: bool = False
@@ -271,13 +275,13 @@ def make_spec(
     num_gpus = num_gpus or world_size
     placement, speculation, temperature = config.placement, config.speculation, config.sampling.temperature
     acceptance = speculation.acceptance
-    if config.is_synthetic and acceptance is None:
-        acceptance = config.agreement
+    if acceptance is None:
+        acceptance = config.source.acceptance(config)
     tree = speculation.tree_shape if drafts(config.draft) else None
     free = of_kind(fallback) if (fallback := config.draft.fallback) else config.draft
 
     def planned(model: ModelConfig) -> PlannedModel:
-        if not config.is_synthetic:
+        if config.reads_files:
             return planned_model(model, device=device)
         model = replace(model, dtype=number_format(model, device=device), stored_dtype=Dtype.bf16)
         return replace(planned_model(model, device=device), stored_format=None, quantization=model.quantization)
@@ -315,6 +319,7 @@ def make_spec(
         truncates=config.sampling.truncates,
         scores_texts=config.scores_texts,
         batch_size=config.batch_size,
+        num_samples=config.num_samples,
         prompt_tokens=prompt_tokens,
         max_new_tokens=config.max_new_tokens,
         cuda_graphs=config.cuda_graphs and device == "cuda" and not backend.by_library,

@@ -33,7 +33,7 @@ from llama_ssp.planning.acceptance import (
     tokens_by_length,
     tree_tokens,
 )
-from llama_ssp.planning.collectives import message_s, round_messages
+from llama_ssp.planning.collectives import guesses_sums, message_s, round_messages
 from llama_ssp.planning.forwards import MOST_DRAFT_TOKENS, ForwardTime, ModelPlacement, ShardDraws, forward_time
 from llama_ssp.planning.memory import bucket_of
 from llama_ssp.planning.model import DTYPE_BYTES
@@ -168,11 +168,12 @@ class CostModel:
         return self.spec.draft_rows if placement is self.draft else self.spec.batch_size
 
     def prefill_s(self, placement: ModelPlacement) -> float:
-        """The prompts of all rows: a few tokens as one graph, more in chunks.
+        """The prompts of all rows, that of several samples once: a few tokens as one graph, more in chunks.
 
         A GPU computes a chunk while Python launches the next operators.
         """
-        seconds, prompt, num_rows = 0.0, self.spec.prompt_tokens, self._rows_of(placement)
+        seconds, prompt = 0.0, self.spec.prompt_tokens
+        num_rows = -(-self._rows_of(placement) // self.spec.num_samples)
         if by_length := placement.model.reads_by_length(self.hardware):
             prompt = math.ceil(self.spec.mean_prompt_tokens or prompt)
         has_graph = by_length and placement.cuda_graphs and not (placement is self.draft and self.spec.has_head)
@@ -372,9 +373,12 @@ def timing(spec: PlanSpec, hardware: HardwareConfig) -> Timing:
     plain_s = costs.plain_s()
     prefill_s = costs.prefill_s(costs.target)
     tokens, limit_share = spec.max_new_tokens, costs.least_bytes / hardware.bandwidth_bytes_per_s / plain_s
-    error = decoding_error(spec, hardware, plain_s)
+    error, forward = decoding_error(spec, hardware, plain_s), costs.forward(costs.target, 1)
+    if error and guesses_sums(hardware, spec.target_devices):
+        share = forward.collectives_s / plain_s
+        error = spread(1.0, error, (1 - share / 2, 1 + share))  # half to twice the time
     plain = Timing(
-        target_forward=costs.forward(costs.target, 1),
+        target_forward=forward,
         prefill_s=prefill_s,
         plain_prefill_s=prefill_s,
         plain_s=plain_s,

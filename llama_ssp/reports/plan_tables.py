@@ -79,7 +79,10 @@ def show(content: Plan | list[Plan], console: Console | None = None) -> None:
 
 
 def _print_plan(plan: Plan, console: Console) -> None:
-    console.print(f"\n[bold]{literal(verdict(plan))}[/bold]")
+    first, *others = map(literal, [*plan.refusals, verdict(plan)])
+    console.print(f"\n[bold]{first}[/bold]")
+    for line in others:
+        console.print(line)
     console.print(literal(headline(plan)))
     if plan.whole_run:
         console.print(literal(plan.whole_run))
@@ -127,7 +130,8 @@ def _models(spec: PlanSpec, where: str = "") -> str:
         drafter = f"{_named(draft, spec.device)}{where and f' {placed}'}"
     length = f"tree {spec.tree.text}" if spec.tree else f"K={ADAPTIVE if spec.adapts else spec.num_draft_tokens}"
     drafting = f", draft {drafter}, {length}" if drafter else ""
-    sizes = f"batch {spec.batch_size}, {spec.prompt_tokens} + {spec.max_new_tokens} tokens"
+    about = "about " * spec.guesses_tokens
+    sizes = f"batch {spec.batch_size}, {about}{spec.prompt_tokens} + {spec.max_new_tokens} tokens"
     return f"{_named(spec.target, spec.device)}{where}{drafting}; {sizes}"
 
 
@@ -262,6 +266,8 @@ def _print_machines(plans: Sequence[Plan], console: Console) -> None:
     for plan in plans:
         table.add_row(*_machine_cells(plan))
     meaning = "ms/token of a completion, ms to its first token, tokens/s with prompts"
+    for refusal in plans[0].refusals:
+        console.print(f"\n[bold]{literal(refusal)}[/bold]")
     console.print(f"\n{literal(_models(plans[0].spec))}: {meaning}\n")
     console.print(table)
     for rests_on, group in groupby(sorted(plans, key=lambda plan: plan.basis), key=lambda plan: plan.basis):

@@ -385,7 +385,7 @@ class RunFacts:
         tree: `speculation.tree`; None for chains.
         forced_lengths: `speculation.forced_lengths`; its texts are not lossless.
         point: the run's place in a sweep, with the settings in which its points differ.
-        weights: "checkpoint" or "synthetic".
+        weights: the setting.
         baseline: where plain completions are from, if not from this run.
         machine: processors or GPUs of the ranks.
         disturbed: what disturbed the machine while it was timed; None if nothing was noticed.

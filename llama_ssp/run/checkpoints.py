@@ -3,15 +3,24 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+import transformers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from llama_ssp.architectures.family import record_of
 from llama_ssp.architectures.matrices import DRAFT_WHOLE, WholeParts
-from llama_ssp.architectures.model_files import GENERATION_CONFIG_FILE, INNER_CONFIGS, TOKENIZER_FILES, read_json
+from llama_ssp.architectures.model_files import (
+    GENERATION_CONFIG_FILE,
+    INNER_CONFIGS,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+    TOKENIZER_FILES,
+    read_json,
+)
 from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelConfig
 from llama_ssp.draft_heads import DraftHead, head_in_target, heads_in_targets
 from llama_ssp.errors import CheckpointError, ConfigError
@@ -25,7 +34,8 @@ from llama_ssp.settings.backends import BACKENDS, backend_of
 from llama_ssp.settings.checks import check_values
 from llama_ssp.settings.drafters import other_vocabularies, vocabulary_of
 from llama_ssp.settings.layout import Layout, lay_out
-from llama_ssp.settings.schema import ExpertParts, RunConfig, WeightsKind
+from llama_ssp.settings.schema import ExpertParts, RunConfig
+from llama_ssp.settings.weights import WEIGHTS
 from llama_ssp.storage.stored import kept_format
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import Checkpoint, check_shape, inspect, summary
@@ -75,18 +85,14 @@ def find_sources(
     backend, device = backend_of(config.placement.target.kind), world.device.type
     entries, weights = [config.model, *filter(None, [config.draft.model])], [own.weights for own in loaded]
     with raise_on_all_ranks(world.comm):
-        if config.weights is WeightsKind.checkpoint and world.ranks.local_rank == 0:
+        if config.reads_files and world.ranks.local_rank == 0:
             of_files = [entry for entry, own in zip(entries, weights, strict=False) if not own]
             for entry in [entry for entry in of_files if not head_in_target(entry.name)]:
                 hub.resolve(entry)
                 hub.resolve_changes(entry)
     with raise_on_all_ranks(world.comm):
-        if config.is_synthetic:
-            from llama_ssp.weights.synthetic import synthesize  # noqa: PLC0415 - few runs need it
-
-            # On a CPU 16 bits hold the numbers, as planned.
-            shapes, agreement = [entry.shape for entry in entries if entry.shape], config.agreement
-            origins: list[WeightSource] = [*synthesize(shapes, agreement=agreement, in_16_bits=device == "cpu")]
+        if made := config.source.make:
+            origins: list[WeightSource] = imported(made, setting=WEIGHTS.setting)(config, device)
         else:
             in_target = head_in_target(entries[-1].name)
             with_files = zip(entries[:1] if in_target else entries, weights, strict=False)
@@ -234,13 +240,17 @@ def _check(
     """Check a model for `num_ranks`; a `tokenizer` of None is read from its folder, or a head's from its target's."""
     from llama_ssp.models.loading import check_model  # noqa: PLC0415 - slow import
 
-    compiles = device == "cpu"
-    check_model(origin, num_ranks=num_ranks, quantization=entry.quantization, whole=whole, compiles=compiles)
+    dtype = number_format(entry, device=device)
+    torch_dtype = None if dtype is Dtype.auto else getattr(torch, dtype.value)
+    grouped_bytes = 0 if device == "cpu" else (torch_dtype or origin.dtype).itemsize
+    check_model(
+        origin, num_ranks=num_ranks, quantization=entry.quantization, whole=whole, compiles=device == "cpu",
+        grouped_bytes=grouped_bytes,
+    )  # fmt: skip
     if not record_of(origin.shape.model_type).is_written and (isinstance(origin, Checkpoint) or tap_source(origin)):
         from llama_ssp.models.huggingface.described import with_modules  # noqa: PLC0415 - slow import
 
         origin = with_modules(origin)
-    dtype = number_format(entry, device=device)
     of_texts: WeightSource = getattr(origin, "target", origin)  # a head's target
     folder, file = of_texts.folder, of_texts.folder / GENERATION_CONFIG_FILE
     generation = of_texts.generation if isinstance(of_texts, WeightsInMemory) else None
@@ -250,7 +260,7 @@ def _check(
         entry=entry, origin=origin,
         tokenizer=read_tokenizer(folder) if tokenizer is None else tokenizer,
         eos_ids=find_eos_ids(folder, generation), generation=generation,
-        dtype=None if dtype is Dtype.auto else getattr(torch, dtype.value),
+        dtype=torch_dtype,
         precision=Precision(
             quantization=entry.quantization, is_stored=storage_of(origin) is not None, cache_dtype=entry.cache_dtype,
         ),
@@ -258,21 +268,33 @@ def _check(
 
 
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Read a tokenizer, and try it as a run will use it."""
-    for name in TOKENIZER_FILES:
-        if (folder / name).is_file():
-            read_json(folder / name)
+    """Read a tokenizer, and try it as a run will use it; code that its files name is passed over for tokenizer.json."""
+    found = {name: read_json(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
+    config = found.get(TOKENIZER_CONFIG_FILE, {})
+    is_foreign = config.get("auto_map") and not hasattr(transformers, str(config.get("tokenizer_class")))
+    kind: Any = PreTrainedTokenizerFast if is_foreign and TOKENIZER_FILE in found else AutoTokenizer
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
         tokenizer.decode(tokenizer("a b").input_ids, skip_special_tokens=True)
     except Exception as error:  # tokenizer files fail in many ways
         raise CheckpointError(
-            f"the tokenizer in {folder} cannot be read ({reason_of(error)}); tokenizer.json and "
+            f"the tokenizer in {folder} cannot be read ({_alone(folder) or reason_of(error)}); tokenizer.json and "
             "tokenizer_config.json, as save_pretrained writes them, are required"
         ) from error
     return tokenizer
+
+
+def _alone(folder: Path) -> str | None:
+    """Why a tokenizer without tokenizer.json cannot be read here, where its files tell."""
+    if (folder / TOKENIZER_FILE).is_file():
+        return None
+    if any(folder.glob("tekken*.json")):
+        return "tekken.json is Mistral's own layout, which is not read"
+    if any(folder.glob("*.model")) and (find_spec("sentencepiece") is None or find_spec("google") is None):
+        return "a tokenizer.model alone needs two packages: pip install sentencepiece protobuf"
+    return None
 
 
 def find_eos_ids(folder: Path, generation: Mapping[str, Any] | None) -> tuple[int, ...]:

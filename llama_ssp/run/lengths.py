@@ -14,6 +14,8 @@ from llama_ssp.settings.schema import RunConfig, TooLong
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+CHARACTERS_PER_TOKEN = 3
+_MOST_COUNTED = 2**24  # Characters of all prompts, seconds of a tokenizer.
 _MOST_NAMED = 5
 _SPECIAL_TOKENS = 8
 
@@ -55,29 +57,45 @@ def named(prompts: Sequence[Prompt]) -> str:
     return ", ".join(prompt.called for prompt in prompts[:_MOST_NAMED]) + more
 
 
-def check_lengths(config: RunConfig) -> None:
+def count_tokens(config: RunConfig, prompts: Sequence[Prompt]) -> list[int] | None:
+    """The tokens of each prompt, by the target's tokenizer; None without it, and where templates add to the texts."""
+    has_templates = config.chat or not config.reads_files or any(prompt.messages is not None for prompt in prompts)
+    is_long = sum(prompt.num_characters for prompt in prompts) > _MOST_COUNTED
+    tokenizer = None if has_templates or is_long else _tokenizer(config.model)
+    if tokenizer is None:
+        return None
+    return [len(tokenizer.encode("".join((*prompt.earlier, prompt.text)))) for prompt in prompts]
+
+
+def check_lengths(config: RunConfig) -> str | None:
     """Refuse prompts whose own text is too long for the target before a rank starts, where its files are here.
 
-    `requests` counts the tokens that templates and answers add. Raises ConfigError, and as `read_prompts`.
+    `requests` counts the tokens that templates and answers add. Returns a sentence where prompts may be too long and
+    nothing here counts their tokens. Raises ConfigError, and as `read_prompts`.
     """
     # A pipe can be read once only.
     is_known = config.prompt is not None or (config.prompts is not None and Path(config.prompts).is_file())
-    if not is_known or config.too_long is not TooLong.refuse or config.is_synthetic:
-        return
+    if not is_known or config.too_long is not TooLong.refuse or not config.reads_files:
+        return None
     prompts = read_prompts(config)
     try:
         shape = config.model.shape or (
             read_config(read_path(config.model.path), describes=False)[0] if config.model.path else None
         )
     except CheckpointError:  # found again, with its remedy, where the model is read
-        return
+        return None
     context = shape.max_position_embeddings if shape else 0
     room = context - config.max_new_tokens - _SPECIAL_TOKENS
     # A token has at least a byte.
     long = [prompt for prompt in prompts if len(prompt.text.encode(errors="replace")) > room]
-    tokenizer = _tokenizer(config.model) if long and shape else None
+    if not long or not shape:
+        return None
+    tokenizer = _tokenizer(config.model)
     if tokenizer is None:
-        return
+        return (
+            f"the run refuses prompts of more than {context - config.max_new_tokens} tokens, and without a tokenizer "
+            f"here {named(long)} may have more"
+        )
     problems = []
     for prompt in long:
         num_tokens = len(tokenizer.encode(prompt.text, add_special_tokens=False))
@@ -86,6 +104,7 @@ def check_lengths(config: RunConfig) -> None:
         ):
             problems.append((prompt, problem))
     refuse(problems)
+    return None
 
 
 def _tokenizer(model: ModelConfig) -> "Tokenizer | None":

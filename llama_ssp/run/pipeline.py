@@ -95,8 +95,11 @@ def run(config: RunConfig, clock: StartClock) -> bool:
         if interruption:
             raise interruption
         pass_gate(session)
-        if folder:
-            folder.write_status("done")
+        phase.go_on("ending", limit=f"timeouts.load_s={config.timeouts.load_s:g}")
+        world.comm.set_timeout(config.timeouts.load_s)  # rank 0 may still write reports
+        with raise_on_all_ranks(world.comm):  # a rank that waits here writes how the run failed if rank 0 is killed
+            if folder:
+                folder.write_status("done")
         return session.stop_request.requested
 
 

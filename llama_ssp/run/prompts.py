@@ -42,8 +42,8 @@ _EXAMPLES = (
 _LABELS = ("question_id", "category")
 _IDS = ("id", "task_id", "custom_id")
 _NEVER_LINES = frozenset(
-    {".arrow", ".bz2", ".feather", ".gz", ".html", ".npz", ".orc", ".pkl", ".toml", ".xls", ".xlsx", ".xml", ".yaml",
-     ".yml", ".zip", ".zst"}
+    {".arrow", ".bz2", ".doc", ".docx", ".feather", ".gz", ".html", ".npz", ".odt", ".orc", ".pdf", ".pkl", ".rtf",
+     ".toml", ".xls", ".xlsx", ".xml", ".yaml", ".yml", ".zip", ".zst"}
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from llama_ssp.run.checkpoints import Source
 from llama_ssp.run.prompts import EXCERPT, Message, Prompt
 from llama_ssp.run.requests import RequestMaker, ids_of
 from llama_ssp.settings.drafters import drafts
-from llama_ssp.settings.schema import Resume, RunConfig, WeightsKind
+from llama_ssp.settings.schema import Resume, RunConfig
 from llama_ssp.settings.tasks import REQUEST_FILES, task_of
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import summary
@@ -68,7 +68,7 @@ def check_models(folder: RunFolder, sources: tuple[Source, Source | None], confi
 
 def _files_of(source: Source, config: RunConfig) -> _Files:
     files = fingerprint(source.origin.folder)
-    for change, folder in hub.resolve_changes(source.entry) if config.weights is WeightsKind.checkpoint else ():
+    for change, folder in hub.resolve_changes(source.entry) if config.reads_files else ():
         files |= hashed(folder, [change.config], [change.weights])
     return _Files(files=files)
 

@@ -73,10 +73,8 @@ def make_ready(
 def _expected_acceptance(config: RunConfig) -> list[float]:
     figure = partial(expected, config.model.name, temperature=config.sampling.temperature)
     first = figure(str(draft_name(config.draft)), has_model=config.draft.model is not None).probability
-    if config.is_synthetic:
-        first = config.agreement
-    if config.speculation.acceptance is not None:
-        first = config.speculation.acceptance
+    for known in (config.source.acceptance(config), config.speculation.acceptance):
+        first = first if known is None else known
     fallback = config.draft.fallback
     behind = [figure(fallback, has_model=False).probability] if fallback else []
     return [first, *behind]

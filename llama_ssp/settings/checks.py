@@ -13,7 +13,7 @@ from typing import Any
 from llama_ssp import catalogue
 from llama_ssp.catalogue import ENDINGS_WITH_FIELDS, ModelConfig, ModelShape, ending_of
 from llama_ssp.errors import refuse, unknown_name
-from llama_ssp.groups import chooser_of
+from llama_ssp.groups import Range, chooser_of, ranges
 from llama_ssp.machines import hardware
 from llama_ssp.operators import OPERATORS
 from llama_ssp.settings import drafters, layout, schema, trees
@@ -21,13 +21,13 @@ from llama_ssp.settings.backends import BACKENDS, backends
 from llama_ssp.settings.combinations import MORE, clashes
 from llama_ssp.settings.rules import RULES
 from llama_ssp.settings.schema import PlanConfig, RunConfig
-from llama_ssp.settings.tasks import TASKS, NoEffect, Range, default_of, drafted_of, request_file, task_of
+from llama_ssp.settings.tasks import TASKS, NoEffect, default_of, drafted_of, request_file, task_of
+from llama_ssp.settings.weights import WEIGHTS
 from llama_ssp.storage.formats import CACHES, FORMATS
 from llama_ssp.weight_changes import CHANGES
 from llama_ssp.words import key_of, said, value_of
 
 _NEVER_IGNORED = {"dry_run"}
-LEAST_AGREEMENT = 0.3  # Lowest `synthetic.agreement` accepted.
 
 
 def check(
@@ -51,7 +51,6 @@ def check(
         *_files(config),
         *_draft(config),
         *_models(config),
-        *_synthetic(config),
         *_placement(config, world_size),
         *(found for found in of_task if isinstance(found, str)),
         *(str(found) for found in unread if not of_sweep or found.key in _NEVER_IGNORED),
@@ -114,7 +113,6 @@ _BIASES = f"numbers from -{_MOST_BIAS} to {_MOST_BIAS}, such as {{{{198: -100}}}
 _RANGES: tuple[Range, ...] = (
     ("speculation.num_draft_tokens", lambda k: k == schema.ADAPTIVE or k in _NUM_DRAFTED, _DRAFTED),
     ("speculation.acceptance", lambda a: 0 <= a <= 1, "a probability, between 0 and 1"),
-    ("synthetic.agreement", lambda a: LEAST_AGREEMENT <= a <= 1, f"between {LEAST_AGREEMENT} and 1"),
     ("sampling.temperature", lambda t: t == 0 or _COLDEST <= t < math.inf, _TEMPERATURE),
     ("sampling.top_k", lambda k: k >= 1, "at least 1, or {null} for the whole vocabulary"),
     ("sampling.top_p", lambda p: 0 < p <= 1, _SHARE),
@@ -145,8 +143,8 @@ def required_of(name: str) -> str | None:
 def _values(config: RunConfig) -> Iterator[str]:
     yield from (*_ranges(config), *_shapes_of_rounds(config))
     draft, rule = config.draft.kind, config.verification.rule
-    kind = BACKENDS.problem_of(config.placement.target.kind)
-    yield from filter(None, (drafters.DRAFTERS.problem_of(draft), RULES.problem_of(rule), kind))
+    kind, weights = BACKENDS.problem_of(config.placement.target.kind), WEIGHTS.problem_of(config.weights)
+    yield from filter(None, (drafters.DRAFTERS.problem_of(draft), RULES.problem_of(rule), kind, weights))
     yield from (found for found in _of_draft(config) if isinstance(found, str))
     yield from clashes(config)
 
@@ -161,7 +159,7 @@ def _ranges(config: RunConfig) -> Iterator[str]:
     task = TASKS.find(config.task.name)
     of_task = [(f"task.{name}", holds, required) for name, holds, required in task.ranges] if task else []
     kind = drafters.DRAFTERS.find(config.draft.kind)
-    for key, holds, required in [*_RANGES, *(kind.ranges if kind else ()), *of_task]:
+    for key, holds, required in [*_RANGES, *ranges(), *(kind.ranges if kind else ()), *of_task]:
         value: Any = config
         for name in key.split("."):
             value = getattr(value, name, None)
@@ -201,8 +199,9 @@ def _files(config: RunConfig) -> Iterator[str]:
     # Path raises for names that no file can have.
     if file != "-" and (not os.path.exists(file) or os.path.isdir(file)):  # noqa: PTH110, PTH112
         yield (
-            f"prompts={config.prompts} must be a file, .txt with a prompt per line or .jsonl with a field `prompt`, "
-            "`turns` or `messages` (.json, .csv, .tsv and .parquet are read too), or - for standard input"
+            f"prompts={config.prompts} {'is a folder' if os.path.isdir(file) else 'does not exist'}: give a file, .txt "  # noqa: PTH112
+            "with a prompt per line or .jsonl with a field `prompt`, `turns` or `messages` (.json, .csv, .tsv and "
+            ".parquet are read too), or - for standard input"
         )
     if not config.run_dir:
         given = "null" if config.run_dir is None else ""
@@ -238,7 +237,7 @@ def _pair(config: RunConfig) -> Iterator[str]:
     is_same = drafters.vocabulary_of(config.draft) is drafters.SAME
     if is_same and not catalogue.may_share_vocabulary(target.shape, model.shape):
         names = ", ".join(catalogue.smaller_relatives(target)) or "none in the catalogue"
-        others = [] if config.is_synthetic else drafters.other_vocabularies()
+        others = drafters.other_vocabularies() if config.reads_files else []
         otherwise = "".join(f"; {one.asked} allows any" for one in others)
         yield (
             f"the draft must have the target's vocabulary: {said('model', target.name)} has {target.shape.vocab_size} "
@@ -250,12 +249,11 @@ def _models(config: RunConfig) -> Iterator[str]:
     yield from _formats(config)
     chosen = _chosen_models(config)
     for group, key, model in chosen:
-        if not (config.is_synthetic or model.path or model.hub_id or model.shipped):
+        if config.reads_files and not (model.path or model.hub_id or model.shipped):
             yield f"{group}={model.name} needs {key}.path=DIR, a folder with config.json, a tokenizer and safetensors"
     shape = config.model.shape
     contexts = [(shape.max_position_embeddings, "model")] if shape and not shape.is_head else []
-    if config.is_synthetic and (shipped := catalogue.load("tiny").shape):
-        contexts.append((shipped.max_position_embeddings, "shipped model, which synthetic weights run,"))
+    contexts += filter(None, [config.source.context()])
     if contexts and config.max_new_tokens >= min(contexts)[0]:
         smallest, group = min(contexts)
         yield (
@@ -263,7 +261,7 @@ def _models(config: RunConfig) -> Iterator[str]:
             f"{smallest} tokens"
         )
     has_template = config.model.chat or config.model.path is not None or config.model.shape is None
-    if config.chat and not (has_template or config.is_synthetic):
+    if config.chat and config.reads_files and not has_template:
         chat_models = ", ".join(name for name in catalogue.names("model") if catalogue.load(name).chat)
         yield f"chat=true needs a model with a chat template, and model={config.model.name} has none: use {chat_models}"
 
@@ -294,22 +292,6 @@ def _chosen_models(config: RunConfig) -> list[tuple[str, str, ModelConfig]]:
     """Group, key and entry of the target, and of the draft if there is one."""
     draft = config.draft.model
     return [("model", "model", config.model), *([("draft", "draft.model", draft)] if draft else [])]
-
-
-def _synthetic(config: RunConfig) -> Iterator[str]:
-    for group, _, model in _chosen_models(config) if config.is_synthetic else ():
-        if model.shape is None:
-            yield f"weights=synthetic needs a shape of the catalogue, and {group}={model.name} has none: use {group}=7B"
-        elif model.shape.model_type not in {"llama", "eagle3"}:
-            yield (
-                f"weights=synthetic supports models of the Llama kind only, and {group}={model.name} is a "
-                f"{model.shape.model_type} model: use {group}=7B, or leave weights=synthetic out"
-            )
-        elif model.shape.is_head and config.agreement > schema.HEAD_AGREEMENT:
-            yield (
-                f"synthetic.agreement={config.agreement} is more than the shipped head has, which synthetic heads "
-                f"compute: at most {schema.HEAD_AGREEMENT} is possible with draft={model.name}"
-            )
 
 
 def _placement(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -369,7 +351,6 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
         ("placement.draft draft.model", has_no_model, no_model),
         ("placement.target placement.draft", config.placement.auto, "with placement=auto, which chooses it"),
         ("placement.target.experts", not is_cut, "without placement.target.kind=tensor, which cuts a target"),
-        ("placement.target.experts", config.is_synthetic, "with weights=synthetic, whose models have no experts"),
         ("sampling.top_k sampling.top_p sampling.min_p", is_greedy,
          "at temperature 0, which always takes the most probable token"),
         ("sampling.min_new_tokens", config.ignore_eos, "with ignore_eos=true, where no token ends a text"),
@@ -388,14 +369,12 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
         ("task.format", config.quiet, "with quiet=true, which prints tables alone; run.jsonl has the completions"),
         ("dry_run", config.dry_run and not task.needs_models, f"on task={task.name}, {task.why_no_plan}"),
         ("resume", not task.needs_models, f"on task={task.name}, which has no run folder"),
-        ("synthetic", not config.is_synthetic, "without weights=synthetic"),
-        ("synthetic", config.is_synthetic and has_no_model, no_draft),
     ]  # fmt: skip
     for group, entry, model in _chosen_models(config):
         of_hub, has_path = f"{entry}.hub_id {entry}.revision", model.path is not None
-        reads_none = config.is_synthetic and model.shape is not None
+        is_made, weights = model.shape is not None and not config.reads_files, f"weights={config.weights}"
         files = " ".join(f"{entry}.{name}" for name in ("path", *CHANGES.all()))
-        yield f"{of_hub} {files}", reads_none, "with weights=synthetic, which reads no files"
+        yield f"{of_hub} {files}", is_made, f"with {weights}, which reads no files"
         yield of_hub, has_path, f"with {entry}.path"
-        is_shipped = model.shipped and not has_path and not config.is_synthetic
+        is_shipped = model.shipped and not has_path and config.reads_files
         yield of_hub, is_shipped, f"on an entry that comes with the package: use {group}=OWNER/NAME"

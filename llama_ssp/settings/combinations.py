@@ -30,7 +30,6 @@ ABILITIES: dict[str, Callable[[RunConfig], object]] = {
     "a draft without a model": lambda config: config.draft.model is None,
     "a recurrent model": lambda config: _recurrent(config.model, _draft(config)),
     "a recurrent draft": lambda config: _recurrent(_draft(config)),
-    "synthetic weights": lambda config: config.is_synthetic,
     "a replicated draft": lambda config: config.draft.model and config.placement.draft.kind is DraftLayout.replicated,
     "a draft on shared ranks": lambda config: (
         config.draft.model and (config.placement.auto or config.placement.draft.kind is not DraftLayout.own_gpu)
@@ -93,8 +92,6 @@ CLASHES: dict[tuple[str, str], str] = {
         "requests choose their temperature, and {rule} keeps the target's distribution at temperature 0 only: use "
         "{exact_rules}",
     ("requests by row", "replicas"): "requests are answered by one replica: leave placement.num_replicas out",
-    ("chats", "synthetic weights"):
-        "chat=true needs a chat template, and synthetic weights use the shipped model's tokenizer, which has none",
 }  # fmt: skip
 """Two abilities, and why no run has both; `_words` fills in the words in braces."""
 

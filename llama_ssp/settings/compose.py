@@ -48,7 +48,7 @@ from llama_ssp.settings.launchers import LAUNCHERS
 from llama_ssp.settings.schema import DERIVED, MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import task_of, task_specs
 
-_STOPS = "stop_strings"
+_STOPS, _GREEDY = "stop_strings", "sampling=greedy"
 _PATHS = {"run_dir", "prompts", "model.path", "draft.model.path"}
 _OPEN = {"chat_arguments": "{enable_thinking: false}", "sampling.logit_bias": "{198: -2.5}"}  # have keys of their own
 _QUOTES = "'\""
@@ -197,6 +197,8 @@ def _composed(config: DictConfig, words: Sequence[_Word], chosen: Sequence[str],
             problems += _set(config, key, word, keys)
         explicit.append(key)
         settings.append(f"{key}{word.text[len(word.key) :]}")
+    if _GREEDY in chosen and (temperature := config.sampling.temperature):
+        problems.append(f"{_GREEDY} is temperature 0, and sampling.temperature={temperature} was given: leave one out")
     launcher = None
     if "hydra" in config:
         with read_write(config), open_dict(config):
@@ -328,7 +330,7 @@ def _default_draft(config: DictConfig, explicit: frozenset[str]) -> DictConfig:
 
 def register(root: str = "config") -> None:
     """Register with Hydra all that files in `conf` and options refer to; repeated calls are harmless."""
-    schemas: dict[str, Any] = {"plan": whole(PlanConfig)} if root == "plan" else {"run": RunConfig}
+    schemas: dict[str, Any] = {"plan": whole(PlanConfig)} if root == "plan" else {"run": whole(RunConfig)}
     schemas |= {name: launcher.config for name, launcher in LAUNCHERS.all().items()}
     schemas |= {name: task.config for name, task in task_specs().items()}
     schemas |= {f"draft_{name}": draft.settings for name, draft in drafters().items()}

@@ -6,11 +6,11 @@ from enum import Enum
 from typing import Any, Protocol
 
 from llama_ssp.fields import setting
-from llama_ssp.groups import whole
+from llama_ssp.groups import Range, whole
 from llama_ssp.registry import Registry
 from llama_ssp.settings import schema
 from llama_ssp.settings.schema import DrafterConfig, RunConfig
-from llama_ssp.settings.tasks import NoEffect, Range
+from llama_ssp.settings.tasks import NoEffect
 from llama_ssp.settings.trees import TreeShape
 from llama_ssp.words import said
 

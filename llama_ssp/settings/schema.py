@@ -13,25 +13,17 @@ from llama_ssp.groups import whole
 from llama_ssp.settings.backends import TENSOR
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.trees import TreeShape, tree_shape
+from llama_ssp.settings.weights import CHECKPOINT, WEIGHTS, WeightsRecord
 
 DEFAULT_DRAFT, NO_DRAFT, MODEL_DRAFT = "default", "none", "model"
 """Kinds of draft: the model entry's default, plain decoding, and a smaller model."""
 DERIVED = ("task.name", "model.name", "model.shape", "draft.kind", "draft.model.name", "draft.model.shape")
 """Settings that follow from the choice of an option: task=, model= and draft= set them."""
-AGREEMENT, HEAD_AGREEMENT = 0.8, 0.768
-"""The default of `synthetic.agreement`, and the most that a draft head can have, its default."""
 FROM_MODEL = frozenset({"temperature", "top_k", "top_p", "min_p", "repetition_penalty"})
 """Settings of `sampling` that a model's generation_config.json can have."""
 ADAPTIVE = "auto"
 ADAPTIVE_LENGTHS = (1, 2, 3, 4, 6, 8)
 """The value of `num_draft_tokens` that chooses K for each round, and the K that it chooses from, besides 0."""
-
-
-class WeightsKind(Enum):
-    """Source of the weights of target and draft: files, or generated ones (`weights.synthetic`)."""
-
-    checkpoint = "checkpoint"
-    synthetic = "synthetic"
 
 
 class DraftLayout(Enum):
@@ -227,17 +219,6 @@ class SpeculationConfig:
 
 
 @dataclass(kw_only=True)
-class SyntheticConfig:
-    """Synthetic weights."""
-
-    agreement: float | None = setting(
-        None,
-        "probability that a drafted token is accepted at temperature 0.8, from 0.3 to 1, or to 0.768 of a draft head;"
-        " null takes 0.8, and of a head 0.768.",
-    )
-
-
-@dataclass(kw_only=True)
 class TimeoutConfig:
     """Seconds that a rank waits for a silent rank; a rank that dies ends the run within seconds."""
 
@@ -304,12 +285,7 @@ class RunConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     verification: VerificationConfig = field(default_factory=VerificationConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
-    weights: WeightsKind = setting(
-        WeightsKind.checkpoint,
-        "synthetic makes any Llama shape on the device, as target, draft and draft head, at its true size and cost, "
-        "without a download. Each computes the shipped small model or head; the context has 2048 tokens.",
-    )
-    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
+    weights: str = setting(CHECKPOINT.name, "{weights}")
     timeouts: TimeoutConfig = field(default_factory=lambda: whole(TimeoutConfig)())  # noqa: PLW0108 - rooms are read later
     max_new_tokens: int = setting(64, "new tokens per completion.")
     batch_size: int = setting(1, "sequences decoded together; the draws do not depend on it.")
@@ -382,17 +358,14 @@ class RunConfig:
         return self.logprobs is not None or self.prompt_logprobs is not None
 
     @property
-    def is_synthetic(self) -> bool:
-        """Whether weights are generated instead of read from files."""
-        return self.weights is WeightsKind.synthetic
+    def source(self) -> WeightsRecord:
+        """The record of the source of its weights; that of files if there is none of this name."""
+        return WEIGHTS.find(self.weights) or CHECKPOINT
 
     @property
-    def agreement(self) -> float:
-        """The probability that a drafted token of synthetic weights is accepted."""
-        if self.synthetic.agreement is not None:
-            return self.synthetic.agreement
-        draft = self.draft.model
-        return HEAD_AGREEMENT if draft and draft.shape and draft.shape.is_head else AGREEMENT
+    def reads_files(self) -> bool:
+        """Whether weights are read from files instead of made."""
+        return not self.source.make
 
 
 class PlanFormat(Enum):

@@ -4,11 +4,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
+from llama_ssp.groups import Range
 from llama_ssp.registry import Registry
 from llama_ssp.settings.schema import RunConfig, TaskConfig
-
-Range = tuple[str, Callable[[Any], bool], str]
-"""A condition on a number: its key, what must hold, and what is required in words; a missing or null value passes."""
 
 
 def default_prompts(config: RunConfig) -> Sequence[str]:
@@ -123,6 +121,25 @@ REQUEST_FILES: Registry[RequestFile] = Registry(setting="prompts", kind=RequestF
 def request_file(config: RunConfig) -> RequestFile | None:
     """The kind of a run's file of requests; None if it has none."""
     return next((kind for kind in REQUEST_FILES.all().values() if kind.is_one(config)), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedField:
+    """A field of served requests beside OpenAI's.
+
+    Attributes:
+        name: in the body.
+        kind: what its value is: "a number", "a whole number", "true or false", "a text" or "an object".
+        read: `module:function` that takes the value and the request, and returns the request with what is asked for;
+            ConfigError refuses the value.
+    """
+
+    name: str
+    kind: str
+    read: str
+
+
+SERVED_FIELDS: Registry[ServedField] = Registry(setting="field", kind=ServedField)
 
 
 def default_of(part: Any, name: str) -> object:  # noqa: ANN401 - any dataclass of settings

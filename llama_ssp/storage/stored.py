@@ -83,12 +83,17 @@ def unreadable(problem: str) -> str:
 
 
 def stored_format(
-    content: Mapping[str, Any], *, modules: Collection[str], num_layers: int, ties_head: bool = False
+    content: Mapping[str, Any],
+    *,
+    modules: Collection[str],
+    num_layers: int,
+    ties_head: bool = False,
+    has_odd_experts: bool = False,
 ) -> StoredFormat | None:
     """The format that a config.json describes, on top or in its text part; None without a description.
 
     `modules` are the matrices of a layer, by the last parts of their names. A head that `ties_head` to the embedding is
-    not quantized.
+    not quantized. No format keeps the experts of a model that `has_odd_experts`.
     """
     parts = [part for part in (content, content.get("text_config")) if isinstance(part, dict)]
     holder = next((part for part in parts if QUANTIZATION in part), None)
@@ -107,12 +112,30 @@ def stored_format(
         are_kept, are_quantized = _Modules(kept), _Modules(quantized)
     except CheckpointError as error:
         return StoredFormat(name=layout.name, problem=str(error), counted=layout.storage)
+    kept_of = {module: _are_kept(_names(module, num_layers), are_kept, are_quantized) for module in modules}
     may_have_head = method in (tools.COMPRESSED, tools.MODELOPT) or described.get("lm_head") is True
-    if may_have_head and not ties_head and not _kept_share([["lm_head"]], are_kept, are_quantized):
-        return StoredFormat(name=layout.name, problem="a quantized output head", counted=layout.storage)
-    shares = {module: _kept_share(_names(module, num_layers), are_kept, are_quantized) for module in modules}
-    kept_shares = tuple((module, share) for module, share in shares.items() if share)
-    return StoredFormat(name=layout.name, layout=layout, kept_shares=kept_shares)
+    experts = [[f"{prefix}.layers.{layer}.mixer.experts.0.up_proj" for prefix in ("backbone", "model")]
+               for layer in range(num_layers)]  # fmt: skip
+    problem = _half_quantized(kept_of)
+    if has_odd_experts and not all(_are_kept(experts, are_kept, are_quantized)):
+        problem = "experts without a gate"
+    if may_have_head and not ties_head and not all(_are_kept([["lm_head"]], are_kept, are_quantized)):
+        problem = "a quantized output head"
+    return StoredFormat(
+        name=layout.name, layout=None if problem else layout, problem=problem,
+        counted=layout.storage if problem else None,
+        kept_shares=tuple((module, sum(found) / len(found)) for module, found in kept_of.items() if any(found)),
+    )  # fmt: skip
+
+
+def _half_quantized(kept_of: Mapping[str, list[bool]]) -> str | None:
+    """The matrices with one input of which a layer has some quantized, as a problem; None for none."""
+    for product in dict.fromkeys(_FUSED.values()):
+        group = [module for module in kept_of if _FUSED.get(module) == product]
+        for layer, found in enumerate(zip(*(kept_of[module] for module in group), strict=True)):
+            if len({*found}) > 1:
+                return f"some of {', '.join(group)} alone, in layer {layer}"
+    return None
 
 
 _KEPT = ("ignore", "ignored_layers", "modules_to_not_convert", "llm_int8_skip_modules", "exclude_modules")
@@ -158,10 +181,9 @@ def _names(module: str, num_layers: int) -> list[list[str]]:
     ]
 
 
-def _kept_share(names: list[list[str]], kept: "_Modules", quantized: "_Modules") -> float:
-    """The share of the layers, each with its names, in which a matrix is not quantized."""
-    left = [any(name in kept for name in same) or not any(name in quantized for name in same) for same in names]
-    return sum(left) / len(left)
+def _are_kept(names: list[list[str]], kept: "_Modules", quantized: "_Modules") -> list[bool]:
+    """Whether a matrix is not quantized, for each layer with the names that it may have there."""
+    return [any(name in kept for name in same) or not any(name in quantized for name in same) for same in names]
 
 
 class _Modules:

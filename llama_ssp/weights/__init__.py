@@ -1,1 +1,1 @@
-"""Checkpoints: where they come from, how their files are checked and read, and synthetic ones."""
+"""Checkpoints: where they come from, and how their files are checked and read."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PretrainedConfig, __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from llama_ssp.architectures.family import check_servable, text_part
+from llama_ssp.architectures.family import check_kind, check_servable, text_part
 from llama_ssp.architectures.model_files import (
     MISTRAL_ALONE,
     change_alone,
@@ -73,6 +73,8 @@ def inspect(folder: Path, *, config_alone: bool = False) -> Checkpoint:
     content = read_model_config(folder)
     head = head_file(content, folder / CONFIG_FILE)
     text = text_part(content)
+    if head is None:
+        check_kind(content, folder / CONFIG_FILE)
     config, layout = _read_config(folder, text if head is None else head.sizes)
     try:
         shape = shape_of(config) if head is None else head.shape_over(shape_of(config))
@@ -94,7 +96,7 @@ def inspect(folder: Path, *, config_alone: bool = False) -> Checkpoint:
     return Checkpoint(folder=folder, config=config, shape=shape, tensors=joined, head=head)
 
 
-_OF_TEXT = re.compile(r"(?:model\.language_model|language_model\.model)\.")
+_OF_TEXT = re.compile(r"(?:model\.language_model|language_model\.model|model\.text_model|thinker\.model)\.")
 """The prefix of the names of a text model's tensors in the files of a model that reads images too."""
 
 
@@ -144,7 +146,9 @@ def _read_config(folder: Path, content: Mapping[str, Any]) -> tuple[PretrainedCo
             f"has model_type {shown(model_type)}, unknown to transformers {__version__}{asks}: a newer one may know it"
         )
     elif model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        problem = f"has model_type {shown(model_type)}, which is no causal language model"
+        problem = (
+            f"has model_type {shown(model_type)}, for which transformers {__version__} has no causal language model"
+        )
     elif isinstance(layout, str):
         problem = unreadable(layout)
     if problem or isinstance(layout, str):
@@ -188,8 +192,9 @@ def _no_weights(folder: Path, *, is_head: bool) -> CheckpointError:
         return CheckpointError(said_of_change)
     if pickles := sorted(file.name for file in folder.iterdir() if file.suffix in {".bin", ".pt", ".pth", ".ckpt"}):
         program = (
-            f"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{folder}', dtype='auto')"
-            f".save_pretrained('{folder}')"
+            f"from transformers import AutoModelForCausalLM as M; m, i = M.from_pretrained('{folder}', dtype='auto', "
+            f"output_loading_info=True); i['missing_keys'] and exit(str(i)); "
+            f"m.save_pretrained('{folder}')"
         )
         if is_head:
             loaded = f"torch.load('{folder / pickles[0]}', weights_only=True)"

@@ -12,25 +12,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llama_ssp.architectures.model_files import (
-    AGREEMENT_FILE,
     GENERATION_CONFIG_FILE,
     TOKENIZER_FILES,
     read_json,
 )
 from llama_ssp.catalogue import CONFIG_FILE
 from llama_ssp.errors import CheckpointError
+from llama_ssp.settings.weights import WEIGHTS
 from llama_ssp.weights.checkpoint import INDEX_FILE, SINGLE_FILE
 
 _SMALL_FILES = (
-    CONFIG_FILE, GENERATION_CONFIG_FILE, AGREEMENT_FILE, *TOKENIZER_FILES, "chat_template.jinja", "merges.txt",
-    "vocab.txt", "tokenizer.model",
+    *TOKENIZER_FILES, "chat_template.jinja", "merges.txt", "vocab.txt", "tokenizer.model",
 )  # fmt: skip
 _BLOCK_BYTES, _MOST_BLOCKS = 4096, 2048
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
     """The hash of each file that decides a checked checkpoint's text, by name; CheckpointError if one is unreadable."""
-    small = [name for name in _SMALL_FILES if (folder / name).is_file()]
+    of_sources = [name for source in WEIGHTS.all().values() for name in source.small_files]
+    names = (CONFIG_FILE, GENERATION_CONFIG_FILE, *of_sources, *_SMALL_FILES)
+    small = [name for name in names if (folder / name).is_file()]
     if (folder / SINGLE_FILE).is_file():
         weights = [SINGLE_FILE]
     else:

@@ -12,7 +12,7 @@ from pathlib import Path
 from huggingface_hub import constants, errors, get_token, model_info, snapshot_download, try_to_load_from_cache
 
 from llama_ssp import manifest, words
-from llama_ssp.architectures.model_files import MODELOPT_FILE, other_kind, read_json
+from llama_ssp.architectures.model_files import GPTQ_FILE, MODELOPT_FILE, other_kind, read_json
 from llama_ssp.catalogue import CONFIG_FILE, ModelConfig, is_hub_id, read_path
 from llama_ssp.draft_heads import head_file
 from llama_ssp.errors import CheckpointError
@@ -71,7 +71,7 @@ def find_config(model: ModelConfig, *, is_enough: bool = False) -> Path:
 
     `is_enough` says that nothing else will be read, so that an error asks for nothing else.
     """
-    wanted = [CONFIG_FILE, *(change.config for change in CHANGES.all().values()), MODELOPT_FILE]
+    wanted = [CONFIG_FILE, *(change.config for change in CHANGES.all().values()), MODELOPT_FILE, GPTQ_FILE]
     file = CONFIG_FILE if is_enough else None
     with _one_sentence(model, file):
         # Asks the hub once before it looks into the cache; `hf_hub_download` repeats a failed request for 23 s.

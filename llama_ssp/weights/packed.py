@@ -32,8 +32,10 @@ from torch import Tensor
 
 from llama_ssp.errors import CheckpointError
 from llama_ssp.storage.formats import PackedLayout, format_of
-from llama_ssp.weights.source import ListedTensor, StoredTensor, Wanted
+from llama_ssp.weights.source import ListedTensor, StoredTensor, Wanted, read_small
 
+_SHAPE = "weight_shape"
+"""The tensor of the sizes of a weight in files of compressed-tensors."""
 Facts = tuple[torch.dtype, tuple[int, ...]]
 """The dtype of a weight's scales, and its shape."""
 
@@ -111,4 +113,11 @@ def combine(tensors: Mapping[str, StoredTensor], layout: PackedLayout, folder: P
             f"{folder} holds no {layout.storage} weight for {unfit}, though its config.json describes "
             f"them: {', '.join(layout.leaves)} that fit each other are required"
         )
+    said = {name: shape for name, tensor in found.items() if (shape := tensor.parts.get(_SHAPE))}
+    for name, sizes in read_small(said).items():
+        if tuple(sizes) != found[name].shape:
+            raise CheckpointError(
+                f"{folder} holds weights of {name} with sizes {found[name].shape}, and its {_SHAPE} says "
+                f"{tuple(sizes)}: copy or download it again"
+            )
     return {name: tensor for name, tensor in tensors.items() if name not in parts} | found

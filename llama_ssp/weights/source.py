@@ -1,4 +1,4 @@
-"""The interface of a weight source: files (`checkpoint.Checkpoint`), a recipe (`synthetic.Synthetic`), a loaded model.
+"""The interface of a weight source: files (`checkpoint.Checkpoint`), a recipe, a loaded model.
 
 Also the tensors of a checkpoint, and of a safetensors file.
 """
@@ -72,6 +72,20 @@ class WeightSource(Protocol):
 
     def read(self, name: str, **wanted: Unpack[Wanted]) -> Tensor:
         """Return one of `tensors` or a slice of it, contiguous and not shared."""
+
+
+class MadeSource(WeightSource, Protocol):
+    """The source of made weights, which compute a small model in other sizes."""
+
+    @property
+    def small(self) -> WeightSource:
+        """The small model."""
+
+    def layers_of(self, small_layers: Sequence[int]) -> tuple[int, ...]:
+        """The layers that have the inputs of these layers of the small model."""
+
+    def of_head(self, small: WeightSource, shape: ModelShape, agreement: float) -> WeightSource:
+        """The source of a head of these sizes that computes a small one; ConfigError for sizes that cannot."""
 
 
 class TapSource(WeightSource, Protocol):
@@ -165,6 +179,19 @@ class StoredTensor(ListedTensor):
                 return piece
         except (SafetensorError, OSError) as error:
             raise _unreadable(self.file, error) from error
+
+
+def read_small(tensors: Mapping[str, StoredTensor]) -> dict[str, list[int]]:
+    """Read the numbers of small tensors by name; each file is opened once."""
+    found = dict[str, list[int]]()
+    for file in sorted({tensor.file for tensor in tensors.values()}):
+        try:
+            with safe_open(file, framework="pt") as stored:
+                here = {name: tensor.name for name, tensor in tensors.items() if tensor.file == file}
+                found |= {name: stored.get_tensor(in_file).tolist() for name, in_file in here.items()}
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(file, error) from error
+    return found
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:

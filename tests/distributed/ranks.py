@@ -39,7 +39,6 @@ from llama_ssp.settings.schema import (
     RunConfig,
     SamplingConfig,
     TargetPlacement,
-    WeightsKind,
 )
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights.checkpoint import inspect
@@ -47,7 +46,7 @@ from llama_ssp.weights.in_memory import WeightsInMemory, weights_like
 from tests.helpers.commands import on_forks
 from tests.helpers.decoders import complete, ids_of
 from tests.helpers.prompts import PROMPTS
-from tests.helpers.rooms import copies
+from tests.helpers.rooms import copies, need
 from tests.helpers.shapes import SHAPES
 
 
@@ -174,7 +173,7 @@ class Cell:
         config.verification.rule = self.rule
         config.speculation.tree, config.speculation.overlap = self.tree, self.overlaps
         if self.pair == SYNTHETIC:
-            config.weights = WeightsKind.synthetic
+            config.weights = SYNTHETIC
         if not self.draft:
             config.draft = copies()
         if self.adapts:
@@ -224,6 +223,7 @@ class Cell:
 def pair_of(name: str, folder: Path) -> tuple[ModelConfig, ModelConfig]:
     """The shipped pair in fp32, larger shapes that compute it, or the random pair of one family that was saved."""
     if name == SYNTHETIC:
+        need(SYNTHETIC)
         entry = ModelConfig(name=name, dtype=Dtype.fp32, shape=SHAPES["hardly room"])
         return entry, entry
     if name == "tiny":

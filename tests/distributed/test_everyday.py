@@ -105,7 +105,7 @@ VALUES = [
     Typed("model=local", r"2 problems in the configuration:"),
 ]
 FILES = [
-    Typed("prompts=nosuch.txt", r"prompts=nosuch\.txt must be a file"),
+    Typed("prompts=nosuch.txt", r"prompts=nosuch\.txt does not exist"),
     Typed("prompt=x prompts=README.md", r"prompt= and prompts= exclude each other"),
     Typed("model=local model.path=nosuch draft=none task=generate prompt=x", r"nosuch does not exist"),
     Typed("model=local model.path=README.md draft=none task=generate prompt=x", r"README\.md does not exist"),

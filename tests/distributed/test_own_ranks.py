@@ -13,6 +13,7 @@ import pytest
 
 from llama_ssp import catalogue
 from llama_ssp.ranks.process import signals_kept
+from llama_ssp.registry import PLUGINS
 from llama_ssp.reports.records import LogProbLine
 from llama_ssp.run.commands import program
 from llama_ssp.weights import hub
@@ -69,6 +70,29 @@ def test_copies_listen_on_the_loopback_alone(starter: str, tmp_path: Path) -> No
     found = observe(command_of(starter, words), without_starter=starter == "torchrun").addresses
     assert found
     assert all(map(is_loopback, found)), found
+
+
+ENDS_RANK_0 = """
+import os, signal
+from llama_ssp.reports.formats import ReportFormat, register
+
+def write(runs, missing):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+register(ReportFormat(name="killed", write="killed:write", file="a.txt", purpose="nothing"))
+"""
+
+
+@pytest.mark.seconds
+def test_a_run_whose_rank_0_is_killed_while_it_ends_has_failed(tmp_path: Path) -> None:
+    (tmp_path / "killed.py").write_text(ENDS_RANK_0)
+    env = environment() | {PLUGINS: "killed", "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    words = [*PROGRAM, "run", "task=generate", "max_new_tokens=4", "prompt=x", "ranks=2", f"run_dir={tmp_path}/run"]
+    with started(words, env=env) as process:
+        wait_for(lambda: process.poll() is not None, at_most_s=200)
+    assert process.returncode == 1
+    assert (tmp_path / "run" / "summary.json").exists()
+    assert (tmp_path / "run" / "status").read_text().startswith("1: rank 0 is missing while ending (")
 
 
 @pytest.mark.slow

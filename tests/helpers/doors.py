@@ -45,8 +45,8 @@ TOGETHER = {
     ("a rule without sampling", "sampling"): "verification=greedy sampling.temperature=0.7",
     ("a head", "an own tokenizer"): "draft=tiny-eagle draft.tokenizer=own",
     ("overlap", "a draft on shared ranks"): "speculation.overlap=true placement=sharded",
-    ("chats", "synthetic weights"): "chat=true weights=synthetic model=smollm2_135M draft=none task=generate",
-    ("MTP layers", "synthetic weights"): "weights=synthetic model={mtp} draft=mtp",
+    ("synthetic weights", "chats"): "chat=true weights=synthetic model=smollm2_135M draft=none task=generate",
+    ("synthetic weights", "MTP layers"): "weights=synthetic model={mtp} draft=mtp",
 }
 """Words for two abilities whose words would exclude each other."""
 

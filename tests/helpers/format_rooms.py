@@ -4,5 +4,5 @@ import pytest
 
 from llama_ssp.manifest import present
 
-ROOMS = {"bitsandbytes", "eight_bits", "four_bits"}
-of_all_formats = pytest.mark.skipif(not {*present()} >= ROOMS, reason="needs the rooms of all storage formats")
+MISSING = sorted({"bitsandbytes", "eight_bits", "four_bits"} - {*present()})
+of_all_formats = pytest.mark.skipif(bool(MISSING), reason=f"needs llama_ssp/rooms/{', '.join(MISSING)}")

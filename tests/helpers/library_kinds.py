@@ -27,9 +27,15 @@ NAMES = {
     "shared_intermediate_size", "first_k_dense_replace", "moe_layer_start_index", "decoder_sparse_step",
     "enable_moe_block", "is_moe", "intermediate_size_mlp", "num_kv_shared_layers", "attention_k_eq_v",
     "num_global_key_value_heads", "hidden_size_per_layer_input", "global_head_dim", "use_double_wide_mlp",
-    "vocab_size_per_layer_input",
+    "vocab_size_per_layer_input", "interleave_moe_layer_step", "q_lora_rank", "qk_nope_head_dim", "v_head_dim",
+    "attention_bias", "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of", "conv_L_cache",
+    "conv_bias", "conv_kernel", "linear_conv_kernel_dim", "linear_head_dim", "linear_key_head_dim",
+    "linear_num_heads", "linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim", "mamba_conv_bias",
+    "mamba_d_conv", "mamba_d_head", "mamba_d_ssm", "mamba_d_state", "mamba_expand", "mamba_head_dim", "mamba_n_groups",
+    "mamba_n_heads", "mamba_num_heads", "mamba_rms_norm", "moe_latent_size", "moe_shared_expert_intermediate_size",
+    "n_groups", "num_dense_layers", "ssm_state_size", "use_conv_bias",
 }  # fmt: skip
-"""Fields that `architectures.reading`, `.experts` and `.gemma` read."""
+"""Fields that `architectures.reading`, `.experts`, `.gemma` and `.layers` read."""
 
 
 ENCODERS = (

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import Pieces, TreePlaces
-from llama_ssp.models.tensor_parallel import own_part
+from llama_ssp.models.vocabulary import own_part
 from llama_ssp.ranks.comms import Comm, Reads, best_of
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.workspaces import PerBucket, Workspace

@@ -171,6 +171,9 @@ class FakeRecorder(Recorder):
     def forget(self) -> None:
         self.num_forgotten += 1
 
+    def wait(self) -> None:
+        """A CPU has nothing in flight."""
+
     def _before_replay(self, calls: Sequence[_Call]) -> None:
         """Look at what a replay is going to call."""
 

@@ -9,11 +9,13 @@ The texts and figures of the copy are compared with those of the repository. End
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -33,7 +35,11 @@ RUN = [
 PLAN = ["plan", "model=30B", "draft=7B", "hardware=8xa100_80gb", "format=json"]
 ADVICE = {"warnings", "notes", "changes", "shortage"}
 """Parts of a plan's document that may name what a room offers."""
-FAST_TESTS = ["-m", "not (seconds or heavy or slow)", "tests/unit/speculate/sampling", "tests/unit/settings"]
+FAST_TESTS = ["-n", "0", "-m", "not (seconds or heavy or slow)", "tests/unit/speculate/sampling", "tests/unit/settings"]
+"""In one process: the imports of further ones would take longer."""
+SKIPPED = re.compile(r"^SKIPPED \[(\d+)\] \S+ (.+)$", re.MULTILINE)
+OF_MACHINES = re.compile(r"needs \d+ GPUs?|[Tt]riton|this (build|processor|CPU|user)")
+"""Reasons of skipped tests that hold with all rooms too."""
 _TYPES = ".mypy_cache"
 OF_RUNS = {"text", "token_ids", "accepted_lengths"}
 
@@ -130,6 +136,18 @@ def names_none(folder: Path, rooms: Sequence[str]) -> None:
             sys.exit(f"{asked}: exit code {codes[number]}, {said}")
 
 
+def skipped(printed: str, rooms: Sequence[str]) -> str:
+    """Say how many tests were skipped for want of each room; another reason ends this program."""
+    missing: Counter[str] = Counter()
+    for number, reason in SKIPPED.findall(printed):
+        needed = re.search(r"needs llama_ssp/rooms/([\w, ]+)$", reason)
+        if needed and {*needed[1].split(", ")} <= {*rooms}:
+            missing[needed[1]] += int(number)
+        elif not OF_MACHINES.search(reason):
+            sys.exit(f"{number} tests were skipped: {reason}")
+    return "skipped " + (", ".join(f"{number} of {room}" for room, number in missing.most_common()) or "none")
+
+
 def main(words: Sequence[str]) -> None:
     """Check a copy without the rooms that the words name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -139,6 +157,11 @@ def main(words: Sequence[str]) -> None:
     rooms = given.rooms or manifest.present()
     with tempfile.TemporaryDirectory() as folder:
         copy = copy_without(rooms, Path(folder))
+
+        def tests() -> None:
+            words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *([] if given.whole else FAST_TESTS)]
+            print(skipped(python(copy, *words), rooms))
+
         steps: dict[str, Callable[[], object]] = {
             "imports": lambda: imports(copy),
             "contracts": lambda: python(
@@ -148,9 +171,7 @@ def main(words: Sequence[str]) -> None:
             "text": lambda: texts(copy) == texts(ROOT) or sys.exit("another text"),
             "plan": lambda: figures(copy) == figures(ROOT) or sys.exit("another plan"),
             "names": lambda: names_none(copy, rooms),
-            "tests": lambda: python(
-                copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", *([] if given.whole else FAST_TESTS)
-            ),
+            "tests": tests,
         }
         if given.whole:
             steps["lint"] = lambda: python(copy, "-m", "ruff", "check")

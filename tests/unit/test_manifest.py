@@ -12,6 +12,7 @@ from llama_ssp.groups import MORE
 from llama_ssp.run.prompts import read_prompts
 from llama_ssp.settings.commands import COMMANDS
 from llama_ssp.settings.tasks import REQUEST_FILES, TASKS
+from tests.helpers import rooms
 from tests.helpers.composed import compose_run
 
 ASKED = [(room, words) for room, asked in manifest.ROOMS.items() for words in asked if room in manifest.present()]
@@ -53,3 +54,31 @@ def test_prompts_with_a_field_of_a_missing_room_are_refused_with_its_name(
     (tmp_path / "batch.jsonl").write_text('{"custom_id": "1", "body": {}}')
     with pytest.raises(ConfigError, match=r"^line 1 of prompts=.*: field=custom_id needs llama_ssp/rooms/serve"):
         read_prompts(compose_run("task=compare", f"prompts={tmp_path / 'batch.jsonl'}")[0])
+
+
+IMPORTED = """
+{}:29: in <module>
+    from llama_ssp.rooms.serve.batch import complete_batch
+E   ModuleNotFoundError: No module named 'llama_ssp.rooms.serve'
+"""
+ASKED_FOR = "ConfigError: task=serve needs llama_ssp/rooms/serve, which this installation lacks: install it whole"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (IMPORTED.format("tests/unit/test_x.py"), "llama_ssp/rooms/serve"),
+        (IMPORTED.format("tests/unit/test_x.py:3: \nbenchmarks/x.py"), "llama_ssp/rooms/serve"),
+        (IMPORTED.format("tests/unit/test_x.py:3: \nllama_ssp/run/session.py"), None),
+        (ASKED_FOR, "llama_ssp/rooms/serve"),
+        ("AssertionError", None),
+    ],
+)
+def test_a_test_is_skipped_for_a_missing_room_that_it_imports_or_asks_for(
+    text: str, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package imports no room, missing or not."""
+    monkeypatch.setattr(rooms, "PRESENT", ("slurm",))
+    assert rooms.missing_in(text) == found
+    monkeypatch.setattr(rooms, "PRESENT", ("serve",))
+    assert rooms.missing_in(text) is None

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.pytorch_utils import Conv1D
 
-from llama_ssp.architectures.family import record_of
+from llama_ssp.architectures.family import record_of, with_slots
+from llama_ssp.architectures.layers import mean_layers
 from llama_ssp.architectures.matrices import Inventory, KeptStates, Matrix, WholeParts
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import PlacementError
@@ -87,15 +88,10 @@ def modules_of(model: PreTrainedModel, shape: ModelShape) -> Inventory:
                     vectors[False] += parameter.numel()
             else:
                 vectors[bool(is_inner)] += parameter.numel()
-    chosen = shape.num_experts_per_tok / max(shape.num_experts, 1)
-    of_layer, rest = divmod(vectors[True], num_layers)
-    return Inventory(
-        layer=tuple(
-            replace(matrix, copies=count / num_layers, num_chosen=matrix.num_chosen * chosen * count / num_layers)
-            for matrix, count in layer.items()
-        ),
-        layer_vectors=of_layer, embeddings=tuple(embeddings), head=output, final_vectors=vectors[False] + rest,
-        num_layers=num_layers, cached_values=_cached_values(model), states=_states(model),
+    return mean_layers(
+        layer, num_layers=num_layers, vectors=vectors[True], final_vectors=vectors[False],
+        chosen=shape.num_experts_per_tok / max(shape.num_experts, 1), embeddings=tuple(embeddings), head=output,
+        cached_values=_cached_values(model, shape), states=_states(model),
     )  # fmt: skip
 
 
@@ -154,8 +150,13 @@ class _Counting(Cache):
         return 0
 
 
-def _cached_values(model: Any) -> int:  # noqa: ANN401 - any model of transformers
-    """The values of a token that all layers cache; 0 if a forward without weights does not tell."""
+def _cached_values(model: Any, shape: ModelShape) -> int:  # noqa: ANN401 - any model of transformers
+    """The values of a token that all layers cache; 0 if a forward without weights does not tell.
+
+    Of a recurrent family, whose forward does not, the layers with slots cache values.
+    """
+    if record_of(shape.model_type).recurrent:
+        return len(with_slots(model.config)) * (shape.latent_width or 2 * shape.num_key_value_heads * shape.head_dim)
     for _, experts in experts_of(model):
         experts.forward = lambda x, *_args, **_options: x
     cache, ids = _Counting(), torch.zeros(1, 1, dtype=torch.long, device="meta")

@@ -25,7 +25,7 @@ from llama_ssp.architectures.family import check_servable, record_of
 from llama_ssp.architectures.matrices import WholeParts, cut_of
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.kernels.linear import Kernel, Linear
-from llama_ssp.models.attention import BY_POSITION
+from llama_ssp.models.huggingface.attention import BY_POSITION
 from llama_ssp.models.huggingface.experts import OwnExperts, can_be_own, experts_of
 from llama_ssp.models.huggingface.families import adapt
 from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, RowLinear, cut_dim, shard

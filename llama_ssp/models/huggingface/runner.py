@@ -21,7 +21,8 @@ from llama_ssp.models.huggingface.families import mask_argument
 from llama_ssp.models.huggingface.modules import layers_of
 from llama_ssp.models.huggingface.recurrent import mixers_of, state_of, use_own_kernels
 from llama_ssp.models.runner import TreePlaces, masks_of
-from llama_ssp.models.tensor_parallel import GatheredLinear, own_part
+from llama_ssp.models.tensor_parallel import GatheredLinear
+from llama_ssp.models.vocabulary import own_part
 from llama_ssp.ranks.comms import Comm, Reads, best_of
 from llama_ssp.storage.formats import OWN_DTYPE
 

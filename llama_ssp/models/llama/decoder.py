@@ -33,7 +33,7 @@ from llama_ssp.models.llama.attention import (
 from llama_ssp.models.llama.layer import Layer, NormedProduct, Stream, Unread, added, join, rows_at
 from llama_ssp.models.llama.table import EMBEDDING, OUTPUT, lean_weights, rotary_of
 from llama_ssp.models.runner import Pieces, TreePlaces, masks_of
-from llama_ssp.models.tensor_parallel import embed, own_part
+from llama_ssp.models.vocabulary import embed, own_part
 from llama_ssp.models.weights import Loading, Weights
 from llama_ssp.ranks.comms import Reads, best_of
 

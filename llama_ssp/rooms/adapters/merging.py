@@ -1,7 +1,8 @@
 """A LoRA adapter in a folder as PEFT writes it, merged into the weights of a checkpoint while slices are read.
 
     adapter_config.json          r, lora_alpha, use_rslora, rank_pattern, alpha_pattern
-    adapter_model.safetensors    base_model.model.MODULE.lora_A.weight (R, I) and .lora_B.weight (O, R)
+    adapter_model.safetensors    base_model.model.MODULE.lora_A.weight (R, I) and .lora_B.weight (O, R); of an output
+                                 head .base_layer.weight (O, I) too, which takes the place of the checkpoint's
 
 A weight becomes W + scale B A, where scale is lora_alpha / r, or lora_alpha / sqrt(r) with rslora. Patterns of modules
 have another r, or another lora_alpha, than the rest. Of a slice, only the rows of B or the columns of A that it has are
@@ -28,8 +29,8 @@ from llama_ssp.storage.patterns import Pattern
 from llama_ssp.weights.checkpoint import Checkpoint, of_text, summary
 from llama_ssp.weights.source import ListedTensor, StoredTensor, read_header
 
-_PICKLE = "adapter_model.bin"
-_KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_PICKLE, _BASE = "adapter_model.bin", "base_layer"
+_KEY = re.compile(r"base_model\.model\.(.+)\.(lora_A|lora_B|base_layer)\.weight")
 _OTHER_METHODS = (
     "use_dora", "modules_to_save", "fan_in_fan_out", "lora_bias", "layer_replication",
     "target_parameters", "trainable_token_indices", "use_qalora", "alora_invocation_tokens", "megatron_config",
@@ -76,7 +77,7 @@ def with_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
     pairs: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in stored.items():
         if found := _KEY.fullmatch(name):
-            pairs.setdefault(found[1], {})[found[2]] = tensor
+            pairs.setdefault(found[1], {})[found[2].removeprefix("lora_")] = tensor
     rank_of = _by_pattern(config, "rank_pattern", config["r"], folder)
     alpha_of = _by_pattern(config, "alpha_pattern", config["lora_alpha"], folder)
     targets = {module: target for module in pairs if (target := _target(checkpoint.tensors, module))}
@@ -94,7 +95,8 @@ def with_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
     for module, name in targets.items():
         rank = rank_of(module)
         scale = alpha_of(module) / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        merged[name] = MergedTensor(**vars(merged[name]), up=pairs[module]["B"], down=pairs[module]["A"], scale=scale)
+        weight = pairs[module].get(_BASE, merged[name])  # PEFT saves the base of an output head too
+        merged[name] = MergedTensor(**vars(weight), up=pairs[module]["B"], down=pairs[module]["A"], scale=scale)
     return replace(checkpoint, tensors=merged)
 
 
@@ -127,9 +129,10 @@ def _by_pattern(config: Mapping[str, Any], field: str, default: float, folder: P
 
 
 def _fits(weight: ListedTensor, pair: Mapping[str, StoredTensor], rank: float) -> bool:
-    if not isinstance(weight, StoredTensor) or pair.keys() != {"A", "B"} or len(weight.shape) != 2:  # noqa: PLR2004 - a matrix
+    if not isinstance(weight, StoredTensor) or pair.keys() - {_BASE} != {"A", "B"} or len(weight.shape) != 2:  # noqa: PLR2004 - a matrix
         return False
     down, up = pair["A"], pair["B"]
     if (up.shape, down.shape) != ((weight.shape[0], rank), (rank, weight.shape[1])):
         return False
-    return None not in {weight.dtype, down.dtype, up.dtype}
+    base = pair.get(_BASE, weight)
+    return base.shape == weight.shape and None not in {weight.dtype, base.dtype, down.dtype, up.dtype}

@@ -2,7 +2,8 @@
 
 Changes are judged by what the user loses:
 
-    nothing   the draft has another place or fewer bits, is another one, or none: the text has the same distribution
+    nothing   the draft has another place or fewer bits, is another one, or none: the text has the same distribution;
+              no CUDA graphs, which takes time alone
     little    linear layers in 8 bits, fewer rows at a time
     more      linear layers in 4 bits, a shorter prompt, more GPUs or nodes, another machine
     model     a smaller target, if nothing else fits
@@ -293,6 +294,9 @@ def _accepted(change: Change, known: set[str]) -> Change | None:
 
 def _ways(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
     yield from _drafts(spec, hardware)
+    if spec.cuda_graphs:
+        without = replace(spec, cuda_graphs=False)
+        yield Change(kind="graphs", loss=Loss.nothing, settings=("cuda_graphs=false",), spec=without, hardware=hardware)
     yield from _sizes(spec, hardware)
     for step in _formats(spec, hardware):
         yield from _placed(step)

@@ -37,7 +37,7 @@ from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session
 from llama_ssp.run.tasks.dry_run import forecast
 from llama_ssp.settings.drafters import SAME, draft_label, drafter_of, vocabulary_of
-from llama_ssp.settings.schema import RunConfig, SamplingConfig, WeightsKind
+from llama_ssp.settings.schema import RunConfig, SamplingConfig
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request, count_equal_before
@@ -158,7 +158,7 @@ def _has_peers(config: RunConfig, *, world_size: int) -> bool:
     is_whole = not any(format_of(entry.quantization).is_quantized or changes_of(entry) for entry in entries)
     is_requested = isinstance(config.task, BenchmarkConfig) and config.task.peers
     is_known = not replace(config.sampling, repetition_penalty=1.0).penalizes
-    return is_requested and world_size == 1 and config.weights is WeightsKind.checkpoint and is_whole and is_known
+    return is_requested and world_size == 1 and config.reads_files and is_whole and is_known
 
 
 def check_peers(config: RunConfig, folders: Sequence[Path], *, world_size: int) -> None:

@@ -37,8 +37,8 @@ def _problems_of_latency(config: RunConfig, _explicit: frozenset[str]) -> Iterat
         )
     if not drafts(config.draft):
         yield NoEffect("task.store", "without a draft: give one with draft=NAME")
-    elif config.is_synthetic:
-        yield NoEffect("task.store", "with weights=synthetic, whose acceptance synthetic.agreement sets")
+    elif dial := config.source.acceptance_setting:
+        yield NoEffect("task.store", f"with weights={config.weights}, whose acceptance {dial} sets")
     elif nameless:
         yield (
             f"task.store=true stores a pair by the names of its models, and {' and '.join(nameless)} names any folder: "

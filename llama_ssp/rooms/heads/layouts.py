@@ -159,7 +159,7 @@ def _kind_of(content: Mapping[str, Any], file: Path) -> tuple[str, Mapping[str, 
         problem = None if kind else f"describes a speculator of type {speculator}, and {_HEADS_READ}"
     elif isinstance(blocks, dict):
         kind = DFLASH
-        found = [name for name in ("causal", "use_swa", "attention_sink_bias") if blocks.get(name) is not None]
+        found = [name for name in ("causal", "use_swa", "attention_sink_bias") if blocks.get(name)]
         problem = f"has {', '.join(found)} in dflash_config, which engines read differently" if found else None
     elif _DEEPSPEC in classes:
         kind = DFLASH

@@ -33,8 +33,8 @@ MTP_KINDS = (
 )  # fmt: skip
 """Families whose MTP layers are read; those of `qwen2` are MiMo's."""
 _OTHER_DRAFTS = "give an EAGLE-3 head of the target, or a smaller model, as draft=NAME"
-_UNSAID = {"qwen3_next": 1}
-"""MTP layers of a family whose config.json does not say it."""
+_UNSAID = "qwen3_next", "mimo_v2_flash"
+"""Families with MTP layers whose config.json does not say it."""
 _OURS = (
     (r"(?:enorm|token_layernorm|pre_fc_norm_embedding)\.", "model.layers.0.enorm."),
     (r"(?:hnorm|hidden_layernorm|pre_fc_norm_hidden)\.", "model.layers.0.hnorm."),
@@ -48,21 +48,25 @@ HIDDEN_FIRST = ".mtp_layers."
 """A part of the names of layers whose product has the columns of the hidden state first."""
 
 
-def no_mtp(where: object) -> str:
-    """The sentence for a target without MTP layers."""
+def no_mtp(where: object, model_type: str = "") -> str:
+    """The sentence for a target without MTP layers, or of a family whose layers are not read."""
+    if model_type in _UNSAID:
+        return _not_read(where, model_type)
     return f"draft=mtp drafts with the MTP layers of the target, and {where} has none: {_OTHER_DRAFTS}"
+
+
+def _not_read(where: object, model_type: str) -> str:
+    kinds = ", ".join(MTP_KINDS)
+    return f"draft=mtp reads the MTP layers of {kinds} models, and {where} is a {model_type} model: {_OTHER_DRAFTS}"
 
 
 def check_mtp(field: Callable[[str], Any], where: object) -> None:
     """Raise ConfigError unless config.json, whose fields `field` gives, describes MTP layers that are read."""
     model_type = str(field("model_type"))
-    if not (num_layers_ahead(field) or _UNSAID.get(model_type)):
+    if not (num_layers_ahead(field) or model_type in _UNSAID):
         raise ConfigError(no_mtp(where))
     if model_type not in MTP_KINDS:
-        raise ConfigError(
-            f"draft=mtp reads the MTP layers of {', '.join(MTP_KINDS)} models, and {where} is a {model_type} model: "
-            f"{_OTHER_DRAFTS}"
-        )
+        raise ConfigError(_not_read(where, model_type))
 
 
 def of_one_layer(content: Mapping[str, Any]) -> dict[str, Any]:

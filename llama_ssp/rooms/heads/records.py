@@ -50,7 +50,7 @@ def _problems(config: RunConfig) -> Iterator[str]:
     if target.shape and target.shape.is_head:
         yield f"{said('model', target.name)} is a draft head: give its target as the model, and draft={target.name}"
     if draft and _is_mtp(draft) and target.shape and target.shape.model_type not in MTP_KINDS:
-        yield no_mtp(said("model", target.name))
+        yield no_mtp(said("model", target.name), target.shape.model_type)
     if draft is None or not (_is_mtp(draft) or (draft.shape and draft.shape.is_head)):
         return
     own = draft.shape and (draft.shape.target_hidden_size, draft.shape.target_vocab_size)
@@ -62,7 +62,7 @@ def _problems(config: RunConfig) -> Iterator[str]:
         )
     elif draft.target and target.shape and (own_shape := catalogue.load(draft.target).shape):
         num_layers, own_layers = target.shape.num_hidden_layers, own_shape.num_hidden_layers
-        if num_layers != own_layers and not config.is_synthetic:
+        if num_layers != own_layers and config.reads_files:
             yield (
                 f"draft={draft.name} is the head of {draft.target}, which has {own_layers} layers, and "
                 f"{said('model', target.name)} has {num_layers}: choose a head of this target"
@@ -80,7 +80,6 @@ _OF_BLOCKS = {
     ),
 }
 _OF_MTP = {
-    "synthetic weights": "draft=mtp reads the files of the target, and weights=synthetic has none: give another draft",
     "an adapter of the target": "draft=mtp reads the files of the target without {adapter}: leave one out",
 }
 A_HEAD = Ability(name="a head", has=_is_head, clashes=_OF_HEADS, problems=_problems)

@@ -15,11 +15,13 @@ from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.continuation import TextAfter
 from llama_ssp.errors import ConfigError, SspError, unknown_name
+from llama_ssp.registry import imported
 from llama_ssp.rooms.serve.inbox import Part, RequestError, ServedRequest
 from llama_ssp.run.prompts import MORE_FIELDS, Prompt, read_messages
 from llama_ssp.run.requests import RequestMaker, check_vocabulary, encode, encode_messages
 from llama_ssp.settings.checks import check_values
 from llama_ssp.settings.schema import MOST_BIASES, RunConfig, SamplingConfig
+from llama_ssp.settings.tasks import SERVED_FIELDS
 from llama_ssp.speculate.engine.state import count_equal_before
 from llama_ssp.speculate.engine.text import IncrementalText, StopStrings
 from llama_ssp.token_bytes import reader_of
@@ -136,6 +138,11 @@ class BodyReader:
             num_top=_num_top(given, is_chat=is_chat), scores_prompt=echoes,
             stops=StopStrings(self._maker.tokenizer, stops) if stops else None,
         )  # fmt: skip
+        for name in SERVED_FIELDS.all().keys() & given.keys():
+            try:
+                first = imported(SERVED_FIELDS.of(name).read, setting=f"field {name}")(given[name], first)
+            except ConfigError as error:
+                raise RequestError(str(error), param=name) from None
         completions = [
             replace(first, prompt_ids=ids, num_equal_before=before, sample=sample, max_new_tokens=number)
             for ids, before in zip(prompts, count_equal_before(prompts), strict=True)
@@ -238,7 +245,8 @@ def _check_fields(messages: object) -> None:
 
 def _checked(given: dict[str, Any], *, is_chat: bool) -> dict[str, Any]:
     """Check the names of fields, and the types of their values."""
-    known = _OF_CHATS if is_chat else _OF_TEXTS
+    more = {field.name: field.kind for field in SERVED_FIELDS.all().values()}
+    known = more | (_OF_CHATS if is_chat else _OF_TEXTS)
     for name, value in given.items():
         if name in _NOTES or any(value == one and type(value) is type(one) for one in _WITHOUT_EFFECT.get(name, ())):
             continue

@@ -31,7 +31,7 @@ from llama_ssp.rooms.slurm.records import SlurmConfig
 from llama_ssp.rooms.slurm.tables import print_jobs
 from llama_ssp.run.commands.points import Point, for_all
 from llama_ssp.run.prompts import STANDARD_INPUT
-from llama_ssp.run.tasks.dry_run import expected_hours, plan_ahead, settings_of_run, show_plan
+from llama_ssp.run.tasks.dry_run import expected_hours, plan_with_prompts, settings_of_run, show_plan
 from llama_ssp.settings import checks
 from llama_ssp.settings.launchers import LAUNCHER
 from llama_ssp.settings.schema import PlanFormat, RunConfig
@@ -133,7 +133,7 @@ def _plan(point: Point, settings: SlurmConfig) -> _Job:
             f"{LAUNCHER}.nodes={settings.nodes}: hardware={machine.name} does not say how nodes are connected"
         )
     machine = replace(machine, num_gpus=ranks_per_node, num_nodes=settings.nodes)
-    plan = plan_ahead(run, world_size=world_size, machine=machine)
+    plan = plan_with_prompts(run, world_size=world_size, machine=machine)
     return _Job(point=point, plan=plan, copies=list(_copies(run, settings.stage_to)))
 
 
@@ -285,11 +285,11 @@ def _expected(plan: Plan) -> str:
 
 
 def _copies(run: RunConfig, folder: str | None) -> Iterator[_Copy]:
-    """Name the copies of target and draft below `folder`, except of shipped and synthetic weights.
+    """Name the copies of target and draft below `folder`, except of shipped weights, and of those that are made.
 
     launch/slurm.sbatch makes them. Raises ConfigError without weights.
     """
-    if folder is None or run.is_synthetic:
+    if folder is None or not run.reads_files:
         return
     for entry, model in (("model", run.model), ("draft.model", run.draft.model)):
         if model is not None and (model.path is not None or not model.shipped):

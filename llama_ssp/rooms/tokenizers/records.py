@@ -58,8 +58,8 @@ def _problems(config: RunConfig) -> Iterator[str | NoEffect]:
     key, target, model = f"draft.{OWN.setting}", config.model, config.draft.model
     if model is None and not task_of(config).needs_draft:
         yield NoEffect(key, "without a draft model: give one with draft=NAME")
-    if model and config.is_synthetic:
-        yield NoEffect(key, "with weights=synthetic, which gives both models one tokenizer")
+    if model and not config.reads_files:
+        yield NoEffect(key, f"with weights={config.weights}, which gives both models one tokenizer")
     elif model and _is_own(config) and target.shape and model.shape and not model.shape.is_head:
         shapes = [(shape.model_type, shape.vocab_size) for shape in (target.shape, model.shape)]
         is_listed = not any(entry.path or is_hub_id(entry.name) for entry in (target, model))

@@ -16,6 +16,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from llama_ssp import catalogue
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.fields import help_of
+from llama_ssp.foreign import counterparts
 from llama_ssp.groups import whole
 from llama_ssp.reports.formats import FORMATS
 from llama_ssp.settings.backends import backends
@@ -24,6 +25,7 @@ from llama_ssp.settings.drafters import drafters, free_drafts
 from llama_ssp.settings.launchers import LAUNCHER, LAUNCHERS
 from llama_ssp.settings.schema import DERIVED, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import REQUEST_FILES, task_specs
+from llama_ssp.settings.weights import WEIGHTS
 from llama_ssp.storage.formats import formats
 from llama_ssp.words import listed, visible
 
@@ -78,6 +80,8 @@ def _topics_of(word: str, topics: dict[str, str]) -> list[str]:
     """The topic itself, or the topics that explain a setting, or else all that mention the word."""
     if word.lower() in topics:
         return [word.lower()]
+    if (meant := counterparts().get(word)) and meant.key:
+        word = meant.key
     for before in (r"^ +(?:[\w.]+\.)?", r"(?<!\w)"):
         whole = re.compile(rf"{before}{re.escape(word)}(?!\w)", re.MULTILINE)
         if found := [topic for topic, part in topics.items() if whole.search(part)]:
@@ -124,7 +128,7 @@ def _of_tasks(names: Iterable[str]) -> str:
 
 def _settings() -> Iterable[DescribedSetting]:
     """All settings, without derived ones, and without the fields of `model` once more."""
-    found = [*settings_of(RunConfig), *settings_of_launchers()]
+    found = [*settings_of(whole(RunConfig)), *settings_of_launchers()]
     found += [one for draft in drafters().values() for one in settings_of(draft.settings, "draft.")]
     kept = {(one.key, one.meaning): one for one in found}.values()
     return (one for one in kept if not one.key.startswith((*DERIVED, "draft.model.")))
@@ -141,7 +145,10 @@ def _wrapped(text: str, first: str, later: str) -> str:
 
 
 def settings_of(schema: type[Any], prefix: str = "") -> Iterator[DescribedSetting]:
-    """Describe every setting of a dataclass and of dataclasses inside it; a prefix stands before their keys."""
+    """Describe every setting of a dataclass and of dataclasses inside it; a prefix stands before their keys.
+
+    A setting whose help is that of records is left out where there are none.
+    """
     hints = get_type_hints(schema)
     for entry in dataclasses.fields(schema):
         if entry.metadata.get("omegaconf_ignore"):
@@ -149,8 +156,8 @@ def settings_of(schema: type[Any], prefix: str = "") -> Iterator[DescribedSettin
         hint, key = hints[entry.name], f"{prefix}{entry.name}"
         if inner := next(filter(is_schema, (hint, *get_args(hint))), None):
             yield from settings_of(whole(inner), f"{key}.")
-        else:
-            yield DescribedSetting(key=key, kind=_kind(hint), default=_default(entry), meaning=_meaning(entry))
+        elif (meaning := _meaning(entry)) or not help_of(entry):
+            yield DescribedSetting(key=key, kind=_kind(hint), default=_default(entry), meaning=meaning)
 
 
 def _meaning(entry: dataclasses.Field[Any]) -> str:
@@ -161,6 +168,7 @@ def _meaning(entry: dataclasses.Field[Any]) -> str:
         "{free_drafts}": "".join(f", for example {name}" for name in free_drafts()[:1]),
         "{formats}": listed(kept, "or"),
         "{backends}": " ".join(backend.purpose for backend in backends().values()),
+        "{weights}": " ".join(source.purpose for source in WEIGHTS.all().values() if source.purpose),
     }
     meaning = help_of(entry)
     for place, text in more.items():
@@ -176,7 +184,7 @@ def settings_of_launchers() -> Iterator[DescribedSetting]:
 
 def settings_of_plan() -> list[DescribedSetting]:
     """Describe the settings that a plan has and a run has not."""
-    of_runs = {entry.name for entry in dataclasses.fields(RunConfig)}
+    of_runs = {entry.name for entry in dataclasses.fields(whole(RunConfig))}
     return [one for one in settings_of(whole(PlanConfig)) if one.key.partition(".")[0] not in of_runs]
 
 

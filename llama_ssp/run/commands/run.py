@@ -226,7 +226,7 @@ def _check(point: Point, ranks: Ranks, *, of_sweep: bool, warns: bool) -> tuple[
     """Check the config of a run or of a point of a sweep; returns what its task needs, or None after a dry run."""
     clock = startup.StartClock(age_s=0.0 if point.number else startup.process_age_s())
     run = replace(point.run, run_dir=str(point.run_dir), place=point.place) if of_sweep else point.run
-    if run.is_synthetic:
+    if not run.reads_files:
         run = dry_run.with_sizes(run)
     for unread in checks.check(run, point.explicit, world_size=ranks.size, of_sweep=of_sweep):
         if ranks.rank == 0 and (warns or run.dry_run):

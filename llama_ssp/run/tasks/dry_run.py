@@ -26,6 +26,7 @@ from llama_ssp.planning.spec import PlanSpec, make_spec, spec_of_plan
 from llama_ssp.planning.timing import CostModel, Timing
 from llama_ssp.registry import imported
 from llama_ssp.reports.records import Forecast
+from llama_ssp.run.lengths import CHARACTERS_PER_TOKEN, check_lengths, count_tokens
 from llama_ssp.run.prompts import STANDARD_INPUT, Prompt, read_prompts
 from llama_ssp.settings.backends import backend_of
 from llama_ssp.settings.checks import check_plan, check_values
@@ -36,7 +37,6 @@ from llama_ssp.words import lasting
 
 _Config = TypeVar("_Config", bound=RunConfig)
 
-CHARACTERS_PER_TOKEN = 3
 TYPED_TOKENS = 128
 
 Figures = Mapping[str, tuple[Path, str]]
@@ -49,7 +49,7 @@ def show_plan(
 ) -> None:
     """Print a plan, and draw its figures; raises CapacityError afterwards if it does not fit.
 
-    Raises ConfigError if a figure cannot be drawn.
+    Raises ConfigError if a figure cannot be drawn, and afterwards for what runs refuse.
     """
     show(plan, partial(document, plan), form, figures)
     require_room(plan, words=words)
@@ -64,6 +64,7 @@ def show_machines(configs: Sequence[PlanConfig]) -> None:
     refuse([f"{name}: {problem}" for name, problems in described for problem in problems])
     plans = [plan_on(config, hardware.build(config.hardware)) for config in map(resolve, configs)]
     show(plans, lambda: {"plan_version": PLAN_VERSION, "plans": [*map(document, plans)]}, configs[0].format)
+    refuse(plans[0].refusals)
     if not any(plan.fits for plan in plans):
         nearest = min(plans, key=lambda plan: plan.fullest.needed_bytes / plan.fullest.capacity_bytes)
         raise CapacityError(
@@ -117,12 +118,12 @@ def settings_of_run(config: RunConfig) -> dict[str, str]:
 
 
 def dry_run(config: RunConfig, *, world_size: int) -> None:
-    """Print the plan of exactly this run; loads nothing, and estimates prompt tokens without a tokenizer.
+    """Print the plan of exactly this run; loads no weights.
 
     Raises CapacityError if it does not fit, PlacementError for a model that cannot be placed as requested, and
-    ConfigError if the machine has no description, or a faulty one.
+    ConfigError for prompts that the run refuses, and if the machine has no description, or a faulty one.
     """
-    plan = plan_ahead(config, world_size=world_size)
+    plan = plan_with_prompts(config, world_size=world_size)
     plan = replace(plan, whole_run=_whole_run(config, plan, num_ranks=world_size))
     show_plan(plan, PlanFormat.table, words=settings_of_run(config))
 
@@ -146,9 +147,23 @@ def _whole_run(config: RunConfig, plan: Plan, *, num_ranks: int) -> str | None:
     )
 
 
-def plan_ahead(config: RunConfig, *, world_size: int, machine: HardwareConfig | None = None) -> Plan:
+def plan_with_prompts(config: RunConfig, *, world_size: int, machine: HardwareConfig | None = None) -> Plan:
+    """`plan_ahead`, with the tokens of the prompts where the target's tokenizer is here; ConfigError if they are many.
+
+    Ranks that choose a placement alike count no tokens, so the plan of a choice does not either.
+    """
+    config = with_sizes(config)
+    warning = check_lengths(config)
+    plan = plan_ahead(config, world_size=world_size, machine=machine, counts=not config.placement.auto)
+    return replace(plan, warnings=(*plan.warnings, *filter(None, [warning])))
+
+
+def plan_ahead(
+    config: RunConfig, *, world_size: int, machine: HardwareConfig | None = None, counts: bool = False
+) -> Plan:  # fmt: skip
     """Plan a run before anything is loaded, on its own machine or on this one; raises ConfigError as `dry_run`."""
-    spec, own = _spec_ahead(config, world_size=world_size, on_cpu=config.device is DeviceKind.cpu)
+    on_cpu = config.device is DeviceKind.cpu
+    spec, own = _spec_ahead(config, world_size=world_size, on_cpu=on_cpu, counts=counts)
     return _plan(config, spec, machine or own, num_ranks=world_size)
 
 
@@ -197,21 +212,26 @@ def choose_for_run(config: RunConfig, *, world_size: int, on_cpu: bool) -> tuple
     return choose_placement(spec, machine, num_ranks=world_size)
 
 
-def _spec_ahead(config: RunConfig, *, world_size: int, on_cpu: bool) -> tuple[PlanSpec, HardwareConfig]:
-    """Limit the batch to the rows that the prompts fill, and estimate their tokens at three characters per token.
+def _spec_ahead(
+    config: RunConfig, *, world_size: int, on_cpu: bool, counts: bool = False
+) -> tuple[PlanSpec, HardwareConfig]:  # fmt: skip
+    """Limit the batch to the rows that the prompts fill; a token has three characters where nothing `counts` them.
 
     A later turn of a conversation follows the earlier ones, and answers of as many tokens as they may have. Prompts
     that are unknown yet count TYPED_TOKENS each, and fill all rows. Models of the hub get their sizes.
     """
     machine = machine_of_run(hardware_of(config, on_cpu=on_cpu), world_size)
-    config, lengths = with_sizes(config), [TYPED_TOKENS]
+    config, lengths, counted = with_sizes(config), [TYPED_TOKENS], None
     if prompts := known_prompts(config):
+        counted = count_tokens(config, prompts) if counts else None
+        numbers = counted or [prompt.num_characters // CHARACTERS_PER_TOKEN + 1 for prompt in prompts]
         lengths = [
-            prompt.num_characters // CHARACTERS_PER_TOKEN + 1 + len(prompt.earlier) * config.max_new_tokens
-            for prompt in prompts
+            number + len(prompt.earlier) * config.max_new_tokens
+            for number, prompt in zip(numbers, prompts, strict=True)
         ]
         config = with_filled_rows(config, num_completions=len(prompts) * config.num_samples)
-    return _spec_on(machine, config, world_size=world_size, lengths=lengths), machine
+    spec = _spec_on(machine, config, world_size=world_size, lengths=lengths)
+    return replace(spec, guesses_tokens=counted is None and spec.mean_prompt_tokens is not None), machine
 
 
 def _spec_on(machine: HardwareConfig, config: RunConfig, *, world_size: int, lengths: Sequence[int]) -> PlanSpec:
@@ -247,7 +267,7 @@ def check_models(config: RunConfig, *, world_size: int = 1) -> None:
     for model, num_ranks in zip((config.model, config.draft.model), sizes, strict=True):
         if model is None:
             continue
-        folder = None if model.path is None or config.is_synthetic else read_path(model.path)
+        folder = read_path(model.path) if model.path is not None and config.reads_files else None
         if folder is None and model.shape is None and model.hub_id is not None:
             from llama_ssp.weights import hub  # noqa: PLC0415 - other checks need no client of the hub
 

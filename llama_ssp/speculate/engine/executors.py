@@ -8,9 +8,11 @@
 The first round is the warm-up: it creates what is created lazily (communicators, compiled kernels, workspaces). Capture
 computes nothing, so every round runs exactly once. A graph reads and writes the addresses of its capture. Values of
 other stages have addresses fixed by the graphs of these stages, which are part of its key. Whatever else a round reads
-must stay in place: when a tensor is allocated again, all graphs are dropped. A stage that cannot be captured runs from
-Python, other stages as graphs. NCCL wants a message captured by all of its ranks or by none, so every decision here is
-the same on each rank, and ranks ask each other whether a capture has failed there, or a tensor has moved.
+must stay in place: when a tensor is allocated again, all graphs are dropped. `MOST_GRAPHED_BUCKETS` buckets have graphs
+at most: a further one drops the graphs of the bucket that was read the longest time ago, which begins anew when it is
+read again. A stage that cannot be captured runs from Python, other stages as graphs. NCCL wants a message captured by
+all of its ranks or by none, so every decision here is the same on each rank, and ranks ask each other whether a capture
+has failed there, or a tensor has moved.
 """
 
 import logging
@@ -23,6 +25,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp import operators
+from llama_ssp.architectures.engine import MOST_GRAPHED_BUCKETS
 from llama_ssp.ranks.gpu import capture_stream, ends_run
 from llama_ssp.speculate.engine.round import Executor, Round, Stage
 from llama_ssp.speculate.engine.state import BatchState
@@ -59,14 +62,23 @@ def filled(form: Any, tensors: Iterator[Any]) -> Any:  # noqa: ANN401 - see `Sta
     return type(form)(*parts) if hasattr(form, "_fields") else tuple(parts)
 
 
+def _buckets_of(key: tuple[Any, ...]) -> Iterator[int]:
+    """The buckets in a key of a stage: its own, and those of the stages whose results it reads."""
+    _, _, bucket, *behind = key
+    yield bucket
+    for one in behind:
+        yield from _buckets_of(one)
+
+
 class Recorder:
     """Captures CUDA graphs that share a memory pool, which is safe because they never run concurrently.
 
-    `finish` waits until the device has done everything that was launched.
+    Later captures take the pool's memory of a graph that is dropped. `finish`, then called `wait`, waits until the
+    device has done everything that was launched.
     """
 
     def __init__(self, *, finish: Callable[[], None] = torch.cuda.synchronize) -> None:
-        self._finish = finish
+        self.wait = finish
         self.forget()
 
     def record(self, piece: Callable[[], _T]) -> tuple[_T, Callable[[], None]]:
@@ -75,7 +87,7 @@ class Recorder:
         Raises RuntimeError if an operator cannot be recorded.
         """
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        self._finish()  # torch does so as well, but would wait for a lost rank without a limit
+        self.wait()  # torch does so as well, but would wait for a lost rank without a limit
         try:
             # Threads of NCCL query their own events meanwhile, so only this thread's calls may invalidate the capture.
             with torch.cuda.graph(graph, pool=self._pool, stream=capture_stream(), capture_error_mode="thread_local"):
@@ -88,7 +100,7 @@ class Recorder:
 
     def forget(self) -> None:
         """Prepare for the end of all replays: wait for running ones, and begin a new pool."""
-        self._finish()
+        self.wait()
         self._pool = torch.cuda.graph_pool_handle()
 
 
@@ -121,6 +133,8 @@ class GraphExecutor(Executor):
         if state is not self._state:
             self._forget()
             self._state = state
+        if stage.bucket not in (0, self._latest):
+            self._read(stage.bucket)
         function = partial(stage.function, state, *values)
         if graph := self._graphs.get(stage.key) or self._capture(stage, function):
             outputs, replay = graph
@@ -153,6 +167,21 @@ class GraphExecutor(Executor):
         self.failed.add((stage.name, stage.operators))
         return None
 
+    def _read(self, bucket: int) -> None:
+        """Note that rounds read a bucket from now on; drop what is known of another one where there are too many.
+
+        All ranks run stages of the same buckets in the same order, so they drop the same graphs.
+        """
+        self._latest = bucket
+        self._buckets[bucket] = self._buckets.pop(bucket, None)
+        if len(self._buckets) > MOST_GRAPHED_BUCKETS:
+            self._recorder.wait()
+            oldest = next(iter(self._buckets))
+            del self._buckets[oldest]
+            for key in [key for key in (*self._graphs, *self._met) if oldest in _buckets_of(key)]:
+                self._graphs.pop(key, None)
+                self._met.discard(key)
+
     def _fails(self, stage: Stage) -> bool:
         return (stage.name, stage.operators) in self.failed
 
@@ -168,6 +197,8 @@ class GraphExecutor(Executor):
 
     def _forget(self) -> None:
         self._recorder.forget()
-        self._graphs: dict[Hashable, _Graph] = {}
+        self._graphs: dict[tuple[Any, ...], _Graph] = {}
         self._places: dict[Hashable, Any] = {}  # of results of stages that have failed
-        self._met: set[Hashable] = set()
+        self._met: set[tuple[Any, ...]] = set()
+        self._buckets: dict[int, None] = {}  # that have graphs or may, the latest last
+        self._latest = 0

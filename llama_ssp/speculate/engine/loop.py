@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from llama_ssp.architectures.engine import CATCH_UP_CHUNK, PREFILL_CHUNK
+from llama_ssp.architectures.engine import CATCH_UP_CHUNK, MOST_GRAPHED_BUCKETS, PREFILL_CHUNK
 from llama_ssp.errors import LOGITS_ARE_NAN, NumericError, SspError
 from llama_ssp.models.prefill import Held, forwards_per_prompt
 from llama_ssp.models.upload import to_device
@@ -177,7 +177,8 @@ class Decoder:
     def warm_up(self, requests: Sequence[Request]) -> None:
         """Run rounds over vacant rows, so that none is traced or captured while rounds are timed.
 
-        A run of one K captures every width of the cache that these requests will read; any other run gets one width.
+        A run of one K captures the widths of the cache that these requests will read, as many as have graphs at a
+        time; any other run gets one width.
         """
         self.make_room(requests)  # another decoder may have allocated the caches since
         longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
@@ -185,7 +186,7 @@ class Decoder:
         if self.executor.replays_addresses and len(self.length.choices) == 1:
             shortest, ahead = min(len(request.prompt_ids) for request in requests), self.round.max_tokens_per_round
             widths = {self.space.buckets.covering(length) for length in range(shortest + ahead, longest + 2 * ahead)}
-        for width in sorted(widths):
+        for width in sorted(widths)[:MOST_GRAPHED_BUCKETS]:
             self.time_rounds(self.length.choices * 2, num_slots=width)
 
 

@@ -103,6 +103,18 @@ def test_patterns_of_modules_have_ranks_and_alphas_of_their_own(folders: Folders
         assert torch.equal(found.read(name), base.read(name) + scale * (up @ down))
 
 
+def test_the_base_that_peft_saves_with_an_output_head_is_read_too(tmp_path: Path) -> None:
+    """Beside lora_A and lora_B of lm_head its file has the weight that they are added to."""
+    folders = make(tmp_path, layers=("lm_head", "q_proj"))
+    key, head = "base_model.model.lm_head.base_layer.weight", inspect(folders.base).read("lm_head.weight")
+    edit_tensors(folders.adapter / WEIGHTS, lambda found: found.update({key: head}))
+    found, wanted = adapted(folders), inspect(folders.merged)
+    assert all(torch.equal(found.read(name), wanted.read(name)) for name in found.tensors)
+    edit_tensors(folders.adapter / WEIGHTS, lambda found: found.update({key: head[1:].clone()}))
+    with pytest.raises(CheckpointError, match=r"does not fit .*lm_head\.weight"):
+        adapted(folders)
+
+
 Fault = Callable[[Path], object]
 
 

@@ -144,6 +144,14 @@ def test_what_loses_less_comes_first_then_fewer_changes_then_the_fastest(
     assert order == sorted(order)
 
 
+def test_where_rounds_fit_without_graphs_the_change_loses_nothing_but_time() -> None:
+    spec = make_spec("llama3_8B", prompt_tokens=8000, of_target={"dtype": Dtype.fp32})
+    (rank,) = memory(spec, A100)
+    for lacking, named in (rank.graphs_bytes // 2, [{"cuda_graphs": "false"}]), (2 * rank.graphs_bytes, []):
+        small = replace(A100, num_gpus=1, memory_bytes=A100.memory_bytes - rank.free_bytes - lacking)
+        assert changes_of("cuda_graphs", spec, small) == named
+
+
 def test_changes_are_said_in_the_words_of_the_command() -> None:
     plan = make_plan(make_spec("65B", "7B", num_ranks=4), A10G)
     assert plan.changes

@@ -16,7 +16,6 @@ from tests.helpers.in_process import launch
 BAD = {
     "task=latency task.num_warmup=-1": "task.num_warmup=-1 must be 0 or more",
     "task=latency task.store=true draft=none": "task.store has no effect without a draft: give one with draft=NAME",
-    "task=latency task.store=true weights=synthetic": "task.store has no effect with weights=synthetic",
     "task=latency task.store=true model=local model.path=DIR draft=tiny-draft": "its models, and model=local",
     "task=benchmark task.batch_sizes=[]": "task.batch_sizes=[] must be a list of numbers of at least 1",
     "task=benchmark batch_size=2": "batch_size has no effect on task=benchmark: give task.batch_sizes",

@@ -20,11 +20,8 @@ from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.memory import anonymous_bytes
-from llama_ssp.rooms.bitsandbytes.linear import Nf4Linear
 from llama_ssp.rooms.cpu.executor import TracedExecutor
 from llama_ssp.rooms.cpu.tracing import Traced
-from llama_ssp.rooms.eight_bits.linear import int8_weight_only_linear
-from llama_ssp.rooms.four_bits.linear import int4_weight_only_linear
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.workspaces import Workspace
@@ -33,6 +30,7 @@ from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import grid, heavy
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, load_lean, tiny_model
 from tests.helpers.prefix_runner import PrefixRunner
+from tests.helpers.rooms import module_of
 
 STAGES = ("draft", "verify")
 
@@ -47,13 +45,17 @@ def runner(
     return load_lean(tiny_model(family, **changes).to(dtype), kernel=kernel)
 
 
+def of_format(room: str, kernel: str, **changes: int) -> LeanRunner:
+    return runner("llama", getattr(module_of(f"{room}.linear"), kernel), **changes)
+
+
 RUNNERS: dict[str, tuple[Callable[[], LeanRunner], bool]] = {
     "plain": (runner, True),
     "packed": (partial(runner, kernel=PackedLinear), can_pack(torch.float32)),
     "half": (partial(runner, kernel=HalfLinear), can_halve()),
-    "int8": (partial(runner, kernel=int8_weight_only_linear), True),
-    "int4": (partial(runner, kernel=int4_weight_only_linear, hidden_size=128, intermediate_size=256), True),
-    "nf4": (partial(runner, kernel=Nf4Linear), find_spec("bitsandbytes") is not None),
+    "int8": (partial(of_format, "eight_bits", "int8_weight_only_linear"), True),
+    "int4": (partial(of_format, "four_bits", "int4_weight_only_linear", hidden_size=128, intermediate_size=256), True),
+    "nf4": (partial(of_format, "bitsandbytes", "Nf4Linear"), find_spec("bitsandbytes") is not None),
     "windows": (partial(runner, "qwen3, windows"), True),
     "biases": (partial(runner, "qwen2"), True),
     "narrow heads": (partial(runner, head_dim=16), True),

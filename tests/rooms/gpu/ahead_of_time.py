@@ -28,12 +28,12 @@ class Compiled:
     Attributes:
         shared_bytes: of a block.
         ptx: the instructions before ptxas.
-        sass: the instructions, with their addresses.
+        cubin: what ptxas wrote.
     """
 
     shared_bytes: int
     ptx: str
-    sass: str
+    cubin: bytes
 
     @property
     def steps(self) -> str:
@@ -45,6 +45,11 @@ class Compiled:
     def is_chained(self) -> bool:
         """Whether it releases the next kernel and waits for those before, once each, before it touches memory."""
         return re.fullmatch("RW[^RW]+", self.steps) is not None
+
+    @cached_property
+    def sass(self) -> str:
+        """The instructions, with their addresses; the disassembler takes most of a second."""
+        return _disassembled(self.cubin, "-sass")
 
     @cached_property
     def body(self) -> tuple[str, ...]:
@@ -99,15 +104,16 @@ def compile_kernel(
         built = triton_compile(
             source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps, "num_stages": num_stages}
         )
-        binary = Path(folder) / "kernel.cubin"
-        binary.write_bytes(built.asm["cubin"])
-        usage, sass = (_disassembled(binary, option) for option in ("-res-usage", "-sass"))
+    usage = _disassembled(built.asm["cubin"], "-res-usage")
     assert re.findall(r" STACK:(\d+)", usage) == ["0"], usage
-    return Compiled(shared_bytes=built.metadata.shared, ptx=built.asm["ptx"], sass=sass)
+    return Compiled(shared_bytes=built.metadata.shared, ptx=built.asm["ptx"], cubin=built.asm["cubin"])
 
 
-def _disassembled(binary: Path, option: str) -> str:
+def _disassembled(cubin: bytes, option: str) -> str:
     import triton
 
     program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    return subprocess.run([program, option, binary], capture_output=True, text=True, check=True).stdout
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([program, option, file.name], capture_output=True, text=True, check=True).stdout

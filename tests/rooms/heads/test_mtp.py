@@ -24,7 +24,7 @@ from llama_ssp.models.weights import Loading
 from llama_ssp.rooms.heads.drafter import HeadDrafter
 from llama_ssp.rooms.heads.library import MtpRunner
 from llama_ssp.rooms.heads.records import OF_TARGET
-from llama_ssp.rooms.heads.sources import MtpSource, mtp_of
+from llama_ssp.rooms.heads.sources import MtpSource, describe_mtp, mtp_of
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers import head_drafts
 from tests.helpers.edits import edit_config
@@ -199,3 +199,10 @@ def test_other_families_are_one_sentence(tmp_path: Path) -> None:
         mtp_of(inspect(tmp_path))
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "ernie4_5"
     assert "is a ernie4_5 model" in refusal(lambda: check_readable(tmp_path, "none", of=OF_TARGET))
+
+
+def test_a_family_whose_config_names_no_mtp_layers_is_not_said_to_have_none(tmp_path: Path) -> None:
+    """The files of MiMo-V2-Flash hold model.mtp.*, which its config.json does not say."""
+    (tmp_path / "config.json").write_text('{"model_type": "mimo_v2_flash"}')
+    for read in (partial(check_readable, quantization="none", of=OF_TARGET), describe_mtp):
+        assert f"models, and {tmp_path} is a mimo_v2_flash model: give" in refusal(partial(read, tmp_path))

@@ -167,6 +167,12 @@ def test_a_faulty_head_is_refused_with_what_is_wrong(name: str, tmp_path: Path) 
         check_model(save_pair(tmp_path, layout, **changed)[1], num_ranks=1)
 
 
+def test_masks_of_blocks_may_be_spelled_out(tmp_path: Path) -> None:
+    said = {"causal": False, "use_swa": False, "attention_sink_bias": False}
+    layers = {"mask_token_id": 1, "target_layer_ids": [0, 1, 3]}
+    check_model(save_pair(tmp_path, SHARING, dflash_config=layers | said)[1], num_ranks=1)
+
+
 def test_norms_of_taps_are_read_without_their_flag(tmp_path: Path) -> None:
     _, origin = save_pair(tmp_path, "peagle", fc_norm=None)
     assert origin.head.norms_taps == "fc_norm"

@@ -13,15 +13,18 @@ import pytest
 
 from llama_ssp import Pair
 from llama_ssp.errors import ConfigError, InterruptedRun
+from llama_ssp.registry import PLUGINS, load_plugins
 from llama_ssp.reports.folder import RunFolder
 from llama_ssp.rooms.serve.batch import complete_batch
 from llama_ssp.rooms.serve.records import BATCH, ServeTimeouts
 from llama_ssp.run.prompts import read_prompts
 from llama_ssp.settings.checks import check
 from llama_ssp.settings.schema import SamplingConfig
+from llama_ssp.settings.tasks import SERVED_FIELDS
 from llama_ssp.speculate.engine import state
 from llama_ssp.speculate.engine.completion import StopRequest
 from llama_ssp.speculate.sampling.by_row import settings_of
+from tests.helpers.repository import ROOT
 
 PROMPT = "def factorial(n):\n"
 ASKED: list[dict[str, Any]] = [
@@ -46,6 +49,7 @@ WRONG = {
 
 def answered(pair: Pair, folder: Path, lines: Sequence[str], *, stops: bool = False) -> list[dict[str, Any]]:
     """The answers in the run folder after a run, in the order in which they were written."""
+    folder.mkdir(exist_ok=True)
     (folder / "batch.jsonl").write_text("\n".join(lines))
     config = replace(pair.config, prompts=str(folder / "batch.jsonl"), batch_size=3, seed=40)
     config.timeouts = ServeTimeouts(drain_s=0.0)
@@ -58,6 +62,29 @@ def answered(pair: Pair, folder: Path, lines: Sequence[str], *, stops: bool = Fa
         )  # fmt: skip
         complete_batch(session, [])
     return [*map(json.loads, file.read_text().splitlines())]
+
+
+def test_the_field_of_the_page_is_read_from_outside_the_package(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = (ROOT / "docs/extending.md").read_text().partition("## A served field")[2]
+    (tmp_path / "my_fields.py").write_text(section.partition("```py\n")[2].partition("```")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(SERVED_FIELDS, "records", {})
+    bodies: list[dict[str, Any]] = [
+        {"temperature": 0}, {"temperature": 1.3, "greedy": True}, {"greedy": 3}, {"greedy": False}
+    ]  # fmt: skip
+    lines = [line(f"{place}", {"prompt": PROMPT, "max_tokens": 12, **one}) for place, one in enumerate(bodies)]
+    [unknown] = [one["response"] for one in answered(pair, tmp_path, lines[1:2])]
+    assert unknown["body"]["error"]["message"].startswith("unknown field 'greedy'")
+    monkeypatch.setenv(PLUGINS, "my_fields")
+    load_plugins()
+    found = {one["custom_id"]: one["response"]["body"] for one in answered(pair, tmp_path / "with", lines)}
+    assert found["0"]["choices"][0]["text"] == found["1"]["choices"][0]["text"]
+    assert found["2"]["error"]["message"] == "greedy must be true or false"
+    assert found["3"]["error"] | {"type": ""} == {
+        "message": "greedy=false has no effect: leave it out", "param": "greedy", "type": "", "code": None,
+    }  # fmt: skip
 
 
 def test_answers_have_the_texts_of_runs_of_their_own(

@@ -22,6 +22,7 @@ from tests.helpers.in_process import Ended, launch
 from tests.helpers.installed import install, llama_ssp
 from tests.helpers.lanes import heavy, slow
 from tests.helpers.own_conf import OwnConf, write_all, writer
+from tests.helpers.rooms import need
 from tests.unit.run.commands.test_control_characters import HOSTILE, assert_harmless
 
 CPU = "hardware=laptop_cpu"
@@ -264,10 +265,14 @@ def test_weights_are_staged_under_a_name_that_changes_with_them(sweep: Sweep, tm
     assert composed(job).model.path == copy
     assert Path(copy).parent == Path("/scratch/of me")
     assert job.count("--stage") == 1, "shipped weights stay where they are"
-    synthetic = sweep("model=7B", "weights=synthetic", "hardware=p4d_24xlarge", STAGED[1]).jobs[-1]
-    assert ("--stage" in synthetic, composed(synthetic).model.path) == (False, None)
     (weights / "more.json").write_text("{}")
     assert copy not in sweep(*asked).jobs[-1]
+
+
+def test_a_job_without_files_has_no_copy(sweep: Sweep) -> None:
+    need("synthetic")
+    [job] = sweep("model=7B", "weights=synthetic", "hardware=p4d_24xlarge", STAGED[1]).jobs
+    assert ("--stage" in job, composed(job).model.path) == (False, None)
 
 
 def test_a_job_reads_a_copy_instead_of_a_revision_on_the_hub_if_it_is_here(

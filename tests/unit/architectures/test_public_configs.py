@@ -12,9 +12,10 @@ import yaml
 from transformers import CONFIG_MAPPING
 
 from llama_ssp import catalogue
-from llama_ssp.architectures.family import kinds, record_of
+from llama_ssp.architectures import reading
+from llama_ssp.architectures.family import inventory, kinds, record_of, text_part
 from llama_ssp.architectures.reading import check_readable, read_config, read_stored_format
-from llama_ssp.catalogue import Dtype, ModelConfig
+from llama_ssp.catalogue import Dtype, ModelConfig, ModelShape
 from llama_ssp.errors import CheckpointError
 from llama_ssp.models import loading
 from llama_ssp.models.huggingface.modules import build_empty
@@ -23,12 +24,13 @@ from llama_ssp.models.weights import Loading, Matched
 from llama_ssp.planning.model import PlannedModel, planned_model
 from llama_ssp.planning.weights import model_bytes, rank_shares
 from llama_ssp.ranks.comms import Comm
+from llama_ssp.run import checkpoints
 from llama_ssp.run.checkpoints import read_tokenizer
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import Checkpoint, inspect, shape_of
 from tests.helpers import library_kinds
 from tests.helpers.edits import edit_json
-from tests.helpers.models import refusal
+from tests.helpers.models import FAMILIES, refusal, tiny_config
 
 pytestmark = pytest.mark.seconds
 
@@ -103,6 +105,37 @@ def test_a_config_that_leaves_all_to_its_family_has_the_sizes_of_the_library(kin
     assert read_config(tmp_path)[0] == shape_of(CONFIG_MAPPING[kind]())
 
 
+def described(folder: Path, content: object, monkeypatch: pytest.MonkeyPatch) -> list[ModelShape]:
+    """The shape of a model by its config.json, with the library and without."""
+    (folder / "config.json").write_text(json.dumps(content))
+    by_library, _ = read_config(folder)
+    monkeypatch.setattr(reading, "_by_modules", lambda _folder: (None, ""))
+    return [by_library, read_config(folder)[0]]
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if record_of(name.partition(",")[0]).modules])
+def test_arithmetic_lists_the_modules_of_the_library(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_library, alone = described(tmp_path, tiny_config(family).to_dict(), monkeypatch)
+    assert by_library.refusal == ""
+    assert inventory(alone) == inventory(by_library)
+
+
+@pytest.mark.parametrize("given", [
+    pytest.param(each, id=each["name"].partition("/")[2], marks=() if place % 3 == 0 else pytest.mark.heavy)
+    for place, each in enumerate(
+        each for each in CONFIGS if record_of(text_part(each["config"])["model_type"]).modules
+    )
+])  # fmt: skip
+def test_a_plan_without_the_library_has_the_sizes_of_one_with_it(
+    given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of the hub name layers and sizes otherwise than the library, which reads them all."""
+    by_library, alone = described(tmp_path, whole(given["config"]), monkeypatch)
+    assert alone == by_library
+
+
 LLAMA = {"model_type": "llama", "num_hidden_layers": 2}
 
 
@@ -128,14 +161,28 @@ def test_a_quantization_that_another_file_or_field_names_is_planned(
             check_readable(tmp_path, "none")
 
 
-def test_code_that_a_tokenizer_names_is_passed_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [{}, {"tokenizer_class": "OtherTokenizer"}, {"tokenizer_class": None}])
+def test_code_that_a_tokenizer_names_is_passed_over(changes: dict[str, Any], tmp_path: Path) -> None:
     for file in hub.resolve(catalogue.load("tiny")).glob("*.json"):
         shutil.copy(file, tmp_path)
-    edit_json(
-        tmp_path / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_other.OtherTokenizer", None]}
-    )
+    code = {"AutoTokenizer": ["tokenization_other.OtherTokenizer", None]}
+    edit_json(tmp_path / "tokenizer_config.json", auto_map=code, **changes)
     wanted = read_tokenizer(hub.resolve(catalogue.load("tiny")))
     assert read_tokenizer(tmp_path)("def f").input_ids == wanted("def f").input_ids
+
+
+@pytest.mark.parametrize(("file", "reason"), [
+    ("tekken.json", r"tekken\.json is Mistral's own layout, which is not read"),
+    ("tokenizer.model", r"a tokenizer\.model alone needs two packages: pip install sentencepiece protobuf"),
+])  # fmt: skip
+def test_a_tokenizer_in_another_layout_is_refused_with_its_cause(
+    file: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "find_spec", lambda _: None)
+    (tmp_path / file).write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    with pytest.raises(CheckpointError, match=reason):
+        read_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe_lite"])

@@ -44,12 +44,14 @@ from llama_ssp.models.weights import Loading
 from llama_ssp.storage.formats import formats
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.models.quantization.precision import Precision
-from llama_ssp.rooms.bitsandbytes.linear import bitsandbytes
+from llama_ssp.manifest import present
 from llama_ssp.planning.model import PlannedModel
 from llama_ssp.planning.weights import model_bytes, shares
 
 folder, num_ranks, cases = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
-bitsandbytes()
+if "bitsandbytes" in present():
+    from llama_ssp.rooms.bitsandbytes.linear import bitsandbytes
+    bitsandbytes()
 for form in formats().values():
     operators.made("packed_block", "cpu", form)
 check_model(inspect(folder), num_ranks=num_ranks)

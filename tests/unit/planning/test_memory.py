@@ -1,18 +1,22 @@
 """Memory per rank: each item, the verdict that follows from it, and weights as published and as loaded."""
 
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 from llama_ssp import catalogue
-from llama_ssp.architectures.engine import BUCKET_STEP, ENGINE_KERNELS
+from llama_ssp.architectures.engine import BUCKET_STEP, ENGINE_KERNELS, MOST_GRAPHED_BUCKETS
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.matrices import WholeParts, split_model
 from llama_ssp.catalogue import Dtype
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
+from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.prefill import Buckets
 from llama_ssp.models.tensor_parallel import shard
 from llama_ssp.planning.memory import (
@@ -30,7 +34,7 @@ from llama_ssp.planning.weights import model_bytes, shares
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import DraftLayout
 from llama_ssp.weights.checkpoint import shape_of
-from tests.helpers.models import tiny_config
+from tests.helpers.models import tiny_config, tiny_model
 from tests.helpers.planning import make_spec, small_model
 
 A100, MI250, CPU = (hardware.load(name) for name in ("p4d_24xlarge", "mi250", "laptop_cpu"))
@@ -146,6 +150,42 @@ def test_masks_are_planned_with_slots_and_graphs_of_their_own_where_attention_ne
         assert rank.graphs_bytes == (1 if by_length else 3) * 32 * ENGINE_KERNELS.layer * GRAPH_NODE_BYTES
         masks = 0 if by_length else 32 // num_kv_heads * 300 * 512 * (1 + size)
         assert two_rows.activations_bytes - rank.activations_bytes == 300 * (3 * 4096 + 3 * units) * size + masks
+
+
+def test_long_contexts_are_planned_with_the_graphs_that_exist_at_a_time() -> None:
+    """128k slots are 512 widths of the cache, of which the last ones read have graphs."""
+    spec = make_spec("llama3_8B", prompt_tokens=128_000, of_target={"dtype": Dtype.fp32})
+    (rank,) = memory(spec, A100)
+    assert rank.graphs_bytes == MOST_GRAPHED_BUCKETS * 32 * ENGINE_KERNELS.layer * GRAPH_NODE_BYTES < 2**28
+
+
+@pytest.mark.parametrize("value_dim", [16, 24], ids=["values narrower than keys", "of one width"])
+@pytest.mark.parametrize("positions", [1, 512], ids=["a step", "a chunk of a prompt"])
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3"])
+def test_what_latents_are_made_into_is_planned_as_torch_allocates_it(kind: str, positions: int, value_dim: int) -> None:
+    """Keys and values of all heads for 2048 slots, by far the most of what a forward allocates."""
+    module, num_slots, batch_size = tiny_model(kind, v_head_dim=value_dim, max_position_embeddings=4096), 2048, 2
+    runner = ModuleRunner(module, comm=Comm.single())
+    runner.allocate(batch_size=batch_size, capacity=num_slots, num_rolled_back=1)
+    positions_BT = torch.arange(num_slots - positions, num_slots).repeat(batch_size, 1)
+    scored_B1 = torch.full((batch_size, 1), positions - 1)
+    read = partial(runner.forward, positions_BT % 200, positions_BT, bucket=num_slots, score_positions_BR=scored_B1)
+    with torch.inference_mode():
+        read()  # makes the cache
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            read()
+    events = [each for each in profiled.profiler.kineto_results.events() if each.name() == "[memory]"]
+    most = max(accumulate(each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())))
+    model = PlannedModel(
+        name="mine", shape=shape_of(module.config), dtype=Dtype.fp32, quantization="none", by_library=True
+    )
+    prompt = num_slots - 8 if positions > 1 else 1
+    spec = make_spec(
+        model, device="cpu", cuda_graphs=False, batch_size=batch_size, prompt_tokens=prompt,
+        max_new_tokens=num_slots - prompt - 1,
+    )  # fmt: skip
+    (rank,) = memory(spec, CPU)
+    assert rank.activations_bytes == pytest.approx(most, rel=0.02)
 
 
 def test_every_part_of_a_row_has_its_own_sums_in_a_round() -> None:

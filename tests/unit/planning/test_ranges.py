@@ -8,6 +8,7 @@ import pytest
 from benchmarks import published
 from llama_ssp.architectures.family import inventory
 from llama_ssp.machines import hardware
+from llama_ssp.planning.collectives import all_reduce_s
 from llama_ssp.planning.timing import FAR, FIRST, GAINS, MANY, NEAR, OTHER, PACKED, SHORT
 from tests.helpers.planning import make_spec, times_of
 
@@ -98,6 +99,19 @@ def test_the_range_of_a_speculative_time_has_that_of_an_unknown_pair() -> None:
     slower, faster = unknown.tokens_per_round / fewest, unknown.tokens_per_round / most
     assert faster * NEAR[0] < low < min(faster, NEAR[0])
     assert max(slower, NEAR[1]) < high < slower * NEAR[1]
+
+
+def test_a_sum_by_guess_takes_longer_over_more_gpus_and_widens_the_range() -> None:
+    """Over PCIe nobody has measured any; over the NVLink of an A100 there are figures of other programs."""
+    machine = hardware.load("8xl4")
+    few, many = (all_reduce_s(machine, tuple(range(number)), 2**14) for number in (2, 8))
+    assert 2.5 * few < many < 4 * few
+    one, eight = (times_of(make_spec("llama3_8B", num_ranks=number), machine) for number in (1, 8))
+    share = eight.target_forward.collectives_s / eight.plain_s
+    assert one.error[1] == OTHER[1] < eight.error[1] < (1 + share) * OTHER[1]
+    assert eight.error[0] < OTHER[0]
+    known = times_of(make_spec("llama3_8B", num_ranks=8), A100)
+    assert known.error[1] in {NEAR[1], SHORT[1]}
 
 
 def test_calibrated_machines_and_cpus_have_no_ranges() -> None:

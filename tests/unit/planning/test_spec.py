@@ -115,8 +115,8 @@ def test_a_family_without_a_record_is_planned_as_a_llama(tmp_path: Path) -> None
     assert (shape.model_type, shape.head_dim, stored) == ("exaone", 32, Dtype.bf16)
     layer = 128 * (128 + 2 * 64) + 128 * 128 + 3 * 128 * 256
     assert sum(matrix.num_elements for matrix in inventory(shape).layer) == layer
-    refused, note = notes_on_families(ModelConfig(name="acme/exaone", shape=shape), ModelConfig(name="unknown"))
-    assert 'has model_type "exaone", unknown to transformers' in refused
+    (note,) = notes_on_families(ModelConfig(name="acme/exaone", shape=shape), ModelConfig(name="unknown"))
+    assert 'has model_type "exaone", unknown to transformers' in shape.refusal
     assert note.startswith("acme/exaone is planned as a Llama of its sizes, so bytes and times are estimates")
 
 

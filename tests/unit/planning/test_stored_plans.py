@@ -13,15 +13,19 @@ from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.reading import check_readable
 from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
+from llama_ssp.groups import whole
 from llama_ssp.machines import hardware
 from llama_ssp.planning.forwards import ModelPlacement, forward_time
 from llama_ssp.planning.model import PlannedModel, planned_model, resolved
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.spec import spec_of_plan
 from llama_ssp.planning.weights import model_bytes, rank_shares
-from llama_ssp.settings.schema import NO_DRAFT, DrafterConfig, PlanConfig, SyntheticConfig, WeightsKind
+from llama_ssp.run.commands import plan
+from llama_ssp.settings.schema import NO_DRAFT, DrafterConfig, PlanConfig
 from llama_ssp.storage.formats import READ_SLOWDOWN
+from tests.helpers.in_process import call
 from tests.helpers.packed_checkpoints import WEIGHTS, changed, quantization_config
+from tests.helpers.rooms import need
 
 H100 = hardware.load("1xh100")
 FP8, W8A8, W4A16, AWQ, GPTQ = map(
@@ -43,7 +47,7 @@ def config_of(folder: Path, sizes: dict[str, Any], described: object, **changes:
     common = {"max_position_embeddings": 131072, "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(common | sizes | quantized))
     entry = ModelConfig(name="local", path=str(folder), quantization=changes.pop("quantization", "none"))
-    return resolved(PlanConfig(model=entry, draft=DrafterConfig(kind=NO_DRAFT), hardware={}, **changes))
+    return resolved(whole(PlanConfig)(model=entry, draft=DrafterConfig(kind=NO_DRAFT), hardware={}, **changes))
 
 
 def planned(folder: Path, sizes: dict[str, Any], described: object, quantization: str = "none") -> PlannedModel:
@@ -99,9 +103,11 @@ def test_a_forward_reads_the_stored_bytes_and_those_of_layers_that_stay(tmp_path
     assert matrices_s(kept, 1) == pytest.approx(matrices_s(model, 1) + of_layer, rel=1e-3)
 
 
-def notes(folder: Path, described: object, quantization: str = "none") -> list[str]:
+def refusals(folder: Path, described: object, quantization: str = "none") -> list[str]:
     config = config_of(folder, SMALL, described, quantization=quantization)
-    return [*make_plan(spec_of_plan(config, H100), H100).notes]
+    made = make_plan(spec_of_plan(config, H100), H100)
+    assert not made.notes
+    return [*made.refusals]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +124,7 @@ def notes(folder: Path, described: object, quantization: str = "none") -> list[s
 def test_a_plan_counts_what_runs_refuse_and_says_so(
     described: object, quantization: str, counted: str, reason: str, tmp_path: Path
 ) -> None:
-    (said,) = notes(tmp_path, described, quantization=quantization)
+    (said,) = refusals(tmp_path, described, quantization=quantization)
     reason = f"local describes quantized weights that cannot be read ({reason})"
     assert said.startswith(f"runs refuse this model, whose matrices are counted as {counted}: {reason}: unquantized")
     model = planned(tmp_path, SMALL, described, quantization)
@@ -127,21 +133,39 @@ def test_a_plan_counts_what_runs_refuse_and_says_so(
         check_readable(tmp_path, quantization)
 
 
+@pytest.mark.parametrize("form", ["table", "json"])
+@pytest.mark.parametrize("machines", ["1xh100", "1xh100,1xh200"])
+def test_the_refusal_of_a_run_is_the_first_thing_that_a_plan_says_and_a_wrong_setting(
+    machines: str, form: str, tmp_path: Path
+) -> None:
+    config_of(tmp_path, SMALL, W8A8_ZEROS)
+    words = [f"model={tmp_path}", "draft=none", f"hardware={machines}", f"format={form}"]
+    ended = call(plan.main, words)
+    assert ended.code == 2
+    assert "symmetric false" in ended.err
+    if form == "table":
+        assert ended.out.lstrip().startswith("runs refuse this model, whose matrices are counted as int8_weight_only")
+        return
+    content = json.loads(ended.out)
+    assert all("symmetric false" in one["refusals"][0] for one in content.get("plans", [content]))
+
+
 def test_plan_and_run_take_the_stored_format_unless_another_is_given(tmp_path: Path) -> None:
     given = planned(tmp_path, SMALL, AWQ, quantization="int8_weight_only")
     assert total(given) == total(replace(given, stored_format=None))
     for quantization in ("none", "int4_weight_only"):
-        assert notes(tmp_path, W4A16, quantization=quantization) == []
+        assert refusals(tmp_path, W4A16, quantization=quantization) == []
         assert planned(tmp_path, SMALL, W4A16, quantization).quantization == "int4_weight_only"
         check_readable(tmp_path, quantization)
-    (said,) = notes(tmp_path, GPTQ, quantization="int8_weight_only")
+    (said,) = refusals(tmp_path, GPTQ, quantization="int8_weight_only")
     assert said.startswith("runs refuse this model: local holds int4_weight_only weights, ")
     with pytest.raises(ConfigError, match=r"holds int4_weight_only weights, .*leave it out"):
         check_readable(tmp_path, "int8_weight_only")
 
 
 def test_synthetic_weights_have_only_the_sizes_of_a_checkpoint(tmp_path: Path) -> None:
-    config = config_of(tmp_path, SMALL, AWQ, weights=WeightsKind.synthetic, synthetic=SyntheticConfig())
+    need("synthetic")
+    config = config_of(tmp_path, SMALL, AWQ, weights="synthetic")
     target = spec_of_plan(config, H100).target
     assert (target.stored_format, target.quantization) == (None, "none")
 
@@ -155,8 +179,8 @@ def test_groups_are_left_to_the_run_where_a_plan_does_not_know_the_matrices(tmp_
 
 
 def test_a_70b_in_fp8_fits_on_one_h100(tmp_path: Path) -> None:
-    plan = make_plan(spec_of_plan(config_of(tmp_path, LLAMA_70B, FP8), H100), H100)
-    assert plan.fits
-    assert document(plan)["target"]["stored_format"] == "compressed-tensors fp8"
+    packed = make_plan(spec_of_plan(config_of(tmp_path, LLAMA_70B, FP8), H100), H100)
+    assert packed.fits
+    assert document(packed)["target"]["stored_format"] == "compressed-tensors fp8"
     plain = make_plan(spec_of_plan(config_of(tmp_path, LLAMA_70B, {}), H100), H100)
     assert not plain.fits

@@ -269,3 +269,12 @@ def test_a_plan_warns_where_overlapping_makes_a_token_slower_and_nowhere_else() 
         assert not [text for text in make_plan(in_turn, CPUS).warnings if "speculation.overlap" in text]
         warned.add(slow_s > fast_s)
     assert warned == {True, False}
+
+
+def test_the_prompt_of_several_samples_is_read_once() -> None:
+    one, eight, samples = (
+        times_of(make_spec("7B", "tinyllama_1B", prompt_tokens=2000, batch_size=rows, num_samples=number), A100)
+        for rows, number in ((1, 1), (8, 1), (8, 8))
+    )
+    assert samples.prefill_s == one.prefill_s < eight.prefill_s / 4
+    assert samples.plain_s == eight.plain_s

@@ -137,6 +137,7 @@ def test_a_table_is_read_by_its_columns_and_keeps_the_others(ending: str, tmp_pa
                 (json.dumps({"messages": [ASK, SYSTEM]}), MESSAGES),
             )
         ),
+        ("p.docx", "PK", None, r"\.docx is none of \.txt \(a prompt per line\), \.jsonl, .*convert it"),
         ("p.xlsx", "PK", None, r"\.xlsx is none of \.txt \(a prompt per line\), \.jsonl, .*convert it"),
     ],
 )

@@ -1,7 +1,7 @@
 """What rooms add to settings of the core: fields of a group, and files whose lines are requests."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -54,6 +54,47 @@ def test_two_rooms_add_settings_to_one_group(monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(both, Naps)
     assert both == whole(Waits)()
     assert vars(whole(Rests)()) == {"load_s": 1.0, "rest_s": 4.0}, "another group of the core, derived from it"
+
+
+@dataclass(kw_only=True)
+class Group:
+    """A group of the core with two settings, one of them required."""
+
+    first: int
+    last: int = 4
+
+
+@dataclass(kw_only=True)
+class Derived(Group):
+    """A group of the core that derives from it, and has a default."""
+
+    first: int = 1
+    own: int = 5
+
+
+@dataclass(kw_only=True)
+class More(Group):
+    """Of a room."""
+
+    middle: int = 3
+
+
+@dataclass(kw_only=True)
+class MoreDerived(Derived, More):
+    """Of the same room, for the derived group."""
+
+
+def test_settings_of_a_room_stand_where_it_says_and_leave_the_defaults_of_a_derived_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    MORE.all()
+    for config in (More, MoreDerived):
+        monkeypatch.setitem(MORE.records, config.__name__, MoreSettings(name="m", config=config, after="first"))
+    assert [entry.name for entry in fields(whole(Group))] == ["first", "middle", "last"]
+    made = whole(Derived)()
+    assert vars(made) == {"first": 1, "middle": 3, "last": 4, "own": 5}
+    assert [entry.name for entry in fields(made)] == ["first", "middle", "last", "own"]
+    assert isinstance(made, More)
 
 
 def test_a_setting_of_a_room_draws_a_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ DAMAGES: list[Callable[[bytes], bytes]] = [
         (lambda folder: (folder / "config.json").write_text("[]"), "config.json holds no JSON object"),
         (config(model_type=None), "config.json has no model_type"),
         (config(model_type="lama"), 'model_type "lama", unknown to transformers'),
-        (config(model_type="vit"), 'model_type "vit", which is no causal language model'),
+        (config(model_type="vit"), 'model_type "vit", for which transformers .* has no causal language model'),
         (
             lambda folder: (folder / "config.json").write_text('{"model_type": "blt"}'),
             "describes no decoder with attention",
@@ -84,10 +84,15 @@ DAMAGES: list[Callable[[bytes], bytes]] = [
         (config(rope_scaling={"rope_type": ["yarn"]}), "has rope_scaling .* rope_type as a text"),
         (config(rope_parameters={"rope_type": "linear", "factor": 0}), "rope_parameters .* and factor and rope"),
         (config(rope_parameters={"full_attention": {"rope_theta": 0}}), "rope_parameters .* rope_theta above 0"),
+        (
+            config(rope_parameters={"rope_type": "longrope", "original_max_position_embeddings": 0}),
+            "rope_parameters .* original_max_position_embeddings above 0",
+        ),
+        (config(original_max_position_embeddings=0), "has original_max_position_embeddings 0, and a whole number"),
         (config(rope_theta=0), "has rope_theta 0, and a number above 0 is required"),
         (
-            config(model_type="kimi_k2", auto_map={"AutoConfig": "a.B"}),
-            'has model_type "kimi_k2", unknown to transformers .*, and asks for Python code .* never run',
+            config(model_type="step4", auto_map={"AutoConfig": "a.B"}),
+            'has model_type "step4", unknown to transformers .*, and asks for Python code .* never run',
         ),
         (config(medusa_num_heads=5), "describes Medusa heads, and of draft heads those of EAGLE-3, P-EAGLE, D"),
         (

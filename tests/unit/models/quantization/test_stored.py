@@ -225,10 +225,20 @@ def test_layers_that_were_left_out_stay_as_they_are(made: Made, tmp_path: Path, 
 def test_a_part_of_the_layers_with_one_input_is_refused(made: Made, tmp_path: Path) -> None:
     folder = left_out(made, tmp_path, "compressed-tensors", MIXED[0], "model.layers.1.mlp.up_proj")
     sentence = (
-        r"all or none of those with one input, .* not so for model.layers.0.self_attn.qkv, model.layers.1.mlp.gate_up"
+        r"all or none of those with one input, .* not so for model.layers.0.self_attn.qkv, model.layers.1.mlp.gate_up: "
+        "use an unquantized checkpoint$"
     )
     with pytest.raises(CheckpointError, match=sentence):
         check_model(inspect(folder), num_ranks=1, quantization="int4_weight_only")
+
+
+def test_sizes_that_contradict_a_packed_weight_are_refused(made: Made, tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.down_proj"
+    folder = edited(made("llama", "compressed-tensors")[0], tmp_path, lambda found: found.update(
+        {f"{name}.weight_shape": found[f"{name}.weight_shape"] - 1}
+    ))  # fmt: skip
+    with pytest.raises(CheckpointError, match=rf"weights of {name}.weight with sizes .*, and its weight_shape says"):
+        inspect(folder)
 
 
 def test_a_cut_through_a_group_is_refused(made: Made) -> None:

@@ -15,12 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from llama_ssp.ranks.memory import anonymous_bytes
 from llama_ssp.run.commands import plan
 from llama_ssp.speculate.engine.text import IncrementalText, Piece
-from llama_ssp.weights import hub
 from tests.helpers import in_process
 from tests.helpers.edits import edit_config
 from tests.helpers.hub import shipped
 from tests.helpers.in_process import Ended, call
-from tests.helpers.lanes import heavy, slow
+from tests.helpers.lanes import heavy
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.texts import library_greedy
 from tests.helpers.tokenizers import save_tokenizer
@@ -57,26 +56,6 @@ def test_a_streamed_text_ends_with_what_was_held_back(launch: Launch, monkeypatc
     monkeypatch.setattr(IncrementalText, "push", lambda *_, **__: [])
     monkeypatch.setattr(IncrementalText, "flush", lambda _: [Piece("half a character", accepted=False)])
     assert launch("task=generate", "prompt=import", "max_new_tokens=2").out == "half a character\n"
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize(
-    ("words", "shipped", "other"),
-    [
-        (["task=generate", "sampling=greedy", "draft=none"], "model=tiny-draft", "model=smollm2_135M model.dtype=fp32"),
-        slow(["draft=tiny-eagle", "seed=5"], "model=tiny", "model=tiny"),
-    ],
-    ids=["a larger shape", "a head"],
-)
-def test_synthetic_weights_give_the_shipped_models_text(
-    words: list[str], shipped: str, other: str, launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hub, "snapshot_download", lambda *_args, **_kwargs: pytest.fail("a model was downloaded"))
-    words += ["prompt=def factorial(n):", "max_new_tokens=24"]
-    wanted = launch(*words, shipped)
-    ended = launch(*words, *other.split(), "weights=synthetic", run_dir="other").well()
-    assert [line["token_ids"] for line in ended.lines] == [line["token_ids"] for line in wanted.lines]
-    assert ended.summary["weights"] == "synthetic"
 
 
 @pytest.mark.heavy

@@ -7,6 +7,7 @@ import pytest
 
 from tests.helpers.hub import put, shipped
 from tests.helpers.in_process import Ended, launch, planned
+from tests.helpers.rooms import need
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -42,10 +43,13 @@ def test_a_pair_of_the_hub_writes_what_the_same_files_write_by_name(tmp_path: Pa
     assert summaries[0]["forecast"]["plain_ms_per_token"] > 0
 
 
-def test_a_plan_a_dry_run_and_synthetic_weights_need_the_config_file_alone(cache: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [(), ("weights=synthetic",)])
+def test_a_plan_and_a_dry_run_need_the_config_file_alone(words: tuple[str, ...], cache: Path, tmp_path: Path) -> None:
+    if words:
+        need("synthetic")
     for weights in cache.rglob("*.safetensors"):
         weights.unlink()
-    ended = run(tmp_path / "a", *PAIR, "weights=synthetic", "dry_run=true")
+    ended = run(tmp_path / "a", *PAIR, *words, "dry_run=true")
     assert (ended.code, TARGET in ended.out) == (0, True), ended.err
     of_hub = planned(*PAIR, "hardware=laptop_cpu")
     by_name = planned("model=tiny", "draft=tiny-draft", "hardware=laptop_cpu")
@@ -62,11 +66,16 @@ def test_a_plan_a_dry_run_and_synthetic_weights_need_the_config_file_alone(cache
         (["model=zephyr"], "; model=owner/name takes a model of the hub"),
         (["draft=a/b/c"], "neither a name of the catalogue, nor a folder that exists, nor an id of the hub"),
         (["model=acme/absent", "draft=none"], "acme/absent on the hub is not in"),
-        (["model=acme/absent", "draft=none", "weights=synthetic", "dry_run=true"], "run hf download acme/absent"),
     ],
 )
 def test_a_name_that_is_no_model_gets_its_sentence(settings: list[str], sentence: str, tmp_path: Path) -> None:
     run(tmp_path / "a", *settings).check_refusal(sentence)
+
+
+def test_synthetic_weights_need_the_config_file_of_a_name(tmp_path: Path) -> None:
+    need("synthetic")
+    ended = run(tmp_path, "model=acme/absent", "draft=none", "weights=synthetic", "dry_run=true")
+    ended.check_refusal("run hf download acme/absent")
 
 
 @pytest.mark.heavy

@@ -91,6 +91,22 @@ def test_the_drafter_of_the_page_drafts_from_its_protocol_alone(tmp_path: Path) 
     assert texts[0] == texts[1]
 
 
+def test_the_operator_of_the_page_computes_the_same_text(tmp_path: Path) -> None:
+    section = (ROOT / "docs" / "extending.md").read_text().partition("## An operator")[2].partition("\n## ")[0]
+    record, kernel = re.findall(r"```py\n(.*?)```", section, re.DOTALL)
+    (tmp_path / "my_operators.py").write_text(record)
+    (tmp_path / "my_kernels.py").write_text(f"{kernel}\nprint('asked')\n")
+    (tmp_path / "conf").mkdir()
+    words = ["task=generate", "format=jsonl", "sampling=greedy", "max_new_tokens=12", "prompt=import"]
+    texts = []
+    for plugins in ("my_operators", ""):
+        ended = launch(tmp_path, *words, "model.dtype=fp32", f"run_dir={tmp_path / f'run {plugins}'}", plugins=plugins)
+        assert ended.returncode == 0, ended.stderr
+        assert ("asked" in ended.stdout) == bool(plugins)
+        texts.append(lines(tmp_path / f"run {plugins}")[0]["text"])
+    assert texts[0] == texts[1]
+
+
 @pytest.mark.heavy
 def test_a_rule_a_format_and_a_family_from_outside_judge_store_and_decode(folder: Path) -> None:
     model = folder / "model"

@@ -14,7 +14,6 @@ from typing import Any, cast
 import pytest
 
 from llama_ssp import catalogue
-from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import InterruptedRun
 from llama_ssp.machines import hardware
 from llama_ssp.planning.spec import make_spec
@@ -121,6 +120,7 @@ def test_messages_are_completed_recorded_and_compared_when_a_run_is_resumed(tmp_
 
 
 PAIR = ("task=compare", "model=tiny", "draft=tiny-draft", "hardware=laptop_cpu")
+ELSEWHERE = ("task=compare", "model=7B", "draft=tinyllama_1B", "hardware=8xa100_80gb")
 
 
 def test_a_run_is_planned_with_its_own_ranks_and_with_graphs_where_it_captures_them() -> None:
@@ -145,19 +145,6 @@ def test_a_forecast_counts_whole_completions_as_the_summary_does() -> None:
     assert (alone.speculative_ms_per_token, alone.speedup) == (None, None)
 
 
-@pytest.mark.parametrize(("name", "on_gpu"), [("tinyllama_1B", Dtype.bf16), ("7B", Dtype.fp16)])
-def test_synthetic_weights_are_planned_in_16_bits_on_a_cpu_and_in_the_entrys_format_on_a_gpu(
-    name: str, on_gpu: Dtype
-) -> None:
-    config, _ = compose_run(*PAIR, f"model={name}", f"draft={name}", "weights=synthetic")
-    job = make_spec(config, world_size=1, prompt_tokens=50, device="cpu")
-    assert job.draft
-    for model in (job.target, job.draft):
-        assert (model.dtype, model.matrix_dtype("cpu")) == (Dtype.fp32, Dtype.fp16)
-    assert make_spec(config, world_size=1, prompt_tokens=50, device="cuda").target.dtype is on_gpu
-    task.check_models(config)  # before ranks are started, without files
-
-
 @pytest.mark.parametrize(
     ("words", "tokens"),
     [
@@ -167,8 +154,28 @@ def test_synthetic_weights_are_planned_in_16_bits_on_a_cpu_and_in_the_entrys_for
 )  # fmt: skip
 def test_the_longest_prompt_is_estimated_from_its_text(words: tuple[str, ...], tokens: int, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a\n" + "b" * 60 + "\u2028" + "b" * 59)  # one line has 120 characters
-    ended = launch(*PAIR, *(word.format(tmp_path) for word in words), "dry_run=true")
-    assert f"{tokens} + 64 tokens" in " ".join(ended.out.split())
+    ended = launch(*ELSEWHERE, *(word.format(tmp_path) for word in words), "dry_run=true")
+    assert f"about {tokens} + 64 tokens" in " ".join(ended.out.split())
+
+
+@pytest.mark.parametrize("words", [(), ("hydra/launcher=slurm", "-m")], ids=["run", "job"])
+def test_prompts_that_the_run_refuses_are_refused_by_its_plan(words: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("def factorial(n):\n" + "import os " * 3000)
+    given = ["task=generate", f"prompts={tmp_path}/long.txt", "dry_run=true", "hardware=8xa100_80gb", *words]
+    ended = launch(*given, f"run_dir={tmp_path}/runs")
+    ended.check_refusal(
+        "prompt 'import os", "has 6001 tokens, and with max_new_tokens=64 that is more than the context"
+    )
+
+
+def test_a_plan_counts_tokens_by_the_tokenizer_and_says_what_it_cannot_count(tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("import os " * 3000)
+    few = launch("task=generate", "prompt=import os", "dry_run=true")
+    assert ", 3 + 64 tokens" in " ".join(few.out.split())
+    many = launch(f"prompts={tmp_path}/long.txt", *ELSEWHERE, "dry_run=true", "max_new_tokens=8")
+    shown = " ".join(many.out.split())
+    assert "about 10001 + 8 tokens" in shown
+    assert "warning: the run refuses prompts of more than 2040 tokens, and without a tokenizer here line 1" in shown
 
 
 @pytest.mark.parametrize("auto", [True, False])

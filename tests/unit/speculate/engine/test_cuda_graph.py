@@ -3,17 +3,20 @@
 import logging
 from collections.abc import Callable
 from typing import TypeVar
+from weakref import WeakSet
 
 import pytest
 import torch
 
 from llama_ssp import load
 from llama_ssp.models.runner import Runner
+from llama_ssp.speculate.engine import executors
 from llama_ssp.speculate.engine.completion import StopRequest
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.decoders import complete, make_decoder, outcome, requests
 from tests.helpers.kinds import Make, kinds
 from tests.helpers.lanes import heavy
+from tests.helpers.overlapped import overlapped_decoder
 from tests.helpers.recorded import FakeRecorder
 from tests.helpers.rooms import module_of
 
@@ -83,6 +86,45 @@ def test_what_is_recorded_ahead_is_not_recorded_while_texts_are_written(shipped:
     for texts in (wanted, shorter, wanted):
         assert outcome(complete(captured, texts)) == outcome(complete(make_decoder(*shipped, batch_size=2), texts))
     assert recorder.num_recorded == 4
+
+
+class Living(FakeRecorder):
+    """Knows the graphs that nobody has dropped, which must not be in use then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.living: WeakSet[object] = WeakSet()
+        self.most = self.num_waited = 0
+
+    def record(self, piece: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        outputs, replay = super().record(piece)
+        self.living.add(replay)
+        self.most = max(self.most, len(self.living))
+        return outputs, replay
+
+    def wait(self) -> None:
+        self.num_waited += 1
+
+
+@pytest.mark.parametrize("overlaps", [False, True], ids=["two stages", "four stages that overlap"])
+def test_a_long_text_drops_the_graphs_of_buckets_that_were_read_long_ago(
+    overlaps: bool, monkeypatch: pytest.MonkeyPatch, shipped: tuple[Runner, Runner]
+) -> None:
+    """Buckets of 8 slots: a text of 130 tokens passes 17 of them, and the same text again finds none of its first."""
+    monkeypatch.setattr(executors, "MOST_GRAPHED_BUCKETS", 3)
+    make = overlapped_decoder if overlaps else make_decoder
+    wanted = [Request(index=0, prompt_ids=(5, 6, 7), max_new_tokens=127)]
+    plain, captured = make(*shipped, replay=False), make(*shipped, replay=(recorder := Living()))
+    plain.space.bucket_step = captured.space.bucket_step = 8
+    expected = outcome(complete(plain, wanted))
+    num_recorded = []
+    for _ in range(2):
+        assert outcome(complete(captured, wanted)) == expected
+        num_recorded.append(recorder.num_recorded)
+    assert num_recorded[1] == 2 * num_recorded[0] > 10
+    assert recorder.most <= 3 * (4 if overlaps else 2)
+    assert recorder.num_waited > 20
+    assert recorder.num_replayed > num_recorded[1], "most rounds are replayed"
 
 
 @pytest.mark.parametrize(

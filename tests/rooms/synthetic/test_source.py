@@ -20,12 +20,12 @@ from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.schema import HEAD_AGREEMENT
+from llama_ssp.rooms.synthetic.expansion import obstacle
+from llama_ssp.rooms.synthetic.records import HEAD_AGREEMENT
+from llama_ssp.rooms.synthetic.source import Synthetic, choose_small, llama_config, synthesize
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
-from llama_ssp.weights.expansion import obstacle
 from llama_ssp.weights.source import WeightSource
-from llama_ssp.weights.synthetic import Synthetic, choose_small, llama_config, synthesize
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import heavy, slow
 from tests.helpers.models import load_lean

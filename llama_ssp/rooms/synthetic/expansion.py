@@ -13,7 +13,7 @@ The indices and factors:
     taps        of a draft head: layers with the inputs of the small one's taps, so its matrices are gathered alike
 
 Factors are powers of two if the shapes allow it, so that the large matrices hold the small numbers exactly in any
-dtype. Weights are read in `synthetic`. Shapes: O rows and I columns of the large matrix; a norm is a single row.
+dtype. Weights are read in `source`. Shapes: O rows and I columns of the large matrix; a norm is a single row.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Synthetic weights: models of any Llama shape that compute the function of a shipped small model.
+"""Models of any Llama shape that compute the function of a shipped small model.
 
 Target and draft compute the same small model, `tiny`, or `tiny-draft` if one of the shapes is too narrow for `tiny` or
 has tied embeddings. Noise on the draft's output head sets the agreement of the two; `training.agreement` measured which
@@ -13,20 +13,23 @@ from functools import cached_property
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 
 from llama_ssp import catalogue
-from llama_ssp.architectures.model_files import AGREEMENT_FILE, read_json
+from llama_ssp.architectures.model_files import read_json
 from llama_ssp.catalogue import ModelShape
-from llama_ssp.draft_heads import head_synthesis
+from llama_ssp.draft_heads import HEADS
 from llama_ssp.errors import ConfigError
+from llama_ssp.registry import imported
+from llama_ssp.rooms.synthetic.expansion import Implant, obstacle
+from llama_ssp.rooms.synthetic.records import AGREEMENT_FILE, agreement_of
+from llama_ssp.settings.schema import RunConfig
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
-from llama_ssp.weights.expansion import Implant, obstacle
 from llama_ssp.weights.source import TensorFacts, Wanted, WeightSource
 
 SMALL_MODELS = ("tiny", "tiny-draft")
@@ -42,7 +45,7 @@ _LAYER_TENSORS = (
 
 @dataclass(frozen=True)
 class Synthetic:
-    """A Llama shape that computes a small model, or the shape of a head a small head; a `WeightSource`."""
+    """A Llama shape that computes a small model, or the shape of a head a small head; a `MadeSource`."""
 
     small: WeightSource  # the small model, whose tokenizer and end-of-sequence tokens are used.
     shape: ModelShape  # the large shape, without `expansion.obstacle`.
@@ -109,6 +112,13 @@ class Synthetic:
         starts = {small: layer for layer, (small, counts) in enumerate(self._implant.layers) if counts}
         return tuple(starts[layer] for layer in small_layers)
 
+    def of_head(self, small: WeightSource, shape: ModelShape, agreement: float) -> "Synthetic":
+        """See `MadeSource`."""
+        if reason := obstacle(small.shape, shape):
+            name = small.folder.name
+            raise ConfigError(f"weights=synthetic needs the shape of a head that can hold {name} ({reason})")
+        return replace(self, small=small, shape=shape, noise=noise_for(small.folder, agreement))
+
     def _token_map(self) -> Tensor:
         """`d2t` of a head: the small one's tokens, then the first of the others, which are never drafted."""
         size = self.shape.vocab_size
@@ -123,6 +133,13 @@ class Synthetic:
         return Implant(self.small.shape, self.shape, small_eps=config.rms_norm_eps, small_theta=theta)
 
 
+def of_run(config: RunConfig, device: str) -> list[WeightSource]:
+    """Make the sources of a run on such a device; raises as `synthesize`."""
+    shapes = [entry.shape for entry in (config.model, config.draft.model) if entry and entry.shape]
+    # On a CPU 16 bits hold the numbers, as planned.
+    return synthesize(shapes, agreement=agreement_of(config), in_16_bits=device == "cpu")
+
+
 def synthesize(shapes: Sequence[ModelShape], *, agreement: float, in_16_bits: bool = False) -> list[WeightSource]:
     """Make the sources of a target, or of a target and its draft, which may be a head; no tensor is made yet.
 
@@ -133,11 +150,18 @@ def synthesize(shapes: Sequence[ModelShape], *, agreement: float, in_16_bits: bo
     small = choose_small(shapes)
     target = Synthetic(small=small, shape=target_shape, in_16_bits=in_16_bits)
     drafts: list[WeightSource] = [
-        head_synthesis()(target, shape, agreement) if shape.is_head
+        _head_of(target, shape, agreement) if shape.is_head
         else replace(target, shape=shape, noise=noise_for(small.folder, agreement))
         for shape in others
     ]  # fmt: skip
     return [target, *drafts]
+
+
+def _head_of(target: Synthetic, shape: ModelShape, agreement: float) -> WeightSource:
+    make = next(filter(None, (kind.synthesize for kind in HEADS.all().values())), None)
+    if make is None:
+        raise ConfigError("weights=synthetic has no draft heads here: give a draft model, as in draft=7B")
+    return cast("WeightSource", imported(make, setting="weights")(target, shape, agreement))
 
 
 def choose_small(shapes: Sequence[ModelShape]) -> Checkpoint:

@@ -1,0 +1,80 @@
+"""Attentions that transformers gets from here: softcapped ones, and each position by position.
+
+Shapes: B sequences, T positions, H query heads, N key-value heads, G query heads of each, Q = T * G queries, S slots,
+D head dim.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from llama_ssp.models.attention import attend_by_position
+
+Form = Callable[..., tuple[Tensor, None]]
+
+SOFTCAPPED = "softcapped"
+"""The name under which transformers knows `_softcapped`."""
+BY_POSITION = {"sdpa": "sdpa_by_position", SOFTCAPPED: "softcapped_by_position"}
+"""Name of the position-by-position variant, by the name of the attention."""
+
+
+def _softcapped(
+    module: Any,  # noqa: ANN401 - of transformers
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    **_options: object,
+) -> tuple[Tensor, None]:
+    """Attention with softcapped scores, as the eager attention of transformers; returns (B, T, H, D).
+
+    The queries of a group are folded into rows, so that keys and values are never expanded.
+
+    Source: Gemma Team 2024, arXiv:2408.00118, section 2.
+    """
+    group: int = module.num_key_value_groups
+    queries_BNQD = query.unflatten(1, (-1, group)).flatten(2, 3)
+    scores_BNQS = queries_BNQD @ key.transpose(-1, -2) * scaling
+    if softcap is not None:
+        scores_BNQS = torch.tanh(scores_BNQS / softcap) * softcap
+    scores_BNQS += attention_mask.repeat(1, 1, group, 1)
+    weights_BNQS = scores_BNQS.softmax(-1, dtype=torch.float32).to(value.dtype)
+    attended_BHTD = (weights_BNQS @ value).unflatten(2, (group, -1)).flatten(1, 2)
+    return attended_BHTD.transpose(1, 2).contiguous(), None
+
+
+def _one_by_one(form: Form) -> Form:
+    """The position-by-position variant of an attention of transformers; it returns (B, T, H, D)."""
+
+    def forward(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **options: object
+    ) -> tuple[Tensor, None]:
+        def attend(queries: Tensor, mask: Tensor) -> Tensor:
+            return form(module, queries, key, value, mask, **options)[0].transpose(1, 2)
+
+        return attend_by_position(attend, query, attention_mask).transpose(1, 2).contiguous(), None
+
+    return forward
+
+
+_FORMS: dict[str, Form] = {
+    SOFTCAPPED: _softcapped,
+    BY_POSITION["sdpa"]: _one_by_one(sdpa_attention_forward),
+    BY_POSITION[SOFTCAPPED]: _one_by_one(_softcapped),
+}
+for _name, _form in _FORMS.items():
+    AttentionInterface.register(_name, _form)
+    AttentionMaskInterface.register(_name, sdpa_mask)
+
+
+def use_softcapped(model: PreTrainedModel) -> None:
+    """Make a model use softcapped attention."""
+    model.config._attn_implementation = SOFTCAPPED

@@ -1,0 +1,1 @@
+"""Synthetic weights: any Llama shape without a download, with an acceptance that a setting chooses."""
