@@ -51,7 +51,8 @@ def runs_table(runs: Sequence[Run], *, brief: bool = False) -> Table:
         summary, fast, measured, num_pairs = run.summary, run.summary.speculative, run.measures, len(run.measures.pairs)
         figures: list[Cell | str] = [
             *(estimated(measured.ms_per_token(mode)) for mode in (PLAIN, SPECULATIVE)),
-            estimated(speedup_of(run, measured.speedup, drifts), unit="x"), number(summary.forecast.speedup if fast else None, "x"),
+            estimated(speedup_of(run, measured.speedup, drifts), unit="x"),
+            number(summary.forecast.speedup if fast else None, "x"),
             f"{measured.num_faster} of {num_pairs}" if num_pairs else "", estimated(measured.acceptance, places=3),
             number(fast.tokens_per_round if fast else None), str(summary.num_prompts), str(summary.num_new_tokens),
             run.name, run.status if len(statuses) > 1 else "",
@@ -99,7 +100,8 @@ def kinds_table(runs: Sequence[Run]) -> Table:
             found, fast = measure(lines), [line for line in lines if line.mode == SPECULATIVE]
             rounds = [(float(len(line.token_ids) - 1), float(line.num_rounds)) for line in fast if line.num_rounds]
             rows.append([
-                *own, visible(kind), estimated(speedup_of(run, found.speedup, drifts), unit="x"), estimated(found.acceptance, places=3),
+                *own, visible(kind), estimated(speedup_of(run, found.speedup, drifts), unit="x"),
+                estimated(found.acceptance, places=3),
                 estimated(ratio(rounds) if rounds else None), str(len({line.index - line.turn for line in lines})),
             ])  # fmt: skip
     return table([*heads, "kind", "speed-up", "accepted", "tokens/round", "prompts"], rows, len(heads) + 1)
