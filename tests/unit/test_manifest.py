@@ -1,6 +1,5 @@
 """Every room is in the manifest, and who asks for one that was taken out reads its name."""
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 from llama_ssp import manifest
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.groups import MORE
+from llama_ssp.run.commands.help import settings_of
 from llama_ssp.run.prompts import read_prompts
 from llama_ssp.settings.commands import COMMANDS
 from llama_ssp.settings.tasks import REQUEST_FILES, TASKS
@@ -33,7 +33,9 @@ def test_what_asks_for_a_room_is_a_record_of_that_room() -> None:
                 for more in MORE.all().values()
                 if more.config.__module__ == f"llama_ssp.rooms.{room}.records"
             ]
-            assert name.rpartition(".")[2] in {setting.name for config in added for setting in fields(config)}
+            assert name.rpartition(".")[2] in {
+                one.key.rpartition(".")[2] for config in added for one in settings_of(config)
+            }
         elif kind in registries:
             found = registries[kind].of(name).run or f"llama_ssp.rooms.{room}"  # a command may be short for a task
             assert found.startswith(f"llama_ssp.rooms.{room}"), words
