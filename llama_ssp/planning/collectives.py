@@ -27,9 +27,9 @@ PROBABILITY_BYTES = 4
 def all_reduce_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: float, *, is_own: bool = False) -> float:
     """One all-reduce: within each node, then between nodes. An all-gather moves half of the bytes.
 
-    A ring of n ranks sends 2 (n - 1) / n times the bytes over every link. A guess of the time of few bytes is of two
-    GPUs of a node, and each doubling of them takes as long again, as NCCL's does. A measured sum takes the place of a
-    node's ring; with `is_own` it is a sum by the program's kernel, if that takes `num_bytes`.
+    A ring of n ranks sends 2 (n - 1) / n times the bytes over every link. An estimate of the time of few bytes is of
+    two GPUs of a node, and each doubling of them takes as long again, as NCCL's does. A measured sum takes the place of
+    a node's ring; with `is_own` it is a sum by the program's kernel, if that takes `num_bytes`.
     """
     num_nodes = len({rank // hardware.num_gpus for rank in ranks})
     inside = -(-len(ranks) // num_nodes)
@@ -37,7 +37,7 @@ def all_reduce_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: fl
     own = None if seconds else hardware.link
     for link, size, sent in (own, inside, num_bytes), (hardware.network, num_nodes, num_bytes / inside):
         if link and size > 1:
-            grows = link is own and hardware.device == "cuda" and not hardware.is_measured
+            grows = link is own and hardware.sources.get("link.latency_s", "").startswith("estimate")
             seconds += link.latency_s * (math.log2(size) if grows else 1)
             seconds += 2 * (size - 1) / size * sent / link.bandwidth_bytes_per_s
     return seconds

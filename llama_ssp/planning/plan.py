@@ -104,7 +104,7 @@ def make_plan(spec: PlanSpec, hardware: HardwareConfig, *, remark: str | None = 
         basis=basis(hardware),
         largest_batch=largest_batch(spec, hardware),
         largest_context=largest_context(spec, hardware),
-        refusals=(*refusals(spec),),
+        refusals=tuple(dict.fromkeys(refusals(spec))),
         warnings=(*advised("warnings", spec, hardware, timed),),
         notes=tuple(
             dict.fromkeys(

@@ -136,7 +136,7 @@ def test_ranks_add_up_the_embedding_and_two_sums_a_layer_and_gather_the_logits_t
 
 
 def test_a_ring_sends_nearly_twice_its_bytes_inside_a_node_and_a_share_of_them_between_nodes() -> None:
-    assert all_reduce_s(MACHINE, (0, 1, 2, 3), 8000) == pytest.approx(2 * 3.0 + 2 * 3 / 4 * 8000 / 1000)
+    assert all_reduce_s(MACHINE, (0, 1, 2, 3), 8000) == pytest.approx(3.0 + 2 * 3 / 4 * 8000 / 1000)
     between_s = 70.0 + 2 * 3 / 4 * (8000 / 2) / 100
     assert all_reduce_s(NODES_OF_TWO, tuple(range(8)), 8000) == pytest.approx(3.0 + 8000 / 1000 + between_s)
 
