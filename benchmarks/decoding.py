@@ -61,7 +61,7 @@ def main(argv):
 '''
 
 
-def run_config(model: ModelConfig, draft: ModelConfig | None, **more: Any) -> RunConfig:  # noqa: ANN401 - fields
+def run_config(model: ModelConfig, draft: ModelConfig | None, **more: Any) -> RunConfig:
     """A run of a target and its draft, which ends no text early; nothing is written into its folder."""
     fields: dict[str, Any] = {
         "task": GenerateConfig(), "placement": PlacementConfig(), "sampling": SamplingConfig(temperature=0.8),

@@ -99,7 +99,7 @@ def candidates(pairs: Mapping[str, Pair], *, temperature: float = 0.8) -> dict[s
     def base(pair: Pair) -> RunConfig:
         return replace(pair.config, sampling=SamplingConfig(temperature=temperature), ignore_eos=True)
 
-    def of(pair: Pair, draft: DrafterConfig | None = None, **speculation: Any) -> Candidate:  # noqa: ANN401
+    def of(pair: Pair, draft: DrafterConfig | None = None, **speculation: Any) -> Candidate:
         config = replace(base(pair), speculation=SpeculationConfig(**speculation))
         return pair, replace(config, draft=draft or config.draft)
 

@@ -180,7 +180,8 @@ def fitted_slowdown(bits: int, machine: HardwareConfig) -> float:
     row = next(row for row in ROWS if row.is_fitted and row.quantization == f"int{bits}_weight_only")
     planned, storage = planned_model(catalogue.load(row.model), device="cuda"), format_of(row.quantization)
     held = inventory(planned.shape)
-    copy_s = held.num_layers * sum(storage.matrix_bytes(size, 2) for size in held.products) / machine.read_bytes_per_s
+    copied_bytes = held.num_layers * sum(storage.packing.matrix_bytes(size, 2) for size in held.products)
+    copy_s = copied_bytes / machine.read_bytes_per_s
     return READ_SLOWDOWN[bits] + (1 / row.value - 1 / forecast_of(row)) / copy_s
 
 

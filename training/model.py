@@ -17,7 +17,7 @@ from training.tokenizer import BOS_ID, CONTEXT, EOS_ID, PAD_ID, VOCABULARY
 Scorer = Callable[[Tensor], Tensor]
 
 
-def llama_config(**sizes: Any) -> LlamaConfig:  # noqa: ANN401 - those of transformers
+def llama_config(**sizes: Any) -> LlamaConfig:
     """Returns a configuration with the vocabulary of the pair, unless `sizes` have another one."""
     common: dict[str, Any] = {
         "vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5, "dtype": "float32",

@@ -50,7 +50,7 @@ def ours(settings: Settings) -> tuple[str, Complete]:
     pair = load(*written(settings), dtype="bf16", device=DEVICE)
     pair.config.ignore_eos = True
 
-    def complete(mode: str, prompts: Prompts, **more: Any) -> int | None:  # noqa: ANN401 - arguments of generate
+    def complete(mode: str, prompts: Prompts, **more: Any) -> int | None:
         is_plain, num_draft_tokens = mode == PLAIN, settings["num_draft_tokens"]
         [done] = pair.generate(prompts, plain=is_plain, num_draft_tokens=num_draft_tokens, **more)
         return None if is_plain else len(done.accepted_lengths)

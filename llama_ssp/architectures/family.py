@@ -111,7 +111,7 @@ def record_of(model_type: str) -> Family:
     return FAMILIES.records.get(model_type) or FAMILIES.find(model_type) or unwritten(model_type)
 
 
-def unwritten(model_type: str, **known: Any) -> Family:  # noqa: ANN401 - fields of a record
+def unwritten(model_type: str, **known: Any) -> Family:
     """A record that says nothing of parameters: a plan counts the library's modules, else a Llama's."""
     return Family(
         model_type=model_type, parameters=decoder, windows=windows_of_layers, is_written=False, cuts_vocabulary=True,

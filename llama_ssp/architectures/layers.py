@@ -22,7 +22,7 @@ _LETTERS = {"M": LINEAR, "E": "moe", "*": FULL, "-": "mlp"}
 
 def mean_layers(
     layers: Mapping[Matrix, int], *, num_layers: int, vectors: int, final_vectors: int, chosen: float = 0.0,
-    **others: Any,  # noqa: ANN401 - fields of an inventory
+    **others: Any,
 ) -> Inventory:  # fmt: skip
     """The inventory of layers that differ, counted in their mean.
 
@@ -63,14 +63,14 @@ class Layers:
         """A size of the config; 0 without."""
         return self.field(name) or 0
 
-    def add(self, number: int, rows: Mapping[str, int], *, columns: int = 0, cut: int | None = 0, **how: Any) -> None:  # noqa: ANN401 - fields of a matrix
+    def add(self, number: int, rows: Mapping[str, int], *, columns: int = 0, cut: int | None = 0, **how: Any) -> None:
         """Count matrices by name in `number` layers, by default with inputs of the model's width."""
         for name, size in rows.items() if number else ():
             self._matrices[Matrix(module=name, num_rows=size, num_columns=columns or self.width, cut=cut, **how)] += (
                 number
             )
 
-    def add_output(self, number: int, name: str, columns: int, *, cut: int | None = 1, **how: Any) -> None:  # noqa: ANN401 - fields of a matrix
+    def add_output(self, number: int, name: str, columns: int, *, cut: int | None = 1, **how: Any) -> None:
         """Count a matrix back to the model's width."""
         self.add(number, {name: self.width}, columns=columns, cut=cut, **how)
 

@@ -234,7 +234,7 @@ def split_model(
     else:
         heads = split_heads(num_heads=num_heads, num_kv_heads=num_kv_heads, num_ranks=num_ranks)
     storage = format_of(quantization)
-    blocks = tuple(math.lcm(BLOCK, group) for group in storage.groups) or (BLOCK,)
+    blocks = tuple(math.lcm(BLOCK, group) for group in storage.packing.groups) or (BLOCK,)
     shards = tuple(
         RankShard(
             rank=rank, num_ranks=num_ranks, heads=heads[rank], num_heads=num_heads, blocks=blocks,

@@ -98,7 +98,7 @@ def flash_attention(
 def unpacking(attend: VarlenAttention, kept: KeptRows) -> VarlenAttention:
     """Attention over rows that are kept so: all of them are unpacked."""
 
-    def unpacked(queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, **how: Any) -> Tensor:  # noqa: ANN401
+    def unpacked(queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, **how: Any) -> Tensor:
         numbers = (kept.unpack(rows, queries.dtype) for rows in (keys, values))
         return attend(queries, *numbers, sequences, **how)
 

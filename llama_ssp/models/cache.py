@@ -213,6 +213,10 @@ class LibraryCache(Cache):
         """Number of layers."""
         return len(self._places)
 
+    def show(self, view: CacheView, states: StateView | None) -> None:
+        """Let a forward read and write these."""
+        self.view, self.states = view, states
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: object, **_kwargs: object
     ) -> tuple[Tensor, Tensor]:

@@ -95,7 +95,7 @@ def check_model(
     if names := matched.unread(ignored):
         _log.warning("%s holds tensors that no module takes, which are not read: %s", origin.folder, summary(names))
     packed, storage = next(filter(PACKED, origin.tensors.values()), None), format_of(quantization)
-    group = (packed and packed.group) or storage.least_group
+    group = (packed and packed.group) or storage.packing.least_group
     check = partial(check_inputs, quantization, group=group, num_ranks=num_ranks, is_stored=packed is not None)
     if model:
         check_quantized_experts(model, origin.shape, quantization, num_ranks=num_ranks, check=check)

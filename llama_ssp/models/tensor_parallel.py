@@ -84,22 +84,25 @@ class GatheredLinear(ColumnLinear):
 
     Attributes:
         first: the number of this rank's first output.
-        gathers: outputs are gathered, else this rank keeps its own.
     """
 
     def __init__(self, whole: nn.Linear, of_ranks: Sequence[range], *, comm: Comm) -> None:
         own = of_ranks[comm.rank]
         super().__init__(whole, (own,))
         self._comm, self._sizes = comm, tuple(map(len, of_ranks))
-        self.first, self.gathers = own.start, True
+        self.first, self._gathers = own.start, True
 
     def forward(self, x_BTI: Tensor) -> Tensor:
         """Map the whole input (B, T, I) to the outputs of all ranks (B, T, O)."""
         return self.joined(super().forward(x_BTI))
 
+    def gather(self, *, is_wanted: bool) -> None:
+        """Gather outputs from now on, or keep this rank's own."""
+        self._gathers = is_wanted
+
     def joined(self, y_BTO: Tensor) -> Tensor:
-        """The outputs of all ranks."""
-        return self._comm.all_gather_last(y_BTO, self._sizes) if self.gathers else y_BTO
+        """The outputs of all ranks, or this one's."""
+        return self._comm.all_gather_last(y_BTO, self._sizes) if self._gathers else y_BTO
 
 
 class RowLinear(LocalModule):
@@ -284,8 +287,10 @@ def _cut_experts(experts: Any, shard: RankShard, comm: Comm) -> None:  # noqa: A
     """
     experts.register_forward_hook(lambda _module, _inputs, y_ME: comm.all_reduce(y_ME))
     if shard.spreads_experts:
-        experts.num_routed, own = experts.num_experts, shard.own_experts(experts.num_experts)
-        experts.num_experts, parts = len(own), tuple(range(number, number + 1) for number in own)
+        own = shard.own_experts(experts.num_experts)
+        for name, number in {"num_routed": experts.num_experts, "num_experts": len(own)}.items():
+            setattr(experts, name, number)
+        parts = tuple(range(number, number + 1) for number in own)
         _cut_parameters(experts, {name: Slice(0, parts) for name, _ in experts.named_parameters()})
         experts.register_forward_pre_hook(partial(_keep_own, shard))
         return
@@ -384,11 +389,12 @@ def _cut_heads(attention: Any, own: RankShard) -> None:  # noqa: ANN401 - of tra
         "num_key_value_heads": len(keys),
         "num_key_value_groups": len(queries) // len(keys),
     }
-    for name in counts.keys() & vars(attention).keys():
-        setattr(attention, name, counts[name])
+    patched: dict[str, Any] = {name: counts[name] for name in counts.keys() & vars(attention).keys()}
     if hasattr(attention, "qkv_proj"):  # the library finds the parts of its output by the config
-        attention.config = copy(attention.config)
-        attention.config.num_attention_heads = len(queries)
+        patched["config"] = copy(attention.config)
+        patched["config"].update({"num_attention_heads": len(queries)})
+    for name, value in patched.items():
+        setattr(attention, name, value)
 
 
 def _sparse(sparsity: float, num_units: int, comm: Comm, gates_BTU: Tensor) -> Tensor:

@@ -204,7 +204,7 @@ def _roofline_s(
     times = 1.0 if storage.is_quantized else hardware.slowdown.get(model.dtype.name, slowdown)
     seconds = 0.0
     for size, count in sizes.items():
-        packed = storage.matrix_bytes(size, value_bytes, group=model.layout.group if model.layout else 0)
+        packed = storage.packing.matrix_bytes(size, value_bytes, group=model.layout.group if model.layout else 0)
         read_bytes: float = packed
         if storage.is_quantized:
             read_bytes = storage.read_bytes(
@@ -213,7 +213,7 @@ def _roofline_s(
         operations = 2 * tokens * size
         if speed := hardware.products.get(storage.name if storage.is_quantized else matrix_dtype.name):
             seconds += count * times * max(read_bytes / speed.bytes_per_s, operations / speed.flops_per_s)
-        elif hardware.device == "cpu" and storage.unpacks_matrix:
+        elif hardware.device == "cpu" and storage.cost.unpacks_matrix:
             product_s = _product_s(value_bytes * size, model, hardware, operations=operations)
             seconds += count * (UNPACKING_S * size + product_s)
         else:
@@ -281,7 +281,7 @@ def _layer_s(placement: ModelPlacement, hardware: HardwareConfig, tokens: int) -
         return (kernels.layer - fused if placement.model.is_lean else kernels.library_layer) * hardware.kernel_s
     # The compiled layer needs fused multiply-add, which no data sheet here mentions and nearly every CPU has.
     is_compiled = hardware.device == "cpu" and placement.model.is_lean and placement.model.dtype is Dtype.fp32
-    if is_compiled and not placement.model.storage.unpacks_matrix:
+    if is_compiled and not placement.model.storage.cost.unpacks_matrix:
         is_one = len(placement.ranks) == 1 and tokens <= engine.WHOLE_LAYER_TOKENS
         # Layers in one operator take about as long as a launch each to meet between their steps.
         return (1 if is_one else COMPILED_OPERATORS) * hardware.launch_s

@@ -64,7 +64,7 @@ def _parts(
     # On a CPU the host memory, into which it reads, is the planned memory.
     is_whole_first = backend.reads_whole and device == "cpu"
     whole_bytes = model_bytes(inventory(shape), model, device=device).total_bytes if is_whole_first else 0
-    most_unpacked = math.inf if storage.unpacks_matrix else storage.gpu_unpacks if device == "cuda" else 0
+    most_unpacked = math.inf if storage.cost.unpacks_matrix else storage.cost.gpu_unpacks if device == "cuda" else 0
     parts = []
     shares = rank_shares(model, num_ranks=num_ranks, backend=backend, whole=whole)
     if device == "cuda" and shape.num_experts and not (storage.is_quantized or backend.by_library):
@@ -216,7 +216,8 @@ def _rank_memory(spec: PlanSpec, hardware: HardwareConfig, rank: int, target: _P
         "logits_bytes": _logits_bytes(spec, rank) + uniforms_bytes,
         "activations_bytes": max(_activation_bytes(spec, hardware, model, part) for model, part in held),
     }
-    packages = [model.storage.package_bytes for model, _ in held if hardware.device == "cpu"]
+    used = [model.storage.package for model, _ in held if hardware.device == "cpu"]
+    packages = [package.process_bytes for package in used if package]
     context_bytes = hardware.context_bytes + max(packages, default=0)
     fixed = {
         "graphs_bytes": _graph_bytes(spec, hardware, drafts=draft is not _NOTHING) if spec.cuda_graphs else 0,

@@ -107,7 +107,7 @@ class CostModel:
         self.spec = spec
         self.hardware = hardware
 
-        def place(*, backend: Backend = TENSOR, ranks: tuple[int, ...], **of_model: Any) -> ModelPlacement:  # noqa: ANN401 - fields
+        def place(*, backend: Backend = TENSOR, ranks: tuple[int, ...], **of_model: Any) -> ModelPlacement:
             is_own = not backend.by_library and spec.takes_own_sums(hardware, ranks)
             return _placement(
                 backend=backend,

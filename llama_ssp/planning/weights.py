@@ -88,18 +88,18 @@ def model_bytes(held: Inventory, model: PlannedModel, *, device: str) -> WeightB
     products = dict[str, list[tuple[int, int]]]()
     for matrix in held.layer:
         product = FUSED.get(matrix.module, matrix.module) if model.is_lean else matrix.module
-        in_group = (layout.group if layout else storage.group_of(matrix.num_columns)) or matrix.num_columns
-        stored = storage.matrix_bytes(
-            layer_kept(matrix).num_elements, matrix_size, group=in_group if storage.groups else 0
+        in_group = (layout.group if layout else storage.packing.group_of(matrix.num_columns)) or matrix.num_columns
+        stored = storage.packing.matrix_bytes(
+            layer_kept(matrix).num_elements, matrix_size, group=in_group if storage.packing.groups else 0
         )
         if layout and layout.is_scattered:
             columns = matrix.num_columns
             if columns < matrix.whole_columns:
                 columns = layout.num_with_gaps(columns, of=matrix.whole_columns)
                 elements = replace(matrix, num_columns=columns).num_elements
-                stored = storage.matrix_bytes(elements, matrix_size, group=storage.least_group)
+                stored = storage.packing.matrix_bytes(elements, matrix_size, group=storage.packing.least_group)
             stored += 0 if product in products else round(ORDER_BYTES * matrix.copies * columns)
-        row_scales = round(storage.row_bytes * matrix.num_rows * matrix.copies)
+        row_scales = round(storage.packing.row_bytes * matrix.num_rows * matrix.copies)
         if share := kept_shares.get(matrix.module):
             unquantized = matrix_size * kept(matrix).num_elements
             stored, row_scales = round(share * unquantized + (1 - share) * stored), round((1 - share) * row_scales)
@@ -145,7 +145,7 @@ def _temporary_bytes(products: Sequence[Sequence[tuple[int, int]]], storage: Sto
         read, stored = map(sum, zip(*product, strict=True))
         copies = product[-1][0] if len(product) > 1 else 0
         if storage.is_quantized or is_half:
-            copies = max(copies, storage.loading_copies * stored)
+            copies = max(copies, storage.cost.loading_copies * stored)
         ahead = 0 if is_half else sum(size for size, _ in later[:2])
         temporary = max(temporary, read + copies + ahead - stored - sum(size for _, size in later))
     return temporary
@@ -191,7 +191,7 @@ def _check_groups(model: PlannedModel, held: tuple[Inventory, ...]) -> None:
     Of families without a record, whose matrices a plan does not know, runs alone find that.
     """
     storage, layout, kept = model.storage, model.layout, dict(model.kept_shares)
-    group = layout.slice_group if layout and layout.slice_group else storage.least_group
+    group = layout.slice_group if layout and layout.slice_group else storage.packing.least_group
     is_known = record_of(model.shape.model_type).is_written
     for matrices in zip(*(share.layer for share in held), strict=True) if is_known else ():
         widths = {matrix.num_columns for matrix in matrices if kept.get(matrix.module) != 1}

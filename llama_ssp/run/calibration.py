@@ -103,12 +103,13 @@ def cpu_speeds(num_bytes: int = 2**28) -> dict[str, Speed]:
         quantization = name if name in measured else NO_QUANTIZATION
         weight = torch.full((2 * side, side), 1 + 2**-20 if name == "fp32" else 1.0)  # fp16 does not hold the former
         layer = make_linear(weight, None, kernel=Precision(quantization=quantization).kernel)
-        size = format_of(quantization).matrix_bytes(num_weights, 4 if name == "fp32" else 2)
+        size = format_of(quantization).packing.matrix_bytes(num_weights, 4 if name == "fp32" else 2)
         layers = [layer, *(deepcopy(layer) for _ in range(num_bytes // size))]
         one_s, few_s = (seconds_per_call(_in_turn(layers, torch.ones(rows, side))) for rows in (1, few))
         speeds[name] = Speed(bytes_per_s=size / one_s, flops_per_s=2 * few * num_weights / few_s)
     for record in compiled if measured else ():
-        bits = {name: abs((other.weight_bytes or 0) - (record.weight_bytes or 0)) for name, other in measured.items()}
+        own_bytes = record.packing.weight_bytes or 0
+        bits = {name: abs((other.packing.weight_bytes or 0) - own_bytes) for name, other in measured.items()}
         speeds.setdefault(record.name, speeds[min(bits, key=bits.__getitem__)])
     return speeds
 

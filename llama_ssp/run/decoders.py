@@ -123,7 +123,7 @@ def load_models(
     _log.info("this rank holds %s, in replica %d", " and ".join(parts) or "nothing", mesh.number)
     from llama_ssp.models.loading import load_model  # noqa: PLC0415 - transformers' models take seconds to import
 
-    def loaded(part: str, source: Source, load: Callable[[Loading], Runner], **how: Any) -> Runner:  # noqa: ANN401
+    def loaded(part: str, source: Source, load: Callable[[Loading], Runner], **how: Any) -> Runner:
         report = partial(progress, part) if progress else None
         how |= {"device": world.device, "dtype": source.dtype, "precision": source.precision, "progress": report}
         runner = load(Loading(source.origin, **how))

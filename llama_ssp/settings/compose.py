@@ -286,7 +286,7 @@ def to_run_config(composed: Composed) -> RunConfig:
     if config.draft.kind == schema.DEFAULT_DRAFT:
         config.draft = _default_draft(config, explicit)
     if not problem_of(config.draft.kind) and not drafter_of(config.draft).has_model:
-        config.draft.model = None
+        OmegaConf.update(config, "draft.model", None, merge=False)
     with _sentences():
         try:
             run = cast("RunConfig", OmegaConf.to_object(config))
@@ -378,6 +378,7 @@ class _SearchPath(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for element in search_path.get_path():
             if element.provider == "main":
+                # Hydra finds the folder in the element alone.
                 element.path = f"{_Options.scheme()}://"
 
 

@@ -49,12 +49,12 @@ class TaskSpec:
     changeable: tuple[str, ...] = ()  # settings that may change when a run is resumed: no completion depends on them.
     variant: str | None = None  # setting that says which kind of such a run it is: reports show it where it differs.
     # fills in settings of the run, apart from the keys that the user gave.
-    fill_in: Callable[[RunConfig, frozenset[str]], RunConfig] = lambda config, explicit: config  # noqa: ARG005
+    fill_in: Callable[[RunConfig, frozenset[str]], RunConfig] = lambda config, _explicit: config
     # the prompts of a run without `prompt=` and `prompts=`.
     prompts: Callable[[RunConfig], Sequence[str]] = default_prompts
     # yields the problems of a config and the keys that the user gave, and a `NoEffect` for a setting that has none,
     # which is a warning at a point of a sweep.
-    problems: Callable[[RunConfig, frozenset[str]], Iterable[str | NoEffect]] = lambda config, explicit: ()  # noqa: ARG005
+    problems: Callable[[RunConfig, frozenset[str]], Iterable[str | NoEffect]] = lambda _config, _explicit: ()
     # for a task that measures several sizes, and has a forecast for each, the config of the one that needs the most
     # memory, and its prompt tokens.
     largest_cell: Callable[[RunConfig], tuple[RunConfig, int]] | None = None

@@ -21,6 +21,7 @@ class Package(NamedTuple):
 
     name: str
     install: str
+    process_bytes: int = 0  # of a process on a CPU that imported it.
 
 
 class Product(NamedTuple):
@@ -81,71 +82,15 @@ Found: TypeAlias = PackedLayout | list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StorageFormat:
-    """One way to store linear layers."""
+class Packing:
+    """How weights lie in memory."""
 
-    name: str  # value of `model.quantization`.
-    order: int = 100  # position in lists of formats.
-    short_name: str | None = None  # in narrow tables, where it is another one.
-    # `module:name` of a `kernels.linear.Kernel`, which makes a layer of a weight and a bias; None for unquantized
-    # weights.
-    kernel: str | None = None
-    # the layout in files that a `quantization_config` describes; None for layouts of other formats.
-    layout: Callable[[Mapping[str, Any]], Found | None] | None = None
-    reader: str | None = None  # `module:name` of a `weights.packed.PackedTensor`.
-    reads: str = ""  # the layouts that it reads, for messages.
-    counted_bits: int | None = None  # of weights that runs cannot read, which a plan counts in this format.
-    has_published_times: bool = False  # ranges of forecasts follow published rows with it.
-    stored_kind: str = ""  # files' word for the dtype of its weights, or of the scales of floats of 4 bits.
-    compiled: Product | None = None  # the compiled product that a CPU may have.
     weight_bytes: float | None = None  # of a weight; None for the model's number format.
     row_bytes: int = 0  # per output.
     word_bytes: int = 4  # of what a group of inputs shares: by default a scale in fp32.
     # numbers of inputs that may share a word, the largest first: a layer has the largest that its inputs consist of, or
     # its file's. Its inputs are a multiple of the smallest.
     groups: tuple[int, ...] = ()
-    loading_copies: int = 2  # times its bytes that a product takes while its kernel lays it out.
-    unpacks_matrix: bool = False  # a product unpacks the whole matrix, so a forward needs room for the largest one.
-    gpu_unpacks: int = 0  # weights that a product of many rows unpacks at a time on a GPU.
-    # cost of a product on a GPU as bytes read, from the number of rows, the bytes of the matrix in this format and
-    # unquantized, and `slowdown` of the machine.
-    gpu_read_bytes: Callable[[int, int, int, Mapping[str, float]], float] = lambda rows, packed, *_: packed  # noqa: ARG005
-    # the kernel for CPUs computes in fp32, so the other layers do too unless a number format is given.
-    fp32_on_cpus: bool = False
-    is_stored_alone: bool = False  # weights are not quantized to it: it is for checkpoints that are stored so.
-    # the kernel quantizes inputs too, so a difference in the last bit can become a whole step.
-    rounds_inputs: bool = False
-    package: Package | None = None  # the package that the kernel needs, and the command that installs it.
-    package_bytes: int = 0  # of a process on a CPU that imported the package.
-    one_gpu_per_rank: bool = False  # the kernel works with one GPU per process only.
-    # the loss for a user, among the planner's changes that make a plan fit: 3 or less is little; None if the planner
-    # does not suggest it.
-    change_weight: int | None = None
-    # warning of a plan for GPUs about a draft in this format, with `{dtype}` in place of the number format.
-    draft_advice: str | None = None
-    target_advice: str | None = None  # the same about a target.
-
-    def read_bytes(
-        self, rows: int, packed: int, unquantized: int, *, device: str, slowdown: Mapping[str, float] = NO_SLOWDOWN
-    ) -> float:
-        """Cost of a product as bytes read; our kernels on CPUs read the packed matrix once, whatever the rows.
-
-        `slowdown` has int8 and int4 where a machine reads packed weights otherwise than `READ_SLOWDOWN`.
-        """
-        if device == "cpu" and self.fp32_on_cpus:
-            return packed
-        return self.gpu_read_bytes(rows, packed, unquantized, slowdown)
-
-    @cached_property
-    def is_quantized(self) -> bool:
-        """Whether weights are not stored in the model's number format."""
-        return self.kernel is not None
-
-    @property
-    def product(self) -> Product:
-        """The compiled product of a format that has one."""
-        assert self.compiled, f"{self.name} has no compiled product"
-        return self.compiled
 
     @property
     def least_group(self) -> int:
@@ -166,6 +111,82 @@ class StorageFormat:
         group = group or max(self.groups, default=0)
         return math.ceil(num_weights * self.weight_bytes) + (self.word_bytes * -(-num_weights // group) if group else 0)
 
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What products and loading take, for plans."""
+
+    # a product on a GPU as bytes read, from the number of rows, the bytes of the matrix in this format and unquantized,
+    # and `slowdown` of the machine.
+    gpu_read_bytes: Callable[[int, int, int, Mapping[str, float]], float] = lambda _rows, packed, *_: packed
+    gpu_unpacks: int = 0  # weights that a product of many rows unpacks at a time on a GPU.
+    unpacks_matrix: bool = False  # a product unpacks the whole matrix, so a forward needs room for the largest one.
+    loading_copies: int = 2  # times its bytes that a product takes while its kernel lays it out.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """The quantized checkpoints that runs keep as they are."""
+
+    # the layout in files that a `quantization_config` describes; None for layouts of other formats.
+    layout: Callable[[Mapping[str, Any]], Found | None] | None = None
+    reader: str | None = None  # `module:name` of a `weights.packed.PackedTensor`.
+    reads: str = ""  # the layouts that it reads, for messages.
+    counted_bits: int | None = None  # of weights that runs cannot read, which a plan counts in this format.
+    stored_kind: str = ""  # files' word for the dtype of its weights, or of the scales of floats of 4 bits.
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageFormat:
+    """One way to store linear layers."""
+
+    name: str  # value of `model.quantization`.
+    order: int = 100  # position in lists of formats.
+    short_name: str | None = None  # in narrow tables, where it is another one.
+    # `module:name` of a `kernels.linear.Kernel`, which makes a layer of a weight and a bias; None for unquantized
+    # weights.
+    kernel: str | None = None
+    packing: Packing = Packing()
+    cost: Cost = Cost()
+    files: Files = Files()
+    compiled: Product | None = None  # the compiled product that a CPU may have.
+    # the kernel for CPUs computes in fp32, so the other layers do too unless a number format is given.
+    fp32_on_cpus: bool = False
+    # the kernel quantizes inputs too, so a difference in the last bit can become a whole step.
+    rounds_inputs: bool = False
+    one_gpu_per_rank: bool = False  # the kernel works with one GPU per process only.
+    package: Package | None = None  # that the kernel needs.
+    is_stored_alone: bool = False  # weights are not quantized to it: it is for checkpoints that are stored so.
+    has_published_times: bool = False  # ranges of forecasts follow published rows with it.
+    # the loss for a user, among the planner's changes that make a plan fit: 3 or less is little; None if the planner
+    # does not suggest it.
+    change_weight: int | None = None
+    # warning of a plan for GPUs about a draft in this format, with `{dtype}` in place of the number format.
+    draft_advice: str | None = None
+    target_advice: str | None = None  # the same about a target.
+
+    def read_bytes(
+        self, rows: int, packed: int, unquantized: int, *, device: str, slowdown: Mapping[str, float] = NO_SLOWDOWN
+    ) -> float:
+        """Cost of a product as bytes read; our kernels on CPUs read the packed matrix once, whatever the rows.
+
+        `slowdown` has int8 and int4 where a machine reads packed weights otherwise than `READ_SLOWDOWN`.
+        """
+        if device == "cpu" and self.fp32_on_cpus:
+            return packed
+        return self.cost.gpu_read_bytes(rows, packed, unquantized, slowdown)
+
+    @cached_property
+    def is_quantized(self) -> bool:
+        """Whether weights are not stored in the model's number format."""
+        return self.kernel is not None
+
+    @property
+    def product(self) -> Product:
+        """The compiled product of a format that has one."""
+        assert self.compiled, f"{self.name} has no compiled product"
+        return self.compiled
+
     def load(self, reference: str | None) -> Any:  # noqa: ANN401 - of a module that may import torch
         """Import its reader or its kernel, if there is one."""
         return reference and imported(reference, setting=f"model.quantization={self.name}")
@@ -178,13 +199,13 @@ UNQUANTIZED = StorageFormat(name=NO_QUANTIZATION, order=0, has_published_times=T
 
 def counted_in(bits: object) -> str | None:
     """The storage format that stands for weights of so many bits; None if there is none."""
-    return next((name for name, record in formats().items() if bits and record.counted_bits == bits), None)
+    return next((name for name, record in formats().items() if bits and record.files.counted_bits == bits), None)
 
 
 def easiest_format() -> str:
     """The storage format that any layer can have, without a package."""
     found = (record for record in formats().values() if record.change_weight and not record.package)
-    return next((record.name for record in found if not record.groups), NO_QUANTIZATION)
+    return next((record.name for record in found if not record.packing.groups), NO_QUANTIZATION)
 
 
 ROWS_OF_A_PASS = 32  # Rows that our kernel computes while it reads the weights once.
@@ -224,13 +245,8 @@ def few_rows_bytes(rows: int, packed: int, unquantized: int, slowdown: Mapping[s
     return min(times * few, packed + 2 * unquantized)
 
 
-def of_few_rows(name: str, **record: Any) -> StorageFormat:  # noqa: ANN401 - fields of a record
-    """A format of our kernels for a few rows, and of compiled products of CPUs."""
-    return StorageFormat(
-        name=name, fp32_on_cpus=True, gpu_read_bytes=few_rows_bytes, gpu_unpacks=UNPACKED_WEIGHTS,
-        one_gpu_per_rank=True, **record,
-    )  # fmt: skip
-
+OF_FEW_ROWS = Cost(gpu_read_bytes=few_rows_bytes, gpu_unpacks=UNPACKED_WEIGHTS)
+"""Of our kernels for a few rows."""
 
 OWN_DTYPE = "auto"  # Default of `model.cache_dtype`.
 

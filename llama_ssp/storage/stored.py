@@ -24,7 +24,8 @@ def layout_of(described: object) -> PackedLayout | str:
     if isinstance(described, dict) and isinstance(method, str):
         compressed = tools.compressed(described)
         found = compressed.problems if compressed else found
-        layouts = (record.layout(described) for record in formats().values() if record.layout)
+        files = (record.files for record in formats().values())
+        layouts = (kept.layout(described) for kept in files if kept.layout)
         found = next((layout for layout in layouts if layout is not None), found)
     return found if isinstance(found, PackedLayout) else "; ".join(dict.fromkeys(found))
 
@@ -78,7 +79,7 @@ def kept_format(quantization: str, storage: str | None, *, where: object) -> str
 
 def unreadable(problem: str) -> str:
     """Say what is wrong with a checkpoint of this problem; a predicate."""
-    reads = "".join(f", or {record.reads}" for record in formats().values() if record.reads)
+    reads = "".join(f", or {record.files.reads}" for record in formats().values() if record.files.reads)
     return f"describes quantized weights that cannot be read ({problem}): unquantized weights are required{reads}"
 
 

@@ -105,7 +105,7 @@ def in_groups(
     block: Block | None,
     described: Mapping[str, Any],
     problems: list[str],
-    **layout: Any,  # noqa: ANN401 - its fields
+    **layout: Any,
 ) -> Found:
     """The layout of weights in groups, in the largest of ours that theirs consist of; or all that is wrong."""
     size = block[1] if block and block[0] == 1 else 1

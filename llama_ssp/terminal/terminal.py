@@ -189,7 +189,7 @@ class Terminal:
     def sweep(self, table: Table) -> None:
         """Show the table over the points of a sweep, the last thing that is shown."""
         if not self._out.is_terminal:  # a file has room for all columns
-            self._out.width = _WIDEST
+            self._out.width = _WIDEST  # the library takes a width from outside nowhere else
         self._out.print(tables.runs_table(table))
 
     def say(self, sentence: str) -> None:

@@ -31,7 +31,7 @@ class BlockTensor(PackedTensor):
         elif has_words:
             num_inputs *= cls.codes_of_a_word
         dtype, shape = parts[layout.scale].dtype, (num_outputs, num_inputs)
-        kind = "I32" if has_words else format_of(layout.storage).stored_kind
+        kind = "I32" if has_words else format_of(layout.storage).files.stored_kind
         num_blocks, num_groups = (-(-whole // (size or whole)) for whole, size in zip(shape, layout.block, strict=True))
         if dtype is None or parts[layout.weight].kind != kind:
             return None

@@ -87,7 +87,7 @@ def inspect(folder: Path, *, config_alone: bool = False) -> Checkpoint:
             f"{folder}/config.json gives {', '.join(small)}, but at least 1 is required: copy it again"
         )
     if head:
-        config.vocab_size = shape.vocab_size
+        config.update({"vocab_size": shape.vocab_size})
     tensors = {} if config_alone else _list_tensors(folder, is_head=head is not None)
     if text is not content:
         tensors = {of_text(name): tensor for name, tensor in tensors.items()}

@@ -77,7 +77,7 @@ def weights_of(model: nn.Module, *, what: str) -> WeightsInMemory:
     if any(values.is_meta for values in parameters.values()):
         raise ConfigError(f"{what} is a loaded {kind} whose weights are not all in memory: load it without offload")
     path, config = str(model.name_or_path), deepcopy(model.config)
-    config.dtype = model.dtype  # which `save_pretrained` leaves as a string
+    config.update({"dtype": model.dtype})  # which `save_pretrained` leaves as a string
     return WeightsInMemory(
         name=Path(path).name or kind, folder=Path(path or kind), config=config, shape=shape_of(config),
         parameters=_unwrapped(parameters), generation=model.generation_config.to_dict(),

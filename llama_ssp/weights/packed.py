@@ -101,7 +101,7 @@ def combine(tensors: Mapping[str, StoredTensor], layout: PackedLayout, folder: P
     suffix = f".{layout.scale}" if layout.joint else layout.weight
     modules = [name.removesuffix(suffix) for name in tensors if name.endswith(suffix)]
     storage, weights = format_of(layout.storage), dict[str, PackedTensor | None]()
-    reader = storage.load(storage.reader)
+    reader = storage.load(storage.files.reader)
     for module in modules:
         own = {leaf: tensor for leaf in layout.leaves if (tensor := tensors.get(f"{module}{layout.joint}{leaf}"))}
         weights[f"{module}.weight" if layout.joint else module] = reader.of_parts(own, layout)

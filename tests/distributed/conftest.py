@@ -35,7 +35,7 @@ def pairs(asked: list[Case], tmp_path_factory: pytest.TempPathFactory) -> Path:
     quantized = {case.family for case in asked if isinstance(case, Quantized)}
     families = {case.pair for case in asked if isinstance(case, Cell)} - {"tiny", "head", SYNTHETIC} | quantized
 
-    def save(path: Path, family: str, **shape: Any) -> None:  # noqa: ANN401 - of a config
+    def save(path: Path, family: str, **shape: Any) -> None:
         build_checkpoint(path, family, **shape)
         save_tokenizer(path, VOCAB_SIZE)
 

@@ -196,7 +196,7 @@ class Cell:
             decoder = build_decoder(models, config, speculative=True)
         round_bytes, step = set[int](), decoder.round.step
 
-        def counted(*arguments: Any, **named: Any) -> object:  # noqa: ANN401 - those of `Round.step`
+        def counted(*arguments: Any, **named: Any) -> object:
             before = counting.arrived[0]
             result = step(*arguments, **named)
             round_bytes.add(counting.arrived[0] - before)

@@ -130,13 +130,13 @@ def advance(decoder: Decoder, state: BatchState, *, bucket: int) -> torch.Tensor
     return result
 
 
-def change_runs(decoder: Decoder, **settings: Any) -> None:  # noqa: ANN401 - those of `RunSettings`
+def change_runs(decoder: Decoder, **settings: Any) -> None:
     """Let later runs of a decoder follow other settings."""
     decoder.settings = replace(decoder.settings, **settings)
 
 
 @torch.inference_mode()
-def complete(decoder: Decoder, requests: Sequence[Request], **settings: Any) -> list[RowCompletion]:  # noqa: ANN401
+def complete(decoder: Decoder, requests: Sequence[Request], **settings: Any) -> list[RowCompletion]:
     """Run the decoder to its end, by these of its `RunSettings`; completions in order of the requests."""
     runs = decoder.run(requests, replace(decoder.settings, **settings))
     completions = [update.completion for updates in runs for update in updates]

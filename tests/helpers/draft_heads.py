@@ -57,7 +57,7 @@ def make_tensors(*, vocab_size: int = 4096, num_drafted: int = 1024, seed: int =
     }
 
 
-def save_original(folder: Path, tensors: Mapping[str, Tensor], **changed: Any) -> Path:  # noqa: ANN401
+def save_original(folder: Path, tensors: Mapping[str, Tensor], **changed: Any) -> Path:
     config = layer_config(tensors) | {
         "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": tensors["lm_head.weight"].shape[0],
     } | changed  # fmt: skip
@@ -83,7 +83,7 @@ def inspect_pair(folder: Path) -> "tuple[Checkpoint, HeadSource]":
 
 
 def save_speculator(
-    folder: Path, tensors: Mapping[str, Tensor], embedding: Tensor | None = None, **changed: Any  # noqa: ANN401
+    folder: Path, tensors: Mapping[str, Tensor], embedding: Tensor | None = None, **changed: Any
 ) -> Path:  # fmt: skip
     """Save a head in the format of `speculators`, with its own embedding if that is given."""
     renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}

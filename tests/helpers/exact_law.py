@@ -65,7 +65,7 @@ def exact_law(
     return law
 
 
-def law_error(rule: Rule, sampling: SamplingConfig, *, target: TableModel, **how: Any) -> float:  # noqa: ANN401
+def law_error(rule: Rule, sampling: SamplingConfig, *, target: TableModel, **how: Any) -> float:
     """The largest difference between `exact_law` and the target's law; at temperature 0 its best text's."""
     best = TableModel(tuple(one_hot(logits.argmax(-1), target.vocab_size).double() for logits in target.logits))
     law = processed(target, sampling) if sampling.temperature else best.logits
@@ -84,7 +84,7 @@ def round_law(
     num_draft_tokens: int,
     *,
     keeps_N: Tensor | None = None,
-    **how: Any,  # noqa: ANN401 - further arguments of `exact_law`
+    **how: Any,
 ) -> list[Tensor]:
     """Measure the law of what one round adds: for n = 0..K accepted tokens, of the n + 1 new ones, (G, V^(n + 1)).
 

@@ -35,7 +35,7 @@ def decode(  # noqa: PLR0913
     target: Runner, kind: Callable[[DrafterParts], Drafter], head: Any, layers: Sequence[int], *, width: int,  # noqa: ANN401
     prompts: Sequence[tuple[int, ...]],
     num_new: int = 12, tree: Tree | str | None = None, seen: Seen | None = None,
-    choices: Sequence[DraftChoice] = (), reuses: bool = True, num_drafted: int = NUM_DRAFTED, **how: Any,  # noqa: ANN401
+    choices: Sequence[DraftChoice] = (), reuses: bool = True, num_drafted: int = NUM_DRAFTED, **how: Any,
 ) -> list[RowCompletion]:  # fmt: skip
     """Decode with a head and its drafter, which reads taps of these layers; `seen` takes its drafts, round by round."""
     taps = Taps(layers, width=width, dtype=torch.float32, device=torch.device("cpu"))

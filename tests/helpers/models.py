@@ -233,7 +233,7 @@ def library_logits(model: PreTrainedModel, ids_T: Tensor) -> Tensor:
 
 def load_lean(
     model: PreTrainedModel | WeightSource | Path, *, comm: Comm | None = None, dtype: torch.dtype | None = None,
-    device: torch.device | None = None, precision: Precision = UNQUANTIZED, **options: Any,  # noqa: ANN401
+    device: torch.device | None = None, precision: Precision = UNQUANTIZED, **options: Any,
 ) -> LeanRunner:  # fmt: skip
     """The lean decoder of a model in memory, of any weight source, or of a folder, with options of its own."""
     origin: WeightSource = inspect(model) if isinstance(model, Path) else model  # type: ignore[assignment]

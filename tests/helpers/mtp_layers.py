@@ -29,7 +29,7 @@ _OF_MIMO = {"model_type": "mimo", "num_nextn_predict_layers": 1, "auto_map": {"A
 Reference = Callable[[Tensor, Tensor], Tensor]
 
 
-def save_with_mtp(folder: Path, family: str, **changes: Any) -> tuple[Any, Reference]:  # noqa: ANN401
+def save_with_mtp(folder: Path, family: str, **changes: Any) -> tuple[Any, Reference]:
     """Save a model with an MTP layer; returns it, as the library holds it, and a reference of the layer.
 
     The reference maps embeddings (L, E), and hidden states of the first pairs, to the logits (V,) behind the last one:

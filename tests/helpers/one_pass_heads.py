@@ -101,7 +101,7 @@ def taps_of(layout: str) -> tuple[int, ...]:
     return FOUR_LAYERS if layout == "peagle" or "DeepSpec" in layout or "recurrent" in layout else LAYERS
 
 
-def save_head(folder: Path, layout: str, tensors: Mapping[str, Tensor] | None = None, **changed: Any) -> Path:  # noqa: ANN401
+def save_head(folder: Path, layout: str, tensors: Mapping[str, Tensor] | None = None, **changed: Any) -> Path:
     """Save a head in a layout; fields of its config.json may be changed, or left out with None."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(dict(tensors or make_tensors(layout)), folder / "model.safetensors")
@@ -111,7 +111,7 @@ def save_head(folder: Path, layout: str, tensors: Mapping[str, Tensor] | None = 
 
 
 def save_pair(
-    folder: Path, layout: str, *, likely: int = VOCABULARY, **changed: Any  # noqa: ANN401
+    folder: Path, layout: str, *, likely: int = VOCABULARY, **changed: Any
 ) -> "tuple[Checkpoint, HeadSource]":  # fmt: skip
     """Save a target of six layers, and a head for it; both mostly choose the first `likely` tokens."""
     models.build_checkpoint(folder / "target", "llama", hidden_size=WIDTH, head_dim=DIM, vocab_size=VOCABULARY,

@@ -75,7 +75,7 @@ def complete_on_ranks(
     num_ranks: int,
     make_models: Callable[[], tuple[Runner, Runner]],
     requests: Sequence[Request],
-    **options: Any,  # noqa: ANN401
+    **options: Any,
 ) -> list[list[RowCompletion]]:
     """The completions of every rank; each makes a target and a draft of its own."""
 

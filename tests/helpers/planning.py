@@ -25,7 +25,7 @@ def make_spec(
     device: str = "cuda",
     of_target: Mapping[str, Any] = MappingProxyType({}),
     of_draft: Mapping[str, Any] = MappingProxyType({}),
-    **fields: Any,  # noqa: ANN401 - of a `PlanSpec`
+    **fields: Any,
 ) -> PlanSpec:
     """A spec whose target is on the first `num_ranks` ranks, and its draft on the first or on all of them.
 

@@ -37,7 +37,7 @@ def missing_in(text: str) -> str | None:
     return f"llama_ssp/rooms/{found[1]}" if found and found[1] not in PRESENT else None
 
 
-def copies(**settings: Any) -> DrafterConfig:  # noqa: ANN401 - of `NgramConfig`
+def copies(**settings: Any) -> DrafterConfig:
     """The settings of prompt look-up."""
     need("copies")
     return DRAFTERS.of("ngram").config(kind="ngram", **settings)

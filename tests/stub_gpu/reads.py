@@ -103,7 +103,7 @@ class _ComparingRecorder(Recorder):
         now: what Python has read in this turn.
     """
 
-    def __init__(self, problems: set[str], **options: Any) -> None:  # noqa: ANN401 - of `Recorder`
+    def __init__(self, problems: set[str], **options: Any) -> None:
         self.num_forgotten = 0
         super().__init__(**options)
         self.name = ""

@@ -44,7 +44,7 @@ class Way:
     calls: dict[str, Any] | None = None
 
 
-def _speculation(**values: Any) -> dict[str, Any]:  # noqa: ANN401 - of the config
+def _speculation(**values: Any) -> dict[str, Any]:
     return {"speculation": SpeculationConfig(**values)}
 
 
@@ -98,11 +98,11 @@ class Kind:
     asks_host: bool = False
 
 
-def _shipped(**arguments: Any) -> Callable[[Path], dict[str, Any]]:  # noqa: ANN401 - of `load`
+def _shipped(**arguments: Any) -> Callable[[Path], dict[str, Any]]:
     return lambda _folder: {"model": "tiny", "draft": "tiny-draft", "dtype": "fp16", **arguments}
 
 
-def _family(family: str, *, draft: str | None = None, **arguments: Any) -> Callable[[Path], dict[str, Any]]:  # noqa: ANN401
+def _family(family: str, *, draft: str | None = None, **arguments: Any) -> Callable[[Path], dict[str, Any]]:
     """A target of a family, and a draft of the same one or of this kind."""
 
     def make(folder: Path) -> dict[str, Any]:

@@ -129,9 +129,11 @@ class ModuleRunner(CachedRunner):
         self._rows_BR = score_positions_BR
         cache = self._library_cache
         slots_BT = tree.slots_BT if tree else positions_BT
-        cache.view = self._cache.view(slots_BT, bucket=bucket, cache_rows_B=cache_rows_B)
-        if self._states:
-            cache.states = self._states.view(positions_BT, taken_B=taken_B, cache_rows_B=cache_rows_B)
+        kept = self._states
+        cache.show(
+            self._cache.view(slots_BT, bucket=bucket, cache_rows_B=cache_rows_B),
+            kept.view(positions_BT, taken_B=taken_B, cache_rows_B=cache_rows_B) if kept else None,
+        )
         # Every layer would convert a boolean mask to this form again.
         if tree:
             masks = {
@@ -147,7 +149,7 @@ class ModuleRunner(CachedRunner):
         head: Any = self._model.get_output_embeddings()
         head = getattr(head, "shared", None) or head
         if is_cut := isinstance(head, GatheredLinear):
-            head.gathers = self.reads is Reads.all
+            head.gather(is_wanted=self.reads is Reads.all)
         with self._tapped(taps, slots_BT, cache_rows_B):
             logits_BRV: Tensor = self._model(
                 **{"inputs_embeds" if ids_BT.is_floating_point() else "input_ids": ids_BT},

@@ -138,7 +138,7 @@ class LeanRunner(CachedRunner):
             )  # fmt: skip
             self._varlen = ours or self._varlen
 
-    def allocate(self, *, batch_size: int, capacity: int, **how: Any) -> None:  # noqa: ANN401 - of `Runner`
+    def allocate(self, *, batch_size: int, capacity: int, **how: Any) -> None:
         """See `Runner.allocate`."""
         known = self.num_allocations
         super().allocate(batch_size=batch_size, capacity=capacity, **how)

@@ -272,9 +272,9 @@ def in_formats(plain: PlannedModel, *, device: str) -> Iterator[PlannedModel]:
         return
     unquantized, columns = 2 * 10**6, [matrix.num_columns for matrix in inventory(plain.shape).layer]
     read_bytes = {
-        name: storage.read_bytes(1, storage.matrix_bytes(10**6, 2), unquantized, device=device)
+        name: storage.read_bytes(1, storage.packing.matrix_bytes(10**6, 2), unquantized, device=device)
         for name, storage in formats().items()
-        if plain.can_be(name) and all(number % storage.least_group == 0 for number in columns)
+        if plain.can_be(name) and all(number % storage.packing.least_group == 0 for number in columns)
     }
     fastest = min(read_bytes, key=read_bytes.__getitem__)
     if read_bytes[fastest] < unquantized:

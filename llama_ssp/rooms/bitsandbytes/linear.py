@@ -87,7 +87,7 @@ class Nf4Linear(Linear):
 
     def __call__(self, x_MI: Tensor, residual_MO: Tensor | None = None) -> Tensor:
         """See `Linear`."""
-        self._state.dtype = x_MI.dtype
+        self._state.dtype = x_MI.dtype  # the library finds that of the product here alone
         return added(self._product(x_MI, self._weight, quant_state=self._state, bias=self._bias_O), residual_MO)
 
 

@@ -9,7 +9,17 @@ from typing import Any
 
 from llama_ssp.foreign import Counterpart
 from llama_ssp.storage import tools
-from llama_ssp.storage.formats import WORD_BYTES, Found, Package, PackedLayout, Product, StorageFormat
+from llama_ssp.storage.formats import (
+    WORD_BYTES,
+    Cost,
+    Files,
+    Found,
+    Package,
+    PackedLayout,
+    Packing,
+    Product,
+    StorageFormat,
+)
 
 NF4_GROUP = 64
 """Inputs that share a word."""
@@ -43,31 +53,26 @@ def _read_bytes(rows: int, packed: int, unquantized: int, _slowdown: Mapping[str
 NF4 = StorageFormat(
     name="nf4",
     order=2,
-    reads="bitsandbytes nf4 or fp4",
-    layout=_layout,
-    reader="llama_ssp.rooms.bitsandbytes.files:BnbTensor",
     kernel="llama_ssp.rooms.bitsandbytes.linear:Nf4Linear",
-    weight_bytes=0.5,
-    unpacks_matrix=True,
-    gpu_read_bytes=_read_bytes,
-    groups=(NF4_GROUP,),
-    package=BITSANDBYTES,
-    package_bytes=90_000_000,  # measured on a Xeon with bitsandbytes 0.50.2: 87 to 96 MB
+    packing=Packing(weight_bytes=0.5, groups=(NF4_GROUP,)),
+    cost=Cost(gpu_read_bytes=_read_bytes, unpacks_matrix=True),
+    files=Files(reads="bitsandbytes nf4 or fp4", layout=_layout, reader="llama_ssp.rooms.bitsandbytes.files:BnbTensor"),
+    # measured on a Xeon with bitsandbytes 0.50.2: 87 to 96 MB
+    package=BITSANDBYTES._replace(process_bytes=90_000_000),
     change_weight=5,
 )
 FP4 = replace(
-    NF4, name="fp4", order=6, reads="", layout=None, kernel="llama_ssp.rooms.bitsandbytes.linear:fp4_linear",
-    change_weight=None,
+    NF4, name="fp4", order=6, kernel="llama_ssp.rooms.bitsandbytes.linear:fp4_linear",
+    files=Files(reader=NF4.files.reader), change_weight=None,
 )  # fmt: skip
 INT8 = StorageFormat(
     name="int8",
     order=1,
     kernel="llama_ssp.rooms.bitsandbytes.linear:int8_linear",
     compiled=Product("dots", "dots", ("avx512vnni",)),
-    weight_bytes=1,
-    row_bytes=WORD_BYTES,
+    packing=Packing(weight_bytes=1, row_bytes=WORD_BYTES),
+    cost=Cost(gpu_read_bytes=lambda _rows, _packed, unquantized, _slowdown: _SLOWDOWN * unquantized),
     fp32_on_cpus=True,
-    gpu_read_bytes=lambda rows, packed, unquantized, slowdown: _SLOWDOWN * unquantized,  # noqa: ARG005
     rounds_inputs=True,
     package=BITSANDBYTES,
     change_weight=3,

@@ -51,7 +51,7 @@ def take_error() -> BaseException | None:
 
 
 def _operator(name: str) -> Callable[..., Tensor]:
-    def operate(values: Tensor, *more: Any) -> Tensor:  # noqa: ANN401 - of the schema
+    def operate(values: Tensor, *more: Any) -> Tensor:
         group = more[-1]
         given = [tuple(part) if isinstance(part, list) else part for part in more[:-1]]
         if getattr(_this_thread, "is_recording", False):

@@ -12,12 +12,16 @@ from llama_ssp.storage import tools
 from llama_ssp.storage.formats import (
     FP8_GROUP,
     INT4_GROUPS,
+    OF_FEW_ROWS,
     WORD_BYTES,
     Block,
+    Cost,
+    Files,
     Found,
     PackedLayout,
+    Packing,
     Product,
-    of_few_rows,
+    StorageFormat,
 )
 
 BNB_FORM = "weight_format"
@@ -52,42 +56,37 @@ def _layout(described: Mapping[str, Any]) -> Found | None:
     return found
 
 
-INT8_WEIGHT_ONLY = of_few_rows(
-    _BY_OUTPUTS,
+_FILES = Files(reader="llama_ssp.rooms.eight_bits.files:ByteTensor", stored_kind="I8")
+INT8_WEIGHT_ONLY = StorageFormat(
+    name=_BY_OUTPUTS,
     order=3,
     short_name="int8wo",
-    reads=(
-        "int8 with a scale per output or matrix (compressed-tensors int-quantized, pack-quantized; bitsandbytes) or "
-        "per group without zeros (gptq)"
-    ),
-    counted_bits=8,
-    has_published_times=True,
-    layout=_layout,
-    reader="llama_ssp.rooms.eight_bits.files:ByteTensor",
     kernel="llama_ssp.rooms.eight_bits.linear:int8_weight_only_linear",
+    packing=Packing(weight_bytes=1, row_bytes=WORD_BYTES),
+    cost=OF_FEW_ROWS,
+    files=replace(
+        _FILES, layout=_layout, counted_bits=8,
+        reads="int8 with a scale per output or matrix (compressed-tensors int-quantized, pack-quantized; bitsandbytes) "
+        "or per group without zeros (gptq)",
+    ),
     compiled=Product("bytes", "bytes"),
-    stored_kind="I8",
-    weight_bytes=1,
-    row_bytes=WORD_BYTES,
+    fp32_on_cpus=True,
+    one_gpu_per_rank=True,
+    has_published_times=True,
     change_weight=3,
-)
-INT8_GROUPS = replace(  # a scale per group; every product unpacks the matrix
-    INT8_WEIGHT_ONLY,
+)  # fmt: skip
+INT8_GROUPS = StorageFormat(  # a scale per group; every product unpacks the matrix
     name=_BY_GROUPS,
     order=9,
-    short_name=None,
-    reads="",
-    counted_bits=None,
-    has_published_times=False,
-    layout=None,
     kernel="llama_ssp.rooms.eight_bits.linear:int8_groups_linear",
-    compiled=None,
-    row_bytes=0,
-    groups=INT4_GROUPS,
-    fp32_on_cpus=False,
+    packing=Packing(weight_bytes=1, groups=INT4_GROUPS),
+    cost=Cost(
+        gpu_read_bytes=lambda _rows, packed, unquantized, _slowdown: packed + 2 * unquantized,
+        gpu_unpacks=OF_FEW_ROWS.gpu_unpacks,
+    ),
+    files=_FILES,
+    one_gpu_per_rank=True,
     is_stored_alone=True,
-    gpu_read_bytes=lambda rows, packed, unquantized, slowdown: packed + 2 * unquantized,  # noqa: ARG005
-    change_weight=None,
 )
 
 
@@ -115,16 +114,20 @@ def _in_blocks(block: Block | None, problems: list[str], *, name: str) -> Found:
     )  # fmt: skip
 
 
-FP8_WEIGHT_ONLY = of_few_rows(
-    _FP8,
+FP8_WEIGHT_ONLY = StorageFormat(
+    name=_FP8,
     order=5,
     short_name="fp8wo",
-    reads="FP8 (fp8, fbgemm_fp8, compressed-tensors float-quantized)",
-    layout=_fp8_layout,
-    reader="llama_ssp.rooms.eight_bits.files:ByteTensor",
     kernel="llama_ssp.rooms.eight_bits.linear:fp8_weight_only_linear",
+    packing=Packing(weight_bytes=1, groups=(FP8_GROUP,)),
+    cost=OF_FEW_ROWS,
+    files=Files(
+        layout=_fp8_layout,
+        reader=_FILES.reader,
+        stored_kind="F8_E4M3",
+        reads="FP8 (fp8, fbgemm_fp8, compressed-tensors float-quantized)",
+    ),
     compiled=Product("fp8", "e4m3", ("f16c",), FP8_GROUP),
-    stored_kind="F8_E4M3",
-    weight_bytes=1,
-    groups=(FP8_GROUP,),
+    fp32_on_cpus=True,
+    one_gpu_per_rank=True,
 )

@@ -68,7 +68,7 @@ class Suite:
     name: str  # value of `task.suite`.
     judge: "Callable[[Evidence], Evaluation]"
     # which completions of such pairs the target scores, token by token, before the judge is called.
-    scored: Callable[[Any], Iterable[Any]] = lambda pairs: ()  # noqa: ARG005
+    scored: Callable[[Any], Iterable[Any]] = lambda _pairs: ()
     # the draft scores the speculative ones too, and the judge has their sums (`martingales`).
     needs_sums: bool = False
     # the prompts; by default the user's, or `task.default_prompts`.
@@ -79,7 +79,7 @@ class Suite:
     # why more than one sample of a prompt has no effect, a relative clause; empty if it has one.
     why_one_sample: str = ""
     # yields the problems of a config.
-    problems: Callable[[RunConfig], Iterable[str]] = lambda config: ()  # noqa: ARG005
+    problems: Callable[[RunConfig], Iterable[str]] = lambda _config: ()
 
 
 SUITES: Registry[Suite] = Registry(setting="suite", modules=("llama_ssp.rooms.evaluate.suites",), kind=Suite)

@@ -93,7 +93,7 @@ class Fp4Tensor(PackedTensor):
         if len(scale.shape) != 2 + (not layout.joint):
             return None
         *experts, num_outputs, num_scales = scale.shape
-        num_inputs, kinds = num_scales * size, ("U8", format_of(layout.storage).stored_kind)
+        num_inputs, kinds = num_scales * size, ("U8", format_of(layout.storage).files.stored_kind)
         fits = (weight.kind, scale.kind) == kinds and num_inputs % layout.group == 0
         codes = (num_scales, size // 2) if experts else (num_inputs // 2,)
         fits &= weight.shape == (*experts, num_outputs, *codes) and (not factor or factor.shape in ((), (1,)))

@@ -73,7 +73,7 @@ def int4_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
     if weight_OI.dtype is torch.uint8:
         codes_OI, words_OG, order_OI = byte_rows.split_int4(weight_OI)
     else:
-        group = format_of("int4_weight_only").group_of(weight_OI.shape[1])
+        group = format_of("int4_weight_only").packing.group_of(weight_OI.shape[1])
         codes_OI, words_OG = quantize_by_blocks(weight_OI, partial(_rounded, group=group))
     if order_OI is None:
         return _int4_linear(codes_OI, words_OG, bias_O)

@@ -12,12 +12,15 @@ from llama_ssp.storage import tools
 from llama_ssp.storage.formats import (
     FP4_GROUP,
     INT4_GROUPS,
+    OF_FEW_ROWS,
     WORD_BYTES,
     Block,
+    Files,
     Found,
     PackedLayout,
+    Packing,
     Product,
-    of_few_rows,
+    StorageFormat,
 )
 
 _NAME = "int4_weight_only"
@@ -47,22 +50,24 @@ def _layout(described: Mapping[str, Any]) -> Found | None:
             return None
 
 
-INT4_WEIGHT_ONLY = of_few_rows(
-    _NAME,
+INT4_WEIGHT_ONLY = StorageFormat(
+    name=_NAME,
     order=4,
     short_name="int4wo",
-    reads="int4 in groups of 32 inputs or a multiple (compressed-tensors pack-quantized, gptq, awq gemm, auto-round)",
-    counted_bits=4,
-    has_published_times=True,
-    layout=_layout,
-    reader="llama_ssp.rooms.four_bits.files:Int4Tensor",
     kernel="llama_ssp.rooms.four_bits.linear:int4_weight_only_linear",
+    packing=Packing(weight_bytes=0.5, groups=INT4_GROUPS),
+    cost=replace(OF_FEW_ROWS, loading_copies=4),  # codes are bytes on the way
+    files=Files(
+        layout=_layout, reader="llama_ssp.rooms.four_bits.files:Int4Tensor", counted_bits=4,
+        reads="int4 in groups of 32 inputs or a multiple (compressed-tensors pack-quantized, gptq, awq gemm, "
+        "auto-round)",
+    ),
     compiled=Product("nibbles", "nibbles", ("avx512f",), INT4_GROUPS[-1]),
-    weight_bytes=0.5,
-    groups=INT4_GROUPS,
-    loading_copies=4,  # codes are bytes on the way
+    fp32_on_cpus=True,
+    one_gpu_per_rank=True,
+    has_published_times=True,
     change_weight=5,
-)
+)  # fmt: skip
 _SCALED = {"mxfp4": 32, "nvfp4": 16}
 """Inputs that share a scale."""
 
@@ -92,7 +97,7 @@ def _scaled(
     problems: list[str],
     *,
     storage: str,
-    **layout: Any,  # noqa: ANN401 - its fields
+    **layout: Any,
 ) -> Found:
     if block != (1, _SCALED[storage]):
         problems = [*problems, f"group_size {shown(block and block[1])}"]
@@ -100,26 +105,24 @@ def _scaled(
     return problems or PackedLayout(storage=storage, block=block or (1, None), group=FP4_GROUP, **layout)
 
 
-MXFP4 = of_few_rows(
-    "mxfp4",
+_FILES = Files(reader="llama_ssp.rooms.four_bits.files:Fp4Tensor", stored_kind="U8")
+MXFP4 = StorageFormat(
+    name="mxfp4",
     order=7,
-    reads="MXFP4 (mxfp4, compressed-tensors)",
-    layout=_fp4_layout,
-    reader="llama_ssp.rooms.four_bits.files:Fp4Tensor",
     kernel="llama_ssp.rooms.four_bits.linear:mxfp4_linear",
+    packing=Packing(weight_bytes=0.5, row_bytes=WORD_BYTES, word_bytes=1, groups=(FP4_GROUP,)),
+    cost=OF_FEW_ROWS,
+    files=replace(_FILES, reads="MXFP4 (mxfp4, compressed-tensors)", layout=_fp4_layout),
     compiled=Product("mxfp4", "e2m1", ("avx512f", "f16c"), FP4_GROUP, _SCALED["mxfp4"], "float8_e8m0fnu"),
-    stored_kind="U8",
-    weight_bytes=0.5,
-    row_bytes=WORD_BYTES,
-    word_bytes=1,
-    groups=(FP4_GROUP,),
+    fp32_on_cpus=True,
+    one_gpu_per_rank=True,
     is_stored_alone=True,
 )
 
 
 NVFP4 = replace(
-    MXFP4, name="nvfp4", order=8, reads="NVFP4 (compressed-tensors, modelopt)", layout=None,
-    kernel="llama_ssp.rooms.four_bits.linear:nvfp4_linear",
+    MXFP4, name="nvfp4", order=8, kernel="llama_ssp.rooms.four_bits.linear:nvfp4_linear",
+    packing=replace(MXFP4.packing, word_bytes=2),
+    files=replace(_FILES, reads="NVFP4 (compressed-tensors, modelopt)", stored_kind="F8_E4M3"),
     compiled=MXFP4.product._replace(kind="nvfp4", scaled=_SCALED["nvfp4"], scale_dtype="float8_e4m3fn"),
-    stored_kind="F8_E4M3", word_bytes=2,
 )  # fmt: skip

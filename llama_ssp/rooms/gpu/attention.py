@@ -14,7 +14,7 @@ from llama_ssp.kernels.parts import Heads, KeptRows, Sequences
 from llama_ssp.rooms.gpu.attempts import attempt
 
 
-def find_ours(torch_s: VarlenAttention, heads: Heads, **how: Any) -> VarlenAttention | None:  # noqa: ANN401 - see below
+def find_ours(torch_s: VarlenAttention, heads: Heads, **how: Any) -> VarlenAttention | None:
     """Our kernel for the queries of rounds, torch's for more; None if ours does not work on this GPU."""
     both = partial(_with_ours, torch_s, heads, **how)
     return attempt(both, instead="continuing with torch's attention in rounds too")
@@ -36,7 +36,7 @@ def _with_ours(
     ):
         raise RuntimeError(f"the kernel of split attention gives {fault}")
 
-    def attend(queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, **how: Any) -> Tensor:  # noqa: ANN401
+    def attend(queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, **how: Any) -> Tensor:
         kernel = ours if sequences.most_queries <= most_queries else torch_s
         return kernel(queries, keys, values, sequences, **how)
 

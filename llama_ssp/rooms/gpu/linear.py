@@ -40,7 +40,7 @@ class HalvesLinear(PlainLinear):
         return self._few_rows(x_MI, self.weight_OI, bias_O=self.bias_O, residual_MO=residual_MO)
 
 
-def find_halves(weight_OI: Tensor, **_how: Any) -> Kernel | None:  # noqa: ANN401 - of packed kernels
+def find_halves(weight_OI: Tensor, **_how: Any) -> Kernel | None:
     """The kernel of a matrix in fp16 or bf16 whose product by cuBLAS is slower for a few rows; None if it never is."""
     if weight_OI.dtype not in _HALVES or torch.version.hip:
         return None

@@ -45,7 +45,7 @@ class CudaMemory:
             raise RuntimeError("torch has no library libcudart.so here")
         self._library = ctypes.CDLL(found[0])
 
-    def _call(self, name: str, *arguments: Any) -> None:  # noqa: ANN401 - as ctypes takes them
+    def _call(self, name: str, *arguments: Any) -> None:
         if code := getattr(self._library, name)(*arguments):
             raise RuntimeError(f"{name} failed with code {code}")
 

@@ -23,9 +23,17 @@ from llama_ssp.models.upload import to_device
 from llama_ssp.speculate.drafters.drafter import DrafterParts, StepwiseDrafter
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.trees import Level, ReadLevel
+from llama_ssp.workspaces import Workspace
 
 if TYPE_CHECKING:
     from llama_ssp.rooms.heads.protocol import Head
+
+
+class _Rows(Workspace):
+    """The rows of a head among the target's."""
+
+    def __init__(self, own: range, device: torch.device) -> None:
+        self.rows_B = torch.arange(own.start, own.stop, device=device)
 
 
 class HeadDrafter(StepwiseDrafter):
@@ -45,8 +53,7 @@ class HeadDrafter(StepwiseDrafter):
         super().allocate(batch_size=batch_size, num_slots=num_slots)
         first = self._first_row(self._taps.num_rows)
         if self._own_rows != (own_rows := range(first, first + batch_size)):  # else graphs read what is there
-            self._tables.rows_B = torch.arange(first, first + batch_size, device=self._head.device)
-            self._own_rows = own_rows
+            self._rows, self._own_rows = _Rows(own_rows, self._head.device), own_rows
 
     def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
         """Read all pairs of the prompts but the last, whose token is not drawn yet."""
@@ -56,7 +63,7 @@ class HeadDrafter(StepwiseDrafter):
             positions_RT = torch.arange(start, stop, device=self._head.device).expand(len(rows), -1)
             self._head.extend(
                 prompts.tokens_RS[:, start + 1 : stop + 1],
-                self._hidden(positions_RT, self._tables.rows_B.index_select(0, rows_R)),
+                self._hidden(positions_RT, self._rows.rows_B.index_select(0, rows_R)),
                 positions_RT,
                 bucket=buckets.covering(stop),
                 score_positions_B1=torch.zeros_like(rows_R)[:, None],
@@ -70,7 +77,7 @@ class HeadDrafter(StepwiseDrafter):
         self, tokens_BS: Tensor, positions_BT: Tensor, score_B1: Tensor, *, bucket: int, consecutive: bool = True
     ) -> tuple[Tensor, Tensor]:
         return self._head.extend(
-            tokens_BS.gather(1, positions_BT + 1), self._hidden(positions_BT, self._tables.rows_B), positions_BT,
+            tokens_BS.gather(1, positions_BT + 1), self._hidden(positions_BT, self._rows.rows_B), positions_BT,
             bucket=bucket, score_positions_B1=score_B1, consecutive=consecutive,
         )  # fmt: skip
 

@@ -26,7 +26,7 @@ class MtpRunner(ModuleRunner):
 
     def extend(
         self, ids_BT: Tensor, hidden_BTE: Tensor, positions_BT: Tensor, *, score_positions_B1: Tensor | None = None,
-        **where: Any,  # noqa: ANN401 - see `Head.extend`
+        **where: Any,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """See `Head.extend`."""
         embedding: Any = self._model.get_input_embeddings()

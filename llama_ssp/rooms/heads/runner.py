@@ -37,7 +37,7 @@ Attention = Mapping[int | None, LayerAttention]
 class _JoinedProduct:
     """The product of queries, keys and values, of a normed embedding and a normed hidden state, the stream."""
 
-    norm_before_residual = False
+    norm_before_residual: bool = False
 
     def __init__(self, norm: Callable[[str], RmsNorm], linear: Linear) -> None:
         self._embedding_norm, self._hidden_norm = norm("input_layernorm"), norm("hidden_norm")
@@ -63,7 +63,7 @@ class HeadLayer(Layer):
 class MtpLayer(Layer):
     """An MTP layer; see `mtp`."""
 
-    def __init__(self, weights: Weights, number: int, *, eps: float, kernel: Kernel | None, **parts: Any) -> None:  # noqa: ANN401
+    def __init__(self, weights: Weights, number: int, *, eps: float, kernel: Kernel | None, **parts: Any) -> None:
         super().__init__(weights, number, eps=eps, kernel=kernel, **parts)
         place = f"model.layers.{number}"
         self._norms = [RmsNorm(weights.take(f"{place}.{name}.weight"), eps) for name in JOINED_NORMS]
@@ -96,7 +96,7 @@ class PairRunner(LeanRunner):
 
     def extend(
         self, ids_BT: Tensor, hidden_BTE: Tensor, positions_BT: Tensor, *, score_positions_B1: Tensor | None = None,
-        **where: Any,  # noqa: ANN401 - see `Head.extend`
+        **where: Any,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """See `Head.extend`."""
         stream = self._read(ids_BT, hidden_BTE, self._attention(positions_BT, **where), score_positions_B1)

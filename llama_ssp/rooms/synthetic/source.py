@@ -186,7 +186,7 @@ def noise_for(folder: Path, agreement: float) -> float:
     raise ConfigError(f"synthetic.agreement={agreement} must be between {curve[0][0]} and {curve[-1][0]}")
 
 
-def llama_config(shape: ModelShape, **more: Any) -> LlamaConfig:  # noqa: ANN401 - settings of transformers
+def llama_config(shape: ModelShape, **more: Any) -> LlamaConfig:
     """The configuration of a Llama with this shape and further settings of transformers."""
     known = LlamaConfig().to_dict()
     sizes = {name: size for name, size in asdict(shape).items() if name in known and name != "model_type"}

@@ -114,8 +114,6 @@ class _Tables(Workspace):
     For recurrent drafts also the position of each row's first token that their states have not taken in.
     """
 
-    rows_B: Tensor  # of a head: its rows among the target's.
-
     def __init__(self, batch_size: int, num_tokens: int, device: torch.device) -> None:
         self.second_B1 = torch.ones(batch_size, 1, dtype=torch.int64, device=device)
         self.unread_B = torch.zeros(batch_size, dtype=torch.int64, device=device)

@@ -150,7 +150,7 @@ class BroadcastDrafter(_SharedDrafter):
             draft = draft._replace(law=pad(probs_BKV, (0, 0, 0, 1)))  # a row of zeros follows
         return draft
 
-    def _own_draft(self, rows: Rows, *, num_tokens: int, **how: Any) -> Draft:  # noqa: ANN401 - of `propose`
+    def _own_draft(self, rows: Rows, *, num_tokens: int, **how: Any) -> Draft:
         """The draft of this rank; on a rank without the draft, room for the ids of another."""
         if self._inner:
             return self._inner.propose(rows, num_tokens=num_tokens, **how)
@@ -167,7 +167,7 @@ class AheadDrafter(BroadcastDrafter):
         """Whether this rank has a part of the draft."""
         return self._inner is not None
 
-    def propose(self, rows: Rows, **how: Any) -> Draft:  # noqa: ANN401 - see `Drafter.propose`
+    def propose(self, rows: Rows, **how: Any) -> Draft:
         """Draft on the ranks that hold the draft; the others have token 0 until the exchange."""
         return self._own_draft(rows, **how)
 

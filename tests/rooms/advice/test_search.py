@@ -51,7 +51,7 @@ def test_a_search_finds_a_tree_for_a_head_and_none_for_a_model_or_many_rows() ->
     assert {tree for _, tree in many} == {None}
 
 
-def heads_of(name: str, /, **changes: Any) -> set[str]:  # noqa: ANN401 - fields of its entry
+def heads_of(name: str, /, **changes: Any) -> set[str]:
     """The heads that a search tries for a model."""
     drafts = _drafts_of(replace(catalogue.load(name), **changes), catalogue.entries())
     return {draft.name for draft in drafts if draft.shape and draft.shape.is_head}

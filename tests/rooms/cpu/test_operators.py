@@ -78,7 +78,7 @@ def test_an_operator_that_is_wrong_on_this_machine_is_not_used(
 
     def found_wrong(*given: object, check: Callable[[operators.Operator], None], **named: object) -> object:
         def off_by_one(operator: operators.Operator) -> operators.Operator:
-            def called(*arguments: Any) -> Tensor:  # noqa: ANN401 - tensors, lists and numbers
+            def called(*arguments: Any) -> Tensor:
                 found = operator(*arguments)
                 wrong = found if not is_in_cache else arguments[6][-1] if name == "layer" else arguments[4]
                 wrong.add_(1)

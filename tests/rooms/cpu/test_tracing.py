@@ -291,7 +291,7 @@ def replays(decoder: Decoder) -> dict[str, dict[Any, Any]]:
     return {stage: dict(each.replays) for stage, each in executor.traced.items()}
 
 
-def pair_of(num_draft_tokens: int, **options: Any) -> Decoder:  # noqa: ANN401 - as `make_decoder` takes them
+def pair_of(num_draft_tokens: int, **options: Any) -> Decoder:
     draft = runner(num_hidden_layers=1) if num_draft_tokens else None
     return make_decoder(runner(num_hidden_layers=2), draft, num_draft_tokens=num_draft_tokens, **options)
 

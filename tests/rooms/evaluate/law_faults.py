@@ -18,7 +18,7 @@ Verify = Callable[..., Verdict]
 def wrong_residual(verify: Verify) -> Verify:
     """After a rejection the next token is drawn from the target instead of the residual."""
 
-    def faulty(draft: Draft, target_BTV: Tensor, **draws: Any) -> Verdict:  # noqa: ANN401
+    def faulty(draft: Draft, target_BTV: Tensor, **draws: Any) -> Verdict:
         verdict = verify(draft, target_BTV.clone(), **draws)
         at_B11 = verdict.node_B1[..., None]
         target_BV = target_BTV.gather(1, at_B11.expand(-1, 1, target_BTV.shape[2]))[:, 0]

@@ -34,7 +34,7 @@ def both(
     return line(PLAIN, plain, index=index, sample=sample), line(SPECULATIVE, fast, index=index, sample=sample)
 
 
-def config(suite: str, *, seed: int = 0, **task: Any) -> RunConfig:  # noqa: ANN401 - fields of the task
+def config(suite: str, *, seed: int = 0, **task: Any) -> RunConfig:
     parts: dict[str, Any] = dict.fromkeys(("draft", "placement", "sampling")) | {"verification": VerificationConfig()}
     model = ModelConfig(name="m", dtype=Dtype.fp32)
     return RunConfig(task=EvaluateConfig(suite=suite, **task), model=model, seed=seed, **parts)

@@ -349,7 +349,7 @@ def dot_of_bf16() -> None:
     )
 
 
-def product_on(num_processors: int, *operands: Tensor, **options: Any) -> Tensor:  # noqa: ANN401
+def product_on(num_processors: int, *operands: Tensor, **options: Any) -> Tensor:
     """The product on a GPU with so many multiprocessors."""
     with patch.object(linear_gpu, "_num_processors", return_value=num_processors):
         return product_of_few_rows(*operands, **options)

@@ -69,7 +69,7 @@ def source(folder: Path) -> HeadSource:
     return found
 
 
-def decode(target: Runner, origin: HeadSource, **how: Any) -> list[Any]:  # noqa: ANN401
+def decode(target: Runner, origin: HeadSource, **how: Any) -> list[Any]:
     """Texts with a head; see `head_drafts.decode`."""
     head = load_model(Loading(origin, dtype=torch.float32))
     assert isinstance(head, HeadRunner)
@@ -145,7 +145,7 @@ def test_taps_stay_where_rows_grow() -> None:
     assert taps.read(positions_BT).equal(before)
 
 
-def changed(**values: Any) -> dict[str, Tensor]:  # noqa: ANN401
+def changed(**values: Any) -> dict[str, Tensor]:
     """A head's tensors of some sizes, some of them replaced or left out."""
     sizes = {name: values.pop(name) for name in ("vocab_size", "num_drafted") if name in values}
     return {name: value for name, value in (make_tensors(**sizes) | values).items() if value is not None}

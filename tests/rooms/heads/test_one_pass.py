@@ -53,13 +53,13 @@ def load(origin: Any, target: Runner | None = None) -> Any:  # noqa: ANN401 - a 
     return load_model(Loading(origin, dtype=torch.float32, target=target))
 
 
-def decode(target: Runner, origin: HeadSource, **how: Any) -> list[Any]:  # noqa: ANN401
+def decode(target: Runner, origin: HeadSource, **how: Any) -> list[Any]:
     """Texts with a head; see `head_drafts.decode`."""
     head = load(origin, target)
     return head_drafts.decode(target, OnePassDrafter, head, origin.layers, width=WIDTH, prompts=PROMPTS, **how)
 
 
-def check(folder: Path, layout: str, **how: Any) -> int:  # noqa: ANN401
+def check(folder: Path, layout: str, **how: Any) -> int:
     """Compare the distributions of all drafts with the reference; returns how many there were."""
     (target, origin), seen, tree = save_pair(folder, layout), Seen(), how.get("tree")
     library: Any = AutoModelForCausalLM.from_pretrained(folder / "target", dtype="float32")

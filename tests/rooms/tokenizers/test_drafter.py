@@ -57,7 +57,7 @@ class Checked(IntersectionDrafter):
 
 def decoder(
     *, num_draft_tokens: int = 3, kind: type[IntersectionDrafter] = IntersectionDrafter, sharpness: float = 1.0,
-    **options: Any,  # noqa: ANN401
+    **options: Any,
 ) -> Decoder:  # fmt: skip
     draft = PrefixRunner(NUM_OWN_IDS, seed=1, sharpness=sharpness)
 

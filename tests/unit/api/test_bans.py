@@ -15,7 +15,7 @@ from tests.helpers.lanes import heavy
 PROMPT = "def factorial(n):\n"
 
 
-def library_text(prompt_ids: list[int], **settings: Any) -> list[int]:  # noqa: ANN401 - of generate
+def library_text(prompt_ids: list[int], **settings: Any) -> list[int]:
     model: Any = AutoModelForCausalLM.from_pretrained(shipped("tiny"), dtype=torch.float32)
     ids = torch.tensor([prompt_ids])
     found = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **settings)

@@ -29,7 +29,7 @@ def model() -> PreTrainedModel:
     return library()
 
 
-def scored(pair: Pair, model: PreTrainedModel, sampling: SamplingConfig, **settings: Any) -> list[list[int]]:  # noqa: ANN401
+def scored(pair: Pair, model: PreTrainedModel, sampling: SamplingConfig, **settings: Any) -> list[list[int]]:
     """Complete the prompts, and compare their figures; returns the texts."""
     drawn = {name: getattr(sampling, name) for name in SAMPLING}
     completions = pair.generate(

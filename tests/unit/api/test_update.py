@@ -169,7 +169,7 @@ def test_a_loop_of_updates_allocates_and_captures_nothing_more(
     traced_of_cpus = module_of("cpu.tracing").Traced
     trace = traced_of_cpus._trace
 
-    def counted(*arguments: Any) -> object:  # noqa: ANN401
+    def counted(*arguments: Any) -> object:
         traces.append(None)
         return trace(*arguments)
 

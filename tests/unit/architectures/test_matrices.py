@@ -16,7 +16,7 @@ from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import PlacementError
 
 
-def shape(**sizes: Any) -> ModelShape:  # noqa: ANN401 - the fields of ModelShape
+def shape(**sizes: Any) -> ModelShape:
     known = ModelShape(
         model_type="llama", num_hidden_layers=2, hidden_size=64, num_attention_heads=8, num_key_value_heads=4,
         head_dim=8, intermediate_size=1024, vocab_size=4096, max_position_embeddings=128,

@@ -110,7 +110,7 @@ def wrong(change: Callable[[Sequences], Sequences]) -> Attend:
     return lambda *operands, **options: kernels.in_fp64(None)(*operands[:3], change(operands[3]), **options)
 
 
-def wrong_in_one_shape(*operands: Any, **options: Any) -> Tensor:  # noqa: ANN401 - as `VarlenAttention`
+def wrong_in_one_shape(*operands: Any, **options: Any) -> Tensor:
     is_grouped = operands[0].shape[1] != operands[1].shape[1]
     factor: int = 1 + (operands[3].most_queries == 5 and is_grouped)
     return kernels.in_fp64(None)(*operands, **options).mul(factor)

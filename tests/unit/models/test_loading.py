@@ -215,7 +215,7 @@ def test_no_rank_reads_more_than_it_holds(
 ) -> None:
     read, num_read_bytes = Checkpoint.read, []
 
-    def counted(self: Checkpoint, name: str, **options: Any) -> Tensor:  # noqa: ANN401 - those of `read`
+    def counted(self: Checkpoint, name: str, **options: Any) -> Tensor:
         values = read(self, name, **options)
         num_read_bytes.append(values.untyped_storage().nbytes())
         return values

@@ -209,7 +209,7 @@ def test_a_text_whose_states_roll_back_has_the_law_of_its_model() -> None:
 def test_a_lost_rollback_or_window_changes_the_law(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     init = StateView.__init__
 
-    def planted(view: StateView, cache: StateCache, positions_BT: Tensor, *rest: Any) -> None:  # noqa: ANN401
+    def planted(view: StateView, cache: StateCache, positions_BT: Tensor, *rest: Any) -> None:
         init(view, cache, positions_BT, *rest)
         first_B = torch.arange(len(positions_BT)) * cache.num_kept
         is_before_BW1, *others = view._input_rows

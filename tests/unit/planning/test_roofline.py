@@ -41,7 +41,7 @@ def seat(num_ranks: int, *, model: PlannedModel = MODEL, cuda_graphs: bool = Fal
     return ModelPlacement(model=model, ranks=ranks, cuda_graphs=cuda_graphs)
 
 
-def forward(num_ranks: int, machine: HardwareConfig = MACHINE, *, num_slots: int = 100, **of_seat: Any) -> ForwardTime:  # noqa: ANN401 - as `seat` has
+def forward(num_ranks: int, machine: HardwareConfig = MACHINE, *, num_slots: int = 100, **of_seat: Any) -> ForwardTime:
     """Three rows of five positions, one of which is scored."""
     placement = seat(num_ranks, **{"cuda_graphs": True} | of_seat)
     return forward_time(placement, machine, batch_size=3, num_positions=5, num_scored=1, bucket=num_slots)

@@ -103,7 +103,7 @@ SIZES = {
 }  # fmt: skip
 
 
-def _folder(folder: Path, **changes: Any) -> Path:  # noqa: ANN401 - JSON
+def _folder(folder: Path, **changes: Any) -> Path:
     content = {key: value for key, value in (SIZES | changes).items() if value is not None}
     (folder / "config.json").write_text(json.dumps(content))
     return folder

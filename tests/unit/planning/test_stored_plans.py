@@ -41,7 +41,7 @@ SMALL = LLAMA_8B | {
 }  # fmt: skip
 
 
-def config_of(folder: Path, sizes: dict[str, Any], described: object, **changes: Any) -> PlanConfig:  # noqa: ANN401 - any field
+def config_of(folder: Path, sizes: dict[str, Any], described: object, **changes: Any) -> PlanConfig:
     """The config of a plan of a folder with nothing but a config.json, as `llama-ssp plan` resolves it."""
     quantized = {} if described is None else {"quantization_config": described}
     common = {"max_position_embeddings": 131072, "torch_dtype": "bfloat16"}

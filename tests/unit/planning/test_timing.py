@@ -237,7 +237,7 @@ def test_shares_of_a_round_add_up() -> None:
 CPUS = replace(hardware.load("laptop_cpu"), num_gpus=2)
 
 
-def apart(**changes: Any) -> PlanSpec:  # noqa: ANN401 - fields
+def apart(**changes: Any) -> PlanSpec:
     """A spec on two ranks of a CPU."""
     changes |= {"draft_kind": DraftLayout.own_gpu, "draft_ranks": (1,), "device": "cpu", "cuda_graphs": False}
     return make_spec("tiny", "tiny-draft", **changes)

@@ -139,10 +139,10 @@ class HalvesLinear(Linear):
         "llama_ssp/rooms/halves/records.py": '''
 """Weights in bf16."""
 
-from llama_ssp.storage.formats import StorageFormat
+from llama_ssp.storage.formats import Packing, StorageFormat
 
 HALVES = StorageFormat(
-    name="halves", kernel="llama_ssp.rooms.halves.linear:HalvesLinear", weight_bytes=2
+    name="halves", kernel="llama_ssp.rooms.halves.linear:HalvesLinear", packing=Packing(weight_bytes=2)
 )
 ''',
     },

@@ -107,7 +107,7 @@ def test_the_first_line_of_progress_counts_no_warm_up_as_decoding(
 ) -> None:
     """Of 4000 samples it said 3 h 29 min, when their own ms/token came to 10 min."""
 
-    def slow_warm_up(*arguments: Any, **options: Any) -> None:  # noqa: ANN401 - as the real one
+    def slow_warm_up(*arguments: Any, **options: Any) -> None:
         warm_up(*arguments, **options)
         time.sleep(0.5)  # 150 s of 300 samples, if the first one had taken it
 

@@ -13,7 +13,7 @@ ALONE = Surroundings(device="cpu", num_ranks=1, num_threads=8, num_cores=8, othe
 FORECAST = Forecast(plain_ms_per_token=10.0, speculative_ms_per_token=5.0)
 
 
-def said(*, around: dict[str, Any] | None = None, **run: Any) -> str:  # noqa: ANN401
+def said(*, around: dict[str, Any] | None = None, **run: Any) -> str:
     """What is said of a run, whose plan expects 1 ms of drafting per round; nothing of one in time."""
     plain, fast = (SimpleNamespace(ms_per_token=run.get(f"{mode}_ms")) for mode in ("plain", "speculative"))
     activities = run.get("activities")

@@ -83,7 +83,7 @@ def test_a_kernel_is_held_to_masks_before_it_is_used() -> None:
     def no_window(*arguments: Tensor, **options: object) -> Tensor:
         return varlen_attention(*arguments, **{**options, "window": None})  # type: ignore[arg-type]
 
-    def sees_the_future(*arguments: Any, **options: Any) -> Tensor:  # noqa: ANN401
+    def sees_the_future(*arguments: Any, **options: Any) -> Tensor:
         queries, keys, values, sequences = arguments
         alone = sequences._replace(
             first_query_C1=torch.arange(len(queries) + 1, dtype=torch.int32),

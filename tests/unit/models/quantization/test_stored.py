@@ -48,7 +48,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     """A packed checkpoint of a family, and the numbers that it stands for; read only."""
 
     @cache
-    def make(family: str, layout: str, **changes: Any) -> tuple[Path, Path]:  # noqa: ANN401
+    def make(family: str, layout: str, **changes: Any) -> tuple[Path, Path]:
         folder = tmp_path_factory.mktemp("packed")
         sizes: dict[str, Any] = {
             "hidden_size": 384, "intermediate_size": 384, "head_dim": 128, "num_attention_heads": 3,

@@ -33,11 +33,11 @@ def verify(draft, target_probs_BTV, *, draws):
 FORMAT = '''
 """Weights rounded to 1/1024, as 16-bit integers."""
 
-from llama_ssp.storage.formats import StorageFormat, register
+from llama_ssp.storage.formats import Packing, StorageFormat, register
 
 register(
     StorageFormat(
-        name="toy16", kernel="toy_kernel:Toy", weight_bytes=2, row_bytes=1,
+        name="toy16", kernel="toy_kernel:Toy", packing=Packing(weight_bytes=2, row_bytes=1),
     )
 )
 '''

@@ -135,7 +135,7 @@ SCRIPTS = {
 
 
 def texts(
-    script: Sequence[DraftChoice], *, draft_seed: int = 0, reads_late: bool = False, **options: Any  # noqa: ANN401
+    script: Sequence[DraftChoice], *, draft_seed: int = 0, reads_late: bool = False, **options: Any
 ) -> list[Any]:  # fmt: skip
     options = {"temperature": 0.9, "batch_size": 2, "num_draft_tokens": 4, "ngram": True} | options
     decoder = make_decoder(PrefixRunner(), PrefixRunner(seed=draft_seed), **options)

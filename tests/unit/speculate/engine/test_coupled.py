@@ -33,7 +33,7 @@ DRAFTS: list[dict[str, Any]] = [
 ]
 
 
-def texts(sampling: SamplingConfig, *, draft: PrefixRunner | None = None, **options: Any) -> dict[Request, list[int]]:  # noqa: ANN401
+def texts(sampling: SamplingConfig, *, draft: PrefixRunner | None = None, **options: Any) -> dict[Request, list[int]]:
     decoder = make_decoder(PrefixRunner(), draft, sampling=sampling, rule_name="coupled", **options)
     return {done.request: list(done.token_ids) for done in complete(decoder, REQUESTS)}
 

@@ -138,7 +138,7 @@ def tokens_read(runner: PrefixRunner, work: Callable[[], object]) -> int:
     """The tokens of all forwards of a model."""
     forward, numbers = runner.forward, list[int]()
 
-    def counted(ids_BT: Tensor, *more: Any, **named: Any) -> Tensor:  # noqa: ANN401
+    def counted(ids_BT: Tensor, *more: Any, **named: Any) -> Tensor:
         numbers.append(ids_BT.numel())
         return forward(ids_BT, *more, **named)
 
@@ -255,7 +255,7 @@ def test_too_short_a_beginning_is_read_again(monkeypatch: pytest.MonkeyPatch) ->
     assert reused(complete(decoder, wanted((1, 2, 3, 4), (1, 2, 3, 5, 6), (1, 2, 3, 5, 7)))) == [0, 0, 4]
 
 
-def lean(*, comm: Comm | None = None, folder: Path | None = None, **options: Any) -> LeanRunner:  # noqa: ANN401
+def lean(*, comm: Comm | None = None, folder: Path | None = None, **options: Any) -> LeanRunner:
     """A random Llama of compiled kernels, or a slice of one."""
     return load_lean(folder or tiny_model("llama", **SHARED), comm=comm, **options)
 
@@ -267,7 +267,7 @@ class FirstLogits:
         self._found: dict[Runner, list[Tensor]] = {}
         monkeypatch.setattr("llama_ssp.speculate.engine.round.read_prompts", self._read)
 
-    def _read(self, runner: Runner, *prompts: Any, **named: Any) -> Tensor:  # noqa: ANN401
+    def _read(self, runner: Runner, *prompts: Any, **named: Any) -> Tensor:
         logits_RV = read_prompts(runner, *prompts, **named)
         self._found.setdefault(runner, []).extend(logits_RV)
         return logits_RV

@@ -167,7 +167,7 @@ def break_token(made: Decoder, fault: str) -> None:
         return
     read = target.forward
 
-    def forward(ids_BT: torch.Tensor, *given: Any, **how: Any) -> torch.Tensor:  # noqa: ANN401
+    def forward(ids_BT: torch.Tensor, *given: Any, **how: Any) -> torch.Tensor:
         if how.get("cache_rows_B") is not None and (ids_BT == 10).any():  # a prompt
             raise torch.OutOfMemoryError("CUDA out of memory.")
         found: torch.Tensor = read(ids_BT, *given, **how)
@@ -251,7 +251,7 @@ def test_rows_that_decode_wait_for_one_chunk_at_a_time(lengths: list[int], monke
     target, sizes = PrefixRunner(), list[int]()
     forward = target.forward
 
-    def watched(ids_BT: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:  # noqa: ANN401
+    def watched(ids_BT: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
         sizes.append(0 if named.get("cache_rows_B") is None else ids_BT.numel())
         return forward(ids_BT, *more, **named)
 

@@ -115,7 +115,7 @@ def check_recorded(make: Make, mode: str, *, is_whole: bool = True) -> None:
     assert not any(stage.failed for stage in traced.executor.traced.values())
 
 
-def choosing(**options: Any) -> Decoder:  # noqa: ANN401
+def choosing(**options: Any) -> Decoder:
     """A decoder that chooses a drafter and K for each round; drafters read late what they have missed."""
     decoder = make_decoder(*near_pair(1.0), ngram=True, num_draft_tokens=4, **options)
     choices = ((4,), (0,), (2,), *[(0,)] * 9, (4, 1), (4,), (1, 1))
@@ -123,7 +123,7 @@ def choosing(**options: Any) -> Decoder:  # noqa: ANN401
     return decoder
 
 
-def drafting_greedily(*, sampling: SamplingConfig, **options: Any) -> Decoder:  # noqa: ANN401
+def drafting_greedily(*, sampling: SamplingConfig, **options: Any) -> Decoder:
     target, draft = near_pair(1.0)
     rule = make_rule(replace(sampling, temperature=0.0), VerificationConfig())
     parts = parts_of(draft, rule=rule, num_draft_tokens=4, vocab_size=target.vocab_size)
@@ -148,7 +148,7 @@ def loaded(origin: Any, target: Runner | None = None) -> Any:  # noqa: ANN401 - 
     return load_model(Loading(origin, dtype=torch.float32, target=target))
 
 
-def pair_of(folder: Path, target: str, draft: str, **changes: Any) -> Make:  # noqa: ANN401
+def pair_of(folder: Path, target: str, draft: str, **changes: Any) -> Make:
     """A target and a draft of families."""
     for name, family in (("target", target), ("draft", draft)):
         build_checkpoint(folder / name, family, vocab_size=32, **changes)
@@ -170,7 +170,7 @@ def with_head(folder: Path, kind: str, shape: str | None = None) -> Make:
     target, tree = loaded(files), tree_of(shape)
     head = loaded(origin, target)
 
-    def make(**options: Any) -> Decoder:  # noqa: ANN401
+    def make(**options: Any) -> Decoder:
         taps = Taps(origin.layers, width=width, dtype=torch.float32, device=CPU)
         number = tree.num_drafted if tree else 3
         return make_decoder(

@@ -25,7 +25,7 @@ LENGTHS = (3, 9, 22, 23, 40, 1)
 class Short(PrefixRunner):
     """A model that fails beyond its context, as one with a table of positions does."""
 
-    def forward(self, ids_BT: torch.Tensor, positions_BT: torch.Tensor, **named: Any) -> torch.Tensor:  # noqa: ANN401
+    def forward(self, ids_BT: torch.Tensor, positions_BT: torch.Tensor, **named: Any) -> torch.Tensor:
         assert positions_BT.is_meta or int(positions_BT.max()) < CONTEXT
         return super().forward(ids_BT, positions_BT, **named)
 
@@ -55,7 +55,7 @@ def requests(lengths: Sequence[int], num_new: int) -> list[Request]:
     return requests_of(prompts, num_new)
 
 
-def overlapped(num_ranks: int = 1, lengths: Sequence[int] = LENGTHS, **options: Any) -> list[RowCompletion]:  # noqa: ANN401
+def overlapped(num_ranks: int = 1, lengths: Sequence[int] = LENGTHS, **options: Any) -> list[RowCompletion]:
     found = complete_on_ranks(
         num_ranks, short_pair, requests(lengths, 20),
         **{"temperature": 0.9, "replay": False, "limit": DraftLimit(CONTEXT)} | options,

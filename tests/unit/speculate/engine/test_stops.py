@@ -77,7 +77,7 @@ def test_a_special_token_is_a_stop_though_it_has_no_text() -> None:
     assert StopStrings(tokenizer, ["im_end"]).watch([]).num_until_stop(ids) is None
 
 
-def stopping(words: PreTrainedTokenizerFast, stops: list[str], **options: Any) -> Decoder:  # noqa: ANN401
+def stopping(words: PreTrainedTokenizerFast, stops: list[str], **options: Any) -> Decoder:
     """A decoder that looks for stops."""
     decoder = make_decoder(PrefixRunner(), PrefixRunner(seed=options.pop("draft_seed", 0)), **options)
     change_runs(decoder, stops=StopStrings(words, stops))
