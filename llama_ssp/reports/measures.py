@@ -126,6 +126,25 @@ def ratio(prompts: Sequence[tuple[float, float]]) -> Estimate:
     return Estimate(value=value, low=float(low), high=float(high))
 
 
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+"""Student's quantile of a two-sided 95 % interval, for 1 to 10 degrees of freedom; more take the last one."""
+
+
+def over_runs(found: Sequence[Estimate | None]) -> Estimate | None:
+    """A figure over runs that differ in their seed: the mean and Student's interval; of one run, its own.
+
+    Source: Student 1908, "The probable error of a mean".
+    """
+    if len(found) == 1:
+        return found[0]
+    values = np.array([one.value for one in found if one is not None])
+    if len(values) < len(found):
+        return None
+    half = _STUDENT[min(len(values) - 1, len(_STUDENT)) - 1] * float(values.std(ddof=1)) / math.sqrt(len(values))
+    mean = float(values.mean())
+    return Estimate(value=mean, low=mean - half, high=mean + half)
+
+
 def _tail(num: int) -> float:
     """Share of samples below the interval: as if the bootstrap's spread had the quantiles of Student's t."""
     z, freedom = NormalDist().inv_cdf((1 + CONFIDENCE) / 2), num - 1

@@ -20,9 +20,12 @@ from llama_ssp.settings.tasks import task_specs
 from llama_ssp.words import visible
 
 _NAMED_BY_FACTS = {"task.name", "model.name", "draft.kind", "draft.model.name"}
+SEED = "seed"
+"""The setting in which repetitions differ."""
 NO_VALUE = ""
 """Value of a setting that a run does not have."""
-_NEVER_SHOWN = {"run_dir", "dry_run"}
+_NEVER_SHOWN = re.compile(r"(run_dir|dry_run|quiet|task\.picture|timeouts\..*)$")
+"""Settings that change no figure."""
 _NAMES = {
     "speculation.num_draft_tokens": "K", "hardware.name": "hardware", "placement.target.kind": "placement",
     "placement.draft.kind": "draft placement",
@@ -157,11 +160,21 @@ def varying_settings(runs: Sequence[Run]) -> list[Setting]:
     The seed stands last, since runs that differ in it are repeats.
     """
     facts = [run.facts for run in runs]
-    keys = dict.fromkeys(key for run in facts for key in run if key not in _NEVER_SHOWN)
+    keys = dict.fromkeys(key for run in facts for key in run if not _NEVER_SHOWN.match(key))
     columns = {key: tuple(run.get(key, NO_VALUE) for run in facts) for key in keys}
     changing = {key: values for key, values in columns.items() if len(set(map(_identity, values))) > 1}
-    kept = sorted((key for key in changing if not _follows(key, changing)), key=lambda key: key == "seed")
+    kept = sorted((key for key in changing if not _follows(key, changing)), key=lambda key: key == SEED)
     return [Setting(key=key, name=_short_name(key, kept), values=changing[key]) for key in kept]
+
+
+def drifts_of(runs: Sequence[Run]) -> dict[str, float]:
+    """By the folder of shared plain completions, by which share they took longer when made again at the end."""
+    again = ((run.summary.baseline, run.summary.plain) for run in runs)
+    return {
+        made.folder: made.ms_per_token / plain.ms_per_token - 1
+        for made, plain in again
+        if made and made.ms_per_token and plain and plain.ms_per_token
+    }
 
 
 def names_of(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:

@@ -1,13 +1,16 @@
 """Tables of finished runs, for a terminal and for reports. Imports no matplotlib."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from llama_ssp.reports.measures import Estimate
-from llama_ssp.reports.records import PLAIN, SPECULATIVE
-from llama_ssp.reports.runs import Run, names_of
-from llama_ssp.words import decimal
+from llama_ssp.reports.measures import Estimate, RunMeasures, measure, over_runs, ratio
+from llama_ssp.reports.records import DISTURBED, NOT_LOSSLESS, PLAIN, SPECULATIVE
+from llama_ssp.reports.runs import SEED, Run, drifts_of, names_of, varying_settings
+from llama_ssp.words import decimal, visible
 
+MODES = PLAIN, SPECULATIVE
+MOST_DRIFT = 0.1
+"""Drift of shared plain completions up to which speed-ups over them have intervals, which know prompts alone."""
 _ONLY_IN_REPORTS = ("forecast speed-up", "prompts faster", "prompts", "tokens", "run", "status")
 
 
@@ -43,17 +46,80 @@ def runs_table(runs: Sequence[Run], *, brief: bool = False) -> Table:
     ]  # fmt: skip
     kept = [place for place, name in enumerate(columns) if not (brief and name in _ONLY_IN_REPORTS)]
     rows: list[list[Cell | str]] = []
+    drifts, statuses = drifts_of(runs), {run.status for run in runs}
     for run, own in zip(runs, names, strict=True):
         summary, fast, measured, num_pairs = run.summary, run.summary.speculative, run.measures, len(run.measures.pairs)
         figures: list[Cell | str] = [
             *(estimated(measured.ms_per_token(mode)) for mode in (PLAIN, SPECULATIVE)),
-            estimated(measured.speedup, unit="x"), number(summary.forecast.speedup if fast else None, "x"),
+            estimated(speedup_of(run, measured.speedup, drifts), unit="x"),
+            number(summary.forecast.speedup if fast else None, "x"),
             f"{measured.num_faster} of {num_pairs}" if num_pairs else "", estimated(measured.acceptance, places=3),
             number(fast.tokens_per_round if fast else None), str(summary.num_prompts), str(summary.num_new_tokens),
-            run.name, run.status,
+            run.name, run.status if len(statuses) > 1 else "",
         ]  # fmt: skip
         rows.append([*own, *(figures[place] for place in kept)])
     return table([*heads, *(columns[place] for place in kept)], rows, len(heads))
+
+
+def speedup_of(run: Run, found: Estimate | None, drifts: Mapping[str, float]) -> Estimate | None:
+    """A speed-up of a run; without an interval over plain completions that drifted, by `drifts_of`."""
+    shared = run.summary.baseline
+    has_drifted = shared is not None and abs(drifts.get(shared.folder, 0.0)) > MOST_DRIFT
+    return Estimate(found.value) if found and has_drifted else found
+
+
+def repetitions_table(runs: Sequence[Run]) -> Table:
+    """Lay out a row for runs that differ in their seed alone: means, with intervals over seeds; empty without any."""
+    settings = varying_settings(runs)
+    names = [setting.name for setting in settings if setting.key != SEED]
+    alike: dict[tuple[str, ...], list[RunMeasures]] = {}
+    for place, run in enumerate(runs):
+        own = tuple(setting.texts[place] for setting in settings if setting.key != SEED)
+        alike.setdefault(own, []).append(run.measures)
+    rows: list[list[Cell | str]] = [
+        [
+            *own, str(len(found)), *(estimated(over_runs([one.ms_per_token(mode) for one in found])) for mode in MODES),
+            estimated(over_runs([one.speedup for one in found]), unit="x"),
+            estimated(over_runs([one.acceptance for one in found]), places=3),
+        ]
+        for own, found in alike.items()
+        if len(found) > 1
+    ]  # fmt: skip
+    heads = [*names, "seeds", "plain, ms/token", "speculative, ms/token", "speed-up", "accepted"]
+    return table(heads, rows, len(names))
+
+
+def kinds_table(runs: Sequence[Run]) -> Table:
+    """Lay out a row for each kind of prompts of each run."""
+    rows: list[list[Cell | str]] = []
+    heads, names = names_of(runs) if len(runs) > 1 else ([], [[]])
+    drifts = drifts_of(runs)
+    for run, own in zip(runs, names, strict=True):
+        for kind in sorted({line.category for line in run.lines if line.category}):
+            lines = [line for line in run.lines if line.category == kind]
+            found, fast = measure(lines), [line for line in lines if line.mode == SPECULATIVE]
+            rounds = [(float(len(line.token_ids) - 1), float(line.num_rounds)) for line in fast if line.num_rounds]
+            rows.append([
+                *own, visible(kind), estimated(speedup_of(run, found.speedup, drifts), unit="x"),
+                estimated(found.acceptance, places=3),
+                estimated(ratio(rounds) if rounds else None), str(len({line.index - line.turn for line in lines})),
+            ])  # fmt: skip
+    return table([*heads, "kind", "speed-up", "accepted", "tokens/round", "prompts"], rows, len(heads) + 1)
+
+
+def remarks(runs: Sequence[Run]) -> list[str]:
+    """What marks mean, and what intervals leave out, in sentences."""
+    summaries = [run.summary for run in runs]
+    drifted = [
+        f"Plain completions of {visible(folder)} took {100 * drift:+.0f} % when they were made again at the end"
+        + ("; speed-ups over them have no interval." if abs(drift) > MOST_DRIFT else ".")
+        for folder, drift in drifts_of(runs).items()
+    ]
+    return [
+        *([f"{DISTURBED} The machine was disturbed."] if any(one.disturbed for one in summaries) else []),
+        *dict.fromkeys(f"{NOT_LOSSLESS} {one.caveat[:1].upper()}{one.caveat[1:]}." for one in summaries if one.caveat),
+        *drifted,
+    ]
 
 
 def number(value: float | None, unit: str = "", *, places: int = 2) -> str:

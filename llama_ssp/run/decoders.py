@@ -206,7 +206,7 @@ def _make_mesh(config: RunConfig, layout: Layout, world: World) -> Mesh:
     return replace(mesh, target=target, draft=draft)
 
 
-def _shards(models: Models, config: RunConfig) -> tuple[Shard, Shard]:
+def shards_of(models: Models, config: RunConfig) -> tuple[Shard, Shard]:
     """The parts of the vocabulary that this rank draws from, with the target and with the draft; see the function."""
     sampling, mesh, vocab_size = config.sampling, models.mesh, models.target.vocab_size
     gathers = (
@@ -243,7 +243,7 @@ def build_decoder(
     split = BatchSplit(mesh.replica, mesh.layout.draft_ranks) if speculative and mesh.layout.splits_batch else None
     taps, tree = (models.make_taps(), tree_of(config, device)) if speculative else (None, None)
     of_trees = partial(verify_tree, tree) if tree else None
-    of_target, of_draft = _shards(models, config) if is_cut else (WHOLE, WHOLE)
+    of_target, of_draft = shards_of(models, config) if is_cut else (WHOLE, WHOLE)
     steps = RowSteps() if config.sampling.by_row else None
     rule = make_rule(
         config.sampling, config.verification, is_cut=is_cut, of_trees=of_trees, shard=of_target, steps=steps

@@ -117,10 +117,15 @@ class Terminal:
         return self._out.is_terminal and not self._out.quiet
 
     def point(self, title: str, *, is_first: bool) -> None:
-        """Begin a point of a sweep with a double line across the screen."""
+        """Begin a point of a sweep with a double line across the screen, below which stands what has no room in it."""
         if not is_first:
             self._show(Text())
-        self._show(Rule(Text(visible(title), style="bold"), characters="═", align="left", style="bright_black"))
+        name, _, settings = visible(title).partition(": ")
+        fits = len(title) + 2 <= self._out.width
+        head = Text(visible(title) if fits else name, style="bold")
+        self._show(Rule(head, characters="═", align="left", style="bright_black"))
+        if not fits:
+            self._show(Text(settings, style="bold"))
 
     def heading(
         self, name: str, *, prompt: int, num_prompts: int | None, sample: int = 0, num_samples: int = 1

@@ -49,12 +49,16 @@ class Evidence:
     Attributes:
         log_probs: of the scored texts, a natural logarithm per new token, under the target.
         sums: of the speculative texts, if the suite needs them.
+        apart: total variation between the run's processors and transformers' warpers, if the suite needs sums.
+        out_of_reach: faults that no text of the run can show.
     """
 
     config: RunConfig
     pairs: "Sequence[CompletionPair]"
     log_probs: "Mapping[LineKey, Sequence[float]]"
     sums: "Sequence[TextSums]" = ()
+    apart: float = 0.0
+    out_of_reach: "Sequence[str]" = ()
 
 
 @dataclass(frozen=True, kw_only=True)

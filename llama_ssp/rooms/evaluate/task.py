@@ -1,5 +1,6 @@
 """`task=evaluate`: completes all prompts in both modes, and lets a suite judge the completions."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from llama_ssp.catalogue import Dtype
@@ -9,11 +10,14 @@ from llama_ssp.reports.summary import pairs_of
 from llama_ssp.rooms.evaluate.martingales import ANY_ROUNDS, BLOCK, CERTAIN, Role, Rounds, roles_of
 from llama_ssp.rooms.evaluate.probabilities import SampledText, score
 from llama_ssp.rooms.evaluate.records import Evidence, task_and_suite
+from llama_ssp.rooms.evaluate.warpers import variation_from_warpers
+from llama_ssp.run.decoders import shards_of
 from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session, Viewer
 from llama_ssp.settings.drafters import SAME, drafter_of, drafts_greedily, vocabulary_of
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import RunConfig
+from llama_ssp.speculate.sampling.shards import WHOLE
 from llama_ssp.storage.formats import NO_QUANTIZATION, OWN_DTYPE
 
 
@@ -49,8 +53,20 @@ def evaluate(session: Session, requests: list[PromptRequest]) -> None:
     if session.folder:
         log_probs = {tuple(key): found.log_probs for (key, *_), found in zip(lines, scores, strict=True)}
         sums = [found.sums for found in scores if found.sums]
-        evaluation = suite.judge(Evidence(config=config, pairs=pairs, log_probs=log_probs, sums=sums))
+        apart = variation_from_warpers(config.sampling, session.world.device) if suite.needs_sums else 0.0
+        evaluation = suite.judge(Evidence(
+            config=config, pairs=pairs, log_probs=log_probs, sums=sums, apart=apart, out_of_reach=[*_hidden(session)]
+        ))  # fmt: skip
     session.judge(evaluation, has_gate=task.gate)
+
+
+def _hidden(session: Session) -> Iterator[str]:
+    """The faults that samples of a run cannot show."""
+    config, layout = session.config, session.models.mesh.layout
+    if config.sampling.penalizes:
+        yield "wrong penalties, biases and bans, which scoring applies too"
+    if len(layout.target_ranks) > 1 and shards_of(session.models, config) == (WHOLE, WHOLE):
+        yield "wrong draws over shards of the vocabulary, which larger batches have"
 
 
 def rounds_of(config: RunConfig, *, has_head: bool) -> Rounds:

@@ -3,6 +3,7 @@
     llama-ssp report outputs/RUN                      # writes report.html and its tables into the folder
     llama-ssp report outputs/SWEEP                    # one report of all runs below it
     llama-ssp report outputs/A outputs/B --output=DIR # one report of several folders
+    llama-ssp report outputs/SWEEP figure=speed.pdf   # draws time, speed-up and acceptance over K, with intervals
     llama-ssp report outputs/SWEEP --table=latex      # prints tables for a paper, or --table=markdown; writes nothing
 
 runs.csv has a row for each run, with the settings that differ; run.jsonl and benchmark.jsonl of a run have a line for
@@ -10,7 +11,9 @@ each completion and cell. Needs neither torch nor a GPU. Exit code: 0, or 2 if a
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.registry import load_plugins
@@ -18,6 +21,11 @@ from llama_ssp.reports.formats import FORMATS
 from llama_ssp.run.commands.options import Options, act_on
 from llama_ssp.terminal.unread import complain
 from llama_ssp.words import count, listed
+
+if TYPE_CHECKING:  # slow to import
+    from llama_ssp.reports.runs import Run
+
+_FIGURE = "figure="
 
 
 def main(arguments: list[str]) -> int:
@@ -28,7 +36,7 @@ def main(arguments: list[str]) -> int:
         complain(str(error))
         return error.exit_code
     forms = [form.name for form in FORMATS.all().values() if not form.file]
-    parser = Options(f"llama-ssp report FOLDER... [--output=DIR | --table={'|'.join(forms)}]", __doc__)
+    parser = Options(f"llama-ssp report FOLDER... [figure=FILE | --output=DIR | --table={'|'.join(forms)}]", __doc__)
     parser.add_argument("folders", metavar="FOLDER", nargs="+", type=Path, help="folder of a run, or of a sweep")
     parser.add_argument("--output", metavar="DIR", type=Path, help="folder of the report (default: the only FOLDER)")
     parser.add_argument("--table", choices=forms, help="print tables for a paper instead, with intervals and versions")
@@ -43,17 +51,19 @@ def _report(given: argparse.Namespace) -> str:
     """
     from llama_ssp.reports.runs import find_runs  # noqa: PLC0415 - slow to import; --help does not need it
 
+    named, folders = _figures(given)
     if given.table and given.output:
         raise ConfigError("--table prints: leave --output out, or send standard output to a file")
-    if not (given.table or given.output) and len(given.folders) > 1:
-        raise ConfigError(f"{len(given.folders)} folders need --output=DIR, the folder of their common report")
-    runs, missing = find_runs(given.folders)
+    if not (given.table or given.output or named) and len(folders) > 1:
+        raise ConfigError(f"{len(folders)} folders need --output=DIR, the folder of their common report")
+    runs, missing = find_runs(folders)
     if not runs:
         raise ConfigError("; ".join(missing))
-
+    if named:
+        return _drawn(runs, named)
     if given.table:
         return FORMATS.of(given.table).text(runs, missing)
-    output = given.output or given.folders[0]
+    output = given.output or folders[0]
     try:
         output.mkdir(parents=True, exist_ok=True)
         texts = {file: form.text(runs, missing) for form in FORMATS.all().values() if (file := form.file)}
@@ -64,3 +74,22 @@ def _report(given: argparse.Namespace) -> str:
         raise ConfigError(f"{output} cannot be written: {(error.strerror or str(error)).lower()}") from error
     left_out = f"; left out: {'; '.join(missing)}" if missing else ""
     return f"wrote {output / listed([*texts])}: {count(len(runs), 'run')}{left_out}"
+
+
+def _figures(given: argparse.Namespace) -> tuple[list[str], list[Path]]:
+    """The files of figures among the arguments, and the folders; raises ConfigError for a figure with other files."""
+    named = [file.removeprefix(_FIGURE) for file in map(str, given.folders) if file.startswith(_FIGURE)]
+    folders = [folder for folder in given.folders if not str(folder).startswith(_FIGURE)]
+    if not folders:
+        raise ConfigError(f"{_FIGURE}{named[0]} needs the folder of runs: llama-ssp report FOLDER {_FIGURE}{named[0]}")
+    if named and (given.table or given.output):
+        raise ConfigError(f"{_FIGURE}{named[0]} is drawn alone: leave --table and --output out")
+    return named, folders
+
+
+def _drawn(runs: "Sequence[Run]", files: Sequence[str]) -> str:
+    from llama_ssp.rooms.reports.figures import draw_over_k  # noqa: PLC0415 - slow to import
+
+    for file in files:
+        draw_over_k(runs, Path(file))
+    return f"wrote {listed(files)}: {count(len(runs), 'run')}"

@@ -9,15 +9,15 @@ import logging
 import re
 import textwrap
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.reports.measures import Estimate
+from llama_ssp.reports.measures import Estimate, RunMeasures, measure, over_runs
 from llama_ssp.reports.records import DISTURBED, NOT_LOSSLESS, PLAIN, SPECULATIVE
-from llama_ssp.reports.runs import Run
+from llama_ssp.reports.runs import SEED, Run, varying_settings
 from llama_ssp.words import visible
 
 try:
@@ -46,6 +46,8 @@ STYLE = {
 """Changes to matplotlib's defaults; the user's own matplotlibrc is ignored."""
 _WIDTH, _HEIGHT = 6.1, 3.5
 """Size of one panel in inches, without its legend."""
+_PAGE_WIDTH = 11.5
+"""Width of a figure that fills a page of a report."""
 _DPI = 150
 _LEGEND_INCHES = 0.5
 """From the axis down to its legend, past the numbers and the label."""
@@ -95,11 +97,15 @@ def picture(figure: Figure) -> str:
 
 
 def save(figure: Figure, file: Path) -> None:
-    """Save a figure; raises OSError or ValueError if the file or its suffix is unusable."""
+    """Save a figure; raises ConfigError if the file or its suffix is unusable."""
     undated = {".pdf": ("CreationDate",), ".svg": ("Date",)}.get(file.suffix, ())
     with styled():
         _add_legends(figure)
-        figure.savefig(file, dpi=_DPI, metadata=dict.fromkeys(undated))
+        try:
+            figure.savefig(file, dpi=_DPI, metadata=dict.fromkeys(undated))
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"figure={file} cannot be written: {reason}") from error
 
 
 def _add_legends(figure: Figure) -> None:
@@ -112,6 +118,49 @@ def _add_legends(figure: Figure) -> None:
                 bbox_to_anchor=(-0.02, -_LEGEND_INCHES * figure.dpi / axes.bbox.height),
                 ncols=2 if max(map(len, entries)) <= _HALF_WIDTH_NAME else 1,
             )  # fmt: skip
+
+
+_MEASURES: dict[str, Callable[[RunMeasures], Estimate | None]] = {
+    "Speculative, ms/token": lambda found: found.ms_per_token(SPECULATIVE),
+    "Speed-up": lambda found: found.speedup,
+    "Share of drafted tokens accepted": lambda found: found.acceptance,
+}
+
+
+def draw_over_k(runs: Sequence[Run], file: Path) -> None:
+    """Draw `over_k` into a file; raises as `save`."""
+    with styled():
+        figure = over_k(runs)
+    save(figure, file)
+
+
+def over_k(runs: Sequence[Run]) -> Figure:
+    """Draw time, speed-up and acceptance over K, a line for each other setting that varies and each kind of prompts.
+
+    Runs that differ in their seed are one point, with the interval over seeds.
+    """
+    settings = [one for one in varying_settings(runs) if one.key not in {SEED, "speculation.num_draft_tokens"}]
+    lines: dict[str, dict[int, list[RunMeasures]]] = {}
+    for place, run in enumerate(runs):
+        own = [f"{setting.name}={setting.texts[place]}" for setting in settings]
+        for kind in sorted({line.category or "" for line in run.lines}):
+            name = ", ".join(filter(None, [*own, kind])) or run.pair
+            found = measure([line for line in run.lines if (line.category or "") == kind])
+            lines.setdefault(name, {}).setdefault(run.num_draft_tokens, []).append(found)
+    figure, drawn = panels(*_MEASURES)
+    for axes, value_of in zip(drawn, _MEASURES.values(), strict=True):
+        for number, (name, by_k) in enumerate(lines.items()):
+            points = {k: value for k, found in sorted(by_k.items()) if (value := over_runs([*map(value_of, found)]))}
+            if points:
+                axes.plot([*points], [value.value for value in points.values()], label=name, **look(number))
+            for k, value in points.items():
+                if value.low is not None and value.high is not None:
+                    axes.vlines(k, value.low, value.high, color=look(number)["color"], linewidth=1)
+        axes.set(xlabel="K, drafted tokens of a round", xticks=sorted({run.num_draft_tokens for run in runs}))
+    for axes in drawn[1:]:
+        for line in axes.lines:
+            line.set_label("_")  # one legend for all panels
+    return figure
 
 
 class Bar(NamedTuple):
@@ -144,7 +193,9 @@ def time_per_token(bars: Sequence[Bar]) -> Figure | None:
         return None
     title = "Time per token" + (f", the first {MOST_BARS} of {num_bars}" if num_bars > MOST_BARS else "")
     figure, (axes,) = panels(title)
-    figure.set_figheight(_FRAME_INCHES + _BAR_INCHES * len(bars))
+    names = ["\n".join(textwrap.wrap(visible(bar.name), _LONGEST_NAME)) for bar in bars]
+    num_lines = sum(max(name.count("\n"), 1) for name in names)
+    figure.set_size_inches(_PAGE_WIDTH, _FRAME_INCHES + _BAR_INCHES * max(num_lines, len(bars)))
     known = [*dict.fromkeys((PLAIN, SPECULATIVE, *(mode for bar in bars for mode in bar.measured)))]
     modes = [mode for mode in known if any(mode in bar.measured for bar in bars)]
     for number, mode in enumerate(modes):
@@ -160,7 +211,6 @@ def time_per_token(bars: Sequence[Bar]) -> Figure | None:
                     axes.plot(expected, place + offset, "|", color=INK, markersize=10, label="forecast")
     figures = [figure for bar in bars for found in bar.measured.values() for figure in found if figure is not None]
     figures += [ms for bar in bars for mode, ms in bar.forecast.items() if ms is not None and mode in bar.measured]
-    names = [visible(textwrap.shorten(bar.name, _LONGEST_NAME, placeholder="…")) for bar in bars]
     axes.set_yticks(range(len(bars)), names if len(bars) > 1 or {DISTURBED, NOT_LOSSLESS} & {*names[0]} else [""])
     axes.set(xlabel="ms/token, median over prompts", xlim=(0, _MARGIN * max(figures)), ylim=(len(bars) - 0.5, -0.5))
     axes.grid(visible=True, axis="x")

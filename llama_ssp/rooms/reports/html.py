@@ -13,7 +13,7 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.reports.measures import LEAST_PROMPTS
 from llama_ssp.reports.records import DISTURBED, MEASURE_COLUMNS, NOT_LOSSLESS, ResultTable
 from llama_ssp.reports.runs import Run, names_of, varying_settings
-from llama_ssp.reports.tables import runs_table, table
+from llama_ssp.reports.tables import kinds_table, remarks, repetitions_table, runs_table, table
 from llama_ssp.rooms.reports import figures
 from llama_ssp.rooms.reports.figures import Bar, bars_of, time_per_token
 from llama_ssp.rooms.reports.tables import percentiles_table
@@ -34,6 +34,8 @@ def report(runs: Sequence[Run], missing: Sequence[str] = ()) -> str:
         numbered = [f"{number}: {label}" for (number, *_), label in zip(names, labels, strict=True)]
         sweep = {
             "settings": varying_settings(runs), "table": runs_table(runs), "percentiles": percentiles_table(runs),
+            "kinds": kinds_table(runs), "remarks": remarks(runs), "repetitions": repetitions_table(runs),
+            "status": runs[0].status if len({run.status for run in runs}) == 1 else "",
             "figure": _drawn([row for found in map(bars_of, runs, numbered) for row in found]),
         }  # fmt: skip
     return _page().render(
@@ -73,7 +75,7 @@ def _section(run: Run, name: str) -> dict[str, Any]:
     shown = type(cells[0]).on_page(cells) if cells else ResultTable((), (), ())
     return {
         "name": name, "run": run, "medians": runs_table([run]), "percentiles": percentiles_table([run]),
-        "measured": bool(run.measures.modes), "results": table(shown.columns, shown.rows),
+        "kinds": kinds_table([run]), "measured": bool(run.measures.modes), "results": table(shown.columns, shown.rows),
         "meaning": Markup(escape(" ".join(shown.sentences), quote=False)),
         "figure": _drawn(bars_of(run, mark)),
         "measures": table(MEASURE_COLUMNS, [one.cells for one in verdict.measures] if verdict else []),

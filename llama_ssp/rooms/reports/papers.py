@@ -3,11 +3,10 @@
 import re
 from collections.abc import Callable, Sequence
 
-from llama_ssp.reports.measures import measure, ratio
 from llama_ssp.reports.records import DISTURBED, NOT_LOSSLESS, SPECULATIVE
 from llama_ssp.reports.runs import Run, names_of
 from llama_ssp.reports.summary import accepted_by_position, counted_rounds
-from llama_ssp.reports.tables import Cell, Table, estimated, number, runs_table, table
+from llama_ssp.reports.tables import Cell, Table, kinds_table, number, remarks, repetitions_table, runs_table, table
 from llama_ssp.words import visible
 
 _ESCAPED = {
@@ -23,15 +22,16 @@ def to_markdown(runs: Sequence[Run], _missing: Sequence[str] = ()) -> str:
 
 
 def to_latex(runs: Sequence[Run], _missing: Sequence[str] = ()) -> str:
-    """Lay out the tables in LaTeX."""
-    return _laid_out(runs, _latex, _tex)
+    """Lay out the tables in LaTeX, with the rules of booktabs."""
+    return "% \\usepackage{booktabs}\n" + _laid_out(runs, _latex, _tex)
 
 
 def _laid_out(runs: Sequence[Run], lay_out: Callable[[str, Table], str], escape: Callable[[str], str]) -> str:
     found = {
         "Medians over prompts": runs_table(runs, brief=True),
+        "Means over seeds": repetitions_table(runs),
         "Share of rounds that accepted the token at each position": _by_position(runs),
-        "Kinds of prompts": _by_kind(runs),
+        "Kinds of prompts": kinds_table(runs),
     }
     texts = [lay_out(title, shown) for title, shown in found.items() if shown.rows]
     return "\n\n".join([*texts, escape(_notes(runs))])
@@ -49,21 +49,6 @@ def _by_position(runs: Sequence[Run]) -> Table:
     return table([*heads, *map(str, range(1, most + 1))], rows, len(heads))
 
 
-def _by_kind(runs: Sequence[Run]) -> Table:
-    rows: list[list[Cell | str]] = []
-    heads, names = names_of(runs)
-    for run, own in zip(runs, names, strict=True):
-        for kind in sorted({line.category for line in run.lines if line.category}):
-            lines = [line for line in run.lines if line.category == kind]
-            found, fast = measure(lines), [line for line in lines if line.mode == SPECULATIVE]
-            rounds = [(float(len(line.token_ids) - 1), float(line.num_rounds)) for line in fast if line.num_rounds]
-            rows.append([
-                *own, visible(kind), estimated(found.speedup, unit="x"), estimated(found.acceptance, places=3),
-                estimated(ratio(rounds) if rounds else None), str(len({line.index - line.turn for line in lines})),
-            ])  # fmt: skip
-    return table([*heads, "kind", "speed-up", "accepted", "tokens/round", "prompts"], rows, len(heads) + 1)
-
-
 def _notes(runs: Sequence[Run]) -> str:
     """Notes that a reader needs to repeat the runs."""
     summaries = [run.summary for run in runs]
@@ -79,8 +64,7 @@ def _notes(runs: Sequence[Run]) -> str:
         f"{models}. {prompts} prompts, {num_rounds} rounds.",
         "In brackets stand 95 % intervals over prompts, by the bootstrap; speed-ups are plain over speculative.",
         "; ".join([*versions, *(f"commit {commit}" for commit in commits), *machines]) + ".",
-        *([f"{DISTURBED} The machine was disturbed."] if any(one.disturbed for one in summaries) else []),
-        *dict.fromkeys(f"{NOT_LOSSLESS} {one.caveat[:1].upper()}{one.caveat[1:]}." for one in summaries if one.caveat),
+        *remarks(runs),
     ]
     return visible(" ".join(sentences))
 
@@ -102,8 +86,12 @@ def _latex(title: str, shown: Table) -> str:
 
     places = "l" * shown.num_left + "r" * (len(shown.columns) - shown.num_left)
     rows = [" & ".join(map(text, row)) for row in shown.rows]
-    lines = [f"% {title}", rf"\begin{{tabular}}{{{places}}}", r"\hline", " & ".join(map(_tex, shown.columns)) + r" \\"]
-    return "\n".join([*lines, r"\hline", *(rf"{row} \\" for row in rows), r"\hline", r"\end{tabular}"])
+    lines = [
+        r"\begin{table}", r"\centering", rf"\caption{{{_tex(title)}}}", rf"\begin{{tabular}}{{{places}}}", r"\toprule",
+        " & ".join(map(_tex, shown.columns)) + r" \\", r"\midrule", *(rf"{row} \\" for row in rows), r"\bottomrule",
+        r"\end{tabular}", r"\end{table}",
+    ]  # fmt: skip
+    return "\n".join(lines)
 
 
 def _tex(text: str) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from llama_ssp.errors import ConfigError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.memory import GIB
 from llama_ssp.planning.plan import Plan
@@ -41,11 +40,7 @@ def draw(content: Plan | Choices, file: Path) -> None:
     """Draw a plan or a search into a file; raises ConfigError if the file or its suffix is unusable."""
     with styled():
         figure = draw_plan(content) if isinstance(content, Plan) else draw_search(content)
-    try:
-        save(figure, file)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"figure={file} cannot be written: {reason}") from error
+    save(figure, file)
 
 
 def draw_plan(plan: Plan) -> "Figure":

@@ -5,10 +5,11 @@ import io
 from collections.abc import Sequence
 from itertools import chain
 
-from llama_ssp.reports.measures import PERCENTILES, Estimate
+from llama_ssp.reports.measures import PERCENTILES, Estimate, measure
 from llama_ssp.reports.records import PLAIN, SPECULATIVE
-from llama_ssp.reports.runs import Run, names_of, varying_settings
-from llama_ssp.reports.tables import Table, number, table
+from llama_ssp.reports.runs import Run, drifts_of, names_of, varying_settings
+from llama_ssp.reports.tables import Table, number, speedup_of, table
+from llama_ssp.words import visible
 
 _OWN_COLUMNS = ("task", "model", "draft", "ranks", "seed")
 """Facts that every table has, whether they vary or not."""
@@ -28,7 +29,7 @@ def percentiles_table(runs: Sequence[Run]) -> Table:
 
 def runs_to_csv(runs: Sequence[Run], _missing: Sequence[str] = ()) -> str:
     """Return one row for each run: its settings that vary, medians with intervals, percentiles and forecasts."""
-    rows, settings = [], varying_settings(runs)
+    rows, settings, drifts = [], varying_settings(runs), drifts_of(runs)
     for place, run in enumerate(runs):
         summary, fast, measured = run.summary, run.summary.speculative, run.measures
         num_pairs = len(measured.pairs) or None
@@ -44,10 +45,14 @@ def runs_to_csv(runs: Sequence[Run], _missing: Sequence[str] = ()) -> str:
             row |= _columns(f"{name}_ms_per_token", measured.ms_per_token(name))
             row |= _spread(f"{name}_ms_per_token", mode.ms_percentiles if mode else None)
             row |= _spread(f"{name}_first_token_ms", mode.first_token_percentiles if mode else None)
-        row |= _columns("speedup", measured.speedup)
+        row |= _columns("speedup", speedup_of(run, measured.speedup, drifts))
         row |= {"num_paired": num_pairs, "num_faster": num_pairs and measured.num_faster}
         row |= _columns("acceptance", measured.acceptance)
         row |= {"tokens_per_round": fast and fast.tokens_per_round, "speedup_of_all_tokens": summary.speedup}
+        for kind in sorted({line.category for line in run.lines if line.category}):
+            found = measure([line for line in run.lines if line.category == kind])
+            row |= _columns(f"speedup_of_{visible(kind)}", speedup_of(run, found.speedup, drifts))
+            row |= _columns(f"acceptance_of_{visible(kind)}", found.acceptance)
         rows.append(row | {f"forecast_{name}": value for name, value in vars(summary.forecast).items()})
     text = io.StringIO()
     writer = csv.DictWriter(text, [*dict.fromkeys(chain.from_iterable(rows))], lineterminator="\n")

@@ -1,5 +1,7 @@
-"""launch/report.py as a user calls it, and its tables for a paper."""
+"""`llama-ssp report` as a user calls it, and its tables for a paper."""
 
+import csv
+import io
 import json
 import re
 from dataclasses import replace
@@ -10,10 +12,12 @@ import pytest
 from llama_ssp.errors import ConfigError
 from llama_ssp.registry import PLUGINS
 from llama_ssp.reports.formats import FORMATS
-from llama_ssp.reports.runs import find_runs
+from llama_ssp.reports.runs import Run, find_runs, varying_settings
 from llama_ssp.reports.summary import accepted_by_position
+from llama_ssp.reports.tables import repetitions_table
 from llama_ssp.rooms.reports import command, html
 from llama_ssp.rooms.reports.papers import to_latex, to_markdown
+from llama_ssp.rooms.reports.tables import runs_to_csv
 from tests.helpers.in_process import launch
 from tests.helpers.lanes import heavy
 from tests.helpers.repository import ROOT
@@ -131,24 +135,27 @@ def test_markdown_has_figures_with_intervals_kinds_and_what_repeats_them(
     assert command.main([str(sweep), "--table=markdown"]) == 0
     text = capsys.readouterr().out
     assert not (sweep / "report.html").exists()
-    times, positions, kinds, notes = [*text.split("\n\n| ")[1:], text.rpartition("\n\n")[2]]
+    times, means, positions, kinds, notes = [*text.split("\n\n| ")[1:], text.rpartition("\n\n")[2]]
     assert re.search(r"\n\| 2 † \| 8 \| 10.80 \(10.\d\d to 11.\d\d\) \| 4.80 ", times)
     assert "| 1 | 7 | 0.667 | 0.333 |" in positions
     assert re.search(r"\| 1 \| 7 \| math_50% \| 2.\d\dx \(.*\) \| 0.600 .* \| 3.00 \(3.00 to 3.00\) \| 7 \|", kinds)
     for said in ("a_b&c + small", "14 prompts", "torch ", "1 rank on a CPU", "† The machine was disturbed."):
         assert said in notes
-    for table in (times, positions, kinds):
+    for table in (times, means, positions, kinds):
         assert len({line.count(" | ") for line in table.splitlines() if line.startswith("|")}) == 1
 
 
 def test_latex_is_balanced_and_escaped(sweep: Path) -> None:
     text = to_latex(find_runs([sweep])[0])
     tables = re.findall(r"\\begin\{tabular\}\{([lr]+)\}\n(.*?)\\end\{tabular\}", text, flags=re.DOTALL)
-    assert len(tables) == 3
+    assert len(tables) == 4
     for places, body in tables:
         rows = [line for line in body.splitlines() if line.endswith(r"\\")]
         assert {len(re.findall(r"(?<!\\)&", row)) + 1 for row in rows} == {len(places)}
-        assert len(rows) >= 3
+        assert len(rows) >= 2
+    assert (text.count(r"\toprule"), text.count(r"\midrule"), text.count(r"\bottomrule")) == (4, 4, 4)
+    text, captions = re.subn(r"\\caption\{([A-Za-z -]+)\}", r"\1", text)
+    assert captions == 4
     plain = re.sub(r"\\[a-z]+(\{[a-z|]*\})*|\\[%&_#$]|\$\\dagger\$|^%.*$", "", text, flags=re.MULTILINE)
     assert not re.search(r"[_%#$^~{}†]", re.sub(r"\{[lr]+\}", "", plain))
     assert r"a\_b\&c + small" in text
@@ -210,3 +217,71 @@ def test_a_plugin_that_cannot_be_imported_is_one_sentence(
     monkeypatch.setenv(PLUGINS, "no_such_reports")
     assert command.main(["--help"]) == 2
     assert "no_such_reports, which cannot be imported" in capsys.readouterr().err
+
+
+def _drifted(folder: Path) -> list[Run]:
+    """Two points of a sweep, whose plain completions took 2.45 times as long at the end."""
+    kinds = [replace(line, category=kind, index=place) for line in (PLAIN, FAST) for place, kind in enumerate("ab" * 4)]
+    for number in range(2):
+        written = write_run(folder / str(number), *kinds)
+        found = json.loads((written / "summary.json").read_text())
+        ms = 2.45 * found["plain"]["ms_per_token"]
+        found["baseline"] = {"folder": "first", "ms_per_token": ms} if number else None
+        (written / "summary.json").write_text(json.dumps(found))
+        settings = f"quiet: {'true' if number else 'false'}\ntimeouts:\n  load_s: {number}\n"
+        (written / "config.yaml").write_text(f"seed: 7\nspeculation:\n  num_draft_tokens: {number + 2}\n{settings}")
+    return find_runs([folder])[0]
+
+
+def test_every_format_says_how_plain_drifted_and_gives_such_speed_ups_no_interval(tmp_path: Path) -> None:
+    runs = _drifted(tmp_path / "sweep")
+    said = "Plain completions of first took +145 "
+    latex, markdown, page = to_latex(runs), to_markdown(runs), html.report(runs)
+    assert all(said in text for text in (latex, markdown, page))
+    first, second = csv.DictReader(io.StringIO(runs_to_csv(runs)))
+    assert (bool(first["speedup_low"]), second["speedup_low"]) == (True, "")
+    assert first["speedup"] == second["speedup"]
+    assert first["speedup_of_a"]
+
+
+def test_kinds_of_prompts_stand_in_every_format_and_what_changes_no_figure_in_none(tmp_path: Path) -> None:
+    runs = _drifted(tmp_path / "sweep")
+    assert [setting.name for setting in varying_settings(runs)] == ["K"]
+    page = html.report(runs)
+    assert "Kinds of prompts" in page
+    assert "All runs: done." in page
+    assert "Kinds of prompts" in to_latex(runs)
+    assert "speedup_of_b" in runs_to_csv(runs)
+
+
+def test_a_page_with_marks_says_what_they_mean(tmp_path: Path) -> None:
+    for name in "ab":
+        file = write_run(tmp_path / "sweep" / name, PLAIN, FAST) / "summary.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"disturbed": "others used it" * (name == "b")}))
+    overview = html.report(find_runs([tmp_path / "sweep"])[0]).partition("Each run")[0]
+    assert "† The machine was disturbed." in overview
+
+
+def test_repetitions_have_means_with_intervals_over_seeds(tmp_path: Path) -> None:
+    for seed, ms in enumerate((30.0, 40.0, 50.0)):
+        file = write_run(tmp_path / "sweep" / str(seed), PLAIN, replace(FAST, ms=ms)) / "config.yaml"
+        file.write_text(f"seed: {seed}\n")
+    runs, _ = find_runs([tmp_path / "sweep"])
+    (row,) = repetitions_table(runs).rows
+    fast = repetitions_table(runs).columns.index("speculative, ms/token")
+    half = 4.303 / 3**0.5  # Student's quantile, by a deviation of 1 ms/token
+    assert (row[0].text, row[fast]) == ("3", (f"{4.0:.2f}", f"{4 - half:.2f} to {4 + half:.2f}"))
+    assert "Means over seeds" in html.report(runs)
+    assert "Means over seeds" in to_markdown(runs)
+
+
+@pytest.mark.parametrize("name", ["speed.pdf", "speed.svg", "speed.png"])
+def test_a_report_draws_figures_into_files(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _drifted(tmp_path / "sweep")
+    assert command.main([str(tmp_path / "sweep"), f"figure={tmp_path / name}"]) == 0
+    assert capsys.readouterr().out == f"wrote {tmp_path / name}: 2 runs\n"
+    content = (tmp_path / name).read_bytes()
+    assert content.startswith({"speed.pdf": b"%PDF", "speed.svg": b"<?xml", "speed.png": b"\x89PNG"}[name])
+    assert name != "speed.svg" or all(word in content.decode() for word in ("Speed-up", "K, drafted", ">a<", ">b<"))
+    assert command.main([str(tmp_path / "sweep"), f"figure={tmp_path}/speed.doc"]) == 2
+    assert "cannot be written: " in capsys.readouterr().err

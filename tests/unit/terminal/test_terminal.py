@@ -129,6 +129,12 @@ def test_an_error_breaks_between_words_on_a_terminal() -> None:
     assert " ".join(shown) == sentence
 
 
+def test_the_heading_of_a_point_cuts_nothing_off(plain: tuple[Terminal, Output, Output]) -> None:
+    settings = ", ".join(f"speculation.num_draft_tokens={number}" for number in range(2, 12))
+    plain[0].point(f"point 1 of 6: {settings}", is_first=True)
+    assert settings in " ".join(written(plain[1]).split())
+
+
 def test_ranks_above_0_are_silent(capfd: pytest.CaptureFixture[str], plain: tuple[Terminal, Output, Output]) -> None:
     def speak(terminal: Terminal) -> None:
         terminal.heading("plain", prompt=0, num_prompts=None)
