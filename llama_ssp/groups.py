@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache
+from itertools import chain
+from operator import attrgetter
 from typing import Any, cast
 
 from llama_ssp.registry import Registry
@@ -56,7 +58,7 @@ def whole(group: type) -> type:
 
 def ranges() -> list[Range]:
     """What numbers of the settings must be that rooms add."""
-    return [found for more in MORE.all().values() for found in more.ranges]
+    return [*chain.from_iterable(map(attrgetter("ranges"), MORE.all().values()))]
 
 
 def chooser_of(config: object) -> MoreSettings | None:

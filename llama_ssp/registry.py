@@ -33,6 +33,7 @@ class Registry(Generic[Record]):
         self.setting, self._kind = setting, kind
         self._unread = (*modules, *manifest.records_of_rooms()) if kind else ()
         self.records: dict[str, Record] = {}
+        self._sorted: dict[str, Record] = {}
 
     def register(self, record: Record) -> None:
         """Add a record, or replace the one with the same name."""
@@ -40,8 +41,12 @@ class Registry(Generic[Record]):
 
     def all(self) -> dict[str, Record]:
         """All records by name, sorted by `order` if they have one, then by name."""
-        self._read()
-        return dict(sorted(self.records.items(), key=lambda entry: (getattr(entry[1], "order", 0), entry[0])))
+        if self._unread:
+            self._read()
+        if self._sorted != self.records:
+            order = sorted(self.records.items(), key=lambda entry: (getattr(entry[1], "order", 0), entry[0]))
+            self._sorted = dict(order)
+        return self._sorted.copy()
 
     def find(self, name: str) -> Record | None:
         """The record of a name, if there is one."""
@@ -58,7 +63,9 @@ class Registry(Generic[Record]):
 
     def problem_of(self, name: str, *, key: str | None = None) -> str | None:
         """An error sentence if no record has this name; it begins with `key`, by default the setting."""
-        return None if self.find(name) else unknown_name(words.key_of(key or self.setting), name, self.all())
+        if self._unread:
+            self._read()
+        return None if name in self.records else unknown_name(words.key_of(key or self.setting), name, self.all())
 
     def _read(self) -> None:
         unread, self._unread = self._unread, ()

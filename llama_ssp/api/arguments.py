@@ -201,7 +201,7 @@ def drafter_without_model(given: object) -> DrafterConfig | None:
     """The drafter that an argument names if it has no model, such as ngram; None if the argument is a model."""
     kinds = {name: record for name, record in drafters().items() if not record.has_model}
     name = NO_DRAFT if given is None else given
-    return kinds[name].config(kind=name) if isinstance(name, str) and name in kinds else None
+    return of_kind(name) if isinstance(name, str) and name in kinds else None
 
 
 def vocabulary_of(given: object) -> DraftVocabulary:

@@ -347,11 +347,6 @@ class Timing:
         return self.acceptance is not None and not self.acceptance.is_forecast
 
     @property
-    def median_speedup(self) -> float | None:
-        """The middle of `speedup_range`, which a plan shows; the forecast itself without a range."""
-        return math.sqrt(math.prod(self.speedup_range)) if self.speedup_range else self.speedup
-
-    @property
     def best_s(self) -> float:
         """Seconds per token of the faster mode, while decoding."""
         return self.plain_s if self.speculative_s is None else min(self.plain_s, self.speculative_s)

@@ -93,7 +93,7 @@ def on_all_cores(cores: frozenset[int]) -> Iterator[None]:
 def on_free_cores(world: World) -> Iterator[None]:
     """Compute a block that loads on the cores that other programs leave free, if this rank has its cores alone."""
     before = torch.get_num_threads()
-    is_alone = world.device.type == "cpu" and world.num_sharers == 1
+    is_alone = world.device.type == "cpu" and world.num_sharers == 1 and not has_own_threads(world.comm.size)
     torch.set_num_threads(LOAD.num_free(before) if is_alone else before)
     try:
         yield

@@ -142,7 +142,7 @@ def over_runs(found: Sequence[Estimate | None]) -> Estimate | None:
         return None
     half = _STUDENT[min(len(values) - 1, len(_STUDENT)) - 1] * float(values.std(ddof=1)) / math.sqrt(len(values))
     mean = float(values.mean())
-    return Estimate(value=mean, low=mean - half, high=mean + half)
+    return Estimate(value=mean, low=max(0.0, mean - half), high=mean + half)
 
 
 def _tail(num: int) -> float:

@@ -3,6 +3,7 @@
 Ranks with equal figures share a column. Bytes are shown in GiB (in MiB if all are small), times in ms.
 """
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -195,12 +196,11 @@ def _time_table(plan: Plan) -> tuple[str, Table]:
     over = f"{'one row' if rows == 1 else f'{rows} rows'}{f' of each of {num_replicas} replicas' * (num_replicas > 1)}"
     title = f"Time after the first token; tokens/s over {over}, then with prompts"
     table = _narrow()
-    middle = "median\nspeed-up" if timed.speedup_range else "speed-up"
     names = "", "ms/token", "first\ntoken", "tokens/s", "with\nprompts"
-    for name in (*names, middle) if plan.spec.drafts else names:
+    for name in (*names, "speed-up") if plan.spec.drafts else names:
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     colour = "green" if timed.gains else "red"
-    gain = "" if timed.median_speedup is None else f"[{colour}]{timed.median_speedup:.2f}x[/{colour}]"
+    gain = "" if timed.speedup is None else f"[{colour}]{timed.speedup:.2f}x[/{colour}]"
     plain = "plain", timed.plain_s, timed.plain_prefill_s, timed.plain_run_s, "[dim]-[/dim]"
     speculative = "speculative", timed.speculative_s, timed.prefill_s, timed.speculative_run_s, gain
     for mode, token_s, first_s, run_s, shown in (plain, speculative):
@@ -240,7 +240,7 @@ def _basis(plan: Plan) -> Iterator[str]:
     }  # fmt: skip
     if found := [f"{name} {_ms(ends[0])} to {_ms(ends[1])}" for name, ends in ranges.items() if ends]:
         gain = timed.speedup_range
-        of_gain = f", gain {gain[0]:.2f}x to {gain[1]:.2f}x" if gain else ""
+        of_gain = f", gain {gain[0]:.2f}x to {gain[1]:.2f}x, middle {math.sqrt(gain[0] * gain[1]):.2f}x" if gain else ""
         yield f"80 % ranges, ms: {', '.join(found)}{of_gain}"
     if acceptance is None or timed.tokens_per_round is None:
         return

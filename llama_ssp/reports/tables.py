@@ -72,17 +72,19 @@ def repetitions_table(runs: Sequence[Run]) -> Table:
     """Lay out a row for runs that differ in their seed alone: means, with intervals over seeds; empty without any."""
     settings = varying_settings(runs)
     names = [setting.name for setting in settings if setting.key != SEED]
-    alike: dict[tuple[str, ...], list[RunMeasures]] = {}
-    for place, run in enumerate(runs):
-        own = tuple(setting.texts[place] for setting in settings if setting.key != SEED)
-        alike.setdefault(own, []).append(run.measures)
+    seeds = next((setting.texts for setting in settings if setting.key == SEED), ())
+    alike: dict[tuple[str, ...], dict[str, RunMeasures]] = {}
+    for place, (run, seed) in enumerate(zip(runs, seeds, strict=False)):  # no seeds if all runs have the same
+        own = *(setting.texts[place] for setting in settings if setting.key != SEED), run.summary.machine or ""
+        alike.setdefault(own, {})[seed] = run.measures
     rows: list[list[Cell | str]] = [
         [
-            *own, str(len(found)), *(estimated(over_runs([one.ms_per_token(mode) for one in found])) for mode in MODES),
+            *own[:-1], str(len(found)),
+            *(estimated(over_runs([one.ms_per_token(mode) for one in found])) for mode in MODES),
             estimated(over_runs([one.speedup for one in found]), unit="x"),
             estimated(over_runs([one.acceptance for one in found]), places=3),
         ]
-        for own, found in alike.items()
+        for own, found in ((own, by_seed.values()) for own, by_seed in alike.items())
         if len(found) > 1
     ]  # fmt: skip
     heads = [*names, "seeds", "plain, ms/token", "speculative, ms/token", "speed-up", "accepted"]

@@ -48,6 +48,7 @@ _WIDTH, _HEIGHT = 6.1, 3.5
 """Size of one panel in inches, without its legend."""
 _PAGE_WIDTH = 11.5
 """Width of a figure that fills a page of a report."""
+_SUFFIXES = ".png", ".svg", ".pdf"
 _DPI = 150
 _LEGEND_INCHES = 0.5
 """From the axis down to its legend, past the numbers and the label."""
@@ -98,6 +99,8 @@ def picture(figure: Figure) -> str:
 
 def save(figure: Figure, file: Path) -> None:
     """Save a figure; raises ConfigError if the file or its suffix is unusable."""
+    if file.suffix not in _SUFFIXES:
+        raise ConfigError(f"figure={file} cannot be written: its name must end in {' or '.join(_SUFFIXES)}")
     undated = {".pdf": ("CreationDate",), ".svg": ("Date",)}.get(file.suffix, ())
     with styled():
         _add_legends(figure)

@@ -51,7 +51,7 @@ def read_start(words: Sequence[str], environ: Mapping[str, str], *, default: int
     given = [word.partition("=")[2] for word in words if word.startswith("ranks=")]
     others = [word for word in words if not word.startswith("ranks=")]
     wanted = _number(given) if given else None
-    is_shell = bool(given) and "SLURM_PTY_PORT" in environ  # of `srun --pty`, whose further tasks have no terminal
+    is_shell = (wanted or 1) > 1 and "SLURM_PTY_PORT" in environ  # of `srun --pty`: its first task starts them
     if not is_shell and (launcher := launcher_of(environ)):
         size = read_ranks(environ).size
         if wanted not in {None, size}:

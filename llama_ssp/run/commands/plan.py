@@ -10,7 +10,8 @@ Takes the settings of a run, which `llama-ssp run --help all` lists, and those b
 figure of the machine, for example hardware.num_gpus=4, hardware.num_nodes=2, or hardware.usd_per_hour=20 for the price
 of a million tokens. Several machines are one table of plans, in the order given. workload=chat, code, summarize or
 batch sets prompt_tokens and max_new_tokens. Exit code: 0 fits, 3 does not fit (the message names changes that would
-fit, the smallest first), 2 a setting is wrong.
+fit, the smallest first), 2 a setting is
+wrong, or runs refuse the model.
 """
 
 import argparse
@@ -18,10 +19,11 @@ from collections.abc import Sequence
 from typing import cast
 
 from llama_ssp import catalogue
-from llama_ssp.errors import ConfigError, SspError
+from llama_ssp.errors import ConfigError, SspError, refuse
 from llama_ssp.groups import MORE, chooser_of
 from llama_ssp.machines import hardware
 from llama_ssp.planning.memory import fullest_rank
+from llama_ssp.planning.notes import refusals
 from llama_ssp.planning.printed import accepting
 from llama_ssp.planning.spec import spec_of_plan
 from llama_ssp.registry import imported, load_plugins
@@ -57,7 +59,9 @@ def _show(given: argparse.Namespace) -> None:
         try:
             for one in map(resolve, read_settings([*([] if is_whole else given.settings), *settings], known)):
                 machine = hardware.build(one.hardware)
-                fullest_rank(spec_of_plan(one, machine), machine)
+                spec = spec_of_plan(one, machine)
+                fullest_rank(spec, machine)
+                refuse([*refusals(spec)])
         except SspError:
             return False
         return True
@@ -77,6 +81,7 @@ def _show_plans(configs: Sequence[PlanConfig], settings: Sequence[str]) -> None:
     config = resolve(config)
     machine = hardware.build(config.hardware)
     if chooser:
+        refuse([*refusals(spec_of_plan(config, machine))])
         imported(chooser.choose, setting=f"{chooser.name}=true")(config, machine, settings)
     else:
         show_plan(plan_on(config, machine), config.format, figures=figures_of(config))

@@ -181,6 +181,8 @@ class GraphExecutor(Executor):
             for key in [key for key in (*self._graphs, *self._met) if oldest in _buckets_of(key)]:
                 self._graphs.pop(key, None)
                 self._met.discard(key)
+            if not self._graphs:  # a pool whose last graph is gone takes no other one
+                self._recorder.forget()
 
     def _fails(self, stage: Stage) -> bool:
         return (stage.name, stage.operators) in self.failed

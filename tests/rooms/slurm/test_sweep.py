@@ -246,7 +246,7 @@ def test_a_sweep_that_ends_halfway_names_what_it_has_queued(sweep: Sweep) -> Non
     Path("x/y/2").touch()
     full = "run_dir=x/y/2 cannot be made: File exists", "; to cancel what is queued already: scancel 103 104\n"
     sweep(CPU, "run_dir=a,b,x/y").check_refusal(*full)
-    long = sweep(CPU, "prompts=null", f"prompt={'x' * 2**17}")
+    long = sweep(CPU, "prompts=null", "too_long=truncate", f"prompt={'x' * 2**17}")
     long.check_refusal("sbatch cannot be started: Argument list too long")
     assert refused.code == 2
 

@@ -89,7 +89,7 @@ def test_a_resumed_conversation_goes_on_after_its_recorded_answers_and_refuses_o
     ("setting", "code", "said"),
     [
         ("max_new_tokens=1000", 2, "max_new_tokens=1000 for each of 3 answers that is more than the context of 2048"),
-        heavy("max_new_tokens=500 dry_run=true", 0, "batch 1, 1009 + 500 tokens"),
+        heavy("max_new_tokens=500 dry_run=true", 0, "batch 1, 1010 + 500 tokens"),
     ],
 )
 def test_the_answers_before_a_turn_count_before_anything_is_loaded(

@@ -168,10 +168,13 @@ def test_a_model_of_the_hub_is_planned_by_its_config_file(tmp_path: Path, monkey
         put(tmp_path / "hub", f"acme/{name}", [tmp_path / name / "config.json"])
     found = planned("model=acme/large", "draft=qwen2.5_0.5B", "hardware=8xh100")
     assert (found["target"]["name"], found["draft"]["name"]) == ("acme/large", "qwen2.5_0.5B")
-    listed, alone = (planned("model=acme/other", "draft=none", machines) for machines in (LIST, "hardware=8xh100"))
-    for plan in (*listed["plans"], alone):
-        notes = plan["notes"]
-        assert any(note.startswith("acme/other is planned as a Llama of its sizes") for note in notes)
+    other = ("model=acme/other", "draft=none", "format=json")
+    ended = [in_process.call(entry.main, [*other, machines]) for machines in (LIST, "hardware=8xh100")]
+    assert [one.code for one in ended] == [2, 2], "no library here runs it"
+    listed, alone = (json.loads(one.out) for one in ended)
+    for found in (*listed["plans"], alone):
+        assert "unknown to transformers" in found["refusals"][0]
+        assert any(note.startswith("acme/other is planned as a Llama of its sizes") for note in found["notes"])
 
 
 def test_a_tree_of_one_level_is_planned() -> None:
