@@ -62,7 +62,7 @@ def _notes(runs: Sequence[Run]) -> str:
     num_rounds = sum(len(counted_rounds(run.lines)) for run in runs)
     sentences = [
         f"{models}. {prompts} prompts, {num_rounds} rounds.",
-        "In brackets: 95 % intervals, over prompts the bootstrap's, over seeds Student's. Speed-up: plain / speculative.",
+        "In brackets: 95 % ranges, over prompts the bootstrap's, over seeds Student's. Speed-up: plain / speculative.",
         "; ".join([*versions, *(f"commit {commit}" for commit in commits), *machines]) + ".",
         *remarks(runs),
     ]
