@@ -197,7 +197,7 @@ def _time_table(plan: Plan) -> tuple[str, Table]:
     title = f"Time after the first token; tokens/s over {over}, then with prompts"
     table = _narrow()
     names = "", "ms/token", "first\ntoken", "tokens/s", "with\nprompts"
-    for name in (*names, "speed-up") if plan.spec.drafts else names:
+    for name in (*names, "forecast\nspeed-up") if plan.spec.drafts else names:
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     colour = "green" if timed.gains else "red"
     gain = "" if timed.speedup is None else f"[{colour}]{timed.speedup:.2f}x[/{colour}]"

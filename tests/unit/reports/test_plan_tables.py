@@ -142,11 +142,15 @@ def test_a_terminal_of_80_columns_breaks_no_word_and_scrolls_little() -> None:
     assert [word for word in ("speculative", "capacity", "USD/M", "tokens/s", "p4d_24xlarge") if word not in text] == []
 
 
-def test_the_shown_gain_is_the_middle_of_its_range() -> None:
+def test_the_shown_gain_is_that_of_the_shown_times_and_its_range_has_a_middle() -> None:
     plan = _plan("30B", "tinyllama_1B", num_ranks=8)
     low, high = document(plan)["time"]["speedup_range"]
-    (row,) = (line for line in _printed(plan).splitlines() if line.startswith("speculative"))
-    assert row.split()[-1] == f"{(low * high) ** 0.5:.2f}x"
+    rows = {
+        line.split()[0]: line.split() for line in _printed(plan).splitlines() if re.match(r"(plain|spec\w+) +\d", line)
+    }
+    assert rows["speculative"][-1] == f"{plan.timing.speedup:.2f}x"
+    assert float(rows["plain"][1]) / float(rows["speculative"][1]) == pytest.approx(plan.timing.speedup, rel=0.01)
+    assert f"gain {low:.2f}x to {high:.2f}x, middle {(low * high) ** 0.5:.2f}x" in _printed(plan)
 
 
 def test_a_note_is_printed_once_and_sums_need_several_gpus() -> None:
