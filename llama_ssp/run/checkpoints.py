@@ -37,7 +37,6 @@ from llama_ssp.settings.layout import Layout, lay_out
 from llama_ssp.settings.schema import ExpertParts, RunConfig
 from llama_ssp.settings.weights import WEIGHTS
 from llama_ssp.storage.stored import kept_format
-from llama_ssp.weight_changes import CHANGES
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import Checkpoint, check_shape, inspect, summary
 from llama_ssp.weights.in_memory import WeightsInMemory, as_eos_ids
@@ -136,8 +135,7 @@ def find_update(
                 hub.resolve(entry)
     with raise_on_all_ranks(world.comm):
         if isinstance(entry := given[0], ModelConfig):
-            new = {name: getattr(entry, name) for name in CHANGES.all() if hasattr(entry, name)}
-            check_values(replace(config, model=replace(config.model, **new)))
+            check_values(replace(config, model=replace(entry, shape=config.model.shape)))
         origins: list[WeightSource | None] = [
             _inspect(entry) if isinstance(entry, ModelConfig) else entry for entry in given
         ]
