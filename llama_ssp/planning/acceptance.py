@@ -160,6 +160,8 @@ def known(target: str, draft: str, *, temperature: float | None = None) -> Accep
 def _at(entries: Sequence[Mapping[str, Any]], temperature: float | None) -> Acceptance:
     """The figure of a pair at a temperature, by its entries."""
     by_temperature = {entry.get("temperature"): entry for entry in reversed(entries)}
+    if temperature in by_temperature:
+        return _figure(by_temperature[temperature], temperature)
     if temperature is None or None in by_temperature:
         return _figure(by_temperature[None] if None in by_temperature else entries[0], temperature)
     known_at = sorted(map(float, by_temperature))

@@ -9,7 +9,7 @@ from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.advisers import Adviser
-from llama_ssp.planning.memory import GIB, RankMemoryPlan
+from llama_ssp.planning.memory import GIB, RankMemoryPlan, fits
 from llama_ssp.planning.model import PlannedModel
 from llama_ssp.planning.spec import PlanSpec, without_draft
 from llama_ssp.planning.timing import CostModel, Timing, timing
@@ -80,7 +80,7 @@ def notes_on_formats(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) ->
     if hardware.device != "cuda" or not target.storage.is_quantized or target.storage.target_advice:
         return
     whole = replace(spec, target=replace(target, quantization=NO_QUANTIZATION, stored_format=None))
-    if timed.plain_s > (whole_s := CostModel(whole, hardware).plain_s()):
+    if fits(whole, hardware) and timed.plain_s > (whole_s := CostModel(whole, hardware).plain_s()):
         yield (
             f"{target.quantization} saves memory and no time at {counted(spec.batch_size, 'row')}: "
             f"{rounded(1e3 * timed.plain_s)} ms/token plain, {rounded(1e3 * whole_s)} in {target.dtype.name}"

@@ -133,7 +133,8 @@ def load_models(
     with raise_on_all_ranks(world.comm), on_free_cores(world):
         vocabulary, tokenizers = vocabulary_of(config.draft), [source.tokenizer for source in sources if source]
         prepare = drafter_of(config.draft).prepare or vocabulary.prepare
-        read = imported(prepare, setting=f"draft.kind={config.draft.kind}") if prepare else None
+        asked = f"draft.kind={config.draft.kind}" if drafter_of(config.draft).prepare else vocabulary.asked
+        read = imported(prepare, setting=asked) if prepare else None
         prepared = read(config.draft, *tokenizers) if read else None
         vocab_size, context = target_source.origin.shape.vocab_size, target_source.origin.context
         target: Runner = NullRunner(device=world.device, vocab_size=vocab_size, max_position_embeddings=context)
@@ -206,8 +207,8 @@ def _make_mesh(config: RunConfig, layout: Layout, world: World) -> Mesh:
     return replace(mesh, target=target, draft=draft)
 
 
-def shards_of(models: Models, config: RunConfig) -> tuple[Shard, Shard]:
-    """The parts of the vocabulary that this rank draws from, with the target and with the draft; see the function."""
+def cuts_of(models: Models, config: RunConfig) -> tuple[bool, bool]:
+    """Whether ranks draw from parts of the vocabulary, with the target and with the draft; see `draws_over_shards`."""
     sampling, mesh, vocab_size = config.sampling, models.mesh, models.target.vocab_size
     gathers = (
         sampling.takes_best
@@ -217,16 +218,20 @@ def shards_of(models: Models, config: RunConfig) -> tuple[Shard, Shard]:
         or config.speculation.overlap
     )
     if gathers or not models.sources:
-        return WHOLE, WHOLE
+        return False, False
     has_others = models.sources[-1].origin.shape.is_head or models.vocabulary is not SAME
-    found = draws_over_shards(
+    return draws_over_shards(
         mesh.layout, rule=config.verification.rule if sampling.temperature else AT_ZERO,
         is_certain=drafts_greedily(config.draft), vocab_size=vocab_size,
         num_scored=config.batch_size * (1 + config.speculation.most_draft_tokens * drafts(config.draft)),
         draft_vocab_size=None if has_others else models.sources[-1].origin.shape.vocab_size,
     )  # fmt: skip
-    of_models = zip(found, (mesh.target, mesh.draft), strict=True)
-    target, draft = (Shard(comm, vocab_size) if is_cut and comm else WHOLE for is_cut, comm in of_models)
+
+
+def _shards_of(models: Models, config: RunConfig) -> tuple[Shard, Shard]:
+    """The parts of the vocabulary that this rank draws from, with the target and with the draft."""
+    of_models = zip(cuts_of(models, config), (models.mesh.target, models.mesh.draft), strict=True)
+    target, draft = (Shard(comm, models.target.vocab_size) if is_cut and comm else WHOLE for is_cut, comm in of_models)
     return target, draft
 
 
@@ -243,7 +248,7 @@ def build_decoder(
     split = BatchSplit(mesh.replica, mesh.layout.draft_ranks) if speculative and mesh.layout.splits_batch else None
     taps, tree = (models.make_taps(), tree_of(config, device)) if speculative else (None, None)
     of_trees = partial(verify_tree, tree) if tree else None
-    of_target, of_draft = shards_of(models, config) if is_cut else (WHOLE, WHOLE)
+    of_target, of_draft = _shards_of(models, config) if is_cut else (WHOLE, WHOLE)
     steps = RowSteps() if config.sampling.by_row else None
     rule = make_rule(
         config.sampling, config.verification, is_cut=is_cut, of_trees=of_trees, shard=of_target, steps=steps

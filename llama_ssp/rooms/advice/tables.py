@@ -46,8 +46,8 @@ def print_search(found: Search, console: Console | None = None) -> None:
         console.print("untried: drafting while the target verifies has never run on several GPUs")
     console.print("\nThese commands plan the choices, and with run in place of plan they run them:")
     for choice in shown:
-        if choice["reason"] is None:
-            console.print(f"{choice['rank']:>4}  {escape(command('plan', *choice['settings']) or '')}", soft_wrap=True)
+        if choice["reason"] is None and (line := command("plan", *choice["settings"])):
+            console.print(f"{choice['rank']:>4}  {escape(line)}", soft_wrap=True)
 
 
 def printed(choices: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

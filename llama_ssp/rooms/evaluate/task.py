@@ -11,13 +11,12 @@ from llama_ssp.rooms.evaluate.martingales import ANY_ROUNDS, BLOCK, CERTAIN, Rol
 from llama_ssp.rooms.evaluate.probabilities import SampledText, score
 from llama_ssp.rooms.evaluate.records import Evidence, task_and_suite
 from llama_ssp.rooms.evaluate.warpers import variation_from_warpers
-from llama_ssp.run.decoders import shards_of
+from llama_ssp.run.decoders import cuts_of
 from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session, Viewer
 from llama_ssp.settings.drafters import SAME, drafter_of, drafts_greedily, vocabulary_of
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import RunConfig
-from llama_ssp.speculate.sampling.shards import WHOLE
 from llama_ssp.storage.formats import NO_QUANTIZATION, OWN_DTYPE
 
 
@@ -65,8 +64,8 @@ def _hidden(session: Session) -> Iterator[str]:
     config, layout = session.config, session.models.mesh.layout
     if config.sampling.penalizes:
         yield "wrong penalties, biases and bans, which scoring applies too"
-    if len(layout.target_ranks) > 1 and shards_of(session.models, config) == (WHOLE, WHOLE):
-        yield "wrong draws over shards of the vocabulary, which larger batches have"
+    if len(layout.target_ranks) > 1 and not any(cuts_of(session.models, config)):
+        yield "wrong draws over shards of the vocabulary, which this run has none of"
 
 
 def rounds_of(config: RunConfig, *, has_head: bool) -> Rounds:

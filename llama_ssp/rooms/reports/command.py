@@ -60,7 +60,7 @@ def _report(given: argparse.Namespace) -> str:
     if not runs:
         raise ConfigError("; ".join(missing))
     if named:
-        return _drawn(runs, named)
+        return _drawn(runs, named, missing)
     if given.table:
         return FORMATS.of(given.table).text(runs, missing)
     output = given.output or folders[0]
@@ -72,8 +72,7 @@ def _report(given: argparse.Namespace) -> str:
             (output / name).write_text(content, encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigError(f"{output} cannot be written: {(error.strerror or str(error)).lower()}") from error
-    left_out = f"; left out: {'; '.join(missing)}" if missing else ""
-    return f"wrote {output / listed([*texts])}: {count(len(runs), 'run')}{left_out}"
+    return f"wrote {output / listed([*texts])}: {count(len(runs), 'run')}{_left_out(missing)}"
 
 
 def _figures(given: argparse.Namespace) -> tuple[list[str], list[Path]]:
@@ -87,9 +86,13 @@ def _figures(given: argparse.Namespace) -> tuple[list[str], list[Path]]:
     return named, folders
 
 
-def _drawn(runs: "Sequence[Run]", files: Sequence[str]) -> str:
+def _drawn(runs: "Sequence[Run]", files: Sequence[str], missing: Sequence[str]) -> str:
     from llama_ssp.rooms.reports.figures import draw_over_k  # noqa: PLC0415 - slow to import
 
     for file in files:
         draw_over_k(runs, Path(file))
-    return f"wrote {listed(files)}: {count(len(runs), 'run')}"
+    return f"wrote {listed(files)}: {count(len(runs), 'run')}{_left_out(missing)}"
+
+
+def _left_out(missing: Sequence[str]) -> str:
+    return f"; left out: {'; '.join(missing)}" if missing else ""

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports.measures import Estimate, RunMeasures, measure, over_runs
 from llama_ssp.reports.records import DISTURBED, NOT_LOSSLESS, PLAIN, SPECULATIVE
-from llama_ssp.reports.runs import SEED, Run, varying_settings
+from llama_ssp.reports.runs import SEED, Run, drifts_of, varying_settings
+from llama_ssp.reports.tables import speedup_of
 from llama_ssp.words import visible
 
 try:
@@ -142,18 +143,25 @@ def over_k(runs: Sequence[Run]) -> Figure:
 
     Runs that differ in their seed are one point, with the interval over seeds.
     """
-    settings = [one for one in varying_settings(runs) if one.key not in {SEED, "speculation.num_draft_tokens"}]
-    lines: dict[str, dict[int, list[RunMeasures]]] = {}
-    for place, run in enumerate(runs):
+    varying, drifts = varying_settings(runs), drifts_of(runs)
+    settings = [one for one in varying if one.key not in {SEED, "speculation.num_draft_tokens"}]
+    seeds = next((one.texts for one in varying if one.key == SEED), [""] * len(runs))
+    lines: dict[str, dict[int, dict[str, RunMeasures]]] = {}
+    for place, (run, seed) in enumerate(zip(runs, seeds, strict=True)):
         own = [f"{setting.name}={setting.texts[place]}" for setting in settings]
         for kind in sorted({line.category or "" for line in run.lines}):
             name = ", ".join(filter(None, [*own, kind])) or run.pair
             found = measure([line for line in run.lines if (line.category or "") == kind])
-            lines.setdefault(name, {}).setdefault(run.num_draft_tokens, []).append(found)
+            found = found._replace(speedup=speedup_of(run, found.speedup, drifts))
+            lines.setdefault(name, {}).setdefault(run.num_draft_tokens, {})[seed] = found
     figure, drawn = panels(*_MEASURES)
     for axes, value_of in zip(drawn, _MEASURES.values(), strict=True):
         for number, (name, by_k) in enumerate(lines.items()):
-            points = {k: value for k, found in sorted(by_k.items()) if (value := over_runs([*map(value_of, found)]))}
+            points = {
+                k: value
+                for k, by_seed in sorted(by_k.items())
+                if (value := over_runs([*map(value_of, by_seed.values())]))
+            }
             if points:
                 axes.plot([*points], [value.value for value in points.values()], label=name, **look(number))
             for k, value in points.items():

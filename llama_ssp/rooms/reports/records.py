@@ -17,7 +17,8 @@ MARKDOWN = ReportFormat(name="markdown", write="llama_ssp.rooms.reports.papers:t
 LATEX = ReportFormat(name="latex", write="llama_ssp.rooms.reports.papers:to_latex", order=4)
 
 COMMAND = Command(
-    name="report", usage="FOLDER... [--output=DIR]", purpose="a page of figures and tables of finished runs", order=4,
+    name="report", usage="FOLDER... [figure=FILE | --output=DIR | --table=FORM]",
+    purpose="a page of figures and tables of finished runs", order=4,
     run="llama_ssp.rooms.reports.command:main", of_sweeps="makes one report",
 )  # fmt: skip
 

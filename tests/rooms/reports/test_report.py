@@ -275,6 +275,15 @@ def test_repetitions_have_means_with_intervals_over_seeds(tmp_path: Path) -> Non
     assert "Means over seeds" in to_markdown(runs)
 
 
+@pytest.mark.parametrize(("seeds", "num_seeds"), [((0, 0), None), ((0, 0, 1), "2")])
+def test_runs_of_one_seed_are_one_repetition(seeds: tuple[int, ...], num_seeds: str | None, tmp_path: Path) -> None:
+    for name, seed in zip("abc", seeds, strict=False):
+        file = write_run(tmp_path / "sweep" / name, PLAIN, FAST) / "config.yaml"
+        file.write_text(f"seed: {seed}\n")
+    rows = repetitions_table(find_runs([tmp_path / "sweep"])[0]).rows
+    assert [row[0].text for row in rows] == ([num_seeds] if num_seeds else [])
+
+
 @pytest.mark.parametrize("name", ["speed.pdf", "speed.svg", "speed.png"])
 def test_a_report_draws_figures_into_files(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _drifted(tmp_path / "sweep")
@@ -283,5 +292,6 @@ def test_a_report_draws_figures_into_files(name: str, tmp_path: Path, capsys: py
     content = (tmp_path / name).read_bytes()
     assert content.startswith({"speed.pdf": b"%PDF", "speed.svg": b"<?xml", "speed.png": b"\x89PNG"}[name])
     assert name != "speed.svg" or all(word in content.decode() for word in ("Speed-up", "K, drafted", ">a<", ">b<"))
-    assert command.main([str(tmp_path / "sweep"), f"figure={tmp_path}/speed.doc"]) == 2
-    assert "cannot be written: " in capsys.readouterr().err
+    for other in ("speed.doc", "speed"):
+        assert command.main([str(tmp_path / "sweep"), f"figure={tmp_path / other}"]) == 2
+        assert "cannot be written: its name must end in .png or .svg or .pdf" in capsys.readouterr().err

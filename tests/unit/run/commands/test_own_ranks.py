@@ -59,6 +59,9 @@ def test_a_shell_of_srun_starts_the_ranks_that_it_asks_for(num_tasks: str) -> No
     """`srun --pty bash` in an allocation of two tasks has two, of which one has the terminal."""
     environ = {**STEP, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": num_tasks, "SLURM_PTY_PORT": "40000"}
     assert read("ranks=2", environ=environ).num_ranks == 2
+    if num_tasks == "2":
+        with pytest.raises(ConfigError, match="srun has started 2 already"):  # a rank alone would wait for the other
+            read("ranks=1", environ=environ)
 
 
 @pytest.mark.parametrize("environ", [TORCHRUN, {**STEP, "SLURM_STEP_NUM_TASKS": "2"}], ids=["torchrun", "srun"])

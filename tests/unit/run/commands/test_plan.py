@@ -169,6 +169,7 @@ def test_a_model_of_the_hub_is_planned_by_its_config_file(tmp_path: Path, monkey
     found = planned("model=acme/large", "draft=qwen2.5_0.5B", "hardware=8xh100")
     assert (found["target"]["name"], found["draft"]["name"]) == ("acme/large", "qwen2.5_0.5B")
     other = ("model=acme/other", "draft=none", "format=json")
+    in_process.call(entry.main, [*other, "hardware=8xh100", "search=true"]).check_refusal("runs refuse acme/other")
     ended = [in_process.call(entry.main, [*other, machines]) for machines in (LIST, "hardware=8xh100")]
     assert [one.code for one in ended] == [2, 2], "no library here runs it"
     listed, alone = (json.loads(one.out) for one in ended)
