@@ -189,7 +189,8 @@ def _expanded(word: _Word) -> list[_Word]:
 
 def _composed(config: DictConfig, words: Sequence[_Word], chosen: Sequence[str], problems: list[str]) -> Composed:
     """Set values that the words give beyond the chosen options, and note in `problems` words that cannot be set."""
-    for name in filter(None, map(_model_draft, words)):
+    last_draft = next((word for word in reversed(words) if word.key == "draft"), None)
+    if last_draft and (name := _model_draft(last_draft)):
         config.draft = _structured_draft(name)
     keys, settings, explicit = frozenset(keys_of(config)), [], []
     for word in words:

@@ -14,7 +14,7 @@ from llama_ssp import catalogue
 from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import ConfigError
 from llama_ssp.run.tasks.records import CompareConfig
-from llama_ssp.settings.compose import Composed, compose, groups_of, run_id
+from llama_ssp.settings.compose import Composed, Known, compose, groups_of, run_id
 from llama_ssp.settings.schema import MODEL_DRAFT, NO_DRAFT, RunConfig
 from llama_ssp.settings.tasks import default_of
 from tests.helpers.composed import compose_run
@@ -52,6 +52,22 @@ def test_the_catalogue_alone_reads_the_files_of_options(monkeypatch: pytest.Monk
     run, _ = compose_run("model=65B", "draft=7B", "experiment=picture", "hardware=laptop_cpu")
     assert (run.model.shape, run.model.hub_id) == (catalogue.load("65B").shape, catalogue.load("65B").hub_id)
     assert [file for file in opened if str(catalogue.conf_dir()) in file] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        (("draft=7B", "draft=none"), NO_DRAFT),
+        (("draft=none", "draft=7B"), MODEL_DRAFT),
+        (("draft=ngram", "draft.model.dtype=bf16", "draft=7B"), MODEL_DRAFT),
+    ],
+)
+def test_the_last_draft_of_several_holds_in_every_call(words: tuple[str, ...], kind: str) -> None:
+    known: Known = {}
+    first_one, again = (compose(["model=65B", *words], known=known)[0].config for _ in range(2))
+    assert first_one == again
+    assert first_one.draft.kind == kind
+    assert first_one == compose(["model=65B", *words])[0].config
 
 
 def test_blanks_around_the_name_of_an_option_are_no_part_of_it() -> None:
