@@ -17,12 +17,15 @@ Source: arXiv:2503.01840 (EAGLE-3), 2602.01469 (P-EAGLE), 2602.06036 (DFlash), 2
 github.com/z-lab/dflash and github.com/deepseek-ai/DeepSpec.
 """
 
+import json
 import math
+import pickletools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 from llama_ssp.architectures.family import Family
 from llama_ssp.architectures.matrices import Inventory, Matrix, decoder
@@ -43,19 +46,43 @@ MARKOV_HEADS = "vanilla", "gated", "rnn"
 
 
 _OTHER_HEADS = {
-    r".*medusa.*": "Medusa heads", r"mlp|.*mlp_?speculator.*": "an MLP speculator", r"eagle": "a head of EAGLE-1 or 2",
+    r".*medusa.*": "Medusa heads", r"mlp|.*mlp_?speculator.*": "an MLP speculator",
+    r"eagle(model)?|.*forcausallmeagle": "a head of EAGLE-1 or 2",
 }  # fmt: skip
 """Heads that are not read, by what their files call them."""
-_HEADS_READ = "of draft heads those of EAGLE-3, P-EAGLE, DFlash and DSpark are read"
+_EAGLE = {"fc.weight", "layers.0.mlp.up_proj.weight"}
+"""Tensors of a head of EAGLE-1 or 2, whose config.json is mostly that of a Llama of one layer."""
+_MAX_HEADER_BYTES = 2**20
+_HEADS_READ = (
+    "of draft heads those of EAGLE-3, P-EAGLE, DFlash and DSpark are read: give one of them in safetensors, or another "
+    "draft"
+)
 
 
 def _refuse_other_heads(content: Mapping[str, Any], file: Path) -> None:
     """Raise CheckpointError for the config.json of a draft head of a kind that is not read."""
     named = [content.get("speculators_model_type"), content.get("model_type"), *(content.get("architectures") or [])]
-    for name in ["medusa"] * ("medusa_num_heads" in content) + named:
+    named += ["medusa"] * ("medusa_num_heads" in content)
+    if content.get("num_hidden_layers") == 1 and content.keys().isdisjoint({"draft_vocab_size", _SPECULATOR}):
+        named += ["eagle"] * (_names_in(file.parent) >= _EAGLE)
+    for name in named:
         for pattern, what in _OTHER_HEADS.items():
             if re.fullmatch(pattern, str(name).lower()):
                 raise CheckpointError(f"{file} describes {what}, and {_HEADS_READ}")
+
+
+def _names_in(folder: Path) -> set[str]:
+    """The names of tensors, and other texts, in a folder's file of weights, of which none runs; none if unreadable."""
+    try:
+        if (pickled := folder / "pytorch_model.bin").is_file():
+            with ZipFile(pickled) as stored:
+                found = [each for each in stored.infolist() if each.filename.endswith("/data.pkl")]
+                parts = [stored.read(each) for each in found if each.file_size <= _MAX_HEADER_BYTES]
+            return {text for part in parts for _, text, _ in pickletools.genops(part) if isinstance(text, str)}
+        with (folder / "model.safetensors").open("rb") as file:
+            return set(json.loads(file.read(min(int.from_bytes(file.read(8), "little"), _MAX_HEADER_BYTES))))
+    except Exception:  # noqa: BLE001 - whatever a damaged file raises
+        return set()
 
 
 @dataclass(frozen=True, kw_only=True)

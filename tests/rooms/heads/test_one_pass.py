@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from benchmarks.families import MORE
@@ -27,7 +27,9 @@ from llama_ssp.run.tasks.dry_run import plan_of_run
 from llama_ssp.run.tasks.records import GenerateConfig
 from llama_ssp.settings.schema import MODEL_DRAFT, DrafterConfig, RunConfig
 from llama_ssp.speculate.engine.round import DraftChoice
+from llama_ssp.weights.checkpoint import SINGLE_FILE, inspect
 from tests.helpers import head_drafts
+from tests.helpers.edits import edit_json
 from tests.helpers.head_drafts import NUM_DRAFTED, Seen, check_greedy
 from tests.helpers.lanes import heavy, slow
 from tests.helpers.models import FAMILIES, VOCAB_SIZE, build_checkpoint, refusal
@@ -165,6 +167,33 @@ def test_a_faulty_head_is_refused_with_what_is_wrong(name: str, tmp_path: Path) 
     layout, changed, message = FAULTS[name]
     with pytest.raises(CheckpointError, match=message):
         check_model(save_pair(tmp_path, layout, **changed)[1], num_ranks=1)
+
+
+@pytest.mark.parametrize("stored", ["pickle", "safetensors", "named alone"])
+def test_a_published_head_of_eagle_1_or_2_is_named_by_plans_and_runs(stored: str, tmp_path: Path) -> None:
+    """Its config.json is that of a Llama of one layer; of a pickle the names are read, and nothing runs."""
+    build_checkpoint(tmp_path, "llama", num_hidden_layers=1)
+    tensors = load_file(tmp_path / SINGLE_FILE)
+    (tmp_path / SINGLE_FILE).unlink()
+    head = {name.removeprefix("model."): each for name, each in tensors.items() if "layers" in name}
+    head |= {"fc.weight": torch.ones(4, 8)}
+    if stored == "pickle":
+        torch.save(head, tmp_path / "pytorch_model.bin")
+    elif stored == "safetensors":
+        save_file(head, tmp_path / SINGLE_FILE)
+    else:
+        edit_json(tmp_path / "config.json", architectures=["LlamaForCausalLMEagle"])
+    for read in (inspect, read_config, lambda folder: check_readable(folder, "none")):
+        with pytest.raises(CheckpointError, match=r"a head of EAGLE-1 or 2, .* give one of them in safetensors"):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize("broken", ["pytorch_model.bin", SINGLE_FILE])
+def test_a_model_of_one_layer_whose_weights_cannot_be_read_is_no_head(broken: str, tmp_path: Path) -> None:
+    build_checkpoint(tmp_path, "llama", num_hidden_layers=1)
+    assert check_readable(tmp_path, "none")
+    (tmp_path / broken).write_bytes(b"\xff" * 64)
+    assert check_readable(tmp_path, "none")
 
 
 def test_masks_of_blocks_may_be_spelled_out(tmp_path: Path) -> None:
