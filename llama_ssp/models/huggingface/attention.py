@@ -55,8 +55,11 @@ def _one_by_one(form: Form) -> Form:
     """The position-by-position variant of an attention of transformers; it returns (B, T, H, D)."""
 
     def forward(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **options: object
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: object
     ) -> tuple[Tensor, None]:
+        if attention_mask is None:  # of a whole text without a cache, with which ours is compared
+            return form(module, query, key, value, attention_mask, **options)
+
         def attend(queries: Tensor, mask: Tensor) -> Tensor:
             return form(module, queries, key, value, mask, **options)[0].transpose(1, 2)
 

@@ -405,3 +405,10 @@ def test_a_table_of_positions_of_another_length_is_refused_before_masks_of_its_s
     tiny_config("gpt_neo", max_position_embeddings=2**22).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"wpe.weight has 128 rows, and .*max_position_embeddings=4194304"):
         build_empty(inspect(tmp_path))
+
+
+def test_a_hybrid_without_a_mask_of_its_whole_text_is_compared_with_quantized_inputs_too(tmp_path: Path) -> None:
+    """Attention by position gets no mask in the library's own forward, which the static cache is held against."""
+    build_checkpoint(tmp_path, "nemotron_h", hidden_size=128, intermediate_size=256)
+    precision = Precision(quantization="int8")
+    assert load_model(Loading(inspect(tmp_path), device=torch.device("cpu"), comm=Comm.single(), precision=precision))
