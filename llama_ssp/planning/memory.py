@@ -20,7 +20,6 @@ from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.weights import WeightBytes, model_bytes, rank_shares, split
 from llama_ssp.settings.backends import TENSOR, Backend
 from llama_ssp.settings.rules import rule_of
-from llama_ssp.settings.schema import ADAPTIVE_LENGTHS
 
 GB, GIB = 10**9, 2**30
 
@@ -347,7 +346,7 @@ def _graph_bytes(spec: PlanSpec, hardware: HardwareConfig, *, drafts: bool) -> i
     by_length = all(model.reads_by_length(hardware) for model in (spec.target, spec.draft) if model)
     num_buckets = min(-(-spec.num_slots // engine.BUCKET_STEP[hardware.device]), engine.MOST_GRAPHED_BUCKETS)
     num_buckets = 1 if by_length else num_buckets
-    lengths = ADAPTIVE_LENGTHS if spec.adapts else (spec.num_draft_tokens,)
+    lengths = spec.adaptive_lengths if spec.adapts else (spec.num_draft_tokens,)
     num_short = len(engine.SHORT_PROMPTS) * (by_length and spec.prompt_tokens <= engine.SHORT_PROMPTS[-1])
 
     def num_nodes(model: PlannedModel, ranks: tuple[int, ...]) -> int:

@@ -25,7 +25,7 @@ from llama_ssp.settings.drafters import (
 )
 from llama_ssp.settings.layout import Layout, lay_out
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT, rule_of
-from llama_ssp.settings.schema import DrafterConfig, DraftLayout, ExpertParts, PlanConfig, RunConfig
+from llama_ssp.settings.schema import DrafterConfig, DraftLayout, ExpertParts, PlanConfig, RunConfig, adaptive_lengths
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.settings.trees import TreeShape
 
@@ -153,6 +153,11 @@ class PlanSpec:
     def has_head(self) -> bool:
         """Whether the draft is a head, which reads taps of the target."""
         return self.draft is not None and self.draft.shape.is_head
+
+    @cached_property
+    def adaptive_lengths(self) -> tuple[int, ...]:
+        """See `schema.adaptive_lengths`."""
+        return adaptive_lengths(self.draft.shape if self.draft else None)
 
     @cached_property
     def drafts_in_one_pass(self) -> bool:
@@ -306,7 +311,7 @@ def make_spec(
         draft_kind=layout.draft_kind,
         draft_ranks=layout.draft_ranks,
         num_replicas=placement.num_replicas,
-        num_draft_tokens=speculation.most_draft_tokens,
+        num_draft_tokens=config.most_draft_tokens,
         adapts=speculation.adapts,
         is_certain=drafts_greedily(config.draft) or bool(tree and tree.is_dynamic),
         tree=tree,

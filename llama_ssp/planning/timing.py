@@ -41,7 +41,7 @@ from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.weights import step_bytes
 from llama_ssp.settings.backends import TENSOR, Backend
 from llama_ssp.settings.rules import AT_ZERO, rule_of
-from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout
+from llama_ssp.settings.schema import DraftLayout
 from llama_ssp.storage.formats import NO_QUANTIZATION
 
 Ends: TypeAlias = tuple[float, float]
@@ -388,7 +388,8 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
     spec, chosen = costs.spec, costs.spec.num_draft_tokens
     acceptance = expected_of_spec(spec)
     probability, tree = acceptance.probability, spec.tree
-    lengths = range(chosen, chosen + 1) if tree else range(1, max(MOST_DRAFT_TOKENS, chosen) + 1)
+    longest = min((spec.draft and spec.draft.shape.most_drafted) or MOST_DRAFT_TOKENS, MOST_DRAFT_TOKENS)
+    lengths = range(chosen, chosen + 1) if tree else range(1, max(longest, chosen) + 1)
     overlapped = [costs.overlapped(number) for number in lengths if spec.overlaps]
 
     def gains(probability: float) -> Sequence[float]:
@@ -407,7 +408,7 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
     tokens = gains(probability)
     by_number = by_k(tokens)
     if spec.adapts:
-        chosen = min(ADAPTIVE_LENGTHS, key=lambda number: by_number[number - 1])
+        chosen = min(spec.adaptive_lengths, key=lambda number: by_number[number - 1])
     place = chosen - lengths.start
     expected, speculative_s = tokens[place], by_number[place]
     prefill_s = plain.prefill_s + (costs.prefill_s(costs.draft) if costs.draft else 0.0)

@@ -223,7 +223,7 @@ def cuts_of(models: Models, config: RunConfig) -> tuple[bool, bool]:
     return draws_over_shards(
         mesh.layout, rule=config.verification.rule if sampling.temperature else AT_ZERO,
         is_certain=drafts_greedily(config.draft), vocab_size=vocab_size,
-        num_scored=config.batch_size * (1 + config.speculation.most_draft_tokens * drafts(config.draft)),
+        num_scored=config.batch_size * (1 + config.most_draft_tokens * drafts(config.draft)),
         draft_vocab_size=None if has_others else models.sources[-1].origin.shape.vocab_size,
     )  # fmt: skip
 

@@ -137,7 +137,7 @@ def _load(
     if models.draft_context and config.draft.model:
         lengths = [len(request.prompt_ids) + request.max_new_tokens for request in requests or ()]
         longest = max(lengths, default=models.context)
-        said = outgrown(config.draft.model.name, models.draft_context, config.speculation.most_steps, longest=longest)
+        said = outgrown(config.draft.model.name, models.draft_context, config.most_steps, longest=longest)
         if said:
             terminal.say(said)
     phase.go_on("decoding", limit=f"timeouts.decode_s={config.timeouts.decode_s:g}")

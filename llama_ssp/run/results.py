@@ -48,7 +48,7 @@ def finalize(session: Session) -> None:
     activities = _activities(session) if config.speculation.overlap else []
     if folder is None:
         return
-    task, plan, most_drafted = task_of(config), session.plan, config.speculation.most_draft_tokens
+    task, plan, most_drafted = task_of(config), session.plan, config.most_draft_tokens
     planned = [rank.needed_bytes for rank in plan.ranks] if plan else [None] * comm.size
     layout, num_replicas = session.models.mesh.layout, config.placement.num_replicas
     replica_size = comm.size // num_replicas

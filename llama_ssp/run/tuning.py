@@ -19,7 +19,7 @@ from llama_ssp.ranks.failures import from_rank_0
 from llama_ssp.reports.folder import COSTS_FILE, RunFolder
 from llama_ssp.reports.reading import read_json
 from llama_ssp.settings.drafters import draft_name
-from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, RunConfig
+from llama_ssp.settings.schema import RunConfig, adaptive_lengths
 from llama_ssp.speculate.engine.adaptive import AdaptiveLength, RoundCosts
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import DraftChoice
@@ -44,7 +44,8 @@ def make_ready(
     # Hosts may have measured other pairs, and all ranks must choose alike.
     acceptance = from_rank_0(comm, lambda: _expected_acceptance(config))
     sources = range(len(round_.drafters))
-    choices = [DraftChoice(0), *(DraftChoice(number, source) for source in sources for number in ADAPTIVE_LENGTHS)]
+    lengths = adaptive_lengths(config.draft.model.shape if config.draft.model else None)
+    choices = [DraftChoice(0), *(DraftChoice(number, source) for source in sources for number in lengths)]
 
     def kept() -> object:
         text = folder.read_kept(COSTS_FILE) if folder else None

@@ -13,7 +13,7 @@ from llama_ssp.registry import Registry
 from llama_ssp.settings.backends import BACKENDS
 from llama_ssp.settings.drafters import DRAFTERS, drafter_of, drafts, free_drafts
 from llama_ssp.settings.rules import AT_ZERO, RULES, at_every_temperature, rule_of, rules
-from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, DraftLayout, PlanConfig, RunConfig
+from llama_ssp.settings.schema import ADAPTIVE, DraftLayout, PlanConfig, RunConfig, adaptive_lengths
 from llama_ssp.settings.tasks import NoEffect, drafted_of, task_of, task_specs
 from llama_ssp.settings.trees import TreeShape, tree_shape
 from llama_ssp.words import key_of, listed, said
@@ -179,7 +179,8 @@ def _tree(config: RunConfig) -> TreeShape | None:
 
 def num_steps(config: RunConfig) -> int:
     """The most drafted tokens that follow one another in a round."""
-    numbers = [max(ADAPTIVE_LENGTHS) if number == ADAPTIVE else number for number in drafted_of(config)]
+    adaptive = max(adaptive_lengths(_draft(config).shape))
+    numbers = [adaptive if number == ADAPTIVE else number for number in drafted_of(config)]
     tree = _tree(config)
     return tree.depth if tree else max((number for number in numbers if isinstance(number, int)), default=0)
 

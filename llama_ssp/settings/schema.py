@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from llama_ssp.catalogue import ModelConfig
+from llama_ssp.catalogue import ModelConfig, ModelShape
 from llama_ssp.fields import made, setting
 from llama_ssp.groups import whole
 from llama_ssp.settings.backends import TENSOR
@@ -24,6 +24,12 @@ FROM_MODEL = frozenset({"temperature", "top_k", "top_p", "min_p", "repetition_pe
 ADAPTIVE = "auto"
 ADAPTIVE_LENGTHS = (1, 2, 3, 4, 6, 8)
 """The value of `num_draft_tokens` that chooses K for each round, and the K that it chooses from, besides 0."""
+
+
+def adaptive_lengths(draft: ModelShape | None) -> tuple[int, ...]:
+    """The K that an adaptive run chooses from, besides 0: none is larger than the block of a draft head."""
+    most = (draft and draft.most_drafted) or max(ADAPTIVE_LENGTHS)
+    return tuple(sorted({min(number, most) for number in ADAPTIVE_LENGTHS}))
 
 
 class DraftLayout(Enum):
@@ -205,18 +211,6 @@ class SpeculationConfig:
         """The shape of a tree, if rounds draft trees; raises ValueError as `trees.tree_shape`."""
         return tree_shape(self.tree) if self.tree else None
 
-    @property
-    def most_steps(self) -> int:
-        """The most drafted tokens that follow one another in a round."""
-        return self.tree_shape.depth if self.tree_shape else self.most_draft_tokens
-
-    @property
-    def most_draft_tokens(self) -> int:
-        """K, the largest one of an adaptive run, or the nodes of a tree."""
-        if shape := self.tree_shape:
-            return shape.num_nodes
-        return max(ADAPTIVE_LENGTHS) if self.adapts else int(self.num_draft_tokens)
-
 
 @dataclass(kw_only=True)
 class TimeoutConfig:
@@ -356,6 +350,20 @@ class RunConfig:
     def scores_texts(self) -> bool:
         """Whether the target reads every text once more, for log-probabilities."""
         return self.logprobs is not None or self.prompt_logprobs is not None
+
+    @property
+    def most_draft_tokens(self) -> int:
+        """K, the largest one of an adaptive run, or the nodes of a tree."""
+        if shape := self.speculation.tree_shape:
+            return shape.num_nodes
+        draft, number = self.draft.model, self.speculation.num_draft_tokens
+        return max(adaptive_lengths(draft.shape if draft else None)) if self.speculation.adapts else int(number)
+
+    @property
+    def most_steps(self) -> int:
+        """The most drafted tokens that follow one another in a round."""
+        tree = self.speculation.tree_shape
+        return tree.depth if tree else self.most_draft_tokens
 
     @property
     def source(self) -> WeightsRecord:

@@ -27,7 +27,7 @@ from llama_ssp.planning.timing import Timing, timing
 from llama_ssp.run.tasks import dry_run
 from llama_ssp.settings.drafters import SAME
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT
-from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, DraftLayout, PlanConfig
+from llama_ssp.settings.schema import ADAPTIVE, DraftLayout, PlanConfig
 from llama_ssp.settings.trees import tree_shape
 from llama_ssp.storage.formats import NO_QUANTIZATION, format_of, formats
 from llama_ssp.words import value_of
@@ -75,8 +75,8 @@ def by_length(spec: PlanSpec, timed: Timing) -> Iterator[tuple[float, PlanSpec]]
         yield times[spec.num_draft_tokens - 1], replace(spec, adapts=False)
         return
     if times and not timed.knows_best_k:
-        token_s = min(timed.plain_s, *(times[number - 1] for number in ADAPTIVE_LENGTHS))
-        yield token_s, replace(spec, num_draft_tokens=max(ADAPTIVE_LENGTHS), adapts=True)
+        token_s = min(timed.plain_s, *(times[number - 1] for number in spec.adaptive_lengths))
+        yield token_s, replace(spec, num_draft_tokens=max(spec.adaptive_lengths), adapts=True)
     by_time = sorted((token_s, number) for number, token_s in enumerate(times, start=1))
     yield from ((token_s, replace(spec, num_draft_tokens=number, adapts=False)) for token_s, number in by_time)
 

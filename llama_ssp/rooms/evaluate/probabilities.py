@@ -198,7 +198,7 @@ def score(session: Session, texts: Sequence[SampledText], *, rounds: Rounds) -> 
         scorer = Scorer(
             session.models.target, log_probs_of(config.sampling), batch_size=config.batch_size,
             longest=max(len(text.prompt_ids) + len(text.token_ids) for text in texts),
-            num_positions=config.speculation.most_draft_tokens + 1, drafter=drafter, reports=is_reporting,
+            num_positions=config.most_draft_tokens + 1, drafter=drafter, reports=is_reporting,
             taps=taps if drafter else None, rounds=rounds,
         )  # fmt: skip
     found: list[tuple[int, TextScore]] = []

@@ -45,7 +45,7 @@ def make_drafters(
     `DrafterParts`. `shard` is of the draft's logits, `steps` shared with the target's rule. Raises ConfigError if the
     code of a kind of draft cannot be imported.
     """
-    layout, num_draft_tokens = mesh.layout, config.speculation.most_draft_tokens
+    layout, num_draft_tokens = mesh.layout, config.most_draft_tokens
     vocab_size, device = target.vocab_size, target.device
     has_model = drafter_of(config.draft).has_model
     tree = tree_of(config, device)

@@ -25,7 +25,7 @@ from llama_ssp.rooms.heads.one_pass_drafter import OnePassDrafter
 from llama_ssp.rooms.heads.sources import HeadSource
 from llama_ssp.run.tasks.dry_run import plan_of_run
 from llama_ssp.run.tasks.records import GenerateConfig
-from llama_ssp.settings.schema import MODEL_DRAFT, DrafterConfig, RunConfig
+from llama_ssp.settings.schema import ADAPTIVE, MODEL_DRAFT, DrafterConfig, RunConfig
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.weights.checkpoint import SINGLE_FILE, inspect
 from tests.helpers import head_drafts
@@ -109,14 +109,13 @@ def test_a_head_with_the_tables_of_its_target_drafts_for_every_family(tmp_path: 
         return
     layers = {"mask_token_id": VOCAB_SIZE - 1, "target_layer_ids": [0, 0, 0]}
     save_head(tmp_path / "head", SHARING, vocab_size=VOCAB_SIZE, dflash_config=layers)
+    drafted = load_pair(tmp_path / "target", tmp_path / "head", dtype="fp32")
+    of_a_block: dict[str, Any] = {"num_draft_tokens": ADAPTIVE}  # which is shorter than the longest K
     texts = [
-        [done.token_ids for done in pair.generate(["t5 t9 t3 " * 7, "t7 t8"], max_new_tokens=8, temperature=0)]
-        for pair in (
-            load_pair(tmp_path / "target", dtype="fp32"),
-            load_pair(tmp_path / "target", tmp_path / "head", dtype="fp32"),
-        )
+        [done.token_ids for done in pair.generate(["t5 t9 t3 " * 7, "t7 t8"], max_new_tokens=8, temperature=0, **how)]
+        for pair, how in ((load_pair(tmp_path / "target", dtype="fp32"), {}), (drafted, {}), (drafted, of_a_block))
     ]
-    assert texts[0] == texts[1]
+    assert texts[0] == texts[1] == texts[2]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +209,7 @@ def test_norms_of_taps_are_read_without_their_flag(tmp_path: Path) -> None:
 def test_a_round_is_planned_with_one_forward_of_the_head_and_no_longer_than_its_block(tmp_path: Path) -> None:
     save_pair(tmp_path, "dspark of DeepSpec")
 
-    def planned(number: int) -> Plan:
+    def planned(number: int | str) -> Plan:
         model, draft = (
             ModelConfig(name="local", path=str(path), dtype=Dtype.fp32, shape=read_config(path)[0])
             for path in (tmp_path / "target", tmp_path / "head")
@@ -229,3 +228,6 @@ def test_a_round_is_planned_with_one_forward_of_the_head_and_no_longer_than_its_
     assert last_s < 4 * first_s
     with pytest.raises(ConfigError, match="the draft head drafts blocks of 4 tokens, and 5 are asked for"):
         planned(5)
+    adaptive = planned(ADAPTIVE)
+    assert (adaptive.spec.num_draft_tokens, adaptive.spec.adaptive_lengths) == (4, (1, 2, 3, 4))
+    assert len(adaptive.timing.by_num_draft_tokens) == 4
