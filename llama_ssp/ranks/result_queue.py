@@ -94,9 +94,9 @@ class ResultQueue:
         if has_failed:
             raise DistStoreError("a rank ended before its replica")
         time.sleep(_LOOK_EVERY_S)
-        call_every_s = min(_CALL_EVERY_S, self._patience_s) if self._silent_since else _CALL_EVERY_S
-        if self._speaks and time.monotonic() - self._called_s > call_every_s:
+        began_s, call_every_s = time.monotonic(), min(_CALL_EVERY_S, self._patience_s / 4)
+        if self._speaks and began_s - self._called_s > call_every_s:
             missing, self._called_s = self._watch.missing(), time.monotonic()
-            self._silent_since = {rank: self._silent_since.get(rank, self._called_s) for rank in missing}
+            self._silent_since = {rank: self._silent_since.get(rank, began_s) for rank in missing}
             if any(self._called_s - since >= self._patience_s for since in self._silent_since.values()):
                 raise DistStoreError("timed out: a rank does not answer, and its replica has not ended")

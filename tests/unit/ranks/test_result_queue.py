@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import pytest
@@ -109,3 +110,26 @@ def test_a_killed_rank_ends_the_wait_at_once_and_what_its_copy_had_told_is_kept(
         finally:
             ends[1 - rank].end(stopped=False, take=heard.append) if not waiting.done() else None
     assert heard == ["finished just before"][rank:]
+
+
+@pytest.mark.parametrize("patience_s", [4.0, 20.0, 60.0])
+def test_a_stopped_rank_ends_the_stage_within_one_and_a_half_times_its_patience(
+    patience_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Besides a second for each of two calls, one that it still answers and the last."""
+    now_s = 0.0
+
+    def wait(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    def missing() -> tuple[int, ...]:
+        wait(1.0)
+        return (1,)
+
+    queue, _ = _stage(num_copies=2, monkeypatch=monkeypatch, watch=Watch(missing=missing))
+    monkeypatch.setattr(result_queue, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=wait))
+    queue._patience_s, queue._called_s = patience_s, 0.0
+    with pytest.raises(dist.DistStoreError, match="a rank does not answer"):
+        queue.end(stopped=False, take=lambda _: None)
+    assert patience_s <= now_s <= 1.5 * patience_s + 2
