@@ -66,18 +66,7 @@ def with_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
         raise CheckpointError(
             f"{folder} cannot be merged ({', '.join(problems)}): merge it with PEFT, or use plain LoRA"
         )
-    if not (folder / WEIGHTS).is_file():
-        pickled = f" but pickle weights, {_PICKLE}, which are not read" if (folder / _PICKLE).is_file() else ""
-        raise CheckpointError(f"{folder} holds no {WEIGHTS}{pickled}: save it in safetensors")
-    stored = read_header(folder / WEIGHTS)
-    if strays := [name for name in stored if not _KEY.fullmatch(name)]:
-        raise CheckpointError(
-            f"{folder} holds {summary(strays)}, and only lora_A and lora_B of linear layers are merged"
-        )
-    pairs: dict[str, dict[str, StoredTensor]] = {}
-    for name, tensor in stored.items():
-        if found := _KEY.fullmatch(name):
-            pairs.setdefault(found[1], {})[found[2].removeprefix("lora_")] = tensor
+    pairs = _pairs(checkpoint, folder)
     rank_of = _by_pattern(config, "rank_pattern", config["r"], folder)
     alpha_of = _by_pattern(config, "alpha_pattern", config["lora_alpha"], folder)
     targets = {module: target for module in pairs if (target := _target(checkpoint.tensors, module))}
@@ -98,6 +87,29 @@ def with_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
         weight = pairs[module].get(_BASE, merged[name])  # PEFT saves the base of an output head too
         merged[name] = MergedTensor(**vars(weight), up=pairs[module]["B"], down=pairs[module]["A"], scale=scale)
     return replace(checkpoint, tensors=merged)
+
+
+def _pairs(checkpoint: Checkpoint, folder: Path) -> dict[str, dict[str, StoredTensor]]:
+    """The matrices A and B of each module that the adapter changes, with the base that PEFT saves of a head."""
+    if not (folder / WEIGHTS).is_file():
+        pickled = f" but pickle weights, {_PICKLE}, which are not read" if (folder / _PICKLE).is_file() else ""
+        raise CheckpointError(f"{folder} holds no {WEIGHTS}{pickled}: save it in safetensors")
+    stored = read_header(folder / WEIGHTS)
+    if strays := [name for name in stored if not _KEY.fullmatch(name)]:
+        raise CheckpointError(
+            f"{folder} holds {summary(strays)}, and only lora_A and lora_B of linear layers are merged"
+        )
+    pairs: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in stored.items():
+        if found := _KEY.fullmatch(name):
+            pairs.setdefault(found[1], {})[found[2].removeprefix("lora_")] = tensor
+    heads = [module for module in pairs if module.rpartition(".")[2] == "lm_head"]
+    if heads and checkpoint.shape.tie_word_embeddings:  # which would be left as it is, or change the embedding too
+        raise CheckpointError(
+            f"{folder} changes {heads[0]}, whose weights {checkpoint.folder} shares with its embedding: merge it with "
+            "PEFT and save the model with tie_word_embeddings false"
+        )
+    return pairs
 
 
 def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:

@@ -126,6 +126,15 @@ def tensors(edit: Edit) -> Fault:
     return lambda folder: edit_tensors(folder / WEIGHTS, edit)
 
 
+@pytest.mark.parametrize("missing", [(), ("lm_head.weight",)])
+def test_a_head_that_is_the_embedding_is_not_changed_alone(tmp_path: Path, missing: Sequence[str]) -> None:
+    folders = make(tmp_path, layers=("lm_head", "q_proj"))
+    edit_tensors(folders.base / "model.safetensors", lambda stored: [stored.pop(name) for name in missing])
+    edit_json(folders.base / "config.json", tie_word_embeddings=True)
+    with pytest.raises(CheckpointError, match=r"changes lm_head, whose weights .* shares with its embedding: merge"):
+        adapted(folders)
+
+
 KEY = f"base_model.model.{Q_PROJ.removesuffix('.weight')}.lora_A.weight"
 
 
